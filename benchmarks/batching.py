@@ -49,7 +49,9 @@ class Answers(NamedTuple):
 
 def main() -> None:
     options = _options()
-    with LLM(options.model, dtype=options.dtype, host_memory=options.host_memory) as llm:
+    with LLM(
+        options.model, dtype=options.dtype, host_memory=options.host_memory, cache="off"
+    ) as llm:
         if llm.config.is_diffusion:
             raise UsageError(f"{options.model} is not autoregressive.")
         load = _make_load(llm, options.requests, options.prompt, options.new)

@@ -153,7 +153,7 @@ def _measure(
     disk = Disk(folder, plan.host.slot_bytes, 1 << 30)
     where = {"model": folder.name, "resident_share": share, "budget_bytes": budget_bytes}
     recorder.write("ceiling", {**where, **memory_ceiling(), **disk.measure()})
-    with LLM(folder, host_memory=budget_bytes, **shared, **wide) as llm:
+    with LLM(folder, host_memory=budget_bytes, cache="off", **shared, **wide) as llm:
         load = _load(llm.config, options)
         presets = [Preset(lane.policy, lane.options) for lane in lanes]
         runs, exact_us = take_turns(llm, presets, load, options.repeats), 0.0

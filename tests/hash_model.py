@@ -95,7 +95,8 @@ def make_kv_cache(num_tokens: int) -> KVCache:
 
 
 def is_all_free(kv_cache: KVCache) -> bool:
-    return kv_cache.can_allocate(kv_cache.num_tokens)
+    """But for what is kept until others need the room."""
+    return kv_cache.num_free_tokens == kv_cache.num_tokens
 
 
 def hash_logits(row: np.ndarray, block_length: int) -> torch.Tensor:

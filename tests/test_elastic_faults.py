@@ -62,7 +62,9 @@ def system(monkeypatch: pytest.MonkeyPatch) -> System:
 @pytest.fixture
 def llm(model: Path) -> Iterator[LLM]:
     host_memory = budget(plan_model(model, context=CONTEXT), 12)
-    with LLM(model, policy="lru", elastic=True, context=CONTEXT, host_memory=host_memory) as llm:
+    with LLM(
+        model, policy="lru", elastic=True, cache="off", context=CONTEXT, host_memory=host_memory
+    ) as llm:
         yield llm
 
 
@@ -130,7 +132,7 @@ def test_whoever_is_refused_fails_alone_and_the_next_are_answered(
     options: dict[str, Any] = {"context": CONTEXT, "host_memory": budget(plan, 12)}
     with (
         pytest.MonkeyPatch.context() as patch,
-        LLM(model, policy="lru", elastic=True, **options) as llm,
+        LLM(model, policy="lru", elastic=True, cache="off", **options) as llm,
     ):
         system = System(patch)
         for num_passed, num_refused, asked, leaves in faults:
@@ -233,7 +235,7 @@ def test_passes_that_are_cancelled_or_refused_leave_the_others_their_words(
 
     with LLM(folder, **options) as llm:  # bfloat16's roundings may differ in a batch
         alone, together = [words(llm, [prompt]) for prompt in prompts], words(llm, prompts)
-    with LLM(folder, policy="lru", elastic=True, host_memory=memory, **options) as llm:
+    with LLM(folder, policy="lru", elastic=True, cache="off", host_memory=memory, **options) as llm:
         system, num_refused = System(monkeypatch), 0
         room = elastic_of(llm)._shared.room
         assert room is not None

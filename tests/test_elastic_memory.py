@@ -1,4 +1,8 @@
-"""A model whose KV cache and expert slots share their memory: the same words, within the budget."""
+"""A model whose KV cache and expert slots share their memory: the same words, within the budget.
+
+Nothing is kept of sequences that ended (`cache="off"`), so that memory moves with each of them;
+with what is kept see test_conversations.py.
+"""
 
 from __future__ import annotations
 
@@ -135,7 +139,7 @@ def test_words_stay_while_memory_moves(
 ) -> None:
     plan = plan_model(model, context=CONTEXT)
     options: dict[str, Any] = {"context": CONTEXT, "host_memory": budget(plan, 12)}
-    with LLM(model, policy=policy, elastic=True, **options) as llm:
+    with LLM(model, policy=policy, elastic=True, cache="off", **options) as llm:
         for _ in range(2):
             assert answers(llm) == words
         assert [answers(llm, [prompt])[0] for prompt in PROMPTS] == words
@@ -159,7 +163,7 @@ def test_a_devices_slots_make_room_for_its_cache(
     plan = plan_model(model, **emulated)
     assert plan.gpu is not None
     gpu_memory = plan.minimum_bytes + 20 * plan.gpu.slot_bytes
-    with LLM(model, elastic=True, gpu_memory=gpu_memory, **emulated) as llm:
+    with LLM(model, elastic=True, cache="off", gpu_memory=gpu_memory, **emulated) as llm:
         assert llm.plan.elastic_tokens > 1024
         for _ in range(2):
             assert answers(llm) == words
@@ -180,7 +184,7 @@ def test_where_memory_does_not_move_elastic_is_refused_by_name(
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     for device in ("auto", "cuda"):
         with pytest.raises(UnsupportedError, match="elastic on a GPU"):
-            plan_model(model, elastic=True, device=device)
+            plan_model(model, elastic=True, cache="off", device=device)
 
 
 def test_under_every_preset_contexts_come_and_go(
@@ -193,7 +197,7 @@ def test_under_every_preset_contexts_come_and_go(
     with LLM(model, context=CONTEXT) as llm:
         expected = {tuple(prompt): answers(llm, [prompt])[0] for prompt in prompts}
     options: dict[str, Any] = {"context": CONTEXT, "host_memory": budget(plan, 8)}
-    with LLM(model, policy="lru", elastic=True, **options) as llm:
+    with LLM(model, policy="lru", elastic=True, cache="off", **options) as llm:
         for policy in sorted(CATALOGUE):
             if policy != "resident" and not substitutes(policy, {}):  # which change words
                 llm.adopt_policy(policy)
@@ -214,7 +218,9 @@ def test_beside_a_device_every_other_preset_keeps_the_words(
     assert plan.gpu is not None
     gpu_memory = plan.minimum_bytes + 20 * plan.gpu.slot_bytes
     others = sorted(CATALOGUE.keys() - {"resident", *PRESETS_BESIDE_A_DEVICE})
-    with LLM(model, policy="lru", elastic=True, gpu_memory=gpu_memory, **emulated) as llm:
+    with LLM(
+        model, policy="lru", elastic=True, cache="off", gpu_memory=gpu_memory, **emulated
+    ) as llm:
         for policy in others:
             if not substitutes(policy, {}):  # which change words
                 llm.adopt_policy(policy)
@@ -231,7 +237,7 @@ def test_a_policy_that_begins_anew_has_the_planned_slots(
 ) -> None:
     plan = plan_model(model, context=CONTEXT)
     options: dict[str, Any] = {"context": CONTEXT, "host_memory": budget(plan, 12)}
-    with LLM(model, policy="lru", elastic=True, **options) as llm:
+    with LLM(model, policy="lru", elastic=True, cache="off", **options) as llm:
         elastic = elastic_of(llm)
         expected = answers(llm, PROMPTS[:1])
         elastic.give_way(1 << 40)
@@ -267,7 +273,7 @@ def test_logits_of_a_whole_context_find_their_memory(
     with LLM(model, context=CONTEXT) as llm:
         expected = llm.logits(tokens)
     options: dict[str, Any] = {"context": CONTEXT, "host_memory": budget(plan, 12)}
-    with LLM(model, policy="lru", elastic=True, **options) as llm:
+    with LLM(model, policy="lru", elastic=True, cache="off", **options) as llm:
         answers(llm, PROMPTS[:1])
         assert elastic_of(llm).num_lent > 0
         assert bool((llm.logits(tokens) == expected).all())
@@ -276,7 +282,14 @@ def test_logits_of_a_whole_context_find_their_memory(
 
 def test_memory_returns_when_the_model_is_closed(model: Path) -> None:
     plan = plan_model(model, context=CONTEXT)
-    llm = LLM(model, policy="lru", elastic=True, context=CONTEXT, host_memory=budget(plan, 12))
+    llm = LLM(
+        model,
+        policy="lru",
+        elastic=True,
+        cache="off",
+        context=CONTEXT,
+        host_memory=budget(plan, 12),
+    )
     shared = elastic_of(llm)._shared
     answers(llm)
     assert physical_bytes(shared.arena) == shared.arena.committed_bytes > 0
@@ -287,7 +300,7 @@ def test_memory_returns_when_the_model_is_closed(model: Path) -> None:
 
 
 def test_where_everything_fits_nothing_is_lent(model: Path) -> None:
-    with LLM(model, context=CONTEXT, elastic=True) as llm:
+    with LLM(model, context=CONTEXT, elastic=True, cache="off") as llm:
         assert llm._loop.look(lambda engine: engine.elastic) is None
 
 
@@ -297,7 +310,7 @@ def test_a_system_with_less_than_the_budget_takes_slots_then_one_request(
     """The limit is reached from outside, while running."""
     plan = plan_model(model, context=CONTEXT)
     options: dict[str, Any] = {"context": CONTEXT, "host_memory": budget(plan, 20)}
-    with LLM(model, policy="lru", elastic=True, **options) as llm:
+    with LLM(model, policy="lru", elastic=True, cache="off", **options) as llm:
         assert answers(llm, PROMPTS[:1]) == words[:1]
         elastic = elastic_of(llm)
         kv, slots = elastic._shared.kv, elastic._shared.arena
@@ -332,7 +345,7 @@ def test_who_is_refused_memory_fails_alone(
     plan = plan_model(model, context=CONTEXT)
     options: dict[str, Any] = {"context": CONTEXT, "host_memory": budget(plan, 12)}
     with (
-        LLM(model, policy="lru", elastic=True, **options) as llm,
+        LLM(model, policy="lru", elastic=True, cache="off", **options) as llm,
         ThreadPoolExecutor(max_workers=4) as threads,
     ):
         asked = [threads.submit(answers, llm, [prompt]) for prompt in PROMPTS]

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from examples import examples
+from hash_model import is_all_free
 from hypothesis import given
 from hypothesis import strategies as st
 from whole import Setting, check_idle, settle
@@ -176,7 +177,7 @@ def test_a_slow_reader_delays_nobody(model: Model) -> None:
         stream = llm.stream(PROMPTS[1], PARAMS[1])
         events = [next(stream)]
         assert ask(llm, 3) == model.answers[3]
-        wait_until(lambda: not llm._engine.kv_cache._taken)  # the stream has ended, unread
+        wait_until(lambda: is_all_free(llm._engine.kv_cache))  # the stream has ended, unread
         events += stream
         assert isinstance(events[-1], Finished) and list(events[-1].token_ids) == model.answers[1]
 
@@ -311,7 +312,7 @@ def test_closing_ends_all_that_is_asked(model: Model, monkeypatch: pytest.Monkey
     with pytest.raises(UsageError, match="closed"):
         ask(llm, 0)
     assert llm.stats()["forwards"] >= 1
-    assert not llm._engine.kv_cache._taken
+    assert is_all_free(llm._engine.kv_cache)
 
 
 def test_a_model_that_nobody_has_any_more_ends_its_thread(model: Model) -> None:
@@ -544,6 +545,6 @@ def test_threads_that_ask_at_random(
             assert not worker._answers and not worker._jobs and not worker._waiting
             check_idle(llm)
             assert ask(llm, 1) == model.answers[1]
-    assert not llm._engine.kv_cache._taken
+    assert is_all_free(llm._engine.kv_cache)
     with suppress(LowtideError):
         ask(llm, 0)

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from cached_oracle import KeptKeys, cached_trajectory, kept_logits
+from hash_model import is_all_free
 from masked_models import write_first_layer, write_model
 from masked_oracle import golden_cases, load_full
 from oracle import GOLDENS
@@ -141,7 +142,7 @@ def test_the_least_budget_and_a_lent_cache_write_the_same(mode) -> None:
         with LLM(folder, **options, **others) as llm:
             completions = llm.generate(prompts, params)
             answers.append([completion.token_ids for completion in completions])
-            assert not llm._engine.kv_cache._taken
+            assert is_all_free(llm._engine.kv_cache)
     assert answers[0] == answers[1] == answers[2]
 
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from hash_model import is_all_free
 from torch import Tensor
 
 from lowtide.core import StepKind
@@ -149,7 +150,7 @@ def check_idle(llm: LLM) -> None:
     ledger.check_integrity()
     num_held = ledger.num_resident + experts.host.num_ahead
     assert ledger.num_free + num_held == ledger.num_slots
-    assert not llm._engine.kv_cache._taken
+    assert is_all_free(llm._engine.kv_cache)
 
 
 @contextmanager

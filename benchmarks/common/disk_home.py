@@ -35,7 +35,7 @@ class DiskTrack:
     @classmethod
     def open(cls, model: Model, share: float, calibration: Path) -> DiskTrack:
         """share: of the experts that is in memory."""
-        options = {**model.options, "device": "cpu"}
+        options = {**model.options, "device": "cpu", "cache": "off"}
         budget = budget_of_share(plan_model(model.reference, **options), share)
         return cls(
             LLM(model.reference, host_memory=budget, calibration=str(calibration), **options)
@@ -103,7 +103,7 @@ class InMemory(NamedTuple):
 
 def measure_in_memory(model: Model, learned: Learned) -> InMemory:
     """Of the same answer; the second of two."""
-    with LLM(model.reference, device="cpu", **model.options) as llm:
+    with LLM(model.reference, device="cpu", cache="off", **model.options) as llm:
         track = DiskTrack(llm)
         track.answer(learned)
         with LayerClock(llm) as clock:

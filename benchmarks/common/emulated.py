@@ -129,7 +129,7 @@ def learn(
     diffusion = DiffusionParams(steps=steps)
     params = SamplingParams(max_tokens=num_new, ignore_eos=True, diffusion=diffusion)
     say(f"{model.name}: calibrating, and recording the run that is measured ...")
-    with LLM(model.reference, device="cpu", **model.options) as llm:
+    with LLM(model.reference, device="cpu", cache="off", **model.options) as llm:
         ids = _token_ids(llm, text)
         half = len(ids) // 2
         calibration = calibrate(llm, ids[:half], model.name, num_pieces=_NUM_PIECES)
@@ -199,7 +199,7 @@ class Track:
         cls, model: Model, share: float, speeds: Mapping[str, str], calibration: Path
     ) -> Track:
         """share: of the experts that is resident. Raises PlanError without host memory for all."""
-        options = {**model.options, "device": "emulated", "device_options": speeds}
+        options = {**model.options, "device": "emulated", "device_options": speeds, "cache": "off"}
         plan = plan_model(model.reference, **options)
         check_home(plan)
         options |= {"gpu_memory": budget_of_share(plan, share), "calibration": str(calibration)}

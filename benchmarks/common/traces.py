@@ -90,7 +90,7 @@ def moe_shape(trace: Trace) -> MoEShape:
 
 
 def _record(runs: list[Run], folder: Path) -> None:
-    with LLM(_model(runs[0].model), context=4096) as llm:
+    with LLM(_model(runs[0].model), context=4096, cache="off") as llm:
         for run in runs:
             say(f"Recording {run.name} ...")
             diffusion = DiffusionParams(block_length=run.block_length, threshold=run.threshold)

@@ -107,6 +107,14 @@ class CacheMode(enum.Enum):
     DUAL = "dual"  # those of everything before and behind it
 
 
+class Reuse(enum.Enum):
+    """What a request takes over of keys and values that an earlier one has computed."""
+
+    ON = "on"  # all that begins as it does
+    EXACT = "exact"  # only what gives the ids of a run that computes everything itself
+    OFF = "off"
+
+
 class Demand(NamedTuple):
     """What one MoE layer asks for in one step."""
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, fields
 from typing import NamedTuple
 
 from lowtide.config import format_size
-from lowtide.core import CacheMode
+from lowtide.core import CacheMode, Reuse
 from lowtide.errors import UsageError
 
 OWN_FORMAT = "own"
@@ -195,6 +195,7 @@ class MemoryPlan:
     """Where KV cache and expert slots share their memory: tokens that the cache can come to hold
     over all running sequences, none longer than `context`, while slots give way."""
     kv_cache: str = CacheMode.EXACT.value  # others are approximations, see `CacheMode`
+    cache: str = Reuse.ON.value  # what a request takes over of those before it, see `Reuse`
     prediction: Prediction | None = None  # None: beside an emulated device, whose speed is given
     advised_bytes: int = 0
     """The host budget that would serve best here: what everything takes, or all that is free."""
@@ -280,6 +281,8 @@ def plan_facts(plan: MemoryPlan) -> str:
         lines.append(
             f"{plan.kv_cache} cache: an approximation, whose agreement lowtide verify reports"
         )
+    if plan.cache == Reuse.OFF.value:
+        lines.append("no keys are kept for a next turn, which computes the whole conversation")
     if not plan.formats.is_own:
         lines.append(f"formats: {plan.formats}; their cost is a row of lowtide quality")
     return "\n".join(lines)

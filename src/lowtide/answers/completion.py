@@ -24,6 +24,7 @@ class Usage:
     kv_cache: str = CacheMode.EXACT.value  # others are approximations, see `core.CacheMode`
     formats: WeightFormats = field(default_factory=WeightFormats)  # others than own may change it
     receipt: Receipt | None = None  # under a policy that may change words: what it did
+    cached_tokens: int = 0  # of the prompt, that were not computed: an earlier request's were kept
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -66,6 +67,7 @@ def completion_of(
             prompt_tokens=len(request.prompt),
             completion_tokens=len(token_ids),
             forwards=finished.num_forwards,
+            cached_tokens=finished.num_resumed,
             kv_cache=plan.kv_cache,
             formats=plan.formats,
             receipt=finished.receipt,

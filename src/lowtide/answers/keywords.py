@@ -30,6 +30,7 @@ class ModelKeywords(TypedDict, total=False):
     activations: str
     kernels: str
     kv_cache: bool | str
+    cache: str
     elastic: bool
     check_weights: bool
     unsafe: bool

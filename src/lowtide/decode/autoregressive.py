@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lowtide.core import Step, StepKind
+from lowtide.core import Reuse, Step, StepKind
 from lowtide.decode.batch_decoder import BatchDecoder, Model, Turn, joined
 from lowtide.decode.causal_sequence import CausalSequence, Choice, choose
 from lowtide.decode.logits import tiled_logits
@@ -34,11 +34,16 @@ class Autoregressive(BatchDecoder[CausalSequence]):
     """
 
     def __init__(
-        self, model: Model, kv_cache: KVCache, max_rows: int, use_kv_cache: bool = True
+        self,
+        model: Model,
+        kv_cache: KVCache,
+        max_rows: int,
+        use_kv_cache: bool = True,
+        reuse: Reuse = Reuse.OFF,
     ) -> None:
         if max_rows < CHUNK_MULTIPLE:
             raise UsageError(f"max_rows must be at least {CHUNK_MULTIPLE}, not {max_rows}.")
-        super().__init__(kv_cache, max_rows)
+        super().__init__(kv_cache, max_rows, reuse)
         self._model = model
         self._use_kv_cache = use_kv_cache
 
@@ -53,6 +58,8 @@ class Autoregressive(BatchDecoder[CausalSequence]):
             hidden = self._model.forward(batch)
             choices = self._choose(hidden, turns)
         self._num_passes += kind is StepKind.DECODE
+        if len(turns) == 1:
+            self._kept.note_pass(turns[0].sequence, turns[0].first, turns[0].stop)
         events: list[Event] = []
         for turn, choice in zip(turns, choices, strict=True):
             if choice is None:

@@ -15,7 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lowtide.core import IntArray, PassRows, RowKind, Step
+from lowtide.core import IntArray, PassRows, Reuse, RowKind, Step
+from lowtide.decode.kept_sequences import Cached, KeptSequences
 from lowtide.decode.request import Event, Request
 from lowtide.errors import PlanError, UsageError
 from lowtide.layers.batch import Batch, Segment
@@ -44,20 +45,11 @@ class Model(Protocol):
         ...
 
 
-class Running(Protocol):
+class Running(Cached, Protocol):
     """What the queue knows of a running sequence."""
 
     @property
-    def request(self) -> Request: ...
-
-    @property
-    def tokens(self) -> IntArray: ...
-
-    @property
     def block_length(self) -> int: ...
-
-    @property
-    def kv(self) -> KVRange: ...
 
     @property
     def is_finished(self) -> bool: ...
@@ -111,8 +103,10 @@ class BatchDecoder(abc.ABC, Generic[S]):
     any budget, because it decides how rows are divided.
     """
 
-    def __init__(self, kv_cache: KVCache, max_rows: int) -> None:
+    def __init__(self, kv_cache: KVCache, max_rows: int, reuse: Reuse = Reuse.OFF) -> None:
+        """reuse: what requests take over of keys and values of those before them."""
         self._kv_cache = kv_cache
+        self._kept = KeptSequences(kv_cache, reuse, max_rows)
         self._max_rows = max_rows
         self._waiting: deque[Request] = deque()
         self._running: list[S] = []
@@ -161,8 +155,10 @@ class BatchDecoder(abc.ABC, Generic[S]):
         If the model raises, nothing but the pass is lost, and `cancel` and `close` work.
         """
 
-    def cancel(self, request_id: int) -> bool:
-        """Drops a request, between passes, and gives back its room. Whether there was one."""
+    def cancel(self, request_id: int, is_sound: bool = True) -> bool:
+        """Drops a request, between passes, and gives back its room. Whether there was one.
+
+        is_sound: its keys and values are as good as those of a request that finished."""
         for request in self._waiting:
             if request.id == request_id:
                 self._waiting.remove(request)
@@ -170,14 +166,22 @@ class BatchDecoder(abc.ABC, Generic[S]):
         for sequence in self._running:
             if sequence.request.id == request_id:
                 self._running.remove(sequence)
-                self._kv_cache.free(sequence.kv)
+                if is_sound:
+                    self._kept.end(sequence)
+                else:
+                    self._kv_cache.free(sequence.kv)
                 return True
         return False
 
+    def forget(self) -> None:
+        """Keeps nothing of finished requests any longer."""
+        self._kept.clear()
+
     def close(self) -> None:
-        """Drops every request."""
+        """Drops every request, and what is kept."""
         for request in list(self._requests()):
             self.cancel(request.id)
+        self.forget()
 
     def _make_batch(self, turns: Sequence[Turn[S]], step: Step) -> Batch:
         """The rows of a pass, turn after turn."""
@@ -225,12 +229,14 @@ class BatchDecoder(abc.ABC, Generic[S]):
             if self._running and not self._kv_cache.can_allocate(num_tokens):
                 return
             self._taking_part = [request]
-            kv = self._kv_cache.allocate(num_tokens)
+            kv, num_resumed = self._kept.begin(request, num_tokens, self._running)
             try:
-                self._running.append(self._begin(request, kv))
+                sequence = self._begin(request, kv)
             except BaseException:
                 self._kv_cache.free(kv)
                 raise
+            sequence.num_cached = sequence.num_exact = sequence.num_resumed = num_resumed
+            self._running.append(sequence)
             self._waiting.popleft()
 
     def _see_to_memory(self, ends: Iterable[tuple[S, int]]) -> None:
@@ -248,6 +254,6 @@ class BatchDecoder(abc.ABC, Generic[S]):
         for sequence in served:
             self._running.remove(sequence)
             if sequence.is_finished:
-                self._kv_cache.free(sequence.kv)
+                self._kept.end(sequence)
             else:
                 self._running.append(sequence)

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lowtide.core import Step, StepKind
+from lowtide.core import Reuse, Step, StepKind
 from lowtide.decode.batch_decoder import LOGIT_ROWS, BatchDecoder, Model, Turn, joined
 from lowtide.decode.block_sequence import BlockPrediction, BlockSequence
 from lowtide.decode.logits import tiled_logits
@@ -50,8 +50,9 @@ class BlockDiffusion(BatchDecoder[BlockSequence]):
         mask_token_id: int,
         max_rows: int,
         use_kv_cache: bool = True,
+        reuse: Reuse = Reuse.OFF,
     ) -> None:
-        super().__init__(kv_cache, max_rows)
+        super().__init__(kv_cache, max_rows, reuse)
         self._model = model
         self._mask_token_id = mask_token_id
         self._use_kv_cache = use_kv_cache
@@ -63,6 +64,8 @@ class BlockDiffusion(BatchDecoder[BlockSequence]):
         with torch.inference_mode():
             hidden = self._model.forward(self._batch(kind, turns))
             if kind is StepKind.PREFILL:
+                if len(turns) == 1:
+                    self._kept.note_pass(turns[0].sequence, turns[0].first, turns[0].stop)
                 return [turn.sequence.prefilled(turn.stop) for turn in turns]
             predictions = self._predict(hidden, turns)
         self._num_passes += 1
@@ -108,7 +111,7 @@ class BlockDiffusion(BatchDecoder[BlockSequence]):
         return StepKind.DENOISE, turns
 
     def _turn(self, sequence: BlockSequence, num_rows: int, num_free: int) -> Turn[BlockSequence]:
-        first = sequence.num_committed
+        first = sequence.num_cached
         return Turn(sequence, first, first + num_rows, self._max_rows - num_free)
 
     def _batch(self, kind: StepKind, turns: Sequence[Turn[BlockSequence]]) -> Batch:

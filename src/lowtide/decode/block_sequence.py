@@ -35,14 +35,13 @@ class BlockPrediction(NamedTuple):
 class BlockSequence(Canvas):
     """One running request: its tokens, its active block, and how much of it is cached.
 
-    Positions before `num_committed` have keys and values of their final tokens; the block at
+    Positions before `num_cached` have keys and values of their final tokens; the block at
     `block_start` is being filled. Knows nothing of other sequences or of the model.
     """
 
     def __init__(self, request: Request, kv: KVRange, mask_token_id: int) -> None:
         first_block_start = len(request.prompt) // request.block_length * request.block_length
         super().__init__(request, kv, mask_token_id, request.canvas_length, first_block_start)
-        self.num_committed = 0
         self._is_prompt = ~self._is_masked
         self._sampling = Sampling.of(request.params, request.seed)
         self._num_steps = 0  # passes over the active block while it had masks
@@ -55,7 +54,7 @@ class BlockSequence(Canvas):
     @property
     def num_rows(self) -> int:
         """Rows of the next denoising pass, what is final and not cached included."""
-        return self._block_end - self.num_committed
+        return self._block_end - self.num_cached
 
     @property
     def num_block_passes(self) -> int:
@@ -109,7 +108,7 @@ class BlockSequence(Canvas):
 
     def prefilled(self, stop: int) -> Event:
         """After a pass over final tokens up to position `stop`."""
-        self.num_committed = stop
+        self.num_cached = stop
         return Prefill(self.request.id, stop, self._block_start)
 
     def denoised(self, prediction: BlockPrediction, use_kv_cache: bool) -> list[Event]:
@@ -119,11 +118,11 @@ class BlockSequence(Canvas):
         self._num_forwards += 1
         self._num_steps += had_masks
         self._num_post_steps += not had_masks
-        self.num_committed = self._block_start
+        self.num_cached = self._block_start
         if not had_masks and not written.any():
-            self.num_committed = self._block_end  # the pass saw the block as it stays
+            self.num_cached = self._block_end  # the pass saw the block as it stays
         if not use_kv_cache:
-            self.num_committed = 0
+            self.num_cached = 0
         events: list[Event] = [self._draft()]
         is_answered = self._is_answered_early(written)
         if is_answered or self._is_block_finished(had_masks, written):

@@ -28,6 +28,7 @@ class Canvas(abc.ABC):
         self.tokens = np.full(length, mask_token_id, np.int64)
         self.tokens[:num_prompt] = request.prompt
         self.is_finished = False
+        self.num_cached = self.num_exact = self.num_resumed = 0  # see `Cached`
         self._mask_token_id = mask_token_id
         self._is_masked = np.arange(length) >= num_prompt
         eos_token_ids = () if request.params.ignore_eos else request.eos_token_ids
@@ -68,7 +69,9 @@ class Canvas(abc.ABC):
 
     def _finish(self, answer: Sequence[int], reason: str) -> list[Event]:
         self.is_finished = True
-        finished = Finished(self.request.id, tuple(answer), reason, self._num_forwards)
+        finished = Finished(
+            self.request.id, tuple(answer), reason, self._num_forwards, self.num_resumed
+        )
         return [*self._commit(answer), finished]
 
     def _commit(self, answer: Sequence[int]) -> list[Event]:

@@ -37,7 +37,7 @@ class CausalSequence:
         self.tokens = np.zeros(request.canvas_length, np.int64)
         self.tokens[: len(request.prompt)] = request.prompt
         self.num_known = len(request.prompt)
-        self.num_cached = 0
+        self.num_cached = self.num_exact = self.num_resumed = 0  # see `Cached`
         self.is_finished = False
         self.sampling = Sampling.of(request.params, request.seed)
         self._eos = frozenset(() if request.params.ignore_eos else request.eos_token_ids)
@@ -106,6 +106,7 @@ class CausalSequence:
             token_ids=tuple(self._answer),
             finish_reason=reason,
             num_forwards=len(self._answer),
+            num_resumed=self.num_resumed,
             logprobs=tuple(self._logprobs),
         )
 

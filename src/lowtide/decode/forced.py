@@ -191,7 +191,7 @@ class _ForcedBlocks(BlockSequence):
     def denoised(self, prediction: BlockPrediction, use_kv_cache: bool) -> list[Event]:
         self._num_forwards += 1
         self._num_steps += 1
-        self.num_committed = self._block_start if use_kv_cache else 0
+        self.num_cached = self._block_start if use_kv_cache else 0
         if self._num_steps < len(self._text.masks):
             self._hide()
             return []

@@ -134,6 +134,7 @@ class Finished:
     token_ids: tuple[int, ...]
     finish_reason: str
     num_forwards: int  # passes that could write tokens; those that only filled the cache are not
+    num_resumed: int = 0  # tokens of its prompt that were not computed: their keys were kept
     logprobs: tuple[TokenLogprobs, ...] = ()
     receipt: Receipt | None = None  # what a policy that may change words did to them
     text: str = ""

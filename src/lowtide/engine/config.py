@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 
-from lowtide.core import Progress, no_progress
+from lowtide.core import Progress, Reuse, no_progress
 from lowtide.engine.device_choice import check_device, check_elastic, resolve_device
 from lowtide.engine.weight_formats import FormatWishes
 from lowtide.errors import UnsupportedError, UsageError
@@ -44,7 +44,8 @@ class EngineConfig:
     place for this model, if anything. kv_cache: False recomputes everything at every step (a
     reference); `prefix` and `dual` of bidirectional models keep while a block is filled what its
     first step computed of everything before it, or of all but it: faster, and an approximation
-    (Fast-dLLM).
+    (Fast-dLLM). cache: what a request takes over of the keys and values of those before it: `on`,
+    all that begins as it does; `exact`, only what gives the ids of a run that computes everything.
     format: `own` (as stored), `q8` or `q4`, with `expert_dtype` and `dense_dtype` by part: see
     `weight_formats.py`; all but `own` may change answers; or `auto` (`auto_format.py`).
     activations: `own`, or `int8`, to which rows are rounded that are multiplied with weights in q8,
@@ -87,6 +88,11 @@ class EngineConfig:
     kv_cache: bool | str = _engine(
         "Keep keys and values where that is exact; prefix, dual (LLaDA, Dream): approximately.",
         True,
+    )
+    cache: str = _engine(
+        "Keys that a next turn takes over: on, exact (the ids of a cold run), off.",
+        Reuse.ON.value,
+        choices=tuple(reuse.value for reuse in Reuse),
     )
     elastic: bool = _engine("Lend the KV cache's unused memory to experts (not on a GPU).", False)
     check_weights: bool = _engine("Refuse weights that are not finite.", False)

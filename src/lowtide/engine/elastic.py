@@ -100,6 +100,7 @@ class SharedMemory:
         self.tier = plan.fast_tier
         self.num_slots = division.num_slots
         self.max_range_tokens = opened.max_sequence_tokens
+        self._planned_tokens = opened.kv_shape[3]
         self.budget = PageBudget(division.budget_bytes)
         self.kv = None if division.kv is None else _kv_pages(self.budget, division.kv)
         self.room: PagedRoom | None = None
@@ -119,7 +120,10 @@ class SharedMemory:
         return self.budget.num_bytes - self.budget.num_free_bytes - self.slots_account.num_bytes
 
     def make_cache(self, kv: KVPages) -> KVCache:
-        return KVCache(kv.storage, kv, self.max_range_tokens)
+        """Its kept ranges take no more than was planned for keys and values, and give way."""
+        cache = KVCache(kv.storage, kv, self.max_range_tokens, self._planned_tokens)
+        kv.account.give_way = cache.give_way
+        return cache
 
     def close(self) -> None:
         """Gives all memory back; nothing uses any of it any more."""

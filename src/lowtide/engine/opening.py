@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from lowtide.config import ModelConfig
-from lowtide.core import CacheMode, align_up
+from lowtide.core import CacheMode, Reuse, align_up
 from lowtide.engine import weight_formats
 from lowtide.engine.config import MAX_BLOCK_LENGTH, MAX_PASS_ROWS, EngineConfig
 from lowtide.engine.device_choice import resolve_device
@@ -149,6 +149,12 @@ class OpenModel:
     def cache_mode(self) -> CacheMode:
         asked = self.options.kv_cache
         return CacheMode(asked) if isinstance(asked, str) else CacheMode.EXACT
+
+    @property
+    def reuse(self) -> Reuse:
+        """Nothing is taken over where passes see the whole sequence, or compute it each time."""
+        is_kept = bool(self.options.kv_cache) and not self.config.is_bidirectional
+        return Reuse(self.options.cache) if is_kept else Reuse.OFF
 
     @property
     def kernels(self) -> Kernels:

@@ -40,9 +40,6 @@ def make_plan(opened: OpenModel) -> MemoryPlan:
     """Every byte the model will use. Raises PlanError when a budget is too small."""
     shape, device = opened.config.moe_shape, resolve_device(opened.options.device)
     needs = _needs(opened) if device == "cpu" else _device_needs(opened)
-    overhead_bytes = _overhead_bytes() + library_cache_bytes(opened.dtype)
-    overhead_bytes += _unpacking_bytes(opened)
-    overhead_bytes += 0 if opened.inputs is None else opened.inputs.nbytes
     budget_bytes = _budget_bytes(opened, needs) if device == "cpu" else _gpu_bytes(opened, needs)
     tier, residents = spend(needs, budget_bytes, opened.context)
     fits = budget_bytes >= needs.full_bytes
@@ -53,13 +50,14 @@ def make_plan(opened: OpenModel) -> MemoryPlan:
         max_rows=opened.max_pass_rows,
         minimum_bytes=needs.minimum_bytes,
         full_bytes=needs.full_bytes,
-        overhead_bytes=overhead_bytes,
+        overhead_bytes=_outside_bytes(opened),
         num_experts=shape.num_layers * shape.num_experts,
         residents_per_layer=residents,
         policy=preset,
         reason="\n".join([reason, *_what_packing_saves(opened)]),
         device=device,
         kv_cache=opened.cache_mode.value,
+        cache=opened.reuse.value,
         advised_bytes=_advised_bytes(opened, needs),
         formats=opened.formats,
     )
@@ -190,6 +188,12 @@ def _home_needs(opened: OpenModel) -> Needs:
         workspace_bytes=scratch_bytes,
         whole_workspace_bytes=scratch_bytes,
     )
+
+
+def _outside_bytes(opened: OpenModel) -> int:
+    """What the process holds outside the budget."""
+    num_bytes = _overhead_bytes() + library_cache_bytes(opened.dtype) + _unpacking_bytes(opened)
+    return num_bytes + (0 if opened.inputs is None else opened.inputs.nbytes)
 
 
 def _unpacking_bytes(opened: OpenModel) -> int:

@@ -196,8 +196,9 @@ class Worker:
         self.engine.close()
 
     def adopt(self, engine: Engine) -> None:
-        """Goes on with the same model in another state."""
+        """Goes on with the same model in another state, in which nothing was computed so far."""
         self.engine = engine
+        self._decoder.forget()
 
     def _take_charge(self) -> None:
         """Settings of this thread, for good."""
@@ -268,14 +269,14 @@ class Worker:
         ids = [request.id for request in self._decoder.taking_part]
         concerned = [self._answers[i] for i in ids if i in self._answers]
         for answers in dict.fromkeys(concerned or self._answers.values()):
-            self._cancel(answers)
+            self._cancel(answers, is_sound=False)
             answers.fail(error)
 
-    def _cancel(self, answers: Answers) -> None:
+    def _cancel(self, answers: Answers, is_sound: bool = True) -> None:
         for request in answers.requests:
             if self._answers.get(request.id) is answers:
                 del self._answers[request.id]
-                self._decoder.cancel(request.id)
+                self._decoder.cancel(request.id, is_sound)
                 self.engine.experts.take_receipt(request.id)
 
     def _end_error(self) -> Exception:
@@ -336,9 +337,9 @@ class Speed:
 def make_decoder(engine: Engine) -> BlockDiffusion | MaskedDiffusion | Autoregressive:
     """What decodes requests over a loaded model, as its family does."""
     opened = engine.opened
-    config, use_kv_cache = opened.config, bool(opened.options.kv_cache)
+    config, use_kv_cache, reuse = opened.config, bool(opened.options.kv_cache), opened.reuse
     if config.mask_token_id is None or config.decoding is None:
-        return Autoregressive(engine.model, engine.kv_cache, MAX_PASS_ROWS, use_kv_cache)
+        return Autoregressive(engine.model, engine.kv_cache, MAX_PASS_ROWS, use_kv_cache, reuse)
     if config.is_bidirectional:
         return MaskedDiffusion(
             engine.model,
@@ -356,6 +357,7 @@ def make_decoder(engine: Engine) -> BlockDiffusion | MaskedDiffusion | Autoregre
         mask_token_id=config.mask_token_id,
         max_rows=MAX_PASS_ROWS,
         use_kv_cache=use_kv_cache,
+        reuse=reuse,
     )
 
 

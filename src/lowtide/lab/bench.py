@@ -226,7 +226,7 @@ def bench(
         full = plan_model(model, **options)
         options = {**options, budget: budget_of_share(full, DEFAULT_SHARE)}
     can_reset = _reset_peaks()
-    with LLM(model, progress=progress, **options) as llm:
+    with LLM(model, progress=progress, **{**options, "cache": "off"}) as llm:
         load = Load.of(llm, prompt, params)
         load = load._replace(
             predicts=partial(_predicted, open_model(model, EngineConfig(**options)))

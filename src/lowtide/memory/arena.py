@@ -87,7 +87,7 @@ class ElasticArena(Region):
                 f"{pages.group_bytes} bytes."
             )
         self._pages = pages
-        self._account = account
+        self.account = account
         self._free_bytes = free_bytes
         num_groups = self.part_bytes // pages.group_bytes
         self._is_committed: BoolArray = np.zeros(num_groups, np.bool_)  # of each part
@@ -111,11 +111,11 @@ class ElasticArena(Region):
         missing_bytes = self._num_bytes(is_missing)
         if not missing_bytes:
             return
-        self._account.draw(missing_bytes)
+        self.account.draw(missing_bytes)
         try:
             self._take_or_ask(is_missing)
         except BaseException:
-            self._account.give_back(missing_bytes)
+            self.account.give_back(missing_bytes)
             raise
         self._is_committed |= is_missing
 
@@ -133,7 +133,7 @@ class ElasticArena(Region):
             self._pages.release(*span)
         self._is_committed &= ~is_freed
         freed_bytes = self._num_bytes(is_freed)
-        self._account.give_back(freed_bytes)
+        self.account.give_back(freed_bytes)
         return freed_bytes
 
     def close(self) -> None:
@@ -147,7 +147,7 @@ class ElasticArena(Region):
         try:
             self._take(groups)
         except PageError:
-            if not self._account.ask(self._num_bytes(groups)):
+            if not self.account.ask(self._num_bytes(groups)):
                 raise
             self._take(groups)
 
@@ -167,7 +167,7 @@ class ElasticArena(Region):
         num_free = None if self._free_bytes is None else self._free_bytes()
         if num_free is not None and num_bytes > num_free:
             raise PageError(
-                f"{self._account.owner} wants {num_bytes} bytes more, and the system has "
+                f"{self.account.owner} wants {num_bytes} bytes more, and the system has "
                 f"{num_free} for this process. Free memory that other programs hold, or lower "
                 "the memory budget."
             )

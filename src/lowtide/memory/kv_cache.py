@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lowtide.core import align_up
-from lowtide.errors import InternalError, PlanError
+from lowtide.errors import InternalError, PageError, PlanError
 from lowtide.memory.kv_pages import KVPages
 from lowtide.memory.workspace import Buffers
 
@@ -58,17 +58,24 @@ class KVCache:
     """
 
     def __init__(
-        self, storage: Tensor, pages: KVPages | None = None, max_range_tokens: int | None = None
+        self,
+        storage: Tensor,
+        pages: KVPages | None = None,
+        max_range_tokens: int | None = None,
+        planned_tokens: int | None = None,
     ) -> None:
         """pages: what puts memory behind `storage`; without, it is all there for good.
-        max_range_tokens: of one range, by default as many as there are."""
+        max_range_tokens: of one range, by default as many as there are. planned_tokens: that may
+        have memory while any of it is behind kept ranges, by default as many as there are."""
         self._storage = storage
         self._pages = pages
         # By layer: keys and values [kv_heads, tokens, head_dim]; each pass asks for all of them.
         self._arrays = [(layer[0], layer[-1]) for layer in storage]
         self.num_tokens = storage.shape[3]
         self.max_range_tokens = max_range_tokens or self.num_tokens
-        self._taken: list[KVRange] = []  # ascending by start
+        self._planned_tokens = planned_tokens or self.num_tokens
+        self._taken: list[KVRange] = []  # ascending by start, kept ones included
+        self._kept: list[KVRange] = []  # the one that goes first in front
 
     @property
     def dtype(self) -> torch.dtype:
@@ -81,7 +88,8 @@ class KVCache:
 
     @property
     def num_free_tokens(self) -> int:
-        return self.num_tokens - sum(taken.capacity for taken in self._taken)
+        """Tokens that can be had: no range's, or a kept one's."""
+        return self._num_unused_tokens + sum(kept.capacity for kept in self._kept)
 
     def can_allocate(self, num_tokens: int) -> bool:
         """Whether `allocate(num_tokens)` would succeed now."""
@@ -89,19 +97,17 @@ class KVCache:
         return capacity <= min(self.num_free_tokens, self.max_range_tokens)
 
     def allocate(self, num_tokens: int) -> KVRange:
-        """A free range of at least `num_tokens` tokens, first fit.
+        """A free range of at least `num_tokens` tokens, first fit; kept ranges give way to it,
+        oldest first.
 
         Between passes only: where the free tokens are in pieces, other ranges move together.
         Raises PlanError when there are not as many, PageError where moving wants memory that
         it is not to be had.
         """
         if not self.can_allocate(num_tokens):
-            raise PlanError(
-                f"The KV cache has no room for {num_tokens} tokens: {self.num_free_tokens} of its "
-                f"{self.num_tokens} are free, {self.max_range_tokens} for a sequence at most; wait "
-                "for a sequence to end, or raise context."
-            )
+            raise self._refusal(num_tokens)
         capacity = align_up(num_tokens, GRANULE_TOKENS)
+        self._drop_until_unused(capacity)
         start = self._find(capacity)
         kv_range = KVRange(self._compact() if start is None else start, capacity)
         self._taken.append(kv_range)
@@ -113,17 +119,88 @@ class KVCache:
         if kv_range not in self._taken:
             raise InternalError(f"{kv_range} was freed but is not taken.")
         self._taken.remove(kv_range)
+        if kv_range in self._kept:
+            self._kept.remove(kv_range)
         self._release_unused()
+
+    def keep(self, kv_range: KVRange, num_tokens: int) -> None:
+        """Instead of `free`: the first `num_tokens` tokens of a range stay until others need the
+        room (`is_kept` says whether they are still there); the rest is given back."""
+        kv_range.num_written = num_tokens
+        kv_range.capacity = align_up(num_tokens, GRANULE_TOKENS)
+        kv_range.num_usable = min(kv_range.num_usable, kv_range.capacity)
+        self._kept.append(kv_range)
+        self._release_unused()
+        self._drop_unplanned()
+
+    def is_kept(self, kv_range: KVRange) -> bool:
+        return kv_range in self._kept
+
+    def resume(self, kv_range: KVRange, num_tokens: int, capacity: int) -> None:
+        """A kept range is a sequence's again, of at least `capacity` tokens, of which the first
+        `num_tokens` stay as they are: in place, where those behind it leave room.
+
+        Raises as `allocate`; the range is kept then.
+        """
+        if not self.can_allocate(capacity):
+            raise self._refusal(capacity)
+        capacity = align_up(capacity, GRANULE_TOKENS)
+        self._kept.remove(kv_range)
+        kv_range.num_written = num_tokens
+        try:
+            self._drop_until_unused(capacity - kv_range.capacity)
+            if capacity - kv_range.capacity > self._gap_behind(kv_range):
+                self._part_behind(kv_range)
+        except BaseException:
+            self._kept.append(kv_range)
+            raise
+        kv_range.capacity = capacity
+        kv_range.num_usable = min(kv_range.num_usable, capacity)
+
+    def can_branch(self, kv_range: KVRange, capacity: int) -> bool:
+        """Whether `branch` would find room."""
+        room = self.num_free_tokens
+        if kv_range in self._kept:
+            room -= kv_range.capacity
+        return align_up(capacity, GRANULE_TOKENS) <= min(room, self.max_range_tokens)
+
+    def branch(self, kv_range: KVRange, num_tokens: int, capacity: int) -> KVRange:
+        """A new range of at least `capacity` tokens, the first `num_tokens` of them copied from
+        another, which stays: a kept one counts as used now. Raises as `allocate`."""
+        is_kept = kv_range in self._kept
+        if is_kept:
+            self._kept.remove(kv_range)  # it does not give way meanwhile
+        try:
+            made = self.allocate(capacity)
+            try:
+                self.prepare(made, num_tokens)
+                self._copy(kv_range.start, self.claim(made, 0, num_tokens), num_tokens)
+            except BaseException:
+                self.free(made)
+                raise
+        finally:
+            if is_kept:
+                self._kept.append(kv_range)
+        return made
+
+    def give_way(self, num_bytes: int) -> None:
+        """Kept ranges go, oldest first, until their pages have given so many bytes back."""
+        if self._pages is None:
+            return
+        left_bytes = self._pages.committed_bytes - num_bytes
+        while self._kept and self._pages.committed_bytes > left_bytes:
+            self.free(self._kept[0])
 
     def prepare(self, kv_range: KVRange, num_tokens: int) -> None:
         """Before a pass writes up to `num_tokens` tokens of a range: sees to their memory.
 
-        Raises PageError, changing nothing, where it is not to be had.
+        Raises PageError, changing nothing but kept ranges, where it is not to be had.
         """
         if self._pages is None or num_tokens <= kv_range.num_usable:
             return
         num_usable = min(align_up(num_tokens, GROWTH_TOKENS), kv_range.capacity)
-        self._pages.commit(kv_range.start, kv_range.start + num_usable)
+        self._drop_unplanned(num_usable - kv_range.num_usable)
+        self._commit(kv_range.start, kv_range.start + num_usable)
         kv_range.num_usable = num_usable
 
     def of_pass(self, kv_range: KVRange, rows: slice, num_tokens: int) -> KVRange:
@@ -174,6 +251,30 @@ class KVCache:
         start = kv_range.start
         return keys.narrow(1, start, num_tokens), values.narrow(1, start, num_tokens)
 
+    @property
+    def _num_unused_tokens(self) -> int:
+        return self.num_tokens - sum(taken.capacity for taken in self._taken)
+
+    def _refusal(self, num_tokens: int) -> PlanError:
+        return PlanError(
+            f"The KV cache has no room for {num_tokens} tokens: {self.num_free_tokens} of its "
+            f"{self.num_tokens} are free, {self.max_range_tokens} for a sequence at most; wait "
+            "for a sequence to end, or raise context."
+        )
+
+    def _drop_until_unused(self, num_tokens: int) -> None:
+        """Kept ranges give way, oldest first, until so many tokens are no range's."""
+        while self._kept and self._num_unused_tokens < num_tokens:
+            self.free(self._kept[0])
+
+    def _drop_unplanned(self, num_more: int = 0) -> None:
+        """Kept ranges give way, oldest first, where memory that comes and goes is behind more
+        tokens than was planned, or will be with `num_more`."""
+        while self._kept and num_more + sum(t.num_usable for t in self._taken) > (
+            self._planned_tokens
+        ):
+            self.free(self._kept[0])
+
     def _find(self, capacity: int) -> int | None:
         start = 0
         for taken in self._taken:
@@ -182,12 +283,28 @@ class KVCache:
             start = taken.start + taken.capacity
         return start if self.num_tokens - start >= capacity else None
 
-    def _compact(self) -> int:
-        """Moves all ranges together at the front; returns where they end."""
+    def _gap_behind(self, kv_range: KVRange) -> int:
+        """Unused tokens between a range and the next."""
+        index = self._taken.index(kv_range) + 1
+        end = self._taken[index].start if index < len(self._taken) else self.num_tokens
+        return end - (kv_range.start + kv_range.capacity)
+
+    def _part_behind(self, kv_range: KVRange) -> None:
+        """Moves a range and all before it to the front, all behind it to the end."""
+        index = self._taken.index(kv_range) + 1
+        self._compact(index)
+        start = self.num_tokens
+        for taken in reversed(self._taken[index:]):
+            start -= taken.capacity
+            self._move(taken, start)
+        self._release_unused()
+
+    def _compact(self, count: int | None = None) -> int:
+        """Moves the first `count` ranges, by default all, together at the front; returns where
+        they end."""
         end = 0
-        for taken in self._taken:
-            if taken.start > end:
-                self._move(taken, end)
+        for taken in self._taken[:count]:
+            self._move(taken, end)
             end += taken.capacity
         self._release_unused()
         return end
@@ -203,20 +320,38 @@ class KVCache:
         self._pages.release(end, self.num_tokens)
 
     def _move(self, kv_range: KVRange, start: int) -> None:
-        """Moves a range and what is written in it down to `start`."""
-        capacity, num_written = kv_range.capacity, kv_range.num_written
-        if self._pages is not None:
-            self._pages.commit(start, start + kv_range.num_usable)
+        """Moves a range and what is written in it to `start`, before or behind where it is."""
+        old, capacity, num_written = kv_range.start, kv_range.capacity, kv_range.num_written
+        num_usable = kv_range.num_usable
+        if start == old or kv_range not in self._taken:
+            return
+        self._commit(start, start + num_usable)
+        if kv_range not in self._taken:  # it has given way itself
+            return
         # Empty meanwhile: were Ctrl-C to come between two pieces, the owner's next write would be
         # refused instead of joining halves.
-        kv_range.capacity = kv_range.num_written = 0
-        old, distance = kv_range.start, kv_range.start - start
-        # A piece may be as long as the distance: then no copy overlaps its source.
-        for first in range(0, num_written, distance):
-            length = min(distance, num_written - first)
-            source = self._storage.narrow(3, old + first, length)
-            self._storage.narrow(3, start + first, length).copy_(source)
+        kv_range.capacity = kv_range.num_written = kv_range.num_usable = 0
+        self._copy(old, start, num_written)
         kv_range.start, kv_range.capacity, kv_range.num_written = start, capacity, num_written
-        if self._pages is not None:
-            left = max(old, start + kv_range.num_usable)
-            self._pages.release(left, old + kv_range.num_usable)
+        kv_range.num_usable = num_usable
+        self._release_unused()
+
+    def _copy(self, source: int, target: int, num_tokens: int) -> None:
+        """Copies tokens of all layers to another place, which may overlap."""
+        # A piece may be as long as the distance: then no copy overlaps its source.
+        distance = abs(target - source)
+        firsts = range(0, num_tokens, distance)
+        for first in firsts if target < source else reversed(firsts):
+            length = min(distance, num_tokens - first)
+            piece = self._storage.narrow(3, source + first, length)
+            self._storage.narrow(3, target + first, length).copy_(piece)
+
+    def _commit(self, start: int, stop: int) -> None:
+        """Sees to the memory of tokens; kept ranges give way where it is not to be had."""
+        while self._pages is not None:
+            try:
+                return self._pages.commit(start, stop)
+            except PageError:
+                if not self._kept:
+                    raise
+                self.free(self._kept[0])

@@ -15,6 +15,7 @@ import torch
 from lowtide.core import align_up
 from lowtide.errors import InternalError
 from lowtide.memory.arena import ElasticArena
+from lowtide.memory.pages import PageAccount
 
 
 class KVLayout(NamedTuple):
@@ -71,6 +72,11 @@ class KVPages:
         self._row_bytes = layout.row_bytes
         strides = layout.strides(arena.part_bytes)
         self.storage = arena.bytes.view(layout.dtype).as_strided(layout.shape, strides)
+
+    @property
+    def account(self) -> PageAccount:
+        """What it draws its memory from."""
+        return self._arena.account
 
     @property
     def committed_bytes(self) -> int:

@@ -1,0 +1,171 @@
+"""Finished sequences whose keys and values are kept, and what a new request takes over of them.
+
+A conversation's next turn begins with all of the turn before: it takes that range over in place.
+One that shares only a beginning with another, such as a system prompt, gets a copy of it, so that
+both go on. Ranges are dropped by `KVCache`, the conversation that was longest not used first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from lowtide.core import IntArray, Reuse
+from lowtide.decode.request import Request
+from lowtide.memory.kv_cache import KVCache, KVRange
+
+MIN_SHARED_TOKENS = 16
+"""Fewer, such as a beginning-of-text token, are computed rather than copied."""
+
+TEMPLATE_TOKENS = 8
+"""At the end of a prompt, that a chat template may leave out once there is an answer behind it."""
+
+
+class Cached(Protocol):
+    """A sequence, of whose tokens the first `num_cached` have keys and values. `num_exact` of them
+    have those of a request that is alone: whole passes of the most rows. `num_resumed` were there
+    when it began."""
+
+    tokens: IntArray
+    num_cached: int
+    num_exact: int
+    num_resumed: int
+
+    @property
+    def request(self) -> Request: ...
+
+    @property
+    def kv(self) -> KVRange: ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class KeptSequence:
+    """The tokens [n] of a finished sequence, whose keys and values are in `kv`."""
+
+    tokens: IntArray
+    num_prompt: int
+    block_length: int
+    kv: KVRange
+
+
+class _Beginning(NamedTuple):
+    """What a request may begin with: `num_tokens` of a range. kept: whose it is, if finished."""
+
+    num_tokens: int
+    kv: KVRange
+    kept: KeptSequence | None
+
+    @property
+    def is_same_conversation(self) -> bool:
+        """Whether nothing of the kept one is lost but its last answer."""
+        if self.kept is None:
+            return False
+        num_own = min(self.kept.num_prompt, len(self.kept.tokens))
+        whole = num_own - TEMPLATE_TOKENS - self.kept.block_length + 1
+        return self.num_tokens >= min(whole, len(self.kept.tokens))
+
+
+class KeptSequences:
+    """Owns what is kept beyond the requests of one decoder. Between passes only."""
+
+    def __init__(self, kv_cache: KVCache, reuse: Reuse, max_rows: int) -> None:
+        self._kv_cache = kv_cache
+        self._reuse = reuse
+        self._max_rows = max_rows
+        self._kept: list[KeptSequence] = []
+
+    def begin(
+        self, request: Request, num_tokens: int, running: Sequence[Cached]
+    ) -> tuple[KVRange, int]:
+        """A range of at least `num_tokens` tokens for a request, and how many of them are there
+        already. Raises as `KVCache.allocate`."""
+        cache, source = self._kv_cache, self._best_source(request, running)
+        if source is None:
+            return cache.allocate(num_tokens), 0
+        shared, kv, kept = source
+        has_room = cache.can_branch(kv, num_tokens)
+        if kept is None or (has_room and not source.is_same_conversation):
+            if not has_room:
+                return cache.allocate(num_tokens), 0  # raises
+            return cache.branch(kv, shared, num_tokens), shared
+        cache.resume(kv, shared, num_tokens)
+        self._kept.remove(kept)
+        return kv, shared
+
+    def end(self, sequence: Cached) -> None:
+        """Keeps what of a sequence may be of use, in place of what it makes superfluous."""
+        tokens = sequence.tokens[: self._num_reusable(sequence)].copy()
+        if self._reuse is Reuse.OFF or len(tokens) < MIN_SHARED_TOKENS:
+            self._kv_cache.free(sequence.kv)
+            return
+        block_length = sequence.request.block_length
+        for kept in self._living():
+            is_alike = kept.block_length == block_length
+            if is_alike and num_common(kept.tokens, tokens) == len(kept.tokens):
+                self._kv_cache.free(kept.kv)
+        self._kv_cache.keep(sequence.kv, len(tokens))
+        num_prompt = len(sequence.request.prompt)
+        self._kept = [
+            *self._living(),
+            KeptSequence(tokens, num_prompt, block_length, sequence.kv),
+        ]
+
+    def clear(self) -> None:
+        """Gives back all that is kept."""
+        for kept in self._living():
+            self._kv_cache.free(kept.kv)
+        self._kept.clear()
+
+    def note_pass(self, sequence: Cached, first: int, stop: int) -> None:
+        """After a pass of this sequence alone, over final tokens from `first` to `stop`."""
+        if first == sequence.num_exact and stop - first == self._whole_rows(sequence.request):
+            sequence.num_exact = stop
+
+    def _best_source(self, request: Request, running: Sequence[Cached]) -> _Beginning | None:
+        """Where most of a request's beginning is: where several have as much, the last used."""
+        if self._reuse is Reuse.OFF:
+            return None
+        prompt = np.asarray(request.prompt, np.int64)
+        # A causal model's last token is fed in any case: the next one is chosen by it.
+        prompt = prompt[: len(prompt) - (request.block_length == 1)]
+        unit = self._whole_rows(request) if self._reuse is Reuse.EXACT else request.block_length
+        best = None
+        for tokens, kv, kept in self._candidates(request.block_length, running):
+            num_tokens = num_common(tokens, prompt) // unit * unit
+            if num_tokens >= MIN_SHARED_TOKENS and (best is None or num_tokens >= best.num_tokens):
+                best = _Beginning(num_tokens, kv, kept)
+        return best
+
+    def _candidates(
+        self, block_length: int, running: Sequence[Cached]
+    ) -> Iterator[tuple[IntArray, KVRange, KeptSequence | None]]:
+        """Tokens whose keys and values are somewhere, and fit blocks of that length."""
+        for sequence in running:
+            if sequence.request.block_length == block_length:
+                yield sequence.tokens[: self._num_reusable(sequence)], sequence.kv, None
+        for kept in self._living():
+            if kept.block_length == block_length:
+                yield kept.tokens, kept.kv, kept
+
+    def _living(self) -> list[KeptSequence]:
+        """Those whose ranges have not given way, oldest first."""
+        self._kept = [kept for kept in self._kept if self._kv_cache.is_kept(kept.kv)]
+        return self._kept
+
+    def _num_reusable(self, sequence: Cached) -> int:
+        is_exact = self._reuse is Reuse.EXACT
+        return sequence.num_exact if is_exact else sequence.num_cached
+
+    def _whole_rows(self, request: Request) -> int:
+        """Rows of the longest pass of such a request alone, in whole blocks."""
+        return self._max_rows // request.block_length * request.block_length
+
+
+def num_common(one: IntArray, other: IntArray) -> int:
+    """With how many equal tokens both begin."""
+    length = min(len(one), len(other))
+    is_different = one[:length] != other[:length]
+    return int(is_different.argmax()) if is_different.any() else length

@@ -1,0 +1,273 @@
+"""What later requests take over of earlier ones: the words of a run that computes everything."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+from examples import examples
+from hash_model import MASK, VOCAB, HashModel, make_kv_cache
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lowtide import DiffusionParams, SamplingParams
+from lowtide.core import Reuse
+from lowtide.decode.autoregressive import Autoregressive
+from lowtide.decode.batch_decoder import BatchDecoder
+from lowtide.decode.block_diffusion import BlockDiffusion
+from lowtide.decode.kept_sequences import MIN_SHARED_TOKENS, num_common
+from lowtide.decode.request import Finished, Request
+from lowtide.memory.kv_cache import KVCache
+
+SYSTEM = [(5 * i + i // 7) % MASK for i in range(200)]
+"""What conversations begin with."""
+
+
+class Turn(NamedTuple):
+    """What is asked next: behind which answer (or of a new conversation), what of it is taken, and
+    what is added."""
+
+    behind: int  # index of an earlier answer, modulo their number
+    is_new: bool
+    cut: int  # tokens that are dropped from its end: an edit in the middle, or a branch
+    added: list[int]
+    max_tokens: int
+    n: int
+    num_passes: int  # that are run after asking
+    is_cancelled: bool
+
+
+turns = st.builds(
+    Turn,
+    behind=st.integers(0, 20),
+    is_new=st.integers(0, 4).map(lambda number: not number),
+    cut=st.sampled_from([0, 0, 0, 1, 3, 7, 20, 60]),
+    added=st.lists(st.integers(0, MASK - 1), min_size=1, max_size=40),
+    max_tokens=st.integers(1, 24),
+    n=st.sampled_from([1, 1, 1, 2, 3]),
+    num_passes=st.sampled_from([0, 1, 3, 1000, 1000]),
+    is_cancelled=st.integers(0, 7).map(lambda number: not number),
+)
+
+
+class Case(NamedTuple):
+    """A decoder and what it has room for."""
+
+    block_length: int  # 1: autoregressive
+    reuse: Reuse
+    num_tokens: int
+    max_rows: int
+
+
+cases = st.builds(
+    Case,
+    block_length=st.sampled_from([1, 1, 4, 6]),
+    reuse=st.sampled_from([Reuse.ON, Reuse.ON, Reuse.EXACT]),
+    num_tokens=st.sampled_from([288, 400, 1024, 4096]),
+    max_rows=st.sampled_from([16, 48, 64]),
+)
+
+
+def make_decoder(case: Case, reuse: Reuse) -> tuple[BatchDecoder, KVCache]:
+    kv_cache = make_kv_cache(case.num_tokens)
+    model = HashModel(kv_cache, case.max_rows)
+    if case.block_length == 1:
+        return Autoregressive(model, kv_cache, case.max_rows, reuse=reuse), kv_cache
+    return BlockDiffusion(model, kv_cache, MASK, case.max_rows, reuse=reuse), kv_cache
+
+
+def make_request(case: Case, prompt: list[int], max_tokens: int, seed: int) -> Request:
+    diffusion = DiffusionParams()
+    if case.block_length > 1:
+        diffusion = DiffusionParams(block_length=case.block_length, steps=2, threshold=0.9)
+    temperature = 1.0 if seed else 0.0
+    params = SamplingParams(max_tokens=max_tokens, temperature=temperature, diffusion=diffusion)
+    return Request(prompt=prompt, params=params, seed=seed)
+
+
+def run(decoder: BatchDecoder, num_passes: int, finished: dict[int, Finished]) -> None:
+    for _ in range(num_passes):
+        if not decoder.has_work:
+            return
+        for event in decoder.step():
+            if isinstance(event, Finished):
+                finished[event.request] = event
+
+
+def check_ranges(kv_cache: KVCache) -> None:
+    """No two overlap, and those of running sequences are not kept ones."""
+    ends = 0
+    for taken in kv_cache._taken:
+        assert taken.start >= ends and taken.num_written <= taken.capacity
+        ends = taken.start + taken.capacity
+    assert ends <= kv_cache.num_tokens
+    assert all(kept in kv_cache._taken for kept in kv_cache._kept)
+
+
+class Talk:
+    """Conversations with one decoder, and what each answer would be if it were the only one."""
+
+    def __init__(self, case: Case) -> None:
+        self.case = case
+        self.decoder, self.kv_cache = make_decoder(case, case.reuse)
+        self.asked: list[Request] = []
+        self.finished: dict[int, Finished] = {}
+
+    def take(self, turn: Turn) -> None:
+        prompt = self._prompt(turn)
+        for sample in range(turn.n):
+            request = make_request(self.case, prompt, turn.max_tokens, sample)
+            self.decoder.add(request)
+            self.asked.append(request)
+        run(self.decoder, turn.num_passes, self.finished)
+        if turn.is_cancelled:
+            self.decoder.cancel(self.asked[-1].id)
+        check_ranges(self.kv_cache)
+
+    def check(self) -> None:
+        run(self.decoder, 100_000, self.finished)
+        check_ranges(self.kv_cache)
+        assert self.kv_cache.can_allocate(self.kv_cache.num_tokens)
+        for request in self.asked:
+            if request.id in self.finished:
+                found = self.finished[request.id]
+                assert 0 <= found.num_resumed <= len(request.prompt)
+                alone, _ = make_decoder(self.case, Reuse.OFF)
+                alone.add(request)
+                expected: dict[int, Finished] = {}
+                run(alone, 100_000, expected)
+                assert dataclasses.replace(found, num_resumed=0) == expected[request.id]
+
+    def _prompt(self, turn: Turn) -> list[int]:
+        before = [request for request in self.asked if request.id in self.finished]
+        if turn.is_new or not before:
+            return SYSTEM[: 30 + turn.behind] + turn.added
+        behind = before[turn.behind % len(before)]
+        text = [*behind.prompt, *self.finished[behind.id].token_ids]
+        text = text[: max(1, len(text) - turn.cut)][: 288 - 48 - len(turn.added)]
+        return text + turn.added
+
+
+def check_talk(case: Case, drawn: list[Turn]) -> None:
+    talk = Talk(case)
+    for turn in drawn:
+        talk.take(turn)
+    talk.check()
+
+
+@given(cases, st.lists(turns, min_size=1, max_size=10))
+@examples(200)
+def test_drawn_conversations_have_the_words_of_runs_without_keys(case, drawn) -> None:
+    """Branches, edits in the middle, several at once, n answers, cancelled ones."""
+    check_talk(case, drawn)
+
+
+@pytest.mark.slow
+@given(cases, st.lists(turns, min_size=1, max_size=10))
+@settings(max_examples=10_000)
+def test_ten_thousand_drawn_conversations(case, drawn) -> None:
+    check_talk(case, drawn)
+
+
+def ask(decoder: BatchDecoder, case: Case, prompt: list[int], max_tokens: int = 8) -> Finished:
+    """A request's end, alone."""
+    finished: dict[int, Finished] = {}
+    request = make_request(case, prompt, max_tokens, 0)
+    decoder.add(request)
+    run(decoder, 1000, finished)
+    return finished[request.id]
+
+
+AUTOREGRESSIVE = Case(1, Reuse.ON, 1024, 64)
+BLOCKS = Case(4, Reuse.ON, 1024, 64)
+
+
+def test_a_next_turn_computes_only_what_is_new_and_nothing_moves() -> None:
+    decoder, kv_cache = make_decoder(AUTOREGRESSIVE, Reuse.ON)
+    text = SYSTEM[:50]
+    for turn in range(5):
+        first = ask(decoder, AUTOREGRESSIVE, text)
+        assert first.num_resumed == (len(text) - 11 if turn else 0)
+        text = [*text, *first.token_ids, *SYSTEM[turn : turn + 10]]
+        [kept] = kv_cache._taken
+        assert kept.start == 0
+
+
+def test_blocks_go_on_at_their_borders() -> None:
+    decoder, _ = make_decoder(BLOCKS, Reuse.ON)
+    first = ask(decoder, BLOCKS, SYSTEM[:41])
+    again = ask(decoder, BLOCKS, [*SYSTEM[:41], *first.token_ids, 1, 2, 3])
+    assert again.num_resumed % 4 == 0 and again.num_resumed >= 40
+    other_blocks = BLOCKS._replace(block_length=6)
+    assert ask(decoder, other_blocks, SYSTEM[:60]).num_resumed == 0
+
+
+def test_a_shared_beginning_pushes_no_conversation_out() -> None:
+    decoder, kv_cache = make_decoder(AUTOREGRESSIVE, Reuse.ON)
+    own = [*SYSTEM[:100], *range(18)]
+    answer = ask(decoder, AUTOREGRESSIVE, own).token_ids
+    for number in range(20):  # far more than there is room for
+        other = [*SYSTEM[:100], *[number % 18] * 12]
+        assert ask(decoder, AUTOREGRESSIVE, other).num_resumed >= 100
+        if number == 3:
+            [*own] = [*own, *answer, 7]
+            found = ask(decoder, AUTOREGRESSIVE, own)
+            assert found.num_resumed == len(own) - 2  # all but the last answer's end, and 7
+    assert kv_cache.num_free_tokens == kv_cache.num_tokens
+
+
+def test_the_conversation_that_was_longest_not_used_goes_first() -> None:
+    case = AUTOREGRESSIVE._replace(num_tokens=352)
+    decoder, _ = make_decoder(case, Reuse.ON)
+    texts = [[number] * 90 for number in (1, 2, 3)]
+    for text in texts:
+        ask(decoder, case, text)
+    assert ask(decoder, case, texts[0]).num_resumed == 89
+    ask(decoder, case, [4] * 90)  # the second goes
+    assert [ask(decoder, case, texts[i]).num_resumed for i in (0, 2, 1)] == [89, 89, 0]
+
+
+def test_a_request_finds_all_the_room_there_is() -> None:
+    decoder, kv_cache = make_decoder(AUTOREGRESSIVE, Reuse.ON)
+    for number in range(8):
+        ask(decoder, AUTOREGRESSIVE, [number] * 120)
+    assert kv_cache.can_allocate(1024)
+    assert ask(decoder, AUTOREGRESSIVE, [9] * 1000, 24).num_resumed == 0
+
+
+def test_exactly_means_whole_passes_of_a_request_alone() -> None:
+    case = AUTOREGRESSIVE._replace(reuse=Reuse.EXACT)
+    decoder, _ = make_decoder(case, Reuse.EXACT)
+    text = SYSTEM[:150]
+    ask(decoder, case, text)
+    assert ask(decoder, case, text).num_resumed == 128
+    assert ask(decoder, case, text[:129]).num_resumed == 128
+    assert ask(decoder, case, text[:128]).num_resumed == 64
+    finished: dict[int, Finished] = {}
+    for seed in (0, 1):  # in company nothing is exact
+        decoder.add(make_request(case, [seed + 3] * 150, 4, seed))
+    run(decoder, 1000, finished)
+    assert ask(decoder, case, [4] * 150).num_resumed == 0
+
+
+def test_what_a_failed_pass_left_is_not_taken_over() -> None:
+    kv_cache = make_kv_cache(1024)
+    model = HashModel(kv_cache, 64)
+    decoder = Autoregressive(model, kv_cache, 64, reuse=Reuse.ON)
+    request = make_request(AUTOREGRESSIVE, SYSTEM[:100], 4, 0)
+    decoder.add(request)
+    decoder.step()
+    decoder.cancel(request.id, is_sound=False)
+    assert not kv_cache._taken
+    decoder.add(dataclasses.replace(request, id=request.id))
+    decoder.step()
+    decoder.cancel(request.id)
+    assert ask(decoder, AUTOREGRESSIVE, SYSTEM[:100]).num_resumed == 64
+
+
+def test_common_beginnings() -> None:
+    for one, other, expected in (([], [1], 0), ([1, 2], [1, 2, 3], 2), ([1, 2, 3], [1, 5, 3], 1)):
+        assert num_common(np.array(one, np.int64), np.array(other, np.int64)) == expected
+    assert MIN_SHARED_TOKENS < VOCAB
