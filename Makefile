@@ -82,9 +82,17 @@ gpu-bench-full:
 	PYTHONPATH=src $(PYTHON) benchmarks/gpu.py full --deadline 510 --out $(OUT)
 
 # What running needs; what developing needs is put on top of it.
-$(VENV)/.lowtide: pyproject.toml constraints.txt
-	$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV)
+$(VENV)/.lowtide: pyproject.toml constraints.txt | $(VENV)/.torch
 	$(PIP) -e .
+	touch $@
+
+# PyTorch's build for this machine: without a GPU the CPU's, a tenth of what pip would download.
+$(VENV)/.torch:
+	$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV)
+	$(PIP) uv
+	$(BIN)/python -c 'import torch' 2>/dev/null \
+		|| $(BIN)/uv pip install --quiet --python $(BIN)/python --torch-backend auto -c constraints.txt torch \
+		|| echo 'uv cannot fetch PyTorch for this machine; pip installs the build that it finds.'
 	touch $@
 
 $(VENV)/.lowtide-dev: $(VENV)/.lowtide
