@@ -32,7 +32,6 @@ from lowtide.policies.prefetch import (
     NoPrefetch,
     Prefetch,
     PreviousStep,
-    RandomPrefetch,
     Residual,
     Statistics,
 )
@@ -74,6 +73,18 @@ def _combined(setting: Setting) -> Prefetch:
 
 def _statistics(setting: Setting) -> Prefetch:
     return Statistics(NUM_PREFETCH.of(setting), np.asarray(setting.following))
+
+
+class RandomPrefetch(Prefetch):
+    """Any experts, drawn from a seed: what prefetching is worth without knowing anything."""
+
+    def __init__(self, num_experts_ahead: int, num_experts: int, seed: int) -> None:
+        super().__init__(num_experts_ahead)
+        self._num_experts = num_experts
+        self._draw = np.random.default_rng(seed)
+
+    def score(self, ahead: Ahead) -> FloatArray:
+        return 1.0 - self._draw.random(self._num_experts)  # in (0, 1]
 
 
 _STEP = Step(StepKind.DECODE, 0)

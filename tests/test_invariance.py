@@ -29,7 +29,7 @@ from lowtide.experts.host_tier import HostTier
 from lowtide.kernels.layer_parts import Status
 from lowtide.lab.synth import synth
 from lowtide.layers.batch import Segment
-from lowtide.layers.moe import SigmoidRouter
+from lowtide.layers.router import SigmoidRouter
 from lowtide.llm import LLM
 from lowtide.reading.file_reader import FileReader, Read, Ticket
 

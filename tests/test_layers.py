@@ -30,8 +30,9 @@ from lowtide.kernels.reference import REFERENCE, Kernels
 from lowtide.layers import linear as linear_module
 from lowtide.layers.batch import Batch, Segment
 from lowtide.layers.linear import GatedMLP, Linear
-from lowtide.layers.moe import MoELayer, SigmoidRouter
+from lowtide.layers.moe import MoELayer
 from lowtide.layers.rotary import Rotary
+from lowtide.layers.router import SigmoidRouter
 from lowtide.memory.arena import Arena
 from lowtide.memory.kv_cache import KVCache, KVRange, storage_shape
 from lowtide.memory.workspace import Buffers, Registrar, Workspace

@@ -20,7 +20,6 @@ from lowtide.policies.prefetch import (
     Prefetch,
     PrefetchOutcome,
     PreviousStep,
-    RandomPrefetch,
     Residual,
     Statistics,
     count_following,
@@ -87,13 +86,6 @@ def test_a_combination_weighs_its_parts() -> None:
         Combined(2, [(NextGate(2), 1.0), (Residual(2), 1.0)])
 
 
-def test_random_repeats_with_its_seed() -> None:
-    first, again = RandomPrefetch(3, 6, seed=1), RandomPrefetch(3, 6, seed=1)
-    draws = [first.choose(Ahead(0, NO_EXPERTS)).tolist() for _ in range(4)]
-    assert draws == [again.choose(Ahead(0, NO_EXPERTS)).tolist() for _ in range(4)]
-    assert len({tuple(draw) for draw in draws}) > 1
-
-
 @given(
     seed=st.integers(0, 20),
     ahead=st.integers(0, 8),
@@ -111,7 +103,6 @@ def test_only_absent_experts_once_and_not_too_many(
         NextGate(ahead),
         last,
         Combined(ahead, parts),
-        RandomPrefetch(ahead, 6),
         NoPrefetch(),
     ]
     is_resident = np.isin(np.arange(6), list(residents))

@@ -15,11 +15,8 @@ from lowtide.experts.runtime import ExpertRuntime
 from lowtide.kernels.layer_parts import MLPParts
 from lowtide.layers.batch import Batch
 from lowtide.layers.linear import GatedMLP
-from lowtide.layers.router import Router, SigmoidRouter, SoftmaxRouter, TopSoftmaxRouter
+from lowtide.layers.router import Router
 from lowtide.layers.rows import in_chunks, in_tiles
-
-__all__ = ["Experts", "MoELayer", "Router", "SigmoidRouter", "SoftmaxRouter", "TopSoftmaxRouter"]
-
 
 Experts = ExpertRuntime | NoExperts
 """What a layer asks to run its experts."""

@@ -7,8 +7,9 @@ of its transfer and its computation, since the two overlap along a stream of exp
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import accumulate
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
@@ -23,13 +24,8 @@ from lowtide.core import (
     IntArray,
 )
 
-
-class Assign(Protocol):
-    """Decides for one layer's step."""
-
-    def __call__(self, facts: Facts) -> Assignment:
-        """Every activated expert once."""
-        ...
+Assign = Callable[[Facts], Assignment]
+"""Decides for one layer's step: every activated expert once."""
 
 
 class Prices(NamedTuple):

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-from numpy.random import default_rng
 
 from lowtide.core import NO_EXPERTS, BoolArray, Facts, FloatArray, IntArray
 from lowtide.errors import UsageError
@@ -203,18 +202,6 @@ class Combined(Prefetch):
             score = part.score(ahead)
             total = total + score * (weight / max(float(np.add.reduce(score)), 1e-30))
         return total
-
-
-class RandomPrefetch(Prefetch):
-    """Any experts, drawn from a seed: what prefetching is worth without knowing anything."""
-
-    def __init__(self, num_experts_ahead: int, num_experts: int, seed: int = 0) -> None:
-        super().__init__(num_experts_ahead)
-        self._num_experts = num_experts
-        self._draw = default_rng(seed)
-
-    def score(self, ahead: Ahead) -> FloatArray:
-        return 1.0 - self._draw.random(self._num_experts)  # in (0, 1]
 
 
 _WATCH_STRIDE = 8  # of a silent prefetch: one layer in so many is forecast, each in its turn
