@@ -1,0 +1,77 @@
+"""One team of threads at a time: compiled work leaves torch's compute threads idle."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lowtide import LLM, SamplingParams
+from lowtide.experts.at_once import ExpertsAtOnce
+from lowtide.experts.host_executor import HostExpertExecutor
+from lowtide.lab.synth import synth
+from lowtide.llm import plan_model
+from lowtide.threads.executor import HostExecutor
+
+OPTIONS: dict[str, Any] = {"device": "cpu", "context": 256}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return synth("qwen3_moe", "tiny", tmp_path_factory.mktemp("one-team") / "model")
+
+
+def open_half(folder: Path, policy: str) -> LLM:
+    plan = plan_model(folder, **OPTIONS)
+    half = (plan.minimum_bytes + plan.full_bytes) // 2
+    llm = LLM(folder, host_memory=half, policy=policy, **OPTIONS)
+    if llm._engine.opened.kernels.several_experts is None:
+        llm.close()
+        pytest.skip("no compiled kernels here")
+    return llm
+
+
+@pytest.mark.parametrize("policy", ["lru", "lowtide"])
+def test_a_compiled_pass_hands_nothing_to_torch_s_threads(
+    folder: Path, policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handed: list[str] = []
+    for name in ("submit", "run"):
+        monkeypatch.setattr(HostExecutor, name, lambda *_, name=name: handed.append(name))
+    with open_half(folder, policy) as llm:
+        # A prompt of one token: each pass is one row.
+        [found] = llm.generate([[5]], SamplingParams(max_tokens=12, ignore_eos=True))
+        assert len(found.token_ids) == 12 and llm.stats()["num_misses"] > 0
+    assert not handed
+
+
+def test_experts_of_few_rows_are_computed_before_or_after_torch_s_and_never_beside_them(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a prompt: those of few rows are one compiled call, the others torch's products."""
+    executors: list[HostExpertExecutor] = []
+    num_handed: list[int] = []
+    run, submit = ExpertsAtOnce.run, HostExecutor.submit
+
+    def watched(self: ExpertsAtOnce, *arguments: Any) -> None:
+        assert not executors[0].is_busy(), "torch's threads are at work"
+        run(self, *arguments)
+        num_handed.append(0)
+
+    def counted(self: HostExecutor, work: Any) -> Any:
+        num_handed.append(1)
+        return submit(self, work)
+
+    with LLM(folder, **OPTIONS) as llm:  # an expert that waits for a slot has all go one by one
+        if llm._engine.opened.kernels.several_experts is None:
+            pytest.skip("no compiled kernels here")
+        executor = llm._engine.experts.executor
+        assert isinstance(executor, HostExpertExecutor)
+        executors.append(executor)
+        monkeypatch.setattr(ExpertsAtOnce, "run", watched)
+        monkeypatch.setattr(HostExecutor, "submit", counted)
+        for num_tokens in (48, 96, 144, 192):
+            prompt = [3 + i * i % 60 for i in range(num_tokens)]
+            llm.generate([prompt], SamplingParams(max_tokens=1, ignore_eos=True))
+    assert 0 in num_handed and 1 in num_handed, "some of each"
