@@ -10,7 +10,14 @@ PARTS = {
         *("*benchmark*", "test_docs_*", "test_guide", "test_house", "test_kernel_tests"),
         *("test_make_bench", "test_mutants", "test_report", "test_same_bits"),
     ),
-    "kernels": ("test_*_kernels", "test_late_cuda", "test_sanitize", "test_triton*", "test_wheel"),
+    "kernels": (
+        "test_*_kernels",
+        "test_cuda_device",
+        "test_late_cuda",
+        "test_sanitize",
+        "test_triton*",
+        "test_wheel",
+    ),
 }
 
 

@@ -16,6 +16,7 @@ pytest.importorskip("triton")
 
 import torch
 from torch import Tensor
+from triton_places import places
 
 from lowtide.core import MoEShape
 from lowtide.devices.cuda import slot_image
@@ -156,7 +157,20 @@ def largest(x: Tensor) -> float:
     return x.abs().max().item() if x.numel() else 0.0
 
 
-def check_routing(size: Size, device: str) -> None:
+@pytest.mark.parametrize(("device", "size"), places(SMALL, LARGE), ids=str)
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_gated_mlps_equal_the_plain_ones(device: str, size: Size, dtype: torch.dtype) -> None:
+    check_gated_mlps(Case(size, dtype, device))
+
+
+@pytest.mark.parametrize(("device", "size"), places(SMALL[1:4], LARGE[1:3]), ids=str)
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_clamped_mlps_equal_the_plain_ones(device: str, size: Size, dtype: torch.dtype) -> None:
+    check_gated_mlps(Case(size, dtype, device, is_clamped=True))
+
+
+@pytest.mark.parametrize(("device", "size"), places(SMALL[:4], LARGE), ids=str)
+def test_sorting_and_summing_have_the_bits_of_the_plain_ones(device: str, size: Size) -> None:
     experts = routing(size, device, seed=2)
     plain = REFERENCE.sort_pairs(experts, size.num_experts)
     for one, other in zip(triton_routing.sort_pairs(experts, size.num_experts), plain, strict=True):
@@ -172,7 +186,10 @@ def check_routing(size: Size, device: str) -> None:
         assert torch.equal(sums[0], sums[1])
 
 
-def check_top_experts(size: Size, device: str) -> None:
+@pytest.mark.parametrize(
+    ("device", "size"), places([*SMALL[:5], Size(20, 64, 8, 16, 16)], LARGE), ids=str
+)
+def test_the_best_experts_are_chosen(device: str, size: Size) -> None:
     generator = torch.Generator().manual_seed(4)
     rank = torch.rand(size.num_tokens, size.num_experts, generator=generator).to(device)
     chosen = triton_routing.top_experts(rank, size.k)
@@ -187,7 +204,8 @@ def check_top_experts(size: Size, device: str) -> None:
     assert torch.equal(ranks, rank.topk(size.k).values.nan_to_num(torch.inf))
 
 
-def check_place_rows(size: Size, device: str) -> None:
+@pytest.mark.parametrize(("device", "size"), places(SMALL, LARGE), ids=str)
+def test_host_rows_land_where_they_belong(device: str, size: Size) -> None:
     case = Case(size, torch.float32, device)
     source, parts = torch.rand_like(case.inputs).cpu(), case.inputs.clone()
     tiles = triton_experts.Tiles.empty(len(parts), size.num_experts, parts.device)
@@ -199,33 +217,6 @@ def check_place_rows(size: Size, device: str) -> None:
     triton_experts.place_rows(source, tiles, bound, 16, parts)
     is_own = (case.slot_of >= 0).to(device).repeat_interleave(case.rows.counts)
     assert torch.equal(parts, torch.where(is_own[:, None], source.to(device), case.inputs))
-
-
-@pytest.mark.parametrize("size", SMALL, ids=str)
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-def test_gated_mlps_equal_the_plain_ones(size: Size, dtype: torch.dtype) -> None:
-    check_gated_mlps(Case(size, dtype, "cpu"))
-
-
-@pytest.mark.parametrize("size", SMALL[1:4], ids=str)
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-def test_clamped_mlps_equal_the_plain_ones(size: Size, dtype: torch.dtype) -> None:
-    check_gated_mlps(Case(size, dtype, "cpu", is_clamped=True))
-
-
-@pytest.mark.parametrize("size", SMALL[:4], ids=str)
-def test_sorting_and_summing_have_the_bits_of_the_plain_ones(size: Size) -> None:
-    check_routing(size, "cpu")
-
-
-@pytest.mark.parametrize("size", [*SMALL[:5], Size(20, 64, 8, 16, 16)], ids=str)
-def test_the_best_experts_are_chosen(size: Size) -> None:
-    check_top_experts(size, "cpu")
-
-
-@pytest.mark.parametrize("size", SMALL, ids=str)
-def test_host_rows_land_where_they_belong(size: Size) -> None:
-    check_place_rows(size, "cpu")
 
 
 @pytest.mark.parametrize("tile_rows", [16, 64])
@@ -279,25 +270,3 @@ def test_kernels_compile_for_a_gpu(tmp_path: Path) -> None:
     assert found["head bf16 on 90"]["wgmma.mma"] and found["head bf16 guided on 90"]["wgmma.mma"]
     # A block of consumer GPUs since Ampere may have 99 KiB (CUDA's table of compute capabilities).
     assert all(kernel["shared_bytes"] <= 99 << 10 for kernel in found.values())
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("size", SMALL + LARGE, ids=str)
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-def test_gated_mlps_on_a_gpu(size: Size, dtype: torch.dtype) -> None:
-    check_gated_mlps(Case(size, dtype, "cuda"))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("size", SMALL + LARGE[1:3], ids=str)
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-def test_clamped_mlps_on_a_gpu(size: Size, dtype: torch.dtype) -> None:
-    check_gated_mlps(Case(size, dtype, "cuda", is_clamped=True))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("size", SMALL + LARGE, ids=str)
-def test_routing_and_host_rows_on_a_gpu(size: Size) -> None:
-    check_routing(size, "cuda")
-    check_top_experts(size, "cuda")
-    check_place_rows(size, "cuda")

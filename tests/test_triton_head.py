@@ -11,6 +11,7 @@ pytest.importorskip("triton")
 import torch
 from computing import on_this_thread
 from torch import Tensor
+from triton_places import DEVICES, places
 
 from lowtide.kernels import triton_head
 from lowtide.kernels.reference import REFERENCE, Kernels
@@ -96,7 +97,9 @@ class Case:
         return normed[rows].double() @ self.weight.double().t()
 
 
-def check_statistics(size: Size, dtype: torch.dtype, device: str) -> None:
+@pytest.mark.parametrize(("device", "size"), places(SMALL, LARGE), ids=str)
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_statistics_are_those_of_whole_rows(device: str, size: Size, dtype: torch.dtype) -> None:
     case = Case(size, dtype, device)
     tolerance = TOLERANCE[dtype] * (CUT_OFF if device == "cpu" else 1)
     for guidance in (None, case.guidance):
@@ -120,7 +123,11 @@ def check_statistics(size: Size, dtype: torch.dtype, device: str) -> None:
         torch.testing.assert_close(found.entropy, entropy, atol=10 * atol, rtol=0)
 
 
-def check_bits(size: Size, dtype: torch.dtype, device: str) -> None:
+@pytest.mark.parametrize(
+    ("device", "size"), places(SMALL[2:3], [*SMALL[1:2], *SMALL[3:], *LARGE[1:]]), ids=str
+)
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_bits_depend_on_no_neighbour(device: str, size: Size, dtype: torch.dtype) -> None:
     """They depend neither on which rows are asked for beside one, nor on what is asked."""
     case, kernels = Case(size, dtype, device), TritonKernels()
     for guidance in (None, case.guidance):
@@ -136,8 +143,10 @@ def check_bits(size: Size, dtype: torch.dtype, device: str) -> None:
             assert one is not None and expected is not None and torch.equal(one, expected)
 
 
-def check_exact(device: str) -> None:
-    """Where products are exact, everything is the plain twin's: ties, and what is not finite."""
+@pytest.mark.filterwarnings("ignore:All-NaN slice", "ignore:invalid value")  # the interpreter's
+@pytest.mark.parametrize("device", DEVICES)
+def test_where_products_are_exact_all_is_the_plain_twins(device: str) -> None:
+    """Ties, and what is not finite."""
     logits = torch.randn(7, 3000, generator=torch.Generator().manual_seed(0))
     logits[0, [7, 9, 2000]] = 5.0
     logits[1, 5:2900] = -torch.inf  # a tile has nothing else
@@ -172,7 +181,9 @@ def workspace(device: str) -> Workspace:
     return Workspace(torch.empty(1 << 20, dtype=torch.uint8, device=device))
 
 
-def check_reduced(device: str) -> None:
+@pytest.mark.filterwarnings("ignore:All-NaN slice", "ignore:invalid value")  # the interpreter's
+@pytest.mark.parametrize("device", DEVICES)
+def test_tiles_are_reduced(device: str) -> None:
     """Logits of chosen size: hidden states pick columns of the weight, so products are exact."""
     num_rows = 6
     logits = torch.randn(num_rows, 2500, generator=torch.Generator().manual_seed(0)).half().float()
@@ -204,22 +215,6 @@ def check_reduced(device: str) -> None:
             torch.testing.assert_close(one.cpu(), expected, atol=3e-6, rtol=3e-6, equal_nan=True)
 
 
-@pytest.mark.parametrize("size", SMALL, ids=str)
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-def test_statistics_are_those_of_whole_rows(size: Size, dtype: torch.dtype) -> None:
-    check_statistics(size, dtype, "cpu")
-
-
-def test_bits_depend_on_no_neighbour() -> None:
-    check_bits(SMALL[2], torch.float32, "cpu")
-
-
-@pytest.mark.filterwarnings("ignore:All-NaN slice", "ignore:invalid value")  # the interpreter's
-def test_ties_and_what_is_not_finite() -> None:
-    check_exact("cpu")
-    check_reduced("cpu")
-
-
 def test_rows_go_in_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case(SMALL[2], torch.float32, "cpu")
     whole = case.statistics(TritonKernels(), case.rows, None)
@@ -234,23 +229,3 @@ def test_materialised_logits_are_torchs() -> None:
     found = case.statistics(TritonKernels(), case.rows, None, form=Form.MATERIALISED)
     plain = case.statistics(REFERENCE, case.rows, None, form=Form.MATERIALISED)
     assert torch.equal(found.best, plain.best)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("size", SMALL + LARGE, ids=str)
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-def test_statistics_on_a_gpu(size: Size, dtype: torch.dtype) -> None:
-    check_statistics(size, dtype, "cuda")
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("size", SMALL[1:] + LARGE[1:], ids=str)
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-def test_bits_on_a_gpu(size: Size, dtype: torch.dtype) -> None:
-    check_bits(size, dtype, "cuda")
-
-
-@pytest.mark.gpu
-def test_ties_on_a_gpu() -> None:
-    check_exact("cuda")
-    check_reduced("cuda")

@@ -11,6 +11,7 @@ pytest.importorskip("triton")
 import torch
 from computing import on_this_thread
 from torch import Tensor
+from triton_places import places
 
 from lowtide.kernels import triton_routing
 from lowtide.kernels.operands import HeadNorms
@@ -52,7 +53,11 @@ SMALL_ROWS = [(7, 48), (1, 1), (3, 2050), (5, 3, 16), (1, 2, 128)]
 LARGE_ROWS = [(32, 2048), (4096, 2048), (33, 7168), (517, 20, 128)]
 
 
-def check_rms_norm(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> None:
+@pytest.mark.parametrize(("device", "shape"), places(SMALL_ROWS, LARGE_ROWS), ids=str)
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_norms_equal_the_plain_ones(
+    device: str, shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
     # Rows of a wider buffer, as queries and keys are.
     wide = randn(shape[0], *shape[1:-1], 3 * shape[-1], seed=0, device=device, dtype=dtype) * 3
     x = wide.view(shape[0], -1)[:, : wide[0].numel() // 3].view(shape)
@@ -71,19 +76,6 @@ def check_rms_norm(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> N
         assert torch.equal(in_place, found)
 
 
-@pytest.mark.parametrize("shape", SMALL_ROWS, ids=str)
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-def test_norms_equal_the_plain_ones(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    check_rms_norm(shape, dtype, "cpu")
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("shape", SMALL_ROWS + LARGE_ROWS, ids=str)
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-def test_norms_on_a_gpu(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    check_rms_norm(shape, dtype, "cuda")
-
-
 # Rotations
 
 
@@ -98,7 +90,11 @@ SMALL_TURNS = [Turn(9, 3, 20, 12), Turn(1, 1, 2, 2), Turn(3, 8, 64, 64), Turn(8,
 LARGE_TURNS = [Turn(32, 20, 128, 64), Turn(517, 36, 128, 128), Turn(33, 128, 192, 64)]
 
 
-def check_rotations(turn: Turn, dtype: torch.dtype, device: str) -> None:
+@pytest.mark.parametrize(("device", "turn"), places(SMALL_TURNS, LARGE_TURNS), ids=str)
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_rotations_have_the_bits_of_the_plain_ones(
+    device: str, turn: Turn, dtype: torch.dtype
+) -> None:
     shape = (turn.rows, turn.heads, turn.head_dim)
     angles = Rotary(turn.rotary_dim, 1e4, torch.device(device))
     positions = 37 * torch.arange(turn.rows, device=device)
@@ -122,8 +118,12 @@ def check_rotations(turn: Turn, dtype: torch.dtype, device: str) -> None:
             assert torch.equal(found, plain)
 
 
-def check_normalised_and_rotated(turn: Turn, dtype: torch.dtype, device: str) -> None:
-    """As the norm and the rotation that it stands for, queries' and keys' weights apart."""
+@pytest.mark.parametrize(("device", "turn"), places(SMALL_TURNS, LARGE_TURNS), ids=str)
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_both_at_once_equal_one_after_the_other(
+    device: str, turn: Turn, dtype: torch.dtype
+) -> None:
+    """Norm and rotation, queries' and keys' weights apart."""
     num_queries = 2 * turn.heads // 3
     norms = HeadNorms(
         *(randn(turn.head_dim, seed=seed, device=device, dtype=dtype) for seed in (1, 2))
@@ -136,26 +136,6 @@ def check_normalised_and_rotated(turn: Turn, dtype: torch.dtype, device: str) ->
     for kernels, x in ((PLAIN, expected), (TRITON, qkv)):
         kernels.normalise_and_rotate(x[:, :-1], num_queries, norms, 1e-5, rotation, buffers)
     assert is_close(qkv.float(), expected.float(), TOLERANCE[dtype])
-
-
-@pytest.mark.parametrize("turn", SMALL_TURNS, ids=str)
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-def test_both_at_once_equal_one_after_the_other(turn: Turn, dtype: torch.dtype) -> None:
-    check_normalised_and_rotated(turn, dtype, "cpu")
-
-
-@pytest.mark.parametrize("turn", SMALL_TURNS, ids=str)
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-def test_rotations_have_the_bits_of_the_plain_ones(turn: Turn, dtype: torch.dtype) -> None:
-    check_rotations(turn, dtype, "cpu")
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("turn", SMALL_TURNS + LARGE_TURNS, ids=str)
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-def test_rotations_on_a_gpu(turn: Turn, dtype: torch.dtype) -> None:
-    check_rotations(turn, dtype, "cuda")
-    check_normalised_and_rotated(turn, dtype, "cuda")
 
 
 # Routers
@@ -204,7 +184,8 @@ def routers(
     return found
 
 
-def check_routers(choices: Choices, device: str) -> None:
+@pytest.mark.parametrize(("device", "choices"), places(SMALL_CHOICES, LARGE_CHOICES), ids=str)
+def test_routers_choose_as_the_plain_ones(device: str, choices: Choices) -> None:
     both = (routers(choices, device, kernels) for kernels in (PLAIN, TRITON))
     for (plain_one, x), (one, _) in zip(*both, strict=True):
         plain, found = plain_one.route(x, []), one.route(x, [])
@@ -218,8 +199,12 @@ def check_routers(choices: Choices, device: str) -> None:
         assert found.experts.dtype == torch.int64 and found.weights.dtype == torch.float32
 
 
-def check_ties(choices: Choices, device: str) -> None:
-    """Equal ranks, also those of what is not a number: the first groups' first experts."""
+@pytest.mark.filterwarnings("ignore:All-NaN slice", "ignore:invalid value")  # the interpreter's
+@pytest.mark.parametrize(("device", "choices"), places(SMALL_CHOICES, LARGE_CHOICES), ids=str)
+def test_of_equal_ranks_the_first_groups_first_experts_are_chosen(
+    device: str, choices: Choices
+) -> None:
+    """Also of what is not a number."""
     first = torch.arange(choices.k, device=device).expand(choices.num_tokens, -1)
     for one, x in routers(choices, device, TRITON):
         if isinstance(one, SigmoidRouter) and one.bias is not None:
@@ -228,17 +213,3 @@ def check_ties(choices: Choices, device: str) -> None:
             found = one.route(torch.full_like(x, value), [])
             assert torch.equal(found.experts, first)
             assert bool(found.weights.isnan().all()) == (value != value)
-
-
-@pytest.mark.filterwarnings("ignore:All-NaN slice", "ignore:invalid value")  # the interpreter's
-@pytest.mark.parametrize("choices", SMALL_CHOICES, ids=str)
-def test_routers_choose_as_the_plain_ones(choices: Choices) -> None:
-    check_routers(choices, "cpu")
-    check_ties(choices, "cpu")
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("choices", SMALL_CHOICES + LARGE_CHOICES, ids=str)
-def test_routers_on_a_gpu(choices: Choices) -> None:
-    check_routers(choices, "cuda")
-    check_ties(choices, "cuda")

@@ -10,8 +10,9 @@ import pytest
 pytest.importorskip("triton")
 
 import torch
-from test_triton import TOLERANCE, Case, Size, check_gated_mlps
+from test_triton import Case, Size, check_gated_mlps
 from torch import Tensor
+from triton_places import DEVICES, ON_GPU, places
 
 from lowtide.experts.layout import Formats, PartLayout
 from lowtide.formats import formats
@@ -26,6 +27,8 @@ BLOCKS = [Size(7, 6, 3, 96, 32), Size(33, 4, 2, 288, 96)]
 """Rows of MXFP4 are whole blocks of 32; those of the others end anywhere."""
 
 CASES = [(name, size) for name in NAMES for size in (BLOCKS if name == "MXFP4" else ODD)]
+PACKED_INTO = [torch.bfloat16]
+PACKED_INTO += [pytest.param(each, marks=ON_GPU) for each in (torch.float32, torch.float16)]
 LARGE = [Size(1, 64, 8, 2048, 512), Size(517, 16, 6, 2048, 1408), Size(63, 8, 4, 2880, 2880)]
 
 
@@ -80,31 +83,6 @@ def uniform(name: str) -> Formats:
     return (formats()[name],) * 3
 
 
-@pytest.mark.parametrize(("name", "size"), CASES, ids=str)
-def test_packed_experts_equal_the_plain_ones(name: str, size: Size) -> None:
-    """In other types, and in any company: `test_triton_formats.py`."""
-    check_gated_mlps(PackedCase(size, torch.bfloat16, "cpu", uniform(name)))
-
-
-def test_packed_and_clamped_ones() -> None:
-    """As gpt-oss has them."""
-    case = PackedCase(BLOCKS[1], torch.bfloat16, "cpu", uniform("MXFP4"), is_clamped=True)
-    check_gated_mlps(case)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-def test_packed_experts_on_a_gpu(name: str, dtype: torch.dtype) -> None:
-    check_gated_mlps(PackedCase(BLOCKS[1], dtype, "cuda", uniform(name)))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-def test_packed_and_clamped_ones_on_a_gpu(dtype: torch.dtype) -> None:
-    check_gated_mlps(PackedCase(BLOCKS[1], dtype, "cuda", uniform("MXFP4"), is_clamped=True))
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("names", [("q4", "q4", ""), ("", "", "q8"), ("MXFP4", "MXFP4", "q4")])
 def test_down_may_be_in_another_format_on_a_gpu(names: tuple[str, str, str]) -> None:
@@ -112,7 +90,21 @@ def test_down_may_be_in_another_format_on_a_gpu(names: tuple[str, str, str]) -> 
     check_gated_mlps(PackedCase(BLOCKS[0], torch.bfloat16, "cuda", kept))
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize(("name", "size"), [*CASES[:4], *itertools.product(NAMES, LARGE)], ids=str)
-def test_packed_experts_of_any_size_on_a_gpu(name: str, size: Size) -> None:
-    check_gated_mlps(PackedCase(size, torch.bfloat16, "cuda", uniform(name)))
+@pytest.mark.parametrize(
+    ("device", "case"), places(CASES, itertools.product(NAMES, [BLOCKS[1], *LARGE])), ids=str
+)
+@pytest.mark.parametrize("dtype", PACKED_INTO, ids=str)
+def test_packed_experts_equal_the_plain_ones(
+    device: str, case: tuple[str, Size], dtype: torch.dtype
+) -> None:
+    """In other types, and in any company: `test_triton_formats.py`."""
+    name, size = case
+    check_gated_mlps(PackedCase(size, dtype, device, uniform(name)))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", PACKED_INTO, ids=str)
+def test_packed_and_clamped_ones(device: str, dtype: torch.dtype) -> None:
+    """As gpt-oss has them."""
+    case = PackedCase(BLOCKS[1], dtype, device, uniform("MXFP4"), is_clamped=True)
+    check_gated_mlps(case)
