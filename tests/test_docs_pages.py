@@ -94,11 +94,7 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
 def test_readme_begins_with_what_it_is_and_three_commands_with_a_real_model() -> None:
-    beginning, *_ = README.partition("\n## ")
-    title, sentence, picture, *_ = beginning.split("\n\n")
-    assert title == "# lowtide" and "\n" not in sentence
-    assert sentence.endswith(".") and ". " not in sentence
-    assert picture.startswith("![") and picture.endswith("](docs/live.svg)")
+    assert README.startswith("# lowtide\n") and "](docs/live.svg)" in README.partition("\n## ")[0]
     told = sections(README)
     assert list(told)[:4] == ["Install", "Use", "Models", "Not yet"] and "Measured" in told
     commands = told["Use"].partition("```sh\n")[2].partition("```")[0].splitlines()
@@ -116,14 +112,3 @@ def test_readme_installs_without_a_gpu_first_and_says_what_every_package_is_for(
     assert "torch" in names
     missing = [name for name in names if name not in told["More on installing"]]
     assert not missing
-
-
-def test_pages_say_first_whom_they_are_for() -> None:
-    def beginning(name: str) -> str:
-        return (DOCS / name).read_text(encoding="utf-8").split("\n\n")[1]
-
-    assert beginning("tour.md").startswith("For whoever studies offloading")
-    assert "(guide.md)" in beginning("tour.md")
-    assert beginning("policies.md").startswith("**Leave it on auto.**")
-    stands = sections((DOCS / "design.md").read_text(encoding="utf-8"))["8. What stands"]
-    assert "\n- **Plan, not yet code**: " in stands
