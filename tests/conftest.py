@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -64,9 +65,8 @@ def _compile_kernels() -> None:
     from lowtide.errors import UnsupportedError
     from lowtide.kernels.cpu.library import LIBRARIES, load_library
 
-    with suppress(UnsupportedError):  # no compiler: tests of compiled kernels are skipped
-        for sources in LIBRARIES:
-            load_library(*sources)
+    with suppress(UnsupportedError), ThreadPoolExecutor(2) as threads:  # no compiler: no tests
+        list(threads.map(lambda sources: load_library(*sources), LIBRARIES))
 
 
 def pytest_sessionstart() -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 import lowtide
+from lowtide.lab.synth import synth
 
 DEMO = Path(lowtide.__file__).parent / "demo" / "diffusion"
 PLAN_KEYS = {"minimum_bytes", "full_bytes", "budget_bytes", "overhead_bytes", "tiers", "reason"}
@@ -58,9 +59,7 @@ def check_plan(plan: dict[str, Any]) -> None:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
-    out = str(tmp_path_factory.mktemp("end_to_end") / "m")
-    program("synth", "llada2", "--size", "tiny", "--out", out)
-    return out
+    return str(synth("llada2", "tiny", tmp_path_factory.mktemp("end_to_end") / "m"))
 
 
 def test_half_the_model_in_memory_writes_the_same_words(model: str) -> None:

@@ -1,4 +1,7 @@
-"""Autoregressive families against transformers' own models, from checkpoints that it wrote."""
+"""Autoregressive families against transformers' own models, from checkpoints that it wrote.
+
+Half a minute: seven families, each in several random models that two libraries load and run.
+"""
 
 from __future__ import annotations
 
