@@ -48,13 +48,13 @@ class _SmallPages(mmap.mmap):
 
 def _no_huge_pages() -> list[str]:
     """A kernel built without transparent huge pages."""
-    mmap.mmap = _SmallPages  # type: ignore[misc]
+    mmap.mmap = _SmallPages
     return []
 
 
 def _no_compiler() -> list[str]:
     which = shutil.which
-    shutil.which = lambda name, *rest, **options: (  # type: ignore[assignment]
+    shutil.which = lambda name, *rest, **options: (
         None if name in _COMPILERS else which(name, *rest, **options)
     )
     return []
@@ -64,7 +64,7 @@ def _reference_kernels() -> list[str]:
     """As if every model were opened with `kernels="reference"`."""
     from lowtide.kernels import choice
 
-    choice._compiled = lambda: choice.REFERENCE  # type: ignore[assignment]
+    choice._compiled = lambda: choice.REFERENCE
     return []
 
 

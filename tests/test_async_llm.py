@@ -112,7 +112,7 @@ def test_what_is_cancelled_or_left_ends_alone(llm: AsyncLLM, expected: Any) -> N
         assert (await llm.generate(PROMPTS[1], PARAMS))[0].token_ids == expected[0][1]
 
     run(ask())
-    check_idle(llm)  # type: ignore[arg-type]
+    check_idle(llm)
 
 
 def test_refusals_and_errors_are_those_of_the_twin(
@@ -121,9 +121,9 @@ def test_refusals_and_errors_are_those_of_the_twin(
     async def ask() -> None:
         for prompt, said in ((["a"], "list of 1"), ([10**6], "not one of")):
             with pytest.raises(UsageError, match=said):
-                await anext(llm.stream(prompt))  # type: ignore[arg-type]
+                await anext(llm.stream(prompt))
         with pytest.raises(UsageError, match="not the text"):
-            await llm.logits("abc")  # type: ignore[arg-type]
+            await llm.logits("abc")
 
         def fails(batch: Any) -> Any:
             raise InternalError("a pass that fails")

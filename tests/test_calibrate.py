@@ -159,7 +159,7 @@ def test_early_gates_are_the_next_routers(models: Path) -> None:
         _, residual = learn(llm, learning, "olmoe")
         foresight = foresee(llm, testing, "olmoe", residual)
         features = observe(llm, testing, AUTOREGRESSIVE.new_tokens)
-        weights = [router.weight for router in llm.routers]  # type: ignore[attr-defined]
+        weights = [router.weight for router in llm.routers]
     num_right, num_pairs = np.zeros((2, len(weights) - 1)), 0
     for index, layers in enumerate(features.passes):
         num_pairs += layers[0][1].numel()

@@ -381,7 +381,7 @@ def test_sizes(text: str | int, num_bytes: int) -> None:
 )
 def test_refused_sizes(text: object) -> None:
     with pytest.raises(UsageError):
-        parse_size(text, total=1000)  # type: ignore[arg-type]
+        parse_size(text, total=1000)
 
 
 @pytest.mark.parametrize(

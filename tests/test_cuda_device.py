@@ -307,7 +307,7 @@ def test_a_failure_of_the_gpu_is_reported_by_whoever_waits_and_ends_a_drain() ->
         mark.failure = RuntimeError("illegal memory access")
         return mark
 
-    streams.copies.record_event = failing  # type: ignore[method-assign]
+    streams.copies.record_event = failing
     device.drain()
     device.close()
 

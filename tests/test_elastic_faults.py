@@ -72,7 +72,6 @@ def check_returned(llm: LLM) -> None:
     """Nobody runs: the cache has no memory, and the kernel counts as the budget does."""
     elastic = elastic_of(llm)
     shared = elastic._shared
-    assert shared.kv is not None
     assert shared.kv.committed_bytes == physical_bytes(shared.kv._arena) == 0
     assert physical_bytes(shared.arena) == shared.budget.shares()["expert slots"]
     elastic._tier.ledger.check_integrity()
@@ -192,7 +191,7 @@ def test_ggufs_packed_experts_move(
 ) -> None:
     """Layers of different types: a slot is as large as the largest."""
     sizes = {**gguf_oracle.SIZES["qwen3_moe"], "num_experts": 24}
-    monkeypatch.setitem(gguf_oracle.SIZES, "qwen3_moe", sizes)  # type: ignore[index]
+    monkeypatch.setitem(gguf_oracle.SIZES, "qwen3_moe", sizes)
     path = tmp_path / "model.gguf"
     kinds = (Type.Q4_K, Type.Q6_K, Type.Q8_0, Type.IQ4_XS)
     write_gguf(path, "qwen3_moe", gguf_oracle.random_model("qwen3_moe", 0), choosing(kinds))
@@ -238,7 +237,6 @@ def test_passes_that_are_cancelled_or_refused_leave_the_others_their_words(
     with LLM(folder, policy="lru", elastic=True, cache="off", host_memory=memory, **options) as llm:
         system, num_refused = System(monkeypatch), 0
         room = elastic_of(llm)._shared.room
-        assert room is not None
         for num_passed in (0, 4):
             with closing(llm.stream(prompts[1], params)) as left:
                 next(left)

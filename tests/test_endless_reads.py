@@ -38,7 +38,7 @@ class Drive:
             if not self.answers.is_set():
                 self.is_asked.set()
             assert self.answers.wait(60.0)
-            return preadv(*arguments)  # type: ignore[arg-type]
+            return preadv(*arguments)
 
         monkeypatch.setattr(os, "preadv", late_preadv)
         # Compiled reads are tests/test_compiled_reader.py's.

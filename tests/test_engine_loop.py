@@ -454,7 +454,7 @@ def test_a_policy_is_adopted_in_the_midst_of_an_answer(model: Model) -> None:
         for policy in ("tide", "static", "lru"):
             llm.adopt_policy(policy)
         events += stream
-        assert list(events[-1].token_ids) == model.answers[1]  # type: ignore[union-attr]
+        assert list(events[-1].token_ids) == model.answers[1]
         check_idle(llm)
 
 
@@ -535,7 +535,7 @@ def test_threads_that_ask_at_random(
     allowed |= {PlanError} if context < 600 else set()  # logits of 523 tokens
     with model.open(context=context) as llm, pytest.MonkeyPatch.context() as patch:
         Passes(llm, patch).errors = errors
-        calls = [lambda s=s: s.play(llm, model, tuple(allowed)) for s in played]  # type: ignore[misc]
+        calls = [lambda s=s: s.play(llm, model, tuple(allowed)) for s in played]
         assert Together(*calls).results() == [None] * len(played)
         if closes is None:
             errors.clear()

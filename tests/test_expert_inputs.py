@@ -224,7 +224,6 @@ def test_a_packed_model_is_what_is_rounded_as_it_is_read(
         assert not torch.equal(llm.logits(TOKEN_IDS[:30]), wanted)
     told = [json.loads((each / "config.json").read_text()) for each in (packed, plain)]
     inputs = Calibration.load(calibrated).inputs
-    assert inputs is not None
     assert told[0]["quantization_config"].pop("inputs_sha256") == inputs.digest
     assert told[0] == told[1]
 

@@ -286,7 +286,7 @@ def test_bad_prompts_are_refused_before_the_first_step(whole_model: Path) -> Non
     with nothing_left(whole_model), LLM(whole_model) as llm:
         for prompt in ([[]], [5, 320], [5, -1], [[5], [320]], "", [True], [2**70]):
             with pytest.raises(UsageError, match="empty|0 to 319"):
-                llm.generate(prompt)  # type: ignore[arg-type]
+                llm.generate(prompt)
             with pytest.raises(UsageError, match="empty|0 to 319"):
                 llm.logits([5, 320])
         with pytest.raises(PlanError, match="40000"):
@@ -615,7 +615,7 @@ def test_ctrl_c_from_a_callback_and_a_stream_that_is_left(
             llm.generate(PROMPT, PARAMS, interrupt)
         events = llm.stream(PROMPT, PARAMS)
         next(events)
-        events.close()  # type: ignore[attr-defined]
+        events.close()
         check_still_right(llm, expected)
 
 

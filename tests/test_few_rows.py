@@ -61,7 +61,7 @@ def opened(path: Path, share: float = 1.0, **options: object) -> Iterator[Engine
     chosen = {"context": 128, "dtype": "bfloat16", **options}
     plan = plan_model(path, **chosen)
     budget = plan.minimum_bytes + int(share * (plan.full_bytes - plan.minimum_bytes))
-    config = EngineConfig(host_memory=budget, **chosen)  # type: ignore[arg-type]
+    config = EngineConfig(host_memory=budget, **chosen)
     model = open_model(path, config)
     engine = load(model, make_plan(model))
     try:
@@ -102,7 +102,7 @@ def _batch(
 ) -> Batch:
     segments, row = [], 0
     for kv, end, length in zip(ranges, ends, lengths, strict=True):
-        segments.append(Segment(row, row + length, end, 1, kv))  # type: ignore[arg-type]
+        segments.append(Segment(row, row + length, end, 1, kv))
         row += length
     positions = np.concatenate(
         [np.arange(end, end + length) for end, length in zip(ends, lengths, strict=True)]
@@ -150,7 +150,7 @@ def test_nobody_is_asked_where_everything_is_resident(
 
         def noting(runtime: ExpertRuntime, layer: int, x: Tensor, *others: object) -> None:
             asked.append(len(x))
-            forward(runtime, layer, x, *others)  # type: ignore[arg-type]
+            forward(runtime, layer, x, *others)
 
         monkeypatch.setattr(ExpertRuntime, "forward", noting)
         before = engine.as_dict()["num_hits"]

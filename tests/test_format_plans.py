@@ -101,7 +101,6 @@ def test_auto_is_what_the_first_line_names(
     least = plan_model(folder, context=64).minimum_bytes
     options: dict[str, Any] = {"context": 64, "host_memory": least}
     named = faster_format(plan_in_full(folder, **options).by_format, WeightFormats())
-    assert named is not None
     chosen = plan_in_full(folder, format="auto", **options)
     assert chosen.memory == plan_model(folder, format=named.format, **options)
     assert [row.format for row in chosen.by_format] == ["own", "q8", "q4"]

@@ -57,7 +57,7 @@ def fused(source: Path, target: Path, *groups: tuple[tuple[str, ...], str]) -> P
 
 
 def logits(path: Path, **options: object) -> torch.Tensor:
-    with LLM(path, context=64, **options) as llm:  # type: ignore[arg-type]
+    with LLM(path, context=64, **options) as llm:
         return llm.logits(list(range(3, 40)))
 
 

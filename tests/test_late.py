@@ -138,7 +138,6 @@ def test_a_closed_token_keeps_its_expert_for_all() -> None:
     policy = Late(lists, Gates(), Psi(), Rho(UNBOUNDED), HostAlone())
     answer = policy(facts)
     assert answer is not None and answer.experts.tolist() == [[0, 1], [0, 1]]
-    assert facts.step.rows is not None
     facts.step.rows.kind[1] = 0
     assert policy(facts) is None
 

@@ -122,7 +122,6 @@ def test_any_number_of_rows(folders: dict[str, Path], files: dict[str, Path], na
     """Up to what each part takes, and beyond: a dense part in bfloat16 may take more rows than
     experts of few bits, and rows that are rounded have no limit of their own."""
     kernels = choice.choose_kernels("auto", torch.bfloat16)
-    assert kernels.several_experts is not None
     most = kernels.several_experts.max_rows
     path = files["qwen2_moe"] if name.startswith("file") else folders["qwen2_moe"]
     counts = {*range(1, 9), MAX_FEW_ROWS - 1, MAX_FEW_ROWS, MAX_FEW_ROWS + 1, most, most + 1}
@@ -147,7 +146,7 @@ def test_nobody_is_asked_where_everything_is_resident(
 
         def noting(runtime: ExpertRuntime, layer: int, x: Tensor, *others: object) -> None:
             asked.append(len(x))
-            forward(runtime, layer, x, *others)  # type: ignore[arg-type]
+            forward(runtime, layer, x, *others)
 
         monkeypatch.setattr(ExpertRuntime, "forward", noting)
         decoded(engine, 2, prompt=50)
@@ -178,7 +177,7 @@ def test_answers_at_any_budget(folders: dict[str, Path], files: dict[str, Path],
     plan = plan_model(path, **chosen)
 
     def answers(host_memory: int) -> list[object]:
-        with LLM(path, host_memory=host_memory, **chosen) as llm:  # type: ignore[arg-type]
+        with LLM(path, host_memory=host_memory, **chosen) as llm:
             found = llm.generate(prompts, params)
         return [(each.token_ids, each.logprobs) for each in found]
 
@@ -211,7 +210,6 @@ def test_a_layer_without_a_matrix_of_its_own(folders: dict[str, Path]) -> None:
     kernels = choice.choose_kernels("auto", torch.bfloat16)
     with opened(folders["qwen3_moe"]) as engine:
         moe = engine.model._blocks[0]._moe
-        assert moe is not None
         norm = torch.ones(engine.model.config.hidden_size, dtype=torch.bfloat16)
         parts = LayerParts(None, norm, moe.router.parts(), None, None, 1e-6)
         whole = kernels.whole_layer(parts)

@@ -411,7 +411,7 @@ def make_router(seed: int, num_experts: int, hidden: int = 12, **changes: object
         "scaling_factor": 2.5,
         **changes,
     }
-    return SigmoidRouter(**settings)  # type: ignore[arg-type]
+    return SigmoidRouter(**settings)
 
 
 def route(router: SigmoidRouter, x: Tensor, segments: Sequence[Segment] = ()) -> Routing:
@@ -586,7 +586,7 @@ def test_moe_layer_routes_runs_and_adds_the_shared_expert(
     ) -> None:
         weight, bias, buffers = rest
         experts = ExpertRegistrar(shape) if x.is_meta else runtime
-        compute = on_this_thread(buffers)  # type: ignore[arg-type]
+        compute = on_this_thread(buffers)
         shared = GatedMLP(gate, up, down, compute) if has_shared else None
         its_router = changed(router, weight, bias).within(compute.workspace)
         experts.begin_pass(batch.step)

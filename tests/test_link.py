@@ -478,7 +478,7 @@ class Machine:
         placement: Any = AnyPlacement(random, self.capacity, self.shape.num_experts)
         assign, prefetch = AnyAssign(random, can_fetch), AnyPrefetch(random)
         waits, capacity = random.random() < 0.5, np.array(self.capacity)
-        return Policies(placement, assign, prefetch, capacity, Costs.unknown(1), waits)  # type: ignore[arg-type]
+        return Policies(placement, assign, prefetch, capacity, Costs.unknown(1), waits)
 
     def _disk_host(self) -> HostTier:
         num_layers, num_experts = self.shape[:2]
@@ -490,7 +490,7 @@ class Machine:
         return HostTier(
             slots,
             SlotLedger(num_layers, num_experts, num_slots),
-            FakeTransfer(self.world, slots.values, num_experts),  # type: ignore[arg-type]
+            FakeTransfer(self.world, slots.values, num_experts),
             recipe("lru").policies_without_device(setting),
             reads_ahead=self.random.random() < 0.5,
         )
@@ -747,7 +747,7 @@ def scripted(
     first: dict[int, list[int]], admit: list[int], ahead: list[int]
 ) -> tuple[World, ExpertRuntime]:
     world, script = World(Random(0)), Script(first, admit, ahead)
-    policies = Policies(script, script, script, np.full(2, 4), Costs.unknown(1))  # type: ignore[arg-type]
+    policies = Policies(script, script, script, np.full(2, 4), Costs.unknown(1))
     host = whole_host(world, TWO_LAYERS)
     runtime = make_runtime(world, TWO_LAYERS, 10, host, policies, costs(2, link_s=1e-3))
     runtime.load()
@@ -802,7 +802,7 @@ def test_no_prefetch_begins_once_its_layer_has_spoken() -> None:
 
 def test_a_layer_that_is_resident_asks_no_gate_and_leaves_the_link_to_moves() -> None:
     _, runtime = scripted({0: [0, 1, 2, 3]}, admit=[], ahead=[])
-    tier_of(runtime).early_gate = object()  # type: ignore[assignment]  # nobody asks it anything
+    tier_of(runtime).early_gate = object()  # nobody asks it anything
     tier_of(runtime).link.obey(1, Moves(np.array([2]), np.empty(0, int)), {})
     run_layer(runtime, 0)
     assert tier_of(runtime).link.stats.num_moved == 1
@@ -812,7 +812,7 @@ def test_prefetches_of_a_pass_that_was_broken_off_make_room() -> None:
     _, runtime = scripted({}, admit=[], ahead=[1])
     run_layer(runtime, 0)
     assert len(tier_of(runtime).link._coming) == 1
-    runtime.policies.prefetch._ahead = np.empty(0, int)  # type: ignore[attr-defined]
+    runtime.policies.prefetch._ahead = np.empty(0, int)
     run_layer(runtime, 0)
     assert len(tier_of(runtime).link._coming) == 0
 

@@ -332,7 +332,7 @@ def test_a_long_pass_on_a_device_fails_and_the_next_one_runs(
             with pytest.raises(StorageError, match="no such sector"):
                 case.run(llm)
         with monkeypatch.context() as patch:
-            patch.setattr(tier_of(llm).device._slots, "image", refuse)  # type: ignore[attr-defined]
+            patch.setattr(tier_of(llm).device._slots, "image", refuse)
             with pytest.raises(DeviceError, match="on purpose"):
                 case.run(llm)
         case.check_long(llm)

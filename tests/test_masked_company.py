@@ -111,7 +111,7 @@ def in_company(llm: LLM, asked: list[Asked], rng: random.Random) -> list[tuple[i
             reason = event.finish_reason
             answered.append((index, Answered(list(event.token_ids), reason, event.num_forwards)))
         if isinstance(event, Finished) or rng.random() < 0.03:
-            stream.close()  # type: ignore[attr-defined]
+            stream.close()
             del streams[place]
     return answered
 

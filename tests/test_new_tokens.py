@@ -83,17 +83,17 @@ def test_what_is_no_count_is_refused() -> None:
         with pytest.raises(UsageError, match="num_prompt_tokens must be an integer from 0"):
             llm.max_new_tokens(-1, SamplingParams())
         with pytest.raises(UsageError, match="params must be SamplingParams, not None"):
-            llm.max_new_tokens(5, None)  # type: ignore[arg-type]
+            llm.max_new_tokens(5, None)
         for wrong in (0, "x"):
             with pytest.raises(UsageError, match="num_tokens must be an integer from 1"):
-                llm.planned_passes(wrong)  # type: ignore[arg-type]
+                llm.planned_passes(wrong)
         with pytest.raises(UsageError, match="SamplingParams"):
-            llm.planned_passes(8, 5)  # type: ignore[arg-type]
+            llm.planned_passes(8, 5)
 
 
 def test_any_kind_of_integer_is_a_count() -> None:
     options = {"context": np.int64(CONTEXT), "seed": torch.tensor(3), "host_memory": 10**9}
-    with LLM(GOLDENS / "llada-a", **options) as llm:  # type: ignore[arg-type]
+    with LLM(GOLDENS / "llada-a", **options) as llm:
         for five in (np.int32(5), torch.tensor(5)):
             count: Any = five
             room = llm.max_new_tokens(count, SamplingParams(max_tokens=count))

@@ -41,7 +41,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, OpenModel]:
 
 def opened(folder: Path, **options: object) -> OpenModel:
     given = {"device": "cpu", "context": CONTEXT, **options}
-    return open_model(str(folder), EngineConfig(**given))  # type: ignore[arg-type]
+    return open_model(str(folder), EngineConfig(**given))
 
 
 def with_budget(model: OpenModel, num_bytes: int, context: int = CONTEXT) -> OpenModel:
@@ -85,7 +85,6 @@ def test_the_longest_context_runs(
             with pytest.raises(PlanError):
                 llm.generate([[7] * (num_tokens + 1 - params.most_tokens)], params)
             current = llm.current_pass
-            assert current is not None
             assert current.needed_bytes <= llm.plan.host.workspace_bytes
 
 

@@ -82,10 +82,8 @@ class Told:
         told = self
 
         class Telling(Kernels):
-            multiply = staticmethod(told.telling(REFERENCE.multiply))  # type: ignore[assignment]
-            gated_mlp = staticmethod(  # type: ignore[assignment]
-                told.telling(REFERENCE.gated_mlp, EXPERT)
-            )
+            multiply = staticmethod(told.telling(REFERENCE.multiply))
+            gated_mlp = staticmethod(told.telling(REFERENCE.gated_mlp, EXPERT))
 
         return Telling()
 

@@ -102,7 +102,7 @@ def test_moves_are_those_of_the_rule_one_expert_at_a_time(
         assert ids.dtype == np.int64
         assert np.array_equal(ids, np.unique(ids))
     assert np.allclose(told.rank, ranks.rank, rtol=0, atol=1e-12)
-    assert told.clock is None or told.clock[0] == ranks.clock[0]  # type: ignore[index]
+    assert told.clock is None or told.clock[0] == ranks.clock[0]
     assert len(wanted) <= ranks.room[layer]
 
 

@@ -25,7 +25,6 @@ def answer(llm: LLM) -> tuple[list[int], torch.Tensor]:
 
 def num_residents(llm: LLM) -> list[int]:
     device = llm._engine.experts.device
-    assert device is not None
     device.link.bind_arrived()
     ledger = device.link.ledger
     return [int(ledger.is_resident(layer).sum()) for layer in range(ledger.num_layers)]

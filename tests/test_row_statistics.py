@@ -171,7 +171,7 @@ def test_guidance_is_that_of_whole_rows(dtype: torch.dtype, form: Form) -> None:
 def reduced(logits: Tensor) -> RowStatistics:
     """Of given logits, which no product of finite weights has."""
 
-    class Given(type(REFERENCE)):  # type: ignore[misc]
+    class Given(type(REFERENCE)):
         def multiply(
             self, x: Tensor, weight_t: Tensor, bias: Tensor | None, out: Tensor, *_: int
         ) -> None:

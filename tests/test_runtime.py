@@ -223,7 +223,7 @@ def wait_for_disorder(residents: CompiledResidents, transfer: Disorder) -> None:
         if status is not Status.WAITS or not transfer.finish_one():
             serve(status)
 
-    residents.serve = finish_one  # type: ignore[method-assign]
+    residents.serve = finish_one
     residents._struct.wait_limit_s = 1e-4
 
 
@@ -336,7 +336,7 @@ class Rig:
         self.transfer: Transfer = (
             make_transfer(self.slots)
             if make_transfer
-            else Disorder(self.slots, WEIGHTS[dtype], **disorder)  # type: ignore[arg-type]
+            else Disorder(self.slots, WEIGHTS[dtype], **disorder)
         )
         self.policies = make_policies(policy, capacity)
         ledger = SlotLedger(SHAPE.num_layers, SHAPE.num_experts, num_slots)
@@ -471,7 +471,6 @@ def test_every_miss_is_one_read_and_no_hit_is_any(
     tile_rows: int, numbers: list[tuple[int, int, int]], policy: str, capacity: list[int]
 ) -> None:
     rig = Rig(policy, capacity)
-    assert isinstance(rig.transfer, Disorder)
     num_preloaded = len(rig.transfer.started)
     assert rig.runtime.stats.num_misses == 0, "what is loaded beforehand was not missed"
     hits = misses = 0
@@ -500,7 +499,6 @@ def test_every_read_is_under_way_before_the_first_resident_runs(
 ) -> None:
     events: list[str] = []
     rig = Rig("static", [0, 3], num_staging=3)
-    assert isinstance(rig.transfer, Disorder)
     start = rig.transfer.start
 
     def noted_start(layer: int, expert: int, slot: int) -> Ticket:
@@ -565,12 +563,11 @@ def prompt(call: StepInput) -> StepInput:
 def test_as_many_reads_as_slots_stay_under_way() -> None:
     """With two slots the third read starts as soon as the first expert was used."""
     rig = Rig("static", [0, 0], num_staging=2)
-    assert isinstance(rig.transfer, Disorder)
     under_way: list[int] = []
     wait = DisorderlyNews.wait
 
     def noted(news: DisorderlyNews, timeout: float | None = None) -> bool:
-        under_way.append(len(rig.transfer.started))  # type: ignore[attr-defined]
+        under_way.append(len(rig.transfer.started))
         return wait(news, timeout)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -599,7 +596,6 @@ def test_a_read_that_fails_leaves_a_usable_runtime(
 ) -> None:
     steps = make_steps(numbers, torch.float32)
     rig = Rig(policy, capacity, executor=executor, seed=seed)
-    assert isinstance(rig.transfer, Disorder)
     first = len(rig.transfer.started)
     rig.transfer._fail_at = {first + number for number in failing}
     with tile_of(tile_rows):
@@ -813,7 +809,6 @@ def read_ahead_rig(executor: Executor | None = None) -> Rig:
 
 
 def started(rig: Rig) -> list[tuple[int, int]]:
-    assert isinstance(rig.transfer, Disorder)
     return rig.transfer.started[sum(rig.capacity) :]  # after what is loaded beforehand
 
 
@@ -936,7 +931,6 @@ def test_what_was_read_ahead_for_nothing_is_dropped() -> None:
 @pytest.mark.parametrize("is_wanted", [True, False])
 def test_a_read_ahead_that_fails_matters_to_those_who_want_it(is_wanted: bool) -> None:
     rig = Rig("static", [6, 2], num_staging=3)
-    assert isinstance(rig.transfer, Disorder)
     rig.transfer._fail_at = {8}
     rig.run(every_expert(0))
     call = every_expert(1)
@@ -1032,7 +1026,6 @@ def short_limits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def deaf_rig(capacity: list[int], executor: Executor, *stuck: tuple[int, int]) -> tuple[Rig, Deaf]:
     rig = Rig("static", capacity, make_transfer=lambda slots: Deaf(slots, set()), executor=executor)
-    assert isinstance(rig.transfer, Deaf)
     rig.transfer.stuck.update(stuck)
     return rig, rig.transfer
 
@@ -1088,7 +1081,6 @@ def test_a_read_ahead_that_never_ends_matters_to_nobody_who_does_not_want_it() -
 @pytest.mark.usefixtures("short_limits")
 def test_no_slot_but_that_of_a_read_that_never_ends() -> None:
     rig = Rig("static", [0, 6], num_staging=1, make_transfer=lambda slots: Deaf(slots, {(0, 0)}))
-    assert isinstance(rig.transfer, Deaf)
     for _ in range(2):  # waits for the read itself, then for its slot
         with pytest.raises(StorageError, match=r"not ended within 0\.1 s"):
             rig.run(every_expert())

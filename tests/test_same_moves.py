@@ -167,7 +167,7 @@ passes = st.tuples(
 @pytest.mark.parametrize("name", MADE)
 @examples(80)
 @given(room=rooms, trace=st.lists(passes, max_size=12))
-def test_decisions_are_those_of_the_rule(name: str, room: list[int], trace: list) -> None:  # type: ignore[type-arg]
+def test_decisions_are_those_of_the_rule(name: str, room: list[int], trace: list) -> None:
     make, make_rule = MADE[name]
     placement, rule = make(room), make_rule()
     is_kept = np.zeros((NUM_LAYERS, NUM_EXPERTS), np.bool_)

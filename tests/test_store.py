@@ -84,7 +84,7 @@ def no_direct_reads(monkeypatch: pytest.MonkeyPatch, fails_at: str) -> Iterator[
     def fake_preadv(descriptor: int, *rest: object) -> int:
         if descriptor in direct:
             raise OSError(22, "Invalid argument")
-        return real_preadv(descriptor, *rest)  # type: ignore[arg-type]
+        return real_preadv(descriptor, *rest)
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "open", fake_open)
@@ -341,7 +341,7 @@ def test_several_reads_are_under_way_at_a_time(
 
     def together(*arguments: object) -> int:
         meeting.wait()
-        return real(*arguments)  # type: ignore[arg-type]
+        return real(*arguments)
 
     with reading(files) as reader:
         monkeypatch.setattr(os, "preadv", together)

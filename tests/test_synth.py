@@ -73,7 +73,6 @@ def test_the_engine_accepts_it(tiny: Path) -> None:
     assert len(checkpoint.files) > 1
     assert config.mask_token_id == TINY.config["mask_token_id"]
     tokenizer = Tokenizer.load(tiny)
-    assert tokenizer is not None
     tokenizer.check_vocabulary(config.vocab_size)
     assert tokenizer.mask_token_id == config.mask_token_id
     assert tokenizer.eos_token_ids == config.eos_token_ids

@@ -111,12 +111,12 @@ def test_it_is_simulated(toy: str) -> None:
 def test_it_runs_a_model_and_changes_no_token(toy: str, device: str) -> None:
     prompt, params = [7, 3, 20, 9, 4], SamplingParams(max_tokens=8, ignore_eos=True)
     options: dict[str, object] = {"context": 128, "device": device}
-    plan = plan_model(MODEL, **options)  # type: ignore[arg-type]
+    plan = plan_model(MODEL, **options)
     half = (plan.minimum_bytes + plan.full_bytes) // 2
     options["host_memory" if device == "cpu" else "gpu_memory"] = half
     ids = []
     for policy, own in ((toy, {"stride": "3"}), ("tide", {})):
-        with LLM(MODEL, policy=policy, policy_options=own, **options) as llm:  # type: ignore[arg-type]
+        with LLM(MODEL, policy=policy, policy_options=own, **options) as llm:
             assert llm.plan.policy == policy
             ids.append(llm.generate([prompt], params)[0].token_ids)
             assert llm.stats()["num_misses"] > 0

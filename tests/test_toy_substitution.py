@@ -45,7 +45,6 @@ class Itself:
     def __call__(self, facts: Facts) -> RoutedTokens | None:
         self.asked.append(facts)
         routing = facts.routing
-        assert routing is not None
         return RoutedTokens(routing.experts.copy(), routing.weights.copy())
 
 
@@ -59,7 +58,6 @@ class Resident:
 
     def __call__(self, facts: Facts) -> RoutedTokens | None:
         routing = facts.routing
-        assert routing is not None
         is_here = np.zeros(len(facts.is_kept), np.bool_)
         is_here[facts.demand.experts] = facts.demand.is_resident
         experts = routing.experts.copy()
@@ -242,7 +240,6 @@ def test_a_layer_whose_residents_have_all_asks_nobody() -> None:
 
 
 def twice(facts: Facts) -> RoutedTokens | None:
-    assert facts.routing is not None
     experts = facts.routing.experts.copy()
     experts[-1, 0] = experts[-1, 1]
     return RoutedTokens(experts, facts.routing.weights)

@@ -211,7 +211,6 @@ def test_tiles_are_reduced(device: str) -> None:
         top = probability.sort(1, descending=True).values
         entropy = torch.special.entr(probability).sum(1)
         for one, expected in zip(found[2:], (top[:, 0], top[:, 1], entropy), strict=True):
-            assert one is not None
             torch.testing.assert_close(one.cpu(), expected, atol=3e-6, rtol=3e-6, equal_nan=True)
 
 

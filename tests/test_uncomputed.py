@@ -26,7 +26,6 @@ def counted(folder: Path) -> object:
         return graph
     opened = open_model(folder, EngineConfig(context=2048))
     planner, counts = planner_of(opened), largest_counts(opened)
-    assert planner is not None
     return graph, planner.least_bytes(counts), planner.whole_bytes(counts)
 
 

@@ -25,7 +25,7 @@ programs = st.recursive(
 )
 
 
-def run(program: list, buffers: Buffers, alive: list) -> None:  # type: ignore[type-arg]
+def run(program: list, buffers: Buffers, alive: list) -> None:
     """A made-up forward pass. Every tensor taken is filled and must stay as it was filled."""
     for kind, *arguments in program:
         if kind == "take":
@@ -59,7 +59,7 @@ class Watched(Workspace):
 
 
 @given(programs)
-def test_the_registrar_counts_exactly_what_the_workspace_takes(program: list) -> None:  # type: ignore[type-arg]
+def test_the_registrar_counts_exactly_what_the_workspace_takes(program: list) -> None:
     registrar = Registrar()
     run(program, registrar, [])
     workspace = Watched(Arena(registrar.arena_bytes).bytes)
@@ -71,7 +71,7 @@ def test_the_registrar_counts_exactly_what_the_workspace_takes(program: list) ->
 
 
 @given(programs)
-def test_one_byte_less_does_not_do(program: list) -> None:  # type: ignore[type-arg]
+def test_one_byte_less_does_not_do(program: list) -> None:
     registrar = Registrar()
     run(program, registrar, [])
     if registrar.arena_bytes == 0:
@@ -101,7 +101,7 @@ def test_an_overflow_names_the_buffer_and_the_numbers() -> None:
 
 
 @pytest.mark.parametrize("make", [Registrar, lambda: Workspace(Arena(4096).bytes)])
-def test_marks_and_scopes_give_back_even_after_a_failure(make) -> None:  # type: ignore[no-untyped-def]
+def test_marks_and_scopes_give_back_even_after_a_failure(make) -> None:
     buffers = make()
     buffers.take("kept", (10,), torch.float32)
     mark = buffers.mark()
