@@ -37,3 +37,13 @@ def test_a_pass_is_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     for word, ended in (("passed", 1), ("record", 0), ("passed", 0), ("", 2)):
         monkeypatch.setattr(sys, "argv", ["kernel_tests.py", word])
         assert kernel_tests.main() == ended
+
+
+def test_where_nothing_can_be_kept_they_run_once_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    for word, ended in (("record", 0), ("passed", 1)):
+        monkeypatch.setattr(sys, "argv", ["kernel_tests.py", word])
+        assert kernel_tests.main() == ended
