@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
-from reporting import memory
-from reporting.results import Results
 
 from lowtide.errors import UsageError
 from lowtide.families import families
@@ -63,52 +60,6 @@ def test_constant_caches_go_from_the_longest_to_all_that_there_is(tmp_path: Path
     contexts = elastic._contexts(model, budget_bytes, 512, 1024)
     assert contexts[0] == 512 and 1024 in contexts and len(contexts) == 5
     assert plan_model(model, context=contexts[-1], host_memory=budget_bytes).host.num_slots < 40
-
-
-def _run(model: str, date: str, speeds: dict[str, float], **changes: Any) -> list[dict[str, Any]]:
-    """Lines of one trace: the disk's ceiling, sides, elastic first, and the verdict."""
-    common = {
-        "benchmark": "elastic",
-        "settings": {"model": model, "trace": "chats", "longest": 4096},
-        "machine": {"cpu": "A CPU", "num_cores": 2, "memory_bytes": 25_000_000_000},
-        "commit": "0123456789ab",
-        "date": date,
-    } | changes
-    sides = [
-        {"what": side, "tokens_per_s": speed, "ideal_tokens_per_s": 2 * speed}
-        | {"read_bytes": 10**9, "max_running": 4, "max_peak_bytes": 10**9}
-        for side, speed in speeds.items()
-    ]
-    first, second = speeds.values()
-    over = {"tokens_per_s_over_best": first / second, "tokens_per_s_over_today": first / second}
-    verdict = {"what": "elastic over constant", "is_within_plan": True, **over}
-    verdict["ideal_tokens_per_s_over_best"] = first / second
-    return [{**common, **row} for row in ({"what": "ceiling"}, *sides, verdict)]
-
-
-def test_the_page_has_the_newest_run_of_every_family(tmp_path: Path) -> None:
-    constant = "constant, 4096 tokens"
-    runs = [
-        _run("qwen3_moe-2-layers", "2026-11-21T10:00:00", {"elastic": 15.0, constant: 12.0}),
-        _run("llada2-3-layers", "2026-11-22T10:00:00", {"elastic": 2.22, constant: 1.94}),
-        _run("llada2-3-layers", "2026-11-23T10:00:00", {"elastic": 3.33, constant: 3.03}),
-        _run("llada2-3-layers", "2026-11-24T10:00:00", {"elastic": 9.9, constant: 1.0})[:3],
-        _run(
-            "llada_moe-4-layers",
-            "2026-11-23T11:00:00",
-            {"elastic": 0.77, constant: 0.7},
-            commit="ffffffffffff",
-        ),
-    ]
-    (tmp_path / "results").mkdir()
-    lines = [json.dumps(row) + "\n" for run in runs for row in run]
-    (tmp_path / "results" / "of.jsonl").write_text("".join(lines))
-    told = memory.elastic(Results.load(Path("results"), tmp_path), Path("docs/memory.md"))
-    assert "| llada2-3-layers | 4,096 | chats | elastic | 3.33 | 6.66 | 1.00 | 4 |" in told
-    assert "| qwen3_moe-2-layers | 4,096 | chats | 1.25 | 1.25 | 1.25 | yes |" in told
-    assert "| llada_moe-4-layers | 4,096 | chats | 1.10 | 1.10 | 1.10 | yes |" in told
-    assert "2.22" not in told and "9.9" not in told  # an older one, and one that was cut off
-    assert "commit 0123456789ab" in told and "commit ffffffffffff" in told
 
 
 def test_layers_are_cut_until_the_model_is_small_enough(

@@ -12,7 +12,7 @@ import pytest
 from common.synth_trace import synth_decode_trace, synth_trace
 from policy_facts import make_facts
 
-from lowtide.core import Costs, Curve, MoEShape, StepKind
+from lowtide.core import Costs, Curve, StepKind
 from lowtide.policies.assignment import Greedy, HybriMoEThreshold
 from lowtide.policies.catalogue import CATALOGUE
 from lowtide.policies.presets import recipe
@@ -20,11 +20,9 @@ from lowtide.profiles import load_profile
 from lowtide.replay.simulator import simulate
 from lowtide.replay.trace import TraceShape, demand_of
 
-simulated, traces, models, dali_others, printed_planning, published_numbers = (
+simulated, traces, dali_others, printed_planning, published_numbers = (
     import_module(f"common.{name}")
-    for name in (
-        "simulated traces dali_models dali_others printed_planning published_numbers".split()
-    )
+    for name in ("simulated traces dali_others printed_planning published_numbers".split())
 )
 tau, fit_profiles, exchange, dali, hindsight = map(
     import_module, "tau fit_profiles exchange dali hindsight".split()
@@ -39,13 +37,6 @@ COSTS = Costs(
     sync_s=0.5,
 )
 SHAPE = TraceShape(2, 16, 2)
-
-
-def test_published_dimensions() -> None:
-    assert simulated.published("llada2") == MoEShape(19, 256, 8, 2048, 512)
-    assert simulated.published("qwen3_moe") == MoEShape(48, 128, 8, 2048, 768)
-    assert simulated.published("deepseek_v2") == MoEShape(26, 64, 6, 2048, 1408)
-    assert simulated.published("mixtral") == MoEShape(32, 8, 2, 4096, 14336)
 
 
 def test_every_preset_that_shares_is_a_row() -> None:
@@ -82,12 +73,6 @@ def test_the_shipped_machines_of_tide_reproduce_their_anchor(name: str) -> None:
     fitted = fit_profiles.tide_machine(name, 2 * num_weights / row_s)
     for of in (lambda c: c.link_s, *(lambda c, n=n: c.host_s.at(n) for n in (1, 8, 512))):
         assert of(costs) == pytest.approx(of(fitted.costs(name, case.shape)), rel=1e-3)
-
-
-def test_ceilings_are_those_of_perfect_balance() -> None:
-    row = simulated.ceilings(COSTS)
-    assert row["perfect_balance_over_host_residents"] == pytest.approx(1 + 4 / 3)
-    assert row["perfect_balance_over_host_fetched"] == pytest.approx(1.4)
 
 
 def test_runs_are_recorded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -241,13 +226,6 @@ def test_shares_of_what_hindsight_knows() -> None:
     assert cell["of_oracle"].keys() == cell["of_most_hits"].keys() == simulated.VARIANTS.keys()
     assert all(0 <= share <= 1 for share in cell["of_most_hits"].values())
     assert cell["of_oracle"]["lowtide"] > 0 < cell["over_best_other"]["lowtide"]
-
-
-def test_two_texts_of_one_model() -> None:
-    model = models.Model("mixtral", {"u_size": 1})
-    trace, setting = models.make_case(model, COSTS, models.Load(2, 4, 3), 0.5, num_layers=2)
-    assert trace.num_committed == 6 and setting.options["u_size"] == 1
-    assert setting.hits is not None and not np.array_equal(setting.hits, trace.hits())
 
 
 def test_the_exchange_of_parts_from_the_same_first_residents() -> None:
