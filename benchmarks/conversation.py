@@ -1,0 +1,190 @@
+"""A conversation's next turn beside the same rows at the same positions, their keys in place.
+
+Turns 2 to 8 of one conversation are asked for one after the other; `first_s` is the time to an
+answer's first token, or of a diffusion model to its first draft. Beside each, in the same engine
+and in turn, the pass that it takes is run bare: its new rows over a copy of the conversation's
+keys, and the logits of the rows that are read. The ratio's floor is 1, and 1.10 is wanted.
+
+Then prompts that nothing is taken over of, with keeping and without in turn: what keeping costs a
+conversation that is not continued, of which at most 1% is wanted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from common.arguments import make_parser, run_script
+from common.models import model_folder
+from common.record import Recorder, say
+
+from lowtide import LLM, SamplingParams
+from lowtide.core import Reuse, Step, StepKind
+from lowtide.decode.request import Committed, Draft
+from lowtide.engine.engine import Engine
+from lowtide.lab.budgets import budget_of_share
+from lowtide.layers.batch import Batch, Segment
+from lowtide.llm import plan_model
+
+NEW_TOKENS = 24
+"""Of each answer, and of what is said next."""
+
+LAST_TURN = 8
+
+
+def main() -> None:
+    options = _options()
+    folder = model_folder(options.model, options.size, options.family)
+    context = options.behind + 2 * (LAST_TURN + 1) * (NEW_TOKENS + 64)
+    chosen = {"context": context, "progress": False}
+    plan = plan_model(folder, **chosen)
+    budget = budget_of_share(plan, options.share)
+    with LLM(folder, host_memory=budget, **chosen) as llm:
+        turns = _turns(llm, options.behind)
+        cost = _keeping_cost(llm, min(options.behind, 512), options.repeats)
+        ratios = [turn / bare for turn, bare in turns]
+        settings = {
+            "model": folder.name,
+            "share": options.share,
+            "tokens_behind": options.behind,
+            "new_tokens": NEW_TOKENS,
+            "budget_bytes": budget,
+            "policy": llm.plan.policy,
+            "repeats": options.repeats,
+        }
+    values = {
+        "first_s": statistics.median(turn for turn, _ in turns),
+        "bare_s": statistics.median(bare for _, bare in turns),
+        "ratio": statistics.median(ratios),
+        "ratios": [round(ratio, 3) for ratio in ratios],
+        "wanted_ratio": 1.10,
+        "keeping_cost": cost,
+        "wanted_keeping_cost": 0.01,
+    }
+    Recorder("conversation", settings, options.out).write("conversation", values)
+    say(
+        f"{options.behind} tokens behind: {values['ratio']:.3f} of the bare pass "
+        f"({values['first_s'] * 1e3:.1f} ms), keeping costs {cost:.1%}"
+    )
+
+
+def _turns(llm: LLM, num_behind: int) -> list[tuple[float, float]]:
+    """Of turns 2 to 8, in seconds: to the first token, and of the bare pass."""
+    text = _ids(llm, num_behind, 0)
+    text += _answer(llm, text)
+    times = []
+    for turn in range(2, LAST_TURN + 1):
+        prompt = [*text, *_ids(llm, NEW_TOKENS, turn)]
+        before = [_bare_s(llm, prompt)] if turn % 2 else []
+        first_s, answer, num_cached = _first_s(llm, prompt)
+        if num_cached < num_behind - 64:
+            raise SystemExit(f"Turn {turn} took over {num_cached} tokens of {num_behind}.")
+        [bare_s] = before or [_bare_s(llm, prompt, num_cached)]
+        times.append((first_s, bare_s))
+        text = [*prompt, *answer]
+    return times
+
+
+def _answer(llm: LLM, prompt: list[int]) -> list[int]:
+    return llm.generate([prompt], _params())[0].token_ids
+
+
+def _first_s(llm: LLM, prompt: list[int]) -> tuple[float, list[int], int]:
+    """Seconds to the first token; the answer; how many tokens were taken over."""
+    start_s, first_s = time.perf_counter(), 0.0
+
+    def note(event: object) -> None:
+        nonlocal first_s
+        if not first_s and isinstance(event, Committed | Draft):
+            first_s = time.perf_counter() - start_s
+
+    [completion] = llm.generate([prompt], _params(), note)
+    return first_s, completion.token_ids, completion.usage.cached_tokens
+
+
+def _bare_s(llm: LLM, prompt: list[int], num_cached: int | None = None) -> float:
+    """Seconds of the pass of a prompt's new rows; the keys before them are copied beforehand.
+
+    num_cached: as many as the turn took over; by default all that is kept.
+    """
+
+    def work(engine: Engine) -> float:
+        cache, block_length = engine.kv_cache, engine.opened.config.block_length
+        kept = cache._kept[-1]
+        first = min(num_cached or kept.num_written, kept.num_written)
+        ids = list(prompt)
+        if block_length > 1:  # the block that is filled next, masked
+            first = first // block_length * block_length
+            mask = engine.opened.config.mask_token_id or 0
+            ids += [mask] * (block_length - len(ids) % block_length)
+        kv = cache.branch(kept, first, len(ids))
+        rows = len(ids) - first
+        batch = Batch(
+            torch.tensor(ids[first:]),
+            torch.arange(first, len(ids)),
+            (Segment(0, rows, first, block_length, kv),),
+            Step(StepKind.DENOISE if block_length > 1 else StepKind.DECODE, 0),
+        )
+        try:
+            cache.prepare(kv, len(ids))
+            start_s = time.perf_counter()
+            with torch.inference_mode():
+                hidden = engine.model.forward(batch)
+                engine.model.logits(hidden[-block_length:].clone()).argmax(-1)
+            return time.perf_counter() - start_s
+        finally:
+            cache.free(kv)
+
+    return llm._loop.run(work)
+
+
+def _keeping_cost(llm: LLM, num_prompt: int, repeats: int) -> float:
+    """Share of the time without keeping that answers to new prompts take more with it."""
+    seconds: dict[Reuse, list[float]] = {Reuse.ON: [], Reuse.OFF: []}
+    for repeat in range(repeats + 1):
+        for reuse in (Reuse.ON, Reuse.OFF) if repeat % 2 else (Reuse.OFF, Reuse.ON):
+            _set_reuse(llm, reuse)
+            start_s = time.perf_counter()
+            _answer(llm, _ids(llm, num_prompt, 100 + 2 * repeat + (reuse is Reuse.ON)))
+            if repeat:
+                seconds[reuse].append(time.perf_counter() - start_s)
+    return statistics.median(seconds[Reuse.ON]) / statistics.median(seconds[Reuse.OFF]) - 1
+
+
+def _set_reuse(llm: LLM, reuse: Reuse) -> None:
+    def work(_: Engine) -> None:
+        llm._loop._worker._decoder._kept._reuse = reuse
+
+    llm._loop.run(work)
+
+
+def _params() -> SamplingParams:
+    return SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True)
+
+
+def _ids(llm: LLM, count: int, seed: int) -> list[int]:
+    """Seeded ids of text: special ones lie at the vocabulary's end."""
+    draw = np.random.default_rng(seed)
+    ids: Sequence[int] = draw.integers(1, llm.config.vocab_size * 9 // 10, count).tolist()
+    return list(ids)
+
+
+def _options() -> argparse.Namespace:
+    parser = make_parser(__doc__, "small", "qwen3_moe")
+    parser.add_argument("--family", default="qwen3_moe", help="of the synthetic model (qwen3_moe)")
+    parser.add_argument("--size", default="small", help="of the synthetic model (small)")
+    parser.add_argument("--share", type=float, default=1.0, help="of the experts in memory (1)")
+    parser.add_argument("--behind", type=int, help="tokens of the first turn (1000)")
+    parser.add_argument("--repeats", type=int, help="new prompts of each kind (9)")
+    options = parser.parse_args()
+    options.behind = options.behind or (200 if options.quick else 1000)
+    options.repeats = options.repeats or (2 if options.quick else 9)
+    return options
+
+
+if __name__ == "__main__":
+    run_script(main)
