@@ -43,7 +43,7 @@ class Words:
         self.prompts: list[Any] = []
         self.config: Any = Config()
 
-    def token_ids(self, prompt: Any) -> list[int]:
+    def token_ids(self, prompt: Any, **_: object) -> list[int]:
         self.prompts.append(prompt)
         text = prompt if isinstance(prompt, str) else " ".join(m["content"] for m in prompt)
         return [1] * len(text.split())
@@ -68,7 +68,7 @@ class Words:
 
 
 class Config:
-    is_diffusion = False
+    is_diffusion = is_bidirectional = False
     experts = "some"
 
 
@@ -159,9 +159,17 @@ def test_a_message_that_is_too_long_by_itself_is_refused_and_forgotten() -> None
 
 def test_an_answer_that_the_context_cut_is_told() -> None:
     talk = Talk(max_tokens=20)
-    assert "(cut short" in talk.says("word " * 95)
+    assert "(cut at 5 tokens: the context is full)" in talk.says("word " * 95)
     talk = Talk(max_tokens=5)
-    assert "(cut short" not in talk.says("hi")
+    assert "(cut at 5 tokens)" in talk.says("hi")
+    assert "cut" not in Talk(max_tokens=50).says("hi")
+
+
+def test_without_a_number_an_answer_may_be_as_long_as_the_context_leaves() -> None:
+    talk = Talk()
+    talk.says("hi there")
+    [(_, params)] = talk.llm.asked
+    assert params.max_tokens == 98
 
 
 # commands

@@ -35,6 +35,7 @@ from lowtide.cli.screen import FILE_WIDTH, printable, stderr_console, stdout_con
 from lowtide.cli.simulate import check_same_shape
 from lowtide.cli.text import TextWriter
 from lowtide.cli.turns import Turns
+from lowtide.config.sampling import PublishedSampling
 from lowtide.core import Step, StepKind
 from lowtide.decode.request import TokenLogprobs
 from lowtide.errors import ConfigError, PlanError, StorageError, UsageError
@@ -117,6 +118,9 @@ class Letters:
     def piece(self, token_id: int) -> str:
         return chr(token_id)
 
+    def token_id(self, text: str) -> None:
+        """None of the tokens that mark thoughts."""
+
     def stream(self, stop: Sequence[str] = ()) -> TextStream:
         return TextStream(self, stop)  # type: ignore[arg-type]
 
@@ -128,7 +132,9 @@ class PretendLLM:
     fault: BaseException | None = None
     plan = PLAN
     kernels = "compiled, AVX2"
-    config = types.SimpleNamespace(is_diffusion=True)
+    config = types.SimpleNamespace(
+        is_diffusion=True, is_bidirectional=True, sampling=PublishedSampling()
+    )
     current_pass = None
     latest: PretendLLM
 
@@ -172,7 +178,7 @@ class PretendLLM:
                 raise self.fault
         return [Completion(ids, self.answer, "stop", Usage(3, len(ids), 6))]
 
-    def token_ids(self, prompt: Any) -> Any:
+    def token_ids(self, prompt: Any, **_: object) -> Any:
         return prompt
 
     def max_new_tokens(self, num_prompt_tokens: int, params: SamplingParams) -> int:
@@ -639,7 +645,8 @@ def test_without_a_tokenizer_ids_are_written() -> None:
 def test_an_autoregressive_answer_is_written_on_a_terminal_too(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(PretendLLM, "config", types.SimpleNamespace(is_diffusion=False))
+    config = types.SimpleNamespace(is_diffusion=False, is_bidirectional=False)
+    monkeypatch.setattr(PretendLLM, "config", config)
     llm: Any = PretendLLM(MODEL, progress=None)
     out = terminal()
     conversation = Conversation(

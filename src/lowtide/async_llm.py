@@ -39,12 +39,16 @@ class AsyncLLM(LoadedModel):
         self,
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        raw: bool = False,
         **keywords: Unpack[AnswerKeywords],
     ) -> list[Completion]:
         """As `LLM.generate`."""
-        return await self._answered(
-            await asyncio.to_thread(lambda: self._requests(as_prompts(prompts), params, keywords))
-        )
+
+        def requests() -> list[Request]:
+            return self._requests(as_prompts(prompts), params, keywords, raw)
+
+        return await self._answered(await asyncio.to_thread(requests))
 
     async def chat(
         self,
@@ -57,7 +61,7 @@ class AsyncLLM(LoadedModel):
         """As `LLM.chat`."""
 
         def requests() -> list[Request]:
-            return self._requests(self._chats(messages, template_options), params, keywords)
+            return self._requests(self._chats(messages, template_options), params, keywords, True)
 
         return await self._answered(await asyncio.to_thread(requests))
 
@@ -65,11 +69,13 @@ class AsyncLLM(LoadedModel):
         self,
         prompt: Prompt,
         params: SamplingParams | None = None,
+        *,
+        raw: bool = False,
         **keywords: Unpack[AnswerKeywords],
     ) -> AsyncGenerator[Event, None]:
         """As `LLM.stream`; all of it, refusals too, begins with the first event awaited."""
         one = one_prompt(prompt)
-        requests = await asyncio.to_thread(lambda: self._requests([one], params, keywords))
+        requests = await asyncio.to_thread(lambda: self._requests([one], params, keywords, raw))
         async with aclosing(self._events(requests)) as events:
             async for event in events:
                 yield event
@@ -79,9 +85,15 @@ class AsyncLLM(LoadedModel):
         work, num_tokens = self._logits_work(token_ids)
         return await async_loop.run_passes(self._loop, work, num_tokens)
 
-    async def token_ids(self, prompt: Prompt) -> list[int]:
+    async def token_ids(
+        self,
+        prompt: Prompt,
+        *,
+        raw: bool = False,
+        template_options: Mapping[str, object] | None = None,
+    ) -> list[int]:
         """As `LLM.token_ids`."""
-        return await asyncio.to_thread(self._intake.token_ids, prompt)
+        return await asyncio.to_thread(self._intake.token_ids, prompt, raw, template_options)
 
     async def adopt_policy(
         self, policy: str, policy_options: Mapping[str, str] | None = None

@@ -67,22 +67,24 @@ class LLM(LoadedModel):
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         on_event: Callable[[Event], None] | None = None,
         *,
+        raw: bool = False,
         progress: bool | None = None,
         **keywords: Unpack[AnswerKeywords],
     ) -> list[Completion]:
         """Answers one prompt or a list of them, as one flat batch; completions in their order.
 
-        A prompt is a string, a list or array of token ids, or a list of chat messages. `params`
-        are for all of them (prompt i then draws with seed + i), or a list, one for each; keywords
-        such as `max_tokens=64` take the place of their fields. With `n` there are so many answers
-        to each prompt, prompt by prompt.
+        A prompt is a string, a list or array of token ids, or a list of chat messages. A string is
+        put into the model's chat template, where it has one, and with `raw` taken as it is.
+        `params` are for all of them (prompt i then draws with seed + i), or a list, one for each;
+        keywords such as `max_tokens=64` take the place of their fields. With `n` there are so many
+        answers to each prompt, prompt by prompt.
         `on_event` sees, on this thread, every event of every answer, whose place is the event's
         `request`; the answers do not wait for it, and end if it raises. `progress` shows a line on
         standard error; by default on a terminal where there are several answers. What the
         KV cache has no room for yet waits. Raises UsageError or PlanError for a prompt that cannot
         be honoured, before the first step.
         """
-        requests = self._requests(as_prompts(prompts), params, keywords)
+        requests = self._requests(as_prompts(prompts), params, keywords, raw)
         return self._answered(requests, on_event, progress)
 
     def chat(
@@ -97,17 +99,19 @@ class LLM(LoadedModel):
     ) -> list[Completion]:
         """Answers a conversation or a list of them, by the model's chat template.
 
-        A conversation is a list of messages, each with a `role` and a `content`;
+        A conversation is a list of messages, each with a `role` and a `content`, or a text;
         `template_options` are further variables of the template, such as `enable_thinking`. For
         the rest see `generate`. Raises UsageError for a model without a chat template.
         """
-        requests = self._requests(self._chats(messages, template_options), params, keywords)
+        requests = self._requests(self._chats(messages, template_options), params, keywords, True)
         return self._answered(requests, on_event, progress)
 
     def stream(
         self,
         prompt: Prompt,
         params: SamplingParams | None = None,
+        *,
+        raw: bool = False,
         **keywords: Unpack[AnswerKeywords],
     ) -> Generator[Event, None, None]:
         """Events of one prompt as they happen: drafts of a diffusion model's block, committed
@@ -116,7 +120,7 @@ class LLM(LoadedModel):
         The answer begins with the first `next`, does not wait for the others, and ends when this
         is closed or dropped. Raises UsageError for a list of prompts.
         """
-        return self._events(self._requests([one_prompt(prompt)], params, keywords))
+        return self._events(self._requests([one_prompt(prompt)], params, keywords, raw))
 
     def logits(self, token_ids: TokenIds) -> Tensor:
         """Float32 logits [len, vocab] of every position's own token, on the CPU.
@@ -183,9 +187,16 @@ class LLM(LoadedModel):
         finally:
             self._loop.look(partial(_set_observers, observer=None, of_experts=None))
 
-    def token_ids(self, prompt: Prompt) -> list[int]:
-        """A prompt's ids, as `generate` would take them. Raises UsageError."""
-        return self._intake.token_ids(prompt)
+    def token_ids(
+        self,
+        prompt: Prompt,
+        *,
+        raw: bool = False,
+        template_options: Mapping[str, object] | None = None,
+    ) -> list[int]:
+        """A prompt's ids, as `generate` would take them; `template_options` as of `chat`. Raises
+        UsageError."""
+        return self._intake.token_ids(prompt, raw, template_options)
 
     def adopt_policy(self, policy: str, policy_options: Mapping[str, str] | None = None) -> None:
         """Goes on under another policy without loading again, from its own first residents.
@@ -260,14 +271,16 @@ def check_request(
     model: str | Path,
     prompt_for: Callable[[Tokenizer | None], Prompt],
     params: SamplingParams,
+    raw: bool = False,
     **options: object,
 ) -> None:
-    """Refuses what `LLM(model, **options).generate(prompt, params)` would; reads no weight.
+    """Refuses what `LLM(model, **options).generate(prompt, params, raw=raw)` would; no weight is
+    read.
 
     `prompt_for` makes the prompt, told of the model's tokenizer.
     """
     opened = opened_for_request(model, options)
-    intake_of(opened).requests([prompt_for(opened.tokenizer)], params)
+    intake_of(opened).requests([prompt_for(opened.tokenizer)], params, raw)
 
 
 def plan_model(model: str | Path | HubModel, **options: object) -> MemoryPlan:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, fields, replace
 from functools import partial
 from typing import Any
 
+from lowtide.config.sampling import PublishedSampling
 from lowtide.errors import UnsupportedError, UsageError
 from lowtide.option import Group, check_options, option
 
@@ -101,7 +102,9 @@ class SamplingParams:
     max_tokens: new tokens at most. `None`: 256, or what the context leaves to the prompt where that
         is less; not all of a large context, because every answer of a batch reserves its room.
         Whole blocks where `diffusion` has a block length.
-    temperature: 0 is the arg-max, always; above 0 tokens are drawn.
+    temperature: 0 is the arg-max, always; above 0 tokens are drawn. `None`, here and for top_k,
+        top_p, min_p and repetition_penalty: as the model's `generation_config.json` says, of an
+        autoregressive model that has one; else 0, and nothing.
     top_k, top_p: draw only from the k likeliest tokens; from the least set with mass p.
     min_p: draw only tokens at least this share as likely as the likeliest.
     repetition_penalty: logits of tokens that the prompt or the answer has are divided by this
@@ -119,10 +122,10 @@ class SamplingParams:
     """
 
     max_tokens: int | None = _sampling(
-        "New tokens at most (256, or what fits).", low=1, is_common=True
+        "New tokens at most (what the context leaves).", low=1, is_common=True
     )
-    temperature: float = _sampling(
-        "0 takes the likeliest token, always.", 0.0, high=100, is_common=True
+    temperature: float | None = _sampling(
+        "0 takes the likeliest token, always (the model's own).", high=100, is_common=True
     )
     top_k: int | None = _sampling("Draw only from the k likeliest tokens.", low=1)
     top_p: float | None = _sampling(
@@ -219,6 +222,15 @@ def with_keywords(params: SamplingParams | None, given: Mapping[str, object]) ->
 
 def _among(names: Sequence[str], given: Mapping[str, Any]) -> dict[str, Any]:
     return {name: given[name] for name in names if name in given}
+
+
+def with_published(params: SamplingParams, published: PublishedSampling) -> SamplingParams:
+    """`params` with what the model's publisher says in place of what is unset; filters of draws
+    only where there are any."""
+    names = [name for name in published._fields if getattr(params, name) is None]
+    if not (published.temperature if params.temperature is None else params.temperature):
+        names = [name for name in names if name in ("temperature", "repetition_penalty")]
+    return replace(params, **{name: getattr(published, name) for name in names})
 
 
 def listed_params(params: object) -> list[SamplingParams]:

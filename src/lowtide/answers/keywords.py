@@ -47,7 +47,7 @@ class AnswerKeywords(TypedDict, total=False):
     """Fields of `SamplingParams` and `DiffusionParams`."""
 
     max_tokens: int | None
-    temperature: float
+    temperature: float | None
     top_k: int | None
     top_p: float | None
     min_p: float | None

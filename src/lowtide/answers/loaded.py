@@ -176,12 +176,13 @@ class LoadedModel:
         prompts: Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None,
         given: AnswerKeywords,
+        raw: bool,
     ) -> list[Request]:
         """A request for each prompt, with `params` and the keywords that override them."""
         if params is None or isinstance(params, SamplingParams):
-            return self._intake.requests(prompts, with_keywords(params, given))
+            return self._intake.requests(prompts, with_keywords(params, given), raw)
         each = [with_keywords(one, given) for one in listed_params(params)]
-        return self._intake.requests(prompts, each)
+        return self._intake.requests(prompts, each, raw)
 
     def _logits_work(self, token_ids: TokenIds) -> tuple[Passes[Tensor], int]:
         """What makes `logits`, and the tokens of KV cache that it takes. Raises as `logits`."""
@@ -226,15 +227,14 @@ def _check_params(params: object) -> None:
 
 
 def conversations(messages: object) -> list[Messages]:
-    """A list of conversations, from one or from a list of them. Raises UsageError."""
+    """A list of conversations, from one or from a list of them; a text is what a user says first.
+    Raises UsageError."""
     if isinstance(messages, str):
-        raise UsageError(
-            'chat takes messages: [{"role": "user", "content": '
-            f"{messages[:40]!r}}}]. For plain text there is generate."
-        )
+        return [[{"role": "user", "content": messages}]]
     if isinstance(messages, Mapping):
         raise UsageError("chat takes a list of messages: put this one in a list.")
     each = [cast(Messages, messages)] if is_chat(messages) else listed(messages)
+    each = [[{"role": "user", "content": one}] if isinstance(one, str) else one for one in each]
     for one in each:
         if not is_chat(one):
             raise UsageError(

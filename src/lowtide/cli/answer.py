@@ -12,8 +12,8 @@ from rich.console import Console
 from lowtide.cli.live import LiveView
 from lowtide.cli.passes import pass_caption
 from lowtide.cli.screen import can_redraw
-from lowtide.cli.text import TextWriter
-from lowtide.params import SamplingParams
+from lowtide.cli.text import TextWriter, ThinkingWriter
+from lowtide.params import SamplingParams, with_published
 
 if TYPE_CHECKING:
     from lowtide.answers.completion import Completion, Usage
@@ -88,6 +88,45 @@ def ask_writing(llm: LLM, prompt: Prompt, params: SamplingParams, writer: TextWr
     answer = ask(llm, prompt, params, write)
     writer.finish(answer.completion.text)
     return answer
+
+
+def lengthened(llm: LLM, num_prompt: int, params: SamplingParams) -> SamplingParams:
+    """`params` of an answer that may be as long as the context leaves, where nothing else is said:
+    of one alone, since each reserves its room, and not of a canvas that is computed whole."""
+    if params.max_tokens is not None or params.n > 1 or llm.config.is_bidirectional:
+        return params
+    room = llm.max_new_tokens(num_prompt, params)
+    return params if room < 1 else replace(params, max_tokens=room)
+
+
+def cut_line(answer: Answer) -> str:
+    """What is said of answers that did not come to their end; of others nothing."""
+    lengths = [len(c.token_ids) for c in answer.completions if c.finish_reason == "length"]
+    return f"(cut at {', '.join(map(str, lengths))} tokens)" if lengths else ""
+
+
+def sampling_line(llm: LLM, params: SamplingParams) -> str:
+    """How tokens are drawn where the model's publisher says so and the user does not."""
+    published = llm.config.sampling
+    in_force = with_published(params, published)
+    names = [name for name in published._fields if getattr(params, name) is None]
+    told = [f"{name} {value:g}" for name in names if (value := getattr(in_force, name))]
+    if not told:
+        return ""
+    way_out = "" if not in_force.temperature else "; --temperature 0 takes the likeliest token"
+    return f"as the model's generation_config.json says: {', '.join(told)}{way_out}"
+
+
+def text_writer(llm: LLM, prompt: Sequence[int], out: Console, is_whole: bool) -> TextWriter:
+    """Writes the answer to a prompt of these ids; thoughts apart, or with `is_whole` and no
+    terminal all as it is."""
+    from lowtide.model_folder.thoughts import thoughts_of
+
+    tokenizer, is_terminal = llm.tokenizer, out.is_terminal
+    thoughts = None if tokenizer is None else thoughts_of(tokenizer, prompt)
+    if tokenizer is None or thoughts is None or (is_whole and not is_terminal):
+        return TextWriter(out.file, tokenizer is not None, is_terminal)
+    return ThinkingWriter(out.file, tokenizer, thoughts, is_terminal)
 
 
 def has_view(llm: LLM, console: Console) -> bool:

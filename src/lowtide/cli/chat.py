@@ -9,10 +9,11 @@ import typer
 
 from lowtide.cli.command import takes
 from lowtide.cli.conversation import Conversation
-from lowtide.cli.generate import ModelName, show_plan
+from lowtide.cli.generate import ModelName, show_plan, show_sampling
 from lowtide.cli.line_editor import history_file
 from lowtide.cli.opening import open_llm
 from lowtide.cli.options import Settings
+from lowtide.cli.prompt import think_options
 from lowtide.cli.screen import stderr_console, stdout_console
 from lowtide.cli.turns import Turns
 from lowtide.errors import UsageError
@@ -47,7 +48,9 @@ def chat(
                 'generate --prompt-ids "5 17 3".'
             )
         has_template = llm.tokenizer.has_chat_template and not settings.flag("raw")
-        turns = Turns(has_template, settings.text("system"))
+        think = think_options(settings.choice("think"), llm.tokenizer)
+        turns = Turns(has_template, settings.text("system"), think)
         show_plan(llm, model, settings)
+        show_sampling(llm, params, settings)
         kept = history_file() if history else None
         Conversation(llm, params, turns, stdout_console(), stderr_console(), kept).run()

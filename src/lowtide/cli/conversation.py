@@ -10,14 +10,22 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from lowtide.cli.answer import ask_live, ask_writing, has_view, live_view
+from lowtide.cli.answer import (
+    ask_live,
+    ask_writing,
+    cut_line,
+    has_view,
+    lengthened,
+    live_view,
+    text_writer,
+)
 from lowtide.cli.kept_turns import load_turns, save_turns
 from lowtide.cli.line_editor import LineEditor, typing_unseen
 from lowtide.cli.live import LiveView
 from lowtide.cli.options import OPTIONS
 from lowtide.cli.report import speed_line
 from lowtide.cli.screen import printable
-from lowtide.cli.text import TextWriter
+from lowtide.cli.text import TextWriter, ThinkingWriter
 from lowtide.cli.turns import Turns
 from lowtide.config import format_size
 from lowtide.errors import LowtideError, UsageError
@@ -190,23 +198,27 @@ class Conversation:
             self._say("\n(stopped)")
             self._turns.add(line, view.text)
             return
-        self._turns.add(line, answer.completion.text)
+        text = view.text if isinstance(view, ThinkingWriter) else answer.completion.text
+        self._turns.add(line, text)
         if self._out.is_terminal:
             self._say(speed_line(answer.usage, self._llm.stats(), answer.generation_s))
-        if (
-            answer.completion.finish_reason == "length"
-            and params.most_tokens < self._params.most_tokens
-        ):
-            self._say("(cut short: the context is full)")
+        if cut := cut_line(answer):
+            is_full = params.max_tokens == self._llm.max_new_tokens(len(token_ids), params)
+            self._say(f"{cut[:-1]}: the context is full)" if is_full else cut)
 
     def _fitted(self, line: str) -> tuple[list[int], SamplingParams]:
         """A prompt that leaves room for an answer, without the oldest turns if need be, and the
         parameters of such an answer. Raises UsageError for a line that is too long by itself."""
         num_dropped = 0
         while True:
-            token_ids = self._llm.token_ids(self._turns.prompt_with(line))
+            token_ids = self._llm.token_ids(
+                self._turns.prompt_with(line),
+                raw=not self._turns.has_template,
+                template_options=self._turns.template_options,
+            )
             room = self._llm.max_new_tokens(len(token_ids), self._params)
-            if room >= min(self._params.most_tokens, LEAST_ANSWER_TOKENS) or not len(self._turns):
+            least = min(self._params.max_tokens or LEAST_ANSWER_TOKENS, LEAST_ANSWER_TOKENS)
+            if room >= least or not len(self._turns):
                 break
             self._turns.drop_oldest()
             num_dropped += 1
@@ -218,12 +230,16 @@ class Conversation:
                 f"This message has {len(token_ids)} tokens, and the context leaves no room for an "
                 "answer: shorten it, or begin again with a larger --context."
             )
-        return token_ids, replace(self._params, max_tokens=min(self._params.most_tokens, room))
+        return token_ids, self._as_long_as_fits(len(token_ids), room)
+
+    def _as_long_as_fits(self, num_prompt: int, room: int) -> SamplingParams:
+        params = lengthened(self._llm, num_prompt, self._params)
+        return replace(params, max_tokens=min(params.most_tokens, room))
 
     def _view(self, token_ids: list[int]) -> LiveView | TextWriter:
         if has_view(self._llm, self._out):
             return live_view(self._llm, token_ids, self._out)
-        return TextWriter(self._out.file, True, self._out.is_terminal)
+        return text_writer(self._llm, token_ids, self._out, is_whole=False)
 
 
 LEAVING = ("/bye", "/exit", "/quit")

@@ -15,8 +15,12 @@ from lowtide.cli.answer import (
     ask,
     ask_live,
     ask_writing,
+    cut_line,
     has_view,
+    lengthened,
     live_view,
+    sampling_line,
+    text_writer,
 )
 from lowtide.cli.command import takes
 from lowtide.cli.opening import open_llm
@@ -75,20 +79,23 @@ def generate(
     if text is not None and prompt is not None:
         raise UsageError("there are two prompts: give one, after the model or by -p.")
     content = read_prompt(prompt if text is None else text, prompt_ids, model)
-    question = Question(content, settings.text("system"), settings.flag("raw"))
+    question = Question(
+        content, settings.text("system"), settings.flag("raw"), settings.choice("think")
+    )
     if settings.flag("json"):
         print(_as_json(model, question, params, settings))
         return
     answer, stats = _on_screen(model, question, params, settings)
     if not settings.flag("quiet"):
         line = speed_line(answer.usage, stats, answer.generation_s)
-        stderr_console().print(line)
+        stderr_console().print("\n".join(filter(None, [cut_line(answer), line])))
 
 
 def _as_json(model: str, question: Question, params: SamplingParams, settings: Settings) -> str:
     # Whatever a library prints while at work must not share standard output with the object.
     with redirect_stdout(sys.stderr), open_llm(model, settings, question) as llm:
-        answer = ask(llm, question.prompt(llm.tokenizer), params)
+        prompt = question.token_ids(llm)
+        answer = ask(llm, prompt, lengthened(llm, len(prompt), params))
         stats = _stats(llm.stats(), answer)
         found = answer_object(answer.completions, stats, llm.plan)
         facts = {"kernels": llm.kernels, "chat_template": question.is_templated(llm.tokenizer)}
@@ -101,7 +108,9 @@ def _on_screen(
     console = stdout_console()
     with open_llm(model, settings, question) as llm:
         show_plan(llm, model, settings)
-        prompt = llm.token_ids(question.prompt(llm.tokenizer))
+        prompt = question.token_ids(llm)
+        show_sampling(llm, params, settings)
+        params = lengthened(llm, len(prompt), params)
         if not settings.flag("quiet"):
             show_passes(llm, len(prompt), params)
         if params.n > 1:
@@ -110,7 +119,7 @@ def _on_screen(
         elif has_view(llm, console):
             answer = ask_live(llm, prompt, params, live_view(llm, prompt, console))
         else:
-            writer = TextWriter(sys.stdout, llm.tokenizer is not None, console.is_terminal)
+            writer = text_writer(llm, prompt, console, is_whole=True)
             answer = ask_writing(llm, prompt, params, writer)
         return answer, _stats(llm.stats(), answer)
 
@@ -125,6 +134,12 @@ def show_plan(llm: LLM, model: str, settings: Settings) -> None:
         console.print(outlook(llm.plan, model))
     elif not settings.flag("quiet"):
         console.print(plan_line(llm.plan, model))
+
+
+def show_sampling(llm: LLM, params: SamplingParams, settings: Settings) -> None:
+    """On standard error: what the model's own files say of sampling, if that is in force."""
+    if not settings.flag("quiet") and (line := sampling_line(llm, params)):
+        stderr_console().print(line)
 
 
 def show_passes(llm: LLM, num_prompt: int, params: SamplingParams) -> None:

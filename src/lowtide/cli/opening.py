@@ -43,7 +43,7 @@ def open_llm(model: str, settings: Settings, question: Question | None = None) -
         plan_model(found, **options)
     folder = _fetched(found, settings)
     if question is not None:
-        check_request(str(folder), question.prompt, params, **options)
+        check_request(str(folder), question.prompt, params, question.is_raw, **options)
     with ProgressBars() as progress:
         llm = LLM(str(folder), progress=progress, **options)
     with llm, ExitStack() as stack:

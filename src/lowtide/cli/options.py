@@ -72,6 +72,11 @@ OPTIONS: tuple[Option, ...] = (
         False,
         is_common=False,
     ),
+    _prompt(
+        "think",
+        Kind.BOOLEAN,
+        "Have the model think before it answers, or not, where its template knows of that.",
+    ),
     _prompt("system", Kind.TEXT, "What the model is told first, by its template."),
     *options_of(SamplingParams),
     *options_of(DiffusionParams),
@@ -176,6 +181,10 @@ class Settings:
 
     def is_given(self, name: str) -> bool:
         return name in self.sources
+
+    def choice(self, name: str) -> bool | None:
+        """A boolean option's value; None where it was not given."""
+        return self.flag(name) if self.is_given(name) else None
 
     def flag(self, name: str) -> bool:
         """A boolean option's value; not given and without a default is false."""

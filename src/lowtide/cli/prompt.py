@@ -16,6 +16,7 @@ from lowtide.errors import UsageError
 
 if TYPE_CHECKING:
     from lowtide.cli.answer import Prompt
+    from lowtide.llm import LLM
     from lowtide.model_folder.tokenizer import Tokenizer
 
 MAX_PROMPT_BYTES = 16 * 2**20
@@ -27,12 +28,14 @@ SILENT_PIPE_S = 2.0
 class Question:
     """What was asked, before it is known whether the model has a chat template.
 
-    content: text or token ids. system: what the model is told first. is_raw: no template.
+    content: text or token ids. system: what the model is told first. is_raw: no template. think:
+    whether the model is to think first, None as it does by itself.
     """
 
     content: str | list[int]
     system: str | None = None
     is_raw: bool = False
+    think: bool | None = None
 
     def __post_init__(self) -> None:
         if self.system is not None and isinstance(self.content, list):
@@ -46,6 +49,12 @@ class Question:
             return False
         return tokenizer is not None and tokenizer.has_chat_template
 
+    def token_ids(self, llm: LLM) -> list[int]:
+        """What the model is given, as ids. Raises UsageError."""
+        prompt = self.prompt(llm.tokenizer)
+        options = think_options(self.think, llm.tokenizer)
+        return llm.token_ids(prompt, raw=self.is_raw, template_options=options)
+
     def prompt(self, tokenizer: Tokenizer | None) -> Prompt:
         """What the model is given. Raises UsageError for `system` without a template."""
         if isinstance(self.content, str) and self.is_templated(tokenizer):
@@ -56,6 +65,18 @@ class Question:
                 "prompt."
             )
         return self.content
+
+
+def think_options(think: bool | None, tokenizer: Tokenizer | None) -> dict[str, object]:
+    """The chat template's variable that says whether to think. Raises UsageError where it has
+    none."""
+    if think is None:
+        return {}
+    if tokenizer is None or not tokenizer.template_names("enable_thinking"):
+        raise UsageError(
+            "--think, --no-think: this model's chat template has no enable_thinking; leave it out."
+        )
+    return {"enable_thinking": think}
 
 
 def system_message(text: str | None) -> list[dict[str, str]]:

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import IO
+from typing import IO, TYPE_CHECKING
 
 from lowtide.cli.screen import printable
+
+if TYPE_CHECKING:
+    from lowtide.model_folder.thoughts import Thoughts
+    from lowtide.model_folder.tokenizer import Tokenizer
+
+_DIM, _NOT_DIM = "\x1b[2m", "\x1b[22m"
 
 
 class TextWriter:
@@ -35,3 +41,43 @@ class TextWriter:
         self.text += text
         self._out.write(printable(text) if self._is_terminal else text)
         self._out.flush()
+
+
+class ThinkingWriter(TextWriter):
+    """Writes thoughts dimmed and apart, on a terminal alone; `text` is the answer without them."""
+
+    def __init__(
+        self, out: IO[str], tokenizer: Tokenizer, thoughts: Thoughts, is_terminal: bool
+    ) -> None:
+        super().__init__(out, True, is_terminal)
+        self._tokenizer = tokenizer
+        self._thoughts = thoughts
+        self._is_thought = False
+        self._stream = tokenizer.stream()
+
+    def commit(self, tokens: Sequence[int], text: str) -> None:
+        """Tokens that are final; their text is made part by part."""
+        for is_thought, part in self._thoughts.divide(tokens):
+            if is_thought != self._is_thought:
+                self._end_part()
+                self._is_thought = is_thought
+            self._write_part(self._stream.push(part))
+
+    def finish(self, text: str) -> None:
+        """Writes what was held back, and a newline."""
+        self._end_part()
+        self._out.write("\n")
+        self._out.flush()
+
+    def _end_part(self) -> None:
+        self._write_part(self._stream.finish())
+        if self._is_thought and self._is_terminal:
+            self._out.write("\n\n")
+
+    def _write_part(self, text: str) -> None:
+        if not self._is_thought:
+            text = text if self.text else text.lstrip("\n")
+            self._write(text)
+        elif self._is_terminal and text:
+            self._out.write(_DIM + printable(text) + _NOT_DIM)
+            self._out.flush()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from lowtide.cli.prompt import system_message
@@ -14,8 +15,15 @@ if TYPE_CHECKING:
 class Turns:
     """Turns of a user and a model. With a chat template they are messages; without, one text."""
 
-    def __init__(self, has_template: bool, system: str | None = None) -> None:
+    def __init__(
+        self,
+        has_template: bool,
+        system: str | None = None,
+        template_options: Mapping[str, object] | None = None,
+    ) -> None:
+        """template_options: further variables of the template."""
         self.has_template = has_template
+        self.template_options = template_options or {}
         self._turns: list[tuple[str, str]] = []
         self._system: str | None = None
         self.set_system(system)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from lowtide.config.quantisation import Quantisation
+from lowtide.config.sampling import PublishedSampling
 from lowtide.config.specs import AttentionSpec, ExpertSpec
 from lowtide.core import MoEShape
 from lowtide.errors import ConfigError, UnsupportedError
@@ -63,6 +64,7 @@ class ModelConfig:
     is_bidirectional: bool = False  # every position sees every other
     logits_shift: int = 0  # a position's logits come from the hidden state so far before it
     quantisation: Quantisation | None = None  # that others rounded the weights to
+    sampling: PublishedSampling = PublishedSampling()  # of an autoregressive model
 
     def __post_init__(self) -> None:
         if self.experts is not None:

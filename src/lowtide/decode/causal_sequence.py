@@ -58,7 +58,7 @@ class CausalSequence:
     def needs_logits(self) -> bool:
         """Whether its next token is chosen from a whole row of logits, not from the arg-max."""
         params = self.request.params
-        return params.temperature > 0 or params.logprobs is not None or has_penalties(params)
+        return self.sampling.temperature > 0 or params.logprobs is not None or has_penalties(params)
 
     def pass_rows(self, first: int, stop: int) -> PassRows:
         """What becomes of the rows of positions `first` to `stop` in a pass."""

@@ -22,7 +22,14 @@ from lowtide.decode.request import Request
 from lowtide.errors import PlanError, UnsupportedError, UsageError
 from lowtide.memory.kv_cache import GRANULE_TOKENS
 from lowtide.model_folder.tokenizer import NO_TOKENIZER, TextStream, Tokenizer
-from lowtide.params import MAX_SEED, DiffusionParams, SamplingParams, check_kind, listed_params
+from lowtide.params import (
+    MAX_SEED,
+    DiffusionParams,
+    SamplingParams,
+    check_kind,
+    listed_params,
+    with_published,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -47,9 +54,12 @@ class Intake:
     seed: int = 0
 
     def requests(
-        self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams]
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams],
+        is_raw: bool = False,
     ) -> list[Request]:
-        """A request for each answer: `n` to each prompt, prompt by prompt.
+        """A request for each answer: `n` to each prompt, prompt by prompt; is_raw: see `token_ids`.
 
         Under one `params` for all, prompt i draws with `seed + i`, so that equal prompts differ;
         of a list of them, one for each prompt, each has its own seed. The first answer draws with
@@ -67,7 +77,7 @@ class Intake:
         return [
             request
             for prompt, asked in zip(prompts, each, strict=True)
-            for request in self._samples(prompt, asked)
+            for request in self._samples(self.token_ids(prompt, is_raw), asked)
         ]
 
     def check_ids(self, token_ids: Sequence[int]) -> None:
@@ -125,9 +135,8 @@ class Intake:
                 f"of that, not {block_length}."
             )
 
-    def _samples(self, prompt: Prompt, asked: SamplingParams) -> list[Request]:
+    def _samples(self, token_ids: list[int], asked: SamplingParams) -> list[Request]:
         """The `n` requests of one prompt."""
-        token_ids = self.token_ids(prompt)
         params = self._resolved(self._with_length(asked, len(token_ids)))
         self._check_room(len(token_ids), params)
         seed = self.seed if params.seed is None else params.seed
@@ -212,6 +221,10 @@ class Intake:
             )
         defaults, asked = self.config.decoding, params.diffusion
         if defaults is None:
+            params = with_published(params, self.config.sampling)
+        if defaults is None or not defaults.is_measured_as_drawn:
+            _tell_if_never_drawn(params)
+        if defaults is None:
             return params
         if self.config.is_bidirectional:
             resolved = masked_options.resolve(
@@ -224,12 +237,22 @@ class Intake:
         self.check_block_length(cast(int, diffusion.block_length))
         return replace(params, diffusion=diffusion)
 
-    def token_ids(self, prompt: Prompt) -> list[int]:
-        """A prompt's ids. Raises UsageError for none, and for text without a tokenizer."""
+    def token_ids(
+        self,
+        prompt: Prompt,
+        is_raw: bool = False,
+        template_options: Mapping[str, object] | None = None,
+    ) -> list[int]:
+        """A prompt's ids. A text is what a user says, where the model has a chat template; with
+        `is_raw` it is taken as it is. Raises UsageError for none, and for text without a tokenizer.
+        """
         if isinstance(prompt, str):
-            token_ids = self._needed_tokenizer().encode(prompt)
+            tokenizer = self._needed_tokenizer()
+            if not is_raw and tokenizer.has_chat_template:
+                return self.chat([{"role": "user", "content": prompt}], template_options or {})
+            token_ids = tokenizer.encode(prompt)
         elif is_chat(prompt):
-            token_ids = self._needed_tokenizer().encode_chat(cast(Messages, prompt))
+            return self.chat(cast(Messages, prompt), template_options or {})
         else:
             token_ids = one_text_of_ids(cast(TokenIds, prompt))
         self.check_ids(token_ids)
@@ -252,6 +275,23 @@ class Intake:
                 '(--prompt-ids "5 17 3") and no stop strings, or fetch what has one.'
             )
         return self.tokenizer
+
+
+def _tell_if_never_drawn(params: SamplingParams) -> None:
+    """Filters at temperature 0, where no token is drawn, are said to have no effect."""
+    given = {name: getattr(params, name) for name in ("top_k", "top_p", "min_p")}
+    told = ", ".join(f"{name} {value}" for name, value in given.items() if value is not None)
+    if told and not params.temperature:
+        _warn_of_no_draws(told)
+
+
+@cache  # once, however many answers are asked for
+def _warn_of_no_draws(told: str) -> None:
+    _log.warning(
+        "%s: no effect at temperature 0, which always takes the likeliest token; give a "
+        "temperature above 0 to draw.",
+        told,
+    )
 
 
 class StopTest:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lowtide.errors import UsageError
 
-Message = Mapping[str, str]
+Message = Mapping[str, Any]
 Messages = Sequence[Message]
 TokenIds = Sequence[int] | npt.NDArray[np.integer[Any]] | Tensor
 Prompt = str | TokenIds | Messages

@@ -35,7 +35,7 @@ class Sampling(NamedTuple):
 
     @classmethod
     def of(cls, params: SamplingParams, seed: int) -> Sampling:
-        return cls(params.temperature, params.top_k, params.top_p, seed, params.min_p)
+        return cls(params.temperature or 0.0, params.top_k, params.top_p, seed, params.min_p)
 
 
 class ArgMax:

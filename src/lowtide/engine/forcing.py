@@ -44,7 +44,7 @@ def forced_params(text: ForcedText, is_diffusion: bool) -> SamplingParams:
     """What a request must ask so that the text is read, and whole rows of logits come."""
     num_new = len(text.token_ids) - text.num_context
     logprobs = None if is_diffusion else 0
-    return SamplingParams(max_tokens=num_new, ignore_eos=True, logprobs=logprobs)
+    return SamplingParams(max_tokens=num_new, ignore_eos=True, logprobs=logprobs, temperature=0.0)
 
 
 def read_forced(

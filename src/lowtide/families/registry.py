@@ -6,6 +6,7 @@ import importlib
 import os
 import pkgutil
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
@@ -13,6 +14,7 @@ from types import MappingProxyType
 from lowtide.config import ModelConfig
 from lowtide.config.fields import Fields
 from lowtide.config.keys import Origin
+from lowtide.config.sampling import read_sampling
 from lowtide.config.token_ids import read_eos_token_ids
 from lowtide.errors import ConfigError, UnsupportedError
 from lowtide.families.family import Family
@@ -70,7 +72,7 @@ def gguf_family(architecture: str) -> Family:
 
 
 def read_config_in(folder: Path, overrides: Mapping[str, object] = _NOTHING) -> ModelConfig:
-    """Reads `config.json`, and of `generation_config.json` the end-of-text ids.
+    """Reads `config.json`, and `generation_config.json` for end-of-text ids and sampling.
 
     `overrides` replace values under `config.json`'s own keys. Raises ConfigError for a file
     or value that cannot be right, UnsupportedError for a feature that lowtide does not have
@@ -98,7 +100,7 @@ def read_config(
     result = family.read(fields, Origin(family.name, architecture, family.published, eos))
     for name in overrides:
         fields.refuse_unread(name)
-    return result
+    return result if result.is_diffusion else replace(result, sampling=read_sampling(generation))
 
 
 def _family_of(fields: Fields) -> tuple[Family, str]:

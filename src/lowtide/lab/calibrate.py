@@ -275,7 +275,7 @@ def _run(
 ) -> Trace:
     """Answers the prompts one after the other under the eyes of `observers`; their trace."""
     recorder = Recorder(llm, model)
-    params = SamplingParams(max_tokens=_length(llm).new_tokens, ignore_eos=True)
+    params = SamplingParams(max_tokens=_length(llm).new_tokens, ignore_eos=True, temperature=0.0)
     with llm.observed(_All((recorder, *observers)), experts):
         for index, prompt in enumerate(prompts):
             llm.generate([prompt], params)

@@ -312,7 +312,7 @@ class _Judge:
             row.speed = run
 
     def _params(self) -> SamplingParams:
-        return SamplingParams(max_tokens=self._work.max_tokens, ignore_eos=True)
+        return SamplingParams(max_tokens=self._work.max_tokens, ignore_eos=True, temperature=0.0)
 
     def _prompt(self) -> list[int]:
         if self._sample is not None:

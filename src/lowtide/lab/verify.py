@@ -184,7 +184,7 @@ def verify(
 def _task(
     config: ModelConfig, prompt: Sequence[int] | None, max_tokens: int, context: int | None
 ) -> _RunTask:
-    params = SamplingParams(max_tokens=max_tokens)
+    params = SamplingParams(max_tokens=max_tokens, temperature=0.0)
     if prompt is not None:
         return _RunTask(prompt, prompt, params)
     num_tokens = NUM_PROMPT_TOKENS

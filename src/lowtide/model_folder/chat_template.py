@@ -26,7 +26,7 @@ TEMPLATE_WALL_S = 20  # a busy machine may take seconds to start a process
 
 ROLES = ("system", "user", "assistant", "tool")
 
-Message = Mapping[str, str]
+Message = Mapping[str, Any]
 
 _NAMED = ("name", "template")  # of several chat templates each has these
 
@@ -125,6 +125,7 @@ def _checked_messages(messages: object) -> list[dict[str, str]]:
 def _checked_message(message: object, index: int) -> dict[str, str]:
     if not isinstance(message, Mapping):
         raise UsageError(f"Message {index} must have a role and a content, not be {message!r:.80}.")
+    message = {**message, "content": _joined_parts(message.get("content"), index)}
     for name in ("role", "content"):
         if not isinstance(message.get(name), str):
             raise UsageError(
@@ -139,6 +140,22 @@ def _checked_message(message: object, index: int) -> dict[str, str]:
     if unknown:
         raise UsageError(f"Message {index} has fields that are not known: {', '.join(unknown)}.")
     return {"role": message["role"], "content": message["content"]}
+
+
+def _joined_parts(content: object, index: int) -> object:
+    """The text of OpenAI's content parts, part by line; anything else as it is."""
+    if not isinstance(content, list | tuple):
+        return content
+    texts = []
+    for part in content:
+        text = part.get("text") if isinstance(part, Mapping) else None
+        if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(text, str):
+            raise UsageError(
+                f"Message {index} has a part {part!r:.80}; only text is read: "
+                '{"type": "text", "text": ...}.'
+            )
+        texts.append(text)
+    return "\n".join(texts)
 
 
 def _ask_worker(request: str) -> dict[str, Any]:

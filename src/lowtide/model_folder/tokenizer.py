@@ -88,6 +88,10 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         return self._template is not None
 
+    def template_names(self, variable: str) -> bool:
+        """Whether the chat template speaks of a variable."""
+        return variable in (self._template or "")
+
     def encode(self, text: str, *, add_special: bool = True) -> list[int]:
         """Token ids of a text; `add_special` lets the tokenizer add what it adds to a prompt.
 

@@ -1,0 +1,238 @@
+"""The model's own manners: sampling that its publisher names, thoughts apart, texts as chats."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from lowtide import LLM, SamplingParams
+from lowtide.cli.app import app
+from lowtide.cli.prompt import think_options
+from lowtide.cli.text import ThinkingWriter
+from lowtide.config.sampling import PublishedSampling, read_sampling
+from lowtide.decode.intake import _warn_of_no_draws
+from lowtide.errors import ConfigError, UsageError
+from lowtide.lab.synth import synth
+from lowtide.model_folder.thoughts import Part, thoughts_of
+from lowtide.model_folder.tokenizer import TextStream
+from lowtide.params import with_published
+
+OWN = {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with a chat template, whose publisher would have tokens drawn."""
+    made = synth("qwen3_moe", "tiny", tmp_path_factory.mktemp("manners") / "model", seed=2)
+    (made / "generation_config.json").write_text(json.dumps(OWN))
+    return made
+
+
+@pytest.fixture(scope="module")
+def llm(folder: Path) -> Any:
+    with LLM(folder, context=256, dtype="float32", cache="off") as made:
+        yield made
+
+
+# sampling
+
+
+@pytest.mark.parametrize(
+    ("generation", "expected"),
+    [
+        ({}, PublishedSampling()),
+        ({"temperature": 0.6}, PublishedSampling()),
+        (OWN, PublishedSampling(0.6, 20, 0.95)),
+        ({"do_sample": True}, PublishedSampling(1.0)),
+        ({"do_sample": True, "top_k": 0, "top_p": 1.0, "min_p": 0.0}, PublishedSampling(1.0)),
+        ({"repetition_penalty": 1.05}, PublishedSampling(repetition_penalty=1.05)),
+        ({"repetition_penalty": 1.0, "do_sample": False}, PublishedSampling()),
+    ],
+)
+def test_what_a_publisher_names(generation: dict[str, object], expected: object) -> None:
+    assert read_sampling(generation) == expected
+
+
+@pytest.mark.parametrize("wrong", [{"temperature": "hot"}, {"top_p": 3}, {"min_p": True}])
+def test_a_value_that_cannot_be_is_refused(wrong: dict[str, object]) -> None:
+    [name] = wrong
+    with pytest.raises(ConfigError, match=f"generation_config.json: {name} .* is not a number"):
+        read_sampling({"do_sample": True, **wrong})
+
+
+def test_unset_fields_are_the_model_s_and_others_the_user_s() -> None:
+    published = PublishedSampling(0.6, 20, 0.95, repetition_penalty=1.1)
+    assert with_published(SamplingParams(), published) == SamplingParams(
+        temperature=0.6, top_k=20, top_p=0.95, repetition_penalty=1.1
+    )
+    hot = with_published(SamplingParams(temperature=2.0, top_k=5), published)
+    assert (hot.temperature, hot.top_k, hot.top_p) == (2.0, 5, 0.95)
+    greedy = with_published(SamplingParams(temperature=0), published)
+    assert greedy == SamplingParams(temperature=0, repetition_penalty=1.1)
+
+
+def test_answers_are_drawn_as_the_model_s_files_say(llm: LLM) -> None:
+    [own] = llm.generate([[5, 6, 7]], max_tokens=20, ignore_eos=True)
+    own_by_hand = SamplingParams(
+        max_tokens=20, ignore_eos=True, temperature=0.6, top_k=20, top_p=0.95
+    )
+    [by_hand] = llm.generate([[5, 6, 7]], own_by_hand)
+    [greedy] = llm.generate([[5, 6, 7]], max_tokens=20, ignore_eos=True, temperature=0)
+    assert own.token_ids == by_hand.token_ids != greedy.token_ids
+
+
+def test_filters_that_have_no_effect_are_told(llm: LLM, caplog: pytest.LogCaptureFixture) -> None:
+    _warn_of_no_draws.cache_clear()
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            llm.generate([[5]], max_tokens=1, temperature=0, top_p=0.9)
+        llm.generate([[5]], max_tokens=1, top_p=0.9)
+        llm.generate([[5]], max_tokens=1, temperature=0)
+    [record] = caplog.records
+    assert "top_p 0.9: no effect at temperature 0" in record.getMessage()
+
+
+# texts
+
+
+def test_a_text_is_what_a_user_says_in_every_way_of_asking(llm: LLM) -> None:
+    talk = [{"role": "user", "content": "hi you"}]
+    parts = [{"type": "text", "text": "hi"}, {"type": "text", "text": "you"}]
+    wishes: Any = {"max_tokens": 6, "temperature": 0}
+    [expected] = llm.chat(talk, **wishes)
+    raw = llm.token_ids("hi you", raw=True)
+    assert llm.token_ids("hi you") == llm.token_ids(talk) != raw
+    for found in (
+        *llm.generate("hi you", **wishes),
+        *llm.chat("hi you", **wishes),
+        *llm.chat(["hi you", "hi you"], **wishes),
+    ):
+        assert found.token_ids == expected.token_ids
+    [as_it_is] = llm.generate("hi you", raw=True, **wishes)
+    assert as_it_is.usage.prompt_tokens == len(raw)
+    in_parts = llm.token_ids([{"role": "user", "content": parts}])
+    assert in_parts == llm.token_ids("hi\nyou")
+    events = list(llm.stream("hi you", raw=True, **wishes))
+    assert events[-1].token_ids == tuple(as_it_is.token_ids)
+
+
+def test_parts_that_are_no_text_are_refused(llm: LLM) -> None:
+    image = {"type": "image_url", "image_url": {"url": "x"}}
+    with pytest.raises(UsageError, match="Message 0 has a part .*image_url.*; only text is read"):
+        llm.chat([{"role": "user", "content": [image]}])
+
+
+# the command line
+
+
+def test_sampling_and_a_cut_answer_are_told(folder: Path) -> None:
+    asked = ["generate", str(folder), "-p", "hi", "--context", "128"]
+    done = CliRunner().invoke(app, [*asked, "--max-tokens", "3"])
+    assert done.exit_code == 0
+    assert "generation_config.json says: temperature 0.6, top_k 20, top_p 0.95" in done.stderr
+    assert "--temperature 0 takes the likeliest token" in done.stderr
+    assert "(cut at 3 tokens)" in done.stderr
+    done = CliRunner().invoke(app, [*asked, "--temperature", "0", "--ignore-eos", "--json"])
+    answer = json.loads(done.stdout)
+    num_prompt = answer["usage"]["prompt_tokens"]
+    assert num_prompt + len(answer["token_ids"]) == 128
+    assert "generation_config" not in done.stderr
+    done = CliRunner().invoke(app, [*asked, "--no-think"])
+    assert done.exit_code == 2 and "chat template has no enable_thinking" in done.stderr
+
+
+# thoughts
+
+
+class Letters:
+    """A tokenizer of characters and of the tokens that mark thoughts."""
+
+    def __init__(self, *marks: str) -> None:
+        self._marks = {name: 1000 + i for i, name in enumerate(marks)}
+
+    def token_id(self, text: str) -> int | None:
+        return self._marks.get(text)
+
+    def encode(self, text: str) -> list[int]:
+        for name, mark in self._marks.items():
+            text = text.replace(name, chr(mark))
+        return [ord(c) for c in text]
+
+    def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
+        return "".join(chr(i) for i in ids if i < 1000)
+
+    def stream(self, stop: Sequence[str] = ()) -> TextStream:
+        return TextStream(self, stop)  # type: ignore[arg-type]
+
+    def template_names(self, variable: str) -> bool:
+        return variable == "enable_thinking"
+
+
+MARKED: Any = Letters("<think>", "</think>")
+CHANNELS: Any = Letters(
+    "<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|return|>", "<|call|>"
+)
+HARMONY = (
+    "<|channel|>analysis<|message|>hmm<|end|><|start|>assistant<|channel|>final<|message|>"
+    "Yes.<|return|>"
+)
+
+
+@pytest.mark.parametrize("step", [1, 3, 100])
+@pytest.mark.parametrize(
+    ("tokenizer", "prompt", "answer"),
+    [
+        (MARKED, "q", "<think>hmm</think>Yes."),
+        (MARKED, "q<think>", "hmm</think>Yes."),
+        (CHANNELS, "<|start|>user<|message|>q<|end|><|start|>assistant", HARMONY),
+    ],
+)
+def test_thoughts_are_told_from_the_answer(
+    tokenizer: Any, prompt: str, answer: str, step: int
+) -> None:
+    thoughts = thoughts_of(tokenizer, tokenizer.encode(prompt))
+    assert thoughts is not None
+    ids, texts = tokenizer.encode(answer), {True: "", False: ""}
+    for start in range(0, len(ids), step):
+        for part in thoughts.divide(ids[start : start + step]):
+            assert isinstance(part, Part) and part.token_ids
+            texts[part.is_thought] += tokenizer.decode(part.token_ids)
+    assert texts == {True: "hmm", False: "Yes."}
+
+
+def test_what_has_no_marks_is_all_answer() -> None:
+    plain: Any = Letters()
+    assert thoughts_of(plain, [1, 2]) is None
+    thoughts = thoughts_of(MARKED, MARKED.encode("<think>a</think>b"))
+    assert thoughts is not None and list(thoughts.divide([65])) == [Part(False, [65])]
+    raw = thoughts_of(CHANNELS, CHANNELS.encode("once upon"))
+    assert raw is not None and list(raw.divide([65])) == [Part(False, [65])]
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_thoughts_are_dimmed_on_a_terminal_and_left_out_elsewhere(is_terminal: bool) -> None:
+    out = io.StringIO()
+    thoughts = thoughts_of(MARKED, MARKED.encode("q<think>"))
+    assert thoughts is not None
+    writer = ThinkingWriter(out, MARKED, thoughts, is_terminal)
+    for token in MARKED.encode("hm\x1b</think>\n\nYes."):
+        writer.commit([token], "")
+    writer.finish("")
+    written = out.getvalue()
+    assert writer.text == "Yes." and written.endswith("Yes.\n")
+    assert ("\x1b[2mh\x1b[22m" in written) == is_terminal
+    assert "\x1b\x1b" not in written and (is_terminal or written == "Yes.\n")
+
+
+def test_whether_to_think_is_the_template_s() -> None:
+    assert think_options(None, None) == {}
+    assert think_options(False, MARKED) == {"enable_thinking": False}
+    with pytest.raises(UsageError, match="chat template has no enable_thinking"):
+        think_options(True, None)
