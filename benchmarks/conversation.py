@@ -18,7 +18,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from common.arguments import make_parser, run_script
+from common.arguments import add_model, make_parser, run_script
 from common.models import model_folder
 from common.record import Recorder, say
 
@@ -174,16 +174,14 @@ def _ids(llm: LLM, count: int, seed: int) -> list[int]:
 
 
 def _options() -> argparse.Namespace:
-    parser = make_parser(__doc__, "small", "qwen3_moe")
-    parser.add_argument("--family", default="qwen3_moe", help="of the synthetic model (qwen3_moe)")
-    parser.add_argument("--size", default="small", help="of the synthetic model (small)")
-    parser.add_argument("--share", type=float, default=1.0, help="of the experts in memory (1)")
-    parser.add_argument("--behind", type=int, help="tokens of the first turn (1000)")
-    parser.add_argument("--repeats", type=int, help="new prompts of each kind (9)")
-    options = parser.parse_args()
-    options.behind = options.behind or (200 if options.quick else 1000)
-    options.repeats = options.repeats or (2 if options.quick else 9)
-    return options
+    parser = make_parser(__doc__)
+    add_model(parser, "small", "qwen3_moe")
+    parser.add_argument("--family", default="qwen3_moe", help="of the synthetic model")
+    parser.add_argument("--size", default="small", help="of the synthetic model")
+    parser.add_argument("--share", type=float, default=1.0, help="of the experts in memory")
+    parser.add_argument("--behind", type=int, default=1000, help="tokens of the first turn")
+    parser.add_argument("--repeats", type=int, default=9, help="new prompts of each kind")
+    return parser.parse_args()
 
 
 if __name__ == "__main__":
