@@ -39,17 +39,6 @@ def thoughts_of(tokenizer: Tokenizer, prompt: Sequence[int]) -> Thoughts | None:
     return _Marked(begin, end, prompt)
 
 
-def without_thoughts(
-    tokenizer: Tokenizer, prompt: Sequence[int], token_ids: Sequence[int]
-) -> list[int] | None:
-    """The answer's own tokens; None where no marks are known."""
-    thoughts = thoughts_of(tokenizer, prompt)
-    if thoughts is None:
-        return None
-    parts = thoughts.divide(token_ids)
-    return [token for part in parts if not part.is_thought for token in part.token_ids]
-
-
 class _Marked:
     """Thoughts between two tokens; a template may have written the first."""
 
