@@ -8,6 +8,7 @@ both go on. Ranges are dropped by `KVCache`, the conversation that was longest n
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -15,6 +16,7 @@ import numpy as np
 
 from lowtide.core import IntArray, Reuse
 from lowtide.decode.request import Request
+from lowtide.errors import PageError
 from lowtide.memory.kv_cache import KVCache, KVRange
 
 MIN_SHARED_TOKENS = 16
@@ -82,18 +84,11 @@ class KeptSequences:
     ) -> tuple[KVRange, int]:
         """A range of at least `num_tokens` tokens for a request, and how many of them are there
         already. Raises as `KVCache.allocate`."""
-        cache, source = self._kv_cache, self._best_source(request, running)
-        if source is None:
-            return cache.allocate(num_tokens), 0
-        shared, kv, kept = source
-        has_room = cache.can_branch(kv, num_tokens)
-        if kept is None or (has_room and not source.is_same_conversation):
-            if not has_room:
-                return cache.allocate(num_tokens), 0  # raises
-            return cache.branch(kv, shared, num_tokens), shared
-        cache.resume(kv, shared, num_tokens)
-        self._kept.remove(kept)
-        return kv, shared
+        source = self._best_source(request, running)
+        if source is not None:
+            with suppress(PageError):  # where ranges can move no more, the beginning is computed
+                return self._taken_over(source, num_tokens), source.num_tokens
+        return self._kv_cache.allocate(num_tokens), 0
 
     def end(self, sequence: Cached) -> None:
         """Keeps what of a sequence may be of use, in place of what it makes superfluous."""
@@ -123,6 +118,17 @@ class KeptSequences:
         """After a pass of this sequence alone, over final tokens from `first` to `stop`."""
         if first == sequence.num_exact and stop - first == self._whole_rows(sequence.request):
             sequence.num_exact = stop
+
+    def _taken_over(self, source: _Beginning, num_tokens: int) -> KVRange:
+        """A range of at least `num_tokens` tokens that begins as `source` does."""
+        cache, shared, kv, kept = self._kv_cache, *source
+        if kept is not None and (
+            source.is_same_conversation or not cache.can_branch(kv, num_tokens)
+        ):
+            cache.resume(kv, shared, num_tokens)
+            self._kept.remove(kept)
+            return kv
+        return cache.branch(kv, shared, num_tokens)
 
     def _best_source(self, request: Request, running: Sequence[Cached]) -> _Beginning | None:
         """Where most of a request's beginning is: where several have as much, the last used."""
