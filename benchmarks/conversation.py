@@ -39,7 +39,7 @@ LAST_TURN = 8
 def main() -> None:
     options = _options()
     folder = model_folder(options.model, options.size, options.family)
-    context = options.behind + 2 * (LAST_TURN + 1) * (NEW_TOKENS + 64)
+    context = 2 * (options.behind + 2 * LAST_TURN * (NEW_TOKENS + 64))  # and a copy
     chosen = {"context": context, "progress": False}
     plan = plan_model(folder, **chosen)
     budget = budget_of_share(plan, options.share)
