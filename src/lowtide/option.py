@@ -117,13 +117,15 @@ class Option:
     def parse(self, raw: object, source: str) -> object:
         """The value of `raw`, as a flag, variable or file gave it; UsageError names `source`."""
         try:
-            return _PARSERS[self.kind](raw)
+            value = _PARSERS[self.kind](raw)
         except (ValueError, UsageError) as error:
             raise UsageError(f"{source}: {error}") from error
+        self.check(value, source)
+        return value
 
-    def check(self, value: object) -> None:
-        """Raises UsageError for a keyword's value that is of another type or out of range."""
-        name, said = self.keyword, shown(value)
+    def check(self, value: object, name: str) -> None:
+        """Raises UsageError for a value of another type or out of range; `name` is whose it is."""
+        said = shown(value)
         if self.kind is Kind.INTEGER:
             check_int(name, value, int(self.low), int(self.high))
         elif self.kind is Kind.NUMBER:
@@ -195,7 +197,7 @@ def check_options(params: Any) -> None:
             value = {}
         object.__setattr__(params, each.keyword, value)
         if value is not None or each.default is not None:
-            each.check(value)
+            each.check(value, each.keyword)
 
 
 def check_int(name: str, value: object, low: int, high: int = MAX_INTEGER) -> int:

@@ -32,8 +32,6 @@ def synth(
     if out is None:
         raise UsageError("synth needs --out FOLDER, the folder to write.")
     seed = cast(int, settings["seed"]) if settings.is_given("seed") else 0
-    if seed < 0:
-        raise UsageError(f"--seed must be at least 0, not {seed}.")
     from lowtide.lab import synth as lab
 
     with ProgressBars() as progress:

@@ -35,10 +35,10 @@ def _own(
     help: str,
     default: object = None,
     *,
-    short: str | None = None,
     is_common: bool = True,
+    **declared: Any,
 ) -> Option:
-    """An option of the command line alone."""
+    """An option of the command line alone; `declared` are further fields of `Option`."""
     return Option(
         name=name,
         keyword=name,
@@ -46,8 +46,8 @@ def _own(
         group=group,
         help=help,
         default=default,
-        short=short,
         is_common=is_common,
+        **declared,
     )
 
 
@@ -135,8 +135,8 @@ OPTIONS: tuple[Option, ...] = (
         "Policies, separated by commas.",
         "tide,dali,lowtide,lru,fiddler,hybrimoe,layer-split",
     ),
-    _simulation("residents", Kind.NUMBER, "Share of a layer's experts that fits.", 0.5),
-    _simulation("tau", Kind.INTEGER, "TIDE's refresh interval in steps.", 4),
+    _simulation("residents", Kind.NUMBER, "Share of a layer's experts that fits.", 0.5, high=1),
+    _simulation("tau", Kind.INTEGER, "TIDE's refresh interval in steps.", 4, low=1),
     _own(Group.BENCH, "repeats", Kind.INTEGER, "Answers of each policy, in turn.", 3),
     _quality(
         "setting",

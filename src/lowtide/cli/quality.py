@@ -208,8 +208,6 @@ def _work(
 
     given = settings["max_tokens"] if settings.is_given("max_tokens") else DEFAULT_MAX_TOKENS
     repeats = cast(int, settings["repeats"])
-    if repeats < 0:
-        raise UsageError(f"--repeats must be at least 0, not {repeats}.")
     scope = Scope(cast(int, settings["tokens"]), cast(int, settings["window"]), ratios)
     questions = None
     if asked:

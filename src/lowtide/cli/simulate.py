@@ -43,10 +43,6 @@ def simulate(
 
     machine, calibration = str(settings["machine"]), settings.text("calibration")
     residents, tau = cast(float, settings["residents"]), cast(int, settings["tau"])
-    if not 0 <= residents <= 1:
-        raise UsageError(f"--residents is a share from 0 to 1, not {residents}.")
-    if tau < 1:
-        raise UsageError(f"--tau must be at least 1, not {tau}.")
     profile = load_profile(machine)
     recorded = Trace.load(trace)
     known = None
