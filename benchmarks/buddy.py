@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from common.arguments import make_parser, run_script
+from common.baselines import register_baselines
 from common.buddies import Lane, Scale, calibrated, lanes, redundancy
 from common.ceilings import memory_ceiling
 from common.emulated import Model, device_options, temporary_folder
@@ -94,6 +95,7 @@ def main() -> None:
             path = Path(folder) / f"{Path(model).name}.buddies"
             profile = calibrated(model, path, options.pieces, context=CONTEXT)
             recorder.write("redundancy", {"model": model, **redundancy(profile)})
+            register_baselines(options.placement, config.moe)
             scale = Scale(config.moe.num_experts_per_token, config.moe.num_experts)
             for tier, share in itertools.product(options.tiers, options.shares):
                 is_short = tier == "link" or options.short
@@ -113,7 +115,7 @@ def _measure(
 ) -> Cell:
     """All lanes of a cell, on one loaded model."""
     say(f"{model}, {tier}, {share:g} of the experts: {len(wanted)} lanes ...")
-    shared: dict[str, Any] = {"context": CONTEXT, "device": "cpu", "unsafe": True}
+    shared: dict[str, Any] = {"context": CONTEXT, "device": "cpu"}
     shared["calibration"] = str(calibration)
     if tier == "link":
         shared |= {"device": "emulated", "device_options": device_options(Model(model, model))}
@@ -229,7 +231,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--tiers", nargs="+", choices=TIERS, default=list(TIERS))
     parser.add_argument("--shares", type=float, nargs="+", default=list(SHARES))
     parser.add_argument(
-        "--short", action="store_true", help="the lanes of the link on the disk tier too, 11 not 21"
+        "--short", action="store_true", help="the lanes of the link on the disk tier too, 11 not 20"
     )
     parser.add_argument("--placement", default="lowtide", help="who stays resident")
     parser.add_argument("--tokens", type=int, default=2048, help="scored per lane")

@@ -262,12 +262,9 @@ def _folder(base: Path, family: str, size: str, num_layers: int | None) -> Path:
 
 
 def _calibrate(folder: Path, path: Path, options: argparse.Namespace) -> BuddyProfile:
-    """Buddies only: similarities would read every expert."""
     plan = plan_model(folder, context=CONTEXT)
     budget_bytes = budget_of_share(plan, 0.5)
-    return calibrated(
-        str(folder), path, options.pieces, (), context=CONTEXT, host_memory=budget_bytes
-    )
+    return calibrated(str(folder), path, options.pieces, context=CONTEXT, host_memory=budget_bytes)
 
 
 def _options() -> argparse.Namespace:

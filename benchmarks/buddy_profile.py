@@ -1,8 +1,7 @@
 """Whether a model has buddies at all, layer by layer: what any substitution lives on.
 
-BuddyMoE's Figures 4 and 6 and its schedule of alpha as rows, and with `--plots` as pictures: how
-alike experts' outputs are, how unevenly experts are chosen, how few peers they are chosen with, and
-how many peers cover how much of that.
+How unevenly experts are chosen (BuddyMoE's Figure 6), how few peers they are chosen with, and how
+many peers cover how much of that.
 """
 
 from __future__ import annotations
@@ -17,11 +16,12 @@ from common.arguments import make_parser, run_script
 from common.buddies import calibrated
 from common.record import Recorder, Row
 
-from lowtide.lab.buddy_report import ALPHAS, layer_reports, peers_that_reach, plot
+from lowtide.lab.buddy_report import layer_reports
 from lowtide.policies.buddy_profile import BuddyProfile
 
 MODELS = ("demo:autoregressive", "demo:diffusion")
 CONTEXT = 512
+ALPHAS = (0.5, 0.75, 0.9, 0.95, 0.99)
 
 
 def main() -> None:
@@ -33,18 +33,14 @@ def main() -> None:
         for layer, row in enumerate(layer_rows(profile)):
             facts: Row = {"model": model, "layer": layer, "num_tokens": profile.num_tokens}
             recorder.write("layer", {**facts, **row})
-        if options.plots is not None:
-            plot(profile, options.plots / Path(model).name.replace(":", "-"))
 
 
 def layer_rows(profile: BuddyProfile) -> Iterator[Row]:
     """What is known of every MoE layer."""
-    peers = {
-        alpha: [float(each.mean()) for each in peers_that_reach(profile, alpha)] for alpha in ALPHAS
-    }
+    peers = {alpha: profile.peers_that_cover(alpha) for alpha in ALPHAS}
     for layer, report in enumerate(layer_reports(profile)):
         counts = profile.activations[layer] / profile.activations[layer].mean()
-        alike = report.likeness
+        is_seen = profile.activations[layer] > 0
         yield {
             "num_experts": profile.num_experts,
             "concentration": report.concentration,
@@ -54,8 +50,9 @@ def layer_rows(profile: BuddyProfile) -> Iterator[Row]:
             "most_chosen": float(counts.max()),
             "least_chosen": float(counts.min()),
             "chosen_deviation": float(np.std(counts)),
-            "peers_of_alpha": {f"{alpha:g}": means[layer] for alpha, means in peers.items()},
-            "likeness": None if alike is None else alike._asdict(),
+            "peers_of_alpha": {
+                f"{alpha:g}": float(num[layer][is_seen].mean()) for alpha, num in peers.items()
+            },
         }
 
 
@@ -63,7 +60,6 @@ def _options() -> argparse.Namespace:
     parser = make_parser(__doc__)
     parser.add_argument("--models", nargs="+", default=list(MODELS))
     parser.add_argument("--pieces", type=int, default=64, help="of the calibration's text")
-    parser.add_argument("--plots", type=Path, help="folder for pictures, one below it per model")
     return parser.parse_args()
 
 

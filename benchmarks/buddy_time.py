@@ -213,8 +213,7 @@ def _profile() -> BuddyProfile:
     np.fill_diagonal(together, 0)
     weights = -np.sort(-draw.random((1, num_tokens, K)), axis=2)
     sample = (weights / weights.sum(axis=2, keepdims=True)).astype(np.float32)
-    mass = (0.1 * together).astype(np.float32)
-    layers = [np.stack([one] * NUM_LAYERS) for one in (activations, together, mass, sample[0])]
+    layers = [np.stack([one] * NUM_LAYERS) for one in (activations, together, sample[0])]
     return BuddyProfile("f" * 64, num_tokens, *layers)
 
 

@@ -27,11 +27,9 @@ from common.growth import Growth
 from common.masked_memory import OURS
 from common.masked_shapes import MODELS, MaskedShape, masked_shapes, num_masked, settings_of
 from common.memory import MemoryLimit
-from common.planned_model import PlannedStep, StepModel
+from common.planned_model import HeadForm, PlannedStep, StepModel
 from common.record import Recorder, say
 from common.worker import in_process
-
-from lowtide.decode.row_reading import HeadForm
 
 MEASUREMENTS = ("longest", "reserved", "lazy")
 NUM_LAYERS = 2

@@ -25,12 +25,11 @@ from common.ceilings import memory_ceiling
 from common.growth import at_full_depth
 from common.masked_shapes import MODELS, MaskedShape, masked_shapes, num_masked
 from common.masked_sides import SIDES, WARM_UP_TOKENS, Side, canvas, open_sides, read_weights
-from common.planned_model import LEAST_TOKENS, PlannedStep, StepModel
+from common.planned_model import LEAST_TOKENS, HeadForm, PlannedStep, StepModel
 from common.planning_time import compare_search, plan_request
 from common.record import Recorder, Row, say
 from torch import Tensor
 
-from lowtide.decode.row_reading import HeadForm
 from lowtide.engine.engine import Engine
 from lowtide.families import read_config_in
 from lowtide.memory.arena import Arena

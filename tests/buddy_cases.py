@@ -1,4 +1,4 @@
-"""Cases for tests of miss policies: routings, residents and buddies, drawn from a seed."""
+"""Cases for tests of substitution: routings, residents and buddies, drawn from a seed."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from lowtide.buddies import LayerRules, Masses, PassAccount
 from lowtide.core import (
     BoolArray,
     Costs,
@@ -20,10 +21,16 @@ from lowtide.core import (
     StepKind,
     WeightArray,
 )
-from lowtide.policies.buddy_lists import BuddyLists, lists_of
-from lowtide.policies.buddy_lists import BuddyRule as Rule
 from lowtide.policies.buddy_profile import BuddyProfile
-from lowtide.policies.buddy_search import UNBOUNDED, BuddySearch
+from lowtide.policies.plain_buddies import PlainBuddies
+
+UNBOUNDED = 1 << 30
+PLAIN = PlainBuddies()
+
+
+def account(num_rows: int, num_layers: int = 1) -> PassAccount:
+    """Of one owner that nothing bounds, counted in plain Python."""
+    return PLAIN.of_pass(np.zeros(num_rows, np.int64), Masses([0.0], [0.0]), num_layers, None)
 
 
 def random_routing(
@@ -50,73 +57,50 @@ def random_lists(
     return lists
 
 
-def random_search(draw: np.random.Generator, num_tokens: int = 50) -> BuddySearch:
-    """Of any size else, with or without lists of each pair's own."""
+def random_search(draw: np.random.Generator, num_tokens: int = 50) -> tuple[LayerRules, Facts]:
+    """Of any size else; some experts may be on their way."""
     num_experts = int(draw.integers(2, 20))
     k = int(draw.integers(1, min(8, num_experts) + 1))
-    length = int(draw.integers(1, 9))
     routing = random_routing(draw, num_tokens, num_experts, k, int(draw.integers(0, 4)))
-    list_of, num_lists = None, num_experts
-    if draw.random() < 0.3:
-        num_lists = num_tokens * k
-        list_of = np.arange(num_lists).reshape(num_tokens, k)
-    is_here = draw.random(num_experts) < draw.random()
-    may = ~is_here[routing.experts] & (draw.random((num_tokens, k)) < 0.9)
-    return BuddySearch(
-        routing.experts,
-        routing.weights,
-        may,
-        random_lists(draw, num_lists, num_experts, length),
-        list_of,
-        is_here,
-        int(draw.choice([1, 2, length, UNBOUNDED])),
-        int(draw.choice([0, 1, 2, 3, UNBOUNDED])),
-    )
+    lists = random_lists(draw, num_experts, num_experts, int(draw.integers(1, 9)))
+    facts = routed_facts(routing, draw.random(num_experts) < draw.random())
+    rho = int(draw.choice([0, 1, 2, 3, UNBOUNDED]))
+    return LayerRules(0, lists, rho, 0), arriving(facts, draw.random(num_experts) < 0.1)
 
 
-def small_searches() -> Iterator[BuddySearch]:
+def arriving(facts: Facts, is_coming: BoolArray) -> Facts:
+    """is_coming [num_experts]"""
+    return facts._replace(arriving_s=np.where(is_coming[facts.demand.experts], 1.0, np.inf))
+
+
+def small_searches() -> Iterator[tuple[LayerRules, Facts]]:
     """All of one token with two of four experts, with every set of residents."""
     lists = np.array([[1, 2, 3], [0, 3, -1], [3, -1, -1], [2, 1, 0]], np.int32)
-    for experts in itertools.combinations(range(4), 2):
-        for weights, here in itertools.product(
-            [(0.3, 0.7), (0.7, 0.3), (0.5, 0.5)], itertools.product([False, True], repeat=4)
-        ):
-            is_here = np.array(here)
-            for may, rank, rho in itertools.product(
-                itertools.product([False, True], repeat=2), (1, 2, 3), (0, 1, 2)
-            ):
-                chosen = np.array([experts])
-                yield BuddySearch(
-                    chosen,
-                    np.array([weights], np.float32),
-                    np.array([may]) & ~is_here[chosen],
-                    lists,
-                    None,
-                    is_here,
-                    rank,
-                    rho,
-                )
+    switches = list(itertools.product([False, True], repeat=4))
+    for experts, weights, here, coming in itertools.product(
+        itertools.combinations(range(4), 2),
+        [(0.3, 0.7), (0.7, 0.3), (0.5, 0.5)],
+        switches,
+        switches,
+    ):
+        routing = RoutedTokens(np.array([experts]), np.array([weights], np.float32))
+        facts = arriving(routed_facts(routing, np.array(here)), np.array(coming))
+        for length, rho in itertools.product((1, 2, 3), (0, 1, 2)):
+            yield LayerRules(0, np.ascontiguousarray(lists[:, :length]), rho, 0), facts
 
 
-def edge_searches() -> Iterator[BuddySearch]:
+def edge_searches() -> Iterator[tuple[LayerRules, Facts]]:
     """What a test of the middle leaves out: one expert in all, one for each token, all of them
-    chosen, nobody here, everybody, all weights alike or none of them a number, `rho` above k, H
-    beyond the list, lists of nobody."""
+    chosen, no resident, all resident, weights alike, none or huge, `rho` above k, empty lists."""
     draw = np.random.default_rng(11)
     for num_experts, k in ((1, 1), (2, 1), (2, 2), (5, 1), (5, 3), (8, 8), (9, 4)):
         ids = np.sort(np.argsort(draw.random((3, num_experts)), axis=1)[:, :k], axis=1)
         for weights, here in itertools.product(_edge_weights(draw, 3, k), (0.0, 0.5, 1.0)):
-            is_here = draw.random(num_experts) < here
-            for length, rank, rho in ((1, 1, k + 1), (8, 9, UNBOUNDED), (8, UNBOUNDED, 1)):
-                yield BuddySearch(
-                    ids,
-                    weights,
-                    ~is_here[ids],
-                    random_lists(draw, num_experts, num_experts, length),
-                    None,
-                    is_here,
-                    rank,
-                    rho,
+            facts = routed_facts(RoutedTokens(ids, weights), draw.random(num_experts) < here)
+            for length, rho in ((1, k + 1), (8, UNBOUNDED), (8, 1)):
+                yield (
+                    LayerRules(0, random_lists(draw, num_experts, num_experts, length), rho, 0),
+                    facts,
                 )
 
 
@@ -125,33 +109,27 @@ def _edge_weights(draw: np.random.Generator, num_tokens: int, k: int) -> Iterato
     some = draw.random((num_tokens, k)).astype(np.float32)
     yield np.full_like(some, 0.5)
     yield np.zeros_like(some)
-    yield np.full_like(some, np.nan)
-    is_odd = draw.random(some.shape) < 0.5
-    for values in ([np.nan], [np.inf], [-np.inf, np.nan], [0.0, -0.0], [1e-45, 3e38, -1.0]):
-        odd = draw.choice(np.array(values, np.float32), some.shape)
-        yield np.where(is_odd, odd, some)
+    yield draw.choice(np.array([0.0, -0.0, 1e-45, 3e38, -1.0], np.float32), some.shape)
 
 
-def slow_search(search: BuddySearch) -> IntArray:
-    """Algorithm 1 once more, from its text and without anything of ours; a weight that is no number
-    ranks last."""
-    out = search.experts.copy()
+def slow_search(rules: LayerRules, facts: Facts) -> IntArray:
+    """Algorithm 1 once more, from its text and without anything of ours: ids in the places of
+    those they stand in for. [tokens, k]"""
+    assert facts.routing is not None and facts.is_here is not None
+    experts, weights, _ = facts.routing
+    out, due = experts.copy(), facts.arriving_s
+    coming = set(() if due is None else facts.demand.experts[np.isfinite(due)].tolist())
     for t in range(len(out)):
-        used = set(search.experts[t].tolist())
-        weight = [float(each) for each in search.weights[t]]
-        by_rank = sorted(
-            range(out.shape[1]),
-            key=lambda p: (True, 0.0, p) if np.isnan(weight[p]) else (False, -weight[p], p),
-        )
+        used = set(experts[t].tolist())
+        weight = [float(each) for each in weights[t]]
+        by_rank = sorted(range(out.shape[1]), key=lambda place: (-weight[place], place))
         spent = 0
         for place in by_rank:
-            if not search.may[t, place] or spent >= search.rho:
+            own = int(experts[t, place])
+            if facts.is_here[own] or own in coming or spent >= rules.rho:
                 continue
-            number = (
-                search.experts[t, place] if search.list_of is None else search.list_of[t, place]
-            )
-            for buddy in search.lists[number][: search.search_rank]:
-                if buddy >= 0 and search.is_here[buddy] and int(buddy) not in used:
+            for buddy in rules.lists[own]:
+                if buddy >= 0 and facts.is_here[buddy] and int(buddy) not in used:
                     out[t, place] = buddy
                     used.add(int(buddy))
                     spent += 1
@@ -210,15 +188,5 @@ def random_profile(num_layers: int, num_experts: int, k: int, seed: int = 0) -> 
         num_tokens,
         activations,
         together,
-        (0.1 * together).astype(np.float32),
         np.stack(sample).astype(np.float32),
     )
-
-
-def random_buddies(num_layers: int, num_experts: int, seed: int = 0) -> BuddyLists:
-    """Lists of any lengths."""
-    draw = np.random.default_rng(seed)
-    q = draw.random((num_layers, num_experts, num_experts))
-    for of_layer in q:
-        np.fill_diagonal(of_layer, 0)
-    return lists_of(q / q.sum(axis=2, keepdims=True), Rule(alpha=0.7, k_max=8))

@@ -17,7 +17,6 @@ def direct_profile(
     layers, (tokens, k) = len(routed), routed[0][0].shape
     activations = np.zeros((layers, num_experts), np.int64)
     together = np.zeros((layers, num_experts, num_experts), np.int64)
-    weight = np.zeros((layers, num_experts, num_experts))
     sample = np.zeros((layers, tokens, k), np.float32)
     for layer, (ids, weights) in enumerate(routed):
         for token in range(tokens):
@@ -27,11 +26,8 @@ def direct_profile(
                 activations[layer, ids[token, a]] += 1
                 for b in range(k):
                     if a != b:
-                        i, j = ids[token, a], ids[token, b]
-                        together[layer, i, j] += 1
-                        weight[layer, i, j] += min(p[a], p[b])
-    counts = (activations, together, weight.astype(np.float32), sample)
-    return BuddyProfile("00ff", tokens, *counts, **rest)
+                        together[layer, ids[token, a], ids[token, b]] += 1
+    return BuddyProfile("00ff", tokens, activations, together, sample, **rest)
 
 
 def random_routing(

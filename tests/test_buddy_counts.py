@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from buddy_counts import direct_profile, random_routing
 from examples import examples
 from hypothesis import given
@@ -17,23 +16,22 @@ from hypothesis import strategies as st
 from test_calibrate import SHAPE, make_calibration, open_tiny
 
 from lowtide import LLM
-from lowtide.core import Step, StepKind
 from lowtide.errors import UnsupportedError, UsageError
-from lowtide.experts.rows import Routing
-from lowtide.lab import expert_similarity
-from lowtide.lab.buddies import CoActivations, EvenSample, needed_tokens, shares
-from lowtide.lab.buddy_wish import BuddyWish
+from lowtide.lab.buddies import (
+    CoActivations,
+    EvenSample,
+    TextUse,
+    check_length,
+    needed_tokens,
+    shares,
+)
 from lowtide.lab.calibrate import MIN_PIECE_TOKENS, calibrate, learn, num_learning, split
-from lowtide.lab.calibrate_buddies import TextUse, check_length
-from lowtide.lab.expert_similarity import cosines_of_outputs
 from lowtide.lab.synth import synth
-from lowtide.policies.buddy_lists import BuddyRule, Ranking
 from lowtide.policies.buddy_profile import BuddyProfile, QualityCurve
 from lowtide.replay.calibration import Calibration
 from lowtide.replay.trace import TraceShape
 
 TOKEN_IDS = np.random.default_rng(0).integers(3, 300, 160).tolist()
-RULE = BuddyRule(0.8, 3)
 
 
 @pytest.fixture(scope="module")
@@ -73,11 +71,9 @@ def test_counts_are_the_direct_ones(seed: int, num_experts: int, k: int, cuts: l
     for start, stop in zip(bounds, bounds[1:], strict=False):
         for layer, (ids, weights) in enumerate(routed):
             counts.count(layer, ids[start:stop], weights[start:stop])
-    found, wanted = counts.profile("00ff", RULE), direct_profile(routed, num_experts, rule=RULE)
-    np.testing.assert_allclose(found.together_weight, wanted.together_weight, rtol=1e-6)
+    found, wanted = counts.profile("00ff"), direct_profile(routed, num_experts)
     np.testing.assert_allclose(found.sample, wanted.sample, rtol=1e-6)
-    near = {"together_weight": wanted.together_weight, "sample": wanted.sample}
-    assert same(dataclasses.replace(found, **near), wanted)
+    assert same(dataclasses.replace(found, sample=wanted.sample), wanted)
 
 
 @pytest.mark.parametrize("family", ["llada2", "qwen3_moe", "deepseek_v2", "llada_moe"])
@@ -88,7 +84,7 @@ def test_a_model_is_counted_as_its_trace_says(models: Path, family: str) -> None
         counts = CoActivations(shape)
         prompts, _ = split(llm, TOKEN_IDS, 12)
         trace, _ = learn(llm, prompts[:1], family, beside=(counts,))
-        profile = counts.profile(llm.fingerprint, BuddyRule())
+        profile = counts.profile(llm.fingerprint)
     assert profile.num_tokens == len(trace.ids)
     assert (profile.activations == trace.hits().sum(axis=0)).all()
     one_hot = np.zeros((*trace.ids.shape[:2], shape.num_experts), np.int64)
@@ -115,70 +111,16 @@ def test_weights_are_shares_of_the_chosen() -> None:
     assert shares(weights).tolist() == [[0.25, 0.75], [0.5, 0.5]]
 
 
-def test_similarities_by_hand() -> None:
-    """Three experts, two tokens; expert 2 is opposite to the others on the second."""
-    outputs = torch.tensor([[[1.0, 0], [2, 0]], [[3, 0], [0, 1]], [[1, 1], [-5, 0]]])
-    chosen = np.array([[0, 1], [0, 2]])
-    cosines = cosines_of_outputs(outputs.clone(), chosen)
-    r = np.sqrt(0.5)
-    by_token = np.array([[[1, 1, r], [1, 1, r], [r, r, 1]], [[1, 0, -1], [0, 1, 0], [-1, 0, 1]]])
-    mean = by_token.mean(axis=0)
-    wanted = [(by_token.sum(axis=0)[0] + mean[0]) / 3, (by_token[0, 1] + mean[1]) / 2]
-    wanted.append((by_token[1, 2] + mean[2]) / 2)
-    np.testing.assert_allclose(cosines, wanted, atol=1e-6)
-
-
-def test_outputs_are_those_of_each_expert_alone(models: Path) -> None:
-    with open_tiny(models, "qwen3_moe") as llm:
-        shape, layer = llm.config.moe_shape, 1
-        x = torch.randn(3, shape.hidden_size, generator=torch.Generator().manual_seed(1))
-        outputs = expert_similarity._outputs(llm, layer, x)
-        k, step = shape.num_experts_per_token, Step(StepKind.PREFILL, 0)
-        for expert in range(shape.num_experts):
-            others = [e for e in range(shape.num_experts) if e != expert][: k - 1]
-            ids = torch.tensor(sorted([expert, *others]))
-            weights = (ids == expert).float()
-            routing = Routing(ids.repeat(3, 1), weights.repeat(3, 1))
-            alone = llm.run_experts(layer, x, routing, step)
-            torch.testing.assert_close(outputs[expert], alone, atol=1e-5, rtol=1e-5)
-
-
-def test_columns_are_the_checkpoints(models: Path) -> None:
-    from safetensors.torch import load_file
-
-    with open_tiny(models, "qwen3_moe") as llm:
-        shape = llm.config.moe_shape
-        found = llm.expert_columns(1, 2, 3)
-        for layer, expert, columns in ((-1, 0, 1), (0, shape.num_experts, 1), (0, 0, 0)):
-            with pytest.raises(UsageError):
-                llm.expert_columns(layer, expert, columns)
-    files = [load_file(path) for path in sorted((models / "qwen3_moe").glob("*.safetensors"))]
-    tensors = {name: tensor for file in files for name, tensor in file.items()}
-    wanted = []
-    for part in ("gate_proj", "up_proj", "down_proj"):
-        matrix = tensors[f"model.layers.1.mlp.experts.2.{part}.weight"].float()
-        places = [0, (matrix.shape[1] - 1) // 2, matrix.shape[1] - 1]
-        wanted += [matrix[:, place] for place in places]
-    assert torch.equal(found, torch.cat(wanted))
-
-
 @pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
 def test_a_calibration_has_buddies_where_it_is_asked_for_them(
     models: Path, tmp_path: Path, family: str
 ) -> None:
-    wish = BuddyWish(RULE, 2.0, frozenset({Ranking.OUTPUTS, Ranking.WEIGHTS}))
     with open_tiny(models, family) as llm:
-        calibration = calibrate(llm, TOKEN_IDS, "m", num_pieces=4, buddies=wish)
+        calibration = calibrate(llm, TOKEN_IDS, "m", num_pieces=4, buddies=True)
         without = calibrate(llm, TOKEN_IDS[:40], "m", num_pieces=2)
-        experts, layers = llm.config.moe.num_experts, llm.config.num_moe_layers
         fingerprint = llm.fingerprint
     assert without.buddies is None and calibration.buddies is not None
     profile = calibration.buddies
-    assert isinstance(profile.rule.alpha, tuple) and len(profile.rule.alpha) == layers
-    for similarity in (profile.output_similarity, profile.weight_similarity):
-        assert similarity is not None and similarity.shape == (layers, experts, experts)
-        assert (np.abs(similarity) <= 1.001).all()
-        np.testing.assert_allclose(np.diagonal(similarity, axis1=1, axis2=2), 1, atol=1e-3)
     assert profile.fingerprint == fingerprint
     path = tmp_path / "c.lowtide"
     calibration.save(path)
@@ -191,7 +133,7 @@ def test_a_calibration_has_buddies_where_it_is_asked_for_them(
 def test_a_profile_is_of_its_weights_alone(models: Path, tmp_path: Path) -> None:
     with open_tiny(models, "mixtral") as llm:
         own = llm.fingerprint
-        calibrate(llm, TOKEN_IDS, "m", num_pieces=4, buddies=BuddyWish()).save(tmp_path / "c")
+        calibrate(llm, TOKEN_IDS, "m", num_pieces=4, buddies=True).save(tmp_path / "c")
     options = {"context": 256, "calibration": str(tmp_path / "c")}
     with LLM(models / "mixtral", dtype="bfloat16", **options) as llm:
         assert llm.fingerprint == own
@@ -203,14 +145,9 @@ def test_a_profile_is_of_its_weights_alone(models: Path, tmp_path: Path) -> None
 def made() -> Calibration:
     """A calibration of `SHAPE` with all that a profile can have."""
     routed = random_routing(0, SHAPE.num_layers, SHAPE.num_experts, 2, 60)
-    draw = np.random.default_rng(0)
-    pairs = (SHAPE.num_layers, SHAPE.num_experts, SHAPE.num_experts)
     profile = direct_profile(
         routed,
         SHAPE.num_experts,
-        rule=BuddyRule((0.5, 0.6, 1.0), 7, Ranking.WEIGHTS, 0.5),
-        output_similarity=draw.uniform(-1, 1, pairs).astype(np.float32),
-        weight_similarity=draw.uniform(-1, 1, pairs).astype(np.float32),
         curve=QualityCurve(np.array([0.1, 0.5]), np.array([0.0, 0.25]), "ab"),
     )
     return dataclasses.replace(make_calibration(), buddies=profile)
@@ -233,14 +170,7 @@ def test_a_profile_comes_back_as_it_was(tmp_path: Path) -> None:
 
 
 def facts(**changes: Any) -> Any:
-    values = {
-        "fingerprint": "00ff",
-        "num_tokens": 60,
-        "k_max": 7,
-        "ranking": "weights",
-        "smoothing": 0.5,
-        "curve_text_sha256": "ab",
-    }
+    values = {"fingerprint": "00ff", "num_tokens": 60, "curve_text_sha256": "ab"}
     return np.frombuffer(json.dumps({**values, **changes}).encode(), np.uint8)
 
 
@@ -249,23 +179,13 @@ def facts(**changes: Any) -> Any:
     [
         {"facts": facts(num_tokens=61)},
         {"facts": facts(num_tokens="60")},
-        {"facts": facts(ranking="fame")},
-        {"facts": facts(smoothing=-1.0)},
-        {"facts": facts(k_max=0)},
         {"facts": facts(more=1)},
         {"facts": np.frombuffer(b"[" * 9, np.uint8)},
-        {"alpha": np.array([0.0])},
-        {"alpha": np.array([0.5, 0.5])},
-        {"alpha": np.empty(0)},
         {"activations": np.zeros((3, 8), np.int64)},
         {"together": np.zeros((3, 8, 8), np.int32)},
-        {"together_weight": np.full((3, 8, 8), np.inf, np.float32)},
         {"sample": np.full((3, 4, 2), 0.25, np.float32)},
         {"sample": np.tile(np.array([0.25, 0.75], np.float32), (3, 4, 1))},
         {"sample": np.full((3, 4), 0.5, np.float32)},
-        {"output_similarity": np.full((3, 8, 8), 2, np.float32)},
-        {"output_similarity": np.full((3, 8, 8), np.nan, np.float32)},
-        {"weight_similarity": np.empty((0, 0, 0), np.float32)},  # its rule ranks by it
         {"curve": np.array([[0.5, 0.1], [0.1, 0.2]])},
         {"curve": np.array([[0.1, 0.5], [0.1, np.nan]])},
         {"curve": np.zeros((3, 2))},
@@ -292,19 +212,12 @@ def test_buddies_of_another_shape_are_not_the_traces(tmp_path: Path) -> None:
         Calibration.load(tmp_path / "c")
 
 
-def test_too_short_a_text_says_what_would_do(models: Path) -> None:
-    with open_tiny(models, "llada2") as llm:
-        assert needed_tokens(TraceShape(4, 256, 8)) == 1166
-        use = TextUse(16, num_learning, MIN_PIECE_TOKENS, 64, 64)
-        said = r"at least 1166 .* of 130 has 864 in 12 of 16 .* give 544 tokens .* --pieces 16\."
-        with pytest.raises(UsageError, match=said):
-            check_length(TraceShape(4, 256, 8), 130, use)
-        for bad in (BuddyRule(0.0), BuddyRule((0.5,) * 9), BuddyRule(k_max=99)):
-            with pytest.raises(UsageError):
-                calibrate(llm, TOKEN_IDS, "m", num_pieces=4, buddies=BuddyWish(bad))
-        with pytest.raises(UsageError, match="in the mean"):
-            wish = BuddyWish(list_size=0.5)
-            calibrate(llm, TOKEN_IDS, "m", num_pieces=4, buddies=wish)
+def test_too_short_a_text_says_what_would_do() -> None:
+    assert needed_tokens(TraceShape(4, 256, 8)) == 1166
+    use = TextUse(16, num_learning, MIN_PIECE_TOKENS, 64, 64)
+    said = r"at least 1166 .* of 130 has 864 in 12 of 16 .* give 544 tokens .* --pieces 16\."
+    with pytest.raises(UsageError, match=said):
+        check_length(TraceShape(4, 256, 8), 130, use)
 
 
 def test_a_text_that_is_too_short_for_anything_is_told_what_buddies_take(models: Path) -> None:
@@ -313,13 +226,13 @@ def test_a_text_that_is_too_short_for_anything_is_told_what_buddies_take(models:
         for num_tokens, num_pieces in ((0, 4), (1, 4), (8, 2), (40, 1), (40, 0)):
             ids = TOKEN_IDS[:num_tokens]
             with pytest.raises(UsageError, match="Buddies of .* give [0-9]+ tokens") as told:
-                calibrate(llm, ids, "m", num_pieces=num_pieces, buddies=BuddyWish())
+                calibrate(llm, ids, "m", num_pieces=num_pieces, buddies=True)
             tokens, pieces = asked_for(told.value)
             many = (TOKEN_IDS * (1 + tokens // len(TOKEN_IDS)))[:tokens]
-            made = calibrate(llm, many, "m", num_pieces=pieces, buddies=BuddyWish())
+            made = calibrate(llm, many, "m", num_pieces=pieces, buddies=True)
             assert made.buddies is not None
             with pytest.raises(UsageError, match="Buddies of"):
-                calibrate(llm, many[: 8 * pieces - 1], "m", num_pieces=pieces, buddies=BuddyWish())
+                calibrate(llm, many[: 8 * pieces - 1], "m", num_pieces=pieces, buddies=True)
 
 
 def asked_for(told: UsageError) -> tuple[int, int]:
@@ -357,4 +270,4 @@ def test_one_expert_per_token_has_no_buddies() -> None:
     with pytest.raises(UnsupportedError, match="one expert each"):
         CoActivations(TraceShape(2, 8, 1))
     with pytest.raises(UsageError, match="No token was routed"):
-        CoActivations(TraceShape(2, 8, 2)).profile("00", BuddyRule())
+        CoActivations(TraceShape(2, 8, 2)).profile("00")

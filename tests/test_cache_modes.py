@@ -10,12 +10,11 @@ from examples import examples
 from hash_model import MASK, HashModel, make_kv_cache
 from hypothesis import given
 from hypothesis import strategies as st
-from test_masked_diffusion import DREAM, Run, batches, make_request, options, requests
+from test_masked_diffusion import DREAM, Run, make_request, options, requests
 
 from lowtide.core import CacheMode
 from lowtide.decode.masked_diffusion import MaskedDiffusion
 from lowtide.decode.request import Request
-from lowtide.decode.row_reading import HeadForm
 
 APPROXIMATE = [CacheMode.PREFIX, CacheMode.DUAL]
 modes = st.sampled_from(APPROXIMATE)
@@ -82,13 +81,6 @@ def test_modes_are_approximations() -> None:
         for mode in CacheMode
     ]
     assert len(set(answers)) == 3
-
-
-@examples(50)
-@given(batches, options, st.sampled_from(CacheMode), st.sampled_from(HeadForm))
-def test_the_form_of_the_head_changes_nothing(batch, options, mode, form) -> None:
-    fused = Run(batch, cache_mode=mode, **options)
-    assert Run(batch, cache_mode=mode, head_form=form, **options).events == fused.events
 
 
 @pytest.mark.parametrize("mode", APPROXIMATE)

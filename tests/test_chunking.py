@@ -206,7 +206,8 @@ def test_fewer_masks_need_no_more_chunks(
 ) -> None:
     free_bytes = planner.least_bytes(counts) * 5 // 4
     fewer = counts._replace(logit_rows=max(1, int(share * counts.logit_rows)))
-    plans = [planner.plan_step(c, counts.logit_rows, free_bytes) for c in (counts, fewer)]
+    planned = fewer._replace(logit_rows=bucket(fewer.logit_rows, counts.logit_rows))
+    plans = [planner.plan(each, free_bytes) for each in (counts, planned)]
     for operator in CHUNKED:
         chunks = [longest_chunk(plan.counts, operator, plan.chunks) for plan in plans]
         is_whole = plans[1].chunks[operator] == 1

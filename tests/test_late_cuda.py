@@ -294,9 +294,7 @@ def toy() -> Iterator[str]:
         assert facts.routing is not None and facts.routing.scores is not None
         return RoutedTokens(facts.routing.experts.copy(), facts.routing.weights.copy())
 
-    made = replace(
-        CATALOGUE["tide"], substitution=lambda setting: copy, asks_scores=lambda options: True
-    )
+    made = replace(CATALOGUE["tide"], substitution=lambda setting: copy, asks_scores=True)
     register("toy", made)
     yield "toy"
     unregister("toy")

@@ -25,7 +25,9 @@ from lowtide.decode.forced import ForcedText
 from lowtide.decode.request import Draft
 from lowtide.engine.config import EngineConfig
 from lowtide.engine.opening import open_model
+from lowtide.engine.registering import register
 from lowtide.errors import PlanError, UnsupportedError, UsageError
+from lowtide.kernels.row_statistics import Form
 from lowtide.llm import plan_model
 
 NAMES = ["llada-a", "llada-moe-a", "dream-a"]
@@ -174,8 +176,6 @@ def test_one_layer_is_exact(name, mode, tmp_path) -> None:
 def test_models_with_an_exact_cache_refuse_approximations(name, mode) -> None:
     with pytest.raises(UnsupportedError, match=f"kv_cache '{mode}' .* bidirectional models .LLaDA"):
         plan_model(GOLDENS / name, kv_cache=mode)
-    with pytest.raises(UnsupportedError, match="head_form 'all' is for bidirectional models"):
-        plan_model(GOLDENS / name, head_form="all")
 
 
 @pytest.mark.parametrize("value", ["exact", "none", 1, None, "Prefix"])
@@ -184,24 +184,11 @@ def test_unknown_modes_are_refused(value) -> None:
         plan_model(GOLDENS / "dream-a", kv_cache=value)
 
 
-@pytest.mark.parametrize("form", ["masked", "all"])
-def test_the_papers_form_of_the_head_is_planned_and_writes_the_same(name, form) -> None:
-    """For ablations: all logits of the rows that are read exist, or those of all rows."""
-    case = golden_cases(name)[2]
-    diffusion = DiffusionParams(remasking="entropy", steps=8, cfg_scale=0.7)
-    params = SamplingParams(max_tokens=32, diffusion=diffusion)
-    plans, answers = [], []
-    for asked in ("fused", form):
-        with LLM(GOLDENS / name, head_form=asked, context=128) as llm:
-            plans.append(llm.plan)
-            answers.append(llm.generate([case["prompt"]], params)[0].token_ids)
-            vocab_size = llm.config.vocab_size
-    assert answers[0] == answers[1]
-    # Both copies of guidance, in float32.
-    more_bytes = plans[1].host.workspace_bytes - plans[0].host.workspace_bytes
-    assert more_bytes > 128 * vocab_size * 4
-    with pytest.raises(UsageError, match="head_form 'whole' unknown"):
-        plan_model(GOLDENS / name, head_form="whole")
+def test_the_papers_form_of_the_head_is_planned_for_ablations(name) -> None:
+    """All logits of the rows that are read exist; both copies of guidance, in float32."""
+    opened = open_model(GOLDENS / name, EngineConfig(context=128))
+    fused, whole = (register(opened, 128, form).graph.needed_bytes for form in Form)
+    assert whole - fused > 128 * opened.config.vocab_size * 4
 
 
 def test_the_command_line_names_the_mode_or_refuses_it(mode) -> None:

@@ -62,11 +62,9 @@ def noted_plans(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Counts, PassPlan]
     return adopted
 
 
-@pytest.mark.parametrize(
-    ("head_form", "kernels"), [("fused", "auto"), ("masked", "auto"), ("fused", "reference")]
-)
+@pytest.mark.parametrize("kernels", ["auto", "reference"])
 def test_every_budget_has_the_same_answers(
-    folder: Path, head_form: str, kernels: str, monkeypatch: pytest.MonkeyPatch
+    folder: Path, kernels: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Poisoned: NaN wherever nothing is alive, at the least budget, above it and with all whole.
 
@@ -74,12 +72,12 @@ def test_every_budget_has_the_same_answers(
     """
     monkeypatch.setattr(wiring, "Workspace", PoisonedWorkspace)
     adopted = noted_plans(monkeypatch)
-    plan = plan_model(folder, context=CONTEXT, head_form=head_form)
+    plan = plan_model(folder, context=CONTEXT)
     whole_bytes = plan.budget_bytes
     assert whole_bytes >= plan.full_bytes  # as it is by default, where there is memory
     found, chunks = [], []
     for budget in (plan.minimum_bytes, (plan.full_bytes + whole_bytes) // 2, whole_bytes):
-        options = {"context": CONTEXT, "head_form": head_form, "host_memory": budget}
+        options = {"context": CONTEXT, "host_memory": budget}
         options["kernels"] = kernels
         with LLM(folder, **options) as llm:
             found.append(answers(llm))

@@ -17,7 +17,6 @@ from lowtide.engine.config import EngineConfig
 from lowtide.engine.opening import open_model
 from lowtide.errors import StorageError, UsageError
 from lowtide.lab.calibrate import calibrate
-from lowtide.lab.calibrate_buddies import BuddyWish
 from lowtide.lab.quality import QualityReport, QualityWork, quality
 from lowtide.lab.quality_curve import curve_path, keep_curve, measured_curve
 from lowtide.lab.quality_settings import MASSES, QualitySetting, curve_settings
@@ -38,7 +37,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def calibration(model: Path) -> Iterator[Path]:
     with LLM(model, context=512) as llm:
-        made = calibrate(llm, IDS, "m", num_pieces=4, buddies=BuddyWish())
+        made = calibrate(llm, IDS, "m", num_pieces=4, buddies=True)
     path = model.parent / "calibration"
     made.save(path)
     yield path
@@ -49,15 +48,14 @@ def report(model: Path, calibration: Path) -> QualityReport:
     settings = [QualitySetting("lru", residents=0.25)]
     for setting in curve_settings(BUDDY)[::3]:
         settings.append(QualitySetting(setting.policy, setting.policy_options, residents=0.25))
-    settings.append(QualitySetting("buddymoe", {**BUDDY, "miss": "drop"}, residents=0.25))
     settings.append(QualitySetting("buddymoe", {**BUDDY, "miss": "wait"}, residents=0.25))
     work = QualityWork(IDS, scope=SCOPE, repeats=0, text_sha256="1" * 64)
-    options: dict[str, Any] = {"context": 128, "calibration": str(calibration), "unsafe": True}
+    options: dict[str, Any] = {"context": 128, "calibration": str(calibration)}
     return quality(model, settings, work, **options)
 
 
 def test_rows_carry_the_receipt_of_the_text(report: QualityReport) -> None:
-    exact, wait, *bounded, drop = report.rows  # those that change no token come first
+    exact, wait, *bounded = report.rows  # those that change no token come first
     assert exact.passes is not None and exact.passes.replaced is None and not exact.moved_share
     for row, mass in zip(bounded, MASSES[::3], strict=True):
         assert row.passes is not None and row.passes.replaced is not None
@@ -68,7 +66,6 @@ def test_rows_carry_the_receipt_of_the_text(report: QualityReport) -> None:
     assert bounded[-1].passes.replaced.saved_bytes > 0
     assert bounded[-1].passes.per_pass("read_bytes") < exact.passes.per_pass("read_bytes")
     assert bounded[-1].comparison.kl.mean > bounded[0].comparison.kl.mean > 0
-    assert drop.moved_share > 0
     assert wait.comparison.kl.mean == 0 == wait.moved_share and wait.comparison.agreement.mean == 1
     found = json.loads(json.dumps(report.as_dict()))["rows"][3]["passes"]["replaced"]
     assert found["moved_share"] == bounded[1].moved_share
@@ -78,7 +75,7 @@ def test_the_curve_is_of_what_was_measured_and_is_kept(
     model: Path, calibration: Path, report: QualityReport
 ) -> None:
     curve = measured_curve(report)
-    bounded = report.rows[2:-1]
+    bounded = report.rows[2:]
     wanted = sorted({row.moved_share: row.comparison.kl.mean for row in bounded}.items())
     assert curve.mass.tolist() == [mass for mass, _ in wanted]
     assert curve.kl.tolist() == [kl for _, kl in wanted]
@@ -120,7 +117,7 @@ def test_what_was_measured_is_shown_though_there_is_no_curve(
     text.write_text("import os\n" * 400)
     with LLM("demo:chat", context=128) as llm:
         ids = np.random.default_rng(2).integers(3, llm.config.vocab_size, 700).tolist()
-        calibrate(llm, ids, "m", num_pieces=4, buddies=BuddyWish()).save(path)
+        calibrate(llm, ids, "m", num_pieces=4, buddies=True).save(path)
     asked = ["quality", "demo:chat", "--text", str(text), "--tokens", "60", "--window", "96"]
     asked += ["--context", "128", "--repeats", "0", "--calibration", str(path), "--save-curve"]
     for more, shown in (([], "perplexity"), (["--json"], '"curve_path":null')):

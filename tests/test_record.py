@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,8 @@ from lowtide import LLM, DiffusionParams, SamplingParams
 from lowtide.cli.app import app
 from lowtide.core import MoEShape, StepKind
 from lowtide.lab.record import recorded
-from lowtide.policies.presets import parse_options
+from lowtide.policies.catalogue import CATALOGUE
+from lowtide.policies.presets import parse_options, register, unregister
 from lowtide.policies.recipe import Setting
 from lowtide.profiles import load_profile
 from lowtide.replay.calibration import Calibration, GateAccuracy
@@ -112,7 +114,6 @@ def test_buddies_are_simulated_with_the_calibrations_profile(
         (["miss=sometimes"], "miss must be"),
         (["volume=11"], "None of the policies buddymoe, lru has an option 'volume'"),
         (["miss=buddy", "placement=lru", "tau=3"], "placement=lru has no option 'tau'"),
-        (["miss=cache-prior"], "traces hold no router's logits"),
         (["tau=paper"], "give a number, or auto"),
     ],
 )
@@ -123,9 +124,16 @@ def test_policy_options_that_cannot_be_replayed(
     assert result.exit_code == 2 and said in result.stderr
 
 
-def test_a_replay_knows_no_router_logits(trace_file: Path, calibration: Path) -> None:
-    result = simulated(trace_file, ["miss=buddy", "eta=1"], "--calibration", str(calibration))
-    assert result.exit_code == 2 and "leave eta" in result.stderr
+def test_a_replay_knows_no_router_logits(trace_file: Path) -> None:
+    register(
+        "toy",
+        replace(CATALOGUE["lru"], substitution=lambda s: lambda facts: None, asks_scores=True),
+    )
+    try:
+        result = CliRunner().invoke(app, ["simulate", str(trace_file), "--presets", "toy"])
+    finally:
+        unregister("toy")
+    assert result.exit_code == 2 and "traces do not hold" in result.stderr
 
 
 @pytest.mark.parametrize("place", ["file/run.trace", "."])

@@ -27,7 +27,6 @@ from lowtide.engine.engine import Engine
 from lowtide.engine.policy_setting import _setting, adopt_policy
 from lowtide.engine.worker import make_decoder
 from lowtide.experts.rows import Routing
-from lowtide.lab.buddy_wish import BuddyWish
 from lowtide.lab.budgets import budget_of_share
 from lowtide.lab.calibrate import calibrate
 from lowtide.lab.synth import synth
@@ -197,7 +196,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Model]:
         folder = synth(family, "tiny", tmp_path_factory.mktemp("models") / family)
         text = np.random.default_rng(7).integers(1, 300, 4000).tolist()
         with LLM(folder, **OPTIONS) as llm:
-            calibration = calibrate(llm, text, "m", num_pieces=4, buddies=BuddyWish())
+            calibration = calibrate(llm, text, "m", num_pieces=4, buddies=True)
         calibration.save(folder / "calibration")
         return Model(folder, folder / "calibration", REQUESTS[family])
 

@@ -158,7 +158,7 @@ def test_one_that_maps_each_expert_to_itself_changes_no_bit(
         ids, logits = answer(llm)
     itself = Itself()
     with (
-        preset(base, substitution=with_one(itself), asks_scores=lambda options: True) as name,
+        preset(base, substitution=with_one(itself), asks_scores=True) as name,
         open_half(name, **options) as llm,
     ):
         assert name not in lossless_presets()
@@ -286,7 +286,7 @@ def test_weights_move_with_their_experts() -> None:
 def test_what_a_policy_wants_to_be_told_is_planned_for() -> None:
     options: dict[str, Any] = {"context": 128, "device": "cpu"}
     plain = plan_model(MODEL, policy="lru", **options)
-    with preset("lru", substitution=with_one(Itself()), asks_scores=lambda options: True) as name:
+    with preset("lru", substitution=with_one(Itself()), asks_scores=True) as name:
         plan = plan_model(MODEL, policy=name, **options)
         assert plan.host.workspace_bytes >= plain.host.workspace_bytes
         with LLM(MODEL, policy=name, **options) as llm:
@@ -297,5 +297,5 @@ def test_what_a_policy_wants_to_be_told_is_planned_for() -> None:
 def test_a_recipe_without_one_asks_for_nothing() -> None:
     for name, made in CATALOGUE.items():
         assert made.substitution is None or name == "buddymoe"
-        assert not made.asks_scores({})
+        assert not made.asks_scores
     assert isinstance(CATALOGUE["lru"], Recipe)

@@ -8,17 +8,15 @@ from typing import NamedTuple
 
 import numpy as np
 
+from common.baselines import BASELINES
 from common.record import REPOSITORY, Row, say
 from lowtide import LLM
 from lowtide.lab.calibrate import calibrate
-from lowtide.lab.calibrate_buddies import BuddyWish
 from lowtide.lab.quality_settings import QualitySetting
-from lowtide.policies.buddy_lists import BuddyRule, Ranking
 from lowtide.policies.buddy_profile import BuddyProfile
 from lowtide.replay.calibration import Calibration
 
 BUDDYMOE = "buddymoe"
-BASELINES = ("random", "drop", "cache-prior")
 PRIORS = ("0.5", "2")
 """Of the `cache-prior` baseline: what is added to residents' logits."""
 
@@ -32,8 +30,8 @@ class Lane(NamedTuple):
 
     @property
     def miss(self) -> str:
-        """`exact` where nothing is substituted."""
-        return self.options.get("miss", "exact")
+        """`exact` where nothing is substituted, and a baseline's name."""
+        return self.policy if self.policy in BASELINES else self.options.get("miss", "exact")
 
     @property
     def rho(self) -> str:
@@ -59,7 +57,8 @@ class Scale(NamedTuple):
 
 
 def lanes(scale: Scale, placement: str, *, is_short: bool = False) -> list[Lane]:
-    """Exact, the baselines, BuddyMoE as in the paper's tables and with its gates on, and ours.
+    """Exact, the baselines (over the placement that they were registered with), BuddyMoE as in the
+    paper's tables and with its gates on, and ours.
 
     Without a bound of mass, unless that is what a lane is about. Gates: the paper's 15th percentile
     of the entropy, bypassed where 9 of 10 experts are absent.
@@ -69,6 +68,8 @@ def lanes(scale: Scale, placement: str, *, is_short: bool = False) -> list[Lane]
     rhos = (half,) if is_short else (half, more, unbounded)
 
     def lossy(name: str, miss: str, **options: str) -> Lane:
+        if miss in BASELINES:
+            return Lane(name, miss, {"max_mass": "off", **options})
         unbounded = {"placement": placement, "miss": miss, "max_mass": "off"}
         return Lane(name, BUDDYMOE, {**unbounded, **options})
 
@@ -88,30 +89,21 @@ def lanes(scale: Scale, placement: str, *, is_short: bool = False) -> list[Lane]
     gates = {**paper, "tae": "15", "beta": "0.9"}
     made.append(lossy("buddy with gates", "buddy", rho=half, **gates))
     made += [lossy(f"ours rho {rho}", "late", rho=rho) for rho in rhos]
-    # Less boldly, and by what the router itself would give the buddy.
+    # Less boldly.
     made.append(lossy("ours rho 1", "late", rho="1"))
     made.append(lossy("ours max_mass .05", "late", max_mass="0.05"))
-    if not is_short:
-        made.append(lossy("ours eta 2", "late", rho=half, eta="2"))
     return made
 
 
-def calibrated(
-    model: str,
-    path: Path,
-    num_pieces: int,
-    measured: Sequence[Ranking] = (Ranking.OUTPUTS, Ranking.WEIGHTS),
-    **options: object,
-) -> BuddyProfile:
+def calibrated(model: str, path: Path, num_pieces: int, **options: object) -> BuddyProfile:
     """Calibrates a model with buddies on our own sources, which it is not scored on, in `path`.
 
-    measured: similarities, besides. options: of `LLM`.
+    options: of `LLM`.
     """
     say(f"{model}: calibrating ...")
-    wish = BuddyWish(BuddyRule(), measured=frozenset(measured))
     with LLM(model, device="cpu", **options) as llm:
         ids = token_ids(llm, own_sources())
-        made = calibrate(llm, ids, model, num_pieces=num_pieces, buddies=wish)
+        made = calibrate(llm, ids, model, num_pieces=num_pieces, buddies=True)
     made.save(path)
     if made.buddies is None:
         raise AssertionError("buddies were asked for")
@@ -125,11 +117,10 @@ def load_profile(path: Path) -> BuddyProfile | None:
 
 def redundancy(profile: BuddyProfile) -> Row:
     """How much of a model's routing falls on few peers: what buddies live on. Layer by layer."""
-    lists = profile.lists()
     return {
         "concentration": _rounded(profile.concentration()),
         "affinity_nats": _rounded(profile.affinity()),
-        "mean_list_size": _rounded(lists.lengths.mean(axis=1)),
+        "mean_list_size": _rounded((profile.lists() >= 0).sum(axis=2).mean(axis=1)),
         "num_tokens": profile.num_tokens,
     }
 

@@ -22,8 +22,7 @@ import torch
 from common.masked_shapes import MaskedShape, num_masked
 from common.masked_sides import WARM_UP_TOKENS, canvas, open_sides, read_weights
 from common.memory import peak_resident_bytes, reset_peak
-from common.planned_model import PlannedStep, StepModel
-from lowtide.decode.row_reading import HeadForm
+from common.planned_model import HeadForm, PlannedStep, StepModel
 from lowtide.families import read_config_in
 from lowtide.hardware.memory import resident_bytes
 from lowtide.memory.pass_planner import PassPlan

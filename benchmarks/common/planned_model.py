@@ -6,6 +6,7 @@ change. Other forms of the step, for an ablation, are planned and run in the sam
 
 from __future__ import annotations
 
+import enum
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
@@ -18,14 +19,13 @@ from torch import Tensor
 from common.masked_sides import canvas, layers_only
 from lowtide.compute import Compute
 from lowtide.core import Step, StepKind, align_up
-from lowtide.decode.row_reading import HeadForm
 from lowtide.engine.config import EngineConfig
 from lowtide.engine.engine import Engine
 from lowtide.engine.opening import OpenModel, open_model
 from lowtide.engine.planning import make_plan
 from lowtide.engine.registering import plan_long_passes
 from lowtide.engine.wiring import load
-from lowtide.kernels.row_statistics import Wanted
+from lowtide.kernels.row_statistics import Form, Wanted
 from lowtide.layers.batch import Batch, Segment
 from lowtide.memory.arena import Arena
 from lowtide.memory.chunking import Counts, LogitNeeds
@@ -45,6 +45,19 @@ _OPENED_TOKENS = 64
 """What the engine itself is opened for: its own workspace is never used."""
 
 
+class HeadForm(enum.Enum):
+    """Whose logits exist together, at temperature 0. What is read of them is the same."""
+
+    FUSED = "fused"  # of no rows: tiles only
+    MASKED = "masked"  # those of the rows that are read, as in Mosaic
+    ALL = "all"  # those of every row of a pass, as published decoders have it
+
+    @property
+    def of_rows(self) -> Form:
+        """How the logits of given rows are computed."""
+        return Form.FUSED if self is HeadForm.FUSED else Form.MATERIALISED
+
+
 class StepModel:
     """What a model and its plans have in common, however long the passes."""
 
@@ -56,12 +69,11 @@ class StepModel:
         options = EngineConfig(
             context=_OPENED_TOKENS,
             device="cpu",
-            head_form=form.value,
             config_overrides=overrides,
         )
         self.opened = open_model(folder, options)
         self.form = form
-        self.planner = plan_long_passes(self.opened)
+        self.planner = plan_long_passes(self.opened, form.of_rows)
         self.template = self.planner.forward.joined(self.planner.head_of(_ASKED))
 
     def counts(self, num_tokens: int, num_masked: int) -> Counts:

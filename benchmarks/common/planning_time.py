@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from common.planned_model import StepModel
-from lowtide.memory.chunking import OPERATOR_TILES, Counts, num_tiles
+from lowtide.memory.chunking import OPERATOR_TILES, Counts, bucket, num_tiles
 from lowtide.memory.pass_planner import PassPlanner
 from lowtide.memory.template import bounds
 
@@ -27,7 +27,7 @@ def plan_request(
     plans, seconds, total_s = {}, [], 0.0
     for masked in range(max_masked, 0, -1):
         start_s = time.thread_time()
-        plan = planner.plan_step(model.counts(num_tokens, masked), max_masked, free_bytes)
+        plan = planner.plan(model.counts(num_tokens, bucket(masked, max_masked)), free_bytes)
         elapsed_s = time.thread_time() - start_s
         total_s += elapsed_s
         if plan.counts not in plans:

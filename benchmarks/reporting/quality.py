@@ -47,7 +47,6 @@ _PROFILE = (
     "concentration",
     "affinity, nats",
     "most and least chosen over the mean",
-    "cosine of outputs: all; first buddy; most alike",
     f"peers that cover {', '.join(_ALPHAS)}",
 )
 _FORMATS = (
@@ -182,15 +181,13 @@ def _decision(line: Line) -> tuple[Cell, ...]:
 
 
 def _profile(line: Line) -> tuple[Cell, ...]:
-    alike, peers = line["likeness"], line["peers_of_alpha"]
-    cosines = [alike[name] for name in ("pairs", "first_buddy", "most_alike")] if alike else []
+    peers = line["peers_of_alpha"]
     return (
         f"`{line['model']}`",
         str(line["layer"]),
         f"{line['concentration']:.3f}",
         f"{line['affinity_nats']:.3f}",
         f"{line['most_chosen']:.2f}; {line['least_chosen']:.2f}",
-        "; ".join(f"{each:.3f}" for each in cosines),
         ", ".join(f"{peers[alpha]:.1f}" for alpha in _ALPHAS) + f" of {line['num_experts'] - 1}",
     )
 

@@ -78,7 +78,6 @@ class Group(enum.Enum):
     HUB = "Hub"
     RECORD = "Recording"
     CALIBRATION = "Calibration"
-    BUDDIES = "Buddies"
     SIMULATION = "Simulation"
     BENCH = "Measurement"
     QUALITY = "Quality"

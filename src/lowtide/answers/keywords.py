@@ -33,12 +33,10 @@ class ModelKeywords(TypedDict, total=False):
     cache: str
     elastic: bool
     check_weights: bool
-    unsafe: bool
     calibration: str | os.PathLike[str] | None
     config_overrides: Mapping[str, object] | None
     offline: bool
     block_length: int | None
-    head_form: str
     seed: int | None
     progress: Progress | bool | None
 

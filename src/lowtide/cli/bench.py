@@ -26,7 +26,6 @@ from lowtide.config import format_size
 from lowtide.errors import UsageError
 from lowtide.option import Group
 from lowtide.params import SamplingParams
-from lowtide.policies.presets import check_safe
 from lowtide.version import __version__
 
 if TYPE_CHECKING:
@@ -59,9 +58,6 @@ def bench(
         raise UsageError(f"--policy names a policy twice: {', '.join(names)}.")
     own_options = cast(Mapping[str, str], options.pop("policy_options", {}))
     policies = options_by_policy(names, own_options)
-    if not settings.flag("unsafe"):
-        for name, own in policies.items():
-            check_safe(name, own)
     with redirect_stdout(sys.stderr):
         folder = str(find_model(model, settings))
         ceilings, result = _measured(folder, policies, question, params, repeats, options)

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, cast
 
 from rich.table import Table
 
-from lowtide.cli.buddies import buddy_table, buddy_wish, likeness_table
 from lowtide.cli.command import takes
 from lowtide.cli.generate import ModelName
 from lowtide.cli.opening import find_model_with_experts, open_llm
@@ -18,7 +17,6 @@ from lowtide.cli.options import Settings
 from lowtide.cli.report import json_line
 from lowtide.cli.screen import ProgressBars, stdout_console
 from lowtide.cli.text_file import read_text
-from lowtide.lab.buddy_wish import BuddyWish
 from lowtide.option import Group
 from lowtide.replay.calibration import (
     GATES,
@@ -31,9 +29,13 @@ from lowtide.replay.trace import TraceShape
 
 if TYPE_CHECKING:
     from lowtide.lab.calibration_report import Budget
+    from lowtide.policies.buddy_profile import BuddyProfile
+
+_MAX_LAYERS = 40
+"""Rows of the table of buddies at most; of a model with more layers some, evenly spread."""
 
 
-@takes(Group.ENGINE, Group.HUB, Group.CALIBRATION, Group.BUDDIES, "out", "machine", Group.OUTPUT)
+@takes(Group.ENGINE, Group.HUB, Group.CALIBRATION, "out", "machine", Group.OUTPUT)
 def calibrate(
     model: ModelName,
     *,
@@ -47,21 +49,18 @@ def calibrate(
     """
     from lowtide.profiles import load_profile
 
-    machine, wish = str(settings["machine"]), buddy_wish(settings)
+    machine = str(settings["machine"])
     text, profile = read_text(model, settings), load_profile(machine)
     with redirect_stdout(sys.stderr):
-        calibration, path = _calibrate(model, text, settings, wish)
+        calibration, path = _calibrate(model, text, settings)
     from lowtide.core import MoEShape
     from lowtide.lab.buddy_report import as_object as describe
-    from lowtide.lab.buddy_report import plot as plot_buddies
     from lowtide.lab.calibration_report import as_object, plot, weigh_budgets
 
     budgets = weigh_budgets(calibration, profile.costs(MoEShape(*calibration.shape)))
     folder = settings.text("plot")
     plots = plot(calibration, Path(folder)) if folder is not None else []
     buddies = calibration.buddies
-    if buddies is not None and folder is not None:
-        plots += plot_buddies(buddies, Path(folder))
     if settings.flag("json"):
         files = {"path": str(path), "plots": [str(each) for each in plots]}
         told = {**files, "machine": machine, **as_object(calibration, budgets)}
@@ -77,9 +76,7 @@ def _show(calibration: Calibration, budgets: Sequence[Budget], machine: str) -> 
     console.print(_gate_table(calibration))
     console.print(_budget_table(budgets, calibration.shape.num_experts, machine))
     if buddies is not None:
-        console.print(buddy_table(buddies))
-        if (likeness := likeness_table(buddies)) is not None:
-            console.print(likeness)
+        console.print(_buddy_table(buddies))
     if (inputs := calibration.inputs) is not None:
         console.print(
             f"experts' inputs of {inputs.num_pairs} pairs of row and expert; {inputs.num_unseen} "
@@ -87,9 +84,7 @@ def _show(calibration: Calibration, budgets: Sequence[Budget], machine: str) -> 
         )
 
 
-def _calibrate(
-    model: str, text: str, settings: Settings, wish: BuddyWish | None
-) -> tuple[Calibration, Path]:
+def _calibrate(model: str, text: str, settings: Settings) -> tuple[Calibration, Path]:
     folder = find_model_with_experts(model, settings, "A calibration is of experts")
     from lowtide.lab.calibrate import calibrate as run
     from lowtide.lab.calibration_report import check_plots
@@ -113,7 +108,7 @@ def _calibrate(
             text,
             model,
             num_pieces=num_pieces,
-            buddies=wish,
+            buddies=settings.flag("buddies"),
             inputs=settings.flag("inputs"),
             progress=progress,
         )
@@ -150,5 +145,31 @@ def _budget_table(budgets: Sequence[Budget], num_experts: int, machine: str) -> 
             f"{budget.misses[3]:.0%}",
             str(budget.paper_tau),
             str(budget.auto_tau),
+        )
+    return table
+
+
+def _buddy_table(profile: BuddyProfile) -> Table:
+    """Of each layer: peers that reach alpha and those in a list (means), experts that no token
+    chose, and how co-activation is spread."""
+    from lowtide.lab.buddy_report import TOP_PEERS, layer_reports
+    from lowtide.policies.buddy_profile import DEFAULT_ALPHA, DEFAULT_K_MAX
+
+    title = f"buddies, alpha {DEFAULT_ALPHA}, at most {DEFAULT_K_MAX} of {profile.num_experts - 1}"
+    table = Table(title=title, title_justify="left")
+    for name in ("layer", "reach it", "list", "unseen"):
+        table.add_column(name, justify="right")
+    for name in (f"top {TOP_PEERS}", "concentration", "affinity"):
+        table.add_column(name, justify="right")
+    reports = list(enumerate(layer_reports(profile)))
+    for layer, report in reports[:: -(-len(reports) // _MAX_LAYERS)]:
+        table.add_row(
+            str(layer),
+            f"{report.reaches_alpha:.1f}",
+            f"{report.list_length:.1f}",
+            str(report.num_unseen),
+            f"{report.top_peers:.0%}",
+            f"{report.concentration:.3f}",
+            f"{report.affinity:.3f}",
         )
     return table

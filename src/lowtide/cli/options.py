@@ -55,7 +55,6 @@ _prompt = partial(_own, Group.PROMPT)
 _synth = partial(_own, Group.SYNTH)
 _record = partial(_own, Group.RECORD, is_common=False)
 _calibration = partial(_own, Group.CALIBRATION)
-_buddies = partial(_own, Group.BUDDIES)
 _simulation = partial(_own, Group.SIMULATION)
 _quality = partial(_own, Group.QUALITY)
 _doctor = partial(_own, Group.DOCTOR)
@@ -104,25 +103,7 @@ OPTIONS: tuple[Option, ...] = (
         "Record what experts are given, for pack and --format with --calibration.",
         False,
     ),
-    _buddies("buddies", Kind.BOOLEAN, "Profile stand-ins for each expert.", False),
-    _buddies(
-        "alpha",
-        Kind.TEXT,
-        "Share of an expert's co-activations that its buddies cover, or one for each layer (0.95).",
-    ),
-    _buddies("list_size", Kind.NUMBER, "Fit alpha to so many buddies (mean)."),
-    _buddies("k_max", Kind.INTEGER, "Buddies of an expert, at most (16)."),
-    _buddies("smoothing", Kind.NUMBER, "Added to each pair's co-activations (1)."),
-    _buddies(
-        "ranking",
-        Kind.TEXT,
-        "Sort buddies by co-activation, weighted, outputs or weights (co-activation).",
-    ),
-    _buddies(
-        "similarity",
-        Kind.TEXT,
-        "Also measure how alike experts are: outputs, weights or both with a comma.",
-    ),
+    _calibration("buddies", Kind.BOOLEAN, "Profile stand-ins for each expert.", False),
     _simulation(
         "machine",
         Kind.TEXT,

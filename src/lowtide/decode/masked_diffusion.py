@@ -22,7 +22,7 @@ from lowtide.decode.candidates import Candidates
 from lowtide.decode.logits import rows_that_predict
 from lowtide.decode.masked_sequence import MaskedSequence
 from lowtide.decode.request import Event, Request
-from lowtide.decode.row_reading import HeadForm, RowModel, Rows, read_logits, read_statistics
+from lowtide.decode.row_reading import RowModel, Rows, read_logits, read_statistics
 from lowtide.errors import PlanError, UsageError
 from lowtide.kernels.row_statistics import Wanted
 from lowtide.layers.batch import Batch, Segment
@@ -48,7 +48,6 @@ class MaskedDiffusion(BatchDecoder[MaskedSequence]):
         logits_shift: int = 0,
         is_measured_as_drawn: bool = False,
         cache_mode: CacheMode = CacheMode.EXACT,
-        head_form: HeadForm = HeadForm.FUSED,
     ) -> None:
         super().__init__(kv_cache, max_rows)
         self._model = model
@@ -56,7 +55,6 @@ class MaskedDiffusion(BatchDecoder[MaskedSequence]):
         self._logits_shift = logits_shift
         self._is_measured_as_drawn = is_measured_as_drawn
         self._cache_mode = cache_mode
-        self._head_form = head_form
 
     def step(self) -> list[Event]:
         self._admit()
@@ -127,7 +125,7 @@ class MaskedDiffusion(BatchDecoder[MaskedSequence]):
             for turn in turns
         ]
         step = Step(StepKind.DENOISE, index, joined(rows), self._is_last(turns))
-        logit_rows, asked = _asked(turns, self._head_form)
+        logit_rows, asked = _asked(turns)
         return replace(self._make_batch(turns, step), logit_rows=logit_rows, asked=asked)
 
     def _copies(self, turn: Turn[MaskedSequence]) -> list[tuple[IntArray, Segment]]:
@@ -166,20 +164,13 @@ class MaskedDiffusion(BatchDecoder[MaskedSequence]):
     def _read_statistics(
         self, hidden: Tensor, turns: Sequence[Turn[MaskedSequence]], found: Sequence[Candidates]
     ) -> None:
-        wanted = _wanted(turns)
-        read = [_read_positions(turn, self._head_form) for turn in turns]
-        rows = _joined(
-            [
-                _rows(turn, positions, self._logits_shift)
-                for turn, positions in zip(turns, read, strict=True)
-            ]
-        )
-        form = self._head_form.of_rows
-        statistics = read_statistics(self._model, hidden, rows, wanted, form)
+        rows = _joined([_rows(turn, self._logits_shift) for turn in turns])
+        statistics = read_statistics(self._model, hidden, rows, _wanted(turns))
         start = 0
-        for turn, positions, candidates in zip(turns, read, found, strict=True):
-            own = statistics.part(start + np.searchsorted(positions, turn.sequence.wanted))
-            candidates.put(slice(None), Candidates.likeliest(own, turn.sequence.wanted))
+        for turn, candidates in zip(turns, found, strict=True):
+            positions = turn.sequence.wanted
+            own = statistics.part(start + np.arange(len(positions)))
+            candidates.put(slice(None), Candidates.likeliest(own, positions))
             start += len(positions)
 
     def _read_logits(
@@ -187,22 +178,17 @@ class MaskedDiffusion(BatchDecoder[MaskedSequence]):
     ) -> None:
         for turn, candidates in zip(turns, found, strict=True):
             sequence = turn.sequence
-            rows = _rows(turn, sequence.wanted, self._logits_shift)
+            rows = _rows(turn, self._logits_shift)
             for part, logits in read_logits(self._model, hidden, rows):
                 candidates.put(part, sequence.choose(logits, part))
 
 
-def _rows(turn: Turn[MaskedSequence], positions: IntArray, logits_shift: int) -> Rows:
-    """The hidden states that the logits of these positions come from."""
-    own = rows_that_predict(positions - turn.first, logits_shift) + turn.start
+def _rows(turn: Turn[MaskedSequence], logits_shift: int) -> Rows:
+    """The hidden states that the logits of the wanted positions come from."""
+    own = rows_that_predict(turn.sequence.wanted - turn.first, logits_shift) + turn.start
     if turn.num_copies == 1:
         return Rows(own)
     return Rows(own, own + turn.length, np.full(len(own), turn.sequence.cfg_scale + 1))
-
-
-def _read_positions(turn: Turn[MaskedSequence], form: HeadForm) -> IntArray:
-    """The positions whose logits are computed; the wanted ones are among them."""
-    return np.arange(turn.first, turn.stop) if form is HeadForm.ALL else turn.sequence.wanted
 
 
 def _kinds(turns: Sequence[Turn[MaskedSequence]]) -> dict[tuple[bool, bool], list[int]]:
@@ -223,16 +209,14 @@ def _wanted(turns: Sequence[Turn[MaskedSequence]]) -> Wanted:
     )
 
 
-def _asked(
-    turns: Sequence[Turn[MaskedSequence]], form: HeadForm
-) -> tuple[int, tuple[LogitNeeds, ...]]:
+def _asked(turns: Sequence[Turn[MaskedSequence]]) -> tuple[int, tuple[LogitNeeds, ...]]:
     """The rows whose statistics are asked for after a pass, of each kind at most, and the kinds;
     rows in buckets, so that a request has few."""
     num_rows, asked = 0, []
     for (is_guided, needs_logits), indices in _kinds(turns).items():
         if not needs_logits:
             of_kind = [turns[i] for i in indices]
-            num_read = sum(len(_read_positions(turn, form)) for turn in of_kind)
+            num_read = sum(len(turn.sequence.wanted) for turn in of_kind)
             most = sum(turn.sequence.request.max_tokens for turn in of_kind)
             num_rows = max(num_rows, bucket(num_read, max(num_read, most)))
             asked.append(LogitNeeds(*_wanted(of_kind), is_guided))

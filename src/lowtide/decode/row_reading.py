@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Iterator
 from typing import NamedTuple, Protocol
 
@@ -14,7 +13,7 @@ from lowtide.core import FloatArray, IntArray
 from lowtide.decode.batch_decoder import Model
 from lowtide.decode.candidates import RowChoices
 from lowtide.decode.logits import tiled_logits
-from lowtide.kernels.row_statistics import Form, Guidance, RowStatistics, Wanted
+from lowtide.kernels.row_statistics import Guidance, RowStatistics, Wanted
 from lowtide.memory.pinned_copies import to_device
 
 PART_ROWS = 8
@@ -31,23 +30,9 @@ class RowModel(Model, Protocol):
         rows: Tensor,
         wanted: Wanted,
         guidance: Guidance | None = None,
-        form: Form = Form.FUSED,
     ) -> RowStatistics:
         """Statistics of the logits of hidden[rows], rows [n] int64; valid until the next call."""
         ...
-
-
-class HeadForm(enum.Enum):
-    """Whose logits exist together, at temperature 0. What is read of them is the same."""
-
-    FUSED = "fused"  # of no rows: tiles only
-    MASKED = "masked"  # those of the rows that are read, as in Mosaic
-    ALL = "all"  # those of every row of a pass, as published decoders have it
-
-    @property
-    def of_rows(self) -> Form:
-        """How the logits of given rows are computed."""
-        return Form.FUSED if self is HeadForm.FUSED else Form.MATERIALISED
 
 
 class Rows(NamedTuple):
@@ -62,9 +47,7 @@ class Rows(NamedTuple):
     factors: FloatArray | None = None  # [n]
 
 
-def read_statistics(
-    model: RowModel, hidden: Tensor, rows: Rows, wanted: Wanted, form: Form = Form.FUSED
-) -> RowChoices:
+def read_statistics(model: RowModel, hidden: Tensor, rows: Rows, wanted: Wanted) -> RowChoices:
     """Statistics of the logits of each row; the host waits for a GPU once."""
     device = hidden.device
     [own] = to_device(device, torch.from_numpy(rows.own))
@@ -73,7 +56,7 @@ def read_statistics(
         [other] = to_device(device, torch.from_numpy(rows.other))
         [factors] = to_device(device, torch.from_numpy(rows.factors).float())
         guidance = Guidance(other, factors)
-    found = model.row_statistics(hidden, own, wanted, guidance, form)
+    found = model.row_statistics(hidden, own, wanted, guidance)
     values = [
         torch.zeros_like(found.greatest) if value is None else value
         for value in (found.greatest, found.probability, found.second, found.entropy)

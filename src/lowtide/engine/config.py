@@ -18,7 +18,7 @@ from lowtide.formats.plain import SAFETENSORS_NAME
 from lowtide.option import Group, check_options, option
 from lowtide.params import MAX_SEED
 from lowtide.plan import AUTO_FORMAT, INT8_ROWS, OWN_FORMAT
-from lowtide.policies.presets import check_policy, check_safe, preset_names
+from lowtide.policies.presets import check_policy, preset_names
 
 MAX_PASS_ROWS = 512
 """Rows of the largest forward pass. Never a function of the budget: how rows are divided into
@@ -50,7 +50,6 @@ class EngineConfig:
     `weight_formats.py`; all but `own` may change answers; or `auto` (`auto_format.py`).
     activations: `own`, or `int8`, to which rows are rounded that are multiplied with weights in q8,
     q4 and GGUF's packed types; see `kernels/int8_rows.py`.
-    head_form: for ablations, see `decode.row_reading.HeadForm`.
     elastic: what sequences do not use of the KV cache's memory holds experts, which make room for
     as many sequences at once as there is memory for, none longer than `context` (not on a GPU).
     check_weights: read all weights once and refuse infinities and NaN.
@@ -96,14 +95,12 @@ class EngineConfig:
     )
     elastic: bool = _engine("Lend the KV cache's unused memory to experts (not on a GPU).", False)
     check_weights: bool = _engine("Refuse weights that are not finite.", False)
-    unsafe: bool = _engine("Allow baselines that harm answers.", False)
     calibration: str | os.PathLike[str] | None = _engine("What lowtide calibrate wrote.")
     config_overrides: Mapping[str, object] = _engine(
         "A value to replace config.json's.", dict, name="config_override"
     )
     offline: bool = option(Group.HUB, "Use only what is on this machine.", False)
     block_length: int | None = _python("The block of `logits`.", low=1, high=MAX_BLOCK_LENGTH)
-    head_form: str = _python("For ablations.", "fused", choices=("fused", "masked", "all"))
     seed: int | None = _python("Of requests that bring none.", high=MAX_SEED)
     progress: Progress | bool | None = None
 
@@ -129,8 +126,6 @@ class EngineConfig:
             )
         _ = self.formats  # refused now if they cannot be
         check_policy(self.policy, self.policy_options)
-        if not self.unsafe:
-            check_safe(self.policy, self.policy_options)
 
     @property
     def formats(self) -> FormatWishes:

@@ -66,7 +66,7 @@ class OpenModel:
     inputs: ExpertInputs | None = (
         None  # of the calibration named, where experts are rounded as read
     )
-    passes: dict[tuple[int, bool, bool], Registrar] = field(
+    passes: dict[tuple[object, ...], Registrar] = field(
         default_factory=dict, repr=False, compare=False
     )
     """Counted so far, by their rows and what the policy wants: see `registering.register`."""

@@ -6,7 +6,6 @@ import os
 from typing import TYPE_CHECKING
 
 from lowtide.config import ModelConfig
-from lowtide.decode.row_reading import HeadForm
 from lowtide.errors import UnsupportedError, UsageError
 
 if TYPE_CHECKING:
@@ -53,8 +52,4 @@ def check_not_bidirectional(config: ModelConfig, options: EngineConfig) -> None:
             f"kv_cache {options.kv_cache!r} approximates what bidirectional models (LLaDA, "
             f"LLaDA-MoE, Dream) would compute again; {name} keeps exact keys and values: leave it "
             "true."
-        )
-    if options.head_form != HeadForm.FUSED.value:
-        raise UnsupportedError(
-            f"head_form {options.head_form!r} is for bidirectional models; leave it out for {name}."
         )

@@ -11,7 +11,6 @@ import numpy as np
 import torch
 
 from lowtide.buddies import BuddyTwins
-from lowtide.config import ExpertSpec
 from lowtide.core import Costs, Curve
 from lowtide.devices.emulated_speeds import measure_device_s
 from lowtide.engine.config import MAX_PASS_ROWS
@@ -34,7 +33,6 @@ from lowtide.kernels.cpu.reader import PIECE_BYTES
 from lowtide.layers.router import Router, SigmoidRouter
 from lowtide.plan import MemoryPlan
 from lowtide.policies.decision import Policies
-from lowtide.policies.miss import Weighing
 from lowtide.policies.online_tau import ONLINE_TAUS, TauChange
 from lowtide.policies.prefetch import Gate
 from lowtide.policies.presets import (
@@ -165,7 +163,6 @@ def _setting(
         options=options,
         on_tau_change=_log_tau,
         seed=opened.options.seed or 0,
-        weighing=_weighing(opened.config.moe),
         twins=_buddy_twins(opened),
     )
     if calibration is None:
@@ -190,10 +187,6 @@ def _buddy_twins(opened: OpenModel) -> BuddyTwins | None:
     if opened.options.kernels == "reference" or not substitutes(policy, options):
         return None
     return compiled_buddies()
-
-
-def _weighing(spec: ExpertSpec) -> Weighing:
-    return Weighing(spec.score_function == "sigmoid", spec.norm_topk_prob, spec.scaling_factor)
 
 
 def make_engine_policies(

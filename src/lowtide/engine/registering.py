@@ -18,7 +18,6 @@ from torch import Tensor
 from lowtide.compute import Compute
 from lowtide.core import CacheMode, Step, StepKind
 from lowtide.decode.block_diffusion import LOGIT_ROWS
-from lowtide.decode.row_reading import HeadForm
 from lowtide.engine.config import MAX_PASS_ROWS
 from lowtide.engine.device_choice import resolve_device
 from lowtide.engine.opening import OpenModel
@@ -26,7 +25,7 @@ from lowtide.engine.uncomputed import Uncomputed
 from lowtide.experts.registrar import ExpertRegistrar
 from lowtide.families import families
 from lowtide.kernels.reference import REFERENCE
-from lowtide.kernels.row_statistics import Guidance, Wanted
+from lowtide.kernels.row_statistics import Form, Guidance, Wanted
 from lowtide.layers.attention import QUERY_ROWS
 from lowtide.layers.batch import Batch, KVRange, Segment
 from lowtide.layers.causal_attention import CAUSAL_ROWS
@@ -46,21 +45,21 @@ EVERY_KIND = tuple(LogitNeeds(*flags) for flags in product((False, True), repeat
 META = torch.device("meta")
 
 
-def register(opened: OpenModel, num_rows: int | None = None) -> Registrar:
+def register(opened: OpenModel, num_rows: int | None = None, form: Form = Form.FUSED) -> Registrar:
     """What forward passes of up to so many rows take: counted once and remembered.
 
     num_rows: by default those of the largest pass. Layers give back what they take, so those up to
     the first with experts stand for all. A pass of more than `MAX_PASS_ROWS` rows is bidirectional,
-    over one whole sequence.
+    over one whole sequence. form: how the logits that a bidirectional pass reads are computed.
     """
     num_rows = num_rows or opened.max_pass_rows
-    key = (num_rows, *_wanted_of_passes(opened))
+    key = (num_rows, form, *_wanted_of_passes(opened))
     if key not in opened.passes:
         opened.passes[key] = registrar = Registrar()
         for segment in _largest_segments(opened, num_rows):
             model, hidden = _run_forward(opened, registrar, [segment])
             if opened.config.is_bidirectional:
-                _run_head(opened, model, hidden, len(hidden), EVERY_KIND)
+                _run_head(model, hidden, len(hidden), EVERY_KIND, form)
     return opened.passes[key]
 
 
@@ -75,14 +74,15 @@ def planner_of(opened: OpenModel) -> PassPlanner | None:
     return opened.planners[key]
 
 
-def plan_long_passes(opened: OpenModel) -> PassPlanner:
-    """Plans bidirectional passes, also of more than `MAX_PASS_ROWS` rows."""
+def plan_long_passes(opened: OpenModel, form: Form = Form.FUSED) -> PassPlanner:
+    """Plans bidirectional passes, also of more than `MAX_PASS_ROWS` rows. form: as in `register`;
+    another than the engine's is for ablations."""
     # Beside a device the host has room for one tile of its experts' rows.
     is_divided = resolve_device(opened.options.device) != "cpu"
     return PassPlanner(
-        register(opened, MAX_PASS_ROWS).graph,
+        register(opened, MAX_PASS_ROWS, form).graph,
         Template.fit([_forward_sample(opened, *sample) for sample in _samples(opened)]),
-        partial(_head_template, opened),
+        partial(_head_template, opened, form),
         frozenset({"experts"} if is_divided else ()),
     )
 
@@ -122,7 +122,7 @@ _HEAD_SAMPLES: tuple[tuple[int, Mapping[str, int]], ...] = (
 
 def _wanted_of_passes(opened: OpenModel) -> tuple[bool, bool]:
     policy, options = opened.options.policy, opened.options.policy_options
-    return substitutes(policy, options), asks_scores(policy, options)
+    return substitutes(policy, options), asks_scores(policy)
 
 
 def _forward_sample(opened: OpenModel, counts: Counts, chunks: Mapping[str, int]) -> Sample:
@@ -136,13 +136,13 @@ def _forward_sample(opened: OpenModel, counts: Counts, chunks: Mapping[str, int]
     return Sample(counts, chunks, registrar.graph)
 
 
-def _head_template(opened: OpenModel, asked: LogitNeeds) -> Template:
+def _head_template(opened: OpenModel, form: Form, asked: LogitNeeds) -> Template:
     samples = []
     for num_rows, chunks in _HEAD_SAMPLES:
         registrar = Registrar(chunks)
         segment = Segment(0, _HEAD_TOKENS, 0, _HEAD_TOKENS, KVRange(0, _HEAD_TOKENS))
         model, hidden = _run_forward(opened, registrar, [segment], has_layers=False)
-        _run_head(opened, model, hidden, num_rows, [asked])
+        _run_head(model, hidden, num_rows, [asked], form)
         counts = Counts(_HEAD_TOKENS, _HEAD_TOKENS, _HEAD_TOKENS, num_rows, (asked,))
         samples.append(Sample(counts, chunks, registrar.graph))
     return Template.fit(samples)
@@ -187,9 +187,8 @@ def num_threads(opened: OpenModel) -> int:
 
 
 def _run_head(
-    opened: OpenModel, model: Decoder, hidden: Tensor, num_rows: int, kinds: Iterable[LogitNeeds]
+    model: Decoder, hidden: Tensor, num_rows: int, kinds: Iterable[LogitNeeds], form: Form
 ) -> None:
-    form = HeadForm(opened.options.head_form).of_rows
     rows = torch.empty(num_rows, dtype=torch.int64, device=META)
     guidance = Guidance(rows, torch.empty(num_rows, device=META))
     with Uncomputed():

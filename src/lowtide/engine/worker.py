@@ -18,7 +18,6 @@ from lowtide.decode.autoregressive import Autoregressive
 from lowtide.decode.block_diffusion import BlockDiffusion
 from lowtide.decode.masked_diffusion import MaskedDiffusion
 from lowtide.decode.request import Committed, Event, Finished, Request
-from lowtide.decode.row_reading import HeadForm
 from lowtide.engine.config import MAX_PASS_ROWS
 from lowtide.engine.engine import Engine
 from lowtide.engine.not_finite import fault_found
@@ -349,7 +348,6 @@ def make_decoder(engine: Engine) -> BlockDiffusion | MaskedDiffusion | Autoregre
             logits_shift=config.logits_shift,
             is_measured_as_drawn=config.decoding.is_measured_as_drawn,
             cache_mode=opened.cache_mode,
-            head_form=HeadForm(opened.options.head_form),
         )
     return BlockDiffusion(
         engine.model,

@@ -3,24 +3,24 @@
     counts = CoActivations(TraceShape(*llm.config.moe_shape))
     with llm.observed(counts):
         llm.generate(...)
-    profile = counts.profile(llm.fingerprint, BuddyRule())
+    profile = counts.profile(llm.fingerprint)
 
 Holds [layers, experts, experts] and samples of bounded size, however long the run is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from lowtide.core import FloatArray, IntArray, Step, WeightArray
 from lowtide.errors import UnsupportedError, UsageError
 from lowtide.experts.rows import Routing
-from lowtide.policies.buddy_lists import BuddyRule, Ranking
 from lowtide.policies.buddy_profile import BuddyProfile
 from lowtide.replay.trace import TraceShape
 
@@ -58,9 +58,8 @@ class EvenSample:
 class CoActivations:
     """An observer that counts the choices of every layer's router, row by row."""
 
-    def __init__(self, shape: TraceShape, num_inputs: int = 0) -> None:
-        """num_inputs: of each layer, rows of the experts' inputs that are kept. Raises
-        UnsupportedError for a model whose tokens choose one expert."""
+    def __init__(self, shape: TraceShape) -> None:
+        """Raises UnsupportedError for a model whose tokens choose one expert."""
         if shape.num_experts_per_token < 2:
             raise UnsupportedError(
                 "Buddies are experts that a token chooses together, and this model's tokens choose "
@@ -69,18 +68,10 @@ class CoActivations:
         layers, experts = shape[:2]
         self.activations: IntArray = np.zeros((layers, experts), np.int64)
         self._together: IntArray = np.zeros((layers, experts * experts), np.int64)
-        self._weight: FloatArray = np.zeros((layers, experts * experts))
         self._weights = [EvenSample(SAMPLE_TOKENS) for _ in range(layers)]
-        self._num_inputs = num_inputs
-        self._inputs = [EvenSample(num_inputs) for _ in range(layers)]
-        self._chosen = [EvenSample(num_inputs) for _ in range(layers)]
 
     def saw_layer(self, layer: int, step: Step, x: Tensor, routing: Routing, out: Tensor) -> None:
-        experts, weights = (tensor.cpu().numpy() for tensor in routing)
-        self.count(layer, experts, weights)
-        if self._num_inputs:
-            self._inputs[layer].see(x.float().cpu().numpy())
-            self._chosen[layer].see(experts)
+        self.count(layer, *(tensor.cpu().numpy() for tensor in routing))
 
     def count(self, layer: int, experts: IntArray, weights: WeightArray) -> None:
         """More rows that a layer's router has chosen for: experts, weights [rows, k]."""
@@ -88,46 +79,26 @@ class CoActivations:
             rows = slice(start, start + _PAIR_ROWS)
             self._count(layer, experts[rows], shares(weights[rows]))
 
-    def profile(
-        self,
-        fingerprint: str,
-        rule: BuddyRule,
-        similarity: Mapping[Ranking, WeightArray] | None = None,
-    ) -> BuddyProfile:
-        """What was counted so far. Raises UsageError for too little of it, and what a
-        `BuddyProfile` raises."""
-        measured = similarity or {}
+    def profile(self, fingerprint: str) -> BuddyProfile:
+        """What was counted so far. Raises UsageError for too little of it."""
         count = min(map(len, self._weights))
         if not count:
             raise UsageError("No token was routed in every MoE layer: there are no buddies.")
         layers, experts = self.activations.shape
-        pairs = (layers, experts, experts)
         return BuddyProfile(
             fingerprint=fingerprint,
             num_tokens=int(self.activations[0].sum()) // self._weights[0].rows(1).shape[1],
             activations=self.activations.copy(),
-            together=self._together.reshape(pairs).copy(),
-            together_weight=self._weight.reshape(pairs).astype(np.float32),
+            together=self._together.reshape(layers, experts, experts).copy(),
             sample=np.stack([each.rows(count) for each in self._weights]).astype(np.float32),
-            output_similarity=measured.get(Ranking.OUTPUTS),
-            weight_similarity=measured.get(Ranking.WEIGHTS),
-            rule=rule,
         )
-
-    def inputs(self, layer: int, count: int) -> tuple[Tensor, IntArray]:
-        """Evenly spread rows that the layer's experts were given [n, hidden] float32, and which
-        experts they chose [n, k]."""
-        rows, chosen = self._inputs[layer].rows(count), self._chosen[layer].rows(count)
-        return torch.from_numpy(rows), chosen.astype(np.int64)
 
     def _count(self, layer: int, experts: IntArray, share: FloatArray) -> None:
         num_experts, k = self.activations.shape[1], experts.shape[1]
         self.activations[layer] += np.bincount(experts.ravel(), minlength=num_experts)
         is_other = ~np.eye(k, dtype=bool)
         pairs = (experts[:, :, None] * num_experts + experts[:, None, :])[:, is_other].ravel()
-        smaller = np.minimum(share[:, :, None], share[:, None, :])[:, is_other].ravel()
         self._together[layer] += np.bincount(pairs, minlength=num_experts**2)
-        self._weight[layer] += np.bincount(pairs, smaller, minlength=num_experts**2)
         self._weights[layer].see(-np.sort(-share, axis=1).astype(np.float32))
 
 
@@ -145,3 +116,36 @@ def needed_tokens(shape: TraceShape) -> int:
     experts, k = shape.num_experts, shape.num_experts_per_token
     by_pair = experts * (experts - 1) / (k * (k - 1))
     return int(np.ceil(max(16 * experts / k, by_pair)))
+
+
+class TextUse(NamedTuple):
+    """How a calibration uses a text."""
+
+    num_pieces: int
+    num_learning: Callable[[int], int]  # of so many pieces, those that are learnt from
+    least_tokens: int  # of a piece
+    prompt_tokens: int  # of a piece, at most
+    new_tokens: int  # of its answer
+
+
+def check_length(shape: TraceShape, num_tokens: int, use: TextUse) -> None:
+    """Raises UsageError, which says what would do, where a text of `num_tokens` is too short for
+    buddies. What it asks for does for all that a calibration finds out."""
+    needed, stride = needed_tokens(shape), num_tokens // max(1, use.num_pieces)
+    num_learning = max(0, use.num_learning(use.num_pieces))
+    found = 0
+    if stride >= use.least_tokens:
+        found = num_learning * (min(stride, use.prompt_tokens) + use.new_tokens)
+    if found >= needed:
+        return
+    most = use.prompt_tokens + use.new_tokens
+    pieces = max(2, use.num_pieces)
+    while use.num_learning(pieces) * most < needed:
+        pieces += 1
+    length = math.ceil(needed / use.num_learning(pieces)) - use.new_tokens
+    raise UsageError(
+        f"Buddies of {shape.num_experts} experts, {shape.num_experts_per_token} per token, take at "
+        f"least {needed} tokens of text and answers to learn from, and this text of {num_tokens} "
+        f"has {found} in {num_learning} of {use.num_pieces} pieces; give "
+        f"{pieces * max(use.least_tokens, length)} tokens or more in --pieces {pieces}."
+    )

@@ -25,8 +25,7 @@ from lowtide.core import FloatArray, IntArray, Progress, Step
 from lowtide.errors import UsageError
 from lowtide.experts.rows import Routing
 from lowtide.experts.runtime import ExpertObserver, Observer
-from lowtide.lab.buddy_wish import BuddyWish
-from lowtide.lab.calibrate_buddies import TextUse, check_length, counting, make_profile
+from lowtide.lab.buddies import CoActivations, TextUse, check_length
 from lowtide.lab.input_squares import InputSquares
 from lowtide.lab.record import Recorder
 from lowtide.layers.batch import KVRange, Segment
@@ -70,20 +69,20 @@ def calibrate(
     model: str,
     *,
     num_pieces: int = NUM_PIECES,
-    buddies: BuddyWish | None = None,
+    buddies: bool = False,
     inputs: bool = False,
     progress: Progress | None = None,
 ) -> Calibration:
     """The calibration of `llm` on a text, or on token ids.
 
-    model: the name that the trace will carry; buddies: what to profile of them, if anything;
+    model: the name that the trace will carry; buddies: whether it has a buddy profile;
     inputs: whether experts' inputs are recorded, which takes a model without a device. Raises
     UsageError for a text that is too short or a model without a tokenizer, UnsupportedError for one
     without experts, and what `LLM.generate` raises.
     """
     llm.config.check_experts("A calibration is of experts")
     token_ids, shape = _token_ids(llm, text), TraceShape(*llm.config.moe_shape)
-    seen = None if buddies is None else counting(llm, buddies)
+    seen = CoActivations(shape) if buddies else None
     if seen is not None:  # told first: a text that does for buddies does for all
         check_length(shape, len(token_ids), _text_use(llm, num_pieces))
     learning, testing = split(llm, token_ids, num_pieces)
@@ -101,7 +100,7 @@ def calibrate(
         frequency=frequency,
         following=following,
         accuracy=accuracy,
-        buddies=make_profile(llm, seen, buddies, progress) if seen and buddies else None,
+        buddies=None if seen is None else seen.profile(llm.fingerprint),
         inputs=None if squares is None else squares.inputs(llm.fingerprint),
     )
 

@@ -16,21 +16,19 @@ from lowtide.engine.model_calibration import find_calibration
 from lowtide.engine.opening import OpenModel
 from lowtide.errors import UsageError
 from lowtide.lab.quality import QualityReport
-from lowtide.lab.quality_settings import QualitySetting
 from lowtide.policies.buddy_profile import QualityCurve
-from lowtide.policies.presets import check_safe
 from lowtide.replay.calibration import Calibration, check_calibration_path, default_path
 from lowtide.replay.trace import TraceShape
 
 
 def measured_curve(report: QualityReport) -> QualityCurve:
-    """Replaced mass and KL of the rows that replaced any, baselines left out.
+    """Replaced mass and KL of the rows that replaced any.
 
     Of rows with the same mass the greatest KL counts. Raises UsageError where no row replaced any.
     """
     points: dict[float, float] = {}
     for row in report.rows:
-        if row.comparison is None or not row.moved_share or not _is_safe(row.setting):
+        if row.comparison is None or not row.moved_share:
             continue
         points[row.moved_share] = max(points.get(row.moved_share, 0.0), row.comparison.kl.mean)
     if not points:
@@ -64,11 +62,3 @@ def keep_curve(path: Path, curve: QualityCurve) -> None:
     """Puts a curve in the place of the one that a calibration's buddies have, if any. Raises what
     reading and writing a calibration do."""
     Calibration.load(path).with_curve(curve).save(path)
-
-
-def _is_safe(setting: QualitySetting) -> bool:
-    try:
-        check_safe(setting.policy, setting.policy_options)
-    except UsageError:
-        return False
-    return True

@@ -104,7 +104,7 @@ def opening_options(
         group,
         key=lambda setting: (
             substitutes(setting.policy, setting.policy_options),
-            asks_scores(setting.policy, setting.policy_options),
+            asks_scores(setting.policy),
         ),
     )
     options = {**shared, **group[0].options}

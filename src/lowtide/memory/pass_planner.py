@@ -12,7 +12,6 @@ from lowtide.memory.chunking import (
     TILE_ROWS,
     Counts,
     LogitNeeds,
-    bucket,
     num_tiles,
     one_more,
 )
@@ -68,17 +67,6 @@ class PassPlanner:
                 self._plans.clear()
             self._plans[key] = self._search(*key)
         return self._plans[key]
-
-    def plan_step(
-        self,
-        counts: Counts,
-        max_masked: int,
-        free_bytes: int,
-        range_bytes: int | None = None,
-    ) -> PassPlan:
-        """`plan` for a step of requests that began with `max_masked` masks: one of a few."""
-        masked = bucket(counts.logit_rows, max_masked)
-        return self.plan(counts._replace(logit_rows=masked), free_bytes, range_bytes)
 
     def held(self, plan: PassPlan) -> tuple[tuple[str, int], ...]:
         """What a plan needs memory for, by name, with its bytes."""

@@ -51,12 +51,6 @@ def makespan(price: Prices, mask: BoolArray) -> float:
     return max(float(price.device_s[mask].sum()), float(price.host_s[~mask].sum()))
 
 
-def is_on_device(demand: Demand, assignment: Assignment) -> BoolArray:
-    """Per activated expert: whether `assignment` leaves it to the device."""
-    mask: BoolArray = np.isin(demand.experts, assignment.host, invert=True)
-    return mask
-
-
 def divide(demand: Demand, mask: BoolArray) -> Assignment:
     """The experts under `mask` [num_activated] to the device, the others to the host."""
     experts = demand.experts

@@ -1,30 +1,29 @@
 """Which experts may stand in for which, by what a calibration saw of a router (BuddyMoE, 3.2, 3.3).
 
-    lists = profile.lists(BuddyRule(alpha=0.95, k_max=16))
-    lists.ids[layer, expert, : lists.lengths[layer, expert]]  # best buddy first
+    lists = profile.lists(alpha=0.95, k_max=16)
+    lists[layer, expert]  # buddies, best first, then -1
 
-Counts are kept, lists are made of them when a rule is known: `alpha` and `k_max` may be chosen
-again without another calibration. Knows nothing of files and residents.
+Counts are kept, lists are made of them when they are asked for, so that `alpha` and `k_max` are
+options of a policy. Knows nothing of files and residents.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lowtide.core import FloatArray, IntArray, WeightArray
 from lowtide.errors import UsageError
-from lowtide.policies.buddy_lists import (
-    SMOOTHING,
-    BuddyLists,
-    BuddyRule,
-    Ranking,
-    fitted_alphas,
-    lists_of,
-)
+
+SMOOTHING = 1.0
+"""Laplace's: added to the co-activations of every pair. The paper names no value."""
+DEFAULT_ALPHA = 0.95
+DEFAULT_K_MAX = 16
+MAX_K_MAX = 64
+"""Beyond the paper's 5 to 20, and a list that long is no list of buddies."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -68,13 +67,6 @@ class QualityCurve:
         share = (max_kl - low) / (high - low)
         return float(mass[above - 1] + share * (mass[above] - mass[above - 1]))
 
-    def kl_of(self, mass: float) -> float:
-        """The estimate for a mass; infinite beyond what was measured."""
-        if mass > self.mass[-1]:
-            return float(np.inf)
-        kl = np.maximum.accumulate(np.concatenate([[0.0], self.kl]))
-        return float(np.interp(mass, np.concatenate([[0.0], self.mass]), kl))
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BuddyProfile:
@@ -88,20 +80,13 @@ class BuddyProfile:
     num_tokens: int  # rows that were routed, each by every layer
     activations: IntArray  # [layers, experts] A(i): tokens that chose i
     together: IntArray  # [layers, experts, experts] M(i, j): tokens that chose both; M(i, i) = 0
-    together_weight: WeightArray  # the same, each token by the smaller of its two weights
     # [layers, tokens, k] weights of an even sample of tokens, descending and summing to 1
     sample: WeightArray
-    # [layers, experts, experts] mean cosine of two experts' outputs on the same inputs
-    output_similarity: WeightArray | None = None
-    weight_similarity: WeightArray | None = None  # the same of their weights
-    rule: BuddyRule = field(default_factory=BuddyRule)  # that the calibration was asked for
     curve: QualityCurve | None = None  # what `lowtide quality` measured
 
     def __post_init__(self) -> None:
         _check_shapes(self)
         _check_counts(self)
-        self.rule.check(self.num_layers)
-        self.similarity(self.rule.ranking)
 
     @property
     def num_layers(self) -> int:
@@ -124,57 +109,49 @@ class BuddyProfile:
                 "delete it or give another --calibration, and run lowtide calibrate --buddies."
             )
 
-    def lists(self, rule: BuddyRule | None = None) -> BuddyLists:
-        """The buddies of every expert by a rule, or by the calibration's.
+    def lists(self, alpha: float = DEFAULT_ALPHA, k_max: int = DEFAULT_K_MAX) -> NDArray[np.int32]:
+        """The buddies of every expert, best first, -1 behind the last. [layers, experts, length]
 
-        Raises UsageError for a rule that cannot be, or that ranks by what was not measured.
+        The paper's cumulative frequency threshold (CFT, Eqs. 5 and 6): the shortest prefix of an
+        expert's peers, sorted by q, that covers a share alpha of its co-activations, cut at
+        `k_max`. An expert that the calibration never saw has none.
         """
-        rule = rule or self.rule
-        return lists_of(self.q(rule.ranking, rule.smoothing), rule, self.similarity(rule.ranking))
+        peers, lengths = self._prefixes(alpha)
+        width = min(k_max, peers.shape[2])
+        is_listed = np.arange(width) < lengths[:, :, None]
+        return np.where(is_listed, peers[:, :, :width], -1).astype(np.int32)
 
-    def q(
-        self, ranking: Ranking = Ranking.CO_ACTIVATION, smoothing: float = SMOOTHING
-    ) -> FloatArray:
-        """q(j|i) as [layers, i, j] (Eq. 4), smoothed; rows of experts never seen are 0.
+    def peers_that_cover(self, alpha: float) -> IntArray:
+        """How many peers of every expert cover a share alpha, before lists are cut.
 
-        By weight for `Ranking.WEIGHTED`, where smoothing adds so many co-activations of the
-        layer's mean weight; by number for all others.
+        [layers, experts]
         """
-        counts = self.together.astype(np.float64)
-        if ranking is Ranking.WEIGHTED:
-            pairs = counts.sum(axis=(1, 2))
-            counts = self.together_weight.astype(np.float64)
-            smoothing = smoothing * (counts.sum(axis=(1, 2)) / pairs)[:, None, None]
-        smoothed = (counts + smoothing) * ~np.eye(self.num_experts, dtype=bool)
+        return self._prefixes(alpha)[1]
+
+    def _prefixes(self, alpha: float) -> tuple[IntArray, IntArray]:
+        """Peers sorted by q, ties by id [layers, experts, experts - 1]; how many reach alpha."""
+        q = self.q()
+        masked = np.where(np.eye(self.num_experts, dtype=bool), -1.0, q)
+        peers = np.argsort(-masked, axis=2, kind="stable")[:, :, :-1]
+        covered = np.take_along_axis(q, peers, 2).cumsum(axis=2)
+        total = covered[:, :, -1:]
+        # A share of the total as it was summed, so that the last peer covers exactly all of it.
+        reaches = covered >= alpha * total
+        return peers, np.where(total[:, :, 0] > 0, reaches.argmax(axis=2) + 1, 0)
+
+    def q(self, smoothing: float = SMOOTHING) -> FloatArray:
+        """q(j|i) as [layers, i, j] (Eq. 4), smoothed; rows of experts never seen are 0."""
+        smoothed = (self.together.astype(np.float64) + smoothing) * ~np.eye(
+            self.num_experts, dtype=bool
+        )
         smoothed = smoothed * (self.activations > 0)[:, :, None]
         total = smoothed.sum(axis=2, keepdims=True)
         q: FloatArray = np.divide(smoothed, total, out=np.zeros_like(smoothed), where=total > 0)
         return q
 
-    def similarity(self, ranking: Ranking) -> WeightArray | None:
-        """What sorts lists again under this ranking, if anything. Raises UsageError where that was
-        not measured."""
-        measured = {
-            Ranking.OUTPUTS: self.output_similarity,
-            Ranking.WEIGHTS: self.weight_similarity,
-        }
-        if ranking in measured and measured[ranking] is None:
-            raise UsageError(
-                f"This profile cannot rank by {ranking.value}, which was not measured; run lowtide "
-                f"calibrate --buddies --similarity {ranking.value}."
-            )
-        return measured.get(ranking)
-
-    def fitted_to(self, list_size: float, rule: BuddyRule) -> BuddyRule:
-        """The rule with each layer's greatest alpha whose lists have `list_size` buddies in the
-        mean, at most, before they are cut. Raises UsageError for a size that cannot be."""
-        return replace(rule, alpha=fitted_alphas(self.q(rule.ranking, rule.smoothing), list_size))
-
-    def entropy_threshold(self, percentile: float, temperature: float = 1.0) -> FloatArray:
+    def entropy_threshold(self, percentile: float) -> FloatArray:
         """The TAE (Eq. 1) below which so many percent of the sample's tokens lie. [layers]"""
-        if not 0 <= percentile <= 100:
-            raise UsageError(f"A percentile is from 0 to 100, not {percentile:g}.")
-        return np.percentile(token_entropy(self.sample, temperature), percentile, axis=1)
+        return np.percentile(token_entropy(self.sample), percentile, axis=1)
 
     def concentration(self) -> FloatArray:
         """How few peers an expert's co-activations fall on. [layers]
@@ -182,7 +159,8 @@ class BuddyProfile:
         1 - H(q(.|i)) / log(experts - 1), without smoothing, in the mean over experts weighed by
         their co-activations: 0 where all peers are alike, 1 where each expert has one.
         """
-        return self._mean_of_experts(1 - _shannon(self._plain_q()) / np.log(self.num_experts - 1))
+        plain = self.q(smoothing=0.0)
+        return self._mean_of_experts(1 - _shannon(plain) / np.log(self.num_experts - 1))
 
     def affinity(self) -> FloatArray:
         """What co-activation says beyond popularity, in nats. [layers]
@@ -194,12 +172,14 @@ class BuddyProfile:
         popularity = self.activations / self.activations.sum(axis=1, keepdims=True)
         expected = popularity[:, None, :] * ~np.eye(self.num_experts, dtype=bool)
         expected = expected / expected.sum(axis=2, keepdims=True).clip(min=1e-300)
-        q = self._plain_q()
+        q = self.q(smoothing=0.0)
         ratio = np.divide(q, expected, out=np.ones_like(q), where=(q > 0) & (expected > 0))
         return self._mean_of_experts((q * np.log(ratio)).sum(axis=2))
 
-    def _plain_q(self) -> FloatArray:
-        return self.q(smoothing=0.0)
+    def top_peers(self, num_peers: int) -> FloatArray:
+        """Share of an expert's co-activations with its foremost peers. [layers]"""
+        q = -np.sort(-self.q(smoothing=0.0), axis=2)[:, :, :num_peers].sum(axis=2)
+        return self._mean_of_experts(q)
 
     def _mean_of_experts(self, values: FloatArray) -> FloatArray:
         """[layers, experts] -> [layers], each expert by its co-activations."""
@@ -208,17 +188,14 @@ class BuddyProfile:
         return mean
 
 
-def token_entropy(weights: NDArray[np.floating], temperature: float = 1.0) -> FloatArray:
+def token_entropy(weights: NDArray[np.floating]) -> FloatArray:
     """Token activating entropy (TAE, Eq. 1) of each token, in [0, 1].
 
-    weights [..., k]: of a token's chosen experts, not negative, of any positive sum; p is
-    weights^(1/temperature), summing to 1. One expert per token has no entropy. Raises UsageError
-    for a temperature that is not above 0.
+    weights [..., k]: of a token's chosen experts, not negative, of any positive sum. One expert
+    per token has no entropy.
     """
-    if not 0 < temperature < np.inf:
-        raise UsageError(f"temperature must be above 0, not {temperature:g}.")
     p = weights.astype(np.float64)
-    p = (p / p.max(axis=-1, keepdims=True)) ** (1 / temperature)
+    p = p / p.max(axis=-1, keepdims=True)
     share: FloatArray = _shannon(p / p.sum(axis=-1, keepdims=True)) / np.log(max(2, p.shape[-1]))
     return share.clip(0, 1)  # rounding may add a little
 
@@ -240,17 +217,13 @@ def _check_shapes(profile: BuddyProfile) -> None:
             f"Buddies are experts that a token chooses together, and this router chooses {k} "
             "per token."
         )
-    pairs = (layers, experts, experts)
-    shapes: Sequence[tuple[str, NDArray[np.generic] | None, tuple[int, ...]]] = (
+    shapes: Sequence[tuple[str, NDArray[np.generic], tuple[int, ...]]] = (
         ("activations", profile.activations, (layers, experts)),
-        ("together", profile.together, pairs),
-        ("together_weight", profile.together_weight, pairs),
-        ("output_similarity", profile.output_similarity, pairs),
-        ("weight_similarity", profile.weight_similarity, pairs),
+        ("together", profile.together, (layers, experts, experts)),
         ("sample", profile.sample, (layers, max(1, profile.sample.shape[1]), k)),
     )
     for name, array, shape in shapes:
-        if array is not None and array.shape != shape:
+        if array.shape != shape:
             raise UsageError(f"A buddy profile's {name} has shape {array.shape}, not {shape}.")
 
 
@@ -269,8 +242,6 @@ def _check_counts(profile: BuddyProfile) -> None:
         and not np.diagonal(profile.together, axis1=1, axis2=2).any()
         and (profile.together >= 0).all()
         and (profile.together.sum(axis=2) == (k - 1) * profile.activations).all()
-        and (profile.together_weight >= 0).all()
-        and (profile.together_weight <= profile.together).all()
     )
     if not is_counted:
         raise UsageError(

@@ -6,88 +6,60 @@ Its options, what they stand for, and how the miss policy is made of them and of
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
 
-from lowtide.config import parse_size
+import numpy as np
+
+from lowtide.buddies import BuddyTwins, LayerRules, PassAccount
+from lowtide.core import Facts, RoutedTokens, RowKind
 from lowtide.errors import UsageError
-from lowtide.policies.buddy_gates import Gates, Psi
-from lowtide.policies.buddy_lists import MAX_K_MAX, BuddyLists
-from lowtide.policies.buddy_profile import BuddyProfile
-from lowtide.policies.buddy_search import UNBOUNDED
-from lowtide.policies.late import Late
-from lowtide.policies.miss import Buddy, CachePrior, Drop, RandomBuddy, Rho
+from lowtide.policies.assignment import Assign
+from lowtide.policies.buddy_profile import (
+    DEFAULT_ALPHA,
+    DEFAULT_K_MAX,
+    MAX_K_MAX,
+    BuddyProfile,
+)
+from lowtide.policies.late import waits_of
+from lowtide.policies.plain_buddies import PlainBuddies
 from lowtide.policies.recipe import PolicyOption, Recipe, Setting, switch
-from lowtide.policies.substitution import Substitution
+from lowtide.policies.substitution import CountedSubstitution
 
 NAME = "buddymoe"
-
-
-@dataclass(frozen=True, slots=True)
-class Fitted:
-    """An alpha for each layer, so that its lists have so many buddies in the mean."""
-
-    list_size: float
-
-
-@dataclass(frozen=True, slots=True)
-class StepBytes:
-    """A `beta` from a transfer budget: bytes that a pass may read or fetch."""
-
-    num_bytes: int
-
-
-def _read_alpha(text: str) -> tuple[float, ...] | Fitted:
-    """A value for each layer, or the size that lists are to have."""
-    kind, colon, size = text.partition(":")
-    if colon and kind == "fit":
-        return Fitted(float(size))
-    if "," not in text:
-        raise ValueError(text)
-    return tuple(float(value) for value in text.split(","))
-
-
-def _read_beta(text: str) -> StepBytes:
-    if not text.endswith("B"):
-        raise ValueError(text)
-    return StepBytes(parse_size(text, 0))
-
+_UNBOUNDED = 1 << 30
+"""Substitutions of a token where nothing limits them."""
 
 MISS = PolicyOption(
     "miss",
     "what becomes of tokens whose experts are absent",
     "wait",
-    words={name: name for name in ("buddy", "late", "wait", "random", "drop", "cache-prior")},
+    words={name: name for name in ("buddy", "late", "wait")},
 )
-ALPHA: PolicyOption[float | tuple[float, ...] | Fitted | None] = PolicyOption(
+ALPHA = PolicyOption(
     "alpha",
-    "share of an expert's co-activations that its buddies cover; as calibrated unless given",
-    None,
+    "share of an expert's co-activations that its buddies cover",
+    DEFAULT_ALPHA,
     0,
     1,
     is_whole=False,
     is_above_low=True,
-    reads=("one for each layer (0.9,0.95,...), fit:SIZE", _read_alpha),
 )
-K_MAX: PolicyOption[int | None] = PolicyOption(
-    "k_max", "buddies of an expert, at most; as calibrated unless given", None, 1, MAX_K_MAX
-)
-RHO: PolicyOption[int | Rho] = PolicyOption(
+K_MAX = PolicyOption("k_max", "buddies of an expert, at most", DEFAULT_K_MAX, 1, MAX_K_MAX)
+RHO: PolicyOption[int | None] = PolicyOption(
     "rho",
     "substitutions of a token in a layer, at most",
-    Rho(),
+    None,
     0,
     MAX_K_MAX,
-    {"half": Rho(), "none": Rho(UNBOUNDED)},
+    {"half": None, "none": _UNBOUNDED},
 )
-BETA: PolicyOption[float | StepBytes | None] = PolicyOption(
+BETA: PolicyOption[float | None] = PolicyOption(
     "beta",
-    "share of absent experts from which a layer's substitution is bypassed; or bytes of a pass",
+    "share of absent experts from which a layer's substitution is bypassed",
     None,
     0,
     1,
     {"off": None},
     is_whole=False,
-    reads=("bytes of a pass (64MiB)", _read_beta),
 )
 TAE: PolicyOption[float | None] = PolicyOption(
     "tae",
@@ -98,9 +70,6 @@ TAE: PolicyOption[float | None] = PolicyOption(
     {"off": None},
     is_whole=False,
 )
-TEMPERATURE = PolicyOption(
-    "temperature", "of the entropy's probabilities", 1.0, 0, 100, is_whole=False, is_above_low=True
-)
 MARGIN: PolicyOption[float | None] = PolicyOption(
     "margin",
     "tokens whose best expert leads by this much keep their experts",
@@ -110,10 +79,6 @@ MARGIN: PolicyOption[float | None] = PolicyOption(
     {"off": None},
     is_whole=False,
 )
-SEARCH_RANK: PolicyOption[int | None] = PolicyOption(
-    "search_rank", "how far down a list to look", None, 1, MAX_K_MAX, {"all": None}
-)
-ETA = PolicyOption("eta", "what a buddy's own router logit counts", 0.0, 0, 100, is_whole=False)
 MAX_KL: PolicyOption[float | None] = PolicyOption(
     "max_kl",
     "estimated KL of a token in nats, at most; bounds the mass by the profile's curve",
@@ -132,32 +97,38 @@ MAX_MASS: PolicyOption[float | None] = PolicyOption(
     {"off": None},
     is_whole=False,
 )
-PRIOR = PolicyOption(
-    "prior", "what cache-prior adds to residents' logits", 1.0, 0, 1e6, is_whole=False
-)
 IN_PREFILL = switch("in_prefill", "whether rows of prompts may be touched")
 IN_COMMIT = switch("in_commit", "whether rows that cache final tokens of a block may be touched")
 _OWN: tuple[PolicyOption[object], ...] = (
-    *(MISS, ALPHA, K_MAX, RHO, BETA, TAE, TEMPERATURE, MARGIN, SEARCH_RANK, ETA),
-    *(MAX_KL, MAX_MASS, PRIOR, IN_PREFILL, IN_COMMIT),
+    *(MISS, ALPHA, K_MAX, RHO, BETA, TAE, MARGIN, MAX_KL, MAX_MASS, IN_PREFILL, IN_COMMIT),
 )
 
-_LISTED = ("buddy", "late")
-_READ_BY = {
-    **{one.name: _LISTED for one in (ALPHA, K_MAX, SEARCH_RANK, ETA)},
-    RHO.name: (*_LISTED, "random", "drop"),
-    PRIOR.name: ("cache-prior",),
-}
-"""Options that not every way with absent experts looks at."""
 
-_UNSAFE = ("random", "drop", "cache-prior")
+class Buddies(CountedSubstitution):
+    """BuddyMoE: an absent expert's first buddy that is here takes its place and its weight.
+
+    rules: of each layer. assign: where given, only experts that come too late are replaced
+    (`policies/late.py`); it says who would compute what if none were.
+    """
+
+    def __init__(
+        self, rules: Sequence[LayerRules], twins: BuddyTwins, assign: Assign | None = None
+    ) -> None:
+        self._layers = [twins.of_layer(one) for one in rules]
+        self._assign = assign
+
+    def counted(self, facts: Facts, account: PassAccount) -> RoutedTokens | None:
+        waits = None
+        if self._assign is not None and not facts.demand.is_resident.all():
+            waits = waits_of(facts, self._assign)
+        return self._layers[facts.layer](facts, account, waits)
 
 
 def over(bases: Mapping[str, Recipe]) -> Recipe:
     """The preset, over any of `bases`, by the option `placement`."""
-    names = {name: name for name in bases if name != "resident"}
+    words = {name: name for name in bases if name != "resident"}
     placement = PolicyOption(
-        "placement", "the preset that places, assigns and prefetches", "lowtide", words=names
+        "placement", "the preset that places, assigns and prefetches", "lowtide", words=words
     )
 
     def base(setting: Setting) -> Recipe:
@@ -166,8 +137,7 @@ def over(bases: Mapping[str, Recipe]) -> Recipe:
     def contradiction(options: Mapping[str, object]) -> str | None:
         name = str(options.get(placement.name, placement.default))
         others = [option.name for option in bases[name].options]
-        stray = _stray({placement.name, *others}, options, f"placement={name}", others)
-        return stray or _unread(options)
+        return _stray({placement.name, *others}, options, f"placement={name}", others)
 
     borrowed = {option.name: option for made in bases.values() for option in made.options}
     return Recipe(
@@ -184,40 +154,50 @@ def over(bases: Mapping[str, Recipe]) -> Recipe:
         substitution=lambda s: miss_policy(s, base(s)),
         substitutes=lambda options: options.get(MISS.name, MISS.default) != "wait",
         max_mass=max_mass,
-        asks_scores=_asks_scores,
-        unsafe=_unsafe,
         contradiction=contradiction,
     )
 
 
-def miss_policy(setting: Setting, base: Recipe) -> Substitution | None:
+def miss_policy(setting: Setting, base: Recipe) -> Buddies | None:
     """What the option `miss` says, or nothing where nothing could be replaced.
 
-    Raises UsageError for options that contradict the profile, or want one where there is none.
+    Raises UsageError for options that want a profile where there is none, or another model's.
     """
-    miss, rho = MISS.of(setting), _rho(setting)
-    profile = setting.buddies
+    miss, profile = MISS.of(setting), setting.buddies
     if profile is not None:
         _check_profile(profile, setting)
-    if miss == "wait" or rho.num_experts == 0:
+    if miss == "wait" or RHO.of(setting) == 0:
         return None
-    gates = _gates(setting)
-    if miss == "random":
-        return RandomBuddy(gates, rho, setting.seed)
-    if miss == "drop":
-        return Drop(gates, rho)
-    if miss == "cache-prior":
-        if setting.weighing is None:
-            raise UsageError("miss=cache-prior needs a model: traces hold no router's logits.")
-        return CachePrior(gates, PRIOR.of(setting), setting.weighing)
-    lists = _lists(setting)
-    rank = _search_rank(setting, lists)
-    psi = Psi(ETA.of(setting))
-    if miss == "late":
-        return Late(lists, gates, psi, rho, base.assignment(setting), rank, setting.twins)
-    beta = BETA.of(setting)
-    step_bytes = beta.num_bytes if isinstance(beta, StepBytes) else None
-    return Buddy(lists, gates, psi, rho, rank, step_bytes, setting.twins)
+    if profile is None:
+        raise UsageError(
+            f"Policy {NAME!r} with miss={miss} needs a buddy profile and there is none for this "
+            "model: run lowtide calibrate --buddies first."
+        )
+    assign = base.assignment(setting) if miss == "late" else None
+    return Buddies(layer_rules(setting, profile), setting.twins or PlainBuddies(), assign)
+
+
+def layer_rules(setting: Setting, profile: BuddyProfile) -> list[LayerRules]:
+    """The options, layer by layer."""
+    tae, margin, beta = TAE.of(setting), MARGIN.of(setting), BETA.of(setting)
+    entropies = np.full(setting.num_layers, -1.0) if tae is None else profile.entropy_threshold(tae)
+    rho = RHO.of(setting)
+    is_exact = {
+        RowKind.PROMPT: not IN_PREFILL.of(setting),
+        RowKind.COMMIT: not IN_COMMIT.of(setting),
+    }
+    return [
+        LayerRules(
+            layer,
+            lists,
+            max(1, profile.num_experts_per_token // 2) if rho is None else rho,
+            sum(1 << kind for kind, is_so in is_exact.items() if is_so),
+            float(entropies[layer]),
+            np.inf if margin is None else margin,
+            np.inf if beta is None else beta,
+        )
+        for layer, lists in enumerate(profile.lists(ALPHA.of(setting), K_MAX.of(setting)))
+    ]
 
 
 def max_mass(setting: Setting) -> float | None:
@@ -238,60 +218,6 @@ def max_mass(setting: Setting) -> float | None:
     estimated = curve.max_mass(max_kl)
     is_given = MAX_MASS.name in setting.options
     return min(mass, estimated) if is_given and mass is not None else estimated
-
-
-def _gates(setting: Setting) -> Gates:
-    tae, beta = TAE.of(setting), BETA.of(setting)
-    entropies = None
-    if tae is not None:
-        profile = _profile(setting, "tae")
-        entropies = profile.entropy_threshold(tae, TEMPERATURE.of(setting))
-    return Gates(
-        entropies,
-        TEMPERATURE.of(setting),
-        MARGIN.of(setting),
-        None if isinstance(beta, StepBytes) else beta,
-        IN_PREFILL.of(setting),
-        IN_COMMIT.of(setting),
-    )
-
-
-def _lists(setting: Setting) -> BuddyLists:
-    profile = _profile(setting, f"miss={MISS.of(setting)}")
-    rule, alpha, k_max = profile.rule, ALPHA.of(setting), K_MAX.of(setting)
-    if k_max is not None:
-        rule = replace(rule, k_max=k_max)
-    if isinstance(alpha, Fitted):
-        rule = profile.fitted_to(alpha.list_size, rule)
-    elif alpha is not None:
-        rule = replace(rule, alpha=alpha)
-    return profile.lists(rule)
-
-
-def _search_rank(setting: Setting, lists: BuddyLists) -> int:
-    rank, longest = SEARCH_RANK.of(setting), int(lists.lengths.max())
-    if rank is None:
-        return UNBOUNDED
-    if rank > longest:
-        raise UsageError(
-            f"search_rank {rank} is beyond the lists, of which the longest has {longest} buddies; "
-            "lower it, or raise alpha or k_max."
-        )
-    return rank
-
-
-def _rho(setting: Setting) -> Rho:
-    rho = RHO.of(setting)
-    return rho if isinstance(rho, Rho) else Rho(rho)
-
-
-def _profile(setting: Setting, what: str) -> BuddyProfile:
-    if setting.buddies is None:
-        raise UsageError(
-            f"Policy {NAME!r} with {what} needs a buddy profile and there is none for this model: "
-            "run lowtide calibrate --buddies first."
-        )
-    return setting.buddies
 
 
 def _check_profile(profile: BuddyProfile, setting: Setting) -> None:
@@ -315,34 +241,3 @@ def _stray(
                 f"{', '.join(others) or 'none'}."
             )
     return None
-
-
-def _unread(options: Mapping[str, object]) -> str | None:
-    """What to say of an option that this way with absent experts never looks at.
-
-    `wait` looks at none, and takes all: it is what others are compared with.
-    """
-    miss = options.get(MISS.name, MISS.default)
-    for option, ways in _READ_BY.items():
-        if miss != MISS.default and option in options and miss not in ways:
-            return (
-                f"miss={miss} has no use for {option}, which is for "
-                f"{' and '.join(f'miss={way}' for way in ways)}; leave it out."
-            )
-    if miss != MISS.default and TEMPERATURE.name in options and options.get(TAE.name) is None:
-        return "temperature is that of tae's entropies; give tae a percentile, or leave it out."
-    if miss not in (MISS.default, "buddy") and isinstance(options.get(BETA.name), StepBytes):
-        return (
-            f"beta in bytes of a pass is for miss=buddy alone; give miss={miss} a share from 0 to "
-            "1, or leave it out."
-        )
-    return None
-
-
-def _asks_scores(options: Mapping[str, object]) -> bool:
-    return options.get(MISS.name) == "cache-prior" or bool(options.get(ETA.name, 0))
-
-
-def _unsafe(options: Mapping[str, object]) -> str | None:
-    miss = options.get(MISS.name)
-    return f"miss={miss}" if miss in _UNSAFE else None

@@ -18,7 +18,7 @@ from lowtide.policies.prefetch import Prefetch
 from lowtide.policies.ranks import Ranks, admit, of_those
 from lowtide.policies.readmission import Readmission
 from lowtide.policies.receipt import Receipts
-from lowtide.policies.substitution import CountedSubstitution, Substitution, check_substituted
+from lowtide.policies.substitution import CountedSubstitution, Substitution
 
 
 class Decision(NamedTuple):
@@ -54,7 +54,7 @@ class Policies:
     capacity: IntArray
     costs: Costs
     waits: bool = False
-    substitution: Substitution | None = None
+    substitution: Substitution | CountedSubstitution | None = None
     receipts: Receipts | None = None
     readmission: Readmission | None = None
     asks_routing: bool = False
@@ -78,19 +78,15 @@ class Policies:
         Raises InternalError for a substitution's answer that cannot be run.
         """
         asked = facts.routing
-        if self.substitution is None or asked is None:
+        if self.substitution is None or self.receipts is None or asked is None:
             return None
-        if self.receipts is not None and isinstance(self.substitution, CountedSubstitution):
+        if isinstance(self.substitution, CountedSubstitution):
             return self.substitution.counted(facts, self.receipts.account(facts, asked))
-        left = None if self.receipts is None else self.receipts.route(facts, asked)
-        if np.count_nonzero(facts.demand.is_resident) == len(facts.demand.experts):
+        left = self.receipts.route(facts, asked)
+        if facts.demand.is_resident.all():
             return None
-        answer = self.substitution(facts if left is None else facts._replace(left=left))
-        if answer is None:
-            return None
-        if self.receipts is None:
-            check_substituted(answer, asked, len(facts.is_kept))
-        else:
+        answer = self.substitution(facts._replace(left=left))
+        if answer is not None:
             self.receipts.substitute(facts, asked, answer)
         return answer
 

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from lowtide.core import FloatArray, IntArray
-from lowtide.errors import UsageError
 from lowtide.policies.recipe import Setting
 from lowtide.policies.split import least_s
 
@@ -48,22 +47,15 @@ def use_of(load: IntArray) -> FloatArray:
     return use
 
 
-def layer_budgets(frequency: FloatArray, total: int, least: int = 0) -> IntArray:
+def layer_budgets(frequency: FloatArray, total: int) -> IntArray:
     """Residents per layer, `total` in all, where they do most: by marginal benefit.
 
     frequency [layers, experts]: what an expert's residency is worth, in any one unit; the best
     `total` experts of the whole model are counted by layer. Equal worth goes round the layers,
-    the next best expert of each in turn. Every layer gets `least`. Raises UsageError when that
-    does not fit, or `total` exceeds the experts there are. [layers]
+    the next best expert of each in turn. [layers]
     """
     num_layers, num_experts = frequency.shape
-    if not num_layers * least <= total <= num_layers * num_experts or not 0 <= least <= num_experts:
-        raise UsageError(
-            f"{total} residents cannot be spread over {num_layers} layers of {num_experts} "
-            f"experts with at least {least} in each."
-        )
     worth = -np.sort(-frequency, axis=1)  # a layer's marginal benefit of one more resident
-    worth[:, :least] = np.inf
     rank = np.broadcast_to(np.arange(num_experts), worth.shape)
     order = np.lexsort((rank.ravel(), -worth.ravel()))
     budgets: IntArray = np.bincount(order[:total] // num_experts, minlength=num_layers)

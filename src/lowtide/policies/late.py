@@ -1,51 +1,47 @@
-"""Ours: experts are given up only where waiting for them would make the layer take longer.
+"""`miss=late`, ours: which absent experts come too late for their layer.
 
 An expert is late when the cost model has it ready after the residents' computation has ended: the
-layer's deadline. Experts queue for the disk, the link or the host's threads. From each queue as
-many are given up as cannot be ready in time, those of least router mass first, each for all its
-tokens in the pass or for none: one token that needs it has it brought.
+layer's deadline. Experts queue for the disk, the link or the host's threads.
 """
 
 from __future__ import annotations
 
-from lowtide.buddies import BuddyTwins, PassAccount
-from lowtide.core import Facts, RoutedTokens
+import numpy as np
+
+from lowtide.buddies import Waits
+from lowtide.core import Facts, FloatArray
 from lowtide.policies.assignment import Assign
-from lowtide.policies.buddy_gates import Gates, Psi
-from lowtide.policies.buddy_lists import BuddyLists
-from lowtide.policies.buddy_search import UNBOUNDED
-from lowtide.policies.miss import LayerTwins, Rho
-from lowtide.policies.plain_buddies import PlainBuddies
-from lowtide.policies.substitution import CountedSubstitution
-from lowtide.policies.waits import waits_of
+
+_SLACK = 1 + 1e-9
+"""The slack of a deadline, as a factor: sums of the same times in another order differ by less."""
+
+DISK, LINK, THREADS = 1, 2, 3
+"""What `Waits.queue_of` has."""
 
 
-class Late(CountedSubstitution):
-    """Gives up the late experts whose every token may have a buddy in their place."""
+def waits_of(facts: Facts, assign: Assign) -> Waits:
+    """What absent experts wait for, until the residents' computation has ended.
 
-    def __init__(
-        self,
-        lists: BuddyLists,
-        gates: Gates,
-        psi: Psi,
-        rho: Rho,
-        assign: Assign,
-        search_rank: int = UNBOUNDED,
-        twins: BuddyTwins | None = None,
-    ) -> None:
-        """assign: who would compute what if none were given up, beside a device."""
-        self._layers = LayerTwins(lists, gates, psi, rho, search_rank, twins)
-        self._assign = assign
-        balance = (PlainBuddies() if twins is None else twins).balance()
-        self._is_balanced = isinstance(assign, type(balance))
+    The host alone reads what is absent. Beside a device `assign` says where each expert would be
+    computed; an expert that the host holds and computes in time is not late.
+    """
+    costs, demand = facts.costs, facts.demand
+    if not facts.has_idle_link:  # no device
+        deadline_s = _end_s(costs.device_s(demand.num_tokens[demand.is_resident])) * _SLACK
+        return Waits(None, (0.0, 0.0), (costs.fetch_s, 0.0), None, deadline_s)
+    assignment = assign(facts)
+    tokens_of = np.zeros(len(facts.is_kept), np.int64)
+    tokens_of[demand.experts] = demand.num_tokens
+    deadline_s = _end_s(costs.device_s(tokens_of[assignment.resident])) * _SLACK
+    queue_of = np.zeros(len(tokens_of), np.uint8)
+    queue_of[assignment.fetch] = LINK
+    queue_of[assignment.host] = THREADS
+    if facts.is_at_host is not None:
+        queue_of[~facts.is_at_host] = DISK
+    each_s = costs.disk_read_s, costs.link_s
+    return Waits(queue_of, (0.0, facts.link_s), each_s, costs.host_s(tokens_of), deadline_s)
 
-    def counted(self, facts: Facts, account: PassAccount | None) -> RoutedTokens | None:
-        if facts.routing is None:
-            return None
-        layer = self._layers.of(facts.layer)
-        state = self._layers.state(facts, facts.routing, account)
-        if not facts.has_idle_link:
-            return layer.give_up_late_alone(state, facts)
-        if self._is_balanced:
-            return layer.give_up_late_beside(state, facts)
-        return layer.give_up_late(state, waits_of(facts, self._assign))
+
+def _end_s(seconds: FloatArray) -> float:
+    """One after the other, summed in order."""
+    return float(seconds.cumsum()[-1]) if len(seconds) else 0.0

@@ -16,7 +16,6 @@ import numpy as np
 from numpy.random import default_rng
 
 from lowtide.core import BoolArray, Demand, Facts, FloatArray, IntArray, Moves, Step, StepKind
-from lowtide.errors import UsageError
 from lowtide.policies.online_tau import OnlineTau, interval
 from lowtide.policies.ranks import Ranks, bump, choose
 
@@ -222,8 +221,6 @@ class ScoreCache(Placement):
     """
 
     def __init__(self, capacity: Sequence[int], num_experts: int, alpha: float = 0.5) -> None:
-        if not 0.0 <= alpha <= 1.0:
-            raise UsageError(f"alpha must be a number from 0 to 1, not {alpha}.")
         super().__init__(len(capacity), num_experts)
         self._capacity = capacity
         self._alpha = alpha
@@ -262,10 +259,6 @@ class DaliWindow(Placement):
         u_size: int = 8,
         seed: int = 0,
     ) -> None:
-        if w_size < 1 or u_size < 0:
-            raise UsageError(
-                f"DALI's window needs w_size >= 1 and u_size >= 0, not {w_size}, {u_size}."
-            )
         super().__init__(len(capacity), num_experts)
         draw = default_rng(seed)
         self._initial = [np.sort(draw.permutation(num_experts)[:slots]) for slots in capacity]

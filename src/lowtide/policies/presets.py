@@ -62,9 +62,9 @@ def substitutes(name: str, options: Mapping[str, str]) -> bool:
     return CATALOGUE[name].substitutes(parse_options(name, options))
 
 
-def asks_scores(name: str, options: Mapping[str, str]) -> bool:
-    """Whether a policy with these options wants the router's scores in its facts."""
-    return name in CATALOGUE and CATALOGUE[name].asks_scores(parse_options(name, options))
+def asks_scores(name: str) -> bool:
+    """Whether a policy wants the router's scores in its facts."""
+    return name in CATALOGUE and CATALOGUE[name].asks_scores
 
 
 def candidates(*, can_fetch: bool = True) -> tuple[str, ...]:
@@ -103,17 +103,6 @@ def _refuse_oracle(name: str) -> None:
         raise UsageError(
             "Policy 'oracle' knows the future: only lowtide simulate has it, as a ceiling; choose "
             "another, such as lowtide."
-        )
-
-
-def check_safe(name: str, options: Mapping[str, str]) -> None:
-    """Raises UsageError for a baseline that makes answers worse."""
-    parsed = parse_options(name, options)
-    baseline = CATALOGUE[name].unsafe(parsed) if name in CATALOGUE else None
-    if baseline is not None:
-        raise UsageError(
-            f"{baseline} is a baseline that makes answers worse for comparisons' sake; ask for it "
-            "with --unsafe (unsafe=True), or choose miss=buddy."
         )
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from lowtide.buddies import BuddyTwins, Masses, PassAccount
 from lowtide.core import Facts, FloatArray, Left, PassRows, RoutedTokens
 from lowtide.policies.plain_buddies import PlainBuddies
-from lowtide.policies.substitution import cannot_run, check_alike
+from lowtide.policies.substitution import check_substituted, replaced
 
 _SLACK = 1e-9
 """The slack of a bound, as a share: sums of the same weights in another order differ by less."""
@@ -91,7 +91,8 @@ class Receipts:
         self._last_layer = num_layers
         self._running: list[_Tally] = []  # of each owner
         self._before: list[tuple[list[int], int]] = []  # their pairs and tokens, as it began
-        self._account = self._twins.of_pass(np.empty(0, np.int64), Masses([], []), 0, None)
+        self._owner = np.empty(0, np.int64)  # [rows] whose each is, as an index of `_running`
+        self._account = self._twins.of_pass(self._owner, Masses([], []), 0, None)
         self._num_rows = 0
 
     def route(self, facts: Facts, routing: RoutedTokens) -> Left | None:
@@ -104,9 +105,8 @@ class Receipts:
 
         Raises InternalError for what cannot be run.
         """
-        check_alike(run, asked)
-        if not self._account.move(facts.layer, asked, run, len(facts.is_kept)):
-            raise cannot_run(run, len(facts.is_kept))
+        check_substituted(run, asked, len(facts.is_kept))
+        self._account.move(facts.layer, asked, run, len(facts.is_kept))
 
     def settle(
         self, asked: RoutedTokens, run: RoutedTokens, expert_bytes: FloatArray, net_bytes: float
@@ -116,24 +116,24 @@ class Receipts:
         expert_bytes [num_experts]: what the replacement of each expert saved by itself, 0 where it
         came anyway; net_bytes: what the layer as a whole did, which requests share by their pairs.
         """
-        saved = self._account.saved(asked, run, expert_bytes)
-        total = sum(saved.shares)
+        is_moved = replaced(asked, run)
+        owners = np.repeat(self._owner, is_moved.sum(axis=1))
+        experts, num_owners = asked.experts[is_moved], len(self._running)
+        num_bytes = expert_bytes[experts]
+        of_pair = num_bytes / np.bincount(experts, minlength=len(expert_bytes))[experts]
+        shares = np.bincount(owners, of_pair, minlength=num_owners).tolist()
+        in_vain = np.bincount(owners[~(num_bytes > 0)], minlength=num_owners).tolist()
+        total = sum(shares)
         scale = net_bytes / total if total else 0.0
-        for tally, share, in_vain in zip(self._running, *saved, strict=True):
+        for tally, share, num_in_vain in zip(self._running, shares, in_vain, strict=True):
             tally.saved_bytes += share * scale
-            tally.num_in_vain += in_vain
+            tally.num_in_vain += num_in_vain
 
     def take(self, request: int) -> Receipt | None:
         """The receipt of a request that has ended; None where nothing was counted of it."""
         self._write_down()
         tally = self._tallies.pop(request, None)
         self._rows, self._last_layer = None, self._num_layers
-        return None if tally is None else tally.receipt()
-
-    def of(self, request: int) -> Receipt | None:
-        """The receipt so far."""
-        self._write_down()
-        tally = self._tallies.get(request)
         return None if tally is None else tally.receipt()
 
     def all(self) -> list[Receipt]:
@@ -170,9 +170,8 @@ class Receipts:
             [tally.moved_mass for tally in self._running],
         )
         self._before = [(tally.substitutions, tally.num_affected) for tally in self._running]
-        self._account = self._twins.of_pass(
-            owner.astype(np.int64), before, self._num_layers, self._share
-        )
+        self._owner = owner.astype(np.int64)
+        self._account = self._twins.of_pass(self._owner, before, self._num_layers, self._share)
         counts = np.bincount(owner, minlength=len(names))
         for tally, count in zip(self._running, counts.tolist(), strict=True):
             tally.num_tokens += count

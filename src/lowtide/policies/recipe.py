@@ -19,13 +19,12 @@ from lowtide.errors import PlanError, UsageError
 from lowtide.policies.assignment import AllHost, Assign, HostAlone
 from lowtide.policies.buddy_profile import BuddyProfile
 from lowtide.policies.decision import Policies
-from lowtide.policies.miss import Weighing
 from lowtide.policies.online_tau import TauChange
 from lowtide.policies.placement import Placement
 from lowtide.policies.prefetch import NoPrefetch, Prefetch
 from lowtide.policies.readmission import Readmission
 from lowtide.policies.receipt import Receipts
-from lowtide.policies.substitution import Substitution
+from lowtide.policies.substitution import CountedSubstitution, Substitution
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -45,9 +44,8 @@ class Setting:
         `moe-lightning` plans for and `lowtide` divides its residents for; without one every
         expert is given one token, and all layers what `capacity` says.
     on_tau_change: is told of an interval that follows the drift.
-    buddies: which experts may stand in for which, from a calibration; weighing: how the router
-        makes weights of its logits; twins: what substitutes, counts and
-        balances beside that, the plain ones by default.
+    buddies: which experts may stand in for which, from a calibration; twins: what substitutes,
+        counts and balances beside that, the plain ones by default.
     """
 
     capacity: Sequence[int]
@@ -60,7 +58,6 @@ class Setting:
     on_tau_change: Callable[[TauChange], None] = lambda change: None
     seed: int = 0
     buddies: BuddyProfile | None = None
-    weighing: Weighing | None = None
     twins: BuddyTwins | None = None
 
     @property
@@ -77,8 +74,7 @@ class PolicyOption(Generic[T_co]):
     """Something about a preset that a user may say: a number in a range, or a word.
 
     words: what each of them stands for; a switch has `true` and `false` and no range. is_whole:
-    whether only whole numbers will do; others may be told to be above `low`. reads: what else may
-    be said, in words, and the reader of it, which raises ValueError for what it is not.
+    whether only whole numbers will do; others may be told to be above `low`.
     """
 
     name: str
@@ -89,7 +85,6 @@ class PolicyOption(Generic[T_co]):
     words: Mapping[str, T_co] = field(default_factory=dict)
     is_whole: bool = True
     is_above_low: bool = False
-    reads: tuple[str, Callable[[str], T_co]] | None = None
 
     def of(self, setting: Setting) -> T_co:
         """The value in force."""
@@ -103,22 +98,16 @@ class PolicyOption(Generic[T_co]):
         is_above = number is not None and (number > self.low or not self.is_above_low)
         if number is not None and is_above and self.low <= number <= self.high:
             return cast(T_co, number)
-        if self.reads is not None:
-            try:
-                return self.reads[1](text)
-            except (ValueError, UsageError):
-                pass  # what may be said is the better answer
         raise UsageError(f"{self.name} must be {self.choices}, not {text!r}.")
 
     @property
     def choices(self) -> str:
         """What may be said, in words."""
-        others = [*self.words] if self.reads is None else [*self.words, self.reads[0]]
         if self.high < self.low:
-            return " or ".join(others)
+            return " or ".join(self.words)
         kind = "a whole number" if self.is_whole else "a number"
         start = "above" if self.is_above_low else "from"
-        return ", or ".join([f"{kind} {start} {self.low:g} to {self.high:.15g}", *others])
+        return ", or ".join([f"{kind} {start} {self.low:g} to {self.high:.15g}", *self.words])
 
 
 def _number(text: str, is_whole: bool) -> float | None:
@@ -153,9 +142,7 @@ class Recipe:
     substitution: what may have other experts run than the router chose, if its setting says so;
     not lossless then. substitutes: whether these options do; max_mass: what bounds it, for each
     request.
-    asks_routing: its policies want each token's experts and weights in their facts, as every
-    substitution does; asks_scores: whether with these options they want its router's scores, too.
-    unsafe: what of these options is for comparisons only, if anything: words are worse for it.
+    asks_scores: its substitution wants the router's scores in its facts, too.
     contradiction: what of these options contradicts another, as a sentence.
     """
 
@@ -171,12 +158,10 @@ class Recipe:
     weighs_moves: bool = False
     is_candidate: bool = False
     is_lossless: bool = True
-    substitution: Callable[[Setting], Substitution | None] | None = None
+    substitution: Callable[[Setting], Substitution | CountedSubstitution | None] | None = None
     substitutes: Callable[[Mapping[str, object]], bool] = lambda options: True
     max_mass: Callable[[Setting], float | None] = lambda setting: None
-    asks_routing: bool = False
-    asks_scores: Callable[[Mapping[str, object]], bool] = lambda options: False
-    unsafe: Callable[[Mapping[str, object]], str | None] = lambda options: None
+    asks_scores: bool = False
     contradiction: Callable[[Mapping[str, object]], str | None] = lambda options: None
 
     def policies(self, setting: Setting) -> Policies:
@@ -201,7 +186,7 @@ class Recipe:
         """Its placement, where the host runs every expert and reads each that is absent."""
         divided = replace(setting, capacity=self.capacity(setting))
         substitution = None if self.substitution is None else self.substitution(setting)
-        asks_scores, receipts, readmission = self.asks_scores(setting.options), None, None
+        receipts, readmission = None, None
         if substitution is not None:
             receipts = Receipts(setting.num_layers, self.max_mass(setting), setting.twins)
             readmission = Readmission(setting.num_layers)
@@ -214,6 +199,6 @@ class Recipe:
             substitution=substitution,
             receipts=receipts,
             readmission=readmission,
-            asks_routing=self.asks_routing or asks_scores or substitution is not None,
-            asks_scores=asks_scores,
+            asks_routing=substitution is not None,
+            asks_scores=self.asks_scores and substitution is not None,
         )

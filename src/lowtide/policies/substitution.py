@@ -7,6 +7,7 @@ router asked for, so that the experts it wants do come.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Protocol
 
 import numpy as np
@@ -36,15 +37,31 @@ class Substitution(Protocol):
         ...
 
 
-class CountedSubstitution:
-    """One that counts what it replaces in the same call: `Receipts` need not."""
+class CountedSubstitution(ABC):
+    """One that tells the account itself, in the call that decides."""
 
-    def __call__(self, facts: Facts) -> RoutedTokens | None:
-        return self.counted(facts, None)
+    @abstractmethod
+    def counted(self, facts: Facts, account: PassAccount) -> RoutedTokens | None:
+        """As `Substitution`, but bounded by the account; asked in every layer."""
 
-    def counted(self, facts: Facts, account: PassAccount | None) -> RoutedTokens | None:
-        """account: in place of `facts.left`; asked where no expert is absent, too."""
-        raise NotImplementedError
+
+def absent_experts(facts: Facts) -> BoolArray:
+    """Experts that are asked for and neither here nor on their way: what there is to save.
+
+    [num_experts]
+    """
+    demand = facts.demand
+    is_absent = ~stand_ins(facts)[demand.experts]
+    if facts.arriving_s is not None:
+        is_absent = is_absent & np.isinf(facts.arriving_s)
+    absent = np.zeros(len(facts.is_kept), np.bool_)
+    absent[demand.experts] = is_absent
+    return absent
+
+
+def stand_ins(facts: Facts) -> BoolArray:
+    """Residents that nothing has to be brought for. [num_experts]"""
+    return facts.is_kept if facts.is_here is None else facts.is_here
 
 
 def in_order(experts: IntArray, weights: WeightArray) -> RoutedTokens:
@@ -57,37 +74,27 @@ def in_order(experts: IntArray, weights: WeightArray) -> RoutedTokens:
 
 def check_substituted(answer: RoutedTokens, asked: RoutedTokens, num_experts: int) -> None:
     """Raises InternalError for an answer that could not be run where `asked` could."""
-    check_alike(answer, asked)
-    if not is_runnable(answer, num_experts):
-        raise cannot_run(answer, num_experts)
-
-
-def check_alike(answer: RoutedTokens, asked: RoutedTokens) -> None:
-    """Raises InternalError for an answer of other shapes or types."""
     for given, wanted in ((answer.experts, asked.experts), (answer.weights, asked.weights)):
         if given.shape != wanted.shape or given.dtype != wanted.dtype:
             raise InternalError(
                 f"A substitution answered {given.dtype} {list(given.shape)} where the router chose "
                 f"{wanted.dtype} {list(wanted.shape)}."
             )
-
-
-def cannot_run(answer: RoutedTokens, num_experts: int) -> InternalError:
-    """Why an answer that is not `is_runnable` cannot be run."""
     experts = answer.experts
     is_known = (experts >= 0) & (experts < num_experts)
     if not is_known.all():
-        return InternalError(
+        raise InternalError(
             f"A substitution answered expert {experts[~is_known][0]}; there are {num_experts}."
         )
     is_wrong = (experts[:, 1:] <= experts[:, :-1]).any(axis=1)
     if is_wrong.any():
         row = int(is_wrong.argmax())
-        return InternalError(
+        raise InternalError(
             f"A substitution gave token {row} the experts {experts[row].tolist()}: ids must "
             "ascend, and no expert may come twice."
         )
-    return InternalError(NOT_FINITE)
+    if not np.isfinite(answer.weights).all():
+        raise InternalError(NOT_FINITE)
 
 
 def is_runnable(answer: RoutedTokens, num_experts: int) -> bool:
@@ -98,19 +105,13 @@ def is_runnable(answer: RoutedTokens, num_experts: int) -> bool:
     return is_known and ascends and bool(np.isfinite(answer.weights).all())
 
 
-def answer_of(
-    routing: RoutedTokens, found: IntArray, left: Left | None, weights: WeightArray | None = None
-) -> RoutedTokens | None:
-    """`found` [tokens, k] in place of the router's choice, as far as the mass allows; None where
-    that is nothing. weights: of the experts found, by default those of the experts replaced."""
+def answer_of(routing: RoutedTokens, found: IntArray, left: Left | None) -> RoutedTokens | None:
+    """`found` [tokens, k] in place of the router's choice, as far as the mass allows, with the
+    weights of the experts replaced; None where that is nothing."""
     is_moved = found != routing.experts
     if left is not None and not keep_within(is_moved, routing.weights, left):
         found = np.where(is_moved, found, routing.experts)
-        if weights is not None:
-            weights = np.where(is_moved, weights, routing.weights)
-    if not is_moved.any():
-        return None
-    return in_order(found, routing.weights if weights is None else weights)
+    return in_order(found, routing.weights) if is_moved.any() else None
 
 
 def keep_within(is_moved: BoolArray, weights: WeightArray, left: Left) -> bool:
@@ -132,9 +133,9 @@ def keep_within(is_moved: BoolArray, weights: WeightArray, left: Left) -> bool:
     return False
 
 
-def router_mass(experts: IntArray, weights: WeightArray, num_experts: int) -> FloatArray:
+def router_mass(asked: RoutedTokens, num_experts: int) -> FloatArray:
     """The router's weight on each expert, over all tokens. [num_experts]"""
-    mass = np.bincount(experts.ravel(), weights.ravel(), minlength=num_experts)
+    mass = np.bincount(asked.experts.ravel(), asked.weights.ravel(), minlength=num_experts)
     return mass.astype(np.float64, copy=False)
 
 

@@ -1,7 +1,4 @@
-"""A buddy profile as arrays of a calibration's file.
-
-What was not measured is an array of nothing.
-"""
+"""A buddy profile as arrays of a calibration's file; a curve that was not measured is empty."""
 
 from __future__ import annotations
 
@@ -14,7 +11,6 @@ from numpy.typing import NDArray
 from lowtide.core import WeightArray
 from lowtide.errors import UsageError
 from lowtide.files.array_file import Arrays, Contradiction
-from lowtide.policies.buddy_lists import BuddyRule, Ranking
 from lowtide.policies.buddy_profile import BuddyProfile, QualityCurve
 
 PREFIX = "buddy_"
@@ -22,53 +18,32 @@ BUDDY_DTYPES = {
     PREFIX + name: dtype
     for name, dtype in {
         "facts": "|u1",
-        "alpha": "<f8",
         "activations": "<i8",
         "together": "<i4",
-        "together_weight": "<f4",
         "sample": "<f4",
-        "output_similarity": "<f4",
-        "weight_similarity": "<f4",
         "curve": "<f8",
     }.items()
 }
 """The arrays of a profile, and their types."""
 
-_FACTS = {
-    "fingerprint": str,
-    "num_tokens": int,
-    "k_max": int,
-    "ranking": str,
-    "smoothing": float,
-    "curve_text_sha256": str,
-}
+_FACTS = {"fingerprint": str, "num_tokens": int, "curve_text_sha256": str}
 _MAX_FACTS_BYTES = 1 << 16
-_NOTHING = np.empty((0, 0, 0), np.float32)
-_COSINE_SLACK = 1e-3  # what rounding may add to a cosine
 
 
 def arrays_of(profile: BuddyProfile) -> dict[str, Any]:
     """What a file holds of it: `BUDDY_DTYPES` names them."""
-    rule, curve = profile.rule, profile.curve
+    curve = profile.curve
     facts = {
         "fingerprint": profile.fingerprint,
         "num_tokens": profile.num_tokens,
-        "k_max": rule.k_max,
-        "ranking": rule.ranking.value,
-        "smoothing": float(rule.smoothing),
         "curve_text_sha256": "" if curve is None else curve.text_sha256,
     }
     points = np.empty((2, 0)) if curve is None else np.stack([curve.mass, curve.kl])
-    outputs, weights = profile.output_similarity, profile.weight_similarity
     arrays = {
         "facts": np.frombuffer(json.dumps(facts).encode(), np.uint8),
-        "alpha": np.atleast_1d(np.array(rule.alpha, np.float64)),
         "activations": profile.activations,
         "together": profile.together.astype(np.int32),
-        "together_weight": profile.together_weight,
         "sample": profile.sample,
-        "output_similarity": _NOTHING if outputs is None else outputs,
-        "weight_similarity": _NOTHING if weights is None else weights,
         "curve": points,
     }
     return {PREFIX + name: np.ascontiguousarray(array) for name, array in arrays.items()}
@@ -76,30 +51,19 @@ def arrays_of(profile: BuddyProfile) -> dict[str, Any]:
 
 def profile_of(arrays: Arrays) -> BuddyProfile:
     """The profile whose `arrays_of` these are; raises Contradiction."""
-    own = {name: arrays[PREFIX + name] for name in _names()}
+    own = {name.removeprefix(PREFIX): arrays[name] for name in BUDDY_DTYPES}
     facts = _read_facts(own["facts"])
     try:
-        rule = BuddyRule(
-            _alpha(own["alpha"]), facts["k_max"], _ranking(facts["ranking"]), facts["smoothing"]
-        )
         return BuddyProfile(
             fingerprint=facts["fingerprint"],
             num_tokens=facts["num_tokens"],
             activations=own["activations"],
             together=own["together"].astype(np.int64),
-            together_weight=own["together_weight"],
             sample=_checked_sample(own["sample"]),
-            output_similarity=_similarity(own["output_similarity"]),
-            weight_similarity=_similarity(own["weight_similarity"]),
-            rule=rule,
             curve=_curve(own["curve"], facts["curve_text_sha256"]),
         )
     except UsageError as reason:
         raise Contradiction(str(reason).rstrip(".")) from None
-
-
-def _names() -> list[str]:
-    return [name.removeprefix(PREFIX) for name in BUDDY_DTYPES]
 
 
 def _read_facts(data: NDArray[Any]) -> dict[str, Any]:
@@ -116,19 +80,6 @@ def _read_facts(data: NDArray[Any]) -> dict[str, Any]:
     return found
 
 
-def _alpha(values: NDArray[Any]) -> float | tuple[float, ...]:
-    if values.ndim != 1 or not len(values):
-        raise Contradiction(f"its alpha has shape {values.shape}")
-    return float(values[0]) if len(values) == 1 else tuple(values.tolist())
-
-
-def _ranking(name: str) -> Ranking:
-    try:
-        return Ranking(name)
-    except ValueError:
-        raise Contradiction(f"its buddies are ranked by {name!r}") from None
-
-
 def _checked_sample(sample: WeightArray) -> WeightArray:
     """Weights that descend and sum to 1."""
     is_share = sample.ndim == 3 and np.isfinite(sample).all() and (sample >= 0).all()
@@ -137,14 +88,6 @@ def _checked_sample(sample: WeightArray) -> WeightArray:
     if not np.allclose(sample.sum(axis=2), 1, atol=1e-3):
         raise Contradiction("its sample of weights does not sum to 1")
     return sample
-
-
-def _similarity(cosines: WeightArray) -> WeightArray | None:
-    if not cosines.size:
-        return None
-    if not (np.abs(cosines) <= 1 + _COSINE_SLACK).all():
-        raise Contradiction("its similarities are not cosines")
-    return cosines
 
 
 def _curve(points: NDArray[Any], text_sha256: str) -> QualityCurve | None:

@@ -343,8 +343,7 @@ def replayable(policies: Policies) -> Policies:
     """The same. Raises UsageError for policies that a trace cannot tell enough."""
     if policies.asks_scores:
         raise UsageError(
-            "These policy options ask for the router's logits, which traces do not hold: leave eta "
-            "and miss=cache-prior out, or run the model."
+            "This policy asks for the router's logits, which traces do not hold: run the model."
         )
     return policies
 

@@ -7,8 +7,6 @@
 #include <cstdint>
 #include <vector>
 
-#include "buddies.hpp"
-
 namespace {
 
 // Places among the experts that are asked for.

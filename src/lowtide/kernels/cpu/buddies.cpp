@@ -15,7 +15,7 @@
 namespace {
 
 using Pairs = std::vector<long>;
-constexpr double SLACK = 1e-12;  // of gates: see policies/buddy_gates.py
+constexpr double SLACK = 1e-12;  // of gates: see policies/plain_buddies.py
 constexpr long NUM_QUEUES = 3, HOST_QUEUE = 3;
 
 // Pointers that may be null are what facts may lack.
@@ -27,15 +27,13 @@ struct Layer {
     long num_tokens, k;
     const std::uint8_t* is_here;  // [num_experts]: who may stand in
     const double* arriving_s;     // of the experts asked for, ascending; infinite: not on its way
-    const std::int32_t* lists;    // [pairs, length]: every pair's own, in place of the rules'
-    const std::int64_t* owner;    // [num_tokens] whose each token is, with `left`
-    const double* left;           // [num_owners] what each may have moved
-    long num_owners, rho;
+    const Account& account;
+    const double* left;  // [num_owners] what each may have moved, null where nothing bounds that
 
-    const std::int32_t* list(long pair) const {
-        return lists ? lists + pair * rules.length : rules.lists + experts[pair] * rules.length;
+    const std::int32_t* list(std::int64_t expert) const {
+        return rules.lists + expert * rules.length;
     }
-    long depth() const { return std::min(rules.length, rules.search_rank); }
+    std::int64_t owner(long token) const { return account.owner[token]; }
     long num_pairs() const { return num_tokens * k; }
 };
 
@@ -65,20 +63,18 @@ std::vector<double> router_mass(const Layer& layer) {
     return mass;
 }
 
-// The least mass first, of equals the lower id. A mass that is none comes last, as numpy sorts.
+// The least mass first; ids ascend, so a stable order leaves ties by id.
 void by_mass(Pairs& experts, const std::vector<double>& mass) {
-    std::sort(experts.begin(), experts.end(), [&](long a, long b) {
-        const bool a_is_none = std::isnan(mass[a]), b_is_none = std::isnan(mass[b]);
-        if (a_is_none != b_is_none) return b_is_none;
-        return mass[a] < mass[b] || (!(mass[b] < mass[a]) && a < b);
+    std::stable_sort(experts.begin(), experts.end(), [&](long a, long b) {
+        return mass[a] < mass[b];
     });
 }
 
-double entropy_of(const float* weights, long k, double temperature) {
+double entropy_of(const float* weights, long k) {
     const double most = *std::max_element(weights, weights + k);
     double sum = 0.0, entropy = 0.0;
     std::vector<double> p(k);
-    for (long i = 0; i < k; ++i) sum += p[i] = std::pow(weights[i] / most, 1 / temperature);
+    for (long i = 0; i < k; ++i) sum += p[i] = weights[i] / most;
     for (long i = 0; i < k; ++i)
         if (p[i] > 0) entropy -= p[i] / sum * std::log(p[i] / sum);
     return entropy / std::log(static_cast<double>(std::max(2L, k)));
@@ -107,7 +103,7 @@ std::vector<std::uint8_t> open_tokens(const Layer& layer, const Absent& absent) 
         if (rules.exact_kinds >> layer.kinds[token] & 1) continue;
         const bool is_sure =
             rules.entropy >= 0 &&
-            !(entropy_of(weights, layer.k, rules.temperature) > rules.entropy + SLACK);
+            !(entropy_of(weights, layer.k) > rules.entropy + SLACK);
         const bool leads =
             !std::isinf(rules.margin) && !(margin_of(weights, layer.k) < rules.margin - SLACK);
         is_open[token] = !is_sure && !leads;
@@ -115,15 +111,11 @@ std::vector<std::uint8_t> open_tokens(const Layer& layer, const Absent& absent) 
     return is_open;
 }
 
-// A token's places by descending weight; ids ascend, so a stable order leaves ties by id. A weight
-// that is no number comes last, as numpy sorts.
+// A token's places by descending weight; ids ascend, so a stable order leaves ties by id.
 void rank(const float* weights, Pairs& places) {
-    const auto is_behind = [](float a, float b) {
-        return a < b || (std::isnan(a) && !std::isnan(b));
-    };
     for (long place = 0; place < static_cast<long>(places.size()); ++place) {
         long at = place;  // by insertion: stable, and takes no memory
-        for (; at > 0 && is_behind(weights[places[at - 1]], weights[place]); --at)
+        for (; at > 0 && weights[places[at - 1]] < weights[place]; --at)
             places[at] = places[at - 1];
         places[at] = place;
     }
@@ -131,8 +123,8 @@ void rank(const float* weights, Pairs& places) {
 
 // Algorithm 1. out [num_tokens, k]: who runs.
 void find_buddies(
-    const Layer& layer, const std::vector<std::uint8_t>& absent,
-    const std::vector<std::uint8_t>& is_open, std::int64_t* out
+    const Layer& layer, const Absent& absent, const std::vector<std::uint8_t>& is_open,
+    std::int64_t* out
 ) {
     Pairs places(layer.k);
     std::vector<std::int64_t> in_use(2 * layer.k);
@@ -140,15 +132,15 @@ void find_buddies(
         const long first = token * layer.k;
         const std::int64_t* own = layer.experts + first;
         if (!is_open[token] ||
-            !std::any_of(own, own + layer.k, [&](auto expert) { return absent[expert]; }))
+            !std::any_of(own, own + layer.k, [&](auto expert) { return absent.is_it[expert]; }))
             continue;
         rank(layer.weights + first, places);
         std::copy(own, own + layer.k, in_use.begin());
-        long num_in_use = layer.k, num_left = layer.rho;
+        long num_in_use = layer.k, num_left = layer.rules.rho;
         for (long place : places) {
-            if (!absent[own[place]] || num_left < 1) continue;
-            const std::int32_t* list = layer.list(first + place);
-            for (long i = 0; i < layer.depth() && list[i] >= 0; ++i) {
+            if (!absent.is_it[own[place]] || num_left < 1) continue;
+            const std::int32_t* list = layer.list(own[place]);
+            for (long i = 0; i < layer.rules.length && list[i] >= 0; ++i) {
                 const std::int64_t buddy = list[i];
                 const auto used = in_use.begin() + num_in_use;
                 if (!layer.is_here[buddy] || std::find(in_use.begin(), used, buddy) != used)
@@ -165,10 +157,11 @@ void find_buddies(
 // Takes back what a request has no mass left for: in order of tokens, of one token by rank.
 void keep_within(const Layer& layer, std::int64_t* out) {
     if (!layer.left) return;
-    std::vector<double> moved(layer.num_owners, 0.0), left(layer.left, layer.left + moved.size());
+    std::vector<double> moved(layer.account.num_owners, 0.0);
+    std::vector<double> left(layer.left, layer.left + moved.size());
     for (long pair = 0; pair < layer.num_pairs(); ++pair)
         if (out[pair] != layer.experts[pair])
-            moved[layer.owner[pair / layer.k]] += layer.weights[pair];
+            moved[layer.owner(pair / layer.k)] += layer.weights[pair];
     if (std::equal(moved.begin(), moved.end(), left.begin(), std::less_equal<>())) return;
     Pairs places(layer.k);
     for (long token = 0; token < layer.num_tokens; ++token) {
@@ -176,7 +169,7 @@ void keep_within(const Layer& layer, std::int64_t* out) {
         for (long place : places) {
             const long pair = token * layer.k + place;
             if (out[pair] == layer.experts[pair]) continue;
-            double& rest = left[layer.owner[token]];
+            double& rest = left[layer.owner(token)];
             if (layer.weights[pair] <= rest) rest -= layer.weights[pair];
             else out[pair] = layer.experts[pair];
         }
@@ -239,9 +232,9 @@ class Spending {
           ends_(layer.rules.num_experts + 1, 0), asked_(layer.num_pairs()),
           buddies_(layer.num_pairs()) {
         for (long token = 0; token < layer.num_tokens; ++token)
-            num_left_[token] = is_open[token] ? layer.rho : 0;
+            num_left_[token] = is_open[token] ? layer.rules.rho : 0;
         if (layer.left) {
-            left_.assign(layer.left, layer.left + layer.num_owners);
+            left_.assign(layer.left, layer.left + layer.account.num_owners);
             moved_.resize(left_.size());
         }
         for (long pair = 0; pair < layer.num_pairs(); ++pair) ++ends_[layer.experts[pair] + 1];
@@ -264,7 +257,7 @@ class Spending {
             const std::int64_t buddy = num_left_[it->token] < 1 ? -1 : free_buddy(*it);
             if (buddy < 0) return false;
             *chosen++ = buddy;
-            if (layer_.left) moved_[layer_.owner[it->token]] += layer_.weights[it->pair];
+            if (layer_.left) moved_[layer_.owner(it->token)] += layer_.weights[it->pair];
         }
         for (std::size_t i = 0; i < moved_.size(); ++i)
             if (left_[i] - moved_[i] < 0) return false;
@@ -286,9 +279,9 @@ class Spending {
         return in_use_[token * layer_.rules.num_experts + expert];
     }
     std::int64_t free_buddy(const Asked& asked) {
-        const std::int32_t* list = layer_.list(asked.pair);
+        const std::int32_t* list = layer_.list(layer_.experts[asked.pair]);
         const std::uint8_t* in_use = &used(asked.token, 0);
-        for (long i = 0, depth = layer_.depth(); i < depth && list[i] >= 0; ++i)
+        for (long i = 0; i < layer_.rules.length && list[i] >= 0; ++i)
             if (layer_.is_here[list[i]] && !in_use[list[i]]) return list[i];
         return -1;
     }
@@ -303,21 +296,12 @@ class Spending {
     std::vector<double> left_, moved_;
 };
 
-// Algorithm 1, but for the `num_fit` absent experts that the router cares most for.
-long replace_absent(const Layer& layer, long num_fit, std::int64_t* out, float* out_weights) {
-    Absent absent(layer);
+// Algorithm 1, within what the mass allows.
+long replace_absent(const Layer& layer, std::int64_t* out, float* out_weights) {
+    const Absent absent(layer);
     if (!absent.num) return 0;
-    const std::vector<std::uint8_t> open = open_tokens(layer, absent);
-    if (num_fit > 0) {
-        Pairs kept;
-        for (long expert = 0; expert < layer.rules.num_experts; ++expert)
-            if (absent.is_it[expert]) kept.push_back(expert);
-        by_mass(kept, router_mass(layer));
-        for (long i = std::max(0L, absent.num - num_fit); i < absent.num; ++i)
-            absent.is_it[kept[i]] = 0;
-    }
     std::copy(layer.experts, layer.experts + layer.num_pairs(), out);
-    find_buddies(layer, absent.is_it, open, out);
+    find_buddies(layer, absent, open_tokens(layer, absent), out);
     keep_within(layer, out);
     return in_order(layer, out, out_weights);
 }
@@ -343,62 +327,30 @@ long give_up_late(
     return in_order(layer, out, out_weights);
 }
 
-// `decide` within what an account leaves, if there is one, which has what was decided then. Answers
-// less than 0 where that cannot be run.
-template <class Decide>
-long counted(
-    Layer& layer, const Account* account, std::int64_t* out, float* out_weights, Decide decide
-) {
-    if (!account) return decide();
-    std::vector<double> left(account->num_owners);
-    layer.owner = account->owner;
-    layer.num_owners = account->num_owners;
-    const bool is_bounded =
-        lowtide_route(account, layer.weights, layer.num_tokens, layer.k, left.data());
-    layer.left = is_bounded ? left.data() : nullptr;
-    const long num_moved = decide();
-    const Rules& rules = layer.rules;
-    const bool is_counted =
-        !num_moved ||
-        lowtide_count_moved(account, rules.layer, layer.experts, layer.weights, out, out_weights,
-                            layer.num_tokens, layer.k, rules.num_experts);
-    return is_counted ? num_moved : -1;
-}
-
 }
 
 extern "C" {
 
-// out, out_weights [num_tokens, k]: what runs in place of absent experts. The num_fit of these that
-// the router cares most for are left as they are (0: none). account: in place of owner and left, or
-// null. Returns how many pairs were replaced, less than 0 where that cannot be run.
-long lowtide_replace_absent(
+// out, out_weights [num_tokens, k]: what runs in place of absent experts, in place of all of them
+// where queues is null, else of those that come too late. The account bounds what is replaced and
+// counts it. Returns how many pairs were replaced, less than 0 where that cannot be run.
+long lowtide_substitute(
     const Rules* rules, const std::int64_t* experts, const float* weights,
     const std::uint8_t* kinds, long num_tokens, long k, const std::uint8_t* is_here,
-    const double* arriving_s, const std::int32_t* lists, const std::int64_t* owner,
-    const double* left, long num_owners, long rho,
-    const Account* account, long num_fit, std::int64_t* out, float* out_weights
+    const double* arriving_s, const Account* account, const Queues* queues, std::int64_t* out,
+    float* out_weights
 ) {
-    Layer layer{*rules,     experts, weights, kinds, num_tokens, k,  is_here,
-                arriving_s, lists,   owner,   left,  num_owners, rho};
-    return counted(layer, account, out, out_weights, [&] {
-        return replace_absent(layer, num_fit, out, out_weights);
-    });
-}
-
-// The same, but whoever comes late is given up by all tokens or by none.
-long lowtide_give_up_late(
-    const Rules* rules, const std::int64_t* experts, const float* weights,
-    const std::uint8_t* kinds, long num_tokens, long k, const std::uint8_t* is_here,
-    const double* arriving_s, const std::int32_t* lists, const std::int64_t* owner,
-    const double* left, long num_owners, long rho,
-    const Account* account, const Queues* queues, std::int64_t* out, float* out_weights
-) {
-    Layer layer{*rules,     experts, weights, kinds, num_tokens, k,  is_here,
-                arriving_s, lists,   owner,   left,  num_owners, rho};
-    return counted(layer, account, out, out_weights, [&] {
-        return give_up_late(layer, *queues, out, out_weights);
-    });
+    std::vector<double> left(account->num_owners);
+    const bool is_bounded = lowtide_route(account, weights, num_tokens, k, left.data());
+    const Layer layer{*rules, experts, weights, kinds, num_tokens, k, is_here, arriving_s, *account,
+                      is_bounded ? left.data() : nullptr};
+    const long num_moved = queues ? give_up_late(layer, *queues, out, out_weights)
+                                  : replace_absent(layer, out, out_weights);
+    if (!num_moved) return 0;
+    const long is_counted = lowtide_count_moved(
+        account, rules->layer, experts, weights, out, out_weights, num_tokens, k, rules->num_experts
+    );
+    return is_counted ? num_moved : -1;
 }
 
 }

@@ -15,18 +15,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lowtide.buddies import (
-    NOT_FINITE,
-    LayerRules,
-    LayerState,
-    LayerTwin,
-    Masses,
-    Moved,
-    PassAccount,
-    Saved,
-    Waits,
-)
-from lowtide.core import Facts, FloatArray, IntArray, Left, RoutedTokens, WeightArray
+from lowtide.buddies import NOT_FINITE, LayerRules, LayerTwin, Masses, Moved, PassAccount, Waits
+from lowtide.core import Facts, IntArray, Left, RoutedTokens, WeightArray
 from lowtide.errors import InternalError
 from lowtide.kernels.cpu.balance import CompiledBalance
 from lowtide.kernels.cpu.library import BUDDIES, load_library
@@ -40,9 +30,9 @@ class _Rules(ctypes.Structure):
 
     _fields_ = (
         ("lists", _P),
-        *((name, ctypes.c_int64) for name in ("num_experts", "length", "search_rank")),
-        *((name, ctypes.c_int64) for name in ("layer", "exact_kinds")),
-        *((name, _DOUBLE) for name in ("temperature", "entropy", "margin", "beta")),
+        *((name, ctypes.c_int64) for name in ("num_experts", "length", "layer", "rho")),
+        ("exact_kinds", ctypes.c_int64),
+        *((name, _DOUBLE) for name in ("entropy", "margin", "beta")),
     )
 
 
@@ -62,23 +52,11 @@ class CompiledBuddies:
     def __init__(self, library: ctypes.CDLL) -> None:
         # Microseconds each: a thread that lets the GIL go for that may have to wait for it.
         self._library = library = ctypes.PyDLL(library._name, handle=library._handle)
-        self._count_saved = library.lowtide_count_saved
-        self._count_saved.argtypes = (*2 * (_P,), *2 * (_LONG,), _P, _LONG, _P, _LONG, *2 * (_P,))
-        self._count_saved.restype = None
+        library.lowtide_substitute.argtypes = (*4 * (_P,), _LONG, _LONG, *6 * (_P,))
         library.lowtide_route.argtypes = (_P, _P, _LONG, _LONG, _P)
         library.lowtide_count_moved.argtypes = (_P, _LONG, *4 * (_P,), *3 * (_LONG,))
-        state = (*4 * (_P,), _LONG, _LONG, *5 * (_P,), _LONG, _LONG, _P)
-        more = {
-            "lowtide_replace_absent": (_LONG,),
-            "lowtide_give_up_late": (_P,),
-            "lowtide_give_up_late_alone": (_P, _P, _LONG, _DOUBLE),
-            "lowtide_give_up_late_beside": (*6 * (_P,), _LONG, *4 * (_DOUBLE,), _P),
-        }
-        for name, types in more.items():
-            getattr(library, name).argtypes = (*state, *types, _P, _P)
-        self._deciding = tuple(_answers_long(getattr(library, name)) for name in more)
-        counting = library.lowtide_route, library.lowtide_count_moved
-        self._route, self._count_moved = map(_answers_long, counting)
+        for name in ("substitute", "route", "count_moved"):
+            getattr(library, f"lowtide_{name}").restype = _LONG
 
     @classmethod
     def load(cls) -> CompiledBuddies:
@@ -89,96 +67,52 @@ class CompiledBuddies:
         return CompiledBalance(self._library)
 
     def of_layer(self, rules: LayerRules) -> LayerTwin:
-        return _BuddyLayer(rules, *self._deciding)
+        return _BuddyLayer(rules, self._library.lowtide_substitute)
 
     def of_pass(
         self, owner: IntArray, before: Masses, num_layers: int, share: float | None
     ) -> PassAccount:
+        library = self._library
         book = _Book(owner, before, num_layers, share)
-        return _Account(book, owner, self._route, self._count_moved, self._count_saved)
+        return _Account(book, owner, library.lowtide_route, library.lowtide_count_moved)
 
 
 class _BuddyLayer:
     """See `LayerTwin`."""
 
-    def __init__(
-        self,
-        rules: LayerRules,
-        replace_absent: _Function,
-        give_up_late: _Function,
-        give_up_alone: _Function,
-        give_up_beside: _Function,
-    ) -> None:
+    def __init__(self, rules: LayerRules, substitute: _Function) -> None:
         self._lists = np.ascontiguousarray(rules.lists, np.int32)  # what `_rules` points to
-        sizes = (*self._lists.shape, rules.search_rank, rules.layer)
-        self._rules = byref(_Rules(self._lists.ctypes.data, *sizes, *rules.gates))
-        self._replace_absent = replace_absent
-        self._give_up_late = give_up_late
-        self._give_up_alone = give_up_alone
-        self._give_up_beside = give_up_beside
+        sizes = (*self._lists.shape, rules.layer, rules.rho, rules.exact_kinds)
+        gates = rules.entropy, rules.margin, rules.beta
+        self._rules = byref(_Rules(self._lists.ctypes.data, *sizes, *gates))
+        self._substitute = substitute
 
-    def replace_absent(self, state: LayerState, num_fit: int = 0) -> RoutedTokens | None:
-        return self._run(self._replace_absent, state, num_fit)
-
-    def give_up_late(self, state: LayerState, waits: Waits) -> RoutedTokens | None:
-        queue_of, starts_s, each_s, host_s, deadline_s = waits
-        queues = _Queues(_bytes(queue_of), _bytes(host_s), starts_s, each_s, deadline_s)
-        return self._run(self._give_up_late, state, byref(queues))
-
-    def give_up_late_alone(self, state: LayerState, facts: Facts) -> RoutedTokens | None:
-        costs, demand = facts.costs, facts.demand
-        resident_s = costs.device_s(demand.num_tokens).tobytes()
-        asked = demand.is_resident.tobytes(), resident_s, len(demand.experts)
-        return self._run(self._give_up_alone, state, *asked, costs.fetch_s)
-
-    def give_up_late_beside(self, state: LayerState, facts: Facts) -> RoutedTokens | None:
-        costs, (experts, num_tokens, is_resident) = facts.costs, facts.demand
-        host_s = costs.host_s(num_tokens).tobytes()
-        return self._run(
-            self._give_up_beside,
-            state,
-            experts.tobytes(),
-            num_tokens.tobytes(),
-            is_resident.tobytes(),
-            costs.device_s(num_tokens).tobytes(),
-            costs.at_home_s(num_tokens).tobytes() if costs.disk_read_s else host_s,
-            host_s,
-            len(experts),
-            facts.link_s,
-            costs.fetch_s if facts.can_fetch else np.inf,
-            costs.disk_read_s,
-            costs.link_s,
-            _bytes(facts.is_at_host),
-        )
-
-    def _run(self, function: _Function, state: LayerState, *last: object) -> RoutedTokens | None:
-        experts, weights, kinds, is_here, arriving_s, lists, owner, left, rho, own = state
-        if own is not None and not isinstance(own, _Account):
+    def __call__(
+        self, facts: Facts, account: PassAccount, waits: Waits | None = None
+    ) -> RoutedTokens | None:
+        if not isinstance(account, _Account):
             raise InternalError(
                 "A compiled decision counts in an account of its own twins' alone, not in a "
-                f"{type(own).__name__}."
+                f"{type(account).__name__}."
             )
-        if not experts.size:
+        if facts.routing is None or not facts.routing.experts.size:
             return None
+        experts, weights, _ = facts.routing
+        is_here = facts.is_kept if facts.is_here is None else facts.is_here
         # Copies cost less than to say a type. Any: stubs do not say before Python 3.12 that an
         # array is a buffer.
         out: Any = experts.copy()
         out_weights: Any = weights.copy()
-        num_moved = function(
+        num_moved = self._substitute(
             self._rules,
             experts.tobytes(),
             weights.tobytes(),
-            kinds.tobytes(),
+            facts.step.rows_of(len(weights)).kind.tobytes(),
             *experts.shape,
             is_here.tobytes(),
-            None if arriving_s is None else arriving_s.tobytes(),
-            None if lists is None else lists.tobytes(),
-            None if owner is None else owner.tobytes(),
-            None if left is None else left.tobytes(),
-            0 if left is None else len(left),
-            rho,
-            None if own is None else own.reference,
-            *last,
+            _bytes(facts.arriving_s),
+            account.reference,
+            None if waits is None else byref(_queues(waits)),
             byref(_CHAR.from_buffer(out)),
             byref(_CHAR.from_buffer(out_weights)),
         )
@@ -221,18 +155,11 @@ class _Account:
     """See `PassAccount`."""
 
     def __init__(
-        self,
-        book: _Book,
-        owner: IntArray,
-        route: _Function,
-        count_moved: _Function,
-        count_saved: Callable[..., None],
+        self, book: _Book, owner: IntArray, route: _Function, count_moved: _Function
     ) -> None:
         self._book, self._owner = book, owner
         self.reference = byref(book)
-        self._route, self._count_moved, self._count_saved = route, count_moved, count_saved
-        num = book.num_owners
-        self._shares, self._in_vain = (num * _DOUBLE)(), (num * ctypes.c_int64)()
+        self._route, self._count_moved = route, count_moved
 
     @property
     def masses(self) -> Masses:
@@ -265,25 +192,10 @@ class _Account:
             )
         )
 
-    def saved(self, asked: RoutedTokens, run: RoutedTokens, expert_bytes: FloatArray) -> Saved:
-        self._count_saved(
-            asked.experts.tobytes(),
-            run.experts.tobytes(),
-            *asked.experts.shape,
-            expert_bytes.tobytes(),
-            len(expert_bytes),
-            self._owner.tobytes(),
-            self._book.num_owners,
-            self._shares,
-            self._in_vain,
-        )
-        return Saved(self._shares[:], self._in_vain[:])
 
-
-def _answers_long(function: Any) -> _Function:
-    function.restype = _LONG
-    typed: _Function = function
-    return typed
+def _queues(waits: Waits) -> _Queues:
+    queue_of, starts_s, each_s, host_s, deadline_s = waits
+    return _Queues(_bytes(queue_of), _bytes(host_s), starts_s, each_s, deadline_s)
 
 
 def _bytes(array: NDArray[Any] | None) -> bytes | None:

@@ -77,29 +77,4 @@ long lowtide_count_moved(
     return 1;
 }
 
-// What the pairs that are not run saved, for each of `num_owners` requests: an expert's bytes
-// [num_experts] are shared by the pairs that gave it up, and pairs whose expert saved nothing were
-// replaced in vain.
-void lowtide_count_saved(
-    const std::int64_t* asked, const std::int64_t* run, long num_tokens, long k,
-    const double* expert_bytes, long num_experts, const std::int64_t* owner, long num_owners,
-    double* shares, std::int64_t* in_vain
-) {
-    std::vector<std::int64_t> num_pairs(num_experts, 0);
-    std::vector<std::uint8_t> is_moved(num_tokens * k);
-    for (long first = 0; first < num_tokens * k; first += k)
-        for (long pair = first; pair < first + k; ++pair) {
-            is_moved[pair] = !is_among(run + first, k, asked[pair]);
-            num_pairs[asked[pair]] += is_moved[pair];
-        }
-    std::fill(shares, shares + num_owners, 0.0);
-    std::fill(in_vain, in_vain + num_owners, 0);
-    for (long pair = 0; pair < num_tokens * k; ++pair) {
-        if (!is_moved[pair]) continue;
-        const double saved = expert_bytes[asked[pair]];
-        shares[owner[pair / k]] += saved / num_pairs[asked[pair]];
-        in_vain[owner[pair / k]] += !(saved > 0);
-    }
-}
-
 }

@@ -57,7 +57,7 @@ SECTIONED = _sources(
     *("sectioned", "sectioned_unpack", "sectioned_products", "products", "processor"),
     "borrowed_team",
 )
-BUDDIES = _sources("buddies", "buddy_counts", "balance", "late")
+BUDDIES = _sources("buddies", "buddy_counts", "balance")
 LIBRARIES = (FEW_ROWS, QUANTISED, GGML, GGML_INT8, SECTIONED, BUDDIES)
 """What a wheel has compiled."""
 
