@@ -1,4 +1,7 @@
-"""FP8, GPTQ, AWQ and compressed-tensors: kept as stored, multiplied with what they stand for."""
+"""FP8, GPTQ, AWQ and compressed-tensors: kept as stored, multiplied with what they stand for.
+
+Twenty seconds: eight ways to round, each a model that is opened with several formats and budgets.
+"""
 
 from __future__ import annotations
 
