@@ -41,7 +41,7 @@ from lowtide.decode.request import TokenLogprobs
 from lowtide.errors import ConfigError, PlanError, StorageError, UsageError
 from lowtide.model_folder.tokenizer import TextStream
 from lowtide.params import AUTOREGRESSIVE_ONLY, SamplingParams
-from lowtide.plan import FormatPlan, MemoryPlan, Speed, TierPlan, WeightFormats
+from lowtide.plan import FormatPlan, MemoryPlan, SpeedRange, TierPlan, WeightFormats
 from lowtide.policies.receipt import Receipt
 from lowtide.replay.trace import Pass, Trace, TraceShape
 
@@ -61,8 +61,8 @@ PLAN = MemoryPlan(
     reason="8 MiB holds 38 of 160 experts, so tide chooses which.",
 )
 BY_FORMAT = (
-    FormatPlan("own", 8 * MIB, 0.25, Speed(2.0, 3.0, 4.0)),
-    FormatPlan("q4", 2 * MIB, 1.0, Speed(8.0, 9.0, 10.0)),
+    FormatPlan("own", 8 * MIB, 0.25, SpeedRange(2.0, 3.0, 4.0)),
+    FormatPlan("q4", 2 * MIB, 1.0, SpeedRange(8.0, 9.0, 10.0)),
 )
 
 

@@ -20,11 +20,11 @@ from lowtide.lab.pack import pack
 from lowtide.lab.synth import synth
 from lowtide.llm import LLM, check_request, plan_in_full, plan_model
 from lowtide.model_folder import hub
-from lowtide.plan import FormatPlan, Speed, WeightFormats, faster_format
+from lowtide.plan import FormatPlan, SpeedRange, WeightFormats, faster_format
 
 
-def speed(likely: float) -> Speed:
-    return Speed(likely / 2, likely, 2 * likely)
+def speed(likely: float) -> SpeedRange:
+    return SpeedRange(likely / 2, likely, 2 * likely)
 
 
 OWN = FormatPlan("own", 4000, 0.25, speed(10.0))

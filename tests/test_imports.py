@@ -9,6 +9,10 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+sys.path.insert(0, str(Path(__file__).parent.parent / "tools"))
+
+import house
+
 PACKAGE = Path(__file__).parent.parent / "src" / "lowtide"
 
 # A room may import itself and the rooms after it.
@@ -262,6 +266,13 @@ def test_a_refusal_does_not_wait_for_torch() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120
     )
     assert result.stdout.strip() == "False"
+
+
+def test_no_circle_of_imports_at_run_time() -> None:
+    package = list(house.sources(PACKAGE))
+    assert house.circles(house.imports_of(PACKAGE.parent, package, False)) == []
+    with_types = house.circles(house.imports_of(PACKAGE.parent, package, True))
+    assert all(len(circle) <= 5 for circle in with_types), with_types
 
 
 def test_the_rules_themselves() -> None:

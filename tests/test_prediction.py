@@ -30,7 +30,7 @@ from lowtide.hardware.store import keep_rates, kept_rates, rates_path
 from lowtide.hardware.weight_rates import KINDS, NUM_TOKENS, ROUNDING, kind_of
 from lowtide.lab.synth import synth
 from lowtide.llm import LLM, plan_model
-from lowtide.plan import FormatPlan, MemoryPlan, PassTime, Prediction, Speed, TierPlan
+from lowtide.plan import FormatPlan, MemoryPlan, PassTime, Prediction, SpeedRange, TierPlan
 
 GIB = 1 << 30
 PER_BYTE_S = 1e-9
@@ -266,7 +266,7 @@ def test_a_prediction_as_json() -> None:
 
 def test_the_verdict_comes_first() -> None:
     own = FormatPlan("own", 4, 16 / 96, KNOWN.speed)
-    q4 = FormatPlan("q4", 1, 1.0, Speed(60.0, 95.4, 120.0))
+    q4 = FormatPlan("q4", 1, 1.0, SpeedRange(60.0, 95.4, 120.0))
     plan = replace(plan_of(96, (8, 8)), prediction=KNOWN)
     assert verdict(plan, (own, q4), "m") == (
         "Runs, with 17% of the experts in memory. About 4 tokens/s (2 to 20). "

@@ -52,7 +52,7 @@ def main() -> None:
 
 def measured(root: Path) -> dict[str, str]:
     """What there is below a source tree, by what it is called."""
-    parts = {part: list(_sources(root / part)) for part in _PARTS}
+    parts = {part: list(sources(root / part)) for part in _PARTS}
     package, tests = parts["src"], parts["tests"]
     num_public, num_told = _docstrings(package)
     cpp = [*(root / "src").rglob("*.cpp"), *(root / "src").rglob("*.hpp")]
@@ -78,10 +78,10 @@ def measured(root: Path) -> dict[str, str]:
         ),
         "class names used twice": _told(_repeated_classes(package)),
         "import circles at run time: modules": _told(
-            str(len(circle)) for circle in circles(_imports(root / "src", package, False))
+            str(len(circle)) for circle in circles(imports_of(root / "src", package, False))
         ),
         "import circles with TYPE_CHECKING: modules": _told(
-            str(len(circle)) for circle in circles(_imports(root / "src", package, True))
+            str(len(circle)) for circle in circles(imports_of(root / "src", package, True))
         ),
         "README: lines": f"{(root / 'README.md').read_text().count(chr(10))}",
         "docs/design.md: bytes": f"{(root / 'docs' / 'design.md').stat().st_size:,}",
@@ -90,7 +90,7 @@ def measured(root: Path) -> dict[str, str]:
     }
 
 
-def _sources(folder: Path) -> Iterator[Source]:
+def sources(folder: Path) -> Iterator[Source]:
     for path in sorted(folder.rglob("*.py")):
         text = path.read_text()
         yield Source(path, text, ast.parse(text))
@@ -140,7 +140,7 @@ def _repeated_classes(sources: list[Source]) -> Iterator[str]:
 # Imports
 
 
-def _imports(folder: Path, sources: list[Source], with_types: bool) -> dict[str, set[str]]:
+def imports_of(folder: Path, sources: list[Source], with_types: bool) -> dict[str, set[str]]:
     """The package's own modules that each imports, whenever it does."""
     modules = {_module(one.path.relative_to(folder)): one for one in sources}
     return {

@@ -77,7 +77,7 @@ class TierPlan:
         return fixed + self.slot_bytes * self.num_slots
 
 
-class Speed(NamedTuple):
+class SpeedRange(NamedTuple):
     """Tokens per second to expect, and between which they will lie."""
 
     least: float
@@ -92,10 +92,10 @@ class PassTime(NamedTuple):
     likely_s: float
     most_s: float
 
-    def speed(self, num_tokens: float, most_tokens: float | None = None) -> Speed:
+    def speed(self, num_tokens: float, most_tokens: float | None = None) -> SpeedRange:
         """With so many tokens of a pass; most_tokens: where it may be more of them."""
         most = (most_tokens or num_tokens) / self.least_s
-        return Speed(num_tokens / self.most_s, num_tokens / self.likely_s, most)
+        return SpeedRange(num_tokens / self.most_s, num_tokens / self.likely_s, most)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +124,7 @@ class Prediction:
         return self.read_bytes / self.tokens_per_pass
 
     @property
-    def speed(self) -> Speed | None:
+    def speed(self) -> SpeedRange | None:
         """None where nothing was measured that it could follow from."""
         if self.pass_time is None:
             return None
@@ -138,7 +138,7 @@ class FormatPlan:
     format: str
     weight_bytes: int  # of all weights in memory, experts and dense
     resident_share: float | None  # of experts, in the fast tier; None: not even the least fits
-    speed: Speed | None  # predicted; None: nothing that it could follow from was measured
+    speed: SpeedRange | None  # predicted; None: nothing that it could follow from was measured
 
 
 def check_is_named(format: object) -> None:

@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 
 from lowtide.config import format_size
-from lowtide.plan import FormatPlan, MemoryPlan, Prediction, Speed, faster_format
+from lowtide.plan import FormatPlan, MemoryPlan, Prediction, SpeedRange, faster_format
 
 
 def outlook(plan: MemoryPlan, model: str) -> str:
@@ -61,7 +61,7 @@ def doctor_command(plan: MemoryPlan, model: str) -> str:
     return "`lowtide doctor`" if plan.gpu is None else f"`lowtide doctor {shlex.quote(model)}`"
 
 
-def speed_text(speed: Speed) -> str:
+def speed_text(speed: SpeedRange) -> str:
     """Such as `about 14 tokens/s (10 to 18)`."""
     least, likely, most = map(per_second, speed)
     return f"about {likely} tokens/s ({least} to {most})"

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lowtide.core import Reuse, Step, StepKind
-from lowtide.decode.batch_decoder import BatchDecoder, Model, Turn, joined
+from lowtide.decode.batch_decoder import BatchDecoder, Model, Scheduled, joined
 from lowtide.decode.causal_sequence import CausalSequence, Choice, choose
 from lowtide.decode.logits import tiled_logits
 from lowtide.decode.request import Event, Request
@@ -78,9 +78,9 @@ class Autoregressive(BatchDecoder[CausalSequence]):
     def _begin(self, request: Request, kv: KVRange) -> CausalSequence:
         return CausalSequence(request, kv)
 
-    def _next_pass(self) -> list[Turn[CausalSequence]]:
+    def _next_pass(self) -> list[Scheduled[CausalSequence]]:
         """Who takes part in the next pass, with which positions; at most `max_rows` in all."""
-        turns: list[Turn[CausalSequence]] = []
+        turns: list[Scheduled[CausalSequence]] = []
         num_free = self._max_rows
         for sequence in sorted(self._running, key=lambda sequence: sequence.num_rows > 1):
             num_rows = sequence.num_rows
@@ -88,11 +88,13 @@ class Autoregressive(BatchDecoder[CausalSequence]):
                 num_rows = num_free // CHUNK_MULTIPLE * CHUNK_MULTIPLE
             if num_rows:
                 first, start = sequence.num_cached, self._max_rows - num_free
-                turns.append(Turn(sequence, first, first + num_rows, start))
+                turns.append(Scheduled(sequence, first, first + num_rows, start))
                 num_free -= num_rows
         return turns
 
-    def _choose(self, hidden: Tensor, turns: Sequence[Turn[CausalSequence]]) -> list[Choice | None]:
+    def _choose(
+        self, hidden: Tensor, turns: Sequence[Scheduled[CausalSequence]]
+    ) -> list[Choice | None]:
         """The next token of every turn that fed all that its sequence knows."""
         wanted = [i for i, turn in enumerate(turns) if _is_last(turn)]
         choices: list[Choice | None] = [None] * len(turns)
@@ -113,12 +115,12 @@ class Autoregressive(BatchDecoder[CausalSequence]):
         return choose(logits, sequences)
 
 
-def _is_last(turn: Turn[CausalSequence]) -> bool:
+def _is_last(turn: Scheduled[CausalSequence]) -> bool:
     """Whether nothing is left to feed, so that a next token can be chosen."""
     return turn.stop == turn.sequence.num_known
 
 
-def _kind(turns: Sequence[Turn[CausalSequence]]) -> StepKind:
+def _kind(turns: Sequence[Scheduled[CausalSequence]]) -> StepKind:
     """A pass over parts of prompts only is a prefill; with one running sequence it decodes."""
     is_decode = any(turn.sequence.has_answer for turn in turns)
     return StepKind.DECODE if is_decode else StepKind.PREFILL

@@ -58,7 +58,7 @@ class Running(Cached, Protocol):
 S = TypeVar("S", bound=Running)
 
 
-class Turn(NamedTuple, Generic[S]):
+class Scheduled(NamedTuple, Generic[S]):
     """A sequence's part in a pass: its positions `first` to `stop`, in the rows from `start` on.
 
     With guidance there is a second copy of the same positions behind the first.
@@ -183,7 +183,7 @@ class BatchDecoder(abc.ABC, Generic[S]):
             self.cancel(request.id)
         self.forget()
 
-    def _make_batch(self, turns: Sequence[Turn[S]], step: Step) -> Batch:
+    def _make_batch(self, turns: Sequence[Scheduled[S]], step: Step) -> Batch:
         """The rows of a pass, turn after turn."""
         copies = [copy for turn in turns for copy in self._copies(turn)]
         positions = [np.arange(turn.first, turn.stop) for turn in turns for _ in turn.starts]
@@ -194,7 +194,7 @@ class BatchDecoder(abc.ABC, Generic[S]):
             step=step,
         )
 
-    def _copies(self, turn: Turn[S]) -> list[tuple[IntArray, Segment]]:
+    def _copies(self, turn: Scheduled[S]) -> list[tuple[IntArray, Segment]]:
         """The tokens of each copy of a sequence, and how they see each other."""
         sequence, first, stop, start, _ = turn
         segment = Segment(start, turn.end, first, sequence.block_length, sequence.kv)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lowtide.core import Reuse, Step, StepKind
-from lowtide.decode.batch_decoder import LOGIT_ROWS, BatchDecoder, Model, Turn, joined
+from lowtide.decode.batch_decoder import LOGIT_ROWS, BatchDecoder, Model, Scheduled, joined
 from lowtide.decode.block_sequence import BlockPrediction, BlockSequence
 from lowtide.decode.logits import tiled_logits
 from lowtide.decode.request import Committed, Draft, Event, Finished, Prefill, Request
@@ -88,12 +88,12 @@ class BlockDiffusion(BatchDecoder[BlockSequence]):
     def _begin(self, request: Request, kv: KVRange) -> BlockSequence:
         return BlockSequence(request, kv, self._mask_token_id)
 
-    def _next_pass(self) -> tuple[StepKind, list[Turn[BlockSequence]]]:
+    def _next_pass(self) -> tuple[StepKind, list[Scheduled[BlockSequence]]]:
         """Who takes part in the next pass, with which positions; at most `max_rows` in all.
 
         Sequences with more to feed than a pass holds come first, with whole blocks that are final.
         """
-        turns: list[Turn[BlockSequence]] = []
+        turns: list[Scheduled[BlockSequence]] = []
         num_free = self._max_rows
         for sequence in self._running:
             if sequence.num_rows > self._max_rows:
@@ -110,24 +110,26 @@ class BlockDiffusion(BatchDecoder[BlockSequence]):
                 num_free -= sequence.num_rows
         return StepKind.DENOISE, turns
 
-    def _turn(self, sequence: BlockSequence, num_rows: int, num_free: int) -> Turn[BlockSequence]:
+    def _turn(
+        self, sequence: BlockSequence, num_rows: int, num_free: int
+    ) -> Scheduled[BlockSequence]:
         first = sequence.num_cached
-        return Turn(sequence, first, first + num_rows, self._max_rows - num_free)
+        return Scheduled(sequence, first, first + num_rows, self._max_rows - num_free)
 
-    def _batch(self, kind: StepKind, turns: Sequence[Turn[BlockSequence]]) -> Batch:
+    def _batch(self, kind: StepKind, turns: Sequence[Scheduled[BlockSequence]]) -> Batch:
         is_alone = len(self._running) == 1
         index = turns[0].sequence.num_block_passes if is_alone else self._num_passes
         rows = joined([turn.sequence.pass_rows(turn.first, turn.stop) for turn in turns])
         return self._make_batch(turns, Step(kind, index, rows, self._is_last(kind, turns)))
 
-    def _is_last(self, kind: StepKind, turns: Sequence[Turn[BlockSequence]]) -> bool:
+    def _is_last(self, kind: StepKind, turns: Sequence[Scheduled[BlockSequence]]) -> bool:
         """Whether no pass is expected to follow: all sequences take part, and none goes on."""
         if kind is not StepKind.DENOISE or not self._is_everybody(len(turns)):
             return False
         return all(turn.sequence.is_expected_to_end for turn in turns)
 
     def _predict(
-        self, hidden: Tensor, turns: Sequence[Turn[BlockSequence]]
+        self, hidden: Tensor, turns: Sequence[Scheduled[BlockSequence]]
     ) -> list[BlockPrediction]:
         """What the model would write in each turn's block, logits computed tile by tile."""
         predictions, rows, needs_logits, starts = [], [], [], [0]

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lowtide.core import CacheMode, IntArray, RowKind, Step, StepKind, align_up
-from lowtide.decode.batch_decoder import BatchDecoder, Turn, joined, rows_of
+from lowtide.decode.batch_decoder import BatchDecoder, Scheduled, joined, rows_of
 from lowtide.decode.candidates import Candidates
 from lowtide.decode.logits import rows_that_predict
 from lowtide.decode.masked_sequence import MaskedSequence
@@ -90,15 +90,15 @@ class MaskedDiffusion(BatchDecoder[MaskedSequence]):
     def _begin(self, request: Request, kv: KVRange) -> MaskedSequence:
         return MaskedSequence(request, kv, self._mask_token_id, self._is_measured_as_drawn)
 
-    def _next_pass(self) -> list[Turn[MaskedSequence]]:
+    def _next_pass(self) -> list[Scheduled[MaskedSequence]]:
         """Who takes part in the next pass, with which positions; at most `max_rows` rows in all."""
-        turns: list[Turn[MaskedSequence]] = []
+        turns: list[Scheduled[MaskedSequence]] = []
         num_rows = 0
         for sequence in self._running:
             first, stop = self._fed(sequence)
             length, num_copies = stop - first, _num_copies(sequence.request)
             if num_rows + num_copies * length <= self._max_rows:
-                turns.append(Turn(sequence, first, stop, num_rows, num_copies))
+                turns.append(Scheduled(sequence, first, stop, num_rows, num_copies))
                 num_rows += num_copies * length
         return turns
 
@@ -112,12 +112,12 @@ class MaskedDiffusion(BatchDecoder[MaskedSequence]):
         first = max(0, block.start - self._logits_shift)
         return first, block.stop if self._cache_mode is CacheMode.DUAL else length
 
-    def _kind(self, turn: Turn[MaskedSequence]) -> RowKind:
+    def _kind(self, turn: Scheduled[MaskedSequence]) -> RowKind:
         """Keys and values of a block's first pass are kept for those after it."""
         is_kept = self._cache_mode is not CacheMode.EXACT and not turn.sequence.num_block_passes
         return RowKind.COMMIT if is_kept else RowKind.DRAFT
 
-    def _batch(self, turns: Sequence[Turn[MaskedSequence]]) -> Batch:
+    def _batch(self, turns: Sequence[Scheduled[MaskedSequence]]) -> Batch:
         is_alone = len(self._running) == 1
         index = turns[0].sequence.num_block_passes if is_alone else self._num_passes
         rows = [
@@ -128,7 +128,7 @@ class MaskedDiffusion(BatchDecoder[MaskedSequence]):
         logit_rows, asked = _asked(turns)
         return replace(self._make_batch(turns, step), logit_rows=logit_rows, asked=asked)
 
-    def _copies(self, turn: Turn[MaskedSequence]) -> list[tuple[IntArray, Segment]]:
+    def _copies(self, turn: Scheduled[MaskedSequence]) -> list[tuple[IntArray, Segment]]:
         """The sequence, and the second time, which guidance asks for, without its prompt."""
         sequence, first, stop, _, num_copies = turn
         texts, length = (sequence.tokens, sequence.unconditional_tokens()), len(sequence.tokens)
@@ -147,13 +147,13 @@ class MaskedDiffusion(BatchDecoder[MaskedSequence]):
             for copy, start in enumerate(turn.starts)
         ]
 
-    def _is_last(self, turns: Sequence[Turn[MaskedSequence]]) -> bool:
+    def _is_last(self, turns: Sequence[Scheduled[MaskedSequence]]) -> bool:
         """Whether no pass is expected to follow: all sequences take part, and none goes on."""
         return self._is_everybody(len(turns)) and all(
             turn.sequence.is_expected_to_end for turn in turns
         )
 
-    def _read(self, hidden: Tensor, turns: Sequence[Turn[MaskedSequence]]) -> list[Candidates]:
+    def _read(self, hidden: Tensor, turns: Sequence[Scheduled[MaskedSequence]]) -> list[Candidates]:
         """A candidate for every wanted position of each turn."""
         found = [Candidates.empty(len(turn.sequence.wanted)) for turn in turns]
         for (_, needs_logits), indices in _kinds(turns).items():
@@ -162,7 +162,10 @@ class MaskedDiffusion(BatchDecoder[MaskedSequence]):
         return found
 
     def _read_statistics(
-        self, hidden: Tensor, turns: Sequence[Turn[MaskedSequence]], found: Sequence[Candidates]
+        self,
+        hidden: Tensor,
+        turns: Sequence[Scheduled[MaskedSequence]],
+        found: Sequence[Candidates],
     ) -> None:
         rows = _joined([_rows(turn, self._logits_shift) for turn in turns])
         statistics = read_statistics(self._model, hidden, rows, _wanted(turns))
@@ -174,7 +177,10 @@ class MaskedDiffusion(BatchDecoder[MaskedSequence]):
             start += len(positions)
 
     def _read_logits(
-        self, hidden: Tensor, turns: Sequence[Turn[MaskedSequence]], found: Sequence[Candidates]
+        self,
+        hidden: Tensor,
+        turns: Sequence[Scheduled[MaskedSequence]],
+        found: Sequence[Candidates],
     ) -> None:
         for turn, candidates in zip(turns, found, strict=True):
             sequence = turn.sequence
@@ -183,7 +189,7 @@ class MaskedDiffusion(BatchDecoder[MaskedSequence]):
                 candidates.put(part, sequence.choose(logits, part))
 
 
-def _rows(turn: Turn[MaskedSequence], logits_shift: int) -> Rows:
+def _rows(turn: Scheduled[MaskedSequence], logits_shift: int) -> Rows:
     """The hidden states that the logits of the wanted positions come from."""
     own = rows_that_predict(turn.sequence.wanted - turn.first, logits_shift) + turn.start
     if turn.num_copies == 1:
@@ -191,7 +197,7 @@ def _rows(turn: Turn[MaskedSequence], logits_shift: int) -> Rows:
     return Rows(own, own + turn.length, np.full(len(own), turn.sequence.cfg_scale + 1))
 
 
-def _kinds(turns: Sequence[Turn[MaskedSequence]]) -> dict[tuple[bool, bool], list[int]]:
+def _kinds(turns: Sequence[Scheduled[MaskedSequence]]) -> dict[tuple[bool, bool], list[int]]:
     """Those whose logits are looked at together: by whether they are guided, and whether they need
     more than statistics."""
     kinds: dict[tuple[bool, bool], list[int]] = {}
@@ -201,7 +207,7 @@ def _kinds(turns: Sequence[Turn[MaskedSequence]]) -> dict[tuple[bool, bool], lis
     return kinds
 
 
-def _wanted(turns: Sequence[Turn[MaskedSequence]]) -> Wanted:
+def _wanted(turns: Sequence[Scheduled[MaskedSequence]]) -> Wanted:
     readings = [turn.sequence.reading for turn in turns]
     return Wanted(
         second=any(reading.needs_second for reading in readings),
@@ -209,7 +215,7 @@ def _wanted(turns: Sequence[Turn[MaskedSequence]]) -> Wanted:
     )
 
 
-def _asked(turns: Sequence[Turn[MaskedSequence]]) -> tuple[int, tuple[LogitNeeds, ...]]:
+def _asked(turns: Sequence[Scheduled[MaskedSequence]]) -> tuple[int, tuple[LogitNeeds, ...]]:
     """The rows whose statistics are asked for after a pass, of each kind at most, and the kinds;
     rows in buckets, so that a request has few."""
     num_rows, asked = 0, []

@@ -28,7 +28,7 @@ from lowtide.hardware.weight_rates import kind_of, rounding_rate, seconds_per_by
 from lowtide.kernels.choice import possible_names
 from lowtide.kernels.cpu.quantised import MAX_FEW_ROWS
 from lowtide.params import DEFAULT_MAX_TOKENS, DiffusionParams
-from lowtide.plan import MemoryPlan, PassTime, Prediction, Speed
+from lowtide.plan import MemoryPlan, PassTime, Prediction, SpeedRange
 from lowtide.policies.prefetch import Gate
 from lowtide.policies.presets import fetches_all
 from lowtide.policies.reads_ahead import NEARLY_ALL, WORTH, read_ahead
@@ -120,7 +120,7 @@ class Predictor:
         )
 
     def pass_time(self, num_rows: int) -> PassTime | None:
-        """Of a pass of so many rows; None where nothing was measured that it follows from."""
+        """What a pass of so many rows takes; None where nothing was measured."""
         demand = self._demand(num_rows)
         machine = this_machine()
         if self.plan.gpu is None:
@@ -132,7 +132,7 @@ class Predictor:
         saved_s = _saved_by_reads_ahead(self.opened, self.plan, num_rows, costs, demand)
         return costs.pass_time(demand, saved_s)
 
-    def speed(self, num_tokens: int, num_passes: int, num_rows: int) -> Speed | None:
+    def speed(self, num_tokens: int, num_passes: int, num_rows: int) -> SpeedRange | None:
         """Speed of a run that committed `num_tokens`, its passes having `num_rows` together."""
         if not num_passes:
             return self.prediction().speed
@@ -194,7 +194,7 @@ def _host_costs(
 
 
 def _rounded_bytes_per_s(opened: OpenModel, machine: Machine, rates: Sequence[Rate]) -> float:
-    """Of experts that are rounded as they are read, by all cores; without end for others."""
+    """All cores' rate of rounding experts as they are read; infinite where none are."""
     asked = opened.options.formats.experts
     per_s = rounding_rate(rates, asked) if opened.is_rounded_as_read else None
     return math.inf if per_s is None else per_s * machine.num_cores

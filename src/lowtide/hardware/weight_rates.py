@@ -27,7 +27,7 @@ EXPERT = MoEShape(1, 8, 8, hidden_size=2048, expert_size=768)
 """The expert that is measured, of Qwen3-30B-A3B's shape."""
 
 NUM_TOKENS = (1, 8, 64)
-"""Of the expert; between them and beyond time is taken as linear in the tokens."""
+"""An expert's tokens; between them and beyond time is taken as linear in the tokens."""
 
 
 class WeightKind(NamedTuple):

@@ -32,7 +32,7 @@ from lowtide.lab.doctor import machine_rates
 from lowtide.lab.verify import NUM_PROMPT_TOKENS, random_prompt
 from lowtide.llm import LLM, plan_model
 from lowtide.params import SamplingParams
-from lowtide.plan import MemoryPlan, Speed
+from lowtide.plan import MemoryPlan, SpeedRange
 
 DEFAULT_SHARE = 0.5
 """The share of experts that are resident where no budget is given."""
@@ -78,7 +78,7 @@ class Turn(NamedTuple):
     link_bytes: float
     read_bytes: float
     prefill_tokens_per_s: float
-    predicted: Speed | None = None  # of such passes; None: nothing was measured here
+    predicted: SpeedRange | None = None  # of such passes; None: nothing was measured here
 
     @property
     def tokens_per_s(self) -> float:
@@ -103,10 +103,10 @@ class PresetRun:
         return Spread.of([turn.prefill_tokens_per_s for turn in self.turns])
 
     @property
-    def predicted(self) -> Speed | None:
+    def predicted(self) -> SpeedRange | None:
         """The predicted speed for the turns' passes, their median; None where nothing is known."""
         found = [turn.predicted for turn in self.turns if turn.predicted is not None]
-        return Speed(*map(median, zip(*found, strict=True))) if found else None
+        return SpeedRange(*map(median, zip(*found, strict=True))) if found else None
 
     @property
     def hit_rate(self) -> float:
@@ -251,7 +251,9 @@ class Load(NamedTuple):
     prompt: list[int]
     prefill: list[int]  # the prompt that prefill is timed with
     params: SamplingParams
-    predicts: Callable[[MemoryPlan, Mapping[str, float]], Speed | None] = lambda plan, done: None
+    predicts: Callable[[MemoryPlan, Mapping[str, float]], SpeedRange | None] = lambda plan, done: (
+        None
+    )
 
     @classmethod
     def of(cls, llm: LLM, prompt: Prompt | None, params: SamplingParams) -> Load:
@@ -326,7 +328,7 @@ def _take_turn(llm: LLM, run: PresetRun, load: Load) -> None:
     )
 
 
-def _predicted(opened: OpenModel, plan: MemoryPlan, done: Mapping[str, float]) -> Speed | None:
+def _predicted(opened: OpenModel, plan: MemoryPlan, done: Mapping[str, float]) -> SpeedRange | None:
     """The speed to expect of the passes that were `done` under `plan`."""
     predictor = predictor_of(opened, plan)
     if predictor is None:

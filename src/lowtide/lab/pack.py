@@ -33,7 +33,7 @@ from lowtide.kernels.choice import choose_pack
 from lowtide.lab.pack_folder import config_of, reserved
 from lowtide.lab.safetensors_writer import OutputTensor, SafetensorsWriter
 from lowtide.model_folder.checkpoint import INDEX_NAME, Checkpoint, TensorEntry
-from lowtide.model_folder.hub import tokenizer_file
+from lowtide.model_folder.demos import tokenizer_file
 from lowtide.plan import OWN_FORMAT
 from lowtide.reading.file_reader import AnyRead, ArrayRead, FileReader, Piece, Read, Ticket
 from lowtide.schemas import model_schema

@@ -117,7 +117,7 @@ class GgufHeader:
 
     @classmethod
     def parse(cls, stream: HeaderStream, file: RegularFile) -> GgufHeader:
-        """Of a file that `stream` reads from its first byte on; raises as `read` does."""
+        """The header of a file that `stream` reads from its start; raises as `read` does."""
         cursor = _Cursor(stream, file)
         num_tensors, num_keys = _counts(cursor)
         values = [_key_and_value(cursor) for _ in range(num_keys)]

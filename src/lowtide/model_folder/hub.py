@@ -19,6 +19,7 @@ from types import MappingProxyType
 from lowtide.core import Progress, no_progress
 from lowtide.errors import CheckpointError, HubError, UsageError
 from lowtide.files.json_file import shown
+from lowtide.model_folder.demos import DEMO_FOLDER, DEMO_NAMES, OLD_DEMO_NAMES
 from lowtide.model_folder.gguf_file import (
     choose_gguf,
     first_gguf,
@@ -41,10 +42,6 @@ from lowtide.model_folder.hub_download import fetch
 from lowtide.model_folder.hub_model import HubModel, is_small
 from lowtide.model_folder.hub_reference import HubReference, parse
 from lowtide.model_folder.hub_requests import brief
-
-DEMO_FOLDER = Path(__file__).parents[1] / "demo"
-DEMO_NAMES = ("diffusion", "autoregressive")
-OLD_DEMO_NAMES = {"chat": "autoregressive"}
 
 _NOTHING: Mapping[str, object] = MappingProxyType({})
 
@@ -149,13 +146,6 @@ def list_models() -> list[LocalModel]:
 def has_weights(folder: Path) -> bool:
     """Whether a folder holds any weights at all, or an index of them; whole or not."""
     return any(folder.glob("*.safetensors")) or any(folder.glob("*.safetensors.index.json"))
-
-
-def tokenizer_file(folder: Path) -> Path:
-    """Where a model's `tokenizer.json` is, if it has one: the demos share the one beside them."""
-    shared = DEMO_FOLDER / "tokenizer.json"
-    is_demo = folder.resolve().parent == DEMO_FOLDER.resolve()
-    return shared if is_demo else folder / shared.name
 
 
 def _path(reference: str) -> Path:

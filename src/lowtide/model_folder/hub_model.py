@@ -168,7 +168,7 @@ class HubModel:
         return tuple(shards)
 
     def header(self, path: Path) -> GgufHeader:
-        """Of the GGUF file that will be at `path`, read from the hub as far as it goes."""
+        """The header of the GGUF file that will be at `path`, read from the hub."""
         name = path.relative_to(self.folder).as_posix()
         if name not in self.files:
             raise CheckpointError(f"{self.name}: {name} belongs to it and is not on the hub.")

@@ -24,7 +24,7 @@ from lowtide.model_folder.chat_template import (
     read_template,
     render_template,
 )
-from lowtide.model_folder.hub import tokenizer_file
+from lowtide.model_folder.demos import tokenizer_file
 
 CONFIG_NAME = "tokenizer_config.json"
 

@@ -22,8 +22,8 @@ class AheadSlots(NamedTuple):
     num_slots: int = 0  # beside the residents
     max_compiled_rows: int = 0  # of a pass that compiled code runs by itself
     gate_accuracy: float | FloatArray | None = None
-    """Of the next layer's router on a layer's features, as in `foresight`; None: compiled passes
-    do not read ahead."""
+    """The accuracy of the next layer's router on a layer's features, as in `foresight`; None:
+    compiled passes do not read ahead."""
     piece_share: float = 1.0  # of an expert's read: the part after which it can be given up
 
 
