@@ -167,9 +167,9 @@ def test_what_is_no_prompt_is_refused_in_words_that_say_so(llm: LLM) -> None:
         (llm.generate, TALK[0], "put it in a list"),
         (llm.generate, b"abc", "not bytes"),
         (llm.generate, 5, "not int"),
-        (llm.chat, "hello", '"role": "user"'),
+        (llm.chat, "hello", "no chat template"),
         (llm.chat, TALK[0], "in a list"),
-        (llm.chat, ["hello"], "not str"),
+        (llm.chat, ["hello"], "no chat template"),
         (llm.chat, [5, 6], "not int"),
         (llm.chat, TALK, "no chat template"),
     ]
@@ -181,14 +181,17 @@ def test_what_is_no_prompt_is_refused_in_words_that_say_so(llm: LLM) -> None:
         llm.generate(["a"], {"temperature": 0}, max_tokens=3)  # type: ignore[arg-type]
 
 
-def test_chat_applies_the_template_and_generate_does_not(chatty: LLM) -> None:
+def test_chat_and_generate_apply_the_template(chatty: LLM) -> None:
     ids = chatty.token_ids(TALK)
     assert ids == chatty.tokenizer.encode("user: def f(x):\nassistant:", add_special=False)  # type: ignore[union-attr]
     [expected] = chatty.generate(ids, max_tokens=6)
-    assert chatty.chat(TALK, max_tokens=6) == chatty.generate(TALK, max_tokens=6) == [expected]
+    said = TALK[0]["content"]
+    for [found] in (chatty.chat(TALK, max_tokens=6), chatty.generate(said, max_tokens=6)):
+        assert found.token_ids == expected.token_ids
+        assert found.usage.prompt_tokens == expected.usage.prompt_tokens
     both = chatty.chat([TALK, TALK], SamplingParams(max_tokens=6))
     assert [c.token_ids for c in both] == [expected.token_ids] * 2
-    [raw] = chatty.generate(TALK[0]["content"], max_tokens=6)
+    [raw] = chatty.generate(said, raw=True, max_tokens=6)
     assert raw.usage.prompt_tokens < expected.usage.prompt_tokens
     [loud] = chatty.chat(TALK, template_options={"loud": True}, max_tokens=1)
     assert loud.usage.prompt_tokens > expected.usage.prompt_tokens

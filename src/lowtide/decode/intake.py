@@ -248,7 +248,7 @@ class Intake:
         """
         if isinstance(prompt, str):
             tokenizer = self._needed_tokenizer()
-            if not is_raw and tokenizer.has_chat_template:
+            if prompt and not is_raw and tokenizer.has_chat_template:
                 return self.chat([{"role": "user", "content": prompt}], template_options or {})
             token_ids = tokenizer.encode(prompt)
         elif is_chat(prompt):
