@@ -178,10 +178,10 @@ def test_a_file_keeps_them(calibrated: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "name, value, reason",
     [
-        ("num_rows", np.zeros((1, 1), np.int64), "rows have shape"),
-        ("hidden", np.zeros((1, 1, 1), np.float32), "hidden inputs have shape"),
-        ("hidden", np.nan, "hidden inputs have values that cannot be"),
-        ("activated", -1.0, "activated inputs have values that cannot be"),
+        ("num_rows", np.zeros((1, 1), np.int64), "shape of its rows"),
+        ("hidden", np.zeros((1, 1, 1), np.float32), "shape of its hidden inputs"),
+        ("hidden", np.nan, "hidden inputs: there are values that cannot be"),
+        ("activated", -1.0, "activated inputs: there are values"),
     ],
 )
 def test_contradictions_are_refused(

@@ -6,6 +6,7 @@ read. Knows nothing of what the arrays mean.
 
 from __future__ import annotations
 
+import json
 import zipfile
 import zlib
 from collections.abc import Collection, Mapping, Sequence
@@ -21,6 +22,8 @@ from lowtide.files.regular_file import open_regular
 from lowtide.files.whole_file import whole_file
 
 Arrays = dict[str, NDArray[Any]]
+
+_MAX_FACTS_BYTES = 1 << 16
 
 
 class Contradiction(Exception):
@@ -50,6 +53,35 @@ def save_arrays(path: Path, arrays: Mapping[str, Any], noun: str) -> None:
     """Writes `arrays` to `path`; `noun` ("trace") names the file in the StorageError raised."""
     with whole_file(Path(path), noun) as file:
         np.savez_compressed(file, **arrays)
+
+
+def facts_array(facts: Mapping[str, object]) -> NDArray[np.uint8]:
+    """Texts and numbers as an array of their JSON."""
+    return np.frombuffer(json.dumps(dict(facts)).encode(), np.uint8)
+
+
+def read_facts(data: NDArray[Any], kinds: Mapping[str, type], whose: str) -> dict[str, Any]:
+    """What `facts_array` was given: exactly these, of these kinds. Raises Contradiction."""
+    if data.ndim != 1 or data.size > _MAX_FACTS_BYTES:
+        raise Contradiction(f"{whose} facts have shape {data.shape}")
+    try:
+        facts: Any = json.loads(data.tobytes().decode())
+    except (ValueError, RecursionError):
+        raise Contradiction(f"{whose} facts are not JSON") from None
+    is_whole = isinstance(facts, dict) and set(facts) == set(kinds)
+    if not is_whole or not all(type(facts[name]) is kind for name, kind in kinds.items()):
+        raise Contradiction(f"{whose} facts are not {', '.join(kinds)}")
+    return dict(facts)
+
+
+def check_values(
+    array: NDArray[Any], what: str, shape: tuple[int, ...], low: float = 0, high: float = np.inf
+) -> None:
+    """Raises Contradiction for another shape, or values that are not from `low` to `high`."""
+    if array.shape != shape:
+        raise Contradiction(f"the shape of its {what} is {array.shape}, not {shape}")
+    if not (np.isfinite(array) & (array >= low) & (array <= high)).all():
+        raise Contradiction(f"its {what}: there are values that cannot be")
 
 
 def load_arrays(

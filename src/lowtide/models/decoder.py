@@ -7,7 +7,6 @@ A family says what its attention, its router and its shared expert are, and what
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from functools import partial
 from typing import ClassVar, Protocol
@@ -31,7 +30,7 @@ from lowtide.layers.moe import Experts, MoELayer
 from lowtide.layers.norm import Norm
 from lowtide.layers.projection import Projection
 from lowtide.layers.rotary import Rotary, Rotations
-from lowtide.layers.router import Router
+from lowtide.layers.router import Router, SoftmaxRouter
 from lowtide.layers.rows import in_chunks
 from lowtide.layers.self_attention import GroupedAttention
 from lowtide.memory.chunking import Counts
@@ -55,7 +54,7 @@ class Attention(Protocol):
         ...
 
 
-class Decoder(ABC):
+class Decoder:
     """The model: `forward` for hidden states, `logits` for the rows that are wanted."""
 
     names: ClassVar[Names] = USUAL
@@ -112,9 +111,9 @@ class Decoder(ABC):
         """Whether a dense weight is kept in float32 whatever the compute dtype."""
         return False
 
-    @abstractmethod
     def attention(self, layer: int) -> Attention:
-        """The attention of a layer."""
+        """The attention of a layer: by default over separate projections, without norms."""
+        return self.grouped_attention(layer)
 
     def router(self, layer: int) -> Router:
         """The router of a layer that has experts, in a family that has some."""
@@ -146,6 +145,21 @@ class Decoder(ABC):
         """The projections of queries, keys and values, each by itself."""
         prefix = self.names.layer(layer)
         return Projection.separate(*(self.linear(prefix + name) for name in self.names.qkv))
+
+    def qk_norms(self, layer: int) -> HeadNorms:
+        """The norms of queries and keys: of each head [head_dim], or of all together."""
+        prefix = f"{self.names.layer(layer)}self_attn."
+        return HeadNorms(*(self.tensor(f"{prefix}{part}_norm.weight") for part in "qk"))
+
+    def softmax_router(self, layer: int, *, normalise: bool) -> SoftmaxRouter:
+        """The linear router at `mlp.gate`, whose weights are rounded to the compute dtype."""
+        return SoftmaxRouter(
+            self.compute,
+            weight=self.tensor(f"{self.names.layer(layer)}mlp.gate.weight"),
+            num_experts_per_token=self.config.moe.num_experts_per_token,
+            normalise=normalise,
+            rounds_weights=True,
+        )
 
     def grouped_attention(self, layer: int, norms: HeadNorms | None = None) -> GroupedAttention:
         """Attention over separate projections; norms: of queries and keys, before the rotation."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import numpy as np
@@ -10,7 +9,7 @@ from numpy.typing import NDArray
 
 from lowtide.core import WeightArray
 from lowtide.errors import UsageError
-from lowtide.files.array_file import Arrays, Contradiction
+from lowtide.files.array_file import Arrays, Contradiction, facts_array, read_facts
 from lowtide.policies.buddy_profile import BuddyProfile, QualityCurve
 
 PREFIX = "buddy_"
@@ -27,7 +26,6 @@ BUDDY_DTYPES = {
 """The arrays of a profile, and their types."""
 
 _FACTS = {"fingerprint": str, "num_tokens": int, "curve_text_sha256": str}
-_MAX_FACTS_BYTES = 1 << 16
 
 
 def arrays_of(profile: BuddyProfile) -> dict[str, Any]:
@@ -40,7 +38,7 @@ def arrays_of(profile: BuddyProfile) -> dict[str, Any]:
     }
     points = np.empty((2, 0)) if curve is None else np.stack([curve.mass, curve.kl])
     arrays = {
-        "facts": np.frombuffer(json.dumps(facts).encode(), np.uint8),
+        "facts": facts_array(facts),
         "activations": profile.activations,
         "together": profile.together.astype(np.int32),
         "sample": profile.sample,
@@ -52,7 +50,7 @@ def arrays_of(profile: BuddyProfile) -> dict[str, Any]:
 def profile_of(arrays: Arrays) -> BuddyProfile:
     """The profile whose `arrays_of` these are; raises Contradiction."""
     own = {name.removeprefix(PREFIX): arrays[name] for name in BUDDY_DTYPES}
-    facts = _read_facts(own["facts"])
+    facts = read_facts(own["facts"], _FACTS, "its buddies'")
     try:
         return BuddyProfile(
             fingerprint=facts["fingerprint"],
@@ -64,20 +62,6 @@ def profile_of(arrays: Arrays) -> BuddyProfile:
         )
     except UsageError as reason:
         raise Contradiction(str(reason).rstrip(".")) from None
-
-
-def _read_facts(data: NDArray[Any]) -> dict[str, Any]:
-    if data.ndim != 1 or data.size > _MAX_FACTS_BYTES:
-        raise Contradiction(f"its buddies' facts have shape {data.shape}")
-    try:
-        facts = json.loads(data.tobytes().decode())
-    except (ValueError, RecursionError):
-        raise Contradiction("its buddies' facts are not JSON") from None
-    is_whole = isinstance(facts, dict) and set(facts) == set(_FACTS)
-    if not is_whole or not all(type(facts[name]) is kind for name, kind in _FACTS.items()):
-        raise Contradiction(f"its buddies' facts are not {', '.join(_FACTS)}")
-    found: dict[str, Any] = facts
-    return found
 
 
 def _checked_sample(sample: WeightArray) -> WeightArray:

@@ -16,14 +16,22 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lowtide.core import FloatArray
 from lowtide.errors import UsageError
-from lowtide.files.array_file import Arrays, Contradiction, load_arrays, save_arrays
+from lowtide.files.array_file import (
+    Arrays,
+    Contradiction,
+    check_values,
+    facts_array,
+    load_arrays,
+    read_facts,
+    save_arrays,
+)
 from lowtide.files.folders import cache_folder
 from lowtide.files.whole_file import check_writable
 from lowtide.formats.expert_inputs import ExpertInputs
@@ -38,8 +46,7 @@ GATES = ("raw", "residual")
 TOP_SIZES = (1, 2, 4, 8)
 """How many experts a prefetch might name."""
 
-_FACTS = ("architecture", "text_sha256", "date")
-_MAX_FACTS_BYTES = 1 << 16
+_FACTS = dict.fromkeys(("architecture", "text_sha256", "date"), str)
 _PREFIX = "trace_"
 _SHAPE = _PREFIX + "shape"
 _COSINE_SLACK = 1e-6  # what rounding may add to a cosine
@@ -108,11 +115,11 @@ class Calibration:
     def save(self, path: Path) -> None:
         """Writes it, whole or not at all, making its folder. Raises StorageError."""
         check_calibration_path(path)
-        facts = json.dumps({name: getattr(self, name) for name in _FACTS})
+        facts = {name: getattr(self, name) for name in _FACTS}
         arrays = {
             **{_PREFIX + name: array for name, array in self.trace.arrays().items()},
             "version": np.array([CALIBRATION_VERSION], np.int64),
-            "facts": np.frombuffer(facts.encode(), np.uint8),
+            "facts": facts_array(facts),
             "residual": self.residual,
             "frequency": self.frequency,
             "following": self.following,
@@ -145,7 +152,8 @@ def load_inputs(path: Path, architecture: str, shape: TraceShape) -> ExpertInput
         found = arrays[_SHAPE]
         if found.shape != (len(shape),):
             raise Contradiction(f"its trace's shape has {found.size} numbers")
-        of_file = _read_facts(arrays["facts"])["architecture"], TraceShape(*found.tolist())
+        facts = read_facts(arrays["facts"], _FACTS, "its")
+        of_file = (facts["architecture"], TraceShape(*found.tolist()))
         _check_model(of_file, (architecture, shape))
         return _inputs(arrays, shape)
 
@@ -203,15 +211,15 @@ def _build(arrays: Arrays) -> Calibration:
     _check_version(arrays)
     trace = trace_of({name: arrays[_PREFIX + name] for name in TRACE_DTYPES})
     layers, experts, _, hidden, _ = trace.shape
-    _check(arrays, "residual", (layers - 1, hidden), -np.inf, np.inf)
-    _check(arrays, "frequency", (layers, experts), 0, np.inf)
-    _check(arrays, "following", (layers - 1, experts, experts), 0, np.inf)
-    _check(arrays, "routed", (len(GATES), layers - 1), 0, 1)
-    _check(arrays, "top", (len(GATES), layers - 1, len(TOP_SIZES)), 0, 1)
+    check_values(arrays["residual"], "residual", (layers - 1, hidden), -np.inf, np.inf)
+    check_values(arrays["frequency"], "frequency", (layers, experts), 0, np.inf)
+    check_values(arrays["following"], "following", (layers - 1, experts, experts), 0, np.inf)
+    check_values(arrays["routed"], "routed", (len(GATES), layers - 1), 0, 1)
+    check_values(arrays["top"], "top", (len(GATES), layers - 1, len(TOP_SIZES)), 0, 1)
     most = 1 + _COSINE_SLACK
-    _check(arrays, "cosine", (len(GATES), layers - 1), -most, most)
+    check_values(arrays["cosine"], "cosine", (len(GATES), layers - 1), -most, most)
     return Calibration(
-        **_read_facts(arrays["facts"]),
+        **read_facts(arrays["facts"], _FACTS, "its"),
         trace=trace,
         residual=arrays["residual"],
         frequency=arrays["frequency"],
@@ -237,27 +245,6 @@ def _inputs(arrays: Arrays, shape: TraceShape) -> ExpertInputs | None:
         return None
     layers, experts, _, hidden, width = shape
     return inputs_of(arrays, layers, experts, (hidden, width))
-
-
-def _check(arrays: Arrays, name: str, shape: tuple[int, ...], low: float, high: float) -> None:
-    array = arrays[name]
-    if array.shape != shape:
-        raise Contradiction(f"its {name} has shape {array.shape}, its trace asks for {shape}")
-    if not (np.isfinite(array) & (array >= low) & (array <= high)).all():
-        raise Contradiction(f"its {name} has values that cannot be")
-
-
-def _read_facts(data: NDArray[Any]) -> dict[str, str]:
-    if data.ndim != 1 or data.size > _MAX_FACTS_BYTES:
-        raise Contradiction(f"its facts have shape {data.shape}")
-    try:
-        facts: dict[str, str] = json.loads(data.tobytes().decode())
-    except (ValueError, RecursionError):
-        raise Contradiction("its facts are not JSON") from None
-    is_whole = isinstance(facts, dict) and set(facts) == set(_FACTS)
-    if not is_whole or not all(isinstance(value, str) for value in facts.values()):
-        raise Contradiction(f"its facts are not {', '.join(_FACTS)}")
-    return facts
 
 
 def _described(architecture: str, shape: TraceShape) -> str:

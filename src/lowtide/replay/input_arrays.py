@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from lowtide.files.array_file import Arrays, Contradiction
+from lowtide.files.array_file import Arrays, Contradiction, check_values
 from lowtide.formats.expert_inputs import ExpertInputs
 
 PREFIX = "inputs_"
@@ -42,19 +42,12 @@ def inputs_of(
     """The inputs whose `arrays_of_inputs` these are. sizes: of hidden and of activated rows.
     Raises Contradiction."""
     num_rows = arrays[PREFIX + "num_rows"]
-    _check(num_rows, "rows", (num_layers, num_experts))
+    check_values(num_rows, "rows", (num_layers, num_experts))
     means = []
     for name, size in zip(("hidden", "activated"), sizes, strict=True):
         means.append(arrays[PREFIX + name])
-        _check(means[-1], f"{name} inputs", (num_layers, num_experts, size))
+        check_values(means[-1], f"{name} inputs", (num_layers, num_experts, size))
     return ExpertInputs(_fingerprint(arrays[PREFIX + "fingerprint"]), num_rows, *means)
-
-
-def _check(array: NDArray[Any], what: str, shape: tuple[int, ...]) -> None:
-    if array.shape != shape:
-        raise Contradiction(f"its {what} have shape {array.shape}, its trace asks for {shape}")
-    if not (np.isfinite(array) & (array >= 0)).all():
-        raise Contradiction(f"its {what} have values that cannot be")
 
 
 def _fingerprint(data: NDArray[Any]) -> str:

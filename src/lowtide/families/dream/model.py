@@ -6,12 +6,8 @@ position: see `ModelConfig.logits_shift`.
 
 from __future__ import annotations
 
-from lowtide.layers.self_attention import GroupedAttention
 from lowtide.models.decoder import Decoder
 
 
 class Dream(Decoder):
     """Names and numbers of Dream."""
-
-    def attention(self, layer: int) -> GroupedAttention:
-        return self.grouped_attention(layer)

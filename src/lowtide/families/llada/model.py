@@ -10,7 +10,6 @@ from __future__ import annotations
 import torch
 
 from lowtide.families.llada.names import NAMES
-from lowtide.layers.self_attention import GroupedAttention
 from lowtide.models.decoder import Decoder
 
 
@@ -19,6 +18,3 @@ class LLaDA(Decoder):
 
     names = NAMES
     rotation_dtype = torch.float32
-
-    def attention(self, layer: int) -> GroupedAttention:
-        return self.grouped_attention(layer)

@@ -7,15 +7,11 @@ their weights renormalised and kept in float32.
 from __future__ import annotations
 
 from lowtide.layers.router import SoftmaxRouter
-from lowtide.layers.self_attention import GroupedAttention
 from lowtide.models.decoder import Decoder
 
 
 class Mixtral(Decoder):
     """Names and numbers of Mixtral."""
-
-    def attention(self, layer: int) -> GroupedAttention:
-        return self.grouped_attention(layer)
 
     def router(self, layer: int) -> SoftmaxRouter:
         return SoftmaxRouter(

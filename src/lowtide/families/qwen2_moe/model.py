@@ -10,24 +10,14 @@ from torch import Tensor
 
 from lowtide.layers.linear import GatedMLP
 from lowtide.layers.router import SoftmaxRouter
-from lowtide.layers.self_attention import GroupedAttention
 from lowtide.models.decoder import Decoder
 
 
 class Qwen2Moe(Decoder):
     """Names and numbers of Qwen2-MoE."""
 
-    def attention(self, layer: int) -> GroupedAttention:
-        return self.grouped_attention(layer)
-
     def router(self, layer: int) -> SoftmaxRouter:
-        return SoftmaxRouter(
-            self.compute,
-            weight=self.tensor(f"model.layers.{layer}.mlp.gate.weight"),
-            num_experts_per_token=self.config.moe.num_experts_per_token,
-            normalise=self.config.moe.norm_topk_prob,
-            rounds_weights=True,
-        )
+        return self.softmax_router(layer, normalise=self.config.moe.norm_topk_prob)
 
     def shared_expert(self, layer: int) -> tuple[GatedMLP | None, Tensor | None]:
         prefix = f"model.layers.{layer}.mlp."

@@ -6,7 +6,6 @@ experts chosen by a softmax whose top-k weights are renormalised, without a shar
 
 from __future__ import annotations
 
-from lowtide.kernels.operands import HeadNorms
 from lowtide.layers.router import SoftmaxRouter
 from lowtide.layers.self_attention import GroupedAttention
 from lowtide.models.decoder import Decoder
@@ -16,15 +15,7 @@ class Qwen3Moe(Decoder):
     """Names and numbers of Qwen3-MoE."""
 
     def attention(self, layer: int) -> GroupedAttention:
-        prefix = f"model.layers.{layer}.self_attn."
-        query, key = (self.tensor(f"{prefix}{part}_norm.weight") for part in "qk")
-        return self.grouped_attention(layer, HeadNorms(query, key))  # [head_dim]: each head's own
+        return self.grouped_attention(layer, self.qk_norms(layer))  # [head_dim]: each head's own
 
     def router(self, layer: int) -> SoftmaxRouter:
-        return SoftmaxRouter(
-            self.compute,
-            weight=self.tensor(f"model.layers.{layer}.mlp.gate.weight"),
-            num_experts_per_token=self.config.moe.num_experts_per_token,
-            normalise=self.config.moe.norm_topk_prob,
-            rounds_weights=True,
-        )
+        return self.softmax_router(layer, normalise=self.config.moe.norm_topk_prob)
