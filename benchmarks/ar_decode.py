@@ -169,18 +169,7 @@ def _on_disk(
             "repeats": options.repeats if is_ours else 1,
         }
         rows[name] = in_process("causal", task, limit, budget_bytes + LIMIT_SLACK_BYTES)
-    where = f"{share:.0%} of the experts in memory"
-    _record(recorder, where, rows)
-    task = {
-        "model": str(folder),
-        "policy": options.policy,
-        "context": _context(options),
-        "budget_bytes": budget_bytes,
-        "num_prompt": options.prompt,
-        "repeats": 2 * options.repeats + 1,
-    }
-    gain = in_process("read ahead", task, limit, budget_bytes + LIMIT_SLACK_BYTES)
-    recorder.write(f"read ahead, {where}", gain)
+    _record(recorder, f"{share:.0%} of the experts in memory", rows)
 
 
 def _record(recorder: Recorder, what: str, rows: Mapping[str, dict[str, Any]]) -> None:

@@ -10,8 +10,6 @@ with experts of the published size.
 A block takes 16 passes, two tokens each, as published models write several at once; one token at
 a time, which random weights would do, is twice the passes and routes more alike.
 
-`--recorded` replays six recorded runs instead, diffusion and autoregressive, on more machines.
-
 Time is emulated: ratios mean something, tokens per second do not. `busy` says which part of the
 machine worked for what share of the time, so that a lost advantage can be found.
 """
@@ -37,7 +35,6 @@ from common.emulated import (
 )
 from common.record import Recorder, Row, say
 from common.simulated import VARIANTS, ceilings, make_setting, published, replay, summary
-from common.traces import RECORDED, record_with_known
 
 from lowtide.errors import PlanError
 from lowtide.profiles import load_profile
@@ -48,7 +45,6 @@ from lowtide.replay.trace import Trace
 MODELS = ("demo:diffusion", "synth:llada2")
 SHARES = (0.25, 0.5, 0.75)
 MACHINES = ("rtx3090", "a100-40gb")
-RECORDED_MACHINES = (*MACHINES, "h100")
 SIMULATED = "llada2"  # whose experts' size the replay takes
 
 EXPECTED: Mapping[tuple[str, str], float] = {
@@ -73,9 +69,6 @@ STEPS = 16  # of a block
 def main() -> None:
     options = _options()
     names = tuple(VARIANTS)
-    if options.recorded:
-        _replay_recorded(options.out, SHARES, names)
-        return
     for name in options.models:
         model = find_model(name, options.layers)
         settings = {
@@ -97,14 +90,6 @@ def main() -> None:
                     _measure(recorder, track, share, learned, names, options.repeats)
         for machine in MACHINES:
             _simulate(recorder, machine, SIMULATED, SHARES, learned.trace, learned.known, names)
-
-
-def _replay_recorded(out: Path | None, shares: tuple[float, ...], names: tuple[str, ...]) -> None:
-    for one, trace, known in record_with_known(RECORDED):
-        recorder = Recorder("policies", {"trace": one.run.name}, out)
-        say(one.run.name)
-        for machine in RECORDED_MACHINES:
-            _simulate(recorder, machine, one.sizes_of, shares, trace, known, names)
 
 
 def _measure(
@@ -216,7 +201,6 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=4, help="of the synthetic model")
     parser.add_argument("--new", type=int, default=32, help="new tokens of an answer")
     parser.add_argument("--repeats", type=int, default=3, help="turns of each preset")
-    parser.add_argument("--recorded", action="store_true", help="replay recorded runs only")
     return parser.parse_args()
 
 

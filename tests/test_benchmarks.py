@@ -278,8 +278,6 @@ def test_an_autoregressive_lane_is_measured_under_a_budget(tmp_path: Path) -> No
     row = causal.measure(settings)
     assert 0 < row["resident_share"] < 1 and row["storage_read_bytes_per_answer"] > 0
     assert row["prefill_tokens_per_s"] > 0 < row["decode_tokens_per_s"]
-    gain = causal.measure_read_ahead(settings)
-    assert gain["num_ahead_per_prefill"] > 0 < gain["gain"]
 
 
 def test_presets_take_turns_on_one_emulated_engine(tiny: Path, tmp_path: Path) -> None:

@@ -595,14 +595,14 @@ class Optimizer:
     Muon's steps are scaled to AdamW's usual size, so that one learning rate serves both.
     """
 
-    def __init__(self, model: Model, use_muon: bool, weight_decay: float = 0.1) -> None:
+    def __init__(self, model: Model, weight_decay: float = 0.1) -> None:
         self.weights = dict(model.named_parameters())
         self.weight_decay = weight_decay
         self.moments = {n: torch.zeros_like(w.data) for n, w in self.weights.items()}
         self.by_shape: dict[tuple[int, int], list[str]] = {}
         self.adam: list[str] = []
         for name, weight in self.weights.items():
-            if use_muon and "layers" in name and weight.ndim > 1 and "gate.weight" not in name:
+            if "layers" in name and weight.ndim > 1 and "gate.weight" not in name:
                 rows, cols = sorted(weight.shape[-2:])
                 self.by_shape.setdefault((rows, cols), []).append(name)
             else:
@@ -676,7 +676,6 @@ class Budget:
 class Recipe:
     seed: int
     lr: float
-    use_muon: bool
     context: int
     sequences: int  # in one step
     micro: int  # sequences in one pass
@@ -690,7 +689,7 @@ class Stage:
 
     def __init__(self, kind: str, model: Model, recipe: Recipe, budget: Budget, work: Path) -> None:
         self.kind, self.model, self.recipe, self.budget = kind, model, recipe, budget
-        self.optimizer = Optimizer(model, recipe.use_muon)
+        self.optimizer = Optimizer(model)
         self.tensors_path = work / f"{kind}.state.safetensors"
         self.facts_path = work / f"{kind}.state.json"
         self.step, self.elapsed_s, self.imbalance = 0, 0.0, 1.0
@@ -910,17 +909,6 @@ def replace_folder(new: Path, folder: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def publish(folder: Path, destination: Path | None) -> None:
-    if destination is None:
-        return
-    destination.mkdir(parents=True, exist_ok=True)
-    partial = destination / (folder.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    shutil.copytree(folder, partial)
-    (partial / "tokenizer.json").replace(destination / "tokenizer.json")  # both models' own
-    replace_folder(partial, destination / folder.name)
-
-
 # --- Evaluation ---------------------------------------------------------------------------------
 
 
@@ -1047,7 +1035,6 @@ def run_stage(options: argparse.Namespace, kind: str) -> None:
     recipe = Recipe(
         seed=options.seed,
         lr=options.lr if kind == "ar" else options.lr * options.diffusion_lr_scale,
-        use_muon=not options.adamw,
         context=options.context,
         sequences=options.sequences,
         micro=options.micro,
@@ -1055,18 +1042,13 @@ def run_stage(options: argparse.Namespace, kind: str) -> None:
     stage = Stage(kind, model, recipe, budget, options.work)
     for _ in stage.train(streams["train"]):
         write_checkpoint(model, kind, options.work / "tokenizer.json", out / name)
-        publish(out / name, options.publish)
     evaluate(out / name, streams["held_out"], options.context)
-    publish(out / name, options.publish)
 
 
 def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("command", choices=["corpus", "ar", "diffusion", "evaluate", "all"])
     parser.add_argument("--work", type=Path, required=True, help="corpus, state and out/ lie here")
-    parser.add_argument(
-        "--publish", type=Path, help="also copy each checkpoint into this folder of demos"
-    )
     parser.add_argument("--model", type=Path, help="what to evaluate; default both of out/")
     parser.add_argument("--tokenizer", type=Path, help="default: one is trained on the corpus")
     parser.add_argument("--experts", type=int, default=Args.num_experts, help="of a layer")
@@ -1079,7 +1061,6 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--diffusion-minutes", type=float, default=0.0, help="0: no limit")
     parser.add_argument("--lr", type=float, default=4e-3)
     parser.add_argument("--diffusion-lr-scale", type=float, default=0.75)
-    parser.add_argument("--adamw", action="store_true", help="AdamW for every weight, no Muon")
     parser.add_argument("--context", type=int, default=256, help="tokens in a sequence")
     parser.add_argument("--sequences", type=int, default=32, help="in one step")
     parser.add_argument("--micro", type=int, default=16, help="sequences in one pass")

@@ -6,7 +6,6 @@ are optional; a lane that cannot be opened raises ImportError.
 
 from __future__ import annotations
 
-import math
 import statistics
 import tempfile
 import time
@@ -25,7 +24,6 @@ from lowtide.decode.autoregressive import Autoregressive
 from lowtide.decode.request import Committed, Request
 from lowtide.engine.config import MAX_PASS_ROWS, EngineConfig
 from lowtide.engine.engine import Engine
-from lowtide.experts import read_ahead
 from lowtide.families import read_config_in
 from lowtide.params import SamplingParams
 from lowtide.plan import OWN_FORMAT
@@ -212,45 +210,6 @@ def open_llama_cpp(gguf: Path, context: int, maps: bool, repacks: bool = True) -
         yield LlamaCpp(model, facts, [gguf.parent] if maps else [])
     finally:
         model.close()
-
-
-def measure_read_ahead(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Prefills with and without reads ahead, in turn on one engine, medians.
-
-    settings: model, policy, context, budget_bytes, num_prompt, repeats.
-    """
-    model = Path(settings["model"])
-    prompt = make_prompt(model, settings["num_prompt"])
-    options = EngineConfig(
-        host_memory=settings["budget_bytes"],
-        context=settings["context"],
-        policy=settings["policy"],
-    )
-    shares = {"with": read_ahead.NEARLY_ALL, "without": math.inf}
-    answers: dict[str, list[Answer]] = {name: [] for name in shares}
-    with loaded_engine(str(model), options) as engine:
-        lane = Lowtide(engine)
-        lane.answer(prompt, 2)
-        before = engine.experts.as_dict()
-        try:
-            for _ in range(settings["repeats"]):
-                for name, share in shares.items():
-                    read_ahead.NEARLY_ALL = share
-                    answers[name].append(lane.answer(prompt, 2))
-        finally:
-            read_ahead.NEARLY_ALL = shares["with"]
-        after = engine.experts.as_dict()
-    rates = {name: speeds(prompt, each) for name, each in answers.items()}
-    per_prefill = {
-        f"{name}_per_prefill": (after[name] - before[name]) / settings["repeats"]
-        for name in ("num_ahead", "num_wasted")
-    }
-    return {
-        **{f"{name}_tokens_per_s": rate["prefill_tokens_per_s"] for name, rate in rates.items()},
-        **{f"each_{name}": rate["each_prefill"] for name, rate in rates.items()},
-        "gain": rates["with"]["prefill_tokens_per_s"] / rates["without"]["prefill_tokens_per_s"],
-        **per_prefill,
-    }
 
 
 def measure(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -148,13 +148,6 @@ def run_elastic(settings: Settings) -> dict[str, Any]:
     return run_trace(settings)
 
 
-def run_read_ahead(settings: Settings) -> dict[str, Any]:
-    """Prefills with and without reads ahead of the layer that runs."""
-    from common.causal import measure_read_ahead
-
-    return measure_read_ahead(settings)
-
-
 def run_masked_step(settings: Settings) -> dict[str, Any]:
     """One denoising step of a bidirectional model, by one side."""
     from common.masked_memory import measure
@@ -184,7 +177,6 @@ TASKS: Mapping[str, Callable[[Settings], dict[str, Any]]] = {
     "lowtide": run_lowtide,
     "peer": run_peer,
     "causal": run_causal,
-    "read ahead": run_read_ahead,
     "elastic": run_elastic,
     "masked step": run_masked_step,
     "masked trace": run_masked_trace,
