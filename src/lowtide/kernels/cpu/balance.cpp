@@ -21,7 +21,7 @@ struct Asked {
     const std::int64_t* num_tokens;
     const double* device_s;    // of each, its weights present
     const double* host_s;
-    const double* arriving_s;  // infinite: not on its way; null: nobody is
+    const double* arriving_s;  // infinite: not on its way; null: none is
 
     double due_s(long place) const { return arriving_s ? arriving_s[place] : INFINITY; }
 };

@@ -310,7 +310,7 @@ int lowtide_drain_reader(Reader* reader, double seconds) { return reader->drain(
 
 int lowtide_close_reader(Reader* reader, double seconds) { return reader->close(seconds); }
 
-// Nobody uses the reader any more, which is closed.
+// The reader is closed and no longer used.
 void lowtide_free_reader(Reader* reader) { delete reader; }
 
 }

@@ -1,4 +1,4 @@
-// One team for the process. Its threads sleep while nobody decodes, and die with the process.
+// One team for the process. Its threads sleep while nothing is decoded, and die with the process.
 //
 // What is on offer is one number, `offer`: which work it is (upper half), and how many of its
 // pieces nobody has taken (lower half). A piece is taken by lowering it. Whoever manages to, knows
