@@ -6,7 +6,7 @@ from itertools import product
 
 import numpy as np
 import pytest
-from common.exact import Beam, Exact, exact_mask
+from common.exact import exact_mask
 from hypothesis import given
 from hypothesis import strategies as st
 from policy_facts import make_facts
@@ -63,7 +63,7 @@ def ids(assignment: Assignment) -> tuple[list[int], list[int], list[int]]:
 
 
 def all_policies(costs: Costs) -> list[Assign]:
-    policies: list[Assign] = [Greedy(), Beam(3), Exact(), Balance()]
+    policies: list[Assign] = [Greedy(), Balance()]
     policies += [AllHost(), Fiddler(), Fiddler(by_threshold=True)]
     policies += [HybriMoEThreshold(costs), HybriMoEGreedy(), LayerSplit()]
     return [*policies, AllFetch(), FixedShare(0.5)]
@@ -129,7 +129,7 @@ def test_without_staging_nothing_is_fetched() -> None:
     costs = make_costs(link_s=0.0, num_staging=0)
     facts = make_facts(make_demand([9, 9, 9], resident=[0]), costs)
     assert not facts.can_fetch
-    policies: list[Assign] = [Greedy(), Beam(), Exact(), Balance(), HybriMoEGreedy(), AllHost()]
+    policies: list[Assign] = [Greedy(), Balance(), HybriMoEGreedy(), AllHost()]
     policies += [Fiddler(by_threshold=True), HybriMoEThreshold(costs, 1), LayerSplit()]
     for policy in policies:
         assert not len(policy(facts).fetch)
@@ -224,7 +224,7 @@ def test_exact_is_the_optimum_and_greedy_is_within_twice(demand: Demand, costs: 
     price = prices(facts)
     best = best_makespan(price)
     slack = 1e-9 * len(price.host_s)
-    exact = makespan(price, on_device(demand, Exact()(facts)))
+    exact = makespan(price, exact_mask(price))
     assert abs(exact - best) <= slack
     assert makespan(price, greedy_mask(price)) <= 2 * best + slack
     for policy in all_policies(costs):
@@ -250,8 +250,3 @@ def test_exact_names_its_limit() -> None:
     price = Prices(np.linspace(1, 2, 30) ** 3, np.linspace(2, 1, 30) ** 2)
     with pytest.raises(UsageError, match="more than 2 partial splits"):
         exact_mask(price, max_states=2)
-
-
-def test_beam_refuses_no_width() -> None:
-    with pytest.raises(UsageError, match="width"):
-        Beam(0)

@@ -1,43 +1,24 @@
-"""How near to the optimum an assignment comes: the optimum, by search, and a beam towards it.
-
-For comparison, too slow for a step: both take DALI's cost model, as `Greedy` does.
-"""
+"""How near to the optimum an assignment comes: the optimum, by search, with DALI's cost model."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from lowtide.core import Assignment, BoolArray, Facts, FloatArray, IntArray
+from lowtide.core import BoolArray, FloatArray, IntArray
 from lowtide.errors import UsageError
 from lowtide.policies.assignment import (
     Prices,
-    divide,
     greedy_mask,
     lopsided_first,
     makespan,
-    prices,
 )
 
 _PS = 1e12  # picoseconds in a second
 
 
-class Beam:
-    """The greedy order with the `width` best partial splits kept instead of one.
-
-    Better than `Greedy` and many times slower: for comparison.
-    """
-
-    def __init__(self, width: int = 2) -> None:
-        if width < 1:
-            raise UsageError(f"A beam needs a width of at least 1, not {width}.")
-        self._width = width
-
-    def __call__(self, facts: Facts) -> Assignment:
-        return divide(facts.demand, beam_mask(prices(facts), self._width))
-
-
 def beam_mask(price: Prices, width: int) -> BoolArray:
-    """Beam search on prices, never worse than `greedy_mask`."""
+    """The greedy order with the `width` best partial splits kept instead of one, never worse than
+    `greedy_mask`."""
     order = lopsided_first(price)
     states: list[tuple[float, float, int]] = [(0.0, 0.0, 0)]  # device_s, host_s, bits
     pairs = zip(price.device_s[order].tolist(), price.host_s[order].tolist(), strict=True)
@@ -53,25 +34,14 @@ def beam_mask(price: Prices, width: int) -> BoolArray:
     return mask if makespan(price, mask) <= makespan(price, greedy) else greedy
 
 
-class Exact:
-    """The least makespan, by branch and bound; for comparison, not for the hot path.
-
-    Prices are rounded to whole picoseconds. Breadth first over experts, the most lopsided first:
-    a partial split is dropped when another is at least as good on both sides, or when its
-    Lagrangian bound (`weight` * device + (1 - `weight`) * host never exceeds the makespan) is not
-    below the best split known.
-    """
-
-    def __init__(self, max_states: int = 1 << 20) -> None:
-        """`max_states`: partial splits held at once, at most; beyond it UsageError is raised."""
-        self._max_states = max_states
-
-    def __call__(self, facts: Facts) -> Assignment:
-        return divide(facts.demand, exact_mask(prices(facts), self._max_states))
-
-
 def exact_mask(price: Prices, max_states: int = 1 << 20) -> BoolArray:
-    """The optimal split of `price` (in whole picoseconds)."""
+    """The split of least makespan, by branch and bound, prices rounded to whole picoseconds.
+
+    Breadth first over experts, the most lopsided first: a partial split is dropped when another is
+    at least as good on both sides, or when its Lagrangian bound (`weight` * device +
+    (1 - `weight`) * host never exceeds the makespan) is not below the best split known. Raises
+    UsageError where more than `max_states` partial splits were to be held at once.
+    """
     best = beam_mask(price, width=8)
     best_ps = round(makespan(price, best) * _PS)
     is_free = np.isfinite(price.device_s)  # the others have no choice but the host
