@@ -2,11 +2,9 @@
 
 Figures 12, 13, 14 and 19 and Tables 4, 6, 8 and 9, on DALI's machine as its figures show it
 (`dali-3090`), the published shapes of its three models, synthetic routing, early gates that err at
-the published rates. Where the paper leaves open what it compared with, experiments say what moves
-a number: another threshold, other residents, more work between the layers, a host that is faster
-with many tokens. What `dali-3090` was fitted to is written as fitted. Table 6 has the processor
-time of policies beside simulated time, as they are here and written as they are printed, Table 8
-the features of the demo models; all else is deterministic.
+the published rates. What `dali-3090` was fitted to is written as fitted. Table 6 has the processor
+time of policies beside simulated time, Table 8 the features of the demo models; all else is
+deterministic.
 """
 
 from __future__ import annotations
@@ -15,31 +13,21 @@ import argparse
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 from common.arguments import make_parser, run_script
 from common.dali_models import MODELS, STAGE_PREFETCH, STAGE_SHARE, STAGES, Load, make_case
-from common.dali_others import (
-    OTHERS,
-    Case,
-    Rival,
-    World,
-    from_tokens,
-    with_dense_ms,
-    with_residents,
-)
 from common.dali_published import (
     FIGURE_12,
     FIGURE_13,
     FIGURE_19,
     TABLE_4,
     TABLE_6,
-    TABLE_6_MEAN,
     TABLE_8,
     TABLE_9,
 )
 from common.exact import exact_mask
-from common.printed_planning import PrintedGreedy, PrintedThreshold
 from common.published_numbers import Numbers
 from common.record import REPOSITORY, Recorder
 from common.simulated import generating_passes, policy_s, trace_shape
@@ -49,45 +37,41 @@ from fit_profiles import FIGURE_14, TABLE_4_STEPS, Shipped, dali_anchors, dali_c
 from fit_profiles import TABLE_4 as FITTED_TABLE_4
 
 from lowtide import LLM
-from lowtide.core import Facts, Step, StepKind
+from lowtide.core import Facts, IntArray, Step, StepKind
 from lowtide.lab.calibrate import foresee, learn, split
 from lowtide.policies.assignment import (
-    Assign,
-    HybriMoEThreshold,
     greedy_mask,
     makespan,
     prices,
 )
 from lowtide.policies.catalogue import NUM_PREFETCH
 from lowtide.policies.placement import Placement
-from lowtide.policies.prefetch import Gate
 from lowtide.policies.presets import recipe
 from lowtide.policies.recipe import Recipe, Setting
 from lowtide.profiles import load_profile
 from lowtide.replay.calibration import GATES
 from lowtide.replay.simulator import simulate
-from lowtide.replay.trace import demand_of
+from lowtide.replay.trace import Trace, demand_of
 
 PREFERENCE = 0.5  # of the model and of each sequence, as in `exchange.py`
-STRONGER = (0.75, 1.0)
 STAGE_MODELS = ("Qwen3-30B-A3B", "Mixtral-8x7B")
 STAGE_BATCHES = (8, 16, 32, 64)
-LATE_TOKENS = (8, 16)  # from which another HybriMoE fetches
-FEWER = (0.125, 0.25)  # shares of the experts that are resident, where half are usual
 NUM_NEW = 64
-DENSE_MS = (3, 10)  # between two layers, where 0.3 are assumed
 NUM_PIECES = 12  # of the text, for Table 8
 MAX_STATES = 1 << 16  # of the exact search, per layer
-PRINTED = "planning is in plain Python, an expert at a time"
-TOLD = "a layer's planning takes as long at every length, as the mean of the table's row has it"
-CORES = {"": 1, "planning has a core half as fast, as beside 32 busy threads": 2}
-AS_PRINTED: Mapping[str, Callable[[Setting], Assign]] = {
-    "dali": lambda s: PrintedGreedy(),
-    "hybrimoe": lambda s: PrintedThreshold(HybriMoEThreshold(s.costs)),
-}
-"""Assignments that decide the same, in the form that papers print them."""
 DEMOS = {"Qwen": "demo:chat", "Mixtral": "demo:diffusion"}
 """Whose features stand where the weights are not here."""
+
+
+class Case(NamedTuple):
+    """One model and batch in one phase."""
+
+    part: Trace
+    setting: Setting
+    hits: IntArray
+
+    def seconds(self, made: str | Recipe) -> float:
+        return simulate(self.part, made, self.setting, hits=self.hits).total_s
 
 
 def main() -> None:
@@ -110,17 +94,10 @@ def speeds_over_others(numbers: Numbers, options: argparse.Namespace) -> None:
 def _over_others(
     numbers: Numbers, place: str, published: Mapping[str, tuple[str, float]], cases: list[Case]
 ) -> None:
-    dali_s: dict[World, list[float]] = {}
-    ratios: dict[Rival, list[float]] = {}
+    dali_s = [case.seconds("dali") for case in cases]
     for of, (preset, value) in published.items():
-        for experiment, rival in OTHERS[preset].items():
-            if rival not in ratios:
-                here = [rival.world(case) for case in cases]
-                if rival.world not in dali_s:
-                    dali_s[rival.world] = [case.seconds("dali") for case in here]
-                pairs = zip(here, dali_s[rival.world], strict=True)
-                ratios[rival] = [rival.lane(case) / seconds for case, seconds in pairs]
-            numbers.write(place, of, value, ratios[rival], experiment=experiment)
+        ratios = [case.seconds(preset) / s for case, s in zip(cases, dali_s, strict=True)]
+        numbers.write(place, of, value, ratios)
 
 
 def parts_one_by_one(numbers: Numbers, options: argparse.Namespace) -> None:
@@ -129,35 +106,24 @@ def parts_one_by_one(numbers: Numbers, options: argparse.Namespace) -> None:
     for name, value in FIGURE_14.items():
         here = value * anchors[f"Figure 14, {name}"]
         numbers.fitted("Figure 14", f"{name} over everything on the host", value, here)
-    batches = STAGE_BATCHES
-    gains: dict[str, dict[str, list[float]]] = {}
-    for name in STAGE_MODELS:
-        for case in _cases(name, batches, options.layers):
-            for experiment, values in _stage_gains(name, case):
-                for stage, gain in values.items():
-                    gains.setdefault(experiment, {}).setdefault(stage, []).append(gain)
-    for experiment, by_stage in gains.items():
-        for stage, value in FIGURE_19.items():
-            numbers.write("Figure 19", stage, value, by_stage[stage], experiment=experiment)
+    gains = [
+        _stage_gains(name, case)
+        for name in STAGE_MODELS
+        for case in _cases(name, STAGE_BATCHES, options.layers)
+    ]
+    for stage, value in FIGURE_19.items():
+        numbers.write("Figure 19", stage, value, [one[stage] for one in gains])
 
 
-def _stage_gains(name: str, case: Case) -> Iterator[tuple[str, dict[str, float]]]:
-    """What each stage gains over the one before, as it is and under experiments."""
+def _stage_gains(name: str, case: Case) -> dict[str, float]:
+    """What each stage gains over the one before."""
     setting = case.setting
     num_ahead = STAGE_PREFETCH.get(name, NUM_PREFETCH.of(setting))
     residents = [round(STAGE_SHARE * setting.num_experts)] * setting.num_layers
-    plain = replace(setting, capacity=residents).having(num_prefetch=num_ahead)
-    usual = replace(case, setting=plain)
-    settings = {"": plain} | {_dense(ms): with_dense_ms(usual, ms).setting for ms in DENSE_MS}
-    never_wrong = {gate: 1.0 for gate in Gate if gate is not Gate.NONE}
-    for experiment, its_setting in {**settings, "early gates never err": plain}.items():
-        accuracy = never_wrong if "never" in experiment else None
-        seconds = [
-            simulate(case.part, made, its_setting, hits=case.hits, gate_accuracy=accuracy).total_s
-            for made in STAGES.values()
-        ]
-        gains = [before / after for before, after in zip(seconds, seconds[1:], strict=False)]
-        yield experiment, dict(zip(list(STAGES)[1:], gains, strict=True))
+    own = case._replace(setting=replace(setting, capacity=residents).having(num_prefetch=num_ahead))
+    seconds = [own.seconds(made) for made in STAGES.values()]
+    gains = [before / after for before, after in zip(seconds, seconds[1:], strict=False)]
+    return dict(zip(list(STAGES)[1:], gains, strict=True))
 
 
 def greedy_and_optimum(numbers: Numbers, options: argparse.Namespace) -> None:
@@ -196,14 +162,12 @@ def scheduling(numbers: Numbers, options: argparse.Namespace) -> None:
     for preset, by_length in TABLE_6.items():
         cases = {length: _planned_case(length) for length in by_length}
         layer_s = {n: case.seconds(preset) / _num_decisions(case) for n, case in cases.items()}
-        mean = TABLE_6_MEAN[preset]
-        told_s = mean / (1 - mean) * float(np.exp(np.mean(np.log(list(layer_s.values())))))
         for length, case in cases.items():
+            planned_s = _planning_s(preset, case)
+            us = {"planned_us": 1e6 * planned_s, "layer_us": 1e6 * layer_s[length]}
+            share = planned_s / (planned_s + layer_s[length])
             of, value = f"{preset}, {length} tokens", by_length[length]
-            for told, planned_s in _planning_s(preset, case, told_s):
-                us = {"planned_us": 1e6 * planned_s, "layer_us": 1e6 * layer_s[length]}
-                share = planned_s / (planned_s + layer_s[length])
-                numbers.write("Table 6", of, value, [share], experiment=told, details=us)
+            numbers.write("Table 6", of, value, [share], details=us)
 
 
 def _planned_case(length: int) -> Case:
@@ -211,24 +175,19 @@ def _planned_case(length: int) -> Case:
     costs = load_profile(MACHINE).costs(model.shape)
     trace, setting = make_case(model, costs, Load(8, 64, length), PREFERENCE, 2)
     part = generating_passes(trace)
-    return Case(part, setting, part.hits(), part.hits())
+    return Case(part, setting, part.hits())
 
 
 def _num_decisions(case: Case) -> int:
     return len(case.part.passes) * case.setting.num_layers
 
 
-def _planning_s(preset: str, case: Case, told_s: float) -> Iterator[tuple[str, float]]:
-    """Seconds of one layer's planning: ours, and by experiments. told_s: by the paper's mean."""
-    ours = recipe(preset)
-    planners = {"": ours, PRINTED: replace(ours, assignment=AS_PRINTED[preset])}
-    for planner, made in planners.items():
-        # Everything is decided alike each time, so the least of a decision's times is its own.
-        turns = [policy_s(made, case.setting, case.part, time.thread_time) for _ in range(3)]
-        planned_s = float(np.minimum.reduce(turns).sum()) / _num_decisions(case)
-        for core, times in CORES.items():
-            yield _both(planner, core), times * planned_s
-    yield TOLD, told_s
+def _planning_s(preset: str, case: Case) -> float:
+    """Seconds of one layer's planning."""
+    # Everything is decided alike each time, so the least of a decision's times is its own.
+    made = recipe(preset)
+    turns = [policy_s(made, case.setting, case.part, time.thread_time) for _ in range(3)]
+    return float(np.minimum.reduce(turns).sum()) / _num_decisions(case)
 
 
 def features(numbers: Numbers, options: argparse.Namespace) -> None:
@@ -247,31 +206,10 @@ def features(numbers: Numbers, options: argparse.Namespace) -> None:
 def windows(numbers: Numbers, options: argparse.Namespace) -> None:
     """Table 9: tokens per second of a sequence, of all layers by some."""
     for name in TABLE_9:
-        cases = _window_cases(name, options.layers)
+        [case] = _cases(name, (32,), options.layers)
         for window, value in TABLE_9[name].items():
             of = f"{name}, {'hybrimoe' if window is None else f'dali {window}'}"
-            for experiment, case in cases.items():
-                speed = _sequence_speed(name, case, _windowed(window))
-                numbers.write("Table 9", of, value, [speed], experiment=experiment)
-            for tokens in LATE_TOKENS if window is None else ():
-                late = replace(recipe("hybrimoe"), assignment=from_tokens(tokens))
-                for experiment, case in cases.items():
-                    told = _both(experiment, f"it fetches from {tokens} tokens")
-                    speed = _sequence_speed(name, case, late)
-                    numbers.write("Table 9", of, value, [speed], experiment=told)
-
-
-def _window_cases(name: str, num_layers: int) -> dict[str, Case]:
-    """By what is otherwise; the paper leaves open how many experts are resident there."""
-    [usual] = _cases(name, (32,), num_layers)
-    cases = {"": usual}
-    for preference in STRONGER:
-        [case] = _cases(name, (32,), num_layers, preference=preference)
-        cases[f"tokens choose more alike (preference {preference:g})"] = case
-    cases |= {_dense(ms): with_dense_ms(usual, ms) for ms in DENSE_MS}
-    for share in FEWER:
-        cases[f"{share:.1%} of the experts are resident"] = with_residents(usual, share)
-    return cases
+            numbers.write("Table 9", of, value, [_sequence_speed(name, case, _windowed(window))])
 
 
 def _windowed(window: tuple[int, int] | None) -> Recipe:
@@ -297,29 +235,19 @@ def _cases(
     batches: tuple[int, ...],
     num_layers: int,
     phase: StepKind = StepKind.DECODE,
-    preference: float = PREFERENCE,
 ) -> Iterator[Case]:
     """Prompts of 64 tokens and 64 new ones, half of the experts resident."""
     model = MODELS[name]
     costs = load_profile(MACHINE).costs(model.shape)
     for batch in batches:
         load = Load(batch, 64, NUM_NEW)
-        trace, setting = make_case(model, costs, load, preference, num_layers)
-        decode_load = np.asarray(setting.hits)[-NUM_NEW:]
+        trace, setting = make_case(model, costs, load, PREFERENCE, num_layers)
         part = generating_passes(trace)
         if phase is StepKind.PREFILL:
             part = trace.beginning(len(trace.passes) - NUM_NEW)
             # A plan for it is made of prompts alone.
             setting = replace(setting, hits=np.asarray(setting.hits)[:-NUM_NEW])
-        yield Case(part, setting, part.hits(), decode_load)
-
-
-def _dense(ms: float) -> str:
-    return f"{ms} ms of dense work in a layer"
-
-
-def _both(*experiments: str) -> str:
-    return ", and ".join(one for one in experiments if one)
+        yield Case(part, setting, part.hits())
 
 
 PARTS: Mapping[str, Callable[[Numbers, argparse.Namespace], None]] = {

@@ -10,19 +10,18 @@ are than those with the other preset's part in its place, over all combinations 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 
 import numpy as np
 from common.arguments import make_parser, run_script
 from common.dali_models import MODELS, PUBLISHED, Load, Model, make_case
-from common.dali_others import from_tokens
 from common.record import Recorder, Row, say
 from common.simulated import generating_passes, summary
 
 from lowtide.core import Facts, IntArray, Moves, Step, StepKind
-from lowtide.policies.assignment import Greedy, HybriMoEGreedy, HybriMoEThreshold
+from lowtide.policies.assignment import Assign, Greedy, HybriMoEGreedy, HybriMoEThreshold
 from lowtide.policies.catalogue import NUM_PREFETCH
 from lowtide.policies.placement import Placement
 from lowtide.policies.prefetch import NextGate, Residual
@@ -149,7 +148,7 @@ def other_hybrimoes(part: Trace, setting: Setting, hits: IntArray) -> dict[str, 
     dali_s = simulate(part, "dali", setting, hits=hits).total_s
     found = {}
     for tokens in THRESHOLDS:
-        made = replace(recipe("hybrimoe"), assignment=from_tokens(tokens))
+        made = replace(recipe("hybrimoe"), assignment=_from_tokens(tokens))
         found[f"from {tokens} tokens"] = simulate(part, made, setting, hits=hits).total_s / dali_s
     empty = replace(setting, capacity=[0] * setting.num_layers)
     found["without residents"] = simulate(part, "hybrimoe", empty, hits=hits).total_s / dali_s
@@ -191,6 +190,11 @@ def _summarise(
     recorder.write("merit", {**facts, **values})
     shown = ", ".join(f"{name} {value:.2f}" for name, value in values.items())
     say(f"{facts['model']}, batch {facts['batch']}, {facts['phase']}: {shown}")
+
+
+def _from_tokens(tokens: int) -> Callable[[Setting], Assign]:
+    """HybriMoE's assignment with another threshold."""
+    return lambda setting: HybriMoEThreshold(setting.costs, tokens)
 
 
 def _options() -> argparse.Namespace:

@@ -33,9 +33,6 @@ TABLE_6: Mapping[str, Mapping[int, float]] = {
     "dali": {32: 0.0484, 64: 0.0454, 256: 0.0451, 1024: 0.0424, 2048: 0.0436},
 }
 """Share of the time that scheduling takes, by sequence length; DeepSeek, batch 8."""
-TABLE_6_MEAN: Mapping[str, float] = {"hybrimoe": 0.0301, "dali": 0.0450}
-"""Its last column; the share is "essentially constant", since a token wants a fixed number of
-decisions."""
 TABLE_8: Mapping[str, tuple[float, float]] = {"Qwen": (0.79, 0.93), "Mixtral": (0.79, 0.89)}
 """Mean cosine of the features used and the next gate's true ones: raw, with the residual."""
 TABLE_9: Mapping[str, Mapping[tuple[int, int] | None, float]] = {
