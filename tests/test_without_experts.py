@@ -147,7 +147,7 @@ def test_the_command_line_shows_no_slots(folder: Path) -> None:
         told = json.loads(run(verb[0], str(folder), *verb[1:], "--json").stdout)
         assert {row["hit_rate"] for row in told["runs"]} == {None}
     chatted = CliRunner().invoke(app, ["chat", str(folder), "--raw"], input="/stats\n")
-    assert "forwards" in chatted.output and "num_hits" not in chatted.output
+    assert " passes" in chatted.output and "hits" not in chatted.output
     answer = json.loads(run(*asked, "--json").stdout)
     assert answer["token_ids"] and answer["stats"]["hit_rate"] is None
     traced = run(*asked, "--trace", "x")
