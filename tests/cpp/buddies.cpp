@@ -30,6 +30,8 @@ std::vector<std::int32_t> buddy_lists(long num_lists, long length, long num_expe
 // has: bits; which of the facts that may be lacking there are.
 void substitute(const Library& library, const Routed& routed, unsigned has) {
     auto* substitute = library.function<Substitute>("lowtide_substitute");
+    auto* route = library.function<decltype(lowtide_route)>("lowtide_route");
+    auto* count = library.function<decltype(lowtide_count_moved)>("lowtide_count_moved");
     const auto [num_tokens, k, num_experts] = routed;
     const long num_pairs = num_tokens * k, length = 5, num_owners = 2;
     const Ids experts = chosen_experts(num_tokens, k, num_experts);
@@ -64,7 +66,14 @@ void substitute(const Library& library, const Routed& routed, unsigned has) {
             has & 2 ? arriving_s.data() : nullptr, &book, waits, out.data(), out_weights.data());
         const std::int64_t* pairs = pairs_moved.data() + num_owners;
         expect(pairs[0] + pairs[1] == num_moved, "pairs moved", num_tokens, k, has);
-        if (num_moved) expect(is_ascending(out, k), "order of who runs", num_tokens, k, has);
+        std::vector<double> left(num_owners);
+        expect(route(&book, weights.data(), num_tokens, k, left.data()) == bool(has & 4), "a bound",
+               num_tokens, k, has);
+        if (!num_moved) continue;
+        expect(is_ascending(out, k), "order of who runs", num_tokens, k, has);
+        expect(count(&book, 0, experts.data(), weights.data(), out.data(), out_weights.data(),
+                     num_tokens, k, num_experts) == 1,
+               "what is run can be", num_tokens, k, has);
     }
 }
 
