@@ -30,7 +30,10 @@ from reporting.tables import (
 README = Path("README.md")
 PAGES = (
     README,
-    *(Path(f"docs/{name}.md") for name in ("formats", "measured", "memory", "policies", "quality")),
+    *(
+        Path(f"docs/{name}.md")
+        for name in ("buddymoe", "formats", "measured", "memory", "policies", "quality")
+    ),
 )
 """What is rewritten, relative to the repository."""
 _LARGER = {
@@ -42,7 +45,7 @@ _LARGER = {
 _TYPES = ("Q8_0", "Q4_0", "Q4_K_M")  # llama.cpp's, of one request in memory
 
 PICTURES: Mapping[Path, Callable[[Results], str | None]] = {
-    Path("docs/quality.svg"): front_picture,
+    Path("docs/buddymoe.svg"): front_picture,
 }
 """What is drawn, where there is something to draw."""
 

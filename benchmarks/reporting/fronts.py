@@ -1,4 +1,4 @@
-"""The picture of docs/quality.md: what each way with absent experts loses, beside its speed."""
+"""The picture of docs/buddymoe.md: what each way with absent experts loses, beside its speed."""
 
 from __future__ import annotations
 

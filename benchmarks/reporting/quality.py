@@ -1,4 +1,4 @@
-"""The measured parts of docs/quality.md and docs/formats.md: what settings that change words cost
+"""The measured parts of docs/quality.md and docs/buddymoe.md: what settings that change words cost
 and save, and whether a model has anything that can stand in for anything."""
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ NOT_MEASURED = (
     "Not measured yet: `make bench ONLY={script}` writes the lines, `make report` this part of "
     "the page."
 )
-_PICTURE = "![What each way with absent experts loses, beside its speed](quality.svg)"
+_PICTURE = "![What each way with absent experts loses, beside its speed](buddymoe.svg)"
 _NUM_LEAST = 3
 _HEAD = (
     "lane",

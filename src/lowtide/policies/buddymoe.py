@@ -91,7 +91,7 @@ MAX_KL: PolicyOption[float | None] = PolicyOption(
 MAX_MASS: PolicyOption[float | None] = PolicyOption(
     "max_mass",
     "share of a request's router weight that may be replaced",
-    0.05,  # what lost nothing that could be seen, of all that docs/quality.md compares
+    0.05,  # what lost nothing that could be seen, of all that docs/buddymoe.md compares
     0,
     1,
     {"off": None},
