@@ -60,14 +60,14 @@ class PlainLayer:
         if asked is None or not asked.experts.size:
             return None
         left = account.route(asked.weights)
-        layer = _Layer(self._rules, facts, asked, left)
+        layer = _LayerTokens(self._rules, facts, asked, left)
         run = layer.without_absent() if waits is None else layer.without_late(waits)
         if run and not account.move(facts.layer, asked, run, len(facts.is_kept)):
             raise InternalError(NOT_FINITE)
         return run
 
 
-class _Layer:
+class _LayerTokens:
     """One layer's tokens, and which expert runs in place of each of theirs so far."""
 
     def __init__(
