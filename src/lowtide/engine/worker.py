@@ -239,6 +239,8 @@ class Worker:
 
     def _step(self) -> None:
         try:
+            if self.engine.experts.observer is not None:
+                self._decoder.forget()  # an observer sees all rows of a request
             with fault_found(self.engine.opened), device_pass(), self.speed.measured():
                 events = self._decoder.step()
                 if self.engine.elastic is not None:
