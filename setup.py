@@ -14,7 +14,7 @@ SOURCE = Path(__file__).parent / "src"
 sys.path.insert(0, str(SOURCE))
 
 from lowtide.errors import UnsupportedError  # noqa: E402
-from lowtide.kernels.cpu.library import build_libraries, find_compiler  # noqa: E402
+from lowtide.kernels.cpu.library import build_kernels, find_compiler  # noqa: E402
 
 
 def _can_compile() -> bool:
@@ -31,7 +31,7 @@ class BuildWithKernels(build_py):
     def run(self) -> None:
         super().run()
         if not self.editable_mode and _can_compile():
-            build_libraries(Path(self.build_lib) / "lowtide")
+            build_kernels(Path(self.build_lib) / "lowtide")
 
 
 class PlatformDistribution(Distribution):

@@ -126,9 +126,7 @@ class QuantisedExperts(Bfloat16Experts):
             weights = (torch.randn(num_rows * num_columns) * 0.02).numpy()
             choose_pack("auto")(rows, weights.view(np.uint8), "F32", part, None)
             parts.append(torch.from_numpy(part))
-        kernels = choose_kernels(
-            "auto", torch.bfloat16, has_quantised=True, rounds_rows=self.rounds_rows
-        )
+        kernels = choose_kernels("auto", torch.bfloat16, rounds_rows=self.rounds_rows)
         return torch.cat(parts), kernels.several_stored([rows] * 3)
 
 
@@ -165,9 +163,7 @@ class PackedExperts(Bfloat16Experts):
         # Of bytes below 64, because every scale that they make is a number.
         num_bytes = self._stored.num_bytes(self.shape.num_weights)
         content = torch.randint(64, (num_bytes,), dtype=torch.uint8)
-        kernels = choose_kernels(
-            "auto", torch.bfloat16, has_packed=True, rounds_rows=self._rounds_rows
-        )
+        kernels = choose_kernels("auto", torch.bfloat16, rounds_rows=self._rounds_rows)
         return content, kernels.several_stored([self._stored] * 3)
 
 
@@ -186,7 +182,7 @@ class SectionedExperts(Bfloat16Experts):
             part = torch.randint(127, (self._stored.matrix_bytes(rows),), dtype=torch.uint8)
             self._stored.views(part.numpy(), rows)[1][:] = 0x3C
             parts.append(part)
-        kernels = choose_kernels("auto", torch.bfloat16, has_sectioned=True)
+        kernels = choose_kernels("auto", torch.bfloat16)
         return torch.cat(parts), kernels.several_stored([self._stored] * 3)
 
 

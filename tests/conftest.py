@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -63,11 +62,11 @@ def pytest_configure(config: pytest.Config) -> None:
 def _compile_kernels() -> None:
     """Before there are workers, each of which would compile the same."""
     from lowtide.errors import StorageError, UnsupportedError
-    from lowtide.kernels.cpu.library import LIBRARIES, load_library
+    from lowtide.kernels.cpu.library import load_kernels
 
     # Where nothing can be compiled or kept, each test has its own way to say so.
-    with suppress(StorageError, UnsupportedError), ThreadPoolExecutor(2) as threads:
-        list(threads.map(lambda sources: load_library(*sources), LIBRARIES))
+    with suppress(StorageError, UnsupportedError):
+        load_kernels()
 
 
 def pytest_sessionstart() -> None:

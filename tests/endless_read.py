@@ -18,7 +18,7 @@ from test_compiled_reader import EXPERTS, SLOT_BYTES, wanted
 
 from lowtide.errors import StorageError
 from lowtide.files.regular_file import RegularFile
-from lowtide.kernels.cpu.library import FEW_ROWS, load_library
+from lowtide.kernels.cpu.library import load_kernels
 from lowtide.kernels.cpu.reader import CompiledReader, OpenFile, Range, SlotSegment
 
 
@@ -30,7 +30,7 @@ def read_and_close(fifo: Path, path: Path) -> int:
     files = [OpenFile(regular, regular.open()), OpenFile(stands_in, pipe)]
     experts = [EXPERTS[0], [Range(1, [SlotSegment(0, 1000, 0)])]]
     slots = np.zeros((2, SLOT_BYTES), np.uint8)
-    memory, library = slots.reshape(-1), load_library(*FEW_ROWS)
+    memory, library = slots.reshape(-1), load_kernels()
     reader = CompiledReader(library, experts, files, memory, SLOT_BYTES, None)
 
     def error(slot: int, limit_s: float) -> str:

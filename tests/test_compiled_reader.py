@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from lowtide.errors import InternalError, StorageError, UnsupportedError
 from lowtide.files.regular_file import RegularFile
-from lowtide.kernels.cpu.library import FEW_ROWS, check_layouts, find_compiler, load_library
+from lowtide.kernels.cpu.library import check_layouts, find_compiler, load_kernels
 from lowtide.kernels.cpu.reader import (
     PIECE_BYTES,
     CompiledReader,
@@ -59,7 +59,7 @@ def opened(
     slots = np.zeros((2, SLOT_BYTES), np.uint8)
     # Direct reads land on whole pages.
     ring = np.frombuffer(mmap.mmap(-1, 4 << 20), np.uint8) if is_direct else None
-    library = load_library(*FEW_ROWS)
+    library = load_kernels()
     reader = CompiledReader(library, experts, files, slots.reshape(-1), SLOT_BYTES, ring)
     yield Opened(reader, slots, files)
     assert reader.close(5.0)
@@ -124,7 +124,7 @@ def test_what_lies_on_sectors_is_read_in_place(tmp_path: Path) -> None:
     apart = [SlotSegment(4096, 50_000, 0), SlotSegment(54_096, size - 50_000, 54_096)]
     experts = [[Range(0, each)] for each in (parts, apart, [SlotSegment(4097, size, 0)])]
     ring, slots = (np.frombuffer(mmap.mmap(-1, 2 * size), np.uint8) for _ in range(2))
-    reader = CompiledReader(load_library(*FEW_ROWS), experts, files, slots, 2 * size, ring)
+    reader = CompiledReader(load_kernels(), experts, files, slots, 2 * size, ring)
     for expert, is_in_place in ((0, True), (1, False), (2, False)):
         slots[:], ring[:] = 0, 0
         assert reader.read(expert, 0, 60.0) == size
@@ -176,7 +176,7 @@ def test_a_closed_reader_reads_nothing(paths: list[Path]) -> None:
 
 
 def test_a_filling_ends_once_and_by_its_number() -> None:
-    readiness = Readiness(load_library(*FEW_ROWS), 2)
+    readiness = Readiness(load_kernels(), 2)
     assert readiness.wait(0, 0.0) == 0
     before, now = readiness.begin(0), readiness.begin(0)
     readiness.end(0, before, has_failed=True)
@@ -199,7 +199,7 @@ def test_a_read_that_never_ends_keeps_nobody_longer_than_was_said(
     flags = ["-std=c++17", "-shared", "-fPIC", "-pthread"]
     source = str(TESTS / "cpp" / "unruly_reads.cpp")
     subprocess.run([compiler, *flags, source, "-o", str(unruly), "-ldl"], check=True)
-    load_library(*FEW_ROWS)  # compiled before a limit runs
+    load_kernels()  # compiled before a limit runs
     done = subprocess.run(
         [sys.executable, str(TESTS / "endless_read.py"), str(tmp_path / "fifo"), str(paths[0])],
         env={**os.environ, "LD_PRELOAD": str(unruly)},
@@ -212,7 +212,7 @@ def test_a_read_that_never_ends_keeps_nobody_longer_than_was_said(
 
 
 def test_a_struct_that_the_library_has_otherwise_is_refused() -> None:
-    library = load_library(*FEW_ROWS)
+    library = load_kernels()
     check_layouts(library, {"Residency": ResidencyStruct})
 
     class Shorter(ctypes.Structure):

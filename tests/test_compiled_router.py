@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lowtide.kernels.cpu.few_rows import FewRows, num_variants
-from lowtide.kernels.cpu.library import FEW_ROWS, load_library
+from lowtide.kernels.cpu.library import load_kernels
 from lowtide.kernels.operands import ExpertChoice
 from lowtide.kernels.reference import REFERENCE
 
@@ -23,7 +23,7 @@ TIE = 1e-6
 @pytest.fixture(scope="module")
 def variants() -> list[FewRows]:
     """All that this CPU can run, from the portable to the best."""
-    built = load_library(*FEW_ROWS)
+    built = load_kernels()
     return [FewRows(built, number) for number in range(num_variants(built))]
 
 

@@ -34,7 +34,8 @@ from lowtide.kernels.choice import choose_kernels, possible_names
 from lowtide.kernels.compiled import CompiledKernels
 from lowtide.kernels.cpu import library
 from lowtide.kernels.cpu.few_rows import VARIANTS, FewRows, num_variants
-from lowtide.kernels.cpu.library import FEW_ROWS, _telling_line, load_library
+from lowtide.kernels.cpu.library import _telling_line, load_kernels, load_library
+from lowtide.kernels.cpu.packed import PackedOperators
 from lowtide.kernels.operands import ClampedWeights, ExpertWeights, Rotation, SlotPlaces
 from lowtide.kernels.reference import REFERENCE, clamped_swiglu, silu_times
 from lowtide.layers.linear import Linear
@@ -53,7 +54,7 @@ def variants(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[FewRows]
     """All that this CPU can run, from the portable to the best."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        built = load_library(*FEW_ROWS)
+        built = load_kernels()
         yield [FewRows(built, number) for number in range(num_variants(built))]
 
 
@@ -68,6 +69,10 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def randn(*shape: int, seed: int = 0) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(shape, generator=generator).bfloat16()
+
+
+def compiled(kernel: FewRows) -> CompiledKernels:
+    return CompiledKernels(kernel, PackedOperators(kernel.library))
 
 
 def product(kernel: FewRows, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -188,7 +193,7 @@ def test_a_clamped_expert(variants: list[FewRows]) -> None:
     weights = ClampedWeights(*make_expert(hidden, width), *biases)
     x = randn(2, hidden, seed=3)
     answers = []
-    for run in (CompiledKernels(variants[-1]).gated_mlp, REFERENCE.gated_mlp):
+    for run in (compiled(variants[-1]).gated_mlp, REFERENCE.gated_mlp):
         gate, up, out = (torch.empty(2, n, dtype=torch.bfloat16) for n in (width, width, hidden))
         run(x, weights, gate, up, out)
         answers.append(out.float())
@@ -213,9 +218,7 @@ def test_clamped_experts_at_once_have_the_bits_of_one_by_one(variants: list[FewR
             matrices = (gate_w.view(width, -1), up_w.view(width, -1), down_w.view(hidden, -1))
             rows = slice(first, first + count)
             own, scratch = expected[rows], (gate[rows], up[rows])
-            CompiledKernels(kernel).gated_mlp(
-                own, ClampedWeights(*matrices, *biases), *scratch, own
-            )
+            compiled(kernel).gated_mlp(own, ClampedWeights(*matrices, *biases), *scratch, own)
         for num_threads in (1, 3):
             out = x.clone()
             kernel.experts.gated_mlps(groups, places, out, gate, up, num_threads)
@@ -245,7 +248,7 @@ def test_all_other_products_are_the_references(variants: list[FewRows], dtype: t
         x, weight = randn(num_rows, 64).to(dtype), randn(48, 64, seed=1).to(dtype)
         expected, out = (torch.empty(num_rows, 48, dtype=dtype) for _ in range(2))
         torch.mm(x, weight.t(), out=expected)
-        CompiledKernels(kernel).multiply(x, weight.t(), None, out)
+        compiled(kernel).multiply(x, weight.t(), None, out)
         assert torch.equal(out, expected)
 
 
@@ -497,11 +500,11 @@ class FourThreads(InlineExecutor):
 def test_a_layers_threads_change_no_bit(variants: list[FewRows]) -> None:
     x, weight, bias = randn(2, 1024), randn(2304, 1024, seed=1), randn(2304, seed=2)
     kernel = variants[-1]
-    compiled = CompiledKernels(kernel)
+    kernels = compiled(kernel)
     answers = []
     for executor in (InlineExecutor(), FourThreads()):
         answers.append(torch.empty(2, 2304, dtype=torch.bfloat16))
-        Linear(weight, on_this_thread(None, compiled, executor), bias).forward(x, answers[-1])
+        Linear(weight, on_this_thread(None, kernels, executor), bias).forward(x, answers[-1])
     assert torch.equal(*answers)
 
 
@@ -666,7 +669,7 @@ def test_who_stops_a_compiler_leaves_nothing_of_it(
         "import sys\n"
         "from pathlib import Path\n"
         "from lowtide.cli.interrupts import hear_signals\n"
-        "from lowtide.kernels.cpu.library import FEW_ROWS, load_library\n"
+        "from lowtide.kernels.cpu.library import load_library\n"
         "hear_signals()\n"
         "try: load_library(Path(sys.argv[1]))\n"
         "except KeyboardInterrupt: sys.exit(130)"

@@ -18,8 +18,8 @@ from lowtide.formats import format_of, formats, loadable_dtypes
 from lowtide.formats.convert import convert
 from lowtide.formats.ggml import FORMATS, TYPE_NAMES, GgmlFormat, mxfp4_weights
 from lowtide.formats.plain import plain_format
-from lowtide.kernels.cpu.ggml import GgmlOperators
-from lowtide.kernels.cpu.library import GGML, load_library
+from lowtide.kernels.cpu.library import load_kernels
+from lowtide.kernels.cpu.packed import PackedOperators
 from lowtide.kernels.reference import REFERENCE
 from lowtide.schemas.weights import ExpertTable, StoredLayer
 
@@ -128,14 +128,14 @@ def test_safetensors_files_have_none_of_them() -> None:
 
 @pytest.fixture(scope="module")
 def library() -> ctypes.CDLL:
-    return load_library(*GGML)
+    return load_kernels()
 
 
 @pytest.mark.parametrize("stored", FORMATS, ids=lambda each: each.ggml_name)
 def test_compiled_bits_are_those_of_the_plain_twin(
     stored: GgmlFormat, library: ctypes.CDLL
 ) -> None:
-    num_variants = GgmlOperators(library).num_variants
+    num_variants = PackedOperators(library).num_variants
     for seed, std in ((0, 0.05), (1, 30.0), (2, 1e-6)):  # the last with scales below normal ones
         blocks = random_blocks((5, 512), kind_of(stored), seed, std)
         matrix = stored.matrix([torch.from_numpy(blocks).reshape(-1)], (5, 512))
@@ -143,19 +143,19 @@ def test_compiled_bits_are_those_of_the_plain_twin(
         REFERENCE.unpack(matrix, expected)
         for variant in range(num_variants):
             out = torch.empty_like(expected)
-            GgmlOperators(library, variant).unpack(matrix, out)
+            PackedOperators(library, variant).unpack(matrix, out)
             assert torch.equal(out.view(torch.int16), expected.view(torch.int16))
 
 
 def test_compiled_bits_of_any_blocks(library: ctypes.CDLL) -> None:
     """Scales that are infinities or below normal ones, too; what is no number is none in both."""
-    num_variants = GgmlOperators(library).num_variants
+    num_variants = PackedOperators(library).num_variants
     for stored in FORMATS:
         matrix = stored.matrix([torch.from_numpy(extreme_blocks(stored))], (100, 1024))
         expected, out = (torch.empty(*matrix.shape, dtype=torch.bfloat16) for _ in range(2))
         REFERENCE.unpack(matrix, expected)
         for variant in range(num_variants):
-            GgmlOperators(library, variant).unpack(matrix, out)
+            PackedOperators(library, variant).unpack(matrix, out)
             assert torch.equal(out.isnan(), expected.isnan())
             is_number = ~expected.isnan()
             found, wanted = (each[is_number].view(torch.int16) for each in (out, expected))

@@ -26,10 +26,9 @@ from lowtide.experts.rows import Routing
 from lowtide.experts.slots import ExpertSlots
 from lowtide.formats.ggml import FORMATS, ROW_GROUP, GgmlFormat, PackedMatrix
 from lowtide.kernels.choice import choose_kernels
-from lowtide.kernels.compiled_packed import PackedKernels
+from lowtide.kernels.compiled import CompiledKernels
 from lowtide.kernels.cpu.few_rows import FewRows
-from lowtide.kernels.cpu.ggml import GgmlOperators
-from lowtide.kernels.cpu.quantised import INT8_VARIANTS, MAX_FEW_ROWS
+from lowtide.kernels.cpu.packed import INT8_VARIANTS, MAX_FEW_ROWS, PLAIN, PackedOperators
 from lowtide.kernels.int8_rows import round_rows
 from lowtide.kernels.operands import ExpertWeights
 from lowtide.kernels.reference import Kernels
@@ -45,13 +44,13 @@ stored_types = pytest.mark.parametrize("stored", FORMATS, ids=lambda each: each.
 
 
 @pytest.fixture(scope="module")
-def variants() -> list[GgmlOperators]:
+def variants() -> list[PackedOperators]:
     """All that this CPU can run, from the plain one to the best."""
     try:
-        best = GgmlOperators.load(rounds_rows=True)
+        best = PackedOperators.load(rounds_rows=True)
     except UnsupportedError as error:
         pytest.skip(f"nothing can be compiled here: {error}")
-    return [GgmlOperators.load(number, rounds_rows=True) for number in range(best.num_variants)]
+    return [PackedOperators.load(number, rounds_rows=True) for number in range(best.num_variants)]
 
 
 def randn(*shape: int, seed: int = 0) -> Tensor:
@@ -85,12 +84,12 @@ def test_the_twin_multiplies_with_rounded_rows(stored: GgmlFormat, dtype: torch.
     assert torch.equal(by_twin(x[1:], matrix, bias), found[1:])
 
 
-def test_the_variants_of_this_processor(variants: list[GgmlOperators]) -> None:
+def test_the_variants_of_this_processor(variants: list[PackedOperators]) -> None:
     assert [each.name for each in variants] == list(INT8_VARIANTS[: len(variants)])
-    chosen = choose_kernels("auto", torch.bfloat16, has_packed=True, rounds_rows=True)
-    assert isinstance(chosen, PackedKernels) and chosen.rounds_rows
+    chosen = choose_kernels("auto", torch.bfloat16, rounds_rows=True)
+    assert isinstance(chosen, CompiledKernels) and chosen.rounds_rows
     for option, dtype in (("reference", torch.bfloat16), ("auto", torch.float32)):
-        plain = choose_kernels(option, dtype, has_packed=True, rounds_rows=True)
+        plain = choose_kernels(option, dtype, rounds_rows=True)
         assert type(plain) is Kernels and plain.rounds_rows
 
 
@@ -103,7 +102,7 @@ def test_the_variants_of_this_processor(variants: list[GgmlOperators]) -> None:
     has_bias=st.booleans(),
 )
 def test_bits_are_those_of_the_twin(
-    variants: list[GgmlOperators],
+    variants: list[PackedOperators],
     stored: GgmlFormat,
     num_rows: int,
     num_outs: int,
@@ -124,7 +123,7 @@ def test_bits_are_those_of_the_twin(
 
 @stored_types
 def test_any_bytes_give_the_bits_of_the_twin(
-    variants: list[GgmlOperators], stored: GgmlFormat
+    variants: list[PackedOperators], stored: GgmlFormat
 ) -> None:
     """Scales that are nothing, tiny, or no numbers, too."""
     shape, generator = (40, 18 * stored.block_size), np.random.default_rng(3)
@@ -140,7 +139,7 @@ def test_any_bytes_give_the_bits_of_the_twin(
 
 @stored_types
 def test_bits_depend_on_no_other_row_thread_or_piece(
-    variants: list[GgmlOperators], stored: GgmlFormat
+    variants: list[PackedOperators], stored: GgmlFormat
 ) -> None:
     matrix, x = matrix_of(stored, (1100, 768)), randn(18, 768)
     whole = by_twin(x, matrix)
@@ -159,7 +158,7 @@ def test_bits_depend_on_no_other_row_thread_or_piece(
 
 
 @stored_types
-def test_what_is_nothing_or_not_finite(variants: list[GgmlOperators], stored: GgmlFormat) -> None:
+def test_what_is_nothing_or_not_finite(variants: list[PackedOperators], stored: GgmlFormat) -> None:
     matrix = matrix_of(stored, (3, 256))
     x = torch.zeros(5, 256, dtype=torch.bfloat16)
     x[1, 3], x[2, 70], x[3, 3], x[4] = 1e-38, torch.inf, torch.nan, 3.3e38
@@ -201,7 +200,7 @@ def fill(slots: ExpertSlots, layer: int) -> None:
 @pytest.mark.parametrize("layer", range(len(LAYERS)))
 @pytest.mark.parametrize("num_tokens,k", [(1, NUM_EXPERTS), (5, 1), (MAX_FEW_ROWS, 3)])
 def test_experts_at_once_are_experts_one_by_one(
-    variants: list[GgmlOperators], layer: int, num_tokens: int, k: int
+    variants: list[PackedOperators], layer: int, num_tokens: int, k: int
 ) -> None:
     slots = filled_slots(k)
     fill(slots, layer)
@@ -212,7 +211,7 @@ def test_experts_at_once_are_experts_one_by_one(
     routing = Routing(experts, torch.rand(num_tokens, k, generator=generator))
     of_plain = None
     for operators in variants:
-        kernels = PackedKernels(FewRows.load(), operators)
+        kernels = CompiledKernels(FewRows.load(), PackedOperators.load(), operators)
         wanted = torch.zeros(num_tokens, HIDDEN)
         for token in range(num_tokens):
             for expert, weight in zip(experts[token].tolist(), routing.weights[token], strict=True):
@@ -238,7 +237,7 @@ def test_experts_at_once_are_experts_one_by_one(
 
 @pytest.mark.parametrize("layer", range(len(LAYERS)))
 def test_an_expert_of_many_rows_gives_each_what_it_has_alone(
-    variants: list[GgmlOperators], layer: int
+    variants: list[PackedOperators], layer: int
 ) -> None:
     """So many that they are not rounded all at once."""
     slots = filled_slots(1)
@@ -247,9 +246,9 @@ def test_an_expert_of_many_rows_gives_each_what_it_has_alone(
     assert isinstance(weights_of, ExpertWeights)
     x = randn(530, HIDDEN, seed=4)
     for operators in variants:
-        kernels = PackedKernels(FewRows.load(), operators)
+        kernels = CompiledKernels(FewRows.load(), PackedOperators.load(), operators)
 
-        def outputs(rows: Tensor, kernels: PackedKernels = kernels) -> Tensor:
+        def outputs(rows: Tensor, kernels: CompiledKernels = kernels) -> Tensor:
             gate, out = torch.empty(len(rows), WIDTH).bfloat16(), rows.clone()
             kernels.gated_mlp(out, weights_of, gate, torch.empty_like(gate), out)
             return out
@@ -259,11 +258,11 @@ def test_an_expert_of_many_rows_gives_each_what_it_has_alone(
             assert torch.equal(of_all[row : row + 1], outputs(x[row : row + 1])), operators.name
 
 
-def test_rows_are_not_rounded_for_what_is_bfloat16(variants: list[GgmlOperators]) -> None:
-    assert variants[0].experts((0, GgmlOperators.plain, 1)) is None
+def test_rows_are_not_rounded_for_what_is_bfloat16(variants: list[PackedOperators]) -> None:
+    assert variants[0].experts((0, PLAIN, 1)) is None
     matrix, x = randn(40, 256, seed=1), randn(3, 256)
     out = torch.empty(3, 40, dtype=torch.bfloat16)
-    PackedKernels(FewRows.load(), variants[0]).multiply_by(x, matrix, out)
+    CompiledKernels(FewRows.load(), PackedOperators.load(), variants[0]).multiply_by(x, matrix, out)
     wanted = torch.empty_like(out)
     FewRows.load().multiply(x, matrix.t(), None, wanted)
     assert torch.equal(out, wanted)

@@ -18,10 +18,10 @@ from lowtide.experts.slots import ExpertSlots
 from lowtide.formats import formats
 from lowtide.formats.ggml import FORMATS, GgmlFormat, PackedMatrix
 from lowtide.kernels.choice import choose_kernels
-from lowtide.kernels.compiled_packed import PackedKernels
+from lowtide.kernels.compiled import CompiledKernels
 from lowtide.kernels.cpu.few_rows import VARIANTS, FewRows
-from lowtide.kernels.cpu.ggml import GgmlOperators
-from lowtide.kernels.cpu.library import FEW_ROWS, load_library
+from lowtide.kernels.cpu.library import load_kernels
+from lowtide.kernels.cpu.packed import PackedOperators
 from lowtide.kernels.operands import ExpertWeights
 from lowtide.kernels.reference import REFERENCE
 from lowtide.memory.arena import Arena
@@ -30,22 +30,22 @@ ROWS = (0, 1, 2, 3, 4, 7, 8, 13, 16, 29)
 
 
 @pytest.fixture(scope="module")
-def best() -> GgmlOperators:
+def best() -> PackedOperators:
     try:
-        return GgmlOperators.load()
+        return PackedOperators.load()
     except UnsupportedError as error:
         pytest.skip(f"nothing can be compiled here: {error}")
 
 
 @pytest.fixture(params=range(len(VARIANTS)), ids=VARIANTS)
-def operators(request: pytest.FixtureRequest, best: GgmlOperators) -> GgmlOperators:
+def operators(request: pytest.FixtureRequest, best: PackedOperators) -> PackedOperators:
     if request.param >= best.num_variants:
         pytest.skip("this processor has no such instructions")
-    return GgmlOperators.load(request.param)
+    return PackedOperators.load(request.param)
 
 
-def few_rows_beside(operators: GgmlOperators) -> FewRows:
-    return FewRows(load_library(*FEW_ROWS), operators.variant)
+def few_rows_beside(operators: PackedOperators) -> FewRows:
+    return FewRows(load_kernels(), operators.variant)
 
 
 def matrix_of(stored: GgmlFormat, shape: tuple[int, int], seed: int = 0) -> PackedMatrix:
@@ -66,7 +66,7 @@ def random(*shape: int, seed: int = 0) -> Tensor:
 
 @pytest.mark.parametrize("stored", FORMATS, ids=lambda each: each.ggml_name)
 def test_products_are_those_of_rounded_weights(
-    operators: GgmlOperators, stored: GgmlFormat
+    operators: PackedOperators, stored: GgmlFormat
 ) -> None:
     few_rows = few_rows_beside(operators)
     size = stored.block_size
@@ -80,7 +80,7 @@ def test_products_are_those_of_rounded_weights(
         matrix = matrix_of(stored, (num_outs, num_k), seed=num_outs)
         weights, bias = unpacked(matrix), random(num_outs, seed=2)
         for num_rows in ROWS:
-            if num_rows > operators.max_rows:
+            if num_rows > operators.calls.max_rows:
                 continue
             x = random(num_rows, num_k + 3, seed=1)[:, :num_k]
             for added in (None, bias):
@@ -96,10 +96,10 @@ def test_products_are_those_of_rounded_weights(
 
 
 @pytest.mark.parametrize("name", ["Q4_0", "Q6_K"])
-def test_bits_depend_on_no_other_row_thread_or_piece(operators: GgmlOperators, name: str) -> None:
+def test_bits_depend_on_no_other_row_thread_or_piece(operators: PackedOperators, name: str) -> None:
     stored = formats()[name]
     assert isinstance(stored, GgmlFormat)
-    matrix, max_rows = matrix_of(stored, (1100, 768)), operators.max_rows
+    matrix, max_rows = matrix_of(stored, (1100, 768)), operators.calls.max_rows
     x = random(max_rows, 768, seed=1)
     whole = torch.empty(max_rows, 1100, dtype=torch.bfloat16)
     operators.matrix_call(matrix).multiply(x, None, whole, 1)
@@ -148,12 +148,12 @@ def fill(slots: ExpertSlots, layer: int, num_experts: int) -> None:
 @pytest.mark.parametrize("layer", range(len(LAYERS)))
 @pytest.mark.parametrize(("num_tokens", "num_experts", "k"), [(1, 6, 3), (3, 1, 1), (8, 4, 4)])
 def test_experts_at_once_are_experts_one_by_one(
-    operators: GgmlOperators, layer: int, num_tokens: int, num_experts: int, k: int
+    operators: PackedOperators, layer: int, num_tokens: int, num_experts: int, k: int
 ) -> None:
     hidden, width = 256, 512
     slots = slots_of(MoEShape(len(LAYERS), num_experts, k, hidden, width))
     fill(slots, layer, num_experts)
-    kernels = PackedKernels(few_rows_beside(operators), operators)
+    kernels = CompiledKernels(few_rows_beside(operators), operators)
     x = random(num_tokens, hidden, seed=3)
     generator = torch.Generator().manual_seed(num_tokens)
     chosen = [torch.randperm(num_experts, generator=generator)[:k] for _ in range(num_tokens)]
@@ -177,7 +177,7 @@ def test_experts_at_once_are_experts_one_by_one(
         assert torch.equal(out, wanted)
 
 
-def test_kernels_are_compiled_where_weights_are_packed(best: GgmlOperators) -> None:
-    assert isinstance(choose_kernels("auto", torch.bfloat16, has_packed=True), PackedKernels)
-    assert choose_kernels("reference", torch.bfloat16, has_packed=True) is REFERENCE
-    assert choose_kernels("auto", torch.float32, has_packed=True) is REFERENCE
+def test_kernels_are_compiled_where_weights_are_packed(best: PackedOperators) -> None:
+    assert isinstance(choose_kernels("auto", torch.bfloat16), CompiledKernels)
+    assert choose_kernels("reference", torch.bfloat16) is REFERENCE
+    assert choose_kernels("auto", torch.float32) is REFERENCE

@@ -20,9 +20,9 @@ from lowtide.experts.slots import ExpertSlots
 from lowtide.formats import formats
 from lowtide.formats.quantised_matrix import QuantisedMatrix
 from lowtide.kernels.choice import choose_kernels
-from lowtide.kernels.compiled_quantised import QuantisedKernels
+from lowtide.kernels.compiled import CompiledKernels
 from lowtide.kernels.cpu.few_rows import FewRows
-from lowtide.kernels.cpu.quantised import INT8_VARIANTS, MAX_FEW_ROWS, QuantisedOperators
+from lowtide.kernels.cpu.packed import INT8_VARIANTS, MAX_FEW_ROWS, PackedOperators
 from lowtide.kernels.operands import ExpertWeights
 from lowtide.kernels.reference import Kernels
 from lowtide.memory.arena import Arena
@@ -31,14 +31,14 @@ TWIN = Kernels(rounds_rows=True)
 
 
 @pytest.fixture(scope="module")
-def variants() -> list[QuantisedOperators]:
+def variants() -> list[PackedOperators]:
     """All that this CPU can run, from the plain one to the best."""
     try:
-        best = QuantisedOperators.load(rounds_rows=True)
+        best = PackedOperators.load(rounds_rows=True)
     except UnsupportedError as error:
         pytest.skip(f"nothing can be compiled here: {error}")
     numbers = range(best.num_variants)
-    return [QuantisedOperators.load(number, rounds_rows=True) for number in numbers]
+    return [PackedOperators.load(number, rounds_rows=True) for number in numbers]
 
 
 def randn(*shape: int, seed: int = 0) -> Tensor:
@@ -58,12 +58,12 @@ def matrix_of(num_bits: int, shape: tuple[int, int], seed: int = 1) -> Quantised
     return matrix
 
 
-def test_the_variants_of_this_processor(variants: list[QuantisedOperators]) -> None:
+def test_the_variants_of_this_processor(variants: list[PackedOperators]) -> None:
     assert [each.name for each in variants] == list(INT8_VARIANTS[: len(variants)])
-    chosen = choose_kernels("auto", torch.bfloat16, has_quantised=True, rounds_rows=True)
-    assert isinstance(chosen, QuantisedKernels) and chosen.rounds_rows
+    chosen = choose_kernels("auto", torch.bfloat16, rounds_rows=True)
+    assert isinstance(chosen, CompiledKernels) and chosen.rounds_rows
     for option, dtype in (("reference", torch.bfloat16), ("auto", torch.float32)):
-        plain = choose_kernels(option, dtype, has_quantised=True, rounds_rows=True)
+        plain = choose_kernels(option, dtype, rounds_rows=True)
         assert type(plain) is Kernels and plain.rounds_rows
 
 
@@ -79,7 +79,7 @@ sizes = st.one_of(st.integers(1, 70), st.sampled_from([127, 200, 512, 1024, 1025
     has_bias=st.booleans(),
 )
 def test_bits_are_those_of_the_twin(
-    variants: list[QuantisedOperators],
+    variants: list[PackedOperators],
     num_bits: int,
     num_rows: int,
     num_outs: int,
@@ -100,7 +100,7 @@ def test_bits_are_those_of_the_twin(
 
 @pytest.mark.parametrize("num_bits", [8, 4])
 def test_bits_depend_on_no_other_row_thread_or_piece(
-    variants: list[QuantisedOperators], num_bits: int
+    variants: list[PackedOperators], num_bits: int
 ) -> None:
     matrix, x = matrix_of(num_bits, (1100, 520)), randn(70, 520)
     whole = torch.empty(70, 1100, dtype=torch.bfloat16)
@@ -120,7 +120,7 @@ def test_bits_depend_on_no_other_row_thread_or_piece(
 
 
 @pytest.mark.parametrize("num_bits", [8, 4])
-def test_what_is_nothing_or_not_finite(variants: list[QuantisedOperators], num_bits: int) -> None:
+def test_what_is_nothing_or_not_finite(variants: list[PackedOperators], num_bits: int) -> None:
     matrix, x = matrix_of(num_bits, (3, 100)), torch.zeros(5, 100, dtype=torch.bfloat16)
     x[1, 3], x[2, 70], x[3, 3], x[4] = 1e-38, torch.inf, torch.nan, 3.3e38
     wanted = torch.empty(5, 3, dtype=torch.bfloat16)
@@ -135,7 +135,7 @@ def test_what_is_nothing_or_not_finite(variants: list[QuantisedOperators], num_b
 @pytest.mark.parametrize("num_bits", [8, 4])
 @pytest.mark.parametrize("num_tokens", [1, 2, 7, MAX_FEW_ROWS])
 def test_experts_at_once_are_experts_one_by_one(
-    variants: list[QuantisedOperators], num_bits: int, num_tokens: int
+    variants: list[PackedOperators], num_bits: int, num_tokens: int
 ) -> None:
     hidden, width, num_experts = 96, 40, 40
     chosen = (formats()[f"q{num_bits}"],) * 3
@@ -152,7 +152,7 @@ def test_experts_at_once_are_experts_one_by_one(
     )
     routing = Routing(experts, torch.rand(num_tokens, 20, generator=generator))
     for operators in variants:
-        kernels = QuantisedKernels(FewRows.load(), operators)
+        kernels = CompiledKernels(FewRows.load(), PackedOperators.load(), operators)
         wanted = torch.zeros(num_tokens, hidden)
         for token in range(num_tokens):
             for expert, weight in zip(experts[token].tolist(), routing.weights[token], strict=True):

@@ -22,7 +22,7 @@ from lowtide.engine.engine import Engine
 from lowtide.experts.runtime import ExpertRuntime
 from lowtide.kernels import choice
 from lowtide.kernels.compiled import CompiledKernels
-from lowtide.kernels.cpu.quantised import MAX_FEW_ROWS
+from lowtide.kernels.cpu.packed import MAX_FEW_ROWS
 from lowtide.kernels.layer_parts import LayerParts
 from lowtide.lab.synth import synth
 from lowtide.layers.few_rows import FewRowsLayer

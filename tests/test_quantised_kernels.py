@@ -24,9 +24,11 @@ from lowtide.formats.plain import convert_plain
 from lowtide.formats.quantised import Floats, QuantisedRows
 from lowtide.formats.quantised_matrix import QuantisedMatrix
 from lowtide.kernels.choice import choose_kernels
-from lowtide.kernels.compiled_quantised import QuantisedKernels
-from lowtide.kernels.cpu.few_rows import FewRows
-from lowtide.kernels.cpu.quantised import MAX_FEW_ROWS, VARIANTS, QuantisedOperators
+from lowtide.kernels.compiled import CompiledKernels
+from lowtide.kernels.cpu.few_rows import VARIANTS, WITHOUT_DOTS, FewRows
+from lowtide.kernels.cpu.library import load_kernels
+from lowtide.kernels.cpu.packed import MAX_FEW_ROWS, PackedOperators
+from lowtide.kernels.cpu.packing import CompiledPacking
 from lowtide.kernels.operands import ExpertWeights
 from lowtide.kernels.reference import REFERENCE
 from lowtide.lab.synth import synth
@@ -38,18 +40,18 @@ SHAPES = ((1, 1), (5, 64), (7, 130), (300, 200), (64, 1024), (9, 63), (33, 192),
 
 
 @pytest.fixture(scope="module")
-def best() -> QuantisedOperators:
+def best() -> PackedOperators:
     try:
-        return QuantisedOperators.load()
+        return PackedOperators.load()
     except UnsupportedError as error:
         pytest.skip(f"nothing can be compiled here: {error}")
 
 
 @pytest.fixture(params=range(len(VARIANTS)), ids=VARIANTS)
-def operators(request: pytest.FixtureRequest, best: QuantisedOperators) -> QuantisedOperators:
+def operators(request: pytest.FixtureRequest, best: PackedOperators) -> PackedOperators:
     if request.param >= best.num_variants:
         pytest.skip("this processor has no such instructions")
-    return QuantisedOperators.load(request.param)
+    return PackedOperators.load(request.param)
 
 
 def random(*shape: int, seed: int = 0) -> Floats:
@@ -72,6 +74,10 @@ def packed(
     return rows, content
 
 
+def packing_of(operators: PackedOperators) -> CompiledPacking:
+    return CompiledPacking(load_kernels(), min(operators.variant, WITHOUT_DOTS))
+
+
 def matrix_of(num_bits: int, shape: tuple[int, int], seed: int = 0) -> QuantisedMatrix:
     rows, content = packed(random(*shape, seed=seed), num_bits)
     matrix = rows.matrix([torch.from_numpy(content)], shape)
@@ -88,7 +94,7 @@ def unpacked(matrix: QuantisedMatrix) -> Tensor:
 @pytest.mark.parametrize("num_bits", [8, 4])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_weights_are_packed_and_unpacked_as_in_plain_python(
-    operators: QuantisedOperators, num_bits: int, shape: tuple[int, int]
+    operators: PackedOperators, num_bits: int, shape: tuple[int, int]
 ) -> None:
     weights = random(*shape)
     weights[0] *= 40
@@ -98,13 +104,13 @@ def test_weights_are_packed_and_unpacked_as_in_plain_python(
             weights[0, -1] = broken
         with np.errstate(invalid="ignore"):
             rows, wanted = packed(weights, num_bits)
-        _, found = packed(weights, num_bits, operators.pack)
+        _, found = packed(weights, num_bits, packing_of(operators))
         assert (found == wanted).all()
         assert rows.is_finite(found) == (broken is None)
         worth = abs(random(shape[1], seed=7))
         worth[::3] = 0
         _, wanted = packed(weights, num_bits, importance=worth)
-        _, found = packed(weights, num_bits, operators.pack, worth)
+        _, found = packed(weights, num_bits, packing_of(operators), worth)
         assert (found == wanted).all()
     matrix = matrix_of(num_bits, shape)
     out = torch.empty(shape, dtype=torch.bfloat16)
@@ -113,21 +119,21 @@ def test_weights_are_packed_and_unpacked_as_in_plain_python(
 
 
 @pytest.mark.parametrize("name", ["BF16", "F16"])
-def test_weights_are_packed_from_other_plain_types(best: QuantisedOperators, name: str) -> None:
+def test_weights_are_packed_from_other_plain_types(best: PackedOperators, name: str) -> None:
     content = np.empty(2 * 9 * 130, np.uint8)
     convert_plain(random(9 * 130).view(np.uint8), "F32", content, name)
     rows = formats()["q4"].for_rows(130)
     at_odd_address = np.concatenate((content[:1], content))[1:]
     wanted, found = (np.zeros(rows.num_bytes(9 * 130), np.uint8) for _ in range(2))
     pack(rows, content, name, wanted)
-    best.pack(rows, at_odd_address, name, found)
+    CompiledPacking(load_kernels())(rows, at_odd_address, name, found)
     assert (found == wanted).all()
 
 
 @pytest.mark.parametrize("num_bits", [8, 4])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_products_are_those_of_rounded_weights(
-    operators: QuantisedOperators, num_bits: int, shape: tuple[int, int]
+    operators: PackedOperators, num_bits: int, shape: tuple[int, int]
 ) -> None:
     matrix = matrix_of(num_bits, shape)
     exact = unpacked(matrix).double()
@@ -144,7 +150,7 @@ def test_products_are_those_of_rounded_weights(
 
 @pytest.mark.parametrize("num_bits", [8, 4])
 def test_bits_depend_on_no_other_row_thread_or_piece(
-    operators: QuantisedOperators, num_bits: int
+    operators: PackedOperators, num_bits: int
 ) -> None:
     matrix = matrix_of(num_bits, (1100, 520))
     x = torch.from_numpy(random(MAX_FEW_ROWS, 520, seed=1)).bfloat16()
@@ -170,7 +176,7 @@ def test_bits_depend_on_no_other_row_thread_or_piece(
     ids=["1", "2", "all of 4", "the only one", "most"],
 )
 def test_experts_at_once_are_experts_one_by_one(
-    operators: QuantisedOperators, num_bits: int, num_tokens: int, num_experts: int, k: int
+    operators: PackedOperators, num_bits: int, num_tokens: int, num_experts: int, k: int
 ) -> None:
     shape = MoEShape(1, num_experts, k, 96, 40)
     chosen = (formats()[f"q{num_bits}"],) * 3
@@ -180,7 +186,7 @@ def test_experts_at_once_are_experts_one_by_one(
         for part, place in enumerate(layout.layers[0].parts):
             weights = random(*place.shape, seed=10 * expert + part)
             slots.part(0, expert, part)[:] = packed(weights, num_bits)[1]
-    kernels = QuantisedKernels(FewRows.load(), operators)
+    kernels = CompiledKernels(FewRows.load(), operators)
     x = torch.from_numpy(random(num_tokens, 96, seed=3)).bfloat16()
     generator = torch.Generator().manual_seed(num_tokens)
     chosen_ids = [torch.randperm(num_experts, generator=generator)[:k] for _ in range(num_tokens)]
@@ -201,15 +207,15 @@ def test_experts_at_once_are_experts_one_by_one(
         assert torch.equal(out, wanted)
 
 
-def test_kernels_are_compiled_where_weights_are_quantised(best: QuantisedOperators) -> None:
-    assert isinstance(choose_kernels("auto", torch.bfloat16, has_quantised=True), QuantisedKernels)
-    assert choose_kernels("reference", torch.bfloat16, has_quantised=True) is REFERENCE
-    assert choose_kernels("auto", torch.float32, has_quantised=True) is REFERENCE
+def test_kernels_are_compiled_where_weights_are_quantised(best: PackedOperators) -> None:
+    assert isinstance(choose_kernels("auto", torch.bfloat16), CompiledKernels)
+    assert choose_kernels("reference", torch.bfloat16) is REFERENCE
+    assert choose_kernels("auto", torch.float32) is REFERENCE
 
 
 @pytest.mark.parametrize("name", ["q8", "q4"])
 def test_a_model_computes_what_its_reference_does(
-    best: QuantisedOperators, tmp_path: Path, name: str
+    best: PackedOperators, tmp_path: Path, name: str
 ) -> None:
     prompt = list(range(1, 40))
 

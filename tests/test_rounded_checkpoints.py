@@ -27,7 +27,7 @@ from lowtide.families import read_config
 from lowtide.formats import format_of
 from lowtide.formats.arranged import Arranged
 from lowtide.formats.plain import plain_format
-from lowtide.kernels.compiled_packed import PackedKernels
+from lowtide.kernels.compiled import CompiledKernels
 from lowtide.lab import doctor
 from lowtide.lab.synth import synth
 from lowtide.llm import plan_model
@@ -245,7 +245,7 @@ def test_compiled_kernels_write_the_same_ids_at_every_budget(
         with LLM(folder, context=64, dtype="bfloat16", host_memory=budget) as llm:
             [answer] = llm.generate([prompt], max_tokens=20, progress=False)
             found.append(answer.token_ids)
-            if isinstance(llm._engine.opened.kernels, PackedKernels):
+            if isinstance(llm._engine.opened.kernels, CompiledKernels):
                 assert torch.equal(llm.logits(few), expected), "the bits of the same weights"
     assert found[0] == found[1]
 

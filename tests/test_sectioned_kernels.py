@@ -23,10 +23,10 @@ from lowtide.formats.grouped_ints import GroupedInts
 from lowtide.formats.matrix import Bytes
 from lowtide.formats.plain import convert_plain
 from lowtide.kernels.choice import choose_kernels
-from lowtide.kernels.compiled_packed import PackedKernels
+from lowtide.kernels.compiled import CompiledKernels
 from lowtide.kernels.cpu.few_rows import VARIANTS, FewRows
-from lowtide.kernels.cpu.library import FEW_ROWS, SECTIONED, load_library
-from lowtide.kernels.cpu.sectioned import SectionedOperators
+from lowtide.kernels.cpu.library import load_kernels
+from lowtide.kernels.cpu.packed import PackedOperators
 from lowtide.kernels.operands import ExpertWeights
 from lowtide.kernels.reference import REFERENCE
 from lowtide.memory.arena import Arena
@@ -41,18 +41,18 @@ ODD_SCALES = (0.0, -0.0, 1e-40, -3e-39, 1.2e-38, 1e-36, 1e30, 3e38, -3e38, np.in
 
 
 @pytest.fixture(scope="module")
-def best() -> SectionedOperators:
+def best() -> PackedOperators:
     try:
-        return SectionedOperators.load()
+        return PackedOperators.load()
     except UnsupportedError as error:
         pytest.skip(f"nothing can be compiled here: {error}")
 
 
 @pytest.fixture(params=range(len(VARIANTS)), ids=VARIANTS)
-def operators(request: pytest.FixtureRequest, best: SectionedOperators) -> SectionedOperators:
+def operators(request: pytest.FixtureRequest, best: PackedOperators) -> PackedOperators:
     if request.param >= best.num_variants:
         pytest.skip("this processor has no such instructions")
-    return SectionedOperators.load(request.param)
+    return PackedOperators.load(request.param)
 
 
 def fill(
@@ -116,13 +116,13 @@ def same_numbers(found: Tensor, expected: Tensor) -> bool:
     return torch.equal(found.isnan(), expected.isnan()) and torch.equal(*bits)
 
 
-def test_sections_begin_where_python_has_them(best: SectionedOperators) -> None:
-    assert load_library(*SECTIONED).lowtide_section_alignment() == ALIGNMENT
+def test_sections_begin_where_python_has_them(best: PackedOperators) -> None:
+    assert load_kernels().lowtide_section_alignment() == ALIGNMENT
 
 
 @pytest.mark.parametrize("stored", FORMATS, ids=lambda each: each.name)
 def test_unpacked_bits_are_those_of_the_plain_twin(
-    operators: SectionedOperators, stored: Sectioned
+    operators: PackedOperators, stored: Sectioned
 ) -> None:
     for scales in ((), ODD_SCALES):
         for shape in shapes_of(stored):
@@ -134,7 +134,7 @@ def test_unpacked_bits_are_those_of_the_plain_twin(
 
 @pytest.mark.parametrize("stored", FP8, ids=lambda each: each.name)
 def test_every_byte_of_float8_has_the_same_bits(
-    operators: SectionedOperators, stored: Sectioned
+    operators: PackedOperators, stored: Sectioned
 ) -> None:
     matrix = matrix_of(stored, (130, 256))
     stored.views(matrix.content.numpy(), (130, 256))[0][:] = np.arange(256)
@@ -145,8 +145,8 @@ def test_every_byte_of_float8_has_the_same_bits(
 
 
 @pytest.mark.parametrize("stored", [INTS[1], INTS[-1], FP8[0]], ids=lambda each: each.name)
-def test_rows_are_those_of_the_whole(operators: SectionedOperators, stored: Sectioned) -> None:
-    kernels = PackedKernels(few_rows_beside(operators), operators)
+def test_rows_are_those_of_the_whole(operators: PackedOperators, stored: Sectioned) -> None:
+    kernels = CompiledKernels(few_rows_beside(operators), operators)
     matrix = matrix_of(stored, (300, 256))
     whole = unpacked(matrix)
     numbers = torch.tensor([299, 3, 3, 140])
@@ -164,13 +164,13 @@ def test_rows_are_those_of_the_whole(operators: SectionedOperators, stored: Sect
     assert torch.equal(chosen, whole[numbers])
 
 
-def few_rows_beside(operators: SectionedOperators) -> FewRows:
-    return FewRows(load_library(*FEW_ROWS), operators.variant)
+def few_rows_beside(operators: PackedOperators) -> FewRows:
+    return FewRows(load_kernels(), operators.variant)
 
 
 @pytest.mark.parametrize("stored", FORMATS, ids=lambda each: each.name)
 def test_products_are_those_of_rounded_weights(
-    operators: SectionedOperators, stored: Sectioned
+    operators: PackedOperators, stored: Sectioned
 ) -> None:
     few_rows = few_rows_beside(operators)
     for shape in shapes_of(stored):
@@ -180,7 +180,7 @@ def test_products_are_those_of_rounded_weights(
         assert call is not None
         weights, bias = unpacked(matrix), random(num_outs, seed=2)
         for num_rows in ROWS if shape[0] == 21 or isinstance(stored, fp8.Fp8Blocks) else (1, 8):
-            if num_rows > operators.max_rows:
+            if num_rows > operators.calls.max_rows:
                 continue
             x = random(num_rows, num_k + 3, seed=1)[:, :num_k]
             for added in (None, bias):
@@ -197,9 +197,9 @@ def test_products_are_those_of_rounded_weights(
 
 @pytest.mark.parametrize("stored", [INTS[3], INTS[-1], FP8[0]], ids=lambda each: each.name)
 def test_bits_depend_on_no_other_row_thread_or_piece(
-    operators: SectionedOperators, stored: Sectioned
+    operators: PackedOperators, stored: Sectioned
 ) -> None:
-    matrix, max_rows = matrix_of(stored, (1100, 768)), operators.max_rows
+    matrix, max_rows = matrix_of(stored, (1100, 768)), operators.calls.max_rows
     x, call = random(max_rows, 768, seed=1), operators.matrix_call(matrix)
     assert call is not None
     whole = torch.empty(max_rows, 1100, dtype=torch.bfloat16)
@@ -212,7 +212,7 @@ def test_bits_depend_on_no_other_row_thread_or_piece(
         some = torch.empty_like(whole[rows])
         call.multiply(x[rows], None, some)
         assert torch.equal(some, whole[rows])
-    kernels = PackedKernels(few_rows_beside(operators), operators)
+    kernels = CompiledKernels(few_rows_beside(operators), operators)
     for features in (slice(13, 90), slice(120, 1100)):
         part = torch.empty(max_rows, features.stop - features.start, dtype=torch.bfloat16)
         kernels.multiply_by(x, matrix.rows(features), part)
@@ -247,12 +247,12 @@ def fill_slots(slots: ExpertSlots, layer: int, num_experts: int) -> None:
 @pytest.mark.parametrize("layer", range(len(LAYERS)))
 @pytest.mark.parametrize(("num_tokens", "num_experts", "k"), [(1, 6, 3), (3, 1, 1), (8, 4, 4)])
 def test_experts_at_once_are_experts_one_by_one(
-    operators: SectionedOperators, layer: int, num_tokens: int, num_experts: int, k: int
+    operators: PackedOperators, layer: int, num_tokens: int, num_experts: int, k: int
 ) -> None:
     hidden, width = 256, 384
     slots = slots_of(MoEShape(len(LAYERS), num_experts, k, hidden, width))
     fill_slots(slots, layer, num_experts)
-    kernels = PackedKernels(few_rows_beside(operators), operators)
+    kernels = CompiledKernels(few_rows_beside(operators), operators)
     x = random(num_tokens, hidden, seed=3)
     generator = torch.Generator().manual_seed(num_tokens)
     chosen = [torch.randperm(num_experts, generator=generator)[:k] for _ in range(num_tokens)]
@@ -276,8 +276,8 @@ def test_experts_at_once_are_experts_one_by_one(
         assert torch.equal(out, wanted)
 
 
-def test_many_rows_meet_the_same_weights(best: SectionedOperators) -> None:
-    kernels = PackedKernels(few_rows_beside(best), best)
+def test_many_rows_meet_the_same_weights(best: PackedOperators) -> None:
+    kernels = CompiledKernels(few_rows_beside(best), best)
     matrix = matrix_of(INTS[0], (700, 512))
     x, found = random(70, 512, seed=1), torch.empty(70, 700, dtype=torch.bfloat16)
     plain = torch.empty_like(found)
@@ -286,8 +286,8 @@ def test_many_rows_meet_the_same_weights(best: SectionedOperators) -> None:
     assert torch.equal(found, plain)
 
 
-def test_kernels_are_compiled_where_weights_are_kept(best: SectionedOperators) -> None:
-    chosen = choose_kernels("auto", torch.bfloat16, has_sectioned=True)
-    assert isinstance(chosen, PackedKernels)
-    assert choose_kernels("reference", torch.bfloat16, has_sectioned=True) is REFERENCE
-    assert choose_kernels("auto", torch.float32, has_sectioned=True) is REFERENCE
+def test_kernels_are_compiled_where_weights_are_kept(best: PackedOperators) -> None:
+    chosen = choose_kernels("auto", torch.bfloat16)
+    assert isinstance(chosen, CompiledKernels)
+    assert choose_kernels("reference", torch.bfloat16) is REFERENCE
+    assert choose_kernels("auto", torch.float32) is REFERENCE

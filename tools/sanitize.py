@@ -21,7 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from lowtide.errors import UnsupportedError
-from lowtide.kernels.cpu.library import LIBRARIES, find_compiler
+from lowtide.kernels.cpu.library import KERNELS, find_compiler
 
 _DRIVER = Path(__file__).parent.parent / "tests" / "cpp"
 _LIMIT_S = 1800.0  # of the slowest, on a busy machine
@@ -60,7 +60,7 @@ def main() -> int:
 def build_driver(compiler: str, path: Path, flags: Sequence[str] = ()) -> None:
     """Compiles the driver; raises CalledProcessError with the compiler's words."""
     sources = sorted(map(str, _DRIVER.glob("*.cpp")))
-    include = f"-I{LIBRARIES[0][0].parent}"
+    include = f"-I{KERNELS[0].parent}"
     _run([compiler, *_FLAGS, *flags, include, *sources, "-o", str(path), "-ldl"])
 
 
@@ -70,20 +70,21 @@ def _passes(name: str, compiler: str, folder: Path, num_jobs: int) -> bool:
         print(f"{name:10} missing: {compiler} has none that runs here", flush=True)
         return True
     flags = (f"-fsanitize={name}", f"-fno-sanitize-recover={name}")
-    libraries = [folder / f"{name}-{sources[0].stem}.so" for sources in LIBRARIES]
+    objects = [str(folder / f"{name}-{path.stem}.o") for path in KERNELS]
+    library = str(folder / f"{name}.so")
 
     def build(number: int) -> None:
-        if number == len(LIBRARIES):
+        if number == len(KERNELS):
             build_driver(compiler, folder / name, flags)
             return
-        sources = map(str, LIBRARIES[number])
-        out = str(libraries[number])
-        _run([compiler, *_FLAGS, *flags, "-shared", "-fPIC", *sources, "-o", out])
+        source = str(KERNELS[number])
+        _run([compiler, *_FLAGS, *flags, "-fPIC", "-c", source, "-o", objects[number]])
 
     try:
         with ThreadPoolExecutor(num_jobs) as jobs:
-            list(jobs.map(build, range(len(LIBRARIES) + 1)))
-        output = _run([str(folder / name), *map(str, libraries)], SANITIZERS[name])
+            list(jobs.map(build, range(len(KERNELS) + 1)))
+        _run([compiler, *_FLAGS, *flags, "-shared", *objects, "-o", library])
+        output = _run([str(folder / name), library], SANITIZERS[name])
         verdict, is_good = output.strip().rpartition("\n")[2], True
     except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
         verdict, is_good = f"{error}\n{error.output}", False

@@ -103,12 +103,12 @@ void balance(const Library& library, long num, unsigned has) {
 
 }  // namespace
 
-void check_buddies(const Library& buddies) {
+void check_buddies(const Library& kernels) {
     for (const Routed& routed : ROUTED)
         for (unsigned has = 0; has < 16; ++has)
-            if (routed.num_tokens > 0) substitute(buddies, routed, has);
+            if (routed.num_tokens > 0) substitute(kernels, routed, has);
     for (long num : {1, 2, 7, 40})
-        for (unsigned has = 0; has < 8; ++has) balance(buddies, num, has);
+        for (unsigned has = 0; has < 8; ++has) balance(kernels, num, has);
 }
 
 }  // namespace driver

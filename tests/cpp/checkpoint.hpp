@@ -102,21 +102,21 @@ using ReadinessHandle = std::shared_ptr<lowtide::Readiness>;
 
 // The functions of reader.cpp.
 struct ReaderCalls {
-    explicit ReaderCalls(const Library& few_rows)
-        : open_readiness(few_rows.function<ReadinessHandle*(long)>("lowtide_open_readiness")),
-          close_readiness(few_rows.function<void(ReadinessHandle*)>("lowtide_close_readiness")),
-          begin(few_rows.function<std::uint32_t(ReadinessHandle*, long, std::uint32_t)>(
+    explicit ReaderCalls(const Library& kernels)
+        : open_readiness(kernels.function<ReadinessHandle*(long)>("lowtide_open_readiness")),
+          close_readiness(kernels.function<void(ReadinessHandle*)>("lowtide_close_readiness")),
+          begin(kernels.function<std::uint32_t(ReadinessHandle*, long, std::uint32_t)>(
               "lowtide_begin_slot")),
-          end_piece(few_rows.function<void(ReadinessHandle*, long, std::uint32_t, int)>(
+          end_piece(kernels.function<void(ReadinessHandle*, long, std::uint32_t, int)>(
               "lowtide_end_piece")),
-          wait(few_rows.function<int(ReadinessHandle*, long, double)>("lowtide_wait_for_slot")),
-          open(few_rows.function<lowtide::Reader*(const lowtide::Source*, ReadinessHandle*)>(
+          wait(kernels.function<int(ReadinessHandle*, long, double)>("lowtide_wait_for_slot")),
+          open(kernels.function<lowtide::Reader*(const lowtide::Source*, ReadinessHandle*)>(
               "lowtide_open_reader")),
-          start(few_rows.function<void(lowtide::Reader*, long, long)>("lowtide_start_read")),
-          cancel(few_rows.function<int(lowtide::Reader*, long)>("lowtide_cancel_read")),
-          drain(few_rows.function<int(lowtide::Reader*, double)>("lowtide_drain_reader")),
-          close(few_rows.function<int(lowtide::Reader*, double)>("lowtide_close_reader")),
-          free(few_rows.function<void(lowtide::Reader*)>("lowtide_free_reader")) {}
+          start(kernels.function<void(lowtide::Reader*, long, long)>("lowtide_start_read")),
+          cancel(kernels.function<int(lowtide::Reader*, long)>("lowtide_cancel_read")),
+          drain(kernels.function<int(lowtide::Reader*, double)>("lowtide_drain_reader")),
+          close(kernels.function<int(lowtide::Reader*, double)>("lowtide_close_reader")),
+          free(kernels.function<void(lowtide::Reader*)>("lowtide_free_reader")) {}
 
     ReadinessHandle* (*open_readiness)(long);
     void (*close_readiness)(ReadinessHandle*);

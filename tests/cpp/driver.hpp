@@ -132,27 +132,25 @@ struct Routed {
 // Nobody, one expert for all, all experts for each, and what is usual.
 constexpr Routed ROUTED[] = {{0, 2, 4}, {1, 1, 1}, {5, 1, 1}, {3, 6, 6}, {8, 2, 17}, {1, 8, 32}};
 
-// The libraries that have no threads of their own work with those of `few_rows`.
-inline void lend_team(const Library& few_rows, const Library& other) {
-    using RunTogether = void(int, long, void (*)(const void*, long), const void*);
-    other.function<void(RunTogether*)>("lowtide_borrow_team")(
-        few_rows.function<RunTogether>("lowtide_run_together"));
-}
+// Types of packed.hpp: our own, and what is bfloat16.
+constexpr int Q8 = 13, Q4 = 14, PLAIN = 1 << 16;
 
-void check_products(const Library& few_rows);
-void check_experts(const Library& few_rows);
-void check_rows(const Library& few_rows);
-void check_attention(const Library& few_rows);
-void check_router(const Library& few_rows);
-void check_layers(const Library& few_rows, const Library& quantised);
-void check_reader(const Library& few_rows);
-void check_residency(const Library& few_rows, const Library& quantised);
-void check_team(const Library& few_rows);
-void check_quantised(const Library& quantised, const Library& few_rows);
-void check_packing(const Library& quantised);
-void check_ggml(const Library& ggml, const Library& few_rows);
-void check_ggml_int8(const Library& ggml_int8, const Library& few_rows);
-void check_sectioned(const Library& sectioned, const Library& few_rows);
-void check_buddies(const Library& buddies);
+inline int num_bits_of(int type) { return type == Q4 ? 4 : 8; }
+
+void check_products(const Library& kernels);
+void check_experts(const Library& kernels);
+void check_rows(const Library& kernels);
+void check_attention(const Library& kernels);
+void check_router(const Library& kernels);
+void check_layers(const Library& kernels);
+void check_reader(const Library& kernels);
+void check_residency(const Library& kernels);
+void check_team(const Library& kernels);
+void check_quantised(const Library& kernels);
+void check_packing(const Library& kernels);
+void check_blocks(const Library& kernels);
+void check_rounded_rows(const Library& kernels);
+void check_sections(const Library& kernels);
+void check_buddies(const Library& kernels);
 
 }  // namespace driver

@@ -93,22 +93,22 @@ void run_experts(const Library& library, int variant, const Routed& routed, cons
 
 }  // namespace
 
-void check_products(const Library& few_rows) {
-    const int best = few_rows.function<int()>("lowtide_best_variant")();
-    auto* max_rows = few_rows.function<long(int)>("lowtide_max_rows");
-    auto* call = few_rows.function<MultiplyFunction>("lowtide_plain_multiply");
+void check_products(const Library& kernels) {
+    const int best = kernels.function<int()>("lowtide_best_variant")();
+    auto* max_rows = kernels.function<long(int)>("lowtide_max_rows");
+    auto* call = kernels.function<MultiplyFunction>("lowtide_plain_multiply");
     for (int variant = 0; variant <= best; ++variant)
         for (const Shape& shape : SHAPES) multiply(call, variant, max_rows(variant), shape);
 }
 
-void check_experts(const Library& few_rows) {
-    const int best = few_rows.function<int()>("lowtide_best_variant")();
+void check_experts(const Library& kernels) {
+    const int best = kernels.function<int()>("lowtide_best_variant")();
     const Shape sizes[] = {{1, 1}, {40, 24}, {130, 67}};
     for (const auto& [hidden, width] : sizes)
         for (const Routed& routed : ROUTED) {
             const Experts own{routed.num_experts, hidden, width};
             for (int variant = 0; variant <= best; ++variant)
-                run_experts(few_rows, variant, routed, own);
+                run_experts(kernels, variant, routed, own);
         }
 }
 

@@ -14,13 +14,13 @@ Ids owners(const OwnLayer& own) {
 }
 
 // In one call as in several, by some threads as by one.
-void run(const Library& few_rows, int variant, const Kind& kind, const Sizes& sizes,
+void run(const Library& kernels, int variant, const Kind& kind, const Sizes& sizes,
          const Form& form, long num_rows) {
     OwnLayer own(kind, sizes, form);
     OwnResidency all(1, sizes.num_experts, form.has_experts ? owners(own) : Ids());
     Residency* residency = form.has_experts ? &all.residency : nullptr;
-    const Run run(few_rows);
-    const Parts parts(few_rows);
+    const Run run(kernels);
+    const Parts parts(kernels);
     const Numbers x = numbers(num_rows * sizes.hidden);
     const Numbers turns = numbers(num_rows * sizes.head_dim / 2);
     Numbers first;
@@ -57,17 +57,16 @@ void run(const Library& few_rows, int variant, const Kind& kind, const Sizes& si
 
 }  // namespace
 
-void check_layers(const Library& few_rows, const Library& quantised) {
-    lend_team(few_rows, quantised);
-    auto* layout = few_rows.function<long(const char*)>("lowtide_layout");
+void check_layers(const Library& kernels) {
+    auto* layout = kernels.function<long(const char*)>("lowtide_layout");
     expect(layout("Layer") == sizeof(Layer) && layout("None") == 0, "the bytes of structs");
-    const int best = few_rows.function<int()>("lowtide_best_variant")();
+    const int best = kernels.function<int()>("lowtide_best_variant")();
     for (int variant = 0; variant <= best; ++variant)
-        for (const Kind& kind : {plain_kind(few_rows, variant), few_bits_kind(quantised)})
+        for (const Kind& kind : {plain_kind(kernels, variant), few_bits_kind(kernels)})
             for (const Sizes& sizes : SIZES)
                 for (const Form& form : FORMS)
                     for (long num_rows : {1, 2, 7})
-                        run(few_rows, variant, kind, sizes, form, num_rows);
+                        run(kernels, variant, kind, sizes, form, num_rows);
 }
 
 }  // namespace driver

@@ -23,46 +23,45 @@ using lowtide::Turn;
 using Bytes = std::vector<std::uint8_t>;
 using Pack = void(int, int, int, const void*, const float*, std::uint8_t*, long, long);
 
-// What multiplies with matrices, and how they are stored: num_bits 16 is bfloat16.
+// What multiplies with matrices, and how they are stored: a type of packed.hpp.
 struct Kind {
     MultiplyFunction* multiply;
     ExpertsFunction* experts;
     MlpsFunction* mlps;
     Pack* pack;
-    int variant, num_bits;
+    int variant, type;
 
     long row_bytes(long num_k) const {
-        return num_bits == 16 ? 2 * num_k
-                              : lowtide::QuantisedWeights{nullptr, num_k, num_bits}.row_bytes();
+        if (type == PLAIN) return 2 * num_k;
+        return lowtide::QuantisedWeights{nullptr, num_k, num_bits_of(type)}.row_bytes();
     }
 
     Bytes stored(long num_outs, long num_k) const {
         const Floats weights = floats(num_outs * num_k);
         Bytes out(num_outs * row_bytes(num_k));
-        if (num_bits == 16)
+        if (type == PLAIN)
             for (long i = 0; i < num_outs * num_k; ++i) {
                 const bf16 narrow = lowtide::round_bf16(weights[i]);
                 std::memcpy(out.data() + 2 * i, &narrow, 2);
             }
         else
-            pack(0, num_bits, 0, weights.data(), nullptr, out.data(), num_outs, num_k);
+            pack(0, num_bits_of(type), 0, weights.data(), nullptr, out.data(), num_outs, num_k);
         return out;
     }
 };
 
-inline Kind plain_kind(const Library& few_rows, int variant) {
-    return {few_rows.function<MultiplyFunction>("lowtide_plain_multiply"),
-            few_rows.function<ExpertsFunction>("lowtide_plain_experts"),
-            few_rows.function<MlpsFunction>("lowtide_plain_mlps"), nullptr, variant, 16};
+inline Kind plain_kind(const Library& kernels, int variant) {
+    return {kernels.function<MultiplyFunction>("lowtide_plain_multiply"),
+            kernels.function<ExpertsFunction>("lowtide_plain_experts"),
+            kernels.function<MlpsFunction>("lowtide_plain_mlps"), nullptr, variant, PLAIN};
 }
 
-// Which has a team.
-inline Kind few_bits_kind(const Library& quantised) {
-    return {quantised.function<MultiplyFunction>("lowtide_quantised_multiply"),
-            quantised.function<ExpertsFunction>("lowtide_quantised_experts"),
-            quantised.function<MlpsFunction>("lowtide_quantised_mlps"),
-            quantised.function<Pack>("lowtide_quantised_pack"),
-            quantised.function<int()>("lowtide_best_quantised")(), 4};
+inline Kind few_bits_kind(const Library& kernels) {
+    return {kernels.function<MultiplyFunction>("lowtide_packed_multiply"),
+            kernels.function<ExpertsFunction>("lowtide_packed_experts"),
+            kernels.function<MlpsFunction>("lowtide_packed_mlps"),
+            kernels.function<Pack>("lowtide_quantised_pack"),
+            kernels.function<int()>("lowtide_best_own")(), Q4};
 }
 
 // Which of the parts that a layer may have it has.
@@ -140,7 +139,7 @@ class OwnLayer {
     Matrix matrix(long num_outs, long num_k) {
         stored_.push_back(kind_.stored(num_outs, num_k));
         const bf16* bias = form_.has_bias ? plain(num_outs) : nullptr;
-        return {kind_.multiply, kind_.variant, kind_.num_bits, stored_.back().data(), bias,
+        return {kind_.multiply, kind_.variant, kind_.type, stored_.back().data(), bias,
                 num_outs};
     }
 
@@ -182,7 +181,7 @@ class OwnLayer {
         e.bias = form_.has_share ? bias_.data() : nullptr;
         e.choice = {s.num_experts, s.k, 1, 1, 1, form_.is_float32, 1, 0, 1.5f};
         e.run = kind_.experts, e.mlps = kind_.mlps, e.variant = kind_.variant, e.width = s.width;
-        std::fill_n(e.types, 3, kind_.num_bits);
+        std::fill_n(e.types, 3, kind_.type);
         const long inward = s.width * kind_.row_bytes(s.hidden);
         const long end = 2 * inward + s.hidden * kind_.row_bytes(s.width);
         const long biases = end + end % 2, width_bytes = 2 * s.width;
@@ -308,12 +307,12 @@ class OwnResidency {
 // A call over layers, which goes on where it ended.
 class Run {
    public:
-    explicit Run(const Library& few_rows)
-        : advance_(few_rows.function<int(void*, const Turn*, long, int, Residency*)>(
+    explicit Run(const Library& kernels)
+        : advance_(kernels.function<int(void*, const Turn*, long, int, Residency*)>(
               "lowtide_run_layers")),
-          reset_(few_rows.function<void(void*)>("lowtide_reset_run")),
-          close_(few_rows.function<void(void*)>("lowtide_close_run")),
-          run_(few_rows.function<void*()>("lowtide_open_run")()) {}
+          reset_(kernels.function<void(void*)>("lowtide_reset_run")),
+          close_(kernels.function<void(void*)>("lowtide_close_run")),
+          run_(kernels.function<void*()>("lowtide_open_run")()) {}
     ~Run() { close_(run_); }
     Run(const Run&) = delete;
 
@@ -334,15 +333,15 @@ class Run {
 // A layer in parts, as where Python computes its experts in between.
 class Parts {
    public:
-    explicit Parts(const Library& few_rows)
-        : to_router_(few_rows.function<void(const Layer*, const Pass*, int, std::int64_t*, float*)>(
+    explicit Parts(const Library& kernels)
+        : to_router_(kernels.function<void(const Layer*, const Pass*, int, std::int64_t*, float*)>(
               "lowtide_run_to_router")),
-          from_experts_(few_rows.function<void(const Layer*, const Pass*)>(
+          from_experts_(kernels.function<void(const Layer*, const Pass*)>(
               "lowtide_run_from_experts")),
-          open_(few_rows.function<LayerExperts*()>("lowtide_open_experts")),
-          close_(few_rows.function<void(LayerExperts*)>("lowtide_close_experts")),
-          begin_(few_rows.function<Begin>("lowtide_begin_experts")),
-          advance_(few_rows.function<int(LayerExperts*)>("lowtide_advance_experts")) {}
+          open_(kernels.function<LayerExperts*()>("lowtide_open_experts")),
+          close_(kernels.function<void(LayerExperts*)>("lowtide_close_experts")),
+          begin_(kernels.function<Begin>("lowtide_begin_experts")),
+          advance_(kernels.function<int(LayerExperts*)>("lowtide_advance_experts")) {}
 
     // The experts of each row. residency: in which all of them are, or null.
     Ids run(const OwnLayer& own, const Pass& pass, Residency* residency = nullptr) const {

@@ -6,16 +6,19 @@ namespace driver {
 namespace {
 
 using Bytes = std::vector<std::uint8_t>;
-using Unpack = void(int, int, const std::uint8_t*, long, bf16*);
+using Unpack = void(int, int, const void*, long, long, const std::int64_t*, long, long, bf16*);
 
-// In the order of ggml.cpp: bytes and weights of a block.
+// By type (packed.hpp): bytes and weights of a block.
 struct BlockType {
     long num_bytes, size;
 };
 constexpr BlockType BLOCKS[] = {{18, 32},   {20, 32},   {22, 32},   {24, 32},   {34, 32},
                                 {18, 32},   {17, 32},   {84, 256},  {110, 256}, {144, 256},
-                                {176, 256}, {210, 256}, {136, 256}, {2, 1}};
-constexpr int PLAIN = 13;  // bfloat16, which is not unpacked
+                                {176, 256}, {210, 256}, {136, 256}};
+
+constexpr int NUM_TYPES = int(std::size(BLOCKS));
+
+BlockType block_of(int type) { return type == PLAIN ? BlockType{2, 1} : BLOCKS[type]; }
 
 // Random bytes may be scales that are not numbers: variants differ in which.
 bool is_same(float left, float right) {
@@ -39,7 +42,7 @@ Numbers multiply_packed(MultiplyFunction* multiply, int variant, int type, long 
                         const Bytes& any) {
     const long num_k = 768, num_outs = 37;
     const Bytes w(any.begin(),
-                  any.begin() + num_outs * num_k / BLOCKS[type].size * BLOCKS[type].num_bytes);
+                  any.begin() + num_outs * num_k / block_of(type).size * block_of(type).num_bytes);
     Numbers x(num_rows * num_k), first;
     for (std::size_t i = 0; i < x.size(); ++i) x[i] = bf16((i % 3 ? 0x3f00 : 0xbf00) + i * i * 37 % 256);
     const Numbers bias(num_outs, 0x3f80);
@@ -74,7 +77,7 @@ PackedSlots packed_slots(const std::int32_t (&types)[3], long num, long hidden, 
     PackedSlots out{};
     long weights_of[3] = {width * hidden, width * hidden, hidden * width};
     for (long part = 0; part < 3; ++part) {
-        const BlockType& block = BLOCKS[types[part]];
+        const BlockType block = block_of(types[part]);
         out.offsets[part] = out.slot_bytes;
         out.slot_bytes += weights_of[part] / block.size * block.num_bytes;
     }
@@ -123,41 +126,40 @@ void run_all_packed(ExpertsFunction* whole, MlpsFunction* groups, int best, long
 
 }  // namespace
 
-void check_ggml(const Library& ggml, const Library& few_rows) {
-    lend_team(few_rows, ggml);
-    const int best = ggml.function<int()>("lowtide_best_variant")();
-    auto* unpack = ggml.function<Unpack>("lowtide_ggml_unpack");
-    for (int type = 0; type < PLAIN; ++type)
+void check_blocks(const Library& kernels) {
+    const int best = kernels.function<int()>("lowtide_best_variant")();
+    auto* unpack = kernels.function<Unpack>("lowtide_packed_unpack");
+    for (int type = 0; type < NUM_TYPES; ++type)
         for (long num_blocks : {0, 1, 7}) {
             std::vector<std::uint8_t> stored(num_blocks * BLOCKS[type].num_bytes);
             for (auto& each : stored) each = std::uint8_t(below(256));
+            const long num_k = num_blocks * BLOCKS[type].size;
             Numbers first;
             for (int variant = 0; variant <= best; ++variant) {
-                Numbers out(num_blocks * BLOCKS[type].size);
-                unpack(variant, type, stored.data(), num_blocks, out.data());
+                Numbers out(num_k);
+                unpack(variant, type, stored.data(), 1, num_k, nullptr, 0, 1, out.data());
                 if (variant == 0) first = out;
                 expect(is_same(out, first), "bits of a block", variant, type, num_blocks);
             }
         }
-    auto* max_rows = ggml.function<long(int)>("lowtide_max_rows");
-    auto* multiply = ggml.function<MultiplyFunction>("lowtide_ggml_multiply");
+    auto* max_rows = kernels.function<long(int)>("lowtide_max_rows");
+    auto* multiply = kernels.function<MultiplyFunction>("lowtide_packed_multiply");
     const Bytes any = any_bytes();
-    for (int type = 0; type < PLAIN; ++type)
+    for (int type = 0; type < NUM_TYPES; ++type)
         for (int variant = 0; variant <= best; ++variant)
             for (long num_rows : {0L, 1L, 5L, max_rows(variant)})
                 multiply_packed(multiply, variant, type, num_rows, any);
-    run_all_packed(ggml.function<ExpertsFunction>("lowtide_ggml_experts"),
-                   ggml.function<MlpsFunction>("lowtide_ggml_mlps"), best,
+    run_all_packed(kernels.function<ExpertsFunction>("lowtide_packed_experts"),
+                   kernels.function<MlpsFunction>("lowtide_packed_mlps"), best,
                    long(std::size(EXPERTS)));
 }
 
 // Rows in int8, whose bits are the same in all variants.
-void check_ggml_int8(const Library& ggml_int8, const Library& few_rows) {
-    lend_team(few_rows, ggml_int8);
-    const int best = ggml_int8.function<int()>("lowtide_best_int8")();
-    auto* multiply = ggml_int8.function<MultiplyFunction>("lowtide_ggml_int8_multiply");
+void check_rounded_rows(const Library& kernels) {
+    const int best = kernels.function<int()>("lowtide_best_int8")();
+    auto* multiply = kernels.function<MultiplyFunction>("lowtide_ggml_int8_multiply");
     const Bytes any = any_bytes();
-    for (int type = 0; type < PLAIN; ++type)
+    for (int type = 0; type < NUM_TYPES; ++type)
         for (long num_rows : {0L, 1L, 5L, 19L}) {
             const Numbers plain = multiply_packed(multiply, 0, type, num_rows, any);
             for (int variant = 1; variant <= best; ++variant)
@@ -165,8 +167,8 @@ void check_ggml_int8(const Library& ggml_int8, const Library& few_rows) {
                        "bits of rows in int8", variant, type, num_rows);
         }
     // Not the last mix: there bfloat16 is another's.
-    run_all_packed(ggml_int8.function<ExpertsFunction>("lowtide_ggml_int8_experts"),
-                   ggml_int8.function<MlpsFunction>("lowtide_ggml_int8_mlps"), best,
+    run_all_packed(kernels.function<ExpertsFunction>("lowtide_ggml_int8_experts"),
+                   kernels.function<MlpsFunction>("lowtide_ggml_int8_mlps"), best,
                    long(std::size(EXPERTS)) - 1);
 }
 

@@ -9,7 +9,7 @@ namespace {
 
 using Bytes = std::vector<std::uint8_t>;
 using Pack = void(int, int, int, const void*, const float*, std::uint8_t*, long, long);
-using Unpack = void(int, int, const std::uint8_t*, bf16*, long, long);
+using Unpack = void(int, int, const void*, long, long, const std::int64_t*, long, long, bf16*);
 
 struct Shape {
     long num_outs, num_k;
@@ -26,19 +26,19 @@ struct Kind {
     int num_variants;
 
     static Kind exact(const Library& library) {
-        const int best = library.function<int()>("lowtide_best_quantised")();
-        return {library, "lowtide_quantised_", false, best + 1};
+        const int best = library.function<int()>("lowtide_best_own")();
+        return {library, "lowtide_packed_", false, best + 1};
     }
 
     static Kind int8(const Library& library) {
-        const int best = library.function<int()>("lowtide_best_quantised_int8")();
+        const int best = library.function<int()>("lowtide_best_own_int8")();
         return {library, "lowtide_int8_", true, best + 1};
     }
 
     // Of one expert.
     long max_rows(int variant) const {
         if (rounds_rows) return 1000;
-        return library.function<long(int)>("lowtide_max_quantised_rows")(variant);
+        return library.function<long(int)>("lowtide_max_own_rows")(variant);
     }
 
     template <class Function>
@@ -55,7 +55,7 @@ struct Kind {
 };
 
 long num_variants(const Library& library) {
-    return library.function<int()>("lowtide_best_quantised")() + 1;
+    return library.function<int()>("lowtide_best_own")() + 1;
 }
 
 long row_bytes(long num_k, int num_bits) {
@@ -71,19 +71,19 @@ Bytes packed(
     return out;
 }
 
-void multiply(const Kind& kind, int num_bits, const Shape& shape) {
+void multiply(const Kind& kind, int type, const Shape& shape) {
     const Library& library = kind.library;
-    auto* unpack = library.function<Unpack>("lowtide_quantised_unpack");
+    auto* unpack = library.function<Unpack>("lowtide_packed_unpack");
     auto* call = kind.function<MultiplyFunction>("multiply");
     const auto [num_outs, num_k] = shape;
     const Floats exact = floats(num_outs * num_k);
-    const Bytes w =
-        packed(library.function<Pack>("lowtide_quantised_pack"), num_bits, exact, shape);
+    const Bytes w = packed(
+        library.function<Pack>("lowtide_quantised_pack"), num_bits_of(type), exact, shape);
     const Numbers bias = numbers(num_outs);
     Numbers weights;
     for (int variant = 0; variant < num_variants(library); ++variant) {
         Numbers whole(num_outs * num_k);
-        unpack(variant, num_bits, w.data(), whole.data(), num_outs, num_k);
+        unpack(variant, type, w.data(), num_outs, num_k, nullptr, 0, num_outs, whole.data());
         if (variant == 0) weights = whole;
         expect(whole == weights, "bits of what is unpacked", variant, num_outs, num_k);
     }
@@ -96,7 +96,7 @@ void multiply(const Kind& kind, int num_bits, const Shape& shape) {
             Numbers first;
             for (int num_threads : THREADS) {
                 Numbers out(strided(num_rows, out_stride, num_outs), 7);
-                call(variant, num_threads, num_bits, x.data(), x_stride, w.data(), bias.data(),
+                call(variant, num_threads, type, x.data(), x_stride, w.data(), bias.data(),
                      out.data(), out_stride, num_rows, num_outs, num_k);
                 if (num_threads == 1) first = out;
                 expect(out == first, "bits of a product by threads", variant, num_rows, num_outs);
@@ -117,7 +117,8 @@ void multiply(const Kind& kind, int num_bits, const Shape& shape) {
     }
 }
 
-void run_experts(const Kind& kind, int num_bits, const Routed& routed, long hidden, long width) {
+void run_experts(const Kind& kind, int type, const Routed& routed, long hidden, long width) {
+    const int num_bits = num_bits_of(type);
     auto* pack = kind.library.function<Pack>("lowtide_quantised_pack");
     auto* whole = kind.function<ExpertsFunction>("experts");
     auto* groups = kind.function<MlpsFunction>("mlps");
@@ -133,7 +134,7 @@ void run_experts(const Kind& kind, int num_bits, const Routed& routed, long hidd
     const Bytes exact(slots_bytes);  // no room behind the last
     const ExpertPlaces places = {exact.data(), exact.data() + inward, exact.data() + 2 * inward,
                                  slot_bytes};
-    const std::int32_t types[] = {num_bits, num_bits, num_bits};
+    const std::int32_t types[] = {type, type, type};
     const long num_pairs = num_tokens * k;
     const Numbers x = numbers(num_tokens * hidden);
     const Floats weights = floats(num_pairs);
@@ -158,8 +159,8 @@ void run_experts(const Kind& kind, int num_bits, const Routed& routed, long hidd
 
 }  // namespace
 
-void check_packing(const Library& quantised) {
-    auto* pack = quantised.function<Pack>("lowtide_quantised_pack");
+void check_packing(const Library& kernels) {
+    auto* pack = kernels.function<Pack>("lowtide_quantised_pack");
     for (const Shape& shape : SHAPES)
         for (int num_bits : {8, 4})
             for (float other : {0.0f, 60.0f, 1e30f, INFINITY, NAN}) {
@@ -174,7 +175,7 @@ void check_packing(const Library& quantised) {
                 const Floats worth = floats(shape.num_k);
                 const Bytes wanted = packed(pack, num_bits, weights, shape);
                 const Bytes weighted = packed(pack, num_bits, weights, shape, 0, worth.data());
-                const int last = int(std::min(3L, num_variants(quantised)));
+                const int last = int(std::min(3L, num_variants(kernels)));
                 for (int variant = 0; variant < last; ++variant) {
                     Bytes of_narrow(wanted.size(), 9);
                     pack(variant, num_bits, 1, narrow.data(), nullptr, of_narrow.data(),
@@ -188,15 +189,14 @@ void check_packing(const Library& quantised) {
             }
 }
 
-void check_quantised(const Library& quantised, const Library& few_rows) {
-    lend_team(few_rows, quantised);
+void check_quantised(const Library& kernels) {
     const Shape sizes[] = {{1, 1}, {40, 24}, {130, 67}};
-    for (const Kind& kind : {Kind::exact(quantised), Kind::int8(quantised)})
-        for (int num_bits : {8, 4}) {
-            for (const Shape& shape : SHAPES) multiply(kind, num_bits, shape);
+    for (const Kind& kind : {Kind::exact(kernels), Kind::int8(kernels)})
+        for (int type : {Q8, Q4}) {
+            for (const Shape& shape : SHAPES) multiply(kind, type, shape);
             for (const auto& [hidden, width] : sizes)
                 for (const Routed& routed : ROUTED)
-                    run_experts(kind, num_bits, routed, hidden, width);
+                    run_experts(kind, type, routed, hidden, width);
         }
 }
 

@@ -213,8 +213,8 @@ void check_close(const ReaderCalls& calls) {
 
 }  // namespace
 
-void check_reader(const Library& few_rows) {
-    const ReaderCalls calls(few_rows);
+void check_reader(const Library& kernels) {
+    const ReaderCalls calls(kernels);
     check_readiness(calls);
     const std::vector<Bytes> experts = random_experts();
     const Checkpoint checkpoint(experts);

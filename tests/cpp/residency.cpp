@@ -24,7 +24,7 @@ constexpr std::int64_t RETIRED_SLOT = -3;  // of slots.py: neither free nor anyb
 // Layers with experts, and one without before them and between. What the second will ask for is
 // hard to expect, and the third's choice is its bias's.
 struct Model {
-    explicit Model(const Kind& kind) : variant(kind.num_bits == 16 ? kind.variant : 0) {
+    explicit Model(const Kind& kind) : variant(kind.type == PLAIN ? kind.variant : 0) {
         for (int form : {0, 3, 1, 3, 0, 2})
             layers.push_back(std::make_unique<OwnLayer>(kind, SIZES_HERE, FORMS[form]));
         for (const auto& layer : layers)
@@ -43,13 +43,13 @@ struct Model {
 
 // What a pass is given, and what comes of it with everything resident.
 struct Wanted {
-    Wanted(const Library& few_rows, const Model& model, long num_rows)
+    Wanted(const Library& kernels, const Model& model, long num_rows)
         : before(numbers(num_rows * SIZES_HERE.hidden)),
           turns(numbers(num_rows * SIZES_HERE.head_dim / 2)) {
         OwnPass pass(SIZES_HERE, model.variant, 1, before, turns);
         model.forget_keys();
         for (const auto& layer : model.layers) {
-            const Ids of_layer = Parts(few_rows).run(*layer, pass.pass);
+            const Ids of_layer = Parts(kernels).run(*layer, pass.pass);
             if (layer->layer.experts.router) chosen.push_back(of_layer);
         }
         x = pass.x();
@@ -209,8 +209,8 @@ long num_waits = 0, num_failed = 0, num_ahead = 0, num_wasted = 0;
 // Residents, free slots and rules at random.
 class Residents {
    public:
-    Residents(const Library& few_rows, const Model& model, const Case& given)
-        : calls_(few_rows), run_(few_rows), model_(model), case_(given), checkpoint_(model.experts),
+    Residents(const Library& kernels, const Model& model, const Case& given)
+        : calls_(kernels), run_(kernels), model_(model), case_(given), checkpoint_(model.experts),
           own_(NUM_LAYERS, NUM_EXPERTS, random_owners()),
           reader_(calls_, checkpoint_,
                   {long(own_.owner.size()), long(model.experts[0].size()), 4096, 2, false}) {
@@ -415,28 +415,27 @@ class Residents {
 
 }  // namespace
 
-void check_residency(const Library& few_rows, const Library& quantised) {
-    lend_team(few_rows, quantised);
-    const int best = few_rows.function<int()>("lowtide_best_variant")();
-    std::vector<Kind> kinds = {few_bits_kind(quantised), plain_kind(few_rows, 0)};
-    if (best > 0) kinds.push_back(plain_kind(few_rows, best));
+void check_residency(const Library& kernels) {
+    const int best = kernels.function<int()>("lowtide_best_variant")();
+    std::vector<Kind> kinds = {few_bits_kind(kernels), plain_kind(kernels, 0)};
+    if (best > 0) kinds.push_back(plain_kind(kernels, best));
     for (const Kind& kind : kinds) {
         const Model model(kind);
         for (long num_rows : {1, 2, 7}) {
-            const Wanted wanted[] = {{few_rows, model, num_rows}, {few_rows, model, num_rows}};
+            const Wanted wanted[] = {{kernels, model, num_rows}, {kernels, model, num_rows}};
             for (int num_threads : THREADS)
                 for (Reads reads : {OF_LIBRARY, OF_OTHERS, OF_OTHERS_THAT_FAIL})
                     for (long num_spare : {1, 2, 30}) {
                         is_unruly = below(2);
-                        Residents residents(few_rows, model,
+                        Residents residents(kernels, model,
                                             {reads, num_threads, num_rows, num_spare});
                         for (int i = 0; i < 4; ++i) residents.run_pass(wanted[i % 2]);
                     }
         }
         is_unruly = false;
-        const Wanted wanted(few_rows, model, 2);
-        Residents(few_rows, model, {OF_LIBRARY, 2, 2, 3}).run_stuck(wanted);
-        Residents(few_rows, model, {OF_LIBRARY, 2, 2, 3}).run_without_files(wanted);
+        const Wanted wanted(kernels, model, 2);
+        Residents(kernels, model, {OF_LIBRARY, 2, 2, 3}).run_stuck(wanted);
+        Residents(kernels, model, {OF_LIBRARY, 2, 2, 3}).run_without_files(wanted);
     }
     is_unruly = false;
     expect(num_waits > 0 && num_failed > 0, "waits and failures", num_waits, num_failed);

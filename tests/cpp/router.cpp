@@ -123,16 +123,16 @@ void change_rows(const Library& library, int best, long num_rows, long length) {
 
 }  // namespace
 
-void check_router(const Library& few_rows) {
-    const int best = few_rows.function<int()>("lowtide_best_variant")();
+void check_router(const Library& kernels) {
+    const int best = kernels.function<int()>("lowtide_best_variant")();
     for (long num_rows : {0, 1, 5, 32})
         for (long num_outs : {1, 17, 256})
-            for (long num_k : {1, 63, 130, 515}) multiply(few_rows, best, num_rows, num_outs, num_k);
+            for (long num_k : {1, 63, 130, 515}) multiply(kernels, best, num_rows, num_outs, num_k);
     for (const auto& sizes : CHOICES)
         for (long num_rows : {0, 1, 7})
-            for (unsigned has = 0; has < 32; ++has) choose(few_rows, best, sizes, num_rows, has);
+            for (unsigned has = 0; has < 32; ++has) choose(kernels, best, sizes, num_rows, has);
     for (long num_rows : {0, 1, 3})
-        for (long length : {1, 2, 15, 18, 515}) change_rows(few_rows, best, num_rows, length);
+        for (long length : {1, 2, 15, 18, 515}) change_rows(kernels, best, num_rows, length);
 }
 
 }  // namespace driver

@@ -88,18 +88,18 @@ struct Counted {
 
 }  // namespace
 
-void check_rows(const Library& few_rows) {
-    const int best = few_rows.function<int()>("lowtide_best_variant")();
+void check_rows(const Library& kernels) {
+    const int best = kernels.function<int()>("lowtide_best_variant")();
     for (long num_rows : {0, 1, 3})
         for (long num_heads : {1, 5})
             for (long length : {1, 2, 15, 16, 18, 128, 515})
-                normalise_and_rotate(few_rows, best, num_rows, num_heads, length);
-    normalise_and_rotate(few_rows, best, 700, 4, 128);  // enough for several threads
+                normalise_and_rotate(kernels, best, num_rows, num_heads, length);
+    normalise_and_rotate(kernels, best, 700, 4, 128);  // enough for several threads
 }
 
-void check_attention(const Library& few_rows) {
-    const int best = few_rows.function<int()>("lowtide_best_variant")();
-    auto* call = few_rows.function<Attend>("lowtide_attend");
+void check_attention(const Library& kernels) {
+    const int best = kernels.function<int()>("lowtide_best_variant")();
+    auto* call = kernels.function<Attend>("lowtide_attend");
     for (long dim : {1, 33, 128})
         for (long num_tokens : {1, 127, 128, 131, 300})
             for (long group : {1, 3, 9}) attend(call, best, 2, group, num_tokens, dim);
@@ -107,8 +107,8 @@ void check_attention(const Library& few_rows) {
     attend(call, best, 1, 1, 5, 1024);
 }
 
-void check_team(const Library& few_rows) {
-    auto* run = few_rows.function<RunTogether>("lowtide_run_together");
+void check_team(const Library& kernels) {
+    auto* run = kernels.function<RunTogether>("lowtide_run_together");
     const auto many = [run](long num_calls) {
         for (long call = 0; call < num_calls; ++call) {
             const long num_pieces = call % 23;

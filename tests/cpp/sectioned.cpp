@@ -3,7 +3,10 @@
 #include <cstring>
 
 #include "driver.hpp"
-#include "sectioned.hpp"
+#include "packed.hpp"
+
+// The driver asks for no blocks by itself: the library has them.
+const lowtide::BlockType& lowtide::block_type(int) { std::abort(); }
 
 namespace driver {
 namespace {
@@ -14,9 +17,9 @@ struct Shape {
     long num_outs, num_k;
 };
 
-// As sectioned.py makes them.
+// As packed.py makes them.
 int type_number(int form, int scale, int has_zeros, int log_group) {
-    return form | scale << 2 | has_zeros << 4 | log_group << 5;
+    return 1 << 16 | form | scale << 2 | has_zeros << 4 | log_group << 5;
 }
 
 struct Matrix {
@@ -26,10 +29,10 @@ struct Matrix {
 
     // Any codes and zeros, hardly any NaN; of the scales some are no usual numbers.
     Matrix(int type, const Shape& shape)
-        : type(type), shape(shape), content(num_bytes(lowtide::SectionedType(type), shape)) {
+        : type(type), shape(shape), content(num_bytes(lowtide::PackedType(type), shape)) {
         for (auto& each : content) each = std::uint8_t(below(256));
-        const lowtide::SectionedType of(type);
-        const lowtide::SectionedWeights all(type, content.data(), shape.num_outs, shape.num_k);
+        const lowtide::PackedType of(type);
+        const lowtide::PackedWeights all(type, content.data(), shape.num_outs, shape.num_k);
         const lowtide::Span first = all.span(0, 0, shape.num_k);
         const long start = first.scales - content.data();
         const long stop = of.has_zeros ? first.zeros - content.data() : long(content.size());
@@ -41,7 +44,7 @@ struct Matrix {
     }
 
     // Without what aligns the end.
-    static long num_bytes(const lowtide::SectionedType& of, const Shape& shape) {
+    static long num_bytes(const lowtide::PackedType& of, const Shape& shape) {
         const auto aligned = [](long size) { return (size + 63) / 64 * 64; };
         const long group = of.group(), num_groups = (shape.num_k + group - 1) / group;
         const bool is_fp8 = of.form == lowtide::Form::FP8;
@@ -61,7 +64,7 @@ bool is_same(const Numbers& left, const Numbers& right) {
 
 // By every variant, of rows one after the other and by number.
 void unpack_all(const Library& library, const Matrix& matrix, int best) {
-    auto* unpack = library.function<Unpack>("lowtide_sectioned_unpack");
+    auto* unpack = library.function<Unpack>("lowtide_packed_unpack");
     const auto [num_outs, num_k] = matrix.shape;
     const Ids numbers = {num_outs - 1, 0, num_outs / 2};
     Numbers first;
@@ -84,7 +87,7 @@ void unpack_all(const Library& library, const Matrix& matrix, int best) {
 
 // By some threads as by one.
 void multiply(const Library& library, const Matrix& matrix, int variant, long num_rows) {
-    auto* call = library.function<MultiplyFunction>("lowtide_sectioned_multiply");
+    auto* call = library.function<MultiplyFunction>("lowtide_packed_multiply");
     const auto [num_outs, num_k] = matrix.shape;
     const Numbers x = numbers(num_rows * num_k), bias = numbers(num_outs);
     Numbers by_one;
@@ -119,8 +122,8 @@ void run(const Library& library, int variant, int type, const Routed& routed) {
     const Floats weights = floats(num_tokens * k);
     const Ids experts = chosen_experts(num_tokens, k, num_experts), slots = slots_of(experts);
     const long num_pairs = num_tokens * k;
-    auto* whole = library.function<ExpertsFunction>("lowtide_sectioned_experts");
-    auto* groups = library.function<MlpsFunction>("lowtide_sectioned_mlps");
+    auto* whole = library.function<ExpertsFunction>("lowtide_packed_experts");
+    auto* groups = library.function<MlpsFunction>("lowtide_packed_mlps");
     Numbers by_one;
     for (int num_threads : THREADS) {
         Numbers parts(num_pairs * hidden), gate(num_pairs * width), up(num_pairs * width);
@@ -148,22 +151,21 @@ void check(const Library& library, int type, const Shape& shape) {
 
 }  // namespace
 
-void check_sectioned(const Library& sectioned, const Library& few_rows) {
-    lend_team(few_rows, sectioned);
-    const long alignment = sectioned.function<long()>("lowtide_section_alignment")();
+void check_sections(const Library& kernels) {
+    const long alignment = kernels.function<long()>("lowtide_section_alignment")();
     expect(alignment == lowtide::SECTION_ALIGNMENT, "where sections begin", alignment);
-    const int best = sectioned.function<int()>("lowtide_best_variant")();
+    const int best = kernels.function<int()>("lowtide_best_variant")();
     for (int type : {type_number(1, 1, 1, 7), type_number(2, 0, 0, 5), type_number(3, 2, 0, 7)})
         for (const Routed& routed : ROUTED)
-            for (int variant = 0; variant <= best; ++variant) run(sectioned, variant, type, routed);
+            for (int variant = 0; variant <= best; ++variant) run(kernels, variant, type, routed);
     for (int form : {1, 2})
         for (int scale : {0, 1, 2})
             for (int has_zeros : {0, 1})
                 for (int log_group : {5, 7})
-                    check(sectioned, type_number(form, scale, has_zeros, log_group), {37, 640});
+                    check(kernels, type_number(form, scale, has_zeros, log_group), {37, 640});
     for (int scale : {0, 2})
         for (const Shape& shape : {Shape{1, 1}, Shape{37, 200}, Shape{300, 384}})
-            check(sectioned, type_number(3, scale, 0, 7), shape);
+            check(kernels, type_number(3, scale, 0, 7), shape);
 }
 
 }  // namespace driver

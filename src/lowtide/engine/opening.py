@@ -162,8 +162,7 @@ class OpenModel:
         return self.kernels_on(HOST)
 
     def kernels_on(self, device: torch.device) -> Kernels:
-        used, rounds_rows = weight_formats.are_used(self.formats), self.rounds_rows
-        return choose_kernels(self.options.kernels, self.dtype, device, *used, rounds_rows)
+        return choose_kernels(self.options.kernels, self.dtype, device, self.rounds_rows)
 
     @property
     def rounds_rows(self) -> bool:

@@ -26,7 +26,7 @@ from lowtide.hardware.measure import layer_dense_bytes
 from lowtide.hardware.store import CostKey, kept_rates, load
 from lowtide.hardware.weight_rates import kind_of, rounding_rate, seconds_per_byte
 from lowtide.kernels.choice import possible_names
-from lowtide.kernels.cpu.quantised import MAX_FEW_ROWS
+from lowtide.kernels.cpu.packed import MAX_FEW_ROWS
 from lowtide.params import DEFAULT_MAX_TOKENS, DiffusionParams
 from lowtide.plan import MemoryPlan, PassTime, Prediction, SpeedRange
 from lowtide.policies.prefetch import Gate

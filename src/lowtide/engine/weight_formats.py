@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from lowtide.config import ModelConfig
 from lowtide.errors import UnsupportedError, UsageError
-from lowtide.formats import MatrixFormat, format_of, formats, fp8, ggml, grouped_ints
+from lowtide.formats import MatrixFormat, format_of, formats, ggml
 from lowtide.formats.plain import SAFETENSORS_NAME
 from lowtide.plan import AUTO_FORMAT, OWN_FORMAT, WeightFormats
 from lowtide.schemas import ModelSchema, WeightMap
@@ -25,8 +25,6 @@ from lowtide.schemas.schema import TensorSpec
 QUANTISED = ("q8", "q4")
 
 _PACKED = tuple(each.name for each in ggml.FORMATS)
-_SECTIONED = tuple(each.in_memory.name for each in fp8.FORMATS.values())
-_SECTIONED += tuple(each.name for each in grouped_ints.FORMATS.values())
 
 _OTHER_NAMES = {"int8": "q8", "int4": "q4"}
 _OF_HEAD = {"q4": "q8"}  # others: as the rest
@@ -148,14 +146,6 @@ def describe(
     )
 
 
-def are_used(formats: WeightFormats) -> tuple[bool, bool, bool]:
-    """Whether some part is in q8 or q4, some in a type of GGUF files, and some as checkpoints that
-    other tools rounded are kept."""
-    kinds = (QUANTISED, _PACKED, _SECTIONED)
-    quantised, packed, sectioned = (not formats.names.isdisjoint(kind) for kind in kinds)
-    return quantised, packed, sectioned
-
-
 def check_rounded_rows(formats: WeightFormats, device: str) -> None:
     """Raises UnsupportedError where rows cannot be rounded to int8: on a GPU, and where no weights
     are in a format that is multiplied with so."""
@@ -163,7 +153,7 @@ def check_rounded_rows(formats: WeightFormats, device: str) -> None:
         raise UnsupportedError(
             "activations 'int8' has no kernels on a GPU; choose --device cpu, or leave it out."
         )
-    if not any(are_used(formats)[:2]):
+    if formats.names.isdisjoint((*QUANTISED, *_PACKED)):
         raise UnsupportedError(
             "activations 'int8' is about products with weights in "
             f"{', '.join(QUANTISED)} or a packed type of GGUF files, and here are "

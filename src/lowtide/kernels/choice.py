@@ -5,21 +5,17 @@ from __future__ import annotations
 import functools
 import importlib.util
 import logging
-from typing import Any
 
 import torch
 
 from lowtide.errors import StorageError, UnsupportedError
 from lowtide.formats.convert import Pack, pack
 from lowtide.kernels.compiled import CompiledKernels, compiled_name
-from lowtide.kernels.compiled_packed import PackedKernels
-from lowtide.kernels.compiled_quantised import QuantisedKernels
 from lowtide.kernels.cpu.buddies import CompiledBuddies
 from lowtide.kernels.cpu.few_rows import VARIANTS, FewRows
-from lowtide.kernels.cpu.ggml import GgmlOperators
+from lowtide.kernels.cpu.library import load_kernels
 from lowtide.kernels.cpu.packed import PackedOperators
-from lowtide.kernels.cpu.quantised import QuantisedOperators
-from lowtide.kernels.cpu.sectioned import SectionedOperators
+from lowtide.kernels.cpu.packing import CompiledPacking
 from lowtide.kernels.reference import REFERENCE, Kernels
 
 _log = logging.getLogger(__name__)
@@ -28,38 +24,27 @@ HOST = torch.device("cpu")
 
 
 def choose_kernels(
-    option: str,
-    dtype: torch.dtype,
-    device: torch.device = HOST,
-    has_quantised: bool = False,
-    has_packed: bool = False,
-    has_sectioned: bool = False,
-    rounds_rows: bool = False,
+    option: str, dtype: torch.dtype, device: torch.device = HOST, rounds_rows: bool = False
 ) -> Kernels:
-    """The kernels of what computes in `dtype` on `device`; option: `auto` or `reference`.
-    has_quantised, has_packed, has_sectioned: whether some weights are in q8 or q4, in a packed type
-    of GGUF files, or as checkpoints that other tools rounded are kept, whose kernels are compiled
-    then, too. rounds_rows: `activations="int8"`.
+    """The kernels of what computes in `dtype` on `device`, whatever format weights are in; option:
+    `auto` or `reference`. rounds_rows: `activations="int8"`.
 
     On the host, where nothing can be compiled, `auto` is the reference too, with one notice in
     the log. On a GPU the option is about its experts alone, which its device chooses.
     """
     if device.type == "cuda":
         return REFERENCE if why_no_triton(device) else _triton()
-    if option == "reference" or dtype != torch.bfloat16:
-        return Kernels(rounds_rows) if rounds_rows else REFERENCE
-    operators = quantised_operators(rounds_rows) if has_quantised else None
-    if operators is not None:
-        return _compiled_with(operators)
-    if has_packed or (has_sectioned and not rounds_rows):
-        return _compiled_for_packed(has_packed, rounds_rows)
-    return Kernels(rounds_rows) if rounds_rows else _compiled()
+    is_compiled = option != "reference" and dtype == torch.bfloat16
+    compiled = _compiled(rounds_rows) if is_compiled else None
+    if compiled is not None:
+        return compiled
+    return Kernels(rounds_rows) if rounds_rows else REFERENCE
 
 
 def choose_pack(option: str) -> Pack:
     """What makes weights into q8 or q4 as they are read."""
-    operators = None if option == "reference" else quantised_operators()
-    return pack if operators is None else operators.pack
+    compiled = None if option == "reference" else _compiled_pack()
+    return pack if compiled is None else compiled
 
 
 def possible_names(option: str, dtype: torch.dtype) -> tuple[str, ...]:
@@ -95,16 +80,6 @@ def compiled_buddies() -> CompiledBuddies | None:
         return None
 
 
-@functools.cache
-def quantised_operators(rounds_rows: bool = False) -> QuantisedOperators | None:
-    """None where nothing can be compiled, with one notice in the log."""
-    try:
-        return QuantisedOperators.load(rounds_rows=rounds_rows)
-    except (StorageError, UnsupportedError) as error:
-        _log.warning("%s Weights of 8 and 4 bits are unpacked by torch, which is slow.", error)
-        return None
-
-
 def _triton() -> Kernels:
     from lowtide.kernels.triton_kernels import TritonKernels
 
@@ -112,37 +87,22 @@ def _triton() -> Kernels:
 
 
 @functools.cache
-def _compiled() -> Kernels:
+def _compiled(rounds_rows: bool) -> Kernels | None:
+    """None where nothing can be compiled, with one notice in the log."""
     try:
-        return CompiledKernels(FewRows.load())
+        few_rows, packed = FewRows.load(), PackedOperators.load()
+        rounding = PackedOperators.load(rounds_rows=True) if rounds_rows else None
+        return CompiledKernels(few_rows, packed, rounding)
     except (StorageError, UnsupportedError) as error:
         _log.warning("%s Single tokens will take longer: torch's products are used.", error)
-        return REFERENCE
+        return None
 
 
 @functools.cache
-def _compiled_for_packed(is_of_gguf: bool, rounds_rows: bool) -> Kernels:
+def _compiled_pack() -> Pack | None:
+    """None where nothing can be compiled, with one notice in the log."""
     try:
-        packed: PackedOperators[Any] = (
-            GgmlOperators.load(rounds_rows=rounds_rows) if is_of_gguf else SectionedOperators.load()
-        )
+        return CompiledPacking(load_kernels())
     except (StorageError, UnsupportedError) as error:
-        _log.warning("%s Packed weights are unpacked by numpy, which is slow.", error)
-        return _without_formats(rounds_rows)
-    try:
-        return PackedKernels(FewRows.load(), packed)
-    except (StorageError, UnsupportedError):  # said by `_compiled`
-        return _without_formats(rounds_rows)
-
-
-@functools.cache
-def _compiled_with(operators: QuantisedOperators) -> Kernels:
-    try:
-        return QuantisedKernels(FewRows.load(), operators)
-    except (StorageError, UnsupportedError):  # said by `_compiled`
-        return _without_formats(operators.rounds_rows)
-
-
-def _without_formats(rounds_rows: bool) -> Kernels:
-    """Where nothing compiled multiplies with other weights than bfloat16."""
-    return Kernels(rounds_rows=True) if rounds_rows else _compiled()
+        _log.warning("%s Weights are rounded to 8 or 4 bits by numpy, which is slow.", error)
+        return None

@@ -1,21 +1,27 @@
-"""The compiled variant of a host that computes in bfloat16.
+"""The compiled variant of a host that computes in bfloat16, with weights in any format.
 
 Few rows' products go to the compiled operators, more to torch's; how many are few goes by the
 processor (`FewRows.max_rows`). Unlike routing's, the two give different bits, because sums are
 added in another order, so an engine uses one variant throughout. What comes between products is
 compiled for any number of rows.
+
+Few rows are multiplied with packed weights as they are stored, more with tiles of them; rows that
+are rounded to int8 all with weights as they are stored.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from lowtide.formats import MatrixFormat, StoredMatrix
 from lowtide.kernels.cpu.few_rows import MAX_HEAD_DIM, FewRows, is_on_host
 from lowtide.kernels.cpu.layer import CompiledLayer, CompiledLayers
-from lowtide.kernels.cpu.weight_calls import MatrixCall
+from lowtide.kernels.cpu.packed import PLAIN, SECTIONS, PackedOperators, type_number
+from lowtide.kernels.cpu.weight_calls import CompiledExperts, MatrixCall
 from lowtide.kernels.layer_parts import BoundLayers, BoundPass, LayerParts, WholeLayer
 from lowtide.kernels.operands import (
     ClampedWeights,
@@ -23,6 +29,7 @@ from lowtide.kernels.operands import (
     ExpertWeights,
     Matrix,
     Rotation,
+    SlotPlaces,
 )
 from lowtide.kernels.reference import Kernels
 from lowtide.memory.workspace import Buffers
@@ -36,9 +43,12 @@ def compiled_name(variant: str) -> str:
 class CompiledKernels(Kernels):
     """Operators of C++ wherever `FewRows` takes them."""
 
-    def __init__(self, few_rows: FewRows, rounds_rows: bool = False) -> None:
-        super().__init__(rounds_rows, compiled_name(few_rows.variant))
-        self._few_rows = few_rows
+    def __init__(
+        self, few_rows: FewRows, packed: PackedOperators, rounding: PackedOperators | None = None
+    ) -> None:
+        """rounding: of rows that are rounded to int8, or none are."""
+        super().__init__(rounding is not None, compiled_name(few_rows.variant))
+        self._few_rows, self._packed, self._rounding = few_rows, packed, rounding
         self.several_experts, self.library = few_rows.experts, few_rows.library
 
     def multiply(
@@ -53,7 +63,21 @@ class CompiledKernels(Kernels):
 
     def matrix_call(self, matrix: Matrix) -> MatrixCall | None:
         """What multiplies few rows with a matrix; None where nothing compiled does."""
-        return self._few_rows.matrix_call(matrix) if isinstance(matrix, Tensor) else None
+        if isinstance(matrix, Tensor):
+            return self._few_rows.matrix_call(matrix)
+        return self._operators(self.rounds(matrix)).matrix_call(matrix)
+
+    def unpack(self, matrix: StoredMatrix, out: Tensor) -> None:
+        is_taken = out.dtype is torch.bfloat16 and out.is_cpu and out.is_contiguous()
+        if is_taken and self._packed.has(matrix):
+            self._packed.unpack(matrix, out)
+        else:
+            super().unpack(matrix, out)
+
+    def several_stored(self, formats: Sequence[MatrixFormat]) -> CompiledExperts | None:
+        found = [type_number(each) for each in formats]
+        types = [each for each in found if each is not None]
+        return self._experts(types) if len(types) == len(found) else None
 
     def multiply_by(
         self,
@@ -96,8 +120,16 @@ class CompiledKernels(Kernels):
         plain = _plain(weights)
         if plain is not None and self._few_rows.takes_mlp(x, gate, up, out):
             self._few_rows.gated_mlp(x, plain, gate, up, out)
-        else:
+            return
+        packed = None if plain is not None else self._one_expert(weights)
+        if packed is None or not _are_taken(packed[0], x, gate, up, out):
             super().gated_mlp(x, weights, gate, up, out)
+            return
+        experts, places = packed
+        if out.data_ptr() != x.data_ptr():
+            out.copy_(x)
+        group = np.array([(0, 0, len(x))])
+        experts.gated_mlps(group, places, out, gate, up, num_threads=1)
 
     def rms_norm(
         self,
@@ -154,6 +186,36 @@ class CompiledKernels(Kernels):
         num_threads: int,
     ) -> None:
         self._few_rows.attend(query, keys, values, scale, out, num_threads)
+
+    def _operators(self, rounds: bool) -> PackedOperators:
+        return self._rounding if rounds and self._rounding is not None else self._packed
+
+    def _experts(self, types: Sequence[int]) -> CompiledExperts | None:
+        """Of packed types; None where all parts are bfloat16."""
+        are_rounded = self.rounds_rows and min(types) < SECTIONS
+        return None if {*types} == {PLAIN} else self._operators(are_rounded).experts(types)
+
+    def _one_expert(
+        self, weights: ExpertWeights | ClampedWeights
+    ) -> tuple[CompiledExperts, SlotPlaces] | None:
+        """What computes an expert some of whose matrices are packed, as if it were in a slot."""
+        if isinstance(weights, ClampedWeights):
+            return None
+        calls = [self.matrix_call(each) for each in weights]
+        found = [
+            (PLAIN if isinstance(matrix, Tensor) else call.type, call.address)
+            for matrix, call in zip(weights, calls, strict=True)
+            if call is not None
+        ]
+        if len(found) < len(weights):
+            return None
+        types, (gate, up, down) = zip(*found, strict=True)
+        experts = self._experts(types)
+        return None if experts is None else (experts, SlotPlaces(gate, up, down, 0))
+
+
+def _are_taken(experts: CompiledExperts, x: Tensor, *others: Tensor) -> bool:
+    return experts.calls.takes(x) and all(each.is_contiguous() for each in others)
 
 
 def _plain(weights: ExpertWeights | ClampedWeights) -> tuple[Tensor, Tensor, Tensor] | None:

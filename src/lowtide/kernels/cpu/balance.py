@@ -18,7 +18,7 @@ class CompiledBalance:
     what else a call answered."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        """library: `BUDDIES`, loaded."""
+        """library: the kernels, loaded."""
         self._balance = library.lowtide_balance
         self._balance.argtypes = (*6 * (_P,), _LONG, *2 * (_DOUBLE,), *2 * (_P,))
         self._balance.restype = None

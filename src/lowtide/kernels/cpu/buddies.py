@@ -19,7 +19,7 @@ from lowtide.buddies import NOT_FINITE, LayerRules, LayerTwin, Masses, Moved, Pa
 from lowtide.core import Facts, IntArray, Left, RoutedTokens, WeightArray
 from lowtide.errors import InternalError
 from lowtide.kernels.cpu.balance import CompiledBalance
-from lowtide.kernels.cpu.library import BUDDIES, load_library
+from lowtide.kernels.cpu.library import load_kernels
 
 _Function = Callable[..., int]
 _P, _LONG, _DOUBLE, _CHAR = ctypes.c_void_p, ctypes.c_long, ctypes.c_double, ctypes.c_char
@@ -61,7 +61,7 @@ class CompiledBuddies:
     @classmethod
     def load(cls) -> CompiledBuddies:
         """Compiled now, or from the cache. Raises UnsupportedError or StorageError."""
-        return cls(load_library(*BUDDIES))
+        return cls(load_kernels())
 
     def balance(self) -> CompiledBalance:
         return CompiledBalance(self._library)

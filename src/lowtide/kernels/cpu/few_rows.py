@@ -18,7 +18,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from lowtide.kernels.cpu.library import FEW_ROWS, load_library
+from lowtide.kernels.cpu.library import load_kernels
 from lowtide.kernels.cpu.weight_calls import CompiledExperts, MatrixCall, WeightCalls
 from lowtide.kernels.operands import ExpertChoice
 
@@ -47,6 +47,9 @@ VARIANTS = ("portable", "AVX2", "AVX-512", "AVX512-BF16", "AMX")
 """`Variant` of numbers.hpp. Each has all that is before it. The first three compute in float32 and
 give the same bits (above the least normal numbers), the others by the processor's own dot products
 of bfloat16 numbers, each with bits of its own."""
+
+WITHOUT_DOTS = 2
+"""The last of those that compute in float32."""
 
 
 def num_variants(library: ctypes.CDLL) -> int:
@@ -81,7 +84,7 @@ class FewRows:
     @classmethod
     def load(cls) -> FewRows:
         """Compiled now, or from the cache. Raises UnsupportedError or StorageError."""
-        return cls(load_library(*FEW_ROWS))
+        return cls(load_kernels())
 
     def takes(self, x: Tensor) -> bool:
         """Whether the rows of `x` [rows, ...] are few, of the right type and in host memory."""

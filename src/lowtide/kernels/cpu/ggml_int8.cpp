@@ -38,7 +38,7 @@ constexpr RoundedType of() {
     return {Type::BYTES, Type::SIZE, multiply_with<Type>, num_blocks<Type>, round_for<Type>};
 }
 
-// In the order of `NAMES` in ggml.py.
+// In the order of `BLOCK_NAMES` in packed.py.
 constexpr RoundedType TYPES[] = {
     of<Q4_0>(),  of<Q4_1>(), of<Q5_0>(), of<Q5_1>(), of<Q8_0>(), of<Iq4Nl>(), of<Mxfp4>(),
     of<Q2K>(),   of<Q3K>(),  of<Q4K>(),  of<Q5K>(),  of<Q6K>(),  of<Iq4Xs>(),

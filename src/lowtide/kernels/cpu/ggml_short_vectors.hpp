@@ -18,7 +18,7 @@
 #include <algorithm>
 #include <type_traits>
 
-#include "ggml.hpp"
+#include "packed.hpp"
 #include "ggml_block_words.hpp"
 
 #if defined(HAS_DOT_PRODUCTS)

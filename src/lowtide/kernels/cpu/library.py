@@ -20,6 +20,7 @@ import signal
 import stat
 import subprocess
 import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -30,9 +31,10 @@ from lowtide.files.json_file import printable
 
 _COMPILERS = ("c++", "g++", "clang++")
 # Nothing of this machine: variants are chosen at run time. Nothing that changes arithmetic either.
-_FLAGS = ("-std=c++17", "-O3", "-ffp-contract=off", "-shared", "-fPIC", "-pthread")
+_FLAGS = ("-std=c++17", "-O3", "-ffp-contract=off", "-fPIC", "-pthread")
 _LIMIT_S = 120.0
 _WHEEL_LIMIT_S = 900.0  # of a library: no answer waits, and other builds may have the cores
+_POLL_S = 0.005
 _MOST_CHARS = 500  # of a compiler's error
 _DIGEST_BYTES = hashlib.sha256().digest_size
 _FOLDER = Path(__file__).parent
@@ -40,35 +42,22 @@ _SYSTEM_FOLDERS = tuple(map(Path, ("/", "/home", "/tmp", "/var", "/var/tmp")))
 """Root's on every Linux, whatever number root has in a container's user namespace."""
 
 
-def _sources(*names: str) -> tuple[Path, ...]:
-    return tuple(_FOLDER / f"{name}.cpp" for name in names)
-
-
-FEW_ROWS = _sources(
-    *("few_rows", "experts", "attention", "rows", "router", "layer", "residency", "reader"),
-    *("products", "team", "processor"),
-)
-QUANTISED = _sources(
-    *("quantised", "quantised_int8", "quantised_pack", "processor", "borrowed_team")
-)
-GGML = _sources("ggml", "ggml_unpack", "ggml_products", "products", "processor", "borrowed_team")
-GGML_INT8 = _sources("ggml_int8", "processor", "borrowed_team")
-SECTIONED = _sources(
-    *("sectioned", "sectioned_unpack", "sectioned_products", "products", "processor"),
-    "borrowed_team",
-)
-BUDDIES = _sources("buddies", "buddy_counts", "balance")
-LIBRARIES = (FEW_ROWS, QUANTISED, GGML, GGML_INT8, SECTIONED, BUDDIES)
-"""What a wheel has compiled."""
+KERNELS = tuple(sorted(_FOLDER.glob("*.cpp")))
+"""The sources of the one library, which a wheel has compiled."""
 
 _log = logging.getLogger(__name__)
+
+
+def load_kernels() -> ctypes.CDLL:
+    """`load_library` of the kernels."""
+    return load_library(*KERNELS)
 
 
 def load_library(*sources: Path) -> ctypes.CDLL:
     """C++ files of one folder, compiled and loaded as one; calls into it do not hold the GIL.
 
-    Called as the first of them. Raises UnsupportedError where it cannot be compiled or loaded,
-    StorageError where the cache cannot be written or is not this user's own.
+    Several are called as their folder. Raises UnsupportedError where it cannot be compiled or
+    loaded, StorageError where the cache cannot be written or is not this user's own.
     """
     built = _built(sources)
     if built.exists():
@@ -76,7 +65,7 @@ def load_library(*sources: Path) -> ctypes.CDLL:
             return ctypes.CDLL(str(built))
     compiler = find_compiler()
     try:
-        path = _private_folder() / f"{sources[0].stem}-{_key(sources, compiler)}.so"
+        path = _private_folder() / f"{_name(sources)}-{_key(sources, compiler)}.so"
         if not _is_whole(path):
             _build(sources, compiler, path)
     except OSError as error:
@@ -90,16 +79,8 @@ def load_library(*sources: Path) -> ctypes.CDLL:
         raise UnsupportedError(f"{path} cannot be loaded: {error}.") from error
 
 
-def load_borrowing(*sources: Path) -> ctypes.CDLL:
-    """`load_library` of what has `borrowed_team.cpp`: its threads are those of `FEW_ROWS`."""
-    library = load_library(*sources)
-    of_process = ctypes.cast(load_library(*FEW_ROWS).lowtide_run_together, ctypes.c_void_p)
-    library.lowtide_borrow_team(of_process)
-    return library
-
-
 def check_layouts(library: ctypes.CDLL, structs: Mapping[str, type[ctypes.Structure]]) -> None:
-    """Raises InternalError where a struct that `FEW_ROWS` is handed is not as long as there."""
+    """Raises InternalError where a struct that the library is handed is not as long as there."""
     layout = library["lowtide_layout"]
     layout.argtypes, layout.restype = [ctypes.c_char_p], ctypes.c_long
     for name, struct in structs.items():
@@ -110,17 +91,15 @@ def check_layouts(library: ctypes.CDLL, structs: Mapping[str, type[ctypes.Struct
             )
 
 
-def build_libraries(package: Path) -> None:
-    """Compiles `LIBRARIES` into the copy of this package at `package`, for a wheel.
+def build_kernels(package: Path) -> None:
+    """Compiles `KERNELS` into the copy of this package at `package`, for a wheel.
 
     Raises UnsupportedError if there is no compiler or it fails.
     """
-    compiler = find_compiler()
-    for sources in LIBRARIES:
-        path = package / _built(sources).relative_to(_FOLDER.parents[1])
-        path.parent.mkdir(parents=True, exist_ok=True)
-        command = [compiler, *_FLAGS, *map(str, sources), "-o", str(path)]
-        _run(command, limit_s=_WHEEL_LIMIT_S)
+    path = package / _built(KERNELS).relative_to(_FOLDER.parents[1])
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as folder:
+        _compile(KERNELS, find_compiler(), path, Path(folder), _WHEEL_LIMIT_S)
 
 
 def find_compiler() -> str:
@@ -134,12 +113,16 @@ def find_compiler() -> str:
 
 def _key(sources: Sequence[Path], compiler: str) -> str:
     """Differs wherever the library would."""
-    return _digest(sources, _run([compiler, "--version"]))
+    return _digest(sources, _run([[compiler, "--version"]]))
 
 
 def _built(sources: Sequence[Path]) -> Path:
     """Where a wheel has these compiled."""
-    return sources[0].parent / "built" / f"{sources[0].stem}-{_digest(sources)}.so"
+    return sources[0].parent / "built" / f"{_name(sources)}-{_digest(sources)}.so"
+
+
+def _name(sources: Sequence[Path]) -> str:
+    return sources[0].stem if len(sources) == 1 else sources[0].parent.name
 
 
 def _digest(sources: Sequence[Path], *more: bytes) -> str:
@@ -203,40 +186,89 @@ def _build(sources: Sequence[Path], compiler: str, path: Path) -> None:
     _log.warning("Compiling kernels for this processor (once).")  # takes seconds
     with tempfile.TemporaryDirectory(dir=path.parent, prefix="build-") as folder:
         built = Path(folder) / path.name
-        _run([compiler, *_FLAGS, *map(str, sources), "-o", str(built)], Path(folder))
+        _compile(sources, compiler, built, Path(folder), _LIMIT_S)
         with built.open("ab") as file:  # what follows its sections is nothing to a loader
             file.write(hashlib.sha256(built.read_bytes()).digest())
         built.chmod(0o700)
         built.replace(path)
 
 
-def _run(command: list[str], scratch: Path | None = None, limit_s: float | None = None) -> bytes:
-    """What it writes to its output; `scratch`: for its temporary files, by default the system's.
+def _compile(
+    sources: Sequence[Path], compiler: str, out: Path, scratch: Path, limit_s: float
+) -> None:
+    """Each file by itself, the largest first, then all to one library."""
+    by_size = sorted(sources, key=lambda path: path.stat().st_size, reverse=True)
+    objects = [scratch / f"{path.stem}.o" for path in by_size]
+    each = zip(by_size, objects, strict=True)
+    commands = [[compiler, *_FLAGS, "-c", str(path), "-o", str(made)] for path, made in each]
+    _run(commands, scratch, limit_s)
+    _run([[compiler, *_FLAGS, "-shared", *map(str, objects), "-o", str(out)]], scratch, limit_s)
 
-    If this is interrupted, the whole group of processes ends: a compiler's own do the work.
+
+def _run(
+    commands: Sequence[list[str]], scratch: Path | None = None, limit_s: float = _LIMIT_S
+) -> bytes:
+    """What they write to their output, as many at once as there are cores; `scratch`: for their
+    temporary files, by default the system's. limit_s: of each.
+
+    If this is interrupted, or one fails, all whole groups of processes end: a compiler's own do
+    the work.
     """
-    limit_s = _LIMIT_S if limit_s is None else limit_s
     environment = {**os.environ, "LC_ALL": "C"}  # `_telling_line` reads English
     if scratch is not None:
         environment["TMPDIR"] = str(scratch)
-    with subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        env=environment,
-        start_new_session=True,
-    ) as process:
-        try:
-            output, errors = process.communicate(timeout=limit_s)
-        except subprocess.TimeoutExpired as error:
-            _end_group(process)
-            raise UnsupportedError(f"{command[0]} has not ended within {limit_s:g} s.") from error
-        except BaseException:
-            _end_group(process)
-            raise
-    if process.returncode:
-        raise UnsupportedError(f"{command[0]} failed: {_telling_line(errors)}.")
+    waiting, running, output = list(commands), list[_Running](), b""
+    try:
+        while waiting or running:
+            while waiting and len(running) < len(os.sched_getaffinity(0)):
+                running.append(_Running(waiting.pop(0), environment, limit_s))
+            for one in [each for each in running if each.has_ended()]:
+                running.remove(one)
+                output += one.output()
+            time.sleep(_POLL_S)
+    except BaseException:
+        for each in running:
+            each.stop()
+        raise
     return output
+
+
+class _Running:
+    """A command. Whoever began it asks until it has ended."""
+
+    def __init__(self, command: list[str], environment: Mapping[str, str], limit_s: float) -> None:
+        self._name, self._limit_s, self._start_s = command[0], limit_s, time.monotonic()
+        self._output, self._errors = tempfile.TemporaryFile(), tempfile.TemporaryFile()
+        self._process = subprocess.Popen(
+            command,
+            stdout=self._output,
+            stderr=self._errors,
+            env=environment,
+            start_new_session=True,
+        )
+
+    def has_ended(self) -> bool:
+        """Raises UnsupportedError beyond the limit."""
+        if self._process.poll() is not None:
+            return True
+        if time.monotonic() - self._start_s > self._limit_s:
+            raise UnsupportedError(f"{self._name} has not ended within {self._limit_s:g} s.")
+        return False
+
+    def output(self) -> bytes:
+        """Raises UnsupportedError where it failed."""
+        with self._output, self._errors:
+            if self._process.returncode:
+                self._errors.seek(0)
+                said = _telling_line(self._errors.read())
+                raise UnsupportedError(f"{self._name} failed: {said}.")
+            self._output.seek(0)
+            return self._output.read()
+
+    def stop(self) -> None:
+        with self._output, self._errors, suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
 
 
 def _telling_line(errors: bytes) -> str:
@@ -246,8 +278,3 @@ def _telling_line(errors: bytes) -> str:
     return (
         printable(telling[0].strip()[:_MOST_CHARS]).rstrip(".") if telling else "it did not say why"
     )
-
-
-def _end_group(process: subprocess.Popen[bytes]) -> None:
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)

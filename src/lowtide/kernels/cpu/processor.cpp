@@ -80,7 +80,7 @@ int lowtide_best_int8() {
 }
 
 // The same where weights are in 8 or 4 bits of our own.
-int lowtide_best_quantised_int8() {
+int lowtide_best_own_int8() {
 #if defined(HAS_DOT_PRODUCTS) && defined(HAS_VNNI)
     if (lowtide_best_int8() == INT8_VNNI && lowtide_best_variant() == WITH_AMX && has_int8_tiles())
         return INT8_AMX;

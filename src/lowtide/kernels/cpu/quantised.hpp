@@ -76,4 +76,21 @@ INLINED void unpack_group(const std::uint8_t* codes, float scale, float zero, fl
     }
 }
 
+// A row's weights, each rounded once.
+template <int num_bits>
+INLINED void unpack_row_plainly(const QuantisedWeights& w, long row, bf16* out) {
+    const std::uint8_t* from = w.row(row);
+    for (long group = 0; group < w.num_groups(); ++group) {
+        float numbers[GROUP];
+        unpack_group<num_bits, false>(
+            from + group * w.group_bytes(), w.scale(from, group), w.zero(from, group), numbers);
+        bf16* to = out + group * GROUP;
+        const long length = std::min(GROUP, w.num_k - group * GROUP);
+        if (length == GROUP)
+            for (long i = 0; i < GROUP; ++i) to[i] = round_bf16(numbers[i]);
+        else
+            for (long i = 0; i < length; ++i) to[i] = round_bf16(numbers[i]);
+    }
+}
+
 }  // namespace lowtide

@@ -235,16 +235,11 @@ template <int num_bits>
 void multiply_quantised(int variant, const QuantisedProduct& p) {
 #ifdef HAS_PAIRS
 #ifdef HAS_DOT_PRODUCTS
-    if (variant == BF16_AMX) return QuantisedAmx::run<num_bits>(p);
+    if (variant == WITH_AMX) return QuantisedAmx::run<num_bits>(p);
 #endif
-    if (variant == BF16_AVX512) return multiply_pairs<num_bits>(p);
+    if (variant == WITH_AVX512_BF16) return multiply_pairs<num_bits>(p);
 #endif
     vectorised(variant, [&p]() INLINED_LAMBDA { multiply_plainly<num_bits>(p); });
-}
-
-inline void multiply_quantised(int variant, const QuantisedProduct& p) {
-    return p.w.num_bits == 4 ? multiply_quantised<4>(variant, p)
-                             : multiply_quantised<8>(variant, p);
 }
 
 }  // namespace lowtide

@@ -10,15 +10,18 @@ using namespace lowtide;
 
 namespace {
 
-// A matrix [.., num_k], whose type is the number of its bits.
+// A matrix [.., num_k]; the types are those of packed.hpp.
 struct Int8Weights : AdjacentRows<Int8Weights> {
+    static constexpr int Q4 = 14;  // and 13 is q8
+
     long num_k;
     int num_bits;
 
-    Int8Weights(int num_bits, const void* stored, long, long num_k)
-        : AdjacentRows{static_cast<const std::uint8_t*>(stored),
-                       QuantisedWeights{nullptr, num_k, num_bits}.row_bytes()},
-          num_k(num_k), num_bits(num_bits) {}
+    Int8Weights(int type, const void* stored, long, long num_k)
+        : AdjacentRows{static_cast<const std::uint8_t*>(stored), 0}, num_k(num_k),
+          num_bits(type == Q4 ? 4 : 8) {
+        bytes_of_row = QuantisedWeights{nullptr, num_k, num_bits}.row_bytes();
+    }
 };
 
 // Rows rounded to int8, each once. Memory is kept for the calls of a thread.

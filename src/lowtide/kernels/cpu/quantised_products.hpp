@@ -23,15 +23,12 @@
 
 namespace lowtide {
 
-// The best comes last. What is before it runs on the same processor, too.
-enum QuantisedVariant { PLAIN, PLAIN_AVX2, PLAIN_AVX512, BF16_AVX512, BF16_AMX };
-
 // That products take: with dot products of bfloat16 as many as those with bfloat16 weights do, so
 // that a pass of so many rows is one call whatever its weights are stored in.
 constexpr long MOST_PLAIN_ROWS = 16, MOST_QUANTISED_ROWS = MOST_ROWS_OF_DOTS;
 
 INLINED long max_rows_of(int variant) {
-    return variant >= BF16_AVX512 ? MOST_QUANTISED_ROWS : MOST_PLAIN_ROWS;
+    return variant >= WITH_AVX512_BF16 ? MOST_QUANTISED_ROWS : MOST_PLAIN_ROWS;
 }
 
 struct QuantisedProduct {

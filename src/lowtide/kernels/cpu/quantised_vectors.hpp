@@ -266,9 +266,9 @@ AVX512BF16 INLINED void unpack_group(
     }
 }
 
-// Weights [num_rows, num_k] to bfloat16.
+// Weights [num_rows, num_k] to bfloat16, rows of `out` `stride` numbers apart.
 template <int num_bits>
-AVX512BF16 void unpack_rows(const QuantisedWeights& w, bf16* out, long num_rows) {
+AVX512BF16 void unpack_rows(const QuantisedWeights& w, bf16* out, long stride, long num_rows) {
     for (long row = 0; row < num_rows; ++row) {
         const std::uint8_t* from = w.row(row);
         Ends<4> ends;
@@ -276,7 +276,7 @@ AVX512BF16 void unpack_rows(const QuantisedWeights& w, bf16* out, long num_rows)
             if (group % MOST_ENDS == 0) ends.load(w, from, group);
             __m512i weights[2];
             unpack_group<num_bits>(from + group * w.group_bytes(), ends, group % MOST_ENDS, weights);
-            bf16* to = out + row * w.num_k + group * GROUP;
+            bf16* to = out + row * stride + group * GROUP;
             const long left = w.num_k - group * GROUP;
             _mm512_mask_storeu_epi16(to, words_left(left), weights[0]);
             _mm512_mask_storeu_epi16(to + WORDS, words_left(left - WORDS), weights[1]);

@@ -8,7 +8,7 @@
 #include <algorithm>
 
 #include "ggml_types.hpp"
-#include "sectioned.hpp"
+#include "packed.hpp"
 #include "sectioned_vectors.hpp"
 
 namespace lowtide {
@@ -29,7 +29,7 @@ INLINED float scale_at(ScaleType type, const u8* from) {
 INLINED float number(int code) { return static_cast<float>(code); }
 
 template <Form form>
-INLINED void unpack_ints(const SectionedType& type, const Span& span, bf16* out) {
+INLINED void unpack_ints(const PackedType& type, const Span& span, bf16* out) {
     constexpr float HALF = form == Form::INTS_OF_4 ? 8 : 128;
     const long group = type.group();
     for (long i = 0; i < span.length >> type.log_group; ++i) {
@@ -63,11 +63,11 @@ INLINED void unpack_fp8(float scale, const u8* codes, long length, bf16* out) {
     for (long k = 0; k < length; ++k) out[k] = round_bf16(scale * fp8(codes[k]));
 }
 
-void ints_of_4(int variant, const SectionedType& type, const Span& span, bf16* out) {
+void ints_of_4(int variant, const PackedType& type, const Span& span, bf16* out) {
     vectorised(variant, [=]() INLINED_LAMBDA { unpack_ints<Form::INTS_OF_4>(type, span, out); });
 }
 
-void ints_of_8(int variant, const SectionedType& type, const Span& span, bf16* out) {
+void ints_of_8(int variant, const PackedType& type, const Span& span, bf16* out) {
     vectorised(variant, [=]() INLINED_LAMBDA { unpack_ints<Form::INTS_OF_8>(type, span, out); });
 }
 
@@ -78,7 +78,7 @@ void fp8_block(int variant, float scale, const u8* codes, long length, bf16* out
     vectorised(variant, [=]() INLINED_LAMBDA { unpack_fp8(scale, codes, length, out); });
 }
 
-void fp8_blocks(int variant, const SectionedType& type, const Span& span, bf16* out) {
+void fp8_blocks(int variant, const PackedType& type, const Span& span, bf16* out) {
     const long group = type.group();
     const u8* scale = span.scales;
     for (long k = 0; k < span.length; k += group, scale += type.scale_bytes())
@@ -90,7 +90,7 @@ void fp8_blocks(int variant, const SectionedType& type, const Span& span, bf16* 
 
 // Groups that have to be made plainly one by one.
 template <Form form>
-void ints_by_vectors(int variant, const SectionedType& type, const Span& span, bf16* out) {
+void ints_by_vectors(int variant, const PackedType& type, const Span& span, bf16* out) {
     const long group = type.group(), count = span.length >> type.log_group;
     for (long i = 0; i < count; ++i) {
         const auto rest = [&](long length) {
@@ -109,7 +109,7 @@ void ints_by_vectors(int variant, const SectionedType& type, const Span& span, b
 
 }  // namespace
 
-void unpack_span(int variant, const SectionedType& type, const Span& span, bf16* out) {
+void unpack_span(int variant, const PackedType& type, const Span& span, bf16* out) {
     if (type.form == Form::FP8) return fp8_blocks(variant, type, span, out);
     const bool has_4 = type.form == Form::INTS_OF_4;
 #if defined(HAS_DOT_PRODUCTS)

@@ -12,7 +12,7 @@
 #include <algorithm>
 
 #include "ggml_vectors.hpp"
-#include "sectioned.hpp"
+#include "packed.hpp"
 #include "tiles.hpp"
 
 #if defined(HAS_DOT_PRODUCTS)
@@ -83,7 +83,7 @@ AVX512_BF16 INLINED void unpack_group(
 
 // Groups of integers up to one whose scale is not usual: answers how many.
 template <Form form>
-AVX512_BF16 long unpack_ints(const SectionedType& type, const Span& span, bf16* out) {
+AVX512_BF16 long unpack_ints(const PackedType& type, const Span& span, bf16* out) {
     constexpr int HALF = form == Form::INTS_OF_4 ? 8 : 128;
     const long group = type.group(), count = span.length >> type.log_group;
     for (long i = 0; i < count; ++i) {

@@ -1,13 +1,13 @@
-// Weights of ggml's packed types to bfloat16 by the variant's instructions, and products without
-// writing them.
+// A type of ggml's blocks for the table of packed.hpp: to bfloat16 by the variant's instructions, and
+// products without writing that.
+
+#pragma once
 
 #include "ggml_dots.hpp"
 #include "ggml_tiles.hpp"
 
 namespace lowtide {
-namespace {
-
-using namespace ggml;
+namespace ggml {
 
 template <class Type>
 void unpack_rows(int variant, const PackedRows& rows, bf16* out, long out_stride) {
@@ -60,18 +60,9 @@ bool multiply_directly(int variant, const Product<bf16>& p, const PackedRows& pa
 }
 
 template <class Type>
-constexpr PackedType packed() {
+constexpr BlockType block_type_of() {
     return {unpack_rows<Type>, multiply_directly<Type>, Type::BYTES, Type::SIZE};
 }
 
-constexpr PackedType TYPES[] = {
-    packed<Q4_0>(),  packed<Q4_1>(),  packed<Q5_0>(), packed<Q5_1>(), packed<Q8_0>(),
-    packed<Iq4Nl>(), packed<Mxfp4>(), packed<Q2K>(),  packed<Q3K>(),  packed<Q4K>(),
-    packed<Q5K>(),   packed<Q6K>(),   packed<Iq4Xs>(), {nullptr, nullptr, sizeof(bf16), 1},
-};
-
-}  // namespace
-
-const PackedType& packed_type(int number) { return TYPES[number]; }
-
+}  // namespace ggml
 }  // namespace lowtide
