@@ -218,8 +218,12 @@ def test_a_struct_that_the_library_has_otherwise_is_refused() -> None:
     class Shorter(ctypes.Structure):
         _fields_ = (("table", ctypes.c_void_p),)
 
-    num_bytes = ctypes.sizeof(ResidencyStruct)
-    with pytest.raises(InternalError, match=f"Residency has 8 bytes here and {num_bytes} in the"):
+    class Swapped(ctypes.Structure):
+        _fields_ = (ResidencyStruct._fields_[1], ResidencyStruct._fields_[0])
+
+    with pytest.raises(InternalError, match=r"Residency has None here and \('owner', 8, 8\) in"):
         check_layouts(library, {"Residency": Shorter})
-    with pytest.raises(InternalError, match="Unknown has 8 bytes here and 0 in the"):
+    with pytest.raises(InternalError, match=r"has \('owner', 0, 8\) here and \('table', 0, 8\)"):
+        check_layouts(library, {"Residency": Swapped})
+    with pytest.raises(InternalError, match=r"Unknown has \('table', 0, 8\) here and None"):
         check_layouts(library, {"Unknown": Shorter})

@@ -58,8 +58,11 @@ void run(const Library& kernels, int variant, const Kind& kind, const Sizes& siz
 }  // namespace
 
 void check_layers(const Library& kernels) {
-    auto* layout = kernels.function<long(const char*)>("lowtide_layout");
-    expect(layout("Layer") == sizeof(Layer) && layout("None") == 0, "the bytes of structs");
+    auto* layout = kernels.function<const char*(const char*, long, long*)>("lowtide_layout");
+    long place[2] = {};
+    expect(layout("Layer", 5, place) == std::string("eps") && place[1] == 4, "a struct's last");
+    expect(place[0] == long(offsetof(Layer, eps)), "where a field is");
+    expect(!layout("Layer", 6, place) && !layout("None", 0, place), "what no struct has");
     const int best = kernels.function<int()>("lowtide_best_variant")();
     for (int variant = 0; variant <= best; ++variant)
         for (const Kind& kind : {plain_kind(kernels, variant), few_bits_kind(kernels)})

@@ -7,11 +7,9 @@
 //
 // The operators are those that Python calls one by one, in the same order, over buffers whose
 // lives are the same: so are the bits. What multiplies with a matrix or with experts comes with
-// them, as an address: it may be another library's, whatever they are stored in.
+// them, as an address, whatever they are stored in.
 
 #include <algorithm>
-#include <cstring>
-#include <utility>
 #include <vector>
 
 #include "layer.hpp"
@@ -214,18 +212,6 @@ class LayersRun {
 }  // namespace
 
 extern "C" {
-
-// The bytes of a struct that Python hands over, which has one of its own; 0: there is no such.
-long lowtide_layout(const char* name) {
-    constexpr std::pair<const char*, long> sizes[] = {
-        {"Layer", sizeof(Layer)}, {"Pass", sizeof(Pass)}, {"Turn", sizeof(Turn)},
-        {"Residency", sizeof(Residency)}, {"Source", sizeof(Source)},
-        {"ExpertCall", sizeof(ExpertCall)},
-    };
-    for (const auto& [known, num_bytes] : sizes)
-        if (std::strcmp(name, known) == 0) return num_bytes;
-    return 0;
-}
 
 // Attention, unless the rows have had it, and the router's choice for each of them: experts
 // [num_rows, k], ascending, and their weights. What the experts are given is in mlp_input.

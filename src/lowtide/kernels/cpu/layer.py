@@ -121,7 +121,7 @@ class _Pass(ctypes.Structure):
 
 
 class _Turn(ctypes.Structure):
-    _fields_: ClassVar = [("layer", _P), ("pass_", _P), ("number", _LONG)]
+    _fields_: ClassVar = [("layer", _P), ("pass", _P), ("number", _LONG)]
 
 
 class CompiledPass:
@@ -222,7 +222,18 @@ class CompiledLayers:
 
 def _functions(library: ctypes.CDLL) -> dict[str, Any]:
     """Functions of their own: those of the library's attributes are shared."""
-    structs = {"Layer": _Layer, "Pass": _Pass, "Turn": _Turn, "Residency": ResidencyStruct}
+    structs = {
+        "Matrix": _Matrix,
+        "Attention": _Attention,
+        "Choice": ChoiceStruct,
+        "ExpertPlaces": PlacesStruct,
+        "Experts": _Experts,
+        "Shared": _Shared,
+        "Layer": _Layer,
+        "Pass": _Pass,
+        "Turn": _Turn,
+        "Residency": ResidencyStruct,
+    }
     check_layouts(library, structs)
     functions = {name: library[f"lowtide_{name}"] for name in _TYPES}
     for name, function in functions.items():

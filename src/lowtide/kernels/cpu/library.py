@@ -23,6 +23,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from itertools import zip_longest
 from pathlib import Path
 
 from lowtide.errors import InternalError, StorageError, UnsupportedError
@@ -80,14 +81,25 @@ def load_library(*sources: Path) -> ctypes.CDLL:
 
 
 def check_layouts(library: ctypes.CDLL, structs: Mapping[str, type[ctypes.Structure]]) -> None:
-    """Raises InternalError where a struct that the library is handed is not as long as there."""
+    """Raises InternalError where a struct that the library is handed is another there: of other
+    fields, or these at other places (layouts.cpp)."""
     layout = library["lowtide_layout"]
-    layout.argtypes, layout.restype = [ctypes.c_char_p], ctypes.c_long
+    layout.argtypes = [ctypes.c_char_p, ctypes.c_long, ctypes.c_void_p]
+    layout.restype = ctypes.c_char_p
+    place = (ctypes.c_long * 2)()
     for name, struct in structs.items():
-        own, wanted = ctypes.sizeof(struct), layout(name.encode())
-        if own != wanted:
+        own = [
+            (field, getattr(struct, field).offset, getattr(struct, field).size)
+            for field, *_ in struct._fields_
+        ]
+        found: list[tuple[str, int, int]] = []
+        while (field := layout(name.encode(), len(found), place)) is not None:
+            found.append((field.decode(), *place))
+        if own != found:
+            different = [pair for pair in zip_longest(own, found) if pair[0] != pair[1]]
             raise InternalError(
-                f"{name} has {own} bytes here and {wanted} in the compiled library."
+                f"{name} has {different[0][0]} here and {different[0][1]} in the compiled library: "
+                "a field, its offset and its bytes."
             )
 
 
