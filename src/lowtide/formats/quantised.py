@@ -87,7 +87,7 @@ class QuantisedRows(Quantised):
         """Rounds to the nearest codes under the scales and zeros of least squared error found.
 
         weights: of whole rows, 1-D. importance [num_columns]: of each input's squared error; by
-        default all are alike. Compiled twin: `kernels/cpu/quantised.py`, the same bytes.
+        default all are alike. Compiled twin: `kernels/cpu/packing.py`, the same bytes.
         """
         rows = weights.reshape(-1, self.num_columns)
         missing = self.num_groups * GROUP - self.num_columns
