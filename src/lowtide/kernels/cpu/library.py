@@ -94,7 +94,7 @@ def check_layouts(library: ctypes.CDLL, structs: Mapping[str, type[ctypes.Struct
         ]
         found: list[tuple[str, int, int]] = []
         while (field := layout(name.encode(), len(found), place)) is not None:
-            found.append((field.decode(), *place))
+            found.append((field.decode(), place[0], place[1]))
         if own != found:
             different = [pair for pair in zip_longest(own, found) if pair[0] != pair[1]]
             raise InternalError(
