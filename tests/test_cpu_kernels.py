@@ -179,7 +179,9 @@ def test_an_expert_rounds_where_the_reference_does(
         silu_times(gate, up)
         expected = product(kernel, gate, weights.down)
         parts = x.clone()
-        kernel.gated_mlp(parts, weights, torch.empty_like(gate), torch.empty_like(up), parts)
+        compiled(kernel).gated_mlp(
+            parts, weights, torch.empty_like(gate), torch.empty_like(up), parts
+        )
         # An exponential's last bit may make a SiLU round the other way.
         torch.testing.assert_close(parts.float(), expected.float(), rtol=2 * STEP, atol=2 * STEP)
         assert (parts == expected).float().mean() > 0.9
@@ -317,7 +319,7 @@ def test_experts_at_once_have_the_bits_of_one_by_one(
                 gate_w.view(width, hidden), up_w.view(width, hidden), down_w.view(hidden, width)
             )
             row = slice(token * k + j, token * k + j + 1)
-            kernel.gated_mlp(x[token : token + 1], stored, gate[row], up[row], parts[row])
+            compiled(kernel).gated_mlp(x[token : token + 1], stored, gate[row], up[row], parts[row])
         expected = torch.empty(x.shape)
         REFERENCE.combine(parts, part_of, weights, term, term_fp32, expected)
         return expected
@@ -370,7 +372,7 @@ def test_groups_at_once_have_the_bits_of_one_by_one(
             )
             rows = slice(first, first + count)
             own = expected[rows]
-            kernel.gated_mlp(own, stored, gate[rows], up[rows], own)
+            compiled(kernel).gated_mlp(own, stored, gate[rows], up[rows], own)
         return expected
 
     start, part_bytes = arena.data_ptr(), 2 * hidden * width

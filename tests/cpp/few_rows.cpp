@@ -5,8 +5,6 @@
 namespace driver {
 namespace {
 
-using GatedMlp = void(int, const bf16*, long, const bf16*, const bf16*, const bf16*, bf16*, bf16*,
-                      bf16*, long, long, long, long);
 
 struct Shape {
     long num_outs, num_k;
@@ -59,7 +57,6 @@ struct Experts {
 constexpr std::int32_t NO_TYPES[3] = {};  // bfloat16 weights have no other than this
 
 void run_experts(const Library& library, int variant, const Routed& routed, const Experts& own) {
-    auto* one = library.function<GatedMlp>("lowtide_gated_mlp");
     auto* groups = library.function<MlpsFunction>("lowtide_plain_mlps");
     auto* whole = library.function<ExpertsFunction>("lowtide_plain_experts");
     const auto [num_tokens, k, num_experts] = routed;
@@ -72,9 +69,9 @@ void run_experts(const Library& library, int variant, const Routed& routed, cons
     for (long pair = 0; pair < num_pairs; ++pair) {
         Numbers row(x.begin() + pair / k * hidden, x.begin() + (pair / k + 1) * hidden);
         Numbers gate(width), up(width);
-        const bf16* slot = own.part(3 * experts[pair]);
-        one(variant, row.data(), hidden, slot, slot + hidden * width, slot + 2 * hidden * width,
-            gate.data(), up.data(), row.data(), hidden, 1, hidden, width);
+        const std::int64_t group[] = {experts[pair], 0, 1};
+        groups(variant, 1, NO_TYPES, group, 1, &places, row.data(), gate.data(), up.data(), hidden,
+               width);
         for (long i = 0; i < hidden; ++i)
             wanted[pair / k * hidden + i] += weights[pair] * lowtide::widen(row[i]);
     }

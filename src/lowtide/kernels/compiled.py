@@ -117,15 +117,11 @@ class CompiledKernels(Kernels):
         up: Tensor,
         out: Tensor,
     ) -> None:
-        plain = _plain(weights)
-        if plain is not None and self._few_rows.takes_mlp(x, gate, up, out):
-            self._few_rows.gated_mlp(x, plain, gate, up, out)
-            return
-        packed = None if plain is not None else self._one_expert(weights)
-        if packed is None or not _are_taken(packed[0], x, gate, up, out):
+        expert = self._one_expert(weights)
+        if expert is None or not _are_taken(expert[0], x, gate, up, out):
             super().gated_mlp(x, weights, gate, up, out)
             return
-        experts, places = packed
+        experts, places = expert
         if out.data_ptr() != x.data_ptr():
             out.copy_(x)
         group = np.array([(0, 0, len(x))])
@@ -191,14 +187,15 @@ class CompiledKernels(Kernels):
         return self._rounding if rounds and self._rounding is not None else self._packed
 
     def _experts(self, types: Sequence[int]) -> CompiledExperts | None:
-        """Of packed types; None where all parts are bfloat16."""
+        if {*types} == {PLAIN}:
+            return self._few_rows.experts
         are_rounded = self.rounds_rows and min(types) < SECTIONS
-        return None if {*types} == {PLAIN} else self._operators(are_rounded).experts(types)
+        return self._operators(are_rounded).experts(types)
 
     def _one_expert(
         self, weights: ExpertWeights | ClampedWeights
     ) -> tuple[CompiledExperts, SlotPlaces] | None:
-        """What computes an expert some of whose matrices are packed, as if it were in a slot."""
+        """What computes an expert, as if it were in a slot."""
         if isinstance(weights, ClampedWeights):
             return None
         calls = [self.matrix_call(each) for each in weights]
@@ -216,13 +213,3 @@ class CompiledKernels(Kernels):
 
 def _are_taken(experts: CompiledExperts, x: Tensor, *others: Tensor) -> bool:
     return experts.calls.takes(x) and all(each.is_contiguous() for each in others)
-
-
-def _plain(weights: ExpertWeights | ClampedWeights) -> tuple[Tensor, Tensor, Tensor] | None:
-    """The matrices of an expert without biases, where all are in the compute dtype."""
-    if isinstance(weights, ClampedWeights):
-        return None
-    gate, up, down = weights
-    if isinstance(gate, Tensor) and isinstance(up, Tensor) and isinstance(down, Tensor):
-        return gate, up, down
-    return None

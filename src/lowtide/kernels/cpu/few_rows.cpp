@@ -1,4 +1,4 @@
-// The products of `products.hpp` for Python: with one weight, and with those of one expert.
+// The products of `products.hpp` for Python.
 
 #include "operators.hpp"
 #include "products.hpp"
@@ -43,23 +43,6 @@ void lowtide_plain_multiply(
         const long first = number * length, next = first + num_threads * length;
         multiply(variant, some_features(p, first, std::min(first + length, num_outs), next));
     });
-}
-
-// out = down(silu(gate(x)) * up(x)), rounded after each product, SiLU and multiplication.
-// gate, up: scratch [num_rows, width], rows adjacent. out may be x.
-void lowtide_gated_mlp(
-    int variant, const bf16* x, long x_stride, const bf16* gate_w, const bf16* up_w,
-    const bf16* down_w, bf16* gate, bf16* up, bf16* out, long out_stride, long num_rows,
-    long hidden, long width
-) {
-    const bf16* none = nullptr;
-    Product<bf16> product = {x, x_stride, gate_w, none, gate, width, num_rows, width, hidden};
-    product.next = up_w, product.inputs = new_inputs();
-    multiply(variant, product);
-    product.w = up_w, product.out = up, product.next = down_w;
-    multiply(variant, product);
-    silu_times(variant, gate, up, num_rows * width);
-    multiply(variant, Product<bf16>{gate, width, down_w, none, out, out_stride, num_rows, hidden, width});
 }
 
 }

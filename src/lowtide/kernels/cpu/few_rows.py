@@ -31,7 +31,6 @@ _NO_TYPE = 0
 _INT, _FLOAT = ctypes.c_int, ctypes.c_float
 _P, _LONG = ctypes.c_void_p, ctypes.c_long
 _TYPES = {
-    "gated_mlp": (_INT, _P, _LONG, *6 * (_P,), *4 * (_LONG,)),
     "attend": (_INT, _INT, *3 * (_P,), _LONG, _P, *4 * (_LONG,), _FLOAT),
     "rms_norm": (_INT, _INT, _P, _LONG, _P, _FLOAT, _P, *4 * (_LONG,)),
     "rotate": (_INT, _INT, _P, _LONG, _P, _P, *4 * (_LONG,)),
@@ -74,8 +73,8 @@ class FewRows:
         functions = {name: library[f"lowtide_{name}"] for name in _TYPES}
         for name, function in functions.items():
             function.argtypes, function.restype = _TYPES[name], None
-        self._gated_mlp, self._attend = functions["gated_mlp"], functions["attend"]
-        self._rms_norm, self._rotate = functions["rms_norm"], functions["rotate"]
+        self._attend, self._rms_norm = functions["attend"], functions["rms_norm"]
+        self._rotate = functions["rotate"]
         self._rotate_in_float32 = functions["rotate_in_float32"]
         self._silu_times, self._weigh_rows = functions["silu_times"], functions["weigh_rows"]
         self._multiply_float32 = functions["multiply_float32"]
@@ -102,11 +101,6 @@ class FewRows:
         return (
             is_float32 and x.is_cpu and len(x) <= self.max_rows and is_stored and _has_rows(x, out)
         )
-
-    def takes_mlp(self, x: Tensor, gate: Tensor, up: Tensor, out: Tensor) -> bool:
-        """Whether `gated_mlp` takes these."""
-        is_whole = gate.is_contiguous() and up.is_contiguous()
-        return self.takes(x) and _has_rows(x, out) and is_whole
 
     def multiply(
         self,
@@ -142,32 +136,6 @@ class FewRows:
             num_rows,
             out.shape[1],
             num_k,
-        )
-
-    def gated_mlp(
-        self,
-        x: Tensor,
-        weights: tuple[Tensor, Tensor, Tensor],
-        gate: Tensor,
-        up: Tensor,
-        out: Tensor,
-    ) -> None:
-        """See `Kernels.gated_mlp`; rounds in the same places. weights: gate, up and down,
-        contiguous."""
-        gate_weight, up_weight, down_weight = weights
-        self._gated_mlp(
-            self.number,
-            x.data_ptr(),
-            x.stride(0),
-            gate_weight.data_ptr(),
-            up_weight.data_ptr(),
-            down_weight.data_ptr(),
-            gate.data_ptr(),
-            up.data_ptr(),
-            out.data_ptr(),
-            out.stride(0),
-            *x.shape,
-            gate.shape[1],
         )
 
     def attend(
