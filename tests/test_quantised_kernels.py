@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 import torch
 from computing import summed_at_once
+from gguf.constants import GGMLQuantizationType as Type
+from gguf.quants import quantize
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -205,6 +207,50 @@ def test_experts_at_once_are_experts_one_by_one(
         assert at_once is not None
         out = summed_at_once(at_once, x, routing, 40, 0, num_threads)
         assert torch.equal(out, wanted)
+
+
+@pytest.mark.parametrize("rounds_rows", [False, True])
+@pytest.mark.parametrize("num_tokens", [1, 5, 20])
+def test_experts_of_several_kinds_are_computed_at_once(
+    best: PackedOperators, num_tokens: int, rounds_rows: bool
+) -> None:
+    """Gate and up in formats of our own, down in one of GGUF files."""
+    hidden, width, num_experts = 96, 64, 3
+    down = formats()["Q8_0"]
+    layout = SlotLayout.of(
+        MoEShape(1, num_experts, 1, hidden, width),
+        torch.bfloat16,
+        kept=[(formats()["q8"], formats()["q4"], down)],
+    )
+    slots = ExpertSlots(Arena(layout.num_bytes * num_experts), layout)
+    for expert in range(num_experts):
+        for part, place in enumerate(layout.layers[0].parts):
+            weights = random(*place.shape, seed=10 * expert + part)
+            if part == 2:
+                content = quantize(weights, Type.Q8_0).reshape(-1)
+            else:
+                content = packed(weights, 8 if part == 0 else 4)[1]
+            slots.part(0, expert, part)[:] = content
+    rounding = PackedOperators.load(rounds_rows=True) if rounds_rows else None
+    kernels = CompiledKernels(FewRows.load(), best, rounding)
+    x = torch.from_numpy(random(num_tokens, hidden, seed=3)).bfloat16()
+    experts = torch.arange(num_tokens)[:, None] % num_experts
+    routing = Routing(experts, torch.ones(num_tokens, 1))
+    wanted = torch.zeros(num_tokens, hidden)
+    for token, expert in enumerate(experts[:, 0].tolist()):
+        one, gate = x[token : token + 1].clone(), torch.empty(1, width, dtype=torch.bfloat16)
+        weights_of = slots.weights(0, expert)
+        assert isinstance(weights_of, ExpertWeights)
+        up = torch.empty_like(gate)
+        kernels.multiply_by(one, weights_of.gate, gate)
+        kernels.multiply_by(one, weights_of.up, up)
+        kernels.silu_times(gate, up)
+        kernels.multiply_by(gate, weights_of.down, one)
+        wanted[token] = one[0].float()
+    at_once = ExpertsAtOnce.of(slots, kernels, 1)
+    assert at_once is not None
+    out = summed_at_once(at_once, x, routing, width, 0, 1)
+    assert torch.equal(out, wanted)
 
 
 def test_kernels_are_compiled_where_weights_are_quantised(best: PackedOperators) -> None:

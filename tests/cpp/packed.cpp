@@ -157,18 +157,18 @@ void check_blocks(const Library& kernels) {
 // Rows in int8, whose bits are the same in all variants.
 void check_rounded_rows(const Library& kernels) {
     const int best = kernels.function<int()>("lowtide_best_int8")();
-    auto* multiply = kernels.function<MultiplyFunction>("lowtide_ggml_int8_multiply");
+    auto* multiply = kernels.function<MultiplyFunction>("lowtide_rounded_multiply");
     const Bytes any = any_bytes();
     for (int type = 0; type < NUM_TYPES; ++type)
-        for (long num_rows : {0L, 1L, 5L, 19L}) {
+        for (long num_rows : {0L, 1L, 5L, 14L, 39L}) {
             const Numbers plain = multiply_packed(multiply, 0, type, num_rows, any);
             for (int variant = 1; variant <= best; ++variant)
                 expect(is_same(multiply_packed(multiply, variant, type, num_rows, any), plain),
                        "bits of rows in int8", variant, type, num_rows);
         }
     // Not the last mix: there bfloat16 is another's.
-    run_all_packed(kernels.function<ExpertsFunction>("lowtide_ggml_int8_experts"),
-                   kernels.function<MlpsFunction>("lowtide_ggml_int8_mlps"), best,
+    run_all_packed(kernels.function<ExpertsFunction>("lowtide_rounded_experts"),
+                   kernels.function<MlpsFunction>("lowtide_rounded_mlps"), best,
                    long(std::size(EXPERTS)) - 1);
 }
 

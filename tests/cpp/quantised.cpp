@@ -31,8 +31,8 @@ struct Kind {
     }
 
     static Kind int8(const Library& library) {
-        const int best = library.function<int()>("lowtide_best_own_int8")();
-        return {library, "lowtide_int8_", true, best + 1};
+        const int best = library.function<int()>("lowtide_best_int8")();
+        return {library, "lowtide_rounded_", true, best + 1};
     }
 
     // Of one expert.

@@ -31,17 +31,12 @@ from lowtide.memory.chunking import MAX_REMAINDER, tiles
 
 LARGEST_CODE = 127
 NUM_SUMS = 16
-"""Partial sums of an output. Compiled twins of all this: `kernels/cpu/int8_products.hpp`, and for
-packed types `ggml_int8.hpp`."""
+"""Partial sums of an output. Compiled twins of all this: `kernels/cpu/int8_products.hpp`."""
 
 GroupedMatrix = QuantisedMatrix | PackedMatrix
 """The matrices that int8 rows are multiplied with."""
 
 _MOST_CHUNK_ROWS = GROUP
-
-_MOST_ROUNDED_ROWS = 256
-_BLOCK = NUM_SUMS * GROUP
-"""In the compiled twins: rows that a call rounds at a time, and numbers in a block of a row."""
 
 
 class RoundedRows(NamedTuple):
@@ -89,16 +84,14 @@ def round_rows(x: Tensor, group_size: int) -> RoundedRows:
 
 
 def product_bytes(shape: tuple[int, ...]) -> int:
-    """What a thread takes at most to multiply with a matrix of this shape.
+    """What a thread takes at most to multiply with a matrix of this shape: a tile's codes, in bytes
+    and in float32, and of a chunk of rows as many numbers six times.
 
-    The plain twin: a tile's codes, in bytes and in float32, and of a chunk of rows as many numbers
-    six times. Compiled products: the rows in codes of whole blocks, with a step and a sum for each
-    group, and those that AMX's tiles keep once more in their order.
+    Compiled products take less: 256 rows in codes, two bytes for each of their numbers, for two
+    types, once more side by side, and sixteen rows of weights.
     """
     num_rows = min(shape[0], tile_rows(shape[1]) + MAX_REMAINDER)
-    plain_bytes = max(num_rows, _MOST_CHUNK_ROWS) * shape[1] * 29
-    row_bytes = -(-shape[1] // _BLOCK) * (_BLOCK + 2 * 4 * NUM_SUMS)
-    return max(plain_bytes, 2 * _MOST_ROUNDED_ROWS * row_bytes)
+    return max(num_rows, _MOST_CHUNK_ROWS) * shape[1] * 29
 
 
 def _product(rows: RoundedRows, weights: Groups) -> Tensor:

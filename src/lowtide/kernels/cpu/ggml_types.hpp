@@ -4,7 +4,7 @@
 //     weight = scale * number (- offset)
 //
 // `numbers` are a block's, in the order of its weights; `scales`, and offsets where a type has some,
-// those of groups of GROUP weights. That makes weights here, and products in ggml_int8.hpp.
+// those of groups of GROUP weights. That makes weights here, and products in int8_products.hpp.
 
 #pragma once
 

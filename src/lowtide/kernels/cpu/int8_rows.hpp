@@ -18,8 +18,6 @@ extern "C" int lowtide_best_variant();  // of processor.cpp
 
 namespace lowtide {
 
-constexpr long ROW_GROUPS = 16;  // of a block, and partial sums of an output
-
 // Whether weights are read in order, and nothing is asked for: what processors without AMX do by
 // themselves with one stream is best, and with more rows than one computing takes longer
 // (docs/log).
@@ -72,43 +70,47 @@ INLINED RoundedGroup round_group(const bf16* x, long length, std::int8_t* codes)
     return {widen(largest) / 127.0f, static_cast<float>(sum)};
 }
 
-// Rows of groups, each rounded once, in blocks as their products take them. Owns them.
-template <class Block>
+// Of rounded rows, in the order in which a type's products take them.
+struct alignas(64) Line {
+    std::uint8_t bytes[64];
+};
+
+// Rows of groups, each rounded once. Owns them.
 class RoundedRows {
    public:
-    // round_row(x, blocks) writes `num_blocks` of a row.
+    // round_row(x, lines) writes `num_lines` of a row.
     template <class RoundRow>
     void take(
-        int num_threads, const GroupRows& rows, long num_blocks, const RoundRow& round_row
+        int num_threads, const GroupRows& rows, long num_lines, const RoundRow& round_row
     ) {
         constexpr long WORTH_NUMBERS = 1 << 15;  // less is rounded by one thread
-        num_blocks_ = num_blocks;
+        num_lines_ = num_lines;
         firsts_.clear();
         long num_rows = 0;
         for (long g = 0; g < rows.num_groups; num_rows += rows.groups[g++].num_rows)
             firsts_.push_back(num_rows);
-        const auto needed = static_cast<std::size_t>(num_rows * num_blocks);
-        if (blocks_.size() < needed) blocks_.resize(needed);
+        const auto needed = static_cast<std::size_t>(num_rows * num_lines);
+        if (lines_.size() < needed) lines_.resize(needed);
         if (num_rows * rows.num_k < WORTH_NUMBERS) num_threads = 1;
         together(num_threads, num_rows, [&, this](long row) {
             const auto after = std::upper_bound(firsts_.begin(), firsts_.end(), row);
             const long group = after - firsts_.begin() - 1;
             const long from = rows.groups[group].first + row - firsts_[group];
-            round_row(rows.x + from * rows.stride, blocks_.data() + row * num_blocks_);
+            round_row(rows.x + from * rows.stride, lines_.data() + row * num_lines_);
         });
     }
 
     // Row `row` of a group.
-    const Block* blocks(long group, long row) const {
-        return blocks_.data() + (firsts_[group] + row) * num_blocks_;
+    const Line* lines(long group, long row) const {
+        return lines_.data() + (firsts_[group] + row) * num_lines_;
     }
 
-    long num_blocks() const { return num_blocks_; }  // of a row
+    long num_lines() const { return num_lines_; }  // of a row
 
    private:
-    std::vector<Block> blocks_;
+    std::vector<Line> lines_;
     std::vector<long> firsts_;  // of each group its first row here
-    long num_blocks_ = 0;
+    long num_lines_ = 0;
 };
 
 #ifdef HAS_VNNI

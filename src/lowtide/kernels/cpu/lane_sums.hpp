@@ -65,9 +65,11 @@ AVX512 INLINED __m256i rounded_each(__m512 values) {
 }
 
 // Stores the outputs of rows of x from `row` on with `outs` rows of weights each, from `first` on.
-// `p`: a product with `bias`, `out` and `out_stride`.
+// `p`: a product with `bias`, `out` and `out_stride`. num_rows: how many of the rows there are.
 template <int rows, int outs, class P>
-AVX512 INLINED void store_outputs(const P& p, long row, long first, __m512 sums) {
+AVX512 INLINED void store_outputs(
+    const P& p, long row, long first, __m512 sums, long num_rows = rows
+) {
     alignas(64) float bias[16] = {};
     if (p.bias)
         for (int i = 0; i < rows * outs; ++i) bias[i] = widen(p.bias[first + i % outs]);
@@ -75,7 +77,7 @@ AVX512 INLINED void store_outputs(const P& p, long row, long first, __m512 sums)
     _mm256_store_si256(
         reinterpret_cast<__m256i*>(stored),
         rounded_each(_mm512_add_ps(sums, _mm512_load_ps(bias))));
-    for (int r = 0; r < rows; ++r)
+    for (int r = 0; r < rows && r < num_rows; ++r)
         std::memcpy(
             p.out + (row + r) * p.out_stride + first, stored + r * outs, outs * sizeof(bf16));
 }

@@ -22,9 +22,11 @@ void unpack(int variant, const PackedRows& rows, bf16* out, long out_stride) {
 
 template <int num_bits>
 bool multiply(int variant, const Product<bf16>& p, const PackedRows& rows) {
+    // Rows are kept in an order of their own: they are others than a product with another type has.
+    constexpr std::uint64_t OWN_ORDER = static_cast<std::uint64_t>(num_bits) << 60;
     multiply_quantised<num_bits>(variant, {
         p.x, p.x_stride, {rows.stored, rows.num_k, num_bits}, p.bias, p.out, p.out_stride,
-        p.num_rows, p.num_outs, p.next, p.inputs,
+        p.num_rows, p.num_outs, p.next, p.inputs == 0 ? 0 : p.inputs | OWN_ORDER,
     });
     return true;
 }

@@ -60,21 +60,23 @@ class PackedOperators:
         """variant: of `VARIANTS`, or where rows are rounded to int8 of `INT8_VARIANTS`; by default
         the best of this processor."""
         self.rounds_rows = rounds_rows
-        best_own: int = (
-            library.lowtide_best_own_int8() if rounds_rows else library.lowtide_best_own()
-        )
         best = library.lowtide_best_int8() if rounds_rows else num_variants(library) - 1
-        self.num_variants = 1 + (best_own if rounds_rows else best)
-        self.variant = self.num_variants - 1 if variant is None else variant
+        self.num_variants = best + 1
+        self.variant = best if variant is None else variant
         self.name = (INT8_VARIANTS if rounds_rows else VARIANTS)[self.variant]
-        most, most_own = sys.maxsize, sys.maxsize
-        of_own = best_own if variant is None else min(variant, best_own)
-        if not rounds_rows:
-            most = library.lowtide_max_rows(self.variant)
-            most_own = library.lowtide_max_own_rows(of_own)
-        kind, own_kind = ("ggml_int8", "int8") if rounds_rows else ("packed", "packed")
-        self.calls = WeightCalls(library, kind, min(self.variant, best), most)
-        self._own_calls = WeightCalls(library, own_kind, of_own, most_own)
+        if rounds_rows:
+            self.calls = self._own_calls = WeightCalls(
+                library, "rounded", self.variant, sys.maxsize
+            )
+        else:
+            best_own: int = library.lowtide_best_own()
+            of_own = best_own if variant is None else min(variant, best_own)
+            most, most_own = (
+                library.lowtide_max_rows(self.variant),
+                library.lowtide_max_own_rows(of_own),
+            )
+            self.calls = WeightCalls(library, "packed", self.variant, most)
+            self._own_calls = WeightCalls(library, "packed", of_own, most_own)
         self._unpack = library["lowtide_packed_unpack"]  # of its own: an attribute is shared
         self._unpack.argtypes = (_INT, _INT, _P, _LONG, _LONG, _P, _LONG, _LONG, _P)
         self._unpack.restype = None
@@ -102,9 +104,9 @@ class PackedOperators:
     def experts(self, types: Sequence[int]) -> CompiledExperts | None:
         """The compiled experts of slots whose gate, up and down are of these types; None where
         there are none."""
-        are_own = {_is_own(each) for each in types}
-        if self.rounds_rows and (max(types) >= SECTIONS or len(are_own) > 1):
+        if self.rounds_rows and max(types) >= SECTIONS:
             return None
+        are_own = {_is_own(each) for each in types}
         if len(are_own) > 1 and self._own_calls.variant != self.calls.variant:
             return None
         calls = self._own_calls if are_own == {True} else self.calls

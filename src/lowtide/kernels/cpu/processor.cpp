@@ -70,22 +70,17 @@ int lowtide_best_int8() {
     if (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512bw")) return INT8_AVX2;
 #ifdef HAS_VNNI
     // Who has AVX-512 has F16C, too, for which some compilers do not know how to ask.
-    if (__builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni"))
+    if (__builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni")) {
+#if defined(HAS_DOT_PRODUCTS)
+        if (lowtide_best_variant() == WITH_AMX && has_int8_tiles()) return INT8_AMX;
+#endif
         return INT8_VNNI;
+    }
 #endif
     return INT8_AVX512;
 #else
     return INT8_PLAIN;
 #endif
-}
-
-// The same where weights are in 8 or 4 bits of our own.
-int lowtide_best_own_int8() {
-#if defined(HAS_DOT_PRODUCTS) && defined(HAS_VNNI)
-    if (lowtide_best_int8() == INT8_VNNI && lowtide_best_variant() == WITH_AMX && has_int8_tiles())
-        return INT8_AMX;
-#endif
-    return lowtide_best_int8();
 }
 
 long lowtide_max_rows(int variant) {

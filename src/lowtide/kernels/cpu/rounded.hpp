@@ -1,0 +1,53 @@
+// A type of packed weights for the table of rounded.cpp.
+
+#pragma once
+
+#include "int8_few_rows.hpp"
+#include "int8_many_rows.hpp"
+
+namespace lowtide {
+
+// What rows in int8 need of a type.
+struct RoundedType {
+    long (*row_bytes)(long num_k);  // of weights
+    long (*row_lines)(long num_k);  // of x
+    void (*round_row)(int variant, const bf16* x, long num_k, Line* out);
+    void (*multiply)(int variant, const RoundedProduct& p, const Chunk& chunk);
+};
+
+template <class Type>
+void round_for(int variant, const bf16* x, long num_k, Line* out) {
+#ifdef HAS_VNNI
+    if (variant >= INT8_VNNI) return round_row<Type>(x, num_k, out);
+#endif
+    vectorised(variant, [=]() INLINED_LAMBDA { round_row_plainly<Type>(x, num_k, out); });
+}
+
+// Any number of rows, of which chunk is the first 16.
+template <class Type>
+void multiply_rounded(int variant, const RoundedProduct& p, const Chunk& chunk) {
+    long done = 0;
+#if defined(HAS_DOT_PRODUCTS) && defined(HAS_VNNI)
+    if (variant >= INT8_VNNI) done = multiply_many_rows<Type>(variant, p, chunk);
+#endif
+#ifdef HAS_VNNI
+    if (variant >= INT8_VNNI)
+        return multiply_by_few_rows<Type>(variant, p.rows(done, p.num_rows - done));
+#endif
+    for (; done < p.num_rows; done += MOST_ROUNDED) {
+        const RoundedProduct some = p.rows(done, std::min(MOST_ROUNDED, p.num_rows - done));
+        vectorised(variant, [&some]() INLINED_LAMBDA { multiply_plainly<Type>(some); });
+    }
+}
+
+template <class Type>
+constexpr RoundedType rounded_type_of() {
+    return {WeightRow<Type>::bytes, row_lines<Type>, round_for<Type>, multiply_rounded<Type>};
+}
+
+// Each by its place among its kind, as `block_type` of packed.hpp.
+const RoundedType& small_rounded_type(int number);
+const RoundedType& k_rounded_type(int number);
+const RoundedType& own_rounded_type(int number);
+
+}  // namespace lowtide
