@@ -25,6 +25,7 @@ from lowtide.engine.registering import EVERY_KIND, plan_long_passes
 from lowtide.errors import InternalError, PlanError
 from lowtide.families import families
 from lowtide.kernels.reference import REFERENCE
+from lowtide.kernels.row_statistics import Form
 from lowtide.lab.synth import synth
 from lowtide.layers.batch import Batch, KVRange, Segment
 from lowtide.llm import LLM
@@ -162,7 +163,7 @@ def registered_graph(opened: OpenModel, counts: Counts, chunks: Mapping[str, int
         segments.append(Segment(counts.block, counts.tokens, 0, num_others, others))
     registrar = Registrar(chunks)
     model, hidden = registering._run_forward(opened, registrar, segments)
-    registering._run_head(opened, model, hidden, counts.logit_rows, counts.asked)
+    registering._run_head(model, hidden, counts.logit_rows, counts.asked, Form.FUSED)
     return registrar.graph
 
 
