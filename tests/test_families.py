@@ -198,7 +198,7 @@ def test_a_batch_in_a_small_cache_is_its_requests_alone(
     wishes = [(3, 4), (40, 20), (17, 9), (50, 16)]  # tokens of prompts and answers
     prompts = [random_ids(length, length) for length, _ in wishes]
     params = [SamplingParams(max_tokens=length, ignore_eos=True) for _, length in wishes]
-    with LLM(written.folder, context=144) as llm:
+    with LLM(written.folder, context=144, cache="off") as llm:
         alone = [llm.generate([p], [each])[0] for p, each in zip(prompts, params, strict=True)]
     assert not moves
     least_bytes = plan_model(written.folder, context=144).minimum_bytes

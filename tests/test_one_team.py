@@ -63,7 +63,9 @@ def test_experts_of_few_rows_are_computed_before_or_after_torch_s_and_never_besi
         num_handed.append(1)
         return submit(self, work)
 
-    with LLM(folder, **OPTIONS) as llm:  # an expert that waits for a slot has all go one by one
+    with LLM(
+        folder, cache="off", **OPTIONS
+    ) as llm:  # an expert that waits for a slot has all go one by one
         if llm._engine.opened.kernels.several_experts is None:
             pytest.skip("no compiled kernels here")
         executor = llm._engine.experts.executor
