@@ -230,7 +230,7 @@ def test_the_command_line_takes_a_file(tmp_path: Path) -> None:
     write(path, "olmoe", 0, (Type.Q4_K,), add_tokenizer)
     with LLM(path, context=64) as llm:
         assert llm.config.eos_token_ids == (96,)
-        assert llm.token_ids("ab c") == [95, 94, 66]
+        assert llm.token_ids("ab c", raw=True) == [95, 94, 66]
         assert llm.token_ids([{"role": "user", "content": "ab"}]) == [95, 96]
     small = ["--context", "64"]
     commands = [

@@ -21,7 +21,6 @@ from lowtide import LLM, SamplingParams
 from lowtide.engine.engine import Engine
 from lowtide.experts.runtime import ExpertRuntime
 from lowtide.kernels import choice
-from lowtide.kernels.compiled import CompiledKernels
 from lowtide.kernels.cpu.packed import MAX_FEW_ROWS
 from lowtide.kernels.layer_parts import LayerParts
 from lowtide.lab.synth import synth
@@ -186,23 +185,6 @@ def test_answers_at_any_budget(folders: dict[str, Path], files: dict[str, Path],
     budgets = [rng.randint(plan.minimum_bytes, plan.full_bytes) for _ in range(scaled(2))]
     for budget in (*budgets, plan.full_bytes):
         assert answers(budget) == expected
-
-
-def test_what_nothing_compiled_multiplies_with_goes_one_by_one(
-    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen: list[LayerParts] = []
-    whole_layer = CompiledKernels.whole_layer
-
-    def noting(kernels: CompiledKernels, parts: LayerParts) -> object:
-        seen.append(parts)
-        return whole_layer(kernels, parts)
-
-    monkeypatch.setattr(CompiledKernels, "whole_layer", noting)
-    with opened(folders["qwen3_moe"], dense_dtype="q8"):
-        plain = choice.choose_kernels("auto", torch.bfloat16)  # which know no format
-        assert isinstance(plain, CompiledKernels)
-        assert seen and all(whole_layer(plain, parts) is None for parts in seen)
 
 
 def test_a_layer_without_a_matrix_of_its_own(folders: dict[str, Path]) -> None:
