@@ -378,6 +378,8 @@ def test_groups_at_once_have_the_bits_of_one_by_one(
     start, part_bytes = arena.data_ptr(), 2 * hidden * width
     places = SlotPlaces(start, start + part_bytes, start + 2 * part_bytes, 3 * part_bytes)
     for kernel in variants:
+        if max(num_rows, default=0) > kernel.experts.max_rows:
+            continue  # an expert of more rows is torch's
         out = parts.clone()
         kernel.experts.gated_mlps(groups, places, out, gate, up, num_threads)
         assert torch.equal(out, one_by_one(kernel))
