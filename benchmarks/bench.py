@@ -71,7 +71,6 @@ SMALL = (
     Script("absent", 5, ("--parts", "tmpfs", "block", "gguf"), cut="the disk; `--large` has it"),
     Script("batching", 1),
     Script("conversation", 2),
-    Script("conversation", 2, ("--family", "llada2")),
     Script("simulate", 6, ("--validate", "--repeats", "3"), cut="3 turns of each preset, not 7"),
     Script("simulate", 2, ("--validate", "--home", "disk", "--repeats", "3"), cut="3 turns, not 7"),
     Script(
@@ -95,6 +94,7 @@ SMALL = (
     Script("buddy_time", 1, disk_GiB=0),
 )
 LARGE = (
+    Script("conversation", 2, ("--family", "llada2")),
     Script("conversation", 6, ("--behind", "16000")),
     Script("conversation", 8, ("--behind", "16000", "--share", "0.4")),
     Script("absent", 5, ("--parts", "disk"), disk_GiB=10),

@@ -173,7 +173,7 @@ def _written(master: int, typed: list[str], limit_s: float) -> list[Written]:
     while time.monotonic() - begin_s < limit_s:
         ready, _, _ = select.select([master], [], [], _QUIET_S)
         if not ready:
-            if typed and written and written[-1].text.endswith("> "):
+            if typed and written and _is_prompt(written[-1].text):
                 os.write(master, typed.pop(0).encode() + b"\n")
             continue
         try:
@@ -187,3 +187,8 @@ def _written(master: int, typed: list[str], limit_s: float) -> list[Written]:
         bytes_held = bytes_held[len(text.encode()) :]
         written.append(Written(time.monotonic() - begin_s, text))
     raise TimeoutError(f"It has not ended within {limit_s:g} s; it said: {written[-3:]}")
+
+
+def _is_prompt(text: str) -> bool:
+    """Whether a line is waited for: a prompt, or an editor that takes pasted text from now on."""
+    return text.endswith("> ") or "\x1b[?2004h" in text
