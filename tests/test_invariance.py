@@ -330,7 +330,9 @@ def check_same_but_for_ties(
     """Whole trajectories; a first difference only where a decision was a tie, to within 1e-5."""
     reference = expected.trajectories[index]
     if trajectory == reference:
-        assert finished == expected.finished[0]
+        # The prompt may begin as a request did that has ended: then its keys and values are there.
+        [reference_answer] = expected.finished
+        assert replace(finished, num_resumed=0) == replace(reference_answer, num_resumed=0)
         return
     pairs = zip(reference, trajectory, strict=False)
     shared = next(
