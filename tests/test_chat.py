@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 import os
 import pty
 import select
@@ -17,7 +18,7 @@ import pytest
 from rich.console import Console
 
 from lowtide.answers.completion import Completion, Usage
-from lowtide.cli.conversation import HELP, LEAVING, SETTABLE, Conversation
+from lowtide.cli.conversation import HELP, LEAVING, SETTABLE, Conversation, stats_text
 from lowtide.cli.line_editor import LineEditor
 from lowtide.cli.prompt import Question
 from lowtide.cli.turns import Turns
@@ -185,6 +186,7 @@ def test_commands() -> None:
     assert "experts: 1,000 uses, 75.0% of them found in memory, 1.0 GiB read from disk" in said
     talk.llm.config.experts = None
     assert "experts" not in talk.says("/stats")
+    assert stats_text({"forwards": 0, "hit_rate": math.nan}, True) == "nothing yet"
     talk.says("/set temperature 0.5", "/set parameter stop x", "/set top-k 4", "/set steps 3", "a")
     params = talk.llm.asked[-1][1]
     assert (params.temperature, params.stop_strings) == (0.5, ("x",))

@@ -257,12 +257,14 @@ def settable(params: SamplingParams) -> str:
 
 def stats_text(stats: Mapping[str, Any], has_experts: bool) -> str:
     """What an engine did, in words: `LLM.stats()` has the numbers."""
+    if not stats["forwards"]:
+        return "nothing yet"
     lines = [
         f"{_counted(stats['committed_tokens'], 'token')} in {_counted(stats['forwards'], 'pass')}, "
         f"{stats['generation_s']:.1f} s: {stats['tokens_per_s']:.1f} tokens/s",
     ]
-    if has_experts:
-        num_used = stats["num_hits"] + stats["num_misses"]
+    num_used = stats["num_hits"] + stats["num_misses"] if has_experts else 0
+    if num_used:
         lines.append(
             f"experts: {num_used:,} uses, {stats['hit_rate']:.1%} of them found in memory, "
             f"{format_size(stats['read_bytes'])} read from disk"

@@ -246,7 +246,7 @@ def _run(
 
 
 class _Running:
-    """A command. Whoever began it asks until it has ended."""
+    """A command. Its caller asks until it has ended."""
 
     def __init__(self, command: list[str], environment: Mapping[str, str], limit_s: float) -> None:
         self._name, self._limit_s, self._start_s = command[0], limit_s, time.monotonic()
