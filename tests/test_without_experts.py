@@ -146,7 +146,8 @@ def test_the_command_line_shows_no_slots(folder: Path) -> None:
         assert "resident experts" not in found.output
         told = json.loads(run(verb[0], str(folder), *verb[1:], "--json").stdout)
         assert {row["hit_rate"] for row in told["runs"]} == {None}
-    chatted = CliRunner().invoke(app, ["chat", str(folder), "--raw"], input="/stats\n")
+    chat = ["chat", str(folder), "--raw", "--max-tokens", "4"]
+    chatted = CliRunner().invoke(app, chat, input="hi\n/stats\n")
     assert " passes" in chatted.output and "hits" not in chatted.output
     answer = json.loads(run(*asked, "--json").stdout)
     assert answer["token_ids"] and answer["stats"]["hit_rate"] is None
