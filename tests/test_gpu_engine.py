@@ -60,6 +60,30 @@ def test_the_gpu_says_what_the_cpu_says(
     assert completion.token_ids == expected.token_ids
 
 
+@pytest.mark.parametrize("family", ["llada", "llada_moe", "dream"])
+def test_long_passes_of_bidirectional_models(family: str, tmp_path: Path) -> None:
+    """Passes of two tiles, guided and not, in the least memory that there is a plan for."""
+    folder = synth(family, "tiny", tmp_path / "model", seed=5)
+    prompt = PROMPT * 20
+    options = {"dtype": "float32", "context": 1024}
+
+    def answered(llm: LLM) -> list[list[int]]:
+        found = []
+        for length, scale in ((800, 0.0), (400, 0.5)):
+            diffusion = DiffusionParams(steps=4, remasking="low_confidence", cfg_scale=scale)
+            params = SamplingParams(temperature=0.0, max_tokens=64, diffusion=diffusion)
+            [completion] = llm.generate([prompt[:length]], params)
+            found.append(completion.token_ids)
+        return found
+
+    with LLM(folder, device="cpu", **options) as llm:
+        expected, logits = answered(llm), llm.logits(prompt)
+    least_bytes = plan_model(folder, device="cuda", **options).minimum_bytes
+    with LLM(folder, device="cuda", gpu_memory=least_bytes, **options) as llm:
+        torch.testing.assert_close(llm.logits(prompt), logits, atol=TOLERANCE, rtol=TOLERANCE)
+        assert answered(llm) == expected
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_verify_on_the_gpu(dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """From no slot to all experts; every layer of a run is given what the resident run's was."""

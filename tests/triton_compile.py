@@ -74,7 +74,7 @@ def compiled(
 
 def head(is_guided: bool, dtype: str, capability: int) -> dict[str, int]:
     """`reduce_tiles` with all that can be wanted."""
-    types = {"x": f"*{dtype}", "rows": "*i64", "weight": f"*{dtype}", "bests": "*i32"}
+    types = {"x": f"*{dtype}", "weight": f"*{dtype}", "bests": "*i32"}
     types |= {name: "*fp32" for name in ("greatests", "rests", "seconds", "moments")}
     types |= {"num_rows": "i32", "hidden": "i32", "vocab_size": "i32"}
     constants: dict[str, int | None] = {
@@ -85,9 +85,9 @@ def head(is_guided: bool, dtype: str, capability: int) -> dict[str, int]:
         "UPCAST": False,
     }
     if is_guided:
-        types |= {"other_rows": "*i64", "factors": "*fp32"}
+        types |= {"other_x": f"*{dtype}", "factors": "*fp32"}
     else:
-        constants |= {"other_rows": None, "factors": None}
+        constants |= {"other_x": None, "factors": None}
     target = GPUTarget("cuda", capability, 32)
     options = triton_head.launch_options(is_guided)
     return compiled(triton_head._reduce_tiles, types, constants, target, **options)

@@ -74,7 +74,7 @@ def row_statistics(
     for group in groups:
         with workspace.scope():
             away = None if guidance is None else guidance.part(group)
-            inputs = _PaddedRows.gathered(kernels, hidden, rows[group], head, away, workspace)
+            inputs = HeadRows.gathered(kernels, hidden, rows[group], head, away, workspace)
             reduction = _Reduction(kernels, head, inputs, wanted, workspace, run)
             if form is Form.MATERIALISED:
                 reduction.materialise()
@@ -91,8 +91,8 @@ def _join(partials: Partials, out: RowStatistics) -> None:
         partials.part(part).join(out.part(part))
 
 
-class _PaddedRows(NamedTuple):
-    """Normalised rows, their number rounded up to whole products by repeating the last."""
+class HeadRows(NamedTuple):
+    """A group's rows after the last norm, their number rounded up by repeating the last."""
 
     x: Tensor  # [rows, hidden]
     other: Tensor | None = None  # [rows, hidden], of guidance
@@ -107,7 +107,10 @@ class _PaddedRows(NamedTuple):
         head: Head,
         guidance: Guidance | None,
         workspace: Buffers,
-    ) -> _PaddedRows:
+    ) -> HeadRows:
+        """hidden [tokens, hidden] from before the norm; rows [n] int64. All is taken from
+        `workspace`: these are the only copies of hidden states that a head needs."""
+
         def normalised(name: str, rows: Tensor) -> Tensor:
             padded = _padded(rows)
             x = workspace.take(name, (padded.shape[0], hidden.shape[1]), hidden.dtype)
@@ -174,7 +177,7 @@ class _Reduction:
         self,
         kernels: Kernels,
         head: Head,
-        inputs: _PaddedRows,
+        inputs: HeadRows,
         wanted: Wanted,
         workspace: Buffers,
         run: Run,

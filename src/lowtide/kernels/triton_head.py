@@ -1,12 +1,12 @@
-"""Statistics of rows of logits in Triton: a product that gathers its rows and keeps no logits.
+"""Statistics of rows of logits in Triton: a product that keeps no logits.
 
-    logits[row] = normed[rows[row]] @ vocabulary^T
+    logits = x @ vocabulary^T
 
 A program has `_BLOCK_ROWS` rows and one tile of the vocabulary, which it walks through block by
 block: a block of logits is rounded to the compute dtype, as those of whole rows are, guided, and
 reduced where it was computed. A second, small launch joins the tiles of each row. No array holds
-logits, nor a copy of the rows. Blocks have one shape, however many rows there are, so that a row's
-bits never depend on them.
+logits. Blocks have one shape, however many rows there are, so that a row's bits never depend on
+them.
 """
 
 from __future__ import annotations
@@ -18,13 +18,10 @@ from torch import Tensor
 from lowtide.kernels.row_statistics import (
     LEAST_EXPONENT,
     TILE_COLUMNS,
-    Guidance,
     Partials,
     RowStatistics,
 )
-
-GROUP_ROWS = 4096
-"""Rows of a launch: what is kept of their tiles is 12 MiB of a vocabulary of 157,184."""
+from lowtide.kernels.tiled_head import HeadRows
 
 # Up to 64 rows read each weight once, which is then all the work. A row's sum is that of one thread
 # block's tensor cores; its steps are 128 bytes deep, 24 KiB a stage, of the 99 KiB that a consumer
@@ -46,31 +43,28 @@ def num_tiles(vocab_size: int) -> int:
     return -(-vocab_size // TILE_COLUMNS)
 
 
-def reduce_tiles(
-    normed: Tensor, rows: Tensor, vocabulary: Tensor, guidance: Guidance | None, out: Partials
-) -> None:
-    """Partials of each tile of the logits of normed[rows].
+def reduce_tiles(inputs: HeadRows, vocabulary: Tensor, out: Partials) -> None:
+    """Partials of each tile of the logits of the first n rows of `inputs`.
 
-    normed [tokens, hidden], after the last norm; rows [n] int64; vocabulary [vocab, hidden]; all
-    contiguous. out: [n, num_tiles(vocab)].
+    vocabulary [vocab, hidden]; all contiguous. out: [n, num_tiles(vocab)].
     """
     vocab_size, hidden = vocabulary.shape
-    _reduce_tiles[(triton.cdiv(len(rows), _BLOCK_ROWS), num_tiles(vocab_size))](
-        normed,
-        rows,
-        guidance.rows if guidance else None,
-        guidance.factors if guidance else None,
+    num_rows = out.best.shape[0]
+    _reduce_tiles[(triton.cdiv(num_rows, _BLOCK_ROWS), num_tiles(vocab_size))](
+        inputs.x,
+        inputs.other,
+        inputs.factors,
         vocabulary,
         *out,
-        len(rows),
+        num_rows,
         hidden,
         vocab_size,
         TILE=TILE_COLUMNS,
         BLOCK_M=_BLOCK_ROWS,
         BLOCK_N=_BLOCK_COLUMNS,
-        BLOCK_K=_DEPTH_BYTES // normed.dtype.itemsize,
+        BLOCK_K=_DEPTH_BYTES // inputs.x.dtype.itemsize,
         UPCAST=_UPCAST,
-        **launch_options(guidance is not None),
+        **launch_options(inputs.other is not None),
     )
 
 
@@ -97,8 +91,7 @@ def join_tiles(partials: Partials, out: RowStatistics) -> None:
 @triton.jit
 def _reduce_tiles(
     x,
-    rows,
-    other_rows,
+    other_x,
     factors,
     weight,
     bests,
@@ -118,7 +111,7 @@ def _reduce_tiles(
     row = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     is_row = row < num_rows
     first = tl.program_id(1) * TILE
-    source = x + tl.load(rows + row, mask=is_row, other=0) * hidden
+    offset = row.to(tl.int64) * hidden
     best = tl.zeros((BLOCK_M,), tl.int32) + first
     greatest = tl.full((BLOCK_M,), -float("inf"), tl.float32)
     rest = tl.zeros((BLOCK_M,), tl.float32)
@@ -128,12 +121,12 @@ def _reduce_tiles(
         columns = first + start + tl.arange(0, BLOCK_N)
         is_column = columns < vocab_size
         matrix = weight + columns.to(tl.int64) * hidden
-        if other_rows is None:
+        if other_x is None:
             logits = _product(
-                source, matrix, is_row, is_column, hidden, BLOCK_M, BLOCK_N, BLOCK_K, UPCAST
+                x + offset, matrix, is_row, is_column, hidden, BLOCK_M, BLOCK_N, BLOCK_K, UPCAST
             )
         else:
-            other = x + tl.load(other_rows + row, mask=is_row, other=0) * hidden
+            source, other = x + offset, other_x + offset
             logits, away = _products(
                 source, other, matrix, is_row, is_column, hidden, BLOCK_M, BLOCK_N, BLOCK_K, UPCAST
             )

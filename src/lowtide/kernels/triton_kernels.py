@@ -13,8 +13,8 @@ from lowtide.kernels import triton_head, triton_routing, triton_rows
 from lowtide.kernels.operands import ExpertChoice, HeadNorms, Rotation, SortedPairs
 from lowtide.kernels.reference import Kernels
 from lowtide.kernels.row_statistics import Form, Guidance, Head, Partials, RowStatistics, Wanted
-from lowtide.kernels.tiled_head import Run
-from lowtide.memory.workspace import Buffers
+from lowtide.kernels.tiled_head import HeadRows, Run
+from lowtide.memory.workspace import Buffers, tiles
 
 
 class TritonKernels(Kernels):
@@ -33,25 +33,22 @@ class TritonKernels(Kernels):
         workspace: Buffers,
         run: Run,
     ) -> RowStatistics:
-        # Else by torch's product, of a copy of the rows.
+        # Otherwise torch's product.
         if form is Form.MATERIALISED or not isinstance(head.vocabulary, Tensor):
             return super().row_statistics(
                 hidden, rows, head, wanted, guidance, form, workspace, run
             )
+        # Buffers are taken in the order and by the names of the plain twin, which takes more: plans
+        # are made for that one, and have room for these.
         num_rows, num_tiles = rows.shape[0], triton_head.num_tiles(head.vocabulary.shape[0])
         out = RowStatistics.take(num_rows, wanted, workspace)
-        with workspace.scope():
-            # All rows, where they are: the product gathers. A layer needed twice this memory.
-            normed = workspace.take("head input", tuple(hidden.shape), hidden.dtype)
-            self.rms_norm(hidden, head.norm, head.eps, workspace, normed)
-            for first in range(0, num_rows, triton_head.GROUP_ROWS):
-                group = slice(first, min(first + triton_head.GROUP_ROWS, num_rows))
-                part = None if guidance is None else guidance.part(group)
-                with workspace.scope():
-                    size = group.stop - group.start
-                    partials = Partials.take(size, num_tiles, wanted, workspace)
-                    triton_head.reduce_tiles(normed, rows[group], head.vocabulary, part, partials)
-                    triton_head.join_tiles(partials, out.part(group))
+        for group in tiles(num_rows, workspace.together("logits", num_rows)):
+            part = None if guidance is None else guidance.part(group)
+            with workspace.scope():
+                inputs = HeadRows.gathered(self, hidden, rows[group], head, part, workspace)
+                partials = Partials.take(group.stop - group.start, num_tiles, wanted, workspace)
+                triton_head.reduce_tiles(inputs, head.vocabulary, partials)
+                triton_head.join_tiles(partials, out.part(group))
         return out
 
     def rms_norm(
