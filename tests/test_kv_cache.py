@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from lowtide import LLM, SamplingParams
 from lowtide.core import align_up
-from lowtide.errors import InternalError, PlanError
+from lowtide.errors import InternalError, PageError, PlanError
 from lowtide.hardware import resident_bytes
 from lowtide.memory.kv_cache import GRANULE_TOKENS, KVCache, KVRange, storage_shape
 from lowtide.memory.kv_turns import KVTurns
@@ -215,3 +215,18 @@ def test_keys_of_which_nothing_is_kept_lie_by_the_rows_of_a_pass() -> None:
     assert all(row.data_ptr() % 64 == 0 for row in keys[1])
     with pytest.raises(InternalError, match="A pass has 30 rows of a sequence of 31 tokens"):
         turns.of_pass(kv_range, slice(5, 35), 31)
+
+
+def test_a_kept_range_that_cannot_grow_stays_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = make_cache(128)
+    kept, _ = cache.allocate(64), cache.allocate(16)
+    cache.claim(kept, 0, 60)
+    cache.keep(kept, 60)
+
+    def refuses(*_: object) -> None:
+        raise PageError("no pages")
+
+    monkeypatch.setattr(KVCache, "_part_behind", refuses)
+    with pytest.raises(PageError):
+        cache.resume(kept, 20, 96)
+    assert cache.is_kept(kept) and kept.num_written == 60

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+import threading
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from lowtide.core import align_up
@@ -40,6 +44,7 @@ class KVRange:
     capacity: int
     num_written: int = 0  # leading tokens that may hold something
     num_usable: int = 0  # leading tokens with memory behind them, where that comes and goes
+    num_kept: int = 0  # times that it was kept
 
     def part(self, index: int, num_parts: int) -> KVRange:
         """One of so many equal parts of a range whose memory is seen to, good for one pass: it
@@ -76,6 +81,8 @@ class KVCache:
         self._planned_tokens = planned_tokens or self.num_tokens
         self._taken: list[KVRange] = []  # ascending by start, kept ones included
         self._kept: list[KVRange] = []  # the one that goes first in front
+        # Held while kept ranges move or go, and while another thread copies from one.
+        self._gate = threading.RLock()
 
     @property
     def dtype(self) -> torch.dtype:
@@ -118,10 +125,11 @@ class KVCache:
         """Gives a range back; its contents are forgotten."""
         if kv_range not in self._taken:
             raise InternalError(f"{kv_range} was freed but is not taken.")
-        self._taken.remove(kv_range)
-        if kv_range in self._kept:
-            self._kept.remove(kv_range)
-        self._release_unused()
+        with self._gate:
+            self._taken.remove(kv_range)
+            if kv_range in self._kept:
+                self._kept.remove(kv_range)
+            self._release_unused()
 
     def keep(self, kv_range: KVRange, num_tokens: int) -> None:
         """Instead of `free`: the first `num_tokens` tokens of a range stay until others need the
@@ -129,6 +137,7 @@ class KVCache:
         kv_range.num_written = num_tokens
         kv_range.capacity = align_up(num_tokens, GRANULE_TOKENS)
         kv_range.num_usable = min(kv_range.num_usable, kv_range.capacity)
+        kv_range.num_kept += 1
         self._kept.append(kv_range)
         self._release_unused()
         self._drop_unplanned()
@@ -145,8 +154,8 @@ class KVCache:
         if not self.can_allocate(capacity):
             raise self._refusal(capacity)
         capacity = align_up(capacity, GRANULE_TOKENS)
-        self._kept.remove(kv_range)
-        kv_range.num_written = num_tokens
+        with self._gate:
+            self._kept.remove(kv_range)
         try:
             self._drop_until_unused(capacity - kv_range.capacity)
             if capacity - kv_range.capacity > self._gap_behind(kv_range):
@@ -154,6 +163,7 @@ class KVCache:
         except BaseException:
             self._kept.append(kv_range)
             raise
+        kv_range.num_written = num_tokens
         kv_range.capacity = capacity
         kv_range.num_usable = min(kv_range.num_usable, capacity)
 
@@ -168,20 +178,38 @@ class KVCache:
         """A new range of at least `capacity` tokens, the first `num_tokens` of them copied from
         another, which stays: a kept one counts as used now. Raises as `allocate`."""
         is_kept = kv_range in self._kept
-        if is_kept:
-            self._kept.remove(kv_range)  # it does not give way meanwhile
-        try:
-            made = self.allocate(capacity)
-            try:
-                self.prepare(made, num_tokens)
-                self._copy(kv_range.start, self.claim(made, 0, num_tokens), num_tokens)
-            except BaseException:
-                self.free(made)
-                raise
-        finally:
+        with self._gate:  # another thread still finds it kept
             if is_kept:
-                self._kept.append(kv_range)
+                self._kept.remove(kv_range)  # it does not give way meanwhile
+            try:
+                made = self.allocate(capacity)
+                try:
+                    self.prepare(made, num_tokens)
+                    self._copy(kv_range.start, self.claim(made, 0, num_tokens), num_tokens)
+                except BaseException:
+                    self.free(made)
+                    raise
+            finally:
+                if is_kept:
+                    self._kept.append(kv_range)
         return made
+
+    def copy_kept(self, kv_range: KVRange, num_kept: int, first: int, target: NDArray[Any]) -> bool:
+        """On any thread: copies tokens from `first` on of a range that is kept for the
+        `num_kept`th time into `target` [layers, arrays, kv_heads, tokens, head_dim], integers of
+        the dtype's size, in host memory. False, and nothing copied, where it has gone."""
+        with self._gate:
+            is_there = self.is_kept(kv_range) and kv_range.num_kept == num_kept
+            if is_there:
+                start = kv_range.start + first
+                target[...] = self._bits[:, :, :, start : start + target.shape[3]]
+            return is_there
+
+    def fill(self, kv_range: KVRange, first: int, source: NDArray[Any]) -> None:
+        """On any thread, while nothing else is done here: the converse of `copy_kept`, for a range
+        that no pass has seen; `claim` follows."""
+        start = kv_range.start + first
+        self._bits[:, :, :, start : start + source.shape[3]] = source
 
     def give_way(self, num_bytes: int) -> None:
         """Kept ranges go, oldest first, until their pages have given so many bytes back."""
@@ -250,6 +278,13 @@ class KVCache:
         keys, values = self._arrays[layer]
         start = kv_range.start
         return keys.narrow(1, start, num_tokens), values.narrow(1, start, num_tokens)
+
+    @functools.cached_property
+    def _bits(self) -> NDArray[Any]:
+        """The storage, in host memory, as integers."""
+        integers: torch.dtype = getattr(torch, f"int{8 * self.dtype.itemsize}")
+        bits: NDArray[Any] = self._storage.view(integers).numpy()
+        return bits
 
     @property
     def _num_unused_tokens(self) -> int:
@@ -328,13 +363,14 @@ class KVCache:
         self._commit(start, start + num_usable)
         if kv_range not in self._taken:  # it has given way itself
             return
-        # Empty meanwhile: were Ctrl-C to come between two pieces, the owner's next write would be
-        # refused instead of joining halves.
-        kv_range.capacity = kv_range.num_written = kv_range.num_usable = 0
-        self._copy(old, start, num_written)
-        kv_range.start, kv_range.capacity, kv_range.num_written = start, capacity, num_written
-        kv_range.num_usable = num_usable
-        self._release_unused()
+        with self._gate:
+            # Empty meanwhile: were Ctrl-C to come between two pieces, the owner's next write would
+            # be refused instead of joining halves.
+            kv_range.capacity = kv_range.num_written = kv_range.num_usable = 0
+            self._copy(old, start, num_written)
+            kv_range.start, kv_range.capacity, kv_range.num_written = start, capacity, num_written
+            kv_range.num_usable = num_usable
+            self._release_unused()
 
     def _copy(self, source: int, target: int, num_tokens: int) -> None:
         """Copies tokens of all layers to another place, which may overlap."""
