@@ -7,6 +7,10 @@ keys, and the logits of the rows that are read. The ratio's floor is 1, and 1.10
 
 Then prompts that nothing is taken over of, with keeping and without in turn: what keeping costs a
 conversation that is not continued, of which at most 1% is wanted.
+
+With `--restarts` also the first turn of engines that find the conversation in files: over reading
+as many bytes at the disk's ceiling and the turn after it, whose keys are in place. The floor is 1,
+and 1.25 is wanted.
 """
 
 from __future__ import annotations
@@ -15,10 +19,14 @@ import argparse
 import statistics
 import time
 from collections.abc import Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
 import numpy as np
 import torch
 from common.arguments import add_model, make_parser, run_script
+from common.ceilings import read_ceiling
 from common.models import model_folder
 from common.record import Recorder, say
 
@@ -34,6 +42,9 @@ NEW_TOKENS = 24
 """Of each answer, and of what is said next."""
 
 LAST_TURN = 8
+
+READ_BYTES = 1 << 20
+"""As a kept sequence's chunks are read."""
 
 
 def main() -> None:
@@ -65,6 +76,9 @@ def main() -> None:
         "keeping_cost": cost,
         "wanted_keeping_cost": 0.01,
     }
+    if options.restarts:
+        chosen["host_memory"] = budget
+        values |= _after_restarts(folder, chosen, options.behind, options.restarts)
     Recorder("conversation", settings, options.out).write("conversation", values)
     say(
         f"{options.behind} tokens behind: {values['ratio']:.3f} of the bare pass "
@@ -142,6 +156,39 @@ def _bare_s(llm: LLM, prompt: list[int], num_cached: int | None = None) -> float
     return llm._loop.run(work)
 
 
+def _after_restarts(
+    folder: Path, chosen: dict[str, Any], num_behind: int, count: int
+) -> dict[str, object]:
+    """The first turn of so many engines, over reading its bytes and the second one."""
+    times = []
+    with TemporaryDirectory(prefix="kept-", dir=folder.parent) as place:
+        chosen = {**chosen, "cache_dir": place}
+        with LLM(folder, **chosen) as llm:
+            text = _ids(llm, num_behind, 0)
+            text += _answer(llm, text)
+        for restart in range(count):
+            [file] = Path(place).iterdir()
+            num_bytes = file.stat().st_size
+            rate = read_ceiling([file], READ_BYTES, num_bytes)["sequential_read_GBps"]
+            with LLM(folder, **chosen) as llm:
+                text += _ids(llm, NEW_TOKENS, 2 * restart)
+                first_s, answer, num_cached = _first_s(llm, text)
+                if num_cached < num_behind - 64:
+                    raise SystemExit(f"A restart took over {num_cached} tokens of {num_behind}.")
+                text += [*answer, *_ids(llm, NEW_TOKENS, 2 * restart + 1)]
+                warm_s, answer, _ = _first_s(llm, text)
+                text += answer
+            times.append((first_s, num_bytes / rate / 1e9, warm_s))
+    ratios = [first_s / (read_s + warm_s) for first_s, read_s, warm_s in times]
+    return {
+        "restart_s": statistics.median(first_s for first_s, *_ in times),
+        "restart_read_s": statistics.median(read_s for _, read_s, _ in times),
+        "restart_ratio": statistics.median(ratios),
+        "restart_ratios": [round(ratio, 3) for ratio in ratios],
+        "wanted_restart_ratio": 1.25,
+    }
+
+
 def _keeping_cost(llm: LLM, num_prompt: int, repeats: int) -> float:
     """Share of the time without keeping that answers to new prompts take more with it."""
     seconds: dict[Reuse, list[float]] = {Reuse.ON: [], Reuse.OFF: []}
@@ -181,6 +228,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--share", type=float, default=1.0, help="of the experts in memory")
     parser.add_argument("--behind", type=int, default=1000, help="tokens of the first turn")
     parser.add_argument("--repeats", type=int, default=9, help="new prompts of each kind")
+    parser.add_argument("--restarts", type=int, default=0, help="engines that read what was kept")
     return parser.parse_args()
 
 

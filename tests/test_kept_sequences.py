@@ -17,8 +17,9 @@ from lowtide.core import Reuse
 from lowtide.decode.autoregressive import Autoregressive
 from lowtide.decode.batch_decoder import BatchDecoder
 from lowtide.decode.block_diffusion import BlockDiffusion
-from lowtide.decode.kept_sequences import MIN_SHARED_TOKENS, num_common
+from lowtide.decode.kept_sequences import MIN_SHARED_TOKENS
 from lowtide.decode.request import Finished, Request
+from lowtide.files.kept_file import num_common
 from lowtide.memory.kv_cache import KVCache
 
 SYSTEM = [(5 * i + i // 7) % MASK for i in range(200)]

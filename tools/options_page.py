@@ -74,7 +74,7 @@ def _row(option: Option) -> str:
     flag = f"`{option.flag}`" + (f", `{option.short}`" if option.short else "")
     flag = f"**{flag}**" if option.is_common else flag
     value = option.kind.value + (", repeatable" if option.is_repeatable else "")
-    default = "" if option.default is None else f"`{str(option.default).lower()}`"
+    default = "" if option.default is None else f"`{option.shown_default}`"
     told = option.help.replace("|", "\\|")
     return f"| {flag} | `{option.name}` | {value} | {default} | {told} | {_verbs(option)} |"
 

@@ -110,6 +110,12 @@ class Option:
         return ENV_PREFIX + self.name.upper()
 
     @property
+    def shown_default(self) -> str:
+        """As it is written in a file of options."""
+        text = str(self.default)
+        return text.lower() if isinstance(self.default, bool) else text
+
+    @property
     def is_repeatable(self) -> bool:
         return self.kind in (Kind.TEXTS, Kind.PAIRS, Kind.JSON_PAIRS)
 

@@ -31,6 +31,8 @@ class ModelKeywords(TypedDict, total=False):
     kernels: str
     kv_cache: bool | str
     cache: str
+    cache_dir: str | os.PathLike[str] | None
+    cache_disk: str | int
     elastic: bool
     check_weights: bool
     calibration: str | os.PathLike[str] | None

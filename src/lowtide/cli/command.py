@@ -177,7 +177,7 @@ def _flag_parameter(option: Option) -> inspect.Parameter:
 def _help(option: Option) -> str:
     repeatable = " Repeatable." if option.is_repeatable else ""
     is_told = option.default not in (None, False)
-    default = f" Default: {str(option.default).lower()}." if is_told else ""
+    default = f" Default: {option.shown_default}." if is_told else ""
     return f"{option.help}{repeatable}{default}"
 
 

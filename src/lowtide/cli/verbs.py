@@ -44,6 +44,7 @@ _LINES = {
     "pack": "Write a model's folder again with weights in 8 or 4 bits: a model that reads faster.",
     "pull": "Fetch a model from the hub: weights, configuration and tokenizer, never code.",
     "ls": "List the models that are on this machine.",
+    "cache": "List the conversations that --cache-dir keeps on disk, or clear them.",
 }
 _SHARED_MODULES = {"synth": "models", "pack": "models", "pull": "models", "ls": "models"}
 

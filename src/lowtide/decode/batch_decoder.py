@@ -18,6 +18,7 @@ from torch import Tensor
 from lowtide.core import IntArray, PassRows, Reuse, RowKind, Step
 from lowtide.decode.kept_sequences import Cached, KeptSequences
 from lowtide.decode.request import Event, Request
+from lowtide.decode.stored_sequences import StoredSequences
 from lowtide.errors import PlanError, UsageError
 from lowtide.layers.batch import Batch, Segment
 from lowtide.memory.kv_cache import KVCache, KVRange
@@ -173,14 +174,20 @@ class BatchDecoder(abc.ABC, Generic[S]):
                 return True
         return False
 
+    def store_in(self, stored: StoredSequences | None) -> None:
+        """From now on what is kept is written there, too, and looked for; None: in memory alone."""
+        self._kept.stored = stored
+
     def forget(self) -> None:
         """Keeps nothing of finished requests any longer."""
         self._kept.clear()
 
     def close(self) -> None:
-        """Drops every request, and what is kept."""
+        """Drops every request, and what is kept once it is written."""
         for request in list(self._requests()):
             self.cancel(request.id)
+        if self._kept.stored is not None:
+            self._kept.stored.drain()
         self.forget()
 
     def _make_batch(self, turns: Sequence[Scheduled[S]], step: Step) -> Batch:

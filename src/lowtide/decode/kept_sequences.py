@@ -16,7 +16,9 @@ import numpy as np
 
 from lowtide.core import IntArray, Reuse
 from lowtide.decode.request import Request
+from lowtide.decode.stored_sequences import StoredSequences
 from lowtide.errors import PageError
+from lowtide.files.kept_file import num_common
 from lowtide.memory.kv_cache import KVCache, KVRange
 
 MIN_SHARED_TOKENS = 16
@@ -71,7 +73,12 @@ class _Beginning(NamedTuple):
 
 
 class KeptSequences:
-    """Owns what is kept beyond the requests of one decoder. Between passes only."""
+    """Owns what is kept beyond the requests of one decoder. Between passes only.
+
+    stored: where it is also written to and looked for; None: in memory alone.
+    """
+
+    stored: StoredSequences | None = None
 
     def __init__(self, kv_cache: KVCache, reuse: Reuse, max_rows: int) -> None:
         self._kv_cache = kv_cache
@@ -84,9 +91,10 @@ class KeptSequences:
     ) -> tuple[KVRange, int]:
         """A range of at least `num_tokens` tokens for a request, and how many of them are there
         already. Raises as `KVCache.allocate`."""
-        source = self._best_source(request, running)
-        if source is not None:
-            with suppress(PageError):  # where ranges can move no more, the beginning is computed
+        with suppress(PageError):  # where ranges can move no more, the beginning is computed
+            if restored := self._restored(request, num_tokens, running):
+                return restored
+            if source := self._best_source(request, running):
                 return self._taken_over(source, num_tokens), source.num_tokens
         return self._kv_cache.allocate(num_tokens), 0
 
@@ -107,6 +115,8 @@ class KeptSequences:
             *self._living(),
             KeptSequence(tokens, num_prompt, block_length, sequence.kv),
         ]
+        if self.stored is not None:
+            self.stored.offer(tokens, block_length, sequence.kv)
 
     def clear(self) -> None:
         """Gives back all that is kept."""
@@ -134,16 +144,44 @@ class KeptSequences:
         """Where most of a request's beginning is: where several have as much, the last used."""
         if self._reuse is Reuse.OFF:
             return None
-        prompt = np.asarray(request.prompt, np.int64)
-        # A causal model's last token is fed in any case: the next one is chosen by it.
-        prompt = prompt[: len(prompt) - (request.block_length == 1)]
-        unit = self._whole_rows(request) if self._reuse is Reuse.EXACT else request.block_length
+        prompt, unit = self._beginning(request)
         best = None
         for tokens, kv, kept in self._candidates(request.block_length, running):
             num_tokens = num_common(tokens, prompt) // unit * unit
             if num_tokens >= MIN_SHARED_TOKENS and (best is None or num_tokens >= best.num_tokens):
                 best = _Beginning(num_tokens, kv, kept)
         return best
+
+    def _restored(
+        self, request: Request, num_tokens: int, running: Sequence[Cached]
+    ) -> tuple[KVRange, int] | None:
+        """As `begin`, from a file that has more of the beginning than memory."""
+        if self.stored is None or self._reuse is Reuse.OFF:
+            return None
+        here = self._best_source(request, running)
+        least = MIN_SHARED_TOKENS + (0 if here is None else here.num_tokens)
+        prompt, unit = self._beginning(request)
+        while found := self.stored.find(prompt, request.block_length, unit):
+            if found.num_tokens < least:
+                break
+            kv = self._kv_cache.allocate(num_tokens)
+            try:
+                self._kv_cache.prepare(kv, found.num_tokens)
+                if self.stored.restore(found, kv):
+                    return kv, found.num_tokens
+            except BaseException:
+                self._kv_cache.free(kv)
+                raise
+            self._kv_cache.free(kv)
+        return None
+
+    def _beginning(self, request: Request) -> tuple[IntArray, int]:
+        """What may be taken over of a prompt, in multiples of how many tokens."""
+        prompt = np.asarray(request.prompt, np.int64)
+        # A causal model's last token is fed in any case: the next one is chosen by it.
+        prompt = prompt[: len(prompt) - (request.block_length == 1)]
+        is_exact = self._reuse is Reuse.EXACT
+        return prompt, self._whole_rows(request) if is_exact else request.block_length
 
     def _candidates(
         self, block_length: int, running: Sequence[Cached]
@@ -168,10 +206,3 @@ class KeptSequences:
     def _whole_rows(self, request: Request) -> int:
         """Rows of the longest pass of such a request alone, in whole blocks."""
         return self._max_rows // request.block_length * request.block_length
-
-
-def num_common(one: IntArray, other: IntArray) -> int:
-    """With how many equal tokens both begin."""
-    length = min(len(one), len(other))
-    is_different = one[:length] != other[:length]
-    return int(is_different.argmax()) if is_different.any() else length

@@ -12,6 +12,7 @@ from functools import partial
 
 from lowtide.core import Progress, Reuse, no_progress
 from lowtide.engine.device_choice import check_device, check_elastic, resolve_device
+from lowtide.engine.option_checks import check_cache
 from lowtide.engine.weight_formats import FormatWishes
 from lowtide.errors import UnsupportedError, UsageError
 from lowtide.formats.plain import SAFETENSORS_NAME
@@ -46,6 +47,9 @@ class EngineConfig:
     first step computed of everything before it, or of all but it: faster, and an approximation
     (Fast-dLLM). cache: what a request takes over of the keys and values of those before it: `on`,
     all that begins as it does; `exact`, only what gives the ids of a run that computes everything.
+    cache_dir, cache_disk: a folder of this user's own where they are also written, to be there at
+    the next start, and how much of it at most (bytes, `8GiB`, `10%` of the disk): conversations
+    lie there, for all who can read this user's files. Not on a GPU.
     format: `own` (as stored), `q8` or `q4`, with `expert_dtype` and `dense_dtype` by part: see
     `weight_formats.py`; all but `own` may change answers; or `auto` (`auto_format.py`).
     activations: `own`, or `int8`, to which rows are rounded that are multiplied with weights in q8,
@@ -93,6 +97,10 @@ class EngineConfig:
         Reuse.ON.value,
         choices=tuple(reuse.value for reuse in Reuse),
     )
+    cache_dir: str | os.PathLike[str] | None = _engine(
+        "Folder of your own where those keys also lie, conversations in the clear, for later runs."
+    )
+    cache_disk: str | int = _engine("What is kept in cache-dir at most: 8GiB, 10%.", "8GiB")
     elastic: bool = _engine("Lend the KV cache's unused memory to experts (not on a GPU).", False)
     check_weights: bool = _engine("Refuse weights that are not finite.", False)
     calibration: str | os.PathLike[str] | None = _engine("What lowtide calibrate wrote.")
@@ -126,6 +134,7 @@ class EngineConfig:
             )
         _ = self.formats  # refused now if they cannot be
         check_policy(self.policy, self.policy_options)
+        check_cache(self)
 
     @property
     def formats(self) -> FormatWishes:

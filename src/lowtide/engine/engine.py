@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from lowtide.decode.stored_sequences import StoredSequences
 from lowtide.engine.elastic import ElasticMemory
 from lowtide.engine.opening import OpenModel
 from lowtide.experts.none import NoExperts
@@ -29,6 +30,7 @@ class Engine:
     executor: HostExecutor
     pass_plans: PassPlans | None = None  # None: all passes have the plan of the largest
     elastic: ElasticMemory | None = None  # None: KV cache and slots keep what the plan gave them
+    stored: StoredSequences | None = None  # None: kept sequences are in memory alone
 
     def as_dict(self) -> dict[str, float]:
         """What it did since it was loaded, in counts, bytes and seconds."""
@@ -38,11 +40,15 @@ class Engine:
     def stop_waiting(self) -> None:
         """A pass that waits for reads fails soon. May be called on any thread."""
         self.experts.stop_waiting()
+        if self.stored is not None:
+            self.stored.stop_waiting()
 
     def close(self) -> None:
         """Ends all threads and closes the checkpoint's files."""
         self.executor.close()
         self.experts.close()
         self.reader.close()
+        if self.stored is not None:
+            self.stored.close()
         if self.elastic is not None:
             self.elastic.close()

@@ -38,6 +38,7 @@ from lowtide.model_folder.hub import has_weights, locate_model, resolve_model
 from lowtide.model_folder.hub_model import HubModel
 from lowtide.model_folder.tokenizer import Tokenizer
 from lowtide.plan import INT8_ROWS, WeightFormats, check_is_named
+from lowtide.policies.presets import substitutes
 from lowtide.reading.by_expert import with_copy
 from lowtide.reading.dense_weights import DenseWeights
 from lowtide.reading.fingerprint import fingerprint
@@ -155,6 +156,17 @@ class OpenModel:
         """Nothing is taken over where passes see the whole sequence, or compute it each time."""
         is_kept = bool(self.options.kv_cache) and not self.config.is_bidirectional
         return Reuse(self.options.cache) if is_kept else Reuse.OFF
+
+    @property
+    def changes_words(self) -> bool:
+        """Whether the policy may have other experts run than the router chose."""
+        return substitutes(self.options.policy, self.options.policy_options)
+
+    @property
+    def stores_keys(self) -> bool:
+        """Whether what is kept is written to `cache_dir`, too."""
+        is_kept = self.reuse is not Reuse.OFF and not self.changes_words
+        return is_kept and self.options.cache_dir is not None
 
     @property
     def kernels(self) -> Kernels:

@@ -5,8 +5,11 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from lowtide.config import ModelConfig
+from lowtide.config import ModelConfig, parse_size
+from lowtide.core import Reuse
+from lowtide.engine.device_choice import resolve_device
 from lowtide.errors import UnsupportedError, UsageError
+from lowtide.policies.presets import substitutes
 
 if TYPE_CHECKING:
     from lowtide.engine.config import EngineConfig
@@ -19,6 +22,19 @@ def as_reference(model: object) -> str | os.PathLike[str]:
             f"A model is a folder, a GGUF file, a hub id or a demo's name, not {model!r}."
         )
     return model
+
+
+def check_cache(options: EngineConfig) -> None:
+    """Raises UsageError for kept keys that could not be what is asked for; needs no model."""
+    if options.cache == Reuse.EXACT.value and substitutes(options.policy, options.policy_options):
+        raise UsageError(
+            "cache 'exact' gives the ids of a run that computes everything, and policy "
+            f"{options.policy!r} may change them: leave one of the two out."
+        )
+    if not parse_size(options.cache_disk, total=2**62):
+        raise UsageError("cache_disk leaves no room: give a size such as 8GiB, or no cache_dir.")
+    if options.cache_dir is not None and resolve_device(options.device) == "cuda":
+        raise UnsupportedError("cache_dir on a GPU: keys there are not written yet. Leave it out.")
 
 
 def check_without_experts(config: ModelConfig, options: EngineConfig) -> None:

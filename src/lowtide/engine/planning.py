@@ -54,7 +54,7 @@ def make_plan(opened: OpenModel) -> MemoryPlan:
         num_experts=shape.num_layers * shape.num_experts,
         residents_per_layer=residents,
         policy=preset,
-        reason="\n".join([reason, *_what_packing_saves(opened)]),
+        reason="\n".join([reason, *_what_packing_saves(opened), *_where_keys_lie(opened)]),
         device=device,
         kv_cache=opened.cache_mode.value,
         cache=opened.reuse.value,
@@ -101,6 +101,17 @@ def _what_packing_saves(opened: OpenModel) -> list[str]:
         f"Weights are rounded as they are read, {format_size(stored)} for an expert; from a folder "
         f"that lowtide pack wrote{source} it would be {format_size(kept)}."
     ]
+
+
+def _where_keys_lie(opened: OpenModel) -> list[str]:
+    """A line, where `cache_dir` is given."""
+    options = opened.options
+    if options.cache_dir is None:
+        return []
+    if opened.stores_keys:
+        return [f"Kept keys are also written to {options.cache_dir}, {options.cache_disk} at most."]
+    why = "its policy may change words" if opened.changes_words else "no keys are kept"
+    return [f"Nothing is written to {options.cache_dir}: {why}."]
 
 
 def _preset(opened: OpenModel, everything_fits: bool, has_device: bool) -> tuple[str, str]:

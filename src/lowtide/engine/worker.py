@@ -130,6 +130,7 @@ class Worker:
         self.gate = threading.RLock()
         self.is_closed = False
         self._decoder = make_decoder(engine)
+        self._stored = engine.stored
         self._waiting: deque[Asked] = deque()  # in the order in which they came
         self._jobs: list[Job[Any]] = []  # that have begun
         self._answers: dict[int, Answers] = {}  # by request, of those that have begun
@@ -189,6 +190,7 @@ class Worker:
             while not self.mailbox.empty():
                 self.mailbox.get()(self)
         unfinished: list[Asked] = [*self._answers.values(), *self._jobs, *self._waiting]
+        self._decoder.store_in(None if self._fault else self._stored)
         self._decoder.close()
         for asked in dict.fromkeys(unfinished):
             asked.fail(self._end_error())
@@ -198,6 +200,9 @@ class Worker:
         """Goes on with the same model in another state, in which nothing was computed so far."""
         self.engine = engine
         self._decoder.forget()
+        if engine.opened.changes_words:  # also those of what begins under it and ends under another
+            self._stored = None
+            self._decoder.store_in(None)
 
     def _take_charge(self) -> None:
         """Settings of this thread, for good."""
@@ -239,8 +244,10 @@ class Worker:
 
     def _step(self) -> None:
         try:
-            if self.engine.experts.observer is not None:
+            is_observed = self.engine.experts.observer is not None
+            if is_observed:
                 self._decoder.forget()  # an observer sees all rows of a request
+            self._decoder.store_in(None if is_observed else self._stored)
             with fault_found(self.engine.opened), device_pass(), self.speed.measured():
                 events = self._decoder.step()
                 if self.engine.elastic is not None:

@@ -257,6 +257,7 @@ class _Judge:
     def measure(self, group: Sequence[QualitySetting], reference: ReferenceLogits) -> None:
         """The settings of one loaded model."""
         options = opening_options(self._model, group, self._options)
+        options = {**options, "cache_dir": None}  # every setting computes everything
         with LLM(self._model, progress=self._progress, **options) as llm:
             self.plan = llm.plan
             rows = []

@@ -161,6 +161,7 @@ def verify(
     words, to be shown at every budget too. Without a context, a bidirectional model's is its text:
     only then are its passes divided at the least budget. Raises what `LLM` raises.
     """
+    options = {**options, "cache_dir": None}  # every run computes everything
     opened = open_model(model, EngineConfig(**options))
     task = _task(opened.config, prompt, max_tokens, options.get("context"))
     if is_long(len(task.text)):

@@ -1,0 +1,141 @@
+"""Writes kept sequences to files, beside passes, on a thread of its own.
+
+What is kept can go at any time: what was written of it is thrown away then.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Iterator
+from functools import partial
+from time import monotonic
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lowtide.config import format_size
+from lowtide.core import IntArray
+from lowtide.errors import StorageError
+from lowtide.files.kept_file import FileHead, KeyLayout, num_common
+from lowtide.files.stored_files import StoredFiles, file_name
+from lowtide.memory.kv_cache import KVCache, KVRange
+from lowtide.threads.daemon_pool import DaemonPool
+
+SETTLE_S = 2.0
+"""A conversation that goes on within this time is not written in between."""
+
+DRAIN_LIMIT_S = 30.0
+CLOSE_LIMIT_S = 1.0
+
+_log = logging.getLogger(__name__)
+
+
+class _Kept(NamedTuple):
+    """A sequence that is to be written, if it stays until `due_s`."""
+
+    model: bytes
+    tokens: IntArray
+    kv: KVRange
+    num_kept: int  # as `KVCache.copy_kept` is asked
+    due_s: float
+
+
+class _Gone(Exception):
+    """The range has been given to others."""
+
+
+class SequenceWriter:
+    """Owns the thread, which exists from the first sequence on."""
+
+    def __init__(
+        self, files: StoredFiles, kv_cache: KVCache, layout: KeyLayout, model_name: str
+    ) -> None:
+        self._files, self._kv_cache, self._layout = files, kv_cache, layout
+        self._model_name = model_name
+        self._thread = DaemonPool(1, "lowtide-store")
+        self._is_hurried = threading.Event()
+
+    def offer(self, model: bytes, tokens: IntArray, kv: KVRange) -> None:
+        """Has a range that was just kept written, in its turn."""
+        kept = _Kept(model, tokens, kv, kv.num_kept, monotonic() + SETTLE_S)
+        try:
+            self._thread.submit(partial(self._write_or_tell, kept))
+        except StorageError as error:
+            self._tell(error)
+
+    def drain(self) -> None:
+        """Waits until all that was offered and is kept yet is written, within `DRAIN_LIMIT_S`."""
+        self._is_hurried.set()
+        if not self._thread.drain(DRAIN_LIMIT_S):
+            self._tell(f"the disk has taken {DRAIN_LIMIT_S:g} s")
+
+    def close(self) -> bool:
+        """Ends the thread; False: it writes yet, and uses the folder."""
+        self._is_hurried.set()
+        return self._thread.close(CLOSE_LIMIT_S)
+
+    def _write_or_tell(self, kept: _Kept) -> int:
+        """Bytes that were written."""
+        self._is_hurried.wait(max(0.0, kept.due_s - monotonic()))
+        try:
+            return self._write(kept)
+        except _Gone:
+            return 0
+        except Exception as error:  # whatever it is, a request is none of its business
+            self._tell(error)
+            return 0
+
+    def _write(self, kept: _Kept) -> int:
+        files, tokens = self._files, kept.tokens
+        if not self._is_kept(kept):
+            raise _Gone
+        stored = {entry.name: head.tokens for entry, head in files.of_model(kept.model)}
+        num_shared = {name: num_common(ids, tokens) for name, ids in stored.items()}
+        for name in stored:
+            if num_shared[name] == len(tokens):  # all of it is there
+                files.folder.touch(name)
+                return 0
+        superseded = [name for name, ids in stored.items() if num_shared[name] == len(ids)]
+        num_bytes = self._layout.file_bytes(len(tokens))
+        if num_bytes > files.most_bytes:
+            raise StorageError(
+                f"{len(tokens)} tokens take {format_size(num_bytes)} of cache_disk, which is "
+                f"{format_size(files.most_bytes)}"
+            )
+        files.make_room(num_bytes, superseded)
+        head = FileHead.of(kept.model, self._model_name, tokens, files.key)
+        with files.folder.writing(file_name(kept.model, tokens)) as descriptor:
+            _write_all(descriptor, head.stored)
+            for chunk in self._chunks(kept, head):
+                _write_all(descriptor, chunk.data)
+        for name in superseded:
+            files.folder.remove(name)
+        return num_bytes
+
+    def _is_kept(self, kept: _Kept) -> bool:
+        return self._kv_cache.is_kept(kept.kv) and kept.kv.num_kept == kept.num_kept
+
+    def _chunks(self, kept: _Kept, head: FileHead) -> Iterator[NDArray[np.uint8]]:
+        """The chunks as they are stored, each good until the next. Raises _Gone."""
+        layout = self._layout
+        buffer = np.empty(layout.stored_bytes(layout.chunk_tokens), np.uint8)
+        for tokens in layout.chunks(len(kept.tokens)):
+            stored = buffer[: layout.stored_bytes(len(tokens))]
+            content = layout.content(stored, len(tokens))
+            if not self._kv_cache.copy_kept(kept.kv, kept.num_kept, tokens.start, content):
+                raise _Gone
+            layout.seal(stored, tokens, head, self._files.key)
+            yield stored
+
+    def _tell(self, reason: object) -> None:
+        text = reason.strerror if isinstance(reason, OSError) else str(reason).rstrip(".")
+        _log.warning("A conversation is not kept in %s: %s.", self._files.folder.path, text)
+
+
+def _write_all(descriptor: int, content: bytes | memoryview) -> None:
+    left = memoryview(content)
+    while left:
+        left = left[os.write(descriptor, left) :]

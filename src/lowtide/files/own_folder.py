@@ -1,0 +1,156 @@
+"""A folder of the user's own: no other user may write to it, and nothing in it is reached through a
+link or made for others to read."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from secrets import token_bytes, token_hex
+from typing import NamedTuple
+
+from lowtide.errors import StorageError, UsageError
+
+SECRET_BYTES = 32
+
+_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+_OTHERS = stat.S_IRWXG | stat.S_IRWXO
+
+
+class FolderEntry(NamedTuple):
+    """A regular file as it was when it was looked at."""
+
+    name: str
+    num_bytes: int
+    inode: int
+    used_ns: int  # when it was written or last used, since the epoch
+
+
+class OwnFolder:
+    """Owns a descriptor: whatever the folder's path comes to mean, files are in that folder.
+
+    Methods take the plain names of files and raise OSError.
+    """
+
+    def __init__(self, path: Path, is_made: bool = True) -> None:
+        """is_made: for this user alone, where there is none. Raises UsageError for a link and for a
+        folder that is another user's or that others may write to, StorageError for none."""
+        self.path = path
+        try:
+            if is_made:
+                path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        except (OSError, ValueError) as error:
+            if isinstance(error, OSError) and os.path.islink(path):
+                raise UsageError(f"{path} is a link: name the folder that it leads to.") from None
+            text = error.strerror if isinstance(error, OSError) else str(error)
+            raise StorageError(f"The folder {path} cannot be opened: {text}.") from error
+        try:
+            _check_owner(path, os.fstat(self._descriptor))
+        except UsageError:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Nothing may be asked any more."""
+        os.close(self._descriptor)
+
+    def entries(self) -> list[FolderEntry]:
+        """The regular files that are there now."""
+        # A descriptor of its own: threads that share one would share its place in the list.
+        descriptor = os.open(".", os.O_RDONLY | os.O_DIRECTORY, dir_fd=self._descriptor)
+        found = []
+        try:
+            with os.scandir(descriptor) as listed:
+                for one in listed:
+                    with suppress(FileNotFoundError):
+                        status = one.stat(follow_symlinks=False)
+                        if stat.S_ISREG(status.st_mode):
+                            numbers = status.st_size, status.st_ino, status.st_mtime_ns
+                            found.append(FolderEntry(one.name, *numbers))
+        finally:
+            os.close(descriptor)
+        return found
+
+    def open(self, name: str) -> int:
+        """A descriptor for reading; of nothing but a regular file of this user's."""
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK  # which never waits for a pipe
+        descriptor = os.open(name, flags, dir_fd=self._descriptor)
+        status = os.fstat(descriptor)
+        if stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid():
+            return descriptor
+        os.close(descriptor)
+        raise OSError(errno.EPERM, "it is no file of this user's")
+
+    @contextmanager
+    def writing(self, name: str, is_new: bool = False) -> Iterator[int]:
+        """A descriptor of a file for this user alone, which takes the place of `name` once all of
+        it is on the disk, or with `is_new` raises FileExistsError where there is one. Where this is
+        left by an exception nothing stays."""
+        draft = f"{name}.{token_hex(4)}"
+        flags, own = os.O_WRONLY | os.O_CREAT | os.O_EXCL, self._descriptor
+        descriptor = os.open(draft, flags, 0o600, dir_fd=own)
+        try:
+            yield descriptor
+            os.fdatasync(descriptor)
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            if is_new:
+                os.link(draft, name, src_dir_fd=own, dst_dir_fd=own)
+            else:
+                os.rename(draft, name, src_dir_fd=own, dst_dir_fd=own)
+        finally:
+            os.close(descriptor)
+            self.remove(draft)
+
+    def touch(self, name: str) -> None:
+        """Says that a file was used now."""
+        os.utime(name, dir_fd=self._descriptor, follow_symlinks=False)
+
+    def remove(self, name: str) -> None:
+        """Removes a file, if it is there yet."""
+        with suppress(FileNotFoundError):
+            os.unlink(name, dir_fd=self._descriptor)
+
+
+def own_secret(folder: OwnFolder, name: str) -> bytes:
+    """`SECRET_BYTES` in a file that this user alone can read, drawn when they are first asked for.
+
+    Raises StorageError for a file that is anything else.
+    """
+    path = folder.path / name
+    try:
+        try:
+            descriptor = folder.open(name)
+        except FileNotFoundError:
+            with suppress(FileExistsError), folder.writing(name, is_new=True) as draft:
+                os.write(draft, token_bytes(SECRET_BYTES))
+            descriptor = folder.open(name)
+        try:
+            secret, mode = os.pread(descriptor, SECRET_BYTES + 1, 0), os.fstat(descriptor).st_mode
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        raise StorageError(f"The key {path} cannot be used: {error.strerror}.") from error
+    if len(secret) != SECRET_BYTES or mode & _OTHERS:
+        raise StorageError(
+            f"{path} is no key of {SECRET_BYTES} bytes that this user alone can read (mode "
+            f"{stat.S_IMODE(mode):04o}): remove it, and another is drawn. What was stored under "
+            "it is not believed then."
+        )
+    return secret
+
+
+def _check_owner(path: Path, status: os.stat_result) -> None:
+    if status.st_uid != os.geteuid():
+        raise UsageError(
+            f"{path} is a folder of user {status.st_uid}, and this is user {os.geteuid()}: name "
+            "one of your own."
+        )
+    if status.st_mode & _OTHERS_WRITE:
+        raise UsageError(
+            f"Other users may write to {path} (mode {stat.S_IMODE(status.st_mode):04o}): chmod 700 "
+            "it, or name another folder."
+        )

@@ -1,0 +1,138 @@
+"""Reads chunks of kept sequences' files, directly, and checks each on the thread that read it."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import FIRST_EXCEPTION, wait
+from contextlib import suppress
+from functools import partial
+from time import monotonic
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lowtide.errors import StorageError
+from lowtide.files.array_file import Contradiction
+from lowtide.files.kept_file import BORDER_BYTES, FileHead, KeyLayout
+from lowtide.memory.arena import Arena
+from lowtide.reading.file_reader import CLOSE_LIMIT_S, NUM_READERS, Ticket
+from lowtide.threads.daemon_pool import DaemonPool
+from lowtide.threads.event import HEED_S, WAIT_LIMIT_S
+
+Place = Callable[[int, NDArray[Any]], None]
+"""Is given a chunk's first token and its keys and values, which are the reader's."""
+
+
+class ChunkReader:
+    """Owns reader threads, which exist from the first file on; one file at a time."""
+
+    def __init__(self, layout: KeyLayout, key: bytes) -> None:
+        self._layout, self._key = layout, key
+        self._threads = DaemonPool(NUM_READERS, "lowtide-kept")
+        self._is_stopped = False
+
+    def read(self, descriptor: int, head: FileHead, num_tokens: int, place: Place) -> None:
+        """Reads the chunks of a file's first `num_tokens` tokens; `place` is called on the reader
+        threads, by one at a time, with what was proved to be as it was written. Closes the file.
+
+        Raises Contradiction for what was not, OSError, and StorageError for a drive that does not
+        answer; `place` is not called any more then.
+        """
+        work = _Reading(descriptor, head, self._layout, self._key, num_tokens, place)
+        size = self._layout.stored_bytes(self._layout.chunk_tokens)
+        tickets: list[Ticket] = []
+        try:
+            buffers = Arena(NUM_READERS * size).array().reshape(NUM_READERS, size)
+            _go_direct(descriptor, buffers[0])
+            for buffer in buffers[: len(work.chunks)]:
+                tickets.append(self._threads.submit(partial(work.run, buffer)))
+            self._wait(tickets)
+        finally:
+            work.end()
+            if not wait(tickets, CLOSE_LIMIT_S).not_done:  # else a read uses it yet
+                os.close(descriptor)
+
+    def stop_waiting(self) -> None:
+        """A read that is waited for fails soon. May be called on any thread."""
+        self._is_stopped = True
+
+    def close(self) -> bool:
+        """Ends the threads; False: a read has not ended."""
+        return self._threads.close(CLOSE_LIMIT_S)
+
+    def _wait(self, tickets: list[Ticket]) -> None:
+        end_s = monotonic() + WAIT_LIMIT_S
+        while (done := wait(tickets, HEED_S, FIRST_EXCEPTION)).not_done:
+            if any(ticket.exception() for ticket in done.done):
+                break
+            if self._is_stopped or monotonic() > end_s:
+                raise StorageError("the drive has not answered")
+        for ticket in done.done:
+            ticket.result()
+
+
+class _Reading:
+    """One file, whose chunks several threads take in turn."""
+
+    def __init__(
+        self,
+        descriptor: int,
+        head: FileHead,
+        layout: KeyLayout,
+        key: bytes,
+        num_tokens: int,
+        place: Place,
+    ) -> None:
+        self._descriptor, self._head, self._layout, self._key = descriptor, head, layout, key
+        self._place = place
+        self.chunks = [c for c in layout.chunks(len(head.tokens)) if c.start < num_tokens]
+        self._next = iter(self.chunks)
+        self._gate = threading.Lock()
+        self._is_over = False
+
+    def run(self, buffer: NDArray[np.uint8]) -> int:
+        """A thread's part; the bytes that it read."""
+        num_bytes = 0
+        while not self._is_over and (tokens := self._take()) is not None:
+            stored = buffer[: self._layout.stored_bytes(len(tokens))]
+            self._pull(tokens, stored)
+            self._layout.check(stored, tokens, self._head, self._key)
+            with self._gate:
+                if not self._is_over:
+                    self._place(tokens.start, self._layout.content(stored, len(tokens)))
+            num_bytes += len(stored)
+        return num_bytes
+
+    def end(self) -> None:
+        """Nothing is placed any more."""
+        with self._gate:
+            self._is_over = True
+
+    def _take(self) -> range | None:
+        with self._gate:
+            return next(self._next, None)
+
+    def _pull(self, tokens: range, stored: NDArray[np.uint8]) -> None:
+        layout, filled = self._layout, 0
+        index = tokens.start // layout.chunk_tokens
+        start = self._head.num_bytes + index * layout.stored_bytes(layout.chunk_tokens)
+        while filled < len(stored):
+            got = os.preadv(self._descriptor, [stored[filled:].data], start + filled)
+            if not got:
+                raise Contradiction(f"it ends in its chunk {index}")
+            filled += got
+
+
+def _go_direct(descriptor: int, buffer: NDArray[np.uint8]) -> None:
+    """Has reads go past the page cache, where the file system lets them."""
+    flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
+    with suppress(OSError, AttributeError):
+        fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | os.O_DIRECT)
+        try:
+            os.preadv(descriptor, [buffer[:BORDER_BYTES].data], 0)
+        except OSError:
+            fcntl.fcntl(descriptor, fcntl.F_SETFL, flags)
