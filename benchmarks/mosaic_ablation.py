@@ -1,11 +1,11 @@
 """What each part of Mosaic gives: the longest sequence at r_p 0.5, part by part, and what it costs.
 
-Cumulative, from the official forward in torch's own allocator (b): its manager (one plan for all
-transients in one arena, results in their inputs' places, no concatenation; logits of all rows
-materialised), mask-only logits (those of masked rows, materialised), chunking (all operators and
-the head's rows divided as far as it takes), and what the paper does not have: a head whose logits
-are reduced where they were computed. Published shapes, two layers, the other layers' bytes charged
-against the cap; each measured at three lengths and continued in a straight line.
+Cumulative: its manager (one plan for all transients in one arena, results in their inputs' places,
+no concatenation; logits of all rows materialised), mask-only logits (those of masked rows,
+materialised), chunking (all operators and the head's rows divided as far as it takes), and what the
+paper does not have: a head whose logits are reduced where they were computed. All of it is planned,
+for published shapes, with all layers' bytes charged against the cap; nothing is run and no weight
+is needed. What fusing the head gains in time is measured: the head alone, by turns.
 
 Then, since a CPU has no caching allocator: what (b) and (c), compiled, would make CUDA's reserve,
 their allocations replayed by its rules, beside what is alive at most (the paper: 21.8 to 78.3%
@@ -17,28 +17,28 @@ from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Mapping
+import tempfile
+import time
+from functools import partial
 from itertools import product
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from common.arguments import add_parts, make_parser, run_script
-from common.growth import Growth
-from common.masked_memory import OURS
 from common.masked_shapes import MODELS, MaskedShape, masked_shapes, num_masked, settings_of
 from common.memory import MemoryLimit
-from common.planned_model import HeadForm, PlannedStep, StepModel
+from common.planned_model import UNDIVIDED, HeadForm, PlannedStep, StepModel
 from common.record import Recorder, say
 from common.worker import in_process
 
-MEASUREMENTS = ("longest", "reserved", "lazy")
+MEASUREMENTS = ("longest", "head", "reserved", "lazy")
 NUM_LAYERS = 2
 GIGA = 1_000_000_000
 MAX_TOKENS = 1 << 24
 TRACED = ("ported", "compiled")
 """Sides of which it is asked what CUDA's allocator would reserve."""
 
-UNDIVIDED = {"mlp": 1, "experts": 1, "attention": 1, "logits": 1}
 NO_LIMIT = MemoryLimit("none", "a step's memory is measured, not limited")
 
 
@@ -48,15 +48,20 @@ class Part(NamedTuple):
     name: str
     form: HeadForm
     is_masked_only: bool
-    chunks: str | Mapping[str, int]
-    paper: str  # what the part adds to the longest sequence there
+    is_divided: bool
+
+    def longest(self, model: StepModel, free_bytes: int, share: float) -> int:
+        """The longest sequence that there is a plan for. model: of this form; share: r_p."""
+        masked_of = partial(num_masked, prompt_share=share if self.is_masked_only else 0.0)
+        find = model.longest if self.is_divided else model.longest_whole
+        return find(free_bytes, masked_of, MAX_TOKENS)
 
 
 PARTS = (
-    Part("manager", HeadForm.ALL, False, UNDIVIDED, "+79 to 197%"),
-    Part("mask-only", HeadForm.MASKED, True, UNDIVIDED, "+89 to 114%"),
-    Part("chunking", HeadForm.MASKED, True, "most", "+221 to 673%"),
-    Part("fused reduction", HeadForm.FUSED, True, "most", "none"),
+    Part("manager", HeadForm.ALL, is_masked_only=False, is_divided=False),
+    Part("mask-only", HeadForm.MASKED, is_masked_only=True, is_divided=False),
+    Part("chunking", HeadForm.MASKED, is_masked_only=True, is_divided=True),
+    Part("fused head", HeadForm.FUSED, is_masked_only=True, is_divided=True),
 )
 
 
@@ -65,16 +70,16 @@ def main() -> None:
     settings = {
         "num_layers": NUM_LAYERS,
         "prompt_share": options.share,
-        "lengths": options.lengths,
         "traced_lengths": options.traced,
         "timed_lengths": options.timed,
         "repeats": options.repeats,
     }
     recorder = Recorder("mosaic_ablation", settings, options.out)
     for shape in masked_shapes(options.models):
-        shape.folder(NUM_LAYERS)
         if "longest" in options.parts:
             _ablate(recorder, shape, options)
+        if "head" in options.parts:
+            _time_head(recorder, shape, options)
         if "reserved" in options.parts:
             for side, num_tokens in product(options.sides, options.traced):
                 _reserve(recorder, shape, side, num_tokens)
@@ -83,60 +88,48 @@ def main() -> None:
 
 
 def _ablate(recorder: Recorder, shape: MaskedShape, options: argparse.Namespace) -> None:
-    """Growth of (b) and of every part, and the longest sequences under each cap."""
-    growths = {"ported": _growth(recorder, shape, "ported", {"side": "ported"}, options.lengths)}
-    for part in PARTS:
-        task = {
-            "side": OURS,
-            "prompt_share": options.share if part.is_masked_only else 0.0,
-            "form": part.form.value,
-            "chunks": part.chunks,
-        }
-        growths[part.name] = _growth(recorder, shape, part.name, task, options.lengths)
-    papers = {part.name: part.paper for part in PARTS}
-    for cap in options.caps:
-        free_bytes = int(cap * GIGA) - shape.weight_bytes
-        longest = {name: growth.longest(free_bytes) for name, growth in growths.items()}
-        before = longest["ported"]
-        said = [f"(b) {before}"]
-        for name, num_tokens in longest.items():
-            gain = num_tokens / max(1, before) - 1
+    """The longest sequence of every part under each cap."""
+    with tempfile.TemporaryDirectory() as folder:
+        place = shape.config_alone(NUM_LAYERS, Path(folder))
+        models = {form: StepModel(place, form=form) for form in HeadForm}
+        for cap in options.caps:
+            free_bytes = int(cap * GIGA) - shape.weight_bytes
+            longest = {
+                part.name: part.longest(models[part.form], free_bytes, options.share)
+                for part in PARTS
+            }
+            fused, most = models[HeadForm.FUSED], longest[PARTS[-1].name]
             values = {
                 "model": shape.name,
                 "cap_gb": cap,
-                "part": name,
-                "num_tokens": num_tokens,
-                "gain": gain,
-                "paper": papers.get(name),
+                "free_bytes": free_bytes,
+                "longest": longest,
+                "binding": fused.plan(most, num_masked(most, options.share), free_bytes).binding,
             }
-            recorder.write("part", values)
-            if name in papers:
-                said.append(f"{name} {num_tokens} ({gain:+.0%}; paper {papers[name]})")
-            before = num_tokens
-        say(f"{shape.name}, {cap:g} GB: " + ", ".join(said))
+            recorder.write("planned parts", values)
+            say(f"{shape.name}, {cap:g} GB: {longest}")
 
 
-def _growth(
-    recorder: Recorder,
-    shape: MaskedShape,
-    name: str,
-    task: Mapping[str, Any],
-    lengths: list[int],
-) -> Growth:
-    step_bytes: dict[int, float] = {}
-    for num_tokens in lengths:
-        settings = {
-            "shape": settings_of(shape),
-            "num_layers": NUM_LAYERS,
-            "num_tokens": num_tokens,
-            **task,
-        }
-        row = in_process("masked step", settings, NO_LIMIT, 0)
-        recorder.write("step", {"model": shape.name, "part": name, "num_tokens": num_tokens, **row})
-        step_bytes[num_tokens] = row["step_bytes"]
-    growth = Growth.through(step_bytes)
-    recorder.write("growth", {"model": shape.name, "part": name, **growth._asdict()})
-    return growth
+def _time_head(recorder: Recorder, shape: MaskedShape, options: argparse.Namespace) -> None:
+    """The head alone over masked rows, its logits materialised and not, by turns."""
+    folder = shape.folder(NUM_LAYERS)
+    models = {form: StepModel(folder, form=form) for form in (HeadForm.MASKED, HeadForm.FUSED)}
+    with torch.inference_mode(), models[HeadForm.FUSED].loaded() as engine:
+        for num_tokens in options.timed:
+            masked = num_masked(num_tokens, options.share)
+            heads = {}
+            for form, model in models.items():
+                step = PlannedStep(engine, model.plan_of(num_tokens, masked, UNDIVIDED), form)
+                heads[form.value] = step.head_alone()
+            times_s: dict[str, list[float]] = {name: [] for name in heads}
+            for turn, (name, run) in product(range(1 + options.repeats), heads.items()):
+                start_s = time.perf_counter()
+                run()
+                if turn:  # the first warms up
+                    times_s[name].append(time.perf_counter() - start_s)
+            values = {"model": shape.name, "num_tokens": num_tokens, "num_masked": masked}
+            recorder.write("head alone", {**values, "times_s": times_s})
+            say(f"{shape.name}, {num_tokens} tokens, the head alone: {times_s}")
 
 
 def _reserve(recorder: Recorder, shape: MaskedShape, side: str, num_tokens: int) -> None:
@@ -197,7 +190,6 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--sides", nargs="+", choices=TRACED, default=list(TRACED))
     parser.add_argument("--share", type=float, default=0.5, help="r_p")
     parser.add_argument("--caps", type=float, nargs="+", default=[24.0, 40.0], help="in GB")
-    parser.add_argument("--lengths", type=int, nargs="+", default=[2048, 4096, 8192])
     parser.add_argument("--traced", type=int, nargs="+", default=[2048, 8192])
     parser.add_argument("--timed", type=int, nargs="+", default=[1024, 4096])
     parser.add_argument("--repeats", type=int, default=5, help="steps of each, in turn")

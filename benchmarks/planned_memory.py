@@ -13,6 +13,7 @@ cap of 24 GB operators are not divided at these lengths; the other end is as far
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 from typing import Any
 
 from common.allocation_trace import Use, use_at_depth
@@ -20,6 +21,7 @@ from common.arguments import add_parts, make_parser, run_script
 from common.masked_memory import OURS
 from common.masked_shapes import MODELS, MaskedShape, masked_shapes, settings_of
 from common.memory import MemoryLimit
+from common.planned_model import UNDIVIDED
 from common.record import Recorder, say
 from common.worker import in_process
 
@@ -28,7 +30,6 @@ LAYERS = (2, 4)
 SLACK_BYTES = 32 << 20
 SLACK_SHARE = 0.01
 HUGE_PAGE_BYTES = 2 << 20
-UNDIVIDED = {"mlp": 1, "experts": 1, "attention": 1, "logits": 1}
 CAP_BYTES = 24_000_000_000
 PAPER_RATIO = 2.71
 NO_LIMIT = MemoryLimit("none", "a step's memory is measured, not limited")
@@ -66,7 +67,7 @@ def _compare(
     shape: MaskedShape,
     num_tokens: int,
     prompt_share: float,
-    chunks: str | dict[str, int],
+    chunks: str | Mapping[str, int],
 ) -> None:
     task = {
         "shape": settings_of(shape),

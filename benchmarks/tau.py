@@ -1,27 +1,23 @@
 """TIDE's refresh interval: every tau, the paper's choice, the simulated best and chance.
 
-TIDE's Tables 1 and 2 and Figures 1, 2, 4 and 5, in simulated time: synthetic routing with the
-shapes of LLaDA2.0-mini and LLaDA2.0-flash on TIDE's machines as its tables show them (`tide-a100`,
-`tide-h100`; what they were fitted to is no result), as alike from step to step as the paper reports
-(cosine 0.985), and recorded routing of the demo diffusion model and of a synthetic checkpoint at
-several blocks and thresholds, with experts of LLaDA2.0-mini's size. Each interval
-twice: steps that wait for what they move (the paper's Eq. 3; at tau = 1 its Mixtral-Offload
-baseline) and moves that follow behind. Misses and migrations beside the paper's formulas. Then what
-its Table 1 would be where neighbouring steps are less alike, and where every expert that comes
-sends another back, as TIDE's code does. At last what its text says of its tables and figures,
-number by number, with the experiments that may move each.
+TIDE's Tables 1 and 2 and Figures 1, 2, 4 and 5, in simulated time, on TIDE's machines within what
+such hardware can do (`tide-a100`, `tide-h100`; how far that is from what they were fitted to is
+written first). Routing is recorded: of the demo diffusion model and of a synthetic checkpoint, at
+several blocks and thresholds, with experts of LLaDA2.0-mini's size. Beside it synthetic routing
+with the shapes of LLaDA2.0-mini and LLaDA2.0-flash, which is given the cosine of neighbouring steps
+that the paper reports (0.985), and therefore says nothing about that. Each interval twice: steps
+that wait for what they move (the paper's Eq. 3; at tau = 1 its Mixtral-Offload baseline) and moves
+that follow behind. Misses and migrations beside the paper's formulas.
 """
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 from common.arguments import make_parser, run_script
-from common.published_numbers import Numbers
 from common.record import Recorder, Row, say
 from common.simulated import (
     FLASH,
@@ -33,6 +29,7 @@ from common.simulated import (
 )
 from common.synth_trace import locality_for, synth_trace
 from common.traces import Run, record_all
+from fit_profiles import TIDE_BASELINES, Shipped, tide_anchor, tide_case
 
 from lowtide.core import Costs, MoEShape
 from lowtide.lab.calibration_report import distinct_experts, step_similarity
@@ -54,19 +51,6 @@ TOKENS_PER_PASS = {"LLaDA2.0-mini": 2.6, "LLaDA2.0-flash": 3.08}  # the models' 
 SKEW = 0.5  # of the synthetic popularity: about 120 of 256 experts in a step of 32 tokens
 NUM_DRAWS = 5  # of a random tau
 SHARES = (0.125, 0.25, 0.5)
-SIMILARITIES = (SIMILARITY, 0.95)  # of the drifts
-MOVES: Mapping[str, int] = {
-    "": 1,
-    "the evicted expert is copied back": 2,
-    "copies reach a quarter of the link's rate, as from pageable memory": 4,
-}
-"""How many times as long a move takes, and why."""
-BUDGETS = (64, 128)  # of 256 experts, as in Table 2
-TABLE_2_BLOCKS = (32, 64)
-OVER_TAU_1 = 1.3  # Table 1: 1.2 to 1.4
-OVER_FIDDLER = {"LLaDA2.0-mini": 1.4, "LLaDA2.0-flash": 1.5}  # at most
-OVER_RANDOM = 1.4  # Table 2, at most
-ALIKE_AT_5 = 0.95  # Figure 1
 MODELS: Mapping[str, tuple[MoEShape, str]] = {
     "LLaDA2.0-mini": (published("llada2"), "tide-a100"),
     "LLaDA2.0-flash": (FLASH, "tide-h100"),
@@ -95,12 +79,18 @@ def main() -> None:
     settings = {"num_random": NUM_DRAWS, "similarity": SIMILARITY}
     settings["layers"] = options.layers or "all"
     recorder = Recorder("tau", settings, options.out)
+    _anchors(recorder)
     recorded = [] if options.synthetic else _recorded()
     for case in [*_synthetic(options.layers), *recorded]:
         _measure(recorder, case)
-    for similarity in SIMILARITIES:
-        _drift(recorder, similarity, options.layers)
-    _published(Numbers(recorder), TABLE_2_BLOCKS, options.layers)
+
+
+def _anchors(recorder: Recorder) -> None:
+    """What each machine has for the one number that it was fitted to."""
+    for name, published_ratio in TIDE_BASELINES.items():
+        here = tide_anchor(tide_case(name), Shipped(name))
+        row: Row = {"machine_profile": name, "published": published_ratio, "here": here}
+        recorder.write("anchor", row)
 
 
 def _synthetic(num_layers: int | None) -> list[Case]:
@@ -111,12 +101,10 @@ def _synthetic(num_layers: int | None) -> list[Case]:
     ]
 
 
-def _synthetic_case(
-    model: str, num_layers: int | None, block_length: int, similarity: float = SIMILARITY
-) -> Case:
+def _synthetic_case(model: str, num_layers: int | None, block_length: int) -> Case:
     shape, machine = MODELS[model]
     shape = shape._replace(num_layers=num_layers or shape.num_layers)
-    locality = locality_for(similarity, trace_shape(shape), block_length, SKEW)
+    locality = locality_for(SIMILARITY, trace_shape(shape), block_length, SKEW)
     num_steps = round(block_length / TOKENS_PER_PASS[model])
 
     def make(seed: int) -> Trace:
@@ -186,81 +174,6 @@ def _measure(recorder: Recorder, case: Case) -> None:
         others = replay(case.trace, hits, setting, ("lru", "fiddler", "dali", "lowtide"))
         speeds = {name: report.tokens_per_s for name, report in others.items()}
         recorder.write("others", {**facts, "residents": num_residents, **speeds})
-
-
-def _drift(recorder: Recorder, similarity: float, num_layers: int | None) -> None:
-    """The best interval over tau = 1, waiting, with moves one way and both ways."""
-    case = _synthetic_case("LLaDA2.0-mini", num_layers, 32, similarity)
-    hits, num_steps = case.trace.hits(), max(map(len, case.trace.blocks()))
-    for copies_back in (False, True):
-        costs = replace(case.costs, link_s=(1 + copies_back) * case.costs.link_s)
-        for share in SHARES:
-            num_residents = round(share * case.trace.shape.num_experts)
-            setting = make_setting(case.trace, costs, num_residents, case.known).having(waits=True)
-            seconds = [
-                simulate(case.trace, "tide", setting.having(tau=tau), hits=hits).total_s
-                for tau in range(1, num_steps + 1)
-            ]
-            row: Row = {"model": case.model, "block_length": case.block_length}
-            row |= {"similarity": similarity, "copies_back": copies_back}
-            row |= {"residents": num_residents, "best_tau": 1 + int(np.argmin(seconds))}
-            recorder.write("drift", {**row, "best_over_tau_1": seconds[0] / min(seconds)})
-
-
-class Gains(NamedTuple):
-    """What the best interval gains in one cell, waiting."""
-
-    over_tau_1: float
-    over_fiddler: float
-    over_slowest_drawn: float
-
-
-def _published(numbers: Numbers, blocks: tuple[int, ...], num_layers: int | None) -> None:
-    """TIDE's Tables 1 and 2 and Figure 1, as its text has them."""
-    for model in MODELS:
-        for similarity in SIMILARITIES:
-            cases = [_synthetic_case(model, num_layers, block, similarity) for block in blocks]
-            for told, times in MOVES.items():
-                gains = {case.block_length: _gains(case, times) for case in cases}
-                alike = "" if similarity == SIMILARITY else f"neighbours' cosine is {similarity:g}"
-                _write_gains(numbers, model, gains, ", and ".join(filter(None, (alike, told))))
-            if similarity == SIMILARITY:
-                at_5 = step_similarity(cases[0].trace.blocks(), 5)
-                of = f"{model}: cosine of hits 5 steps apart"
-                numbers.write("Figure 1", of, ALIKE_AT_5, [float(at_5.mean())])
-
-
-def _write_gains(
-    numbers: Numbers, model: str, gains: Mapping[int | None, list[Gains]], experiment: str
-) -> None:
-    """gains: of each block's budgets."""
-    first, every = gains[TABLE_2_BLOCKS[0]], [one for cells in gains.values() for one in cells]
-    over_tau_1 = [one.over_tau_1 for one in first]
-    most_over_fiddler = max(one.over_fiddler for one in first)
-    most_over_drawn = max(one.over_slowest_drawn for one in every)
-    of = f"{model} over tau = 1 (1.2 to 1.4)"
-    numbers.write("Table 1", of, OVER_TAU_1, over_tau_1, experiment=experiment)
-    of, published_most = f"{model} over Fiddler, at most", OVER_FIDDLER[model]
-    numbers.write("Table 1", of, published_most, [most_over_fiddler], experiment=experiment)
-    of = f"{model} over a random interval, at most"
-    numbers.write("Table 2", of, OVER_RANDOM, [most_over_drawn], experiment=experiment)
-
-
-def _gains(case: Case, times: int) -> list[Gains]:
-    """Of each budget; a move takes `times` as long."""
-    hits, num_steps = case.trace.hits(), max(map(len, case.trace.blocks()))
-    costs, found = replace(case.costs, link_s=times * case.costs.link_s), []
-    taus = range(1, min(num_steps, 32) + 1)
-    drawn = np.random.default_rng(0).choice(len(taus), NUM_DRAWS)
-    for budget in BUDGETS:
-        setting = make_setting(case.trace, costs, budget, case.known).having(waits=True)
-        seconds = [
-            simulate(case.trace, "tide", setting.having(tau=tau), hits=hits).total_s for tau in taus
-        ]
-        fiddler_s = simulate(case.trace, "fiddler", setting, hits=hits).total_s
-        slowest_s, best_s = max(seconds[place] for place in drawn), min(seconds)
-        found.append(Gains(seconds[0] / best_s, fiddler_s / best_s, slowest_s / best_s))
-    return found
 
 
 def _sweep(case: Case, setting: Setting, hits: np.ndarray) -> Row:

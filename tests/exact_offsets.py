@@ -7,7 +7,7 @@ from lowtide.memory.planner import Graph, Place, lowest_gap
 
 
 def least_arena_bytes(graph: Graph) -> int:
-    """Exact; for a few transients, or where first fit reaches what is alive together.
+    """Exact, and told nothing of the planner's own placement; for a few transients.
 
     Of any placement the transients in the order of their offsets, each moved down as far as it
     goes, are one by first fit that is no larger. So the best order has the best placement.
@@ -17,7 +17,7 @@ def least_arena_bytes(graph: Graph) -> int:
     for i, transient in enumerate(graph.transients):
         for other in transient.beside:
             beside[other].add(i)
-    best = graph.placement.arena_bytes
+    best = sum(sizes)  # one after the other
 
     def place(placed: dict[int, Place], last_start: int) -> None:
         nonlocal best

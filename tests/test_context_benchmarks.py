@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 
@@ -59,12 +60,16 @@ def _in_float32(folder: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_all_sides_are_the_same_function(family: str, tiny: Callable[[str], Path]) -> None:
+def test_all_sides_are_the_same_function(
+    family: str, tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # What is traced is compared; code made of the trace is torch's own matter, and takes a minute.
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     folder = tiny(family)
     config, weights = read_config_in(folder, {"torch_dtype": "float32"}), _in_float32(folder)
     token_ids = masked_sides.canvas(config, 40, 20)
     with torch.inference_mode():
-        sides = masked_sides.open_sides(config, weights, ["ported", "transformers"])
+        sides = masked_sides.open_sides(config, weights, ["ported", "transformers", "compiled"])
         answers = {name: side.step(token_ids) for name, side in sides.items()}
     with LLM(folder, dtype="float32", context=64) as llm:
         wanted = torch.softmax(llm.logits(token_ids.tolist()), dim=-1)

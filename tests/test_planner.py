@@ -162,17 +162,17 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return synth(request.param, "tiny", tmp_path_factory.mktemp("model") / request.param, seed=1)
 
 
-def test_first_fit_is_as_good_as_the_solver_on_the_models(folder: Path) -> None:
+def test_first_fit_needs_no_more_than_is_alive_together_on_the_models(folder: Path) -> None:
     for context in (64, 4096):
         graph = register(open_model(folder, EngineConfig(context=context))).graph
-        assert graph.placement.arena_bytes == least_arena_bytes(graph) == graph.least_bytes
+        assert graph.placement.arena_bytes == graph.least_bytes
 
 
 def test_the_longest_pass_is_as_well_placed(folder: Path) -> None:
     opened = open_model(folder, EngineConfig(context=64))
     if opened.config.family != "gpt_oss":  # whose windows are of causal passes
         graph = register(opened, 1111).graph
-        assert graph.placement.arena_bytes == least_arena_bytes(graph) == graph.least_bytes
+        assert graph.placement.arena_bytes == graph.least_bytes
 
 
 def statistics(model: Decoder, hidden: Tensor) -> list[Tensor]:

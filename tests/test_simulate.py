@@ -15,7 +15,7 @@ from common.synth_trace import (
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lowtide.core import Costs, Curve, MoEShape, Step, StepKind
+from lowtide.core import NO_EXPERTS, Costs, Curve, Facts, MoEShape, Moves, Step, StepKind
 from lowtide.errors import UsageError
 from lowtide.lab.calibration_report import step_similarity
 from lowtide.policies.assignment import AllFetch, AllHost, Greedy
@@ -125,13 +125,22 @@ def test_a_prefetch_arrives_while_the_layer_before_computes() -> None:
     assert report.total_s == pytest.approx(21.5)
 
 
+class _BringsOthers(Static):
+    """Has experts 6 and 7 come during the first pass, which asks for neither."""
+
+    def update(self, facts: Facts) -> Moves:
+        admit = np.array([6, 7] if facts.step.index == 0 else [], np.int64)
+        return Moves(admit, NO_EXPERTS)
+
+
 def test_the_link_serves_demand_before_moves() -> None:
-    trace = synth_trace(SHAPE, num_blocks=2, steps_per_block=4, block_length=8, num_prompt_rows=0)
-    fetch_all = Recipe(_tide_once, lambda s: AllFetch())
-    alone = Recipe(lambda s: Static.first([0] * s.num_layers, s.num_experts), lambda s: AllFetch())
-    moving = simulate(trace, fetch_all, make_setting(trace, 4))
-    still = simulate(trace, alone, make_setting(trace, 4))
-    assert moving.total_s <= still.total_s + FIXED.link_s * len(trace.passes) * SHAPE.num_layers
+    # Pass 0 fetches expert 0 from 1.5 to 11.5 and ends at 14.5; the link then brings 6, until
+    # 21.5. Pass 1 routes at 16: its fetch waits for 6, goes before 7, and is there at 31.5.
+    trace = make_trace([[[0]], [[1]]])
+    made = Recipe(lambda s: _BringsOthers([NO_EXPERTS], s.num_experts), lambda s: AllFetch())
+    report = simulate(trace, made, make_setting(trace, 2))
+    assert report.num_fetched == 2 and report.num_moved == 1
+    assert report.total_s == 31.5 + 3
 
 
 presets = sorted(CATALOGUE)

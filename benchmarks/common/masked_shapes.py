@@ -6,6 +6,7 @@ a cut model is measured, and the bytes of the layers that it lacks are charged a
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -52,6 +53,12 @@ class MaskedShape:
             say(f"Making {folder}, {num_bytes / 1e9:.1f} GB ...")
             folder.parent.mkdir(parents=True, exist_ok=True)
             write_checkpoint(self._cut(num_layers), folder)
+        return folder
+
+    def config_alone(self, num_layers: int, folder: Path) -> Path:
+        """`folder` with the model's config.json and nothing else: what planning needs."""
+        text = json.dumps(self._cut(num_layers).config)
+        (folder / "config.json").write_text(text, encoding="utf-8")
         return folder
 
     @property

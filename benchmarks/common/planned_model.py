@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 import time
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
@@ -28,7 +29,7 @@ from lowtide.engine.wiring import load
 from lowtide.kernels.row_statistics import Form, Wanted
 from lowtide.layers.batch import Batch, Segment
 from lowtide.memory.arena import Arena
-from lowtide.memory.chunking import Counts, LogitNeeds
+from lowtide.memory.chunking import OPERATOR_TILES, Counts, LogitNeeds
 from lowtide.memory.kv_cache import GRANULE_TOKENS, KVRange
 from lowtide.memory.kv_turns import KVTurns
 from lowtide.memory.pass_planner import PassPlan
@@ -37,6 +38,9 @@ from lowtide.memory.workspace import Workspace
 
 LEAST_TOKENS = 640
 """A pass of so many rows is divided into tiles."""
+
+UNDIVIDED = dict.fromkeys(OPERATOR_TILES, 1)
+"""Chunk counts where every operator takes all of its rows together."""
 
 _ASKED = LogitNeeds()
 """The arg-max and its probability alone."""
@@ -101,6 +105,18 @@ class StepModel:
             lambda num_tokens: free_bytes,
             limit,
         )
+
+    def longest_whole(
+        self, free_bytes: int, num_masked_of: Callable[[int], int], limit: int
+    ) -> int:
+        """The longest sequence whose step fits with every operator undivided; 0 without one."""
+        lengths = range(LEAST_TOKENS, limit)
+
+        def needed_bytes(num_tokens: int) -> int:
+            return self.plan_of(num_tokens, num_masked_of(num_tokens), UNDIVIDED).needed_bytes
+
+        place = bisect_right(lengths, free_bytes, key=needed_bytes)
+        return lengths[place - 1] if place else 0
 
     @contextmanager
     def loaded(self) -> Iterator[Engine]:

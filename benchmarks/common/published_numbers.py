@@ -1,4 +1,4 @@
-"""Published numbers beside those that are found here, and beside what experiments make of them."""
+"""Published numbers beside those that are found here."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from common.record import Recorder, Row, say
 
 
 class Numbers:
-    """Writes published numbers with what is found here, and what an experiment makes of them."""
+    """Writes published numbers with what is found here, all in one setting."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
@@ -23,21 +23,26 @@ class Numbers:
         published: float,
         values: Sequence[float],
         *,
-        experiment: str = "",
+        neutral: float = 1.0,
+        repeats: str = "",
         details: Mapping[str, float] = MappingProxyType({}),
     ) -> None:
-        """A mean over cases; experiment: what was otherwise, the published setting by default;
-        details: what else the row tells."""
-        here = float(np.exp(np.mean(np.log(values))))
+        """An arithmetic mean over cases, as papers have it.
+
+        neutral: the value without any effect, 1 of a ratio and 0 of an amount; repeats: the place
+        whose number is said again here; details: what else the row tells.
+        """
+        here = float(np.mean(values))
         row: Row = {"place": place, "of": of, "published": published, "here": here}
-        row |= {"arithmetic_mean": float(np.mean(values)), "num_cases": len(values)}
+        row |= {"neutral": neutral, "num_cases": len(values)}
         row |= {"least": float(min(values)), "most": float(max(values))}
+        if min(values) > 0:
+            row["geometric_mean"] = float(np.exp(np.mean(np.log(values))))
         row |= details
-        if experiment:
-            row["experiment"] = experiment
-        self._recorder.write("experiment" if experiment else "number", row)
-        told = f", {experiment}" if experiment else ""
-        say(f"{place}, {of}{told}: {here:.3f}, published {published:g}")
+        if repeats:
+            row["repeats"] = repeats
+        self._recorder.write("number", row)
+        say(f"{place}, {of}: {here:.3f}, published {published:.3g}")
 
     def fitted(self, place: str, of: str, published: float, here: float) -> None:
         """A number that the machine was fitted to: no result."""
