@@ -563,7 +563,9 @@ def test_doctor_measures_again_when_told(quick: None) -> None:
 
 
 def test_doctor_in_words(quick: None) -> None:
-    text = run("demo:diffusion")
+    short, text = run("demo:diffusion"), run("demo:diffusion", "-v")
+    assert "Runs well here: " in short or "No published model fits" in short
+    assert "memory read" not in short and text.startswith(short.partition("\n")[0])
     assert this_machine().cpu in text
     for said in ("memory read", "memory copy", "disk, sequential", "layers/s", "best repeat"):
         assert said in text
@@ -583,7 +585,7 @@ def test_doctor_says_when_repeats_disagree(monkeypatch: pytest.MonkeyPatch, quic
 def test_an_emulated_device_is_named_and_never_kept(quick: None, cache: Path) -> None:
     given = ("link_latency_us=100", "link_GBps=10", "host_slowdown=1")
     options = ["--device", "emulated", *(f"--device-option={option}" for option in given)]
-    text = run("demo:diffusion", *options)
+    text = run("demo:diffusion", *options, "-v")
     assert "emulated" in text and "fetched in" in text
     assert not (cache / "costs").exists()
 
@@ -630,7 +632,7 @@ def test_without_a_model_the_machine_is_measured(
         raise PlanError("too little memory")
 
     monkeypatch.setattr(weight_rates, "ColdWeights", none_free)
-    assert "weights was not measured: too little memory" in run()
+    assert "reading weights was not measured: too little memory" in run()
 
 
 def test_doctor_refuses_what_is_not_there() -> None:

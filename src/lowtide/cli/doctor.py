@@ -1,9 +1,9 @@
-"""`lowtide doctor`: what this machine is, and what a model's experts cost on it, measured."""
+"""`lowtide doctor`: what is wrong with this machine, what runs well on it, and its rates."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -15,15 +15,18 @@ from rich.text import Text
 from lowtide.cli.command import takes
 from lowtide.cli.opening import find_model
 from lowtide.cli.options import Settings
+from lowtide.cli.outlook import speed_text
 from lowtide.cli.report import json_line
 from lowtide.cli.screen import ProgressBars, stdout_console
 from lowtide.config import format_size
 from lowtide.option import Group
+from lowtide.plan import OWN_FORMAT
 
 if TYPE_CHECKING:
     from lowtide.hardware.machine import Machine, Rate
     from lowtide.hardware.measure import Measurements, Point
     from lowtide.hardware.timing import Timing
+    from lowtide.lab.checkup import Suggestion
     from lowtide.lab.diagnosis import Diagnosis, ExpertCosts
 
 WIDE_SPREAD = 0.5
@@ -44,11 +47,15 @@ def doctor(
     *,
     settings: Settings,
 ) -> None:
-    """Measure this machine, and what a model's experts cost on it."""
+    """Say what is wrong with this machine, if anything, and measure it; -v shows the numbers.
+
+    With MODEL also what its experts cost here, which its plans then go by.
+    """
     options, name = settings.engine_options(), settings.text("profile")
     profile = None if name is None else Path(name)
     with redirect_stdout(sys.stderr):
         folder = None if model is None else find_model(model, settings)
+        from lowtide.lab.checkup import faults, suggestion
         from lowtide.lab.doctor import diagnose
         from lowtide.lab.machine_profile import check_profile, save_profile
 
@@ -62,12 +69,48 @@ def doctor(
                 progress=progress,
                 **options,
             )
+        found, suggested = faults(diagnosis), suggestion()
     if settings.flag("json"):
-        print(json_line(diagnosis.as_dict()))
+        runs_well = suggested and suggested._asdict()
+        print(json_line({**diagnosis.as_dict(), "faults": found, "runs_well": runs_well}))
     else:
-        _print(diagnosis)
+        console = stdout_console()
+        for line in _verdict(diagnosis, found, suggested):
+            console.print(Text(line))
+        if settings.flag("verbose"):
+            _print(diagnosis)
+        else:
+            console.print("lowtide doctor -v shows what was measured.")
     if profile is not None:
         save_profile(diagnosis, profile)
+
+
+def _verdict(
+    diagnosis: Diagnosis, found: Sequence[str], suggested: Suggestion | None
+) -> Iterator[str]:
+    """What is wrong, what could not be measured, and what runs well, a line each."""
+    if not found and not diagnosis.skipped:
+        yield "Nothing is wrong with this machine."
+    if len(found) == 1:
+        yield f"To mend: {found[0]}"
+    elif found:
+        yield f"{len(found)} things to mend:"
+        yield from (f"- {fault}" for fault in found)
+    yield from (f"{name} was not measured: {reason}" for name, reason in diagnosis.skipped)
+    yield from (_wide_line(costs) for costs in diagnosis.costs if _is_wide(costs))
+    yield _suggestion_line(suggested)
+
+
+def _suggestion_line(suggested: Suggestion | None) -> str:
+    if suggested is None:
+        return (
+            "No published model fits wholly into the memory that is free: a part of its experts "
+            "will be read from disk (lowtide plan MODEL)."
+        )
+    way = "" if suggested.format == OWN_FORMAT else f" with --format {suggested.format}"
+    speed = "" if suggested.speed is None else f", {speed_text(suggested.speed)}"
+    memory = format_size(suggested.memory_bytes)
+    return f"Runs well here: {suggested.hub_id}{way}, all of it in memory ({memory}){speed}."
 
 
 def _print(diagnosis: Diagnosis) -> None:
@@ -77,10 +120,6 @@ def _print(diagnosis: Diagnosis) -> None:
     for costs in diagnosis.costs:
         console.print(_costs_table(costs))
         console.print(Text(_moves_line(costs)))
-        if costs.stored.measurements.spread > WIDE_SPREAD:
-            console.print(Text(_wide_line(costs)))
-    for name, reason in diagnosis.skipped:
-        console.print(Text(f"{name} was not measured: {reason}"))
 
 
 def machine_line(machine: Machine) -> str:
@@ -140,6 +179,10 @@ def _moves_line(costs: ExpertCosts) -> str:
         how = "direct" if measurements.is_read_direct else "through the page cache"
         parts.append(f"read in {_move(measurements, measurements.disk_read)}, {how}")
     return " · ".join(parts)
+
+
+def _is_wide(costs: ExpertCosts) -> bool:
+    return costs.stored.measurements.spread > WIDE_SPREAD
 
 
 def _wide_line(costs: ExpertCosts) -> str:

@@ -32,7 +32,8 @@ _LINES = {
     "after it.",
     "chat": "Talk with a model, turn by turn; a model without a chat template continues the text.",
     "plan": "Show what a model needs and what it would get here, and why.",
-    "doctor": "Measure this machine, and what a model's experts cost on it.",
+    "doctor": "Say what is wrong with this machine, if anything, and measure it; -v shows the "
+    "numbers.",
     "bench": "Measure the machine, then how fast a model writes; --policy takes several, by "
     "commas.",
     "verify": "Prove that budgets and policies change no token and no bit; exit 1 if they do.",
@@ -50,7 +51,7 @@ _SHARED_MODULES = {"synth": "models", "pack": "models", "pull": "models", "ls": 
 
 OWN_VERBS = {
     **{name: Known(_SHARED_MODULES.get(name, name), line, name) for name, line in _LINES.items()},
-    "run": Known("generate", "", "generate"),  # as others call them
+    "run": Known("chat", "", "run"),  # as others call them
     "list": Known("models", "", "ls"),
 }
 """By name, in the order of `--help`."""

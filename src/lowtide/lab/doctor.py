@@ -147,7 +147,7 @@ def _weight_rates(skipped: list[Skipped]) -> list[Rate]:
     try:
         return measure_weight_rates()
     except PlanError as error:
-        skipped.append(Skipped("weights", str(error)))
+        skipped.append(Skipped("reading weights", str(error)))
         return []
 
 

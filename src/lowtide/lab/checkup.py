@@ -1,0 +1,153 @@
+"""What is wrong with this machine and how to mend it, and which published model runs well on it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from lowtide.config import format_size
+from lowtide.errors import PlanError, StorageError, UnsupportedError
+from lowtide.families import families
+from lowtide.hardware import available_memory_bytes
+from lowtide.hardware.machine import Rate, disk_rate
+from lowtide.kernels.cpu.library import load_kernels
+from lowtide.lab.diagnosis import Diagnosis
+from lowtide.llm import plan_model
+from lowtide.model_folder.hub_cache import cache_folder
+from lowtide.plan import OWN_FORMAT, MemoryPlan, SpeedRange
+
+LEAST_MEMORY_BYTES = 3 << 30
+LEAST_DISK_BYTES = 5 << 30
+"""What a small model in 4 bits needs: memory that is free, and room on the disk."""
+
+SLOW_DISK_BYTES_PER_S = 5e8
+"""Below this, as hard disks and network folders are, what has to be read decides every speed."""
+
+OLDEST_TORCH = (2, 9)
+CONTEXT_TOKENS = 4096
+
+SUGGESTED = (
+    ("Qwen/Qwen3-30B-A3B", "q4"),
+    ("openai/gpt-oss-20b", OWN_FORMAT),
+    ("inclusionAI/Ling-mini-2.0", "q4"),
+    ("allenai/OLMoE-1B-7B-0924-Instruct", "q4"),
+)
+"""Hub ids and formats, the largest first: the first that fits into memory is suggested."""
+
+_NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
+
+
+class Suggestion(NamedTuple):
+    """A published model that fits wholly into free memory; speed: to expect of the processor."""
+
+    hub_id: str
+    format: str
+    memory_bytes: int
+    speed: SpeedRange | None
+
+
+def faults(diagnosis: Diagnosis) -> list[str]:
+    """What keeps models from running well, each with its remedy. Empty: nothing does."""
+    found = (
+        _without_compiler(),
+        _little_memory(diagnosis.machine.memory_bytes),
+        _little_disk(),
+        _slow_disk(diagnosis.rates),
+        None if diagnosis.machine.gpu else _unused_gpu(),
+        _old_torch(torch.__version__),
+    )
+    return [fault for fault in found if fault is not None]
+
+
+def suggestion() -> Suggestion | None:
+    """None where not even the smallest of `SUGGESTED` fits into the memory that is free."""
+    sizes = {size.hub_id: size for each in families().values() for size in each.sizes().values()}
+    for hub_id, format in SUGGESTED:
+        plan = _planned(sizes[hub_id].config, format)
+        if plan is not None and plan.budget_bytes >= plan.full_bytes:
+            speed = None if plan.prediction is None else plan.prediction.speed
+            return Suggestion(hub_id, format, plan.full_bytes, speed)
+    return None
+
+
+def _planned(config: Mapping[str, Any], format: str) -> MemoryPlan | None:
+    """The plan for all memory that is free here; None where it is too little."""
+    with tempfile.TemporaryDirectory() as name:
+        (Path(name) / "config.json").write_text(json.dumps(config), encoding="utf-8")
+        try:
+            return plan_model(name, device="cpu", format=format, context=CONTEXT_TOKENS)
+        except PlanError:
+            return None
+
+
+def _without_compiler() -> str | None:
+    try:
+        load_kernels()
+    except (StorageError, UnsupportedError) as error:
+        return f"Models run several times slower than they could, without compiled kernels. {error}"
+    return None
+
+
+def _little_memory(total_bytes: int) -> str | None:
+    free_bytes = available_memory_bytes()
+    if free_bytes >= LEAST_MEMORY_BYTES:
+        return None
+    return (
+        f"Only {format_size(free_bytes)} of {format_size(total_bytes)} of memory are free; a small "
+        f"model needs {format_size(LEAST_MEMORY_BYTES)}. Close other programs."
+    )
+
+
+def _little_disk() -> str | None:
+    """Of the disk that models are downloaded to."""
+    folder = cache_folder()
+    try:
+        present = next((each for each in (folder, *folder.parents) if each.exists()), folder)
+        free_bytes = shutil.disk_usage(present).free
+    except OSError as error:
+        reason = error.strerror or error
+        return f"{folder}, where models are kept, cannot be used: {reason}. Set HF_HOME."
+    if free_bytes >= LEAST_DISK_BYTES:
+        return None
+    return (
+        f"Only {format_size(free_bytes)} are free for models in {folder}; a small one in 4 bits "
+        f"takes {format_size(LEAST_DISK_BYTES)}. Make room, or set HF_HOME to a folder on a larger "
+        "disk."
+    )
+
+
+def _slow_disk(rates: Sequence[Rate]) -> str | None:
+    per_s = disk_rate(rates)
+    if per_s is None or per_s >= SLOW_DISK_BYTES_PER_S:
+        return None
+    return (
+        f"The disk reads {per_s / 1e9:.2f} GB/s: a model larger than memory will be slow. Keep "
+        "models on an SSD of this machine (HF_HOME names the folder)."
+    )
+
+
+def _unused_gpu() -> str | None:
+    if not _NVIDIA_DRIVER.exists():
+        return None
+    if torch.version.cuda is None:
+        return (
+            "There is an NVIDIA GPU, and the installed torch cannot use any. Install the build for "
+            "it: uv pip install --reinstall --torch-backend auto torch."
+        )
+    return (
+        "There is an NVIDIA GPU that torch cannot use. Its driver may be too old for CUDA "
+        f"{torch.version.cuda}; nvidia-smi shows which it has."
+    )
+
+
+def _old_torch(version: str) -> str | None:
+    if tuple(map(int, version.split(".")[:2])) >= OLDEST_TORCH:
+        return None
+    oldest = ".".join(map(str, OLDEST_TORCH))
+    return f"torch {version} is too old. Install {oldest} or newer."

@@ -1,0 +1,115 @@
+"""What `lowtide doctor` finds wrong with a machine, and which model it says runs well there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from lowtide.cli.doctor import _verdict
+from lowtide.errors import UnsupportedError
+from lowtide.hardware.machine import PIECES_AT_ONCE, Machine, Rate
+from lowtide.lab import checkup
+from lowtide.lab.checkup import SUGGESTED, Suggestion, faults, suggestion
+from lowtide.lab.diagnosis import Diagnosis, Skipped
+from lowtide.plan import SpeedRange
+
+GIB = 1 << 30
+
+
+def diagnosis(gpu: str | None = None, disk_bytes_per_s: float = 2e9) -> Diagnosis:
+    machine = Machine("a processor", 8, 32 * GIB, "Linux", gpu)
+    name = next(iter(PIECES_AT_ONCE))
+    rate = Rate(name, "B", disk_bytes_per_s, 0.0, disk_bytes_per_s)
+    return Diagnosis(machine, (rate,), (), ())
+
+
+@pytest.fixture(autouse=True)
+def healthy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkup, "load_kernels", lambda: None)
+    monkeypatch.setattr(checkup, "available_memory_bytes", lambda: 30 * GIB)
+    monkeypatch.setattr(checkup, "cache_folder", lambda: tmp_path / "not" / "made" / "yet")
+    monkeypatch.setattr(checkup.shutil, "disk_usage", lambda _: SimpleNamespace(free=99 * GIB))
+    monkeypatch.setattr(checkup, "_NVIDIA_DRIVER", tmp_path / "no driver")
+
+
+def test_a_machine_with_nothing_wrong() -> None:
+    assert faults(diagnosis()) == []
+    assert next(_verdict(diagnosis(), [], None)) == "Nothing is wrong with this machine."
+
+
+def test_each_fault_comes_with_its_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_compiler() -> None:
+        raise UnsupportedError("There is no C++ compiler; install one of c++, g++.")
+
+    monkeypatch.setattr(checkup, "load_kernels", no_compiler)
+    monkeypatch.setattr(checkup, "available_memory_bytes", lambda: GIB)
+    monkeypatch.setattr(checkup.shutil, "disk_usage", lambda _: SimpleNamespace(free=GIB))
+    (tmp_path / "driver").touch()
+    monkeypatch.setattr(checkup, "_NVIDIA_DRIVER", tmp_path / "driver")
+    monkeypatch.setattr(torch, "__version__", "2.8.1+cpu")
+    found = faults(diagnosis(disk_bytes_per_s=1e8))
+    said = ("install one of c++", "Close other programs", "HF_HOME", "0.10 GB/s", "GPU", "2.9")
+    assert len(found) == len(said)
+    for fault, words in zip(found, said, strict=True):
+        assert words in fault
+    lines = list(_verdict(diagnosis(), found, None))
+    assert lines[0] == "6 things to mend:" and lines[1] == f"- {found[0]}"
+    assert next(_verdict(diagnosis(), found[:1], None)) == f"To mend: {found[0]}"
+
+
+@pytest.mark.parametrize(("cuda", "said"), [(None, "--torch-backend auto"), ("13.0", "CUDA 13.0")])
+def test_a_gpu_that_torch_does_not_use(
+    cuda: str | None, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "driver").touch()
+    monkeypatch.setattr(checkup, "_NVIDIA_DRIVER", tmp_path / "driver")
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    [fault] = faults(diagnosis())
+    assert said in fault
+    assert faults(diagnosis(gpu="a GPU")) == []
+
+
+def test_a_folder_of_models_that_cannot_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    def closed(_: Any) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(checkup.shutil, "disk_usage", closed)
+    [fault] = faults(diagnosis())
+    assert "Permission denied" in fault and "HF_HOME" in fault
+
+
+@pytest.mark.parametrize(
+    ("free_gib", "hub_id"),
+    [(40, SUGGESTED[0][0]), (16, SUGGESTED[1][0]), (12, SUGGESTED[2][0]), (7, SUGGESTED[3][0])],
+)
+def test_the_largest_model_that_fits_is_suggested(
+    free_gib: int, hub_id: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from lowtide.engine import planning
+
+    monkeypatch.setattr(planning, "available_memory_bytes", lambda: free_gib * GIB)
+    found = suggestion()
+    assert found is not None and found.hub_id == hub_id and found.memory_bytes < free_gib * GIB
+
+
+def test_a_machine_that_is_too_small_for_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    from lowtide.engine import planning
+
+    monkeypatch.setattr(planning, "available_memory_bytes", lambda: GIB)
+    assert suggestion() is None
+    assert "No published model fits" in list(_verdict(diagnosis(), [], None))[-1]
+
+
+def test_what_is_said_of_a_suggestion_and_of_what_was_not_measured() -> None:
+    suggested = Suggestion("org/name", "q4", 2 * GIB, SpeedRange(10, 14, 18))
+    without_disk = Diagnosis(diagnosis().machine, (), (), (Skipped("disk", "it is full"),))
+    lines = list(_verdict(without_disk, [], suggested))
+    assert lines == [
+        "disk was not measured: it is full",
+        "Runs well here: org/name with --format q4, all of it in memory (2.0 GiB), about 14 "
+        "tokens/s (10 to 18).",
+    ]
