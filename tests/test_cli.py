@@ -21,7 +21,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 import lowtide.profiles
-from lowtide.cli import command
+from lowtide.cli import chat, command
 from lowtide.cli.answer import ask_live, has_view
 from lowtide.cli.app import app
 from lowtide.cli.command import errors_reported
@@ -700,14 +700,23 @@ def test_an_approximation_is_named_where_the_speed_is() -> None:
     assert "true, false, prefix or dual" in refused("plan", MODEL, "--kv-cache", "all")
 
 
-def test_a_terminal_without_a_prompt_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Keyboard(io.StringIO):
-        def isatty(self) -> bool:
-            return True
+class Keyboard(io.StringIO):
+    def isatty(self) -> bool:
+        return True
 
+
+def test_a_terminal_without_a_prompt_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdin", Keyboard())
     with pytest.raises(UsageError, match="no prompt"):
         read_prompt(None, None)
+
+
+def test_run_without_a_text_chats_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    talked: list[str] = []
+    monkeypatch.setattr(chat, "talk", lambda model, *_, **__: talked.append(model))
+    monkeypatch.setattr(chat, "sys", types.SimpleNamespace(stdin=Keyboard()))
+    assert run("run", MODEL).exit_code == 0 and talked == [MODEL]
+    assert run("run", MODEL, "hi").exit_code == 0 and talked == [MODEL]
 
 
 # as a program of its own

@@ -85,11 +85,14 @@ ANSWERED = {
         "lowtide generate https://huggingface",
     ),
     "a tag in the verb's place": (["org/name:Q4"], "lowtide generate org/name:Q4 'text'"),
-    "a flag in the text": (["run", DEMO, "what", "does", "-t", "do"], "behind --, or in quotes"),
+    "a flag in the text": (["run", DEMO, "what", "does", "-t", "do"], "use quotes or put it after --"),
     "ollama help": (["help", "run"], "lowtide VERB --help"),
+    "a misspelt verb": (["genrate", DEMO], "Did you mean generate?"),
+    "ollama search": (["search", "qwen"], "lowtide pull"),
+    "llama-embedding": (["embed", DEMO], "no embeddings"),
     "llama-perplexity": (["perplexity", DEMO, "-f", "wiki.raw"], "lowtide quality"),
     "ollama chat with text": (["chat", DEMO, "hello", "you"], f"generate {DEMO} 'hello you'"),
-    "transformers' value": (["run", DEMO, "hi", "--max_new_tokens=9"], "instead: --max-tokens"),
+    "transformers' value": (["run", DEMO, "hi", "--max_new_tokens=9"], "Instead: --max-tokens"),
 }
 
 

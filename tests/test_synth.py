@@ -188,6 +188,10 @@ def test_unknown_families_sizes_and_seeds(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_family_may_be_written_with_dashes(tmp_path: Path) -> None:
+    assert (synth("qwen3-moe", "tiny", tmp_path / "m") / "config.json").exists()
+
+
 @pytest.mark.parametrize("name", ["config.json", "notes.txt", "x.partial", "model.safetensors"])
 def test_a_folder_with_anything_in_it_is_refused(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_text("mine")

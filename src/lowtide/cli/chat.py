@@ -1,15 +1,25 @@
-"""`lowtide chat`: a conversation in the terminal."""
+"""`lowtide chat`: a conversation in the terminal; `lowtide run`, as others call it."""
 
 from __future__ import annotations
 
 import shlex
+import sys
 from typing import Annotated
 
 import typer
 
 from lowtide.cli.command import takes
 from lowtide.cli.conversation import Conversation
-from lowtide.cli.generate import ModelName, show_plan, show_sampling
+from lowtide.cli.generate import (
+    ANSWER_OPTIONS,
+    ModelName,
+    PromptIds,
+    PromptText,
+    Words,
+    show_plan,
+    show_sampling,
+    write_answer,
+)
 from lowtide.cli.line_editor import history_file
 from lowtide.cli.opening import open_llm
 from lowtide.cli.options import Settings
@@ -31,10 +41,32 @@ def chat(
     settings: Settings,
 ) -> None:
     """Talk with a model, turn by turn; a model without a chat template continues the text."""
-    params = settings.sampling_params()
     if words:
         one = shlex.join(["lowtide", "generate", model, " ".join(words)])
         raise UsageError(f"chat asks for text once it has begun; for one answer: {one}")
+    talk(model, settings, is_remembered=history)
+
+
+@takes(*ANSWER_OPTIONS)
+def run(
+    model: ModelName,
+    words: Words = None,
+    prompt: PromptText = None,
+    prompt_ids: PromptIds = None,
+    *,
+    settings: Settings,
+) -> None:
+    """Write one answer, as generate does; without a text, on a terminal, chat."""
+    is_asked = bool(words) or prompt is not None or prompt_ids is not None
+    if is_asked or not sys.stdin.isatty():
+        write_answer(model, words, prompt, prompt_ids, settings)
+    else:
+        talk(model, settings, is_remembered=True)
+
+
+def talk(model: str, settings: Settings, is_remembered: bool) -> None:
+    """A conversation until its user leaves. is_remembered: what is typed is kept for next time."""
+    params = settings.sampling_params()
     if settings.flag("json"):
         raise UsageError("chat prints text; for one JSON object use generate --json.")
     if params.n > 1:
@@ -52,5 +84,5 @@ def chat(
         turns = Turns(has_template, settings.text("system"), think)
         show_plan(llm, model, settings)
         show_sampling(llm, params, settings)
-        kept = history_file() if history else None
+        kept = history_file() if is_remembered else None
         Conversation(llm, params, turns, stdout_console(), stderr_console(), kept).run()

@@ -18,7 +18,7 @@ from typing import Annotated, TextIO
 
 import typer
 
-from lowtide.cli import EXIT_INTERRUPTED
+from lowtide.cli import EXIT_INTERRUPTED, EXIT_USAGE
 from lowtide.cli.options import OPTIONS, Settings, resolve
 from lowtide.cli.screen import printable, stderr_console
 from lowtide.errors import ConfigError, LowtideError, UsageError
@@ -27,7 +27,6 @@ from lowtide.option import Group, Kind, Option
 _WRITE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 EXIT_FAILURE = 1
-EXIT_USAGE = 2
 EXIT_BROKEN_PIPE = 128 + 13
 
 Verb = Callable[..., None]

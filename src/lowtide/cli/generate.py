@@ -45,9 +45,19 @@ ModelName = Annotated[
         metavar="MODEL",
     ),
 ]
-
-
-@takes(
+Words = Annotated[
+    list[str] | None,
+    typer.Argument(help="What to answer, as by -p; quotes may be left out.", metavar="TEXT"),
+]
+PromptText = Annotated[
+    str | None,
+    typer.Option("-p", "--prompt", help="What to answer; - reads standard input."),
+]
+PromptIds = Annotated[
+    str | None,
+    typer.Option(help='Token ids in place of text: "5 17 3".', metavar="IDS", hidden=True),
+]
+ANSWER_OPTIONS = (
     Group.PROMPT,
     Group.ENGINE,
     Group.HUB,
@@ -56,24 +66,29 @@ ModelName = Annotated[
     Group.RECORD,
     Group.OUTPUT,
 )
+
+
+@takes(*ANSWER_OPTIONS)
 def generate(
     model: ModelName,
-    words: Annotated[
-        list[str] | None,
-        typer.Argument(help="What to answer, as by -p; quotes may be left out.", metavar="TEXT"),
-    ] = None,
-    prompt: Annotated[
-        str | None,
-        typer.Option("-p", "--prompt", help="What to answer; - reads standard input."),
-    ] = None,
-    prompt_ids: Annotated[
-        str | None,
-        typer.Option(help='Token ids in place of text: "5 17 3".', metavar="IDS", hidden=True),
-    ] = None,
+    words: Words = None,
+    prompt: PromptText = None,
+    prompt_ids: PromptIds = None,
     *,
     settings: Settings,
 ) -> None:
     """Write one answer; standard error has a line on the plan before it, the speed after it."""
+    write_answer(model, words, prompt, prompt_ids, settings)
+
+
+def write_answer(
+    model: str,
+    words: list[str] | None,
+    prompt: str | None,
+    prompt_ids: str | None,
+    settings: Settings,
+) -> None:
+    """Answers the text that was given, in words, by -p, in ids or on standard input."""
     params = settings.sampling_params()
     text = " ".join(words) if words else None
     if text is not None and prompt is not None:

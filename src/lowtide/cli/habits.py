@@ -2,35 +2,41 @@
 
 from __future__ import annotations
 
+import difflib
 import shlex
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
+import typer
 from typer.core import TyperCommand, TyperGroup
 
-from lowtide.errors import UsageError
+from lowtide.cli import EXIT_USAGE
 
 _MODEL = "the model is the first argument, a folder or a hub id: lowtide generate MODEL"
 _PLANNED = "--gpu-memory SIZE: what fits is placed expert by expert"
 _CONTEXT = "--context TOKENS"
 _MAX_TOKENS = "--max-tokens TOKENS"
-_THREADS = "every core that there is computes; taskset bounds them"
+_THREADS = "all cores are used; taskset limits them"
 
 VERBS = {
-    "convert": "nothing has to be: models run from Hugging Face folders and GGUF files",
+    "completion": "lowtide --help and lowtide VERB --help; shells complete nothing",
+    "convert": "models run from Hugging Face folders and GGUF files as they are",
     "download": "lowtide pull ORG/NAME",
+    "embed": "lowtide only writes text; it has no embeddings",
     "help": "lowtide --help, or lowtide VERB --help",
     "perplexity": "lowtide quality MODEL --text FILE",
     "ps": "nothing runs in the background; lowtide ls lists the models that are here",
     "quantize": "lowtide generate MODEL --format q4 'text' rounds weights as they are read",
     "rm": "models are folders and the hub's cache: delete what lowtide ls names",
+    "search": "find a model on the hub's pages, then lowtide pull ORG/NAME",
     "serve": "there is no server yet; from Python, AsyncLLM answers many at once",
     "show": "lowtide plan MODEL",
     "version": "lowtide --version",
 }
-"""The ten commonest verbs of other programs that are none here."""
+"""Common verbs of other programs that are none here."""
 
 FLAGS = {
+    "--ctx": _CONTEXT,
     "--ctx-size": _CONTEXT,
     "-c": _CONTEXT,
     "--gpu-memory-utilization": "--gpu-memory 90%",
@@ -41,13 +47,14 @@ FLAGS = {
     "--n-gpu-layers": _PLANNED,
     "-ngl": _PLANNED,
     "--n-predict": _MAX_TOKENS,
+    "--num-ctx": _CONTEXT,
     "-n": f"{_MAX_TOKENS} (--n is for several answers)",
     "--temp": "--temperature NUMBER",
     "--threads": _THREADS,
     "-t": _THREADS,
     "--trust-remote-code": "no code of a model's repository is ever run; leave it out",
 }
-"""The ten commonest flags of other programs that are none here, some with a short form."""
+"""Common flags of other programs that are none here."""
 
 
 class Verb(TyperCommand):
@@ -59,7 +66,7 @@ class Verb(TyperCommand):
         args = [_dashed(arg, known) for arg in args]
         for name in _names(args, known):
             if name not in known and (line := _other_flag(name)):
-                _answer(name, f"{line} (a word of the text stands behind --, or in quotes)")
+                _answer(name, f"{line} (if it is part of the text, use quotes or put it after --)")
         return super().parse_args(ctx, args)
 
 
@@ -82,19 +89,25 @@ class Verbs(TyperGroup):
             _answer(cmd_name, VERBS[cmd_name])
         if found is None and _is_model(cmd_name):
             model = shlex.quote(cmd_name)
-            _answer(cmd_name, f"lowtide generate {model} 'text', or lowtide chat {model}")
+            ways = f"lowtide generate {model} 'text', or lowtide chat {model}"
+            _refuse(f"A verb comes first: {ways}.")
+        if found is None:
+            near = difflib.get_close_matches(cmd_name, self.commands, n=1)
+            meant = f" Did you mean {near[0]}?" if near else ""
+            _refuse(f"There is no verb {cmd_name}.{meant} lowtide --help lists all.")
         return found
 
 
 def _answer(name: str, line: str) -> None:
-    _refuse(f"{name} is not known here; instead: {line}.")
+    _refuse(f"There is no {name} here. Instead: {line}.")
 
 
 def _refuse(message: str) -> None:
-    from lowtide.cli.command import errors_reported
+    """Ends the program as `errors_reported` does, which would import what options need."""
+    from lowtide.cli.screen import printable, stderr_console
 
-    with errors_reported():
-        raise UsageError(message)
+    stderr_console().print(f"lowtide: {printable(message)}")
+    raise typer.Exit(EXIT_USAGE)
 
 
 def _own_flags() -> frozenset[str]:

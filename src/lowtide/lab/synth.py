@@ -38,9 +38,10 @@ def synth(
 ) -> Path:
     """Writes a checkpoint of a family with random weights into the folder `out`; returns that.
 
-    size: a key of the family's `sizes`. Raises UsageError for an unknown family or size, and all
-    else as `write_checkpoint` does.
+    family: a name, also with dashes for underscores. size: a key of its `sizes`. Raises UsageError
+    for an unknown family or size, and all else as `write_checkpoint` does.
     """
+    family = family.replace("-", "_")
     if family not in families():
         raise UsageError(f"There is no family {family!r} to make; choose {', '.join(families())}.")
     sizes = families()[family].sizes()
