@@ -24,7 +24,7 @@ from lowtide import LLM, AsyncLLM, DiffusionParams, SamplingParams, plan_model
 from lowtide.answers.completion import Completion, Usage
 from lowtide.answers.progress_line import FIRST_AFTER_S, ProgressLine
 from lowtide.decode.intake import sample_seed
-from lowtide.decode.request import Committed, Finished
+from lowtide.decode.request import Committed, Draft, Finished
 from lowtide.engine.config import EngineConfig
 from lowtide.errors import LowtideError, PlanError, UsageError
 from lowtide.params import with_keywords
@@ -268,6 +268,10 @@ def test_long_answers_and_answers_without_text_are_shown_short() -> None:
     assert len(text) < 100 and "..." in text
     ids = repr(Completion(list(range(100)), "", "stop", usage))
     assert ids == "Completion([0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, ...], 100 tokens, stop)"
+    draft = Draft(0, 32, (7,) * 32, (True,) * 12 + (False,) * 20, 3)
+    assert repr(draft) == "Draft(request 0, block at 32, 12 of 32 masked)"
+    assert repr(Committed(0, (1, 2), text="hi")) == "Committed(request 0, 2 tokens, 'hi')"
+    assert repr(Finished(0, (1, 2), "stop", 2)) == "Finished(request 0, 2 tokens, stop, '')"
 
 
 def test_progress_is_a_line_that_is_gone_at_the_end() -> None:
@@ -334,6 +338,15 @@ def test_progress_is_shown_on_a_terminal_and_in_no_file(
 def test_everything_that_is_raised_is_a_lowtide_error() -> None:
     with pytest.raises(LowtideError):
         LLM("no/such/model", offline=True)
+    for name, said in (
+        ("temperture", "Did you mean temperature"),
+        ("max_new_tokens", "called max_tokens here"),
+        ("steps", r"diffusion=DiffusionParams\(steps=...\)"),
+    ):
+        with pytest.raises(LowtideError, match=f"SamplingParams has no field .*{said}"):
+            SamplingParams(**{name: 3})  # type: ignore[arg-type]
+    with pytest.raises(LowtideError, match="Did you mean steps"):
+        DiffusionParams(step=3)  # type: ignore[call-arg]
     assert json.dumps(lowtide.__version__)
 
 

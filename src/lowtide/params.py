@@ -7,6 +7,7 @@ published default. Imports no torch, so that a wrong flag is refused at once.
 from __future__ import annotations
 
 import difflib
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
@@ -35,6 +36,26 @@ _denoising = partial(option, Group.DIFFUSION)
 _sampling = partial(option, Group.SAMPLING)
 
 
+def _knows_its_fields(made: Any) -> Any:
+    """Has a dataclass refuse an unknown field with UsageError, and say what may be meant."""
+    init = made.__init__
+
+    @functools.wraps(init)
+    def checked(self: object, *values: object, **given: object) -> None:
+        known = field_names(made)
+        unknown = next((name for name in given if name not in known), None)
+        if unknown is not None:
+            inner = field_names(DiffusionParams)
+            elsewhere = {name: f"diffusion=DiffusionParams({name}=...)" for name in inner}
+            way_out = hint(unknown, known, {**ELSEWHERE, **elsewhere})
+            raise UsageError(f"{made.__name__} has no field {unknown!r}. {way_out}")
+        init(self, *values, **given)
+
+    made.__init__ = checked
+    return made
+
+
+@_knows_its_fields
 @dataclass(frozen=True, slots=True)
 class DiffusionParams:
     """How a diffusion model fills its blocks. `None` means the family's published default.
@@ -95,6 +116,7 @@ AUTOREGRESSIVE_ONLY = ("repetition_penalty", "presence_penalty", "frequency_pena
 """Fields of `SamplingParams` that mean nothing where tokens are not written one by one."""
 
 
+@_knows_its_fields
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """One request's wishes.

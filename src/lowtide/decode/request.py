@@ -93,7 +93,7 @@ class Prefill(NamedTuple):
         return ""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Draft:
     """The active block after a denoising pass. Masked positions hold the mask id."""
 
@@ -108,8 +108,12 @@ class Draft:
         """None of it is final."""
         return ""
 
+    def __repr__(self) -> str:
+        masked = f"{sum(self.is_masked)} of {len(self.tokens)} masked"
+        return f"Draft(request {self.request}, block at {self.block_start}, {masked})"
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(frozen=True, slots=True, repr=False)
 class Committed:
     """New tokens of the answer that will not change any more; `logprobs` for each, if asked.
 
@@ -122,8 +126,11 @@ class Committed:
     logprobs: tuple[TokenLogprobs, ...] = ()
     text: str = ""
 
+    def __repr__(self) -> str:
+        return f"Committed(request {self.request}, {len(self.tokens)} tokens, {self.text!r})"
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(frozen=True, slots=True, repr=False)
 class Finished:
     """A request's last event: the whole answer, and why it ends ("stop" or "length").
 
@@ -138,6 +145,10 @@ class Finished:
     logprobs: tuple[TokenLogprobs, ...] = ()
     receipt: Receipt | None = None  # what a policy that may change words did to them
     text: str = ""
+
+    def __repr__(self) -> str:
+        ends = f"{len(self.token_ids)} tokens, {self.finish_reason}"
+        return f"Finished(request {self.request}, {ends}, {self.text!r})"
 
 
 Event = Prefill | Draft | Committed | Finished
