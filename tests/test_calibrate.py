@@ -439,6 +439,7 @@ def test_the_command(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     shown = CliRunner().invoke(app, [*arguments, "--out", str(out)])
     assert shown.exit_code == 0 and out.exists()
     assert "residual gate" in shown.stdout and "previous step" in shown.stdout
+    assert "which experts of" in shown.stdout and f"--calibration {out}" in shown.stdout
     replay = ["simulate", str(llm_trace), "--calibration", str(out), "--presets", "dali,fiddler"]
     result = CliRunner().invoke(app, [*replay, "--json"])
     assert result.exit_code == 0, result.stderr

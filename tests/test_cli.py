@@ -483,6 +483,7 @@ def test_ls_lists_what_is_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     model = hub.LocalModel("org/name", "0123456789abcdef", 3 * MIB, tmp_path, False)
     monkeypatch.setattr(hub, "list_models", lambda: [model])
     assert "(incomplete)" in run("ls").stdout
+    assert str(tmp_path) in run("ls").stdout  # however long: nothing is cut on a pipe
     [row] = json.loads(run("ls", "--json").stdout)["models"]
     assert row["name"] == "org/name" and row["num_bytes"] == 3 * MIB
 

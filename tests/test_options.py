@@ -55,6 +55,7 @@ def test_engine_options_leave_out_what_was_not_given() -> None:
         ("host_memory", "80%", "80%"),
         ("host_memory", "123456", "123456"),
         ("threshold", "0.5", 0.5),
+        ("context", "8k", 8192),
         ("ignore_eos", False, False),
         ("kv_cache", "false", False),
         ("kv_cache", "on", True),

@@ -248,6 +248,7 @@ def test_the_command_prints_a_table_an_object_and_a_picture(tmp_path: Path) -> N
     table = run(*common, "--repeats", "1", "--max-tokens", "4")
     assert table.exit_code == 0, table.output
     assert "perplexity" in table.stdout and "tide, residents=0.5" in table.stdout
+    assert table.stdout.startswith("tide, residents=0.5 agrees with auto on 100% of tokens; ")
 
 
 def test_a_text_of_one_huge_line_is_scored_and_one_beyond_the_limit_is_not(

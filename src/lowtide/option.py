@@ -237,7 +237,8 @@ def _integer(raw: object) -> int:
     if isinstance(raw, int) and not isinstance(raw, bool):
         return raw
     try:
-        return int(_text(raw))
+        text = _text(raw)
+        return int(text[:-1]) << 10 if text[-1] in "kK" else int(text)  # 8k is 8,192
     except ValueError:
         raise ValueError(f"expected an integer, not {shown(raw)}") from None
 

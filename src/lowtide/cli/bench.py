@@ -121,6 +121,7 @@ def _object(model: str, repeats: int, ceilings: Ceilings, result: Result) -> dic
 
 def _print(model: str, repeats: int, ceilings: Ceilings, result: Result) -> None:
     console = stdout_console()
+    console.print(Text(_sentence(result, model)))
     console.print(machine_line(ceilings.machine))
     console.print(rates_table(ceilings.rates))
     for name, reason in ceilings.skipped:
@@ -132,6 +133,22 @@ def _print(model: str, repeats: int, ceilings: Ceilings, result: Result) -> None
     console.print(_table(title, result.runs, has_experts))
     for line in _notes(result, model):
         console.print(Text(line))
+
+
+def _sentence(result: Result, model: str) -> str:
+    """How fast the model writes here, under the fastest of the policies."""
+    ran = [run for run in result.runs if run.turns]
+    if not ran:
+        return f"{model} cannot run like this."
+    best = max(ran, key=lambda run: run.tokens_per_s.median)
+    median, *ends = (per_second(number) for number in best.tokens_per_s)
+    told = f"{model} writes {median} tokens/s here ({ends[0]} to {ends[1]})"
+    if len(ran) > 1:
+        told += f" under {best.preset.label}, the fastest of {len(ran)} policies"
+    resident, num_experts = sum(result.plan.residents_per_layer), result.plan.num_experts
+    if num_experts:
+        told += f", with {resident / num_experts:.0%} of its experts in memory"
+    return f"{told}."
 
 
 def _title(model: str, repeats: int, result: Result) -> str:
@@ -185,10 +202,7 @@ def _notes(result: Result, model: str) -> list[str]:
     elif not result.is_budget_given:
         notes.append("No budget was given: half of the experts is resident.")
     if plan.gpu is None and plan.num_experts:
-        notes.append(
-            "One processor: policies differ in what they keep; assignment and prefetch had "
-            "nothing to decide."
-        )
+        notes.append("Without a GPU policies differ only in which experts they keep in memory.")
     if plan.device == "emulated":
         notes.append(
             "The device is emulated: speeds are those of scaled time; a higher --device-option "

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from rich.table import Table
+from rich.text import Text
 
 from lowtide.cli.command import takes
 from lowtide.cli.generate import ModelName
@@ -66,9 +67,19 @@ def calibrate(
         told = {**files, "machine": machine, **as_object(calibration, budgets)}
         print(json_line(told if buddies is None else {**told, "buddies": describe(buddies)}))
         return
+    stdout_console().print(Text(_sentence(model, settings.text("out"))))
     _show(calibration, budgets, machine)
     for written in (path, *plots):
         stdout_console().print(f"wrote {written}")
+
+
+def _sentence(model: str, out: str | None) -> str:
+    """What a calibration is good for."""
+    when = "from now on" if out is None else f"given --calibration {out}"
+    return (
+        f"lowtide has learned which experts of {model} this text uses: {when}, policies choose by "
+        "that what to keep in memory (auto may choose another one), and answers stay the same."
+    )
 
 
 def _show(calibration: Calibration, budgets: Sequence[Budget], machine: str) -> None:
@@ -134,7 +145,7 @@ def _gate_table(calibration: Calibration) -> Table:
 
 
 def _budget_table(budgets: Sequence[Budget], num_experts: int, machine: str) -> Table:
-    table = Table(title=f"refresh intervals, {machine}", title_justify="left")
+    table = Table(title=f"refresh intervals (tau) of policy tide on {machine}", title_justify="left")
     for name in ("residents", "drift", "missed, tau 1", "tau 4", "tau by paper", "by simulation"):
         table.add_column(name, justify="right")
     for budget in budgets:

@@ -130,7 +130,8 @@ def ls(*, settings: Settings) -> None:
         return
     table = Table()
     for column in ("model", "revision", "size", "path"):
-        table.add_column(column, justify="right" if column == "size" else "left")
+        is_size = column == "size"
+        table.add_column(column, justify="right" if is_size else "left", overflow="fold")
     for m in models:
         size = format_size(m.num_bytes) + ("" if m.is_complete else " (incomplete)")
         table.add_row(m.name, m.revision[:12], size, str(m.path))

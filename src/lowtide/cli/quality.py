@@ -220,9 +220,31 @@ def _work(
 
 def _print(model: str, report: QualityReport) -> None:
     console = stdout_console()
+    if sentence := _sentence(report):
+        console.print(Text(sentence))
     console.print(_table(model, report))
     for line in _notes(report):
         console.print(Text(line))
+
+
+def _sentence(report: QualityReport) -> str:
+    """How often the settings choose the token of the first one, and what they lose by it."""
+    reference, *others = report.rows
+    found = [(row.setting.label, row.comparison) for row in others if row.comparison is not None]
+    if not found:
+        return ""
+    who = f"{found[0][0]} agrees" if len(found) == 1 else f"These {len(found)} settings agree"
+    agreed = _range([compared.agreement.mean for _, compared in found], "{:.0%}")
+    lost = _range([compared.loss_difference.mean for _, compared in found], "{:+.3f}")
+    return (
+        f"{who} with {reference.setting.label} on {agreed} of tokens; the loss of a token changes "
+        f"by {lost} nats."
+    )
+
+
+def _range(values: Sequence[float], form: str) -> str:
+    least, most = form.format(min(values)), form.format(max(values))
+    return least if least == most else f"{least} to {most}"
 
 
 def _table(model: str, report: QualityReport) -> Table:
@@ -297,7 +319,8 @@ def _notes(report: QualityReport) -> list[str]:
     rows = report.rows
     notes = [f"{row.setting.label} cannot run: {row.reason}" for row in rows if row.reason]
     notes.append(
-        f"Against {rows[0].setting.label}; *: no other is as good at both and better at one."
+        f"Against {rows[0].setting.label}; * = best trade-off: no other setting beats it on both "
+        "speed and loss."
     )
     sample = report.sample
     if sample is not None:

@@ -17,8 +17,8 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-FILE_WIDTH = 120
-"""Columns of a table that is not shown on a terminal."""
+FILE_WIDTH = 1000
+"""Columns that a table may have which is not shown on a terminal: nothing is cut or broken."""
 
 # A model's text must not move the cursor or retitle the window of its reader.
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
