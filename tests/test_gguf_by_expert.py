@@ -145,7 +145,7 @@ def test_a_slot_is_as_large_as_the_largest_expert(tmp_path: Path) -> None:
     assert plan.host.slot_bytes == weights // 256 * (144 + 144 + 210) + 64  # and which it is
     assert plan.formats.experts == "Q4_K, Q6_K"
     assert plan_model(path, expert_dtype="bfloat16").host.slot_bytes == 3 * weights * 2
-    with pytest.raises(UnsupportedError, match="Q[46]_K, which was rounded already"):
+    with pytest.raises(UnsupportedError, match="Q[46]_K, which is rounded already"):
         plan_model(path, expert_dtype="q4")
 
 

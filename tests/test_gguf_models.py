@@ -240,7 +240,7 @@ def test_the_command_line_takes_a_file(tmp_path: Path) -> None:
     for command in commands:
         result = CliRunner().invoke(app, command)
         assert result.exit_code == 0, result.output
-    with pytest.raises(UnsupportedError, match="Q4_K, which was rounded already"):
+    with pytest.raises(UnsupportedError, match="Q4_K, which is rounded already"):
         plan_model(path, format="q4")
 
 

@@ -148,7 +148,7 @@ def test_help_has_the_common_options_and_help_all_has_all() -> None:
     shown, everything = run("generate", "--help").stdout, run("generate", "--help-all").stdout
     own = [option for option in OPTIONS if f"{option.flag} " in everything]
     assert 40 < len(own) and all(f"{o.flag} " in shown for o in own if o.is_common)
-    assert sum(option.is_common for option in own) == 10  # and -p makes eleven
+    assert sum(option.is_common for option in own) == 11  # and -p makes twelve
     assert not [o.flag for o in own if not o.is_common and f" {o.flag} " in shown]
     for verb in ("plan", "chat", "bench", "verify", "calibrate", "quality"):
         assert "--help-all" in run(verb, "--help").stdout

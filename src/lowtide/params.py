@@ -92,21 +92,37 @@ class DiffusionParams:
         is; otherwise the block is finished first.
     """
 
-    block_length: int | None = _denoising("Tokens denoised together.", low=1)
+    block_length: int | None = _denoising("Tokens that are filled in together.", low=1)
     steps: int | None = _denoising(
-        "Denoising steps, per block (LLaDA2) or in all (LLaDA, Dream).", low=1
+        "Steps to fill a block (LLaDA2) or all of an answer (LLaDA, Dream); fewer are faster.",
+        low=1,
     )
-    threshold: float | None = _denoising("Probability that writes a token.", high=1)
+    threshold: float | None = _denoising(
+        "Write a token once the model is so sure of it, such as 0.9; less is faster.", high=1
+    )
     remasking: str | None = _denoising(
-        f"Which wait: {', '.join(REMASKING_RULES)}.", choices=REMASKING_RULES
+        f"Rule by which a step chooses the tokens it writes: {', '.join(REMASKING_RULES)}.",
+        choices=REMASKING_RULES,
     )
-    edit_threshold: float | None = _denoising("Probability that replaces a token.", high=1)
-    max_post_steps: int | None = _denoising("Editing passes over a full block.")
-    cfg_scale: float | None = _denoising("Classifier-free guidance.", high=1e4)
-    eos_early_stop: bool | None = _denoising("Stop inside a block at its end.")
-    eps: float | None = _denoising("Where Dream's schedule ends (0.001).", low=1e-9, high=0.999)
-    alg_temp: float | None = _denoising("Temperature of Dream's choice of positions.", high=1e4)
-    factor: float | None = _denoising("How bold the factor rule is (1).", high=1e4)
+    edit_threshold: float | None = _denoising(
+        "Replace a written token once another one is so likely (LLaDA2.1).", high=1
+    )
+    max_post_steps: int | None = _denoising("Passes that may still edit a block that is full.")
+    cfg_scale: float | None = _denoising(
+        "Guidance: how strongly the prompt counts; above 0 each pass costs double.", high=1e4
+    )
+    eos_early_stop: bool | None = _denoising(
+        "Stop where the text ends; do not fill the rest of the block."
+    )
+    eps: float | None = _denoising(
+        "Dream: where its schedule of steps ends; unset: 0.001.", low=1e-9, high=0.999
+    )
+    alg_temp: float | None = _denoising(
+        "Dream: temperature of drawing which positions are written; 0 takes the surest.", high=1e4
+    )
+    factor: float | None = _denoising(
+        "Rule factor: more writes more tokens at once, less surely; unset: 1.", high=1e4
+    )
 
     def __post_init__(self) -> None:
         check_options(self)
@@ -144,30 +160,44 @@ class SamplingParams:
     """
 
     max_tokens: int | None = _sampling(
-        "New tokens at most (what the context leaves).", low=1, is_common=True
+        "Longest answer in tokens; unset: all that the context leaves.", low=1, is_common=True
     )
     temperature: float | None = _sampling(
-        "0 takes the likeliest token, always (the model's own).", high=100, is_common=True
+        "How freely tokens are drawn: 0 always takes the likeliest; unset: the model's own.",
+        high=100,
+        is_common=True,
     )
     top_k: int | None = _sampling("Draw only from the k likeliest tokens.", low=1)
     top_p: float | None = _sampling(
-        "Draw only from the least set with this mass.", low=1e-6, high=1
+        "Draw only from the likeliest tokens that together have this probability, such as 0.9.",
+        low=1e-6,
+        high=1,
     )
-    min_p: float | None = _sampling("Draw only what is this share as likely as any.", high=1)
+    min_p: float | None = _sampling(
+        "Draw no token below this share of the likeliest one's probability, such as 0.05.", high=1
+    )
     repetition_penalty: float | None = _sampling(
-        "Above 1 discourages what was said (1).", low=0.01, high=100
+        "Above 1, makes tokens that are in prompt or answer already less likely; 1 is off.",
+        low=0.01,
+        high=100,
     )
-    presence_penalty: float | None = _sampling("Off the logit of tokens used (0).", low=-2, high=2)
-    frequency_penalty: float | None = _sampling("The same for each use (0).", low=-2, high=2)
-    seed: int | None = _sampling("Equal seeds give equal results (0).", high=MAX_SEED)
-    stop: str | Sequence[str] | None = _sampling("Text that ends the answer.", ())
-    ignore_eos: bool = _sampling("Go on after the end-of-text token.", False)
+    presence_penalty: float | None = _sampling(
+        "Above 0, makes tokens that are in the answer already less likely; 0 is off.",
+        low=-2,
+        high=2,
+    )
+    frequency_penalty: float | None = _sampling(
+        "The same for each time that they are in it; 0 is off.", low=-2, high=2
+    )
+    seed: int | None = _sampling("Equal seeds draw equal answers; unset: 0.", high=MAX_SEED)
+    stop: str | Sequence[str] | None = _sampling("Text that ends the answer where it comes.", ())
+    ignore_eos: bool = _sampling("Go on where the model ends its text.", False)
     logprobs: int | None = _sampling(
-        "Report log-probabilities, and of this many more.",
+        "Report how likely each token was, and so many of the likeliest in its place (--json).",
         high=MAX_TOP_LOGPROBS,
     )
     diffusion: DiffusionParams = field(default_factory=DiffusionParams)
-    n: int = _sampling("Answers to the prompt, drawn one by one.", 1, low=1, high=MAX_SAMPLES)
+    n: int = _sampling("How many answers to write.", 1, low=1, high=MAX_SAMPLES)
 
     def __post_init__(self) -> None:
         check_options(self)

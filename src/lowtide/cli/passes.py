@@ -60,7 +60,7 @@ def passes_object(passes: PlannedPasses) -> dict[str, object]:
 
 def _longest(passes: PlannedPasses, model: str) -> str:
     if passes.longest_context is None:
-        return "longest context: told of exact mode only; leave --kv-cache out"
+        return "longest context: known only without --kv-cache"
     offered = format_size(passes.offered_bytes)
     if not passes.longest_context:
         return f"longest context in {offered}: none"

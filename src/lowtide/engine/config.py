@@ -19,7 +19,7 @@ from lowtide.formats.plain import SAFETENSORS_NAME
 from lowtide.option import Group, check_options, option
 from lowtide.params import MAX_SEED
 from lowtide.plan import AUTO_FORMAT, INT8_ROWS, OWN_FORMAT
-from lowtide.policies.presets import check_policy, preset_names
+from lowtide.policies.presets import check_policy
 
 MAX_PASS_ROWS = 512
 """Rows of the largest forward pass. Never a function of the budget: how rows are divided into
@@ -60,54 +60,74 @@ class EngineConfig:
     """
 
     host_memory: str | int = _engine(
-        "Memory budget: 12G, 80%, auto.", "auto", short="--memory", is_common=True
+        "Memory to use: 12G, 80% of the machine's, or auto.",
+        "auto",
+        short="--memory",
+        is_common=True,
     )
-    gpu_memory: str | int = _engine("GPU memory budget: 12G, 80%, auto.", "auto", is_common=True)
+    gpu_memory: str | int = _engine("GPU memory to use: 12G, 80%, or auto.", "auto", is_common=True)
     policy: str = _engine(
-        f"Placement policy, one of {', '.join(preset_names())}.", "auto", is_common=True
+        "What decides which experts stay in memory; leave it on auto.", "auto", is_common=True
     )
     policy_options: Mapping[str, str] = _engine(
-        "A policy's own setting, such as tau=4.", dict, name="policy_option"
+        "A setting of the policy, such as tau=4.", dict, name="policy_option"
     )
-    device: str = _engine("auto, cpu, cuda or emulated.", "auto")
+    device: str = _engine("Where to compute: auto, cpu, cuda, or emulated (for tests).", "auto")
     device_options: Mapping[str, str] = _engine(
-        "The emulated device's link_GBps=2 and the like.", dict, name="device_option"
+        "A setting of the emulated device, such as link_GBps=2.", dict, name="device_option"
     )
     context: int | None = _engine(
-        "Tokens to make room for, prompt included.", low=1, high=2**28, is_common=True
+        "Most tokens of prompt and answer together, such as 8192 or 8k.",
+        low=1,
+        high=2**28,
+        is_common=True,
     )
-    dtype: str | None = _engine("Compute type; the checkpoint's own if not given.")
+    dtype: str | None = _engine(
+        "Type to compute in, such as float32; the checkpoint's own if not given."
+    )
     format: str | None = _engine(
-        "Format of weights in memory: own, or q8, q4, auto (change words)."
+        "Weights in memory: own, as they are stored; q8 or q4, in 8 or 4 bits, which takes less "
+        "memory and may change answers; auto, the one that plan names as faster.",
+        is_common=True,
     )
-    expert_dtype: str | None = _engine("Format that experts are kept in.")
-    dense_dtype: str | None = _engine("Format that all other matrices are kept in.")
+    expert_dtype: str | None = _engine("As --format, of the experts alone.")
+    dense_dtype: str | None = _engine("As --format, of all but the experts.")
     activations: str = _engine(
-        "Rows' type in products with q8, q4 and GGUF's packed weights: own, int8 (changes words).",
+        "int8 also rounds what is multiplied with weights of few bits: faster, may change answers.",
         OWN_FORMAT,
         choices=(OWN_FORMAT, INT8_ROWS),
     )
-    kernels: str = _engine("auto or reference.", "auto", choices=("auto", "reference"))
+    kernels: str = _engine(
+        "reference computes with plain torch: slow, for comparison.",
+        "auto",
+        choices=("auto", "reference"),
+    )
     kv_cache: bool | str = _engine(
-        "Keep keys and values where that is exact; prefix, dual (LLaDA, Dream): approximately.",
+        "Keep keys and values of earlier tokens; false computes them again. prefix and dual "
+        "(LLaDA, Dream) keep more and approximate.",
         True,
     )
     cache: str = _engine(
-        "Keys that a next turn takes over: on, exact (the ids of a cold run), off.",
+        "What a next turn need not compute again: on, all that it has in common with one before; "
+        "exact, only what gives the very ids of a fresh start; off, nothing.",
         Reuse.ON.value,
         choices=tuple(reuse.value for reuse in Reuse),
     )
     cache_dir: str | os.PathLike[str] | None = _engine(
-        "Folder of your own where those keys also lie, conversations in the clear, for later runs."
+        "A folder of your own that keeps conversations for later runs; they lie there in the clear."
     )
-    cache_disk: str | int = _engine("What is kept in cache-dir at most: 8GiB, 10%.", "8GiB")
-    elastic: bool = _engine("Lend the KV cache's unused memory to experts (not on a GPU).", False)
-    check_weights: bool = _engine("Refuse weights that are not finite.", False)
-    calibration: str | os.PathLike[str] | None = _engine("What lowtide calibrate wrote.")
+    cache_disk: str | int = _engine("Most to keep in --cache-dir: 8GiB, 10% of the disk.", "8GiB")
+    elastic: bool = _engine(
+        "Fill memory that the context does not need yet with experts (not on a GPU).", False
+    )
+    check_weights: bool = _engine("Look for infinities and NaN in the weights first.", False)
+    calibration: str | os.PathLike[str] | None = _engine(
+        "A file of lowtide calibrate that is not in its default place."
+    )
     config_overrides: Mapping[str, object] = _engine(
-        "A value to replace config.json's.", dict, name="config_override"
+        "A value in place of config.json's, such as mask_token_id=7.", dict, name="config_override"
     )
-    offline: bool = option(Group.HUB, "Use only what is on this machine.", False)
+    offline: bool = option(Group.HUB, "Use only models that are on this machine.", False)
     block_length: int | None = _python("The block of `logits`.", low=1, high=MAX_BLOCK_LENGTH)
     seed: int | None = _python("Of requests that bring none.", high=MAX_SEED)
     progress: Progress | bool | None = None

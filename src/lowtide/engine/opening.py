@@ -290,7 +290,7 @@ def _opened(
 
 
 def _context(config: ModelConfig, options: EngineConfig) -> int:
-    """May be more than the model's positions: it is shared by all running sequences. Of a model that
-    writes by blocks whole ones."""
+    """May be more than the model's positions: it is shared by all running sequences. Whole
+    blocks where a model writes by blocks."""
     context = options.context or min(config.max_positions, DEFAULT_CONTEXT)
     return context if config.is_bidirectional else align_up(context, config.block_length)

@@ -145,14 +145,14 @@ def excess_of(plan: MemoryPlan, options: EngineConfig) -> str:
     if budget_bytes > total_bytes:
         return (
             f"host_memory {format_size(budget_bytes)} is more than there is: this machine has "
-            f"{format_size(total_bytes)}, and what does not fit into that is swapped out or ends "
-            "the process. Choose auto, or a share such as 80%."
+            f"{format_size(total_bytes)}. Anything beyond that will be swapped, or the process "
+            "will be killed. Choose auto, or a share such as 80%."
         )
     if plan.host.used_bytes > available_bytes:
         return (
             f"The plan takes {format_size(plan.host.used_bytes)} of memory, and "
-            f"{format_size(available_bytes)} are free now: what does not fit into that is swapped "
-            "out or ends the process. Choose auto, or free memory."
+            f"{format_size(available_bytes)} are free now. Anything beyond that will be "
+            "swapped, or the process will be killed. Choose auto, or free memory."
         )
     return ""
 

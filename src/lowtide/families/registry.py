@@ -113,14 +113,11 @@ def _family_of(fields: Fields) -> tuple[Family, str]:
         if names[0] in family.architectures:
             return family, names[0]
     known = why_unsupported(names[0])
-    told = ""
+    told = f"Supported: {supported}."
     if known is not None:
         instead = ", ".join(known.instead)
-        told = f" It is {known.name}: {known.reason}. lowtide runs {instead} of that kind."
-    raise ConfigError(
-        f"config.json: the architecture {shown(names[0])} is not supported.{told} Supported: "
-        f"{supported}."
-    )
+        told = f"It is {known.name}: {known.reason}. Models that do run: {instead}."
+    raise ConfigError(f"config.json: the architecture {shown(names[0])} is not supported. {told}")
 
 
 @cache

@@ -25,7 +25,7 @@ _ANY = (*_QWEN, "openai/gpt-oss-20b", *_MISTRAL)
 
 
 class Unsupported(NamedTuple):
-    """A series of models, why it does not run, and hub ids of that kind that do."""
+    """A series of models, why it does not run, and hub ids of some that do."""
 
     name: str
     reason: str

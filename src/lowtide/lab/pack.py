@@ -112,8 +112,8 @@ def _packable(opened: OpenModel) -> Checkpoint:
         )
     if not opened.is_rounded_as_read:
         raise UsageError(
-            f"There is nothing to pack: choose --format {' or '.join(QUANTISED)} for a model whose "
-            "weights are not stored so."
+            f"There is nothing to pack: give --format {' or '.join(QUANTISED)}, and a model whose "
+            "weights are not stored so already."
         )
     if "quantization_config" in config_of(opened.folder):
         raise UnsupportedError(

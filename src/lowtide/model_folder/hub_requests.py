@@ -180,7 +180,7 @@ def _reason(error: Exception, name: str) -> str:
         )
     status, endpoint = _status(error), constants.ENDPOINT
     if status == 401:
-        return f"{endpoint} does not know this HF_TOKEN (401); set a valid one, or none."
+        return f"{endpoint} wants a login (401); set HF_TOKEN to a valid token of yours."
     if status == 403:
         return f"{endpoint} forbids it (403); HF_TOKEN needs the right to read this model."
     if status == 404:
