@@ -37,7 +37,9 @@ def open_llm(model: str, settings: Settings, question: Question | None = None) -
         config.check_experts("A trace is of experts")
         check_writable(Path(trace), "trace")
     check_kind(params, config.architecture, config.is_diffusion)
-    from lowtide.llm import LLM, check_request, plan_model
+    with ProgressBars() as progress:
+        progress("starting", 0, 1)
+        from lowtide.llm import LLM, check_request, plan_model
 
     if not isinstance(found, Path):
         plan_model(found, **options)
