@@ -165,7 +165,12 @@ def test_the_command_prints_one_object(quick: None) -> None:
 def test_the_command_says_what_there_was_to_decide(quick: None) -> None:
     result = CliRunner().invoke(app, [*ARGUMENTS, "--policy", "tide,resident"])
     assert result.exit_code == 0, result.stderr
-    for words in ("policies differ only", "resident cannot run", "No budget was given", "memory copy"):
+    for words in (
+        "policies differ only",
+        "resident cannot run",
+        "No budget was given",
+        "memory copy",
+    ):
         assert words in result.stdout
     nothing = CliRunner().invoke(app, [*ARGUMENTS, "--policy", "resident"])
     assert nothing.exit_code == 1 and "resident cannot run" in nothing.stdout

@@ -85,7 +85,10 @@ ANSWERED = {
         "lowtide generate https://huggingface",
     ),
     "a tag in the verb's place": (["org/name:Q4"], "lowtide generate org/name:Q4 'text'"),
-    "a flag in the text": (["run", DEMO, "what", "does", "-t", "do"], "use quotes or put it after --"),
+    "a flag in the text": (
+        ["run", DEMO, "what", "does", "-t", "do"],
+        "use quotes or put it after --",
+    ),
     "ollama help": (["help", "run"], "lowtide VERB --help"),
     "a misspelt verb": (["genrate", DEMO], "Did you mean generate?"),
     "ollama search": (["search", "qwen"], "lowtide pull"),

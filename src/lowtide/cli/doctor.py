@@ -74,13 +74,9 @@ def doctor(
         runs_well = suggested and suggested._asdict()
         print(json_line({**diagnosis.as_dict(), "faults": found, "runs_well": runs_well}))
     else:
-        console = stdout_console()
-        for line in _verdict(diagnosis, found, suggested):
-            console.print(Text(line))
-        if settings.flag("verbose"):
-            _print(diagnosis)
-        else:
-            console.print("lowtide doctor -v shows what was measured.")
+        _print(
+            "\n".join(_verdict(diagnosis, found, suggested)), diagnosis, settings.flag("verbose")
+        )
     if profile is not None:
         save_profile(diagnosis, profile)
 
@@ -113,8 +109,12 @@ def _suggestion_line(suggested: Suggestion | None) -> str:
     return f"Runs well here: {suggested.hub_id}{way}, all of it in memory ({memory}){speed}."
 
 
-def _print(diagnosis: Diagnosis) -> None:
+def _print(verdict: str, diagnosis: Diagnosis, is_verbose: bool) -> None:
     console = stdout_console()
+    console.print(Text(verdict))
+    if not is_verbose:
+        console.print("lowtide doctor -v shows what was measured.")
+        return
     console.print(machine_line(diagnosis.machine))
     console.print(rates_table(diagnosis.rates))
     for costs in diagnosis.costs:

@@ -105,7 +105,6 @@ def _little_memory(total_bytes: int) -> str | None:
 
 
 def _little_disk() -> str | None:
-    """Of the disk that models are downloaded to."""
     folder = cache_folder()
     try:
         present = next((each for each in (folder, *folder.parents) if each.exists()), folder)
