@@ -192,7 +192,7 @@ def test_commands() -> None:
     assert (params.temperature, params.stop_strings) == (0.5, ("x",))
     assert params.top_k == 4 and params.diffusion.steps == 3
     shown = {line.split()[0]: line for line in talk.says("/set").splitlines() if line.strip()}
-    assert set(SETTABLE) <= set(shown) and "Above 1 discourages" in shown["repetition_penalty"]
+    assert set(SETTABLE) <= set(shown) and "Above 1, makes" in shown["repetition_penalty"]
     assert " 0.5 " in shown["temperature"] and " 3 " in shown["steps"]
     talk.says("/clear")
     assert not len(talk.turns) and talk.turns.system == "be brief"
