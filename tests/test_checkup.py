@@ -12,6 +12,7 @@ import torch
 from lowtide.cli.doctor import _verdict
 from lowtide.errors import UnsupportedError
 from lowtide.hardware.machine import PIECES_AT_ONCE, Machine, Rate
+from lowtide.kernels.reference import REFERENCE
 from lowtide.lab import checkup
 from lowtide.lab.checkup import SUGGESTED, Suggestion, faults, suggestion
 from lowtide.lab.diagnosis import Diagnosis, Skipped
@@ -29,7 +30,7 @@ def diagnosis(gpu: str | None = None, disk_bytes_per_s: float = 2e9) -> Diagnosi
 
 @pytest.fixture(autouse=True)
 def healthy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkup, "load_kernels", lambda: None)
+    monkeypatch.setattr(checkup, "choose_kernels", lambda *_: None)
     monkeypatch.setattr(checkup, "available_memory_bytes", lambda: 30 * GIB)
     monkeypatch.setattr(checkup, "cache_folder", lambda: tmp_path / "not" / "made" / "yet")
     monkeypatch.setattr(checkup.shutil, "disk_usage", lambda _: SimpleNamespace(free=99 * GIB))
@@ -45,7 +46,8 @@ def test_each_fault_comes_with_its_remedy(tmp_path: Path, monkeypatch: pytest.Mo
     def no_compiler() -> None:
         raise UnsupportedError("There is no C++ compiler; install one of c++, g++.")
 
-    monkeypatch.setattr(checkup, "load_kernels", no_compiler)
+    monkeypatch.setattr(checkup, "choose_kernels", lambda *_: REFERENCE)
+    monkeypatch.setattr(checkup, "find_compiler", no_compiler)
     monkeypatch.setattr(checkup, "available_memory_bytes", lambda: GIB)
     monkeypatch.setattr(checkup.shutil, "disk_usage", lambda _: SimpleNamespace(free=GIB))
     (tmp_path / "driver").touch()

@@ -12,11 +12,13 @@ from typing import Any, NamedTuple
 import torch
 
 from lowtide.config import format_size
-from lowtide.errors import PlanError, StorageError, UnsupportedError
+from lowtide.errors import PlanError, UnsupportedError
 from lowtide.families import families
 from lowtide.hardware import available_memory_bytes
 from lowtide.hardware.machine import Rate, disk_rate
-from lowtide.kernels.cpu.library import load_kernels
+from lowtide.kernels.choice import choose_kernels
+from lowtide.kernels.cpu.library import find_compiler
+from lowtide.kernels.reference import REFERENCE
 from lowtide.lab.diagnosis import Diagnosis
 from lowtide.llm import plan_model
 from lowtide.model_folder.hub_cache import cache_folder
@@ -87,11 +89,14 @@ def _planned(config: Mapping[str, Any], format: str) -> MemoryPlan | None:
 
 
 def _without_compiler() -> str | None:
+    if choose_kernels("auto", torch.bfloat16) is not REFERENCE:
+        return None
+    reason = "The notice above says why there are none."
     try:
-        load_kernels()
-    except (StorageError, UnsupportedError) as error:
-        return f"Models run several times slower than they could, without compiled kernels. {error}"
-    return None
+        find_compiler()
+    except UnsupportedError as error:
+        reason = str(error)
+    return f"Models run several times slower than they could, without compiled kernels. {reason}"
 
 
 def _little_memory(total_bytes: int) -> str | None:
