@@ -145,7 +145,8 @@ def _gate_table(calibration: Calibration) -> Table:
 
 
 def _budget_table(budgets: Sequence[Budget], num_experts: int, machine: str) -> Table:
-    table = Table(title=f"refresh intervals (tau) of policy tide on {machine}", title_justify="left")
+    title = f"refresh intervals (tau) of policy tide on {machine}"
+    table = Table(title=title, title_justify="left")
     for name in ("residents", "drift", "missed, tau 1", "tau 4", "tau by paper", "by simulation"):
         table.add_column(name, justify="right")
     for budget in budgets:

@@ -172,8 +172,8 @@ def _check_stored(asked: str, stored: Iterable[MatrixFormat], what: str) -> None
     for each in stored:
         if each.name != asked and each.unpacked != each.name:
             raise UnsupportedError(
-                f"{what} cannot be made into {asked}: stored in {each.name}, which is rounded already. "
-                "Choose --format own, or the model that this one was made of."
+                f"{what} cannot be made into {asked}: stored in {each.name}, which is rounded "
+                "already. Choose --format own, or the model that this one was made of."
             )
 
 
