@@ -205,6 +205,22 @@ def test_blocks_go_on_at_their_borders() -> None:
     assert ask(decoder, other_blocks, SYSTEM[:60]).num_resumed == 0
 
 
+@pytest.mark.parametrize("case", [AUTOREGRESSIVE, BLOCKS])
+def test_several_answers_compute_their_prompt_once(case: Case) -> None:
+    decoder, _ = make_decoder(case, Reuse.ON)
+    requests = [make_request(case, SYSTEM, 8, seed) for seed in (0, 1, 2)]
+    other = make_request(case, [7] * 20, 4, 0)
+    for request in (*requests, other):
+        decoder.add(request)
+    decoder.step()
+    assert decoder.num_running == 2  # the first, and what has nothing to wait for
+    finished: dict[int, Finished] = {}
+    run(decoder, 1000, finished)
+    resumed = [finished[request.id].num_resumed for request in (*requests, other)]
+    whole = len(SYSTEM) - (case.block_length == 1)
+    assert resumed == [0, whole, whole, 0]
+
+
 def test_a_shared_beginning_pushes_no_conversation_out() -> None:
     decoder, kv_cache = make_decoder(AUTOREGRESSIVE, Reuse.ON)
     own = [*SYSTEM[:100], *range(18)]

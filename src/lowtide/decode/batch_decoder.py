@@ -228,13 +228,15 @@ class BatchDecoder(abc.ABC, Generic[S]):
         yield from (sequence.request for sequence in self._running)
 
     def _admit(self) -> None:
-        """Starts waiting requests, in order, as far as the KV cache has room for the worst case."""
-        while self._waiting:
-            request = self._waiting[0]
+        """Starts waiting requests, in order, as far as the KV cache has room for the worst case.
+        Those whose beginning another one is computing are passed over until it is there."""
+        for request in list(self._waiting):
             # With nothing running there is nothing to wait for: let `allocate` say so.
             num_tokens = self._num_tokens(request)
             if self._running and not self._kv_cache.can_allocate(num_tokens):
                 return
+            if self._kept.is_being_computed(request, self._running):
+                continue
             self._taking_part = [request]
             kv, num_resumed = self._kept.begin(request, num_tokens, self._running)
             try:
@@ -244,7 +246,7 @@ class BatchDecoder(abc.ABC, Generic[S]):
                 raise
             sequence.num_cached = sequence.num_exact = sequence.num_resumed = num_resumed
             self._running.append(sequence)
-            self._waiting.popleft()
+            self._waiting.remove(request)
 
     def _see_to_memory(self, ends: Iterable[tuple[S, int]]) -> None:
         """Before a pass: memory for the keys and values of those who take part, up to where each

@@ -24,6 +24,9 @@ from lowtide.memory.kv_cache import KVCache, KVRange
 MIN_SHARED_TOKENS = 16
 """Fewer, such as a beginning-of-text token, are computed rather than copied."""
 
+MIN_AWAITED_TOKENS = 64
+"""Fewer are computed rather than waited for, while another request computes them."""
+
 TEMPLATE_TOKENS = 8
 """At the end of a prompt, that a chat template may leave out once there is an answer behind it."""
 
@@ -97,6 +100,20 @@ class KeptSequences:
             if source := self._best_source(request, running):
                 return self._taken_over(source, num_tokens), source.num_tokens
         return self._kv_cache.allocate(num_tokens), 0
+
+    def is_being_computed(self, request: Request, running: Sequence[Cached]) -> bool:
+        """Whether a running request is about to compute more of this one's beginning than can be
+        taken over yet: of several answers to one prompt, all but the first wait for it."""
+        if self._reuse is Reuse.OFF:
+            return False
+        prompt = np.asarray(request.prompt, np.int64)
+        least = max(MIN_AWAITED_TOKENS, request.block_length)
+        return any(
+            num_common(np.asarray(sequence.request.prompt, np.int64), prompt) - sequence.num_cached
+            >= least
+            for sequence in running
+            if sequence.request.block_length == request.block_length
+        )
 
     def end(self, sequence: Cached) -> None:
         """Keeps what of a sequence may be of use, in place of what it makes superfluous."""

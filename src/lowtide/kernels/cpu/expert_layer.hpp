@@ -39,7 +39,7 @@ class ExpertLayer {
     ExpertLayer(
         int variant, int num_threads, const ExpertSlots<Weights>& slots,
         const ExpertScratch& scratch
-    ) : variant_(variant), num_threads_(num_threads), slots_(slots), scratch_(scratch),
+    ) : vectors_(vectors_of(variant)), num_threads_(num_threads), slots_(slots), scratch_(scratch),
         rows_(variant) {}
 
     // The groups' rows of parts, from inputs to outputs. are_alike: whether all have the same row.
@@ -124,8 +124,8 @@ class ExpertLayer {
         const bf16* const up_bias = bias(slots_.places.up_bias, gates_, number);
         for (long row = 0; row < group.num_rows; ++row) {
             bf16 *const of_gate = gate + row * width, *const of_up = up + row * width;
-            if (gate_bias == nullptr) silu_times(variant_, of_gate, of_up, size);
-            else clamped_swiglu(variant_, of_gate, of_up, gate_bias, up_bias, size);
+            if (gate_bias == nullptr) silu_times(vectors_, of_gate, of_up, size);
+            else clamped_swiglu(vectors_, of_gate, of_up, gate_bias, up_bias, size);
         }
     }
 
@@ -141,7 +141,7 @@ class ExpertLayer {
         rows_.multiply(weights(slots_.down, downs_, number), product, downs_.group(number));
         const bf16* const own_bias = bias(slots_.places.down_bias, downs_, number);
         for (long row = 0; own_bias != nullptr && row < group.num_rows; ++row)
-            add_bias(variant_, product.out + row * hidden, own_bias, downs_.size(number));
+            add_bias(vectors_, product.out + row * hidden, own_bias, downs_.size(number));
     }
 
     // The weights of a piece.
@@ -164,7 +164,7 @@ class ExpertLayer {
         return number < pieces.count() ? weights(of_slot_0, pieces, number).start() : nullptr;
     }
 
-    const int variant_;
+    const int vectors_;  // of what comes between products
     int num_threads_;
     const ExpertSlots<Weights> slots_;
     const ExpertScratch scratch_;

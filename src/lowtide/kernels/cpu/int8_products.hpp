@@ -5,7 +5,8 @@
 //
 // dot is an integer, so however it is found the bits are the same:
 //
-// - plain: block by block, here. Compiled for every set of instructions.
+// - plain: block by block, here.
+// - AVX2, AVX-VNNI: sixteen groups at a time, 32 numbers to a register (int8_avx2.hpp).
 // - VNNI: sixteen groups at a time, each in a lane of its own (ggml_words.hpp), unpacked once for
 //   all of a few rows; rows' codes are put into that order as they are rounded (int8_few_rows.hpp).
 // - many rows: weights are unpacked once for all of them, whatever their type, and multiplied with

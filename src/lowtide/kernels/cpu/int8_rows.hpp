@@ -14,7 +14,7 @@
 #include "team.hpp"
 #include "vnni.hpp"
 
-extern "C" int lowtide_best_variant();  // of processor.cpp
+extern "C" int lowtide_has_avx_vnni();  // of processor.cpp
 
 namespace lowtide {
 

@@ -30,6 +30,8 @@
 // Compiled once for all that call it.
 #define NOT_INLINED __attribute__((noinline))
 
+extern "C" int lowtide_best_variant();  // of processor.cpp
+
 namespace lowtide {
 
 using bf16 = std::uint16_t;
@@ -96,6 +98,12 @@ void vectorised(int variant, const Body& body) {
     if (variant == WITH_AVX2) return with_avx2(body);
 #endif
     body();
+}
+
+// The variant of loops beside products: products of rows in int8 have others.
+inline int vectors_of(int variant) {
+    static const int best = lowtide_best_variant();
+    return variant < best ? variant : best;
 }
 
 // gate = silu(gate) * up, rounded after each of the two.

@@ -45,7 +45,7 @@ _OF_4_BITS, _OF_8_BITS, _FP8 = 1, 2, 3
 MAX_FEW_ROWS = 32
 """So many rows of an expert, which a block of diffusion has, are taken in a call over several."""
 
-INT8_VARIANTS = (*VARIANTS[:3], "AVX-512 with VNNI", "AMX in int8")
+INT8_VARIANTS = (*VARIANTS[:2], "AVX-VNNI", "AVX-512 with VNNI", "AMX in int8")
 """The same as `VARIANTS` where rows are rounded. All have the same bits."""
 
 _INT, _LONG, _P = ctypes.c_int, ctypes.c_long, ctypes.c_void_p
@@ -64,6 +64,7 @@ class PackedOperators:
         self.num_variants = best + 1
         self.variant = best if variant is None else variant
         self.name = (INT8_VARIANTS if rounds_rows else VARIANTS)[self.variant]
+        self._most_unpacking = min(num_variants(library) - 1, 2)
         if rounds_rows:
             self.calls = self._own_calls = WeightCalls(
                 library, "rounded", self.variant, sys.maxsize
@@ -127,7 +128,7 @@ class PackedOperators:
             num_rows = matrix.whole_shape[0]
         calls = self._own_calls if _is_own(place.type) else self.calls
         self._unpack(
-            min(calls.variant, 2) if self.rounds_rows else calls.variant,
+            min(calls.variant, self._most_unpacking) if self.rounds_rows else calls.variant,
             place.type,
             place.address,
             num_rows,

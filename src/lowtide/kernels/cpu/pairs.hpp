@@ -49,7 +49,7 @@ inline void combine(
     int variant, const bf16* parts, const long* row_of, const float* weights, float* out,
     long num_tokens, long k, long hidden
 ) {
-    vectorised(variant, [=]() INLINED_LAMBDA {
+    vectorised(vectors_of(variant), [=]() INLINED_LAMBDA {
         std::fill(out, out + num_tokens * hidden, 0.0f);
         for (long pair = 0; pair < num_tokens * k; ++pair) {
             const bf16* part = parts + row_of[pair] * hidden;

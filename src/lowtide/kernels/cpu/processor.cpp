@@ -62,22 +62,32 @@ int lowtide_best_variant() {
 #endif
 }
 
+// Whether it has AVX-VNNI: VNNI without AVX-512.
+int lowtide_has_avx_vnni() {
+#if defined(HAS_DOT_PRODUCTS)
+    unsigned a = 0, b = 0, c = 0, d = 0;
+    return static_cast<int>(__get_cpuid_count(7, 1, &a, &b, &c, &d) && a >> 4 & 1);
+#else
+    return 0;
+#endif
+}
+
 // The same of products of rows in int8: an `Int8Variant`.
 int lowtide_best_int8() {
 #if defined(__x86_64__)
     __builtin_cpu_init();
     if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return INT8_PLAIN;
-    if (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512bw")) return INT8_AVX2;
 #ifdef HAS_VNNI
-    // Who has AVX-512 has F16C, too, for which some compilers do not know how to ask.
-    if (__builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni")) {
+    // A processor with AVX2 has F16C, for which some compilers do not know how to ask.
+    if (__builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+        __builtin_cpu_supports("avx512vnni")) {
 #if defined(HAS_DOT_PRODUCTS)
         if (lowtide_best_variant() == WITH_AMX && has_int8_tiles()) return INT8_AMX;
 #endif
         return INT8_VNNI;
     }
 #endif
-    return INT8_AVX512;
+    return lowtide_has_avx_vnni() ? INT8_AVX_VNNI : INT8_AVX2;
 #else
     return INT8_PLAIN;
 #endif

@@ -2,6 +2,7 @@
 
 #pragma once
 
+#include "int8_avx2.hpp"
 #include "int8_few_rows.hpp"
 #include "int8_many_rows.hpp"
 
@@ -20,7 +21,9 @@ void round_for(int variant, const bf16* x, long num_k, Line* out) {
 #ifdef HAS_VNNI
     if (variant >= INT8_VNNI) return round_row<Type>(x, num_k, out);
 #endif
-    vectorised(variant, [=]() INLINED_LAMBDA { round_row_plainly<Type>(x, num_k, out); });
+    vectorised(vectors_of(variant), [=]() INLINED_LAMBDA {
+        round_row_plainly<Type>(x, num_k, out);
+    });
 }
 
 // Any number of rows, of which chunk is the first 16.
@@ -36,7 +39,13 @@ void multiply_rounded(int variant, const RoundedProduct& p, const Chunk& chunk) 
 #endif
     for (; done < p.num_rows; done += MOST_ROUNDED) {
         const RoundedProduct some = p.rows(done, std::min(MOST_ROUNDED, p.num_rows - done));
-        vectorised(variant, [&some]() INLINED_LAMBDA { multiply_plainly<Type>(some); });
+#if defined(__x86_64__)
+        if (variant >= INT8_AVX2) {
+            multiply_by_avx2<Type>(variant, some);
+            continue;
+        }
+#endif
+        multiply_plainly<Type>(some);
     }
 }
 

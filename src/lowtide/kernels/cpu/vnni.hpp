@@ -18,7 +18,7 @@ namespace lowtide {
 
 // Variants of products of rows in int8. The best comes last; those before it run on the same
 // processor, too, with the same bits. Not all kinds of weights have the last.
-enum Int8Variant { INT8_PLAIN, INT8_AVX2, INT8_AVX512, INT8_VNNI, INT8_AMX };
+enum Int8Variant { INT8_PLAIN, INT8_AVX2, INT8_AVX_VNNI, INT8_VNNI, INT8_AMX };
 
 constexpr long MOST_ROUNDED = 16;  // rows with which weights are multiplied before others are read
 
