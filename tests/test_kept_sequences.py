@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from typing import NamedTuple
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 
 from lowtide import DiffusionParams, SamplingParams
 from lowtide.core import Reuse
+from lowtide.decode import batch_decoder
 from lowtide.decode.autoregressive import Autoregressive
 from lowtide.decode.batch_decoder import BatchDecoder
 from lowtide.decode.block_diffusion import BlockDiffusion
@@ -46,7 +48,7 @@ turns = st.builds(
     is_new=st.integers(0, 4).map(lambda number: not number),
     cut=st.sampled_from([0, 0, 0, 1, 3, 7, 20, 60]),
     added=st.lists(st.integers(0, MASK - 1), min_size=1, max_size=40),
-    max_tokens=st.integers(1, 24),
+    max_tokens=st.integers(1, 40),
     n=st.sampled_from([1, 1, 1, 2, 3]),
     num_passes=st.sampled_from([0, 1, 3, 1000, 1000]),
     is_cancelled=st.integers(0, 7).map(lambda number: not number),
@@ -60,6 +62,7 @@ class Case(NamedTuple):
     reuse: Reuse
     num_tokens: int
     max_rows: int
+    room_tokens: int = 256
 
 
 cases = st.builds(
@@ -68,6 +71,7 @@ cases = st.builds(
     reuse=st.sampled_from([Reuse.ON, Reuse.ON, Reuse.EXACT]),
     num_tokens=st.sampled_from([288, 400, 1024, 4096]),
     max_rows=st.sampled_from([16, 48, 64]),
+    room_tokens=st.sampled_from([4, 16, 256]),
 )
 
 
@@ -152,10 +156,11 @@ class Talk:
 
 
 def check_talk(case: Case, drawn: list[Turn]) -> None:
-    talk = Talk(case)
-    for turn in drawn:
-        talk.take(turn)
-    talk.check()
+    with patch.object(batch_decoder, "ROOM_TOKENS", case.room_tokens):
+        talk = Talk(case)
+        for turn in drawn:
+            talk.take(turn)
+        talk.check()
 
 
 @given(cases, st.lists(turns, min_size=1, max_size=10))
@@ -219,6 +224,42 @@ def test_several_answers_compute_their_prompt_once(case: Case) -> None:
     resumed = [finished[request.id].num_resumed for request in (*requests, other)]
     whole = len(SYSTEM) - (case.block_length == 1)
     assert resumed == [0, whole, whole, 0]
+
+
+@pytest.mark.parametrize("block_length", [1, 4])
+@pytest.mark.parametrize("reuse", [Reuse.ON, Reuse.OFF])
+def test_room_is_taken_as_it_is_written(block_length: int, reuse: Reuse) -> None:
+    """Each of three answers could take all the room there is: they begin together, and those that
+    came last pause where it runs out."""
+    case = Case(block_length, reuse, 1024, 64)
+    decoder, kv_cache = make_decoder(case, reuse)
+    requests = [make_request(case, [number] * 60, 960, 0) for number in (1, 2, 3)]
+    for request in requests:
+        decoder.add(request)
+    finished: dict[int, Finished] = {}
+    run(decoder, 3, finished)
+    assert decoder.num_running == 3
+    run(decoder, 100_000, finished)
+    assert kv_cache.can_allocate(1024)
+    for request in requests:
+        alone, _ = make_decoder(case, Reuse.OFF)
+        alone.add(request)
+        expected: dict[int, Finished] = {}
+        run(alone, 100_000, expected)
+        assert finished[request.id] == expected[request.id]
+
+
+def test_a_paused_request_can_be_cancelled() -> None:
+    decoder, kv_cache = make_decoder(AUTOREGRESSIVE, Reuse.ON)
+    requests = [make_request(AUTOREGRESSIVE, [number] * 60, 960, 0) for number in (1, 2)]
+    for request in requests:
+        decoder.add(request)
+    decoder.step()
+    while decoder.num_running == 2:
+        decoder.step()
+    assert decoder.cancel(requests[1].id) and not decoder.cancel(requests[1].id)
+    assert decoder.cancel(requests[0].id) and not decoder.has_work
+    assert kv_cache.can_allocate(1024)
 
 
 def test_a_shared_beginning_pushes_no_conversation_out() -> None:

@@ -138,7 +138,7 @@ class SamplingParams:
     """One request's wishes.
 
     max_tokens: new tokens at most. `None`: 256, or what the context leaves to the prompt where that
-        is less; not all of a large context, because every answer of a batch reserves its room.
+        is less, so that a batch of answers without an end comes to one.
         Whole blocks where `diffusion` has a block length.
     temperature: 0 is the arg-max, always; above 0 tokens are drawn. `None`, here and for top_k,
         top_p, min_p and repetition_penalty: as the model's `generation_config.json` says, of an

@@ -91,9 +91,9 @@ def ask_writing(llm: LLM, prompt: Prompt, params: SamplingParams, writer: TextWr
 
 
 def lengthened(llm: LLM, num_prompt: int, params: SamplingParams) -> SamplingParams:
-    """`params` of an answer that may be as long as the context leaves, where nothing else is said:
-    of one alone, since each reserves its room, and not of a canvas that is computed whole."""
-    if params.max_tokens is not None or params.n > 1 or llm.config.is_bidirectional:
+    """`params` of an answer that may be as long as the context leaves, where nothing else is said,
+    but for a canvas, which is computed whole."""
+    if params.max_tokens is not None or llm.config.is_bidirectional:
         return params
     room = llm.max_new_tokens(num_prompt, params)
     return params if room < 1 else replace(params, max_tokens=room)

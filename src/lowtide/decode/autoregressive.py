@@ -20,7 +20,7 @@ from lowtide.decode.logits import tiled_logits
 from lowtide.decode.request import Event, Request
 from lowtide.decode.sampling import ArgMax
 from lowtide.errors import UsageError
-from lowtide.memory.kv_cache import KVCache, KVRange
+from lowtide.memory.kv_cache import KVCache
 
 CHUNK_MULTIPLE = 16
 """A part of a prompt that is not its last has a multiple of so many rows."""
@@ -50,7 +50,10 @@ class Autoregressive(BatchDecoder[CausalSequence]):
     def step(self) -> list[Event]:
         self._admit()
         turns = self._next_pass()
-        self._see_to_memory((turn.sequence, turn.stop) for turn in turns)
+        while not self._see_to_memory((turn.sequence, turn.stop) for turn in turns):
+            turns = self._next_pass()
+        if not turns:
+            return []
         kind = _kind(turns)
         with torch.inference_mode():
             rows = joined([turn.sequence.pass_rows(turn.first, turn.stop) for turn in turns])
@@ -75,8 +78,8 @@ class Autoregressive(BatchDecoder[CausalSequence]):
         if not len(request.prompt):
             raise UsageError(f"Request {request.id} has an empty prompt; give one token.")
 
-    def _begin(self, request: Request, kv: KVRange) -> CausalSequence:
-        return CausalSequence(request, kv)
+    def _begin(self, request: Request) -> CausalSequence:
+        return CausalSequence(request)
 
     def _next_pass(self) -> list[Scheduled[CausalSequence]]:
         """Who takes part in the next pass, with which positions; at most `max_rows` in all."""

@@ -9,19 +9,23 @@ from __future__ import annotations
 import abc
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from lowtide.core import IntArray, PassRows, Reuse, RowKind, Step
+from lowtide.core import IntArray, PassRows, Reuse, RowKind, Step, align_up
 from lowtide.decode.kept_sequences import Cached, KeptSequences
 from lowtide.decode.request import Event, Request
 from lowtide.decode.stored_sequences import StoredSequences
 from lowtide.errors import PlanError, UsageError
 from lowtide.layers.batch import Batch, Segment
 from lowtide.memory.kv_cache import KVCache, KVRange
+
+ROOM_TOKENS = 256
+"""New tokens that a request has room for when it begins, and that its room grows by."""
 
 LOGIT_ROWS = 32
 """Rows whose logits exist at a time (and up to 15 more, see `tiles`)."""
@@ -48,6 +52,13 @@ class Model(Protocol):
 
 class Running(Cached, Protocol):
     """What the queue knows of a running sequence."""
+
+    kv: KVRange
+
+    @property
+    def num_known(self) -> int:
+        """Its first tokens that will not change any more."""
+        ...
 
     @property
     def block_length(self) -> int: ...
@@ -110,13 +121,14 @@ class BatchDecoder(abc.ABC, Generic[S]):
         self._kept = KeptSequences(kv_cache, reuse, max_rows)
         self._max_rows = max_rows
         self._waiting: deque[Request] = deque()
+        self._paused: list[S] = []  # without room; the one that came first in front
         self._running: list[S] = []
         self._taking_part: list[Request] = []
         self._num_passes = 0  # that could write tokens, since there was last nothing to do
 
     @property
     def has_work(self) -> bool:
-        return bool(self._waiting or self._running)
+        return bool(self._waiting or self._paused or self._running)
 
     @property
     def num_running(self) -> int:
@@ -129,7 +141,8 @@ class BatchDecoder(abc.ABC, Generic[S]):
         return self._taking_part
 
     def add(self, request: Request) -> None:
-        """Queues a request; it starts when the KV cache has room for its prompt and answer.
+        """Queues a request; it starts when the KV cache has room for its prompt and the answer's
+        beginning. Where room runs out later, those that came last pause.
 
         Raises UsageError for one that this decoder cannot honour or an id in use, PlanError for a
         request that no range of the KV cache could hold.
@@ -163,6 +176,10 @@ class BatchDecoder(abc.ABC, Generic[S]):
         for request in self._waiting:
             if request.id == request_id:
                 self._waiting.remove(request)
+                return True
+        for sequence in self._paused:
+            if sequence.request.id == request_id:
+                self._paused.remove(sequence)
                 return True
         for sequence in self._running:
             if sequence.request.id == request_id:
@@ -212,8 +229,8 @@ class BatchDecoder(abc.ABC, Generic[S]):
         """Raises UsageError for a request that this decoder cannot honour."""
 
     @abc.abstractmethod
-    def _begin(self, request: Request, kv: KVRange) -> S:
-        """The sequence of a request that now has room."""
+    def _begin(self, request: Request) -> S:
+        """The sequence of a request, which has no room yet."""
 
     def _num_tokens(self, request: Request) -> int:
         """What a request takes of the KV cache at most."""
@@ -221,42 +238,86 @@ class BatchDecoder(abc.ABC, Generic[S]):
 
     def _is_everybody(self, num_sequences: int) -> bool:
         """Whether a pass of so many sequences leaves no sequence out."""
-        return not self._waiting and num_sequences == len(self._running)
+        return not (self._waiting or self._paused) and num_sequences == len(self._running)
 
     def _requests(self) -> Iterator[Request]:
         yield from self._waiting
-        yield from (sequence.request for sequence in self._running)
+        yield from (sequence.request for sequence in [*self._paused, *self._running])
+
+    def _room_tokens(self, request: Request, num_known: int) -> int:
+        """The room that a request begins with, or goes on with, of whose tokens so many are known."""
+        first = align_up(num_known + ROOM_TOKENS, request.block_length)
+        return min(self._num_tokens(request), first)
 
     def _admit(self) -> None:
-        """Starts waiting requests, in order, as far as the KV cache has room for the worst case.
-        Those whose beginning another one is computing are passed over until it is there."""
-        for request in list(self._waiting):
-            # With nothing running there is nothing to wait for: let `allocate` say so.
-            num_tokens = self._num_tokens(request)
-            if self._running and not self._kv_cache.can_allocate(num_tokens):
+        """Goes on with paused requests and starts waiting ones, each in order, as far as the KV cache
+        has room. Those whose beginning another one is computing are passed over until it is there."""
+        while self._paused:
+            sequence = self._paused[0]
+            request = sequence.request
+            known = sequence.tokens[: sequence.num_known].tolist()
+            if not self._has_room(num_tokens := self._room_tokens(request, len(known))):
                 return
-            if self._kept.is_being_computed(request, self._running):
-                continue
-            self._taking_part = [request]
-            kv, num_resumed = self._kept.begin(request, num_tokens, self._running)
-            try:
-                sequence = self._begin(request, kv)
-            except BaseException:
-                self._kv_cache.free(kv)
-                raise
-            sequence.num_cached = sequence.num_exact = sequence.num_resumed = num_resumed
-            self._running.append(sequence)
-            self._waiting.remove(request)
+            self._start(sequence, replace(request, prompt=known), num_tokens)
+            del self._paused[0]
+        for request in list(self._waiting):
+            num_tokens = self._room_tokens(request, len(request.prompt))
+            if not self._has_room(num_tokens):
+                return
+            if not self._kept.is_being_computed(request, self._running):
+                sequence = self._begin(request)
+                self._start(sequence, request, num_tokens)
+                sequence.num_resumed = sequence.num_cached
+                self._waiting.remove(request)
 
-    def _see_to_memory(self, ends: Iterable[tuple[S, int]]) -> None:
-        """Before a pass: memory for the keys and values of those who take part, up to where each
-        ends. Who is refused any fails alone."""
+    def _start(self, sequence: S, known: Request, num_tokens: int) -> None:
+        """Gives a sequence its room, and what is kept of its known tokens' keys and values."""
+        self._taking_part = [sequence.request]
+        sequence.kv, num_resumed = self._kept.begin(known, num_tokens, self._running)
+        sequence.num_cached = sequence.num_exact = num_resumed
+        self._running.append(sequence)
+
+    def _has_room(self, num_tokens: int) -> bool:
+        """Whether there is, beside what running sequences will soon grow by."""
+        if not self._running:  # there is nothing to wait for: let `allocate` say so
+            return True
+        num_growing = sum(
+            min(ROOM_TOKENS, self._num_tokens(sequence.request) - sequence.kv.capacity)
+            for sequence in self._running
+            if self._num_tokens(sequence.request) > sequence.kv.capacity
+        )
+        is_free = num_tokens + num_growing <= self._kv_cache.num_free_tokens
+        return is_free and self._kv_cache.can_allocate(num_tokens)
+
+    def _see_to_memory(self, ends: Iterable[tuple[S, int]]) -> bool:
+        """Before a pass: room and memory for the keys and values of those who take part, up to
+        where each ends. Who is refused memory fails alone. False where the sequence that came last
+        was paused for want of room: then the pass is another."""
         taking_part = []
         for sequence, stop in ends:
             self._taking_part = [sequence.request]
+            if stop > sequence.kv.capacity and not self._grow(sequence, stop):
+                self._pause(max(self._running, key=lambda running: running.request.id))
+                return False
             self._kv_cache.prepare(sequence.kv, stop)
             taking_part.append(sequence.request)
         self._taking_part = taking_part
+        return True
+
+    def _grow(self, sequence: S, stop: int) -> bool:
+        """Room up to `stop` and, where there is as much, for what follows. Whether there was."""
+        most = self._num_tokens(sequence.request)
+        wanted = (min(most, stop + ROOM_TOKENS), stop)
+        return any(self._kv_cache.grow(sequence.kv, num_tokens) for num_tokens in wanted)
+
+    def _pause(self, sequence: S) -> None:
+        """A sequence without room, until there is some: its keys and values are kept as long as
+        nothing else needs theirs, and computed again after that."""
+        self._running.remove(sequence)
+        self._kept.end(sequence)
+        sequence.num_cached = sequence.num_exact = 0
+        self._paused.append(sequence)
+        self._paused.sort(key=lambda paused: paused.request.id)
 
     def _settle(self, served: Iterable[S]) -> None:
         """Frees those of `served` that are finished; the others go behind those not served."""

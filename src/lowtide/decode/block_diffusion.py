@@ -22,7 +22,7 @@ from lowtide.decode.logits import tiled_logits
 from lowtide.decode.request import Committed, Draft, Event, Finished, Prefill, Request
 from lowtide.errors import UsageError
 from lowtide.layers.batch import Batch
-from lowtide.memory.kv_cache import KVCache, KVRange
+from lowtide.memory.kv_cache import KVCache
 
 __all__ = [
     "LOGIT_ROWS",
@@ -60,7 +60,10 @@ class BlockDiffusion(BatchDecoder[BlockSequence]):
     def step(self) -> list[Event]:
         self._admit()
         kind, turns = self._next_pass()
-        self._see_to_memory((turn.sequence, turn.stop) for turn in turns)
+        while not self._see_to_memory((turn.sequence, turn.stop) for turn in turns):
+            kind, turns = self._next_pass()
+        if not turns:
+            return []
         with torch.inference_mode():
             hidden = self._model.forward(self._batch(kind, turns))
             if kind is StepKind.PREFILL:
@@ -85,8 +88,8 @@ class BlockDiffusion(BatchDecoder[BlockSequence]):
                 f"{self._max_rows} rows of a forward pass; choose a shorter block."
             )
 
-    def _begin(self, request: Request, kv: KVRange) -> BlockSequence:
-        return BlockSequence(request, kv, self._mask_token_id)
+    def _begin(self, request: Request) -> BlockSequence:
+        return BlockSequence(request, self._mask_token_id)
 
     def _next_pass(self) -> tuple[StepKind, list[Scheduled[BlockSequence]]]:
         """Who takes part in the next pass, with which positions; at most `max_rows` in all.

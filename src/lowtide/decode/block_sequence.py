@@ -16,7 +16,6 @@ from lowtide.decode.canvas import Canvas
 from lowtide.decode.request import Event, Prefill, Request
 from lowtide.decode.sampling import ArgMax, FloatArray, Sampling, choose_tokens
 from lowtide.decode.unmask import choose_edits, choose_fills, num_scheduled
-from lowtide.layers.batch import KVRange
 
 
 class BlockPrediction(NamedTuple):
@@ -39,9 +38,9 @@ class BlockSequence(Canvas):
     `block_start` is being filled. Knows nothing of other sequences or of the model.
     """
 
-    def __init__(self, request: Request, kv: KVRange, mask_token_id: int) -> None:
+    def __init__(self, request: Request, mask_token_id: int) -> None:
         first_block_start = len(request.prompt) // request.block_length * request.block_length
-        super().__init__(request, kv, mask_token_id, request.canvas_length, first_block_start)
+        super().__init__(request, mask_token_id, request.canvas_length, first_block_start)
         self._is_prompt = ~self._is_masked
         self._sampling = Sampling.of(request.params, request.seed)
         self._num_steps = 0  # passes over the active block while it had masks

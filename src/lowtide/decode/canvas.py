@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from lowtide.decode.request import Committed, Draft, Event, Finished, Request
-from lowtide.layers.batch import KVRange
+from lowtide.memory.kv_cache import KVRange
 
 
 class Canvas(abc.ABC):
@@ -20,11 +20,11 @@ class Canvas(abc.ABC):
     """
 
     def __init__(
-        self, request: Request, kv: KVRange, mask_token_id: int, length: int, first_block_start: int
+        self, request: Request, mask_token_id: int, length: int, first_block_start: int
     ) -> None:
         num_prompt = len(request.prompt)
         self.request = request
-        self.kv = kv
+        self.kv = KVRange(0, 0)  # until it has room
         self.tokens = np.full(length, mask_token_id, np.int64)
         self.tokens[:num_prompt] = request.prompt
         self.is_finished = False
@@ -41,6 +41,11 @@ class Canvas(abc.ABC):
     @abc.abstractmethod
     def block_length(self) -> int:
         """Tokens of a block; the last one may be shorter."""
+
+    @property
+    def num_known(self) -> int:
+        """Tokens before the active block, which stay as they are."""
+        return self._block_start
 
     @property
     def _block_end(self) -> int:

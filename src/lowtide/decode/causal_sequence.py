@@ -13,7 +13,7 @@ from lowtide.core import PassRows, RowKind
 from lowtide.decode.penalties import has_penalties, penalise
 from lowtide.decode.request import Committed, Event, Finished, Prefill, Request, TokenLogprobs
 from lowtide.decode.sampling import ArgMax, Sampling, choose_next
-from lowtide.layers.batch import KVRange
+from lowtide.memory.kv_cache import KVRange
 
 
 class Choice(NamedTuple):
@@ -31,9 +31,9 @@ class CausalSequence:
 
     block_length = 1
 
-    def __init__(self, request: Request, kv: KVRange) -> None:
+    def __init__(self, request: Request) -> None:
         self.request = request
-        self.kv = kv
+        self.kv = KVRange(0, 0)  # until it has room
         self.tokens = np.zeros(request.canvas_length, np.int64)
         self.tokens[: len(request.prompt)] = request.prompt
         self.num_known = len(request.prompt)

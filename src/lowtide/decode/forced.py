@@ -28,7 +28,6 @@ from lowtide.decode.request import Event, Request
 from lowtide.decode.row_reading import RowModel
 from lowtide.decode.sampling import ArgMax, Sampling
 from lowtide.errors import InternalError, UsageError
-from lowtide.layers.batch import KVRange
 from lowtide.memory.kv_cache import KVCache
 
 
@@ -122,8 +121,8 @@ class ForcedBlockDiffusion(BlockDiffusion):
         self._text = text
         self._on_logits = on_logits
 
-    def _begin(self, request: Request, kv: KVRange) -> BlockSequence:
-        return _ForcedBlocks(request, kv, self._mask_token_id, self._text, self._on_logits)
+    def _begin(self, request: Request) -> BlockSequence:
+        return _ForcedBlocks(request, self._mask_token_id, self._text, self._on_logits)
 
 
 class ForcedMaskedDiffusion(MaskedDiffusion):
@@ -152,8 +151,8 @@ class ForcedMaskedDiffusion(MaskedDiffusion):
         self._text = text
         self._on_logits = on_logits
 
-    def _begin(self, request: Request, kv: KVRange) -> MaskedSequence:
-        return _ForcedMasked(request, kv, self._mask_token_id, self._text, self._on_logits)
+    def _begin(self, request: Request) -> MaskedSequence:
+        return _ForcedMasked(request, self._mask_token_id, self._text, self._on_logits)
 
 
 class _ForcedBlocks(BlockSequence):
@@ -162,12 +161,11 @@ class _ForcedBlocks(BlockSequence):
     def __init__(
         self,
         request: Request,
-        kv: KVRange,
         mask_token_id: int,
         text: ForcedText,
         on_logits: OnLogits,
     ) -> None:
-        super().__init__(request, kv, mask_token_id)
+        super().__init__(request, mask_token_id)
         self._text = text
         self._on_logits = on_logits
         self._hide()
@@ -219,12 +217,11 @@ class _ForcedMasked(MaskedSequence):
     def __init__(
         self,
         request: Request,
-        kv: KVRange,
         mask_token_id: int,
         text: ForcedText,
         on_logits: OnLogits,
     ) -> None:
-        super().__init__(request, kv, mask_token_id, is_measured_as_drawn=False)
+        super().__init__(request, mask_token_id, is_measured_as_drawn=False)
         self._text = text
         self._on_logits = on_logits
         self._hide()

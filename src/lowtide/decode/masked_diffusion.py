@@ -27,7 +27,7 @@ from lowtide.errors import PlanError, UsageError
 from lowtide.kernels.row_statistics import Wanted
 from lowtide.layers.batch import Batch, Segment
 from lowtide.memory.chunking import LogitNeeds, bucket
-from lowtide.memory.kv_cache import GRANULE_TOKENS, KVCache, KVRange
+from lowtide.memory.kv_cache import GRANULE_TOKENS, KVCache
 
 
 class MaskedDiffusion(BatchDecoder[MaskedSequence]):
@@ -87,8 +87,11 @@ class MaskedDiffusion(BatchDecoder[MaskedSequence]):
     def _num_tokens(self, request: Request) -> int:
         return _num_copies(request) * align_up(_length(request), GRANULE_TOKENS)
 
-    def _begin(self, request: Request, kv: KVRange) -> MaskedSequence:
-        return MaskedSequence(request, kv, self._mask_token_id, self._is_measured_as_drawn)
+    def _room_tokens(self, request: Request, num_known: int) -> int:
+        return self._num_tokens(request)  # its first pass is over all of it
+
+    def _begin(self, request: Request) -> MaskedSequence:
+        return MaskedSequence(request, self._mask_token_id, self._is_measured_as_drawn)
 
     def _next_pass(self) -> list[Scheduled[MaskedSequence]]:
         """Who takes part in the next pass, with which positions; at most `max_rows` rows in all."""

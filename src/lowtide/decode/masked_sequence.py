@@ -23,7 +23,6 @@ from lowtide.decode.masked_options import (
 from lowtide.decode.request import Event, Request
 from lowtide.decode.sampling import Sampling, uniforms
 from lowtide.decode.unmask import num_scheduled
-from lowtide.layers.batch import KVRange
 
 
 class MaskedSequence(Canvas):
@@ -33,11 +32,9 @@ class MaskedSequence(Canvas):
     answer. Its parameters are those that `masked_options.resolve` makes.
     """
 
-    def __init__(
-        self, request: Request, kv: KVRange, mask_token_id: int, is_measured_as_drawn: bool
-    ) -> None:
+    def __init__(self, request: Request, mask_token_id: int, is_measured_as_drawn: bool) -> None:
         num_prompt, max_tokens = len(request.prompt), request.max_tokens
-        super().__init__(request, kv, mask_token_id, num_prompt + max_tokens, num_prompt)
+        super().__init__(request, mask_token_id, num_prompt + max_tokens, num_prompt)
         diffusion = request.params.diffusion
         self._rule = diffusion.remasking or ""
         self._sampling = Sampling.of(request.params, request.seed)

@@ -153,19 +153,34 @@ class KVCache:
         """
         if not self.can_allocate(capacity):
             raise self._refusal(capacity)
-        capacity = align_up(capacity, GRANULE_TOKENS)
         with self._gate:
             self._kept.remove(kv_range)
         try:
-            self._drop_until_unused(capacity - kv_range.capacity)
-            if capacity - kv_range.capacity > self._gap_behind(kv_range):
-                self._part_behind(kv_range)
+            self.grow(kv_range, capacity)
         except BaseException:
             self._kept.append(kv_range)
             raise
         kv_range.num_written = num_tokens
-        kv_range.capacity = capacity
-        kv_range.num_usable = min(kv_range.num_usable, capacity)
+        kv_range.capacity = align_up(capacity, GRANULE_TOKENS)
+        kv_range.num_usable = min(kv_range.num_usable, kv_range.capacity)
+
+    def grow(self, kv_range: KVRange, num_tokens: int) -> bool:
+        """Gives a range room for `num_tokens` tokens, in place where those behind it leave some;
+        kept ranges give way, oldest first. Whether there was as much: else nothing changes.
+
+        Between passes only. Raises PageError where moving others wants memory that is not to be
+        had.
+        """
+        num_more = align_up(num_tokens, GRANULE_TOKENS) - kv_range.capacity
+        if num_more <= 0:
+            return True
+        if num_more > self.num_free_tokens:
+            return False
+        self._drop_until_unused(num_more)
+        if num_more > self._gap_behind(kv_range):
+            self._part_behind(kv_range)
+        kv_range.capacity += num_more
+        return True
 
     def can_branch(self, kv_range: KVRange, capacity: int) -> bool:
         """Whether `branch` would find room."""
