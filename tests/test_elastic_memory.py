@@ -151,6 +151,29 @@ def test_words_stay_while_memory_moves(
     assert max(cache) > 4 * min(cache)
 
 
+def test_memory_goes_to_a_system_that_runs_short_of_it_and_comes_back(
+    model: Path, words: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No request fails for it, and no token is another."""
+    plan = plan_model(model, context=CONTEXT)
+    options: dict[str, Any] = {"context": CONTEXT, "host_memory": budget(plan, 20)}
+    free_bytes = 1 << 40
+    monkeypatch.setattr("lowtide.engine.elastic.available_memory_bytes", lambda: free_bytes)
+    monkeypatch.setattr("lowtide.engine.elastic._LOOK_S", 0.0)
+    with LLM(model, policy="lru", elastic=True, **options) as llm:
+        assert answers(llm) == words
+        held = llm.stats()["num_slots"]
+        free_bytes = 0
+        assert answers(llm) == words
+        assert llm.stats()["num_slots"] == plan.num_staging
+        shares = elastic_of(llm)._shared.budget.shares()
+        llm._loop.look(Engine.heed_memory)
+        assert shares["KV cache"] >= elastic_of(llm)._shared.budget.shares()["KV cache"] == 0
+        free_bytes = 1 << 40
+        assert answers(llm) == words
+        assert llm.stats()["num_slots"] > plan.num_staging and held > plan.num_staging
+
+
 PRESETS_BESIDE_A_DEVICE = ["lowtide", "tide", "dali", "lru", "fiddler", "layer-split"]
 
 

@@ -20,7 +20,7 @@ from lowtide.core import IntArray, PassRows, Reuse, RowKind, Step, align_up
 from lowtide.decode.kept_sequences import Cached, KeptSequences
 from lowtide.decode.request import Event, Request
 from lowtide.decode.stored_sequences import StoredSequences
-from lowtide.errors import PlanError, UsageError
+from lowtide.errors import PageError, PlanError, UsageError
 from lowtide.layers.batch import Batch, Segment
 from lowtide.memory.kv_cache import KVCache, KVRange
 
@@ -291,24 +291,34 @@ class BatchDecoder(abc.ABC, Generic[S]):
 
     def _see_to_memory(self, ends: Iterable[tuple[S, int]]) -> bool:
         """Before a pass: room and memory for the keys and values of those who take part, up to
-        where each ends. Who is refused memory fails alone. False where the sequence that came last
-        was paused for want of room: then the pass is another."""
+        where each ends. False where there was not as much, and the sequence that came last was
+        paused: then the pass is another. What runs alone fails."""
         taking_part = []
         for sequence, stop in ends:
             self._taking_part = [sequence.request]
-            if stop > sequence.kv.capacity and not self._grow(sequence, stop):
+            if not self._has_memory(sequence, stop):
                 self._pause(max(self._running, key=lambda running: running.request.id))
                 return False
-            self._kv_cache.prepare(sequence.kv, stop)
             taking_part.append(sequence.request)
         self._taking_part = taking_part
         return True
 
-    def _grow(self, sequence: S, stop: int) -> bool:
-        """Room up to `stop` and, where there is as much, for what follows. Whether there was."""
+    def _has_memory(self, sequence: S, stop: int) -> bool:
+        """Sees to a sequence's room, and the memory behind it. Raises PageError for one that is
+        alone."""
         most = self._num_tokens(sequence.request)
-        wanted = (min(most, stop + ROOM_TOKENS), stop)
-        return any(self._kv_cache.grow(sequence.kv, num_tokens) for num_tokens in wanted)
+        wanted = (min(most, stop + ROOM_TOKENS), stop)  # and for what follows, if there is as much
+        try:
+            if stop > sequence.kv.capacity and not any(
+                self._kv_cache.grow(sequence.kv, num_tokens) for num_tokens in wanted
+            ):
+                return False
+            self._kv_cache.prepare(sequence.kv, stop)
+        except PageError:
+            if len(self._running) == 1:
+                raise
+            return False
+        return True
 
     def _pause(self, sequence: S) -> None:
         """A sequence without room, until there is some: its keys and values are kept as long as

@@ -9,6 +9,7 @@ every step has all of the budget.
 
 from __future__ import annotations
 
+import time
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -39,6 +40,14 @@ _NEWEST = 1 / 8
 
 _PATIENCE_STEPS = 64
 """Steps without asking again where the system has refused memory for slots."""
+
+
+SYSTEM_BYTES = 256 << 20
+"""Of the system's memory that are left to other programs: with less, some is given back to it, and
+with twice as much taken again."""
+
+_LOOK_S = 1.0
+"""How often that is looked at."""
 
 
 class Division(NamedTuple):
@@ -175,6 +184,10 @@ class ElasticMemory:
         self._growth_bytes = 0.0  # that sequences and their passes take per step
         self._others_bytes = 0
         self._num_patient = 0
+        self._looked_s = 0.0
+        self._most_bytes = shared.budget.num_bytes
+        num_lendable = max(0, shared.tier.num_slots - plan.num_staging)
+        self._least_bytes = self._most_bytes - num_lendable * shared.tier.slot_bytes
         self.num_given = self.num_moved = self.num_lent = 0
         shared.slots_account.give_way = self.give_way
 
@@ -207,6 +220,7 @@ class ElasticMemory:
 
     def settle(self) -> None:
         """After a pass: lends to the slots what sequences will not want soon."""
+        self.heed()
         if self._shared.room is not None:
             self._shared.room.trim()
         others_bytes = self._shared.others_bytes
@@ -218,6 +232,20 @@ class ElasticMemory:
         if num_live > self._slots.num_live and not self._num_patient:
             self._lend(num_live)
         self._fill()
+
+    def heed(self) -> None:
+        """Between passes, also where there are none: gives memory back where the system runs short
+        of it, kept keys first, then the coldest experts' slots; and draws on it again later."""
+        if time.monotonic() < self._looked_s + _LOOK_S:
+            return
+        self._looked_s = time.monotonic()
+        budget, num_spare = self._shared.budget, available_memory_bytes() - SYSTEM_BYTES
+        if num_spare < 0:
+            budget.ask(-num_spare)
+            num_drawn = budget.num_bytes - budget.num_free_bytes
+            budget.num_bytes = max(self._least_bytes, num_drawn)
+        elif num_spare > SYSTEM_BYTES:
+            budget.num_bytes = min(self._most_bytes, budget.num_bytes + num_spare - SYSTEM_BYTES)
 
     def restore(self) -> None:
         """Brings the planned slots back, for a policy that begins again with as many.

@@ -37,6 +37,11 @@ class Engine:
         moved = {} if self.elastic is None else self.elastic.as_dict()
         return {**self.experts.as_dict(), **moved}
 
+    def heed_memory(self) -> None:
+        """Between passes: gives memory back where the system runs short of it, if it can."""
+        if self.elastic is not None:
+            self.elastic.heed()
+
     def stop_waiting(self) -> None:
         """A pass that waits for reads fails soon. May be called on any thread."""
         self.experts.stop_waiting()

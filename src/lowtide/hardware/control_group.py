@@ -17,13 +17,13 @@ _UNLIMITED_BYTES = 1 << 62
 class _Names(NamedTuple):
     """What one version calls its files."""
 
-    limit: str
+    limits: tuple[str, ...]  # where the kernel kills, and where it slows a group down
     usage: str
     cache: str  # in memory.stat: pages of files that were not used lately, dropped when need be
 
 
-_V1 = _Names("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-_V2 = _Names("memory.max", "memory.current", "inactive_file")
+_V1 = _Names(("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactive_file")
+_V2 = _Names(("memory.max", "memory.high"), "memory.current", "inactive_file")
 
 
 def group_free_bytes(
@@ -60,10 +60,10 @@ def _groups(root: Path, membership: Path) -> Iterator[tuple[Path, _Names]]:
 
 def _free_bytes(folder: Path, names: _Names) -> int | None:
     """None where the folder is no such group, or has no limit."""
+    limits = [limit for name in names.limits if (limit := _limit(folder / name)) is not None]
+    if not limits:
+        return None
     try:
-        limit = (folder / names.limit).read_text().strip()
-        if not limit.isdecimal() or int(limit) >= _UNLIMITED_BYTES:  # "max"
-            return None
         usage = (folder / names.usage).read_text()
         stat = (folder / "memory.stat").read_text()
     except OSError:
@@ -73,4 +73,15 @@ def _free_bytes(folder: Path, names: _Names) -> int | None:
         name, _, value = line.partition(" ")
         if name == names.cache:
             cache = int(value)
-    return int(limit) - int(usage) + cache
+    return min(limits) - int(usage) + cache
+
+
+def _limit(path: Path) -> int | None:
+    """None where there is no such file, or it has no limit."""
+    try:
+        text = path.read_text().strip()
+    except OSError:
+        return None
+    if not text.isdecimal() or int(text) >= _UNLIMITED_BYTES:  # "max"
+        return None
+    return int(text)

@@ -147,7 +147,7 @@ class ElasticArena(Region):
         try:
             self._take(groups)
         except PageError:
-            if not self.account.ask(self._num_bytes(groups)):
+            if not self.account.budget.ask(self._num_bytes(groups), self.account):
                 raise
             self._take(groups)
 

@@ -33,6 +33,16 @@ class PageBudget:
         self.accounts.append(account)
         return account
 
+    def ask(self, num_bytes: int, asking: PageAccount | None = None) -> int:
+        """Has all but who asks give so many bytes up, in the order of their accounts; how many they
+        gave."""
+        before = self.num_free_bytes
+        for account in self.accounts:
+            num_wanted = num_bytes + before - self.num_free_bytes
+            if num_wanted > 0 and account is not asking and account.give_way is not None:
+                account.give_way(num_wanted)
+        return self.num_free_bytes - before
+
     def shares(self) -> dict[str, int]:
         """Bytes that each owner has drawn."""
         return {account.owner: account.num_bytes for account in self.accounts}
@@ -67,19 +77,10 @@ class PageAccount:
         """
         num_short = num_bytes - self.budget.num_free_bytes
         if num_short > 0:
-            self.ask(num_short)
+            self.budget.ask(num_short, self)
         if num_bytes > self.budget.num_free_bytes:
             raise self.budget.refusal(self.owner, num_bytes)
         self.num_bytes += num_bytes
-
-    def ask(self, num_bytes: int) -> int:
-        """Has others give so many bytes up, in the order of their accounts; how many they gave."""
-        before = self.budget.num_free_bytes
-        for other in self.budget.accounts:
-            num_wanted = num_bytes + before - self.budget.num_free_bytes
-            if num_wanted > 0 and other is not self and other.give_way is not None:
-                other.give_way(num_wanted)
-        return self.budget.num_free_bytes - before
 
     def give_back(self, num_bytes: int) -> None:
         """Frees bytes that were drawn and are physical no more."""
