@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -24,16 +25,32 @@ from lowtide.cli.line_editor import history_file
 from lowtide.cli.opening import open_llm
 from lowtide.cli.options import Settings
 from lowtide.cli.prompt import think_options
+from lowtide.cli.remote import RemoteDialogue, chosen_model, server_at
 from lowtide.cli.screen import stderr_console, stdout_console
 from lowtide.cli.turns import Turns
 from lowtide.errors import UsageError
 from lowtide.option import Group
+from lowtide.params import SamplingParams
 
 
 @takes(Group.PROMPT, Group.ENGINE, Group.HUB, Group.SAMPLING, Group.DIFFUSION, Group.OUTPUT)
 def chat(
-    model: ModelName,
+    model: Annotated[
+        str | None,
+        typer.Argument(
+            help="A folder, GGUF file, hub id or demo; with --url a name of the server's.",
+            metavar="MODEL",
+        ),
+    ] = None,
     words: Annotated[list[str] | None, typer.Argument(hidden=True)] = None,
+    url: Annotated[
+        str | None,
+        typer.Option(
+            "--url",
+            metavar="ADDRESS",
+            help="Talk with a server's model instead, such as http://localhost:8000.",
+        ),
+    ] = None,
     history: Annotated[
         bool, typer.Option("--history/--no-history", help="Remember what you type for next time.")
     ] = True,
@@ -42,9 +59,15 @@ def chat(
 ) -> None:
     """Talk with a model, turn by turn; a model without a chat template continues the text."""
     if words:
-        one = shlex.join(["lowtide", "generate", model, " ".join(words)])
+        one = shlex.join(["lowtide", "generate", str(model), " ".join(words)])
         raise UsageError(f"chat asks for text once it has begun; for one answer: {one}")
-    talk(model, settings, is_remembered=history)
+    kept = history_file() if history else None
+    if url is not None:
+        talk_to(url, model, settings, kept)
+    elif model is not None:
+        talk(model, settings, kept)
+    else:
+        raise UsageError("Name a model, or the --url of a server.")
 
 
 @takes(*ANSWER_OPTIONS)
@@ -61,16 +84,12 @@ def run(
     if is_asked or not sys.stdin.isatty():
         write_answer(model, words, prompt, prompt_ids, settings)
     else:
-        talk(model, settings, is_remembered=True)
+        talk(model, settings, history_file())
 
 
-def talk(model: str, settings: Settings, is_remembered: bool) -> None:
-    """A conversation until its user leaves. is_remembered: what is typed is kept for next time."""
-    params = settings.sampling_params()
-    if settings.flag("json"):
-        raise UsageError("chat prints text; for one JSON object use generate --json.")
-    if params.n > 1:
-        raise UsageError("chat goes on from one answer; for several use generate --n.")
+def talk(model: str, settings: Settings, history: Path | None) -> None:
+    """A conversation until its user leaves. history: where what is typed is kept for next time."""
+    params = _params_of_turns(settings)
     with open_llm(model, settings) as llm:
         if llm.tokenizer is None:
             from lowtide.model_folder.tokenizer import NO_TOKENIZER
@@ -84,5 +103,21 @@ def talk(model: str, settings: Settings, is_remembered: bool) -> None:
         turns = Turns(has_template, settings.text("system"), think)
         show_plan(llm, model, settings)
         show_sampling(llm, params, settings)
-        kept = history_file() if is_remembered else None
-        Conversation(llm, params, turns, stdout_console(), stderr_console(), kept).run()
+        Conversation(llm, params, turns, stdout_console(), stderr_console(), history).run()
+
+
+def talk_to(url: str, model: str | None, settings: Settings, history: Path | None) -> None:
+    """The same with a model of a server."""
+    params, server = _params_of_turns(settings), server_at(url)
+    turns = Turns(True, settings.text("system"))
+    places = (stdout_console(), stderr_console(), history)
+    RemoteDialogue(server, chosen_model(server, model), params, turns, *places).run()
+
+
+def _params_of_turns(settings: Settings) -> SamplingParams:
+    params = settings.sampling_params()
+    if settings.flag("json"):
+        raise UsageError("chat prints text; for one JSON object use generate --json.")
+    if params.n > 1:
+        raise UsageError("chat goes on from one answer; for several use generate --n.")
+    return params

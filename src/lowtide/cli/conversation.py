@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
@@ -55,25 +56,23 @@ SETTABLE = {o.name: o for o in OPTIONS if o.group in (Group.SAMPLING, Group.DIFF
 SETTABLE.pop("n")
 
 
-class Conversation:
-    """Asks for the next turn and answers it. Owns what was said and the parameters in force."""
+class Dialogue(abc.ABC):
+    """Asks for the next turn and has it answered. Owns what was said and the parameters in force."""
 
     def __init__(
         self,
-        llm: LLM,
         params: SamplingParams,
         turns: Turns,
         out: Console,
         err: Console,
         history: Path | None = None,
     ) -> None:
-        self._llm = llm
         self._params = params
         self._turns = turns
         self._out = out
         self._err = err
         self._history = history
-        self._commands: Mapping[str, Callable[[str], None]] = {
+        self._commands: dict[str, Callable[[str], None]] = {
             "/help": lambda _: self._help(),
             "/?": lambda _: self._help(),
             "/clear": lambda _: self._clear(),
@@ -84,6 +83,13 @@ class Conversation:
             "/load": self._load,
             "/stats": lambda _: self._show_stats(),
         }
+
+    @abc.abstractmethod
+    def _answer(self, line: str) -> None:
+        """Answers a line; what is said stays, also of an answer that Ctrl-C stopped."""
+
+    @abc.abstractmethod
+    def _show_stats(self) -> None: ...
 
     def run(self) -> None:
         """Reads turns until /bye or the end of input."""
@@ -177,13 +183,26 @@ class Conversation:
         self._params = with_keywords(self._params, {name: parsed})
         self._say(f"{name}: {value.strip()}")
 
+
+class Conversation(Dialogue):
+    """With a model of this process."""
+
+    def __init__(
+        self,
+        llm: LLM,
+        params: SamplingParams,
+        turns: Turns,
+        out: Console,
+        err: Console,
+        history: Path | None = None,
+    ) -> None:
+        super().__init__(params, turns, out, err, history)
+        self._llm = llm
+
     def _show_stats(self) -> None:
         self._say(stats_text(self._llm.stats(), self._llm.config.experts is not None))
 
-    # Turns
-
     def _answer(self, line: str) -> None:
-        """Answers a line; what is said stays, also of an answer that Ctrl-C stopped."""
         token_ids, params = self._fitted(line)
         view = self._view(token_ids)
         try:

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from lowtide.model_folder.thoughts import Thoughts
     from lowtide.model_folder.tokenizer import Tokenizer
 
-_DIM, _NOT_DIM = "\x1b[2m", "\x1b[22m"
+DIM, NOT_DIM = "\x1b[2m", "\x1b[22m"
 
 
 class TextWriter:
@@ -79,5 +79,5 @@ class ThinkingWriter(TextWriter):
             text = text if self.text else text.lstrip("\n")
             self._write(text)
         elif self._is_terminal and text:
-            self._out.write(_DIM + printable(text) + _NOT_DIM)
+            self._out.write(DIM + printable(text) + NOT_DIM)
             self._out.flush()

@@ -1,0 +1,245 @@
+"""`lowtide chat --url`: a conversation with a server that has OpenAI's chat API."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import closing
+from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+from urllib.parse import urlsplit
+
+from rich.console import Console
+
+from lowtide.cli.conversation import Dialogue
+from lowtide.cli.line_editor import typing_unseen
+from lowtide.cli.screen import printable
+from lowtide.cli.text import DIM, NOT_DIM, TextWriter
+from lowtide.cli.turns import Turns
+from lowtide.errors import UsageError
+from lowtide.params import SamplingParams
+
+KEYS = ("LOWTIDE_API_KEY", "OPENAI_API_KEY")
+"""Variables of the environment with a server's key; the first that is set."""
+
+_TIMEOUT_S = 600.0  # without a byte: a long prompt may take its time
+_MAX_BYTES = 1 << 20  # of a line, or of an answer that is no stream
+
+_SENT = ("temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "repetition_penalty")
+_SENT += ("presence_penalty", "frequency_penalty")
+
+
+class Delta(NamedTuple):
+    """More of an answer, its thoughts apart; reason: of its end, where it has one."""
+
+    text: str
+    thoughts: str
+    reason: str | None
+    usage: Mapping[str, Any]
+
+
+class Server:
+    """A server's address and key; each request is a connection of its own."""
+
+    def __init__(self, url: str, key: str | None = None) -> None:
+        """Raises UsageError for what is no address."""
+        parts = urlsplit(url if "://" in url else f"http://{url}")
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise UsageError(f"--url is a server's address such as http://localhost:8000, not {url!r}.")
+        self.url = f"{parts.scheme}://{parts.netloc}"
+        self._kind = HTTPSConnection if parts.scheme == "https" else HTTPConnection
+        self._place = parts.netloc.rpartition("@")[2]
+        self._path = parts.path.rstrip("/").removesuffix("/v1") + "/v1"
+        self._headers = {"Content-Type": "application/json"}
+        if key:
+            self._headers["Authorization"] = f"Bearer {key}"
+
+    def models(self) -> list[str]:
+        """Names of the models there. Raises UsageError."""
+        with closing(self._connection()) as connection:
+            response = self._asked(connection, "GET", "/models", None)
+            found = self._object(response.read(_MAX_BYTES))
+        listed = found.get("data")
+        if not isinstance(listed, list):
+            raise UsageError(f"{self.url} lists no models; is it a server with OpenAI's API?")
+        return [str(each["id"]) for each in listed if isinstance(each, dict) and "id" in each]
+
+    def answer(self, body: Mapping[str, object]) -> Iterator[Delta]:
+        """An answer as it comes. Raises UsageError. Closing this ends it."""
+        with closing(self._connection()) as connection:
+            response = self._asked(connection, "POST", "/chat/completions", body)
+            try:
+                yield from self._deltas(response)
+            except (OSError, HTTPException) as error:
+                raise UsageError(f"{self.url} ended an answer half-way: {error!r}.") from None
+
+    def _connection(self) -> HTTPConnection:
+        return self._kind(self._place, timeout=_TIMEOUT_S)
+
+    def _asked(
+        self, connection: HTTPConnection, method: str, path: str, body: Mapping[str, object] | None
+    ) -> HTTPResponse:
+        """The response to a request. Raises UsageError where it is none, or an error."""
+        sent = None if body is None else json.dumps(body).encode()
+        try:
+            connection.request(method, self._path + path, sent, self._headers)
+            response = connection.getresponse()
+            if response.status == 200:
+                return response
+            told = self._told(response.read(_MAX_BYTES))
+        except (OSError, HTTPException) as error:
+            raise UsageError(
+                f"{self.url} cannot be asked: {error!r}. `lowtide serve MODEL` starts a server."
+            ) from None
+        way_out = f" Its key goes into {KEYS[0]}." if response.status == 401 else ""
+        raise UsageError(f"{self.url} answers {response.status}: {told}.{way_out}")
+
+    def _deltas(self, response: HTTPResponse) -> Iterator[Delta]:
+        while line := response.readline(_MAX_BYTES):
+            name, _, value = line.partition(b":")
+            if name != b"data" or not value.strip():
+                continue
+            if value.strip() == b"[DONE]":
+                return
+            chunk = self._object(value)
+            if "error" in chunk:
+                raise UsageError(f"{self.url}: {self._told(value)}.")
+            yield _delta(chunk)
+
+    def _object(self, text: bytes) -> dict[str, Any]:
+        try:
+            found = json.loads(text)
+        except (ValueError, RecursionError):
+            found = None
+        if not isinstance(found, dict):
+            raise UsageError(f"{self.url} answers what is no JSON object: {text[:80]!r}.")
+        return found
+
+    def _told(self, text: bytes) -> str:
+        """The message of an error."""
+        try:
+            found = self._object(text).get("error")
+        except UsageError:
+            found = text.decode(errors="replace")
+        if isinstance(found, dict):
+            found = found.get("message")
+        return printable(str(found)[:500]).rstrip(".")
+
+
+class RemoteDialogue(Dialogue):
+    """With a model of a server; the last answer's tokens and seconds are its statistics."""
+
+    def __init__(
+        self,
+        server: Server,
+        model: str,
+        params: SamplingParams,
+        turns: Turns,
+        out: Console,
+        err: Console,
+        history: Path | None = None,
+    ) -> None:
+        super().__init__(params, turns, out, err, history)
+        self._server = server
+        self._model = model
+        self._last = "nothing yet"
+
+    def _answer(self, line: str) -> None:
+        writer = _Writer(self._out.file, True, self._out.is_terminal)
+        start_s = time.perf_counter()
+        reason: str | None = None
+        usage: Mapping[str, Any] = {}
+        try:
+            with typing_unseen(), closing(self._server.answer(self._body(line))) as deltas:
+                for delta in deltas:
+                    writer.think(delta.thoughts)
+                    writer.commit((), delta.text)
+                    reason, usage = delta.reason or reason, delta.usage or usage
+        except KeyboardInterrupt:
+            if not sys.stdin.isatty():
+                raise
+            self._say("\n(stopped)")
+            self._turns.add(line, writer.text)
+            return
+        writer.finish(writer.text)
+        self._turns.add(line, writer.text)
+        self._note(reason, usage, time.perf_counter() - start_s)
+
+    def _note(self, reason: str | None, usage: Mapping[str, Any], seconds: float) -> None:
+        num_new = usage.get("completion_tokens")
+        if isinstance(num_new, int):
+            self._last = f"{num_new} tokens in {seconds:.1f} s"
+            if self._out.is_terminal:
+                self._say(self._last)
+        if reason == "length":
+            self._say("(cut: the server's limit, or the one set)")
+
+    def _show_stats(self) -> None:
+        self._say(self._last)
+
+    def _body(self, line: str) -> dict[str, object]:
+        given = {name: getattr(self._params, name) for name in _SENT}
+        return {
+            "model": self._model,
+            "messages": self._turns.prompt_with(line),
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            **{name: value for name, value in given.items() if value not in (None, 0)},
+            **({"temperature": 0} if self._params.temperature == 0 else {}),
+            **({"stop": list(self._params.stop_strings)} if self._params.stop_strings else {}),
+        }
+
+
+class _Writer(TextWriter):
+    """Writes thoughts dimmed, on a terminal alone."""
+
+    def __init__(self, out: IO[str], has_text: bool, is_terminal: bool) -> None:
+        super().__init__(out, has_text, is_terminal)
+        self._has_thoughts = False
+
+    def think(self, text: str) -> None:
+        if text and self._is_terminal:
+            self._has_thoughts = True
+            self._out.write(DIM + printable(text) + NOT_DIM)
+            self._out.flush()
+
+    def commit(self, tokens: object, text: str) -> None:
+        if text and self._has_thoughts:
+            self._has_thoughts = False
+            self._out.write("\n\n")
+        self._write(text)
+
+
+def server_at(url: str, environment: Mapping[str, str] = os.environ) -> Server:
+    """The server at an address, with the key of the environment. Raises UsageError."""
+    return Server(url, next((environment[name] for name in KEYS if environment.get(name)), None))
+
+
+def chosen_model(server: Server, model: str | None) -> str:
+    """The model to ask for: the one named, or the server's only one. Raises UsageError."""
+    names = server.models()
+    if model is None and len(names) == 1:
+        return names[0]
+    if model is None or model not in names:
+        listed = ", ".join(names[:20]) or "none"
+        raise UsageError(f"Name one of the models of {server.url}: {listed}.")
+    return model
+
+
+def _delta(chunk: Mapping[str, Any]) -> Delta:
+    choices = chunk.get("choices")
+    choice = choices[0] if isinstance(choices, list) and choices else {}
+    delta = choice.get("delta") if isinstance(choice, dict) else None
+    delta = delta if isinstance(delta, dict) else {}
+    thoughts = delta.get("reasoning_content") or delta.get("reasoning")
+    usage = chunk.get("usage")
+    return Delta(
+        str(delta.get("content") or ""),
+        str(thoughts or ""),
+        choice.get("finish_reason") if isinstance(choice, dict) else None,
+        usage if isinstance(usage, dict) else {},
+    )

@@ -1,0 +1,114 @@
+"""`lowtide chat --url` against a stand-in of a server."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any, ClassVar
+
+import pytest
+from typer.testing import CliRunner
+
+from lowtide.cli.app import app
+from lowtide.cli.remote import Server, chosen_model
+from lowtide.errors import UsageError
+
+CHUNKS = [
+    {"choices": [{"delta": {"role": "assistant"}}]},
+    {"choices": [{"delta": {"reasoning_content": "hm"}}]},
+    {"choices": [{"delta": {"content": "the "}}]},
+    {"choices": [{"delta": {"content": "answer"}}]},
+    {"choices": [{"delta": {}, "finish_reason": "stop"}]},
+    {"choices": [], "usage": {"completion_tokens": 3}},
+]
+
+
+class Handler(BaseHTTPRequestHandler):
+    asked: ClassVar[list[dict[str, Any]]] = []
+    key: ClassVar[str | None] = None
+    chunks: ClassVar[list[dict[str, Any]]] = CHUNKS
+
+    def do_GET(self) -> None:
+        self._reply(200, {"data": [{"id": "one"}]})
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        if self.key is not None and self.headers["Authorization"] != f"Bearer {self.key}":
+            return self._reply(401, {"error": {"message": "no such key"}})
+        self.asked.append(json.loads(body))
+        self.send_response(200)
+        self.end_headers()
+        for chunk in self.chunks:
+            self.wfile.write(f": ping\n\ndata: {json.dumps(chunk)}\n\n".encode())
+        self.wfile.write(b"data: [DONE]\n\n")
+
+    def log_message(self, *_: object) -> None: ...
+
+    def _reply(self, status: int, found: object) -> None:
+        self.send_response(status)
+        self.end_headers()
+        self.wfile.write(json.dumps(found).encode())
+
+
+@pytest.fixture
+def url(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    monkeypatch.setattr(Handler, "asked", [])
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def chat(*arguments: str, said: str) -> Any:
+    return CliRunner().invoke(app, ["chat", *arguments, "--no-history"], input=said)
+
+
+def test_turns_go_to_the_server_and_thoughts_do_not_go_back(url: str) -> None:
+    done = chat("--url", f"{url}/v1/", "--system", "be brief", said="hi\nand?\n/stats\n")
+    assert done.exit_code == 0, done.output
+    assert done.stdout.count("the answer\n") == 2 and "hm" not in done.stdout
+    assert "3 tokens in" in done.stderr
+    first, second = Handler.asked
+    assert first["model"] == "one" and first["stream"]
+    assert [message["role"] for message in first["messages"]] == ["system", "user"]
+    assert second["messages"][2:] == [
+        {"role": "assistant", "content": "the answer"},
+        {"role": "user", "content": "and?"},
+    ]
+    assert "temperature" not in first
+
+
+def test_parameters_are_sent_where_they_are_given(url: str) -> None:
+    done = chat("--url", url, "--temperature", "0", "--max-tokens", "5", said="hi\n")
+    assert done.exit_code == 0, done.output
+    assert Handler.asked[0]["temperature"] == 0 and Handler.asked[0]["max_tokens"] == 5
+
+
+def test_a_key_comes_from_the_environment(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Handler, "key", "secret")
+    done = chat("--url", url, said="hi\n")
+    assert "401: no such key" in done.stderr and "LOWTIDE_API_KEY" in done.stderr
+    monkeypatch.setenv("OPENAI_API_KEY", "secret")
+    assert "the answer" in chat("--url", url, said="hi\n").stdout
+
+
+def test_what_is_refused_is_told_in_one_line(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    done = chat("other", "--url", url, said="hi\n")
+    assert done.exit_code == 2 and "Name one of the models" in done.stderr and "one" in done.stderr
+    with pytest.raises(UsageError, match="cannot be asked"):
+        chosen_model(Server("127.0.0.1:9"), None)
+    with pytest.raises(UsageError, match="address such as"):
+        Server("ftp://x")
+    monkeypatch.setattr(Handler, "chunks", [{"error": {"message": "out of luck"}}])
+    done = chat("--url", url, said="hi\n")
+    assert done.exit_code == 0 and "out of luck" in done.stderr
+
+
+def test_without_a_model_or_an_address_chat_says_what_it_needs() -> None:
+    done = chat(said="")
+    assert done.exit_code == 2 and "--url" in done.stderr
