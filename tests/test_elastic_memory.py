@@ -165,13 +165,13 @@ def test_memory_goes_to_a_system_that_runs_short_of_it_and_comes_back(
         held = llm.stats()["num_slots"]
         free_bytes = 100 << 20
         assert answers(llm) == words
-        assert llm.stats()["num_slots"] == plan.num_staging
+        assert llm.stats()["num_slots"] == llm.plan.num_staging
         shares = elastic_of(llm)._shared.budget.shares()
         llm._loop.look(Engine.heed_memory)
         assert shares["KV cache"] >= elastic_of(llm)._shared.budget.shares()["KV cache"] == 0
         free_bytes = 1 << 40
         assert answers(llm) == words
-        assert llm.stats()["num_slots"] > plan.num_staging and held > plan.num_staging
+        assert llm.stats()["num_slots"] > llm.plan.num_staging and held > llm.plan.num_staging
 
 
 PRESETS_BESIDE_A_DEVICE = ["lowtide", "tide", "dali", "lru", "fiddler", "layer-split"]

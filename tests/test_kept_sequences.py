@@ -19,7 +19,7 @@ from lowtide.decode import batch_decoder
 from lowtide.decode.autoregressive import Autoregressive
 from lowtide.decode.batch_decoder import BatchDecoder
 from lowtide.decode.block_diffusion import BlockDiffusion
-from lowtide.decode.kept_sequences import MIN_SHARED_TOKENS
+from lowtide.decode.kept_sequences import MIN_AWAITED_TOKENS, MIN_SHARED_TOKENS
 from lowtide.decode.request import Finished, Request
 from lowtide.files.kept_file import num_common
 from lowtide.memory.kv_cache import KVCache
@@ -222,15 +222,15 @@ def test_several_answers_compute_their_prompt_once(case: Case) -> None:
     finished: dict[int, Finished] = {}
     run(decoder, 1000, finished)
     resumed = [finished[request.id].num_resumed for request in (*requests, other)]
-    whole = len(SYSTEM) - (case.block_length == 1)
-    assert resumed == [0, whole, whole, 0]
+    assert resumed[0] == resumed[3] == 0
+    assert len(SYSTEM) - MIN_AWAITED_TOKENS < min(resumed[1:3])
 
 
 @pytest.mark.parametrize("block_length", [1, 4])
 @pytest.mark.parametrize("reuse", [Reuse.ON, Reuse.OFF])
 def test_room_is_taken_as_it_is_written(block_length: int, reuse: Reuse) -> None:
-    """Each of three answers could take all the room there is: they begin together, and those that
-    came last pause where it runs out."""
+    """Each of three answers could take all the room there is: two begin together, and the later
+    one pauses where it runs out."""
     case = Case(block_length, reuse, 1024, 64)
     decoder, kv_cache = make_decoder(case, reuse)
     requests = [make_request(case, [number] * 60, 960, 0) for number in (1, 2, 3)]
@@ -238,7 +238,7 @@ def test_room_is_taken_as_it_is_written(block_length: int, reuse: Reuse) -> None
         decoder.add(request)
     finished: dict[int, Finished] = {}
     run(decoder, 3, finished)
-    assert decoder.num_running == 3
+    assert decoder.num_running == 2
     run(decoder, 100_000, finished)
     assert kv_cache.can_allocate(1024)
     for request in requests:

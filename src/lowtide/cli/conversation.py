@@ -57,7 +57,10 @@ SETTABLE.pop("n")
 
 
 class Dialogue(abc.ABC):
-    """Asks for the next turn and has it answered. Owns what was said and the parameters in force."""
+    """Asks for the next turn and has it answered.
+
+    Owns what was said and the parameters in force.
+    """
 
     def __init__(
         self,

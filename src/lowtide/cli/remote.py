@@ -49,7 +49,9 @@ class Server:
         """Raises UsageError for what is no address."""
         parts = urlsplit(url if "://" in url else f"http://{url}")
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise UsageError(f"--url is a server's address such as http://localhost:8000, not {url!r}.")
+            raise UsageError(
+                f"--url is a server's address such as http://localhost:8000, not {url!r}."
+            )
         self.url = f"{parts.scheme}://{parts.netloc}"
         self._kind = HTTPSConnection if parts.scheme == "https" else HTTPConnection
         self._place = parts.netloc.rpartition("@")[2]

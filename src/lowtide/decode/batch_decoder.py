@@ -245,13 +245,14 @@ class BatchDecoder(abc.ABC, Generic[S]):
         yield from (sequence.request for sequence in [*self._paused, *self._running])
 
     def _room_tokens(self, request: Request, num_known: int) -> int:
-        """The room that a request begins with, or goes on with, of whose tokens so many are known."""
+        """The room that a request begins or goes on with when so many of its tokens are known."""
         first = align_up(num_known + ROOM_TOKENS, request.block_length)
         return min(self._num_tokens(request), first)
 
     def _admit(self) -> None:
-        """Goes on with paused requests and starts waiting ones, each in order, as far as the KV cache
-        has room. Those whose beginning another one is computing are passed over until it is there."""
+        """Goes on with paused requests and starts waiting ones, each in order, as far as the KV
+        cache has room. Those whose beginning another one is computing are passed over until it is
+        there."""
         while self._paused:
             sequence = self._paused[0]
             request = sequence.request

@@ -185,6 +185,7 @@ class ElasticMemory:
         self._others_bytes = 0
         self._num_patient = 0
         self._looked_s = 0.0
+        self._is_short = False  # whether the system has had memory back and has none to spare yet
         self._most_bytes = shared.budget.num_bytes
         num_lendable = max(0, shared.tier.num_slots - plan.num_staging)
         self._least_bytes = self._most_bytes - num_lendable * shared.tier.slot_bytes
@@ -229,7 +230,7 @@ class ElasticMemory:
         self._growth_bytes += _NEWEST * (growth_bytes - self._growth_bytes)
         self._num_patient = max(0, self._num_patient - 1)
         num_live = self._num_worth_having()
-        if num_live > self._slots.num_live and not self._num_patient:
+        if num_live > self._slots.num_live and not self._num_patient and not self._is_short:
             self._lend(num_live)
         self._fill()
 
@@ -244,7 +245,9 @@ class ElasticMemory:
             budget.ask(-num_spare)
             num_drawn = budget.num_bytes - budget.num_free_bytes
             budget.num_bytes = max(self._least_bytes, num_drawn)
+            self._is_short = True
         elif num_spare > SYSTEM_BYTES:
+            self._is_short = False
             budget.num_bytes = min(self._most_bytes, budget.num_bytes + num_spare - SYSTEM_BYTES)
 
     def restore(self) -> None:
