@@ -6,7 +6,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import closing
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
 from pathlib import Path
@@ -29,8 +29,10 @@ KEYS = ("LOWTIDE_API_KEY", "OPENAI_API_KEY")
 _TIMEOUT_S = 600.0  # without a byte: a long prompt may take its time
 _MAX_BYTES = 1 << 20  # of a line, or of an answer that is no stream
 
-_SENT = ("temperature", "top_p", "top_k", "min_p", "seed", "max_tokens", "repetition_penalty")
-_SENT += ("presence_penalty", "frequency_penalty")
+_SENT = (
+    *("temperature", "top_p", "top_k", "min_p", "seed", "max_tokens"),
+    *("repetition_penalty", "presence_penalty", "frequency_penalty"),
+)
 
 
 class Delta(NamedTuple):
@@ -70,7 +72,7 @@ class Server:
             raise UsageError(f"{self.url} lists no models; is it a server with OpenAI's API?")
         return [str(each["id"]) for each in listed if isinstance(each, dict) and "id" in each]
 
-    def answer(self, body: Mapping[str, object]) -> Iterator[Delta]:
+    def answer(self, body: Mapping[str, object]) -> Generator[Delta, None, None]:
         """An answer as it comes. Raises UsageError. Closing this ends it."""
         with closing(self._connection()) as connection:
             response = self._asked(connection, "POST", "/chat/completions", body)
