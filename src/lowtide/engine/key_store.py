@@ -21,24 +21,8 @@ from lowtide.reading.fingerprint import fingerprint
 from lowtide.version import __version__
 
 
-class KeyStore:
-    """The files of `cache_dir`, and this model's name in them."""
-
-    def __init__(self, files: StoredFiles, opened: OpenModel, checkpoint: Checkpoint) -> None:
-        """Raises StorageError where weights cannot be read."""
-        self._files = files
-        self._digest = _digest(opened, checkpoint)
-        self._model_name = _name(opened.folder)
-        layers, arrays, heads, _, width = opened.kv_shape
-        self._layout = KeyLayout((layers, arrays, heads, width), opened.dtype.itemsize)
-
-    def over(self, kv_cache: KVCache) -> StoredSequences:
-        """What reads into and writes from the model's KV cache, and closes the files."""
-        return StoredSequences(self._files, self._digest, self._model_name, kv_cache, self._layout)
-
-
-def open_key_store(opened: OpenModel, checkpoint: Checkpoint, undo: ExitStack) -> KeyStore | None:
-    """Before anything is loaded; None where nothing is to be kept there. `undo` closes it.
+def open_files(opened: OpenModel, undo: ExitStack) -> StoredFiles | None:
+    """Before anything is loaded; None where nothing is to be kept there. `undo` closes them.
 
     Raises UsageError for a folder that cannot be trusted, StorageError.
     """
@@ -49,7 +33,18 @@ def open_key_store(opened: OpenModel, checkpoint: Checkpoint, undo: ExitStack) -
     undo.callback(files.close)
     with suppress(OSError):  # where nothing can be removed nothing can be written, which is told
         files.make_room(0)
-    return KeyStore(files, opened, checkpoint)
+    return files
+
+
+def stored_sequences(
+    opened: OpenModel, checkpoint: Checkpoint, files: StoredFiles, kv_cache: KVCache
+) -> StoredSequences:
+    """This model's sequences in the files, which it closes. Raises StorageError where weights
+    cannot be read."""
+    layers, arrays, heads, _, width = opened.kv_shape
+    layout = KeyLayout((layers, arrays, heads, width), opened.dtype.itemsize)
+    digest, name = _digest(opened, checkpoint), _name(opened.folder)
+    return StoredSequences(files, digest, name, kv_cache, layout)
 
 
 def _digest(opened: OpenModel, checkpoint: Checkpoint) -> bytes:

@@ -16,7 +16,7 @@ from lowtide.core import Progress
 from lowtide.engine.elastic import ElasticMemory, SharedMemory
 from lowtide.engine.engine import Engine
 from lowtide.engine.experts import load_experts
-from lowtide.engine.key_store import open_key_store
+from lowtide.engine.key_store import open_files, stored_sequences
 from lowtide.engine.model_calibration import find_calibration
 from lowtide.engine.opening import OpenModel
 from lowtide.engine.pass_room import workspace_memory
@@ -57,7 +57,7 @@ def load(opened: OpenModel, plan: MemoryPlan) -> Engine:
     config, progress = opened.config, opened.options.report
     checkpoint = _checked(opened, plan, progress)
     with ExitStack() as undo:
-        store = open_key_store(opened, checkpoint, undo)
+        files = open_files(opened, undo)
         reader = FileReader(checkpoint.files, opened.largest_read_bytes, _pack(opened))
         undo.callback(reader.close)
         executor = _make_executor(config, plan)
@@ -78,7 +78,7 @@ def load(opened: OpenModel, plan: MemoryPlan) -> Engine:
         undo.callback(experts.close)
         model_class = families()[config.family].model()
         model = model_class(config, weights, experts, kv_cache, compute)
-        stored = None if store is None else store.over(kv_cache)
+        stored = None if files is None else stored_sequences(opened, checkpoint, files, kv_cache)
         set_early_gate(opened, experts, model.routers, calibration)
         engine = Engine(
             plan, opened, model, experts, kv_cache, reader, executor, memory.plans, elastic, stored
