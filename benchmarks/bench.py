@@ -70,7 +70,7 @@ SMALL = (
     Script("ar_decode", 4, ("--prompt", "256", "--new", "48")),
     Script("absent", 5, ("--parts", "tmpfs", "block", "gguf"), cut="the disk; `--large` has it"),
     Script("batching", 1),
-    Script("conversation", 3, ("--restarts", "3")),
+    Script("conversation", 2, ("--restarts", "3")),
     Script("simulate", 6, ("--validate", "--repeats", "3"), cut="3 turns of each preset, not 7"),
     Script("simulate", 2, ("--validate", "--home", "disk", "--repeats", "3"), cut="3 turns, not 7"),
     Script(
