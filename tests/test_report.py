@@ -11,9 +11,10 @@ from xml.etree import ElementTree
 import pytest
 from reporting.ages import aged
 from reporting.blocks import PAGES, PICTURES, blocks
+from reporting.evidence import Claim
 from reporting.fronts import front_picture, panels_of
 from reporting.pages import part_names, rewritten
-from reporting.results import Results, ResultsError
+from reporting.results import Line, Results, ResultsError
 from reporting.tables import captions, number, ratio
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -72,6 +73,34 @@ def test_a_part_is_rewritten_and_nothing_else(tmp_path: Path) -> None:
 def test_links_of_a_page_in_a_folder_go_up(tmp_path: Path) -> None:
     page = blocks(_results(tmp_path, _row()), Path("docs/policies.md"))["batching"]()
     assert "[1](../docs/results/2026-11-22-batching.jsonl#L1)" in page
+
+
+def test_a_number_is_reproduced_by_its_effect_once_and_held_out(tmp_path: Path) -> None:
+    """Two values near one are not near where what they differ by is what was published."""
+    one = {"benchmark": "dali", "what": "number", "neutral": 1.0, "num_cases": 1}
+    rows = [
+        _row(**one, place="Figure 12", of="a", published=1.3, here=1.28),
+        _row(**one, place="Figure 12", of="b", published=1.09, here=1.02),
+        _row(**one, place="Figure 13", of="c", published=1.3, here=1.3, repeats="Figure 12, a"),
+        _row(**{**one, "neutral": 0.0}, place="Table 8", of="d", published=0.14, here=0.01),
+        _row(**{**one, "what": "fitted"}, place="Table 4", of="e", published=20.0, here=20.0),
+    ]
+    page = blocks(_results(tmp_path, *rows), Path("docs/policies.md"))["dali-numbers"]()
+    assert "Of 3 held-out numbers, all in one setting, **1 are reproduced**" in page
+    assert "(Figure 12 1 of 2, Table 8 0 of 1). 1 that the machine was fitted to and 1 that" in page
+    verdicts = [row.split(" | ")[5] for row in page.splitlines() if row.startswith(("| F", "| T"))]
+    assert verdicts == ["reproduced", "differs", "says Figure 12, a again", "fitted", "differs"]
+
+
+def test_a_claim_is_reproduced_in_the_published_range_or_near_it() -> None:
+    def claim(*values: float, for_all: bool = False) -> Claim:
+        line = Line(Path("x.jsonl"), 1, {})
+        return Claim("a", "1.2 to 1.4", 1.2, 1.4, values, line, "why", "make it", for_all=for_all)
+
+    assert claim(1.3).cells == ("a", "1.2 to 1.4", "1.30", "reproduced", "why", "`make it`")
+    assert claim(1.18).is_reproduced and not claim(1.16).is_reproduced
+    assert claim(1.45).is_reproduced and not claim(1.47).is_reproduced
+    assert claim(1.0, 1.6).is_reproduced and not claim(1.0, 1.6, for_all=True).is_reproduced
 
 
 def test_the_newest_clean_run_is_shown(tmp_path: Path) -> None:

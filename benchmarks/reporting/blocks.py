@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from reporting import memory
+from reporting import evidence, memory
 from reporting.fronts import front_picture
 from reporting.pages import Block
-from reporting.papers import dali, dali_numbers
+from reporting.papers import dali, dali_numbers, tide
 from reporting.presets import hindsight, policies, prefetch, validated
 from reporting.quality import buddies, buddies_full, decisions, formats, profiles
 from reporting.results import Line, Results, Run
@@ -32,7 +32,7 @@ PAGES = (
     README,
     *(
         Path(f"docs/{name}.md")
-        for name in ("buddymoe", "formats", "measured", "memory", "policies", "quality")
+        for name in ("buddymoe", "evidence", "formats", "measured", "memory", "policies", "quality")
     ),
 )
 """What is rewritten, relative to the repository."""
@@ -71,11 +71,17 @@ def blocks(results: Results, page: Path) -> Mapping[str, Block]:
         "policies": policies,
         "dali": dali,
         "dali-numbers": dali_numbers,
+        "tide": tide,
+        "evidence-mosaic": evidence.mosaic,
+        "evidence-tide": evidence.tide,
+        "evidence-dali": evidence.dali,
+        "evidence-buddymoe": evidence.buddymoe,
         "hindsight": hindsight,
         "prefetch": prefetch,
         "validated": validated,
         "longest": memory.longest,
         "planned": memory.planned,
+        "parts": memory.parts,
         "reserved": memory.reserved,
         "steps": memory.steps,
         "every-expert": memory.every_expert,

@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 
+from common.growth import Growth
+
 from reporting.results import Line, Results, Run
-from reporting.tables import Cell, caption, captions, link, number, percent, table
+from reporting.tables import (
+    Cell,
+    caption,
+    captions,
+    link,
+    median_and_spread,
+    number,
+    percent,
+    ratio,
+    table,
+)
 
 _SIDES = {
     "transformers": "transformers (a)",
@@ -15,6 +28,13 @@ _SIDES = {
 }
 _PLANNED = ("model", "tokens", "operators", "plan, MB", "measured less plan", "arena less plan")
 _EVEN = ("model", "tokens", "", "peak, MB", "peak over average", "lower by; paper 2.71")
+_PAPER_GAINS = {
+    "manager": "+79 to 197%",
+    "mask-only": "+89 to 114%",
+    "chunking": "+221 to 673%",
+    "fused head": "has none",
+}
+_HEADS = ("model", "tokens", "masked", "kept", "reduced at once", "over kept")
 _RESERVED = ("model", "forward", "tokens", "alive, MB", "reserved, MB", "more", "resident, MB")
 _STEPS = ("model", "tokens", "r_p", "depth", "step, s", "over transformers", "over plain torch")
 _PLANNING = ("model", "tokens", "r_p", "plans", "the longest, ms", "of a step, us")
@@ -79,9 +99,25 @@ def planned(results: Results, page: Path) -> str:
     return "\n\n".join([*parts, captions(lines + even)])
 
 
+def parts(results: Results, page: Path) -> str:
+    """The longest sequence by Mosaic's parts, and what fusing the head gains in time."""
+    lines = _part_lines(results)
+    grown = _grown(results)
+    timed = results.newest_lines("mosaic_ablation", "head alone", ("model", "num_tokens"))
+    papers = [f"{name} (paper {gain})" for name, gain in _PAPER_GAINS.items()]
+    head = ("model", "cap, GB", "plain torch (b), extrapolated", *papers, "what binds then")
+    said = [table(head, [(line, _parts(line, grown[line["model"]], page)) for line in lines], page)]
+    if timed:
+        said += [
+            "The head alone, seconds by turns, logits of masked rows kept and reduced at once:",
+            table(_HEADS, [(line, _heads(line)) for line in timed], page),
+        ]
+    return "\n\n".join([*said, captions(lines + timed)])
+
+
 def reserved(results: Results, page: Path) -> str:
     """What CUDA's allocator would reserve, and the time that lazy chunking saves."""
-    run = results.newest("mosaic_ablation")
+    run = results.newest("mosaic_ablation", with_lines_of=("reserved", "lazy over static"))
     lazy = run.of("lazy over static")
     said = "; ".join(
         f"{line['num_tokens']:,} tokens {percent(line['saved'])} (line {link(line, page)})"
@@ -164,6 +200,48 @@ def _planned(line: Line) -> Sequence[Cell]:
 def _even(line: Line) -> Sequence[Cell]:
     even, lower = number(line["peak_over_average"]), number(line["lower_by"])
     return (*_length(line), line["side"], _mega(line["peak_bytes"]), even, lower)
+
+
+def _parts(line: Line, grown: Line, page: Path) -> Sequence[Cell]:
+    """Tokens of each part, and how many more than with those before it."""
+    tokens = _tokens_by_part(line, grown)
+    cells = [f"{tokens[0]:,} ({link(grown, page)})"]
+    cells += [f"{now:,} ({now / before - 1:+.0%})" for before, now in pairwise(tokens)]
+    return (line["model"], number(line["cap_gb"]), *cells, line["binding"])
+
+
+def _tokens_by_part(line: Line, grown: Line) -> list[int]:
+    """The longest sequence of plain torch, by its straight line, and with each part of Mosaic."""
+    growth = Growth(grown["intercept"], grown["slope"], grown["residual"])
+    ported = growth.longest(line["free_bytes"]) // 16 * 16
+    return [ported, *(line["longest"][name] for name in _PAPER_GAINS)]
+
+
+def _grown(results: Results) -> Mapping[str, Line]:
+    """How plain torch's step grows, by model."""
+    lines = results.newest_lines("max_context", "growth", ("model", "side"))
+    return {line["model"]: line for line in lines if line["side"] == "ported"}
+
+
+def part_gains(results: Results) -> tuple[dict[str, list[float]], list[Line]]:
+    """By part of Mosaic what it adds to the longest sequence in each row, and the rows' lines."""
+    lines, grown = _part_lines(results), _grown(results)
+    gains: dict[str, list[float]] = {name: [] for name in _PAPER_GAINS}
+    for line in lines:
+        tokens = _tokens_by_part(line, grown[line["model"]])
+        for name, (before, now) in zip(gains, pairwise(tokens), strict=True):
+            gains[name].append(now / before - 1)
+    return gains, lines
+
+
+def _part_lines(results: Results) -> list[Line]:
+    return results.newest_lines("mosaic_ablation", "planned parts", ("model", "cap_gb"))
+
+
+def _heads(line: Line) -> Sequence[Cell]:
+    kept, fused = line["times_s"]["masked"], line["times_s"]["fused"]
+    spread = (median_and_spread(kept), median_and_spread(fused))
+    return (*_length(line), f"{line['num_masked']:,}", *spread, ratio(fused, kept))
 
 
 def _reserved(line: Line) -> Sequence[Cell]:

@@ -1,4 +1,4 @@
-"""The measured parts of docs/policies.md: what DALI reports, and what is simulated here."""
+"""The measured parts of docs/policies.md: what DALI and TIDE report, and what is simulated here."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ NOT_MEASURED = (
     "Not measured yet: `make bench ONLY={script}` writes the lines, `make report` this part of the "
     "page."
 )
-_NUMBERS = ("", "", "published", "here", "here over published")
+_NUMBERS = ("", "", "published", "here", "effect over the published one", "")
+NEAR = 0.15
+"""How far from the published effect one may be that is reproduced."""
 _PARTS = (
     "model",
     "batch",
@@ -63,7 +65,7 @@ def dali_numbers(results: Results, page: Path) -> str:
     lines = [line for line in run.lines if line["what"] in ("number", "fitted")]
     lines.sort(key=lambda line: _order(line["place"]))
     rows = [(line, _number(line)) for line in lines]
-    parts = [table(_NUMBERS, rows, page), caption(run), _planned(lines)]
+    parts = [_tally(lines), table(_NUMBERS, rows, page), caption(run), _planned(lines)]
     return "\n\n".join(filter(None, parts))
 
 
@@ -94,14 +96,42 @@ def _order(place: str) -> tuple[str, int]:
     return kind, int(number_of)
 
 
+def effect(line: Line) -> float:
+    """What is found over what is published, each less what it is without any effect."""
+    neutral: float = line["neutral"]
+    return (line["here"] - neutral) / (line["published"] - neutral)
+
+
+def is_near(line: Line) -> bool:
+    return abs(effect(line) - 1) <= NEAR
+
+
+def _tally(lines: Sequence[Line]) -> str:
+    """How many numbers are reproduced, of those that are held out and said once."""
+    held_out = [line for line in lines if line["what"] == "number" and "repeats" not in line.row]
+    num_fitted = sum(line["what"] == "fitted" for line in lines)
+    by_place: dict[str, list[bool]] = {}
+    for line in held_out:
+        by_place.setdefault(line["place"], []).append(is_near(line))
+    parts = ", ".join(f"{place} {sum(near)} of {len(near)}" for place, near in by_place.items())
+    return (
+        f"Of {len(held_out)} held-out numbers, all in one setting, "
+        f"**{sum(map(is_near, held_out))} are reproduced**: the effect is within {NEAR:.0%} of "
+        f"the published one ({parts}). {num_fitted} that the machine was fitted to and "
+        f"{len(lines) - len(held_out) - num_fitted} that say another one again do not count."
+    )
+
+
 def _number(line: Line) -> Sequence[Cell]:
     published, here = line["published"], line["here"]
-    shown, over = _value(line, here), f"{here / published:.2f}"
+    shown, cells = _value(line, here), (line["place"], line["of"], _value(line, published))
     if line["what"] == "fitted":
-        over += ", fitted"
-    elif line["num_cases"] > 1:
+        return (*cells, shown, f"{here / published:.2f}", "fitted")
+    if line["num_cases"] > 1:
         shown += f" ({_value(line, line['least'])} to {_value(line, line['most'])})"
-    return (line["place"], line["of"], _value(line, published), shown, over)
+    verdict = "reproduced" if is_near(line) else "differs"
+    verdict = f"says {line['repeats']} again" if "repeats" in line.row else verdict
+    return (*cells, shown, f"{effect(line):.2f}", verdict)
 
 
 def _value(line: Line, value: float) -> Cell:
@@ -142,3 +172,96 @@ def _merit(line: Line) -> Sequence[Cell]:
 
 def _at(line: Line) -> tuple[Cell, ...]:
     return (line["model"], str(line["batch"]), line["phase"])
+
+
+_TIDE = (
+    "",
+    "routing",
+    "cells",
+    "over tau = 1 (paper 1.2 to 1.4)",
+    "over Fiddler (paper up to 1.4, 1.5)",
+    "slower than Fiddler in",
+    "over a random interval (paper up to 1.4)",
+    "lines",
+)
+_ROUTING = (
+    "",
+    "block",
+    "threshold",
+    "steps",
+    "cosine of neighbours (paper 0.985)",
+    "5 steps apart (paper 0.95)",
+    "experts, first to last step",
+    "best tau",
+    "over tau = 1",
+    "over Fiddler",
+)
+
+
+def tide(results: Results, page: Path) -> str:
+    """TIDE's tables and figures, by kind of routing, then run by run."""
+    run = results.newest("tau", with_lines_of=("anchor",))
+    waiting = [line for line in run.of("tau") if line["waits"]]
+    kinds: dict[tuple[str, str], list[Line]] = {}
+    for line in waiting:
+        kinds.setdefault((line["model"], line["routing"]), []).append(line)
+    lines = [f"| {' | '.join(_TIDE)} |", "|---" * len(_TIDE) + "|"]
+    lines += [f"| {' | '.join(_kind(*kind, of, page))} |" for kind, of in kinds.items()]
+    anchors = [
+        f"`{line['machine_profile']}` has {line['here']:.2f} for {line['published']:.2f}, "
+        f"{line['here'] / line['published'] - 1:+.0%} (line {link(line, page)})"
+        for line in run.of("anchor")
+    ]
+    rows = [(line, _routing(line, _same_run(line, waiting))) for line in run.of("routing")]
+    parts = [
+        "How well the machines' one anchor, the baseline tau = 1 over Fiddler, is met within what "
+        f"such hosts can do: {'; '.join(anchors)}.",
+        "The best interval where steps wait for moves; means, and the least and the most of "
+        "12, 25 and 50% of the experts resident and of all blocks and thresholds:",
+        "\n".join(lines),
+        "Run by run, means over the three shares:",
+        table(_ROUTING, rows, page),
+        caption(run),
+    ]
+    return "\n\n".join(parts)
+
+
+def _kind(model: str, routing: str, of: Sequence[Line], page: Path) -> Sequence[Cell]:
+    over_fiddler = [line["auto_over_fiddler"] for line in of]
+    over_drawn = [line["auto_tokens_per_s"] / s for line in of for s in line["random_tokens_per_s"]]
+    return (
+        model,
+        "recorded" if routing == "recorded" else "synthetic, as alike as the paper says",
+        str(len(of)),
+        _mean_and_range([line["auto_over_tau_1"] for line in of]),
+        _mean_and_range(over_fiddler),
+        f"{sum(ratio < 1 for ratio in over_fiddler)} of {len(of)}",
+        _mean_and_range(over_drawn),
+        f"{link(of[0], page)} to {link(of[-1], page)}",
+    )
+
+
+def _same_run(routing: Line, lines: Sequence[Line]) -> Sequence[Line]:
+    """The intervals that were tried on one trace, by share of residents."""
+    names = ("model", "routing", "block_length", "threshold")
+    return [line for line in lines if all(line[name] == routing[name] for name in names)]
+
+
+def _routing(line: Line, of: Sequence[Line]) -> Sequence[Cell]:
+    distinct, far = line["distinct_experts_by_step"], line["similarity_at_5"]
+    return (
+        f"{line['model']}, {line['routing']}",
+        str(line["block_length"]),
+        "" if line["threshold"] is None else f"{line['threshold']:g}",
+        str(line["num_steps"]),
+        f"{line['similarity']:.3f}",
+        "" if far is None else f"{far:.3f}",
+        f"{distinct[0]:.0f} to {distinct[-1]:.0f}",
+        ", ".join(str(one["auto_tau"]) for one in of),
+        _mean_and_range([one["auto_over_tau_1"] for one in of]),
+        _mean_and_range([one["auto_over_fiddler"] for one in of]),
+    )
+
+
+def _mean_and_range(values: Sequence[float]) -> Cell:
+    return f"{number(statistics.fmean(values))} ({_range(values)})"
