@@ -268,6 +268,8 @@ def plan_facts(plan: MemoryPlan) -> str:
     if plan.num_experts:
         residents = sum(plan.residents_per_layer)
         placed += f" · {residents} of {plan.num_experts} experts resident"
+        if residents < plan.num_experts:
+            placed += f", {plan.num_staging} slots to read others into"
         sizes.append(f"everything resident {format_size(plan.full_bytes)}")
     sizes.append(f"process outside the budget {format_size(plan.overhead_bytes)}")
     context = f"context {plan.context} tokens"

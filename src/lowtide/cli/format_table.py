@@ -14,8 +14,8 @@ from lowtide.config import format_size
 from lowtide.plan import FormatPlan, MemoryPlan
 
 _NOTE = (
-    "--format q8 and q4 round weights as they are read (lowtide pack: once, of "
-    "safetensors) and may change answers: lowtide quality says by how much"
+    "--format q8 and q4 round weights and can change answers: lowtide quality measures by how "
+    "much, lowtide pack rounds safetensors once and saves the result"
 )
 
 

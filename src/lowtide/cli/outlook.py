@@ -117,7 +117,7 @@ def _speed_line(plan: MemoryPlan, prediction: Prediction, model: str) -> str:
     rows = f"{prediction.num_rows} row{'s' * (prediction.num_rows > 1)}"
     return (
         f"expected: {speed_text(prediction.speed)}, passes of {rows} in "
-        f"{prediction.pass_time.likely_s:.3g} s, by what lowtide doctor measured here"
+        f"{prediction.pass_time.likely_s:.3g} s, from what lowtide doctor measured here"
     )
 
 
@@ -131,8 +131,8 @@ def _advice(plan: MemoryPlan) -> str:
     if plan.advised_bytes >= needed:
         return f"advised: --host-memory {_flag(plan.advised_bytes)}, which holds everything"
     return (
-        f"advised: --host-memory auto, now {advised}: all that is free here but a tenth; "
-        f"everything takes {format_size(needed)}"
+        f"advised: --host-memory auto, now {advised}: 90% of what is free here; everything takes "
+        f"{format_size(needed)}"
     )
 
 

@@ -124,10 +124,10 @@ def choose_preset(name: str, *, everything_fits: bool, has_device: bool = False)
     """The preset that `name` stands for here, and the reason."""
     if name == AUTO:
         if everything_fits:
-            return "resident", "every expert fits into the budget"
+            return "resident", "all experts fit into the budget"
         if has_device:
-            return "lowtide", "not every expert fits: measured costs decide who computes what"
-        return "lowtide", "not every expert fits: those stay whose reads would cost most"
+            return "lowtide", "not all experts fit: measured costs decide what computes them"
+        return "lowtide", "not all experts fit: those most expensive to reload stay in memory"
     if name == "resident" and not everything_fits:
         raise UsageError(
             "Policy 'resident' keeps every expert in memory and the budget is too small for that; "
