@@ -58,6 +58,9 @@ def test_each_fault_comes_with_its_remedy(tmp_path: Path, monkeypatch: pytest.Mo
     assert len(found) == len(said)
     for fault, words in zip(found, said, strict=True):
         assert words in fault
+    [rate] = diagnosis().rates
+    restless = Diagnosis(diagnosis().machine, (rate._replace(spread=0.9),), (), ())
+    assert "when it is quiet" in faults(restless)[-1]
     lines = list(_verdict(diagnosis(), found, None))
     assert lines[0] == "6 things to mend:" and lines[1] == f"- {found[0]}"
     assert next(_verdict(diagnosis(), found[:1], None)) == f"To mend: {found[0]}"

@@ -7,6 +7,7 @@ import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any, NamedTuple
 
 import torch
@@ -30,6 +31,9 @@ LEAST_DISK_BYTES = 5 << 30
 
 SLOW_DISK_BYTES_PER_S = 5e8
 """Below this, as hard disks and network folders are, what has to be read decides every speed."""
+
+BUSY_SPREAD = 0.5
+"""Repeats of most rates that lie further apart than this share were not alone on the machine."""
 
 OLDEST_TORCH = (2, 9)
 CONTEXT_TOKENS = 4096
@@ -63,6 +67,7 @@ def faults(diagnosis: Diagnosis) -> list[str]:
         _slow_disk(diagnosis.rates),
         None if diagnosis.machine.gpu else _unused_gpu(),
         _old_torch(torch.__version__),
+        _busy(diagnosis.rates),
     )
     return [fault for fault in found if fault is not None]
 
@@ -155,3 +160,12 @@ def _old_torch(version: str) -> str | None:
         return None
     oldest = ".".join(map(str, OLDEST_TORCH))
     return f"torch {version} is too old. Install {oldest} or newer."
+
+
+def _busy(rates: Sequence[Rate]) -> str | None:
+    if not rates or median(rate.spread for rate in rates) <= BUSY_SPREAD:
+        return None
+    return (
+        "Other programs used this machine while it was measured, so speeds are expected too low. "
+        "Run lowtide doctor again when it is quiet."
+    )
