@@ -1,0 +1,1 @@
+"""`lowtide serve`: a model behind HTTP, in the forms of OpenAI, Anthropic and Ollama."""

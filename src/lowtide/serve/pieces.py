@@ -1,0 +1,77 @@
+"""What an answer is told in while it is written: the same pieces for every API."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lowtide.decode.request import TokenLogprobs
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """More of the answer; never taken back."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reasoning:
+    """More of the thoughts before it."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallBegun:
+    """A tool call, whose name is known. index: its place among the answer's calls, from 0."""
+
+    index: int
+    id: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallArguments:
+    """More of the JSON text of a call's arguments."""
+
+    index: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Prefilled:
+    """How far the prompt is: tokens done, of how many."""
+
+    num_done: int
+    num_total: int
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """The active block of a diffusion model, none of it final. text: masked places are `▁`."""
+
+    text: str
+    num_masked: int
+    num_forwards: int
+
+
+@dataclass(frozen=True, slots=True)
+class Logprobs:
+    """Of the tokens whose text follows, where they were asked for."""
+
+    tokens: tuple[TokenLogprobs, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """The last piece. reason: stop, length or tool_calls; stop_string: which one ended it."""
+
+    reason: str
+    num_prompt: int
+    num_new: int
+    num_cached: int
+    num_reasoning: int = 0
+    stop_string: str | None = None
+
+
+Piece = Text | Reasoning | CallBegun | CallArguments | Prefilled | Frame | Logprobs | Done
