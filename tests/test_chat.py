@@ -18,7 +18,7 @@ import pytest
 from rich.console import Console
 
 from lowtide.answers.completion import Completion, Usage
-from lowtide.cli.conversation import HELP, LEAVING, SETTABLE, Conversation, stats_text
+from lowtide.cli.conversation import HELP, LEAVING, SETTABLE, TerminalChat, stats_text
 from lowtide.cli.line_editor import LineEditor
 from lowtide.cli.prompt import Question
 from lowtide.cli.turns import Turns
@@ -81,7 +81,7 @@ class Talk:
         self.err = io.StringIO()
         self.out = io.StringIO()
         self.turns = Turns(has_template)
-        self.conversation = Conversation(
+        self.conversation = TerminalChat(
             self.llm,
             SamplingParams(**params),
             self.turns,

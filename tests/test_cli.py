@@ -25,7 +25,7 @@ from lowtide.cli import chat, command
 from lowtide.cli.answer import ask_live, has_view
 from lowtide.cli.app import app
 from lowtide.cli.command import errors_reported
-from lowtide.cli.conversation import Conversation
+from lowtide.cli.conversation import TerminalChat
 from lowtide.cli.format_table import format_object
 from lowtide.cli.live import MASK, LiveView
 from lowtide.cli.options import resolve
@@ -429,7 +429,7 @@ def test_ctrl_c_stops_the_answer_and_keeps_what_was_said(
     monkeypatch.setattr(sys, "stdin", Screen())
     llm: Any = PretendLLM(MODEL, progress=None)
     out = terminal()
-    conversation = Conversation(
+    conversation = TerminalChat(
         llm, SamplingParams(), Turns(True), out, Console(file=io.StringIO())
     )
     llm.fault = KeyboardInterrupt()
@@ -650,7 +650,7 @@ def test_an_autoregressive_answer_is_written_on_a_terminal_too(
     monkeypatch.setattr(PretendLLM, "config", config)
     llm: Any = PretendLLM(MODEL, progress=None)
     out = terminal()
-    conversation = Conversation(
+    conversation = TerminalChat(
         llm, SamplingParams(), Turns(True), out, Console(file=io.StringIO())
     )
     conversation._answer("hello")

@@ -82,6 +82,7 @@ class Group(enum.Enum):
     BENCH = "Measurement"
     QUALITY = "Quality"
     DOCTOR = "Diagnosis"
+    SERVE = "Server"
     PYTHON = "Python"  # a keyword only: no flag, variable or key
 
 

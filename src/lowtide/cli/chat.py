@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from lowtide.cli.command import takes
-from lowtide.cli.conversation import Conversation
+from lowtide.cli.conversation import TerminalChat
 from lowtide.cli.generate import (
     ANSWER_OPTIONS,
     ModelName,
@@ -103,7 +103,7 @@ def talk(model: str, settings: Settings, history: Path | None) -> None:
         turns = Turns(has_template, settings.text("system"), think)
         show_plan(llm, model, settings)
         show_sampling(llm, params, settings)
-        Conversation(llm, params, turns, stdout_console(), stderr_console(), history).run()
+        TerminalChat(llm, params, turns, stdout_console(), stderr_console(), history).run()
 
 
 def talk_to(url: str, model: str | None, settings: Settings, history: Path | None) -> None:

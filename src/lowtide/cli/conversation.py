@@ -187,7 +187,7 @@ class Dialogue(abc.ABC):
         self._say(f"{name}: {value.strip()}")
 
 
-class Conversation(Dialogue):
+class TerminalChat(Dialogue):
     """With a model of this process."""
 
     def __init__(

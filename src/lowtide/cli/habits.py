@@ -29,7 +29,7 @@ VERBS = {
     "quantize": "lowtide generate MODEL --format q4 'text' rounds weights as they are read",
     "rm": "models are folders and the hub's cache: delete what lowtide ls names",
     "search": "find a model on the hub's pages, then lowtide pull ORG/NAME",
-    "serve": "there is no server yet; from Python, AsyncLLM answers many at once",
+    "server": "lowtide serve MODEL",
     "show": "lowtide plan MODEL",
     "version": "lowtide --version",
 }

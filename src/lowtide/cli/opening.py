@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lowtide.cli.options import Settings
 from lowtide.cli.screen import ProgressBars, stderr_console
@@ -16,6 +16,7 @@ from lowtide.params import check_kind
 from lowtide.plan import FormatPlan, MemoryPlan, check_is_named
 
 if TYPE_CHECKING:
+    from lowtide.async_llm import AsyncLLM
     from lowtide.cli.prompt import Question
     from lowtide.engine.passes import PlannedPasses
     from lowtide.llm import LLM
@@ -54,6 +55,43 @@ def open_llm(model: str, settings: Settings, question: Question | None = None) -
 
             stack.enter_context(recorded(llm, Path(trace), model))
         yield llm
+
+
+def open_async(model: str, settings: Settings) -> AsyncLLM:
+    """As `open_llm`, for coroutines; the caller closes it. Where no context was asked for it is
+    the model's, within a share of the budget."""
+    found, config = _find(model, settings)
+    options = _served_options(found, config, settings)
+    from lowtide.async_llm import AsyncLLM
+
+    folder = _fetched(found, settings)
+    with ProgressBars() as progress:
+        return AsyncLLM(str(folder), progress=progress, **options)
+
+
+def served_context_of(model: str, settings: Settings) -> int:
+    """The context that `open_async` would load a model with; no weight is read, nor fetched."""
+    found, config = _find(model, settings)
+    return min(int(_served_options(found, config, settings)["context"]), config.max_positions)
+
+
+def _served_options(
+    found: Path | HubModel, config: ModelConfig, settings: Settings
+) -> dict[str, Any]:
+    """Options of a model, with a context; what cannot be planned is refused."""
+    options = settings.engine_options()
+    from lowtide.engine.opening import DEFAULT_CONTEXT
+    from lowtide.llm import plan_model
+    from lowtide.serve.context import served_context
+
+    def plan_with(context: int) -> MemoryPlan:
+        return plan_model(found, **{**options, "context": context})
+
+    context = options.get("context")
+    if context is None:
+        return {**options, "context": served_context(plan_with, config, DEFAULT_CONTEXT)}
+    plan_with(context)
+    return options
 
 
 class Planned(NamedTuple):

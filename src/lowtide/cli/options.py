@@ -1,8 +1,9 @@
 """Every option of the command line, and where its value came from.
 
-Those of a model and an answer are declared where Python takes them (`EngineConfig`,
-`SamplingParams`, `DiffusionParams`), all others here. Each is a flag, an environment variable and
-the key of a TOML file; a flag wins over the environment, that over the file, that over the default.
+Those of a model, an answer and a server are declared where Python takes them (`EngineConfig`,
+`SamplingParams`, `DiffusionParams`, `ServeSettings`), all others here. Each is a flag, an
+environment variable and the key of a TOML file; a flag wins over the environment, that over the
+file, that over the default.
 Imports no torch, so that a wrong value is refused at once.
 
     settings = resolve({"host_memory": "2GiB"}, os.environ, Path("lowtide.toml"))
@@ -24,6 +25,7 @@ from lowtide.engine.config import EngineConfig
 from lowtide.errors import UsageError
 from lowtide.option import ENV_PREFIX, Group, Kind, Option, options_of
 from lowtide.params import DiffusionParams, SamplingParams
+from lowtide.serve.settings import ServeSettings
 
 MAX_FILE_BYTES = 2**20
 
@@ -158,6 +160,7 @@ OPTIONS: tuple[Option, ...] = (
     _doctor(
         "profile", Kind.PATH, "Write this machine as a hardware profile, for simulate --machine."
     ),
+    *options_of(ServeSettings),
     _output("json", Kind.BOOLEAN, "Print one JSON object and nothing else.", False),
     _output(
         "verbose",
@@ -209,6 +212,10 @@ class Settings:
         """The request's parameters; what was not given stays at its default. UsageError."""
         inner = DiffusionParams(**self._given(DiffusionParams))
         return SamplingParams(**self._given(SamplingParams), diffusion=inner)
+
+    def serve_settings(self) -> ServeSettings:
+        """How a server listens. Raises UsageError for settings that do not go together."""
+        return ServeSettings(**self._given(ServeSettings))
 
     def _given(self, params: Any) -> dict[str, Any]:
         given = [o for o in options_of(params) if self.is_given(o.name)]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lowtide.core import Reuse, Step, StepKind
-from lowtide.decode.batch_decoder import BatchDecoder, Model, Scheduled, joined
+from lowtide.decode.batch_decoder import BatchDecoder, Model, Scheduled, callers, joined
 from lowtide.decode.causal_sequence import CausalSequence, Choice, choose
 from lowtide.decode.logits import tiled_logits
 from lowtide.decode.request import Event, Request
@@ -32,6 +32,8 @@ class Autoregressive(BatchDecoder[CausalSequence]):
     With `use_kv_cache=False` everything is computed again for every token: a slow reference.
     `max_rows` is at least `CHUNK_MULTIPLE`.
     """
+
+    _can_mask = True
 
     def __init__(
         self,
@@ -55,7 +57,8 @@ class Autoregressive(BatchDecoder[CausalSequence]):
         if not turns:
             return []
         kind = _kind(turns)
-        with torch.inference_mode():
+        has_prompts = any(turn.length > 1 for turn in turns)
+        with self.prompt_share.measured(has_prompts), torch.inference_mode():
             rows = joined([turn.sequence.pass_rows(turn.first, turn.stop) for turn in turns])
             batch = self._make_batch(turns, Step(kind, self._num_passes, rows))
             hidden = self._model.forward(batch)
@@ -85,7 +88,10 @@ class Autoregressive(BatchDecoder[CausalSequence]):
         """Who takes part in the next pass, with which positions; at most `max_rows` in all."""
         turns: list[Scheduled[CausalSequence]] = []
         num_free = self._max_rows
-        for sequence in sorted(self._running, key=lambda sequence: sequence.num_rows > 1):
+        prompts = [sequence for sequence in self._running if sequence.num_rows > 1]
+        answers = [sequence for sequence in self._running if sequence.num_rows == 1]
+        holds_back = self.prompt_share.holds_back(callers(prompts), callers(answers))
+        for sequence in answers if holds_back else [*answers, *prompts]:
             num_rows = sequence.num_rows
             if num_rows > num_free:
                 num_rows = num_free // CHUNK_MULTIPLE * CHUNK_MULTIPLE

@@ -18,9 +18,10 @@ from torch import Tensor
 
 from lowtide.core import IntArray, PassRows, Reuse, RowKind, Step, align_up
 from lowtide.decode.kept_sequences import Cached, KeptSequences
+from lowtide.decode.prompt_share import PromptShare
 from lowtide.decode.request import Event, Request
 from lowtide.decode.stored_sequences import StoredSequences
-from lowtide.errors import PageError, PlanError, UsageError
+from lowtide.errors import PageError, PlanError, UnsupportedError, UsageError
 from lowtide.layers.batch import Batch, Segment
 from lowtide.memory.kv_cache import KVCache, KVRange
 
@@ -103,6 +104,11 @@ def rows_of(request: Request, kind: RowKind, num_rows: int) -> PassRows:
     return PassRows(np.full(num_rows, request.id), np.full(num_rows, kind, np.uint8))
 
 
+def callers(sequences: Iterable[Running]) -> set[int]:
+    """Whose they are."""
+    return {sequence.request.caller for sequence in sequences}
+
+
 def joined(parts: Sequence[PassRows]) -> PassRows:
     """The rows of a pass, part after part."""
     return PassRows(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))
@@ -115,10 +121,13 @@ class BatchDecoder(abc.ABC, Generic[S]):
     any budget, because it decides how rows are divided.
     """
 
+    _can_mask = False  # whether a request's mask is followed
+
     def __init__(self, kv_cache: KVCache, max_rows: int, reuse: Reuse = Reuse.OFF) -> None:
         """reuse: what requests take over of keys and values of those before them."""
         self._kv_cache = kv_cache
         self._kept = KeptSequences(kv_cache, reuse, max_rows)
+        self.prompt_share = PromptShare()
         self._max_rows = max_rows
         self._waiting: deque[Request] = deque()
         self._paused: list[S] = []  # without room; the one that came first in front
@@ -149,6 +158,10 @@ class BatchDecoder(abc.ABC, Generic[S]):
         """
         if any(request.id == other.id for other in self._requests()):
             raise UsageError(f"Request {request.id} is already being decoded.")
+        if request.mask is not None and not self._can_mask:
+            raise UnsupportedError(
+                f"Request {request.id} has a mask, and only autoregressive decoding follows one."
+            )
         self._check(request)
         num_tokens = self._num_tokens(request)
         if num_tokens > self._kv_cache.max_range_tokens:

@@ -16,7 +16,14 @@ import torch
 from torch import Tensor
 
 from lowtide.core import Reuse, Step, StepKind
-from lowtide.decode.batch_decoder import LOGIT_ROWS, BatchDecoder, Model, Scheduled, joined
+from lowtide.decode.batch_decoder import (
+    LOGIT_ROWS,
+    BatchDecoder,
+    Model,
+    Scheduled,
+    callers,
+    joined,
+)
 from lowtide.decode.block_sequence import BlockPrediction, BlockSequence
 from lowtide.decode.logits import tiled_logits
 from lowtide.decode.request import Committed, Draft, Event, Finished, Prefill, Request
@@ -64,9 +71,10 @@ class BlockDiffusion(BatchDecoder[BlockSequence]):
             kind, turns = self._next_pass()
         if not turns:
             return []
-        with torch.inference_mode():
+        is_prefill = kind is StepKind.PREFILL
+        with self.prompt_share.measured(is_prefill), torch.inference_mode():
             hidden = self._model.forward(self._batch(kind, turns))
-            if kind is StepKind.PREFILL:
+            if is_prefill:
                 if len(turns) == 1:
                     self._kept.note_pass(turns[0].sequence, turns[0].first, turns[0].stop)
                 return [turn.sequence.prefilled(turn.stop) for turn in turns]
@@ -94,12 +102,15 @@ class BlockDiffusion(BatchDecoder[BlockSequence]):
     def _next_pass(self) -> tuple[StepKind, list[Scheduled[BlockSequence]]]:
         """Who takes part in the next pass, with which positions; at most `max_rows` in all.
 
-        Sequences with more to feed than a pass holds come first, with whole blocks that are final.
+        Sequences with more to feed than a pass holds come first, with whole blocks that are final,
+        but where another caller's answers have to have their share of the time.
         """
+        prompts = [sequence for sequence in self._running if sequence.num_rows > self._max_rows]
+        answers = [sequence for sequence in self._running if sequence.num_rows <= self._max_rows]
         turns: list[Scheduled[BlockSequence]] = []
         num_free = self._max_rows
-        for sequence in self._running:
-            if sequence.num_rows > self._max_rows:
+        if not self.prompt_share.holds_back(callers(prompts), callers(answers)):
+            for sequence in prompts:
                 length = sequence.request.block_length
                 num_blocks = min(sequence.num_rows - length, num_free) // length
                 if num_blocks:
@@ -107,7 +118,7 @@ class BlockDiffusion(BatchDecoder[BlockSequence]):
                     num_free -= num_blocks * length
         if turns:
             return StepKind.PREFILL, turns
-        for sequence in self._running:
+        for sequence in answers:
             if sequence.num_rows <= num_free:
                 turns.append(self._turn(sequence, sequence.num_rows, num_free))
                 num_free -= sequence.num_rows

@@ -44,6 +44,11 @@ class EngineLoop:
         return self._worker.engine
 
     @property
+    def is_closed(self) -> bool:
+        """Whether nothing can be asked any more: it was closed, or its thread has ended."""
+        return self._worker.is_closed
+
+    @property
     def speed(self) -> Speed:
         return self._worker.speed
 

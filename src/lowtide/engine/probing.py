@@ -5,7 +5,7 @@ Work for the engine's thread. What it is given is checked here, before compiled 
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 
 import numpy as np
 import torch
@@ -14,7 +14,9 @@ from torch import Tensor
 from lowtide.config import ModelConfig
 from lowtide.core import Step, StepKind
 from lowtide.decode.batch_decoder import LOGIT_ROWS
+from lowtide.decode.causal_sequence import logprobs_of
 from lowtide.decode.logits import rows_that_predict
+from lowtide.decode.request import TokenLogprobs
 from lowtide.decode.sampling import check_finite
 from lowtide.engine.config import MAX_PASS_ROWS
 from lowtide.engine.engine import Engine
@@ -31,6 +33,9 @@ from lowtide.memory.cuda_streams import device_pass
 from lowtide.memory.pinned_copies import to_device
 from lowtide.memory.workspace import tiles
 
+TakeLogits = Callable[[int, Tensor], None]
+"""Told the first position and float32 logits [n, vocab] from it on, valid until it returns."""
+
 
 def logits(
     engine: Engine, token_ids: Sequence[int], block_length: int
@@ -40,18 +45,46 @@ def logits(
     No block is divided: one as long as the sequence is one pass. Raises as `fault_found` does where
     they are not finite.
     """
+    result = torch.empty(len(token_ids), engine.opened.config.vocab_size)
+
+    def take(first: int, rows: Tensor) -> None:
+        result[first : first + len(rows)].copy_(rows)
+
+    yield from _passes(engine, token_ids, block_length, take)
+    return result
+
+
+def logprobs(
+    engine: Engine, token_ids: Sequence[int], num_top: int
+) -> Generator[None, None, list[TokenLogprobs]]:
+    """Of every token but the first of an autoregressive model's text, after those before it, with
+    those of `num_top` of the likeliest at its place; yields between its passes. Raises as
+    `logits`."""
+    found: list[TokenLogprobs] = []
+
+    def take(first: int, rows: Tensor) -> None:
+        for position, row in enumerate(rows, first + 1):
+            if position < len(token_ids):
+                found.append(logprobs_of(row.log_softmax(-1), token_ids[position], num_top))
+
+    yield from _passes(engine, token_ids, 1, take)
+    return found
+
+
+def _passes(
+    engine: Engine, token_ids: Sequence[int], block_length: int, take: TakeLogits
+) -> Generator[None, None, None]:
+    """Passes over a text, whose logits are handed to `take` a few rows at a time."""
     num_tokens = len(token_ids)
     kv_range = engine.kv_cache.allocate(num_tokens)
     try:
-        result = torch.empty(num_tokens, engine.opened.config.vocab_size)
         pass_rows = max(1, MAX_PASS_ROWS // block_length) * block_length
         for start in range(0, num_tokens, pass_rows):
             if start:
                 yield
             part = token_ids[start : start + pass_rows]
             with fault_found(engine.opened), device_pass(), torch.inference_mode():
-                _logits_pass(engine, part, start, block_length, kv_range, result)
-        return result
+                _logits_pass(engine, part, start, block_length, kv_range, take)
     finally:
         engine.kv_cache.free(kv_range)
 
@@ -171,7 +204,7 @@ def _logits_pass(
     start: int,
     block_length: int,
     kv_range: KVRange,
-    result: Tensor,
+    take: TakeLogits,
 ) -> None:
     stop = start + len(token_ids)
     batch = Batch(
@@ -184,6 +217,6 @@ def _logits_pass(
     own = rows_that_predict(np.arange(len(token_ids)), engine.opened.config.logits_shift)
     [there] = to_device(hidden.device, torch.from_numpy(own))
     for rows in tiles(len(token_ids), LOGIT_ROWS):
-        own_logits = result[start:stop][rows]
-        own_logits.copy_(engine.model.logits(hidden.index_select(0, there[rows])))
+        own_logits = engine.model.logits(hidden.index_select(0, there[rows])).cpu()
+        take(start + rows.start, own_logits)
         check_finite(own_logits.amax(-1), range(start + rows.start, start + rows.stop))

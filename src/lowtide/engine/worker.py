@@ -134,6 +134,7 @@ class Worker:
         self._waiting: deque[Asked] = deque()  # in the order in which they came
         self._jobs: list[Job[Any]] = []  # that have begun
         self._answers: dict[int, Answers] = {}  # by request, of those that have begun
+        self._num_calls = 0
         self._is_stopped = self._has_ended = False
         self._fault: BaseException | None = None
 
@@ -234,9 +235,10 @@ class Worker:
         return not num_tokens or is_idle or self.engine.kv_cache.can_allocate(num_tokens)
 
     def _add(self, answers: Answers) -> None:
+        self._num_calls += 1
         try:
             for request in answers.requests:
-                self._decoder.add(request)
+                self._decoder.add(replace(request, caller=self._num_calls))
                 self._answers[request.id] = answers
         except BaseException as error:
             self._cancel(answers)

@@ -67,7 +67,7 @@ class Spread(NamedTuple):
         return cls(median(values), min(values), max(values))
 
 
-class Turn(NamedTuple):
+class BenchTurn(NamedTuple):
     """One answer: committed tokens and seconds, and what the experts did meanwhile."""
 
     num_tokens: float
@@ -91,7 +91,7 @@ class PresetRun:
 
     preset: Preset
     policy: str = ""  # what it stood for, if it is `auto`
-    turns: list[Turn] = field(default_factory=list)
+    turns: list[BenchTurn] = field(default_factory=list)
     reason: str = ""  # why it cannot run
 
     @property
@@ -314,7 +314,7 @@ def _take_turn(llm: LLM, run: PresetRun, load: Load) -> None:
     after = llm.stats()
     done = {name: after[name] - before.get(name, 0.0) for name in after}
     run.turns.append(
-        Turn(
+        BenchTurn(
             num_tokens=done["committed_tokens"],
             seconds=done["generation_s"],
             num_forwards=done["forwards"],

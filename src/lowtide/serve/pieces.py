@@ -64,7 +64,8 @@ class Logprobs:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """The last piece. reason: stop, length or tool_calls; stop_string: which one ended it."""
+    """The last piece. reason: stop, length or tool_calls; stop_string: which one ended it.
+    token_ids: of the whole answer, thoughts and marks included."""
 
     reason: str
     num_prompt: int
@@ -72,6 +73,7 @@ class Done:
     num_cached: int
     num_reasoning: int = 0
     stop_string: str | None = None
+    token_ids: tuple[int, ...] = ()
 
 
 Piece = Text | Reasoning | CallBegun | CallArguments | Prefilled | Frame | Logprobs | Done

@@ -1,0 +1,93 @@
+"""`lowtide serve`: a model for OpenAI's, Anthropic's and Ollama's clients."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from lowtide.cli.command import takes
+from lowtide.cli.generate import ModelName, show_plan
+from lowtide.cli.opening import open_async, served_context_of
+from lowtide.cli.options import Settings
+from lowtide.cli.screen import printable, stderr_console
+from lowtide.errors import UsageError
+from lowtide.option import Group
+from lowtide.serve.client_configs import CLIENTS, ServedModel, config_for
+from lowtide.serve.settings import ServeSettings
+
+if TYPE_CHECKING:
+    from lowtide.async_llm import AsyncLLM
+
+_EXTRA = ("fastapi", "uvicorn", "pydantic", "prometheus_client", "llguidance")
+
+
+@takes(Group.SERVE, Group.ENGINE, Group.HUB, Group.OUTPUT)
+def serve(
+    model: ModelName,
+    print_config: Annotated[
+        str | None,
+        typer.Option(
+            help=f"Print what a client needs, and serve nothing: {', '.join(CLIENTS)}.",
+            metavar="CLIENT",
+        ),
+    ] = None,
+    *,
+    settings: Settings,
+) -> None:
+    """Answer OpenAI, Anthropic and Ollama clients over HTTP, until Ctrl-C or SIGTERM."""
+    if print_config is not None and print_config not in CLIENTS:
+        raise UsageError(f"--print-config knows {', '.join(CLIENTS)}, not {print_config!r}.")
+    if settings.flag("json"):
+        raise UsageError("serve prints no JSON; /v1/lowtide/plan and /v1/lowtide/stats are.")
+    _check_extra()
+    asked = settings.serve_settings()
+    if print_config is not None:
+        print(config_for(print_config, _served_model(model, settings)), end="")
+        return
+    from lowtide.serve.server import bound_socket, run_server
+    from lowtide.serve.service import name_of
+
+    with bound_socket(asked) as bound:
+        llm = open_async(model, settings)
+        show_plan(llm, model, settings)
+        asked = replace(asked, served_name=asked.served_name or name_of(model))
+
+        async def run() -> None:
+            async with llm:
+                await run_server(llm, asked, bound, lambda url: _tell(llm, asked, url))
+
+        asyncio.run(run())
+
+
+def _tell(llm: AsyncLLM, asked: ServeSettings, url: str) -> None:
+    """On standard error: where it is, and for whom it is not."""
+    from lowtide.serve.context import agent_note
+
+    console = stderr_console()
+    console.print(f"{printable(asked.served_name or '')} is served at {url} (Ctrl-C ends it)")
+    note = agent_note(min(llm.plan.context, llm.config.max_positions))
+    if note:
+        console.print(note)
+
+
+def _served_model(model: str, settings: Settings) -> ServedModel:
+    """What clients are told of a model that is not loaded."""
+    from lowtide.serve.service import name_of
+
+    asked, context = settings.serve_settings(), served_context_of(model, settings)
+    host = asked.host if asked.is_local else "127.0.0.1"
+    url = f"http://[{host}]:{asked.port}" if ":" in host else f"http://{host}:{asked.port}"
+    return ServedModel(url, asked.served_name or name_of(model), context, asked.api_key)
+
+
+def _check_extra() -> None:
+    """Raises UsageError where the packages of the `serve` extra are missing."""
+    missing = [name for name in _EXTRA if find_spec(name) is None]
+    if missing:
+        raise UsageError(
+            f"serve needs {', '.join(missing)}: install them with pip install 'lowtide[serve]'."
+        )

@@ -1,0 +1,94 @@
+"""Who is let in: a queue bounded by requests and by the tokens of prompts that wait."""
+
+from __future__ import annotations
+
+import time
+from types import TracebackType
+from typing import Self
+
+from lowtide.serve.errors import Draining, QueueFull
+
+_RETRY_S = (1, 60)
+"""What `Retry-After` is never below and above."""
+
+
+class Admission:
+    """Counts who runs and who waits; knows nothing of the engine.
+
+    A prompt is let in whatever its length where no other waits.
+    """
+
+    def __init__(self, max_requests: int, max_queued_tokens: int) -> None:
+        self._max_requests = max_requests
+        self._max_queued_tokens = max_queued_tokens
+        self._mean_s = 0.0  # of answers so far, the last ones most
+        self.num_running = self.num_waiting = self.num_waiting_tokens = 0
+        self.num_refused = 0
+        self.is_draining = False
+
+    def enter(self) -> QueuePlace:
+        """A place for a request, to be left. Raises Draining or QueueFull."""
+        if self.is_draining:
+            raise Draining
+        num_there = self.num_running + self.num_waiting
+        if num_there >= self._max_requests:
+            self._refuse(f"{num_there} requests are running or waiting, the most there may be")
+        return QueuePlace(self)
+
+    def check_tokens(self, num_tokens: int) -> None:
+        """Raises QueueFull where prompts of so many more tokens would be too much."""
+        num_there = self.num_waiting_tokens
+        if num_there and num_there + num_tokens > self._max_queued_tokens:
+            self._refuse(
+                f"prompts of {num_there} tokens are waiting, and with {num_tokens} more they are "
+                f"above {self._max_queued_tokens}"
+            )
+
+    def note_duration(self, seconds: float) -> None:
+        """Of an answer that has ended."""
+        self._mean_s = seconds if not self._mean_s else 0.8 * self._mean_s + 0.2 * seconds
+
+    def _refuse(self, reason: str) -> None:
+        self.num_refused += 1
+        low, high = _RETRY_S
+        retry_s = round(min(max(low, self._mean_s), high))
+        raise QueueFull(f"The server is busy: {reason}. Ask again in {retry_s} s.", retry_s)
+
+
+class QueuePlace:
+    """A request's place: it waits until `begin`, and is gone at the end of the `with`."""
+
+    def __init__(self, admission: Admission) -> None:
+        self._admission = admission
+        self._num_tokens = 0
+        self._has_begun = False
+        self._start_s = time.monotonic()
+
+    def __enter__(self) -> Self:
+        self._admission.num_waiting += 1
+        return self
+
+    def wait_with(self, num_tokens: int) -> None:
+        """Its prompt's tokens wait, too. Raises QueueFull."""
+        self._admission.check_tokens(num_tokens)
+        self._num_tokens = num_tokens
+        self._admission.num_waiting_tokens += num_tokens
+
+    def begin(self) -> None:
+        """The engine has begun with it."""
+        if not self._has_begun:
+            self._has_begun = True
+            self._admission.num_waiting -= 1
+            self._admission.num_waiting_tokens -= self._num_tokens
+            self._admission.num_running += 1
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.begin()
+        self._admission.num_running -= 1
+        if error is None:
+            self._admission.note_duration(time.monotonic() - self._start_s)

@@ -1,0 +1,170 @@
+"""From an answer's tokens to its pieces, cut at the first stop string.
+
+Stop strings are of the answer's text: neither thoughts nor calls end at one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from lowtide.decode.request import Draft, Finished, Request, TokenLogprobs
+from lowtide.model_folder.tokenizer import Tokenizer, num_begun
+from lowtide.serve.pieces import CallBegun, Done, Frame, Logprobs, Piece, Text
+
+MASK = "▁"
+
+
+class PieceReader(Protocol):
+    """What turns the tokens of one answer into pieces; see `parsing`."""
+
+    num_reasoning: int  # tokens of thoughts
+
+    def feed(self, token_ids: Sequence[int]) -> list[Piece]:
+        """The pieces that are certain with these tokens."""
+        ...
+
+    def finish(self) -> list[Piece]:
+        """What was held back."""
+        ...
+
+
+class PlainText:
+    """All tokens are text: of a prompt that was not a conversation. Without a tokenizer there is
+    none."""
+
+    num_reasoning = 0
+
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
+        self._stream = None if tokenizer is None else tokenizer.stream()
+
+    def feed(self, token_ids: Sequence[int]) -> list[Piece]:
+        """See `PieceReader`."""
+        return [] if self._stream is None else _as_text(self._stream.push(token_ids))
+
+    def finish(self) -> list[Piece]:
+        """See `PieceReader`."""
+        return [] if self._stream is None else _as_text(self._stream.finish())
+
+
+class AnswerPieces:
+    """The pieces of one answer as its tokens come.
+
+    parallel_calls: whether more than one call is taken; else the answer ends where a second begins.
+    """
+
+    def __init__(
+        self, reader: PieceReader, stop: Sequence[str] = (), parallel_calls: bool = True
+    ) -> None:
+        self._reader = reader
+        self._stop = StopStrings(stop)
+        self._parallel_calls = parallel_calls
+        self._num_calls = 0
+        self.is_complete = False  # no more tokens are wanted
+
+    def push(self, token_ids: Sequence[int]) -> list[Piece]:
+        """The pieces that are certain with these tokens."""
+        return self._taken(self._reader.feed(token_ids))
+
+    def finish(self) -> list[Piece]:
+        """What was held back."""
+        pieces = self._taken(self._reader.finish())
+        return pieces if self.is_complete else [*pieces, *_as_text(self._stop.finish())]
+
+    def done(self, request: Request, finished: Finished) -> Done:
+        """The last piece."""
+        reason = finished.finish_reason
+        return Done(
+            reason="tool_calls" if reason == "stop" and self._num_calls else reason,
+            num_prompt=len(request.prompt),
+            num_new=len(finished.token_ids),
+            num_cached=finished.num_resumed,
+            num_reasoning=self._reader.num_reasoning,
+            stop_string=self._stop.found,
+            token_ids=finished.token_ids,
+        )
+
+    def _taken(self, pieces: Sequence[Piece]) -> list[Piece]:
+        taken: list[Piece] = []
+        for piece in pieces:
+            if isinstance(piece, CallBegun):
+                self.is_complete |= bool(self._num_calls) and not self._parallel_calls
+                self._num_calls += not self.is_complete
+            if self.is_complete:
+                break
+            if isinstance(piece, Text):
+                taken += _as_text(self._stop.push(piece.text))
+                self.is_complete = self._stop.found is not None
+            else:
+                taken += [*_as_text(self._stop.finish()), piece]
+        return taken
+
+
+class CompletionTest:
+    """Asked by a decoder with an answer's growing ids: whether its pieces are complete by now."""
+
+    def __init__(self, pieces: AnswerPieces) -> None:
+        self._pieces = pieces
+        self._num_seen = 0
+
+    def __call__(self, token_ids: Sequence[int]) -> bool:
+        self._pieces.push(token_ids[self._num_seen :])
+        self._num_seen = len(token_ids)
+        return self._pieces.is_complete
+
+
+class StopStrings:
+    """Cuts a text that comes in parts before the first of some strings; `found` is which."""
+
+    def __init__(self, strings: Sequence[str]) -> None:
+        self._strings = tuple(strings)
+        self._held = ""  # may begin one
+        self.found: str | None = None
+
+    def push(self, text: str) -> str:
+        """What is certain not to be of a stop string."""
+        text, self._held = self._held + text, ""
+        places = [(text.find(each), each) for each in self._strings if each in text]
+        if places:
+            end, self.found = min(places)
+            return text[:end]
+        num_held = max((num_begun(text, each) for each in self._strings), default=0)
+        certain = text[: len(text) - num_held]
+        self._held = text[len(certain) :]
+        return certain
+
+    def finish(self) -> str:
+        """What was held back, and began none."""
+        held, self._held = self._held, ""
+        return held
+
+
+def _as_text(text: str) -> list[Piece]:
+    return [Text(text)] if text else []
+
+
+def with_logprobs(pieces: list[Piece], tokens: Sequence[TokenLogprobs]) -> list[Piece]:
+    """The pieces of some tokens, behind their log-probabilities if there are any."""
+    return [Logprobs(tuple(tokens)), *pieces] if tokens else pieces
+
+
+def frame_of(draft: Draft, num_prompt: int, tokenizer: Tokenizer | None) -> Frame:
+    """The active block of a draft as text, without what it has of the prompt."""
+    skipped = max(0, num_prompt - draft.block_start)
+    places = list(zip(draft.tokens[skipped:], draft.is_masked[skipped:], strict=True))
+    texts: list[str] = []
+    run: list[int] = []  # tokens between two masks
+    for token, is_masked in places:
+        if is_masked:
+            texts += [_text_of(run, tokenizer), MASK]
+            run = []
+        else:
+            run.append(token)
+    num_masked = sum(is_masked for _, is_masked in places)
+    return Frame("".join([*texts, _text_of(run, tokenizer)]), num_masked, draft.num_forwards)
+
+
+def _text_of(token_ids: Sequence[int], tokenizer: Tokenizer | None) -> str:
+    if tokenizer is None:
+        return "".join(f"{token} " for token in token_ids)
+    return tokenizer.decode(token_ids)

@@ -1,0 +1,161 @@
+"""`build_app`: all routes over one service. No globals, no signals, nothing is loaded here.
+
+    app = build_app(Service(llm, ServeSettings()))
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from fastapi import APIRouter, FastAPI, Response
+from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import HTMLResponse, JSONResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from lowtide.serve import (
+    anthropic_messages,
+    ollama,
+    openai_chat,
+    openai_completions,
+    responses,
+)
+from lowtide.serve.errors import Refusal, add_handlers
+from lowtide.serve.guard import Guard
+from lowtide.serve.metrics import Metrics
+from lowtide.serve.page import HEADERS, page_of
+from lowtide.serve.service import Service
+from lowtide.version import __version__
+
+_ROUTERS = (openai_chat, openai_completions, responses, anthropic_messages, ollama)
+
+
+def build_app(service: Service) -> FastAPI:
+    """The ASGI app of a server."""
+    app = FastAPI(
+        title="lowtide",
+        version=__version__,
+        docs_url=None,  # their pages load scripts from elsewhere
+        redoc_url=None,
+    )
+    add_handlers(app)
+    for module in _ROUTERS:
+        app.include_router(module.router_of(service))
+    app.include_router(_models(service))
+    app.include_router(_state(service, Metrics(service)))
+    origins = list(service.settings.allowed_origins or ())
+    if origins:
+        app.add_middleware(
+            CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"]
+        )
+    app.add_middleware(JsonBodies)
+    app.add_middleware(Guard, settings=service.settings)
+    return app
+
+
+class JsonBodies:
+    """Around the app: every body is JSON, whatever it is called (`curl -d` calls it a form)."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            others = [pair for pair in scope["headers"] if pair[0] != b"content-type"]
+            scope = {**scope, "headers": [*others, (b"content-type", b"application/json")]}
+        await self._app(scope, receive, send)
+
+
+def _models(service: Service) -> APIRouter:
+    """The one model, and what it cannot do."""
+    router = APIRouter()
+
+    @router.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        """The model that is loaded."""
+        return {"object": "list", "data": [_model_object(service)]}
+
+    @router.get("/v1/models/{name:path}")
+    async def model(name: str) -> dict[str, Any]:
+        """The model that is loaded, by its name."""
+        service.check_model(name)
+        return _model_object(service)
+
+    @router.post("/v1/embeddings")
+    async def embeddings() -> Response:
+        """Not supported: clients that ask are told so by name."""
+        raise Refusal(
+            "Embeddings are not supported; give this client another server for them.",
+            501,
+            "not_supported_error",
+            code="unsupported",
+        )
+
+    return router
+
+
+def _state(service: Service, metrics: Metrics) -> APIRouter:
+    """What runs here, for programs and for people."""
+    router = APIRouter()
+
+    @router.get("/health")
+    async def health() -> JSONResponse:
+        """Whether the engine's thread lives."""
+        return _status(service.is_alive, "ok", "the engine has ended")
+
+    @router.get("/ready")
+    async def ready() -> JSONResponse:
+        """Whether requests are taken."""
+        return _status(service.is_ready, "ready", "draining")
+
+    @router.get("/metrics")
+    async def told() -> Response:
+        """Counters for Prometheus."""
+        text = metrics.text(service, await service.llm.stats())
+        return Response(text, media_type="text/plain; version=0.0.4")
+
+    @router.get("/v1/lowtide/plan")
+    async def plan() -> JSONResponse:
+        """Every byte in use."""
+        return JSONResponse(finite(asdict(service.llm.plan)))
+
+    @router.get("/v1/lowtide/stats")
+    async def stats() -> JSONResponse:
+        """What was done since loading."""
+        return JSONResponse(finite(await service.llm.stats()))
+
+    @router.get("/", response_class=HTMLResponse)
+    async def page() -> HTMLResponse:
+        """What runs, for a browser."""
+        return HTMLResponse(page_of(service, await service.llm.stats()), headers=HEADERS)
+
+    return router
+
+
+def _status(is_so: bool, yes: str, no: str) -> JSONResponse:
+    return JSONResponse({"status": yes if is_so else no}, 200 if is_so else 503)
+
+
+def _model_object(service: Service) -> dict[str, Any]:
+    return {
+        "id": service.model_name,
+        "object": "model",
+        "created": service.created,
+        "owned_by": "lowtide",
+        "max_model_len": service.context,
+    }
+
+
+def finite(value: Any) -> Any:
+    """The same as JSON can say it: numpy's numbers as Python's, null for what is no number."""
+    if isinstance(value, Mapping):
+        return {str(key): finite(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(each) for each in value]
+    if hasattr(value, "tolist"):
+        return finite(value.tolist())
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value

@@ -1,0 +1,50 @@
+"""How long a text a server takes, where nothing is said: as long as the model, within a share of
+the memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from lowtide.config import ModelConfig
+from lowtide.errors import PlanError
+from lowtide.plan import MemoryPlan
+
+KV_SHARE = 4
+"""Keys and values may take one part of so many of the budget."""
+
+AGENT_TOKENS = 32_768
+"""Coding agents begin with 10,000 to 20,000 tokens and add to them at every turn."""
+
+_STEP_TOKENS = 256
+
+
+def served_context(
+    plan_with: Callable[[int], MemoryPlan], config: ModelConfig, least_tokens: int
+) -> int:
+    """The model's positions, or what keys and values of a share of the budget are for, and no less
+    than `least_tokens`. Raises what `plan_with` raises of that."""
+    least = min(least_tokens, config.max_positions)
+    tier = plan_with(least).fast_tier
+    if config.is_bidirectional or not tier.kv_cache_bytes:
+        return least  # every pass has the whole text: more room makes all passes larger
+    bytes_per_token = tier.kv_cache_bytes / least
+    room = int(tier.budget_bytes / KV_SHARE / bytes_per_token)
+    context = min(config.max_positions, room // _STEP_TOKENS * _STEP_TOKENS)
+    while context > least:
+        try:
+            plan_with(context)
+            return context
+        except PlanError:  # what else grows with it takes the rest
+            context //= 2
+    return least
+
+
+def agent_note(context: int) -> str:
+    """Which clients so short a context is too short for; empty for none."""
+    if context >= AGENT_TOKENS:
+        return ""
+    return (
+        f"The context is {context:,} tokens: Codex CLI and Claude Code will not work below "
+        f"{AGENT_TOKENS:,}. Give --context {AGENT_TOKENS} where the model has as many positions, "
+        "and memory for it; chat clients work."
+    )

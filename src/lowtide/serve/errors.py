@@ -1,0 +1,167 @@
+"""What goes wrong, in the form of the API that it goes wrong in.
+
+A refusal raised anywhere below a router, or an error of the engine, becomes an answer with a status
+here; in the midst of a stream `body_of` is what is sent in place of a status.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from lowtide.errors import LowtideError, PlanError, UnsupportedError, UsageError
+
+_log = logging.getLogger(__name__)
+
+_ANTHROPIC_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
+
+class Refusal(Exception):
+    """A request that is not answered, or not to its end: an HTTP status and what to tell.
+
+    kind: as OpenAI names it. param: the field that is at fault. code: for programs.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        status: int = 400,
+        kind: str = "invalid_request_error",
+        param: str | None = None,
+        code: str | None = None,
+        retry_after_s: int | None = None,
+    ) -> None:
+        super().__init__(message, status, kind, param, code, retry_after_s)
+        self.message, self.status, self.kind = message, status, kind
+        self.param, self.code, self.retry_after_s = param, code, retry_after_s
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {} if self.retry_after_s is None else {"retry-after": str(self.retry_after_s)}
+
+
+class TooLong(Refusal):
+    """A prompt that leaves no room for the answer that is asked for."""
+
+    def __init__(self, num_prompt: int, num_new: int, context: int) -> None:
+        super().__init__(
+            f"This model's maximum context length is {context} tokens. However, you requested "
+            f"{num_prompt + num_new} tokens ({num_prompt} in the messages, {num_new} in the "
+            "completion). Please reduce the length of the messages or completion.",
+            param="messages",
+            code="context_length_exceeded",
+        )
+        self.num_prompt, self.num_new, self.context = num_prompt, num_new, context
+
+    @property
+    def anthropic_message(self) -> str:
+        return f"prompt is too long: {self.num_prompt} tokens > {self.context} maximum"
+
+
+class QueueFull(Refusal):
+    """Too much waits already."""
+
+    def __init__(self, message: str, retry_after_s: int) -> None:
+        super().__init__(message, 429, "rate_limit_error", None, "queue_full", retry_after_s)
+
+
+class Draining(Refusal):
+    """The server is about to end."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "The server is shutting down.", 503, "server_error", None, "draining", retry_after_s=5
+        )
+
+
+class TimedOut(Refusal):
+    """An answer that took longer than the server gives one."""
+
+    def __init__(self, limit_s: float) -> None:
+        super().__init__(
+            f"The answer was not complete after {limit_s:g} s, the server's --request-timeout.",
+            504,
+            "timeout_error",
+            code="timeout",
+        )
+
+
+def refusal_of(error: BaseException) -> Refusal:
+    """What to tell of any error. What is not the request's own fault is logged."""
+    if isinstance(error, Refusal):
+        return error
+    if isinstance(error, HTTPException):
+        return Refusal(str(error.detail), error.status_code)
+    if isinstance(error, UnsupportedError):
+        return Refusal(str(error), code="unsupported")
+    if isinstance(error, UsageError | PlanError):
+        return Refusal(str(error))
+    _log.error("A request failed: %s: %s", type(error).__name__, error, exc_info=error)
+    if isinstance(error, LowtideError):
+        return Refusal(str(error), 500, "server_error", code=type(error).__name__)
+    return Refusal("The server failed on this request.", 500, "server_error")
+
+
+def body_of(refusal: Refusal, path: str) -> dict[str, Any]:
+    """The refusal in the form of the API that `path` belongs to."""
+    if path.startswith("/api/") and path != "/api/hello":
+        return {"error": refusal.message}
+    if path.startswith(("/v1/messages", "/api/hello")):
+        message = refusal.message
+        if isinstance(refusal, TooLong) and refusal.num_prompt >= refusal.context:
+            message = refusal.anthropic_message
+        kind = _ANTHROPIC_TYPES.get(refusal.status, "api_error")
+        return {"type": "error", "error": {"type": kind, "message": message}}
+    named = {"message": refusal.message, "type": refusal.kind}
+    return {"error": {**named, "param": refusal.param, "code": refusal.code}}
+
+
+def response_of(error: BaseException, path: str) -> Response:
+    """The answer to a request that failed before anything was sent."""
+    refusal = refusal_of(error)
+    # ASCII: a name that a request sent and is told of may be no valid Unicode.
+    body = json.dumps(body_of(refusal, path))
+    return Response(body, refusal.status, refusal.headers, media_type="application/json")
+
+
+def add_handlers(app: FastAPI) -> None:
+    """Every error of a route, and of there being none, in the form of its API."""
+    for kind in (Refusal, LowtideError, Exception):
+        app.add_exception_handler(kind, _handle)
+    app.add_exception_handler(RequestValidationError, _handle_invalid)
+    app.add_exception_handler(HTTPException, _handle)
+
+
+def _handle(request: Request, error: Exception) -> Response:
+    return response_of(error, request.url.path)
+
+
+def _handle_invalid(request: Request, error: Exception) -> Response:
+    """The first field that is not as it should be, by name."""
+    found: list[Mapping[str, Any]] = list(error.errors())  # type: ignore[attr-defined]
+    first = found[0] if found else {"loc": (), "msg": "the body is not valid"}
+    where = ".".join(str(part) for part in first["loc"] if part != "body")
+    if first.get("type") == "json_invalid":
+        refusal = Refusal("The body is not valid JSON.")
+    elif first.get("type") == "extra_forbidden":
+        refusal = Refusal(f"{where} is not supported; leave it out.", param=where, code="unsupported")
+    else:
+        message = str(first["msg"])
+        refusal = Refusal(f"{where}: {message}" if where else message, param=where or None)
+    return response_of(refusal, request.url.path)

@@ -1,0 +1,142 @@
+"""Who may ask, and how much: keys, the Host and Origin headers, sizes and times of bodies.
+
+Pages in a browser of this machine can reach its loopback. A name of the attacker's own that points
+here (DNS rebinding) betrays itself by the Host header, another page by its Origin.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import ipaddress
+import time
+from contextlib import suppress
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from lowtide.serve.errors import Refusal, response_of
+from lowtide.serve.settings import ServeSettings, is_loopback
+
+MAX_BODY_BYTES = 8 << 20
+BODY_TIMEOUT_S = 60.0
+"""A whole body has come by then."""
+
+OPEN_PATHS = ("/health",)
+"""What needs no key, so that what watches over the process needs none."""
+
+
+class Guard:
+    """Around the app: refuses before anything is parsed. Knows nothing of models."""
+
+    def __init__(self, app: ASGIApp, settings: ServeSettings) -> None:
+        self._app = app
+        self._settings = settings
+        self._key = None if settings.api_key is None else settings.api_key.encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        body = _Body(receive)
+        try:
+            self._check(scope["path"], scope["method"], Headers(scope=scope))
+            await self._app(scope, body, send)
+        except (Refusal, HTTPException) as error:
+            await response_of(error, scope["path"])(scope, receive, send)
+
+    def _check(self, path: str, method: str, headers: Headers) -> None:
+        """Raises Refusal for a request that is not let in."""
+        self._check_host(headers)
+        self._check_origin(headers)
+        if self._key is not None and path not in OPEN_PATHS and method != "OPTIONS":
+            self._check_key(self._key, headers)
+        length = headers.get("content-length", "0")
+        if not length.isdecimal() or int(length) > MAX_BODY_BYTES:
+            raise _too_large()
+
+    def _check_host(self, headers: Headers) -> None:
+        hosts = headers.getlist("host")
+        name = host_name(hosts[0]) if len(hosts) == 1 else None
+        if name is None or not self._is_known(name):
+            raise Refusal(
+                f"The Host header names {name!r:.80}, which this server does not answer for; "
+                "--allowed-host lets it.",
+                403,
+                "permission_error",
+            )
+
+    def _is_known(self, name: str) -> bool:
+        """Whether a Host header may name it: an address cannot be another's name for this one."""
+        if is_loopback(name) or name in (self._settings.host, *(self._settings.allowed_hosts or ())):
+            return True
+        with suppress(ValueError):
+            ipaddress.ip_address(name)
+            return True
+        return False
+
+    def _check_origin(self, headers: Headers) -> None:
+        origins = headers.getlist("origin")
+        if not origins:
+            return
+        origin = origins[0].lower()
+        is_own = urlsplit(origin).netloc == headers.get("host", "").lower()
+        allowed = self._settings.allowed_origins or ()
+        if len(origins) > 1 or not (is_own or origin in allowed):
+            raise Refusal(
+                f"Pages of {origin!r:.80} may not ask this server; --allowed-origin lets them.",
+                403,
+                "permission_error",
+            )
+
+    def _check_key(self, key: bytes, headers: Headers) -> None:
+        scheme, _, bearer = headers.get("authorization", "").partition(" ")
+        given = bearer.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
+        if not hmac.compare_digest(given.encode(), key):
+            raise Refusal(
+                "This server needs its key: Authorization: Bearer KEY, or x-api-key.",
+                401,
+                "authentication_error",
+                code="invalid_api_key",
+            )
+
+
+class _Body:
+    """A request's body as it comes, of bounded size and within bounded time."""
+
+    def __init__(self, receive: Receive) -> None:
+        self._receive = receive
+        self._end_s = time.monotonic() + BODY_TIMEOUT_S
+        self._num_bytes = 0
+        self._is_whole = False
+
+    async def __call__(self) -> Message:
+        if self._is_whole:
+            return await self._receive()
+        try:
+            message = await asyncio.wait_for(self._receive(), self._end_s - time.monotonic())
+        except TimeoutError:
+            told = f"The body did not come within {BODY_TIMEOUT_S:g} s."
+            raise HTTPException(408, told) from None
+        self._num_bytes += len(message.get("body", b""))
+        self._is_whole = not message.get("more_body", False)
+        if self._num_bytes > MAX_BODY_BYTES:
+            raise _too_large()
+        return message
+
+
+def host_name(header: str) -> str | None:
+    """The name or address in a Host header, in lower case; None for what is none."""
+    with suppress(ValueError):
+        parts = urlsplit(f"//{header}")
+        _ = parts.port  # a ValueError for what is no number
+        if parts.netloc == header and "@" not in header:
+            return parts.hostname
+    return None
+
+
+def _too_large() -> HTTPException:
+    """Not a Refusal: FastAPI hands on no other error of a body that it reads."""
+    return HTTPException(413, f"The body is above {MAX_BODY_BYTES} bytes.")

@@ -1,0 +1,109 @@
+"""`/metrics` for Prometheus: vLLM's names, so that its dashboards can be used, and the experts'."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from lowtide.serve.service import Served, Service
+
+_SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000)
+
+_ENGINE_COUNTERS = {
+    "num_hits": ("expert_cache_hits", "Experts that a pass asked for and were resident."),
+    "num_misses": ("expert_cache_misses", "Experts that a pass asked for and were read."),
+    "num_evicted": ("expert_evictions", "Experts that gave up their place."),
+    "read_bytes": ("expert_read_bytes", "Bytes of experts read from disk."),
+    "wait_s": ("expert_wait_seconds", "Seconds that a pass waited for reads."),
+    "forwards": ("forward_passes", "Passes of the model."),
+    "generation_s": ("forward_seconds", "Seconds in passes of the model."),
+}
+"""The engine's counters, by what it calls them."""
+
+
+class Metrics:
+    """Counts what a service answers, in a registry of its own."""
+
+    def __init__(self, service: Service) -> None:
+        self.registry = CollectorRegistry()
+        self._labels = {"model_name": service.model_name}
+        self._prompt = self._counter("prompt_tokens", "Tokens of prompts.")
+        self._new = self._counter("generation_tokens", "Tokens of answers.")
+        self._ended = Counter(
+            "lowtide:request_success",
+            "Requests that ended, by why.",
+            ["model_name", "finished_reason"],
+            registry=self.registry,
+        )
+        self._first = self._histogram("time_to_first_token_seconds", "Until the first token.")
+        self._each = self._histogram("inter_token_latency_seconds", "For each token after it.")
+        self._total = self._histogram("e2e_request_latency_seconds", "Until the last token.")
+        self._queue = self._histogram("request_queue_time_seconds", "Before the first pass.")
+        service.on_served.append(self._note)
+
+    def text(self, service: Service, stats: Mapping[str, float]) -> bytes:
+        """All of them, with what the engine and the queue say now."""
+        now = CollectorRegistry()
+        now.register(_Now(service, stats))
+        return generate_latest(self.registry) + generate_latest(now)
+
+    def _counter(self, name: str, told: str) -> Counter:
+        return Counter(f"lowtide:{name}", told, ["model_name"], registry=self.registry)
+
+    def _histogram(self, name: str, told: str) -> Histogram:
+        return Histogram(
+            f"lowtide:{name}", told, ["model_name"], registry=self.registry, buckets=_SECONDS
+        )
+
+    def _note(self, served: Served) -> None:
+        labels = self._labels
+        self._ended.labels(**labels, finished_reason=served.reason).inc()
+        if served.first_s is None:
+            return
+        self._prompt.labels(**labels).inc(served.num_prompt)
+        self._new.labels(**labels).inc(served.num_new)
+        self._queue.labels(**labels).observe(served.queue_s)
+        self._first.labels(**labels).observe(served.first_s)
+        self._total.labels(**labels).observe(served.total_s)
+        if served.num_new > 1:
+            each_s = (served.total_s - served.first_s) / (served.num_new - 1)
+            self._each.labels(**labels).observe(each_s)
+
+
+class _Now(Collector):
+    """What is read when it is asked for: the queue, and the engine's own counters."""
+
+    def __init__(self, service: Service, stats: Mapping[str, float]) -> None:
+        self._service = service
+        self._stats = stats
+
+    def collect(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
+        """See `Collector`."""
+        admission = self._service.admission
+        gauges = {
+            "num_requests_running": admission.num_running,
+            "num_requests_waiting": admission.num_waiting,
+            "num_tokens_waiting": admission.num_waiting_tokens,
+            "expert_hit_rate": self._stats.get("hit_rate", 1.0),
+        }
+        for name, value in gauges.items():
+            yield self._labelled(GaugeMetricFamily, name, name.replace("_", " "), value)
+        refused = ("num_requests_refused", "Requests refused because the queue was full.")
+        yield self._labelled(CounterMetricFamily, *refused, admission.num_refused)
+        for key, (name, told) in _ENGINE_COUNTERS.items():
+            if key in self._stats:
+                yield self._labelled(CounterMetricFamily, name, told, self._stats[key])
+
+    def _labelled(
+        self,
+        kind: type[CounterMetricFamily] | type[GaugeMetricFamily],
+        name: str,
+        told: str,
+        value: float,
+    ) -> CounterMetricFamily | GaugeMetricFamily:
+        family = kind(f"lowtide:{name}", told, labels=["model_name"])
+        family.add_metric([self._service.model_name], value)
+        return family

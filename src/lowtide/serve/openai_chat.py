@@ -1,0 +1,324 @@
+"""`POST /v1/chat/completions`, streamed and whole."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import aclosing
+from dataclasses import replace
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Request, Response
+from pydantic import BaseModel, ConfigDict, Field
+
+from lowtide.decode.intake import sample_seed
+from lowtide.decode.request import TokenLogprobs
+from lowtide.model_folder.tokenizer import Tokenizer
+from lowtide.params import MAX_TOP_LOGPROBS
+from lowtide.serve.errors import Refusal, body_of, refusal_of
+from lowtide.serve.grammar import Constraint
+from lowtide.serve.many_answers import merged
+from lowtide.serve.openai_fields import (
+    MAX_INTEGER,
+    SamplingFields,
+    frame_fields,
+    new_id,
+    progress_fields,
+    token_text,
+    usage_of,
+)
+from lowtide.serve.openai_messages import (
+    MAX_MESSAGES,
+    MAX_TOOLS,
+    ChatMessage,
+    ToolChoice,
+    ToolField,
+    chosen_tool,
+    conversation_of,
+)
+from lowtide.serve.pieces import (
+    CallArguments,
+    CallBegun,
+    Done,
+    Frame,
+    Logprobs,
+    Piece,
+    Prefilled,
+    Reasoning,
+    Text,
+)
+from lowtide.serve.service import Ask, Service
+from lowtide.serve.sse import CLIENT_GONE, EventStream, begun, event, until_gone, with_pings
+from lowtide.serve.writers import json_response
+
+PATH = "/v1/chat/completions"
+
+_RESERVED = ("messages", "tools", "add_generation_prompt", "chat_template")
+
+
+class SchemaFormat(BaseModel):
+    """A JSON schema that the answer is certain to be of."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    name: str = Field("", max_length=256)
+    description: str | None = None
+    schema_: dict[str, Any] = Field(alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(BaseModel):
+    """What the answer's text is."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: SchemaFormat | None = None
+
+    def constraint(self) -> Constraint | None:
+        """None for plain text. Raises Refusal or UsageError for what cannot be kept to."""
+        if self.type == "text":
+            return None
+        if self.type == "json_object":
+            return Constraint.json_object()
+        if self.json_schema is None:
+            raise Refusal("response_format.json_schema is missing.", param="response_format")
+        return Constraint.json_schema(self.json_schema.schema_)
+
+
+class ChatBody(SamplingFields):
+    """A request of a chat completion."""
+
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
+    max_completion_tokens: int | None = Field(None, ge=1, le=MAX_INTEGER)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
+    tools: Annotated[list[ToolField], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    response_format: ResponseFormat | None = None
+    reasoning_effort: str | None = Field(None, max_length=32)
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    def asks(self) -> list[Ask]:
+        """One for each answer. Raises Refusal or UsageError for what cannot be asked."""
+        conversation = conversation_of(self.messages, self.tools)
+        format = self.response_format
+        ask = Ask(
+            conversation,
+            params=self.sampling(self.max_completion_tokens or self.max_tokens, self._num_top),
+            template_options=self._template_options(),
+            tool_choice=chosen_tool(self.tool_choice, conversation),
+            constraint=None if format is None else format.constraint(),
+            wants_frames=self.wants_frames,
+            wants_progress=bool(self.return_progress),
+            parallel_calls=self.parallel_tool_calls is not False,
+        )
+        return several(ask, self.n or 1)
+
+    @property
+    def _num_top(self) -> int | None:
+        """The likeliest tokens to report; None: no log-probabilities."""
+        if not self.logprobs:
+            if self.top_logprobs:
+                raise Refusal("top_logprobs needs logprobs: true.", param="top_logprobs")
+            return None
+        return self.top_logprobs or 0
+
+    def _template_options(self) -> dict[str, object]:
+        options: dict[str, object] = dict(self.chat_template_kwargs or {})
+        for name in _RESERVED:
+            if name in options:
+                raise Refusal(
+                    f"chat_template_kwargs.{name} is not a request's to set.",
+                    param="chat_template_kwargs",
+                )
+        if self.reasoning_effort is not None:
+            options.setdefault("reasoning_effort", self.reasoning_effort)
+            if self.reasoning_effort == "none":
+                options.setdefault("enable_thinking", False)
+        return options
+
+
+def several(ask: Ask, num_answers: int) -> list[Ask]:
+    """So many answers: with a seed they draw as those of the Python API with `n`."""
+    seed = ask.params.seed
+    if seed is None:
+        return [ask] * num_answers
+    seeds = [sample_seed(seed, sample) for sample in range(num_answers)]
+    return [replace(ask, params=replace(ask.params, seed=each)) for each in seeds]
+
+
+def router_of(service: Service) -> APIRouter:
+    """The route, over one service."""
+    router = APIRouter()
+
+    @router.post(PATH)
+    async def chat_completions(body: ChatBody, request: Request) -> Response:
+        """An answer to a conversation."""
+        service.check_model(body.model)
+        answers = [service.answer(ask) for ask in body.asks()]
+        pieces = await begun(merged(answers))
+        told = Told(service, body)
+        if body.stream:
+            return EventStream(_events(told, pieces))
+        found = await until_gone(request.receive, _whole(told, pieces))
+        return Response(status_code=CLIENT_GONE) if found is None else json_response(found)
+
+    return router
+
+
+class Told:
+    """One completion's id and what its chunks have in common."""
+
+    def __init__(self, service: Service, body: ChatBody) -> None:
+        self.body = body
+        self.tokenizer = service.llm.tokenizer
+        self._head = {"id": new_id("chatcmpl"), "created": int(time.time())}
+        self._model = service.model_name
+
+    def object(self, kind: str, choices: Sequence[dict[str, Any]], **more: Any) -> dict[str, Any]:
+        """A chunk, or the whole."""
+        return {
+            **self._head,
+            "object": kind,
+            "model": self._model,
+            "system_fingerprint": None,
+            "choices": list(choices),
+            **more,
+        }
+
+    def chunk(
+        self,
+        index: int,
+        delta: dict[str, Any],
+        reason: str | None = None,
+        logprobs: Sequence[TokenLogprobs] = (),
+        **more: Any,
+    ) -> bytes:
+        """What is added to one answer, which may be nothing."""
+        choice: dict[str, Any] = {"index": index, "delta": delta, "finish_reason": reason}
+        choice["logprobs"] = logprob_content(logprobs, self.tokenizer) if logprobs else None
+        if reason is not None and "token_ids" in more:
+            choice["token_ids"] = more.pop("token_ids")
+        return event(self.object("chat.completion.chunk", [choice], **more))
+
+
+async def _events(
+    told: Told, pieces: AsyncGenerator[tuple[int, Piece], None]
+) -> AsyncGenerator[bytes, None]:
+    ends: list[Done] = []
+    held: dict[int, tuple[TokenLogprobs, ...]] = {}
+    try:
+        async with aclosing(with_pings(pieces)) as coming:
+            for index in range(told.body.n or 1):
+                yield told.chunk(index, {"role": "assistant", "content": ""})
+            async for item in coming:
+                index, piece = (0, None) if item is None else item
+                if isinstance(piece, Logprobs):
+                    held[index] = held.get(index, ()) + piece.tokens
+                    continue
+                if isinstance(piece, Done):
+                    ends.append(piece)
+                for part in _chunks(told, index, piece, held):
+                    yield part
+    except Exception as error:
+        yield event(body_of(refusal_of(error), PATH))
+        return
+    options = told.body.stream_options
+    if options is not None and options.include_usage:
+        usage = usage_of(ends, told.body.n or 1)
+        yield event(told.object("chat.completion.chunk", [], usage=usage))
+    yield event("[DONE]")
+
+
+def _chunks(
+    told: Told, index: int, piece: Piece | None, held: dict[int, tuple[TokenLogprobs, ...]]
+) -> Iterator[bytes]:
+    """The chunks of one piece, None being a sign of life. held: log-probabilities that go with
+    the next words."""
+    if piece is None:
+        yield told.chunk(index, {})
+    elif isinstance(piece, Prefilled):
+        if told.body.return_progress:
+            yield told.chunk(index, {}, **progress_fields(piece))
+    elif isinstance(piece, Frame):
+        yield told.chunk(index, {}, **frame_fields(piece))
+    elif isinstance(piece, Done):
+        if index in held:
+            yield told.chunk(index, {}, logprobs=held.pop(index))
+        more = {"token_ids": list(piece.token_ids)} if told.body.return_token_ids else {}
+        yield told.chunk(index, {}, piece.reason, **more)
+    elif not isinstance(piece, Logprobs):
+        yield told.chunk(index, _delta(piece), logprobs=held.pop(index, ()))
+
+
+def _delta(piece: Text | Reasoning | CallBegun | CallArguments) -> dict[str, Any]:
+    if isinstance(piece, Text):
+        return {"content": piece.text}
+    if isinstance(piece, Reasoning):
+        return {"reasoning_content": piece.text, "reasoning": piece.text}
+    if isinstance(piece, CallBegun):
+        function: dict[str, str] = {"name": piece.name, "arguments": ""}
+        begun_call = {"index": piece.index, "id": piece.id, "type": "function"}
+        return {"tool_calls": [{**begun_call, "function": function}]}
+    return {"tool_calls": [{"index": piece.index, "function": {"arguments": piece.text}}]}
+
+
+async def _whole(told: Told, pieces: AsyncGenerator[tuple[int, Piece], None]) -> dict[str, Any]:
+    answers: list[list[Piece]] = [[] for _ in range(told.body.n or 1)]
+    async with aclosing(pieces):
+        async for index, piece in pieces:
+            answers[index].append(piece)
+    ends = [piece for answer in answers for piece in answer if isinstance(piece, Done)]
+    choices = [_choice(told, index, answer) for index, answer in enumerate(answers)]
+    return told.object("chat.completion", choices, usage=usage_of(ends, told.body.n or 1))
+
+
+def _choice(told: Told, index: int, pieces: Sequence[Piece]) -> dict[str, Any]:
+    [end] = [piece for piece in pieces if isinstance(piece, Done)]
+    text = "".join(piece.text for piece in pieces if isinstance(piece, Text))
+    reasoning = "".join(piece.text for piece in pieces if isinstance(piece, Reasoning))
+    calls = calls_of(pieces)
+    message: dict[str, Any] = {"role": "assistant", "content": text if text or not calls else None}
+    if reasoning:
+        message |= {"reasoning_content": reasoning, "reasoning": reasoning}
+    if calls:
+        message["tool_calls"] = calls
+    tokens = [token for p in pieces if isinstance(p, Logprobs) for token in p.tokens]
+    choice: dict[str, Any] = {"index": index, "message": message, "finish_reason": end.reason}
+    choice["logprobs"] = logprob_content(tokens, told.tokenizer) if told.body.logprobs else None
+    if told.body.return_token_ids:
+        choice["token_ids"] = list(end.token_ids)
+    return choice
+
+
+def calls_of(pieces: Sequence[Piece]) -> list[dict[str, Any]]:
+    """The calls of an answer, in the form that messages have."""
+    calls: list[dict[str, Any]] = []
+    for piece in pieces:
+        if isinstance(piece, CallBegun):
+            function = {"name": piece.name, "arguments": ""}
+            calls.append({"id": piece.id, "type": "function", "function": function})
+        elif isinstance(piece, CallArguments):
+            calls[piece.index]["function"]["arguments"] += piece.text
+    return calls
+
+
+def logprob_content(
+    tokens: Sequence[TokenLogprobs], tokenizer: Tokenizer | None
+) -> dict[str, Any]:
+    """Log-probabilities as chat completions have them."""
+
+    def entry(token_id: int, logprob: float) -> dict[str, Any]:
+        text = token_text(token_id, tokenizer)
+        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+
+    content = [
+        {
+            **entry(token.token_id, token.logprob),
+            "top_logprobs": [entry(token_id, value) for token_id, value in token.top],
+        }
+        for token in tokens
+    ]
+    return {"content": content, "refusal": None}

@@ -1,0 +1,258 @@
+"""`POST /v1/completions`: texts and token ids as they are, streamed and whole.
+
+`echo` with `logprobs` tells how likely the prompt itself is, which evaluation harnesses ask for.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Request, Response
+from pydantic import Field
+
+from lowtide.decode.request import TokenLogprobs
+from lowtide.errors import UnsupportedError
+from lowtide.params import MAX_SEED, MAX_TOP_LOGPROBS
+from lowtide.serve.errors import Refusal, body_of, refusal_of
+from lowtide.serve.many_answers import merged
+from lowtide.serve.openai_chat import several
+from lowtide.serve.openai_fields import (
+    SamplingFields,
+    frame_fields,
+    new_id,
+    progress_fields,
+    token_text,
+    usage_of,
+)
+from lowtide.serve.pieces import Done, Frame, Logprobs, Piece, Prefilled, Text
+from lowtide.serve.prompt_logprobs import prompt_logprobs
+from lowtide.serve.service import Ask, Service
+from lowtide.serve.sse import CLIENT_GONE, EventStream, begun, event, until_gone, with_pings
+from lowtide.serve.writers import json_response
+
+PATH = "/v1/completions"
+
+DEFAULT_TOKENS = 16
+"""Of an answer whose request names no length, as OpenAI has it."""
+
+MAX_PROMPTS = 64
+MAX_PROMPT_TOKENS = 2**22
+
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+Ids = Annotated[list[TokenId], Field(min_length=1, max_length=MAX_PROMPT_TOKENS)]
+Texts = Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS)]
+ManyIds = Annotated[list[Ids], Field(min_length=1, max_length=MAX_PROMPTS)]
+
+
+class CompletionBody(SamplingFields):
+    """A request of completions."""
+
+    prompt: str | Texts | Ids | ManyIds
+    echo: bool | None = None
+    logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
+
+    @property
+    def prompts(self) -> list[str | Sequence[int]]:
+        """One by one."""
+        if isinstance(self.prompt, str) or isinstance(self.prompt[0], int):
+            return [self.prompt]  # type: ignore[list-item]
+        return list(self.prompt)  # type: ignore[arg-type]
+
+    @property
+    def num_each(self) -> int:
+        """Answers to each prompt."""
+        return self.n or 1
+
+    def asks(self) -> list[Ask]:
+        """One for each answer, prompt by prompt. Raises UsageError for what cannot be asked."""
+        params = self.sampling(self.max_tokens or DEFAULT_TOKENS, self.logprobs)
+        asks: list[Ask] = []
+        for index, prompt in enumerate(self.prompts):
+            seed = None if params.seed is None else (params.seed + index) % (MAX_SEED + 1)
+            ask = Ask(
+                prompt=prompt,
+                params=replace(params, seed=seed),
+                wants_frames=self.wants_frames,
+                wants_progress=bool(self.return_progress),
+            )
+            asks += several(ask, self.num_each)
+        return asks
+
+
+@dataclass(frozen=True)
+class Echo:
+    """A prompt that is told before its answers. tokens: None where it has no probability."""
+
+    text: str
+    token_ids: Sequence[int]
+    logprobs: Sequence[TokenLogprobs | None]
+
+
+def router_of(service: Service) -> APIRouter:
+    """The route, over one service."""
+    router = APIRouter()
+
+    @router.post(PATH)
+    async def completions(body: CompletionBody, request: Request) -> Response:
+        """Answers to prompts as they are."""
+        service.check_model(body.model)
+        asks = body.asks()
+        if len(asks) > service.settings.max_requests:
+            raise Refusal(
+                f"{len(asks)} answers are more than the {service.settings.max_requests} that may "
+                "run and wait at once.",
+                param="prompt",
+            )
+        if body.echo and body.logprobs is not None and service.llm.config.is_diffusion:
+            raise UnsupportedError("echo with logprobs needs an autoregressive model.")
+        pieces = await begun(merged([service.answer(ask) for ask in asks]))
+        told = _Told(service, body, asks)
+        if body.stream:
+            return EventStream(_events(told, pieces))
+        found = await until_gone(request.receive, _whole(told, pieces))
+        return Response(status_code=CLIENT_GONE) if found is None else json_response(found)
+
+    return router
+
+
+class _Told:
+    """One request's id, its echoes, and what its chunks have in common."""
+
+    def __init__(self, service: Service, body: CompletionBody, asks: Sequence[Ask]) -> None:
+        self.body = body
+        self.asks = asks
+        self.tokenizer = service.llm.tokenizer
+        self._service = service
+        self._head = {"id": new_id("cmpl"), "object": "text_completion"}
+        self._created = int(time.time())
+        self._offsets = [0] * len(asks)  # characters told of each answer
+
+    def object(self, choices: Sequence[dict[str, Any]], **more: Any) -> dict[str, Any]:
+        """A chunk, or the whole."""
+        head = {**self._head, "created": self._created, "model": self._service.model_name}
+        return {**head, "choices": list(choices), **more}
+
+    def choice(
+        self,
+        index: int,
+        text: str,
+        tokens: Sequence[TokenLogprobs | None] = (),
+        token_ids: Sequence[int] = (),
+        end: Done | None = None,
+    ) -> dict[str, Any]:
+        """What is added to one answer. token_ids: whose the probabilities `tokens` are."""
+        choice: dict[str, Any] = {"index": index, "text": text, "logprobs": None}
+        if self.body.logprobs is not None and tokens:
+            texts = [token_text(token_id, self.tokenizer) for token_id in token_ids]
+            choice["logprobs"] = self._logprobs(index, texts, tokens)
+        choice["finish_reason"] = None if end is None else end.reason
+        if end is not None and self.body.return_token_ids:
+            choice["token_ids"] = list(end.token_ids)
+        return choice
+
+    def _logprobs(
+        self, index: int, texts: Sequence[str], tokens: Sequence[TokenLogprobs | None]
+    ) -> dict[str, Any]:
+        offsets = []
+        for text in texts:
+            offsets.append(self._offsets[index])
+            self._offsets[index] += len(text)
+        return {
+            "tokens": list(texts),
+            "token_logprobs": [None if token is None else token.logprob for token in tokens],
+            "top_logprobs": [None if token is None else self._top(token) for token in tokens],
+            "text_offset": offsets,
+        }
+
+    def _top(self, token: TokenLogprobs) -> dict[str, float]:
+        """The likeliest tokens and the token itself, by text: of two alike the likelier."""
+        top = {token_text(one, self.tokenizer): value for one, value in reversed(token.top)}
+        top.setdefault(token_text(token.token_id, self.tokenizer), token.logprob)
+        return top
+
+    async def echoes(self) -> list[Echo]:
+        """One for each prompt; none where none was asked for."""
+        if not self.body.echo:
+            return []
+        return [await self._echo(ask) for ask in self.asks[:: self.body.num_each]]
+
+    async def _echo(self, ask: Ask) -> Echo:
+        token_ids = await self._service.prompt_ids(ask)
+        text = ask.prompt if isinstance(ask.prompt, str) else ""
+        if not text and self.tokenizer is not None:
+            text = self.tokenizer.decode(token_ids)
+        logprobs: list[TokenLogprobs | None] = []
+        if self.body.logprobs is not None:
+            logprobs = await prompt_logprobs(self._service.llm, token_ids, self.body.logprobs)
+        return Echo(text, token_ids, logprobs)
+
+
+async def _events(
+    told: _Told, pieces: AsyncGenerator[tuple[int, Piece], None]
+) -> AsyncGenerator[bytes, None]:
+    ends: dict[int, Done] = {}
+    try:
+        for index, echo in enumerate(await told.echoes()):
+            for sample in range(told.body.num_each):
+                place = index * told.body.num_each + sample
+                choice = told.choice(place, echo.text, echo.logprobs, echo.token_ids)
+                yield event(told.object([choice]))
+        async with aclosing(with_pings(pieces)) as coming:
+            async for item in coming:
+                index, piece = (0, None) if item is None else item
+                if isinstance(piece, Done):
+                    ends[index] = piece
+                chunk = _chunk(told, index, piece)
+                if chunk is not None:
+                    yield event(chunk)
+    except Exception as error:
+        yield event(body_of(refusal_of(error), PATH))
+        return
+    options = told.body.stream_options
+    if options is not None and options.include_usage:
+        ordered = [ends[index] for index in sorted(ends)]
+        yield event(told.object([], usage=usage_of(ordered, told.body.num_each)))
+    yield event("[DONE]")
+
+
+def _chunk(told: _Told, index: int, piece: Piece | None) -> dict[str, Any] | None:
+    """What one piece adds; None being a sign of life, which adds nothing."""
+    if isinstance(piece, Text):
+        return told.object([told.choice(index, piece.text)])
+    if isinstance(piece, Logprobs):
+        token_ids = [token.token_id for token in piece.tokens]
+        return told.object([told.choice(index, "", piece.tokens, token_ids)])
+    if isinstance(piece, Done):
+        return told.object([told.choice(index, "", end=piece)])
+    if isinstance(piece, Frame):
+        return told.object([told.choice(index, "")], **frame_fields(piece))
+    if isinstance(piece, Prefilled):
+        more = progress_fields(piece)
+        return told.object([told.choice(index, "")], **more) if told.body.return_progress else None
+    return told.object([told.choice(index, "")])
+
+
+async def _whole(told: _Told, pieces: AsyncGenerator[tuple[int, Piece], None]) -> dict[str, Any]:
+    echoes = await told.echoes()
+    answers: list[list[Piece]] = [[] for _ in told.asks]
+    async with aclosing(pieces):
+        async for index, piece in pieces:
+            answers[index].append(piece)
+    choices, ends = [], []
+    for index, answer in enumerate(answers):
+        [end] = [piece for piece in answer if isinstance(piece, Done)]
+        ends.append(end)
+        text = "".join(piece.text for piece in answer if isinstance(piece, Text))
+        tokens: list[TokenLogprobs | None] = []
+        token_ids: list[int] = []
+        if echoes:
+            echo = echoes[index // told.body.num_each]
+            text, tokens, token_ids = echo.text + text, [*echo.logprobs], [*echo.token_ids]
+        new = [token for p in answer if isinstance(p, Logprobs) for token in p.tokens]
+        token_ids += [token.token_id for token in new]
+        choices.append(told.choice(index, text, [*tokens, *new], token_ids, end))
+    return told.object(choices, usage=usage_of(ends, told.body.num_each))

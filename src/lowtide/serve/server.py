@@ -1,0 +1,98 @@
+"""Runs the app: a socket, uvicorn, and an end by signal that lets answers finish."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from types import FrameType
+
+import uvicorn
+
+from lowtide.async_llm import AsyncLLM
+from lowtide.errors import UsageError
+from lowtide.serve.app import build_app
+from lowtide.serve.service import Service
+from lowtide.serve.settings import ServeSettings
+
+SHUTDOWN_S = 30
+"""What answers have to come to their end after a signal."""
+
+MAX_HEADER_BYTES = 64 << 10
+MAX_CONNECTIONS = 1024
+KEEP_ALIVE_S = 30
+
+
+def bound_socket(settings: ServeSettings) -> socket.socket:
+    """A socket at the address that will be listened at, so that it is refused before a model is
+    loaded. Raises UsageError."""
+    host, port = settings.host, settings.port
+    try:
+        [(family, kind, _, _, address), *_] = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )
+        made = socket.socket(family, kind)
+        try:
+            made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            made.bind(address)
+        except BaseException:
+            made.close()
+            raise
+    except OSError as error:
+        raise UsageError(
+            f"cannot listen at {host}, port {port}: {error.strerror or error}. Choose another "
+            "--host or --port."
+        ) from error
+    return made
+
+
+def url_of(bound: socket.socket) -> str:
+    """Where clients on this machine find the server."""
+    host, port = bound.getsockname()[:2]
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+async def run_server(
+    llm: AsyncLLM, settings: ServeSettings, bound: socket.socket, on_ready: Callable[[str], None]
+) -> None:
+    """Answers until a signal comes, which is raised again once all answers have ended.
+
+    on_ready: told the server's address when it listens.
+    """
+    service = Service(llm, settings)
+    config = uvicorn.Config(
+        build_app(service),
+        http="h11",
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        h11_max_incomplete_event_size=MAX_HEADER_BYTES,
+        limit_concurrency=MAX_CONNECTIONS,
+        timeout_keep_alive=KEEP_ALIVE_S,
+        timeout_graceful_shutdown=SHUTDOWN_S,
+    )
+    server = _Server(config, service, on_ready)
+    await server.serve([bound])
+
+
+class _Server(uvicorn.Server):
+    """Takes no more requests from the first signal on."""
+
+    def __init__(
+        self, config: uvicorn.Config, service: Service, on_ready: Callable[[str], None]
+    ) -> None:
+        super().__init__(config)
+        self._service = service
+        self._on_ready = on_ready
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self.started and sockets:
+            self._on_ready(url_of(sockets[0]))
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self._service.drain()
+        super().handle_exit(sig, frame)

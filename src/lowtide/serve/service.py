@@ -1,0 +1,294 @@
+"""`Service`: one loaded model for all APIs. What is asked is an `Ask`, what is answered are pieces.
+
+    async with aclosing(service.answer(Ask(conversation, params=params))) as pieces:
+        async for piece in pieces:
+            ...
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from lowtide.async_llm import AsyncLLM
+from lowtide.decode.request import Committed, Draft, Event, Finished, Prefill, Request
+from lowtide.engine import async_loop
+from lowtide.errors import UsageError
+from lowtide.params import MAX_SEED, SamplingParams
+from lowtide.serve.admission import Admission, QueuePlace
+from lowtide.serve.answer_pieces import (
+    AnswerPieces,
+    CompletionTest,
+    PlainText,
+    frame_of,
+    with_logprobs,
+)
+from lowtide.serve.conversation import Conversation, Tool
+from lowtide.serve.errors import Refusal, TimedOut, TooLong
+from lowtide.serve.grammar import Constraint, Grammars, check_kept
+from lowtide.serve.parsing import parser_of
+from lowtide.serve.pieces import Done, Piece, Prefilled
+from lowtide.serve.settings import ServeSettings
+
+QUEUED_CONTEXTS = 8
+"""Prompt tokens that may wait by default, in contexts."""
+
+MIN_DEFAULT_TOKENS = 1024
+"""An answer whose request names no length may take a quarter of the context, and at least this:
+all of it would keep every other request waiting for room."""
+
+
+@dataclass(frozen=True)
+class Ask:
+    """One answer that is asked for: to a conversation, or to a prompt of text or token ids.
+
+    params: of one answer (`n` is 1). tool_choice: auto, none, required or a function's name.
+    cut_to_room: `max_tokens` above the room is cut to it, not refused. parallel_calls: whether an
+    answer may make several calls.
+    """
+
+    conversation: Conversation | None = None
+    prompt: str | Sequence[int] | None = None
+    params: SamplingParams = field(default_factory=SamplingParams)
+    template_options: Mapping[str, object] = field(default_factory=dict)
+    tool_choice: str = "auto"
+    constraint: Constraint | None = None
+    wants_frames: bool = False
+    wants_progress: bool = False
+    cut_to_room: bool = False
+    parallel_calls: bool = True
+
+    @property
+    def tools(self) -> tuple[Tool, ...]:
+        """Those that may be called."""
+        if self.conversation is None or self.tool_choice == "none":
+            return ()
+        return self.conversation.tools
+
+
+@dataclass(frozen=True)
+class Served:
+    """One request that has ended, for those who count. first_s, total_s: since it came; reason:
+    of its end, or abort or error."""
+
+    reason: str
+    num_prompt: int
+    num_new: int
+    queue_s: float
+    first_s: float | None
+    total_s: float
+
+
+class Service:
+    """Answers for a model that is loaded; whoever made it closes it."""
+
+    def __init__(self, llm: AsyncLLM, settings: ServeSettings | None = None) -> None:
+        self.llm = llm
+        self.settings = settings or ServeSettings()
+        self.context = min(llm.plan.context, llm.config.max_positions)
+        self.model_name = self.settings.served_name or name_of(llm._name)
+        self.created = int(time.time())
+        max_queued = self.settings.max_queued_tokens or QUEUED_CONTEXTS * self.context
+        self.admission = Admission(self.settings.max_requests, max_queued)
+        self.on_served: list[Callable[[Served], None]] = []
+        self._grammars = Grammars(llm.config, llm.tokenizer)
+
+    @property
+    def is_draining(self) -> bool:
+        return self.admission.is_draining
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the engine can be asked."""
+        return not self.llm._loop.is_closed
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether requests are taken."""
+        return self.is_alive and not self.is_draining
+
+    def drain(self) -> None:
+        """Takes no more requests; those there are go on."""
+        self.admission.is_draining = True
+
+    def check_model(self, name: str | None) -> None:
+        """Raises Refusal (404) for another model than is loaded."""
+        if name not in (None, "", self.model_name):
+            raise Refusal(
+                f"The model {name!r:.80} does not exist; this server has {self.model_name!r}.",
+                404,
+                param="model",
+                code="model_not_found",
+            )
+
+    async def prompt_ids(self, ask: Ask) -> list[int]:
+        """The token ids of what is asked. Raises UsageError."""
+        return await asyncio.to_thread(self._prompt_ids, ask)
+
+    async def count(self, ask: Ask) -> int:
+        """The number of a prompt's tokens. Raises UsageError."""
+        return len(await self.prompt_ids(ask))
+
+    async def answer(self, ask: Ask) -> AsyncGenerator[Piece, None]:
+        """The pieces of one answer: `Prefilled` first, once all is checked, `Done` last.
+
+        Closing it ends the answer between two passes. Raises Refusal or LowtideError.
+        """
+        watch = _Watch()
+        try:
+            with self.admission.enter() as place:
+                prompt_ids = await self.prompt_ids(ask)
+                watch.num_prompt = len(prompt_ids)
+                request = await asyncio.to_thread(self._request, ask, prompt_ids)
+                pieces = self._reader(ask, prompt_ids)
+                place.wait_with(len(prompt_ids))
+                yield Prefilled(0, len(prompt_ids))
+                async with aclosing(self._events(request, watch)) as events:
+                    async for event in events:
+                        watch.note(event, place)
+                        for piece in self._pieces(ask, event, request, pieces):
+                            yield piece
+        except (asyncio.CancelledError, GeneratorExit):
+            watch.reason = watch.reason or "abort"
+            raise
+        except BaseException:
+            watch.reason = watch.reason or "error"
+            raise
+        finally:
+            self._tell(watch.served())
+
+    def _prompt_ids(self, ask: Ask) -> list[int]:
+        if ask.conversation is None:
+            if ask.prompt is None:
+                raise UsageError("There is neither a conversation nor a prompt.")
+            return self.llm._intake.token_ids(ask.prompt, is_raw=True)
+        options = dict(ask.template_options)
+        if ask.tools:
+            options["tools"] = [tool.declaration() for tool in ask.tools]
+        return self.llm._intake.chat(ask.conversation.messages(), options)
+
+    def _request(self, ask: Ask, prompt_ids: list[int]) -> Request:
+        """What the engine is asked; a grammar may take seconds. Raises TooLong or LowtideError."""
+        params = self._fitted(ask, len(prompt_ids))
+        [request] = self.llm._intake.requests([prompt_ids], params, is_raw=True)
+        if ask.conversation is None:
+            return request
+        if params.stop_strings or not ask.parallel_calls:
+            # A reader of its own for the engine's thread, ahead of the one here.
+            test = CompletionTest(self._reader(ask, prompt_ids))
+            request = replace(request, is_stopped=test)
+        return self._grammars.applied(
+            request, ask.constraint, ask.tools, ask.tool_choice, ask.parallel_calls
+        )
+
+    def _reader(self, ask: Ask, prompt_ids: Sequence[int]) -> AnswerPieces:
+        """What an answer's tokens are read with."""
+        tokenizer, stop = self.llm.tokenizer, ask.params.stop_strings
+        if tokenizer is None or ask.conversation is None:
+            return AnswerPieces(PlainText(tokenizer), stop)
+        parser = parser_of(tokenizer, prompt_ids, ask.tools)
+        return AnswerPieces(parser, stop, ask.parallel_calls)
+
+    def _fitted(self, ask: Ask, num_prompt: int) -> SamplingParams:
+        """Parameters with a length that there is room for, and a seed. Raises TooLong."""
+        params = ask.params
+        if params.seed is None:
+            params = replace(params, seed=secrets.randbelow(MAX_SEED))
+        room, wanted = self.llm.max_new_tokens(num_prompt, params), params.max_tokens
+        if room < 1 or (wanted or 0) > room and not ask.cut_to_room:
+            raise TooLong(num_prompt, wanted or 1, self.context)
+        if wanted is None and self.llm.config.is_bidirectional:
+            return params
+        if wanted is None:
+            wanted = max(MIN_DEFAULT_TOKENS, self.context // 4)
+        return replace(params, max_tokens=min(wanted, room))
+
+    async def _events(self, request: Request, watch: _Watch) -> AsyncGenerator[Event, None]:
+        """What happens to a request, until it is over or out of time."""
+        limit_s = self.settings.request_timeout_s
+        async with aclosing(async_loop.answers(self.llm._loop, [request])) as events:
+            while True:
+                left_s = watch.start_s + limit_s - time.monotonic()
+                try:
+                    event = await asyncio.wait_for(anext(events), left_s)
+                except StopAsyncIteration:
+                    return
+                except TimeoutError:
+                    raise TimedOut(limit_s) from None
+                yield event
+
+    def _pieces(
+        self, ask: Ask, event: Event, request: Request, pieces: AnswerPieces
+    ) -> list[Piece]:
+        """What one event of the engine tells."""
+        if isinstance(event, Prefill):
+            told = Prefilled(event.num_done, event.num_total)
+            return [told] if ask.wants_progress else []
+        if isinstance(event, Draft):
+            if not ask.wants_frames:
+                return []
+            return [frame_of(event, len(request.prompt), self.llm.tokenizer)]
+        if isinstance(event, Committed):
+            return with_logprobs(pieces.push(event.tokens), event.logprobs)
+        check_kept(request)
+        return [*pieces.finish(), pieces.done(request, event)]
+
+    def _tell(self, served: Served) -> None:
+        for listener in self.on_served:
+            listener(served)
+
+
+class _Watch:
+    """Times of one request, and how it ended."""
+
+    def __init__(self) -> None:
+        self.start_s = time.monotonic()
+        self.num_prompt = self.num_new = 0
+        self.reason = ""
+        self._begun_s: float | None = None
+        self._first_s: float | None = None
+
+    def note(self, event: Event, place: QueuePlace) -> None:
+        """Something happened to it."""
+        now_s = time.monotonic() - self.start_s
+        if self._begun_s is None:
+            self._begun_s = now_s
+            place.begin()
+        if isinstance(event, Committed):
+            self.num_new += len(event.tokens)
+            if self._first_s is None:
+                self._first_s = now_s
+        elif isinstance(event, Finished):
+            self.reason = event.finish_reason
+
+    def served(self) -> Served:
+        """What there is to count once it has ended."""
+        total_s = time.monotonic() - self.start_s
+        queue_s = total_s if self._begun_s is None else self._begun_s
+        return Served(
+            self.reason or "abort", self.num_prompt, self.num_new, queue_s, self._first_s, total_s
+        )
+
+
+async def whole(pieces: AsyncGenerator[Piece, None]) -> tuple[list[Piece], Done]:
+    """All pieces of an answer, and the last of them."""
+    async with aclosing(pieces):
+        found = [piece async for piece in pieces]
+    last = found[-1]
+    if not isinstance(last, Done):
+        raise Refusal("The answer ended without its end.", 500, "server_error")
+    return found, last
+
+
+def name_of(model: str) -> str:
+    """What clients call a model: of a path its end, else as it was asked for."""
+    path = Path(model)
+    if not path.exists():
+        return model
+    path = path.resolve()
+    return path.stem if path.is_file() else path.name

@@ -1,0 +1,83 @@
+"""`ServeSettings`: how `lowtide serve` listens, and how much it takes on at once.
+
+Imports no torch and nothing of the `serve` extra: the command line makes its flags of it.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+
+from lowtide.errors import UsageError
+from lowtide.option import Group, check_options, option
+
+_serve = partial(option, Group.SERVE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServeSettings:
+    """Options of a server.
+
+    host, port: where it listens; 0 is any free port. api_key: what every request must bring, but
+    those to /health. auth: whether a key is needed where other machines can reach the server.
+    served_name: the model's name in answers, by default the end of its path or its hub id.
+    max_requests: running and waiting at once. max_queued_tokens: of prompts that wait, by default
+    eight times the context. request_timeout_s: of one answer, waiting included. allowed_hosts:
+    names in the Host header besides loopback's and addresses. allowed_origins: of pages in
+    browsers that may ask, such as http://localhost:3000.
+    """
+
+    host: str = _serve("Address to listen at.", "127.0.0.1", is_common=True)
+    port: int = _serve("Port to listen at; 0 is any free one.", 8000, high=65535, is_common=True)
+    api_key: str | None = _serve("Key that requests must bring.", is_common=True)
+    auth: bool = _serve("Insist on a key where other machines can reach the server.", True)
+    served_name: str | None = _serve("The model's name for clients.", is_common=True)
+    max_requests: int = _serve("Requests running and waiting at once, at most.", 64, low=1)
+    max_queued_tokens: int | None = _serve(
+        "Prompt tokens that may wait (eight times the context).", low=1
+    )
+    request_timeout_s: float = _serve(
+        "Seconds that an answer may take, waiting included.",
+        3600.0,
+        name="request_timeout",
+        low=1,
+        high=604800,
+    )
+    allowed_hosts: str | Sequence[str] | None = _serve(
+        "A further name in the Host header.", name="allowed_host"
+    )
+    allowed_origins: str | Sequence[str] | None = _serve(
+        "A web page's origin that may ask, as http://localhost:3000.", name="allowed_origin"
+    )
+
+    def __post_init__(self) -> None:
+        check_options(self)
+        for name in ("allowed_hosts", "allowed_origins"):
+            given = getattr(self, name) or ()
+            listed = (given,) if isinstance(given, str) else tuple(given)
+            object.__setattr__(self, name, tuple(each.lower() for each in listed))
+        key = self.api_key
+        if key is not None and not (key.isascii() and key.isprintable() and key.strip() == key):
+            raise UsageError(
+                "api_key must be printable ASCII without spaces around it: a header carries it."
+            )
+        if self.auth and key is None and not self.is_local:
+            raise UsageError(
+                f"host {self.host!r} can be reached from other machines, and there is no key: give "
+                "--api-key (or LOWTIDE_API_KEY), or --no-auth to serve all who ask."
+            )
+
+    @property
+    def is_local(self) -> bool:
+        """Whether only this machine can reach the server."""
+        return is_loopback(self.host)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a name or an address is this machine's own."""
+    with suppress(ValueError):
+        return ipaddress.ip_address(host).is_loopback
+    return host == "localhost" or host.endswith(".localhost")

@@ -1,0 +1,82 @@
+"""A small model that talks, and a server of it on the loopback."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import httpx
+import uvicorn
+
+from lowtide import AsyncLLM
+from lowtide.model_folder.demos import DEMO_FOLDER
+from lowtide.serve.app import build_app
+from lowtide.serve.server import bound_socket, url_of
+from lowtide.serve.service import Service
+from lowtide.serve.settings import ServeSettings
+
+LIMIT_S = 60.0
+
+TEMPLATE = """\
+{%- for tool in tools %}{{ tool | tojson }}\n{% endfor -%}
+{%- for message in messages -%}
+{{ message.role }}: {{ message.content }}
+{% endfor -%}
+{%- if add_generation_prompt %}assistant:{% endif -%}
+"""
+
+
+def talking_folder(folder: Path, kind: str = "autoregressive") -> Path:
+    """A demo model with a chat template."""
+    shutil.copytree(DEMO_FOLDER / kind, folder)
+    shutil.copy(DEMO_FOLDER / "tokenizer.json", folder)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return folder
+
+
+class Running(NamedTuple):
+    """A server and where it is."""
+
+    url: str
+    service: Service
+
+    def client(self, **options: Any) -> httpx.Client:
+        return httpx.Client(base_url=self.url, timeout=LIMIT_S, **options)
+
+
+@contextmanager
+def serving(llm: AsyncLLM, **settings: Any) -> Iterator[Running]:
+    """A server in a thread; the model stays loaded."""
+    service = Service(llm, ServeSettings(port=0, **settings))
+    with bound_socket(service.settings) as bound:
+        config = uvicorn.Config(
+            build_app(service),
+            http="h11",
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+        )
+        server = uvicorn.Server(config)
+        thread = threading.Thread(target=lambda: asyncio.run(server.serve([bound])))
+        thread.start()
+        try:
+            wait_until(lambda: server.started)
+            yield Running(url_of(bound), service)
+        finally:
+            server.should_exit = True
+            thread.join(LIMIT_S)
+
+
+def wait_until(is_so: Any) -> None:
+    """Until something is so, which is a matter of moments."""
+    end_s = time.monotonic() + LIMIT_S
+    while not is_so():
+        assert time.monotonic() < end_s
+        time.sleep(0.01)

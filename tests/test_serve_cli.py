@@ -1,0 +1,119 @@
+"""`lowtide serve`: refusals before anything is loaded, and a process that ends by SIGTERM."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+from serving import LIMIT_S
+from typer.testing import CliRunner, Result
+
+from lowtide.cli import serve as verb
+from lowtide.cli.app import app
+
+DEMO = "demo:autoregressive"
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(app, ["serve", *arguments])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--host", "0.0.0.0"], "--api-key"),
+        (["--print-config", "emacs"], "codex, claude, continue, open-webui"),
+        (["--port", "99999"], "--port must be an integer from 0 to 65535"),
+        (["--json"], "/v1/lowtide/plan"),
+        (["--host", "no such host"], "cannot listen at no such host"),
+        (["--context", "100000000", "--host-memory", "20MiB"], "context"),
+    ],
+)
+def test_what_cannot_be_served_is_refused(arguments: list[str], said: str) -> None:
+    if "no such host" in arguments:
+        arguments = [*arguments, "--no-auth"]
+    result = run(DEMO, *arguments)
+    assert result.exit_code in (1, 2) and said in result.stderr, result.output
+
+
+def test_a_port_that_is_taken_is_said_before_a_model_is_loaded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(verb, "open_async", None)  # never called
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        result = run(DEMO, "--port", str(taken.getsockname()[1]))
+    assert result.exit_code == 2 and "cannot listen at 127.0.0.1" in result.stderr
+
+
+def test_a_missing_extra_is_said_with_the_line_that_installs_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(verb, "find_spec", lambda name: None if name == "fastapi" else True)
+    result = run(DEMO)
+    assert result.exit_code == 2
+    assert "serve needs fastapi" in result.stderr and "'lowtide[serve]'" in result.stderr
+
+
+def test_a_client_s_config_has_the_context_that_would_be_served() -> None:
+    result = run(DEMO, "--print-config", "claude", "--port", "4711", "--host-memory", "64MiB")
+    assert result.exit_code == 0, result.output
+    assert "export ANTHROPIC_BASE_URL=http://127.0.0.1:4711" in result.stdout
+    assert "CLAUDE_CODE_MAX_CONTEXT_TOKENS=2048" in result.stdout
+
+
+@contextmanager
+def process(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], str, list[str]]]:
+    """A server of its own, where it is, and what it says on standard error."""
+    command = [sys.executable, "-m", "lowtide", "serve", DEMO, "--port", "0", *arguments]
+    env = os.environ | {"PYTHONWARNINGS": "error"}
+    server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=env)
+    said: list[str] = []
+    found = threading.Event()
+
+    def read() -> None:
+        assert server.stderr is not None
+        for line in server.stderr:
+            said.append(line)
+            if "is served at" in line:
+                found.set()
+        found.set()
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    try:
+        assert found.wait(LIMIT_S)
+        match = re.search(r"http://\S+", "".join(said))
+        assert match is not None, said
+        yield server, match[0], said
+    finally:
+        server.kill()
+        server.wait(LIMIT_S)
+        reader.join(LIMIT_S)
+
+
+def test_a_signal_lets_answers_finish_and_ends_the_process(tmp_path: Path) -> None:
+    body = {"prompt": "import", "max_tokens": 150, "ignore_eos": True, "stream": True}
+    with process("--context", "512", "--api-key", "k") as (server, url, said):
+        headers = {"authorization": "Bearer k"}
+        assert httpx.get(f"{url}/v1/models", timeout=LIMIT_S).status_code == 401
+        with httpx.stream(
+            "POST", f"{url}/v1/completions", json=body, headers=headers, timeout=LIMIT_S
+        ) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            server.send_signal(signal.SIGTERM)
+            rest = [line for line in lines if line]
+        assert rest[-1] == "data: [DONE]" and len(rest) > 100
+        assert server.wait(LIMIT_S) == 128 + signal.SIGTERM
+    told = "".join(said)
+    assert "Codex CLI" in told and "Traceback" not in told

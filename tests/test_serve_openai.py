@@ -1,0 +1,350 @@
+"""OpenAI's two older APIs, asked by OpenAI's own client: what Python's API would answer."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+import torch
+from serving import LIMIT_S, Running, serving, talking_folder
+
+from lowtide import LLM, AsyncLLM, DiffusionParams, SamplingParams
+
+CONTEXT = 512
+MESSAGES: list[Any] = [
+    {"role": "developer", "content": "Write Python."},
+    {"role": "user", "content": [{"type": "text", "text": "def fib(n):"}]},
+]
+PLAIN = [{"role": "system", "content": "Write Python."}, {"role": "user", "content": "def fib(n):"}]
+
+
+@pytest.fixture(scope="module", params=["autoregressive", "diffusion"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return talking_folder(tmp_path_factory.mktemp("openai") / request.param, request.param)
+
+
+@pytest.fixture(scope="module")
+def python(folder: Path) -> Iterator[LLM]:
+    with LLM(folder, context=CONTEXT, dtype="float32", cache="off") as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def running(folder: Path) -> Iterator[Running]:
+    llm = AsyncLLM(folder, context=CONTEXT, dtype="float32", cache="exact")
+    with serving(llm) as server:
+        yield server
+    asyncio.run(llm.close())
+
+
+@pytest.fixture
+def client(running: Running) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(
+        base_url=f"{running.url}/v1", api_key="none", max_retries=0, timeout=LIMIT_S
+    ) as made:
+        yield made
+
+
+def is_diffusion(running: Running) -> bool:
+    return running.service.llm.config.is_diffusion
+
+
+def test_a_conversation_is_answered_as_by_python(client, running, python) -> None:
+    [expected] = python.chat(PLAIN, SamplingParams(max_tokens=24, temperature=0.7, seed=5))
+    answer = client.chat.completions.create(
+        model=running.service.model_name,
+        messages=MESSAGES,
+        max_tokens=24,
+        temperature=0.7,
+        seed=5,
+        extra_body={"return_token_ids": True},
+    )
+    [choice] = answer.choices
+    assert choice.model_extra["token_ids"] == expected.token_ids
+    assert choice.message.content == expected.text and choice.message.role == "assistant"
+    assert choice.finish_reason == expected.finish_reason
+    assert answer.usage.prompt_tokens == expected.usage.prompt_tokens
+    assert answer.usage.completion_tokens == len(expected.token_ids)
+
+
+def test_a_stream_is_the_same_answer(client, running, python) -> None:
+    [expected] = python.chat(PLAIN, SamplingParams(max_tokens=24, seed=1))
+    chunks = list(
+        client.chat.completions.create(
+            model=running.service.model_name,
+            messages=MESSAGES,
+            max_completion_tokens=24,
+            seed=1,
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+    )
+    deltas = [chunk.choices[0].delta for chunk in chunks if chunk.choices]
+    assert deltas[0].role == "assistant"
+    assert "".join(delta.content or "" for delta in deltas) == expected.text
+    reasons = [c.choices[0].finish_reason for c in chunks if c.choices]
+    assert reasons[-1] == expected.finish_reason and set(reasons[:-1]) == {None}
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage.completion_tokens == len(expected.token_ids)
+    assert len({chunk.id for chunk in chunks}) == 1
+
+
+def test_several_answers_draw_as_those_of_python(client, running, python) -> None:
+    params = SamplingParams(max_tokens=8, temperature=1.5, seed=3, n=3)
+    expected = [completion.text for completion in python.chat(PLAIN, params)]
+    asked: dict[str, Any] = {"messages": MESSAGES, "max_tokens": 8, "temperature": 1.5, "seed": 3}
+    model = running.service.model_name
+    answer = client.chat.completions.create(model=model, n=3, **asked)
+    assert [choice.message.content for choice in answer.choices] == expected
+    texts = ["", "", ""]
+    for chunk in client.chat.completions.create(model=model, n=3, stream=True, **asked):
+        for choice in chunk.choices:
+            texts[choice.index] += choice.delta.content or ""
+    assert texts == expected
+
+
+def test_a_stop_string_ends_the_text_before_it(client, running, python) -> None:
+    [whole] = python.chat(PLAIN, SamplingParams(max_tokens=40))
+    stop = whole.text[5:8]
+    expected = whole.text[: whole.text.index(stop)]
+    asked: dict[str, Any] = {"messages": MESSAGES, "max_tokens": 40, "temperature": 0}
+    for given in (stop, ["\x00", stop]):
+        answer = client.chat.completions.create(
+            model=running.service.model_name, stop=given, **asked
+        )
+        assert answer.choices[0].message.content == expected
+        assert answer.choices[0].finish_reason == "stop"
+
+
+def test_prompts_are_answered_as_by_python(client, running, python) -> None:
+    ids = python.token_ids("import os\n", raw=True)
+    params = SamplingParams(max_tokens=12, temperature=0.5, seed=2)
+    expected = python.generate(["def f(", "import os\n"], params, raw=True)
+    model = running.service.model_name
+    asked: dict[str, Any] = {"model": model, "max_tokens": 12, "temperature": 0.5}
+    answer = client.completions.create(prompt=["def f(", "import os\n"], seed=2, **asked)
+    assert [choice.text for choice in answer.choices] == [each.text for each in expected]
+    assert answer.usage.prompt_tokens == sum(each.usage.prompt_tokens for each in expected)
+    for prompt in (ids, [ids]):
+        answer = client.completions.create(prompt=prompt, seed=3, **asked)
+        assert [choice.text for choice in answer.choices] == [expected[1].text]
+    stream = client.completions.create(prompt="def f(", seed=2, stream=True, **asked)
+    assert "".join(chunk.choices[0].text for chunk in stream) == expected[0].text
+    echoed = client.completions.create(prompt="def f(", seed=2, echo=True, **asked)
+    assert echoed.choices[0].text == "def f(" + expected[0].text
+
+
+def test_log_probabilities_are_the_model_s(client, running, python) -> None:
+    asked: dict[str, Any] = {"model": running.service.model_name, "max_tokens": 4, "temperature": 0}
+    if is_diffusion(running):
+        with pytest.raises(openai.BadRequestError, match="logprobs"):
+            client.chat.completions.create(messages=MESSAGES, logprobs=True, **asked)
+        with pytest.raises(openai.BadRequestError, match="logprobs"):
+            client.completions.create(prompt="a", logprobs=1, echo=True, **asked)
+        return
+    [expected] = python.chat(PLAIN, SamplingParams(max_tokens=4, temperature=0, logprobs=2))
+    answer = client.chat.completions.create(
+        messages=MESSAGES, logprobs=True, top_logprobs=2, **asked
+    )
+    content = answer.choices[0].logprobs.content
+    assert [entry.logprob for entry in content] == [row.logprob for row in expected.logprobs]
+    assert [[t.logprob for t in entry.top_logprobs] for entry in content] == [
+        [value for _, value in row.top] for row in expected.logprobs
+    ]
+    streamed = client.chat.completions.create(
+        messages=MESSAGES, logprobs=True, stream=True, **asked
+    )
+    parts = [chunk.choices[0].logprobs for chunk in streamed if chunk.choices]
+    told = [entry.logprob for part in parts if part for entry in part.content]
+    assert told == [entry.logprob for entry in content]
+
+
+def test_a_prompt_s_own_log_probabilities(client, running, python) -> None:
+    if is_diffusion(running):
+        return
+    ids = python.token_ids("def add(a, b):\n    return a + b\n", raw=True)
+    answer = client.completions.create(
+        model=running.service.model_name,
+        prompt=[ids],
+        echo=True,
+        logprobs=1,
+        max_tokens=1,
+        temperature=0,
+    )
+    found = answer.choices[0].logprobs
+    assert len(found.tokens) == len(found.token_logprobs) == len(ids) + 1
+    logits = python.logits(ids).log_softmax(-1)
+    expected = [float(logits[i, ids[i + 1]]) for i in range(len(ids) - 1)]
+    assert found.token_logprobs[0] is None
+    assert found.token_logprobs[1 : len(ids)] == pytest.approx(expected, abs=1e-4)
+    best = torch.argmax(logits[:-1], -1).tolist()
+    for place, token in enumerate(best, 1):
+        assert max(found.top_logprobs[place].values()) == pytest.approx(
+            float(logits[place - 1, token]), abs=1e-4
+        )
+    assert answer.choices[0].text.startswith("def add(a, b):")
+
+
+def test_diffusion_settings_and_drafts(client, running, python) -> None:
+    asked: dict[str, Any] = {"model": running.service.model_name, "max_tokens": 40}
+    options = {"steps": 4, "threshold": 0.5}
+    if not is_diffusion(running):
+        with pytest.raises(openai.BadRequestError, match="steps"):
+            client.chat.completions.create(
+                messages=MESSAGES, extra_body={"diffusion": options}, **asked
+            )
+        return
+    params = SamplingParams(max_tokens=40, diffusion=DiffusionParams(**options))
+    [expected] = python.chat(PLAIN, params)
+    chunks = list(
+        client.chat.completions.create(
+            messages=MESSAGES,
+            stream=True,
+            stream_options={"include_drafts": True},  # type: ignore[typeddict-unknown-key]
+            extra_body={"diffusion": options},
+            **asked,
+        )
+    )
+    frames = [c for c in chunks if (c.model_extra or {}).get("type") == "diffusion_frame"]
+    assert frames and all(not frame.choices[0].delta.content for frame in frames)
+    assert any("▁" in frame.model_extra["text"] for frame in frames)
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+    assert text == expected.text
+
+
+def test_progress_is_told_when_asked_for(client, running) -> None:
+    chunks = client.chat.completions.create(
+        model=running.service.model_name,
+        messages=MESSAGES,
+        max_tokens=4,
+        stream=True,
+        extra_body={"return_progress": True},
+    )
+    told = [c.model_extra["prompt_progress"] for c in chunks if "prompt_progress" in c.model_extra]
+    assert told[0]["processed"] == 0 and told[0]["total"] > 10
+
+
+@pytest.mark.parametrize(
+    ("changes", "status", "said"),
+    [
+        ({"logit_bias": {"5": 1}}, 400, "logit_bias is not supported"),
+        ({"surprise": 1}, 400, "surprise is not supported"),
+        ({"model": "another"}, 404, "does not exist"),
+        ({"messages": []}, 400, "messages"),
+        ({"messages": [{"role": "wizard", "content": "x"}]}, 400, "messages.0.role"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "image_url"),
+        ({"temperature": -1}, 400, "temperature"),
+        ({"temperature": "warm"}, 400, "temperature"),
+        ({"n": 1000}, 400, "n"),
+        ({"stop": ["x"] * 17}, 400, "stop"),
+        ({"max_tokens": 100000}, 400, "maximum context length"),
+        ({"tool_choice": "required"}, 400, "tool_choice"),
+        ({"chat_template_kwargs": {"messages": []}}, 400, "chat_template_kwargs"),
+        ({"top_logprobs": 3}, 400, "top_logprobs"),
+        ({"max_tokens": 0}, 400, "max_tokens"),
+        ({"seed": 2**64}, 400, "seed"),
+    ],
+)
+def test_what_is_refused_is_refused_by_name(running, changes, status, said) -> None:
+    body = {"messages": MESSAGES, "max_tokens": 4, **changes}
+    with running.client() as client:
+        answer = client.post("/v1/chat/completions", json=body)
+        assert answer.status_code == status
+        error = answer.json()["error"]
+        assert said in error["message"] and set(error) == {"message", "type", "param", "code"}
+        canary = {"messages": MESSAGES, "max_tokens": 4, "temperature": 0}
+        texts = {
+            client.post("/v1/chat/completions", json=canary).json()["choices"][0]["message"][
+                "content"
+            ]
+            for _ in range(2)
+        }
+        assert len(texts) == 1
+
+
+def test_a_prompt_that_is_too_long_has_its_code(client, running) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.chat.completions.create(
+            model=running.service.model_name,
+            messages=[{"role": "user", "content": "word " * 2000}],
+        )
+    assert caught.value.code == "context_length_exceeded"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"{", b"[]", b'"x"', b"\xff\xfe", b'{"messages": ' + b"[" * 100_000, b"NaN", b"1e999"],
+)
+def test_a_body_that_is_none_is_a_400(running: Running, body: bytes) -> None:
+    with running.client() as client:
+        for path in ("/v1/chat/completions", "/v1/completions"):
+            answer = client.post(path, content=body, headers={"content-type": "application/json"})
+            assert answer.status_code == 400 and answer.json()["error"]["message"]
+
+
+def test_other_paths_have_errors_in_openai_s_form(running: Running) -> None:
+    with running.client() as client:
+        for method, path, status in (
+            ("GET", "/v1/nothing", 404),
+            ("GET", "/v1/chat/completions", 405),
+            ("POST", "/v1/embeddings", 501),
+            ("GET", "/v1/models/another", 404),
+        ):
+            answer = client.request(method, path)
+            assert answer.status_code == status and answer.json()["error"]["message"], path
+        assert client.get("/v1/models/" + running.service.model_name).json()["object"] == "model"
+
+
+def test_the_model_and_the_state_are_told(client, running) -> None:
+    [model] = client.models.list().data
+    assert model.id == running.service.model_name
+    with running.client() as http:
+        assert http.get("/health").json() == {"status": "ok"}
+        assert http.get("/ready").json() == {"status": "ready"}
+        plan = http.get("/v1/lowtide/plan").json()
+        assert plan["context"] == CONTEXT and plan["host"]["budget_bytes"] > 0
+        assert http.get("/v1/lowtide/stats").json()["committed_tokens"] >= 0
+        page = http.get("/")
+        assert page.headers["content-type"].startswith("text/html")
+        assert "hit rate" in page.text and model.id in page.text
+        http.post("/v1/completions", json={"prompt": "a", "max_tokens": 3})
+        told = http.get("/metrics").text
+    for name in (
+        "num_requests_running",
+        "request_success_total",
+        "time_to_first_token_seconds_bucket",
+        "generation_tokens_total",
+        "expert_cache_hits_total",
+    ):
+        assert f"lowtide:{name}" in told
+
+
+def test_events_are_those_of_the_field(running: Running) -> None:
+    """As raw lines: nothing but data, `[DONE]` at the end, an empty delta with the reason."""
+    body = {"messages": MESSAGES, "max_tokens": 4, "stream": True}
+    with running.client() as client, client.stream(
+        "POST", "/v1/chat/completions", json=body
+    ) as answer:
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        lines = [line for line in answer.iter_lines() if line]
+    assert all(line.startswith("data: ") for line in lines) and lines[-1] == "data: [DONE]"
+    last = json.loads(lines[-2].removeprefix("data: "))
+    assert last["choices"][0]["delta"] == {} and last["choices"][0]["finish_reason"]
+
+
+@pytest.mark.parametrize("kind", [None, "application/x-www-form-urlencoded", "text/plain"])
+def test_a_body_is_json_whatever_it_is_called(running: Running, kind: str | None) -> None:
+    """`curl -d` calls it a form."""
+    answer = httpx.post(
+        f"{running.url}/v1/completions",
+        content=json.dumps({"prompt": "a", "max_tokens": 2, "user": "x", "logit_bias": {}}),
+        headers={} if kind is None else {"content-type": kind},
+        timeout=LIMIT_S,
+    )
+    assert answer.status_code == 200, answer.text

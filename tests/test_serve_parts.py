@@ -1,0 +1,286 @@
+"""Parts of the server by themselves: streams, stop strings, places, context."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from serving import LIMIT_S
+from starlette.types import Message
+
+from lowtide.decode.request import Draft
+from lowtide.errors import PlanError
+from lowtide.families import read_config_in
+from lowtide.llm import plan_model
+from lowtide.model_folder.demos import DEMO_FOLDER
+from lowtide.model_folder.tokenizer import cut_at_stop
+from lowtide.plan import MemoryPlan
+from lowtide.serve.admission import Admission
+from lowtide.serve.answer_pieces import AnswerPieces, StopStrings, frame_of
+from lowtide.serve.context import AGENT_TOKENS, agent_note, served_context
+from lowtide.serve.errors import QueueFull
+from lowtide.serve.many_answers import merged
+from lowtide.serve.pieces import CallArguments, CallBegun, Frame, Piece, Reasoning, Text
+from lowtide.serve.sse import EventStream, begun, event, until_gone, with_pings
+
+
+def run(work: Any) -> Any:
+    return asyncio.run(asyncio.wait_for(work, LIMIT_S))
+
+
+class Source:
+    """Items with waits between them; knows whether it was closed."""
+
+    def __init__(self, *items: Any, wait_s: float = 0.0) -> None:
+        self._items, self._wait_s = items, wait_s
+        self.is_closed = False
+
+    async def items(self) -> AsyncGenerator[Any, None]:
+        try:
+            for item in self._items:
+                await asyncio.sleep(self._wait_s)
+                if isinstance(item, Exception):
+                    raise item
+                yield item
+        finally:
+            self.is_closed = True
+
+
+async def listed(items: AsyncGenerator[Any, None]) -> list[Any]:
+    async with aclosing(items):
+        return [item async for item in items]
+
+
+# Streams
+
+
+def test_a_ping_stands_where_nothing_came() -> None:
+    found = run(listed(with_pings(Source(1, 2, wait_s=0.05).items(), 0.01)))
+    assert [item for item in found if item is not None] == [1, 2]
+    assert found[0] is None and found.count(None) >= 2
+    assert run(listed(with_pings(Source(1, 2).items(), LIMIT_S))) == [1, 2]
+
+
+def test_what_is_pinged_is_closed_with_it() -> None:
+    async def ask() -> None:
+        source = Source(1, 2, wait_s=LIMIT_S)
+        pinged = with_pings(source.items(), 0.01)
+        assert await anext(pinged) is None
+        await pinged.aclose()
+        assert source.is_closed
+
+    run(ask())
+
+
+def test_a_first_failure_is_raised_before_anything_is_sent() -> None:
+    with pytest.raises(QueueFull):
+        run(begun(Source(QueueFull("full", 1)).items()))
+
+    async def ask() -> list[Any]:
+        return await listed(await begun(Source(1, 2, 3).items()))
+
+    assert run(ask()) == [1, 2, 3]
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_several_answers_are_told_as_one(count: int) -> None:
+    async def ask() -> None:
+        sources = [Source(*range(n + 1), wait_s=0.001) for n in range(count)]
+        found = await listed(merged([source.items() for source in sources]))
+        for place in range(count):
+            assert [item for index, item in found if index == place] == list(range(place + 1))
+        assert all(source.is_closed for source in sources)
+
+    run(ask())
+
+
+def test_one_that_fails_ends_the_others() -> None:
+    async def ask() -> None:
+        slow, failing = Source(1, 2, wait_s=LIMIT_S), Source(1, ValueError("as told"))
+        with pytest.raises(ValueError, match="as told"):
+            await listed(merged([slow.items(), failing.items()]))
+        assert slow.is_closed and failing.is_closed
+
+    run(ask())
+
+
+def test_events_are_one_line_each() -> None:
+    assert event({"text": "a\nb é \ud800"}) == b'data: {"text":"a\\nb \\u00e9 \\ud800"}\n\n'
+    assert event("[DONE]") == b"data: [DONE]\n\n"
+    assert event({}, "ping") == b"event: ping\ndata: {}\n\n"
+
+
+class Connection:
+    """A client that goes when it has read some messages."""
+
+    def __init__(self, most: int) -> None:
+        self.sent: list[Message] = []
+        self._most = most
+        self._gone = asyncio.Event()
+
+    async def receive(self) -> Message:
+        await self._gone.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(self, message: Message) -> None:
+        self.sent.append(message)
+        if len(self.sent) >= self._most:
+            self._gone.set()
+
+
+def test_a_stream_ends_when_its_client_goes() -> None:
+    async def ask() -> None:
+        source = Source(*[b"x"] * 100, wait_s=0.01)
+        client = Connection(most=3)
+        await EventStream(source.items())({"type": "http"}, client.receive, client.send)
+        assert source.is_closed and 3 <= len(client.sent) < 50
+        assert client.sent[0]["status"] == 200
+
+    run(ask())
+
+
+def test_work_ends_when_its_client_goes() -> None:
+    async def ask() -> None:
+        client = Connection(most=1)
+        client._gone.set()
+        ended = asyncio.Event()
+
+        async def work() -> int:
+            try:
+                await asyncio.sleep(LIMIT_S)
+                return 1
+            finally:
+                ended.set()
+
+        assert await until_gone(client.receive, work()) is None
+        assert ended.is_set()
+
+        async def quick() -> int:
+            return 2
+
+        assert await until_gone(Connection(most=1).receive, quick()) == 2
+
+    run(ask())
+
+
+# Pieces
+
+
+TEXTS = st.text("ab\n", max_size=12)
+
+
+@given(st.lists(TEXTS, max_size=6), st.lists(st.text("ab\n", min_size=1, max_size=4), max_size=3))
+def test_stop_strings_cut_whatever_the_parts(parts: Sequence[str], strings: list[str]) -> None:
+    stop, whole = StopStrings(strings), "".join(parts)
+    found = ""
+    for part in parts:
+        if stop.found is None:
+            found += stop.push(part)
+    found += "" if stop.found else stop.finish()
+    assert found == cut_at_stop(whole, strings)
+    assert (stop.found is not None) == (found != whole)
+
+
+class Told:
+    """A reader that tells what it is given as token ids' places."""
+
+    num_reasoning = 0
+
+    def __init__(self, *pieces: Piece) -> None:
+        self._pieces = pieces
+
+    def feed(self, token_ids: Sequence[int]) -> list[Piece]:
+        return [self._pieces[i] for i in token_ids]
+
+    def finish(self) -> list[Piece]:
+        return []
+
+
+CALLS = (
+    Reasoning("a stop in thoughts"),
+    Text("tex"),
+    CallBegun(0, "x", "f"),
+    CallArguments(0, "{}"),
+    CallBegun(1, "y", "g"),
+    CallArguments(1, "{}"),
+)
+
+
+def test_a_second_call_is_left_out_where_one_is_wanted() -> None:
+    one = AnswerPieces(Told(*CALLS), ["stop"], parallel_calls=False)
+    assert one.push(range(4)) == [CALLS[0], Text("tex"), *CALLS[2:4]] and not one.is_complete
+    assert one.push([4, 5]) == [] and one.is_complete and one.finish() == []
+    several = AnswerPieces(Told(*CALLS), ["stop"])
+    assert several.push(range(6)) == list(CALLS) and not several.is_complete
+
+
+def test_what_may_begin_a_stop_string_is_told_before_a_call() -> None:
+    pieces = AnswerPieces(Told(Text("a st"), *CALLS[2:4], Text("op b")), ["stop"])
+    assert pieces.push([0]) == [Text("a ")]
+    assert pieces.push([1, 2]) == [Text("st"), *CALLS[2:4]]
+    assert pieces.push([3]) == [Text("op b")] and not pieces.is_complete
+
+
+def test_frames_show_the_block_without_the_prompt() -> None:
+    draft = Draft(0, 4, (7, 8, 19, 9), (False, False, True, False), 3)
+    assert frame_of(draft, 5, None) == Frame("8 ▁9 ", 1, 3)
+
+
+# Places
+
+
+def test_places_are_counted() -> None:
+    admission = Admission(max_requests=2, max_queued_tokens=100)
+    with admission.enter() as first:
+        first.wait_with(80)
+        assert (admission.num_waiting, admission.num_waiting_tokens) == (1, 80)
+        with admission.enter() as second, pytest.raises(QueueFull, match="80 tokens"):
+            second.wait_with(21)
+        first.begin()
+        first.begin()
+        assert (admission.num_running, admission.num_waiting_tokens) == (1, 0)
+        with admission.enter() as second:
+            second.wait_with(1000)  # no other waits
+            with pytest.raises(QueueFull, match="2 requests"):
+                admission.enter()
+    assert admission.num_running == admission.num_waiting == admission.num_waiting_tokens == 0
+    assert admission.num_refused == 2
+
+
+# Context
+
+
+def test_the_context_is_what_a_quarter_of_the_budget_has_room_for() -> None:
+    folder = DEMO_FOLDER / "autoregressive"
+    config = read_config_in(folder, {})
+    large = replace(config, max_positions=1 << 20)
+    asked: list[int] = []
+
+    def plan_with(context: int) -> MemoryPlan:
+        asked.append(context)
+        return plan_model(folder, host_memory="64MiB", context=context)
+
+    assert served_context(plan_with, config, 512) == config.max_positions
+    context = served_context(plan_with, large, 512)
+    tier = plan_with(context).fast_tier
+    assert config.max_positions < context and tier.kv_cache_bytes <= 0.26 * tier.budget_bytes
+
+    def refusing(context: int) -> MemoryPlan:
+        if context > 2000:
+            raise PlanError("as told")
+        return plan_with(context)
+
+    assert 512 <= served_context(refusing, large, 512) <= 2000
+    bidirectional = replace(config, is_bidirectional=True)
+    assert served_context(plan_with, bidirectional, 512) == 512
+
+
+def test_who_is_told_that_the_context_is_short() -> None:
+    assert agent_note(AGENT_TOKENS) == ""
+    assert "Codex" in agent_note(4096) and "32768" in agent_note(4096)

@@ -1,0 +1,305 @@
+"""One engine for many: queue, cancellation, time, faults; nothing of one request is another's."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import threading
+from collections.abc import Coroutine, Iterator
+from contextlib import aclosing, suppress
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from serving import LIMIT_S, Running, serving, talking_folder, wait_until
+from whole import check_idle
+
+from lowtide import AsyncLLM, SamplingParams
+from lowtide.errors import NumericError, UsageError
+from lowtide.serve.conversation import Conversation, Turn
+from lowtide.serve.errors import Draining, QueueFull, Refusal, TimedOut, TooLong
+from lowtide.serve.pieces import Done, Piece, Prefilled, Text
+from lowtide.serve.service import Ask, Served, Service, name_of, whole
+from lowtide.serve.settings import ServeSettings
+
+LONG = SamplingParams(max_tokens=400, ignore_eos=True, temperature=0)
+SHORT = SamplingParams(max_tokens=6, temperature=0)
+TALK = Conversation((Turn("user", "import os"),))
+
+
+@pytest.fixture(scope="module", params=["autoregressive", "diffusion"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return talking_folder(tmp_path_factory.mktemp("service") / request.param, request.param)
+
+
+@pytest.fixture
+def llm(folder: Path) -> Iterator[AsyncLLM]:
+    llm = AsyncLLM(folder, context=2048, dtype="float32", cache="off")
+    yield llm
+    llm._loop.close()
+    del llm
+    gc.collect()
+    assert not [t for t in threading.enumerate() if t.name == "lowtide-engine"]
+
+
+def run(work: Coroutine[Any, Any, Any]) -> Any:
+    return asyncio.run(asyncio.wait_for(work, LIMIT_S))
+
+
+async def text_of(service: Service, ask: Ask) -> str:
+    pieces, _ = await whole(service.answer(ask))
+    return "".join(piece.text for piece in pieces if isinstance(piece, Text))
+
+
+def test_the_first_piece_is_the_prompt_s_length_and_the_last_the_answer_s_end(
+    llm: AsyncLLM,
+) -> None:
+    async def ask() -> None:
+        service = Service(llm)
+        pieces, done = await whole(service.answer(Ask(TALK, params=SHORT)))
+        assert pieces[0] == Prefilled(0, done.num_prompt) and pieces[-1] is done
+        assert done.num_prompt == await service.count(Ask(TALK)) and done.num_new == 6
+        assert done.reason in ("stop", "length") and len(done.token_ids) == 6
+
+    run(ask())
+
+
+def test_the_queue_is_bounded_by_requests(llm: AsyncLLM) -> None:
+    async def ask() -> None:
+        service = Service(llm, ServeSettings(max_requests=2))
+        async with aclosing(service.answer(Ask(TALK, params=LONG))) as first:
+            await anext(first)
+            async with aclosing(service.answer(Ask(TALK, params=LONG))) as second:
+                await anext(second)
+                with pytest.raises(QueueFull, match="2 requests") as caught:
+                    await anext(service.answer(Ask(TALK, params=SHORT)))
+                assert caught.value.status == 429
+                assert 1 <= int(caught.value.headers["retry-after"]) <= 60
+            assert await text_of(service, Ask(TALK, params=SHORT))
+        assert service.admission.num_running == service.admission.num_waiting == 0
+
+    run(ask())
+
+
+def test_the_queue_is_bounded_by_prompt_tokens_that_wait(llm: AsyncLLM) -> None:
+    async def ask() -> None:
+        service = Service(llm, ServeSettings(max_queued_tokens=20))
+        long = Ask(prompt=[5] * 30, params=SHORT)
+        async with aclosing(service.answer(long)) as first:
+            assert await anext(first) == Prefilled(0, 30)  # alone it is let in
+            with pytest.raises(QueueFull, match="30 tokens are waiting"):
+                await anext(service.answer(Ask(prompt=[5], params=SHORT)))
+            await anext(first)  # has begun
+            await text_of(service, Ask(prompt=[5], params=SHORT))
+        assert service.admission.num_waiting_tokens == 0
+
+    run(ask())
+
+
+def test_a_server_that_drains_finishes_what_it_has(llm: AsyncLLM) -> None:
+    async def ask() -> None:
+        service = Service(llm)
+        async with aclosing(service.answer(Ask(TALK, params=SHORT))) as pieces:
+            await anext(pieces)
+            service.drain()
+            assert not service.is_ready and service.is_alive
+            with pytest.raises(Draining):
+                await anext(service.answer(Ask(TALK)))
+            assert isinstance([piece async for piece in pieces][-1], Done)
+
+    run(ask())
+
+
+def test_an_answer_that_is_left_ends_between_two_passes(llm: AsyncLLM) -> None:
+    async def ask() -> None:
+        service, served = Service(llm), []
+        service.on_served.append(served.append)
+        expected = await text_of(service, Ask(TALK, params=SHORT))
+        async with aclosing(service.answer(Ask(TALK, params=LONG))) as pieces:
+            for _ in range(3):
+                await anext(pieces)
+        task = asyncio.create_task(whole(service.answer(Ask(TALK, params=LONG))))
+        await asyncio.sleep(0.05)
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+        assert await text_of(service, Ask(TALK, params=SHORT)) == expected
+        assert [one.reason for one in served][1:3] == ["abort", "abort"]
+        assert isinstance(served[0], Served) and served[0].num_new == 6
+
+    run(ask())
+    check_idle(llm)
+
+
+def test_an_answer_has_a_limit_of_time(llm: AsyncLLM) -> None:
+    async def ask() -> None:
+        service = Service(llm, ServeSettings(request_timeout_s=1))
+        object.__setattr__(service.settings, "request_timeout_s", 0.01)
+        with pytest.raises(TimedOut, match="--request-timeout"):
+            await whole(service.answer(Ask(TALK, params=LONG)))
+
+    run(ask())
+    check_idle(llm)
+
+
+def test_a_pass_that_overflows_fails_its_own_request(
+    llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoder = llm._loop._worker._decoder
+    forward = type(decoder._model).forward
+
+    async def ask() -> None:
+        service = Service(llm)
+        expected = await text_of(service, Ask(TALK, params=SHORT))
+
+        def broken(model: Any, batch: Any) -> torch.Tensor:
+            hidden = forward(model, batch)
+            hidden.fill_(float("nan"))
+            return hidden
+
+        with monkeypatch.context() as patched:
+            patched.setattr(type(decoder._model), "forward", broken)
+            with pytest.raises(NumericError):
+                await text_of(service, Ask(TALK, params=SHORT))
+        assert await text_of(service, Ask(TALK, params=SHORT)) == expected
+        assert service.is_alive and service.is_ready
+
+    run(ask())
+
+
+def test_room_is_cut_or_refused(llm: AsyncLLM) -> None:
+    async def ask() -> None:
+        service = Service(llm)
+        many = SamplingParams(max_tokens=32_000, temperature=0, stop=["\n"])
+        with pytest.raises(TooLong, match="32000 in the completion"):
+            await anext(service.answer(Ask(TALK, params=many)))
+        async with aclosing(service.answer(Ask(TALK, params=many, cut_to_room=True))) as pieces:
+            await anext(pieces)
+        long = Ask(prompt=[5] * 2048, params=SHORT, cut_to_room=True)
+        with pytest.raises(TooLong) as caught:
+            await anext(service.answer(long))
+        assert caught.value.anthropic_message == "prompt is too long: 2048 tokens > 2048 maximum"
+
+    run(ask())
+
+
+def test_a_bad_request_hurts_nobody(llm: AsyncLLM) -> None:
+    async def ask() -> None:
+        service = Service(llm)
+        expected = await text_of(service, Ask(TALK, params=SHORT))
+        running = asyncio.create_task(text_of(service, Ask(TALK, params=LONG)))
+        for bad in (
+            Ask(prompt=[10**9], params=SHORT),
+            Ask(prompt="", params=SHORT),
+            Ask(params=SHORT),
+            Ask(Conversation((Turn("wizard", "x"),)), params=SHORT),
+        ):
+            with pytest.raises(UsageError):
+                await anext(service.answer(bad))
+        assert (await running).startswith(expected[:3])
+        assert await text_of(service, Ask(TALK, params=SHORT)) == expected
+
+    run(ask())
+
+
+def test_draws_differ_unless_a_seed_is_given(llm: AsyncLLM) -> None:
+    async def ask() -> None:
+        service = Service(llm)
+
+        def drawn(seed: int | None) -> Ask:
+            params = SamplingParams(max_tokens=24, temperature=5.0, seed=seed, ignore_eos=True)
+            return Ask(TALK, params=params)
+
+        assert len({await text_of(service, drawn(None)) for _ in range(4)}) == 4
+        assert len({await text_of(service, drawn(7)) for _ in range(2)}) == 1
+
+    run(ask())
+
+
+def test_names(tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").write_bytes(b"")
+    assert name_of(str(tmp_path / "model.gguf")) == "model"
+    assert name_of(str(tmp_path)) == tmp_path.name
+    assert name_of("org/name") == "org/name" and name_of("demo:diffusion") == "demo:diffusion"
+
+
+# Over sockets
+
+
+@pytest.fixture
+def running(llm: AsyncLLM) -> Iterator[Running]:
+    with serving(llm, max_requests=1) as server:
+        yield server
+
+
+LONG_BODY = {"prompt": "import", "max_tokens": 400, "ignore_eos": True, "temperature": 0}
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_goes_ends_its_request(running: Running, stream: bool) -> None:
+    admission = running.service.admission
+    ended: list[Served] = []
+    running.service.on_served.append(ended.append)
+    with running.client() as client:
+        body = {**LONG_BODY, "stream": stream}
+        if stream:
+            with client.stream("POST", "/v1/completions", json=body) as answer:
+                next(answer.iter_lines())
+        else:
+            with pytest.raises(httpx.ReadTimeout):
+                client.post("/v1/completions", json=body, timeout=0.3)
+    wait_until(lambda: admission.num_running + admission.num_waiting == 0)
+    assert ended[-1].reason == "abort" and ended[-1].num_new < 400
+    wait_until(lambda: not running.service.llm._loop._worker._decoder.has_work)
+
+
+def test_a_full_queue_is_a_429_with_its_time(running: Running) -> None:
+    with running.client() as client, client.stream(
+        "POST", "/v1/completions", json={**LONG_BODY, "stream": True}
+    ) as answer:
+        next(answer.iter_lines())
+        refused = client.post("/v1/completions", json={"prompt": "a", "max_tokens": 2})
+        assert refused.status_code == 429 and int(refused.headers["retry-after"]) >= 1
+        running.service.drain()
+        refused = client.post("/v1/completions", json={"prompt": "a", "max_tokens": 2})
+        assert refused.status_code == 503 and "retry-after" in refused.headers
+        assert client.get("/health").status_code == 200
+        assert client.get("/ready").status_code == 503
+
+
+def test_what_fails_in_the_midst_of_a_stream_is_an_event(
+    running: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service = running.service
+    pieces_of = service._pieces
+
+    def failing(*arguments: Any) -> list[Piece]:
+        failing_now = pieces_of(*arguments)
+        if any(isinstance(piece, Text) for piece in failing_now):
+            raise Refusal("as told", 500, "server_error")
+        return failing_now
+
+    body = {**LONG_BODY, "stream": True}
+    with monkeypatch.context() as patched, running.client() as client:
+        patched.setattr(service, "_pieces", failing)
+        with client.stream("POST", "/v1/completions", json=body) as answer:
+            lines = [line for line in answer.iter_lines() if line]
+        assert json.loads(lines[-1].removeprefix("data: "))["error"]["message"] == "as told"
+        assert "[DONE]" not in lines[-1]
+        whole_answer = client.post("/v1/completions", json=LONG_BODY)
+        assert whole_answer.status_code == 500
+    with running.client() as client:
+        answer = client.post("/v1/completions", json={**LONG_BODY, "max_tokens": 3})
+        assert answer.status_code == 200
+
+
+def test_an_engine_that_has_ended_is_not_healthy(running: Running) -> None:
+    with running.client() as client:
+        assert client.get("/health").status_code == 200
+        running.service.llm._loop.close()
+        assert client.get("/health").status_code == 503
+        answer = client.post("/v1/completions", json={"prompt": "a", "max_tokens": 2})
+        assert answer.status_code >= 400 and answer.json()["error"]["message"]
