@@ -1,0 +1,129 @@
+"""What the APIs of coding agents share.
+
+An agent whose request is refused for a field that it always sends does nothing at all. So fields
+that are not known are taken and named in a header of the answer, and the loaded model answers under
+whatever name it is asked by. Only what would change words without being supported is refused.
+"""
+
+from __future__ import annotations
+
+import re
+import uuid
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from pydantic import ConfigDict, model_validator
+
+from lowtide.params import SamplingParams
+from lowtide.serve.errors import Refusal
+from lowtide.serve.grammar import check_depth
+from lowtide.serve.openai_fields import SamplingFields
+from lowtide.serve.service import Service
+
+MODEL_HEADER = "x-lowtide-model"
+IGNORED_HEADER = "x-lowtide-ignored"
+
+_MAX_SHOWN = 40  # names in a header
+_NOT_SHOWN = re.compile(r"[^A-Za-z0-9_.:/@\[\]-]")
+
+_UNSUPPORTED_SAMPLING: Mapping[str, object] = {
+    "best_of": 1,
+    "length_penalty": 1,
+    "logit_bias": {},
+    "min_tokens": 0,
+    "mirostat": 0,
+    "repeat_last_n": -1,
+    "tfs_z": 1,
+    "top_a": 0,
+    "typical_p": 1,
+    "use_beam_search": False,
+}
+"""Fields that other servers have and that would change words, with the values that change none."""
+
+_UNUSED = {
+    "cache_prompt",
+    "keep_alive",
+    "metadata",
+    "prompt_cache_key",
+    "prompt_cache_retention",
+    "return_progress",
+    "return_token_ids",
+    "safety_identifier",
+    "service_tier",
+    "store",
+    "stream_options",
+    "user",
+}
+"""Fields of `SamplingFields` that no token of an agent's answer depends on."""
+
+_EFFORTS = {
+    "minimal": "low",
+    "low": "low",
+    "medium": "medium",
+    "high": "high",
+    "xhigh": "high",
+    "max": "high",
+}
+
+
+class AgentBody(SamplingFields):
+    """The fields of an agent's request that say which model answers and how it draws tokens."""
+
+    model_config = ConfigDict(extra="allow", allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _not_too_deep(cls, body: Any) -> Any:
+        check_depth(body, "The request")
+        return body
+
+    def params(self, max_tokens: int | None) -> SamplingParams:
+        """What is asked of the tokens. Raises Refusal or UsageError for what cannot be."""
+        check_sampling(self.model_extra or {})
+        if (self.n or 1) > 1:
+            raise Refusal("n: one answer is given to a request.", param="n", code="unsupported")
+        return self.sampling(max_tokens, None)
+
+    def ignored(self, used: Iterable[str] = ()) -> Iterator[str]:
+        """Fields that are taken and not used, but for those that this API uses."""
+        yield from sorted((self.model_fields_set & _UNUSED) - set(used))
+        yield from self.model_extra or {}
+
+
+def check_sampling(fields: Mapping[str, object]) -> None:
+    """Raises Refusal for a field that would change words and is not supported."""
+    for name, neutral in _UNSUPPORTED_SAMPLING.items():
+        if fields.get(name) not in (None, neutral):
+            raise Refusal(f"{name} is not supported; leave it out.", param=name, code="unsupported")
+
+
+def effort_options(effort: object) -> dict[str, object]:
+    """Variables of chat templates that say how much a model is to think; of an effort that is not
+    known none."""
+    if effort == "none":
+        return {"enable_thinking": False}
+    known = _EFFORTS.get(effort) if isinstance(effort, str) else None
+    return {} if known is None else {"reasoning_effort": known}
+
+
+def headers_of(service: Service, asked_model: str | None, ignored: Iterable[str]) -> dict[str, str]:
+    """What an answer discloses: the model that gives it, where another one was asked for, and what
+    was taken and not used."""
+    headers = {}
+    if asked_model != service.model_name:
+        headers[MODEL_HEADER] = _shown(service.model_name)
+    names = list(dict.fromkeys(map(_shown, ignored)))
+    if names:
+        cut = [*names[:_MAX_SHOWN], "..."] if len(names) > _MAX_SHOWN else names
+        headers[IGNORED_HEADER] = ", ".join(cut)
+    return headers
+
+
+def new_id(prefix: str) -> str:
+    """Unlike every other one: an agent merges messages of one id."""
+    return f"{prefix}_{uuid.uuid4().hex}"
+
+
+def _shown(name: str) -> str:
+    """A name as a header may carry it, whatever a request calls its field."""
+    return _NOT_SHOWN.sub("-", name)[:128]

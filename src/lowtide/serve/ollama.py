@@ -1,0 +1,229 @@
+"""Ollama's API, as far as its clients need it to talk to the model that is loaded."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import AsyncGenerator
+from datetime import UTC, datetime
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+from pydantic import Field
+
+from lowtide.schemas import model_schema
+from lowtide.serve.agent_api import headers_of
+from lowtide.serve.errors import Refusal
+from lowtide.serve.ollama_body import (
+    OllamaBody,
+    OllamaChatBody,
+    OllamaFields,
+    OllamaGenerateBody,
+)
+from lowtide.serve.ollama_lines import OllamaLines
+from lowtide.serve.parsing import has_thoughts
+from lowtide.serve.service import Ask, Service
+from lowtide.serve.sse import EventStream
+from lowtide.serve.writers import JsonObject, json_line, json_response, streamed, unstreamed
+
+VERSION = "0.20.0"
+"""The version of Ollama's API that is spoken here: editors ask for at least 0.6.4, Codex for at
+least 0.13.4."""
+
+NDJSON = "application/x-ndjson"
+
+_NEVER = "2318-01-01T00:00:00Z"
+"""When a model that stays loaded expires."""
+
+
+class OllamaModelBody(OllamaFields):
+    """A request about a model, by either of the names that the field has had."""
+
+    model: str = Field("", max_length=512)
+    name: str = Field("", max_length=512)
+    stream: bool | None = None
+
+
+def router_of(service: Service) -> APIRouter:
+    """The routes of this API."""
+    router = APIRouter()
+    _add_answers(router, service)
+    _add_facts(router, service)
+
+    @router.post("/api/pull")
+    async def pull(body: OllamaModelBody) -> Response:
+        check_name(service, body.model or body.name)
+        if body.stream is False:
+            return json_response({"status": "success"})
+        return EventStream(_pulled(), NDJSON)
+
+    @router.post("/api/embed")
+    @router.post("/api/embeddings")
+    async def embed() -> Response:
+        raise Refusal(
+            "Embeddings are not supported; give this client another server for them.",
+            501,
+            "not_supported_error",
+            code="unsupported",
+        )
+
+    return router
+
+
+def check_name(service: Service, name: str) -> None:
+    """Raises Refusal (404) for another model than is loaded."""
+    if name.removesuffix(":latest") != service.model_name.removesuffix(":latest"):
+        raise Refusal(
+            f"model {name!r:.80} not found; this server has {service.model_name!r}",
+            404,
+            code="model_not_found",
+        )
+
+
+def _add_answers(router: APIRouter, service: Service) -> None:
+    @router.post("/api/chat")
+    async def chat(body: OllamaChatBody, request: Request) -> Response:
+        check_name(service, body.model)
+        conversation = body.conversation()
+        lines = OllamaLines(service.model_name, is_chat=True)
+        if not conversation.turns:
+            return json_response(lines.loaded())
+        ask = Ask(
+            conversation=conversation,
+            params=body.options.params(),
+            template_options=body.template_options(),
+            constraint=body.constraint(),
+            wants_progress=True,
+            cut_to_room=True,
+        )
+        return await _answered(service, body, ask, lines, request)
+
+    @router.post("/api/generate")
+    async def generate(body: OllamaGenerateBody, request: Request) -> Response:
+        check_name(service, body.model)
+        body.check()
+        lines = OllamaLines(service.model_name, is_chat=False)
+        if not body.prompt:
+            return json_response(lines.loaded())
+        tokenizer = service.llm.tokenizer
+        is_raw = body.raw or tokenizer is None or not tokenizer.has_chat_template
+        ask = Ask(
+            conversation=None if is_raw else body.conversation(),
+            prompt=body.prompt if is_raw else None,
+            params=body.options.params(),
+            template_options=body.template_options(),
+            constraint=body.constraint(),
+            wants_progress=True,
+            cut_to_room=True,
+        )
+        return await _answered(service, body, ask, lines, request)
+
+
+async def _answered(
+    service: Service, body: OllamaBody, ask: Ask, lines: OllamaLines, request: Request
+) -> Response:
+    headers = headers_of(service, service.model_name, body.ignored())
+    if body.stream is False:
+        return await unstreamed(service, ask, lines, headers, request)
+    return await streamed(service, ask, lines, headers, json_line, NDJSON)
+
+
+def _add_facts(router: APIRouter, service: Service) -> None:
+    @router.head("/")
+    async def alive() -> Response:
+        return Response()
+
+    @router.get("/api/version")
+    async def version() -> JsonObject:
+        return {"version": VERSION}
+
+    @router.get("/api/tags")
+    async def tags() -> JsonObject:
+        return {"models": [_model(service)]}
+
+    @router.get("/api/ps")
+    async def ps() -> JsonObject:
+        gpu = service.llm.plan.gpu
+        running = {
+            "expires_at": _NEVER,
+            "size_vram": 0 if gpu is None else gpu.used_bytes,
+            "context_length": service.context,
+        }
+        return {"models": [_model(service) | running]}
+
+    @router.post("/api/show")
+    async def show(body: OllamaModelBody) -> JsonObject:
+        check_name(service, body.model or body.name)
+        return {
+            "modelfile": f"FROM {service.model_name}",
+            "parameters": "",
+            "template": "",
+            "details": _details(service),
+            "model_info": _model_info(service),
+            "capabilities": _capabilities(service),
+            "modified_at": _loaded_at(service),
+        }
+
+
+def _model(service: Service) -> JsonObject:
+    """The model as lists have it. The digest is of its name: none of its bytes are read for it."""
+    return {
+        "name": service.model_name,
+        "model": service.model_name,
+        "modified_at": _loaded_at(service),
+        "size": service.llm.plan.full_bytes,
+        "digest": hashlib.sha256(service.model_name.encode()).hexdigest(),
+        "details": _details(service),
+    }
+
+
+def _details(service: Service) -> JsonObject:
+    family, formats = service.llm.config.family, service.llm.plan.formats
+    return {
+        "parent_model": "",
+        "format": "safetensors",
+        "family": family,
+        "families": [family],
+        "parameter_size": f"{_num_parameters(service) / 1e9:.1f}B",
+        "quantization_level": service.llm.config.dtype if formats.is_own else formats.experts,
+    }
+
+
+def _model_info(service: Service) -> dict[str, Any]:
+    config = service.llm.config
+    info = {
+        "context_length": service.context,
+        "embedding_length": config.hidden_size,
+        "block_count": config.num_layers,
+        "vocab_size": config.vocab_size,
+    }
+    if config.experts is not None:
+        info["expert_count"] = config.experts.num_experts
+        info["expert_used_count"] = config.experts.num_experts_per_token
+    return {
+        "general.architecture": config.family,
+        "general.parameter_count": _num_parameters(service),
+        **{f"{config.family}.{name}": value for name, value in info.items()},
+    }
+
+
+def _num_parameters(service: Service) -> int:
+    schema = model_schema(service.llm.config)
+    return schema.dense_elements + schema.expert_elements
+
+
+def _capabilities(service: Service) -> list[str]:
+    tokenizer = service.llm.tokenizer
+    if tokenizer is None:
+        return ["completion"]
+    tools = ["tools"] if tokenizer.template_names("tools") else []
+    return ["completion", *tools, *(["thinking"] if has_thoughts(tokenizer) else [])]
+
+
+def _loaded_at(service: Service) -> str:
+    return datetime.fromtimestamp(service.created, UTC).isoformat().replace("+00:00", "Z")
+
+
+async def _pulled() -> AsyncGenerator[bytes, None]:
+    """The model is there already."""
+    for status in ("pulling manifest", "success"):
+        yield json_line({"status": status})

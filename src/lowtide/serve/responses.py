@@ -1,0 +1,209 @@
+"""`/v1/responses`: OpenAI's newer API, which Codex speaks. Stateless: nothing is stored between
+requests, and the whole conversation comes with each."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import APIRouter, Request, Response
+from pydantic import Field
+
+from lowtide.params import SamplingParams, with_published
+from lowtide.serve.agent_api import AgentBody, effort_options, headers_of, new_id
+from lowtide.serve.conversation import Conversation, Turn
+from lowtide.serve.errors import Refusal
+from lowtide.serve.grammar import Constraint
+from lowtide.serve.json_fields import name_at, object_at, objects_at, text_at
+from lowtide.serve.openai_fields import MAX_INTEGER
+from lowtide.serve.responses_events import ResponseEvents
+from lowtide.serve.responses_items import ItemReader, ToolSet, flat_name
+from lowtide.serve.service import Ask, Service
+from lowtide.serve.turns import merged
+from lowtide.serve.writers import JsonObject, streamed, unstreamed
+
+_SEALED_THOUGHTS = "reasoning.encrypted_content"
+
+_STORED = ("previous_response_id", "conversation", "background", "prompt")
+"""Fields that name what only a server that stores things could know."""
+
+
+class ResponsesBody(AgentBody):
+    """A request. input: a text or items; `responses_items` reads them."""
+
+    input: str | list[Any]
+    instructions: str | None = None
+    tools: list[Any] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    max_output_tokens: int | None = Field(None, ge=1, le=MAX_INTEGER)
+    text: dict[str, Any] | None = None
+    reasoning: dict[str, Any] | None = None
+    include: list[str] | None = None
+    previous_response_id: Any = None
+    conversation: Any = None
+    background: Any = None
+    prompt: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Reading:
+    """What a request comes to."""
+
+    ask: Ask
+    writer: ResponseEvents
+    headers: dict[str, str]
+
+
+def router_of(service: Service) -> APIRouter:
+    """The routes of this API."""
+    router = APIRouter()
+
+    @router.post("/v1/responses")
+    async def create_response(body: ResponsesBody, request: Request) -> Response:
+        read = _read(service, body)
+        if body.stream:
+            return await streamed(service, read.ask, read.writer, read.headers)
+        return await unstreamed(service, read.ask, read.writer, read.headers, request)
+
+    return router
+
+
+def _read(service: Service, body: ResponsesBody) -> _Reading:
+    """Raises Refusal or UsageError for what cannot be answered."""
+    _check_stateless(body)
+    tools = ToolSet()
+    tools.add(body.tools or [], "tools")
+    reader = ItemReader(tools)
+    turns = reader.turns(body.input)
+    if not turns:
+        raise Refusal("input has no message.", param="input")
+    instructions = [Turn("system", body.instructions)] if body.instructions else []
+    choice = _tool_choice(body.tool_choice, tools)
+    params = body.params(body.max_output_tokens)
+    ask = Ask(
+        conversation=Conversation(merged([*instructions, *turns]), tuple(tools.tools.values())),
+        params=params,
+        template_options=effort_options((body.reasoning or {}).get("effort")),
+        tool_choice=choice,
+        constraint=_constraint(body.text or {}),
+        wants_progress=True,
+        cut_to_room=True,
+        parallel_calls=body.parallel_tool_calls is not False,
+    )
+    seals = _SEALED_THOUGHTS in (body.include or ())
+    writer = ResponseEvents(_response(service, body, params), tools.forms, seals)
+    ignored = [*_ignored(body), *tools.ignored, *reader.ignored]
+    return _Reading(ask, writer, headers_of(service, body.model, ignored))
+
+
+def _check_stateless(body: ResponsesBody) -> None:
+    for name in _STORED:
+        if getattr(body, name):
+            raise Refusal(
+                f"{name} is not supported: nothing is stored between requests here; send the whole "
+                "conversation in input.",
+                param=name,
+                code="unsupported",
+            )
+
+
+def _tool_choice(choice: str | dict[str, Any] | None, tools: ToolSet) -> str:
+    """As `Ask` has it; of tools that only some are allowed of, the others go. Raises Refusal."""
+    if isinstance(choice, dict):
+        kind = choice.get("type")
+        if kind == "allowed_tools":
+            allowed = objects_at(choice.get("tools"), "tool_choice.tools")
+            names = {_chosen(one, f"tool_choice.tools[{i}]") for i, one in enumerate(allowed)}
+            tools.tools = {name: tool for name, tool in tools.tools.items() if name in names}
+            return _tool_choice(text_at(choice.get("mode", "auto"), "tool_choice.mode"), tools)
+        name = _chosen(choice, "tool_choice")
+        if name not in tools.tools:
+            raise _no_tool(f"the tool {name!r} that tool_choice names", tools)
+        return name
+    if choice == "required" and not tools.tools:
+        raise _no_tool("any tool, which tool_choice requires", tools)
+    if choice not in (None, "auto", "none", "required"):
+        raise Refusal(f"tool_choice {choice!r:.80} is not known.", param="tool_choice")
+    return choice or "auto"
+
+
+def _chosen(choice: Any, where: str) -> str:
+    """The flat name of a tool that a choice names; of a provider's own tool its type."""
+    if choice.get("type") not in ("function", "custom"):
+        return text_at(choice.get("type"), f"{where}.type")
+    namespace = choice.get("namespace")
+    if namespace is not None:
+        namespace = name_at(namespace, f"{where}.namespace")
+    return flat_name(name_at(choice.get("name"), f"{where}.name"), namespace)
+
+
+def _no_tool(missing: str, tools: ToolSet) -> Refusal:
+    left_out = ", ".join(tools.ignored)
+    reason = f"; these are run by a provider and not here: {left_out:.200}" if left_out else ""
+    return Refusal(
+        f"The request has not {missing}{reason}.", param="tool_choice", code="unsupported"
+    )
+
+
+def _constraint(text: dict[str, Any]) -> Constraint | None:
+    """What the answer's text must be."""
+    format = object_at(text.get("format") or {"type": "text"}, "text.format")
+    kind = format.get("type")
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return Constraint.json_object()
+    if kind == "json_schema":
+        return Constraint.json_schema(object_at(format.get("schema"), "text.format.schema"))
+    raise Refusal(f"text.format.type {kind!r:.80} is not known.", param="text.format.type")
+
+
+def _ignored(body: ResponsesBody) -> Iterator[str]:
+    """Fields, and parts of fields, that are taken and not used."""
+    used = ["metadata", *([] if body.store else ["store"])]
+    yield from body.ignored(used)
+    yield from (f"text.{name}" for name in sorted(set(body.text or {}) - {"format"}))
+    for name in sorted(set(body.reasoning or {}) - {"effort"}):
+        if (body.reasoning or {})[name] is not None:
+            yield f"reasoning.{name}"
+    yield from (f"include.{name}" for name in body.include or () if name != _SEALED_THOUGHTS)
+
+
+def _response(service: Service, body: ResponsesBody, params: SamplingParams) -> JsonObject:
+    """The response before its answer: what was asked, as it is understood."""
+    drawn = with_published(params, service.llm.config.sampling)
+    return {
+        "id": new_id("resp"),
+        "object": "response",
+        "created_at": int(time.time()),
+        "completed_at": None,
+        "background": False,
+        "error": None,
+        "incomplete_details": None,
+        "instructions": body.instructions,
+        "max_output_tokens": body.max_output_tokens,
+        "max_tool_calls": None,
+        "model": service.model_name,
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "presence_penalty": drawn.presence_penalty or 0.0,
+        "frequency_penalty": drawn.frequency_penalty or 0.0,
+        "previous_response_id": None,
+        "prompt_cache_key": None,
+        "reasoning": {"effort": (body.reasoning or {}).get("effort"), "summary": None},
+        "safety_identifier": None,
+        "service_tier": "default",
+        "store": False,
+        "temperature": drawn.temperature,
+        "text": {"format": {"type": "text"}} | (body.text or {}),
+        "tool_choice": body.tool_choice or "auto",
+        "tools": body.tools or [],
+        "top_logprobs": 0,
+        "top_p": drawn.top_p or 1.0,
+        "truncation": "disabled",
+        "usage": None,
+        "user": None,
+        "metadata": body.metadata or {},
+    }

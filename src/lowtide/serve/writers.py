@@ -1,0 +1,110 @@
+"""How an answer leaves that a `Writer` puts into one API's form: streamed, or whole."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from contextlib import aclosing
+from typing import Any, Protocol
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from lowtide.serve.errors import Refusal, refusal_of
+from lowtide.serve.pieces import Piece, Prefilled
+from lowtide.serve.service import Ask, Service
+from lowtide.serve.sse import CLIENT_GONE, EventStream, begun, event, until_gone, with_pings
+
+PROGRESS_S = 1.0
+"""At most so often a stream says how far its prompt is."""
+
+JsonObject = dict[str, Any]
+
+
+class Writer(Protocol):
+    """Puts one answer into an API's form. The first piece that it is given is a `Prefilled`."""
+
+    def take(self, piece: Piece) -> Sequence[JsonObject]:
+        """What is to be sent of a piece."""
+        ...
+
+    def ping(self) -> JsonObject:
+        """What is sent in place of silence."""
+        ...
+
+    def failed(self, refusal: Refusal) -> JsonObject:
+        """What is sent last of an answer that cannot be completed."""
+        ...
+
+    def whole(self) -> JsonObject:
+        """The answer that is not streamed, after its last piece."""
+        ...
+
+
+async def streamed(
+    service: Service,
+    ask: Ask,
+    writer: Writer,
+    headers: Mapping[str, str],
+    encode: Callable[[JsonObject], bytes] | None = None,
+    media_type: str = "text/event-stream",
+) -> Response:
+    """An answer as it is written; by default events that are named by their `type`. Raises what
+    is refused before anything is sent."""
+    pieces = await begun(service.answer(ask))
+    return EventStream(_parts(pieces, writer, encode or _named_event), media_type, headers)
+
+
+async def unstreamed(
+    service: Service, ask: Ask, writer: Writer, headers: Mapping[str, str], request: Request
+) -> Response:
+    """A whole answer; it ends early if its client goes."""
+
+    async def work() -> Response:
+        async with aclosing(service.answer(ask)) as pieces:
+            async for piece in pieces:
+                writer.take(piece)
+        return json_response(writer.whole(), headers)
+
+    return await until_gone(request.receive, work()) or Response(status_code=CLIENT_GONE)
+
+
+def json_response(value: JsonObject, headers: Mapping[str, str] | None = None) -> Response:
+    """ASCII alone: what a request sent and is sent back may be no valid Unicode."""
+    return Response(json.dumps(value), headers=headers, media_type="application/json")
+
+
+def json_line(value: JsonObject) -> bytes:
+    """A line of NDJSON."""
+    return json.dumps(value, separators=(",", ":")).encode() + b"\n"
+
+
+def _named_event(value: JsonObject) -> bytes:
+    return event(value, value["type"])
+
+
+async def _parts(
+    pieces: AsyncGenerator[Piece, None],
+    writer: Writer,
+    encode: Callable[[JsonObject], bytes],
+) -> AsyncGenerator[bytes, None]:
+    try:
+        async with aclosing(with_pings(pieces)) as watched:
+            sent_s = time.monotonic()
+            async for piece in watched:
+                for each in _sent(writer, piece, time.monotonic() - sent_s):
+                    yield encode(each)
+                    sent_s = time.monotonic()
+    except Exception as error:
+        yield encode(writer.failed(refusal_of(error)))
+
+
+def _sent(writer: Writer, piece: Piece | None, silent_s: float) -> Sequence[JsonObject]:
+    """What a stream sends of a piece, or of none, after so long a silence."""
+    if piece is None:
+        return [writer.ping()]
+    sent = writer.take(piece)
+    if isinstance(piece, Prefilled) and not sent and silent_s >= PROGRESS_S:
+        return [writer.ping()]
+    return sent

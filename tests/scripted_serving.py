@@ -1,0 +1,89 @@
+"""A server on loopback whose answers are given pieces: of APIs' forms, without an engine."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any, cast
+
+import uvicorn
+from fastapi import FastAPI
+from serving import LIMIT_S, wait_until
+
+from lowtide.config.sampling import PublishedSampling
+from lowtide.serve import anthropic_messages, ollama, responses
+from lowtide.serve.errors import add_handlers
+from lowtide.serve.pieces import Done, Piece, Prefilled
+from lowtide.serve.service import Ask, Service
+
+NUM_PROMPT, NUM_NEW, NUM_CACHED, NUM_REASONING = 40, 9, 16, 3
+
+
+def done(reason: str = "stop", stop_string: str | None = None) -> Done:
+    """The end of an answer to a prompt of `NUM_PROMPT` tokens."""
+    return Done(reason, NUM_PROMPT, NUM_NEW, NUM_CACHED, NUM_REASONING, stop_string)
+
+
+class ScriptedService:
+    """Stands in for `Service`: each answer is the script, and what is asked is kept.
+
+    script: pieces behind the first `Prefilled`; a number is a silence in seconds, an error is
+    raised. asks: what was asked, in order. num_closed: answers that have ended.
+    """
+
+    model_name = "org/tiny"
+    context = 32_768
+    created = 1_700_000_000
+
+    def __init__(self, script: Sequence[Piece | float | Exception], config: Any = None) -> None:
+        self.script = list(script)
+        self.asks: list[Ask] = []
+        self.num_closed = 0
+        config = config or SimpleNamespace(sampling=PublishedSampling())
+        self.llm = SimpleNamespace(config=config, tokenizer=None)
+
+    async def answer(self, ask: Ask) -> AsyncGenerator[Piece, None]:
+        self.asks.append(ask)
+        try:
+            if self.script and isinstance(self.script[0], Exception):
+                raise self.script[0]
+            yield Prefilled(0, NUM_PROMPT)
+            for each in self.script:
+                if isinstance(each, Exception):
+                    raise each
+                if isinstance(each, float):
+                    await asyncio.sleep(each)
+                else:
+                    yield each
+        finally:
+            self.num_closed += 1
+
+    async def count(self, ask: Ask) -> int:
+        self.asks.append(ask)
+        return NUM_PROMPT
+
+
+@contextmanager
+def listening(service: ScriptedService) -> Iterator[str]:
+    """A server over it: the address, without a path."""
+    app = FastAPI()
+    add_handlers(app)
+    for module in (responses, anthropic_messages, ollama):
+        app.include_router(module.router_of(cast(Service, service)))
+    config = uvicorn.Config(app, http="h11", ws="none", lifespan="off", log_config=None)
+    server = uvicorn.Server(config)
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        thread = threading.Thread(target=lambda: asyncio.run(server.serve([bound])))
+        thread.start()
+        try:
+            wait_until(lambda: server.started)
+            yield f"http://127.0.0.1:{bound.getsockname()[1]}"
+        finally:
+            server.should_exit = True
+            thread.join(LIMIT_S)
+            assert not thread.is_alive()

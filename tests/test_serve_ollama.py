@@ -1,0 +1,271 @@
+"""Ollama's API: its client finds the model, talks to it, and reads the same streamed and not."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import httpx
+import ollama
+import pytest
+from examples import examples
+from hypothesis import given
+from hypothesis import strategies as st
+from scripted_serving import NUM_NEW, NUM_PROMPT, ScriptedService, done, listening
+
+from lowtide.errors import StorageError
+from lowtide.families import read_config
+from lowtide.lab.synth import synth
+from lowtide.plan import WeightFormats
+from lowtide.serve import sse
+from lowtide.serve.ollama_lines import OllamaLines
+from lowtide.serve.pieces import CallArguments, CallBegun, Piece, Prefilled, Reasoning, Text
+
+MODEL = ScriptedService.model_name
+
+ANSWER: list[Piece] = [
+    Reasoning("Look "),
+    Reasoning("first."),
+    Text("I "),
+    Text("look."),
+    CallBegun(0, "call_x", "weather"),
+    CallArguments(0, '{"city": "Bern"}'),
+    CallBegun(1, "call_y", "time"),
+    CallArguments(1, "{}"),
+    done("tool_calls"),
+]
+
+CALLS = [("weather", {"city": "Bern"}), ("time", {})]
+
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "description": "Of a city.",
+        "parameters": {"type": "object", "properties": {"city": {"type": "string"}}},
+    },
+}
+
+SAID: list[dict[str, Any]] = [{"role": "user", "content": "x"}]
+
+
+class _Plan:
+    full_bytes = 1 << 30
+    gpu = None
+    formats = WeightFormats()
+
+
+def post(url: str, path: str, body: dict[str, Any]) -> httpx.Response:
+    return httpx.post(f"{url}{path}", json=body, timeout=30)
+
+
+def lines_of(text: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in text.splitlines()]
+
+
+@pytest.fixture(scope="module")
+def facts(tmp_path_factory: pytest.TempPathFactory) -> ScriptedService:
+    """A service that knows a model's configuration."""
+    folder: Path = synth("qwen3_moe", "tiny", tmp_path_factory.mktemp("ollama") / "model", seed=3)
+    config = read_config(json.loads((folder / "config.json").read_text()))
+    service = ScriptedService(ANSWER, config)
+    service.llm.plan = _Plan()
+    return service
+
+
+def test_ollamas_client_finds_the_model(facts: ScriptedService) -> None:
+    with listening(facts) as url, ollama.Client(host=url) as client:
+        [listed] = client.list().models
+        [running] = client.ps().models
+        shown = client.show(MODEL)
+        pulled = [part.status for part in client.pull(MODEL, stream=True)]
+        at_once = client.pull(MODEL).status
+        version = httpx.get(f"{url}/api/version").json()["version"]
+        assert httpx.head(url).status_code == 200
+    assert listed.model == running.model == MODEL
+    assert running.context_length == 32_768
+    assert pulled[-1] == at_once == "success"
+    assert tuple(map(int, version.split("."))) >= (0, 13, 4)
+    assert shown.capabilities == ["completion"]
+    assert shown.modelinfo is not None
+    assert shown.modelinfo["qwen3_moe.context_length"] == 32_768
+    assert shown.modelinfo["general.architecture"] == "qwen3_moe"
+    assert shown.modelinfo["general.parameter_count"] > 0
+
+
+@pytest.mark.parametrize("path", ["/api/show", "/api/pull", "/api/chat", "/api/generate"])
+def test_another_model_is_not_found(path: str) -> None:
+    with listening(ScriptedService([done()])) as url:
+        answer = post(url, path, {"model": "llama3:latest"})
+        known = post(url, path, {"model": f"{MODEL}:latest"}) if path != "/api/show" else None
+    assert answer.status_code == 404
+    assert "llama3" in answer.json()["error"] and MODEL in answer.json()["error"]
+    assert known is None or known.status_code == 200
+
+
+def test_embeddings_are_refused_by_name() -> None:
+    with listening(ScriptedService([])) as url, ollama.Client(host=url) as client:
+        with pytest.raises(ollama.ResponseError, match="Embeddings are not supported") as raised:
+            client.embed(MODEL, "x")
+        assert post(url, "/api/embeddings", {}).status_code == 501
+    assert raised.value.status_code == 501
+
+
+def test_ollamas_client_reads_the_same_streamed_and_not() -> None:
+    service = ScriptedService(ANSWER)
+    with listening(service) as url, ollama.Client(host=url) as client:
+        whole = client.chat(MODEL, SAID, tools=[TOOL], think=True)
+        parts = list(client.chat(MODEL, SAID, tools=[TOOL], think=True, stream=True))
+    assert whole.message.content == "".join(part.message.content or "" for part in parts)
+    assert whole.message.thinking == "".join(part.message.thinking or "" for part in parts)
+    streamed = [call for part in parts for call in part.message.tool_calls or ()]
+    for calls in (whole.message.tool_calls or (), streamed):
+        assert [(call.function.name, call.function.arguments) for call in calls] == CALLS
+    for end in (whole, parts[-1]):
+        assert end.done and end.done_reason == "stop"
+        assert (end.prompt_eval_count, end.eval_count) == (NUM_PROMPT, NUM_NEW)
+        assert (end.total_duration or 0) >= (end.eval_duration or 0) >= 0
+    assert not any(part.done for part in parts[:-1])
+    ask = service.asks[0]
+    assert ask.template_options == {"enable_thinking": True}
+    assert [tool.name for tool in ask.conversation.tools] == ["weather"]
+
+
+def test_generate_speaks_by_the_template_or_raw() -> None:
+    service = ScriptedService([Text("a"), Text("b"), done("length")])
+    with listening(service) as url, ollama.Client(host=url) as client:
+        whole = client.generate(MODEL, "x", system="Be brief.", raw=True)
+        parts = list(client.generate(MODEL, "x", raw=True, stream=True))
+    assert whole.response == "ab" == "".join(part.response or "" for part in parts)
+    assert whole.done_reason == parts[-1].done_reason == "length"
+    assert all(ask.prompt == "x" and ask.conversation is None for ask in service.asks)
+
+
+def test_options_are_those_of_ours() -> None:
+    service = ScriptedService([done()])
+    options = {
+        "num_predict": 5,
+        "num_ctx": 8192,
+        "temperature": 0.5,
+        "top_k": 3,
+        "top_p": 0.9,
+        "min_p": 0.1,
+        "seed": 7,
+        "stop": ["END"],
+        "repeat_penalty": 1.2,
+        "mirostat": 0,
+    }
+    body = {"model": MODEL, "messages": SAID, "options": options, "keep_alive": "5m"}
+    with listening(service) as url:
+        answer = post(url, "/api/chat", body)
+        endless = {"num_predict": -1, "top_k": 0, "repeat_penalty": 1.0}
+        post(url, "/api/chat", {**body, "options": endless, "think": None})
+    params, other = (ask.params for ask in service.asks)
+    assert answer.headers["x-lowtide-ignored"] == "keep_alive, options.num_ctx, options.mirostat"
+    assert (params.max_tokens, params.temperature, params.top_k) == (5, 0.5, 3)
+    assert (params.top_p, params.min_p, params.seed) == (0.9, 0.1, 7)
+    assert (params.stop_strings, params.repetition_penalty) == (("END",), 1.2)
+    assert (other.max_tokens, other.top_k, other.repetition_penalty) == (None, None, None)
+    assert all(ask.cut_to_room for ask in service.asks)
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "named"),
+    [
+        ("/api/chat", {"messages": [{"role": "boss", "content": "x"}]}, "boss"),
+        ("/api/chat", {"messages": [{"role": "user", "images": ["aGk="]}]}, "images"),
+        ("/api/chat", {"messages": [5]}, "messages[0]"),
+        ("/api/chat", {"messages": SAID, "format": "yaml"}, "format"),
+        ("/api/chat", {"messages": SAID, "options": {"mirostat": 2}}, "mirostat"),
+        ("/api/chat", {"messages": SAID, "options": {"temperature": -1}}, "temperature"),
+        ("/api/chat", {"messages": SAID, "options": {"stop": ["x"] * 99}}, "stop"),
+        ("/api/chat", {"messages": SAID, "tools": [{"type": "function"}]}, "tools[0].function"),
+        ("/api/generate", {"prompt": "x", "suffix": "y"}, "suffix"),
+        ("/api/generate", {"prompt": "x", "context": [1]}, "context"),
+        ("/api/generate", {"prompt": "x", "images": ["aGk="]}, "images"),
+    ],
+)
+def test_what_cannot_be_answered_is_refused_by_name(
+    path: str, fields: dict[str, Any], named: str
+) -> None:
+    with listening(ScriptedService([done()])) as url:
+        answer = post(url, path, {"model": MODEL, **fields})
+    assert answer.status_code == 400 and named in answer.json()["error"]
+
+
+def test_nothing_to_say_loads_the_model() -> None:
+    with listening(ScriptedService([done()])) as url, ollama.Client(host=url) as client:
+        assert client.chat(MODEL, []).done_reason == "load"
+        assert client.generate(MODEL).done_reason == "load"
+
+
+def test_tools_outputs_answer_the_calls_before_them() -> None:
+    service = ScriptedService([done()])
+    calls = [{"function": {"name": name, "arguments": given}} for name, given in CALLS]
+    said = [
+        *SAID,
+        {"role": "assistant", "content": "", "tool_calls": calls, "thinking": "Look first."},
+        {"role": "tool", "content": "noon", "tool_name": "time"},
+        {"role": "tool", "content": "rain"},
+        {"role": "user", "content": "thanks"},
+    ]
+    with listening(service) as url:
+        assert post(url, "/api/chat", {"model": MODEL, "messages": said}).status_code == 200
+    _, answer, noon, rain, _ = service.asks[0].conversation.turns
+    assert answer.reasoning == "Look first."
+    weather, time = answer.tool_calls
+    assert (noon.tool_call_id, rain.tool_call_id) == (time.id, weather.id)
+
+
+def test_errors_and_silence_are_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sse, "PING_S", 0.02)
+    broken = [0.1, Text("a"), StorageError("the disk is gone")]
+    body = {"model": MODEL, "messages": SAID}
+    with listening(ScriptedService(broken)) as url, ollama.Client(host=url) as client:
+        answer = post(url, "/api/chat", body)
+        whole = post(url, "/api/chat", {**body, "stream": False})
+        with pytest.raises(ollama.ResponseError, match="the disk is gone"):
+            list(client.chat(MODEL, SAID, stream=True))
+    assert answer.headers["content-type"].startswith("application/x-ndjson")
+    first, *_, last = lines_of(answer.text)
+    assert first["message"] == {"role": "assistant", "content": ""} and not first["done"]
+    assert last == {"error": "the disk is gone"}
+    assert whole.status_code == 500 and whole.json() == {"error": "the disk is gone"}
+
+
+_TEXTS = st.text(max_size=5)
+_DRAWN = st.lists(
+    st.one_of(
+        st.builds(Text, _TEXTS),
+        st.builds(Reasoning, _TEXTS),
+        st.dictionaries(_TEXTS, _TEXTS, max_size=2),  # a call's arguments
+    ),
+    max_size=8,
+)
+
+
+@given(_DRAWN, st.booleans())
+@examples(100)
+def test_streamed_is_not_streamed(drawn: list[Any], is_chat: bool) -> None:
+    pieces: list[Piece] = [Prefilled(0, 40)]
+    num_calls = 0
+    for each in drawn:
+        if not isinstance(each, dict):
+            pieces.append(each)
+            continue
+        pieces.append(CallBegun(num_calls, f"call_{num_calls}", "tool"))
+        pieces.append(CallArguments(num_calls, json.dumps(each)))
+        num_calls += 1
+    lines = OllamaLines("org/tiny", is_chat, itertools.count(1).__next__)
+    sent = [line for piece in [*pieces, done()] for line in lines.take(piece)]
+    whole = lines.whole()
+    words, text = ("message", "content") if is_chat else (None, "response")
+    parts = [line[words] if words else line for line in sent]
+    all_words = whole[words] if words else whole
+    assert "".join(part[text] for part in parts) == all_words[text]
+    assert "".join(part.get("thinking", "") for part in parts) == all_words.get("thinking", "")
+    calls = [call for part in parts for call in part.get("tool_calls", ())]
+    assert calls == all_words.get("tool_calls", [])
+    assert [line["done"] for line in sent] == [False] * (len(sent) - 1) + [True]
