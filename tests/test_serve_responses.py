@@ -72,6 +72,11 @@ OF_ANSWER = [
 ]
 
 
+NESTED: Any = 1
+for _ in range(100):
+    NESTED = [NESTED]
+
+
 def post(url: str, body: dict[str, Any]) -> httpx.Response:
     return httpx.post(f"{url}/v1/responses", json=body, timeout=30)
 
@@ -263,6 +268,7 @@ def test_equal_words_are_equal_turns_whatever_their_form() -> None:
         ),
         ({"tools": [{"type": "function", "name": ""}]}, "tools[0].name"),
         ({"tools": [{"type": []}]}, "tools[0].type"),
+        ({"metadata": {"a": NESTED}}, "nested"),
     ],
 )
 def test_what_cannot_be_answered_is_refused_by_name(fields: dict[str, Any], named: str) -> None:
