@@ -82,10 +82,11 @@ def process(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], str, list[
 
     def read() -> None:
         assert server.stderr is not None
-        for line in server.stderr:
-            said.append(line)
-            if "is served at" in line:
-                found.set()
+        with server.stderr:
+            for line in server.stderr:
+                said.append(line)
+                if "is served at" in line:
+                    found.set()
         found.set()
 
     reader = threading.Thread(target=read)

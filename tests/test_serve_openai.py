@@ -328,9 +328,10 @@ def test_the_model_and_the_state_are_told(client, running) -> None:
 def test_events_are_those_of_the_field(running: Running) -> None:
     """As raw lines: nothing but data, `[DONE]` at the end, an empty delta with the reason."""
     body = {"messages": MESSAGES, "max_tokens": 4, "stream": True}
-    with running.client() as client, client.stream(
-        "POST", "/v1/chat/completions", json=body
-    ) as answer:
+    with (
+        running.client() as client,
+        client.stream("POST", "/v1/chat/completions", json=body) as answer,
+    ):
         assert answer.headers["content-type"].startswith("text/event-stream")
         lines = [line for line in answer.iter_lines() if line]
     assert all(line.startswith("data: ") for line in lines) and lines[-1] == "data: [DONE]"

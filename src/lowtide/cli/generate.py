@@ -36,6 +36,7 @@ from lowtide.option import Group
 from lowtide.params import SamplingParams
 
 if TYPE_CHECKING:
+    from lowtide.answers.loaded import LoadedModel
     from lowtide.llm import LLM
 
 ModelName = Annotated[
@@ -139,7 +140,7 @@ def _on_screen(
         return answer, _stats(llm.stats(), answer)
 
 
-def show_plan(llm: LLM, model: str, settings: Settings) -> None:
+def show_plan(llm: LoadedModel, model: str, settings: Settings) -> None:
     """On standard error: one line, with `-v` the whole table and the kernels, nothing with
     `--quiet`."""
     console = stderr_console()

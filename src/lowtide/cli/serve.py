@@ -64,7 +64,7 @@ def serve(
 
 
 def _tell(llm: AsyncLLM, asked: ServeSettings, url: str) -> None:
-    """On standard error: where it is, and for whom it is not."""
+    """On standard error: where it is, and which clients it is not for."""
     from lowtide.serve.context import agent_note
 
     console = stderr_console()

@@ -1,6 +1,6 @@
 """`build_app`: all routes over one service. No globals, no signals, nothing is loaded here.
 
-    app = build_app(Service(llm, ServeSettings()))
+app = build_app(Service(llm, ServeSettings()))
 """
 
 from __future__ import annotations

@@ -160,7 +160,9 @@ def _handle_invalid(request: Request, error: Exception) -> Response:
     if first.get("type") == "json_invalid":
         refusal = Refusal("The body is not valid JSON.")
     elif first.get("type") == "extra_forbidden":
-        refusal = Refusal(f"{where} is not supported; leave it out.", param=where, code="unsupported")
+        refusal = Refusal(
+            f"{where} is not supported; leave it out.", param=where, code="unsupported"
+        )
     else:
         message = str(first["msg"])
         refusal = Refusal(f"{where}: {message}" if where else message, param=where or None)

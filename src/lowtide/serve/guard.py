@@ -70,7 +70,10 @@ class Guard:
 
     def _is_known(self, name: str) -> bool:
         """Whether a Host header may name it: an address cannot be another's name for this one."""
-        if is_loopback(name) or name in (self._settings.host, *(self._settings.allowed_hosts or ())):
+        if is_loopback(name) or name in (
+            self._settings.host,
+            *(self._settings.allowed_hosts or ()),
+        ):
             return True
         with suppress(ValueError):
             ipaddress.ip_address(name)

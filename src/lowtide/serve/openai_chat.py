@@ -192,15 +192,16 @@ class Told:
         self,
         index: int,
         delta: dict[str, Any],
-        reason: str | None = None,
+        end: Done | None = None,
         logprobs: Sequence[TokenLogprobs] = (),
         **more: Any,
     ) -> bytes:
         """What is added to one answer, which may be nothing."""
-        choice: dict[str, Any] = {"index": index, "delta": delta, "finish_reason": reason}
+        choice: dict[str, Any] = {"index": index, "delta": delta}
         choice["logprobs"] = logprob_content(logprobs, self.tokenizer) if logprobs else None
-        if reason is not None and "token_ids" in more:
-            choice["token_ids"] = more.pop("token_ids")
+        choice["finish_reason"] = None if end is None else end.reason
+        if end is not None and self.body.return_token_ids:
+            choice["token_ids"] = list(end.token_ids)
         return event(self.object("chat.completion.chunk", [choice], **more))
 
 
@@ -247,8 +248,7 @@ def _chunks(
     elif isinstance(piece, Done):
         if index in held:
             yield told.chunk(index, {}, logprobs=held.pop(index))
-        more = {"token_ids": list(piece.token_ids)} if told.body.return_token_ids else {}
-        yield told.chunk(index, {}, piece.reason, **more)
+        yield told.chunk(index, {}, piece)
     elif not isinstance(piece, Logprobs):
         yield told.chunk(index, _delta(piece), logprobs=held.pop(index, ()))
 
@@ -305,9 +305,7 @@ def calls_of(pieces: Sequence[Piece]) -> list[dict[str, Any]]:
     return calls
 
 
-def logprob_content(
-    tokens: Sequence[TokenLogprobs], tokenizer: Tokenizer | None
-) -> dict[str, Any]:
+def logprob_content(tokens: Sequence[TokenLogprobs], tokenizer: Tokenizer | None) -> dict[str, Any]:
     """Log-probabilities as chat completions have them."""
 
     def entry(token_id: int, logprob: float) -> dict[str, Any]:

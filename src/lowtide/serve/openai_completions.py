@@ -59,8 +59,8 @@ class CompletionBody(SamplingFields):
     def prompts(self) -> list[str | Sequence[int]]:
         """One by one."""
         if isinstance(self.prompt, str) or isinstance(self.prompt[0], int):
-            return [self.prompt]  # type: ignore[list-item]
-        return list(self.prompt)  # type: ignore[arg-type]
+            return [self.prompt]
+        return list(self.prompt)
 
     @property
     def num_each(self) -> int:

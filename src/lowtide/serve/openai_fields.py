@@ -1,4 +1,4 @@
-"""What both of OpenAI's older APIs have: bounded fields of a request, ids, usage, log-probabilities.
+"""What OpenAI's two older APIs share: bounded fields of a request, ids, usage.
 
 A field that is not known is refused by its name, because it might change words; those that change
 none are taken and not used.
@@ -13,17 +13,19 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from lowtide.decode.request import TokenLogprobs
 from lowtide.model_folder.tokenizer import Tokenizer
-from lowtide.params import MAX_SEED, MAX_TOP_LOGPROBS, DiffusionParams, SamplingParams
+from lowtide.params import MAX_SEED, DiffusionParams, SamplingParams
 from lowtide.serve.pieces import Done, Frame, Prefilled
 
 MAX_ANSWERS = 16
 """Answers to one request, which all run at once."""
 
-StopString = Annotated[str, Field(max_length=1024)]
+MAX_STOPS, MAX_STOP_CHARS = 16, 1024
+
 MAX_INTEGER = 2**31 - 1
 MIN_TOP_P = 1e-6  # 0 asks for the likeliest token alone
+
+StopString = Annotated[str, Field(max_length=MAX_STOP_CHARS)]
 
 _NEUTRAL: Mapping[str, object] = {
     "best_of": 1,
@@ -90,7 +92,7 @@ class SamplingFields(BaseModel):
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     seed: int | None = Field(None, ge=-(2**63), le=MAX_SEED)
-    stop: StopString | Annotated[list[StopString], Field(max_length=16)] | None = None
+    stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOPS)] | None = None
     ignore_eos: bool | None = None
     diffusion: DiffusionFields | None = None
     # Taken and not used: no token depends on them.
@@ -172,8 +174,6 @@ def progress_fields(progress: Prefilled) -> dict[str, Any]:
     """How far the prompt is, as llama.cpp tells it."""
     told = {"total": progress.num_total, "processed": progress.num_done}
     return {"prompt_progress": told}
-
-
 
 
 def token_text(token_id: int, tokenizer: Tokenizer | None) -> str:

@@ -1,8 +1,8 @@
 """`Service`: one loaded model for all APIs. What is asked is an `Ask`, what is answered are pieces.
 
-    async with aclosing(service.answer(Ask(conversation, params=params))) as pieces:
-        async for piece in pieces:
-            ...
+async with aclosing(service.answer(Ask(conversation, params=params))) as pieces:
+    async for piece in pieces:
+        ...
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Served:
 
 
 class Service:
-    """Answers for a model that is loaded; whoever made it closes it."""
+    """Answers for a loaded model, which it does not close."""
 
     def __init__(self, llm: AsyncLLM, settings: ServeSettings | None = None) -> None:
         self.llm = llm
