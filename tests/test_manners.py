@@ -20,9 +20,10 @@ from lowtide.config.sampling import PublishedSampling, read_sampling
 from lowtide.decode.intake import _warn_of_no_draws
 from lowtide.errors import ConfigError, UsageError
 from lowtide.lab.synth import synth
-from lowtide.model_folder.thoughts import Part, thoughts_of
 from lowtide.model_folder.tokenizer import TextStream
 from lowtide.params import with_published
+from lowtide.serve.parsing import has_thoughts, parser_of
+from lowtide.serve.pieces import Reasoning, Text
 
 OWN = {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95}
 
@@ -197,31 +198,31 @@ HARMONY = (
 def test_thoughts_are_told_from_the_answer(
     tokenizer: Any, prompt: str, answer: str, step: int
 ) -> None:
-    thoughts = thoughts_of(tokenizer, tokenizer.encode(prompt))
-    assert thoughts is not None
-    ids, texts = tokenizer.encode(answer), {True: "", False: ""}
-    for start in range(0, len(ids), step):
-        for part in thoughts.divide(ids[start : start + step]):
-            assert isinstance(part, Part) and part.token_ids
-            texts[part.is_thought] += tokenizer.decode(part.token_ids)
-    assert texts == {True: "hmm", False: "Yes."}
+    parser = parser_of(tokenizer, tokenizer.encode(prompt))
+    ids, texts = tokenizer.encode(answer), {Reasoning: "", Text: ""}
+    pieces = [p for start in range(0, len(ids), step) for p in parser.feed(ids[start:][:step])]
+    for piece in [*pieces, *parser.finish()]:
+        assert isinstance(piece, Reasoning | Text) and piece.text
+        texts[type(piece)] += piece.text
+    assert texts == {Reasoning: "hmm", Text: "Yes."}
 
 
 def test_what_has_no_marks_is_all_answer() -> None:
     plain: Any = Letters()
-    assert thoughts_of(plain, [1, 2]) is None
-    thoughts = thoughts_of(MARKED, MARKED.encode("<think>a</think>b"))
-    assert thoughts is not None and list(thoughts.divide([65])) == [Part(False, [65])]
-    raw = thoughts_of(CHANNELS, CHANNELS.encode("once upon"))
-    assert raw is not None and list(raw.divide([65])) == [Part(False, [65])]
+    assert not has_thoughts(plain) and has_thoughts(MARKED) and has_thoughts(CHANNELS)
+    for tokenizer, prompt in (
+        (plain, "<think>"),
+        (MARKED, "<think>a</think>b"),
+        (CHANNELS, "once upon"),
+    ):
+        parser = parser_of(tokenizer, tokenizer.encode(prompt))
+        assert parser.feed([65]) == [Text("A")]
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])
 def test_thoughts_are_dimmed_on_a_terminal_and_left_out_elsewhere(is_terminal: bool) -> None:
     out = io.StringIO()
-    thoughts = thoughts_of(MARKED, MARKED.encode("q<think>"))
-    assert thoughts is not None
-    writer = ThinkingWriter(out, MARKED, thoughts, is_terminal)
+    writer = ThinkingWriter(out, parser_of(MARKED, MARKED.encode("q<think>")), is_terminal)
     for token in MARKED.encode("hm\x1b</think>\n\nYes."):
         writer.commit([token], "")
     writer.finish("")

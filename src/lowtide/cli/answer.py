@@ -120,13 +120,12 @@ def sampling_line(llm: LLM, params: SamplingParams) -> str:
 def text_writer(llm: LLM, prompt: Sequence[int], out: Console, is_whole: bool) -> TextWriter:
     """Writes the answer to a prompt of these ids; thoughts apart, or with `is_whole` and no
     terminal all as it is."""
-    from lowtide.model_folder.thoughts import thoughts_of
+    from lowtide.serve.parsing import has_thoughts, parser_of
 
     tokenizer, is_terminal = llm.tokenizer, out.is_terminal
-    thoughts = None if tokenizer is None else thoughts_of(tokenizer, prompt)
-    if tokenizer is None or thoughts is None or (is_whole and not is_terminal):
+    if tokenizer is None or not has_thoughts(tokenizer) or (is_whole and not is_terminal):
         return TextWriter(out.file, tokenizer is not None, is_terminal)
-    return ThinkingWriter(out.file, tokenizer, thoughts, is_terminal)
+    return ThinkingWriter(out.file, parser_of(tokenizer, prompt), is_terminal)
 
 
 def has_view(llm: LLM, console: Console) -> bool:

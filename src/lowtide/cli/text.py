@@ -8,8 +8,8 @@ from typing import IO, TYPE_CHECKING
 from lowtide.cli.screen import printable
 
 if TYPE_CHECKING:
-    from lowtide.model_folder.thoughts import Thoughts
-    from lowtide.model_folder.tokenizer import Tokenizer
+    from lowtide.serve.parsing import AnswerParser
+    from lowtide.serve.pieces import Piece
 
 DIM, NOT_DIM = "\x1b[2m", "\x1b[22m"
 
@@ -46,38 +46,31 @@ class TextWriter:
 class ThinkingWriter(TextWriter):
     """Writes thoughts dimmed and apart, on a terminal alone; `text` is the answer without them."""
 
-    def __init__(
-        self, out: IO[str], tokenizer: Tokenizer, thoughts: Thoughts, is_terminal: bool
-    ) -> None:
+    def __init__(self, out: IO[str], parser: AnswerParser, is_terminal: bool) -> None:
         super().__init__(out, True, is_terminal)
-        self._tokenizer = tokenizer
-        self._thoughts = thoughts
+        self._parser = parser
         self._is_thought = False
-        self._stream = tokenizer.stream()
 
     def commit(self, tokens: Sequence[int], text: str) -> None:
         """Tokens that are final; their text is made part by part."""
-        for is_thought, part in self._thoughts.divide(tokens):
-            if is_thought != self._is_thought:
-                self._end_part()
-                self._is_thought = is_thought
-            self._write_part(self._stream.push(part))
+        self._write_pieces(self._parser.feed(tokens))
 
     def finish(self, text: str) -> None:
         """Writes what was held back, and a newline."""
-        self._end_part()
+        self._write_pieces(self._parser.finish())
         self._out.write("\n")
         self._out.flush()
 
-    def _end_part(self) -> None:
-        self._write_part(self._stream.finish())
-        if self._is_thought and self._is_terminal:
-            self._out.write("\n\n")
+    def _write_pieces(self, pieces: Sequence[Piece]) -> None:
+        from lowtide.serve.pieces import Reasoning, Text
 
-    def _write_part(self, text: str) -> None:
-        if not self._is_thought:
-            text = text if self.text else text.lstrip("\n")
-            self._write(text)
-        elif self._is_terminal and text:
-            self._out.write(DIM + printable(text) + NOT_DIM)
-            self._out.flush()
+        for piece in pieces:
+            if isinstance(piece, Reasoning) and self._is_terminal:
+                self._is_thought = True
+                self._out.write(DIM + printable(piece.text) + NOT_DIM)
+                self._out.flush()
+            elif isinstance(piece, Text):
+                if self._is_thought:
+                    self._out.write("\n\n")
+                self._is_thought = False
+                self._write(piece.text)

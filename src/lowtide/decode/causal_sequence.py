@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -58,7 +59,9 @@ class CausalSequence:
     def needs_logits(self) -> bool:
         """Whether its next token is chosen from a whole row of logits, not from the arg-max."""
         params = self.request.params
-        return self.sampling.temperature > 0 or params.logprobs is not None or has_penalties(params)
+        if self.request.mask is not None or params.logprobs is not None:
+            return True
+        return self.sampling.temperature > 0 or has_penalties(params)
 
     def pass_rows(self, first: int, stop: int) -> PassRows:
         """What becomes of the rows of positions `first` to `stop` in a pass."""
@@ -76,6 +79,11 @@ class CausalSequence:
         known = self.tokens[: self.num_known]
         penalise(logits, known, len(self.request.prompt), self.request.params)
 
+    def mask(self, logits: Tensor) -> None:
+        """Leaves in logits [vocab], in host memory, the tokens that the answer may go on with."""
+        if self.request.mask is not None:
+            logits.masked_fill_(torch.from_numpy(~self.request.mask.allowed()), -math.inf)
+
     def prefilled(self, stop: int) -> list[Event]:
         """After a pass up to position `stop`, with more known tokens to feed."""
         self.num_cached = stop
@@ -87,6 +95,8 @@ class CausalSequence:
         self.tokens[self.num_known] = choice.token
         self.num_known += 1
         self._answer.append(choice.token)
+        if self.request.mask is not None:
+            self.request.mask.take(choice.token)
         logprobs = () if choice.logprobs is None else (choice.logprobs,)
         self._logprobs += logprobs
         events: list[Event] = [Committed(self.request.id, (choice.token,), logprobs)]
@@ -121,16 +131,21 @@ def choose(logits: Tensor | ArgMax, sequences: Sequence[CausalSequence]) -> list
         raw = [sequence.raw_logprobs(row) for sequence, row in zip(sequences, logits, strict=True)]
         for sequence, row in zip(sequences, logits, strict=True):
             sequence.penalise(row)
+            sequence.mask(row)
     samplings = [sequence.sampling for sequence in sequences]
     tokens = choose_next(logits, samplings, [sequence.num_known for sequence in sequences])
     return [
-        Choice(token, None if row is None else _logprobs(row, token, sequence))
+        Choice(token, None if row is None else _told(row, token, sequence))
         for token, row, sequence in zip(tokens.tolist(), raw, sequences, strict=True)
     ]
 
 
-def _logprobs(row: Tensor, token: int, sequence: CausalSequence) -> TokenLogprobs:
-    num_top = min(sequence.request.params.logprobs or 0, row.shape[0])
-    values, ids = torch.topk(row, num_top)
+def _told(row: Tensor, token: int, sequence: CausalSequence) -> TokenLogprobs:
+    return logprobs_of(row, token, sequence.request.params.logprobs or 0)
+
+
+def logprobs_of(row: Tensor, token: int, num_top: int) -> TokenLogprobs:
+    """What log-probabilities [vocab] say of a token, and of the likeliest ones."""
+    values, ids = torch.topk(row, min(num_top, row.shape[0]))
     top = tuple(zip(ids.tolist(), values.tolist(), strict=True))
     return TokenLogprobs(token, float(row[token]), top)

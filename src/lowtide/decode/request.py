@@ -8,13 +8,29 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
-from lowtide.core import align_up
+from lowtide.core import BoolArray, align_up
 from lowtide.params import SamplingParams
 from lowtide.policies.receipt import Receipt
 
 _ids = itertools.count()
+
+
+class TokenMask(Protocol):
+    """Which tokens an answer may go on with: one answer's own, asked on the thread that decodes.
+
+    It raises nothing, for a pass has other answers, too: where it cannot go on it ends the answer.
+    """
+
+    def allowed(self) -> BoolArray:
+        """bool [vocab], at least one of them true: the end-of-text token where the answer may end.
+        Asked again before `take` it says the same."""
+        ...
+
+    def take(self, token_id: int) -> None:
+        """The answer has gone on with this one."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,7 +40,8 @@ class Request:
     id: names the request in its events; no other of this process has it. params: with the
     family's defaults filled in. eos_token_ids end the answer, which keeps the first of them.
     is_stopped: asked, with the new tokens so far, whether they are enough: after every token, or
-    at each finished block.
+    at each finished block. mask: of an autoregressive answer that is not free. caller: the same
+    for requests that were asked together.
     """
 
     prompt: Sequence[int]
@@ -33,6 +50,8 @@ class Request:
     eos_token_ids: Collection[int] = ()
     seed: int = 0
     is_stopped: Callable[[Sequence[int]], bool] | None = None
+    mask: TokenMask | None = None
+    caller: int = 0
 
     @property
     def max_tokens(self) -> int:

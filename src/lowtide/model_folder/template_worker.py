@@ -1,4 +1,4 @@
-"""The child process that renders one chat template; a script, never imported by the parent.
+"""The child process that renders chat templates; a script, never imported by the parent.
 
 A chat template is a program out of a model folder. The sandbox takes Python's objects away from
 it, but no setting bounds its loops or the strings it builds (`{{ 'a' * 10**10 }}`, doubling a
@@ -6,17 +6,20 @@ variable, nested ranges), and a thread inside one long string operation cannot b
 process can: the operating system bounds its memory and processor time, and the parent its wall
 time. Needs the standard library and jinja2 only, so that it starts in a tenth of a second.
 
-Reads one JSON object from standard input, writes one: `{"text"}` or `{"error"}`.
+Reads a JSON object from each line of standard input and writes one: `{"text"}` or `{"error"}`.
+Ends with its input, and after an answer that `is_last`: what ran out of memory is not used again.
 """
 
 from __future__ import annotations
 
 import datetime
 import json
+import math
 import sys
+from functools import lru_cache
 from typing import Any
 
-from jinja2 import TemplateError, nodes
+from jinja2 import Template, TemplateError, nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -26,47 +29,68 @@ _FAULTS = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 
 
 def main() -> None:
-    request = json.load(sys.stdin)
+    for line in sys.stdin.buffer:
+        answer = answer_to(json.loads(line))
+        print(json.dumps(answer), flush=True)
+        if answer.get("is_last"):
+            return
+
+
+def answer_to(request: dict[str, Any]) -> dict[str, object]:
+    """Renders one template within its own bounds."""
     limit_resources(request["max_memory_bytes"], request["max_cpu_s"])
     try:
         text = render(request["template"], request["variables"], request["max_output_chars"])
-        answer = {"text": text}
     except MemoryError:
-        answer = {"error": f"it needs more than {request['max_memory_bytes']} bytes of memory"}
+        reason = f"it needs more than {request['max_memory_bytes']} bytes of memory"
+        return {"error": reason, "is_last": True}
     except RecursionError:
-        answer = {"error": "it recurses too deeply"}
+        return {"error": "it recurses too deeply", "is_last": True}
     except (TemplateError, *_FAULTS) as error:
-        answer = {"error": str(error)[:500] or type(error).__name__}
-    json.dump(answer, sys.stdout)
+        return {"error": str(error)[:500] or type(error).__name__}
+    finally:
+        limit_resources()
+    return {"text": text}
 
 
-def limit_resources(max_memory_bytes: int, max_cpu_s: int) -> None:
-    """Asks the operating system to stop this process at these bounds, where it can."""
+def limit_resources(max_memory_bytes: int | None = None, max_cpu_s: int | None = None) -> None:
+    """Asks the operating system to stop this process at these bounds, where it can; None: at none.
+
+    Only soft limits, which can be raised again: reading the next request is not the template's.
+    """
     try:
         import resource
     except ImportError:  # Windows: the parent's wall-clock limit is what remains
         return
-    used_s = int(sum(resource.getrusage(resource.RUSAGE_SELF)[:2]))
+    used_s = math.ceil(sum(resource.getrusage(resource.RUSAGE_SELF)[:2]))
     for kind, limit in (
         (resource.RLIMIT_AS, max_memory_bytes),
-        (resource.RLIMIT_CPU, used_s + max_cpu_s),
+        (resource.RLIMIT_CPU, None if max_cpu_s is None else used_s + max_cpu_s),
         (resource.RLIMIT_CORE, 0),
     ):
         _, ceiling = resource.getrlimit(kind)
-        if ceiling == resource.RLIM_INFINITY or limit < ceiling:
-            resource.setrlimit(kind, (limit, limit))
+        soft = ceiling
+        if limit is not None and (ceiling == resource.RLIM_INFINITY or limit < ceiling):
+            soft = limit
+        resource.setrlimit(kind, (soft, ceiling))
 
 
 def render(template: str, variables: dict[str, Any], max_output_chars: int) -> str:
     """The text of a template, counted as it comes. Raises TemplateError when it grows too long."""
     parts: list[str] = []
     num_chars = 0
-    for part in environment().from_string(template).generate(**variables):
+    for part in compiled(template).generate(**variables):
         num_chars += len(part)
         if num_chars > max_output_chars:
             raise TemplateError(f"it writes more than {max_output_chars} characters")
         parts.append(part)
     return "".join(parts)
+
+
+@lru_cache(maxsize=4)  # a process has one model, or a few
+def compiled(template: str) -> Template:
+    """Kept: compiling a published template takes longer than rendering it."""
+    return environment().from_string(template)
 
 
 def environment() -> ImmutableSandboxedEnvironment:
@@ -94,7 +118,7 @@ class GenerationBlock(Extension):
 
 def to_json(value: Any, indent: int | None = None, **options: Any) -> str:
     """JSON as it is, where Jinja's own filter would escape it for HTML."""
-    return json.dumps(value, ensure_ascii=False, indent=indent, **options)
+    return json.dumps(value, **({"ensure_ascii": False, "indent": indent} | options))
 
 
 def raise_exception(message: str) -> None:

@@ -18,12 +18,8 @@ import tokenizers
 from lowtide.errors import CheckpointError, LowtideError, UsageError
 from lowtide.files.json_file import printable, read_object
 from lowtide.files.regular_file import read_regular
-from lowtide.model_folder.chat_template import (
-    MAX_TEXT_CHARS,
-    Message,
-    read_template,
-    render_template,
-)
+from lowtide.model_folder.chat_messages import Message
+from lowtide.model_folder.chat_template import MAX_TEXT_CHARS, read_template, render_template
 from lowtide.model_folder.demos import tokenizer_file
 
 CONFIG_NAME = "tokenizer_config.json"
@@ -128,6 +124,10 @@ class Tokenizer:
         found = self._backend.token_to_id(text)
         return None if found is None else int(found)
 
+    def as_json(self) -> str:
+        """What a `tokenizer.json` of it holds."""
+        return str(self._backend.to_str())
+
     def piece(self, token_id: int) -> str:
         """One token for display, on its own: never empty, leading space kept.
 
@@ -173,8 +173,8 @@ class Tokenizer:
     ) -> str:
         """The prompt of a conversation, by the model's own template in a bounded process.
 
-        messages: each with a role (`system`, `user`, `assistant`, `tool`) and a content, both
-        strings. options: further variables of the template, such as `enable_thinking`.
+        messages: see `chat_messages.py`. options: further variables of the template, such as
+        `enable_thinking`, or `tools`, the declarations of functions that may be called.
         Raises UsageError without a template, for bad messages, and when the template fails.
         """
         if self._template is None:
@@ -254,7 +254,7 @@ class TextStream:
         self.is_stopped = len(cut) < len(text)
         if self.is_stopped:
             return cut
-        num_held = max((_num_begun(text, string) for string in self._stop), default=0)
+        num_held = max((num_begun(text, string) for string in self._stop), default=0)
         certain = text[: len(text) - num_held]
         self._held = text[len(certain) :]
         return certain
@@ -274,8 +274,8 @@ class TextStream:
             self._window, self._sent = window, text
 
 
-def _num_begun(text: str, stop: str) -> int:
-    """With how many of its last characters `text` may have begun a stop string."""
+def num_begun(text: str, stop: str) -> int:
+    """With how many of its last characters `text` may have begun a stop string or a mark."""
     lengths = range(min(len(text), len(stop) - 1), 0, -1)
     return next((n for n in lengths if text.endswith(stop[:n])), 0)
 

@@ -53,11 +53,14 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """A function that a model may call. parameters: the JSON schema of its arguments."""
+    """A function that a model may call. parameters: the JSON schema of its arguments; strict:
+    they are certain to be of it; grammar: in Lark, of the one text that it takes, or ""."""
 
     name: str
     description: str
     parameters: Mapping[str, Any]
+    strict: bool = False
+    grammar: str = ""
 
     def declaration(self) -> dict[str, Any]:
         """As chat templates read it."""

@@ -1,0 +1,247 @@
+"""Answers that are certain to have a form: JSON of a schema, a regular expression, a grammar.
+
+llguidance says before each token which ones may come. What a request brings is bounded in size,
+what it compiles to in time and room. Diffusion models, which write many tokens at a time and in
+any order, have none of it.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import numpy as np
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, regex_to_lark
+
+from lowtide.config import ModelConfig
+from lowtide.core import BoolArray
+from lowtide.decode.request import Request
+from lowtide.errors import UnsupportedError, UsageError
+from lowtide.files.json_file import printable
+from lowtide.model_folder.tokenizer import Tokenizer, blamed
+from lowtide.serve.conversation import Tool
+from lowtide.serve.grammar_text import AnswerForm, Expression, enforces_text, grammar_text
+from lowtide.serve.parsing.channels import CALL, has_channels
+
+MAX_GRAMMAR_CHARS = 256 << 10
+MAX_REGEX_CHARS = 8 << 10
+MAX_DEPTH = 64
+MAX_COMPILE_S = 10.0
+
+_LIMITS = LLParserLimits(
+    initial_lexer_fuel=1_000_000,
+    step_lexer_fuel=100_000,
+    step_max_items=10_000,  # a step is on the engine's thread: tens of milliseconds at worst
+    max_lexer_states=50_000,  # of 1 to 2 kB
+    max_grammar_size=200_000,
+    verbose_errors=False,
+)
+
+
+class Constraint:
+    """What the text of an answer must be. Raises UsageError for what is too large."""
+
+    def __init__(self, expression: Expression) -> None:
+        if len(expression.text) > MAX_GRAMMAR_CHARS:
+            raise UsageError(
+                f"The {expression.kind} has {len(expression.text)} characters; at most "
+                f"{MAX_GRAMMAR_CHARS} are accepted."
+            )
+        self.expression = expression
+
+    @classmethod
+    def json_schema(cls, schema: object) -> Constraint:
+        """JSON that a schema allows."""
+        if not isinstance(schema, Mapping):
+            raise UsageError(f"A JSON schema is an object, not {type(schema).__name__}.")
+        check_depth(schema, "The JSON schema")
+        return cls(Expression("json_schema", json.dumps(schema)))
+
+    @classmethod
+    def json_object(cls) -> Constraint:
+        """Any JSON object."""
+        return cls.json_schema({"type": "object"})
+
+    @classmethod
+    def regex(cls, pattern: str) -> Constraint:
+        """A text that a regular expression of Rust's matches from end to end."""
+        if not pattern or len(pattern) > MAX_REGEX_CHARS:
+            raise UsageError(
+                f"The regular expression has {len(pattern)} characters; 1 to {MAX_REGEX_CHARS} "
+                "are accepted."
+            )
+        return cls(Expression("regex", regex_to_lark(pattern)))
+
+    @classmethod
+    def lark(cls, grammar: str) -> Constraint:
+        """A text of a Lark grammar, whose first rule is `start`."""
+        return cls(Expression("lark", grammar))
+
+
+class Grammars:
+    """Makes masks for the requests of one model. Owns llguidance's form of its vocabulary, which
+    takes a second to make, and the one thread that compiles."""
+
+    def __init__(self, config: ModelConfig, tokenizer: Tokenizer | None) -> None:
+        self._config, self._tokenizer = config, tokenizer
+        self._vocabulary: LLTokenizer | None = None
+        self._turn = threading.Lock()
+        self._compiler = ThreadPoolExecutor(1, thread_name_prefix="lowtide-grammar")
+
+    def applied(
+        self,
+        request: Request,
+        constraint: Constraint | None,
+        tools: Sequence[Tool] = (),
+        tool_choice: str = "auto",
+        parallel_calls: bool = True,
+    ) -> Request:
+        """The request with a mask, or as it is where any answer will do; compiles meanwhile.
+
+        tools: that may be called; tool_choice: auto, required, or the name of one that must be.
+        Arguments are of a tool's schema where it is `strict` or must be called. Raises UsageError
+        for what cannot be compiled within the bounds, UnsupportedError for a diffusion model.
+        """
+        is_free = tool_choice in ("auto", "none")
+        chosen = [t for t in tools if tool_choice in ("auto", "required", t.name)]
+        is_strict = any(tool.strict for tool in chosen)
+        self._check(constraint, tool_choice, chosen, is_strict)
+        tokenizer = self._tokenizer
+        if self._config.is_diffusion or tokenizer is None:
+            return request
+        has_grammar = any(enforces_text(tokenizer, tool) for tool in chosen)
+        if constraint is None and is_free and not is_strict and not has_grammar:
+            return request
+        if request.params.ignore_eos:
+            raise UsageError("ignore_eos goes on behind an answer's form: leave one of them out.")
+        called = [_as_enforced(tool, is_free) for tool in chosen]
+        text = None if constraint is None else constraint.expression
+        wanted = AnswerForm(text, called, not is_free, not parallel_calls)
+        mask = self._compiled(grammar_text(tokenizer, request.prompt, wanted))
+        return replace(request, mask=mask)
+
+    def _check(
+        self, constraint: Constraint | None, choice: str, chosen: Sequence[Tool], is_strict: bool
+    ) -> None:
+        """Raises UnsupportedError or UsageError for what is asked and cannot be kept to."""
+        asked = [] if constraint is None else ["response_format"]
+        if choice not in ("auto", "none"):
+            asked.append(f"tool_choice {choice!r:.80}")
+            if not chosen:
+                raise UsageError(f"There is no tool for tool_choice {choice!r:.80}.")
+        if is_strict:
+            asked.append("strict")
+        if asked and self._config.is_diffusion:
+            raise UnsupportedError(
+                f"{', '.join(asked)}: {self._config.architecture} writes its tokens in any order, "
+                "so no grammar can guide them; leave it out. Tools without it are served."
+            )
+        if asked and self._tokenizer is None:
+            raise UnsupportedError(f"{', '.join(asked)}: this model has no tokenizer.")
+        for tool in chosen:
+            check_depth(tool.parameters, f"The schema of {tool.name!r:.80}")
+
+    def _compiled(self, text: str) -> GrammarMask:
+        if len(text) > MAX_GRAMMAR_CHARS:
+            raise UsageError(
+                f"The form and its tools make a grammar of {len(text)} characters; at most "
+                f"{MAX_GRAMMAR_CHARS} are accepted."
+            )
+        try:
+            return self._compiler.submit(self._mask, text).result(MAX_COMPILE_S)
+        except TimeoutError:
+            raise UsageError(
+                f"The answer's form was not compiled within {MAX_COMPILE_S:g} s; make it simpler."
+            ) from None
+
+    def _mask(self, text: str) -> GrammarMask:
+        matcher = LLMatcher(self._made_vocabulary(), text, log_level=0, limits=_LIMITS)
+        mask = GrammarMask(matcher, self._config.vocab_size)
+        mask.allowed()  # what is too complex from the beginning is refused here
+        if mask.failure:
+            raise UsageError(f"The answer's form cannot be kept to: {mask.failure}")
+        return mask
+
+    def _made_vocabulary(self) -> LLTokenizer:
+        with self._turn:
+            if self._vocabulary is None and self._tokenizer is not None:
+                self._vocabulary = _vocabulary(self._config, self._tokenizer)
+            if self._vocabulary is None:
+                raise UnsupportedError("This model has no tokenizer, so there is no text to form.")
+            return self._vocabulary
+
+
+class GrammarMask:
+    """Which tokens one answer may go on with: decoding's `TokenMask`.
+
+    failure: why the form could not be kept to, or "". The answer then ends.
+    """
+
+    def __init__(self, matcher: LLMatcher, vocab_size: int) -> None:
+        self._matcher, self._vocab_size = matcher, vocab_size
+        self.failure = ""
+        self._note_failure()
+
+    def allowed(self) -> BoolArray:
+        """See `TokenMask`."""
+        bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+        self._note_failure()
+        is_allowed: BoolArray = np.unpackbits(bits, count=self._vocab_size, bitorder="little").view(
+            np.bool_
+        )
+        return is_allowed
+
+    def take(self, token_id: int) -> None:
+        """See `TokenMask`."""
+        self._matcher.consume_token(token_id)
+        self._note_failure()
+
+    def _note_failure(self) -> None:
+        if not self.failure and self._matcher.is_error():
+            self.failure = printable(self._matcher.get_error()[:500])
+
+
+def check_kept(request: Request) -> None:
+    """After an answer: raises UsageError where its form became too complex to be kept to."""
+    if isinstance(request.mask, GrammarMask) and request.mask.failure:
+        raise UsageError(f"The answer's form could not be kept to: {request.mask.failure}")
+
+
+def check_depth(value: object, what: str) -> None:
+    """Raises UsageError for JSON that is nested too deeply."""
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        level = [part for each in level for part in _parts(each)]
+        if not level:
+            return
+    raise UsageError(f"{what} is nested more than {MAX_DEPTH} deep; make it flatter.")
+
+
+def _parts(value: object) -> list[object]:
+    if isinstance(value, Mapping):
+        return list(value.values())
+    return list(value) if isinstance(value, list | tuple) else []
+
+
+def _as_enforced(tool: Tool, is_free: bool) -> Tool:
+    """A tool that may be called, and need not be strict about it, takes any object."""
+    if not is_free or tool.strict or tool.grammar:
+        return tool
+    return replace(tool, parameters={"type": "object"})
+
+
+def _vocabulary(config: ModelConfig, tokenizer: Tokenizer) -> LLTokenizer:
+    """llguidance's form of a tokenizer. Raises UnsupportedError or CheckpointError."""
+    ends = list(config.eos_token_ids)
+    if has_channels(tokenizer):  # the end of a call is of the grammar itself
+        ends = [token for token in ends if token != tokenizer.token_id(CALL)]
+    if not ends:
+        raise UnsupportedError(
+            "This model names no token that ends a text, so none can end where its form does."
+        )
+    failure = "This model's tokenizer cannot be guided by a grammar"
+    with blamed(failure, "Leave response_format, strict and tool_choice out"):
+        return LLTokenizer(tokenizer.as_json(), n_vocab=config.vocab_size, eos_token=ends)

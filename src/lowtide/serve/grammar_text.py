@@ -1,0 +1,208 @@
+"""The grammar of a whole answer in llguidance's Lark: its thoughts, its text and its calls.
+
+What a model is to write is put into the form that it writes: thoughts before, calls between their
+marks, messages in channels.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from lowtide.model_folder.tokenizer import Tokenizer
+from lowtide.serve.conversation import Tool
+from lowtide.serve.parsing import has_thoughts, is_thinking
+from lowtide.serve.parsing.call_forms import CallForm, call_form_of, literal
+from lowtide.serve.parsing.call_json import only_text
+from lowtide.serve.parsing.channels import (
+    CALL,
+    CHANNEL,
+    CONSTRAIN,
+    END,
+    FUNCTIONS,
+    MESSAGE,
+    START,
+    has_channels,
+)
+from lowtide.serve.parsing.inline_calls import THOUGHT_MARKS
+from lowtide.serve.parsing.xml_calls import PARAMETER, PARAMETER_END, kinds_of
+from lowtide.serve.quoted_lark import quoted_lark
+
+BLANKS = r"[ \t\r\n]{1,64}"
+"""Between the parts of JSON: without a bound a model may write line breaks until it is cut."""
+
+
+class Expression(NamedTuple):
+    """A form that a request brings. kind: json_schema, regex or lark."""
+
+    kind: str
+    text: str
+
+
+class AnswerForm(NamedTuple):
+    """What an answer must be. text: what its text must be, None: any; tools: that it may call, and
+    with `must_call` does."""
+
+    text: Expression | None
+    tools: Sequence[Tool]
+    must_call: bool
+    is_single: bool  # no more than one call
+
+
+class LarkText:
+    """Rules by number, and the grammars of others that they refer to."""
+
+    def __init__(self) -> None:
+        self._rules = [r"TEXT: /(.|\n)*/"]
+        self._others: list[dict[str, str]] = []
+
+    def rule(self, body: str, option: str = "") -> str:
+        """The name of a new rule."""
+        name = f"rule_{len(self._rules)}"
+        self._rules.append(f"{name}{option}: {body}")
+        return name
+
+    def schema(self, schema: Mapping[str, Any], is_lenient: bool = False) -> str:
+        """JSON of a schema; lenient: what is not known of it is not enforced."""
+        options = {"whitespace_pattern": BLANKS, "lenient": is_lenient}
+        return self.rule(f"%json {json.dumps({**schema, 'x-guidance': options})}")
+
+    def grammar(self, lark: str) -> str:
+        """Another whole grammar."""
+        name = f"other_{len(self._others)}"
+        self._others.append({"name": name, "lark_grammar": lark})
+        return f"@{name}"
+
+    def expression(self, wanted: Expression | None) -> str:
+        """What a text must be."""
+        if wanted is None:
+            return "TEXT"
+        if wanted.kind == "json_schema":
+            return self.schema(json.loads(wanted.text))
+        if wanted.kind == "lark":
+            return self.grammar(wanted.text)
+        return self.rule(f"/{wanted.text}/")
+
+    def whole(self, start: str) -> str:
+        """All of it, as llguidance takes it."""
+        lark = "\n".join([f"start: {start}", *self._rules])
+        return json.dumps({"grammars": [{"lark_grammar": lark}, *self._others]})
+
+
+def grammar_text(tokenizer: Tokenizer, prompt_ids: Sequence[int], wanted: AnswerForm) -> str:
+    """The grammar of the answer to a prompt."""
+    lark = LarkText()
+    if has_channels(tokenizer):
+        return lark.whole(_in_channels(lark, tokenizer, wanted))
+    form, thoughts = call_form_of(tokenizer), _thoughts(tokenizer, prompt_ids)
+    return lark.whole(f"{thoughts} {_inline(lark, form, wanted)}")
+
+
+def enforces_text(tokenizer: Tokenizer, tool: Tool) -> bool:
+    """Whether the grammar of a tool's one text can be kept to in the form that a model writes."""
+    if only_text(tool) is None or not tool.grammar:
+        return False
+    is_raw = not has_channels(tokenizer) and call_form_of(tokenizer).has_raw_texts
+    return is_raw or quoted_lark(tool.grammar) is not None
+
+
+def _thoughts(tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> str:
+    """The thoughts before an answer: those that the prompt began, or those that the model may."""
+    if not has_thoughts(tokenizer):
+        return ""
+    begin, end = (f"<[{tokenizer.token_id(mark)}]>" for mark in THOUGHT_MARKS)
+    behind = rf"TEXT {end} /\n*/"
+    return behind if is_thinking(tokenizer, prompt_ids) else f"({begin} {behind})?"
+
+
+def _inline(lark: LarkText, form: CallForm, wanted: AnswerForm) -> str:
+    text = lark.expression(wanted.text)
+    if not wanted.tools:
+        return text
+    ones = [form.one(tool, _arguments(lark, form, tool)) for tool in wanted.tools]
+    calls = form.several(lark.rule(" | ".join(ones)), wanted.is_single)
+    if wanted.must_call:
+        return calls
+    if wanted.text is not None:
+        return f"({text} | {calls})"
+    if form.has_token:
+        return f"TEXT ({calls})?"
+    return _behind_text(lark, form, ones, calls)
+
+
+def _behind_text(lark: LarkText, form: CallForm, ones: Sequence[str], calls: str) -> str:
+    """Text, and calls whose first mark is written as text: a lazy rule has it before any other can
+    go on. Of calls that each have their own mark there is one."""
+    begin = form.mark(form.begin)
+    if not calls.startswith(begin):
+        calls = begin + f"({' | '.join(one.removeprefix(begin) for one in ones)})"
+    head = lark.rule(f"TEXT {begin}", "[lazy]")
+    return f"({head} {calls.removeprefix(begin)})? {lark.rule('TEXT')}"
+
+
+def _arguments(lark: LarkText, form: CallForm, tool: Tool) -> str:
+    return _raw_arguments(lark, tool) if form.has_raw_texts else _json_arguments(lark, tool)
+
+
+def _json_arguments(lark: LarkText, tool: Tool) -> str:
+    name, quoted = only_text(tool), quoted_lark(tool.grammar)
+    if not tool.grammar or name is None or quoted is None:
+        return lark.schema({"type": "object", **tool.parameters}, is_lenient=not tool.strict)
+    head, tail = literal(f'{{{json.dumps(name)}: "'), literal('"}')
+    return f"{head} {lark.grammar(quoted)} {tail}"
+
+
+def _raw_arguments(lark: LarkText, tool: Tool) -> str:
+    """Qwen3-Coder's parameters, in their order; texts are not in quotes."""
+    properties = tool.parameters.get("properties")
+    required = tool.parameters.get("required") or ()
+    text_end = lark.rule(f"TEXT {_VALUE_END}", "[lazy]")
+    if not isinstance(properties, Mapping):
+        return rf'({literal(PARAMETER)} /[^>\n]+/ ">\n" {text_end})*'
+    parts = []
+    for name, schema in properties.items():
+        head = literal(f"{PARAMETER}{name}>\n")
+        part = f"{head} {_raw_value(lark, tool, name, schema, text_end)}"
+        parts.append(part if name in required else f"({part})?")
+    return " ".join(parts)
+
+
+def _raw_value(lark: LarkText, tool: Tool, name: str, schema: Any, text_end: str) -> str:
+    if tool.grammar and name == only_text(tool):
+        return f"{lark.grammar(tool.grammar)} {_VALUE_END}"
+    choices = schema.get("enum") if isinstance(schema, Mapping) else None
+    if kinds_of(schema) != {"string"}:
+        defined = {key: tool.parameters[key] for key in _DEFINED if key in tool.parameters}
+        schema = {**schema, **defined} if isinstance(schema, Mapping) else {}
+        return f"{lark.schema(schema, is_lenient=not tool.strict)} {_VALUE_END}"
+    if isinstance(choices, list) and choices:
+        return f"({' | '.join(literal(str(choice)) for choice in choices)}) {_VALUE_END}"
+    return text_end
+
+
+_DEFINED = ("$defs", "definitions")
+_VALUE_END = literal(f"\n{PARAMETER_END}\n")
+
+
+def _in_channels(lark: LarkText, tokenizer: Tokenizer, wanted: AnswerForm) -> str:
+    """Of gpt-oss: analysis as long as it likes, then a call or the final message. The prompt ends
+    with the beginning of a header."""
+
+    def mark(text: str) -> str:
+        token_id = tokenizer.token_id(text)
+        return literal(text) if token_id is None else f"<[{token_id}]>"
+
+    def message(header: str) -> str:
+        return f"{mark(CHANNEL)} {literal(header)} {mark(MESSAGE)}"
+
+    def before(channel: str) -> str:
+        return f'({message(channel)} TEXT {mark(END)} {mark(START)} "assistant")'
+
+    calls = []
+    for tool in wanted.tools:
+        header = literal(f"commentary to={FUNCTIONS}{tool.name} ")
+        head = f'{mark(CHANNEL)} {header} {mark(CONSTRAIN)} "json" {mark(MESSAGE)}'
+        calls.append(f"{head} {_json_arguments(lark, tool)} {mark(CALL)}")
+    answers = [] if wanted.must_call else [f"{message('final')} {lark.expression(wanted.text)}"]
+    return f"{before('analysis')}* {before('commentary')}? ({' | '.join(answers + calls)})"

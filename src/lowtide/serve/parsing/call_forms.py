@@ -1,0 +1,223 @@
+"""The forms in which models write tool calls into their text, each both read and made a grammar of.
+
+Which one a model has is seen in its chat template, else in its tokenizer's tokens. Grammars are
+Lark as llguidance has it: `Lark.mark` and `text` write the parts that are always the same.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import string
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+
+from lowtide.model_folder.tokenizer import Tokenizer
+from lowtide.serve.conversation import Tool
+from lowtide.serve.parsing.call_json import Call, arguments_text, call_of, is_name, parsed
+from lowtide.serve.parsing.xml_calls import FUNCTION, FUNCTION_END, xml_call
+
+FENCE = "```"
+
+
+def call_form_of(tokenizer: Tokenizer) -> CallForm:
+    """The form of a model's calls; Qwen's, the most common one, where nothing says which."""
+    forms: tuple[type[CallForm], ...] = (DeepSeekCalls, MistralCalls, TaggedCalls)
+    for is_named in (tokenizer.template_names, lambda mark: tokenizer.token_id(mark) is not None):
+        for form in forms:
+            if is_named(form.begin):
+                return form(tokenizer)
+    return TaggedCalls(tokenizer)
+
+
+def new_call_id() -> str:
+    return f"call_{secrets.token_hex(12)}"
+
+
+def literal(text: str) -> str:
+    """A text in a Lark grammar."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+class CallForm(ABC):
+    """How calls are written. begin: the mark that begins them; ends: the mark that closes each
+    one that begins a call, "" where the next or the answer's end does; inner: other marks in them.
+    may_end_open: the answer's end closes a call, too.
+    """
+
+    begin: str
+    ends: Mapping[str, str]
+    inner: tuple[str, ...] = ()
+    may_end_open = False
+    has_raw_texts = False  # arguments that are texts are written as they are, not as JSON
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    @property
+    def has_token(self) -> bool:
+        """Whether the mark that begins a call is a token."""
+        return self._tokenizer.token_id(self.begin) is not None
+
+    @property
+    def marks(self) -> list[str]:
+        """All of them."""
+        marks = [*self.ends, *self.ends.values(), *self.inner]
+        return [mark for mark in dict.fromkeys(marks) if mark]
+
+    def new_id(self) -> str:
+        """For a call that was read."""
+        return new_call_id()
+
+    def mark(self, mark: str) -> str:
+        """In a grammar: the token, or where there is none the text."""
+        token_id = self._tokenizer.token_id(mark)
+        return literal(mark) if token_id is None else f"<[{token_id}]>"
+
+    @abstractmethod
+    def read(self, text: str, tools: Sequence[Tool]) -> list[Call] | None:
+        """The calls in a text from a mark that begins them to the one that closes; None for what
+        is no call."""
+
+    @abstractmethod
+    def one(self, tool: Tool, arguments: str) -> str:
+        """A call in a grammar, with what its arguments are."""
+
+    @abstractmethod
+    def several(self, one: str, is_single: bool) -> str:
+        """All calls of an answer in a grammar, each of them `one`."""
+
+
+class TaggedCalls(CallForm):
+    """Qwen, Hermes, Ling: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, and of
+    Qwen3-Coder `<tool_call><function=NAME><parameter=NAME>...`, whose first mark it may forget."""
+
+    begin = "<tool_call>"
+    end = "</tool_call>"
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        super().__init__(tokenizer)
+        self.has_raw_texts = tokenizer.template_names(FUNCTION)
+        ends = {self.begin: self.end}
+        self.ends = ends | {FUNCTION: FUNCTION_END} if self.has_raw_texts else ends
+
+    def read(self, text: str, tools: Sequence[Tool]) -> list[Call] | None:
+        """See `CallForm`."""
+        body = text.removeprefix(self.begin).removesuffix(self.end).strip()
+        call = xml_call(body, tools) if body.startswith("<") else call_of(parsed(body))
+        return None if call is None else [call]
+
+    def one(self, tool: Tool, arguments: str) -> str:
+        """See `CallForm`."""
+        begin, end = self.mark(self.begin), self.mark(self.end)
+        if self.has_raw_texts:
+            head, tail = literal(f"\n{FUNCTION}{tool.name}>\n"), literal(f"{FUNCTION_END}\n")
+        else:
+            head = literal(f'\n{{"name": {json.dumps(tool.name)}, "arguments": ')
+            tail = literal("}\n")
+        return f"{begin} {head} {arguments} {tail} {end}"
+
+    def several(self, one: str, is_single: bool) -> str:
+        """See `CallForm`."""
+        return one if is_single else f'{one} ("\\n" {one})*'
+
+
+class DeepSeekCalls(CallForm):
+    """`NAME<sep>{...}` between marks of each call and of all; before version 3.1
+    `function<sep>NAME` and the arguments as a block of code."""
+
+    begin = "<｜tool▁calls▁begin｜>"
+    end = "<｜tool▁calls▁end｜>"
+    one_begin, separator, one_end = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
+    ends = {begin: end}
+    inner = (one_begin, separator, one_end)
+    may_end_open = True  # each call has its own end
+
+    def read(self, text: str, tools: Sequence[Tool]) -> list[Call] | None:
+        """See `CallForm`."""
+        body = text.removeprefix(self.begin).removesuffix(self.end).strip()
+        calls = []
+        while body:
+            before, begin, body = body.partition(self.one_begin)
+            inside, end, body = body.partition(self.one_end)
+            call = self._call(inside, {tool.name: tool for tool in tools})
+            if before.strip() or not begin or not end or call is None:
+                return None
+            calls.append(call)
+        return calls or None
+
+    def one(self, tool: Tool, arguments: str) -> str:
+        """See `CallForm`."""
+        begin, end = self.mark(self.one_begin), self.mark(self.one_end)
+        name, separator = literal(tool.name), self.mark(self.separator)
+        if not self._tokenizer.template_names(f"{FENCE}json"):
+            return f"{begin} {name} {separator} {arguments} {end}"
+        head, tail = literal(f"{tool.name}\n{FENCE}json\n"), literal(f"\n{FENCE}")
+        return f'{begin} "function" {separator} {head} {arguments} {tail} {end}'
+
+    def several(self, one: str, is_single: bool) -> str:
+        """See `CallForm`."""
+        more = "" if is_single else f'("\\n" {one})*'
+        return f"{self.mark(self.begin)} {one} {more} {self.mark(self.end)}"
+
+    def _call(self, text: str, tools: Mapping[str, Tool]) -> Call | None:
+        name, separator, rest = text.partition(self.separator)
+        if name.strip() == "function":
+            name, _, rest = rest.partition("\n")
+            rest = rest.strip().removeprefix(f"{FENCE}json").removesuffix(FENCE)
+        name = name.strip()
+        arguments = arguments_text(rest, tools.get(name))
+        if not separator or not is_name(name) or arguments is None:
+            return None
+        return Call(name, arguments)
+
+
+class MistralCalls(CallForm):
+    """`[TOOL_CALLS]` and a JSON list of calls; in newer models `[TOOL_CALLS]NAME[ARGS]{...}`, once
+    for each."""
+
+    begin = "[TOOL_CALLS]"
+    arguments, call_id = "[ARGS]", "[CALL_ID]"
+    ends = {begin: ""}
+    inner = (arguments, call_id)
+    may_end_open = True  # JSON has its own end
+
+    def new_id(self) -> str:
+        """Nine letters and digits: the templates take nothing else."""
+        return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
+
+    def read(self, text: str, tools: Sequence[Tool]) -> list[Call] | None:
+        """See `CallForm`."""
+        body = text.removeprefix(self.begin).strip()
+        if body[:1] in ("[", "{"):
+            value = parsed(body)
+            calls = [call_of(each) for each in (value if isinstance(value, list) else [value])]
+            return None if None in calls else [call for call in calls if call is not None]
+        name, separator, rest = body.partition(self.arguments)
+        name = name.partition(self.call_id)[0].strip()
+        known = {tool.name: tool for tool in tools}
+        arguments = arguments_text(rest, known.get(name))
+        if not separator or not is_name(name) or arguments is None:
+            return None
+        return [Call(name, arguments)]
+
+    def one(self, tool: Tool, arguments: str) -> str:
+        """See `CallForm`."""
+        if self._has_arguments_mark:
+            return (
+                f"{self.mark(self.begin)} {literal(tool.name)} {self.mark(self.arguments)} "
+                f"{arguments}"
+            )
+        head = literal(f'{{"name": {json.dumps(tool.name)}, "arguments": ')
+        return f"{head} {arguments} {literal('}')}"
+
+    def several(self, one: str, is_single: bool) -> str:
+        """See `CallForm`."""
+        if self._has_arguments_mark:
+            return one if is_single else f"({one})+"
+        more = "" if is_single else f'(", " {one})*'
+        return f'{self.mark(self.begin)} "[" {one} {more} "]"'
+
+    @property
+    def _has_arguments_mark(self) -> bool:
+        return self._tokenizer.token_id(self.arguments) is not None

@@ -1,0 +1,79 @@
+"""Tool calls as models write them in JSON: checked, and told in one form."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import NamedTuple, NoReturn
+
+from lowtide.serve.conversation import Tool
+
+_NAME = re.compile(r"[\w.:/-]{1,256}")
+
+
+class Call(NamedTuple):
+    """A call that was read. arguments: a JSON object as text."""
+
+    name: str
+    arguments: str
+
+
+def is_name(value: object) -> bool:
+    """Whether a function may be called so; whether there is one is the client's to say."""
+    return isinstance(value, str) and _NAME.fullmatch(value) is not None
+
+
+def parsed(text: str) -> object:
+    """The value of a JSON text; None for what is not JSON."""
+    try:
+        return json.loads(text, parse_constant=_refuse)
+    except (ValueError, RecursionError):
+        return None
+
+
+def json_text(value: object) -> str:
+    """A JSON value as text; half a surrogate pair stays escaped."""
+    text = json.dumps(value, ensure_ascii=False)
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return json.dumps(value)
+    return text
+
+
+def call_of(value: object) -> Call | None:
+    """The call that a JSON object with a name and arguments says."""
+    if not isinstance(value, Mapping) or not is_name(value.get("name")):
+        return None
+    arguments = value.get("arguments", value.get("parameters", {}))
+    if isinstance(arguments, str):
+        arguments = parsed(arguments)
+    if not isinstance(arguments, Mapping):
+        return None
+    return Call(value["name"], json_text(arguments))
+
+
+def arguments_text(text: str, tool: Tool | None) -> str | None:
+    """The arguments that a model wrote on their own; None for what is none.
+
+    Of a tool of one text, what is no JSON object is that text.
+    """
+    value = parsed(text) if text.strip() else {}
+    if isinstance(value, Mapping):
+        return json_text(value)
+    name = None if tool is None else only_text(tool)
+    return None if name is None else json_text({name: text})
+
+
+def only_text(tool: Tool) -> str | None:
+    """The name of a tool's only parameter, if that is a text."""
+    properties = tool.parameters.get("properties")
+    if not isinstance(properties, Mapping) or len(properties) != 1:
+        return None
+    [(name, schema)] = properties.items()
+    return name if isinstance(schema, Mapping) and schema.get("type") == "string" else None
+
+
+def _refuse(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is not JSON.")

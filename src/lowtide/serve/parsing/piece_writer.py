@@ -1,0 +1,63 @@
+"""What an answer is told in, without the blank lines that only divide its parts."""
+
+from __future__ import annotations
+
+from lowtide.serve.pieces import CallArguments, CallBegun, Piece, Reasoning, Text
+
+
+class PieceWriter:
+    """Collects the pieces of one answer.
+
+    Line breaks at the beginning of a part are left out, and blanks at the end of one that another
+    part follows: templates write them themselves when they are told the answer at the next turn.
+    The first part of an answer keeps its beginning, the last one its end.
+    """
+
+    def __init__(self) -> None:
+        self.is_reasoning = False
+        self.num_calls = 0
+        self.follows_call = False  # nothing was written since
+        self._pieces: list[Piece] = []
+        self._is_beginning = False  # of a part that has another one before it
+        self._blanks = ""  # at the end so far
+
+    def turn_to(self, is_reasoning: bool) -> None:
+        """Another part begins."""
+        self.is_reasoning = is_reasoning
+        self._begin_part()
+
+    def write(self, text: str) -> None:
+        """More of the part."""
+        if self._is_beginning:
+            text = text.lstrip("\n")
+            if not text:
+                return
+            self._is_beginning = False
+        text = self._blanks + text
+        certain = text.rstrip()
+        self._blanks = text[len(certain) :]
+        if certain:
+            self.follows_call = False
+            self._pieces.append(Reasoning(certain) if self.is_reasoning else Text(certain))
+
+    def call(self, call_id: str, name: str, arguments: str) -> None:
+        """A whole call. arguments: a JSON object as text."""
+        index = self.num_calls
+        self._pieces += [CallBegun(index, call_id, name), CallArguments(index, arguments)]
+        self.num_calls += 1
+        self.follows_call = True
+        self._begin_part()
+
+    def take(self) -> list[Piece]:
+        """The pieces since the last time."""
+        taken, self._pieces = self._pieces, []
+        return taken
+
+    def finish(self) -> list[Piece]:
+        """The last pieces."""
+        if self._blanks and not self.is_reasoning:
+            self._pieces.append(Text(self._blanks))
+        return self.take()
+
+    def _begin_part(self) -> None:
+        self._is_beginning, self._blanks = True, ""

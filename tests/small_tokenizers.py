@@ -1,0 +1,123 @@
+"""Tokenizers of bytes with the marks and templates of published models, for tests of what they
+write."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import NamedTuple
+
+import tokenizers
+
+from lowtide.lab.synth_tokenizer import tokenizer_json
+from lowtide.model_folder.tokenizer import Tokenizer
+
+EOS = 300
+THINK = ("<think>", "</think>")
+HARMONY = ("<|start|>", "<|channel|>", "<|message|>", "<|constrain|>")
+HARMONY += ("<|end|>", "<|return|>", "<|call|>")
+DEEPSEEK = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", "<｜tool▁call▁begin｜>")
+DEEPSEEK += ("<｜tool▁call▁end｜>", "<｜tool▁sep｜>")
+
+
+@cache
+def make_tokenizer(
+    marks: Sequence[str] = (), special: Sequence[str] = (), template: str = "{{ tools }}"
+) -> Tokenizer:
+    """One with further tokens, of which the `special` ones are no text."""
+    backend = tokenizers.Tokenizer.from_str(tokenizer_json(EOS))
+    backend.add_tokens([tokenizers.AddedToken(mark, normalized=False) for mark in marks])
+    backend.add_special_tokens(list(special))
+    return Tokenizer(backend, {"eos_token": "<|endoftext|>"}, template)
+
+
+class CallFormat(NamedTuple):
+    """A published form of calls: a tokenizer, and how a call and several are written."""
+
+    name: str
+    tokenizer: Tokenizer
+    one: Callable[[str, dict[str, object]], str]
+    begin: str = ""
+    between: str = "\n"
+    end: str = ""
+    prompt: str = ""
+
+    def text(self, *calls: tuple[str, dict[str, object]]) -> str:
+        """Calls as the model writes them."""
+        return self.begin + self.between.join(self.one(*call) for call in calls) + self.end
+
+
+def _tagged(name: str, arguments: dict[str, object]) -> str:
+    call = json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False)
+    return f"<tool_call>\n{call}\n</tool_call>"
+
+
+def _xml(name: str, arguments: dict[str, object]) -> str:
+    values = "".join(
+        f"<parameter={key}>\n{value if isinstance(value, str) else json.dumps(value)}\n"
+        "</parameter>\n"
+        for key, value in arguments.items()
+    )
+    return f"<tool_call>\n<function={name}>\n{values}</function>\n</tool_call>"
+
+
+def _deepseek(name: str, arguments: dict[str, object]) -> str:
+    return f"{DEEPSEEK[2]}{name}{DEEPSEEK[4]}{json.dumps(arguments)}{DEEPSEEK[3]}"
+
+
+def _old_deepseek(name: str, arguments: dict[str, object]) -> str:
+    code = f"```json\n{json.dumps(arguments)}\n```"
+    return f"{DEEPSEEK[2]}function{DEEPSEEK[4]}{name}\n{code}{DEEPSEEK[3]}"
+
+
+def _mistral(name: str, arguments: dict[str, object]) -> str:
+    return f"[TOOL_CALLS]{name}[ARGS]{json.dumps(arguments)}"
+
+
+def _old_mistral(name: str, arguments: dict[str, object]) -> str:
+    return json.dumps({"name": name, "arguments": arguments})
+
+
+def _harmony(name: str, arguments: dict[str, object]) -> str:
+    header = f"<|channel|>commentary to=functions.{name} <|constrain|>json"
+    return f"{header}<|message|>{json.dumps(arguments)}<|call|>"
+
+
+QWEN = CallFormat("qwen", make_tokenizer(("<tool_call>", "</tool_call>", *THINK)), _tagged)
+PLAIN = CallFormat("no tokens", make_tokenizer(template="{{ tools }}<tool_call>"), _tagged)
+CODER = CallFormat(
+    "qwen3 coder",
+    make_tokenizer(("<tool_call>", "</tool_call>"), template="{{ tools }}<tool_call><function=x>"),
+    _xml,
+)
+DEEPSEEK_31 = CallFormat(
+    "deepseek 3.1", make_tokenizer((*THINK, *DEEPSEEK)), _deepseek, DEEPSEEK[0], "", DEEPSEEK[1]
+)
+DEEPSEEK_3 = CallFormat(
+    "deepseek 3",
+    make_tokenizer(DEEPSEEK, template=f"{{{{ tools }}}}{DEEPSEEK[0]}```json"),
+    _old_deepseek,
+    DEEPSEEK[0],
+    "\n",
+    DEEPSEEK[1],
+)
+MISTRAL = CallFormat(
+    "mistral",
+    make_tokenizer(special=("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]")),
+    _mistral,
+    between="",
+)
+OLD_MISTRAL = CallFormat(
+    "old mistral",
+    make_tokenizer(special=("[TOOL_CALLS]",)),
+    _old_mistral,
+    "[TOOL_CALLS][",
+    ", ",
+    "]",
+)
+GPT_OSS = CallFormat(
+    "gpt-oss", make_tokenizer(special=HARMONY), _harmony, prompt="<|start|>assistant"
+)
+INLINE = (QWEN, PLAIN, CODER, DEEPSEEK_31, DEEPSEEK_3, MISTRAL, OLD_MISTRAL)
+FORMATS = (*INLINE, GPT_OSS)

@@ -1,0 +1,269 @@
+"""Conversations with tools, thoughts and late system turns, and the process that renders them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from examples import examples
+from hypothesis import given
+from hypothesis import strategies as st
+from small_tokenizers import make_tokenizer
+
+from lowtide.errors import UnsupportedError, UsageError
+from lowtide.model_folder import chat_template, template_process
+from lowtide.model_folder.template_process import TEMPLATES
+
+HELLO = {"role": "user", "content": "hello"}
+CALL = {"type": "function", "id": "call_1", "function": {"name": "f", "arguments": {"a": [1]}}}
+JSON = "{{ messages | tojson }}"
+PUBLISHED = (
+    "{% if tools %}{{ tools | tojson(ensure_ascii=False) }}{% endif %}"
+    "{% for m in messages %}[{{ m.role }}]{{ m.content }}"
+    "{% for c in m.tool_calls %}<{{ c.function.name }} {{ c.function.arguments | tojson }}>"
+    "{% endfor %}{% endfor %}"
+)
+
+
+def render(template: str, *messages: object, **options: object) -> str:
+    return make_tokenizer(template=template).render_chat(messages, options=options)  # type: ignore[arg-type]
+
+
+def rendered(*messages: object) -> list[dict[str, Any]]:
+    return json.loads(render(JSON, *messages))  # type: ignore[no-any-return]
+
+
+# messages
+
+
+def test_calls_and_their_results() -> None:
+    called = {"role": "assistant", "content": None, "tool_calls": [CALL], "refusal": None}
+    result = {"role": "tool", "content": [{"type": "text", "text": "2"}], "tool_call_id": "call_1"}
+    assert rendered(HELLO, called, result) == [
+        HELLO,
+        {"role": "assistant", "content": "", "tool_calls": [CALL]},
+        {"role": "tool", "content": "2", "tool_call_id": "call_1"},
+    ]
+    assert render(PUBLISHED, HELLO, called) == '[user]hello[assistant]<f {"a": [1]}>'
+
+
+def test_arguments_may_be_text() -> None:
+    for arguments in ('{"a": [1]}', {"a": [1]}):
+        call = CALL | {"function": {"name": "f", "arguments": arguments}}
+        [message] = rendered({"role": "assistant", "content": "", "tool_calls": [call]})
+        assert message["tool_calls"] == [CALL]
+    call = {"function": {"name": "f", "arguments": ""}}
+    [message] = rendered({"role": "assistant", "tool_calls": [call]})
+    assert message["tool_calls"][0]["function"] == {"name": "f", "arguments": {}}
+
+
+def test_thoughts_by_every_name() -> None:
+    for name in ("reasoning_content", "reasoning"):
+        [message] = rendered({"role": "assistant", "content": "a", name: "hm"})
+        assert message == {"role": "assistant", "content": "a", "reasoning_content": "hm"}
+    template = "{{ messages[0].thinking }}"
+    thought = {"role": "assistant", "content": "", "reasoning_content": "hm"}
+    assert render(template, thought | {"tool_calls": [CALL]}) == "hm"
+    assert render(template, thought | {"content": "a"}) == "hm"
+    assert render(template, thought | {"content": "a", "tool_calls": [CALL]}) == ""
+
+
+@pytest.mark.parametrize(
+    ("message", "reason"),
+    [
+        ({"role": "user", "content": "a", "tool_calls": [CALL]}, "only an assistant's"),
+        ({"role": "assistant", "content": "a", "tool_calls": CALL}, "a list tool_calls"),
+        ({"role": "assistant", "tool_calls": ["f"]}, "tool call 0, must be"),
+        ({"role": "assistant", "tool_calls": [{"function": {"name": 1}}]}, "string name"),
+        (
+            {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[1"}}]},
+            "a JSON object or its text",
+        ),
+        (
+            {"role": "assistant", "tool_calls": [{"id": 1, "function": {"name": "f"}}]},
+            "a string id",
+        ),
+        ({"role": "assistant", "content": "a", "reasoning": 1}, "string reasoning"),
+        ({"role": "user", "content": "a", "reasoning": "b"}, "not known: reasoning"),
+        ({"role": "tool", "content": "a", "tool_call_id": 3}, "string tool_call_id"),
+        ({"role": "developer", "content": "a"}, "known roles"),
+    ],
+)
+def test_what_no_template_could_read_is_refused(message: dict[str, Any], reason: str) -> None:
+    with pytest.raises(UsageError, match=reason):
+        render(JSON, message)
+
+
+def test_tools_are_a_variable_of_templates_that_have_it() -> None:
+    tools = [{"type": "function", "function": {"name": "é", "parameters": {}}}]
+    assert render(PUBLISHED, HELLO, tools=tools).startswith('[{"type": "function", "function": {"n')
+    assert "é" in render(PUBLISHED, HELLO, tools=tools)
+    assert render("{{ messages[0].content }}", HELLO, tools=[]) == "hello"
+    with pytest.raises(UnsupportedError, match="has no tools"):
+        render("{{ messages[0].content }}", HELLO, tools=tools)
+
+
+def test_nesting_is_bounded() -> None:
+    tool: dict[str, Any] = {}
+    for _ in range(100_000):
+        tool = {"a": tool}
+    with pytest.raises(UsageError, match="nested too deeply"):
+        render(PUBLISHED, HELLO, tools=[tool])
+
+
+# later system turns
+
+LATE = {"role": "system", "content": "be brief"}
+TURNS = (HELLO, LATE, {"role": "assistant", "content": "hi"}, LATE)
+REFUSING = (
+    "{% for m in messages %}{% if m.role == 'system' and not loop.first %}"
+    "{{ raise_exception('system first') }}{% endif %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+)
+LEAVING_OUT = (
+    "{% for m in messages %}{% if m.role != 'system' or loop.first %}"
+    "[{{ m.role }}]{{ m.content | trim }}{% endif %}{% endfor %}"
+)
+ALTERNATING = REFUSING + (
+    "{% for m in messages %}{% if loop.previtem is defined and m.role == loop.previtem.role %}"
+    "{{ raise_exception('roles must alternate') }}{% endif %}{% endfor %}"
+)
+
+
+def test_a_template_that_has_late_system_turns_keeps_them() -> None:
+    expected = "[user]hello[system]be brief[assistant]hi[system]be brief"
+    assert render(PUBLISHED, *TURNS) == expected
+
+
+@pytest.mark.parametrize("template", [REFUSING, LEAVING_OUT, ALTERNATING])
+def test_a_late_system_turn_is_the_user_s_where_the_template_has_none(template: str) -> None:
+    expected = "[user]hello\n\nbe brief[assistant]hi[user]be brief"
+    assert render(template, *TURNS) == expected
+    first = {"role": "system", "content": "S"}
+    assert render(template, first, *TURNS) == "[system]S" + expected
+
+
+def test_a_template_that_fails_otherwise_still_fails() -> None:
+    with pytest.raises(UsageError, match="no users"):
+        render("{{ raise_exception('no users') }}", HELLO, LATE)
+
+
+# the process
+
+
+def test_one_process_renders_them_all_and_another_after_a_limit() -> None:
+    assert render("{{ 1 + 1 }}", HELLO) == "2"
+    child = TEMPLATES._child
+    assert child is not None
+    with pytest.raises(UsageError, match="no"):
+        render("{{ raise_exception('no') }}", HELLO)
+    assert render(JSON, HELLO) and TEMPLATES._child is child
+    with pytest.raises(UsageError, match="memory"):
+        render("{{ 'a' * 10**10 }}", HELLO)
+    assert child.returncode is not None
+    assert render(JSON, HELLO) and TEMPLATES._child is not child
+
+
+def test_a_process_that_was_killed_is_another_one_next_time() -> None:
+    render(JSON, HELLO)
+    child = TEMPLATES._child
+    assert child is not None
+    child.kill()
+    child.wait()
+    assert render(JSON, HELLO) == json.dumps([HELLO])
+
+
+def test_an_interrupt_leaves_no_half_read_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(pipe: int) -> bytes:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(template_process, "_read_line", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            render("{{ 'other' }}", HELLO)
+    assert render("{{ 'mine' }}", HELLO) == "mine"
+
+
+def test_each_render_has_its_own_processor_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat_template, "TEMPLATE_CPU_S", 1)
+    busy = "{% for i in range(300) %}{% for j in range(9999) %}{% endfor %}{% endfor %}{{ x }}"
+    texts = [render(busy, HELLO, x=i) for i in range(8)]
+    assert texts == [str(i) for i in range(8)]
+
+
+def test_threads_get_their_own_answers() -> None:
+    wrong: list[str] = []
+
+    def ask(name: int) -> None:
+        for i in range(20):
+            text = render("{{ messages[0].content * 50 }}", HELLO | {"content": f"{name}.{i};"})
+            if text != f"{name}.{i};" * 50:
+                wrong.append(text)
+
+    threads = [threading.Thread(target=ask, args=(name,)) for name in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+@examples(20)
+@given(st.lists(st.text(max_size=20), min_size=1, max_size=5))
+def test_what_is_said_comes_through_unchanged(texts: list[str]) -> None:
+    messages = [{"role": "user", "content": text} for text in texts]
+    assert rendered(*messages) == messages
+
+
+FORKED = """
+import os, sys
+from lowtide.model_folder.template_process import TEMPLATES
+
+def ask(value):
+    request = {"template": "{{ v }}", "variables": {"v": value}, "max_output_chars": 100,
+               "max_memory_bytes": 512 << 20, "max_cpu_s": 2}
+    return TEMPLATES.ask(request, 60.0)["text"], TEMPLATES._child.pid
+
+text, own = ask("parent")
+assert text == "parent"
+if not os.fork():
+    text, other = ask("child")
+    sys.exit(0 if text == "child" and other != own else 3)
+assert os.waitstatus_to_exitcode(os.wait()[1]) == 0
+assert ask("again") == ("again", own)
+print(own)
+"""
+
+
+def is_running(pid: int) -> bool:
+    """Not where it has ended and nothing has waited for it."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return stat.rpartition(")")[2].split()[0] != "Z"
+
+
+def test_a_fork_has_its_own_and_none_outlives_the_program() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", FORKED], capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert not is_running(int(done.stdout))
+
+
+def test_it_ends_with_a_program_that_is_killed() -> None:
+    code = FORKED.split("if not os.fork")[0] + "print(own, flush=True)\nimport time\ntime.sleep(60)"
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as program:
+        assert program.stdout is not None
+        own = int(program.stdout.readline())
+        program.kill()
+    for _ in range(600):
+        if not is_running(own):
+            return
+        threading.Event().wait(0.1)
+    raise AssertionError(f"process {own} is still there")
