@@ -50,6 +50,9 @@ PURE_FILES = ("policies", "memory.budget", "memory.pages", "memory.planner")
 PURE_FILES += ("memory.chunking", "memory.template", "memory.pass_planner")
 PURE_LIBRARIES = {"numpy", "__future__", "abc", "bisect", "collections", "dataclasses", "enum"}
 PURE_LIBRARIES |= {"functools", "heapq", "itertools", "math", "operator", "types", "typing"}
+# Of the `serve` extra, and those rooms of the server that the command line uses without it.
+EXTRA = {"fastapi", "starlette", "uvicorn", "pydantic", "prometheus_client", "llguidance"}
+WITHOUT_EXTRA = ("serve.settings", "serve.client_configs", "serve.context", "serve.parsing")
 TORCH_FREE = FACTS | {"cli", "policies", "replay", "__main__", "__init__"}
 NEVER = {
     "pickle",
@@ -203,6 +206,12 @@ def test_no_code_from_models_and_no_oracles() -> None:
         assert not libraries(source.imports) & NEVER, source.name
         called = {dotted(node.func) for node in source.nodes if isinstance(node, ast.Call)}
         assert not called & {"eval", "exec", "__import__", "torch.load"}, source.name
+
+
+def test_the_server_s_packages_are_its_own() -> None:
+    for source in SOURCES:
+        if source.room != "serve" or source.name.startswith(WITHOUT_EXTRA):
+            assert not libraries(source.imports) & EXTRA, source.name
 
 
 def unseeded(nodes: Iterable[ast.AST]) -> list[str]:
