@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import random
 import re
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
@@ -412,9 +413,12 @@ def test_what_is_too_complex_later_ends_that_answer_alone(constraint: Constraint
 
 
 def test_compiling_takes_no_longer_than_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
+    is_told = threading.Event()
     monkeypatch.setattr(grammar, "MAX_COMPILE_S", 0.0)
+    monkeypatch.setattr(Grammars, "_mask", lambda self, text: is_told.wait(60))
     with pytest.raises(UsageError, match="not compiled within 0 s"):
         grammars_of().applied(request_of(QWEN.tokenizer), Constraint.json_object())
+    is_told.set()
 
 
 def test_a_tool_with_a_schema_that_is_not_known() -> None:

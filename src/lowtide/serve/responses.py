@@ -49,7 +49,7 @@ class ResponsesBody(AgentBody):
 
 
 @dataclass(frozen=True, slots=True)
-class _Reading:
+class _ReadBody:
     """What a request comes to."""
 
     ask: Ask
@@ -71,7 +71,7 @@ def router_of(service: Service) -> APIRouter:
     return router
 
 
-def _read(service: Service, body: ResponsesBody) -> _Reading:
+def _read(service: Service, body: ResponsesBody) -> _ReadBody:
     """Raises Refusal or UsageError for what cannot be answered."""
     _check_stateless(body)
     tools = ToolSet()
@@ -96,7 +96,7 @@ def _read(service: Service, body: ResponsesBody) -> _Reading:
     seals = _SEALED_THOUGHTS in (body.include or ())
     writer = ResponseEvents(_response(service, body, params), tools.forms, seals)
     ignored = [*_ignored(body), *tools.ignored, *reader.ignored]
-    return _Reading(ask, writer, headers_of(service, body.model, ignored))
+    return _ReadBody(ask, writer, headers_of(service, body.model, ignored))
 
 
 def _check_stateless(body: ResponsesBody) -> None:
