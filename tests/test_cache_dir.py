@@ -56,7 +56,7 @@ def kept_bits(llm: LLM) -> np.ndarray:
     def look(engine: Engine) -> np.ndarray:
         cache = engine.kv_cache
         kept = cache._kept[-1]
-        return cache._bits[:, :, :, kept.start : kept.start + kept.num_written].copy()
+        return cache.rows(kept, 0, kept.num_written).copy()
 
     return llm._loop.run(look)
 

@@ -73,7 +73,8 @@ class StoredSequences:
         folder, name, num_tokens = self._files.folder, found.entry.name, found.num_tokens
 
         def place(first: int, content: NDArray[Any]) -> None:
-            self._kv_cache.fill(kv, first, content[:, :, :, : num_tokens - first])
+            wanted = content[:, :, :, : num_tokens - first]
+            self._kv_cache.rows(kv, first, wanted.shape[3])[...] = wanted
 
         try:
             self._reader.read(folder.open(name), found.head, num_tokens, place)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import threading
 from dataclasses import dataclass
 from typing import Any
@@ -81,8 +80,7 @@ class KVCache:
         self._planned_tokens = planned_tokens or self.num_tokens
         self._taken: list[KVRange] = []  # ascending by start, kept ones included
         self._kept: list[KVRange] = []  # the one that goes first in front
-        # Held while kept ranges move or go, and while another thread copies from one.
-        self._gate = threading.RLock()
+        self._gate = threading.RLock()  # while kept ranges move or go, or are copied from
 
     @property
     def dtype(self) -> torch.dtype:
@@ -127,8 +125,7 @@ class KVCache:
             raise InternalError(f"{kv_range} was freed but is not taken.")
         with self._gate:
             self._taken.remove(kv_range)
-            if kv_range in self._kept:
-                self._kept.remove(kv_range)
+            self._kept = [kept for kept in self._kept if kept is not kv_range]
             self._release_unused()
 
     def keep(self, kv_range: KVRange, num_tokens: int) -> None:
@@ -192,18 +189,18 @@ class KVCache:
     def branch(self, kv_range: KVRange, num_tokens: int, capacity: int) -> KVRange:
         """A new range of at least `capacity` tokens, the first `num_tokens` of them copied from
         another, which stays: a kept one counts as used now. Raises as `allocate`."""
-        is_kept = kv_range in self._kept
+        is_kept, made = kv_range in self._kept, None
         with self._gate:  # another thread still finds it kept
             if is_kept:
                 self._kept.remove(kv_range)  # it does not give way meanwhile
             try:
                 made = self.allocate(capacity)
-                try:
-                    self.prepare(made, num_tokens)
-                    self._copy(kv_range.start, self.claim(made, 0, num_tokens), num_tokens)
-                except BaseException:
+                self.prepare(made, num_tokens)
+                self._copy(kv_range.start, self.claim(made, 0, num_tokens), num_tokens)
+            except BaseException:
+                if made is not None:
                     self.free(made)
-                    raise
+                raise
             finally:
                 if is_kept:
                     self._kept.append(kv_range)
@@ -216,15 +213,17 @@ class KVCache:
         with self._gate:
             is_there = self.is_kept(kv_range) and kv_range.num_kept == num_kept
             if is_there:
-                start = kv_range.start + first
-                target[...] = self._bits[:, :, :, start : start + target.shape[3]]
+                target[...] = self.rows(kv_range, first, target.shape[3])
             return is_there
 
-    def fill(self, kv_range: KVRange, first: int, source: NDArray[Any]) -> None:
-        """On any thread, while nothing else is done here: the converse of `copy_kept`, for a range
-        that no pass has seen; `claim` follows."""
+    def rows(self, kv_range: KVRange, first: int, num_tokens: int) -> NDArray[Any]:
+        """Host memory of tokens from `first` on, as `copy_kept` copies it: to be written in a range
+        that no pass has seen, before `claim`."""
+        integers: torch.dtype = getattr(torch, f"int{8 * self.dtype.itemsize}")
+        bits: NDArray[Any] = self._storage.view(integers).numpy()
         start = kv_range.start + first
-        self._bits[:, :, :, start : start + source.shape[3]] = source
+        rows: NDArray[Any] = bits[:, :, :, start : start + num_tokens]
+        return rows
 
     def give_way(self, num_bytes: int) -> None:
         """Kept ranges go, oldest first, until their pages have given so many bytes back."""
@@ -293,13 +292,6 @@ class KVCache:
         keys, values = self._arrays[layer]
         start = kv_range.start
         return keys.narrow(1, start, num_tokens), values.narrow(1, start, num_tokens)
-
-    @functools.cached_property
-    def _bits(self) -> NDArray[Any]:
-        """The storage, in host memory, as integers."""
-        integers: torch.dtype = getattr(torch, f"int{8 * self.dtype.itemsize}")
-        bits: NDArray[Any] = self._storage.view(integers).numpy()
-        return bits
 
     @property
     def _num_unused_tokens(self) -> int:
