@@ -80,8 +80,7 @@ def main() -> None:
     settings["layers"] = options.layers or "all"
     recorder = Recorder("tau", settings, options.out)
     _anchors(recorder)
-    recorded = [] if options.synthetic else _recorded()
-    for case in [*_synthetic(options.layers), *recorded]:
+    for case in [*_synthetic(options.layers), *_recorded()]:
         _measure(recorder, case)
 
 
@@ -248,7 +247,6 @@ def _expected(case: Case, d: float, budget: int, num_steps: int, tau: int) -> fl
 def _options() -> argparse.Namespace:
     parser = make_parser(__doc__)
     parser.add_argument("--layers", type=int, help="of the synthetic models (all)")
-    parser.add_argument("--synthetic", action="store_true", help="leave recorded runs out")
     return parser.parse_args()
 
 
