@@ -94,7 +94,7 @@ SMALL = (
 )
 LARGE = (
     Script("conversation", 2, ("--family", "llada2")),
-    Script("conversation", 6, ("--behind", "16000")),
+    Script("conversation", 7, ("--behind", "16000", "--restarts", "3")),
     Script("conversation", 8, ("--behind", "16000", "--share", "0.4")),
     Script("absent", 5, ("--parts", "disk"), disk_GiB=10),
     Script("pack", 4, disk_GiB=12),
