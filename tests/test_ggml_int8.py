@@ -175,6 +175,8 @@ LAYERS = (
     ("Q8_0", "Q5_0", "Q4_1"),
     ("MXFP4", "IQ4_NL", "Q4_0"),
     ("Q5_K", "Q5_K", "Q5_1"),
+    ("IQ2_XXS", "IQ3_XXS", "IQ2_S"),
+    ("IQ2_XS", "Q3_K", "IQ3_S"),
 )
 """Types of gate, up and down, as mixed as files may have them."""
 

@@ -121,6 +121,8 @@ LAYERS = (
     ("Q8_0", "Q5_0", "BF16"),
     ("MXFP4", "IQ4_NL", "Q4_0"),
     ("Q5_K", "Q5_K", "Q5_1"),
+    ("IQ2_XXS", "IQ2_XS", "IQ3_S"),
+    ("IQ3_XXS", "Q2_K", "IQ2_S"),
 )
 """Types of gate, up and down, as mixed as files may have them."""
 

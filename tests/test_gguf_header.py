@@ -162,8 +162,8 @@ def test_tensors_that_lie_are_refused(path: Path, tmp_path: Path) -> None:
         (put(at + 4, "<Q", 0), CheckpointError, r"has the shape \[2, 3, 0\]"),
         (put(at + 12, "<Q", 2**60), CheckpointError, "has the shape"),
         (put(at, "<I", 9), CheckpointError, "has 9 dimensions"),
-        (put(kind, "<I", 16), UnsupportedError, "'blk.1.ffn_up_exps.weight' is of type IQ2_XXS"),
-        (put(kind, "<I", 21), UnsupportedError, "type IQ3_S.*supported: Q4_0, .*Choose another"),
+        (put(kind, "<I", 19), UnsupportedError, "'blk.1.ffn_up_exps.weight' is of type IQ1_S"),
+        (put(kind, "<I", 34), UnsupportedError, "type TQ1_0.*supported: Q4_0, .*Choose another"),
         (put(kind, "<I", 999), UnsupportedError, "is of type number 999"),
     ):
         with pytest.raises(error, match=match):

@@ -30,6 +30,7 @@ from lowtide.model_folder.gguf_model import GgufModel
 from lowtide.schemas import bind
 
 MIXED = (Type.Q4_K, Type.Q6_K, Type.Q5_K, Type.Q3_K, Type.Q2_K, Type.IQ4_XS, Type.Q8_0)
+MIXED += (Type.IQ2_XXS, Type.IQ3_S, Type.IQ2_S, Type.IQ3_XXS, Type.IQ2_XS)
 SMALL = (Type.Q4_0, Type.Q4_1, Type.Q5_0, Type.Q5_1, Type.Q8_0, Type.IQ4_NL, Type.MXFP4)
 SMALL += (Type.BF16, Type.F16)
 

@@ -14,7 +14,8 @@ struct BlockType {
 };
 constexpr BlockType BLOCKS[] = {{18, 32},   {20, 32},   {22, 32},   {24, 32},   {34, 32},
                                 {18, 32},   {17, 32},   {84, 256},  {110, 256}, {144, 256},
-                                {176, 256}, {210, 256}, {136, 256}};
+                                {176, 256}, {210, 256}, {136, 256}, {66, 256},  {74, 256},
+                                {82, 256},  {98, 256},  {110, 256}};
 
 constexpr int NUM_TYPES = int(std::size(BLOCKS));
 
@@ -65,7 +66,8 @@ Bytes any_bytes() {
 
 // Types of gate, up and down, as files mix them: each is in one of these, and bfloat16.
 constexpr std::int32_t EXPERTS[][3] = {{0, 1, 2},  {3, 4, 5},   {6, 7, 8}, {9, 10, 11},
-                                       {9, 9, 11}, {12, 10, 3}, {PLAIN, 0, PLAIN}};
+                                       {9, 9, 11}, {12, 10, 3}, {13, 14, 15},
+                                       {16, 17, 7}, {PLAIN, 0, PLAIN}};
 
 // Slots of gate | up | down, one behind the other, each part of a type of its own.
 struct PackedSlots {

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from lowtide.formats.convert import convert
-from lowtide.formats.ggml import k_types, small_types
+from lowtide.formats.ggml import grid_types, k_types, small_types
 from lowtide.formats.ggml.small_types import BlockGroups
 from lowtide.formats.matrix import Bytes, MatrixFormat
 from lowtide.formats.plain import plain_format
@@ -125,7 +125,7 @@ def mxfp4_weights(stored: Tensor) -> Tensor:
 
 FORMATS = tuple(
     GgmlFormat(name, block, size, find_groups)
-    for size, types in ((32, small_types.TYPES), (256, k_types.TYPES))
+    for size, types in ((32, small_types.TYPES), (256, k_types.TYPES | grid_types.TYPES))
     for name, (block, find_groups) in types.items()
 )
 

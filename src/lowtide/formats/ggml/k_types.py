@@ -14,6 +14,7 @@ from lowtide.formats.ggml.small_types import (
     BlockGroups,
     float32,
     less,
+    nibble_pairs,
     nibbles,
 )
 from lowtide.formats.matrix import Bytes
@@ -70,9 +71,8 @@ def _q6_k(stored: Bytes) -> BlockGroups:
 
 def _iq4_xs(stored: Bytes) -> BlockGroups:
     block = stored.view(_IQ4_XS)
-    pairs = np.stack((block["s"] & 15, block["s"] >> 4), axis=-1).reshape(-1, 8)
     high = block["t"][:, None] >> np.arange(0, 16, 2, dtype=np.uint16) & 3
-    scales = float32(block["d"]) * ((pairs | high << 4).astype(np.float32) - 32)
+    scales = float32(block["d"]) * ((nibble_pairs(block["s"]) | high << 4).astype(np.float32) - 32)
     return BlockGroups(IQ4_VALUES.take(nibbles(block["q"].reshape(-1, 8, 16))), scales)
 
 

@@ -61,6 +61,11 @@ def nibbles(q: NDArray[np.uint8]) -> NDArray[np.uint8]:
     return np.concatenate((q & 15, q >> 4), axis=-1)
 
 
+def nibble_pairs(q: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """[blocks, n] to [blocks, 2 n]: of each byte the low half, then the high one."""
+    return np.stack((q & 15, q >> 4), axis=-1).reshape(-1, 2 * q.shape[1])
+
+
 def less(numbers: NDArray[np.integer[Any]], zero: int = 0) -> Numbers:
     """Numbers less `zero`, with a sign."""
     return numbers.astype(np.int8) - np.int8(zero)

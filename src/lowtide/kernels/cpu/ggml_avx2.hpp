@@ -1,5 +1,5 @@
 // Numbers of packed blocks in registers of 32 bytes, in the order of their weights: for products of
-// rows in int8 on processors without AVX-512 (int8_avx2.hpp).
+// rows in int8 without AVX-512 (int8_avx2.hpp).
 //
 //     ZERO       that numbers stand above themselves by
 //     KIND       what a product may take for granted of them
@@ -7,6 +7,7 @@
 
 #pragma once
 
+#include "ggml_grid_types.hpp"
 #include "own_words.hpp"
 
 #if defined(__x86_64__)
@@ -48,13 +49,7 @@ AVX2_F16C INLINED __m256i nibbles(const u8* q) {
 
 // 32 fifth bits, then 16 bytes of the others.
 AVX2_F16C INLINED __m256i five_bits(const u8* h) {
-    std::int32_t bits;
-    std::memcpy(&bits, h, sizeof bits);
-    const __m256i places = _mm256_setr_epi64x(
-        0, 0x0101010101010101, 0x0202020202020202, 0x0303030303030303);
-    const __m256i each = _mm256_set1_epi64x(static_cast<long long>(0x8040201008040201));
-    const __m256i own = _mm256_shuffle_epi8(_mm256_set1_epi32(bits), places);
-    const __m256i is_set = _mm256_cmpeq_epi8(_mm256_and_si256(own, each), each);
+    const __m256i is_set = ggml::bytes_of_bits(ggml::number_at<std::uint32_t>(h));
     return _mm256_or_si256(nibbles(h + 4), _mm256_and_si256(is_set, bytes_of(16)));
 }
 
@@ -66,8 +61,16 @@ AVX2_F16C INLINED __m256i looked_up(const float (&values)[16], __m256i numbers) 
     return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(own), numbers);
 }
 
+// Where a type has a grid; all others have their own.
 template <class Type>
-struct Numbers;
+struct Numbers {
+    static_assert(ggml::HAS_GRID<Type>);
+    static constexpr int ZERO = 0;
+    static constexpr Kind KIND = SIGNED;
+    AVX2_F16C static INLINED void unpack(const u8* b, __m256i* out) {
+        for (int g = 0; g < 8; ++g) out[g] = ggml::thirty_two_numbers<Type>(b, g);
+    }
+};
 
 template <>
 struct Numbers<ggml::Q4_0> {

@@ -45,21 +45,16 @@ AVX512_BF16 INLINED __m256i thirty_two(const u8* from) {
     return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
 }
 
-template <class Number>
-AVX512_BF16 INLINED Number at(const u8* from) {
-    Number number;
-    std::memcpy(&number, from, sizeof number);
-    return number;
-}
-
 AVX512_BF16 INLINED __m512 half_everywhere(const u8* half) {
-    return _mm512_cvtph_ps(_mm256_set1_epi16(at<short>(half)));
+    return _mm512_cvtph_ps(_mm256_set1_epi16(number_at<short>(half)));
 }
 
 // Lanes 0 to 7 of one float16, the others of the next.
 AVX512_BF16 INLINED __m512 two_halves(const u8* halves) {
     return _mm512_cvtph_ps(
-        _mm256_set_m128i(_mm_set1_epi16(at<short>(halves + 2)), _mm_set1_epi16(at<short>(halves))));
+        _mm256_set_m128i(
+            _mm_set1_epi16(number_at<short>(halves + 2)),
+            _mm_set1_epi16(number_at<short>(halves))));
 }
 
 // What was written is broadcast from there: compilers would rather shuffle it out of a register.
@@ -115,7 +110,7 @@ AVX512_BF16 INLINED __m512i nibbles(const u8* q) {
 // Numbers of 32 fifth bits, then 16 bytes of the others.
 AVX512_BF16 INLINED __m512i five_bits(const u8* h) {
     const __m512i low = _mm512_and_si512(nibbles(h + 4), words(15));
-    return _mm512_mask_add_epi16(low, at<std::uint32_t>(h), low, words(16));
+    return _mm512_mask_add_epi16(low, number_at<std::uint32_t>(h), low, words(16));
 }
 
 // 32 signed bytes with a scale for each 16.

@@ -20,6 +20,14 @@ constexpr float IQ4_VALUES[16] = {-127, -104, -83, -65, -49, -35, -22, -10,
                                   1,    13,   25,  38,  53,  69,  89,  113};
 constexpr float MXFP4_VALUES[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
 
+// At any address.
+template <class Number>
+INLINED Number number_at(const u8* from) {
+    Number number;
+    std::memcpy(&number, from, sizeof number);
+    return number;
+}
+
 INLINED float from_bits(std::uint32_t bits) {
     float value;
     std::memcpy(&value, &bits, sizeof value);

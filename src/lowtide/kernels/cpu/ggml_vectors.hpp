@@ -3,6 +3,7 @@
 
 #pragma once
 
+#include "ggml_grid_types.hpp"
 #include "ggml_short_vectors.hpp"
 
 #if defined(HAS_DOT_PRODUCTS)
@@ -13,8 +14,8 @@ namespace vectors {
 
 // Eight groups' scales, then their offsets: six bits each, times the block's two factors.
 AVX512_BF16 INLINED void scales_and_offsets(const u8* b, float* out) {
-    const auto low = at<std::uint32_t>(b + 4), middle = at<std::uint32_t>(b + 8);
-    const auto high = at<std::uint32_t>(b + 12);
+    const auto low = number_at<std::uint32_t>(b + 4), middle = number_at<std::uint32_t>(b + 8);
+    const auto high = number_at<std::uint32_t>(b + 12);
     constexpr std::uint32_t SIX = 0x3f3f3f3f, FOUR = 0x0f0f0f0f, TWO = 0x03030303;
     const std::uint32_t of_scales = (high & FOUR) | (low >> 6 & TWO) << 4;
     const std::uint32_t of_offsets = (high >> 4 & FOUR) | (middle >> 6 & TWO) << 4;
@@ -161,8 +162,8 @@ struct Span<Q3K> {
     float scales[16];
 
     AVX512_BF16 INLINED void begin(const u8* b) {
-        const auto low = at<std::uint64_t>(b + 96);
-        const std::uint64_t high = at<std::uint32_t>(b + 104);
+        const auto low = number_at<std::uint64_t>(b + 96);
+        const std::uint64_t high = number_at<std::uint32_t>(b + 104);
         constexpr std::uint64_t FOUR = 0x0f0f0f0f0f0f0f0f, TWO = 0x0303030303030303;
         const std::uint64_t lower = (low & FOUR) | ((high | high >> 2 << 32) & TWO) << 4;
         const std::uint64_t upper = (low >> 4 & FOUR) | ((high >> 4 | high >> 6 << 32) & TWO) << 4;
@@ -222,6 +223,36 @@ struct Span<Iq4Xs> {
         out[1] = look_up_second(nibbles(q + 16), table);
     }
 };
+
+// Where a type has a grid: numbers with a sign, 32 at a time.
+template <class Type>
+struct GridSpan {
+    static constexpr int STEPS = 4;
+
+    float scales[Type::SIZE / Type::GROUP];
+
+    AVX512_BF16 INLINED void begin(const u8* b) {
+        Type::scales(b, scales, nullptr);
+        stays_in_memory(this);
+    }
+
+    AVX512_BF16 INLINED void step(const u8* b, int pair, __m512i (&out)[2]) const {
+        UNROLLED for (int i = 0; i < 2; ++i) {
+            const int part = 2 * pair + i;  // 32 weights
+            const __m256i numbers = thirty_two_numbers<Type>(b, part);
+            out[i] = scaled(
+                _mm256_castsi256_si128(numbers), _mm256_extracti128_si256(numbers, 1),
+                _mm512_set1_ps(scales[32 * part / Type::GROUP]),
+                _mm512_set1_ps(scales[(32 * part + 16) / Type::GROUP]));
+        }
+    }
+};
+
+template <> struct Span<Iq2Xxs> : GridSpan<Iq2Xxs> {};
+template <> struct Span<Iq2Xs> : GridSpan<Iq2Xs> {};
+template <> struct Span<Iq2S> : GridSpan<Iq2S> {};
+template <> struct Span<Iq3Xxs> : GridSpan<Iq3Xxs> {};
+template <> struct Span<Iq3S> : GridSpan<Iq3S> {};
 
 constexpr long SPAN = 256;
 

@@ -38,13 +38,6 @@ VNNI INLINED __m512i twice(const u8* from) {
     return _mm512_broadcast_i64x4(half_register(from));
 }
 
-template <class Number>
-VNNI INLINED Number number_at(const u8* from) {
-    Number number;
-    std::memcpy(&number, from, sizeof number);
-    return number;
-}
-
 VNNI INLINED __m512i bytes_of(int value) { return _mm512_set1_epi8(static_cast<char>(value)); }
 
 // Bytes' low halves, and their high ones.

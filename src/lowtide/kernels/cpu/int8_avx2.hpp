@@ -1,5 +1,6 @@
-// Products of rows in int8 by registers of 32 numbers, for processors without AVX-512: sixteen groups
-// of weights are unpacked once for up to `MOST_ROUNDED` rows, which lie in their own order.
+// Products of rows in int8 by registers of 32 numbers, for processors without AVX-512 and, on
+// all, for types with a grid: sixteen groups of weights are unpacked once for up to `MOST_ROUNDED`
+// rows, which lie in their own order.
 //
 // AVX-VNNI adds four products of bytes in one instruction, AVX2 in two or three: integers, so that
 // the bits are the same. What differs is inline assembler, since a function can be compiled for
@@ -202,12 +203,12 @@ AVX2_F16C void multiply(const RoundedProduct& p) {
 
 }  // namespace avx2
 
-// In the best way of a variant that has no AVX-512.
+// In the best way of a variant.
 template <class Type>
 void multiply_by_avx2(int variant, const RoundedProduct& p) {
 #if defined(HAS_DOT_PRODUCTS)
     static const bool has_avx_vnni = lowtide_has_avx_vnni() != 0;
-    if (variant == INT8_AVX_VNNI)
+    if (variant >= INT8_AVX_VNNI)
         return has_avx_vnni ? avx2::multiply<Type, avx2::Fours<true>>(p)
                             : avx2::multiply<Type, avx2::Fours<false>>(p);
 #endif

@@ -63,10 +63,11 @@ class SectionRows {
 }  // namespace
 
 const BlockType& block_type(int number) {
-    constexpr int NUM_SMALL = 7, NUM_K = 6;
+    constexpr int NUM_SMALL = 7, NUM_K = 6, NUM_GRIDS = 5;
     if (number < NUM_SMALL) return small_block(number);
-    return number < NUM_SMALL + NUM_K ? k_block(number - NUM_SMALL)
-                                      : own_block(number - NUM_SMALL - NUM_K);
+    if ((number -= NUM_SMALL) < NUM_K) return k_block(number);
+    if ((number -= NUM_K) < NUM_GRIDS) return grid_block(number);
+    return own_block(number - NUM_GRIDS);
 }
 
 void PackedWeights::multiply(int variant, const Product<bf16>& p) const {

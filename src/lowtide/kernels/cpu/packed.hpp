@@ -40,9 +40,10 @@ struct BlockType {
     long row_bytes(long num_k) const { return num_blocks(num_k) * block_bytes; }
 };
 
-// Of blocks of 32 weights, of 256, and our own: each by its place among its kind.
+// Of blocks of 32 weights, of 256, with a grid, and our own: each by its place among its kind.
 const BlockType& small_block(int number);
 const BlockType& k_block(int number);
+const BlockType& grid_block(int number);
 const BlockType& own_block(int number);
 
 // In the order of `BLOCK_NAMES` in packed.py.

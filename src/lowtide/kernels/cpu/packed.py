@@ -32,8 +32,9 @@ from lowtide.kernels.cpu.weight_calls import CompiledExperts, MatrixCall, Weight
 
 _SMALL = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "IQ4_NL", "MXFP4")
 _LARGE = ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS")
+_WITH_GRIDS = ("IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S")
 OWN_NAMES = ("q8", "q4")
-BLOCK_NAMES = (*_SMALL, *_LARGE, *OWN_NAMES)
+BLOCK_NAMES = (*_SMALL, *_LARGE, *_WITH_GRIDS, *OWN_NAMES)
 """In the order of `block_type` in packed.hpp."""
 
 SECTIONS = 1 << 16

@@ -18,10 +18,11 @@ using namespace lowtide;
 namespace {
 
 const RoundedType& rounded_type(int number) {
-    constexpr int NUM_SMALL = 7, NUM_K = 6;
+    constexpr int NUM_SMALL = 7, NUM_K = 6, NUM_GRIDS = 5;
     if (number < NUM_SMALL) return small_rounded_type(number);
-    return number < NUM_SMALL + NUM_K ? k_rounded_type(number - NUM_SMALL)
-                                      : own_rounded_type(number - NUM_SMALL - NUM_K);
+    if ((number -= NUM_SMALL) < NUM_K) return k_rounded_type(number);
+    if ((number -= NUM_K) < NUM_GRIDS) return grid_rounded_type(number);
+    return own_rounded_type(number - NUM_GRIDS);
 }
 
 // A matrix [.., num_k].

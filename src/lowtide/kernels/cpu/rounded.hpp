@@ -16,10 +16,16 @@ struct RoundedType {
     void (*multiply)(int variant, const RoundedProduct& p, const Chunk& chunk);
 };
 
+// Whether VNNI of AVX-512 has a type's words (ggml_words.hpp). Rows for other types lie in their own
+// order in every variant, and are multiplied by registers of 32 numbers.
+template <class Type>
+constexpr bool HAS_WORDS = !ggml::HAS_GRID<Type>;
+
 template <class Type>
 void round_for(int variant, const bf16* x, long num_k, Line* out) {
 #ifdef HAS_VNNI
-    if (variant >= INT8_VNNI) return round_row<Type>(x, num_k, out);
+    if constexpr (HAS_WORDS<Type>)
+        if (variant >= INT8_VNNI) return round_row<Type>(x, num_k, out);
 #endif
     vectorised(vectors_of(variant), [=]() INLINED_LAMBDA {
         round_row_plainly<Type>(x, num_k, out);
@@ -29,15 +35,17 @@ void round_for(int variant, const bf16* x, long num_k, Line* out) {
 // Any number of rows, of which chunk is the first 16.
 template <class Type>
 void multiply_rounded(int variant, const RoundedProduct& p, const Chunk& chunk) {
-    long done = 0;
-#if defined(HAS_DOT_PRODUCTS) && defined(HAS_VNNI)
-    if (variant >= INT8_VNNI) done = multiply_many_rows<Type>(variant, p, chunk);
-#endif
 #ifdef HAS_VNNI
-    if (variant >= INT8_VNNI)
-        return multiply_by_few_rows<Type>(variant, p.rows(done, p.num_rows - done));
+    if constexpr (HAS_WORDS<Type>)
+        if (variant >= INT8_VNNI) {
+            long done = 0;
+#if defined(HAS_DOT_PRODUCTS)
+            done = multiply_many_rows<Type>(variant, p, chunk);
 #endif
-    for (; done < p.num_rows; done += MOST_ROUNDED) {
+            return multiply_by_few_rows<Type>(variant, p.rows(done, p.num_rows - done));
+        }
+#endif
+    for (long done = 0; done < p.num_rows; done += MOST_ROUNDED) {
         const RoundedProduct some = p.rows(done, std::min(MOST_ROUNDED, p.num_rows - done));
 #if defined(__x86_64__)
         if (variant >= INT8_AVX2) {
@@ -57,6 +65,7 @@ constexpr RoundedType rounded_type_of() {
 // Each by its place among its kind, as `block_type` of packed.hpp.
 const RoundedType& small_rounded_type(int number);
 const RoundedType& k_rounded_type(int number);
+const RoundedType& grid_rounded_type(int number);
 const RoundedType& own_rounded_type(int number);
 
 }  // namespace lowtide
