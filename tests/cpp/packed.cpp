@@ -1,6 +1,7 @@
 // Blocks of ggml's types: unpacked, multiplied with, and as experts.
 
 #include "driver.hpp"
+#include "vnni.hpp"
 
 namespace driver {
 namespace {
@@ -159,6 +160,8 @@ void check_blocks(const Library& kernels) {
 // Rows in int8, whose bits are the same in all variants.
 void check_rounded_rows(const Library& kernels) {
     const int best = kernels.function<int()>("lowtide_best_int8")();
+    const int has_avx_vnni = kernels.function<int()>("lowtide_has_avx_vnni")();
+    expect(best != lowtide::INT8_AVX_VNNI || has_avx_vnni, "AVX-VNNI", best, has_avx_vnni, 0);
     auto* multiply = kernels.function<MultiplyFunction>("lowtide_rounded_multiply");
     const Bytes any = any_bytes();
     for (int type = 0; type < NUM_TYPES; ++type)
