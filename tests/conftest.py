@@ -24,7 +24,7 @@ else:
     from examples import NORMAL_EXAMPLES
 
     hypothesis.settings.register_profile(
-        "ci", derandomize=True, deadline=None, database=None, max_examples=NORMAL_EXAMPLES
+        "ci", derandomize=True, deadline=None, database=None, max_examples=NORMAL_EXAMPLES * 3 // 5
     )
     hypothesis.settings.register_profile(
         "quick", derandomize=True, deadline=None, database=None, max_examples=10
