@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import socket
 from collections.abc import Callable
 from types import FrameType
@@ -52,6 +53,10 @@ def url_of(bound: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
+IDLE_TICKS = 20
+"""Two seconds."""
+
+
 async def run_server(
     llm: AsyncLLM, settings: ServeSettings, bound: socket.socket, on_ready: Callable[[str], None]
 ) -> None:
@@ -92,6 +97,12 @@ class _Server(uvicorn.Server):
         await super().startup(sockets)
         if self.started and sockets:
             self._on_ready(url_of(sockets[0]))
+
+    async def on_tick(self, counter: int) -> bool:
+        """Ten times a second. Between requests no pass looks at the system's memory."""
+        if counter % IDLE_TICKS == 0 and self._service.is_idle:
+            await asyncio.to_thread(self._service.heed_memory)
+        return await super().on_tick(counter)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self._service.drain()

@@ -18,6 +18,7 @@ from pathlib import Path
 from lowtide.async_llm import AsyncLLM
 from lowtide.decode.request import Committed, Draft, Event, Finished, Prefill, Request
 from lowtide.engine import async_loop
+from lowtide.engine.engine import Engine
 from lowtide.errors import UsageError
 from lowtide.params import MAX_SEED, SamplingParams
 from lowtide.serve.admission import Admission, QueuePlace
@@ -37,10 +38,6 @@ from lowtide.serve.settings import ServeSettings
 
 QUEUED_CONTEXTS = 8
 """Prompt tokens that may wait by default, in contexts."""
-
-MIN_DEFAULT_TOKENS = 1024
-"""An answer whose request names no length may take a quarter of the context, and at least this:
-all of it would keep every other request waiting for room."""
 
 
 @dataclass(frozen=True)
@@ -111,6 +108,16 @@ class Service:
     def is_ready(self) -> bool:
         """Whether requests are taken."""
         return self.is_alive and not self.is_draining
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether there is no request."""
+        return not (self.admission.num_running or self.admission.num_waiting)
+
+    def heed_memory(self) -> None:
+        """Gives memory back to a system that runs short of it, where the plan is elastic."""
+        if self.is_alive:
+            self.llm._loop.look(Engine.heed_memory)
 
     def drain(self) -> None:
         """Takes no more requests; those there are go on."""
@@ -204,9 +211,7 @@ class Service:
             raise TooLong(num_prompt, wanted or 1, self.context)
         if wanted is None and self.llm.config.is_bidirectional:
             return params
-        if wanted is None:
-            wanted = max(MIN_DEFAULT_TOKENS, self.context // 4)
-        return replace(params, max_tokens=min(wanted, room))
+        return replace(params, max_tokens=room if wanted is None else min(wanted, room))
 
     async def _events(self, request: Request, watch: _Watch) -> AsyncGenerator[Event, None]:
         """What happens to a request, until it is over or out of time."""
