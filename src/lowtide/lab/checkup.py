@@ -166,6 +166,6 @@ def _busy(rates: Sequence[Rate]) -> str | None:
     if not rates or median(rate.spread for rate in rates) <= BUSY_SPREAD:
         return None
     return (
-        "Other programs used this machine while it was measured, so speeds are expected too low. "
-        "Run lowtide doctor again when it is quiet."
+        "Other programs used this machine while it was measured, so the speeds predicted from "
+        "that are too low. Run lowtide doctor again when it is quiet."
     )
