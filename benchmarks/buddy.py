@@ -28,7 +28,7 @@ from common.record import Recorder, Row, say
 from lowtide.engine.config import EngineConfig
 from lowtide.engine.opening import open_model
 from lowtide.families import read_config_in
-from lowtide.lab.demo_text import held_out_text
+from lowtide.lab.demo_tasks import held_out_text
 from lowtide.lab.plotting import check_plot
 from lowtide.lab.quality import QualityReport, QualityWork, quality
 from lowtide.lab.quality import Row as Scored

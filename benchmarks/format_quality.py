@@ -24,7 +24,7 @@ from lowtide.engine.format_plans import plan_by_format
 from lowtide.engine.opening import open_model
 from lowtide.lab.bench import Load, Preset, take_turns
 from lowtide.lab.budgets import budget_of_share
-from lowtide.lab.demo_text import held_out_text
+from lowtide.lab.demo_tasks import held_out_text
 from lowtide.lab.quality import QualityWork, quality
 from lowtide.lab.quality import Row as Scored
 from lowtide.lab.quality_settings import QualitySetting

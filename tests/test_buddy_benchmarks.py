@@ -16,7 +16,7 @@ from buddy_cases import random_profile, routed_facts
 
 from lowtide import LLM, SamplingParams
 from lowtide.core import RoutedTokens
-from lowtide.lab.demo_text import held_out_text
+from lowtide.lab.demo_tasks import held_out_text
 from lowtide.lab.quality import Passes, Row
 from lowtide.lab.quality_scores import Comparison, RowScores, ScoredRows
 from lowtide.llm import plan_model

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from lowtide.cli.app import app
 from lowtide.lab.buddy_report import as_object, layer_reports
-from lowtide.lab.demo_text import held_out_text
+from lowtide.lab.demo_tasks import held_out_text
 from lowtide.replay.calibration import Calibration
 
 
@@ -45,7 +45,7 @@ def test_the_command(tmp_path: Path) -> None:
     assert "concentration" in result.stdout
 
 
-@pytest.mark.parametrize(("length", "reason"), [(1, "give 128 tokens"), (240, "least 128 tokens")])
+@pytest.mark.parametrize(("length", "reason"), [(1, "give 128 tokens"), (100, "least 128 tokens")])
 def test_a_text_that_is_too_short_is_refused(tmp_path: Path, length: int, reason: str) -> None:
     (tmp_path / "short").write_text(("some words, more words, " * 10)[:length], encoding="utf-8")
     given = ["--text", str(tmp_path / "short"), "--context", "64", "--buddies"]

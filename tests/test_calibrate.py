@@ -6,7 +6,6 @@ import dataclasses
 import importlib
 import json
 import signal
-import sysconfig
 import threading
 from pathlib import Path
 from typing import Any
@@ -47,7 +46,6 @@ from lowtide.lab.calibration_report import (
     token_share,
     weigh_budgets,
 )
-from lowtide.lab.demo_text import held_out_text, is_held_out
 from lowtide.lab.record import recorded
 from lowtide.lab.synth import synth
 from lowtide.policies.prefetch import Gate
@@ -514,11 +512,3 @@ def test_the_benchmark_ranks_predictors(monkeypatch: pytest.MonkeyPatch) -> None
     assert shares["raw gate"] == pytest.approx([1.0] * 4)
     assert all(0 <= min(tops) <= max(tops) <= 1 + 1e-9 for tops in shares.values())
     assert shares["residual gate"][0] < 1
-
-
-def test_the_demo_text_is_what_training_left_out() -> None:
-    text = held_out_text()
-    modules = list(Path(sysconfig.get_path("stdlib")).glob("*.py"))
-    left_out = [path for path in modules if is_held_out(path.name)]
-    assert 0 < len(left_out) < len(modules) / 5
-    assert len(text) == sum(len(path.read_text("utf-8", "replace")) for path in left_out) > 10_000

@@ -786,7 +786,7 @@ def test_closed_streams_are_opened_by_their_own_numbers() -> None:
 def test_a_line_that_is_not_utf_8_is_refused_and_the_next_is_answered() -> None:
     result = subprocess.run(
         [sys.executable, "-m", "lowtide", "chat", "demo:autoregressive", "--max-tokens", "2"],
-        input=b"caf\xe9\nimport os\n",
+        input=b"caf\xe9\n2 + 2\n",
         capture_output=True,
         timeout=120,
     )

@@ -21,7 +21,7 @@ from lowtide.errors import UnsupportedError, UsageError
 from lowtide.experts.rows import Routing
 from lowtide.formats.expert_inputs import PRIOR_ROWS, ExpertInputs
 from lowtide.lab.calibrate import calibrate
-from lowtide.lab.demo_text import held_out_text
+from lowtide.lab.demo_tasks import held_out_text
 from lowtide.lab.input_squares import InputSquares
 from lowtide.lab.pack import pack
 from lowtide.lab.synth import synth

@@ -77,7 +77,7 @@ main()
     "arguments",
     [
         ["plan", "demo:autoregressive"],
-        ["generate", "demo:autoregressive", "x = ", "--max-tokens", "2"],
+        ["generate", "demo:autoregressive", "2 + 2", "--max-tokens", "2"],
         ["chat", "demo:autoregressive", "--max-tokens", "2"],
     ],
     ids=["plan", "generate", "chat"],
@@ -85,7 +85,7 @@ main()
 def test_a_model_runs_all_the_same(arguments: list[str], tmp_path: Path) -> None:
     result = subprocess.run(
         [sys.executable, "-c", HOMELESS, *arguments, "--context", "64"],
-        input="x = ",
+        input="2 + 2",
         capture_output=True,
         text=True,
         cwd=tmp_path,
@@ -108,7 +108,7 @@ main()
 def test_a_model_runs_where_the_home_is_on_a_full_disk(tmp_path: Path) -> None:
     """Not a byte can be written to any file: kernels are not kept, nor anything else."""
     env = {name: value for name, value in os.environ.items() if not name.startswith("XDG_")}
-    asked = ["generate", "demo:autoregressive", "x = ", "--max-tokens", "2", "--context", "64"]
+    asked = ["generate", "demo:autoregressive", "2 + 2", "--max-tokens", "2", "--context", "64"]
     result = subprocess.run(
         [sys.executable, "-c", FULL, *asked],
         env=env | {"HOME": str(tmp_path)},

@@ -19,12 +19,13 @@ from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, tra
 from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
 
 from lowtide.errors import CheckpointError, UnsupportedError, UsageError
-from lowtide.model_folder.demos import DEMO_FOLDER
+from lowtide.lab.synth_tokenizer import tokenizer_json
 from lowtide.model_folder.gguf_header import GgufHeader
 from lowtide.model_folder.gguf_tokenizer import gguf_tokenizer
 from lowtide.model_folder.gguf_words import WORDS
 from lowtide.model_folder.tokenizer import Tokenizer
 
+EOS = 1000
 TEXT = "The quick brown fox's 12345 jumps\n\n over  the lazy dog. DON'T! caf\u00e9 \u65e5\u672c "
 TEMPLATE = "{{ bos_token }}{% for m in messages %}[{{ m.role }}] {{ m.content }}{% endfor %}"
 
@@ -46,15 +47,11 @@ def tokenizer_of(path: Path) -> Tokenizer:
 
 
 @pytest.fixture(scope="module")
-def demo() -> dict[str, Any]:
-    return json.loads((DEMO_FOLDER / "tokenizer.json").read_text())
-
-
-@pytest.fixture(scope="module")
-def byte_level(demo: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The demo models' tokenizer in GGUF."""
-    vocabulary = demo["model"]["vocab"]
-    special = {added["content"]: added["id"] for added in demo["added_tokens"]}
+def byte_level(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The synthetic models' tokenizer in GGUF."""
+    synthetic = json.loads(tokenizer_json(EOS))
+    vocabulary = synthetic["model"]["vocab"]
+    special = {added["content"]: added["id"] for added in synthetic["added_tokens"]}
     by_id = {number: token for token, number in {**vocabulary, **special}.items()}
     tokens = [by_id[number] for number in range(len(by_id))]
     return written(
@@ -62,10 +59,10 @@ def byte_level(demo: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -
         "gpt2",
         tokens,
         tokenizer_pre="gpt-2",
-        token_merges=[" ".join(pair) for pair in demo["model"]["merges"]],
+        token_merges=[" ".join(pair) for pair in synthetic["model"]["merges"]],
         token_types=[3 if token in special else 1 for token in tokens],
-        eos_token_id=0,
-        bos_token_id=0,
+        eos_token_id=EOS,
+        bos_token_id=EOS,
         chat_template=TEMPLATE,
     )
 
@@ -73,7 +70,7 @@ def byte_level(demo: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -
 @examples(60)
 @given(text=st.text() | st.text("ab '\n\t1.<|>\u00e9", max_size=40))
 def test_byte_level_ids_are_those_of_the_original(byte_level: Path, text: str) -> None:
-    original = tokenizers.Tokenizer.from_file(str(DEMO_FOLDER / "tokenizer.json"))
+    original = tokenizers.Tokenizer.from_str(tokenizer_json(EOS))
     ours = tokenizer_of(byte_level)
     for each in (text, TEXT + text + "<|mask|>"):
         ids = ours.encode(each)
@@ -83,13 +80,13 @@ def test_byte_level_ids_are_those_of_the_original(byte_level: Path, text: str) -
         )
 
 
-def test_special_tokens_and_template(byte_level: Path, tmp_path: Path, demo: dict) -> None:
+def test_special_tokens_and_template(byte_level: Path, tmp_path: Path) -> None:
     ours = tokenizer_of(byte_level)
-    assert (ours.eos_token_ids, ours.bos_token_id, ours.mask_token_id) == ((0,), 0, 1)
-    assert ours.vocab_size == 4096
+    assert (ours.eos_token_ids, ours.bos_token_id, ours.mask_token_id) == ((EOS,), EOS, EOS + 3)
+    assert ours.vocab_size == EOS + 9
     hello = ours.render_chat([{"role": "user", "content": "hello"}])
     assert hello == "<|endoftext|>[user] hello"
-    assert ours.decode([0, *ours.encode("hi")]) == "hi"
+    assert ours.decode([EOS, *ours.encode("hi")]) == "hi"
     path = written(
         tmp_path / "bos.gguf",
         "gpt2",

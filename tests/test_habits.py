@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from demo_folder import templated_demo
 from rich.console import Console
 from typer.testing import CliRunner
 
-import lowtide
 from lowtide.cli.app import app
 from lowtide.cli.habits import FLAGS, VERBS
 from lowtide.cli.live import LiveView
@@ -33,14 +33,14 @@ def run(*arguments: str, stdin: str | None = None) -> Any:
 
 
 WORKS = {
-    "ollama run MODEL TEXT": ["run", DEMO, "x = ", "--max-tokens", "3", *SHORT],
+    "ollama run MODEL TEXT": ["run", DEMO, "2 + 2", "--max-tokens", "3", *SHORT],
     "ollama list": ["list"],
-    "ollama run --verbose": ["run", DEMO, "x = ", "--verbose", "--max-tokens", "3", *SHORT],
-    "llama-cli -p": ["generate", DEMO, "-p", "x = ", "--max-tokens", "3", *SHORT],
-    "transformers' underscores": ["generate", DEMO, "x = ", "--max_tokens=3", *SHORT],
-    "vllm's values": ["generate", DEMO, "x = ", "--max-tokens=3", "--dtype", "float32", *SHORT],
-    "a flag first": ["generate", "--max-tokens", "3", *SHORT, DEMO, "x = "],
-    "ollama run without quotes": ["run", DEMO, "x", "=", "--max-tokens", "3", *SHORT],
+    "ollama run --verbose": ["run", DEMO, "2 + 2", "--verbose", "--max-tokens", "3", *SHORT],
+    "llama-cli -p": ["generate", DEMO, "-p", "2 + 2", "--max-tokens", "3", *SHORT],
+    "transformers' underscores": ["generate", DEMO, "2 + 2", "--max_tokens=3", *SHORT],
+    "vllm's values": ["generate", DEMO, "2 + 2", "--max-tokens=3", "--dtype", "float32", *SHORT],
+    "a flag first": ["generate", "--max-tokens", "3", *SHORT, DEMO, "2 + 2"],
+    "ollama run without quotes": ["run", DEMO, "2", "+", "2", "--max-tokens", "3", *SHORT],
     "-h": ["-h"],
     "-h of a verb": ["generate", "-h"],
     "-V": ["-V"],
@@ -158,28 +158,25 @@ def test_help_has_the_common_options_and_help_all_has_all() -> None:
         assert "--check-weights" in run(verb, "--help-all").stdout
 
 
-def test_plan_and_json_say_whether_there_is_a_template() -> None:
-    assert "no chat template" in run("plan", DEMO, *SHORT).stdout
-    assert json.loads(run("plan", DEMO, "--json", *SHORT).stdout)["chat_template"] is False
-    asked = ["generate", DEMO, "x = ", "--max-tokens", "2", "--json", "--n", "2", *SHORT]
+def test_plan_and_json_say_whether_there_is_a_template(tmp_path: Path) -> None:
+    model = str(templated_demo(tmp_path, None))
+    assert "no chat template" in run("plan", model, *SHORT).stdout
+    assert json.loads(run("plan", model, "--json", *SHORT).stdout)["chat_template"] is False
+    asked = ["generate", model, "2 + 2", "--max-tokens", "2", "--json", "--n", "2", *SHORT]
     answer = json.loads(run(*asked).stdout)
     assert answer["chat_template"] is False and len(answer["answers"]) == 2
-    assert "no chat template" in run("chat", DEMO, "--system", "x", *SHORT).stderr
+    assert "no chat template" in run("chat", model, "--system", "x", *SHORT).stderr
 
 
 def test_a_chat_template_is_applied_where_there_is_one(tmp_path: Path) -> None:
     """The demo with a template: what `plan` says, and how long each prompt becomes."""
-    demo = Path(lowtide.__file__).parent / "demo"
-    for file in [*(demo / "autoregressive").iterdir(), demo / "tokenizer.json"]:
-        (tmp_path / file.name).symlink_to(file)
     template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
-    (tmp_path / "chat_template.jinja").write_text(template)
-    model = str(tmp_path)
+    model = str(templated_demo(tmp_path, template))
     assert "go through the model's chat template" in run("plan", model, *SHORT).stdout
     assert json.loads(run("plan", model, "--json", *SHORT).stdout)["chat_template"] is True
 
     def num_tokens(*flags: str) -> int:
-        asked = ["generate", model, "x = ", "--max-tokens", "1", "--json", *SHORT, *flags]
+        asked = ["generate", model, "2 + 2", "--max-tokens", "1", "--json", *SHORT, *flags]
         return int(json.loads(run(*asked).stdout)["usage"]["prompt_tokens"])
 
     raw, templated, with_system = (num_tokens(*f) for f in (["--raw"], [], ["--system", "y"]))

@@ -26,6 +26,7 @@ from lowtide.core import Facts, RoutedTokens
 from lowtide.decode.forced import ForcedText
 from lowtide.errors import PlanError, UsageError
 from lowtide.lab import plotting, quality_plot, quality_scores
+from lowtide.lab.demo_tasks import held_out_text
 from lowtide.lab.quality import QualityReport, QualityWork, quality
 from lowtide.lab.quality_scores import Estimate
 from lowtide.lab.quality_settings import QualitySetting, grouped
@@ -234,7 +235,7 @@ def run(*arguments: str) -> Any:
 
 def test_the_command_prints_a_table_an_object_and_a_picture(tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
-    text.write_text(Path(quality_plot.__file__).read_text())
+    text.write_text(held_out_text()[:8000])
     common = ["demo:chat", "--text", str(text), "--tokens", "60", "--window", "96"]
     common += ["--context", "256", "--setting", "policy=tide residents=0.5"]
     picture = tmp_path / "plots" / "new" / "pareto.png"  # whose folder is made

@@ -25,7 +25,7 @@ from lowtide.lab.quality_questions import (
 from lowtide.lab.quality_settings import QualitySetting
 from lowtide.model_folder.hub import resolve_model
 
-FOR = ChoiceQuestion("import os\nimport sys\n\nfor i in ran", ("ge(10):\n", "dom\n", "42"), 0)
+FOR = ChoiceQuestion("for i in ran", ("ge(10):\n", "dom\n", "42"), 0)
 QUESTIONS = [FOR, ChoiceQuestion("def add(a, b):\n    return", (" a + b\n", " import"), 0)]
 
 

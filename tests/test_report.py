@@ -167,18 +167,6 @@ def test_the_readme_says_how_it_stands_beside_llama_cpp(tmp_path: Path) -> None:
         blocks(_results(tmp_path, alone), Path("README.md"))["beside-llama-cpp"]()
 
 
-def test_the_page_has_the_demos_own_numbers() -> None:
-    text = (REPOSITORY / "docs" / "measured.md").read_text(encoding="utf-8")
-    for name in ("autoregressive", "diffusion"):
-        path = f"src/lowtide/demo/{name}/metrics.json"
-        metrics = json.loads((REPOSITORY / path).read_text(encoding="utf-8"))
-        shares = [value for key, value in metrics.items() if "accuracy" in key]
-        assert shares and f"](../{path})" in text
-        for share in shares:  # kept to four digits, of which the page has three
-            assert any(f"{100 * share + off:.1f}%" in text for off in (0.0, 0.01)), share
-    assert f"cosine similarity is {metrics['routing_step_cosine']}" in text
-
-
 def test_lines_of_no_commit_are_refused(tmp_path: Path) -> None:
     results = _results(tmp_path, _row(commit="0123456789ab+"))
     with pytest.raises(ResultsError, match="differed from commit 0123456789ab"):

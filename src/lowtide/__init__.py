@@ -2,8 +2,8 @@
 
 from lowtide import LLM
 
-with LLM("demo:diffusion", host_memory="16MiB") as llm:
-    [completion] = llm.generate("def fib(n):", max_tokens=64)
+with LLM("demo:autoregressive", host_memory="16MiB") as llm:
+    [completion] = llm.generate("Sort 93 21 57 40 12")
 """
 
 from __future__ import annotations

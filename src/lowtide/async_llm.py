@@ -1,7 +1,7 @@
 """`AsyncLLM`: `LLM` for coroutines.
 
-async with AsyncLLM("demo:diffusion", host_memory="16MiB") as llm:
-    async for event in llm.stream("def fib(n):", max_tokens=64):
+async with AsyncLLM("demo:autoregressive", host_memory="16MiB") as llm:
+    async for event in llm.stream("Sort 93 21 57 40 12"):
         print(event.text, end="")
 """
 

@@ -1,7 +1,7 @@
 """`LLM`: prompts in, completions out.
 
-    with LLM("demo:diffusion", host_memory="16MiB") as llm:
-        [completion] = llm.generate("def fib(n):", max_tokens=64)
+    with LLM("demo:autoregressive", host_memory="16MiB") as llm:
+        [completion] = llm.generate("Sort 93 21 57 40 12")
 
 What it shares with its twin for coroutines (`async_llm.py`) is in `answers/`.
 """

@@ -18,7 +18,7 @@ def read_text(model: str, settings: Settings) -> str:
     if name is None:
         if not model.startswith("demo:"):
             raise UsageError("Give --text FILE: what this model will be used for.")
-        from lowtide.lab.demo_text import held_out_text
+        from lowtide.lab.demo_tasks import held_out_text
 
         return held_out_text()
     try:

@@ -33,7 +33,6 @@ from lowtide.kernels.choice import choose_pack
 from lowtide.lab.pack_folder import config_of, reserved
 from lowtide.lab.safetensors_writer import OutputTensor, SafetensorsWriter
 from lowtide.model_folder.checkpoint import INDEX_NAME, Checkpoint, TensorEntry
-from lowtide.model_folder.demos import tokenizer_file
 from lowtide.plan import OWN_FORMAT
 from lowtide.reading.file_reader import AnyRead, ArrayRead, FileReader, Piece, Read, Ticket
 from lowtide.schemas import model_schema
@@ -310,8 +309,8 @@ def _write_texts(opened: OpenModel, out: Path, weight_map: Mapping[str, str]) ->
 
 def _copied(opened: OpenModel) -> list[Path]:
     """The files of a model that are the same in the new folder."""
-    found = {*opened.folder.iterdir(), tokenizer_file(opened.folder)}  # a demo's lies elsewhere
     own = ("config.json", INDEX_NAME)
+    found = opened.folder.iterdir()
     return sorted(p for p in found if p.suffix in _COPIED and p.is_file() and p.name not in own)
 
 

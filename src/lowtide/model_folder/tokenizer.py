@@ -20,8 +20,8 @@ from lowtide.files.json_file import printable, read_object
 from lowtide.files.regular_file import read_regular
 from lowtide.model_folder.chat_messages import Message
 from lowtide.model_folder.chat_template import MAX_TEXT_CHARS, read_template, render_template
-from lowtide.model_folder.demos import tokenizer_file
 
+TOKENIZER_NAME = "tokenizer.json"
 CONFIG_NAME = "tokenizer_config.json"
 
 NO_TEMPLATE = f"{CONFIG_NAME} has no chat_template and there is no chat_template.jinja"
@@ -49,7 +49,7 @@ class Tokenizer:
 
         Raises CheckpointError for files that are too large or not what they should be.
         """
-        path = tokenizer_file(folder)
+        path = folder / TOKENIZER_NAME
         if not os.path.lexists(path):
             return None
         backend = _read_tokenizer(path)
@@ -196,7 +196,7 @@ def has_chat_template(folder: Path) -> bool:
 
     Raises CheckpointError as `Tokenizer.load`.
     """
-    has_tokenizer = os.path.lexists(tokenizer_file(folder))
+    has_tokenizer = os.path.lexists(folder / TOKENIZER_NAME)
     return has_tokenizer and read_template(folder, _read_config(folder)) is not None
 
 

@@ -1,0 +1,96 @@
+"""What the demo models are asked: answers are right, and what is held out is never trained on."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from examples import examples
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lowtide import LLM
+from lowtide.lab.demo_tasks import NUM_TEXT_TURNS, TASKS, draw, held_out, held_out_text
+from lowtide.model_folder.demos import DEMO_FOLDER
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+VALUES = {"I": 1, "V": 5, "X": 10, "L": 50, "C": 100}
+DIGITS = list("123456")
+
+
+def units(grid: str) -> Iterator[list[str]]:
+    """Rows, columns and boxes of a grid as the tasks write one."""
+    rows = grid.replace(" ", "").splitlines()
+    yield from map(list, rows)
+    yield from map(list, zip(*rows, strict=True))
+    for row in (0, 2, 4):
+        for column in (0, 3):
+            yield [*rows[row][column : column + 3], *rows[row + 1][column : column + 3]]
+
+
+def is_right(task: str, question: str, answer: str) -> bool:
+    numbers = [int(found) for found in re.findall(r"\d+", question)]
+    if task == "sum":
+        return int(answer) == sum(numbers)
+    if task == "sort":
+        return answer == " ".join(map(str, sorted(numbers)))
+    if task == "roman":
+        values = [VALUES[letter] for letter in answer]
+        signs = [-1 if a < b else 1 for a, b in zip(values, [*values[1:], 0], strict=True)]
+        return numbers == [sum(s * v for s, v in zip(signs, values, strict=True))]
+    if task == "json end":
+        return bool(json.loads(question + answer))
+    if task == "json value":
+        key, _, text = question.partition(" of ")
+        return str(json.loads(text)[key]) == answer
+    agrees = all(asked in (".", found) for asked, found in zip(question, answer, strict=True))
+    return agrees and all(sorted(unit) == DIGITS for unit in units(answer))
+
+
+@examples(100)
+@given(st.sampled_from(list(TASKS)), st.integers())
+def test_answers_are_right(task: str, seed: int) -> None:
+    make, phrases = TASKS[task]
+    question, answer = make(random.Random(seed))
+    assert is_right(task, question, answer)
+    assert is_right(task, *make(random.Random(seed)))  # and the same from the same seed
+    for wanted in (True, False):
+        source = random.Random(seed)
+        found = draw(task, source, wanted)
+        assert found == draw(task, random.Random(seed), wanted)
+        ends = (phrase.split("{}") for phrase in phrases)
+        [*asked] = (
+            found.prompt[len(first) : len(found.prompt) - len(last)]
+            for first, last in ends
+            if found.prompt.startswith(first) and found.prompt.endswith(last)
+        )
+        assert wanted in [held_out(task, each) for each in asked]
+
+
+def test_one_question_of_ten_is_held_out() -> None:
+    questions = [f"{a} + {b}" for a in range(100) for b in range(100)]
+    assert 900 < sum(held_out("sum", question) for question in questions) < 1100
+    text = held_out_text()
+    assert text == held_out_text() and text.count("<|assistant|>") == NUM_TEXT_TURNS
+
+
+def test_the_demo_answers_what_readme_says() -> None:
+    """A few questions of every task in README's table; `make demo-accuracy` asks more."""
+    metrics = json.loads((DEMO_FOLDER / "autoregressive" / "metrics.json").read_text())
+    [head] = re.findall(r"^\| demo \|.*$", README, flags=re.M)
+    [row] = re.findall(r"^\| \[demo:autoregressive\].*metrics.json.*$", README, flags=re.M)
+    names = [cell.strip() for cell in head.strip("|").split("|")][1:]
+    cells = [cell.strip() for cell in row.strip("|").split("|")][1:]
+    shown = {task: cell for task, cell in zip(names, cells, strict=True)}
+    assert shown == {task: f"{share:.1%}" for task, share in metrics.items()}
+    assert min(metrics.values()) >= 0.95
+    tasks = [task for task in shown if task in TASKS]
+    asked = [draw(task, random.Random(seed), True) for task in tasks for seed in range(8)]
+    with LLM("demo:autoregressive", context=512) as llm:
+        answers = [one.text for one in llm.generate([one.prompt for one in asked])]
+    right = [answer == one.answer for answer, one in zip(answers, asked, strict=True)]
+    assert sum(right) >= 0.9 * len(right)
