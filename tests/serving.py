@@ -35,7 +35,6 @@ TEMPLATE = """\
 def talking_folder(folder: Path, kind: str = "autoregressive") -> Path:
     """A demo model with a chat template."""
     shutil.copytree(DEMO_FOLDER / kind, folder)
-    shutil.copy(DEMO_FOLDER / "tokenizer.json", folder)
     (folder / "chat_template.jinja").write_text(TEMPLATE)
     return folder
 
