@@ -26,7 +26,7 @@ from lowtide.serve.service import Ask, Served, Service, name_of, whole
 from lowtide.serve.settings import ServeSettings
 
 LONG = SamplingParams(max_tokens=1800, ignore_eos=True, temperature=0)
-SHORT = SamplingParams(max_tokens=6, temperature=0)
+SHORT = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
 TALK = Conversation((Turn("user", "import os"),))
 
 
