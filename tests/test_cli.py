@@ -791,7 +791,8 @@ def test_a_line_that_is_not_utf_8_is_refused_and_the_next_is_answered() -> None:
         timeout=120,
     )
     assert result.returncode == 0, result.stderr
-    assert result.stderr.count(b"not valid Unicode at character 3") == 1
+    place = len("<|user|>") + 3  # in what the chat template makes of it
+    assert result.stderr.count(b"not valid Unicode at character %d" % place) == 1
     assert len(result.stdout.decode().strip()) > 0
 
 
