@@ -269,9 +269,10 @@ class BatchDecoder(abc.ABC, Generic[S]):
         while self._paused:
             sequence = self._paused[0]
             request = sequence.request
-            known = sequence.tokens[: sequence.num_known].tolist()
-            if not self._has_room(num_tokens := self._room_tokens(request, len(known))):
+            num_tokens = self._room_tokens(request, sequence.num_known)
+            if not self._has_room(num_tokens):
                 return
+            known = sequence.tokens[: sequence.num_known].tolist()
             self._start(sequence, replace(request, prompt=known), num_tokens)
             del self._paused[0]
         for request in list(self._waiting):

@@ -106,14 +106,17 @@ class KeptSequences:
         taken over yet: of several answers to one prompt, all but the first wait for it."""
         if self._reuse is Reuse.OFF:
             return False
-        prompt = np.asarray(request.prompt, np.int64)
         least = max(MIN_AWAITED_TOKENS, request.block_length)
-        return any(
-            num_common(np.asarray(sequence.request.prompt, np.int64), prompt) - sequence.num_cached
-            >= least
+        prompts = [
+            (sequence.tokens[: len(sequence.request.prompt)], sequence.num_cached + least)
             for sequence in running
             if sequence.request.block_length == request.block_length
-        )
+        ]
+        unread = [(tokens, worth) for tokens, worth in prompts if len(tokens) >= worth]
+        if not unread:  # as in most passes: nothing is converted then
+            return False
+        prompt = np.asarray(request.prompt, np.int64)
+        return any(num_common(tokens, prompt) >= worth for tokens, worth in unread)
 
     def end(self, sequence: Cached) -> None:
         """Keeps what of a sequence may be of use, in place of what it makes superfluous."""
