@@ -61,74 +61,62 @@ AVX2_F16C INLINED __m256i looked_up(const float (&values)[16], __m256i numbers) 
     return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(own), numbers);
 }
 
+template <int zero, Kind kind>
+struct NumberForm {
+    static constexpr int ZERO = zero;
+    static constexpr Kind KIND = kind;
+};
+
 // Where a type has a grid; all others have their own.
 template <class Type>
-struct Numbers {
+struct Numbers : NumberForm<0, SIGNED> {
     static_assert(ggml::HAS_GRID<Type>);
-    static constexpr int ZERO = 0;
-    static constexpr Kind KIND = SIGNED;
     AVX2_F16C static INLINED void unpack(const u8* b, __m256i* out) {
         for (int g = 0; g < 8; ++g) out[g] = ggml::thirty_two_numbers<Type>(b, g);
     }
 };
 
 template <>
-struct Numbers<ggml::Q4_0> {
-    static constexpr int ZERO = 8;
-    static constexpr Kind KIND = SMALL;
+struct Numbers<ggml::Q4_0> : NumberForm<8, SMALL> {
     AVX2_F16C static INLINED void unpack(const u8* b, __m256i* out) { out[0] = nibbles(b + 2); }
 };
 
 template <>
-struct Numbers<ggml::Q4_1> {
-    static constexpr int ZERO = 0;
-    static constexpr Kind KIND = SMALL;
+struct Numbers<ggml::Q4_1> : NumberForm<0, SMALL> {
     AVX2_F16C static INLINED void unpack(const u8* b, __m256i* out) { out[0] = nibbles(b + 4); }
 };
 
 template <>
-struct Numbers<ggml::Q5_0> {
-    static constexpr int ZERO = 16;
-    static constexpr Kind KIND = SMALL;
+struct Numbers<ggml::Q5_0> : NumberForm<16, SMALL> {
     AVX2_F16C static INLINED void unpack(const u8* b, __m256i* out) { out[0] = five_bits(b + 2); }
 };
 
 template <>
-struct Numbers<ggml::Q5_1> {
-    static constexpr int ZERO = 0;
-    static constexpr Kind KIND = SMALL;
+struct Numbers<ggml::Q5_1> : NumberForm<0, SMALL> {
     AVX2_F16C static INLINED void unpack(const u8* b, __m256i* out) { out[0] = five_bits(b + 4); }
 };
 
 template <>
-struct Numbers<ggml::Q8_0> {
-    static constexpr int ZERO = 0;
-    static constexpr Kind KIND = SIGNED;
+struct Numbers<ggml::Q8_0> : NumberForm<0, SIGNED> {
     AVX2_F16C static INLINED void unpack(const u8* b, __m256i* out) { out[0] = thirty_two(b + 2); }
 };
 
 template <>
-struct Numbers<ggml::Iq4Nl> {
-    static constexpr int ZERO = 0;
-    static constexpr Kind KIND = SIGNED;
+struct Numbers<ggml::Iq4Nl> : NumberForm<0, SIGNED> {
     AVX2_F16C static INLINED void unpack(const u8* b, __m256i* out) {
         out[0] = looked_up(ggml::IQ4_VALUES, nibbles(b + 2));
     }
 };
 
 template <>
-struct Numbers<ggml::Mxfp4> {
-    static constexpr int ZERO = 0;
-    static constexpr Kind KIND = SIGNED;
+struct Numbers<ggml::Mxfp4> : NumberForm<0, SIGNED> {
     AVX2_F16C static INLINED void unpack(const u8* b, __m256i* out) {
         out[0] = looked_up(ggml::MXFP4_VALUES, nibbles(b + 1));
     }
 };
 
 template <>
-struct Numbers<ggml::Iq4Xs> {
-    static constexpr int ZERO = 0;
-    static constexpr Kind KIND = SIGNED;
+struct Numbers<ggml::Iq4Xs> : NumberForm<0, SIGNED> {
     AVX2_F16C static INLINED void unpack(const u8* b, __m256i* out) {
         UNROLLED for (int g = 0; g < 8; ++g)
             out[g] = looked_up(ggml::IQ4_VALUES, nibbles(b + 8 + 16 * g));
@@ -136,9 +124,7 @@ struct Numbers<ggml::Iq4Xs> {
 };
 
 template <>
-struct Numbers<ggml::Q2K> {
-    static constexpr int ZERO = 0;
-    static constexpr Kind KIND = SMALL;
+struct Numbers<ggml::Q2K> : NumberForm<0, SMALL> {
     AVX2_F16C static INLINED void unpack(const u8* b, __m256i* out) {
         UNROLLED for (int i = 0; i < 8; ++i)
             out[i] = field(thirty_two(b + 16 + i / 4 * 32), i % 4 * 2, 0, 3);
@@ -146,9 +132,7 @@ struct Numbers<ggml::Q2K> {
 };
 
 template <>
-struct Numbers<ggml::Q3K> {
-    static constexpr int ZERO = 4;
-    static constexpr Kind KIND = SMALL;
+struct Numbers<ggml::Q3K> : NumberForm<4, SMALL> {
     AVX2_F16C static INLINED void unpack(const u8* b, __m256i* out) {
         const __m256i third = thirty_two(b);
         UNROLLED for (int i = 0; i < 8; ++i)
@@ -158,9 +142,7 @@ struct Numbers<ggml::Q3K> {
 };
 
 template <>
-struct Numbers<ggml::Q4K> {
-    static constexpr int ZERO = 0;
-    static constexpr Kind KIND = SMALL;
+struct Numbers<ggml::Q4K> : NumberForm<0, SMALL> {
     AVX2_F16C static INLINED void unpack(const u8* b, __m256i* out) {
         UNROLLED for (int i = 0; i < 4; ++i) {
             const __m256i two = thirty_two(b + 16 + 32 * i);
@@ -170,9 +152,7 @@ struct Numbers<ggml::Q4K> {
 };
 
 template <>
-struct Numbers<ggml::Q5K> {
-    static constexpr int ZERO = 0;
-    static constexpr Kind KIND = SMALL;
+struct Numbers<ggml::Q5K> : NumberForm<0, SMALL> {
     AVX2_F16C static INLINED void unpack(const u8* b, __m256i* out) {
         const __m256i fifth = thirty_two(b + 16);
         UNROLLED for (int i = 0; i < 4; ++i) {
@@ -184,9 +164,7 @@ struct Numbers<ggml::Q5K> {
 };
 
 template <>
-struct Numbers<ggml::Q6K> {
-    static constexpr int ZERO = 32;
-    static constexpr Kind KIND = SMALL;
+struct Numbers<ggml::Q6K> : NumberForm<32, SMALL> {
     AVX2_F16C static INLINED void unpack(const u8* b, __m256i* out) {
         UNROLLED for (int i = 0; i < 8; ++i) {
             const __m256i four = thirty_two(b + i / 4 * 64 + i % 2 * 32);
@@ -198,9 +176,7 @@ struct Numbers<ggml::Q6K> {
 };
 
 template <>
-struct Numbers<Own<4>> {
-    static constexpr int ZERO = 0;
-    static constexpr Kind KIND = SMALL;
+struct Numbers<Own<4>> : NumberForm<0, SMALL> {
     AVX2_F16C static INLINED void unpack(const u8* b, __m256i* out) {
         const __m256i codes = thirty_two(b);
         out[0] = low_halves(codes), out[1] = high_halves(codes);
@@ -208,9 +184,7 @@ struct Numbers<Own<4>> {
 };
 
 template <>
-struct Numbers<Own<8>> {
-    static constexpr int ZERO = 0;
-    static constexpr Kind KIND = WIDE;
+struct Numbers<Own<8>> : NumberForm<0, WIDE> {
     AVX2_F16C static INLINED void unpack(const u8* b, __m256i* out) {
         out[0] = thirty_two(b), out[1] = thirty_two(b + 32);
     }
