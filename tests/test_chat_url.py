@@ -84,9 +84,12 @@ def test_turns_go_to_the_server_and_thoughts_do_not_go_back(url: str) -> None:
 
 
 def test_parameters_are_sent_where_they_are_given(url: str) -> None:
-    done = chat("--url", url, "--temperature", "0", "--max-tokens", "5", said="hi\n")
+    given = ["--temperature", "0", "--max-tokens", "5", "--seed", "0"]
+    done = chat("--url", url, *given, said="hi\n")
     assert done.exit_code == 0, done.output
-    assert Handler.asked[0]["temperature"] == 0 and Handler.asked[0]["max_tokens"] == 5
+    asked = Handler.asked[0]
+    assert (asked["temperature"], asked["max_tokens"], asked["seed"]) == (0, 5, 0)
+    assert "top_p" not in asked and "stop" not in asked
 
 
 def test_a_key_comes_from_the_environment(url: str, monkeypatch: pytest.MonkeyPatch) -> None:

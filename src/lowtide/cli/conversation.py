@@ -114,6 +114,14 @@ class Dialogue(abc.ABC):
             elif word:
                 self._reported(self._answer, line)
 
+    def _keep_stopped(self, line: str, text: str) -> None:
+        """After Ctrl-C: what was written of an answer counts as said. Raises KeyboardInterrupt
+        again where lines are not typed: it ends the program then."""
+        if not sys.stdin.isatty():
+            raise KeyboardInterrupt
+        self._say("\n(stopped)")
+        self._turns.add(line, text)
+
     def _read(self, editor: LineEditor) -> str | None:
         """The next line. Ctrl-C drops the one that is being typed; of lines that are not typed it
         ends the program."""
@@ -215,11 +223,7 @@ class TerminalChat(Dialogue):
                 else:
                     answer = ask_writing(self._llm, token_ids, params, view)
         except KeyboardInterrupt:
-            if not sys.stdin.isatty():
-                raise
-            self._say("\n(stopped)")
-            self._turns.add(line, view.text)
-            return
+            return self._keep_stopped(line, view.text)
         text = view.text if isinstance(view, ThinkingWriter) else answer.completion.text
         self._turns.add(line, text)
         if self._out.is_terminal:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 import time
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import closing
@@ -164,11 +163,7 @@ class RemoteDialogue(Dialogue):
                     writer.commit((), delta.text)
                     reason, usage = delta.reason or reason, delta.usage or usage
         except KeyboardInterrupt:
-            if not sys.stdin.isatty():
-                raise
-            self._say("\n(stopped)")
-            self._turns.add(line, writer.text)
-            return
+            return self._keep_stopped(line, writer.text)
         writer.finish(writer.text)
         self._turns.add(line, writer.text)
         self._note(reason, usage, time.perf_counter() - start_s)
@@ -192,8 +187,7 @@ class RemoteDialogue(Dialogue):
             "messages": self._turns.prompt_with(line),
             "stream": True,
             "stream_options": {"include_usage": True},
-            **{name: value for name, value in given.items() if value not in (None, 0)},
-            **({"temperature": 0} if self._params.temperature == 0 else {}),
+            **{name: value for name, value in given.items() if value is not None},
             **({"stop": list(self._params.stop_strings)} if self._params.stop_strings else {}),
         }
 
