@@ -8,7 +8,6 @@ whatever name it is asked by. Only what would change words without being support
 from __future__ import annotations
 
 import re
-import uuid
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -117,11 +116,6 @@ def headers_of(service: Service, asked_model: str | None, ignored: Iterable[str]
         cut = [*names[:_MAX_SHOWN], "..."] if len(names) > _MAX_SHOWN else names
         headers[IGNORED_HEADER] = ", ".join(cut)
     return headers
-
-
-def new_id(prefix: str) -> str:
-    """Unlike every other one: an agent merges messages of one id."""
-    return f"{prefix}_{uuid.uuid4().hex}"
 
 
 def _shown(name: str) -> str:

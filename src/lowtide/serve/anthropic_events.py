@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from lowtide.serve.agent_api import new_id
 from lowtide.serve.conversation import ToolCall, arguments_of
 from lowtide.serve.errors import Refusal, body_of
+from lowtide.serve.openai_fields import new_id
 from lowtide.serve.pieces import (
     CallArguments,
     CallBegun,
@@ -33,7 +33,7 @@ class MessageEvents:
 
     def __init__(self, model: str) -> None:
         self._message: JsonObject = {
-            "id": new_id("msg"),
+            "id": new_id("msg_"),
             "type": "message",
             "role": "assistant",
             "model": model,

@@ -22,7 +22,7 @@ from lowtide.serve import (
     openai_completions,
     responses,
 )
-from lowtide.serve.errors import Refusal, add_handlers
+from lowtide.serve.errors import NoEmbeddings, add_handlers
 from lowtide.serve.guard import Guard
 from lowtide.serve.metrics import Metrics
 from lowtide.serve.page import HEADERS, page_of
@@ -86,12 +86,7 @@ def _models(service: Service) -> APIRouter:
     @router.post("/v1/embeddings")
     async def embeddings() -> Response:
         """Not supported: clients that ask are told so by name."""
-        raise Refusal(
-            "Embeddings are not supported; give this client another server for them.",
-            501,
-            "not_supported_error",
-            code="unsupported",
-        )
+        raise NoEmbeddings
 
     return router
 

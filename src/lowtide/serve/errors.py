@@ -74,6 +74,18 @@ class TooLong(Refusal):
         return f"prompt is too long: {self.num_prompt} tokens > {self.context} maximum"
 
 
+class NoEmbeddings(Refusal):
+    """What clients of several models ask each of them for."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "Embeddings are not supported; give this client another server for them.",
+            501,
+            "not_supported_error",
+            code="unsupported",
+        )
+
+
 class QueueFull(Refusal):
     """Too much waits already."""
 

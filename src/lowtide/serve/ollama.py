@@ -12,7 +12,7 @@ from pydantic import Field
 
 from lowtide.schemas import model_schema
 from lowtide.serve.agent_api import headers_of
-from lowtide.serve.errors import Refusal
+from lowtide.serve.errors import NoEmbeddings, Refusal
 from lowtide.serve.ollama_body import (
     OllamaBody,
     OllamaChatBody,
@@ -59,12 +59,7 @@ def router_of(service: Service) -> APIRouter:
     @router.post("/api/embed")
     @router.post("/api/embeddings")
     async def embed() -> Response:
-        raise Refusal(
-            "Embeddings are not supported; give this client another server for them.",
-            501,
-            "not_supported_error",
-            code="unsupported",
-        )
+        raise NoEmbeddings
 
     return router
 

@@ -174,7 +174,7 @@ class Told:
     def __init__(self, service: Service, body: ChatBody) -> None:
         self.body = body
         self.tokenizer = service.llm.tokenizer
-        self._head = {"id": new_id("chatcmpl"), "created": int(time.time())}
+        self._head = {"id": new_id("chatcmpl-"), "created": int(time.time())}
         self._model = service.model_name
 
     def object(self, kind: str, choices: Sequence[dict[str, Any]], **more: Any) -> dict[str, Any]:

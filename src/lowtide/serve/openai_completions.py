@@ -127,7 +127,7 @@ class _Told:
         self.asks = asks
         self.tokenizer = service.llm.tokenizer
         self._service = service
-        self._head = {"id": new_id("cmpl"), "object": "text_completion"}
+        self._head = {"id": new_id("cmpl-"), "object": "text_completion"}
         self._created = int(time.time())
         self._offsets = [0] * len(asks)  # characters told of each answer
 

@@ -142,8 +142,8 @@ class SamplingFields(BaseModel):
 
 
 def new_id(prefix: str) -> str:
-    """Unlike every other one."""
-    return f"{prefix}-{uuid.uuid4().hex}"
+    """Unlike every other one: an agent merges messages of one id."""
+    return prefix + uuid.uuid4().hex
 
 
 def usage_of(ends: Sequence[Done], num_each: int = 1) -> dict[str, Any]:

@@ -12,12 +12,12 @@ from fastapi import APIRouter, Request, Response
 from pydantic import Field
 
 from lowtide.params import SamplingParams, with_published
-from lowtide.serve.agent_api import AgentBody, effort_options, headers_of, new_id
+from lowtide.serve.agent_api import AgentBody, effort_options, headers_of
 from lowtide.serve.conversation import Conversation, Turn
 from lowtide.serve.errors import Refusal
 from lowtide.serve.grammar import Constraint
 from lowtide.serve.json_fields import name_at, object_at, objects_at, text_at
-from lowtide.serve.openai_fields import MAX_INTEGER
+from lowtide.serve.openai_fields import MAX_INTEGER, new_id
 from lowtide.serve.responses_events import ResponseEvents
 from lowtide.serve.responses_items import ItemReader, ToolSet, flat_name
 from lowtide.serve.service import Ask, Service
@@ -176,7 +176,7 @@ def _response(service: Service, body: ResponsesBody, params: SamplingParams) -> 
     """The response before its answer: what was asked, as it is understood."""
     drawn = with_published(params, service.llm.config.sampling)
     return {
-        "id": new_id("resp"),
+        "id": new_id("resp_"),
         "object": "response",
         "created_at": int(time.time()),
         "completed_at": None,

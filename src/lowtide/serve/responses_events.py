@@ -10,8 +10,8 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from lowtide.serve.agent_api import new_id
 from lowtide.serve.errors import Refusal
+from lowtide.serve.openai_fields import new_id
 from lowtide.serve.pieces import (
     CallArguments,
     CallBegun,
@@ -141,7 +141,7 @@ class _Item:
     """An item of the output while it is written. fields: as clients get it."""
 
     def __init__(self, kind: str, id_prefix: str, **fields: Any) -> None:
-        head = {"id": new_id(id_prefix), "type": kind, "status": "in_progress"}
+        head = {"id": new_id(f"{id_prefix}_"), "type": kind, "status": "in_progress"}
         self.fields: JsonObject = {**head, **fields}
         self._texts: list[str] = []
 
