@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import socket
 import threading
 from collections.abc import AsyncGenerator, Iterator, Sequence
@@ -12,12 +13,21 @@ from typing import Any, cast
 
 import uvicorn
 from fastapi import FastAPI
+from hypothesis import strategies as st
 from serving import LIMIT_S, wait_until
 
 from lowtide.config.sampling import PublishedSampling
 from lowtide.serve import anthropic_messages, ollama, responses
 from lowtide.serve.errors import add_handlers
-from lowtide.serve.pieces import Done, Piece, Prefilled
+from lowtide.serve.pieces import (
+    CallArguments,
+    CallBegun,
+    Done,
+    Piece,
+    Prefilled,
+    Reasoning,
+    Text,
+)
 from lowtide.serve.service import Ask, Service
 
 NUM_PROMPT, NUM_NEW, NUM_CACHED, NUM_REASONING = 40, 9, 16, 3
@@ -26,6 +36,40 @@ NUM_PROMPT, NUM_NEW, NUM_CACHED, NUM_REASONING = 40, 9, 16, 3
 def done(reason: str = "stop", stop_string: str | None = None) -> Done:
     """The end of an answer to a prompt of `NUM_PROMPT` tokens."""
     return Done(reason, NUM_PROMPT, NUM_NEW, NUM_CACHED, NUM_REASONING, stop_string)
+
+
+def events_of(text: str) -> list[dict[str, Any]]:
+    """A stream's events, each checked for its name."""
+    events = []
+    for block in text.strip().split("\n\n"):
+        name, data = block.split("\n")
+        event = json.loads(data.removeprefix("data: "))
+        assert name == f"event: {event['type']}"
+        events.append(event)
+    return events
+
+
+_TEXTS = st.text(max_size=5)
+_ARGUMENTS = st.dictionaries(_TEXTS, _TEXTS, max_size=2)
+
+
+@st.composite
+def drawn_pieces(
+    draw: st.DrawFn, arguments: st.SearchStrategy[dict[str, str]] = _ARGUMENTS
+) -> list[Piece]:
+    """An answer without its end: texts, thoughts and calls in any order. arguments: what draws a
+    call's."""
+    parts = st.one_of(st.builds(Text, _TEXTS), st.builds(Reasoning, _TEXTS), arguments)
+    pieces: list[Piece] = [Prefilled(0, NUM_PROMPT)]
+    num_calls = 0
+    for part in draw(st.lists(parts, max_size=8)):
+        if not isinstance(part, dict):
+            pieces.append(part)
+            continue
+        pieces.append(CallBegun(num_calls, f"call_{num_calls}", "tool"))
+        pieces.append(CallArguments(num_calls, json.dumps(part)))
+        num_calls += 1
+    return pieces
 
 
 class ScriptedService:

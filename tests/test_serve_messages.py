@@ -13,14 +13,14 @@ from agent_requests import claude_request, words
 from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
-from scripted_serving import ScriptedService, done, listening
+from scripted_serving import ScriptedService, done, drawn_pieces, events_of, listening
 from serving import wait_until
 
 from lowtide.errors import StorageError
 from lowtide.serve import sse
 from lowtide.serve.anthropic_events import MessageEvents
 from lowtide.serve.errors import Draining, TooLong
-from lowtide.serve.pieces import CallArguments, CallBegun, Piece, Prefilled, Reasoning, Text
+from lowtide.serve.pieces import CallArguments, CallBegun, Piece, Reasoning, Text
 
 ANSWER: list[Piece] = [
     Reasoning("Look "),
@@ -50,17 +50,6 @@ SHORT: dict[str, Any] = {
 
 def post(url: str, body: dict[str, Any], path: str = "/v1/messages?beta=true") -> httpx.Response:
     return httpx.post(f"{url}{path}", json=body, timeout=30)
-
-
-def events_of(text: str) -> list[dict[str, Any]]:
-    """Each checked for its name."""
-    events = []
-    for block in text.strip().split("\n\n"):
-        name, data = block.split("\n")
-        event = json.loads(data.removeprefix("data: "))
-        assert name == f"event: {event['type']}"
-        events.append(event)
-    return events
 
 
 def assembled(events: list[dict[str, Any]]) -> dict[str, Any]:
@@ -344,29 +333,9 @@ def test_anthropics_client_raises_its_own_errors() -> None:
             )
 
 
-_TEXTS = st.text(max_size=5)
-_DRAWN = st.lists(
-    st.one_of(
-        st.builds(Text, _TEXTS),
-        st.builds(Reasoning, _TEXTS),
-        st.dictionaries(_TEXTS, _TEXTS, max_size=2),  # a call's arguments
-    ),
-    max_size=8,
-)
-
-
-@given(_DRAWN, st.sampled_from(["stop", "length"]))
+@given(drawn_pieces(), st.sampled_from(["stop", "length"]))
 @examples(100)
-def test_streamed_is_not_streamed(drawn: list[Any], reason: str) -> None:
-    pieces: list[Piece] = [Prefilled(0, 40)]
-    num_calls = 0
-    for each in drawn:
-        if not isinstance(each, dict):
-            pieces.append(each)
-            continue
-        pieces.append(CallBegun(num_calls, f"call_{num_calls}", "tool"))
-        pieces.append(CallArguments(num_calls, json.dumps(each)))
-        num_calls += 1
+def test_streamed_is_not_streamed(pieces: list[Piece], reason: str) -> None:
     writer = MessageEvents("org/tiny")
     events = [json.loads(json.dumps(e)) for p in [*pieces, done(reason)] for e in writer.take(p)]
     assert assembled(events) == writer.whole()

@@ -13,7 +13,7 @@ import pytest
 from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
-from scripted_serving import NUM_NEW, NUM_PROMPT, ScriptedService, done, listening
+from scripted_serving import NUM_NEW, NUM_PROMPT, ScriptedService, done, drawn_pieces, listening
 
 from lowtide.errors import StorageError
 from lowtide.families import read_config
@@ -21,7 +21,7 @@ from lowtide.lab.synth import synth
 from lowtide.plan import WeightFormats
 from lowtide.serve import sse
 from lowtide.serve.ollama_lines import OllamaLines
-from lowtide.serve.pieces import CallArguments, CallBegun, Piece, Prefilled, Reasoning, Text
+from lowtide.serve.pieces import CallArguments, CallBegun, Piece, Reasoning, Text
 
 MODEL = ScriptedService.model_name
 
@@ -235,29 +235,9 @@ def test_errors_and_silence_are_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     assert whole.status_code == 500 and whole.json() == {"error": "the disk is gone"}
 
 
-_TEXTS = st.text(max_size=5)
-_DRAWN = st.lists(
-    st.one_of(
-        st.builds(Text, _TEXTS),
-        st.builds(Reasoning, _TEXTS),
-        st.dictionaries(_TEXTS, _TEXTS, max_size=2),  # a call's arguments
-    ),
-    max_size=8,
-)
-
-
-@given(_DRAWN, st.booleans())
+@given(drawn_pieces(), st.booleans())
 @examples(100)
-def test_streamed_is_not_streamed(drawn: list[Any], is_chat: bool) -> None:
-    pieces: list[Piece] = [Prefilled(0, 40)]
-    num_calls = 0
-    for each in drawn:
-        if not isinstance(each, dict):
-            pieces.append(each)
-            continue
-        pieces.append(CallBegun(num_calls, f"call_{num_calls}", "tool"))
-        pieces.append(CallArguments(num_calls, json.dumps(each)))
-        num_calls += 1
+def test_streamed_is_not_streamed(pieces: list[Piece], is_chat: bool) -> None:
     lines = OllamaLines("org/tiny", is_chat, itertools.count(1).__next__)
     sent = [line for piece in [*pieces, done()] for line in lines.take(piece)]
     whole = lines.whole()

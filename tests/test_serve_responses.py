@@ -13,7 +13,7 @@ from agent_requests import APPLY_PATCH, codex_lite_request, codex_request
 from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
-from scripted_serving import ScriptedService, done, listening
+from scripted_serving import ScriptedService, done, drawn_pieces, events_of, listening
 from serving import wait_until
 
 from lowtide.errors import StorageError
@@ -79,17 +79,6 @@ for _ in range(100):
 
 def post(url: str, body: dict[str, Any]) -> httpx.Response:
     return httpx.post(f"{url}/v1/responses", json=body, timeout=30)
-
-
-def events_of(text: str) -> list[dict[str, Any]]:
-    """Each checked for its name."""
-    events = []
-    for block in text.strip().split("\n\n"):
-        name, data = block.split("\n")
-        event = json.loads(data.removeprefix("data: "))
-        assert name == f"event: {event['type']}"
-        events.append(event)
-    return events
 
 
 def without_ids(value: Any) -> Any:
@@ -379,29 +368,12 @@ def test_openais_client_raises_its_own_errors() -> None:
             client.responses.create(model="m", input="x", previous_response_id="resp_1")
 
 
-_TEXTS = st.text(max_size=5)
-_DRAWN = st.lists(
-    st.one_of(
-        st.builds(Text, _TEXTS),
-        st.builds(Reasoning, _TEXTS),
-        st.just(None),  # a call
-    ),
-    max_size=8,
-)
+_INPUTS = st.fixed_dictionaries({"input": st.text(max_size=5)})  # as a custom tool has them
 
 
-@given(_DRAWN, st.sampled_from(["stop", "length"]), st.booleans())
+@given(drawn_pieces(_INPUTS), st.sampled_from(["stop", "length"]), st.booleans())
 @examples(100)
-def test_streamed_is_not_streamed(drawn: list[Piece | None], reason: str, is_custom: bool) -> None:
-    pieces: list[Piece] = [Prefilled(0, 40)]
-    num_calls = 0
-    for piece in drawn:
-        if piece is not None:
-            pieces.append(piece)
-            continue
-        pieces.append(CallBegun(num_calls, f"call_{num_calls}", "tool"))
-        pieces.append(CallArguments(num_calls, json.dumps({"input": f"a{num_calls}"})))
-        num_calls += 1
+def test_streamed_is_not_streamed(pieces: list[Piece], reason: str, is_custom: bool) -> None:
     writer = ResponseEvents({"id": "resp_1"}, {"tool": ToolForm("tool", None, is_custom)})
     events = [json.loads(json.dumps(e)) for p in [*pieces, done(reason)] for e in writer.take(p)]
     whole = writer.whole()
