@@ -129,17 +129,18 @@ def _race(
     openers: Mapping[str, Opener], folder: Path, options: argparse.Namespace
 ) -> dict[str, dict[str, Any]]:
     """A whole answer of each lane in turn, after a warm-up of each."""
-    prompt = make_prompt(folder, options.prompt)
+    prompts = [make_prompt(folder, options.prompt, seed) for seed in range(options.repeats)]
     with ExitStack() as stack:
         opened = {name: stack.enter_context(opener()) for name, opener in openers.items()}
         answers: dict[str, list[Answer]] = {name: [] for name in opened}
         for lane in opened.values():
-            lane.answer(prompt, 2)
-        for _ in range(options.repeats):
+            lane.answer(prompts[0], 2)
+        for prompt in prompts:
             for name, lane in opened.items():
                 answers[name].append(lane.answer(prompt, options.new))
         return {
-            name: {**speeds(prompt, answers[name]), **lane.facts} for name, lane in opened.items()
+            name: {**speeds(options.prompt, answers[name]), **lane.facts}
+            for name, lane in opened.items()
         }
 
 
@@ -166,7 +167,8 @@ def _on_disk(
             "budget_bytes": budget_bytes,
             "num_prompt": options.prompt,
             "num_new": options.new if is_ours else options.peer_new,
-            "repeats": options.repeats if is_ours else 1,
+            "repeats": options.repeats,
+            "drops_pages": not is_ours,
         }
         rows[name] = in_process("causal", task, limit, budget_bytes + LIMIT_SLACK_BYTES)
     _record(recorder, f"{share:.0%} of the experts in memory", rows)

@@ -10,8 +10,13 @@ Layers of Qwen3-30B-A3B, as many as make that size, with random weights. Three p
   makes one), read by lowtide and mapped by llama.cpp, which may not copy it into its own layout:
   with that it takes twice the file.
 
+Every lane has a process of its own and starts cold: what it reads is dropped from the page cache
+once, before it loads. Its first answer stands beside the later ones, which find what it kept in
+memory or in the page cache. What memory there was is sampled during the answers; lines of a limit
+that moved are marked `refused`.
+
 Checkpoint and GGUF files are written tensor by tensor, each after a look at the disk; the bfloat16
-GGUF is deleted before anything else is made of the checkpoint. Every lane has a process of its own.
+GGUF is deleted before anything else is made of the checkpoint.
 """
 
 from __future__ import annotations
@@ -28,7 +33,7 @@ from common.causal import with_ratios
 from common.ceilings import Disk, memory_ceiling
 from common.cut_models import cut_model, weight_bytes
 from common.gguf_file import write_gguf
-from common.memory import LIMITS, MemoryLimit, choose_limit
+from common.memory import LIMITS, MOST_MOVED, MemoryLimit, choose_limit, drop_pages, moved_share
 from common.models import stored_as
 from common.record import Recorder, say
 from common.worker import LIMIT_SLACK_BYTES, in_process
@@ -53,6 +58,7 @@ def main() -> None:
         "num_prompt": options.prompt,
         "num_new": options.new,
         "repeats": options.repeats,
+        "page_cache": "dropped once, before each lane loads",
     }
     bench = _Bench(options, folder, Recorder("larger_than_memory", settings, options.out))
     plan = plan_model(folder, context=options.prompt + options.new)
@@ -82,7 +88,8 @@ class _Bench(NamedTuple):
             "budget_bytes": None,
             **facts,
         }
-        return in_process("causal", task, limit, limit_bytes)
+        row = in_process("causal", task, limit, limit_bytes)
+        return row | judged(row, limit_bytes if limit.kind == "balloon" else None)
 
     def gguf(self, name: str, is_quantised: bool) -> Path | None:
         """llama.cpp's file; None without the package that writes one."""
@@ -101,6 +108,21 @@ class _Bench(NamedTuple):
             say("llama.cpp is left out: llama_cpp and gguf are not both installed.")
             self.recorder.write(what, {"lane": "llama.cpp", "not_installed": True})
         return is_there
+
+
+def judged(row: Mapping[str, Any], limit_bytes: int | None) -> dict[str, Any]:
+    """Whether a lane had the same memory during all its answers, and why it is refused if not.
+
+    limit_bytes: None where there is no limit but what was available when the lane started.
+    """
+    limit_bytes = limit_bytes or row["room_at_start_bytes"]
+    moved = moved_share(limit_bytes, row["room_least_bytes"], row["room_most_bytes"])
+    judgement: dict[str, Any] = {"limit_bytes": limit_bytes, "limit_moved_share": moved}
+    if moved > MOST_MOVED:
+        reason = f"the limit of {limit_bytes} bytes moved by {moved:.1%} during the answers"
+        say(f"Refused: {reason}.")
+        judgement["refused"] = reason
+    return judgement
 
 
 def _bf16(bench: _Bench) -> None:
@@ -147,6 +169,7 @@ def _mapped(bench: _Bench) -> None:
     limit_bytes = int(gguf.stat().st_size / TIMES_MEMORY)
     budget_bytes = limit_bytes if limit.kind == "none" else limit_bytes - LIMIT_SLACK_BYTES
     facts = {"policy": POLICIES[0], "weights": str(gguf), "budget_bytes": budget_bytes}
+    drop_pages([gguf, bench.folder])  # also writes to the disk what is not there yet
     rows = {
         name: bench.measure("lowtide", {**facts, "activations": activations}, limit, limit_bytes)
         for name, activations in (("lowtide", "own"), ("int8 activations", "int8"))
@@ -155,7 +178,7 @@ def _mapped(bench: _Bench) -> None:
         facts = {"gguf": str(gguf), "maps": True, "repacks": False}
         rows["llama.cpp"] = bench.measure("llama.cpp", facts, limit, limit_bytes)
     for row in rows.values():
-        row |= {"limit": limit.kind, "limit_bytes": limit_bytes, "limit_reason": limit.reason}
+        row |= {"limit": limit.kind, "limit_reason": limit.reason}
     bench.record("mapped", rows, "lowtide")
 
 
@@ -185,7 +208,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--host-memory", default="19GiB", help="lowtide's budget in bf16")
     parser.add_argument("--prompt", type=int, default=128, help="prompt tokens")
     parser.add_argument("--new", type=int, default=24, help="new tokens")
-    parser.add_argument("--repeats", type=int, default=3, help="answers, for medians")
+    parser.add_argument("--repeats", type=int, default=8, help="answers, the first one cold")
     parser.add_argument("--limit", choices=LIMITS, default="auto", help="how memory is limited")
     return parser.parse_args()
 

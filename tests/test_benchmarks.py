@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from concurrent.futures import Future
@@ -41,6 +42,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
     record,
     run,
     worker,
+    larger_than_memory,
     offload,
 ) = map(
     import_module,
@@ -56,6 +58,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
         "common.record",
         "common.run",
         "common.worker",
+        "larger_than_memory",
         "offload",
     ),
 )
@@ -151,6 +154,29 @@ def test_a_balloon_stops_at_its_mark(left_bytes: int, others: list[int]) -> None
     balloon.inflate(left_bytes, available, take, lambda: True)
     assert available_bytes <= left_bytes + balloon.TOLERANCE_BYTES
     assert balloon.inflate(0, lambda: 1 << 40, take, lambda: False) == []
+
+
+def test_room_is_what_others_leave() -> None:
+    """Memory that this process takes itself is still its own; a limit that moved is refused."""
+    watched = memory.RoomWatch()
+    with watched:
+        block = torch.ones(64 << 20)  # 256 MiB, every page touched
+    before, after = watched.least_bytes, memory.room_bytes()
+    assert block.nbytes > 2 * abs(after - before) and watched.most_bytes >= before
+    assert memory.moved_share(1000, 990, 1020) == 0.02 == memory.moved_share(1000, 980, 1010)
+    row = {"room_at_start_bytes": 500, "room_least_bytes": 990, "room_most_bytes": 1020}
+    assert "refused" not in larger_than_memory.judged(row, 1000)
+    assert "10.0%" in larger_than_memory.judged(row, 1100)["refused"]
+    assert "104.0%" in larger_than_memory.judged(row, None)["refused"]
+
+
+def test_the_page_cache_says_what_it_holds(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(bytes(1 << 20))
+    os.truncate(path, 4 << 20)  # what was never written is in no page
+    assert memory.cached_share(path, [(0, 1 << 19), (1 << 19, 1 << 20)]) == 1
+    assert memory.cached_share(path, [(0, 2 << 20)]) == 0.5
+    assert memory.cached_share(path, [(2 << 20, 4 << 20)]) == 0
 
 
 def test_peak_memory_can_start_anew() -> None:
@@ -273,11 +299,17 @@ def test_an_autoregressive_lane_is_measured_under_a_budget(tmp_path: Path) -> No
         "budget_bytes": plan.full_bytes - plan.num_experts * plan.host.slot_bytes // 2,
         "num_prompt": 80,
         "num_new": 4,
-        "repeats": 1,
+        "repeats": 3,
     }
     row = causal.measure(settings)
     assert 0 < row["resident_share"] < 1 and row["storage_read_bytes_per_answer"] > 0
     assert row["prefill_tokens_per_s"] > 0 < row["decode_tokens_per_s"]
+    assert row["first_decode_tokens_per_s"] > 0 and len(row["each_decode"]) == 2
+    assert 0 < row["room_least_bytes"] <= row["room_most_bytes"]
+    with pytest.raises(UsageError, match="2 or more"):
+        causal.measure(settings | {"repeats": 1})
+    with pytest.raises(UsageError, match="no lane"):
+        causal.measure(settings | {"lane": "another"})
 
 
 def test_presets_take_turns_on_one_emulated_engine(tiny: Path, tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """Autoregressive answers from lowtide and its peers on the same Qwen3-MoE weights, timed alike.
 
-A lane answers one prompt greedily: a prefill up to the first token, then a token per pass. Peers
+A lane answers a prompt greedily: a prefill up to the first token, then a token per pass. Peers
 are optional; a lane that cannot be opened raises ImportError.
 """
 
@@ -10,7 +10,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 from unittest.mock import patch
@@ -18,13 +18,23 @@ from unittest.mock import patch
 import numpy as np
 import torch
 
-from common.memory import drop_pages, peak_resident_bytes, reset_peak, storage_read_bytes
+from common.memory import (
+    RoomWatch,
+    cached_share,
+    drop_pages,
+    peak_resident_bytes,
+    reset_peak,
+    room_bytes,
+    storage_read_bytes,
+)
 from common.run import loaded_engine
 from lowtide.decode.autoregressive import Autoregressive
 from lowtide.decode.request import Committed, Request
 from lowtide.engine.config import MAX_PASS_ROWS, EngineConfig
 from lowtide.engine.engine import Engine
+from lowtide.errors import UsageError
 from lowtide.families import read_config_in
+from lowtide.model_folder.gguf_header import GgufHeader
 from lowtide.params import SamplingParams
 from lowtide.plan import OWN_FORMAT
 
@@ -38,9 +48,12 @@ class Answer(NamedTuple):
 
 
 class Lane(Protocol):
-    """Something that answers prompts. `facts` describe it, for the record."""
+    """Something that answers prompts."""
 
-    facts: Mapping[str, Any]
+    @property
+    def facts(self) -> Mapping[str, Any]:
+        """What it is and has in memory now, for the record."""
+        ...
 
     def answer(self, prompt: Sequence[int], num_new: int) -> Answer: ...
 
@@ -86,7 +99,9 @@ class Transformers:
         self.facts = {
             "experts_implementation": model.config._experts_implementation,
             "attention_implementation": model.config._attn_implementation,
-            "offloaded_share": _offloaded_share(model),
+            "page_cache": "dropped before every pass" if dropped else "kept",
+            "offloaded_share": offloaded_share(model),
+            "resident_share": 1 - offloaded_share(model, ".experts."),
         }
 
     def answer(self, prompt: Sequence[int], num_new: int) -> Answer:
@@ -117,16 +132,20 @@ class Transformers:
 class LlamaCpp:
     """llama.cpp over a GGUF of the same bytes, by its Python binding."""
 
-    def __init__(self, model: Any, facts: Mapping[str, Any], dropped: Sequence[Path] = ()) -> None:
-        """The page cache of `dropped` is dropped before every answer, as far as it can be."""
+    def __init__(self, model: Any, facts: Mapping[str, Any], mapped: Path | None) -> None:
+        """mapped: the file that its weights are pages of."""
         self._model = model
-        self._dropped = dropped
-        self.facts = facts
+        self._facts = facts
+        self._mapped = mapped
+
+    @property
+    def facts(self) -> Mapping[str, Any]:
+        share = 1.0 if self._mapped is None else _cached_experts(self._mapped)
+        return {**self._facts, "resident_share": share}
 
     def answer(self, prompt: Sequence[int], num_new: int) -> Answer:
         model = self._model
         model.reset()
-        drop_pages(self._dropped)
         fed = list(prompt)
 
         def next_token() -> int:
@@ -159,8 +178,11 @@ def open_lowtide(
 
 
 @contextmanager
-def open_transformers(model: Path, budget_bytes: int | None) -> Iterator[Lane]:
-    """With a budget, what accelerate does not fit into it is on disk."""
+def open_transformers(
+    model: Path, budget_bytes: int | None, drops_pages: bool = False
+) -> Iterator[Lane]:
+    """With a budget, what accelerate does not fit into it is on disk; drops_pages: and without a
+    page cache, which would hold it in memory outside the budget."""
     from transformers import Qwen3MoeForCausalLM
     from transformers.utils import logging
 
@@ -174,12 +196,12 @@ def open_transformers(model: Path, budget_bytes: int | None) -> Iterator[Lane]:
                 "offload_folder": folder,
             }
         loaded = Qwen3MoeForCausalLM.from_pretrained(model, dtype="auto", **options).eval()
-        yield Transformers(loaded, [] if budget_bytes is None else [model, Path(folder)])
+        yield Transformers(loaded, [model, Path(folder)] if drops_pages else [])
 
 
 @contextmanager
 def open_llama_cpp(gguf: Path, context: int, maps: bool, repacks: bool = True) -> Iterator[Lane]:
-    """As many threads as torch has; mapped weights' pages are dropped before every answer.
+    """As many threads as torch has.
 
     repacks: whether it may copy weights into a layout of its own, as it does unasked, mapped or
     not: under a limit below their size it cannot.
@@ -203,54 +225,55 @@ def open_llama_cpp(gguf: Path, context: int, maps: bool, repacks: bool = True) -
     try:
         facts = {
             "version": llama_cpp.__version__,
+            "system_info": llama_cpp.llama_print_system_info().decode().strip(),
             "num_threads": num_threads,
+            "num_batch_rows": MAX_PASS_ROWS,
+            "flash_attention": _flash_attention(model),
             "uses_mmap": maps,
             "repacks": repacks,
         }
-        yield LlamaCpp(model, facts, [gguf.parent] if maps else [])
+        yield LlamaCpp(model, facts, gguf if maps else None)
     finally:
         model.close()
 
 
 def measure(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """One lane under a budget: a warm-up, then `repeats` answers, medians.
+    """One lane from a cold start under a budget: `repeats` answers, each to a prompt of its own.
+
+    Pages of what it reads are dropped once, before it loads; what it then has in memory stays, its
+    own or the page cache's. So the first answer stands alone, beside the later ones.
 
     settings: lane ("lowtide", "transformers" or "llama.cpp"), model, num_prompt, num_new, repeats,
     context, budget_bytes (lowtide: None keeps everything in memory); lowtide's policy, weights (if
-    others than the model's) and activations; llama.cpp's gguf, whether it maps and repacks that.
+    others than the model's) and activations; llama.cpp's gguf, whether it maps and repacks that;
+    of transformers whether it is without a page cache. Raises UsageError for one answer alone.
     """
-    model, budget_bytes = Path(settings["model"]), settings["budget_bytes"]
-    drop_pages([model])
-    openers: Mapping[str, Callable[[], Any]] = {
-        "lowtide": lambda: open_lowtide(
-            Path(settings.get("weights", model)),
-            settings["context"],
-            budget_bytes,
-            settings["policy"],
-            activations=settings.get("activations", OWN_FORMAT),
-        ),
-        "transformers": lambda: open_transformers(model, budget_bytes),
-        "llama.cpp": lambda: open_llama_cpp(
-            Path(settings["gguf"]),
-            settings["context"],
-            settings["maps"],
-            settings.get("repacks", True),
-        ),
-    }
-    prompt = make_prompt(model, settings["num_prompt"])
-    with openers[settings["lane"]]() as lane:
-        load_peak_bytes = peak_resident_bytes()
+    repeats, num_prompt = settings["repeats"], settings["num_prompt"]
+    if repeats < 2:
+        raise UsageError(f"{repeats} answers are no first one and later ones; take 2 or more.")
+    model = Path(settings["model"])
+    files = (settings[name] for name in ("model", "weights", "gguf") if settings.get(name))
+    drop_pages(map(Path, files))
+    start_room_bytes, start_s = room_bytes(), time.perf_counter()
+    with _opened(settings) as lane:
+        load_s, load_peak_bytes = time.perf_counter() - start_s, peak_resident_bytes()
         reset_peak()
-        lane.answer(prompt[:64], 2)
-        start_bytes = storage_read_bytes()
-        answers = [lane.answer(prompt, settings["num_new"]) for _ in range(settings["repeats"])]
-        read_bytes = (storage_read_bytes() - start_bytes) // settings["repeats"]
+        start_bytes, answers = storage_read_bytes(), []
+        with RoomWatch() as room:
+            for seed in range(repeats):
+                prompt = make_prompt(model, num_prompt, seed)
+                answers.append(lane.answer(prompt, settings["num_new"]))
         return {
-            **speeds(prompt, answers),
+            **speeds(num_prompt, answers[1:]),
+            **first_speeds(num_prompt, answers[0]),
             **lane.facts,
-            "storage_read_bytes_per_answer": read_bytes,
+            "load_s": load_s,
+            "storage_read_bytes_per_answer": (storage_read_bytes() - start_bytes) // repeats,
             "load_peak_resident_bytes": load_peak_bytes,
             "peak_resident_bytes": peak_resident_bytes(),
+            "room_at_start_bytes": start_room_bytes,
+            "room_least_bytes": room.least_bytes,
+            "room_most_bytes": room.most_bytes,
         }
 
 
@@ -265,24 +288,82 @@ def with_ratios(rows: Mapping[str, dict[str, Any]], ours: str) -> Iterator[dict[
         yield {"lane": name, **row, **ratios}
 
 
-def speeds(prompt: Sequence[int], answers: Sequence[Answer]) -> dict[str, Any]:
+def speeds(num_prompt: int, answers: Sequence[Answer]) -> dict[str, Any]:
     """Medians, and every single measurement beside them."""
-    prefill = [len(prompt) / answer.prefill_s for answer in answers]
-    decode = [(len(answer.token_ids) - 1) / answer.decode_s for answer in answers]
+    prefill, decode = _rates(num_prompt, answers)
     return {
         "prefill_tokens_per_s": statistics.median(prefill),
         "decode_tokens_per_s": statistics.median(decode),
-        "each_prefill": [round(rate, 2) for rate in prefill],
-        "each_decode": [round(rate, 2) for rate in decode],
+        "each_prefill": prefill,
+        "each_decode": decode,
     }
 
 
-def make_prompt(model: Path, num_tokens: int) -> list[int]:
+def first_speeds(num_prompt: int, answer: Answer) -> dict[str, float]:
+    """Of an answer that nothing warmed up."""
+    [prefill], [decode] = _rates(num_prompt, [answer])
+    return {"first_prefill_tokens_per_s": prefill, "first_decode_tokens_per_s": decode}
+
+
+def make_prompt(model: Path, num_tokens: int, seed: int) -> list[int]:
     """Random ids, special ones left out."""
     config = read_config_in(model)
     ordinary = min((config.vocab_size, *config.eos_token_ids))
-    ids: list[int] = np.random.default_rng(0).integers(0, ordinary, num_tokens).tolist()
+    ids: list[int] = np.random.default_rng(seed).integers(0, ordinary, num_tokens).tolist()
     return ids
+
+
+def offloaded_share(model: Any, part: str = "") -> float:
+    """Of the bytes of a transformers model's parameters with `part` in their names the share that
+    accelerate has not in memory; 0 where there are none."""
+    sizes = [
+        (tensor.nbytes, tensor.device.type == "meta")
+        for name, tensor in model.named_parameters()
+        if part in name
+    ]
+    return sum(size for size, is_away in sizes if is_away) / max(1, sum(size for size, _ in sizes))
+
+
+def _opened(settings: Mapping[str, Any]) -> AbstractContextManager[Lane]:
+    """The lane of `measure`."""
+    model, context = Path(settings["model"]), settings["context"]
+    if settings["lane"] == "lowtide":
+        return open_lowtide(
+            Path(settings.get("weights", model)),
+            context,
+            settings["budget_bytes"],
+            settings["policy"],
+            activations=settings.get("activations", OWN_FORMAT),
+        )
+    if settings["lane"] == "transformers":
+        drops_pages = settings.get("drops_pages", False)
+        return open_transformers(model, settings["budget_bytes"], drops_pages)
+    if settings["lane"] == "llama.cpp":
+        repacks = settings.get("repacks", True)
+        return open_llama_cpp(Path(settings["gguf"]), context, settings["maps"], repacks)
+    raise UsageError(f"There is no lane {settings['lane']!r}.")
+
+
+def _rates(num_prompt: int, answers: Sequence[Answer]) -> tuple[list[float], list[float]]:
+    """Tokens per second of the prompt and of the tokens behind the first, answer by answer."""
+    prefill = [num_prompt / answer.prefill_s for answer in answers]
+    decode = [(len(answer.token_ids) - 1) / answer.decode_s for answer in answers]
+    return [round(rate, 2) for rate in prefill], [round(rate, 2) for rate in decode]
+
+
+def _flash_attention(model: Any) -> str:
+    """llama.cpp's word for whether a context uses it."""
+    import llama_cpp
+
+    name = llama_cpp.llama_flash_attn_type_name(model.context_params.flash_attn_type)
+    return str((name or b"unknown").decode())
+
+
+def _cached_experts(gguf: Path) -> float:
+    """The share of a file's experts that the page cache holds."""
+    tensors = GgufHeader.read(gguf).tensors
+    experts = [tensor for name, tensor in tensors.items() if "_exps." in name]
+    return cached_share(gguf, [(each.offset, each.offset + each.num_bytes) for each in experts])
 
 
 def _timed(next_token: Callable[[], int], num_new: int) -> Answer:
@@ -291,8 +372,3 @@ def _timed(next_token: Callable[[], int], num_new: int) -> Answer:
     first_s = time.perf_counter()
     token_ids += [next_token() for _ in range(num_new - 1)]
     return Answer(token_ids, first_s - start_s, time.perf_counter() - first_s)
-
-
-def _offloaded_share(model: Any) -> float:
-    sizes = [(tensor.nbytes, tensor.device.type == "meta") for tensor in model.parameters()]
-    return sum(size for size, is_away in sizes if is_away) / sum(size for size, _ in sizes)

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import os
 import shutil
 import subprocess
 import sys
+import threading
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
+import numpy as np
 import psutil
 
 from lowtide.errors import PlanError, UsageError
@@ -19,16 +23,25 @@ from lowtide.hardware.memory import peak_resident_bytes, reset_peak, total_memor
 
 __all__ = [
     "LIMITS",
+    "MOST_MOVED",
     "MemoryLimit",
+    "RoomWatch",
+    "cached_share",
     "choose_limit",
     "drop_pages",
+    "moved_share",
     "peak_resident_bytes",
     "reset_peak",
+    "room_bytes",
     "storage_read_bytes",
 ]
 
 LIMITS = ("auto", "systemd", "cgroup", "balloon", "none")
 CGROUP_ROOT = Path("/sys/fs/cgroup")
+
+MOST_MOVED = 0.05
+"""By how much of itself a limit may move while answers are timed."""
+_SAMPLE_S = 0.2
 
 
 class MemoryLimit(NamedTuple):
@@ -86,6 +99,76 @@ def choose_limit(wanted: str) -> MemoryLimit:
     return MemoryLimit("none", f"systemd-run cannot set one here: {problem}")
 
 
+def room_bytes() -> int:
+    """Memory that this process and the files it reads can have at the moment.
+
+    What is available, file pages included, and what it holds itself that no file has: it does not
+    change when this process takes or frees memory, but when others do.
+    """
+    own_bytes = sum(_status_bytes(name) for name in ("RssAnon", "RssShmem", "VmPTE"))
+    return own_bytes + int(psutil.virtual_memory().available)
+
+
+class RoomWatch:
+    """Samples `room_bytes` in a thread while it is entered."""
+
+    def __init__(self) -> None:
+        self._samples: list[int] = []
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._sample, daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._is_over.set()
+        self._thread.join()
+
+    @property
+    def least_bytes(self) -> int:
+        return min(self._samples)
+
+    @property
+    def most_bytes(self) -> int:
+        return max(self._samples)
+
+    def _sample(self) -> None:
+        self._samples.append(room_bytes())
+        while not self._is_over.wait(_SAMPLE_S):
+            self._samples.append(room_bytes())
+
+
+def moved_share(limit_bytes: int, least_bytes: int, most_bytes: int) -> float:
+    """How far what there was strayed from a limit, as a share of it."""
+    return max(abs(each - limit_bytes) for each in (least_bytes, most_bytes)) / limit_bytes
+
+
+def cached_share(path: Path, ranges: Iterable[tuple[int, int]]) -> float:
+    """Of a file's byte ranges (start, stop) the share whose pages are in the page cache.
+
+    Raises OSError where the kernel does not say.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
+    mapped = np.memmap(path, np.uint8, mode="r")
+    flags = np.empty(-(-len(mapped) // mmap.PAGESIZE), np.uint8)  # a page's lowest bit says it
+    if libc.mincore(mapped.ctypes.data, len(mapped), flags.ctypes.data):
+        raise OSError(ctypes.get_errno(), "mincore", str(path))
+    pages = [
+        flags[start // mmap.PAGESIZE : -(-stop // mmap.PAGESIZE)] & 1 for start, stop in ranges
+    ]
+    return float(np.concatenate(pages).mean())
+
+
+def _status_bytes(name: str) -> int:
+    """A line of /proc/self/status, in bytes."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{name}:"):
+            return int(line.split()[1]) << 10
+    raise UsageError(f"This system does not report a process's {name}.")
+
+
 def storage_read_bytes() -> int:
     """Bytes that this process has made the storage deliver so far, by the kernel's count."""
     for line in Path("/proc/self/io").read_text().splitlines():
@@ -94,10 +177,10 @@ def storage_read_bytes() -> int:
     raise UsageError("This system does not count a process's reads.")
 
 
-def drop_pages(folders: Iterable[Path]) -> None:
-    """Drops the page cache of all files in `folders`; pages that are mapped or dirty stay."""
-    for folder in folders:
-        for path in sorted(folder.rglob("*")):
+def drop_pages(paths: Iterable[Path]) -> None:
+    """Drops the page cache of files and of all files in folders; pages that are mapped stay."""
+    for top in paths:
+        for path in (top, *sorted(top.rglob("*"))):
             if path.is_file():
                 _drop_file(path)
 
