@@ -8,13 +8,18 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c const
 # Smaller than the demo model, so that experts are read from disk while it answers.
 DEMO_MEMORY ?= 6MiB
 
+# What `make peers` builds llama.cpp with; its lines say so.
+PEERS := .venv-peers
+LLAMA_CPP_FLAGS ?= -DGGML_NATIVE=ON
+BENCH = $(if $(wildcard $(PEERS)/.peers),$(PEERS)/bin,$(BIN))
+
 # Where the results of a GPU go.
 OUT ?= docs/results
 
 # Two workers; what a test's own marker or part (tests/parts.py) leaves out is run elsewhere.
 PYTEST := $(BIN)/python -m pytest -q -n 2 --dist worksteal -m 'not slow and not gpu'
 
-.PHONY: demo demo-accuracy test check-pages test-kernels test-machines sanitize check wheel bench bench-large report report-age gpu gpu-test gpu-bench-short gpu-bench-full
+.PHONY: demo demo-accuracy test check-pages test-kernels test-machines sanitize check wheel peers bench bench-large report report-age gpu gpu-test gpu-bench-short gpu-bench-full
 
 demo: $(VENV)/.lowtide
 	$(BIN)/lowtide generate demo:autoregressive 'Sort 93 21 57 40 12' --context 512 --host-memory $(DEMO_MEMORY)
@@ -56,13 +61,17 @@ check: $(VENV)/.lowtide-dev
 wheel: $(VENV)/.lowtide-dev
 	$(BIN)/python -m build --outdir dist .
 
+# llama.cpp, built for this processor, and accelerate, which `make bench` then compares with: in an
+# environment of their own, which sees the packages of $(VENV).
+peers: $(PEERS)/.peers
+
 # Measures what the pages say of speed and memory; `make bench ONLY="decode offload"` some of it.
 bench: $(VENV)/.lowtide-dev
-	$(BIN)/python benchmarks/bench.py $(if $(ONLY),--only $(ONLY))
+	$(BENCH)/python benchmarks/bench.py $(if $(ONLY),--only $(ONLY))
 
 # The rest: models of up to 60 GiB are written to the user's cache, each deleted after its script.
 bench-large: $(VENV)/.lowtide-dev
-	$(BIN)/python benchmarks/bench.py --large
+	$(BENCH)/python benchmarks/bench.py --large $(if $(ONLY),--only $(ONLY))
 
 # Writes every measured part of README.md and docs/ from docs/results/.
 report: $(VENV)/.lowtide-dev
@@ -102,4 +111,13 @@ $(VENV)/.torch:
 
 $(VENV)/.lowtide-dev: $(VENV)/.lowtide
 	$(PIP) -e '.[dev]'
+	touch $@
+
+$(PEERS)/.peers: $(VENV)/.lowtide-dev
+	$(BIN)/python -m venv $(PEERS)
+	$(BIN)/python -c 'import sysconfig as s; print("import site; site.addsitedir(%r)" % s.get_path("purelib"))' \
+		> $$($(PEERS)/bin/python -c 'import sysconfig as s; print(s.get_path("purelib"))')/lowtide.pth
+	CMAKE_ARGS="$(LLAMA_CPP_FLAGS)" $(PEERS)/bin/python -m pip --disable-pip-version-check install \
+		--quiet -c constraints.txt --no-binary llama-cpp-python llama-cpp-python accelerate gguf
+	echo "$(LLAMA_CPP_FLAGS)" > $(PEERS)/llama-cpp-flags
 	touch $@

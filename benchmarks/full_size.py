@@ -31,6 +31,7 @@ def main() -> None:
         "host_memory": options.host_memory,
         "num_prompt": options.prompt,
         "num_new": options.new,
+        "repeats": options.repeats,
         "limit": limit.kind,
         "limit_reason": limit.reason,
     }
@@ -51,6 +52,7 @@ def main() -> None:
             "policy_options": {},
             "num_prompt": options.prompt,
             "num_new": options.new,
+            "repeats": options.repeats,
         }
         run = measure_lowtide(task, limit, disk)
         recorder.write("lowtide", {"policy": policy, "weights": weights, **run})
@@ -69,6 +71,7 @@ def _options() -> argparse.Namespace:
     )
     parser.add_argument("--prompt", type=int, default=64, help="prompt tokens")
     parser.add_argument("--new", type=int, default=64, help="new tokens")
+    parser.add_argument("--repeats", type=int, default=3, help="answers, behind one block")
     parser.add_argument("--context", type=int, default=4096, help="tokens of KV cache")
     parser.add_argument("--limit", choices=LIMITS, default="auto", help="how memory is limited")
     return parser.parse_args()

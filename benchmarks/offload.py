@@ -1,13 +1,15 @@
 """Experts on disk: lowtide at falling memory budgets, against accelerate's disk offload.
 
 Every run has a process of its own. Reads are compared with what lowtide's reader reaches with
-nothing else to do, measured just before and after. lowtide reads past the page cache; the peer's
-pages are dropped before each of its passes, so that neither lives on memory outside its budget.
+nothing else to do, measured just before and after. lowtide reads past the page cache. The peer has
+two rows: its pages dropped before each of its passes, so that it has no memory outside its budget
+either, and kept, so that files which fit into the rest of the machine's memory stay there.
 """
 
 from __future__ import annotations
 
 import argparse
+import statistics
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -35,11 +37,11 @@ def main() -> None:
         "model": folder.name,
         "num_prompt": options.prompt,
         "num_new": options.new,
+        "repeats": options.repeats,
         "policy": options.policy,
         "policy_options": dict(option.split("=", 1) for option in options.policy_option),
         "limit": limit.kind,
         "limit_reason": limit.reason,
-        "page_cache": "dropped before every run, and before every pass of the peer",
     }
     recorder = Recorder("offload", settings, options.out)
     context = options.prompt + options.new + 32
@@ -60,7 +62,7 @@ def main() -> None:
         recorder.write("lowtide", {"experts_in_memory": _name(share), "weights": weights, **run})
         if weights == OWN_FORMAT:
             runs[budget_bytes] = run
-    if options.peer_forwards:
+    if options.peer_shares:
         _peer_rows(recorder, folder, plan, limit, options, runs)
 
 
@@ -92,8 +94,8 @@ def _peer_rows(
 ) -> None:
     """The peer at lowtide's budgets. Its tokens per second are converted, not waited for.
 
-    Its first passes are measured: the shortest ones, since it recomputes everything. How many
-    tokens a pass commits is the decoder's and the model's affair, so lowtide's figure holds.
+    Its first pass is measured: the shortest one, since it recomputes everything. How many tokens a
+    pass commits is the decoder's and the model's affair, so lowtide's figure holds.
     """
     from common.peer import convert  # imports transformers
 
@@ -102,29 +104,35 @@ def _peer_rows(
         say(f"Writing {peer_model} ...")
     convert(folder, peer_model)
     for share, budget_bytes in _budgets(plan, options.peer_shares):
-        task = {
-            "model": str(folder),
-            "peer_model": str(peer_model),
-            "max_memory_bytes": budget_bytes,
-            "num_prompt": options.prompt,
-            "num_new": options.new,
-            "num_forwards": options.peer_forwards,
-        }
-        run = in_process("peer", task, limit, budget_bytes + LIMIT_SLACK_BYTES)
-        ours = runs.get(budget_bytes)
-        tokens_per_forward = ours["num_tokens"] / ours["num_forwards"] if ours else None
-        tokens_per_s = tokens_per_forward / run["s_per_forward"] if tokens_per_forward else None
-        recorder.write(
-            "transformers with accelerate's disk offload",
-            {
-                "experts_in_memory": _name(share),
-                **run,
-                "tokens_per_s": tokens_per_s,
-                "how": f"first {run['num_forwards']} passes of the same decoder without a cache, "
-                "times lowtide's tokens per pass",
-                "ratio": ours["tokens_per_s"] / tokens_per_s if ours and tokens_per_s else None,
-            },
-        )
+        for drops_pages in (True, False):
+            task = {
+                "model": str(folder),
+                "peer_model": str(peer_model),
+                "max_memory_bytes": budget_bytes,
+                "num_prompt": options.prompt,
+                "num_new": options.new,
+                "repeats": options.repeats,
+                "drops_pages": drops_pages,
+            }
+            run = in_process("peer", task, limit, budget_bytes + LIMIT_SLACK_BYTES)
+            row = {"experts_in_memory": _name(share), **run}
+            row |= _converted(run, runs.get(budget_bytes))
+            recorder.write("transformers with accelerate's disk offload", row)
+
+
+def _converted(run: dict[str, Any], ours: dict[str, Any] | None) -> dict[str, Any]:
+    """Tokens per second of the peer's passes, where lowtide ran at the same budget."""
+    if ours is None:
+        return {}
+    per_forward = ours["num_tokens"] / ours["num_forwards"]
+    speeds = [per_forward / seconds for seconds in run["each_s_per_forward"]]
+    tokens_per_s = statistics.median(speeds)
+    return {
+        "tokens_per_s": tokens_per_s,
+        "each_tokens_per_s": speeds,
+        "how": "first pass of the same decoder without a cache, times lowtide's tokens per pass",
+        "ratio": ours["tokens_per_s"] / tokens_per_s,
+    }
 
 
 def _name(share: float) -> float | str:
@@ -135,7 +143,8 @@ def _options() -> argparse.Namespace:
     parser = make_parser(__doc__)
     add_model(parser, "small")
     parser.add_argument("--prompt", type=int, default=64, help="prompt tokens")
-    parser.add_argument("--new", type=int, default=256, help="new tokens")
+    parser.add_argument("--new", type=int, default=96, help="new tokens")
+    parser.add_argument("--repeats", type=int, default=3, help="answers, and passes of the peer")
     parser.add_argument(
         "--shares",
         type=float,
@@ -158,10 +167,7 @@ def _options() -> argparse.Namespace:
     )
     parser.add_argument("--policy", default="auto")
     parser.add_argument("--policy-option", action="append", default=[], metavar="NAME=VALUE")
-    parser.add_argument("--peer-shares", type=float, nargs="+", default=[0.5])
-    parser.add_argument(
-        "--peer-forwards", type=int, default=3, help="passes of the peer; 0: no peer"
-    )
+    parser.add_argument("--peer-shares", type=float, nargs="*", default=[0.5], help="of the peer")
     parser.add_argument("--limit", choices=LIMITS, default="auto", help="how memory is limited")
     return parser.parse_args()
 

@@ -239,9 +239,11 @@ def test_the_worker_reports_reads_and_memory(tiny: Path) -> None:
         "policy_options": {"tau": "2"},
         "num_prompt": 8,
         "num_new": 32,
+        "repeats": 3,
     }
     row = worker.run_lowtide(settings)
-    assert (row["num_tokens"], row["hit_rate"], row["resident_share"]) == (32, 0.0, 0.0)
+    assert (row["num_tokens"], row["hit_rate"], row["resident_share"]) == (96, 0.0, 0.0)
+    assert len(row["each_tokens_per_s"]) == 3 and row["tokens_per_s"] in row["each_tokens_per_s"]
     assert row["read_bytes"] > 0 < row["outstanding_s"]
     assert row["budget_bytes"] == least >= row["used_bytes"]
 
@@ -285,6 +287,25 @@ def test_the_peer_is_the_same_function(tiny: Path, tmp_path: Path) -> None:
     with torch.inference_mode():
         logits = adapter.logits(adapter.forward(batch))
     torch.testing.assert_close(logits, wanted, rtol=1e-3, atol=1e-3)
+
+
+def test_the_peer_is_measured_with_its_page_cache_and_without(tiny: Path, tmp_path: Path) -> None:
+    settings = {
+        "model": str(tiny),
+        "peer_model": str(peer.convert(tiny, tmp_path / "peer")),
+        "max_memory_bytes": 4 << 20,
+        "num_prompt": 8,
+        "num_new": 32,
+        "repeats": 3,
+    }
+    cold, warm = (peer.measure({**settings, "drops_pages": drops}) for drops in (True, False))
+    assert (cold["page_cache"], warm["page_cache"]) == ("dropped before every pass", "kept")
+    ours = {"num_tokens": 96, "num_forwards": 24, "tokens_per_s": 50.0}
+    for row in (cold, warm):
+        assert len(row["each_s_per_forward"]) == 3 and 0 <= row["resident_share"] < 1
+        made = offload._converted(row, ours)
+        assert made["each_tokens_per_s"] == [4 / s for s in row["each_s_per_forward"]]
+        assert made["ratio"] == 50.0 / made["tokens_per_s"] and not offload._converted(row, None)
 
 
 def test_an_autoregressive_lane_is_measured_under_a_budget(tmp_path: Path) -> None:

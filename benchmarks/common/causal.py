@@ -7,6 +7,7 @@ are optional; a lane that cannot be opened raises ImportError.
 from __future__ import annotations
 
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -225,6 +226,7 @@ def open_llama_cpp(gguf: Path, context: int, maps: bool, repacks: bool = True) -
     try:
         facts = {
             "version": llama_cpp.__version__,
+            "build_flags": _build_flags(),
             "system_info": llama_cpp.llama_print_system_info().decode().strip(),
             "num_threads": num_threads,
             "num_batch_rows": MAX_PASS_ROWS,
@@ -349,6 +351,12 @@ def _rates(num_prompt: int, answers: Sequence[Answer]) -> tuple[list[float], lis
     prefill = [num_prompt / answer.prefill_s for answer in answers]
     decode = [(len(answer.token_ids) - 1) / answer.decode_s for answer in answers]
     return [round(rate, 2) for rate in prefill], [round(rate, 2) for rate in decode]
+
+
+def _build_flags() -> str:
+    """What `make peers` built llama.cpp with, which it leaves in its environment."""
+    file = Path(sys.prefix) / "llama-cpp-flags"
+    return file.read_text().strip() if file.exists() else "not built by `make peers`"
 
 
 def _flash_attention(model: Any) -> str:

@@ -7,6 +7,7 @@ the mask is block-causal. It has no cache of finished blocks either, so it recom
 from __future__ import annotations
 
 import json
+import statistics
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
@@ -20,6 +21,7 @@ from torch import Tensor
 from transformers import Glm4MoeConfig, Glm4MoeForCausalLM
 from transformers.utils import logging
 
+from common.causal import offloaded_share
 from common.memory import drop_pages, peak_resident_bytes, reset_peak, storage_read_bytes
 from common.run import decode, make_decoder, make_request
 from lowtide.families import read_config_in
@@ -63,12 +65,10 @@ def convert(source: Path, target: Path) -> Path:
 
 
 def measure(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Runs the first `num_forwards` passes of a generation, the page cache dropped before each.
-
-    One pass before them is a warm-up.
+    """Runs the first pass of a generation `repeats` times, after once to warm up.
 
     settings: model (the LLaDA2 folder), peer_model, max_memory_bytes, num_prompt, num_new,
-    num_forwards.
+    repeats, drops_pages (whether the page cache is dropped before every pass).
     """
     peer_model = Path(settings["peer_model"])
     config = read_config_in(Path(settings["model"]))
@@ -81,22 +81,25 @@ def measure(settings: Mapping[str, Any]) -> dict[str, Any]:
         load_s = time.perf_counter() - start_s
         load_peak_bytes = peak_resident_bytes()
         reset_peak()
-        adapter = PeerModel(model, folders)
+        adapter = PeerModel(model, folders if settings["drops_pages"] else [])
         kv_cache = KVCache(
             torch.empty(storage_shape(1, 1, 1, request.canvas_length), device="meta")
         )
         decoder = make_decoder(adapter, kv_cache, config, request.canvas_length, False)
         decode(decoder, request, 1)  # a warm-up
-        adapter.drop_s, start_bytes = 0.0, storage_read_bytes()
-        decoded = decode(decoder, request, settings["num_forwards"])
+        start_bytes, each_s = storage_read_bytes(), []
+        for _ in range(settings["repeats"]):
+            adapter.drop_s = 0.0
+            each_s.append(decode(decoder, request, 1).seconds - adapter.drop_s)
         read_bytes = storage_read_bytes() - start_bytes
-    s_per_forward = (decoded.seconds - adapter.drop_s) / decoded.num_forwards
     return {
         "load_s": load_s,
-        "num_forwards": decoded.num_forwards,
-        "s_per_forward": s_per_forward,
-        "storage_read_bytes_per_forward": read_bytes // decoded.num_forwards,
-        "offloaded_share": _offloaded_share(model),
+        "page_cache": "dropped before every pass" if settings["drops_pages"] else "kept",
+        "s_per_forward": statistics.median(each_s),
+        "each_s_per_forward": each_s,
+        "storage_read_bytes_per_forward": read_bytes // len(each_s),
+        "offloaded_share": offloaded_share(model),
+        "resident_share": 1 - offloaded_share(model, ".experts."),
         "max_memory_bytes": settings["max_memory_bytes"],
         "load_peak_resident_bytes": load_peak_bytes,
         "peak_resident_bytes": peak_resident_bytes(),
@@ -195,8 +198,3 @@ def _block_causal(num_rows: int, block_length: int, dtype: torch.dtype) -> Tenso
     mask = torch.zeros(num_rows, num_rows, dtype=dtype)
     mask.masked_fill_(blocks[None, :] > blocks[:, None], torch.finfo(dtype).min)
     return mask[None, None]
-
-
-def _offloaded_share(model: Glm4MoeForCausalLM) -> float:
-    sizes = [(tensor.nbytes, tensor.device.type == "meta") for tensor in model.parameters()]
-    return sum(size for size, is_away in sizes if is_away) / sum(size for size, _ in sizes)
