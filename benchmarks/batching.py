@@ -59,8 +59,8 @@ def main() -> None:
             "model": Path(options.model).name,
             "dtype": options.dtype,
             "num_requests": options.requests,
-            "prompt_tokens": _range(options.prompt),
-            "new_tokens": _range(options.new),
+            "max_prompt_tokens": options.prompt,
+            "max_new_tokens": options.new,
             "context": llm.plan.context,
             "policy": llm.plan.policy,
             "budget_bytes": llm.plan.budget_bytes,
@@ -101,19 +101,20 @@ def _one_by_one(llm: LLM, load: Load) -> Answers:
 
 
 def _record(recorder: Recorder, together: Sequence[Answers], alone: Sequence[Answers]) -> None:
-    medians = [statistics.median(run.tokens_per_s for run in runs) for runs in (together, alone)]
+    each = [[run.tokens_per_s for run in runs] for runs in (together, alone)]
+    medians = [statistics.median(speeds) for speeds in each]
     pairs = zip(together[0].token_ids, alone[0].token_ids, strict=True)
     values = {
         "together_tokens_per_s": medians[0],
         "one_by_one_tokens_per_s": medians[1],
+        "each_together_tokens_per_s": each[0],
+        "each_one_by_one_tokens_per_s": each[1],
         "ratio": medians[0] / medians[1],
         "ceiling_ratio": together[0].num_tokens / together[0].num_forwards,
         "num_tokens": together[0].num_tokens,
         "num_same_ids": sum(first == second for first, second in pairs),
         "together_forwards": together[0].num_forwards,
         "one_by_one_forwards": alone[0].num_forwards,
-        "together_seconds": [round(run.seconds, 2) for run in together],
-        "one_by_one_seconds": [round(run.seconds, 2) for run in alone],
         "peak_resident_bytes": peak_resident_bytes(),
     }
     recorder.write("batching", values)
@@ -143,7 +144,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--requests", type=int, default=32, help="requests at once")
     parser.add_argument("--prompt", type=int, default=24, help="longest prompt")
     parser.add_argument("--new", type=int, default=64, help="most new tokens")
-    parser.add_argument("--repeats", type=int, default=2, help="runs of each, in turn")
+    parser.add_argument("--repeats", type=int, default=3, help="runs of each, in turn")
     return parser.parse_args()
 
 

@@ -1,6 +1,6 @@
 """All measurements behind the pages' numbers, one script after the other, into docs/results/.
 
-`make bench` runs those that need less than 5 GiB of disk and memory, in at most 80 minutes on two
+`make bench` runs those that need less than 5 GiB of disk and memory, in at most 65 minutes on two
 quiet cores; `make bench-large` the rest, each after a look at the disk, and what a script has put
 into the cache of models is deleted after it (`--keep`: not). `--list` says what takes how long, and
 what was cut. A script that fails or hangs keeps no other from running, and is named at the end.
@@ -30,7 +30,7 @@ from lowtide.errors import UsageError
 REPOSITORY = Path(__file__).resolve().parents[1]
 
 
-MAX_MINUTES = 80
+MAX_MINUTES = 65
 """Of all that `make bench` runs, on two quiet cores."""
 LATE = 4
 """A script that takes longer than so many times its minutes and `MORE_MINUTES` is taken to hang."""
@@ -73,12 +73,6 @@ SMALL = (
     Script("conversation", 2, ("--restarts", "3")),
     Script("simulate", 6, ("--validate", "--repeats", "3"), cut="3 turns of each preset, not 7"),
     Script("simulate", 2, ("--validate", "--home", "disk", "--repeats", "3"), cut="3 turns, not 7"),
-    Script(
-        "policies",
-        16,
-        ("--repeats", "2"),
-        cut="2 turns of presets that may decide something, not 3",
-    ),
     Script("exchange", 2, ("--layers", "8"), 0, "8 layers of each model; `--large` has them all"),
     Script("dali", 3, disk_GiB=0),
     Script("hindsight", 4),
@@ -98,19 +92,21 @@ LARGE = (
     Script("conversation", 8, ("--behind", "16000", "--share", "0.4")),
     Script("absent", 5, ("--parts", "disk"), disk_GiB=10),
     Script("pack", 4, disk_GiB=12),
-    Script("full_size", 15, disk_GiB=45),
+    Script("full_size", 25, disk_GiB=45),
     Script("block_pass", 4, disk_GiB=16),
-    Script("larger_than_memory", 25, disk_GiB=60),
-    Script("max_context", 50, disk_GiB=8),
-    Script("planned_memory", 20, disk_GiB=8),
+    Script("larger_than_memory", 25, ("--parts", "bf16", "q4"), 60, "the part under a balloon"),
+    Script("larger_than_memory", 12, ("--parts", "mapped", "--limit", "balloon"), disk_GiB=60),
+    Script("policies", 24),
+    Script("max_context", 50, ("--their-lengths", "512", "1024", "2048"), 8, "their 4,096 tokens"),
+    Script("planned_memory", 40, ("--lengths", "1024", "4096", "8192", "16384", "32768"), 8),
     Script("mosaic_ablation", 8, disk_GiB=8),
     Script("step_time", 12, disk_GiB=8),
-    Script("every_expert", 5, disk_GiB=8),
-    Script("elastic", 12, disk_GiB=16),
-    Script("buddy_full", 15, disk_GiB=16),
+    Script("every_expert", 15, ("--repeats", "3"), disk_GiB=8),
+    Script("elastic", 36, ("--repeats", "3"), disk_GiB=16),
+    Script("buddy_full", 20, ("--minutes", "4"), disk_GiB=16),
     Script("tau", 8, ("--layers", "2"), 5, "2 layers of the synthetic models, which are alike"),
     Script("exchange", 20, disk_GiB=0),
-    Script("buddy", 90, disk_GiB=0),
+    Script("buddy", 45, ("--tokens", "512", "--pieces", "32"), 0, "512 tokens scored, not 2,048"),
     Script("buddy_profile", 2, disk_GiB=0),
     Script("format_quality", 6, disk_GiB=0),
 )

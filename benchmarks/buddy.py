@@ -150,6 +150,7 @@ def _row(cell: Cell, lane: Lane, best: Mapping[str, bool]) -> Row:
     compared = row.comparison
     return {
         "tokens_per_s": row.tokens_per_s,
+        **_range_of(row),
         "speed_up": row.tokens_per_s / exact if row.tokens_per_s and exact else None,
         "bytes_per_pass": cell.bytes_per_pass(lane.name),
         "passes_per_s": row.passes.passes_per_s,
@@ -159,6 +160,14 @@ def _row(cell: Cell, lane: Lane, best: Mapping[str, bool]) -> Row:
         "is_on_front": best[row.setting.label],
         "policy_options": dict(lane.options),
     }
+
+
+def _range_of(row: Scored) -> Row:
+    """Of the turns that the speed is the median of."""
+    if row.speed is None or not row.speed.turns:
+        return {}
+    speed = row.speed.tokens_per_s
+    return {"least": speed.least, "most": speed.most, "num_turns": len(row.speed.turns)}
 
 
 def _expectations(cell: Cell, wanted: Sequence[Lane]) -> list[Row]:

@@ -3,7 +3,7 @@
 LLaDA2.0-mini's and Qwen3-30B-A3B's experts, fewer layers of them. At falling shares of residents
 exact and BuddyMoE with rising rho take turns on one loaded model: tokens per second, bytes read per
 token, and the seconds waited for each expert that was asked for and absent (the paper's Table 1).
-Then each lane answers once more under a watch: what a layer's experts take, which is all that
+Then each lane answers as often again under a watch: what a layer's experts take, which is all that
 substitution can shorten, and what it takes of that itself, of 32 rows for the block model and of
 one for the autoregressive one.
 """
@@ -11,6 +11,7 @@ one for the autoregressive one.
 from __future__ import annotations
 
 import argparse
+import statistics
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -75,7 +76,7 @@ class Watch:
             runtime.policies = policies
             del runtime.forward
 
-    def row(self) -> Row:
+    def row(self) -> dict[str, float]:
         return {
             "substitution_us": 1e6 * self.asked_s / max(1, self.num_asked),
             "layer_us": 1e6 * self.layers_s / max(1, self.num_layers),
@@ -160,7 +161,7 @@ def _measure(
         for lane, run in zip(lanes, runs, strict=True):
             row = _row(run, runs[0])
             if not run.reason:
-                row |= _watched(llm, lane, load)
+                row |= _watched(llm, lane, load, options.repeats)
                 exact_us = exact_us or row["layer_us"]
                 row["layers_speed_up"] = exact_us / row["layer_us"]
             recorder.write(lane.name, {**where, **row})
@@ -183,20 +184,26 @@ def _row(run: PresetRun, exact: PresetRun) -> Row:
     }
 
 
-def _watched(llm: LLM, lane: Lane, load: Load) -> Row:
-    """One more answer, after one that finds the residents: times by part, and waits per miss. Every
-    lane's are drawn with the same seeds."""
+def _watched(llm: LLM, lane: Lane, load: Load, num_turns: int) -> Row:
+    """More answers, after one that finds the residents: times by part and waits per miss, turn by
+    turn and their medians. Every lane's are drawn with the same seeds."""
     llm.adopt_policy(lane.policy, lane.options)
-    first, second = (replace(load.params, seed=seed) for seed in (0, 1))
-    llm.generate([load.prompt], first)
+    llm.generate([load.prompt], replace(load.params, seed=0))
+    turns = [_watched_turn(llm, load, seed) for seed in range(1, 1 + num_turns)]
+    each = {name: [turn[name] for turn in turns] for name in turns[0]}
+    medians = {name: statistics.median(values) for name, values in each.items()}
+    return {**medians, **{f"each_{name}": values for name, values in each.items()}}
+
+
+def _watched_turn(llm: LLM, load: Load, seed: int) -> dict[str, float]:
     watch, before = Watch(llm), llm.stats()
     with watch.on():
-        llm.generate([load.prompt], second)
+        llm.generate([load.prompt], replace(load.params, seed=seed))
     after = llm.stats()
     grown = {name: after[name] - before[name] for name in ("num_misses", "wait_s", "forwards")}
     return {
         "misses_per_pass": grown["num_misses"] / grown["forwards"],
-        "waited_ms_per_miss": 1e3 * grown["wait_s"] / max(1.0, grown["num_misses"]),
+        "waited_ms": 1e3 * grown["wait_s"] / max(1.0, grown["num_misses"]),  # per miss
         **watch.row(),
     }
 
@@ -277,7 +284,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--placement", default="lowtide", help="who stays resident")
     parser.add_argument("--new", type=int, default=32, help="tokens of an answer, or of a block")
     parser.add_argument("--steps", type=int, default=STEPS, help="of a block")
-    parser.add_argument("--repeats", type=int, default=2, help="answers per lane")
+    parser.add_argument("--repeats", type=int, default=3, help="answers per lane")
     parser.add_argument(
         "--minutes", type=float, default=5.0, help="of a family: no share is begun beyond"
     )

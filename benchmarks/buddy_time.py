@@ -3,8 +3,7 @@
 Decided twice, on the router's demand and on what is run in its place, before the layer's work can
 start; what it saved is counted beside that work. On the host alone and beside a device, where the
 cost model asks an assignment who would be late. Seconds of the deciding thread's own time (it
-waits for nobody), the least of several means, so that other programs count little. Then once more
-as between the products of a large model, which leave nothing of all this in the caches: the median
+waits for nobody): several means, and their median. Then once more as between the products of a large model, which leave nothing of all this in the caches: the median
 of decisions that each come after 48 MiB were read.
 """
 
@@ -12,10 +11,11 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import statistics
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from common.arguments import make_parser, run_script
@@ -94,7 +94,7 @@ def _judged(lane: str, num_rows: int, row: Mapping[str, float]) -> dict[str, boo
     return judged
 
 
-def _row(case: Case, num_means: int, num_passes: int) -> dict[str, float]:
+def _row(case: Case, num_means: int, num_passes: int) -> dict[str, Any]:
     """Microseconds of a layer; each of `num_means` is of `num_passes`."""
     policies, facts, runs = case
     pairs = list(zip(facts, runs, strict=True))
@@ -114,7 +114,9 @@ def _row(case: Case, num_means: int, num_passes: int) -> dict[str, float]:
             policies._settle(asked, decision, NO_MOVES)
 
     works = {"substitute_us": substitute, "both_us": both, "settle_us": settle}
-    row = {name: 1e6 * _least_s(work, num_means, num_passes) for name, work in works.items()}
+    each = {name: _each_us(work, num_means, num_passes) for name, work in works.items()}
+    row: dict[str, Any] = {f"each_{name}": means for name, means in each.items()}
+    row |= {name: statistics.median(means) for name, means in each.items()}
     return {**row, "cold_us": 1e6 * _cold_s([partial(policies.substitute, one) for one in facts])}
 
 
@@ -132,16 +134,16 @@ def _cold_s(works: list[Callable[[], object]]) -> float:
     return float(np.median([timed_s(work) for work in works]) - clock_s)
 
 
-def _least_s(work: Callable[[], object], num_means: int, num_passes: int) -> float:
-    """Of a layer."""
+def _each_us(work: Callable[[], object], num_means: int, num_passes: int) -> list[float]:
+    """Of a layer, each a mean of passes."""
     work()
     means = []
     for _ in range(num_means):
         start_s = time.thread_time()
         for _ in range(num_passes):
             work()
-        means.append((time.thread_time() - start_s) / num_passes / NUM_LAYERS)
-    return min(means)
+        means.append(1e6 * (time.thread_time() - start_s) / num_passes / NUM_LAYERS)
+    return means
 
 
 def _case(
@@ -220,7 +222,7 @@ def _profile() -> BuddyProfile:
 def _options() -> argparse.Namespace:
     parser = make_parser(__doc__)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 32], help="of a pass")
-    parser.add_argument("--means", type=int, default=9, help="of which the least counts")
+    parser.add_argument("--means", type=int, default=9, help="of one work")
     parser.add_argument("--passes", type=int, default=20, help="of each mean")
     return parser.parse_args()
 

@@ -386,6 +386,8 @@ def _report(
                 "num_threads": num_threads,
                 "GBps": rate,
                 "of_ceiling": share,
+                "each_GBps": [round(rate, 3) for rate in one.rates],
+                "each_of_ceiling": [round(share, 4) for share in shares],
                 "GFLOPps": rate * one.num_rows,  # 2 operations for 2 bytes and row
             },
         )

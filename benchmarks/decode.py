@@ -100,6 +100,9 @@ def _state(cached: Lane, recomputed: Lane) -> dict[str, float]:
     }
 
 
+SPEEDS = ("cached_tokens_per_s", "recompute_tokens_per_s")
+
+
 def _row(num_new: int, states: list[dict[str, float]]) -> dict[str, object]:
     """Medians over the repeats."""
     medians = {name: statistics.median(state[name] for state in states) for name in states[0]}
@@ -107,6 +110,7 @@ def _row(num_new: int, states: list[dict[str, float]]) -> dict[str, object]:
     return {
         "num_new": num_new,
         **medians,
+        **{f"each_{name}": [state[name] for state in states] for name in SPEEDS},
         "same_tokens": is_same,
         "peak_resident_bytes": peak_resident_bytes(),
     }
@@ -120,10 +124,10 @@ def _options() -> argparse.Namespace:
         "--new",
         type=int,
         nargs="+",
-        default=[512, 1024],
+        default=[256, 512],
         help="answer lengths in tokens",
     )
-    parser.add_argument("--repeats", type=int, default=1, help="whole runs, for medians")
+    parser.add_argument("--repeats", type=int, default=3, help="whole runs, for medians")
     return parser.parse_args()
 
 

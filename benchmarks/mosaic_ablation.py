@@ -169,12 +169,14 @@ def _time_chunking(recorder: Recorder, shape: MaskedShape, options: argparse.Nam
                 {name: step.seconds() for name, step in steps.items()}
                 for _ in range(1 + options.repeats)
             ][1:]
-            times_s = {name: statistics.median(each[name] for each in rounds) for name in steps}
+            each_s = {name: [each[name] for each in rounds] for name in steps}
+            times_s = {name: statistics.median(seconds) for name, seconds in each_s.items()}
             saved = 1 - times_s["lazy"] / times_s["static"]
             values = {
                 "model": shape.name,
                 "num_tokens": num_tokens,
                 **{f"{name}_s": seconds for name, seconds in times_s.items()},
+                **{f"each_{name}_s": seconds for name, seconds in each_s.items()},
                 **{f"{name}_chunks": dict(plan.chunks) for name, plan in plans.items()},
                 "saved": saved,
                 "paper": "5.5 to 21.5%",

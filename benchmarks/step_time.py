@@ -100,11 +100,10 @@ def _time_sides(
         for num_layers in LAYERS:
             for name, side in sides[num_layers].items():
                 runs[name, num_layers] = _their_run(side, token_ids)
-        medians = _in_turn(runs, options.repeats, MAX_S.get(num_tokens, 0.0))
-        _record_sides(recorder, shape, num_tokens, medians)
+        rounds = _in_turn(runs, options.repeats, MAX_S.get(num_tokens, 0.0))
+        whole_s = _record_sides(recorder, shape, num_tokens, rounds)
         for share in options.shares:
-            times = {layers: medians[_lane(share), layers] for layers in LAYERS}
-            steps_s[num_tokens, share] = at_full_depth(times, shape.num_layers)
+            steps_s[num_tokens, share] = statistics.median(whole_s[_lane(share)])
     return steps_s
 
 
@@ -138,29 +137,43 @@ def _record_sides(
     recorder: Recorder,
     shape: MaskedShape,
     num_tokens: int,
-    medians: Mapping[tuple[str, int], float],
-) -> None:
-    lanes = list(dict.fromkeys(lane for lane, _ in medians))
-    by_lane = {lane: {layers: medians[lane, layers] for layers in LAYERS} for lane in lanes}
-    depths = {"2 layers": {lane: times[LAYERS[0]] for lane, times in by_lane.items()}}
-    whole = {lane: at_full_depth(times, shape.num_layers) for lane, times in by_lane.items()}
-    depths["all layers, extrapolated from 2 and 4"] = whole
-    for depth, seconds in depths.items():
+    rounds: Mapping[tuple[str, int], Sequence[float]],
+) -> Mapping[str, Sequence[float]]:
+    """Seconds of whole steps by lane, round by round."""
+    lanes = list(dict.fromkeys(lane for lane, _ in rounds))
+    fewest = {lane: rounds[lane, LAYERS[0]] for lane in lanes}
+    whole = {
+        lane: [
+            at_full_depth(dict(zip(LAYERS, times, strict=True)), shape.num_layers)
+            for times in zip(*(rounds[lane, layers] for layers in LAYERS), strict=True)
+        ]
+        for lane in lanes
+    }
+    for depth, seconds in (
+        ("2 layers", fewest),
+        ("all layers, extrapolated from 2 and 4", whole),
+    ):
         for lane in (lane for lane in lanes if lane.startswith("lowtide")):
-            others = {name: s for name, s in seconds.items() if not name.startswith("lowtide")}
-            ratios = {f"over_{name}": seconds[lane] / s for name, s in others.items()}
+            named = {"step": lane} | {n: n for n in lanes if not n.startswith("lowtide")}
+            medians = {f"{n}_s": statistics.median(seconds[of]) for n, of in named.items()}
+            ratios = {
+                f"over_{name}": medians["step_s"] / medians[f"{name}_s"]
+                for name in named
+                if name != "step"
+            }
             values = {
                 "model": shape.name,
                 "num_tokens": num_tokens,
                 "lane": lane,
                 "depth": depth,
-                "step_s": seconds[lane],
-                **{f"{name}_s": s for name, s in others.items()},
+                **medians,
+                **{f"each_{name}_s": list(seconds[of]) for name, of in named.items()},
                 **ratios,
             }
             recorder.write("step time", values)
-            said = ", ".join(f"{ratio:.2f} {name}" for name, ratio in ratios.items())
+            said = ", ".join(f"{over:.2f} {name}" for name, over in ratios.items())
             say(f"{shape.name}, {num_tokens} tokens, {depth}, {lane}: {said}")
+    return whole
 
 
 def _time_chunks(
@@ -181,9 +194,14 @@ def _time_chunks(
             plan = model.plan_of(num_tokens, masked, {**UNDIVIDED, "logits": num_chunks})
             step = PlannedStep(engine, plan, model.form)
             runs["logits", num_chunks] = step.head_alone()
-        medians = _in_turn(runs, options.chunk_repeats, None)
-    ratios = {name: medians[name, 1] / medians["none", 1] for name in (inner, "attention")}
-    ratios["logits"] = medians["logits", NUM_CHUNKS] / medians["logits", 1]
+        rounds = _in_turn(runs, options.chunk_repeats, None)
+    pairs = {name: ((name, 1), ("none", 1)) for name in (inner, "attention")}
+    pairs["logits"] = (("logits", NUM_CHUNKS), ("logits", 1))
+    each = {
+        operator: [many / one for many, one in zip(rounds[of], rounds[whole], strict=True)]
+        for operator, (of, whole) in pairs.items()
+    }
+    ratios = {operator: statistics.median(values) for operator, values in each.items()}
     for operator, ratio in ratios.items():
         values = {
             "model": shape.name,
@@ -191,6 +209,7 @@ def _time_chunks(
             "operator": operator,
             "num_chunks": NUM_CHUNKS,
             "over_one": ratio,
+            "each_over_one": each[operator],
             "paper": {"logits": 1.005, "mlp": 1.02}.get(operator),
         }
         recorder.write("chunked", values)
@@ -210,7 +229,16 @@ def _time_planning(
     for num_tokens in options.planned:
         for share in options.shares:
             masked = num_masked(num_tokens, share)
-            values = plan_request(model, num_tokens, masked, free_bytes)
+            turns = [
+                plan_request(model, num_tokens, masked, free_bytes) for _ in range(options.repeats)
+            ]
+            each_s = [turn["per_step_s"] for turn in turns]
+            values = {
+                **turns[0],
+                "most_s": statistics.median(turn["most_s"] for turn in turns),
+                "per_step_s": statistics.median(each_s),
+                "each_per_step_s": each_s,
+            }
             where = {"model": shape.name, "num_tokens": num_tokens, "prompt_share": share}
             step_s = steps_s.get((num_tokens, share))
             recorder.write(
@@ -241,8 +269,8 @@ def _judged(values: Row, step_s: float | None) -> dict[str, bool]:
 
 def _in_turn(
     runs: Mapping[tuple[str, int], Run], repeats: int, limit_s: float | None
-) -> dict[tuple[str, int], float]:
-    """Median seconds of each, all in turn: `repeats` rounds, or as many as begin before each had
+) -> dict[tuple[str, int], list[float]]:
+    """Seconds of each in every round, all in turn: `repeats` rounds, or as many as begin before each had
     `limit_s`. A first round is to warm up; it counts without a limit, and where it is alone."""
     start_s = time.perf_counter()
     rounds = [{key: _seconds(run) for key, run in runs.items()}]
@@ -252,7 +280,7 @@ def _in_turn(
             break
         rounds.append({key: _seconds(run) for key, run in runs.items()})
     counted = rounds[num_warm:] or rounds
-    return {key: statistics.median(each[key] for each in counted) for key in runs}
+    return {key: [each[key] for each in counted] for key in runs}
 
 
 def _seconds(run: Run) -> float:
@@ -278,7 +306,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument(
         "--chunked", type=int, default=32768, help="tokens of one chunk against four"
     )
-    parser.add_argument("--chunk-repeats", type=int, default=2, help="of one chunk against four")
+    parser.add_argument("--chunk-repeats", type=int, default=3, help="of one chunk against four")
     parser.add_argument("--repeats", type=int, default=5, help="steps of each, in turn")
     return parser.parse_args()
 

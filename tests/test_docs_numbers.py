@@ -5,11 +5,16 @@ Outside of them the pages below may have settings, promises and what papers say,
 
 from __future__ import annotations
 
+import functools
+import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from reporting.blocks import PAGES
+from reporting.repeatable import is_repeatable
+from reporting.results import MACHINE
 
 ROOT = Path(__file__).resolve().parents[1]
 NUMBER = r"\d+(?:[.,]\d+)*"
@@ -31,6 +36,7 @@ ALLOWED = {
     "README.md": (
         "Python 3.11",
         "as many as weigh 1.3 times the machine's memory",
+        "as 1.3 times the memory that another program leaves",
     ),
     "docs/measured.md": (),
     "docs/evidence.md": ("give or take 15% of the published effect",),
@@ -53,7 +59,6 @@ ALLOWED = {
     ),
     "docs/buddymoe.md": (
         "0.05 unless you say otherwise",
-        "9 to 10 ms on demand",  # BuddyMoE's Table 1
         "to take 100 µs at most",
         "(0.95; one number",
         "0.95 takes about 20 of 31 peers",  # of the printed tables above it
@@ -103,21 +108,80 @@ def test_what_looks_measured(text: str, found: bool) -> None:
     assert bool(measured_numbers(text)) is found
 
 
+PARTS = re.compile(r"<!-- measured: \S+ -->\n(.*?)<!-- end of measured -->", re.S)
+LINK = re.compile(r"\]\(([^)#\s]+\.jsonl)#L(\d+)\)")
+TO = re.compile(LINK.pattern + r" to \[\d+" + LINK.pattern)
+
+
+@functools.cache
+def results_of(file: Path) -> list[str]:
+    return file.read_text(encoding="utf-8").splitlines()
+
+
+def linked(row: str, page: Path) -> list[dict[str, Any]]:
+    """The lines of results that a row links, from one link to another those between them, too."""
+    found = {(target, int(number)): None for target, number in LINK.findall(row)}
+    for target, first, same, last in TO.findall(row):
+        assert target == same, row
+        found |= {(target, number): None for number in range(int(first), int(last))}
+    files = {target: results_of((ROOT / page.parent / target).resolve()) for target, _ in found}
+    assert all(1 <= number <= len(files[target]) for target, number in found), row
+    return [json.loads(files[target][number - 1]) for target, number in found]
+
+
 @pytest.mark.parametrize("page", PAGES, ids=str)
-def test_every_row_leads_to_its_line(page: Path) -> None:
-    """A row of a table between marks, and in the README a sentence there too, has a link to lines
-    of `docs/results/` that are there."""
-    text = (ROOT / page).read_text(encoding="utf-8")
-    num_lines: dict[Path, int] = {}
-    for part in re.findall(r"<!-- measured: \S+ -->\n(.*?)<!-- end of measured -->", text, re.S):
+def test_every_row_leads_to_lines_that_count(page: Path) -> None:
+    """A row of a table between marks, and in the README a sentence there too, links lines of
+    `docs/results/`: a commit's own, not refused, and of a call of `make bench` or
+    `make bench-large`. A table has one machine."""
+    for part in PARTS.findall((ROOT / page).read_text(encoding="utf-8")):
+        machines: set[str] = set()
         for row in part.splitlines():
-            links = re.findall(r"\]\(([^)#\s]+\.jsonl)#L(\d+)\)", row)
-            is_head = row.startswith("|") and row.rstrip(" |").endswith(("line", "lines", "---"))
+            is_head = row.startswith("|") and row.rstrip(" |").endswith(("line", "---"))
             is_told = page.name == "README.md" and re.search(r"\d", row)
-            if row.startswith("|") and not is_head or is_told and not row.startswith(("|", MADE)):
-                assert links, row
-            for target, number in links:
-                file = (ROOT / page.parent / target).resolve()
-                if file not in num_lines:
-                    num_lines[file] = len(file.read_text(encoding="utf-8").splitlines())
-                assert 1 <= int(number) <= num_lines[file], row
+            is_told = is_told and not row.startswith((MADE, "Not measured"))
+            lines = linked(row, page)
+            if not row.startswith("|"):
+                machines = set()
+            if is_told and not is_head or row.startswith("|") and not is_head:
+                assert lines, row
+            for line in lines:
+                assert not line["commit"].endswith("+") and "refused" not in line, row
+                assert is_repeatable(line), row
+            machines |= {json.dumps(machine_of(line)) for line in lines}
+            assert len(machines) <= 1, row
+
+
+def machine_of(line: dict[str, Any]) -> list[Any]:
+    return [line["machine"][name] for name in MACHINE]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=str)
+def test_what_was_timed_stands_beside_its_range(page: Path) -> None:
+    for part in PARTS.findall((ROOT / page).read_text(encoding="utf-8")):
+        head: list[str] = []
+        for row in part.splitlines():
+            cells = row.split(" | ") if row.startswith("|") else []
+            head = cells and (head or cells)
+            for name, cell in zip(head, cells, strict=False):
+                is_timed = "tokens/s" in name and not name.startswith(("simulated", "first answer"))
+                if is_timed and cell is not name and re.search(r"\d", cell):
+                    assert " to " in cell, row
+
+
+def test_links_from_one_line_to_another_take_those_between() -> None:
+    page = Path("docs/measured.md")
+    file = "../docs/results/2026-11-26-tau.jsonl"
+    row = f"| a | [2]({file}#L2) to [4]({file}#L4), [9]({file}#L9) |"
+    text = results_of((ROOT / "docs" / file).resolve())
+    wanted = [str(json.loads(text[place])) for place in (1, 2, 3, 8)]
+    assert sorted(map(str, linked(row, page))) == sorted(wanted)
+
+
+def test_lines_of_other_arguments_do_not_count() -> None:
+    line = {"benchmark": "buddy time", "settings": {"rows": [1, 32], "means": 9, "passes": 20}}
+    assert is_repeatable(line)
+    assert is_repeatable(line | {"settings": line["settings"] | {"rows": [32]}})  # a part of a run
+    assert not is_repeatable(line | {"settings": line["settings"] | {"rows": [1, 2]}})
+    assert not is_repeatable(line | {"settings": line["settings"] | {"means": 8}})
+    assert not is_repeatable(line | {"benchmark": "no script"})

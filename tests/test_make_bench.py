@@ -49,8 +49,8 @@ def test_scripts_are_chosen_by_name() -> None:
 def test_the_list_has_minutes_and_what_was_cut() -> None:
     *lines, total = bench.listed(bench.SMALL).splitlines()
     assert len(lines) == len(bench.SMALL) and total.endswith("in all, on two quiet cores")
-    [policies] = [line for line in lines if "policies.py --repeats 2" in line]
-    assert " min " in policies and "# 2 turns" in policies
+    [prefetch] = [line for line in lines if "prefetch.py --pieces 6" in line]
+    assert " min " in prefetch and "# half of" in prefetch
 
 
 def test_what_a_large_script_makes_is_deleted_after_it(tmp_path: Path) -> None:

@@ -15,7 +15,9 @@ from reporting.evidence import Claim
 from reporting.fronts import front_picture, panels_of
 from reporting.pages import part_names, rewritten
 from reporting.results import Line, Results, ResultsError
-from reporting.tables import captions, number, ratio
+from reporting.tables import by_machine, captions, number, ratio, table, turns_of
+
+from lowtide.lab.bench import Spread
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 RESULTS = Path("docs/results")
@@ -29,8 +31,8 @@ def _row(**changes: Any) -> dict[str, Any]:
         "machine": {"cpu": "A CPU", "num_cores": 2, "memory_bytes": 25_000_000_000},
         "commit": "0123456789ab",
         "date": "2026-11-22T10:00:00+00:00",
-        "together_tokens_per_s": 858.48,
-        "one_by_one_tokens_per_s": 139.92,
+        "each_together_tokens_per_s": [858.48, 850.0, 900.0],
+        "each_one_by_one_tokens_per_s": [139.92, 130.0, 150.0],
         "ratio": 6.1354,
         "ceiling_ratio": 17.241,
         "num_same_ids": 32,
@@ -64,7 +66,7 @@ def test_a_part_is_rewritten_and_nothing_else(tmp_path: Path) -> None:
     results = _results(tmp_path, _row())
     once = rewritten(_page("batching"), blocks(results, Path("README.md")))
     assert once.startswith("Before.\n") and once.endswith("After.\n")
-    assert "858" in once and "old" not in once
+    assert "858 (850 to 900) | 140 (130 to 150) | 6.14 |" in once and "old" not in once
     assert "[1](docs/results/2026-11-22-batching.jsonl#L1)" in once
     assert "on commit 0123456789ab, 2 cores of A CPU, 25 GB" in once
     assert rewritten(once, blocks(results, Path("README.md"))) == once
@@ -94,8 +96,8 @@ def test_a_number_is_reproduced_by_its_effect_once_and_held_out(tmp_path: Path) 
 
 def test_a_claim_is_reproduced_in_the_published_range_or_near_it() -> None:
     def claim(*values: float, for_all: bool = False) -> Claim:
-        line = Line(Path("x.jsonl"), 1, {})
-        return Claim("a", "1.2 to 1.4", 1.2, 1.4, values, line, "why", "make it", for_all=for_all)
+        lines = [Line(Path("x.jsonl"), 1, {})]
+        return Claim("a", "1.2 to 1.4", 1.2, 1.4, values, lines, "why", "make it", for_all=for_all)
 
     assert claim(1.3).cells == ("a", "1.2 to 1.4", "1.30", "reproduced", "why", "`make it`")
     assert claim(1.18).is_reproduced and not claim(1.16).is_reproduced
@@ -117,7 +119,8 @@ def _lane(name: str, lost: float, **changes: Any) -> dict[str, Any]:
     shares = {"agreement": {"mean": 1 - lost}, "accuracy": {"mean": 0.5}}
     speeds = {"speed_up": 1 + lost, "bytes_per_pass": 1e6 * (1 - lost)}
     own = {"policy_options": {} if name == "exact" else {"miss": name.split()[0]}}
-    row |= {**shares, **speeds, **own, "counts": {"num_misses": 4.0, "wait_s": 0.002}}
+    turns = {"tokens_per_s": 10.0, "least": 9.0, "most": 11.0, "num_turns": 3}
+    row |= {**shares, **speeds, **own, **turns}
     return _row(benchmark="buddy", what=name, **cell, **row) | changes
 
 
@@ -141,6 +144,11 @@ def test_the_front_is_drawn_by_speed_and_by_bytes(tmp_path: Path) -> None:
     by_speed, by_bytes, *_ = panels_of(_results(tmp_path, *lanes, claim).lines)
     assert [mark.gain for mark in by_speed.marks] == [1.0, 0.9, 1.5]
     assert [mark.gain for mark in by_bytes.marks] == [0.0, 0.25, 0.5]
+    few = [lane | {"num_turns": 2} for lane in lanes]
+    assert [panel.gain for panel in panels_of(_results(tmp_path, *few, claim).lines)] == [
+        by_bytes.gain,
+        by_bytes.gain,
+    ]
 
 
 def _raced(what: str, lane: str, speed: float) -> dict[str, Any]:
@@ -160,7 +168,8 @@ def test_the_readme_says_how_it_stands_beside_llama_cpp(tmp_path: Path) -> None:
     made = blocks(results, Path("README.md"))
     told = made["beside-llama-cpp"]()
     assert "llama.cpp decodes one request 0.67 to 2.00 times as fast" in told
-    assert "has 0.80 (Q4_K_M)" in told
+    assert "products (a tie in Q4_0); with" in told
+    assert "lowtide has 0.80 (Q8_0), 0.80 (Q4_0), 0.80 (Q4_K_M) times its speed" in told
     assert "lines [1](docs/results/2026-11-22-batching.jsonl#L1) to [9](" in told
     assert "90.0" in made["ar-decode"]() and "Q8_0" not in made["ar-decode"]()
     with pytest.raises(ResultsError, match="with Q8_0"):
@@ -223,11 +232,71 @@ def test_unknown_and_unclosed_parts_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_lead_within_the_spread_is_a_tie() -> None:
-    assert ratio([10.0, 12.0, 11.0], [9.0, 10.5, 10.0]) == "1.10, a tie"
-    assert ratio([10.0, 12.0, 11.0], [5.0, 5.5, 5.2]) == "2.12"
+    ours = Spread.of([10.0, 12.0, 11.0])
+    assert ratio(ours, Spread.of([9.0, 10.5, 10.0])) == "1.10, a tie"
+    assert ratio(ours, Spread.of([5.0, 5.5, 5.2])) == "2.12"
     assert [number(value) for value in (1234.5, 99.96, 9.994, 0.5)] == [
         "1,234", "100.0", "9.99", "0.50",
     ]  # fmt: skip
+
+
+def test_what_was_timed_has_three_turns_or_is_not_shown(tmp_path: Path) -> None:
+    few = _row(each_together_tokens_per_s=[858.48, 850.0])
+    page = blocks(_results(tmp_path, few), Path("README.md"))
+    assert page["batching"]().startswith("Not measured yet in 3 turns or more: `make bench ONLY=b")
+    [line] = _results(tmp_path, _row(tokens_per_s=2.0, least=1.0, most=3.0, num_turns=2)).lines
+    assert turns_of(line, "tokens_per_s") is None is turns_of(line, "decode")
+    [line] = _results(tmp_path, line.row | {"num_turns": 3}).lines
+    assert turns_of(line, "tokens_per_s") == (2.0, 1.0, 3.0)
+
+
+def test_refused_lines_and_those_of_other_arguments_are_not_shown(tmp_path: Path) -> None:
+    settings = _row()["settings"] | {"num_requests": 31}
+    for row in (_row(refused="the limit moved"), _row(settings=settings)):
+        results = _results(tmp_path, row)
+        assert not results.has("batching") and not results.newest_lines("batching", "batching", ())
+    with pytest.raises(ResultsError, match="as no call in benchmarks/bench.py"):
+        results.newest("batching")
+
+
+def test_a_table_has_one_machine_and_links_all_lines(tmp_path: Path) -> None:
+    other = _row(machine=_row()["machine"] | {"cpu": "Another CPU"})
+    lines = _results(tmp_path, *[_row()] * 4, other, _row()).lines
+    rows = [([*lines[:4], lines[5]], ("a",)), ([lines[4]], ("b",))]
+    first, first_caption, second, second_caption = by_machine(["x"], rows, Path("x")).split("\n\n")
+    assert "| a | [1](" in first and ") to [4](" in first and ", [6](" in first and "b" not in first
+    assert "cores of A CPU" in first_caption and "| b | [5](" in second
+    assert "cores of Another CPU" in second_caption
+    with pytest.raises(ResultsError, match="2 cores of A CPU, 25 GB; 2 cores of Another"):
+        table(["x"], rows, Path("x"))
+
+
+def _mapped(lane: str, **changes: Any) -> dict[str, Any]:
+    speeds = {name: [1.0, 1.2, 1.1] for name in ("each_decode", "each_prefill")}
+    row = {"first_decode_tokens_per_s": 0.5, "limit": "balloon", "limit_bytes": 7e9, **speeds}
+    row |= {"room_least_bytes": 6.9e9, "room_most_bytes": 7.1e9, "resident_share": 0.5}
+    built = {"version": "1", "num_threads": 2, "flash_attention": "disabled", "repacks": False}
+    settings = {"num_prompt": 128, "num_new": 24, "repeats": 8}
+    named = {"benchmark": "larger_than_memory", "what": "mapped", "lane": lane}
+    return _row(**named, settings=settings, **row, **built) | changes
+
+
+def test_a_model_larger_than_memory_is_shown_under_a_limit_that_stood(tmp_path: Path) -> None:
+    ours, other = _mapped("lowtide", each_decode=[9.0, 8.0, 10.0]), _mapped("llama.cpp")
+    made = blocks(_results(tmp_path, ours, other), Path("README.md"))
+    assert "lowtide writes 9.00 (8.00 to 10.0) tokens/s, llama.cpp 1.10 (1.00 to 1.20), on" in (
+        made["expected-speed"]()
+    )
+    shown = made["larger-than-memory"]()
+    assert "| llama.cpp | 7.00 GB (6.90 to 7.10) | 50% | 0.50 | 1.10 (1.00 to 1.20) |" in shown
+    assert "| 8.18 | [2](" in shown and "flash attention disabled, weights not repacked" in shown
+    tied = blocks(_results(tmp_path, ours, _mapped("llama.cpp", each_decode=[8, 9, 9])), Path("x"))
+    assert "a tie, on" in tied["expected-speed"]()
+    for lost in ({"refused": "it moved"}, {"first_decode_tokens_per_s": None}, {"limit": "none"}):
+        row = {name: value for name, value in (other | lost).items() if value is not None}
+        gone = blocks(_results(tmp_path, ours, row), Path("README.md"))
+        assert gone["larger-than-memory"]().startswith("Not measured yet")
+        assert gone["expected-speed"]().startswith("Not measured yet")
 
 
 def test_ages_name_what_is_behind_unknown_or_refused(tmp_path: Path) -> None:

@@ -2,29 +2,31 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
+from lowtide.lab.bench import Spread
 from reporting import evidence, memory
 from reporting.fronts import front_picture
 from reporting.pages import Block
 from reporting.papers import dali, dali_numbers, tide
 from reporting.presets import hindsight, policies, prefetch, validated
 from reporting.quality import buddies, buddies_full, decisions, formats, profiles
-from reporting.results import Line, Results, Run
+from reporting.results import Line, Results
 from reporting.tables import (
     Cell,
-    caption,
-    captions,
+    Row,
     giga,
-    link,
-    median_and_spread,
+    is_tie,
+    links,
+    not_measured,
     number,
     percent,
     ratio,
-    table,
+    shown,
+    with_range,
+    turns_of,
 )
 
 README = Path("README.md")
@@ -92,77 +94,83 @@ def blocks(results: Results, page: Path) -> Mapping[str, Block]:
 
 def expected_speed(results: Results, page: Path) -> str:
     """What there is to gain: a GGUF file larger than memory, here and in llama.cpp."""
-    newest = results.newest_lines("larger_than_memory", "mapped", ("lane",))
-    lanes = {line["lane"]: line for line in newest if line.row.get("limit") != "none"}
-    ours, other = lanes["lowtide"], lanes["llama.cpp"]
-    speeds = [number(statistics.median(line["each_decode"])) for line in (ours, other)]
+    lanes = {line["lane"]: line for line in _larger_lines(results, "mapped")}
+    ours, other = lanes.get("lowtide"), lanes.get("llama.cpp")
+    if ours is None or other is None:
+        return not_measured("larger_than_memory")
+    own, theirs = Spread.of(ours["each_decode"]), Spread.of(other["each_decode"])
+    tie = ", a tie" if is_tie(own, theirs) else ""
     machine = ours["machine"]
     return (
         "A Q4_0 GGUF file of Qwen3-30B-A3B's layers, 1.3 times the memory: lowtide writes "
-        f"{speeds[0]} tokens/s, llama.cpp {speeds[1]}, on {machine['num_cores']} cores of "
-        f"{machine['cpu']} (lines {link(ours, page)} and {link(other, page)}, "
-        "[measured](#measured))."
+        f"{with_range(own)} tokens/s, llama.cpp {with_range(theirs)}{tie}, on {machine['num_cores']} cores "
+        f"of {machine['cpu']} (lines {links([ours, other], page)}, [measured](#measured))."
     )
 
 
 def full_size(results: Results, page: Path) -> str:
     """A model of 30 GiB in 12: each policy that was run."""
-    run = results.newest("full size", host_memory="12GiB")
     head = ("policy", "weights", "tokens/s", "s per pass", "found in memory", "reads", "resident")
     rows = [
         (
-            line,
+            [line],
             (
                 f"`{line['policy']}`",
                 _weights(line),
-                number(line["tokens_per_s"]),
+                with_range(turns),
                 number(line["s_per_forward"]),
                 percent(line["hit_rate"]),
                 _reads(line),
                 f"{giga(line['peak_resident_bytes'])} of {giga(line['allowed_bytes'])}",
             ),
         )
-        for line in run.of("lowtide")
+        for line, turns in _timed(results, "full size", "lowtide", "tokens_per_s")
     ]
-    return _with_caption(run, table(head, rows, page))
+    return shown("full_size", head, rows, page)
 
 
 def block_pass(results: Results, page: Path) -> str:
     """A pass over one diffusion block in each kind of weights, beside what its bytes take."""
-    run = results.newest("block pass")
     head = ("weights", "pass, s", "its bytes", "reading them, s", "over that", "over the first")
+    timed = _timed(results, "block pass", "block pass", "s")
     rows = [
         (
-            line,
+            [line],
             (
                 line["weights"],
-                median_and_spread(line["each_s"]),
+                with_range(turns),
                 giga(line["bytes_per_pass"]),
                 number(line["bound_s"]),
                 number(line["over_bound"]),
-                number(line["over_first"]),
+                ratio(turns, timed[0][1]) if line is not timed[0][0] else "",
             ),
         )
-        for line in run.of("block pass")
+        for line, turns in timed
     ]
-    return _with_caption(run, table(head, rows, page))
+    return shown("block_pass", head, rows, page)
 
 
 def kernels(results: Results, page: Path) -> str:
     """Experts of few rows: share of the speed of reading, and time over bfloat16's beside it."""
-    run = results.newest("cpu_kernels")
-    lines = {_kernels_key(line): line for line in run.of("experts")}
-    counts = sorted({line["num_rows"] for line in lines.values()})
-    rows: dict[tuple[str, int, str], tuple[Line, list[Cell]]] = {}
-    for (shape, threads, name, count, way), line in lines.items():
+    timed = _timed(results, "cpu_kernels", "experts", "of_ceiling")
+    lines = {_kernels_key(line): line for line, _ in timed}
+    shares = {_kernels_key(line): turns for line, turns in timed}
+    counts = sorted({line["num_rows"] for line, _ in timed})
+    rows: dict[tuple[str, int, str], tuple[list[Line], list[Cell]]] = {}
+    for key, line in lines.items():
+        shape, threads, name, count, way = key
         if way != name:
             continue
-        _, cells = rows.setdefault((shape, threads, name), (line, [""] * len(counts)))
-        over = lines[shape, threads, name, count, "bf16"]["GBps"] / line["GBps"]
-        cells[counts.index(count)] = f"{percent(line['of_ceiling'])} ({number(over)})"
-    named = [(line, (key[0], str(key[1]), key[2], *cells)) for key, (line, cells) in rows.items()]
+        plain = lines[shape, threads, name, count, "bf16"]
+        sources, cells = rows.setdefault((shape, threads, name), ([], [""] * len(counts)))
+        sources += [line, plain]
+        share = shares[key]
+        range_of = f"{percent(share.median)} ({percent(share.least)} to {percent(share.most)})"
+        over = ratio(Spread.of(plain["each_GBps"]), Spread.of(line["each_GBps"]))
+        cells[counts.index(count)] = range_of if name == "bf16" else f"{range_of}; {over}"
+    named = [(of, (key[0], str(key[1]), key[2], *cells)) for key, (of, cells) in rows.items()]
     head = ("experts", "threads", "format", *map(_num_rows, counts))
-    return _with_caption(run, table(head, named, page))
+    return shown("cpu_kernels", head, named, page)
 
 
 def _num_rows(count: int) -> Cell:
@@ -176,117 +184,158 @@ def _kernels_key(line: Line) -> tuple[str, int, str, int, str]:
 
 
 def offload(results: Results, page: Path) -> str:
-    """Every budget, and accelerate's disk offload at one of them."""
-    run = results.newest("offload")
-    head = ("budget for", "engine", "weights", "tokens/s", "reads", "resident")
-    rows = []
-    for line in run.of("lowtide"):
-        speed = number(line["tokens_per_s"])
-        cells = (_share(line), "lowtide", _weights(line), speed, _reads(line), _peak(line))
-        rows.append((line, cells))
-    for line in run.of("transformers with accelerate's disk offload"):
-        cells = (_share(line), line["what"], "own", number(line["tokens_per_s"]), "", _peak(line))
-        rows.append((line, cells))
-    return _with_caption(run, table(head, rows, page))
+    """Every budget, and accelerate's disk offload at one of them, cold and warm."""
+    peer = "transformers with accelerate's disk offload"
+    head = ("budget for", "engine", "weights", "tokens/s", "reads", "experts in memory", "resident")
+    rows: list[Row] = []
+    for what in ("lowtide", peer):
+        for line, turns in _timed(results, "offload", what, "tokens_per_s"):
+            is_ours = what == "lowtide"
+            engine = what if is_ours else f"{what}, page cache {line['page_cache']}"
+            cells = (_share(line), engine, _weights(line), with_range(turns))
+            reads = _reads(line) if is_ours else ""
+            rows.append(([line], (*cells, reads, percent(line["resident_share"]), _peak(line))))
+    return shown("offload", head, rows, page)
 
 
 def decode(results: Results, page: Path) -> str:
     """The exact KV cache against computing everything again, by length of the answer."""
-    run = results.newest("decode")
     head = ("new tokens", "cached, tokens/s", "recomputed, tokens/s", "ratio", "the same tokens")
-    rows = [
-        (
-            line,
-            (
-                f"{line['num_new']:,}",
-                number(line["cached_tokens_per_s"]),
-                number(line["recompute_tokens_per_s"]),
-                number(line["ratio"]),
-                "yes" if line["same_tokens"] else "no",
-            ),
-        )
-        for line in run.of("decode")
-    ]
-    return _with_caption(run, table(head, rows, page))
+    rows = []
+    for line, cached in _timed(results, "decode", "decode", "cached_tokens_per_s"):
+        recomputed = Spread.of(line["each_recompute_tokens_per_s"])
+        speeds = (with_range(cached), with_range(recomputed), ratio(cached, recomputed))
+        same = "yes" if line["same_tokens"] else "no"
+        rows.append(([line], (f"{line['num_new']:,}", *speeds, same)))
+    return shown("decode", head, rows, page)
 
 
 def ar_decode(results: Results, page: Path) -> str:
     """One request: lowtide, transformers, llama.cpp; in memory, in llama.cpp's types, from disk."""
-    run = results.newest("ar_decode")
     head = ("", "engine", "prompt, tokens/s", "decoding, tokens/s", "lowtide over it; with int8")
-    rows: list[tuple[Line, tuple[Cell, ...]]] = []
-    raced = dict.fromkeys(line["what"] for line in run.lines if "each_decode" in line.row)
-    for what in raced:
-        lanes = run.of(what)
-        decoding_of = {line["lane"]: line["each_decode"] for line in lanes}
-        ours = [decoding_of[lane] for lane in ("lowtide", "lowtide, int8") if lane in decoding_of]
-        for line in lanes:
-            is_ours = line["lane"].startswith("lowtide")
-            over = "" if is_ours else "; ".join(ratio(each, line["each_decode"]) for each in ours)
-            prefill, decoding = line["each_prefill"], line["each_decode"]
-            cells = (median_and_spread(prefill), median_and_spread(decoding), over)
-            rows.append((line, (what, line["lane"], *cells)))
-    return _with_caption(run, table(head, rows, page))
+    timed = _timed(results, "ar_decode", None, "decode")
+    rows = []
+    for line, decoding in timed:
+        what, lane = line["what"], line["lane"]
+        ours = [
+            turns
+            for other, turns in timed
+            if other["what"] == what and other["lane"] in ("lowtide", "lowtide, int8")
+        ]
+        is_ours = lane.startswith("lowtide")
+        over = "" if is_ours else "; ".join(ratio(each, decoding) for each in ours)
+        cells = (with_range(Spread.of(line["each_prefill"])), with_range(decoding), over)
+        rows.append(([line], (what, lane, *cells)))
+    return shown("ar_decode", head, rows, page)
 
 
 def beside_llama_cpp(results: Results, page: Path) -> str:
     """How one request in llama.cpp's types stands beside it: an item of a list."""
     run = results.newest("ar_decode", with_lines_of=_TYPES)
-    speeds = {what: _medians(run.of(what)) for what in _TYPES}
-    over_exact = [of["llama.cpp"] / of["lowtide"] for of in speeds.values()]
-    rounded = {of["lowtide, int8"] / of["llama.cpp"]: what for what, of in speeds.items()}
-    least, most = min(rounded), max(rounded)
-    first, last = run.of(_TYPES[0])[0], run.of(_TYPES[-1])[-1]
+    lanes = {what: _decoding(run.of(what)) for what in _TYPES}
+    exact = [of["llama.cpp"].median / of["lowtide"].median for of in lanes.values()]
+    over = [
+        f"{ratio(of['lowtide, int8'], of['llama.cpp'])} ({what})" for what, of in lanes.items()
+    ]
+    ties = [what for what, of in lanes.items() if is_tie(of["lowtide"], of["llama.cpp"])]
+    tie = f" (a tie in {', '.join(ties)})" if ties else ""
     return (
         "- Where a GGUF file of 4 or 8 bits fits into memory, llama.cpp decodes one request "
-        f"{min(over_exact):.2f} to {max(over_exact):.2f} times as fast as lowtide with exact "
-        "products; with `--activations int8`, which rounds rows as llama.cpp does, lowtide has "
-        f"{least:.2f} ({rounded[least]}) to {most:.2f} ({rounded[most]}) times its speed "
-        f"(lines {link(first, page)} to {link(last, page)}, [measured](#measured))."
+        f"{min(exact):.2f} to {max(exact):.2f} times as fast as lowtide with exact products{tie}; "
+        "with `--activations int8`, which rounds rows as llama.cpp does, lowtide has "
+        f"{', '.join(over)} times its speed "
+        f"(lines {links([line for what in _TYPES for line in run.of(what)], page)}, "
+        "[measured](#measured))."
     )
 
 
-def _medians(lines: Sequence[Line]) -> dict[str, float]:
+def _decoding(lines: Sequence[Line]) -> dict[str, Spread]:
     """Decoding's tokens per second by lane."""
-    return {line["lane"]: statistics.median(line["each_decode"]) for line in lines}
+    return {line["lane"]: Spread.of(line["each_decode"]) for line in lines}
 
 
 def larger_than_memory(results: Results, page: Path) -> str:
     """A model of 1.3 times the machine's memory: lowtide and llama.cpp on the same weights."""
-    head = ("weights", "engine", "prompt, tokens/s", "decoding, tokens/s", "resident", "over it")
-    rows: list[tuple[Line, tuple[Cell, ...]]] = []
+    head = ("weights", "engine", "limit", "experts in memory", "first answer, tokens/s")
+    head += ("later prompts, tokens/s", "later answers, tokens/s", "lowtide's rows over it")
+    rows: list[Row] = []
     for what, weights in _LARGER.items():
-        newest = results.newest_lines("larger_than_memory", what, ("lane",))
-        lanes = [line for line in newest if line.row.get("limit") != "none"]
-        ours = [line["each_decode"] for line in lanes if line["lane"] != "llama.cpp"]
+        lanes = _larger_lines(results, what)
+        ours = [Spread.of(line["each_decode"]) for line in lanes if line["lane"] != "llama.cpp"]
         for line in lanes:
+            prompt, answer = Spread.of(line["each_prefill"]), Spread.of(line["each_decode"])
             is_ours = line["lane"] != "llama.cpp"
-            over = "" if is_ours else "; ".join(ratio(each, line["each_decode"]) for each in ours)
-            prefill, decoding = line["each_prefill"], line["each_decode"]
-            speeds = (median_and_spread(prefill), median_and_spread(decoding))
-            rows.append((line, (weights, _engine(line), *speeds, _peak(line), over)))
-    return f"{table(head, rows, page)}\n\n{captions([line for line, _ in rows])}"
+            over = "" if is_ours else "; ".join(ratio(each, answer) for each in ours)
+            first = number(line["first_decode_tokens_per_s"])
+            cells = (weights, _engine(line), _limit(line), percent(line["resident_share"]), first)
+            rows.append(([line], (*cells, with_range(prompt), with_range(answer), over)))
+    peers = [line for lines, _ in rows for line in lines if line["lane"] == "llama.cpp"]
+    parts = [shown("larger_than_memory", head, rows, page), *_as_built(peers, page)]
+    return "\n\n".join(parts)
+
+
+def _larger_lines(results: Results, what: str) -> Sequence[Line]:
+    """The last lanes of a part that all started cold, under a limit that stood for all of them."""
+    found: Sequence[Line] = ()
+    for run in sorted(results.runs, key=lambda run: run.ended):
+        if run.first["benchmark"] != "larger_than_memory":
+            continue
+        lanes = {line["lane"]: line for line in run.of(what) if "each_decode" in line.row}.values()
+        if lanes and all(map(_is_under_its_limit, lanes)):
+            found = list(lanes)
+    return found
+
+
+def _is_under_its_limit(line: Line) -> bool:
+    is_cold = "first_decode_tokens_per_s" in line.row
+    return line.counts and is_cold and line.row.get("limit") != "none"
+
+
+def _limit(line: Line) -> Cell:
+    """What was set, and what there was while answers were timed."""
+    least, most = (number(line[f"room_{which}_bytes"] / 1e9) for which in ("least", "most"))
+    return f"{giga(line['limit_bytes'])} ({least} to {most})"
+
+
+def _as_built(lines: Sequence[Line], page: Path) -> list[str]:
+    """What llama.cpp was, for each way in which it ran."""
+    ways: dict[str, list[Line]] = {}
+    for line in lines:
+        packed = "repacked" if line["repacks"] else "not repacked"
+        way = (
+            f"llama-cpp-python {line['version']}, flags: {line.row.get('build_flags', 'not told')}, "
+            f"{line['num_threads']} threads, flash attention {line['flash_attention']}, weights "
+            f"{packed}"
+        )
+        ways.setdefault(way, []).append(line)
+    told = "; ".join(f"{way} (line {links(own, page)})" for way, own in ways.items())
+    return [f"llama.cpp is {told}."] if told else []
 
 
 def batching(results: Results, page: Path) -> str:
     """Requests at once and one after another."""
-    run = results.newest("batching", model="demo:chat")
     head = ("requests", "at once, tokens/s", "one by one, tokens/s", "ratio", "ceiling", "same ids")
-    rows = [
-        (
-            line,
-            (
-                f"{line['settings']['num_requests']}",
-                number(line["together_tokens_per_s"]),
-                number(line["one_by_one_tokens_per_s"]),
-                number(line["ratio"]),
-                number(line["ceiling_ratio"]),
-                f"{line['num_same_ids']} in {line['settings']['dtype']}",
-            ),
+    rows = []
+    for line, together in _timed(results, "batching", "batching", "together_tokens_per_s"):
+        alone = Spread.of(line["each_one_by_one_tokens_per_s"])
+        speeds = (with_range(together), with_range(alone), ratio(together, alone))
+        settings = line["settings"]
+        same = f"{line['num_same_ids']} in {settings['dtype']}"
+        rows.append(
+            ([line], (f"{settings['num_requests']}", *speeds, number(line["ceiling_ratio"]), same))
         )
-        for line in run.of("batching")
-    ]
-    return _with_caption(run, table(head, rows, page))
+    return shown("batching", head, rows, page)
+
+
+def _timed(
+    results: Results, benchmark: str, what: str | None, name: str
+) -> list[tuple[Line, Spread]]:
+    """Lines of a script's newest run that have `name` in turns, with these; what: None for all."""
+    if not results.has(benchmark):
+        return []
+    lines = [line for line in results.newest(benchmark).lines if what in (None, line["what"])]
+    timed = [(line, turns_of(line, name)) for line in lines]
+    return [(line, turns) for line, turns in timed if turns is not None]
 
 
 def _engine(line: Line) -> Cell:
@@ -301,7 +350,7 @@ def _reads(line: Line) -> Cell:
 
 
 def _weights(line: Line) -> Cell:
-    return str(line.row.get("weights", "own"))  # older lines know no others
+    return str(line.row.get("weights", "own"))  # a peer has no others
 
 
 def _share(line: Line) -> Cell:
@@ -311,7 +360,3 @@ def _share(line: Line) -> Cell:
 
 def _peak(line: Line) -> Cell:
     return giga(line["peak_resident_bytes"])
-
-
-def _with_caption(run: Run, text: str) -> str:
-    return f"{text}\n\n{caption(run)}"

@@ -7,10 +7,21 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from lowtide.lab.bench import Spread
 from reporting.memory import part_gains
 from reporting.papers import NEAR, effect, is_near
 from reporting.results import Line, Results
-from reporting.tables import Cell, captions, number, percent, table
+from reporting.tables import (
+    MIN_TURNS,
+    Cell,
+    Row,
+    by_machine,
+    not_measured,
+    number,
+    percent,
+    shown,
+    turns_of,
+)
 
 _HEAD = ("", "paper", "here", "verdict", "why", "command")
 MAX_CELL = 100
@@ -25,7 +36,7 @@ class Claim(NamedTuple):
     low: float
     high: float
     values: Sequence[float]
-    line: Line
+    lines: Sequence[Line]  # that the values are made of; without any it is named below the table
     why: str
     command: str
     neutral: float = 1.0  # the value without any effect
@@ -51,17 +62,19 @@ class Claim(NamedTuple):
 
 def mosaic(results: Results, page: Path) -> str:
     """Its longest sequences, its parts, and what they cost."""
-    cells = results.newest("max_context").of("cell")
+    cells = results.newest("max_context").of("cell") if results.has("max_context") else []
     even = results.newest_lines("planned_memory", "evenness", ("model", "num_tokens", "side"))
     even = [line for line in even if line["side"] == "lowtide under the cap"]
     timed = results.newest_lines("step_time", "step time", ("model", "num_tokens", "lane", "depth"))
-    timed = [line for line in timed if line["depth"] != "2 layers"]
+    timed = [line for line in timed if line["depth"] != "2 layers" and turns_of(line, "step_s")]
     chunked = results.newest_lines("step_time", "chunked", ("model", "num_tokens", "operator"))
+    chunked = [line for line in chunked if turns_of(line, "over_one")]
     plans = results.newest_lines("step_time", "planning", ("model", "num_tokens", "prompt_share"))
-    plans = [line for line in plans if line["step_s"]]  # beside a step that was timed
-    ablation = results.newest("mosaic_ablation", with_lines_of=("reserved", "lazy over static"))
-    reserved, lazy = ablation.of("reserved"), ablation.of("lazy over static")
-    gains, [part_line, *_] = part_gains(results)
+    plans = [line for line in plans if line["step_s"] and turns_of(line, "per_step_s")]
+    reserved = results.newest_lines("mosaic_ablation", "reserved", ("model", "side", "num_tokens"))
+    lazy = results.newest_lines("mosaic_ablation", "lazy over static", ("model", "num_tokens"))
+    lazy = [line for line in lazy if "each_lazy_s" in line.row]
+    gains, part_lines = part_gains(results)
     context, alone = "make bench-large ONLY=max_context", "make bench-large ONLY=mosaic_ablation"
     steps = "make bench-large ONLY=step_time"
     claims = [
@@ -71,7 +84,7 @@ def mosaic(results: Results, page: Path) -> str:
             26.74,
             26.74,
             [line["over_ported"] for line in cells],
-            cells[0],
+            cells,
             "planned, not run; the three baselines here have one peak and are one result",
             context,
         ),
@@ -81,7 +94,7 @@ def mosaic(results: Results, page: Path) -> str:
             2.71,
             2.71,
             [line["lower_by"] for line in even],
-            even[0],
+            even,
             "one model and length, at which little is chunked; nearer where all is divided",
             "make bench-large ONLY=planned_memory",
         ),
@@ -92,7 +105,7 @@ def mosaic(results: Results, page: Path) -> str:
                 low,
                 high,
                 gains[name],
-                part_line,
+                part_lines,
                 why,
                 alone,
                 neutral=0.0,
@@ -110,7 +123,7 @@ def mosaic(results: Results, page: Path) -> str:
             0.218,
             0.783,
             [line["inflation"] for line in reserved],
-            reserved[0],
+            reserved,
             "its rules replayed for one model and length; no GPU",
             alone,
             neutral=0.0,
@@ -122,7 +135,7 @@ def mosaic(results: Results, page: Path) -> str:
             0.767,
             0.959,
             [line["over_ported"] for line in timed],
-            timed[0],
+            timed,
             "extrapolated from few layers; the skipped head is a part of it",
             steps,
             for_all=True,
@@ -133,7 +146,7 @@ def mosaic(results: Results, page: Path) -> str:
             1.0,
             1.02,
             [line["over_one"] for line in chunked],
-            chunked[0],
+            chunked,
             "chunks are the same tiles; a quarter of the paper's length",
             steps,
             form="{:.3f}".format,
@@ -144,7 +157,7 @@ def mosaic(results: Results, page: Path) -> str:
             0.055,
             0.215,
             [line["saved"] for line in lazy],
-            lazy[0],
+            lazy,
             "one model and length",
             alone,
             neutral=0.0,
@@ -156,7 +169,7 @@ def mosaic(results: Results, page: Path) -> str:
             0.0,
             0.043,
             [line["per_step_s"] / line["step_s"] for line in plans],
-            plans[0],
+            plans,
             "less: a request has at most 16 plans, which are remembered",
             steps,
             neutral=0.0,
@@ -168,6 +181,8 @@ def mosaic(results: Results, page: Path) -> str:
 
 def tide(results: Results, page: Path) -> str:
     """Its interval, on recorded routing: of a trained model, and of random weights."""
+    if not results.has("tau"):
+        return not_measured("tau")
     run = results.newest("tau", with_lines_of=("anchor",))
     waiting = [line for line in run.of("tau") if line["waits"]]
     lines = [line for line in waiting if line["model"].startswith("demo")]
@@ -184,7 +199,7 @@ def tide(results: Results, page: Path) -> str:
                 1.2,
                 1.4,
                 [line["auto_over_tau_1"] for line in found],
-                found[0],
+                found,
                 why,
                 command,
             )
@@ -203,7 +218,7 @@ def tide(results: Results, page: Path) -> str:
             1.0,
             1.5,
             [line["auto_over_fiddler"] for line in waiting],
-            waiting[0],
+            waiting,
             "Fiddler knows the favourites of another run; one anchor of its machine is this ratio",
             command,
             for_all=True,
@@ -214,7 +229,7 @@ def tide(results: Results, page: Path) -> str:
             1.0,
             1.4,
             [line["auto_over_random"] for line in lines],
-            lines[0],
+            lines,
             "means of five draws",
             command,
         ),
@@ -224,7 +239,7 @@ def tide(results: Results, page: Path) -> str:
             0.98,
             0.99,
             [line["similarity"] for line in routing],
-            routing[0],
+            routing,
             "of the demo model; less with random weights, and given in synthetic routing",
             command,
             form="{:.3f}".format,
@@ -235,7 +250,7 @@ def tide(results: Results, page: Path) -> str:
             0.94,
             0.96,
             far,
-            routing[0],
+            routing,
             "of the demo model",
             command,
             form="{:.3f}".format,
@@ -246,7 +261,7 @@ def tide(results: Results, page: Path) -> str:
             1.1,
             10.0,
             [one[-1] / one[0] for one in distinct],
-            routing[0],
+            routing,
             "of the demo model; with random weights fewer or a few more",
             command,
         ),
@@ -267,9 +282,11 @@ _DALI_WHY = {
 
 def dali(results: Results, page: Path) -> str:
     """Its figures and tables, all in one setting."""
+    if not results.has("dali"):
+        return not_measured("dali")
     lines = results.newest("dali").of("number")
     places = sorted({line["place"] for line in lines})
-    rows = []
+    rows: list[Row] = []
     for place in places:
         of = [line for line in lines if line["place"] == place and "repeats" not in line.row]
         effects, near = list(map(effect, of)), sum(map(is_near, of))
@@ -278,20 +295,21 @@ def dali(results: Results, page: Path) -> str:
             told = f"{min(effects):.2f} to {max(effects):.2f}"
         verdict = f"{near} of {len(of)} reproduced"
         command = "`make bench ONLY=dali`"
-        rows.append((of[0], (place, str(len(of)), told, verdict, _DALI_WHY[place], command)))
-    head = ("", "numbers", "effect over the published one", *_HEAD[3:])
-    return f"{table(head, rows, page)}\n\n{captions(lines)}"
+        rows.append((of, (place, str(len(of)), told, verdict, _DALI_WHY[place], command)))
+    return shown("dali", ("", "numbers", "effect over the published one", *_HEAD[3:]), rows, page)
 
 
 def buddymoe(results: Results, page: Path) -> str:
     """Speed and bytes by standing in, and whether buddies are better than others."""
-    full = [line for line in results.newest("buddy full").lines if "substitution_us" in line.row]
+    full = results.newest("buddy full").lines if results.has("buddy full") else ()
+    full = [line for line in full if turns_of(line, "waited_ms")]
     buddies = [line for line in full if line["what"].startswith("buddy")]
     exact = {line["model"]: line for line in full if line["what"] == "exact"}
-    expected = [line for line in results.newest("buddy").lines if line["what"] == "expected"]
-    full_size, small = "make bench-large ONLY=buddy_full", "make bench ONLY=buddy"
+    small_run = results.newest("buddy").lines if results.has("buddy") else ()
+    expected = [line for line in small_run if line["what"] == "expected"]
+    full_size, small = "make bench-large ONLY=buddy_full", "make bench-large ONLY=buddy"
     waited = [
-        line["waited_ms_per_miss"] / exact[line["model"]]["waited_ms_per_miss"] for line in buddies
+        _median(line, "waited_ms") / _median(exact[line["model"]], "waited_ms") for line in buddies
     ]
     claims = [
         Claim(
@@ -300,7 +318,7 @@ def buddymoe(results: Results, page: Path) -> str:
             1.0,
             1.1,
             [line["speed_up"] for line in buddies],
-            buddies[0],
+            buddies,
             "more: experts come from disk, 3 of 8 are resident, weights are random",
             full_size,
         ),
@@ -310,7 +328,7 @@ def buddymoe(results: Results, page: Path) -> str:
             0.0,
             0.1,
             waited,
-            buddies[0],
+            [*buddies, *exact.values()],
             "at rho 2 some are waited for",
             full_size,
             neutral=0.0,
@@ -321,8 +339,8 @@ def buddymoe(results: Results, page: Path) -> str:
             "negligible",
             0.0,
             0.01,
-            [line["share_of_layers"] for line in buddies],
-            buddies[0],
+            [_median(line, "share_of_layers") for line in buddies],
+            buddies,
             "one row a pass pays most; a block of 32 little",
             full_size,
             neutral=0.0,
@@ -334,8 +352,8 @@ def buddymoe(results: Results, page: Path) -> str:
                 "all",
                 1.0,
                 1.0,
-                [statistics.fmean(line["is_met"] for line in expected if line["claim"] == claim)],
-                next(line for line in expected if line["claim"] == claim),
+                [statistics.fmean(line["is_met"] for line in of)] if of else [],
+                of,
                 why,
                 small,
                 neutral=0.0,
@@ -348,11 +366,21 @@ def buddymoe(results: Results, page: Path) -> str:
                 ),
                 ("buddy rho 2 moves 20% fewer bytes", "20% is the paper's share of PCIe's bytes"),
             )
+            for of in [[line for line in expected if line["claim"] == claim]]
         ),
     ]
     return _said(claims, page)
 
 
+def _median(line: Line, name: str) -> float:
+    return Spread.of(line[f"each_{name}"]).median
+
+
 def _said(claims: Sequence[Claim], page: Path) -> str:
-    rows = [(claim.line, claim.cells) for claim in claims]
-    return f"{table(_HEAD, rows, page)}\n\n{captions([claim.line for claim in claims])}"
+    """A table of each machine's claims, then those that there is nothing for."""
+    rows: list[Row] = [(claim.lines, claim.cells) for claim in claims if claim.lines]
+    absent = [f"{claim.of} (`{claim.command}`)" for claim in claims if not claim.lines]
+    parts = [by_machine(_HEAD, rows, page)] if rows else []
+    if absent:
+        parts.append(f"Not measured yet in {MIN_TURNS} turns or more: {'; '.join(absent)}.")
+    return "\n\n".join(parts)

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 
 from lowtide.lab.quality_plot import front
 from reporting.results import Line, Results
-from reporting.tables import percent
+from reporting.tables import percent, turns_of
 
 KINDS = {
     "exact": ("exact", "#000000"),
@@ -78,7 +78,7 @@ def panels_of(lines: Sequence[Line]) -> Iterator[Panel]:
     chosen = [line for line in lanes if line["resident_share"] == shown]
     for (model, tier), group in groupby(chosen, lambda line: (line["model"], line["tier"])):
         title, own = f"{model}, {tier}, {percent(shown)} resident", list(group)
-        timed = [_mark(line, line["speed_up"]) for line in own if line["speed_up"] is not None]
+        timed = [_mark(line, line["speed_up"]) for line in own if turns_of(line, "tokens_per_s")]
         if timed:
             yield Panel(title, "tokens/s over exact", tuple(timed))
         most = next(line["bytes_per_pass"] for line in own if line["what"] == "exact")

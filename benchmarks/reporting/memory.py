@@ -8,17 +8,22 @@ from pathlib import Path
 
 from common.growth import Growth
 
-from reporting.results import Line, Results, Run
+from lowtide.lab.bench import Spread
+from reporting.results import Line, Results
 from reporting.tables import (
+    MIN_TURNS,
     Cell,
-    caption,
-    captions,
-    link,
-    median_and_spread,
+    Row,
+    by_machine,
+    is_tie,
+    links,
+    not_measured,
     number,
     percent,
     ratio,
-    table,
+    shown,
+    with_range,
+    turns_of,
 )
 
 _SIDES = {
@@ -36,8 +41,9 @@ _PAPER_GAINS = {
 }
 _HEADS = ("model", "tokens", "masked", "kept", "reduced at once", "over kept")
 _RESERVED = ("model", "forward", "tokens", "alive, MB", "reserved, MB", "more", "resident, MB")
-_STEPS = ("model", "tokens", "r_p", "depth", "step, s", "over transformers", "over plain torch")
-_PLANNING = ("model", "tokens", "r_p", "plans", "the longest, ms", "of a step, us")
+_STEPS = ("model", "tokens", "r_p", "depth", "step, s")
+_STEPS += ("over transformers (a)", "over plain torch (b)", "over compiled (c)")
+_PLANNING = ("model", "tokens", "r_p", "plans", "of a step, us")
 _EVERY = (
     "tokens",
     "step, s",
@@ -46,31 +52,29 @@ _EVERY = (
     "share of the ceiling",
     "over the larger",
     "bytes over the absent half",
+    "aim",
 )
-_VERDICT = "elastic over constant"
-_RUN = ("model", "longest", "trace")
 _ELASTIC = (
-    *_RUN,
+    "model",
+    "longest",
+    "trace",
     "side",
     "tokens/s",
     "by bytes and processor time",
     "read, GB",
     "requests at once",
     "peak, MB",
-)
-_OVER_CONSTANT = (
-    *_RUN,
-    "elastic over the best constant",
-    "by bytes and processor time",
-    "over the longest request's",
     "within plan",
+    "elastic over it",
+    "by bytes and processor time",
 )
 
 
 def longest(results: Results, page: Path) -> str:
     """The longest sequence under a cap: cells and the others' growth."""
-    run = results.newest("max_context")
-    cells = run.of("cell")
+    if not results.has("max_context"):
+        return not_measured("max_context")
+    cells = results.newest("max_context").of("cell")
     sides = [side for side in _SIDES if f"over_{side}" in cells[0].row]
     # A run may have taken the others' steps of an earlier one (`--theirs`).
     theirs = results.newest_lines("max_context", "growth", ("model", "side"))
@@ -78,10 +82,9 @@ def longest(results: Results, page: Path) -> str:
     head = ("model", "cap, GB", "r_p", "lowtide", *(_SIDES[side] for side in sides))
     growth = ("model", "side", "bytes per token", "off a straight line")
     parts = [
-        table(head, [(line, _cell(line, sides)) for line in cells], page),
+        by_machine(head, [([line], _cell(line, sides)) for line in cells], page),
         "What the others were measured to take:",
-        table(growth, [(line, _growth(line)) for line in grown], page),
-        captions(grown + cells),
+        by_machine(growth, [([line], _growth(line)) for line in grown], page),
     ]
     return "\n\n".join(parts)
 
@@ -90,13 +93,14 @@ def planned(results: Results, page: Path) -> str:
     """What steps took beside their plans, and how even their use is."""
     lines = results.newest_lines("planned_memory", "planned", ("model", "num_tokens", "chunks"))
     even = results.newest_lines("planned_memory", "evenness", ("model", "num_tokens", "side"))
-    parts = [table(_PLANNED, [(line, _planned(line)) for line in lines], page)]
+    rows: list[Row] = [([line], _planned(line)) for line in lines]
+    parts = [shown("planned_memory", _PLANNED, rows, page)]
     if even:
         parts += [
             "How even: peak over average of live bytes, one step, at full depth:",
-            table(_EVEN, [(line, _even(line)) for line in even], page),
+            by_machine(_EVEN, [([line], _even(line)) for line in even], page),
         ]
-    return "\n\n".join([*parts, captions(lines + even)])
+    return "\n\n".join(parts)
 
 
 def parts(results: Results, page: Path) -> str:
@@ -106,31 +110,35 @@ def parts(results: Results, page: Path) -> str:
     timed = results.newest_lines("mosaic_ablation", "head alone", ("model", "num_tokens"))
     papers = [f"{name} (paper {gain})" for name, gain in _PAPER_GAINS.items()]
     head = ("model", "cap, GB", "plain torch (b), extrapolated", *papers, "what binds then")
-    said = [table(head, [(line, _parts(line, grown[line["model"]], page)) for line in lines], page)]
+    rows: list[Row] = [
+        ([line, grown[line["model"]]], _parts(line, grown[line["model"]])) for line in lines
+    ]
+    said = [shown("mosaic_ablation", head, rows, page)]
     if timed:
         said += [
             "The head alone, seconds by turns, logits of masked rows kept and reduced at once:",
-            table(_HEADS, [(line, _heads(line)) for line in timed], page),
+            by_machine(_HEADS, [([line], _heads(line)) for line in timed], page),
         ]
-    return "\n\n".join([*said, captions(lines + timed)])
+    return "\n\n".join(said)
 
 
 def reserved(results: Results, page: Path) -> str:
     """What CUDA's allocator would reserve, and the time that lazy chunking saves."""
-    run = results.newest("mosaic_ablation", with_lines_of=("reserved", "lazy over static"))
-    lazy = run.of("lazy over static")
+    lines = results.newest_lines("mosaic_ablation", "reserved", ("model", "side", "num_tokens"))
+    lazy = results.newest_lines("mosaic_ablation", "lazy over static", ("model", "num_tokens"))
     said = "; ".join(
-        f"{line['num_tokens']:,} tokens {percent(line['saved'])} (line {link(line, page)})"
+        f"{line['num_tokens']:,} tokens {_saved(line)} (line {links([line], page)})"
         for line in lazy
+        if "each_lazy_s" in line.row
     )
     parts = [
         "What CUDA's caching rules would reserve for the others' steps (the paper: 21.8 to 78.3% "
         "more than is alive), and what is resident here:",
-        table(_RESERVED, [(line, _reserved(line)) for line in run.of("reserved")], page),
-        f"Time that lazy chunking saves of static chunking's (the paper: 5.5 to 21.5%): {said}.",
-        caption(run),
+        shown("mosaic_ablation", _RESERVED, [([line], _reserved(line)) for line in lines], page),
+        "Time that lazy chunking saves of static chunking's (the paper: 5.5 to 21.5%): "
+        f"{said}." if said else "",
     ]
-    return "\n\n".join(parts)
+    return "\n\n".join(filter(None, parts))
 
 
 def steps(results: Results, page: Path) -> str:
@@ -140,33 +148,42 @@ def steps(results: Results, page: Path) -> str:
     chunked = results.newest_lines("step_time", "chunked", ("model", "num_tokens", "operator"))
     plans = results.newest_lines("step_time", "planning", ("model", "num_tokens", "prompt_share"))
     head = ("model", "tokens", "operator", "four chunks over one", "paper")
-    parts = [
-        table(_STEPS, [(line, _step(line)) for line in timed], page),
-        table(head, [(line, _chunked(line)) for line in chunked], page),
-        table(_PLANNING, [(line, _planning(line)) for line in plans], page),
-        captions(timed + chunked + plans),
+    tables: list[tuple[Sequence[Cell], list[Row]]] = [
+        (_STEPS, [([line], _step(line)) for line in timed if turns_of(line, "step_s")]),
+        (head, [([line], _chunked(line)) for line in chunked if turns_of(line, "over_one")]),
+        (_PLANNING, [([line], _planning(line)) for line in plans if turns_of(line, "per_step_s")]),
     ]
-    return "\n\n".join(parts)
+    parts = [by_machine(head, rows, page) for head, rows in tables if rows]
+    return "\n\n".join(parts) or not_measured("step_time")
 
 
 def every_expert(results: Results, page: Path) -> str:
-    """LLaDA-MoE with half of its experts in memory."""
-    run = results.newest("every expert")
-    rows = [(line, _half(line)) for line in run.of("half of the experts")]
-    return f"{table(_EVERY, rows, page)}\n\n{caption(run)}"
+    """LLaDA-MoE with half of its experts in memory; every turn has a line for each length."""
+    if not results.has("every expert"):
+        return not_measured("every_expert")
+    turns: dict[int, list[Line]] = {}
+    for line in results.newest("every expert").of("half of the experts"):
+        turns.setdefault(line["num_tokens"], []).append(line)
+    rows: list[Row] = [(own, _half(own)) for own in turns.values() if len(own) >= MIN_TURNS]
+    return shown("every_expert", _EVERY, rows, page)
 
 
 def elastic(results: Results, page: Path) -> str:
-    """Pages that move against constant divisions of the same budget, by model, trace and length."""
-    found: dict[tuple[Cell, ...], Sequence[Line]] = {}
+    """Pages that move against constant divisions of the same budget, by model, trace and length;
+    every turn has a line for each side."""
+    found: dict[tuple[Cell, ...], dict[str, list[Line]]] = {}
     for run in sorted(results.runs, key=lambda run: run.ended):
-        if run.first["benchmark"] == "elastic" and run.first.is_clean and run.of(_VERDICT):
-            found[_run_of(run.first)] = _last_finished(run)
-    lines = [line for of_run in found.values() for line in of_run]
-    rows = [(line, _elastic(line)) for line in lines if "tokens_per_s" in line.row]
-    verdicts = [(line, _verdict(line)) for line in lines if line["what"] == _VERDICT]
-    parts = [table(_ELASTIC, rows, page), table(_OVER_CONSTANT, verdicts, page), captions(lines)]
-    return "\n\n".join(parts)
+        if run.first["benchmark"] == "elastic" and run.first.counts:
+            sides: dict[str, list[Line]] = {}
+            for line in run.lines:
+                if "tokens_per_s" in line.row:
+                    sides.setdefault(line["what"], []).append(line)
+            if sides and min(map(len, sides.values())) >= MIN_TURNS:
+                found[_run_of(run.first)] = sides
+    rows: list[Row] = [
+        (own, _elastic(own, sides["elastic"])) for sides in found.values() for own in sides.values()
+    ]
+    return shown("elastic", _ELASTIC, rows, page)
 
 
 def _cell(line: Line, sides: Sequence[str]) -> Sequence[Cell]:
@@ -202,10 +219,10 @@ def _even(line: Line) -> Sequence[Cell]:
     return (*_length(line), line["side"], _mega(line["peak_bytes"]), even, lower)
 
 
-def _parts(line: Line, grown: Line, page: Path) -> Sequence[Cell]:
+def _parts(line: Line, grown: Line) -> Sequence[Cell]:
     """Tokens of each part, and how many more than with those before it."""
     tokens = _tokens_by_part(line, grown)
-    cells = [f"{tokens[0]:,} ({link(grown, page)})"]
+    cells = [f"{tokens[0]:,}"]
     cells += [f"{now:,} ({now / before - 1:+.0%})" for before, now in pairwise(tokens)]
     return (line["model"], number(line["cap_gb"]), *cells, line["binding"])
 
@@ -224,14 +241,15 @@ def _grown(results: Results) -> Mapping[str, Line]:
 
 
 def part_gains(results: Results) -> tuple[dict[str, list[float]], list[Line]]:
-    """By part of Mosaic what it adds to the longest sequence in each row, and the rows' lines."""
+    """By part of Mosaic what it adds to the longest sequence in each row, and the rows' lines with
+    those of plain torch's growth."""
     lines, grown = _part_lines(results), _grown(results)
     gains: dict[str, list[float]] = {name: [] for name in _PAPER_GAINS}
     for line in lines:
         tokens = _tokens_by_part(line, grown[line["model"]])
         for name, (before, now) in zip(gains, pairwise(tokens), strict=True):
             gains[name].append(now / before - 1)
-    return gains, lines
+    return gains, [*lines, *(grown[line["model"]] for line in lines)]
 
 
 def _part_lines(results: Results) -> list[Line]:
@@ -239,9 +257,9 @@ def _part_lines(results: Results) -> list[Line]:
 
 
 def _heads(line: Line) -> Sequence[Cell]:
-    kept, fused = line["times_s"]["masked"], line["times_s"]["fused"]
-    spread = (median_and_spread(kept), median_and_spread(fused))
-    return (*_length(line), f"{line['num_masked']:,}", *spread, ratio(fused, kept))
+    kept, fused = (Spread.of(line["times_s"][name]) for name in ("masked", "fused"))
+    masked = f"{line['num_masked']:,}"
+    return (*_length(line), masked, with_range(kept), with_range(fused), ratio(fused, kept))
 
 
 def _reserved(line: Line) -> Sequence[Cell]:
@@ -250,60 +268,68 @@ def _reserved(line: Line) -> Sequence[Cell]:
     return (line["model"], line["side"], f"{line['num_tokens']:,}", *megas, more, resident)
 
 
+def _saved(line: Line) -> Cell:
+    lazy, static = (Spread.of(line[f"each_{name}_s"]) for name in ("lazy", "static"))
+    return percent(1 - lazy.median / static.median) + (", a tie" if is_tie(lazy, static) else "")
+
+
 def _step(line: Line) -> Sequence[Cell]:
-    over = [line.row.get(f"over_{side}") for side in ("transformers", "ported")]
+    own = Spread.of(line["each_step_s"])
+    others = [line.row.get(f"each_{side}_s") for side in _SIDES]
     share = line["lane"].removeprefix("lowtide r_p ")
-    ratios = ("" if ratio is None else f"{ratio:.2f}" for ratio in over)
-    return (*_length(line), share, line["depth"], number(line["step_s"]), *ratios)
+    ratios = ("" if other is None else ratio(own, Spread.of(other)) for other in others)
+    return (*_length(line), share, line["depth"], with_range(own), *ratios)
 
 
 def _chunked(line: Line) -> Sequence[Cell]:
-    paper = line["paper"]
-    over = f"{line['over_one']:.3f}"
-    return (*_length(line), line["operator"], over, "" if paper is None else f"{paper:.3f}")
+    paper, over = line["paper"], Spread.of(line["each_over_one"])
+    range_of = f"{over.median:.3f} ({over.least:.3f} to {over.most:.3f})"
+    return (*_length(line), line["operator"], range_of, "" if paper is None else f"{paper:.3f}")
 
 
 def _planning(line: Line) -> Sequence[Cell]:
-    most, per_step = f"{1e3 * line['most_s']:.2f}", number(1e6 * line["per_step_s"])
-    return (*_length(line), str(line["prompt_share"]), str(line["num_plans"]), most, per_step)
+    per_step = Spread.of([1e6 * seconds for seconds in line["each_per_step_s"]])
+    return (*_length(line), str(line["prompt_share"]), str(line["num_plans"]), with_range(per_step))
 
 
-def _half(line: Line) -> Sequence[Cell]:
-    names = ("step_s", "ideal_read_s", "computing_s")
+def _half(lines: Sequence[Line]) -> Sequence[Cell]:
+    def turns(name: str) -> Spread:
+        return Spread.of([line[name] for line in lines])
+
+    names = ("step_s", "ideal_read_s", "computing_s", "of_ceiling", "over_larger")
+    missed = [name for name in ("is_at_the_ceiling", "is_the_larger") if _has_missed(lines, name)]
     return (
-        f"{line['num_tokens']:,}",
-        *(number(line[name]) for name in names),
-        percent(line["of_ceiling"]),
-        f"{line['over_larger']:.2f}",
-        f"{line['over_absent']:.3f}",
+        f"{lines[0]['num_tokens']:,}",
+        *(with_range(turns(name)) for name in names),
+        f"{turns('over_absent').median:.3f}",
+        "missed" if missed else "met",
     )
 
 
-def _elastic(line: Line) -> Sequence[Cell]:
+def _has_missed(lines: Sequence[Line], aim: str) -> bool:
+    """Whether a turn of a length that is held to an aim missed it."""
+    return any(line.row.get(aim) is False for line in lines)
+
+
+def _elastic(lines: Sequence[Line], elastic: Sequence[Line]) -> Sequence[Cell]:
+    """One side; elastic: the side whose pages move."""
+
+    def turns(of: Sequence[Line], name: str) -> Spread:
+        return Spread.of([line[name] for line in of])
+
+    names = ("tokens_per_s", "ideal_tokens_per_s")
+    own = [turns(lines, name) for name in names]
+    over = [ratio(turns(elastic, name), of) for name, of in zip(names, own, strict=True)]
     return (
-        *_run_of(line),
-        line["what"],
-        number(line["tokens_per_s"]),
-        number(line["ideal_tokens_per_s"]),
-        number(line["read_bytes"] / 1e9),
-        str(line["max_running"]),
-        _mega(line["max_peak_bytes"]),
+        *_run_of(lines[0]),
+        lines[0]["what"],
+        *map(with_range, own),
+        number(turns(lines, "read_bytes").median / 1e9),
+        str(max(line["max_running"] for line in lines)),
+        _mega(max(line["max_peak_bytes"] for line in lines)),
+        "yes" if all(line["is_within_plan"] for line in lines) else "no",
+        *(over if lines is not elastic else ("", "")),
     )
-
-
-def _verdict(line: Line) -> Sequence[Cell]:
-    best = "tokens_per_s_over_best"
-    names = (best, f"ideal_{best}", "tokens_per_s_over_today")
-    is_within = "yes" if line["is_within_plan"] else "no"
-    return (*_run_of(line), *(f"{line[name]:.2f}" for name in names), is_within)
-
-
-def _last_finished(run: Run) -> Sequence[Line]:
-    """Of all that a run measured, what led to its last verdict: from a ceiling on."""
-    whats = [line["what"] for line in run.lines]
-    stop = len(whats) - whats[::-1].index(_VERDICT)
-    start = max(place for place in range(stop) if whats[place] == "ceiling")
-    return run.lines[start:stop]
 
 
 def _run_of(line: Line) -> tuple[Cell, ...]:

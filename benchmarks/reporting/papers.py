@@ -7,12 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from reporting.results import Line, Results, Run
-from reporting.tables import Cell, caption, link, number, percent, table
+from reporting.tables import Cell, Row, caption, links, not_measured, number, percent, table
 
-NOT_MEASURED = (
-    "Not measured yet: `make bench ONLY={script}` writes the lines, `make report` this part of the "
-    "page."
-)
 _NUMBERS = ("", "", "published", "here", "effect over the published one", "")
 NEAR = 0.15
 """How far from the published effect one may be that is reproduced."""
@@ -34,16 +30,16 @@ _PARTS = (
 def dali(results: Results, page: Path) -> str:
     """DALI's Figures 12 and 13 against HybriMoE, part by part."""
     if not results.has("exchange"):
-        return NOT_MEASURED.format(script="exchange")
+        return not_measured("exchange")
     run = results.newest("exchange")
-    rows = [(line, _merit(line)) for line in run.of("merit")]
+    rows: list[Row] = [([line], _merit(line)) for line in run.of("merit")]
     other = run.of("other hybrimoes")
     names = [name for name in other[0].row if name.startswith(("from ", "without "))]
     head = ("model", "batch", "phase", *names)
-    others = [(line, (*_at(line), *(number(line[name]) for name in names))) for line in other]
+    others = [([line], (*_at(line), *(number(line[name]) for name in names))) for line in other]
     parts = [
         f"Means of all batches (geometric), {_layers(run)} of each model:",
-        _means(run, names, page),
+        table(("model", "phase", *_PARTS[3:4], *_PARTS[5:10], *names), _means(run, names), page),
         "Each by itself:",
         table(_PARTS, rows, page),
         "`dali` over a `hybrimoe` that fetches from so many tokens, and over one without cache:",
@@ -61,10 +57,10 @@ def dali_numbers(results: Results, page: Path) -> str:
     """DALI's figures and tables, number by number."""
     run = results.newest("dali") if results.has("dali") else None
     if run is None or not run.of("number"):
-        return NOT_MEASURED.format(script="dali")
+        return not_measured("dali")
     lines = [line for line in run.lines if line["what"] in ("number", "fitted")]
     lines.sort(key=lambda line: _order(line["place"]))
-    rows = [(line, _number(line)) for line in lines]
+    rows: list[Row] = [([line], _number(line)) for line in lines]
     parts = [_tally(lines), table(_NUMBERS, rows, page), caption(run), _planned(lines)]
     return "\n\n".join(filter(None, parts))
 
@@ -139,12 +135,11 @@ def _value(line: Line, value: float) -> Cell:
     return f"{value:.2%}" if line["place"] == "Table 6" else number(value)
 
 
-def _means(run: Run, others: Sequence[str], page: Path) -> str:
+def _means(run: Run, others: Sequence[str]) -> list[Row]:
     """Of the lines of each model and phase, and of all models."""
     names = ["dali_over_hybrimoe", "dali_over_hybrimoe_greedy", "placement", "assignment"]
     names += ["prefetch", "swaps_in_idle_time_over_dali"]
-    head = ("model", "phase", *_PARTS[3:4], *_PARTS[5:10], *others, "lines")
-    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    rows: list[Row] = []
     models = dict.fromkeys(line["model"] for line in run.of("merit"))
     for phase in ("decode", "prefill"):
         for models_of in (*((one,) for one in models), tuple(models)):
@@ -154,9 +149,8 @@ def _means(run: Run, others: Sequence[str], page: Path) -> str:
             )
             means = [_mean(merits, name) for name in names] + [_mean(other, n) for n in others]
             model = models_of[0] if len(models_of) == 1 else "all"
-            ends = f"{link(merits[0], page)} to {link(other[-1], page)}"
-            lines.append(f"| {' | '.join([model, phase, *means, ends])} |")
-    return "\n".join(lines)
+            rows.append(([*merits, *other], (model, phase, *means)))
+    return rows
 
 
 def _mean(lines: Sequence[Line], name: str) -> Cell:
@@ -182,7 +176,6 @@ _TIDE = (
     "over Fiddler (paper up to 1.4, 1.5)",
     "slower than Fiddler in",
     "over a random interval (paper up to 1.4)",
-    "lines",
 )
 _ROUTING = (
     "",
@@ -200,25 +193,29 @@ _ROUTING = (
 
 def tide(results: Results, page: Path) -> str:
     """TIDE's tables and figures, by kind of routing, then run by run."""
+    if not results.has("tau"):
+        return not_measured("tau")
     run = results.newest("tau", with_lines_of=("anchor",))
     waiting = [line for line in run.of("tau") if line["waits"]]
     kinds: dict[tuple[str, str], list[Line]] = {}
     for line in waiting:
         kinds.setdefault((line["model"], line["routing"]), []).append(line)
-    lines = [f"| {' | '.join(_TIDE)} |", "|---" * len(_TIDE) + "|"]
-    lines += [f"| {' | '.join(_kind(*kind, of, page))} |" for kind, of in kinds.items()]
+    by_kind: list[Row] = [(of, _kind(*kind, of)) for kind, of in kinds.items()]
     anchors = [
         f"`{line['machine_profile']}` has {line['here']:.2f} for {line['published']:.2f}, "
-        f"{line['here'] / line['published'] - 1:+.0%} (line {link(line, page)})"
+        f"{line['here'] / line['published'] - 1:+.0%} (line {links([line], page)})"
         for line in run.of("anchor")
     ]
-    rows = [(line, _routing(line, _same_run(line, waiting))) for line in run.of("routing")]
+    rows: list[Row] = []
+    for line in run.of("routing"):
+        tried = _same_run(line, waiting)
+        rows.append(([line, *tried], _routing(line, tried)))
     parts = [
         "How well the machines' one anchor, the baseline tau = 1 over Fiddler, is met within what "
         f"such hosts can do: {'; '.join(anchors)}.",
         "The best interval where steps wait for moves; means, and the least and the most of "
         "12, 25 and 50% of the experts resident and of all blocks and thresholds:",
-        "\n".join(lines),
+        table(_TIDE, by_kind, page),
         "Run by run, means over the three shares:",
         table(_ROUTING, rows, page),
         caption(run),
@@ -226,7 +223,7 @@ def tide(results: Results, page: Path) -> str:
     return "\n\n".join(parts)
 
 
-def _kind(model: str, routing: str, of: Sequence[Line], page: Path) -> Sequence[Cell]:
+def _kind(model: str, routing: str, of: Sequence[Line]) -> Sequence[Cell]:
     over_fiddler = [line["auto_over_fiddler"] for line in of]
     over_drawn = [line["auto_tokens_per_s"] / s for line in of for s in line["random_tokens_per_s"]]
     return (
@@ -237,7 +234,6 @@ def _kind(model: str, routing: str, of: Sequence[Line], page: Path) -> Sequence[
         _mean_and_range(over_fiddler),
         f"{sum(ratio < 1 for ratio in over_fiddler)} of {len(of)}",
         _mean_and_range(over_drawn),
-        f"{link(of[0], page)} to {link(of[-1], page)}",
     )
 
 

@@ -6,14 +6,27 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
-from reporting.papers import NOT_MEASURED
+from lowtide.lab.bench import Spread
 from reporting.results import Line, Results, Run
-from reporting.tables import Cell, caption, number, percent, table
+from reporting.tables import (
+    MIN_TURNS,
+    Cell,
+    Row,
+    caption,
+    not_measured,
+    number,
+    percent,
+    ratio,
+    shown,
+    with_range,
+    table,
+    turns_of,
+)
 
 _MODELS = ("synth:llada2", "demo:diffusion")
 _SHARES = (0.25, 0.5, 0.75)
-_EMULATED = ("policy", "emulated tokens/s: 25%", "50%", "75%", "hits at 50%")
-_SIMULATED = ("simulated: 25%", "50%", "75%", "moved at 50%", "binds there")
+_EMULATED = ("policy", "tokens/s: 25%", "50%", "75%", "hits at 50%", "`lowtide` over it")
+_SIMULATED = ("policy", "simulated tokens/s: 25%", "50%", "75%", "moved at 50%", "binds there")
 _MACHINE = "rtx3090"
 _LEADS = ("lowtide / best other", "lowtide / tide or dali", "dali / hybrimoe")
 _SHOWN = ("lowtide", "dali", "hybrimoe", "fiddler", "tide", "lru")
@@ -32,49 +45,62 @@ _GAINED = ("run", "resident", "ahead", "predictor", "errors", "gain", "wasted")
 
 def policies(results: Results, page: Path) -> str:
     """Every preset on the emulated link and in the simulator, and who leads by how much."""
+    if not results.has("policies", model=_MODELS[0]):
+        return not_measured("policies")
     run = results.newest("policies", model=_MODELS[0])
-    emulated = {(line["policy"], line["share"]): line for line in run.of("emulated")}
-    simulated = {
-        (line["policy"], line["share"]): line
-        for line in run.of("simulated")
-        if line["machine_profile"] == _MACHINE
-    }
-    rows = []
-    for name in dict.fromkeys(name for name, _ in emulated):
-        ours, replayed = ([of[name, s] for s in _SHARES] for of in (emulated, simulated))
-        cells = [_policy(name), *(number(line["tokens_per_s"]) for line in ours)]
-        cells += [percent(ours[1]["hit_rate"])]
-        cells += [number(line["tokens_per_s"]) for line in replayed]
-        rows.append((ours[1], (*cells, f"{replayed[1]['moved_GB']:.1f} GB", replayed[1]["binds"])))
+    leads = ("model", "time", *_LEADS)
     parts = [
-        _emulation(run),
-        table((*_EMULATED, *_SIMULATED), rows, page),
+        f"Emulated, the link and the host in the ratios of `{run.of('device')[0]['profile']}`:",
+        shown("policies", _EMULATED, _emulated(run), page),
+        "Simulated:",
+        table(_SIMULATED, _simulated(run), page),
         "Who leads by how much, at 25, 50 and 75%:",
-        table(("model", "time", *_LEADS), _leads(results), page),
+        table(leads, _leads(results), page),
         caption(run),
     ]
     return "\n\n".join(parts)
 
 
-def _emulation(run: Run) -> str:
-    """What the emulated device's times are like, and of how many turns medians are."""
-    device, turns = run.of("device")[0], [line["num_turns"] for line in run.of("emulated")]
-    least, most = min(turns), max(turns)
-    counts = f"{most}" if least == most else f"{least} to {most}"
-    return (
-        f"The emulated link and host have the ratios of `{device['profile']}`; medians of {counts} "
-        "interleaved turns, most of presets that may decide something."
-    )
+def _emulated(run: Run) -> list[Row]:
+    """Presets that had their turns at every share; one with fewer had nothing to decide."""
+    lines: dict[str, list[Line]] = {}
+    for line in run.of("emulated"):
+        lines.setdefault(line["policy"], []).append(line)
+    turns = {
+        name: [one for one in (turns_of(line, "tokens_per_s") for line in own) if one is not None]
+        for name, own in lines.items()
+    }
+    turns = {name: own for name, own in turns.items() if len(own) == len(_SHARES)}
+    rows: list[Row] = []
+    for name, own in turns.items():
+        hits, over = percent(lines[name][1]["hit_rate"]), ""
+        if name != "lowtide" and "lowtide" in turns:
+            over = "; ".join(map(ratio, turns["lowtide"], own))
+        rows.append((lines[name], (_policy(name), *map(with_range, own), hits, over)))
+    return rows
+
+
+def _simulated(run: Run) -> list[Row]:
+    lines: dict[str, list[Line]] = {}
+    for line in run.of("simulated"):
+        if line["machine_profile"] == _MACHINE:
+            lines.setdefault(line["policy"], []).append(line)
+    rows: list[Row] = []
+    for name, own in lines.items():
+        speeds = (number(line["tokens_per_s"]) for line in own)
+        moved, binds = f"{own[1]['moved_GB']:.1f} GB", own[1]["binds"]
+        rows.append((own, (_policy(name), *speeds, moved, binds)))
+    return rows
 
 
 def hindsight(results: Results, page: Path) -> str:
     """Shares of the oracle's speed, and of the most hits that there can be."""
     if not results.has("hindsight"):
-        return NOT_MEASURED.format(script="hindsight")
+        return not_measured("hindsight")
     run = results.newest("hindsight")
     head = ("run", "machine", *(f"`{name}`" for name in _SHOWN))
     head += ("hits of `lowtide`", "`lowtide` over the best other")
-    rows = [(line, _shares(line)) for line in run.of("shares")]
+    rows: list[Row] = [([line], _shares(line)) for line in run.of("shares")]
     return "\n\n".join([_in_words(run), table(head, rows, page), caption(run)])
 
 
@@ -84,25 +110,33 @@ def validated(results: Results, page: Path) -> str:
     parts = []
     for home in homes:
         run = results.newest("simulate", home=home)
-        rows = [(line, _validated(line)) for line in run.of("validate")]
-        parts += [_HOMES[home], table((*_VALIDATED, "counts"), rows, page), caption(run)]
-    return "\n\n".join(parts) or NOT_MEASURED.format(script="simulate")
+        timed = [line for line in run.of("validate") if _measured(line)]
+        rows: list[Row] = [([line], _validated(line)) for line in timed]
+        parts += [_HOMES[home], shown("simulate", (*_VALIDATED, "counts"), rows, page)]
+    return "\n\n".join(parts) or not_measured("simulate")
+
+
+def _measured(line: Line) -> Spread | None:
+    """Milliseconds of a pass."""
+    num_turns = line["settings"]["repeats"]
+    found = Spread(line["measured_ms"], line["least_ms"], line["most_ms"])
+    return found if num_turns >= MIN_TURNS else None
 
 
 def prefetch(results: Results, page: Path) -> str:
     """What predictors name of the next layer, and what that is worth in the simulator."""
     runs = [results.newest("prefetch", model=m) for m in _RUNS if results.has("prefetch", model=m)]
     if not runs:
-        return NOT_MEASURED.format(script="prefetch")
+        return not_measured("prefetch")
     named = [
         (
-            line,
+            [line],
             (run.first["settings"]["model"], line["predictor"], *(percent(line[t]) for t in _TOPS)),
         )
         for run in runs
         for line in run.of("accuracy")
     ]
-    gained = [(line, _gained(line)) for run in runs for line in run.of("end to end")]
+    gained = [([line], _gained(line)) for run in runs for line in run.of("end to end")]
     parts = [table(_PREDICTED, named, page), "In the simulator, over no prefetch:"]
     return "\n\n".join([*parts, table(_GAINED, gained, page), *map(caption, runs)])
 
@@ -133,27 +167,18 @@ def _policy(name: str) -> Cell:
     return ", ".join([f"`{preset}`", *(said.get(option, option) for option in options)])
 
 
-def _leads(results: Results) -> list[tuple[Line, Sequence[Cell]]]:
-    rows = []
+def _leads(results: Results) -> list[Row]:
+    """Simulated ones; of emulated ones the table of turns has what there is to say."""
+    rows: list[Row] = []
     for model in _MODELS:
         run = results.newest("policies", model=model)
         for time in dict.fromkeys(line["time"] for line in run.of("ratios")):
+            if time.startswith("emulated"):
+                continue
             lines = [line for line in run.of("ratios") if line["time"] == time]
-            first, *others = (", ".join(number(line[n]) for line in lines) for n in _LEADS)
-            ties = [percent(line["share"]) for line in lines if _is_tie(run, line["share"])]
-            if time == "emulated" and ties:
-                first += f" (a tie at {', '.join(ties)})"
-            rows.append((lines[0], (model, time, first, *others)))
+            cells = (", ".join(number(line[name]) for line in lines) for name in _LEADS)
+            rows.append((lines, (model, time, *cells)))
     return rows
-
-
-def _is_tie(run: Run, share: float) -> bool:
-    """Whether turns of `lowtide` and of the best other preset have speeds in common."""
-    lines = [line for line in run.of("emulated") if line["share"] == share]
-    [ours] = (line for line in lines if line["policy"] == "lowtide")
-    others = (line for line in lines if line["policy"] != "lowtide")
-    best = max(others, key=lambda line: line["tokens_per_s"])
-    return bool(ours["least"] <= best["most"] and best["least"] <= ours["most"])
 
 
 def _shares(line: Line) -> Sequence[Cell]:

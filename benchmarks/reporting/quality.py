@@ -7,16 +7,25 @@ from collections.abc import Callable, Sequence
 from itertools import groupby
 from pathlib import Path
 
+from lowtide.lab.bench import Spread
 from reporting.fronts import front_picture, shown_share
 from reporting.results import Line, Results
-from reporting.tables import Cell, caption, median_and_spread, number, percent, table
-
-NOT_MEASURED = (
-    "Not measured yet: `make bench ONLY={script}` writes the lines, `make report` this part of "
-    "the page."
+from reporting.tables import (
+    MIN_TURNS,
+    Cell,
+    Row,
+    caption,
+    not_measured,
+    number,
+    percent,
+    ratio,
+    shown,
+    with_range,
+    table,
+    turns_of,
 )
+
 _PICTURE = "![What each way with absent experts loses, beside its speed](buddymoe.svg)"
-_NUM_LEAST = 3
 _HEAD = (
     "lane",
     "nats lost",
@@ -25,7 +34,6 @@ _HEAD = (
     "right",
     "tokens/s over exact",
     "bytes over exact",
-    "ms waited per absent expert",
 )
 _FULL = (
     "model",
@@ -40,6 +48,7 @@ _FULL = (
     "share of the layer",
 )
 _TIMES = ("lane", "", "rows", "one decision, us", "both, us", "what was saved, us")
+_AIMS = ("expected", "met in cells", "missed in")
 _ALPHAS = ("0.5", "0.75", "0.95", "0.99")
 _PROFILE = (
     "model",
@@ -69,32 +78,40 @@ def buddies(results: Results, page: Path) -> str:
     """A table for each model and tier, at the share of residents nearest to 3 of 8, then what was
     expected of all cells and how many of them met it."""
     if not results.has("buddy"):
-        return NOT_MEASURED.format(script="buddy")
+        return not_measured("buddy")
     run = results.newest("buddy")
     cells = [line for line in run.lines if "resident_share" in line.row]
     lanes = [line for line in cells if line["what"] != "expected" and "loss" in line.row]
-    shown = shown_share(lanes)
+    chosen_share = shown_share(lanes)
     parts = []
-    chosen = [line for line in lanes if line["resident_share"] == shown]
+    chosen = [line for line in lanes if line["resident_share"] == chosen_share]
     for (model, tier), group in groupby(chosen, lambda line: (line["model"], line["tier"])):
-        rows = list(group)
-        exact = next(line for line in rows if line["what"] == "exact")
-        title = f"`{model}`, {tier}, {percent(shown)} of the experts resident:"
-        cells_of = [(line, _lane(line, exact)) for line in rows]
-        parts += [f"{title}\n\n{table(_HEAD, cells_of, page)}", *_bound(rows, exact)]
-    expected = [line for line in cells if line["what"] == "expected"]
+        own = list(group)
+        exact = next(line for line in own if line["what"] == "exact")
+        title = f"`{model}`, {tier}, {percent(chosen_share)} of the experts resident:"
+        rows: list[Row] = [([line], _lane(line, exact)) for line in own]
+        parts += [f"{title}\n\n{table(_HEAD, rows, page)}"]
     picture = [_PICTURE] if front_picture(results) is not None else []
-    return "\n\n".join([*picture, *parts, _claims(expected, page), caption(run)])
+    aims = table(_AIMS, _aims(cells), page)
+    return "\n\n".join([*picture, *parts, aims, caption(run)])
 
 
 def buddies_full(results: Results, page: Path) -> str:
     """Published dimensions from disk: speed, and what a miss takes under each policy."""
-    return _newest_with(results, page, "buddy full", "substitution_us", _FULL, _full)
+    if not results.has("buddy full"):
+        return not_measured("buddy_full")
+    lines = results.newest("buddy full").lines
+    exact = {_place(line): line for line in lines if line["what"] == "exact"}
+    timed = [line for line in lines if turns_of(line, "waited_ms")]
+    rows: list[Row] = [([line], _full(line, exact[_place(line)])) for line in timed]
+    aims = _aims(lines)
+    parts = [shown("buddy_full", _FULL, rows, page)]
+    return "\n\n".join([*parts, *([shown("buddy_full", _AIMS, aims, page)] if aims else [])])
 
 
 def decisions(results: Results, page: Path) -> str:
     """What a substitution itself takes of a layer."""
-    return _newest_with(results, page, "buddy time", "substitute_us", _TIMES, _decision)
+    return _newest_with(results, page, "buddy time", "each_substitute_us", _TIMES, _decision)
 
 
 def profiles(results: Results, page: Path) -> str:
@@ -116,67 +133,51 @@ def _newest_with(
     cells: Callable[[Line], Sequence[Cell]],
 ) -> str:
     """The lines of a script's last run that have a value, as a table; or that none was run yet."""
-    if not results.has(benchmark):
-        return NOT_MEASURED.format(script=benchmark.replace(" ", "_"))
-    run = results.newest(benchmark)
-    rows = [(line, cells(line)) for line in run.lines if value in line.row]
-    return f"{table(head, rows, page)}\n\n{caption(run)}"
+    lines = results.newest(benchmark).lines if results.has(benchmark) else ()
+    rows: list[Row] = [([line], cells(line)) for line in lines if value in line.row]
+    return shown(benchmark.replace(" ", "_"), head, rows, page)
 
 
 def _lane(line: Line, exact: Line) -> tuple[Cell, ...]:
-    front = " \\*" if line["is_on_front"] else ""
-    speed_up, exact_bytes = line["speed_up"], exact["bytes_per_pass"]
+    exact_bytes = exact["bytes_per_pass"]
+    own, of_exact = (turns_of(one, "tokens_per_s") for one in (line, exact))
     return (
-        line["what"] + front,
+        line["what"],
         _lost(line),
         f"{line['kl']['mean']:.3f}",
         percent(line["agreement"]["mean"]),
         percent(line["accuracy"]["mean"]),
-        "" if speed_up is None else number(speed_up),
+        ratio(own, of_exact) if own and of_exact and line is not exact else "",
         "" if not exact_bytes else percent(line["bytes_per_pass"] / exact_bytes),
-        _waited(line),
     )
 
 
-def _bound(rows: list[Line], exact: Line) -> list[str]:
-    """About what there is to gain: how fast those are that move the fewest bytes."""
-    timed = [line for line in rows if line["speed_up"] is not None]
-    if not exact["bytes_per_pass"] or len(timed) < 2 * _NUM_LEAST:
-        return []
-    least = sorted(timed, key=lambda line: line["bytes_per_pass"])[:_NUM_LEAST]
-    shares = [line["bytes_per_pass"] / exact["bytes_per_pass"] for line in least]
-    speeds = [line["speed_up"] for line in least]
-    return [
-        f"The {_NUM_LEAST} lanes that move the fewest bytes, {percent(shares[0])} to "
-        f"{percent(shares[-1])} of exact's, write {number(min(speeds))} to {number(max(speeds))} "
-        "times as fast: about what there is to gain by moving less."
-    ]
-
-
-def _waited(line: Line) -> Cell:
-    """For each expert that a router asked for and that was absent, replaced or not."""
-    counts = line["counts"]
-    num_misses = counts.get("num_misses", 0.0)
-    return f"{1e3 * counts['wait_s'] / num_misses:.3f}" if num_misses else ""
-
-
-def _full(line: Line) -> tuple[Cell, ...]:
+def _full(line: Line, exact: Line) -> tuple[Cell, ...]:
+    own, of_exact = (turns_of(one, "tokens_per_s") for one in (line, exact))
+    assert own is not None and of_exact is not None
+    layers, of_exact_layers = (Spread.of(one["each_layer_us"]) for one in (line, exact))
+    share = Spread.of(line["each_share_of_layers"])
     return (
         line["model"],
         percent(line["resident_share"]),
         line["what"],
-        number(line["tokens_per_s"]),
-        number(line["speed_up"]),
-        number(line["layers_speed_up"]),
+        with_range(own),
+        ratio(own, of_exact) if line is not exact else "",
+        ratio(layers, of_exact_layers) if line is not exact else "",
         number(line["read_bytes_per_token"] / 1e9),
-        number(line["waited_ms_per_miss"]),
-        f"{line['substitution_us']:.0f}",
-        f"{line['share_of_layers']:.2%}",
+        with_range(Spread.of(line["each_waited_ms"])),
+        with_range(Spread.of(line["each_substitution_us"])),
+        f"{share.median:.2%} ({share.least:.2%} to {share.most:.2%})",
     )
 
 
+def _place(line: Line) -> tuple[object, ...]:
+    return tuple(line.row.get(name) for name in ("model", "tier", "resident_share"))
+
+
 def _decision(line: Line) -> tuple[Cell, ...]:
-    times = (f"{line[name]:.0f}" for name in ("substitute_us", "both_us", "settle_us"))
+    names = ("each_substitute_us", "each_both_us", "each_settle_us")
+    times = (with_range(Spread.of(line[name])) for name in names)
     return (line["lane"], line["tier"], str(line["num_rows"]), *times)
 
 
@@ -206,7 +207,7 @@ def _format(line: Line) -> tuple[Cell, ...]:
         f"{line['agreement']['mean']:.1%}",
         f"{line['accuracy']['mean']:.1%}",
         number(line["read_bytes_per_pass"] / 1e6),
-        median_and_spread(line["each_tokens_per_s"]),
+        with_range(Spread.of(line["each_tokens_per_s"])),
     )
 
 
@@ -215,15 +216,27 @@ def _lost(line: Line) -> Cell:
     return f"{lost['mean']:.3f} ± {lost['error'] or 0:.3f}"
 
 
-def _claims(expected: list[Line], page: Path) -> str:
-    """In how many cells (model, tier, share) each expectation was met; linked to the first."""
+def _aims(lines: Sequence[Line]) -> list[Row]:
+    """In how many cells (model, tier, share) each expectation was met, and which missed it; those
+    of speed only where lanes had their turns."""
     by_claim: dict[str, dict[tuple[object, ...], Line]] = {}
-    for line in expected:
-        cell = tuple(line[name] for name in ("model", "tier", "resident_share"))
-        by_claim.setdefault(line["claim"], {})[cell] = line
-    rows = []
+    for line in lines:
+        if line["what"] == "expected" and not _is_of_few_turns(line):
+            by_claim.setdefault(line["claim"], {})[_place(line)] = line
+    rows: list[Row] = []
     for claim, cells in by_claim.items():
-        first, *_ = lines = list(cells.values())
-        met = f"{sum(line['is_met'] for line in lines)} of {len(lines)}"
-        rows.append((first, (claim, met)))
-    return table(("expected", "met in cells"), rows, page)
+        missed = [line for line in cells.values() if not line["is_met"]]
+        met = f"{len(cells) - len(missed)} of {len(cells)}"
+        rows.append((list(cells.values()), (claim, met, "; ".join(map(_cell, missed)))))
+    return rows
+
+
+def _is_of_few_turns(line: Line) -> bool:
+    """Whether it is about a speed of fewer turns than pages show."""
+    is_of_speed = "as fast" in line["claim"] or "on the front" in line["claim"]
+    return is_of_speed and line["settings"]["repeats"] < MIN_TURNS
+
+
+def _cell(line: Line) -> Cell:
+    place = [line["model"], line.row.get("tier"), percent(line["resident_share"])]
+    return " ".join(filter(None, place))

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lowtide.errors import UsageError
+from reporting.repeatable import is_repeatable
 
 REQUIRED: Mapping[str, type] = {
     "benchmark": str,
@@ -44,6 +45,12 @@ class Line:
     def is_clean(self) -> bool:
         """Whether the tree was a commit's (files in `docs/` aside)."""
         return not self["commit"].endswith("+")
+
+    @property
+    def counts(self) -> bool:
+        """Whether a page may show it: a commit's own, not refused by its script, and of a call that
+        `make bench` or `make bench-large` makes again."""
+        return self.is_clean and "refused" not in self.row and is_repeatable(self.row)
 
 
 @dataclass(frozen=True)
@@ -84,13 +91,13 @@ class Results:
         return cls([line for path in paths for line in _read(path, folder / path.name)])
 
     def has(self, benchmark: str, **settings: object) -> bool:
-        """Whether a script has run here at all, with these settings among others."""
-        return any(_is_of(run, benchmark, settings) for run in self.runs)
+        """Whether there is a run that counts, with these settings among others."""
+        return any(_is_of(run, benchmark, settings) and run.first.counts for run in self.runs)
 
     def newest(
         self, benchmark: str, *, with_lines_of: Sequence[str] = (), **settings: object
     ) -> Run:
-        """The last run of a script with these settings among others, on a commit's own files.
+        """The last run of a script with these settings among others, of those that count.
 
         with_lines_of: measurements that it must have, where not every machine can take them.
 
@@ -99,25 +106,27 @@ class Results:
         """
         runs = [run for run in self.runs if _is_of(run, benchmark, settings)]
         runs = [run for run in runs if all(map(run.of, with_lines_of))]
-        clean = [run for run in runs if run.first.is_clean]
-        if clean:
-            return max(clean, key=lambda run: run.ended)
+        counted = [run for run in runs if run.first.counts]
+        if counted:
+            return max(counted, key=lambda run: run.ended)
         asked = "".join(f", {name}={value}" for name, value in settings.items())
         asked += "".join(f", with {what}" for what in with_lines_of)
         reason = "there are no lines" if not runs else _why_refused(runs)
         raise ResultsError(f"Nothing to report of {benchmark!r}{asked}: {reason}.")
 
     def newest_lines(self, benchmark: str, what: str, keys: Sequence[str]) -> list[Line]:
-        """Of lines that say the same by these keys the last, of all runs on commits' own files."""
+        """Of lines that say the same by these keys the last one that counts."""
         found: dict[str, Line] = {}
         for line in sorted(self.lines, key=lambda line: str(line["date"])):
-            if (line["benchmark"], line["what"]) == (benchmark, what) and line.is_clean:
+            if (line["benchmark"], line["what"]) == (benchmark, what) and line.counts:
                 found[str([line[key] for key in keys])] = line
         return list(found.values())
 
 
 def _why_refused(runs: list[Run]) -> str:
     first = runs[-1].first
+    if first.is_clean:
+        return f"{first.path}:{first.number} was measured as no call in benchmarks/bench.py does it"
     return (
         f"{first.path}:{first.number} was measured on files that differed from commit "
         f"{first['commit'].rstrip('+')}; commit them and measure again"

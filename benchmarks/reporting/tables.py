@@ -1,24 +1,73 @@
-"""Markdown of measurements: a caption that says where and when, a row that says which line."""
+"""Markdown of measurements, by one rule for all tables.
+
+What was timed has at least three turns, and their range stands beside the median; ratios of ranges
+that overlap are ties. A row links every line that it is made of. A table is of one machine, which
+its caption names; rows of another one have a table of their own.
+"""
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Sequence
+from itertools import groupby
 from pathlib import Path
 
-from reporting.results import Line, Run
+from lowtide.lab.bench import Spread
+from reporting.results import Line, ResultsError, Run
 
 Cell = str
+Row = tuple[Sequence[Line], Sequence[Cell]]
+"""The lines that a row is made of, and what its columns say."""
+
+MIN_TURNS = 3
+"""Turns of whatever was timed, at least: a line with fewer is on no page."""
 
 
-def table(head: Sequence[str], rows: Sequence[tuple[Line, Sequence[Cell]]], page: Path) -> str:
-    """A table whose last column links each row to the line that it was made of.
+def turns_of(line: Line, name: str) -> Spread | None:
+    """What a line has of `name` in turns: each of them (`each_...`), or their median beside `least`
+    and `most`. None for fewer than `MIN_TURNS` and for a line that does not say the range."""
+    each = line.row.get(f"each_{name}")
+    if each is not None:
+        return Spread.of(each) if len(each) >= MIN_TURNS else None
+    num_turns = line.row.get("num_turns", line["settings"].get("repeats", 1))
+    if num_turns < MIN_TURNS or "least" not in line.row or line.row.get(name) is None:
+        return None
+    return Spread(line[name], line["least"], line["most"])
 
-    rows: the line and what the other columns say of it. page: relative to the repository.
+
+def table(head: Sequence[str], rows: Sequence[Row], page: Path) -> str:
+    """A table whose last column links each row to its lines. page: relative to the repository.
+
+    Raises ResultsError for rows of several machines: see `by_machine`.
     """
-    lines = [f"| {' | '.join([*head, 'line'])} |", "|---" * (len(head) + 1) + "|"]
-    lines += [f"| {' | '.join([*cells, link(line, page)])} |" for line, cells in rows]
-    return "\n".join(lines)
+    machines = sorted({_machine(line) for lines, _ in rows for line in lines})
+    if len(machines) > 1:
+        raise ResultsError(f"One table has rows of {'; '.join(machines)}.")
+    text = [f"| {' | '.join([*head, 'line'])} |", "|---" * (len(head) + 1) + "|"]
+    text += [f"| {' | '.join([*cells, links(lines, page)])} |" for lines, cells in rows]
+    return "\n".join(text)
+
+
+def by_machine(head: Sequence[str], rows: Sequence[Row], page: Path) -> str:
+    """A table and its caption for each machine, in the order of the rows."""
+    machines: dict[str, list[Row]] = {}
+    for lines, cells in rows:
+        machines.setdefault(_machine(lines[0]), []).append((lines, cells))
+    parts = []
+    for own in machines.values():
+        parts += [table(head, own, page), captions([line for lines, _ in own for line in lines])]
+    return "\n\n".join(parts)
+
+
+def shown(script: str, head: Sequence[str], rows: Sequence[Row], page: Path) -> str:
+    """`by_machine`, or that there is nothing to show yet."""
+    return by_machine(head, rows, page) if rows else not_measured(script)
+
+
+def not_measured(script: str) -> str:
+    return (
+        f"Not measured yet in {MIN_TURNS} turns or more: `make bench ONLY={script}` writes the "
+        "lines, `make report` this part of the page."
+    )
 
 
 def caption(run: Run) -> str:
@@ -49,6 +98,16 @@ def link(line: Line, page: Path) -> Cell:
     return f"[{line.number}]({up}{line.path.as_posix()}#L{line.number})"
 
 
+def links(lines: Sequence[Line], page: Path) -> Cell:
+    """Links to all of them; of three and more that follow each other to the first and the last."""
+    ordered = sorted({(line.path, line.number): line for line in lines}.items())
+    told = []
+    for _, group in groupby(enumerate(ordered), lambda one: (one[1][0][0], one[1][0][1] - one[0])):
+        own = [link(line, page) for _, (_, line) in group]
+        told += own if len(own) < 3 else [f"{own[0]} to {own[-1]}"]
+    return ", ".join(told)
+
+
 def number(value: float) -> Cell:
     """Three digits, as a person reads them."""
     if value >= 100:
@@ -64,16 +123,16 @@ def giga(num_bytes: float) -> Cell:
     return f"{number(num_bytes / 1e9)} GB"
 
 
-def median_and_spread(values: Sequence[float]) -> Cell:
-    """The median, and the least and the most where there are several."""
-    middle = number(statistics.median(values))
-    if len(values) == 1:
-        return middle
-    return f"{middle} ({number(min(values))} to {number(max(values))})"
+def with_range(turns: Spread) -> Cell:
+    """The median, and the least and the most."""
+    return f"{number(turns.median)} ({number(turns.least)} to {number(turns.most)})"
 
 
-def ratio(ours: Sequence[float], theirs: Sequence[float]) -> Cell:
-    """Ours over theirs by medians; a lead within the spread of either is called a tie."""
-    of_medians = statistics.median(ours) / statistics.median(theirs)
-    is_tie = min(ours) <= max(theirs) and min(theirs) <= max(ours)
-    return number(of_medians) + (", a tie" if is_tie else "")
+def is_tie(one: Spread, other: Spread) -> bool:
+    """Whether their ranges overlap."""
+    return one.least <= other.most and other.least <= one.most
+
+
+def ratio(ours: Spread, theirs: Spread) -> Cell:
+    """Ours over theirs by medians; a lead within the range of either is called a tie."""
+    return number(ours.median / theirs.median) + (", a tie" if is_tie(ours, theirs) else "")

@@ -1,0 +1,62 @@
+"""Which lines `make bench` or `make bench-large` would measure again."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from functools import cache
+from importlib import import_module
+from typing import Any
+from unittest.mock import patch
+
+import bench
+
+_OPTION_OF = {
+    "num_prompt": "prompt",
+    "num_new": "new",
+    "new_tokens": "new",
+    "num_requests": "requests",
+    "our_lengths": "lengths",
+    "traced_lengths": "traced",
+    "timed_lengths": "timed",
+    "prompt_share": "share",
+    "prompt_shares": "shares",
+    "chunked_length": "chunked",
+}
+"""The option that a setting of a line was, where its name is another one."""
+_NOT_COMPARED = ("repeats", "limit")  # tables look at turns themselves; a limit is the machine's
+
+
+def is_repeatable(row: Mapping[str, Any]) -> bool:
+    """Whether a call in `bench.py` has the settings of a line.
+
+    An option that a call leaves to its script is no difference, and a call measures what lines of
+    fewer lengths or shares have, too.
+    """
+    settings = {
+        _OPTION_OF.get(name, name): value
+        for name, value in row["settings"].items()
+        if name not in _NOT_COMPARED
+    }
+    return any(
+        all(_fits(value, options.get(name)) for name, value in settings.items())
+        for options in _calls(row["benchmark"].replace(" ", "_"))
+    )
+
+
+def _fits(value: object, option: object) -> bool:
+    if value is None or option is None:
+        return True
+    values, options = (each if isinstance(each, list) else [each] for each in (value, option))
+    return all(each in options for each in values)
+
+
+@cache
+def _calls(script: str) -> tuple[Mapping[str, Any], ...]:
+    """The options of a script in each of its calls."""
+    calls = [call for call in (*bench.SMALL, *bench.LARGE) if call.name == script]
+    found = []
+    for call in calls:
+        with patch.object(sys, "argv", [script, *call.arguments]):
+            found.append(vars(import_module(script)._options()))
+    return tuple(found)
