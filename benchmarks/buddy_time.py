@@ -3,8 +3,9 @@
 Decided twice, on the router's demand and on what is run in its place, before the layer's work can
 start; what it saved is counted beside that work. On the host alone and beside a device, where the
 cost model asks an assignment who would be late. Seconds of the deciding thread's own time (it
-waits for nobody): several means, and their median. Then once more as between the products of a large model, which leave nothing of all this in the caches: the median
-of decisions that each come after 48 MiB were read.
+waits for nobody): several means, and their median. Then once more as between the products of a
+large model, which leave nothing of all this in the caches: the median of decisions that each come
+after 48 MiB were read.
 """
 
 from __future__ import annotations

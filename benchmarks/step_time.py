@@ -270,7 +270,7 @@ def _judged(values: Row, step_s: float | None) -> dict[str, bool]:
 def _in_turn(
     runs: Mapping[tuple[str, int], Run], repeats: int, limit_s: float | None
 ) -> dict[tuple[str, int], list[float]]:
-    """Seconds of each in every round, all in turn: `repeats` rounds, or as many as begin before each had
+    """Seconds of each by round, all in turn: `repeats` rounds, or as many as begin before each had
     `limit_s`. A first round is to warm up; it counts without a limit, and where it is alone."""
     start_s = time.perf_counter()
     rounds = [{key: _seconds(run) for key, run in runs.items()}]

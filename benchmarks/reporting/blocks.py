@@ -25,8 +25,8 @@ from reporting.tables import (
     percent,
     ratio,
     shown,
-    with_range,
     turns_of,
+    with_range,
 )
 
 README = Path("README.md")
@@ -103,8 +103,9 @@ def expected_speed(results: Results, page: Path) -> str:
     machine = ours["machine"]
     return (
         "A Q4_0 GGUF file of Qwen3-30B-A3B's layers, 1.3 times the memory: lowtide writes "
-        f"{with_range(own)} tokens/s, llama.cpp {with_range(theirs)}{tie}, on {machine['num_cores']} cores "
-        f"of {machine['cpu']} (lines {links([ours, other], page)}, [measured](#measured))."
+        f"{with_range(own)} tokens/s, llama.cpp {with_range(theirs)}{tie}, on "
+        f"{machine['num_cores']} cores of {machine['cpu']} "
+        f"(lines {links([ours, other], page)}, [measured](#measured))."
     )
 
 
@@ -234,9 +235,7 @@ def beside_llama_cpp(results: Results, page: Path) -> str:
     run = results.newest("ar_decode", with_lines_of=_TYPES)
     lanes = {what: _decoding(run.of(what)) for what in _TYPES}
     exact = [of["llama.cpp"].median / of["lowtide"].median for of in lanes.values()]
-    over = [
-        f"{ratio(of['lowtide, int8'], of['llama.cpp'])} ({what})" for what, of in lanes.items()
-    ]
+    over = [f"{ratio(of['lowtide, int8'], of['llama.cpp'])} ({what})" for what, of in lanes.items()]
     ties = [what for what, of in lanes.items() if is_tie(of["lowtide"], of["llama.cpp"])]
     tie = f" (a tie in {', '.join(ties)})" if ties else ""
     return (
@@ -303,9 +302,9 @@ def _as_built(lines: Sequence[Line], page: Path) -> list[str]:
     for line in lines:
         packed = "repacked" if line["repacks"] else "not repacked"
         way = (
-            f"llama-cpp-python {line['version']}, flags: {line.row.get('build_flags', 'not told')}, "
-            f"{line['num_threads']} threads, flash attention {line['flash_attention']}, weights "
-            f"{packed}"
+            f"llama-cpp-python {line['version']}, built with "
+            f"{line.row.get('build_flags', 'its own flags')}, {line['num_threads']} threads, flash "
+            f"attention {line['flash_attention']}, weights {packed}"
         )
         ways.setdefault(way, []).append(line)
     told = "; ".join(f"{way} (line {links(own, page)})" for way, own in ways.items())

@@ -22,8 +22,8 @@ from reporting.tables import (
     percent,
     ratio,
     shown,
-    with_range,
     turns_of,
+    with_range,
 )
 
 _SIDES = {
@@ -135,8 +135,9 @@ def reserved(results: Results, page: Path) -> str:
         "What CUDA's caching rules would reserve for the others' steps (the paper: 21.8 to 78.3% "
         "more than is alive), and what is resident here:",
         shown("mosaic_ablation", _RESERVED, [([line], _reserved(line)) for line in lines], page),
-        "Time that lazy chunking saves of static chunking's (the paper: 5.5 to 21.5%): "
-        f"{said}." if said else "",
+        f"Time that lazy chunking saves of static chunking's (the paper: 5.5 to 21.5%): {said}."
+        if said
+        else "",
     ]
     return "\n\n".join(filter(None, parts))
 

@@ -18,9 +18,9 @@ from reporting.tables import (
     percent,
     ratio,
     shown,
-    with_range,
     table,
     turns_of,
+    with_range,
 )
 
 _MODELS = ("synth:llada2", "demo:diffusion")

@@ -20,9 +20,9 @@ from reporting.tables import (
     percent,
     ratio,
     shown,
-    with_range,
     table,
     turns_of,
+    with_range,
 )
 
 _PICTURE = "![What each way with absent experts loses, beside its speed](buddymoe.svg)"
@@ -32,7 +32,6 @@ _HEAD = (
     "KL",
     "agree",
     "right",
-    "tokens/s over exact",
     "bytes over exact",
 )
 _FULL = (
@@ -89,8 +88,10 @@ def buddies(results: Results, page: Path) -> str:
         own = list(group)
         exact = next(line for line in own if line["what"] == "exact")
         title = f"`{model}`, {tier}, {percent(chosen_share)} of the experts resident:"
-        rows: list[Row] = [([line], _lane(line, exact)) for line in own]
-        parts += [f"{title}\n\n{table(_HEAD, rows, page)}"]
+        is_timed = any(turns_of(line, "tokens_per_s") for line in own)
+        head = (*_HEAD, "tokens/s over exact") if is_timed else _HEAD
+        rows: list[Row] = [([line], _lane(line, exact)[: len(head)]) for line in own]
+        parts += [f"{title}\n\n{table(head, rows, page)}"]
     picture = [_PICTURE] if front_picture(results) is not None else []
     aims = table(_AIMS, _aims(cells), page)
     return "\n\n".join([*picture, *parts, aims, caption(run)])
@@ -147,8 +148,8 @@ def _lane(line: Line, exact: Line) -> tuple[Cell, ...]:
         f"{line['kl']['mean']:.3f}",
         percent(line["agreement"]["mean"]),
         percent(line["accuracy"]["mean"]),
-        ratio(own, of_exact) if own and of_exact and line is not exact else "",
         "" if not exact_bytes else percent(line["bytes_per_pass"] / exact_bytes),
+        ratio(own, of_exact) if own and of_exact and line is not exact else "",
     )
 
 

@@ -22,6 +22,10 @@ MIN_TURNS = 3
 """Turns of whatever was timed, at least: a line with fewer is on no page."""
 
 
+MOST_LINKS = 4
+"""Of a file in one row, if they do not follow each other."""
+
+
 def turns_of(line: Line, name: str) -> Spread | None:
     """What a line has of `name` in turns: each of them (`each_...`), or their median beside `least`
     and `most`. None for fewer than `MIN_TURNS` and for a line that does not say the range."""
@@ -99,12 +103,22 @@ def link(line: Line, page: Path) -> Cell:
 
 
 def links(lines: Sequence[Line], page: Path) -> Cell:
-    """Links to all of them; of three and more that follow each other to the first and the last."""
+    """Links to all of them; of three and more that follow each other to the first and the last, and
+    so of many that do not: they are all between these."""
     ordered = sorted({(line.path, line.number): line for line in lines}.items())
     told = []
-    for _, group in groupby(enumerate(ordered), lambda one: (one[1][0][0], one[1][0][1] - one[0])):
-        own = [link(line, page) for _, (_, line) in group]
-        told += own if len(own) < 3 else [f"{own[0]} to {own[-1]}"]
+    for _, of_file in groupby(ordered, lambda one: one[0][0]):
+        own = [line for _, line in of_file]
+        runs = [
+            [line for _, line in run]
+            for _, run in groupby(enumerate(own), lambda one: one[1].number - one[0])
+        ]
+        if len(runs) > MOST_LINKS:
+            told.append(f"{len(own)} of {link(own[0], page)} to {link(own[-1], page)}")
+            continue
+        for run in runs:
+            each = [link(line, page) for line in run]
+            told += each if len(each) < 3 else [f"{each[0]} to {each[-1]}"]
     return ", ".join(told)
 
 
