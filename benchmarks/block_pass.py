@@ -21,8 +21,8 @@ from common.models import stored_as
 from common.record import Recorder, say
 from common.run import Decoded, decode, engine_decoder, loaded_engine, make_request
 
-from lowtide.engine.config import EngineConfig
-from lowtide.engine.engine import Engine
+from lowtide.engine.opening.config import EngineConfig
+from lowtide.engine.running.engine import Engine
 
 MODEL = "llada2"
 NUM_LAYERS = 5

@@ -25,8 +25,8 @@ from common.ceilings import memory_ceiling
 from common.emulated import Model, device_options, temporary_folder
 from common.record import Recorder, Row, say
 
-from lowtide.engine.config import EngineConfig
-from lowtide.engine.opening import open_model
+from lowtide.engine.opening.config import EngineConfig
+from lowtide.engine.opening.model import open_model
 from lowtide.families import read_config_in
 from lowtide.lab.demo_tasks import held_out_text
 from lowtide.lab.plotting import check_plot

@@ -33,7 +33,7 @@ from common.record import Recorder, say
 from lowtide import LLM, SamplingParams
 from lowtide.core import Reuse, Step, StepKind
 from lowtide.decode.request import Committed, Draft
-from lowtide.engine.engine import Engine
+from lowtide.engine.running.engine import Engine
 from lowtide.lab.budgets import budget_of_share
 from lowtide.layers.batch import Batch, Segment
 from lowtide.llm import plan_model

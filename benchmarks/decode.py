@@ -19,8 +19,8 @@ from common.record import Recorder, say
 from common.run import decode, engine_decoder, loaded_engine, make_request
 
 from lowtide.decode.block_diffusion import Committed, Draft, Request
-from lowtide.engine.config import EngineConfig
-from lowtide.engine.engine import Engine
+from lowtide.engine.opening.config import EngineConfig
+from lowtide.engine.running.engine import Engine
 
 
 class Lane:

@@ -19,9 +19,9 @@ from common.ceilings import memory_ceiling
 from common.record import Recorder, Row, say
 
 from lowtide import LLM
-from lowtide.engine.config import EngineConfig
-from lowtide.engine.format_plans import plan_by_format
-from lowtide.engine.opening import open_model
+from lowtide.engine.opening.config import EngineConfig
+from lowtide.engine.opening.model import open_model
+from lowtide.engine.planning.format_plans import plan_by_format
 from lowtide.lab.bench import Load, Preset, take_turns
 from lowtide.lab.budgets import budget_of_share
 from lowtide.lab.demo_tasks import held_out_text

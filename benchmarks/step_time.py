@@ -30,7 +30,7 @@ from common.planning_time import compare_search, plan_request
 from common.record import Recorder, Row, say
 from torch import Tensor
 
-from lowtide.engine.engine import Engine
+from lowtide.engine.running.engine import Engine
 from lowtide.families import read_config_in
 from lowtide.memory.arena import Arena
 from lowtide.memory.chunking import MAX_BUCKETS

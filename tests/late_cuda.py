@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from triton.runtime.interpreter import InterpretedFunction
 
-from lowtide.engine.worker import Worker
+from lowtide.engine.running.worker import Worker
 
 aten = torch.ops.aten
 CUDA = torch.device("cuda", 0)

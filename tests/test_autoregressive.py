@@ -538,7 +538,7 @@ def test_a_closed_model_says_so(model) -> None:
 def test_a_model_that_this_machine_cannot_hold_now_is_planned_not_loaded(
     model, monkeypatch
 ) -> None:
-    monkeypatch.setattr("lowtide.engine.planning.available_memory_bytes", lambda: 1 << 16)
+    monkeypatch.setattr("lowtide.engine.planning.plan.available_memory_bytes", lambda: 1 << 16)
     plan = plan_model(model)
     least_bytes = plan.minimum_bytes
     assert "MiB of memory are needed, and 64.0 KiB" in plan.reason

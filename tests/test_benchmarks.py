@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from lowtide import LLM
 from lowtide.core import MoEShape, Step, StepKind
-from lowtide.engine.config import EngineConfig
+from lowtide.engine.opening.config import EngineConfig
 from lowtide.errors import InternalError, PlanError, UsageError
 from lowtide.lab.synth import synth
 from lowtide.layers.batch import Batch, KVRange, Segment

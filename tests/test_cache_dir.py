@@ -17,9 +17,9 @@ from typer.testing import CliRunner
 
 from lowtide import LLM
 from lowtide.cli.app import app
-from lowtide.engine.config import EngineConfig
-from lowtide.engine.engine import Engine
-from lowtide.engine.opening import OpenModel
+from lowtide.engine.opening.config import EngineConfig
+from lowtide.engine.opening.model import OpenModel
+from lowtide.engine.running.engine import Engine
 from lowtide.errors import UsageError
 from lowtide.families import SynthSize, register, unregister
 from lowtide.lab.synth import synth, write_checkpoint

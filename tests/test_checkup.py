@@ -94,7 +94,7 @@ def test_a_folder_of_models_that_cannot_be_used(monkeypatch: pytest.MonkeyPatch)
 def test_the_largest_model_that_fits_is_suggested(
     free_gib: int, hub_id: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from lowtide.engine import planning
+    from lowtide.engine.planning import plan as planning
 
     monkeypatch.setattr(planning, "available_memory_bytes", lambda: free_gib * GIB)
     found = suggestion()
@@ -102,7 +102,7 @@ def test_the_largest_model_that_fits_is_suggested(
 
 
 def test_a_machine_that_is_too_small_for_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    from lowtide.engine import planning
+    from lowtide.engine.planning import plan as planning
 
     monkeypatch.setattr(planning, "available_memory_bytes", lambda: GIB)
     assert suggestion() is None

@@ -18,10 +18,10 @@ from poison import PoisonedWorkspace
 
 from lowtide.compute import Compute
 from lowtide.core import Step, StepKind, align_up
-from lowtide.engine import registering
-from lowtide.engine.config import EngineConfig
-from lowtide.engine.opening import OpenModel, open_model
-from lowtide.engine.registering import EVERY_KIND, plan_long_passes
+from lowtide.engine.opening.config import EngineConfig
+from lowtide.engine.opening.model import OpenModel, open_model
+from lowtide.engine.planning import registering
+from lowtide.engine.planning.registering import EVERY_KIND, plan_long_passes
 from lowtide.errors import InternalError, PlanError
 from lowtide.families import families
 from lowtide.kernels.reference import REFERENCE

@@ -17,7 +17,7 @@ from torch import Tensor
 from whole import check_idle
 
 from lowtide import LLM, DiffusionParams, SamplingParams
-from lowtide.engine.engine import Engine
+from lowtide.engine.running.engine import Engine
 from lowtide.errors import UsageError
 from lowtide.lab.synth import synth
 from lowtide.layers.batch import Batch

@@ -25,8 +25,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lowtide.engine.config import EngineConfig
-from lowtide.engine.opening import open_model
+from lowtide.engine.opening.config import EngineConfig
+from lowtide.engine.opening.model import open_model
 from lowtide.errors import StorageError, UnsupportedError
 from lowtide.experts.rows import Routing
 from lowtide.kernels import choice

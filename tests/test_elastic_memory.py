@@ -19,8 +19,8 @@ from test_elastic_arena import physical_bytes
 from lowtide import LLM, SamplingParams
 from lowtide.decode.autoregressive import Autoregressive
 from lowtide.decode.request import Event
-from lowtide.engine.elastic import ElasticMemory
-from lowtide.engine.engine import Engine
+from lowtide.engine.running.elastic import ElasticMemory
+from lowtide.engine.running.engine import Engine
 from lowtide.errors import PageError, PlanError, UnsupportedError
 from lowtide.llm import plan_model
 from lowtide.memory.kv_cache import KVCache, KVRange
@@ -158,8 +158,8 @@ def test_memory_goes_to_a_system_that_runs_short_of_it_and_comes_back(
     plan = plan_model(model, context=CONTEXT)
     options: dict[str, Any] = {"context": CONTEXT, "host_memory": budget(plan, 20)}
     free_bytes = 1 << 40
-    monkeypatch.setattr("lowtide.engine.elastic.available_memory_bytes", lambda: free_bytes)
-    monkeypatch.setattr("lowtide.engine.elastic._LOOK_S", 0.0)
+    monkeypatch.setattr("lowtide.engine.running.elastic.available_memory_bytes", lambda: free_bytes)
+    monkeypatch.setattr("lowtide.engine.running.elastic._LOOK_S", 0.0)
     with LLM(model, policy="lru", elastic=True, **options) as llm:
         assert answers(llm) == words
         held = llm.stats()["num_slots"]

@@ -15,8 +15,8 @@ from test_elastic_arena import physical_bytes
 from test_elastic_memory import elastic_of
 
 from lowtide import LLM, DiffusionParams, SamplingParams
-from lowtide.engine import wiring
-from lowtide.engine.elastic import ElasticMemory
+from lowtide.engine.running import wiring
+from lowtide.engine.running.elastic import ElasticMemory
 from lowtide.errors import PageError
 from lowtide.lab.synth import synth
 from lowtide.llm import plan_model

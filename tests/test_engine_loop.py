@@ -27,7 +27,7 @@ from whole import Setting, check_idle, settle
 
 from lowtide import SamplingParams
 from lowtide.decode.request import Event, Finished, Request
-from lowtide.engine import probing
+from lowtide.engine.running import probing
 from lowtide.errors import InternalError, LowtideError, PlanError, StorageError, UsageError
 from lowtide.lab.synth import synth
 from lowtide.llm import LLM

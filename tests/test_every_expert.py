@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from lowtide.cli.outlook import outlook
-from lowtide.engine.config import EngineConfig
+from lowtide.engine.opening.config import EngineConfig
 from lowtide.lab.budgets import budget_of_share
 from lowtide.lab.synth import synth
 from lowtide.llm import plan_model

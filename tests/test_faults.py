@@ -24,11 +24,11 @@ from whole import Setting, check_idle, reads_counted
 from lowtide import SamplingParams
 from lowtide.cli.app import app
 from lowtide.decode.block_diffusion import BlockDiffusion, Draft, Event
-from lowtide.engine import not_finite
-from lowtide.engine.config import EngineConfig
-from lowtide.engine.opening import open_model
-from lowtide.engine.planning import make_plan
-from lowtide.engine.wiring import load
+from lowtide.engine.opening.config import EngineConfig
+from lowtide.engine.opening.model import open_model
+from lowtide.engine.planning.plan import make_plan
+from lowtide.engine.running import not_finite
+from lowtide.engine.running.wiring import load
 from lowtide.errors import (
     CheckpointError,
     ConfigError,

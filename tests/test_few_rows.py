@@ -16,11 +16,11 @@ from rounded_files import write_rounded
 from torch import Tensor
 
 from lowtide.core import PassRows, RowKind, Step, StepKind
-from lowtide.engine.config import EngineConfig
-from lowtide.engine.engine import Engine
-from lowtide.engine.opening import open_model
-from lowtide.engine.planning import make_plan
-from lowtide.engine.wiring import load
+from lowtide.engine.opening.config import EngineConfig
+from lowtide.engine.opening.model import open_model
+from lowtide.engine.planning.plan import make_plan
+from lowtide.engine.running.engine import Engine
+from lowtide.engine.running.wiring import load
 from lowtide.experts.compiled_residents import CompiledResidents
 from lowtide.experts.host_executor import HostExpertExecutor
 from lowtide.experts.rows import LayerCall, Routing
@@ -197,7 +197,7 @@ def check_poisoned(
 ) -> None:
     with opened(path, share, **options) as engine:
         expected = decoded(engine, 2)
-    monkeypatch.setattr("lowtide.engine.wiring.Workspace", PoisonedWorkspace)
+    monkeypatch.setattr("lowtide.engine.running.wiring.Workspace", PoisonedWorkspace)
     with opened(path, share, **options) as engine:
         assert isinstance(engine.model.compute.workspace, PoisonedWorkspace)
         assert are_equal(decoded(engine, 2), expected)

@@ -13,8 +13,8 @@ from lowtide import SamplingParams
 from lowtide.answers import opening
 from lowtide.cli.app import app
 from lowtide.cli.quality import parse_settings
-from lowtide.engine import opening as engine_opening
-from lowtide.engine.config import EngineConfig
+from lowtide.engine.opening import model as engine_opening
+from lowtide.engine.opening.config import EngineConfig
 from lowtide.errors import UsageError
 from lowtide.lab.pack import pack
 from lowtide.lab.synth import synth

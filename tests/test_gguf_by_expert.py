@@ -23,8 +23,8 @@ from lowtide.cli.app import app
 from lowtide.core import Curve, MoEShape
 from lowtide.devices.emulated import EmulatedDevice
 from lowtide.devices.emulated_speeds import EmulatedSpeeds
-from lowtide.engine.config import EngineConfig
-from lowtide.engine.opening import open_model
+from lowtide.engine.opening.config import EngineConfig
+from lowtide.engine.opening.model import open_model
 from lowtide.errors import UnsupportedError
 from lowtide.experts.device import ExpertGroup
 from lowtide.experts.layout import SlotLayout

@@ -12,7 +12,7 @@ import pytest
 
 from lowtide import LLM, SamplingParams
 from lowtide.core import Costs, Curve, Step, StepKind
-from lowtide.engine import policy_setting
+from lowtide.engine.running import policy_setting
 from lowtide.lab.calibrate import calibrate
 from lowtide.llm import plan_model
 from lowtide.policies.prefetch import PrefetchOutcome

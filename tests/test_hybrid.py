@@ -369,7 +369,7 @@ def test_a_device_that_was_closed_is_an_error(diffusion: Case) -> None:
 def test_memory_that_the_device_does_not_get(
     diffusion: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from lowtide.engine import device as wiring
+    from lowtide.engine.running import device as wiring
 
     def no_memory(num_bytes: int) -> None:
         raise PlanError(f"The system refuses to reserve {num_bytes} bytes.")

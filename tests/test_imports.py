@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
@@ -38,6 +39,9 @@ FRONT_DOORS = ("cli", "__main__")
 # Known to every room; they know only each other.
 FACTS = {"core", "option", "params", "errors", "config", "schemas", "formats", "files"}
 FACTS |= {"model_folder", "families", "plan", "profiles", "buddies", "version"}
+# Parts of two rooms: each may use itself and those before it.
+ENGINE_PARTS = ("opening", "planning", "running")
+CPP_PARTS = ("team", "dense", "experts", "packed", "rounded", "layer", "decisions")
 # They drive policies and replay traces without a model.
 BESIDE_EXPERTS = {"policies", "replay"}
 # Built on the experts' interfaces; wired to them by the engine, unknown to models and layers.
@@ -192,6 +196,24 @@ def test_imports_go_one_way() -> None:
     for source in SOURCES:
         wrong = [name for name in source.own_imports if not may_import(source.room, room(name))]
         assert not wrong, f"lowtide.{source.name} must not import {wrong}"
+
+
+def test_the_engine_opens_then_plans_then_runs() -> None:
+    for number, part in enumerate(ENGINE_PARTS):
+        later = tuple(f"engine.{name}." for name in ENGINE_PARTS[number + 1 :])
+        for source in SOURCES:
+            if source.name.startswith(f"engine.{part}."):
+                wrong = [name for name in source.own_imports if name.startswith(later)]
+                assert not wrong, f"lowtide.{source.name} must not import {wrong}"
+
+
+def test_includes_of_the_compiled_kernels_go_one_way() -> None:
+    folder = PACKAGE / "kernels" / "cpu"
+    for path in folder.rglob("*.?pp"):
+        part = path.relative_to(folder).parts[0]
+        own = CPP_PARTS.index(part) if part in CPP_PARTS else -1
+        for included in re.findall(r'^#include "(\w+)/', path.read_text(), re.MULTILINE):
+            assert CPP_PARTS.index(included) <= own, f"{path.name} must not include {included}/"
 
 
 def test_models_and_layers_compute_with_what_they_are_handed() -> None:

@@ -18,7 +18,7 @@ from late_cuda import CUDA, CudaTensor, LateGpu, late_cuda
 
 from lowtide.core import Costs, Curve, Facts, MoEShape, RoutedTokens
 from lowtide.devices import cuda
-from lowtide.engine import device as device_engine
+from lowtide.engine.running import device as device_engine
 from lowtide.errors import (
     DeviceError,
     InternalError,

@@ -18,7 +18,7 @@ from test_gguf_models import MIXED, SMALL, choosing, write
 from torch import Tensor
 
 from lowtide import LLM, SamplingParams
-from lowtide.engine.engine import Engine
+from lowtide.engine.running.engine import Engine
 from lowtide.experts.runtime import ExpertRuntime
 from lowtide.kernels import choice
 from lowtide.kernels.cpu.packed import MAX_FEW_ROWS

@@ -23,9 +23,9 @@ from lowtide.cli.app import app
 from lowtide.decode import masked_options
 from lowtide.decode.forced import ForcedText
 from lowtide.decode.request import Draft
-from lowtide.engine.config import EngineConfig
-from lowtide.engine.opening import open_model
-from lowtide.engine.registering import register
+from lowtide.engine.opening.config import EngineConfig
+from lowtide.engine.opening.model import open_model
+from lowtide.engine.planning.registering import register
 from lowtide.errors import PlanError, UnsupportedError, UsageError
 from lowtide.kernels.row_statistics import Form
 from lowtide.llm import plan_model

@@ -20,9 +20,9 @@ from transformers.utils import logging as transformers_logging
 
 from lowtide.core import Step, StepKind
 from lowtide.decode.logits import rows_that_predict
-from lowtide.engine import wiring
-from lowtide.engine.config import EngineConfig
-from lowtide.engine.opening import open_model
+from lowtide.engine.opening.config import EngineConfig
+from lowtide.engine.opening.model import open_model
+from lowtide.engine.running import wiring
 from lowtide.errors import CheckpointError, ConfigError, PlanError, UnsupportedError
 from lowtide.families import families, read_config
 from lowtide.lab.synth import synth

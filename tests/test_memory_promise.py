@@ -88,7 +88,7 @@ with LLM(folder, **options) as llm:
 STEPS_CHILD = """
 import json, mmap, random, sys
 from lowtide import DiffusionParams, SamplingParams
-from lowtide.engine.worker import Worker
+from lowtide.engine.running.worker import Worker
 from lowtide.hardware.memory import peak_resident_bytes, reset_peak, resident_bytes
 from lowtide.llm import LLM
 

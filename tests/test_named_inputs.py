@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from lowtide import LLM
-from lowtide.engine import format_plans
-from lowtide.engine.config import EngineConfig
-from lowtide.engine.opening import OpenModel, open_model
-from lowtide.engine.planning import make_plan
+from lowtide.engine.opening.config import EngineConfig
+from lowtide.engine.opening.model import OpenModel, open_model
+from lowtide.engine.planning import format_plans
+from lowtide.engine.planning.plan import make_plan
 from lowtide.files import array_file
 from lowtide.lab.calibrate import calibrate
 from lowtide.lab.synth import synth

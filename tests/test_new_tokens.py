@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from lowtide import LLM, AsyncLLM, DiffusionParams, SamplingParams
 from lowtide.cli.app import app
-from lowtide.engine.passes import PlannedPass
+from lowtide.engine.planning.passes import PlannedPass
 from lowtide.errors import PlanError, UsageError
 from lowtide.lab.synth import synth
 from lowtide.llm import check_request

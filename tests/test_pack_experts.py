@@ -18,8 +18,8 @@ from typer.testing import CliRunner
 
 from lowtide import SamplingParams
 from lowtide.cli.app import app
-from lowtide.engine.config import EngineConfig
-from lowtide.engine.opening import open_model
+from lowtide.engine.opening.config import EngineConfig
+from lowtide.engine.opening.model import open_model
 from lowtide.errors import CheckpointError, LowtideError, StorageError, UsageError
 from lowtide.lab import safetensors_writer
 from lowtide.lab.pack_experts import pack_experts

@@ -11,9 +11,9 @@ import pytest
 import torch
 from poison import PoisonedWorkspace
 
-from lowtide.engine import wiring
-from lowtide.engine.pass_room import paged_room
-from lowtide.engine.registering import largest_counts, planner_of
+from lowtide.engine.planning.registering import largest_counts, planner_of
+from lowtide.engine.running import wiring
+from lowtide.engine.running.pass_room import paged_room
 from lowtide.errors import PageError, PlanError
 from lowtide.families import families
 from lowtide.lab.synth import write_checkpoint

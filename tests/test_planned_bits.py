@@ -18,9 +18,9 @@ from torch import Tensor
 from lowtide.compute import Compute
 from lowtide.core import Step, StepKind, align_up
 from lowtide.decode.block_diffusion import LOGIT_ROWS
-from lowtide.engine.config import MAX_PASS_ROWS
-from lowtide.engine.engine import Engine
-from lowtide.engine.registering import plan_long_passes, register
+from lowtide.engine.opening.config import MAX_PASS_ROWS
+from lowtide.engine.planning.registering import plan_long_passes, register
+from lowtide.engine.running.engine import Engine
 from lowtide.families import families
 from lowtide.kernels.row_statistics import Guidance, Wanted
 from lowtide.lab.synth import synth

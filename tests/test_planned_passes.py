@@ -16,11 +16,11 @@ from lowtide import LLM, DiffusionParams, SamplingParams
 from lowtide.cli.app import app
 from lowtide.cli.live import LiveView
 from lowtide.cli.passes import pass_caption, steps_table
-from lowtide.engine import wiring
-from lowtide.engine.config import EngineConfig
-from lowtide.engine.opening import OpenModel, open_model
-from lowtide.engine.passes import MASKED_SHARES, longest_context, plan_passes
-from lowtide.engine.planning import make_plan
+from lowtide.engine.opening.config import EngineConfig
+from lowtide.engine.opening.model import OpenModel, open_model
+from lowtide.engine.planning.passes import MASKED_SHARES, longest_context, plan_passes
+from lowtide.engine.planning.plan import make_plan
+from lowtide.engine.running import wiring
 from lowtide.errors import PlanError, UnsupportedError
 from lowtide.lab import plotting
 from lowtide.lab.passes_picture import draw, parts

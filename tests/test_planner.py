@@ -16,9 +16,9 @@ from torch import Tensor
 
 from lowtide.compute import Compute
 from lowtide.core import ALIGNMENT, Step, StepKind, align_up
-from lowtide.engine.config import MAX_PASS_ROWS, EngineConfig
-from lowtide.engine.opening import open_model
-from lowtide.engine.registering import register
+from lowtide.engine.opening.config import MAX_PASS_ROWS, EngineConfig
+from lowtide.engine.opening.model import open_model
+from lowtide.engine.planning.registering import register
 from lowtide.errors import InternalError
 from lowtide.families import families
 from lowtide.kernels.row_statistics import Guidance, Wanted

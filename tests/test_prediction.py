@@ -14,11 +14,12 @@ from hypothesis import strategies as st
 
 from lowtide.cli.outlook import outlook, plan_line, predicted, prediction_object, verdict
 from lowtide.core import MoEShape
-from lowtide.engine import planning, prediction
-from lowtide.engine.config import EngineConfig
-from lowtide.engine.opening import OpenModel, open_model
-from lowtide.engine.planning import make_plan
-from lowtide.engine.prediction import (
+from lowtide.engine.opening.config import EngineConfig
+from lowtide.engine.opening.model import OpenModel, open_model
+from lowtide.engine.planning import plan as planning
+from lowtide.engine.planning import prediction
+from lowtide.engine.planning.plan import make_plan
+from lowtide.engine.planning.prediction import (
     ExpertCounts,
     PassCosts,
     even_demand,

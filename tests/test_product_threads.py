@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from computing import on_this_thread
 
 import lowtide
-from lowtide.engine import opening
+from lowtide.engine.opening import model as opening
 from lowtide.families import read_config_in
 from lowtide.kernels.reference import REFERENCE, Kernels
 from lowtide.lab.synth import synth

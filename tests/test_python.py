@@ -26,7 +26,7 @@ from lowtide.answers.completion import Completion, Usage
 from lowtide.answers.progress_line import FIRST_AFTER_S, ProgressLine
 from lowtide.decode.intake import sample_seed
 from lowtide.decode.request import Committed, Draft, Finished
-from lowtide.engine.config import EngineConfig
+from lowtide.engine.opening.config import EngineConfig
 from lowtide.errors import LowtideError, PlanError, UsageError
 from lowtide.params import with_keywords
 

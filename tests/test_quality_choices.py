@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from lowtide import LLM
-from lowtide.engine.config import EngineConfig
-from lowtide.engine.opening import open_model
+from lowtide.engine.opening.config import EngineConfig
+from lowtide.engine.opening.model import open_model
 from lowtide.errors import PlanError, StorageError, UsageError
 from lowtide.lab.quality import QualityWork, quality
 from lowtide.lab.quality_choices import NUM_MASKS, Questions

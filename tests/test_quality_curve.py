@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 
 from lowtide import LLM, SamplingParams
 from lowtide.cli.app import app
-from lowtide.engine.config import EngineConfig
-from lowtide.engine.opening import open_model
+from lowtide.engine.opening.config import EngineConfig
+from lowtide.engine.opening.model import open_model
 from lowtide.errors import StorageError, UsageError
 from lowtide.lab.calibrate import calibrate
 from lowtide.lab.quality import QualityReport, QualityWork, quality

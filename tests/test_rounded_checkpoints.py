@@ -20,8 +20,8 @@ from rounded_files import QUANTISATIONS, Rounded, awq, fp8, gptq, pack_quantized
 from safetensors.torch import load_file, save_file
 
 from lowtide import LLM
-from lowtide.engine.config import EngineConfig
-from lowtide.engine.opening import open_model
+from lowtide.engine.opening.config import EngineConfig
+from lowtide.engine.opening.model import open_model
 from lowtide.errors import CheckpointError, LowtideError, UnsupportedError
 from lowtide.families import read_config
 from lowtide.formats import format_of

@@ -15,7 +15,7 @@ from poison import PoisonedWorkspace
 from torch import Tensor
 from triton_places import DEVICES, places
 
-from lowtide.engine.uncomputed import Uncomputed
+from lowtide.engine.planning.uncomputed import Uncomputed
 from lowtide.kernels import triton_head
 from lowtide.kernels.reference import REFERENCE, Kernels
 from lowtide.kernels.row_statistics import (

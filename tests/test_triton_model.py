@@ -16,8 +16,8 @@ from late_cuda import late_cuda
 from poison import PoisonedWorkspace
 
 from lowtide.core import Costs, Curve
-from lowtide.engine import device as device_engine
-from lowtide.engine import wiring
+from lowtide.engine.running import device as device_engine
+from lowtide.engine.running import wiring
 from lowtide.kernels import triton_head, triton_routing, triton_rows
 from lowtide.kernels.reference import Kernels
 from lowtide.kernels.triton_kernels import TritonKernels

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from lowtide import LLM
 from lowtide.cli.app import app
-from lowtide.engine import planning
+from lowtide.engine.planning import plan as planning
 from lowtide.errors import UsageError
 from lowtide.llm import plan_model
 

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from lowtide.engine import registering
-from lowtide.engine.config import EngineConfig
-from lowtide.engine.opening import open_model
-from lowtide.engine.registering import largest_counts, planner_of, register
-from lowtide.engine.uncomputed import Uncomputed
+from lowtide.engine.opening.config import EngineConfig
+from lowtide.engine.opening.model import open_model
+from lowtide.engine.planning import registering
+from lowtide.engine.planning.registering import largest_counts, planner_of, register
+from lowtide.engine.planning.uncomputed import Uncomputed
 from lowtide.families import families
 from lowtide.lab.synth import synth
 

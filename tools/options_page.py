@@ -14,7 +14,7 @@ from typing import Any
 
 from lowtide.cli.options import OPTIONS
 from lowtide.cli.verbs import OWN_VERBS
-from lowtide.engine.config import EngineConfig
+from lowtide.engine.opening.config import EngineConfig
 from lowtide.option import Group, Option
 from lowtide.params import DiffusionParams, SamplingParams
 
@@ -25,7 +25,7 @@ KEYWORDS = _ROOT / "src" / "lowtide" / "answers" / "keywords.py"
 HEAD = """# Options
 
 Written by `tools/options_page.py` from the declarations in `src/lowtide/`: \
-`engine/config.py`, `params.py`, `serve/settings.py` and `cli/options.py`.
+`engine/opening/config.py`, `params.py`, `serve/settings.py` and `cli/options.py`.
 
 An option is a flag, an environment variable and a key of a TOML file that `--config` names: \
 `--host-memory 12GiB`, `LOWTIDE_HOST_MEMORY=12GiB` and `host_memory = "12GiB"` say the same. \

@@ -21,7 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from lowtide.errors import UnsupportedError
-from lowtide.kernels.cpu.library import KERNELS, find_compiler
+from lowtide.kernels.cpu.library import KERNELS, KERNELS_FOLDER, find_compiler
 
 _DRIVER = Path(__file__).parent.parent / "tests" / "cpp"
 _LIMIT_S = 1800.0  # of the slowest, on a busy machine
@@ -34,7 +34,10 @@ SANITIZERS: Mapping[str, Mapping[str, str]] = {
 }
 """What their environments have."""
 
-_FLAGS = ("-std=c++17", "-O1", "-g", "-ffp-contract=off", "-pthread", "-fno-omit-frame-pointer")
+_FLAGS = (
+    *("-std=c++17", "-O1", "-g", "-ffp-contract=off", "-pthread", "-fno-omit-frame-pointer"),
+    f"-I{KERNELS_FOLDER}",
+)
 
 
 def main() -> int:
@@ -60,8 +63,7 @@ def main() -> int:
 def build_driver(compiler: str, path: Path, flags: Sequence[str] = ()) -> None:
     """Compiles the driver; raises CalledProcessError with the compiler's words."""
     sources = sorted(map(str, _DRIVER.glob("*.cpp")))
-    include = f"-I{KERNELS[0].parent}"
-    _run([compiler, *_FLAGS, *flags, include, *sources, "-o", str(path), "-ldl"])
+    _run([compiler, *_FLAGS, *flags, *sources, "-o", str(path), "-ldl"])
 
 
 def _passes(name: str, compiler: str, folder: Path, num_jobs: int) -> bool:

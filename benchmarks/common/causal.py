@@ -31,8 +31,8 @@ from common.memory import (
 from common.run import loaded_engine
 from lowtide.decode.autoregressive import Autoregressive
 from lowtide.decode.request import Committed, Request
-from lowtide.engine.config import MAX_PASS_ROWS, EngineConfig
-from lowtide.engine.engine import Engine
+from lowtide.engine.opening.config import MAX_PASS_ROWS, EngineConfig
+from lowtide.engine.running.engine import Engine
 from lowtide.errors import UsageError
 from lowtide.families import read_config_in
 from lowtide.model_folder.gguf_header import GgufHeader

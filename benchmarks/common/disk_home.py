@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from common.emulated import Learned, Model, Stretch, Totals
 from lowtide import LLM
 from lowtide.core import Costs, Curve
-from lowtide.engine.policy_setting import ahead_slots
+from lowtide.engine.running.policy_setting import ahead_slots
 from lowtide.errors import InternalError
 from lowtide.lab.budgets import budget_of_share
 from lowtide.llm import plan_model

@@ -17,9 +17,9 @@ from common.run import loaded_engine
 from lowtide.config import ModelConfig
 from lowtide.decode.intake import Intake
 from lowtide.decode.request import Committed, Finished, Request
-from lowtide.engine.config import MAX_BLOCK_LENGTH, EngineConfig
-from lowtide.engine.engine import Engine
-from lowtide.engine.worker import make_decoder
+from lowtide.engine.opening.config import MAX_BLOCK_LENGTH, EngineConfig
+from lowtide.engine.running.engine import Engine
+from lowtide.engine.running.worker import make_decoder
 from lowtide.params import SamplingParams
 
 

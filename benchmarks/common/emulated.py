@@ -21,9 +21,9 @@ from common.simulated import published
 from lowtide import LLM, SamplingParams
 from lowtide.devices.emulated import COMPUTE, HOST, LINK, EmulatedDevice
 from lowtide.devices.emulated_speeds import measure_device_s
-from lowtide.engine.config import EngineConfig
-from lowtide.engine.engine import Engine
-from lowtide.engine.opening import open_model
+from lowtide.engine.opening.config import EngineConfig
+from lowtide.engine.opening.model import open_model
+from lowtide.engine.running.engine import Engine
 from lowtide.errors import InternalError, PlanError
 from lowtide.lab.bench import Spread
 from lowtide.lab.budgets import budget_of_share

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 from common.elastic_trace import Arrival, requests_of
 from common.memory import drop_pages, peak_resident_bytes
 from common.run import TimedTransfer, loaded_engine
-from lowtide.engine.config import EngineConfig
-from lowtide.engine.engine import Engine
-from lowtide.engine.worker import make_decoder
+from lowtide.engine.opening.config import EngineConfig
+from lowtide.engine.running.engine import Engine
+from lowtide.engine.running.worker import make_decoder
 
 NUM_WARM = 2
 """Steps before those that count: residents settle, memory has been touched."""

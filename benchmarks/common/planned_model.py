@@ -20,12 +20,12 @@ from torch import Tensor
 from common.masked_sides import canvas, layers_only
 from lowtide.compute import Compute
 from lowtide.core import Step, StepKind, align_up
-from lowtide.engine.config import EngineConfig
-from lowtide.engine.engine import Engine
-from lowtide.engine.opening import OpenModel, open_model
-from lowtide.engine.planning import make_plan
-from lowtide.engine.registering import plan_long_passes
-from lowtide.engine.wiring import load
+from lowtide.engine.opening.config import EngineConfig
+from lowtide.engine.opening.model import OpenModel, open_model
+from lowtide.engine.planning.plan import make_plan
+from lowtide.engine.planning.registering import plan_long_passes
+from lowtide.engine.running.engine import Engine
+from lowtide.engine.running.wiring import load
 from lowtide.kernels.row_statistics import Form, Wanted
 from lowtide.layers.batch import Batch, Segment
 from lowtide.memory.arena import Arena

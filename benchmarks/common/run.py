@@ -12,11 +12,11 @@ import numpy as np
 
 from lowtide.config import ModelConfig
 from lowtide.decode.block_diffusion import BlockDiffusion, Committed, Finished, Model, Request
-from lowtide.engine.config import MAX_PASS_ROWS, EngineConfig
-from lowtide.engine.engine import Engine
-from lowtide.engine.opening import open_model
-from lowtide.engine.planning import make_plan
-from lowtide.engine.wiring import load
+from lowtide.engine.opening.config import MAX_PASS_ROWS, EngineConfig
+from lowtide.engine.opening.model import open_model
+from lowtide.engine.planning.plan import make_plan
+from lowtide.engine.running.engine import Engine
+from lowtide.engine.running.wiring import load
 from lowtide.errors import UsageError
 from lowtide.experts.transfer import Transfer
 from lowtide.memory.kv_cache import KVCache

@@ -18,7 +18,7 @@ from typing import Any
 from common.ceilings import Disk
 from common.memory import MemoryLimit, drop_pages, peak_resident_bytes, storage_read_bytes
 from common.run import TimedTransfer, decode, engine_decoder, loaded_engine, make_request
-from lowtide.engine.config import EngineConfig
+from lowtide.engine.opening.config import EngineConfig
 from lowtide.errors import InternalError
 from lowtide.experts.runtime import ExpertRuntime
 from lowtide.plan import OWN_FORMAT

@@ -22,8 +22,8 @@ from lowtide.answers.loaded import LoadedModel
 from lowtide.answers.reporter import Reporter
 from lowtide.decode.prompts import Messages, Prompt, TokenIds, as_prompts, one_prompt
 from lowtide.decode.request import Event, Finished, Request
-from lowtide.engine import async_loop
-from lowtide.engine.policy_setting import adopt_policy
+from lowtide.engine.running import async_loop
+from lowtide.engine.running.policy_setting import adopt_policy
 from lowtide.params import SamplingParams
 
 

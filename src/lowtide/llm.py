@@ -29,15 +29,15 @@ from lowtide.core import Step
 from lowtide.decode.forced import ForcedText, OnLogits
 from lowtide.decode.prompts import Messages, Prompt, TokenIds, as_prompts, one_prompt
 from lowtide.decode.request import Event, Finished, Request
-from lowtide.engine import probing
-from lowtide.engine.engine import Engine
-from lowtide.engine.forcing import ForcedRun, forced_params, read_forced
-from lowtide.engine.format_plans import plan_by_format
-from lowtide.engine.model_calibration import check_calibration
-from lowtide.engine.opening import OpenModel
-from lowtide.engine.passes import PlannedPasses, longest_context_of, plan_passes
-from lowtide.engine.planning import excess_of, make_plan, shortage_of
-from lowtide.engine.policy_setting import adopt_policy
+from lowtide.engine.opening.model import OpenModel
+from lowtide.engine.opening.model_calibration import check_calibration
+from lowtide.engine.planning.format_plans import plan_by_format
+from lowtide.engine.planning.passes import PlannedPasses, longest_context_of, plan_passes
+from lowtide.engine.planning.plan import excess_of, make_plan, shortage_of
+from lowtide.engine.running import probing
+from lowtide.engine.running.engine import Engine
+from lowtide.engine.running.forcing import ForcedRun, forced_params, read_forced
+from lowtide.engine.running.policy_setting import adopt_policy
 from lowtide.errors import PlanError, UnsupportedError
 from lowtide.experts.rows import Routing
 from lowtide.experts.runtime import ExpertObserver, Observer

@@ -1,6 +1,6 @@
 // Substitution.
 
-#include "buddies.hpp"
+#include "decisions/buddies.hpp"
 #include "driver.hpp"
 
 namespace driver {

@@ -9,7 +9,7 @@
 #include <memory>
 
 #include "driver.hpp"
-#include "reader.hpp"
+#include "team/reader.hpp"
 
 namespace driver {
 

@@ -3,8 +3,8 @@
 #pragma once
 
 #include "driver.hpp"
-#include "layer.hpp"
-#include "quantised.hpp"
+#include "layer/layer.hpp"
+#include "packed/quantised.hpp"
 
 namespace driver {
 

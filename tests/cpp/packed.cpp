@@ -1,7 +1,7 @@
 // Blocks of ggml's types: unpacked, multiplied with, and as experts.
 
 #include "driver.hpp"
-#include "vnni.hpp"
+#include "dense/vnni.hpp"
 
 namespace driver {
 namespace {

@@ -2,7 +2,7 @@
 // int8.
 
 #include "driver.hpp"
-#include "quantised.hpp"
+#include "packed/quantised.hpp"
 
 namespace driver {
 namespace {

@@ -3,7 +3,7 @@
 #include <cstring>
 
 #include "driver.hpp"
-#include "packed.hpp"
+#include "packed/packed.hpp"
 
 // The driver asks for no blocks by itself: the library has them.
 const lowtide::BlockType& lowtide::block_type(int) { std::abort(); }

@@ -24,14 +24,14 @@ from lowtide.config import ModelConfig, format_size
 from lowtide.core import Progress
 from lowtide.decode.prompts import Messages, Prompt, TokenIds, is_chat, listed, one_text_of_ids
 from lowtide.decode.request import Request
-from lowtide.engine import probing
-from lowtide.engine.config import EngineConfig
-from lowtide.engine.engine import Engine
-from lowtide.engine.loop import EngineLoop
-from lowtide.engine.passes import PlannedPass, plan_steps
-from lowtide.engine.planning import make_plan
-from lowtide.engine.wiring import load
-from lowtide.engine.worker import Passes
+from lowtide.engine.opening.config import EngineConfig
+from lowtide.engine.planning.passes import PlannedPass, plan_steps
+from lowtide.engine.planning.plan import make_plan
+from lowtide.engine.running import probing
+from lowtide.engine.running.engine import Engine
+from lowtide.engine.running.loop import EngineLoop
+from lowtide.engine.running.wiring import load
+from lowtide.engine.running.worker import Passes
 from lowtide.errors import UsageError
 from lowtide.layers.router import Router
 from lowtide.memory.pass_planner import PassPlan

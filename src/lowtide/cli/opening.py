@@ -18,7 +18,7 @@ from lowtide.plan import FormatPlan, MemoryPlan, check_is_named
 if TYPE_CHECKING:
     from lowtide.async_llm import AsyncLLM
     from lowtide.cli.prompt import Question
-    from lowtide.engine.passes import PlannedPasses
+    from lowtide.engine.planning.passes import PlannedPasses
     from lowtide.llm import LLM
     from lowtide.model_folder.hub_model import HubModel
 
@@ -80,7 +80,7 @@ def _served_options(
 ) -> dict[str, Any]:
     """Options of a model, with a context; what cannot be planned is refused."""
     options = settings.engine_options()
-    from lowtide.engine.opening import DEFAULT_CONTEXT
+    from lowtide.engine.opening.model import DEFAULT_CONTEXT
     from lowtide.llm import plan_model
     from lowtide.serve.context import served_context
 

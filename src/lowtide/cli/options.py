@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lowtide.engine.config import EngineConfig
+from lowtide.engine.opening.config import EngineConfig
 from lowtide.errors import UsageError
 from lowtide.option import ENV_PREFIX, Group, Kind, Option, options_of
 from lowtide.params import DiffusionParams, SamplingParams

@@ -13,7 +13,7 @@ from rich.text import Text
 from lowtide.config import format_size
 
 if TYPE_CHECKING:
-    from lowtide.engine.passes import PlannedPass, PlannedPasses
+    from lowtide.engine.planning.passes import PlannedPass, PlannedPasses
     from lowtide.memory.pass_planner import PassPlan
 
 

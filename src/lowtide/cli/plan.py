@@ -21,7 +21,7 @@ from lowtide.option import Group
 from lowtide.plan import faster_format
 
 if TYPE_CHECKING:
-    from lowtide.engine.passes import PlannedPasses
+    from lowtide.engine.planning.passes import PlannedPasses
 
 PROMPTS = {
     True: "prompts of generate and chat go through the model's chat template (--raw: as they are)",

@@ -28,7 +28,7 @@ from lowtide.option import Group
 from lowtide.version import __version__
 
 if TYPE_CHECKING:
-    from lowtide.engine.opening import OpenModel
+    from lowtide.engine.opening.model import OpenModel
     from lowtide.lab.quality import QualityReport, QualityWork, Row
     from lowtide.lab.quality_scores import Estimate
 
@@ -155,8 +155,8 @@ def _measured(
     """The report, and where its curve is to be kept, if it is. What could not be written in the
     end is refused before anything is measured."""
     folder = str(find_model(model, settings))
-    from lowtide.engine.config import EngineConfig
-    from lowtide.engine.opening import open_model
+    from lowtide.engine.opening.config import EngineConfig
+    from lowtide.engine.opening.model import open_model
     from lowtide.lab.plotting import check_plot
     from lowtide.lab.quality import quality as measure
     from lowtide.lab.quality_curve import curve_path

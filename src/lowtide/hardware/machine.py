@@ -1,7 +1,7 @@
 """Which machine this is, and how fast its parts are at what they do best.
 
 These rates are the ceilings beside which a model's costs are read; predictions use them
-(`engine/prediction.py`), no policy does.
+(`engine/planning/prediction.py`), no policy does.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """How fast weights of each kind are multiplied with: those of one expert, by its tokens.
 
-From these and the rates of the machine's parts every speed is predicted (`engine/prediction.py`).
+From these and the rates of the machine's parts every speed is predicted
+(`engine/planning/prediction.py`).
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ from lowtide.memory.chunking import MAX_REMAINDER, tiles
 
 LARGEST_CODE = 127
 NUM_SUMS = 16
-"""Partial sums of an output. Compiled twins of all this: `kernels/cpu/int8_products.hpp`."""
+"""Partial sums of an output. Compiled twins of all this: `kernels/cpu/rounded/`."""
 
 GroupedMatrix = QuantisedMatrix | PackedMatrix
 """The matrices that int8 rows are multiplied with."""

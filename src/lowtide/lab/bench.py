@@ -19,10 +19,10 @@ import torch
 from lowtide.core import Progress, hit_rate, no_progress
 from lowtide.decode.prompts import Prompt
 from lowtide.decode.request import Prefill
-from lowtide.engine.config import EngineConfig
-from lowtide.engine.opening import OpenModel, open_model
-from lowtide.engine.planning import make_plan
-from lowtide.engine.prediction import predictor_of
+from lowtide.engine.opening.config import EngineConfig
+from lowtide.engine.opening.model import OpenModel, open_model
+from lowtide.engine.planning.plan import make_plan
+from lowtide.engine.planning.prediction import predictor_of
 from lowtide.errors import PlanError, UsageError
 from lowtide.hardware.machine import Machine, Rate, this_machine
 from lowtide.hardware.memory import peak_resident_bytes, reset_peak

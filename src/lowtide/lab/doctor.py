@@ -20,9 +20,9 @@ from lowtide.core import MoEShape, Progress, no_progress
 from lowtide.devices.cuda import CudaDevice
 from lowtide.devices.emulated import EmulatedDevice
 from lowtide.devices.emulated_speeds import emulated_speeds
-from lowtide.engine.config import MAX_PASS_ROWS, EngineConfig
-from lowtide.engine.device_choice import resolve_device
-from lowtide.engine.opening import OpenModel, open_model
+from lowtide.engine.opening.config import MAX_PASS_ROWS, EngineConfig
+from lowtide.engine.opening.device_choice import resolve_device
+from lowtide.engine.opening.model import OpenModel, open_model
 from lowtide.errors import PlanError, StorageError
 from lowtide.experts.device import Device
 from lowtide.experts.layout import SlotLayout

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from lowtide.core import MoEShape
-from lowtide.engine.device_choice import resolve_device
+from lowtide.engine.opening.device_choice import resolve_device
 from lowtide.errors import StorageError, UsageError
 from lowtide.files.whole_file import check_writable, whole_file
 from lowtide.hardware.measure import Point

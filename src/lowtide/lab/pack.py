@@ -20,9 +20,9 @@ import numpy as np
 
 from lowtide.config.quantisation import PACKED_METHOD
 from lowtide.core import Progress, no_progress
-from lowtide.engine.config import EngineConfig
-from lowtide.engine.opening import OpenModel, open_model
-from lowtide.engine.weight_formats import QUANTISED
+from lowtide.engine.opening.config import EngineConfig
+from lowtide.engine.opening.model import OpenModel, open_model
+from lowtide.engine.opening.weight_formats import QUANTISED
 from lowtide.errors import CheckpointError, StorageError, UnsupportedError, UsageError
 from lowtide.files.whole_file import whole_file
 from lowtide.formats import MatrixFormat, format_of, formats

@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 
 from lowtide.core import Progress, no_progress
-from lowtide.engine.config import EngineConfig
-from lowtide.engine.opening import OpenModel, open_model
+from lowtide.engine.opening.config import EngineConfig
+from lowtide.engine.opening.model import OpenModel, open_model
 from lowtide.errors import StorageError, UsageError
 from lowtide.files.regular_file import RegularFile
 from lowtide.formats import formats

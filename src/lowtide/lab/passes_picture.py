@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lowtide.config import format_size
-from lowtide.engine.passes import PlannedPass, PlannedPasses
+from lowtide.engine.planning.passes import PlannedPass, PlannedPasses
 from lowtide.lab.plotting import check_plot, save_figure
 
 NUM_NAMED = 7

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lowtide.core import Progress, hit_rate
-from lowtide.engine.config import EngineConfig
-from lowtide.engine.forcing import ForcedRun
-from lowtide.engine.opening import OpenModel, open_model
+from lowtide.engine.opening.config import EngineConfig
+from lowtide.engine.opening.model import OpenModel, open_model
+from lowtide.engine.running.forcing import ForcedRun
 from lowtide.errors import PlanError, UsageError
 from lowtide.files.folders import cache_folder
 from lowtide.lab.bench import Load, Preset, PresetRun, take_turns

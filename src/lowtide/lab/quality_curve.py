@@ -12,8 +12,8 @@ from pathlib import Path
 
 import numpy as np
 
-from lowtide.engine.model_calibration import find_calibration
-from lowtide.engine.opening import OpenModel
+from lowtide.engine.opening.model import OpenModel
+from lowtide.engine.opening.model_calibration import find_calibration
 from lowtide.errors import UsageError
 from lowtide.lab.quality import QualityReport
 from lowtide.policies.buddy_profile import QualityCurve

@@ -23,8 +23,8 @@ from torch import Tensor
 
 from lowtide.config import ModelConfig
 from lowtide.core import Step, hit_rate
-from lowtide.engine.config import MAX_PASS_ROWS, EngineConfig
-from lowtide.engine.opening import open_model
+from lowtide.engine.opening.config import MAX_PASS_ROWS, EngineConfig
+from lowtide.engine.opening.model import open_model
 from lowtide.errors import PlanError
 from lowtide.experts.rows import Routing, is_long
 from lowtide.lab.budgets import budget_of_share, home_of_share

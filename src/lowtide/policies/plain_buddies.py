@@ -1,8 +1,8 @@
 """BuddyMoE's substitution in plain Python: gates, Algorithm 1, late experts, the bound on mass.
 
-The reference of `kernels/cpu/buddies.cpp`. Sums that something is compared with are taken in the
-order of tokens and places, as the compiled twin takes them, so that both decide the same to the
-last bit.
+The reference of `kernels/cpu/decisions/buddies.cpp`. Sums that something is compared with are taken
+in the order of tokens and places, as the compiled twin takes them, so that both decide the same to
+the last bit.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ from functools import partial
 
 from lowtide.async_llm import AsyncLLM
 from lowtide.decode.request import TokenLogprobs
-from lowtide.engine import async_loop, probing
+from lowtide.engine.running import async_loop, probing
 
 
 async def prompt_logprobs(

@@ -17,8 +17,8 @@ from pathlib import Path
 
 from lowtide.async_llm import AsyncLLM
 from lowtide.decode.request import Committed, Draft, Event, Finished, Prefill, Request
-from lowtide.engine import async_loop
-from lowtide.engine.engine import Engine
+from lowtide.engine.running import async_loop
+from lowtide.engine.running.engine import Engine
 from lowtide.errors import UsageError
 from lowtide.params import MAX_SEED, SamplingParams
 from lowtide.serve.admission import Admission, QueuePlace

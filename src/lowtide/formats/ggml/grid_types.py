@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from lowtide.formats.ggml.small_types import BlockGroups, Numbers, Weights, float32, nibble_pairs
 from lowtide.formats.matrix import Bytes
 
-_POINTS = Path(__file__).parents[2] / "kernels" / "cpu" / "ggml_grids.hpp"
+_POINTS = Path(__file__).parents[2] / "kernels" / "cpu" / "packed" / "ggml_grids.hpp"
 """Where all points are written, for this module and for the compiled kernels."""
 
 _SIZES = {

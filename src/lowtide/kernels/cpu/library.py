@@ -38,12 +38,13 @@ _WHEEL_LIMIT_S = 900.0  # of a library: no answer waits, and other builds may ha
 _POLL_S = 0.005
 _MOST_CHARS = 500  # of a compiler's error
 _DIGEST_BYTES = hashlib.sha256().digest_size
-_FOLDER = Path(__file__).parent
 _SYSTEM_FOLDERS = tuple(map(Path, ("/", "/home", "/tmp", "/var", "/var/tmp")))
 """Root's on every Linux, whatever number root has in a container's user namespace."""
 
+KERNELS_FOLDER = Path(__file__).parent
+"""Where their includes begin."""
 
-KERNELS = tuple(sorted(_FOLDER.glob("*.cpp")))
+KERNELS = tuple(sorted(KERNELS_FOLDER.rglob("*.cpp")))
 """The sources of the one library, which a wheel has compiled."""
 
 _log = logging.getLogger(__name__)
@@ -55,9 +56,9 @@ def load_kernels() -> ctypes.CDLL:
 
 
 def load_library(*sources: Path) -> ctypes.CDLL:
-    """C++ files of one folder, compiled and loaded as one; calls into it do not hold the GIL.
+    """C++ files below one folder, compiled and loaded as one; calls into it do not hold the GIL.
 
-    Several are called as their folder. Raises UnsupportedError where it cannot be compiled or
+    Several are called as that folder. Raises UnsupportedError where it cannot be compiled or
     loaded, StorageError where the cache cannot be written or is not this user's own.
     """
     built = _built(sources)
@@ -108,7 +109,7 @@ def build_kernels(package: Path) -> None:
 
     Raises UnsupportedError if there is no compiler or it fails.
     """
-    path = package / _built(KERNELS).relative_to(_FOLDER.parents[1])
+    path = package / _built(KERNELS).relative_to(KERNELS_FOLDER.parents[1])
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         _compile(KERNELS, find_compiler(), path, Path(folder), _WHEEL_LIMIT_S)
@@ -130,15 +131,20 @@ def _key(sources: Sequence[Path], compiler: str) -> str:
 
 def _built(sources: Sequence[Path]) -> Path:
     """Where a wheel has these compiled."""
-    return sources[0].parent / "built" / f"{_name(sources)}-{_digest(sources)}.so"
+    return _folder(sources) / "built" / f"{_name(sources)}-{_digest(sources)}.so"
 
 
 def _name(sources: Sequence[Path]) -> str:
-    return sources[0].stem if len(sources) == 1 else sources[0].parent.name
+    return sources[0].stem if len(sources) == 1 else _folder(sources).name
+
+
+def _folder(sources: Sequence[Path]) -> Path:
+    """The one that all are below, where their includes begin."""
+    return Path(os.path.commonpath([path.parent for path in sources]))
 
 
 def _digest(sources: Sequence[Path], *more: bytes) -> str:
-    headers = sorted(sources[0].parent.glob("*.hpp"))
+    headers = sorted(_folder(sources).rglob("*.hpp"))
     contents = [path.read_bytes() for path in (*sources, *headers)]
     parts = [*contents, *more, " ".join(_FLAGS).encode(), platform.machine().encode()]
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
@@ -212,7 +218,8 @@ def _compile(
     by_size = sorted(sources, key=lambda path: path.stat().st_size, reverse=True)
     objects = [scratch / f"{path.stem}.o" for path in by_size]
     each = zip(by_size, objects, strict=True)
-    commands = [[compiler, *_FLAGS, "-c", str(path), "-o", str(made)] for path, made in each]
+    compile_one = [compiler, *_FLAGS, f"-I{_folder(sources)}", "-c"]
+    commands = [[*compile_one, str(path), "-o", str(made)] for path, made in each]
     _run(commands, scratch, limit_s)
     _run([[compiler, *_FLAGS, "-shared", *map(str, objects), "-o", str(out)]], scratch, limit_s)
 

@@ -1,0 +1,166 @@
+"""`EngineConfig`: how a model is opened and run, declared and checked in one place.
+
+Imports no torch: the command line makes its flags of it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+
+from lowtide.core import Progress, Reuse, no_progress
+from lowtide.engine.opening.device_choice import check_device, check_elastic, resolve_device
+from lowtide.engine.opening.option_checks import check_cache
+from lowtide.engine.opening.weight_formats import FormatWishes
+from lowtide.errors import UnsupportedError, UsageError
+from lowtide.formats.plain import SAFETENSORS_NAME
+from lowtide.option import Group, check_options, option
+from lowtide.params import MAX_SEED
+from lowtide.plan import AUTO_FORMAT, INT8_ROWS, OWN_FORMAT
+from lowtide.policies.presets import check_policy
+
+MAX_PASS_ROWS = 512
+"""Rows of the largest forward pass. Never a function of the budget: how rows are divided into
+passes must not depend on it."""
+
+MAX_BLOCK_LENGTH = MAX_PASS_ROWS // 2
+"""A block's first step also carries the block before it."""
+
+_engine = partial(option, Group.ENGINE)
+_python = partial(option, Group.PYTHON)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """Options of an engine. Sizes are bytes, `10GiB`, `80%` (of this machine) or `auto`.
+
+    device: `auto` (a GPU if there is one), `cpu`, `cuda` or `emulated`, with `device_options` for
+    the last. host_memory: the budget for weights, KV cache, workspace, read ring and expert slots,
+    or with a device for the experts at home; gpu_memory: the device's budget for all but those.
+    policy, policy_options: what stays resident (`policies/presets.py`).
+    context: tokens that there is room for over all running sequences; by default the model's
+    maximum, 4,096 at most. calibration: by default what `lowtide calibrate` wrote to its default
+    place for this model, if anything. kv_cache: False recomputes everything at every step (a
+    reference); `prefix` and `dual` of bidirectional models keep while a block is filled what its
+    first step computed of everything before it, or of all but it: faster, and an approximation
+    (Fast-dLLM). cache: what a request takes over of the keys and values of those before it: `on`,
+    all that begins as it does; `exact`, only what gives the ids of a run that computes everything.
+    cache_dir, cache_disk: a folder of this user's own where they are also written, to be there at
+    the next start, and how much of it at most (bytes, `8GiB`, `10%` of the disk): conversations
+    lie there, for all who can read this user's files. Not on a GPU.
+    format: `own` (as stored), `q8` or `q4`, with `expert_dtype` and `dense_dtype` by part: see
+    `weight_formats.py`; all but `own` may change answers; or `auto` (`auto_format.py`).
+    activations: `own`, or `int8`, to which rows are rounded that are multiplied with weights in q8,
+    q4 and GGUF's packed types; see `kernels/int8_rows.py`.
+    elastic: what sequences do not use of the KV cache's memory holds experts, which make room for
+    as many sequences at once as there is memory for, none longer than `context` (not on a GPU).
+    check_weights: read all weights once and refuse infinities and NaN.
+    """
+
+    host_memory: str | int = _engine(
+        "Memory to use: 12G, 80% of the machine's, or auto.",
+        "auto",
+        short="--memory",
+        is_common=True,
+    )
+    gpu_memory: str | int = _engine("GPU memory to use: 12G, 80%, or auto.", "auto", is_common=True)
+    policy: str = _engine(
+        "What decides which experts stay in memory; leave it on auto.", "auto", is_common=True
+    )
+    policy_options: Mapping[str, str] = _engine(
+        "A setting of the policy, such as tau=4.", dict, name="policy_option"
+    )
+    device: str = _engine("Where to compute: auto, cpu, cuda, or emulated (for tests).", "auto")
+    device_options: Mapping[str, str] = _engine(
+        "A setting of the emulated device, such as link_GBps=2.", dict, name="device_option"
+    )
+    context: int | None = _engine(
+        "Most tokens of prompt and answer together, such as 8192 or 8k.",
+        low=1,
+        high=2**28,
+        is_common=True,
+    )
+    dtype: str | None = _engine(
+        "Type to compute in, such as float32; the checkpoint's own if not given."
+    )
+    format: str | None = _engine(
+        "Weights in memory: own, as they are stored; q8 or q4, in 8 or 4 bits, which takes less "
+        "memory and may change answers; auto, the one that plan names as faster.",
+        is_common=True,
+    )
+    expert_dtype: str | None = _engine("As --format, of the experts alone.")
+    dense_dtype: str | None = _engine("As --format, of all but the experts.")
+    activations: str = _engine(
+        "int8 also rounds what is multiplied with weights of few bits: faster, may change answers.",
+        OWN_FORMAT,
+        choices=(OWN_FORMAT, INT8_ROWS),
+    )
+    kernels: str = _engine(
+        "reference computes with plain torch: slow, for comparison.",
+        "auto",
+        choices=("auto", "reference"),
+    )
+    kv_cache: bool | str = _engine(
+        "Keep keys and values of earlier tokens; false computes them again. prefix and dual "
+        "(LLaDA, Dream) keep more and approximate.",
+        True,
+    )
+    cache: str = _engine(
+        "What a next turn need not compute again: on, all that it has in common with one before; "
+        "exact, only what gives the very ids of a fresh start; off, nothing.",
+        Reuse.ON.value,
+        choices=tuple(reuse.value for reuse in Reuse),
+    )
+    cache_dir: str | os.PathLike[str] | None = _engine(
+        "A folder of your own that keeps conversations for later runs; they lie there in the clear."
+    )
+    cache_disk: str | int = _engine("Most to keep in --cache-dir: 8GiB, 10% of the disk.", "8GiB")
+    elastic: bool = _engine(
+        "Fill memory that the context does not need yet with experts (not on a GPU).", False
+    )
+    check_weights: bool = _engine("Look for infinities and NaN in the weights first.", False)
+    calibration: str | os.PathLike[str] | None = _engine(
+        "A file of lowtide calibrate that is not in its default place."
+    )
+    config_overrides: Mapping[str, object] = _engine(
+        "A value in place of config.json's, such as mask_token_id=7.", dict, name="config_override"
+    )
+    offline: bool = option(Group.HUB, "Use only models that are on this machine.", False)
+    block_length: int | None = _python("The block of `logits`.", low=1, high=MAX_BLOCK_LENGTH)
+    seed: int | None = _python("Of requests that bring none.", high=MAX_SEED)
+    progress: Progress | bool | None = None
+
+    def __post_init__(self) -> None:
+        check_options(self)
+        check_device(self.device, self.device_options)
+        if resolve_device(self.device) == "cpu" and self.gpu_memory not in ("auto", 0, "0"):
+            raise UsageError(
+                f"gpu_memory {self.gpu_memory!r}: there is no GPU in use; leave it out."
+            )
+        if self.dtype is not None and self.dtype not in SAFETENSORS_NAME:
+            raise UnsupportedError(
+                f"dtype {self.dtype!r} is not supported; choose one of the names "
+                f"{', '.join(SAFETENSORS_NAME)}."
+            )
+        if self.elastic:
+            check_elastic(self.device)
+        if self.format == AUTO_FORMAT and self.activations != OWN_FORMAT:
+            raise UsageError(
+                f"activations {self.activations!r} needs weights in a format that is named, and "
+                "format 'auto' may leave them as they are stored: name the format, or leave "
+                "activations out."
+            )
+        _ = self.formats  # refused now if they cannot be
+        check_policy(self.policy, self.policy_options)
+        check_cache(self)
+
+    @property
+    def formats(self) -> FormatWishes:
+        return FormatWishes.of(self.format, self.expert_dtype, self.dense_dtype)
+
+    @property
+    def report(self) -> Progress:
+        """Is called with how far loading is."""
+        return self.progress if callable(self.progress) else no_progress

@@ -1,0 +1,71 @@
+"""Refuses, by name, options that mean nothing to a kind of model."""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+from lowtide.config import ModelConfig, parse_size
+from lowtide.core import Reuse
+from lowtide.engine.opening.device_choice import resolve_device
+from lowtide.errors import UnsupportedError, UsageError
+from lowtide.policies.presets import substitutes
+
+if TYPE_CHECKING:
+    from lowtide.engine.opening.config import EngineConfig
+
+
+def as_reference(model: object) -> str | os.PathLike[str]:
+    """What names a model. Raises UsageError for what names nothing."""
+    if not isinstance(model, str | os.PathLike):
+        raise UsageError(
+            f"A model is a folder, a GGUF file, a hub id or a demo's name, not {model!r}."
+        )
+    return model
+
+
+def check_cache(options: EngineConfig) -> None:
+    """Raises UsageError for kept keys that could not be what is asked for; needs no model."""
+    if options.cache == Reuse.EXACT.value and substitutes(options.policy, options.policy_options):
+        raise UsageError(
+            "cache 'exact' gives the ids of a run that computes everything, and policy "
+            f"{options.policy!r} may change them: leave one of the two out."
+        )
+    if not parse_size(options.cache_disk, total=2**62):
+        raise UsageError("cache_disk leaves no room: give a size such as 8GiB, or no cache_dir.")
+    if options.cache_dir is not None and resolve_device(options.device) == "cuda":
+        raise UnsupportedError("cache_dir on a GPU: keys there are not written yet. Leave it out.")
+
+
+def check_without_experts(config: ModelConfig, options: EngineConfig) -> None:
+    """Raises UsageError or UnsupportedError for options that are about experts."""
+    name = config.architecture
+    if options.policy != "auto" or options.policy_options:
+        raise UsageError(
+            f"Policy {options.policy!r}: {name} has no experts, so there is nothing to place; "
+            "leave the policy and its options out."
+        )
+    for option in ("calibration", "expert_dtype"):
+        if getattr(options, option) is not None:
+            raise UsageError(f"{option}: {name} has no experts; leave this out.")
+    if options.elastic:
+        raise UsageError(
+            f"elastic: {name} has no experts that the KV cache's unused memory could hold; leave "
+            "this out."
+        )
+    if options.device == "emulated":
+        raise UnsupportedError(
+            f"An emulated device computes experts, and {name} has none; choose --device cpu."
+        )
+
+
+def check_not_bidirectional(config: ModelConfig, options: EngineConfig) -> None:
+    """Raises UnsupportedError for options that are about models whose positions all see each
+    other."""
+    name = config.architecture
+    if isinstance(options.kv_cache, str):
+        raise UnsupportedError(
+            f"kv_cache {options.kv_cache!r} approximates what bidirectional models (LLaDA, "
+            f"LLaDA-MoE, Dream) would compute again; {name} keeps exact keys and values: leave it "
+            "true."
+        )

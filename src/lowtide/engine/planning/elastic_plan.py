@@ -1,0 +1,72 @@
+"""How far the budget of a tier may be divided while it is in use: what `elastic` plans.
+
+A plan has room for a whole context and for so many slots; what a KV cache and a workspace leave of
+theirs may hold more experts (`running/elastic.py`).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from lowtide.core import align_up
+from lowtide.engine.opening.model import OpenModel
+from lowtide.engine.planning.registering import largest_counts, planner_of
+from lowtide.memory.arena import HUGE_PAGE_BYTES
+from lowtide.memory.kv_cache import GRANULE_TOKENS
+from lowtide.memory.kv_pages import KVLayout
+from lowtide.plan import MemoryPlan
+
+SMALL_GROUP_BYTES = 4096
+"""A small page: 16 tokens' keys of a head of 128 in bfloat16. A huge one is 512 of them."""
+
+
+class Division(NamedTuple):
+    """How far the budget of a tier may be divided among a KV cache, a workspace and expert slots.
+
+    Only passes that have plans of their own have a workspace whose memory moves, only what is kept
+    from pass to pass a cache.
+    """
+
+    budget_bytes: int  # for all of them
+    slot_group_bytes: int
+    num_slots: int  # that there can be at most, while the others are empty
+    kv: KVLayout | None  # of all tokens that there can be, while slots are as few as they can be
+    workspace_bytes: int  # of the largest pass, with no operator divided where that can be; or 0
+
+    @classmethod
+    def of(cls, opened: OpenModel, plan: MemoryPlan) -> Division:
+        """The planned division is within the budget, and so is every other one."""
+        tier, planner = plan.fast_tier, planner_of(opened)
+        slot_group_bytes = group_bytes(tier.num_slots * tier.slot_bytes)
+        fixed_bytes = tier.dense_bytes + tier.ring_bytes
+        planned_bytes = align_up(tier.num_slots * tier.slot_bytes, slot_group_bytes)
+        whole_bytes = 0
+        if planner is None:
+            fixed_bytes += tier.workspace_bytes
+        else:
+            whole_bytes = planner.whole_bytes(largest_counts(opened))
+            planned_bytes += tier.workspace_bytes + group_bytes(tier.workspace_bytes) - 1
+        kv = KVLayout(opened.kv_shape, opened.dtype) if opened.keeps_keys else None
+        planned_bytes += 0 if kv is None else kv.address_bytes(SMALL_GROUP_BYTES)
+        # Whole pages may be a little more than the plan has: its overhead names some.
+        budget_bytes = max(tier.budget_bytes - fixed_bytes, planned_bytes)
+        num_slots = min(plan.num_experts, budget_bytes // tier.slot_bytes)
+        least_bytes = align_up(plan.num_staging * tier.slot_bytes, slot_group_bytes)
+        if kv is not None and not opened.config.is_bidirectional:  # or passes are as long as it
+            kv = kv.longest(budget_bytes - least_bytes, SMALL_GROUP_BYTES, GRANULE_TOKENS)
+        workspace_bytes = min(whole_bytes, budget_bytes)
+        return cls(budget_bytes, slot_group_bytes, num_slots, kv, workspace_bytes)
+
+
+def elastic_tokens(opened: OpenModel, plan: MemoryPlan) -> int:
+    """`MemoryPlan.elastic_tokens`; 0 where nothing is shared: `elastic` is not asked for, or all
+    experts have slots for good."""
+    if not opened.options.elastic or plan.fast_tier.num_slots == plan.num_experts:
+        return 0
+    kv = Division.of(opened, plan).kv
+    return (opened.kv_shape if kv is None else kv.shape)[3]
+
+
+def group_bytes(num_bytes: int) -> int:
+    """Huge pages, but where one more of them would be a thing to notice."""
+    return HUGE_PAGE_BYTES if num_bytes >= 32 * HUGE_PAGE_BYTES else SMALL_GROUP_BYTES

@@ -1,0 +1,293 @@
+"""How long a pass of a plan will take on this machine, by what `lowtide doctor` has kept.
+
+Each pass goes through its weights once, at the rate of their kind and of the rows they are
+multiplied with, and absent experts are read beside the computation. A layer takes, on top, the time
+of one with hardly any weights. With a GPU the times are those of the model's own experts, measured
+as it is loaded. Attention's scores are not counted. Reads ahead of a layer are, where passes of so
+many rows begin them and they save enough.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from lowtide.core import CacheMode, Costs, MoEShape
+from lowtide.decode.masked_options import resolve
+from lowtide.engine.opening.model import OpenModel
+from lowtide.errors import StorageError
+from lowtide.hardware.machine import LAYERS, Machine, Rate, disk_rate, this_machine
+from lowtide.hardware.measure import layer_dense_bytes
+from lowtide.hardware.store import CostKey, kept_rates, load
+from lowtide.hardware.weight_rates import kind_of, rounding_rate, seconds_per_byte
+from lowtide.kernels.choice import possible_names
+from lowtide.kernels.cpu.packed import MAX_FEW_ROWS
+from lowtide.params import DEFAULT_MAX_TOKENS, DiffusionParams
+from lowtide.plan import MemoryPlan, PassTime, Prediction, SpeedRange
+from lowtide.policies.prefetch import Gate
+from lowtide.policies.presets import fetches_all
+from lowtide.policies.reads_ahead import NEARLY_ALL, WORTH, read_ahead
+from lowtide.reading.dense_weights import DenseWeights
+from lowtide.replay.foresight import GATE_ACCURACY
+from lowtide.schemas import model_schema
+
+DISAGREEMENT = 1.4
+"""How far a machine is from its own measurements, from one hour to the next."""
+
+LEAST_READ_SHARE = 0.5
+"""Experts that are read where some are asked for again and again, as a share of an even demand."""
+
+MOST_SURE = 4.0
+"""Times as many tokens of a block in one pass, where all above a threshold are committed."""
+
+
+class ExpertCounts(NamedTuple):
+    """How many experts one pass runs, over all layers, and how many of these are absent."""
+
+    num_run: float
+    num_tokens: float  # of each
+    num_absent: float  # of those that run, not where the pass computes
+    num_on_disk: float  # of the absent, not in host memory either
+
+
+def even_demand(shape: MoEShape, plan: MemoryPlan, num_rows: int) -> ExpertCounts:
+    """The counts of a pass in which every expert is as likely as any other, token by token."""
+    if not shape.num_experts:
+        return ExpertCounts(0.0, 0.0, 0.0, 0.0)
+    share = shape.num_experts_per_token / shape.num_experts
+    num_run = shape.num_experts * (1 - (1 - share) ** num_rows) * shape.num_layers
+    absent_share = 1 - sum(plan.residents_per_layer) / plan.num_experts
+    disk_share = absent_share
+    if plan.gpu is not None:
+        disk_share *= 1 - sum(plan.host_residents_per_layer) / plan.num_experts
+    num_tokens = num_rows * shape.num_experts_per_token * shape.num_layers / num_run
+    return ExpertCounts(num_run, num_tokens, num_run * absent_share, num_run * disk_share)
+
+
+class PassCosts(NamedTuple):
+    """Seconds of the parts of a pass of so many rows."""
+
+    dense_s: float  # all but experts
+    expert_s: float  # one expert where the pass computes
+    absent_s: float  # one expert that is in host memory and not there
+    read_s: float  # one expert from disk
+    rounded_s: float = 0.0  # one expert by all cores, where it is rounded as it is read
+
+    def pass_time(self, demand: ExpertCounts, saved_s: float = 0.0) -> PassTime:
+        """saved_s: of reads, by those that began ahead of their layer.
+
+        The least with few reads, all hidden; the most with reads beside which nothing is
+        computed."""
+        compute_s = demand.num_run * self.expert_s + demand.num_on_disk * self.rounded_s
+        moved_s = max(demand.num_on_disk * self.read_s, demand.num_absent * self.absent_s)
+        least_s = max(self.dense_s + compute_s, LEAST_READ_SHARE * moved_s)
+        without_s, ahead_s = (
+            self.dense_s + max(compute_s, moved_s - each) for each in (0.0, saved_s)
+        )
+        return PassTime(
+            least_s=least_s / DISAGREEMENT,
+            likely_s=ahead_s if ahead_s < WORTH * without_s else without_s,
+            most_s=(self.dense_s + compute_s + moved_s) * DISAGREEMENT,
+        )
+
+
+@dataclass(frozen=True)
+class Predictor:
+    """The speed of a loaded model, or of one that is planned."""
+
+    opened: OpenModel
+    plan: MemoryPlan
+
+    def prediction(self) -> Prediction:
+        """The speed of the passes that the family's published decoding takes."""
+        num_rows, tokens_per_pass, most_tokens = published_pass(self.opened)
+        demand = self._demand(num_rows)
+        expert_bytes, read_bytes = _expert_bytes(self.opened)
+        memory_bytes = _multiplied(self.opened).num_bytes + demand.num_run * expert_bytes
+        return Prediction(
+            num_rows=num_rows,
+            tokens_per_pass=tokens_per_pass,
+            most_tokens_per_pass=most_tokens,
+            read_bytes=demand.num_on_disk * read_bytes,
+            memory_bytes=memory_bytes,
+            pass_time=self.pass_time(num_rows),
+            asked_share=demand.num_run / max(1, self.plan.num_experts),
+        )
+
+    def pass_time(self, num_rows: int) -> PassTime | None:
+        """What a pass of so many rows takes; None where nothing was measured."""
+        demand = self._demand(num_rows)
+        machine = this_machine()
+        if self.plan.gpu is None:
+            costs = _host_costs(self.opened, machine, num_rows, demand)
+        else:
+            costs = _gpu_costs(self.opened, self.plan, machine, num_rows, demand)
+        if costs is None:
+            return None
+        saved_s = _saved_by_reads_ahead(self.opened, self.plan, num_rows, costs, demand)
+        return costs.pass_time(demand, saved_s)
+
+    def speed(self, num_tokens: int, num_passes: int, num_rows: int) -> SpeedRange | None:
+        """Speed of a run that committed `num_tokens`, its passes having `num_rows` together."""
+        if not num_passes:
+            return self.prediction().speed
+        found = self.pass_time(max(1, round(num_rows / num_passes)))
+        return None if found is None else found.speed(num_tokens / num_passes)
+
+    def _demand(self, num_rows: int) -> ExpertCounts:
+        return even_demand(self.opened.config.moe_shape, self.plan, num_rows)
+
+
+def predictor_of(opened: OpenModel, plan: MemoryPlan) -> Predictor | None:
+    """None beside an emulated device: its speeds are what they are told to be."""
+    return None if plan.device == "emulated" else Predictor(opened, plan)
+
+
+def published_pass(opened: OpenModel) -> tuple[int, float, float]:
+    """Rows of a pass, and the tokens that it commits at least and at most, of the longest answer
+    there is."""
+    config, defaults = opened.config, opened.config.decoding
+    if defaults is None:
+        return 1, 1.0, 1.0
+    if not config.is_bidirectional:
+        least = max(1.0, config.block_length / defaults.steps)
+        most = least if defaults.threshold is None else MOST_SURE * least
+        return config.block_length, least, most
+    num_tokens = min(DEFAULT_MAX_TOKENS, opened.context)
+    params = resolve(DiffusionParams(), defaults, num_tokens, config.architecture)
+    tokens_per_pass = 1.0 if params.steps is None else max(1.0, num_tokens / params.steps)
+    is_whole = opened.cache_mode is CacheMode.EXACT
+    block_length = params.block_length or num_tokens
+    return (opened.context if is_whole else block_length), tokens_per_pass, tokens_per_pass
+
+
+def _host_costs(
+    opened: OpenModel, machine: Machine, num_rows: int, demand: ExpertCounts
+) -> PassCosts | None:
+    rates = kept_rates(machine)
+    layers_per_s = next((rate.per_s for rate in rates if rate.name == LAYERS), math.inf)
+    per_byte, disk_bytes_per_s = seconds_per_byte(rates), disk_rate(rates)
+    if not per_byte or (demand.num_on_disk and disk_bytes_per_s is None):
+        return None
+
+    def taken_s(num_bytes: float, num_elements: float, num_tokens: float) -> float:
+        bits = 8 * num_bytes / max(1, num_elements)
+        kind = kind_of(bits, opened.dtype, opened.rounds_rows)
+        return num_bytes * per_byte[kind.name].at(max(1, round(num_tokens)))
+
+    dense_s = sum(taken_s(*each, num_rows) for each in _dense_sizes(opened))
+    expert_bytes, read_bytes = _expert_bytes(opened)
+    spec = opened.config.experts
+    num_elements = 0 if spec is None else spec.elements(opened.config.hidden_size)
+    return PassCosts(
+        dense_s=opened.config.num_layers / layers_per_s + dense_s,
+        expert_s=taken_s(expert_bytes, num_elements, demand.num_tokens),
+        absent_s=0.0,
+        read_s=read_bytes / (disk_bytes_per_s or math.inf),
+        rounded_s=read_bytes / _rounded_bytes_per_s(opened, machine, rates),
+    )
+
+
+def _rounded_bytes_per_s(opened: OpenModel, machine: Machine, rates: Sequence[Rate]) -> float:
+    """All cores' rate of rounding experts as they are read; infinite where none are."""
+    asked = opened.options.formats.experts
+    per_s = rounding_rate(rates, asked) if opened.is_rounded_as_read else None
+    return math.inf if per_s is None else per_s * machine.num_cores
+
+
+def _gpu_costs(
+    opened: OpenModel, plan: MemoryPlan, machine: Machine, num_rows: int, demand: ExpertCounts
+) -> PassCosts | None:
+    costs = None if opened.config.experts is None else _kept_costs(opened, plan, machine)
+    disk_bytes_per_s = disk_rate(kept_rates(machine))
+    if costs is None or (demand.num_on_disk and disk_bytes_per_s is None):
+        return None
+    num_tokens = max(1, round(demand.num_tokens))
+    dense_share = _multiplied(opened).num_bytes / _layer_bytes(opened)
+    absent_s = costs.link_s
+    if not fetches_all(plan.policy):  # the host and the link share them
+        absent_s = 1 / (1 / max(costs.link_s, 1e-9) + 1 / max(costs.host_s.at(num_tokens), 1e-9))
+    synchronised_s = costs.sync_s * opened.config.num_moe_layers
+    return PassCosts(
+        dense_s=costs.dense_s.at(num_rows) * dense_share + synchronised_s,
+        expert_s=costs.device_s.at(num_tokens),
+        absent_s=absent_s,
+        read_s=_expert_bytes(opened)[1] / (disk_bytes_per_s or math.inf),
+    )
+
+
+def _kept_costs(opened: OpenModel, plan: MemoryPlan, machine: Machine) -> Costs | None:
+    """What this model's experts cost with the GPU, as loading it or `lowtide doctor` stores it."""
+    device = f"{plan.device}, {opened.options.kernels} kernels"
+    for name in possible_names(opened.options.kernels, opened.dtype):
+        key = CostKey.of(
+            machine,
+            opened.config.moe_shape,
+            opened.slot_layout,
+            _layer_bytes(opened),
+            device,
+            products=name,
+        )
+        try:
+            stored = load(key)
+        except StorageError:  # measuring says so, and replaces it
+            continue
+        if stored is not None:
+            return stored.costs
+    return None
+
+
+def _saved_by_reads_ahead(
+    opened: OpenModel, plan: MemoryPlan, num_rows: int, costs: PassCosts, demand: ExpertCounts
+) -> float:
+    """Seconds of reads that the host's passes of so many rows begin ahead of their layer."""
+    num_layers = opened.config.num_moe_layers
+    if plan.gpu is not None or not demand.num_on_disk or not num_layers:
+        return 0.0
+    absent, num_slots = demand.num_on_disk / num_layers, float(plan.num_staging)
+    accuracy = 1.0 if demand.num_run >= NEARLY_ALL * plan.num_experts else 0.0
+    if num_rows <= MAX_FEW_ROWS:  # compiled code runs such passes by itself
+        is_decoding = opened.config.block_length == 1 and not opened.config.is_bidirectional
+        accuracy = float(np.mean(GATE_ACCURACY[Gate.RAW])) if is_decoding else 0.0
+        num_slots = max(0.0, num_slots - absent)
+    num_read = min(absent, num_slots) * num_layers
+    right, wrong = accuracy * num_read, (1 - accuracy) * num_read
+    return read_ahead(right, wrong, costs.dense_s, costs.read_s).saved_s if accuracy else 0.0
+
+
+def _expert_bytes(opened: OpenModel) -> tuple[int, int]:
+    """Bytes of an expert in a slot, and as it is read."""
+    if opened.config.experts is None:
+        return 0, 0
+    return opened.slot_layout.num_bytes, opened.weight_map.experts.largest_expert_bytes
+
+
+def _layer_bytes(opened: OpenModel) -> int:
+    """Bytes of a layer's dense weights, as costs are measured."""
+    last = opened.config.moe_layers[-1]
+    return layer_dense_bytes(opened.weight_map.dense, last, opened.dtype.itemsize)
+
+
+def _multiplied(opened: OpenModel) -> DenseWeights:
+    """The dense weights that every pass multiplies with: an embedding is one of them only where it
+    is the head too, as its rows are otherwise looked up."""
+    dense, looked_up = opened.dense, f"{model_schema(opened.config).names.embedding}.weight"
+    if opened.config.tie_word_embeddings:
+        return dense
+    return dense.only([name for name in dense.names if name != looked_up])
+
+
+def _dense_sizes(opened: OpenModel) -> Iterator[tuple[int, int]]:
+    """Bytes and elements of the same, of weights in one format together."""
+    dense, kept = _multiplied(opened), opened.dense_formats
+    by_format: defaultdict[str, list[str]] = defaultdict(list)
+    for name in dense.names:
+        by_format[kept[name].name if name in kept else ""].append(name)
+    for names in by_format.values():
+        shapes = [opened.weight_map.dense[name].shape for name in names]
+        yield dense.only(names).num_bytes, sum(map(math.prod, shapes))

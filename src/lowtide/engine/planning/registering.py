@@ -1,0 +1,235 @@
+"""What passes take of their workspace: the model's own forward, run in register mode.
+
+Nothing is computed: tensors are on the meta device, and no weight is read. Passes of up to a tile
+of rows are registered as the largest are; of longer ones a template is fitted to a few, by which
+any of them is planned.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import product
+
+import torch
+from torch import Tensor
+
+from lowtide.compute import Compute
+from lowtide.core import CacheMode, Step, StepKind
+from lowtide.decode.block_diffusion import LOGIT_ROWS
+from lowtide.engine.opening.config import MAX_PASS_ROWS
+from lowtide.engine.opening.device_choice import resolve_device
+from lowtide.engine.opening.model import OpenModel
+from lowtide.engine.planning.uncomputed import Uncomputed
+from lowtide.experts.registrar import ExpertRegistrar
+from lowtide.families import families
+from lowtide.kernels.reference import REFERENCE
+from lowtide.kernels.row_statistics import Form, Guidance, Wanted
+from lowtide.layers.attention import QUERY_ROWS
+from lowtide.layers.batch import Batch, KVRange, Segment
+from lowtide.layers.causal_attention import CAUSAL_ROWS
+from lowtide.memory.chunking import MAX_REMAINDER, TILE_ROWS, Counts, LogitNeeds
+from lowtide.memory.kv_cache import KVCache
+from lowtide.memory.kv_turns import KVTurns
+from lowtide.memory.pass_planner import PassPlanner
+from lowtide.memory.template import Sample, Template
+from lowtide.memory.workspace import Registrar
+from lowtide.models.decoder import Decoder
+from lowtide.policies.presets import asks_scores, substitutes
+from lowtide.threads.executor import MAX_THREADS, HostExecutor, InlineExecutor
+
+EVERY_KIND = tuple(LogitNeeds(*flags) for flags in product((False, True), repeat=3))
+"""All that can be asked of logits."""
+
+META = torch.device("meta")
+
+
+def register(opened: OpenModel, num_rows: int | None = None, form: Form = Form.FUSED) -> Registrar:
+    """What forward passes of up to so many rows take: counted once and remembered.
+
+    num_rows: by default those of the largest pass. Layers give back what they take, so those up to
+    the first with experts stand for all. A pass of more than `MAX_PASS_ROWS` rows is bidirectional,
+    over one whole sequence. form: how the logits that a bidirectional pass reads are computed.
+    """
+    num_rows = num_rows or opened.max_pass_rows
+    key = (num_rows, form, *_wanted_of_passes(opened))
+    if key not in opened.passes:
+        opened.passes[key] = registrar = Registrar()
+        for segment in _largest_segments(opened, num_rows):
+            model, hidden = _run_forward(opened, registrar, [segment])
+            if opened.config.is_bidirectional:
+                _run_head(model, hidden, len(hidden), EVERY_KIND, form)
+    return opened.passes[key]
+
+
+def planner_of(opened: OpenModel) -> PassPlanner | None:
+    """Plans a model's passes by what is free for them; None where none is longer than a tile, and
+    all have what the largest takes. Made once and remembered."""
+    if opened.max_pass_rows <= MAX_PASS_ROWS:
+        return None
+    key = _wanted_of_passes(opened)
+    if key not in opened.planners:
+        opened.planners[key] = plan_long_passes(opened)
+    return opened.planners[key]
+
+
+def plan_long_passes(opened: OpenModel, form: Form = Form.FUSED) -> PassPlanner:
+    """Plans bidirectional passes, also of more than `MAX_PASS_ROWS` rows. form: as in `register`;
+    another than the engine's is for ablations."""
+    # Beside a device the host has room for one tile of its experts' rows.
+    is_divided = resolve_device(opened.options.device) != "cpu"
+    return PassPlanner(
+        register(opened, MAX_PASS_ROWS, form).graph,
+        Template.fit([_forward_sample(opened, *sample) for sample in _samples(opened)]),
+        partial(_head_template, opened, form),
+        frozenset({"experts"} if is_divided else ()),
+    )
+
+
+def largest_counts(opened: OpenModel) -> Counts:
+    """A bidirectional model's largest pass: a sequence that fills the KV cache, all of it asked."""
+    num_rows = opened.max_pass_rows
+    return Counts(num_rows, num_rows, num_rows, num_rows, (EVERY_KIND[-1],))
+
+
+def _samples(opened: OpenModel) -> list[tuple[Counts, Mapping[str, int]]]:
+    """Tokens, those of a block, keys; chunks. Together they tell apart all that sizes depend on,
+    tiles with remainders included; the last ones check."""
+    # Keys that are there already, or where none are ever a second sequence beside a longer one.
+    others = Counts(3072, 3072, 3600) if opened.keeps_keys else Counts(3600, 3072, 3072)
+    return [
+        (Counts(3072, 3072, 3072), {}),
+        (Counts(4608, 4608, 4608), {}),
+        (others, {}),
+        (Counts(3080, 3080, 3080), {}),  # a remainder after tiles of 512 and of 768
+        (Counts(2568, 2568, 2568), {}),  # of 512 alone
+        (Counts(3072, 3072, 3072), {"mlp": 2}),
+        (Counts(3072, 3072, 3072), {"experts": 2}),
+        (Counts(3072, 3072, 3072), {"attention": 2}),
+        (others._replace(tokens=3850, block=3072), {"mlp": 1, "experts": 3, "attention": 3}),
+        (Counts(2600, 2600, 2600), {"mlp": 3, "experts": 1, "attention": 2}),
+    ]
+
+
+# Rows of logits, and chunks of them, of a pass of so many rows.
+_HEAD_TOKENS = 2048
+_HEAD_SAMPLES: tuple[tuple[int, Mapping[str, int]], ...] = (
+    *((1024, {}), (1500, {}), (200, {}), (1024, {"logits": 1})),
+    *((2000, {"logits": 2}), (90, {"logits": 1})),
+)
+
+
+def _wanted_of_passes(opened: OpenModel) -> tuple[bool, bool]:
+    policy, options = opened.options.policy, opened.options.policy_options
+    return substitutes(policy, options), asks_scores(policy)
+
+
+def _forward_sample(opened: OpenModel, counts: Counts, chunks: Mapping[str, int]) -> Sample:
+    block, num_keys, num_others = counts.block, counts.keys, counts.tokens - counts.block
+    segments = [Segment(0, block, num_keys - block, num_keys, KVRange(0, num_keys))]
+    if num_others:
+        others = KVRange(num_keys, num_others)
+        segments.append(Segment(block, counts.tokens, 0, num_others, others))
+    registrar = Registrar(chunks)
+    _run_forward(opened, registrar, segments)
+    return Sample(counts, chunks, registrar.graph)
+
+
+def _head_template(opened: OpenModel, form: Form, asked: LogitNeeds) -> Template:
+    samples = []
+    for num_rows, chunks in _HEAD_SAMPLES:
+        registrar = Registrar(chunks)
+        segment = Segment(0, _HEAD_TOKENS, 0, _HEAD_TOKENS, KVRange(0, _HEAD_TOKENS))
+        model, hidden = _run_forward(opened, registrar, [segment], has_layers=False)
+        _run_head(model, hidden, num_rows, [asked], form)
+        counts = Counts(_HEAD_TOKENS, _HEAD_TOKENS, _HEAD_TOKENS, num_rows, (asked,))
+        samples.append(Sample(counts, chunks, registrar.graph))
+    return Template.fit(samples)
+
+
+def _run_forward(
+    opened: OpenModel, registrar: Registrar, segments: Sequence[Segment], has_layers: bool = True
+) -> tuple[Decoder, Tensor]:
+    """Runs a pass, and logits of a tile of rows after it; the model and its hidden states."""
+    config = replace(opened.config, num_layers=opened.config.num_leading_layers)
+    if not has_layers:
+        config = replace(config, num_layers=0, experts=None)
+    num_rows, num_tokens = segments[-1].stop, sum(one.kv.capacity for one in segments)
+    kv_cache = _meta_cache(opened, num_tokens)
+    wanted = _wanted_of_passes(opened)
+    experts = ExpertRegistrar(opened.config.moe_shape, *wanted)
+    compute = Compute(InlineExecutor(num_threads(opened)), REFERENCE, registrar, META)
+    model_class = families()[config.family].model()
+    rows = torch.empty(num_rows, dtype=torch.int64, device=META)
+    with Uncomputed():
+        model = model_class(config, opened.dense.meta(), experts, kv_cache, compute)
+        hidden = model.forward(Batch(rows, rows, tuple(segments), Step(StepKind.DENOISE, 0)))
+        model.logits(hidden[: LOGIT_ROWS + MAX_REMAINDER])
+    return model, hidden
+
+
+def _meta_cache(opened: OpenModel, num_tokens: int) -> KVCache:
+    num_layers, num_arrays, num_heads, _, width = opened.kv_shape
+    shape = (num_layers, num_arrays, num_heads, num_tokens, width)
+    if not opened.keeps_keys:
+        return KVTurns(shape, opened.dtype)
+    return KVCache(torch.empty(shape, dtype=opened.dtype, device=META))
+
+
+def num_threads(opened: OpenModel) -> int:
+    """That a pass's dense operators are divided among: beside a device they are not."""
+    if resolve_device(opened.options.device) != "cpu":
+        return 1
+    experts = opened.config.experts
+    per_token = MAX_THREADS if experts is None else experts.num_experts_per_token
+    return HostExecutor.count_threads(per_token)
+
+
+def _run_head(
+    model: Decoder, hidden: Tensor, num_rows: int, kinds: Iterable[LogitNeeds], form: Form
+) -> None:
+    rows = torch.empty(num_rows, dtype=torch.int64, device=META)
+    guidance = Guidance(rows, torch.empty(num_rows, device=META))
+    with Uncomputed():
+        for asked in kinds:
+            wanted = Wanted(asked.second, asked.entropy)
+            model.row_statistics(hidden, rows, wanted, guidance if asked.is_guided else None, form)
+
+
+def _largest_segments(opened: OpenModel, num_rows: int) -> list[Segment]:
+    """Each a pass: none of no more rows has a transient that is larger than all of theirs."""
+    if opened.config.is_bidirectional or num_rows > MAX_PASS_ROWS:
+        # Where keys are kept, shorter passes see as many as the longest.
+        is_whole = opened.cache_mode is CacheMode.EXACT
+        num_keys = num_rows if is_whole else max(num_rows, opened.max_pass_rows)
+        return [
+            Segment(
+                start=0,
+                stop=rows,
+                first_position=0 if is_whole else num_keys - rows,
+                block_length=rows if is_whole else num_keys,
+                kv=KVRange(0, num_keys),
+            )
+            for rows in _longest_in_tiles(num_rows)
+        ]
+    # At the end of the longest sequence: causal, also with a remainder that joins its tile, which
+    # is longer than any of all rows, or one block of all rows.
+    num_tokens = max(opened.max_sequence_tokens, num_rows)
+    longest_tile = min(num_rows, CAUSAL_ROWS + MAX_REMAINDER)
+    passes = [(longest_tile, 1), (num_rows, 1)]
+    if opened.config.is_diffusion:
+        passes.append((num_rows, num_tokens))
+    return [
+        Segment(0, rows, num_tokens - rows, block_length, KVRange(0, num_tokens))
+        for rows, block_length in passes
+    ]
+
+
+def _longest_in_tiles(num_rows: int) -> list[int]:
+    """Passes of up to so many rows: the longest, and those with the longest tiles."""
+    most = num_rows - MAX_REMAINDER
+    in_tiles = {
+        most // tile_rows * tile_rows + MAX_REMAINDER for tile_rows in (TILE_ROWS, QUERY_ROWS)
+    }
+    return sorted({num_rows, *(rows for rows in in_tiles if rows > MAX_PASS_ROWS)})

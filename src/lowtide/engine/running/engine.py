@@ -1,0 +1,59 @@
+"""What a loaded model is made of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lowtide.decode.stored_sequences import StoredSequences
+from lowtide.engine.opening.model import OpenModel
+from lowtide.engine.running.elastic import ElasticMemory
+from lowtide.experts.none import NoExperts
+from lowtide.experts.runtime import ExpertRuntime
+from lowtide.memory.kv_cache import KVCache
+from lowtide.memory.pass_plans import PassPlans
+from lowtide.models.decoder import Decoder
+from lowtide.plan import MemoryPlan
+from lowtide.reading.file_reader import FileReader
+from lowtide.threads.executor import HostExecutor
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """A loaded model and everything it runs on."""
+
+    plan: MemoryPlan
+    opened: OpenModel
+    model: Decoder
+    experts: ExpertRuntime | NoExperts
+    kv_cache: KVCache
+    reader: FileReader
+    executor: HostExecutor
+    pass_plans: PassPlans | None = None  # None: all passes have the plan of the largest
+    elastic: ElasticMemory | None = None  # None: KV cache and slots keep what the plan gave them
+    stored: StoredSequences | None = None  # None: kept sequences are in memory alone
+
+    def as_dict(self) -> dict[str, float]:
+        """What it did since it was loaded, in counts, bytes and seconds."""
+        moved = {} if self.elastic is None else self.elastic.as_dict()
+        return {**self.experts.as_dict(), **moved}
+
+    def heed_memory(self) -> None:
+        """Between passes: gives memory back where the system runs short of it, if it can."""
+        if self.elastic is not None:
+            self.elastic.heed()
+
+    def stop_waiting(self) -> None:
+        """A pass that waits for reads fails soon. May be called on any thread."""
+        self.experts.stop_waiting()
+        if self.stored is not None:
+            self.stored.stop_waiting()
+
+    def close(self) -> None:
+        """Ends all threads and closes the checkpoint's files."""
+        self.executor.close()
+        self.experts.close()
+        self.reader.close()
+        if self.stored is not None:
+            self.stored.close()
+        if self.elastic is not None:
+            self.elastic.close()

@@ -1,0 +1,141 @@
+"""Wiring of a model's experts: the host tier, the device's on top of it, and what runs them."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
+
+from lowtide.core import Costs, Progress
+from lowtide.engine.opening.model import OpenModel
+from lowtide.engine.planning.expert_source import ExpertSource, expert_source
+from lowtide.engine.running.device import DeviceOptions, OpenDevice, open_device
+from lowtide.engine.running.elastic import SharedMemory
+from lowtide.engine.running.policy_setting import make_engine_policies
+from lowtide.experts.at_once import ExpertsAtOnce, cores_beside_device
+from lowtide.experts.device_executor import DeviceExpertExecutor
+from lowtide.experts.device_tier import DeviceTier
+from lowtide.experts.elastic_slots import LentSlots
+from lowtide.experts.host_executor import HostExpertExecutor
+from lowtide.experts.host_tier import HostTier
+from lowtide.experts.link import Link
+from lowtide.experts.rows import HostScratch
+from lowtide.experts.runtime import ExpertRuntime
+from lowtide.experts.slots import ExpertSlots, SlotLedger
+from lowtide.experts.transfer import DiskTransfer
+from lowtide.hardware.machine import best_at_once, this_machine
+from lowtide.hardware.store import kept_rates
+from lowtide.kernels.reference import Kernels
+from lowtide.memory.arena import Arena
+from lowtide.plan import MemoryPlan, TierPlan
+from lowtide.policies.presets import recipe
+from lowtide.policies.recipe import Setting
+from lowtide.reading.file_reader import FileReader
+from lowtide.replay.calibration import Calibration
+from lowtide.threads.executor import Executor, HostExecutor
+
+
+def load_experts(
+    opened: OpenModel,
+    plan: MemoryPlan,
+    calibration: Calibration | None,
+    reader: FileReader,
+    executor: HostExecutor,
+    progress: Progress,
+    shared: SharedMemory | None = None,
+) -> ExpertRuntime:
+    """The experts of `plan`, the policy's first residents in their slots.
+
+    shared: what the fast tier's slots lie in where their memory comes and goes. Raises
+    StorageError, DeviceError, or PlanError when the policy needs more than the plan has.
+    """
+    source, kernels = expert_source(opened), opened.kernels
+    lent = None if shared is None else shared.open_slots(source.shape)
+    with ExitStack() as undo:
+        if plan.gpu is None:
+            host, device = _host_tier(source, plan, Arena, reader, kernels.library, lent), None
+            experts: HostExpertExecutor | DeviceExpertExecutor
+            experts = _host_executor(host, kernels, executor)
+        else:
+            options = DeviceOptions(opened.options.device_options, opened.options.kernels, kernels)
+            made = open_device(source, plan, plan.gpu, options, executor, lent)
+            undo.callback(made.close)
+            host = _host_tier(source, plan, made.make_arena, reader, kernels.library)
+            if host.is_permanent:
+                host.load_all(progress)
+            device = _device_tier(source, plan, plan.gpu, made, host, lent)
+            beside = _host_executor(host, kernels, executor, made)
+            experts = DeviceExpertExecutor(device, beside, _scratch(source))
+        policies = make_engine_policies(
+            opened, plan, calibration, host, device, executor.cores_per_expert
+        )
+        runtime = ExpertRuntime(source.shape, policies, experts)
+        runtime.load(progress)
+        undo.pop_all()
+    return runtime
+
+
+def _host_tier(
+    source: ExpertSource,
+    plan: MemoryPlan,
+    make_arena: Callable[[int], Arena],
+    reader: FileReader,
+    library: ctypes.CDLL | None,
+    lent: LentSlots | None = None,
+) -> HostTier:
+    """Beside a device it keeps every expert if all have a slot, else those used last. library: of
+    compiled readers."""
+    tier, shape = plan.host, source.shape
+    if lent is None:
+        ledger = SlotLedger(shape.num_layers, shape.num_experts, tier.num_slots)
+        slots = ExpertSlots(make_arena(tier.slot_bytes * tier.num_slots), source.layout)
+    else:
+        ledger, slots = lent.ledger, ExpertSlots(lent.arena, source.layout)
+    num_at_once = best_at_once(kept_rates(this_machine()))
+    transfer = DiskTransfer(reader, source.table, slots, source.inputs, library, num_at_once)
+    if plan.gpu is None:
+        return HostTier(slots, ledger, transfer)
+    if tier.num_slots == source.num_experts:
+        return HostTier(slots, ledger, transfer, reads_ahead=False, is_permanent=True)
+    costs = Costs.unknown(source.layout.num_bytes)
+    setting = Setting(plan.host_residents_per_layer, shape.num_experts, costs)
+    policies = recipe("lru").policies_without_device(setting)
+    return HostTier(slots, ledger, transfer, policies, reads_ahead=False)
+
+
+def _device_tier(
+    source: ExpertSource,
+    plan: MemoryPlan,
+    tier: TierPlan,
+    made: OpenDevice,
+    host: HostTier,
+    lent: LentSlots | None,
+) -> DeviceTier:
+    shape, num_staging = source.shape, plan.num_staging
+    num_ahead = num_staging // 2
+    costs = replace(made.costs, num_staging=num_staging - num_ahead, num_ahead=num_ahead)
+    if lent is None:
+        ledger = SlotLedger(shape.num_layers, shape.num_experts, tier.num_slots)
+    else:
+        ledger = lent.ledger
+    link = Link(made.device, ledger, host, costs.link_s, costs.num_staging)
+    return DeviceTier(made.device, link, costs, made.close)
+
+
+def _host_executor(
+    host: HostTier, kernels: Kernels, executor: Executor, made: OpenDevice | None = None
+) -> HostExpertExecutor:
+    if made is None:
+        at_once = ExpertsAtOnce.of(host.slots, kernels, executor.num_cores)
+        return HostExpertExecutor(host, executor, kernels, at_once)
+    at_once = ExpertsAtOnce.of(host.slots, kernels, cores_beside_device(executor))
+    return HostExpertExecutor(host, executor, kernels, at_once, made.device.host_work)
+
+
+def _scratch(source: ExpertSource) -> HostScratch:
+    num_pairs = source.max_rows * source.shape.num_experts_per_token
+    size, dtype = (num_pairs, source.shape.expert_size), source.layout.dtype
+    half_bytes = source.scratch_bytes // 2
+    arena = Arena(source.scratch_bytes)
+    return HostScratch(arena.tensor(0, size, dtype), arena.tensor(half_bytes, size, dtype))

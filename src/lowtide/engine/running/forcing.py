@@ -1,0 +1,119 @@
+"""A text through a loaded model in decoding's own passes: work for the engine's thread.
+
+The decoder is one of its own over the engine's model and KV cache, so that nothing of those that
+answer is touched.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Generator
+from typing import NamedTuple
+
+from torch import Tensor
+
+from lowtide.core import IntArray
+from lowtide.decode.autoregressive import Autoregressive
+from lowtide.decode.block_diffusion import BlockDiffusion
+from lowtide.decode.forced import (
+    ForcedAutoregressive,
+    ForcedBlockDiffusion,
+    ForcedMaskedDiffusion,
+    ForcedText,
+    OnLogits,
+)
+from lowtide.decode.masked_diffusion import MaskedDiffusion
+from lowtide.decode.request import Request
+from lowtide.engine.opening.config import MAX_PASS_ROWS
+from lowtide.engine.running.engine import Engine
+from lowtide.engine.running.not_finite import fault_found
+from lowtide.memory.cuda_streams import device_pass
+from lowtide.params import SamplingParams
+from lowtide.policies.receipt import Receipt
+
+
+class ForcedRun(NamedTuple):
+    """What reading a text took. Passes that only fill the KV cache are among them."""
+
+    num_passes: int
+    seconds: float  # of passes and their logits; what looks at those is left out
+    receipt: Receipt | None = None  # of a policy that may change words
+
+
+def forced_params(text: ForcedText, is_diffusion: bool) -> SamplingParams:
+    """What a request must ask so that the text is read, and whole rows of logits come."""
+    num_new = len(text.token_ids) - text.num_context
+    logprobs = None if is_diffusion else 0
+    return SamplingParams(max_tokens=num_new, ignore_eos=True, logprobs=logprobs, temperature=0.0)
+
+
+def read_forced(
+    engine: Engine, request: Request, text: ForcedText, on_logits: OnLogits
+) -> Generator[None, None, ForcedRun]:
+    """Reads `text`, whose prompt and parameters `request` has; yields between its passes.
+
+    `on_logits` is called on this thread, in the midst of a pass; what it raises ends the reading.
+    """
+    clock = _Clock(on_logits)
+    decoder = _make_decoder(engine, text, clock)
+    num_passes = 0
+    decoder.add(request)
+    try:
+        while decoder.has_work:
+            if num_passes:
+                yield
+            with fault_found(engine.opened), device_pass(), clock:
+                decoder.step()
+                if engine.elastic is not None:
+                    engine.elastic.settle()
+            num_passes += 1
+        return ForcedRun(num_passes, clock.seconds, engine.experts.take_receipt(request.id))
+    finally:
+        decoder.close()
+        engine.experts.take_receipt(request.id)
+
+
+class _Clock:
+    """Counts the seconds inside `with`, but for those of `on_logits`, which it stands for."""
+
+    def __init__(self, on_logits: OnLogits) -> None:
+        self.seconds = 0.0
+        self._on_logits = on_logits
+        self._start_s = 0.0
+
+    def __call__(self, mask: int, positions: IntArray, logits: Tensor) -> None:
+        self.__exit__()
+        self._on_logits(mask, positions, logits)
+        self.__enter__()
+
+    def __enter__(self) -> None:
+        self._start_s = time.perf_counter()
+
+    def __exit__(self, *_: object) -> None:
+        self.seconds += time.perf_counter() - self._start_s
+
+
+def _make_decoder(
+    engine: Engine, text: ForcedText, on_logits: OnLogits
+) -> BlockDiffusion | MaskedDiffusion | Autoregressive:
+    opened, model, kv_cache = engine.opened, engine.model, engine.kv_cache
+    config, use_kv_cache = opened.config, bool(opened.options.kv_cache)
+    if config.mask_token_id is None or config.decoding is None:
+        return ForcedAutoregressive(
+            model, kv_cache, MAX_PASS_ROWS, text, on_logits, use_kv_cache=use_kv_cache
+        )
+    mask_token_id = config.mask_token_id
+    if config.is_bidirectional:
+        return ForcedMaskedDiffusion(
+            model,
+            kv_cache,
+            mask_token_id,
+            opened.max_pass_rows,
+            text,
+            on_logits,
+            logits_shift=config.logits_shift,
+            cache_mode=opened.cache_mode,
+        )
+    return ForcedBlockDiffusion(
+        model, kv_cache, mask_token_id, MAX_PASS_ROWS, text, on_logits, use_kv_cache=use_kv_cache
+    )

@@ -1,0 +1,162 @@
+"""Loading: the one place where lowtide's objects are wired together, as the plan says.
+
+Knows nothing of prompts.
+"""
+
+from __future__ import annotations
+
+import logging
+from contextlib import ExitStack
+
+import torch
+
+from lowtide.compute import Compute
+from lowtide.config import ModelConfig
+from lowtide.core import Progress
+from lowtide.engine.opening.model import OpenModel
+from lowtide.engine.opening.model_calibration import find_calibration
+from lowtide.engine.planning.plan import excess_of, shortage_of
+from lowtide.engine.running.elastic import ElasticMemory, SharedMemory
+from lowtide.engine.running.engine import Engine
+from lowtide.engine.running.experts import load_experts
+from lowtide.engine.running.key_store import open_files, stored_sequences
+from lowtide.engine.running.pass_room import workspace_memory
+from lowtide.engine.running.policy_setting import choose_by_simulation, set_early_gate
+from lowtide.errors import CheckpointError, PlanError
+from lowtide.experts.none import NoExperts
+from lowtide.experts.runtime import ExpertRuntime
+from lowtide.families import families
+from lowtide.formats.convert import Pack, pack
+from lowtide.kernels.choice import HOST, choose_pack
+from lowtide.memory.arena import Arena
+from lowtide.memory.cuda_streams import plan_errors
+from lowtide.memory.kv_cache import KVCache
+from lowtide.memory.kv_turns import KVTurns
+from lowtide.memory.workspace import Workspace
+from lowtide.model_folder.checkpoint import Checkpoint
+from lowtide.models.decoder import Weights
+from lowtide.plan import MemoryPlan
+from lowtide.reading.file_reader import FileReader
+from lowtide.reading.finite_weights import check_finite
+from lowtide.threads.executor import (
+    MAX_THREADS,
+    HostExecutor,
+    InlineExecutor,
+    spare_forked_threads,
+)
+
+_log = logging.getLogger(__name__)
+
+
+def load(opened: OpenModel, plan: MemoryPlan) -> Engine:
+    """Reads the weights that the plan has room for.
+
+    Raises CheckpointError for a folder without weights.
+    """
+    spare_forked_threads()
+    config, progress = opened.config, opened.options.report
+    checkpoint = _checked(opened, plan, progress)
+    with ExitStack() as undo:
+        files = open_files(opened, undo)
+        reader = FileReader(checkpoint.files, opened.largest_read_bytes, _pack(opened))
+        undo.callback(reader.close)
+        executor = _make_executor(config, plan)
+        undo.callback(executor.close)
+        shared = SharedMemory(opened, plan) if plan.elastic_tokens else None
+        memory = workspace_memory(
+            opened, plan, _dense_device(plan), None if shared is None else shared.room
+        )
+        weights, kv_cache, compute = _load_dense(
+            opened, plan, executor, reader, progress, shared, Workspace(*memory)
+        )
+        calibration = find_calibration(opened)
+        experts: ExpertRuntime | NoExperts = NoExperts()
+        elastic = None
+        if config.experts is not None:
+            experts = load_experts(opened, plan, calibration, reader, executor, progress, shared)
+            elastic = None if shared is None else ElasticMemory(shared, experts, plan)
+        undo.callback(experts.close)
+        model_class = families()[config.family].model()
+        model = model_class(config, weights, experts, kv_cache, compute)
+        stored = None if files is None else stored_sequences(opened, checkpoint, files, kv_cache)
+        set_early_gate(opened, experts, model.routers, calibration)
+        engine = Engine(
+            plan, opened, model, experts, kv_cache, reader, executor, memory.plans, elastic, stored
+        )
+        if opened.options.policy == "auto":
+            engine = choose_by_simulation(engine, calibration)
+        undo.pop_all()
+    return engine
+
+
+def _checked(opened: OpenModel, plan: MemoryPlan, progress: Progress) -> Checkpoint:
+    """What is to be loaded, where this machine can hold it."""
+    options, checkpoint = opened.options, opened.checkpoint
+    if checkpoint is None:
+        raise CheckpointError(
+            f"{opened.folder} holds a config.json but no *.safetensors: the model can be planned, "
+            "not loaded. Fetch its weights into this folder."
+        )
+    if shortage := shortage_of(plan, options):
+        raise PlanError(shortage)
+    if excess := excess_of(plan, options):
+        _log.warning("%s", excess)
+    if options.check_weights:
+        check_finite(checkpoint, progress)
+    return checkpoint
+
+
+def _pack(opened: OpenModel) -> Pack:
+    """What makes weights into formats that they are not stored in."""
+    return choose_pack(opened.options.kernels) if opened.is_rounded_as_read else pack
+
+
+def _make_executor(config: ModelConfig, plan: MemoryPlan) -> HostExecutor:
+    if config.experts is None:
+        return HostExecutor(MAX_THREADS)
+    # An emulated device is one thread, and so is the host beside it.
+    is_emulated = plan.device == "emulated"
+    make_executor = HostExecutor.beside_emulated if is_emulated else HostExecutor
+    return make_executor(config.experts.num_experts_per_token)
+
+
+def _load_dense(
+    opened: OpenModel,
+    plan: MemoryPlan,
+    executor: HostExecutor,
+    reader: FileReader,
+    progress: Progress,
+    shared: SharedMemory | None,
+    workspace: Workspace,
+) -> tuple[Weights, KVCache, Compute]:
+    """What the model has beside its experts, keys and values, and what it computes with."""
+    device = _dense_device(plan)
+    if device == HOST:
+        weights = opened.dense.load(reader, progress)
+    else:
+        with plan_errors(opened.dense.num_bytes, "GPU memory for dense weights"):
+            weights = opened.dense.load_onto(device, reader, progress)
+    kv_cache = _kv_cache(opened, shared, device)
+    kernels = opened.kernels_on(device)
+    # Beside a device the host's threads are its experts'.
+    dense_executor = executor if plan.gpu is None else InlineExecutor()
+    return weights, kv_cache, Compute(dense_executor, kernels, workspace, device)
+
+
+def _dense_device(plan: MemoryPlan) -> torch.device:
+    """Where all but the experts is."""
+    return torch.device("cuda") if plan.device == "cuda" else HOST
+
+
+def _kv_cache(opened: OpenModel, shared: SharedMemory | None, device: torch.device) -> KVCache:
+    if not opened.keeps_keys:
+        return KVTurns(opened.kv_shape, opened.dtype)
+    if shared is not None and shared.kv is not None:
+        return shared.make_cache(shared.kv)
+    if device == HOST:
+        arena = Arena(opened.kv_bytes, grows_slowly=True)
+        storage = arena.tensor(0, opened.kv_shape, opened.dtype)
+    else:
+        with plan_errors(opened.kv_bytes, "GPU memory for keys and values"):
+            storage = torch.zeros(opened.kv_shape, dtype=opened.dtype, device=device)
+    return KVCache(storage, max_range_tokens=opened.max_sequence_tokens)

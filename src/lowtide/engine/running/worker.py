@@ -1,0 +1,378 @@
+"""What the engine's thread does: reads its mail, runs a pass, hands out what came of it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from concurrent.futures import Future, wait
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from queue import Empty, SimpleQueue
+from typing import Any, Generic, TypeVar
+
+import torch
+
+from lowtide.decode.autoregressive import Autoregressive
+from lowtide.decode.block_diffusion import BlockDiffusion
+from lowtide.decode.masked_diffusion import MaskedDiffusion
+from lowtide.decode.request import Committed, Event, Finished, Request
+from lowtide.engine.opening.config import MAX_PASS_ROWS
+from lowtide.engine.planning.prediction import predictor_of
+from lowtide.engine.running.engine import Engine
+from lowtide.engine.running.not_finite import fault_found
+from lowtide.errors import InternalError, UsageError
+from lowtide.memory.cuda_streams import device_pass
+from lowtide.threads.event import HEED_S
+
+T = TypeVar("T")
+
+News = list[Event] | BaseException
+"""What one pass brought to those who asked together, or why nothing more will come."""
+
+Passes = Callable[[Engine], Generator[None, None, T]]
+"""Work with passes of its own, which yields between them."""
+
+
+class Answers:
+    """Some requests that were asked together, and the queue through which their events leave."""
+
+    num_tokens = 0  # of KV cache, to begin with: a decoder's requests wait in the decoder
+
+    def __init__(self, requests: Sequence[Request]) -> None:
+        self.requests = requests
+        self.is_over = not requests  # whether nothing more will come
+        self._num_unfinished = len(requests)
+        self._news: SimpleQueue[News] = SimpleQueue()
+
+    def put(self, events: list[Event]) -> None:
+        """What one pass brought, on the engine's thread."""
+        self._hand(events)
+
+    def fail(self, error: BaseException) -> None:
+        """The end, on the engine's thread."""
+        self._hand(error)
+
+    def events(self) -> Iterator[Event]:
+        """In the order in which they happened; raises what `fail` was told."""
+        while not self.is_over:
+            yield from self._read(self._next_news())
+
+    def _hand(self, news: News) -> None:
+        self._news.put(news)
+
+    def _read(self, news: News) -> list[Event]:
+        """The events of some news, counted. Raises what is none."""
+        if isinstance(news, BaseException):
+            self.is_over = True
+            raise _twin(news) from news
+        self._num_unfinished -= sum(isinstance(event, Finished) for event in news)
+        self.is_over = not self._num_unfinished
+        return news
+
+    def _next_news(self) -> News:
+        while True:
+            with suppress(Empty):
+                return self._news.get(timeout=HEED_S)
+
+
+class Job(Generic[T]):
+    """Work between the passes of requests, and the place where its outcome will be."""
+
+    def __init__(self, work: Passes[T], num_tokens: int) -> None:
+        self.work = work
+        self.num_tokens = num_tokens
+        self.outcome: Future[T] = Future()
+        self._passes: Generator[None, None, T] | None = None
+
+    def result(self) -> T:
+        """The outcome, once there is one."""
+        while wait([self.outcome], HEED_S).not_done:
+            pass
+        return self.outcome.result()
+
+    def advance(self, engine: Engine) -> bool:
+        """Goes on to the next `yield`; False when there is no more to do."""
+        if self._passes is None:
+            self._passes = self.work(engine)
+        try:
+            next(self._passes)
+        except StopIteration as end:
+            self.outcome.set_result(end.value)
+            return False
+        except BaseException as error:
+            self.fail(error)
+            return False
+        return True
+
+    def fail(self, error: BaseException) -> None:
+        """The end, on the engine's thread: what the work holds is given back."""
+        if self._passes is not None:
+            self._passes.close()
+        self.outcome.set_exception(error)
+
+
+Asked = Answers | Job[Any]
+
+
+class Worker:
+    """The engine, its decoder and who waits for what of it. All but `gate`, `mailbox` and
+    `is_closed` is the engine thread's own.
+
+    gate: held where it matters whether the loop is closed. A message is a method of this class.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.speed = Speed()
+        self.mailbox: Mailbox = SimpleQueue()
+        self.gate = threading.RLock()
+        self.is_closed = False
+        self._decoder = make_decoder(engine)
+        self._stored = engine.stored
+        self._waiting: deque[Asked] = deque()  # in the order in which they came
+        self._jobs: list[Job[Any]] = []  # that have begun
+        self._answers: dict[int, Answers] = {}  # by request, of those that have begun
+        self._num_calls = 0
+        self._is_stopped = self._has_ended = False
+        self._fault: BaseException | None = None
+
+    def check_open(self) -> None:
+        """Raises UsageError once the loop was closed, InternalError once it broke."""
+        if self.is_closed:
+            raise self._end_error()
+
+    # Messages
+
+    def accept(self, asked: Asked) -> None:
+        if isinstance(asked, Job) and not asked.num_tokens:
+            self._jobs.append(asked)
+        else:
+            self._waiting.append(asked)
+
+    def drop(self, asked: Asked) -> None:
+        """Ends what was asked, wherever it is; nothing waits for it any more."""
+        error = UsageError("This was cancelled.")
+        if asked in self._waiting:
+            self._waiting.remove(asked)
+            asked.fail(error)
+        elif isinstance(asked, Answers):
+            self._cancel(asked)
+        elif asked in self._jobs:
+            self._jobs.remove(asked)
+            asked.fail(error)
+
+    def stop(self) -> None:
+        self._is_stopped = True
+
+    # The thread
+
+    def serve(self) -> None:
+        """What the thread runs, from its beginning to its end."""
+        try:
+            self._take_charge()
+            while self._read_mail():
+                self._jobs = [job for job in self._jobs if job.advance(self.engine)]
+                self._begin_waiting()
+                if self._decoder.has_work:
+                    self._step()
+        except BaseException as error:
+            self._fault = error
+        self.end()
+
+    def end(self) -> None:
+        """Nothing is done any more: tells all who wait, and closes the engine."""
+        with self.gate:
+            self.is_closed = True
+            if self._has_ended:
+                return
+            self._has_ended = True
+            while not self.mailbox.empty():
+                self.mailbox.get()(self)
+        unfinished: list[Asked] = [*self._answers.values(), *self._jobs, *self._waiting]
+        self._decoder.store_in(None if self._fault else self._stored)
+        self._decoder.close()
+        for asked in dict.fromkeys(unfinished):
+            asked.fail(self._end_error())
+        self.engine.close()
+
+    def adopt(self, engine: Engine) -> None:
+        """Goes on with the same model in another state, in which nothing was computed so far."""
+        self.engine = engine
+        self._decoder.forget()
+        if engine.opened.changes_words:  # also those of what begins under it and ends under another
+            self._stored = None
+            self._decoder.store_in(None)
+
+    def _take_charge(self) -> None:
+        """Settings of this thread, for good."""
+        self.engine.executor.take_charge()
+        device = self.engine.model.device
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+
+    def _read_mail(self) -> bool:
+        """All there is; waits for some where there is nothing to do. False: stop."""
+        is_idle = not (self._decoder.has_work or self._jobs or self._waiting)
+        while is_idle or not self.mailbox.empty():
+            self.mailbox.get()(self)
+            is_idle = False
+        return not self._is_stopped
+
+    def _begin_waiting(self) -> None:
+        """In order: what has no room yet keeps back what came later, so that it gets it."""
+        while self._waiting and self._has_room(self._waiting[0].num_tokens):
+            asked = self._waiting.popleft()
+            if not isinstance(asked, Job):
+                self._add(asked)
+            elif asked.advance(self.engine):  # it holds its room before the next is asked about
+                self._jobs.append(asked)
+
+    def _has_room(self, num_tokens: int) -> bool:
+        # With nothing running there is nothing to wait for: let the job itself find out.
+        is_idle = not (self._decoder.has_work or self._jobs)
+        return not num_tokens or is_idle or self.engine.kv_cache.can_allocate(num_tokens)
+
+    def _add(self, answers: Answers) -> None:
+        self._num_calls += 1
+        try:
+            for request in answers.requests:
+                self._decoder.add(replace(request, caller=self._num_calls))
+                self._answers[request.id] = answers
+        except BaseException as error:
+            self._cancel(answers)
+            answers.fail(error)
+
+    def _step(self) -> None:
+        try:
+            is_observed = self.engine.experts.observer is not None
+            if is_observed:
+                self._decoder.forget()  # an observer sees all rows of a request
+            self._decoder.store_in(None if is_observed else self._stored)
+            with fault_found(self.engine.opened), device_pass(), self.speed.measured():
+                events = self._decoder.step()
+                if self.engine.elastic is not None:
+                    self.engine.elastic.settle()
+        except BaseException as error:
+            self._fail_pass(error)
+            return
+        events = [self._with_receipt(event) for event in events]
+        self.speed.count(events)
+        news: dict[Answers, list[Event]] = {}
+        for event in events:
+            news.setdefault(self._answers[event.request], []).append(event)
+            if isinstance(event, Finished):
+                del self._answers[event.request]
+        for answers, part in news.items():
+            answers.put(part)
+
+    def _with_receipt(self, event: Event) -> Event:
+        """An answer's last event says what was done to its words, if anything may be."""
+        if not isinstance(event, Finished):
+            return event
+        receipt = self.engine.experts.take_receipt(event.request)
+        return event if receipt is None else replace(event, receipt=receipt)
+
+    def _fail_pass(self, error: BaseException) -> None:
+        """Ends those whose pass it was; others, and who asks later, go on."""
+        ids = [request.id for request in self._decoder.taking_part]
+        concerned = [self._answers[i] for i in ids if i in self._answers]
+        for answers in dict.fromkeys(concerned or self._answers.values()):
+            self._cancel(answers, is_sound=False)
+            answers.fail(error)
+
+    def _cancel(self, answers: Answers, is_sound: bool = True) -> None:
+        for request in answers.requests:
+            if self._answers.get(request.id) is answers:
+                del self._answers[request.id]
+                self._decoder.cancel(request.id, is_sound)
+                self.engine.experts.take_receipt(request.id)
+
+    def _end_error(self) -> Exception:
+        if self._fault is None:
+            return UsageError("This LLM is closed; make another one.")
+        error = InternalError(f"The engine's thread has ended: {self._fault!r}. Load it again.")
+        error.__cause__ = self._fault
+        return error
+
+
+Mailbox = SimpleQueue[Callable[[Worker], None]]
+"""Filled without a lock: also while garbage is collected, on whatever thread that happens."""
+
+
+class Speed:
+    """Committed answer tokens and the seconds and passes they took."""
+
+    def __init__(self) -> None:
+        self._num_tokens = 0
+        self._num_forwards = 0
+        self._seconds = 0.0
+
+    @contextmanager
+    def measured(self) -> Iterator[None]:
+        """Around one forward pass and the decisions that follow it."""
+        start = time.perf_counter()
+        yield
+        self._seconds += time.perf_counter() - start
+        self._num_forwards += 1
+
+    def count(self, events: Iterable[Event]) -> None:
+        self._num_tokens += sum(len(e.tokens) for e in events if isinstance(e, Committed))
+
+    def predicted(self, engine: Engine) -> dict[str, float]:
+        """The speed that was to be expected of such passes here, where that is known."""
+        predictor = predictor_of(engine.opened, engine.plan)
+        if predictor is None:
+            return {}
+        found = predictor.speed(self._num_tokens, self._num_forwards, engine.model.num_rows)
+        if found is None:
+            return {}
+        least, likely, most = found
+        return {
+            "predicted_tokens_per_s": likely,
+            "predicted_tokens_per_s_least": least,
+            "predicted_tokens_per_s_most": most,
+        }
+
+    def as_dict(self) -> dict[str, float]:
+        return {
+            "committed_tokens": self._num_tokens,
+            "forwards": self._num_forwards,
+            "generation_s": self._seconds,
+            "tokens_per_s": self._num_tokens / self._seconds if self._seconds else 0.0,
+        }
+
+
+def make_decoder(engine: Engine) -> BlockDiffusion | MaskedDiffusion | Autoregressive:
+    """What decodes requests over a loaded model, as its family does."""
+    opened = engine.opened
+    config, use_kv_cache, reuse = opened.config, bool(opened.options.kv_cache), opened.reuse
+    if config.mask_token_id is None or config.decoding is None:
+        return Autoregressive(engine.model, engine.kv_cache, MAX_PASS_ROWS, use_kv_cache, reuse)
+    if config.is_bidirectional:
+        return MaskedDiffusion(
+            engine.model,
+            engine.kv_cache,
+            mask_token_id=config.mask_token_id,
+            max_rows=opened.max_pass_rows,
+            logits_shift=config.logits_shift,
+            is_measured_as_drawn=config.decoding.is_measured_as_drawn,
+            cache_mode=opened.cache_mode,
+        )
+    return BlockDiffusion(
+        engine.model,
+        engine.kv_cache,
+        mask_token_id=config.mask_token_id,
+        max_rows=MAX_PASS_ROWS,
+        use_kv_cache=use_kv_cache,
+        reuse=reuse,
+    )
+
+
+def _twin(error: BaseException) -> BaseException:
+    """The same error for one thread alone: raising adds to a traceback."""
+    try:
+        return type(error)(*error.args)
+    except TypeError:
+        return InternalError(f"{type(error).__name__}: {error}")

@@ -1,0 +1,80 @@
+// From squares of sums, a row for each output feature and a column for each row of x, to outputs.
+
+#pragma once
+
+#include "dense/products.hpp"
+
+#if defined(HAS_DOT_PRODUCTS)
+#include <immintrin.h>
+#endif
+
+namespace lowtide {
+
+constexpr long TILE = 16;  // rows of weights, and of x, of a square
+
+#if defined(HAS_DOT_PRODUCTS)
+
+// Rows and columns change places; each register is a row of 16.
+AVX512 INLINED void transpose(__m512i (&rows)[16]) {
+    __m512i other[16];
+    for (int i = 0; i < 16; i += 2) {
+        other[i] = _mm512_unpacklo_epi32(rows[i], rows[i + 1]);
+        other[i + 1] = _mm512_unpackhi_epi32(rows[i], rows[i + 1]);
+    }
+    for (int i = 0; i < 16; i += 4)
+        for (int j = 0; j < 2; ++j) {
+            rows[i + 2 * j] = _mm512_unpacklo_epi64(other[i + j], other[i + j + 2]);
+            rows[i + 2 * j + 1] = _mm512_unpackhi_epi64(other[i + j], other[i + j + 2]);
+        }
+    // rows[4 i + j]: columns j, j + 4, j + 8 and j + 12 of rows 4 i to 4 i + 3.
+    for (int j = 0; j < 4; ++j) {
+        const __m512i a = rows[j], b = rows[4 + j], c = rows[8 + j], d = rows[12 + j];
+        const __m512i ab = _mm512_shuffle_i32x4(a, b, 0x88), cd = _mm512_shuffle_i32x4(c, d, 0x88);
+        const __m512i ab2 = _mm512_shuffle_i32x4(a, b, 0xdd), cd2 = _mm512_shuffle_i32x4(c, d, 0xdd);
+        other[j] = _mm512_shuffle_i32x4(ab, cd, 0x88);
+        other[j + 4] = _mm512_shuffle_i32x4(ab2, cd2, 0x88);
+        other[j + 8] = _mm512_shuffle_i32x4(ab, cd, 0xdd);
+        other[j + 12] = _mm512_shuffle_i32x4(ab2, cd2, 0xdd);
+    }
+    for (int i = 0; i < 16; ++i) rows[i] = other[i];
+}
+
+// As `round_bf16` does.
+AVX512 INLINED void store16(bf16* out, __m512 sums, __mmask16 mask) {
+    const __m512i bits = _mm512_castps_si512(sums), one = _mm512_set1_epi32(1);
+    const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), one);
+    const __m512i more = _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff));
+    const __m512i near = _mm512_srli_epi32(_mm512_add_epi32(bits, more), 16);
+    const __mmask16 is_nan = _mm512_cmp_ps_mask(sums, sums, _CMP_UNORD_Q);
+    const __m512i rounded = _mm512_mask_mov_epi32(near, is_nan, _mm512_set1_epi32(0x7fc0));
+    _mm512_mask_cvtepi32_storeu_epi16(out, mask, rounded);
+}
+
+// Sums [outs, rows] of up to 16 rows of x from `row` on with up to 16 of weights from `first` on; of
+// one row [outs].
+AVX512 INLINED void store_tile_sums(
+    const Product<bf16>& p, const float* sums, long row, long num_rows, long first, long num_outs
+) {
+    __m512i columns[TILE];
+    if (num_rows == 1) {
+        columns[0] = _mm512_load_si512(sums);
+    } else {
+        for (long o = 0; o < TILE; ++o) columns[o] = _mm512_load_si512(sums + o * TILE);
+        transpose(columns);
+    }
+    const auto mask = static_cast<__mmask16>((1u << num_outs) - 1);
+    __m512 bias = _mm512_setzero_ps();
+    if (p.bias != nullptr) {
+        const __m512i narrow = _mm512_maskz_loadu_epi16(mask, p.bias + first);
+        const __m512i wide = _mm512_cvtepu16_epi32(_mm512_castsi512_si256(narrow));
+        bias = _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
+    }
+    for (long r = 0; r < num_rows; ++r) {
+        bf16* out = p.out + (row + r) * p.out_stride + first;
+        store16(out, _mm512_add_ps(_mm512_castsi512_ps(columns[r]), bias), mask);
+    }
+}
+
+#endif
+
+}  // namespace lowtide

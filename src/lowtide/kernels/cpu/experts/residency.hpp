@@ -1,0 +1,145 @@
+// Who is resident while layers run, and the experts of a layer of which some are not.
+//
+// A layer's demand is counted, absent experts are admitted in place of residents that rank below
+// them (the twin of `admit` in policies/ranks.py), their reads begin, those present are computed
+// meanwhile, the others as they arrive, and all are summed by ascending id.
+
+#pragma once
+
+#include <cstdint>
+#include <deque>
+#include <vector>
+
+#include "experts/pairs.hpp"
+#include "team/reader.hpp"
+#include "signatures.hpp"
+
+namespace lowtide {
+
+// Owners of slots that hold no resident.
+constexpr std::int64_t FREE_SLOT = -1, TAKEN_SLOT = -2;
+
+// As Python hands it over, whose ledger and placement have the arrays.
+struct Residency {
+    std::int64_t* table;  // [num_layers, num_experts]: each expert's slot, less than 0: none
+    std::int64_t* owner;  // [num_slots]: layer * num_experts + expert, or FREE_SLOT and so on
+    std::int64_t *free, *free_state;  // a ring of free slots; its first, and how many
+    long num_layers, num_experts, num_slots;
+    double* rank;  // [num_layers, num_experts], which demand changes by what follows
+    double per_token, per_expert, per_share;
+    const double* worth;  // [num_worth] of so many tokens, the last for more; null: their number
+    long num_worth;
+    std::int64_t* clock;  // or null: the last rank given, where a demanded expert's is a new one
+    const std::int64_t* room;  // [num_layers]
+    long most, includes_all, low_ids_leave;
+    std::int64_t* hits;  // [num_layers, num_experts]: tokens in this pass
+    std::int64_t* asked;  // [num_experts, 3]: an expert, its slot and the filling, for Python
+    std::shared_ptr<Readiness>* readiness;
+    Reader* reader;  // null: Python reads
+    double wait_limit_s;  // of one call
+    long reads_ahead;  // whether to read what the next layer is expected to ask for
+    // What became of it, counted on and on.
+    long num_hits, num_misses, num_admitted, num_left_out, num_evicted, read_bytes;
+    long num_ahead, num_late, num_wasted;  // reads ahead: used, of these not there in time; not used
+    double wait_s;
+    // In this pass:
+    long num_asked;
+    // In the layer that runs:
+    long layer, expert, slot, error;
+};
+
+// How a call over layers ended. All but DONE: the same call goes on with it.
+enum Status : int {
+    DONE,
+    WAITS,  // for longer than a call may
+    READS,  // once what is `asked` is being read
+    FAILED,  // the read of `expert` into `slot`, with `error`
+    STUCK,  // an expert waits for a slot and none is on its way to be free
+};
+
+// What computes a layer's experts: as in layer.hpp's `Experts`, and its scratch. As Python hands it
+// over where it knows the router.
+struct ExpertCall {
+    ExpertsFunction* run;
+    MlpsFunction* mlps;
+    int variant, num_threads;
+    const std::int32_t* types;
+    ExpertPlaces places;
+    long hidden, width, num_rows, num_chosen;
+    const bf16* x;
+    bf16 *parts, *gate, *up;
+    float* out;
+};
+
+class LayerExperts {
+ public:
+    // experts, weights [num_rows, num_chosen], experts ascending in each row; they stay.
+    void begin(
+        Residency& residency, long layer, const ExpertCall& call, const std::int64_t* experts,
+        const float* weights
+    );
+
+    // On to the sum.
+    Status advance();
+
+    // Whether all that this layer waits for is being read, and there is a slot for more.
+    bool can_read_ahead() const;
+
+    // Begins to read those that are absent of what a coming layer is expected to ask for.
+    void read_ahead(long layer, const std::int64_t* experts, long count);
+
+    // After the last layer: WAITS while a read that was given up is not over.
+    Status end_pass();
+
+ private:
+    struct Demand {
+        long expert, num_rows;
+    };
+
+    struct Arrival {
+        long expert, slot;
+        Group group;
+        bool is_admitted;
+    };
+
+    struct Ahead {
+        long layer, expert, slot;
+    };
+
+    void claim(Arrival arrival);
+    void drop_ahead();
+    Status await_dropped();
+    void start_read(long layer, long expert, long slot);
+    void reap_dropped();
+    long take_slot();
+
+    void raise_ranks();
+    void admit(std::vector<char>& is_admitted);
+    long lowest(const std::vector<char>& has_left) const;
+    void evict(long expert);
+    void free_slot(long slot);
+    void run_present();
+    void run(const std::vector<Group>& groups) const;
+    void start_reads();
+    Status take_arrivals();
+    int wait(long slot);
+    void settle(const Arrival& arrival);
+    void sum();
+
+    std::int64_t* table() const { return r_->table + layer_ * r_->num_experts; }
+
+    Residency* r_ = nullptr;
+    long layer_ = 0;
+    ExpertCall call_{};
+    const float* weights_ = nullptr;
+    std::vector<Demand> demand_;  // of each distinct expert, ascending
+    std::vector<long> row_of_;
+    std::vector<Group> present_;
+    std::vector<long> leaving_after_use_;
+    std::deque<Arrival> waiting_, pending_;
+    std::vector<Ahead> ahead_;
+    std::deque<Ahead> dropped_;  // were given up and are not over
+    bool is_present_run_ = false, is_summed_ = false;
+};
+
+}  // namespace lowtide

@@ -1,0 +1,130 @@
+// What happens to rows between products: normalised, turned by their position, gated. Few or many:
+// a row's bits are its own.
+
+#include <algorithm>
+
+#include "operators.hpp"
+#include "team/team.hpp"
+
+using namespace lowtide;
+
+namespace {
+
+// out = weight * rounded(x / rms(x))
+INLINED void normalise(const bf16* x, const bf16* weight, float eps, bf16* out, long length) {
+    float lanes[16] = {};
+    long i = 0;
+    for (; i + 16 <= length; i += 16)
+        for (long lane = 0; lane < 16; ++lane)
+            lanes[lane] += widen(x[i + lane]) * widen(x[i + lane]);
+    for (long lane = 0; i + lane < length; ++lane)
+        lanes[lane] += widen(x[i + lane]) * widen(x[i + lane]);
+    float sum = 0;
+    for (float lane : lanes) sum += lane;
+    const float factor = 1.0f / std::sqrt(sum / static_cast<float>(length) + eps);
+    for (i = 0; i < length; ++i)
+        out[i] = round_bf16(rounded(widen(x[i]) * factor) * widen(weight[i]));
+}
+
+// Two dimensions of a row, each rounded once.
+INLINED void turn(bf16& first, bf16& second, float cos, float sin) {
+    const float a = widen(first), b = widen(second);
+    first = round_bf16(a * cos - b * sin);
+    second = round_bf16(b * cos + a * sin);
+}
+
+// run(first, number of rows), for pieces of all rows: some threads' where there is work for them.
+template <class Run>
+void by_rows(int num_threads, long num_rows, long row_bytes, const Run& run) {
+    if (num_rows * row_bytes < 2 * WORTH_BYTES) return run(0, num_rows);
+    const long length = std::max(1L, WORTH_BYTES / 2 / row_bytes);
+    together(num_threads, (num_rows + length - 1) / length, [&](long piece) {
+        const long first = piece * length;
+        run(first, std::min(length, num_rows - first));
+    });
+}
+
+long bytes_of(long num_numbers) { return num_numbers * static_cast<long>(sizeof(bf16)); }
+
+}  // namespace
+
+extern "C" {
+
+// x, out [num_rows, num_heads, length], weight [length]; a row's stride in elements is given, its
+// heads are adjacent. out may be x.
+void lowtide_rms_norm(
+    int variant, int num_threads, const bf16* x, long x_stride, const bf16* weight, float eps,
+    bf16* out, long out_stride, long num_rows, long num_heads, long length
+) {
+    by_rows(num_threads, num_rows, bytes_of(num_heads * length), [=](long first, long number) {
+        vectorised(variant, [=]() INLINED_LAMBDA {
+            for (long row = first; row < first + number; ++row)
+                for (long head = 0; head < num_heads; ++head) {
+                    const long start = head * length;
+                    normalise(x + row * x_stride + start, weight, eps,
+                              out + row * out_stride + start, length);
+                }
+        });
+    });
+}
+
+// x [num_rows, num_heads, length], in place: dimension i with dimension i + half, rounded after
+// each operator. cos, sin [num_rows, half]. A row's stride in elements is given.
+void lowtide_rotate(
+    int variant, int num_threads, bf16* x, long x_stride, const bf16* cos, const bf16* sin,
+    long num_rows, long num_heads, long length, long half
+) {
+    by_rows(num_threads, num_rows, bytes_of(num_heads * length), [=](long from, long number) {
+        vectorised(variant, [=]() INLINED_LAMBDA {
+            for (long row = from; row < from + number; ++row)
+                for (long head = 0; head < num_heads; ++head) {
+                    bf16* first = x + row * x_stride + head * length;
+                    bf16* second = first + half;
+                    for (long i = 0; i < half; ++i) {
+                        const float a = widen(first[i]), b = widen(second[i]);
+                        const float c = widen(cos[row * half + i]), s = widen(sin[row * half + i]);
+                        first[i] = round_bf16(rounded(a * c) - rounded(b * s));
+                        second[i] = round_bf16(rounded(b * c) + rounded(a * s));
+                    }
+                }
+        });
+    });
+}
+
+// The same in float32, cos and sin, too, and rounded once.
+void lowtide_rotate_in_float32(
+    int variant, int num_threads, bf16* x, long x_stride, const float* cos, const float* sin,
+    long num_rows, long num_heads, long length, long half
+) {
+    by_rows(num_threads, num_rows, bytes_of(num_heads * length), [=](long from, long number) {
+        vectorised(variant, [=]() INLINED_LAMBDA {
+            for (long row = from; row < from + number; ++row)
+                for (long head = 0; head < num_heads; ++head) {
+                    bf16* first = x + row * x_stride + head * length;
+                    for (long i = 0; i < half; ++i)
+                        turn(first[i], first[half + i], cos[row * half + i], sin[row * half + i]);
+                }
+        });
+    });
+}
+
+// gate = silu(gate) * up, in place, rounded after each of the two.
+void lowtide_silu_times(int variant, int num_threads, bf16* gate, const bf16* up, long length) {
+    by_rows(num_threads, length, bytes_of(1), [=](long first, long number) {
+        silu_times(variant, gate + first, up + first, number);
+    });
+}
+
+// x [num_rows, length], each row multiplied by the sigmoid of its gate [num_rows], rounded after
+// each of the two. Rows are adjacent.
+void lowtide_weigh_rows(int variant, bf16* x, const bf16* gates, long num_rows, long length) {
+    vectorised(variant, [=]() INLINED_LAMBDA {
+        for (long row = 0; row < num_rows; ++row) {
+            const float weight = rounded(1.0f / (1.0f + exponential(-widen(gates[row]))));
+            for (long i = row * length; i < (row + 1) * length; ++i)
+                x[i] = round_bf16(widen(x[i]) * weight);
+        }
+    });
+}
+
+}

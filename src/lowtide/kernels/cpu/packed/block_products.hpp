@@ -1,0 +1,68 @@
+// A type of ggml's blocks for the table of packed.hpp: to bfloat16 by the variant's instructions, and
+// products without writing that.
+
+#pragma once
+
+#include "packed/ggml_dots.hpp"
+#include "packed/ggml_tiles.hpp"
+
+namespace lowtide {
+namespace ggml {
+
+template <class Type>
+void unpack_rows(int variant, const PackedRows& rows, bf16* out, long out_stride) {
+#if defined(HAS_DOT_PRODUCTS)
+    if (variant >= WITH_AVX512_BF16) return vectors::unpack<Type>(rows, out, out_stride);
+#endif
+    vectorised(variant, [=]() INLINED_LAMBDA {
+        for (long row = 0; row < rows.num_rows; ++row)
+            for (long block = 0; block < rows.num_blocks; ++block)
+                unpack_block<Type>(rows.stored + row * rows.row_bytes + block * Type::BYTES,
+                                   out + row * out_stride + block * Type::SIZE);
+    });
+}
+
+#if defined(HAS_DOT_PRODUCTS)
+
+// `rows` rows of x.
+template <class Type, int rows>
+void multiply_rows(const Product<bf16>& p, const PackedRows& packed) {
+    constexpr long OUTS = vectors::OUTS;
+    Ahead ahead(packed.stored, p.num_outs * packed.row_bytes, p.next);
+    for (long first = 0; first < p.num_outs; first += OUTS) {
+        const u8* weights[OUTS];
+        for (long o = 0; o < OUTS; ++o)  // at the end the last one again
+            weights[o] = packed.stored + std::min(first + o, p.num_outs - 1) * packed.row_bytes;
+        float sums[rows][OUTS];
+        vectors::dots<Type, rows>(p.x, p.x_stride, weights, packed.num_blocks, ahead, sums);
+        for (int r = 0; r < rows; ++r)
+            for (long o = 0; o < OUTS && first + o < p.num_outs; ++o) {
+                const float bias = p.bias ? widen(p.bias[first + o]) : 0.0f;
+                p.out[r * p.out_stride + first + o] = round_bf16(sums[r][o] + bias);
+            }
+    }
+}
+
+#endif
+
+template <class Type>
+bool multiply_directly(int variant, const Product<bf16>& p, const PackedRows& packed) {
+#if defined(HAS_DOT_PRODUCTS)
+    if (variant == WITH_AMX)
+        return Amx::run(p, [&] { return PackedTiles<Type>(p, packed); }), true;
+    if (variant < WITH_AVX512_BF16) return false;
+    if (p.num_rows == 1) return multiply_rows<Type, 1>(p, packed), true;
+    if (p.num_rows == 2) return multiply_rows<Type, 2>(p, packed), true;
+    if (p.num_rows == 3) return multiply_rows<Type, 3>(p, packed), true;
+    if (p.num_rows == 4) return multiply_rows<Type, 4>(p, packed), true;
+#endif
+    return false;
+}
+
+template <class Type>
+constexpr BlockType block_type_of() {
+    return {unpack_rows<Type>, multiply_directly<Type>, Type::BYTES, Type::SIZE};
+}
+
+}  // namespace ggml
+}  // namespace lowtide

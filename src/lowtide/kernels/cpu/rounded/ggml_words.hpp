@@ -1,0 +1,338 @@
+// Sixteen groups of a row of weights in one of ggml's packed types, as vpdpbusd takes them: numbers
+// without a sign, four to a word, in registers whose lanes are groups. What all types have:
+//
+//     NUM_WORDS           of a group, and registers
+//     ZERO                that numbers stand above themselves by
+//     load(b)             of the groups' blocks, in two halves at b
+//     of, scale, offset   the words, and what each group has once
+//     group(lane)         whose lane it is, of `scale` and of what `dots` answers
+//     word(number, lane)  which word of which group a register has in a lane
+//
+// Words come into their lanes by `unpack_four`: where quarter q of four registers had words of some
+// group, lane 4 q + i is that of register i. In some types a group's words are in two quarters, which
+// are added to each other once they are sums.
+
+#pragma once
+
+#include "packed/ggml_block_words.hpp"
+#include "dense/vnni.hpp"
+
+#ifdef HAS_VNNI
+
+namespace lowtide {
+namespace ggml {
+
+struct Word {
+    int group, number;
+};
+
+VNNI INLINED __m128i sixteen_bytes(const u8* from) {
+    return _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
+}
+
+VNNI INLINED __m256i half_register(const u8* from) {
+    return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
+}
+
+VNNI INLINED __m512i twice(const u8* from) {
+    return _mm512_broadcast_i64x4(half_register(from));
+}
+
+VNNI INLINED __m512i bytes_of(int value) { return _mm512_set1_epi8(static_cast<char>(value)); }
+
+// Bytes' low halves, and their high ones.
+VNNI INLINED __m512i low_halves(__m512i bytes) { return _mm512_and_si512(bytes, bytes_of(15)); }
+
+VNNI INLINED __m512i high_halves(__m512i bytes) { return low_halves(_mm512_srli_epi16(bytes, 4)); }
+
+// (a & mask) | b
+VNNI INLINED __m512i masked_or(__m512i a, __m512i mask, __m512i b) {
+    return _mm512_ternarylogic_epi32(a, mask, b, 0xea);
+}
+
+// Where blocks of sixteen groups are: of the first eight, and of the others. What is in one block has
+// no second half.
+struct Halves {
+    const u8 *first, *second;
+
+    template <class Type>
+    VNNI INLINED const u8* block(int number) const {
+        return number < 8 ? first + number * Type::BYTES : second + (number - 8) * Type::BYTES;
+    }
+};
+
+// What each of sixteen blocks has at `offset`. Scalar loads and stores would be as many as blocks.
+template <class Type, int offset>
+VNNI INLINED __m256i words_of_blocks(const Halves& b) {
+    using Words = WordsKept<Type, offset>;
+    static constexpr Words KEPT;
+    const __m512i both = _mm512_mask_mov_epi32(
+        double_words_of_half<Words>(b.first), 0xff00, double_words_of_half<Words>(b.second));
+    return _mm512_castsi512_si256(
+        _mm512_permutexvar_epi16(_mm512_load_si512(KEPT.words), both));
+}
+
+template <class Type, int offset = 0>
+VNNI INLINED __m512 halves_of_blocks(const Halves& b) {
+    return _mm512_cvtph_ps(words_of_blocks<Type, offset>(b));
+}
+
+// Lanes i, of every quarter alike, have the float16 at `first` where i < 2, else that at `second`.
+VNNI INLINED __m512 halves_of_two(const u8* first, const u8* second) {
+    const std::uint64_t low = number_at<std::uint16_t>(first) * 0x10001u;
+    const std::uint64_t high = number_at<std::uint16_t>(second) * 0x10001u;
+    return _mm512_cvtph_ps(_mm256_set1_epi64x(static_cast<long long>(high << 32 | low)));
+}
+
+VNNI INLINED __m512 half_everywhere(const u8* half) {
+    return _mm512_cvtph_ps(_mm256_set1_epi16(number_at<short>(half)));
+}
+
+VNNI INLINED __m512 unsigned_floats(__m128i bytes) {
+    return _mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(bytes));
+}
+
+VNNI INLINED __m512 signed_floats(__m128i bytes) {
+    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes));
+}
+
+// Sixteen numbers of groups in order, to lanes 4 q + i of groups 4 i + q.
+VNNI INLINED __m128i turned(__m128i bytes) {
+    return _mm_shuffle_epi8(
+        bytes, _mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15));
+}
+
+// Groups of 32 weights whose words all are in lanes of theirs.
+struct WholeGroups {
+    static constexpr int NUM_WORDS = 8;
+    __m512i of[NUM_WORDS];
+    __m512 scale, offset;
+
+    // starts: in each lane what is added to it.
+    VNNI INLINED __m512i dots(const i8* x, __m512i starts) const {
+        __m512i low = starts, high = _mm512_setzero_si512();
+        UNROLLED for (int i = 0; i < 4; ++i) {
+            low = _mm512_dpbusd_epi32(low, of[i], _mm512_load_si512(x + 64 * i));
+            high = _mm512_dpbusd_epi32(high, of[4 + i], _mm512_load_si512(x + 64 * (4 + i)));
+        }
+        return _mm512_add_epi32(low, high);
+    }
+};
+
+// Groups of 32 weights in two quarters each: eight groups in the first four registers.
+struct HalvedGroups {
+    static constexpr int NUM_WORDS = 8;
+    __m512i of[NUM_WORDS];
+    __m512 scale, offset;
+
+    VNNI INLINED __m512i dots(const i8* x, __m512i starts) const {
+        __m512i low = _mm512_setzero_si512(), high = low;
+        UNROLLED for (int i = 0; i < 4; ++i) {
+            low = _mm512_dpbusd_epi32(low, of[i], _mm512_load_si512(x + 64 * i));
+            high = _mm512_dpbusd_epi32(high, of[4 + i], _mm512_load_si512(x + 64 * (4 + i)));
+        }
+        return _mm512_add_epi32(quarters_added(low, high), starts);
+    }
+};
+
+// Groups of 16 weights.
+struct SmallGroups {
+    static constexpr int NUM_WORDS = 4;
+    __m512i of[NUM_WORDS];
+    __m512 scale, offset;
+
+    VNNI INLINED __m512i dots(const i8* x, __m512i starts) const {
+        __m512i low = starts, high = _mm512_setzero_si512();
+        UNROLLED for (int i = 0; i < 2; ++i) {
+            low = _mm512_dpbusd_epi32(low, of[i], _mm512_load_si512(x + 64 * i));
+            high = _mm512_dpbusd_epi32(high, of[2 + i], _mm512_load_si512(x + 64 * (2 + i)));
+        }
+        return _mm512_add_epi32(low, high);
+    }
+};
+
+// What four bits stand for, and above that.
+struct Table {
+    u8 bytes[16];
+};
+
+constexpr Table raised(const float (&values)[16], int zero) {
+    Table table{};
+    for (int i = 0; i < 16; ++i)
+        table.bytes[i] = static_cast<u8>(static_cast<int>(values[i]) + zero);
+    return table;
+}
+
+constexpr int IQ4_ZERO = 128, MXFP4_ZERO = 12;
+constexpr Table IQ4_TABLE = raised(IQ4_VALUES, IQ4_ZERO);
+constexpr Table MXFP4_TABLE = raised(MXFP4_VALUES, MXFP4_ZERO);
+
+template <class Type>
+struct Sixteen;
+
+// Words of 16 blocks, each with 16 bytes of low halves and high ones.
+template <class Type>
+struct Nibbles : WholeGroups {
+    static constexpr int group(int lane) { return lane; }
+    static constexpr Word word(int number, int lane) { return {lane, number}; }
+
+    // at: where a block has them.
+    VNNI INLINED void load_nibbles(const Halves& b, int at) {
+        const auto bytes = [&](int block) VNNI INLINED_LAMBDA {
+            return sixteen_bytes(b.template block<Type>(block) + at);
+        };
+        UNROLLED for (int i = 0; i < 4; ++i) {
+            of[i] = _mm512_castsi128_si512(bytes(i));
+            of[i] = _mm512_inserti32x4(of[i], bytes(4 + i), 1);
+            of[i] = _mm512_inserti32x4(of[i], bytes(8 + i), 2);
+            of[i] = _mm512_inserti32x4(of[i], bytes(12 + i), 3);
+        }
+        split();
+    }
+
+    // Splits four registers with a group's sixteen bytes in each quarter.
+    VNNI INLINED void split() {
+        __m512i rows[4] = {of[0], of[1], of[2], of[3]};
+        unpack_four(rows);
+        UNROLLED for (int i = 0; i < 4; ++i) {
+            of[i] = low_halves(rows[i]);
+            of[4 + i] = high_halves(rows[i]);
+        }
+    }
+
+    // Numbers become the values that they stand for.
+    VNNI INLINED void look_up(const Table& table) {
+        const __m512i values = _mm512_broadcast_i32x4(sixteen_bytes(table.bytes));
+        UNROLLED for (int i = 0; i < 8; ++i) of[i] = _mm512_shuffle_epi8(values, of[i]);
+    }
+};
+
+// Words of 16 blocks with 32 fifth bits at `at` and the others behind them.
+template <class Type>
+struct FiveBits : Nibbles<Type> {
+    template <int at>
+    VNNI INLINED void load_numbers(const Halves& b) {
+        this->load_nibbles(b, at + 4);
+        const __m512i fifth = _mm512_or_si512(
+            _mm512_cvtepu16_epi32(words_of_blocks<Type, at>(b)),
+            _mm512_slli_epi32(_mm512_cvtepu16_epi32(words_of_blocks<Type, at + 2>(b)), 16));
+        UNROLLED for (int i = 0; i < 8; ++i) {
+            // Four bits, of half a byte, for a word's four numbers.
+            const __m512i byte = _mm512_shuffle_epi8(
+                fifth, _mm512_set4_epi32(0x0c0c0c0c + i / 2 * 0x01010101,
+                                         0x08080808 + i / 2 * 0x01010101,
+                                         0x04040404 + i / 2 * 0x01010101, i / 2 * 0x01010101));
+            const __mmask64 is_set = _mm512_test_epi8_mask(
+                byte, _mm512_set1_epi32(i % 2 ? static_cast<int>(0x80402010) : 0x08040201));
+            __m512i& numbers = this->of[i];
+            numbers = _mm512_mask_add_epi8(numbers, is_set, numbers, bytes_of(16));
+        }
+    }
+};
+
+template <class Type>
+VNNI INLINED __m512 offsets_of_blocks(const Halves& b) {
+    return _mm512_sub_ps(_mm512_set1_ps(-0.0f), halves_of_blocks<Type, 2>(b));
+}
+
+template <>
+struct Sixteen<Q4_0> : Nibbles<Q4_0> {
+    static constexpr int ZERO = 8;
+
+    VNNI INLINED void load(const Halves& b) {
+        scale = halves_of_blocks<Q4_0>(b);
+        load_nibbles(b, 2);
+    }
+};
+
+template <>
+struct Sixteen<Q4_1> : Nibbles<Q4_1> {
+    static constexpr int ZERO = 0;
+
+    VNNI INLINED void load(const Halves& b) {
+        scale = halves_of_blocks<Q4_1>(b);
+        offset = offsets_of_blocks<Q4_1>(b);
+        load_nibbles(b, 4);
+    }
+};
+
+template <>
+struct Sixteen<Q5_0> : FiveBits<Q5_0> {
+    static constexpr int ZERO = 16;
+
+    VNNI INLINED void load(const Halves& b) {
+        scale = halves_of_blocks<Q5_0>(b);
+        load_numbers<2>(b);
+    }
+};
+
+template <>
+struct Sixteen<Q5_1> : FiveBits<Q5_1> {
+    static constexpr int ZERO = 0;
+
+    VNNI INLINED void load(const Halves& b) {
+        scale = halves_of_blocks<Q5_1>(b);
+        offset = offsets_of_blocks<Q5_1>(b);
+        load_numbers<4>(b);
+    }
+};
+
+template <>
+struct Sixteen<Iq4Nl> : Nibbles<Iq4Nl> {
+    static constexpr int ZERO = IQ4_ZERO;
+
+    VNNI INLINED void load(const Halves& b) {
+        scale = halves_of_blocks<Iq4Nl>(b);
+        load_nibbles(b, 2);
+        look_up(IQ4_TABLE);
+    }
+};
+
+template <>
+struct Sixteen<Mxfp4> : Nibbles<Mxfp4> {
+    static constexpr int ZERO = MXFP4_ZERO;
+
+    VNNI INLINED void load(const Halves& b) {
+        // As `mxfp4_scale`. Every other block begins with the upper byte of a word.
+        const __m512i words = _mm512_cvtepu16_epi32(words_of_blocks<Mxfp4, 0>(b));
+        const __m512i e = _mm512_and_si512(
+            _mm512_mask_srli_epi32(words, 0xaaaa, words, 8), _mm512_set1_epi32(255));
+        const __m512i usual =
+            _mm512_slli_epi32(_mm512_sub_epi32(e, _mm512_set1_epi32(1)), 23);
+        scale = _mm512_castsi512_ps(_mm512_mask_sllv_epi32(
+            usual, _mm512_cmplt_epi32_mask(e, _mm512_set1_epi32(2)),
+            _mm512_set1_epi32(0x00200000), e));
+        load_nibbles(b, 1);
+        look_up(MXFP4_TABLE);
+    }
+};
+
+template <>
+struct Sixteen<Q8_0> : HalvedGroups {
+    static constexpr int ZERO = 128;
+    static constexpr int group(int lane) { return lane; }
+    static constexpr Word word(int number, int lane) {
+        return {number / 4 * 8 + lane % 4 + lane / 8 * 4, lane / 4 % 2 * 4 + number % 4};
+    }
+
+    VNNI INLINED void load(const Halves& b) {
+        scale = halves_of_blocks<Q8_0>(b);
+        UNROLLED for (int half = 0; half < 2; ++half) {
+            __m512i rows[4];
+            UNROLLED for (int i = 0; i < 4; ++i) {
+                const u8* q = b.block<Q8_0>(8 * half + i) + 2;
+                const __m512i both = _mm512_inserti64x4(
+                    _mm512_castsi256_si512(half_register(q)),
+                    half_register(q + 4 * Q8_0::BYTES), 1);
+                rows[i] = _mm512_xor_si512(both, bytes_of(128));
+            }
+            unpack_four(rows);
+            UNROLLED for (int i = 0; i < 4; ++i) of[4 * half + i] = rows[i];
+        }
+    }
+};
+
+}  // namespace ggml
+}  // namespace lowtide
+
+#endif

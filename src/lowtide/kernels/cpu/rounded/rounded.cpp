@@ -1,0 +1,105 @@
+// Products of rows rounded to int8 with packed weights: with one matrix, and with many experts'. q8's
+// and q4's types are here.
+
+#include "rounded/rounded.hpp"
+#include "experts/weight_operators.hpp"
+
+namespace lowtide {
+
+const RoundedType& own_rounded_type(int number) {
+    static constexpr RoundedType TYPES[] = {rounded_type_of<Own<8>>(), rounded_type_of<Own<4>>()};
+    return TYPES[number];
+}
+
+}  // namespace lowtide
+
+using namespace lowtide;
+
+namespace {
+
+const RoundedType& rounded_type(int number) {
+    constexpr int NUM_SMALL = 7, NUM_K = 6, NUM_GRIDS = 5;
+    if (number < NUM_SMALL) return small_rounded_type(number);
+    if ((number -= NUM_SMALL) < NUM_K) return k_rounded_type(number);
+    if ((number -= NUM_K) < NUM_GRIDS) return grid_rounded_type(number);
+    return own_rounded_type(number - NUM_GRIDS);
+}
+
+// A matrix [.., num_k].
+struct RoundingWeights : AdjacentRows<RoundingWeights> {
+    const RoundedType* type;
+    long num_k;
+
+    RoundingWeights(int number, const void* stored, long, long num_k)
+        : AdjacentRows{static_cast<const std::uint8_t*>(stored), 0}, type(&rounded_type(number)),
+          num_k(num_k) {
+        bytes_of_row = type->row_bytes(num_k);
+    }
+};
+
+// Rows rounded to int8, each once for a type that it meets. Memory is kept for the calls of a
+// thread.
+class RowsInInt8 {
+   public:
+    static constexpr long MOST_ROWS = 256;
+
+    explicit RowsInInt8(int variant) : variant_(variant) {}
+
+    long piece_bytes(long usual, long share, const Group* groups, long num_groups) const {
+        return piece_bytes_of(variant_, usual, share, groups, num_groups);
+    }
+
+    // weights: at most two.
+    void take(
+        int num_threads, const GroupRows& rows, std::initializer_list<RoundingWeights> weights
+    ) {
+        const int variant = variant_;
+        const long num_k = rows.num_k;
+        chunks_ = 0;
+        for (long g = 0; g < rows.num_groups; ++g)
+            chunks_ = std::max(chunks_, rows.groups[g].num_rows / MOST_ROUNDED + 1);
+        OfType* next = of_types_;
+        for (const RoundingWeights& each : weights) {
+            const RoundedType* const type = each.type;
+            if (next > of_types_ && of_types_->type == type) continue;
+            next->type = type, next->inputs = new_inputs(rows.num_groups * chunks_);
+            next->rows.take(num_threads, rows, type->row_lines(num_k),
+                            [=](const bf16* x, Line* out) {
+                                type->round_row(variant, x, num_k, out);
+                            });
+            ++next;
+        }
+    }
+
+    void multiply(const RoundingWeights& w, const Product<bf16>& p, long group) const {
+        const OfType& own = of_types_[w.type == of_types_->type ? 0 : 1];
+        const RoundedProduct all = {
+            own.rows.lines(group, 0), own.rows.num_lines(), p.num_rows, w.rows, p.bias, p.out,
+            p.out_stride, p.num_outs, w.num_k, p.next,
+        };
+        // Two types' columns are kept apart.
+        const auto first = static_cast<std::size_t>((&own - of_types_) * MOST_ROWS / MOST_ROUNDED);
+        w.type->multiply(
+            variant_, all, {own.inputs + static_cast<std::uint64_t>(group * chunks_), first});
+    }
+
+   private:
+    struct OfType {
+        const RoundedType* type;
+        RoundedRows rows;
+        std::uint64_t inputs;  // of the first group's first 16 rows
+    };
+
+    static OfType* own() {
+        thread_local OfType of[2];
+        return of;
+    }
+
+    const int variant_;
+    OfType* const of_types_ = own();
+    long chunks_ = 0;  // of a group, at most
+};
+
+}  // namespace
+
+WEIGHT_OPERATORS(rounded, RoundingWeights, RowsInInt8)

@@ -1,0 +1,71 @@
+// A type of packed weights for the table of rounded.cpp.
+
+#pragma once
+
+#include "rounded/int8_avx2.hpp"
+#include "rounded/int8_few_rows.hpp"
+#include "rounded/int8_many_rows.hpp"
+
+namespace lowtide {
+
+// What rows in int8 need of a type.
+struct RoundedType {
+    long (*row_bytes)(long num_k);  // of weights
+    long (*row_lines)(long num_k);  // of x
+    void (*round_row)(int variant, const bf16* x, long num_k, Line* out);
+    void (*multiply)(int variant, const RoundedProduct& p, const Chunk& chunk);
+};
+
+// Whether VNNI of AVX-512 has a type's words (ggml_words.hpp). Rows for other types lie in their own
+// order in every variant, and are multiplied by registers of 32 numbers.
+template <class Type>
+constexpr bool HAS_WORDS = !ggml::HAS_GRID<Type>;
+
+template <class Type>
+void round_for(int variant, const bf16* x, long num_k, Line* out) {
+#ifdef HAS_VNNI
+    if constexpr (HAS_WORDS<Type>)
+        if (variant >= INT8_VNNI) return round_row<Type>(x, num_k, out);
+#endif
+    vectorised(vectors_of(variant), [=]() INLINED_LAMBDA {
+        round_row_plainly<Type>(x, num_k, out);
+    });
+}
+
+// Any number of rows, of which chunk is the first 16.
+template <class Type>
+void multiply_rounded(int variant, const RoundedProduct& p, const Chunk& chunk) {
+#ifdef HAS_VNNI
+    if constexpr (HAS_WORDS<Type>)
+        if (variant >= INT8_VNNI) {
+            long done = 0;
+#if defined(HAS_DOT_PRODUCTS)
+            done = multiply_many_rows<Type>(variant, p, chunk);
+#endif
+            return multiply_by_few_rows<Type>(variant, p.rows(done, p.num_rows - done));
+        }
+#endif
+    for (long done = 0; done < p.num_rows; done += MOST_ROUNDED) {
+        const RoundedProduct some = p.rows(done, std::min(MOST_ROUNDED, p.num_rows - done));
+#if defined(__x86_64__)
+        if (variant >= INT8_AVX2) {
+            multiply_by_avx2<Type>(variant, some);
+            continue;
+        }
+#endif
+        multiply_plainly<Type>(some);
+    }
+}
+
+template <class Type>
+constexpr RoundedType rounded_type_of() {
+    return {WeightRow<Type>::bytes, row_lines<Type>, round_for<Type>, multiply_rounded<Type>};
+}
+
+// Each by its place among its kind, as `block_type` of packed.hpp.
+const RoundedType& small_rounded_type(int number);
+const RoundedType& k_rounded_type(int number);
+const RoundedType& grid_rounded_type(int number);
+const RoundedType& own_rounded_type(int number);
+
+}  // namespace lowtide
