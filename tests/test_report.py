@@ -15,7 +15,7 @@ from reporting.evidence import Claim
 from reporting.fronts import front_picture, panels_of
 from reporting.pages import part_names, rewritten
 from reporting.results import Line, Results, ResultsError
-from reporting.tables import by_machine, captions, number, ratio, table, turns_of
+from reporting.tables import by_machine, captions, links, number, ratio, table, turns_of
 
 from lowtide.lab.bench import Spread
 
@@ -218,8 +218,8 @@ def test_a_damaged_file_is_refused_by_line(tmp_path: Path) -> None:
 
 
 def test_a_line_without_a_value_that_is_shown_is_refused(tmp_path: Path) -> None:
-    results = _results(tmp_path, _row(ratio=None))
-    with pytest.raises(ResultsError, match="has no 'ratio'"):
+    results = _results(tmp_path, _row(ceiling_ratio=None))
+    with pytest.raises(ResultsError, match="has no 'ceiling_ratio'"):
         rewritten(_page("batching"), blocks(results, Path("README.md")))
 
 
@@ -264,11 +264,16 @@ def test_a_table_has_one_machine_and_links_all_lines(tmp_path: Path) -> None:
     lines = _results(tmp_path, *[_row()] * 4, other, _row()).lines
     rows = [([*lines[:4], lines[5]], ("a",)), ([lines[4]], ("b",))]
     first, first_caption, second, second_caption = by_machine(["x"], rows, Path("x")).split("\n\n")
-    assert "| a | [1](" in first and ") to [4](" in first and ", [6](" in first and "b" not in first
+    assert (
+        "| a | [1](" in first and ") to [4](" in first and ", [6](" in first and "| b " not in first
+    )
     assert "cores of A CPU" in first_caption and "| b | [5](" in second
     assert "cores of Another CPU" in second_caption
     with pytest.raises(ResultsError, match="2 cores of A CPU, 25 GB; 2 cores of Another"):
         table(["x"], rows, Path("x"))
+    apart = _results(tmp_path, *[_row()] * 9).lines[::2]
+    assert links(apart, Path("x")).startswith("5 of [1](")
+    assert links(apart[:3], Path("x")).count(", [") == 2
 
 
 def _mapped(lane: str, **changes: Any) -> dict[str, Any]:
