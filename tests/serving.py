@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import re
 import shutil
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -17,7 +21,7 @@ import uvicorn
 from lowtide import AsyncLLM
 from lowtide.model_folder.demos import DEMO_FOLDER
 from lowtide.serve.app import build_app
-from lowtide.serve.server import bound_socket, url_of
+from lowtide.serve.server import bound_socket, config_of, url_of
 from lowtide.serve.service import Service
 from lowtide.serve.settings import ServeSettings
 
@@ -54,15 +58,7 @@ def serving(llm: AsyncLLM, **settings: Any) -> Iterator[Running]:
     """A server in a thread; the model stays loaded."""
     service = Service(llm, ServeSettings(port=0, **settings))
     with bound_socket(service.settings) as bound:
-        config = uvicorn.Config(
-            build_app(service),
-            http="h11",
-            ws="none",
-            lifespan="off",
-            log_config=None,
-            access_log=False,
-        )
-        server = uvicorn.Server(config)
+        server = uvicorn.Server(config_of(build_app(service)))
         thread = threading.Thread(target=lambda: asyncio.run(server.serve([bound])))
         thread.start()
         try:
@@ -79,3 +75,42 @@ def wait_until(is_so: Any) -> None:
     while not is_so():
         assert time.monotonic() < end_s
         time.sleep(0.01)
+
+
+class ServerProcess(NamedTuple):
+    """`lowtide serve` in a process of its own."""
+
+    process: subprocess.Popen[str]
+    url: str
+    said: list[str]  # lines on standard error
+
+
+@contextmanager
+def serving_process(model: str | Path, *arguments: str) -> Iterator[ServerProcess]:
+    """A server of its own, once it listens, and killed at the end."""
+    command = [sys.executable, "-m", "lowtide", "serve", str(model), "--port", "0", *arguments]
+    env = os.environ | {"PYTHONWARNINGS": "error"}
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=env)
+    said: list[str] = []
+    found = threading.Event()
+
+    def read() -> None:
+        assert process.stderr is not None
+        with process.stderr:
+            for line in process.stderr:
+                said.append(line)
+                if "is served at" in line:
+                    found.set()
+        found.set()
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    try:
+        assert found.wait(LIMIT_S)
+        match = re.search(r"http://\S+", "".join(said))
+        assert match is not None, said
+        yield ServerProcess(process, match[0], said)
+    finally:
+        process.kill()
+        process.wait(LIMIT_S)
+        reader.join(LIMIT_S)

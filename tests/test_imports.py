@@ -55,7 +55,7 @@ PURE_FILES += ("memory.chunking", "memory.template", "memory.pass_planner")
 PURE_LIBRARIES = {"numpy", "__future__", "abc", "bisect", "collections", "dataclasses", "enum"}
 PURE_LIBRARIES |= {"functools", "heapq", "itertools", "math", "operator", "types", "typing"}
 # Of the `serve` extra, and those rooms of the server that the command line uses without it.
-EXTRA = {"fastapi", "starlette", "uvicorn", "pydantic", "prometheus_client", "llguidance"}
+EXTRA = {"fastapi", "starlette", "uvicorn", "h11", "pydantic", "prometheus_client", "llguidance"}
 WITHOUT_EXTRA = ("serve.settings", "serve.client_configs", "serve.context", "serve.parsing")
 TORCH_FREE = FACTS | {"cli", "policies", "replay", "__main__", "__init__"}
 NEVER = {

@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import re
 import signal
 import socket
-import subprocess
-import sys
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
 
 import httpx
 import pytest
-from serving import LIMIT_S
+from serving import LIMIT_S, serving_process
 from typer.testing import CliRunner, Result
 
 from lowtide.cli import serve as verb
@@ -71,40 +63,9 @@ def test_a_client_s_config_has_the_context_that_would_be_served() -> None:
     assert "CLAUDE_CODE_MAX_CONTEXT_TOKENS=2048" in result.stdout
 
 
-@contextmanager
-def process(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], str, list[str]]]:
-    """A server of its own, where it is, and what it says on standard error."""
-    command = [sys.executable, "-m", "lowtide", "serve", DEMO, "--port", "0", *arguments]
-    env = os.environ | {"PYTHONWARNINGS": "error"}
-    server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=env)
-    said: list[str] = []
-    found = threading.Event()
-
-    def read() -> None:
-        assert server.stderr is not None
-        with server.stderr:
-            for line in server.stderr:
-                said.append(line)
-                if "is served at" in line:
-                    found.set()
-        found.set()
-
-    reader = threading.Thread(target=read)
-    reader.start()
-    try:
-        assert found.wait(LIMIT_S)
-        match = re.search(r"http://\S+", "".join(said))
-        assert match is not None, said
-        yield server, match[0], said
-    finally:
-        server.kill()
-        server.wait(LIMIT_S)
-        reader.join(LIMIT_S)
-
-
-def test_a_signal_lets_answers_finish_and_ends_the_process(tmp_path: Path) -> None:
+def test_a_signal_lets_answers_finish_and_ends_the_process() -> None:
     body = {"prompt": "import", "max_tokens": 150, "ignore_eos": True, "stream": True}
-    with process("--context", "512", "--api-key", "k") as (server, url, said):
+    with serving_process(DEMO, "--context", "512", "--api-key", "k") as (server, url, said):
         headers = {"authorization": "Bearer k"}
         assert httpx.get(f"{url}/v1/models", timeout=LIMIT_S).status_code == 401
         with httpx.stream(
