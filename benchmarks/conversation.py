@@ -18,30 +18,21 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import numpy as np
-import torch
 from common.arguments import add_model, make_parser, run_script
 from common.ceilings import read_ceiling
 from common.models import model_folder
 from common.record import Recorder, say
+from common.turns import LAST_TURN, NEW_TOKENS, bare_pass_s, next_turn, text_ids, turn_params
 
-from lowtide import LLM, SamplingParams
-from lowtide.core import Reuse, Step, StepKind
-from lowtide.decode.request import Committed, Draft
+from lowtide import LLM
+from lowtide.core import Reuse
 from lowtide.engine.running.engine import Engine
 from lowtide.lab.budgets import budget_of_share
-from lowtide.layers.batch import Batch, Segment
 from lowtide.llm import plan_model
-
-NEW_TOKENS = 24
-"""Of each answer, and of what is said next."""
-
-LAST_TURN = 8
 
 READ_BYTES = 1 << 20
 """As a kept sequence's chunks are read."""
@@ -88,72 +79,23 @@ def main() -> None:
 
 def _turns(llm: LLM, num_behind: int) -> list[tuple[float, float]]:
     """Of turns 2 to 8, in seconds: to the first token, and of the bare pass."""
-    text = _ids(llm, num_behind, 0)
+    text = text_ids(llm, num_behind, 0)
     text += _answer(llm, text)
     times = []
     for turn in range(2, LAST_TURN + 1):
-        prompt = [*text, *_ids(llm, NEW_TOKENS, turn)]
-        before = [_bare_s(llm, prompt)] if turn % 2 else []
-        first_s, answer, num_cached = _first_s(llm, prompt)
+        prompt = [*text, *text_ids(llm, NEW_TOKENS, turn)]
+        before = [bare_pass_s(llm, prompt)] if turn % 2 else []
+        first_s, answer, num_cached = next_turn(llm, prompt)
         if num_cached < num_behind - 64:
             raise SystemExit(f"Turn {turn} took over {num_cached} tokens of {num_behind}.")
-        [bare_s] = before or [_bare_s(llm, prompt, num_cached)]
+        [bare_s] = before or [bare_pass_s(llm, prompt, num_cached)]
         times.append((first_s, bare_s))
         text = [*prompt, *answer]
     return times
 
 
 def _answer(llm: LLM, prompt: list[int]) -> list[int]:
-    return llm.generate([prompt], _params())[0].token_ids
-
-
-def _first_s(llm: LLM, prompt: list[int]) -> tuple[float, list[int], int]:
-    """Seconds to the first token; the answer; how many tokens were taken over."""
-    start_s, first_s = time.perf_counter(), 0.0
-
-    def note(event: object) -> None:
-        nonlocal first_s
-        if not first_s and isinstance(event, Committed | Draft):
-            first_s = time.perf_counter() - start_s
-
-    [completion] = llm.generate([prompt], _params(), note)
-    return first_s, completion.token_ids, completion.usage.cached_tokens
-
-
-def _bare_s(llm: LLM, prompt: list[int], num_cached: int | None = None) -> float:
-    """Seconds of the pass of a prompt's new rows; the keys before them are copied beforehand.
-
-    num_cached: as many as the turn took over; by default all that is kept.
-    """
-
-    def work(engine: Engine) -> float:
-        cache, block_length = engine.kv_cache, engine.opened.config.block_length
-        kept = cache._kept[-1]
-        first = min(num_cached or kept.num_written, kept.num_written)
-        ids = list(prompt)
-        if block_length > 1:  # the block that is filled next, masked
-            first = first // block_length * block_length
-            mask = engine.opened.config.mask_token_id or 0
-            ids += [mask] * (block_length - len(ids) % block_length)
-        kv = cache.branch(kept, first, len(ids))
-        rows = len(ids) - first
-        batch = Batch(
-            torch.tensor(ids[first:]),
-            torch.arange(first, len(ids)),
-            (Segment(0, rows, first, block_length, kv),),
-            Step(StepKind.DENOISE if block_length > 1 else StepKind.DECODE, 0),
-        )
-        try:
-            cache.prepare(kv, len(ids))
-            start_s = time.perf_counter()
-            with torch.inference_mode():
-                hidden = engine.model.forward(batch)
-                engine.model.logits(hidden[-block_length:].clone()).argmax(-1)
-            return time.perf_counter() - start_s
-        finally:
-            cache.free(kv)
-
-    return llm._loop.run(work)
+    return llm.generate([prompt], turn_params())[0].token_ids
 
 
 def _after_restarts(
@@ -164,19 +106,19 @@ def _after_restarts(
     with TemporaryDirectory(prefix="kept-", dir=folder.parent) as place:
         chosen = {**chosen, "cache_dir": place}
         with LLM(folder, **chosen) as llm:
-            text = _ids(llm, num_behind, 0)
+            text = text_ids(llm, num_behind, 0)
             text += _answer(llm, text)
         for restart in range(count):
             [file] = Path(place).iterdir()
             num_bytes = file.stat().st_size
             rate = read_ceiling([file], READ_BYTES, num_bytes)["sequential_read_GBps"]
             with LLM(folder, **chosen) as llm:
-                text += _ids(llm, NEW_TOKENS, 2 * restart)
-                first_s, answer, num_cached = _first_s(llm, text)
+                text += text_ids(llm, NEW_TOKENS, 2 * restart)
+                first_s, answer, num_cached = next_turn(llm, text)
                 if num_cached < num_behind - 64:
                     raise SystemExit(f"A restart took over {num_cached} tokens of {num_behind}.")
-                text += [*answer, *_ids(llm, NEW_TOKENS, 2 * restart + 1)]
-                warm_s, answer, _ = _first_s(llm, text)
+                text += [*answer, *text_ids(llm, NEW_TOKENS, 2 * restart + 1)]
+                warm_s, answer, _ = next_turn(llm, text)
                 text += answer
             times.append((first_s, num_bytes / rate / 1e9, warm_s))
     ratios = [first_s / (read_s + warm_s) for first_s, read_s, warm_s in times]
@@ -196,7 +138,7 @@ def _keeping_cost(llm: LLM, num_prompt: int, repeats: int) -> float:
         for reuse in (Reuse.ON, Reuse.OFF) if repeat % 2 else (Reuse.OFF, Reuse.ON):
             _set_reuse(llm, reuse)
             start_s = time.perf_counter()
-            _answer(llm, _ids(llm, num_prompt, 100 + 2 * repeat + (reuse is Reuse.ON)))
+            _answer(llm, text_ids(llm, num_prompt, 100 + 2 * repeat + (reuse is Reuse.ON)))
             if repeat:
                 seconds[reuse].append(time.perf_counter() - start_s)
     return statistics.median(seconds[Reuse.ON]) / statistics.median(seconds[Reuse.OFF]) - 1
@@ -207,17 +149,6 @@ def _set_reuse(llm: LLM, reuse: Reuse) -> None:
         llm._loop._worker._decoder._kept._reuse = reuse
 
     llm._loop.run(work)
-
-
-def _params() -> SamplingParams:
-    return SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True)
-
-
-def _ids(llm: LLM, count: int, seed: int) -> list[int]:
-    """Seeded ids of text: special ones lie at the vocabulary's end."""
-    draw = np.random.default_rng(seed)
-    ids: Sequence[int] = draw.integers(1, llm.config.vocab_size * 9 // 10, count).tolist()
-    return list(ids)
 
 
 def _options() -> argparse.Namespace:

@@ -1,8 +1,8 @@
 """Writes a Qwen3-MoE checkpoint as GGUF for llama.cpp, a tensor at a time.
 
 Norms and routers are float32 there, everything else stays bfloat16 or, asked for in 4 bits, is
-rounded to Q4_0, embedding and head to Q8_0. There is no vocabulary in the file: prompts are token
-ids. Needs the `gguf` package.
+rounded to Q4_0, embedding and head to Q8_0. Without a vocabulary in the file prompts are token ids.
+Needs the `gguf` package.
 """
 
 from __future__ import annotations
@@ -42,8 +42,12 @@ _OTHERS = {
 }
 
 
-def write_gguf(source: Path, target: Path, is_quantised: bool = False) -> Path:
+def write_gguf(
+    source: Path, target: Path, is_quantised: bool = False, has_words: bool = False
+) -> Path:
     """The checkpoint in `source` as the file `target`, once, with the same bytes or in 4 bits.
+
+    has_words: with the byte-level vocabulary of its `tokenizer.json`.
 
     Raises ImportError without `gguf`, StorageError for a disk that is too small.
     """
@@ -58,6 +62,10 @@ def write_gguf(source: Path, target: Path, is_quantised: bool = False) -> Path:
     partial = target.with_suffix(".part")
     writer = gguf.GGUFWriter(partial, "qwen3moe")
     _write_settings(writer, config)
+    if has_words:
+        _write_words(writer, json.loads((source / "tokenizer.json").read_text()), config)
+    else:
+        writer.add_tokenizer_model("none")
     with _Shards(source) as shards:
         tensors = [each._replace(kind=_kind(each, is_quantised)) for each in _tensors(config)]
         for name, parts, kind in tensors:
@@ -173,7 +181,24 @@ def _write_settings(writer: Any, config: Mapping[str, Any]) -> None:
     writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
     writer.add_rope_freq_base(config["rope_theta"])
     writer.add_vocab_size(config["vocab_size"])
-    writer.add_tokenizer_model("none")
+
+
+def _write_words(writer: Any, tokenizer: Mapping[str, Any], config: Mapping[str, Any]) -> None:
+    """A text for each row of the embedding; those beyond the tokenizer have made-up ones."""
+    import gguf
+
+    words = {token: text for text, token in tokenizer["model"]["vocab"].items()}
+    special = {added["id"] for added in tokenizer["added_tokens"]}
+    tokens = range(config["vocab_size"])
+    text = words.keys() - special
+    kinds = [gguf.TokenType.NORMAL if t in text else gguf.TokenType.CONTROL for t in tokens]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list([words.get(token, f"<unused {token}>") for token in tokens])
+    writer.add_token_types(kinds)
+    writer.add_token_merges([" ".join(pair) for pair in tokenizer["model"]["merges"]])
+    writer.add_eos_token_id(config["eos_token_id"])
+    writer.add_add_bos_token(False)
 
 
 def _tensors(config: Mapping[str, Any]) -> Iterator[_Named]:

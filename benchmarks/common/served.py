@@ -1,0 +1,245 @@
+"""A server in a process of its own, and clients of this process that ask it over the loopback.
+
+Any server of OpenAI's `/v1/completions` will do; `stats` are lowtide's alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import httpx
+import numpy as np
+import psutil
+
+from lowtide.errors import InternalError
+
+START_S, END_S = 300.0, 60.0
+ASK_S = 60.0
+"""For what is no answer of a model."""
+
+Body = Mapping[str, Any]
+BodyOf = Callable[[int], Body]
+
+
+class Server(NamedTuple):
+    """Where a server is, and its process."""
+
+    url: str
+    process: psutil.Process
+
+    @property
+    def resident_bytes(self) -> int:
+        return int(self.process.memory_info().rss)
+
+    def stats(self) -> dict[str, float]:
+        """The engine's counters since it was loaded."""
+        found: dict[str, float] = _get(f"{self.url}/v1/lowtide/stats").json()
+        return found
+
+
+@contextmanager
+def serving(*arguments: str) -> Iterator[Server]:
+    """`python -m ARGUMENTS --port N`, once it answers. Raises InternalError if it ends first."""
+    port = _free_port()
+    command = [sys.executable, "-m", *arguments, "--port", str(port)]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
+        try:
+            url = f"http://127.0.0.1:{port}"
+            _wait_for(url, process)
+            yield Server(url, psutil.Process(process.pid))
+        finally:
+            process.terminate()
+            try:
+                process.wait(END_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+
+
+def _wait_for(url: str, process: subprocess.Popen[bytes]) -> None:
+    end_s = time.monotonic() + START_S
+    while time.monotonic() < end_s:
+        if process.poll() is not None:
+            raise InternalError(f"The server ended with status {process.returncode} (see above).")
+        try:
+            _get(f"{url}/v1/models")
+            return
+        except httpx.TransportError:
+            time.sleep(0.1)
+    raise InternalError(f"The server did not answer within {START_S:g} s.")
+
+
+def _get(url: str) -> httpx.Response:
+    return httpx.get(url, timeout=ASK_S, trust_env=False)
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as bound:
+        port: int = bound.getsockname()[1]
+        return port
+
+
+@dataclass
+class Reply:
+    """An answer as it came. times_s: of its tokens, since it was asked for; refused_s: after how
+    long to ask again, if it was refused for now; usage: None while it has no end."""
+
+    times_s: list[float] = field(default_factory=list)
+    total_s: float = 0.0
+    refused_s: float | None = None
+    usage: Mapping[str, Any] | None = None
+    token_ids: Sequence[int] = ()
+
+    @property
+    def num_new(self) -> int:
+        """By the server's own count; of an answer without an end one for each part that came."""
+        return len(self.times_s) if self.usage is None else int(self.usage["completion_tokens"])
+
+    @property
+    def num_cached(self) -> int:
+        return int((self.usage or {})["prompt_tokens_details"]["cached_tokens"])
+
+
+class Client:
+    """One client that asks for one answer at a time."""
+
+    def __init__(self, url: str) -> None:
+        self._runner = asyncio.Runner()
+        self._http = _http(url)
+
+    def ask(self, body: Body) -> Reply:
+        """The whole answer. Raises InternalError for one that fails or is refused."""
+        reply = Reply()
+        self._runner.run(_ask(self._http, body, reply))
+        if reply.refused_s is not None:
+            raise InternalError("A single client was refused.")
+        return reply
+
+    def close(self) -> None:
+        self._runner.run(self._http.aclose())
+        self._runner.close()
+
+
+class Load(NamedTuple):
+    """What so many clients got, each asking again as soon as it was answered."""
+
+    num_clients: int
+    seconds: float
+    replies: Sequence[Reply]
+
+    @property
+    def num_new(self) -> int:
+        return sum(reply.num_new for reply in self.replies)
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.num_new / self.seconds
+
+    def as_dict(self) -> dict[str, Any]:
+        """Tokens per second and, by all requests and all tokens, how long each was waited for."""
+        begun = [reply for reply in self.replies if reply.times_s]
+        firsts = [reply.times_s[0] for reply in begun]
+        gaps = np.concatenate([np.diff(reply.times_s) for reply in begun] or [[]])
+        return {
+            "clients": self.num_clients,
+            "seconds": self.seconds,
+            "tokens_per_s": self.tokens_per_s,
+            **_percentiles("first_s", firsts),
+            **_percentiles("token_s", gaps),
+            "num_whole": sum(reply.usage is not None for reply in self.replies),
+            "num_without_token": len(self.replies) - len(begun) - self.num_refused,
+            "num_refused": self.num_refused,
+            "prompt_tokens": self.prompt_tokens,
+        }
+
+    @property
+    def num_refused(self) -> int:
+        return sum(reply.refused_s is not None for reply in self.replies)
+
+    @property
+    def prompt_tokens(self) -> float | None:
+        """The mean length of a prompt; None without an answer that came to its end."""
+        lengths = [reply.usage["prompt_tokens"] for reply in self.replies if reply.usage]
+        return float(np.mean(lengths)) if lengths else None
+
+
+def load_with(url: str, num_clients: int, seconds: float, body_of: BodyOf) -> Load:
+    """Clients for so long; what is under way then is left. body_of: the request of a number.
+
+    Raises InternalError for an answer that fails.
+    """
+    return asyncio.run(_load(url, num_clients, seconds, body_of))
+
+
+async def _load(url: str, num_clients: int, seconds: float, body_of: BodyOf) -> Load:
+    replies: list[Reply] = []
+    numbers = itertools.count()
+
+    async def ask_on() -> None:
+        while True:
+            reply = Reply()
+            replies.append(reply)
+            await _ask(http, body_of(next(numbers)), reply)
+            if reply.refused_s is not None:
+                await asyncio.sleep(reply.refused_s)
+
+    async with _http(url) as http:
+        start_s = time.perf_counter()
+        clients = [asyncio.create_task(ask_on()) for _ in range(num_clients)]
+        failed, _ = await asyncio.wait(
+            clients, timeout=seconds, return_when=asyncio.FIRST_EXCEPTION
+        )
+        seconds = time.perf_counter() - start_s
+        for client in clients:
+            client.cancel()
+        await asyncio.gather(*clients, return_exceptions=True)
+        for client in failed:
+            client.result()
+    return Load(num_clients, seconds, replies)
+
+
+async def _ask(http: httpx.AsyncClient, body: Body, reply: Reply) -> None:
+    """Fills the reply as it comes."""
+    start_s = time.perf_counter()
+    async with http.stream("POST", "/v1/completions", json=dict(body)) as answer:
+        if answer.status_code == 429:
+            reply.refused_s = float(answer.headers["retry-after"])
+            return
+        if answer.status_code != 200:
+            told = (await answer.aread()).decode(errors="replace")
+            raise InternalError(f"The server answered {answer.status_code}: {told:.500}")
+        async for line in answer.aiter_lines():
+            if line.startswith("data: {"):
+                _take(json.loads(line[6:]), time.perf_counter() - start_s, reply)
+    reply.total_s = time.perf_counter() - start_s
+
+
+def _take(chunk: Mapping[str, Any], now_s: float, reply: Reply) -> None:
+    if "error" in chunk:
+        raise InternalError(f"An answer failed: {chunk['error']}")
+    reply.usage = chunk.get("usage") or reply.usage
+    for choice in chunk["choices"]:
+        if choice["text"]:
+            reply.times_s.append(now_s)
+        reply.token_ids = choice.get("token_ids") or reply.token_ids
+
+
+def _http(url: str) -> httpx.AsyncClient:
+    """Waits as long as it takes, and for as many answers at once as there are clients."""
+    return httpx.AsyncClient(base_url=url, timeout=None, limits=httpx.Limits(), trust_env=False)
+
+
+def _percentiles(name: str, values: Sequence[float]) -> dict[str, float | None]:
+    return {
+        f"{name}_p{percent}": float(np.percentile(values, percent)) if len(values) else None
+        for percent in (50, 99)
+    }

@@ -1,0 +1,89 @@
+"""A conversation's next turn, and the pass that it takes, run bare over the same keys."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from lowtide import LLM, SamplingParams
+from lowtide.core import Step, StepKind
+from lowtide.decode.request import Committed, Draft
+from lowtide.engine.running.engine import Engine
+from lowtide.layers.batch import Batch, Segment
+
+NEW_TOKENS = 24
+"""Of each answer, and of what is said next."""
+
+LAST_TURN = 8
+
+
+class Turn(NamedTuple):
+    """How an answer began: seconds to its first token, its ids, how many tokens were taken over."""
+
+    first_s: float
+    token_ids: list[int]
+    num_cached: int
+
+
+def next_turn(llm: LLM, prompt: list[int]) -> Turn:
+    """The answer to a conversation so far."""
+    start_s, first_s = time.perf_counter(), 0.0
+
+    def note(event: object) -> None:
+        nonlocal first_s
+        if not first_s and isinstance(event, Committed | Draft):
+            first_s = time.perf_counter() - start_s
+
+    [completion] = llm.generate([prompt], turn_params(), note)
+    return Turn(first_s, completion.token_ids, completion.usage.cached_tokens)
+
+
+def bare_pass_s(llm: LLM, prompt: list[int], num_cached: int | None = None) -> float:
+    """Seconds of the pass of a prompt's new rows; the keys before them are copied beforehand.
+
+    num_cached: as many as the turn took over; by default all that is kept.
+    """
+
+    def work(engine: Engine) -> float:
+        cache, block_length = engine.kv_cache, engine.opened.config.block_length
+        kept = cache._kept[-1]
+        first = min(num_cached or kept.num_written, kept.num_written)
+        ids = list(prompt)
+        if block_length > 1:  # the block that is filled next, masked
+            first = first // block_length * block_length
+            mask = engine.opened.config.mask_token_id or 0
+            ids += [mask] * (block_length - len(ids) % block_length)
+        kv = cache.branch(kept, first, len(ids))
+        rows = len(ids) - first
+        batch = Batch(
+            torch.tensor(ids[first:]),
+            torch.arange(first, len(ids)),
+            (Segment(0, rows, first, block_length, kv),),
+            Step(StepKind.DENOISE if block_length > 1 else StepKind.DECODE, 0),
+        )
+        try:
+            cache.prepare(kv, len(ids))
+            start_s = time.perf_counter()
+            with torch.inference_mode():
+                hidden = engine.model.forward(batch)
+                engine.model.logits(hidden[-block_length:].clone()).argmax(-1)
+            return time.perf_counter() - start_s
+        finally:
+            cache.free(kv)
+
+    return llm._loop.run(work)
+
+
+def turn_params() -> SamplingParams:
+    return SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True)
+
+
+def text_ids(llm: LLM, count: int, seed: int) -> list[int]:
+    """Seeded ids of text: special ones lie at the vocabulary's end."""
+    draw = np.random.default_rng(seed)
+    ids: Sequence[int] = draw.integers(1, llm.config.vocab_size * 9 // 10, count).tolist()
+    return list(ids)
