@@ -11,6 +11,7 @@ whole.
 from __future__ import annotations
 
 import ctypes
+import functools
 import hashlib
 import logging
 import os
@@ -50,8 +51,9 @@ KERNELS = tuple(sorted(KERNELS_FOLDER.rglob("*.cpp")))
 _log = logging.getLogger(__name__)
 
 
+@functools.cache
 def load_kernels() -> ctypes.CDLL:
-    """`load_library` of the kernels."""
+    """`load_library` of the kernels, once in a process."""
     return load_library(*KERNELS)
 
 
