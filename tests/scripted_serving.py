@@ -17,9 +17,7 @@ from hypothesis import strategies as st
 from serving import LIMIT_S, wait_until
 
 from lowtide.config.sampling import PublishedSampling
-from lowtide.serve import anthropic_messages, ollama, responses
-from lowtide.serve.errors import add_handlers
-from lowtide.serve.pieces import (
+from lowtide.parsing.pieces import (
     CallArguments,
     CallBegun,
     Done,
@@ -28,6 +26,8 @@ from lowtide.serve.pieces import (
     Reasoning,
     Text,
 )
+from lowtide.serve import anthropic_messages, ollama, responses
+from lowtide.serve.errors import add_handlers
 from lowtide.serve.service import Ask, Service
 
 NUM_PROMPT, NUM_NEW, NUM_CACHED, NUM_REASONING = 40, 9, 16, 3

@@ -20,6 +20,7 @@ from hash_model import EOS, VOCAB, HashModel, is_all_free, make_kv_cache
 from hypothesis import given
 from hypothesis import strategies as st
 from oracle import GOLDENS
+from stop_strings import cut_at_stop
 from test_llm_oracle import open_oracle, random_config, random_weights, write_model
 from transformers import GenerationConfig, RepetitionPenaltyLogitsProcessor
 from whole import SETTINGS, Setting, check_idle, decoded
@@ -28,7 +29,6 @@ from lowtide import LLM, DiffusionParams, SamplingParams
 from lowtide.cli.text import TextWriter
 from lowtide.core import StepKind
 from lowtide.decode.autoregressive import Autoregressive
-from lowtide.decode.intake import StopTest
 from lowtide.decode.penalties import penalise
 from lowtide.decode.request import Committed, Event, Finished, Prefill, Request
 from lowtide.errors import (
@@ -40,7 +40,9 @@ from lowtide.errors import (
 from lowtide.lab.synth_tokenizer import tokenizer_json
 from lowtide.llm import plan_model
 from lowtide.memory.kv_cache import KVCache
-from lowtide.model_folder.tokenizer import Tokenizer, cut_at_stop
+from lowtide.model_folder.tokenizer import Tokenizer
+from lowtide.parsing.answer_pieces import AnswerPieces, CompletionTest, PlainText
+from lowtide.parsing.pieces import Text, joined
 
 # The decoder, over hashes
 
@@ -290,7 +292,7 @@ TEXTS = st.text(st.sampled_from("ab \nédef日本🦊()"), max_size=30)
 @given(TEXTS, st.lists(st.text("ab\né日🦊", min_size=1, max_size=4), min_size=1, max_size=2))
 def test_stop_strings_are_found_across_token_borders(tokenizer, text, stop) -> None:
     token_ids = tokenizer.encode(text)
-    is_stopped = StopTest(tokenizer.stream(stop))
+    is_stopped = CompletionTest(AnswerPieces(PlainText(tokenizer), stop))
     found = [is_stopped(token_ids[: n + 1]) for n in range(len(token_ids))]
     expected = [
         any(string in tokenizer.decode(token_ids[: n + 1]) for string in stop)
@@ -307,9 +309,10 @@ def test_streamed_text_is_whole_characters_up_to_the_stop(tokenizer, text, stop)
     token_ids = tokenizer.encode(text)
     expected = cut_at_stop(tokenizer.decode(token_ids), stop)
     out = io.StringIO()
-    writer, texts = TextWriter(out, True, is_terminal=False), tokenizer.stream(stop)
+    writer = TextWriter(out, True, is_terminal=False)
+    pieces = AnswerPieces(PlainText(tokenizer), stop)
     for token in token_ids:
-        writer.commit([token], texts.push([token]))
+        writer.commit([token], joined(pieces.push([token]), Text))
         assert expected.startswith(out.getvalue())
     writer.finish(expected)
     assert out.getvalue() == expected + "\n"
@@ -447,7 +450,7 @@ def test_logprobs_belong_to_the_completion(model) -> None:
     with LLM(model) as llm:
         [completion] = llm.generate([[5, 6, 7]], params)
         logits = llm.logits([5, 6, 7, *completion.token_ids])
-        [without] = llm.generate([[5, 6, 7]])
+        [without] = llm.generate([[5, 6, 7]], max_tokens=4)
     assert without.logprobs is None and completion.logprobs is not None
     expected = logits.log_softmax(-1)[2:6]
     for row, logprobs in zip(expected, completion.logprobs, strict=True):

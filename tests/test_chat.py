@@ -53,12 +53,17 @@ class Words:
         return 100 - num_prompt_tokens
 
     def generate(
-        self, prompts: list[Any], params: SamplingParams, on_event: Callable[[Any], None]
+        self,
+        prompts: list[Any],
+        params: SamplingParams,
+        on_event: Callable[[Any], None],
+        raw: bool,
     ) -> list[Completion]:
         self.asked.append((prompts[0], params))
-        num_tokens = min(10, params.max_tokens)
+        room = params.max_tokens or self.max_new_tokens(len(prompts[0]), params)
+        num_tokens = min(10, room)
         on_event(Committed(0, (2,) * num_tokens))
-        reason = "length" if num_tokens == params.max_tokens else "stop"
+        reason = "length" if num_tokens == room else "stop"
         usage = Usage(len(prompts[0]), num_tokens, 3)
         return [Completion([2] * num_tokens, "word " * num_tokens, reason, usage)]
 
@@ -170,7 +175,8 @@ def test_without_a_number_an_answer_may_be_as_long_as_the_context_leaves() -> No
     talk = Talk()
     talk.says("hi there")
     [(_, params)] = talk.llm.asked
-    assert params.max_tokens == 98
+    assert params.max_tokens is None and "cut" not in talk.says("more")
+    assert "(cut at 5 tokens: the context is full)" in Talk().says("word " * 95)
 
 
 # commands

@@ -41,6 +41,8 @@ from lowtide.decode.request import TokenLogprobs
 from lowtide.errors import ConfigError, PlanError, StorageError, UsageError
 from lowtide.model_folder.tokenizer import TextStream
 from lowtide.params import AUTOREGRESSIVE_ONLY, SamplingParams
+from lowtide.parsing.answer_pieces import AnswerPieces, PlainText
+from lowtide.parsing.pieces import Text, joined
 from lowtide.plan import FormatPlan, MemoryPlan, SpeedRange, TierPlan, WeightFormats
 from lowtide.policies.receipt import Receipt
 from lowtide.replay.trace import Pass, Trace, TraceShape
@@ -80,6 +82,7 @@ class Committed:
     request: int
     tokens: Sequence[int]
     text: str = ""
+    reasoning: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,6 +102,7 @@ class Completion:
     finish_reason: str
     usage: Usage
     logprobs: list[Any] | None = None
+    reasoning: str = ""
 
 
 class Letters:
@@ -121,8 +125,11 @@ class Letters:
     def token_id(self, text: str) -> None:
         """None of the tokens that mark thoughts."""
 
-    def stream(self, stop: Sequence[str] = ()) -> TextStream:
-        return TextStream(self, stop)  # type: ignore[arg-type]
+    def stream(self) -> TextStream:
+        return TextStream(self)  # type: ignore[arg-type]
+
+
+LETTERS: Any = Letters()
 
 
 class PretendLLM:
@@ -162,18 +169,19 @@ class PretendLLM:
         prompts: Sequence[object],
         params: SamplingParams,
         on_event: Callable[[object], None] | None = None,
+        raw: bool = False,
     ) -> list[Completion]:
         print("a library that chatters")
         [prompt] = prompts
         self.asked.append((prompt, params))
         ids = [ord(c) for c in self.answer]
-        texts = Letters().stream(params.stop_strings)
+        pieces = AnswerPieces(PlainText(LETTERS), params.stop_strings)
         for start in range(0, len(ids), 4):
             block = ids[start : start + 4]
             if on_event is not None:
                 on_event(Draft(0, 100 + start, block, [i % 2 == 1 for i in range(len(block))], 1))
                 on_event(Draft(0, 100 + start, block, [False] * len(block), 2))
-                on_event(Committed(0, block, texts.push(block)))
+                on_event(Committed(0, block, joined(pieces.push(block), Text)))
             if self.fault is not None:
                 raise self.fault
         return [Completion(ids, self.answer, "stop", Usage(3, len(ids), 6))]
@@ -563,7 +571,7 @@ def test_a_terminal_sees_the_block_being_filled() -> None:
     console = terminal()
     llm: Any = PretendLLM(MODEL, progress=None)
     view = LiveView(console, Letters(), 3, clock=iter(range(100)).__next__)
-    answer = ask_live(llm, "hi", SamplingParams(), view)
+    answer = ask_live(llm, "hi", SamplingParams(), False, view)
     drawn = shown(console)
     assert MASK in drawn
     assert answer.completion.text == PretendLLM.answer
@@ -602,22 +610,23 @@ def test_without_a_tokenizer_the_view_shows_ids() -> None:
 # plain text as it comes
 
 
-def commit(shown: TextWriter | LiveView, texts: TextStream, piece: str) -> None:
+def commit(shown: TextWriter | LiveView, pieces: AnswerPieces, piece: str) -> None:
     """As an event of a model's answer would."""
     ids = [ord(c) for c in piece]
-    shown.commit(ids, texts.push(ids))
+    shown.commit(ids, joined(pieces.push(ids), Text))
 
 
 def test_text_is_written_as_it_comes_and_held_where_a_stop_may_begin() -> None:
     out = io.StringIO()
-    writer, texts = TextWriter(out, True, is_terminal=False), Letters().stream(["<end>", "\n\n"])
-    pieces = [("hello", "hello"), (" <en", "hello "), ("vy>\n", "hello <envy>")]
-    for piece, shown_so_far in pieces:
-        commit(writer, texts, piece)
+    writer = TextWriter(out, True, is_terminal=False)
+    pieces = AnswerPieces(PlainText(LETTERS), ["<end>", "\n\n"])
+    parts = [("hello", "hello"), (" <en", "hello "), ("vy>\n", "hello <envy>")]
+    for piece, shown_so_far in parts:
+        commit(writer, pieces, piece)
         assert out.getvalue() == writer.text == shown_so_far
-    commit(writer, texts, "!<end>more")
+    commit(writer, pieces, "!<end>more")
     assert out.getvalue() == "hello <envy>\n!"
-    commit(writer, texts, "and more")
+    commit(writer, pieces, "and more")
     assert out.getvalue() == writer.text == "hello <envy>\n!"
     writer.finish("hello <envy>\n!")
     assert out.getvalue() == "hello <envy>\n!\n"
@@ -625,10 +634,10 @@ def test_text_is_written_as_it_comes_and_held_where_a_stop_may_begin() -> None:
 
 def test_the_view_shows_what_a_stop_string_leaves() -> None:
     console = Console(file=io.StringIO(), width=60)
-    view, texts = LiveView(console, Letters(), 0), Letters().stream(["<end>"])  # type: ignore[arg-type]
+    view, pieces = LiveView(console, LETTERS, 0), AnswerPieces(PlainText(LETTERS), ["<end>"])
     with view:
         for piece, shown_so_far in [("A\nB<en", "A\nB"), ("d>C", "A\nB"), ("D", "A\nB")]:
-            commit(view, texts, piece)
+            commit(view, pieces, piece)
             assert view.text == shown_so_far
         view.finish("A\nB")
     assert shown(console).split() == ["A", "B"]

@@ -46,7 +46,7 @@ def repo(stand_in: StandIn, model_file: Path, tmp_path: Path) -> StandIn:
 
 def ids(model: str | Path) -> list[int]:
     with LLM(model, **OPTIONS) as llm:
-        return llm.generate([[5, 17, 3]])[0].token_ids
+        return llm.generate([[5, 17, 3]], max_tokens=32)[0].token_ids
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ FLOORS = (
     "async_llm",
     "llm",
     "answers",
+    "parsing",
     "engine",
     "decode",
     "models",
@@ -56,7 +57,7 @@ PURE_LIBRARIES = {"numpy", "__future__", "abc", "bisect", "collections", "datacl
 PURE_LIBRARIES |= {"functools", "heapq", "itertools", "math", "operator", "types", "typing"}
 # Of the `serve` extra, and those rooms of the server that the command line uses without it.
 EXTRA = {"fastapi", "starlette", "uvicorn", "h11", "pydantic", "prometheus_client", "llguidance"}
-WITHOUT_EXTRA = ("serve.settings", "serve.client_configs", "serve.context", "serve.parsing")
+WITHOUT_EXTRA = ("serve.settings", "serve.client_configs", "serve.context")
 TORCH_FREE = FACTS | {"cli", "policies", "replay", "__main__", "__init__"}
 NEVER = {
     "pickle",

@@ -5,25 +5,31 @@ from __future__ import annotations
 import io
 import json
 import logging
+import shutil
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from lowtide import LLM, SamplingParams
 from lowtide.cli.app import app
+from lowtide.cli.live import LiveView
 from lowtide.cli.prompt import think_options
-from lowtide.cli.text import ThinkingWriter
+from lowtide.cli.text import TextWriter
 from lowtide.config.sampling import PublishedSampling, read_sampling
 from lowtide.decode.intake import _warn_of_no_draws
+from lowtide.decode.request import Request
 from lowtide.errors import ConfigError, UsageError
 from lowtide.lab.synth import synth
 from lowtide.model_folder.tokenizer import TextStream
 from lowtide.params import with_published
-from lowtide.serve.parsing import has_thoughts, parser_of
-from lowtide.serve.pieces import Reasoning, Text
+from lowtide.parsing import has_thoughts, parser_of
+from lowtide.parsing.answer_pieces import pieces_of, with_stop_test
+from lowtide.parsing.pieces import Reasoning, Text, joined
 
 OWN = {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95}
 
@@ -169,8 +175,8 @@ class Letters:
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
         return "".join(chr(i) for i in ids if i < 1000)
 
-    def stream(self, stop: Sequence[str] = ()) -> TextStream:
-        return TextStream(self, stop)  # type: ignore[arg-type]
+    def stream(self) -> TextStream:
+        return TextStream(self)  # type: ignore[arg-type]
 
     def template_names(self, variable: str) -> bool:
         return variable == "enable_thinking"
@@ -221,15 +227,87 @@ def test_what_has_no_marks_is_all_answer() -> None:
 
 @pytest.mark.parametrize("is_terminal", [True, False])
 def test_thoughts_are_dimmed_on_a_terminal_and_left_out_elsewhere(is_terminal: bool) -> None:
-    out = io.StringIO()
-    writer = ThinkingWriter(out, parser_of(MARKED, MARKED.encode("q<think>")), is_terminal)
+    out, parser = io.StringIO(), parser_of(MARKED, MARKED.encode("q<think>"))
+    writer = TextWriter(out, True, is_terminal)
     for token in MARKED.encode("hm\x1b</think>\n\nYes."):
-        writer.commit([token], "")
-    writer.finish("")
+        told = parser.feed([token])
+        writer.commit([token], joined(told, Text), joined(told, Reasoning))
+    writer.finish("Yes.")
     written = out.getvalue()
     assert writer.text == "Yes." and written.endswith("Yes.\n")
     assert ("\x1b[2mh\x1b[22m" in written) == is_terminal
     assert "\x1b\x1b" not in written and (is_terminal or written == "Yes.\n")
+
+
+def test_the_live_view_prints_thoughts_above_the_answer() -> None:
+    console = Console(file=io.StringIO(), width=60)
+    with LiveView(console, MARKED, 0) as view:
+        view.commit([1], "", "Hm.\nTwo")
+        view.commit([2], "Ye", " lines")
+        view.commit([3], "s.")
+        assert view.text == "Yes."
+        view.finish("Yes.")
+    assert isinstance(console.file, io.StringIO)
+    assert console.file.getvalue() == "Hm.\nTwo lines\n\nYes.\n"
+
+
+MARKS = ("<think>", "</think>")
+DRAWN: Any = {"max_tokens": 8, "temperature": 50.0, "top_k": 1000, "top_p": 1.0}
+DRAWN |= {"seed": 1, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def thinker(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same model, where the second and the fifth token that it writes mark thoughts."""
+    made = tmp_path_factory.mktemp("thinker") / "model"
+    shutil.copytree(folder, made)
+    with LLM(made, context=64, dtype="float32") as llm:
+        [answer] = llm.generate([[5, 6, 7]], **DRAWN)
+    ids = answer.token_ids
+    assert len(set(ids)) == len(ids)
+    said = {f"w{i} ": i for i in ids if i not in (ids[1], ids[4])}
+    said |= {MARKS[0]: ids[1], MARKS[1]: ids[4]}
+    file = json.loads((made / "tokenizer.json").read_text())
+    words = {word: i for word, i in file["model"]["vocab"].items() if i not in ids}
+    file["model"] |= {"merges": [], "vocab": words | said}
+    (made / "tokenizer.json").write_text(json.dumps(file))
+    return made
+
+
+def test_thoughts_are_apart_in_every_way_of_asking(thinker: Path) -> None:
+    with LLM(thinker, context=64, dtype="float32", cache="off") as llm:
+        assert llm.tokenizer is not None and has_thoughts(llm.tokenizer)
+        [found] = llm.generate([[5, 6, 7]], **DRAWN)
+        [raw] = llm.generate([[5, 6, 7]], raw=True, **DRAWN)
+        events = list(llm.stream([5, 6, 7], **DRAWN))
+        parser = parser_of(llm.tokenizer, [5, 6, 7])
+        told = [*parser.feed(found.token_ids), *parser.finish()]
+        whole = llm.tokenizer.decode(found.token_ids)
+    assert found.token_ids == raw.token_ids
+    assert (raw.text, raw.reasoning) == (whole, "")
+    assert (found.text, found.reasoning) == (joined(told, Text), joined(told, Reasoning))
+    assert found.reasoning and MARKS[0] in whole and MARKS[0] not in found.text
+    assert "".join(event.text for event in events) == found.text
+    assert "".join(getattr(event, "reasoning", "") for event in events) == found.reasoning
+    asked = ["generate", str(thinker), "--prompt-ids", "5 6 7", "--context", "64", "--ignore-eos"]
+    asked += ["--dtype", "float32", "--max-tokens", "8", "--temperature", "50", "--seed", "1"]
+    asked += ["--top-k", "1000", "--top-p", "1"]
+    printed = json.loads(CliRunner().invoke(app, [*asked, "--json"]).stdout)
+    assert (printed["text"], printed["reasoning"]) == (found.text, found.reasoning)
+    assert CliRunner().invoke(app, asked).stdout == f"{found.text}\n"
+    assert "reasoning" not in CliRunner().invoke(app, [*asked, "--raw", "--json"]).stdout
+
+
+def test_a_stop_string_is_of_the_answer_and_not_of_thoughts() -> None:
+    request = Request(prompt=MARKED.encode("q<think>"), params=SamplingParams(stop="es"))
+    for is_raw, text, reasoning in ((False, "Y", "yes"), (True, "y", "")):
+        asked = with_stop_test(replace(request, is_raw=is_raw), MARKED)
+        ids = MARKED.encode("yes</think>Yes.")
+        assert asked.is_stopped is not None
+        num_taken = next(n for n in range(1, len(ids) + 1) if asked.is_stopped(ids[:n]))
+        pieces = pieces_of(asked, MARKED)
+        told = [*pieces.push(ids[:num_taken]), *pieces.finish()]
+        assert (joined(told, Text), joined(told, Reasoning)) == (text, reasoning)
 
 
 def test_whether_to_think_is_the_template_s() -> None:

@@ -1,4 +1,4 @@
-"""How many new tokens there are where nobody says how many: 256, or what the context leaves."""
+"""How many new tokens there are where no number is given: what the context leaves."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from typer.testing import CliRunner
 
 from lowtide import LLM, AsyncLLM, DiffusionParams, SamplingParams
 from lowtide.cli.app import app
+from lowtide.decode.request import Committed, Event
 from lowtide.engine.planning.passes import PlannedPass
 from lowtide.errors import PlanError, UsageError
 from lowtide.lab.synth import synth
 from lowtide.llm import check_request
-from lowtide.params import DEFAULT_MAX_TOKENS
+from lowtide.params import DEFAULT_CANVAS_TOKENS
 
 CONTEXT = 48
 
@@ -52,11 +53,25 @@ def test_the_context_bounds_the_default_and_nothing_else(llm: LLM) -> None:
         llm.generate([5] * CONTEXT)
 
 
-def test_a_large_context_is_not_all_of_one_answer(folder: Path) -> None:
-    """Two requests have their room at once, or they would run one after the other."""
-    with LLM(folder, context=2 * DEFAULT_MAX_TOKENS + 32) as llm:
-        assert lengths(llm, [[5], [6]]) == [DEFAULT_MAX_TOKENS] * 2
-        assert llm.stats()["forwards"] < DEFAULT_MAX_TOKENS + 9
+def test_answers_without_a_number_share_passes_and_the_context(folder: Path) -> None:
+    """Room is taken as it is written: neither waits for the end of the other."""
+    begun = set[int]()
+
+    def note(event: Event) -> None:
+        begun.update([event.request] if isinstance(event, Committed) else [])
+        if len(begun) == 2:
+            raise InterruptedError
+
+    with LLM(folder, context=1024) as llm:
+        with pytest.raises(InterruptedError):
+            llm.generate([[5], [6]], None, note, ignore_eos=True)
+        assert llm.stats()["committed_tokens"] < 1000
+
+
+def test_a_canvas_without_a_number_is_no_longer_than_its_default() -> None:
+    with LLM(GOLDENS / "llada-a", context=2 * DEFAULT_CANVAS_TOKENS) as llm:
+        [answer] = llm.generate([[7] * 5], ignore_eos=True, block_length=256, steps=4)
+    assert len(answer.token_ids) == DEFAULT_CANVAS_TOKENS
 
 
 def test_the_model_s_positions_bound_it_too(folder: Path) -> None:

@@ -229,7 +229,7 @@ def test_a_run_s_speed_stands_beside_its_prediction(folders: dict[str, Path]) ->
         before = llm.stats()["predicted_tokens_per_s"]
         assert llm.plan.prediction is not None and llm.plan.prediction.speed is not None
         assert before == llm.plan.prediction.speed.likely
-        llm.generate([[1, 2, 3]])
+        llm.generate([[1, 2, 3]], max_tokens=32)
         stats = llm.stats()
     assert stats["predicted_tokens_per_s"] > 0 and stats["tokens_per_s"] > 0
     assert predicted(stats).endswith("predicted") and " to " in predicted(stats)

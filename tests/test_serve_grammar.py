@@ -34,11 +34,11 @@ from lowtide.decode.request import Finished, Request
 from lowtide.errors import CheckpointError, UnsupportedError, UsageError
 from lowtide.model_folder.tokenizer import Tokenizer
 from lowtide.params import SamplingParams
+from lowtide.parsing import parser_of
+from lowtide.parsing.pieces import CallArguments, CallBegun, Reasoning, Text
+from lowtide.parsing.tools import Tool
 from lowtide.serve import grammar
-from lowtide.serve.conversation import Tool
 from lowtide.serve.grammar import Constraint, GrammarMask, Grammars, check_kept
-from lowtide.serve.parsing import parser_of
-from lowtide.serve.pieces import CallArguments, CallBegun, Reasoning, Text
 from lowtide.serve.quoted_lark import quoted_lark
 
 COLOUR = Tool(

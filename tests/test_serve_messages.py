@@ -17,10 +17,10 @@ from scripted_serving import ScriptedService, done, drawn_pieces, events_of, lis
 from serving import wait_until
 
 from lowtide.errors import StorageError
+from lowtide.parsing.pieces import CallArguments, CallBegun, Piece, Reasoning, Text
 from lowtide.serve import sse
 from lowtide.serve.anthropic_events import MessageEvents
 from lowtide.serve.errors import Draining, TooLong
-from lowtide.serve.pieces import CallArguments, CallBegun, Piece, Reasoning, Text
 
 ANSWER: list[Piece] = [
     Reasoning("Look "),

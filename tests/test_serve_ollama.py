@@ -18,10 +18,10 @@ from scripted_serving import NUM_NEW, NUM_PROMPT, ScriptedService, done, drawn_p
 from lowtide.errors import StorageError
 from lowtide.families import read_config
 from lowtide.lab.synth import synth
+from lowtide.parsing.pieces import CallArguments, CallBegun, Piece, Reasoning, Text
 from lowtide.plan import WeightFormats
 from lowtide.serve import sse
 from lowtide.serve.ollama_lines import OllamaLines
-from lowtide.serve.pieces import CallArguments, CallBegun, Piece, Reasoning, Text
 
 MODEL = ScriptedService.model_name
 

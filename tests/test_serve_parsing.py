@@ -26,9 +26,9 @@ from small_tokenizers import (
 )
 
 from lowtide.model_folder.tokenizer import Tokenizer
-from lowtide.serve.conversation import Tool
-from lowtide.serve.parsing import has_thoughts, parser_of
-from lowtide.serve.pieces import CallArguments, CallBegun, Piece, Reasoning, Text
+from lowtide.parsing import has_thoughts, parser_of
+from lowtide.parsing.pieces import CallArguments, CallBegun, Piece, Reasoning, Text
+from lowtide.parsing.tools import Tool
 
 WEATHER = Tool(
     "get_weather",

@@ -13,20 +13,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 from serving import LIMIT_S
 from starlette.types import Message
+from stop_strings import cut_at_stop
 
 from lowtide.decode.request import Draft
 from lowtide.errors import PlanError
 from lowtide.families import read_config_in
 from lowtide.llm import plan_model
 from lowtide.model_folder.demos import DEMO_FOLDER
-from lowtide.model_folder.tokenizer import cut_at_stop
+from lowtide.parsing.answer_pieces import AnswerPieces, StopStrings
+from lowtide.parsing.pieces import CallArguments, CallBegun, Frame, Piece, Reasoning, Text
 from lowtide.plan import MemoryPlan
 from lowtide.serve.admission import Admission
-from lowtide.serve.answer_pieces import AnswerPieces, StopStrings, frame_of
 from lowtide.serve.context import AGENT_TOKENS, agent_note, served_context
 from lowtide.serve.errors import QueueFull
+from lowtide.serve.frames import frame_of
 from lowtide.serve.many_answers import merged
-from lowtide.serve.pieces import CallArguments, CallBegun, Frame, Piece, Reasoning, Text
 from lowtide.serve.sse import EventStream, begun, event, until_gone, with_pings
 
 

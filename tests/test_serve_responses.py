@@ -17,9 +17,9 @@ from scripted_serving import ScriptedService, done, drawn_pieces, events_of, lis
 from serving import wait_until
 
 from lowtide.errors import StorageError
+from lowtide.parsing.pieces import CallArguments, CallBegun, Piece, Prefilled, Reasoning, Text
 from lowtide.serve import sse
 from lowtide.serve.errors import QueueFull, TooLong
-from lowtide.serve.pieces import CallArguments, CallBegun, Piece, Prefilled, Reasoning, Text
 from lowtide.serve.responses_events import ResponseEvents
 from lowtide.serve.responses_items import ToolForm
 

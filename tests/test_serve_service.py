@@ -19,9 +19,9 @@ from whole import check_idle
 
 from lowtide import AsyncLLM, SamplingParams
 from lowtide.errors import NumericError, UsageError
+from lowtide.parsing.pieces import Done, Piece, Prefilled, Text
 from lowtide.serve.conversation import Conversation, Turn
 from lowtide.serve.errors import Draining, QueueFull, Refusal, TimedOut, TooLong
-from lowtide.serve.pieces import Done, Piece, Prefilled, Text
 from lowtide.serve.service import Ask, Served, Service, name_of, whole
 from lowtide.serve.settings import ServeSettings
 

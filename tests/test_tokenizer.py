@@ -17,7 +17,7 @@ from lowtide.lab.synth_tokenizer import SPECIAL_TOKENS, tokenizer_config_json, t
 from lowtide.model_folder import chat_template
 from lowtide.model_folder import tokenizer as module
 from lowtide.model_folder.template_worker import render
-from lowtide.model_folder.tokenizer import Tokenizer, cut_at_stop
+from lowtide.model_folder.tokenizer import Tokenizer
 
 EOS = 300
 HELLO = [{"role": "user", "content": "hello"}]
@@ -101,27 +101,6 @@ def test_stream_gives_the_whole_text(tokenizer: Tokenizer, ids: list[int], width
     stream = tokenizer.stream()
     parts = [stream.push(ids[i : i + width]) for i in range(0, len(ids), width)]
     assert "".join(parts) + stream.finish() == tokenizer.decode(ids)
-
-
-@given(
-    st.text("ab \u732b!", max_size=20),
-    st.lists(st.text("ab\u732b!", min_size=1, max_size=4), min_size=1, max_size=2),
-)
-def test_stream_ends_before_the_first_stop_string(
-    tokenizer: Tokenizer, text: str, stop: list[str]
-) -> None:
-    """Which is that of the least text with one in it: nothing is written after that."""
-    stream, parts, written = tokenizer.stream(stop), list[str](), list[int]()
-    for token_id in tokenizer.encode(text):
-        written.append(token_id)
-        parts.append(stream.push([token_id]))
-        if stream.is_stopped:
-            break
-        assert text.startswith("".join(parts))
-        assert not any(string in "".join(parts) for string in stop)
-    said = tokenizer.decode(written)
-    assert "".join(parts) + stream.finish() == cut_at_stop(said, stop)
-    assert stream.is_stopped is any(string in text for string in stop)
 
 
 def test_stream_shortens_its_window_and_goes_on(tokenizer: Tokenizer) -> None:

@@ -61,7 +61,7 @@ class AsyncLLM(LoadedModel):
         """As `LLM.chat`."""
 
         def requests() -> list[Request]:
-            return self._requests(self._chats(messages, template_options), params, keywords, True)
+            return self._requests(self._chats(messages, template_options), params, keywords, False)
 
         return await self._answered(await asyncio.to_thread(requests))
 

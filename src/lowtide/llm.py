@@ -103,7 +103,7 @@ class LLM(LoadedModel):
         `template_options` are further variables of the template, such as `enable_thinking`. For
         the rest see `generate`. Raises UsageError for a model without a chat template.
         """
-        requests = self._requests(self._chats(messages, template_options), params, keywords, True)
+        requests = self._requests(self._chats(messages, template_options), params, keywords, False)
         return self._answered(requests, on_event, progress)
 
     def stream(

@@ -29,7 +29,8 @@ REMASKING_RULES = (
 )
 MAX_TOP_LOGPROBS = 20
 MAX_SAMPLES = 1024
-DEFAULT_MAX_TOKENS = 256
+DEFAULT_CANVAS_TOKENS = 256
+"""New tokens of a bidirectional model, all computed in each pass, where no number is given."""
 MAX_SEED = 2**63 - 1
 
 _denoising = partial(option, Group.DIFFUSION)
@@ -137,9 +138,9 @@ AUTOREGRESSIVE_ONLY = ("repetition_penalty", "presence_penalty", "frequency_pena
 class SamplingParams:
     """One request's wishes.
 
-    max_tokens: new tokens at most. `None`: 256, or what the context leaves to the prompt where that
-        is less, so that a batch of answers without an end comes to one.
-        Whole blocks where `diffusion` has a block length.
+    max_tokens: new tokens at most. `None`: as many as the context leaves; of a bidirectional model,
+        whose answer is computed whole, 256 at most, in whole blocks where `diffusion` has a block
+        length.
     temperature: 0 is the arg-max, always; above 0 tokens are drawn. `None`, here and for top_k,
         top_p, min_p and repetition_penalty: as the model's `generation_config.json` says, of an
         autoregressive model that has one; else 0, and nothing.
@@ -160,7 +161,9 @@ class SamplingParams:
     """
 
     max_tokens: int | None = _sampling(
-        "Longest answer in tokens; unset: all that the context leaves.", low=1, is_common=True
+        "Longest answer in tokens; unset: all that the context leaves (LLaDA, Dream: 256 at most).",
+        low=1,
+        is_common=True,
     )
     temperature: float | None = _sampling(
         "How freely tokens are drawn: 0 always takes the likeliest; unset: the model's own.",
@@ -214,12 +217,12 @@ class SamplingParams:
 
     @property
     def most_tokens(self) -> int:
-        """`max_tokens`, or its default while it is not counted what the context leaves: in whole
-        blocks of the length that is asked for, one at least."""
+        """`max_tokens`, or the default of an answer that is computed whole: in whole blocks of the
+        length that is asked for, one at least."""
         if self.max_tokens is not None:
             return self.max_tokens
         block_length = self.diffusion.block_length or 1
-        return max(block_length, DEFAULT_MAX_TOKENS - DEFAULT_MAX_TOKENS % block_length)
+        return max(block_length, DEFAULT_CANVAS_TOKENS - DEFAULT_CANVAS_TOKENS % block_length)
 
     @property
     def stop_strings(self) -> tuple[str, ...]:

@@ -6,7 +6,9 @@ from dataclasses import dataclass, field
 
 from lowtide.core import CacheMode
 from lowtide.decode.request import Finished, Request, TokenLogprobs
-from lowtide.model_folder.tokenizer import Tokenizer, cut_at_stop
+from lowtide.model_folder.tokenizer import Tokenizer
+from lowtide.parsing.answer_pieces import pieces_of
+from lowtide.parsing.pieces import Reasoning, Text, joined
 from lowtide.plan import MemoryPlan, WeightFormats
 from lowtide.policies.receipt import Receipt
 
@@ -29,13 +31,15 @@ class Usage:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Completion:
-    """One answer. `text` is empty when the model has no tokenizer; `str()` gives it."""
+    """One answer. `text` is empty when the model has no tokenizer; `str()` gives it. What a model
+    thought before it is `reasoning`: it is not said again at the next turn."""
 
     token_ids: list[int]
     text: str
     finish_reason: str  # "stop": an end-of-text token or a stop string; "length": max_tokens
     usage: Usage
     logprobs: list[TokenLogprobs] | None = None  # one for each token, if asked for
+    reasoning: str = ""  # of a model that marks its thoughts
 
     def __repr__(self) -> str:
         num_tokens = len(self.token_ids)
@@ -57,11 +61,11 @@ def completion_of(
     request: Request, finished: Finished, tokenizer: Tokenizer | None, plan: MemoryPlan
 ) -> Completion:
     """What became of a request."""
-    token_ids = list(finished.token_ids)
-    text = tokenizer.decode(token_ids) if tokenizer is not None else ""
+    token_ids, pieces = list(finished.token_ids), pieces_of(request, tokenizer)
+    told = [*pieces.push(token_ids), *pieces.finish()]
     return Completion(
         token_ids=token_ids,
-        text=cut_at_stop(text, request.params.stop_strings),
+        text=joined(told, Text),
         finish_reason=finished.finish_reason,
         usage=Usage(
             prompt_tokens=len(request.prompt),
@@ -73,4 +77,5 @@ def completion_of(
             receipt=finished.receipt,
         ),
         logprobs=None if request.params.logprobs is None else list(finished.logprobs),
+        reasoning=joined(told, Reasoning),
     )

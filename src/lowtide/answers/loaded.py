@@ -38,6 +38,7 @@ from lowtide.memory.pass_planner import PassPlan
 from lowtide.model_folder.tokenizer import Tokenizer
 from lowtide.option import check_int
 from lowtide.params import SamplingParams, listed_params, with_keywords
+from lowtide.parsing.answer_pieces import with_stop_test
 from lowtide.plan import MemoryPlan
 
 
@@ -179,10 +180,13 @@ class LoadedModel:
         raw: bool,
     ) -> list[Request]:
         """A request for each prompt, with `params` and the keywords that override them."""
+        asked: SamplingParams | list[SamplingParams]
         if params is None or isinstance(params, SamplingParams):
-            return self._intake.requests(prompts, with_keywords(params, given), raw)
-        each = [with_keywords(one, given) for one in listed_params(params)]
-        return self._intake.requests(prompts, each, raw)
+            asked = with_keywords(params, given)
+        else:
+            asked = [with_keywords(one, given) for one in listed_params(params)]
+        requests = self._intake.requests(prompts, asked, raw)
+        return [with_stop_test(request, self.tokenizer) for request in requests]
 
     def _logits_work(self, token_ids: TokenIds) -> tuple[Passes[Tensor], int]:
         """What makes `logits`, and the tokens of KV cache that it takes. Raises as `logits`."""

@@ -12,7 +12,7 @@ from rich.console import Console
 from lowtide.cli.live import LiveView
 from lowtide.cli.passes import pass_caption
 from lowtide.cli.screen import can_redraw
-from lowtide.cli.text import TextWriter, ThinkingWriter
+from lowtide.cli.text import TextWriter
 from lowtide.params import SamplingParams, with_published
 
 if TYPE_CHECKING:
@@ -53,15 +53,18 @@ def ask(
     llm: LLM,
     prompt: Prompt,
     params: SamplingParams,
+    is_raw: bool,
     on_event: Callable[[Event], None] | None = None,
 ) -> Answer:
-    """Generate, without showing anything."""
+    """Generate, without showing anything. is_raw: thoughts are not told from the text."""
     start_s = time.perf_counter()
-    completions = llm.generate([prompt], params, on_event)
+    completions = llm.generate([prompt], params, on_event, raw=is_raw)
     return Answer(completions, time.perf_counter() - start_s)
 
 
-def ask_live(llm: LLM, prompt: Prompt, params: SamplingParams, view: LiveView) -> Answer:
+def ask_live(
+    llm: LLM, prompt: Prompt, params: SamplingParams, is_raw: bool, view: LiveView
+) -> Answer:
     """Generate, drawing every block while it is filled; Ctrl-C leaves the text in `view`."""
     from lowtide.decode.block_diffusion import Committed, Draft
 
@@ -69,34 +72,27 @@ def ask_live(llm: LLM, prompt: Prompt, params: SamplingParams, view: LiveView) -
         if isinstance(event, Draft):
             view.draft(event.block_start, event.tokens, event.is_masked)
         elif isinstance(event, Committed):
-            view.commit(event.tokens, event.text)
+            view.commit(event.tokens, event.text, event.reasoning)
 
     with view:
-        answer = ask(llm, prompt, params, show)
+        answer = ask(llm, prompt, params, is_raw, show)
         view.finish(answer.completion.text)
     return answer
 
 
-def ask_writing(llm: LLM, prompt: Prompt, params: SamplingParams, writer: TextWriter) -> Answer:
+def ask_writing(
+    llm: LLM, prompt: Prompt, params: SamplingParams, is_raw: bool, writer: TextWriter
+) -> Answer:
     """Generate, writing text as it becomes final; Ctrl-C leaves what was written in `writer`."""
     from lowtide.decode.block_diffusion import Committed
 
     def write(event: Event) -> None:
         if isinstance(event, Committed):
-            writer.commit(event.tokens, event.text)
+            writer.commit(event.tokens, event.text, event.reasoning)
 
-    answer = ask(llm, prompt, params, write)
+    answer = ask(llm, prompt, params, is_raw, write)
     writer.finish(answer.completion.text)
     return answer
-
-
-def lengthened(llm: LLM, num_prompt: int, params: SamplingParams) -> SamplingParams:
-    """`params` of an answer that may be as long as the context leaves, where nothing else is said,
-    but for a canvas, which is computed whole."""
-    if params.max_tokens is not None or llm.config.is_bidirectional:
-        return params
-    room = llm.max_new_tokens(num_prompt, params)
-    return params if room < 1 else replace(params, max_tokens=room)
 
 
 def cut_line(answer: Answer) -> str:
@@ -117,15 +113,9 @@ def sampling_line(llm: LLM, params: SamplingParams) -> str:
     return f"as the model's generation_config.json says: {', '.join(told)}{way_out}"
 
 
-def text_writer(llm: LLM, prompt: Sequence[int], out: Console, is_whole: bool) -> TextWriter:
-    """Writes the answer to a prompt of these ids; thoughts apart, or with `is_whole` and no
-    terminal all as it is."""
-    from lowtide.serve.parsing import has_thoughts, parser_of
-
-    tokenizer, is_terminal = llm.tokenizer, out.is_terminal
-    if tokenizer is None or not has_thoughts(tokenizer) or (is_whole and not is_terminal):
-        return TextWriter(out.file, tokenizer is not None, is_terminal)
-    return ThinkingWriter(out.file, parser_of(tokenizer, prompt), is_terminal)
+def text_writer(llm: LLM, out: Console) -> TextWriter:
+    """Writes an answer to `out`."""
+    return TextWriter(out.file, llm.tokenizer is not None, out.is_terminal)
 
 
 def has_view(llm: LLM, console: Console) -> bool:

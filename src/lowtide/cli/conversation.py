@@ -16,7 +16,6 @@ from lowtide.cli.answer import (
     ask_writing,
     cut_line,
     has_view,
-    lengthened,
     live_view,
     text_writer,
 )
@@ -26,7 +25,7 @@ from lowtide.cli.live import LiveView
 from lowtide.cli.options import OPTIONS
 from lowtide.cli.report import speed_line
 from lowtide.cli.screen import printable
-from lowtide.cli.text import TextWriter, ThinkingWriter
+from lowtide.cli.text import TextWriter
 from lowtide.cli.turns import Turns
 from lowtide.config import format_size
 from lowtide.errors import LowtideError, UsageError
@@ -215,21 +214,21 @@ class TerminalChat(Dialogue):
 
     def _answer(self, line: str) -> None:
         token_ids, params = self._fitted(line)
-        view = self._view(token_ids)
+        view, is_raw = self._view(token_ids), not self._turns.has_template
         try:
             with typing_unseen():
                 if isinstance(view, LiveView):
-                    answer = ask_live(self._llm, token_ids, params, view)
+                    answer = ask_live(self._llm, token_ids, params, is_raw, view)
                 else:
-                    answer = ask_writing(self._llm, token_ids, params, view)
+                    answer = ask_writing(self._llm, token_ids, params, is_raw, view)
         except KeyboardInterrupt:
             return self._keep_stopped(line, view.text)
-        text = view.text if isinstance(view, ThinkingWriter) else answer.completion.text
-        self._turns.add(line, text)
+        self._turns.add(line, answer.completion.text)
         if self._out.is_terminal:
             self._say(speed_line(answer.usage, self._llm.stats(), answer.generation_s))
         if cut := cut_line(answer):
-            is_full = params.max_tokens == self._llm.max_new_tokens(len(token_ids), params)
+            room = self._llm.max_new_tokens(len(token_ids), params)
+            is_full = answer.usage.completion_tokens == room
             self._say(f"{cut[:-1]}: the context is full)" if is_full else cut)
 
     def _fitted(self, line: str) -> tuple[list[int], SamplingParams]:
@@ -256,16 +255,14 @@ class TerminalChat(Dialogue):
                 f"This message has {len(token_ids)} tokens, and the context leaves no room for an "
                 "answer: shorten it, or begin again with a larger --context."
             )
-        return token_ids, self._as_long_as_fits(len(token_ids), room)
-
-    def _as_long_as_fits(self, num_prompt: int, room: int) -> SamplingParams:
-        params = lengthened(self._llm, num_prompt, self._params)
-        return replace(params, max_tokens=min(params.most_tokens, room))
+        if self._params.max_tokens is None:
+            return token_ids, self._params
+        return token_ids, replace(self._params, max_tokens=min(self._params.max_tokens, room))
 
     def _view(self, token_ids: list[int]) -> LiveView | TextWriter:
         if has_view(self._llm, self._out):
             return live_view(self._llm, token_ids, self._out)
-        return text_writer(self._llm, token_ids, self._out, is_whole=False)
+        return text_writer(self._llm, self._out)
 
 
 LEAVING = ("/bye", "/exit", "/quit")

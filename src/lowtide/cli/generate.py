@@ -17,7 +17,6 @@ from lowtide.cli.answer import (
     ask_writing,
     cut_line,
     has_view,
-    lengthened,
     live_view,
     sampling_line,
     text_writer,
@@ -111,7 +110,7 @@ def _as_json(model: str, question: Question, params: SamplingParams, settings: S
     # Whatever a library prints while at work must not share standard output with the object.
     with redirect_stdout(sys.stderr), open_llm(model, settings, question) as llm:
         prompt = question.token_ids(llm)
-        answer = ask(llm, prompt, lengthened(llm, len(prompt), params))
+        answer = ask(llm, prompt, params, question.is_raw)
         stats = _stats(llm.stats(), answer)
         found = answer_object(answer.completions, stats, llm.plan)
         facts = {"kernels": llm.kernels, "chat_template": question.is_templated(llm.tokenizer)}
@@ -126,17 +125,17 @@ def _on_screen(
         show_plan(llm, model, settings)
         prompt = question.token_ids(llm)
         show_sampling(llm, params, settings)
-        params = lengthened(llm, len(prompt), params)
         if not settings.flag("quiet"):
             show_passes(llm, len(prompt), params)
         if params.n > 1:
-            answer = ask(llm, prompt, params)
+            answer = ask(llm, prompt, params, question.is_raw)
             _print_all(answer, llm)
         elif has_view(llm, console):
-            answer = ask_live(llm, prompt, params, live_view(llm, prompt, console))
+            view = live_view(llm, prompt, console)
+            answer = ask_live(llm, prompt, params, question.is_raw, view)
         else:
-            writer = text_writer(llm, prompt, console, is_whole=True)
-            answer = ask_writing(llm, prompt, params, writer)
+            writer = text_writer(llm, console)
+            answer = ask_writing(llm, prompt, params, question.is_raw, writer)
         return answer, _stats(llm.stats(), answer)
 
 
@@ -175,7 +174,7 @@ def _print_all(answer: Answer, llm: LLM) -> None:
     for number, completion in enumerate(answer.completions, 1):
         writer = TextWriter(sys.stdout, llm.tokenizer is not None, sys.stdout.isatty())
         print(f"--- answer {number} of {len(answer.completions)}")
-        writer.commit(completion.token_ids, completion.text)
+        writer.commit(completion.token_ids, completion.text, completion.reasoning)
         writer.finish(completion.text)
 
 

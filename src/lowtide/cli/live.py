@@ -49,6 +49,7 @@ class LiveView:
         self._caption = caption
         self._printed = ""  # whole lines of the answer that have scrolled away
         self._pending = ""  # its last line so far
+        self._thought = ""  # the last line so far of the thoughts before it
         self._draft = Text()
         self._before: dict[int, int] = {}  # position -> token, as of the previous draft
         self._last_frame_s = -MIN_FRAME_S
@@ -64,6 +65,7 @@ class LiveView:
     def __exit__(self, *_: object) -> None:
         self._live.update(Text(), refresh=True)
         self._live.stop()
+        self._end_thoughts()
         if self._pending:
             self._print(self._pending)
 
@@ -90,12 +92,13 @@ class LiveView:
         self._before = written
         self._draw(is_due=self._clock() - self._last_frame_s >= MIN_FRAME_S)
 
-    def commit(self, tokens: Sequence[int], text: str) -> None:
-        """Tokens that are final, and the text that became certain with them: whole lines of the
-        answer leave the live region for good."""
+    def commit(self, tokens: Sequence[int], text: str, reasoning: str = "") -> None:
+        """Tokens that are final, and what became certain with them: whole lines of the answer, and
+        of the thoughts before it, leave the live region for good."""
         self._before, self._draft = {}, Text()
         if self._tokenizer is None:
             text = " " * bool(self.text) + " ".join(map(str, tokens))
+        self._think(reasoning)
         self._advance(text)
 
     def finish(self, text: str) -> None:
@@ -103,16 +106,29 @@ class LiveView:
         # A stop string may cut within a line that has scrolled away; then nothing is left.
         self._pending = text[len(self._printed) :] if text.startswith(self._printed) else ""
 
+    def _think(self, text: str) -> None:
+        lines, newline, self._thought = (self._thought + text).rpartition("\n")
+        if newline:
+            self._print(lines, "dim")
+
+    def _end_thoughts(self) -> None:
+        """An empty line divides them from what follows."""
+        if self._thought:
+            self._print(f"{self._thought}\n", "dim")
+        self._thought = ""
+
     def _advance(self, text: str) -> None:
+        if text:
+            self._end_thoughts()
         lines, newline, self._pending = (self._pending + text).rpartition("\n")
         if newline:
             self._print(lines)
             self._printed += lines + newline
         self._draw(is_due=True)
 
-    def _print(self, text: str) -> None:
+    def _print(self, text: str, style: str = "") -> None:
         """For good: as it is, since a user may copy it from the terminal."""
-        self._live.console.print(Text(printable(text)), soft_wrap=True)
+        self._live.console.print(Text(printable(text), style), soft_wrap=True)
 
     def _draw(self, is_due: bool) -> None:
         if not is_due:
@@ -120,7 +136,10 @@ class LiveView:
         self._last_frame_s = self._clock()
         self.num_frames += 1
         self._heed_resize()
-        frame = Text(printable(self._pending)) + self._draft
+        frame = Text()
+        if self._thought:
+            frame.append(f"{printable(self._thought)}\n", "dim")
+        frame = frame.append(printable(self._pending)) + self._draft
         if caption := self._caption():
             frame.append(f"\n{caption}", "dim")
         self._live.update(frame, refresh=True)

@@ -9,7 +9,7 @@ from collections.abc import Generator, Iterator, Mapping
 from contextlib import closing
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from rich.console import Console
@@ -17,7 +17,7 @@ from rich.console import Console
 from lowtide.cli.conversation import Dialogue
 from lowtide.cli.line_editor import typing_unseen
 from lowtide.cli.screen import printable
-from lowtide.cli.text import DIM, NOT_DIM, TextWriter
+from lowtide.cli.text import TextWriter
 from lowtide.cli.turns import Turns
 from lowtide.errors import UsageError
 from lowtide.params import SamplingParams
@@ -152,15 +152,14 @@ class RemoteDialogue(Dialogue):
         self._last = "nothing yet"
 
     def _answer(self, line: str) -> None:
-        writer = _Writer(self._out.file, True, self._out.is_terminal)
+        writer = TextWriter(self._out.file, True, self._out.is_terminal)
         start_s = time.perf_counter()
         reason: str | None = None
         usage: Mapping[str, Any] = {}
         try:
             with typing_unseen(), closing(self._server.answer(self._body(line))) as deltas:
                 for delta in deltas:
-                    writer.think(delta.thoughts)
-                    writer.commit((), delta.text)
+                    writer.commit((), delta.text, delta.thoughts)
                     reason, usage = delta.reason or reason, delta.usage or usage
         except KeyboardInterrupt:
             return self._keep_stopped(line, writer.text)
@@ -190,26 +189,6 @@ class RemoteDialogue(Dialogue):
             **{name: value for name, value in given.items() if value is not None},
             **({"stop": list(self._params.stop_strings)} if self._params.stop_strings else {}),
         }
-
-
-class _Writer(TextWriter):
-    """Writes thoughts dimmed, on a terminal alone."""
-
-    def __init__(self, out: IO[str], has_text: bool, is_terminal: bool) -> None:
-        super().__init__(out, has_text, is_terminal)
-        self._has_thoughts = False
-
-    def think(self, text: str) -> None:
-        if text and self._is_terminal:
-            self._has_thoughts = True
-            self._out.write(DIM + printable(text) + NOT_DIM)
-            self._out.flush()
-
-    def commit(self, tokens: object, text: str) -> None:
-        if text and self._has_thoughts:
-            self._has_thoughts = False
-            self._out.write("\n\n")
-        self._write(text)
 
 
 def server_at(url: str, environment: Mapping[str, str] = os.environ) -> Server:

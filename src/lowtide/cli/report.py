@@ -51,7 +51,7 @@ def answer_object(
     completions: Sequence[Completion], stats: Mapping[str, object], plan: MemoryPlan
 ) -> dict[str, object]:
     """The one object of `generate --json`: the first answer, and where there are several all of
-    them under `answers`; with `logprobs` where they were asked for."""
+    them under `answers`; with `reasoning` of a model that thinks, `logprobs` if asked for."""
     answers = [_completion_object(completion) for completion in completions]
     several = {"answers": answers} if len(answers) > 1 else {}
     return {**answers[0], "stats": dict(stats), "plan": plan_object(plan), **several}
@@ -103,6 +103,8 @@ def _completion_object(completion: Completion) -> dict[str, object]:
         "finish_reason": completion.finish_reason,
         "usage": dataclasses.asdict(completion.usage),
     }
+    if completion.reasoning:
+        answer["reasoning"] = completion.reasoning
     if completion.logprobs is not None:
         answer["logprobs"] = [of_token._asdict() for of_token in completion.logprobs]
     return answer

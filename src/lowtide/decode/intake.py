@@ -1,7 +1,7 @@
 """From what a user asks to requests that a decoder can run, or a refusal.
 
-Prompts become token ids, parameters get the family's published defaults, stop strings become a
-question that a decoder can ask. Nothing here touches a weight or a running sequence.
+Prompts become token ids, parameters get the family's published defaults. Nothing here touches a
+weight or a running sequence.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from lowtide.decode.prompts import Messages, Prompt, TokenIds, is_chat, one_text
 from lowtide.decode.request import Request
 from lowtide.errors import PlanError, UnsupportedError, UsageError
 from lowtide.memory.kv_cache import GRANULE_TOKENS
-from lowtide.model_folder.tokenizer import NO_TOKENIZER, TextStream, Tokenizer
+from lowtide.model_folder.tokenizer import NO_TOKENIZER, Tokenizer
 from lowtide.params import (
     MAX_SEED,
     DiffusionParams,
@@ -59,7 +59,8 @@ class Intake:
         params: SamplingParams | Sequence[SamplingParams],
         is_raw: bool = False,
     ) -> list[Request]:
-        """A request for each answer: `n` to each prompt, prompt by prompt; is_raw: see `token_ids`.
+        """A request for each answer, `n` to each prompt, prompt by prompt. is_raw: no template for
+        prompts, no thoughts told apart from answers.
 
         Under one `params` for all, prompt i draws with `seed + i`, so that equal prompts differ;
         of a list of them, one for each prompt, each has its own seed. The first answer draws with
@@ -77,7 +78,7 @@ class Intake:
         return [
             request
             for prompt, asked in zip(prompts, each, strict=True)
-            for request in self._samples(self.token_ids(prompt, is_raw), asked)
+            for request in self._samples(self.token_ids(prompt, is_raw), asked, is_raw)
         ]
 
     def check_ids(self, token_ids: Sequence[int]) -> None:
@@ -135,10 +136,12 @@ class Intake:
                 f"of that, not {block_length}."
             )
 
-    def _samples(self, token_ids: list[int], asked: SamplingParams) -> list[Request]:
+    def _samples(self, token_ids: list[int], asked: SamplingParams, is_raw: bool) -> list[Request]:
         """The `n` requests of one prompt."""
         params = self._resolved(self._with_length(asked, len(token_ids)))
         self._check_room(len(token_ids), params)
+        if params.stop_strings:
+            self._needed_tokenizer()
         seed = self.seed if params.seed is None else params.seed
         return [
             Request(
@@ -146,13 +149,14 @@ class Intake:
                 params=params,
                 eos_token_ids=self.config.eos_token_ids,
                 seed=sample_seed(seed, sample),
-                is_stopped=self._stop_test(params.stop_strings),
+                is_raw=is_raw,
             )
             for sample in range(params.n)
         ]
 
     def _with_length(self, asked: SamplingParams, num_prompt: int) -> SamplingParams:
-        """`asked` with the default number of new tokens, if it has none: no more than fit.
+        """`asked` with as many new tokens as the context leaves, if it names no number; a canvas,
+        which is computed whole, is no longer than its default.
 
         Raises PlanError for a prompt that leaves no room for any.
         """
@@ -165,7 +169,8 @@ class Intake:
                 f"{num_prompt} prompt tokens leave no room for an answer: the context is "
                 f"{self.context} tokens. Shorten the prompt or raise context."
             )
-        return replace(asked, max_tokens=min(asked.most_tokens, room))
+        canvas = asked.most_tokens if self.config.is_bidirectional else room
+        return replace(asked, max_tokens=min(canvas, room))
 
     def _check_block_fits(self, num_prompt: int, asked: SamplingParams) -> None:
         """Raises PlanError where there is room for new tokens, and not for a block of them."""
@@ -177,9 +182,6 @@ class Intake:
                 f"{num_prompt} prompt tokens leave: the context is {self.context}. Lower "
                 "block_length, shorten the prompt or raise context."
             )
-
-    def _stop_test(self, stop: Sequence[str]) -> StopTest | None:
-        return StopTest(self._needed_tokenizer().stream(stop)) if stop else None
 
     def max_new_tokens(self, num_prompt: int, asked: SamplingParams) -> int:
         """How many tokens the context, or the model's positions, leave for an answer to so long a
@@ -292,19 +294,6 @@ def _warn_of_no_draws(told: str) -> None:
         "temperature above 0 to draw.",
         told,
     )
-
-
-class StopTest:
-    """Asked with an answer's growing token ids: whether its text has a stop string by now."""
-
-    def __init__(self, stream: TextStream) -> None:
-        self._stream = stream
-        self._num_seen = 0
-
-    def __call__(self, token_ids: Sequence[int]) -> bool:
-        self._stream.push(token_ids[self._num_seen :])
-        self._num_seen = len(token_ids)
-        return self._stream.is_stopped
 
 
 def sample_seed(seed: int, sample: int) -> int:

@@ -40,8 +40,8 @@ class Request:
     id: names the request in its events; no other of this process has it. params: with the
     family's defaults filled in. eos_token_ids end the answer, which keeps the first of them.
     is_stopped: asked, with the new tokens so far, whether they are enough: after every token, or
-    at each finished block. mask: of an autoregressive answer that is not free. caller: the same
-    for requests that were asked together.
+    at each finished block. mask: of an autoregressive answer that is not free. is_raw: all of the
+    answer is its text, thoughts included. caller: the same for requests that were asked together.
     """
 
     prompt: Sequence[int]
@@ -51,6 +51,7 @@ class Request:
     seed: int = 0
     is_stopped: Callable[[Sequence[int]], bool] | None = None
     mask: TokenMask | None = None
+    is_raw: bool = False
     caller: int = 0
 
     @property
@@ -137,13 +138,15 @@ class Committed:
     """New tokens of the answer that will not change any more; `logprobs` for each, if asked.
 
     `text` is what is certain with them: whole characters, and none with which a stop string may
-    have begun. A decoder leaves it empty; who has the tokenizer fills it in.
+    have begun; `reasoning` the same of the thoughts before it, where the model marks them. A
+    decoder leaves both empty; `answers.reporter` fills them in.
     """
 
     request: int
     tokens: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...] = ()
     text: str = ""
+    reasoning: str = ""
 
     def __repr__(self) -> str:
         return f"Committed(request {self.request}, {len(self.tokens)} tokens, {self.text!r})"
@@ -153,7 +156,8 @@ class Committed:
 class Finished:
     """A request's last event: the whole answer, and why it ends ("stop" or "length").
 
-    `text` is what was held back until now: the texts of all events, joined, are the answer's.
+    `text` and `reasoning` are what was held back until now: those of all events, joined, are the
+    answer's.
     """
 
     request: int
@@ -164,6 +168,7 @@ class Finished:
     logprobs: tuple[TokenLogprobs, ...] = ()
     receipt: Receipt | None = None  # what a policy that may change words did to them
     text: str = ""
+    reasoning: str = ""
 
     def __repr__(self) -> str:
         ends = f"{len(self.token_ids)} tokens, {self.finish_reason}"

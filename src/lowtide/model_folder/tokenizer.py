@@ -142,9 +142,9 @@ class Tokenizer:
         # Sentence-piece decoders drop the space in front of a text's first word.
         return f" {text}" if raw.startswith("\u2581") and not text.startswith(" ") else text
 
-    def stream(self, stop: Sequence[str] = ()) -> TextStream:
+    def stream(self) -> TextStream:
         """A decoder for ids that come a few at a time."""
-        return TextStream(self, stop)
+        return TextStream(self)
 
     def check_vocabulary(self, config_vocab_size: int) -> None:
         """Raises CheckpointError if the tokenizer has ids that the model has no row for."""
@@ -200,18 +200,10 @@ def has_chat_template(folder: Path) -> bool:
     return has_tokenizer and read_template(folder, _read_config(folder)) is not None
 
 
-def cut_at_stop(text: str, stop: Sequence[str]) -> str:
-    """`text` before the earliest of the stop strings; all of it where there is none."""
-    ends = [end for string in stop if (end := text.find(string)) >= 0]
-    return text[: min(ends, default=None)]
-
-
 class TextStream:
-    """Decodes ids as they come and hands out what is certain: complete characters, and none of
-    those with which a stop string may have begun.
+    """Decodes ids as they come and hands out what is certain: complete characters.
 
-    The texts of all `push` calls and of `finish`, joined, are the text of all ids together, cut
-    at the first of the stop strings; `is_stopped` as soon as there is one.
+    The texts of all `push` calls and of `finish`, joined, are the text of all ids together.
     """
 
     # A decoder may show an unfinished character, or a whole run of byte tokens that ends in one,
@@ -219,11 +211,8 @@ class TextStream:
     _MAX_HELD_CHARS = 16
     _WINDOW_TOKENS = 64
 
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
-        self.is_stopped = False
+    def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._stop = tuple(stop)
-        self._held = ""  # complete characters that may begin a stop string
         self._window: list[int] = []  # the latest ids
         self._sent = ""  # of the window's text, what was handed out
 
@@ -237,27 +226,13 @@ class TextStream:
         new = self._take(end)
         if self._sent == text and len(self._window) > self._WINDOW_TOKENS:
             self._shorten()
-        return self._before_stop(new)
+        return new
 
     def finish(self) -> str:
         """What was held back. The stream can go on afterwards with a new text."""
-        new = self._before_stop(self._take(self._tokenizer.decode(self._window))) + self._held
-        self._window, self._sent, self._held = [], "", ""
+        new = self._take(self._tokenizer.decode(self._window))
+        self._window, self._sent = [], ""
         return new
-
-    def _before_stop(self, new: str) -> str:
-        """What of the characters held back and `new` ones is before any stop string."""
-        text, self._held = self._held + new, ""
-        if self.is_stopped:
-            return ""
-        cut = cut_at_stop(text, self._stop)
-        self.is_stopped = len(cut) < len(text)
-        if self.is_stopped:
-            return cut
-        num_held = max((num_begun(text, string) for string in self._stop), default=0)
-        certain = text[: len(text) - num_held]
-        self._held = text[len(certain) :]
-        return certain
 
     def _take(self, text: str) -> str:
         if not text.startswith(self._sent):

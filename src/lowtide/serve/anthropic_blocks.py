@@ -7,7 +7,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from lowtide.serve.conversation import Conversation, Tool, ToolCall, Turn, joined
+from lowtide.parsing.tools import Tool
+from lowtide.serve.conversation import Conversation, ToolCall, Turn, joined
 from lowtide.serve.errors import Refusal
 from lowtide.serve.json_fields import name_at, object_at, objects_at, text_at
 from lowtide.serve.turns import merged

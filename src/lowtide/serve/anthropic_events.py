@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from lowtide.serve.conversation import ToolCall, arguments_of
-from lowtide.serve.errors import Refusal, body_of
-from lowtide.serve.openai_fields import new_id
-from lowtide.serve.pieces import (
+from lowtide.parsing.pieces import (
     CallArguments,
     CallBegun,
     Done,
@@ -16,6 +13,9 @@ from lowtide.serve.pieces import (
     Reasoning,
     Text,
 )
+from lowtide.serve.conversation import ToolCall, arguments_of
+from lowtide.serve.errors import Refusal, body_of
+from lowtide.serve.openai_fields import new_id
 from lowtide.serve.writers import JsonObject
 
 _DELTAS = {

@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from lowtide.parsing.tools import Tool
+
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
@@ -49,27 +51,6 @@ class Turn:
         if self.tool_call_id:
             message["tool_call_id"] = self.tool_call_id
         return message
-
-
-@dataclass(frozen=True, slots=True)
-class Tool:
-    """A function that a model may call. parameters: the JSON schema of its arguments; strict:
-    they are certain to be of it; grammar: in Lark, of the one text that it takes, or ""."""
-
-    name: str
-    description: str
-    parameters: Mapping[str, Any]
-    strict: bool = False
-    grammar: str = ""
-
-    def declaration(self) -> dict[str, Any]:
-        """As chat templates read it."""
-        function = {
-            "name": self.name,
-            "description": self.description,
-            "parameters": dict(self.parameters),
-        }
-        return {"type": "function", "function": function}
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,9 +22,9 @@ from lowtide.decode.request import Request
 from lowtide.errors import UnsupportedError, UsageError
 from lowtide.files.json_file import printable
 from lowtide.model_folder.tokenizer import Tokenizer, blamed
-from lowtide.serve.conversation import Tool
+from lowtide.parsing.channels import CALL, has_channels
+from lowtide.parsing.tools import Tool
 from lowtide.serve.grammar_text import AnswerForm, Expression, enforces_text, grammar_text
-from lowtide.serve.parsing.channels import CALL, has_channels
 
 MAX_GRAMMAR_CHARS = 256 << 10
 MAX_REGEX_CHARS = 8 << 10

@@ -11,11 +11,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from lowtide.model_folder.tokenizer import Tokenizer
-from lowtide.serve.conversation import Tool
-from lowtide.serve.parsing import has_thoughts, is_thinking
-from lowtide.serve.parsing.call_forms import CallForm, call_form_of, literal
-from lowtide.serve.parsing.call_json import only_text
-from lowtide.serve.parsing.channels import (
+from lowtide.parsing import has_thoughts, is_thinking
+from lowtide.parsing.call_forms import CallForm, call_form_of, literal
+from lowtide.parsing.call_json import only_text
+from lowtide.parsing.channels import (
     CALL,
     CHANNEL,
     CONSTRAIN,
@@ -25,8 +24,9 @@ from lowtide.serve.parsing.channels import (
     START,
     has_channels,
 )
-from lowtide.serve.parsing.inline_calls import THOUGHT_MARKS
-from lowtide.serve.parsing.xml_calls import PARAMETER, PARAMETER_END, kinds_of
+from lowtide.parsing.inline_calls import THOUGHT_MARKS
+from lowtide.parsing.tools import Tool
+from lowtide.parsing.xml_calls import PARAMETER, PARAMETER_END, kinds_of
 from lowtide.serve.quoted_lark import quoted_lark
 
 BLANKS = r"[ \t\r\n]{1,64}"

@@ -10,6 +10,7 @@ from typing import Any
 from fastapi import APIRouter, Request, Response
 from pydantic import Field
 
+from lowtide.parsing import has_thoughts
 from lowtide.schemas import model_schema
 from lowtide.serve.agent_api import headers_of
 from lowtide.serve.errors import NoEmbeddings, Refusal
@@ -20,7 +21,6 @@ from lowtide.serve.ollama_body import (
     OllamaGenerateBody,
 )
 from lowtide.serve.ollama_lines import OllamaLines
-from lowtide.serve.parsing import has_thoughts
 from lowtide.serve.service import Ask, Service
 from lowtide.serve.sse import EventStream
 from lowtide.serve.writers import JsonObject, json_line, json_response, streamed, unstreamed

@@ -10,8 +10,9 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from lowtide.params import MAX_SEED, SamplingParams
+from lowtide.parsing.tools import Tool
 from lowtide.serve.agent_api import check_sampling, effort_options
-from lowtide.serve.conversation import Conversation, Tool, ToolCall, Turn
+from lowtide.serve.conversation import Conversation, ToolCall, Turn
 from lowtide.serve.errors import Refusal
 from lowtide.serve.grammar import Constraint, check_depth
 from lowtide.serve.json_fields import name_at, object_at, objects_at, text_at

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
+from lowtide.parsing.pieces import CallArguments, CallBegun, Done, Piece, Prefilled, Reasoning, Text
 from lowtide.serve.conversation import ToolCall, arguments_of
 from lowtide.serve.errors import Refusal
-from lowtide.serve.pieces import CallArguments, CallBegun, Done, Piece, Prefilled, Reasoning, Text
 from lowtide.serve.writers import JsonObject
 
 

@@ -15,6 +15,17 @@ from lowtide.decode.intake import sample_seed
 from lowtide.decode.request import TokenLogprobs
 from lowtide.model_folder.tokenizer import Tokenizer
 from lowtide.params import MAX_TOP_LOGPROBS
+from lowtide.parsing.pieces import (
+    CallArguments,
+    CallBegun,
+    Done,
+    Frame,
+    Logprobs,
+    Piece,
+    Prefilled,
+    Reasoning,
+    Text,
+)
 from lowtide.serve.errors import Refusal, body_of, refusal_of
 from lowtide.serve.grammar import Constraint
 from lowtide.serve.many_answers import merged
@@ -35,17 +46,6 @@ from lowtide.serve.openai_messages import (
     ToolField,
     chosen_tool,
     conversation_of,
-)
-from lowtide.serve.pieces import (
-    CallArguments,
-    CallBegun,
-    Done,
-    Frame,
-    Logprobs,
-    Piece,
-    Prefilled,
-    Reasoning,
-    Text,
 )
 from lowtide.serve.service import Ask, Service
 from lowtide.serve.sse import CLIENT_GONE, EventStream, begun, event, until_gone, with_pings

@@ -17,6 +17,7 @@ from pydantic import Field
 from lowtide.decode.request import TokenLogprobs
 from lowtide.errors import UnsupportedError
 from lowtide.params import MAX_SEED, MAX_TOP_LOGPROBS
+from lowtide.parsing.pieces import Done, Frame, Logprobs, Piece, Prefilled, Text
 from lowtide.serve.errors import Refusal, body_of, refusal_of
 from lowtide.serve.many_answers import merged
 from lowtide.serve.openai_chat import several
@@ -28,7 +29,6 @@ from lowtide.serve.openai_fields import (
     token_text,
     usage_of,
 )
-from lowtide.serve.pieces import Done, Frame, Logprobs, Piece, Prefilled, Text
 from lowtide.serve.prompt_logprobs import prompt_logprobs
 from lowtide.serve.service import Ask, Service
 from lowtide.serve.sse import CLIENT_GONE, EventStream, begun, event, until_gone, with_pings

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from lowtide.model_folder.tokenizer import Tokenizer
 from lowtide.params import MAX_SEED, DiffusionParams, SamplingParams
-from lowtide.serve.pieces import Done, Frame, Prefilled
+from lowtide.parsing.pieces import Done, Frame, Prefilled
 
 MAX_ANSWERS = 16
 """Answers to one request, which all run at once."""

@@ -6,7 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from lowtide.serve.conversation import Conversation, Tool, ToolCall, Turn, joined
+from lowtide.parsing.tools import Tool
+from lowtide.serve.conversation import Conversation, ToolCall, Turn, joined
 from lowtide.serve.errors import Refusal
 
 Name = Annotated[str, Field(min_length=1, max_length=256)]

@@ -10,9 +10,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from lowtide.serve.errors import Refusal
-from lowtide.serve.openai_fields import new_id
-from lowtide.serve.pieces import (
+from lowtide.parsing.pieces import (
     CallArguments,
     CallBegun,
     Done,
@@ -21,6 +19,8 @@ from lowtide.serve.pieces import (
     Reasoning,
     Text,
 )
+from lowtide.serve.errors import Refusal
+from lowtide.serve.openai_fields import new_id
 from lowtide.serve.responses_items import ToolForm, custom_input, sealed
 from lowtide.serve.writers import JsonObject
 

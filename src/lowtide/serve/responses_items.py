@@ -13,7 +13,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from lowtide.serve.conversation import Tool, ToolCall, Turn, arguments_of, joined
+from lowtide.parsing.tools import Tool
+from lowtide.serve.conversation import ToolCall, Turn, arguments_of, joined
 from lowtide.serve.errors import Refusal
 from lowtide.serve.json_fields import name_at, object_at, objects_at, text_at
 

@@ -21,19 +21,15 @@ from lowtide.engine.running import async_loop
 from lowtide.engine.running.engine import Engine
 from lowtide.errors import UsageError
 from lowtide.params import MAX_SEED, SamplingParams
+from lowtide.parsing import parser_of
+from lowtide.parsing.answer_pieces import AnswerPieces, CompletionTest, PlainText
+from lowtide.parsing.pieces import Done, Logprobs, Piece, Prefilled
+from lowtide.parsing.tools import Tool
 from lowtide.serve.admission import Admission, QueuePlace
-from lowtide.serve.answer_pieces import (
-    AnswerPieces,
-    CompletionTest,
-    PlainText,
-    frame_of,
-    with_logprobs,
-)
-from lowtide.serve.conversation import Conversation, Tool
+from lowtide.serve.conversation import Conversation
 from lowtide.serve.errors import Refusal, TimedOut, TooLong
+from lowtide.serve.frames import frame_of
 from lowtide.serve.grammar import Constraint, Grammars, check_kept
-from lowtide.serve.parsing import parser_of
-from lowtide.serve.pieces import Done, Piece, Prefilled
 from lowtide.serve.settings import ServeSettings
 
 QUEUED_CONTEXTS = 8
@@ -183,12 +179,12 @@ class Service:
         """What the engine is asked; a grammar may take seconds. Raises TooLong or LowtideError."""
         params = self._fitted(ask, len(prompt_ids))
         [request] = self.llm._intake.requests([prompt_ids], params, is_raw=True)
-        if ask.conversation is None:
-            return request
         if params.stop_strings or not ask.parallel_calls:
             # A reader of its own for the engine's thread, ahead of the one here.
             test = CompletionTest(self._reader(ask, prompt_ids))
             request = replace(request, is_stopped=test)
+        if ask.conversation is None:
+            return request
         return self._grammars.applied(
             request, ask.constraint, ask.tools, ask.tool_choice, ask.parallel_calls
         )
@@ -209,9 +205,7 @@ class Service:
         room, wanted = self.llm.max_new_tokens(num_prompt, params), params.max_tokens
         if room < 1 or (wanted or 0) > room and not ask.cut_to_room:
             raise TooLong(num_prompt, wanted or 1, self.context)
-        if wanted is None and self.llm.config.is_bidirectional:
-            return params
-        return replace(params, max_tokens=room if wanted is None else min(wanted, room))
+        return params if wanted is None else replace(params, max_tokens=min(wanted, room))
 
     async def _events(self, request: Request, watch: _Watch) -> AsyncGenerator[Event, None]:
         """What happens to a request, until it is over or out of time."""
@@ -239,7 +233,8 @@ class Service:
                 return []
             return [frame_of(event, len(request.prompt), self.llm.tokenizer)]
         if isinstance(event, Committed):
-            return with_logprobs(pieces.push(event.tokens), event.logprobs)
+            new = pieces.push(event.tokens)
+            return [Logprobs(event.logprobs), *new] if event.logprobs else new
         check_kept(request)
         return [*pieces.finish(), pieces.done(request, event)]
 

@@ -11,8 +11,8 @@ from typing import Any, Protocol
 from starlette.requests import Request
 from starlette.responses import Response
 
+from lowtide.parsing.pieces import Piece, Prefilled
 from lowtide.serve.errors import Refusal, refusal_of
-from lowtide.serve.pieces import Piece, Prefilled
 from lowtide.serve.service import Ask, Service
 from lowtide.serve.sse import CLIENT_GONE, EventStream, begun, event, until_gone, with_pings
 

@@ -27,7 +27,7 @@ from lowtide.hardware.store import CostKey, kept_rates, load
 from lowtide.hardware.weight_rates import kind_of, rounding_rate, seconds_per_byte
 from lowtide.kernels.choice import possible_names
 from lowtide.kernels.cpu.packed import MAX_FEW_ROWS
-from lowtide.params import DEFAULT_MAX_TOKENS, DiffusionParams
+from lowtide.params import DEFAULT_CANVAS_TOKENS, DiffusionParams
 from lowtide.plan import MemoryPlan, PassTime, Prediction, SpeedRange
 from lowtide.policies.prefetch import Gate
 from lowtide.policies.presets import fetches_all
@@ -158,7 +158,7 @@ def published_pass(opened: OpenModel) -> tuple[int, float, float]:
         least = max(1.0, config.block_length / defaults.steps)
         most = least if defaults.threshold is None else MOST_SURE * least
         return config.block_length, least, most
-    num_tokens = min(DEFAULT_MAX_TOKENS, opened.context)
+    num_tokens = min(DEFAULT_CANVAS_TOKENS, opened.context)
     params = resolve(DiffusionParams(), defaults, num_tokens, config.architecture)
     tokens_per_pass = 1.0 if params.steps is None else max(1.0, num_tokens / params.steps)
     is_whole = opened.cache_mode is CacheMode.EXACT

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lowtide.decode.request import TokenLogprobs
@@ -77,3 +78,8 @@ class Done:
 
 
 Piece = Text | Reasoning | CallBegun | CallArguments | Prefilled | Frame | Logprobs | Done
+
+
+def joined(pieces: Sequence[Piece], kind: type[Text] | type[Reasoning]) -> str:
+    """The text of all pieces of a kind."""
+    return "".join(piece.text for piece in pieces if isinstance(piece, kind))

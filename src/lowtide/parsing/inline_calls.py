@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lowtide.serve.conversation import Tool
-from lowtide.serve.parsing.call_forms import CallForm
-from lowtide.serve.parsing.marked_text import Mark
-from lowtide.serve.parsing.piece_writer import PieceWriter
+from lowtide.parsing.call_forms import CallForm
+from lowtide.parsing.marked_text import Mark
+from lowtide.parsing.piece_writer import PieceWriter
+from lowtide.parsing.tools import Tool
 
 THOUGHT_MARKS = ("<think>", "</think>")
 

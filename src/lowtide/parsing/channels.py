@@ -9,11 +9,11 @@ import re
 from collections.abc import Sequence
 
 from lowtide.model_folder.tokenizer import Tokenizer
-from lowtide.serve.conversation import Tool
-from lowtide.serve.parsing.call_forms import new_call_id
-from lowtide.serve.parsing.call_json import arguments_text, is_name
-from lowtide.serve.parsing.marked_text import Mark, last_mark
-from lowtide.serve.parsing.piece_writer import PieceWriter
+from lowtide.parsing.call_forms import new_call_id
+from lowtide.parsing.call_json import arguments_text, is_name
+from lowtide.parsing.marked_text import Mark, last_mark
+from lowtide.parsing.piece_writer import PieceWriter
+from lowtide.parsing.tools import Tool
 
 START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
 ENDS = END, RETURN, CALL = "<|end|>", "<|return|>", "<|call|>"

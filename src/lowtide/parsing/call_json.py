@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from typing import NamedTuple, NoReturn
 
-from lowtide.serve.conversation import Tool
+from lowtide.parsing.tools import Tool
 
 _NAME = re.compile(r"[\w.:/-]{1,256}")
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from lowtide.serve.conversation import Tool
-from lowtide.serve.parsing.call_json import Call, is_name, json_text, parsed
+from lowtide.parsing.call_json import Call, is_name, json_text, parsed
+from lowtide.parsing.tools import Tool
 
 FUNCTION, FUNCTION_END = "<function=", "</function>"
 PARAMETER, PARAMETER_END = "<parameter=", "</parameter>"

@@ -14,13 +14,13 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from lowtide.model_folder.tokenizer import Tokenizer
-from lowtide.serve.conversation import Tool
-from lowtide.serve.parsing.call_forms import call_form_of
-from lowtide.serve.parsing.channels import CHANNEL_MARKS, ChannelReader, has_channels
-from lowtide.serve.parsing.inline_calls import THOUGHT_MARKS, InlineReader
-from lowtide.serve.parsing.marked_text import Mark, MarkedText, last_mark
-from lowtide.serve.parsing.piece_writer import PieceWriter
-from lowtide.serve.pieces import Piece
+from lowtide.parsing.call_forms import call_form_of
+from lowtide.parsing.channels import CHANNEL_MARKS, ChannelReader, has_channels
+from lowtide.parsing.inline_calls import THOUGHT_MARKS, InlineReader
+from lowtide.parsing.marked_text import Mark, MarkedText, last_mark
+from lowtide.parsing.piece_writer import PieceWriter
+from lowtide.parsing.pieces import Piece
+from lowtide.parsing.tools import Tool
 
 
 class _Reader(Protocol):

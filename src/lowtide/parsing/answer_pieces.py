@@ -6,13 +6,13 @@ Stop strings are of the answer's text: neither thoughts nor calls end at one.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Protocol
 
-from lowtide.decode.request import Draft, Finished, Request, TokenLogprobs
+from lowtide.decode.request import Finished, Request
 from lowtide.model_folder.tokenizer import Tokenizer, num_begun
-from lowtide.serve.pieces import CallBegun, Done, Frame, Logprobs, Piece, Text
-
-MASK = "▁"
+from lowtide.parsing import has_thoughts, parser_of
+from lowtide.parsing.pieces import CallBegun, Done, Piece, Text
 
 
 class PieceReader(Protocol):
@@ -30,8 +30,7 @@ class PieceReader(Protocol):
 
 
 class PlainText:
-    """All tokens are text: of a prompt that was not a conversation. Without a tokenizer there is
-    none."""
+    """All tokens are text, thoughts included. Without a tokenizer there is none."""
 
     num_reasoning = 0
 
@@ -143,28 +142,18 @@ def _as_text(text: str) -> list[Piece]:
     return [Text(text)] if text else []
 
 
-def with_logprobs(pieces: list[Piece], tokens: Sequence[TokenLogprobs]) -> list[Piece]:
-    """The pieces of some tokens, behind their log-probabilities if there are any."""
-    return [Logprobs(tuple(tokens)), *pieces] if tokens else pieces
+def pieces_of(request: Request, tokenizer: Tokenizer | None) -> AnswerPieces:
+    """The pieces of the answer to a request without tools: its thoughts are told apart where the
+    model's tokens mark them, unless it is raw."""
+    reader: PieceReader = PlainText(tokenizer)
+    if tokenizer is not None and not request.is_raw and has_thoughts(tokenizer):
+        reader = parser_of(tokenizer, request.prompt)
+    return AnswerPieces(reader, request.params.stop_strings)
 
 
-def frame_of(draft: Draft, num_prompt: int, tokenizer: Tokenizer | None) -> Frame:
-    """The active block of a draft as text, without what it has of the prompt."""
-    skipped = max(0, num_prompt - draft.block_start)
-    places = list(zip(draft.tokens[skipped:], draft.is_masked[skipped:], strict=True))
-    texts: list[str] = []
-    run: list[int] = []  # tokens between two masks
-    for token, is_masked in places:
-        if is_masked:
-            texts += [_text_of(run, tokenizer), MASK]
-            run = []
-        else:
-            run.append(token)
-    num_masked = sum(is_masked for _, is_masked in places)
-    return Frame("".join([*texts, _text_of(run, tokenizer)]), num_masked, draft.num_forwards)
-
-
-def _text_of(token_ids: Sequence[int], tokenizer: Tokenizer | None) -> str:
-    if tokenizer is None:
-        return "".join(f"{token} " for token in token_ids)
-    return tokenizer.decode(token_ids)
+def with_stop_test(request: Request, tokenizer: Tokenizer | None) -> Request:
+    """The same request, which the decoder ends where its answer has a stop string."""
+    if not request.params.stop_strings:
+        return request
+    # A reader of its own for the engine's thread, ahead of those who read the events.
+    return replace(request, is_stopped=CompletionTest(pieces_of(request, tokenizer)))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lowtide.serve.pieces import CallArguments, CallBegun, Piece, Reasoning, Text
+from lowtide.parsing.pieces import CallArguments, CallBegun, Piece, Reasoning, Text
 
 
 class PieceWriter:

@@ -13,9 +13,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 
 from lowtide.model_folder.tokenizer import Tokenizer
-from lowtide.serve.conversation import Tool
-from lowtide.serve.parsing.call_json import Call, arguments_text, call_of, is_name, parsed
-from lowtide.serve.parsing.xml_calls import FUNCTION, FUNCTION_END, xml_call
+from lowtide.parsing.call_json import Call, arguments_text, call_of, is_name, parsed
+from lowtide.parsing.tools import Tool
+from lowtide.parsing.xml_calls import FUNCTION, FUNCTION_END, xml_call
 
 FENCE = "```"
 
