@@ -1,22 +1,25 @@
-"""`activations="int8"`: what rows are rounded to, products with them, a model that asks for it."""
+"""`activations="int8"`: what rows are rounded to, products with them, models that ask for it."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import numpy as np
 import pytest
 import torch
 from examples import examples
+from gguf.constants import GGMLQuantizationType as Type
 from hypothesis import given
 from hypothesis import strategies as st
+from packed_matrices import BLOCKS, OWN, matrix_of, name_of, unit_of
+from test_gguf_models import MIXED, SMALL, write
 from torch import Tensor
 
 from lowtide import SamplingParams
 from lowtide.errors import UnsupportedError, UsageError
-from lowtide.formats import formats
-from lowtide.formats.quantised_matrix import GROUP, QuantisedMatrix
+from lowtide.formats import MatrixFormat, StoredMatrix
+from lowtide.formats.ggml import ROW_GROUP
+from lowtide.formats.quantised_matrix import GROUP
 from lowtide.kernels.int8_rows import product_bytes, round_rows
 from lowtide.kernels.reference import Kernels
 from lowtide.lab.synth import synth
@@ -32,16 +35,7 @@ def randn(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def matrix_of(num_bits: int, shape: tuple[int, int]) -> QuantisedMatrix:
-    rows = formats()[f"q{num_bits}"].for_rows(shape[1])
-    content = np.zeros(shape[0] * rows.block_bytes[0], np.uint8)
-    rows.pack(0.1 * randn(*shape, seed=1).numpy().reshape(-1) + 0.01, content)
-    matrix = rows.matrix([torch.from_numpy(content)], shape)
-    assert isinstance(matrix, QuantisedMatrix)
-    return matrix
-
-
-def multiplied(x: Tensor, matrix: QuantisedMatrix, bias: Tensor | None = None) -> Tensor:
+def multiplied(x: Tensor, matrix: StoredMatrix, bias: Tensor | None = None) -> Tensor:
     out = torch.empty(len(x), matrix.shape[0], dtype=x.dtype)
     KERNELS.multiply_by(x, matrix, out, bias)
     return out
@@ -66,28 +60,35 @@ def test_groups_of_nothing_and_of_what_is_not_finite() -> None:
     codes, steps, _ = round_rows(x, GROUP)
     assert (codes == 0).all() and steps[:2].tolist() == [[0.0], [0.0]]
     assert steps[2:].isnan().all()
-    out = multiplied(x, matrix_of(4, (3, GROUP)))
+    out = multiplied(x, matrix_of(OWN[1], (3, GROUP)))
     assert (out[:2] == 0).all() and out[2:].isnan().all()
 
 
-@examples(20)
+@pytest.mark.parametrize("stored", BLOCKS, ids=name_of)
+@examples(10)
 @given(
-    num_bits=st.sampled_from([8, 4]),
-    shape=st.tuples(st.integers(1, 300), st.integers(1, 150)),
+    num_outs=st.integers(1, 300),
+    num_units=st.integers(1, 150),
     num_rows=st.integers(0, 80),
     dtype=st.sampled_from([torch.bfloat16, torch.float32]),
     has_bias=st.booleans(),
 )
 def test_products_are_those_of_rounded_rows(
-    num_bits: int, shape: tuple[int, int], num_rows: int, dtype: torch.dtype, has_bias: bool
+    stored: MatrixFormat,
+    num_outs: int,
+    num_units: int,
+    num_rows: int,
+    dtype: torch.dtype,
+    has_bias: bool,
 ) -> None:
-    matrix = matrix_of(num_bits, shape)
-    x = randn(num_rows, shape[1], seed=2).to(dtype)
-    bias = randn(shape[0], seed=3).to(dtype) if has_bias else None
-    weights = torch.empty(shape, dtype=torch.float32)
+    num_k = num_units if stored in OWN else (1 + num_units % 3) * unit_of(stored)
+    matrix = matrix_of(stored, (num_outs, num_k), seed=1)
+    x = randn(num_rows, num_k, seed=2).to(dtype)
+    bias = randn(num_outs, seed=3).to(dtype) if has_bias else None
+    weights = torch.empty(matrix.shape, dtype=torch.float32)
     matrix.unpack(weights)
-    codes, steps, _ = round_rows(x, GROUP)
-    rounded = (codes.double() * steps[:, :, None]).flatten(1)[:, : shape[1]]
+    codes, steps, _ = round_rows(x, GROUP if stored in OWN else ROW_GROUP)
+    rounded = (codes.double() * steps[:, :, None]).flatten(1)[:, :num_k]
     wanted = rounded @ weights.double().t() + (0 if bias is None else bias.double())
     unit = 2**-8 if dtype is torch.bfloat16 else 1e-5
     found = multiplied(x, matrix, bias)
@@ -96,67 +97,84 @@ def test_products_are_those_of_rounded_rows(
         assert torch.equal(multiplied(x[1:], matrix, bias), found[1:])
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return synth("qwen2_moe", "tiny", tmp_path_factory.mktemp("int8") / "model", seed=5)
-
-
-def run(folder: Path, **options: Any) -> tuple[list[int], Tensor]:
-    with LLM(folder, context=64, activations="int8", **options) as llm:
-        return llm.generate(PROMPT, PARAMS)[0].token_ids, llm.logits(PROMPT)
-
-
-@pytest.fixture(scope="module")
-def resident(model: Path) -> dict[str, tuple[list[int], Tensor]]:
-    return {name: run(model, format=name) for name in ("q8", "q4")}
-
-
 def test_a_plan_has_what_the_plain_product_takes_which_is_more_than_the_compiled_one_does() -> None:
     """A chunk of 64 rows; compiled: 256 rows of two bytes, for two types, and side by side."""
     for width in (64, 1025):
         assert product_bytes((40, width)) == 64 * width * 29 > 256 * width * 2 * 3
 
 
-@examples(4)
+# Models
+
+
+class Model(NamedTuple):
+    path: Path
+    options: dict[str, Any]
+    answer: list[int]
+    logits: Tensor
+
+    @classmethod
+    def of(cls, path: Path, **options: Any) -> Model:
+        return cls(path, options, *run(path, **options))
+
+
+def run(path: Path, **options: Any) -> tuple[list[int], Tensor]:
+    with LLM(path, context=64, activations="int8", **options) as llm:
+        return llm.generate(PROMPT, PARAMS)[0].token_ids, llm.logits(PROMPT)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Model]:
+    """Rounded as they are read, and from GGUF files."""
+    base = tmp_path_factory.mktemp("int8")
+    folder = synth("qwen2_moe", "tiny", base / "model", seed=5)
+    made = {name: Model.of(folder, format=name) for name in ("q8", "q4")}
+    for name, family, types in (("mixed", "qwen3_moe", MIXED), ("small", "olmoe", SMALL)):
+        path = base / f"{name}.gguf"
+        write(path, family, len(made) - 2, types)
+        made[name] = Model.of(path, dtype="bfloat16")
+    return made
+
+
+@examples(8)
 @given(
-    name=st.sampled_from(["q8", "q4"]),
+    name=st.sampled_from(["q8", "q4", "mixed", "small"]),
     policy=st.sampled_from(["lowtide", "lru", "tide"]),
     share=st.floats(0, 1),
     device=st.sampled_from(["cpu", "emulated"]),
 )
 def test_budgets_change_nothing(
-    model: Path,
-    resident: dict[str, tuple[list[int], Tensor]],
-    name: str,
-    policy: str,
-    share: float,
-    device: str,
+    models: dict[str, Model], name: str, policy: str, share: float, device: str
 ) -> None:
-    options: dict[str, Any] = {"format": name, "device": device, "policy": policy}
-    plan = plan_model(model, context=64, activations="int8", **options)
+    model = models[name]
+    options: dict[str, Any] = {**model.options, "device": device, "policy": policy}
+    plan = plan_model(model.path, context=64, activations="int8", **options)
     budget = plan.minimum_bytes + int(share * (plan.full_bytes - plan.minimum_bytes))
     options["host_memory" if device == "cpu" else "gpu_memory"] = budget
-    answer, logits = run(model, **options)
-    assert answer == resident[name][0] and torch.equal(logits, resident[name][1])
+    answer, logits = run(model.path, **options)
+    assert answer == model.answer and torch.equal(logits, model.logits)
 
 
-def test_answers_are_near_those_of_rows_as_they_are(
-    model: Path, resident: dict[str, tuple[list[int], Tensor]]
-) -> None:
-    with LLM(model, context=64, format="q8") as llm:
+@pytest.mark.parametrize("name", ["q8", "mixed"])
+def test_answers_are_near_those_of_rows_as_they_are(models: dict[str, Model], name: str) -> None:
+    model = models[name]
+    with LLM(model.path, context=64, **model.options) as llm:
         wanted = llm.logits(PROMPT)
-    found = resident["q8"][1]
-    assert not torch.equal(found, wanted)
+    assert not torch.equal(model.logits, wanted)
     # Not all: a rounded row may choose another expert.
-    assert (found - wanted).abs().mean() <= 0.2 * wanted.abs().mean()
+    assert (model.logits - wanted).abs().mean() <= 0.2 * wanted.abs().mean()
 
 
-def test_plan_and_usage_name_it(model: Path) -> None:
-    wanted = WeightFormats("q8", "q8", "q8", "int8")
-    assert str(wanted) == "experts q8 · dense q8 · head q8 · activations int8"
-    with LLM(model, context=64, format="q8", activations="int8") as llm:
-        assert llm.plan.formats == wanted
-        assert llm.generate(PROMPT, PARAMS)[0].usage.formats == wanted
+@pytest.mark.parametrize("name", ["q8", "mixed"])
+def test_plan_and_usage_name_it(models: dict[str, Model], name: str) -> None:
+    model = models[name]
+    with LLM(model.path, context=64, activations="int8", **model.options) as llm:
+        formats = llm.plan.formats
+        assert llm.generate(PROMPT, PARAMS)[0].usage.formats == formats
+    if name == "q8":
+        assert formats == WeightFormats("q8", "q8", "q8", "int8")
+        assert str(formats) == "experts q8 · dense q8 · head q8 · activations int8"
+    else:
+        assert formats.activations == "int8" and "Q4_K" in formats.experts
 
 
 @pytest.mark.parametrize(
@@ -167,7 +185,14 @@ def test_plan_and_usage_name_it(model: Path) -> None:
     ],
 )
 def test_others_are_refused_by_name(
-    model: Path, options: dict[str, Any], error: type[Exception], words: str
+    models: dict[str, Model], options: dict[str, Any], error: type[Exception], words: str
 ) -> None:
     with pytest.raises(error, match=words):
-        plan_model(model, context=64, **options)
+        plan_model(models["q8"].path, context=64, **options)
+
+
+def test_files_without_packed_weights_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    write(path, "olmoe", 1, (Type.BF16,))
+    with pytest.raises(UnsupportedError, match="a packed type of GGUF files, and here are experts"):
+        plan_model(path, context=64, dtype="bfloat16", activations="int8")
