@@ -15,11 +15,10 @@ from lowtide.core import BoolArray, IntArray
 from lowtide.experts.layout import ExpertLayout
 from lowtide.experts.rows import ExpertBuffers, LayerCall
 from lowtide.experts.slots import ExpertSlots
-from lowtide.kernels.cpu.weight_calls import ExpertCallStruct
+from lowtide.kernels.cpu.weight_calls import CompiledExperts, ExpertCallStruct
 from lowtide.kernels.layer_parts import ExpertParts
 from lowtide.kernels.operands import SlotPlaces
 from lowtide.kernels.reference import Kernels
-from lowtide.kernels.several_experts import SeveralExperts
 from lowtide.threads.executor import Executor
 
 
@@ -35,7 +34,7 @@ class ExpertsAtOnce:
     """
 
     def __init__(
-        self, layers: Sequence[SeveralExperts], slots: ExpertSlots, num_threads: int
+        self, layers: Sequence[CompiledExperts], slots: ExpertSlots, num_threads: int
     ) -> None:
         """layers: what calls over each layer's experts. The memory of `slots` has to last as long
         as this is used."""
@@ -89,7 +88,7 @@ class ExpertsAtOnce:
         return kernels.layer_call(call.x, k, places, *pairs, call.out, self._num_threads)
 
 
-def _several(layout: ExpertLayout, kernels: Kernels) -> SeveralExperts | None:
+def _several(layout: ExpertLayout, kernels: Kernels) -> CompiledExperts | None:
     if layout.is_plain:
         return kernels.several_experts
     return kernels.several_stored(layout.formats[:3])  # biases are in the compute dtype

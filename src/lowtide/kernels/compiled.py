@@ -19,10 +19,10 @@ from torch import Tensor
 
 from lowtide.formats import MatrixFormat, StoredMatrix
 from lowtide.kernels.cpu.few_rows import MAX_HEAD_DIM, FewRows, is_on_host
-from lowtide.kernels.cpu.layer import CompiledLayer, CompiledLayers
+from lowtide.kernels.cpu.layer import CompiledLayer
 from lowtide.kernels.cpu.packed import PLAIN, SECTIONS, PackedOperators, type_number
 from lowtide.kernels.cpu.weight_calls import CompiledExperts, MatrixCall
-from lowtide.kernels.layer_parts import BoundLayers, BoundPass, LayerParts, WholeLayer
+from lowtide.kernels.layer_parts import LayerParts
 from lowtide.kernels.operands import (
     ClampedWeights,
     ExpertChoice,
@@ -97,14 +97,8 @@ class CompiledKernels(Kernels):
         call = self.matrix_call(matrix)
         return call is not None and call.calls.takes(x)
 
-    def whole_layer(self, parts: LayerParts) -> WholeLayer | None:
+    def whole_layer(self, parts: LayerParts) -> CompiledLayer | None:
         return CompiledLayer.of(self._few_rows, parts, self.matrix_call)
-
-    def bind_layers(
-        self, layers: Sequence[WholeLayer], bounds: Sequence[BoundPass]
-    ) -> BoundLayers | None:
-        compiled = [layer for layer in layers if isinstance(layer, CompiledLayer)]
-        return CompiledLayers(compiled, bounds) if len(compiled) == len(layers) > 0 else None
 
     def takes_rows(self, x: Tensor) -> bool:
         return self._few_rows.takes(x)

@@ -8,8 +8,8 @@ from typing import NamedTuple, Protocol
 from torch import Tensor
 
 from lowtide.core import IntArray
+from lowtide.kernels.cpu.weight_calls import CompiledExperts
 from lowtide.kernels.operands import ExpertChoice, HeadNorms, Matrix, Rotation, SlotPlaces
-from lowtide.kernels.several_experts import SeveralExperts
 
 
 class Product(NamedTuple):
@@ -51,7 +51,7 @@ class MLPParts(NamedTuple):
 class ExpertParts(NamedTuple):
     """A layer's routed experts in the slots of the host."""
 
-    kernels: SeveralExperts  # what runs those of few rows
+    kernels: CompiledExperts  # what runs those of few rows
     places: SlotPlaces
     number: int  # of the layers that have experts, which one
     expert_size: int
@@ -126,46 +126,6 @@ class PassFacts(NamedTuple):
     # own is the last of them. Unused by layers whose rows had their attention already.
 
 
-class BoundPass(Protocol):
-    """One pass after the other over the same rows' memory, and the scratch of its layers, as a
-    `WholeLayer` takes it; it keeps all alive."""
-
-    address: int  # of what the call is told
-
-    def begin(self, facts: PassFacts) -> None:
-        """Another pass, whose `x` is the same memory."""
-        ...
-
-
-class WholeLayer(Protocol):
-    """A layer of a few rows, with the bits of its operators one by one.
-
-    attends: whether attention is to be run, or was.
-    """
-
-    max_rows: int  # that it takes
-    max_expert_rows: int  # of them, with which its experts are run, too
-
-    def bind(self, facts: PassFacts, scratch: Scratch, num_threads: int) -> BoundPass:
-        """A pass for this layer and all like it."""
-        ...
-
-    def bind_alone(self, bound: BoundPass) -> BoundLayers:
-        """For a call of this layer alone."""
-        ...
-
-    def run_to_router(
-        self, bound: BoundPass, attends: bool, experts: Tensor, weights: Tensor
-    ) -> None:
-        """Up to the router's choice: experts [rows, k] int64, ascending, and float32 weights. What
-        the experts are to be given is in `Scratch.mlp_input`."""
-        ...
-
-    def run_from_experts(self, bound: BoundPass) -> None:
-        """The rest, once the experts' sum is in `Scratch.routed`."""
-        ...
-
-
 class Status(IntEnum):
     """How a call over layers ended: `Status` of residency.hpp."""
 
@@ -188,13 +148,4 @@ class Residents(Protocol):
 
     def give_up(self) -> None:
         """The call does not go on: slots come free once nothing fills them."""
-        ...
-
-
-class BoundLayers(Protocol):
-    """Some `WholeLayer`s one after the other, each with its `BoundPass`; it keeps them alive."""
-
-    def run(self, attends: bool, residents: Residents | None) -> None:
-        """All of each layer, whichever of its experts are resident. residents: None where none
-        has experts. Raises what `Residents.serve` does."""
         ...

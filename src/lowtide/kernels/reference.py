@@ -17,7 +17,9 @@ from torch import Tensor
 from lowtide.formats import MatrixFormat, StoredMatrix
 from lowtide.kernels import int8_rows, reference_rows, stored, tiled_head
 from lowtide.kernels.int8_rows import GroupedMatrix
-from lowtide.kernels.layer_parts import BoundLayers, BoundPass, LayerParts, WholeLayer
+from lowtide.kernels.cpu.layer import CompiledLayer
+from lowtide.kernels.cpu.weight_calls import CompiledExperts
+from lowtide.kernels.layer_parts import LayerParts
 from lowtide.kernels.operands import (
     ClampedWeights,
     ExpertChoice,
@@ -29,7 +31,6 @@ from lowtide.kernels.operands import (
 )
 from lowtide.kernels.routing import limit_to_groups, weights_of
 from lowtide.kernels.row_statistics import Form, Guidance, Head, RowStatistics, Wanted
-from lowtide.kernels.several_experts import SeveralExperts
 from lowtide.memory.workspace import Buffers
 from lowtide.plan import INT8_ROWS
 
@@ -45,7 +46,7 @@ class Kernels:
     """
 
     name = "torch"
-    several_experts: SeveralExperts | None = None
+    several_experts: CompiledExperts | None = None
     library: ctypes.CDLL | None = None  # of compiled layers, where there are such
 
     def __init__(self, rounds_rows: bool = False, name: str = name) -> None:
@@ -108,7 +109,7 @@ class Kernels:
         """Whether `multiply_by` divides a product with these rows among threads of its own."""
         return False
 
-    def several_stored(self, formats: Sequence[MatrixFormat]) -> SeveralExperts | None:
+    def several_stored(self, formats: Sequence[MatrixFormat]) -> CompiledExperts | None:
         """As `several_experts`, of experts whose gate, up and down are in these formats."""
         return None
 
@@ -158,16 +159,9 @@ class Kernels:
             self, hidden, rows, head, wanted, guidance, form, workspace, run
         )
 
-    def whole_layer(self, parts: LayerParts) -> WholeLayer | None:
+    def whole_layer(self, parts: LayerParts) -> CompiledLayer | None:
         """What runs such a layer in one call, or in one up to the router's choice and another one
         after the experts, with the bits of these operators one by one; None where nothing does."""
-        return None
-
-    def bind_layers(
-        self, layers: Sequence[WholeLayer], bounds: Sequence[BoundPass]
-    ) -> BoundLayers | None:
-        """What runs answers of `whole_layer` one after the other in one call; None where nothing
-        does."""
         return None
 
     def takes_rows(self, x: Tensor) -> bool:

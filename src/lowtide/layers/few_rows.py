@@ -18,14 +18,12 @@ from torch import Tensor
 from lowtide.compute import Compute
 from lowtide.core import IntArray
 from lowtide.experts.rows import ExpertBuffers, Routing
+from lowtide.kernels.cpu.layer import CompiledLayer, CompiledLayers, CompiledPass
 from lowtide.kernels.layer_parts import (
     AttentionParts,
-    BoundLayers,
-    BoundPass,
     LayerParts,
     PassFacts,
     Scratch,
-    WholeLayer,
 )
 from lowtide.layers.batch import Batch
 from lowtide.layers.linear import GatedMLP
@@ -67,7 +65,7 @@ class Widths(NamedTuple):
 class Drawn(NamedTuple):
     """The buffers of layers of some widths, and where the workspace stood as experts run."""
 
-    bound: BoundPass
+    bound: CompiledPass
     at_experts: State
     buffers: dict[str, Tensor]  # by the names of `Scratch`
 
@@ -101,7 +99,7 @@ class FewRowsPass:
         self.num_rows = x.shape[0]
         self.workspace = compute.workspace
         self.attends = False
-        self.layers: dict[object, BoundLayers] = {}  # by what binds them
+        self.layers: dict[object, CompiledLayers] = {}  # by what binds them
         self._num_threads = compute.executor.num_cores
         self._facts: PassFacts
         self._drawn: dict[Widths, Drawn] = {}
@@ -118,7 +116,7 @@ class FewRowsPass:
         for drawn in self._drawn.values():
             drawn.bound.begin(self._facts)
 
-    def drawn(self, widths: Widths, layer: WholeLayer) -> Drawn:
+    def drawn(self, widths: Widths, layer: CompiledLayer) -> Drawn:
         """The buffers of layers of such widths, of which `layer` is one."""
         found = self._drawn.get(widths)
         if found is None:
@@ -186,7 +184,7 @@ class FewRowsPass:
 class FewRowsLayer:
     """One layer of such passes. Does not know how its parts compute."""
 
-    def __init__(self, whole: WholeLayer, parts: LayerParts, moe: MoELayer | None) -> None:
+    def __init__(self, whole: CompiledLayer, parts: LayerParts, moe: MoELayer | None) -> None:
         self.whole = whole
         self.has_attention = parts.attention is not None
         self.has_experts = moe is not None
@@ -222,7 +220,7 @@ class FewRowsLayer:
         """Whether `forward` runs the attention, too."""
         return self.has_attention and few.attends
 
-    def bound(self, few: FewRowsPass) -> BoundPass:
+    def bound(self, few: FewRowsPass) -> CompiledPass:
         """What `whole` is told of the pass."""
         return few.drawn(self._widths, self.whole).bound
 
@@ -236,9 +234,9 @@ class FewRowsLayer:
         else:
             self._run_in_parts(self._moe, few, batch, attends)
 
-    def _bound_alone(self, few: FewRowsPass) -> BoundLayers:
+    def _bound_alone(self, few: FewRowsPass) -> CompiledLayers:
         if self not in few.layers:
-            few.layers[self] = self.whole.bind_alone(self.bound(few))
+            few.layers[self] = CompiledLayers([self.whole], [self.bound(few)])
         return few.layers[self]
 
     def _run_in_parts(self, moe: MoELayer, few: FewRowsPass, batch: Batch, attends: bool) -> None:
@@ -257,22 +255,21 @@ class FewRowsLayer:
 class FewRowsLayers:
     """All layers of a model in one call."""
 
-    def __init__(self, layers: Sequence[FewRowsLayer], experts: Experts, compute: Compute) -> None:
+    def __init__(self, layers: Sequence[FewRowsLayer], experts: Experts) -> None:
         """layers: each with its attention."""
         self._layers = layers
         self._experts = experts
-        self._kernels = compute.kernels
         self._has_experts = any(layer.has_experts for layer in layers)
         # `max_expert_rows` is `max_rows` of a layer that has none.
         self._max_rows = min(layer.whole.max_expert_rows for layer in layers)
 
     @classmethod
     def of(
-        cls, layers: Sequence[FewRowsLayer | None], experts: Experts, compute: Compute
+        cls, layers: Sequence[FewRowsLayer | None], experts: Experts
     ) -> FewRowsLayers | None:
         """None where one of them is nothing, or without its attention."""
         found = [layer for layer in layers if layer is not None and layer.has_attention]
-        return cls(found, experts, compute) if len(found) == len(layers) > 0 else None
+        return cls(found, experts) if len(found) == len(layers) > 0 else None
 
     def run(self, few: FewRowsPass) -> bool:
         """Runs all of them; False where that takes a call for each: `FewRowsLayer.forward`."""
@@ -283,10 +280,7 @@ class FewRowsLayers:
             return False
         if self not in few.layers:
             bounds = [layer.bound(few) for layer in self._layers]
-            bound = self._kernels.bind_layers([each.whole for each in self._layers], bounds)
-            if bound is None:
-                return False
-            few.layers[self] = bound
+            few.layers[self] = CompiledLayers([each.whole for each in self._layers], bounds)
         few.layers[self].run(True, residents)
         return True
 

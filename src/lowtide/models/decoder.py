@@ -87,7 +87,7 @@ class Decoder:
         self._blocks = [self._block(layer) for layer in range(config.num_layers)]
         self._few_rows = FewRowsPasses(kv_cache, compute)
         few_rows = [block.few_rows for block in self._blocks]
-        self._at_once = FewRowsLayers.of(few_rows, experts, compute)
+        self._at_once = FewRowsLayers.of(few_rows, experts)
 
     @property
     def device(self) -> torch.device:

@@ -19,10 +19,9 @@ from lowtide.errors import InternalError
 from lowtide.kernels.cpu.few_rows import MAX_HEAD_DIM, ChoiceStruct, FewRows, choice_struct
 from lowtide.kernels.cpu.library import check_layouts
 from lowtide.kernels.cpu.residency import ResidencyStruct
-from lowtide.kernels.cpu.weight_calls import CompiledExperts, MatrixCall, PlacesStruct
+from lowtide.kernels.cpu.weight_calls import MatrixCall, PlacesStruct
 from lowtide.kernels.layer_parts import (
     AttentionParts,
-    BoundPass,
     LayerParts,
     PassFacts,
     Product,
@@ -125,7 +124,8 @@ class _Turn(ctypes.Structure):
 
 
 class CompiledPass:
-    """The struct of a pass, and what it points to."""
+    """One pass after the other over the same rows' memory, and the scratch of its layers; keeps all
+    of it alive."""
 
     def __init__(self, variant: int, facts: PassFacts, scratch: Scratch, num_threads: int) -> None:
         self._scratch = scratch
@@ -137,6 +137,7 @@ class CompiledPass:
         self.begin(facts)
 
     def begin(self, facts: PassFacts) -> None:
+        """Another pass, whose `x` is the same memory."""
         struct, (cos, sin) = self._struct, facts.rotation
         self._facts = facts
         struct.cos, struct.sin, struct.half = cos.data_ptr(), sin.data_ptr(), cos.shape[-1]
@@ -144,7 +145,11 @@ class CompiledPass:
 
 
 class CompiledLayer:
-    """`WholeLayer` in C++. Keeps the weights alive that its struct points to."""
+    """A layer of a few rows, with the bits of its operators one by one. Keeps the weights alive
+    that its struct points to.
+
+    attends: whether attention is to be run, or was.
+    """
 
     def __init__(self, few_rows: FewRows, parts: LayerParts, calls: Sequence[MatrixCall]) -> None:
         """parts: which `takes_layer` takes. calls: what multiplies with each of its `products`."""
@@ -154,7 +159,7 @@ class CompiledLayer:
         self._struct = _layer_struct(parts, calls)
         self._address = ctypes.addressof(self._struct)
         self.max_rows = min([few_rows.max_rows, *(call.calls.max_rows for call in calls)])
-        self.max_expert_rows = _max_expert_rows(parts, self.max_rows)
+        self.max_expert_rows = _max_expert_rows(parts, self.max_rows)  # experts included
 
     @classmethod
     def of(
@@ -171,31 +176,32 @@ class CompiledLayer:
         return cls(few_rows, parts, calls) if is_taken else None
 
     def bind(self, facts: PassFacts, scratch: Scratch, num_threads: int) -> CompiledPass:
+        """A pass for this layer and all like it."""
         return CompiledPass(self._variant, facts, scratch, num_threads)
 
-    def bind_alone(self, bound: BoundPass) -> CompiledLayers:
-        return CompiledLayers([self], [bound])
-
     def run_to_router(
-        self, bound: BoundPass, attends: bool, experts: Tensor, weights: Tensor
+        self, bound: CompiledPass, attends: bool, experts: Tensor, weights: Tensor
     ) -> None:
+        """Up to the router's choice: experts [rows, k] int64, ascending, and float32 weights. What
+        the experts are to be given is in `Scratch.mlp_input`."""
         self.functions["run_to_router"](
             self._address, bound.address, attends, experts.data_ptr(), weights.data_ptr()
         )
 
-    def run_from_experts(self, bound: BoundPass) -> None:
+    def run_from_experts(self, bound: CompiledPass) -> None:
+        """The rest, once the experts' sum is in `Scratch.routed`."""
         self.functions["run_from_experts"](self._address, bound.address)
 
-    def turn(self, bound: BoundPass) -> _Turn:
+    def turn(self, bound: CompiledPass) -> _Turn:
         """In a call of several layers; this one and `bound` have to outlive it."""
         experts = self._parts.experts
         return _Turn(self._address, bound.address, -1 if experts is None else experts.number)
 
 
 class CompiledLayers:
-    """`BoundLayers` in C++."""
+    """Some layers one after the other in one call, each with its pass; keeps them alive."""
 
-    def __init__(self, layers: Sequence[CompiledLayer], bounds: Sequence[BoundPass]) -> None:
+    def __init__(self, layers: Sequence[CompiledLayer], bounds: Sequence[CompiledPass]) -> None:
         self._kept = (layers, bounds)
         self._turns = (_Turn * len(layers))(
             *(layer.turn(bound) for layer, bound in zip(layers, bounds, strict=True))
@@ -207,6 +213,8 @@ class CompiledLayers:
         self._call = self._run, ctypes.addressof(self._turns), len(layers)
 
     def run(self, attends: bool, residents: Residents | None) -> None:
+        """All of each layer, whichever of its experts are resident. residents: None where none
+        has experts. Raises what `Residents.serve` does."""
         address = None if residents is None else residents.address
         try:
             while status := self._run_layers(*self._call, attends, address):
@@ -269,14 +277,7 @@ def _max_expert_rows(parts: LayerParts, max_rows: int) -> int:
     """With how many rows the whole layer can be run, which takes `max_rows` beside its experts."""
     if parts.router is None:
         return max_rows
-    experts = _in_place(parts)
-    return 0 if experts is None else min(max_rows, experts.max_rows)
-
-
-def _in_place(parts: LayerParts) -> CompiledExperts | None:
-    """What computes with the layer's experts where they are."""
-    kernels = None if parts.experts is None else parts.experts.kernels
-    return kernels if isinstance(kernels, CompiledExperts) else None
+    return 0 if parts.experts is None else min(max_rows, parts.experts.kernels.max_rows)
 
 
 def _layer_struct(parts: LayerParts, calls: Sequence[MatrixCall]) -> _Layer:
@@ -323,15 +324,14 @@ def _experts(router: RouterParts, parts: LayerParts) -> _Experts:
         _address(bias),
         choice_struct(choice, len(weight)),
     )
-    kernels = _in_place(parts)
-    if kernels is not None and parts.experts is not None:
-        calls = kernels.calls
+    if parts.experts is not None:
+        calls = parts.experts.kernels.calls
         struct.run, struct.mlps, struct.variant = (
             calls.experts_address,
             calls.mlps_address,
             calls.variant,
         )
-        struct.types = (_INT * 3)(*kernels.types.tolist())
+        struct.types = (_INT * 3)(*parts.experts.kernels.types.tolist())
         struct.places = PlacesStruct(*parts.experts.places)
         struct.width = parts.experts.expert_size
     return struct

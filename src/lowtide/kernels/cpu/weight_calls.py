@@ -96,8 +96,8 @@ class MatrixCall(NamedTuple):
 
 
 class CompiledExperts:
-    """Several experts of few rows each in one call: a `SeveralExperts` over slots whose matrices
-    are of types of one kind."""
+    """Several experts of few rows each in one call, over slots whose matrices are of
+    types of one kind."""
 
     def __init__(
         self, calls: WeightCalls, types: Sequence[int], max_rows: int | None = None
