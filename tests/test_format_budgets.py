@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from rounded_files import QUANTISATIONS, write_rounded
+from test_gguf_by_expert import as_published, write_by_expert
 from test_gguf_models import MIXED, SMALL, write
 
 from lowtide.lab import verify as verify_module
@@ -15,7 +17,11 @@ from lowtide.lab.verify import verify
 from lowtide.llm import plan_model
 from lowtide.plan import WeightFormats
 
-GGUF_FAMILIES = {"K types": ("qwen3_moe", MIXED), "small types": ("olmoe", SMALL)}
+GGUF_FILES: dict[str, Callable[[Path], object]] = {
+    "K types": lambda path: write(path, "qwen3_moe", 0, MIXED),
+    "small types": lambda path: write(path, "olmoe", 0, SMALL),
+    "experts of one layer differ": lambda path: write_by_expert(path, as_published),
+}
 PRESETS = ("dali", "lowtide")
 """Which move between steps, and beside them; both divide a layer's work."""
 
@@ -48,24 +54,25 @@ def check(
 
 
 @pytest.mark.parametrize("activations", ["own", "int8"])
-def test_formats_of_ours(activations: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """q4 has q8 in its head; how each is rounded alone is elsewhere."""
+@pytest.mark.parametrize("name", ["q4", "q8"])
+def test_formats_of_ours(
+    name: str, activations: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = folder / "plain"
     if not model.exists():
         synth("qwen2_moe", "tiny", model, seed=6)
-    formats = WeightFormats("q4", "q4", "q8", activations)
-    check(model, formats, monkeypatch, format="q4", activations=activations)
+    formats = WeightFormats(name, name, "q8", activations)
+    check(model, formats, monkeypatch, format=name, activations=activations)
 
 
 @pytest.mark.parametrize("activations", ["own", "int8"])
-@pytest.mark.parametrize("name", GGUF_FAMILIES)
+@pytest.mark.parametrize("name", GGUF_FILES)
 def test_types_of_gguf_files(
     name: str, activations: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    family, types = GGUF_FAMILIES[name]
-    path = folder / f"{family}.gguf"
+    path = folder / f"{name}.gguf"
     if not path.exists():
-        write(path, family, 0, types)
+        GGUF_FILES[name](path)
     check(path, None, monkeypatch, activations=activations)
 
 

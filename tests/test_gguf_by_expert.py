@@ -106,25 +106,6 @@ def test_types_may_differ_among_the_experts_of_a_layer(name: str, tmp_path: Path
     check(path, model, device="emulated", gpu_memory="16MiB")
 
 
-@pytest.mark.parametrize("options", [{}, {"activations": "int8"}], ids=str)
-def test_they_have_the_same_bits_at_every_budget(options: dict[str, Any], tmp_path: Path) -> None:
-    """In bfloat16, with compiled kernels where there are such; slots hold now one type, now the
-    other."""
-    path = tmp_path / "model.gguf"
-    write_by_expert(path, as_published)
-    options = {"context": 64, "dtype": "bfloat16", **options}
-    least = plan_model(path, **options).minimum_bytes
-    devices: list[dict[str, Any]] = [{}, {"host_memory": least}, {"host_memory": least + (1 << 20)}]
-    devices.append({"device": "emulated", "gpu_memory": "7MiB"})
-    prompt, params = list(range(1, 40)), SamplingParams(max_tokens=12, ignore_eos=True)
-    found = []
-    for device in devices:
-        with LLM(path, **options, **device) as llm:
-            found.append((llm.generate(prompt, params)[0].token_ids, llm.logits(prompt)))
-    for words, logits in found[1:]:
-        assert words == found[0][0] and torch.equal(logits, found[0][1])
-
-
 def test_a_matrix_has_the_bits_of_a_file_of_one_type(tmp_path: Path) -> None:
     """Of the experts that are alike in both: what is multiplied with, compiled or not."""
     mixed, plain = tmp_path / "mixed.gguf", tmp_path / "plain.gguf"

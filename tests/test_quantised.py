@@ -179,39 +179,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return synth("qwen2_moe", "tiny", tmp_path_factory.mktemp("quantised") / "model", seed=5)
 
 
-def run(folder: Path, **options: Any) -> tuple[list[int], torch.Tensor]:
-    with LLM(folder, context=64, **options) as llm:
-        return llm.generate(PROMPT, PARAMS)[0].token_ids, llm.logits(PROMPT)
-
-
-@pytest.fixture(scope="module")
-def resident(model: Path) -> dict[str, tuple[list[int], torch.Tensor]]:
-    return {name: run(model, format=name) for name in ("q8", "q4")}
-
-
-@examples(6)
-@given(
-    name=st.sampled_from(["q8", "q4"]),
-    policy=st.sampled_from(["lowtide", "lru", "tide", "dali"]),
-    share=st.floats(0, 1),
-    device=st.sampled_from(["cpu", "emulated"]),
-)
-def test_budgets_change_nothing(
-    model: Path,
-    resident: dict[str, tuple[list[int], torch.Tensor]],
-    name: str,
-    policy: str,
-    share: float,
-    device: str,
-) -> None:
-    options: dict[str, Any] = {"format": name, "device": device, "policy": policy}
-    plan = plan_model(model, context=64, **options)
-    budget = plan.minimum_bytes + int(share * (plan.full_bytes - plan.minimum_bytes))
-    options["host_memory" if device == "cpu" else "gpu_memory"] = budget
-    answer, logits = run(model, **options)
-    assert answer == resident[name][0] and torch.equal(logits, resident[name][1])
-
-
 def test_the_plan_has_packed_bytes_and_names_them(model: Path) -> None:
     own, q8, q4 = (plan_model(model, context=64, format=name) for name in ("own", "q8", "q4"))
     assert own.formats.is_own

@@ -232,22 +232,16 @@ def test_models_of_other_families_have_the_logits_of_their_dequantised_weights(
 
 
 @pytest.mark.parametrize("name", QUANTISATIONS)
-def test_compiled_kernels_write_the_same_ids_at_every_budget(
+def test_compiled_kernels_have_the_bits_of_the_same_weights(
     name: str, rounded: Callable[[str], list[Path]]
 ) -> None:
-    folder, plain = rounded(name)
-    prompt, few = list(range(2, 40)), list(range(2, 9))
-    with LLM(plain, context=64, dtype="bfloat16") as llm:
-        expected = llm.logits(few)
-    plan = plan_model(folder, context=64, dtype="bfloat16")
     found = []
-    for budget in (plan.minimum_bytes + plan.host.slot_bytes * 5, "1GiB"):
-        with LLM(folder, context=64, dtype="bfloat16", host_memory=budget) as llm:
-            [answer] = llm.generate([prompt], max_tokens=20, progress=False)
-            found.append(answer.token_ids)
-            if isinstance(llm._engine.opened.kernels, CompiledKernels):
-                assert torch.equal(llm.logits(few), expected), "the bits of the same weights"
-    assert found[0] == found[1]
+    for folder in rounded(name):
+        with LLM(folder, context=64, dtype="bfloat16") as llm:
+            if not isinstance(llm._engine.opened.kernels, CompiledKernels):
+                pytest.skip("nothing can be compiled here")
+            found.append(llm.logits(list(range(2, 9))))
+    assert torch.equal(*found)
 
 
 def test_doctor_measures_with_the_kernels_of_the_engine(
