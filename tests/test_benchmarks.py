@@ -11,6 +11,7 @@ from importlib import import_module
 from pathlib import Path
 
 import psutil
+from programs import python
 import pytest
 import torch
 from hypothesis import given
@@ -125,9 +126,7 @@ def test_a_balloon_goes_with_who_wanted_it() -> None:
     )
     left = str(balloon.memory_info("MemAvailable") - (32 << 20))
     folder = Path(memory.__file__).parents[1]
-    done = subprocess.run(
-        [sys.executable, "-c", code, left], cwd=folder, capture_output=True, text=True, timeout=60
-    )
+    done = python("-c", code, left, cwd=folder, timeout=60)
     assert "ZeroDivisionError" in done.stderr and not psutil.pid_exists(int(done.stdout))
 
 

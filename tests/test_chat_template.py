@@ -9,6 +9,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+from programs import python
 import pytest
 from examples import examples
 from hypothesis import given
@@ -249,9 +250,7 @@ def is_running(pid: int) -> bool:
 
 
 def test_a_fork_has_its_own_and_none_outlives_the_program() -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", FORKED], capture_output=True, text=True, timeout=120
-    )
+    done = python("-c", FORKED)
     assert done.returncode == 0, done.stderr
     assert not is_running(int(done.stdout))
 

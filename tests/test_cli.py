@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from programs import python
 import pytest
 import typer
 from rich.console import Console
@@ -733,13 +734,7 @@ def test_run_without_a_text_chats_on_a_terminal(monkeypatch: pytest.MonkeyPatch)
 
 
 def program(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "lowtide", *arguments],
-        capture_output=True,
-        text=True,
-        stdin=subprocess.DEVNULL,
-        timeout=120,
-    )
+    return python("-m", "lowtide", *arguments)
 
 
 def test_tables_have_room_where_there_is_no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -793,12 +788,7 @@ def test_closed_streams_are_opened_by_their_own_numbers() -> None:
 
 
 def test_a_line_that_is_not_utf_8_is_refused_and_the_next_is_answered() -> None:
-    result = subprocess.run(
-        [sys.executable, "-m", "lowtide", "chat", "demo:autoregressive", "--max-tokens", "2"],
-        input=b"caf\xe9\n2 + 2\n",
-        capture_output=True,
-        timeout=120,
-    )
+    result = capture_output=True
     assert result.returncode == 0, result.stderr
     place = len("<|user|>") + 3  # in what the chat template makes of it
     assert result.stderr.count(b"not valid Unicode at character %d" % place) == 1
@@ -813,9 +803,7 @@ def test_an_absurd_request_is_refused_without_torch() -> None:
         "try: main()\n"
         "except SystemExit as end: print(end.code, 'torch' in sys.modules)"
     )
-    result = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120
-    )
+    result = python("-c", code)
     assert result.stdout == "2 False\n"
 
 
@@ -829,9 +817,7 @@ def test_ctrl_c_while_the_program_is_imported_ends_quietly() -> None:
         "sys.meta_path.insert(0, Interrupted())\n"
         "main()"
     )
-    result = subprocess.run(
-        [sys.executable, "-c", program_text], capture_output=True, text=True, timeout=120
-    )
+    result = python("-c", program_text)
     assert (result.returncode, result.stderr) == (130, "")
 
 
@@ -903,13 +889,7 @@ def test_a_signal_that_an_import_caught_ends_the_program_once(
 def ended(program: str, folder: Path) -> tuple[int, str]:
     """Its exit code, and all that it printed."""
     (folder / "program.py").write_text(program)
-    result = subprocess.run(
-        [sys.executable, "-m", "program"],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    result = python("-m", "program", cwd=folder)
     return result.returncode, result.stdout + result.stderr
 
 
@@ -920,13 +900,7 @@ def test_the_package_imports_nothing_before_ctrl_c_is_understood() -> None:
         "import lowtide\n"
         "print(sorted(set(sys.modules) - before - {'__future__'}))"
     )
-    result = subprocess.run(
-        [sys.executable, "-S", "-c", program_text],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-    )
+    result = python("-S", "-c", program_text, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
     assert result.stdout == "['lowtide', 'lowtide.errors', 'lowtide.version']\n", result.stderr
 
 
@@ -945,9 +919,7 @@ def test_a_closed_pipe_and_ctrl_c_end_quietly(happens: str, code: int) -> None:
         f"    with errors_reported(): {happens}\n"
         "except typer.Exit as end: sys.exit(end.exit_code)"
     )
-    result = subprocess.run(
-        [sys.executable, "-c", program_text], capture_output=True, text=True, timeout=120
-    )
+    result = python("-c", program_text)
     assert (result.returncode, result.stderr) == (code, "")
 
 
@@ -996,9 +968,7 @@ def test_a_full_disk_behind_standard_output_is_told_in_one_line() -> None:
         "    with errors_reported(): print('x')\n"
         "except typer.Exit as end: sys.exit(end.exit_code)"
     )
-    result = subprocess.run(
-        [sys.executable, "-c", program_text], capture_output=True, text=True, timeout=120
-    )
+    result = python("-c", program_text)
     assert result.returncode == 1
     assert result.stderr == (
         "lowtide: Standard output cannot be written: No space left on device.\n"

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+from programs import python
 import pytest
 import torch
 from examples import examples
@@ -298,9 +299,7 @@ try:
 except PageError as error:
     print(error)
 """
-    result = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120
-    )
+    result = python("-c", code)
     assert result.returncode == 0, result.stderr
     first, second = result.stdout.splitlines()
     assert f"refuses to reserve {128 << 20} bytes" in first

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from programs import python
 import pytest
 
 import lowtide
@@ -21,14 +22,7 @@ PART_KEYS = {"dense_bytes", "kv_cache_bytes", "workspace_bytes", "ring_bytes", "
 
 def program(*arguments: str) -> subprocess.CompletedProcess[str]:
     environment = {n: v for n, v in os.environ.items() if not n.startswith("LOWTIDE_")}
-    result = subprocess.run(
-        [sys.executable, "-m", "lowtide", *arguments],
-        capture_output=True,
-        text=True,
-        stdin=subprocess.DEVNULL,
-        env=environment,
-        timeout=300,
-    )
+    result = python("-m", "lowtide", *arguments, env=environment, timeout=300)
     assert result.returncode == 0, result.stderr
     assert "Traceback" not in result.stderr
     return result

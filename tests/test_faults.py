@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from programs import python
 import pytest
 from test_regular_file import at_once
 from typer.testing import CliRunner
@@ -650,9 +651,7 @@ def test_a_real_ctrl_c_ends_the_program_quietly(whole_model: Path) -> None:
         "from lowtide.cli.main import main\n"
         "main()"
     )
-    result = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120
-    )
+    result = python("-c", program)
     check_quiet_end(result.returncode, result.stderr)
 
 

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from programs import python
 import pytest
 
 from lowtide.cli.line_editor import LineEditor, history_file
@@ -83,14 +84,7 @@ main()
     ids=["plan", "generate", "chat"],
 )
 def test_a_model_runs_all_the_same(arguments: list[str], tmp_path: Path) -> None:
-    result = subprocess.run(
-        [sys.executable, "-c", HOMELESS, *arguments, "--context", "64"],
-        input="2 + 2",
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        timeout=120,
-    )
+    result = python("-c", HOMELESS, *arguments, "--context", "64", input="2 + 2", cwd=tmp_path)
     assert result.returncode == 0 and result.stdout.strip(), result.stderr
     assert "Traceback" not in result.stderr
     assert not [*tmp_path.iterdir()]
@@ -109,14 +103,7 @@ def test_a_model_runs_where_the_home_is_on_a_full_disk(tmp_path: Path) -> None:
     """Not a byte can be written to any file: kernels are not kept, nor anything else."""
     env = {name: value for name, value in os.environ.items() if not name.startswith("XDG_")}
     asked = ["generate", "demo:autoregressive", "2 + 2", "--max-tokens", "2", "--context", "64"]
-    result = subprocess.run(
-        [sys.executable, "-c", FULL, *asked],
-        env=env | {"HOME": str(tmp_path)},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    result = python("-c", FULL, *asked, env=env | {"HOME": str(tmp_path)}, timeout=300)
     assert result.returncode == 0 and result.stdout.strip(), result.stderr
     assert "Traceback" not in result.stderr
     assert "Compiling" not in result.stderr or "Single tokens will take longer" in result.stderr

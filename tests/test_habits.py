@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from programs import python
 import pytest
 from demo_folder import templated_demo
 from rich.console import Console
@@ -140,9 +141,7 @@ def test_what_needs_no_verb_imports_none(arguments: list[str]) -> None:
         "    late = ('torch', 'numpy', 'huggingface_hub', 'tokenizers', 'jinja2', 'httpx')\n"
         "    print(*sorted({*late, 'lowtide.cli.generate'} & set(sys.modules)), file=sys.stderr)"
     )
-    result = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120
-    )
+    result = python("-c", code)
     assert result.returncode in (0, 2) and "Traceback" not in result.stderr
     assert result.stderr.endswith("\n") and not result.stderr.splitlines()[-1]
 

@@ -13,6 +13,7 @@ from typing import NamedTuple
 sys.path.insert(0, str(Path(__file__).parent.parent / "tools"))
 
 import house
+from programs import python
 
 PACKAGE = Path(__file__).parent.parent / "src" / "lowtide"
 
@@ -295,9 +296,7 @@ def test_a_refusal_does_not_wait_for_torch() -> None:
         f"for name in {modules!r}: importlib.import_module(name)\n"
         "print('torch' in sys.modules)"
     )
-    result = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120
-    )
+    result = python("-c", code, check=True)
     assert result.stdout.strip() == "False"
 
 

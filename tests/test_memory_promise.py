@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from programs import python
 import pytest
 from examples import examples
 from hypothesis import given
@@ -145,12 +146,7 @@ def measure(model: Path, works: list[Any], **options: object) -> dict[str, Any]:
 
 
 def run_child(code: str, *arguments: object) -> dict[str, Any]:
-    result = subprocess.run(
-        [sys.executable, "-c", code, json.dumps(arguments)],
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    result = python("-c", code, json.dumps(arguments), timeout=300)
     assert result.returncode == 0, result.stderr
     return json.loads(result.stdout)
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from programs import python
 import pytest
 import torch
 from demo_folder import templated_demo
@@ -67,7 +68,7 @@ def test_looking_around_imports_no_torch() -> None:
     code = (
         "import lowtide, sys; dir(lowtide); lowtide.SamplingParams; print('torch' in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = python("-c", code, check=True)
     assert done.stdout.strip() == "False"
 
 

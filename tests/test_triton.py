@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from programs import python
 import pytest
 
 pytest.importorskip("triton")
@@ -250,9 +251,7 @@ def test_kernels_compile_for_a_gpu(tmp_path: Path) -> None:
     script = Path(__file__).with_name("triton_compile.py")
     environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
     environment.pop("TRITON_INTERPRET", None)
-    done = subprocess.run(
-        [sys.executable, str(script)], capture_output=True, text=True, timeout=300, env=environment
-    )
+    done = python(str(script), timeout=300, env=environment)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert found["gate_up"]["mma.sync"] and found["down"]["mma.sync"]  # tensor cores

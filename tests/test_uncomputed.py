@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from programs import python
 import pytest
 import torch
 
@@ -72,7 +73,5 @@ def test_a_plan_never_waits_for_torchs_compiler(tmp_path: Path) -> None:
         f"plan_model({str(folder)!r}, context=2048)\n"
         "print(sorted({'torch._dynamo', 'sympy'} & set(sys.modules)))"
     )
-    result = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120
-    )
+    result = python("-c", program)
     assert result.stdout == "[]\n", result.stderr

@@ -1,0 +1,18 @@
+"""Programs in processes of their own."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+
+def python(
+    *arguments: str, timeout: float | None = 120, **options: Any
+) -> subprocess.CompletedProcess[str]:
+    """A Python that has ended. What it wrote is text; unless `options` give it `input`, there is
+    nothing on its standard input."""
+    if "input" not in options:
+        options["stdin"] = subprocess.DEVNULL
+    command = [sys.executable, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout, **options)
