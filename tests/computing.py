@@ -26,6 +26,13 @@ from lowtide.memory.workspace import Buffers, Workspace
 from lowtide.threads.executor import Executor, InlineExecutor
 
 
+def randn(
+    *shape: int, seed: int = 0, dtype: torch.dtype = torch.float32, device: str = "cpu"
+) -> Tensor:
+    drawn = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    return drawn.to(device, dtype)
+
+
 def on_this_thread(
     workspace: Buffers | None = None,
     kernels: Kernels = REFERENCE,

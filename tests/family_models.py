@@ -27,12 +27,17 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+from transformers.utils import logging as transformers_logging
 
 from lowtide.families import read_config
+from lowtide.llm import LLM
 from lowtide.schemas import model_schema
 
 LAYOUTS = ("per expert", "transformers", "VeOmni", "dInfer")
 VOCAB = 97
+
+transformers_logging.set_verbosity_error()
+transformers_logging.disable_progress_bar()
 
 
 class Written(NamedTuple):
@@ -40,6 +45,16 @@ class Written(NamedTuple):
 
     folder: Path
     oracle: Callable[[list[int]], Tensor]  # float32 logits [tokens, vocab]
+
+
+def random_ids(seed: int, length: int) -> list[int]:
+    rng = random.Random(seed)
+    return [rng.randrange(VOCAB) for _ in range(length)]
+
+
+def logits(folder: Path, token_ids: list[int], **options: object) -> Tensor:
+    with LLM(folder, **options) as llm:
+        return llm.logits(token_ids)
 
 
 def write_model(

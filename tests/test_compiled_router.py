@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from computing import randn
 import pytest
 import torch
 from examples import examples
@@ -25,10 +26,6 @@ def variants() -> list[FewRows]:
     """All that this CPU can run, from the portable to the best."""
     built = load_kernels()
     return [FewRows(built, number) for number in range(num_variants(built))]
-
-
-def randn(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 @st.composite

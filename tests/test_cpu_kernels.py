@@ -17,6 +17,7 @@ from pathlib import Path
 
 import numpy as np
 import psutil
+from packed_matrices import randn
 import pytest
 import torch
 from computing import on_this_thread, run_experts
@@ -62,11 +63,6 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(choice, "_compiled", choice._compiled.__wrapped__)
     return tmp_path / "lowtide" / "kernels"
-
-
-def randn(*shape: int, seed: int = 0) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=generator).bfloat16()
 
 
 def compiled(kernel: FewRows) -> CompiledKernels:

@@ -6,7 +6,6 @@ Half a minute: seven families, each in several random models that two libraries 
 from __future__ import annotations
 
 import json
-import random
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +14,18 @@ import pytest
 import torch
 from checkpoint_files import read_array
 from examples import scaled
-from family_models import LAYOUTS, NAMES, VOCAB, Written, store_experts_as, write_model
+from family_models import (
+    LAYOUTS,
+    NAMES,
+    Written,
+    logits,
+    random_ids,
+    store_experts_as,
+    write_model,
+)
 from schema_sizes import kv_elements_of, num_parameters_of, num_tensors_of
 from torch import Tensor
 from transformers import AutoModelForCausalLM
-from transformers.utils import logging as transformers_logging
 
 from lowtide.errors import CheckpointError, ConfigError, PlanError, UnsupportedError
 from lowtide.families import families, read_config
@@ -35,22 +41,6 @@ LENGTHS = (1, 520, 17, 40, 3, 60, 16, 200, 130, 90)
 """Tokens: one row, more than one pass (512), one tile of causal attention, several."""
 
 NUM_SEEDS = scaled(20)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def quiet_transformers() -> None:
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
-
-
-def random_ids(seed: int, length: int) -> list[int]:
-    rng = random.Random(seed)
-    return [rng.randrange(VOCAB) for _ in range(length)]
-
-
-def logits(folder: Path, token_ids: list[int], **options: object) -> Tensor:
-    with LLM(folder, **options) as llm:
-        return llm.logits(token_ids)
 
 
 def check_parity(written: Written, seed: int) -> None:

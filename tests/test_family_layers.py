@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 
+from computing import randn
 import pytest
 import torch
 from computing import attention, on_this_thread
@@ -26,10 +27,6 @@ from lowtide.memory.arena import Arena
 from lowtide.memory.kv_cache import KVCache, storage_shape
 from lowtide.memory.workspace import Registrar, Workspace
 from lowtide.threads.executor import Executor, InlineExecutor, Work
-
-
-def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def workspace() -> Workspace:

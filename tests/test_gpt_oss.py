@@ -7,6 +7,7 @@ import random
 from pathlib import Path
 from typing import Any
 
+from computing import randn
 import pytest
 import torch
 from computing import attention, on_this_thread
@@ -31,10 +32,6 @@ from lowtide.memory.workspace import Registrar, Workspace
 from lowtide.threads.executor import Executor, HostExecutor
 
 FULL = families()["gpt_oss"].sizes()["full"].config
-
-
-def randn(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 # Attention

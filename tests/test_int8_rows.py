@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from computing import randn
 import pytest
 import torch
 from examples import examples
@@ -29,10 +30,6 @@ from lowtide.plan import WeightFormats
 PROMPT = list(range(1, 40))
 PARAMS = SamplingParams(max_tokens=12, ignore_eos=True)
 KERNELS = Kernels(rounds_rows=True)
-
-
-def randn(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 def multiplied(x: Tensor, matrix: StoredMatrix, bias: Tensor | None = None) -> Tensor:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 
+from computing import randn
 import pytest
 import torch
 import torch.nn.functional as F
@@ -42,10 +43,6 @@ from lowtide.threads.executor import InlineExecutor
 
 FLOATS = [torch.float32, torch.bfloat16]
 STEP = Step(StepKind.DENOISE, 0)
-
-
-def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 class Watched(Workspace):

@@ -8,6 +8,7 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
+from computing import randn
 import pytest
 import torch
 from computing import attention, on_this_thread
@@ -40,10 +41,6 @@ from lowtide.threads.executor import HostExecutor
 
 NUM_ROWS = 1100
 STEP = Step(StepKind.DENOISE, 0)
-
-
-def randn(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 class Divided(Kernels):

@@ -13,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from masked_models import NAMES, VOCAB, write_model
 from test_masked_diffusion import RULE_FIELDS
-from transformers.utils import logging as transformers_logging
 
 from lowtide import LLM, DiffusionParams, SamplingParams
 from lowtide.decode.request import Event, Finished
@@ -46,8 +45,6 @@ class Answered(NamedTuple):
 def pair(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Pair]:
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
     folder = write_model(request.param, 7, tmp_path_factory.mktemp("company")).folder
     plan = plan_model(folder, context=CONTEXT)
     with (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,12 +10,12 @@ import numpy as np
 import pytest
 import torch
 from examples import scaled
-from masked_models import NAMES, VOCAB, write_model
+from family_models import logits, random_ids
+from masked_models import NAMES, write_model
 from poison import PoisonedWorkspace
 from safetensors.torch import load_file, save_file
 from schema_sizes import num_parameters_of, num_tensors_of
 from torch import Tensor
-from transformers.utils import logging as transformers_logging
 
 from lowtide.core import Step, StepKind
 from lowtide.decode.logits import rows_that_predict
@@ -39,22 +38,6 @@ LENGTHS = (1, 700, 17, 40, 3, 60, 16, 200, 130, 90)
 NUM_SEEDS = scaled(20)
 
 STEP = Step(StepKind.DENOISE, 0)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def quiet_transformers() -> None:
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
-
-
-def random_ids(seed: int, length: int) -> list[int]:
-    rng = random.Random(seed)
-    return [rng.randrange(VOCAB) for _ in range(length)]
-
-
-def logits(folder: Path, token_ids: list[int], **options: object) -> Tensor:
-    with LLM(folder, **options) as llm:
-        return llm.logits(token_ids)
 
 
 def golden(family: str) -> Path:

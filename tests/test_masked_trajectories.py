@@ -13,7 +13,6 @@ from family_models import Written
 from masked_models import NAMES, VOCAB, write_model
 from test_masked_diffusion import published_choice
 from torch import Tensor
-from transformers.utils import logging as transformers_logging
 
 from lowtide import LLM, DiffusionParams, SamplingParams
 from lowtide.decode.masked_options import resolve
@@ -49,12 +48,6 @@ class Asked(NamedTuple):
     @property
     def num_rows(self) -> int:
         return (len(self.prompt) + self.max_tokens) * (2 if self.diffusion.cfg_scale else 1)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def quiet_transformers() -> None:
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
 
 
 @pytest.mark.parametrize("family", NAMES)

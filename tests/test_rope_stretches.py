@@ -17,7 +17,7 @@ from family_models import FAMILIES, write_model
 from gguf.constants import GGMLQuantizationType as Type
 from gguf_files import write_gguf
 from gguf_oracle import check, random_model
-from test_families import logits, random_ids
+from family_models import logits, random_ids
 
 from lowtide.config import ModelConfig
 from lowtide.errors import CheckpointError, ConfigError, StorageError, UnsupportedError

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from computing import randn
 import pytest
 import torch
 from computing import on_this_thread
@@ -38,10 +39,6 @@ ALL = Wanted(second=True, entropy=True)
 NUM_TOKENS = NORM_ROWS + 100
 DTYPES = [torch.float32, torch.bfloat16]
 VOCABS = [1, 31, 97, TILE_COLUMNS, TILE_COLUMNS + 1, 2 * TILE_COLUMNS + 100, 5000]
-
-
-def randn(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
 class Case:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from computing import randn
 import pytest
 
 pytest.importorskip("triton")
@@ -55,10 +56,6 @@ SMALL = [
     Size(20, 17, 32, 2 * TILE_COLUMNS + 300),
 ]
 LARGE = [Size(64, 1, 2048, 157_184), Size(100, 32, 4096, 126_464), Size(900, 611, 3584, 152_064)]
-
-
-def randn(*shape: int, seed: int, device: str) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device)
 
 
 class Case:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from computing import randn
 import pytest
 
 pytest.importorskip("triton")
@@ -23,10 +24,6 @@ from lowtide.memory.workspace import Workspace
 
 # Of the largest output. The interpreter cuts off where a GPU rounds to bfloat16.
 TOLERANCE = {torch.float32: 4e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2}
-
-
-def randn(*shape: int, seed: int, device: str, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
 
 
 def workspace(device: str) -> Workspace:
