@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from test_masked_diffusion import published_choice
+from published_loops import published_rows
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
@@ -40,54 +40,28 @@ def cached_trajectory(
     mode: str,
     logits_shift: int,
 ) -> list[list[int]]:
-    """Token rows before the first step and after each, at temperature 0.
-
-    Parameters are resolved ones. Each block's first step computes everything, as all do under
+    """As `published_rows`. Each block's first step computes everything, as all do under
     `exact`; the others the block and, under `prefix`, what follows it; with shifted logits also the
     position before the block, whose hidden state gives the first logits.
     """
-    length, num_prompt = diffusion.block_length, len(prompt)
-    row = torch.tensor([*prompt, *[mask] * max_tokens])
-    rows, stop = [row.tolist()], len(row)
-    steps = None if diffusion.steps is None else diffusion.steps // (max_tokens // length)
-    for start in range(num_prompt, len(row), length):
-        block, caches = slice(start, start + length), (KeptKeys(), KeptKeys())
-        num_left_over, step, first, stop = 0, 0, 0, len(row)
-        while (row[block] == mask).any():
-            logits = kept_logits(oracle, row, first, stop, caches[0])
-            if diffusion.cfg_scale:
-                without = row.clone()
-                without[:num_prompt] = mask
-                other = kept_logits(oracle, without, first, stop, caches[1])
-                logits = other + (diffusion.cfg_scale + 1) * (logits - other)
-            before = torch.arange(start, start + length) - logits_shift
-            logits = logits[before - first]
-            p = logits.double().softmax(-1)
-            confidence, tokens = p.max(-1)
-            if diffusion.remasking == "topk_margin":
-                top = p.sort(descending=True).values
-                confidence = top[:, 0] - top[:, 1]
-            if diffusion.remasking == "entropy":
-                confidence = (p * (p + 1e-10).log()).sum(-1)
-            is_masked = row[block] == mask
-            surest = confidence.where(is_masked, -torch.inf).argsort(descending=True, stable=True)
-            chosen, num_left_over = published_choice(
-                diffusion,
-                confidence,
-                surest[: int(is_masked.sum())],
-                step,
-                steps,
-                length,
-                num_left_over,
-            )
-            row[start + chosen] = tokens[chosen]
-            rows.append(row.tolist())
-            step += 1
-            if mode != "exact":
-                first = start - logits_shift
-            if mode == "dual":
-                stop = start + length
-    return rows
+    caches: tuple[KeptKeys, KeptKeys]
+
+    def logits(row: Tensor, block: slice, step: int) -> Tensor:
+        nonlocal caches
+        if step == 0:
+            caches = KeptKeys(), KeptKeys()
+        first = block.start - logits_shift if step and mode != "exact" else 0
+        stop = block.stop if step and mode == "dual" else len(row)
+        found = kept_logits(oracle, row, first, stop, caches[0])
+        if diffusion.cfg_scale:
+            without = row.clone()
+            without[: len(prompt)] = mask
+            other = kept_logits(oracle, without, first, stop, caches[1])
+            found = other + (diffusion.cfg_scale + 1) * (found - other)
+        before = torch.arange(block.start, block.stop) - logits_shift
+        return found[before - first]
+
+    return published_rows(prompt, max_tokens, diffusion, mask, logits)
 
 
 def kept_logits(

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from concurrent.futures import Future
 from importlib import import_module
 from pathlib import Path
 
 import psutil
-from programs import python
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from programs import python
 
 from lowtide import LLM
 from lowtide.core import MoEShape, Step, StepKind

@@ -9,11 +9,11 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from programs import python
 import pytest
 from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
+from programs import python
 from small_tokenizers import make_tokenizer
 
 from lowtide.errors import UnsupportedError, UsageError

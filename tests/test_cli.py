@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from programs import python
 import pytest
 import typer
+from programs import python
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -788,7 +788,12 @@ def test_closed_streams_are_opened_by_their_own_numbers() -> None:
 
 
 def test_a_line_that_is_not_utf_8_is_refused_and_the_next_is_answered() -> None:
-    result = capture_output=True
+    result = subprocess.run(
+        [sys.executable, "-m", "lowtide", "chat", "demo:autoregressive", "--max-tokens", "2"],
+        input=b"caf\xe9\n2 + 2\n",
+        capture_output=True,
+        timeout=120,
+    )
     assert result.returncode == 0, result.stderr
     place = len("<|user|>") + 3  # in what the chat template makes of it
     assert result.stderr.count(b"not valid Unicode at character %d" % place) == 1
@@ -900,7 +905,9 @@ def test_the_package_imports_nothing_before_ctrl_c_is_understood() -> None:
         "import lowtide\n"
         "print(sorted(set(sys.modules) - before - {'__future__'}))"
     )
-    result = python("-S", "-c", program_text, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
+    result = python(
+        "-S", "-c", program_text, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    )
     assert result.stdout == "['lowtide', 'lowtide.errors', 'lowtide.version']\n", result.stderr
 
 

@@ -6,7 +6,6 @@ import ctypes
 import mmap
 import os
 import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -14,9 +13,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from programs import python
 import pytest
 from numpy.typing import NDArray
+from programs import python
 
 from lowtide.errors import InternalError, StorageError, UnsupportedError
 from lowtide.files.regular_file import RegularFile
@@ -201,7 +200,13 @@ def test_a_read_that_never_ends_keeps_nobody_longer_than_was_said(
     source = str(TESTS / "cpp" / "unruly_reads.cpp")
     subprocess.run([compiler, *flags, source, "-o", str(unruly), "-ldl"], check=True)
     load_kernels()  # compiled before a limit runs
-    done = python(str(TESTS / "endless_read.py"), str(tmp_path / "fifo"), str(paths[0]), env={**os.environ, "LD_PRELOAD": str(unruly)}, timeout=240)
+    done = python(
+        str(TESTS / "endless_read.py"),
+        str(tmp_path / "fifo"),
+        str(paths[0]),
+        env={**os.environ, "LD_PRELOAD": str(unruly)},
+        timeout=240,
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout == "ended\n"
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from computing import randn
 import pytest
 import torch
+from computing import randn
 from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st

@@ -17,13 +17,13 @@ from pathlib import Path
 
 import numpy as np
 import psutil
-from packed_matrices import randn
 import pytest
 import torch
 from computing import on_this_thread, run_experts
 from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
+from packed_matrices import randn
 from torch import Tensor
 
 from lowtide.engine.opening.config import EngineConfig

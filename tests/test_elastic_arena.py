@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import errno
 import mmap
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-from programs import python
 import pytest
 import torch
 from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
+from programs import python
 
 from lowtide.errors import InternalError, PageError, PlanError, UnsupportedError
 from lowtide.hardware import resident_bytes

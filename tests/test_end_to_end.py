@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
-from programs import python
 import pytest
+from programs import python
 
 import lowtide
 from lowtide.lab.synth import synth

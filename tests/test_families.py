@@ -24,7 +24,6 @@ from family_models import (
     write_model,
 )
 from schema_sizes import kv_elements_of, num_parameters_of, num_tensors_of
-from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from lowtide.errors import CheckpointError, ConfigError, PlanError, UnsupportedError

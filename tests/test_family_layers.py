@@ -7,10 +7,9 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 
-from computing import randn
 import pytest
 import torch
-from computing import attention, on_this_thread
+from computing import attention, on_this_thread, randn
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor

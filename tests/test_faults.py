@@ -16,8 +16,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from programs import python
 import pytest
+from programs import python
 from test_regular_file import at_once
 from typer.testing import CliRunner
 from whole import Setting, check_idle, reads_counted

@@ -5,13 +5,12 @@ from __future__ import annotations
 import io
 import os
 import pwd
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
-from programs import python
 import pytest
+from programs import python
 
 from lowtide.cli.line_editor import LineEditor, history_file
 from lowtide.errors import StorageError

@@ -18,7 +18,6 @@ from gguf_files import add_metadata, finish, packed, tensors_of
 from gguf_oracle import WIDTH, check, random_model
 from typer.testing import CliRunner
 
-from lowtide import SamplingParams
 from lowtide.cli.app import app
 from lowtide.core import Curve, MoEShape
 from lowtide.devices.emulated import EmulatedDevice

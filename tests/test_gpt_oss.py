@@ -7,10 +7,9 @@ import random
 from pathlib import Path
 from typing import Any
 
-from computing import randn
 import pytest
 import torch
-from computing import attention, on_this_thread
+from computing import attention, on_this_thread, randn
 from examples import examples
 from family_models import VOCAB, write_model
 from hypothesis import given

@@ -6,14 +6,12 @@ from __future__ import annotations
 import inspect
 import io
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
-from programs import python
 import pytest
 from demo_folder import templated_demo
+from programs import python
 from rich.console import Console
 from typer.testing import CliRunner
 

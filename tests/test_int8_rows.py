@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from computing import randn
 import pytest
 import torch
+from computing import randn
 from examples import examples
 from gguf.constants import GGMLQuantizationType as Type
 from hypothesis import given

@@ -7,11 +7,10 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 
-from computing import randn
 import pytest
 import torch
 import torch.nn.functional as F
-from computing import attention, on_this_thread
+from computing import attention, on_this_thread, randn
 from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st

@@ -8,10 +8,9 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
-from computing import randn
 import pytest
 import torch
-from computing import attention, on_this_thread
+from computing import attention, on_this_thread, randn
 from hypothesis import given
 from hypothesis import strategies as st
 from oracle import GOLDENS, OracleModel, load_oracle

@@ -14,6 +14,7 @@ from hash_model import EOS, MASK, VOCAB, HashModel, hash_logits, make_kv_cache
 from hypothesis import given
 from hypothesis import strategies as st
 from masked_oracle import FullModel, golden_cases, load_full
+from published_loops import published_rows
 from whole import decoded
 
 from lowtide.config import DecodingDefaults
@@ -220,71 +221,13 @@ SCHEDULED = ("low_confidence", *BY_CHANCE, "maskgit_plus", "topk_margin", "entro
 
 
 def published(request: Request, logits_shift: int) -> list[list[int]]:
-    """Token rows before the first step and after each, at temperature 0: LLaDA's and Dream's loop
-    over blocks, everything recomputed, with the rules of both and of Fast-dLLM."""
-    diffusion, num_prompt = request.params.diffusion, len(request.prompt)
-    length = diffusion.block_length
-    x = torch.full((num_prompt + request.params.max_tokens,), MASK)
-    x[:num_prompt] = torch.tensor(request.prompt)
-    rows = [x.tolist()]
-    num_blocks = request.params.max_tokens // length
-    steps = None if diffusion.steps is None else diffusion.steps // num_blocks
-    for start in range(num_prompt, len(x), length):
-        num_left_over, step = 0, 0
-        while (x[start : start + length] == MASK).any():
-            logits = shifted_logits(x.numpy(), logits_shift)[start : start + length]
-            is_masked = x[start : start + length] == MASK
-            p = logits.double().softmax(-1)
-            confidence, tokens = p.max(-1)
-            if diffusion.remasking == "topk_margin":
-                top = p.sort(descending=True).values
-                confidence = top[:, 0] - top[:, 1]
-            if diffusion.remasking == "entropy":
-                confidence = (p * (p + 1e-10).log()).sum(-1)
-            num_masked = int(is_masked.sum())
-            surest = confidence.where(is_masked, -torch.inf).argsort(descending=True, stable=True)
-            chosen, num_left_over = published_choice(
-                diffusion, confidence, surest[:num_masked], step, steps, length, num_left_over
-            )
-            x[start + chosen] = tokens[chosen]
-            rows.append(x.tolist())
-            step += 1
-    return rows
+    """Everything is recomputed in each step."""
 
+    def logits(row: torch.Tensor, block: slice, step: int) -> torch.Tensor:
+        return shifted_logits(row.numpy(), logits_shift)[block]
 
-def published_choice(
-    diffusion: DiffusionParams,
-    confidence: torch.Tensor,
-    surest: torch.Tensor,
-    step: int,
-    steps: int | None,
-    length: int,
-    num_left_over: int,
-) -> tuple[torch.Tensor, int]:
-    """Which of the masked places `surest` are written, and what a bound step leaves over."""
-    num_masked = len(surest)
-    if diffusion.remasking == "low_confidence":
-        return surest[: length // steps + (step < length % steps)], 0
-    if diffusion.remasking == "confidence_threshold":
-        num_most = num_masked
-        if steps is not None:
-            num_most = length // steps + (step < length % steps) if step < steps else 0
-            num_most = max(1, num_most + num_left_over)
-        kept = [
-            i
-            for n, i in enumerate(surest[:num_most])
-            if n == 0 or confidence[i] >= diffusion.threshold
-        ]
-        return torch.stack(kept), min(num_most, num_masked) - len(kept)
-    if diffusion.remasking == "factor":
-        bounds = [1 - diffusion.factor / (n + 1) for n in range(1, num_masked + 1)]
-        fails = [n for n in range(1, num_masked) if confidence[surest[n]] < bounds[n]]
-        return surest[: min([num_masked, *fails])], 0
-    times = torch.linspace(1, diffusion.eps, steps + 1)
-    is_last = step >= steps - 1
-    share = 1 - times[min(step, steps - 1) + 1] / times[min(step, steps - 1)]
-    num_tokens = num_masked if is_last else int(torch.tensor(num_masked) / 1 * share)
-    return surest[:num_tokens], 0
+    params = request.params
+    return published_rows(request.prompt, params.max_tokens, params.diffusion, MASK, logits)
 
 
 def shifted_logits(row: np.ndarray, logits_shift: int) -> torch.Tensor:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from family_models import Written
 from masked_models import NAMES, VOCAB, write_model
-from test_masked_diffusion import published_choice
+from published_loops import confidence_of, published_choice
 from torch import Tensor
 
 from lowtide import LLM, DiffusionParams, SamplingParams
@@ -133,13 +133,6 @@ def guided_logits(written: Written, row: Tensor, asked: Asked) -> Tensor:
     without[: len(asked.prompt)] = MASK
     other = written.oracle(without.tolist())
     return other + (scale + 1) * (logits - other)
-
-
-def confidence_of(p: Tensor, diffusion: DiffusionParams) -> Tensor:
-    if diffusion.remasking == "entropy":
-        return (p * (p + 1e-10).log()).sum(-1)
-    best, second = p.topk(2).values.unbind(-1)
-    return best - second if diffusion.remasking == "topk_margin" else best
 
 
 def steps_of(asked: Asked) -> int | None:

@@ -7,16 +7,14 @@ kernel saw, less the overhead that the plan names, must stay within the budget.
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
-from programs import python
 import pytest
 from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
+from programs import python
 
 from lowtide.errors import PlanError
 from lowtide.families import SynthSize, families

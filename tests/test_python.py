@@ -8,7 +8,6 @@ import inspect
 import io
 import json
 import pickle
-import subprocess
 import sys
 from collections.abc import Iterator
 from fractions import Fraction
@@ -16,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from programs import python
 import pytest
 import torch
 from demo_folder import templated_demo
+from programs import python
 
 import lowtide
 from lowtide import LLM, AsyncLLM, DiffusionParams, SamplingParams, plan_model

@@ -13,11 +13,10 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from family_models import FAMILIES, write_model
+from family_models import FAMILIES, logits, random_ids, write_model
 from gguf.constants import GGMLQuantizationType as Type
 from gguf_files import write_gguf
 from gguf_oracle import check, random_model
-from family_models import logits, random_ids
 
 from lowtide.config import ModelConfig
 from lowtide.errors import CheckpointError, ConfigError, StorageError, UnsupportedError

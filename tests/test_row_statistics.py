@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from computing import randn
 import pytest
 import torch
-from computing import on_this_thread
+from computing import on_this_thread, randn
 from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st

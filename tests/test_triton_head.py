@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from computing import randn
 import pytest
+from computing import randn
 
 pytest.importorskip("triton")
 

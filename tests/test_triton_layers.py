@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from computing import randn
 import pytest
+from computing import randn
 
 pytest.importorskip("triton")
 

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import subprocess
-import sys
 from pathlib import Path
 
-from programs import python
 import pytest
 import torch
+from programs import python
 
 from lowtide.engine.opening.config import EngineConfig
 from lowtide.engine.opening.model import open_model

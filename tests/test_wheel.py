@@ -13,8 +13,8 @@ import tarfile
 import zipfile
 from pathlib import Path
 
-from programs import python
 import pytest
+from programs import python
 
 from lowtide.errors import UnsupportedError
 from lowtide.kernels.cpu import library
@@ -114,7 +114,14 @@ def installed(sources: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 def test_a_wheel_brings_its_kernels(installed: Path, tmp_path: Path) -> None:
-    done = python("-c", KERNELS_OF_THE_WHEEL, str(installed), timeout=None, env={"PYTHONPATH": str(installed), "HOME": str(tmp_path), "PATH": ""}, cwd=tmp_path)
+    done = python(
+        "-c",
+        KERNELS_OF_THE_WHEEL,
+        str(installed),
+        timeout=None,
+        env={"PYTHONPATH": str(installed), "HOME": str(tmp_path), "PATH": ""},
+        cwd=tmp_path,
+    )
     assert done.returncode == 0, done.stderr
     assert "compiled" in done.stdout
     assert not (tmp_path / ".cache/lowtide/kernels").exists()
@@ -134,5 +141,16 @@ def test_what_is_installed_passes_the_tests_of_the_sources(
     shutil.copy(sources / "pyproject.toml", tmp_path)
     (tmp_path / "tests" / "test_place.py").write_text(PLACE.format(str(installed)))
     files = [f"tests/test_{name}.py" for name in ("place", *TESTED_ELSEWHERE)]
-    done = python("-m", "pytest", "-q", "-x", "-m", "not slow and not gpu", *files, timeout=None, env={**os.environ, "PYTHONPATH": str(installed), "HOME": str(tmp_path)}, cwd=tmp_path)
+    done = python(
+        "-m",
+        "pytest",
+        "-q",
+        "-x",
+        "-m",
+        "not slow and not gpu",
+        *files,
+        timeout=None,
+        env={**os.environ, "PYTHONPATH": str(installed), "HOME": str(tmp_path)},
+        cwd=tmp_path,
+    )
     assert done.returncode == 0, done.stdout + done.stderr

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from lowtide.formats import MatrixFormat, StoredMatrix
 from lowtide.kernels import int8_rows, reference_rows, stored, tiled_head
-from lowtide.kernels.int8_rows import GroupedMatrix
 from lowtide.kernels.cpu.layer import CompiledLayer
 from lowtide.kernels.cpu.weight_calls import CompiledExperts
+from lowtide.kernels.int8_rows import GroupedMatrix
 from lowtide.kernels.layer_parts import LayerParts
 from lowtide.kernels.operands import (
     ClampedWeights,

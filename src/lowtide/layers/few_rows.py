@@ -264,9 +264,7 @@ class FewRowsLayers:
         self._max_rows = min(layer.whole.max_expert_rows for layer in layers)
 
     @classmethod
-    def of(
-        cls, layers: Sequence[FewRowsLayer | None], experts: Experts
-    ) -> FewRowsLayers | None:
+    def of(cls, layers: Sequence[FewRowsLayer | None], experts: Experts) -> FewRowsLayers | None:
         """None where one of them is nothing, or without its attention."""
         found = [layer for layer in layers if layer is not None and layer.has_attention]
         return cls(found, experts) if len(found) == len(layers) > 0 else None
