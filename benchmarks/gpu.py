@@ -53,7 +53,7 @@ from lowtide.experts.host_executor import HostExpertExecutor
 from lowtide.experts.host_tier import HostTier
 from lowtide.experts.layout import SlotLayout
 from lowtide.experts.link import Link
-from lowtide.experts.rows import ExpertBuffers, ExpertRows, HostScratch, Routing
+from lowtide.experts.rows import ExpertBuffers, ExpertRows, HostScratch, LayerCall, Routing
 from lowtide.experts.runtime import ExpertRuntime
 from lowtide.experts.slots import ExpertSlots, SlotLedger
 from lowtide.formats import formats
@@ -673,7 +673,9 @@ class HybridBench:
         for layer in range(self._shape.num_layers):
             with self._workspace.scope():
                 routing = Routing(experts[layer], self._weights)
-                self._runtime.forward(layer, self._x, routing, step, self._workspace, self._out)
+                self._runtime.forward(
+                    LayerCall(layer, self._x, routing, step, self._workspace, self._out)
+                )
         torch.cuda.synchronize()
         return perf_counter() - start_s
 

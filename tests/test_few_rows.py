@@ -148,9 +148,9 @@ def test_nobody_is_asked_where_everything_is_resident(
         asked = []
         forward = ExpertRuntime.forward
 
-        def noting(runtime: ExpertRuntime, layer: int, x: Tensor, *others: object) -> None:
-            asked.append(len(x))
-            forward(runtime, layer, x, *others)
+        def noting(runtime: ExpertRuntime, call: LayerCall) -> None:
+            asked.append(len(call.x))
+            forward(runtime, call)
 
         monkeypatch.setattr(ExpertRuntime, "forward", noting)
         before = engine.as_dict()["num_hits"]

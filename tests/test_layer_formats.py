@@ -15,10 +15,10 @@ from gguf_files import write_ling
 from gguf_oracle import small_ling
 from test_few_rows import are_equal, check_poisoned, compiled, decoded, one_by_one, opened  # noqa: F401
 from test_gguf_models import MIXED, SMALL, choosing, write
-from torch import Tensor
 
 from lowtide import LLM, SamplingParams
 from lowtide.engine.running.engine import Engine
+from lowtide.experts.rows import LayerCall
 from lowtide.experts.runtime import ExpertRuntime
 from lowtide.kernels import choice
 from lowtide.kernels.cpu.packed import MAX_FEW_ROWS
@@ -143,9 +143,9 @@ def test_nobody_is_asked_where_everything_is_resident(
         asked = []
         forward = ExpertRuntime.forward
 
-        def noting(runtime: ExpertRuntime, layer: int, x: Tensor, *others: object) -> None:
-            asked.append(len(x))
-            forward(runtime, layer, x, *others)
+        def noting(runtime: ExpertRuntime, call: LayerCall) -> None:
+            asked.append(len(call.x))
+            forward(runtime, call)
 
         monkeypatch.setattr(ExpertRuntime, "forward", noting)
         decoded(engine, 2, prompt=50)

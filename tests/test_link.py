@@ -60,7 +60,7 @@ from lowtide.experts.host_executor import HostExpertExecutor
 from lowtide.experts.host_reads import HostReads
 from lowtide.experts.host_tier import HostTier
 from lowtide.experts.link import Link
-from lowtide.experts.rows import ExpertBuffers, ExpertRows, HostScratch, Routing
+from lowtide.experts.rows import ExpertBuffers, ExpertRows, HostScratch, LayerCall, Routing
 from lowtide.experts.runtime import ExpertRuntime
 from lowtide.experts.slots import SlotLedger
 from lowtide.kernels.reference import REFERENCE, Kernels
@@ -531,7 +531,7 @@ class Machine:
         x, out = torch.zeros(num_tokens, HIDDEN), torch.empty(num_tokens, HIDDEN)
         with self.workspace.scope():
             step = Step(StepKind.DENOISE, self.num_passes)
-            self.runtime.forward(layer, x, routing, step, self.workspace, out)
+            self.runtime.forward(LayerCall(layer, x, routing, step, self.workspace, out))
         values = [[value_of(layer, e, self.shape.num_experts) for e in row] for row in chosen]
         assert torch.equal(out[:, 0], torch.tensor(values).sum(1))
 
@@ -758,7 +758,8 @@ def run_layer(runtime: ExpertRuntime, layer: int, chosen: Sequence[list[int]] = 
     routing = Routing(torch.tensor(chosen), torch.ones(len(chosen), 1))
     x, out = torch.zeros(len(chosen), HIDDEN), torch.empty(len(chosen), HIDDEN)
     workspace = Workspace(torch.empty(1 << 12, dtype=torch.uint8))
-    runtime.forward(layer, x, routing, Step(StepKind.DENOISE, 0), workspace, out)
+    step = Step(StepKind.DENOISE, 0)
+    runtime.forward(LayerCall(layer, x, routing, step, workspace, out))
 
 
 def test_moves_and_prefetches_are_chosen_while_the_work_is_under_way(

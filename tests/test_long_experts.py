@@ -37,7 +37,7 @@ from lowtide.core import Moves, Step, StepKind
 from lowtide.errors import DeviceError, PlanError, StorageError
 from lowtide.experts.link import Arrival, Link
 from lowtide.experts.registrar import ExpertRegistrar
-from lowtide.experts.rows import ExpertRows, Routing, row_pieces
+from lowtide.experts.rows import ExpertRows, LayerCall, Routing, row_pieces
 from lowtide.kernels.choice import choose_kernels
 from lowtide.kernels.cpu.reader import CompiledReader
 from lowtide.kernels.operands import ExpertWeights
@@ -283,11 +283,11 @@ class LongCase(Case):
                 routing = Routing(experts, torch.rand(experts.shape, generator=draw))
                 call = (layer, x, routing, Step(StepKind.DENOISE, index))
                 registrar, out = Registrar(), torch.empty(x.shape, dtype=torch.float32)
-                ExpertRegistrar(shape).forward(*call, registrar, out)
+                ExpertRegistrar(shape).forward(LayerCall(*call, registrar, out))
                 workspace = Workspace(Arena(registrar.arena_bytes).bytes)
                 with engine.executor.in_charge(), torch.inference_mode():
                     engine.experts.begin_pass(call[3])
-                    engine.experts.forward(*call, workspace, out)
+                    engine.experts.forward(LayerCall(*call, workspace, out))
                     engine.experts.end_pass()
                 outs.append(out)
         return outs

@@ -33,7 +33,7 @@ from lowtide.experts.host_executor import HostExpertExecutor
 from lowtide.experts.host_tier import HostTier
 from lowtide.experts.layout import SlotLayout
 from lowtide.experts.registrar import ExpertRegistrar
-from lowtide.experts.rows import Routing
+from lowtide.experts.rows import LayerCall, Routing
 from lowtide.experts.runtime import ExpertRuntime
 from lowtide.experts.slots import ExpertSlots, SlotLedger
 from lowtide.experts.transfer import DiskTransfer, Transfer, largest_read_bytes
@@ -357,10 +357,10 @@ class Rig:
         registrar = Registrar()
         out = torch.full(call.x.shape, torch.nan)
         arguments = (call.layer, call.x, call.routing, call.step)
-        ExpertRegistrar(SHAPE).forward(*arguments, registrar, out)
+        ExpertRegistrar(SHAPE).forward(LayerCall(*arguments, registrar, out))
         workspace = Workspace(Arena(registrar.arena_bytes).bytes)
         self.runtime.begin_pass(call.step)
-        self.runtime.forward(*arguments, workspace, out)
+        self.runtime.forward(LayerCall(*arguments, workspace, out))
         self.runtime.end_pass()
         return out
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from lowtide.core import StepKind
 from lowtide.decode.batch_decoder import BatchDecoder
 from lowtide.decode.block_diffusion import BlockDiffusion, Event, Finished, Request
-from lowtide.experts.rows import Routing
+from lowtide.experts.rows import LayerCall
 from lowtide.layers.batch import Batch
 from lowtide.llm import LLM, plan_model
 from lowtide.plan import MemoryPlan
@@ -124,9 +124,9 @@ def routing_noted(llm: LLM) -> Iterator[dict[int, list[Tensor]]]:
     experts = llm._engine.experts
     forward = experts.forward
 
-    def noting(layer: int, x: Tensor, routing: Routing, *others: Any) -> None:
-        noted.setdefault(layer, []).append(routing.experts.clone())
-        forward(layer, x, routing, *others)
+    def noting(call: LayerCall) -> None:
+        noted.setdefault(call.layer, []).append(call.routing.experts.clone())
+        forward(call)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(experts, "forward", noting)

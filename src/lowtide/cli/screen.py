@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import sys
-from types import TracebackType
 from typing import TextIO
 
 from rich.console import Console
@@ -99,10 +98,5 @@ class ProgressBars:
         self._progress.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._progress.stop()

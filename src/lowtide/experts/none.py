@@ -5,14 +5,11 @@ from __future__ import annotations
 import math
 from dataclasses import asdict
 
-from torch import Tensor
-
 from lowtide.core import Step
 from lowtide.errors import InternalError
 from lowtide.experts.host_tier import HostStats
-from lowtide.experts.rows import Routing
+from lowtide.experts.rows import LayerCall
 from lowtide.experts.runtime import ExpertObserver, ExpertStats, Observer
-from lowtide.memory.workspace import Buffers
 from lowtide.policies.receipt import Receipt
 
 
@@ -24,17 +21,8 @@ class NoExperts:
     observer: Observer | None = None
     expert_observer: ExpertObserver | None = None
 
-    def forward(
-        self,
-        layer: int,
-        x: Tensor,
-        routing: Routing,
-        step: Step,
-        workspace: Buffers,
-        out: Tensor,
-        scores: Tensor | None = None,
-    ) -> None:
-        raise InternalError(f"MoE layer {layer} of a model without experts.")
+    def forward(self, call: LayerCall) -> None:
+        raise InternalError(f"MoE layer {call.layer} of a model without experts.")
 
     def parts(self, layer: int) -> None:
         """None that kernels could run."""

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from torch import Tensor
-
-from lowtide.core import MoEShape, Step
+from lowtide.core import MoEShape
 from lowtide.experts.none import NoExperts
-from lowtide.experts.rows import LayerBuffers, Routing
+from lowtide.experts.rows import LayerBuffers, LayerCall
 from lowtide.experts.told import take_substituted
-from lowtide.memory.workspace import Buffers
 
 
 class ExpertRegistrar(NoExperts):
@@ -22,16 +19,8 @@ class ExpertRegistrar(NoExperts):
         self._substitutes = substitutes
         self.asks_scores = asks_scores
 
-    def forward(
-        self,
-        layer: int,
-        x: Tensor,
-        routing: Routing,
-        step: Step,
-        workspace: Buffers,
-        out: Tensor,
-        scores: Tensor | None = None,
-    ) -> None:
+    def forward(self, call: LayerCall) -> None:
         if self._substitutes:
-            take_substituted(workspace, routing.experts.numel())
-        LayerBuffers.take(workspace, self._shape, x).take_terms(workspace, x)
+            take_substituted(call.workspace, call.routing.experts.numel())
+        buffers = LayerBuffers.take(call.workspace, self._shape, call.x)
+        buffers.take_terms(call.workspace, call.x)

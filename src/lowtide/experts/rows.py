@@ -33,7 +33,9 @@ class LayerCall(NamedTuple):
     step: Step
     workspace: Buffers
     out: Tensor  # [tokens, hidden] float32: the sum of each token's experts goes there
-    scores: Tensor | None  # [tokens, num_experts] float32: the router's, for policies that ask
+    scores: Tensor | None = (
+        None  # [tokens, num_experts] float32: the router's, for policies that ask
+    )
 
 
 def is_long(num_tokens: int) -> bool:

@@ -35,7 +35,6 @@ from lowtide.experts.rows import ExpertRows, LayerCall, Routing
 from lowtide.experts.told import Asked, substituted_routing
 from lowtide.experts.work import Plan, Work
 from lowtide.kernels.layer_parts import ExpertParts
-from lowtide.memory.workspace import Buffers
 from lowtide.policies.decision import Decision, Policies
 from lowtide.policies.lending import ExpertUse
 from lowtide.policies.receipt import Receipt
@@ -98,26 +97,15 @@ class ExpertRuntime:
         """Whether `forward` is to be told the router's scores."""
         return self.policies.asks_scores
 
-    def forward(
-        self,
-        layer: int,
-        x: Tensor,
-        routing: Routing,
-        step: Step,
-        workspace: Buffers,
-        out: Tensor,
-        scores: Tensor | None = None,
-    ) -> None:
+    def forward(self, call: LayerCall) -> None:
         """`out[t] = sum over t's experts e of weight * expert_e(x[t])`, in ascending e.
 
-        x [tokens, hidden] compute dtype; out [tokens, hidden] float32; both and the routing are
-        contiguous; `layer` counts MoE layers. scores [tokens, num_experts] float32: the router's
-        logits, for policies that ask for them. Raises StorageError or DeviceError when an expert
+        x, out and the routing are contiguous. Raises StorageError or DeviceError when an expert
         cannot be had; the runtime stays usable.
         """
         if self._is_under_way:  # Ctrl-C came again while the last failure was cleared up
             self._abandon()
-        call, residents = LayerCall(layer, x, routing, step, workspace, out, scores), None
+        residents = None
         if self._compiled is not None and self._compiled.takes(call):
             residents = self.residents()
         self._is_under_way = True
@@ -131,7 +119,7 @@ class ExpertRuntime:
             self._abandon()
             raise
         if self.observer is not None:
-            self.observer.saw_layer(layer, step, x, routing, out)
+            self.observer.saw_layer(call.layer, call.step, call.x, call.routing, call.out)
 
     def parts(self, layer: int) -> ExpertParts | None:
         """A layer's experts, for kernels that run whole layers; None where they cannot."""

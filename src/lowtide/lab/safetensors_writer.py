@@ -18,7 +18,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from io import FileIO
 from pathlib import Path
-from types import TracebackType
 from typing import NamedTuple
 
 from lowtide.errors import InternalError, StorageError
@@ -110,13 +109,8 @@ class SafetensorsWriter:
                 rest = rest[num_bytes:]
                 self._give_back(self._file.fileno())
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if error is not None:
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is not None:
             self._discard()
             return
         with self._all_or_nothing():

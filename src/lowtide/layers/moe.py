@@ -10,7 +10,7 @@ from torch import Tensor
 from lowtide.compute import Compute
 from lowtide.core import Step
 from lowtide.experts.none import NoExperts
-from lowtide.experts.rows import Routing
+from lowtide.experts.rows import LayerCall, Routing
 from lowtide.experts.runtime import ExpertRuntime
 from lowtide.kernels.layer_parts import MLPParts
 from lowtide.layers.batch import Batch
@@ -66,7 +66,7 @@ class MoELayer:
         workspace = self._compute.workspace
         scores = self.router.scores(x) if self.experts.asks_scores else None
         with workspace.scope():
-            self.experts.forward(self.index, x, routing, step, workspace, out, scores)
+            self.experts.forward(LayerCall(self.index, x, routing, step, workspace, out, scores))
 
     def _add_shared(self, expert: GatedMLP, x: Tensor, routed: Tensor, out: Tensor) -> None:
         """`out = routed + expert(x)`; `out` may be `x`."""

@@ -18,7 +18,7 @@ from lowtide.compute import Compute
 from lowtide.config import ModelConfig
 from lowtide.core import Step
 from lowtide.errors import InternalError
-from lowtide.experts.rows import Routing
+from lowtide.experts.rows import LayerCall, Routing
 from lowtide.kernels.layer_parts import AttentionParts
 from lowtide.kernels.operands import HeadNorms, Matrix
 from lowtide.kernels.row_statistics import Form, Guidance, RowStatistics, Wanted
@@ -208,7 +208,7 @@ class Decoder:
         workspace.begin(Counts(tokens=len(x), block=len(x), keys=0))
         out = workspace.take("routed", tuple(x.shape), torch.float32)
         self._experts.begin_pass(step)
-        self._experts.forward(layer, x, routing, step, workspace, out)
+        self._experts.forward(LayerCall(layer, x, routing, step, workspace, out))
         self._experts.end_pass()
         return out
 
