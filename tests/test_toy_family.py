@@ -112,7 +112,7 @@ FAMILY = Family(
     read=read,
     schema=schema,
     decoder=f"{__name__}:Toy",
-    sizes=lambda: {"tiny": SynthSize(CONFIG, 304, 1 << 20)},
+    own_sizes={"tiny": SynthSize(CONFIG, 304, 1 << 20)},
 )
 
 

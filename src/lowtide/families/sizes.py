@@ -26,9 +26,10 @@ class SynthSize:
 
 
 @cache
-def read_sizes(package: str) -> Mapping[str, SynthSize]:
-    """Those of `sizes.json` beside a family: a few MB, 1 or 2 GB, and the published dimensions."""
-    content = json.loads(resources.files(package).joinpath("sizes.json").read_text("utf-8"))
+def read_sizes(family: str) -> Mapping[str, SynthSize]:
+    """Those of a family's `sizes.json`: a few MB, 1 or 2 GB, and the published dimensions."""
+    path = resources.files(__package__).joinpath(family, "sizes.json")
+    content = json.loads(path.read_text("utf-8"))
     return {name: _size(content["published"], size) for name, size in content["sizes"].items()}
 
 

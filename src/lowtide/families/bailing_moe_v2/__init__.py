@@ -9,7 +9,6 @@ from lowtide.families.bailing_moe_v2.gguf import GGUF
 from lowtide.families.family import Family
 from lowtide.families.llada2 import FAMILY as LLADA2
 from lowtide.families.llada2 import read
-from lowtide.families.sizes import read_sizes
 
 FAMILY = Family(
     name="bailing_moe_v2",
@@ -19,6 +18,5 @@ FAMILY = Family(
     read=partial(read, can_stretch=True),
     schema=LLADA2.schema,
     decoder=LLADA2.decoder,
-    sizes=partial(read_sizes, __name__),
     gguf=GGUF,
 )

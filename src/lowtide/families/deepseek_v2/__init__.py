@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 from lowtide.config import AttentionSpec, ExpertSpec, ModelConfig, Published, keys
 from lowtide.config.fields import MAX_HEADS, MAX_LAYERS, MAX_WIDTH, Fields
 from lowtide.config.keys import Origin
@@ -11,7 +9,6 @@ from lowtide.config.rope import mscale, read_rope
 from lowtide.errors import UnsupportedError
 from lowtide.families.deepseek_v2.gguf import GGUF
 from lowtide.families.family import Family
-from lowtide.families.sizes import read_sizes
 from lowtide.files.json_file import shown
 from lowtide.schemas.parts import decoder, mlp, router, vector
 from lowtide.schemas.schema import ModelSchema, TensorSpec
@@ -123,6 +120,5 @@ FAMILY = Family(
     read=read,
     schema=schema,
     decoder=f"{__name__}.model:DeepseekV2",
-    sizes=partial(read_sizes, __name__),
     gguf=GGUF,
 )

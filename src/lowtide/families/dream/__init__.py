@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 from lowtide.config import DecodingDefaults, ModelConfig, Published, keys
 from lowtide.config.fields import Fields
 from lowtide.config.keys import Origin
 from lowtide.families.family import Family
-from lowtide.families.sizes import read_sizes
 from lowtide.schemas.parts import decoder, in_layers, separate_qkv
 from lowtide.schemas.schema import ModelSchema
 
@@ -53,5 +50,4 @@ FAMILY = Family(
     read=read,
     schema=schema,
     decoder=f"{__name__}.model:Dream",
-    sizes=partial(read_sizes, __name__),
 )

@@ -5,15 +5,12 @@ Experts of a layer are stacked, rows (or, unpacked, columns) of gate and up taki
 
 from __future__ import annotations
 
-from functools import partial
-
 from lowtide.config import ExpertSpec, ModelConfig, Published, keys
 from lowtide.config.fields import MAX_POSITIONS, Fields
 from lowtide.config.keys import Origin
 from lowtide.errors import ConfigError, UnsupportedError
 from lowtide.families.family import Family
 from lowtide.families.gpt_oss.gguf import GGUF
-from lowtide.families.sizes import read_sizes
 from lowtide.files.json_file import shown
 from lowtide.formats import mxfp4
 from lowtide.schemas.parts import decoder, separate_qkv, vector
@@ -188,6 +185,5 @@ FAMILY = Family(
     read=read,
     schema=schema,
     decoder=f"{__name__}.model:GptOss",
-    sizes=partial(read_sizes, __name__),
     gguf=GGUF,
 )

@@ -13,7 +13,6 @@ from lowtide.config.fields import Fields
 from lowtide.config.keys import Origin
 from lowtide.families.family import Family
 from lowtide.families.llada.names import NAMES
-from lowtide.families.sizes import read_sizes
 from lowtide.schemas.parts import decoder, in_layers, separate_qkv
 from lowtide.schemas.schema import ModelSchema
 
@@ -82,5 +81,4 @@ FAMILY = Family(
     read=read,
     schema=schema,
     decoder=f"{__name__}.model:LLaDA",
-    sizes=partial(read_sizes, __name__),
 )

@@ -6,14 +6,11 @@ multi-token prediction, which some exports carry after the last layer, are not n
 
 from __future__ import annotations
 
-from functools import partial
-
 from lowtide.config import DecodingDefaults, ExpertSpec, ModelConfig, Published, keys
 from lowtide.config.fields import MAX_EXPERTS, MAX_LAYERS, MAX_POSITIONS, Fields
 from lowtide.config.keys import Origin
 from lowtide.families.family import Family
 from lowtide.families.llada2.names import NAMES
-from lowtide.families.sizes import read_sizes
 from lowtide.schemas.parts import decoder, mlp, router, vector
 from lowtide.schemas.schema import ModelSchema, TensorSpec
 
@@ -138,5 +135,4 @@ FAMILY = Family(
     read=read,
     schema=schema,
     decoder=f"{__name__}.model:LLaDA2",
-    sizes=partial(read_sizes, __name__),
 )

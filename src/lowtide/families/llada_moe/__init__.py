@@ -6,14 +6,11 @@ checkpoint (`FusedLLaDAMoEModelLM`) differs only in how experts are stacked.
 
 from __future__ import annotations
 
-from functools import partial
-
 from lowtide.config import DecodingDefaults, ExpertSpec, ModelConfig, Published, keys
 from lowtide.config.fields import Fields
 from lowtide.config.keys import Origin
 from lowtide.errors import UnsupportedError
 from lowtide.families.family import Family
-from lowtide.families.sizes import read_sizes
 from lowtide.files.json_file import shown
 from lowtide.schemas.parts import decoder, in_layers, router, separate_qkv, vector
 from lowtide.schemas.schema import ModelSchema, TensorSpec
@@ -85,5 +82,4 @@ FAMILY = Family(
     read=read,
     schema=schema,
     decoder=f"{__name__}.model:LLaDAMoE",
-    sizes=partial(read_sizes, __name__),
 )

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 from lowtide.config import ExpertSpec, ModelConfig, Published, keys
 from lowtide.config.fields import Fields
 from lowtide.config.keys import Origin
 from lowtide.families.family import Family
 from lowtide.families.mixtral.gguf import GGUF
-from lowtide.families.sizes import read_sizes
 from lowtide.schemas.parts import decoder, separate_qkv, storages_of
 from lowtide.schemas.schema import ModelSchema, TensorSpec
 
@@ -44,6 +41,5 @@ FAMILY = Family(
     read=read,
     schema=schema,
     decoder=f"{__name__}.model:Mixtral",
-    sizes=partial(read_sizes, __name__),
     gguf=GGUF,
 )

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 from lowtide.config import ModelConfig, Published, keys
 from lowtide.config.fields import Fields
 from lowtide.config.keys import Origin
 from lowtide.families.family import Family
 from lowtide.families.qwen import qwen_dense_size, qwen_experts
 from lowtide.families.qwen2_moe.gguf import GGUF
-from lowtide.families.sizes import read_sizes
 from lowtide.schemas.parts import decoder, in_layers, mlp, router, separate_qkv
 from lowtide.schemas.schema import ModelSchema, TensorSpec
 
@@ -44,6 +41,5 @@ FAMILY = Family(
     read=read,
     schema=schema,
     decoder=f"{__name__}.model:Qwen2Moe",
-    sizes=partial(read_sizes, __name__),
     gguf=GGUF,
 )
