@@ -43,7 +43,7 @@ def profile_text(diagnosis: Diagnosis) -> str:
     """In TOML, from the first model's experts: the more they are like those replayed, the better.
 
     An expert of one token shows how fast weights are read, of most tokens how fast is computed.
-    Raises StorageError where no experts, device or disk were measured.
+    Raises StorageError where no experts or no device were measured.
     """
     if not diagnosis.costs:
         raise StorageError("A profile is made of a model's experts, and this model has none.")
@@ -63,9 +63,8 @@ def profile_text(diagnosis: Diagnosis) -> str:
             "latency_us": 1e-3,
         },
         "host": _engine(costs, measured.host, machine.memory_bytes),
-        "disk": {"bandwidth_GBps": _disk_bytes_per_s(diagnosis) / 1e9},
         "sync": {"latency_us": max(1e-3, measured.sync.median_s * 1e6)},
-        "efficiency": dict.fromkeys(("device", "link", "host", "disk"), 1.0),
+        "efficiency": dict.fromkeys(("device", "link", "host"), 1.0),
     }
     lines = [f"# Measured by lowtide doctor: experts of {costs.name}, {costs.stored.date[:10]}."]
     lines.append(f"name = {_quoted(f'{machine.cpu}, {costs.device}')}")
@@ -87,16 +86,6 @@ def _engine(costs: ExpertCosts, curve: tuple[Point, ...], memory_bytes: int) -> 
 def _operations(shape: MoEShape) -> int:
     """Operations of one expert for one token: a multiplication and an addition per weight."""
     return 2 * 3 * shape.hidden_size * shape.expert_size
-
-
-def _disk_bytes_per_s(diagnosis: Diagnosis) -> float:
-    measured = diagnosis.costs[0].stored.measurements
-    if measured.disk_read is not None:
-        return measured.expert_bytes / measured.disk_read.median_s
-    for rate in diagnosis.rates:
-        if rate.name.startswith("disk"):
-            return rate.per_s
-    raise StorageError("The disk was not measured, and a profile needs its rate.")
 
 
 def _quoted(text: str) -> str:

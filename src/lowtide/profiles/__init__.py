@@ -26,9 +26,8 @@ _SECTIONS: Mapping[str, tuple[str, ...]] = {
     "device": ("memory_GB", "bandwidth_GBps", "compute_TFLOPs"),
     "link": ("bandwidth_GBps", "latency_us"),
     "host": ("memory_GB", "bandwidth_GBps", "compute_TFLOPs"),
-    "disk": ("bandwidth_GBps",),
     "sync": ("latency_us",),
-    "efficiency": ("device", "link", "host", "disk"),
+    "efficiency": ("device", "link", "host"),
 }
 
 
@@ -57,7 +56,6 @@ class DataSheet:
     host: Processor
     link_bytes_per_s: float
     link_latency_s: float
-    disk_bytes_per_s: float
     sync_s: float
 
     @property
@@ -68,23 +66,12 @@ class DataSheet:
     def host_memory_bytes(self) -> float:
         return self.host.memory_bytes
 
-    def costs(
-        self,
-        shape: MoEShape,
-        weight_bytes: float = 2.0,
-        dense_bytes: float | None = None,
-        num_staging: int = 2,
-        on_disk: bool = False,
-    ) -> Costs:
-        """The costs of a model's experts here.
-
-        `weight_bytes` per weight; `dense_bytes`: the rest of a layer's weights (by default four
-        square projections and one shared expert); `on_disk`: the experts' home is the disk.
-        """
+    def costs(self, shape: MoEShape, weight_bytes: float = 2.0) -> Costs:
+        """The costs of a model's experts here, of so many bytes per weight; the rest of a layer is
+        taken as four square projections and one shared expert."""
         num_weights = 3 * shape.hidden_size * shape.expert_size
         expert_bytes = round(weight_bytes * num_weights)
-        if dense_bytes is None:
-            dense_bytes = weight_bytes * (4 * shape.hidden_size**2 + num_weights)
+        dense_bytes = weight_bytes * (4 * shape.hidden_size**2 + num_weights)
         operations = 2 * num_weights  # one multiplication and one addition per weight and token
         return Costs(
             expert_bytes=expert_bytes,
@@ -93,8 +80,6 @@ class DataSheet:
             device_s=self.device.curve(expert_bytes, operations),
             dense_s=self.device.curve(dense_bytes, 2 * dense_bytes / weight_bytes),
             sync_s=self.sync_s,
-            disk_read_s=expert_bytes / self.disk_bytes_per_s if on_disk else 0.0,
-            num_staging=num_staging,
         )
 
 
@@ -152,7 +137,6 @@ def parse_profile(text: str, source: str) -> Profile:
         host=_engine(value["host"], share["host"]),
         link_bytes_per_s=1e9 * value["link"]["bandwidth_GBps"] * share["link"],
         link_latency_s=1e-6 * value["link"]["latency_us"],
-        disk_bytes_per_s=1e9 * value["disk"]["bandwidth_GBps"] * share["disk"],
         sync_s=1e-6 * value["sync"]["latency_us"],
     )
 

@@ -65,9 +65,7 @@ class PaperMachine:
     dense_s: Curve
     sync_s: float
 
-    def costs(
-        self, shape: MoEShape, weight_bytes: float | None = None, num_staging: int = 2
-    ) -> Costs:
+    def costs(self, shape: MoEShape, weight_bytes: float | None = None) -> Costs:
         """The costs of a model's experts here: curves of its size, between the nearest two, in
         proportion beyond them.
 
@@ -82,7 +80,6 @@ class PaperMachine:
             device_s=Curve(curves.device_s),
             dense_s=self.dense_s,
             sync_s=self.sync_s,
-            num_staging=num_staging,
         )
 
     def _curves(self, num_weights: int) -> ExpertCurves:
