@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ from lowtide.layers.sdpa import Scores
 from lowtide.memory.arena import Arena
 from lowtide.memory.kv_cache import KVCache
 from lowtide.memory.workspace import Buffers, Workspace
-from lowtide.threads.executor import Executor, InlineExecutor
+from lowtide.threads.executor import Executor, InlineExecutor, Work
 
 
 def randn(
@@ -108,3 +109,54 @@ def attention(
     cached = CachedAttention(layer, kv_cache, compute, Scores(**scores))
     cached.store(key, value, segments)
     cached.attend(query, segments, out)
+
+
+def plain_attention(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    sees: Tensor,
+    scale: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Masked softmax in float64; query [rows, heads, head_dim], sees [rows, tokens].
+
+    A head's sink is one more score, whose value is nothing.
+    """
+    rows, heads, head_dim = query.shape
+    group = heads // keys.shape[1]
+    keys, values = (x.double().repeat_interleave(group, 1) for x in (keys, values))
+    scores = torch.einsum("qhd,khd->hqk", query.double(), keys) * (scale or head_dim**-0.5)
+    scores = scores.masked_fill(~sees, -torch.inf)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.double()[:, None, None].expand(-1, rows, 1)], -1)
+    return torch.einsum("hqk,khd->qhd", scores.softmax(-1)[..., : len(keys)], values)
+
+
+class Watched(Workspace):
+    """Remembers how far it was filled."""
+
+    highest = 0
+
+    def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        tensor = super().take(name, shape, dtype)
+        tensor.view(torch.uint8).fill_(0xFF)  # NaN: nobody may rely on what a buffer held before
+        self.highest = max(self.highest, self.top)
+        return tensor
+
+
+class Threads:
+    """Runs every piece of work on a thread of a pool, and says that it has as many as told."""
+
+    def __init__(self, num_threads: int, pool: ThreadPoolExecutor) -> None:
+        self.num_threads = self.num_cores = num_threads
+        self.num_works = 0
+        self._pool = pool
+
+    def submit(self, work: Work) -> Future[None]:
+        self.num_works += 1
+        return self._pool.submit(work)
+
+    def run(self, works: Sequence[Work]) -> None:
+        for future in wait([self.submit(work) for work in works]).done:
+            future.result()

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import pytest
 import torch
-from computing import attention, on_this_thread, randn
+from computing import Threads, attention, on_this_thread, plain_attention, randn
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -25,7 +25,7 @@ from lowtide.layers.router import SoftmaxRouter
 from lowtide.memory.arena import Arena
 from lowtide.memory.kv_cache import KVCache, storage_shape
 from lowtide.memory.workspace import Registrar, Workspace
-from lowtide.threads.executor import Executor, InlineExecutor, Work
+from lowtide.threads.executor import Executor, InlineExecutor
 
 
 def workspace() -> Workspace:
@@ -37,11 +37,8 @@ def workspace() -> Workspace:
 
 def causal(query: Tensor, keys: Tensor, values: Tensor, first: int, scale: float) -> Tensor:
     """In float64; keys [tokens, kv_heads, head_dim], of which row i sees `first + i + 1`."""
-    group = query.shape[1] // keys.shape[1]
-    keys, values = (x.double().repeat_interleave(group, 1) for x in (keys, values))
-    scores = torch.einsum("qhd,khd->hqk", query.double(), keys) * scale
     sees = torch.arange(len(keys)) <= first + torch.arange(len(query))[:, None]
-    return torch.einsum("hqk,khd->qhd", scores.masked_fill(~sees, -torch.inf).softmax(-1), values)
+    return plain_attention(query, keys, values, sees, scale)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -61,24 +58,6 @@ def test_causal_tiles_see_exactly_what_came_before(
     expected = causal(query, keys, values, first, head_dim**-0.5)
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
     torch.testing.assert_close(out.double(), expected, atol=tolerance, rtol=tolerance)
-
-
-class Threads:
-    """Runs every piece of work on a thread."""
-
-    num_threads = num_cores = 3
-
-    def __init__(self, pool: ThreadPoolExecutor) -> None:
-        self._pool = pool
-        self.num_works = 0
-
-    def submit(self, work: Work) -> Future[None]:
-        self.num_works += 1
-        return self._pool.submit(work)
-
-    def run(self, works: list[Work]) -> None:
-        for future in wait([self.submit(work) for work in works]).done:
-            future.result()
 
 
 @contextmanager
@@ -103,7 +82,7 @@ def test_heads_on_threads_give_the_same_bits(
     outs = []
     # As in the engine: one torch thread each. SDPA divides a single row's keys among more.
     with one_torch_thread(), ThreadPoolExecutor(3, "", torch.set_num_threads, (1,)) as pool:
-        threads = Threads(pool)
+        threads = Threads(3, pool)
         executors: list[Executor] = [InlineExecutor(), threads]
         for executor in executors:
             cache = KVCache(torch.zeros(storage_shape(1, kv_heads, 16, 160)))

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from computing import attention, on_this_thread, randn
+from computing import attention, on_this_thread, plain_attention, randn
 from examples import examples
 from family_models import VOCAB, write_model
 from hypothesis import given
@@ -36,20 +36,12 @@ FULL = families()["gpt_oss"].sizes()["full"].config
 # Attention
 
 
-def plain_attention(
-    query: Tensor, keys: Tensor, values: Tensor, position: int, window: int, sinks: Tensor | None
+def windowed(
+    query: Tensor, keys: Tensor, values: Tensor, window: int, sinks: Tensor | None
 ) -> Tensor:
-    """In float64, with a mask and the sink as one more score whose value is nothing."""
-    rows, heads, head_dim = query.shape
-    group = heads // keys.shape[1]
-    keys, values = (x.double().repeat_interleave(group, 1) for x in (keys, values))
-    scores = torch.einsum("qhd,khd->hqk", query.double(), keys) * head_dim**-0.5
-    ago = torch.arange(position, position + rows)[:, None] - torch.arange(keys.shape[0])
-    scores = scores.masked_fill((ago < 0) | (ago >= (window or len(keys))), -torch.inf)
-    if sinks is not None:
-        scores = torch.cat([scores, sinks.double()[:, None, None].expand(-1, rows, 1)], -1)
-    weights = scores.softmax(-1)[..., : keys.shape[0]]
-    return torch.einsum("hqk,khd->qhd", weights, values)
+    ago = torch.arange(len(query))[:, None] - torch.arange(len(keys))
+    sees = (ago >= 0) & (ago < (window or len(keys)))
+    return plain_attention(query, keys, values, sees, sinks=sinks)
 
 
 def run_attention(
@@ -98,7 +90,7 @@ def test_windows_and_sinks(
     sinks = 2 * randn(heads[0], seed=seed + 3) if has_sinks else None
     stops = [sum(bounds[:i]) for i in range(len(bounds) + 1)]
     out = run_attention(query, key, value, stops, window=window, sinks=sinks)
-    expected = plain_attention(query, key, value, 0, window, sinks)
+    expected = windowed(query, key, value, window, sinks)
     torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=1e-5)
 
 
@@ -107,7 +99,7 @@ def test_windows_longer_than_the_kernels_own_tiles() -> None:
     query, key, value = (randn(1500, 2, 8, seed=i) for i in range(3))
     sinks = randn(2, seed=3)
     out = run_attention(query, key, value, [0, 1100, 1101, 1500], window=600, sinks=sinks)
-    expected = plain_attention(query, key, value, 0, 600, sinks)
+    expected = windowed(query, key, value, 600, sinks)
     torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=1e-5)
 
 
@@ -117,7 +109,7 @@ def test_bfloat16_attention_with_sinks(window: int) -> None:
     query, key, value = (randn(200, 4, 16, seed=i, dtype=torch.bfloat16) for i in range(3))
     sinks = randn(4, seed=3)
     out = run_attention(query, key, value, [0, 200], window=window, sinks=sinks)
-    expected = plain_attention(query, key, value, 0, window, sinks)
+    expected = windowed(query, key, value, window, sinks)
     torch.testing.assert_close(out.double(), expected, atol=0.02, rtol=0.02)
 
 

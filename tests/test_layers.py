@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from computing import attention, on_this_thread, randn
+from computing import Threads, Watched, attention, on_this_thread, plain_attention, randn
 from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
@@ -42,18 +42,6 @@ from lowtide.threads.executor import InlineExecutor
 
 FLOATS = [torch.float32, torch.bfloat16]
 STEP = Step(StepKind.DENOISE, 0)
-
-
-class Watched(Workspace):
-    """Remembers how far it was filled."""
-
-    highest = 0
-
-    def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        tensor = super().take(name, shape, dtype)
-        tensor.view(torch.uint8).fill_(0xFF)  # NaN: nobody may rely on what a buffer held before
-        self.highest = max(self.highest, self.top)
-        return tensor
 
 
 def run(layer: Callable[..., object], *arguments: Tensor) -> object:
@@ -160,18 +148,6 @@ def test_rotary_in_float32_rounds_once(num_rows: int) -> None:
 
 
 # Attention
-
-
-def plain_attention(
-    query: Tensor, keys: Tensor, values: Tensor, sees: Tensor
-) -> Tensor:  # [rows, heads, head_dim]
-    """Masked softmax in float64; `sees` [rows, tokens]."""
-    group = query.shape[1] // keys.shape[1]
-    keys = keys.double().repeat_interleave(group, 1)
-    values = values.double().repeat_interleave(group, 1)
-    scores = torch.einsum("qhd,khd->hqk", query.double(), keys) * query.shape[-1] ** -0.5
-    weights = scores.masked_fill(~sees, -torch.inf).softmax(-1)
-    return torch.einsum("hqk,khd->qhd", weights, values)
 
 
 @st.composite
@@ -316,21 +292,6 @@ def test_neighbours_in_a_batch_change_nothing_but_rounding() -> None:
 
 
 # Linear
-
-
-class Threads:
-    """An executor with as many threads as a test wants."""
-
-    def __init__(self, num_threads: int, pool: ThreadPoolExecutor) -> None:
-        self.num_threads = self.num_cores = num_threads
-        self._pool = pool
-
-    def submit(self, work: Callable[[], None]) -> Future[None]:
-        return self._pool.submit(work)
-
-    def run(self, works: Sequence[Callable[[], None]]) -> None:
-        for future in [self.submit(work) for work in works]:
-            future.result()
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from computing import attention, on_this_thread, randn
+from computing import Watched, attention, on_this_thread, randn
 from hypothesis import given
 from hypothesis import strategies as st
 from oracle import GOLDENS, OracleModel, load_oracle
@@ -74,18 +74,6 @@ def test_how_a_product_is_divided_goes_by_its_tile_alone(num_rows: int, width: i
         executor.close()
     assert sorted(kernels.seen) == together
     assert torch.equal(out, again)
-
-
-class Watched(Workspace):
-    """Remembers how far it was filled."""
-
-    highest = 0
-
-    def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        tensor = super().take(name, shape, dtype)
-        tensor.view(torch.uint8).fill_(0xFF)  # NaN: nobody may rely on what a buffer held before
-        self.highest = max(self.highest, self.top)
-        return tensor
 
 
 def whole(num_rows: int, kv: KVRange) -> Batch:
