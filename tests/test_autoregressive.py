@@ -6,7 +6,7 @@ from __future__ import annotations
 import io
 import itertools
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from oracle import GOLDENS
 from stop_strings import cut_at_stop
 from test_llm_oracle import open_oracle, random_config, random_weights, write_model
 from transformers import GenerationConfig, RepetitionPenaltyLogitsProcessor
-from whole import SETTINGS, Setting, check_idle, decoded
+from whole import SETTINGS, Setting, check_idle, decoded, make_request, own_events
 
 from lowtide import LLM, DiffusionParams, SamplingParams
 from lowtide.cli.text import TextWriter
@@ -47,24 +47,6 @@ from lowtide.parsing.pieces import Text, joined
 # The decoder, over hashes
 
 
-def make_request(
-    index: int = 0,
-    prompt: Sequence[int] = (1, 2, 4),
-    eos_token_ids: Sequence[int] = (),
-    seed: int = 0,
-    is_stopped: Callable[[Sequence[int]], bool] | None = None,
-    **params: Any,
-) -> Request:
-    return Request(
-        id=index,
-        prompt=prompt,
-        params=SamplingParams(**params),
-        eos_token_ids=eos_token_ids,
-        seed=seed,
-        is_stopped=is_stopped,
-    )
-
-
 class Run:
     """A finished run over a `HashModel`."""
 
@@ -83,11 +65,6 @@ class Run:
 
     def of(self, index: int) -> list[Event]:
         return own_events(self.events, index)
-
-
-def own_events(events: Iterable[Event], index: int) -> list[Event]:
-    """What must not depend on neighbours, caching, or the division into passes."""
-    return [e for e in events if e.request == index and not isinstance(e, Prefill)]
 
 
 @st.composite

@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import whole
 from diffusers import BlockRefinementScheduler
 from examples import examples
 from hash_model import EOS, MASK, VOCAB, HashModel, hash_logits, make_kv_cache
@@ -19,7 +21,7 @@ from hypothesis import strategies as st
 from oracle import GOLDENS, OracleModel, block_causal_mask, load_oracle
 from safetensors.torch import load_file
 from transformers import Glm4MoeForCausalLM
-from whole import decoded, trajectories_noted
+from whole import decoded, own_events, trajectories_noted
 
 from lowtide.core import StepKind
 from lowtide.decode.block_diffusion import (
@@ -31,29 +33,21 @@ from lowtide.decode.block_diffusion import (
     Request,
 )
 from lowtide.errors import PlanError, UsageError
-from lowtide.params import DiffusionParams, SamplingParams
+from lowtide.params import DiffusionParams
 
 
 def make_request(
     index: int = 0,
     prompt: Sequence[int] = (1, 2, 4),
     eos_token_ids: Sequence[int] = (EOS,),
-    seed: int = 0,
-    is_stopped: Callable[[Sequence[int]], bool] | None = None,
-    **params: object,
+    **params: Any,
 ) -> Request:
     names = DiffusionParams.__dataclass_fields__
     diffusion = {"block_length": 4, "steps": 4, "threshold": 0.9}
     diffusion |= {name: value for name, value in params.items() if name in names}
-    sampling = {name: value for name, value in params.items() if name not in names}
-    return Request(
-        id=index,
-        prompt=prompt,
-        params=SamplingParams(**sampling, diffusion=DiffusionParams(**diffusion)),
-        eos_token_ids=eos_token_ids,
-        seed=seed,
-        is_stopped=is_stopped,
-    )
+    others = {name: value for name, value in params.items() if name not in names}
+    asked = DiffusionParams(**diffusion)
+    return whole.make_request(index, prompt, eos_token_ids, **others, diffusion=asked)
 
 
 class Run:
@@ -76,8 +70,7 @@ class Run:
 
     def of(self, index: int) -> tuple[list[Event], list[list[int]]]:
         """What must not depend on neighbours, caching, or the division into passes."""
-        events = [e for e in self.events if e.request == index and not isinstance(e, Prefill)]
-        return events, self.trajectories[index]
+        return own_events(self.events, index), self.trajectories[index]
 
 
 @st.composite

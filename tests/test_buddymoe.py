@@ -13,6 +13,7 @@ import pytest
 import torch
 from buddy_cases import random_profile
 from torch import Tensor
+from whole import answer, residents
 
 from lowtide import LLM, SamplingParams
 from lowtide.buddies import PassAccount
@@ -90,15 +91,10 @@ def open_half(device: str = "cpu", model: Path = MODEL, share: float = 0.5, **op
     return LLM(model, **{memory: budget}, **told)
 
 
-def answer(llm: LLM) -> tuple[list[int], Tensor]:
-    [completion] = llm.generate([PROMPT], PARAMS)
-    return completion.token_ids, llm.logits([*PROMPT, *completion.token_ids])
-
-
 @pytest.fixture(scope="module")
 def exact() -> tuple[list[int], Tensor]:
     with LLM(MODEL, device="cpu", context=128) as llm:
-        return answer(llm)
+        return answer(llm, PROMPT, PARAMS)
 
 
 @pytest.mark.parametrize("device", ["cpu", "emulated"])
@@ -118,7 +114,7 @@ def test_bit_for_bit_where_nothing_may_be_replaced(
     device: str, options: dict[str, str], exact: tuple[list[int], Tensor]
 ) -> None:
     with profiled(), open_half(device, **options) as llm:
-        ids, logits = answer(llm)
+        ids, logits = answer(llm, PROMPT, PARAMS)
         assert llm.stats()["num_misses"] > 0
     assert ids == exact[0] and torch.equal(logits, exact[1])
 
@@ -129,7 +125,7 @@ def test_bit_for_bit_where_everybody_is_resident(
     device: str, miss: str, exact: tuple[list[int], Tensor]
 ) -> None:
     with profiled() as seen, open_half(device, share=1.0, miss=miss) as llm:
-        ids, logits = answer(llm)
+        ids, logits = answer(llm, PROMPT, PARAMS)
     assert ids == exact[0] and torch.equal(logits, exact[1])
     assert not any(answered for one in seen for _, answered in one.asked)
 
@@ -194,12 +190,6 @@ def test_no_request_has_more_moved_than_it_allowed(device: str) -> None:
         completions = llm.generate([PROMPT, PROMPT[::-1], PROMPT[1:]], PARAMS)
     shares = [completion.usage.receipt.moved_share for completion in completions]  # type: ignore[union-attr]
     assert max(shares) <= 0.02 and min(shares) > 0
-
-
-def residents(llm: LLM) -> list[list[int]]:
-    experts = llm._engine.experts
-    ledger = experts.host.ledger if experts.device is None else experts.device.link.ledger
-    return [ledger.is_resident(i).nonzero()[0].tolist() for i in range(ledger.num_layers)]
 
 
 @pytest.mark.parametrize("device", ["cpu", "emulated"])

@@ -15,13 +15,13 @@ from examples import examples
 from hash_model import MASK, HashModel, is_all_free, make_kv_cache
 from hypothesis import given
 from hypothesis import strategies as st
-from whole import decoded
+from whole import decoded, own_events
 
 from lowtide.core import CacheMode
 from lowtide.decode.autoregressive import Autoregressive
 from lowtide.decode.block_diffusion import BlockDiffusion
 from lowtide.decode.masked_diffusion import MaskedDiffusion
-from lowtide.decode.request import Committed, Draft, Event, Finished, Prefill, Request
+from lowtide.decode.request import Committed, Draft, Event, Finished, Request
 from lowtide.errors import InternalError, NumericError
 from lowtide.memory.kv_cache import KVCache
 
@@ -44,11 +44,6 @@ class Kind(NamedTuple):
 
     def events_alone(self, request: Request) -> list[Event]:
         return own_events(self.tests.Run([request], **self.options).events, request.id)
-
-
-def own_events(events: Sequence[Event], index: int) -> list[Event]:
-    """What must not depend on neighbours or on the division into passes."""
-    return [e for e in events if e.request == index and not isinstance(e, Prefill)]
 
 
 MASKED = (masked_diffusion, MaskedDiffusion, (144, 512))

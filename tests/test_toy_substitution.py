@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from whole import answer, residents
 
 from lowtide import LLM, SamplingParams
 from lowtide.core import Facts, IntArray, Moves, RoutedTokens, Step
@@ -135,18 +136,6 @@ def open_half(policy: str, **options: Any) -> LLM:
     return LLM(MODEL, policy=policy, **{memory: half}, **options)
 
 
-def residents(llm: LLM) -> list[list[int]]:
-    """Of each layer, in the fast tier."""
-    experts = llm._engine.experts
-    ledger = experts.host.ledger if experts.device is None else experts.device.link.ledger
-    return [ledger.is_resident(i).nonzero()[0].tolist() for i in range(ledger.num_layers)]
-
-
-def answer(llm: LLM) -> tuple[list[int], Tensor]:
-    [completion] = llm.generate([PROMPT], PARAMS)
-    return completion.token_ids, llm.logits([*PROMPT, *completion.token_ids])
-
-
 @pytest.mark.parametrize(
     ("base", "options"),
     [("lru", CPU), ("lowtide", CPU), ("tide", EMULATED), ("lowtide", EMULATED), ("dali", EMULATED)],
@@ -155,14 +144,14 @@ def test_one_that_maps_each_expert_to_itself_changes_no_bit(
     base: str, options: dict[str, Any]
 ) -> None:
     with LLM(MODEL, device="cpu", context=128) as llm:
-        ids, logits = answer(llm)
+        ids, logits = answer(llm, PROMPT, PARAMS)
     itself = Itself()
     with (
         preset(base, substitution=with_one(itself), asks_scores=True) as name,
         open_half(name, **options) as llm,
     ):
         assert name not in lossless_presets()
-        found = answer(llm)
+        found = answer(llm, PROMPT, PARAMS)
         assert found[0] == ids and torch.equal(found[1], logits)
         config = llm.config
         stats = llm.stats()
@@ -211,7 +200,7 @@ def test_what_runs_is_the_other_routing_and_residents_go_by_the_routers(
         llm.observed(seen),
     ):
         before = residents(llm)
-        answer(llm)
+        answer(llm, PROMPT, PARAMS)
         stats, after = llm.stats(), residents(llm)
     assert resident.num_substituted > 0
     pairs = zip(seen.routers, seen.run, strict=True)
@@ -235,7 +224,7 @@ def test_a_layer_whose_residents_have_all_asks_nobody() -> None:
     with preset("static", substitution=with_one(itself)) as name:
         for device in ("cpu", "emulated"):
             with LLM(MODEL, device=device, context=128, policy=name) as llm:
-                answer(llm)
+                answer(llm, PROMPT, PARAMS)
     assert not itself.asked
 
 
@@ -251,7 +240,7 @@ def test_an_expert_twice_in_a_row_is_a_fault_and_the_engine_goes_on(device: str)
         with pytest.raises(InternalError, match="no expert may come twice"):
             llm.generate([PROMPT], PARAMS)
         llm.adopt_policy("lru")
-        answer(llm)
+        answer(llm, PROMPT, PARAMS)
 
 
 ASKED = RoutedTokens(np.array([[0, 2], [1, 3]]), np.full((2, 2), 0.5, np.float32))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,10 +14,11 @@ from torch import Tensor
 
 from lowtide.core import StepKind
 from lowtide.decode.batch_decoder import BatchDecoder
-from lowtide.decode.block_diffusion import BlockDiffusion, Event, Finished, Request
+from lowtide.decode.block_diffusion import BlockDiffusion, Event, Finished, Prefill, Request
 from lowtide.experts.rows import LayerCall
 from lowtide.layers.batch import Batch
 from lowtide.llm import LLM, plan_model
+from lowtide.params import SamplingParams
 from lowtide.plan import MemoryPlan
 from lowtide.reading.file_reader import FileReader, Read, Ticket
 
@@ -171,3 +172,39 @@ def reads_counted() -> Iterator[list[Sequence[Read]]]:
 def same_bits(first: Tensor, second: Tensor) -> bool:
     """Whether two float32 tensors are equal bit by bit."""
     return torch.equal(first.view(torch.int32), second.view(torch.int32))
+
+
+def answer(llm: LLM, prompt: list[int], params: SamplingParams) -> tuple[list[int], Tensor]:
+    """What the model writes, and the logits of prompt and answer."""
+    [completion] = llm.generate([prompt], params)
+    return completion.token_ids, llm.logits([*prompt, *completion.token_ids])
+
+
+def residents(llm: LLM) -> list[list[int]]:
+    """Of each layer, in the fast tier."""
+    experts = llm._engine.experts
+    ledger = experts.host.ledger if experts.device is None else experts.device.link.ledger
+    return [ledger.is_resident(i).nonzero()[0].tolist() for i in range(ledger.num_layers)]
+
+
+def own_events(events: Iterable[Event], index: int) -> list[Event]:
+    """What must not depend on neighbours, caching, or the division into passes."""
+    return [e for e in events if e.request == index and not isinstance(e, Prefill)]
+
+
+def make_request(
+    index: int = 0,
+    prompt: Sequence[int] = (1, 2, 4),
+    eos_token_ids: Sequence[int] = (),
+    seed: int = 0,
+    is_stopped: Callable[[Sequence[int]], bool] | None = None,
+    **params: Any,
+) -> Request:
+    return Request(
+        id=index,
+        prompt=prompt,
+        params=SamplingParams(**params),
+        eos_token_ids=eos_token_ids,
+        seed=seed,
+        is_stopped=is_stopped,
+    )
