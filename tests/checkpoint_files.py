@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 
 from lowtide.model_folder.checkpoint import Checkpoint
-from lowtide.schemas.schema import ModelSchema
 
 TYPE_NAMES = {"float32": "F32", "float16": "F16", "uint16": "BF16", "uint8": "U8"}
 ARRAY_DTYPES = dict(zip(TYPE_NAMES.values(), TYPE_NAMES, strict=True)) | {"BOOL": "bool"}
@@ -51,16 +50,6 @@ def read_array(checkpoint: Checkpoint, name: str) -> np.ndarray:
     entry = checkpoint.tensors[name]
     data = checkpoint.files[entry.file].path.read_bytes()[entry.offset :][: entry.num_bytes]
     return np.frombuffer(data, ARRAY_DTYPES[entry.dtype]).reshape(entry.shape)
-
-
-def count_tensors(schema: ModelSchema) -> int:
-    """In the published layout."""
-    num_per_layer = sum(1 for _ in schema.expert_specs(schema.moe_layers[0]))
-    return len(schema.dense) + len(schema.moe_layers) * num_per_layer
-
-
-def count_parameters(schema: ModelSchema) -> int:
-    return schema.dense_elements + schema.expert_elements
 
 
 def ling_config(**changes: object) -> dict[str, Any]:

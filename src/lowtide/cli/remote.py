@@ -191,9 +191,9 @@ class RemoteDialogue(Dialogue):
         }
 
 
-def server_at(url: str, environment: Mapping[str, str] = os.environ) -> Server:
+def server_at(url: str) -> Server:
     """The server at an address, with the key of the environment. Raises UsageError."""
-    return Server(url, next((environment[name] for name in KEYS if environment.get(name)), None))
+    return Server(url, next(filter(None, map(os.environ.get, KEYS)), None))
 
 
 def chosen_model(server: Server, model: str | None) -> str:

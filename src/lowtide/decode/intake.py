@@ -266,7 +266,7 @@ class Intake:
         template_options: further variables of the template, such as `enable_thinking`.
         """
         tokenizer = self._needed_tokenizer()
-        token_ids = tokenizer.encode_chat(messages, options=template_options)
+        token_ids = tokenizer.encode_chat(messages, template_options)
         self.check_ids(token_ids)
         return token_ids
 

@@ -215,13 +215,12 @@ def _range(stored: ExpertRange, part_bytes: Sequence[int], places: Sequence[int]
     return Range(file, segments)
 
 
-def ticket_result(ticket: Ticket, what: str = "expert weights") -> int:
-    """The bytes moved. Raises StorageError when they were not, or not within `WAIT_LIMIT_S`.
-    what: is read, for people."""
+def ticket_result(ticket: Ticket) -> int:
+    """The bytes moved. Raises StorageError when they were not, or not within `WAIT_LIMIT_S`."""
     try:
         return ticket.result(WAIT_LIMIT_S)
     except TimeoutError as error:
-        raise read_stalled(what) from error
+        raise read_stalled("expert weights") from error
 
 
 def largest_read_bytes(table: ExpertTable) -> int:

@@ -34,9 +34,9 @@ class Estimate(NamedTuple):
     mean: float
     error: float | None
 
-    def is_above(self, bound: float, num_errors: float = 2.0) -> bool:
-        """Whether the mean is above a bound by so many standard errors."""
-        return self.error is not None and self.mean - num_errors * self.error > bound
+    def is_above(self, bound: float) -> bool:
+        """Whether the mean is above a bound by two standard errors."""
+        return self.error is not None and self.mean - 2 * self.error > bound
 
 
 class RowScores(NamedTuple):

@@ -156,13 +156,10 @@ class Tokenizer:
             )
 
     def encode_chat(
-        self,
-        messages: Sequence[Message],
-        add_generation_prompt: bool = True,
-        options: Mapping[str, object] | None = None,
+        self, messages: Sequence[Message], options: Mapping[str, object] | None = None
     ) -> list[int]:
         """Token ids of a conversation; special tokens are those the template writes."""
-        text = self.render_chat(messages, add_generation_prompt, options)
+        text = self.render_chat(messages, options=options)
         return self.encode(text, add_special=False)
 
     def render_chat(

@@ -65,16 +65,20 @@ def is_here(facts: Facts) -> BoolArray:
     return is_resident if arriving_s is None else is_resident | (arriving_s <= 0.0)
 
 
-def break_even_tokens(costs: Costs, max_tokens: int = 1 << 14) -> int:
+MOST_TOKENS = 1 << 14
+"""Of an expert that `break_even_tokens` looks at."""
+
+
+def break_even_tokens(costs: Costs) -> int:
     """The least count from which fetching an expert is not slower than computing it at home.
 
-    `max_tokens + 1` when there is none: nothing is ever fetched.
+    `MOST_TOKENS + 1` when there is none: nothing is ever fetched.
     """
-    num_tokens = np.arange(1, max_tokens + 1)
+    num_tokens = np.arange(1, MOST_TOKENS + 1)
     fetched_s = np.maximum(costs.fetch_s, costs.device_s(num_tokens))
     can_fetch = costs.num_staging > 0
     pays = can_fetch & (fetched_s <= costs.at_home_s(num_tokens))
-    return int(pays.argmax()) + 1 if pays.any() else max_tokens + 1
+    return int(pays.argmax()) + 1 if pays.any() else MOST_TOKENS + 1
 
 
 class Greedy:

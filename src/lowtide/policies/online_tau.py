@@ -45,23 +45,21 @@ class OnlineTau:
         *,
         waits: bool = False,
         tau: int = 4,
-        taus: Sequence[int] = ONLINE_TAUS,
         window: int = 32,
         hysteresis: float = 0.01,
         watched: Iterable[int] = (0,),
         on_change: Callable[[TauChange], None] = lambda change: None,
     ) -> None:
         """budget: residents of a layer. waits: whether a refresh waits for what it admits."""
-        if budget < 1 or tau < 1 or window < 1 or min(taus, default=0) < 1:
+        if budget < 1 or tau < 1 or window < 1:
             raise UsageError(
-                f"tau {tau} (of {list(taus)}), its window {window} and residents per layer "
+                f"tau {tau}, its window {window} and residents per layer "
                 f"{budget} must be at least 1."
             )
         self.tau = tau
         self._budget = min(budget, num_experts)
         self._costs = costs
         self._waits = waits
-        self._taus = tuple(taus)
         self._window = window
         self._hysteresis = hysteresis
         self._on_change = on_change
@@ -92,7 +90,7 @@ class OnlineTau:
 
     def _choose(self) -> None:
         order = np.arange(max(0, self._num_steps - self._window), self._num_steps) % self._window
-        taus = sorted({*self._taus, self.tau})
+        taus = sorted({*ONLINE_TAUS, self.tau})
         seconds = interval_seconds(
             self._hits[order], self._index[order], taus, self._budget, self._costs, self._waits
         )

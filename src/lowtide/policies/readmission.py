@@ -18,15 +18,14 @@ beside what substitution saves, and a layer's residents are new after a few hund
 class Readmission:
     """Counts each layer's passes; layers take turns, so that no pass reads for all of them."""
 
-    def __init__(self, num_layers: int, every: int = EVERY) -> None:
-        self._every = every
-        self._num_passes = np.arange(num_layers) % every
+    def __init__(self, num_layers: int) -> None:
+        self._num_passes = np.arange(num_layers) % EVERY
 
     def choose(self, facts: Facts, run: Facts | None, moves: Moves) -> IntArray:
         """When it is the layer's turn, the expert with most tokens among those that the router
         asked for, that the placement admits and that do not run; else none."""
         self._num_passes[facts.layer] += 1
-        if run is None or self._num_passes[facts.layer] % self._every:
+        if run is None or self._num_passes[facts.layer] % EVERY:
             return NO_EXPERTS
         demand = facts.demand
         is_left = np.isin(demand.experts, moves.admit)
