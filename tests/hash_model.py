@@ -90,6 +90,15 @@ class HashModel(RowStatisticsFromLogits):
         return logits
 
 
+class Stubborn(HashModel):
+    """Writes masks wherever it may."""
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        logits = super().logits(hidden)
+        logits[:, MASK] = 1000.0
+        return logits
+
+
 def make_kv_cache(num_tokens: int) -> KVCache:
     return KVCache(torch.zeros(2, 2, 1, num_tokens, 1, dtype=torch.int64))
 

@@ -15,7 +15,7 @@ import torch
 import whole
 from diffusers import BlockRefinementScheduler
 from examples import examples
-from hash_model import EOS, MASK, VOCAB, HashModel, hash_logits, make_kv_cache
+from hash_model import EOS, MASK, VOCAB, HashModel, Stubborn, hash_logits, make_kv_cache
 from hypothesis import given
 from hypothesis import strategies as st
 from oracle import GOLDENS, OracleModel, block_causal_mask, load_oracle
@@ -170,12 +170,6 @@ def test_a_literal_mask_token_in_a_prompt_is_just_a_token() -> None:
 
 
 def test_predicted_masks_stay_masked_and_the_block_still_ends() -> None:
-    class Stubborn(HashModel):
-        def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-            logits = super().logits(hidden)
-            logits[:, MASK] = 1000.0
-            return logits
-
     kv_cache = make_kv_cache(64)
     decoder = BlockDiffusion(Stubborn(kv_cache, 64), kv_cache, MASK, 64)
     events = decoded(decoder, [make_request(prompt=(1, 2, 4, 5), max_tokens=4, eos_token_ids=())])

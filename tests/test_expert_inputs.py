@@ -17,8 +17,13 @@ from typer.testing import CliRunner
 from lowtide import LLM, SamplingParams
 from lowtide.cli.app import app
 from lowtide.core import Step, StepKind
+from lowtide.engine.opening.config import EngineConfig
+from lowtide.engine.opening.model import OpenModel, open_model
+from lowtide.engine.planning import format_plans
+from lowtide.engine.planning.plan import make_plan
 from lowtide.errors import UnsupportedError, UsageError
 from lowtide.experts.rows import Routing
+from lowtide.files import array_file
 from lowtide.formats.expert_inputs import PRIOR_ROWS, ExpertInputs
 from lowtide.lab.calibrate import calibrate
 from lowtide.lab.demo_tasks import held_out_text
@@ -26,6 +31,7 @@ from lowtide.lab.input_squares import InputSquares
 from lowtide.lab.pack import pack
 from lowtide.lab.synth import synth
 from lowtide.llm import plan_model
+from lowtide.plan import MemoryPlan
 from lowtide.replay.calibration import Calibration
 from lowtide.replay.trace import TraceShape
 
@@ -388,3 +394,59 @@ def test_the_verbs(model: Path, tmp_path: Path) -> None:
     shown = CliRunner().invoke(app, [*packing, "--calibration", str(out)])
     assert shown.exit_code == 0, shown.output
     assert "inputs_sha256" in (folder / "config.json").read_text()
+
+
+# Read where experts are rounded, once, and counted where they are loaded
+
+
+@pytest.fixture
+def were_read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of arrays of files, as they are read."""
+    names: list[str] = []
+    read = array_file._read_array
+
+    def keep(file: Any, name: str, dtype: str, size: int) -> Any:
+        names.append(name)
+        return read(file, name, dtype, size)
+
+    monkeypatch.setattr(array_file, "_read_array", keep)
+    return names
+
+
+@pytest.mark.parametrize("format, num_reads", [("own", 0), ("q4", 1)])
+def test_they_are_read_once_and_only_to_round_for(
+    model: Path, calibrated: Path, were_read: list[str], format: str, num_reads: int
+) -> None:
+    LLM(model, context=64, format=format, calibration=str(calibrated)).close()
+    assert were_read.count("inputs_hidden") == were_read.count("inputs_activated") == num_reads
+    assert were_read.count("trace_ids") == were_read.count("trace_weights") == 1
+
+
+@pytest.mark.parametrize("format", ["own", "q4"])
+def test_each_format_s_plan_is_that_of_a_run_in_it(
+    model: Path,
+    calibrated: Path,
+    were_read: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    format: str,
+) -> None:
+    plans: dict[str | None, MemoryPlan] = {}
+
+    def keep(opened: OpenModel) -> MemoryPlan:
+        plans[opened.options.format] = make_plan(opened)
+        return plans[opened.options.format]
+
+    monkeypatch.setattr(format_plans, "make_plan", keep)
+    options: dict[str, Any] = {"context": 64, "calibration": str(calibrated), "device": "cpu"}
+    rows = format_plans.plan_by_format(open_model(model, EngineConfig(**options, format=format)))
+    assert [row.format for row in rows] == list(plans) == ["own", "q8", "q4"]
+    assert were_read.count("inputs_hidden") == 1
+    for name, plan in plans.items():
+        alone = plan_model(model, **options, format=name)
+        assert (plan.overhead_bytes, plan.formats) == (alone.overhead_bytes, alone.formats)
+
+
+def test_another_model_s_are_no_format_s(calibrated: Path, tmp_path: Path) -> None:
+    other = synth("qwen2_moe", "tiny", tmp_path / "other", seed=7)
+    opened = open_model(other, EngineConfig(context=64, calibration=str(calibrated)))
+    assert [row.format for row in format_plans.plan_by_format(opened)] == ["own"]

@@ -14,6 +14,7 @@ from family_models import write_model
 from poison import PoisonedWorkspace
 from rounded_files import write_rounded
 from torch import Tensor
+from whole import rows_asked
 
 from lowtide.core import PassRows, RowKind, Step, StepKind
 from lowtide.engine.opening.config import EngineConfig
@@ -145,14 +146,7 @@ def test_nobody_is_asked_where_everything_is_resident(
             before = engine.as_dict()["num_hits"]
             decoded(engine, 2)
             num_hits = engine.as_dict()["num_hits"] - before
-        asked = []
-        forward = ExpertRuntime.forward
-
-        def noting(runtime: ExpertRuntime, call: LayerCall) -> None:
-            asked.append(len(call.x))
-            forward(runtime, call)
-
-        monkeypatch.setattr(ExpertRuntime, "forward", noting)
+        asked = rows_asked(monkeypatch)
         before = engine.as_dict()["num_hits"]
         decoded(engine, 2)
         assert set(asked) == {2 * PROMPT}  # prompts, not single rows

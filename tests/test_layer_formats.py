@@ -15,11 +15,10 @@ from gguf_files import write_ling
 from gguf_oracle import small_ling
 from test_few_rows import are_equal, check_poisoned, compiled, decoded, one_by_one, opened  # noqa: F401
 from test_gguf_models import MIXED, SMALL, choosing, write
+from whole import rows_asked
 
 from lowtide import LLM, SamplingParams
 from lowtide.engine.running.engine import Engine
-from lowtide.experts.rows import LayerCall
-from lowtide.experts.runtime import ExpertRuntime
 from lowtide.kernels import choice
 from lowtide.kernels.cpu.packed import MAX_FEW_ROWS
 from lowtide.kernels.layer_parts import LayerParts
@@ -140,14 +139,7 @@ def test_nobody_is_asked_where_everything_is_resident(
 ) -> None:
     path = files["qwen3_moe"] if name == "file" else folders["qwen3_moe"]
     with opened(path, **FORMATS.get(name, {})) as engine:
-        asked = []
-        forward = ExpertRuntime.forward
-
-        def noting(runtime: ExpertRuntime, call: LayerCall) -> None:
-            asked.append(len(call.x))
-            forward(runtime, call)
-
-        monkeypatch.setattr(ExpertRuntime, "forward", noting)
+        asked = rows_asked(monkeypatch)
         decoded(engine, 2, prompt=50)
         assert set(asked) == {100}  # prompts, not single rows
 

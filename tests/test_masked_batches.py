@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from examples import examples
-from hash_model import EOS, MASK, HashModel, make_kv_cache
+from hash_model import EOS, MASK, HashModel, Stubborn, make_kv_cache
 from hypothesis import given
 from test_masked_diffusion import DREAM, Run, make_request, requests, trajectory
 from whole import decoded
@@ -117,12 +117,6 @@ def test_rules_without_a_schedule_make_progress_whatever_is_predicted(rule) -> N
 
 
 def stubborn(**asked: object) -> list:
-    class Stubborn(HashModel):
-        def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-            logits = super().logits(hidden)
-            logits[:, MASK] = 1000.0
-            return logits
-
     kv_cache = make_kv_cache(64)
     decoder = MaskedDiffusion(Stubborn(kv_cache, 64), kv_cache, MASK, 64)
     return decoded(decoder, [make_request(max_tokens=8, **asked)])

@@ -16,6 +16,7 @@ from lowtide.core import StepKind
 from lowtide.decode.batch_decoder import BatchDecoder
 from lowtide.decode.block_diffusion import BlockDiffusion, Event, Finished, Prefill, Request
 from lowtide.experts.rows import LayerCall
+from lowtide.experts.runtime import ExpertRuntime
 from lowtide.layers.batch import Batch
 from lowtide.llm import LLM, plan_model
 from lowtide.params import SamplingParams
@@ -132,6 +133,19 @@ def routing_noted(llm: LLM) -> Iterator[dict[int, list[Tensor]]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(experts, "forward", noting)
         yield noted
+
+
+def rows_asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The rows of every layer that the runtime is asked for from now on."""
+    asked: list[int] = []
+    forward = ExpertRuntime.forward
+
+    def noting(runtime: ExpertRuntime, call: LayerCall) -> None:
+        asked.append(len(call.x))
+        forward(runtime, call)
+
+    monkeypatch.setattr(ExpertRuntime, "forward", noting)
+    return asked
 
 
 def settle(llm: LLM) -> None:
