@@ -33,7 +33,7 @@ from common.cut_models import model_of_layers
 from common.gguf_file import write_gguf
 from common.models import model_folder
 from common.record import Recorder, say
-from common.served import Body, Client, Load, Server, load_with, serving
+from common.served import Body, Client, Load, Look, Server, load_with, serving
 from common.turns import LAST_TURN, NEW_TOKENS, Turn, bare_pass_s, next_turn, text_ids
 
 from lowtide import LLM, SamplingParams
@@ -94,7 +94,7 @@ def _turns(options: argparse.Namespace) -> None:
     folder = model_folder(options.model, "small", "qwen3_moe")
     longest = options.behind + 2 * LAST_TURN * (NEW_TOKENS + 64)
     context = (NUM_CONVERSATIONS + 1) * longest  # and a copy
-    facts = {"tokens_behind": options.behind, "new_tokens": NEW_TOKENS}
+    facts = {"behind": options.behind, "turn_tokens": NEW_TOKENS}
     recorder = _recorder("turns", folder, context, facts, options)
     with (
         serving(*_lowtide(folder, context)) as server,
@@ -106,20 +106,22 @@ def _turns(options: argparse.Namespace) -> None:
             for seed in range(NUM_CONVERSATIONS)
             for turn in _conversation(client, llm, options.behind, seed)
         ]
-    over_python = statistics.median(turn.served_s / turn.python_s for turn in turns)
-    over_bare = statistics.median(turn.served_s / turn.bare_s for turn in turns)
+    over_python = [turn.served_s / turn.python_s for turn in turns]
+    over_bare = [turn.served_s / turn.bare_s for turn in turns]
     values = {
-        "served_s": statistics.median(turn.served_s for turn in turns),
-        "python_s": statistics.median(turn.python_s for turn in turns),
-        "bare_s": statistics.median(turn.bare_s for turn in turns),
-        "over_python": over_python,
+        **_each("served_s", [turn.served_s for turn in turns]),
+        **_each("python_s", [turn.python_s for turn in turns]),
+        **_each("bare_s", [turn.bare_s for turn in turns]),
+        **_each("over_python", over_python),
         "wanted_over_python": WANTED_OVER_PYTHON,
-        "over_bare": over_bare,
-        "num_turns": len(turns),
+        **_each("over_bare", over_bare),
         "num_same_ids": sum(turn.has_same_ids for turn in turns),
     }
     recorder.write("turns", values)
-    say(f"A turn: {over_python:.3f} of Python's, {over_bare:.3f} of the bare pass")
+    say(
+        f"A turn: {statistics.median(over_python):.3f} of Python's, "
+        f"{statistics.median(over_bare):.3f} of the bare pass"
+    )
 
 
 def _disk(options: argparse.Namespace) -> None:
@@ -127,7 +129,7 @@ def _disk(options: argparse.Namespace) -> None:
     context = max(DISK_CLIENTS) * (WORD_TOKENS * DISK_WORDS + options.new)
     plan = plan_model(folder, context=context)
     budget = budget_of_share(plan, DISK_SHARE)
-    facts = {"words": DISK_WORDS, "new_tokens": options.new, "seconds": options.seconds}
+    facts = {"prompt_words": DISK_WORDS, "new_tokens": options.new, "seconds": options.seconds}
     facts |= {"share": DISK_SHARE, "budget_bytes": budget}
     recorder = _recorder("disk", folder, context, facts, options)
     loads = {}
@@ -147,7 +149,12 @@ def _disk(options: argparse.Namespace) -> None:
 
 
 def _loaded(
-    server: Server, num_clients: int, num_words: int, options: argparse.Namespace, **more: object
+    server: Server,
+    num_clients: int,
+    num_words: int,
+    options: argparse.Namespace,
+    look: Look = float,
+    **more: object,
 ) -> tuple[dict[str, Any], Load]:
     """What so many clients get; more: fields of their requests."""
 
@@ -155,7 +162,7 @@ def _loaded(
         return _body(_words(num_words, num_clients, number), options.new, **more)
 
     before = server.resident_bytes
-    load = load_with(server.url, num_clients, options.seconds, body_of)
+    load = load_with(server.url, num_clients, options.seconds, body_of, look)
     resident = {"resident_before_bytes": before, "resident_after_bytes": server.resident_bytes}
     say(f"{num_clients} clients: {load.tokens_per_s:.1f} tokens/s")
     return {**load.as_dict(), **resident}, load
@@ -167,21 +174,26 @@ def _from_disk(
     """The same load where experts are read, beside what it would take at least."""
     ceilings = [disk.measure()]
     _warm(server)
-    before = server.stats()
-    row, load = _loaded(server, in_memory.num_clients, DISK_WORDS, options)
-    read_bytes = server.stats()["read_bytes"] - before["read_bytes"]
+    num_clients = in_memory.num_clients
+    row, load = _loaded(
+        server, num_clients, DISK_WORDS, options, lambda: server.stats()["read_bytes"]
+    )
     ceilings.append(disk.measure())
     rate = statistics.mean(each["random_read_GBps"] for each in ceilings)
-    read_s, computing_s = read_bytes / rate / 1e9, load.num_new / in_memory.tokens_per_s
-    of_bound = max(read_s, computing_s) / load.seconds
-    say(f"{of_bound:.2f} of the bound")
+    read_s = [each.growth / rate / 1e9 for each in load.stretches]
+    computing_s = [each.num_tokens / in_memory.tokens_per_s for each in load.stretches]
+    of_bound = [
+        max(bounds) / each.seconds
+        for *bounds, each in zip(read_s, computing_s, load.stretches, strict=True)
+    ]
+    say(f"{statistics.median(of_bound):.2f} of the bound")
     return {
         **row,
-        "read_bytes": read_bytes,
+        "read_bytes": sum(each.growth for each in load.stretches),
         "random_read_GBps": rate,
-        "read_s": read_s,
-        "computing_s": computing_s,
-        "of_bound": of_bound,
+        "read_s": sum(read_s),
+        "computing_s": sum(computing_s),
+        **_each("of_bound", of_bound),
         "wanted_of_bound": WANTED_OF_BOUND,
     }
 
@@ -206,14 +218,13 @@ def _beside_python(server: Server, llm: LLM, options: argparse.Namespace) -> Map
             lanes = (served, python) if len(times) % 2 else (python, served)
             spent_s = {lane: _seconds(partial(lane, text)) for lane in lanes}
             times.append((spent_s[served], spent_s[python]))
-    ratio = statistics.median(ours / pythons for ours, pythons in times)
-    say(f"One client: {ratio:.3f} of Python's time")
+    ratios = [ours / pythons for ours, pythons in times]
+    say(f"One client: {statistics.median(ratios):.3f} of Python's time")
     return {
-        "served_s": statistics.median(ours for ours, _ in times),
-        "python_s": statistics.median(pythons for _, pythons in times),
-        "over_python": ratio,
+        **_each("served_s", [ours for ours, _ in times]),
+        **_each("python_s", [pythons for _, pythons in times]),
+        **_each("over_python", ratios),
         "wanted_over_python": WANTED_OVER_PYTHON,
-        "num_answers": len(times),
     }
 
 
@@ -298,6 +309,12 @@ def _recorder(
 ) -> Recorder:
     settings = {"part": part, "model": model.name, "context": context, **facts}
     return Recorder("serve_load", settings, options.out)
+
+
+def _each(name: str, values: Sequence[float]) -> dict[str, Any]:
+    """Their median, and all of them."""
+    each = [float(f"{value:.5g}") for value in values]
+    return {name: statistics.median(values), f"each_{name}": each}
 
 
 def _seconds(work: partial[None]) -> float:

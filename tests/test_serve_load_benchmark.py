@@ -25,17 +25,22 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_load_is_told_by_its_tokens() -> None:
-    whole = served.Reply([0.2, 0.3, 0.5], 0.6, usage={"completion_tokens": 4, "prompt_tokens": 9})
-    cut = served.Reply([0.4, 0.5])
+    whole = served.Reply(10.0, [0.2, 0.3, 0.5], usage={"prompt_tokens": 9})
+    cut = served.Reply(11.0, [0.4, 0.5])
     refused = served.Reply(refused_s=1.0)
-    told = served.Load(2, 2.0, [whole, cut, refused, served.Reply()]).as_dict()
-    assert told["tokens_per_s"] == (4 + 2) / 2
+    replies = [whole, cut, refused, served.Reply()]
+    marks = [(10.0, 0.0), (11.0, 7.0), (12.0, 7.0), (13.0, 9.0)]
+    stretches = served._stretches(replies, marks)
+    assert [each.num_tokens for each in stretches] == [3, 2, 0]
+    assert [each.growth for each in stretches] == [7, 0, 2]
+    told = served.Load(2, replies, stretches).as_dict()
+    assert told["tokens_per_s"] == 2 and told["each_tokens_per_s"] == [3, 2, 0]
     assert told["first_s_p50"] == pytest.approx(0.3)
     assert told["token_s_p50"] == pytest.approx(0.1)
     assert (told["num_whole"], told["num_refused"], told["num_without_token"]) == (1, 1, 1)
     assert told["prompt_tokens"] == 9
-    nothing = served.Load(1, 2.0, []).as_dict()
-    assert nothing["first_s_p99"] is None and nothing["tokens_per_s"] == 0
+    nothing = served.Load(1, [], stretches).as_dict()
+    assert nothing["first_s_p99"] is None and nothing["prompt_tokens"] is None
 
 
 def test_an_answer_is_read_from_its_chunks() -> None:
@@ -47,7 +52,7 @@ def test_an_answer_is_read_from_its_chunks() -> None:
     )
     for now_s, chunk in enumerate(chunks):
         served._take(chunk, now_s, reply)
-    assert reply.times_s == [0] and reply.num_new == 2 and reply.token_ids == [5, 6]
+    assert reply.times_s == [0] and reply.token_ids == [5, 6] and reply.usage is not None
     with pytest.raises(InternalError, match="as told"):
         served._take({"error": "as told"}, 1.0, reply)
 
@@ -74,7 +79,7 @@ def test_a_server_of_its_own_answers_clients_and_stands_beside_python(folder: Pa
         ):
             client.ask({"prompt": "a", "max_tokens": 1 << 20})
     assert row["clients"] == 3 and row["num_whole"] >= 3 and row["num_refused"] == 0
-    assert row["resident_after_bytes"] > 0 and beside["num_answers"] > 0
+    assert row["resident_after_bytes"] > 0 and len(beside["each_over_python"]) > 0
     assert len(turns) == 7 and all(turn.served_s > 0 < turn.bare_s for turn in turns)
     assert from_disk["read_bytes"] == 0 and from_disk["of_bound"] > 0
 

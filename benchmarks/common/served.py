@@ -29,6 +29,10 @@ ASK_S = 60.0
 
 Body = Mapping[str, Any]
 BodyOf = Callable[[int], Body]
+Look = Callable[[], float]
+
+NUM_STRETCHES = 3
+"""Of a load, so that a range can be told."""
 
 
 class Server(NamedTuple):
@@ -90,19 +94,18 @@ def _free_port() -> int:
 
 @dataclass
 class Reply:
-    """An answer as it came. times_s: of its tokens, since it was asked for; refused_s: after how
-    long to ask again, if it was refused for now; usage: None while it has no end."""
+    """An answer as it came.
 
+    times_s: of its tokens, as far as they have a text of their own, since it was asked for at
+    `start_s`. refused_s: after how long to ask again, if it was refused for now. usage: None while
+    it has no end.
+    """
+
+    start_s: float = 0.0
     times_s: list[float] = field(default_factory=list)
-    total_s: float = 0.0
     refused_s: float | None = None
     usage: Mapping[str, Any] | None = None
     token_ids: Sequence[int] = ()
-
-    @property
-    def num_new(self) -> int:
-        """By the server's own count; of an answer without an end one for each part that came."""
-        return len(self.times_s) if self.usage is None else int(self.usage["completion_tokens"])
 
     @property
     def num_cached(self) -> int:
@@ -129,58 +132,64 @@ class Client:
         self._runner.close()
 
 
+class Stretch(NamedTuple):
+    """A third of a load: tokens that came, and by how much what was looked at grew."""
+
+    seconds: float
+    num_tokens: int
+    growth: float
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.num_tokens / self.seconds
+
+
 class Load(NamedTuple):
     """What so many clients got, each asking again as soon as it was answered."""
 
     num_clients: int
-    seconds: float
     replies: Sequence[Reply]
-
-    @property
-    def num_new(self) -> int:
-        return sum(reply.num_new for reply in self.replies)
+    stretches: Sequence[Stretch]
 
     @property
     def tokens_per_s(self) -> float:
-        return self.num_new / self.seconds
-
-    def as_dict(self) -> dict[str, Any]:
-        """Tokens per second and, by all requests and all tokens, how long each was waited for."""
-        begun = [reply for reply in self.replies if reply.times_s]
-        firsts = [reply.times_s[0] for reply in begun]
-        gaps = np.concatenate([np.diff(reply.times_s) for reply in begun] or [[]])
-        return {
-            "clients": self.num_clients,
-            "seconds": self.seconds,
-            "tokens_per_s": self.tokens_per_s,
-            **_percentiles("first_s", firsts),
-            **_percentiles("token_s", gaps),
-            "num_whole": sum(reply.usage is not None for reply in self.replies),
-            "num_without_token": len(self.replies) - len(begun) - self.num_refused,
-            "num_refused": self.num_refused,
-            "prompt_tokens": self.prompt_tokens,
-        }
+        return float(np.median([stretch.tokens_per_s for stretch in self.stretches]))
 
     @property
     def num_refused(self) -> int:
         return sum(reply.refused_s is not None for reply in self.replies)
 
-    @property
-    def prompt_tokens(self) -> float | None:
-        """The mean length of a prompt; None without an answer that came to its end."""
-        lengths = [reply.usage["prompt_tokens"] for reply in self.replies if reply.usage]
-        return float(np.mean(lengths)) if lengths else None
+    def as_dict(self) -> dict[str, Any]:
+        """Tokens per second, and how long was waited by all requests and all tokens."""
+        begun = [reply for reply in self.replies if reply.times_s]
+        whole = [reply.usage for reply in self.replies if reply.usage is not None]
+        gaps = np.concatenate([np.diff(reply.times_s) for reply in begun] or [[]])
+        lengths = [usage["prompt_tokens"] for usage in whole]
+        return {
+            "clients": self.num_clients,
+            "tokens_per_s": self.tokens_per_s,
+            "each_tokens_per_s": [round(each.tokens_per_s, 2) for each in self.stretches],
+            **_percentiles("first_s", [reply.times_s[0] for reply in begun]),
+            **_percentiles("token_s", gaps),
+            "num_whole": len(whole),
+            "num_without_token": len(self.replies) - len(begun) - self.num_refused,
+            "num_refused": self.num_refused,
+            "prompt_tokens": float(np.mean(lengths)) if lengths else None,
+        }
 
 
-def load_with(url: str, num_clients: int, seconds: float, body_of: BodyOf) -> Load:
-    """Clients for so long; what is under way then is left. body_of: the request of a number.
+def load_with(
+    url: str, num_clients: int, seconds: float, body_of: BodyOf, look: Look = float
+) -> Load:
+    """Clients for so long; what is under way then is left.
 
+    body_of: the request of a number; look: what is noted after each third.
     Raises InternalError for an answer that fails.
     """
-    return asyncio.run(_load(url, num_clients, seconds, body_of))
+    return asyncio.run(_load(url, num_clients, seconds, body_of, look))
 
 
-async def _load(url: str, num_clients: int, seconds: float, body_of: BodyOf) -> Load:
+async def _load(url: str, num_clients: int, seconds: float, body_of: BodyOf, look: Look) -> Load:
     replies: list[Reply] = []
     numbers = itertools.count()
 
@@ -193,23 +202,42 @@ async def _load(url: str, num_clients: int, seconds: float, body_of: BodyOf) -> 
                 await asyncio.sleep(reply.refused_s)
 
     async with _http(url) as http:
-        start_s = time.perf_counter()
+        marks = [await _mark(look)]
         clients = [asyncio.create_task(ask_on()) for _ in range(num_clients)]
-        failed, _ = await asyncio.wait(
-            clients, timeout=seconds, return_when=asyncio.FIRST_EXCEPTION
+        try:
+            for _ in range(NUM_STRETCHES):
+                failed, _ = await asyncio.wait(
+                    clients, timeout=seconds / NUM_STRETCHES, return_when=asyncio.FIRST_EXCEPTION
+                )
+                for client in failed:
+                    client.result()
+                marks.append(await _mark(look))
+        finally:
+            for client in clients:
+                client.cancel()
+            await asyncio.gather(*clients, return_exceptions=True)
+    return Load(num_clients, replies, _stretches(replies, marks))
+
+
+async def _mark(look: Look) -> tuple[float, float]:
+    looked = await asyncio.to_thread(look)
+    return time.perf_counter(), looked
+
+
+def _stretches(replies: Sequence[Reply], marks: Sequence[tuple[float, float]]) -> Sequence[Stretch]:
+    arrivals = [reply.start_s + time_s for reply in replies for time_s in reply.times_s]
+    counts, _ = np.histogram(arrivals, [now_s for now_s, _ in marks])
+    return [
+        Stretch(end_s - start_s, int(count), after - before)
+        for ((start_s, before), (end_s, after)), count in zip(
+            itertools.pairwise(marks), counts, strict=True
         )
-        seconds = time.perf_counter() - start_s
-        for client in clients:
-            client.cancel()
-        await asyncio.gather(*clients, return_exceptions=True)
-        for client in failed:
-            client.result()
-    return Load(num_clients, seconds, replies)
+    ]
 
 
 async def _ask(http: httpx.AsyncClient, body: Body, reply: Reply) -> None:
     """Fills the reply as it comes."""
-    start_s = time.perf_counter()
+    reply.start_s = time.perf_counter()
     async with http.stream("POST", "/v1/completions", json=dict(body)) as answer:
         if answer.status_code == 429:
             reply.refused_s = float(answer.headers["retry-after"])
@@ -219,8 +247,7 @@ async def _ask(http: httpx.AsyncClient, body: Body, reply: Reply) -> None:
             raise InternalError(f"The server answered {answer.status_code}: {told:.500}")
         async for line in answer.aiter_lines():
             if line.startswith("data: {"):
-                _take(json.loads(line[6:]), time.perf_counter() - start_s, reply)
-    reply.total_s = time.perf_counter() - start_s
+                _take(json.loads(line[6:]), time.perf_counter() - reply.start_s, reply)
 
 
 def _take(chunk: Mapping[str, Any], now_s: float, reply: Reply) -> None:
