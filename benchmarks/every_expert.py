@@ -101,7 +101,6 @@ def _row(
         "over_absent_asked": read_bytes / asked_bytes,
         "asked_of_all": statistics.mean(half["num_asked"]) / num_experts,
         "of_ceiling": ideal_read_s / step_s,
-        "of_ceiling_while_reading": ideal_read_s / max(1e-9, statistics.median(half["reading_s"])),
         "over_larger": step_s / max(ideal_read_s, computing_s),
     }
 

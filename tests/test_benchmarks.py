@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-from concurrent.futures import Future
 from importlib import import_module
 from pathlib import Path
 
@@ -193,26 +192,6 @@ def test_ceilings_are_positive(tiny: Path) -> None:
     assert {"random_read_GBps", "sequential_read_GBps"} <= rates.keys()
 
 
-def test_only_time_with_reads_under_way_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = iter((1.0, 4.0, 10.0, 11.5))
-    monkeypatch.setattr(run.time, "perf_counter", lambda: next(now))
-    tickets: list[Future[int]] = [Future(), Future(), Future()]
-    waiting = iter(tickets)
-
-    class Link:
-        def start(self, layer: int, expert: int, slot: int) -> Future[int]:
-            return next(waiting)
-
-    transfer = run.TimedTransfer(Link())
-    transfer.start(0, 0, 0)
-    transfer.start(0, 1, 1)  # both at once: from 1.0 to 4.0
-    tickets[1].set_result(1)
-    tickets[0].set_result(1)
-    transfer.start(0, 2, 0)  # from 10.0 to 11.5
-    tickets[2].set_exception(OSError())
-    assert (transfer.outstanding_s, transfer.num_reads) == (4.5, 3)
-
-
 def test_cached_and_recomputed_runs_write_the_same(tiny: Path) -> None:
     options = EngineConfig(context=128, dtype="float32")
     with run.loaded_engine(str(tiny), options) as engine, engine.executor.in_charge():
@@ -242,7 +221,7 @@ def test_the_worker_reports_reads_and_memory(tiny: Path) -> None:
     row = worker.run_lowtide(settings)
     assert (row["num_tokens"], row["hit_rate"], row["resident_share"]) == (96, 0.0, 0.0)
     assert len(row["each_tokens_per_s"]) == 3 and row["tokens_per_s"] in row["each_tokens_per_s"]
-    assert row["read_bytes"] > 0 < row["outstanding_s"]
+    assert row["read_bytes"] > 0
     assert row["budget_bytes"] == least >= row["used_bytes"]
 
 

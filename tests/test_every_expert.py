@@ -13,10 +13,11 @@ from lowtide.engine.opening.config import EngineConfig
 from lowtide.lab.budgets import budget_of_share
 from lowtide.lab.synth import synth
 from lowtide.llm import plan_model
+from lowtide.reading.file_reader import Ticket
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
 run = import_module("common.run")
-loaded_engine, TimedTransfer = run.loaded_engine, run.TimedTransfer
+loaded_engine = run.loaded_engine
 every_expert, script = map(import_module, ("common.every_expert", "every_expert"))
 
 LENGTHS = [256, 640]  # of one tile, and of several
@@ -54,29 +55,37 @@ def test_a_step_reads_the_absent_half_to_the_byte(model: Path, policy: str) -> N
             assert num_absent - (found["num_experts"] - asked) <= absent <= num_absent
 
 
-def test_an_answer_reads_the_absent_half_once_a_step(model: Path) -> None:
+def test_an_answer_reads_the_absent_half_once_a_step(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Counted where reads begin: none is begun for a step that does not come."""
     budget = budget_of_share(plan_model(model, context=256), 0.5)
+    begun: list[tuple[int, int, int]] = []
     with loaded_engine(str(model), EngineConfig(host_memory=budget, context=256)) as engine:
         experts = engine.experts
-        experts.host.transfer = transfer = TimedTransfer(experts.host.transfer)
+        start = experts.host.transfer.start
+
+        def counted(layer: int, expert: int, slot: int) -> Ticket:
+            begun.append((layer, expert, slot))
+            return start(layer, expert, slot)
+
+        monkeypatch.setattr(experts.host.transfer, "start", counted)
         with engine.executor.in_charge():
-            steps = every_expert._steps(engine, transfer, 256, 3)
+            steps = every_expert._steps(engine, 256, 3)
         assert len(steps) == 3
         assert experts.host.stats.num_ahead > 0 and not experts.host.num_ahead
         # Beside what was asked for only guesses within a pass, of which nearly all are right.
-        assert transfer.num_reads == experts.stats.num_misses + experts.host.stats.num_wasted
-        assert transfer.num_reads <= 1.01 * experts.stats.num_misses
+        assert len(begun) == experts.stats.num_misses + experts.host.stats.num_wasted
+        assert len(begun) <= 1.01 * experts.stats.num_misses
 
 
 def test_a_row_compares_bytes_and_time_with_what_there_is() -> None:
-    half = {"seconds": [2.0, 4.0, 3.0], "read_bytes": [100, 100, 100], "reading_s": [2.0] * 3}
+    half = {"seconds": [2.0, 4.0, 3.0], "read_bytes": [100, 100, 100]}
     whole = {"seconds": [1.0] * 3, "num_asked": [8] * 3}
     asked = {"num_asked": [8] * 3, "num_absent": [4] * 3}
     row = script._row({**half, **asked}, whole, 8, 3, 25, 100 / 1.5e9)
     assert row["over_absent"] == 0.8 and row["over_absent_asked"] == row["asked_of_all"] == 1
     assert row["of_ceiling"] == pytest.approx(0.5)
-    assert row["of_ceiling_while_reading"] == pytest.approx(0.75)
     assert row["over_larger"] == pytest.approx(2)
     assert script._judged(256, row) == {"reads_the_absent": True, "is_at_the_ceiling": False}
     assert script._judged(257, row) == {"reads_the_absent": True, "is_the_larger": False}

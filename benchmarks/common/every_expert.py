@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from common.elastic_trace import Arrival, requests_of
 from common.memory import drop_pages, peak_resident_bytes
-from common.run import TimedTransfer, loaded_engine
+from common.run import loaded_engine
 from lowtide.engine.opening.config import EngineConfig
 from lowtide.engine.running.engine import Engine
 from lowtide.engine.running.worker import make_decoder
@@ -21,7 +21,6 @@ NUM_WARM = 2
 class _Step(NamedTuple):
     seconds: float
     read_bytes: int
-    reading_s: float  # in which a read was under way
     num_asked: int  # experts, over all layers
     num_absent: int  # of those
 
@@ -36,11 +35,10 @@ def measure(settings: Mapping[str, Any]) -> dict[str, Any]:
     )
     drop_pages([Path(settings["model"])])
     with loaded_engine(settings["model"], options) as engine:
-        host, plan = engine.experts.host, engine.plan
-        host.transfer = transfer = TimedTransfer(host.transfer)
+        plan = engine.plan
         with engine.executor.in_charge():
             steps = {
-                str(length): _row(_steps(engine, transfer, length, settings["num_steps"]))
+                str(length): _row(_steps(engine, length, settings["num_steps"]))
                 for length in settings["lengths"]
             }
         return {
@@ -53,7 +51,7 @@ def measure(settings: Mapping[str, Any]) -> dict[str, Any]:
         }
 
 
-def _steps(engine: Engine, transfer: TimedTransfer, num_tokens: int, num_steps: int) -> list[_Step]:
+def _steps(engine: Engine, num_tokens: int, num_steps: int) -> list[_Step]:
     """Of one sequence of so many tokens, which are all computed in every step."""
     num_new = num_steps + NUM_WARM
     arrival = Arrival(0, num_tokens - num_new, num_new, num_new)
@@ -62,19 +60,19 @@ def _steps(engine: Engine, transfer: TimedTransfer, num_tokens: int, num_steps: 
     decoder.add(request)
     steps = []
     while decoder.has_work:
-        before, start_s = _counts(engine, transfer), time.perf_counter()
+        before, start_s = _counts(engine), time.perf_counter()
         decoder.step()
         seconds = time.perf_counter() - start_s
-        grown = [now - then for now, then in zip(_counts(engine, transfer), before, strict=True)]
-        steps.append(_Step(seconds, int(grown[0]), grown[1], int(grown[2]), int(grown[3])))
+        grown = [now - then for now, then in zip(_counts(engine), before, strict=True)]
+        steps.append(_Step(seconds, *grown))
     return steps[NUM_WARM:]
 
 
-def _counts(engine: Engine, transfer: TimedTransfer) -> tuple[float, ...]:
+def _counts(engine: Engine) -> tuple[int, ...]:
     stats = engine.experts.as_dict()
     num_absent = stats["num_misses"]
     num_asked = stats["num_hits"] + num_absent
-    return stats["read_bytes"], transfer.outstanding_s, num_asked, num_absent
+    return int(stats["read_bytes"]), int(num_asked), int(num_absent)
 
 
 def _row(steps: list[_Step]) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,10 +17,8 @@ from lowtide.engine.planning.plan import make_plan
 from lowtide.engine.running.engine import Engine
 from lowtide.engine.running.wiring import load
 from lowtide.errors import UsageError
-from lowtide.experts.transfer import Transfer
 from lowtide.memory.kv_cache import KVCache
 from lowtide.params import DiffusionParams, SamplingParams
-from lowtide.reading.file_reader import Ticket
 
 
 class Decoded(NamedTuple):
@@ -96,43 +93,3 @@ def engine_decoder(engine: Engine, use_kv_cache: bool = True) -> BlockDiffusion:
     return make_decoder(
         engine.model, engine.kv_cache, engine.opened.config, MAX_PASS_ROWS, use_kv_cache
     )
-
-
-class TimedTransfer:
-    """A transfer that knows for how long at least one of its reads was under way."""
-
-    def __init__(self, transfer: Transfer) -> None:
-        self._transfer = transfer
-        self._lock = threading.Lock()
-        self._num_outstanding = 0
-        self._started_s = 0.0
-        self.outstanding_s = 0.0
-        self.num_reads = 0
-
-    def start(self, layer: int, expert: int, slot: int) -> Ticket:
-        with self._lock:
-            if not self._num_outstanding:
-                self._started_s = time.perf_counter()
-            self._num_outstanding += 1
-            self.num_reads += 1
-        ticket = self._transfer.start(layer, expert, slot)
-        ticket.add_done_callback(self._ended)
-        return ticket
-
-    def describe(self, layer: int, expert: int) -> str:
-        """What `start` reads, for people."""
-        return self._transfer.describe(layer, expert)
-
-    def drain(self) -> None:
-        """Waits until no slot is being filled."""
-        self._transfer.drain()
-
-    def close(self) -> None:
-        """Ends the transfer's own threads."""
-        self._transfer.close()
-
-    def _ended(self, ticket: Ticket) -> None:
-        with self._lock:
-            self._num_outstanding -= 1
-            if not self._num_outstanding:
-                self.outstanding_s += time.perf_counter() - self._started_s

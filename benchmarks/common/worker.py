@@ -17,10 +17,9 @@ from typing import Any
 
 from common.ceilings import Disk
 from common.memory import MemoryLimit, drop_pages, peak_resident_bytes, storage_read_bytes
-from common.run import TimedTransfer, decode, engine_decoder, loaded_engine, make_request
+from common.run import decode, engine_decoder, loaded_engine, make_request
 from lowtide.engine.opening.config import EngineConfig
 from lowtide.errors import InternalError
-from lowtide.experts.runtime import ExpertRuntime
 from lowtide.plan import OWN_FORMAT
 
 Settings = Mapping[str, Any]
@@ -56,20 +55,16 @@ def in_process(
 def measure_lowtide(settings: Settings, limit: MemoryLimit, disk: Disk) -> dict[str, Any]:
     """`run_lowtide` in a process of its own, the read ceiling measured just before and after.
 
-    Adds how close reads came to the ceiling (the mean of the two) while any were under way, and
-    whether the process stayed inside budget and overhead.
+    Adds that ceiling, and whether the process stayed inside budget and overhead.
     """
     before = disk.measure()
     run = in_process("lowtide", settings, limit, settings["budget_bytes"] + LIMIT_SLACK_BYTES)
     after = disk.measure()
-    ceiling = statistics.mean(each["random_read_GBps"] for each in (before, after))
-    rate = run["miss_read_GBps"]
     allowed_bytes = run["budget_bytes"] + run["overhead_bytes"]
     return {
         **run,
         "random_read_before_GBps": before["random_read_GBps"],
         "random_read_after_GBps": after["random_read_GBps"],
-        "share_of_read_ceiling": rate / ceiling if rate else None,
         "allowed_bytes": allowed_bytes,
         "is_within_budget": run["peak_resident_bytes"] <= allowed_bytes,
     }
@@ -89,22 +84,21 @@ def run_lowtide(settings: Settings) -> dict[str, Any]:
     with loaded_engine(settings["model"], options) as engine:
         load_s = time.perf_counter() - start_s
         config, plan, experts = engine.opened.config, engine.plan, engine.experts
-        experts.host.transfer = transfer = TimedTransfer(experts.host.transfer)
         decoder = engine_decoder(engine)
         with engine.executor.in_charge():
             # One block first: residents settle, memory has been touched.
             warm_up = make_request(config, settings["num_prompt"], config.block_length, seed=1)
             warm = decode(decoder, warm_up)
-            before = _counts(experts, transfer)
+            before = experts.as_dict()
             lengths = (settings["num_prompt"], settings["num_new"])
             answers = [
                 decode(decoder, make_request(config, *lengths, seed=2 + turn))
                 for turn in range(settings["repeats"])
             ]
-        after = _counts(experts, transfer)
+        after = experts.as_dict()
     spent = {name: after[name] - before[name] for name in after}
     num_uses = spent["num_hits"] + spent["num_misses"]
-    outstanding_s, speeds = spent["outstanding_s"], [one.tokens_per_s for one in answers]
+    speeds = [one.tokens_per_s for one in answers]
     num_tokens, num_forwards = (
         sum(getattr(one, name) for one in answers) for name in ("num_tokens", "num_forwards")
     )
@@ -120,9 +114,7 @@ def run_lowtide(settings: Settings) -> dict[str, Any]:
         "hit_rate": spent["num_hits"] / max(1, num_uses),
         "misses_per_forward": spent["num_misses"] / num_forwards,
         "read_bytes": spent["read_bytes"],
-        "outstanding_s": outstanding_s,
         "wait_s": spent["wait_s"],
-        "miss_read_GBps": spent["read_bytes"] / outstanding_s / 1e9 if outstanding_s else None,
         "policy_in_force": plan.policy,
         "resident_share": sum(plan.residents_per_layer) / plan.num_experts,
         "num_slots": plan.host.num_slots,
@@ -174,10 +166,6 @@ def run_every_expert(settings: Settings) -> dict[str, Any]:
     from common.every_expert import measure
 
     return measure(settings)
-
-
-def _counts(experts: ExpertRuntime, transfer: TimedTransfer) -> dict[str, float]:
-    return {**experts.as_dict(), "outstanding_s": transfer.outstanding_s}
 
 
 TASKS: Mapping[str, Callable[[Settings], dict[str, Any]]] = {
