@@ -75,7 +75,6 @@ def test_it_answers_within_its_plan(folder: Path) -> None:
         ({"policy_options": {"tau": "3"}}, UsageError, "nothing to place"),
         ({"calibration": "some.file"}, UsageError, "calibration: ToyForCausalLM has no experts"),
         ({"expert_dtype": "bfloat16"}, UsageError, "expert_dtype: ToyForCausalLM has no experts"),
-        ({"elastic": True}, UsageError, "elastic: ToyForCausalLM has no experts"),
         ({"device": "emulated"}, UnsupportedError, "An emulated device computes experts"),
     ],
     ids=str,
@@ -85,6 +84,17 @@ def test_options_about_experts_are_refused(
 ) -> None:
     with pytest.raises(error, match=words):
         plan_model(folder, **options)
+
+
+def test_elastic_gives_back_what_a_sequence_has_held(folder: Path) -> None:
+    prompt = list(range(1, 30))
+    with LLM(folder, context=CONTEXT) as llm:
+        expected = llm.generate(prompt, PARAMS)[0].token_ids
+    with LLM(folder, context=CONTEXT, elastic=True, cache="off") as llm:
+        assert "goes back to the system" in llm.plan.reason
+        assert llm.generate(prompt, PARAMS)[0].token_ids == expected
+        pages = llm._loop.look(lambda engine: engine.kv_cache._pages)
+        assert pages is not None and pages.committed_bytes == 0
 
 
 def test_what_is_about_experts_is_refused(folder: Path, tmp_path: Path) -> None:

@@ -42,6 +42,10 @@ class PassRoom(Protocol):
         """Has the memory ready. Nothing of the range is alive."""
         ...
 
+    def rest(self) -> None:
+        """Told that no pass is to come soon. Nothing of the range is alive."""
+        ...
+
 
 class PassPlans:
     """The plans of a model's passes as they come."""
@@ -58,6 +62,10 @@ class PassPlans:
         self._room.hold(plan)
         self.current = plan
         return plan
+
+    def rest(self) -> None:
+        """With nothing to do: gives memory back, where that is wanted."""
+        self._room.rest()
 
     def _plan(self, counts: Counts) -> PassPlan:
         room, free_bytes = self._room, self._room.free_bytes
@@ -95,6 +103,9 @@ class FixedRoom:
     def hold(self, plan: PassPlan) -> None:
         pass
 
+    def rest(self) -> None:
+        pass
+
 
 class PagedRoom:
     """A range whose memory comes and goes on account of a budget, with what libraries take."""
@@ -104,11 +115,14 @@ class PagedRoom:
         arena: ElasticArena,
         account: PageAccount,
         is_wanted: Callable[[], bool] | None = None,
+        is_bound: bool = False,
     ) -> None:
-        """is_wanted: see `PassRoom`; by default nothing is wanted."""
+        """is_wanted: see `PassRoom`; by default nothing is wanted. is_bound: a pass has the memory
+        of its own plan and no more; the rest, and all of it between requests, is the system's."""
         self._arena = arena
         self._account = account
         self._is_wanted = is_wanted
+        self._is_bound = is_bound
         self._library_bytes = 0
         # What the last passes needed: bytes of the range, and of libraries.
         self._held: deque[tuple[int, int]] = deque(maxlen=REMEMBERED_PASSES)
@@ -140,13 +154,17 @@ class PagedRoom:
         arena, range_bytes = self._arena, plan.placement.arena_bytes
         library_more = max(0, plan.library_bytes - self._library_bytes)
         num_more = arena.missing_bytes(0, range_bytes) + library_more
-        if num_more > self._account.budget.num_free_bytes:
+        if self._is_bound or num_more > self._account.budget.num_free_bytes:
             self.shrink(plan)
         if library_more:
             self._account.draw(library_more)
             self._library_bytes = plan.library_bytes
         arena.commit(0, range_bytes)
         self._held.append((range_bytes, plan.library_bytes))
+
+    def rest(self) -> None:
+        if self._is_bound:
+            self.shrink()
 
     def shrink(self, plan: PassPlan | None = None) -> None:
         """Gives back what a plan has no need of; all of it without one."""

@@ -55,7 +55,8 @@ class EngineConfig:
     activations: `own`, or `int8`, to which rows are rounded that are multiplied with weights in q8,
     q4 and GGUF's packed types; see `kernels/int8_rows.py`.
     elastic: what sequences do not use of the KV cache's memory holds experts, which make room for
-    as many sequences at once as there is memory for, none longer than `context` (not on a GPU).
+    as many sequences at once as there is memory for, none longer than `context`; where no expert
+    lacks room it goes back to the system, and so does what a pass does not need (not on a GPU).
     check_weights: read all weights once and refuse infinities and NaN.
     """
 
@@ -118,7 +119,9 @@ class EngineConfig:
     )
     cache_disk: str | int = _engine("Most to keep in --cache-dir: 8GiB, 10% of the disk.", "8GiB")
     elastic: bool = _engine(
-        "Fill memory that the context does not need yet with experts (not on a GPU).", False
+        "Fill memory that the context does not need yet with experts, or give it back to the "
+        "system where none lacks room (not on a GPU).",
+        False,
     )
     check_weights: bool = _engine("Look for infinities and NaN in the weights first.", False)
     calibration: str | os.PathLike[str] | None = _engine(

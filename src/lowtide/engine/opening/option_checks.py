@@ -48,11 +48,6 @@ def check_without_experts(config: ModelConfig, options: EngineConfig) -> None:
     for option in ("calibration", "expert_dtype"):
         if getattr(options, option) is not None:
             raise UsageError(f"{option}: {name} has no experts; leave this out.")
-    if options.elastic:
-        raise UsageError(
-            f"elastic: {name} has no experts that the KV cache's unused memory could hold; leave "
-            "this out."
-        )
     if options.device == "emulated":
         raise UnsupportedError(
             f"An emulated device computes experts, and {name} has none; choose --device cpu."

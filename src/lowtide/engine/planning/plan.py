@@ -53,7 +53,7 @@ def make_plan(opened: OpenModel) -> MemoryPlan:
         num_experts=shape.num_layers * shape.num_experts,
         residents_per_layer=residents,
         policy=preset,
-        reason="\n".join([reason, *_what_packing_saves(opened), *_where_keys_lie(opened)]),
+        reason="\n".join([reason, *_remarks(opened, fits)]),
         device=device,
         kv_cache=opened.cache_mode.value,
         cache=opened.reuse.value,
@@ -85,6 +85,14 @@ def offered_bytes(opened: OpenModel, plan: MemoryPlan) -> int:
     """Bytes of the fast tier that are on offer: the budget that was given, or all there are."""
     is_given = opened.options.host_memory != "auto" or plan.gpu is not None
     return plan.budget_bytes if is_given else max(plan.budget_bytes, _usable_bytes(opened))
+
+
+def _remarks(opened: OpenModel, everything_fits: bool) -> list[str]:
+    """Lines that follow the reason."""
+    lines = [*_what_packing_saves(opened), *_where_keys_lie(opened)]
+    if opened.options.elastic and everything_fits:
+        lines.append("Memory that a pass or a sequence does not need goes back to the system.")
+    return lines
 
 
 def _what_packing_saves(opened: OpenModel) -> list[str]:

@@ -61,7 +61,7 @@ class SharedMemory:
         self.max_range_tokens = opened.max_sequence_tokens
         self._planned_tokens = opened.kv_shape[3]
         self.budget = PageBudget(division.budget_bytes)
-        self.kv = None if division.kv is None else _kv_pages(self.budget, division.kv)
+        self.kv = None if division.kv is None else kv_pages(self.budget, division.kv)
         self.room: PagedRoom | None = None
         if division.workspace_bytes:
             self.room = paged_room(division.workspace_bytes, self.budget, self._lacks_slots)
@@ -253,7 +253,8 @@ class ElasticMemory:
         return np.stack([ledger.is_resident(layer) for layer in range(ledger.num_layers)])
 
 
-def _kv_pages(budget: PageBudget, layout: KVLayout) -> KVPages:
+def kv_pages(budget: PageBudget, layout: KVLayout) -> KVPages:
+    """Addresses for a KV cache, whose memory the budget has."""
     pages = HostPages(layout.address_bytes(SMALL_GROUP_BYTES), SMALL_GROUP_BYTES)
     account = budget.open("KV cache")
     return KVPages(ElasticArena(pages, account, layout.num_parts, available_memory_bytes), layout)

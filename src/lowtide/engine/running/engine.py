@@ -42,6 +42,12 @@ class Engine:
         if self.elastic is not None:
             self.elastic.heed()
 
+    def rest(self) -> None:
+        """With nothing to do: gives the memory of passes back, if it moves and experts have no use
+        for it."""
+        if self.pass_plans is not None:
+            self.pass_plans.rest()
+
     def stop_waiting(self) -> None:
         """A pass that waits for reads fails soon. May be called on any thread."""
         self.experts.stop_waiting()

@@ -41,8 +41,10 @@ def workspace_memory(
         return WorkspaceMemory(_range(placement.arena_bytes, device), placement, None)
     if shared is not None:
         return WorkspaceMemory(shared.bytes, UNPLANNED, PassPlans(planner, shared))
-    if device == HOST and sys.platform.startswith("linux"):
-        room = paged_room(num_bytes, PageBudget(num_bytes + group_bytes(num_bytes) - 1))
+    is_bound = opened.options.elastic
+    if device == HOST and (is_bound or sys.platform.startswith("linux")):
+        budget = PageBudget(num_bytes + group_bytes(num_bytes) - 1)
+        room = paged_room(num_bytes, budget, is_bound=is_bound)
         return WorkspaceMemory(room.bytes, UNPLANNED, PassPlans(planner, room))
     largest = planner.plan(largest_counts(opened), num_bytes)
     buffer = _range(num_bytes - largest.library_bytes, device)
@@ -51,14 +53,17 @@ def workspace_memory(
 
 
 def paged_room(
-    num_bytes: int, budget: PageBudget, is_wanted: Callable[[], bool] | None = None
+    num_bytes: int,
+    budget: PageBudget,
+    is_wanted: Callable[[], bool] | None = None,
+    is_bound: bool = False,
 ) -> PagedRoom:
-    """Addresses for so many bytes, with an account of the budget; is_wanted: whether others have a
-    better use for what a pass can do without, by default none."""
+    """Addresses for so many bytes, with an account of the budget; the rest as in `PagedRoom`."""
     account, pages = budget.open("workspace"), HostPages(num_bytes, group_bytes(num_bytes))
-    free_bytes = None if is_wanted is None else available_memory_bytes
+    moves = is_bound or is_wanted is not None
+    free_bytes = available_memory_bytes if moves else None
     arena = ElasticArena(pages, account, free_bytes=free_bytes)
-    return PagedRoom(arena, account, is_wanted)
+    return PagedRoom(arena, account, is_wanted, is_bound)
 
 
 def _range(num_bytes: int, device: torch.device) -> Tensor:

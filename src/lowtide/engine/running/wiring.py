@@ -16,11 +16,11 @@ from lowtide.core import Progress
 from lowtide.engine.opening.model import OpenModel
 from lowtide.engine.opening.model_calibration import find_calibration
 from lowtide.engine.planning.plan import excess_of, shortage_of
-from lowtide.engine.running.elastic import ElasticMemory, SharedMemory
+from lowtide.engine.running.elastic import ElasticMemory, SharedMemory, kv_pages
 from lowtide.engine.running.engine import Engine
 from lowtide.engine.running.experts import load_experts
 from lowtide.engine.running.key_store import open_files, stored_sequences
-from lowtide.engine.running.pass_room import workspace_memory
+from lowtide.engine.running.pass_room import SMALL_GROUP_BYTES, workspace_memory
 from lowtide.engine.running.policy_setting import choose_by_simulation, set_early_gate
 from lowtide.errors import CheckpointError, PlanError
 from lowtide.experts.none import NoExperts
@@ -31,7 +31,9 @@ from lowtide.kernels.choice import HOST, choose_pack
 from lowtide.memory.arena import Arena
 from lowtide.memory.cuda_streams import plan_errors
 from lowtide.memory.kv_cache import KVCache
+from lowtide.memory.kv_pages import KVLayout
 from lowtide.memory.kv_turns import KVTurns
+from lowtide.memory.pages import PageBudget
 from lowtide.memory.workspace import Workspace
 from lowtide.model_folder.checkpoint import Checkpoint
 from lowtide.models.decoder import Weights
@@ -153,6 +155,10 @@ def _kv_cache(opened: OpenModel, shared: SharedMemory | None, device: torch.devi
         return KVTurns(opened.kv_shape, opened.dtype)
     if shared is not None and shared.kv is not None:
         return shared.make_cache(shared.kv)
+    if device == HOST and opened.options.elastic:  # what sequences do not need is the system's
+        layout = KVLayout(opened.kv_shape, opened.dtype)
+        pages = kv_pages(PageBudget(layout.address_bytes(SMALL_GROUP_BYTES)), layout)
+        return KVCache(pages.storage, pages, opened.max_sequence_tokens)
     if device == HOST:
         arena = Arena(opened.kv_bytes, grows_slowly=True)
         storage = arena.tensor(0, opened.kv_shape, opened.dtype)

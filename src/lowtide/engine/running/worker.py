@@ -215,6 +215,8 @@ class Worker:
     def _read_mail(self) -> bool:
         """All there is; waits for some where there is nothing to do. False: stop."""
         is_idle = not (self._decoder.has_work or self._jobs or self._waiting)
+        if is_idle:
+            self.engine.rest()
         while is_idle or not self.mailbox.empty():
             self.mailbox.get()(self)
             is_idle = False

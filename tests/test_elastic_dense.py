@@ -1,0 +1,155 @@
+"""Models without experts: a pass has its plan's memory, and none is held between requests."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_elastic_arena import physical_bytes
+
+from lowtide import LLM, DiffusionParams, SamplingParams
+from lowtide.families import SynthSize, families
+from lowtide.lab.synth import synth, write_checkpoint
+from lowtide.llm import plan_model
+
+SLACK_BYTES = 32 << 20
+LONGEST = 2048
+
+# Rows so wide between two narrow products that a pass takes much memory and little time.
+WIDE = SynthSize(
+    {
+        **families()["llada"].sizes()["tiny"].config,
+        "max_sequence_length": LONGEST,
+        "d_model": 32,
+        "n_layers": 1,
+        "n_heads": 2,
+        "n_kv_heads": 2,
+        "mlp_hidden_size": 16384,
+    },
+    eos_token_id=304,
+    max_shard_bytes=64 << 20,
+)
+
+CHILD = """
+import json, random, sys
+from lowtide import DiffusionParams, SamplingParams
+from lowtide.engine.running.worker import Worker
+from lowtide.hardware.memory import peak_resident_bytes, reset_peak, resident_bytes
+from lowtide.llm import LLM
+
+folder, longest, num_lengths, num_passes, options = json.loads(sys.argv[1])
+passes, step = [], Worker._step
+
+def watch(self):
+    reset_peak()
+    step(self)
+    plan = self.engine.pass_plans.current
+    passes.append({
+        "planned_bytes": plan.needed_bytes,
+        "arena_bytes": plan.placement.arena_bytes,
+        "held_bytes": resident_bytes(),
+        "peak_bytes": peak_resident_bytes(),
+    })
+
+def ask(num_tokens):
+    params = SamplingParams(
+        max_tokens=16, ignore_eos=True, diffusion=DiffusionParams(steps=1, block_length=16)
+    )
+    [answer] = llm.generate([[i * 31 % 300 for i in range(num_tokens - 16)]], params)
+    return list(answer.token_ids)
+
+def held_between_requests():
+    return llm._loop.look(lambda engine: resident_bytes())
+
+llm = LLM(folder, context=longest, cache="off", **options)
+started_bytes = held_between_requests()
+draw = random.Random(0)
+lengths = [longest, 40, *(draw.randrange(32, longest + 1) for _ in range(num_lengths))]
+ids = [ask(num_tokens) for num_tokens in lengths]  # libraries keep something of every length
+rested_bytes = held_between_requests()
+Worker._step = watch
+for _ in range(num_passes):
+    ask(draw.choice(lengths))
+ask(longest)
+ask(40)
+found = {
+    "ids": ids,
+    "started_bytes": started_bytes,
+    "rested_bytes": rested_bytes,
+    "passes": passes,
+    "at_last_bytes": held_between_requests(),
+}
+llm.close()
+print(json.dumps(found))
+"""
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_checkpoint(WIDE, tmp_path_factory.mktemp("wide") / "model")
+
+
+def measure(model: Path, num_lengths: int, num_passes: int, elastic: bool) -> dict[str, Any]:
+    arguments = [str(model), LONGEST, num_lengths, num_passes, {"elastic": elastic}]
+    command = [sys.executable, "-c", CHILD, json.dumps(arguments)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr
+    found: dict[str, Any] = json.loads(result.stdout)
+    return found
+
+
+def test_every_pass_holds_what_its_plan_says(wide: Path) -> None:
+    """Of lengths at random; after the longest request's end a short one holds its own memory."""
+    found = measure(wide, 20, 100, elastic=True)
+    rested_bytes, passes = found["rested_bytes"], found["passes"]
+    assert len(passes) == 102
+    for one in passes:
+        slack_bytes = max(SLACK_BYTES, one["planned_bytes"] // 100)
+        assert abs(one["held_bytes"] - rested_bytes - one["arena_bytes"]) <= slack_bytes
+        assert one["peak_bytes"] - rested_bytes <= one["planned_bytes"] + slack_bytes
+    *_, longest, short = passes
+    assert longest["arena_bytes"] - short["arena_bytes"] > 2 * SLACK_BYTES
+    assert found["at_last_bytes"] <= rested_bytes + SLACK_BYTES
+
+
+def test_without_elastic_the_longest_pass_stays_and_words_are_the_same(wide: Path) -> None:
+    found = {elastic: measure(wide, 0, 0, elastic) for elastic in (False, True)}
+    assert found[False]["ids"] == found[True]["ids"]
+    longest_bytes = found[False]["passes"][0]["arena_bytes"]
+    kept = found[False]["at_last_bytes"] - found[False]["started_bytes"]
+    assert kept >= longest_bytes - SLACK_BYTES
+
+
+@pytest.mark.parametrize("kv_cache", [True, "prefix", "dual"])
+@pytest.mark.parametrize("family", ["llada", "dream"])
+def test_words_are_the_same_and_no_page_is_held_between_requests(
+    family: str, kv_cache: bool | str, tmp_path: Path
+) -> None:
+    model = synth(family, "tiny", tmp_path / "model")
+    options: dict[str, Any] = {"context": 1024, "kv_cache": kv_cache, "cache": "off"}
+    prompts = [list(range(1, num_tokens)) for num_tokens in (300, 20)]
+    diffusion = DiffusionParams(steps=4, block_length=16)
+    params = SamplingParams(max_tokens=32, ignore_eos=True, seed=0, diffusion=diffusion)
+    with LLM(model, **options) as llm:
+        expected = [llm.generate([each * 3], params)[0].token_ids for each in prompts]
+        logits = llm.logits(prompts[0] * 2)
+    with LLM(model, elastic=True, **options) as llm:
+        assert "goes back to the system" in llm.plan.reason and not llm.plan.elastic_tokens
+        found = [llm.generate([each * 3], params)[0].token_ids for each in prompts]
+        assert found == expected and llm.logits(prompts[0] * 2).equal(logits)
+        engine = llm._loop.look(lambda engine: engine)
+        assert physical_bytes(engine.pass_plans._room._arena) == 0
+        assert kv_cache is True or engine.kv_cache._pages.committed_bytes == 0
+
+
+def test_a_budget_holds_what_it_did(wide: Path) -> None:
+    """What is given back is not planned with: the least budget is the same."""
+    least, elastic = (plan_model(wide, context=1024, elastic=each) for each in (False, True))
+    assert least.minimum_bytes == elastic.minimum_bytes
+    with LLM(wide, context=1024, elastic=True, host_memory=elastic.minimum_bytes) as llm:
+        params = SamplingParams(max_tokens=8, ignore_eos=True)
+        assert len(llm.generate([list(range(300)) * 3], params)[0].token_ids) == 8
