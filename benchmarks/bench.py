@@ -104,7 +104,7 @@ LARGE = (
     Script("larger_than_memory", 25, ("--parts", "bf16", "q4"), 60, "the part under a balloon"),
     Script("larger_than_memory", 12, ("--parts", "mapped", "--limit", "balloon"), disk_GiB=60),
     Script("policies", 24),
-    Script("max_context", 50, ("--their-lengths", "512", "1024", "2048"), 8, "their 4,096 tokens"),
+    Script("max_context", 25, disk_GiB=8),
     Script("planned_memory", 40, ("--lengths", "1024", "4096", "8192", "16384", "32768"), 8),
     Script("mosaic_ablation", 8, disk_GiB=8),
     Script("step_time", 12, disk_GiB=8),

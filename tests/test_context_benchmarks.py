@@ -101,14 +101,6 @@ def test_growth_is_a_line_whose_distance_is_told() -> None:
         growth.Growth.through({1: 9, 2: 8, 3: 7}).longest(10)
 
 
-@examples(50)
-@given(st.floats(1e-4, 1.0), st.floats(0.0, 1e-6))
-def test_a_steps_time_is_continued_to_longer_ones(linear_s: float, square_s: float) -> None:
-    points = {n: linear_s * n + square_s * n * n for n in (1000, 2000, 4000)}
-    found = growth.StepTime.through(points)
-    assert found.at(16000) == pytest.approx(16000 * (linear_s + 16000 * square_s), rel=1e-3)
-
-
 def test_depth_is_continued_from_two_models() -> None:
     assert growth.at_full_depth({2: 10.0, 4: 14.0}, 32) == pytest.approx(70.0)
     uses = {
@@ -118,14 +110,6 @@ def test_depth_is_continued_from_two_models() -> None:
     whole = allocation_trace.use_at_depth(uses, 6)
     assert (whole.peak_bytes, whole.byte_seconds, whole.seconds) == (100, 130.0, 3.0)
     assert whole.peak_over_average == pytest.approx(100 / (130 / 3))
-
-
-def test_the_headline_is_the_mean_over_all_cells() -> None:
-    cells = [
-        growth.Cell("a", 24, 0.1, 100, {"x": 10, "y": 50}),
-        growth.Cell("a", 40, 0.1, 300, {"x": 10, "y": 50}),
-    ]
-    assert growth.mean_ratios(cells) == {"x": 20.0, "y": 4.0}
 
 
 def test_weights_of_the_published_models() -> None:

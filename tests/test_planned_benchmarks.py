@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from collections.abc import Callable
@@ -132,17 +133,6 @@ def test_the_longest_undivided_sequence_needs_no_weights(form: Any, tmp_path: Pa
     assert model.longest_whole(MIB, lambda num_tokens: num_tokens, 1 << 20) == 0
 
 
-def test_a_step_is_run_only_where_it_fits(monkeypatch: pytest.MonkeyPatch) -> None:
-    [shape] = masked_shapes.masked_shapes(["LLaDA-8B"], "tiny")
-    line = max_context.Line(shape, "ported", 0.5)
-    for num_tokens in (1000, 2000, 4000):
-        line.step_bytes[num_tokens] = 1e6 * num_tokens
-        line.step_s[num_tokens] = 1e-3 * num_tokens
-    monkeypatch.setattr(max_context, "available_memory_bytes", lambda: 12 << 30)
-    assert line.can_run(10_000, 11.0)
-    assert not line.can_run(10_000, 9.0) and not line.can_run(12_000, 1e3)
-
-
 def test_a_plan_is_kept_within_a_percent_or_32_mib() -> None:
     assert planned_memory.is_as_planned(100 * MIB, 131 * MIB)
     assert not planned_memory.is_as_planned(100 * MIB, 133 * MIB)
@@ -166,3 +156,47 @@ def test_a_workspace_notes_what_is_alive_when() -> None:
         workspace.take("two", (128,), torch.uint8)
         workspace.give_back(one)
     assert [moment.live_bytes for moment in moments] == [0, 64, 192, 128, 0]
+
+
+class Written:
+    """A recorder that keeps its rows."""
+
+    def __init__(self) -> None:
+        self.rows: list[dict[str, Any]] = []
+
+    def write(self, what: str, values: dict[str, Any]) -> None:
+        self.rows.append({"what": what, **values})
+
+
+def test_lines_and_plans_have_their_longest_and_a_step_is_held_against_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of steps that take 1,000 bytes and 2,000 for each token; lowtide's takes a tenth more than
+    its plan says."""
+
+    def measure(line: Any, num_tokens: int, prompt_share: float = 0.0) -> dict[str, Any]:
+        taken = {"step_bytes": 1000.0 + 2000 * num_tokens, "step_s": 1.0}
+        return {"step_bytes": 1.1e6, "step_s": 1.0, "planned_bytes": 1e6} if prompt_share else taken
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(max_context.Line, "measure", measure)
+    [shape] = masked_shapes.masked_shapes(["LLaDA-8B"], "tiny")
+    monkeypatch.setattr(max_context, "NARROW", shape)
+    options = argparse.Namespace(
+        caps=[0.02], share=0.5, their_lengths=[100, 200, 400], run=800, sides=["ported"]
+    )
+    recorder = Written()
+    max_context._reach(recorder, shape, options)
+    max_context._run(recorder, options)
+    [cell] = [row for row in recorder.rows if row["what"] == "cell"]
+    free_bytes = 20_000_000 - shape.weight_bytes
+    assert cell["ported_num_tokens"] == pytest.approx((free_bytes - 1000) / 2000, abs=1)
+    assert cell["over_ported"] == cell["planned_tokens"] / cell["ported_num_tokens"]
+    offs = {row["side"]: row["off"] for row in recorder.rows if row["what"] == "run"}
+    assert offs == pytest.approx({"ported": 0.0, "lowtide": 0.1}, abs=1e-9)
+
+
+def test_the_narrow_model_is_a_llada_whose_step_is_its_logits() -> None:
+    narrow = masked_shapes.NARROW
+    assert masked_shapes.MaskedShape(**masked_shapes.settings_of(narrow)) == narrow
+    assert narrow.cut_bytes(2) < 64 * MIB

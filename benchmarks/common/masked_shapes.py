@@ -19,16 +19,18 @@ from lowtide.families import SynthSize, families
 from lowtide.lab.synth import write_checkpoint
 from lowtide.lab.synth_weights import tensors_of
 
+_NARROW = {"d_model": 256, "n_heads": 2, "n_kv_heads": 2, "mlp_hidden_size": 768}
 _LAYERS = {"llada": "n_layers", "llada_moe": "num_hidden_layers", "dream": "num_hidden_layers"}
 
 
 @dataclass(frozen=True)
 class MaskedShape:
-    """A family at one of its sizes: the published one, or the tiny one of a test."""
+    """A family at one of its sizes: the published one, the tiny one of a test, or one as narrow
+    that a long step of it can be run anywhere."""
 
     name: str
     family: str
-    size: str  # "full" or "tiny"
+    size: str  # "full", "tiny" or "narrow"
 
     @property
     def num_layers(self) -> int:
@@ -63,7 +65,10 @@ class MaskedShape:
 
     @property
     def _published(self) -> SynthSize:
-        return families()[self.family].sizes()[self.size]
+        sizes = families()[self.family].sizes()
+        if self.size != "narrow":
+            return sizes[self.size]
+        return replace(sizes["small"], config={**sizes["small"].config, **_NARROW})
 
     def _cut(self, num_layers: int) -> SynthSize:
         published = self._published
@@ -72,6 +77,10 @@ class MaskedShape:
 
 
 MODELS = {"LLaDA-8B": "llada", "Dream-7B": "dream", "LLaDA-MoE": "llada_moe"}
+
+NARROW = MaskedShape("LLaDA, narrow", "llada", "narrow")
+"""LLaDA with a vocabulary of 32,768 and a sixteenth of the width, so that logits are still what a
+step takes."""
 
 
 def masked_shapes(names: list[str], size: str = "full") -> list[MaskedShape]:

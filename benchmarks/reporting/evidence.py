@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from lowtide.lab.bench import Spread
-from reporting.memory import part_gains
+from reporting.memory import PROMPT_SHARE, part_gains
 from reporting.papers import NEAR, effect, is_near
 from reporting.results import Line, Results
 from reporting.tables import (
@@ -62,7 +62,10 @@ class Claim(NamedTuple):
 
 def mosaic(results: Results, page: Path) -> str:
     """Its longest sequences, its parts, and what they cost."""
-    cells = results.newest("max_context").of("cell") if results.has("max_context") else []
+    cells = []
+    if results.has("max_context"):
+        cells = results.newest("max_context", with_lines_of=("cell",)).of("cell")
+        cells = [line for line in cells if line["prompt_share"] == PROMPT_SHARE]
     even = results.newest_lines("planned_memory", "evenness", ("model", "num_tokens", "side"))
     even = [line for line in even if line["side"] == "lowtide under the cap"]
     timed = results.newest_lines("step_time", "step time", ("model", "num_tokens", "lane", "depth"))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 
@@ -31,6 +31,20 @@ _SIDES = {
     "ported": "plain torch (b)",
     "compiled": "compiled (c)",
 }
+PROMPT_SHARE = 0.5
+"""r_p of the rows: it hardly matters, since the others compute all logits and lowtide's peak is not
+at them."""
+_LONGEST = (
+    "model",
+    "plain torch, bytes a token",
+    *("24 GB: by its line", "by lowtide's plan", "over it"),
+    *("40 GB: by its line", "by lowtide's plan", "over it"),
+)
+_LONGEST_HEAD = "*Planned, not run*: tokens that a line or a plan has room for."
+_RUN_HEAD = (
+    "*Run*: one step of a narrow model, beside what its line from shorter ones, or plan, says:"
+)
+_HELD = ("model", "tokens", "side", "expected, MB", "taken, MB", "off", "step, s")
 _PLANNED = ("model", "tokens", "operators", "plan, MB", "measured less plan", "arena less plan")
 _EVEN = ("model", "tokens", "", "peak, MB", "peak over average", "lower by; paper 2.71")
 _PAPER_GAINS = {
@@ -71,21 +85,21 @@ _ELASTIC = (
 
 
 def longest(results: Results, page: Path) -> str:
-    """The longest sequence under a cap: cells and the others' growth."""
+    """The longest sequence under a cap, by the others' lines and by plans; and a step that was run
+    beside its line or plan."""
     if not results.has("max_context"):
         return not_measured("max_context")
-    cells = results.newest("max_context").of("cell")
-    sides = [side for side in _SIDES if f"over_{side}" in cells[0].row]
-    # A run may have taken the others' steps of an earlier one (`--theirs`).
-    theirs = results.newest_lines("max_context", "growth", ("model", "side"))
-    grown = [line for line in theirs if line["side"] in sides]
-    head = ("model", "cap, GB", "r_p", "lowtide", *(_SIDES[side] for side in sides))
-    growth = ("model", "side", "bytes per token", "off a straight line")
-    parts = [
-        by_machine(head, [([line], _cell(line, sides)) for line in cells], page),
-        "What the others were measured to take:",
-        by_machine(growth, [([line], _growth(line)) for line in grown], page),
-    ]
+    by_model: dict[str, list[Line]] = {}
+    for line in results.newest("max_context", with_lines_of=("cell",)).of("cell"):
+        if line["prompt_share"] == PROMPT_SHARE:
+            by_model.setdefault(line["model"], []).append(line)
+    lines = results.newest_lines("max_context", "growth", ("model", "side"))
+    grown = {(line["model"], line["side"]): line for line in lines}
+    rows: list[Row] = [_longest(cells, grown) for cells in by_model.values()]
+    parts = [_LONGEST_HEAD, by_machine(_LONGEST, rows, page), _same_baselines(by_model, grown)]
+    held = results.newest_lines("max_context", "run", ("model", "side"))
+    if held:
+        parts += [_RUN_HEAD, by_machine(_HELD, [([line], _held(line)) for line in held], page)]
     return "\n\n".join(parts)
 
 
@@ -187,21 +201,33 @@ def elastic(results: Results, page: Path) -> str:
     return shown("elastic", _ELASTIC, rows, page)
 
 
-def _cell(line: Line, sides: Sequence[str]) -> Sequence[Cell]:
-    """Tokens of each side, those that were not run in brackets, and lowtide's over them."""
-    reached = [f"{_tokens(line, side)}: {number(line[f'over_{side}'])} times" for side in sides]
-    cap, share = number(line["cap_bytes"] / 1e9), str(line["prompt_share"])
-    return (line["model"], cap, share, _tokens(line, "lowtide"), *reached)
+def _longest(cells: Sequence[Line], grown: Mapping[tuple[str, str], Line]) -> Row:
+    """A model's row: under each cap what plain torch's line, and lowtide's plan, has room for."""
+    slope = grown[cells[0]["model"], "ported"]
+    told = [f"{slope['slope']:,.0f}"]
+    for line in cells:
+        told += [f"{line[name]:,}" for name in ("ported_num_tokens", "planned_tokens")]
+        told.append(number(line["over_ported"]))
+    return [slope, *cells], (cells[0]["model"], *told)
 
 
-def _tokens(line: Line, side: str) -> Cell:
-    how = line[f"{side}_how"]
-    return f"{line[f'{side}_num_tokens']:,}" + ("" if how == "run" else f" ({how})")
+def _same_baselines(models: Iterable[str], grown: Mapping[tuple[str, str], Line]) -> str:
+    """What the other baselines take over plain torch: where it is the same, they are one result."""
+    told = []
+    for side in ("transformers", "compiled"):
+        over = [grown[one, side]["slope"] / grown[one, "ported"]["slope"] for one in models]
+        told.append(f"{_SIDES[side]} {min(over):.3f} to {max(over):.3f}")
+    return (
+        f"Bytes a token over plain torch's: {', '.join(told)}. Where that is one, their peak is "
+        "the same two arrays of logits, and they are one result, not three."
+    )
 
 
-def _growth(line: Line) -> Sequence[Cell]:
-    side = _SIDES[line["side"]]
-    return (line["model"], side, f"{line['slope']:,.0f}", f"{line['residual']:.2%}")
+def _held(line: Line) -> Sequence[Cell]:
+    side = _SIDES.get(line["side"], line["side"])
+    by = "plan" if line["side"] == "lowtide" else "line"
+    megas = (f"{_mega(line['expected_bytes'])} by its {by}", _mega(line["step_bytes"]))
+    return (*_length(line), side, *megas, f"{line['off']:+.1%}", number(line["step_s"]))
 
 
 def _planned(line: Line) -> Sequence[Cell]:

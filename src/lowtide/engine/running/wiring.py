@@ -15,12 +15,13 @@ from lowtide.config import ModelConfig
 from lowtide.core import Progress
 from lowtide.engine.opening.model import OpenModel
 from lowtide.engine.opening.model_calibration import find_calibration
+from lowtide.engine.planning.elastic_plan import SMALL_GROUP_BYTES
 from lowtide.engine.planning.plan import excess_of, shortage_of
 from lowtide.engine.running.elastic import ElasticMemory, SharedMemory, kv_pages
 from lowtide.engine.running.engine import Engine
 from lowtide.engine.running.experts import load_experts
 from lowtide.engine.running.key_store import open_files, stored_sequences
-from lowtide.engine.running.pass_room import SMALL_GROUP_BYTES, workspace_memory
+from lowtide.engine.running.pass_room import workspace_memory
 from lowtide.engine.running.policy_setting import choose_by_simulation, set_early_gate
 from lowtide.errors import CheckpointError, PlanError
 from lowtide.experts.none import NoExperts
