@@ -82,6 +82,7 @@ SMALL = (
     Script("exchange", 2, ("--layers", "8"), 0, "8 layers of each model; `--large` has them all"),
     Script("dali", 3, disk_GiB=0),
     Script("hindsight", 4),
+    Script("locality", 1, disk_GiB=0),
     Script("prefetch", 4, ("--pieces", "6"), cut="half of the text's pieces"),
     Script(
         "buddy",

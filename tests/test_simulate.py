@@ -311,6 +311,9 @@ def test_synthetic_sequences_have_favourites_of_their_own() -> None:
         for text in (0, 0, 1)
     )
     assert np.array_equal(first.ids, again.ids)
+    rounds = synth_decode_trace(shape, num_rounds=2, num_new=96, skew=preference, taste=preference)
+    assert np.array_equal(rounds.beginning(len(first.passes)).ids, first.ids)
+    assert rounds.num_committed == 2 * first.num_committed
     assert first.num_committed == 96 and first.passes[0].step.kind is StepKind.PREFILL
     for distance in (1, 16):
         similar = step_similarity(first.blocks(), distance).mean()

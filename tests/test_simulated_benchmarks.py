@@ -10,16 +10,18 @@ import numpy as np
 import pytest
 from common.synth_trace import synth_decode_trace, synth_trace
 
-from lowtide.core import Costs, Curve, StepKind
+from lowtide.core import Costs, Curve, Step, StepKind
 from lowtide.policies.catalogue import CATALOGUE
 from lowtide.policies.presets import recipe
 from lowtide.profiles import load_profile
 from lowtide.replay.simulator import simulate
-from lowtide.replay.trace import TraceShape
+from lowtide.replay.trace import Trace, TraceShape, TraceWriter
 
-simulated, traces = (import_module(f"common.{name}") for name in ("simulated", "traces"))
-tau, fit_profiles, exchange, dali, hindsight = map(
-    import_module, "tau fit_profiles exchange dali hindsight".split()
+simulated, traces, published_routing = (
+    import_module(f"common.{name}") for name in ("simulated", "traces", "published_routing")
+)
+tau, fit_profiles, exchange, dali, hindsight, locality = map(
+    import_module, "tau fit_profiles exchange dali hindsight locality".split()
 )
 
 COSTS = Costs(
@@ -193,3 +195,61 @@ def test_the_exchange_of_parts_from_the_same_first_residents() -> None:
     assert exchange.merits(doubled) == pytest.approx(
         {"placement": 1.0, "assignment": 2.0, "prefetch": 1.0}
     )
+
+
+def answer_of(*experts: int) -> Trace:
+    """One expert of four for each token, in one layer."""
+    writer = TraceWriter("by hand", TraceShape(1, 4, 1))
+    for index, expert in enumerate(experts):
+        writer.append(Step(StepKind.DECODE, index), 0, np.array([[[expert]]]), num_committed=1)
+    return writer.trace()
+
+
+@pytest.mark.parametrize(
+    ("of", "at", "num_skipped", "rate"),
+    [
+        ("in the last tokens", 1, 0, 1 / 4),
+        ("in the last tokens", 2, 0, 1 / 3),
+        ("in an LRU cache", 0.25, 0, 1 / 5),
+        ("in an LRU cache", 0.5, 0, 2 / 5),
+        ("in an LRU cache", 0.5, 1, 2 / 4),
+        ("in an LRU cache", 1.0, 0, 2 / 5),
+        ("among the answer's own favourites", 0.25, 0, 3 / 5),
+        ("among another answer's favourites", 0.25, 0, 1 / 5),
+        ("among another answer's favourites", 0.5, 0, 2 / 5),
+    ],
+)
+def test_how_alike_tokens_are_routed(of: str, at: float, num_skipped: int, rate: float) -> None:
+    trace, other = answer_of(0, 0, 1, 0, 2), answer_of(1, 1, 2, 3, 1, 2)
+    measure = published_routing.MEASURES[of]
+    assert measure(trace, other, at, num_skipped) == pytest.approx(rate)
+
+
+def test_a_routing_is_fitted_to_what_was_measured() -> None:
+    wanted = published_routing.Preference(0.6, 0.7, 0.5)
+    model = published_routing.FITTED._replace(shape=TraceShape(2, 32, 4), num_tokens=96)
+    rates = zip(model.rates, model.reached(wanted), strict=True)
+    model = model._replace(rates=tuple(rate._replace(published=here) for rate, here in rates))
+    found = locality.fitted(model, wanted._fields)
+    assert model.reached(found) == pytest.approx(model.reached(wanted), abs=0.02)
+    static = locality.fitted_static(model)
+    assert static.skew > 0 == static.taste == static.locality
+
+
+def test_a_preset_is_as_good_as_in_the_worse_routing() -> None:
+    speeds = {
+        ("disk", "local"): [{"a": 1.0, "b": 0.8}, {"a": 0.25, "b": 0.8}],
+        ("disk", "static"): [{"a": 1.0, "b": 0.7}],
+    }
+    found = locality.verdict("disk", ["local", "static"], speeds)
+    assert found["of_best"]["a"] == pytest.approx({"local": 0.5, "static": 1.0})
+    assert found["order"] == ["b", "a"]
+
+
+def test_presets_beside_the_fastest_and_what_auto_chooses() -> None:
+    preference = published_routing.Preference(0.5, 0.5, 0.5)
+    for home in locality.HOMES:
+        cell = locality._cell(preference, home, 1, 0.25, 2)
+        speeds = cell["of_best"]
+        assert max(speeds.values()) == 1 and speeds["auto"] == speeds[cell["auto_chooses"]]
+        assert speeds.keys() - {"auto"} == cell["hit_rates"].keys()

@@ -59,6 +59,7 @@ def synth_decode_trace(
     shape: TraceShape,
     *,
     num_sequences: int = 1,
+    num_rounds: int = 1,
     num_prompt: int = 64,
     num_new: int = 64,
     locality: float = 0.0,
@@ -67,23 +68,25 @@ def synth_decode_trace(
     seed: int = 0,
     text: int = 0,
 ) -> Trace:
-    """A prefill of `num_sequences` prompts, then `num_new` passes of one token per sequence.
+    """A prefill of `num_sequences` prompts, then `num_new` passes of one token per sequence; then
+    other sequences, `num_rounds` times in all.
 
     num_prompt: tokens of each prompt. locality, skew: as `synth_trace`'s, from token to token.
     taste: standard deviation of what a sequence prefers throughout, in the same units as `skew`.
     seed, text: of the popularity, which is the model's; of the sequences.
     """
-    _check_run(locality, min(skew, taste), num_new, num_sequences, 1)
+    _check_run(locality, min(skew, taste), num_new, num_sequences, num_rounds)
     popularity = _popularity(shape, skew, np.random.default_rng(seed))
     draw = np.random.default_rng([seed, text])
-    lasting = popularity + np.float32(taste) * _own(num_sequences, shape, draw)
     writer = TraceWriter("synthetic", shape)
-    _prefill(writer, shape, np.repeat(lasting, num_prompt, axis=0), draw)
-    own = _own(num_sequences, shape, draw)
-    for index in range(num_new):
-        ids = _top_k(lasting + own, shape)
-        writer.append(Step(StepKind.DECODE, index), 0, ids, num_committed=num_sequences)
-        own = _drifted(own, locality, draw)
+    for _ in range(num_rounds):
+        lasting = popularity + np.float32(taste) * _own(num_sequences, shape, draw)
+        _prefill(writer, shape, np.repeat(lasting, num_prompt, axis=0), draw)
+        own = _own(num_sequences, shape, draw)
+        for index in range(num_new):
+            ids = _top_k(lasting + own, shape)
+            writer.append(Step(StepKind.DECODE, index), 0, ids, num_committed=num_sequences)
+            own = _drifted(own, locality, draw)
     return writer.trace()
 
 

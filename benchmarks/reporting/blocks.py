@@ -10,6 +10,7 @@ from pathlib import Path
 from lowtide.lab.bench import Spread
 from reporting import evidence, memory
 from reporting.fronts import front_picture
+from reporting.locality import locality
 from reporting.pages import Block
 from reporting.papers import dali, dali_numbers, tide
 from reporting.presets import hindsight, policies, prefetch, validated
@@ -80,6 +81,7 @@ def blocks(results: Results, page: Path) -> Mapping[str, Block]:
         "evidence-dali": evidence.dali,
         "evidence-buddymoe": evidence.buddymoe,
         "hindsight": hindsight,
+        "locality": locality,
         "prefetch": prefetch,
         "validated": validated,
         "longest": memory.longest,
