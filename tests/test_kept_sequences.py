@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from examples import examples
 from hash_model import MASK, VOCAB, HashModel, make_kv_cache
-from hypothesis import given, settings
+from hypothesis import given, seed, settings
 from hypothesis import strategies as st
 
 from lowtide import DiffusionParams, SamplingParams
@@ -171,10 +171,15 @@ def test_drawn_conversations_have_the_words_of_runs_without_keys(case, drawn) ->
 
 
 @pytest.mark.slow
-@given(cases, st.lists(turns, min_size=1, max_size=10))
-@settings(max_examples=10_000)
-def test_ten_thousand_drawn_conversations(case, drawn) -> None:
-    check_talk(case, drawn)
+@pytest.mark.parametrize("part", range(20))
+def test_ten_thousand_drawn_conversations(part: int) -> None:
+    @seed(part)
+    @settings(max_examples=500)
+    @given(cases, st.lists(turns, min_size=1, max_size=10))
+    def check(case, drawn) -> None:
+        check_talk(case, drawn)
+
+    check()
 
 
 def ask(decoder: BatchDecoder, case: Case, prompt: list[int], max_tokens: int = 8) -> Finished:
@@ -304,8 +309,8 @@ def test_exactly_means_whole_passes_of_a_request_alone() -> None:
     assert ask(decoder, case, text[:129]).num_resumed == 128
     assert ask(decoder, case, text[:128]).num_resumed == 64
     finished: dict[int, Finished] = {}
-    for seed in (0, 1):  # in company nothing is exact
-        decoder.add(make_request(case, [seed + 3] * 150, 4, seed))
+    for number in (0, 1):  # in company nothing is exact
+        decoder.add(make_request(case, [number + 3] * 150, 4, number))
     run(decoder, 1000, finished)
     assert ask(decoder, case, [4] * 150).num_resumed == 0
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import pytest
 from examples import examples
 from hash_model import HashModel, make_kv_cache
-from hypothesis import given, settings
+from hypothesis import given, seed, settings
 from hypothesis import strategies as st
 from test_kept_sequences import AUTOREGRESSIVE, BLOCKS, SYSTEM, Case, ask, make_decoder
 
@@ -397,10 +397,15 @@ def test_what_was_changed_is_told_once_and_never_believed(
 
 
 @pytest.mark.slow
-@given(damages)
-@settings(max_examples=1000)
-def test_a_thousand_damaged_files(whole: dict[str, bytes], damage: Damage) -> None:
-    check_damage(whole, damage)
+@pytest.mark.parametrize("part", range(4))
+def test_a_thousand_damaged_files(whole: dict[str, bytes], part: int) -> None:
+    @seed(part)
+    @settings(max_examples=250)
+    @given(damages)
+    def check(damage: Damage) -> None:
+        check_damage(whole, damage)
+
+    check()
 
 
 @given(st.binary(max_size=600), st.integers(-(2**63), 2**63 - 1))

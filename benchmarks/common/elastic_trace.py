@@ -16,7 +16,7 @@ from common.memory import drop_pages, peak_resident_bytes, reset_peak
 from common.run import loaded_engine
 from lowtide.config import ModelConfig
 from lowtide.decode.intake import Intake
-from lowtide.decode.request import Committed, Finished, Request
+from lowtide.decode.request import Committed, Event, Finished, Request
 from lowtide.engine.opening.config import MAX_BLOCK_LENGTH, EngineConfig
 from lowtide.engine.running.engine import Engine
 from lowtide.engine.running.worker import make_decoder
@@ -122,11 +122,19 @@ class _Run:
             while self._waiting and self._waiting[0][0].after <= self._num_finished:
                 self._decoder.add(self._waiting.popleft()[1])
             with self._measured():
-                events = self._decoder.step()
-                if self._engine.elastic is not None:
-                    self._engine.elastic.settle()
+                events = self._run_pass()
             self._num_tokens += sum(len(e.tokens) for e in events if isinstance(e, Committed))
             self._num_finished += sum(isinstance(event, Finished) for event in events)
+
+    def _run_pass(self) -> list[Event]:
+        """As the engine's thread does."""
+        model, elastic = self._engine.model, self._engine.elastic
+        start_s, num_rows = time.perf_counter(), model.num_rows
+        events = self._decoder.step()
+        if elastic is not None:
+            elastic.took(model.num_rows - num_rows, time.perf_counter() - start_s)
+            elastic.settle()
+        return events
 
     def as_dict(self, read_GBps: float) -> dict[str, Any]:
         """`ideal_s`: what the passes would take if reads came at the disk's ceiling, all cores

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lowtide.core import align_up
 from lowtide.errors import InternalError, PageError, PlanError
+from lowtide.memory.kept_rule import KeptRule
 from lowtide.memory.kv_pages import KVPages
 from lowtide.memory.workspace import Buffers
 
@@ -66,18 +67,17 @@ class KVCache:
         storage: Tensor,
         pages: KVPages | None = None,
         max_range_tokens: int | None = None,
-        planned_tokens: int | None = None,
+        rule: KeptRule | None = None,
     ) -> None:
         """pages: what puts memory behind `storage`; without, it is all there for good.
-        max_range_tokens: of one range, by default as many as there are. planned_tokens: that may
-        have memory while any of it is behind kept ranges, by default as many as there are."""
+        max_range_tokens: of one range, by default as many as there are. rule: for `heed_rule`."""
         self._storage = storage
         self._pages = pages
         # By layer: keys and values [kv_heads, tokens, head_dim]; each pass asks for all of them.
         self._arrays = [(layer[0], layer[-1]) for layer in storage]
         self.num_tokens = storage.shape[3]
         self.max_range_tokens = max_range_tokens or self.num_tokens
-        self._planned_tokens = planned_tokens or self.num_tokens
+        self._rule = rule or KeptRule()
         self._taken: list[KVRange] = []  # ascending by start, kept ones included
         self._kept: list[KVRange] = []  # the one that goes first in front
         self._gate = threading.RLock()  # while kept ranges move or go, or are copied from
@@ -125,7 +125,9 @@ class KVCache:
             raise InternalError(f"{kv_range} was freed but is not taken.")
         with self._gate:
             self._taken.remove(kv_range)
-            self._kept = [kept for kept in self._kept if kept is not kv_range]
+            if kv_range in self._kept:
+                self._kept.remove(kv_range)
+                self._rule.ended(kv_range, is_continued=False)
             self._release_unused()
 
     def keep(self, kv_range: KVRange, num_tokens: int) -> None:
@@ -136,8 +138,9 @@ class KVCache:
         kv_range.num_usable = min(kv_range.num_usable, kv_range.capacity)
         kv_range.num_kept += 1
         self._kept.append(kv_range)
+        self._rule.kept(kv_range)
         self._release_unused()
-        self._drop_unplanned()
+        self.heed_rule()
 
     def is_kept(self, kv_range: KVRange) -> bool:
         return kv_range in self._kept
@@ -157,6 +160,7 @@ class KVCache:
         except BaseException:
             self._kept.append(kv_range)
             raise
+        self._rule.ended(kv_range, is_continued=True)
         kv_range.num_written = num_tokens
         kv_range.capacity = align_up(capacity, GRANULE_TOKENS)
         kv_range.num_usable = min(kv_range.num_usable, kv_range.capacity)
@@ -181,9 +185,7 @@ class KVCache:
 
     def can_branch(self, kv_range: KVRange, capacity: int) -> bool:
         """Whether `branch` would find room."""
-        room = self.num_free_tokens
-        if kv_range in self._kept:
-            room -= kv_range.capacity
+        room = self.num_free_tokens - (kv_range.capacity if self.is_kept(kv_range) else 0)
         return align_up(capacity, GRANULE_TOKENS) <= min(room, self.max_range_tokens)
 
     def branch(self, kv_range: KVRange, num_tokens: int, capacity: int) -> KVRange:
@@ -204,6 +206,7 @@ class KVCache:
             finally:
                 if is_kept:
                     self._kept.append(kv_range)
+                    self._rule.copied(kv_range)
         return made
 
     def copy_kept(self, kv_range: KVRange, num_kept: int, first: int, target: NDArray[Any]) -> bool:
@@ -220,9 +223,8 @@ class KVCache:
         """Host memory of tokens from `first` on, as `copy_kept` copies it: to be written in a range
         that no pass has seen, before `claim`."""
         integers: torch.dtype = getattr(torch, f"int{8 * self.dtype.itemsize}")
-        bits: NDArray[Any] = self._storage.view(integers).numpy()
-        start = kv_range.start + first
-        rows: NDArray[Any] = bits[:, :, :, start : start + num_tokens]
+        wanted = self._storage.narrow(3, kv_range.start + first, num_tokens)
+        rows: NDArray[Any] = wanted.view(integers).numpy()
         return rows
 
     def give_way(self, num_bytes: int) -> None:
@@ -233,6 +235,13 @@ class KVCache:
         while self._kept and self._pages.committed_bytes > left_bytes:
             self.free(self._kept[0])
 
+    def heed_rule(self, num_more: int = 0) -> None:
+        """Kept ranges give way, oldest first, while the rule says so of so many tokens more."""
+        num_tokens = num_more + sum(taken.num_usable for taken in self._taken)
+        while self._kept and self._rule.gives_way(self._kept[0], num_tokens):
+            num_tokens -= self._kept[0].num_usable
+            self.free(self._kept[0])
+
     def prepare(self, kv_range: KVRange, num_tokens: int) -> None:
         """Before a pass writes up to `num_tokens` tokens of a range: sees to their memory.
 
@@ -241,7 +250,7 @@ class KVCache:
         if self._pages is None or num_tokens <= kv_range.num_usable:
             return
         num_usable = min(align_up(num_tokens, GROWTH_TOKENS), kv_range.capacity)
-        self._drop_unplanned(num_usable - kv_range.num_usable)
+        self.heed_rule(num_usable - kv_range.num_usable)
         self._commit(kv_range.start, kv_range.start + num_usable)
         kv_range.num_usable = num_usable
 
@@ -309,14 +318,6 @@ class KVCache:
         while self._kept and self._num_unused_tokens < num_tokens:
             self.free(self._kept[0])
 
-    def _drop_unplanned(self, num_more: int = 0) -> None:
-        """Kept ranges give way, oldest first, where memory that comes and goes is behind more
-        tokens than was planned, or will be with `num_more`."""
-        while self._kept and num_more + sum(t.num_usable for t in self._taken) > (
-            self._planned_tokens
-        ):
-            self.free(self._kept[0])
-
     def _find(self, capacity: int) -> int | None:
         start = 0
         for taken in self._taken:
@@ -363,20 +364,19 @@ class KVCache:
 
     def _move(self, kv_range: KVRange, start: int) -> None:
         """Moves a range and what is written in it to `start`, before or behind where it is."""
-        old, capacity, num_written = kv_range.start, kv_range.capacity, kv_range.num_written
-        num_usable = kv_range.num_usable
-        if start == old or kv_range not in self._taken:
+        before = replace(kv_range)
+        if start == before.start or kv_range not in self._taken:
             return
-        self._commit(start, start + num_usable)
+        self._commit(start, start + before.num_usable)
         if kv_range not in self._taken:  # it has given way itself
             return
         with self._gate:
             # Empty meanwhile: were Ctrl-C to come between two pieces, the owner's next write would
             # be refused instead of joining halves.
             kv_range.capacity = kv_range.num_written = kv_range.num_usable = 0
-            self._copy(old, start, num_written)
-            kv_range.start, kv_range.capacity, kv_range.num_written = start, capacity, num_written
-            kv_range.num_usable = num_usable
+            self._copy(before.start, start, before.num_written)
+            kv_range.start, kv_range.capacity = start, before.capacity
+            kv_range.num_written, kv_range.num_usable = before.num_written, before.num_usable
             self._release_unused()
 
     def _copy(self, source: int, target: int, num_tokens: int) -> None:

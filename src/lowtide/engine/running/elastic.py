@@ -17,6 +17,7 @@ import numpy as np
 from lowtide.core import BoolArray, MoEShape
 from lowtide.engine.opening.model import OpenModel
 from lowtide.engine.planning.elastic_plan import SMALL_GROUP_BYTES, Division
+from lowtide.engine.running.kept_room import KeptRoom
 from lowtide.engine.running.pass_room import paged_room
 from lowtide.errors import PageError
 from lowtide.experts.elastic_slots import ElasticSlots, LentSlots
@@ -46,11 +47,15 @@ with twice as much taken again."""
 _LOOK_S = 1.0
 """How often that is looked at."""
 
+_LOOK_PASSES = 16
+"""How often the oldest kept keys are weighed against slots: of experts' use some sixteen passes are
+known."""
+
 
 class SharedMemory:
     """Addresses for a KV cache, for a workspace and for expert slots, which draw on one budget.
 
-    `kv` and `room` are None where there is no such thing, or its memory does not move.
+    `kv`, `kept` and `room` are None where there is no such thing, or its memory does not move.
     """
 
     def __init__(self, opened: OpenModel, plan: MemoryPlan) -> None:
@@ -59,9 +64,13 @@ class SharedMemory:
         self.tier = plan.fast_tier
         self.num_slots = division.num_slots
         self.max_range_tokens = opened.max_sequence_tokens
-        self._planned_tokens = opened.kv_shape[3]
         self.budget = PageBudget(division.budget_bytes)
-        self.kv = None if division.kv is None else kv_pages(self.budget, division.kv)
+        self.kv: KVPages | None = None
+        self.kept: KeptRoom | None = None
+        if division.kv is not None:
+            token_bytes = division.kv.token_bytes
+            self.kv = kv_pages(self.budget, division.kv)
+            self.kept = KeptRoom(opened.kv_shape[3], token_bytes, self.tier.slot_bytes)
         self.room: PagedRoom | None = None
         if division.workspace_bytes:
             self.room = paged_room(division.workspace_bytes, self.budget, self._lacks_slots)
@@ -79,10 +88,10 @@ class SharedMemory:
         return self.budget.num_bytes - self.budget.num_free_bytes - self.slots_account.num_bytes
 
     def make_cache(self, kv: KVPages) -> KVCache:
-        """Its kept ranges take no more than was planned for keys and values, and give way."""
-        cache = KVCache(kv.storage, kv, self.max_range_tokens, self._planned_tokens)
-        kv.account.give_way = cache.give_way
-        return cache
+        """Its kept ranges give way as `kept` says, and where the budget has no more."""
+        self.cache = KVCache(kv.storage, kv, self.max_range_tokens, self.kept)
+        kv.account.give_way = self.cache.give_way
+        return self.cache
 
     def close(self) -> None:
         """Gives all memory back; nothing uses any of it any more."""
@@ -140,6 +149,8 @@ class ElasticMemory:
         num_lendable = max(0, shared.tier.num_slots - plan.num_staging)
         self._least_bytes = self._most_bytes - num_lendable * shared.tier.slot_bytes
         self.num_given = self.num_moved = self.num_lent = 0
+        if shared.kept is not None and experts.device is None:
+            shared.kept.slot_use = self._slot_use
         shared.slots_account.give_way = self.give_way
 
     def close(self) -> None:
@@ -148,7 +159,9 @@ class ElasticMemory:
 
     def as_dict(self) -> dict[str, float]:
         """What it did since it was made, and the slots that there are now."""
+        kept = {} if self._shared.kept is None else self._shared.kept.as_dict()
         return {
+            **kept,
             "num_slots": self._slots.num_live,
             "num_slots_lent": self.num_lent,
             "num_slots_given": self.num_given,
@@ -168,6 +181,16 @@ class ElasticMemory:
         self._make_room(num_live)
         self.num_moved += slots.shrink(num_live)
         self.num_given += count
+
+    def took(self, num_rows: int, seconds: float) -> None:
+        """Before `settle`: the rows of the pass and how long it was, by which kept keys are
+        weighed against slots."""
+        if (kept := self._shared.kept) is None:
+            return
+        experts = self._experts
+        kept.took(num_rows, seconds, experts.stats.num_misses, experts.host.stats.wait_s)
+        if kept.num_passes % _LOOK_PASSES == 0:
+            self._shared.cache.heed_rule()
 
     def settle(self) -> None:
         """After a pass: lends to the slots what sequences will not want soon."""
@@ -231,11 +254,22 @@ class ElasticMemory:
         num_new = free_bytes // self._shared.tier.slot_bytes
         if not num_new or slots.num_live == self._shared.num_slots:
             return slots.num_live
+        lent_bytes = worth_lending(free_bytes, self._growth_bytes, self._absent_use(num_new))
+        return slots.num_within(slots.num_bytes(slots.num_live) + lent_bytes)
+
+    def _slot_use(self, num_bytes: int) -> float:
+        """See `KeptRoom`."""
+        shared, slot_bytes = self._shared, self._shared.tier.slot_bytes
+        if self._slots.num_live == shared.num_slots or shared.budget.num_free_bytes >= slot_bytes:
+            return 0.0
+        return self._absent_use(max(1, num_bytes // slot_bytes))
+
+    def _absent_use(self, num_new: int) -> float:
+        """In which share of passes each of so many more residents would save a read."""
         absent = self._use.mean[~self._residents()]
         num_cold = max(0, len(absent) - num_new)
         hottest = np.partition(absent, num_cold)[num_cold:] if num_cold else absent
-        lent_bytes = worth_lending(free_bytes, self._growth_bytes, float(hottest.mean()))
-        return slots.num_within(slots.num_bytes(slots.num_live) + lent_bytes)
+        return float(hottest.mean())
 
     def _make_room(self, num_live: int) -> None:
         """Leaves no more residents than so many slots have room for."""

@@ -253,9 +253,7 @@ class Worker:
                 self._decoder.forget()  # an observer sees all rows of a request
             self._decoder.store_in(None if is_observed else self._stored)
             with fault_found(self.engine.opened), device_pass(), self.speed.measured():
-                events = self._decoder.step()
-                if self.engine.elastic is not None:
-                    self.engine.elastic.settle()
+                events = self._run_pass()
         except BaseException as error:
             self._fail_pass(error)
             return
@@ -268,6 +266,15 @@ class Worker:
                 del self._answers[event.request]
         for answers, part in news.items():
             answers.put(part)
+
+    def _run_pass(self) -> list[Event]:
+        model, elastic = self.engine.model, self.engine.elastic
+        start_s, num_rows = time.perf_counter(), model.num_rows
+        events = self._decoder.step()
+        if elastic is not None:
+            elastic.took(model.num_rows - num_rows, time.perf_counter() - start_s)
+            elastic.settle()
+        return events
 
     def _with_receipt(self, event: Event) -> Event:
         """An answer's last event says what was done to its words, if anything may be."""

@@ -1,0 +1,26 @@
+"""Who decides which kept ranges of a KV cache give way before anything needs their room."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from lowtide.memory.kv_cache import KVRange
+
+
+class KeptRule:
+    """None of them does. Is told of each that is kept, on the engine's thread."""
+
+    def kept(self, kv_range: KVRange) -> None:
+        """A sequence has ended."""
+
+    def copied(self, kv_range: KVRange) -> None:
+        """A request went on from a copy of it."""
+
+    def ended(self, kv_range: KVRange, is_continued: bool) -> None:
+        """It is kept no longer. is_continued: because a request went on from it."""
+
+    def gives_way(self, kv_range: KVRange, num_tokens: int) -> bool:
+        """Whether the range that was longest not used is given up, while `num_tokens` of all
+        ranges, running ones included, have or want memory."""
+        return False

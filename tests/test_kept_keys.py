@@ -1,0 +1,329 @@
+"""Which kept keys give way to expert slots: pure decisions, in seconds."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+import pytest
+import torch
+from examples import examples
+from hypothesis import given
+from hypothesis import strategies as st
+from test_kv_cache import Held
+from test_kv_pages import PAGE, make_layout
+
+from lowtide.engine.running.kept_room import PROMPT_ROWS, KeptRoom
+from lowtide.errors import PageError
+from lowtide.memory.arena import ElasticArena
+from lowtide.memory.host_pages import HostPages
+from lowtide.memory.kept_rule import KeptRule
+from lowtide.memory.kv_cache import KVCache, KVRange
+from lowtide.memory.kv_pages import KVPages
+from lowtide.memory.pages import PageBudget
+from lowtide.policies.kept_keys import (
+    PRIOR_CHANCE,
+    PRIOR_SEQUENCES,
+    YOUNG_PASSES,
+    Continuations,
+    Prices,
+    gives_way,
+)
+from lowtide.policies.lending import MOVE_READS
+
+PRICES = Prices(token_s=0.01, token_bytes=1000, read_s=0.002, slot_bytes=100_000)
+"""A slot's memory holds 100 tokens, which take a second to compute again: 500 reads."""
+
+ages = st.integers(0, 1 << 40)
+chances = st.floats(0, 1)
+prices = st.builds(
+    Prices, st.floats(0, 1), st.integers(1, 1 << 20), st.floats(0, 1), st.integers(1, 1 << 30)
+)
+
+
+def test_what_was_never_seen_has_the_prior() -> None:
+    assert {Continuations().chance(age) for age in (0, 1, 5, 1 << 60)} == {PRIOR_CHANCE}
+
+
+def test_a_chance_is_the_share_of_those_of_that_age_that_went_on() -> None:
+    seen = Continuations()
+    for _ in range(30):
+        seen.ended(5, is_continued=True)
+        seen.ended(100, is_continued=False)
+    weight = PRIOR_SEQUENCES * PRIOR_CHANCE
+    assert seen.chance(4) == seen.chance(7) == (30 + weight) / (60 + PRIOR_SEQUENCES)
+    assert seen.chance(3) == weight / (60 + PRIOR_SEQUENCES)
+    assert seen.chance(8) == seen.chance(63) == weight / (30 + PRIOR_SEQUENCES)
+    # What became of those that were given up is not known: nor is their own age a reason.
+    assert seen.chance(100) == PRIOR_CHANCE
+
+
+@given(st.lists(st.tuples(ages, st.booleans()), max_size=60), ages)
+def test_a_chance_is_one_and_rises_with_each_that_goes_on(
+    ended: Sequence[tuple[int, bool]], age: int
+) -> None:
+    seen = Continuations()
+    for each in ended:
+        seen.ended(*each)
+    before = seen.chance(age)
+    assert 0 < before < 1
+    seen.ended(age, is_continued=False)
+    assert seen.chance(age) == before
+    seen.ended(2 * age + 1, is_continued=False)
+    assert (outlived := seen.chance(age)) < before
+    seen.ended(age, is_continued=True)
+    assert seen.chance(age) > outlived
+
+
+def test_seconds_decide() -> None:
+    """Half a chance of a second against a read of two milliseconds in every second pass."""
+    assert PRICES.keys_save_more(0.5, 499, 0.5)
+    assert PRICES.keys_save_more(0.5, 502, 0.5)  # what moving the slot costs is not saved
+    assert not PRICES.keys_save_more(0.5, 504, 0.5)
+    assert not PRICES.keys_save_more(0.25, 300, 0.5)
+    assert PRICES.keys_save_more(0.25, 300, 0.25)
+    assert PRICES.keys_save_more(1e-9, 1, 1.0)  # a slot for one pass saves nothing
+    assert MOVE_READS == 1.5
+
+
+@given(ages, chances, st.floats(0, 1), prices)
+def test_what_saves_more_never_saves_less(age: int, chance: float, use: float, p: Prices) -> None:
+    """Where keys are worth their memory, cheaper slots and likelier turns change nothing."""
+    if p.keys_save_more(chance, age, use):
+        assert p.keys_save_more(chance, age // 2, use)
+        assert p.keys_save_more(chance, age, use / 2)
+        assert p.keys_save_more(min(1.0, 2 * chance), age, use)
+        assert p._replace(token_s=2 * p.token_s).keys_save_more(chance, age, use)
+        assert p._replace(read_s=p.read_s / 2).keys_save_more(chance, age, use)
+    assert p.keys_save_more(chance, age, 0.0)
+
+
+@given(st.booleans(), ages, chances, st.floats(0, 1), st.none() | prices)
+def test_the_plan_decides_until_something_is_known(
+    is_planned: bool, age: int, chance: float, use: float, p: Prices | None
+) -> None:
+    found = gives_way(is_planned, age, chance, use, p)
+    if p is None:
+        assert found is not is_planned
+    elif is_planned and age < YOUNG_PASSES:
+        assert not found
+    elif use == 0.0:
+        assert not found, "slots need no more memory"
+    else:
+        assert found is not p.keys_save_more(chance, age, use)
+
+
+# What is told of ranges and passes
+
+
+def make_room(slot_use: float | None = 0.5) -> KeptRoom:
+    room = KeptRoom(1000, PRICES.token_bytes, PRICES.slot_bytes)
+    room.slot_use = None if slot_use is None else lambda num_bytes: slot_use
+    return room
+
+
+def decode(room: KeptRoom, num_passes: int, num_misses: int = 10, each_s: float = 0.002) -> None:
+    """Passes of one row, each of which waits for reads."""
+    for _ in range(num_passes):
+        misses, wait_s = room._num_misses + num_misses, room._wait_s + num_misses * each_s
+        room.took(1, 1.0, misses, wait_s)
+
+
+def read_prompt(room: KeptRoom, num_passes: int = 1) -> None:
+    for _ in range(num_passes):
+        room.took(512, 5.12, room._num_misses + 1000, room._wait_s + 5.0)
+
+
+def kept_range(room: KeptRoom) -> KVRange:
+    kv = KVRange(0, 400, 400, 400)
+    room.kept(kv)
+    return kv
+
+
+def test_prices_are_what_passes_took() -> None:
+    room = make_room()
+    assert room._prices() is None
+    read_prompt(room)
+    assert room._prices() is None
+    decode(room, 5, num_misses=0)
+    assert room._prices() is None
+    decode(room, 5)
+    assert room._prices() == pytest.approx(PRICES)
+    decode(room, 400, each_s=0.004)
+    read_prompt(room)
+    assert room._prices() == pytest.approx(PRICES._replace(read_s=0.004))
+    room.took(PROMPT_ROWS, 0.64, room._num_misses, room._wait_s)
+    assert room._prices() == pytest.approx(PRICES._replace(read_s=0.004))
+    assert make_room(None)._prices() is None
+
+
+def test_within_the_plan_old_keys_go_and_beyond_it_young_ones_stay() -> None:
+    room = make_room()
+    kv = kept_range(room)
+    assert room.gives_way(kv, 1001) and not room.gives_way(kv, 1000), "nothing was measured"
+    read_prompt(room)
+    decode(room, 10)
+    assert not room.gives_way(kv, 10**6)
+    decode(room, 230)
+    assert not room.gives_way(kv, 1000) and not room.gives_way(kv, 10**6)
+    decode(room, 20)  # a quarter of a second of passes each, and more than 250 reads
+    assert room.gives_way(kv, 1000) and room.gives_way(kv, 10**6)
+    assert room.as_dict() == {"num_kept": 1, "num_kept_given_up": 3}
+    room.slot_use = lambda num_bytes: 0.0
+    assert not room.gives_way(kv, 10**6)
+
+
+def test_where_conversations_go_on_keys_stay_for_longer() -> None:
+    room = make_room()
+    read_prompt(room)
+    for _ in range(40):
+        kv = kept_range(room)
+        decode(room, 300)
+        room.ended(kv, is_continued=True)
+    kv = kept_range(room)
+    decode(room, 400)
+    assert not room.gives_way(kv, 1000)
+    other = make_room()
+    read_prompt(other)
+    for _ in range(40):
+        kv = kept_range(other)
+        decode(other, 600)
+        other.ended(kv, is_continued=False)
+    kv = kept_range(other)
+    decode(other, YOUNG_PASSES - 1)
+    assert not other.gives_way(kv, 1000)
+    decode(other, 1)
+    assert other.gives_way(kv, 1000)
+
+
+def test_a_copy_is_a_use() -> None:
+    room = make_room()
+    read_prompt(room)
+    kv = kept_range(room)
+    decode(room, 300)
+    assert room.gives_way(kv, 1000)
+    room.copied(kv)
+    assert not room.gives_way(kv, 1000)
+    assert room._continuations.chance(300) > PRIOR_CHANCE
+    room.ended(dataclasses.replace(kv), is_continued=False)  # of which it was never told
+
+
+# Whatever is decided
+
+
+class Drawn(KeptRule):
+    """Says anything, and counts what is kept as it is told."""
+
+    def __init__(self, says: Callable[[], bool]) -> None:
+        self._says = says
+        self.told: list[KVRange] = []
+
+    def kept(self, kv_range: KVRange) -> None:
+        assert kv_range not in self.told
+        self.told.append(kv_range)
+
+    def copied(self, kv_range: KVRange) -> None:
+        self.told.remove(kv_range)
+        self.told.append(kv_range)
+
+    def ended(self, kv_range: KVRange, is_continued: bool) -> None:
+        self.told.remove(kv_range)
+
+    def gives_way(self, kv_range: KVRange, num_tokens: int) -> bool:
+        assert kv_range in self.told and num_tokens >= kv_range.num_usable
+        return self._says()
+
+
+class Machine:
+    """A cache whose kept ranges give way as was drawn, in a budget that slots have a part of."""
+
+    def __init__(self, num_tokens: int, budget_pages: int, answers: Sequence[bool]) -> None:
+        layout = make_layout(num_tokens, 256)
+        self.budget = PageBudget(budget_pages * PAGE * layout.num_parts)
+        account = self.budget.open("KV cache")
+        pages = HostPages(layout.address_bytes(PAGE), PAGE)
+        memory = KVPages(ElasticArena(pages, account, layout.num_parts), layout)
+        says = itertools.cycle(answers)
+        self.rule = Drawn(lambda: next(says))
+        self.cache = KVCache(memory.storage, memory, rule=self.rule)
+        account.give_way = self.cache.give_way
+        self.slots = self.budget.open("expert slots")
+        self.slots.give_way = lambda num_bytes: self.slots.give_back(self.slots.num_bytes)
+        self.running: list[Held] = []
+        self.kept: list[Held] = []
+        self.fresh = itertools.count()
+
+    def act(self, action: str, number: int) -> None:
+        cache = self.cache
+        if action == "allocate" and cache.can_allocate(number):
+            self.running.append(Held(cache.allocate(number)))
+        elif action == "lend":
+            self.slots.draw(self.budget.num_free_bytes)
+        elif action == "heed":
+            cache.heed_rule(number)
+        elif self.running and action == "write":
+            self._write(self.running[number % len(self.running)], number)
+        elif self.running and action == "keep":
+            each = self.running.pop(number % len(self.running))
+            if each.rows.shape[1]:
+                self.kept.append(each)
+                cache.keep(each.kv, each.rows.shape[1])
+            else:
+                cache.free(each.kv)
+        elif self.kept and action == "resume" and cache.can_allocate(96):
+            each = self.kept[number % len(self.kept)]
+            cache.resume(each.kv, each.rows.shape[1], 96)
+            self.kept.remove(each)
+            self.running.append(each)
+        elif self.kept and action == "branch":
+            each = self.kept[number % len(self.kept)]
+            if cache.can_branch(each.kv, 96):
+                made = Held(cache.branch(each.kv, each.rows.shape[1], 96))
+                made.rows = each.rows
+                self.running.append(made)
+
+    def _write(self, each: Held, number: int) -> None:
+        """Rows of numbers that are used once, [layers, tokens]; values are the negative of keys."""
+        first = each.rows.shape[1]
+        num_rows = min(number, each.kv.capacity - first)
+        self.cache.prepare(each.kv, first + num_rows)
+        numbers = [[float(next(self.fresh)) for _ in range(num_rows)] for _ in (0, 1)]
+        rows = torch.tensor(numbers).view(2, num_rows)
+        each.rows = torch.cat([each.rows, rows], 1)
+        for layer in (0, 1):
+            keys = rows[layer, :, None, None].expand(num_rows, 2, 256)
+            self.cache.write(layer, each.kv, first, keys, -keys)
+
+    def check(self) -> None:
+        """Running ranges have all that was written to them, and so have kept ones or they are gone;
+        all have memory, and no more than there is."""
+        self.kept = [each for each in self.kept if self.cache.is_kept(each.kv)]
+        assert set(self.rule.told) == set(self.cache._kept) == {each.kv for each in self.kept}
+        assert self.budget.num_free_bytes >= 0
+        for each, layer in itertools.product([*self.running, *self.kept], (0, 1)):
+            assert each.kv in self.cache._taken and each.kv.num_usable >= each.rows.shape[1]
+            keys, values = self.cache.read(layer, each.kv, each.rows.shape[1])
+            assert torch.equal(keys, each.rows[layer, None, :, None].expand_as(keys))
+            assert torch.equal(values, -keys)
+
+
+acts = st.sampled_from(["allocate", "write", "write", "keep", "resume", "branch", "heed", "lend"])
+
+
+@examples(60)
+@given(
+    num_tokens=st.sampled_from([96, 192, 320]),
+    budget_pages=st.integers(8, 80),
+    answers=st.lists(st.booleans(), min_size=1, max_size=9),
+    steps=st.lists(st.tuples(acts, st.integers(1, 90)), max_size=30),
+)
+def test_whatever_the_rule_says_no_running_range_loses_anything(
+    num_tokens: int, budget_pages: int, answers: list[bool], steps: list[tuple[str, int]]
+) -> None:
+    machine = Machine(num_tokens, budget_pages, answers)
+    for action, number in steps:
+        with suppress(PageError):  # there is not as much: nothing changes but kept ranges
+            machine.act(action, number)
+        machine.check()
