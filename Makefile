@@ -10,6 +10,7 @@ DEMO_MEMORY ?= 6MiB
 
 # What `make peers` builds llama.cpp with; its lines say so.
 PEERS := .venv-peers
+PEERS_PIP = $(PEERS)/bin/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
 LLAMA_CPP_FLAGS ?= -DGGML_NATIVE=ON
 BENCH = $(if $(wildcard $(PEERS)/.peers),$(PEERS)/bin,$(BIN))
 
@@ -117,7 +118,8 @@ $(PEERS)/.peers: $(VENV)/.lowtide-dev
 	$(BIN)/python -m venv $(PEERS)
 	$(BIN)/python -c 'import sysconfig as s; print("import site; site.addsitedir(%r)" % s.get_path("purelib"))' \
 		> $$($(PEERS)/bin/python -c 'import sysconfig as s; print(s.get_path("purelib"))')/lowtide.pth
-	CMAKE_ARGS="$(LLAMA_CPP_FLAGS)" $(PEERS)/bin/python -m pip --disable-pip-version-check install \
-		--quiet -c constraints.txt --no-binary llama-cpp-python llama-cpp-python accelerate gguf
+	$(PEERS_PIP) accelerate gguf diskcache
+	CMAKE_ARGS="$(LLAMA_CPP_FLAGS)" $(PEERS_PIP) --ignore-installed --no-deps --no-cache-dir \
+		--no-binary llama-cpp-python llama-cpp-python
 	echo "$(LLAMA_CPP_FLAGS)" > $(PEERS)/llama-cpp-flags
 	touch $@

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from lowtide.lab.bench import Spread
+from lowtide.plan import OWN_FORMAT
 from reporting import evidence, memory
 from reporting.fronts import front_picture
 from reporting.locality import locality
@@ -191,15 +192,18 @@ def offload(results: Results, page: Path) -> str:
     """Every budget, and accelerate's disk offload at one of them, cold and warm."""
     peer = "transformers with accelerate's disk offload"
     head = ("budget for", "engine", "weights", "tokens/s", "reads", "experts in memory", "resident")
+    ours = _timed(results, "offload", "lowtide", "tokens_per_s")
+    own = {_share(line): turns for line, turns in ours if _weights(line) == OWN_FORMAT}
     rows: list[Row] = []
-    for what in ("lowtide", peer):
-        for line, turns in _timed(results, "offload", what, "tokens_per_s"):
-            is_ours = what == "lowtide"
-            engine = what if is_ours else f"{what}, page cache {line['page_cache']}"
-            cells = (_share(line), engine, _weights(line), with_range(turns))
-            reads = _reads(line) if is_ours else ""
-            rows.append(([line], (*cells, reads, percent(line["resident_share"]), _peak(line))))
-    return shown("offload", head, rows, page)
+    for line, turns in ours:
+        cells = (_share(line), "lowtide", _weights(line), with_range(turns), _reads(line))
+        rows.append(([line], (*cells, percent(line["resident_share"]), _peak(line), "")))
+    for line, turns in _timed(results, "offload", peer, "tokens_per_s"):
+        share, engine = _share(line), f"{peer}, page cache {line['page_cache']}"
+        cells = (share, engine, OWN_FORMAT, with_range(turns), "")
+        over = ratio(own[share], turns) if share in own else ""
+        rows.append(([line], (*cells, percent(line["resident_share"]), _peak(line), over)))
+    return shown("offload", (*head, "lowtide over it"), rows, page)
 
 
 def decode(results: Results, page: Path) -> str:
@@ -354,7 +358,7 @@ def _reads(line: Line) -> Cell:
 
 
 def _weights(line: Line) -> Cell:
-    return str(line.row.get("weights", "own"))  # a peer has no others
+    return str(line["weights"])
 
 
 def _share(line: Line) -> Cell:
