@@ -33,8 +33,8 @@ from lowtide.formats import formats, fp8, ggml, grouped_ints
 from lowtide.formats.arranged import Sectioned
 from lowtide.kernels.choice import choose_kernels, choose_pack
 from lowtide.kernels.cpu.library import load_library
+from lowtide.kernels.cpu.weight_calls import CompiledExperts
 from lowtide.kernels.operands import SlotPlaces
-from lowtide.kernels.reference import SeveralExperts
 from lowtide.memory.arena import Arena
 
 _GIGA = 1e9
@@ -87,7 +87,7 @@ class Bfloat16Experts:
         self.memory.bytes.view(num_experts, -1)[:] = content
         if kernels is None:
             raise SystemExit("nothing can be compiled here")
-        self.kernels: SeveralExperts = kernels
+        self.kernels: CompiledExperts = kernels
         count = round_experts(shape.num_weights // 2)  # the most: others are larger
         self._rows = torch.randn(count * max_rows, shape.hidden).bfloat16()
         self._gate, self._up = (
@@ -96,7 +96,7 @@ class Bfloat16Experts:
         start, part = self.memory.bytes.data_ptr(), self.num_bytes // 3
         self._places = SlotPlaces(start, start + part, start + 2 * part, self.num_bytes)
 
-    def _made(self) -> tuple[torch.Tensor, SeveralExperts | None]:
+    def _made(self) -> tuple[torch.Tensor, CompiledExperts | None]:
         """An expert's bytes, and what computes with them."""
         weights = torch.randn(self.shape.num_weights).bfloat16() * 0.02
         return weights.view(torch.uint8), choose_kernels("auto", torch.bfloat16).several_experts
@@ -117,7 +117,7 @@ class QuantisedExperts(Bfloat16Experts):
     num_bits: int
     rounds_rows = False
 
-    def _made(self) -> tuple[torch.Tensor, SeveralExperts | None]:
+    def _made(self) -> tuple[torch.Tensor, CompiledExperts | None]:
         hidden, width = self.shape
         parts = []
         for num_rows, num_columns in ((width, hidden), (width, hidden), (hidden, width)):
@@ -159,7 +159,7 @@ class PackedExperts(Bfloat16Experts):
         self._stored, self._rounds_rows = formats()[name], rounds_rows
         super().__init__(shape, num_experts, max_rows)
 
-    def _made(self) -> tuple[torch.Tensor, SeveralExperts | None]:
+    def _made(self) -> tuple[torch.Tensor, CompiledExperts | None]:
         # Of bytes below 64, because every scale that they make is a number.
         num_bytes = self._stored.num_bytes(self.shape.num_weights)
         content = torch.randint(64, (num_bytes,), dtype=torch.uint8)
@@ -174,7 +174,7 @@ class SectionedExperts(Bfloat16Experts):
         self._stored = stored
         super().__init__(shape, num_experts, max_rows)
 
-    def _made(self) -> tuple[torch.Tensor, SeveralExperts | None]:
+    def _made(self) -> tuple[torch.Tensor, CompiledExperts | None]:
         hidden, width = self.shape
         parts = []
         for rows in ((width, hidden), (width, hidden), (hidden, width)):
