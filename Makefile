@@ -20,7 +20,7 @@ OUT ?= docs/results
 # Two workers; what a test's own marker or part (tests/parts.py) leaves out is run elsewhere.
 PYTEST := $(BIN)/python -m pytest -q -n 2 --dist worksteal -m 'not slow and not gpu'
 
-.PHONY: demo demo-accuracy test check-pages test-kernels test-machines sanitize check wheel peers bench bench-large report report-age gpu gpu-test gpu-bench-short gpu-bench-full
+.PHONY: demo demo-accuracy test check-pages test-kernels test-machines sanitize clients check wheel peers bench bench-large report report-age gpu gpu-test gpu-bench-short gpu-bench-full
 
 demo: $(VENV)/.lowtide
 	$(BIN)/lowtide generate demo:autoregressive 'Sort 93 21 57 40 12' --context 512 --host-memory $(DEMO_MEMORY)
@@ -51,6 +51,11 @@ test-machines: $(VENV)/.lowtide-dev
 # The compiled kernels without Python, under address, undefined-behaviour and thread sanitizers.
 sanitize: $(VENV)/.lowtide-dev
 	$(BIN)/python tools/sanitize.py
+
+# Codex CLI and Claude Code repair a small repository over the server: 770 MB from npm, once, and a
+# network that has the loopback alone.
+clients: $(VENV)/.lowtide-dev
+	$(BIN)/python tools/clients.py
 
 check: $(VENV)/.lowtide-dev
 	$(BIN)/ruff format --check .

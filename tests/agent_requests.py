@@ -5,7 +5,15 @@ from __future__ import annotations
 import json
 from typing import Any
 
-PATCH_GRAMMAR = 'start: begin_patch hunk+ end_patch\nbegin_patch: "*** Begin Patch" LF\n' * 10
+PATCH_GRAMMAR = r"""
+start: begin_patch hunk+ end_patch
+begin_patch: "*** Begin Patch" LF
+end_patch: "*** End Patch" LF?
+hunk: "*** Update File: " filename LF ("@@" LF)? change+
+filename: /(.+)/
+change: ("+" | "-" | " ") /(.*)/ LF
+%import common.LF
+"""
 
 
 def words(num_chars: int) -> str:

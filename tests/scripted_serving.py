@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
-import threading
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any, cast
 
-import uvicorn
 from fastapi import FastAPI
 from hypothesis import strategies as st
-from serving import LIMIT_S, wait_until
+from serving import serving_app
 
 from lowtide.config.sampling import PublishedSampling
 from lowtide.parsing.pieces import (
@@ -118,16 +115,5 @@ def listening(service: ScriptedService) -> Iterator[str]:
     add_handlers(app)
     for module in (responses, anthropic_messages, ollama):
         app.include_router(module.router_of(cast(Service, service)))
-    config = uvicorn.Config(app, http="h11", ws="none", lifespan="off", log_config=None)
-    server = uvicorn.Server(config)
-    with socket.socket() as bound:
-        bound.bind(("127.0.0.1", 0))
-        thread = threading.Thread(target=lambda: asyncio.run(server.serve([bound])))
-        thread.start()
-        try:
-            wait_until(lambda: server.started)
-            yield f"http://127.0.0.1:{bound.getsockname()[1]}"
-        finally:
-            server.should_exit = True
-            thread.join(LIMIT_S)
-            assert not thread.is_alive()
+    with serving_app(app) as url:
+        yield url

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import httpx
 import uvicorn
+from starlette.types import ASGIApp
 
 from lowtide import AsyncLLM
 from lowtide.model_folder.demos import DEMO_FOLDER
@@ -57,16 +58,24 @@ class Running(NamedTuple):
 def serving(llm: AsyncLLM, **settings: Any) -> Iterator[Running]:
     """A server in a thread; the model stays loaded."""
     service = Service(llm, ServeSettings(port=0, **settings))
-    with bound_socket(service.settings) as bound:
-        server = uvicorn.Server(config_of(build_app(service)))
+    with serving_app(build_app(service)) as url:
+        yield Running(url, service)
+
+
+@contextmanager
+def serving_app(app: ASGIApp) -> Iterator[str]:
+    """An app at a free port of the loopback, in a thread: its address."""
+    server = uvicorn.Server(config_of(app))
+    with bound_socket(ServeSettings(port=0)) as bound:
         thread = threading.Thread(target=lambda: asyncio.run(server.serve([bound])))
         thread.start()
         try:
             wait_until(lambda: server.started)
-            yield Running(url_of(bound), service)
+            yield url_of(bound)
         finally:
             server.should_exit = True
             thread.join(LIMIT_S)
+            assert not thread.is_alive()
 
 
 def wait_until(is_so: Any) -> None:

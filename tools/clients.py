@@ -1,0 +1,243 @@
+"""Real coding agents against the server, to the end of a small repair: `make clients`.
+
+python tools/clients.py    # a minute for each, behind 770 MB that npm fetches once
+
+Codex CLI and Claude Code, of pinned versions in the user's cache, are each run on a repository
+with a failing test, as `lowtide serve --print-config` says, in a network namespace that has
+the loopback alone. The model is tiny and random, and its answers follow a script, token by token
+through the real engine (`tests/forced_serving.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from itertools import pairwise
+from pathlib import Path
+from typing import NamedTuple
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(REPOSITORY / "tests"))
+
+from forced_serving import ForcedService, agent_model  # noqa: E402
+from serving import serving_app  # noqa: E402
+from small_tokenizers import QWEN  # noqa: E402
+from starlette.types import ASGIApp, Message, Receive, Scope, Send  # noqa: E402
+
+from lowtide import AsyncLLM  # noqa: E402
+from lowtide.files.folders import cache_folder  # noqa: E402
+from lowtide.serve.app import build_app  # noqa: E402
+from lowtide.serve.context import AGENT_TOKENS  # noqa: E402
+
+INSIDE = "--inside"  # this process has the loopback alone
+LIMIT_S = 300.0
+PROMPT = "Repair the failing test."
+
+WRONG = "    return sum(values) / (len(values) + 1)\n"
+RIGHT = "    return sum(values) / len(values)\n"
+FILES = {
+    "mean.py": f"def mean(values):\n{WRONG}",
+    "test_mean.py": (
+        "import unittest\n\nfrom mean import mean\n\n\nclass TestMean(unittest.TestCase):\n"
+        "    def test_mean(self):\n        self.assertEqual(mean([1, 3]), 2)\n"
+    ),
+}
+RUN_TEST = "python3 -m unittest"
+LOOK = "<think>\nWhich test fails?\n</think>\n\nI run the tests.\n"
+END = "The test passes."
+
+
+class Agent(NamedTuple):
+    """A program of npm's. name: as `--print-config` has it; arguments: before the prompt; script:
+    what the model is to answer, turn by turn, in a repository that lies in a folder."""
+
+    name: str
+    package: str
+    version: str
+    arguments: tuple[str, ...]
+    script: Callable[[Path], list[str]]
+
+
+def codex_script(_: Path) -> list[str]:
+    run = QWEN.text(("exec_command", {"cmd": RUN_TEST}))
+    hunk = f"*** Update File: mean.py\n@@\n-{WRONG}+{RIGHT}"
+    patch = {"input": f"*** Begin Patch\n{hunk}*** End Patch\n"}
+    return [LOOK + run, QWEN.text(("apply_patch", patch)), run, END]
+
+
+def claude_script(folder: Path) -> list[str]:
+    run = QWEN.text(("Bash", {"command": RUN_TEST, "description": "Run the tests"}))
+    file = {"file_path": str(folder / "mean.py")}
+    edit = {**file, "old_string": WRONG, "new_string": RIGHT}
+    return [LOOK + run, QWEN.text(("Read", file)), QWEN.text(("Edit", edit)), run, END]
+
+
+AGENTS = (
+    Agent(
+        "codex",
+        "@openai/codex",
+        "0.169.0",
+        ("exec", "--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox"),
+        codex_script,
+    ),
+    Agent(
+        "claude",
+        "@anthropic-ai/claude-code",
+        "2.1.330",
+        ("--allowedTools", "Bash,Read,Edit", "-p"),
+        claude_script,
+    ),
+)
+
+
+def main() -> None:
+    programs = cache_folder() / "agents"
+    if INSIDE not in sys.argv:
+        _install(programs)
+        os.execvp("unshare", [*_namespace(), sys.executable, __file__, INSIDE])
+    subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
+    with tempfile.TemporaryDirectory(prefix="clients-") as name:
+        model = agent_model(Path(name) / "model", AGENT_TOKENS)
+        llm = AsyncLLM(model, context=AGENT_TOKENS, host_memory="256MiB")
+        try:
+            found = [_repaired(agent, programs, llm, Path(name)) for agent in AGENTS]
+        finally:
+            asyncio.run(llm.close())
+    sys.exit(any(found))
+
+
+def _install(folder: Path) -> None:
+    """Fetches what is not there in its pinned version."""
+    wanted = {agent.package: agent.version for agent in AGENTS}
+    files = {package: folder / "node_modules" / package / "package.json" for package in wanted}
+    found = {p: json.loads(f.read_text())["version"] for p, f in files.items() if f.exists()}
+    if found == wanted:
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    pinned = [f"{package}@{version}" for package, version in wanted.items()]
+    options = ["--prefix", str(folder), "--no-audit", "--no-fund"]
+    subprocess.run(["npm", "install", *options, *pinned], check=True)
+
+
+def _namespace() -> list[str]:
+    """What runs a command with the loopback alone. Ends the program where that is not allowed."""
+    command = ["unshare", "--net", *([] if os.geteuid() == 0 else ["--map-root-user"])]
+    tried = subprocess.run([*command, "true"], capture_output=True, text=True)
+    if tried.returncode:
+        raise SystemExit(
+            f"No network namespace can be made here ({tried.stderr.strip()}), and agents run in "
+            "nothing else: they would speak with their makers. Run this as root."
+        )
+    return command
+
+
+def _repaired(agent: Agent, programs: Path, llm: AsyncLLM, folder: Path) -> list[str]:
+    """Runs an agent and prints what came of it. Returns what is not as it should be."""
+    home, repository = folder / agent.name, folder / agent.name / "repository"
+    repository.mkdir(parents=True)
+    for name, text in FILES.items():
+        (repository / name).write_text(text)
+    script = agent.script(repository)
+    service = ForcedService(llm, script)
+    requests = Requests(build_app(service))
+    with serving_app(requests) as url:
+        told = _run(agent, programs, home, repository, _config(agent, folder / "model", url))
+    print(f"{agent.name} {agent.version}")
+    for request, count in requests.counts.items():
+        print(f"  {count} x {request}")
+    for each in service.answered:
+        done, num_tools = each.done, len(each.ask.tools)
+        print(
+            f"  {num_tools:2} tools, {done.num_prompt:6,} prompt tokens, {done.num_cached:6,} of "
+            f"them kept, {done.num_new:4,} new"
+        )
+    wrong = list(_wrong(service, requests, repository, len(script)))
+    print("\n".join([*(f"  WRONG: {each}" for each in wrong), *([told] if wrong else [])]))
+    return wrong
+
+
+def _wrong(
+    service: ForcedService, requests: Requests, repository: Path, num_turns: int
+) -> Iterator[str]:
+    tested = subprocess.run(RUN_TEST.split(), cwd=repository, capture_output=True, text=True)
+    if tested.returncode:
+        yield f"the test fails:\n{tested.stderr}"
+    turns = [each for each in service.answered if each.ask.tools]
+    if len(turns) != num_turns:
+        yield f"{len(turns)} turns, and the script has {num_turns}"
+    for before, after in pairwise(each.done for each in turns):
+        if after.num_cached < before.num_prompt:
+            yield f"a turn computes again what the one before had: {after.num_cached:,} tokens kept"
+    last = turns[-1].ask.conversation.turns if turns else ()
+    outputs = [turn.text for turn in last if turn.role == "tool"]
+    if not outputs or "FAILED" not in outputs[0] or "OK" not in outputs[-1]:
+        yield "what the tests printed did not come back"
+    if service.num_refused:
+        yield f"{service.num_refused} answers are not of their own request's grammar"
+    yield from (request for request in requests.counts if not request.endswith(" 200"))
+
+
+def _config(agent: Agent, model: Path, url: str) -> str:
+    """What a user would be told."""
+    options = ["--port", url.rpartition(":")[2], "--context", str(AGENT_TOKENS)]
+    command = [sys.executable, "-m", "lowtide", "serve", str(model), *options]
+    command += ["--print-config", agent.name]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+
+def _run(agent: Agent, programs: Path, home: Path, repository: Path, config: str) -> str:
+    """Runs an agent to its end, or for `LIMIT_S`; returns what it printed. config: files, each
+    behind its name, or lines for a shell."""
+    files = re.split(r"^# ~/(.+)\n", config, flags=re.MULTILINE)
+    for name, text in zip(files[1::2], files[2::2], strict=True):
+        (home / name).parent.mkdir(parents=True, exist_ok=True)
+        (home / name).write_text(text)
+    program = programs / "node_modules" / ".bin" / agent.name
+    command = [str(program), *agent.arguments, PROMPT]
+    path_names = f"{Path(sys.executable).parent}:{os.environ.get('PATH', os.defpath)}"
+    with subprocess.Popen(
+        ["sh", "-c", f'{files[0]}exec "$@"', "sh", *command],
+        cwd=repository,
+        env={"HOME": str(home), "PATH": path_names, "LANG": "C.UTF-8", "TERM": "dumb"},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    ) as running:
+        try:
+            return running.communicate(timeout=LIMIT_S)[0]
+        except subprocess.TimeoutExpired:
+            return f"It did not end within {LIMIT_S:g} s."
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(running.pid, signal.SIGKILL)  # with all that it started
+
+
+class Requests:
+    """Around an app: counts requests by method, path and status."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+        self.counts: Counter[str] = Counter()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def noted(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                self.counts[f"{scope['method']} {scope['path']} {message['status']}"] += 1
+            await send(message)
+
+        await self._app(scope, receive, noted)
+
+
+if __name__ == "__main__":
+    main()
