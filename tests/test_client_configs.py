@@ -47,6 +47,8 @@ def test_claude_code_gets_its_variables(name: str) -> None:
     assert found["CLAUDE_CODE_MAX_CONTEXT_TOKENS"] == "32768"
     assert found["CLAUDE_CODE_MAX_OUTPUT_TOKENS"] == "8192"
     assert found["CLAUDE_CODE_ATTRIBUTION_HEADER"] == "0"
+    assert found["DISABLE_AUTO_COMPACT"] == "1"  # its first request would be compacted
+    assert "DISABLE_AUTO_COMPACT" not in config_for("claude", ServedModel(URL, name, 49_152))
 
 
 @pytest.mark.parametrize("name", NAMES)

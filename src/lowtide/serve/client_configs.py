@@ -17,6 +17,10 @@ _KEY = "lowtide"
 _HOURS_MS = 7_200_000
 """An answer may take hours where most experts are on disk."""
 
+_COMPACTED_CONTEXT = 49_152
+"""Claude Code compacts a conversation 13,000 tokens below what the context leaves beside an answer;
+of a shorter context that is less than it begins with, and it would compact at every turn."""
+
 _CODEX_INSTRUCTIONS = (
     "You are a coding agent in a terminal on the user's computer. Work in the current folder: read "
     "files before you change them, make the smallest change that does what was asked, run the "
@@ -115,6 +119,8 @@ def claude_config(served: ServedModel) -> str:
         "API_TIMEOUT_MS": str(_HOURS_MS),
         "CLAUDE_STREAM_IDLE_TIMEOUT_MS": str(_HOURS_MS),
     }
+    if served.context < _COMPACTED_CONTEXT:
+        variables["DISABLE_AUTO_COMPACT"] = "1"
     return _exports(variables | {"ANTHROPIC_AUTH_TOKEN": served.api_key or _KEY})
 
 
