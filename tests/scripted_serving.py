@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -64,9 +65,14 @@ def drawn_pieces(
             pieces.append(part)
             continue
         pieces.append(CallBegun(num_calls, f"call_{num_calls}", "tool"))
-        pieces.append(CallArguments(num_calls, json.dumps(part)))
+        pieces += [CallArguments(num_calls, text) for text in _divided(draw, json.dumps(part))]
         num_calls += 1
     return pieces
+
+
+def _divided(draw: st.DrawFn, text: str) -> list[str]:
+    places = [0, *sorted(draw(st.lists(st.integers(0, len(text)), max_size=4))), len(text)]
+    return [text[a:b] for a, b in pairwise(places) if a < b]
 
 
 class ScriptedService:

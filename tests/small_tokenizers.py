@@ -48,8 +48,12 @@ class CallFormat(NamedTuple):
         return self.begin + self.between.join(self.one(*call) for call in calls) + self.end
 
 
+def _json(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
 def _tagged(name: str, arguments: dict[str, object]) -> str:
-    call = json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False)
+    call = _json({"name": name, "arguments": arguments})
     return f"<tool_call>\n{call}\n</tool_call>"
 
 
@@ -63,25 +67,25 @@ def _xml(name: str, arguments: dict[str, object]) -> str:
 
 
 def _deepseek(name: str, arguments: dict[str, object]) -> str:
-    return f"{DEEPSEEK[2]}{name}{DEEPSEEK[4]}{json.dumps(arguments)}{DEEPSEEK[3]}"
+    return f"{DEEPSEEK[2]}{name}{DEEPSEEK[4]}{_json(arguments)}{DEEPSEEK[3]}"
 
 
 def _old_deepseek(name: str, arguments: dict[str, object]) -> str:
-    code = f"```json\n{json.dumps(arguments)}\n```"
+    code = f"```json\n{_json(arguments)}\n```"
     return f"{DEEPSEEK[2]}function{DEEPSEEK[4]}{name}\n{code}{DEEPSEEK[3]}"
 
 
 def _mistral(name: str, arguments: dict[str, object]) -> str:
-    return f"[TOOL_CALLS]{name}[ARGS]{json.dumps(arguments)}"
+    return f"[TOOL_CALLS]{name}[ARGS]{_json(arguments)}"
 
 
 def _old_mistral(name: str, arguments: dict[str, object]) -> str:
-    return json.dumps({"name": name, "arguments": arguments})
+    return _json({"name": name, "arguments": arguments})
 
 
 def _harmony(name: str, arguments: dict[str, object]) -> str:
     header = f"<|channel|>commentary to=functions.{name} <|constrain|>json"
-    return f"{header}<|message|>{json.dumps(arguments)}<|call|>"
+    return f"{header}<|message|>{_json(arguments)}<|call|>"
 
 
 QWEN = CallFormat("qwen", make_tokenizer(("<tool_call>", "</tool_call>", *THINK)), _tagged)

@@ -35,7 +35,7 @@ from lowtide.errors import CheckpointError, UnsupportedError, UsageError
 from lowtide.model_folder.tokenizer import Tokenizer
 from lowtide.params import SamplingParams
 from lowtide.parsing import parser_of
-from lowtide.parsing.pieces import CallArguments, CallBegun, Reasoning, Text
+from lowtide.parsing.pieces import CallArguments, CallBegun, Piece, Reasoning, Text
 from lowtide.parsing.tools import Tool
 from lowtide.serve import grammar
 from lowtide.serve.grammar import Constraint, GrammarMask, Grammars, check_kept
@@ -170,15 +170,20 @@ def test_a_call_that_must_be_made(form: CallFormat, choice: str) -> None:
         parser = parser_of(form.tokenizer, form.tokenizer.encode(form.prompt), TOOLS)
         pieces = [*parser.feed(ids), *parser.finish()]
         pieces = [piece for piece in pieces if not isinstance(piece, Reasoning | Text)]
-        [begun, arguments] = pieces
-        assert isinstance(begun, CallBegun) and isinstance(arguments, CallArguments)
+        begun, *arguments = pieces
+        assert isinstance(begun, CallBegun)
         assert begun.name in (["paint", "stop"] if choice == "required" else ["paint"])
-        value = json.loads(arguments.text)
+        value = json.loads(arguments_of(arguments))
         if begun.name == "paint":
             assert list(value) == ["colour", "n"] and value["colour"] in ("red", "green")
             assert value["n"] in (1, 2)
         else:
             assert value == {}
+
+
+def arguments_of(pieces: Sequence[Piece]) -> str:
+    """Those of the one call among them."""
+    return "".join(piece.text for piece in pieces if isinstance(piece, CallArguments))
 
 
 def _answer(form: CallFormat, mask: GrammarMask, seed: int) -> list[int]:
@@ -256,8 +261,7 @@ def test_a_custom_tool_s_one_text(form: CallFormat) -> None:
     parser = parser_of(form.tokenizer, form.tokenizer.encode(form.prompt), (tool,))
     ids = form.tokenizer.encode(form.text(("apply_patch", {"input": patch})))
     told = [*parser.feed(ids), *parser.finish()]
-    [arguments] = [json.loads(piece.text) for piece in told if isinstance(piece, CallArguments)]
-    assert arguments == {"input": patch}
+    assert json.loads(arguments_of(told)) == {"input": patch}
 
 
 AGENTS = r"""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Sequence
+from itertools import groupby
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from small_tokenizers import (
     CODER,
     DEEPSEEK,
+    DEEPSEEK_31,
     FORMATS,
     GPT_OSS,
     INLINE,
@@ -21,12 +23,18 @@ from small_tokenizers import (
     OLD_MISTRAL,
     PLAIN,
     QWEN,
+    THINK,
     CallFormat,
     make_tokenizer,
 )
 
 from lowtide.model_folder.tokenizer import Tokenizer
 from lowtide.parsing import has_thoughts, parser_of
+from lowtide.parsing.call_forms import call_form_of
+from lowtide.parsing.channels import CHANNEL_MARKS, ChannelReader
+from lowtide.parsing.inline_calls import InlineReader
+from lowtide.parsing.marked_text import Mark, MarkedText
+from lowtide.parsing.piece_writer import PieceWriter
 from lowtide.parsing.pieces import CallArguments, CallBegun, Piece, Reasoning, Text
 from lowtide.parsing.tools import Tool
 
@@ -48,6 +56,7 @@ TOOLS = (WEATHER, PATCH)
 ARGUMENTS: dict[str, object] = {"city": 'Zürich "Nord"\n8001', "days": 3, "places": [{"a": None}]}
 CALL = ("get_weather", ARGUMENTS)
 
+IN_JSON = tuple(form for form in FORMATS if form is not CODER)
 named = pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
 
 
@@ -119,11 +128,67 @@ def test_without_tools_marks_are_plain_text(form: CallFormat) -> None:
 
 
 @named
-def test_a_call_that_is_never_closed_is_text(form: CallFormat) -> None:
-    text = form.text(CALL)
+def test_a_call_that_is_cut_short_is_told_as_far_as_it_goes(form: CallFormat) -> None:
+    text, (_, name, arguments) = form.text(CALL), as_told(*CALL)
     cut = text[: text.rindex("8001")]
-    [(kind, found)] = read(form.tokenizer, cut, prompt=form.prompt)
-    assert (kind, found) == ("Text", cut)
+    found = read(form.tokenizer, cut, prompt=form.prompt)
+    expected = ("call", name, arguments[: arguments.rindex("8001")])
+    assert found == [("Text", cut) if form is CODER else expected]
+
+
+@pytest.mark.parametrize("form", IN_JSON, ids=lambda form: form.name)
+def test_arguments_are_told_while_they_are_written(form: CallFormat) -> None:
+    text, (_, name, arguments) = form.text(CALL), as_told(*CALL)
+    parser = parser_of(form.tokenizer, form.tokenizer.encode(form.prompt), TOOLS)
+    begun = told(parser.feed(form.tokenizer.encode(text[: text.index("Nord")])))
+    assert begun == [("call", name, arguments[: arguments.index("Nord")])]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        '{"city": }',
+        '{"days": NaN}',
+        '{"days":1 ,\n"days": 2}',
+        '{"city": "a\nb"}',
+        r'{"city": "}\"{", "places": [{"a": "\\"}]}',
+    ],
+)
+def test_arguments_are_told_to_the_letter(arguments: str) -> None:
+    for form in (QWEN, PLAIN, CODER):
+        written = f'{{"name": "get_weather", "arguments": {arguments}}}'
+        found = read(form.tokenizer, f"see <tool_call>{written}</tool_call>, that is it")
+        call = ("call", "get_weather", arguments)
+        assert found == [("Text", "see"), call, ("Text", ", that is it")]
+    text = f"<|channel|>commentary to=functions.get_weather<|message|>\n{arguments} <|call|>"
+    expected = ("call", "get_weather", arguments)
+    assert read(GPT_OSS.tokenizer, text, prompt=GPT_OSS.prompt) == [expected]
+
+
+def test_what_stands_behind_the_arguments_is_no_text() -> None:
+    more = '{"name": "f", "arguments": {"a": 1}, "id": "}", "more": {}}}\n'
+    assert read(QWEN.tokenizer, f"<tool_call>{more}</tool_call>") == [as_told("f", {"a": 1})]
+    unclosed = '<tool_call>{"name": "f", "arguments": {}}\n\nDone.'
+    assert read(QWEN.tokenizer, unclosed) == [as_told("f", {}), ("Text", "Done.")]
+    again = '<tool_call>{"name": "f", "arguments": {}}\n' * 2
+    assert read(QWEN.tokenizer, again) == [as_told("f", {})] * 2
+    several = '[{"name": "f", "arguments": {}, "id": "x"} , {"name": "g", "arguments": {"b": "]"}}]'
+    expected = [as_told("f", {}), as_told("g", {"b": "]"})]
+    assert read(OLD_MISTRAL.tokenizer, f"[TOOL_CALLS] {several}") == expected
+
+
+def test_a_call_in_another_form_behind_one_in_json() -> None:
+    begin, end, one_begin, one_end, separator = DEEPSEEK
+    other = f"{one_begin}apply_patch{separator}*** \n+a{one_end}"
+    none = f"{one_begin}get_weather{separator}[1]{one_end}"
+    first = f"{begin}{DEEPSEEK_31.one('get_weather', {'days': 1})}\n"
+    call = as_told("get_weather", {"days": 1})
+    expected = [call, as_told("apply_patch", {"input": "*** \n+a"})]
+    assert read(DEEPSEEK_31.tokenizer, first + other + end) == expected
+    assert read(DEEPSEEK_31.tokenizer, first + none + end) == [call, ("Text", none + end)]
+    cut = first[: first.index("1}")] + one_end + other
+    expected[0] = ("call", "get_weather", '{"days": ')
+    assert read(DEEPSEEK_31.tokenizer, cut + end) == expected
 
 
 @pytest.mark.parametrize(
@@ -131,9 +196,7 @@ def test_a_call_that_is_never_closed_is_text(form: CallFormat) -> None:
     [
         "",
         "get_weather",
-        '{"name": "get_weather", "arguments": {"city": }}',
         '{"name": "get_weather", "arguments": [1]}',
-        '{"name": "get_weather", "arguments": {"days": NaN}}',
         '{"name": 3, "arguments": {}}',
         '{"name": "a b", "arguments": {}}',
         '{"arguments": {}}',
@@ -164,7 +227,7 @@ def test_other_words_for_the_same_call() -> None:
 def test_half_a_surrogate_pair_stays_escaped() -> None:
     text = '<tool_call>{"name": "f", "arguments": {"a": "\\ud800é"}}</tool_call>'
     [(_, _, arguments)] = read(QWEN.tokenizer, text)
-    assert arguments == '{"a": "\\ud800\\u00e9"}'
+    assert arguments == '{"a": "\\ud800é"}'
 
 
 def test_values_in_xml_have_their_schema_s_type() -> None:
@@ -180,6 +243,14 @@ def test_values_in_xml_have_their_schema_s_type() -> None:
     code = "def f():\n\n    return '</parameter>'\n"
     [(_, _, arguments)] = read(CODER.tokenizer, call(city=code, units="7"))
     assert json.loads(arguments) == {"city": code, "units": "7"}
+
+
+def test_types_in_a_schema_that_are_none() -> None:
+    odd = {"a": {"type": {}}, "b": {"type": [[], "integer"], "anyOf": [{"type": {}}, 3]}}
+    tool = Tool("f", "", {"properties": odd})
+    values = "".join(f"<parameter={key}>\n1\n</parameter>\n" for key in odd)
+    text = f"<function=f>\n{values}</function>"
+    assert read(CODER.tokenizer, text, (tool,)) == [as_told("f", {"a": 1, "b": 1})]
 
 
 def test_a_call_of_xml_whose_first_mark_is_missing() -> None:
@@ -257,7 +328,8 @@ def test_channels_of_gpt_oss() -> None:
         "I look.<|end|><|start|>assistant to=functions.get_weather<|channel|>commentary "
         '<|constrain|>json<|message|>{"days":1}<|call|>'
     )
-    expected = [("Reasoning", "hmm"), ("Text", "I look."), as_told("get_weather", {"days": 1})]
+    call = ("call", "get_weather", '{"days":1}')
+    expected = [("Reasoning", "hmm"), ("Text", "I look."), call]
     for step in (1, 5, 1000):
         assert read(GPT_OSS.tokenizer, text, prompt=GPT_OSS.prompt, step=step) == expected
     final = "<|channel|>final<|message|>Yes.<|return|>"
@@ -274,11 +346,22 @@ def test_a_message_to_a_custom_tool_is_its_one_text() -> None:
     assert kind == "Text" and "to=functions.get_weather<|message|>*** Begin\n+a" in found
 
 
+def test_a_message_that_begins_with_a_brace_is_a_tool_s_one_text() -> None:
+    head = "<|channel|>commentary to=functions.apply_patch<|message|>"
+    for text in ("{ a: 1 }", '{"output": 1', "{"):
+        found = read(GPT_OSS.tokenizer, f"{head}{text}<|call|>", prompt=GPT_OSS.prompt)
+        assert found == [as_told("apply_patch", {"input": text})]
+    cut = f'{head}{{"input": "*** Be'
+    expected = ("call", "apply_patch", '{"input": "*** Be')
+    assert read(GPT_OSS.tokenizer, cut, prompt=GPT_OSS.prompt) == [expected]
+
+
 # properties
 
 SNIPPETS = ["<tool_call>", "</tool_call>", "<tool", "_call>", "<", "\n", " ", "{", "}", "é", "Yes."]
 SNIPPETS += ["<think>", "</think>", "<function=f>", "</function>", "[TOOL_CALLS]", "[ARGS]", "[{"]
-SNIPPETS += ['{"name": "f", "arguments": {}}', *DEEPSEEK]
+SNIPPETS += ['{"name": "f", "arguments": {}}', '"name": "f", "arguments": {"a": "', '"}', "\\"]
+SNIPPETS += DEEPSEEK
 SNIPPETS += ["<|channel|>", "<|message|>", "<|end|>", "<|start|>", "<|call|>", " to=f", "analysis"]
 
 texts = st.lists(
@@ -307,6 +390,39 @@ def test_the_same_streamed_and_not(
     assert read_ids(form.tokenizer, parts, tools, form.prompt) == whole
     if not has_tools:
         assert all(kind != "call" for kind, *_ in whole)
+
+
+def read_items(form: CallFormat, items: Iterable[str | Mark]) -> list[tuple[str, ...]]:
+    out = PieceWriter()
+    if form is GPT_OSS:
+        prompt = form.tokenizer.encode(form.prompt)
+        reader: ChannelReader | InlineReader = ChannelReader(out, form.tokenizer, prompt, TOOLS)
+    else:
+        reader = InlineReader(out, call_form_of(form.tokenizer), TOOLS)
+    for item in items:
+        reader.take(item)
+    reader.finish()
+    return told(out.finish())
+
+
+@examples(40)
+@given(texts, st.sampled_from(FORMATS))
+def test_the_same_wherever_a_text_is_cut(text: str, form: CallFormat) -> None:
+    marks = CHANNEL_MARKS if form is GPT_OSS else call_form_of(form.tokenizer).marks
+    marked = MarkedText(form.tokenizer, [*THINK, *marks])
+    items = [item for token in form.tokenizer.encode(text) for item in marked.push(token)]
+    items += marked.finish()
+    groups = [(kind, list(each)) for kind, each in groupby(items, type)]
+    whole: list[str | Mark] = []
+    for kind, each in groups:
+        whole += ["".join(each)] if kind is str else each
+    expected = read_items(form, whole)
+    assert read_items(form, items) == expected
+    for i, item in enumerate(whole):
+        if isinstance(item, str):
+            for place in range(1, len(item)):
+                parts = [item[:place], item[place:]]
+                assert read_items(form, [*whole[:i], *parts, *whole[i + 1 :]]) == expected
 
 
 @examples(40)

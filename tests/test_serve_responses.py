@@ -21,7 +21,7 @@ from lowtide.parsing.pieces import CallArguments, CallBegun, Piece, Prefilled, R
 from lowtide.serve import sse
 from lowtide.serve.errors import QueueFull, TooLong
 from lowtide.serve.responses_events import ResponseEvents
-from lowtide.serve.responses_items import ToolForm
+from lowtide.serve.responses_items import CustomInput, ToolForm
 
 PATCH = "*** Begin Patch\n*** Update File: a.py\n-x\n+y\n*** End Patch\n"
 
@@ -388,3 +388,43 @@ def test_streamed_is_not_streamed(pieces: list[Piece], reason: str, is_custom: b
         parts = item.get("content")
         text = parts[0]["text"] if parts else item.get("arguments", item.get("input"))
         assert deltas.get(item["id"], "") == text
+    arguments = ["" for piece in pieces if isinstance(piece, CallBegun)]
+    for piece in pieces:
+        if isinstance(piece, CallArguments):
+            arguments[piece.index] += piece.text
+    calls = [item for item in whole["output"] if "call_id" in item]
+    for item, text in zip(calls, arguments, strict=True):
+        assert item["input" if is_custom else "arguments"] == (
+            json.loads(text)["input"] if is_custom else text
+        )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ('{"input": "a\\nb\\\\n\\"c"}', 'a\nb\\n"c'),
+        (' {"input":"\\ud83d\\ude00 \\ud800x"}', "\U0001f600 \ud800x"),
+        ('{"input": "a\nb \\d"}', "a\nb \\d"),
+        ('{"input": "cut \\u00', "cut "),
+        ('{"input": "', ""),
+        ('{"more": 1, "input": "x"}', "x"),
+        ('{"output": "x"}', '{"output": "x"}'),
+        ("no JSON", "no JSON"),
+        ("", ""),
+    ],
+)
+def test_a_custom_tool_s_text_as_its_arguments_come(arguments: str, expected: str) -> None:
+    for place in range(len(arguments) + 1):
+        for parts in ([arguments[:place], arguments[place:]], list(arguments)):
+            text = CustomInput()
+            assert "".join(map(text.push, parts)) + text.finish() == expected
+
+
+def test_calls_are_told_as_their_arguments_come() -> None:
+    forms = {"apply_patch": ToolForm("apply_patch", is_custom=True)}
+    writer = ResponseEvents({"id": "resp_1"}, forms)
+    patch = CallBegun(2, "call_d", "apply_patch")
+    parts = ['{"input": "*** Be', "gin\\", 'n+a"}']
+    found = [writer.take(piece) for piece in (patch, *(CallArguments(2, p) for p in parts))]
+    deltas = [[event["delta"] for event in events if "delta" in event] for events in found]
+    assert deltas == [[], ["*** Be"], ["gin"], ["\n+a"]]

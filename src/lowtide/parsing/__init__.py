@@ -4,8 +4,10 @@
     pieces = parser.feed(token_ids)
     pieces += parser.finish()
 
-A call is told when it is whole, so that it is the same streamed and not: what only looks like one,
-or is never closed, is text.
+A call whose arguments are a JSON object is told while it is written, name first, to the letter as
+the model writes it: also where it is never closed, or is no JSON. Any other is told when it is
+whole; what only looks like one is text. All of it follows from the text alone, however it comes, so
+that an answer is the same streamed and not.
 """
 
 from __future__ import annotations

@@ -7,17 +7,21 @@ Lark as llguidance has it: `Lark.mark` and `text` write the parts that are alway
 from __future__ import annotations
 
 import json
+import re
 import secrets
 import string
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from lowtide.model_folder.tokenizer import Tokenizer
-from lowtide.parsing.call_json import Call, arguments_text, call_of, is_name, parsed
+from lowtide.parsing.call_json import NAME, Call, arguments_text, call_of, is_name, parsed
 from lowtide.parsing.tools import Tool
 from lowtide.parsing.xml_calls import FUNCTION, FUNCTION_END, xml_call
 
 FENCE = "```"
+
+_NAMED = rf'\s*\{{\s*"name"\s*:\s*"({NAME})"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{{)'
+"""A call as a JSON object, up to its arguments."""
 
 
 def call_form_of(tokenizer: Tokenizer) -> CallForm:
@@ -41,15 +45,21 @@ def literal(text: str) -> str:
 
 class CallForm(ABC):
     """How calls are written. begin: the mark that begins them; ends: the mark that closes each
-    one that begins a call, "" where the next or the answer's end does; inner: other marks in them.
-    may_end_open: the answer's end closes a call, too.
+    one that begins a call, "" where the next or the answer's end does; call_end: the mark behind
+    each of several calls; inner: other marks in them. may_end_open: the answer's end closes a call,
+    too.
+
+    head: what stands before the JSON object that is a call's arguments, from a mark that begins
+    calls or from behind another call; its group is the name.
     """
 
     begin: str
     ends: Mapping[str, str]
+    call_end = ""
     inner: tuple[str, ...] = ()
     may_end_open = False
     has_raw_texts = False  # arguments that are texts are written as they are, not as JSON
+    head: re.Pattern[str]
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -75,9 +85,9 @@ class CallForm(ABC):
         return literal(mark) if token_id is None else f"<[{token_id}]>"
 
     @abstractmethod
-    def read(self, text: str, tools: Sequence[Tool]) -> list[Call] | None:
-        """The calls in a text from a mark that begins them to the one that closes; None for what
-        is no call."""
+    def read(self, text: str, tools: Mapping[str, Tool]) -> list[Call] | None:
+        """The calls in a text to the mark that closes them, in whatever form; None for what is no
+        call. tools: by name."""
 
     @abstractmethod
     def one(self, tool: Tool, arguments: str) -> str:
@@ -94,6 +104,7 @@ class TaggedCalls(CallForm):
 
     begin = "<tool_call>"
     end = "</tool_call>"
+    head = re.compile(begin + _NAMED)
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         super().__init__(tokenizer)
@@ -101,7 +112,7 @@ class TaggedCalls(CallForm):
         ends = {self.begin: self.end}
         self.ends = ends | {FUNCTION: FUNCTION_END} if self.has_raw_texts else ends
 
-    def read(self, text: str, tools: Sequence[Tool]) -> list[Call] | None:
+    def read(self, text: str, tools: Mapping[str, Tool]) -> list[Call] | None:
         """See `CallForm`."""
         body = text.removeprefix(self.begin).removesuffix(self.end).strip()
         call = xml_call(body, tools) if body.startswith("<") else call_of(parsed(body))
@@ -130,17 +141,22 @@ class DeepSeekCalls(CallForm):
     end = "<｜tool▁calls▁end｜>"
     one_begin, separator, one_end = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
     ends = {begin: end}
+    call_end = one_end
     inner = (one_begin, separator, one_end)
+    head = re.compile(
+        rf"(?:{begin})?\s*{one_begin}(?:\s*({NAME})\s*{separator}|"
+        rf"function{separator}({NAME})\s*\n\s*(?:{FENCE}json)?)\s*(?=\{{)"
+    )
     may_end_open = True  # each call has its own end
 
-    def read(self, text: str, tools: Sequence[Tool]) -> list[Call] | None:
+    def read(self, text: str, tools: Mapping[str, Tool]) -> list[Call] | None:
         """See `CallForm`."""
         body = text.removeprefix(self.begin).removesuffix(self.end).strip()
         calls = []
         while body:
             before, begin, body = body.partition(self.one_begin)
             inside, end, body = body.partition(self.one_end)
-            call = self._call(inside, {tool.name: tool for tool in tools})
+            call = self._call(inside, tools)
             if before.strip() or not begin or not end or call is None:
                 return None
             calls.append(call)
@@ -180,13 +196,17 @@ class MistralCalls(CallForm):
     arguments, call_id = "[ARGS]", "[CALL_ID]"
     ends = {begin: ""}
     inner = (arguments, call_id)
+    head = re.compile(
+        rf"(?:\[TOOL_CALLS\]\s*\[?)?{_NAMED}"
+        rf"|\[TOOL_CALLS\]\s*({NAME})\s*(?:\[CALL_ID\][^\[]*)?\[ARGS\]\s*(?=\{{)"
+    )
     may_end_open = True  # JSON has its own end
 
     def new_id(self) -> str:
         """Nine letters and digits: the templates take nothing else."""
         return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
 
-    def read(self, text: str, tools: Sequence[Tool]) -> list[Call] | None:
+    def read(self, text: str, tools: Mapping[str, Tool]) -> list[Call] | None:
         """See `CallForm`."""
         body = text.removeprefix(self.begin).strip()
         if body[:1] in ("[", "{"):
@@ -195,8 +215,7 @@ class MistralCalls(CallForm):
             return None if None in calls else [call for call in calls if call is not None]
         name, separator, rest = body.partition(self.arguments)
         name = name.partition(self.call_id)[0].strip()
-        known = {tool.name: tool for tool in tools}
-        arguments = arguments_text(rest, known.get(name))
+        arguments = arguments_text(rest, tools.get(name))
         if not separator or not is_name(name) or arguments is None:
             return None
         return [Call(name, arguments)]

@@ -9,7 +9,8 @@ from typing import NamedTuple, NoReturn
 
 from lowtide.parsing.tools import Tool
 
-_NAME = re.compile(r"[\w.:/-]{1,256}")
+NAME = r"[\w.:/-]{1,256}"
+"""A regular expression of what a function may be called."""
 
 
 class Call(NamedTuple):
@@ -21,7 +22,7 @@ class Call(NamedTuple):
 
 def is_name(value: object) -> bool:
     """Whether a function may be called so; whether there is one is the client's to say."""
-    return isinstance(value, str) and _NAME.fullmatch(value) is not None
+    return isinstance(value, str) and re.fullmatch(NAME, value) is not None
 
 
 def parsed(text: str) -> object:

@@ -13,6 +13,7 @@ from lowtide.parsing.call_forms import new_call_id
 from lowtide.parsing.call_json import arguments_text, is_name
 from lowtide.parsing.marked_text import Mark, last_mark
 from lowtide.parsing.piece_writer import PieceWriter
+from lowtide.parsing.streamed_call import StreamedCall, begins_arguments
 from lowtide.parsing.tools import Tool
 
 START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
@@ -31,7 +32,11 @@ def has_channels(tokenizer: Tokenizer) -> bool:
 
 
 class ChannelReader:
-    """Reads messages one after the other; a call's text is kept until it is closed."""
+    """Reads messages one after the other.
+
+    A call whose arguments are a JSON object is told as it comes; the text of what may be another
+    one is held until it is closed.
+    """
 
     def __init__(
         self, out: PieceWriter, tokenizer: Tokenizer, prompt: Sequence[int], tools: Sequence[Tool]
@@ -41,7 +46,9 @@ class ChannelReader:
         # A template ends with the beginning of a header; a text without any is an answer.
         self._header: list[str] | None = [] if last == START else None
         self._name = ""  # of the function that is being called
-        self._call: list[str] = []  # the text of that message so far, its header included
+        self._opening = ""  # of that message: its header and mark
+        self._held = ""  # the message so far, where it is not told
+        self._call: StreamedCall | None = None  # that is being told
 
     def take(self, item: str | Mark) -> None:
         """The next text or mark."""
@@ -64,8 +71,14 @@ class ChannelReader:
     def _write(self, text: str) -> None:
         if self._header is not None:
             self._header.append(text)
+        elif self._call is not None:
+            self._call.push(text)
         elif self._name:
-            self._call.append(text)
+            self._held += text
+            begun = self._held.lstrip()
+            if begins_arguments(begun, self._tools.get(self._name)):
+                self._call = StreamedCall(self._out, new_call_id(), self._name)
+                self._call.push(begun)
         else:
             self._out.write(text)
 
@@ -75,19 +88,19 @@ class ChannelReader:
         recipient, channel = _RECIPIENT.search(header), _CHANNEL.search(header)
         name = recipient[1].removeprefix(FUNCTIONS) if recipient and self._tools else ""
         if is_name(name):
-            self._name, self._call = name, [header, MESSAGE]
+            self._name, self._opening = name, header + MESSAGE
         else:
             self._out.turn_to(is_reasoning=channel is not None and channel[1] == "analysis")
 
     def _close(self, is_whole: bool) -> None:
         """A message ends. What was begun as a call, and is none, is text."""
-        if not self._name:
+        name, held, call = self._name, self._held, self._call
+        self._name, self._held, self._call = "", "", None
+        if not name or call is not None:
             return
-        name, (header, mark, *body) = self._name, self._call
-        self._name, self._call = "", []
-        arguments = arguments_text("".join(body), self._tools.get(name)) if is_whole else None
+        arguments = arguments_text(held, self._tools.get(name)) if is_whole else None
         if arguments is None:
             self._out.turn_to(is_reasoning=False)
-            self._out.write("".join((header, mark, *body)))
+            self._out.write(self._opening + held)
         else:
             self._out.call(new_call_id(), name, arguments)

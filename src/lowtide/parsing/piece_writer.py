@@ -24,7 +24,7 @@ class PieceWriter:
     def turn_to(self, is_reasoning: bool) -> None:
         """Another part begins."""
         self.is_reasoning = is_reasoning
-        self._begin_part()
+        self._is_beginning, self._blanks = True, ""
 
     def write(self, text: str) -> None:
         """More of the part."""
@@ -40,13 +40,22 @@ class PieceWriter:
             self.follows_call = False
             self._pieces.append(Reasoning(certain) if self.is_reasoning else Text(certain))
 
-    def call(self, call_id: str, name: str, arguments: str) -> None:
-        """A whole call. arguments: a JSON object as text."""
-        index = self.num_calls
-        self._pieces += [CallBegun(index, call_id, name), CallArguments(index, arguments)]
+    def begin_call(self, call_id: str, name: str) -> None:
+        """A call, whose arguments follow."""
+        self._pieces.append(CallBegun(self.num_calls, call_id, name))
         self.num_calls += 1
         self.follows_call = True
-        self._begin_part()
+        self.turn_to(is_reasoning=False)
+
+    def arguments(self, text: str) -> None:
+        """More of the arguments of the call that was begun last."""
+        if text:
+            self._pieces.append(CallArguments(self.num_calls - 1, text))
+
+    def call(self, call_id: str, name: str, arguments: str) -> None:
+        """A whole call. arguments: a JSON object as text."""
+        self.begin_call(call_id, name)
+        self.arguments(arguments)
 
     def take(self) -> list[Piece]:
         """The pieces since the last time."""
@@ -58,6 +67,3 @@ class PieceWriter:
         if self._blanks and not self.is_reasoning:
             self._pieces.append(Text(self._blanks))
         return self.take()
-
-    def _begin_part(self) -> None:
-        self._is_beginning, self._blanks = True, ""

@@ -33,7 +33,7 @@ class CallBegun:
 
 @dataclass(frozen=True, slots=True)
 class CallArguments:
-    """More of the JSON text of a call's arguments."""
+    """More of the text of a call's arguments: of JSON, as far as the model writes JSON."""
 
     index: int
     text: str

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from lowtide.parsing.call_json import Call, is_name, json_text, parsed
 from lowtide.parsing.tools import Tool
@@ -11,12 +11,12 @@ FUNCTION, FUNCTION_END = "<function=", "</function>"
 PARAMETER, PARAMETER_END = "<parameter=", "</parameter>"
 
 
-def xml_call(text: str, tools: Sequence[Tool]) -> Call | None:
+def xml_call(text: str, tools: Mapping[str, Tool]) -> Call | None:
     """The call that a text from `<function=` to `</function>` is; None for what is none."""
     name, closed, rest = text.removeprefix(FUNCTION).partition(">")
     if not text.startswith(FUNCTION) or not closed or not is_name(name):
         return None
-    types = _types(name, tools)
+    types = _types(tools.get(name))
     values: dict[str, object] = {}
     while (rest := rest.lstrip()) != FUNCTION_END:
         is_parameter = rest.startswith(PARAMETER)
@@ -42,13 +42,12 @@ def _end_of_value(text: str) -> int:
     return -1
 
 
-def _types(name: str, tools: Sequence[Tool]) -> Mapping[str, set[str]]:
+def _types(tool: Tool | None) -> Mapping[str, set[str]]:
     """What a tool's schema says of its parameters' types."""
-    for tool in tools:
-        properties = tool.parameters.get("properties") if tool.name == name else None
-        if isinstance(properties, Mapping):
-            return {key: kinds_of(schema) for key, schema in properties.items()}
-    return {}
+    properties = None if tool is None else tool.parameters.get("properties")
+    if not isinstance(properties, Mapping):
+        return {}
+    return {key: kinds_of(schema) for key, schema in properties.items()}
 
 
 def kinds_of(schema: object) -> set[str]:
@@ -56,11 +55,11 @@ def kinds_of(schema: object) -> set[str]:
     if not isinstance(schema, Mapping):
         return set()
     kind = schema.get("type")
-    kinds = set(kind) if isinstance(kind, list) else {kind}
+    kinds = list(kind) if isinstance(kind, list) else [kind]
     for name in ("anyOf", "oneOf"):
         alternatives = schema.get(name)
         for each in alternatives if isinstance(alternatives, list) else ():
-            kinds.add(each.get("type") if isinstance(each, Mapping) else None)
+            kinds.append(each.get("type") if isinstance(each, Mapping) else None)
     return {each for each in kinds if isinstance(each, str)}
 
 

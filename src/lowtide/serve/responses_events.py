@@ -21,7 +21,7 @@ from lowtide.parsing.pieces import (
 )
 from lowtide.serve.errors import Refusal
 from lowtide.serve.openai_fields import new_id
-from lowtide.serve.responses_items import ToolForm, custom_input, sealed
+from lowtide.serve.responses_items import CustomInput, ToolForm, sealed
 from lowtide.serve.writers import JsonObject
 
 
@@ -230,16 +230,23 @@ class _Call(_Item):
 
 
 class _CustomCall(_Item):
-    """A custom tool's call, whose input is a text. It is told at its end: until then it is JSON."""
+    """A custom tool's call, whose input is a text."""
 
     def __init__(self, call: CallBegun, form: ToolForm) -> None:
         super().__init__("custom_tool_call", "ctc", **_named(call, form), input="")
+        self._input = CustomInput()
+
+    def more(self, text: str) -> list[JsonObject]:
+        return self._deltas(self._input.push(text))
 
     def end(self) -> list[JsonObject]:
-        text = custom_input(self.text)
-        self.fields["input"] = text
-        kind = "response.custom_tool_call_input"
-        return [{"type": f"{kind}.delta", "delta": text}, {"type": f"{kind}.done", "input": text}]
+        deltas = self._deltas(self._input.finish())
+        self.fields["input"] = self.text
+        return [*deltas, {"type": "response.custom_tool_call_input.done", "input": self.text}]
+
+    def _deltas(self, text: str) -> list[JsonObject]:
+        super().more(text)
+        return [{"type": "response.custom_tool_call_input.delta", "delta": text}] if text else []
 
 
 def _named(call: CallBegun, form: ToolForm) -> dict[str, str]:

@@ -9,16 +9,25 @@ from __future__ import annotations
 import base64
 import binascii
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from lowtide.parsing.call_json import parsed
 from lowtide.parsing.tools import Tool
-from lowtide.serve.conversation import ToolCall, Turn, arguments_of, joined
+from lowtide.serve.conversation import ToolCall, Turn, joined
 from lowtide.serve.errors import Refusal
 from lowtide.serve.json_fields import name_at, object_at, objects_at, text_at
 
 _SEALED = "lowtide:"
+
+_INPUT = re.compile(r'\s*\{\s*"input"\s*:\s*"')
+_CHARACTERS = re.compile(
+    r'(?:[^"\\]+|\\[^u]|\\u(?![dD][89abAB])[0-9a-fA-F]{4}'
+    r"|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2})*"
+)
+"""Whole characters of a JSON text: neither half an escape nor half of a surrogate pair."""
 
 _TEXT_PARTS = {"input_text", "output_text", "text", "summary_text", "reasoning_text"}
 
@@ -106,10 +115,41 @@ def _custom_tool(name: str, description: str, tool: Mapping[str, Any], where: st
     return Tool(name, description, parameters, grammar=grammar)
 
 
-def custom_input(arguments: str) -> str:
-    """A custom tool's text, from the arguments with which its function was called."""
-    value = arguments_of(ToolCall("", "", arguments)).get("input")
-    return value if isinstance(value, str) else arguments
+class CustomInput:
+    """The text of a custom tool's call, from the arguments with which its function is called, as
+    they come."""
+
+    def __init__(self) -> None:
+        self._arguments = self._told = ""
+        self._place = 0  # in the arguments, behind what was told; 0: the text has not begun
+
+    def push(self, arguments: str) -> str:
+        """What is certain of the text with more of the arguments."""
+        self._arguments += arguments
+        begin = None if self._place else _INPUT.match(self._arguments)
+        self._place = begin.end() if begin else self._place
+        found = _CHARACTERS.match(self._arguments, self._place) if self._place else None
+        if found is None:
+            return ""
+        self._place = found.end()
+        text = _decoded(found[0])
+        self._told += text
+        return text
+
+    def finish(self) -> str:
+        """What is left of it: all, where the arguments have another form."""
+        value = parsed(self._arguments)
+        text = value.get("input") if isinstance(value, Mapping) else None
+        if isinstance(text, str) and text.startswith(self._told):
+            return text[len(self._told) :]
+        return "" if self._place else self._arguments
+
+
+def _decoded(text: str) -> str:
+    """What stands in JSON between quotes. A backslash that escapes nothing is one, and line breaks
+    are taken: models forget to escape them."""
+    escaped = re.sub(r'(\\["\\/bfnrtu])|\\', lambda found: found[1] or r"\\", text)
+    return str(json.loads(f'"{escaped}"', strict=False))
 
 
 def sealed(reasoning: str) -> str:
