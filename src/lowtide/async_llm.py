@@ -21,10 +21,13 @@ from lowtide.answers.keywords import AnswerKeywords
 from lowtide.answers.loaded import LoadedModel
 from lowtide.answers.reporter import Reporter
 from lowtide.decode.prompts import Messages, Prompt, TokenIds, as_prompts, one_prompt
-from lowtide.decode.request import Event, Finished, Request
-from lowtide.engine.running import async_loop
+from lowtide.decode.request import Event, Finished, Request, TokenLogprobs
+from lowtide.engine.running import async_loop, probing
+from lowtide.engine.running.engine import Engine
 from lowtide.engine.running.policy_setting import adopt_policy
-from lowtide.params import SamplingParams
+from lowtide.errors import UnsupportedError
+from lowtide.option import check_int
+from lowtide.params import MAX_TOP_LOGPROBS, SamplingParams
 
 
 class AsyncLLM(LoadedModel):
@@ -44,11 +47,8 @@ class AsyncLLM(LoadedModel):
         **keywords: Unpack[AnswerKeywords],
     ) -> list[Completion]:
         """As `LLM.generate`."""
-
-        def requests() -> list[Request]:
-            return self._requests(as_prompts(prompts), params, keywords, raw)
-
-        return await self._answered(await asyncio.to_thread(requests))
+        asked = await asyncio.to_thread(lambda: self.requests(prompts, params, raw=raw, **keywords))
+        return await self._answered(asked)
 
     async def chat(
         self,
@@ -80,10 +80,47 @@ class AsyncLLM(LoadedModel):
             async for event in events:
                 yield event
 
+    def requests(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        raw: bool = False,
+        **keywords: Unpack[AnswerKeywords],
+    ) -> list[Request]:
+        """What `generate` would ask, checked, for `events`: one for each answer.
+
+        A program that has a say in the tokens replaces their `mask` or `is_stopped`. Raises as
+        `generate`.
+        """
+        return self._requests(as_prompts(prompts), params, keywords, raw)
+
+    async def events(self, requests: Sequence[Request]) -> AsyncGenerator[Event, None]:
+        """What happens to `requests`, each called by its `id`; events without text."""
+        async with aclosing(async_loop.answers(self._loop, requests)) as events:
+            async for event in events:
+                yield event
+
     async def logits(self, token_ids: TokenIds) -> Tensor:
         """As `LLM.logits`."""
         work, num_tokens = self._logits_work(token_ids)
         return await async_loop.run_passes(self._loop, work, num_tokens)
+
+    async def prompt_logprobs(
+        self, token_ids: TokenIds, num_top: int = 0
+    ) -> list[TokenLogprobs | None]:
+        """How likely each token of an autoregressive model's text is after those before it, with
+        those of `num_top` of the likeliest at its place; the first has none. Waits for room in the
+        KV cache. Raises UsageError, PlanError, or UnsupportedError for a diffusion model."""
+        if self.config.is_diffusion:
+            raise UnsupportedError(
+                "Log-probabilities of a text need an autoregressive model, and "
+                f"{self.config.architecture} is none."
+            )
+        ids = self._text_ids(token_ids)
+        num_top = check_int("num_top", num_top, 0, MAX_TOP_LOGPROBS)
+        work = partial(probing.logprobs, token_ids=ids, num_top=num_top)
+        return [None, *await async_loop.run_passes(self._loop, work, len(ids))]
 
     async def token_ids(
         self,
@@ -105,6 +142,11 @@ class AsyncLLM(LoadedModel):
     async def stats(self) -> dict[str, float]:
         """As `LLM.stats`."""
         return await asyncio.to_thread(self._stats)
+
+    async def heed_memory(self) -> None:
+        """Gives memory back to a system that runs short of it, where the plan is elastic. Passes
+        do so by themselves: this is for the time between requests."""
+        await asyncio.to_thread(self._loop.look, Engine.heed_memory)
 
     async def close(self) -> None:
         """As `LLM.close`."""
@@ -137,6 +179,6 @@ class AsyncLLM(LoadedModel):
     ) -> AsyncGenerator[Event, None]:
         """What happens to `requests`, each called by its place among them."""
         reporter = Reporter(requests, self.tokenizer, has_text)
-        async with aclosing(async_loop.answers(self._loop, requests)) as events:
+        async with aclosing(self.events(requests)) as events:
             async for event in events:
                 yield reporter(event)

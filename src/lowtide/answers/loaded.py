@@ -68,6 +68,16 @@ class LoadedModel:
         self._intake = intake_of(opened)
 
     @property
+    def name(self) -> str:
+        """The model as it was asked for: a folder, a file, a hub id or a demo."""
+        return self._name
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether nothing can be asked any more."""
+        return self._loop.is_closed
+
+    @property
     def plan(self) -> MemoryPlan:
         """Every byte in use, decided before loading."""
         return self._engine.plan
@@ -190,14 +200,19 @@ class LoadedModel:
 
     def _logits_work(self, token_ids: TokenIds) -> tuple[Passes[Tensor], int]:
         """What makes `logits`, and the tokens of KV cache that it takes. Raises as `logits`."""
-        ids = one_text_of_ids(token_ids)
-        self._intake.check_ids(ids)
-        self._intake.check_fits(len(ids), 0, 1)
+        ids = self._text_ids(token_ids)
         block_length = self._engine.opened.options.block_length or self.config.block_length
         self._intake.check_block_length(block_length)
         if self.config.is_bidirectional:
             block_length = len(ids)
         return partial(probing.logits, token_ids=ids, block_length=block_length), len(ids)
+
+    def _text_ids(self, token_ids: TokenIds) -> list[int]:
+        """The ids of one text that fits. Raises UsageError or PlanError."""
+        ids = one_text_of_ids(token_ids)
+        self._intake.check_ids(ids)
+        self._intake.check_fits(len(ids), 0, 1)
+        return ids
 
     def _chats(
         self,

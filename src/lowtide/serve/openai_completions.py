@@ -29,7 +29,6 @@ from lowtide.serve.openai_fields import (
     token_text,
     usage_of,
 )
-from lowtide.serve.prompt_logprobs import prompt_logprobs
 from lowtide.serve.service import Ask, Service
 from lowtide.serve.sse import CLIENT_GONE, EventStream, begun, event, until_gone, with_pings
 from lowtide.serve.writers import json_response
@@ -187,7 +186,8 @@ class _Told:
             text = self.tokenizer.decode(token_ids)
         logprobs: list[TokenLogprobs | None] = []
         if self.body.logprobs is not None:
-            logprobs = await prompt_logprobs(self._service.llm, token_ids, self.body.logprobs)
+            llm = self._service.llm
+            logprobs = await llm.prompt_logprobs(token_ids, self.body.logprobs)
         return Echo(text, token_ids, logprobs)
 
 

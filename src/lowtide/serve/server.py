@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import socket
 from collections.abc import Callable
 from types import FrameType
@@ -111,7 +110,7 @@ class _Server(uvicorn.Server):
     async def on_tick(self, counter: int) -> bool:
         """Ten times a second. Between requests no pass looks at the system's memory."""
         if counter % IDLE_TICKS == 0 and self._service.is_idle:
-            await asyncio.to_thread(self._service.heed_memory)
+            await self._service.heed_memory()
         return await super().on_tick(counter)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:

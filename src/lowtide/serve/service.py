@@ -17,8 +17,6 @@ from pathlib import Path
 
 from lowtide.async_llm import AsyncLLM
 from lowtide.decode.request import Committed, Draft, Event, Finished, Prefill, Request
-from lowtide.engine.running import async_loop
-from lowtide.engine.running.engine import Engine
 from lowtide.errors import UsageError
 from lowtide.params import MAX_SEED, SamplingParams
 from lowtide.parsing import parser_of
@@ -84,7 +82,7 @@ class Service:
         self.llm = llm
         self.settings = settings or ServeSettings()
         self.context = min(llm.plan.context, llm.config.max_positions)
-        self.model_name = self.settings.served_name or name_of(llm._name)
+        self.model_name = self.settings.served_name or name_of(llm.name)
         self.created = int(time.time())
         max_queued = self.settings.max_queued_tokens or QUEUED_CONTEXTS * self.context
         self.admission = Admission(self.settings.max_requests, max_queued)
@@ -98,7 +96,7 @@ class Service:
     @property
     def is_alive(self) -> bool:
         """Whether the engine can be asked."""
-        return not self.llm._loop.is_closed
+        return not self.llm.is_closed
 
     @property
     def is_ready(self) -> bool:
@@ -110,10 +108,10 @@ class Service:
         """Whether there is no request."""
         return not (self.admission.num_running or self.admission.num_waiting)
 
-    def heed_memory(self) -> None:
+    async def heed_memory(self) -> None:
         """Gives memory back to a system that runs short of it, where the plan is elastic."""
         if self.is_alive:
-            self.llm._loop.look(Engine.heed_memory)
+            await self.llm.heed_memory()
 
     def drain(self) -> None:
         """Takes no more requests; those there are go on."""
@@ -131,7 +129,14 @@ class Service:
 
     async def prompt_ids(self, ask: Ask) -> list[int]:
         """The token ids of what is asked. Raises UsageError."""
-        return await asyncio.to_thread(self._prompt_ids, ask)
+        if ask.conversation is None:
+            if ask.prompt is None:
+                raise UsageError("There is neither a conversation nor a prompt.")
+            return await self.llm.token_ids(ask.prompt, raw=True)
+        options = dict(ask.template_options)
+        if ask.tools:
+            options["tools"] = [tool.declaration() for tool in ask.tools]
+        return await self.llm.token_ids(ask.conversation.messages(), template_options=options)
 
     async def count(self, ask: Ask) -> int:
         """The number of a prompt's tokens. Raises UsageError."""
@@ -165,20 +170,10 @@ class Service:
         finally:
             self._tell(watch.served())
 
-    def _prompt_ids(self, ask: Ask) -> list[int]:
-        if ask.conversation is None:
-            if ask.prompt is None:
-                raise UsageError("There is neither a conversation nor a prompt.")
-            return self.llm._intake.token_ids(ask.prompt, is_raw=True)
-        options = dict(ask.template_options)
-        if ask.tools:
-            options["tools"] = [tool.declaration() for tool in ask.tools]
-        return self.llm._intake.chat(ask.conversation.messages(), options)
-
     def _request(self, ask: Ask, prompt_ids: list[int]) -> Request:
         """What the engine is asked; a grammar may take seconds. Raises TooLong or LowtideError."""
         params = self._fitted(ask, len(prompt_ids))
-        [request] = self.llm._intake.requests([prompt_ids], params, is_raw=True)
+        [request] = self.llm.requests(prompt_ids, params, raw=True)
         if params.stop_strings or not ask.parallel_calls:
             # A reader of its own for the engine's thread, ahead of the one here.
             test = CompletionTest(self._reader(ask, prompt_ids))
@@ -210,7 +205,7 @@ class Service:
     async def _events(self, request: Request, watch: _Watch) -> AsyncGenerator[Event, None]:
         """What happens to a request, until it is over or out of time."""
         limit_s = self.settings.request_timeout_s
-        async with aclosing(async_loop.answers(self.llm._loop, [request])) as events:
+        async with aclosing(self.llm.events([request])) as events:
             while True:
                 left_s = watch.start_s + limit_s - time.monotonic()
                 try:
