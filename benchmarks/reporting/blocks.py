@@ -9,7 +9,7 @@ from pathlib import Path
 
 from lowtide.lab.bench import Spread
 from lowtide.plan import OWN_FORMAT
-from reporting import evidence, memory
+from reporting import evidence, memory, serving
 from reporting.fronts import front_picture
 from reporting.locality import locality
 from reporting.pages import Block
@@ -68,6 +68,9 @@ def blocks(results: Results, page: Path) -> Mapping[str, Block]:
         "beside-llama-cpp": beside_llama_cpp,
         "larger-than-memory": larger_than_memory,
         "batching": batching,
+        "served-load": serving.served_load,
+        "served-beside-python": serving.beside_python,
+        "served-disk": serving.served_disk,
         "buddies": buddies,
         "buddies-full": buddies_full,
         "buddy-decisions": decisions,
