@@ -46,6 +46,19 @@ def running(folder: Path) -> Iterator[Running]:
     asyncio.run(llm.close())
 
 
+def test_ids_are_those_of_python(running: Running, expected: Completion) -> None:
+    """In the model's own dtype, to the bit: nothing else shares the passes."""
+    body = {
+        "messages": [{"role": "system", "content": SYSTEM}, *SAID],
+        "max_tokens": MAX_TOKENS,
+        "temperature": 0,
+        "return_token_ids": True,
+    }
+    with running.client() as client:
+        [choice] = client.post("/v1/chat/completions", json=body).json()["choices"]
+    assert choice["token_ids"] == expected.token_ids
+
+
 def test_responses(running: Running, expected: Completion) -> None:
     asked: dict[str, Any] = {
         "model": "gpt-any",

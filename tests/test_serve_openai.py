@@ -349,3 +349,49 @@ def test_a_body_is_json_whatever_it_is_called(running: Running, kind: str | None
         timeout=LIMIT_S,
     )
     assert answer.status_code == 200, answer.text
+
+
+def test_lm_evaluation_harness_gets_what_it_reads(running: Running, python: LLM) -> None:
+    """The bodies of its `local-completions` (0.4.13), read as it reads the answers."""
+    model = running.service.model_name
+    contexts = [python.token_ids(text, raw=True) for text in ("def add(a, b):\n", "import os\n")]
+    likely = python.generate(contexts[0], max_tokens=4, temperature=0, raw=True)[0].token_ids
+    texts = [[*contexts[0], *likely], [*contexts[1], 7, 3, 9]]
+    scored = {
+        "model": model,
+        "prompt": texts,
+        "temperature": 0,
+        "max_tokens": 1,
+        "logprobs": 1,
+        "seed": 1234,
+        "echo": True,
+    }
+    written = {
+        "prompt": contexts,
+        "model": model,
+        "max_tokens": 8,
+        "temperature": 0,
+        "stop": ["\n\n", "<|endoftext|>"],
+        "seed": 1234,
+    }
+    with running.client() as client:
+        scores = client.post("/v1/completions", json=scored)
+        answers = client.post("/v1/completions", json=written)
+    stopped = python.generate(
+        contexts, SamplingParams(max_tokens=8, temperature=0, stop=written["stop"]), raw=True
+    )
+    assert [choice["text"] for choice in answers.json()["choices"]] == [c.text for c in stopped]
+    if is_diffusion(running):
+        assert scores.status_code == 400 and "autoregressive" in scores.json()["error"]["message"]
+        return
+    choices = sorted(scores.json()["choices"], key=lambda choice: choice["index"])
+    for choice, ids, context in zip(choices, texts, contexts, strict=True):
+        found = choice["logprobs"]["token_logprobs"][len(context) : -1]
+        tops = choice["logprobs"]["top_logprobs"][len(context) : -1]
+        rows = python.logits(ids).log_softmax(-1)[len(context) - 1 : -1]
+        continued = torch.tensor(ids[len(context) :])
+        expected = rows[torch.arange(len(rows)), continued]
+        assert sum(found) == pytest.approx(float(expected.sum()), abs=1e-3)
+        is_greedy = all(score == max(top.values()) for score, top in zip(found, tops, strict=True))
+        assert is_greedy == torch.equal(rows.argmax(-1), continued)
+    assert len(choices[0]["logprobs"]["tokens"]) == len(texts[0]) + 1

@@ -8,6 +8,7 @@ import json
 import threading
 from collections.abc import Coroutine, Iterator
 from contextlib import aclosing, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from lowtide.serve.settings import ServeSettings
 
 LONG = SamplingParams(max_tokens=1800, ignore_eos=True, temperature=0)
 SHORT = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
+DRAWN = SamplingParams(max_tokens=64, temperature=0.8, ignore_eos=True)
 TALK = Conversation((Turn("user", "import os"),))
 
 
@@ -204,6 +206,30 @@ def test_a_bad_request_fails_alone(llm: AsyncLLM) -> None:
                 await anext(service.answer(bad))
         assert await running == alone
         assert await text_of(service, Ask(TALK, params=SHORT)) == expected
+
+    run(ask())
+
+
+def test_answers_in_company_have_the_ids_that_they_have_alone(llm: AsyncLLM) -> None:
+    """In float32, where only ties may fall otherwise."""
+
+    async def ids_of(service: Service, ask: Ask) -> tuple[int, ...]:
+        _, done = await whole(service.answer(ask))
+        return done.token_ids
+
+    async def ask() -> None:
+        service = Service(llm)
+        asks = [
+            Ask(prompt=text, params=replace(DRAWN, seed=seed))
+            for seed, text in enumerate(["import os\n", "def f(x):\n    ", "47 + 85", "class A:"])
+        ]
+        passes = [(await llm.stats())["forwards"]]
+        alone = [await ids_of(service, each) for each in asks]
+        passes.append((await llm.stats())["forwards"])
+        together = await asyncio.gather(*(ids_of(service, each) for each in asks))
+        passes.append((await llm.stats())["forwards"])
+        assert together == alone and len(set(alone)) == 4
+        assert passes[2] - passes[1] < passes[1] - passes[0]  # some were shared
 
     run(ask())
 
