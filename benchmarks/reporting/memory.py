@@ -44,7 +44,7 @@ _LONGEST_HEAD = "*Planned, not run*: tokens that a line or a plan has room for."
 _RUN_HEAD = (
     "*Run*: one step of a narrow model, beside what its line from shorter ones, or plan, says:"
 )
-_HELD = ("model", "tokens", "side", "expected, MB", "taken, MB", "off", "step, s")
+_HELD = ("model", "tokens", "side", "expected, MB", "taken, MB", "taken less that")
 _PLANNED = ("model", "tokens", "operators", "plan, MB", "measured less plan", "arena less plan")
 _EVEN = ("model", "tokens", "", "peak, MB", "peak over average", "lower by; paper 2.71")
 _PAPER_GAINS = {
@@ -227,7 +227,8 @@ def _held(line: Line) -> Sequence[Cell]:
     side = _SIDES.get(line["side"], line["side"])
     by = "plan" if line["side"] == "lowtide" else "line"
     megas = (f"{_mega(line['expected_bytes'])} by its {by}", _mega(line["step_bytes"]))
-    return (*_length(line), side, *megas, f"{line['off']:+.1%}", number(line["step_s"]))
+    off = f"{(line['step_bytes'] - line['expected_bytes']) / 1e6:+.1f} MB, {line['off']:+.1%}"
+    return (*_length(line), side, *megas, off)
 
 
 def _planned(line: Line) -> Sequence[Cell]:
