@@ -78,7 +78,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "cold_bytes", lambda: 1 << 20)
     monkeypatch.setattr(machine, "cold_bytes", lambda: 1 << 20)
     monkeypatch.setattr(weight_rates, "cold_bytes", lambda: 1 << 20)
-    monkeypatch.setattr(weight_rates, "EXPERT", MoEShape(1, 8, 2, 256, 64))
+    monkeypatch.setattr(weight_rates, "EXPERT", MoEShape(1, 8, 2, 256, 256))
     monkeypatch.setattr(machine, "RATE_LIMIT_S", 0.0)
     monkeypatch.setattr(machine, "_PRODUCT_SIZE", 64)
     monkeypatch.setattr(doctor, "SCRATCH_BYTES", machine.READ_BYTES)

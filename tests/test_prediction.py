@@ -174,19 +174,38 @@ def test_rounding_as_weights_are_read_takes_the_cores_time(folders: dict[str, Pa
 
 
 @pytest.mark.parametrize(
-    ("bits", "dtype", "rounds_rows", "name"),
+    ("format", "bits", "dtype", "rounds_rows", "name"),
     [
-        (16.0, torch.bfloat16, True, "bfloat16"),
-        (16.0, torch.float16, False, "float32"),
-        (32.0, torch.bfloat16, False, "float32"),
-        (8.25, torch.bfloat16, True, "q8 by int8 rows"),
-        (3.4, torch.float32, False, "q4"),
+        ("", 16.0, torch.bfloat16, True, "bfloat16"),
+        ("", 16.0, torch.float16, False, "float32"),
+        ("", 32.0, torch.bfloat16, False, "float32"),
+        ("gptq", 8.25, torch.bfloat16, True, "q8 by int8 rows"),
+        ("Q4_K", 4.5, torch.float32, False, "q4"),
+        ("Q2_K", 2.625, torch.bfloat16, False, "Q3_K"),
+        ("IQ4_XS", 4.25, torch.bfloat16, False, "q4"),
+        ("IQ2_XXS", 2.0625, torch.bfloat16, False, "IQ2_XS"),
+        ("IQ3_XXS", 3.0625, torch.bfloat16, True, "IQ3_S by int8 rows"),
     ],
 )
-def test_a_format_is_as_fast_as_the_nearest_that_was_measured(
-    bits: float, dtype: torch.dtype, rounds_rows: bool, name: str
+def test_a_format_is_as_fast_as_the_nearest_of_its_sort(
+    format: str, bits: float, dtype: torch.dtype, rounds_rows: bool, name: str
 ) -> None:
-    assert kind_of(bits, dtype, rounds_rows).name == name
+    assert kind_of(format, bits, dtype, rounds_rows).name == name
+
+
+def test_an_expert_costs_what_its_own_format_does(folders: dict[str, Path]) -> None:
+    slow = [
+        rate._replace(per_s=rate.per_s / 3) if rate.name.startswith("weights in q4,") else rate
+        for rate in RATES
+    ]
+    keep_rates(this_machine(), slow)
+    model = opened(folders["qwen3_moe"], expert_dtype="q4")
+    plan = make_plan(model)
+    found, demand = plan.prediction, even_demand(model.config.moe_shape, plan, 1)
+    assert found is not None and found.pass_time is not None
+    more_bytes = 2 * demand.num_run * model.slot_layout.num_bytes
+    expected = model.config.num_layers / 1e3 + (found.memory_bytes + more_bytes) * PER_BYTE_S
+    assert found.pass_time.likely_s == pytest.approx(expected, rel=0.02)
 
 
 COSTS = st.floats(1e-6, 1.0)

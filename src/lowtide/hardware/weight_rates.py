@@ -6,10 +6,9 @@ From these and the rates of the machine's parts every speed is predicted
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from time import perf_counter
-from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
@@ -18,6 +17,7 @@ import torch
 from lowtide.core import Curve, MoEShape
 from lowtide.experts.layout import SlotLayout
 from lowtide.formats import formats
+from lowtide.formats.ggml import grid_types
 from lowtide.hardware.cold_weights import ColdWeights, cold_bytes
 from lowtide.hardware.machine import Rate, rate_of, rates_of
 from lowtide.hardware.streams import HostStream
@@ -48,29 +48,31 @@ class WeightKind(NamedTuple):
         return f"weights in {self.name}, {num_tokens} token{'s' * (num_tokens > 1)}"
 
 
-BY_BITS: Mapping[float, WeightKind] = MappingProxyType(
-    {
-        32.0: WeightKind("float32"),
-        16.0: WeightKind("bfloat16"),
-        8.5: WeightKind("bfloat16", "q8"),
-        4.5: WeightKind("bfloat16", "q4"),
-    }
+PACKED = tuple(WeightKind("bfloat16", name) for name in ("q8", "q4", "Q3_K", "IQ2_XS", "IQ3_S"))
+"""Those that are measured: another format is taken as the one of these with the nearest number of
+bits, those whose weights come out of tables of points (IQ2, IQ3) among themselves."""
+
+KINDS = (
+    WeightKind("float32"),
+    WeightKind("bfloat16"),
+    *PACKED,
+    *(kind._replace(rounds_rows=True) for kind in PACKED),
 )
-"""By bits of a weight; a format that is not measured is taken as the nearest."""
-
-KINDS = (*BY_BITS.values(), *(WeightKind("bfloat16", name, True) for name in ("q8", "q4")))
-
 
 ROUNDING = {name: f"rounding bfloat16 to {name}, one core" for name in ("q8", "q4")}
 """The names of these rates, by format: bytes of bfloat16 per second."""
 
 
-def kind_of(bits: float, dtype: torch.dtype, rounds_rows: bool) -> WeightKind:
-    """The kind that weights of so many bits are most like."""
-    if dtype is not torch.bfloat16 and bits > 12:
-        return BY_BITS[32.0]
-    kind = BY_BITS[min(BY_BITS, key=lambda known: abs(known - bits))]
-    return kind._replace(rounds_rows=rounds_rows and kind.format is not None)
+def kind_of(format: str, num_bits: float, dtype: torch.dtype, rounds_rows: bool) -> WeightKind:
+    """The kind that weights of so many bits in a format are most like."""
+    if num_bits > 12:
+        is_short = dtype is torch.bfloat16 and num_bits < 24
+        return WeightKind("bfloat16" if is_short else "float32")
+    has_points = format in grid_types.TYPES
+    itself = [kind for kind in PACKED if kind.format == format]
+    alike = [kind for kind in PACKED if (kind.format in grid_types.TYPES) == has_points]
+    nearest = min(itself or alike, key=lambda kind: abs(_num_bits(kind) - num_bits))
+    return nearest._replace(rounds_rows=rounds_rows)
 
 
 def measure_weight_rates() -> list[Rate]:
@@ -124,3 +126,9 @@ def _rounding_rate(name: str) -> Rate:
         return perf_counter() - start_s
 
     return rate_of(ROUNDING[name], "B", weights.nbytes, sample)
+
+
+def _num_bits(kind: WeightKind) -> float:
+    """Of a packed weight, scales included."""
+    known = formats()[str(kind.format)]
+    return 8 * known.block_bytes[0] / known.block_size

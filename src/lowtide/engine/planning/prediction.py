@@ -10,7 +10,7 @@ many rows begin them and they save enough.
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -21,6 +21,7 @@ from lowtide.core import CacheMode, Costs, MoEShape
 from lowtide.decode.masked_options import resolve
 from lowtide.engine.opening.model import OpenModel
 from lowtide.errors import StorageError
+from lowtide.experts.layout import ExpertLayout
 from lowtide.hardware.machine import LAYERS, Machine, Rate, disk_rate, this_machine
 from lowtide.hardware.measure import layer_dense_bytes
 from lowtide.hardware.store import CostKey, kept_rates, load
@@ -175,18 +176,16 @@ def _host_costs(
     if not per_byte or (demand.num_on_disk and disk_bytes_per_s is None):
         return None
 
-    def taken_s(num_bytes: float, num_elements: float, num_tokens: float) -> float:
-        bits = 8 * num_bytes / max(1, num_elements)
-        kind = kind_of(bits, opened.dtype, opened.rounds_rows)
-        return num_bytes * per_byte[kind.name].at(max(1, round(num_tokens)))
+    def taken_s(part: _Weights, num_tokens: float) -> float:
+        bits = 8 * part.num_bytes / part.num_elements
+        kind = kind_of(part.format, bits, opened.dtype, opened.rounds_rows)
+        return part.num_bytes * per_byte[kind.name].at(max(1, round(num_tokens)))
 
-    dense_s = sum(taken_s(*each, num_rows) for each in _dense_sizes(opened))
-    expert_bytes, read_bytes = _expert_bytes(opened)
-    spec = opened.config.experts
-    num_elements = 0 if spec is None else spec.elements(opened.config.hidden_size)
+    dense_s = sum(taken_s(part, num_rows) for part in _dense_weights(opened))
+    _, read_bytes = _expert_bytes(opened)
     return PassCosts(
         dense_s=opened.config.num_layers / layers_per_s + dense_s,
-        expert_s=taken_s(expert_bytes, num_elements, demand.num_tokens),
+        expert_s=sum(taken_s(part, demand.num_tokens) for part in _expert_weights(opened)),
         absent_s=0.0,
         read_s=read_bytes / (disk_bytes_per_s or math.inf),
         rounded_s=read_bytes / _rounded_bytes_per_s(opened, machine, rates),
@@ -282,12 +281,37 @@ def _multiplied(opened: OpenModel) -> DenseWeights:
     return dense.only([name for name in dense.names if name != looked_up])
 
 
-def _dense_sizes(opened: OpenModel) -> Iterator[tuple[int, int]]:
-    """Bytes and elements of the same, of weights in one format together."""
+class _Weights(NamedTuple):
+    """Weights in one format. format: its name, or "" for the compute dtype."""
+
+    format: str
+    num_bytes: float
+    num_elements: float
+
+
+def _dense_weights(opened: OpenModel) -> Iterator[_Weights]:
+    """The same, by format."""
     dense, kept = _multiplied(opened), opened.dense_formats
     by_format: defaultdict[str, list[str]] = defaultdict(list)
     for name in dense.names:
         by_format[kept[name].name if name in kept else ""].append(name)
-    for names in by_format.values():
+    for format_name, names in by_format.items():
         shapes = [opened.weight_map.dense[name].shape for name in names]
-        yield dense.only(names).num_bytes, sum(map(math.prod, shapes))
+        yield _Weights(format_name, dense.only(names).num_bytes, sum(map(math.prod, shapes)))
+
+
+def _expert_weights(opened: OpenModel) -> Iterator[_Weights]:
+    """Those of an average expert, by format: layers and parts may differ."""
+    if opened.config.experts is None:
+        return
+    layers = opened.slot_layout.layers
+    counts = Counter(part for layer in layers for part in _parts(layer))
+    for part, count in counts.items():
+        share = count / len(layers)
+        yield _Weights(part.format, share * part.num_bytes, share * part.num_elements)
+
+
+def _parts(layer: ExpertLayout) -> Iterator[_Weights]:
+    """The parts of an expert; where experts of a layer differ, as the largest is."""
+    for part, own in zip(layer.parts, layer.largest_formats, strict=True):
+        yield _Weights(own.name, sum(part.num_bytes), math.prod(part.shape))
