@@ -144,6 +144,21 @@ def test_what_needs_no_verb_imports_none(arguments: list[str]) -> None:
     assert result.stderr.endswith("\n") and not result.stderr.splitlines()[-1]
 
 
+def test_texts_and_flags_are_taken_without_a_library_that_converts_them() -> None:
+    code = (
+        "import sys\n"
+        "sys.argv = ['lowtide', 'plan', '/no/such/model', '--json', '--policy-option', 'tau=4']\n"
+        "from lowtide.cli.main import main\n"
+        "try: main()\n"
+        "finally: print('pydantic' in sys.modules, file=sys.stderr)"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120
+    )
+    assert result.returncode and "no/such/model" in result.stderr
+    assert result.stderr.splitlines()[-1] == "False"
+
+
 def test_help_has_the_common_options_and_help_all_has_all() -> None:
     shown, everything = run("generate", "--help").stdout, run("generate", "--help-all").stdout
     own = [option for option in OPTIONS if f"{option.flag} " in everything]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import difflib
 import shlex
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import typer
@@ -57,7 +58,19 @@ FLAGS = {
 """Common flags of other programs that are none here."""
 
 
-class Verb(TyperCommand):
+class _TakesTexts:
+    """A command of which no parameter needs a converter: typer would import pydantic and make one
+    for each of the sixty options, given or not."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        """With those of the program itself, such as `--help`."""
+        params: list[Any] = super().get_params(ctx)  # type: ignore[misc]
+        for param in params:
+            vars(param).setdefault("process_value", partial(_as_given, param, param.process_value))
+        return params
+
+
+class Verb(_TakesTexts, TyperCommand):
     """A verb that understands `--max_tokens`, shows the rest of its options with `--help-all`, and
     answers other programs' flags with its own."""
 
@@ -70,7 +83,7 @@ class Verb(TyperCommand):
         return super().parse_args(ctx, args)
 
 
-class Verbs(TyperGroup):
+class Verbs(_TakesTexts, TyperGroup):
     """The command, which answers other programs' verbs with its own, and flags and models that
     stand where a verb belongs."""
 
@@ -96,6 +109,16 @@ class Verbs(TyperGroup):
             meant = f" Did you mean {near[0]}?" if near else ""
             _refuse(f"There is no verb {cmd_name}.{meant} lowtide --help lists all.")
         return found
+
+
+def _as_given(param: Any, converts: Callable[[Any, Any], Any], ctx: Any, value: Any) -> Any:
+    """The value of a parameter: a text, a list of them or a flag, as it is. converts: what typer
+    would do, which refuses what is missing."""
+    if param.required and param.value_is_missing(value):
+        return converts(ctx, value)
+    if param.multiple or param.nargs == -1:
+        value = list(value or ())
+    return value if param.callback is None else param.callback(ctx, param, value)
 
 
 def _answer(name: str, line: str) -> None:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @takes(Group.SIMULATION, "policy_option", "calibration", Group.OUTPUT)
 def simulate(
-    trace: Annotated[Path, typer.Argument(help="What generate --trace wrote.")],
+    trace: Annotated[str, typer.Argument(help="What generate --trace wrote.")],
     *,
     settings: Settings,
 ) -> None:
@@ -44,7 +44,7 @@ def simulate(
     machine, calibration = str(settings["machine"]), settings.text("calibration")
     residents, tau = cast(float, settings["residents"]), cast(int, settings["tau"])
     profile = load_profile(machine)
-    recorded = Trace.load(trace)
+    recorded = Trace.load(Path(trace))
     known = None
     if calibration is not None:
         known = Calibration.load(Path(calibration), has_inputs=False)
