@@ -152,9 +152,7 @@ def test_texts_and_flags_are_taken_without_a_library_that_converts_them() -> Non
         "try: main()\n"
         "finally: print('pydantic' in sys.modules, file=sys.stderr)"
     )
-    result = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120
-    )
+    result = python("-c", code)
     assert result.returncode and "no/such/model" in result.stderr
     assert result.stderr.splitlines()[-1] == "False"
 

@@ -38,7 +38,7 @@ def main() -> None:
 def _collect_seldom() -> None:
     """Importing torch makes half a million objects that stay; looking for garbage among them, as
     often as Python does by default, takes a tenth of a start's processor time."""
-    gc.set_threshold(50_000, 20, 100)
+    gc.set_threshold(50_000)
 
 
 def _run(app: Callable[[], None]) -> None:
