@@ -34,10 +34,6 @@ class Estimate(NamedTuple):
     mean: float
     error: float | None
 
-    def is_above(self, bound: float) -> bool:
-        """Whether the mean is above a bound by two standard errors."""
-        return self.error is not None and self.mean - 2 * self.error > bound
-
 
 class RowScores(NamedTuple):
     """The scores of all rows, in order."""
@@ -242,12 +238,6 @@ def _scores(logits: Tensor, reference: Tensor, wanted: IntArray, positions: IntA
     best, best_of_reference = (x.argmax(dim=-1).numpy() for x in (logits, reference))
     is_same, is_right = best == best_of_reference, best == wanted
     return RowScores(loss, kl, is_same.astype(np.float64), is_right.astype(np.float64))
-
-
-def paired(scores: RowScores, others: RowScores, rows: ScoredRows, name: str = "loss") -> Estimate:
-    """The mean difference of two runs over the same rows, the second's taken off the first's;
-    name: of a field of `RowScores`."""
-    return rows.estimate(scores._asdict()[name] - others._asdict()[name])
 
 
 def by_mask(
