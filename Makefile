@@ -123,7 +123,7 @@ $(PEERS)/.peers: $(VENV)/.lowtide-dev
 	$(BIN)/python -m venv $(PEERS)
 	$(BIN)/python -c 'import sysconfig as s; print("import site; site.addsitedir(%r)" % s.get_path("purelib"))' \
 		> $$($(PEERS)/bin/python -c 'import sysconfig as s; print(s.get_path("purelib"))')/lowtide.pth
-	$(PEERS_PIP) accelerate gguf diskcache
+	$(PEERS_PIP) accelerate gguf diskcache pydantic-settings sse-starlette 'starlette-context<0.4'
 	CMAKE_ARGS="$(LLAMA_CPP_FLAGS)" $(PEERS_PIP) --ignore-installed --no-deps --no-cache-dir \
 		--no-binary llama-cpp-python llama-cpp-python
 	echo "$(LLAMA_CPP_FLAGS)" > $(PEERS)/llama-cpp-flags
