@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -58,11 +58,13 @@ def variants() -> list[FewRows]:
 
 
 @pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """Where compiled kernels go: an empty cache, and nothing loaded in this process."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(choice, "_compiled", choice._compiled.__wrapped__)
-    return tmp_path / "lowtide" / "kernels"
+    load_kernels.cache_clear()
+    yield tmp_path / "lowtide" / "kernels"
+    load_kernels.cache_clear()
 
 
 def compiled(kernel: FewRows) -> CompiledKernels:
