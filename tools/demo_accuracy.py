@@ -1,8 +1,8 @@
-"""How many questions demo:autoregressive answers right that training left out, task by task.
+"""How many questions the demo models answer right that training left out, task by task.
 
     python tools/demo_accuracy.py    # or make demo-accuracy; 2 minutes
 
-Prints them and keeps them in the model's metrics.json, whose numbers README shows.
+Prints them and keeps them in each model's metrics.json, whose numbers README shows.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import random
 from collections.abc import Iterator
 
 from lowtide import LLM
-from lowtide.lab.demo_tasks import SHORT_TASKS, as_turn, draw
-from lowtide.model_folder.demos import DEMO_FOLDER
+from lowtide.lab.demo_tasks import SHORT_TASKS, TASKS, as_turn, draw
+from lowtide.model_folder.demos import DEMO_FOLDER, DEMO_NAMES
 
 NUM_QUESTIONS = 200
 NUM_CONVERSATIONS, NUM_TURNS = 50, 4
@@ -21,7 +21,7 @@ NUM_CONVERSATIONS, NUM_TURNS = 50, 4
 
 def by_task(llm: LLM) -> Iterator[tuple[str, list[bool]]]:
     """Of each task, whether each distinct question was answered right."""
-    for task in SHORT_TASKS:
+    for task in TASKS:
         source = random.Random(task)
         examples = list(dict.fromkeys(draw(task, source, True) for _ in range(NUM_QUESTIONS)))
         # As the template writes it; a process for each takes longer than its answer.
@@ -50,13 +50,14 @@ def in_conversations(llm: LLM) -> list[bool]:
 
 
 def main() -> None:
-    with LLM("demo:autoregressive", context=512) as llm:
-        right = dict(by_task(llm)) | {"conversation": in_conversations(llm)}
-    metrics = {task: round(sum(each) / len(each), 3) for task, each in right.items()}
-    for task, share in metrics.items():
-        print(f"{task}: {share:.1%} of {len(right[task])}", flush=True)
-    path = DEMO_FOLDER / "autoregressive" / "metrics.json"
-    path.write_text(json.dumps(metrics, indent=2) + "\n")
+    for name in DEMO_NAMES:
+        with LLM(f"demo:{name}", context=512) as llm:
+            right = dict(by_task(llm)) | {"conversation": in_conversations(llm)}
+        metrics = {task: round(sum(each) / len(each), 3) for task, each in right.items()}
+        for task, share in metrics.items():
+            print(f"demo:{name}  {task}  {share:.1%} of {len(right[task])}", flush=True)
+        path = DEMO_FOLDER / name / "metrics.json"
+        path.write_text(json.dumps(metrics, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -23,12 +23,12 @@ from terminal import Cell, Recording, Screen, recorded
 
 PICTURE = Path(__file__).parents[1] / "docs" / "live.svg"
 COMMAND = (
-    'lowtide generate demo:diffusion "def fibonacci(n):" --max-tokens 64 --context 512 '
-    "--host-memory 9M"
+    r"printf 'Solve sudoku:\n45. .12\n..2 5.6\n3.5 .6.\n621 435\n.1. 65.\n.64 ..3'"
+    " | lowtide generate demo:diffusion --context 512 --host-memory 6M"
 )
 MAX_BYTES = 500_000
 
-COLUMNS = 100
+COLUMNS = 146
 FRAME_S = 0.05  # what is shown for less is left out
 END_S = 4.0  # of the last frame
 _WIDTH, _HEIGHT, _EDGE = 8.4, 18, 14  # of a character, a line, the frame; in pixels
