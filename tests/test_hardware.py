@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import math
 import mmap
 import os
 import sys
@@ -53,7 +54,7 @@ from lowtide.hardware.timing import MAX_REPEATS, MIN_REPEATS, Timing, repeat_int
 from lowtide.kernels.choice import choose_kernels
 from lowtide.kernels.cpu import reader
 from lowtide.kernels.reference import REFERENCE
-from lowtide.lab import doctor
+from lowtide.lab import checkup, doctor
 from lowtide.lab.synth import synth
 from lowtide.llm import LLM, plan_model
 from lowtide.memory.arena import Arena
@@ -82,6 +83,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "RATE_LIMIT_S", 0.0)
     monkeypatch.setattr(machine, "_PRODUCT_SIZE", 64)
     monkeypatch.setattr(doctor, "SCRATCH_BYTES", machine.READ_BYTES)
+    monkeypatch.setattr(checkup, "BUSY_SPREAD", math.inf)  # of so few repeats
 
 
 @pytest.fixture(autouse=True)

@@ -26,7 +26,14 @@ from lowtide.engine.planning.prediction import (
     predictor_of,
     published_pass,
 )
-from lowtide.hardware.machine import LAYERS, PIECES_AT_ONCE, Machine, Rate, this_machine
+from lowtide.hardware.machine import (
+    FIRST_ANSWERS,
+    LAYERS,
+    PIECES_AT_ONCE,
+    Machine,
+    Rate,
+    this_machine,
+)
 from lowtide.hardware.store import keep_rates, kept_rates, rates_path
 from lowtide.hardware.weight_rates import KINDS, NUM_TOKENS, ROUNDING, kind_of
 from lowtide.lab.synth import synth
@@ -252,6 +259,19 @@ def test_a_run_s_speed_stands_beside_its_prediction(folders: dict[str, Path]) ->
         stats = llm.stats()
     assert stats["predicted_tokens_per_s"] > 0 and stats["tokens_per_s"] > 0
     assert predicted(stats).endswith("predicted") and " to " in predicted(stats)
+
+
+def test_the_first_answer_takes_more_than_its_passes(folders: dict[str, Path]) -> None:
+    model = opened(folders["qwen3_moe"])
+    predictor = predictor_of(model, make_plan(model))
+    assert predictor is not None
+    keep_rates(this_machine(), (*RATES, Rate(FIRST_ANSWERS, "answers", 10.0, 0.0, 10.0)))
+    taken = predictor.pass_time(1)
+    later, first = predictor.speed(8, 8, 8), predictor.speed(8, 8, 8, has_first=True)
+    assert taken is not None and later is not None and first is not None
+    assert later.likely == pytest.approx(1 / taken.likely_s)
+    assert first.likely == pytest.approx(8 / (8 * taken.likely_s + 0.1))
+    assert first.least < first.likely < first.most < later.most
 
 
 def test_a_bidirectional_pass_has_the_whole_context(folders: dict[str, Path]) -> None:

@@ -205,6 +205,6 @@ def _milliseconds(seconds: float) -> str:
 
 
 def _per_s(per_s: float, unit: str) -> str:
-    if unit == "layers":
-        return f"{per_s:.0f} layers/s"
+    if unit in ("layers", "answers"):
+        return f"{per_s:.0f} {unit}/s"
     return f"{per_s / 1e9:.3g} G{unit}/s"

@@ -54,6 +54,10 @@ PIECES_AT_ONCE = {f"disk, pieces of 1 MiB, {n} at once": n for n in (1, 2, 4, 8)
 LAYERS = "layers of a tiny model"
 """What a layer takes beside its weights: operators of hardly any size, one after the other."""
 
+FIRST_ANSWERS = "first answers of a tiny model"
+"""What the first answer of a loaded model takes beside its passes: threads begin, and memory and
+code are touched for the first time."""
+
 
 @dataclass(frozen=True, slots=True)
 class Machine:
@@ -74,7 +78,7 @@ class Rate(NamedTuple):
     """
 
     name: str
-    unit: str  # "B", "FLOP" or "layers"
+    unit: str  # "B", "FLOP", "layers" or "answers"
     per_s: float
     spread: float  # of the repeats, as a share of the median
     ceiling: float

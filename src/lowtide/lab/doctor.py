@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
+from time import perf_counter
 from typing import NamedTuple
 
 import numpy as np
@@ -29,6 +30,7 @@ from lowtide.experts.layout import SlotLayout
 from lowtide.experts.transfer import largest_read_bytes
 from lowtide.files.folders import cache_folder
 from lowtide.hardware.machine import (
+    FIRST_ANSWERS,
     LAYERS,
     READ_BYTES,
     Machine,
@@ -95,7 +97,8 @@ def diagnose(
     total = 1 + len(patients)
     progress("measuring", 0, total)
     machine = this_machine()
-    rates = [*machine_rates(machine, opened, skipped), *_weight_rates(skipped), _layer_rate()]
+    of_demo = _demo_rates()  # before the process has run anything, as for a user who asks once
+    rates = [*machine_rates(machine, opened, skipped), *_weight_rates(skipped), *of_demo]
     keep_rates(machine, rates)
     costs: list[ExpertCosts] = []
     for done, patient in enumerate(patients, start=1):
@@ -151,19 +154,28 @@ def _weight_rates(skipped: list[Skipped]) -> list[Rate]:
         return []
 
 
-def _layer_rate() -> Rate:
-    """The rate of layers in passes over single tokens of the demo, whose weights are tiny."""
+def _demo_rates() -> list[Rate]:
+    """Of passes over single tokens of the demo, whose weights are tiny: the rate of its layers, and
+    of the first answer, as far as it takes longer than such passes."""
     params = SamplingParams(max_tokens=DEMO_TOKENS, ignore_eos=True)
     with LLM("demo:chat", device="cpu", policy="resident", progress=False) as llm:
 
-        def sample() -> float:
+        def answer_s() -> float:
+            start_s = perf_counter()
+            llm.generate([[1]], params)
+            return perf_counter() - start_s
+
+        def pass_s() -> float:
             before = llm.stats()
             llm.generate([[1]], params)
             after = llm.stats()
             passes = after["forwards"] - before["forwards"]
             return (after["generation_s"] - before["generation_s"]) / passes
 
-        return rate_of(LAYERS, "layers", llm.config.num_layers, sample)
+        first_s = answer_s()
+        layers = rate_of(LAYERS, "layers", llm.config.num_layers, pass_s)
+        more_s = max(1e-6, first_s - DEMO_TOKENS * llm.config.num_layers / layers.per_s)
+    return [layers, Rate(FIRST_ANSWERS, "answers", 1 / more_s, 0.0, 1 / more_s)]
 
 
 @contextmanager

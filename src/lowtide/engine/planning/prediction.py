@@ -22,7 +22,14 @@ from lowtide.decode.masked_options import resolve
 from lowtide.engine.opening.model import OpenModel
 from lowtide.errors import StorageError
 from lowtide.experts.layout import ExpertLayout
-from lowtide.hardware.machine import LAYERS, Machine, Rate, disk_rate, this_machine
+from lowtide.hardware.machine import (
+    FIRST_ANSWERS,
+    LAYERS,
+    Machine,
+    Rate,
+    disk_rate,
+    this_machine,
+)
 from lowtide.hardware.measure import layer_dense_bytes
 from lowtide.hardware.store import CostKey, kept_rates, load
 from lowtide.hardware.weight_rates import kind_of, rounding_rate, seconds_per_byte
@@ -133,12 +140,25 @@ class Predictor:
         saved_s = _saved_by_reads_ahead(self.opened, self.plan, num_rows, costs, demand)
         return costs.pass_time(demand, saved_s)
 
-    def speed(self, num_tokens: int, num_passes: int, num_rows: int) -> SpeedRange | None:
-        """Speed of a run that committed `num_tokens`, its passes having `num_rows` together."""
+    def speed(
+        self, num_tokens: int, num_passes: int, num_rows: int, *, has_first: bool = False
+    ) -> SpeedRange | None:
+        """Speed of a run that committed `num_tokens`, its passes having `num_rows` together.
+
+        has_first: the first answer of the loaded model is among them.
+        """
         if not num_passes:
             return self.prediction().speed
         found = self.pass_time(max(1, round(num_rows / num_passes)))
-        return None if found is None else found.speed(num_tokens / num_passes)
+        if found is None:
+            return None
+        more_s = _first_answer_s() if has_first and self.plan.gpu is None else 0.0
+        least_s, likely_s, most_s = (num_passes * each_s for each_s in found)
+        return SpeedRange(
+            num_tokens / (most_s + more_s * DISAGREEMENT),
+            num_tokens / (likely_s + more_s),
+            num_tokens / (least_s + more_s / DISAGREEMENT),
+        )
 
     def _demand(self, num_rows: int) -> ExpertCounts:
         return even_demand(self.opened.config.moe_shape, self.plan, num_rows)
@@ -315,3 +335,9 @@ def _parts(layer: ExpertLayout) -> Iterator[_Weights]:
     """The parts of an expert; where experts of a layer differ, as the largest is."""
     for part, own in zip(layer.parts, layer.largest_formats, strict=True):
         yield _Weights(own.name, sum(part.num_bytes), math.prod(part.shape))
+
+
+def _first_answer_s() -> float:
+    """What the first answer takes beside its passes; 0 where that was not measured."""
+    rates = kept_rates(this_machine())
+    return next((1 / rate.per_s for rate in rates if rate.name == FIRST_ANSWERS), 0.0)

@@ -334,7 +334,8 @@ class Speed:
         predictor = predictor_of(engine.opened, engine.plan)
         if predictor is None:
             return {}
-        found = predictor.speed(self._num_tokens, self._num_forwards, engine.model.num_rows)
+        counts = (self._num_tokens, self._num_forwards, engine.model.num_rows)
+        found = predictor.speed(*counts, has_first=True)
         if found is None:
             return {}
         least, likely, most = found
