@@ -15,19 +15,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from common.arguments import add_model, add_parts, make_parser, run_script
 from common.models import model_folder
 from common.record import Recorder, say
+from common.turns import NEW_TOKENS, text_ids, turn_params
 
 from lowtide import LLM, SamplingParams
 from lowtide.decode.request import Committed
 from lowtide.engine.running.engine import Engine
 from lowtide.lab.budgets import budget_of_share
 from lowtide.llm import plan_model
-
-NEW_TOKENS = 24
-"""Of each answer in `many`, and of what is said next."""
 
 NUM_CONVERSATIONS = 6
 RULES = ("plan", "seconds")
@@ -77,20 +74,19 @@ def _measure(part: str, folder: Path, options: argparse.Namespace) -> None:
 
 def _many(llm: LLM, num_behind: int, _: int) -> float:
     """Seconds of all conversations' second turns."""
-    texts = [_ids(llm, num_behind, number) for number in range(NUM_CONVERSATIONS)]
-    params = SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True)
+    texts = [text_ids(llm, num_behind, number) for number in range(NUM_CONVERSATIONS)]
     for number, text in enumerate(texts):
-        text += llm.generate([text], params)[0].token_ids
-        text += _ids(llm, NEW_TOKENS, 100 + number)
+        text += llm.generate([text], turn_params())[0].token_ids
+        text += text_ids(llm, NEW_TOKENS, 100 + number)
     start_s = time.perf_counter()
     for text in texts:
-        llm.generate([text], params)
+        llm.generate([text], turn_params())
     return time.perf_counter() - start_s
 
 
 def _unused(llm: LLM, num_behind: int, num_tokens: int) -> float:
     """Seconds a token of the last half of a long answer, beside a conversation that has ended."""
-    llm.generate([_ids(llm, num_behind, 0)], SamplingParams(max_tokens=1))
+    llm.generate([text_ids(llm, num_behind, 0)], SamplingParams(max_tokens=1))
     times: list[float] = []
 
     def note(event: object) -> None:
@@ -98,7 +94,7 @@ def _unused(llm: LLM, num_behind: int, num_tokens: int) -> float:
             times.append(time.perf_counter())
 
     params = SamplingParams(max_tokens=num_tokens, ignore_eos=True)
-    llm.generate([_ids(llm, NEW_TOKENS, 1)], params, note)
+    llm.generate([text_ids(llm, NEW_TOKENS, 1)], params, note)
     half = times[len(times) // 2 :]
     return (half[-1] - half[0]) / (len(half) - 1)
 
@@ -107,13 +103,6 @@ def _without_seconds(engine: Engine) -> None:
     """The plan decides, as before anything was measured."""
     assert engine.elastic is not None and engine.elastic._shared.kept is not None
     engine.elastic._shared.kept.slot_use = None
-
-
-def _ids(llm: LLM, count: int, seed: int) -> list[int]:
-    """Seeded ids of text: special ones lie at the vocabulary's end."""
-    draw = np.random.default_rng(seed)
-    ids: list[int] = draw.integers(1, llm.config.vocab_size * 9 // 10, count).tolist()
-    return ids
 
 
 def _options() -> argparse.Namespace:

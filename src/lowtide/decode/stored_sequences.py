@@ -71,10 +71,11 @@ class StoredSequences:
         """Reads keys and values into a new range, whose memory is seen to; False where the file
         turns out to be damaged or gone: `find` gives another then."""
         folder, name, num_tokens = self._files.folder, found.entry.name, found.num_tokens
+        rows = self._kv_cache.rows(kv, 0, num_tokens)
 
         def place(first: int, content: NDArray[Any]) -> None:
-            wanted = content[:, :, :, : num_tokens - first]
-            self._kv_cache.rows(kv, first, wanted.shape[3])[...] = wanted
+            target = rows[:, :, :, first : first + content.shape[3]]
+            target[...] = content[:, :, :, : target.shape[3]]
 
         try:
             self._reader.read(folder.open(name), found.head, num_tokens, place)

@@ -24,7 +24,8 @@ from lowtide.threads.daemon_pool import DaemonPool
 from lowtide.threads.event import HEED_S, WAIT_LIMIT_S
 
 Place = Callable[[int, NDArray[Any]], None]
-"""Is given a chunk's first token and its keys and values, which are the reader's."""
+"""Is given a chunk's first token and its keys and values, which are the reader's. Called on several
+threads at once, with chunks of different tokens."""
 
 
 class ChunkReader:
@@ -37,7 +38,7 @@ class ChunkReader:
 
     def read(self, descriptor: int, head: FileHead, num_tokens: int, place: Place) -> None:
         """Reads the chunks of a file's first `num_tokens` tokens; `place` is called on the reader
-        threads, by one at a time, with what was proved to be as it was written. Closes the file.
+        threads with what was proved to be as it was written. Closes the file.
 
         Raises Contradiction for what was not, OSError, and StorageError for a drive that does not
         answer; `place` is not called any more then.
@@ -48,8 +49,8 @@ class ChunkReader:
         try:
             buffers = Arena(NUM_READERS * size).array().reshape(NUM_READERS, size)
             _go_direct(descriptor, buffers[0])
-            for buffer in buffers[: len(work.chunks)]:
-                tickets.append(self._threads.submit(partial(work.run, buffer)))
+            for gate, buffer in zip(work.gates, buffers, strict=False):
+                tickets.append(self._threads.submit(partial(work.run, buffer, gate)))
             self._wait(tickets)
         finally:
             work.end()
@@ -92,16 +93,18 @@ class _Reading:
         self.chunks = [c for c in layout.chunks(len(head.tokens)) if c.start < num_tokens]
         self._next = iter(self.chunks)
         self._gate = threading.Lock()
+        # A thread's is held while it places a chunk.
+        self.gates = [threading.Lock() for _ in self.chunks[:NUM_READERS]]
         self._is_over = False
 
-    def run(self, buffer: NDArray[np.uint8]) -> int:
+    def run(self, buffer: NDArray[np.uint8], gate: threading.Lock) -> int:
         """A thread's part; the bytes that it read."""
         num_bytes = 0
         while not self._is_over and (tokens := self._take()) is not None:
             stored = buffer[: self._layout.stored_bytes(len(tokens))]
             self._pull(tokens, stored)
             self._layout.check(stored, tokens, self._head, self._key)
-            with self._gate:
+            with gate:
                 if not self._is_over:
                     self._place(tokens.start, self._layout.content(stored, len(tokens)))
             num_bytes += len(stored)
@@ -109,8 +112,10 @@ class _Reading:
 
     def end(self) -> None:
         """Nothing is placed any more."""
-        with self._gate:
-            self._is_over = True
+        self._is_over = True
+        for gate in self.gates:
+            with gate:  # until what its thread is placing lies there
+                pass
 
     def _take(self) -> range | None:
         with self._gate:
