@@ -24,15 +24,15 @@ from lowtide.lab.synth import synth
 from lowtide.layers.batch import Batch
 from lowtide.llm import plan_model
 from lowtide.memory.kv_cache import KVCache, KVRange
-from lowtide.policies.kept_keys import Prices
+from lowtide.policies.kept_keys import MemoryPrices
 
 FAMILIES = ("qwen3_moe", "deepseek_v2", "gpt_oss", "llada2")
 """Plain keys and values, latent ones, windows, blocks."""
 
 BLOCK_LENGTH = 8
 
-DEAR_KEYS = Prices(token_s=1.0, token_bytes=1, read_s=1e-6, slot_bytes=1 << 20)
-DEAR_SLOTS = Prices(token_s=1e-6, token_bytes=1 << 20, read_s=1.0, slot_bytes=1)
+DEAR_KEYS = MemoryPrices(token_s=1.0, token_bytes=1, read_s=1e-6, slot_bytes=1 << 20)
+DEAR_SLOTS = MemoryPrices(token_s=1e-6, token_bytes=1 << 20, read_s=1.0, slot_bytes=1)
 """What passes may have been measured to take."""
 
 

@@ -28,18 +28,18 @@ from lowtide.policies.kept_keys import (
     PRIOR_SEQUENCES,
     YOUNG_PASSES,
     Continuations,
-    Prices,
+    MemoryPrices,
     gives_way,
 )
 from lowtide.policies.lending import MOVE_READS
 
-PRICES = Prices(token_s=0.01, token_bytes=1000, read_s=0.002, slot_bytes=100_000)
+PRICES = MemoryPrices(token_s=0.01, token_bytes=1000, read_s=0.002, slot_bytes=100_000)
 """A slot's memory holds 100 tokens, which take a second to compute again: 500 reads."""
 
 ages = st.integers(0, 1 << 40)
 chances = st.floats(0, 1)
 prices = st.builds(
-    Prices, st.floats(0, 1), st.integers(1, 1 << 20), st.floats(0, 1), st.integers(1, 1 << 30)
+    MemoryPrices, st.floats(0, 1), st.integers(1, 1 << 20), st.floats(0, 1), st.integers(1, 1 << 30)
 )
 
 
@@ -89,7 +89,9 @@ def test_seconds_decide() -> None:
 
 
 @given(ages, chances, st.floats(0, 1), prices)
-def test_what_saves_more_never_saves_less(age: int, chance: float, use: float, p: Prices) -> None:
+def test_what_saves_more_never_saves_less(
+    age: int, chance: float, use: float, p: MemoryPrices
+) -> None:
     """Where keys are worth their memory, cheaper slots and likelier turns change nothing."""
     if p.keys_save_more(chance, age, use):
         assert p.keys_save_more(chance, age // 2, use)
@@ -102,7 +104,7 @@ def test_what_saves_more_never_saves_less(age: int, chance: float, use: float, p
 
 @given(st.booleans(), ages, chances, st.floats(0, 1), st.none() | prices)
 def test_the_plan_decides_until_something_is_known(
-    is_planned: bool, age: int, chance: float, use: float, p: Prices | None
+    is_planned: bool, age: int, chance: float, use: float, p: MemoryPrices | None
 ) -> None:
     found = gives_way(is_planned, age, chance, use, p)
     if p is None:

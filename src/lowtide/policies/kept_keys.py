@@ -50,7 +50,7 @@ class Continuations:
         return num_continued / (PRIOR_SEQUENCES + self._num_seen[reached])
 
 
-class Prices(NamedTuple):
+class MemoryPrices(NamedTuple):
     """Measured seconds, and the memory that saves them."""
 
     token_s: float  # of a pass over a prompt, for each of its tokens
@@ -70,7 +70,7 @@ class Prices(NamedTuple):
 
 
 def gives_way(
-    is_planned: bool, age_passes: int, chance: float, slot_use: float, prices: Prices | None
+    is_planned: bool, age_passes: int, chance: float, slot_use: float, prices: MemoryPrices | None
 ) -> bool:
     """Whether keys of this age are to be given up.
 

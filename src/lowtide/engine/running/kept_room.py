@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from lowtide.memory.kept_rule import KeptRule
 from lowtide.memory.kv_cache import KVRange
-from lowtide.policies.kept_keys import Continuations, Prices, gives_way
+from lowtide.policies.kept_keys import Continuations, MemoryPrices, gives_way
 
 PROMPT_ROWS = 64
 """A pass of as many rows is taken for one over a prompt, one of fewer for decoding."""
@@ -81,11 +81,11 @@ class KeptRoom(KeptRule):
         """Kept sequences now, and those that were given up, by the plan or for slots, so far."""
         return {"num_kept": len(self._kept_at), "num_kept_given_up": self.num_given_up}
 
-    def _prices(self) -> Prices | None:
+    def _prices(self) -> MemoryPrices | None:
         token_s, read_s = self._prompt_row.each_s, self._miss.each_s
         if self.slot_use is None or token_s is None or read_s is None:
             return None
-        return Prices(token_s, self._token_bytes, read_s, self._slot_bytes)
+        return MemoryPrices(token_s, self._token_bytes, read_s, self._slot_bytes)
 
 
 class _MeanSeconds:
