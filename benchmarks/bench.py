@@ -1,9 +1,10 @@
 """All measurements behind the pages' numbers, one script after the other, into docs/results/.
 
 `make bench` runs those that need less than 5 GiB of disk and memory, in at most 67 minutes on two
-quiet cores; `make bench-large` the rest, each after a look at the disk, and what a script has put
-into the cache of models is deleted after it (`--keep`: not). `--list` says what takes how long, and
-what was cut. A script that fails or hangs keeps no other from running, and is named at the end.
+quiet cores; `make bench-large` the rest, in some six hours, each after a look at the disk, and what
+a script has put into the cache of models is deleted after it (`--keep`: not). `--list` says what
+takes how long, and what was cut. A script that fails or hangs keeps no other from running, and is
+named at the end.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ def main() -> None:
     options = _options()
     folder = model_folder(options.model, options.size, options.family)
     context = 2 * (options.behind + 2 * LAST_TURN * (NEW_TOKENS + 64))  # and a copy
-    chosen = {"context": context, "elastic": options.elastic, "progress": False}
+    chosen = {"context": context, "progress": False}
     plan = plan_model(folder, **chosen)
     budget = budget_of_share(plan, options.share)
     with LLM(folder, host_memory=budget, **chosen) as llm:
@@ -52,7 +52,6 @@ def main() -> None:
         settings = {
             "model": folder.name,
             "share": options.share,
-            "elastic": options.elastic,
             "tokens_behind": options.behind,
             "new_tokens": NEW_TOKENS,
             "budget_bytes": budget,
@@ -158,7 +157,6 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--family", default="qwen3_moe", help="of the synthetic model")
     parser.add_argument("--size", default="small", help="of the synthetic model")
     parser.add_argument("--share", type=float, default=1.0, help="of the experts in memory")
-    parser.add_argument("--elastic", action="store_true", help="memory moves to and from experts")
     parser.add_argument("--behind", type=int, default=1000, help="tokens of the first turn")
     parser.add_argument("--repeats", type=int, default=9, help="new prompts of each kind")
     parser.add_argument("--restarts", type=int, default=0, help="engines that read what was kept")

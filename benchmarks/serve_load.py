@@ -264,7 +264,7 @@ def _served_turn(client: Client, prompt: Sequence[int]) -> Turn:
 
 
 def _warm(server: Server, **more: object) -> None:
-    """A short answer; behind it none is left of requests that were given up."""
+    """A short answer. Once it is there, abandoned requests have ended."""
     with closing(Client(server.url)) as client:
         client.ask(_body("warm", 2, **more))
 

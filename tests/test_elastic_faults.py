@@ -206,7 +206,7 @@ def check_moving(load: Callable[..., LLM], path: Path, options: dict[str, Any]) 
     memory = plan.minimum_bytes + 10 * plan.fast_tier.slot_bytes
     found = []
     for elastic in (False, True):
-        with load(policy="lru", elastic=elastic, **{name: memory}) as llm:
+        with load(policy="lru", elastic=elastic, cache="off", **{name: memory}) as llm:
             words = [answers(llm), [answers(llm, [prompt])[0] for prompt in PROMPTS]]
             found.append((words, llm.logits(PROMPTS[3]).numpy().tobytes()))
             stats = llm.stats()

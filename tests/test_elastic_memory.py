@@ -167,7 +167,7 @@ def test_memory_goes_to_a_system_that_runs_short_of_it_and_comes_back(
         assert answers(llm) == words
         assert llm.stats()["num_slots"] == llm.plan.num_staging
         shares = elastic_of(llm)._shared.budget.shares()
-        llm._loop.look(Engine.heed_memory)
+        llm._loop.look(Engine.release_memory)
         assert shares["KV cache"] >= elastic_of(llm)._shared.budget.shares()["KV cache"] == 0
         free_bytes = 1 << 40
         assert answers(llm) == words

@@ -127,10 +127,10 @@ def make_room(slot_use: float | None = 0.5) -> KeptRoom:
 
 
 def decode(room: KeptRoom, num_passes: int, num_misses: int = 10, each_s: float = 0.002) -> None:
-    """Passes of one row, each of which waits for reads."""
+    """Passes without a prompt, each of which waits for reads."""
     for _ in range(num_passes):
         misses, wait_s = room._num_misses + num_misses, room._wait_s + num_misses * each_s
-        room.took(1, 1.0, misses, wait_s)
+        room.took(0, 0.0, misses, wait_s)
 
 
 def read_prompt(room: KeptRoom, num_passes: int = 1) -> None:

@@ -20,6 +20,7 @@ import pytest
 from serving import LIMIT_S, Running, serving, talking_folder, wait_until
 
 from lowtide import AsyncLLM
+from lowtide.errors import StorageError
 from lowtide.serve import connection, guard, server
 from lowtide.serve.connection import Connection
 from lowtide.serve.service import Served
@@ -234,3 +235,16 @@ def test_an_answer_that_is_read_slowly_goes_on() -> None:
         sizes.pop(0)
         checks.pop()()
     assert aborted and not checks
+
+
+def test_a_fault_as_memory_is_given_back_does_not_end_the_server(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def fails() -> None:
+        raise StorageError("A read does not end.")
+
+    service: Any = SimpleNamespace(is_idle=True, release_memory=fails)
+    app: Any = None
+    running = server._Server(server.config_of(app), service, print)
+    assert not asyncio.run(running.on_tick(server.IDLE_TICKS))
+    assert "Memory could not be given back: A read does not end." in caplog.text

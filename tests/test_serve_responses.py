@@ -409,6 +409,8 @@ def test_streamed_is_not_streamed(pieces: list[Piece], reason: str, is_custom: b
         ('{"input": "', ""),
         ('{"more": 1, "input": "x"}', "x"),
         ('{"output": "x"}', '{"output": "x"}'),
+        ('{"input": "C:\\users"}', "C:\\users"),
+        ('{"input": "say "hi" now"}', 'say "hi" now'),
         ("no JSON", "no JSON"),
         ("", ""),
     ],

@@ -216,8 +216,9 @@ def _run(agent: Agent, programs: Path, home: Path, repository: Path, config: str
     ) as running:
         try:
             return running.communicate(timeout=LIMIT_S)[0]
-        except subprocess.TimeoutExpired:
-            return f"It did not end within {LIMIT_S:g} s."
+        except subprocess.TimeoutExpired as error:
+            told = (error.stdout or b"").decode(errors="replace")  # bytes, though `text` is set
+            return f"{told}\nIt did not end within {LIMIT_S:g} s."
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(running.pid, signal.SIGKILL)  # with all that it started

@@ -129,10 +129,10 @@ class _Run:
     def _run_pass(self) -> list[Event]:
         """As the engine's thread does."""
         model, elastic = self._engine.model, self._engine.elastic
-        start_s, num_rows = time.perf_counter(), model.num_rows
+        num_rows, start_s = model.num_prompt_rows, model.prompt_s
         events = self._decoder.step()
         if elastic is not None:
-            elastic.took(model.num_rows - num_rows, time.perf_counter() - start_s)
+            elastic.took(model.num_prompt_rows - num_rows, model.prompt_s - start_s)
             elastic.settle()
         return events
 

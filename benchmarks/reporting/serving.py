@@ -86,7 +86,7 @@ def _disk(line: Line) -> tuple[Cell, ...]:
         str(line["clients"]),
         _range(line, "tokens_per_s"),
         _range(line, "of_bound"),
-        f"{number(line['wanted_of_bound'])}" if wanted else "",
+        number(line["wanted_of_bound"]),
         number(line["over_one"]),
         number(wanted) if wanted else "",
         giga(line["read_bytes"]),

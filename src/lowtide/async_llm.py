@@ -143,10 +143,10 @@ class AsyncLLM(LoadedModel):
         """As `LLM.stats`."""
         return await asyncio.to_thread(self._stats)
 
-    async def heed_memory(self) -> None:
+    async def release_memory(self) -> None:
         """Gives memory back to a system that runs short of it, where the plan is elastic. Passes
         do so by themselves: this is for the time between requests."""
-        await asyncio.to_thread(self._loop.look, Engine.heed_memory)
+        await asyncio.to_thread(self._loop.look, Engine.release_memory)
 
     async def close(self) -> None:
         """As `LLM.close`."""

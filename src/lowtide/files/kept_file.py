@@ -151,7 +151,7 @@ def _head_bytes(num_tokens: int) -> int:
 
 
 def _mac(key: bytes, what: bytes, *parts: bytes | memoryview) -> bytes:
-    # SHA-256 has instructions of its own on most processors: twice the speed of BLAKE2b here.
+    # SHA-256 has instructions of its own on most processors, BLAKE2b has none.
     digest = hmac.new(key, what, "sha256")
     for part in parts:
         digest.update(part)

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 class KeptRule:
-    """None of them does. Is told of each that is kept, on the engine's thread."""
+    """By default no range gives way early. Called on the engine's thread for each kept range."""
 
     def kept(self, kv_range: KVRange) -> None:
         """A sequence has ended."""

@@ -206,7 +206,8 @@ class KVCache:
             finally:
                 if is_kept:
                     self._kept.append(kv_range)
-                    self._rule.copied(kv_range)
+            if is_kept:
+                self._rule.copied(kv_range)
         return made
 
     def copy_kept(self, kv_range: KVRange, num_kept: int, first: int, target: NDArray[Any]) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
+from time import perf_counter
 from typing import ClassVar, Protocol
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from lowtide.compute import Compute
 from lowtide.config import ModelConfig
-from lowtide.core import Step
+from lowtide.core import Step, StepKind
 from lowtide.errors import InternalError
 from lowtide.experts.rows import LayerCall, Routing
 from lowtide.kernels.layer_parts import AttentionParts
@@ -74,6 +75,7 @@ class Decoder:
         self.compute = compute
         self._experts = experts
         self.num_rows = 0  # of all passes so far
+        self.num_prompt_rows, self.prompt_s = 0, 0.0  # of those over prompts alone
         names, is_tied = self.names, config.tie_word_embeddings
         self._embedding = weights[f"{names.embedding}.weight"]
         head = self._embedding if is_tied else weights[f"{names.head}.weight"]
@@ -179,7 +181,7 @@ class Decoder:
         Returns [rows, hidden] in the compute dtype; writes all rows' keys and values. Raises
         PlanError where there is no room for such a pass.
         """
-        batch = batch.placed(self.kv_cache)
+        start_s, batch = perf_counter(), batch.placed(self.kv_cache)
         workspace = self.compute.workspace
         workspace.begin(batch.counts)
         num_rows, dtype = batch.token_ids.shape[0], self.kv_cache.dtype
@@ -196,6 +198,9 @@ class Decoder:
                 block.forward(x, batch, rotations, few)
         self._experts.end_pass()
         workspace.reset(self._hidden_end)
+        if batch.step.kind is StepKind.PREFILL:
+            self.num_prompt_rows += num_rows
+            self.prompt_s += perf_counter() - start_s
         return x
 
     def run_experts(self, layer: int, x: Tensor, routing: Routing, step: Step) -> Tensor:

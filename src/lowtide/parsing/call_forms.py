@@ -1,7 +1,7 @@
 """The forms in which models write tool calls into their text, each both read and made a grammar of.
 
 Which one a model has is seen in its chat template, else in its tokenizer's tokens. Grammars are
-Lark as llguidance has it: `Lark.mark` and `text` write the parts that are always the same.
+Lark as llguidance has it; `CallForm.mark` and `literal` write the fixed parts.
 """
 
 from __future__ import annotations

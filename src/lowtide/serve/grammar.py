@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import replace
 
 import numpy as np
@@ -83,13 +83,12 @@ class Constraint:
 
 class Grammars:
     """Makes masks for the requests of one model. Owns llguidance's form of its vocabulary, which
-    takes a second to make, and the one thread that compiles."""
+    takes a second to make. One is compiled at a time, each by a thread that then ends."""
 
     def __init__(self, config: ModelConfig, tokenizer: Tokenizer | None) -> None:
         self._config, self._tokenizer = config, tokenizer
         self._vocabulary: LLTokenizer | None = None
         self._turn = threading.Lock()
-        self._compiler = ThreadPoolExecutor(1, thread_name_prefix="lowtide-grammar")
 
     def applied(
         self,
@@ -150,12 +149,23 @@ class Grammars:
                 f"The form and its tools make a grammar of {len(text)} characters; at most "
                 f"{MAX_GRAMMAR_CHARS} are accepted."
             )
+        compiled: Future[GrammarMask] = Future()
+        threading.Thread(
+            target=self._compile, args=(text, compiled), name="lowtide-grammar", daemon=True
+        ).start()
         try:
-            return self._compiler.submit(self._mask, text).result(MAX_COMPILE_S)
+            return compiled.result(MAX_COMPILE_S)
         except TimeoutError:
             raise UsageError(
                 f"The answer's form was not compiled within {MAX_COMPILE_S:g} s; make it simpler."
             ) from None
+
+    def _compile(self, text: str, compiled: Future[GrammarMask]) -> None:
+        try:
+            with self._turn:
+                compiled.set_result(self._mask(text))
+        except BaseException as error:
+            compiled.set_exception(error)
 
     def _mask(self, text: str) -> GrammarMask:
         matcher = LLMatcher(self._made_vocabulary(), text, log_level=0, limits=_LIMITS)
@@ -166,12 +176,11 @@ class Grammars:
         return mask
 
     def _made_vocabulary(self) -> LLTokenizer:
-        with self._turn:
-            if self._vocabulary is None and self._tokenizer is not None:
-                self._vocabulary = _vocabulary(self._config, self._tokenizer)
-            if self._vocabulary is None:
-                raise UnsupportedError("This model has no tokenizer, so there is no text to form.")
-            return self._vocabulary
+        if self._vocabulary is None and self._tokenizer is not None:
+            self._vocabulary = _vocabulary(self._config, self._tokenizer)
+        if self._vocabulary is None:
+            raise UnsupportedError("This model has no tokenizer, so there is no text to form.")
+        return self._vocabulary
 
 
 class GrammarMask:

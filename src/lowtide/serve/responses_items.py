@@ -25,9 +25,13 @@ _SEALED = "lowtide:"
 _INPUT = re.compile(r'\s*\{\s*"input"\s*:\s*"')
 _CHARACTERS = re.compile(
     r'(?:[^"\\]+|\\[^u]|\\u(?![dD][89abAB])[0-9a-fA-F]{4}'
-    r"|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2})*"
+    r"|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}"
+    r"|\\u(?=[0-9a-fA-F]{0,3}[^0-9a-fA-F]))*"
 )
 """Whole characters of a JSON text: neither half an escape nor half of a surrogate pair."""
+
+_CLOSED = re.compile(r'(?:"\s*\}?\s*|\\[\\u0-9a-fA-F]*)\Z')
+"""The end of such a text: its quote and brace, or an escape that was cut."""
 
 _TEXT_PARTS = {"input_text", "output_text", "text", "summary_text", "reasoning_text"}
 
@@ -142,13 +146,17 @@ class CustomInput:
         text = value.get("input") if isinstance(value, Mapping) else None
         if isinstance(text, str) and text.startswith(self._told):
             return text[len(self._told) :]
+        if value is None and self._place:  # no JSON: quotes that are not escaped
+            return _CLOSED.sub("", self._arguments[self._place :])
         return "" if self._place else self._arguments
 
 
 def _decoded(text: str) -> str:
     """What stands in JSON between quotes. A backslash that escapes nothing is one, and line breaks
     are taken: models forget to escape them."""
-    escaped = re.sub(r'(\\["\\/bfnrtu])|\\', lambda found: found[1] or r"\\", text)
+    escaped = re.sub(
+        r'(\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4}))|\\', lambda found: found[1] or r"\\", text
+    )
     return str(json.loads(f'"{escaped}"', strict=False))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import socket
 from collections.abc import Callable
 from types import FrameType
@@ -16,12 +17,16 @@ from lowtide.serve.connection import Connection
 from lowtide.serve.service import Service
 from lowtide.serve.settings import ServeSettings
 
+_log = logging.getLogger(__name__)
+
 SHUTDOWN_S = 30
 """What answers have to come to their end after a signal."""
 
 MAX_HEADER_BYTES = 64 << 10
-MAX_CONNECTIONS = 1024
 KEEP_ALIVE_S = 30
+
+IDLE_TICKS = 20
+"""Between two looks at the system's memory: two seconds."""
 
 SEND_BUFFER_BYTES = 64 << 10
 """Of a connection, in the kernel, which takes twice as much: some hundred tokens of a stream."""
@@ -58,10 +63,6 @@ def url_of(bound: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-IDLE_TICKS = 20
-"""Two seconds."""
-
-
 async def run_server(
     llm: AsyncLLM, settings: ServeSettings, bound: socket.socket, on_ready: Callable[[str], None]
 ) -> None:
@@ -86,7 +87,6 @@ def config_of(app: ASGIApp) -> uvicorn.Config:
         server_header=False,
         proxy_headers=False,
         h11_max_incomplete_event_size=MAX_HEADER_BYTES,
-        limit_concurrency=MAX_CONNECTIONS,
         timeout_keep_alive=KEEP_ALIVE_S,
         timeout_graceful_shutdown=SHUTDOWN_S,
     )
@@ -110,7 +110,10 @@ class _Server(uvicorn.Server):
     async def on_tick(self, counter: int) -> bool:
         """Ten times a second. Between requests no pass looks at the system's memory."""
         if counter % IDLE_TICKS == 0 and self._service.is_idle:
-            await self._service.heed_memory()
+            try:
+                await self._service.release_memory()
+            except Exception as error:  # a request that meets the same fault is told of it
+                _log.error("Memory could not be given back: %s", error, exc_info=error)
         return await super().on_tick(counter)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:

@@ -108,10 +108,10 @@ class Service:
         """Whether there is no request."""
         return not (self.admission.num_running or self.admission.num_waiting)
 
-    async def heed_memory(self) -> None:
+    async def release_memory(self) -> None:
         """Gives memory back to a system that runs short of it, where the plan is elastic."""
         if self.is_alive:
-            await self.llm.heed_memory()
+            await self.llm.release_memory()
 
     def drain(self) -> None:
         """Takes no more requests; those there are go on."""
@@ -174,12 +174,12 @@ class Service:
         """What the engine is asked; a grammar may take seconds. Raises TooLong or LowtideError."""
         params = self._fitted(ask, len(prompt_ids))
         [request] = self.llm.requests(prompt_ids, params, raw=True)
-        if params.stop_strings or not ask.parallel_calls:
-            # A reader of its own for the engine's thread, ahead of the one here.
-            test = CompletionTest(self._reader(ask, prompt_ids))
-            request = replace(request, is_stopped=test)
         if ask.conversation is None:
             return request
+        if params.stop_strings or not ask.parallel_calls:
+            # Calls and thoughts have no stop strings: a reader that knows them, for the engine.
+            test = CompletionTest(self._reader(ask, prompt_ids))
+            request = replace(request, is_stopped=test)
         return self._grammars.applied(
             request, ask.constraint, ask.tools, ask.tool_choice, ask.parallel_calls
         )

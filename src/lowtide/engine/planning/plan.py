@@ -91,7 +91,8 @@ def _remarks(opened: OpenModel, everything_fits: bool) -> list[str]:
     """Lines that follow the reason."""
     lines = [*_what_packing_saves(opened), *_where_keys_lie(opened)]
     if opened.options.elastic and everything_fits:
-        lines.append("Memory that a pass or a sequence does not need goes back to the system.")
+        owner = "sequence" if planner_of(opened) is None else "pass or a sequence"
+        lines.append(f"Memory that a {owner} does not need goes back to the system.")
     return lines
 
 

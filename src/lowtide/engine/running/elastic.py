@@ -182,13 +182,13 @@ class ElasticMemory:
         self.num_moved += slots.shrink(num_live)
         self.num_given += count
 
-    def took(self, num_rows: int, seconds: float) -> None:
-        """Before `settle`: the rows of the pass and how long it was, by which kept keys are
+    def took(self, num_prompt_rows: int, prompt_s: float) -> None:
+        """Before `settle`: rows and seconds of passes over prompts alone, by which kept keys are
         weighed against slots."""
         if (kept := self._shared.kept) is None:
             return
         experts = self._experts
-        kept.took(num_rows, seconds, experts.stats.num_misses, experts.host.stats.wait_s)
+        kept.took(num_prompt_rows, prompt_s, experts.stats.num_misses, experts.host.stats.wait_s)
         if kept.num_passes % _LOOK_PASSES == 0:
             self._shared.cache.heed_rule()
 
@@ -260,6 +260,8 @@ class ElasticMemory:
     def _slot_use(self, num_bytes: int) -> float:
         """See `KeptRoom`."""
         shared, slot_bytes = self._shared, self._shared.tier.slot_bytes
+        if self._is_short or self._num_patient:  # no slot can be made now
+            return 0.0
         if self._slots.num_live == shared.num_slots or shared.budget.num_free_bytes >= slot_bytes:
             return 0.0
         return self._absent_use(max(1, num_bytes // slot_bytes))

@@ -37,7 +37,7 @@ class Engine:
         moved = {} if self.elastic is None else self.elastic.as_dict()
         return {**self.experts.as_dict(), **moved}
 
-    def heed_memory(self) -> None:
+    def release_memory(self) -> None:
         """Between passes: gives memory back where the system runs short of it, if it can."""
         if self.elastic is not None:
             self.elastic.heed()

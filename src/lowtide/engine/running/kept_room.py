@@ -12,7 +12,7 @@ from lowtide.memory.kv_cache import KVRange
 from lowtide.policies.kept_keys import Continuations, MemoryPrices, gives_way
 
 PROMPT_ROWS = 64
-"""A pass of as many rows is taken for one over a prompt, one of fewer for decoding."""
+"""Fewer rows of a prompt are not timed: what a pass takes by itself would count for too much."""
 
 _NEWEST = 1 / 16
 """Weight of the last pass in what passes take."""
@@ -40,13 +40,13 @@ class KeptRoom(KeptRule):
         self.num_passes = 0
         self.num_given_up = 0
 
-    def took(self, num_rows: int, seconds: float, num_misses: int, wait_s: float) -> None:
-        """Told of a pass: its rows and seconds, and how many experts were absent, and for how long
-        passes waited for them, in all passes so far."""
+    def took(self, num_prompt_rows: int, prompt_s: float, num_misses: int, wait_s: float) -> None:
+        """Told of a pass: rows and seconds of a prompt, and how many experts were absent, and for
+        how long passes waited for them, in all passes so far."""
         self.num_passes += 1
-        if num_rows >= PROMPT_ROWS:
-            self._prompt_row.add(seconds, num_rows)
-        else:
+        if num_prompt_rows >= PROMPT_ROWS:
+            self._prompt_row.add(prompt_s, num_prompt_rows)
+        elif not num_prompt_rows:
             self._miss.add(wait_s - self._wait_s, num_misses - self._num_misses)
         self._num_misses, self._wait_s = num_misses, wait_s
 
