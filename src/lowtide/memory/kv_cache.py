@@ -26,10 +26,8 @@ GROWTH_TOKENS = 256
 def storage_shape(
     num_layers: int, num_kv_heads: int, head_dim: int, num_tokens: int, num_arrays: int = 2
 ) -> tuple[int, int, int, int, int]:
-    """[layers, arrays, kv_heads, tokens, head_dim] of a cache for `num_tokens` tokens.
-
-    Two arrays hold keys and values; one holds keys that are also the values (a latent).
-    """
+    """[layers, arrays, kv_heads, tokens, head_dim] of a cache for `num_tokens` tokens. Two arrays
+    hold keys and values; one holds keys that are also the values (a latent)."""
     return (num_layers, num_arrays, num_kv_heads, align_up(num_tokens, GRANULE_TOKENS), head_dim)
 
 
