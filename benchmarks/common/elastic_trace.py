@@ -16,10 +16,10 @@ from common.memory import drop_pages, peak_resident_bytes, reset_peak
 from common.run import loaded_engine
 from lowtide.config import ModelConfig
 from lowtide.decode.intake import Intake
-from lowtide.decode.request import Committed, Event, Finished, Request
+from lowtide.decode.request import Committed, Finished, Request
 from lowtide.engine.opening.config import MAX_BLOCK_LENGTH, EngineConfig
 from lowtide.engine.running.engine import Engine
-from lowtide.engine.running.worker import make_decoder
+from lowtide.engine.running.worker import make_decoder, run_pass
 from lowtide.params import SamplingParams
 
 
@@ -122,19 +122,9 @@ class _Run:
             while self._waiting and self._waiting[0][0].after <= self._num_finished:
                 self._decoder.add(self._waiting.popleft()[1])
             with self._measured():
-                events = self._run_pass()
+                events = run_pass(self._engine, self._decoder)
             self._num_tokens += sum(len(e.tokens) for e in events if isinstance(e, Committed))
             self._num_finished += sum(isinstance(event, Finished) for event in events)
-
-    def _run_pass(self) -> list[Event]:
-        """As the engine's thread does."""
-        model, elastic = self._engine.model, self._engine.elastic
-        num_rows, start_s = model.num_prompt_rows, model.prompt_s
-        events = self._decoder.step()
-        if elastic is not None:
-            elastic.took(model.num_prompt_rows - num_rows, model.prompt_s - start_s)
-            elastic.settle()
-        return events
 
     def as_dict(self, read_GBps: float) -> dict[str, Any]:
         """`ideal_s`: what the passes would take if reads came at the disk's ceiling, all cores

@@ -199,7 +199,7 @@ def _response(service: Service, body: ResponsesBody, params: SamplingParams) -> 
         "temperature": drawn.temperature,
         "text": {"format": {"type": "text"}} | (body.text or {}),
         "tool_choice": body.tool_choice or "auto",
-        "tools": [_told(tool) for tool in body.tools or []],
+        "tools": [_tool_object(tool) for tool in body.tools or []],
         "top_logprobs": 0,
         "top_p": drawn.top_p or 1.0,
         "truncation": "disabled",
@@ -209,7 +209,7 @@ def _response(service: Service, body: ResponsesBody, params: SamplingParams) -> 
     }
 
 
-def _told(tool: JsonObject) -> JsonObject:
+def _tool_object(tool: JsonObject) -> JsonObject:
     """A tool as responses have it: a function with all its fields."""
     unset = {"description": None, "parameters": None, "strict": None}
     return unset | tool if tool["type"] == "function" else tool

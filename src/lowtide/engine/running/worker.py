@@ -15,6 +15,7 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from lowtide.decode.autoregressive import Autoregressive
+from lowtide.decode.batch_decoder import BatchDecoder
 from lowtide.decode.block_diffusion import BlockDiffusion
 from lowtide.decode.masked_diffusion import MaskedDiffusion
 from lowtide.decode.request import Committed, Event, Finished, Request
@@ -253,7 +254,7 @@ class Worker:
                 self._decoder.forget()  # an observer sees all rows of a request
             self._decoder.store_in(None if is_observed else self._stored)
             with fault_found(self.engine.opened), device_pass(), self.speed.measured():
-                events = self._run_pass()
+                events = run_pass(self.engine, self._decoder)
         except BaseException as error:
             self._fail_pass(error)
             return
@@ -266,15 +267,6 @@ class Worker:
                 del self._answers[event.request]
         for answers, part in news.items():
             answers.put(part)
-
-    def _run_pass(self) -> list[Event]:
-        model, elastic = self.engine.model, self.engine.elastic
-        num_rows, start_s = model.num_prompt_rows, model.prompt_s
-        events = self._decoder.step()
-        if elastic is not None:
-            elastic.took(model.num_prompt_rows - num_rows, model.prompt_s - start_s)
-            elastic.settle()
-        return events
 
     def _with_receipt(self, event: Event) -> Event:
         """An answer's last event says what was done to its words, if anything may be."""
@@ -352,6 +344,17 @@ class Speed:
             "generation_s": self._seconds,
             "tokens_per_s": self._num_tokens / self._seconds if self._seconds else 0.0,
         }
+
+
+def run_pass(engine: Engine, decoder: BatchDecoder[Any]) -> list[Event]:
+    """One step of a decoder, after which memory moves."""
+    model, elastic = engine.model, engine.elastic
+    num_rows, start_s = model.num_prompt_rows, model.prompt_s
+    events = decoder.step()
+    if elastic is not None:
+        elastic.took(model.num_prompt_rows - num_rows, model.prompt_s - start_s)
+        elastic.settle()
+    return events
 
 
 def make_decoder(engine: Engine) -> BlockDiffusion | MaskedDiffusion | Autoregressive:
