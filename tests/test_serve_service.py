@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import itertools
 import json
 import threading
 from collections.abc import Coroutine, Iterator
@@ -19,6 +20,10 @@ from serving import LIMIT_S, Running, serving, talking_folder, wait_until
 from whole import check_idle
 
 from lowtide import AsyncLLM, SamplingParams
+from lowtide.decode.batch_decoder import BatchDecoder
+from lowtide.decode.request import Event
+from lowtide.engine.running.engine import Engine
+from lowtide.engine.running.worker import run_pass
 from lowtide.errors import NumericError, UsageError
 from lowtide.parsing.pieces import Done, Piece, Prefilled, Text
 from lowtide.serve.conversation import Conversation, Turn
@@ -267,6 +272,21 @@ def running(llm: AsyncLLM) -> Iterator[Running]:
 LONG_BODY = {"prompt": "import", "max_tokens": 1800, "ignore_eos": True, "temperature": 0}
 
 
+@pytest.fixture
+def waits_for_mail(llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After 40 passes, a block and more, each waits until the engine is told something, so that no
+    answer ends before its client has gone, on a machine of any speed."""
+    mailbox, num_passes = llm._loop._worker.mailbox, itertools.count()
+
+    def waiting(engine: Engine, decoder: BatchDecoder[Any]) -> list[Event]:
+        if next(num_passes) > 40:
+            wait_until(lambda: not mailbox.empty())
+        return run_pass(engine, decoder)
+
+    monkeypatch.setattr("lowtide.engine.running.worker.run_pass", waiting)
+
+
+@pytest.mark.usefixtures("waits_for_mail")
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_goes_ends_its_request(running: Running, stream: bool) -> None:
     admission = running.service.admission
