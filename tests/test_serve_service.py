@@ -7,7 +7,7 @@ import gc
 import itertools
 import json
 import threading
-from collections.abc import Coroutine, Iterator
+from collections.abc import AsyncGenerator, Coroutine, Iterator
 from contextlib import aclosing, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +21,7 @@ from whole import check_idle
 
 from lowtide import AsyncLLM, SamplingParams
 from lowtide.decode.batch_decoder import BatchDecoder
-from lowtide.decode.request import Event
+from lowtide.decode.request import Committed, Event, Request
 from lowtide.engine.running.engine import Engine
 from lowtide.engine.running.worker import run_pass
 from lowtide.errors import NumericError, UsageError
@@ -140,6 +140,38 @@ def test_an_answer_that_is_left_ends_between_two_passes(llm: AsyncLLM) -> None:
 
     run(ask())
     check_idle(llm)
+
+
+@pytest.mark.parametrize("num_ticks", range(6))
+def test_an_answer_that_is_left_as_an_event_comes_ends(
+    llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch, num_ticks: int
+) -> None:
+    async def ask() -> None:
+        coming = asyncio.Event()
+
+        async def events(_: list[Request]) -> AsyncGenerator[Event, None]:
+            await coming.wait()
+            yield Committed(0, (5,))
+            await asyncio.Event().wait()
+
+        monkeypatch.setattr(llm, "events", events)
+        service, served = Service(llm), []
+        service.on_served.append(served.append)
+        pieces = service.answer(Ask(TALK, params=SHORT))
+        await anext(pieces)  # the prompt's length
+        task = asyncio.ensure_future(anext(pieces))
+        await asyncio.sleep(0.01)
+        coming.set()
+        for _ in range(num_ticks):
+            await asyncio.sleep(0)
+        was_told = task.done()
+        task.cancel()
+        await asyncio.wait({task})
+        assert task.cancelled() != was_told
+        await pieces.aclose()
+        assert served[0].reason == "abort"
+
+    run(ask())
 
 
 def test_an_answer_has_a_limit_of_time(llm: AsyncLLM) -> None:

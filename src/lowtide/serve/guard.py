@@ -119,7 +119,8 @@ class _Body:
         if self._is_whole:
             return await self._receive()
         try:
-            message = await asyncio.wait_for(self._receive(), self._end_s - time.monotonic())
+            async with asyncio.timeout(self._end_s - time.monotonic()):
+                message = await self._receive()
         except TimeoutError:
             told = f"The body did not come within {BODY_TIMEOUT_S:g} s."
             raise HTTPException(408, told) from None

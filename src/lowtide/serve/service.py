@@ -208,8 +208,9 @@ class Service:
         async with aclosing(self.llm.events([request])) as events:
             while True:
                 left_s = watch.start_s + limit_s - time.monotonic()
-                try:
-                    event = await asyncio.wait_for(anext(events), left_s)
+                try:  # Python 3.11's wait_for loses a cancellation that comes with an event
+                    async with asyncio.timeout(left_s):
+                        event = await anext(events)
                 except StopAsyncIteration:
                     return
                 except TimeoutError:
