@@ -88,6 +88,15 @@ def test_seconds_decide() -> None:
     assert MOVE_READS == 1.5
 
 
+def test_keys_on_disk_save_no_more_than_reading_them_again() -> None:
+    """A read of a slot's memory, if a request goes on from them, against those that it saves."""
+    stored = PRICES.of_stored_keys()
+    assert stored == pytest.approx(PRICES._replace(token_s=PRICES.read_s / 100))
+    assert stored.keys_save_more(0.5, 3, 0.5) and not stored.keys_save_more(0.5, 5, 0.5)
+    cheap = PRICES._replace(token_s=1e-9)
+    assert cheap.of_stored_keys() == cheap
+
+
 @given(ages, chances, st.floats(0, 1), prices)
 def test_what_saves_more_never_saves_less(
     age: int, chance: float, use: float, p: MemoryPrices
@@ -139,7 +148,7 @@ def read_prompt(room: KeptRoom, num_passes: int = 1) -> None:
 
 
 def kept_range(room: KeptRoom) -> KVRange:
-    kv = KVRange(0, 400, 400, 400)
+    kv = KVRange(0, 400, 400, 400, num_kept=1)
     room.kept(kv)
     return kv
 
@@ -175,6 +184,18 @@ def test_within_the_plan_old_keys_go_and_beyond_it_young_ones_stay() -> None:
     assert room.as_dict() == {"num_kept": 1, "num_kept_given_up": 3}
     room.slot_use = lambda num_bytes: 0.0
     assert not room.gives_way(kv, 10**6)
+
+
+def test_keys_that_a_file_has_go_sooner() -> None:
+    room = make_room()
+    read_prompt(room)
+    kv = kept_range(room)
+    decode(room, YOUNG_PASSES)
+    assert not room.gives_way(kv, 1000)
+    kv.num_stored = kv.num_kept
+    assert room.gives_way(kv, 1000)
+    kv.num_kept += 1  # and more has come since
+    assert not room.gives_way(kv, 1000)
 
 
 def test_where_conversations_go_on_keys_stay_for_longer() -> None:

@@ -174,6 +174,23 @@ def test_what_gave_way_in_memory_comes_back_from_disk(tmp_path: Path) -> None:
             assert engine.ask(prompt_of(number)).num_resumed == NUM_PROMPT - 1
 
 
+def test_a_range_knows_when_a_file_has_all_of_it(tmp_path: Path) -> None:
+    with opened(tmp_path / "kept") as engine:
+        first = engine.ask(prompt_of(1))
+        engine.stored.drain()
+        [kv] = engine.kv_cache._kept
+        assert kv.num_stored == kv.num_kept == 1
+        engine.ask([*prompt_of(1), *first.token_ids, 5])
+        assert [kv] == engine.kv_cache._kept and kv.num_kept == 2
+        engine.stored.drain()
+        assert kv.num_stored == 2
+    with opened(tmp_path / "kept") as engine:
+        engine.ask([*prompt_of(1), *first.token_ids], max_tokens=1)
+        engine.stored.drain()
+        [kv] = engine.kv_cache._kept
+        assert kv.num_stored == kv.num_kept, "nothing had to be written"
+
+
 def test_the_longest_unused_go_first_and_all_stay_within_the_limit(tmp_path: Path) -> None:
     folder = tmp_path / "kept"
     file_bytes = LAYOUT.file_bytes(NUM_PROMPT + 7)

@@ -97,6 +97,7 @@ class SequenceWriter:
         for name in stored:
             if num_shared[name] == len(tokens):  # all of it is there
                 files.folder.touch(name)
+                kept.kv.num_stored = kept.num_kept
                 return 0
         superseded = [name for name, ids in stored.items() if num_shared[name] == len(ids)]
         num_bytes = self._layout.file_bytes(len(tokens))
@@ -111,6 +112,7 @@ class SequenceWriter:
             _write_all(descriptor, head.stored)
             for chunk in self._chunks(kept, head):
                 _write_all(descriptor, chunk.data)
+        kept.kv.num_stored = kept.num_kept
         for name in superseded:
             files.folder.remove(name)
         return num_bytes

@@ -43,6 +43,7 @@ class KVRange:
     num_written: int = 0  # leading tokens that may hold something
     num_usable: int = 0  # leading tokens with memory behind them, where that comes and goes
     num_kept: int = 0  # times that it was kept
+    num_stored: int = 0  # of these, the last that a file has all of: its writer says so
 
     def part(self, index: int, num_parts: int) -> KVRange:
         """One of so many equal parts of a range whose memory is seen to, good for one pass: it

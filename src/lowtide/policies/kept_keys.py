@@ -1,7 +1,8 @@
 """Whether memory saves more as kept keys or as expert slots, in seconds.
 
-Kept keys save the passes over their tokens, if a request goes on from them. A slot saves reads of
-an expert, pass after pass. What both save is compared over as many passes as the keys have waited.
+Kept keys save the passes over their tokens, if a request goes on from them; where they also lie on
+disk, only reading them again. A slot saves reads of an expert, pass after pass. What both save is
+compared over as many passes as the keys have waited.
 """
 
 from __future__ import annotations
@@ -57,6 +58,12 @@ class MemoryPrices(NamedTuple):
     token_bytes: int  # of keys and values
     read_s: float  # that an absent expert makes a pass wait
     slot_bytes: int
+
+    def of_stored_keys(self) -> MemoryPrices:
+        """Those of keys that also lie on disk: they are read back as experts are, where that takes
+        less than computing them."""
+        read_s = self.token_bytes * self.read_s / self.slot_bytes
+        return self._replace(token_s=min(self.token_s, read_s))
 
     def keys_save_more(self, chance: float, age_passes: int, slot_use: float) -> bool:
         """Whether kept keys save at least as much as the slots that their memory would make: a

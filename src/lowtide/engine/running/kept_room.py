@@ -64,6 +64,8 @@ class KeptRoom(KeptRule):
     def gives_way(self, kv_range: KVRange, num_tokens: int) -> bool:
         age_passes = self.num_passes - self._kept_at.get(kv_range, self.num_passes)
         prices = self._prices()
+        if prices is not None and kv_range.num_stored == kv_range.num_kept:
+            prices = prices.of_stored_keys()
         slot_use = 0.0
         if self.slot_use is not None and prices is not None:
             slot_use = self.slot_use(kv_range.num_usable * self._token_bytes)
