@@ -128,7 +128,7 @@ def main() -> None:
         print(listed(scripts))
         return
     if commit().endswith("+"):
-        raise UsageError("Files differ from their commit: nobody could repeat what is measured.")
+        raise UsageError("Files differ from their commit: what is measured could not be repeated.")
     failed = []
     for script in scripts:
         with _forgotten(cache_folder(), options.large and not options.keep):

@@ -78,7 +78,7 @@ def test_a_stream_is_the_answer(llm: AsyncLLM, expected: Any) -> None:
     run(ask())
 
 
-def test_a_slow_reader_delays_nobody(llm: AsyncLLM, expected: Any) -> None:
+def test_a_slow_reader_delays_no_other(llm: AsyncLLM, expected: Any) -> None:
     async def ask() -> None:
         async with aclosing(llm.stream(PROMPTS[1], PARAMS)) as slow:
             await anext(slow)
@@ -139,7 +139,7 @@ def test_refusals_and_errors_are_those_of_the_twin(
     run(ask())
 
 
-def test_a_loop_that_ended_is_nobody(llm: AsyncLLM) -> None:
+def test_a_stream_whose_loop_ended_is_dropped(llm: AsyncLLM) -> None:
     """News that nobody waits for any more are dropped, and nothing is left behind."""
 
     async def ask() -> None:

@@ -133,7 +133,7 @@ def test_a_long_prompt_is_fed_in_chunks() -> None:
     assert [step.index for step in run.model.steps] == [0, 0, 0, 0, 1]
 
 
-def test_a_long_prompt_starves_nobody_and_prompts_end_one_by_one() -> None:
+def test_a_long_prompt_starves_no_answer_and_prompts_end_one_by_one() -> None:
     kv_cache = make_kv_cache(1024)
     model = HashModel(kv_cache, 64)
     decoder = Autoregressive(model, kv_cache, 64)

@@ -176,7 +176,7 @@ def test_the_page_cache_says_what_it_holds(tmp_path: Path) -> None:
     assert memory.cached_share(path, [(2 << 20, 4 << 20)]) == 0
 
 
-def test_peak_memory_can_start_anew() -> None:
+def test_peak_memory_can_start_again() -> None:
     block = torch.ones(16 << 20)
     with_block = memory.peak_resident_bytes()
     assert with_block >= block.nbytes

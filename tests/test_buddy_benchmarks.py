@@ -53,7 +53,7 @@ def test_drop_adds_nothing_in_place_of_the_absent() -> None:
     assert few is not None and few.experts[1].tolist() == [0, 1, 2] and 4 in few.experts[0]
 
 
-def test_cache_prior_chooses_anew_and_weighs_as_the_router_does() -> None:
+def test_cache_prior_chooses_again_and_weighs_as_the_router_does() -> None:
     logits = np.float32([[2.0, 1.5, 0.0, 1.9, 1.0, -5.0]])
     routing = RoutedTokens(np.array([[0, 3]]), np.zeros((1, 2), np.float32), logits)
     spec = replace(SPEC, score_function="softmax", norm_topk_prob=True, scaling_factor=2.0)

@@ -121,7 +121,7 @@ def test_bit_for_bit_where_nothing_may_be_replaced(
 
 @pytest.mark.parametrize("device", ["cpu", "emulated"])
 @pytest.mark.parametrize("miss", ["buddy", "late"])
-def test_bit_for_bit_where_everybody_is_resident(
+def test_bit_for_bit_where_every_expert_is_resident(
     device: str, miss: str, exact: tuple[list[int], Tensor]
 ) -> None:
     with profiled() as seen, open_half(device, share=1.0, miss=miss) as llm:

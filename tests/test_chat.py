@@ -109,7 +109,7 @@ class Talk:
 # templates
 
 
-def test_a_template_makes_the_prompt_where_there_is_one_and_nobody_minds() -> None:
+def test_a_template_makes_the_prompt_unless_raw_is_asked_for() -> None:
     templated: Any = Templated()
     assert Question("hi").prompt(templated) == TALK
     assert Question("hi", system="be brief").prompt(templated) == [

@@ -448,7 +448,7 @@ def test_ctrl_c_stops_the_answer_and_keeps_what_was_said(
     assert [m["content"] for m in llm.asked[1][0]] == ["hello", "one\n", "go on"]
 
 
-def test_ctrl_c_ends_a_conversation_that_nobody_types(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_ends_a_conversation_that_is_not_typed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PretendLLM, "fault", KeyboardInterrupt())
     refused("chat", MODEL, stdin="hello\ngo on\n", code=130)
     assert len(PretendLLM.latest.asked) == 1
@@ -931,7 +931,7 @@ def test_a_closed_pipe_and_ctrl_c_end_quietly(happens: str, code: int) -> None:
 
 
 @pytest.mark.parametrize("words", [["--help"], ["--version"], [], ["plan", "--help-all"], ["ls"]])
-def test_nobody_reading_ends_every_command_quietly(words: list[str]) -> None:
+def test_a_closed_reader_ends_every_command_quietly(words: list[str]) -> None:
     read, write = os.pipe()
     os.close(read)
     with os.fdopen(write, "w") as pipe:

@@ -188,7 +188,7 @@ def test_a_filling_ends_once_and_by_its_number() -> None:
     assert readiness.wait(1, 60.0) not in (0, None)
 
 
-def test_a_read_that_never_ends_keeps_nobody_longer_than_was_said(
+def test_a_read_that_never_ends_keeps_no_caller_longer_than_was_said(
     tmp_path: Path, paths: list[Path]
 ) -> None:
     try:

@@ -292,7 +292,7 @@ def test_a_wait_that_never_ends_becomes_an_error() -> None:
         event.wait(0.01)
 
 
-def test_a_failure_of_the_gpu_is_reported_by_whoever_waits_and_ends_a_drain() -> None:
+def test_a_failure_of_the_gpu_is_reported_where_it_is_waited_for_and_ends_a_drain() -> None:
     home, streams = HostExperts(), StandInStreams()
     device = make_device(home, streams)
     event = device.copy(home.image(0), 0, None)
@@ -460,7 +460,7 @@ def test_what_is_lent_is_pinned_for_a_while() -> None:
     pinned.close()
 
 
-def test_memory_is_unpinned_before_it_goes_though_nobody_closed() -> None:
+def test_memory_is_unpinned_before_it_goes_though_it_was_not_closed() -> None:
     cudart, arena = StandInCudart(), Arena(100)
     pinned = PinnedMemory(cudart=cudart)
     pinned.register(arena)

@@ -89,7 +89,7 @@ def test_what_cannot_be_fetched_is_not_waited_for() -> None:
     assert decision.assignment.host.tolist() == [4] and decision.moves is not None
 
 
-def test_without_a_device_every_absent_expert_is_brought_and_nobody_else() -> None:
+def test_without_a_device_every_absent_expert_is_brought_and_no_other() -> None:
     recorder = Recorder()
     policies = replace(make_policies(recorder), assign=HostAlone())
     facts = FACTS._replace(has_idle_link=False)

@@ -23,7 +23,7 @@ cut_models, elastic_trace, elastic = map(
 @pytest.mark.parametrize(
     "make_trace", [elastic_trace.mixed_trace, elastic_trace.bidirectional_trace]
 )
-def test_everybody_comes_in_the_end(make_trace: Any) -> None:
+def test_every_request_of_a_trace_can_come(make_trace: Any) -> None:
     trace = make_trace(4096, 32)
     for index, each in enumerate(trace):
         assert each.after <= index

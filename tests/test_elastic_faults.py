@@ -123,7 +123,7 @@ Fault = tuple[int, int, list[int], bool]
         max_size=5,
     )
 )
-def test_whoever_is_refused_fails_alone_and_the_next_are_answered(
+def test_a_refused_request_fails_alone_and_the_next_are_answered(
     model: Path, words: list[list[int]], faults: list[Fault]
 ) -> None:
     """The system may refuse at any call, a cache's or the slots', once or many times."""

@@ -253,7 +253,7 @@ def test_beside_a_device_every_other_preset_keeps_the_words(
     assert max(cache) > 4 * min(cache)
 
 
-def test_a_policy_that_begins_anew_has_the_planned_slots(
+def test_a_policy_that_begins_again_has_the_planned_slots(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan = plan_model(model, context=CONTEXT)

@@ -99,7 +99,7 @@ def test_experts_stay_resident_while_slots_go_and_come(
         tier.check()
 
 
-def test_nobody_loses_a_slot_that_is_in_use() -> None:
+def test_no_slot_in_use_is_lost() -> None:
     tier = Tier(PAGE, 4, 4, 4 * PAGE)
     for expert in range(3):
         tier.bring(0, expert)
@@ -134,7 +134,7 @@ def test_tensors_over_a_slot_are_the_same_before_and_after() -> None:
     assert bool((weights.view(torch.uint8) == 1).all())
 
 
-def test_huge_slots_share_no_more_than_one_group_with_nobody() -> None:
+def test_huge_slots_leave_less_than_one_group_unused() -> None:
     slot_bytes = 9 << 20  # Qwen3-30B's: four and a half groups
     budget = PageBudget(100 << 20)
     arena = ElasticArena(HostPages(8 * slot_bytes), budget.open("expert slots"))

@@ -172,7 +172,7 @@ def test_events_are_called_by_the_place_of_their_prompt_and_come_in_order(model:
         assert isinstance(own[-1], Finished) and list(own[-1].token_ids) == answer
 
 
-def test_a_slow_reader_delays_nobody(model: Model) -> None:
+def test_a_slow_reader_delays_no_other(model: Model) -> None:
     with model.open() as llm:
         stream = llm.stream(PROMPTS[1], PARAMS[1])
         events = [next(stream)]
@@ -315,7 +315,7 @@ def test_closing_ends_all_that_is_asked(model: Model, monkeypatch: pytest.Monkey
     assert is_all_free(llm._engine.kv_cache)
 
 
-def test_a_model_that_nobody_has_any_more_ends_its_thread(model: Model) -> None:
+def test_a_model_without_references_ends_its_thread(model: Model) -> None:
     llm = model.open()
     stream = llm.stream(PROMPTS[1], replace(PARAMS[1], max_tokens=900))
     next(stream)

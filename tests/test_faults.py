@@ -530,7 +530,7 @@ def test_weights_that_overflow_in_the_compute_type(model: Path) -> None:
             llm.generate(PROMPT, PARAMS)
 
 
-def test_arithmetic_that_overflows_is_nobodys_fault(
+def test_arithmetic_that_overflows_is_not_the_checkpoints_fault(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_weights(model, "model.norm.weight", HUGE)

@@ -137,7 +137,7 @@ def test_the_bits_of_one_by_one(folders: dict[str, Path], family: str) -> None:
 
 
 @pytest.mark.parametrize("family", AT_ONCE)
-def test_nobody_is_asked_where_everything_is_resident(
+def test_no_policy_is_asked_where_everything_is_resident(
     folders: dict[str, Path], family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And what was activated is counted all the same."""
@@ -197,7 +197,7 @@ def check_poisoned(
         assert are_equal(decoded(engine, 2), expected)
 
 
-def test_all_layers_are_one_call_where_nobody_is_asked(
+def test_all_layers_are_one_call_where_no_policy_is_asked(
     folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Passes of as many rows compute in what the first of them drew; layer by layer has the same

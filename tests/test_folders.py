@@ -21,7 +21,7 @@ from lowtide.replay.calibration import default_path
 from lowtide.replay.trace import TraceShape
 
 
-def nobody(number: int) -> Any:
+def no_user(number: int) -> Any:
     raise KeyError(f"getpwuid(): uid not found: {number}")
 
 
@@ -30,7 +30,7 @@ def homeless(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a container that runs as a number without a name."""
     for name in ("HOME", "XDG_CACHE_HOME", "XDG_STATE_HOME"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(pwd, "getpwuid", nobody)
+    monkeypatch.setattr(pwd, "getpwuid", no_user)
 
 
 def test_what_has_no_place_is_refused_with_the_way_out(homeless: None) -> None:
@@ -64,9 +64,9 @@ HOMELESS = """
 import os, pwd, sys
 for name in ("HOME", "USER", "LOGNAME", "XDG_CACHE_HOME", "XDG_STATE_HOME"):
     os.environ.pop(name, None)
-def nobody(number):
+def no_user(number):
     raise KeyError(f"getpwuid(): uid not found: {number}")
-pwd.getpwuid = nobody
+pwd.getpwuid = no_user
 from lowtide.cli.main import main
 sys.argv = ["lowtide", *sys.argv[1:]]
 main()

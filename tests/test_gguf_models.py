@@ -171,7 +171,7 @@ def test_what_is_not_computed_is_refused_by_name(tmp_path: Path) -> None:
         plan_model(written("qwen3moe", "token_embd.weight"))
 
 
-def test_a_tensor_that_nobody_knows_is_refused(small: Path, tmp_path: Path) -> None:
+def test_an_unknown_tensor_is_refused(small: Path, tmp_path: Path) -> None:
     data = small.read_bytes()
     path = tmp_path / "other.gguf"
     path.write_bytes(data.replace(b"blk.1.attn_q.weight", b"blk.1.attn_?.weight"))

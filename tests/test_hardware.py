@@ -456,7 +456,7 @@ class Count:
         return Measured(MEASUREMENTS.costs(), MEASUREMENTS)
 
 
-def test_costs_are_measured_once_unless_asked_for_anew() -> None:
+def test_costs_are_measured_once_unless_asked_for_again() -> None:
     count = Count()
     first = stored_or_measured(KEY, count)
     assert stored_or_measured(KEY, count) == first and count.num_calls == 1

@@ -196,7 +196,7 @@ def test_a_server_without_ranges_sends_no_more_than_is_needed(stand_in: StandIn)
     plan_model("org/name", context=128)
 
 
-def test_nobody_there(stand_in: StandIn) -> None:
+def test_no_server_there(stand_in: StandIn) -> None:
     stand_in.close()
     with pytest.raises(HubError, match="org/name@main could not be fetched.*ConnectError.*network"):
         plan_model("org/name")
@@ -250,7 +250,7 @@ def test_a_whole_copy_works_without_the_hub(
         hub.resolve_model("org/name")
 
 
-def test_waits_end_when_somebody_stops(stand_in: StandIn) -> None:
+def test_waits_end_when_a_fetch_is_stopped(stand_in: StandIn) -> None:
     from threading import Event
 
     stopped = Event()

@@ -152,7 +152,7 @@ def reads_end_in_random_order(seed: int) -> Iterator[None]:
         patch.setattr(FileReader, "submit", submit)
         patch.setattr(transfer, "_kept_ranges", lambda *_: None)  # all reads are Python's
         patch.setattr(HostTier, "wait", wait)
-        patch.setattr(compiled_residents, "HEED_S", 1e-4)
+        patch.setattr(compiled_residents, "INTERRUPT_POLL_S", 1e-4)
         patch.setattr(CompiledResidents, "serve", serve)
         yield
 

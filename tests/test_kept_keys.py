@@ -139,12 +139,12 @@ def decode(room: KeptRoom, num_passes: int, num_misses: int = 10, each_s: float 
     """Passes without a prompt, each of which waits for reads."""
     for _ in range(num_passes):
         misses, wait_s = room._num_misses + num_misses, room._wait_s + num_misses * each_s
-        room.took(0, 0.0, misses, wait_s)
+        room.note_pass(0, 0.0, misses, wait_s)
 
 
 def read_prompt(room: KeptRoom, num_passes: int = 1) -> None:
     for _ in range(num_passes):
-        room.took(512, 5.12, room._num_misses + 1000, room._wait_s + 5.0)
+        room.note_pass(512, 5.12, room._num_misses + 1000, room._wait_s + 5.0)
 
 
 def kept_range(room: KeptRoom) -> KVRange:
@@ -165,7 +165,7 @@ def test_prices_are_what_passes_took() -> None:
     decode(room, 400, each_s=0.004)
     read_prompt(room)
     assert room._prices() == pytest.approx(PRICES._replace(read_s=0.004))
-    room.took(PROMPT_ROWS, 0.64, room._num_misses, room._wait_s)
+    room.note_pass(PROMPT_ROWS, 0.64, room._num_misses, room._wait_s)
     assert room._prices() == pytest.approx(PRICES._replace(read_s=0.004))
     assert make_room(None)._prices() is None
 
@@ -284,8 +284,8 @@ class Machine:
             self.running.append(Held(cache.allocate(number)))
         elif action == "lend":
             self.slots.draw(self.budget.num_free_bytes)
-        elif action == "heed":
-            cache.heed_rule(number)
+        elif action == "apply":
+            cache.apply_rule(number)
         elif self.running and action == "write":
             self._write(self.running[number % len(self.running)], number)
         elif self.running and action == "keep":
@@ -332,7 +332,7 @@ class Machine:
             assert torch.equal(values, -keys)
 
 
-acts = st.sampled_from(["allocate", "write", "write", "keep", "resume", "branch", "heed", "lend"])
+acts = st.sampled_from(["allocate", "write", "write", "keep", "resume", "branch", "apply", "lend"])
 
 
 @examples(60)

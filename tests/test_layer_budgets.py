@@ -93,7 +93,7 @@ def test_a_layer_may_have_nothing_and_none_becomes_whole(num_experts: int, ends:
     assert held.capacity.tolist() == ends
 
 
-def test_a_whole_layer_gives_nothing_since_nobody_asks_it_to() -> None:
+def test_a_whole_layer_gives_nothing_since_it_is_not_asked() -> None:
     held = Budgets([4, 2], 4)
     worth = np.array([[0.0] * 4, [9.0] * 4])
     for _ in range(8):

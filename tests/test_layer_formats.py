@@ -131,7 +131,7 @@ def test_any_number_of_rows(folders: dict[str, Path], files: dict[str, Path], na
 
 
 @pytest.mark.parametrize("name", ["q4", "q8 rounded", "file"])
-def test_nobody_is_asked_where_everything_is_resident(
+def test_no_policy_is_asked_where_everything_is_resident(
     folders: dict[str, Path],
     files: dict[str, Path],
     name: str,

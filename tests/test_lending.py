@@ -42,7 +42,7 @@ def test_room_shrinks_and_grows_by_as_much_as_it_was_asked(
     assert (more <= num_experts).all() and np.array_equal(capacity, before)
 
 
-def test_what_nobody_fills_goes_first() -> None:
+def test_room_that_no_expert_fills_goes_first() -> None:
     is_resident = np.array([[True, True, False], [True, False, False]])
     use = np.array([[0.5, 0.1, 0.0], [0.3, 0.9, 0.2]])
     less, evict = shrunk(np.array([2, 3]), is_resident, use, 2)

@@ -164,7 +164,7 @@ def test_logits_that_are_not_finite_are_an_error(gpu: LateGpu, bad: float) -> No
         choose_next(best, [Sampling()] * 3, [70, 71, 72])
 
 
-def test_rows_go_to_a_device_in_one_copy_that_nobody_waits_for(gpu: LateGpu) -> None:
+def test_rows_go_to_a_device_in_one_copy_that_is_not_waited_for(gpu: LateGpu) -> None:
     rows = torch.arange(5), torch.arange(5, 10)
     before = gpu.num_waits
     there = to_device(CUDA, *rows)

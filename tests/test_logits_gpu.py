@@ -27,7 +27,7 @@ def is_busy() -> None:
 
 
 @pytest.mark.usefixtures("is_busy")
-def test_rows_are_those_that_were_sent_although_nobody_waits() -> None:
+def test_rows_are_those_that_were_sent_although_nothing_waits() -> None:
     sent = [to_device(GPU, torch.full((512,), i), torch.arange(i, i + 512)) for i in range(300)]
     for i, (token_ids, positions) in enumerate(sent):
         assert (token_ids.cpu() == i).all()

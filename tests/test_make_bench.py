@@ -167,5 +167,5 @@ def test_files_of_no_commit_are_not_measured(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(sys, "argv", ["bench.py"])
     monkeypatch.setattr(bench, "commit", lambda: "0123456789ab+")
     monkeypatch.delattr(bench, "_run")
-    with pytest.raises(UsageError, match="nobody could repeat"):
+    with pytest.raises(UsageError, match="could not be repeated"):
         bench.main()

@@ -42,7 +42,7 @@ def test_every_sequence_takes_part_whole_and_guided_ones_twice() -> None:
     ]
 
 
-def test_alone_steps_count_anew_in_every_block() -> None:
+def test_alone_steps_count_again_in_every_block() -> None:
     run = Run([make_request(max_tokens=8, block_length=4, steps=4)], can_mask=False)
     assert [step.index for step in run.model.steps] == [0, 1, 0, 1]
 

@@ -80,7 +80,7 @@ def test_dali_swaps_after_a_full_window_and_no_earlier() -> None:
     assert not len(layer.step(2, tokens).admit)  # a new window
 
 
-def test_dali_scores_start_anew_and_never_swap_downwards() -> None:
+def test_dali_scores_start_again_and_never_swap_downwards() -> None:
     layer = Layer(DaliWindow([1], 3, w_size=1, u_size=5, seed=0), 3, 1)
     [kept] = layer.residents
     other = (kept + 1) % 3

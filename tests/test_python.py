@@ -286,7 +286,7 @@ def test_progress_is_a_line_that_is_gone_at_the_end() -> None:
     assert screen[-1] == "" and not screen[-2].strip() and len(screen[-2]) == len(screen[1])
 
 
-def test_loading_is_shown_where_somebody_watches(
+def test_loading_is_shown_where_it_is_watched(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name in ("FIRST_AFTER_S", "MIN_FRAME_S"):
@@ -306,7 +306,7 @@ def test_loading_is_shown_where_somebody_watches(
     assert not capsys.readouterr().err
 
 
-def test_progress_is_shown_where_somebody_watches(
+def test_progress_is_shown_where_it_is_watched(
     llm: LLM, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("lowtide.answers.progress_line.FIRST_AFTER_S", 0.0)

@@ -206,7 +206,7 @@ def test_masks_hide_their_share_of_every_span(
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), min_size=1, max_size=12))
-def test_the_front_is_what_nobody_beats(pairs: list[tuple[int, int]]) -> None:
+def test_the_front_is_what_nothing_beats(pairs: list[tuple[int, int]]) -> None:
     is_best = front(pairs)
     assert any(is_best)
     for (speed, harm), best in zip(pairs, is_best, strict=True):

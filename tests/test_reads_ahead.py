@@ -16,11 +16,11 @@ def test_what_saves_time_is_kept(ahead_s: float, is_kept: bool) -> None:
         tried = []
         for _ in range(2 * NUM_TRIED):
             tried.append(trial.is_on)
-            trial.took(ahead_s if trial.is_on else 1.0)
+            trial.note_seconds(ahead_s if trial.is_on else 1.0)
         assert sum(tried) == NUM_TRIED
         for _ in range(NUM_KEPT):
             assert trial.is_on is is_kept
-            trial.took(1.0)
+            trial.note_seconds(1.0)
 
 
 def test_what_reads_ahead_save() -> None:

@@ -1063,7 +1063,7 @@ def test_a_read_that_never_ends_fails_its_pass_alone(
 
 
 @pytest.mark.usefixtures("short_limits")
-def test_a_read_ahead_that_never_ends_matters_to_nobody_who_does_not_want_it() -> None:
+def test_a_read_ahead_that_never_ends_fails_only_what_wants_it() -> None:
     rig, transfer = deaf_rig([6, 2], POOL, (1, 3))
     rig.run(every_expert(0))
     assert rig.host.num_ahead and transfer.waiting

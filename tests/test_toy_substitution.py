@@ -219,7 +219,7 @@ def test_what_runs_is_the_other_routing_and_residents_go_by_the_routers(
     assert after != before
 
 
-def test_a_layer_whose_residents_have_all_asks_nobody() -> None:
+def test_a_substitution_is_not_asked_where_all_experts_are_resident() -> None:
     itself = Itself()
     with preset("static", substitution=with_one(itself)) as name:
         for device in ("cpu", "emulated"):

@@ -72,15 +72,15 @@ def measured(root: Path) -> dict[str, str]:
         ),
         "public functions with a docstring": f"{num_told:,} of {num_public:,}",
         "C++: lines": f"{sum(path.read_text().count(chr(10)) for path in cpp):,}",
-        f"functions above {MOST_FUNCTION_LINES} lines": _told(_long_functions(package)),
-        f"files above {MOST_FILE_LINES} lines": _told(
+        f"functions above {MOST_FUNCTION_LINES} lines": _listed(_long_functions(package)),
+        f"files above {MOST_FILE_LINES} lines": _listed(
             one.path.name for one in package if one.num_lines > MOST_FILE_LINES
         ),
-        "class names used twice": _told(_repeated_classes(package)),
-        "import circles at run time: modules": _told(
+        "class names used twice": _listed(_repeated_classes(package)),
+        "import circles at run time: modules": _listed(
             str(len(circle)) for circle in circles(imports_of(root / "src", package, False))
         ),
-        "import circles with TYPE_CHECKING: modules": _told(
+        "import circles with TYPE_CHECKING: modules": _listed(
             str(len(circle)) for circle in circles(imports_of(root / "src", package, True))
         ),
         "README: lines": f"{(root / 'README.md').read_text().count(chr(10))}",
@@ -100,7 +100,7 @@ def _number(pattern: re.Pattern[str], sources: list[Source]) -> str:
     return str(sum(len(pattern.findall(one.text)) for one in sources))
 
 
-def _told(found: Iterator[str]) -> str:
+def _listed(found: Iterator[str]) -> str:
     """How many, and which."""
     names = list(found)
     return f"{len(names)}" + (f" ({', '.join(names)})" if names else "")

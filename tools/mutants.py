@@ -70,7 +70,7 @@ def main() -> int:
     """0 where all recorded faults that were found still are."""
     parser = argparse.ArgumentParser(description="Faults on purpose, and who finds them.")
     verbs = parser.add_subparsers(dest="verb", required=True)
-    draw = verbs.add_parser("draw", help="draw faults anew and record who finds them")
+    draw = verbs.add_parser("draw", help="draw other faults and record who finds them")
     draw.add_argument("num_faults", type=int)
     draw.add_argument("--seed", type=int, default=0)
     verbs.add_parser("run", help="whether recorded faults are still found")

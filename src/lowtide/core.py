@@ -63,7 +63,7 @@ class PassRows(NamedTuple):
     kind: NDArray[np.uint8]  # [rows] of `RowKind`
 
     @classmethod
-    def nobodys(cls, kind: StepKind, num_rows: int) -> PassRows:
+    def unnamed(cls, kind: StepKind, num_rows: int) -> PassRows:
         """The rows of a pass of which only the kind is known."""
         return cls(np.full(num_rows, -1), np.full(num_rows, _ROW_KIND[kind], np.uint8))
 
@@ -92,7 +92,7 @@ class Step:
 
     def rows_of(self, num_rows: int) -> PassRows:
         """Those it was told, or what its kind says of so many."""
-        return PassRows.nobodys(self.kind, num_rows) if self.rows is None else self.rows
+        return PassRows.unnamed(self.kind, num_rows) if self.rows is None else self.rows
 
 
 class CacheMode(enum.Enum):

@@ -135,7 +135,7 @@ class LiveView:
             return
         self._last_frame_s = self._clock()
         self.num_frames += 1
-        self._heed_resize()
+        self._follow_resize()
         frame = Text()
         if self._thought:
             frame.append(f"{printable(self._thought)}\n", "dim")
@@ -152,7 +152,7 @@ class LiveView:
         lines = console.render_lines(frame, pad=False)[: console.height]
         return [sum(segment.cell_length for segment in line) for line in lines]
 
-    def _heed_resize(self) -> None:
+    def _follow_resize(self) -> None:
         """A terminal that became narrower has broken the lines of the last frame into more: those
         are erased here, and as many as there were by the next frame."""
         width = self._live.console.width

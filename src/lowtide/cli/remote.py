@@ -93,7 +93,7 @@ class Server:
             response = connection.getresponse()
             if response.status == 200:
                 return response
-            told = self._told(response.read(_MAX_BYTES))
+            told = self._error_text(response.read(_MAX_BYTES))
         except (OSError, HTTPException) as error:
             raise UsageError(
                 f"{self.url} cannot be asked: {error!r}. `lowtide serve MODEL` starts a server."
@@ -110,7 +110,7 @@ class Server:
                 return
             chunk = self._object(value)
             if "error" in chunk:
-                raise UsageError(f"{self.url}: {self._told(value)}.")
+                raise UsageError(f"{self.url}: {self._error_text(value)}.")
             yield _delta(chunk)
 
     def _object(self, text: bytes) -> dict[str, Any]:
@@ -122,7 +122,7 @@ class Server:
             raise UsageError(f"{self.url} answers what is no JSON object: {text[:80]!r}.")
         return found
 
-    def _told(self, text: bytes) -> str:
+    def _error_text(self, text: bytes) -> str:
         """The message of an error."""
         try:
             found = self._object(text).get("error")

@@ -249,7 +249,7 @@ class BatchDecoder(abc.ABC, Generic[S]):
         """What a request takes of the KV cache at most."""
         return request.canvas_length
 
-    def _is_everybody(self, num_sequences: int) -> bool:
+    def _takes_all(self, num_sequences: int) -> bool:
         """Whether a pass of so many sequences leaves no sequence out."""
         return not (self._waiting or self._paused) and num_sequences == len(self._running)
 

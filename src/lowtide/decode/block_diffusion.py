@@ -138,7 +138,7 @@ class BlockDiffusion(BatchDecoder[BlockSequence]):
 
     def _is_last(self, kind: StepKind, turns: Sequence[Scheduled[BlockSequence]]) -> bool:
         """Whether no pass is expected to follow: all sequences take part, and none goes on."""
-        if kind is not StepKind.DENOISE or not self._is_everybody(len(turns)):
+        if kind is not StepKind.DENOISE or not self._takes_all(len(turns)):
             return False
         return all(turn.sequence.is_expected_to_end for turn in turns)
 

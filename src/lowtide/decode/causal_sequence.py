@@ -134,14 +134,11 @@ def choose(logits: Tensor | ArgMax, sequences: Sequence[CausalSequence]) -> list
             sequence.mask(row)
     samplings = [sequence.sampling for sequence in sequences]
     tokens = choose_next(logits, samplings, [sequence.num_known for sequence in sequences])
+    counts = [sequence.request.params.logprobs or 0 for sequence in sequences]
     return [
-        Choice(token, None if row is None else _told(row, token, sequence))
-        for token, row, sequence in zip(tokens.tolist(), raw, sequences, strict=True)
+        Choice(token, None if row is None else logprobs_of(row, token, num_top))
+        for token, row, num_top in zip(tokens.tolist(), raw, counts, strict=True)
     ]
-
-
-def _told(row: Tensor, token: int, sequence: CausalSequence) -> TokenLogprobs:
-    return logprobs_of(row, token, sequence.request.params.logprobs or 0)
 
 
 def logprobs_of(row: Tensor, token: int, num_top: int) -> TokenLogprobs:

@@ -152,7 +152,7 @@ class MaskedDiffusion(BatchDecoder[MaskedSequence]):
 
     def _is_last(self, turns: Sequence[Scheduled[MaskedSequence]]) -> bool:
         """Whether no pass is expected to follow: all sequences take part, and none goes on."""
-        return self._is_everybody(len(turns)) and all(
+        return self._takes_all(len(turns)) and all(
             turn.sequence.is_expected_to_end for turn in turns
         )
 

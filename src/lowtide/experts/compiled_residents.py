@@ -30,7 +30,7 @@ from lowtide.kernels.layer_parts import Status
 from lowtide.policies.ranks import Ranks
 from lowtide.policies.reads_ahead import AheadTrial
 from lowtide.reading.file_reader import Ticket, read_stalled
-from lowtide.threads.event import HEED_S, WAIT_LIMIT_S
+from lowtide.threads.event import INTERRUPT_POLL_S, WAIT_LIMIT_S
 
 
 class Outcome(NamedTuple):
@@ -83,7 +83,7 @@ class CompiledResidents:
         self._struct.hits, self._struct.asked = _address(hits), _address(self._asked)
         self._struct.readiness = self._readiness.address
         self._struct.reader = None if compiled is None else compiled.address
-        self._struct.wait_limit_s = HEED_S
+        self._struct.wait_limit_s = INTERRUPT_POLL_S
         self.address = ctypes.addressof(self._struct)
 
     def begin_pass(self, ranks: Ranks) -> None:
@@ -131,7 +131,7 @@ class CompiledResidents:
             struct.num_hits, struct.num_misses, struct.num_admitted, struct.num_left_out
         )
         if outcome.num_misses and self._trial is not None:
-            self._trial.took(perf_counter() - self._begin_s)
+            self._trial.note_seconds(perf_counter() - self._begin_s)
         stats.num_admitted += struct.num_admitted
         stats.num_evicted += struct.num_evicted
         stats.read_bytes += struct.read_bytes

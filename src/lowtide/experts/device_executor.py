@@ -16,8 +16,8 @@ from lowtide.experts.device import ExpertGroup
 from lowtide.experts.device_tier import DeviceTier
 from lowtide.experts.host_executor import HostExpertExecutor, HostTile
 from lowtide.experts.link import Arrival
+from lowtide.experts.policy_facts import HostInputs, LayerDemand, device_facts
 from lowtide.experts.rows import ExpertBuffers, ExpertRows, HostScratch, LayerCall
-from lowtide.experts.told import Asked, AtHost, device_facts
 from lowtide.experts.work import Plan, Tile, Work
 from lowtide.policies.decision import Policies
 from lowtide.threads.event import WAIT_LIMIT_S, Event
@@ -50,11 +50,11 @@ class DeviceExpertExecutor:
     def compiled_residents(self, hits: IntArray, abandon: Callable[[], None]) -> None:
         """Each layer is asked for."""
 
-    def look(self, call: LayerCall, policies: Policies) -> AtHost:
+    def look(self, call: LayerCall, policies: Policies) -> HostInputs:
         """A layer's input and routing in host memory: its one synchronisation."""
         return self.device.look(call, policies)
 
-    def facts(self, call: LayerCall, asked: Asked, capacity: IntArray, costs: Costs) -> Facts:
+    def facts(self, call: LayerCall, asked: LayerDemand, capacity: IntArray, costs: Costs) -> Facts:
         """What policies are told. capacity: [num_layers]"""
         return device_facts(call, asked, capacity, costs, self._link, self.host)
 

@@ -18,9 +18,9 @@ from lowtide.experts.early_gate import EarlyGate
 from lowtide.experts.host_reads import HostReads
 from lowtide.experts.host_tier import HostTier
 from lowtide.experts.link import Link
+from lowtide.experts.policy_facts import HostInputs, routed_tokens
 from lowtide.experts.room import Room
 from lowtide.experts.rows import LayerCall, is_long
-from lowtide.experts.told import AtHost, tell
 from lowtide.memory.pinned_copies import to_host
 from lowtide.policies.decision import Policies
 from lowtide.policies.prefetch import Ahead, Prefetch
@@ -69,25 +69,25 @@ class DeviceTier:
         self._add_counts()
         return int(self._num_hits)
 
-    def look(self, call: LayerCall, policies: Policies) -> AtHost:
+    def look(self, call: LayerCall, policies: Policies) -> HostInputs:
         """A layer's input and routing in host memory, and what the early gate says of the next:
         the layer's one synchronisation. A long pass leaves its input on the device."""
         x, (experts, weights), scores = call.x, call.routing, call.scores
         if is_long(len(x)):
-            experts, told = experts.cpu(), None
+            experts, routed = experts.cpu(), None
             if policies.asks_routing:
                 scores = None if scores is None else scores.cpu()
-                told = tell(experts, weights.cpu(), scores)
-            return AtHost(None, experts, told)
+                routed = routed_tokens(experts, weights.cpu(), scores)
+            return HostInputs(None, experts, routed)
         predicted = self._predict(call, policies.prefetch)
         weights = to_host(weights) if policies.asks_routing else weights
         scores = None if scores is None else to_host(scores)
         host_x, experts = self.device.to_host(x, experts)
         self._away.come_back()
-        told = tell(experts, weights, scores) if policies.asks_routing else None
-        return AtHost(host_x, experts, told, None if predicted is None else predicted.numpy())
+        routed = routed_tokens(experts, weights, scores) if policies.asks_routing else None
+        return HostInputs(host_x, experts, routed, None if predicted is None else predicted.numpy())
 
-    def look_ahead(self, facts: Facts, at_host: AtHost, prefetch: Prefetch) -> None:
+    def look_ahead(self, facts: Facts, at_host: HostInputs, prefetch: Prefetch) -> None:
         """Told what a layer asked for: queues what the policy wants of the next one."""
         following = facts.layer + 1
         prefetch.observe(facts)

@@ -23,8 +23,8 @@ from lowtide.experts.at_once import ExpertsAtOnce
 from lowtide.experts.compiled_residents import CompiledResidents
 from lowtide.experts.host_reads import HostReads
 from lowtide.experts.host_tier import HostTier, compute_stalled
+from lowtide.experts.policy_facts import HostInputs, LayerDemand, host_facts, routed_tokens
 from lowtide.experts.rows import ExpertBuffers, ExpertRows, LayerCall
-from lowtide.experts.told import Asked, AtHost, host_facts, tell
 from lowtide.experts.work import Plan, Tile, Work
 from lowtide.kernels.layer_parts import ExpertParts
 from lowtide.kernels.reference import Kernels
@@ -89,13 +89,13 @@ class HostExpertExecutor:
             return None
         return CompiledResidents(self.host, self.at_once, library, hits, abandon)
 
-    def look(self, call: LayerCall, policies: Policies) -> AtHost:
+    def look(self, call: LayerCall, policies: Policies) -> HostInputs:
         """A layer's input and routing in host memory."""
         self.host.arrive(call.layer)
-        told = tell(*call.routing, call.scores) if policies.asks_routing else None
-        return AtHost(call.x, call.routing.experts, told)
+        routed = routed_tokens(*call.routing, call.scores) if policies.asks_routing else None
+        return HostInputs(call.x, call.routing.experts, routed)
 
-    def facts(self, call: LayerCall, asked: Asked, capacity: IntArray, costs: Costs) -> Facts:
+    def facts(self, call: LayerCall, asked: LayerDemand, capacity: IntArray, costs: Costs) -> Facts:
         """What policies are told. capacity: [num_layers]"""
         return host_facts(call, asked, capacity, costs, self.host.ledger)
 

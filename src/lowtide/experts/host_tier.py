@@ -23,7 +23,7 @@ from lowtide.experts.slots import ExpertSlots, SlotLedger
 from lowtide.experts.transfer import Transfer
 from lowtide.policies.decision import Policies
 from lowtide.reading.file_reader import Ticket, read_stalled
-from lowtide.threads.event import HEED_S, WAIT_LIMIT_S, Event
+from lowtide.threads.event import INTERRUPT_POLL_S, WAIT_LIMIT_S, Event
 
 USE_POLL_S = 1e-3
 """How often the uses of slots are looked at that do not say when they have ended: a device's."""
@@ -123,7 +123,9 @@ class HostTier:
         """Waits for `news`, for `limit_s` at most. Raises `stalled` when there is none for long,
         UsageError some time after `stop_waiting`."""
         # Several waits: one may have passed while the process was stopped.
-        limit_s = min(limit_s, USE_POLL_S if self._uses else min(HEED_S, WAIT_LIMIT_S / 2))
+        limit_s = min(
+            limit_s, USE_POLL_S if self._uses else min(INTERRUPT_POLL_S, WAIT_LIMIT_S / 2)
+        )
         self.idle_s = 0.0 if self.news.wait(limit_s) else self.idle_s + limit_s
         self.check_open()
         if self.idle_s >= WAIT_LIMIT_S:
@@ -291,7 +293,7 @@ class HostTier:
         end_s = monotonic() + WAIT_LIMIT_S
         while read.slot in self._filling:
             try:
-                self.stats.read_bytes += read.ticket.result(min(HEED_S, WAIT_LIMIT_S))
+                self.stats.read_bytes += read.ticket.result(min(INTERRUPT_POLL_S, WAIT_LIMIT_S))
                 del self._filling[read.slot]
             except TimeoutError:
                 self.check_open()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from lowtide.core import MoEShape
 from lowtide.experts.none import NoExperts
+from lowtide.experts.policy_facts import take_substituted
 from lowtide.experts.rows import LayerBuffers, LayerCall
-from lowtide.experts.told import take_substituted
 
 
 class ExpertRegistrar(NoExperts):

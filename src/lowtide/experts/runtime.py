@@ -30,9 +30,9 @@ from lowtide.core import (
 from lowtide.experts.compiled_residents import CompiledResidents
 from lowtide.experts.device_executor import DeviceExpertExecutor
 from lowtide.experts.host_executor import HostExpertExecutor
+from lowtide.experts.policy_facts import LayerDemand, substituted_routing
 from lowtide.experts.room import Room
 from lowtide.experts.rows import ExpertRows, LayerCall, Routing
-from lowtide.experts.told import Asked, substituted_routing
 from lowtide.experts.work import Plan, Work
 from lowtide.kernels.layer_parts import ExpertParts
 from lowtide.policies.decision import Decision, Policies
@@ -228,7 +228,7 @@ class ExpertRuntime:
     def _decide(self, call: LayerCall) -> tuple[LayerCall, Plan]:
         """What is to be run, which a substitution may have changed, and what runs it."""
         at_host = self.executor.look(call, self.policies)
-        facts, run = self._facts(call, at_host.experts, at_host.told), None
+        facts, run = self._facts(call, at_host.experts, at_host.routed), None
         self._count(call.layer, facts.demand)
         substituted = self.policies.substitute(facts)
         if substituted is not None:
@@ -246,8 +246,8 @@ class ExpertRuntime:
             return False
         return self.device.stays_whole(layer, self.room)
 
-    def _facts(self, call: LayerCall, chosen: Tensor, told: RoutedTokens | None) -> Facts:
-        asked, costs = Asked.of(chosen, told), self.policies.costs
+    def _facts(self, call: LayerCall, chosen: Tensor, routed: RoutedTokens | None) -> Facts:
+        asked, costs = LayerDemand.of(chosen, routed), self.policies.costs
         return self.executor.facts(call, asked, self.room.capacity, costs)
 
     def _count(self, layer: int, demand: Demand) -> None:

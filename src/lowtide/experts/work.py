@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from lowtide.core import Facts, MoEShape, Moves, align_up
+from lowtide.experts.policy_facts import HostInputs
 from lowtide.experts.rows import ExpertRows, LayerBuffers, LayerCall
-from lowtide.experts.told import AtHost
 from lowtide.kernels.reference import Kernels
 from lowtide.policies.decision import Decision
 from lowtide.policies.prefetch import Prefetch
@@ -29,7 +29,7 @@ class Plan(NamedTuple):
 
     facts: Facts  # of what the router demanded
     decision: Decision
-    at_host: AtHost
+    at_host: HostInputs
     prefetch: Prefetch
     ask_moves: Callable[[], Moves]  # once, at the latest when the work is under way
 

@@ -27,7 +27,7 @@ BORDER_BYTES = 4096
 MAC_BYTES = 32
 MODEL_BYTES = 16
 CHUNK_BYTES = 1 << 20
-"""Of keys and values in a chunk, or those of `LEAST_TOKENS` where that is more."""
+"""Size of a chunk of keys and values, or that of `LEAST_TOKENS` where that is more."""
 
 LEAST_TOKENS = 16
 MAX_TOKENS = 1 << 28
@@ -102,7 +102,7 @@ class KeyLayout(NamedTuple):
         return max(LEAST_TOKENS, CHUNK_BYTES // self.token_bytes)
 
     def stored_bytes(self, num_tokens: int) -> int:
-        """Of one chunk in the file."""
+        """Size of one chunk in the file."""
         return align_up(num_tokens * self.token_bytes + MAC_BYTES, BORDER_BYTES)
 
     def file_bytes(self, num_tokens: int) -> int:

@@ -125,6 +125,6 @@ class StoredFiles:
 
 
 def file_name(model: bytes, tokens: IntArray) -> str:
-    """Of the file that has this sequence of a model."""
+    """Name of the file that has this sequence of a model."""
     ids = hashlib.blake2b(tokens.astype("<i4").tobytes(), digest_size=_IDS_BYTES)
     return f"{model.hex()}-{ids.hexdigest()}.keys"

@@ -129,6 +129,6 @@ def _rounding_rate(name: str) -> Rate:
 
 
 def _num_bits(kind: WeightKind) -> float:
-    """Of a packed weight, scales included."""
+    """Bits of a packed weight, scales included."""
     known = formats()[str(kind.format)]
     return 8 * known.block_bytes[0] / known.block_size

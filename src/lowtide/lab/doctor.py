@@ -154,13 +154,13 @@ def _weight_rates(skipped: list[Skipped]) -> list[Rate]:
 
 
 def _demo_rates() -> list[Rate]:
-    """Of passes over single tokens of the demo, whose weights are tiny: the rate of its layers, and
-    of the first answer, as far as it takes longer than such passes."""
+    """Rates of the demo's layers, whose weights are tiny, in passes over single tokens, and of the
+    first answer, as far as it takes longer than such passes."""
     params = SamplingParams(max_tokens=DEMO_TOKENS, ignore_eos=True)
     with LLM("demo:chat", device="cpu", policy="resident", progress=False) as llm:
 
         def answer_s() -> float:
-            """Of a model that has answered nothing yet."""
+            """Seconds of a model's first answer."""
             llm.generate([[1]], params)
             return llm.stats()["generation_s"]
 

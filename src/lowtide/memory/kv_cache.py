@@ -69,7 +69,7 @@ class KVCache:
         rule: KeptRule | None = None,
     ) -> None:
         """pages: what puts memory behind `storage`; without, it is all there for good.
-        max_range_tokens: of one range, by default as many as there are. rule: for `heed_rule`."""
+        max_range_tokens: of one range, by default as many as there are. rule: for `apply_rule`."""
         self._storage = storage
         self._pages = pages
         # By layer: keys and values [kv_heads, tokens, head_dim]; each pass asks for all of them.
@@ -139,7 +139,7 @@ class KVCache:
         self._kept.append(kv_range)
         self._rule.kept(kv_range)
         self._release_unused()
-        self.heed_rule()
+        self.apply_rule()
 
     def is_kept(self, kv_range: KVRange) -> bool:
         return kv_range in self._kept
@@ -235,7 +235,7 @@ class KVCache:
         while self._kept and self._pages.committed_bytes > left_bytes:
             self.free(self._kept[0])
 
-    def heed_rule(self, num_more: int = 0) -> None:
+    def apply_rule(self, num_more: int = 0) -> None:
         """Kept ranges give way, oldest first, while the rule says so of so many tokens more."""
         num_tokens = num_more + sum(taken.num_usable for taken in self._taken)
         while self._kept and self._rule.gives_way(self._kept[0], num_tokens):
@@ -250,7 +250,7 @@ class KVCache:
         if self._pages is None or num_tokens <= kv_range.num_usable:
             return
         num_usable = min(align_up(num_tokens, GROWTH_TOKENS), kv_range.capacity)
-        self.heed_rule(num_usable - kv_range.num_usable)
+        self.apply_rule(num_usable - kv_range.num_usable)
         self._commit(kv_range.start, kv_range.start + num_usable)
         kv_range.num_usable = num_usable
 

@@ -3,7 +3,7 @@
 Pure arithmetic. KV cache, workspace and expert slots each have an account; what one draws no other
 has, and all of them together never draw more than the budget, whatever the order of their asking.
 Knows nothing of addresses: `ElasticArena` makes physical what its account has drawn, and gives
-back only what is physical no more, so that shrinking completes before anybody grows.
+back only what is physical no more, so that shrinking completes before another account grows.
 """
 
 from __future__ import annotations

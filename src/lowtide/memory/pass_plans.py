@@ -21,7 +21,7 @@ class PassRoom(Protocol):
 
     @property
     def free_bytes(self) -> int:
-        """For the next pass, range and libraries together, without asking anybody."""
+        """For the next pass, range and libraries together, without asking other accounts."""
         ...
 
     @property

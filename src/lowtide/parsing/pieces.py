@@ -58,7 +58,7 @@ class Frame:
 
 @dataclass(frozen=True, slots=True)
 class Logprobs:
-    """Of the tokens whose text follows, where they were asked for."""
+    """Log-probabilities of the tokens whose text follows, where they were asked for."""
 
     tokens: tuple[TokenLogprobs, ...]
 

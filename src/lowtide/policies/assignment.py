@@ -66,7 +66,7 @@ def is_here(facts: Facts) -> BoolArray:
 
 
 MOST_TOKENS = 1 << 14
-"""Of an expert that `break_even_tokens` looks at."""
+"""The most tokens of an expert that `break_even_tokens` looks at."""
 
 
 def break_even_tokens(costs: Costs) -> int:

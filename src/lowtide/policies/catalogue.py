@@ -77,11 +77,11 @@ def _first(setting: Setting) -> Placement:
     return Static.first(setting.capacity, setting.num_experts)
 
 
-def _everybody(setting: Setting) -> list[int]:
+def _all_experts(setting: Setting) -> list[int]:
     return [setting.num_experts] * setting.num_layers
 
 
-def _nobody(setting: Setting) -> list[int]:
+def _no_experts(setting: Setting) -> list[int]:
     return [0] * setting.num_layers
 
 
@@ -191,18 +191,18 @@ CATALOGUE: dict[str, Recipe] = {
     "resident": Recipe(
         _first,
         summary="every expert on the device: the machine without a limit",
-        capacity=_everybody,
+        capacity=_all_experts,
     ),
     "all-host": Recipe(
         _first,
         summary="nothing on the device; the host computes all experts",
-        capacity=_nobody,
+        capacity=_no_experts,
     ),
     "on-demand": Recipe(
         _first,
         lambda s: AllFetch(),
         summary="nothing stays; every expert is fetched and dropped",
-        capacity=_nobody,
+        capacity=_no_experts,
         fetches_all=True,
     ),
     "static": Recipe(

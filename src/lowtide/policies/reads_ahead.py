@@ -30,8 +30,8 @@ class AheadTrial:
         self._num_kept = 0
         self._seconds: dict[bool, list[float]] = {False: [], True: []}
 
-    def took(self, seconds: float) -> None:
-        """Told of a pass that waited for reads, or would have."""
+    def note_seconds(self, seconds: float) -> None:
+        """Counts a pass that waited for reads, or would have."""
         if self._num_kept:
             self._num_kept -= 1
             return

@@ -21,7 +21,7 @@ from lowtide.files.kept_file import BORDER_BYTES, FileHead, KeyLayout
 from lowtide.memory.arena import Arena
 from lowtide.reading.file_reader import CLOSE_LIMIT_S, NUM_READERS, Ticket
 from lowtide.threads.daemon_pool import DaemonPool
-from lowtide.threads.event import HEED_S, WAIT_LIMIT_S
+from lowtide.threads.event import INTERRUPT_POLL_S, WAIT_LIMIT_S
 
 Place = Callable[[int, NDArray[Any]], None]
 """Is given a chunk's first token and its keys and values, which are the reader's. Called on several
@@ -67,7 +67,7 @@ class ChunkReader:
 
     def _wait(self, tickets: list[Ticket]) -> None:
         end_s = monotonic() + WAIT_LIMIT_S
-        while (done := wait(tickets, HEED_S, FIRST_EXCEPTION)).not_done:
+        while (done := wait(tickets, INTERRUPT_POLL_S, FIRST_EXCEPTION)).not_done:
             if any(ticket.exception() for ticket in done.done):
                 break
             if self._is_stopped or monotonic() > end_s:

@@ -141,6 +141,6 @@ class _HostReplay:
         """hits [layers, experts]"""
         self._policies.end_pass(step, hits)
         if self._is_compiled and self.report.num_fetched > self._num_read:
-            self._ahead.took(self.report.total_s - self._began_s)
+            self._ahead.note_seconds(self.report.total_s - self._began_s)
         self.report.num_passes += 1
         self.report.num_tokens += num_committed

@@ -80,6 +80,6 @@ class ReplayedAhead:
         num_useful = int(found.num_useful)
         return found, PrefetchOutcome(num_useful, num_right - num_useful, num_wrong)
 
-    def took(self, seconds: float) -> None:
-        """Told of a compiled pass that missed some expert."""
-        self._trial.took(seconds)
+    def note_seconds(self, seconds: float) -> None:
+        """Counts a compiled pass that missed some expert."""
+        self._trial.note_seconds(seconds)

@@ -45,7 +45,7 @@ class Admission:
             )
 
     def note_duration(self, seconds: float) -> None:
-        """Of an answer that has ended."""
+        """Counts the seconds of an answer that has ended."""
         self._mean_s = seconds if not self._mean_s else 0.8 * self._mean_s + 0.2 * seconds
 
     def _refuse(self, reason: str) -> None:

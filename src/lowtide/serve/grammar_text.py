@@ -133,7 +133,7 @@ def _inline(lark: LarkText, form: CallForm, wanted: AnswerForm) -> str:
 
 def _behind_text(lark: LarkText, form: CallForm, ones: Sequence[str], calls: str) -> str:
     """Text, and calls whose first mark is written as text: a lazy rule has it before any other can
-    go on. Of calls that each have their own mark there is one."""
+    go on. Where each call has a mark of its own there is one call."""
     begin = form.mark(form.begin)
     if not calls.startswith(begin):
         calls = begin + f"({' | '.join(one.removeprefix(begin) for one in ones)})"
@@ -186,8 +186,8 @@ _VALUE_END = literal(f"\n{PARAMETER_END}\n")
 
 
 def _in_channels(lark: LarkText, tokenizer: Tokenizer, wanted: AnswerForm) -> str:
-    """Of gpt-oss: analysis as long as it likes, then a call or the final message. The prompt ends
-    with the beginning of a header."""
+    """gpt-oss: analysis as long as it likes, then a call or the final message. The prompt ends with
+    the beginning of a header."""
 
     def mark(text: str) -> str:
         token_id = tokenizer.token_id(text)

@@ -36,7 +36,7 @@ from lowtide.serve.writers import json_response
 PATH = "/v1/completions"
 
 DEFAULT_TOKENS = 16
-"""Of an answer whose request names no length, as OpenAI has it."""
+"""Length of an answer whose request names none, as OpenAI has it."""
 
 MAX_PROMPTS = 64
 MAX_PROMPT_TOKENS = 2**22

@@ -29,7 +29,7 @@ IDLE_TICKS = 20
 """Between two looks at the system's memory: two seconds."""
 
 SEND_BUFFER_BYTES = 64 << 10
-"""Of a connection, in the kernel, which takes twice as much: some hundred tokens of a stream."""
+"""Kernel buffer of a connection, which takes twice as much: some hundred tokens of a stream."""
 
 
 def bound_socket(settings: ServeSettings) -> socket.socket:

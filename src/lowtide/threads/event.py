@@ -7,9 +7,9 @@ from typing import Protocol
 WAIT_LIMIT_S = 60.0
 """No wait between devices lasts longer: a stalled link or a dead thread becomes an error."""
 
-HEED_S = 0.3
-"""No single wait lasts longer: in between it is seen whether the model was closed, and Python
-raises what Ctrl-C asked for."""
+INTERRUPT_POLL_S = 0.3
+"""No single wait lasts longer: in between waits a closed model is noticed and Python raises
+KeyboardInterrupt."""
 
 
 class Event(Protocol):

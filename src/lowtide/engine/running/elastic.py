@@ -41,15 +41,15 @@ _PATIENCE_STEPS = 64
 
 
 SYSTEM_BYTES = 256 << 20
-"""Of the system's memory that are left to other programs: with less, some is given back to it, and
-with twice as much taken again."""
+"""Free memory that is left to other programs: below it some is given back to the system, and above
+twice as much taken again."""
 
 _LOOK_S = 1.0
 """How often that is looked at."""
 
 _LOOK_PASSES = 16
-"""How often the oldest kept keys are weighed against slots: of experts' use some sixteen passes are
-known."""
+"""How often the oldest kept keys are weighed against slots: the use of experts is known for about
+sixteen passes."""
 
 
 class SharedMemory:
@@ -182,19 +182,21 @@ class ElasticMemory:
         self.num_moved += slots.shrink(num_live)
         self.num_given += count
 
-    def took(self, num_prompt_rows: int, prompt_s: float) -> None:
+    def note_pass(self, num_prompt_rows: int, prompt_s: float) -> None:
         """Before `settle`: rows and seconds of passes over prompts alone, by which kept keys are
         weighed against slots."""
         if (kept := self._shared.kept) is None:
             return
         experts = self._experts
-        kept.took(num_prompt_rows, prompt_s, experts.stats.num_misses, experts.host.stats.wait_s)
+        kept.note_pass(
+            num_prompt_rows, prompt_s, experts.stats.num_misses, experts.host.stats.wait_s
+        )
         if kept.num_passes % _LOOK_PASSES == 0:
-            self._shared.cache.heed_rule()
+            self._shared.cache.apply_rule()
 
     def settle(self) -> None:
         """After a pass: lends to the slots what sequences will not want soon."""
-        self.heed()
+        self.follow_free_memory()
         if self._shared.room is not None:
             self._shared.room.trim()
         others_bytes = self._shared.others_bytes
@@ -207,7 +209,7 @@ class ElasticMemory:
             self._lend(num_live)
         self._fill()
 
-    def heed(self) -> None:
+    def follow_free_memory(self) -> None:
         """Between passes, also where there are none: gives memory back where the system runs short
         of it, kept keys first, then the coldest experts' slots; and draws on it again later."""
         if time.monotonic() < self._looked_s + _LOOK_S:

@@ -40,7 +40,7 @@ class Engine:
     def release_memory(self) -> None:
         """Between passes: gives memory back where the system runs short of it, if it can."""
         if self.elastic is not None:
-            self.elastic.heed()
+            self.elastic.follow_free_memory()
 
     def rest(self) -> None:
         """With nothing to do: gives the memory of passes back, if it moves and experts have no use

@@ -40,7 +40,9 @@ class KeptRoom(KeptRule):
         self.num_passes = 0
         self.num_given_up = 0
 
-    def took(self, num_prompt_rows: int, prompt_s: float, num_misses: int, wait_s: float) -> None:
+    def note_pass(
+        self, num_prompt_rows: int, prompt_s: float, num_misses: int, wait_s: float
+    ) -> None:
         """Told of a pass: rows and seconds of a prompt, and how many experts were absent, and for
         how long passes waited for them, in all passes so far."""
         self.num_passes += 1

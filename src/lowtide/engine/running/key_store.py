@@ -48,7 +48,7 @@ def stored_sequences(
 
 
 def _digest(opened: OpenModel, checkpoint: Checkpoint) -> bytes:
-    """Of all that decides which bits keys and values have, and which of them are kept."""
+    """Digest of all that decides which bits keys and values have, and which of them are kept."""
     options, inputs = opened.options, opened.inputs
     weights = fingerprint(checkpoint, checkpoint.tensors, is_thorough=True)
     facts = (

@@ -19,7 +19,7 @@ from lowtide.decode.request import Event, Request
 from lowtide.engine.running.engine import Engine
 from lowtide.engine.running.worker import Answers, Job, Mailbox, Passes, Speed, Worker
 from lowtide.errors import InternalError, UsageError
-from lowtide.threads.event import HEED_S
+from lowtide.threads.event import INTERRUPT_POLL_S
 
 T = TypeVar("T")
 
@@ -178,7 +178,7 @@ def _end_at_exit(mailbox: Mailbox, thread: threading.Thread) -> None:
 
 def _join(thread: threading.Thread) -> None:
     while thread.is_alive():
-        thread.join(HEED_S)
+        thread.join(INTERRUPT_POLL_S)
 
 
 def _at_once(work: Callable[[Engine], T], engine: Engine) -> Generator[None, None, T]:

@@ -57,8 +57,8 @@ def logits(
 def logprobs(
     engine: Engine, token_ids: Sequence[int], num_top: int
 ) -> Generator[None, None, list[TokenLogprobs]]:
-    """Of every token but the first of an autoregressive model's text, after those before it, with
-    those of `num_top` of the likeliest at its place; yields between its passes. Raises as
+    """Log-probabilities of every token but the first of an autoregressive model's text, after those
+    before it, and of the `num_top` likeliest at its place; yields between its passes. Raises as
     `logits`."""
     found: list[TokenLogprobs] = []
 

@@ -25,7 +25,7 @@ from lowtide.engine.running.engine import Engine
 from lowtide.engine.running.not_finite import fault_found
 from lowtide.errors import InternalError, UsageError
 from lowtide.memory.cuda_streams import device_pass
-from lowtide.threads.event import HEED_S
+from lowtide.threads.event import INTERRUPT_POLL_S
 
 T = TypeVar("T")
 
@@ -75,7 +75,7 @@ class Answers:
     def _next_news(self) -> News:
         while True:
             with suppress(Empty):
-                return self._news.get(timeout=HEED_S)
+                return self._news.get(timeout=INTERRUPT_POLL_S)
 
 
 class Job(Generic[T]):
@@ -89,7 +89,7 @@ class Job(Generic[T]):
 
     def result(self) -> T:
         """The outcome, once there is one."""
-        while wait([self.outcome], HEED_S).not_done:
+        while wait([self.outcome], INTERRUPT_POLL_S).not_done:
             pass
         return self.outcome.result()
 
@@ -352,7 +352,7 @@ def run_pass(engine: Engine, decoder: BatchDecoder[Any]) -> list[Event]:
     num_rows, start_s = model.num_prompt_rows, model.prompt_s
     events = decoder.step()
     if elastic is not None:
-        elastic.took(model.num_prompt_rows - num_rows, model.prompt_s - start_s)
+        elastic.note_pass(model.num_prompt_rows - num_rows, model.prompt_s - start_s)
         elastic.settle()
     return events
 

@@ -18,7 +18,7 @@ from lowtide.core import IntArray
 from lowtide.errors import StorageError
 from lowtide.files.regular_file import RegularFile
 from lowtide.kernels.cpu.library import check_layouts
-from lowtide.threads.event import HEED_S
+from lowtide.threads.event import INTERRUPT_POLL_S
 
 PIECE_BYTES = 1 << 20
 """Bytes of a file that one thread reads at once: several threads read one absent expert."""
@@ -151,7 +151,7 @@ class CompiledReader:
         self._functions["start_read"](self.address, expert, slot)
         state, end_s = None, monotonic() + limit_s
         while state is None and not self._is_closing and monotonic() < end_s:
-            state = self.readiness.wait(slot, min(limit_s, HEED_S))
+            state = self.readiness.wait(slot, min(limit_s, INTERRUPT_POLL_S))
         if state != _READY:
             self._functions["cancel_read"](self.address, slot)
             raise self.error(expert, _CANCELLED if self._is_closing else state, limit_s)
@@ -164,7 +164,7 @@ class CompiledReader:
 
         def watch() -> None:
             while not self._is_closing:
-                if self.readiness.wait(slot, HEED_S) is not None:
+                if self.readiness.wait(slot, INTERRUPT_POLL_S) is not None:
                     over.set_result(0)
                     return
 

@@ -77,7 +77,7 @@ void relieve(Places residents, const Asked& asked, Ends ends, std::vector<std::u
 
 extern "C" {
 
-// experts [num], ascending. out [num]: whom the device runs of its residents, whom once fetched,
+// experts [num], ascending. out [num]: residents that the device runs, those it runs once fetched,
 // then the host's, each in order of ids; ends [2]: where the first and the second of them end.
 void lowtide_balance(
     const std::int64_t* experts, const std::int64_t* num_tokens, const std::uint8_t* is_resident,

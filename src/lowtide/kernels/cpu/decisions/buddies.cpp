@@ -214,7 +214,7 @@ std::vector<Queue> late_queues(const Layer& layer, const Absent& absent, const Q
         by_mass(queue.experts, mass);
         double end_s = 0.0;
         for (std::size_t n = 1; n <= queue.experts.size(); ++n) {
-            // Whoever has most mass is computed first, as far as there is time.
+            // The expert with most mass is computed first, as far as there is time.
             if (number == HOST_QUEUE) end_s += queues.host_s[queue.experts.end()[-n]];
             else end_s = queues.starts_s[number - 1] + n * queues.each_s[number - 1];
             queue.num_late += end_s > queues.deadline_s;

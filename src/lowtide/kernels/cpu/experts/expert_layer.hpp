@@ -10,7 +10,7 @@
 //
 // `Weights` is a matrix with `row_bytes()`, `from(row)`, `moved(num_bytes)` (the same of another
 // slot) and `start()`, where it begins. `Rows` (call_rows.hpp) multiply with it; where they are as
-// they are, by its `multiply(variant, product)`, in which the product's own weights are nobody's.
+// they are, by its `multiply(variant, product)`, in which the product's own weights are not set.
 
 #pragma once
 

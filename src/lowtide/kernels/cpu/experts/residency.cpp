@@ -130,7 +130,7 @@ void LayerExperts::admit(std::vector<char>& is_admitted) {
         is_admitted[expert] = is_demanded[expert];
         num_left_out += !is_demanded[expert];
     }
-    // Nobody reads those who are not demanded: as many stay.
+    // Experts that are not demanded are not read: as many others stay.
     r_->num_left_out += num_left_out;
     std::sort(victims.begin(), victims.end());
     for (std::size_t i = num_left_out; i < victims.size(); ++i) {

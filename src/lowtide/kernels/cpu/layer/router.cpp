@@ -55,7 +55,7 @@ INLINED void to_softmax(const Number* logits, float* scores, long length) {
 }
 
 // The `count` greatest of ranks, of equal ones the first; best [count], greatest first. NaN beats
-// nobody, and whatever the ranks are, the places are different ones.
+// none, and whatever the ranks are, the places are different ones.
 void find_best(const float* ranks, long length, long count, std::int64_t* best) {
     for (long i = 0; i < length; ++i) {
         long place = std::min(i, count);

@@ -217,7 +217,7 @@ AVX512_BF16 INLINED void scales_of_blocks(const u8* b, long num_blocks, float* d
 }
 
 // 256 weights that lie one after the other in a row. What they are made with is brought to memory
-// first (`begin`), of some rows of weights at a time, so that nobody waits for it; then they are
+// first (`begin`), of some rows of weights at a time, so that no product waits for it; then they are
 // made in `STEPS` steps, 32 in each register. Here: eight blocks of 32.
 template <class Type>
 struct Span {

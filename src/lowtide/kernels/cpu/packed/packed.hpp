@@ -40,7 +40,7 @@ struct BlockType {
     long row_bytes(long num_k) const { return num_blocks(num_k) * block_bytes; }
 };
 
-// Of blocks of 32 weights, of 256, with a grid, and our own: each by its place among its kind.
+// Types with blocks of 32 weights, of 256, with a grid, and our own: each by its place in its kind.
 const BlockType& small_block(int number);
 const BlockType& k_block(int number);
 const BlockType& grid_block(int number);
@@ -127,7 +127,7 @@ class PackedWeights {
         return other;
     }
 
-    // Of sections, from `k` on, where a group begins.
+    // A row's sections from `k` on, where a group begins.
     Span span(long row, long k, long length) const {
         const long number = first_ + row;
         const long of_scales = type_.form == Form::FP8 ? number >> type_.log_group : number;

@@ -66,7 +66,7 @@ AVX2_F16C INLINED __m256i sums_of_eight(const __m256i (&of)[8]) {
         _mm256_permute2x128_si256(low, high, 0x20), _mm256_permute2x128_si256(low, high, 0x31));
 }
 
-// Of registers with two groups each.
+// The dots of registers with two groups each.
 AVX2_F16C INLINED __m256i sums_of_four(const __m256i (&of)[4]) {
     const __m256i both = _mm256_hadd_epi32(
         _mm256_hadd_epi32(of[0], of[1]), _mm256_hadd_epi32(of[2], of[3]));

@@ -15,7 +15,7 @@ struct GroupTurn {
     int from, level, to;
 };
 
-// Partial sums that are kept; those whose groups are not all through, zeros, and nobody's.
+// Partial sums that are kept; those whose groups are not all through, zeros, and those of no row.
 enum { SUM_LEVELS = 4, OWN_SUMS = SUM_LEVELS, NO_SUMS, LOST_SUMS, NUM_SUMS };
 
 // A row's groups in the order of the tree over partial sums: lane i and i + 8 first, and so on.
@@ -70,7 +70,7 @@ class Columns {
 
     VNNI void run() {
         const long count = turns_.size();
-        std::memset(dots_[1], 0, sizeof dots_[1]);  // which the first step adds to nobody's sums
+        std::memset(dots_[1], 0, sizeof dots_[1]);  // which the first step adds to sums of no row
         GroupTurn before = {0, NO_SUMS, LOST_SUMS, LOST_SUMS};
         for (long number = 0; number < count; ++number) {
             step(turns_[number].group, before, number % 2);

@@ -70,7 +70,7 @@ INLINED RoundedGroup round_group(const bf16* x, long length, std::int8_t* codes)
     return {widen(largest) / 127.0f, static_cast<float>(sum)};
 }
 
-// Of rounded rows, in the order in which a type's products take them.
+// Codes of rounded rows, in the order in which a type's products take them.
 struct alignas(64) Line {
     std::uint8_t bytes[64];
 };

@@ -137,7 +137,7 @@ struct WeightRow<Own<num_bits>> {
         groups.offset = ends_of_two(row, next, row.num_groups + first, left);
     }
 
-    // Of up to sixteen groups, in their own order.
+    // Stores scales and offsets of up to sixteen groups, in their own order.
     VNNI INLINED void store_ends(long number, long left, float* scales, float* offsets) const {
         const auto mask = static_cast<__mmask16>(left >= SUMS ? 0xffff : (1u << left) - 1);
         _mm512_storeu_ps(scales, ends_at(number * SUMS, mask));

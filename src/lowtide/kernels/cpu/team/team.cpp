@@ -1,8 +1,8 @@
 // One team for the process. Its threads sleep while nothing is decoded, and die with the process.
 //
 // What is on offer is one number, `offer`: which work it is (upper half), and how many of its
-// pieces nobody has taken (lower half). A piece is taken by lowering it. Whoever manages to, knows
-// that what it had read of the work before is of this very work: the next one is not written
+// pieces are not taken yet (lower half). A piece is taken by lowering it. A thread that manages to
+// knows that what it had read of the work before is of this very work: the next one is not written
 // before all pieces of this one are taken and done.
 
 #include "team/team.hpp"
@@ -51,8 +51,8 @@ inline void pause() {
 #endif
 }
 
-// Whoever makes a helper may keep to a share of the cores, which a new thread does, too; helpers are
-// to go wherever the process may.
+// A thread that makes a helper may be kept to a share of the cores, which a new thread inherits;
+// helpers are to go wherever the process may.
 void use_every_core() {
 #if defined(__linux__)
     cpu_set_t cores;

@@ -1,4 +1,4 @@
-"""What policies are told of a layer in one step, and the routing that they may answer."""
+"""The facts that policies get about a layer in one step, and the routing that they may answer."""
 
 from __future__ import annotations
 
@@ -17,42 +17,42 @@ from lowtide.memory.pinned_copies import to_device
 from lowtide.memory.workspace import Buffers
 
 
-class AtHost(NamedTuple):
-    """What the host is told of a layer's step, in host memory until the next one."""
+class HostInputs(NamedTuple):
+    """A layer's input and routing in host memory, until the next step."""
 
     x: Tensor | None  # [tokens, hidden]; None of a pass that has more rows than there is room for
     experts: Tensor  # [tokens, k] int64
-    told: RoutedTokens | None = None  # the routing, for policies that ask for it
+    routed: RoutedTokens | None = None  # the routing, for policies that ask for it
     predicted: IntArray | None = None  # tokens per expert of the next layer, by the early gate
 
 
-class Asked(NamedTuple):
-    """What a layer is asked for."""
+class LayerDemand(NamedTuple):
+    """The experts that a layer's router asks for."""
 
     experts: IntArray  # ascending
     num_tokens: IntArray  # of each of them
-    told: RoutedTokens | None  # the routing, for policies that ask for it
+    routed: RoutedTokens | None  # the routing, for policies that ask for it
 
     @classmethod
-    def of(cls, chosen: Tensor, told: RoutedTokens | None) -> Asked:
+    def of(cls, chosen: Tensor, routed: RoutedTokens | None) -> LayerDemand:
         """chosen [tokens, k]: experts, in host memory."""
         num_tokens = np.bincount(chosen.numpy().ravel())
         experts = np.flatnonzero(num_tokens)
-        return cls(experts, num_tokens[experts], told)
+        return cls(experts, num_tokens[experts], routed)
 
 
-def tell(experts: Tensor, weights: Tensor, scores: Tensor | None) -> RoutedTokens:
-    """What policies are told: the same memory, which has to be the host's, as arrays."""
+def routed_tokens(experts: Tensor, weights: Tensor, scores: Tensor | None) -> RoutedTokens:
+    """A routing in host memory as arrays over the same memory, for policies."""
     return RoutedTokens(
         experts.numpy(), weights.numpy(), None if scores is None else scores.numpy()
     )
 
 
 def host_facts(
-    call: LayerCall, asked: Asked, capacity: IntArray, costs: Costs, ledger: SlotLedger
+    call: LayerCall, asked: LayerDemand, capacity: IntArray, costs: Costs, ledger: SlotLedger
 ) -> Facts:
     """The facts of a layer that the host runs alone. capacity: [num_layers]"""
-    is_kept, (experts, num_tokens, told) = ledger.is_resident(call.layer), asked
+    is_kept, (experts, num_tokens, routed) = ledger.is_resident(call.layer), asked
     return Facts(
         call.step,
         call.layer,
@@ -62,17 +62,22 @@ def host_facts(
         costs,
         can_fetch=False,
         has_idle_link=False,
-        routing=told,
+        routing=routed,
         is_here=is_kept,
     )
 
 
 def device_facts(
-    call: LayerCall, asked: Asked, capacity: IntArray, costs: Costs, link: Link, host: HostTier
+    call: LayerCall,
+    asked: LayerDemand,
+    capacity: IntArray,
+    costs: Costs,
+    link: Link,
+    host: HostTier,
 ) -> Facts:
     """The facts of a layer with a device beside the host, behind `link`. capacity: [num_layers]"""
     link.bind_arrived()
-    layer, (experts, num_tokens, told) = call.layer, asked
+    layer, (experts, num_tokens, routed) = call.layer, asked
     is_here = link.ledger.is_resident(layer)
     return Facts(
         call.step,
@@ -84,7 +89,7 @@ def device_facts(
         link.arriving_s(layer, experts),
         link.busy_s,
         can_fetch=costs.num_staging > 0,
-        routing=told,
+        routing=routed,
         is_here=is_here,
         is_at_host=None if host.is_permanent else host.ledger.is_resident(layer),
     )
