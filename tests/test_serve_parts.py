@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from serving import LIMIT_S
+from starlette.responses import Response
 from starlette.types import Message
 from stop_strings import cut_at_stop
 
@@ -28,7 +29,7 @@ from lowtide.serve.context import AGENT_TOKENS, agent_note, served_context
 from lowtide.serve.errors import QueueFull
 from lowtide.serve.frames import frame_of
 from lowtide.serve.many_answers import merged
-from lowtide.serve.sse import EventStream, begun, event, until_gone, with_pings
+from lowtide.serve.sse import EventStream, WatchedAnswer, begun, event, until_gone, with_pings
 
 
 def run(work: Any) -> Any:
@@ -135,13 +136,32 @@ class Connection:
             self._gone.set()
 
 
+async def streamed(parts: AsyncGenerator[bytes, None]) -> Response:
+    return EventStream(parts)
+
+
 def test_a_stream_ends_when_its_client_goes() -> None:
     async def ask() -> None:
         source = Source(*[b"x"] * 100, wait_s=0.01)
         client = Connection(most=3)
-        await EventStream(source.items())({"type": "http"}, client.receive, client.send)
+        answer = WatchedAnswer(source.items(), streamed)
+        await answer({"type": "http"}, client.receive, client.send)
         assert source.is_closed and 3 <= len(client.sent) < 50
         assert client.sent[0]["status"] == 200
+
+    run(ask())
+
+
+def test_pieces_are_closed_though_their_stream_has_not_begun() -> None:
+    class Blocked(Connection):
+        async def send(self, message: Message) -> None:
+            await super().send(message)
+            await asyncio.Event().wait()
+
+    async def ask() -> None:
+        source, client = Source(b"x"), Blocked(most=1)
+        await WatchedAnswer(source.items(), streamed)({"type": "http"}, client.receive, client.send)
+        assert source.is_closed and len(client.sent) == 1
 
     run(ask())
 
@@ -152,20 +172,20 @@ def test_work_ends_when_its_client_goes() -> None:
         client._gone.set()
         ended = asyncio.Event()
 
-        async def work() -> int:
+        async def work() -> None:
             try:
                 await asyncio.sleep(LIMIT_S)
-                return 1
             finally:
                 ended.set()
 
-        assert await until_gone(client.receive, work()) is None
+        await until_gone(client.receive, work())
         assert ended.is_set()
 
-        async def quick() -> int:
-            return 2
+        async def failing() -> None:
+            raise ValueError("as told")
 
-        assert await until_gone(Connection(most=1).receive, quick()) == 2
+        with pytest.raises(ValueError, match="as told"):
+            await until_gone(Connection(most=1).receive, failing())
 
     run(ask())
 

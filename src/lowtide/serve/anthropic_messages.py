@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Response
 from pydantic import AliasChoices, Field
 
 from lowtide.serve.agent_api import AgentBody, effort_options, headers_of
@@ -41,12 +41,12 @@ def router_of(service: Service) -> APIRouter:
         return Response()
 
     @router.post("/v1/messages")
-    async def create_message(body: MessagesBody, request: Request) -> Response:
+    async def create_message(body: MessagesBody) -> Response:
         ask, headers = _read(service, body)
         writer = MessageEvents(service.model_name)
         if body.stream:
-            return await streamed(service, ask, writer, headers)
-        return await unstreamed(service, ask, writer, headers, request)
+            return streamed(service, ask, writer, headers)
+        return unstreamed(service, ask, writer, headers)
 
     @router.post("/v1/messages/count_tokens")
     async def count_tokens(body: MessagesBody) -> Response:

@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator
 from datetime import UTC, datetime
 from typing import Any
 
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Response
 from pydantic import Field
 
 from lowtide.parsing import has_thoughts
@@ -76,7 +76,7 @@ def check_name(service: Service, name: str) -> None:
 
 def _add_answers(router: APIRouter, service: Service) -> None:
     @router.post("/api/chat")
-    async def chat(body: OllamaChatBody, request: Request) -> Response:
+    async def chat(body: OllamaChatBody) -> Response:
         check_name(service, body.model)
         conversation = body.conversation()
         lines = OllamaLines(service.model_name, is_chat=True)
@@ -90,10 +90,10 @@ def _add_answers(router: APIRouter, service: Service) -> None:
             wants_progress=True,
             cut_to_room=True,
         )
-        return await _answered(service, body, ask, lines, request)
+        return _answered(service, body, ask, lines)
 
     @router.post("/api/generate")
-    async def generate(body: OllamaGenerateBody, request: Request) -> Response:
+    async def generate(body: OllamaGenerateBody) -> Response:
         check_name(service, body.model)
         body.check()
         lines = OllamaLines(service.model_name, is_chat=False)
@@ -110,16 +110,14 @@ def _add_answers(router: APIRouter, service: Service) -> None:
             wants_progress=True,
             cut_to_room=True,
         )
-        return await _answered(service, body, ask, lines, request)
+        return _answered(service, body, ask, lines)
 
 
-async def _answered(
-    service: Service, body: OllamaBody, ask: Ask, lines: OllamaLines, request: Request
-) -> Response:
+def _answered(service: Service, body: OllamaBody, ask: Ask, lines: OllamaLines) -> Response:
     headers = headers_of(service, service.model_name, body.ignored())
     if body.stream is False:
-        return await unstreamed(service, ask, lines, headers, request)
-    return await streamed(service, ask, lines, headers, json_line, NDJSON)
+        return unstreamed(service, ask, lines, headers)
+    return streamed(service, ask, lines, headers, json_line, NDJSON)
 
 
 def _add_facts(router: APIRouter, service: Service) -> None:

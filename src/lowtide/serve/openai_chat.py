@@ -6,9 +6,10 @@ import time
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
+from functools import partial
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Response
 from pydantic import BaseModel, ConfigDict, Field
 
 from lowtide.decode.intake import sample_seed
@@ -48,7 +49,7 @@ from lowtide.serve.openai_messages import (
     conversation_of,
 )
 from lowtide.serve.service import Ask, Service
-from lowtide.serve.sse import CLIENT_GONE, EventStream, begun, event, until_gone, with_pings
+from lowtide.serve.sse import EventStream, WatchedAnswer, event, with_pings
 from lowtide.serve.writers import json_response
 
 PATH = "/v1/chat/completions"
@@ -154,16 +155,12 @@ def router_of(service: Service) -> APIRouter:
     router = APIRouter()
 
     @router.post(PATH)
-    async def chat_completions(body: ChatBody, request: Request) -> Response:
+    async def chat_completions(body: ChatBody) -> Response:
         """An answer to a conversation."""
         service.check_model(body.model)
-        answers = [service.answer(ask) for ask in body.asks()]
-        pieces = await begun(merged(answers))
-        told = Told(service, body)
-        if body.stream:
-            return EventStream(_events(told, pieces))
-        found = await until_gone(request.receive, _whole(told, pieces))
-        return Response(status_code=CLIENT_GONE) if found is None else json_response(found)
+        pieces = merged([service.answer(ask) for ask in body.asks()])
+        respond = partial(_streamed if body.stream else _whole, Told(service, body))
+        return WatchedAnswer(pieces, respond)
 
     return router
 
@@ -203,6 +200,10 @@ class Told:
         if end is not None and self.body.return_token_ids:
             choice["token_ids"] = list(end.token_ids)
         return event(self.object("chat.completion.chunk", [choice], **more))
+
+
+async def _streamed(told: Told, pieces: AsyncGenerator[tuple[int, Piece], None]) -> Response:
+    return EventStream(_events(told, pieces))
 
 
 async def _events(
@@ -265,14 +266,14 @@ def _delta(piece: Text | Reasoning | CallBegun | CallArguments) -> dict[str, Any
     return {"tool_calls": [{"index": piece.index, "function": {"arguments": piece.text}}]}
 
 
-async def _whole(told: Told, pieces: AsyncGenerator[tuple[int, Piece], None]) -> dict[str, Any]:
+async def _whole(told: Told, pieces: AsyncGenerator[tuple[int, Piece], None]) -> Response:
     answers: list[list[Piece]] = [[] for _ in range(told.body.n or 1)]
-    async with aclosing(pieces):
-        async for index, piece in pieces:
-            answers[index].append(piece)
+    async for index, piece in pieces:
+        answers[index].append(piece)
     ends = [piece for answer in answers for piece in answer if isinstance(piece, Done)]
     choices = [_choice(told, index, answer) for index, answer in enumerate(answers)]
-    return told.object("chat.completion", choices, usage=usage_of(ends, told.body.n or 1))
+    usage = usage_of(ends, told.body.n or 1)
+    return json_response(told.object("chat.completion", choices, usage=usage))
 
 
 def _choice(told: Told, index: int, pieces: Sequence[Piece]) -> dict[str, Any]:

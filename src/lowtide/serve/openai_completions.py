@@ -9,9 +9,10 @@ import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Response
 from pydantic import Field
 
 from lowtide.decode.request import TokenLogprobs
@@ -30,7 +31,7 @@ from lowtide.serve.openai_fields import (
     usage_of,
 )
 from lowtide.serve.service import Ask, Service
-from lowtide.serve.sse import CLIENT_GONE, EventStream, begun, event, until_gone, with_pings
+from lowtide.serve.sse import EventStream, WatchedAnswer, event, with_pings
 from lowtide.serve.writers import json_response
 
 PATH = "/v1/completions"
@@ -96,7 +97,7 @@ def router_of(service: Service) -> APIRouter:
     router = APIRouter()
 
     @router.post(PATH)
-    async def completions(body: CompletionBody, request: Request) -> Response:
+    async def completions(body: CompletionBody) -> Response:
         """Answers to prompts as they are."""
         service.check_model(body.model)
         asks = body.asks()
@@ -108,12 +109,9 @@ def router_of(service: Service) -> APIRouter:
             )
         if body.echo and body.logprobs is not None and service.llm.config.is_diffusion:
             raise UnsupportedError("echo with logprobs needs an autoregressive model.")
-        pieces = await begun(merged([service.answer(ask) for ask in asks]))
-        told = _Told(service, body, asks)
-        if body.stream:
-            return EventStream(_events(told, pieces))
-        found = await until_gone(request.receive, _whole(told, pieces))
-        return Response(status_code=CLIENT_GONE) if found is None else json_response(found)
+        pieces = merged([service.answer(ask) for ask in asks])
+        respond = partial(_streamed if body.stream else _whole, _Told(service, body, asks))
+        return WatchedAnswer(pieces, respond)
 
     return router
 
@@ -191,6 +189,10 @@ class _Told:
         return Echo(text, token_ids, logprobs)
 
 
+async def _streamed(told: _Told, pieces: AsyncGenerator[tuple[int, Piece], None]) -> Response:
+    return EventStream(_events(told, pieces))
+
+
 async def _events(
     told: _Told, pieces: AsyncGenerator[tuple[int, Piece], None]
 ) -> AsyncGenerator[bytes, None]:
@@ -236,12 +238,11 @@ def _chunk(told: _Told, index: int, piece: Piece | None) -> dict[str, Any] | Non
     return told.object([told.choice(index, "")])
 
 
-async def _whole(told: _Told, pieces: AsyncGenerator[tuple[int, Piece], None]) -> dict[str, Any]:
+async def _whole(told: _Told, pieces: AsyncGenerator[tuple[int, Piece], None]) -> Response:
     echoes = await told.echoes()
     answers: list[list[Piece]] = [[] for _ in told.asks]
-    async with aclosing(pieces):
-        async for index, piece in pieces:
-            answers[index].append(piece)
+    async for index, piece in pieces:
+        answers[index].append(piece)
     choices, ends = [], []
     for index, answer in enumerate(answers):
         [end] = [piece for piece in answer if isinstance(piece, Done)]
@@ -255,4 +256,4 @@ async def _whole(told: _Told, pieces: AsyncGenerator[tuple[int, Piece], None]) -
         new = [token for p in answer if isinstance(p, Logprobs) for token in p.tokens]
         token_ids += [token.token_id for token in new]
         choices.append(told.choice(index, text, [*tokens, *new], token_ids, end))
-    return told.object(choices, usage=usage_of(ends, told.body.num_each))
+    return json_response(told.object(choices, usage=usage_of(ends, told.body.num_each)))

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Response
 from pydantic import Field
 
 from lowtide.params import SamplingParams, with_published
@@ -62,11 +62,11 @@ def router_of(service: Service) -> APIRouter:
     router = APIRouter()
 
     @router.post("/v1/responses")
-    async def create_response(body: ResponsesBody, request: Request) -> Response:
+    async def create_response(body: ResponsesBody) -> Response:
         read = _read(service, body)
         if body.stream:
-            return await streamed(service, read.ask, read.writer, read.headers)
-        return await unstreamed(service, read.ask, read.writer, read.headers, request)
+            return streamed(service, read.ask, read.writer, read.headers)
+        return unstreamed(service, read.ask, read.writer, read.headers)
 
     return router
 

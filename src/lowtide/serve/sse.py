@@ -1,19 +1,21 @@
 """How answers leave: streams of events, and whole ones; both end what they asked when their client
 goes.
 
-    pieces = await begun(service.answer(ask))  # what is refused is refused before any header
-    return EventStream(_events(with_pings(pieces)))
+    async def respond(pieces: AsyncGenerator[Piece, None]) -> Response:
+        return EventStream(_events(with_pings(pieces)))
+
+    return WatchedAnswer(service.answer(ask), respond)
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Coroutine, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import aclosing, suppress
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
-from starlette.responses import StreamingResponse
+from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 T = TypeVar("T")
@@ -21,10 +23,51 @@ T = TypeVar("T")
 PING_S = 10.0
 """Silence after which a stream sends a ping: less than any client or proxy waits."""
 
-CLIENT_GONE = 499
-"""The status of an answer that has no reader any more, as nginx has it."""
-
 _HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+
+
+class WatchedAnswer(Response, Generic[T]):
+    """A response that is made of pieces and sent, while its client is there; when it goes, both
+    are cancelled and the pieces are closed.
+
+    respond: is given the pieces once the first is there: what is refused raises before, while a
+    status can still be sent.
+    """
+
+    def __init__(
+        self,
+        pieces: AsyncGenerator[T, None],
+        respond: Callable[[AsyncGenerator[T, None]], Awaitable[Response]],
+    ) -> None:
+        super().__init__()
+        self._pieces = pieces
+        self._respond = respond
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await until_gone(receive, self._made_and_sent(scope, receive, send))
+
+    async def _made_and_sent(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with aclosing(self._pieces) as pieces:
+            response = await self._respond(await begun(pieces))
+            await response(scope, receive, send)
+
+
+class EventStream(StreamingResponse):
+    """Parts as they come, until there are no more or the client goes; then they are closed."""
+
+    def __init__(
+        self,
+        parts: AsyncGenerator[bytes, None],
+        media_type: str = "text/event-stream",
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(parts, media_type=media_type, headers={**_HEADERS, **(headers or {})})
+        self._parts = parts
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with aclosing(self._parts):
+            with suppress(OSError):  # the client has gone
+                await self.stream_response(send)
 
 
 def event(data: Mapping[str, Any] | str, name: str | None = None) -> bytes:
@@ -35,8 +78,7 @@ def event(data: Mapping[str, Any] | str, name: str | None = None) -> bytes:
 
 
 async def begun(pieces: AsyncGenerator[T, None]) -> AsyncGenerator[T, None]:
-    """The same pieces, once the first is there: what is refused raises here, while a status can
-    still be sent."""
+    """The same pieces, once the first is there; what its coming raises is raised here."""
     first = await anext(pieces)
 
     async def all_of_them() -> AsyncGenerator[T, None]:
@@ -69,39 +111,18 @@ async def with_pings(
                 coming = None
                 yield piece
         finally:
-            if coming is not None and not coming.done():
+            if coming is not None:
                 coming.cancel()
-                with suppress(asyncio.CancelledError, StopAsyncIteration):
-                    await coming
+                await asyncio.gather(coming, return_exceptions=True)
 
 
-class EventStream(StreamingResponse):
-    """Parts as they come, until there are no more or the client goes; then they are closed."""
-
-    def __init__(
-        self,
-        parts: AsyncGenerator[bytes, None],
-        media_type: str = "text/event-stream",
-        headers: Mapping[str, str] | None = None,
-    ) -> None:
-        super().__init__(parts, media_type=media_type, headers={**_HEADERS, **(headers or {})})
-        self._parts = parts
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await until_gone(receive, self._sent(send))
-
-    async def _sent(self, send: Send) -> None:
-        async with aclosing(self._parts):
-            with suppress(OSError):  # the client has gone
-                await self.stream_response(send)
-
-
-async def until_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T | None:
-    """What `work` returns or raises; None if the client goes first, and the work is cancelled."""
+async def until_gone(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
+    """Does `work`, which is cancelled if the client goes. Raises what it raises."""
     working, gone = asyncio.ensure_future(work), asyncio.ensure_future(_gone(receive))
     try:
         await asyncio.wait({working, gone}, return_when=asyncio.FIRST_COMPLETED)
-        return working.result() if working.done() else None
+        if working.done():
+            working.result()
     finally:
         working.cancel()
         gone.cancel()

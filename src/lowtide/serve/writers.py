@@ -8,13 +8,12 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any, Protocol
 
-from starlette.requests import Request
 from starlette.responses import Response
 
 from lowtide.parsing.pieces import Piece, Prefilled
 from lowtide.serve.errors import Refusal, refusal_of
 from lowtide.serve.service import Ask, Service
-from lowtide.serve.sse import CLIENT_GONE, EventStream, begun, event, until_gone, with_pings
+from lowtide.serve.sse import EventStream, WatchedAnswer, event, with_pings
 
 PROGRESS_S = 1.0
 """At most so often a stream says how far its prompt is."""
@@ -42,7 +41,7 @@ class Writer(Protocol):
         ...
 
 
-async def streamed(
+def streamed(
     service: Service,
     ask: Ask,
     writer: Writer,
@@ -50,24 +49,23 @@ async def streamed(
     encode: Callable[[JsonObject], bytes] | None = None,
     media_type: str = "text/event-stream",
 ) -> Response:
-    """An answer as it is written; by default events that are named by their `type`. Raises what
-    is refused before anything is sent."""
-    pieces = await begun(service.answer(ask))
-    return EventStream(_parts(pieces, writer, encode or _named_event), media_type, headers)
+    """An answer as it is written; by default events that are named by their `type`."""
+
+    async def respond(pieces: AsyncGenerator[Piece, None]) -> Response:
+        return EventStream(_parts(pieces, writer, encode or _named_event), media_type, headers)
+
+    return WatchedAnswer(service.answer(ask), respond)
 
 
-async def unstreamed(
-    service: Service, ask: Ask, writer: Writer, headers: Mapping[str, str], request: Request
-) -> Response:
-    """A whole answer; it ends early if its client goes."""
+def unstreamed(service: Service, ask: Ask, writer: Writer, headers: Mapping[str, str]) -> Response:
+    """A whole answer."""
 
-    async def work() -> Response:
-        async with aclosing(service.answer(ask)) as pieces:
-            async for piece in pieces:
-                writer.take(piece)
+    async def respond(pieces: AsyncGenerator[Piece, None]) -> Response:
+        async for piece in pieces:
+            writer.take(piece)
         return json_response(writer.whole(), headers)
 
-    return await until_gone(request.receive, work()) or Response(status_code=CLIENT_GONE)
+    return WatchedAnswer(service.answer(ask), respond)
 
 
 def json_response(value: JsonObject, headers: Mapping[str, str] | None = None) -> Response:

@@ -1,0 +1,133 @@
+"""A client that goes while its request waits: in every API, and whatever the request waits for, its
+place is free at once."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from serving import LIMIT_S, talking_folder
+from starlette.types import Message, Scope
+
+from lowtide import AsyncLLM
+from lowtide.decode.request import Committed, Event, Request
+from lowtide.serve.app import build_app
+from lowtide.serve.errors import QueueFull
+from lowtide.serve.service import Ask, Served, Service
+from lowtide.serve.settings import ServeSettings
+
+SAID = [{"role": "user", "content": "import os"}]
+BODIES: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"prompt": "import", "max_tokens": 4},
+    "/v1/chat/completions": {"messages": SAID, "max_tokens": 4},
+    "/v1/responses": {"input": "import"},
+    "/v1/messages": {"messages": SAID, "max_tokens": 4},
+    "/api/chat": {"model": "model", "messages": SAID},
+    "/api/generate": {"model": "model", "prompt": "import"},
+}
+
+Waiting = Iterator[asyncio.Event]  # set once a request waits
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[AsyncLLM]:
+    llm = AsyncLLM(talking_folder(tmp_path_factory.mktemp("gone") / "model"), context=256)
+    yield llm
+    asyncio.run(llm.close())
+
+
+class Client:
+    """One that asks, and goes when it is told to."""
+
+    def __init__(self, path: str, body: dict[str, Any]) -> None:
+        self.goes = asyncio.Event()
+        self.scope: Scope = {
+            "type": "http",
+            "method": "POST",
+            "path": path,
+            "query_string": b"",
+            "headers": [(b"host", b"127.0.0.1")],
+        }
+        self._asks = [{"type": "http.request", "body": json.dumps(body).encode()}]
+
+    async def receive(self) -> Message:
+        if self._asks:
+            return self._asks.pop()
+        await self.goes.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(self, _: Message) -> None:
+        pass
+
+
+@contextmanager
+def template_that_waits(service: Service, monkeypatch: pytest.MonkeyPatch) -> Waiting:
+    waits = asyncio.Event()
+
+    async def token_ids(*_: object, **__: object) -> list[int]:
+        waits.set()
+        await asyncio.Event().wait()
+        return []
+
+    monkeypatch.setattr(service.llm, "token_ids", token_ids)
+    yield waits
+
+
+@contextmanager
+def grammar_that_waits(service: Service, monkeypatch: pytest.MonkeyPatch) -> Waiting:
+    """In its thread."""
+    waits, end, running = asyncio.Event(), threading.Event(), asyncio.get_running_loop()
+
+    def request(_: Ask, __: list[int]) -> Request:
+        running.call_soon_threadsafe(waits.set)
+        end.wait(LIMIT_S)
+        raise AssertionError("not waited for")
+
+    monkeypatch.setattr(service, "_request", request)
+    try:
+        yield waits
+    finally:
+        end.set()
+
+
+@contextmanager
+def engine_that_waits(service: Service, monkeypatch: pytest.MonkeyPatch) -> Waiting:
+    """It has no room for another request."""
+    waits = asyncio.Event()
+
+    async def events(_: list[Request]) -> AsyncGenerator[Event, None]:
+        waits.set()
+        await asyncio.Event().wait()
+        yield Committed(0, (5,))
+
+    monkeypatch.setattr(service.llm, "events", events)
+    yield waits
+
+
+@pytest.mark.parametrize("waiting", [template_that_waits, grammar_that_waits, engine_that_waits])
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("path", BODIES)
+def test_its_place_is_free_at_once(
+    llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch, path: str, stream: bool, waiting: Any
+) -> None:
+    async def ask() -> None:
+        service = Service(llm, ServeSettings(max_requests=1))
+        ended: list[Served] = []
+        service.on_served.append(ended.append)
+        app = build_app(service)
+        client = Client(path, {**BODIES[path], "stream": stream})
+        with waiting(service, monkeypatch) as waits:
+            asked = asyncio.ensure_future(app(client.scope, client.receive, client.send))
+            await waits.wait()
+            with pytest.raises(QueueFull):
+                service.admission.enter()
+            client.goes.set()
+            await asked
+            assert service.is_idle and [one.reason for one in ended] == ["abort"]
+
+    asyncio.run(asyncio.wait_for(ask(), LIMIT_S))
