@@ -226,6 +226,26 @@ def test_what_cannot_be_answered_is_refused_by_name(fields: dict[str, Any], name
     assert named in body["error"]["message"]
 
 
+def test_an_image_that_a_tool_shows_is_told_of_and_no_end() -> None:
+    service = ScriptedService([done()])
+    called = {"type": "tool_use", "id": "toolu_1", "name": "Tool0", "input": {"path": "a.png"}}
+    image = {"type": "base64", "media_type": "image/png", "data": "AAAA"}
+    content = [{"type": "text", "text": "a.png"}, {"type": "image", "source": image}]
+    result = {"type": "tool_result", "tool_use_id": "toolu_1", "content": content}
+    messages = [
+        *SHORT["messages"],
+        {"role": "assistant", "content": [called]},
+        {"role": "user", "content": [result]},
+    ]
+    with listening(service) as url:
+        answer = post(url, {**SHORT, "messages": messages})
+    assert answer.status_code == 200
+    place = f"messages[{len(messages) - 1}].content[0].content[1].image"
+    assert answer.headers["x-lowtide-ignored"] == place
+    output = service.asks[0].conversation.turns[-1]
+    assert output.role == "tool" and output.text.startswith("a.png\n[image left out")
+
+
 def test_servers_tools_and_hidden_thoughts_are_left_out_and_named() -> None:
     service = ScriptedService([done()])
     hidden = [{"type": "redacted_thinking", "data": "x"}, {"type": "text", "text": "a"}]

@@ -211,6 +211,21 @@ def test_an_answer_that_comes_back_is_the_turn_that_was_written() -> None:
     assert (of_b.role, of_b.text, of_b.tool_call_id) == ("tool", "Done.", "call_b")
 
 
+def test_an_image_that_a_tool_shows_is_told_of_and_no_end() -> None:
+    """Codex's `view_image`, for a model whose catalog does not say that it reads text alone."""
+    service = ScriptedService([done()])
+    arguments = json.dumps({"path": "a.png"})
+    image = {"type": "input_image", "image_url": "data:image/png;base64,AAAA", "detail": "high"}
+    called = {"type": "function_call", "call_id": "call_a", "name": "view_image"}
+    shown = {"type": "function_call_output", "call_id": "call_a", "output": [image]}
+    with listening(service) as url:
+        answer = post(url, codex_request([{**called, "arguments": arguments}, shown]))
+    assert answer.status_code == 200
+    assert "input[4].output[0].input_image" in answer.headers["x-lowtide-ignored"]
+    output = service.asks[0].conversation.turns[-1]
+    assert output.role == "tool" and "input_image left out" in output.text
+
+
 def test_equal_words_are_equal_turns_whatever_their_form() -> None:
     service = ScriptedService([done()])
     part = {"type": "input_text", "text": "Hello."}

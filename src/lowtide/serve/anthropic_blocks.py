@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lowtide.parsing.tools import Tool
-from lowtide.serve.conversation import Conversation, ToolCall, Turn, joined
+from lowtide.serve.conversation import Conversation, ToolCall, Turn, joined, unread
 from lowtide.serve.errors import Refusal
 from lowtide.serve.json_fields import name_at, object_at, objects_at, text_at
 from lowtide.serve.turns import merged
@@ -68,7 +68,7 @@ class MessageReader:
             return Turn(role, text_at(block.get("text"), f"{where}.text"))
         if kind == "tool_result" and role == "user":
             call_id = name_at(block.get("tool_use_id"), f"{where}.tool_use_id")
-            text = _text(block.get("content") or "", f"{where}.content")
+            text = _text(block.get("content") or "", f"{where}.content", self.ignored)
             return Turn("tool", text, tool_call_id=call_id)
         if kind == "thinking" and role == "assistant":
             return Turn(role, "", text_at(block.get("thinking"), f"{where}.thinking"))
@@ -133,16 +133,21 @@ def _call(block: Mapping[str, Any], where: str) -> ToolCall:
     return ToolCall(call_id, name, json.dumps(arguments, ensure_ascii=False))
 
 
-def _text(value: object, where: str) -> str:
-    """A text, or the blocks of one."""
+def _text(value: object, where: str, ignored: list[str] | None = None) -> str:
+    """A text, or the blocks of one. ignored: gets the names of other blocks, of which the model is
+    told; without it they are refused."""
     if isinstance(value, str):
         return value
     texts = []
     for i, block in enumerate(objects_at(value, where)):
         kind = text_at(block.get("type"), f"{where}[{i}].type")
-        if kind != "text":
+        if kind == "text":
+            texts.append(text_at(block.get("text"), f"{where}[{i}].text"))
+        elif ignored is None:
             raise _unsupported(kind, f"{where}[{i}]")
-        texts.append(text_at(block.get("text"), f"{where}[{i}].text"))
+        else:
+            ignored.append(f"{where}[{i}].{kind}")
+            texts.append(unread(kind))
     return joined(texts)
 
 

@@ -80,3 +80,9 @@ def arguments_of(call: ToolCall) -> Mapping[str, Any]:
 def joined(texts: Sequence[str]) -> str:
     """The text of several parts of one message."""
     return "\n".join(text for text in texts if text)
+
+
+def unread(kind: str) -> str:
+    """What a model is told in place of a part of a tool's output that is no text. An agent sends
+    such an output at every further turn: refused, it would end the conversation."""
+    return f"[{kind:.80} left out: this model reads text, and sees no images]"

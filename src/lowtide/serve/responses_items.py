@@ -16,7 +16,7 @@ from typing import Any
 
 from lowtide.parsing.call_json import parsed
 from lowtide.parsing.tools import Tool
-from lowtide.serve.conversation import ToolCall, Turn, joined
+from lowtide.serve.conversation import ToolCall, Turn, joined, unread
 from lowtide.serve.errors import Refusal
 from lowtide.serve.json_fields import name_at, object_at, objects_at, text_at
 
@@ -208,7 +208,7 @@ class ItemReader:
             return Turn("assistant", "", tool_calls=(_call(item, where),))
         if kind in ("function_call_output", "custom_tool_call_output"):
             call_id = name_at(item.get("call_id"), f"{where}.call_id")
-            text = _content(item.get("output"), f"{where}.output")
+            text = _content(item.get("output"), f"{where}.output", self.ignored)
             return Turn("tool", text, tool_call_id=call_id)
         if kind == "additional_tools":
             self.tools.add(item.get("tools"), f"{where}.tools")
@@ -246,20 +246,26 @@ def _thoughts(item: Mapping[str, Any], where: str) -> str:
     return _unsealed(text_at(item.get("encrypted_content") or "", f"{where}.encrypted_content"))
 
 
-def _content(value: object, where: str) -> str:
-    """The text of a message or an output: a text, or a list of parts that are texts."""
+def _content(value: object, where: str, ignored: list[str] | None = None) -> str:
+    """The text of a message or an output: a text, or a list of parts that are texts. ignored: gets
+    the names of other parts, of which the model is told; without it they are refused."""
     if isinstance(value, str):
         return value
-    return joined(list(_texts(objects_at(value, where), where)))
+    return joined(list(_texts(objects_at(value, where), where, ignored)))
 
 
-def _texts(parts: Iterable[Mapping[str, Any]], where: str) -> Iterator[str]:
+def _texts(
+    parts: Iterable[Mapping[str, Any]], where: str, ignored: list[str] | None
+) -> Iterator[str]:
     for i, part in enumerate(parts):
         kind = text_at(part.get("type"), f"{where}[{i}].type")
         if kind == "refusal":
             yield text_at(part.get("refusal"), f"{where}[{i}].refusal")
         elif kind in _TEXT_PARTS:
             yield text_at(part.get("text"), f"{where}[{i}].text")
+        elif ignored is not None:
+            ignored.append(f"{where}[{i}].{kind}")
+            yield unread(kind)
         else:
             raise Refusal(
                 f"{where}[{i}]: parts of type {kind!r} are not supported; models read text here.",
