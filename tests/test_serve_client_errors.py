@@ -9,6 +9,7 @@ from contextlib import aclosing
 from typing import Any
 
 import anthropic
+import httpx
 import ollama
 import openai
 import pytest
@@ -117,11 +118,18 @@ def test_refusals_are_each_clients_own_errors(running: Running) -> None:
         with pytest.raises(openai.BadRequestError) as caught:
             client.responses.create(model="m", input="word " * 2000)
         assert caught.value.code == "context_length_exceeded"
-        with pytest.raises(openai.InternalServerError, match="Embeddings"):
-            client.embeddings.create(model="m", input="x")
     with anthropic.Anthropic(base_url=running.url, api_key="right") as client:
         with pytest.raises(anthropic.BadRequestError, match="prompt is too long"):
             client.messages.create(model="m", max_tokens=8, messages=long)
     with ollama.Client(host=running.url, headers={"authorization": "Bearer right"}) as client:
         with pytest.raises(ollama.ResponseError, match="maximum context length"):
             client.chat(running.service.model_name, long)
+
+
+def test_what_is_not_supported_is_asked_for_once(running: Running) -> None:
+    asked: list[httpx.Request] = []
+    with httpx.Client(event_hooks={"request": [asked.append]}) as http:
+        client = openai.OpenAI(base_url=f"{running.url}/v1", api_key="right", http_client=http)
+        with pytest.raises(openai.InternalServerError, match="Embeddings"):
+            client.embeddings.create(model="m", input="x")
+    assert len(asked) == 1

@@ -53,6 +53,8 @@ class Refusal(Exception):
 
     @property
     def headers(self) -> dict[str, str]:
+        if self.status == 501:  # clients ask again at any status from 500 on
+            return {"x-should-retry": "false"}
         return {} if self.retry_after_s is None else {"retry-after": str(self.retry_after_s)}
 
 
