@@ -3,9 +3,10 @@
 python tools/clients.py    # a minute for each, behind 770 MB that npm fetches once
 
 Codex CLI and Claude Code, of pinned versions in the user's cache, are each run on a repository
-with a failing test, as `lowtide serve --print-config` says, in a network namespace that has
-the loopback alone. The model is tiny and random, and its answers follow a script, token by token
-through the real engine (`tests/forced_serving.py`).
+with a failing test, as `lowtide serve --print-config` says, and Codex again with `--oss`, as if an
+Ollama served it, in a network namespace that has the loopback alone. The model is tiny and random,
+and its answers follow a script, token by token through the real engine
+(`tests/forced_serving.py`).
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ from lowtide.serve.context import AGENT_TOKENS  # noqa: E402
 INSIDE = "--inside"  # this process has the loopback alone
 LIMIT_S = 300.0
 PROMPT = "Repair the failing test."
+MODEL = "model"
 
 WRONG = "    return sum(values) / (len(values) + 1)\n"
 RIGHT = "    return sum(values) / len(values)\n"
@@ -66,12 +68,24 @@ class Agent(NamedTuple):
     arguments: tuple[str, ...]
     script: Callable[[Path], list[str]]
 
+    @property
+    def is_oss(self) -> bool:
+        """Whether it asks for an Ollama instead of a server that it is told of."""
+        return "--oss" in self.arguments
+
 
 def codex_script(_: Path) -> list[str]:
     run = QWEN.text(("exec_command", {"cmd": RUN_TEST}))
     hunk = f"*** Update File: mean.py\n@@\n-{WRONG}+{RIGHT}"
     patch = {"input": f"*** Begin Patch\n{hunk}*** End Patch\n"}
     return [LOOK + run, QWEN.text(("apply_patch", patch)), run, END]
+
+
+def codex_oss_script(_: Path) -> list[str]:
+    """Codex knows nothing of the model, and gives it no `apply_patch`."""
+    mend = f"sed -i 's|{WRONG.strip()}|{RIGHT.strip()}|' mean.py"
+    run, mended = (QWEN.text(("exec_command", {"cmd": command})) for command in (RUN_TEST, mend))
+    return [LOOK + run, mended, run, END]
 
 
 def claude_script(folder: Path) -> list[str]:
@@ -81,14 +95,12 @@ def claude_script(folder: Path) -> list[str]:
     return [LOOK + run, QWEN.text(("Read", file)), QWEN.text(("Edit", edit)), run, END]
 
 
+CODEX = ("codex", "@openai/codex", "0.169.0")
+CODEX_ARGUMENTS = ("exec", "--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox")
+OSS = ("--oss", "--local-provider", "ollama", "-m", MODEL)
 AGENTS = (
-    Agent(
-        "codex",
-        "@openai/codex",
-        "0.169.0",
-        ("exec", "--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox"),
-        codex_script,
-    ),
+    Agent(*CODEX, CODEX_ARGUMENTS, codex_script),
+    Agent(*CODEX, (*CODEX_ARGUMENTS, *OSS), codex_oss_script),
     Agent(
         "claude",
         "@anthropic-ai/claude-code",
@@ -106,7 +118,7 @@ def main() -> None:
         os.execvp("unshare", [*_namespace(), sys.executable, __file__, INSIDE])
     subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
     with tempfile.TemporaryDirectory(prefix="clients-") as name:
-        model = agent_model(Path(name) / "model", AGENT_TOKENS)
+        model = agent_model(Path(name) / MODEL, AGENT_TOKENS)
         llm = AsyncLLM(model, context=AGENT_TOKENS, host_memory="256MiB")
         try:
             found = [_repaired(agent, programs, llm, Path(name)) for agent in AGENTS]
@@ -129,29 +141,33 @@ def _install(folder: Path) -> None:
 
 
 def _namespace() -> list[str]:
-    """What runs a command with the loopback alone. Ends the program where that is not allowed."""
-    command = ["unshare", "--net", *([] if os.geteuid() == 0 else ["--map-root-user"])]
-    tried = subprocess.run([*command, "true"], capture_output=True, text=True)
-    if tried.returncode:
-        raise SystemExit(
-            f"No network namespace can be made here ({tried.stderr.strip()}), and agents run in "
-            "nothing else: they would speak with their makers. Run this as root."
-        )
-    return command
+    """What runs a command with the loopback alone: as root, or else in a namespace where this user
+    counts as root. Ends the program where neither is allowed."""
+    for options in ([], ["--map-root-user"]):
+        command = ["unshare", "--net", *options]
+        tried = subprocess.run([*command, "true"], capture_output=True, text=True)
+        if not tried.returncode:
+            return command
+    raise SystemExit(
+        f"No network namespace can be made here ({tried.stderr.strip()}), and agents run in "
+        "nothing else: they would speak with their makers. Run this as root, or let users make "
+        "namespaces (on Ubuntu: sysctl kernel.apparmor_restrict_unprivileged_userns=0)."
+    )
 
 
 def _repaired(agent: Agent, programs: Path, llm: AsyncLLM, folder: Path) -> list[str]:
     """Runs an agent and prints what came of it. Returns what is not as it should be."""
-    home, repository = folder / agent.name, folder / agent.name / "repository"
-    repository.mkdir(parents=True)
+    home = Path(tempfile.mkdtemp(prefix=agent.name, dir=folder))
+    repository = home / "repository"
+    repository.mkdir()
     for name, text in FILES.items():
         (repository / name).write_text(text)
     script = agent.script(repository)
     service = ForcedService(llm, script)
     requests = Requests(build_app(service))
     with serving_app(requests) as url:
-        told = _run(agent, programs, home, repository, _config(agent, folder / "model", url))
-    print(f"{agent.name} {agent.version}")
+        told = _run(agent, programs, home, repository, _config(agent, folder / MODEL, url))
+    print(f"{agent.name} {agent.version}{' --oss' * agent.is_oss}")
     for request, count in requests.counts.items():
         print(f"  {count} x {request}")
     for each in service.answered:
@@ -188,6 +204,8 @@ def _wrong(
 
 def _config(agent: Agent, model: Path, url: str) -> str:
     """What a user would be told."""
+    if agent.is_oss:
+        return f"export CODEX_OSS_BASE_URL={url}/v1\n"
     options = ["--port", url.rpartition(":")[2], "--context", str(AGENT_TOKENS)]
     command = [sys.executable, "-m", "lowtide", "serve", str(model), *options]
     command += ["--print-config", agent.name]
