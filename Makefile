@@ -14,13 +14,16 @@ PEERS_PIP = $(PEERS)/bin/python -m pip --disable-pip-version-check install --qui
 LLAMA_CPP_FLAGS ?= -DGGML_NATIVE=ON
 BENCH = $(if $(wildcard $(PEERS)/.peers),$(PEERS)/bin,$(BIN))
 
+# What `make deep-demo` trains.
+DEEP_DEMO = $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/lowtide/benchmarks/demo-12-layers
+
 # Where the results of a GPU go.
 OUT ?= docs/results
 
 # Two workers; what a test's own marker or part (tests/parts.py) leaves out is run elsewhere.
 PYTEST := $(BIN)/python -m pytest -q -n 2 --dist worksteal -m 'not slow and not gpu'
 
-.PHONY: demo demo-accuracy test check-pages test-kernels test-machines sanitize clients check wheel peers bench bench-large report report-age gpu gpu-test gpu-bench-short gpu-bench-full
+.PHONY: demo demo-accuracy deep-demo test check-pages test-kernels test-machines sanitize clients check wheel peers bench bench-large report report-age gpu gpu-test gpu-bench-short gpu-bench-full
 
 demo: $(VENV)/.lowtide
 	printf 'Solve sudoku:\n45. .12\n..2 5.6\n3.5 .6.\n621 435\n.1. 65.\n.64 ..3\n' \
@@ -31,6 +34,11 @@ demo: $(VENV)/.lowtide
 # What both demos get right of questions that training left out; kept beside them.
 demo-accuracy: $(VENV)/.lowtide
 	$(BIN)/python tools/demo_accuracy.py
+
+# A demo of 12 layers, for what depth changes: 20 MB in the cache of the benchmarks, which look at it
+# where it is, after three hours on one core.
+deep-demo: $(VENV)/.lowtide
+	$(BIN)/python tools/train_demo.py autoregressive --layers 12 --minutes 170 --out $(DEEP_DEMO)
 
 # The product, with few examples of each property; HYPOTHESIS_PROFILE=ci draws more, =deep many.
 test: $(VENV)/.lowtide-dev

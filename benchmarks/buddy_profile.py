@@ -14,12 +14,12 @@ from pathlib import Path
 import numpy as np
 from common.arguments import make_parser, run_script
 from common.buddies import calibrated
+from common.models import demos
 from common.record import Recorder, Row
 
 from lowtide.lab.buddy_report import layer_reports
 from lowtide.policies.buddy_profile import BuddyProfile
 
-MODELS = ("demo:autoregressive", "demo:diffusion")
 CONTEXT = 512
 ALPHAS = (0.5, 0.75, 0.9, 0.95, 0.99)
 
@@ -31,7 +31,11 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as folder:
             profile = calibrated(model, Path(folder) / "buddies", options.pieces, context=CONTEXT)
         for layer, row in enumerate(layer_rows(profile)):
-            facts: Row = {"model": model, "layer": layer, "num_tokens": profile.num_tokens}
+            facts: Row = {
+                "model": Path(model).name,
+                "layer": layer,
+                "num_tokens": profile.num_tokens,
+            }
             recorder.write("layer", {**facts, **row})
 
 
@@ -58,7 +62,7 @@ def layer_rows(profile: BuddyProfile) -> Iterator[Row]:
 
 def _options() -> argparse.Namespace:
     parser = make_parser(__doc__)
-    parser.add_argument("--models", nargs="+", default=list(MODELS))
+    parser.add_argument("--models", nargs="+", default=demos())
     parser.add_argument("--pieces", type=int, default=64, help="of the calibration's text")
     return parser.parse_args()
 

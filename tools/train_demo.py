@@ -9,6 +9,8 @@ tasks are those of `lowtide.lab.demo_tasks`.
     python tools/train_demo.py diffusion --minutes 45 --out src/lowtide/demo/diffusion \
         --start src/lowtide/demo/autoregressive
 
+`make deep-demo` trains a causal one of 12 layers, which is not in the package.
+
 The model is written a second time here, for training, so the checkpoints also test the engine's
 own reading of them.
 """
@@ -659,12 +661,13 @@ def main() -> None:
     parser.add_argument("kind", choices=list(SUDOKU_SHARE))
     parser.add_argument("--out", type=Path, required=True, help="the model's folder")
     parser.add_argument("--start", type=Path, help="a folder whose weights are trained on")
+    parser.add_argument("--layers", type=int, default=Args.num_hidden_layers)
     parser.add_argument("--minutes", type=float, default=40.0)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(options.seed)
-    model = Model(Args())
+    model = Model(Args(num_hidden_layers=options.layers))
     if options.start is not None:
         read_checkpoint(model, options.start)
     train(options.kind, model, options.minutes, options.seed, options.out)

@@ -48,3 +48,9 @@ def cache_folder() -> Path:
     """Where benchmarks keep models: `$XDG_CACHE_HOME/lowtide/benchmarks` or below `~/.cache`."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "lowtide" / "benchmarks"
+
+
+def demos() -> list[str]:
+    """The demo models, and the deep one where `make deep-demo` has trained it."""
+    deep = cache_folder() / "demo-12-layers"
+    return ["demo:autoregressive", "demo:diffusion", *([str(deep)] if deep.exists() else [])]
