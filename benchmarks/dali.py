@@ -1,10 +1,10 @@
 """DALI's figures and tables, each published number beside the one that is simulated here.
 
-Figures 12, 13, 14 and 19 and Tables 4, 6, 8 and 9, all in one setting: DALI's machine as its
-figures show it (`dali-3090`), the published shapes of its three models, synthetic routing, early
-gates that err at the published rates. What `dali-3090` was fitted to is written as fitted, and what
-only says another number again as its repetition. Table 6 has the processor time of policies beside
-simulated time, Table 8 the features of the demo models; all else is deterministic.
+Figures 12, 13, 14, 17, 19 and 22 and Tables 4, 6, 8 and 9, all in one setting: DALI's machine as
+its figures show it (`dali-3090`), the published shapes of its three models, synthetic routing,
+early gates that err at the published rates. What `dali-3090` was fitted to is written as fitted,
+and what only says another number again as its repetition. Table 6 has the processor time of
+policies beside simulated time, Table 8 the features of the demo models; all else is deterministic.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ from common.dali_models import MODELS, STAGE_PREFETCH, STAGE_SHARE, STAGES, Load
 from common.dali_published import (
     FIGURE_12,
     FIGURE_13,
+    FIGURE_17,
     FIGURE_19,
+    FIGURE_22,
     TABLE_4,
     TABLE_6,
     TABLE_8,
@@ -29,10 +31,11 @@ from common.dali_published import (
 )
 from common.exact import exact_mask
 from common.published_numbers import Numbers
-from common.record import REPOSITORY, Recorder
+from common.record import Recorder
 from common.simulated import generating_passes, policy_s, trace_shape
 from common.synth_trace import synth_decode_trace
-from exchange import BATCHES, MACHINE
+from common.texts import text_for
+from exchange import BATCHES, MACHINE, combined
 from fit_profiles import FIGURE_14, TABLE_4_STEPS, Shipped, dali_anchors, dali_cases
 from fit_profiles import TABLE_4 as FITTED_TABLE_4
 
@@ -57,6 +60,8 @@ PREFERENCE = 0.5  # of the model and of each sequence, as in `exchange.py`
 STAGE_MODELS = ("Qwen3-30B-A3B", "Mixtral-8x7B")
 STAGE_BATCHES = (8, 16, 32, 64)
 NUM_NEW = 64
+CACHE_SHARES = (0.25, 0.5, 0.75)
+LENGTHS = (128, 256, 512, 1024)
 NUM_PIECES = 12  # of the text, for Table 8
 MAX_STATES = 1 << 16  # of the exact search, per layer
 DEMOS = {"Qwen": "demo:chat", "Mixtral": "demo:diffusion"}
@@ -72,6 +77,12 @@ class Case(NamedTuple):
 
     def seconds(self, made: str | Recipe) -> float:
         return simulate(self.part, made, self.setting, hits=self.hits).total_s
+
+    def having(self, share: float, **options: int) -> Case:
+        """With another share of the experts resident."""
+        residents = [round(share * self.setting.num_experts)] * self.setting.num_layers
+        setting = replace(self.setting, capacity=residents).having(**options)
+        return self._replace(setting=setting)
 
 
 def main() -> None:
@@ -123,11 +134,30 @@ def _stage_gains(name: str, case: Case) -> dict[str, float]:
     """What each stage gains over the one before."""
     setting = case.setting
     num_ahead = STAGE_PREFETCH.get(name, NUM_PREFETCH.of(setting))
-    residents = [round(STAGE_SHARE * setting.num_experts)] * setting.num_layers
-    own = case._replace(setting=replace(setting, capacity=residents).having(num_prefetch=num_ahead))
+    own = case.having(STAGE_SHARE, num_prefetch=num_ahead)
     seconds = [own.seconds(made) for made in STAGES.values()]
     gains = [before / after for before, after in zip(seconds, seconds[1:], strict=False)]
     return dict(zip(list(STAGES)[1:], gains, strict=True))
+
+
+def caches(numbers: Numbers, options: argparse.Namespace) -> None:
+    """Figure 17: HybriMoE's placement in DALI, from the same first residents."""
+    gains = []
+    for name in MODELS:
+        [case] = _cases(name, (4,), options.layers)
+        for own in map(case.having, CACHE_SHARES):
+            other_s, dali_s = (
+                own.seconds(combined((place, "dali", "dali"))) for place in ("hybrimoe", "dali")
+            )
+            gains.append(other_s / dali_s)
+    numbers.write("Figure 17", "its cache over HybriMoE's", FIGURE_17, gains)
+
+
+def longer_answers(numbers: Numbers, options: argparse.Namespace) -> None:
+    """Figure 22, by the means in the text: of Mixtral, prompts of 32 tokens."""
+    loads = [Load(16, 32, num_new) for num_new in LENGTHS]
+    cases = [_decoding("Mixtral-8x7B", load, options.layers) for load in loads]
+    _over_others(numbers, "Figure 22", FIGURE_22, cases)
 
 
 def greedy_and_optimum(numbers: Numbers, options: argparse.Namespace) -> None:
@@ -164,7 +194,7 @@ def _optimum_shares(name: str, batch: int, num_new: int) -> list[float]:
 def scheduling(numbers: Numbers, options: argparse.Namespace) -> None:
     """Table 6: processor time of the policies beside simulated time; DeepSeek, batch 8."""
     for preset, by_length in TABLE_6.items():
-        cases = {length: _planned_case(length) for length in by_length}
+        cases = {n: _decoding("DeepSeek-V2-Lite", Load(8, 64, n), 2) for n in by_length}
         layer_s = {n: case.seconds(preset) / _num_decisions(case) for n, case in cases.items()}
         for length, case in cases.items():
             planned_s = _planning_s(preset, case)
@@ -174,10 +204,11 @@ def scheduling(numbers: Numbers, options: argparse.Namespace) -> None:
             numbers.write("Table 6", of, value, [share], neutral=0.0, details=us)
 
 
-def _planned_case(length: int) -> Case:
-    model = MODELS["DeepSeek-V2-Lite"]
+def _decoding(name: str, load: Load, num_layers: int) -> Case:
+    """Half of the experts resident."""
+    model = MODELS[name]
     costs = load_profile(MACHINE).costs(model.shape)
-    trace, setting = make_case(model, costs, Load(8, 64, length), PREFERENCE, 2)
+    trace, setting = make_case(model, costs, load, PREFERENCE, num_layers)
     part = generating_passes(trace)
     return Case(part, setting, part.hits())
 
@@ -196,11 +227,9 @@ def _planning_s(preset: str, case: Case) -> float:
 
 def features(numbers: Numbers, options: argparse.Namespace) -> None:
     """Table 8, of the demo models: no weights of the published ones are here."""
-    package = REPOSITORY / "src" / "lowtide"
-    text = "".join(path.read_text() for path in sorted(package.rglob("*.py")))
     for name, demo in DEMOS.items():
         with LLM(demo) as llm:
-            learning, testing = split(llm, text, NUM_PIECES)
+            learning, testing = split(llm, text_for(demo), NUM_PIECES)
             _, residual = learn(llm, learning, demo)
             cosine = foresee(llm, testing, demo, residual).accuracy.cosine
         raw, corrected = cosine  # of each layer
@@ -275,6 +304,8 @@ def _cases(
 PARTS: Mapping[str, Callable[[Numbers, argparse.Namespace], None]] = {
     "figures-12-13": speeds_over_others,
     "figures-14-19": parts_one_by_one,
+    "figure-17": caches,
+    "figure-22": longer_answers,
     "table-4": greedy_and_optimum,
     "table-6": scheduling,
     "table-8": features,

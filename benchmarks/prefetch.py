@@ -13,11 +13,13 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 from common.arguments import make_parser, run_script
 from common.models import model_folder
-from common.record import REPOSITORY, Recorder, say
+from common.record import Recorder, say
+from common.texts import text_for
 
 from lowtide import LLM
 from lowtide.core import Facts, FloatArray, IntArray, MoEShape, Step, StepKind
@@ -104,7 +106,7 @@ def main() -> None:
     for name in options.model or MODELS:
         run = _record(name, options.pieces)
         settings = {
-            "model": name,
+            "model": Path(name).name,
             "pieces": options.pieces,
             "machine": options.machine,
             "expert": [HIDDEN_SIZE, EXPERT_SIZE],
@@ -124,12 +126,10 @@ def main() -> None:
 
 
 def _record(name: str, num_pieces: int) -> Run:
-    """Calibrates on one part of our own source and records another."""
+    """Calibrates on one part of a text and records another."""
     model = model_folder(None, "small") if name == "synth" else name
-    package = REPOSITORY / "src" / "lowtide"
-    text = "".join(path.read_text() for path in sorted(package.rglob("*.py")))
     with LLM(model) as llm:
-        learning, testing = split(llm, text, 2 * num_pieces)
+        learning, testing = split(llm, text_for(name), 2 * num_pieces)
         say(f"{name}: calibrating on {len(learning)} pieces, testing on {len(testing)} ...")
         known, residual = learn(llm, learning, name)
         half = len(testing) // 2

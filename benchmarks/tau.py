@@ -72,6 +72,7 @@ class Case(NamedTuple):
 
 
 BLOCK_LENGTHS = (32, 64, 128)
+THRESHOLDS = (0.7, 0.8, 0.9, 0.95)
 
 
 def main() -> None:
@@ -122,12 +123,11 @@ def _synthetic_case(model: str, num_layers: int | None, block_length: int) -> Ca
 
 
 def _recorded() -> list[Case]:
-    """The demo model commits one token a pass at any threshold, the synthetic checkpoint some."""
-    runs = [Run("demo:diffusion", 1, 2, max(64, block), block, 0.95) for block in BLOCK_LENGTHS]
-    runs += [
-        Run("synth:llada2", 1, 2, max(64, block), block, threshold)
+    runs = [
+        Run(model, 1, 2, max(64, block), block, threshold)
+        for model in ("demo:diffusion", "synth:llada2")
         for block in BLOCK_LENGTHS
-        for threshold in (0.7, 0.8, 0.9, 0.95)
+        for threshold in THRESHOLDS
     ]
     traces = record_all([*runs, *(run._replace(for_calibration=True) for run in runs)])
     machine = "tide-a100"

@@ -13,11 +13,10 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple, cast
 
-import numpy as np
-
 from common.models import model_folder
-from common.record import REPOSITORY, Row, say
+from common.record import Row, say
 from common.simulated import published
+from common.texts import text_for, token_ids
 from lowtide import LLM, SamplingParams
 from lowtide.devices.emulated import COMPUTE, HOST, LINK, EmulatedDevice
 from lowtide.devices.emulated_speeds import measure_device_s
@@ -124,13 +123,12 @@ def learn(
 
     steps: of a block, at most; the family's own by default.
     """
-    text = "".join(p.read_text() for p in sorted((REPOSITORY / "src" / "lowtide").rglob("*.py")))
     path, trace_path = folder / "calibration", folder / "trace"
     diffusion = DiffusionParams(steps=steps)
     params = SamplingParams(max_tokens=num_new, ignore_eos=True, diffusion=diffusion)
     say(f"{model.name}: calibrating, and recording the run that is measured ...")
     with LLM(model.reference, device="cpu", cache="off", **model.options) as llm:
-        ids = _token_ids(llm, text)
+        ids = token_ids(llm, text_for(model.name))
         half = len(ids) // 2
         calibration = calibrate(llm, ids[:half], model.name, num_pieces=_NUM_PIECES)
         calibration.save(path)
@@ -281,9 +279,9 @@ class Track:
             answer = method(*arguments, **named)
             end_s = time.perf_counter()
             self._spent[name] += end_s - start_s
-            if name == "experts_s":  # `arguments` begin with the layer
+            if name == "experts_s":  # of one `LayerCall`
                 self._spent["num_layers"] += 1
-                self._spent[BETWEEN] += start_s - self._ended_s if arguments[0] else 0.0
+                self._spent[BETWEEN] += start_s - self._ended_s if arguments[0].layer else 0.0
                 self._ended_s = end_s
             return answer
 
@@ -323,13 +321,6 @@ def stretches_row(stretches: Sequence[Stretch]) -> Row:
 def temporary_folder() -> TemporaryDirectory[str]:
     """For calibrations and traces of one run."""
     return TemporaryDirectory(prefix="lowtide-benchmark-")
-
-
-def _token_ids(llm: LLM, text: str) -> list[int]:
-    """A demo's tokens; a synthetic model's tokenizer knows its own words only, so bytes do."""
-    if llm.config.vocab_size < 10_000 and llm.tokenizer is not None:
-        return list(llm.tokenizer.encode(text))
-    return (1 + np.frombuffer(text.encode(), np.uint8).astype(np.int64)).tolist()
 
 
 def check_home(plan: MemoryPlan) -> None:

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
 from common.models import cache_folder, model_folder
-from common.record import REPOSITORY, say
+from common.record import say
+from common.texts import text_for, token_ids
 from lowtide import LLM, DiffusionParams, SamplingParams
 from lowtide.core import MoEShape
 from lowtide.errors import UsageError
 from lowtide.lab.record import recorded
+from lowtide.model_folder.hub import resolve_model
 from lowtide.replay.trace import TRACE_VERSION, Trace
 
 _SYNTH = {"synth:llada2": "llada2", "synth:qwen3_moe": "qwen3_moe"}
-# Texts that are ours; one half is replayed, the other calibrates.
-_TEXTS = ("core.py", "replay/trace.py", "params.py")
-_TEXTS += ("errors.py", "cli/options.py", "model_folder/checkpoint.py")
-_PROMPT_CHARACTERS = 400
+_PROMPT_CHARACTERS, _PROMPT_TOKENS = 400, 64
 
 
 class Run(NamedTuple):
@@ -113,24 +114,28 @@ def _model(name: str) -> str | Path:
 
 
 def _prompts(llm: LLM, run: Run) -> list[list[list[int]]]:
-    """Pieces of our own source for each round, every one from another place."""
-    half = len(_TEXTS) // 2
-    names = _TEXTS[half:] if run.for_calibration else _TEXTS[:half]
-    text = "".join((REPOSITORY / "src" / "lowtide" / name).read_text() for name in names)
+    """Pieces of one half of a text for each round, every one from another place; a calibration's
+    are of the other half."""
+    text = text_for(run.model)
+    half = len(text) // 2
+    text = text[half:] if run.for_calibration else text[:half]
     stride = (len(text) - _PROMPT_CHARACTERS) // (run.num_rounds * run.num_requests)
     pieces = [
         text[i * stride :][:_PROMPT_CHARACTERS] for i in range(run.num_rounds * run.num_requests)
     ]
-    ids = [_token_ids(llm, piece) for piece in pieces]
+    ids = [token_ids(llm, piece)[:_PROMPT_TOKENS] for piece in pieces]
     return [ids[start :: run.num_rounds] for start in range(run.num_rounds)]
 
 
-def _token_ids(llm: LLM, piece: str) -> list[int]:
-    """The piece's tokens; a synthetic model's tokenizer knows its own words only, so bytes do."""
-    if llm.tokenizer is not None:
-        return list(llm.tokenizer.encode(piece))[:64]
-    return [1 + byte for byte in piece.encode()[:64]]
-
-
 def _path(folder: Path, run: Run) -> Path:
-    return folder / f"{run.name}-v{TRACE_VERSION}.npz"
+    """By the weights, too: a demo is trained anew now and then."""
+    of = "" if run.model in _SYNTH else f"-{_digest(resolve_model(run.model))}"
+    return folder / f"{run.name}{of}-v{TRACE_VERSION}.npz"
+
+
+@cache
+def _digest(model: Path) -> str:
+    weights = hashlib.sha256()
+    for path in sorted(model.glob("*.safetensors")):
+        weights.update(path.read_bytes())
+    return weights.hexdigest()[:8]

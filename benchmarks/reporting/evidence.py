@@ -275,7 +275,9 @@ def tide(results: Results, page: Path) -> str:
 _DALI_WHY = {
     "Figure 12": "one joint setting; which baseline settings the paper had is open",
     "Figure 13": "both sides have the same residents in a prompt, as the paper says",
+    "Figure 17": "all else is DALI's own; at which shares of residents is not said",
     "Figure 19": "the greedy is what the machine was fitted to, the rest is held out",
+    "Figure 22": "Mixtral, by the means of the text",
     "Table 4": "no expert is resident; counted by what the optimum is better",
     "Table 6": "another implementation's planning, beside simulated time",
     "Table 8": "features of the demo models, which are shallow",
@@ -332,7 +334,7 @@ def buddymoe(results: Results, page: Path) -> str:
             0.1,
             waited,
             [*buddies, *exact.values()],
-            "at rho 2 some are waited for",
+            "of a bounded rho's, some are waited for",
             full_size,
             neutral=0.0,
             form=percent,
