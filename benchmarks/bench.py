@@ -88,9 +88,9 @@ SMALL = (
     Script(
         "buddy",
         17,
-        ("--short", "--shares", "0.375", "--tokens", "768", "--repeats", "3"),
+        ("--tiers", "disk", "--shares", "0.375", "--tokens", "768"),
         0,
-        "one share of residents and half of the lanes; `--large` has them all",
+        "one share of residents, no link; `--large` has them all",
     ),
     Script("buddy_time", 1, disk_GiB=0),
 )
@@ -112,10 +112,15 @@ LARGE = (
     Script("step_time", 12, disk_GiB=8),
     Script("every_expert", 15, ("--repeats", "3"), disk_GiB=8),
     Script("elastic", 36, ("--repeats", "3"), disk_GiB=16),
-    Script("buddy_full", 20, ("--minutes", "4"), disk_GiB=16),
-    Script("tau", 8, ("--layers", "2"), 5, "2 layers of the synthetic models, which are alike"),
+    Script("buddy_full", 20, disk_GiB=24),
+    Script("tau", 10, ("--layers", "2"), 5, "2 layers of the synthetic models, which are alike"),
     Script("exchange", 20, disk_GiB=0),
-    Script("buddy", 45, ("--tokens", "512", "--pieces", "32"), 0, "512 tokens scored, not 2,048"),
+    Script("buddy", 25, ("--tiers", "disk", "--tokens", "512", "--pieces", "32")),
+    Script(
+        "buddy",
+        8,
+        ("--tiers", "link", "--shares", "0.375", "--tokens", "512", "--pieces", "32"),
+    ),
     Script("buddy_profile", 2, disk_GiB=0),
     Script("format_quality", 6, disk_GiB=0),
 )

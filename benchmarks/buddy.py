@@ -32,14 +32,14 @@ from lowtide.lab.demo_tasks import held_out_text
 from lowtide.lab.plotting import check_plot
 from lowtide.lab.quality import QualityReport, QualityWork, quality
 from lowtide.lab.quality import Row as Scored
-from lowtide.lab.quality_plot import plot, points
+from lowtide.lab.quality_plot import plot
 from lowtide.lab.quality_scores import Estimate
 from lowtide.lab.quality_text import Scope
 from lowtide.model_folder.hub import resolve_model
 
 MODELS = ("demo:chat", "demo:diffusion")
 TIERS = ("disk", "link")
-SHARES = (0.75, 0.5, 0.375, 0.25)
+SHARES = (0.75, 0.5, 0.375)
 CONTEXT = 512
 
 BYTES_AT = 0.375
@@ -99,8 +99,7 @@ def main() -> None:
             register_baselines(options.placement, config.moe)
             scale = Scale(config.moe.num_experts_per_token, config.moe.num_experts)
             for tier, share in itertools.product(options.tiers, options.shares):
-                is_short = tier == "link" or options.short
-                wanted = lanes(scale, options.placement, is_short=is_short)
+                wanted = lanes(scale, options.placement)
                 cell = _measure(options, model, tier, share, wanted, path, text)
                 _record(recorder, cell, wanted, options)
 
@@ -132,9 +131,8 @@ def _measure(
 def _record(
     recorder: Recorder, cell: Cell, wanted: Sequence[Lane], options: argparse.Namespace
 ) -> None:
-    best = {point.label: point.is_best for point in points(cell.report.rows)}
     for lane in wanted:
-        recorder.write(lane.name, {**cell.facts, **_row(cell, lane, best)})
+        recorder.write(lane.name, {**cell.facts, **_row(cell, lane)})
     for expectation in _expectations(cell, wanted):
         recorder.write("expected", {**cell.facts, **expectation})
     if options.plots is not None:
@@ -142,7 +140,7 @@ def _record(
         plot(cell.report, options.plots / name)
 
 
-def _row(cell: Cell, lane: Lane, best: Mapping[str, bool]) -> Row:
+def _row(cell: Cell, lane: Lane) -> Row:
     """What one lane did, beside the exact one."""
     row = cell.rows[lane.name]
     if row.comparison is None or row.passes is None:
@@ -158,8 +156,7 @@ def _row(cell: Cell, lane: Lane, best: Mapping[str, bool]) -> Row:
         **{name: value for name, value in compared.as_dict().items() if name != "num_rows"},
         "of_mask_ratio": {f"{r:g}": c.loss._asdict() for r, c in row.of_ratio.items()},
         "counts": dict(row.passes.counts),
-        "is_on_front": best[row.setting.label],
-        "policy_options": dict(lane.options),
+        "policy_options": {"miss": lane.miss, **lane.options},
     }
 
 
@@ -182,10 +179,6 @@ def _expectations(cell: Cell, wanted: Sequence[Lane]) -> list[Row]:
             found.append(_removes(cell, lane.name))
             if lane.rho != "none":
                 found.append(_better(cell, lane.name, "random rho none"))
-        if lane.miss == "late":
-            is_best = {p.label: p.is_best for p in points(cell.report.rows)}
-            label = cell.rows[lane.name].setting.label
-            found.append({"claim": f"{lane.name} is on the front", "is_met": is_best[label]})
     if cell.share == BYTES_AT:
         found += [_saves_bytes(cell, n) for n in ran if n.startswith("buddy rho")]
     if cell.tier == "disk":
@@ -245,13 +238,10 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--models", nargs="+", default=list(MODELS))
     parser.add_argument("--tiers", nargs="+", choices=TIERS, default=list(TIERS))
     parser.add_argument("--shares", type=float, nargs="+", default=list(SHARES))
-    parser.add_argument(
-        "--short", action="store_true", help="the lanes of the link on the disk tier too, 11 not 20"
-    )
     parser.add_argument("--placement", default="lowtide", help="who stays resident")
     parser.add_argument("--tokens", type=int, default=2048, help="scored per lane")
     parser.add_argument("--new", type=int, default=64, help="new tokens of a timed answer")
-    parser.add_argument("--repeats", type=int, default=5, help="timed answers per lane")
+    parser.add_argument("--repeats", type=int, default=8, help="timed answers per lane")
     parser.add_argument("--pieces", type=int, default=64, help="of the calibration's text")
     parser.add_argument("--plots", type=Path, help="folder for a picture of every cell")
     return parser.parse_args()

@@ -3,9 +3,8 @@
 Decided twice, on the router's demand and on what is run in its place, before the layer's work can
 start; what it saved is counted beside that work. On the host alone and beside a device, where the
 cost model asks an assignment who would be late. Seconds of the deciding thread's own time (it
-waits for nobody): several means, and their median. Then once more as between the products of a
-large model, which leave nothing of all this in the caches: the median of decisions that each come
-after 48 MiB were read.
+waits for nobody): several means, and their median. All in a loop, which has it in the processor's
+caches; `buddy_full.py` has what a decision takes between an engine's products.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -52,9 +50,6 @@ LANES: Mapping[str, Mapping[str, str]] = {
 }
 TIERS = {"host alone": False, "beside a device": True}
 
-STREAM_BYTES = 48 << 20
-"""More than the caches of a processor that is lent in parts."""
-
 AT_ONE_S, LATE_S = 20e-6, 100e-6
 """What a decision of one row may take; and `late`'s two together."""
 
@@ -81,8 +76,7 @@ def main() -> None:
         recorder.write("substitution", {**where, **row, **_judged(lane, num_rows, row)})
         say(
             f"{lane}, {tier}, {num_rows} rows: {row['substitute_us']:.0f} us, both decisions "
-            f"{row['both_us']:.0f} us, what was saved {row['settle_us']:.0f} us; one decision "
-            f"behind a stream of weights {row['cold_us']:.0f} us"
+            f"{row['both_us']:.0f} us, what was saved {row['settle_us']:.0f} us"
         )
 
 
@@ -118,21 +112,7 @@ def _row(case: Case, num_means: int, num_passes: int) -> dict[str, Any]:
     each = {name: _each_us(work, num_means, num_passes) for name, work in works.items()}
     row: dict[str, Any] = {f"each_{name}": means for name, means in each.items()}
     row |= {name: statistics.median(means) for name, means in each.items()}
-    return {**row, "cold_us": 1e6 * _cold_s([partial(policies.substitute, one) for one in facts])}
-
-
-def _cold_s(works: list[Callable[[], object]]) -> float:
-    """The median of works, each behind a stream of weights, less what the clock itself takes."""
-    weights = np.ones(STREAM_BYTES, np.uint8)  # of zeros nothing would be read
-
-    def timed_s(work: Callable[[], object]) -> float:
-        weights.sum(dtype=np.uint8)
-        start_s = time.thread_time()
-        work()
-        return time.thread_time() - start_s
-
-    clock_s = np.median([timed_s(lambda: None) for _ in works])
-    return float(np.median([timed_s(work) for work in works]) - clock_s)
+    return row
 
 
 def _each_us(work: Callable[[], object], num_means: int, num_passes: int) -> list[float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from importlib import import_module
@@ -27,7 +28,7 @@ buddies, buddy, buddy_full, buddy_time = map(
     import_module, ("common.buddies", "buddy", "buddy_full", "buddy_time")
 )
 buddy_profile, format_quality = map(import_module, ("buddy_profile", "format_quality"))
-baselines = import_module("common.baselines")
+baselines, texts = map(import_module, ("common.baselines", "common.texts"))
 SCALE = buddies.Scale(4, 32)
 SPEC = load_config(Path(__file__).parent / "goldens" / "llada2-a").moe
 # Experts 0, 1 and 2 are here; 3, 4 and 5 are not.
@@ -88,9 +89,8 @@ def test_the_papers_numbers_go_by_proportion() -> None:
     assert buddies.Scale(6, 64).k_max(16) == "16"
 
 
-@pytest.mark.parametrize("is_short", [True, False])
-def test_every_lane_is_a_setting(is_short: bool) -> None:
-    lanes = buddies.lanes(SCALE, "lru", is_short=is_short)
+def test_every_lane_is_a_setting() -> None:
+    lanes = buddies.lanes(SCALE, "lru")
     assert len({lane.name for lane in lanes}) == len(lanes)
     assert lanes[0].setting(0.5).is_lossless
     for lane in lanes[1:]:
@@ -98,7 +98,14 @@ def test_every_lane_is_a_setting(is_short: bool) -> None:
         assert not setting.is_lossless
     rhos = {lane.name for lane in lanes if lane.name.startswith("buddy rho")}
     assert {f"random{name.removeprefix('buddy')}" for name in rhos} <= {x.name for x in lanes}
-    for lane in buddy_full._lanes("lru", 8):
+    papers = {
+        "buddy rho 3",
+        "buddy rho none",
+        "buddy alpha .75, k_max 2",
+        "buddy alpha .99, k_max 1",
+    }
+    assert papers <= {lane.name for lane in lanes}
+    for lane in buddy_full._lanes("lru", buddies.Scale(8, 128)):
         lane.setting(0.5)
 
 
@@ -123,7 +130,7 @@ def make_cell(lanes: list[Any], losses: dict[str, float], share: float = 0.375) 
 
 
 def test_claims_are_met_where_the_numbers_say_so() -> None:
-    lanes = buddies.lanes(SCALE, "lru", is_short=True)
+    lanes = buddies.lanes(SCALE, "lru")
     losses = {"random rho 2": 0.6, "random rho none": 0.8, "buddy rho 2": 0.3, "drop rho 2": 0.5}
     losses |= {"ours rho 2": 0.001, "ours rho 1": 0.5, "buddy with gates": 0.2}
     cell = make_cell(lanes, losses)
@@ -139,8 +146,9 @@ def test_claims_are_met_where_the_numbers_say_so() -> None:
     found = {row["claim"]: row for row in buddy._expectations(worse, lanes)}
     assert not found["buddy rho 2 loses less than random rho 2"]["is_met"]
     assert not found["buddy rho 2 removes 50% of random's loss"]["is_met"]
-    row = buddy._row(cell, lanes[1], {r.setting.label: True for r in cell.rows.values()})
+    row = buddy._row(cell, lanes[1])
     assert row["loss_difference"]["mean"] == pytest.approx(losses[lanes[1].name], abs=0.02)
+    assert row["policy_options"]["miss"] == "random"
 
 
 def test_decisions_are_timed_where_something_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,12 +160,38 @@ def test_decisions_are_timed_where_something_is_replaced(monkeypatch: pytest.Mon
             assert (asked.routing.experts != run.routing.experts).any()
         row = buddy_time._row(case, 1, 1)
         assert 0 < row["substitute_us"] and 0 < row["both_us"] and 0 < row["settle_us"]
-        assert row["cold_us"] > 0
     late = {"substitute_us": 10.0, "both_us": 101.0}
     assert buddy_time._judged("late", 1, late) == {
         "is_short_at_one": True,
         "are_both_short": False,
     }
+
+
+def test_lanes_are_timed_and_those_that_substitute_are_watched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of the script, on a tiny model: what a decision takes is said where one is asked for."""
+    ids = np.random.default_rng(0).integers(1, 300, 6000).tolist()
+    monkeypatch.setattr(buddies, "token_ids", lambda llm, text: ids)
+    monkeypatch.setattr(buddy_full, "memory_ceiling", dict)
+    monkeypatch.setattr(buddy_full.Disk, "measure", lambda self: {})
+    out = tmp_path / "lines.jsonl"
+    folders = ["--folder", str(tmp_path), "--out", str(out)]
+    small = ["--size", "tiny", "--new", "6", "--repeats", "1", *folders]
+    monkeypatch.setattr(sys, "argv", ["buddy_full", "--families", "deepseek_v2", *small])
+    buddy_full.main()
+    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    lanes = {line["what"]: line for line in lines if "tokens_per_s" in line}
+    assert list(lanes) == [
+        "exact",
+        *(f"buddy rho {rho}" for rho in "2 3 none".split()),
+        "ours rho 2",
+    ]
+    for name, line in lanes.items():
+        assert len(line["each_waited_ms"]) == buddy_full.WATCHED and line["misses_per_pass"] > 0
+        assert name == "exact" or len(line["each_substitution_us"]) == buddy_full.WATCHED
+    claims = [line["claim"] for line in lines if line["what"] == "expected"]
+    assert len(claims) == len(set(claims)) == 2 * (len(lanes) - 1)
 
 
 @pytest.mark.parametrize(("is_diffusion", "num_new"), [(False, 32), (True, 63)])
@@ -167,6 +201,17 @@ def test_at_published_dimensions_no_prompt_is_timed(is_diffusion: bool, num_new:
     load = buddy_full._load(SimpleNamespace(is_diffusion=is_diffusion), options)
     assert len(load.prompt) == 1 and load.params.max_tokens == num_new
     assert load.params.temperature == 1.0 and load.params.seed is None
+
+
+def test_a_demo_is_calibrated_on_questions_that_it_is_not_scored_on() -> None:
+    asked, scored = (
+        set(text.split("<|user|>")[1:]) for text in (texts.text_for("demo:chat"), held_out_text())
+    )
+    assert len(asked) > 500 and len(scored) > 100 and not asked & scored
+    assert texts.text_for("a/demo-12-layers") == texts.text_for("demo:chat")
+    assert "def text_for" not in texts.text_for("synth:llada2") and "class LLM" in texts.text_for(
+        "x"
+    )
 
 
 def test_a_profile_is_told_layer_by_layer() -> None:

@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+import numpy as np
 import pytest
 from reporting.ages import aged
 from reporting.blocks import PAGES, PICTURES, blocks
 from reporting.evidence import Claim
-from reporting.fronts import front_picture, panels_of
+from reporting.fronts import Mark, Panel, front_picture, panels_of
 from reporting.pages import part_names, rewritten
 from reporting.results import Line, Results, ResultsError
 from reporting.tables import by_machine, captions, links, number, ratio, table, turns_of
@@ -115,11 +116,11 @@ def test_the_newest_clean_run_is_shown(tmp_path: Path) -> None:
 def _lane(name: str, lost: float, **changes: Any) -> dict[str, Any]:
     estimate = {"mean": lost, "error": 0.01}
     cell = {"model": "demo:chat", "tier": "disk", "resident_share": 0.375}
-    row = {"loss": estimate, "loss_difference": estimate, "kl": estimate, "is_on_front": lost == 0}
+    row = {"loss": estimate, "loss_difference": estimate, "kl": estimate}
     shares = {"agreement": {"mean": 1 - lost}, "accuracy": {"mean": 0.5}}
     speeds = {"speed_up": 1 + lost, "bytes_per_pass": 1e6 * (1 - lost)}
     own = {"policy_options": {} if name == "exact" else {"miss": name.split()[0]}}
-    turns = {"tokens_per_s": 10.0, "least": 9.0, "most": 11.0, "num_turns": 3}
+    turns = {"tokens_per_s": 10.0, "least": 9.0, "most": 11.0, "num_turns": 8}
     row |= {**shares, **speeds, **own, **turns}
     return _row(benchmark="buddy", what=name, **cell, **row) | changes
 
@@ -142,13 +143,46 @@ def test_the_front_is_drawn_by_speed_and_by_bytes(tmp_path: Path) -> None:
     assert words.count("late rho 2") == 2  # names are those of the front alone
     assert words.count("buddy <rho 2>") == 1
     by_speed, by_bytes, *_ = panels_of(_results(tmp_path, *lanes, claim).lines)
-    assert [mark.gain for mark in by_speed.marks] == [1.0, 0.9, 1.5]
-    assert [mark.gain for mark in by_bytes.marks] == [0.0, 0.25, 0.5]
-    few = [lane | {"num_turns": 2} for lane in lanes]
+    assert [mark.gain.median for mark in by_speed.marks] == pytest.approx([1.0, 0.9, 1.5])
+    assert by_speed.marks[2].gain == pytest.approx((1.5, 1.35, 1.65))
+    assert [mark.gain.median for mark in by_bytes.marks] == [0.0, 0.25, 0.5]
+    few = [lane | {"num_turns": 7} for lane in lanes]
     assert [panel.gain for panel in panels_of(_results(tmp_path, *few, claim).lines)] == [
         by_bytes.gain,
         by_bytes.gain,
     ]
+
+
+def test_no_lane_within_the_spread_of_another_is_named() -> None:
+    def named(*marks: Mark) -> list[str]:
+        return [mark.name for mark in Panel("a", "tokens/s", marks).front]
+
+    exact = Mark("exact", "exact", Spread.of([0.9, 1.0, 1.1]), 0.0, 0.0)
+    slower = Mark("slower", "drop", Spread.of([0.8, 0.9, 1.0]), 0.2, 0.01)
+    faster = Mark("faster", "buddy", Spread.of([1.2, 1.3, 1.4]), 0.2, 0.01)
+    assert named(exact, slower, faster) == ["exact", "faster"]
+    as_fast = faster._replace(name="as fast", gain=Spread.of([1.3, 1.4, 1.5]))
+    assert named(exact, faster, as_fast) == ["exact"]
+    # As good as exact by what was measured, and faster for sure: exact is not named either.
+    assert named(exact, faster._replace(lost=0.03, error=0.02)) == ["faster"]
+    draw = np.random.default_rng(0)
+    alike = [
+        Mark(f"{lane}", "buddy", Spread.of(draw.normal(1, 0.1, 8)), draw.normal(0.3, 0.02), 0.02)
+        for lane in range(16)
+    ]
+    assert named(*alike) == []
+
+
+def test_lanes_are_shown_at_every_share_of_residents(tmp_path: Path) -> None:
+    lanes = [
+        _lane(name, lost, resident_share=share)
+        for share in (0.75, 0.375)
+        for name, lost in (("exact", 0.0), ("buddy rho 2", 0.25))
+    ]
+    page = blocks(_results(tmp_path, *lanes), Path("docs/buddymoe.md"))["buddies"]()
+    assert "| lane | nats lost, 75% resident | nats lost, 38% resident | agree, 38% |" in page
+    assert "| buddy rho 2 | 0.250 ± 0.010 | 0.250 ± 0.010 | 75% | 50% | 75% | 10.0 (9.00 to" in page
+    assert "| 1.00, a tie |" in page
 
 
 def _raced(what: str, lane: str, speed: float) -> dict[str, Any]:

@@ -9,7 +9,8 @@ from typing import NamedTuple
 import numpy as np
 
 from common.baselines import BASELINES
-from common.record import REPOSITORY, Row, say
+from common.record import Row, say
+from common.texts import text_for, token_ids
 from lowtide import LLM
 from lowtide.lab.calibrate import calibrate
 from lowtide.lab.quality_settings import QualitySetting
@@ -56,16 +57,15 @@ class Scale(NamedTuple):
         return str(max(1, round(of_64 * self.num_experts / 64)))
 
 
-def lanes(scale: Scale, placement: str, *, is_short: bool = False) -> list[Lane]:
+def lanes(scale: Scale, placement: str) -> list[Lane]:
     """Exact, the baselines (over the placement that they were registered with), BuddyMoE as in the
     paper's tables and with its gates on, and ours.
 
     Without a bound of mass, unless that is what a lane is about. Gates: the paper's 15th percentile
     of the entropy, bypassed where 9 of 10 experts are absent.
     """
-    half, more, unbounded = scale.rhos()
+    half, _, unbounded = rhos = scale.rhos()
     paper = {"alpha": "0.95", "k_max": scale.k_max(16), "tae": "off", "beta": "off"}
-    rhos = (half,) if is_short else (half, more, unbounded)
 
     def lossy(name: str, miss: str, **options: str) -> Lane:
         if miss in BASELINES:
@@ -73,36 +73,34 @@ def lanes(scale: Scale, placement: str, *, is_short: bool = False) -> list[Lane]
         unbounded = {"placement": placement, "miss": miss, "max_mass": "off"}
         return Lane(name, BUDDYMOE, {**unbounded, **options})
 
-    made = [Lane("exact", placement)]
-    for miss in ("random", "drop"):
-        wanted = (half, unbounded) if is_short and miss == "random" else rhos
-        made += [lossy(f"{miss} rho {rho}", miss, rho=rho) for rho in wanted]
-    made += [lossy(f"cache-prior {prior}", "cache-prior", prior=prior) for prior in PRIORS]
-    made += [lossy(f"buddy rho {rho}", "buddy", rho=rho, **paper) for rho in rhos]
-    if not is_short:
-        few = {"k_max": scale.k_max(4), "alpha": "0.75"}
-        fewer = {"k_max": scale.k_max(2), "alpha": "0.99"}
-        made += [
-            lossy("buddy alpha .75", "buddy", rho=unbounded, **{**paper, **few}),
-            lossy("buddy alpha .99", "buddy", rho=unbounded, **{**paper, **fewer}),
-        ]
-    gates = {**paper, "tae": "15", "beta": "0.9"}
-    made.append(lossy("buddy with gates", "buddy", rho=half, **gates))
-    made += [lossy(f"ours rho {rho}", "late", rho=rho) for rho in rhos]
-    # Less boldly.
-    made.append(lossy("ours rho 1", "late", rho="1"))
-    made.append(lossy("ours max_mass .05", "late", max_mass="0.05"))
-    return made
+    def listed(alpha: str, of_64: int) -> Lane:
+        own = {**paper, "alpha": alpha, "k_max": scale.k_max(of_64)}
+        name = f"buddy alpha {alpha.removeprefix('0')}"
+        return lossy(f"{name}, k_max {own['k_max']}", "buddy", rho=unbounded, **own)
+
+    return [
+        Lane("exact", placement),
+        *(lossy(f"random rho {rho}", "random", rho=rho) for rho in rhos),
+        lossy(f"drop rho {half}", "drop", rho=half),
+        *(lossy(f"cache-prior {prior}", "cache-prior", prior=prior) for prior in PRIORS),
+        *(lossy(f"buddy rho {rho}", "buddy", rho=rho, **paper) for rho in rhos),
+        listed("0.75", 4),
+        listed("0.99", 2),
+        lossy("buddy with gates", "buddy", rho=half, **{**paper, "tae": "15", "beta": "0.9"}),
+        lossy(f"ours rho {half}", "late", rho=half),
+        lossy("ours rho 1", "late", rho="1"),
+        lossy("ours max_mass .05", "late", max_mass="0.05"),
+    ]
 
 
 def calibrated(model: str, path: Path, num_pieces: int, **options: object) -> BuddyProfile:
-    """Calibrates a model with buddies on our own sources, which it is not scored on, in `path`.
+    """Calibrates a model with buddies on a text that it is not scored on, in `path`.
 
     options: of `LLM`.
     """
     say(f"{model}: calibrating ...")
     with LLM(model, device="cpu", **options) as llm:
-        ids = token_ids(llm, own_sources())
+        ids = token_ids(llm, text_for(model))
         made = calibrate(llm, ids, model, num_pieces=num_pieces, buddies=True)
     made.save(path)
     if made.buddies is None:
@@ -123,19 +121,6 @@ def redundancy(profile: BuddyProfile) -> Row:
         "mean_list_size": _rounded((profile.lists() >= 0).sum(axis=2).mean(axis=1)),
         "num_tokens": profile.num_tokens,
     }
-
-
-def own_sources() -> str:
-    """Our own package, file after file."""
-    files = sorted((REPOSITORY / "src" / "lowtide").rglob("*.py"))
-    return "".join(path.read_text() for path in files)
-
-
-def token_ids(llm: LLM, text: str) -> list[int]:
-    """A demo's tokens; a synthetic model's tokenizer knows its own words only, so bytes do."""
-    if llm.config.vocab_size < 10_000 and llm.tokenizer is not None:
-        return list(llm.tokenizer.encode(text))
-    return (1 + np.frombuffer(text.encode(), np.uint8).astype(np.int64)).tolist()
 
 
 def _rounded(values: Sequence[float] | np.ndarray) -> list[float]:

@@ -11,7 +11,7 @@ import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from lowtide.lab.quality_plot import front
+from lowtide.lab.bench import Spread
 from reporting.results import Line, Results
 from reporting.tables import percent, turns_of
 
@@ -27,7 +27,9 @@ KINDS = {
 
 # Text as text, and the same names of parts in every run.
 _STYLE = {"svg.fonttype": "none", "svg.hashsalt": "lowtide", "font.size": 8}
-_SAID = "bars: two standard errors; named and joined: no other gains more and loses less"
+_SAID = "bars: two standard errors, range of turns; named and joined: no other may match it"
+MIN_ANSWERS = 8
+"""Turns of a lane whose speed is shown, at least: lanes differ by less than a few answers do."""
 
 
 class Mark(NamedTuple):
@@ -35,9 +37,15 @@ class Mark(NamedTuple):
 
     name: str
     kind: str  # of `KINDS`
-    gain: float  # the more the better
+    gain: Spread  # the more the better
     lost: float  # nats per token
     error: float
+
+    def may_match(self, other: Mark) -> bool:
+        """Whether it may gain as much as another and lose as little: within the ranges of turns and
+        two standard errors of each."""
+        least_lost, most_lost = self.lost - 2 * self.error, other.lost + 2 * other.error
+        return self.gain.most >= other.gain.least and least_lost <= most_lost
 
 
 class Panel(NamedTuple):
@@ -49,10 +57,13 @@ class Panel(NamedTuple):
 
     @property
     def front(self) -> list[Mark]:
-        """Those that no other beats, by what they gain."""
-        is_best = front([(mark.gain, mark.lost) for mark in self.marks])
-        best = [mark for mark, is_its in zip(self.marks, is_best, strict=True) if is_its]
-        return sorted(best, key=lambda mark: (mark.gain, mark.lost))
+        """Those that no other may match, by what they gain."""
+        best = [
+            mark
+            for mark in self.marks
+            if not any(other.may_match(mark) for other in self.marks if other is not mark)
+        ]
+        return sorted(best, key=lambda mark: mark.gain.median)
 
 
 def front_picture(results: Results) -> str | None:
@@ -78,12 +89,12 @@ def panels_of(lines: Sequence[Line]) -> Iterator[Panel]:
     chosen = [line for line in lanes if line["resident_share"] == shown]
     for (model, tier), group in groupby(chosen, lambda line: (line["model"], line["tier"])):
         title, own = f"{model}, {tier}, {percent(shown)} resident", list(group)
-        timed = [_mark(line, line["speed_up"]) for line in own if turns_of(line, "tokens_per_s")]
+        timed = [mark for line in own if (mark := _timed_mark(line)) is not None]
         if timed:
             yield Panel(title, "tokens/s over exact", tuple(timed))
         most = next(line["bytes_per_pass"] for line in own if line["what"] == "exact")
         if most:
-            saved = [_mark(line, 1 - line["bytes_per_pass"] / most) for line in own]
+            saved = [_mark(line, _only(1 - line["bytes_per_pass"] / most)) for line in own]
             yield Panel(title, "share of exact's bytes not moved", tuple(saved))
 
 
@@ -107,7 +118,20 @@ def svg(panels: Sequence[Panel]) -> str:
     return drawn.getvalue()
 
 
-def _mark(line: Line, gain: float) -> Mark:
+def _timed_mark(line: Line) -> Mark | None:
+    """By its speed over the median of exact; None for one of too few turns."""
+    turns = turns_of(line, "tokens_per_s", MIN_ANSWERS)
+    if turns is None:
+        return None
+    of_exact = turns.median / line["speed_up"]
+    return _mark(line, Spread(*(each / of_exact for each in turns)))
+
+
+def _only(value: float) -> Spread:
+    return Spread(value, value, value)
+
+
+def _mark(line: Line, gain: Spread) -> Mark:
     lost, miss = line["loss_difference"], line["policy_options"].get("miss", "exact")
     return Mark(line["what"], miss, gain, lost["mean"], lost["error"] or 0.0)
 
@@ -115,11 +139,14 @@ def _mark(line: Line, gain: float) -> Mark:
 def _draw(axes: Axes, panel: Panel) -> None:
     for mark in panel.marks:
         colour = KINDS[mark.kind][1]
-        axes.errorbar(mark.gain, mark.lost, yerr=2 * mark.error, fmt="o", color=colour)
-    axes.plot(*zip(*((m.gain, m.lost) for m in panel.front), strict=True), color="#888888", lw=1)
+        gain, around = mark.gain, {"yerr": 2 * mark.error, "fmt": "o", "color": colour}
+        below_above = [[gain.median - gain.least], [gain.most - gain.median]]
+        axes.errorbar(gain.median, mark.lost, xerr=below_above, **around)
+    joined = [(mark.gain.median, mark.lost) for mark in panel.front]
+    axes.plot(*zip(*joined, strict=True), color="#888888", lw=1)
     for mark in panel.front:
         place = {"xytext": (5, 3), "textcoords": "offset points"}
-        axes.annotate(mark.name, (mark.gain, mark.lost), fontsize=6, **place)
+        axes.annotate(mark.name, (mark.gain.median, mark.lost), fontsize=6, **place)
     axes.margins(x=0.2)
     axes.grid(color="#eeeeee")
     axes.set_title(panel.title, weight="bold")

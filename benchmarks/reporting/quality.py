@@ -8,10 +8,9 @@ from itertools import groupby
 from pathlib import Path
 
 from lowtide.lab.bench import Spread
-from reporting.fronts import front_picture, shown_share
+from reporting.fronts import MIN_ANSWERS, front_picture, shown_share
 from reporting.results import Line, Results
 from reporting.tables import (
-    MIN_TURNS,
     Cell,
     Row,
     caption,
@@ -26,21 +25,14 @@ from reporting.tables import (
 )
 
 _PICTURE = "![What each way with absent experts loses, beside its speed](buddymoe.svg)"
-_HEAD = (
-    "lane",
-    "nats lost",
-    "KL",
-    "agree",
-    "right",
-    "bytes over exact",
-)
+_HEAD = ("agree", "right", "bytes over exact")
+_SPEEDS = ("tokens/s", "over exact")
 _FULL = (
     "model",
     "resident",
     "lane",
     "tokens/s",
     "over exact",
-    "a layer's experts over exact's",
     "GB read per token",
     "ms waited per absent expert",
     "substitution, us of a layer",
@@ -74,27 +66,38 @@ _FORMATS = (
 
 
 def buddies(results: Results, page: Path) -> str:
-    """A table for each model and tier, at the share of residents nearest to 3 of 8, then what was
-    expected of all cells and how many of them met it."""
+    """A table for each model and tier: what lanes lose at every share of residents, and the rest
+    at the share nearest to 3 of 8; then what was expected of all cells and how many met it."""
     if not results.has("buddy"):
         return not_measured("buddy")
     run = results.newest("buddy")
     cells = [line for line in run.lines if "resident_share" in line.row]
     lanes = [line for line in cells if line["what"] != "expected" and "loss" in line.row]
-    chosen_share = shown_share(lanes)
-    parts = []
-    chosen = [line for line in lanes if line["resident_share"] == chosen_share]
-    for (model, tier), group in groupby(chosen, lambda line: (line["model"], line["tier"])):
-        own = list(group)
-        exact = next(line for line in own if line["what"] == "exact")
-        title = f"`{model}`, {tier}, {percent(chosen_share)} of the experts resident:"
-        is_timed = any(turns_of(line, "tokens_per_s") for line in own)
-        head = (*_HEAD, "tokens/s over exact") if is_timed else _HEAD
-        rows: list[Row] = [([line], _lane(line, exact)[: len(head)]) for line in own]
-        parts += [f"{title}\n\n{table(head, rows, page)}"]
-    picture = [_PICTURE] if front_picture(results) is not None else []
-    aims = table(_AIMS, _aims(cells), page)
-    return "\n\n".join([*picture, *parts, aims, caption(run)])
+    parts = [_PICTURE] if front_picture(results) is not None else []
+    for (model, tier), group in groupby(lanes, lambda line: (line["model"], line["tier"])):
+        parts.append(f"`{model}`, {tier}:\n\n{_lanes(list(group), shown_share(lanes), page)}")
+    return "\n\n".join([*parts, table(_AIMS, _aims(cells), page), caption(run)])
+
+
+def _lanes(lines: Sequence[Line], chosen_share: float, page: Path) -> str:
+    """Of one model on one tier."""
+    shares = sorted({line["resident_share"] for line in lines}, reverse=True)
+    by_lane: dict[str, dict[float, Line]] = {}
+    for line in lines:
+        by_lane.setdefault(line["what"], {})[line["resident_share"]] = line
+    is_timed = any(turns_of(line, "tokens_per_s", MIN_ANSWERS) for line in lines)
+    names = (*_HEAD, *_SPEEDS) if is_timed else _HEAD
+    head = [f"nats lost, {percent(share)} resident" for share in shares]
+    head += [f"{name}, {percent(chosen_share)}" for name in names]
+    exact = by_lane["exact"][chosen_share]
+    rows: list[Row] = []
+    for lane, at in by_lane.items():
+        lost = [_lost(at[share]) if share in at else "" for share in shares]
+        more: Sequence[Cell] = [""] * len(names)
+        if chosen_share in at:
+            more = _lane(at[chosen_share], exact, is_timed)
+        rows.append((list(at.values()), (lane, *lost, *more)))
+    return table(("lane", *head), rows, page)
 
 
 def buddies_full(results: Results, page: Path) -> str:
@@ -103,7 +106,7 @@ def buddies_full(results: Results, page: Path) -> str:
         return not_measured("buddy_full")
     lines = results.newest("buddy full").lines
     exact = {_place(line): line for line in lines if line["what"] == "exact"}
-    timed = [line for line in lines if turns_of(line, "waited_ms")]
+    timed = [line for line in lines if turns_of(line, "tokens_per_s", MIN_ANSWERS)]
     rows: list[Row] = [([line], _full(line, exact[_place(line)])) for line in timed]
     aims = _aims(lines)
     parts = [shown("buddy_full", _FULL, rows, page)]
@@ -139,37 +142,43 @@ def _newest_with(
     return shown(benchmark.replace(" ", "_"), head, rows, page)
 
 
-def _lane(line: Line, exact: Line) -> tuple[Cell, ...]:
+def _lane(line: Line, exact: Line, is_timed: bool) -> tuple[Cell, ...]:
     exact_bytes = exact["bytes_per_pass"]
-    own, of_exact = (turns_of(one, "tokens_per_s") for one in (line, exact))
-    return (
-        line["what"],
-        _lost(line),
-        f"{line['kl']['mean']:.3f}",
+    cells = (
         percent(line["agreement"]["mean"]),
         percent(line["accuracy"]["mean"]),
         "" if not exact_bytes else percent(line["bytes_per_pass"] / exact_bytes),
-        ratio(own, of_exact) if own and of_exact and line is not exact else "",
     )
+    if not is_timed:
+        return cells
+    own, of_exact = (turns_of(one, "tokens_per_s", MIN_ANSWERS) for one in (line, exact))
+    if own is None or of_exact is None:
+        return (*cells, "", "")
+    return (*cells, with_range(own), ratio(own, of_exact) if line is not exact else "")
 
 
 def _full(line: Line, exact: Line) -> tuple[Cell, ...]:
     own, of_exact = (turns_of(one, "tokens_per_s") for one in (line, exact))
     assert own is not None and of_exact is not None
-    layers, of_exact_layers = (Spread.of(one["each_layer_us"]) for one in (line, exact))
-    share = Spread.of(line["each_share_of_layers"])
     return (
         line["model"],
         percent(line["resident_share"]),
         line["what"],
         with_range(own),
         ratio(own, of_exact) if line is not exact else "",
-        ratio(layers, of_exact_layers) if line is not exact else "",
         number(line["read_bytes_per_token"] / 1e9),
         with_range(Spread.of(line["each_waited_ms"])),
-        with_range(Spread.of(line["each_substitution_us"])),
-        f"{share.median:.2%} ({share.least:.2%} to {share.most:.2%})",
+        *_substitution(line),
     )
+
+
+def _substitution(line: Line) -> tuple[Cell, Cell]:
+    """Of a layer of the engine that ran; nothing where none is asked for."""
+    if "each_substitution_us" not in line.row:
+        return "", ""
+    share = Spread.of(line["each_share_of_layers"])
+    range_of = f"{share.median:.2%} ({share.least:.2%} to {share.most:.2%})"
+    return with_range(Spread.of(line["each_substitution_us"])), range_of
 
 
 def _place(line: Line) -> tuple[object, ...]:
@@ -235,7 +244,7 @@ def _aims(lines: Sequence[Line]) -> list[Row]:
 def _is_of_few_turns(line: Line) -> bool:
     """Whether it is about a speed of fewer turns than pages show."""
     is_of_speed = "as fast" in line["claim"] or "on the front" in line["claim"]
-    return is_of_speed and line["settings"]["repeats"] < MIN_TURNS
+    return is_of_speed and line["settings"]["repeats"] < MIN_ANSWERS
 
 
 def _cell(line: Line) -> Cell:

@@ -26,14 +26,14 @@ MOST_LINKS = 4
 """Of a file in one row, if they do not follow each other."""
 
 
-def turns_of(line: Line, name: str) -> Spread | None:
+def turns_of(line: Line, name: str, at_least: int = MIN_TURNS) -> Spread | None:
     """What a line has of `name` in turns: each of them (`each_...`), or their median beside `least`
-    and `most`. None for fewer than `MIN_TURNS` and for a line that does not say the range."""
+    and `most`. None for fewer than `at_least` and for a line that does not say the range."""
     each = line.row.get(f"each_{name}")
     if each is not None:
-        return Spread.of(each) if len(each) >= MIN_TURNS else None
+        return Spread.of(each) if len(each) >= at_least else None
     num_turns = line.row.get("num_turns", line["settings"].get("repeats", 1))
-    if num_turns < MIN_TURNS or "least" not in line.row or line.row.get(name) is None:
+    if num_turns < at_least or "least" not in line.row or line.row.get(name) is None:
         return None
     return Spread(line[name], line["least"], line["most"])
 
