@@ -52,6 +52,11 @@ class Shape(NamedTuple):
     def num_weights(self) -> int:
         return 3 * self.hidden * self.width
 
+    @property
+    def matrices(self) -> tuple[tuple[int, int], ...]:
+        """Rows and columns of gate, up and down."""
+        return (self.width, self.hidden), (self.width, self.hidden), (self.hidden, self.width)
+
 
 SHAPES: Mapping[str, Shape] = {
     "LLaDA2-mini": Shape(2048, 512),
@@ -59,6 +64,12 @@ SHAPES: Mapping[str, Shape] = {
     "DeepSeek-V2-Lite": Shape(2048, 1408),
     "Mixtral": Shape(4096, 14336),
 }
+
+
+_Made = tuple[torch.Tensor, CompiledExperts | None]
+"""An expert's bytes, and what computes with them."""
+
+_Make = Callable[[Shape], _Made]
 
 
 class Experts(Protocol):
@@ -76,12 +87,12 @@ class Experts(Protocol):
         ...
 
 
-class Bfloat16Experts:
+class CompiledRing:
     """Gate, up and down one after the other; compiled kernels, all experts in one call."""
 
-    def __init__(self, shape: Shape, num_experts: int, max_rows: int) -> None:
+    def __init__(self, make: _Make, shape: Shape, num_experts: int, max_rows: int) -> None:
         self.shape = shape
-        content, kernels = self._made()
+        content, kernels = make(shape)
         self.num_bytes = len(content)
         self.memory = Arena(num_experts * self.num_bytes)
         self.memory.bytes.view(num_experts, -1)[:] = content
@@ -96,11 +107,6 @@ class Bfloat16Experts:
         start, part = self.memory.bytes.data_ptr(), self.num_bytes // 3
         self._places = SlotPlaces(start, start + part, start + 2 * part, self.num_bytes)
 
-    def _made(self) -> tuple[torch.Tensor, CompiledExperts | None]:
-        """An expert's bytes, and what computes with them."""
-        weights = torch.randn(self.shape.num_weights).bfloat16() * 0.02
-        return weights.view(torch.uint8), choose_kernels("auto", torch.bfloat16).several_experts
-
     def takes(self, num_rows: int) -> bool:
         return num_rows <= self.kernels.max_rows
 
@@ -111,85 +117,49 @@ class Bfloat16Experts:
         self.kernels.gated_mlps(groups, self._places, self._rows, self._gate, self._up, num_threads)
 
 
-class QuantisedExperts(Bfloat16Experts):
+def _bfloat16(shape: Shape) -> _Made:
+    weights = torch.randn(shape.num_weights).bfloat16() * 0.02
+    return weights.view(torch.uint8), choose_kernels("auto", torch.bfloat16).several_experts
+
+
+def _quantised(num_bits: int, rounds_rows: bool, shape: Shape) -> _Made:
     """The same with weights in 8 or 4 bits."""
-
-    num_bits: int
-    rounds_rows = False
-
-    def _made(self) -> tuple[torch.Tensor, CompiledExperts | None]:
-        hidden, width = self.shape
-        parts = []
-        for num_rows, num_columns in ((width, hidden), (width, hidden), (hidden, width)):
-            rows = formats()[f"q{self.num_bits}"].for_rows(num_columns)
-            part = np.empty(num_rows * rows.block_bytes[0], np.uint8)
-            weights = (torch.randn(num_rows * num_columns) * 0.02).numpy()
-            choose_pack("auto")(rows, weights.view(np.uint8), "F32", part, None)
-            parts.append(torch.from_numpy(part))
-        kernels = choose_kernels("auto", torch.bfloat16, rounds_rows=self.rounds_rows)
-        return torch.cat(parts), kernels.several_stored([rows] * 3)
+    parts = []
+    for num_rows, num_columns in shape.matrices:
+        rows = formats()[f"q{num_bits}"].for_rows(num_columns)
+        part = np.empty(num_rows * rows.block_bytes[0], np.uint8)
+        weights = (torch.randn(num_rows * num_columns) * 0.02).numpy()
+        choose_pack("auto")(rows, weights.view(np.uint8), "F32", part, None)
+        parts.append(torch.from_numpy(part))
+    kernels = choose_kernels("auto", torch.bfloat16, rounds_rows=rounds_rows)
+    return torch.cat(parts), kernels.several_stored([rows] * 3)
 
 
-class Q8Experts(QuantisedExperts):
-    num_bits = 8
-
-
-class Q4Experts(QuantisedExperts):
-    num_bits = 4
-
-
-class Q8RoundedExperts(Q8Experts):
-    """With `activations="int8"`."""
-
-    rounds_rows = True
-
-
-class Q4RoundedExperts(Q4Experts):
-    """With `activations="int8"`."""
-
-    rounds_rows = True
-
-
-class PackedExperts(Bfloat16Experts):
+def _packed(name: str, rounds_rows: bool, shape: Shape) -> _Made:
     """The same with weights in a packed type of GGUF files."""
-
-    def __init__(
-        self, name: str, rounds_rows: bool, shape: Shape, num_experts: int, max_rows: int
-    ) -> None:
-        self._stored, self._rounds_rows = formats()[name], rounds_rows
-        super().__init__(shape, num_experts, max_rows)
-
-    def _made(self) -> tuple[torch.Tensor, CompiledExperts | None]:
-        # Of bytes below 64, because every scale that they make is a number.
-        num_bytes = self._stored.num_bytes(self.shape.num_weights)
-        content = torch.randint(64, (num_bytes,), dtype=torch.uint8)
-        kernels = choose_kernels("auto", torch.bfloat16, rounds_rows=self._rounds_rows)
-        return content, kernels.several_stored([self._stored] * 3)
+    stored = formats()[name]
+    # Of bytes below 64, because every scale that they make is a number.
+    content = torch.randint(64, (stored.num_bytes(shape.num_weights),), dtype=torch.uint8)
+    kernels = choose_kernels("auto", torch.bfloat16, rounds_rows=rounds_rows)
+    return content, kernels.several_stored([stored] * 3)
 
 
-class SectionedExperts(Bfloat16Experts):
+def _sectioned(stored: Sectioned, shape: Shape) -> _Made:
     """The same as checkpoints that other tools rounded are kept."""
-
-    def __init__(self, stored: Sectioned, shape: Shape, num_experts: int, max_rows: int) -> None:
-        self._stored = stored
-        super().__init__(shape, num_experts, max_rows)
-
-    def _made(self) -> tuple[torch.Tensor, CompiledExperts | None]:
-        hidden, width = self.shape
-        parts = []
-        for rows in ((width, hidden), (width, hidden), (hidden, width)):
-            # Every code is a number, in FP8, too, and so is every scale of two such bytes or four.
-            part = torch.randint(127, (self._stored.matrix_bytes(rows),), dtype=torch.uint8)
-            self._stored.views(part.numpy(), rows)[1][:] = 0x3C
-            parts.append(part)
-        kernels = choose_kernels("auto", torch.bfloat16)
-        return torch.cat(parts), kernels.several_stored([self._stored] * 3)
+    parts = []
+    for rows in shape.matrices:
+        # Every code is a number, in FP8, too, and so is every scale of two such bytes or four.
+        part = torch.randint(127, (stored.matrix_bytes(rows),), dtype=torch.uint8)
+        stored.views(part.numpy(), rows)[1][:] = 0x3C
+        parts.append(part)
+    kernels = choose_kernels("auto", torch.bfloat16)
+    return torch.cat(parts), kernels.several_stored([stored] * 3)
 
 
 class TorchExperts:
     """The same weights by torch's products."""
 
-    def __init__(self, experts: Bfloat16Experts, max_rows: int) -> None:
+    def __init__(self, experts: CompiledRing, max_rows: int) -> None:
         self.num_bytes, self.memory = experts.num_bytes, experts.memory
         shape = experts.shape
         self._shape = shape
@@ -214,20 +184,20 @@ class TorchExperts:
             torch.mm(gate, down_w.view(hidden, width).t(), out=out)
 
 
-FORMATS: Mapping[str, Callable[[Shape, int, int], Bfloat16Experts]] = {
-    "bf16": Bfloat16Experts,
-    "q8": Q8Experts,
-    "q4": Q4Experts,
-    "q8-int8": Q8RoundedExperts,
-    "q4-int8": Q4RoundedExperts,
-    **{each.name: partial(PackedExperts, each.name, False) for each in ggml.FORMATS},
-    **{f"{each.name}-int8": partial(PackedExperts, each.name, True) for each in ggml.FORMATS},
-    "gptq": partial(SectionedExperts, grouped_ints.FORMATS[4, 128, "F16", True]),
-    "ct-int4": partial(SectionedExperts, grouped_ints.FORMATS[4, 32, "BF16", False]),
-    "ct-int8": partial(SectionedExperts, grouped_ints.FORMATS[8, 128, "BF16", False]),
-    "fp8": partial(SectionedExperts, fp8.FORMATS["F32"].in_memory),
+FORMATS: Mapping[str, _Make] = {
+    "bf16": _bfloat16,
+    "q8": partial(_quantised, 8, False),
+    "q4": partial(_quantised, 4, False),
+    "q8-int8": partial(_quantised, 8, True),
+    "q4-int8": partial(_quantised, 4, True),
+    **{each.name: partial(_packed, each.name, False) for each in ggml.FORMATS},
+    **{f"{each.name}-int8": partial(_packed, each.name, True) for each in ggml.FORMATS},
+    "gptq": partial(_sectioned, grouped_ints.FORMATS[4, 128, "F16", True]),
+    "ct-int4": partial(_sectioned, grouped_ints.FORMATS[4, 32, "BF16", False]),
+    "ct-int8": partial(_sectioned, grouped_ints.FORMATS[8, 128, "BF16", False]),
+    "fp8": partial(_sectioned, fp8.FORMATS["F32"].in_memory),
 }
-"""By name: makes so many experts of a shape, for at most so many rows."""
+"""By name; "-int8": with `activations="int8"`."""
 
 _PACKED = ("Q4_0", "Q8_0", "Q4_K", "Q6_K")
 _USUAL = (
@@ -321,9 +291,11 @@ def _measure(
 ) -> None:
     num_weights, max_rows = SHAPES[shape].num_weights, max(options.rows)
     num_experts = max(2, (options.ring_mib << 20) // (2 * num_weights))
-    experts = FORMATS[name](SHAPES[shape], num_experts, max_rows)
+    experts = CompiledRing(FORMATS[name], SHAPES[shape], num_experts, max_rows)
     # Rates of all are in the format's own bytes, so that their quotients are those of times.
-    plain = experts if name == "bf16" else Bfloat16Experts(SHAPES[shape], num_experts, max_rows)
+    plain = experts
+    if name != "bf16":
+        plain = CompiledRing(_bfloat16, SHAPES[shape], num_experts, max_rows)
     beside = TorchExperts(plain, max_rows)
     for num_threads in options.threads:
         reads = list(ceiling.runs(experts, num_threads))

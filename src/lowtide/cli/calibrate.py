@@ -16,7 +16,7 @@ from lowtide.cli.generate import ModelName
 from lowtide.cli.opening import find_model_with_experts, open_llm
 from lowtide.cli.options import Settings
 from lowtide.cli.report import json_line
-from lowtide.cli.screen import ProgressBars, stdout_console
+from lowtide.cli.screen import ProgressBars, number_table, stdout_console
 from lowtide.cli.text_file import read_text
 from lowtide.option import Group
 from lowtide.replay.calibration import (
@@ -130,10 +130,8 @@ def _calibrate(model: str, text: str, settings: Settings) -> tuple[Calibration, 
 def _gate_table(calibration: Calibration) -> Table:
     from lowtide.lab.calibration_report import previous_step
 
-    table = Table(title="the next layer's routing, foreseen", title_justify="left")
-    table.add_column("by")
-    for name in ("routed", *(f"top {n}" for n in TOP_SIZES), "cosine"):
-        table.add_column(name, justify="right")
+    columns = ["by", "routed", *(f"top {n}" for n in TOP_SIZES), "cosine"]
+    table = number_table("the next layer's routing, foreseen", columns, left=["by"])
     accuracy = calibration.accuracy
     for gate, name in enumerate(GATES):
         shares = [accuracy.routed[gate].mean(), *accuracy.top[gate].mean(axis=0)]
@@ -146,9 +144,8 @@ def _gate_table(calibration: Calibration) -> Table:
 
 def _budget_table(budgets: Sequence[Budget], num_experts: int, machine: str) -> Table:
     title = f"refresh intervals (tau) of policy tide on {machine}"
-    table = Table(title=title, title_justify="left")
-    for name in ("residents", "drift", "missed, tau 1", "tau 4", "tau by paper", "by simulation"):
-        table.add_column(name, justify="right")
+    columns = ("residents", "drift", "missed, tau 1", "tau 4", "tau by paper", "by simulation")
+    table = number_table(title, columns)
     for budget in budgets:
         table.add_row(
             f"{budget.num_residents} of {num_experts}",
@@ -168,11 +165,8 @@ def _buddy_table(profile: BuddyProfile) -> Table:
     from lowtide.policies.buddy_profile import DEFAULT_ALPHA, DEFAULT_K_MAX
 
     title = f"buddies, alpha {DEFAULT_ALPHA}, at most {DEFAULT_K_MAX} of {profile.num_experts - 1}"
-    table = Table(title=title, title_justify="left")
-    for name in ("layer", "reach it", "list", "unseen"):
-        table.add_column(name, justify="right")
-    for name in (f"top {TOP_PEERS}", "concentration", "affinity"):
-        table.add_column(name, justify="right")
+    columns = ["layer", "reach it", "list", "unseen"]
+    table = number_table(title, [*columns, f"top {TOP_PEERS}", "concentration", "affinity"])
     reports = list(enumerate(layer_reports(profile)))
     for layer, report in reports[:: -(-len(reports) // _MAX_LAYERS)]:
         table.add_row(

@@ -17,7 +17,7 @@ from lowtide.cli.opening import find_model
 from lowtide.cli.options import Settings
 from lowtide.cli.outlook import speed_text
 from lowtide.cli.report import json_line
-from lowtide.cli.screen import ProgressBars, stdout_console
+from lowtide.cli.screen import ProgressBars, number_table, stdout_console
 from lowtide.config import format_size
 from lowtide.option import Group
 from lowtide.plan import OWN_FORMAT
@@ -131,10 +131,8 @@ def machine_line(machine: Machine) -> str:
 
 def rates_table(rates: Sequence[Rate]) -> Table:
     """The machine's rates beside their ceilings; of weights those of a single token."""
-    table = Table(title="this machine at its best", title_justify="left", title_style="bold")
-    table.add_column("what")
-    for name in ("measured", "repeats within", "ceiling"):
-        table.add_column(name, justify="right")
+    columns = ("what", "measured", "repeats within", "ceiling")
+    table = number_table("this machine at its best", columns, left=["what"])
     for rate in (each for each in rates if not each.name.endswith("tokens")):
         how = "specified" if rate.is_specified else "best repeat"
         ceiling = f"{_per_s(rate.ceiling, rate.unit)}, {how}"
@@ -146,14 +144,11 @@ def _costs_table(costs: ExpertCosts) -> Table:
     measurements = costs.stored.measurements
     size = format_size(measurements.expert_bytes)
     title = f"{costs.name}: experts of {size}, {costs.dtype}, measured {costs.stored.date[:10]}"
-    table = Table(title=title, title_justify="left", title_style="bold")
     curves = {"expert on host": measurements.host}
     if measurements.device:
         curves["expert on device"] = measurements.device
     curves[f"rest of layer, {format_size(costs.dense_bytes)}"] = measurements.dense
-    table.add_column("tokens", justify="right")
-    for name in curves:
-        table.add_column(f"{name}, ms", justify="right")
+    table = number_table(title, ["tokens", *(f"{name}, ms" for name in curves)])
     for count in sorted({point.num_tokens for curve in curves.values() for point in curve}):
         table.add_row(str(count), *[_cell(curve, count) for curve in curves.values()])
     return table

@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 
 from rich.console import Group
-from rich.table import Table
 from rich.text import Text
 
 from lowtide.cli.outlook import per_second
+from lowtide.cli.screen import number_table
 from lowtide.config import format_size
 from lowtide.plan import FormatPlan, MemoryPlan
 
@@ -21,15 +21,13 @@ _NOTE = (
 
 def formats_table(rows: Sequence[FormatPlan], plan: MemoryPlan) -> Group:
     """Bytes of the weights, share of resident experts if there are any, predicted speed."""
-    table = Table(title="by format", title_justify="left", title_style="bold")
     columns: dict[str, Callable[[FormatPlan], str]] = {
         "format": lambda row: row.format,
         "weights": lambda row: format_size(row.weight_bytes),
         "experts resident" if plan.num_experts else "fits": _share if plan.num_experts else _fits,
         "expected tokens/s": _speed,
     }
-    for name in columns:
-        table.add_column(name, justify="left" if name == "format" else "right")
+    table = number_table("by format", list(columns), left=["format"])
     for row in rows:
         table.add_row(*[cell(row) for cell in columns.values()])
     return Group(table, Text(_NOTE)) if len(rows) > 1 else Group(table)

@@ -10,6 +10,7 @@ from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from lowtide.cli.screen import number_table
 from lowtide.config import format_size
 
 if TYPE_CHECKING:
@@ -26,13 +27,9 @@ def passes_table(passes: PlannedPasses, model: str) -> Group:
 
 def steps_table(steps: Sequence[PlannedPass], title: str) -> Table:
     """Chunks of each operator's rows, what a pass needs, and what makes its peak."""
-    table = Table(title=title, title_justify="left", title_style="bold")
-    table.add_column("masked", justify="right")
     operators = list(dict.fromkeys(name for step in steps for name in step.chunks))
-    for operator in operators:
-        table.add_column(f"{operator} chunks", justify="right")
-    table.add_column("needs", justify="right")
-    table.add_column("binds")
+    columns = ["masked", *(f"{operator} chunks" for operator in operators), "needs", "binds"]
+    table = number_table(title, columns, left=["binds"])
     for step in steps:
         counts = [str(step.chunks.get(operator, "each tile")) for operator in operators]
         masked = f"{step.num_masked} ({step.num_masked / step.num_tokens:.0%})"

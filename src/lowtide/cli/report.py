@@ -9,10 +9,10 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Group
-from rich.table import Table
 from rich.text import Text
 
 from lowtide.cli.outlook import predicted, prediction_object
+from lowtide.cli.screen import number_table
 from lowtide.core import CacheMode
 from lowtide.plan import MemoryPlan, plan_facts, plan_rows, plan_tiers
 
@@ -36,10 +36,8 @@ def plan_object(plan: MemoryPlan) -> dict[str, object]:
 
 def plan_table(plan: MemoryPlan) -> Group:
     """A plan as a table: a row per part, a column per tier, and the reason below."""
-    table = Table(title="memory plan", title_justify="left", title_style="bold")
     columns, *rows = plan_rows(plan)
-    for name in columns:
-        table.add_column(name, justify="left" if name == columns[0] else "right")
+    table = number_table("memory plan", columns, left=columns[:1])
     for row in rows:
         if row[0] == "used":
             table.add_section()

@@ -1,9 +1,10 @@
-"""The terminal: consoles for the two streams, text made safe to print, progress bars."""
+"""The terminal: consoles for the two streams, text made safe to print, tables, progress bars."""
 
 from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Sequence
 from typing import TextIO
 
 from rich.console import Console
@@ -15,6 +16,7 @@ from rich.progress import (
     TextColumn,
     TimeRemainingColumn,
 )
+from rich.table import Table
 
 FILE_WIDTH = 1000
 """Columns that a table may have which is not shown on a terminal: nothing is cut or broken."""
@@ -42,6 +44,14 @@ def stdout_console() -> Console:
 def stderr_console() -> Console:
     """A console on standard error: everything that accompanies an answer."""
     return _console(sys.stderr)
+
+
+def number_table(title: str, columns: Sequence[str], left: Sequence[str] = ()) -> Table:
+    """A table without rows, whose columns hold numbers but for those of `left`."""
+    table = Table(title=title, title_justify="left", title_style="bold")
+    for name in columns:
+        table.add_column(name, justify="left" if name in left else "right")
+    return table
 
 
 def can_redraw(console: Console) -> bool:

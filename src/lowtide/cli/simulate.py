@@ -13,7 +13,7 @@ from lowtide.cli.command import takes
 from lowtide.cli.options import Settings
 from lowtide.cli.policy_options import options_by_policy
 from lowtide.cli.report import json_line
-from lowtide.cli.screen import stderr_console, stdout_console
+from lowtide.cli.screen import number_table, stderr_console, stdout_console
 from lowtide.config import format_size
 from lowtide.errors import UsageError
 from lowtide.option import Group
@@ -146,12 +146,10 @@ def _objects(reports: list[Report]) -> list[dict[str, object]]:
 
 
 def _table(reports: list[Report], title: str) -> Table:
-    table = Table(title=title, title_justify="left")
     is_replaced = any(report.num_substituted for report in reports)
     names = ["policy", "tokens/s", "hit rate", "moved", "what binds", "early gate"]
-    for name in [*names, "mass replaced"] if is_replaced else names:
-        is_text = name in ("policy", "what binds", "early gate")
-        table.add_column(name, justify="left" if is_text else "right")
+    names += ["mass replaced"] if is_replaced else []
+    table = number_table(title, names, left=["policy", "what binds", "early gate"])
     for report in reports:
         cells = [
             report.preset,

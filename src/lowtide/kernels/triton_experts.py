@@ -28,6 +28,7 @@ from lowtide.kernels.triton_weights import (
     PLAIN,
     Q4,
     Q8,
+    add_product,
     depth_of_half,
     elements,
     load_tile,
@@ -285,8 +286,8 @@ def _gate_up(
             is_in = is_pair[:, None] & is_k[None, :]
             a = tl.load(x_rows + first + half * UNIT, mask=is_in, other=0.0)
             b_gate = weights_of(gate_tile, half, is_k, dtype, FORMAT)
-            gate = _add_product(a, b_gate, gate, UPCAST)
-            up = _add_product(a, weights_of(up_tile, half, is_k, dtype, FORMAT), up, UPCAST)
+            gate = add_product(a, b_gate, gate, UPCAST)
+            up = add_product(a, weights_of(up_tile, half, is_k, dtype, FORMAT), up, UPCAST)
     gate, up = _rounded(gate, dtype), _rounded(up, dtype)
     if CLAMPED:
         gate = _biased(gate, slot + gate_bias, columns, is_column, dtype)
@@ -342,7 +343,7 @@ def _down(
             is_k = k < width - first - half * UNIT
             is_in = is_pair[:, None] & is_k[None, :]
             a = tl.load(x_rows + first + half * UNIT, mask=is_in, other=0.0)
-            total = _add_product(a, weights_of(down_tile, half, is_k, dtype, FORMAT), total, UPCAST)
+            total = add_product(a, weights_of(down_tile, half, is_k, dtype, FORMAT), total, UPCAST)
     total = _rounded(total, dtype)
     if CLAMPED:
         total = _biased(total, slot + down_bias, columns, is_column, dtype)
@@ -373,14 +374,6 @@ def _clamped_swiglu(gate, up, dtype: tl.constexpr):
     up = tl.where(up > _LIMIT, _LIMIT, tl.where(up < -_LIMIT, -_LIMIT, up))
     product = _rounded(_silu(gate, dtype) * _rounded(up + 1.0, dtype), dtype)
     return _rounded(product / _SLOPE, dtype)
-
-
-@triton.jit
-def _add_product(a, b, total, UPCAST: tl.constexpr):
-    if UPCAST:
-        a, b = a.to(tl.float32), b.to(tl.float32)
-    # "ieee": float32 stays float32, not TF32.
-    return tl.dot(a, b, total, input_precision="ieee")
 
 
 @triton.jit

@@ -22,6 +22,7 @@ from lowtide.kernels.row_statistics import (
     RowStatistics,
 )
 from lowtide.kernels.tiled_head import HeadRows
+from lowtide.kernels.triton_weights import add_product
 
 # Up to 64 rows read each weight once, which is then all the work. A row's sum is that of one thread
 # block's tensor cores; its steps are 128 bytes deep, 24 KiB a stage, of the 99 KiB that a consumer
@@ -190,7 +191,7 @@ def _product(
         a = tl.load(
             source[:, None] + (first + k)[None, :], mask=is_row[:, None] & is_k[None, :], other=0.0
         )
-        total = _add_product(a, b, total, UPCAST)
+        total = add_product(a, b, total, UPCAST)
     return total.to(dtype).to(tl.float32)
 
 
@@ -221,18 +222,10 @@ def _products(
             other=0.0,
         )
         a = tl.load(source[:, None] + (first + k)[None, :], mask=is_in, other=0.0)
-        total = _add_product(a, b, total, UPCAST)
+        total = add_product(a, b, total, UPCAST)
         a = tl.load(other[:, None] + (first + k)[None, :], mask=is_in, other=0.0)
-        other_total = _add_product(a, b, other_total, UPCAST)
+        other_total = add_product(a, b, other_total, UPCAST)
     return total.to(dtype).to(tl.float32), other_total.to(dtype).to(tl.float32)
-
-
-@triton.jit
-def _add_product(a, b, total, UPCAST: tl.constexpr):
-    if UPCAST:
-        a, b = a.to(tl.float32), b.to(tl.float32)
-    # "ieee": float32 stays float32, not TF32.
-    return tl.dot(a, b, total, input_precision="ieee")
 
 
 @triton.jit

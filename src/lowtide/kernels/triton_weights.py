@@ -151,3 +151,12 @@ def _doubled_fp4(codes):
     low, exponent = codes & 1, (codes >> 1) & 3
     number = tl.where(exponent == 0, low, (2 + low) << tl.maximum(exponent - 1, 0))
     return tl.where(codes >= 8, -number, number)
+
+
+@triton.jit
+def add_product(a, b, total, UPCAST: tl.constexpr):
+    """total + a @ b, of rows and weights alike; in float32 where UPCAST says so."""
+    if UPCAST:
+        a, b = a.to(tl.float32), b.to(tl.float32)
+    # "ieee": float32 stays float32, not TF32.
+    return tl.dot(a, b, total, input_precision="ieee")

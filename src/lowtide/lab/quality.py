@@ -216,7 +216,8 @@ def quality(
     num_rows = sample.num_rows if sample is not None else 0
     groups = list(grouped(settings))
     judge.check_answers()
-    with ReferenceLogits(num_rows, opened.config.vocab_size, _spill_folder()) as reference:
+    folder = cache_folder()  # on a disk, as `/tmp` often is not
+    with ReferenceLogits(num_rows, opened.config.vocab_size, folder) as reference:
         for group in groups:
             judge.measure(group, reference)
     return QualityReport(
@@ -349,8 +350,3 @@ def _passes(
 
 def _look_away(mask: int, positions: object, logits: object) -> None:
     """The warm-up is not scored."""
-
-
-def _spill_folder() -> Path:
-    """On a disk, as `/tmp` often is not."""
-    return cache_folder()

@@ -71,7 +71,7 @@ def write_checkpoint(
     files: list[Path] = []  # to be taken away again on a failure
     try:
         _prepare_folder(out)
-        _write_files(out, files, size, seed, progress or _no_progress)
+        _write_files(out, files, size, seed, progress or (lambda *_: None))
     except BaseException:
         _remove(files, folders)
         raise
@@ -182,7 +182,3 @@ def _is_leaving(path: Path) -> bool:
     is_shard = name.startswith("model") and name.endswith(".safetensors.partial")
     is_text = any(name.startswith(f".{text}.") for text in _TEXTS)  # as `whole_file` calls them
     return (is_shard or is_text) and path.is_file() and not path.is_symlink()
-
-
-def _no_progress(done_bytes: int, total_bytes: int) -> None:
-    pass

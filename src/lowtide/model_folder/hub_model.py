@@ -205,7 +205,8 @@ class HubModel:
         if not any(name.endswith(".safetensors") for name in self.files):
             missing.append("*.safetensors")
         if missing:
-            others = {told for end, told in _OTHER_FORMATS.items() if _any_end(all_names, end)}
+            ends = [end for end in _OTHER_FORMATS if any(name.endswith(end) for name in all_names)]
+            others = {_OTHER_FORMATS[end] for end in ends}
             instead = f" It holds {' and '.join(sorted(others))} instead." if others else ""
             raise HubError(
                 f"{self.name} is not a checkpoint that can be loaded: {' and '.join(missing)} "
@@ -298,7 +299,3 @@ def _is_fetched(name: str) -> bool:
 def _is_one_of(name: str, patterns: tuple[str, ...]) -> bool:
     is_allowed = any(fnmatch(name, pattern) for pattern in patterns)
     return is_allowed and not any(fnmatch(name, pattern) for pattern in IGNORED_FILES)
-
-
-def _any_end(names: list[str], end: str) -> bool:
-    return any(name.endswith(end) for name in names)

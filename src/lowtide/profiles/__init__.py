@@ -88,7 +88,8 @@ Profile = DataSheet | PaperMachine
 
 def profile_names() -> list[str]:
     """The profiles that come with lowtide."""
-    return sorted(file.name.removesuffix(".toml") for file in _shipped() if _is_profile(file))
+    files = resources.files(__name__).iterdir()
+    return sorted(file.name.removesuffix(".toml") for file in files if file.name.endswith(".toml"))
 
 
 def load_profile(name: str) -> Profile:
@@ -162,11 +163,3 @@ def _numbers(section: Any, name: str, source: str) -> dict[str, float]:
                 f"not {value!r}."
             )
     return {key: float(value) for key, value in section.items()}
-
-
-def _shipped() -> list[Traversable]:
-    return list(resources.files(__name__).iterdir())
-
-
-def _is_profile(file: Traversable) -> bool:
-    return file.name.endswith(".toml")

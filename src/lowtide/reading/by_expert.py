@@ -18,7 +18,7 @@ import numpy as np
 from lowtide.core import align_up
 from lowtide.errors import CheckpointError
 from lowtide.files.json_file import parse_object
-from lowtide.model_folder.checkpoint import Checkpoint, TensorEntry, read_header
+from lowtide.model_folder.checkpoint import Checkpoint, read_header
 from lowtide.reading.fingerprint import fingerprint
 from lowtide.schemas.weights import ExpertTable, WeightMap
 
@@ -79,7 +79,7 @@ def with_copy(model: Path, checkpoint: Checkpoint, weight_map: WeightMap) -> Cop
     for layer in range(num_layers):
         pitch = expert_bytes(table, layer)
         entry = found.tensors.get(tensor_name(layer))
-        if entry is None or not _fits(entry, num_experts, pitch):
+        if entry is None or (entry.dtype, *entry.shape) != ("U8", num_experts, pitch):
             raise CheckpointError(
                 f"{path} has no tensor {tensor_name(layer)} of {num_experts} experts of {pitch} "
                 f"bytes: it is damaged. Remove it, and make it again (lowtide pack --by-expert)."
@@ -92,7 +92,3 @@ def with_copy(model: Path, checkpoint: Checkpoint, weight_map: WeightMap) -> Cop
     files.flags.writeable = False
     copied = replace(weight_map, experts=replace(table, files=files, offsets=offsets))
     return CopiedWeights(replace(checkpoint, files=(*checkpoint.files, file)), copied)
-
-
-def _fits(entry: TensorEntry, num_experts: int, pitch: int) -> bool:
-    return entry.dtype == "U8" and entry.shape == (num_experts, pitch)

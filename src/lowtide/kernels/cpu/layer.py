@@ -11,7 +11,6 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -141,7 +140,7 @@ class CompiledPass:
         struct, (cos, sin) = self._struct, facts.rotation
         self._facts = facts
         struct.cos, struct.sin, struct.half = cos.data_ptr(), sin.data_ptr(), cos.shape[-1]
-        struct.tokens = _array_address(facts.tokens)
+        struct.tokens = facts.tokens.ctypes.data
 
 
 class CompiledLayer:
@@ -345,7 +344,3 @@ def _matrix(product: Product, call: MatrixCall) -> _Matrix:
 
 def _address(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
-
-
-def _array_address(array: np.ndarray[tuple[int, ...], np.dtype[np.int64]]) -> int:
-    return int(array.ctypes.data)
