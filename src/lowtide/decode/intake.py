@@ -282,17 +282,17 @@ class Intake:
 def _tell_if_never_drawn(params: SamplingParams) -> None:
     """Filters at temperature 0, where no token is drawn, are said to have no effect."""
     given = {name: getattr(params, name) for name in ("top_k", "top_p", "min_p")}
-    told = ", ".join(f"{name} {value}" for name, value in given.items() if value is not None)
-    if told and not params.temperature:
-        _warn_of_no_draws(told)
+    filters = ", ".join(f"{name} {value}" for name, value in given.items() if value is not None)
+    if filters and not params.temperature:
+        _warn_of_no_draws(filters)
 
 
 @cache  # once, however many answers are asked for
-def _warn_of_no_draws(told: str) -> None:
+def _warn_of_no_draws(filters: str) -> None:
     _log.warning(
         "%s: no effect at temperature 0, which always takes the likeliest token; give a "
         "temperature above 0 to draw.",
-        told,
+        filters,
     )
 
 

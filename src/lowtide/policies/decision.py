@@ -96,10 +96,10 @@ class Policies:
         run: the facts of what is run, where that is not what the router demanded; they matter for
         the assignment alone.
         """
-        told = facts if run is None else run
+        known = facts if run is None else run
         if not self.waits:
-            return Decision(self.assign(told), None, run)
-        moves, assignment = self.placement.update(facts), self.assign(told)
+            return Decision(self.assign(known), None, run)
+        moves, assignment = self.placement.update(facts), self.assign(known)
         if facts.can_fetch and len(moves.admit):
             assignment = _promoted(assignment, moves.admit)
         return Decision(assignment, moves, run)

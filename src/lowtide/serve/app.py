@@ -106,7 +106,7 @@ def _state(service: Service, metrics: Metrics) -> APIRouter:
         return _status(service.is_ready, "ready", "draining")
 
     @router.get("/metrics")
-    async def told() -> Response:
+    async def counters() -> Response:
         """Counters for Prometheus."""
         text = metrics.text(service, await service.llm.stats())
         return Response(text, media_type="text/plain; version=0.0.4")

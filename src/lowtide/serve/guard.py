@@ -122,8 +122,8 @@ class _Body:
             async with asyncio.timeout(self._end_s - time.monotonic()):
                 message = await self._receive()
         except TimeoutError:
-            told = f"The body did not come within {BODY_TIMEOUT_S:g} s."
-            raise HTTPException(408, told) from None
+            detail = f"The body did not come within {BODY_TIMEOUT_S:g} s."
+            raise HTTPException(408, detail) from None
         self._num_bytes += len(message.get("body", b""))
         self._is_whole = not message.get("more_body", False)
         if self._num_bytes > MAX_BODY_BYTES:

@@ -50,12 +50,12 @@ class Metrics:
         now.register(_Now(service, stats))
         return generate_latest(self.registry) + generate_latest(now)
 
-    def _counter(self, name: str, told: str) -> Counter:
-        return Counter(f"lowtide:{name}", told, ["model_name"], registry=self.registry)
+    def _counter(self, name: str, help_text: str) -> Counter:
+        return Counter(f"lowtide:{name}", help_text, ["model_name"], registry=self.registry)
 
-    def _histogram(self, name: str, told: str) -> Histogram:
+    def _histogram(self, name: str, help_text: str) -> Histogram:
         return Histogram(
-            f"lowtide:{name}", told, ["model_name"], registry=self.registry, buckets=_SECONDS
+            f"lowtide:{name}", help_text, ["model_name"], registry=self.registry, buckets=_SECONDS
         )
 
     def _note(self, served: Served) -> None:
@@ -93,17 +93,17 @@ class _Now(Collector):
             yield self._labelled(GaugeMetricFamily, name, name.replace("_", " "), value)
         refused = ("num_requests_refused", "Requests refused because the queue was full.")
         yield self._labelled(CounterMetricFamily, *refused, admission.num_refused)
-        for key, (name, told) in _ENGINE_COUNTERS.items():
+        for key, (name, help_text) in _ENGINE_COUNTERS.items():
             if key in self._stats:
-                yield self._labelled(CounterMetricFamily, name, told, self._stats[key])
+                yield self._labelled(CounterMetricFamily, name, help_text, self._stats[key])
 
     def _labelled(
         self,
         kind: type[CounterMetricFamily] | type[GaugeMetricFamily],
         name: str,
-        told: str,
+        help_text: str,
         value: float,
     ) -> CounterMetricFamily | GaugeMetricFamily:
-        family = kind(f"lowtide:{name}", told, labels=["model_name"])
+        family = kind(f"lowtide:{name}", help_text, labels=["model_name"])
         family.add_metric([self._service.model_name], value)
         return family

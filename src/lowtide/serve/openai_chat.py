@@ -159,13 +159,13 @@ def router_of(service: Service) -> APIRouter:
         """An answer to a conversation."""
         service.check_model(body.model)
         pieces = merged([service.answer(ask) for ask in body.asks()])
-        respond = partial(_streamed if body.stream else _whole, Told(service, body))
+        respond = partial(_streamed if body.stream else _whole, ChatReply(service, body))
         return WatchedAnswer(pieces, respond)
 
     return router
 
 
-class Told:
+class ChatReply:
     """One completion's id and what its chunks have in common."""
 
     def __init__(self, service: Service, body: ChatBody) -> None:
@@ -202,19 +202,19 @@ class Told:
         return event(self.object("chat.completion.chunk", [choice], **more))
 
 
-async def _streamed(told: Told, pieces: AsyncGenerator[tuple[int, Piece], None]) -> Response:
-    return EventStream(_events(told, pieces))
+async def _streamed(reply: ChatReply, pieces: AsyncGenerator[tuple[int, Piece], None]) -> Response:
+    return EventStream(_events(reply, pieces))
 
 
 async def _events(
-    told: Told, pieces: AsyncGenerator[tuple[int, Piece], None]
+    reply: ChatReply, pieces: AsyncGenerator[tuple[int, Piece], None]
 ) -> AsyncGenerator[bytes, None]:
     ends: list[Done] = []
     held: dict[int, tuple[TokenLogprobs, ...]] = {}
     try:
         async with aclosing(with_pings(pieces)) as coming:
-            for index in range(told.body.n or 1):
-                yield told.chunk(index, {"role": "assistant", "content": ""})
+            for index in range(reply.body.n or 1):
+                yield reply.chunk(index, {"role": "assistant", "content": ""})
             async for item in coming:
                 index, piece = (0, None) if item is None else item
                 if isinstance(piece, Logprobs):
@@ -222,36 +222,36 @@ async def _events(
                     continue
                 if isinstance(piece, Done):
                     ends.append(piece)
-                for part in _chunks(told, index, piece, held):
+                for part in _chunks(reply, index, piece, held):
                     yield part
     except Exception as error:
         yield event(body_of(refusal_of(error), PATH))
         return
-    options = told.body.stream_options
+    options = reply.body.stream_options
     if options is not None and options.include_usage:
-        usage = usage_of(ends, told.body.n or 1)
-        yield event(told.object("chat.completion.chunk", [], usage=usage))
+        usage = usage_of(ends, reply.body.n or 1)
+        yield event(reply.object("chat.completion.chunk", [], usage=usage))
     yield event("[DONE]")
 
 
 def _chunks(
-    told: Told, index: int, piece: Piece | None, held: dict[int, tuple[TokenLogprobs, ...]]
+    reply: ChatReply, index: int, piece: Piece | None, held: dict[int, tuple[TokenLogprobs, ...]]
 ) -> Iterator[bytes]:
     """The chunks of one piece, None being a sign of life. held: log-probabilities that go with
     the next words."""
     if piece is None:
-        yield told.chunk(index, {})
+        yield reply.chunk(index, {})
     elif isinstance(piece, Prefilled):
-        if told.body.return_progress:
-            yield told.chunk(index, {}, **progress_fields(piece))
+        if reply.body.return_progress:
+            yield reply.chunk(index, {}, **progress_fields(piece))
     elif isinstance(piece, Frame):
-        yield told.chunk(index, {}, **frame_fields(piece))
+        yield reply.chunk(index, {}, **frame_fields(piece))
     elif isinstance(piece, Done):
         if index in held:
-            yield told.chunk(index, {}, logprobs=held.pop(index))
-        yield told.chunk(index, {}, piece)
+            yield reply.chunk(index, {}, logprobs=held.pop(index))
+        yield reply.chunk(index, {}, piece)
     elif not isinstance(piece, Logprobs):
-        yield told.chunk(index, _delta(piece), logprobs=held.pop(index, ()))
+        yield reply.chunk(index, _delta(piece), logprobs=held.pop(index, ()))
 
 
 def _delta(piece: Text | Reasoning | CallBegun | CallArguments) -> dict[str, Any]:
@@ -266,17 +266,17 @@ def _delta(piece: Text | Reasoning | CallBegun | CallArguments) -> dict[str, Any
     return {"tool_calls": [{"index": piece.index, "function": {"arguments": piece.text}}]}
 
 
-async def _whole(told: Told, pieces: AsyncGenerator[tuple[int, Piece], None]) -> Response:
-    answers: list[list[Piece]] = [[] for _ in range(told.body.n or 1)]
+async def _whole(reply: ChatReply, pieces: AsyncGenerator[tuple[int, Piece], None]) -> Response:
+    answers: list[list[Piece]] = [[] for _ in range(reply.body.n or 1)]
     async for index, piece in pieces:
         answers[index].append(piece)
     ends = [piece for answer in answers for piece in answer if isinstance(piece, Done)]
-    choices = [_choice(told, index, answer) for index, answer in enumerate(answers)]
-    usage = usage_of(ends, told.body.n or 1)
-    return json_response(told.object("chat.completion", choices, usage=usage))
+    choices = [_choice(reply, index, answer) for index, answer in enumerate(answers)]
+    usage = usage_of(ends, reply.body.n or 1)
+    return json_response(reply.object("chat.completion", choices, usage=usage))
 
 
-def _choice(told: Told, index: int, pieces: Sequence[Piece]) -> dict[str, Any]:
+def _choice(reply: ChatReply, index: int, pieces: Sequence[Piece]) -> dict[str, Any]:
     [end] = [piece for piece in pieces if isinstance(piece, Done)]
     text = "".join(piece.text for piece in pieces if isinstance(piece, Text))
     reasoning = "".join(piece.text for piece in pieces if isinstance(piece, Reasoning))
@@ -288,8 +288,8 @@ def _choice(told: Told, index: int, pieces: Sequence[Piece]) -> dict[str, Any]:
         message["tool_calls"] = calls
     tokens = [token for p in pieces if isinstance(p, Logprobs) for token in p.tokens]
     choice: dict[str, Any] = {"index": index, "message": message, "finish_reason": end.reason}
-    choice["logprobs"] = logprob_content(tokens, told.tokenizer) if told.body.logprobs else None
-    if told.body.return_token_ids:
+    choice["logprobs"] = logprob_content(tokens, reply.tokenizer) if reply.body.logprobs else None
+    if reply.body.return_token_ids:
         choice["token_ids"] = list(end.token_ids)
     return choice
 

@@ -85,7 +85,7 @@ class CompletionBody(SamplingFields):
 
 @dataclass(frozen=True)
 class Echo:
-    """A prompt that is told before its answers. tokens: None where it has no probability."""
+    """A prompt that is sent before its answers. tokens: None where it has no probability."""
 
     text: str
     token_ids: Sequence[int]
@@ -110,13 +110,15 @@ def router_of(service: Service) -> APIRouter:
         if body.echo and body.logprobs is not None and service.llm.config.is_diffusion:
             raise UnsupportedError("echo with logprobs needs an autoregressive model.")
         pieces = merged([service.answer(ask) for ask in asks])
-        respond = partial(_streamed if body.stream else _whole, _Told(service, body, asks))
+        respond = partial(
+            _streamed if body.stream else _whole, _CompletionReply(service, body, asks)
+        )
         return WatchedAnswer(pieces, respond)
 
     return router
 
 
-class _Told:
+class _CompletionReply:
     """One request's id, its echoes, and what its chunks have in common."""
 
     def __init__(self, service: Service, body: CompletionBody, asks: Sequence[Ask]) -> None:
@@ -126,7 +128,7 @@ class _Told:
         self._service = service
         self._head = {"id": new_id("cmpl-"), "object": "text_completion"}
         self._created = int(time.time())
-        self._offsets = [0] * len(asks)  # characters told of each answer
+        self._offsets = [0] * len(asks)  # characters sent of each answer
 
     def object(self, choices: Sequence[dict[str, Any]], **more: Any) -> dict[str, Any]:
         """A chunk, or the whole."""
@@ -189,58 +191,64 @@ class _Told:
         return Echo(text, token_ids, logprobs)
 
 
-async def _streamed(told: _Told, pieces: AsyncGenerator[tuple[int, Piece], None]) -> Response:
-    return EventStream(_events(told, pieces))
+async def _streamed(
+    reply: _CompletionReply, pieces: AsyncGenerator[tuple[int, Piece], None]
+) -> Response:
+    return EventStream(_events(reply, pieces))
 
 
 async def _events(
-    told: _Told, pieces: AsyncGenerator[tuple[int, Piece], None]
+    reply: _CompletionReply, pieces: AsyncGenerator[tuple[int, Piece], None]
 ) -> AsyncGenerator[bytes, None]:
     ends: dict[int, Done] = {}
     try:
-        for index, echo in enumerate(await told.echoes()):
-            for sample in range(told.body.num_each):
-                place = index * told.body.num_each + sample
-                choice = told.choice(place, echo.text, echo.logprobs, echo.token_ids)
-                yield event(told.object([choice]))
+        for index, echo in enumerate(await reply.echoes()):
+            for sample in range(reply.body.num_each):
+                place = index * reply.body.num_each + sample
+                choice = reply.choice(place, echo.text, echo.logprobs, echo.token_ids)
+                yield event(reply.object([choice]))
         async with aclosing(with_pings(pieces)) as coming:
             async for item in coming:
                 index, piece = (0, None) if item is None else item
                 if isinstance(piece, Done):
                     ends[index] = piece
-                chunk = _chunk(told, index, piece)
+                chunk = _chunk(reply, index, piece)
                 if chunk is not None:
                     yield event(chunk)
     except Exception as error:
         yield event(body_of(refusal_of(error), PATH))
         return
-    options = told.body.stream_options
+    options = reply.body.stream_options
     if options is not None and options.include_usage:
         ordered = [ends[index] for index in sorted(ends)]
-        yield event(told.object([], usage=usage_of(ordered, told.body.num_each)))
+        yield event(reply.object([], usage=usage_of(ordered, reply.body.num_each)))
     yield event("[DONE]")
 
 
-def _chunk(told: _Told, index: int, piece: Piece | None) -> dict[str, Any] | None:
+def _chunk(reply: _CompletionReply, index: int, piece: Piece | None) -> dict[str, Any] | None:
     """What one piece adds; None being a sign of life, which adds nothing."""
     if isinstance(piece, Text):
-        return told.object([told.choice(index, piece.text)])
+        return reply.object([reply.choice(index, piece.text)])
     if isinstance(piece, Logprobs):
         token_ids = [token.token_id for token in piece.tokens]
-        return told.object([told.choice(index, "", piece.tokens, token_ids)])
+        return reply.object([reply.choice(index, "", piece.tokens, token_ids)])
     if isinstance(piece, Done):
-        return told.object([told.choice(index, "", end=piece)])
+        return reply.object([reply.choice(index, "", end=piece)])
     if isinstance(piece, Frame):
-        return told.object([told.choice(index, "")], **frame_fields(piece))
+        return reply.object([reply.choice(index, "")], **frame_fields(piece))
     if isinstance(piece, Prefilled):
         more = progress_fields(piece)
-        return told.object([told.choice(index, "")], **more) if told.body.return_progress else None
-    return told.object([told.choice(index, "")])
+        return (
+            reply.object([reply.choice(index, "")], **more) if reply.body.return_progress else None
+        )
+    return reply.object([reply.choice(index, "")])
 
 
-async def _whole(told: _Told, pieces: AsyncGenerator[tuple[int, Piece], None]) -> Response:
-    echoes = await told.echoes()
-    answers: list[list[Piece]] = [[] for _ in told.asks]
+async def _whole(
+    reply: _CompletionReply, pieces: AsyncGenerator[tuple[int, Piece], None]
+) -> Response:
+    echoes = await reply.echoes()
+    answers: list[list[Piece]] = [[] for _ in reply.asks]
     async for index, piece in pieces:
         answers[index].append(piece)
     choices, ends = [], []
@@ -251,9 +259,9 @@ async def _whole(told: _Told, pieces: AsyncGenerator[tuple[int, Piece], None]) -
         tokens: list[TokenLogprobs | None] = []
         token_ids: list[int] = []
         if echoes:
-            echo = echoes[index // told.body.num_each]
+            echo = echoes[index // reply.body.num_each]
             text, tokens, token_ids = echo.text + text, [*echo.logprobs], [*echo.token_ids]
         new = [token for p in answer if isinstance(p, Logprobs) for token in p.tokens]
         token_ids += [token.token_id for token in new]
-        choices.append(told.choice(index, text, [*tokens, *new], token_ids, end))
-    return json_response(told.object(choices, usage=usage_of(ends, told.body.num_each)))
+        choices.append(reply.choice(index, text, [*tokens, *new], token_ids, end))
+    return json_response(reply.object(choices, usage=usage_of(ends, reply.body.num_each)))

@@ -172,8 +172,8 @@ def frame_fields(frame: Frame) -> dict[str, Any]:
 
 def progress_fields(progress: Prefilled) -> dict[str, Any]:
     """How far the prompt is, as llama.cpp tells it."""
-    told = {"total": progress.num_total, "processed": progress.num_done}
-    return {"prompt_progress": told}
+    counts = {"total": progress.num_total, "processed": progress.num_done}
+    return {"prompt_progress": counts}
 
 
 def token_text(token_id: int, tokenizer: Tokenizer | None) -> str:

@@ -124,8 +124,8 @@ class CustomInput:
     they come."""
 
     def __init__(self) -> None:
-        self._arguments = self._told = ""
-        self._place = 0  # in the arguments, behind what was told; 0: the text has not begun
+        self._arguments = self._sent = ""
+        self._place = 0  # in the arguments, behind what was sent; 0: the text has not begun
 
     def push(self, arguments: str) -> str:
         """What is certain of the text with more of the arguments."""
@@ -137,15 +137,15 @@ class CustomInput:
             return ""
         self._place = found.end()
         text = _decoded(found[0])
-        self._told += text
+        self._sent += text
         return text
 
     def finish(self) -> str:
         """What is left of it: all, where the arguments have another form."""
         value = parsed(self._arguments)
         text = value.get("input") if isinstance(value, Mapping) else None
-        if isinstance(text, str) and text.startswith(self._told):
-            return text[len(self._told) :]
+        if isinstance(text, str) and text.startswith(self._sent):
+            return text[len(self._sent) :]
         if value is None and self._place:  # no JSON: quotes that are not escaped
             return _CLOSED.sub("", self._arguments[self._place :])
         return "" if self._place else self._arguments

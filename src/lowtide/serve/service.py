@@ -222,8 +222,8 @@ class Service:
     ) -> list[Piece]:
         """What one event of the engine tells."""
         if isinstance(event, Prefill):
-            told = Prefilled(event.num_done, event.num_total)
-            return [told] if ask.wants_progress else []
+            prefilled = Prefilled(event.num_done, event.num_total)
+            return [prefilled] if ask.wants_progress else []
         if isinstance(event, Draft):
             if not ask.wants_frames:
                 return []
