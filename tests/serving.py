@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
+from urllib.parse import urlsplit
 
 import httpx
 import uvicorn
 from starlette.types import ASGIApp
+from whole import LIMIT_S, wait_until
 
 from lowtide import AsyncLLM
 from lowtide.model_folder.demos import DEMO_FOLDER
@@ -25,8 +28,6 @@ from lowtide.serve.app import build_app
 from lowtide.serve.server import bound_socket, config_of, url_of
 from lowtide.serve.service import Service
 from lowtide.serve.settings import ServeSettings
-
-LIMIT_S = 60.0
 
 TEMPLATE = """\
 {%- for tool in tools %}{{ tool | tojson }}\n{% endfor -%}
@@ -78,12 +79,14 @@ def serving_app(app: ASGIApp) -> Iterator[str]:
             assert not thread.is_alive()
 
 
-def wait_until(is_so: Any) -> None:
-    """Until something is so, which is a matter of moments."""
-    end_s = time.monotonic() + LIMIT_S
-    while not is_so():
-        assert time.monotonic() < end_s
-        time.sleep(0.01)
+@contextmanager
+def asked(url: str, path: str, **body: object) -> Iterator[socket.socket]:
+    """A client that has asked for an answer, and goes at the end."""
+    place, content = urlsplit(url), json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nHost: {place.netloc}\r\nContent-Type: application/json\r\n"
+    with socket.create_connection((place.hostname, place.port), LIMIT_S) as client:
+        client.sendall(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
+        yield client
 
 
 class ServerProcess(NamedTuple):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import threading
 from collections.abc import Iterator
 from contextlib import aclosing, suppress
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from whole import check_idle
+from whole import LIMIT_S, check_idle, no_more_threads, passes_that_wait
 
 from lowtide import LLM, AsyncLLM, SamplingParams
 from lowtide.decode.request import Finished
@@ -21,7 +20,6 @@ from lowtide.lab.synth import synth
 
 PROMPTS = [[5, 17, 3], [9], [44, 3, 3, 80] * 10]
 PARAMS = SamplingParams(max_tokens=24, ignore_eos=True)
-LIMIT_S = 60.0
 
 
 @pytest.fixture(scope="module", params=["qwen3_moe", "llada2"])
@@ -38,12 +36,12 @@ def expected(folder: Path) -> tuple[list[list[int]], torch.Tensor]:
 
 @pytest.fixture
 def llm(folder: Path) -> Iterator[AsyncLLM]:
-    llm = AsyncLLM(folder, dtype="float32")
-    yield llm
-    llm._loop.close()
-    del llm
-    gc.collect()
-    assert not [t for t in threading.enumerate() if t.name == "lowtide-engine"]
+    with no_more_threads():
+        llm = AsyncLLM(folder, dtype="float32")
+        yield llm
+        llm._loop.close()
+        del llm
+        gc.collect()
 
 
 def run(work: Any) -> Any:
@@ -95,14 +93,15 @@ def test_what_is_cancelled_or_left_ends_alone(llm: AsyncLLM, expected: Any) -> N
     long = SamplingParams(max_tokens=900, ignore_eos=True)
 
     async def ask() -> None:
-        cancelled = asyncio.create_task(llm.generate([PROMPTS[2]], long))
-        other = asyncio.create_task(llm.generate(PROMPTS[0], PARAMS))
-        async with aclosing(llm.stream(PROMPTS[1], long)) as left:
-            await anext(left)
+        with passes_that_wait(llm):
+            cancelled = asyncio.create_task(llm.generate([PROMPTS[2]], long))
+            other = asyncio.create_task(llm.generate(PROMPTS[0], PARAMS))
+            async with aclosing(llm.stream(PROMPTS[1], long)) as left:
+                await anext(left)
+            cancelled.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await cancelled
         [completion] = await other
-        cancelled.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await cancelled
         assert completion.token_ids == expected[0][0]
         logits = asyncio.create_task(llm.logits(PROMPTS[2]))
         await asyncio.sleep(0)

@@ -21,6 +21,7 @@ from test_elastic_memory import model as model  # a fixture
 from test_elastic_memory import watched as watched  # a fixture
 from test_elastic_memory import words as words  # a fixture
 from test_gguf_models import choosing
+from whole import passes_that_wait
 
 from lowtide import LLM, DiffusionParams, SamplingParams
 from lowtide.errors import PageError
@@ -156,10 +157,11 @@ def test_who_is_refused_in_the_midst_of_growing_leaves_room_for_the_next(
 ) -> None:
     """Its prompt has memory, the tokens after it have none."""
     events = llm.stream(PROMPTS[1], LONG)
-    next(events)
-    shared = elastic_of(llm)._shared
-    assert shared.kv is not None and shared.kv.committed_bytes > 0
-    system.refuse(0, 1 << 30)
+    with passes_that_wait(llm):
+        next(events)
+        shared = elastic_of(llm)._shared
+        assert shared.kv is not None and shared.kv.committed_bytes > 0
+        system.refuse(0, 1 << 30)
     with pytest.raises(PageError, match="refuses"):
         list(events)
     system.refuse(0, 0)

@@ -14,7 +14,7 @@ from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
 from scripted_serving import ScriptedService, done, drawn_pieces, events_of, listening
-from serving import wait_until
+from whole import wait_until
 
 from lowtide.errors import StorageError
 from lowtide.parsing.pieces import CallArguments, CallBegun, Piece, Reasoning, Text

@@ -4,26 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import itertools
 import json
-import threading
 from collections.abc import AsyncGenerator, Coroutine, Iterator
 from contextlib import aclosing, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 import torch
-from serving import LIMIT_S, Running, serving, talking_folder, wait_until
-from whole import check_idle
+from serving import Running, asked, serving, talking_folder
+from whole import LIMIT_S, check_idle, no_more_threads, passes_that_wait, wait_until
 
 from lowtide import AsyncLLM, SamplingParams
 from lowtide.decode.batch_decoder import BatchDecoder
 from lowtide.decode.request import Committed, Event, Request
+from lowtide.engine.running import worker
 from lowtide.engine.running.engine import Engine
-from lowtide.engine.running.worker import run_pass
 from lowtide.errors import NumericError, UsageError
 from lowtide.parsing.pieces import Done, Piece, Prefilled, Text
 from lowtide.serve.conversation import Conversation, Turn
@@ -44,12 +41,12 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.fixture
 def llm(folder: Path) -> Iterator[AsyncLLM]:
-    llm = AsyncLLM(folder, context=2048, dtype="float32", cache="off")
-    yield llm
-    llm._loop.close()
-    del llm
-    gc.collect()
-    assert not [t for t in threading.enumerate() if t.name == "lowtide-engine"]
+    with no_more_threads():
+        llm = AsyncLLM(folder, context=2048, dtype="float32", cache="off")
+        yield llm
+        llm._loop.close()
+        del llm
+        gc.collect()
 
 
 def run(work: Coroutine[Any, Any, Any]) -> Any:
@@ -128,12 +125,13 @@ def test_an_answer_that_is_left_ends_between_two_passes(llm: AsyncLLM) -> None:
         async with aclosing(service.answer(Ask(TALK, params=LONG))) as pieces:
             for _ in range(3):
                 await anext(pieces)
-        task = asyncio.create_task(whole(service.answer(Ask(TALK, params=LONG))))
-        while not service.admission.num_running:
-            await asyncio.sleep(0.001)
-        task.cancel()
-        with suppress(asyncio.CancelledError):
-            await task
+        with passes_that_wait(llm):
+            task = asyncio.create_task(whole(service.answer(Ask(TALK, params=LONG))))
+            while not service.admission.num_running:
+                await asyncio.sleep(0.001)
+            task.cancel()
+            with suppress(asyncio.CancelledError):
+                await task
         assert await text_of(service, Ask(TALK, params=SHORT)) == expected
         assert [one.reason for one in served][1:3] == ["abort", "abort"]
         assert isinstance(served[0], Served) and served[0].num_new == 6
@@ -247,8 +245,17 @@ def test_a_bad_request_fails_alone(llm: AsyncLLM) -> None:
     run(ask())
 
 
-def test_answers_in_company_have_the_ids_that_they_have_alone(llm: AsyncLLM) -> None:
+def test_answers_in_company_have_the_ids_that_they_have_alone(
+    llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In float32, where only ties may fall otherwise."""
+    run_pass, its_worker = worker.run_pass, llm._loop._worker
+
+    def with_all(engine: Engine, decoder: BatchDecoder[Any]) -> list[Event]:
+        """The first pass, once all four have asked."""
+        wait_until(lambda: len(its_worker._answers) + its_worker.mailbox.qsize() == 4)
+        monkeypatch.setattr(worker, "run_pass", run_pass)
+        return run_pass(engine, decoder)
 
     async def ids_of(service: Service, ask: Ask) -> tuple[int, ...]:
         _, done = await whole(service.answer(ask))
@@ -263,6 +270,7 @@ def test_answers_in_company_have_the_ids_that_they_have_alone(llm: AsyncLLM) -> 
         passes = [(await llm.stats())["forwards"]]
         alone = [await ids_of(service, each) for each in asks]
         passes.append((await llm.stats())["forwards"])
+        monkeypatch.setattr(worker, "run_pass", with_all)
         together = await asyncio.gather(*(ids_of(service, each) for each in asks))
         passes.append((await llm.stats())["forwards"])
         assert together == alone and len(set(alone)) == 4
@@ -304,37 +312,19 @@ def running(llm: AsyncLLM) -> Iterator[Running]:
 LONG_BODY = {"prompt": "import", "max_tokens": 1800, "ignore_eos": True, "temperature": 0}
 
 
-@pytest.fixture
-def waits_for_mail(llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After 40 passes, a block and more, each waits until the engine is told something, so that no
-    answer ends before its client has gone, on a machine of any speed."""
-    mailbox, num_passes = llm._loop._worker.mailbox, itertools.count()
-
-    def waiting(engine: Engine, decoder: BatchDecoder[Any]) -> list[Event]:
-        if next(num_passes) > 40:
-            wait_until(lambda: not mailbox.empty())
-        return run_pass(engine, decoder)
-
-    monkeypatch.setattr("lowtide.engine.running.worker.run_pass", waiting)
-
-
-@pytest.mark.usefixtures("waits_for_mail")
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_client_that_goes_ends_its_request(running: Running, stream: bool) -> None:
+def test_a_client_that_goes_ends_its_request(llm: AsyncLLM, running: Running, stream: bool) -> None:
     admission = running.service.admission
     ended: list[Served] = []
     running.service.on_served.append(ended.append)
-    with running.client() as client:
-        body = {**LONG_BODY, "stream": stream}
-        if stream:
-            with client.stream("POST", "/v1/completions", json=body) as answer:
-                next(answer.iter_lines())
-        else:
-            with pytest.raises(httpx.ReadTimeout):
-                client.post("/v1/completions", json=body, timeout=0.3)
-    wait_until(lambda: admission.num_running + admission.num_waiting == 0)
-    assert ended[-1].reason == "abort" and ended[-1].num_new < 1800
-    wait_until(lambda: not running.service.llm._loop._worker._decoder.has_work)
+    with passes_that_wait(llm):
+        with asked(running.url, "/v1/completions", **LONG_BODY, stream=stream) as client:
+            wait_until(lambda: admission.num_running)
+            assert not stream or client.recv(1)
+        wait_until(lambda: ended)
+        assert ended[-1].reason == "abort" and ended[-1].num_new < 1800
+        assert admission.num_running + admission.num_waiting == 0
+        wait_until(lambda: not llm._loop._worker._decoder.has_work)
 
 
 def test_a_full_queue_is_a_429_with_its_time(running: Running) -> None:

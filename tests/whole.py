@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,9 +14,12 @@ import torch
 from hash_model import is_all_free
 from torch import Tensor
 
+from lowtide import AsyncLLM
 from lowtide.core import StepKind
 from lowtide.decode.batch_decoder import BatchDecoder
 from lowtide.decode.block_diffusion import BlockDiffusion, Event, Finished, Prefill, Request
+from lowtide.engine.running import worker
+from lowtide.engine.running.engine import Engine
 from lowtide.experts.rows import LayerCall
 from lowtide.experts.runtime import ExpertRuntime
 from lowtide.layers.batch import Batch
@@ -22,6 +27,9 @@ from lowtide.llm import LLM, plan_model
 from lowtide.params import SamplingParams
 from lowtide.plan import MemoryPlan
 from lowtide.reading.file_reader import FileReader, Read, Ticket
+
+LIMIT_S = 60.0
+"""What takes longer hangs; nothing that is waited for takes more than moments."""
 
 Trajectories = dict[int, list[list[int]]]
 """By request: the token row of every denoising pass, as it went in."""
@@ -146,6 +154,51 @@ def rows_asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     monkeypatch.setattr(ExpertRuntime, "forward", noting)
     return asked
+
+
+def wait_until(is_so: Callable[[], object]) -> None:
+    """Until something is so, which is a matter of moments."""
+    end_s = time.monotonic() + LIMIT_S
+    while not is_so():
+        assert time.monotonic() < end_s, "it does not come to that"
+        time.sleep(1e-3)
+
+
+@contextmanager
+def passes_that_wait(llm: LLM | AsyncLLM) -> Iterator[None]:
+    """Inside, 40 passes after something was asked, a block and more, each waits until the engine is
+    told something: so no long answer ends before its reader has gone, on a machine of any speed."""
+    mailbox, is_over, num_free = llm._loop._worker.mailbox, threading.Event(), 40
+    accept, run_pass = worker.Worker.accept, worker.run_pass
+
+    def accepting(own: worker.Worker, asked: worker.Asked) -> None:
+        nonlocal num_free
+        num_free = 40
+        accept(own, asked)
+
+    def waiting(engine: Engine, decoder: BatchDecoder[Any]) -> list[Event]:
+        nonlocal num_free
+        num_free -= 1
+        if num_free < 0:
+            wait_until(lambda: is_over.is_set() or not mailbox.empty())
+        return run_pass(engine, decoder)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(worker.Worker, "accept", accepting)
+        patch.setattr(worker, "run_pass", waiting)
+        try:
+            yield
+        finally:
+            is_over.set()
+
+
+@contextmanager
+def no_more_threads() -> Iterator[None]:
+    """None of lowtide's that is made inside is left at the end; others may end at any time."""
+    before = set(threading.enumerate())
+    yield
+    made = set(threading.enumerate()) - before
+    assert not [thread.name for thread in made if thread.name.startswith("lowtide")]
 
 
 def settle(llm: LLM) -> None:
