@@ -14,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from whole import no_more_threads
 
 from lowtide.core import Curve, MoEShape
 from lowtide.devices.emulated import COMPUTE, HOST, LINK, EmulatedDevice, Span
@@ -36,6 +37,12 @@ AT_ONCE = EmulatedSpeeds(1e15, 0.0, 1.0, Curve([(1, 0.0)]))
 LONG_S = 60.0  # more than any test here lasts
 
 
+class Signal(threading.Event):
+    """An event that a test sets."""
+
+    is_done = threading.Event.is_set
+
+
 def speeds(link_s: float = 0.0, host_s: float = 0.0, device_s: float = 0.0) -> EmulatedSpeeds:
     """Copies, and experts with one token, of these times."""
     on_device, on_host = Curve([(1, device_s)]), Curve([(1, host_s)])
@@ -56,8 +63,8 @@ def device() -> Iterator[EmulatedDevice]:
 
 @pytest.fixture(autouse=True)
 def no_thread_stays() -> Iterator[None]:
-    yield
-    assert not [t.name for t in threading.enumerate() if t.name in (COMPUTE, LINK)]
+    with no_more_threads():
+        yield
 
 
 def make_experts(layout: SlotLayout = LAYOUT, seed: int = 0) -> ExpertSlots:
@@ -147,11 +154,12 @@ def test_a_group_may_have_experts_without_tokens(device: EmulatedDevice) -> None
 
 
 def test_a_run_waits_for_its_copy_and_a_copy_for_the_slots_last_use() -> None:
-    experts, layer = make_experts(), make_layer()
+    experts, layer, may_begin = make_experts(), make_layer(), Signal()
     with closing(make_device(speeds(link_s=0.02))) as device:
-        first = device.copy(experts.image(0), 1, None)
+        first = device.copy(experts.image(0), 1, may_begin)
         use = device.run(group({0: 1}), *layer, first)
         assert not use.is_done()
+        may_begin.set()
         second = device.copy(experts.image(2), 1, use)
         device.run(group({2: 1}), *layer, second).wait()
         (copy_1, copy_2), (run_1, run_2) = spans_of(device, LINK), spans_of(device, COMPUTE)
@@ -198,21 +206,36 @@ def test_the_host_is_one_processor() -> None:
 
 def test_host_device_and_link_work_at_the_same_time() -> None:
     experts, layer = make_experts(), make_layer()
-    has_begun = threading.Event()
+    have_begun, has_run = threading.Barrier(3, timeout=LONG_S), threading.Event()
+
+    def last_until_it_has_run() -> None:
+        have_begun.wait()
+        assert has_run.wait(LONG_S)
+
     with (
-        closing(make_device(speeds(link_s=0.2, host_s=0.2))) as device,
+        closing(make_device(speeds(link_s=0.02, host_s=0.02))) as device,
         ThreadPoolExecutor(1) as threads,
+        pytest.MonkeyPatch.context() as patch,
     ):
-        host = threads.submit(device.host_work([1], has_begun.set))
-        has_begun.wait(LONG_S)
+        image = device._slots.image
+
+        def late_image(slot: int) -> torch.Tensor:
+            if threading.current_thread().name == LINK:
+                last_until_it_has_run()
+            return image(slot)
+
+        patch.setattr(device._slots, "image", late_image)
+        host = threads.submit(device.host_work([1], last_until_it_has_run))
         copied = device.copy(experts.image(0), 0, None)
+        have_begun.wait()
         device.run(group({1: 1}), *layer, None)
         device.join()
+        has_run.set()
         copied.wait()
         host.result()
         (copy,), (run,), (on_host,) = (spans_of(device, s) for s in (LINK, COMPUTE, HOST))
-    for asleep in (copy, on_host):
-        assert asleep.start_s < run.start_s < run.end_s < asleep.end_s
+    for beside in (copy, on_host):
+        assert beside.start_s < run.start_s < run.end_s < beside.end_s
     assert on_host.name == "1 experts, 1 tokens"
 
 
@@ -293,7 +316,7 @@ def test_ctrl_c_before_a_stream_is_told_of_its_work(monkeypatch: pytest.MonkeyPa
         patch.setattr(stream._change, "notify_all", interrupt)
         with pytest.raises(KeyboardInterrupt):
             stream.queue(lambda ready_s: is_done.set())
-    stream.drain(5.0)
+    stream.drain()
     assert is_done.is_set()
     stream.stop()
     stream.join()
@@ -322,9 +345,6 @@ def test_a_stream_that_hangs_is_an_error() -> None:
 
 
 def test_work_may_wait_for_what_is_no_stream(device: EmulatedDevice) -> None:
-    class Signal(threading.Event):
-        is_done = threading.Event.is_set
-
     signal, experts = Signal(), make_experts()
     copied = device.copy(experts.image(0), 0, signal)
     signalled_s = perf_counter()
