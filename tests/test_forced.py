@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
+from time import perf_counter
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,6 +20,7 @@ from torch import Tensor
 from lowtide import LLM, SamplingParams
 from lowtide.core import Step, StepKind
 from lowtide.decode.forced import ForcedText
+from lowtide.engine.running import forcing
 from lowtide.errors import PlanError, UsageError
 from lowtide.experts.rows import Routing
 from lowtide.lab.synth import synth
@@ -182,10 +185,16 @@ def test_what_cannot_be_read_is_refused_and_the_model_goes_on(tmp_path: Path) ->
                 read(llm, text)
 
 
-def test_what_looks_at_logits_is_not_in_the_time() -> None:
-    import time
+def test_what_looks_at_logits_is_not_in_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    day_s, away_s = 86_400.0, 0.0
 
+    def look(mask: int, positions: Any, logits: Tensor) -> None:
+        nonlocal away_s
+        away_s += day_s
+
+    clock = SimpleNamespace(perf_counter=lambda: away_s + perf_counter())
+    monkeypatch.setattr(forcing, "time", clock)
     text = ForcedText(some_ids(64), 32, masks(64, 32, 0.5))
     with LLM(BLOCKS, context=64) as llm:
-        run = llm.read(text, lambda mask, positions, logits: time.sleep(0.3))
-    assert run.num_passes == 1 and run.seconds < 0.25
+        run = llm.read(text, look)
+    assert run.num_passes == 1 and away_s >= day_s > run.seconds > 0
