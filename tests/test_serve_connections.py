@@ -17,7 +17,8 @@ from urllib.parse import urlsplit
 
 import httpx
 import pytest
-from serving import LIMIT_S, Running, serving, talking_folder, wait_until
+from serving import Running, serving, talking_folder
+from whole import LIMIT_S, wait_until
 
 from lowtide import AsyncLLM
 from lowtide.errors import StorageError
@@ -99,10 +100,11 @@ def is_healthy(running: Running) -> bool:
 def test_headers_that_come_byte_by_byte_are_not_waited_for(
     running: Running, monkeypatch: pytest.MonkeyPatch, begun: bytes
 ) -> None:
-    monkeypatch.setattr(connection, "RECEIVE_S", 0.3)
-    with connected(running) as client:
-        client.sendall(begun)
-        assert until_closed(client) == b""
+    with monkeypatch.context() as patch:
+        patch.setattr(connection, "RECEIVE_S", 0.3)
+        with connected(running) as client:
+            client.sendall(begun)
+            assert until_closed(client) == b""
     assert is_healthy(running)
 
 
@@ -117,11 +119,12 @@ def test_a_connection_without_a_request_ends(
 def test_a_body_that_comes_byte_by_byte_is_refused_and_then_not_waited_for(
     running: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(guard, "BODY_TIMEOUT_S", 0.1)
-    monkeypatch.setattr(connection, "RECEIVE_S", 0.5)
-    with connected(running) as client:
-        client.sendall(BODY_LATER)
-        head, _, body = until_closed(client).partition(b"\r\n\r\n")
+    with monkeypatch.context() as patch:
+        patch.setattr(guard, "BODY_TIMEOUT_S", 0.1)
+        patch.setattr(connection, "RECEIVE_S", 3.0)  # on a busy machine, too, the later of the two
+        with connected(running) as client:
+            client.sendall(BODY_LATER)
+            head, _, body = until_closed(client).partition(b"\r\n\r\n")
     assert b" 408 " in head and "did not come" in json.loads(body)["error"]["message"]
     assert is_healthy(running)
 
@@ -129,14 +132,23 @@ def test_a_body_that_comes_byte_by_byte_is_refused_and_then_not_waited_for(
 def test_each_request_of_a_connection_has_its_own_time(
     running: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connection, "RECEIVE_S", 0.3)
+    timers: list[asyncio.TimerHandle | None] = []
+    limit_request = Connection._limit_request
+
+    def noting(self: Connection) -> None:
+        limit_request(self)
+        timers.append(self._receiving)
+
+    monkeypatch.setattr(Connection, "_limit_request", noting)
     with connected(running) as client:
         for _ in range(3):
             client.sendall(GET_HEALTH)
             assert answer(client).startswith(b"HTTP/1.1 200 ")
-            time.sleep(0.2)
+            assert all(timer is not None and timer.cancelled() for timer in timers)
+        monkeypatch.setattr(connection, "RECEIVE_S", 0.3)
         client.sendall(GET_HEALTH[:20])
         assert until_closed(client) == b""
+    assert timers[0] is not timers[-1]
 
 
 @contextmanager
