@@ -43,7 +43,7 @@ def read_and_close(fifo: Path, path: Path) -> int:
     start_s = time.monotonic()
     text = error(0, 0.2)
     assert f"1000 bytes of expert weights of {fifo} has not ended within 0.2 s" in text, text
-    assert 0.2 <= time.monotonic() - start_s < 20
+    assert time.monotonic() - start_s >= 0.2
     assert reader.is_filling(0)
     reader.read(0, 1, 60.0)  # by another thread
     assert np.array_equal(slots[1], wanted(0))
@@ -55,9 +55,7 @@ def read_and_close(fifo: Path, path: Path) -> int:
     waiter.start()
     while not reader.is_filling(1):
         time.sleep(0.01)
-    start_s = time.monotonic()
     assert not reader.close(0.2)
-    assert time.monotonic() - start_s < 20
     waiter.join(60.0)
     assert len(heard) == 1 and "was given up" in heard[0], heard
     return pipe

@@ -62,7 +62,7 @@ def opened(
     library = load_kernels()
     reader = CompiledReader(library, experts, files, slots.reshape(-1), SLOT_BYTES, ring)
     yield Opened(reader, slots, files)
-    assert reader.close(5.0)
+    assert reader.close(60.0)
     for file in files:
         os.close(file.descriptor)
 
@@ -107,7 +107,7 @@ def test_two_experts_at_once_arrive_in_their_slots(paths: list[Path], is_direct:
             for slot, expert in enumerate(experts):
                 assert np.array_equal(own.slots[slot], wanted(expert))
                 assert not own.reader.is_filling(slot)
-        assert own.reader.drain(5.0)
+        assert own.reader.drain(60.0)
     assert [own.reader.num_bytes(expert) for expert in range(3)] == [51_086, NUM_BYTES, 100_001]
 
 
@@ -133,7 +133,7 @@ def test_what_lies_on_sectors_is_read_in_place(tmp_path: Path) -> None:
             assert np.array_equal(slots[target : target + num_bytes], wanted)
         assert np.count_nonzero(slots) == size
         assert bool(ring.any()) is not is_in_place
-    assert reader.close(5.0)
+    assert reader.close(60.0)
     os.close(files[0].descriptor)
 
 
@@ -169,7 +169,7 @@ def test_what_the_system_refuses_is_said_in_its_words(paths: list[Path]) -> None
 
 def test_a_closed_reader_reads_nothing(paths: list[Path]) -> None:
     with opened(open_files(paths)) as own:
-        assert own.reader.close(5.0)
+        assert own.reader.close(60.0)
         with pytest.raises(StorageError, match="The read of 51086 bytes .* was given up"):
             own.reader.read(0, 0, 60.0)
         assert not own.slots.any()

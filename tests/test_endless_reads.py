@@ -7,18 +7,16 @@ import os
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from whole import Setting
+from whole import LIMIT_S, Setting
 
 from lowtide import SamplingParams
 from lowtide.errors import StorageError, UsageError
 from lowtide.experts import compiled_residents, host_tier, transfer
 from lowtide.lab.synth import synth
-from lowtide.llm import LLM
 from lowtide.reading import file_reader
 
 PROMPT, PARAMS = [5, 17, 3], SamplingParams(max_tokens=24)
@@ -32,12 +30,14 @@ class Drive:
         self.answers = threading.Event()
         self.answers.set()
         self.is_asked = threading.Event()
+        self.has_given_up = False
         preadv = os.preadv
 
         def late_preadv(*arguments: object) -> int:
             if not self.answers.is_set():
                 self.is_asked.set()
-            assert self.answers.wait(60.0)
+            if not self.answers.wait(LIMIT_S):
+                self.has_given_up = True
             return preadv(*arguments)
 
         monkeypatch.setattr(os, "preadv", late_preadv)
@@ -55,12 +55,6 @@ def drive(monkeypatch: pytest.MonkeyPatch) -> Iterator[Drive]:
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return synth("qwen3_moe", "tiny", tmp_path_factory.mktemp("endless") / "model", seed=5)
-
-
-def seconds_to_close(llm: LLM) -> float:
-    start_s = time.monotonic()
-    llm.close()
-    return time.monotonic() - start_s
 
 
 @pytest.mark.parametrize("is_watched", [False, True])
@@ -82,9 +76,10 @@ def test_a_model_whose_read_never_ends_is_closed(
 
     asking = threading.Thread(target=ask)
     asking.start()
-    assert drive.is_asked.wait(60.0)
-    assert seconds_to_close(llm) < 5
-    asking.join(60.0)
+    assert drive.is_asked.wait(LIMIT_S)
+    llm.close()
+    assert not drive.has_given_up
+    asking.join(LIMIT_S)
     assert len(errors) == 1 and isinstance(errors[0], UsageError), errors
     assert "closed" in str(errors[0])
 
@@ -93,16 +88,18 @@ def test_a_model_whose_read_never_ends_is_closed(
 def test_a_read_that_never_ends_is_told_with_its_file(
     model: Path, drive: Drive, is_watched: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (file_reader, host_tier, compiled_residents):
-        monkeypatch.setattr(module, "WAIT_LIMIT_S", 0.5)
     with LEAST.open(model) as llm:
         expected = llm.generate(PROMPT, PARAMS)[0].token_ids
     with LEAST.open(model) as llm:
         if is_watched:
             llm.observer = lambda *_: None
         drive.answers.clear()
-        with pytest.raises(StorageError, match=r"expert \d+ .*\.safetensors has not ended within"):
-            llm.generate(PROMPT, PARAMS)
+        with monkeypatch.context() as patch:
+            for module in (file_reader, host_tier, compiled_residents):
+                patch.setattr(module, "WAIT_LIMIT_S", 0.5)
+            said = r"expert \d+ .*\.safetensors has not ended within"
+            with pytest.raises(StorageError, match=said):
+                llm.generate(PROMPT, PARAMS)
         drive.answers.set()
         assert llm.generate(PROMPT, PARAMS)[0].token_ids == expected
 
