@@ -13,7 +13,7 @@ from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
-from whole import answers, settle
+from whole import LIMIT_S, answers, no_more_threads, settle
 
 from lowtide.core import IntArray, Step
 from lowtide.decode.request import Request
@@ -314,7 +314,7 @@ def test_an_interrupt_while_a_call_over_several_experts_is_under_way(
     run = ExpertsAtOnce.run
 
     def run_late(at_once: ExpertsAtOnce, *arguments: Any) -> None:
-        is_interrupted.wait(10)
+        is_interrupted.wait(LIMIT_S)
         run(at_once, *arguments)
 
     def interrupt(*_: Any) -> None:
@@ -347,16 +347,22 @@ def test_a_host_thread_that_hangs_is_an_error(
 ) -> None:
     release = threading.Event()
     with diffusion.open("all-host", 0.0) as llm:
+        threads = beside_of(llm).threads
+        drain = threads.drain
+
+        def release_and_drain() -> None:
+            """Once the error is on its way up."""
+            release.set()
+            drain()
+
         with monkeypatch.context() as patch:
             one_by_one(patch)
             patch.setattr(host_tier, "WAIT_LIMIT_S", 0.05)
+            patch.setattr(threads, "drain", release_and_drain)
             hanging = Kernels()
-            patch.setattr(hanging, "gated_mlp", lambda *_: release.wait(10))
+            patch.setattr(hanging, "gated_mlp", lambda *_: release.wait(LIMIT_S))
             patch.setattr(beside_of(llm), "kernels", hanging)
-            timer = threading.Timer(0.5, release.set)
-            timer.start()
             check_fails_once(diffusion, llm, DeviceError, "has not been computed within 0.05 s")
-            timer.join()
         diffusion.check(llm)
 
 
@@ -374,11 +380,9 @@ def test_memory_that_the_device_does_not_get(
     def no_memory(num_bytes: int) -> None:
         raise PlanError(f"The system refuses to reserve {num_bytes} bytes.")
 
-    before = threading.active_count()
     monkeypatch.setattr(wiring, "Arena", no_memory)
-    with pytest.raises(PlanError, match="refuses to reserve"):
+    with no_more_threads(), pytest.raises(PlanError, match="refuses to reserve"):
         diffusion.open("lowtide", 0.3)
-    assert threading.active_count() == before
 
 
 @pytest.fixture

@@ -12,7 +12,6 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from time import perf_counter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -1017,11 +1016,18 @@ class Deaf:
         """Has no threads."""
 
 
-@pytest.fixture
-def short_limits(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (host_tier, file_reader):
-        monkeypatch.setattr(module, "WAIT_LIMIT_S", 0.1)
-    monkeypatch.setattr(host_tier, "END_LIMIT_S", 0.05)
+@contextmanager
+def short_limits() -> Iterator[None]:
+    """While a read is waited for that never ends; what does end has longer on a busy machine."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (host_tier, file_reader):
+            patch.setattr(module, "WAIT_LIMIT_S", 0.5)
+        patch.setattr(host_tier, "END_LIMIT_S", 0.05)
+        yield
+
+
+def stalled() -> Any:
+    return pytest.raises(StorageError, match=r"not ended within 0\.5 s")
 
 
 def deaf_rig(capacity: list[int], executor: Executor, *stuck: tuple[int, int]) -> tuple[Rig, Deaf]:
@@ -1038,7 +1044,6 @@ def check_set_aside(rig: Rig, slots: list[int]) -> None:
     assert not any(ledger.is_free(slot) or ledger.is_bound(slot) for slot in slots)
 
 
-@pytest.mark.usefixtures("short_limits")
 @pytest.mark.parametrize("executor", EXECUTORS)
 @pytest.mark.parametrize("tile_rows", TILES)
 def test_a_read_that_never_ends_fails_its_pass_alone(
@@ -1050,7 +1055,7 @@ def test_a_read_that_never_ends_fails_its_pass_alone(
     call = make_step(1, 0, 0, 40, torch.float32)
     assert 4 in call.routing.experts
     expected = dense_oracle(call, WEIGHTS[torch.float32])
-    with pytest.raises(StorageError, match=r"not ended within 0\.1 s"):
+    with short_limits(), stalled():
         rig.run(call)
     check_set_aside(rig, [slot for _, slot in transfer.waiting])
     transfer.stuck.clear()
@@ -1062,7 +1067,6 @@ def test_a_read_that_never_ends_fails_its_pass_alone(
         check_set_aside(rig, [])
 
 
-@pytest.mark.usefixtures("short_limits")
 def test_a_read_ahead_that_never_ends_fails_only_what_wants_it() -> None:
     rig, transfer = deaf_rig([6, 2], POOL, (1, 3))
     rig.run(every_expert(0))
@@ -1071,18 +1075,17 @@ def test_a_read_ahead_that_never_ends_fails_only_what_wants_it() -> None:
         transfer.stuck.clear()
         assert torch.equal(rig.run(call), dense_oracle(call, WEIGHTS[torch.float32]))
         rig.check()
-    with pytest.raises(StorageError, match=r"not ended within 0\.1 s"):
+    with short_limits(), stalled():
         rig.host.pause()  # memory is to be moved
     transfer.let()
     rig.host.pause()
     check_set_aside(rig, [])
 
 
-@pytest.mark.usefixtures("short_limits")
 def test_no_slot_but_that_of_a_read_that_never_ends() -> None:
     rig = Rig("static", [0, 6], num_staging=1, make_transfer=lambda slots: Deaf(slots, {(0, 0)}))
     for _ in range(2):  # waits for the read itself, then for its slot
-        with pytest.raises(StorageError, match=r"not ended within 0\.1 s"):
+        with short_limits(), stalled():
             rig.run(every_expert())
         check_set_aside(rig, [slot for _, slot in rig.transfer.waiting])
     rig.transfer.stuck.clear()
@@ -1097,9 +1100,9 @@ def test_a_runtime_closes_beside_a_read_that_never_ends() -> None:
     rig, transfer = deaf_rig([6, 2], POOL, (1, 3))
     rig.run(every_expert(0))
     assert transfer.waiting
-    start_s = perf_counter()
-    rig.runtime.close()
-    assert perf_counter() - start_s < 5
+    with short_limits():
+        rig.runtime.close()
+    assert transfer.waiting
 
 
 def test_there_are_two_executors() -> None:
