@@ -9,8 +9,8 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,7 +20,7 @@ import pytest
 from programs import python
 from test_regular_file import at_once
 from typer.testing import CliRunner
-from whole import Setting, check_idle, reads_counted
+from whole import Setting, check_idle, no_more_threads, reads_counted
 
 from lowtide import SamplingParams
 from lowtide.cli.app import app
@@ -306,15 +306,14 @@ def test_bad_prompts_are_refused_before_the_first_step(whole_model: Path) -> Non
 @contextmanager
 def nothing_left(model: Path) -> Iterator[None]:
     """Checks that no thread, no open file and no new file outlives what is done inside."""
-    before = snapshot(model)
-    yield
-    assert snapshot(model) == before
+    sizes, num_open = file_sizes(model), Counter(open_files(model))
+    with no_more_threads():
+        yield
+    assert file_sizes(model) == sizes and not Counter(open_files(model)) - num_open
 
 
-def snapshot(model: Path) -> tuple[list[str], list[str], dict[str, int]]:
-    threads = [t.name for t in threading.enumerate() if t.name.startswith("lowtide")]
-    files = {str(path.relative_to(model)): path.stat().st_size for path in model.rglob("*")}
-    return threads, open_files(model), files
+def file_sizes(model: Path) -> dict[Path, int]:
+    return {path: path.stat().st_size for path in model.rglob("*")}
 
 
 def open_files(model: Path, process: int | str = "self") -> list[str]:
@@ -402,15 +401,21 @@ def test_a_file_truncated_while_generating(model: Path, expected: Reference, at:
 def test_a_file_rewritten_in_place_while_generating(model: Path, expected: Reference) -> None:
     """With other weights: no answer is made of both."""
 
-    def rewrite(event: Event) -> None:
+    step = BlockDiffusion.step
+
+    def rewrite_after(decoder: BlockDiffusion) -> list[Event]:
+        events = step(decoder)
         for path in shards(model):
             with path.open("r+b") as file:
                 file.seek(path.stat().st_size // 2)
                 file.write(bytes(1000))
+        return events
 
     with LEAST.open(model) as llm:
-        with pytest.raises(StorageError, match="was written to after it was opened"):
-            llm.generate(PROMPT, PARAMS, rewrite)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(BlockDiffusion, "step", rewrite_after)
+            with pytest.raises(StorageError, match="was written to after it was opened"):
+                llm.generate(PROMPT, PARAMS)
         check_idle(llm)
 
 
@@ -450,13 +455,9 @@ def test_a_file_truncated_before_loading(model: Path, monkeypatch: pytest.Monkey
             os.truncate(path, 2000)
         return submit(reader, reads)
 
-    sizes = {path: path.read_bytes() for path in shards(model)}
     monkeypatch.setattr(FileReader, "submit", truncate_first)
-    with pytest.raises(StorageError, match="truncated"):
+    with no_more_threads(), pytest.raises(StorageError, match="truncated"):
         LLM(model)
-    for path, data in sizes.items():
-        path.write_bytes(data)
-    assert not [t for t in threading.enumerate() if t.name.startswith("lowtide")]
     assert not open_files(model)
 
 
@@ -488,9 +489,9 @@ def test_what_was_checked_is_what_is_read(
     opened = open_model(model, EngineConfig(policy="static", check_weights=check_weights))
     plan = make_plan(opened)
     swap(shards(model)[1])
-    with at_once(20), pytest.raises(StorageError, match="model-00002-of.* (changed|not a regular)"):
+    said = pytest.raises(StorageError, match="model-00002-of.* (changed|not a regular)")
+    with no_more_threads(), at_once(), said:
         load(opened, plan)
-    assert not [t for t in threading.enumerate() if t.name.startswith("lowtide")]
     assert not open_files(model)
 
 
