@@ -297,7 +297,7 @@ def test_a_file_that_holds_no_conversation(tmp_path: Path, content: str, said: s
 
 
 EDITING = """
-import sys, time
+import select, sys
 from pathlib import Path
 from lowtide.cli.line_editor import LineEditor, typing_unseen
 editor = LineEditor(["/help", "/clear"], Path(sys.argv[1]) if sys.argv[1] else None)
@@ -306,7 +306,7 @@ while (line := editor.read()) is not None:
     if line == "wait":
         with typing_unseen():
             print("ANSWER BEGINS", flush=True)
-            time.sleep(0.5)
+            select.select([sys.stdin], [], [])  # until something is typed
             print("ANSWER ENDS", flush=True)
 """
 
@@ -321,7 +321,7 @@ def typed(history: Path | str, keys: bytes, *later: tuple[bytes, bytes]) -> str:
         environment = {**os.environ, "TERM": "xterm"}
         os.execve(sys.executable, [sys.executable, "-c", EDITING, str(history)], environment)
     shown, parts = b"", [(b">", keys), *later]
-    end_s = time.monotonic() + 30
+    end_s = time.monotonic() + 120
     while time.monotonic() < end_s:
         if parts and parts[0][0] in shown:
             os.write(terminal, parts.pop(0)[1])
