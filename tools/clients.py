@@ -12,6 +12,7 @@ and its answers follow a script, token by token through the real engine
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import os
 import re
@@ -53,6 +54,11 @@ FILES = {
         "    def test_mean(self):\n        self.assertEqual(mean([1, 3]), 2)\n"
     ),
 }
+PICTURE = "mean.png"
+PIXEL = base64.b64decode(
+    "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk"
+    "+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
+)
 RUN_TEST = "python3 -m unittest"
 LOOK = "<think>\nWhich test fails?\n</think>\n\nI run the tests.\n"
 END = "The test passes."
@@ -81,18 +87,20 @@ def codex_script(_: Path) -> list[str]:
     return [LOOK + run, QWEN.text(("apply_patch", patch)), run, END]
 
 
-def codex_oss_script(_: Path) -> list[str]:
+def codex_oss_script(folder: Path) -> list[str]:
     """Codex knows nothing of the model, and gives it no `apply_patch`."""
     mend = f"sed -i 's|{WRONG.strip()}|{RIGHT.strip()}|' mean.py"
     run, mended = (QWEN.text(("exec_command", {"cmd": command})) for command in (RUN_TEST, mend))
-    return [LOOK + run, mended, run, END]
+    look = QWEN.text(("view_image", {"path": str(folder / PICTURE)}))
+    return [LOOK + run, look, mended, run, END]
 
 
 def claude_script(folder: Path) -> list[str]:
     run = QWEN.text(("Bash", {"command": RUN_TEST, "description": "Run the tests"}))
     file = {"file_path": str(folder / "mean.py")}
     edit = {**file, "old_string": WRONG, "new_string": RIGHT}
-    return [LOOK + run, QWEN.text(("Read", file)), QWEN.text(("Edit", edit)), run, END]
+    look = QWEN.text(("Read", {"file_path": str(folder / PICTURE)}))
+    return [LOOK + run, look, QWEN.text(("Read", file)), QWEN.text(("Edit", edit)), run, END]
 
 
 CODEX = ("codex", "@openai/codex", "0.169.0")
@@ -162,6 +170,7 @@ def _repaired(agent: Agent, programs: Path, llm: AsyncLLM, folder: Path) -> list
     repository.mkdir()
     for name, text in FILES.items():
         (repository / name).write_text(text)
+    (repository / PICTURE).write_bytes(PIXEL)
     script = agent.script(repository)
     service = ForcedService(llm, script)
     requests = Requests(build_app(service))
