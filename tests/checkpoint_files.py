@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +50,53 @@ def read_array(checkpoint: Checkpoint, name: str) -> np.ndarray:
     entry = checkpoint.tensors[name]
     data = checkpoint.files[entry.file].path.read_bytes()[entry.offset :][: entry.num_bytes]
     return np.frombuffer(data, ARRAY_DTYPES[entry.dtype]).reshape(entry.shape)
+
+
+LAYOUTS = ("per expert", "transformers", "VeOmni", "dInfer")
+"""Of the experts; and there is "Mixtral", whose experts are single, too."""
+
+_MIXTRAL = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
+
+
+def in_layout(
+    weights: Mapping[str, Any],
+    layout: str,
+    stack: Callable[..., Any] = np.stack,
+    join: Callable[..., Any] = np.concatenate,
+) -> dict[str, Any]:
+    """Tensors with a name for each expert, theirs or Mixtral's, in one of the layouts.
+
+    stack, join: of a list of tensors, along a new first axis, and along one that is given.
+    """
+    result = {}
+    parts: dict[tuple[str, str], dict[int, Any]] = {}
+    for name, tensor in weights.items():
+        # A file in another tool's layout calls Mixtral's layer as all others.
+        name = name.replace("block_sparse_moe", "mlp")
+        for ours, theirs in _MIXTRAL.items():
+            name = name.replace(f".{theirs}.", f".{ours}.")
+        prefix, is_expert, rest = name.partition(".experts.")
+        if not is_expert or layout == "per expert":
+            result[name] = tensor
+            continue
+        expert, part, _ = rest.split(".")
+        if layout == "Mixtral":
+            prefix = prefix.replace("mlp", "block_sparse_moe")
+            result[f"{prefix}.experts.{expert}.{_MIXTRAL[part]}.weight"] = tensor
+        parts.setdefault((prefix, part), {})[int(expert)] = tensor
+    if layout == "Mixtral":
+        return result
+    stacks = {key: stack([x[i] for i in sorted(x)]) for key, x in parts.items()}
+    for prefix in {prefix for prefix, _ in stacks}:
+        gate, up, down = (stacks[prefix, f"{part}_proj"] for part in ("gate", "up", "down"))
+        if layout == "VeOmni":
+            stacked = {"experts.down_proj": down, "experts.up_proj": up, "experts.gate_proj": gate}
+        elif layout == "dInfer":
+            stacked = {"w1": join([gate, up], 1), "w2": down}
+        else:
+            stacked = {"experts.gate_up_proj": join([gate, up], 1), "experts.down_proj": down}
+        result |= {f"{prefix}.{name}": tensor for name, tensor in stacked.items()}
+    return result
 
 
 def ling_config(**changes: object) -> dict[str, Any]:

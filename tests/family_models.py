@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from checkpoint_files import LAYOUTS, in_layout
 from oracle import make_oracle
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -33,7 +34,6 @@ from lowtide.families import read_config
 from lowtide.llm import LLM
 from lowtide.schemas import model_schema
 
-LAYOUTS = ("per expert", "transformers", "VeOmni", "dInfer")
 VOCAB = 97
 
 transformers_logging.set_verbosity_error()
@@ -303,30 +303,6 @@ def _flatten_config(folder: Path) -> None:
 
 def store_experts_as(folder: Path, layout: str) -> None:
     """Rewrites `model.safetensors` with the experts in another layout."""
-    if layout == "per expert":
-        return
-    path = folder / "model.safetensors"
-    weights: dict[str, Tensor] = {}
-    parts: dict[tuple[str, str], dict[int, Tensor]] = {}
-    for name, tensor in load_file(path).items():
-        if ".experts." not in name:
-            # A file in another tool's layout calls Mixtral's layer as all others.
-            weights[name.replace("block_sparse_moe", "mlp")] = tensor
-            continue
-        prefix, rest = name.split(".experts.")
-        expert, part, _ = rest.split(".")
-        prefix = prefix.replace("block_sparse_moe", "mlp")
-        part = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}.get(part, part)
-        parts.setdefault((prefix, part), {})[int(expert)] = tensor
-    stacks = {key: torch.stack([x[i] for i in sorted(x)]) for key, x in parts.items()}
-    for prefix in {prefix for prefix, _ in stacks}:
-        gate, up, down = (stacks[prefix, f"{part}_proj"] for part in ("gate", "up", "down"))
-        if layout == "VeOmni":
-            stacked = {"experts.gate_proj": gate, "experts.up_proj": up, "experts.down_proj": down}
-        elif layout == "dInfer":
-            stacked = {"w1": torch.cat([gate, up], 1), "w2": down}
-        else:
-            both = torch.cat([gate, up], 1)
-            stacked = {"experts.gate_up_proj": both, "experts.down_proj": down}
-        weights |= {f"{prefix}.{name}": tensor for name, tensor in stacked.items()}
-    save_file(weights, path)
+    if layout != "per expert":
+        path = folder / "model.safetensors"
+        save_file(in_layout(load_file(path), layout, torch.stack, torch.cat), path)

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from family_models import LAYOUTS, VOCAB, Written, common, randomise, store_experts_as
+from checkpoint_files import LAYOUTS
+from family_models import VOCAB, Written, common, randomise, store_experts_as
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import (

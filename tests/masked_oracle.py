@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from oracle import GOLDENS
-from row_model import RowStatisticsFromLogits
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import (
@@ -22,35 +21,6 @@ from transformers import (
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )
-
-from lowtide.layers.batch import Batch, Segment
-
-
-class FullModel(RowStatisticsFromLogits):
-    """An oracle as the decoder's model; every row sees its whole segment."""
-
-    def __init__(self, oracle: PreTrainedModel) -> None:
-        self._oracle = oracle
-
-    def forward(self, batch: Batch) -> Tensor:
-        return torch.cat([self._segment(batch, segment) for segment in batch.segments])
-
-    def mixes_rows(self, hidden: Tensor) -> bool:
-        return True
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        return self._oracle.lm_head(hidden).float()
-
-    def _segment(self, batch: Batch, segment: Segment) -> Tensor:
-        rows = slice(segment.start, segment.stop)
-        num_rows = segment.stop - segment.start
-        assert segment.first_position == 0 and segment.block_length == num_rows
-        return self._oracle.model(
-            input_ids=batch.token_ids[None, rows],
-            position_ids=batch.positions[None, rows],
-            attention_mask=torch.zeros(1, 1, num_rows, num_rows),
-            use_cache=False,
-        ).last_hidden_state[0]
 
 
 def golden_cases(name: str) -> list[dict[str, Any]]:

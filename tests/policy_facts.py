@@ -10,6 +10,7 @@ from lowtide.core import (
     NO_EXPERTS,
     BoolArray,
     Costs,
+    Curve,
     Demand,
     Facts,
     FloatArray,
@@ -19,6 +20,15 @@ from lowtide.core import (
 )
 
 STEP = Step(StepKind.DENOISE, 0)
+
+COSTS = Costs(
+    expert_bytes=100,
+    link_s=10.0,
+    host_s=Curve([(1, 4.0)]),
+    device_s=Curve([(1, 3.0)]),
+    dense_s=Curve([(1, 1.0)]),
+    sync_s=0.5,
+)
 
 
 def make_facts(

@@ -400,16 +400,6 @@ def test_moved_keys_and_values_give_the_same(model, expected, monkeypatch) -> No
     assert [kv.num_written >= 520 for kv in moved] == [True]
 
 
-def test_policies_see_decoding_steps_counted(model) -> None:
-    with LLM(model) as llm:
-        steps = []
-        forward = llm._engine.model.forward
-        llm._engine.model.forward = lambda batch: steps.append(batch.step) or forward(batch)
-        llm.generate([[1, 2, 3], [4] * 30], SamplingParams(max_tokens=5, ignore_eos=True))
-    assert [step.kind for step in steps] == [StepKind.PREFILL] + 4 * [StepKind.DECODE]
-    assert [step.index for step in steps] == [0, 0, 1, 2, 3]
-
-
 def test_streaming_gives_the_events_and_leaving_early_frees(model, expected) -> None:
     prompts, params = asked()
     with LLM(model) as llm:
@@ -461,46 +451,6 @@ def test_what_the_model_cannot_honour_is_refused_by_name(model) -> None:
         check_idle(llm)
     with pytest.raises(UnsupportedError, match="block_length 4"):
         LLM(model, block_length=4)
-
-
-@pytest.mark.parametrize(
-    ("prompts", "said"),
-    [
-        (None, "not NoneType"),
-        (5, "not int"),
-        ([1.5], "not float"),
-        ([[1], None], "not NoneType"),
-        (b"ids?", "not bytes"),
-        ({"role": "user"}, "not dict"),
-        (np.array([1.0, 2.0]), "not float64 in 1"),
-        (torch.tensor([[True]]), "not torch.bool in 2"),
-        (np.array([1, 2]), None),
-        (torch.tensor([[1, 2]]), None),
-        ([], None),
-        ([[]], "prompt is empty"),
-        ([True], "True is not one of 0 to"),
-        ([np.int64(1), 2], None),
-    ],
-    ids=repr,
-)
-def test_what_is_no_prompt_is_refused(model, prompts, said) -> None:
-    params = SamplingParams(max_tokens=1)
-    with LLM(model, context=32) as llm:
-        if said is None:
-            assert len(llm.generate(prompts, params)) == bool(len(prompts))
-            return
-        with pytest.raises(UsageError, match=said):
-            llm.generate(prompts, params)
-
-
-def test_what_are_no_parameters_is_refused(model) -> None:
-    with LLM(model, context=32) as llm:
-        for params in ({"max_tokens": 3}, "3", [None]):
-            with pytest.raises(UsageError, match="params must be SamplingParams or a list"):
-                llm.generate([[1]], params)
-    for stop in (5, "", [""], [1]):
-        with pytest.raises(UsageError, match="stop must be a text or a list of texts, none"):
-            SamplingParams(stop=stop)
 
 
 def test_a_closed_model_says_so(model) -> None:
@@ -558,24 +508,6 @@ def test_options_of_another_kind_are_refused_by_name(model, name, value) -> None
 def test_what_names_no_model_is_refused(named) -> None:
     with pytest.raises(UsageError, match="A model is a folder"):
         LLM(named)
-
-
-@pytest.mark.parametrize("at", [0, 1, 5, 20])
-def test_an_interrupt_inside_a_pass_loses_the_answers_only(model, expected, at) -> None:
-    with Setting("lru", 0.5).open(model) as llm:
-        forward, calls = llm._engine.experts.forward, itertools.count()
-
-        def interrupted(*arguments: Any) -> None:
-            if next(calls) == at:
-                raise KeyboardInterrupt
-            forward(*arguments)
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(llm._engine.experts, "forward", interrupted)
-            with pytest.raises(KeyboardInterrupt):
-                llm.generate(*asked())
-        check_idle(llm)
-        assert [completion.token_ids for completion in llm.generate(*asked())] == expected
 
 
 def test_two_answers_take_turns_on_one_model(model, expected) -> None:

@@ -4,13 +4,27 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from importlib import import_module
 from pathlib import Path
 
+import larger_than_memory
+import offload
 import psutil
 import pytest
 import torch
+from common import (
+    balloon,
+    causal,
+    ceilings,
+    disk_home,
+    emulated,
+    memory,
+    models,
+    peer,
+    record,
+    run,
+    worker,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 from programs import python
@@ -27,40 +41,6 @@ from lowtide.profiles import load_profile
 from lowtide.replay.calibration import Calibration
 from lowtide.replay.host_alone import compare_alone
 from lowtide.replay.simulator import simulate
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
-(
-    balloon,
-    causal,
-    ceilings,
-    disk_home,
-    emulated,
-    memory,
-    models,
-    peer,
-    record,
-    run,
-    worker,
-    larger_than_memory,
-    offload,
-) = map(
-    import_module,
-    (
-        "common.balloon",
-        "common.causal",
-        "common.ceilings",
-        "common.disk_home",
-        "common.emulated",
-        "common.memory",
-        "common.models",
-        "common.peer",
-        "common.record",
-        "common.run",
-        "common.worker",
-        "larger_than_memory",
-        "offload",
-    ),
-)
 
 
 @pytest.fixture(scope="module")

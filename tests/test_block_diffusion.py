@@ -1,10 +1,8 @@
-"""The decoder over a model of hashes (exact, so everything is compared exactly) and over
-transformers' implementation (so whole published trajectories are)."""
+"""The decoder over a model of hashes (exact, so everything is compared exactly, with the published
+loop, too). Published trajectories over a real model are in test_llm_goldens."""
 
 from __future__ import annotations
 
-import functools
-import json
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -13,14 +11,14 @@ import numpy as np
 import pytest
 import torch
 import whole
+from common.glm4 import block_causal_mask
 from diffusers import BlockRefinementScheduler
 from examples import examples
 from hash_model import EOS, MASK, VOCAB, HashModel, Stubborn, hash_logits, make_kv_cache
 from hypothesis import given
 from hypothesis import strategies as st
-from oracle import GOLDENS, OracleModel, block_causal_mask, load_oracle
+from oracle import GOLDENS, load_oracle
 from safetensors.torch import load_file
-from transformers import Glm4MoeForCausalLM
 from whole import decoded, own_events, trajectories_noted
 
 from lowtide.core import StepKind
@@ -274,53 +272,12 @@ def cut(answer: np.ndarray, eos: Iterable[int], max_tokens: int) -> list[int]:
     return tokens[: ends[0] + 1] if ends else tokens
 
 
-@functools.cache
-def oracle(name: str) -> Glm4MoeForCausalLM:
-    return load_oracle(GOLDENS / name)
-
-
-def golden_cases(name: str) -> list[dict]:
-    return json.loads((GOLDENS / name / "generate.json").read_text())["cases"]
-
-
-def golden_request(index: int, case: dict) -> Request:
-    params = case["params"]
-    return make_request(
-        index,
-        case["prompt"],
-        eos_token_ids=(params["eos_id"],),
-        max_tokens=params["gen_length"],
-        **{name: params[name] for name in ("block_length", "steps", "threshold", "eos_early_stop")},
-    )
-
-
-@pytest.mark.parametrize("use_kv_cache", [True, False])
-@pytest.mark.parametrize("name", ["llada2-a", "llada2-b-bf16"])
-def test_golden_trajectories(name, use_kv_cache) -> None:
-    """Whole trajectories of the original implementation, all cases as one batch."""
-    cases = golden_cases(name)
-    kv_cache = make_kv_cache(1024)
-    decoder = BlockDiffusion(
-        OracleModel(oracle(name)),
-        kv_cache,
-        cases[0]["params"]["mask_id"],
-        128,
-        use_kv_cache,
-    )
-    requests = [golden_request(index, case) for index, case in enumerate(cases)]
-    with trajectories_noted() as trajectories:
-        events = decoded(decoder, requests)
-    finished = {event.request: event for event in events if isinstance(event, Finished)}
-    for index, case in enumerate(cases):
-        assert trajectories[index] == case["trajectory"]
-        assert list(finished[index].token_ids) == case["output"]
-        assert finished[index].num_forwards == case["forwards"]
-
-
 @pytest.mark.parametrize("name", ["llada2-a", "llada2-b-bf16"])
 def test_the_oracle_is_the_original_model(name) -> None:
     golden = load_file(GOLDENS / name / "forward.safetensors")
     mask = block_causal_mask(0, 24, 8, torch.float32)
     with torch.inference_mode():
-        logits = oracle(name)(input_ids=golden["input_ids"], attention_mask=mask).logits
+        logits = load_oracle(GOLDENS / name)(
+            input_ids=golden["input_ids"], attention_mask=mask
+        ).logits
     torch.testing.assert_close(logits, golden["logits"], atol=2e-4, rtol=0)

@@ -13,13 +13,12 @@ import pytest
 import torch
 from buddy_cases import random_profile
 from torch import Tensor
-from whole import answer, residents
+from whole import Observed, answer, residents
 
 from lowtide import LLM, SamplingParams
 from lowtide.buddies import PassAccount
-from lowtide.core import Facts, RoutedTokens, RowKind, Step
+from lowtide.core import Facts, RoutedTokens, RowKind
 from lowtide.errors import UsageError
-from lowtide.experts.rows import Routing
 from lowtide.lab.record import Recorder
 from lowtide.llm import plan_model
 from lowtide.policies import catalogue
@@ -130,23 +129,13 @@ def test_bit_for_bit_where_every_expert_is_resident(
     assert not any(answered for one in seen for _, answered in one.asked)
 
 
-class Watched:
-    """An observer: the router's choices, with whose rows they are."""
-
-    def __init__(self) -> None:
-        self.layers: list[tuple[int, Step, Routing]] = []
-
-    def saw_layer(self, layer: int, step: Step, x: Tensor, routing: Routing, out: Tensor) -> None:
-        self.layers.append((layer, step, Routing(*(part.clone() for part in routing))))
-
-
 @pytest.mark.parametrize("device", ["cpu", "emulated"])
 @pytest.mark.parametrize(
     ("miss", "placement"),
     [("buddy", "lru"), ("late", "lru"), ("late", "lowtide")],
 )
 def test_a_receipt_equals_what_was_seen(device: str, miss: str, placement: str) -> None:
-    watched = Watched()
+    watched = Observed()
     options = {"miss": miss, "placement": placement, "rho": "none"}
     with profiled() as seen, open_half(device, **options) as llm:
         with llm.observed(watched):
@@ -161,9 +150,9 @@ def test_a_receipt_equals_what_was_seen(device: str, miss: str, placement: str) 
         check_moved(receipt, request, one)
 
 
-def routed_masses(watched: Watched) -> Iterator[tuple[int, float]]:
+def routed_masses(watched: Observed) -> Iterator[tuple[int, float]]:
     """Of every row of every layer."""
-    for _, step, routing in watched.layers:
+    for _, step, _, routing, _ in watched.layers:
         assert step.rows is not None
         yield from zip(step.rows.request.tolist(), routing.weights.sum(1).tolist(), strict=True)
 

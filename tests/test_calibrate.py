@@ -16,6 +16,7 @@ from common.synth_trace import synth_trace
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from policy_facts import COSTS
 from torch import Tensor
 from transformers import DeepseekV2ForCausalLM
 from typer.testing import CliRunner
@@ -24,7 +25,7 @@ from whole import no_more_threads
 from lowtide import LLM, SamplingParams
 from lowtide.cli.app import app
 from lowtide.cli.screen import ProgressBars
-from lowtide.core import Costs, Curve, Step, StepKind
+from lowtide.core import Step, StepKind
 from lowtide.errors import StorageError, UnsupportedError, UsageError
 from lowtide.experts.rows import Routing
 from lowtide.lab import plotting
@@ -56,14 +57,6 @@ from lowtide.replay.simulator import simulate
 from lowtide.replay.trace import TraceShape, TraceWriter
 
 SHAPE = TraceShape(3, 8, 2, 4, 6)
-COSTS = Costs(
-    expert_bytes=100,
-    link_s=10.0,
-    host_s=Curve([(1, 4.0)]),
-    device_s=Curve([(1, 3.0)]),
-    dense_s=Curve([(1, 1.0)]),
-    sync_s=0.5,
-)
 TOKEN_IDS = np.random.default_rng(0).integers(3, 300, 120).tolist()
 
 

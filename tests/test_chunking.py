@@ -13,23 +13,17 @@ import torch
 from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
-from oracle import GOLDENS
-from poison import PoisonedWorkspace
 
-from lowtide.compute import Compute
-from lowtide.core import Step, StepKind, align_up
 from lowtide.engine.opening.config import EngineConfig
 from lowtide.engine.opening.model import OpenModel, open_model
 from lowtide.engine.planning import registering
 from lowtide.engine.planning.registering import EVERY_KIND, plan_long_passes
 from lowtide.errors import InternalError, PlanError
 from lowtide.families import families
-from lowtide.kernels.reference import REFERENCE
 from lowtide.kernels.row_statistics import Form
 from lowtide.lab.synth import synth
-from lowtide.layers.batch import Batch, KVRange, Segment
-from lowtide.llm import LLM
-from lowtide.memory.arena import HUGE_PAGE_BYTES, Arena
+from lowtide.layers.batch import KVRange, Segment
+from lowtide.memory.arena import HUGE_PAGE_BYTES
 from lowtide.memory.chunking import (
     EACH_TILE,
     MAX_BUCKETS,
@@ -44,7 +38,6 @@ from lowtide.memory.chunking import (
     rows_together,
     tiles,
 )
-from lowtide.memory.kv_cache import GRANULE_TOKENS, KVCache
 from lowtide.memory.pass_planner import PassPlanner
 from lowtide.memory.planner import ArenaPlaces, Graph
 from lowtide.memory.template import Sample, Template, bounds, symbols
@@ -265,42 +258,6 @@ def test_passes_that_are_not_alike_are_refused(opened: OpenModel) -> None:
 
 
 # Bits
-
-
-@pytest.mark.parametrize("family", ["golden", "deepseek_v2", "qwen2_moe"])
-def test_bits_do_not_depend_on_what_runs_together(family: str, tmp_path: Path) -> None:
-    """Whole, in chunks and tile by tile; NaN wherever nothing is alive."""
-    num_rows = 1700
-    folder = GOLDENS / "llada2-a" if family == "golden" else synth(family, "tiny", tmp_path / "m")
-    with LLM(folder, context=64) as llm:
-        engine = llm._engine
-        config, planner = engine.opened.config, plan_long_passes(engine.opened)
-        counts = Counts(num_rows, num_rows, num_rows)
-        shape = list(engine.opened.kv_shape)
-        shape[3] = align_up(num_rows, GRANULE_TOKENS)
-        least = planner.least_bytes(counts)
-        whole = planner.plan(counts, 1 << 40)
-        assert all(num_chunks == 1 for num_chunks in whole.chunks.values())
-        answers = []
-        plans = [whole, *(planner.plan(counts, least * n // 8) for n in (8, 9, 10, 11))]
-        workspace = PoisonedWorkspace(Arena(whole.placement.arena_bytes).bytes)
-        for plan in plans:
-            workspace.adopt(plan.placement, plan.chunks)
-            workspace.touched_bytes = 0
-            cache = KVCache(torch.zeros(shape, dtype=engine.opened.dtype))
-            compute = Compute(engine.executor, REFERENCE, workspace)
-            model_class = families()[config.family].model()
-            model = model_class(config, engine.model.weights, engine.experts, cache, compute)
-            ids = torch.arange(num_rows) % 50
-            kv = cache.allocate(num_rows)
-            batch = Batch(
-                ids, ids, (Segment(0, num_rows, 0, num_rows, kv),), Step(StepKind.DENOISE, 0)
-            )
-            with engine.executor.in_charge(), torch.inference_mode():
-                answers.append(model.forward(batch).clone())
-            assert workspace.touched_bytes <= plan.placement.arena_bytes
-            assert not answers[-1].isnan().any()
-        assert all(torch.equal(answers[0], other) for other in answers[1:])
 
 
 def test_a_workspace_adopts_only_what_fits() -> None:

@@ -419,12 +419,6 @@ def test_chat_keeps_the_conversation() -> None:
     assert "38 of 160 experts resident (tide)" in result.stderr
 
 
-def test_chat_without_a_template_continues_the_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Letters, "has_chat_template", False)
-    run("chat", MODEL, stdin="a\nb\n")
-    assert [p for p, _ in PretendLLM.latest.asked] == ["a", "a" + PretendLLM.answer + "b"]
-
-
 def test_chat_outlives_a_refused_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PretendLLM, "fault", PlanError("too long"))
     result = run("chat", MODEL, stdin="a\nb\n")
@@ -499,27 +493,6 @@ def test_ls_lists_what_is_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 def test_pull_and_offline_exclude_each_other() -> None:
     assert "--offline" in refused("pull", "org/name", "--offline")
-
-
-def test_a_library_that_cannot_be_loaded_is_no_traceback(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    with pytest.raises(typer.Exit) as ended, errors_reported():
-        raise ImportError("libtorch_cpu.so: failed to map segment")
-    assert ended.value.exit_code == 1
-    assert "failed to map segment. Where memory" in capsys.readouterr().err.replace("\n", " ")
-
-
-def test_a_table_whose_reader_has_gone_ends_as_any_output_does(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    class Closed(io.StringIO):
-        def write(self, text: str) -> int:
-            raise BrokenPipeError
-
-    monkeypatch.setattr(sys, "stdout", Closed())
-    with pytest.raises(BrokenPipeError):
-        stdout_console().print("memory plan")
 
 
 def test_lines_break_between_words_on_a_terminal_only(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -711,13 +684,8 @@ def test_an_approximation_is_named_where_the_speed_is() -> None:
     assert "true, false, prefix or dual" in refused("plan", MODEL, "--kv-cache", "all")
 
 
-class Keyboard(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
 def test_a_terminal_without_a_prompt_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.stdin", Keyboard())
+    monkeypatch.setattr("sys.stdin", Screen())
     with pytest.raises(UsageError, match="no prompt"):
         read_prompt(None, None)
 
@@ -725,7 +693,7 @@ def test_a_terminal_without_a_prompt_is_told(monkeypatch: pytest.MonkeyPatch) ->
 def test_run_without_a_text_chats_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     talked: list[str] = []
     monkeypatch.setattr(chat, "talk", lambda model, *_, **__: talked.append(model))
-    monkeypatch.setattr(chat, "sys", types.SimpleNamespace(stdin=Keyboard()))
+    monkeypatch.setattr(chat, "sys", types.SimpleNamespace(stdin=Screen()))
     assert run("run", MODEL).exit_code == 0 and talked == [MODEL]
     assert run("run", MODEL, "hi").exit_code == 0 and talked == [MODEL]
 
@@ -733,19 +701,13 @@ def test_run_without_a_text_chats_on_a_terminal(monkeypatch: pytest.MonkeyPatch)
 # as a program of its own
 
 
-def program(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return python("-m", "lowtide", *arguments)
+def test_the_program_says_its_version() -> None:
+    assert python("-m", "lowtide", "--version").stdout == "lowtide 0.1.0\n"
 
 
 def test_tables_have_room_where_there_is_no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdout", io.StringIO())
     assert stdout_console().width >= FILE_WIDTH
-
-
-def test_the_program_runs_refuses_and_says_its_version() -> None:
-    assert program("--version").stdout == "lowtide 0.1.0\n"
-    result = program("generate", MODEL, "-p", "a", "--max-tokens", str(10**12))
-    assert result.returncode == 2 and "--max-tokens must be" in result.stderr
 
 
 @pytest.mark.parametrize(
@@ -911,25 +873,6 @@ def test_the_package_imports_nothing_before_ctrl_c_is_understood() -> None:
     assert result.stdout == "['lowtide', 'lowtide.errors', 'lowtide.version']\n", result.stderr
 
 
-@pytest.mark.parametrize(
-    ("happens", "code"),
-    [
-        ("r, w = os.pipe(); os.close(r); os.dup2(w, 1); print('x', flush=True)", 141),
-        ("signal.raise_signal(signal.SIGINT)", 130),
-    ],
-)
-def test_a_closed_pipe_and_ctrl_c_end_quietly(happens: str, code: int) -> None:
-    program_text = (
-        "import os, signal, sys, typer\n"
-        "from lowtide.cli.command import errors_reported\n"
-        "try:\n"
-        f"    with errors_reported(): {happens}\n"
-        "except typer.Exit as end: sys.exit(end.exit_code)"
-    )
-    result = python("-c", program_text)
-    assert (result.returncode, result.stderr) == (code, "")
-
-
 @pytest.mark.parametrize("words", [["--help"], ["--version"], [], ["plan", "--help-all"], ["ls"]])
 def test_a_closed_reader_ends_every_command_quietly(words: list[str]) -> None:
     read, write = os.pipe()
@@ -960,31 +903,16 @@ def test_a_library_that_cannot_be_loaded_is_told_and_a_fault_of_ours_is_not_hidd
         raise ImportError("libmkl.so: cannot map", name="torch._C")
     out, err = capsys.readouterr()
     assert json.loads(out)["error"]["type"] == "ImportError"
-    assert err.startswith("lowtide: A library cannot be loaded: libmkl.so: cannot map.")
+    assert err.startswith(
+        "lowtide: A library cannot be loaded: libmkl.so: cannot map. Where memory"
+    )
     with pytest.raises(ModuleNotFoundError), errors_reported():
         raise ModuleNotFoundError("No module named 'lowtide.nowhere'", name="lowtide.nowhere")
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
-def test_a_full_disk_behind_standard_output_is_told_in_one_line() -> None:
-    program_text = (
-        "import os, sys, typer\n"
-        "from lowtide.cli.command import errors_reported\n"
-        "os.dup2(os.open('/dev/full', os.O_WRONLY), 1)\n"
-        "try:\n"
-        "    with errors_reported(): print('x')\n"
-        "except typer.Exit as end: sys.exit(end.exit_code)"
-    )
-    result = python("-c", program_text)
-    assert result.returncode == 1
-    assert result.stderr == (
-        "lowtide: Standard output cannot be written: No space left on device.\n"
-    )
-
-
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
-@pytest.mark.parametrize("asked", [["--help"], ["--version"], ["plan", "--help-all"]])
-def test_help_on_a_full_disk_is_told_in_one_line(asked: list[str]) -> None:
+@pytest.mark.parametrize("asked", [["--help"], ["--version"], ["plan", "--help-all"], ["ls"]])
+def test_a_full_disk_behind_standard_output_is_told_in_one_line(asked: list[str]) -> None:
     with open("/dev/full", "w") as full:
         result = subprocess.run(
             [sys.executable, "-m", "lowtide", *asked],

@@ -3,56 +3,24 @@ speed is judged here."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 
 import pytest
 import torch
+from common import allocation_trace, cuda_allocator, growth, masked_shapes, masked_sides, official
 from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
+from test_planned_benchmarks import tiny as tiny  # a fixture
 
 from lowtide import LLM
 from lowtide.errors import UsageError
 from lowtide.families import read_config_in
-from lowtide.lab.synth import synth
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
-(
-    allocation_trace,
-    cuda_allocator,
-    growth,
-    masked_shapes,
-    masked_sides,
-    official,
-) = map(
-    import_module,
-    (
-        "common.allocation_trace",
-        "common.cuda_allocator",
-        "common.growth",
-        "common.masked_shapes",
-        "common.masked_sides",
-        "common.official",
-    ),
-)
 
 MIB = 1 << 20
 FAMILIES = ("llada", "llada_moe", "dream")
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    folder = tmp_path_factory.mktemp("models")
-
-    def make(family: str) -> Path:
-        made = folder / family
-        return made if made.exists() else synth(family, "tiny", made)
-
-    return make
 
 
 def _in_float32(folder: Path) -> dict[str, torch.Tensor]:

@@ -19,7 +19,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
-from computing import on_this_thread, run_experts
+from computing import run_experts
 from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
@@ -39,9 +39,7 @@ from lowtide.kernels.cpu.library import _telling_line, load_kernels, load_librar
 from lowtide.kernels.cpu.packed import PackedOperators
 from lowtide.kernels.operands import ClampedWeights, ExpertWeights, Rotation, SlotPlaces
 from lowtide.kernels.reference import REFERENCE, clamped_swiglu, silu_times
-from lowtide.layers.linear import Linear
 from lowtide.memory.workspace import Workspace
-from lowtide.threads.executor import InlineExecutor
 
 STEP = 2.0**-8
 """A number is rounded by at most this share of it."""
@@ -491,21 +489,6 @@ def test_a_rotation_has_the_references_bits(
         out = x.clone()
         kernel.rotate(out[:, :4], rotation.cos, rotation.sin, num_threads=3)
         assert torch.equal(out, expected)
-
-
-class FourThreads(InlineExecutor):
-    num_threads = 4
-
-
-def test_a_layers_threads_change_no_bit(variants: list[FewRows]) -> None:
-    x, weight, bias = randn(2, 1024), randn(2304, 1024, seed=1), randn(2304, seed=2)
-    kernel = variants[-1]
-    kernels = compiled(kernel)
-    answers = []
-    for executor in (InlineExecutor(), FourThreads()):
-        answers.append(torch.empty(2, 2304, dtype=torch.bfloat16))
-        Linear(weight, on_this_thread(None, kernels, executor), bias).forward(x, answers[-1])
-    assert torch.equal(*answers)
 
 
 def kept(cache: Path) -> list[Path]:

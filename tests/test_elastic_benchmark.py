@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import sys
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import elastic
 import pytest
+from common import cut_models, elastic_trace
 
 from lowtide.errors import UsageError
 from lowtide.families import families
 from lowtide.lab.synth import synth
 from lowtide.llm import plan_model
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
-cut_models, elastic_trace, elastic = map(
-    import_module, ("common.cut_models", "common.elastic_trace", "elastic")
-)
 
 
 @pytest.mark.parametrize(

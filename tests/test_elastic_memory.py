@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,6 @@ from lowtide.engine.running.elastic import ElasticMemory
 from lowtide.engine.running.engine import Engine
 from lowtide.errors import PageError, PlanError, UnsupportedError
 from lowtide.llm import plan_model
-from lowtide.memory.kv_cache import KVCache, KVRange
 from lowtide.plan import MemoryPlan
 from lowtide.policies.catalogue import CATALOGUE
 from lowtide.policies.presets import substitutes
@@ -350,29 +348,6 @@ def test_a_system_with_less_than_the_budget_takes_slots_then_one_request(
             answers(llm, PROMPTS[3:])
         limit_bytes = 1 << 40
         assert answers(llm) == words
-
-
-def test_who_is_refused_memory_fails_alone(
-    model: Path, words: list[list[int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    prepare = KVCache.prepare
-
-    def refusing(self: KVCache, kv_range: KVRange, num_tokens: int) -> None:
-        if 600 < num_tokens < CONTEXT:
-            raise PageError("The system refuses.")
-        prepare(self, kv_range, num_tokens)
-
-    monkeypatch.setattr(KVCache, "prepare", refusing)
-    plan = plan_model(model, context=CONTEXT)
-    options: dict[str, Any] = {"context": CONTEXT, "host_memory": budget(plan, 12)}
-    with (
-        LLM(model, policy="lru", elastic=True, cache="off", **options) as llm,
-        ThreadPoolExecutor(max_workers=4) as threads,
-    ):
-        asked = [threads.submit(answers, llm, [prompt]) for prompt in PROMPTS]
-        assert [each.result() for each in asked[:3]] == [[ids] for ids in words[:3]]
-        with pytest.raises(PageError, match="refuses"):
-            asked[3].result()
 
 
 def test_a_long_cache_has_workspace_for_the_longest_sequence_that_there_can_be(

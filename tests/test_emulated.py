@@ -297,16 +297,6 @@ def test_a_failed_run_is_an_error_of_the_join(device: EmulatedDevice) -> None:
         bad.wait()
 
 
-def test_a_failure_is_over_once_drained_though_nothing_runs_after_it(
-    device: EmulatedDevice,
-) -> None:
-    device.run(group({0: NUM_SLOTS}), *make_layer(), None)
-    with pytest.raises(DeviceError, match=COMPUTE):
-        device.join()
-    device.drain()
-    device.join()
-
-
 def test_ctrl_c_before_a_stream_is_told_of_its_work(monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt() -> None:
         raise KeyboardInterrupt

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import sys
-from importlib import import_module
 from pathlib import Path
 
+import every_expert as script
 import pytest
+from common import every_expert
+from common.run import loaded_engine
 
 from lowtide.cli.outlook import outlook
 from lowtide.engine.opening.config import EngineConfig
@@ -14,11 +15,6 @@ from lowtide.lab.budgets import budget_of_share
 from lowtide.lab.synth import synth
 from lowtide.llm import plan_model
 from lowtide.reading.file_reader import Ticket
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
-run = import_module("common.run")
-loaded_engine = run.loaded_engine
-every_expert, script = map(import_module, ("common.every_expert", "every_expert"))
 
 LENGTHS = [256, 640]  # of one tile, and of several
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from checkpoint_files import in_layout
 from torch import Tensor
 from torch.nn.functional import silu
 from typer.testing import CliRunner
@@ -253,19 +254,8 @@ def test_stacked_experts_have_their_own(models: Path, calibrated: Path, tmp_path
     tensors: dict[str, Tensor] = {}
     for path in sorted(model.glob("*.safetensors")):
         tensors |= load_file(path)
-    config = json.loads((model / "config.json").read_text())
-    for layer in range(config["num_hidden_layers"]):
-        mlp = f"model.layers.{layer}.mlp."
-        if f"{mlp}experts.0.up_proj.weight" not in tensors:
-            continue
-        experts = range(config["num_experts"])
-        gate, up, down = (
-            torch.stack([tensors.pop(f"{mlp}experts.{e}.{part}_proj.weight") for e in experts])
-            for part in ("gate", "up", "down")
-        )
-        tensors[f"{mlp}experts.gate_up_proj"] = torch.cat((gate, up), dim=1)
-        tensors[f"{mlp}experts.down_proj"] = down
-    save_file(tensors, folder / "model.safetensors")
+    stacked_tensors = in_layout(tensors, "transformers", torch.stack, torch.cat)
+    save_file(stacked_tensors, folder / "model.safetensors")
     for name in ("config.json", "tokenizer.json"):
         (folder / name).write_bytes((model / name).read_bytes())
     packed = pack(model, tmp_path / "packed", expert_dtype="q4", calibration=calibrated)

@@ -6,10 +6,6 @@ import json
 import os
 import re
 import shutil
-import signal
-import subprocess
-import sys
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -419,16 +415,6 @@ def test_a_file_rewritten_in_place_while_generating(model: Path, expected: Refer
         check_idle(llm)
 
 
-def test_a_file_renamed_while_generating(model: Path, expected: Reference) -> None:
-    def rename(event: Event) -> None:
-        for path in shards(model):
-            path.rename(path.with_suffix(".moved"))
-
-    with LEAST.open(model) as llm:
-        [completion] = llm.generate(PROMPT, PARAMS, rename)
-        assert completion.token_ids == expected.token_ids
-
-
 def test_a_checkpoint_deleted_while_generating_is_read_to_the_end(
     model: Path, expected: Reference
 ) -> None:
@@ -606,21 +592,6 @@ def test_ctrl_c_while_generating(
         check_still_right(llm, expected)
 
 
-def test_ctrl_c_from_a_callback_and_a_stream_that_is_left(
-    whole_model: Path, expected: Reference
-) -> None:
-    def interrupt(event: object) -> None:
-        raise KeyboardInterrupt
-
-    with LEAST.open(whole_model) as llm:
-        with pytest.raises(KeyboardInterrupt):
-            llm.generate(PROMPT, PARAMS, interrupt)
-        events = llm.stream(PROMPT, PARAMS)
-        next(events)
-        events.close()
-        check_still_right(llm, expected)
-
-
 @pytest.mark.parametrize("at", [0, 1, 5, 30, 60])
 @pytest.mark.parametrize("is_after", [False, True])
 def test_ctrl_c_while_loading(whole_model: Path, at: int, is_after: bool) -> None:
@@ -628,14 +599,6 @@ def test_ctrl_c_while_loading(whole_model: Path, at: int, is_after: bool) -> Non
     interrupter = Interrupter(FileReader, "await_work", is_after)
     with nothing_left(whole_model), interrupter.armed(at), pytest.raises(KeyboardInterrupt):
         LLM(whole_model, policy="static")
-
-
-def test_an_engine_that_was_closed_says_so(whole_model: Path) -> None:
-    llm = LEAST.open(whole_model)
-    llm.close()
-    llm.close()
-    with pytest.raises((LowtideError, RuntimeError)):
-        llm.generate(PROMPT, PARAMS)
 
 
 def test_a_real_ctrl_c_ends_the_program_quietly(whole_model: Path) -> None:
@@ -654,34 +617,6 @@ def test_a_real_ctrl_c_ends_the_program_quietly(whole_model: Path) -> None:
     )
     result = python("-c", program)
     check_quiet_end(result.returncode, result.stderr)
-
-
-def test_a_real_ctrl_c_from_outside(whole_model: Path) -> None:
-    arguments = ["generate", str(whole_model), "-p", "-", "--max-tokens", "900"]
-    with subprocess.Popen(
-        [sys.executable, "-m", "lowtide", *arguments],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as process:
-        assert process.stdin is not None and process.stderr is not None
-        process.stdin.write("x" * 100)
-        process.stdin.close()
-        wait_for_open_files(process, whole_model)
-        process.stdin = None  # closed: `communicate` would flush it
-        process.send_signal(signal.SIGINT)
-        _, errors = process.communicate(timeout=120)
-        code = process.returncode
-    check_quiet_end(code, errors)
-
-
-def wait_for_open_files(process: subprocess.Popen[str], model: Path) -> None:
-    """Until it holds the weights open: then it loads or writes (3,900 tokens take a while)."""
-    while process.poll() is None and not any(
-        link.endswith(".safetensors") for link in open_files(model, process.pid)
-    ):
-        time.sleep(0.01)
 
 
 def check_quiet_end(code: int, errors: str) -> None:

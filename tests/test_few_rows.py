@@ -14,7 +14,7 @@ from family_models import write_model
 from poison import PoisonedWorkspace
 from rounded_files import write_rounded
 from torch import Tensor
-from whole import rows_asked
+from whole import Observed, rows_asked
 
 from lowtide.core import PassRows, RowKind, Step, StepKind
 from lowtide.engine.opening.config import EngineConfig
@@ -24,7 +24,7 @@ from lowtide.engine.running.engine import Engine
 from lowtide.engine.running.wiring import load
 from lowtide.experts.compiled_residents import CompiledResidents
 from lowtide.experts.host_executor import HostExpertExecutor
-from lowtide.experts.rows import LayerCall, Routing
+from lowtide.experts.rows import LayerCall
 from lowtide.experts.runtime import ExpertRuntime
 from lowtide.kernels import choice
 from lowtide.kernels.compiled import CompiledKernels
@@ -153,29 +153,18 @@ def test_no_policy_is_asked_where_everything_is_resident(
         assert engine.as_dict()["num_hits"] - before == num_hits
 
 
-class Seen:
-    """An observer that keeps what it sees."""
-
-    def __init__(self) -> None:
-        self.layers: list[int] = []
-        self.values: list[Tensor] = []
-
-    def saw_layer(self, layer: int, step: Step, x: Tensor, routing: Routing, out: Tensor) -> None:
-        self.layers.append(layer)
-        self.values += [x.clone(), routing.experts.clone(), routing.weights.clone(), out.clone()]
-
-
 def test_an_observer_sees_what_it_would_one_by_one(folders: dict[str, Path]) -> None:
     with opened(folders["qwen2_moe"]) as engine:
-        assert isinstance(engine.experts, ExpertRuntime)
-        first, second = Seen(), Seen()
+        first, second = Observed(), Observed()
         engine.experts.observer = first
         decoded(engine, 2)
         engine.experts.observer = second
         with one_by_one():
             decoded(engine, 2)
-        assert first.layers == second.layers and first.layers
-        assert are_equal(first.values, second.values)
+        assert first.layers
+        assert [each.layer for each in first.layers] == [each.layer for each in second.layers]
+        for one, other in zip(first.layers, second.layers, strict=True):
+            assert are_equal([one.x, *one.routing, one.out], [other.x, *other.routing, other.out])
 
 
 @pytest.mark.parametrize("family", ["qwen2_moe", "bailing_moe_v2"])
@@ -283,7 +272,7 @@ def test_experts_behind_torchs_router_are_compiled_calls(
         decoded(engine, 2, prompt=PROMPT)
         assert set(asked) == {2 * PROMPT}  # prompts, not single rows
         asked.clear()
-        engine.experts.observer = Seen()
+        engine.experts.observer = Observed()
         decoded(engine, 2, prompt=PROMPT)
         assert set(asked) == {2 * PROMPT, 2}
 

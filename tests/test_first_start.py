@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import io
-import sys
-from importlib import import_module
-from pathlib import Path
 
 import pytest
+import start_up
 from rich.console import Console
 
 from lowtide.cli import screen
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
-start_up = import_module("start_up")
 
 
 def test_a_bar_goes_when_its_stage_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:

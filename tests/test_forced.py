@@ -10,19 +10,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from common.glm4 import block_causal_mask
 from family_models import NAMES
 from family_models import write_model as write_causal
 from masked_models import NAMES as MASKED_NAMES
 from masked_models import write_model as write_masked
-from oracle import GOLDENS, block_causal_mask, load_oracle
+from oracle import GOLDENS, load_oracle
 from torch import Tensor
+from whole import Observed
 
 from lowtide import LLM, SamplingParams
-from lowtide.core import Step, StepKind
+from lowtide.core import StepKind
 from lowtide.decode.forced import ForcedText
 from lowtide.engine.running import forcing
 from lowtide.errors import PlanError, UsageError
-from lowtide.experts.rows import Routing
 from lowtide.lab.synth import synth
 from lowtide.llm import plan_model
 
@@ -40,16 +41,6 @@ class Kept:
         for position, row in zip(positions.tolist(), logits, strict=True):
             assert (mask, position) not in self.rows
             self.rows[mask, position] = row.clone()
-
-
-class Passes:
-    """An observer: what every layer of every pass was asked."""
-
-    def __init__(self) -> None:
-        self.seen: list[tuple[int, Step, Tensor, Tensor]] = []
-
-    def saw_layer(self, layer: int, step: Step, x: Tensor, routing: Routing, out: Tensor) -> None:
-        self.seen.append((layer, step, routing.experts.clone(), out.clone()))
 
 
 def read(llm: LLM, text: ForcedText) -> Kept:
@@ -95,16 +86,17 @@ def test_a_text_takes_the_very_passes_that_wrote_it(tmp_path: Path) -> None:
     prompt = some_ids(30)
     least = plan_model(folder, context=128).minimum_bytes
     with LLM(folder, context=128, host_memory=least, policy="tide") as llm:
-        with llm.observed(written := Passes()):
+        with llm.observed(written := Observed()):
             [answer] = llm.generate([prompt], SamplingParams(max_tokens=12, ignore_eos=True))
         llm.adopt_policy("tide")
-        with llm.observed(forced := Passes()):
+        with llm.observed(forced := Observed()):
             kept = read(llm, ForcedText([*prompt, *answer.token_ids], 30))
-    assert len(written.seen) == len(forced.seen)
-    for one, other in zip(written.seen, forced.seen, strict=True):
+    assert len(written.layers) == len(forced.layers)
+    for one, other in zip(written.layers, forced.layers, strict=True):
         assert one[:2] == other[:2]
-        assert torch.equal(one[2], other[2]) and torch.equal(one[3], other[3])
-    kinds = {step.kind for _, step, *_ in forced.seen}
+        assert torch.equal(one.routing.experts, other.routing.experts)
+        assert torch.equal(one.out, other.out)
+    kinds = {seen.step.kind for seen in forced.layers}
     assert kinds == {StepKind.PREFILL, StepKind.DECODE}
     for (_, position), row in kept.rows.items():
         assert int(row.argmax()) == answer.token_ids[position - 30]
@@ -116,7 +108,7 @@ def test_a_block_is_read_over_its_prefix_with_fewer_and_fewer_masks() -> None:
     text = ForcedText(ids, 20, masks(75, 20, 1.0, 0.5, 0.1))
     with LLM(BLOCKS, context=128) as llm:
         length = llm.config.block_length
-        with llm.observed(passes := Passes()):
+        with llm.observed(passes := Observed()):
             kept = read(llm, text)
     hidden = [(m, p) for m, mask in enumerate(text.masks) for p in np.flatnonzero(mask)]
     assert sorted(kept.rows) == sorted(hidden)
@@ -133,7 +125,7 @@ def test_a_block_is_read_over_its_prefix_with_fewer_and_fewer_masks() -> None:
             for position in range(start, min(start + length, 75)):
                 if mask[position]:
                     assert near(kept.rows[index, position], wanted[position])
-    steps = [step for layer, step, *_ in passes.seen if layer == 0]
+    steps = [step for layer, step, *_ in passes.layers if layer == 0]
     assert {step.kind for step in steps} == {StepKind.DENOISE}
     num_blocks = -(-75 // length) - 20 // length
     assert [step.index for step in steps] == [0, 1, 2] * num_blocks

@@ -16,9 +16,7 @@ from examples import scaled
 from gguf.constants import GGMLQuantizationType as Type
 from gguf_files import add_metadata, finish, packed, tensors_of
 from gguf_oracle import WIDTH, check, random_model
-from typer.testing import CliRunner
 
-from lowtide.cli.app import app
 from lowtide.core import Curve, MoEShape
 from lowtide.devices.emulated import EmulatedDevice
 from lowtide.devices.emulated_speeds import EmulatedSpeeds
@@ -194,11 +192,3 @@ def test_layers_with_the_same_types_are_alike(tmp_path: Path) -> None:
     write_by_expert(path, lambda name, expert: orders[name[:6]][expert % 2])
     first, second = open_model(path, EngineConfig(context=64)).slot_layout.layers
     assert first is second
-
-
-@pytest.mark.slow
-def test_such_a_file_is_verified(tmp_path: Path) -> None:
-    path = tmp_path / "model.gguf"
-    write_by_expert(path, as_published)
-    result = CliRunner().invoke(app, ["verify", str(path), "--context", "64"])
-    assert result.exit_code == 0, result.output

@@ -16,6 +16,7 @@ import pytest
 
 pytest.importorskip("triton")
 
+import gpu
 import torch
 from test_cuda_device import StandInCudart, StandInStreams
 
@@ -24,10 +25,6 @@ from lowtide.devices.cuda import CudaDevice
 from lowtide.errors import PlanError
 from lowtide.memory.pinned import PinnedMemory
 from lowtide.threads.executor import HostExecutor
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
-
-import gpu
 
 SHAPE = MoEShape(2, num_experts=16, num_experts_per_token=2, hidden_size=32, expert_size=16)
 COSTS = Costs(6144, 1e-4, *[Curve([(1, 1e-4)])] * 3, sync_s=1e-5)

@@ -178,19 +178,11 @@ def test_plan_and_json_say_whether_there_is_a_template(tmp_path: Path) -> None:
     assert "no chat template" in run("chat", model, "--system", "x", *SHORT).stderr
 
 
-def test_a_chat_template_is_applied_where_there_is_one(tmp_path: Path) -> None:
-    """The demo with a template: what `plan` says, and how long each prompt becomes."""
+def test_plan_says_that_a_chat_template_is_applied(tmp_path: Path) -> None:
     template = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
     model = str(templated_demo(tmp_path, template))
     assert "go through the model's chat template" in run("plan", model, *SHORT).stdout
     assert json.loads(run("plan", model, "--json", *SHORT).stdout)["chat_template"] is True
-
-    def num_tokens(*flags: str) -> int:
-        asked = ["generate", model, "2 + 2", "--max-tokens", "1", "--json", *SHORT, *flags]
-        return int(json.loads(run(*asked).stdout)["usage"]["prompt_tokens"])
-
-    raw, templated, with_system = (num_tokens(*f) for f in (["--raw"], [], ["--system", "y"]))
-    assert raw < templated < with_system
 
 
 def test_a_narrower_terminal_leaves_no_old_lines() -> None:

@@ -270,12 +270,6 @@ def test_the_spread_is_that_of_most_timings() -> None:
     assert Measurements(1, curve, curve, link=wide).spread == 8.0
 
 
-def test_torch_keeps_its_threads(quick: None, executor: HostExecutor) -> None:
-    before = torch.get_num_threads()
-    measure_costs(SHAPE, LAYOUT, executor, DENSE_BYTES)
-    assert torch.get_num_threads() == before
-
-
 def test_times_of_a_device_are_its_own(quick: None, executor: HostExecutor) -> None:
     """What an emulated device is told to take is the least that can be measured."""
     speeds = EmulatedSpeeds(

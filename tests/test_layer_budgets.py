@@ -15,7 +15,7 @@ from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
 from policy_facts import make_facts
-from whole import budget_bytes
+from whole import answer, budget_bytes
 
 from lowtide import SamplingParams
 from lowtide.core import Costs, Curve, Demand, FloatArray, MoEShape, Moves, Step, StepKind
@@ -300,26 +300,15 @@ PARAMS = SamplingParams(max_tokens=24)
 PROMPT = [7, 3, 120, 9, 44, 3, 3, 80]
 
 
-class Answer(NamedTuple):
-    token_ids: list[int]
-    logits: torch.Tensor
-
-
-def answer(llm: LLM) -> Answer:
-    [completion] = llm.generate([PROMPT], PARAMS)
-    return Answer(completion.token_ids, llm.logits([*PROMPT, *completion.token_ids]))
-
-
 class Case(NamedTuple):
     folder: Path
-    expected: Answer
+    expected: tuple[list[int], torch.Tensor]
 
     def check(self, **options: Any) -> None:
         with LLM(self.folder, policy="lowtide", context=256, **options) as llm:
             for _ in range(2):  # also with what has moved by then
-                found = answer(llm)
-                assert found.token_ids == self.expected.token_ids
-                assert torch.equal(found.logits, self.expected.logits)
+                ids, logits = answer(llm, PROMPT, PARAMS)
+                assert ids == self.expected[0] and torch.equal(logits, self.expected[1])
             num_residents = sum(llm.plan.residents_per_layer)
             assert 0 < num_residents < llm.plan.num_experts
 
@@ -328,7 +317,7 @@ class Case(NamedTuple):
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
     folder = synth(request.param, "tiny", tmp_path_factory.mktemp("budgets") / "model", seed=5)
     with LLM(folder, device="cpu", context=256) as llm:
-        return Case(folder, answer(llm))
+        return Case(folder, answer(llm, PROMPT, PARAMS))
 
 
 def lopsided(setting: Setting) -> list[int]:

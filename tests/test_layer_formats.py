@@ -3,13 +3,11 @@ bfloat16 beside them: the bits of their operators one by one."""
 
 from __future__ import annotations
 
-import random
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
 import torch
-from examples import scaled
 from gguf.constants import GGMLQuantizationType as Type
 from gguf_files import write_ling
 from gguf_oracle import small_ling
@@ -17,14 +15,12 @@ from test_few_rows import are_equal, check_poisoned, compiled, decoded, one_by_o
 from test_gguf_models import MIXED, SMALL, choosing, write
 from whole import rows_asked
 
-from lowtide import LLM, SamplingParams
 from lowtide.engine.running.engine import Engine
 from lowtide.kernels import choice
 from lowtide.kernels.cpu.packed import MAX_FEW_ROWS
 from lowtide.kernels.layer_parts import LayerParts
 from lowtide.lab.synth import synth
 from lowtide.layers.few_rows import FewRowsLayer
-from lowtide.llm import plan_model
 
 FORMATS: Mapping[str, Mapping[str, str]] = {
     "q8": {"format": "q8"},
@@ -155,28 +151,6 @@ def test_nothing_is_read_that_is_not_alive(
 ) -> None:
     path = files["qwen2_moe"] if name == "file" else folders["qwen2_moe"]
     check_poisoned(path, share, monkeypatch, **FORMATS.get(name, {}))
-
-
-@pytest.mark.parametrize("name", ["q4", "q8", "q4 rounded", "file"])
-def test_answers_at_any_budget(folders: dict[str, Path], files: dict[str, Path], name: str) -> None:
-    """The same words, and the same probabilities of them, with the one call and without."""
-    path = files["qwen3_moe"] if name == "file" else folders["qwen3_moe"]
-    chosen: dict[str, object] = {"context": 64, "dtype": "bfloat16", **FORMATS.get(name, {})}
-    rng = random.Random(name)
-    prompts = [[rng.randrange(90) for _ in range(rng.randint(3, 20))] for _ in range(2)]
-    params = SamplingParams(max_tokens=12, ignore_eos=True, logprobs=2)
-    plan = plan_model(path, **chosen)
-
-    def answers(host_memory: int) -> list[object]:
-        with LLM(path, host_memory=host_memory, **chosen) as llm:
-            found = llm.generate(prompts, params)
-        return [(each.token_ids, each.logprobs) for each in found]
-
-    with one_by_one():
-        expected = answers(plan.full_bytes)
-    budgets = [rng.randint(plan.minimum_bytes, plan.full_bytes) for _ in range(scaled(2))]
-    for budget in (*budgets, plan.full_bytes):
-        assert answers(budget) == expected
 
 
 def test_a_layer_without_a_matrix_of_its_own(folders: dict[str, Path]) -> None:

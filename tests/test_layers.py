@@ -261,36 +261,6 @@ def test_attention_takes_views_of_a_fused_projection() -> None:
     torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("block_length", [1, 8])
-def test_attention_in_parts_is_attention_at_once(block_length: int) -> None:
-    """Rows that came in an earlier pass are read from the cache."""
-    query, key, value = (randn(32, 2, 8, seed=i) for i in range(3))
-    outs = []
-    for bounds in ([0, 32], [0, 8, 16, 32], [0, 24, 32]):
-        cache = KVCache(torch.zeros(storage_shape(1, 2, 8, 32)))
-        kv, out = cache.allocate(32), torch.empty_like(query)
-        for start, stop in zip(bounds, bounds[1:], strict=False):
-            rows = slice(start, stop)
-            segment = Segment(0, stop - start, start, block_length, kv)
-            run_attention(0, query[rows], key[rows], value[rows], [segment], cache, out[rows])
-        outs.append(out)
-    torch.testing.assert_close(outs[0], outs[1], atol=1e-6, rtol=1e-6)
-    torch.testing.assert_close(outs[0], outs[2], atol=1e-6, rtol=1e-6)
-
-
-def test_neighbours_in_a_batch_change_nothing_but_rounding() -> None:
-    key, value, query = (randn(24, 2, 8, seed=i) for i in range(3))
-    cache = KVCache(torch.zeros(storage_shape(1, 2, 8, 128)))
-    together, alone = torch.empty_like(query), torch.empty_like(query)
-    segments = [Segment(0, 9, 0, 4, cache.allocate(9)), Segment(9, 24, 0, 8, cache.allocate(15))]
-    run_attention(0, query, key, value, segments, cache, together)
-    for segment in segments:
-        rows = slice(segment.start, segment.stop)
-        single = Segment(0, segment.stop - segment.start, 0, segment.block_length, segment.kv)
-        run_attention(0, query[rows], key[rows], value[rows], [single], cache, alone[rows])
-    torch.testing.assert_close(together, alone, atol=1e-6, rtol=1e-6)
-
-
 # Linear
 
 
@@ -496,15 +466,6 @@ def test_windows_are_aligned_to_absolute_positions() -> None:
         segment = Segment(0, stop - start, first, 8, KVRange(0, 0))
         part = route(router, x[start:stop], [segment])
         assert torch.equal(part.experts, routing.experts[start:stop])
-
-
-def test_the_bias_chooses_and_does_not_weigh() -> None:
-    router = make_router(1, 4, bias=torch.tensor([0.0, 0.0, 5.0, 5.0]), normalise=False)
-    x = randn(6, 12, seed=2)
-    routing = route(router, x)
-    assert routing.experts.tolist() == [[2, 3]] * 6
-    expected = (x @ router.weight.T).sigmoid()[:, 2:] * 2.5
-    torch.testing.assert_close(routing.weights, expected)
 
 
 # MoE layer

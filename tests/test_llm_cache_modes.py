@@ -17,12 +17,12 @@ from masked_models import write_first_layer, write_model
 from masked_oracle import golden_cases, load_full
 from oracle import GOLDENS
 from typer.testing import CliRunner
+from whole import token_rows
 
 from lowtide import LLM, DiffusionParams, SamplingParams
 from lowtide.cli.app import app
 from lowtide.decode import masked_options
 from lowtide.decode.forced import ForcedText
-from lowtide.decode.request import Draft
 from lowtide.engine.opening.config import EngineConfig
 from lowtide.engine.opening.model import open_model
 from lowtide.engine.planning.registering import register
@@ -64,20 +64,6 @@ def llm(name: str, mode: str) -> Iterator[LLM]:
         yield llm
 
 
-def trajectories(llm: LLM, prompts, params) -> list[list[list[int]]]:
-    mask = llm.config.mask_token_id
-    rows = [[[*prompt, *[mask] * MAX_TOKENS]] for prompt in prompts]
-
-    def note(event) -> None:
-        if isinstance(event, Draft):
-            row = list(rows[event.request][-1])
-            row[event.block_start : event.block_start + len(event.tokens)] = event.tokens
-            rows[event.request].append(row)
-
-    llm.generate(prompts, params, on_event=note)
-    return rows
-
-
 def check_trajectories(llm: LLM, name: str, mode: str) -> None:
     """Rules of all kinds in one batch, of requests of different lengths."""
     prompts = [case["prompt"] for case in golden_cases(name)]
@@ -85,7 +71,7 @@ def check_trajectories(llm: LLM, name: str, mode: str) -> None:
     params = [
         SamplingParams(max_tokens=MAX_TOKENS, diffusion=DiffusionParams(**asked)) for asked in ASKED
     ]
-    found = trajectories(llm, prompts, params)
+    found = token_rows(llm, prompts, params)
     for prompt, asked, rows in zip(prompts, params, found, strict=True):
         resolved = masked_options.resolve(
             asked.diffusion, llm.config.decoding, MAX_TOKENS, llm.config.architecture

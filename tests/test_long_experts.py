@@ -128,16 +128,6 @@ def test_short_and_long_passes_in_turn(
             rig.check()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_products_of_tiles_have_the_bits_of_whole_products(dtype: torch.dtype) -> None:
-    """Where this processor's products allow it, as they did when long passes were one buffer."""
-    rig = Rig("lru", [2, 3], dtype, executor=POOL, kernels=choose_kernels("auto", dtype))
-    for seed, num_tokens in ((1, 513), (2, 1100), (3, 1030)):
-        call = make_step(seed, seed % 2, seed, num_tokens, dtype)
-        whole = in_one_buffer(call, choose_kernels("auto", dtype), num_tokens)
-        assert torch.equal(rig.run(call), whole)
-
-
 def test_residents_of_a_tile_are_computed_while_others_are_read() -> None:
     """Expert 0 has been read once expert 1, which is resident, is computed."""
     rig = Rig("static", [1, 6], executor=POOL)

@@ -1,5 +1,5 @@
 """The decoder of bidirectional models over a model of hashes (exact, so everything is compared
-exactly) and over transformers' implementations (so whole published trajectories are)."""
+exactly, with the published loops, too). Recorded trajectories are in test_llm_masked."""
 
 from __future__ import annotations
 
@@ -8,12 +8,10 @@ from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
-import pytest
 import torch
 from hash_model import EOS, MASK, VOCAB, HashModel, hash_logits, make_kv_cache
 from hypothesis import given
 from hypothesis import strategies as st
-from masked_oracle import FullModel, golden_cases, load_full
 from published_loops import published_rows
 from whole import decoded
 
@@ -60,40 +58,6 @@ def trajectory(request: Request, events: Iterable[Event], mask: int) -> list[lis
         row[draft.block_start : draft.block_start + len(draft.tokens)] = draft.tokens
         rows.append(list(row))
     return rows
-
-
-def golden_request(name: str, index: int, case: dict) -> Request:
-    params = case["params"]
-    asked = {n: params[n] for n in ("steps", "block_length", "cfg_scale") if n in params}
-    if name == "dream-a":
-        asked |= {"remasking": params["alg"]}
-        asked |= {"threshold": params["threshold"]} if "threshold" in params else {}
-    defaults = DREAM if name == "dream-a" else LLADA
-    return make_request(index, case["prompt"], defaults, max_tokens=params["gen_length"], **asked)
-
-
-@pytest.mark.parametrize("name", ["llada-a", "llada-moe-a", "dream-a"])
-def test_golden_trajectories(name) -> None:
-    """Whole trajectories of the original implementations, all cases as one batch."""
-    cases = golden_cases(name)
-    mask, is_dream = cases[0]["params"]["mask_id"], name == "dream-a"
-    decoder = MaskedDiffusion(
-        FullModel(load_full(name)),
-        make_kv_cache(1024),
-        mask,
-        1024,
-        logits_shift=int(is_dream),
-        is_measured_as_drawn=is_dream,
-    )
-    requests = [golden_request(name, index, case) for index, case in enumerate(cases)]
-    events = decoded(decoder, requests)
-    finished = {event.request: event for event in events if isinstance(event, Finished)}
-    for request, case in zip(requests, cases, strict=True):
-        rows = trajectory(request, events, mask)
-        assert (rows if is_dream else rows[:-1]) == case["trajectory"]
-        assert list(finished[request.id].token_ids) == case["output"]
-        assert finished[request.id].num_forwards == len(rows) - 1
-        assert is_dream or finished[request.id].num_forwards == case["forwards"]
 
 
 class Run:

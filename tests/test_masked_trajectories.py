@@ -13,10 +13,10 @@ from family_models import Written
 from masked_models import NAMES, VOCAB, write_model
 from published_loops import confidence_of, published_choice
 from torch import Tensor
+from whole import token_rows
 
 from lowtide import LLM, DiffusionParams, SamplingParams
 from lowtide.decode.masked_options import resolve
-from lowtide.decode.request import Draft, Event
 from lowtide.llm import plan_model
 
 MASK = 95
@@ -62,7 +62,12 @@ def test_random_models_write_what_the_published_loop_does(
     plan = plan_model(written.folder, context=context)
     budget = (plan.minimum_bytes, (plan.minimum_bytes + plan.full_bytes) // 2)[seed % 2]
     with LLM(written.folder, context=context, host_memory=budget) as llm:
-        found, defaults = token_rows(llm, asked), llm.config.decoding
+        params = [
+            SamplingParams(max_tokens=each.max_tokens, ignore_eos=True, diffusion=each.diffusion)
+            for each in asked
+        ]
+        found = token_rows(llm, [each.prompt for each in asked], params)
+        defaults = llm.config.decoding
     assert defaults is not None
     for each, rows in zip(asked, found, strict=True):
         diffusion = resolve(each.diffusion, defaults, each.max_tokens, family)
@@ -76,24 +81,6 @@ def random_request(rng: random.Random, rule: dict[str, Any]) -> Asked:
     diffusion = DiffusionParams(block_length=length, steps=steps, **rule)
     prompt = [rng.randrange(VOCAB) for _ in range(rng.choice(PROMPTS))]
     return Asked(prompt, num_blocks * length, diffusion)
-
-
-def token_rows(llm: LLM, asked: list[Asked]) -> list[list[list[int]]]:
-    """Of each request, before the first step and after every one."""
-    rows = [[[*each.prompt, *[MASK] * each.max_tokens]] for each in asked]
-
-    def note(event: Event) -> None:
-        if isinstance(event, Draft):
-            row = list(rows[event.request][-1])
-            row[event.block_start : event.block_start + len(event.tokens)] = event.tokens
-            rows[event.request].append(row)
-
-    params = [
-        SamplingParams(max_tokens=each.max_tokens, ignore_eos=True, diffusion=each.diffusion)
-        for each in asked
-    ]
-    llm.generate([each.prompt for each in asked], params, on_event=note)
-    return rows
 
 
 def assert_published(written: Written, asked: Asked, rows: list[list[int]]) -> None:

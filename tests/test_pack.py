@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 from pathlib import Path
 from typing import Any
@@ -14,14 +13,12 @@ from typer.testing import CliRunner
 
 from lowtide import SamplingParams
 from lowtide.cli.app import app
-from lowtide.errors import CheckpointError, StorageError, UnsupportedError, UsageError
-from lowtide.lab import pack as packing
+from lowtide.errors import CheckpointError, UnsupportedError, UsageError
 from lowtide.lab.pack import pack
 from lowtide.lab.synth import synth
 from lowtide.llm import LLM, plan_model
 from lowtide.model_folder.checkpoint import Checkpoint
 from lowtide.plan import WeightFormats
-from lowtide.reading import file_reader
 
 PROMPT = list(range(1, 40))
 PARAMS = SamplingParams(max_tokens=8, ignore_eos=True)
@@ -78,70 +75,6 @@ def test_it_is_a_plain_folder_of_fewer_bytes(model: Path, packed: Path) -> None:
     assert not (packed / "packing.json").exists()
     sizes = [sum(p.stat().st_size for p in f.glob("*.safetensors")) for f in (model, packed)]
     assert sizes[1] < 0.6 * sizes[0]
-
-
-def test_an_interrupted_run_goes_on(
-    model: Path, packed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    calls = 0
-
-    def interrupted(*arguments: Any) -> None:
-        nonlocal calls
-        calls += 1
-        if calls > 10:
-            raise KeyboardInterrupt
-        convert(*arguments)
-
-    convert = file_reader.convert
-    monkeypatch.setattr(file_reader, "convert", interrupted)
-    out = tmp_path / "out"
-    with pytest.raises(KeyboardInterrupt):
-        pack(model, out, format="q4")
-    assert not (out / "config.json").exists() and not list(out.glob("*.partial"))
-    with pytest.raises(UsageError, match="not of this packing|config.json"):
-        if not list(out.glob("*.safetensors")):
-            (out / "other").touch()
-        pack(model, out, format="q8")
-    (out / "other").unlink(missing_ok=True)
-    monkeypatch.setattr(file_reader, "convert", convert)
-    pack(model, out, format="q4")
-    assert contents(out) == contents(packed)
-
-
-def test_a_source_that_changes_makes_no_model(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen: list[Path] = []
-
-    def facts(path: Path) -> tuple[int, int]:
-        seen.append(path)
-        return len(seen), 0
-
-    monkeypatch.setattr(packing, "_facts", facts)
-    with pytest.raises(StorageError, match="changed while it was packed"):
-        pack(model, tmp_path / "out", format="q8")
-    assert not (tmp_path / "out" / "config.json").exists()
-
-
-def test_two_at_once_are_one_too_many(model: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    out.mkdir()
-    with (out / "packing.json").open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        with pytest.raises(UsageError, match="Another process packs"):
-            pack(model, out, format="q8")
-
-
-def test_a_full_disk_leaves_no_model(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(folder: Path, need_bytes: int) -> None:
-        raise StorageError(f"{folder} needs {need_bytes} bytes of disk")
-
-    monkeypatch.setattr("lowtide.lab.safetensors_writer.check_disk_space", full)
-    with pytest.raises(StorageError, match="bytes of disk"):
-        pack(model, tmp_path / "out", format="q4")
-    assert not (tmp_path / "out" / "config.json").exists()
 
 
 def test_what_cannot_be_packed_is_refused(model: Path, packed: Path, tmp_path: Path) -> None:

@@ -180,6 +180,8 @@ def test_notes_stay_when_a_packing_goes_on(
     with monkeypatch.context() as killed, pytest.raises(KeyboardInterrupt):
         killed.setattr("lowtide.lab.pack._write_texts", interrupt)
         pack(original, tmp_path, format="q4")
+    with pytest.raises(UsageError, match="not of this packing"):
+        pack(original, tmp_path, format="q8")
     with files_of_at_most(0), pytest.raises(StorageError):
         pack(original, tmp_path, format="q4")
     assert contents(pack(original, tmp_path, format="q4")) == packed

@@ -1,4 +1,4 @@
-"""DALI's window, HybriMoE's score, frequencies, and lowtide's own placement."""
+"""DALI's window, HybriMoE's score, and lowtide's own placement."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lowtide.errors import UsageError
 from lowtide.policies.division import layer_budgets
 from lowtide.policies.lowtide import Lowtide
 from lowtide.policies.online_tau import OnlineTau
-from lowtide.policies.placement import DaliWindow, Frequency, Placement, ScoreCache, Static
+from lowtide.policies.placement import DaliWindow, Placement, ScoreCache
 
 COSTS = Costs(
     expert_bytes=10,
@@ -80,19 +80,6 @@ def test_dali_swaps_after_a_full_window_and_no_earlier() -> None:
     assert not len(layer.step(2, tokens).admit)  # a new window
 
 
-def test_dali_scores_start_again_and_never_swap_downwards() -> None:
-    layer = Layer(DaliWindow([1], 3, w_size=1, u_size=5, seed=0), 3, 1)
-    [kept] = layer.residents
-    other = (kept + 1) % 3
-    tokens = [0, 0, 0]
-    tokens[kept], tokens[other] = 2, 2
-    assert not len(layer.step(0, tokens).admit)  # equal: nothing to gain
-    tokens[other] = 3
-    assert layer.step(1, tokens).admit.tolist() == [other]
-    tokens[kept], tokens[other] = 4, 3  # the last window's scores would have summed to 6 and 8
-    assert layer.step(2, tokens).admit.tolist() == [kept]
-
-
 def test_dali_starts_at_random_from_its_seed() -> None:
     first, again = DaliWindow([8, 8], 64, seed=5), DaliWindow([8, 8], 64, seed=5)
     other = DaliWindow([8, 8], 64, seed=6)
@@ -107,23 +94,6 @@ def test_the_score_cache_admits_only_what_was_fetched() -> None:
     assert not len(layer.step(0, [1, 0, 5, 5]).admit)
     moves = layer.step(1, [1, 0, 5, 5], fetched=[3])
     assert moves.admit.tolist() == [3] and moves.evict.tolist() == [1]
-
-
-def test_score_residents_win_ties() -> None:
-    layer = Layer(ScoreCache([1], 2, alpha=1.0), 2, 1)
-    assert not len(layer.step(0, [3, 3], fetched=[1]).admit)
-    assert layer.step(1, [3, 4], fetched=[1]).admit.tolist() == [1]
-
-
-def test_frequency_keeps_the_most_used() -> None:
-    counts = np.array([[5.0, 9.0, 1.0, 9.0]])
-    static = Layer(Static.favourites([2], counts), 4, 2)
-    assert static.residents == [1, 3]
-    assert not len(static.step(0, [0, 0, 7, 0]).admit)
-    learning = Layer(Frequency([2], counts), 4, 2)
-    for index in range(8):
-        assert not len(learning.step(index, [0, 0, 7, 0]).admit)
-    assert learning.step(8, [0, 0, 7, 0]).admit.tolist() == [2]  # 10 activations against 9
 
 
 def test_lowtide_moves_what_pays_within_the_interval() -> None:
@@ -169,30 +139,6 @@ def test_lowtide_follows_an_online_tau() -> None:
         Lowtide([2], 4, COSTS, tau=0)
     with pytest.raises(UsageError, match="decay"):
         Lowtide([2], 4, COSTS, decay=1.5)
-
-
-def make_all(capacity: int, num_experts: int) -> list[Placement]:
-    counts = np.arange(num_experts, dtype=np.float64)[None]
-    return [
-        DaliWindow([capacity], num_experts, w_size=2, u_size=3),
-        ScoreCache([capacity], num_experts),
-        Frequency([capacity], counts),
-        Lowtide([capacity], num_experts, COSTS),
-        Lowtide([capacity], num_experts, COSTS, max_step_bytes=10, frequency=counts),
-    ]
-
-
-@given(data=st.data())
-def test_no_placement_exceeds_its_capacity(data: st.DataObject) -> None:
-    num_experts = data.draw(st.integers(1, 8))
-    capacity = data.draw(st.integers(0, num_experts))
-    one_step = st.lists(st.integers(0, 5), min_size=num_experts, max_size=num_experts)
-    steps = data.draw(st.lists(one_step, min_size=1, max_size=6))
-    for placement in make_all(capacity, num_experts):
-        layer = Layer(placement, num_experts, capacity)  # `step` checks the ledger
-        for index, tokens in enumerate(steps):
-            absent = np.flatnonzero(np.array(tokens) * ~layer.is_resident).tolist()
-            layer.step(index, tokens, fetched=absent[::2])
 
 
 def test_layer_budgets_follow_marginal_benefit() -> None:

@@ -4,22 +4,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Callable
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import max_context
+import planned_memory
 import pytest
 import torch
-
-from lowtide.errors import PlanError
-from lowtide.families import read_config_in
-from lowtide.lab.synth import synth
-from lowtide.memory.arena import Arena
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
-(
+from common import (
     allocation_trace,
     masked_memory,
     masked_shapes,
@@ -28,23 +21,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
     official,
     planned_model,
     planning_time,
-    max_context,
-    planned_memory,
-) = map(
-    import_module,
-    (
-        "common.allocation_trace",
-        "common.masked_memory",
-        "common.masked_shapes",
-        "common.masked_sides",
-        "common.masked_trace",
-        "common.official",
-        "common.planned_model",
-        "common.planning_time",
-        "max_context",
-        "planned_memory",
-    ),
 )
+
+from lowtide.errors import PlanError
+from lowtide.families import read_config_in
+from lowtide.lab.synth import synth
+from lowtide.memory.arena import Arena
 
 MIB = 1 << 20
 

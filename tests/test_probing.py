@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from whole import Observed
 
 from lowtide.core import Step, StepKind
 from lowtide.errors import UsageError
@@ -24,23 +25,10 @@ def llm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
         yield llm
 
 
-class Seen:
-    """An observer that keeps what the first layer was given and made."""
-
-    def __init__(self) -> None:
-        self.layers: list[tuple[torch.Tensor, Routing, torch.Tensor]] = []
-
-    def saw_layer(
-        self, layer: int, step: Step, x: torch.Tensor, routing: Routing, out: torch.Tensor
-    ) -> None:
-        self.layers.append((x.clone(), Routing(*(t.clone() for t in routing)), out.clone()))
-
-
 def test_experts_give_what_an_observer_saw(llm: LLM) -> None:
-    seen = Seen()
-    with llm.observed(seen):
+    with llm.observed(seen := Observed()):
         llm.logits([5, 6, 7])
-    for layer, (x, routing, out) in enumerate(seen.layers):
+    for layer, _, x, routing, out in seen.layers:
         assert torch.equal(llm.run_experts(layer, x, routing, STEP), out)
 
 

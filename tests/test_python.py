@@ -163,6 +163,10 @@ def test_what_is_no_prompt_is_refused_in_words_that_say_so(llm: LLM) -> None:
         (llm.generate, TALK[0], "put it in a list"),
         (llm.generate, b"abc", "not bytes"),
         (llm.generate, 5, "not int"),
+        (llm.generate, [1.5], "not float"),
+        (llm.generate, [[1], None], "not NoneType"),
+        (llm.generate, torch.tensor([[True]]), "not torch.bool in 2"),
+        (llm.generate, [True], "True is not one of 0 to"),
         (llm.chat, TALK[0], "in a list"),
         (llm.chat, [5, 6], "not int"),
     ]
@@ -391,7 +395,7 @@ def test_what_only_looks_like_a_number_is_refused(wrong: Any) -> None:
 
 def test_no_stop_may_be_said() -> None:
     assert SamplingParams(stop=None).stop_strings == ()
-    for wrong in (0, False, ""):
+    for wrong in (0, False, "", [""], [1]):
         with pytest.raises(UsageError, match="stop"):
             SamplingParams(stop=wrong)  # type: ignore[arg-type]
 

@@ -13,9 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from common.glm4 import block_causal_mask
 from family_models import write_model as write_causal
 from masked_models import write_model as write_masked
-from oracle import GOLDENS, block_causal_mask, load_oracle
+from oracle import GOLDENS, load_oracle
 from torch import Tensor
 from typer.testing import CliRunner
 from whole import no_more_threads

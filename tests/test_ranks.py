@@ -106,21 +106,6 @@ def test_moves_are_those_of_the_rule_one_expert_at_a_time(
     assert len(wanted) <= ranks.room[layer]
 
 
-def test_residents_win_ties_and_of_newcomers_lower_ids() -> None:
-    rank = np.array([[1.0, 1.0, 2.0, 2.0, 1.0, 0.0]])
-    ranks = Ranks(rank, np.array([2]))
-    moves = asked(ranks, 0, {2: 1, 3: 1, 4: 1, 5: 1}, mask({0, 1}, 6))
-    assert moves.admit.tolist() == [2, 3]
-    assert moves.evict.tolist() == [0, 1]
-    ranks = Ranks(rank, np.array([2]), most=1)
-    moves = asked(ranks, 0, {2: 1, 3: 1}, mask({0, 1}, 6))
-    assert (moves.admit.tolist(), moves.evict.tolist()) == ([2], [1])
-    ranks = ranks._replace(low_ids_leave=True)
-    moves = asked(ranks, 0, {2: 1, 3: 1}, mask({0, 1}, 6))
-    assert (moves.admit.tolist(), moves.evict.tolist()) == ([2], [0])
-    assert not asked(ranks, 0, {4: 1}, mask({0, 1}, 6)).num_asked
-
-
 def asked(ranks: Ranks, layer: int, hits: dict[int, int], is_resident: np.ndarray) -> Moves:
     experts = np.array(sorted(hits), np.int64)
     num_tokens = np.array([hits[expert] for expert in sorted(hits)], np.int64)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import random
 import threading
-import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
@@ -35,9 +34,7 @@ from lowtide.experts.registrar import ExpertRegistrar
 from lowtide.experts.rows import LayerCall, Routing
 from lowtide.experts.runtime import ExpertRuntime
 from lowtide.experts.slots import ExpertSlots, SlotLedger
-from lowtide.experts.transfer import DiskTransfer, Transfer, largest_read_bytes
-from lowtide.files.regular_file import RegularFile
-from lowtide.formats import formats
+from lowtide.experts.transfer import Transfer
 from lowtide.kernels.choice import choose_kernels
 from lowtide.kernels.layer_parts import Status
 from lowtide.kernels.operands import ExpertWeights
@@ -48,8 +45,7 @@ from lowtide.policies.decision import Decision, Policies
 from lowtide.policies.presets import recipe
 from lowtide.policies.recipe import Setting
 from lowtide.reading import file_reader
-from lowtide.reading.file_reader import FileReader, Ticket
-from lowtide.schemas.weights import ExpertTable, StoredLayer
+from lowtide.reading.file_reader import Ticket
 from lowtide.threads.executor import Executor, InlineExecutor, drain
 
 SHAPE = MoEShape(
@@ -1122,53 +1118,6 @@ def test_preloaded_experts_are_resident_before_the_first_step() -> None:
     for call in (every_expert(0), every_expert(1)):
         assert torch.equal(rig.run(call), dense_oracle(call, WEIGHTS[torch.float32]))
     assert (rig.runtime.stats.num_hits, rig.runtime.stats.num_misses) == (10, 2)
-
-
-def test_a_step_does_not_see_the_former() -> None:
-    """Buffers are reused: a smaller step after a larger one has only its own tokens."""
-    rig = Rig("lru", [2, 2])
-    for num_tokens in (40, 1, 17, 2):
-        call = make_step(num_tokens, 0, 0, num_tokens, torch.float32)
-        assert torch.equal(rig.run(call), dense_oracle(call, WEIGHTS[torch.float32]))
-
-
-@pytest.mark.invariant
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("policy", POLICIES)
-def test_experts_from_a_real_file(policy: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    """The whole chain: unaligned bytes on disk, reader threads, slots, products."""
-    weights = WEIGHTS[torch.bfloat16]
-    content = bytearray(b"\0" * 11)
-    offsets = np.zeros((SHAPE.num_layers, SHAPE.num_experts, 3), np.int64)
-    for (layer, expert), matrices in weights.items():
-        for part in (2, 0, 1):
-            offsets[layer, expert, part] = len(content)
-            content += matrices[part].view(torch.int16).numpy().tobytes()
-    path = tmp_path / "experts.bin"
-    path.write_bytes(content)
-    num_bytes = SHAPE.hidden_size * SHAPE.expert_size * 2
-    layer = StoredLayer((formats()["BF16"],) * 3, (num_bytes,) * 3)
-    table = ExpertTable((layer,) * SHAPE.num_layers, np.zeros_like(offsets), offsets)
-    widened = {
-        place: ExpertWeights(*(matrix.to(dtype) for matrix in matrices))
-        for place, matrices in weights.items()
-    }
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # a file system without direct reads says so
-        reader = FileReader([RegularFile.at(path)], largest_read_bytes(table))
-    try:
-        rig = Rig(
-            policy,
-            [2, 3],
-            dtype,
-            make_transfer=lambda slots: DiskTransfer(reader, table, slots),
-        )
-        for index in range(6):
-            call = make_step(index, index % 2, index, 9, dtype)
-            assert torch.equal(rig.run(call), dense_oracle(call, widened))
-            rig.check()
-    finally:
-        reader.close()
 
 
 @given(st.integers(1, 20), st.integers(1, 4), st.integers(0, 10**6))

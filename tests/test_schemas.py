@@ -6,12 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from checkpoint_files import (
-    FLASH,
-    TINY,
-    ling_config,
-    write_arrays,
-)
+from checkpoint_files import FLASH, LAYOUTS, TINY, in_layout, ling_config, write_arrays
 from hypothesis import given
 from hypothesis import strategies as st
 from schema_sizes import num_parameters_of, num_tensors_of
@@ -43,52 +38,6 @@ def layer_name(layer: int, rest: str) -> str:
     return f"model.layers.{layer}.mlp.{rest}"
 
 
-def experts_of(arrays: Arrays, layer: int, part: str) -> np.ndarray:
-    names = [layer_name(layer, f"experts.{e}.{part}_proj.weight") for e in range(4)]
-    return np.stack([arrays[name] for name in names])
-
-
-def dense_of(arrays: Arrays) -> Arrays:
-    return {name: array for name, array in arrays.items() if ".experts." not in name}
-
-
-def as_mixtral(arrays: Arrays) -> Arrays:
-    names = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
-    renamed = {}
-    for name, array in arrays.items():
-        if ".experts." in name:
-            name = name.replace(".mlp.", ".block_sparse_moe.")
-            for ours, theirs in names.items():
-                name = name.replace(ours, theirs)
-        renamed[name] = array
-    return renamed
-
-
-def as_stacked(arrays: Arrays) -> Arrays:
-    result = dense_of(arrays)
-    for layer, part in itertools.product(CONFIG.moe_layers, ("down", "up", "gate")):
-        result[layer_name(layer, f"experts.{part}_proj")] = experts_of(arrays, layer, part)
-    return result
-
-
-def as_fused(arrays: Arrays, gate_up: str, down: str) -> Arrays:
-    result = dense_of(arrays)
-    for layer in CONFIG.moe_layers:
-        both = [experts_of(arrays, layer, part) for part in ("gate", "up")]
-        result[layer_name(layer, gate_up)] = np.concatenate(both, axis=1)
-        result[layer_name(layer, down)] = experts_of(arrays, layer, "down")
-    return result
-
-
-LAYOUTS = {
-    "published": dict,
-    "mixtral": as_mixtral,
-    "veomni": as_stacked,
-    "dinfer": lambda arrays: as_fused(arrays, "w1", "w2"),
-    "transformers": lambda a: as_fused(a, "experts.gate_up_proj", "experts.down_proj"),
-}
-
-
 def write_model(folder: Path, arrays: Arrays, num_shards: int = 1) -> Checkpoint:
     if num_shards == 1:
         write_arrays(folder / "model.safetensors", arrays)
@@ -111,10 +60,10 @@ def read_parts(table: ExpertTable, checkpoint: Checkpoint, layer: int, expert: i
 
 
 @pytest.mark.parametrize("num_shards", [1, 3])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", [*LAYOUTS, "Mixtral"])
 def test_all_layouts_give_the_same_bytes(tmp_path: Path, layout: str, num_shards: int) -> None:
     arrays = published_arrays()
-    checkpoint = write_model(tmp_path, LAYOUTS[layout](arrays), num_shards)
+    checkpoint = write_model(tmp_path, in_layout(arrays, layout), num_shards)
     weights = bind(CONFIG, checkpoint)
     stored = {each.name for layer in weights.experts.layers for each in layer.formats}
     assert stored == {"BF16"}
@@ -178,9 +127,9 @@ def test_tables_are_read_only(tmp_path: Path) -> None:
         table.offsets[0, 0, 0] = 1
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", [*LAYOUTS, "Mixtral"])
 def test_every_missing_tensor_is_named(tmp_path: Path, layout: str) -> None:
-    arrays = LAYOUTS[layout](published_arrays())
+    arrays = in_layout(published_arrays(), layout)
     for name in arrays:
         others = {other: array for other, array in arrays.items() if other != name}
         with pytest.raises(CheckpointError) as caught:
@@ -189,9 +138,9 @@ def test_every_missing_tensor_is_named(tmp_path: Path, layout: str) -> None:
         assert f"no tensor {name}" in message or "experts of layer 1 in any known" in message
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", [*LAYOUTS, "Mixtral"])
 def test_every_wrong_shape_is_named(tmp_path: Path, layout: str) -> None:
-    arrays = LAYOUTS[layout](published_arrays())
+    arrays = in_layout(published_arrays(), layout)
     for name, array in arrays.items():
         wrong = {**arrays, name: np.zeros((*array.shape[:-1], array.shape[-1] + 1), np.uint16)}
         with pytest.raises(CheckpointError) as caught:

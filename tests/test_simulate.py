@@ -7,15 +7,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from common.synth_trace import (
-    locality_for,
-    synth_decode_trace,
-    synth_trace,
-)
+from common.synth_trace import locality_for, synth_decode_trace, synth_trace
 from hypothesis import given
 from hypothesis import strategies as st
+from policy_facts import COSTS
 
-from lowtide.core import NO_EXPERTS, Costs, Curve, Facts, MoEShape, Moves, Step, StepKind
+from lowtide.core import NO_EXPERTS, Costs, Facts, MoEShape, Moves, Step, StepKind
 from lowtide.errors import UsageError
 from lowtide.lab.calibration_report import step_similarity
 from lowtide.policies.assignment import AllFetch, AllHost, Greedy
@@ -29,15 +26,7 @@ from lowtide.profiles import DataSheet, PaperMachine, load_profile, parse_profil
 from lowtide.replay.simulator import TAUS, Report, calibrate, compare, fastest_tau, simulate
 from lowtide.replay.trace import Trace, TraceShape, TraceWriter
 
-FIXED = Costs(
-    expert_bytes=100,
-    link_s=10.0,
-    host_s=Curve([(1, 4.0)]),
-    device_s=Curve([(1, 3.0)]),
-    dense_s=Curve([(1, 1.0)]),
-    sync_s=0.5,
-    num_staging=1,
-)
+FIXED = replace(COSTS, num_staging=1)
 SHAPE = TraceShape(3, 16, 2)
 FULL = TraceShape(2, 64, 4)
 
@@ -75,14 +64,14 @@ def test_one_layer_by_hand() -> None:
 
 def test_two_staging_slots_keep_the_link_busy() -> None:
     trace = make_trace([[[0, 1, 2, 3]]])
-    costs = Costs(100, 10.0, FIXED.host_s, FIXED.device_s, FIXED.dense_s, 0.5, num_staging=2)
+    costs = replace(COSTS, num_staging=2)
     report = simulate(trace, "on-demand", make_setting(trace, 0, costs))
     assert report.total_s == 1.5 + 4 * 10 + 3
 
 
 def test_demand_has_the_slots_that_no_prefetch_is_in() -> None:
     trace = make_trace([[[0, 1, 2, 3]]])
-    costs = Costs(100, 10.0, FIXED.host_s, FIXED.device_s, FIXED.dense_s, 0.5, 0.0, 1, num_ahead=1)
+    costs = replace(FIXED, num_ahead=1)
     assert simulate(trace, "on-demand", make_setting(trace, 0, costs)).total_s == 1.5 + 4 * 10 + 3
 
 
@@ -117,7 +106,7 @@ def test_a_prefetch_arrives_while_the_layer_before_computes() -> None:
         lambda s: Greedy(),
         lambda s: PreviousStep(1, s.num_layers, s.num_experts),
     )
-    costs = Costs(100, 6.0, FIXED.host_s, FIXED.device_s, FIXED.dense_s, 0.5)
+    costs = replace(COSTS, link_s=6.0)
     report = simulate(trace, made, make_setting(trace, 0, costs))
     # First pass: 5.5 per layer. Second: layer 0 until 16.5; the prefetch began at 12.5 and ends
     # at 18.5, just after layer 1 has routed (18): late by 0.5, then 3 s: 18 + max(3.5).
@@ -223,7 +212,7 @@ def test_a_prefetched_expert_that_the_host_computes_is_wasted() -> None:
         lambda s: Greedy(),
         lambda s: PreviousStep(1, s.num_layers, s.num_experts),
     )
-    costs = Costs(100, 100.0, FIXED.host_s, FIXED.device_s, FIXED.dense_s, 0.5)
+    costs = replace(COSTS, link_s=100.0)
     outcome = simulate(trace, made, make_setting(trace, 0, costs)).prefetch
     assert (outcome.num_hits, outcome.num_late, outcome.num_wasted) == (0, 0, 1)
 
@@ -246,7 +235,7 @@ def test_auto_tau_by_simulation() -> None:
 
 def test_an_early_gate_is_as_good_as_it_is_said_to_be() -> None:
     trace = synth_trace(SHAPE, num_blocks=3, steps_per_block=6)
-    costs = Costs(100, 0.1, FIXED.host_s, FIXED.device_s, FIXED.dense_s, 0.0)
+    costs = replace(COSTS, link_s=0.1, sync_s=0.0)
     setting = make_setting(trace, 2, costs)
 
     def wasted(accuracy: float) -> float:

@@ -3,35 +3,27 @@
 from __future__ import annotations
 
 import argparse
-from importlib import import_module
 from pathlib import Path
 
+import dali
+import exchange
+import fit_profiles
+import hindsight
+import locality
 import numpy as np
 import pytest
+import tau
+from common import published_routing, simulated, traces
 from common.synth_trace import synth_decode_trace, synth_trace
+from policy_facts import COSTS
 
-from lowtide.core import Costs, Curve, Step, StepKind
+from lowtide.core import Step, StepKind
 from lowtide.policies.catalogue import CATALOGUE
 from lowtide.policies.presets import recipe
 from lowtide.profiles import load_profile
 from lowtide.replay.simulator import simulate
 from lowtide.replay.trace import Trace, TraceShape, TraceWriter
 
-simulated, traces, published_routing = (
-    import_module(f"common.{name}") for name in ("simulated", "traces", "published_routing")
-)
-tau, fit_profiles, exchange, dali, hindsight, locality = map(
-    import_module, "tau fit_profiles exchange dali hindsight locality".split()
-)
-
-COSTS = Costs(
-    expert_bytes=100,
-    link_s=10.0,
-    host_s=Curve([(1, 4.0)]),
-    device_s=Curve([(1, 3.0)]),
-    dense_s=Curve([(1, 1.0)]),
-    sync_s=0.5,
-)
 SHAPE = TraceShape(2, 16, 2)
 
 

@@ -105,10 +105,5 @@ def test_the_same_decisions_and_the_same_counts(
 
 
 def counts_of(report: Report) -> dict[str, int]:
-    return {
-        "num_hits": report.num_hits,
-        "num_fetched": report.num_fetched,
-        "num_moved": report.num_moved,
-        "num_moves_asked": report.num_moves_asked,
-        "num_moves_done": report.num_moves_done,
-    }
+    names = ("num_hits", "num_fetched", "num_moved", "num_moves_asked", "num_moves_done")
+    return {name: getattr(report, name) for name in names}

@@ -30,18 +30,6 @@ def test_the_schedule_is_the_published_one_and_fills_the_block(block_length, ste
     assert sum(schedule) == block_length
 
 
-def test_sure_tokens_are_written_together() -> None:
-    confidence = np.array([0.9, 0.5, 0.8, 0.99], np.float32)
-    fills = choose_fills(as_mask("###."), confidence, 1, 0.7)
-    assert fills.tolist() == [True, False, True, False]
-
-
-def test_the_surest_is_written_when_none_is_sure_the_first_of_equals() -> None:
-    confidence = np.array([0.1, 0.5, 0.5, 0.9], np.float32)
-    fills = choose_fills(as_mask("###."), confidence, 1, 0.7)
-    assert fills.tolist() == [False, True, False, False]
-
-
 def test_the_threshold_itself_is_not_above_it() -> None:
     confidence = np.full(4, 0.3, np.float32)  # 0.3 rounds up
     assert choose_fills(as_mask("####"), confidence, 1, 0.3).tolist() == [True] + 3 * [False]
@@ -50,11 +38,6 @@ def test_the_threshold_itself_is_not_above_it() -> None:
 def test_after_the_schedule_everything_is_written() -> None:
     fills = choose_fills(as_mask("#.#."), np.zeros(4, np.float32), None, 0.9)
     assert fills.tolist() == [True, False, True, False]
-
-
-def test_a_step_that_owes_nothing_writes_only_what_is_sure() -> None:
-    confidence = np.array([0.2, 0.9], np.float32)
-    assert choose_fills(as_mask("##"), confidence, 0, 0.95).tolist() == [False, False]
 
 
 @given(

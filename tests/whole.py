@@ -15,12 +15,13 @@ from hash_model import is_all_free
 from torch import Tensor
 
 from lowtide import AsyncLLM
-from lowtide.core import StepKind
+from lowtide.core import Step, StepKind
 from lowtide.decode.batch_decoder import BatchDecoder
 from lowtide.decode.block_diffusion import BlockDiffusion, Event, Finished, Prefill, Request
+from lowtide.decode.request import Draft
 from lowtide.engine.running import worker
 from lowtide.engine.running.engine import Engine
-from lowtide.experts.rows import LayerCall
+from lowtide.experts.rows import LayerCall, Routing
 from lowtide.experts.runtime import ExpertRuntime
 from lowtide.layers.batch import Batch
 from lowtide.llm import LLM, plan_model
@@ -127,6 +128,24 @@ def trajectories_noted() -> Iterator[Trajectories]:
         yield trajectories
 
 
+def token_rows(
+    llm: LLM, prompts: Sequence[list[int]], params: Sequence[SamplingParams]
+) -> list[list[list[int]]]:
+    """Of each request to a bidirectional model: its row before the first step and after each."""
+    mask = llm.config.mask_token_id
+    pairs = zip(prompts, params, strict=True)
+    rows = [[[*prompt, *[mask] * each.max_tokens]] for prompt, each in pairs]
+
+    def note(event: Event) -> None:
+        if isinstance(event, Draft):
+            row = list(rows[event.request][-1])
+            row[event.block_start : event.block_start + len(event.tokens)] = event.tokens
+            rows[event.request].append(row)
+
+    llm.generate(prompts, params, on_event=note)
+    return rows
+
+
 @contextmanager
 def routing_noted(llm: LLM) -> Iterator[dict[int, list[Tensor]]]:
     """By MoE layer: the expert ids [rows, k] of every forward pass inside."""
@@ -141,6 +160,27 @@ def routing_noted(llm: LLM) -> Iterator[dict[int, list[Tensor]]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(experts, "forward", noting)
         yield noted
+
+
+class SeenLayer(NamedTuple):
+    """Copies of what a layer was given and made. x [rows, hidden]"""
+
+    layer: int
+    step: Step
+    x: Tensor
+    routing: Routing
+    out: Tensor
+
+
+class Observed:
+    """An observer that keeps all that it sees."""
+
+    def __init__(self) -> None:
+        self.layers: list[SeenLayer] = []
+
+    def saw_layer(self, layer: int, step: Step, x: Tensor, routing: Routing, out: Tensor) -> None:
+        copies = Routing(*(part.clone() for part in routing))
+        self.layers.append(SeenLayer(layer, step, x.clone(), copies, out.clone()))
 
 
 def rows_asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:

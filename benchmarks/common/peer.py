@@ -1,7 +1,6 @@
 """The peer: transformers with accelerate's disk offload, driven by lowtide's decoder.
 
-transformers has no LLaDA2, but `Glm4MoeForCausalLM` is the same function once QKV is split and
-the mask is block-causal. It has no cache of finished blocks either, so it recomputes everything.
+It has no cache of finished blocks, so it recomputes everything.
 """
 
 from __future__ import annotations
@@ -18,30 +17,16 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import Glm4MoeConfig, Glm4MoeForCausalLM
+from transformers import Glm4MoeForCausalLM
 from transformers.utils import logging
 
 from common.causal import offloaded_share
+from common.glm4 import block_causal_mask, glm4_config, glm4_tensors
 from common.memory import drop_pages, peak_resident_bytes, reset_peak, storage_read_bytes
 from common.run import decode, make_decoder, make_request
 from lowtide.families import read_config_in
 from lowtide.layers.batch import Batch
 from lowtide.memory.kv_cache import KVCache, storage_shape
-
-_RENAMED = (
-    ("word_embeddings", "embed_tokens"),
-    ("attention.dense", "self_attn.o_proj"),
-    ("attention.query_layernorm", "self_attn.q_norm"),
-    ("attention.key_layernorm", "self_attn.k_norm"),
-    ("gate.expert_bias", "gate.e_score_correction_bias"),
-)
-
-_SAME_FIELDS = (
-    "vocab_size hidden_size intermediate_size moe_intermediate_size num_hidden_layers "
-    "num_attention_heads num_key_value_heads head_dim rms_norm_eps num_experts_per_tok n_group "
-    "topk_group first_k_dense_replace norm_topk_prob routed_scaling_factor "
-    "max_position_embeddings tie_word_embeddings"
-).split()
 
 
 def convert(source: Path, target: Path) -> Path:
@@ -60,7 +45,8 @@ def convert(source: Path, target: Path) -> Path:
         weight_map |= dict.fromkeys(tensors, shard.name)
     index = {"metadata": {}, "weight_map": weight_map}
     (target / "model.safetensors.index.json").write_text(json.dumps(index))
-    _peer_config(config).save_pretrained(target)
+    more = {"architectures": ["Glm4MoeForCausalLM"], "dtype": config["torch_dtype"]}
+    glm4_config(config, **more).save_pretrained(target)
     return target
 
 
@@ -140,10 +126,11 @@ class PeerModel:
         drop_pages(self._folders)
         self.drop_s += time.perf_counter() - start_s
         [segment] = batch.segments
+        mask = block_causal_mask(0, segment.stop, segment.block_length, self._model.dtype)
         body = self._model.model(
             input_ids=batch.token_ids[None],
             position_ids=batch.positions[None],
-            attention_mask=_block_causal(segment.stop, segment.block_length, self._model.dtype),
+            attention_mask=mask,
             use_cache=False,
         )
         hidden: Tensor = body.last_hidden_state[0]
@@ -159,42 +146,6 @@ class PeerModel:
 
 def _converted(shard: Path, config: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
     """One shard's tensors under the peer's names."""
-    heads = [config["num_attention_heads"]] + 2 * [config["num_key_value_heads"]]
-    sizes = [num_heads * config["head_dim"] for num_heads in heads]
     with safe_open(shard, framework="pt") as file:
         for name in file.keys():
-            tensor = file.get_tensor(name)
-            prefix, fused, rest = name.partition("attention.query_key_value")
-            if fused:
-                for part, rows in zip("qkv", tensor.split(sizes), strict=True):
-                    yield f"{prefix}self_attn.{part}_proj{rest}", rows.contiguous()
-            else:
-                for ours, theirs in _RENAMED:
-                    name = name.replace(ours, theirs)
-                # The selection bias is kept in float32 whatever the model's type.
-                yield name, tensor.float() if name.endswith("_bias") else tensor
-
-
-def _peer_config(config: Mapping[str, Any]) -> Glm4MoeConfig:
-    return Glm4MoeConfig(
-        **{name: config[name] for name in _SAME_FIELDS},
-        architectures=["Glm4MoeForCausalLM"],
-        dtype=config["torch_dtype"],
-        n_routed_experts=config["num_experts"],
-        n_shared_experts=config["num_shared_experts"],
-        use_qk_norm=config.get("use_qk_norm", True),
-        attention_bias=False,
-        rope_parameters={
-            "rope_type": "default",
-            "rope_theta": float(config["rope_theta"]),
-            "partial_rotary_factor": config["partial_rotary_factor"],
-        },
-    )
-
-
-def _block_causal(num_rows: int, block_length: int, dtype: torch.dtype) -> Tensor:
-    """Additive mask [1, 1, rows, rows]: a row sees its own and earlier blocks."""
-    blocks = torch.arange(num_rows) // block_length
-    mask = torch.zeros(num_rows, num_rows, dtype=dtype)
-    mask.masked_fill_(blocks[None, :] > blocks[:, None], torch.finfo(dtype).min)
-    return mask[None, None]
+            yield from glm4_tensors(name, file.get_tensor(name), config)
