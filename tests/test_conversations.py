@@ -1,29 +1,19 @@
-"""Conversations with whole models: what is taken over is bit for bit what had never ended."""
+"""Conversations with whole models; drawn ones are in test_drawn_conversations.py."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
-from examples import examples
-from hypothesis import given
-from hypothesis import strategies as st
-from torch import Tensor
-from whole import check_idle
 
 from lowtide import LLM, DiffusionParams, SamplingParams
 from lowtide.engine.running.engine import Engine
 from lowtide.engine.running.kept_room import KeptRoom
 from lowtide.errors import UsageError
 from lowtide.lab.synth import synth
-from lowtide.layers.batch import Batch
 from lowtide.llm import plan_model
-from lowtide.memory.kv_cache import KVCache, KVRange
 from lowtide.policies.kept_keys import MemoryPrices
 
 FAMILIES = ("qwen3_moe", "deepseek_v2", "gpt_oss", "llada2")
@@ -49,129 +39,6 @@ def params(family: str, max_tokens: int = 12, **others: Any) -> SamplingParams:
     return SamplingParams(max_tokens=max_tokens, ignore_eos=True, diffusion=diffusion, **others)
 
 
-class Pass(NamedTuple):
-    """A pass of one sequence alone."""
-
-    batch: Batch
-    hidden: Tensor
-
-
-class Lineage:
-    """By range: the passes that its keys and values came from, whoever they were made for."""
-
-    def __init__(self) -> None:
-        self.passes: dict[KVRange, list[Pass]] = {}
-
-    def begin(self, kv: KVRange, source: KVRange, num_tokens: int) -> None:
-        before = self.passes[source]
-        self.passes[kv] = [p for p in before if p.batch.segments[0].first_position < num_tokens]
-
-    def note(self, batch: Batch, hidden: Tensor) -> None:
-        [segment] = batch.segments
-        if not segment.first_position:
-            self.passes[segment.kv] = []
-        copied = replace(batch, token_ids=batch.token_ids.clone())
-        self.passes[segment.kv].append(Pass(copied, hidden.clone()))
-
-
-@contextmanager
-def lineage_noted(llm: LLM) -> Iterator[Lineage]:
-    lineage = Lineage()
-    model = llm._engine.model
-    forward, resume, branch = model.forward, KVCache.resume, KVCache.branch
-
-    def noting(batch: Batch) -> Tensor:
-        hidden = forward(batch)
-        lineage.note(batch, hidden)
-        return hidden
-
-    def resuming(cache: KVCache, kv: KVRange, num_tokens: int, capacity: int) -> None:
-        resume(cache, kv, num_tokens, capacity)
-        lineage.begin(kv, kv, num_tokens)
-
-    def branching(cache: KVCache, kv: KVRange, num_tokens: int, capacity: int) -> KVRange:
-        made = branch(cache, kv, num_tokens, capacity)
-        lineage.begin(made, kv, num_tokens)
-        return made
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(model, "forward", noting)
-        patch.setattr(KVCache, "resume", resuming)
-        patch.setattr(KVCache, "branch", branching)
-        yield lineage
-
-
-def replayed(llm: LLM, passes: list[Pass]) -> Tensor:
-    """The hidden states of the last of these passes, run one after the other over a new range."""
-
-    def work(engine: Engine) -> Tensor:
-        kv = engine.kv_cache.allocate(1024)
-        hidden = torch.empty(0)
-        try:
-            with torch.inference_mode():
-                for one in passes:
-                    segments = (replace(one.batch.segments[0], kv=kv),)
-                    hidden = engine.model.forward(replace(one.batch, segments=segments))
-            return hidden.clone()
-        finally:
-            engine.kv_cache.free(kv)
-
-    return llm._loop.run(work)
-
-
-class Turn(NamedTuple):
-    behind: int  # which earlier answer, modulo their number
-    cut: int  # tokens that are dropped from its end
-    num_added: int
-    is_new: bool  # shares the first 100 tokens at most
-
-
-turns = st.builds(
-    Turn,
-    st.integers(0, 9),
-    st.sampled_from([0, 0, 0, 5, 40]),
-    st.integers(1, 60),
-    st.integers(0, 3).map(lambda number: not number),
-)
-
-
-def texts_of(llm: LLM, family: str, drawn: list[Turn], vocab: int) -> Iterator[list[int]]:
-    """Prompts one after the other, each made of answers before it; yields after each answer."""
-    said: list[list[int]] = []
-    for index, turn in enumerate(drawn):
-        added = [(31 * i + 17 * index + 3) % vocab for i in range(turn.num_added)]
-        text = [(7 * i) % vocab for i in range(100)]
-        if said and not turn.is_new:
-            text = said[turn.behind % len(said)]
-            text = text[: max(20, len(text) - turn.cut)][:600]
-        prompt = text + added
-        [answer] = llm.generate([prompt], params(family))
-        said.append([*prompt, *answer.token_ids])
-        yield said[-1]
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_conversation_goes_on_as_if_it_had_never_ended(
-    models: dict[str, Path], family: str, dtype: str
-) -> None:
-    """Bit for bit, beside passes of the same shape without anything kept."""
-    plain = LLM(models[family], context=1024, dtype=dtype, cache="off")
-    vocab = plain.config.vocab_size - 2
-
-    @examples(4)
-    @given(st.lists(turns, min_size=2, max_size=5))
-    def check(drawn: list[Turn]) -> None:
-        with LLM(models[family], context=2048, dtype=dtype) as llm, lineage_noted(llm) as lineage:
-            for _ in texts_of(llm, family, drawn, vocab):
-                check_idle(llm)
-                for passes in lineage.passes.values():
-                    assert torch.equal(replayed(plain, passes), passes[-1].hidden)
-
-    with plain:
-        check()
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_float32_ids_are_those_of_a_cold_run_but_for_ties(
     models: dict[str, Path], family: str
@@ -179,18 +46,21 @@ def test_float32_ids_are_those_of_a_cold_run_but_for_ties(
     options: dict[str, Any] = {"context": 2048, "dtype": "float32"}
     with LLM(models[family], **options) as llm, LLM(models[family], cache="off", **options) as cold:
         vocab = cold.config.vocab_size - 2
-        drawn = [Turn(0, 0, 40, True), Turn(0, 0, 20, False), Turn(0, 5, 9, False)]
+        first: list[int] = []  # the first prompt and its answer, which the others go on behind
         num_cached = 0
-        for text in texts_of(llm, family, drawn, vocab):
-            prompt, answer = text[:-12], text[-12:]
+        for num_dropped, num_added in ((0, 140), (0, 20), (5, 9)):
+            added = [(31 * i + num_added) % vocab for i in range(num_added)]
+            prompt = first[: len(first) - num_dropped] + added
+            [answer] = llm.generate([prompt], params(family))
+            first = first or [*prompt, *answer.token_ids]
             [again] = llm.generate([prompt], params(family))
             num_cached += again.usage.cached_tokens
             [expected] = cold.generate([prompt], params(family))
             assert not expected.usage.cached_tokens
-            for found in (answer, again.token_ids):
+            for found in (answer.token_ids, again.token_ids):
                 if found != expected.token_ids and family != "llada2":
-                    first = next(i for i in range(12) if found[i] != expected.token_ids[i])
-                    logits = cold.logits([*prompt, *found[:first]])[-1]
+                    place = next(i for i in range(12) if found[i] != expected.token_ids[i])
+                    logits = cold.logits([*prompt, *found[:place]])[-1]
                     best = logits.topk(2).values
                     assert float(best[0] - best[1]) <= 1e-5 * float(best[0].abs())
                 else:

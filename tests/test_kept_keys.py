@@ -350,3 +350,13 @@ def test_whatever_the_rule_says_no_running_range_loses_anything(
         with suppress(PageError):  # there is not as much: nothing changes but kept ranges
             machine.act(action, number)
         machine.check()
+
+
+def test_beside_a_copy_no_more_stays_than_is_planned() -> None:
+    machine = Machine(320, 80, [False])
+    machine.cache._rule = KeptRoom(planned_tokens=96, token_bytes=1, slot_bytes=1)
+    for action in ("allocate", "write", "keep"):
+        machine.act(action, 90)
+    assert machine.cache._kept
+    machine.act("branch", 0)
+    assert not machine.cache._kept and machine.running[0].kv.num_usable == 96

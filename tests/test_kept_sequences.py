@@ -4,20 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 from typing import NamedTuple
-from unittest.mock import patch
 
 import numpy as np
 import pytest
-from examples import examples
 from hash_model import MASK, VOCAB, HashModel, make_kv_cache
-from hypothesis import given, seed, settings
-from hypothesis import strategies as st
 
 from lowtide import DiffusionParams, SamplingParams
 from lowtide.core import Reuse
-from lowtide.decode import batch_decoder
 from lowtide.decode.autoregressive import Autoregressive
-from lowtide.decode.batch_decoder import BatchDecoder
+from lowtide.decode.batch_decoder import BatchDecoder, Model
 from lowtide.decode.block_diffusion import BlockDiffusion
 from lowtide.decode.kept_sequences import MIN_AWAITED_TOKENS, MIN_SHARED_TOKENS
 from lowtide.decode.request import Finished, Request
@@ -28,33 +23,6 @@ SYSTEM = [(5 * i + i // 7) % MASK for i in range(200)]
 """What conversations begin with."""
 
 
-class Turn(NamedTuple):
-    """What is asked next: behind which answer (or of a new conversation), what of it is taken, and
-    what is added."""
-
-    behind: int  # index of an earlier answer, modulo their number
-    is_new: bool
-    cut: int  # tokens that are dropped from its end: an edit in the middle, or a branch
-    added: list[int]
-    max_tokens: int
-    n: int
-    num_passes: int  # that are run after asking
-    is_cancelled: bool
-
-
-turns = st.builds(
-    Turn,
-    behind=st.integers(0, 20),
-    is_new=st.integers(0, 4).map(lambda number: not number),
-    cut=st.sampled_from([0, 0, 0, 1, 3, 7, 20, 60]),
-    added=st.lists(st.integers(0, MASK - 1), min_size=1, max_size=40),
-    max_tokens=st.integers(1, 40),
-    n=st.sampled_from([1, 1, 1, 2, 3]),
-    num_passes=st.sampled_from([0, 1, 3, 1000, 1000]),
-    is_cancelled=st.integers(0, 7).map(lambda number: not number),
-)
-
-
 class Case(NamedTuple):
     """A decoder and what it has room for."""
 
@@ -62,25 +30,19 @@ class Case(NamedTuple):
     reuse: Reuse
     num_tokens: int
     max_rows: int
-    room_tokens: int = 256
-
-
-cases = st.builds(
-    Case,
-    block_length=st.sampled_from([1, 1, 4, 6]),
-    reuse=st.sampled_from([Reuse.ON, Reuse.ON, Reuse.EXACT]),
-    num_tokens=st.sampled_from([288, 400, 1024, 4096]),
-    max_rows=st.sampled_from([16, 48, 64]),
-    room_tokens=st.sampled_from([4, 16, 256]),
-)
 
 
 def make_decoder(case: Case, reuse: Reuse) -> tuple[BatchDecoder, KVCache]:
     kv_cache = make_kv_cache(case.num_tokens)
-    model = HashModel(kv_cache, case.max_rows)
+    return decoder_over(HashModel(kv_cache, case.max_rows), kv_cache, case, reuse), kv_cache
+
+
+def decoder_over(
+    model: Model, kv_cache: KVCache, case: Case, reuse: Reuse, mask: int = MASK
+) -> BatchDecoder:
     if case.block_length == 1:
-        return Autoregressive(model, kv_cache, case.max_rows, reuse=reuse), kv_cache
-    return BlockDiffusion(model, kv_cache, MASK, case.max_rows, reuse=reuse), kv_cache
+        return Autoregressive(model, kv_cache, case.max_rows, reuse=reuse)
+    return BlockDiffusion(model, kv_cache, mask, case.max_rows, reuse=reuse)
 
 
 def make_request(case: Case, prompt: list[int], max_tokens: int, seed: int) -> Request:
@@ -109,77 +71,6 @@ def check_ranges(kv_cache: KVCache) -> None:
         ends = taken.start + taken.capacity
     assert ends <= kv_cache.num_tokens
     assert all(kept in kv_cache._taken for kept in kv_cache._kept)
-
-
-class Talk:
-    """Conversations with one decoder, and what each answer would be if it were the only one."""
-
-    def __init__(self, case: Case) -> None:
-        self.case = case
-        self.decoder, self.kv_cache = make_decoder(case, case.reuse)
-        self.asked: list[Request] = []
-        self.finished: dict[int, Finished] = {}
-
-    def take(self, turn: Turn) -> None:
-        prompt = self._prompt(turn)
-        for sample in range(turn.n):
-            request = make_request(self.case, prompt, turn.max_tokens, sample)
-            self.decoder.add(request)
-            self.asked.append(request)
-        run(self.decoder, turn.num_passes, self.finished)
-        if turn.is_cancelled:
-            self.decoder.cancel(self.asked[-1].id)
-        check_ranges(self.kv_cache)
-
-    def check(self) -> None:
-        run(self.decoder, 100_000, self.finished)
-        check_ranges(self.kv_cache)
-        assert self.kv_cache.can_allocate(self.kv_cache.num_tokens)
-        for request in self.asked:
-            if request.id in self.finished:
-                found = self.finished[request.id]
-                assert 0 <= found.num_resumed <= len(request.prompt)
-                alone, _ = make_decoder(self.case, Reuse.OFF)
-                alone.add(request)
-                expected: dict[int, Finished] = {}
-                run(alone, 100_000, expected)
-                assert dataclasses.replace(found, num_resumed=0) == expected[request.id]
-
-    def _prompt(self, turn: Turn) -> list[int]:
-        before = [request for request in self.asked if request.id in self.finished]
-        if turn.is_new or not before:
-            return SYSTEM[: 30 + turn.behind] + turn.added
-        behind = before[turn.behind % len(before)]
-        text = [*behind.prompt, *self.finished[behind.id].token_ids]
-        text = text[: max(1, len(text) - turn.cut)][: 288 - 48 - len(turn.added)]
-        return text + turn.added
-
-
-def check_talk(case: Case, drawn: list[Turn]) -> None:
-    with patch.object(batch_decoder, "ROOM_TOKENS", case.room_tokens):
-        talk = Talk(case)
-        for turn in drawn:
-            talk.take(turn)
-        talk.check()
-
-
-@given(cases, st.lists(turns, min_size=1, max_size=10))
-@examples(200)
-def test_drawn_conversations_have_the_words_of_runs_without_keys(case, drawn) -> None:
-    """Branches, edits in the middle, several at once, n answers, cancelled ones."""
-    check_talk(case, drawn)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("part", range(20))
-def test_ten_thousand_drawn_conversations(part: int) -> None:
-    @seed(part)
-    @settings(max_examples=500)
-    @given(cases, st.lists(turns, min_size=1, max_size=10))
-    def check(case, drawn) -> None:
-        check_talk(case, drawn)
-
-    check()
 
 
 def ask(decoder: BatchDecoder, case: Case, prompt: list[int], max_tokens: int = 8) -> Finished:

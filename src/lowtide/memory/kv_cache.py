@@ -207,6 +207,7 @@ class KVCache:
                     self._kept.append(kv_range)
             if is_kept:
                 self._rule.copied(kv_range)
+                self.apply_rule()  # what was copied can give way again
         return made
 
     def copy_kept(self, kv_range: KVRange, num_kept: int, first: int, target: NDArray[Any]) -> bool:

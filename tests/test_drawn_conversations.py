@@ -1,0 +1,342 @@
+"""Drawn conversations with every family that keeps keys: branches, edits in the middle, two at
+once, `n` answers, cancelled and forgotten ones; in memory that comes and goes or not, on disk or
+not.
+
+Each pass has the bits that it has over keys of sequences that never end (`twins.py`). Where keys
+are exact, and with a model of hashes in any case, an answer is that of its request alone with
+nothing kept.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from random import Random
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import pytest
+import torch
+from hash_model import MASK, HashModel, make_kv_cache
+from test_conversations import DEAR_KEYS, DEAR_SLOTS
+from test_conversations import FAMILIES as CACHE_KINDS
+from test_kept_sequences import SYSTEM, Case, check_ranges, decoder_over, make_request, run
+from test_toy_family import CONFIG, FAMILY
+from twins import Beside, Subject
+
+from lowtide import LLM
+from lowtide.core import Reuse
+from lowtide.decode import batch_decoder, sequence_writer
+from lowtide.decode.batch_decoder import BatchDecoder, Model
+from lowtide.decode.request import Finished, Request
+from lowtide.decode.stored_sequences import StoredSequences
+from lowtide.engine.planning.elastic_plan import SMALL_GROUP_BYTES
+from lowtide.engine.running.elastic import kv_pages
+from lowtide.engine.running.engine import Engine
+from lowtide.engine.running.kept_room import KeptRoom
+from lowtide.engine.running.worker import run_pass
+from lowtide.families import SynthSize, families, register, unregister
+from lowtide.files import kept_file, own_folder
+from lowtide.files.kept_file import KeyLayout
+from lowtide.files.own_folder import SECRET_BYTES, OwnFolder
+from lowtide.files.stored_files import StoredFiles
+from lowtide.lab.synth import write_checkpoint
+from lowtide.llm import plan_model
+from lowtide.memory import kv_cache as kv_cache_module
+from lowtide.memory.kv_cache import KVCache
+from lowtide.memory.kv_pages import KVLayout
+from lowtide.memory.pages import PageBudget
+from lowtide.policies import kept_keys
+
+CONTEXT = 512
+MAX_CANVAS = 240  # of a request; a conversation has room for one at least
+MAX_ROWS = 256
+TWIN_TOKENS = 1 << 14  # of all sequences of a conversation
+
+HASHES = ("tokens", "blocks")
+DENSE = "dense"
+FAMILIES = (
+    *HASHES,
+    *("qwen3_moe", "qwen2_moe", "mixtral", "olmoe", "bailing_moe_v2"),
+    "deepseek_v2",  # latent keys
+    "gpt_oss",  # windows
+    "llada2",  # blocks
+    DENSE,
+)
+
+FEW = {
+    "num_hidden_layers": 2,
+    "layer_types": ["sliding_attention", "full_attention"],
+    **dict.fromkeys(("num_experts", "n_routed_experts", "num_local_experts"), 16),
+    "num_experts_per_tok": 2,
+    "n_group": 4,
+    "topk_group": 2,
+}
+"""Of a tiny model, where it has more."""
+
+
+class Kind(NamedTuple):
+    """What a conversation is held with, and how its keys are kept."""
+
+    family: str
+    dtype: str
+    is_elastic: bool
+    reuse: Reuse
+    is_stored: bool
+
+
+KINDS = [
+    Kind(family, dtype, is_elastic, reuse, is_stored)
+    for dtype, names in (("bfloat16", FAMILIES), ("float32", CACHE_KINDS))
+    for is_elastic, reuse, is_stored, family in product(
+        (False, True), (Reuse.ON, Reuse.EXACT), (False, True), names
+    )
+]
+"""Conversation `i` is of kind `i` modulo their number."""
+
+
+class Subjects:
+    """Opens each when a conversation first asks for it."""
+
+    def __init__(self, folder: Path, stack: ExitStack) -> None:
+        self._folder, self._stack = folder, stack
+        self._found: dict[tuple[str, str, bool], Subject] = {}
+        self._engines: dict[tuple[str, str, bool], Engine] = {}
+
+    def of(self, kind: Kind) -> Subject:
+        if kind[:3] not in self._found:
+            make = self._hashes if kind.family in HASHES else self._whole
+            self._found[kind[:3]] = make(*kind[:3])
+        return self._found[kind[:3]]
+
+    def _hashes(self, family: str, dtype: str, is_elastic: bool) -> Subject:
+        kv_cache, twin_cache = make_kv_cache(CONTEXT), make_kv_cache(TWIN_TOKENS)
+        if is_elastic:
+            layout = KVLayout((2, 2, 1, 8 * CONTEXT, 1), torch.int64)
+            pages = kv_pages(PageBudget(layout.address_bytes(SMALL_GROUP_BYTES)), layout)
+            self._stack.callback(pages.close)
+            kv_cache = KVCache(pages.storage, pages, CONTEXT)
+        model, twin = HashModel(kv_cache, MAX_ROWS), HashModel(twin_cache, MAX_ROWS)
+        return Subject(model, kv_cache, twin, twin_cache)
+
+    def _whole(self, family: str, dtype: str, is_elastic: bool) -> Subject:
+        """The twin is of the engine that has all experts in memory."""
+        plain, engine = self._engine(family, dtype, False), self._engine(family, dtype, is_elastic)
+        shape = list(plain.kv_cache._storage.shape)
+        shape[3] = TWIN_TOKENS
+        twin_cache = KVCache(torch.zeros(shape, dtype=plain.kv_cache.dtype))
+        model = plain.model
+        parts = (model.config, model.weights, model._experts, twin_cache, model.compute)
+        return Subject(engine.model, engine.kv_cache, type(model)(*parts), twin_cache, engine)
+
+    def _engine(self, *key: Any) -> Engine:
+        if key not in self._engines:
+            family, dtype, is_elastic = key
+            # An elastic plan's context is that of one sequence.
+            options: dict[str, Any] = {"dtype": dtype, "context": CONTEXT >> is_elastic}
+            folder = self._checkpoint(family)
+            if is_elastic and family != DENSE:
+                plan = plan_model(folder, **options)
+                options["host_memory"] = plan.minimum_bytes + 6 * plan.host.slot_bytes
+            llm = self._stack.enter_context(LLM(folder, elastic=is_elastic, **options))
+            self._engines[key] = llm._engine
+        return self._engines[key]
+
+    def _checkpoint(self, family: str) -> Path:
+        folder = self._folder / family
+        if folder.exists():
+            return folder
+        if family == DENSE:
+            return write_checkpoint(SynthSize({**CONFIG, "num_toys": 0}, 304, 1 << 20), folder)
+        size = families()[family].sizes()["tiny"]
+        config = {name: FEW.get(name, value) for name, value in size.config.items()}
+        config["num_hidden_layers"] += config.get("first_k_dense_replace", 0)
+        return write_checkpoint(replace(size, config=config), folder, seed=5)
+
+
+class Talk:
+    """A conversation with all its branches, over one decoder."""
+
+    def __init__(self, kind: Kind, subject: Subject, rng: Random, folder: Path) -> None:
+        self._kind, self._subject, self._rng = kind, subject, rng
+        block_length = {"blocks": rng.choice((4, 6)), "llada2": 8}.get(kind.family, 1)
+        most_rows = (32, 48, 64) if kind.reuse is Reuse.EXACT else (32, 64, MAX_ROWS)
+        self._case = Case(block_length, kind.reuse, CONTEXT, rng.choice(most_rows))
+        self._mask = MASK
+        if subject.engine is not None:
+            self._mask = subject.engine.opened.config.mask_token_id or 0
+        self._beside = Beside(subject)
+        self._decoder = self._decoder_over(self._beside, subject.kv_cache, kind.reuse)
+        self._beside.decoder = self._decoder
+        self._stored: StoredSequences | None = None
+        if kind.is_stored:
+            most_bytes = rng.choice((200_000, 1 << 30))
+            files = StoredFiles(OwnFolder(folder), bytes(SECRET_BYTES), most_bytes)
+            layers, arrays, heads, _, width = subject.kv_cache._storage.shape
+            layout = KeyLayout((layers, arrays, heads, width), subject.kv_cache.dtype.itemsize)
+            self._stored = StoredSequences(files, b"", "a model", subject.kv_cache, layout)
+        self._decoder.store_in(self._stored)
+        num_others = min(rng.choice((16, 128, 208)), subject.kv_cache.num_tokens - MAX_CANVAS)
+        self._others = subject.kv_cache.allocate(num_others)  # there is less room
+        self._asked: list[Request] = []
+        self._finished: dict[int, Finished] = {}
+        self.met: Counter[str] = Counter()
+
+    def take_turn(self) -> None:
+        """Asks behind an earlier answer, or in a new conversation, and runs some passes."""
+        rng, is_forgotten = self._rng, self._rng.random() < 0.2
+        if is_forgotten:
+            if self._stored is not None:
+                self._stored.drain()
+            self._decoder.forget()
+        is_from_disk = is_forgotten and self._stored is not None and not self._decoder.has_work
+        prompt, max_tokens = self._prompt(), rng.randint(1, 12)
+        for sample in range(rng.choice((1, 1, 1, 2, 3))):
+            self._asked.append(make_request(self._case, prompt, max_tokens, sample))
+            self._decoder.add(self._asked[-1])
+        self._run(1)
+        if is_from_disk:
+            self.met["from disk"] += any(s.num_resumed for s in self._decoder._running)
+        self._run(rng.choice((0, 2, 1000, 1000)))
+        if rng.random() < 0.12:
+            self.met["cancelled"] += self._decoder.cancel(self._asked[-1].id)
+        self._check_memory()
+
+    def end(self) -> None:
+        """Lets all come to their end, and checks what they are."""
+        self._run(100_000)
+        for request in self._asked:
+            if found := self._finished.get(request.id):
+                self._check(request, found)
+        self._decoder.close()
+        assert self._subject.kv_cache._taken == [self._others]
+
+    def clear(self) -> None:
+        """After a failure, too, nothing is left to the next one."""
+        if self._stored is not None:
+            self._stored.close()
+        for cache in (self._subject.kv_cache, self._subject.twin_cache):
+            for taken in [*cache._taken]:
+                cache.free(taken)
+
+    def _decoder_over(self, model: Model, kv_cache: KVCache, reuse: Reuse) -> BatchDecoder[Any]:
+        return decoder_over(model, kv_cache, self._case, reuse, self._mask)
+
+    def _prompt(self) -> list[int]:
+        rng = self._rng
+        added = [rng.randrange(MASK) for _ in range(rng.randint(1, 24))]
+        before = [request for request in self._asked if request.id in self._finished]
+        if not before or rng.random() < 0.2:
+            return SYSTEM[: rng.randint(30, 110)] + added
+        behind = rng.choice(before)
+        text = [*behind.prompt, *self._finished[behind.id].token_ids]
+        text = text[: max(1, len(text) - rng.choice((0, 0, 0, 1, 3, 7, 20, 60)))]
+        return text[: MAX_CANVAS - 12 - len(added)] + added
+
+    def _run(self, num_passes: int) -> None:
+        for _ in range(num_passes):
+            if not self._decoder.has_work:
+                return
+            engine = self._subject.engine
+            events = self._decoder.step() if engine is None else run_pass(engine, self._decoder)
+            self._finished |= {e.request: e for e in events if isinstance(e, Finished)}
+            self._check_memory()
+
+    def _check(self, request: Request, found: Finished) -> None:
+        assert 0 <= found.num_resumed <= len(request.prompt)
+        self.met["resumed"] += found.num_resumed > 0
+        is_exact = self._kind.reuse is Reuse.EXACT
+        if is_exact:
+            block_length = self._case.block_length
+            assert not found.num_resumed % (self._case.max_rows // block_length * block_length)
+        is_alone = request.id not in self._beside.in_company
+        self.met["in company"] += not is_alone
+        if self._kind.family in HASHES or (is_exact and is_alone and found.num_resumed):
+            self.met["exact"] += 1
+            assert replace(found, num_resumed=0) == self._alone(request)
+
+    def _alone(self, request: Request) -> Finished:
+        """Its end with nothing kept."""
+        alone = self._decoder_over(self._subject.twin, self._subject.twin_cache, Reuse.OFF)
+        alone.add(request)
+        finished: dict[int, Finished] = {}
+        run(alone, 100_000, finished)
+        return finished[request.id]
+
+    def _check_memory(self) -> None:
+        """No range is in another's place, and all that is shared is within the plan."""
+        cache, engine = self._subject.kv_cache, self._subject.engine
+        check_ranges(cache)
+        if engine is None or engine.elastic is None:
+            return
+        shared = engine.elastic._shared
+        assert shared.budget.num_free_bytes >= 0
+        assert shared.kv.committed_bytes == shared.kv.account.num_bytes
+        assert shared.arena.committed_bytes == shared.slots_account.num_bytes
+        assert shared.slots.num_live >= engine.plan.num_staging
+        num_usable = sum(taken.num_usable for taken in cache._taken)
+        is_planned = num_usable <= shared.kept._planned_tokens
+        assert is_planned or not cache._kept or shared.kept._prices()
+
+
+def converse(number: int, subjects: Subjects) -> Counter[str]:
+    """Holds one of them; what was met on the way."""
+    kind, rng = KINDS[number % len(KINDS)], Random(number)
+    prices = rng.choice((None, DEAR_KEYS, DEAR_SLOTS))
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        patch.object(KeptRoom, "_prices", lambda room: prices),
+        patch.object(batch_decoder, "ROOM_TOKENS", rng.choice((4, 16, 256))),
+    ):
+        talk = Talk(kind, subjects.of(kind), rng, Path(folder))
+        try:
+            for _ in range(rng.randint(2, 6)):
+                talk.take_turn()
+            talk.end()
+        except BaseException as error:
+            error.add_note(f"Conversation {number}, {kind}.")
+            raise
+        finally:
+            talk.clear()
+    return talk.met
+
+
+def check_conversations(numbers: Iterable[int], subjects: Subjects) -> None:
+    met: Counter[str] = Counter()
+    for number in numbers:
+        met += converse(number, subjects)
+    assert set(met) >= {"resumed", "in company", "exact"}
+
+
+@pytest.fixture(scope="module")
+def subjects(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Subjects]:
+    """Little is much here: of rows in a chunk, of memory that a range grows by, of passes that
+    keys have to wait. Nothing is waited for before it is written, nor while it is."""
+    register(FAMILY)
+    with ExitStack() as stack, pytest.MonkeyPatch.context() as monkeypatch:
+        stack.callback(unregister, FAMILY.name)
+        monkeypatch.setattr(kept_file, "CHUNK_BYTES", 1)
+        monkeypatch.setattr(sequence_writer, "SETTLE_S", 0.0)
+        monkeypatch.setattr(own_folder.os, "fdatasync", lambda descriptor: None)
+        monkeypatch.setattr(kv_cache_module, "GROWTH_TOKENS", 32)
+        monkeypatch.setattr(kept_keys, "YOUNG_PASSES", 4)
+        yield Subjects(tmp_path_factory.mktemp("models"), stack)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_drawn_conversations(family: str, subjects: Subjects) -> None:
+    """Two hundred of all families."""
+    numbers = [i for i in range(200) if KINDS[i % len(KINDS)].family == family]
+    check_conversations(numbers, subjects)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(20))
+def test_ten_thousand_drawn_conversations(part: int, subjects: Subjects) -> None:
+    """Each part has all kinds."""
+    check_conversations(range(500 * part, 500 * (part + 1)), subjects)

@@ -1,0 +1,106 @@
+"""A model with a twin over a cache of its own, in which no sequence ends, moves or gives way: each
+pass is run by both, and both have the same bits.
+
+So what a request takes over of others' keys, from wherever it is kept, is what it would have if one
+sequence had never ended.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from lowtide.core import IntArray
+from lowtide.decode.batch_decoder import BatchDecoder, Model
+from lowtide.engine.running.engine import Engine
+from lowtide.layers.batch import Batch, Segment
+from lowtide.memory.kv_cache import KVCache, KVRange
+
+
+class Subject(NamedTuple):
+    """A model over its KV cache, and its twin over one that has room for all sequences."""
+
+    model: Model
+    kv_cache: KVCache
+    twin: Model
+    twin_cache: KVCache
+    engine: Engine | None = None
+
+
+@dataclass(eq=False)
+class Lineage:
+    """A sequence that never ends: its tokens [n], as they were fed, and where the twin has their
+    keys. `held`: the range that it stands for, and how often that was kept by then."""
+
+    tokens: IntArray
+    kv: KVRange
+    held: tuple[KVRange, int]
+
+
+class Beside:
+    """A subject's model, each of whose passes is also one of its twin."""
+
+    decoder: BatchDecoder[Any]
+
+    def __init__(self, subject: Subject) -> None:
+        self._subject = subject
+        self._lineages: list[Lineage] = []
+        self._newest: dict[int, Lineage] = {}  # by request
+        self.in_company: set[int] = set()  # requests that had not all passes for themselves
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._subject.model, name)
+
+    def forward(self, batch: Batch) -> Tensor:
+        names = [int(batch.step.rows.request[one.start]) for one in batch.segments]
+        if len(names) > 1:
+            self.in_company.update(names)
+        ranges = [
+            self._lineage(name, one, batch.token_ids[one.start : one.stop].numpy())
+            for name, one in zip(names, batch.segments, strict=True)
+        ]
+        pairs = zip(batch.segments, ranges, strict=True)
+        segments = tuple(replace(one, kv=kv) for one, kv in pairs)
+        expected = self._subject.twin.forward(replace(batch, segments=segments)).clone()
+        found = self._subject.model.forward(batch)
+        assert torch.equal(found, expected)
+        return found
+
+    def _lineage(self, name: int, segment: Segment, fed: IntArray) -> KVRange:
+        """Where the twin has a request's keys, which are the bits that the model has."""
+        [known] = [s.tokens for s in self.decoder._running if s.request.id == name]
+        own = self._newest.get(name)
+        if own is None or own.held != (segment.kv, segment.kv.num_kept):
+            if own is not None:  # it was paused
+                self.in_company.add(name)
+            self._newest[name] = own = self._begun(segment, known)
+            self._lineages.append(own)
+        assert self._has(own, segment, known)
+        own.tokens[segment.first_position : segment.end_position] = fed
+        return own.kv
+
+    def _begun(self, segment: Segment, known: IntArray) -> Lineage:
+        """One that begins with keys that some sequence had of the same tokens."""
+        first, cache = segment.first_position, self._subject.twin_cache
+        held = segment.kv, segment.kv.num_kept
+        made = Lineage(np.full(len(known), -1), cache.allocate(len(known)), held)
+        if first:
+            has = (one for one in self._lineages if self._has(one, segment, known))
+            source = next(has, None)
+            assert source is not None, f"{first} tokens have keys that no sequence had"
+            cache.claim(made.kv, 0, first)
+            cache.rows(made.kv, 0, first)[:] = cache.rows(source.kv, 0, first)
+            made.tokens[:first] = known[:first]
+        return made
+
+    def _has(self, one: Lineage, segment: Segment, known: IntArray) -> bool:
+        """Whether its keys are those that the segment begins with, and of the same tokens."""
+        first = segment.first_position
+        if not np.array_equal(one.tokens[:first], known[:first]):
+            return False
+        found = self._subject.kv_cache.rows(segment.kv, 0, first)
+        return np.array_equal(found, self._subject.twin_cache.rows(one.kv, 0, first))
