@@ -135,12 +135,16 @@ def _owners(text: Sequence[str]) -> list[str | None]:
             if isinstance(child, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef):
                 visit(child, f"{name}.{child.name}".lstrip("."))
             elif isinstance(node, ast.FunctionDef) and isinstance(child, ast.stmt):
-                is_text = isinstance(child, ast.Expr | ast.Raise)
+                is_text = isinstance(child, ast.Raise) or _is_docstring(child)
                 for number in range(child.lineno - 1, child.end_lineno or 0):
                     owners[number] = None if is_text else name
 
     visit(ast.parse("\n".join(text)), "")
     return owners
+
+
+def _is_docstring(node: ast.stmt) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
 
 
 def _drawn(num_faults: int, seed: int) -> list[Fault]:
@@ -212,7 +216,7 @@ def _related(copy: Path, module: Path, fault: Fault) -> Iterator[str]:
     best = sorted(tests, key=lambda test: -scores[test])[:NUM_RELATED]
     yield from (str(test.relative_to(copy)) for test in best if scores[test])
     if module.suffix != ".py":
-        yield from (f"tests/test_{name}.py" for name in ("cpu_kernels", "quantised_kernels"))
+        yield from (f"tests/test_{name}.py" for name in ("cpu_kernels", "packed_kernels"))
     yield from (f"tests/test_{name}.py" for name in ("end_to_end", "runtime", "llm_goldens"))
 
 
