@@ -53,6 +53,6 @@ def test_two_readers_fill_slots_with_what_files_have(tmp_path: Path) -> None:
         seconds, cpu_s = reads.measure(4 << 20)
     finally:
         reads.close()
-    assert 0 < seconds < 1 and 0 < cpu_s < 1
+    assert seconds > 0 and cpu_s > 0
     slot = reads._slots[: 100_000 // 4096 * 4096]
     assert slot.tobytes() in content.tobytes()

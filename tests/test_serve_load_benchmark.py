@@ -64,8 +64,9 @@ def test_prompts_differ_by_clients_and_number() -> None:
 
 
 def test_a_server_of_its_own_answers_clients_and_stands_beside_python(folder: Path) -> None:
-    options = Namespace(words=4, new=6, seconds=1.0, behind=100)
+    options = Namespace(words=4, new=6, seconds=3.0, behind=100)
     with served.serving(*serve_load._lowtide(folder, 1024)) as server:
+        serve_load._warm(server)
         row, load = serve_load._loaded(server, 3, options.words, options)
         with serve_load.LLM(folder, context=1024, progress=False) as llm:
             beside = serve_load._beside_python(server, llm, options)

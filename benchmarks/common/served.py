@@ -8,12 +8,13 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import random
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -87,9 +88,11 @@ def _get(url: str) -> httpx.Response:
 
 
 def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as bound:
-        port: int = bound.getsockname()[1]
-        return port
+    """Below those that Linux gives to clients, which may have another by the time it is wanted."""
+    for port in random.sample(range(20_000, 30_000), 100):
+        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
+    raise InternalError("None of 100 ports of the loopback is free.")
 
 
 @dataclass
