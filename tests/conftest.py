@@ -23,13 +23,13 @@ except ImportError:  # a bare machine with a GPU, whose tests need none
 else:
     from examples import NORMAL_EXAMPLES
 
-    hypothesis.settings.register_profile(
-        "ci", derandomize=True, deadline=None, database=None, max_examples=NORMAL_EXAMPLES * 3 // 5
-    )
-    hypothesis.settings.register_profile(
-        "quick", derandomize=True, deadline=None, database=None, max_examples=10
-    )
-    hypothesis.settings.register_profile("deep", deadline=None, max_examples=2000)
+    # A busy machine is no failure.
+    untimed = {"deadline": None, "suppress_health_check": [hypothesis.HealthCheck.too_slow]}
+    repeated = {**untimed, "derandomize": True, "database": None}
+    num_of_ci = NORMAL_EXAMPLES * 3 // 5
+    hypothesis.settings.register_profile("ci", **repeated, max_examples=num_of_ci)
+    hypothesis.settings.register_profile("quick", **repeated, max_examples=10)
+    hypothesis.settings.register_profile("deep", **untimed, max_examples=2000)
     hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "quick"))
 
 

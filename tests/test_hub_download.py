@@ -125,7 +125,7 @@ def test_a_transfer_that_breaks_goes_on(
     stand_in: StandIn, cache: Path, fault: Fault, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if fault.pause_s:
-        be_patient(0.5, monkeypatch)
+        be_patient(2.0, monkeypatch)
     stand_in.faults.append(fault)
     assert (hub.pull("org/name") / SHARD).read_bytes() == (GOLDEN / SHARD).read_bytes()
     assert fault.times == 0
@@ -188,7 +188,7 @@ def test_a_failure_ends_the_other_files(stand_in: StandIn, tmp_path: Path) -> No
     shards = sorted(path.name for path in made.glob("*.safetensors"))
     assert len(shards) > 2
     stand_in.add("org/more", whole_repo(made))
-    stand_in.faults += [Fault(shards[0], 9, 403), Fault(shards[1], 99, pause_s=0.1, status=503)]
+    stand_in.faults += [Fault(shards[0], 9, 403), Fault(shards[1], 99, pause_s=1.0, status=503)]
     with pytest.raises(HubError, match=r"\(403\)"):
         hub.pull("org/more")
     stand_in.faults.clear()

@@ -183,7 +183,7 @@ def test_what_passes_is_waited_for(
     stand_in: StandIn, fault: Fault, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if fault.pause_s:
-        be_patient(0.5, monkeypatch)
+        be_patient(2.0, monkeypatch)
     stand_in.add("org/name", whole_repo())
     stand_in.faults.append(fault)
     assert plan_model("org/name", context=128).num_experts
