@@ -33,10 +33,8 @@ def storage_shape(
 
 @dataclass(eq=False, slots=True)
 class KVRange:
-    """Where a sequence's keys and values lie: tokens `start` to `start + capacity` of the cache.
-
-    The cache moves it when it makes room, between passes: keep the range, not its numbers.
-    """
+    """Where a sequence's keys and values lie: tokens `start` to `start + capacity` of the cache,
+    which moves it when it makes room, between passes: keep the range, not its numbers."""
 
     start: int
     capacity: int
