@@ -263,7 +263,7 @@ def test_every_pass_is_decided_alike_unwatched(
     case: tuple[Model, float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As it decodes: what it may do in one call has to decide the same."""
-    monkeypatch.setattr(AheadTrial, "took", lambda *_: None)  # reads ahead move no expert
+    monkeypatch.setattr(AheadTrial, "note_seconds", lambda *_: None)  # reads ahead move no expert
     model, share = case
     with opened(model, share) as engine:
         watcher = engine.experts.observer = Watcher(engine)

@@ -191,6 +191,15 @@ def test_a_range_knows_when_a_file_has_all_of_it(tmp_path: Path) -> None:
         assert kv.num_stored == kv.num_kept, "nothing had to be written"
 
 
+def test_a_range_is_told_that_its_file_went_for_another_s(tmp_path: Path) -> None:
+    with opened(tmp_path / "kept", most_bytes=LAYOUT.file_bytes(NUM_PROMPT + 7)) as engine:
+        for number in (1, 2):
+            engine.ask(prompt_of(number))
+            engine.stored.drain()
+        first, second = engine.kv_cache._kept
+        assert first.num_stored == 0 and second.num_stored == second.num_kept == 1
+
+
 def test_the_longest_unused_go_first_and_all_stay_within_the_limit(tmp_path: Path) -> None:
     folder = tmp_path / "kept"
     file_bytes = LAYOUT.file_bytes(NUM_PROMPT + 7)

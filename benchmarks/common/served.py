@@ -88,7 +88,7 @@ def _get(url: str) -> httpx.Response:
 
 
 def _free_port() -> int:
-    """Below those that Linux gives to clients, which may have another by the time it is wanted."""
+    """Below those that Linux by default gives to clients, so that none takes it meanwhile."""
     for port in random.sample(range(20_000, 30_000), 100):
         with suppress(OSError), socket.create_server(("127.0.0.1", port)):
             return port

@@ -346,7 +346,7 @@ def buddymoe(results: Results, page: Path) -> str:
             0.01,
             [_median(line, "share_of_layers") for line in buddies],
             buddies,
-            "one row a pass pays most; a block of 32 little",
+            "of one row a pass, which pays most",
             full_size,
             neutral=0.0,
             form="{:.1%}".format,

@@ -57,6 +57,7 @@ class SequenceWriter:
         self._model_name = model_name
         self._thread = DaemonPool(1, "lowtide-store")
         self._is_hurried = threading.Event()
+        self._stored: dict[str, KVRange] = {}  # by the name of the file that has all of it
 
     def offer(self, model: bytes, tokens: IntArray, kv: KVRange) -> None:
         """Has a range that was just kept written, in its turn."""
@@ -97,7 +98,7 @@ class SequenceWriter:
         for name in stored:
             if num_shared[name] == len(tokens):  # all of it is there
                 files.folder.touch(name)
-                kept.kv.num_stored = kept.num_kept
+                self._note_stored(name, kept)
                 return 0
         superseded = [name for name, ids in stored.items() if num_shared[name] == len(ids)]
         num_bytes = self._layout.file_bytes(len(tokens))
@@ -108,14 +109,23 @@ class SequenceWriter:
             )
         files.make_room(num_bytes, superseded)
         head = FileHead.of(kept.model, self._model_name, tokens, files.key)
-        with files.folder.writing(file_name(kept.model, tokens)) as descriptor:
+        name = file_name(kept.model, tokens)
+        with files.folder.writing(name) as descriptor:
             _write_all(descriptor, head.stored)
             for chunk in self._chunks(kept, head):
                 _write_all(descriptor, chunk.data)
-        kept.kv.num_stored = kept.num_kept
-        for name in superseded:
-            files.folder.remove(name)
+        for old in superseded:
+            files.folder.remove(old)
+        self._note_stored(name, kept)
         return num_bytes
+
+    def _note_stored(self, name: str, kept: _Kept) -> None:
+        """Tells a range that a file has all of it, and others that theirs are gone."""
+        names = {entry.name for entry, _ in self._files.of_model(kept.model)}
+        for gone in self._stored.keys() - names:
+            self._stored.pop(gone).num_stored = 0
+        self._stored[name] = kept.kv
+        kept.kv.num_stored = kept.num_kept
 
     def _is_kept(self, kept: _Kept) -> bool:
         return self._kv_cache.is_kept(kept.kv) and kept.kv.num_kept == kept.num_kept

@@ -85,4 +85,4 @@ def joined(texts: Sequence[str]) -> str:
 def unread(kind: str) -> str:
     """What a model is told in place of a part of a tool's output that is no text. An agent sends
     such an output at every further turn: refused, it would end the conversation."""
-    return f"[{kind:.80} left out: this model reads text, and sees no images]"
+    return f"[{kind:.80} left out: this model reads text alone]"
