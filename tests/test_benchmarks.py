@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 
@@ -98,9 +99,12 @@ def test_a_balloon_holds_until_what_ran_has_ended() -> None:
 
 
 def balloons() -> list[psutil.Process]:
-    """Whatever else this process has begun."""
-    children = psutil.Process().children()
-    return [each for each in children if any("balloon.py" in word for word in each.cmdline())]
+    """Whatever else this process has begun, or has just ended."""
+    found = []
+    for each in psutil.Process().children():
+        with suppress(psutil.Error):
+            found += [each] if any("balloon.py" in word for word in each.cmdline()) else []
+    return found
 
 
 def test_a_balloon_goes_with_who_wanted_it() -> None:

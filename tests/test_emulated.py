@@ -295,6 +295,11 @@ def test_a_failed_run_is_an_error_of_the_join(device: EmulatedDevice) -> None:
     device.join()
     with pytest.raises(DeviceError, match=COMPUTE):
         bad.wait()
+    device.run(group({0: NUM_SLOTS}), *layer, None)
+    with pytest.raises(DeviceError, match=COMPUTE):
+        device.join()
+    device.drain()
+    device.join()  # though nothing runs after the failure
 
 
 def test_ctrl_c_before_a_stream_is_told_of_its_work(monkeypatch: pytest.MonkeyPatch) -> None:
