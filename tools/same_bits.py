@@ -84,7 +84,7 @@ def _extracted(commit: str, folder: Path) -> Path:
 
 def make_models(folder: Path) -> list[Path]:
     """Tiny models of every family, and of packed formats; made by this tree alone."""
-    sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests")]
+    sys.path[:0] = [str(ROOT / each) for each in ("src", "tests", "benchmarks")]
     import gguf_oracle
     from gguf_files import write_gguf
     from rounded_files import write_rounded
