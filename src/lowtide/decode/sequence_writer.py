@@ -123,7 +123,9 @@ class SequenceWriter:
         """Tells a range that a file has all of it, and others that theirs are gone."""
         names = {entry.name for entry, _ in self._files.of_model(kept.model)}
         for gone in self._stored.keys() - names:
-            self._stored.pop(gone).num_stored = 0
+            kv = self._stored.pop(gone)
+            if kv not in self._stored.values():  # another file has what it became
+                kv.num_stored = 0
         self._stored[name] = kept.kv
         kept.kv.num_stored = kept.num_kept
 
