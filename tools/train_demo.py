@@ -664,8 +664,10 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=Args.num_hidden_layers)
     parser.add_argument("--minutes", type=float, default=40.0)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", default="cpu", help="cuda takes minutes for hours of a core")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    torch.set_default_device(options.device)
     torch.manual_seed(options.seed)
     model = Model(Args(num_hidden_layers=options.layers))
     if options.start is not None:
