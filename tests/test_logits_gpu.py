@@ -41,7 +41,7 @@ def test_choices_are_the_hosts() -> None:
     hidden[:, [7, 9]] = 30.0  # a tie
     hidden[50:, [7, 9]] = 0.0
     is_drawn = np.arange(100) % 7 < 2
-    model = SimpleNamespace(logits=lambda rows: rows.clone())
+    model = SimpleNamespace(logits=lambda rows: rows.clone(), mixes_rows=lambda rows: False)
     num_seen = 0
     for part, logits in tiled_logits(model, hidden.to(GPU), np.arange(100), is_drawn):
         num_seen += part.stop - part.start

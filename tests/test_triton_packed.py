@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +14,7 @@ pytest.importorskip("triton")
 import torch
 from test_triton import Case, Size, check_gated_mlps
 from torch import Tensor
-from triton_places import DEVICES, ON_GPU, places
+from triton_places import places
 
 from lowtide.experts.layout import Formats, PartLayout
 from lowtide.formats import formats
@@ -27,8 +29,9 @@ BLOCKS = [Size(7, 6, 3, 96, 32), Size(33, 4, 2, 288, 96)]
 """Rows of MXFP4 are whole blocks of 32; those of the others end anywhere."""
 
 CASES = [(name, size) for name in NAMES for size in (BLOCKS if name == "MXFP4" else ODD)]
-PACKED_INTO = [torch.bfloat16]
-PACKED_INTO += [pytest.param(each, marks=ON_GPU) for each in (torch.float32, torch.float16)]
+OTHERS = (torch.float32, torch.float16)
+"""What weights are unpacked into on a GPU besides bfloat16."""
+
 LARGE = [Size(1, 64, 8, 2048, 512), Size(517, 16, 6, 2048, 1408), Size(63, 8, 4, 2880, 2880)]
 
 
@@ -90,20 +93,27 @@ def test_down_may_be_in_another_format_on_a_gpu(names: tuple[str, str, str]) -> 
     check_gated_mlps(PackedCase(BLOCKS[0], torch.bfloat16, "cuda", kept))
 
 
+def each_into(small: Sequence[Any], large: Sequence[Any]) -> list[Any]:
+    """Places, as `places` has them, of pairs of a case and what weights are unpacked into."""
+    others = itertools.product([*small, *large], OTHERS)
+    in_bfloat16 = [(case, torch.bfloat16) for case in large]
+    return places([(case, torch.bfloat16) for case in small], [*others, *in_bfloat16])
+
+
 @pytest.mark.parametrize(
-    ("device", "case"), places(CASES, itertools.product(NAMES, [BLOCKS[1], *LARGE])), ids=str
+    ("device", "case"),
+    each_into(CASES, [*itertools.product(NAMES, [BLOCKS[1], *LARGE])]),
+    ids=str,
 )
-@pytest.mark.parametrize("dtype", PACKED_INTO, ids=str)
 def test_packed_experts_equal_the_plain_ones(
-    device: str, case: tuple[str, Size], dtype: torch.dtype
+    device: str, case: tuple[tuple[str, Size], torch.dtype]
 ) -> None:
     """In other types, and in any company: `test_triton_formats.py`."""
-    name, size = case
+    (name, size), dtype = case
     check_gated_mlps(PackedCase(size, dtype, device, uniform(name)))
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", PACKED_INTO, ids=str)
+@pytest.mark.parametrize(("device", "dtype"), places([torch.bfloat16], OTHERS), ids=str)
 def test_packed_and_clamped_ones(device: str, dtype: torch.dtype) -> None:
     """As gpt-oss has them."""
     case = PackedCase(BLOCKS[1], dtype, device, uniform("MXFP4"), is_clamped=True)
