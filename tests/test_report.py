@@ -203,7 +203,7 @@ def test_the_readme_says_how_it_stands_beside_llama_cpp(tmp_path: Path) -> None:
     told = made["beside-llama-cpp"]()
     assert "llama.cpp decodes one request 0.67 to 2.00 times as fast" in told
     assert "products (a tie in Q4_0); with" in told
-    assert "lowtide has 0.80 (Q8_0), 0.80 (Q4_0), 0.80 (Q4_K_M) times its speed" in told
+    assert "lowtide is 0.80 (Q8_0), 0.80 (Q4_0), 0.80 (Q4_K_M) times as fast" in told
     assert "lines [1](docs/results/2026-11-22-batching.jsonl#L1) to [9](" in told
     assert "90.0" in made["ar-decode"]() and "Q8_0" not in made["ar-decode"]()
     with pytest.raises(ResultsError, match="with Q8_0"):

@@ -109,8 +109,8 @@ def expected_speed(results: Results, page: Path) -> str:
     tie = ", a tie" if is_tie(own, theirs) else ""
     machine = ours["machine"]
     return (
-        "A Q4_0 GGUF file of Qwen3-30B-A3B's layers, 1.3 times the memory: lowtide writes "
-        f"{with_range(own)} tokens/s, llama.cpp {with_range(theirs)}{tie}, on "
+        "A Q4_0 GGUF file of Qwen3-30B-A3B's layers, 1.3 times as large as free memory: lowtide "
+        f"writes {with_range(own)} tokens/s, llama.cpp {with_range(theirs)}{tie}, on "
         f"{machine['num_cores']} cores of {machine['cpu']} "
         f"(lines {links([ours, other], page)}, [measured](#measured))."
     )
@@ -251,8 +251,8 @@ def beside_llama_cpp(results: Results, page: Path) -> str:
     return (
         "- Where a GGUF file of 4 or 8 bits fits into memory, llama.cpp decodes one request "
         f"{min(exact):.2f} to {max(exact):.2f} times as fast as lowtide with exact products{tie}; "
-        "with `--activations int8`, which rounds rows as llama.cpp does, lowtide has "
-        f"{', '.join(over)} times its speed "
+        "with `--activations int8`, which rounds rows as llama.cpp does, lowtide is "
+        f"{', '.join(over)} times as fast "
         f"(lines {links([line for what in _TYPES for line in run.of(what)], page)}, "
         "[measured](#measured))."
     )
@@ -266,7 +266,7 @@ def _decoding(lines: Sequence[Line]) -> dict[str, Spread]:
 def larger_than_memory(results: Results, page: Path) -> str:
     """A model of 1.3 times the machine's memory: lowtide and llama.cpp on the same weights."""
     head = ("weights", "engine", "limit", "experts in memory", "first answer, tokens/s")
-    head += ("later prompts, tokens/s", "later answers, tokens/s", "lowtide's rows over it")
+    head += ("later prompts, tokens/s", "later answers, tokens/s", "lowtide over it; with int8")
     rows: list[Row] = []
     for what, weights in _LARGER.items():
         lanes = _larger_lines(results, what)

@@ -1,4 +1,4 @@
-"""THE HOT PATH: runs one layer's routed experts, wherever their bytes are.
+"""Runs one layer's routed experts, wherever they lie: in passes that are no one compiled call.
 
 A layer is a list of experts to run, each on one side: the host's executor runs them where their
 bytes have been read, a device's beside it what is in its slots or fetched into them. Decides

@@ -1,4 +1,4 @@
-"""Who decides which kept ranges of a KV cache give way before anything needs their room."""
+"""Whether a kept range of a KV cache gives way early; in which order is `KVCache`'s list."""
 
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ class Decoder:
         self._blocks = [self._block(layer) for layer in range(config.num_layers)]
         self._few_rows = FewRowsPasses(kv_cache, compute)
         few_rows = [block.few_rows for block in self._blocks]
-        self._at_once = FewRowsLayers.of(few_rows, experts)
+        self._whole_pass = FewRowsLayers.of(few_rows, experts)
 
     @property
     def device(self) -> torch.device:
@@ -99,7 +99,7 @@ class Decoder:
     @property
     def runs_at_once(self) -> bool:
         """Whether a pass of a row from each sequence is one compiled call over all layers."""
-        return self._at_once is not None
+        return self._whole_pass is not None
 
     def tensor(self, name: str) -> Tensor:
         """A weight that has no other format than its type's."""
@@ -193,7 +193,7 @@ class Decoder:
         rotations = Rotations(self._rotary, positions, self.rotation_dtype or dtype, workspace)
         few = self._few_rows.begin(x, batch, rotations)
         self._experts.begin_pass(batch.step)
-        if few is None or self._at_once is None or not self._at_once.run(few):
+        if few is None or self._whole_pass is None or not self._whole_pass.run(few):
             for block in self._blocks:
                 block.forward(x, batch, rotations, few)
         self._experts.end_pass()

@@ -147,7 +147,7 @@ def type_number(stored: MatrixFormat) -> int | None:
     if stored.name == "BF16":
         return PLAIN
     if isinstance(stored, GgmlFormat | Quantised):
-        return BLOCK_NAMES.index(stored.name)
+        return BLOCK_NAMES.index(stored.name) if stored.name in BLOCK_NAMES else None
     if isinstance(stored, GroupedInts):
         form = _OF_4_BITS if stored.num_bits == 4 else _OF_8_BITS
         group, has_zeros = stored.group, stored.has_zeros
