@@ -425,13 +425,15 @@ def _measure_kernel(
     for num_tokens in DECODE_TOKENS:
         layers = [LayerInput(num_tokens, seed) for seed in range(8)]
         launches = [_planned(layer, slots, image, slot_of) for layer in layers]
-        seconds = _median_s(_graph_of(launches))
+        each_s = _each_s(_graph_of(launches))
+        seconds = statistics.median(each_s)
         num_hit = sum(int((np.diff(layer.rows.bounds) > 0).sum()) for layer in layers)
         rate = num_hit * layout.num_bytes / seconds
         values = {
             "num_tokens": num_tokens,
             "experts_hit": num_hit / len(layers),
             "layer_us": seconds / len(layers) * 1e6,
+            "each_layer_us": [one / len(layers) * 1e6 for one in each_s],
             "GBps": rate / _GIGA,
             "of_device_copy": rate / ceiling,
         }
@@ -615,12 +617,14 @@ class HybridBench:
         done = {name: value - before[name] for name, value in after.items()}
         total_s, num_steps = sum(seconds), len(seconds)
         tokens = num_steps * BLOCK_TOKENS / STEPS_PER_BLOCK
+        blocks_s = np.reshape(seconds, (-1, STEPS_PER_BLOCK)).sum(axis=1).tolist()
         bound_s, by = self._bound_s(done, num_steps, rates)
         values = {
             "preset": self._name,
             "residents_per_layer": self._budget,
             "num_layers": self._shape.num_layers,
             "moe_tokens_per_s": tokens / total_s,
+            "each_moe_tokens_per_s": [BLOCK_TOKENS / block_s for block_s in blocks_s],
             "step_ms": statistics.median(seconds) * 1e3,
             "bound_ms": bound_s / num_steps * 1e3,
             "bound_by": by,
@@ -726,8 +730,12 @@ def _total_memory_bytes() -> int:
     return torch.cuda.get_device_properties(DEVICE).total_memory
 
 
-def _median_s(work: Callable[[], object], repeats: int = 11) -> float:
-    """Seconds on the GPU, between events around `work`."""
+def _median_s(work: Callable[[], object]) -> float:
+    return statistics.median(_each_s(work))
+
+
+def _each_s(work: Callable[[], object], repeats: int = 11) -> list[float]:
+    """Seconds on the GPU, between events around `work`, after two turns that are not counted."""
     times = []
     for _ in range(repeats + 2):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in "ab")
@@ -736,7 +744,7 @@ def _median_s(work: Callable[[], object], repeats: int = 11) -> float:
         end.record()
         end.synchronize()
         times.append(start.elapsed_time(end) / 1e3)
-    return statistics.median(times[2:])
+    return times[2:]
 
 
 def _median_host_s(work: Callable[[], object], repeats: int = 7) -> float:

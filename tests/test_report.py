@@ -210,6 +210,20 @@ def test_the_readme_says_how_it_stands_beside_llama_cpp(tmp_path: Path) -> None:
         blocks(_results(tmp_path, alone), Path("README.md"))["beside-llama-cpp"]()
 
 
+def test_a_gpu_has_a_table_of_its_own(tmp_path: Path) -> None:
+    gpu = {"benchmark": "gpu", "settings": {"gpu": "A GPU", "stage": "short"}}
+    layer = {"preset": "lru", "residents_per_layer": 64, "of_bound": 1.5, "bound_by": "link"}
+    layer |= {"hit_rate": 0.75, "link_GBps": 25.0, "host_experts_per_step": 0.0}
+    each = {"each_moe_tokens_per_s": [100.0, 200.0, 300.0]}
+    few = {"each_moe_tokens_per_s": [100.0, 200.0]}
+    rows = [_row(**gpu, what="hybrid", **layer, **turns) for turns in (each, few)]
+    made = blocks(_results(tmp_path, *rows), Path("docs/measured.md"))
+    told = made["gpu-layers"]()
+    assert "| lru | 64 of 256 | 200 (100 to 300) | 1.50 (link) | 75% | 25.0 GB/s | 0.00 |" in told
+    assert told.count("| lru |") == 1 and "25 GB, A GPU" in told
+    assert "`make gpu` writes" in made["gpu-kernels"]()
+
+
 def test_lines_of_no_commit_are_refused(tmp_path: Path) -> None:
     results = _results(tmp_path, _row(commit="0123456789ab+"))
     with pytest.raises(ResultsError, match="differed from commit 0123456789ab"):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from lowtide.lab.bench import Spread
 from lowtide.plan import OWN_FORMAT
-from reporting import evidence, memory, serving
+from reporting import evidence, gpu, memory, serving
 from reporting.fronts import front_picture
 from reporting.locality import locality
 from reporting.pages import Block
@@ -95,6 +95,8 @@ def blocks(results: Results, page: Path) -> Mapping[str, Block]:
         "steps": memory.steps,
         "every-expert": memory.every_expert,
         "elastic": memory.elastic,
+        "gpu-kernels": gpu.kernels,
+        "gpu-layers": gpu.layers,
     }
     return {name: partial(make, results, page) for name, make in made.items()}
 

@@ -1,4 +1,4 @@
-"""Which lines `make bench` or `make bench-large` would measure again."""
+"""Which lines `make bench`, `make bench-large` or `make gpu` would measure again."""
 
 from __future__ import annotations
 
@@ -28,11 +28,13 @@ _NOT_COMPARED = ("repeats", "limit")  # tables look at turns themselves; a limit
 
 
 def is_repeatable(row: Mapping[str, Any]) -> bool:
-    """Whether a call in `bench.py` has the settings of a line.
+    """Whether a call in `bench.py` has the settings of a line, or `make gpu` measured it.
 
     An option that a call leaves to its script is no difference, and a call measures what lines of
     fewer lengths or shares have, too.
     """
+    if row["benchmark"] == "gpu":  # which has no settings but the GPU's name
+        return True
     settings = {
         _OPTION_OF.get(name, name): value
         for name, value in row["settings"].items()

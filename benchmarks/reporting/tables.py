@@ -62,14 +62,17 @@ def by_machine(head: Sequence[str], rows: Sequence[Row], page: Path) -> str:
     return "\n\n".join(parts)
 
 
-def shown(script: str, head: Sequence[str], rows: Sequence[Row], page: Path) -> str:
-    """`by_machine`, or that there is nothing to show yet."""
-    return by_machine(head, rows, page) if rows else not_measured(script)
+def shown(
+    script: str, head: Sequence[str], rows: Sequence[Row], page: Path, command: str = ""
+) -> str:
+    """`by_machine`, or that there is nothing to show yet, and the command that changes it."""
+    return by_machine(head, rows, page) if rows else not_measured(script, command)
 
 
-def not_measured(script: str) -> str:
+def not_measured(script: str, command: str = "") -> str:
+    command = command or f"make bench ONLY={script}"
     return (
-        f"Not measured yet in {MIN_TURNS} turns or more: `make bench ONLY={script}` writes the "
+        f"Not measured yet in {MIN_TURNS} turns or more: `{command}` writes the "
         "lines, `make report` this part of the page."
     )
 
@@ -93,7 +96,8 @@ def captions(lines: Sequence[Line]) -> str:
 def _machine(line: Line) -> str:
     machine = line["machine"]
     memory = f"{machine['memory_bytes'] / 1e9:.0f} GB"
-    return f"{machine['num_cores']} cores of {machine['cpu']}, {memory}"
+    gpu = f", {line['settings']['gpu']}" if "gpu" in line["settings"] else ""
+    return f"{machine['num_cores']} cores of {machine['cpu']}, {memory}{gpu}"
 
 
 def link(line: Line, page: Path) -> Cell:
