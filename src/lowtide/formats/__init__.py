@@ -1,6 +1,6 @@
 """How a matrix lies in memory and in files: a format is one file here, or registered by others.
 
-    formats()["MXFP4"].unpack(blocks, scales)
+    formats()["MXFP4 blocks"].unpack(blocks, scales)
 
 Without torch where files are read; what multiplies with a kept format imports it when asked.
 """

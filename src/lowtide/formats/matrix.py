@@ -58,7 +58,7 @@ class MatrixFormat(ABC):
     unpacked: str  # name of the plain format that `unpack` answers in
     is_kept: bool = False  # as it is stored, and multiplied with; else unpacked when it is read
     is_of_host: bool = False  # kept where the host computes; no GPU's kernels know it
-    in_safetensors: bool = True  # whether `dtypes` are that format's own names
+    in_safetensors: bool = True  # whether `dtypes` are safetensors' names, not ours
 
     def num_bytes(self, num_weights: int, tensor: int = 0) -> int:
         """Bytes of so many weights, whole blocks, in one of the tensors."""

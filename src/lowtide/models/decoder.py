@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import partial
 from time import perf_counter
-from typing import ClassVar, Protocol
+from typing import ClassVar, Protocol, final
 
 import torch
 from torch import Tensor
@@ -134,8 +134,10 @@ class Decoder:
         gate, up, down = (self.weights[f"{prefix}{name}.weight"] for name in names)
         return GatedMLP(gate, up, down, self.compute)
 
+    @final
     def norm(self, name: str) -> Norm:
-        """The RMS norm with the weight of this name."""
+        """The RMS norm with the weight of this name. No family has another one: compiled layers
+        and the head take its weight and epsilon alone."""
         return Norm(self.tensor(name), self.config.rms_norm_eps, self.compute)
 
     def fused_qkv(self, name: str) -> Projection:

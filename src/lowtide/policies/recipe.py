@@ -132,6 +132,8 @@ def switch(name: str, summary: str) -> PolicyOption[bool]:
 class Recipe:
     """A preset: how each of its three policies is made from a setting, and what is true of it.
 
+    prefetch: beside a device alone; where there is none the next layer's experts are read ahead
+    under every preset.
     capacity: residents of each layer at the start, which the placement's setting has.
     waits: whether a step waits for the experts it admits.
     fetches_all: every absent expert is fetched, so that it cannot be without a staging slot;

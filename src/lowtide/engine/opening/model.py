@@ -198,7 +198,7 @@ class OpenModel:
         return storage_shape(num_layers, num_heads, width, num_tokens, num_arrays)
 
     @property
-    def kv_bytes(self) -> int:
+    def kv_cache_bytes(self) -> int:
         """Bytes of the keys and values that are kept from pass to pass."""
         return math.prod(self.kv_shape) * self.dtype.itemsize if self.keeps_keys else 0
 

@@ -170,7 +170,7 @@ def _needs(opened: OpenModel) -> Needs:
     least_bytes, whole_bytes = workspace_bytes(opened)
     needs = Needs(
         dense_bytes=opened.dense.num_bytes,
-        kv_cache_bytes=opened.kv_bytes,
+        kv_cache_bytes=opened.kv_cache_bytes,
         workspace_bytes=least_bytes,
         whole_workspace_bytes=whole_bytes,
         ring_bytes=ring_bytes(opened.largest_read_bytes),

@@ -161,9 +161,9 @@ def _kv_cache(opened: OpenModel, shared: SharedMemory | None, device: torch.devi
         pages = kv_pages(PageBudget(layout.address_bytes(SMALL_GROUP_BYTES)), layout)
         return KVCache(pages.storage, pages, opened.max_sequence_tokens)
     if device == HOST:
-        arena = Arena(opened.kv_bytes, grows_slowly=True)
+        arena = Arena(opened.kv_cache_bytes, grows_slowly=True)
         storage = arena.tensor(0, opened.kv_shape, opened.dtype)
     else:
-        with plan_errors(opened.kv_bytes, "GPU memory for keys and values"):
+        with plan_errors(opened.kv_cache_bytes, "GPU memory for keys and values"):
             storage = torch.zeros(opened.kv_shape, dtype=opened.dtype, device=device)
     return KVCache(storage, max_range_tokens=opened.max_sequence_tokens)

@@ -35,7 +35,7 @@ _LARGE = ("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_XS")
 _WITH_GRIDS = ("IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S")
 OWN_NAMES = ("q8", "q4")
 BLOCK_NAMES = (*_SMALL, *_LARGE, *_WITH_GRIDS, *OWN_NAMES)
-"""In the order of `block_type` in packed.hpp."""
+"""In the order of `block_type` in packed.hpp; packed.cpp and rounded.cpp count them, too."""
 
 SECTIONS = 1 << 16
 PLAIN = SECTIONS
