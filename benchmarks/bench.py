@@ -108,7 +108,7 @@ LARGE = (
     Script("policies", 24),
     Script("max_context", 25, disk_GiB=8),
     Script("planned_memory", 40, ("--lengths", "1024", "4096", "8192", "16384", "32768"), 8),
-    Script("mosaic_ablation", 8, disk_GiB=8),
+    Script("mosaic_ablation", 45, disk_GiB=8),
     Script("step_time", 12, disk_GiB=8),
     Script("every_expert", 15, ("--repeats", "3"), disk_GiB=8),
     Script("elastic", 36, ("--repeats", "3"), disk_GiB=16),
