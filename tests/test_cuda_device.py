@@ -172,7 +172,7 @@ class Layer:
         """The host's side of `parts`, filled as the runtime does; also makes `rows` known."""
         x, experts = device.to_host(self.x, self.experts)
         rows = ExpertRows(REFERENCE.sort_pairs(experts, len(self.rows.counts)))
-        self.rows.learn(rows.counts)
+        self.rows.learn(rows.counts.numpy())
         host_parts = device.host_parts(self.buffers.parts)
         torch.index_select(x, 0, rows.token_of, out=host_parts)
         return host_parts

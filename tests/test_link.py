@@ -734,12 +734,12 @@ TWO_LAYERS = MoEShape(2, 4, 1, HIDDEN, HIDDEN)
 
 
 def scripted(
-    first: dict[int, list[int]], admit: list[int], ahead: list[int]
+    first: dict[int, list[int]], admit: list[int], ahead: list[int], num_staging: int = 2
 ) -> tuple[World, ExpertRuntime]:
     world, script = World(Random(0)), Script(first, admit, ahead)
     policies = Policies(script, script, script, np.full(2, 4), Costs.unknown(1))
     host = whole_host(world, TWO_LAYERS)
-    runtime = make_runtime(world, TWO_LAYERS, 10, host, policies, costs(2, link_s=1e-3))
+    runtime = make_runtime(world, TWO_LAYERS, 10, host, policies, costs(num_staging, 1e-3))
     runtime.load()
     return world, runtime
 
@@ -776,6 +776,26 @@ def test_moves_and_prefetches_are_chosen_while_the_work_is_under_way(
     )
     run_layer(runtime, 0, [[0], [1]])
     assert order == ["host", "copy", "moves", "run", "ahead", "collect"]
+
+
+@pytest.mark.parametrize(("num_fetched", "expected"), [(1, [1]), (2, [2]), (3, [3]), (4, [2, 2])])
+def test_no_wave_of_fetched_experts_is_small(
+    num_fetched: int, expected: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, runtime = scripted({}, admit=[], ahead=[], num_staging=4)
+    device, sizes = tier_of(runtime).device, list[int]()
+    run = device.run
+
+    def noted(group: ExpertGroup, *arguments: Any) -> Any:
+        sizes.append(len(group.experts))
+        return run(group, *arguments)
+
+    monkeypatch.setattr(device, "run", noted)
+    monkeypatch.setattr(
+        Script, "__call__", lambda _, f: Assignment(f.demand[0][:0], f.demand[0], f.demand[0][:0])
+    )
+    run_layer(runtime, 0, [[expert] for expert in range(num_fetched)])
+    assert sizes == expected
 
 
 def test_no_prefetch_begins_once_its_layer_has_spoken() -> None:

@@ -221,6 +221,17 @@ def test_tiles_hold_whole_pieces(counts: list[int], max_pairs: int) -> None:
         assert found == expected
 
 
+@examples(20)
+@given(st.integers(1, 600), st.integers(1, 4), st.integers(0, 99))
+def test_pairs_are_sorted_at_the_host_as_by_kernels(num_tokens: int, k: int, seed: int) -> None:
+    draw = torch.Generator().manual_seed(seed)
+    experts = torch.rand(num_tokens, 9, generator=draw).topk(k).indices.sort().values
+    found, expected = ExpertRows.at_host(experts, 9), ExpertRows(REFERENCE.sort_pairs(experts, 9))
+    assert torch.equal(found.token_of, expected.token_of)
+    assert torch.equal(found.counts, expected.counts)
+    assert found.bounds.tolist() == expected.bounds.tolist()
+
+
 # Beside a device
 
 

@@ -115,7 +115,7 @@ class CudaDevice:
             self._host_predicted = self._streams.pinned((shape.num_experts,), torch.int64)
         # The slots' memory may have been another's, whose last use is still queued.
         self._streams.copies.wait_event(self._streams.current.record_event())
-        self._slots = slots
+        self._slots = [slots[slot] for slot in range(num_slots)]  # views, made once
         with plan_errors(num_pairs * 12, "GPU memory for tables"):
             self._computation = _choose_computation(
                 kernels, self._streams, slots, layout, shape, self._host_parts
@@ -259,7 +259,7 @@ class TritonExperts:
         num_pairs, num_experts = len(rows.token_of), len(rows.counts)
         tile_rows = self._kernels.tile_rows(num_pairs, num_experts)
         if rows.is_known:
-            counts = np.diff(rows.bounds)[group.experts]
+            counts = rows.num_tokens(group.experts)
             num_tiles = int((-(-counts // tile_rows)).sum())
         else:
             num_tiles = self._kernels.max_tiles(num_pairs, len(group.experts), tile_rows)

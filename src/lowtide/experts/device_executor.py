@@ -68,7 +68,6 @@ class DeviceExpertExecutor:
         """
         self._work = work
         self._plan = plan
-        self._wave: list[tuple[int, Arrival]] = []
         if plan is None:
             self.device.begin_whole(work.rows.counts)
             return
@@ -78,7 +77,10 @@ class DeviceExpertExecutor:
         self._outcome = self._link.end_prefetch(work.layer, assignment.fetch)
         # By expert to fetch: its copy, if one has begun.
         self._arrivals = {expert: self._link.take_arrival(work.layer, expert) for expert in fetch}
-        self._host_rows = self._rows_at_host(plan)
+        self._host_rows = work.rows
+        if not work.rows.counts.is_cpu:
+            self._host_rows = ExpertRows.at_host(plan.at_host.experts, len(work.rows.counts))
+            work.rows.learn(self._host_rows.counts.numpy())
         absent = [expert for expert, arrival in self._arrivals.items() if arrival is None]
         wanted = np.sort(np.concatenate([assignment.host, np.array(absent, np.int64)]))
         moves = self.host.own_moves(plan.facts.step, work.layer, wanted)
@@ -114,24 +116,26 @@ class DeviceExpertExecutor:
 
     def _run_shares(self, plan: Plan) -> None:
         host, tile = self._beside, self._tile
-        resident, fetch, on_host = map(self._in_tile, plan.decision.assignment[:3])
+        resident, fetched, hosted = map(self._in_tile, plan.decision.assignment[:3])
+        fetch, on_host = fetched.tolist(), hosted.tolist()
         host_tile = self._host_tile(plan, on_host)
         host.submit(host_tile, [expert for expert in on_host if expert in host.reads.slots])
-        self._run_residents(np.array(resident, np.int64))
         arrivals = [(expert, self._arrivals[expert]) for expert in fetch]
         under_way = [(expert, arrival) for expert, arrival in arrivals if arrival is not None]
         to_fetch = [expert for expert, arrival in arrivals if arrival is None]
         here = [expert for expert in to_fetch if expert in host.reads.slots]
-        num_first = self.device.wave_size if self._moves is None else 0  # while policies are asked
+        self._begin_waves(len(fetch))
+        # While policies are asked. Before the residents: one copy takes as long as many of them.
+        num_first = self.device.wave_size if self._moves is None else 0
         begun = [(expert, self._begin_copy(expert)) for expert in here[:num_first]]
+        self._run_residents(resident)
         self._follow(plan, fetch)
         for expert, arrival in [*under_way, *begun]:
             self._add_to_wave(expert, arrival)
         for expert in here[num_first:]:
             self._fetch(expert)
-        hosted = frozenset(on_host)
         for expert in host.reads.arriving([*on_host, *to_fetch], host.is_busy):
-            (host.submit_first if expert in hosted else self._fetch)(expert)
+            (host.submit_first if expert in on_host else self._fetch)(expert)
         self._run_wave()
         if tile.is_last:
             self._look_ahead(plan)
@@ -140,20 +144,10 @@ class DeviceExpertExecutor:
             parts, experts = self._work.buffers.parts, plan.decision.assignment.host
             self.device.device.from_host(host_tile.buffers.parts, tile.rows, experts, parts)
 
-    def _in_tile(self, experts: IntArray) -> list[int]:
+    def _in_tile(self, experts: IntArray) -> IntArray:
         """Those with rows in the tile."""
-        found: list[int] = experts[self._tile.rows.num_tokens(experts.tolist()) > 0].tolist()
-        return found
-
-    def _rows_at_host(self, plan: Plan) -> ExpertRows:
-        """A layer's rows in host memory."""
-        rows = self._work.rows
-        if rows.counts.is_cpu:
-            return rows
-        sort_pairs, num_experts = self._beside.kernels.sort_pairs, len(rows.counts)
-        host_rows = ExpertRows(sort_pairs(plan.at_host.experts, num_experts))
-        rows.learn(host_rows.counts)
-        return host_rows
+        rows = self._tile.rows
+        return experts if rows is self._work.rows else experts[rows.num_tokens(experts) > 0]
 
     def _host_tile(self, plan: Plan, experts: Sequence[int]) -> HostTile:
         """The tile as the host's executor takes it: its inputs in place, or at the host."""
@@ -216,9 +210,16 @@ class DeviceExpertExecutor:
         self._arrivals[expert] = arrival = self._link.fetch(slot)
         return arrival
 
+    def _begin_waves(self, num_fetched: int) -> None:
+        """So many are fetched: no wave is small, since each has launches of its own, nor twice as
+        large as `wave_size`, for which there are slots."""
+        num_waves = max(1, num_fetched // self.device.wave_size)
+        self._wave_size = -(-num_fetched // num_waves)
+        self._wave: list[tuple[int, Arrival]] = []
+
     def _add_to_wave(self, expert: int, arrival: Arrival) -> None:
         self._wave.append((expert, arrival))
-        if len(self._wave) == self.device.wave_size:
+        if len(self._wave) == self._wave_size:
             self._run_wave()
 
     def _run_wave(self) -> None:

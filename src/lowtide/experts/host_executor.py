@@ -15,6 +15,7 @@ from concurrent.futures import Future
 from functools import partial
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -118,7 +119,8 @@ class HostExpertExecutor:
         demanded = tile.rows.demanded
         here = [expert for expert in demanded if expert in self.reads.slots]
         few, many = ([], here) if self.reads.num_waiting else self._divided(here)
-        self._run_few(self._tile, few)
+        if few:
+            self._few(self._tile, few)()
         self._submit(many)
         for expert in self.reads.arriving(demanded, self.is_busy):
             self.submit_first(expert)
@@ -156,8 +158,7 @@ class HostExpertExecutor:
         few, many = self._divided(experts)
         self._submit(many)
         if few:
-            num_tokens = self._tile.rows.num_tokens(few).tolist()
-            self._start(self._paced(num_tokens, partial(self._run_few, self._tile, few)))
+            self._start(self._few(tile, few))
 
     def submit_first(self, expert: int) -> None:
         """Hands over one that goes before all others: its slot is wanted."""
@@ -241,22 +242,27 @@ class HostExpertExecutor:
         weights = self.host.slots.weights(tile.layer, slot)
         self.kernels.gated_mlp(parts, weights, gate, up, parts)
 
-    def _run_few(self, tile: HostTile, experts: list[int]) -> None:
-        """In one call over all of them."""
-        if self.at_once is None or not experts:
-            return
+    def _few(self, tile: HostTile, experts: list[int]) -> Call:
+        """One call over all of them. Its Python runs here, but for the least: a thread that wants
+        the interpreter beside this one waits for it at every step, and this one at every operator.
+        """
         self._gather(tile, [tile.rows.pairs(expert) for expert in experts])
         groups = tile.rows.groups(experts, [self.reads.slots[expert] for expert in experts])
-        self.at_once.run(groups, *tile.buffers, tile.layer)
+        return self._paced(groups[:, 2].tolist(), partial(self._run_few, tile, groups, experts))
+
+    def _run_few(self, tile: HostTile, groups: IntArray, experts: list[int]) -> None:
+        if self.at_once is not None:
+            self.at_once.run(groups, *tile.buffers, tile.layer)
         self._give_back(tile, experts)
 
     def _gather(self, tile: HostTile, pairs: Sequence[slice]) -> None:
-        """Experts' inputs, where they are not in place yet."""
+        """Experts' inputs, where they are not in place yet; by numpy, whose calls cost least."""
         if tile.inputs is None:
             return
         num_pairs = sum(part.stop - part.start for part in pairs)
         if pairs[-1].stop - pairs[0].start == num_pairs:  # with none between them
             pairs = [slice(pairs[0].start, pairs[-1].stop)]
+        token_of = tile.rows.token_of.numpy()
+        x, parts = (rows.view(torch.uint8).numpy() for rows in (tile.inputs, tile.buffers.parts))
         for part in pairs:
-            tokens, parts = tile.rows.token_of[part], tile.buffers.parts[part]
-            torch.index_select(tile.inputs, 0, tokens, out=parts)
+            np.take(x, token_of[part], axis=0, out=parts[part], mode="clip")

@@ -97,7 +97,7 @@ class HostTier:
 
     def has(self, layer: int, expert: int) -> bool:
         """Whether an expert's bytes are in host memory now."""
-        return bool(self.ledger.is_resident(layer)[expert])
+        return self.ledger.has(layer, expert)
 
     def lease(self, layer: int, expert: int) -> int:
         """The slot of an expert that is here; `used_by` or `give_back` follows."""

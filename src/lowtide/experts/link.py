@@ -298,15 +298,17 @@ class Link:
         return False
 
     def _has_room(self, wanted: _Wanted) -> bool:
-        num_freed = 0
-        if wanted.victim is not None:
-            num_freed = int(self.is_kept(wanted.layer)[wanted.victim])
+        num_freed = int(wanted.victim is not None and self._keeps(wanted.layer, wanted.victim))
         return self.ledger.num_free + num_freed > self._num_demand_slots
 
     def _can_come(self, wanted: _Wanted) -> bool:
         key = (wanted.layer, wanted.expert)
-        is_here = bool(self.ledger.is_resident(wanted.layer)[wanted.expert])
-        return not is_here and key not in self._coming and self._host.has(*key)
+        return not self.ledger.has(*key) and key not in self._coming and self._host.has(*key)
+
+    def _keeps(self, layer: int, expert: int) -> bool:
+        """Whether an expert is resident or on its way to be."""
+        arrival = self._coming.get((layer, expert))
+        return self.ledger.has(layer, expert) or (arrival is not None and arrival.is_move)
 
     def _come(self, wanted: _Wanted, is_move: bool) -> None:
         key = (wanted.layer, wanted.expert)
@@ -320,7 +322,7 @@ class Link:
         """A resident, or one that is on its way to be."""
         if expert is None:
             return
-        if self.ledger.is_resident(layer)[expert]:
+        if self.ledger.has(layer, expert):
             self.ledger.evict(layer, expert)
         elif (layer, expert) in self._coming:
             self._drop_arrival(layer, expert)

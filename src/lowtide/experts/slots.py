@@ -99,6 +99,10 @@ class SlotLedger:
         is_resident: BoolArray = self.table[layer] != NO_SLOT
         return is_resident
 
+    def has(self, layer: int, expert: int) -> bool:
+        """Whether an expert is resident."""
+        return bool(self.table[layer, expert] != NO_SLOT)
+
     def slot_of(self, layer: int, expert: int) -> int:
         """The slot of a resident expert."""
         slot = int(self.table[layer, expert])
@@ -246,6 +250,7 @@ class ExpertSlots:
         # By slot, and shared by layers of one layout.
         made: dict[ExpertLayout, dict[int, ExpertWeights | ClampedWeights]] = {}
         self._weights = [made.setdefault(each, {}) for each in layout.layers]
+        self._images: dict[int, Tensor] = {}
 
     @property
     def memory(self) -> NDArray[np.uint8]:
@@ -304,6 +309,8 @@ class ExpertSlots:
         return parts.transpose((2, 1, 0) if target.is_transposed else (1, 0, 2))
 
     def image(self, slot: int) -> Tensor:
-        """All bytes of a slot, as one contiguous tensor. [slot_bytes] uint8"""
-        start = slot * self.layout.num_bytes
-        return self._arena.bytes[start : start + self.layout.num_bytes]
+        """All bytes of a slot, as one contiguous tensor, made once. [slot_bytes] uint8"""
+        if slot not in self._images:
+            start = slot * self.layout.num_bytes
+            self._images[slot] = self._arena.bytes[start : start + self.layout.num_bytes]
+        return self._images[slot]

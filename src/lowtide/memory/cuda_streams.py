@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from os import sched_yield
 from time import perf_counter, sleep
 from typing import Any, NamedTuple, Protocol
 
@@ -15,7 +16,7 @@ from lowtide.config import format_size
 from lowtide.errors import DeviceError, PlanError
 from lowtide.threads.event import WAIT_LIMIT_S, Event
 
-_SPIN_S = 2e-3  # a layer's synchronisation is shorter; sleeping would add its own latency
+_SPIN_S = 2e-3  # a layer's synchronisation is shorter; any sleep takes 60 us at least
 _PAUSE_S = 1e-4
 
 
@@ -100,21 +101,27 @@ class CudaEvent:
             return True
 
     def wait(self, limit_s: float = WAIT_LIMIT_S) -> None:
-        self.wait_until_ended(limit_s)
         with device_errors("running what was queued"):
-            self.recorded.query()
+            _wait_until(self.recorded.query, limit_s)
 
     def wait_until_ended(self, limit_s: float = WAIT_LIMIT_S) -> None:
         """As `wait`, whether the work failed or not."""
-        start_s = perf_counter()
-        while not self.is_done():
-            waited_s = perf_counter() - start_s
-            if waited_s > limit_s:
-                raise DeviceError(
-                    f"The GPU has not ended its work within {limit_s:g} s: its link or driver "
-                    "hangs. Restart the process; `nvidia-smi` tells whether the GPU answers."
-                )
-            sleep(0.0 if waited_s < _SPIN_S else _PAUSE_S)
+        _wait_until(self.is_done, limit_s)
+
+
+def _wait_until(is_done: Callable[[], bool], limit_s: float) -> None:
+    start_s = perf_counter()
+    while not is_done():
+        waited_s = perf_counter() - start_s
+        if waited_s > limit_s:
+            raise DeviceError(
+                f"The GPU has not ended its work within {limit_s:g} s: its link or driver "
+                "hangs. Restart the process; `nvidia-smi` tells whether the GPU answers."
+            )
+        if waited_s < _SPIN_S:
+            sched_yield()  # also lets other threads have the interpreter
+        else:
+            sleep(_PAUSE_S)
 
 
 class PinnedRow(NamedTuple):
