@@ -210,15 +210,14 @@ def test_the_best_experts_are_chosen(device: str, size: Size) -> None:
 def test_host_rows_land_where_they_belong(device: str, size: Size) -> None:
     case = Case(size, torch.float32, device)
     source, parts = torch.rand_like(case.inputs).cpu(), case.inputs.clone()
-    tiles = triton_experts.Tiles.empty(len(parts), size.num_experts, parts.device)
-    table = case.slot_of
+    is_own = (case.slot_of >= 0).repeat_interleave(case.rows.counts.cpu())
+    own = is_own.nonzero().flatten().to(torch.int32)
+    pairs = torch.nn.functional.pad(own, (0, -len(own) % triton_experts.PLACED_ROWS), value=-1)
     if parts.is_cuda:
-        source, table = source.pin_memory(), table.pin_memory()
-    triton_experts.plan_tiles(case.rows.counts, table, 16, tiles)
-    bound = triton_experts.max_tiles(len(parts), int((case.slot_of >= 0).sum()), 16)
-    triton_experts.place_rows(source, tiles, bound, 16, parts)
-    is_own = (case.slot_of >= 0).to(device).repeat_interleave(case.rows.counts)
-    assert torch.equal(parts, torch.where(is_own[:, None], source.to(device), case.inputs))
+        source, pairs = source.pin_memory(), pairs.pin_memory()
+    triton_experts.place_rows(source, pairs, parts)
+    expected = torch.where(is_own[:, None], source, case.inputs.cpu())
+    assert torch.equal(parts.cpu(), expected)
 
 
 @pytest.mark.parametrize("tile_rows", [16, 64])

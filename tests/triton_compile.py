@@ -96,8 +96,7 @@ def head(is_guided: bool, dtype: str, capability: int) -> dict[str, int]:
 def main() -> None:
     offsets = {"gate_offset": "i32", "up_offset": "i32", "gate_bias": "i32", "up_bias": "i32"}
     plan = {"counts": "*i64", "slot_of": "*i32", "num_experts": "i32", **TILES}
-    place = {"source": "*bf16", "out": "*bf16", "hidden": "i32", **TILES}
-    del place["slots"]
+    place = {"source": "*bf16", "pairs": "*i32", "out": "*bf16", "hidden": "i32"}
     top = {"rank": "*fp32", "chosen": "*i64", "num_experts": "i32", "num_chosen": "i32"}
     sort = {"experts": "*i64", "token_of": "*i64", "part_of": "*i64", "counts": "*i64"}
     sort |= {"num_pairs": "i32", "k": "i32"}

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lowtide.core import IntArray, MoEShape
+from lowtide.core import IntArray, MoEShape, align_up
 from lowtide.errors import InternalError
 from lowtide.experts.device import ExpertGroup
 from lowtide.experts.layout import ExpertLayout, SlotLayout
@@ -30,6 +30,7 @@ from lowtide.memory.cuda_streams import (
     CudaEvent,
     CudaStreams,
     PinnedRing,
+    PinnedRow,
     Streams,
     device_errors,
     plan_errors,
@@ -55,7 +56,8 @@ def pinned_bytes(shape: MoEShape, layout: SlotLayout, max_rows: int) -> int:
     num_pairs = max_rows * shape.num_experts_per_token
     row_bytes = shape.hidden_size * layout.dtype.itemsize
     counts, tables = shape.num_experts * 8, _NUM_TABLES * shape.num_experts * 4
-    blocks = [num_pairs * row_bytes, max_rows * row_bytes, num_pairs * 8, counts, tables]
+    pairs = align_up(num_pairs) * 4
+    blocks = [num_pairs * row_bytes, max_rows * row_bytes, num_pairs * 8, pairs, counts, tables]
     blocks.append(_NUM_PIECES * _piece_bytes(layout))
     # torch's allocator of pinned memory rounds every block up to a power of two.
     return sum(1 << (num_bytes - 1).bit_length() for num_bytes in blocks)
@@ -216,6 +218,8 @@ class TritonExperts:
         self._slots = slots.view(layout.dtype) if layout.is_plain else slots
         self._images = [slot_image(each, layout) for each in layout.layers]
         self._tables = PinnedRing(streams, (_NUM_TABLES, shape.num_experts), torch.int32)
+        listed = streams.pinned((align_up(num_pairs, triton_experts.PLACED_ROWS),), torch.int32)
+        self._pairs = PinnedRow(listed, listed.numpy())  # that `place` names
         self._tiles = triton_experts.Tiles.empty(num_pairs, shape.num_experts, slots.device)
 
     def try_out(self, host_parts: Tensor) -> None:
@@ -232,7 +236,8 @@ class TritonExperts:
             self._kernels.plan_tiles(counts, table.tensor, tile_rows, self._tiles)
             self._tables.used(self._streams.current)
             self._kernels.gated_mlps(self._slots, image, self._tiles, 1, tile_rows, parts, gate)
-            self._kernels.place_rows(host_parts, self._tiles, 1, tile_rows, parts)
+        self._pairs.array.fill(-1)
+        self._kernels.place_rows(host_parts, self._pairs.tensor[: self._kernels.PLACED_ROWS], parts)
 
     def run(self, group: ExpertGroup, rows: ExpertRows, buffers: ExpertBuffers) -> None:
         tile_rows, num_tiles = self._plan(group, rows)
@@ -248,11 +253,16 @@ class TritonExperts:
             )
 
     def place(self, host_parts: Tensor, experts: IntArray, rows: ExpertRows, parts: Tensor) -> None:
-        """The GPU reads the pinned rows in place: they do not queue behind fetches."""
-        group = ExpertGroup(0, experts, np.zeros_like(experts))  # any slot: a tile needs none
-        tile_rows, num_tiles = self._plan(group, rows)
-        if num_tiles:
-            self._kernels.place_rows(host_parts, self._tiles, num_tiles, tile_rows, parts)
+        """The GPU reads the pinned rows in place: they do not queue behind fetches. Which ones it
+        reads likewise, and has done so when `host_parts` are the next layer's."""
+        is_placed = np.zeros(len(rows.counts), np.bool_)
+        is_placed[experts] = True
+        pairs = np.repeat(is_placed, np.diff(rows.bounds)).nonzero()[0]
+        if len(pairs):
+            num_listed = align_up(len(pairs), self._kernels.PLACED_ROWS)
+            self._pairs.array[: len(pairs)] = pairs
+            self._pairs.array[len(pairs) : num_listed] = -1
+            self._kernels.place_rows(host_parts, self._pairs.tensor[:num_listed], parts)
 
     def _plan(self, group: ExpertGroup, rows: ExpertRows) -> tuple[int, int]:
         """Plans the tiles of a group; returns the pairs of a tile and a bound of their number."""

@@ -50,6 +50,8 @@ TILE_SIZES = (_SMALL_TILE, _LARGE_TILE)
 # shared memory with the inputs, of the 99 that a consumer GPU's block may have.
 _NUM_STAGES = 3  # one computed, two under way
 _PLACED_ELEMENTS = 4096  # that a program of `place_rows` has under way
+PLACED_ROWS = 16
+"""Pairs of such a program."""
 
 _LIMIT, _SLOPE = tl.constexpr(CLAMP_LIMIT), tl.constexpr(CLAMP_SLOPE)
 
@@ -194,16 +196,16 @@ def _settings(rows: int, blocks: Blocks, form: str, length: int) -> dict[str, in
     }
 
 
-def place_rows(source: Tensor, tiles: Tiles, max_tiles: int, rows: int, parts: Tensor) -> None:
-    """`parts[pair] = source[pair]` for the pairs of the planned tiles.
+def place_rows(source: Tensor, pairs: Tensor, parts: Tensor) -> None:
+    """`parts[pair] = source[pair]` for each of `pairs` [a multiple of PLACED_ROWS] int32 from 0 on.
 
-    source [pairs, hidden]: on the device or in pinned host memory, which is then read in place,
-    and only where it is wanted.
+    source [pairs, hidden] and pairs: on the device or in pinned host memory, which is then read in
+    place, and only where it is wanted.
     """
     hidden = parts.shape[1]
-    block = min(_PLACED_ELEMENTS // rows, triton.next_power_of_2(hidden))
-    _place_rows[(max_tiles, triton.cdiv(hidden, block))](
-        source, tiles.start, tiles.stop, tiles.num_tiles, parts, hidden, BLOCK_M=rows, BLOCK_H=block
+    block = min(_PLACED_ELEMENTS // PLACED_ROWS, triton.next_power_of_2(hidden))
+    _place_rows[(len(pairs) // PLACED_ROWS, triton.cdiv(hidden, block))](
+        source, pairs, parts, hidden, BLOCK_M=PLACED_ROWS, BLOCK_H=block
     )
 
 
@@ -377,15 +379,10 @@ def _clamped_swiglu(gate, up, dtype: tl.constexpr):
 
 
 @triton.jit
-def _place_rows(
-    source, starts, stops, num_tiles, out, hidden, BLOCK_M: tl.constexpr, BLOCK_H: tl.constexpr
-):
-    tile = tl.program_id(0)
-    if tile >= tl.load(num_tiles):
-        return
+def _place_rows(source, pairs, out, hidden, BLOCK_M: tl.constexpr, BLOCK_H: tl.constexpr):
+    pair = tl.load(pairs + tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
     columns = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
-    pairs = tl.load(starts + tile).to(tl.int64) + tl.arange(0, BLOCK_M)
-    is_in = (pairs < tl.load(stops + tile))[:, None] & (columns < hidden)[None, :]
-    offset = pairs[:, None] * hidden + columns[None, :]
+    is_in = (pair >= 0)[:, None] & (columns < hidden)[None, :]
+    offset = pair[:, None] * hidden + columns[None, :]
     # All at once: a row from the host takes as long to come as all of them.
     tl.store(out + offset, tl.load(source + offset, mask=is_in), mask=is_in)
