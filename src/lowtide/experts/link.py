@@ -78,12 +78,12 @@ class Link:
         return kept
 
     def arriving_s(self, layer: int, experts: IntArray) -> FloatArray:
-        """Seconds until each can be used from the slot it is coming to; infinite if it is not."""
-        left_s = np.full(len(self.ledger.is_resident(layer)), np.inf)
-        self._forget_ended()
+        """Seconds until each can be used from the slot it is coming to; infinite if it is not. As
+        `bind_arrived` saw it."""
+        left_s = np.full(self.ledger.num_experts, np.inf)
+        first = self._num_copies - len(self._in_flight)
         for (its_layer, expert), arrival in self._coming.items():
             if its_layer == layer:
-                first = self._num_copies - len(self._in_flight)
                 left_s[expert] = self.link_s * max(0, arrival.order + 1 - first)
         return left_s[experts]
 
@@ -191,9 +191,8 @@ class Link:
 
         `idle_s`: how long the caller is away with nothing to demand; at least one is begun.
         """
-        self._forget_ended()
         self.bind_arrived()
-        while (self._ahead or self._moves) and self._soonest_free_s() <= idle_s:
+        while (self._ahead or self._moves) and self.busy_s <= idle_s:
             if not self._begin_next():
                 return
 
@@ -218,17 +217,20 @@ class Link:
         self.bind_arrived()
 
     def bind_arrived(self) -> None:
-        """Makes arrived moves resident. Raises DeviceError when one has failed."""
-        arrived = [key for key, a in self._coming.items() if a.is_move and a.event.is_done()]
+        """Looks which copies have ended, in their order, and makes arrived moves resident. Raises
+        DeviceError when one has failed."""
+        while self._in_flight and self._in_flight[0].is_done():
+            self._in_flight.popleft()
+        num_ended = self._num_copies - len(self._in_flight)
+        arrived = [key for key, a in self._coming.items() if a.is_move and a.order < num_ended]
         for key in arrived:
             self._coming[key].event.wait()  # ended already: raises what it failed with
             self.ledger.bind(*key, self._coming.pop(key).slot)
 
     @property
     def busy_s(self) -> float:
-        """Seconds until the link that the next copy would take is free, at most."""
-        self._forget_ended()
-        return self._soonest_free_s()
+        """Seconds until the link is free for the next copy, at most, as `bind_arrived` saw it."""
+        return len(self._in_flight) * self.link_s
 
     @property
     def has_waiting(self) -> bool:
@@ -276,9 +278,6 @@ class Link:
         self._in_flight.append(event)
         self._num_copies += 1
         return Arrival(slot, event, self._num_copies - 1, is_move)
-
-    def _soonest_free_s(self) -> float:
-        return len(self._in_flight) * self.link_s
 
     def _begin_next(self) -> bool:
         """Begins the next waiting transfer that can be; whether there was one."""
@@ -330,10 +329,6 @@ class Link:
     def _drop_arrival(self, layer: int, expert: int) -> None:
         # Its copy may be under way: the slot's next copy is queued behind it.
         self.ledger.drop(self._coming.pop((layer, expert)).slot)
-
-    def _forget_ended(self) -> None:
-        while self._in_flight and self._in_flight[0].is_done():
-            self._in_flight.popleft()
 
     @staticmethod
     def _paired(victims: list[int | None], num_admitted: int) -> list[int | None]:
