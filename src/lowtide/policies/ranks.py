@@ -57,7 +57,8 @@ def bump(ranks: Ranks, layer: int, experts: IntArray, num_tokens: IntArray) -> N
         rank[experts] = ranks.clock[0] + np.arange(1, len(experts) + 1)
         ranks.clock[0] += len(experts)
         return
-    rank[experts] += ranks.per_token * num_tokens + ranks.per_expert
+    if ranks.per_token or ranks.per_expert:
+        rank[experts] += ranks.per_token * num_tokens + ranks.per_expert
     if ranks.per_share and len(experts):
         worth = num_tokens if ranks.worth is None else ranks.worth.take(num_tokens, mode="clip")
         if (total := worth.cumsum()[-1]) > 0:  # in order, as compiled code takes it
