@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,12 +25,13 @@ from lowtide.model_folder.demos import DEMO_FOLDER
 from lowtide.parsing.answer_pieces import AnswerPieces, StopStrings
 from lowtide.parsing.pieces import CallArguments, CallBegun, Frame, Piece, Reasoning, Text
 from lowtide.plan import MemoryPlan
+from lowtide.serve import sse
 from lowtide.serve.admission import Admission
 from lowtide.serve.context import AGENT_TOKENS, agent_note, served_context
 from lowtide.serve.errors import QueueFull
 from lowtide.serve.frames import frame_of
 from lowtide.serve.many_answers import merged
-from lowtide.serve.sse import EventStream, WatchedAnswer, begun, event, until_gone, with_pings
+from lowtide.serve.sse import EventStream, WatchedAnswer, begun, event, until_gone
 
 
 def run(work: Any) -> Any:
@@ -60,24 +62,6 @@ async def listed(items: AsyncGenerator[Any, None]) -> list[Any]:
 
 
 # Streams
-
-
-def test_a_ping_stands_where_nothing_came() -> None:
-    found = run(listed(with_pings(Source(1, 2, wait_s=0.05).items(), 0.01)))
-    assert [item for item in found if item is not None] == [1, 2]
-    assert found[0] is None and found.count(None) >= 2
-    assert run(listed(with_pings(Source(1, 2).items(), LIMIT_S))) == [1, 2]
-
-
-def test_what_is_pinged_is_closed_with_it() -> None:
-    async def ask() -> None:
-        source = Source(1, 2, wait_s=LIMIT_S)
-        pinged = with_pings(source.items(), 0.01)
-        assert await anext(pinged) is None
-        await pinged.aclose()
-        assert source.is_closed
-
-    run(ask())
 
 
 def test_a_first_failure_is_raised_before_anything_is_sent() -> None:
@@ -118,13 +102,21 @@ def test_events_are_one_line_each() -> None:
     assert event({}, "ping") == b"event: ping\ndata: {}\n\n"
 
 
+PING = b"ping"
+
+
 class Connection:
-    """A client that goes when it has read some messages."""
+    """A client that goes when it has read some messages; knows whether it was pinged."""
 
     def __init__(self, most: int) -> None:
         self.sent: list[Message] = []
         self._most = most
         self._gone = asyncio.Event()
+        self.is_pinged = asyncio.Event()
+
+    @property
+    def parts(self) -> list[bytes]:
+        return [message["body"] for message in self.sent if message.get("body")]
 
     async def receive(self) -> Message:
         await self._gone.wait()
@@ -132,12 +124,14 @@ class Connection:
 
     async def send(self, message: Message) -> None:
         self.sent.append(message)
+        if message.get("body") == PING:
+            self.is_pinged.set()
         if len(self.sent) >= self._most:
             self._gone.set()
 
 
 async def streamed(parts: AsyncGenerator[bytes, None]) -> Response:
-    return EventStream(parts)
+    return EventStream(parts, lambda: PING)
 
 
 def test_a_stream_ends_when_its_client_goes() -> None:
@@ -148,6 +142,65 @@ def test_a_stream_ends_when_its_client_goes() -> None:
         await answer({"type": "http"}, client.receive, client.send)
         assert source.is_closed and 3 <= len(client.sent) < 50
         assert client.sent[0]["status"] == 200
+
+    run(ask())
+
+
+def test_a_ping_stands_where_nothing_came(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def ask() -> None:
+        client = Connection(most=1000)
+        await (await streamed(Source(b"1", b"2").items()))({}, client.receive, client.send)
+        assert client.parts == [b"1", b"2"]
+
+        async def late() -> AsyncGenerator[bytes, None]:
+            for part in (b"1", b"2"):
+                client.is_pinged.clear()
+                await client.is_pinged.wait()
+                yield part
+
+        monkeypatch.setattr(sse, "PING_S", 0.01)
+        client.sent.clear()
+        await (await streamed(late()))({}, client.receive, client.send)
+        assert client.parts[0] == client.parts[-2] == PING and client.parts[-1] == b"2"
+        assert [part for part in client.parts if part != PING] == [b"1", b"2"]
+
+    run(ask())
+
+
+def test_what_is_pinged_is_closed_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sse, "PING_S", 0.01)
+
+    async def silent(source: Source) -> AsyncGenerator[bytes, None]:
+        yield b"1"
+        async with aclosing(source.items()) as items:
+            async for item in items:
+                yield item
+
+    async def ask() -> None:
+        source, client = Source(b"2", wait_s=LIMIT_S), Connection(most=3)
+        answer = WatchedAnswer(silent(source), streamed)
+        await answer({"type": "http"}, client.receive, client.send)
+        assert source.is_closed and client.parts[:2] == [b"1", PING]
+
+    run(ask())
+
+
+def test_no_ping_parts_what_waits_for_its_reader(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 0.0
+    monkeypatch.setattr(sse, "PING_S", 0.01)
+    monkeypatch.setattr(sse, "time", SimpleNamespace(monotonic=lambda: now_s))
+
+    class Slow(Connection):
+        async def send(self, message: Message) -> None:
+            nonlocal now_s
+            await super().send(message)
+            now_s += 1
+            await asyncio.sleep(0.05)
+
+    async def ask() -> None:
+        client = Slow(most=1000)
+        await (await streamed(Source(b"1", b"2").items()))({}, client.receive, client.send)
+        assert client.parts == [b"1", b"2"]
 
     run(ask())
 

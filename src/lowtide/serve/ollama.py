@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import AsyncGenerator
 from datetime import UTC, datetime
 from typing import Any
 
@@ -22,7 +21,6 @@ from lowtide.serve.ollama_body import (
 )
 from lowtide.serve.ollama_lines import OllamaLines
 from lowtide.serve.service import Ask, Service
-from lowtide.serve.sse import EventStream
 from lowtide.serve.writers import JsonObject, json_line, json_response, streamed, unstreamed
 
 VERSION = "0.20.0"
@@ -54,7 +52,8 @@ def router_of(service: Service) -> APIRouter:
         check_name(service, body.model or body.name)
         if body.stream is False:
             return json_response({"status": "success"})
-        return EventStream(_pulled(), NDJSON)
+        lines = (json_line({"status": status}) for status in ("pulling manifest", "success"))
+        return Response(b"".join(lines), media_type=NDJSON)
 
     @router.post("/api/embed")
     @router.post("/api/embeddings")
@@ -214,9 +213,3 @@ def _capabilities(service: Service) -> list[str]:
 
 def _loaded_at(service: Service) -> str:
     return datetime.fromtimestamp(service.created, UTC).isoformat().replace("+00:00", "Z")
-
-
-async def _pulled() -> AsyncGenerator[bytes, None]:
-    """The model is there already."""
-    for status in ("pulling manifest", "success"):
-        yield json_line({"status": status})

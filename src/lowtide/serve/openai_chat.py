@@ -49,7 +49,7 @@ from lowtide.serve.openai_messages import (
     conversation_of,
 )
 from lowtide.serve.service import Ask, Service
-from lowtide.serve.sse import EventStream, WatchedAnswer, event, with_pings
+from lowtide.serve.sse import EventStream, WatchedAnswer, event
 from lowtide.serve.writers import json_response
 
 PATH = "/v1/chat/completions"
@@ -203,7 +203,7 @@ class ChatReply:
 
 
 async def _streamed(reply: ChatReply, pieces: AsyncGenerator[tuple[int, Piece], None]) -> Response:
-    return EventStream(_events(reply, pieces))
+    return EventStream(_events(reply, pieces), partial(reply.chunk, 0, {}))
 
 
 async def _events(
@@ -212,11 +212,10 @@ async def _events(
     ends: list[Done] = []
     held: dict[int, tuple[TokenLogprobs, ...]] = {}
     try:
-        async with aclosing(with_pings(pieces)) as coming:
+        async with aclosing(pieces):
             for index in range(reply.body.n or 1):
                 yield reply.chunk(index, {"role": "assistant", "content": ""})
-            async for item in coming:
-                index, piece = (0, None) if item is None else item
+            async for index, piece in pieces:
                 if isinstance(piece, Logprobs):
                     held[index] = held.get(index, ()) + piece.tokens
                     continue
@@ -235,13 +234,10 @@ async def _events(
 
 
 def _chunks(
-    reply: ChatReply, index: int, piece: Piece | None, held: dict[int, tuple[TokenLogprobs, ...]]
+    reply: ChatReply, index: int, piece: Piece, held: dict[int, tuple[TokenLogprobs, ...]]
 ) -> Iterator[bytes]:
-    """The chunks of one piece, None being a sign of life. held: log-probabilities that go with
-    the next words."""
-    if piece is None:
-        yield reply.chunk(index, {})
-    elif isinstance(piece, Prefilled):
+    """The chunks of one piece. held: log-probabilities that go with the next words."""
+    if isinstance(piece, Prefilled):
         if reply.body.return_progress:
             yield reply.chunk(index, {}, **progress_fields(piece))
     elif isinstance(piece, Frame):

@@ -31,7 +31,7 @@ from lowtide.serve.openai_fields import (
     usage_of,
 )
 from lowtide.serve.service import Ask, Service
-from lowtide.serve.sse import EventStream, WatchedAnswer, event, with_pings
+from lowtide.serve.sse import EventStream, WatchedAnswer, event
 from lowtide.serve.writers import json_response
 
 PATH = "/v1/completions"
@@ -153,6 +153,10 @@ class _CompletionReply:
             choice["token_ids"] = list(end.token_ids)
         return choice
 
+    def ping(self) -> bytes:
+        """A chunk that adds nothing."""
+        return event(self.object([self.choice(0, "")]))
+
     def _logprobs(
         self, index: int, texts: Sequence[str], tokens: Sequence[TokenLogprobs | None]
     ) -> dict[str, Any]:
@@ -194,7 +198,7 @@ class _CompletionReply:
 async def _streamed(
     reply: _CompletionReply, pieces: AsyncGenerator[tuple[int, Piece], None]
 ) -> Response:
-    return EventStream(_events(reply, pieces))
+    return EventStream(_events(reply, pieces), reply.ping)
 
 
 async def _events(
@@ -207,9 +211,8 @@ async def _events(
                 place = index * reply.body.num_each + sample
                 choice = reply.choice(place, echo.text, echo.logprobs, echo.token_ids)
                 yield event(reply.object([choice]))
-        async with aclosing(with_pings(pieces)) as coming:
-            async for item in coming:
-                index, piece = (0, None) if item is None else item
+        async with aclosing(pieces):
+            async for index, piece in pieces:
                 if isinstance(piece, Done):
                     ends[index] = piece
                 chunk = _chunk(reply, index, piece)
@@ -225,8 +228,8 @@ async def _events(
     yield event("[DONE]")
 
 
-def _chunk(reply: _CompletionReply, index: int, piece: Piece | None) -> dict[str, Any] | None:
-    """What one piece adds; None being a sign of life, which adds nothing."""
+def _chunk(reply: _CompletionReply, index: int, piece: Piece) -> dict[str, Any] | None:
+    """What one piece adds; None for nothing."""
     if isinstance(piece, Text):
         return reply.object([reply.choice(index, piece.text)])
     if isinstance(piece, Logprobs):
@@ -236,12 +239,9 @@ def _chunk(reply: _CompletionReply, index: int, piece: Piece | None) -> dict[str
         return reply.object([reply.choice(index, "", end=piece)])
     if isinstance(piece, Frame):
         return reply.object([reply.choice(index, "")], **frame_fields(piece))
-    if isinstance(piece, Prefilled):
-        more = progress_fields(piece)
-        return (
-            reply.object([reply.choice(index, "")], **more) if reply.body.return_progress else None
-        )
-    return reply.object([reply.choice(index, "")])
+    if isinstance(piece, Prefilled) and reply.body.return_progress:
+        return reply.object([reply.choice(index, "")], **progress_fields(piece))
+    return None
 
 
 async def _whole(

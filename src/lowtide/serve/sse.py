@@ -2,7 +2,7 @@
 goes.
 
     async def respond(pieces: AsyncGenerator[Piece, None]) -> Response:
-        return EventStream(_events(with_pings(pieces)))
+        return EventStream(_events(pieces), ping)
 
     return WatchedAnswer(service.answer(ask), respond)
 """
@@ -11,17 +11,22 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import aclosing, suppress
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 from starlette.responses import Response, StreamingResponse
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 T = TypeVar("T")
 
 PING_S = 10.0
 """Silence after which a stream sends a ping: less than any client or proxy waits."""
+
+compact_json = json.JSONEncoder(separators=(",", ":")).encode
+"""A value's text without spaces; `json.dumps` would make such an encoder in each call."""
 
 _HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
@@ -53,26 +58,56 @@ class WatchedAnswer(Response, Generic[T]):
 
 
 class EventStream(StreamingResponse):
-    """Parts as they come, until there are no more or the client goes; then they are closed."""
+    """Parts as they come, and pings where none come, until there are no more or the client goes;
+    then they are closed.
+
+    ping: makes what stands in place of silence, between two parts.
+    """
 
     def __init__(
         self,
         parts: AsyncGenerator[bytes, None],
+        ping: Callable[[], bytes],
         media_type: str = "text/event-stream",
         headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(parts, media_type=media_type, headers={**_HEADERS, **(headers or {})})
         self._parts = parts
+        self._ping = ping
+        self._turn = asyncio.Lock()  # to send
+        self._sent_s = time.monotonic()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with aclosing(self._parts):
-            with suppress(OSError):  # the client has gone
-                await self.stream_response(send)
+        pinging = asyncio.ensure_future(self._break_silences(send))
+        try:
+            async with aclosing(self._parts):
+                with suppress(OSError):  # the client has gone
+                    await self.stream_response(partial(self._send, send))
+        finally:
+            pinging.cancel()
+            with suppress(asyncio.CancelledError, OSError):
+                await pinging
+
+    async def _send(self, send: Send, message: Message) -> None:
+        async with self._turn:
+            await send(message)
+            self._sent_s = time.monotonic()
+
+    async def _break_silences(self, send: Send) -> None:
+        # A task beside the parts: one that waits for each part costs a token three turns of the
+        # event loop more, and with each of them the interpreter's lock.
+        while True:
+            await asyncio.sleep(self._sent_s + PING_S - time.monotonic())
+            async with self._turn:
+                if time.monotonic() - self._sent_s >= PING_S:
+                    part = {"type": "http.response.body", "body": self._ping(), "more_body": True}
+                    await send(part)
+                    self._sent_s = time.monotonic()
 
 
 def event(data: Mapping[str, Any] | str, name: str | None = None) -> bytes:
     """One event of a stream: JSON, or a text as it is (`[DONE]`)."""
-    text = data if isinstance(data, str) else json.dumps(data, separators=(",", ":"))
+    text = data if isinstance(data, str) else compact_json(data)
     head = "" if name is None else f"event: {name}\n"
     return f"{head}data: {text}\n\n".encode()
 
@@ -88,32 +123,6 @@ async def begun(pieces: AsyncGenerator[T, None]) -> AsyncGenerator[T, None]:
                 yield piece
 
     return all_of_them()
-
-
-async def with_pings(
-    pieces: AsyncGenerator[T, None], silence_s: float | None = None
-) -> AsyncGenerator[T | None, None]:
-    """The pieces as they come, and None whenever none came for `silence_s` (`PING_S`)."""
-    silence_s = PING_S if silence_s is None else silence_s
-    coming: asyncio.Future[T] | None = None
-    async with aclosing(pieces):
-        try:
-            while True:
-                coming = coming or asyncio.ensure_future(anext(pieces))
-                await asyncio.wait({coming}, timeout=silence_s)
-                if not coming.done():
-                    yield None
-                    continue
-                try:
-                    piece = coming.result()
-                except StopAsyncIteration:
-                    return
-                coming = None
-                yield piece
-        finally:
-            if coming is not None:
-                coming.cancel()
-                await asyncio.gather(coming, return_exceptions=True)
 
 
 async def until_gone(receive: Receive, work: Coroutine[Any, Any, None]) -> None:

@@ -13,7 +13,7 @@ from starlette.responses import Response
 from lowtide.parsing.pieces import Piece, Prefilled
 from lowtide.serve.errors import Refusal, refusal_of
 from lowtide.serve.service import Ask, Service
-from lowtide.serve.sse import EventStream, WatchedAnswer, event, with_pings
+from lowtide.serve.sse import EventStream, WatchedAnswer, compact_json, event
 
 PROGRESS_S = 1.0
 """At most so often a stream says how far its prompt is."""
@@ -50,9 +50,11 @@ def streamed(
     media_type: str = "text/event-stream",
 ) -> Response:
     """An answer as it is written; by default events that are named by their `type`."""
+    encoded = encode or _named_event
 
     async def respond(pieces: AsyncGenerator[Piece, None]) -> Response:
-        return EventStream(_parts(pieces, writer, encode or _named_event), media_type, headers)
+        parts = _parts(pieces, writer, encoded)
+        return EventStream(parts, lambda: encoded(writer.ping()), media_type, headers)
 
     return WatchedAnswer(service.answer(ask), respond)
 
@@ -75,7 +77,7 @@ def json_response(value: JsonObject, headers: Mapping[str, str] | None = None) -
 
 def json_line(value: JsonObject) -> bytes:
     """A line of NDJSON."""
-    return json.dumps(value, separators=(",", ":")).encode() + b"\n"
+    return compact_json(value).encode() + b"\n"
 
 
 def _named_event(value: JsonObject) -> bytes:
@@ -88,9 +90,9 @@ async def _parts(
     encode: Callable[[JsonObject], bytes],
 ) -> AsyncGenerator[bytes, None]:
     try:
-        async with aclosing(with_pings(pieces)) as watched:
+        async with aclosing(pieces):
             sent_s = time.monotonic()
-            async for piece in watched:
+            async for piece in pieces:
                 for each in _sent(writer, piece, time.monotonic() - sent_s):
                     yield encode(each)
                     sent_s = time.monotonic()
@@ -98,10 +100,8 @@ async def _parts(
         yield encode(writer.failed(refusal_of(error)))
 
 
-def _sent(writer: Writer, piece: Piece | None, silent_s: float) -> Sequence[JsonObject]:
-    """What a stream sends of a piece, or of none, after so long a silence."""
-    if piece is None:
-        return [writer.ping()]
+def _sent(writer: Writer, piece: Piece, silent_s: float) -> Sequence[JsonObject]:
+    """What a stream sends of a piece after so long a silence."""
     sent = writer.take(piece)
     if isinstance(piece, Prefilled) and not sent and silent_s >= PROGRESS_S:
         return [writer.ping()]
