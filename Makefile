@@ -36,9 +36,9 @@ demo-accuracy: $(VENV)/.lowtide
 	$(BIN)/python tools/demo_accuracy.py
 
 # A demo of 12 layers, for what depth changes: 20 MB in the cache of the benchmarks, which look at it
-# where it is, after three hours on one core.
+# where it is, after an hour on one core.
 deep-demo: $(VENV)/.lowtide
-	$(BIN)/python tools/train_demo.py autoregressive --layers 12 --minutes 170 --out $(DEEP_DEMO)
+	$(BIN)/python tools/train_demo.py autoregressive --layers 12 --minutes 60 --out $(DEEP_DEMO)
 
 # The product, with few examples of each property; HYPOTHESIS_PROFILE=ci draws more, =deep many.
 test: $(VENV)/.lowtide-dev

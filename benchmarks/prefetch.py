@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 from common.arguments import make_parser, run_script
-from common.models import model_folder
+from common.models import deep_demos, model_folder
 from common.record import Recorder, say
 from common.texts import text_for
 
@@ -45,7 +45,7 @@ from lowtide.replay.foresight import GATE_ACCURACY, GateAccuracies
 from lowtide.replay.simulator import Report, calibrate, simulate
 from lowtide.replay.trace import Trace, demand_of
 
-MODELS = ("demo:diffusion", "demo:chat", "synth")
+MODELS = ("demo:diffusion", "demo:chat", *deep_demos(), "synth")
 RESIDENT_SHARES = (0.25, 0.5)
 NUM_AHEAD = (1, 4)
 HIDDEN_SIZE, EXPERT_SIZE = 2048, 512  # LLaDA2.0-mini's experts

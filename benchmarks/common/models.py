@@ -51,6 +51,11 @@ def cache_folder() -> Path:
 
 
 def demos() -> list[str]:
-    """The demo models, and the deep one where `make deep-demo` has trained it."""
+    """The demo models, and the deep one."""
+    return ["demo:autoregressive", "demo:diffusion", *deep_demos()]
+
+
+def deep_demos() -> list[str]:
+    """The demo of 12 layers, where `make deep-demo` has trained it."""
     deep = cache_folder() / "demo-12-layers"
-    return ["demo:autoregressive", "demo:diffusion", *([str(deep)] if deep.exists() else [])]
+    return [str(deep)] if deep.exists() else []

@@ -37,7 +37,7 @@ _HOMES = {
 }
 _VALIDATED = ("policy", "predicted, ms a pass", "measured", "predicted over measured", "holds")
 _COUNTS = ("hits", "fetched", "reads", "moved", "prefetched", "moves_asked", "moves_done")
-_RUNS = ("demo:diffusion", "demo:chat", "synth")
+_RUNS = ("demo:diffusion", "demo:chat", "demo-12-layers", "synth")
 _TOPS = ("top_1", "top_2", "top_4", "top_8")
 _PREDICTED = ("run", "predictor", *(f"of the {top[4:]} most wanted" for top in _TOPS))
 _GAINED = ("run", "resident", "ahead", "predictor", "errors", "gain", "wasted")
