@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from lowtide import LLM, SamplingParams
 from lowtide.cli.app import app
 from lowtide.errors import PlanError, UsageError
-from lowtide.hardware.machine import PIECES_AT_ONCE, Rate, this_machine
+from lowtide.hardware.machine import LAYERS_OF_BLOCKS, PIECES_AT_ONCE, Rate, this_machine
 from lowtide.hardware.store import keep_rates
 from lowtide.hardware.weight_rates import KINDS, NUM_TOKENS
 from lowtide.lab import bench as bench_module
@@ -71,6 +71,7 @@ def test_reads_from_disk_are_counted_per_token() -> None:
 RATES = (
     *(Rate(kind.rate_name(count), "B", 1e9, 0.1, 1e9) for kind in KINDS for count in NUM_TOKENS),
     *(Rate(name, "B", 1e9, 0.1, 1e9) for name in PIECES_AT_ONCE),
+    *(Rate(name, "layers", 1e4, 0.1, 1e4) for name in LAYERS_OF_BLOCKS.values()),
 )
 
 

@@ -33,6 +33,9 @@ from lowtide.files.folders import cache_folder
 from lowtide.hardware import machine, measure, memory, store, streams, weight_rates
 from lowtide.hardware.cold_weights import last_level_cache_bytes
 from lowtide.hardware.machine import (
+    FIRST_ANSWERS,
+    LAYERS_OF_BLOCKS,
+    LAYERS_OF_TOKENS,
     PIECES_AT_ONCE,
     Machine,
     Rate,
@@ -56,9 +59,11 @@ from lowtide.kernels.cpu import reader
 from lowtide.kernels.reference import REFERENCE
 from lowtide.lab import checkup, doctor
 from lowtide.lab.synth import synth
+from lowtide.layers.batch import Batch
 from lowtide.llm import LLM, plan_model
 from lowtide.memory.arena import Arena
 from lowtide.model_folder.checkpoint import TensorEntry
+from lowtide.models.decoder import Decoder
 from lowtide.profiles import load_profile
 from lowtide.threads.executor import HostExecutor
 
@@ -517,6 +522,24 @@ def test_doctor_says_what_a_model_costs_and_keeps_it(quick: None, cache: Path) -
     # The scratch file has gone; a compiled kernel may have been kept.
     assert {path.name for path in cache.iterdir()} <= {"costs", "kernels", "rates"}
     assert json.loads(run("demo:diffusion", "--json"))["costs"] == [costs]
+
+
+def test_layers_are_measured_in_passes_of_as_many_rows_as_they_are_named(
+    quick: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    passes: set[tuple[int, int]] = set()
+    forward = Decoder.forward
+
+    def seen(model: Decoder, batch: Batch) -> torch.Tensor:
+        if not batch.token_ids.is_meta:  # a plan's
+            passes.add((len(batch.token_ids), len(batch.segments)))
+        return forward(model, batch)
+
+    monkeypatch.setattr(Decoder, "forward", seen)
+    rates = doctor._demo_rates()
+    names = [*LAYERS_OF_TOKENS.values(), *LAYERS_OF_BLOCKS.values(), FIRST_ANSWERS]
+    assert [rate.name for rate in rates] == names
+    assert passes == {(n, n) for n in LAYERS_OF_TOKENS} | {(n, 1) for n in LAYERS_OF_BLOCKS}
 
 
 def test_a_disk_is_read_with_as_few_reads_at_once_as_are_as_fast() -> None:

@@ -26,12 +26,16 @@ from lowtide.engine.planning.prediction import (
     predictor_of,
     published_pass,
 )
+from lowtide.hardware import store
 from lowtide.hardware.machine import (
     FIRST_ANSWERS,
-    LAYERS,
+    LAYERS_OF_BLOCKS,
+    LAYERS_OF_TOKENS,
     PIECES_AT_ONCE,
+    RATES_METHOD,
     Machine,
     Rate,
+    seconds_per_layer,
     this_machine,
 )
 from lowtide.hardware.store import keep_rates, kept_rates, rates_path
@@ -49,7 +53,10 @@ RATES = (
         for count in NUM_TOKENS
     ),
     *(Rate(name, "B", 1e8, 0.1, 1e8) for name in PIECES_AT_ONCE),
-    Rate(LAYERS, "layers", 1e3, 0.1, 1e3),
+    *(
+        Rate(name, "layers", 1e3, 0.1, 1e3)
+        for name in (*LAYERS_OF_TOKENS.values(), *LAYERS_OF_BLOCKS.values())
+    ),
 )
 ELSEWHERE = Machine("Abacus 9", 4, 1 << 34, "Linux 7", None)
 
@@ -92,6 +99,17 @@ def test_a_damaged_file_of_rates_is_a_notice(damage: str, caplog: pytest.LogCapt
     with caplog.at_level(logging.WARNING):
         assert kept_rates(ELSEWHERE) == ()
     assert caplog.text.count(str(path)) == 1 and ".." not in caplog.text.split(str(path))[1]
+
+
+def test_rates_that_an_older_version_kept_are_measured_again(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with monkeypatch.context() as older:
+        older.setattr(store, "RATES_METHOD", RATES_METHOD - 1)
+        keep_rates(this_machine(), RATES)
+    assert kept_rates(this_machine()) == () and not caplog.records
+    plan = plan_model(folders["qwen3_moe"], device="cpu")
+    assert "unknown until `lowtide doctor` has measured" in outlook(plan, "a model")
 
 
 # Demand.
@@ -155,6 +173,46 @@ def test_a_pass_goes_through_its_weights_once(folders: dict[str, Path]) -> None:
     assert found.num_rows == 1 and found.read_bytes == 0
     expected = model.config.num_layers / 1e3 + found.memory_bytes * PER_BYTE_S
     assert found.pass_time.likely_s == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("names", [LAYERS_OF_TOKENS, LAYERS_OF_BLOCKS])
+def test_a_layer_of_some_rows_takes_what_lies_between_those_measured(names: dict[int, str]) -> None:
+    rates = [Rate(name, "layers", 1 / n, 0.1, 1.0) for n, name in names.items()]
+    found = seconds_per_layer(rates, names)
+    assert found is not None
+    for num_rows in (min(names), 20, 32, 200, 2048):
+        assert found.at(num_rows) == pytest.approx(num_rows)
+    assert seconds_per_layer(rates[1:], names) is None
+
+
+@pytest.mark.parametrize(
+    ("model", "names", "others"),
+    [
+        ("qwen3_moe", LAYERS_OF_TOKENS, LAYERS_OF_BLOCKS),
+        ("llada", LAYERS_OF_BLOCKS, LAYERS_OF_TOKENS),
+        ("demo:diffusion", LAYERS_OF_BLOCKS, LAYERS_OF_TOKENS),
+    ],
+)
+def test_a_model_s_layers_take_as_long_as_a_tiny_one_s_of_its_kind(
+    folders: dict[str, Path], model: str, names: dict[int, str], others: dict[int, str]
+) -> None:
+    """Whether its rows are single tokens, or see each other."""
+    this = opened(folders.get(model, Path(model)))
+    predictor = predictor_of(this, make_plan(this))
+    assert predictor is not None
+
+    def taken_s(slow: str) -> float:
+        rates = [
+            rate._replace(per_s=rate.per_s / 3) if rate.name == slow else rate for rate in RATES
+        ]
+        keep_rates(this_machine(), rates)
+        found = predictor.pass_time(32)
+        assert found is not None
+        return found.likely_s
+
+    more_s = taken_s(names[32]) - taken_s("")
+    assert more_s == pytest.approx(this.config.num_layers * 2e-3)
+    assert taken_s(others[32]) == taken_s(names[8]) == taken_s("")
 
 
 def test_less_memory_is_slower_by_what_is_read(folders: dict[str, Path]) -> None:

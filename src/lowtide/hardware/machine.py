@@ -20,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from lowtide.core import ALIGNMENT
+from lowtide.core import ALIGNMENT, Curve
 from lowtide.files.regular_file import RegularFile
 from lowtide.formats import format_of
 from lowtide.hardware.cold_weights import cold_bytes
@@ -41,7 +41,7 @@ _NEARLY = 0.97  # of the best rate: fewer reads at once leave the processor more
 _PRODUCT_SIZE = 2048
 _LINK_BYTES = 256 << 20
 
-RATES_METHOD = 3
+RATES_METHOD = 4
 """Raised when something else is measured under the same name, which makes kept rates useless."""
 
 MEMORY_READ = "memory read"
@@ -51,8 +51,11 @@ DISK_READ = "disk, sequential"
 PIECES_AT_ONCE = {f"disk, pieces of 1 MiB, {n} at once": n for n in (1, 2, 4, 8)}
 """The names of these rates, and how many reads are under way: experts are read so."""
 
-LAYERS = "layers of a tiny model"
-"""What a layer takes beside its weights: operators of hardly any size, one after the other."""
+LAYERS_OF_TOKENS = {n: f"layers of a tiny model, {n} token{'s' * (n > 1)}" for n in (1, 8, 32)}
+LAYERS_OF_BLOCKS = {n: f"layers of a tiny model, a block of {n}" for n in (8, 32, 64, 256)}
+"""The names, by the rows of a pass, of rates of what a layer takes beside its weights: operators of
+hardly any size, one after the other. Tokens are of so many sequences; those of a block see each
+other, and what a pass writes is chosen among them."""
 
 FIRST_ANSWERS = "first answers of a tiny model"
 """What the first answer of a loaded model takes beside its passes: threads begin, and memory and
@@ -133,6 +136,15 @@ def disk_rate(rates: Sequence[Rate]) -> float | None:
     """Bytes per second of reads as experts are read, in pieces side by side; None where that was
     not measured."""
     return max((each.per_s for each in rates if each.name in PIECES_AT_ONCE), default=None)
+
+
+def seconds_per_layer(rates: Sequence[Rate], names: Mapping[int, str]) -> Curve | None:
+    """What a layer takes beside its weights, from the rows of a pass; None where not all were
+    measured. names: `LAYERS_OF_TOKENS` or `LAYERS_OF_BLOCKS`."""
+    per_s = {rate.name: rate.per_s for rate in rates}
+    if any(name not in per_s for name in names.values()):
+        return None
+    return Curve([(num_rows, 1 / per_s[name]) for num_rows, name in names.items()])
 
 
 def rate_of(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
@@ -30,12 +30,13 @@ from lowtide.experts.transfer import largest_read_bytes
 from lowtide.files.folders import cache_folder
 from lowtide.hardware.machine import (
     FIRST_ANSWERS,
-    LAYERS,
+    LAYERS_OF_BLOCKS,
+    LAYERS_OF_TOKENS,
     READ_BYTES,
     Machine,
     Rate,
     measure_rates,
-    rate_of,
+    rates_of,
     this_machine,
 )
 from lowtide.hardware.measure import (
@@ -57,7 +58,7 @@ from lowtide.llm import LLM
 from lowtide.memory.arena import Arena
 from lowtide.memory.pinned import PinnedMemory
 from lowtide.model_folder.checkpoint import Checkpoint
-from lowtide.params import SamplingParams
+from lowtide.params import DiffusionParams, SamplingParams
 from lowtide.reading.file_reader import FileReader
 from lowtide.threads.executor import HostExecutor
 
@@ -65,7 +66,10 @@ SCRATCH_BYTES = 256 << 20
 """Bytes of the file that the disk is measured with where no model is given."""
 
 DEMO_TOKENS = 16
-"""Tokens written in each sample of the time that a layer takes beside its weights."""
+"""Tokens of each sequence written in a sample of the time that a layer takes beside its weights."""
+
+BLOCK_STEPS = 4
+"""Passes over a block in such a sample."""
 
 _DEVICE_BYTES = 256 << 20  # of slots: more than a GPU's cache holds
 
@@ -154,27 +158,43 @@ def _weight_rates(skipped: list[Skipped]) -> list[Rate]:
 
 
 def _demo_rates() -> list[Rate]:
-    """Rates of the demo's layers, whose weights are tiny, in passes over single tokens, and of the
-    first answer, as far as it takes longer than such passes."""
+    """Rates of the demos' layers, whose weights are tiny, by the rows of a pass, and of the first
+    answer, as far as it takes longer than passes over single tokens."""
     params = SamplingParams(max_tokens=DEMO_TOKENS, ignore_eos=True)
-    with LLM("demo:chat", device="cpu", policy="resident", progress=False) as llm:
+    with _demo("autoregressive") as llm:
+        first_s = DEMO_TOKENS * _pass_s(llm, 1, params)
+        num_layers = llm.config.num_layers
+        rates = _layer_rates(llm, {name: (n, params) for n, name in LAYERS_OF_TOKENS.items()})
+    with _demo("diffusion") as llm:
+        rates += _layer_rates(llm, {name: (1, _block(n)) for n, name in LAYERS_OF_BLOCKS.items()})
+    more_s = max(1e-6, first_s - DEMO_TOKENS * num_layers / rates[0].per_s)
+    return [*rates, Rate(FIRST_ANSWERS, "answers", 1 / more_s, 0.0, 1 / more_s)]
 
-        def answer_s() -> float:
-            """Seconds of a model's first answer."""
-            llm.generate([[1]], params)
-            return llm.stats()["generation_s"]
 
-        def pass_s() -> float:
-            before = llm.stats()
-            llm.generate([[1]], params)
-            after = llm.stats()
-            passes = after["forwards"] - before["forwards"]
-            return (after["generation_s"] - before["generation_s"]) / passes
+def _demo(name: str) -> LLM:
+    """All in memory; answers take over nothing of those before."""
+    return LLM(f"demo:{name}", device="cpu", policy="resident", cache="off", progress=False)
 
-        first_s = answer_s()
-        layers = rate_of(LAYERS, "layers", llm.config.num_layers, pass_s)
-        more_s = max(1e-6, first_s - DEMO_TOKENS * llm.config.num_layers / layers.per_s)
-    return [layers, Rate(FIRST_ANSWERS, "answers", 1 / more_s, 0.0, 1 / more_s)]
+
+def _layer_rates(llm: LLM, asked: Mapping[str, tuple[int, SamplingParams]]) -> list[Rate]:
+    """asked: by a rate's name, how many prompts of a token are answered at once, and how."""
+    samples = {name: partial(_pass_s, llm, *each) for name, each in asked.items()}
+    return list(rates_of(samples, "layers", llm.config.num_layers))
+
+
+def _block(num_rows: int) -> SamplingParams:
+    """An answer that is one block with its prompt of a token, in passes of its `num_rows` rows."""
+    given = DiffusionParams(block_length=num_rows, steps=BLOCK_STEPS, threshold=1.0)
+    return SamplingParams(max_tokens=num_rows - 1, ignore_eos=True, diffusion=given)
+
+
+def _pass_s(llm: LLM, num_prompts: int, params: SamplingParams) -> float:
+    """Seconds that each pass of the answers takes."""
+    before = llm.stats()
+    llm.generate([[3]] * num_prompts, params, progress=False)
+    after = llm.stats()
+    num_passes = after["forwards"] - before["forwards"]
+    return (after["generation_s"] - before["generation_s"]) / num_passes
 
 
 @contextmanager

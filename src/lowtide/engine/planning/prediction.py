@@ -2,9 +2,9 @@
 
 Each pass goes through its weights once, at the rate of their kind and of the rows they are
 multiplied with, and absent experts are read beside the computation. A layer takes, on top, the time
-of one with hardly any weights. With a GPU the times are those of the model's own experts, measured
-as it is loaded. Attention's scores are not counted. Reads ahead of a layer are, where passes of so
-many rows begin them and they save enough.
+of one with hardly any weights in a pass of as many rows, of single tokens or of a block. With a GPU
+the times are those of the model's own experts, measured as it is loaded. Attention's scores are not
+counted. Reads ahead of a layer are, where passes of so many rows begin them and they save enough.
 """
 
 from __future__ import annotations
@@ -24,10 +24,12 @@ from lowtide.errors import StorageError
 from lowtide.experts.layout import ExpertLayout
 from lowtide.hardware.machine import (
     FIRST_ANSWERS,
-    LAYERS,
+    LAYERS_OF_BLOCKS,
+    LAYERS_OF_TOKENS,
     Machine,
     Rate,
     disk_rate,
+    seconds_per_layer,
     this_machine,
 )
 from lowtide.hardware.measure import layer_dense_bytes
@@ -191,9 +193,10 @@ def _host_costs(
     opened: OpenModel, machine: Machine, num_rows: int, demand: ExpertCounts
 ) -> PassCosts | None:
     rates = kept_rates(machine)
-    layers_per_s = next((rate.per_s for rate in rates if rate.name == LAYERS), math.inf)
-    per_byte, disk_bytes_per_s = seconds_per_byte(rates), disk_rate(rates)
-    if not per_byte or (demand.num_on_disk and disk_bytes_per_s is None):
+    rows = LAYERS_OF_BLOCKS if opened.config.is_diffusion else LAYERS_OF_TOKENS
+    per_layer, per_byte = seconds_per_layer(rates, rows), seconds_per_byte(rates)
+    disk_bytes_per_s = disk_rate(rates)
+    if per_layer is None or not per_byte or (demand.num_on_disk and disk_bytes_per_s is None):
         return None
 
     def taken_s(part: _Weights, num_tokens: float) -> float:
@@ -204,7 +207,7 @@ def _host_costs(
     dense_s = sum(taken_s(part, num_rows) for part in _dense_weights(opened))
     _, read_bytes = _expert_bytes(opened)
     return PassCosts(
-        dense_s=opened.config.num_layers / layers_per_s + dense_s,
+        dense_s=opened.config.num_layers * per_layer.at(num_rows) + dense_s,
         expert_s=sum(taken_s(part, demand.num_tokens) for part in _expert_weights(opened)),
         absent_s=0.0,
         read_s=read_bytes / (disk_bytes_per_s or math.inf),
