@@ -716,10 +716,10 @@ def deadline(seconds: float) -> Iterator[None]:
         raise DeadlineReached
 
     signal.signal(signal.SIGALRM, reached)
-    # Again and again: one that is raised while an object is destroyed is lost.
-    signal.setitimer(signal.ITIMER_REAL, seconds, _GRACE_S / 2)
-    faulthandler.dump_traceback_later(seconds + _GRACE_S, exit=True)
     try:
+        # Again and again: one that is raised while an object is destroyed is lost.
+        signal.setitimer(signal.ITIMER_REAL, seconds, _GRACE_S / 2)
+        faulthandler.dump_traceback_later(seconds + _GRACE_S, exit=True)
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)

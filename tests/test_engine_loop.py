@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
-import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -28,6 +28,7 @@ from whole import LIMIT_S, Setting, check_idle, settle, wait_until
 from lowtide import SamplingParams
 from lowtide.decode.request import Event, Finished, Request
 from lowtide.engine.running import probing
+from lowtide.engine.running.worker import Answers, Job
 from lowtide.errors import InternalError, LowtideError, PlanError, StorageError, UsageError
 from lowtide.lab.synth import synth
 from lowtide.llm import LLM
@@ -208,7 +209,7 @@ def test_ctrl_c_is_heard_at_once_and_ends_its_own_call_only(
             other = Together(asks(llm, 1))
             assert passes.is_held.wait(LIMIT_S)
             for call in (asks(llm, 0), lambda: llm.logits(PROMPTS[0]), lambda: llm.stats()):
-                interrupt = interrupt_once_asked(llm)
+                interrupt = interrupt_once_it_waits()
                 with pytest.raises(KeyboardInterrupt):
                     interrupt.start()
                     call()
@@ -219,14 +220,19 @@ def test_ctrl_c_is_heard_at_once_and_ends_its_own_call_only(
         assert ask(llm, 0) == model.answers[0]
 
 
-def interrupt_once_asked(llm: LLM) -> threading.Thread:
-    """Ctrl-C as soon as the engine, which reads no mail meanwhile, has got some."""
-    mailbox = llm._loop._worker.mailbox
-    num_before = mailbox.qsize()
+WAITS = {Answers._next_news.__code__, Job.result.__code__}
+
+
+def interrupt_once_it_waits() -> threading.Thread:
+    """Ctrl-C as soon as the main thread waits for what it has asked for."""
+    main = threading.main_thread().ident
+
+    def waits() -> bool:
+        frames = traceback.walk_stack(sys._current_frames()[main])
+        return any(frame.f_code in WAITS for frame, _ in frames)
 
     def interrupt() -> None:
-        wait_until(lambda: mailbox.qsize() > num_before)
-        time.sleep(0.05)  # by then the call waits
+        wait_until(waits)
         os.kill(os.getpid(), signal.SIGINT)
 
     return threading.Thread(target=interrupt)

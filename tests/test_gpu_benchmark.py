@@ -8,9 +8,9 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from functools import partial
 from pathlib import Path
-from time import perf_counter
 
 import pytest
 
@@ -156,11 +156,9 @@ def test_results_that_cannot_be_written_are_said_before_anything_runs(
 
 
 def test_the_deadline_interrupts() -> None:
-    before, start_s = signal.getsignal(signal.SIGALRM), perf_counter()
+    before = signal.getsignal(signal.SIGALRM)
     with pytest.raises(gpu.DeadlineReached), gpu.deadline(0.05):
-        while perf_counter() - start_s < 30:
-            pass
-    assert perf_counter() - start_s < 20
+        threading.Event().wait(60)
     signal.signal(signal.SIGALRM, before)
 
 

@@ -145,9 +145,10 @@ def test_an_answer_that_is_left_as_an_event_comes_ends(
     llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch, num_ticks: int
 ) -> None:
     async def ask() -> None:
-        coming = asyncio.Event()
+        waits, coming = asyncio.Event(), asyncio.Event()
 
         async def events(_: list[Request]) -> AsyncGenerator[Event, None]:
+            waits.set()
             await coming.wait()
             yield Committed(0, (5,))
             await asyncio.Event().wait()
@@ -158,7 +159,7 @@ def test_an_answer_that_is_left_as_an_event_comes_ends(
         pieces = service.answer(Ask(TALK, params=SHORT))
         await anext(pieces)  # the prompt's length
         task = asyncio.ensure_future(anext(pieces))
-        await asyncio.sleep(0.01)
+        await waits.wait()
         coming.set()
         for _ in range(num_ticks):
             await asyncio.sleep(0)
