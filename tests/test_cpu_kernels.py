@@ -512,10 +512,34 @@ def check_loads(source: Path, cache: Path) -> None:
 def test_a_library_is_compiled_once(source: Path, cache: Path) -> None:
     check_loads(source, cache)
     [first] = kept(cache)
-    written = first.stat().st_mtime_ns
+    written = first.stat().st_ino
     assert cache.stat().st_mode & 0o777 == 0o700
     check_loads(source, cache)
-    assert first.stat().st_mtime_ns == written
+    assert first.stat().st_ino == written
+
+
+def test_what_is_old_goes_as_a_library_is_compiled(
+    source: Path, cache: Path, tmp_path: Path
+) -> None:
+    check_loads(source, cache)
+    [used] = kept(cache)
+    now_s, day_s = time.time(), 86400
+    for name, days in (("build-0", 2), ("build-1", 0), ("cpu-0.so", 31), ("cpu-1.so", 29)):
+        path = cache / name
+        if name.startswith("build"):
+            path.mkdir()
+            (path / "a.o").touch()
+        else:
+            path.touch()
+        os.utime(path, (now_s, now_s - days * day_s))
+    os.utime(used, (now_s, now_s - 31 * day_s))
+    load_library(source)  # nothing is compiled, and this is used
+    assert len(kept(cache)) == 5 and used.stat().st_mtime > now_s - day_s
+    other = tmp_path / "other.cpp"
+    other.write_text(source.read_text())
+    load_library(other)
+    left = {path.name for path in kept(cache) if not path.name.startswith("other-")}
+    assert left == {used.name, "build-1", "cpu-1.so"}
 
 
 def test_who_waits_for_a_compiler_is_told_so_once(

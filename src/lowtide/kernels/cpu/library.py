@@ -37,6 +37,8 @@ _FLAGS = ("-std=c++17", "-O3", "-ffp-contract=off", "-fPIC", "-pthread")
 _LIMIT_S = 120.0
 _WHEEL_LIMIT_S = 900.0  # of a library: no answer waits, and other builds may have the cores
 _POLL_S = 0.005
+_DAY_S = 86400.0
+_OLD_S = {"build-*": _DAY_S, "*.so": 30 * _DAY_S}  # what is that old goes: see `_remove_old`
 _MOST_CHARS = 500  # of a compiler's error
 _DIGEST_BYTES = hashlib.sha256().digest_size
 _SYSTEM_FOLDERS = tuple(map(Path, ("/", "/home", "/tmp", "/var", "/var/tmp")))
@@ -70,7 +72,9 @@ def load_library(*sources: Path) -> ctypes.CDLL:
     compiler = find_compiler()
     try:
         path = _private_folder() / f"{_name(sources)}-{_key(sources, compiler)}.so"
-        if not _is_whole(path):
+        if _is_whole(path):
+            _note_use(path)
+        else:
             _build(sources, compiler, path)
     except OSError as error:
         raise StorageError(
@@ -201,8 +205,23 @@ def _is_whole(path: Path) -> bool:
     return hashlib.sha256(image).digest() == digest
 
 
+def _note_use(path: Path) -> None:
+    with suppress(OSError):  # a cache that may only be read
+        os.utime(path)
+
+
+def _remove_old(folder: Path) -> None:
+    """What killed compilations left, and libraries of other sources that nothing loads any more."""
+    for pattern, limit_s in _OLD_S.items():
+        for path in folder.glob(pattern):
+            with suppress(OSError):  # another process is at it, too
+                if time.time() - path.lstat().st_mtime > limit_s:
+                    shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
 def _build(sources: Sequence[Path], compiler: str, path: Path) -> None:
     """Writes the file whole or not at all: another process may be at it, too."""
+    _remove_old(path.parent)
     _log.warning("Compiling kernels for this processor (once).")  # takes seconds
     with tempfile.TemporaryDirectory(dir=path.parent, prefix="build-") as folder:
         built = Path(folder) / path.name
