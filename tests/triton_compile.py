@@ -21,7 +21,6 @@ from lowtide.kernels import (
     triton_routing,
     triton_rows,
 )
-from lowtide.kernels.triton_weights import row_groups
 
 INSTRUCTIONS = (
     "mma.sync",
@@ -47,9 +46,9 @@ def blocks(
     is_clamped: bool = False,
 ) -> dict[str, int | str]:
     """The constants of a launch over tiles of `rows` pairs and matrices with rows of a length."""
-    columns, depth = chosen[form][rows]
+    columns, depth, _ = chosen[form][rows]
     shape = {"BLOCK_M": rows, "BLOCK_N": columns, "BLOCK_K": depth}
-    kind = {"FORMAT": form, "GROUPS": row_groups(length, form), "CLAMPED": is_clamped}
+    kind = {"FORMAT": form, "LENGTH": 0 if form == "plain" else length, "CLAMPED": is_clamped}
     return {**shape, **kind, "UPCAST": False}
 
 
@@ -152,6 +151,7 @@ def main() -> None:
                 types | {"weights": "*u8"},
                 blocks(rows, chosen, form, length, is_clamped=form == "MXFP4"),
                 GPUTarget("cuda", capability, 32),
+                num_warps=chosen[form][rows].num_warps,
                 **stages,
             )
             for form, length in (("q8", 2048), ("q4", 1408), ("MXFP4", 2880))

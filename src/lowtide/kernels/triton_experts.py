@@ -29,11 +29,11 @@ from lowtide.kernels.triton_weights import (
     Q4,
     Q8,
     add_product,
+    ahead,
     depth_of_half,
     elements,
-    load_tile,
     num_halves,
-    row_groups,
+    take_tile,
     unit_size,
     weights_of,
 )
@@ -123,29 +123,32 @@ def plan_tiles(counts: Tensor, slot_of: Tensor, rows: int, tiles: Tiles) -> None
 
 
 class Blocks(NamedTuple):
-    """What one program computes of a product, and how much of the sum at a time."""
+    """What one program computes of a product, how much of the sum at a time, and its warps."""
 
     columns: int
     depth: int
+    num_warps: int
 
 
-def _blocks(columns: int, depth: int) -> dict[int, Blocks]:
+def _blocks(columns: int, depth: int, num_warps: int = 4) -> dict[int, Blocks]:
     """The blocks of small tiles, and of large ones, which are half as deep in every dtype."""
-    return {_SMALL_TILE: Blocks(columns, depth), _LARGE_TILE: Blocks(64, depth // 2)}
+    small = Blocks(columns, depth, num_warps)
+    return {_SMALL_TILE: small, _LARGE_TILE: Blocks(64, depth // 2, 4)}
 
 
-# A product of 4 bits is one of either half, so as deep as others. With less than 128 scales in a
-# block, q8's, the compiler has them read several times.
+# A product of 4 bits is one of either half, so as deep as others. Unpacking takes longer than
+# reading: two warps put inputs in order for more of q8 and q4 each than four would, and a thread
+# has two scales to copy ahead, 4 bytes, the least that are.
 GATE_UP_BLOCKS = {
     PLAIN.value: _blocks(32, 128),
-    Q8.value: _blocks(64, 128),
-    Q4.value: _blocks(32, 256),
+    Q8.value: _blocks(32, 256, 2),
+    Q4.value: _blocks(32, 256, 2),
     MXFP4.value: _blocks(32, 256),
 }
 DOWN_BLOCKS = {
     PLAIN.value: _blocks(64, 128),
-    Q8.value: _blocks(64, 128),
-    Q4.value: _blocks(64, 256),
+    Q8.value: _blocks(64, 256, 2),
+    Q4.value: _blocks(64, 256, 2),
     MXFP4.value: _blocks(64, 256),
 }
 """By the format and the pairs of a tile."""
@@ -186,12 +189,12 @@ def gated_mlps(
 def _settings(rows: int, blocks: Blocks, form: str, length: int) -> dict[str, int | str]:
     return {
         "FORMAT": form,
-        "GROUPS": row_groups(length, form),
+        "LENGTH": 0 if form == PLAIN.value else length,
         "BLOCK_M": rows,
         "BLOCK_N": blocks.columns,
         "BLOCK_K": blocks.depth,
         "UPCAST": _UPCAST,
-        "num_warps": 4,
+        "num_warps": blocks.num_warps,
         "num_stages": _NUM_STAGES,
     }
 
@@ -258,7 +261,7 @@ def _gate_up(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     FORMAT: tl.constexpr,
-    GROUPS: tl.constexpr,
+    LENGTH: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
     tile = tl.program_id(0)
@@ -276,20 +279,24 @@ def _gate_up(
     x_rows = x + pairs[:, None] * hidden + k[None, :]
     gate = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     up = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    gate_place, up_place = slot + gate_offset, slot + up_offset
+    next_gate = ahead(gate_place, columns, is_column, BLOCK_K, FORMAT, LENGTH)
+    next_up = ahead(up_place, columns, is_column, BLOCK_K, FORMAT, LENGTH)
     for first in range(0, hidden, BLOCK_K):
-        gate_tile = load_tile(
-            slot + gate_offset, columns, is_column, first, hidden, dtype, BLOCK_K, FORMAT, GROUPS
+        gate_tile, next_gate = take_tile(
+            next_gate, gate_place, columns, is_column, first, hidden, dtype, BLOCK_K, FORMAT, LENGTH
         )
-        up_tile = load_tile(
-            slot + up_offset, columns, is_column, first, hidden, dtype, BLOCK_K, FORMAT, GROUPS
+        up_tile, next_up = take_tile(
+            next_up, up_place, columns, is_column, first, hidden, dtype, BLOCK_K, FORMAT, LENGTH
         )
         for half in tl.static_range(num_halves(FORMAT)):
             is_k = k < hidden - first - half * UNIT
             is_in = is_pair[:, None] & is_k[None, :]
             a = tl.load(x_rows + first + half * UNIT, mask=is_in, other=0.0)
-            b_gate = weights_of(gate_tile, half, is_k, dtype, FORMAT)
+            b_gate = weights_of(gate_tile, half, is_k, dtype, FORMAT, LENGTH)
             gate = add_product(a, b_gate, gate, UPCAST)
-            up = add_product(a, weights_of(up_tile, half, is_k, dtype, FORMAT), up, UPCAST)
+            b_up = weights_of(up_tile, half, is_k, dtype, FORMAT, LENGTH)
+            up = add_product(a, b_up, up, UPCAST)
     gate, up = _rounded(gate, dtype), _rounded(up, dtype)
     if CLAMPED:
         gate = _biased(gate, slot + gate_bias, columns, is_column, dtype)
@@ -320,7 +327,7 @@ def _down(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     FORMAT: tl.constexpr,
-    GROUPS: tl.constexpr,
+    LENGTH: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
     tile = tl.program_id(0)
@@ -337,15 +344,18 @@ def _down(
     slot = weights + tl.load(slots + tile).to(tl.int64) * slot_stride
     x_rows = x + pairs[:, None] * width + k[None, :]
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    place = slot + down_offset
+    next_down = ahead(place, columns, is_column, BLOCK_K, FORMAT, LENGTH)
     for first in range(0, width, BLOCK_K):
-        down_tile = load_tile(
-            slot + down_offset, columns, is_column, first, width, dtype, BLOCK_K, FORMAT, GROUPS
+        down_tile, next_down = take_tile(
+            next_down, place, columns, is_column, first, width, dtype, BLOCK_K, FORMAT, LENGTH
         )
         for half in tl.static_range(num_halves(FORMAT)):
             is_k = k < width - first - half * UNIT
             is_in = is_pair[:, None] & is_k[None, :]
             a = tl.load(x_rows + first + half * UNIT, mask=is_in, other=0.0)
-            total = add_product(a, weights_of(down_tile, half, is_k, dtype, FORMAT), total, UPCAST)
+            b = weights_of(down_tile, half, is_k, dtype, FORMAT, LENGTH)
+            total = add_product(a, b, total, UPCAST)
     total = _rounded(total, dtype)
     if CLAMPED:
         total = _biased(total, slot + down_bias, columns, is_column, dtype)

@@ -1,11 +1,11 @@
 """Tiles of weights in Triton: read as a slot has them, unpacked where they are multiplied with.
 
 A tile is [depth, columns], some neighbours of some rows of a matrix [out, in], transposed. A plain
-one is read in the compute dtype. A packed one is read as codes, of which a byte of 4 bits has two
-of a group's halves; each half makes a tile of its own, for which the inputs are read in the same
-order, so that no byte is read twice and none is moved. Each weight is unpacked in float32, as its
-format says, and rounded once to the compute dtype. The bytes are those of `formats/quantised.py`
-and `formats/ggml`.
+one is read in the compute dtype. A packed one is read as words of four bytes; a byte of 4 bits has
+one weight of each half of a group. Each half makes a tile of its own, for which the inputs are read
+in the same order, so that no byte is read twice and none is moved between threads. Each weight is
+unpacked in float32, as its format says, and rounded once to the compute dtype. The bytes are those
+of `formats/quantised.py` and `formats/ggml`.
 """
 
 from __future__ import annotations
@@ -30,11 +30,6 @@ def num_halves(form):
 def group_size(form):
     """Weights that share a scale."""
     return 32 if form == MXFP4.value else 64
-
-
-def row_groups(length: int, form: str) -> int:
-    """Groups of a row of so many weights; of plain ones none are asked for."""
-    return 0 if form == PLAIN.value else triton.cdiv(length, group_size(form))
 
 
 @triton.constexpr_function
@@ -62,7 +57,29 @@ def elements(place, dtype: tl.constexpr):
 
 
 @triton.jit
-def load_tile(
+def ahead(
+    matrix,
+    columns,
+    is_column,
+    BLOCK_K: tl.constexpr,
+    FORMAT: tl.constexpr,
+    LENGTH: tl.constexpr,
+):
+    """What `take_tile` begins with: in MXFP4 the first tile.
+
+    The compiler copies the others' tiles into shared memory ahead of their use. A block of 17
+    bytes it would copy 4 bytes at a time, which takes longer than computing with them.
+    """
+    if FORMAT == MXFP4:
+        found = _load_words(matrix, columns, is_column, 0, BLOCK_K, FORMAT, LENGTH)
+    else:
+        found = 0.0, 0.0, 0.0
+    return found
+
+
+@triton.jit
+def take_tile(
+    held,
     matrix,
     columns,
     is_column,
@@ -71,12 +88,13 @@ def load_tile(
     dtype: tl.constexpr,
     BLOCK_K: tl.constexpr,
     FORMAT: tl.constexpr,
-    GROUPS: tl.constexpr,
+    LENGTH: tl.constexpr,
 ):
-    """Weights `first` to `first + BLOCK_K` of rows `columns` of a matrix: codes, scales, zeros.
+    """Weights `first` to `first + BLOCK_K` of rows `columns` of a matrix: codes, scales, zeros;
+    and what to hold until the next call.
 
-    length: weights of a row; GROUPS: groups of one, a constant, so that the compiler knows how
-    rows are aligned. Plain: the weights themselves. Packed: [groups, unit, columns] and
+    length: weights of a row; LENGTH: the same for a packed one, a constant, so that the compiler
+    knows how rows are aligned. Plain: the weights themselves. Packed: words [words, columns] and
     twice [groups, 1, columns].
     """
     if FORMAT == PLAIN:
@@ -86,55 +104,126 @@ def load_tile(
         found = tl.load(places + first, mask=is_weight, other=0.0), 0.0, 0.0
     else:
         GROUP: tl.constexpr = group_size(FORMAT)
-        group = (first // GROUP + tl.arange(0, BLOCK_K // GROUP))[:, None, None]
-        found = _load_groups(matrix, columns, is_column, group, GROUPS, FORMAT)
-    return found
+        group = tl.multiple_of(first // GROUP, BLOCK_K // GROUP)
+        if FORMAT == MXFP4:
+            found = held
+            group += BLOCK_K // GROUP
+            held = _load_words(matrix, columns, is_column, group, BLOCK_K, FORMAT, LENGTH)
+        else:
+            found = _load_words(matrix, columns, is_column, group, BLOCK_K, FORMAT, LENGTH)
+    return found, held
 
 
 @triton.jit
-def _load_groups(matrix, columns, is_column, group, GROUPS: tl.constexpr, FORMAT: tl.constexpr):
-    UNIT: tl.constexpr = unit_size(FORMAT)
-    columns = columns[None, None, :]
-    unit = tl.arange(0, UNIT)[None, :, None]
-    is_group = (group < GROUPS) & is_column[None, None, :]
+def _load_words(
+    matrix,
+    columns,
+    is_column,
+    group,
+    BLOCK_K: tl.constexpr,
+    FORMAT: tl.constexpr,
+    LENGTH: tl.constexpr,
+):
+    GROUP: tl.constexpr = group_size(FORMAT)
+    GROUPS: tl.constexpr = (LENGTH + GROUP - 1) // GROUP
+    BLOCK_G: tl.constexpr = BLOCK_K // GROUP
+    WORDS: tl.constexpr = unit_size(FORMAT) // 4  # of a group
+    word = tl.arange(0, BLOCK_G * WORDS)[:, None]
+    groups = group + tl.arange(0, BLOCK_G)[:, None, None]
+    is_word, is_group = is_column[None, :], is_column[None, None, :]
+    if FORMAT == MXFP4 or LENGTH % BLOCK_K:
+        is_word = is_word & (group + word // WORDS < GROUPS)
+        is_group = is_group & (groups < GROUPS)
     if FORMAT == MXFP4:
-        blocks = matrix + (columns * GROUPS + group) * (UNIT + 1)
-        codes = tl.load(blocks + 1 + unit, mask=is_group, other=0)
-        found = codes, _power_of_two(tl.load(blocks, mask=is_group, other=0)), 0.0
+        block = (columns[None, None, :] * GROUPS + groups) * 17
+        scales = tl.load(matrix + block, mask=is_group, other=0)
+        codes = (columns[None, :] * GROUPS + (group + word // WORDS)) * 17 + 1
+        # A word that lies in two aligned ones.
+        places = elements(matrix, tl.uint32) + ((codes >> 2) + word % WORDS)
+        low = tl.load(places, mask=is_word, other=0).to(tl.uint64)
+        high = tl.load(places + 1, mask=is_word, other=0).to(tl.uint64)
+        words = ((high << 32 | low) >> ((codes & 3) * 8).to(tl.uint64)).to(tl.uint32)
+        found = words, scales, scales
     else:
-        rows = matrix + columns * (GROUPS * (UNIT + 4))
-        codes = tl.load(rows + group * UNIT + unit, mask=is_group, other=0)
-        halves = elements(rows + GROUPS * UNIT, tl.float16)
-        scales = tl.load(halves + group, mask=is_group, other=0.0)
-        zeros = tl.load(halves + GROUPS + group, mask=is_group, other=0.0)
-        found = codes, scales.to(tl.float32), zeros.to(tl.float32)
+        ROW: tl.constexpr = GROUPS * (WORDS + 1)
+        places = elements(matrix, tl.uint32) + (columns[None, :] * ROW + (group * WORDS + word))
+        words = tl.load(places, mask=is_word, other=0)
+        halves = elements(matrix, tl.float16)
+        halves += columns[None, None, :] * (2 * ROW) + (2 * GROUPS * WORDS + groups)
+        scales = tl.load(halves, mask=is_group, other=0.0)
+        found = words, scales, tl.load(halves + GROUPS, mask=is_group, other=0.0)
     return found
 
 
 @triton.jit
-def weights_of(tile, half: tl.constexpr, is_k, dtype: tl.constexpr, FORMAT: tl.constexpr):
-    """One half of what `load_tile` has read, [depth, columns] in the compute dtype."""
+def weights_of(
+    tile, half: tl.constexpr, is_k, dtype: tl.constexpr, FORMAT: tl.constexpr, LENGTH: tl.constexpr
+):
+    """One half of what `take_tile` has read, [depth, columns] in the compute dtype."""
     if FORMAT == PLAIN:
         found = tile[0]
     else:
-        weights = _unpacked(*tile, half, FORMAT).to(dtype)
-        depth: tl.constexpr = weights.shape[0] * weights.shape[1]
-        # Beyond a row's end codes mean nothing, and may be infinite in float16.
-        found = tl.where(is_k[:, None], tl.reshape(weights, (depth, weights.shape[2])), 0.0)
+        first = _unpacked(*tile, 0, half, FORMAT).to(dtype)
+        second = _unpacked(*tile, 1, half, FORMAT).to(dtype)
+        third = _unpacked(*tile, 2, half, FORMAT).to(dtype)
+        fourth = _unpacked(*tile, 3, half, FORMAT).to(dtype)
+        four = tl.join(tl.join(first, third), tl.join(second, fourth))  # [words, columns, 2, 2]
+        DEPTH: tl.constexpr = 4 * first.shape[0]
+        found = tl.reshape(tl.permute(four, (0, 2, 3, 1)), (DEPTH, first.shape[1]))
+        if LENGTH % group_size(FORMAT):
+            # Beyond a row's end codes mean nothing, and may be infinite in float16. Elsewhere
+            # this would keep the compiler from reading each thread's words where it multiplies.
+            found = tl.where(is_k[:, None], found, 0.0)
     return found
 
 
 @triton.jit
-def _unpacked(codes, scales, zeros, half: tl.constexpr, FORMAT: tl.constexpr):
-    if FORMAT == Q8:
-        weights = codes.to(tl.float32) * scales + zeros
+def _unpacked(words, scales, zeros, byte: tl.constexpr, half: tl.constexpr, FORMAT: tl.constexpr):
+    """[words, columns] weights of one byte of each word, in float32.
+
+    Codes are not converted but placed, two at a time, in the bits of two float16: those of an
+    integer in the lowest, which is code * 2 ** -24, exactly, and so is what is made of it.
+    """
+    WORDS: tl.constexpr = unit_size(FORMAT) // 4
+    if FORMAT == MXFP4:
+        PLACE: tl.constexpr = 8 * (byte % 2) + 4 * half
+        numbers = _float16(_placed_fp4(words, PLACE), byte // 2) * 32768.0
+        weights = numbers.to(tl.float32) * _spread(_power_of_two(scales), WORDS)
     else:
-        codes = (codes >> (4 * half)) & 15
-        if FORMAT == Q4:
-            weights = codes.to(tl.float32) * scales + zeros
-        else:
-            weights = _doubled_fp4(codes.to(tl.int32)).to(tl.float32) * scales
+        LEFT: tl.constexpr = 4 * half
+        MASK: tl.constexpr = (0x00FF00FF if FORMAT == Q8 else 0x000F000F) << LEFT
+        numbers = _float16((words >> (8 * (byte % 2))) & MASK, byte // 2).to(tl.float32)
+        LIFT: tl.constexpr = 2.0 ** (24 - LEFT)
+        scales, zeros = scales.to(tl.float32) * LIFT, zeros.to(tl.float32)
+        weights = numbers * _spread(scales, WORDS) + _spread(zeros, WORDS)
     return weights
+
+
+@triton.jit
+def _placed_fp4(words, PLACE: tl.constexpr):
+    """The four bits at PLACE, and 16 further, as sign, exponent and mantissa of two float16:
+    2 ** -14 times the numbers."""
+    signs = (words << (12 - PLACE)) & 0x80008000
+    if PLACE <= 9:
+        rest = words << (9 - PLACE)
+    else:
+        rest = words >> (PLACE - 9)
+    return signs | (rest & 0x0E000E00)
+
+
+@triton.jit
+def _float16(words, upper: tl.constexpr):
+    """The number in the lower or the upper half of a word."""
+    return (words >> (16 * upper)).to(tl.uint16).to(tl.float16, bitcast=True)
+
+
+@triton.jit
+def _spread(numbers, WORDS: tl.constexpr):
+    """[groups, 1, columns] -> [groups * WORDS, columns]"""
+    GROUPS: tl.constexpr = numbers.shape[0]
+    COLUMNS: tl.constexpr = numbers.shape[2]
+    spread = tl.broadcast_to(numbers, (GROUPS, WORDS, COLUMNS))
+    return tl.reshape(spread, (GROUPS * WORDS, COLUMNS))
 
 
 @triton.jit
@@ -143,14 +232,6 @@ def _power_of_two(exponents):
     exponents = exponents.to(tl.int32)
     bits = tl.where(exponents < 2, (1 << 21) << exponents, (exponents - 1) << 23)
     return bits.to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _doubled_fp4(codes):
-    """Twice the numbers of a sign, two bits of exponent and one of mantissa, as integers."""
-    low, exponent = codes & 1, (codes >> 1) & 3
-    number = tl.where(exponent == 0, low, (2 + low) << tl.maximum(exponent - 1, 0))
-    return tl.where(codes >= 8, -number, number)
 
 
 @triton.jit
