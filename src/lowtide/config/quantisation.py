@@ -11,6 +11,7 @@ from typing import NamedTuple
 from lowtide.config.fields import Fields
 from lowtide.errors import UnsupportedError
 from lowtide.files.json_file import shown
+from lowtide.formats.grouped_ints import GROUPS
 
 PACKED_METHOD = "lowtide"
 """The `quant_method` of folders that `lowtide pack` wrote."""
@@ -20,8 +21,6 @@ READ = (
     "AWQ (gemm) in 4 bits, and compressed-tensors' pack-quantized in 4 and 8, in groups of 32, 64 "
     "and 128 or with a scale for each row; gpt-oss' MXFP4 experts; and GGUF"
 )
-
-GROUPS = (32, 64, 128)
 
 OF_ROWS = -1
 """For the size of a group, where all of a row share a scale."""

@@ -7,7 +7,7 @@ Without torch, but where a matrix is multiplied with.
 from __future__ import annotations
 
 import math
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -46,7 +46,7 @@ class StoredTensor(NamedTuple):
         return math.prod(self.shape) * _ITEM_BYTES[self.dtype]
 
 
-class Sectioned(MatrixFormat):
+class Sectioned(MatrixFormat, ABC):
     """What such matrices are in memory: one range of bytes, in sections of equally many bytes for
     each row of the matrix, or for so many."""
 
@@ -88,20 +88,11 @@ class Sectioned(MatrixFormat):
             part = target[first * row_bytes : (first + len(rows)) * row_bytes]
             convert_plain(weights.reshape(-1).view(np.uint8), "F32", part, to.name)
 
-    def unpack(self, *stored: Bytes) -> Bytes:
-        raise NotImplementedError(f"{self.name} is unpacked by whole rows of a matrix.")
-
     def matrix(self, tensors: Sequence[Tensor], shape: Shape) -> SectionedMatrix:
         return SectionedMatrix(self, tensors[0], shape, range(shape[0]))
 
-    def has_tensor(self, name: str, dtype: str) -> bool:
-        return False
 
-    def is_finite(self, stored: Bytes) -> bool:
-        return True
-
-
-class Arranged(MatrixFormat):
+class Arranged(MatrixFormat, ABC):
     """How a checkpoint has a matrix: tensors, each divided into equally many units."""
 
     unpacked = "F32"
@@ -138,15 +129,6 @@ class Arranged(MatrixFormat):
         for first in range(0, num_units, step):
             units = range(first, min(first + step, num_units))
             yield units, [_bytes_of(each, units) for each in tensors]
-
-    def unpack(self, *stored: Bytes) -> Bytes:
-        raise NotImplementedError(f"{self.name} is arranged before it is unpacked.")
-
-    def has_tensor(self, name: str, dtype: str) -> bool:
-        return False
-
-    def is_finite(self, stored: Bytes) -> bool:
-        return True
 
 
 class SectionedMatrix:

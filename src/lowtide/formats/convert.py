@@ -40,16 +40,25 @@ def convert(
     the format `to`, which is plain, or what `source` is kept as, of one tensor, or can be packed,
     with this importance of inputs.
     """
+    is_packed = to.unpacked != to.name
     if source is to:
         np.copyto(target, stored[0])
     elif source.kept is to:
         source.arrange(stored, target)
-    elif to.unpacked != to.name:
-        _pack(stored, source, target, to, pack, importance)
-    elif source.unpacked == source.name:
+    elif source.unpacked == source.name and not is_packed:
         convert_plain(stored[0], source.name, target, to.name)
     else:
-        _unpack(stored, source, target, to)
+        unit = to.block_size if is_packed else source.block_size  # `source` divides into it
+        num_weights = len(stored[0]) // source.num_bytes(unit) * unit
+        step = max(1, CHUNK_WEIGHTS // unit) * unit
+        for start in range(0, num_weights, step):
+            stop = min(start + step, num_weights)
+            weights = source.unpack(*_parts(stored, source, start, stop))
+            part = target[to.num_bytes(start) : to.num_bytes(stop)]
+            if is_packed:
+                pack(to, weights, source.unpacked, part, importance)
+            else:
+                convert_plain(weights, source.unpacked, part, to.name)
 
 
 def convert_rows(
@@ -64,49 +73,17 @@ def convert_rows(
     num_rows = max(1, CHUNK_WEIGHTS // row_size)
     for first in range(0, len(target), num_rows):
         rows = target[first : first + num_rows]
-        start, stop = first * row_size, (first + len(rows)) * row_size
         contiguous = np.empty(rows.shape, target.dtype)
-        pieces = [
-            each[source.num_bytes(start, tensor) : source.num_bytes(stop, tensor)]
-            for tensor, each in enumerate(stored)
-        ]
+        pieces = _parts(stored, source, first * row_size, (first + len(rows)) * row_size)
         convert(pieces, source, contiguous.reshape(-1).view(np.uint8), to)
         rows[...] = contiguous
 
 
-def _pack(
-    stored: Sequence[Bytes],
-    source: MatrixFormat,
-    target: Bytes,
-    to: MatrixFormat,
-    pack: Pack,
-    importance: Importance | None,
-) -> None:
-    """Some blocks of the target at a time; `source` divides into them."""
-    source_bytes = source.num_bytes(to.block_size)
-    num_blocks, step = len(stored[0]) // source_bytes, max(1, CHUNK_WEIGHTS // to.block_size)
-    for first in range(0, num_blocks, step):
-        stop = min(first + step, num_blocks)
-        pieces = [
-            each[
-                source.num_bytes(first * to.block_size, i) : source.num_bytes(
-                    stop * to.block_size, i
-                )
-            ]
-            for i, each in enumerate(stored)
-        ]
-        start, end = (to.num_bytes(block * to.block_size) for block in (first, stop))
-        pack(to, source.unpack(*pieces), source.unpacked, target[start:end], importance)
-
-
-def _unpack(stored: Sequence[Bytes], source: MatrixFormat, target: Bytes, to: MatrixFormat) -> None:
-    num_blocks = len(stored[0]) // source.block_bytes[0]
-    step = max(1, CHUNK_WEIGHTS // source.block_size)
-    for first in range(0, num_blocks, step):
-        stop = min(first + step, num_blocks)
-        pieces = [
-            each[first * size : stop * size]
-            for each, size in zip(stored, source.block_bytes, strict=True)
-        ]
-        start, end = (to.num_bytes(block * source.block_size) for block in (first, stop))
-        convert_plain(source.unpack(*pieces), source.unpacked, target[start:end], to.name)
+def _parts(
+    stored: Sequence[Bytes], source: MatrixFormat, start: int, stop: int
+) -> list[Bytes]:
+    """Of each tensor the bytes of weights `start` to `stop`, whole blocks."""
+    return [
+        each[source.num_bytes(start, tensor) : source.num_bytes(stop, tensor)]
+        for tensor, each in enumerate(stored)
+    ]

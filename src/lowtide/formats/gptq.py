@@ -15,48 +15,32 @@ from collections.abc import Sequence
 import numpy as np
 
 from lowtide.errors import UnsupportedError
-from lowtide.formats.arranged import SCALE_DTYPES, Arranged, Shape, StoredTensor, need_multiple
-from lowtide.formats.grouped_ints import FORMATS as IN_MEMORY
-from lowtide.formats.grouped_ints import GROUPS, described, nibbles_along_rows
+from lowtide.formats.arranged import SCALE_DTYPES, Shape, StoredTensor
+from lowtide.formats.grouped_ints import GROUPS, InputGroups, nibbles_along_rows
 from lowtide.formats.matrix import Bytes
-from lowtide.formats.plain import ITEM_BYTES
 
 _ONE_OF_EACH = np.uint32(0x11111111)
 """A one for each of the eight numbers in an int32."""
 
 
-class Gptq(Arranged):
-    """A unit is a group of the input, as it is in memory."""
-
+class Gptq(InputGroups):
     def __init__(self, version: int, group: int, scale_dtype: str, is_of_rows: bool) -> None:
         """version: of the convention, 1 or 2."""
-        self.version, self.group, self.scale_dtype = version, group, scale_dtype
-        self.is_of_rows = is_of_rows
-        self.name = f"GPTQ v{version} of {described(group, is_of_rows)} to a {scale_dtype} scale"
-        self.dtypes = (self.name,)
-        self.in_memory = IN_MEMORY[4, group, scale_dtype, True]
+        self.version, self.method = version, f"GPTQ v{version}"
+        super().__init__(group, scale_dtype, is_of_rows)
 
-    def num_units(self, shape: Shape) -> int:
-        return shape[1] // self.group
+    def weight_shape(self, shape: Shape) -> Shape:
+        return shape[1] // 8, shape[0]
 
     def tensors(self, shape: Shape) -> tuple[StoredTensor, ...]:
-        out, width = shape
-        need_multiple(width, self.group, "its input")
-        need_multiple(out, 8, "its output")
-        is_whole, scale_bytes = self.is_of_rows, ITEM_BYTES[self.scale_dtype]
-        groups = 1 if is_whole else width // self.group
-        return (
-            StoredTensor(".qweight", "I32", (width // 8, out), self.group // 2 * out),
-            StoredTensor(".qzeros", "I32", (groups, out // 8), out // 2, is_whole),
-            StoredTensor(".scales", self.scale_dtype, (groups, out), out * scale_bytes, is_whole),
-            StoredTensor(".g_idx", "I32", (width,), 4 * self.group),
-        )
+        order = StoredTensor(".g_idx", "I32", shape[1:], 4 * self.group)
+        return *super().tensors(shape), order
 
     def arrange_units(
         self, stored: Sequence[Bytes], shape: Shape, units: range, sections: Sequence[Bytes]
     ) -> None:
         weights, zeros, scales, order = stored
-        groups, out = slice(units.start, units.stop), shape[0]
+        out = shape[0]
         wanted = np.repeat(np.arange(units.start, units.stop, dtype=np.int32), self.group)
         wanted *= not self.is_of_rows
         if not np.array_equal(order.view(np.int32), wanted):
@@ -64,13 +48,10 @@ class Gptq(Arranged):
                 "its g_idx is not in order: act-order (desc_act), which is not read"
             )
         words = slice(units.start * self.group // 8, units.stop * self.group // 8)
-        of_scales = scales.view(f"u{ITEM_BYTES[self.scale_dtype]}").reshape(-1, out)
         sections[0].view(np.uint32)[:, words] = weights.view(np.uint32).reshape(-1, out).T
-        sections[1].view(of_scales.dtype)[:, groups] = of_scales.T
         whole = zeros.view(np.uint32) + _ONE_OF_EACH if self.version == 1 else zeros
-        sections[2][:, groups] = nibbles_along_rows(
-            whole.view(np.uint8).reshape(len(of_scales), -1), out
-        ).T
+        numbers = nibbles_along_rows(whole.view(np.uint8).reshape(-1, out // 2), out)
+        self.arrange_ends(scales, numbers, units, sections)
 
 
 FORMATS = {

@@ -9,12 +9,22 @@ Without zeros all are half of the codes' range. In memory a matrix is its codes,
 from __future__ import annotations
 
 import functools
+from abc import abstractmethod
 from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-from lowtide.formats.arranged import SCALE_DTYPES, Floats, Sectioned, Shape, to_float32
+from lowtide.formats.arranged import (
+    SCALE_DTYPES,
+    Arranged,
+    Floats,
+    Sectioned,
+    Shape,
+    StoredTensor,
+    need_multiple,
+    to_float32,
+)
 from lowtide.formats.matrix import Bytes
 from lowtide.formats.plain import ITEM_BYTES
 
@@ -73,6 +83,46 @@ FORMATS = {
     for dtype in SCALE_DTYPES
     for has_zeros in (False, True)
 }
+
+
+class InputGroups(Arranged):
+    """Four bits in a checkpoint, with zeros. A unit is a group of the input, as in memory."""
+
+    method: str
+
+    def __init__(self, group: int, scale_dtype: str, is_of_rows: bool) -> None:
+        self.group, self.scale_dtype, self.is_of_rows = group, scale_dtype, is_of_rows
+        self.name = f"{self.method} of {described(group, is_of_rows)} to a {scale_dtype} scale"
+        self.dtypes = (self.name,)
+        self.in_memory = FORMATS[4, group, scale_dtype, True]
+
+    @abstractmethod
+    def weight_shape(self, shape: Shape) -> Shape:
+        """Of the int32 that hold the weights of a matrix [out, in]."""
+
+    def num_units(self, shape: Shape) -> int:
+        return shape[1] // self.group
+
+    def tensors(self, shape: Shape) -> tuple[StoredTensor, ...]:
+        out, width = shape
+        need_multiple(width, self.group, "its input")
+        need_multiple(out, 8, "its output")
+        is_whole, scale_bytes = self.is_of_rows, ITEM_BYTES[self.scale_dtype]
+        groups = 1 if is_whole else width // self.group
+        return (
+            StoredTensor(".qweight", "I32", self.weight_shape(shape), self.group * out // 2),
+            StoredTensor(".qzeros", "I32", (groups, out // 8), out // 2, is_whole),
+            StoredTensor(".scales", self.scale_dtype, (groups, out), out * scale_bytes, is_whole),
+        )
+
+    def arrange_ends(
+        self, scales: Bytes, zeros: Bytes, units: range, sections: Sequence[Bytes]
+    ) -> None:
+        """Writes some units' scales, as they are stored, and zeros [groups, out]."""
+        groups = slice(units.start, units.stop)
+        numbers = scales.view(f"u{ITEM_BYTES[self.scale_dtype]}").reshape(len(zeros), -1)
+        sections[1].view(numbers.dtype)[:, groups] = numbers.T
+        sections[2][:, groups] = zeros.T
 
 
 def nibbles_along_rows(packed: Bytes, num_columns: int) -> Bytes:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
@@ -44,7 +43,7 @@ class StoredMatrix(Protocol):
         ...
 
 
-class MatrixFormat(ABC):
+class MatrixFormat:
     """How one matrix lies in a file and, if it is kept, in memory. Has no state.
 
     A matrix is held by one tensor or several (weights, scales), each divided into blocks: so many
@@ -86,22 +85,19 @@ class MatrixFormat(ABC):
 
     def num_weights(self, num_items: int) -> int:
         """Weights in so many items of an array in memory: elements, or bytes of blocks."""
-        return (
-            num_items
-            if self.block_size == 1
-            else num_items // self.block_bytes[0] * self.block_size
-        )
+        is_plain = self.block_size == 1
+        return num_items if is_plain else num_items // self.block_bytes[0] * self.block_size
 
     def arrange(self, stored: Sequence[Bytes], target: Bytes) -> None:
         """Writes whole blocks of `stored`, each of a tensor, as the format `kept` has them."""
         raise NotImplementedError(f"{self.name} is kept as it is stored, or not at all.")
 
-    @abstractmethod
     def unpack(self, *stored: Bytes) -> Bytes:
         """The weights of whole blocks, in their order, in the plain format `unpacked`.
 
         stored: the same blocks' bytes of each tensor, 1-D, at any address.
         """
+        raise NotImplementedError(f"{self.name} is not unpacked by blocks.")
 
     def pack(
         self,
@@ -119,10 +115,10 @@ class MatrixFormat(ABC):
         """A matrix of a kept format over its bytes in memory, each of `tensors` 1-D uint8."""
         raise NotImplementedError(f"{self.name} is not kept.")
 
-    @abstractmethod
     def has_tensor(self, name: str, dtype: str) -> bool:
         """Whether a checkpoint's tensor may hold something of this format that is not finite."""
+        return False
 
-    @abstractmethod
     def is_finite(self, stored: Bytes) -> bool:
         """Whether no weight is an infinity or NaN, by whole blocks of such a tensor."""
+        return True

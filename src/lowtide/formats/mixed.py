@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
-from lowtide.formats.matrix import Bytes, MatrixFormat
-
-if TYPE_CHECKING:
-    from torch import Tensor
-
-    from lowtide.formats.matrix import StoredMatrix
+from lowtide.formats.matrix import MatrixFormat
 
 
 class Mixed(MatrixFormat):
-    """One of several kept formats, in memory as large as the largest. No tensor is in it."""
+    """One of several kept formats, in memory as large as the largest. No tensor is in it, and a
+    matrix is unpacked and multiplied with as the one that it is in."""
 
     dtypes = ()
     unpacked = "F32"
@@ -24,9 +18,9 @@ class Mixed(MatrixFormat):
     is_of_host = True
     in_safetensors = False
 
-    def __init__(self, variants: Sequence[MatrixFormat]) -> None:
+    def __init__(self, variants: tuple[MatrixFormat, ...]) -> None:
         """variants: kept, of one tensor each."""
-        self._variants = tuple(variants)
+        self._variants = variants
         self.name = " or ".join(each.name for each in variants)
 
     @property
@@ -35,18 +29,6 @@ class Mixed(MatrixFormat):
 
     def matrix_bytes(self, shape: tuple[int, ...]) -> int:
         return max(each.matrix_bytes(shape) for each in self._variants)
-
-    def unpack(self, *stored: Bytes) -> Bytes:
-        raise NotImplementedError(f"{self.name} is unpacked as the one that a matrix is in.")
-
-    def matrix(self, tensors: Sequence[Tensor], shape: tuple[int, ...]) -> StoredMatrix:
-        raise NotImplementedError(f"{self.name} is multiplied with as the one a matrix is in.")
-
-    def has_tensor(self, name: str, dtype: str) -> bool:
-        return False
-
-    def is_finite(self, stored: Bytes) -> bool:
-        return True
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""Weights in 8 or 4 bits: groups of 64 along the input, each with a scale and a zero of its own.
+"""q8 and q4: groups of 64 weights along the input, each with a scale and a zero of its own.
 
     weight = scale * code + zero            code: 0 .. 2^bits - 1; scale, zero: float16
 
@@ -51,16 +51,13 @@ class Quantised(MatrixFormat):
         self.block_size, self.block_bytes = GROUP, (row_bytes(GROUP, num_bits),)
 
     def for_rows(self, num_columns: int) -> QuantisedRows:
-        return _of_rows(self, num_columns)
+        return _rows_of(self.num_bits, num_columns)
 
     def unpack(self, *stored: Bytes) -> Bytes:
         return self.for_rows(GROUP).unpack(*stored)
 
     def has_tensor(self, name: str, dtype: str) -> bool:
         return dtype == self.name
-
-    def is_finite(self, stored: Bytes) -> bool:
-        return True  # of groups in no known rows nothing can be told
 
 
 class QuantisedRows(Quantised):
@@ -71,9 +68,6 @@ class QuantisedRows(Quantised):
         self.num_columns = num_columns
         self.num_groups = -(-num_columns // GROUP)
         self.block_size, self.block_bytes = num_columns, (row_bytes(num_columns, num_bits),)
-
-    def for_rows(self, num_columns: int) -> QuantisedRows:
-        return self if num_columns == self.num_columns else _of_rows(self, num_columns)
 
     def unpack(self, *stored: Bytes) -> Bytes:
         """Float32 weights of whole rows."""
@@ -222,10 +216,9 @@ def _sum(terms: Floats) -> Floats:
 
 
 @functools.cache
-def _of_bits(num_bits: int, num_columns: int) -> QuantisedRows:
+def _rows_of(num_bits: int, num_columns: int) -> QuantisedRows:
+    """One for each length, so that formats may be compared by identity."""
     return QuantisedRows(num_bits, num_columns)
 
 
-def _of_rows(of: Quantised, num_columns: int) -> QuantisedRows:
-    """One for each length, so that formats may be compared by identity."""
-    return _of_bits(of.num_bits, num_columns)
+FORMATS = (Quantised(4), Quantised(8))

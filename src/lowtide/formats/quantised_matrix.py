@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:  # a matrix is never without torch
@@ -22,14 +23,13 @@ class Groups(NamedTuple):
     zeros: Tensor  # [out, groups] float32
 
 
+@dataclass(slots=True, eq=False)
 class QuantisedMatrix:
     """[out, in] over the bytes of its rows; see `formats/quantised.py`."""
 
-    __slots__ = ("data", "num_bits", "num_columns")
-
-    def __init__(self, data: Tensor, num_bits: int, num_columns: int) -> None:
-        """data: [out, bytes of a row] uint8, a row's bytes adjacent."""
-        self.data, self.num_bits, self.num_columns = data, num_bits, num_columns
+    data: Tensor  # [out, bytes of a row] uint8, a row's bytes adjacent
+    num_bits: int
+    num_columns: int
 
     @property
     def shape(self) -> tuple[int, int]:

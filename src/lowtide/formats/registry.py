@@ -15,7 +15,7 @@ from lowtide.formats.matrix import MatrixFormat
 
 _registered: dict[str, MatrixFormat] = {}
 _ARRANGED = ("awq", "compressed_tensors", "fp8", "gptq")
-_BASES = ("arranged", "grouped_ints", "matrix", "mixed", "quantised", "quantised_matrix")
+_BASES = ("arranged", "grouped_ints", "matrix", "mixed", "quantised_matrix")
 _NO_FORMATS = (*_ARRANGED, *_BASES, "convert", "expert_inputs", "registry")
 
 
