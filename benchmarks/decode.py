@@ -18,7 +18,7 @@ from common.models import model_folder
 from common.record import Recorder, say
 from common.run import decode, engine_decoder, loaded_engine, make_request
 
-from lowtide.decode.block_diffusion import Committed, Draft, Request
+from lowtide.decode.request import Committed, Draft, Request
 from lowtide.engine.opening.config import EngineConfig
 from lowtide.engine.running.engine import Engine
 

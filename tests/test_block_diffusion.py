@@ -22,15 +22,9 @@ from safetensors.torch import load_file
 from whole import decoded, own_events, trajectories_noted
 
 from lowtide.core import StepKind
-from lowtide.decode.block_diffusion import (
-    BlockDiffusion,
-    Draft,
-    Event,
-    Finished,
-    Prefill,
-    Request,
-)
-from lowtide.errors import PlanError, UsageError
+from lowtide.decode.block_diffusion import BlockDiffusion
+from lowtide.decode.request import Draft, Event, Finished, Prefill, Request
+from lowtide.errors import PlanError
 from lowtide.params import DiffusionParams
 
 
@@ -201,13 +195,6 @@ def test_what_can_never_run_is_refused() -> None:
     decoder = BlockDiffusion(HashModel(kv_cache, 64), kv_cache, MASK, 64)
     with pytest.raises(PlanError, match="2147483652 tokens of context, and it holds 64"):
         decoder.add(make_request(max_tokens=2**31 - 1))
-    with pytest.raises(UsageError, match="above 32"):
-        decoder.add(make_request(block_length=33))
-    decoder.add(make_request(7, max_tokens=8))
-    with pytest.raises(UsageError, match="Request 7"):
-        decoder.add(make_request(7, max_tokens=8))
-    with pytest.raises(UsageError, match="Request 0 has no threshold"):
-        decoder.add(make_request(max_tokens=8, threshold=None))
 
 
 @given(requests())

@@ -20,7 +20,8 @@ from whole import Setting, check_idle, no_more_threads, reads_counted
 
 from lowtide import SamplingParams
 from lowtide.cli.app import app
-from lowtide.decode.block_diffusion import BlockDiffusion, Draft, Event
+from lowtide.decode.block_diffusion import BlockDiffusion
+from lowtide.decode.request import Draft, Event
 from lowtide.engine.opening.config import EngineConfig
 from lowtide.engine.opening.model import open_model
 from lowtide.engine.planning.plan import make_plan

@@ -21,8 +21,8 @@ from torch import Tensor
 from whole import Setting, Trajectories, answers, check_idle, same_bits
 
 from lowtide import DiffusionParams, SamplingParams
-from lowtide.decode.block_diffusion import Finished, Request
 from lowtide.decode.block_sequence import BlockPrediction, BlockSequence
+from lowtide.decode.request import Finished, Request
 from lowtide.experts import compiled_residents, transfer
 from lowtide.experts.compiled_residents import CompiledResidents
 from lowtide.experts.host_tier import HostTier

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from whole import SETTINGS, Setting, answers, check_idle, routing_noted, trajectories_noted
 
 from lowtide import DiffusionParams, SamplingParams
-from lowtide.decode.block_diffusion import Request
+from lowtide.decode.request import Request
 from lowtide.llm import LLM
 
 GOLDENS = Path(__file__).parent / "goldens"

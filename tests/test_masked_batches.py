@@ -16,9 +16,8 @@ from whole import decoded
 from lowtide.core import StepKind
 from lowtide.decode.masked_diffusion import MaskedDiffusion
 from lowtide.decode.request import Committed, Draft, Finished
-from lowtide.errors import PlanError, UsageError
+from lowtide.errors import PlanError
 from lowtide.layers.batch import Batch
-from lowtide.params import DiffusionParams
 
 
 def make_decoder(
@@ -185,19 +184,3 @@ def test_what_can_never_run_is_refused() -> None:
     decoder, _ = make_decoder(64, 256)
     with pytest.raises(PlanError, match="take 80 tokens of context, and it holds 64"):
         decoder.add(make_request(max_tokens=70, defaults=DREAM))
-    decoder, _ = make_decoder(64, 48)
-    with pytest.raises(PlanError, match="60 rows are more than the 48 of a forward pass"):
-        decoder.add(make_request(max_tokens=57))
-    with pytest.raises(PlanError, match="60 rows"):
-        decoder.add(make_request(max_tokens=27, cfg_scale=1.0))
-    decoder.add(make_request(7, max_tokens=8))
-    with pytest.raises(UsageError, match="Request 7"):
-        decoder.add(make_request(7, max_tokens=8))
-
-
-def test_a_request_that_was_not_resolved_is_refused() -> None:
-    decoder, _ = make_decoder()
-    request = make_request()
-    bare = replace(request, params=replace(request.params, diffusion=DiffusionParams()))
-    with pytest.raises(UsageError, match="has no remasking"):
-        decoder.add(bare)

@@ -17,8 +17,8 @@ from torch import Tensor
 from lowtide import AsyncLLM
 from lowtide.core import Step, StepKind
 from lowtide.decode.batch_decoder import BatchDecoder
-from lowtide.decode.block_diffusion import BlockDiffusion, Event, Finished, Prefill, Request
-from lowtide.decode.request import Draft
+from lowtide.decode.block_diffusion import BlockDiffusion
+from lowtide.decode.request import Draft, Event, Finished, Prefill, Request
 from lowtide.engine.running import worker
 from lowtide.engine.running.engine import Engine
 from lowtide.experts.rows import LayerCall, Routing

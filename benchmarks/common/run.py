@@ -10,7 +10,9 @@ from typing import NamedTuple
 import numpy as np
 
 from lowtide.config import ModelConfig
-from lowtide.decode.block_diffusion import BlockDiffusion, Committed, Finished, Model, Request
+from lowtide.decode.batch_decoder import Model
+from lowtide.decode.block_diffusion import BlockDiffusion
+from lowtide.decode.request import Committed, Finished, Request
 from lowtide.engine.opening.config import MAX_PASS_ROWS, EngineConfig
 from lowtide.engine.opening.model import open_model
 from lowtide.engine.planning.plan import make_plan

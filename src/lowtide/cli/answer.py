@@ -17,7 +17,7 @@ from lowtide.params import SamplingParams, with_published
 
 if TYPE_CHECKING:
     from lowtide.answers.completion import Completion, Usage
-    from lowtide.decode.block_diffusion import Event
+    from lowtide.decode.request import Event
     from lowtide.llm import LLM
 
 Prompt = str | list[int] | list[dict[str, str]]  # text, token ids, chat messages
@@ -66,7 +66,7 @@ def ask_live(
     llm: LLM, prompt: Prompt, params: SamplingParams, is_raw: bool, view: LiveView
 ) -> Answer:
     """Generate, drawing every block while it is filled; Ctrl-C leaves the text in `view`."""
-    from lowtide.decode.block_diffusion import Committed, Draft
+    from lowtide.decode.request import Committed, Draft
 
     def show(event: Event) -> None:
         if isinstance(event, Draft):
@@ -84,7 +84,7 @@ def ask_writing(
     llm: LLM, prompt: Prompt, params: SamplingParams, is_raw: bool, writer: TextWriter
 ) -> Answer:
     """Generate, writing text as it becomes final; Ctrl-C leaves what was written in `writer`."""
-    from lowtide.decode.block_diffusion import Committed
+    from lowtide.decode.request import Committed
 
     def write(event: Event) -> None:
         if isinstance(event, Committed):

@@ -19,7 +19,6 @@ from lowtide.decode.causal_sequence import CausalSequence, Choice, choose
 from lowtide.decode.logits import tiled_logits
 from lowtide.decode.request import Event, Request
 from lowtide.decode.sampling import ArgMax
-from lowtide.errors import UsageError
 from lowtide.memory.kv_cache import KVCache
 
 CHUNK_MULTIPLE = 16
@@ -43,8 +42,6 @@ class Autoregressive(BatchDecoder[CausalSequence]):
         use_kv_cache: bool = True,
         reuse: Reuse = Reuse.OFF,
     ) -> None:
-        if max_rows < CHUNK_MULTIPLE:
-            raise UsageError(f"max_rows must be at least {CHUNK_MULTIPLE}, not {max_rows}.")
         super().__init__(kv_cache, max_rows, reuse)
         self._model = model
         self._use_kv_cache = use_kv_cache
@@ -77,10 +74,6 @@ class Autoregressive(BatchDecoder[CausalSequence]):
         self._settle(turn.sequence for turn in advanced)
         return events
 
-    def _check(self, request: Request) -> None:
-        if not len(request.prompt):
-            raise UsageError(f"Request {request.id} has an empty prompt; give one token.")
-
     def _begin(self, request: Request) -> CausalSequence:
         return CausalSequence(request)
 
@@ -105,7 +98,7 @@ class Autoregressive(BatchDecoder[CausalSequence]):
         self, hidden: Tensor, turns: Sequence[Scheduled[CausalSequence]]
     ) -> list[Choice | None]:
         """The next token of every turn that fed all that its sequence knows."""
-        wanted = [i for i, turn in enumerate(turns) if _is_last(turn)]
+        wanted = [i for i, turn in enumerate(turns) if turn.stop == turn.sequence.num_known]
         choices: list[Choice | None] = [None] * len(turns)
         if wanted:
             sequences = [turns[i].sequence for i in wanted]
@@ -122,11 +115,6 @@ class Autoregressive(BatchDecoder[CausalSequence]):
     ) -> list[Choice]:
         """The next token of each sequence, from its row of logits."""
         return choose(logits, sequences)
-
-
-def _is_last(turn: Scheduled[CausalSequence]) -> bool:
-    """Whether nothing is left to feed, so that a next token can be chosen."""
-    return turn.stop == turn.sequence.num_known
 
 
 def _kind(turns: Sequence[Scheduled[CausalSequence]]) -> StepKind:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import abc
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 
 from lowtide.core import IntArray, PassRows, Reuse, RowKind, Step, align_up
-from lowtide.decode.kept_sequences import Cached, KeptSequences
+from lowtide.decode.kept_sequences import KeptSequences, Running
 from lowtide.decode.prompt_share import PromptShare
 from lowtide.decode.request import Event, Request
 from lowtide.decode.stored_sequences import StoredSequences
-from lowtide.errors import PageError, PlanError, UnsupportedError, UsageError
+from lowtide.errors import PageError, PlanError, UnsupportedError
 from lowtide.layers.batch import Batch, Segment
-from lowtide.memory.kv_cache import KVCache, KVRange
+from lowtide.memory.kv_cache import KVCache
 
 ROOM_TOKENS = 256
 """New tokens that a request has room for when it begins, and that its room grows by."""
@@ -49,23 +49,6 @@ class Model(Protocol):
         """Float32 logits [n, vocab] of hidden states [n, hidden], valid until the next call and
         the caller's to overwrite."""
         ...
-
-
-class Running(Cached, Protocol):
-    """What the queue knows of a running sequence."""
-
-    kv: KVRange
-
-    @property
-    def num_known(self) -> int:
-        """Its first tokens that will not change any more."""
-        ...
-
-    @property
-    def block_length(self) -> int: ...
-
-    @property
-    def is_finished(self) -> bool: ...
 
 
 S = TypeVar("S", bound=Running)
@@ -153,16 +136,13 @@ class BatchDecoder(abc.ABC, Generic[S]):
         """Queues a request; it starts when the KV cache has room for its prompt and the answer's
         beginning. Where room runs out later, those that came last pause.
 
-        Raises UsageError for one that this decoder cannot honour or an id in use, PlanError for a
-        request that no range of the KV cache could hold.
+        Raises UnsupportedError for a mask that this decoder does not follow, PlanError for what no
+        range of the KV cache could hold.
         """
-        if any(request.id == other.id for other in self._requests()):
-            raise UsageError(f"Request {request.id} is already being decoded.")
         if request.mask is not None and not self._can_mask:
             raise UnsupportedError(
                 f"Request {request.id} has a mask, and only autoregressive decoding follows one."
             )
-        self._check(request)
         num_tokens = self._num_tokens(request)
         if num_tokens > self._kv_cache.max_range_tokens:
             raise PlanError(
@@ -214,7 +194,7 @@ class BatchDecoder(abc.ABC, Generic[S]):
 
     def close(self) -> None:
         """Drops every request, and what is kept once it is written."""
-        for request in list(self._requests()):
+        for request in [*self._waiting, *(s.request for s in [*self._paused, *self._running])]:
             self.cancel(request.id)
         if self._kept.stored is not None:
             self._kept.stored.drain()
@@ -238,10 +218,6 @@ class BatchDecoder(abc.ABC, Generic[S]):
         return [(sequence.tokens[first:stop], segment)]
 
     @abc.abstractmethod
-    def _check(self, request: Request) -> None:
-        """Raises UsageError for a request that this decoder cannot honour."""
-
-    @abc.abstractmethod
     def _begin(self, request: Request) -> S:
         """The sequence of a request, which has no room yet."""
 
@@ -249,13 +225,11 @@ class BatchDecoder(abc.ABC, Generic[S]):
         """What a request takes of the KV cache at most."""
         return request.canvas_length
 
-    def _takes_all(self, num_sequences: int) -> bool:
-        """Whether a pass of so many sequences leaves no sequence out."""
-        return not (self._waiting or self._paused) and num_sequences == len(self._running)
-
-    def _requests(self) -> Iterator[Request]:
-        yield from self._waiting
-        yield from (sequence.request for sequence in [*self._paused, *self._running])
+    def _is_last(self, turns: Sequence[Scheduled[S]]) -> bool:
+        """Whether no pass is expected to follow: all sequences take part, and none goes on."""
+        if self._waiting or self._paused or len(turns) < len(self._running):
+            return False
+        return all(turn.sequence.is_expected_to_end for turn in turns)
 
     def _room_tokens(self, request: Request, num_known: int) -> int:
         """The room that a request begins or goes on with when so many of its tokens are known."""

@@ -16,32 +16,12 @@ import torch
 from torch import Tensor
 
 from lowtide.core import Reuse, Step, StepKind
-from lowtide.decode.batch_decoder import (
-    LOGIT_ROWS,
-    BatchDecoder,
-    Model,
-    Scheduled,
-    callers,
-    joined,
-)
+from lowtide.decode.batch_decoder import BatchDecoder, Model, Scheduled, callers, joined
 from lowtide.decode.block_sequence import BlockPrediction, BlockSequence
 from lowtide.decode.logits import tiled_logits
-from lowtide.decode.request import Committed, Draft, Event, Finished, Prefill, Request
-from lowtide.errors import UsageError
+from lowtide.decode.request import Event, Request
 from lowtide.layers.batch import Batch
 from lowtide.memory.kv_cache import KVCache
-
-__all__ = [
-    "LOGIT_ROWS",
-    "BlockDiffusion",
-    "Committed",
-    "Draft",
-    "Event",
-    "Finished",
-    "Model",
-    "Prefill",
-    "Request",
-]
 
 
 class BlockDiffusion(BatchDecoder[BlockSequence]):
@@ -86,16 +66,6 @@ class BlockDiffusion(BatchDecoder[BlockSequence]):
         self._settle(turn.sequence for turn in turns)
         return events
 
-    def _check(self, request: Request) -> None:
-        for name in ("block_length", "steps", "threshold"):
-            if getattr(request.params.diffusion, name) is None:
-                raise UsageError(f"Request {request.id} has no {name}, and no default to take.")
-        if 2 * request.block_length > self._max_rows:
-            raise UsageError(
-                f"block_length {request.block_length} is above {self._max_rows // 2}, half of the "
-                f"{self._max_rows} rows of a forward pass; choose a shorter block."
-            )
-
     def _begin(self, request: Request) -> BlockSequence:
         return BlockSequence(request, self._mask_token_id)
 
@@ -134,13 +104,8 @@ class BlockDiffusion(BatchDecoder[BlockSequence]):
         is_alone = len(self._running) == 1
         index = turns[0].sequence.num_block_passes if is_alone else self._num_passes
         rows = joined([turn.sequence.pass_rows(turn.first, turn.stop) for turn in turns])
-        return self._make_batch(turns, Step(kind, index, rows, self._is_last(kind, turns)))
-
-    def _is_last(self, kind: StepKind, turns: Sequence[Scheduled[BlockSequence]]) -> bool:
-        """Whether no pass is expected to follow: all sequences take part, and none goes on."""
-        if kind is not StepKind.DENOISE or not self._takes_all(len(turns)):
-            return False
-        return all(turn.sequence.is_expected_to_end for turn in turns)
+        is_last = kind is StepKind.DENOISE and self._is_last(turns)
+        return self._make_batch(turns, Step(kind, index, rows, is_last))
 
     def _predict(
         self, hidden: Tensor, turns: Sequence[Scheduled[BlockSequence]]

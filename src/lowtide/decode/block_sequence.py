@@ -67,7 +67,7 @@ class BlockSequence(Canvas):
         Sure tokens, an end of text and a pass that edits nothing may end the answer sooner."""
         if self._block_end < len(self.tokens):
             return False
-        num_masked, num_certain = int(self._is_masked[self._block].sum()), self._num_to_fill()
+        num_masked, num_certain = int(self._is_masked[self.active_block].sum()), self._num_to_fill()
         if num_certain is not None and num_certain < num_masked:
             return False
         num_post_steps = self._num_post_steps + (not num_masked)
@@ -78,13 +78,13 @@ class BlockSequence(Canvas):
         kinds = np.full(stop - first, RowKind.COMMIT, np.uint8)
         kinds[: max(0, len(self.request.prompt) - first)] = RowKind.PROMPT
         # A pass over a block without masks may leave it as it is, and then commits it.
-        if self._is_masked[self._block].any():
+        if self._is_masked[self.active_block].any():
             kinds[max(0, self._block_start - first) :] = RowKind.DRAFT
         return PassRows(np.full(stop - first, self.request.id), kinds)
 
     def wanted_positions(self) -> IntArray:
         """The positions [n] of the active block whose logits matter."""
-        is_wanted = self._is_masked[self._block] | self._is_editable()
+        is_wanted = self._is_masked[self.active_block] | self._is_editable()
         return np.flatnonzero(is_wanted) + self._block_start
 
     @property
@@ -112,7 +112,7 @@ class BlockSequence(Canvas):
 
     def denoised(self, prediction: BlockPrediction, use_kv_cache: bool) -> list[Event]:
         """After a denoising pass: writes what the rules choose, moves on where they say so."""
-        had_masks = bool(self._is_masked[self._block].any())
+        had_masks = bool(self._is_masked[self.active_block].any())
         written = self._write(prediction)
         self._num_forwards += 1
         self._num_steps += had_masks
@@ -131,8 +131,8 @@ class BlockSequence(Canvas):
 
     def _write(self, prediction: BlockPrediction) -> BoolArray:
         """Fills and edits the active block; which positions [block_length] were written."""
-        request, tokens = self.request, self.tokens[self._block]
-        is_masked = self._is_masked[self._block]
+        request, tokens = self.request, self.tokens[self.active_block]
+        is_masked = self._is_masked[self.active_block]
         _, candidates, confidence = prediction
         fills = choose_fills(is_masked, confidence, self._num_to_fill(), request.threshold)
         fills &= candidates != self._mask_token_id
@@ -158,10 +158,10 @@ class BlockSequence(Canvas):
     def _is_editable(self) -> BoolArray:
         if self.request.edit_threshold is None:
             return np.zeros(self.request.block_length, np.bool_)
-        return ~(self._is_masked[self._block] | self._is_prompt[self._block])
+        return ~(self._is_masked[self.active_block] | self._is_prompt[self.active_block])
 
     def _is_block_finished(self, had_masks: bool, written: BoolArray) -> bool:
-        if self._is_masked[self._block].any():
+        if self._is_masked[self.active_block].any():
             return False
         if not had_masks and not written.any():
             return True
@@ -173,5 +173,5 @@ class BlockSequence(Canvas):
         and nothing before the first one is masked."""
         if not self.request.params.diffusion.eos_early_stop:
             return False
-        is_eos_new = bool(np.isin(self.tokens[self._block][written], self._eos).any())
+        is_eos_new = bool(np.isin(self.tokens[self.active_block][written], self._eos).any())
         return is_eos_new and self._is_answered()

@@ -104,7 +104,8 @@ def read_rows(logits: Tensor, reading: Reading, positions: IntArray, num_steps: 
     their sequence. num_steps: steps that this sequence has had before; with the seed and the
     position they decide what is drawn. Raises NumericError for a row that is not finite.
     """
-    _exclude(logits, reading.excluded)
+    if reading.excluded is not None:
+        logits[:, reading.excluded] = -math.inf
     if reading.is_filtered or (reading.is_measured_as_drawn and reading.sampling.temperature > 0):
         check_finite(find_best(logits)[1], positions)
         for row in logits:
@@ -137,11 +138,6 @@ def row_statistics(logits: Tensor, needs_entropy: bool) -> RowChoices:
         entropy = -(shares * (shares + LOG_OFFSET).log_()).sum(dim=-1, dtype=torch.float64)
     found = (own, probability, second, entropy)
     return RowChoices(best.numpy(), *(values.numpy() for values in found))
-
-
-def _exclude(logits: Tensor, excluded: int | None) -> None:
-    if excluded is not None:
-        logits[:, excluded] = -math.inf
 
 
 def _draw_rows(

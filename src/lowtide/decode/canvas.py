@@ -28,7 +28,7 @@ class Canvas(abc.ABC):
         self.tokens = np.full(length, mask_token_id, np.int64)
         self.tokens[:num_prompt] = request.prompt
         self.is_finished = False
-        self.num_cached = self.num_exact = self.num_resumed = 0  # see `Cached`
+        self.num_cached = self.num_exact = self.num_resumed = 0  # see `Running`
         self._mask_token_id = mask_token_id
         self._is_masked = np.arange(length) >= num_prompt
         eos_token_ids = () if request.params.ignore_eos else request.eos_token_ids
@@ -52,7 +52,8 @@ class Canvas(abc.ABC):
         return min(self._block_start + self.block_length, len(self.tokens))
 
     @property
-    def _block(self) -> slice:
+    def active_block(self) -> slice:
+        """The positions that are being filled."""
         return slice(self._block_start, self._block_end)
 
     def _is_answered(self) -> bool:
@@ -66,7 +67,8 @@ class Canvas(abc.ABC):
         """Goes on to the next block, or ends; `is_answered` leaves masks behind the end token."""
         self._block_start = self._block_end
         answer, is_stopped = self._answer(), self.request.is_stopped
-        if self._ends_with_eos(answer) or (is_stopped is not None and is_stopped(answer)):
+        is_ended = bool(answer) and answer[-1] in self._eos
+        if is_ended or (is_stopped is not None and is_stopped(answer)):
             return self._finish(answer, "stop")
         if is_answered or self._block_start == len(self.tokens):
             return self._finish(answer, "length")
@@ -93,14 +95,11 @@ class Canvas(abc.ABC):
         num_tokens = int(is_eos.argmax()) + 1 if is_eos.any() else len(answer)
         return [int(token) for token in answer[:num_tokens]]
 
-    def _ends_with_eos(self, answer: Sequence[int]) -> bool:
-        return bool(answer) and bool(np.isin(answer[-1], self._eos))
-
     def _draft(self) -> Draft:
         return Draft(
             request=self.request.id,
             block_start=self._block_start,
-            tokens=tuple(self.tokens[self._block].tolist()),
-            is_masked=tuple(self._is_masked[self._block].tolist()),
+            tokens=tuple(self.tokens[self.active_block].tolist()),
+            is_masked=tuple(self._is_masked[self.active_block].tolist()),
             num_forwards=self._num_forwards,
         )

@@ -31,6 +31,7 @@ class CausalSequence:
     """
 
     block_length = 1
+    is_expected_to_end = False  # it may go on after any token
 
     def __init__(self, request: Request) -> None:
         self.request = request
@@ -38,7 +39,7 @@ class CausalSequence:
         self.tokens = np.zeros(request.canvas_length, np.int64)
         self.tokens[: len(request.prompt)] = request.prompt
         self.num_known = len(request.prompt)
-        self.num_cached = self.num_exact = self.num_resumed = 0  # see `Cached`
+        self.num_cached = self.num_exact = self.num_resumed = 0  # see `Running`
         self.is_finished = False
         self.sampling = Sampling.of(request.params, request.seed)
         self._eos = frozenset(() if request.params.ignore_eos else request.eos_token_ids)
@@ -70,19 +71,15 @@ class CausalSequence:
         kinds[:num_given] = RowKind.PROMPT
         return PassRows(np.full(stop - first, self.request.id), kinds)
 
-    def raw_logprobs(self, logits: Tensor) -> Tensor | None:
-        """Log-probabilities [vocab] if they were asked for, from unchanged logits [vocab]."""
-        return None if self.request.params.logprobs is None else logits.log_softmax(dim=-1)
-
-    def penalise(self, logits: Tensor) -> None:
-        """Changes logits [vocab] in place as the request's penalties say."""
-        known = self.tokens[: self.num_known]
-        penalise(logits, known, len(self.request.prompt), self.request.params)
-
-    def mask(self, logits: Tensor) -> None:
-        """Leaves in logits [vocab], in host memory, the tokens that the answer may go on with."""
-        if self.request.mask is not None:
-            logits.masked_fill_(torch.from_numpy(~self.request.mask.allowed()), -math.inf)
+    def prepare(self, logits: Tensor) -> Tensor | None:
+        """Changes logits [vocab], in host memory, in place as penalties say, and leaves the tokens
+        that the answer may go on with; their log-probabilities before that, if asked for."""
+        params, mask = self.request.params, self.request.mask
+        raw = None if params.logprobs is None else logits.log_softmax(dim=-1)
+        penalise(logits, self.tokens[: self.num_known], len(self.request.prompt), params)
+        if mask is not None:
+            logits.masked_fill_(torch.from_numpy(~mask.allowed()), -math.inf)
+        return raw
 
     def prefilled(self, stop: int) -> list[Event]:
         """After a pass up to position `stop`, with more known tokens to feed."""
@@ -128,10 +125,7 @@ def choose(logits: Tensor | ArgMax, sequences: Sequence[CausalSequence]) -> list
     """
     raw: list[Tensor | None] = [None] * len(sequences)
     if not isinstance(logits, ArgMax):
-        raw = [sequence.raw_logprobs(row) for sequence, row in zip(sequences, logits, strict=True)]
-        for sequence, row in zip(sequences, logits, strict=True):
-            sequence.penalise(row)
-            sequence.mask(row)
+        raw = [sequence.prepare(row) for sequence, row in zip(sequences, logits, strict=True)]
     samplings = [sequence.sampling for sequence in sequences]
     tokens = choose_next(logits, samplings, [sequence.num_known for sequence in sequences])
     counts = [sequence.request.params.logprobs or 0 for sequence in sequences]

@@ -8,16 +8,15 @@ several times over its cached prefix, with fewer and fewer of its tokens masked,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any
 
 import numpy as np
 from torch import Tensor
 
-from lowtide.core import BoolArray, CacheMode, IntArray
+from lowtide.core import BoolArray, IntArray
 from lowtide.decode.autoregressive import Autoregressive
-from lowtide.decode.batch_decoder import Model
 from lowtide.decode.block_diffusion import BlockDiffusion
 from lowtide.decode.block_sequence import BlockPrediction, BlockSequence
 from lowtide.decode.candidates import Candidates, Reading
@@ -25,20 +24,13 @@ from lowtide.decode.causal_sequence import CausalSequence, Choice
 from lowtide.decode.masked_diffusion import MaskedDiffusion
 from lowtide.decode.masked_sequence import MaskedSequence
 from lowtide.decode.request import Event, Request
-from lowtide.decode.row_reading import RowModel
 from lowtide.decode.sampling import ArgMax, Sampling
 from lowtide.errors import InternalError, UsageError
-from lowtide.memory.kv_cache import KVCache
 
-
-class OnLogits(Protocol):
-    """Looks at what a token would have been chosen from."""
-
-    def __call__(self, mask: int, positions: IntArray, logits: Tensor) -> None:
-        """logits: float32 [n, vocab] in host memory, of the tokens at `positions` [n], valid until
-        this returns and not to be changed; mask: which of the text's masks hid them, 0 in an
-        autoregressive model."""
-        ...
+OnLogits = Callable[[int, IntArray, Tensor], None]
+"""Looks at what tokens would have been chosen from: which of the text's masks hid them (0 in an
+autoregressive model), their positions [n], and logits, float32 [n, vocab] in host memory, valid
+until this returns and not to be changed."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -76,22 +68,16 @@ class ForcedText:
                 )
 
 
-class ForcedAutoregressive(Autoregressive):
-    """Reads one text. Its request asks for whole rows of logits (`logprobs`)."""
+class _Reader:
+    """Put before a decoder or a sequence, whose further arguments are its own: it has one text."""
 
-    def __init__(
-        self,
-        model: Model,
-        kv_cache: KVCache,
-        max_rows: int,
-        text: ForcedText,
-        on_logits: OnLogits,
-        *,
-        use_kv_cache: bool = True,
-    ) -> None:
-        super().__init__(model, kv_cache, max_rows, use_kv_cache)
-        self._text = text
-        self._on_logits = on_logits
+    def __init__(self, text: ForcedText, on_logits: OnLogits, *others: Any, **options: Any) -> None:
+        super().__init__(*others, **options)
+        self._text, self._on_logits = text, on_logits
+
+
+class ForcedAutoregressive(_Reader, Autoregressive):
+    """Reads one text. Its request asks for whole rows of logits (`logprobs`)."""
 
     def _choose_tokens(
         self, logits: Tensor | ArgMax, sequences: Sequence[CausalSequence]
@@ -103,72 +89,26 @@ class ForcedAutoregressive(Autoregressive):
         return [Choice(int(self._text.token_ids[position]), None)]
 
 
-class ForcedBlockDiffusion(BlockDiffusion):
+class ForcedBlockDiffusion(_Reader, BlockDiffusion):
     """Reads one text."""
 
-    def __init__(
-        self,
-        model: Model,
-        kv_cache: KVCache,
-        mask_token_id: int,
-        max_rows: int,
-        text: ForcedText,
-        on_logits: OnLogits,
-        *,
-        use_kv_cache: bool = True,
-    ) -> None:
-        super().__init__(model, kv_cache, mask_token_id, max_rows, use_kv_cache)
-        self._text = text
-        self._on_logits = on_logits
-
     def _begin(self, request: Request) -> BlockSequence:
-        return _ForcedBlocks(request, self._mask_token_id, self._text, self._on_logits)
+        found = _ForcedBlocks(self._text, self._on_logits, request, self._mask_token_id)
+        found.hide()
+        return found
 
 
-class ForcedMaskedDiffusion(MaskedDiffusion):
+class ForcedMaskedDiffusion(_Reader, MaskedDiffusion):
     """Reads one text, all behind its prompt as one block."""
 
-    def __init__(
-        self,
-        model: RowModel,
-        kv_cache: KVCache,
-        mask_token_id: int,
-        max_rows: int,
-        text: ForcedText,
-        on_logits: OnLogits,
-        *,
-        logits_shift: int = 0,
-        cache_mode: CacheMode = CacheMode.EXACT,
-    ) -> None:
-        super().__init__(
-            model,
-            kv_cache,
-            mask_token_id,
-            max_rows,
-            logits_shift=logits_shift,
-            cache_mode=cache_mode,
-        )
-        self._text = text
-        self._on_logits = on_logits
-
     def _begin(self, request: Request) -> MaskedSequence:
-        return _ForcedMasked(request, self._mask_token_id, self._text, self._on_logits)
+        found = _ForcedMasked(self._text, self._on_logits, request, self._mask_token_id, False)
+        found.hide()
+        return found
 
 
-class _ForcedBlocks(BlockSequence):
+class _ForcedBlocks(_Reader, BlockSequence):
     """A text, block by block. What is behind its end in the last block stays masked."""
-
-    def __init__(
-        self,
-        request: Request,
-        mask_token_id: int,
-        text: ForcedText,
-        on_logits: OnLogits,
-    ) -> None:
-        super().__init__(request, mask_token_id)
-        self._text = text
-        self._on_logits = on_logits
-        self._hide()
 
     @property
     def needs_logits(self) -> bool:
@@ -191,16 +131,16 @@ class _ForcedBlocks(BlockSequence):
         self._num_steps += 1
         self.num_cached = self._block_start if use_kv_cache else 0
         if self._num_steps < len(self._text.masks):
-            self._hide()
+            self.hide()
             return []
         self._num_steps = 0
         self._show(np.zeros(len(self._text.token_ids), np.bool_))
         events = self._finish_block(is_answered=False)
         if not self.is_finished:
-            self._hide()
+            self.hide()
         return events
 
-    def _hide(self) -> None:
+    def hide(self) -> None:
         self._show(self._text.masks[self._num_steps])
 
     def _show(self, mask: BoolArray) -> None:
@@ -211,20 +151,8 @@ class _ForcedBlocks(BlockSequence):
         self._is_masked[block] = mask[block]
 
 
-class _ForcedMasked(MaskedSequence):
+class _ForcedMasked(_Reader, MaskedSequence):
     """A text whose tokens behind the prompt are hidden by one mask after the other."""
-
-    def __init__(
-        self,
-        request: Request,
-        mask_token_id: int,
-        text: ForcedText,
-        on_logits: OnLogits,
-    ) -> None:
-        super().__init__(request, mask_token_id, is_measured_as_drawn=False)
-        self._text = text
-        self._on_logits = on_logits
-        self._hide()
 
     @property
     def reading(self) -> Reading:
@@ -242,11 +170,11 @@ class _ForcedMasked(MaskedSequence):
         self._num_forwards += 1
         self.num_block_passes += 1
         if self.num_block_passes < len(self._text.masks):
-            self._hide()
+            self.hide()
             return []
         return self._finish(list(self._text.token_ids[self._text.num_context :]), "length")
 
-    def _hide(self) -> None:
+    def hide(self) -> None:
         mask = self._text.masks[self.num_block_passes]
         self.tokens[:] = np.where(mask, self._mask_token_id, self._text.token_ids)
         self._is_masked[:] = mask

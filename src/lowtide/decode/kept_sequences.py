@@ -31,11 +31,12 @@ TEMPLATE_TOKENS = 8
 """At the end of a prompt, that a chat template may leave out once there is an answer behind it."""
 
 
-class Cached(Protocol):
+class Running(Protocol):
     """A sequence, of whose tokens the first `num_cached` have keys and values. `num_exact` of them
     have those of a request that is alone: whole passes of the most rows. `num_resumed` were there
     when it began."""
 
+    kv: KVRange
     tokens: IntArray
     num_cached: int
     num_exact: int
@@ -45,7 +46,18 @@ class Cached(Protocol):
     def request(self) -> Request: ...
 
     @property
-    def kv(self) -> KVRange: ...
+    def num_known(self) -> int:
+        """Its first tokens that will not change any more."""
+        ...
+
+    @property
+    def block_length(self) -> int: ...
+
+    @property
+    def is_finished(self) -> bool: ...
+
+    @property
+    def is_expected_to_end(self) -> bool: ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -90,7 +102,7 @@ class KeptSequences:
         self._kept: list[KeptSequence] = []
 
     def begin(
-        self, request: Request, num_tokens: int, running: Sequence[Cached]
+        self, request: Request, num_tokens: int, running: Sequence[Running]
     ) -> tuple[KVRange, int]:
         """A range of at least `num_tokens` tokens for a request, and how many of them are there
         already. Raises as `KVCache.allocate`."""
@@ -101,7 +113,7 @@ class KeptSequences:
                 return self._taken_over(source, num_tokens), source.num_tokens
         return self._kv_cache.allocate(num_tokens), 0
 
-    def is_being_computed(self, request: Request, running: Sequence[Cached]) -> bool:
+    def is_being_computed(self, request: Request, running: Sequence[Running]) -> bool:
         """Whether a running request is about to compute more of this one's beginning than can be
         taken over yet: of several answers to one prompt, all but the first wait for it."""
         if self._reuse is Reuse.OFF:
@@ -118,7 +130,7 @@ class KeptSequences:
         prompt = np.asarray(request.prompt, np.int64)
         return any(num_common(tokens, prompt) >= worth for tokens, worth in unread)
 
-    def end(self, sequence: Cached) -> None:
+    def end(self, sequence: Running) -> None:
         """Keeps what of a sequence may be of use, in place of what it makes superfluous."""
         tokens = sequence.tokens[: self._num_reusable(sequence)].copy()
         if self._reuse is Reuse.OFF or len(tokens) < MIN_SHARED_TOKENS:
@@ -144,7 +156,7 @@ class KeptSequences:
             self._kv_cache.free(kept.kv)
         self._kept.clear()
 
-    def note_pass(self, sequence: Cached, first: int, stop: int) -> None:
+    def note_pass(self, sequence: Running, first: int, stop: int) -> None:
         """After a pass of this sequence alone, over final tokens from `first` to `stop`."""
         if first == sequence.num_exact and stop - first == self._whole_rows(sequence.request):
             sequence.num_exact = stop
@@ -160,7 +172,7 @@ class KeptSequences:
             return kv
         return cache.branch(kv, shared, num_tokens)
 
-    def _best_source(self, request: Request, running: Sequence[Cached]) -> _Beginning | None:
+    def _best_source(self, request: Request, running: Sequence[Running]) -> _Beginning | None:
         """Where most of a request's beginning is: where several have as much, the last used."""
         if self._reuse is Reuse.OFF:
             return None
@@ -173,7 +185,7 @@ class KeptSequences:
         return best
 
     def _restored(
-        self, request: Request, num_tokens: int, running: Sequence[Cached]
+        self, request: Request, num_tokens: int, running: Sequence[Running]
     ) -> tuple[KVRange, int] | None:
         """As `begin`, from a file that has more of the beginning than memory."""
         if self.stored is None or self._reuse is Reuse.OFF:
@@ -204,7 +216,7 @@ class KeptSequences:
         return prompt, self._whole_rows(request) if is_exact else request.block_length
 
     def _candidates(
-        self, block_length: int, running: Sequence[Cached]
+        self, block_length: int, running: Sequence[Running]
     ) -> Iterator[tuple[IntArray, KVRange, KeptSequence | None]]:
         """Tokens whose keys and values are somewhere, and fit blocks of that length."""
         for sequence in running:
@@ -219,7 +231,7 @@ class KeptSequences:
         self._kept = [kept for kept in self._kept if self._kv_cache.is_kept(kept.kv)]
         return self._kept
 
-    def _num_reusable(self, sequence: Cached) -> int:
+    def _num_reusable(self, sequence: Running) -> int:
         is_exact = self._reuse is Reuse.EXACT
         return sequence.num_exact if is_exact else sequence.num_cached
 

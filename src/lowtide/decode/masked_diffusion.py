@@ -23,7 +23,6 @@ from lowtide.decode.logits import rows_that_predict
 from lowtide.decode.masked_sequence import MaskedSequence
 from lowtide.decode.request import Event, Request
 from lowtide.decode.row_reading import RowModel, Rows, read_logits, read_statistics
-from lowtide.errors import PlanError, UsageError
 from lowtide.kernels.row_statistics import Wanted
 from lowtide.layers.batch import Batch, Segment
 from lowtide.memory.chunking import LogitNeeds, bucket
@@ -72,17 +71,6 @@ class MaskedDiffusion(BatchDecoder[MaskedSequence]):
             events += turn.sequence.denoised(found)
         self._settle(turn.sequence for turn in turns)
         return events
-
-    def _check(self, request: Request) -> None:
-        for name in ("remasking", "block_length"):
-            if getattr(request.params.diffusion, name) is None:
-                raise UsageError(f"Request {request.id} has no {name}, and no default to take.")
-        num_rows = _num_copies(request) * _length(request)
-        if num_rows > self._max_rows:
-            raise PlanError(
-                f"{num_rows} rows are more than the {self._max_rows} of a forward pass; raise "
-                "context or lower max_tokens."
-            )
 
     def _num_tokens(self, request: Request) -> int:
         return _num_copies(request) * align_up(_length(request), GRANULE_TOKENS)
@@ -149,12 +137,6 @@ class MaskedDiffusion(BatchDecoder[MaskedSequence]):
             )
             for copy, start in enumerate(turn.starts)
         ]
-
-    def _is_last(self, turns: Sequence[Scheduled[MaskedSequence]]) -> bool:
-        """Whether no pass is expected to follow: all sequences take part, and none goes on."""
-        return self._takes_all(len(turns)) and all(
-            turn.sequence.is_expected_to_end for turn in turns
-        )
 
     def _read(self, hidden: Tensor, turns: Sequence[Scheduled[MaskedSequence]]) -> list[Candidates]:
         """A candidate for every wanted position of each turn."""

@@ -51,7 +51,7 @@ def resolve(
     rule = asked.remasking or defaults.remasking
     _check_fields(asked, rule, architecture)
     block_length = _block_length(asked.block_length, defaults.block_length, max_tokens)
-    threshold = defaults.threshold or THRESHOLD if asked.threshold is None else asked.threshold
+    threshold = _given(asked.threshold, defaults.threshold or THRESHOLD)
     return replace(
         asked,
         remasking=rule,

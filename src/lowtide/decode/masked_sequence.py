@@ -53,11 +53,6 @@ class MaskedSequence(Canvas):
         return self.request.params.diffusion.block_length or self.request.max_tokens
 
     @property
-    def active_block(self) -> slice:
-        """The positions that are being filled."""
-        return self._block
-
-    @property
     def cfg_scale(self) -> float:
         """0 is no guidance."""
         return self.request.params.diffusion.cfg_scale or 0.0
@@ -141,7 +136,7 @@ class MaskedSequence(Canvas):
         """The masked positions of the block, or of these already those that will be written, where
         no look at the model's output is needed to choose them."""
         while True:
-            masked = np.flatnonzero(self._is_masked[self._block]) + self._block_start
+            masked = np.flatnonzero(self._is_masked[self.active_block]) + self._block_start
             if self._is_over or self._rule not in ("origin", "random"):
                 return masked
             wanted = masked[self._choose_blindly(masked)]
@@ -206,7 +201,7 @@ class MaskedSequence(Canvas):
 
     @property
     def _num_masked(self) -> int:
-        return int(np.count_nonzero(self._is_masked[self._block]))
+        return int(np.count_nonzero(self._is_masked[self.active_block]))
 
     def _numbers(self, positions: IntArray) -> FloatArray:
         """Random numbers in [0, 1) of this step, one for each position."""

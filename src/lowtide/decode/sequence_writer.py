@@ -91,7 +91,7 @@ class SequenceWriter:
 
     def _write(self, kept: _Kept) -> int:
         files, tokens = self._files, kept.tokens
-        if not self._is_kept(kept):
+        if not self._kv_cache.is_kept(kept.kv) or kept.kv.num_kept != kept.num_kept:
             raise _Gone
         stored = {entry.name: head.tokens for entry, head in files.of_model(kept.model)}
         num_shared = {name: num_common(ids, tokens) for name, ids in stored.items()}
@@ -128,9 +128,6 @@ class SequenceWriter:
                 kv.num_stored = 0
         self._stored[name] = kept.kv
         kept.kv.num_stored = kept.num_kept
-
-    def _is_kept(self, kept: _Kept) -> bool:
-        return self._kv_cache.is_kept(kept.kv) and kept.kv.num_kept == kept.num_kept
 
     def _chunks(self, kept: _Kept, head: FileHead) -> Iterator[NDArray[np.uint8]]:
         """The chunks as they are stored, each good until the next. Raises _Gone."""

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lowtide.compute import Compute
 from lowtide.core import CacheMode, Step, StepKind
-from lowtide.decode.block_diffusion import LOGIT_ROWS
+from lowtide.decode.batch_decoder import LOGIT_ROWS
 from lowtide.engine.opening.config import MAX_PASS_ROWS
 from lowtide.engine.opening.device_choice import resolve_device
 from lowtide.engine.opening.model import OpenModel

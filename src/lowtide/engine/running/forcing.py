@@ -100,20 +100,20 @@ def _make_decoder(
     config, use_kv_cache = opened.config, bool(opened.options.kv_cache)
     if config.mask_token_id is None or config.decoding is None:
         return ForcedAutoregressive(
-            model, kv_cache, MAX_PASS_ROWS, text, on_logits, use_kv_cache=use_kv_cache
+            text, on_logits, model, kv_cache, MAX_PASS_ROWS, use_kv_cache=use_kv_cache
         )
     mask_token_id = config.mask_token_id
     if config.is_bidirectional:
         return ForcedMaskedDiffusion(
+            text,
+            on_logits,
             model,
             kv_cache,
             mask_token_id,
             opened.max_pass_rows,
-            text,
-            on_logits,
             logits_shift=config.logits_shift,
             cache_mode=opened.cache_mode,
         )
     return ForcedBlockDiffusion(
-        model, kv_cache, mask_token_id, MAX_PASS_ROWS, text, on_logits, use_kv_cache=use_kv_cache
+        text, on_logits, model, kv_cache, mask_token_id, MAX_PASS_ROWS, use_kv_cache
     )
