@@ -532,7 +532,7 @@ def measure_expert_costs(executor: HostExecutor, pinned: PinnedMemory, report: R
     device = CudaDevice(MODEL, layout, 128, 512, pinned)
     dense_bytes = 4 * MODEL.hidden_size**2 * DTYPE.itemsize  # about an attention layer
     with pinned.lent():
-        costs, _ = measure_costs(
+        measured = measure_costs(
             MODEL,
             layout,
             executor,
@@ -542,6 +542,7 @@ def measure_expert_costs(executor: HostExecutor, pinned: PinnedMemory, report: R
             kernels=kernels,
         )
     device.close()
+    costs = measured.costs()
     values = {
         "host_products": kernels.name,
         "link_us": costs.link_s * 1e6,

@@ -45,7 +45,6 @@ from lowtide.hardware.machine import (
     this_machine,
 )
 from lowtide.hardware.measure import (
-    Measured,
     Measurements,
     Point,
     layer_dense_bytes,
@@ -209,7 +208,8 @@ def test_there_is_an_end_to_repeats() -> None:
 
 
 def test_without_a_device_the_host_is_the_device(quick: None, executor: HostExecutor) -> None:
-    costs, measurements = measure_costs(SHAPE, LAYOUT, executor, DENSE_BYTES)
+    measurements = measure_costs(SHAPE, LAYOUT, executor, DENSE_BYTES)
+    costs = measurements.costs()
     assert costs.expert_bytes == LAYOUT.num_bytes
     assert (costs.link_s, costs.sync_s, costs.disk_read_s) == (0.0, 0.0, 0.0)
     for num_tokens in (1, 3, 8, 100):
@@ -231,7 +231,7 @@ def test_memory_is_known_without_psutil(monkeypatch: pytest.MonkeyPatch, tmp_pat
 
 def test_curves_reach_where_time_grows_with_tokens(quick: None, executor: HostExecutor) -> None:
     """However slow the machine is: what lies beyond is drawn on from the last two points."""
-    _, measurements = measure_costs(SHAPE, LAYOUT, executor, DENSE_BYTES)
+    measurements = measure_costs(SHAPE, LAYOUT, executor, DENSE_BYTES)
     for curve in (measurements.host, measurements.dense):
         assert [point.num_tokens for point in curve] == [1, 2, 4, 8, 16, 32, 64]
 
@@ -261,8 +261,8 @@ def test_few_tokens_on_the_host_are_measured_in_the_call_that_will_run(
 
     monkeypatch.setattr(ExpertsAtOnce, "run", noted)
     layout = SlotLayout.of(SHAPE, torch.bfloat16)
-    costs, _ = measure_costs(SHAPE, layout, executor, DENSE_BYTES, kernels=kernels)
-    assert costs.host_s.at(1) > 0
+    measurements = measure_costs(SHAPE, layout, executor, DENSE_BYTES, kernels=kernels)
+    assert measurements.costs().host_s.at(1) > 0
     few = {(n,) for n in (1, 2, 4, 8, 16, 32) if n <= kernels.several_experts.max_rows}
     assert {tuple(set(num_tokens)) for num_tokens in calls} == few
     assert min(map(len, calls)) > 1
@@ -284,9 +284,10 @@ def test_times_of_a_device_are_its_own(quick: None, executor: HostExecutor) -> N
     arena = Arena(num_slots * LAYOUT.num_bytes)
     device = EmulatedDevice(arena, LAYOUT, num_slots, speeds)
     try:
-        costs, measurements = measure_costs(SHAPE, LAYOUT, executor, DENSE_BYTES, device=device)
+        measurements = measure_costs(SHAPE, LAYOUT, executor, DENSE_BYTES, device=device)
     finally:
         device.close()
+    costs = measurements.costs()
     # Waits end by a clock of their own, which may be a little ahead of the one that measures.
     assert costs.link_s >= 0.99 * 5e-4
     assert costs.host_s.at(1) >= 0.99 * 3e-4
@@ -450,9 +451,9 @@ class Count:
     def __init__(self) -> None:
         self.num_calls = 0
 
-    def __call__(self) -> Measured:
+    def __call__(self) -> Measurements:
         self.num_calls += 1
-        return Measured(MEASUREMENTS.costs(), MEASUREMENTS)
+        return MEASUREMENTS
 
 
 def test_costs_are_measured_once_unless_asked_for_again() -> None:
@@ -596,8 +597,7 @@ def test_doctor_in_words(quick: None) -> None:
 def test_doctor_says_when_repeats_disagree(monkeypatch: pytest.MonkeyPatch, quick: None) -> None:
     point = Point(1, Timing(1e-3, 1e-3, 5e-3, 3))
     restless = Measurements(48 << 10, (point,), (point,))
-    measured = Measured(restless.costs(), restless)
-    monkeypatch.setattr(doctor, "measure_costs", lambda *args, **options: measured)
+    monkeypatch.setattr(doctor, "measure_costs", lambda *args, **options: restless)
     assert "400% of their median apart" in run("demo:diffusion")
 
 

@@ -30,13 +30,14 @@ def test_a_gpu_s_costs_are_measured() -> None:
         return arena
 
     try:
-        costs, measurements = measure_costs(
+        measurements = measure_costs(
             SHAPE, layout, executor, 27 << 20, device=device, make_arena=make_arena
         )
     finally:
         device.close()
         pinned.close()
         executor.close()
+    costs = measurements.costs()
     assert costs.link_s > 0 and costs.sync_s > 0 and costs.disk_read_s == 0
     assert 0 < costs.device_s.at(1) < costs.host_s.at(1)
     assert len(measurements.device) > 1 and len(measurements.dense) > 1

@@ -382,7 +382,7 @@ def test_a_budget_without_slots_is_measured_with_some(
     found: list[Costs] = []
 
     def measured(key: object, measure: Any) -> SimpleNamespace:
-        found.append(measure().costs)
+        found.append(measure().costs())
         return SimpleNamespace(costs=found[0])
 
     monkeypatch.setattr(device_engine, "stored_or_measured", measured)
@@ -450,7 +450,7 @@ def test_costs_are_measured_from_pinned_memory(monkeypatch: pytest.MonkeyPatch) 
             return arena
 
         with pinned.lent():
-            costs, _ = measure.measure_costs(
+            measured = measure.measure_costs(
                 shape,
                 layout,
                 executor,
@@ -462,6 +462,7 @@ def test_costs_are_measured_from_pinned_memory(monkeypatch: pytest.MonkeyPatch) 
         device.close()
     executor.close()
     assert pinned.num_bytes == 0
+    costs = measured.costs()
     assert costs.link_s > 0 and costs.sync_s > 0 and costs.device_s.at(8) > 0
 
 

@@ -60,7 +60,7 @@ def _groups(root: Path, membership: Path) -> Iterator[tuple[Path, _Names]]:
 
 def _free_bytes(folder: Path, names: _Names) -> int | None:
     """None where the folder is no such group, or has no limit."""
-    limits = [limit for name in names.limits if (limit := _limit(folder / name)) is not None]
+    limits = [limit for name in names.limits if (limit := read_limit(folder / name)) is not None]
     if not limits:
         return None
     try:
@@ -76,8 +76,8 @@ def _free_bytes(folder: Path, names: _Names) -> int | None:
     return min(limits) - int(usage) + cache
 
 
-def _limit(path: Path) -> int | None:
-    """None where there is no such file, or it has no limit."""
+def read_limit(path: Path) -> int | None:
+    """Bytes in a group's file of a limit; None where there is none, or no such file."""
     try:
         text = path.read_text().strip()
     except OSError:

@@ -85,7 +85,7 @@ class Measurements:
         timings += [t for t in (self.link, self.sync, self.disk_read) if t is not None]
         return median(timing.spread for timing in timings)
 
-    def costs(self, num_staging: int = 2) -> Costs:
+    def costs(self) -> Costs:
         """The medians. Without a device the host is the device, and nothing crosses a link."""
         host_s = _curve(self.host)
         return Costs(
@@ -96,15 +96,7 @@ class Measurements:
             dense_s=_curve(self.dense),
             sync_s=0.0 if self.sync is None else self.sync.median_s,
             disk_read_s=0.0 if self.disk_read is None else self.disk_read.median_s,
-            num_staging=num_staging,
         )
-
-
-class Measured(NamedTuple):
-    """Costs, and what they were made of."""
-
-    costs: Costs
-    measurements: Measurements
 
 
 class DiskSource(NamedTuple):
@@ -125,7 +117,7 @@ def measure_costs(
     make_arena: Callable[[int], Arena] = Arena,
     least_cold_bytes: int | None = None,
     kernels: Kernels = REFERENCE,
-) -> Measured:
+) -> Measurements:
     """Measures a model's costs, with random weights of its shape.
 
     layout: of the model's slots. executor: the host's compute threads. dense_bytes: of one
@@ -143,14 +135,13 @@ def measure_costs(
     with executor.in_charge(), torch.inference_mode():
         weights = ColdWeights(layout, executor, least_cold_bytes, make_arena)
         try:
-            measurements = _measure(shape, weights, executor, dense_bytes, device, disk, kernels)
+            return _measure(shape, weights, executor, dense_bytes, device, disk, kernels)
         except torch.OutOfMemoryError as error:
             raise PlanError(
                 f"Measuring what experts cost on the GPU takes about "
                 f"{format_size(least_cold_bytes)} of its memory beside the slots; lower "
                 f"--gpu-memory, or free memory that other programs hold: {error}"
             ) from error
-    return Measured(measurements.costs(), measurements)
 
 
 def layer_dense_bytes(dense: Mapping[str, TensorEntry], layer: int, item_bytes: int) -> int:

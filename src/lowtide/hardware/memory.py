@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from lowtide.errors import UsageError
-from lowtide.hardware.control_group import group_free_bytes
+from lowtide.hardware.control_group import group_free_bytes, read_limit
 
 _CGROUP_LIMITS = (
     Path("/sys/fs/cgroup/memory.max"),
@@ -15,15 +15,8 @@ _CGROUP_LIMITS = (
 
 def total_memory_bytes() -> int:
     """Host memory that this process could ever have: the machine's, or its cgroup's limit."""
-    total = _host_memory()[0]
-    for path in _CGROUP_LIMITS:
-        try:
-            text = path.read_text().strip()
-        except OSError:
-            continue
-        if text.isdecimal():
-            total = min(total, int(text))
-    return total
+    limits = [read_limit(path) for path in _CGROUP_LIMITS]
+    return min([_host_memory()[0], *(limit for limit in limits if limit is not None)])
 
 
 def available_memory_bytes() -> int:

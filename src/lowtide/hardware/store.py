@@ -26,7 +26,7 @@ from lowtide.files.folders import cache_folder
 from lowtide.files.json_file import read_object
 from lowtide.files.whole_file import whole_file
 from lowtide.hardware.machine import RATES_METHOD, Machine, Rate
-from lowtide.hardware.measure import METHOD, Measured, Measurements, Point
+from lowtide.hardware.measure import METHOD, Measurements, Point
 from lowtide.hardware.timing import Timing
 from lowtide.kernels.reference import REFERENCE
 from lowtide.version import __version__
@@ -100,14 +100,19 @@ class Stored(NamedTuple):
 
 
 def stored_or_measured(
-    key: CostKey, measure: Callable[[], Measured], *, is_fresh: bool = False
+    key: CostKey, measure: Callable[[], Measurements], *, is_fresh: bool = False
 ) -> Stored:
     """The costs stored under `key`, or those that `measure` gives, which are then stored.
 
     is_fresh: measure in any case. A file that is damaged or cannot be written is a notice in the
     log, not an error. Raises what `measure` raises.
     """
-    stored = None if is_fresh else _load_or_notice(key)
+    stored = None
+    if not is_fresh:
+        try:
+            stored = load(key)
+        except StorageError as error:
+            _log.warning("%s Measuring again.", error)
     if stored is None:
         stored = measured_now(measure())
         try:
@@ -117,10 +122,9 @@ def stored_or_measured(
     return stored
 
 
-def measured_now(measured: Measured) -> Stored:
+def measured_now(measurements: Measurements) -> Stored:
     """With the present date."""
-    date = datetime.now(UTC).replace(microsecond=0).isoformat()
-    return Stored(measured.measurements, date)
+    return Stored(measurements, datetime.now(UTC).replace(microsecond=0).isoformat())
 
 
 def load(key: CostKey) -> Stored | None:
@@ -204,14 +208,6 @@ def _write(path: Path, identity: Mapping[str, Any], measured: Mapping[str, Any],
         raise StorageError(f"{path.parent} cannot be made: {error.strerror}.") from error
     with whole_file(path, what) as file:
         file.write((json.dumps({"of": identity, **measured}, indent=1) + "\n").encode())
-
-
-def _load_or_notice(key: CostKey) -> Stored | None:
-    try:
-        return load(key)
-    except StorageError as error:
-        _log.warning("%s Measuring again.", error)
-        return None
 
 
 def _read_measurements(value: Mapping[str, Any], expert_bytes: int) -> Measurements:

@@ -41,7 +41,7 @@ from lowtide.hardware.machine import (
 )
 from lowtide.hardware.measure import (
     DiskSource,
-    Measured,
+    Measurements,
     layer_dense_bytes,
     measure_costs,
 )
@@ -260,7 +260,7 @@ def _costs(
     return ExpertCosts(patient.name, patient.shape, dtype, patient.dense_bytes, description, stored)
 
 
-def _measure(patient: _Patient, name: str, options: EngineConfig) -> tuple[Measured, str]:
+def _measure(patient: _Patient, name: str, options: EngineConfig) -> tuple[Measurements, str]:
     """The costs, and a line on the device that they were measured with."""
     make_executor = HostExecutor.beside_emulated if name == "emulated" else HostExecutor
     kernels = patient.opened.kernels

@@ -18,7 +18,7 @@ from lowtide.engine.planning.expert_source import ExpertSource
 from lowtide.experts.device import Device
 from lowtide.experts.elastic_slots import LentSlots
 from lowtide.hardware.machine import this_machine
-from lowtide.hardware.measure import Measured, measure_costs
+from lowtide.hardware.measure import Measurements, measure_costs
 from lowtide.hardware.store import CostKey, stored_or_measured
 from lowtide.kernels.reference import Kernels
 from lowtide.memory.arena import Arena, Region
@@ -89,7 +89,7 @@ def _open_cuda(
     def make_device(num_slots: int) -> CudaDevice:
         return CudaDevice(shape, layout, num_slots, source.max_rows, pinned, machine.kernels)
 
-    def measure() -> Measured:
+    def measure() -> Measurements:
         with pinned.lent(), ExitStack() as stack:
             measured = device
             # The least budgets have no slots; what is measured then is kept for all others, too.
