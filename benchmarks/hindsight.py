@@ -15,15 +15,16 @@ from typing import NamedTuple
 
 from common.arguments import make_parser, run_script
 from common.dali_models import MODELS, Load, make_case
+from common.most_hits import most_hits
 from common.record import Recorder, Row, say
 from common.simulated import VARIANTS, generating_passes, make_setting, published
 from common.simulated import replay as replay_variants
 from common.traces import RECORDED, record_with_known
 
 from lowtide.core import IntArray
+from lowtide.policies.presets import ORACLE
 from lowtide.policies.recipe import Setting
 from lowtide.profiles import load_profile
-from lowtide.replay.oracle import ORACLE, most_hits
 from lowtide.replay.simulator import simulate
 from lowtide.replay.trace import Trace
 

@@ -33,12 +33,13 @@ from common.emulated import (
     stretches_row,
     temporary_folder,
 )
+from common.most_hits import most_hits
 from common.record import Recorder, Row, say
 from common.simulated import VARIANTS, ceilings, make_setting, published, replay, summary
 
 from lowtide.errors import PlanError
+from lowtide.policies.presets import ORACLE
 from lowtide.profiles import load_profile
-from lowtide.replay.oracle import ORACLE, most_hits
 from lowtide.replay.simulator import simulate
 from lowtide.replay.trace import Trace
 

@@ -6,6 +6,7 @@ from itertools import combinations
 
 import numpy as np
 import pytest
+from common.most_hits import most_hits
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -15,7 +16,6 @@ from lowtide.policies.catalogue import CATALOGUE
 from lowtide.policies.decision import Decision, Policies
 from lowtide.policies.presets import check_policy, preset_names, recipe
 from lowtide.policies.recipe import Setting
-from lowtide.replay.oracle import most_hits
 from lowtide.replay.simulator import simulate
 from lowtide.replay.trace import Trace, TraceShape, TraceWriter
 

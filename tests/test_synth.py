@@ -171,7 +171,7 @@ def test_bfloat16_is_the_nearest(value: float) -> None:
 
 def test_progress_counts_the_bytes(tmp_path: Path) -> None:
     calls: list[tuple[int, int]] = []
-    synth("llada2", "tiny", tmp_path / "m", progress=lambda done, all_: calls.append((done, all_)))
+    synth("llada2", "tiny", tmp_path / "m", progress=lambda _, *counts: calls.append(counts))
     done = [d for d, _ in calls]
     assert done == sorted(done)
     assert calls[-1][0] == calls[-1][1] == sum(t.output.num_bytes for t in tensors_of(TINY))
@@ -283,7 +283,7 @@ def test_a_disk_that_takes_no_longer_files(tmp_path: Path, num_bytes: int) -> No
 
 
 def test_an_interrupt_in_the_progress_callback(tmp_path: Path) -> None:
-    def interrupt(done_bytes: int, total_bytes: int) -> None:
+    def interrupt(what: str, done_bytes: int, total_bytes: int) -> None:
         if done_bytes > total_bytes // 2:
             raise KeyboardInterrupt
 

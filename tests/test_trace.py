@@ -117,30 +117,11 @@ def test_blocks_begin_where_the_counter_restarts() -> None:
     assert np.array_equal(list(writer.trace().iter_ids())[1], ids)
 
 
-def test_another_models_trace_is_refused_with_both_named() -> None:
-    trace = make_trace()
-    with pytest.raises(UsageError, match="2 MoE layers of 5 experts.*3 MoE layers of 5"):
-        trace.check(TraceShape(3, 5, 2))
-    with pytest.raises(UsageError, match="another model: 'a model'"):
-        trace.check(SHAPE, "b model")
-
-
-def test_a_writer_refuses_what_does_not_fit() -> None:
+def test_a_writer_refuses_more_than_it_may_hold() -> None:
     writer = TraceWriter("m", SHAPE, max_bytes=30)
-    with pytest.raises(UsageError, match="not begun"):
-        writer.record(0, np.zeros((1, 2), np.int64))
-    with pytest.raises(UsageError):
-        writer.commit(1)
     writer.begin(Step(StepKind.DECODE, 0), 0, 1)
-    for layer, ids in ((2, [[0, 1]]), (0, [[0, 5]]), (0, [[-1, 0]]), (0, [[0, 1, 2]])):
-        with pytest.raises(UsageError):
-            writer.record(layer, np.array(ids))
     with pytest.raises(StorageError, match="30 bytes"):
         writer.begin(Step(StepKind.DECODE, 1), 0, 2)
-    with pytest.raises(UsageError):
-        writer.begin(Step(StepKind.DECODE, 1), -1, 0)
-    with pytest.raises(UsageError, match="experts"):
-        TraceWriter("m", TraceShape(1, 4, 5))
 
 
 def members(**changes: Any) -> dict[str, Any]:

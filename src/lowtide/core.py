@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +27,9 @@ Progress = Callable[[str, int, int], None]
 def no_progress(what: str, done: int, total: int) -> None:
     """The `Progress` that shows nothing."""
 
+
+NOTHING: Mapping[Any, Any] = MappingProxyType({})
+"""A mapping that is empty and stays so, as a default."""
 
 NO_EXPERTS: IntArray = np.empty(0, np.int64)
 """No expert."""

@@ -18,14 +18,9 @@ from lowtide.cli.options import Settings
 from lowtide.cli.report import json_line
 from lowtide.cli.screen import ProgressBars, number_table, stdout_console
 from lowtide.cli.text_file import read_text
+from lowtide.files.whole_file import check_writable
 from lowtide.option import Group
-from lowtide.replay.calibration import (
-    GATES,
-    TOP_SIZES,
-    Calibration,
-    check_calibration_path,
-    default_path,
-)
+from lowtide.replay.calibration import GATES, TOP_SIZES, Calibration, default_path
 from lowtide.replay.trace import TraceShape
 
 if TYPE_CHECKING:
@@ -105,14 +100,14 @@ def _calibrate(model: str, text: str, settings: Settings) -> tuple[Calibration, 
         check_plots(Path(plots))
     out = settings.text("out")
     if out is not None:  # before it is loaded; the default's name is known only then
-        check_calibration_path(Path(out))
+        check_writable(Path(out), "calibration")
     with open_llm(model, settings) as llm, ProgressBars() as progress:
         shape = TraceShape(*llm.config.moe_shape)
         if out is not None:
             path = Path(out)
         else:
             path = default_path(folder, llm.config.architecture, shape)
-            check_calibration_path(path)
+            check_writable(path, "calibration")
         num_pieces = cast(int, settings["pieces"])
         calibration = run(
             llm,

@@ -35,13 +35,8 @@ def synth(
     from lowtide.lab import synth as lab
 
     with ProgressBars() as progress:
-        folder = lab.synth(
-            family,
-            settings.text("size") or "tiny",
-            Path(out),
-            seed=seed,
-            progress=lambda done, total: progress("writing", done, total),
-        )
+        size = settings.text("size") or "tiny"
+        folder = lab.synth(family, size, Path(out), seed=seed, progress=progress)
     _tell(settings, "wrote", folder)
 
 

@@ -333,5 +333,5 @@ def _notes(report: QualityReport) -> list[str]:
     choices = rows[0].choices
     if choices is not None:
         cut = f", {choices.num_cut} without their beginning" if choices.num_cut else ""
-        notes.append(f"{len(choices.is_right)} questions{cut}.")
+        notes.append(f"{len(choices.log_likelihood)} questions{cut}.")
     return notes

@@ -54,13 +54,9 @@ def agreement(
     params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, diffusion=diffusion)
     chosen = {**options, "kv_cache": kv_cache}
     with LLM(model, **chosen) as llm:
-        drafts: list[Draft] = []
-
-        def note(event: Event) -> None:
-            if isinstance(event, Draft):
-                drafts.append(event)
-
-        [found] = llm.generate([list(prompt)], params, on_event=note)
+        events: list[Event] = []
+        [found] = llm.generate([list(prompt)], params, on_event=events.append)
+        drafts = [event for event in events if isinstance(event, Draft)]
         num_likeliest = _num_likeliest(llm, prompt, drafts, max_tokens)
     with LLM(model, **{**options, "kv_cache": True}) as llm:
         [exact] = llm.generate([list(prompt)], params)

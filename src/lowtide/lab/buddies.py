@@ -10,10 +10,6 @@ Holds [layers, experts, experts] and samples of bounded size, however long the r
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
-from typing import NamedTuple
-
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
@@ -116,36 +112,3 @@ def needed_tokens(shape: TraceShape) -> int:
     experts, k = shape.num_experts, shape.num_experts_per_token
     by_pair = experts * (experts - 1) / (k * (k - 1))
     return int(np.ceil(max(16 * experts / k, by_pair)))
-
-
-class TextUse(NamedTuple):
-    """How a calibration uses a text."""
-
-    num_pieces: int
-    num_learning: Callable[[int], int]  # of so many pieces, those that are learnt from
-    least_tokens: int  # of a piece
-    prompt_tokens: int  # of a piece, at most
-    new_tokens: int  # of its answer
-
-
-def check_length(shape: TraceShape, num_tokens: int, use: TextUse) -> None:
-    """Raises UsageError, which says what would do, where a text of `num_tokens` is too short for
-    buddies. What it asks for does for all that a calibration finds out."""
-    needed, stride = needed_tokens(shape), num_tokens // max(1, use.num_pieces)
-    num_learning = max(0, use.num_learning(use.num_pieces))
-    found = 0
-    if stride >= use.least_tokens:
-        found = num_learning * (min(stride, use.prompt_tokens) + use.new_tokens)
-    if found >= needed:
-        return
-    most = use.prompt_tokens + use.new_tokens
-    pieces = max(2, use.num_pieces)
-    while use.num_learning(pieces) * most < needed:
-        pieces += 1
-    length = math.ceil(needed / use.num_learning(pieces)) - use.new_tokens
-    raise UsageError(
-        f"Buddies of {shape.num_experts} experts, {shape.num_experts_per_token} per token, take at "
-        f"least {needed} tokens of text and answers to learn from, and this text of {num_tokens} "
-        f"has {found} in {num_learning} of {use.num_pieces} pieces; give "
-        f"{pieces * max(use.least_tokens, length)} tokens or more in --pieces {pieces}."
-    )

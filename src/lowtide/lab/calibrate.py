@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import datetime
 import hashlib
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -21,11 +22,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
-from lowtide.core import FloatArray, IntArray, Progress, Step
+from lowtide.core import FloatArray, IntArray, Progress, Step, no_progress
 from lowtide.errors import UsageError
 from lowtide.experts.rows import Routing
 from lowtide.experts.runtime import ExpertObserver, Observer
-from lowtide.lab.buddies import CoActivations, TextUse, check_length
+from lowtide.lab.buddies import CoActivations, needed_tokens
 from lowtide.lab.input_squares import InputSquares
 from lowtide.lab.record import Recorder
 from lowtide.layers.batch import KVRange, Segment
@@ -71,7 +72,7 @@ def calibrate(
     num_pieces: int = NUM_PIECES,
     buddies: bool = False,
     inputs: bool = False,
-    progress: Progress | None = None,
+    progress: Progress = no_progress,
 ) -> Calibration:
     """The calibration of `llm` on a text, or on token ids.
 
@@ -84,7 +85,7 @@ def calibrate(
     token_ids, shape = _token_ids(llm, text), TraceShape(*llm.config.moe_shape)
     seen = CoActivations(shape) if buddies else None
     if seen is not None:  # told first: a text that does for buddies does for all
-        check_length(shape, len(token_ids), _text_use(llm, num_pieces))
+        _check_length(shape, len(token_ids), num_pieces, _length(llm))
     learning, testing = split(llm, token_ids, num_pieces)
     squares = InputSquares(shape) if inputs else None
     beside = () if seen is None else (seen,)
@@ -131,7 +132,7 @@ def learn(
     llm: LLM,
     prompts: Sequence[list[int]],
     model: str,
-    progress: Progress | None = None,
+    progress: Progress = no_progress,
     beside: Sequence[Observer] = (),
     experts: ExpertObserver | None = None,
 ) -> tuple[Trace, NDArray[np.float32]]:
@@ -152,7 +153,7 @@ def foresee(
     prompts: Sequence[list[int]],
     model: str,
     residual: NDArray[np.float32],
-    progress: Progress | None = None,
+    progress: Progress = no_progress,
 ) -> GateRecord:
     """Runs every layer's gate one layer early beside the prompts and their answers."""
     gates = _EarlyGates(llm, residual)
@@ -269,7 +270,7 @@ def _run(
     model: str,
     observers: Sequence[Observer],
     what: str,
-    progress: Progress | None,
+    progress: Progress,
     experts: ExpertObserver | None = None,
 ) -> Trace:
     """Answers the prompts one after the other under the eyes of `observers`; their trace."""
@@ -278,8 +279,7 @@ def _run(
     with llm.observed(_All((recorder, *observers)), experts):
         for index, prompt in enumerate(prompts):
             llm.generate([prompt], params)
-            if progress is not None:
-                progress(what, index + 1, len(prompts))
+            progress(what, index + 1, len(prompts))
     recorder.finish()
     return recorder.writer.trace()
 
@@ -307,9 +307,26 @@ def _length(llm: LLM) -> Length:
     )
 
 
-def _text_use(llm: LLM, num_pieces: int) -> TextUse:
-    """How a text is used in so many pieces."""
-    return TextUse(num_pieces, num_learning, MIN_PIECE_TOKENS, *_length(llm))
+def _check_length(shape: TraceShape, num_tokens: int, num_pieces: int, length: Length) -> None:
+    """Raises UsageError, which says what would do, where a text of `num_tokens` is too short for
+    buddies. What it asks for does for all that a calibration finds out."""
+    needed, stride = needed_tokens(shape), num_tokens // max(1, num_pieces)
+    most, learning = sum(length), max(0, num_learning(num_pieces))
+    found = 0
+    if stride >= MIN_PIECE_TOKENS:
+        found = learning * (min(stride, length.prompt_tokens) + length.new_tokens)
+    if found >= needed:
+        return
+    pieces = max(2, num_pieces)
+    while num_learning(pieces) * most < needed:
+        pieces += 1
+    least = math.ceil(needed / num_learning(pieces)) - length.new_tokens
+    raise UsageError(
+        f"Buddies of {shape.num_experts} experts, {shape.num_experts_per_token} per token, take at "
+        f"least {needed} tokens of text and answers to learn from, and this text of {num_tokens} "
+        f"has {found} in {learning} of {num_pieces} pieces; give "
+        f"{pieces * max(MIN_PIECE_TOKENS, least)} tokens or more in --pieces {pieces}."
+    )
 
 
 def _digest(text: str | Sequence[int]) -> str:

@@ -14,7 +14,7 @@ import numpy as np
 
 from lowtide.core import Costs, FloatArray, IntArray
 from lowtide.lab.calibrate import top_share
-from lowtide.lab.plotting import check_plot, save_figures
+from lowtide.lab.plotting import check_plot, save_figure
 from lowtide.policies.recipe import Setting
 from lowtide.policies.tau import drift, miss_shares, paper_tau
 from lowtide.replay.calibration import GATES, TOP_SIZES, Calibration
@@ -129,7 +129,9 @@ def plot(calibration: Calibration, folder: Path) -> list[Path]:
         STEP_SIMILARITY: _figure("cosine of the hits of two steps", apart),
         DISTINCT_EXPERTS: _figure("experts activated per layer", each),
     }
-    return save_figures(figures, folder)
+    for name, figure in figures.items():
+        save_figure(figure, folder / name)
+    return [folder / name for name in figures]
 
 
 def _budget(trace: Trace, hits: IntArray, num_residents: int, costs: Costs) -> Budget:

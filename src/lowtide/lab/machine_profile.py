@@ -9,7 +9,6 @@ from pathlib import Path
 
 import torch
 
-from lowtide.core import MoEShape
 from lowtide.engine.opening.device_choice import resolve_device
 from lowtide.errors import StorageError, UsageError
 from lowtide.files.whole_file import check_writable, whole_file
@@ -75,17 +74,13 @@ def profile_text(diagnosis: Diagnosis) -> str:
 
 def _engine(costs: ExpertCosts, curve: tuple[Point, ...], memory_bytes: int) -> dict[str, float]:
     first, last = curve[0], curve[-1]
-    operations = _operations(costs.shape) * last.num_tokens
+    # A multiplication and an addition for each of an expert's weights and tokens.
+    operations = 2 * 3 * costs.shape.hidden_size * costs.shape.expert_size * last.num_tokens
     return {
         "memory_GB": memory_bytes / 1e9,
         "bandwidth_GBps": costs.stored.measurements.expert_bytes / first.timing.median_s / 1e9,
         "compute_TFLOPs": operations / last.timing.median_s / 1e12,
     }
-
-
-def _operations(shape: MoEShape) -> int:
-    """Operations of one expert for one token: a multiplication and an addition per weight."""
-    return 2 * 3 * shape.hidden_size * shape.expert_size
 
 
 def _quoted(text: str) -> str:

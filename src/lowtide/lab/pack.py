@@ -11,7 +11,7 @@ import json
 import math
 import os
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import NamedTuple
@@ -163,7 +163,8 @@ def _notes(
 
 def _source(checkpoint: Checkpoint) -> list[tuple[str, int, int]]:
     """Name, size and time of change of each file."""
-    return [(file.path.name, *_facts(file.path)) for file in checkpoint.files]
+    found = ((file.path.name, file.path.stat()) for file in checkpoint.files)
+    return [(name, facts.st_size, facts.st_mtime_ns) for name, facts in found]
 
 
 class _Shard(NamedTuple):
@@ -224,40 +225,30 @@ class _Packer:
         if writer.is_whole:
             self._tell(sum(entry.num_bytes for _, entry in tensors))  # of an earlier run
             return
-        waiting: deque[tuple[Ticket, Bytes]] = deque()
         with writer:
-            for read, target in self._pieces(tensors):
-                waiting.append((reader.submit([read]), target))
-                if len(waiting) > num_ahead:
-                    self._write_next(writer, waiting)
-            while waiting:
-                self._write_next(writer, waiting)
-
-    def _write_next(self, writer: SafetensorsWriter, waiting: deque[tuple[Ticket, Bytes]]) -> None:
-        ticket, target = waiting.popleft()
-        num_bytes = ticket.result()
-        writer.write(target.data)
-        self._tell(num_bytes)
+            for target, num_bytes in in_order(reader, self._pieces(tensors), num_ahead):
+                writer.write(target.data)
+                self._tell(num_bytes)
 
     def _tell(self, num_bytes: int) -> None:
         self._done_bytes += num_bytes
         self._progress("packing", self._done_bytes, self._total_bytes)
 
-    def _pieces(self, tensors: list[tuple[str, TensorEntry]]) -> Iterator[tuple[AnyRead, Bytes]]:
+    def _pieces(self, tensors: list[tuple[str, TensorEntry]]) -> Iterator[tuple[list[AnyRead], Bytes]]:
         """What is read, in the order of the shard, and where it is when it was."""
         for name, entry in tensors:
             for start, num_bytes in _ranges(entry):
                 place = entry.file, entry.offset + start
                 if name not in self._chosen:
                     target = np.empty(num_bytes, np.uint8)
-                    yield ArrayRead((place,), AS_IS, target, None), target
+                    yield [ArrayRead((place,), AS_IS, target, None)], target
                     continue
                 stored, to = format_of(entry.dtype), self._chosen[name].format
                 num_weights = num_bytes // stored.block_bytes[0] * stored.block_size
                 target = np.empty(to.num_bytes(num_weights), np.uint8)
                 worth = self._importance(name, entry, start)
                 piece = Piece(0, num_bytes, stored, target, to, worth)
-                yield Read(*place, num_bytes, (piece,)), target
+                yield [Read(*place, num_bytes, (piece,))], target
 
     def _importance(self, name: str, entry: TensorEntry, start: int) -> Importance | None:
         """The importance of inputs to the matrix that a tensor has at `start`."""
@@ -272,6 +263,21 @@ class _Packer:
             return OutputTensor(name, entry.dtype, entry.shape)
         to = self._chosen[name].format.name
         return OutputTensor(packed_name(name, to), BYTES_DTYPE, packed_shape(entry.shape, to))
+
+
+def in_order(
+    reader: FileReader, reads: Iterable[tuple[Sequence[AnyRead], Bytes]], num_ahead: int
+) -> Iterator[tuple[Bytes, int]]:
+    """Each target once its reads have ended, and the bytes that were read, with so many reads under
+    way behind it."""
+    waiting: deque[tuple[Ticket, Bytes]] = deque()
+    for asked, target in reads:
+        waiting.append((reader.submit(asked), target))
+        if len(waiting) > num_ahead:
+            ticket, ready = waiting.popleft()
+            yield ready, ticket.result()
+    for ticket, ready in waiting:
+        yield ready, ticket.result()
 
 
 def _matrix_bytes(entry: TensorEntry) -> int:
@@ -317,8 +323,3 @@ def _copied(opened: OpenModel) -> list[Path]:
 def _write_json(path: Path, value: object) -> None:
     with whole_file(path, "file") as file:
         file.write(json.dumps(value, indent=2).encode())
-
-
-def _facts(path: Path) -> tuple[int, int]:
-    facts = path.stat()
-    return facts.st_size, facts.st_mtime_ns

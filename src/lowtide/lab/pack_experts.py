@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
-from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 
@@ -16,8 +15,8 @@ from lowtide.engine.opening.config import EngineConfig
 from lowtide.engine.opening.model import OpenModel, open_model
 from lowtide.errors import StorageError, UsageError
 from lowtide.files.regular_file import RegularFile
-from lowtide.formats import formats
 from lowtide.formats.matrix import Bytes
+from lowtide.lab.pack import AS_IS, in_order
 from lowtide.lab.safetensors_writer import OutputTensor, SafetensorsWriter
 from lowtide.model_folder.checkpoint import Checkpoint
 from lowtide.model_folder.gguf_file import is_gguf
@@ -29,12 +28,11 @@ from lowtide.reading.by_expert import (
     part_starts,
     tensor_name,
 )
-from lowtide.reading.file_reader import NUM_READERS, ArrayRead, FileReader, Ticket
+from lowtide.reading.file_reader import NUM_READERS, ArrayRead, FileReader
 from lowtide.reading.fingerprint import fingerprint
 from lowtide.schemas.weights import ExpertTable
 
 _PIECE_BYTES = 8 << 20
-_AS_IS = formats()["BF16"]  # of bytes that are copied
 
 
 def pack_experts(model: str | Path, progress: Progress = no_progress) -> Path:
@@ -54,22 +52,15 @@ def pack_experts(model: str | Path, progress: Progress = no_progress) -> Path:
     ]
     metadata = {SOURCE: fingerprint(checkpoint, checkpoint.tensors)}
     done_bytes, total_bytes = 0, num_experts * sum(widths)
-    waiting: deque[tuple[Ticket, Bytes]] = deque()
     with (
         _claimed(checkpoint.files[0]),
         SafetensorsWriter(path, entries, metadata=metadata, alignment=BORDER_BYTES) as writer,
         closing(FileReader(checkpoint.files, _PIECE_BYTES)) as reader,
     ):
-        for layer, expert in np.ndindex(num_layers, num_experts):
-            target = np.zeros(widths[layer], np.uint8)
-            waiting.append((reader.submit(_reads(table, layer, expert, target)), target))
-            is_last = (layer, expert) == (num_layers - 1, num_experts - 1)
-            while waiting and (is_last or len(waiting) > 2 * NUM_READERS):
-                ticket, ready = waiting.popleft()
-                ticket.result()
-                writer.write(ready.data)
-                done_bytes += len(ready)
-                progress("packing", done_bytes, total_bytes)
+        for target, _ in in_order(reader, _experts(table, widths), 2 * NUM_READERS):
+            writer.write(target.data)
+            done_bytes += len(target)
+            progress("packing", done_bytes, total_bytes)
     return path
 
 
@@ -103,10 +94,16 @@ def _claimed(file: RegularFile) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _reads(table: ExpertTable, layer: int, expert: int, target: Bytes) -> list[ArrayRead]:
-    files, offsets = table.files[layer, expert].tolist(), table.offsets[layer, expert].tolist()
-    starts, part_bytes = part_starts(table, layer, expert), table.stored(layer, expert).part_bytes
-    return [
-        ArrayRead(((file, offset),), _AS_IS, target[start : start + num_bytes], None)
-        for file, offset, start, num_bytes in zip(files, offsets, starts, part_bytes, strict=True)
-    ]
+def _experts(
+    table: ExpertTable, widths: Sequence[int]
+) -> Iterator[tuple[list[ArrayRead], Bytes]]:
+    """What is read of every expert, and where it is put together, layer by layer."""
+    for layer, expert in np.ndindex(*table.files.shape[:2]):
+        target = np.zeros(widths[layer], np.uint8)
+        files, offsets = table.files[layer, expert].tolist(), table.offsets[layer, expert].tolist()
+        part_bytes = table.stored(layer, expert).part_bytes
+        places = zip(files, offsets, part_starts(table, layer, expert), part_bytes, strict=True)
+        yield [
+            ArrayRead(((file, offset),), AS_IS, target[start : start + num_bytes], None)
+            for file, offset, start, num_bytes in places
+        ], target

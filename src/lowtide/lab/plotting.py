@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -33,10 +32,3 @@ def save_figure(figure: Figure, path: Path) -> None:
     """Writes a plot, whole or not at all. Raises StorageError."""
     with whole_file(path, "plot") as file:
         figure.savefig(file, format=path.suffix.removeprefix("."), dpi=120)
-
-
-def save_figures(figures: Mapping[str, Figure], folder: Path) -> list[Path]:
-    """Writes each under its name into a folder; the files. Raises StorageError."""
-    for name, figure in figures.items():
-        save_figure(figure, folder / name)
-    return [folder / name for name in figures]

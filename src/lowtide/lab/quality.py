@@ -64,26 +64,6 @@ class QualityWork(NamedTuple):
         return self._replace(token_ids=ids, bos=bos, text_sha256=digest)
 
 
-class Replaced(NamedTuple):
-    """Receipts of several texts as one: what a policy replaced, of prompts and all."""
-
-    num_tokens: int  # computed
-    num_affected: int  # of which an expert was replaced
-    num_substituted: int  # experts of tokens
-    routed_mass: float
-    moved_mass: float
-    saved_bytes: int
-    num_in_vain: int
-
-    @classmethod
-    def of(cls, receipts: Sequence[Receipt]) -> Replaced:
-        return cls(*(sum(getattr(one, name) for one in receipts) for name in cls._fields))
-
-    @property
-    def moved_share(self) -> float:
-        return self.moved_mass / self.routed_mass if self.routed_mass else 0.0
-
-
 class Passes(NamedTuple):
     """What the passes over the scored windows took, prompts included."""
 
@@ -91,7 +71,7 @@ class Passes(NamedTuple):
     num_passes: int
     seconds: float
     counts: Mapping[str, float]  # of the engine's counters, by how much they grew
-    replaced: Replaced | None = None  # by a policy that may
+    replaced: Receipt | None = None  # of all texts, by a policy that may replace experts
 
     @property
     def passes_per_s(self) -> float:
@@ -109,14 +89,9 @@ class Passes(NamedTuple):
             "hit_rate": hit_rate(self.counts["num_hits"], activated),
             "read_bytes_per_pass": self.per_pass("read_bytes"),
             "link_bytes_per_pass": self.per_pass("link_bytes"),
-            "replaced": self._replaced(),
+            "replaced": None if self.replaced is None else self.replaced.as_dict(),
             "counts": dict(self.counts),
         }
-
-    def _replaced(self) -> dict[str, float] | None:
-        if self.replaced is None:
-            return None
-        return {**self.replaced._asdict(), "moved_share": self.replaced.moved_share}
 
 
 @dataclass(slots=True)
@@ -230,36 +205,29 @@ def quality(
     )
 
 
+@dataclass(slots=True)
 class _Judge:
     """Measures settings group by group, each beside the first of all."""
 
-    def __init__(
-        self,
-        model: str | Path,
-        options: Mapping[str, Any],
-        work: QualityWork,
-        sample: TextSample | None,
-        progress: Progress,
-    ) -> None:
-        self.rows: list[Row] = []
-        self.scored: ScoredRows | None = None
-        self.plan: MemoryPlan | None = None
-        self._model = model
-        self._options = options
-        self._work = work
-        self._sample = sample
-        self._progress = progress
+    model: str | Path
+    options: Mapping[str, Any]  # of the model, those that all settings share
+    work: QualityWork
+    sample: TextSample | None
+    progress: Progress
+    rows: list[Row] = field(default_factory=list)
+    scored: ScoredRows | None = None
+    plan: MemoryPlan | None = None
 
     def check_answers(self) -> None:
         """Raises UsageError or PlanError for those that could not be timed, once all is scored."""
-        if self._work.repeats:
-            check_request(self._model, lambda _: self._prompt(), self._params(), **self._options)
+        if self.work.repeats:
+            check_request(self.model, lambda _: self._prompt(), self._params(), **self.options)
 
     def measure(self, group: Sequence[QualitySetting], reference: ReferenceLogits) -> None:
         """The settings of one loaded model."""
-        options = opening_options(self._model, group, self._options)
+        options = opening_options(self.model, group, self.options)
         options = {**options, "cache_dir": None}  # every setting computes everything
-        with LLM(self._model, progress=self._progress, **options) as llm:
+        with LLM(self.model, progress=self.progress, **options) as llm:
             self.plan = llm.plan
             rows = []
             for setting in group:
@@ -274,19 +242,19 @@ class _Judge:
                     continue
                 rows.append(row)
                 self._judge(llm, row, reference)
-            if self._work.repeats:
+            if self.work.repeats:
                 self._time(llm, rows)
 
     def _judge(self, llm: LLM, row: Row, reference: ReferenceLogits) -> None:
         plan = llm.plan
         row.policy, row.budget_bytes = plan.policy, plan.budget_bytes
         row.resident_share = sum(plan.residents_per_layer) / max(1, plan.num_experts)
-        if self._sample is not None:
-            self._score(llm, row, self._sample, reference)
-        if self._work.questions is not None:
+        if self.sample is not None:
+            self._score(llm, row, self.sample, reference)
+        if self.work.questions is not None:
             first = self.rows[0].choices
-            row.choices = self._work.questions.score(
-                llm, row.setting.label, self._progress, beside=first
+            row.choices = self.work.questions.score(
+                llm, row.setting.label, self.progress, beside=first
             )
 
     def _score(self, llm: LLM, row: Row, sample: TextSample, reference: ReferenceLogits) -> None:
@@ -294,10 +262,10 @@ class _Judge:
         llm.read(sample.warm_up, _look_away)
         before, runs = llm.stats(), []
         for index, text in enumerate(sample.scored):
-            self._progress(row.setting.label, index, len(sample.scored))
+            self.progress(row.setting.label, index, len(sample.scored))
             scorer.begin(text)
             runs.append(llm.read(text, scorer))
-        self._progress(row.setting.label, len(sample.scored), len(sample.scored))
+        self.progress(row.setting.label, len(sample.scored), len(sample.scored))
         row.passes = _passes(sample, runs, before, llm.stats())
         row.scores, self.scored = scorer.finish()
         exact = self.rows[0].scores
@@ -309,18 +277,18 @@ class _Judge:
         prompt = self._prompt()
         presets = [Preset(row.setting.policy, row.setting.policy_options) for row in rows]
         load = Load(prompt, prompt, self._params())
-        runs = take_turns(llm, presets, load, self._work.repeats, self._progress)
+        runs = take_turns(llm, presets, load, self.work.repeats, self.progress)
         for row, run in zip(rows, runs, strict=True):
             row.speed = run
 
     def _params(self) -> SamplingParams:
-        return SamplingParams(max_tokens=self._work.max_tokens, ignore_eos=True, temperature=0.0)
+        return SamplingParams(max_tokens=self.work.max_tokens, ignore_eos=True, temperature=0.0)
 
     def _prompt(self) -> list[int]:
-        if self._sample is not None:
-            return list(self._sample.scored[0].token_ids[:SPEED_PROMPT_TOKENS])
-        assert self._work.questions is not None
-        return self._work.questions.prompt()[:SPEED_PROMPT_TOKENS]
+        if self.sample is not None:
+            return list(self.sample.scored[0].token_ids[:SPEED_PROMPT_TOKENS])
+        assert self.work.questions is not None
+        return self.work.questions.prompt()[:SPEED_PROMPT_TOKENS]
 
 
 def _sample(opened: OpenModel, work: QualityWork) -> TextSample | None:
@@ -344,7 +312,7 @@ def _passes(
         sum(run.num_passes for run in runs),
         sum(run.seconds for run in runs),
         {n: after[n] - before.get(n, 0.0) for n in after if n not in NOT_OF_PASSES},
-        Replaced.of(receipts) if receipts else None,
+        Receipt.total(receipts) if receipts else None,
     )
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import eq
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -44,15 +45,13 @@ class ChoiceScores:
     """What a setting made of the questions."""
 
     log_likelihood: tuple[FloatArray, ...]  # [choices] of each question, nats
-    is_right: tuple[bool, ...]
-    is_right_normalised: tuple[bool, ...]
     accuracy: Shares
     agreement: Shares  # with the reference's choices
     num_cut: int  # questions whose context is longer than the model's: its end was taken
 
     def as_dict(self) -> dict[str, Any]:
         return {
-            "num_questions": len(self.is_right),
+            "num_questions": len(self.log_likelihood),
             "num_cut": self.num_cut,
             "accuracy": self.accuracy.raw._asdict(),
             "accuracy_normalised": self.accuracy.normalised._asdict(),
@@ -151,24 +150,17 @@ class Questions:
             np.array([len(choice.encode()) for choice in one.choices]) for one in self._questions
         ]
         answers = [one.answer for one in self._questions]
-        raw = _choices(found)
-        normalised = _choices([x / n for x, n in zip(found, lengths, strict=True)])
         others = found if beside is None else beside.log_likelihood
-        theirs = _choices(others)
-        theirs_normalised = _choices([x / n for x, n in zip(others, lengths, strict=True)])
-        is_right = [a == b for a, b in zip(raw, answers, strict=True)]
-        is_right_normalised = [a == b for a, b in zip(normalised, answers, strict=True)]
-        return ChoiceScores(
-            tuple(found),
-            tuple(is_right),
-            tuple(is_right_normalised),
-            Shares(_share(is_right), _share(is_right_normalised)),
-            Shares(
-                _share([a == b for a, b in zip(raw, theirs, strict=True)]),
-                _share([a == b for a, b in zip(normalised, theirs_normalised, strict=True)]),
-            ),
-            sum(choices[0].is_cut for choices in self._encoded),
-        )
+        accuracy, agreement = [], []
+        for divisors in ([np.ones(1)] * len(found), lengths):
+            own, theirs = (
+                [int((x / n).argmax()) for x, n in zip(scores, divisors, strict=True)]
+                for scores in (found, others)
+            )
+            accuracy.append(_share(list(map(eq, own, answers))))
+            agreement.append(_share(list(map(eq, own, theirs))))
+        num_cut = sum(choices[0].is_cut for choices in self._encoded)
+        return ChoiceScores(tuple(found), Shares(*accuracy), Shares(*agreement), num_cut)
 
 
 def _encode(question: ChoiceQuestion, tokenizer: Tokenizer | None, room: int) -> list[_Encoded]:
@@ -214,10 +206,6 @@ def _weights(text: ForcedText, spans: Sequence[tuple[int, int]]) -> list[FloatAr
             own[start:stop] = (stop - start) / mask[start:stop].sum() / len(text.masks)
         weights.append(own)
     return weights
-
-
-def _choices(likelihoods: Sequence[FloatArray]) -> list[int]:
-    return [int(values.argmax()) for values in likelihoods]
 
 
 def _share(flags: Sequence[bool]) -> Estimate:

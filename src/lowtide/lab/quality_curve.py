@@ -15,9 +15,10 @@ import numpy as np
 from lowtide.engine.opening.model import OpenModel
 from lowtide.engine.opening.model_calibration import find_calibration
 from lowtide.errors import UsageError
+from lowtide.files.whole_file import check_writable
 from lowtide.lab.quality import QualityReport
 from lowtide.policies.buddy_profile import QualityCurve
-from lowtide.replay.calibration import Calibration, check_calibration_path, default_path
+from lowtide.replay.calibration import Calibration, default_path
 from lowtide.replay.trace import TraceShape
 
 
@@ -54,7 +55,7 @@ def curve_path(opened: OpenModel) -> Path:
             f"There is no buddy profile in {path} to keep a curve with; run lowtide calibrate "
             "--buddies first."
         )
-    check_calibration_path(path)
+    check_writable(path, "calibration")
     return path
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from lowtide.core import BoolArray, FloatArray, IntArray
 from lowtide.decode.forced import ForcedText
 from lowtide.decode.sampling import check_finite
-from lowtide.errors import InternalError, StorageError
+from lowtide.errors import StorageError
 from lowtide.lab.quality_text import TextSample
 
 MAX_HELD_BYTES = 1 << 26
@@ -148,8 +148,6 @@ class ReferenceLogits:
     def read(self, num_rows: int) -> Tensor:
         """The next rows, float32 [n, vocab]."""
         data = self._file.read(num_rows * self._row_bytes)
-        if len(data) != num_rows * self._row_bytes:
-            raise InternalError("More rows are scored than the reference had.")
         return torch.frombuffer(bytearray(data), dtype=torch.float32).view(num_rows, -1)
 
     def __enter__(self) -> ReferenceLogits:
@@ -189,7 +187,7 @@ class Scorer:
         self._sample = sample
         self._reference = reference
         self._is_reference = is_reference
-        self._text: ForcedText | None = None
+        self._text: ForcedText
         self._num_texts = 0
         self._parts: list[RowScores] = []
         self._places: list[tuple[int, IntArray]] = []
@@ -201,8 +199,6 @@ class Scorer:
         self._num_texts += 1
 
     def __call__(self, mask: int, positions: IntArray, logits: Tensor) -> None:
-        if self._text is None:
-            raise InternalError("Rows came before their text.")
         if self._is_reference:
             self._reference.write(logits)
             beside = logits

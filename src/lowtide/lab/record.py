@@ -27,7 +27,7 @@ def recorded(llm: LLM, path: Path, model: str) -> Iterator[None]:
     with llm.observed(recorder):
         yield
     recorder.finish()
-    recorder.writer.save(path)
+    recorder.writer.trace().save(path)
 
 
 class Recorder:

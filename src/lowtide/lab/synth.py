@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
+from lowtide.core import Progress, no_progress
 from lowtide.errors import StorageError, UsageError
 from lowtide.families import SynthSize, families
 from lowtide.files.whole_file import whole_file
@@ -24,9 +25,6 @@ from lowtide.model_folder.checkpoint import INDEX_NAME
 _TOKENIZER, _TOKENIZER_CONFIG, _CONFIG = "tokenizer.json", "tokenizer_config.json", "config.json"
 _TEXTS = (_TOKENIZER, _TOKENIZER_CONFIG, INDEX_NAME, _CONFIG)
 
-Progress = Callable[[int, int], None]
-"""Called with the bytes of weights written so far and of all of them."""
-
 
 def synth(
     family: str,
@@ -34,7 +32,7 @@ def synth(
     out: Path,
     *,
     seed: int = 0,
-    progress: Progress | None = None,
+    progress: Progress = no_progress,
 ) -> Path:
     """Writes a checkpoint of a family with random weights into the folder `out`; returns that.
 
@@ -55,7 +53,7 @@ def write_checkpoint(
     out: Path,
     *,
     seed: int = 0,
-    progress: Progress | None = None,
+    progress: Progress = no_progress,
 ) -> Path:
     """Writes a checkpoint with random weights into the folder `out`, which it returns.
 
@@ -71,7 +69,7 @@ def write_checkpoint(
     files: list[Path] = []  # to be taken away again on a failure
     try:
         _prepare_folder(out)
-        _write_files(out, files, size, seed, progress or (lambda *_: None))
+        _write_files(out, files, size, seed, progress)
     except BaseException:
         _remove(files, folders)
         raise
@@ -113,10 +111,10 @@ def _write_files(
         outputs = [t.output for t in shard]
         with SafetensorsWriter(out / name, outputs, metadata={"format": "pt"}) as writer:
             for tensor in shard:
-                for bits in source.elements(tensor):
+                for bits in tensor.fill(source, tensor.shape):
                     writer.write(bits.data)
                 done_bytes += tensor.output.num_bytes
-                progress(done_bytes, total_bytes)
+                progress("writing", done_bytes, total_bytes)
     for name, text in texts.items():
         with whole_file(out / name, "file") as file:
             file.write(text.encode())

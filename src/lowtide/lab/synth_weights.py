@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -62,61 +63,25 @@ class Character:
 
 CHARACTER = Character()
 
-
-class Normal(NamedTuple):
-    """Independent normal elements; rows from `zero_from_row` on are zero."""
-
-    std: float
-    zero_from_row: int | None = None
-
-
-class Constant(NamedTuple):
-    value: float
-
-
-class SkewedBias(NamedTuple):
-    """The selection bias of a router, see `Character.expert_bias`."""
-
-    depth: float
-
-
-class SkewedRows(NamedTuple):
-    """A router's normal rows, some larger than others, see `Character.router_skew`."""
-
-    std: float
-    skew: float
-
-
-class PackedBlocks(NamedTuple):
-    """Any bytes: MXFP4 weights of the standard deviation `_FP4_STD`, times their scales."""
-
-
-class PackedScales(NamedTuple):
-    """The scale that gives uniform MXFP4 weights the power of two nearest to this deviation."""
-
-    std: float
-
-    @property
-    def byte(self) -> int:
-        return 127 + round(math.log2(self.std / _FP4_STD))
-
-
 _FP4_STD = math.sqrt(8.5625)  # the mean square of 0, 0.5, 1, 1.5, 2, 3, 4 and 6
 
-Fill = Normal | Constant | SkewedBias | SkewedRows | PackedBlocks | PackedScales
+Shape = tuple[int, ...]
+
+Fill = Callable[["Source", Shape], Iterator[Bits | NDArray[np.uint8]]]
+"""A method of `Source`: the elements of a tensor of this shape."""
 
 
 class SynthTensor(NamedTuple):
     """One tensor and what it is filled with. All are bfloat16, but packed ones."""
 
     name: str
-    shape: tuple[int, ...]
+    shape: Shape
     fill: Fill
+    dtype: str = "BF16"
 
     @property
     def output(self) -> OutputTensor:
-        is_packed = isinstance(self.fill, PackedBlocks | PackedScales)
-        return OutputTensor(self.name, mxfp4.TENSOR_DTYPE if is_packed else "BF16", self.shape)
+        return OutputTensor(self.name, self.dtype, self.shape)
 
 
 def tensors_of(size: SynthSize) -> Iterator[SynthTensor]:
@@ -126,7 +91,9 @@ def tensors_of(size: SynthSize) -> Iterator[SynthTensor]:
     experts = [spec for layer in schema.moe_layers for spec in schema.expert_specs(layer)]
     # A stable sort: what the schema says of one layer keeps its order, experts last.
     for spec in sorted((*schema.dense, *experts), key=lambda spec: _layer_order(spec, schema)):
-        yield SynthTensor(spec.name, spec.shape, _fill(spec, size, config, schema.names))
+        dtype = mxfp4.TENSOR_DTYPE if spec.dtype == mxfp4.TENSOR_DTYPE else "BF16"
+        fill = _fill(spec, size, config, schema.names)
+        yield SynthTensor(spec.name, spec.shape, fill, dtype)
 
 
 def _layer_order(spec: TensorSpec, schema: ModelSchema) -> float:
@@ -146,44 +113,47 @@ def _fill(spec: TensorSpec, size: SynthSize, config: ModelConfig, names: Names) 
     name = spec.name.removesuffix(".weight")
     part = name.rpartition(".")[2]
     if part in ("query_layernorm", "key_layernorm", "q_norm", "k_norm"):
-        return Constant(CHARACTER.qk_gain)
+        return partial(Source.constant, value=CHARACTER.qk_gain)
     if part == "expert_bias":
-        return SkewedBias(CHARACTER.expert_bias)
+        return Source.router_bias
     if part == "bias" or part.endswith("_bias"):
-        return Normal(0.1)
+        return partial(Source.normal, std=0.1)
     if part == "sinks":
-        return Normal(1.0)
+        return partial(Source.normal, std=1.0)
     if len(spec.shape) == 1:  # the other norms
-        return Constant(1.0)
+        return partial(Source.constant, value=1.0)
     if spec.dtype == mxfp4.TENSOR_DTYPE:
         return _packed_fill(part, config)
     if name == names.embedding:
-        return Normal(1.0)
+        return partial(Source.normal, std=1.0)
     num_rows, width = spec.shape
     if name == names.head:
         std = CHARACTER.logit_std * math.sqrt(2 * math.log(num_rows))
-        return Normal(std / math.sqrt(width), zero_from_row=size.eos_token_id)
+        std /= math.sqrt(width)
+        return partial(Source.normal, std=std, zero_from_row=size.eos_token_id)
     if part in ("gate", "router"):
         std = CHARACTER.router_std / math.sqrt(width)
-        return Normal(std) if config.moe.has_bias else SkewedRows(std, CHARACTER.router_skew)
+        if not config.moe.has_bias:
+            return partial(Source.router_rows, std=std)
+        return partial(Source.normal, std=std)
     if part in ("dense", "o_proj", "down_proj", "w2") or name.endswith(
         (f".{names.output}", f".{names.mlp[2]}")
     ):
         # Two additions to the residual stream per layer, independent: their variances add up.
-        return Normal(_residual_std(config) / math.sqrt(width))
+        return partial(Source.normal, std=_residual_std(config) / math.sqrt(width))
     if part in ("q_proj", "q_b_proj") and not config.attention.has_qk_norm:
         # Where no norms do it, queries alone make attention pick fewer positions.
-        return Normal(CHARACTER.qk_gain**2 / math.sqrt(width))
-    return Normal(1 / math.sqrt(width))
+        return partial(Source.normal, std=CHARACTER.qk_gain**2 / math.sqrt(width))
+    return partial(Source.normal, std=1 / math.sqrt(width))
 
 
 def _packed_fill(part: str, config: ModelConfig) -> Fill:
     if part.endswith("_blocks"):
-        return PackedBlocks()
+        return Source.packed_blocks
     if part.startswith("down"):
         std = _residual_std(config)
-        return PackedScales(std / math.sqrt(config.moe.expert_size))
-    return PackedScales(1 / math.sqrt(config.hidden_size))
+        return partial(Source.packed_scales, std=std / math.sqrt(config.moe.expert_size))
+    return partial(Source.packed_scales, std=1 / math.sqrt(config.hidden_size))
 
 
 def _residual_std(config: ModelConfig) -> float:
@@ -259,7 +229,7 @@ def rank_stds(
 
 
 class Source:
-    """The elements of one checkpoint's tensors, in the order they are asked for."""
+    """The elements of one checkpoint's tensors, in the order they are asked for, in pieces."""
 
     _MAX_BYTES = 1 << 22  # of packed weights at a time
 
@@ -267,29 +237,36 @@ class Source:
         self._noise = Noise(seed, num_elements)
         self._rng = np.random.default_rng([seed, 1])
 
-    def elements(self, tensor: SynthTensor) -> Iterator[Bits | NDArray[np.uint8]]:
-        fill, num_elements = tensor.fill, math.prod(tensor.shape)
-        if isinstance(fill, PackedBlocks):
-            for start in range(0, num_elements, self._MAX_BYTES):
-                num_bytes = min(self._MAX_BYTES, num_elements - start)
-                yield self._rng.integers(0, 256, num_bytes, np.uint8)
-        elif isinstance(fill, PackedScales):
-            yield np.full(num_elements, fill.byte, np.uint8)
-        elif isinstance(fill, Constant):
-            yield to_bfloat16(np.full(num_elements, fill.value, np.float32))
-        elif isinstance(fill, SkewedBias):
-            yield to_bfloat16(zipf_bias(num_elements, fill.depth, self._rng))
-        elif isinstance(fill, SkewedRows):
-            num_experts, width = tensor.shape
-            for std in rank_stds(num_experts, fill.std, fill.skew, self._rng).tolist():
-                yield self._noise.row(width, std)
-        else:
-            num_rows = tensor.shape[0]
-            num_filled = num_rows if fill.zero_from_row is None else fill.zero_from_row
-            row_size = num_elements // num_rows
-            yield from self._noise.stretch(num_filled * row_size, fill.std)
-            if num_filled < num_rows:
-                yield np.zeros((num_rows - num_filled) * row_size, np.uint16)
+    def normal(self, shape: Shape, std: float, zero_from_row: int | None = None) -> Iterator[Bits]:
+        """Independent normal elements; rows from `zero_from_row` on are zero."""
+        num_filled = shape[0] if zero_from_row is None else zero_from_row
+        row_size = math.prod(shape[1:])
+        yield from self._noise.stretch(num_filled * row_size, std)
+        if num_filled < shape[0]:
+            yield np.zeros((shape[0] - num_filled) * row_size, np.uint16)
+
+    def constant(self, shape: Shape, value: float) -> Iterator[Bits]:
+        yield to_bfloat16(np.full(shape, value, np.float32))
+
+    def router_bias(self, shape: Shape) -> Iterator[Bits]:
+        """The selection bias of a router, see `Character.expert_bias`."""
+        yield to_bfloat16(zipf_bias(shape[0], CHARACTER.expert_bias, self._rng))
+
+    def router_rows(self, shape: Shape, std: float) -> Iterator[Bits]:
+        """Normal rows, some larger than others, see `Character.router_skew`."""
+        for of_row in rank_stds(shape[0], std, CHARACTER.router_skew, self._rng).tolist():
+            yield self._noise.row(shape[1], of_row)
+
+    def packed_blocks(self, shape: Shape) -> Iterator[NDArray[np.uint8]]:
+        """Any bytes: MXFP4 weights of the standard deviation `_FP4_STD`, times their scales."""
+        num_bytes = math.prod(shape)
+        for start in range(0, num_bytes, self._MAX_BYTES):
+            yield self._rng.integers(0, 256, min(self._MAX_BYTES, num_bytes - start), np.uint8)
+
+    def packed_scales(self, shape: Shape, std: float) -> Iterator[NDArray[np.uint8]]:
+        """The scale that gives uniform MXFP4 weights the power of two nearest to this deviation."""
+        scale = 127 + round(math.log2(std / _FP4_STD))
+        yield np.full(math.prod(shape), scale, np.uint8)
 
 
 def _coprime_stride(length: int) -> int:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain
+from itertools import chain, zip_longest
 from operator import eq
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -256,7 +256,9 @@ def _verdicts(model: str | Path, case: _Case, reference: _Run, task: _RunTask) -
             else:
                 run = _run(llm, task)
                 if case.tolerance:
-                    run = run._replace(layers=_given_the_same(llm, reference.layers))
+                    # What the experts make of each layer's input and routing, by themselves.
+                    given = [seen._replace(out=_experts_of(llm, seen)) for seen in reference.layers]
+                    run = run._replace(layers=given)
                 yield _compared(verdict, run, reference)
 
 
@@ -326,11 +328,6 @@ def _long_step(llm: LLM, text: Sequence[int]) -> list[int]:
     return completion.token_ids
 
 
-def _given_the_same(llm: LLM, layers: Sequence[_LayerCopy]) -> list[_LayerCopy]:
-    """What the experts make of each layer's input and routing, by themselves."""
-    return [seen._replace(out=_experts_of(llm, seen)) for seen in layers]
-
-
 def _experts_of(llm: LLM, seen: _LayerCopy) -> Tensor:
     """A pass's rows at a time."""
     parts = zip(*(torch.split(t, MAX_PASS_ROWS) for t in (seen.x, *seen.routing)), strict=True)
@@ -362,7 +359,7 @@ def _compared(verdict: Verdict, run: _Run, reference: _Run) -> Verdict:
         largest_layer_difference=max(differences, default=0.0),
         first_layer=_first(difference > verdict.tolerance for difference in differences),
         largest_logit_difference=_difference(run.logits, reference.logits),
-        first_token=_first_different(run.token_ids, reference.token_ids),
+        first_token=_first(a != b for a, b in zip_longest(run.token_ids, reference.token_ids)),
         num_equal_tokens=sum(map(eq, run.token_ids, reference.token_ids)),
         num_tokens=len(reference.token_ids),
         num_long_tokens=run.num_text if is_long(run.num_text) else 0,
@@ -377,12 +374,6 @@ def _difference(found: Tensor, wanted: Tensor) -> float:
     largest = float((found - wanted).abs().nan_to_num(torch.inf).max())
     scale = float(wanted.abs().nan_to_num(0.0).max())
     return largest / scale if scale else torch.inf
-
-
-def _first_different(a: Sequence[int], b: Sequence[int]) -> int | None:
-    if len(a) != len(b):
-        return min(len(a), len(b))
-    return _first(x != y for x, y in zip(a, b, strict=True))
 
 
 def _first(flags: Iterator[bool]) -> int | None:

@@ -6,6 +6,7 @@ Counted here alone, so that what bounds a request and what it is told are the sa
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -34,6 +35,17 @@ class Receipt:
     moved_mass: float  # of those replaced
     saved_bytes: int  # that would have been read or fetched for the router's own choice
     num_in_vain: int  # substitutions that saved no byte: the expert was needed or moved anyway
+
+    @classmethod
+    def total(cls, receipts: Sequence[Receipt]) -> Receipt:
+        """What was done to several requests, as one."""
+        sums = {
+            name: sum(getattr(each, name) for each in receipts)
+            for name in cls.__slots__
+            if name != "substitutions"
+        }
+        by_layer = zip(*(each.substitutions for each in receipts), strict=True)
+        return cls(substitutions=tuple(map(sum, by_layer)), **sums)
 
     @property
     def num_substituted(self) -> int:

@@ -14,27 +14,25 @@ import heapq
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import repeat
-from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
 
-from lowtide.core import Assignment, Demand, Facts, FloatArray, IntArray, RoutedTokens
+from lowtide.core import NOTHING, Assignment, Demand, Facts, FloatArray, IntArray, RoutedTokens
 from lowtide.errors import UsageError
 from lowtide.policies.decision import Policies
 from lowtide.policies.prefetch import Ahead, Gate, PrefetchOutcome, count_following
-from lowtide.policies.presets import recipe
+from lowtide.policies.presets import ORACLE, recipe
+from lowtide.policies.receipt import Receipt
 from lowtide.policies.recipe import Recipe, Setting
 from lowtide.policies.tau import auto_tau
 from lowtide.replay.foresight import GATE_ACCURACY, Foresight, GateAccuracies, guesses
-from lowtide.replay.oracle import ORACLE, oracle
+from lowtide.replay.oracle import oracle
 from lowtide.replay.simulated_link import Fetched, SimulatedLink
 from lowtide.replay.trace import RoutedPass, Trace, demand_of
 
 TAUS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 """Refresh intervals that are tried, in steps."""
-
-_NOTHING: Mapping[Gate, Sequence[IntArray]] = MappingProxyType({})
 
 _RESOURCES: tuple[str, ...] = ("device", "host", "link")
 
@@ -94,7 +92,7 @@ def simulate(
     *,
     pass_s: float = 0.0,
     gate_accuracy: GateAccuracies | None = None,
-    predictions: Mapping[Gate, Sequence[IntArray]] = _NOTHING,
+    predictions: Mapping[Gate, Sequence[IntArray]] = NOTHING,
     hits: IntArray | None = None,
 ) -> Report:
     """Replays `trace` under one preset, or under `oracle`, which knows what will be asked for.
@@ -366,11 +364,8 @@ def substituted_facts(facts: Facts, answer: RoutedTokens | None) -> Facts | None
 
 def count_substitutions(report: Report, policies: Policies) -> None:
     """Adds up what was done to all requests."""
-    receipts = [] if policies.receipts is None else policies.receipts.all()
-    routed = sum(receipt.routed_mass for receipt in receipts)
-    moved = sum(receipt.moved_mass for receipt in receipts)
-    report.num_substituted = sum(receipt.num_substituted for receipt in receipts)
-    report.moved_share = moved / routed if routed else 0.0
+    total = Receipt.total([] if policies.receipts is None else policies.receipts.all())
+    report.num_substituted, report.moved_share = total.num_substituted, total.moved_share
 
 
 def _check(trace: Trace, setting: Setting) -> None:

@@ -46,7 +46,6 @@ TRACE_DTYPES = {
 
 _KINDS = (StepKind.PREFILL, StepKind.DENOISE, StepKind.DECODE)
 _MAX_COUNT = 2**31 - 1
-_MAX_MODEL_BYTES = 4096
 
 
 class TraceShape(NamedTuple):
@@ -69,6 +68,9 @@ class Pass(NamedTuple):
     # experts that the placement in force asked to become resident, and that did by its end
     num_moves_asked: int = 0
     num_moves_done: int = 0
+
+
+_NUM_COLUMNS = len(Pass._fields) + 1  # a step is two of them
 
 
 class RoutedPass(NamedTuple):
@@ -110,10 +112,7 @@ class Trace:
 
     def iter_ids(self) -> Iterator[NDArray[np.uint16]]:
         """Expert ids pass by pass. Each [rows, layers, k]"""
-        start = 0
-        for one in self.passes:
-            yield self.ids[start : start + one.num_rows]
-            start += one.num_rows
+        return (routed.ids for routed in self.iter_routed())
 
     def hits(self) -> IntArray:
         """Tokens routed to each expert. [passes, layers, experts]"""
@@ -156,30 +155,18 @@ class Trace:
     def num_committed(self) -> int:
         return sum(p.num_committed for p in self.passes)
 
-    def check(self, shape: TraceShape, model: str | None = None) -> None:
-        """Raises UsageError when this trace was recorded from another model."""
-        if self.shape != shape or (model is not None and self.model != model):
-            raise UsageError(
-                f"The trace was recorded from another model: {_described(self.model, self.shape)}, "
-                f"and this is {_described(model, shape)}; record one with this model."
-            )
-
     def save(self, path: Path) -> None:
         """Writes the trace, whole or not at all. Raises StorageError."""
         save_arrays(path, self.arrays(), "trace")
 
     def arrays(self) -> dict[str, Any]:
         """What a file holds of it: `TRACE_DTYPES` names them."""
-        columns = [[_KINDS.index(p.step.kind) for p in self.passes]]
-        columns += [[p.block for p in self.passes], [p.step.index for p in self.passes]]
-        columns += [[p.num_rows for p in self.passes], [p.num_committed for p in self.passes]]
-        columns += [[p.num_moves_asked for p in self.passes]]
-        columns += [[p.num_moves_done for p in self.passes]]
+        passes = [(_KINDS.index(p.step.kind), p.block, p.step.index, *p[2:]) for p in self.passes]
         return {
             "version": np.array([TRACE_VERSION], np.int64),
             "shape": np.array(self.shape, np.int64),
             "model": np.frombuffer(self.model.encode(), np.uint8),
-            "passes": np.ascontiguousarray(np.array(columns, np.int32).T),
+            "passes": np.array(passes, np.int32).reshape(len(passes), _NUM_COLUMNS),
             "ids": np.ascontiguousarray(self.ids),
             "weights": np.ascontiguousarray(self.weights),
             "requests": np.ascontiguousarray(self.requests),
@@ -206,9 +193,6 @@ class TraceWriter:
 
     def __init__(self, model: str, shape: TraceShape, max_bytes: int = MAX_TRACE_BYTES) -> None:
         """`max_bytes`: of routing data, at most; beyond it `begin` raises StorageError."""
-        _check_shape(shape)
-        if len(model.encode()) > _MAX_MODEL_BYTES:
-            raise UsageError(f"A trace's model name has at most {_MAX_MODEL_BYTES} bytes.")
         self._model = model
         self._shape = shape
         self._max_bytes = max_bytes
@@ -221,8 +205,6 @@ class TraceWriter:
 
     def begin(self, step: Step, block: int, num_rows: int) -> None:
         """Starts a pass, whose rows `step` may tell of; `record` fills it layer by layer."""
-        if not (0 <= block <= _MAX_COUNT and 0 <= step.index <= _MAX_COUNT and num_rows >= 0):
-            raise UsageError(f"A pass cannot have block {block}, {step}, {num_rows} rows.")
         layers, _, k = self._shape[:3]
         self._num_bytes += num_rows * (6 * layers * k + 5)
         if self._num_bytes > self._max_bytes:
@@ -237,17 +219,7 @@ class TraceWriter:
     def record(self, layer: int, ids: IntArray, weights: WeightArray | None = None) -> None:
         """One layer's choice in the pass that has begun. ids, weights [rows, k]; all experts count
         the same where their weights are not known."""
-        if not self._passes:
-            raise UsageError("A trace's first pass has not begun.")
-        target = self._ids[-1]
-        if ids.shape != (target.shape[0], target.shape[2]) or not 0 <= layer < target.shape[1]:
-            raise UsageError(
-                f"Layer {layer}'s ids have shape {ids.shape}; the pass is {target.shape} "
-                "as rows, layers, experts per token."
-            )
-        if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < self._shape.num_experts:
-            raise UsageError(f"Expert ids must be below {self._shape.num_experts}.")
-        target[:, layer] = ids
+        self._ids[-1][:, layer] = ids
         if weights is not None:
             self._weights[-1][:, layer] = weights
 
@@ -260,15 +232,11 @@ class TraceWriter:
 
     def commit(self, num_tokens: int) -> None:
         """Adds answer tokens that became final in the last pass."""
-        if not self._passes or num_tokens < 0:
-            raise UsageError(f"{num_tokens} tokens cannot become final in pass 0.")
         last = self._passes[-1]
         self._passes[-1] = last._replace(num_committed=last.num_committed + num_tokens)
 
     def count_moves(self, num_asked: int, num_done: int) -> None:
         """Adds experts that were asked to become resident in the last pass, and that did."""
-        if not self._passes or min(num_asked, num_done) < 0:
-            raise UsageError(f"{num_asked} moves asked, {num_done} done cannot be of pass 0.")
         last = self._passes[-1]
         self._passes[-1] = last._replace(
             num_moves_asked=last.num_moves_asked + num_asked,
@@ -294,9 +262,6 @@ class TraceWriter:
             kinds,
         )
 
-    def save(self, path: Path) -> None:
-        self.trace().save(path)
-
 
 def count_hits(ids: NDArray[np.uint16], num_experts: int) -> IntArray:
     """Tokens routed to each expert of each layer. ids [rows, layers, k] -> [layers, experts]"""
@@ -321,14 +286,14 @@ def trace_of(arrays: Arrays) -> Trace:
     if (
         arrays["shape"].shape != (len(TraceShape._fields),)
         or passes.ndim != 2
-        or passes.shape[1] != len(Pass._fields) + 1  # a step is two of them
+        or passes.shape[1] != _NUM_COLUMNS
     ):
         raise Contradiction("its tables have other columns than a trace's")
     shape = TraceShape(*arrays["shape"].tolist())
+    _check_shape(shape)
     try:
-        _check_shape(shape)
         model = arrays["model"].tobytes().decode()
-    except (UsageError, UnicodeDecodeError) as reason:
+    except UnicodeDecodeError as reason:
         raise Contradiction(str(reason)) from None
     if (passes < 0).any() or (passes[:, 0] >= len(_KINDS)).any():
         raise Contradiction("a pass has a kind or count that cannot be")
@@ -355,17 +320,11 @@ def trace_of(arrays: Arrays) -> Trace:
 def _check_shape(shape: TraceShape) -> None:
     layers, experts, k = shape[:3]
     if not all(0 <= size <= _MAX_COUNT for size in (shape.hidden_size, shape.expert_size)):
-        raise UsageError(
-            f"A trace's experts cannot be of {shape.hidden_size} x {shape.expert_size} weights."
+        raise Contradiction(
+            f"its experts cannot be of {shape.hidden_size} x {shape.expert_size} weights"
         )
     if not (1 <= layers <= 1 << 16 and 1 <= experts <= 1 << 16 and 1 <= k <= experts):
-        raise UsageError(
-            f"A trace cannot have {layers} layers of {experts} experts, {k} per token; "
-            f"each is from 1 to {1 << 16}."
+        raise Contradiction(
+            f"it cannot have {layers} layers of {experts} experts, {k} per token; each is from 1 "
+            f"to {1 << 16}"
         )
-
-
-def _described(model: str | None, shape: TraceShape) -> str:
-    layers, experts, k = shape[:3]
-    name = f"{model!r} with " if model is not None else ""
-    return f"{name}{layers} MoE layers of {experts} experts, {k} per token"
