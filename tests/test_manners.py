@@ -70,7 +70,7 @@ def test_what_a_publisher_names(generation: dict[str, object], expected: object)
 @pytest.mark.parametrize("wrong", [{"temperature": "hot"}, {"top_p": 3}, {"min_p": True}])
 def test_a_value_that_cannot_be_is_refused(wrong: dict[str, object]) -> None:
     [name] = wrong
-    with pytest.raises(ConfigError, match=f"generation_config.json: {name} .* is not a number"):
+    with pytest.raises(ConfigError, match=f"generation_config.json: {name} .* must be a number"):
         read_sampling({"do_sample": True, **wrong})
 
 

@@ -122,11 +122,11 @@ def test_stream_of_garbage_does_not_wait_for_ever(tokenizer: Tokenizer) -> None:
 
 
 def test_chat_template_of_the_config(tokenizer: Tokenizer) -> None:
-    expected = "<role>HUMAN</role>hello<|role_end|>"
-    assert tokenizer.render_chat(HELLO, add_generation_prompt=False) == expected
+    expected = "<role>HUMAN</role>hello<|role_end|><role>ASSISTANT</role>"
+    assert tokenizer.render_chat(HELLO) == expected
     ids = tokenizer.encode_chat(HELLO)
     assert ids[0] == EOS + 6
-    assert tokenizer.decode(ids, skip_special=False) == expected + "<role>ASSISTANT</role>"
+    assert tokenizer.decode(ids, skip_special=False) == expected
 
 
 def test_chat_template_file_comes_first(tmp_path: Path) -> None:

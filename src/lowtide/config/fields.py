@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Mapping
+from types import UnionType
+from typing import Any
 
 from lowtide.errors import ConfigError, UnsupportedError, UsageError
 from lowtide.files.json_file import shown
@@ -23,9 +26,10 @@ class Fields:
     A key that is null counts as absent. Where a thing has several names, they may not disagree.
     """
 
-    def __init__(self, values: Mapping[str, object], prefix: str = "") -> None:
-        self.values = values
-        self.prefix = prefix
+    def __init__(
+        self, values: Mapping[str, object], prefix: str = "", file: str = "config.json"
+    ) -> None:
+        self.values, self.prefix, self.file = values, prefix, file
         self.asked: set[str] = set()
         self._own_names: Mapping[str, str] = {}
 
@@ -52,28 +56,20 @@ class Fields:
 
     def integer(self, *names: str, low: int, high: int, default: int | None = None) -> int:
         value = self.optional_integer(*names, low=low, high=high)
-        if value is None:
-            value = default
+        value = default if value is None else value
         if value is None:
             raise self._missing(names)
         return value
 
     def optional_integer(self, *names: str, low: int, high: int) -> int | None:
-        value = self.raw(*names)
-        if value is None:
-            return None
-        if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
-            raise self.error(self._present(names), f"must be an integer from {low} to {high}")
+        must = f"must be an integer from {low} to {high}"
+        value: int | None = self._checked(names, int, must, low, high)
         return value
 
     def optional_number(self, *names: str, low: float, high: float) -> float | None:
-        value = self.raw(*names)
-        if value is None:
-            return None
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not is_number or not low <= value <= high:  # type: ignore[operator]
-            raise self.error(self._present(names), f"must be a number from {low} to {high}")
-        return float(value)  # type: ignore[arg-type]
+        must = f"must be a number from {low} to {high}"
+        value = self._checked(names, int | float, must, low, high)
+        return None if value is None else float(value)
 
     def number(self, *names: str, low: float, high: float) -> float:
         value = self.optional_number(*names, low=low, high=high)
@@ -82,20 +78,12 @@ class Fields:
         return value
 
     def boolean(self, *names: str, default: bool) -> bool:
-        value = self.raw(*names)
-        if value is None:
-            return default
-        if not isinstance(value, bool):
-            raise self.error(self._present(names), "must be true or false")
-        return value
+        value: bool | None = self._checked(names, bool, "must be true or false")
+        return default if value is None else value
 
     def text(self, *names: str, default: str) -> str:
-        value = self.raw(*names)
-        if value is None:
-            return default
-        if not isinstance(value, str):
-            raise self.error(self._present(names), "must be a text")
-        return value
+        value: str | None = self._checked(names, str, "must be a text")
+        return default if value is None else value
 
     def only(self, name: str, supported: object) -> None:
         """Refuses any value but `supported`, the one that lowtide computes."""
@@ -125,7 +113,22 @@ class Fields:
     def error(self, name: str, problem: str) -> ConfigError:
         [own] = self._own((name,))
         value = shown(self.values[own])
-        return ConfigError(f"config.json: {self.prefix}{own} {value} {problem}.")
+        return ConfigError(f"{self.file}: {self.prefix}{own} {value} {problem}.")
+
+    def _checked(
+        self,
+        names: tuple[str, ...],
+        kind: type | UnionType,
+        must: str,
+        low: float | None = None,
+        high: float = math.inf,
+    ) -> Any:
+        """What is said, if anything is, of this kind and, where there is a `low`, size."""
+        value: Any = self.raw(*names)
+        is_kind = isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
+        if value is not None and not (is_kind and (low is None or low <= value <= high)):
+            raise self.error(self._present(names), must)
+        return value
 
     def _missing(self, names: tuple[str, ...]) -> ConfigError:
         return ConfigError(f"config.json has no {self.prefix}{' or '.join(self._own(names))}.")

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from lowtide.errors import ConfigError
-from lowtide.files.json_file import shown
+from lowtide.config.fields import Fields
 
 
 class PublishedSampling(NamedTuple):
@@ -23,31 +22,18 @@ def read_sampling(generation: Mapping[str, object]) -> PublishedSampling:
     """As transformers reads it: tokens are drawn where `do_sample` is true, at temperature 1 where
     none is named, and a repetition penalty holds in any case. Raises ConfigError for a value that
     cannot be."""
-    penalty = _number(generation, "repetition_penalty", 0.01, 100.0)
+    fields = Fields(generation, file="generation_config.json")
+    penalty = fields.optional_number("repetition_penalty", low=0.01, high=100.0)
     penalty = None if penalty == 1 else penalty
     if generation.get("do_sample") is not True:
         return PublishedSampling(repetition_penalty=penalty)
-    temperature, top_k = (
-        _number(generation, "temperature", 0.0, 100.0),
-        _number(generation, "top_k", 0, 2**31 - 1),
-    )
-    top_p, min_p = _number(generation, "top_p", 0.0, 1.0), _number(generation, "min_p", 0.0, 1.0)
+    temperature = fields.optional_number("temperature", low=0.0, high=100.0)
+    top_k = fields.optional_number("top_k", low=0, high=2**31 - 1)
+    top_p = fields.optional_number("top_p", low=0.0, high=1.0)
     return PublishedSampling(
         temperature=1.0 if temperature is None else temperature,
         top_k=int(top_k) if top_k else None,
         top_p=top_p if top_p and top_p < 1 else None,
-        min_p=min_p or None,
+        min_p=fields.optional_number("min_p", low=0.0, high=1.0) or None,
         repetition_penalty=penalty,
     )
-
-
-def _number(generation: Mapping[str, object], name: str, low: float, high: float) -> float | None:
-    value = generation.get(name)
-    if value is None:
-        return None
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not low <= value <= high:  # type: ignore[operator]
-        raise ConfigError(
-            f"generation_config.json: {name} {shown(value)} is not a number from {low} to {high}."
-        )
-    return value  # type: ignore[return-value]

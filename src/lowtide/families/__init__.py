@@ -11,7 +11,7 @@ from __future__ import annotations
 from lowtide.families.family import Family
 from lowtide.families.registry import (
     families,
-    gguf_family,
+    gguf_architecture,
     read_config,
     read_config_in,
     register,
@@ -24,7 +24,7 @@ __all__ = [
     "Family",
     "SynthSize",
     "families",
-    "gguf_family",
+    "gguf_architecture",
     "read_config",
     "read_config_in",
     "register",

@@ -16,14 +16,14 @@ from lowtide.config.fields import Fields
 from lowtide.config.keys import Origin
 from lowtide.config.sampling import read_sampling
 from lowtide.config.token_ids import read_eos_token_ids
+from lowtide.core import NOTHING
 from lowtide.errors import ConfigError, UnsupportedError
 from lowtide.families.family import Family
+from lowtide.families.gguf import GgufArchitecture
 from lowtide.families.unsupported import why_unsupported
 from lowtide.files.json_file import read_object, shown
 
 MAX_CONFIG_BYTES = 16 << 20
-
-_NOTHING: Mapping[str, object] = MappingProxyType({})
 
 _registered: dict[str, Family] = {}
 
@@ -60,18 +60,18 @@ def supported_architectures() -> tuple[str, ...]:
     return tuple(sorted(name for each in families().values() for name in each.architectures))
 
 
-def gguf_family(architecture: str) -> Family:
-    """The family that GGUF files call so; raises UnsupportedError for any other."""
-    known = {each.gguf.name: each for each in families().values() if each.gguf is not None}
-    if architecture not in known:
+def gguf_architecture(name: str) -> GgufArchitecture:
+    """What GGUF files call so; raises UnsupportedError for any other name."""
+    known = {each.gguf.name: each.gguf for each in families().values() if each.gguf is not None}
+    if name not in known:
         raise UnsupportedError(
-            f"the architecture {shown(architecture)} is not read from GGUF files; supported: "
+            f"the architecture {shown(name)} is not read from GGUF files; supported: "
             f"{', '.join(sorted(known))}."
         )
-    return known[architecture]
+    return known[name]
 
 
-def read_config_in(folder: Path, overrides: Mapping[str, object] = _NOTHING) -> ModelConfig:
+def read_config_in(folder: Path, overrides: Mapping[str, object] = NOTHING) -> ModelConfig:
     """Reads `config.json`, and `generation_config.json` for end-of-text ids and sampling.
 
     `overrides` replace values under `config.json`'s own keys. Raises ConfigError for a file
@@ -83,15 +83,15 @@ def read_config_in(folder: Path, overrides: Mapping[str, object] = _NOTHING) -> 
     config = read_object(folder / "config.json", MAX_CONFIG_BYTES, ConfigError)
     path = folder / "generation_config.json"
     exists = os.path.lexists(path)
-    generation = read_object(path, MAX_CONFIG_BYTES, ConfigError) if exists else _NOTHING
+    generation = read_object(path, MAX_CONFIG_BYTES, ConfigError) if exists else NOTHING
     return read_config(config, generation=generation, overrides=overrides)
 
 
 def read_config(
     config: Mapping[str, object],
     *,
-    generation: Mapping[str, object] = _NOTHING,
-    overrides: Mapping[str, object] = _NOTHING,
+    generation: Mapping[str, object] = NOTHING,
+    overrides: Mapping[str, object] = NOTHING,
 ) -> ModelConfig:
     """The same from the contents of the two files; raises as `read_config_in` does."""
     fields = Fields({**config, **overrides})

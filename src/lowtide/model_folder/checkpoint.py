@@ -134,7 +134,10 @@ class Checkpoint:
         tensors: dict[str, TensorEntry] = {}
         for index, (file, data) in enumerate(headers):
             entries = _entries(file, data, index)
-            _refuse_shared_names(tensors, entries, names)
+            if shared := tensors.keys() & entries.keys():
+                name = min(shared)
+                first, second = names[tensors[name].file], names[index]
+                raise CheckpointError(f"Tensor {shown(name)} is both in {first} and in {second}.")
             tensors.update(entries)
         return cls(tuple(file for file, _ in headers), tensors)
 
@@ -157,7 +160,15 @@ def header_num_bytes(start: bytes, file_bytes: int, path: Path) -> int:
     if len(start) < LENGTH_BYTES:
         raise CheckpointError(f"{path} has {file_bytes} bytes, too few for a safetensors file.")
     num_bytes = int.from_bytes(start[:LENGTH_BYTES], "little")
-    _check_header_bytes(path, num_bytes, file_bytes)
+    if num_bytes > MAX_HEADER_BYTES:
+        raise CheckpointError(
+            f"{path} announces a header of {num_bytes} bytes; the format allows {MAX_HEADER_BYTES}."
+        )
+    if num_bytes > file_bytes - LENGTH_BYTES:
+        raise CheckpointError(
+            f"{path} announces a header of {num_bytes} bytes but has {file_bytes} bytes in all; it "
+            "is truncated or not a safetensors file."
+        )
     return num_bytes
 
 
@@ -222,16 +233,6 @@ def _is_plain_file_name(name: object) -> bool:
     return is_name and not any(c in str(name) for c in "/\\:") and not str(name).startswith(".")
 
 
-def _refuse_shared_names(
-    tensors: Mapping[str, TensorEntry], entries: Mapping[str, TensorEntry], names: Sequence[str]
-) -> None:
-    shared = tensors.keys() & entries.keys()
-    if shared:
-        name = min(shared)
-        first, second = names[tensors[name].file], names[entries[name].file]
-        raise CheckpointError(f"Tensor {shown(name)} is both in {first} and in {second}.")
-
-
 def _check_index(
     weight_map: Mapping[str, str],
     tensors: Mapping[str, TensorEntry],
@@ -252,7 +253,10 @@ def _entries(file: RegularFile, data: bytes, index: int) -> dict[str, TensorEntr
     """A file's tensors by name, from its header."""
     path, size = file.path, file.num_bytes
     header = parse_object(data, f"The header of {path}")
-    _check_metadata(path, header.pop("__metadata__", None))
+    metadata = header.pop("__metadata__", None)
+    are_texts = isinstance(metadata, dict) and all(isinstance(v, str) for v in metadata.values())
+    if metadata is not None and not are_texts:
+        raise CheckpointError(f"{path}: __metadata__ must map names to texts.")
     start = LENGTH_BYTES + len(data)
     shapes: dict[tuple[int, ...], tuple[int, ...]] = {}  # thousands of equal ones are held once
     try:
@@ -263,26 +267,6 @@ def _entries(file: RegularFile, data: bytes, index: int) -> dict[str, TensorEntr
     except ValueError as reason:
         raise CheckpointError(f"{path}: {reason}.") from None
     return entries
-
-
-def _check_header_bytes(path: Path, header_bytes: int, size: int) -> None:
-    if header_bytes > MAX_HEADER_BYTES:
-        raise CheckpointError(
-            f"{path} announces a header of {header_bytes} bytes; the format allows "
-            f"{MAX_HEADER_BYTES}."
-        )
-    if header_bytes > size - LENGTH_BYTES:
-        raise CheckpointError(
-            f"{path} announces a header of {header_bytes} bytes but has {size} bytes in all; "
-            "it is truncated or not a safetensors file."
-        )
-
-
-def _check_metadata(path: Path, metadata: object) -> None:
-    if metadata is None:
-        return
-    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
-        raise CheckpointError(f"{path}: __metadata__ must map names to texts.")
 
 
 def _entry(

@@ -13,10 +13,10 @@ from __future__ import annotations
 import functools
 import math
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, NoReturn, Protocol
+from typing import NamedTuple, NoReturn
 
 import numpy as np
 
@@ -48,11 +48,8 @@ _STRING, _ARRAY, _FLOAT32 = 8, 9, 6
 
 Value = int | float | bool | str
 
-
-class HeaderStream(Protocol):
-    """What a header is read from, in order."""
-
-    def read(self, num_bytes: int, /) -> bytes: ...
+ReadAt = Callable[[int, int], bytes]
+"""Bytes of a file from an offset on, where the last ones ended; at most so many."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -61,7 +58,7 @@ class GgufArray:
 
     kind: int  # of its elements, by the format's number
     num_elements: int
-    data: memoryview
+    data: bytes
 
     @property
     def is_text(self) -> bool:
@@ -71,10 +68,10 @@ class GgufArray:
         """Its texts; what is not UTF-8 is replaced. Raises CheckpointError for other kinds."""
         if self.kind != _STRING:
             raise CheckpointError(f"An array of {self.num_elements} values holds no texts.")
-        data, start = bytes(self.data), 0
+        start = 0
         for _ in range(self.num_elements):
-            stop = start + 8 + int.from_bytes(data[start : start + 8], "little")
-            yield data[start + 8 : stop].decode("utf-8", "replace")
+            stop = start + 8 + int.from_bytes(self.data[start : start + 8], "little")
+            yield self.data[start + 8 : stop].decode("utf-8", "replace")
             start = stop
 
     def numbers(self) -> list[int | float]:
@@ -113,17 +110,16 @@ class GgufHeader:
         """Raises CheckpointError, naming the file and the numbers, for a file that is truncated,
         damaged or contradictory, UnsupportedError for a type that weights are not read from."""
         with open_regular(path, CheckpointError) as (stream, file):
-            return cls.parse(stream, file)
+            return cls.parse(lambda offset, num_bytes: stream.read(num_bytes), file)
 
     @classmethod
-    def parse(cls, stream: HeaderStream, file: RegularFile) -> GgufHeader:
-        """The header of a file that `stream` reads from its start; raises as `read` does."""
-        cursor = _Cursor(stream, file)
+    def parse(cls, read: ReadAt, file: RegularFile) -> GgufHeader:
+        """The header of a file of which `read` has the bytes; raises as `GgufHeader.read` does."""
+        cursor = _Cursor(read, file)
         num_tensors, num_keys = _counts(cursor)
         values = [_key_and_value(cursor) for _ in range(num_keys)]
         entries = [_tensor(cursor) for _ in range(num_tensors)]
-        data = memoryview(bytes(cursor.buffer))
-        metadata = {key: _loaded(value, data) for key, value in values}
+        metadata = dict(values)
         if len(metadata) != num_keys:
             cursor.fail(f"{num_keys - len(metadata)} of its {num_keys} keys are given twice")
         tensors = _placed(entries, _alignment(cursor, metadata), cursor)
@@ -140,23 +136,14 @@ class _Entry(NamedTuple):
     num_bytes: int
 
 
-class _Span(NamedTuple):
-    """An array that was passed over."""
-
-    kind: int
-    num_elements: int
-    start: int
-    stop: int
-
-
 class _Cursor:
     """Reads on through a header, as much of the file as it needs."""
 
-    def __init__(self, stream: HeaderStream, file: RegularFile) -> None:
+    def __init__(self, read: ReadAt, file: RegularFile) -> None:
         self.buffer = bytearray()
         self.position = 0
         self.file = file
-        self._stream = stream
+        self._read = read
 
     def fail(self, problem: str) -> NoReturn:
         raise CheckpointError(f"{self.file.path}: {problem}.")
@@ -176,7 +163,7 @@ class _Cursor:
             )
         wanted = max(stop, min(2 * len(self.buffer), MAX_HEADER_BYTES), _STEP_BYTES)
         try:
-            self.buffer += self._stream.read(wanted - len(self.buffer))
+            self.buffer += self._read(len(self.buffer), wanted - len(self.buffer))
         except OSError as reason:
             raise CheckpointError(
                 f"{self.file.path} cannot be read: {reason.strerror}."
@@ -240,7 +227,7 @@ def _counts(cursor: _Cursor) -> tuple[int, int]:
     return counts
 
 
-def _key_and_value(cursor: _Cursor) -> tuple[str, Value | _Span]:
+def _key_and_value(cursor: _Cursor) -> tuple[str, Value | GgufArray]:
     key = cursor.text("a key", MAX_NAME_BYTES)
     kind = cursor.number("<I")
     if kind == _STRING:
@@ -254,7 +241,7 @@ def _key_and_value(cursor: _Cursor) -> tuple[str, Value | _Span]:
     return key, float(str(np.float32(value))) if kind == _FLOAT32 else value
 
 
-def _array(cursor: _Cursor, key: str) -> _Span:
+def _array(cursor: _Cursor, key: str) -> GgufArray:
     kind, count = cursor.number("<I"), cursor.number("<Q")
     if kind != _STRING and kind not in _SCALARS:
         noun = "arrays" if kind == _ARRAY else f"the unknown kind {kind}"
@@ -273,13 +260,7 @@ def _array(cursor: _Cursor, key: str) -> _Span:
     else:
         cursor.need(start + least_bytes)
         cursor.position += least_bytes
-    return _Span(kind, count, start, cursor.position)
-
-
-def _loaded(value: Value | _Span, data: memoryview) -> Value | GgufArray:
-    if isinstance(value, _Span):
-        return GgufArray(value.kind, value.num_elements, data[value.start : value.stop])
-    return value
+    return GgufArray(kind, count, bytes(cursor.buffer[start : cursor.position]))
 
 
 def _tensor(cursor: _Cursor) -> _Entry:

@@ -9,17 +9,17 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
 from lowtide.config import ModelConfig
+from lowtide.core import NOTHING
 from lowtide.errors import CheckpointError, ConfigError, StorageError, UnsupportedError
-from lowtide.families import Family, gguf_family, read_config
+from lowtide.families import gguf_architecture, read_config
 from lowtide.families.gguf import FUSED_QKV, GgufArchitecture, GgufKeys, RearrangedTensor, layer_of
 from lowtide.files.json_file import shown
 from lowtide.files.regular_file import RegularFile
@@ -33,33 +33,20 @@ from lowtide.model_folder.tokenizer import Tokenizer
 
 _MAX_FILES = 4096
 _MAX_VECTOR_BYTES = 65536
-_NOTHING: Mapping[str, object] = MappingProxyType({})
+
+ReadPart = Callable[[RegularFile, int, int], bytes]
+"""Bytes of a file from an offset on, so many; fewer only where it ends."""
 
 
-class GgufFiles(Protocol):
-    """Where files are read from: this machine, or the hub."""
-
-    def header(self, path: Path) -> GgufHeader: ...
-
-    def part(self, file: RegularFile, offset: int, num_bytes: int) -> bytes:
-        """Fewer bytes only where the file ends."""
-
-
-class LocalGgufFiles:
-    """Files of this machine."""
-
-    def header(self, path: Path) -> GgufHeader:
-        return GgufHeader.read(path)
-
-    def part(self, file: RegularFile, offset: int, num_bytes: int) -> bytes:
-        """Raises StorageError where it cannot be read."""
-        descriptor = file.open()
-        try:
-            return os.pread(descriptor, num_bytes, offset)
-        except OSError as reason:
-            raise StorageError(f"{file.path} cannot be read: {reason.strerror}.") from reason
-        finally:
-            os.close(descriptor)
+def _local_part(file: RegularFile, offset: int, num_bytes: int) -> bytes:
+    """A `ReadPart` of this machine. Raises StorageError where it cannot be read."""
+    descriptor = file.open()
+    try:
+        return os.pread(descriptor, num_bytes, offset)
+    except OSError as reason:
+        raise StorageError(f"{file.path} cannot be read: {reason.strerror}.") from reason
+    finally:
+        os.close(descriptor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,28 +54,30 @@ class GgufModel:
     """The headers of a model's files, the first of which has its metadata."""
 
     headers: tuple[GgufHeader, ...]
-    family: Family
     architecture: GgufArchitecture
-    files: GgufFiles
+    read_part: ReadPart
 
     @classmethod
-    def open(cls, path: Path, files: GgufFiles | None = None) -> GgufModel:
-        """Raises CheckpointError for files that are damaged, missing or contradict each other,
-        UnsupportedError for an architecture or type that is not read."""
-        files = files or LocalGgufFiles()
-        first = files.header(path)
+    def open(
+        cls,
+        path: Path,
+        read_header: Callable[[Path], GgufHeader] = GgufHeader.read,
+        read_part: ReadPart = _local_part,
+    ) -> GgufModel:
+        """read_header, read_part: of files that are elsewhere. Raises CheckpointError for files
+        that are damaged, missing or contradict each other, UnsupportedError for an architecture or
+        type that is not read."""
+        first = read_header(path)
         name = first.metadata.get("general.architecture")
         if not isinstance(name, str):
             raise CheckpointError(f"{path} names no general.architecture.")
         try:
-            family = gguf_family(name)
+            architecture = gguf_architecture(name)
         except UnsupportedError as error:
             raise UnsupportedError(f"{path}: {error}") from None
-        headers = (first, *map(files.header, _others(path, first)))
+        headers = (first, *map(read_header, _others(path, first)))
         _check_split(headers)
-        if family.gguf is None:
-            raise UnsupportedError(f"{path}: {family.name} is not read from GGUF files.")
-        return cls(headers, family, family.gguf, files)
+        return cls(headers, architecture, read_part)
 
     @property
     def path(self) -> Path:
@@ -98,17 +87,15 @@ class GgufModel:
     def metadata(self) -> Metadata:
         return self.headers[0].metadata
 
-    def config(self, overrides: Mapping[str, object] = _NOTHING) -> ModelConfig:
+    def config(self, overrides: Mapping[str, object] = NOTHING) -> ModelConfig:
         """What the model is; `overrides` as in `read_config_in`, whose errors it raises."""
         shapes = {n: t.shape for header in self.headers for n, t in header.tensors.items()}
         keys = GgufKeys(self.architecture.name, self.metadata, shapes, self._vector)
         try:
             config = {**self.architecture.config(keys), **_token_ids(self.metadata)}
             return read_config(config, overrides=overrides)
-        except ConfigError as error:
-            raise ConfigError(f"{self.path}, as a config.json: {error}") from None
-        except UnsupportedError as error:
-            raise UnsupportedError(f"{self.path}, as a config.json: {error}") from None
+        except (ConfigError, UnsupportedError) as error:
+            raise type(error)(f"{self.path}, as a config.json: {error}") from None
 
     def _vector(self, name: str) -> list[float]:
         """The numbers of a short tensor.
@@ -122,7 +109,7 @@ class GgufModel:
                 f"{header.file.path}: tensor {shown(name)} is {tensor.format.name} of shape "
                 f"{list(tensor.shape)}, not a short vector of float32."
             )
-        data = self.files.part(header.file, tensor.offset, tensor.num_bytes)
+        data = self.read_part(header.file, tensor.offset, tensor.num_bytes)
         if len(data) < tensor.num_bytes:
             raise StorageError(f"{header.file.path} ends inside {shown(name)}; fetch it again.")
         numbers: list[float] = np.frombuffer(data, "<f4").tolist()

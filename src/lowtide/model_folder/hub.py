@@ -14,9 +14,8 @@ import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType
 
-from lowtide.core import Progress, no_progress
+from lowtide.core import NOTHING, Progress, no_progress
 from lowtide.errors import CheckpointError, HubError, UsageError
 from lowtide.files.json_file import shown
 from lowtide.model_folder.demos import DEMO_FOLDER, DEMO_NAMES, OLD_DEMO_NAMES
@@ -43,8 +42,6 @@ from lowtide.model_folder.hub_model import HubModel, is_small
 from lowtide.model_folder.hub_reference import HubReference, parse
 from lowtide.model_folder.hub_requests import brief
 
-_NOTHING: Mapping[str, object] = MappingProxyType({})
-
 _log = logging.getLogger(__name__)
 
 
@@ -63,7 +60,7 @@ def resolve_model(
     reference: str,
     *,
     offline: bool = False,
-    overrides: Mapping[str, object] = _NOTHING,
+    overrides: Mapping[str, object] = NOTHING,
     progress: Progress = no_progress,
 ) -> Path:
     """The folder of a model, or its GGUF file, fetched from the hub if it is not here yet.
@@ -79,7 +76,7 @@ def resolve_model(
 def fetch_model(
     model: HubModel,
     *,
-    overrides: Mapping[str, object] = _NOTHING,
+    overrides: Mapping[str, object] = NOTHING,
     progress: Progress = no_progress,
 ) -> Path:
     """A model whose files are fetched, as far as they are not here.

@@ -124,7 +124,7 @@ class HubModel:
         """The headers of a GGUF model. Raises as `GgufModel.open` does, and HubError."""
         from lowtide.model_folder.gguf_model import GgufModel  # with every family
 
-        return GgufModel.open(self.path, self)
+        return GgufModel.open(self.path, self.header, self.part)
 
     def model_config(self, overrides: Mapping[str, object]) -> ModelConfig:
         """What the model is; `overrides` replace values of `config.json`. Raises HubError,
@@ -175,7 +175,10 @@ class HubModel:
         file = RegularFile(path, self.files[name].num_bytes, (0, 0, 0))
         from lowtide.model_folder.gguf_header import GgufHeader
 
-        return GgufHeader.parse(_RemoteFile(self, name), file)
+        def read(offset: int, num_bytes: int) -> bytes:
+            return self._read(name, offset, min(num_bytes, file.num_bytes - offset))
+
+        return GgufHeader.parse(read, file)
 
     def part(self, file: RegularFile, offset: int, num_bytes: int) -> bytes:
         return self._read(file.path.relative_to(self.folder).as_posix(), offset, num_bytes)
@@ -213,22 +216,6 @@ class HubModel:
                 f"missing on the hub.{instead} Only safetensors and GGUF are fetched; choose the "
                 "model's original repository."
             )
-
-
-class _RemoteFile:
-    """Reads a file of the hub from its beginning on."""
-
-    def __init__(self, model: HubModel, name: str) -> None:
-        self._model = model
-        self._name = name
-        self._offset = 0
-
-    def read(self, num_bytes: int, /) -> bytes:
-        """At most `num_bytes`, fewer where the file ends. Raises HubError."""
-        rest = self._model.files[self._name].num_bytes - self._offset
-        data = self._model._read(self._name, self._offset, min(num_bytes, rest))
-        self._offset += len(data)
-        return data
 
 
 def _gguf_files(names: Collection[str], reference: HubReference) -> tuple[str, ...]:

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from types import MappingProxyType
 
 from lowtide.config import ModelConfig
+from lowtide.core import NOTHING
 from lowtide.families import read_config_in
 from lowtide.model_folder import tokenizer
 from lowtide.model_folder.gguf_file import is_gguf
 
-_NOTHING: Mapping[str, object] = MappingProxyType({})
 
-
-def load_config(path: Path, overrides: Mapping[str, object] = _NOTHING) -> ModelConfig:
+def load_config(path: Path, overrides: Mapping[str, object] = NOTHING) -> ModelConfig:
     """The configuration of a model: a folder's `config.json`, or a GGUF file's metadata.
 
     Raises as `read_config_in` and `GgufModel.open` do.

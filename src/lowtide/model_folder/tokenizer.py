@@ -159,14 +159,10 @@ class Tokenizer:
         self, messages: Sequence[Message], options: Mapping[str, object] | None = None
     ) -> list[int]:
         """Token ids of a conversation; special tokens are those the template writes."""
-        text = self.render_chat(messages, options=options)
-        return self.encode(text, add_special=False)
+        return self.encode(self.render_chat(messages, options), add_special=False)
 
     def render_chat(
-        self,
-        messages: Sequence[Message],
-        add_generation_prompt: bool = True,
-        options: Mapping[str, object] | None = None,
+        self, messages: Sequence[Message], options: Mapping[str, object] | None = None
     ) -> str:
         """The prompt of a conversation, by the model's own template in a bounded process.
 
@@ -179,8 +175,7 @@ class Tokenizer:
                 f"This model has no chat template ({self._no_template}); give it a plain text "
                 "prompt."
             )
-        variables = dict(self._special) | dict(options or {})
-        variables["add_generation_prompt"] = add_generation_prompt
+        variables = {**self._special, **(options or {}), "add_generation_prompt": True}
         return render_template(self._template, messages, variables)
 
     def _special_id(self, name: str) -> int | None:

@@ -123,7 +123,9 @@ class Decoder:
 
     def shared_expert(self, layer: int) -> tuple[GatedMLP | None, Tensor | None]:
         """The expert that every token of a layer uses, and the gate [1, hidden] on its output."""
-        return None, None
+        if self.config.experts is None or not self.config.experts.shared_size:
+            return None, None
+        return self.mlp(f"model.layers.{layer}.mlp.shared_experts."), None
 
     def linear(self, name: str) -> Linear:
         """The product with the weight `name.weight`, plus `name.bias` where there is one."""

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
@@ -51,19 +50,14 @@ def part_starts(table: ExpertTable, layer: int, expert: int) -> list[int]:
     return [0, *ends[:-1]]
 
 
-class CopiedWeights(NamedTuple):
-    """A model whose experts are read from the copy."""
-
-    checkpoint: Checkpoint
-    weight_map: WeightMap
-
-
-def with_copy(model: Path, checkpoint: Checkpoint, weight_map: WeightMap) -> CopiedWeights:
-    """As given where there is no copy. Raises CheckpointError for a copy that is damaged or of
-    another model."""
+def with_copy(
+    model: Path, checkpoint: Checkpoint, weight_map: WeightMap
+) -> tuple[Checkpoint, WeightMap]:
+    """Those with which experts are read from the copy; as given where there is none. Raises
+    CheckpointError for a copy that is damaged or of another model."""
     path = copy_path(model)
     if not path.exists():
-        return CopiedWeights(checkpoint, weight_map)
+        return checkpoint, weight_map
     file, header = read_header(path)
     found = Checkpoint.of_headers([(file, header)])
     metadata = parse_object(header, str(path)).get("__metadata__")
@@ -91,4 +85,4 @@ def with_copy(model: Path, checkpoint: Checkpoint, weight_map: WeightMap) -> Cop
     files = np.full_like(offsets, len(checkpoint.files))
     files.flags.writeable = False
     copied = replace(weight_map, experts=replace(table, files=files, offsets=offsets))
-    return CopiedWeights(replace(checkpoint, files=(*checkpoint.files, file)), copied)
+    return replace(checkpoint, files=(*checkpoint.files, file)), copied

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lowtide.core import Progress, align_up
+from lowtide.core import NOTHING, Progress, align_up
 from lowtide.errors import InternalError
 from lowtide.formats import MatrixFormat, format_of
 from lowtide.formats.arranged import Arranged
@@ -38,7 +37,7 @@ class DenseWeights:
         self,
         entries: Mapping[str, TensorEntry],
         dtypes: Mapping[str, torch.dtype],
-        kept: Mapping[str, MatrixFormat] = MappingProxyType({}),
+        kept: Mapping[str, MatrixFormat] = NOTHING,
     ) -> None:
         """`dtypes`: the element type in memory of every entry but those that are `kept` in a
         format of their own, or made into it as they are read."""

@@ -385,12 +385,10 @@ class FileReader:
                 )
         self.files[file].check(self._descriptors[file])
         if not self.is_direct:
-            self._drop_pages(file, aligned_start, filled)
+            with contextlib.suppress(OSError, AttributeError):
+                advice = os.POSIX_FADV_DONTNEED
+                os.posix_fadvise(self._descriptors[file], aligned_start, filled, advice)
         return buffer[skip:wanted]
-
-    def _drop_pages(self, file: int, start: int, num_bytes: int) -> None:
-        with contextlib.suppress(OSError, AttributeError):
-            os.posix_fadvise(self._descriptors[file], start, num_bytes, os.POSIX_FADV_DONTNEED)
 
 
 def _buffer_bytes(largest_read_bytes: int) -> int:

@@ -90,6 +90,13 @@ def separate_qkv(config: ModelConfig, prefix: str, names: Names = USUAL) -> list
     return specs
 
 
+def normed_qkv(config: ModelConfig, prefix: str) -> list[TensorSpec]:
+    """The same with a norm on each query and key head, in models that have one."""
+    which, head_dim = "qk" if config.attention.has_qk_norm else "", config.attention.head_dim
+    norms = [vector(f"{prefix}self_attn.{x}_norm.weight", head_dim) for x in which]
+    return [*separate_qkv(config, prefix), *norms]
+
+
 def router(config: ModelConfig, prefix: str) -> list[TensorSpec]:
     """A linear router at `mlp.gate`."""
     shape = (config.moe.num_experts, config.hidden_size)

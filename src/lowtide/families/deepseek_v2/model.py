@@ -11,6 +11,7 @@ section 2.1.2), so attention runs over the cache as it is, as if it had one key 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -21,7 +22,7 @@ from lowtide.config import ModelConfig
 from lowtide.kernels.operands import Rotation
 from lowtide.layers.attention import CachedAttention
 from lowtide.layers.batch import Batch
-from lowtide.layers.linear import GatedMLP, Linear
+from lowtide.layers.linear import Linear
 from lowtide.layers.norm import Norm
 from lowtide.layers.rotary import Rotations
 from lowtide.layers.router import SoftmaxRouter
@@ -78,38 +79,27 @@ class DeepseekV2(Decoder):
             scaling_factor=experts.scaling_factor,
         )
 
-    def shared_expert(self, layer: int) -> tuple[GatedMLP | None, Tensor | None]:
-        if not self.config.moe.shared_size:
-            return None, None
-        return self.mlp(f"model.layers.{layer}.mlp.shared_experts."), None
 
-
+@dataclass(frozen=True, slots=True)
 class _Queries:
     """From hidden states to queries, in V2 through a normalised latent of their own."""
 
-    def __init__(
-        self,
-        compute: Compute,
-        up: Linear,
-        down: Linear | None = None,
-        norm: Tensor | None = None,
-    ) -> None:
-        self._compute = compute
-        self._up = up
-        self._down = down
-        self._norm = norm
+    compute: Compute
+    up: Linear
+    down: Linear | None = None
+    norm: Tensor | None = None
 
     def forward(self, x: Tensor, out: Tensor) -> None:
         """x [rows, hidden]; out [rows, query_size]."""
-        if self._down is None or self._norm is None:
-            self._up.forward(x, out)
+        if self.down is None or self.norm is None:
+            self.up.forward(x, out)
             return
-        kernels, workspace = self._compute.kernels, self._compute.workspace
+        kernels, workspace = self.compute.kernels, self.compute.workspace
         with workspace.scope():
-            latent = workspace.take("query latent", (x.shape[0], self._norm.shape[0]), x.dtype)
-            self._down.forward(x, latent)
-            kernels.rms_norm(latent, self._norm, LATENT_EPS, workspace, latent)
-            self._up.forward(latent, out)
+            latent = workspace.take("query latent", (x.shape[0], self.norm.shape[0]), x.dtype)
+            self.down.forward(x, latent)
+            kernels.rms_norm(latent, self.norm, LATENT_EPS, workspace, latent)
+            self.up.forward(latent, out)
 
 
 class LatentAttention:

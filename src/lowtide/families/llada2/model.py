@@ -7,11 +7,8 @@ attention pattern differs, and that is in the batch. Source: facts of the publis
 
 from __future__ import annotations
 
-from torch import Tensor
-
 from lowtide.families.llada2.names import NAMES
 from lowtide.kernels.operands import HeadNorms
-from lowtide.layers.linear import GatedMLP
 from lowtide.layers.router import SigmoidRouter
 from lowtide.layers.self_attention import GroupedAttention
 from lowtide.models.decoder import Decoder
@@ -59,8 +56,3 @@ class LLaDA2(Decoder):
             normalise=experts.norm_topk_prob,
             scaling_factor=experts.scaling_factor,
         )
-
-    def shared_expert(self, layer: int) -> tuple[GatedMLP | None, Tensor | None]:
-        if not self.config.moe.shared_size:
-            return None, None
-        return self.mlp(f"model.layers.{layer}.mlp.shared_experts."), None

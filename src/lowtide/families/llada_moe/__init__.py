@@ -12,8 +12,8 @@ from lowtide.config.keys import Origin
 from lowtide.errors import UnsupportedError
 from lowtide.families.family import Family
 from lowtide.files.json_file import shown
-from lowtide.schemas.parts import decoder, in_layers, router, separate_qkv, vector
-from lowtide.schemas.schema import ModelSchema, TensorSpec
+from lowtide.schemas.parts import decoder, in_layers, normed_qkv, router
+from lowtide.schemas.schema import ModelSchema
 
 
 def read(fields: Fields, origin: Origin) -> ModelConfig:
@@ -63,14 +63,7 @@ def schema(config: ModelConfig) -> ModelSchema:
     absent = ["self_attn.q_proj.bias", "mlp.gate.expert_bias", "shared_expert.gate_proj.weight"]
     if not config.attention.has_qk_norm:
         absent.append("self_attn.q_norm.weight")
-    return decoder(config, _attention, router, absent=in_layers(config, *absent))
-
-
-def _attention(config: ModelConfig, prefix: str) -> list[TensorSpec]:
-    spec, head_dim = config.attention, config.attention.head_dim
-    names = ("q_norm", "k_norm") if spec.has_qk_norm else ()
-    norms = [vector(f"{prefix}self_attn.{name}.weight", head_dim) for name in names]
-    return [*separate_qkv(config, prefix), *norms]
+    return decoder(config, normed_qkv, router, absent=in_layers(config, *absent))
 
 
 FAMILY = Family(

@@ -8,8 +8,8 @@ from lowtide.config.keys import Origin
 from lowtide.families.family import Family
 from lowtide.families.qwen import qwen_dense_size, qwen_experts
 from lowtide.families.qwen3_moe.gguf import GGUF
-from lowtide.schemas.parts import decoder, in_layers, router, separate_qkv, vector
-from lowtide.schemas.schema import ModelSchema, TensorSpec
+from lowtide.schemas.parts import decoder, in_layers, normed_qkv, router
+from lowtide.schemas.schema import ModelSchema
 
 
 def read(fields: Fields, origin: Origin) -> ModelConfig:
@@ -21,12 +21,7 @@ def read(fields: Fields, origin: Origin) -> ModelConfig:
 
 
 def schema(config: ModelConfig) -> ModelSchema:
-    return decoder(config, _attention, router, absent=in_layers(config, "self_attn.q_proj.bias"))
-
-
-def _attention(config: ModelConfig, prefix: str) -> list[TensorSpec]:
-    norms = [vector(f"{prefix}self_attn.{x}_norm.weight", config.attention.head_dim) for x in "qk"]
-    return [*separate_qkv(config, prefix), *norms]
+    return decoder(config, normed_qkv, router, absent=in_layers(config, "self_attn.q_proj.bias"))
 
 
 FAMILY = Family(
