@@ -55,7 +55,7 @@ def read(fields: Fields, origin: Origin) -> ModelConfig:
     if num_toys:
         experts = ExpertSpec(
             num_experts=num_toys,
-            num_experts_per_token=keys.num_experts_per_token(fields),
+            num_experts_per_token=fields.integer("num_experts_per_tok", low=1, high=MAX_EXPERTS),
             expert_size=size,
             norm_topk_prob=True,
             first_layer=1,

@@ -1,13 +1,13 @@
 """What the `config.json` of most decoders have in common; a family's reader puts it together.
 
-experts = ExpertSpec(num_experts(fields), num_experts_per_token(fields), ...)
-return decoder(fields, origin, grouped_attention(fields), experts)
+chosen = experts(fields, expert_size(fields), norm_topk_prob=True)
+return decoder(fields, origin, grouped_attention(fields), chosen)
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from lowtide.config.fields import (
     MAX_EXPERTS,
@@ -117,8 +117,10 @@ def num_experts(fields: Fields) -> int:
     return fields.integer(*names, low=1, high=MAX_EXPERTS)
 
 
-def num_experts_per_token(fields: Fields) -> int:
-    return fields.integer("num_experts_per_tok", low=1, high=MAX_EXPERTS)
+def experts(fields: Fields, size: int, norm_topk_prob: bool, **others: Any) -> ExpertSpec:
+    """The routed experts, each of this width; others: further fields of an `ExpertSpec`."""
+    per_token = fields.integer("num_experts_per_tok", low=1, high=MAX_EXPERTS)
+    return ExpertSpec(num_experts(fields), per_token, size, norm_topk_prob, **others)
 
 
 def expert_size(fields: Fields) -> int:

@@ -11,10 +11,9 @@ from lowtide.files.json_file import shown
 
 def qwen_experts(fields: Fields, shared_size: int = 0) -> ExpertSpec:
     first_layer, layer_step = _moe_layers(fields)
-    return ExpertSpec(
-        num_experts=keys.num_experts(fields),
-        num_experts_per_token=keys.num_experts_per_token(fields),
-        expert_size=keys.expert_size(fields),
+    return keys.experts(
+        fields,
+        keys.expert_size(fields),
         norm_topk_prob=fields.boolean("norm_topk_prob", default=False),
         first_layer=first_layer,
         layer_step=layer_step,

@@ -11,6 +11,8 @@ import json
 from collections.abc import Iterator
 from itertools import islice
 
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
 from lowtide.errors import UsageError
 
 SPECIAL_TOKENS = {
@@ -44,22 +46,11 @@ def tokenizer_json(eos_token_id: int) -> str:
     vocab = {symbol: byte for byte, symbol in enumerate(_byte_symbols())}
     vocab |= {first + second: i for (first, second), i in zip(joined, free_ids, strict=True)}
     vocab |= special
-    added = [_added_token(text, i) for text, i in special.items()]
-    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
-    return json.dumps(
-        {
-            "version": "1.0",
-            "truncation": None,
-            "padding": None,
-            "added_tokens": added,
-            "normalizer": None,
-            "pre_tokenizer": byte_level | {"use_regex": True},
-            "post_processor": None,
-            "decoder": byte_level | {"use_regex": True},
-            "model": {"type": "BPE", "vocab": vocab, "merges": [list(pair) for pair in joined]},
-        },
-        ensure_ascii=False,
-    )
+    backend = Tokenizer(models.BPE(vocab, joined))
+    backend.add_special_tokens([AddedToken(text, normalized=False) for text in special])
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    return str(backend.to_str())
 
 
 def tokenizer_config_json() -> str:
@@ -92,8 +83,3 @@ def _byte_symbols() -> list[str]:
     visible = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     hidden = [byte for byte in range(256) if byte not in visible]
     return [chr(b) if b in visible else chr(0x100 + hidden.index(b)) for b in range(256)]
-
-
-def _added_token(text: str, token_id: int) -> dict[str, object]:
-    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    return {"id": token_id, "content": text, **flags, "special": True}

@@ -28,10 +28,9 @@ def _read_experts(fields: Fields) -> ExpertSpec:
     each, count = keys.expert_size(fields), keys.num_experts(fields)
     num_groups, num_groups_per_token = _read_groups(fields, count)
     scaling_factor = fields.optional_number("routed_scaling_factor", low=1e-6, high=1e6)
-    return ExpertSpec(
-        num_experts=count,
-        num_experts_per_token=keys.num_experts_per_token(fields),
-        expert_size=each,
+    return keys.experts(
+        fields,
+        each,
         norm_topk_prob=False,
         first_layer=fields.integer("first_k_dense_replace", low=0, high=MAX_LAYERS, default=0),
         shared_size=each * fields.integer("n_shared_experts", low=0, high=64, default=0),

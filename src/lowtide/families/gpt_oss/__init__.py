@@ -5,7 +5,7 @@ Experts of a layer are stacked, rows (or, unpacked, columns) of gate and up taki
 
 from __future__ import annotations
 
-from lowtide.config import ExpertSpec, ModelConfig, Published, keys
+from lowtide.config import ModelConfig, Published, keys
 from lowtide.config.fields import MAX_POSITIONS, Fields
 from lowtide.config.keys import Origin
 from lowtide.errors import ConfigError, UnsupportedError
@@ -25,10 +25,9 @@ def read(fields: Fields, origin: Origin) -> ModelConfig:
     fields.only("swiglu_alpha", 1.702)
     fields.only("swiglu_limit", 7.0)
     expert_size = keys.width(fields, "intermediate_size")
-    experts = ExpertSpec(
-        num_experts=keys.num_experts(fields),
-        num_experts_per_token=keys.num_experts_per_token(fields),
-        expert_size=expert_size,
+    experts = keys.experts(
+        fields,
+        expert_size,
         norm_topk_prob=True,
         is_clamped=True,
         is_mxfp4=_is_mxfp4(fields, expert_size),

@@ -51,10 +51,9 @@ def _read_experts(fields: Fields, block_size: int) -> ExpertSpec:
     shared_size = keys.width(fields, "moe_shared_expert_intermediate_size", default=each)
     capacity = fields.integer("expert_capacity", low=0, high=MAX_EXPERTS, default=0)
     num_groups, num_groups_per_token = _read_groups(fields, count, capacity)
-    return ExpertSpec(
-        num_experts=count,
-        num_experts_per_token=keys.num_experts_per_token(fields),
-        expert_size=each,
+    return keys.experts(
+        fields,
+        each,
         norm_topk_prob=fields.boolean("norm_topk_prob", default=True),
         first_layer=fields.integer("first_k_dense_replace", low=0, high=MAX_LAYERS),
         shared_size=num_shared * shared_size,

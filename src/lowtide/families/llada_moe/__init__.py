@@ -6,7 +6,7 @@ checkpoint (`FusedLLaDAMoEModelLM`) differs only in how experts are stacked.
 
 from __future__ import annotations
 
-from lowtide.config import DecodingDefaults, ExpertSpec, ModelConfig, Published, keys
+from lowtide.config import DecodingDefaults, ModelConfig, Published, keys
 from lowtide.config.fields import Fields
 from lowtide.config.keys import Origin
 from lowtide.errors import UnsupportedError
@@ -29,12 +29,7 @@ def read(fields: Fields, origin: Origin) -> ModelConfig:
         fields.refuse(name)
     _refuse_scaling(fields)
     _refuse_dense_layers(fields)
-    experts = ExpertSpec(
-        num_experts=keys.num_experts(fields),
-        num_experts_per_token=keys.num_experts_per_token(fields),
-        expert_size=keys.expert_size(fields),
-        norm_topk_prob=False,
-    )
+    experts = keys.experts(fields, keys.expert_size(fields), norm_topk_prob=False)
     has_qk_norm = fields.boolean("qk_layernorm", default=True)
     attention = keys.grouped_attention(fields, has_qk_norm=has_qk_norm)
     return keys.decoder(fields, origin, attention, experts, is_bidirectional=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lowtide.config import ExpertSpec, ModelConfig, Published, keys
+from lowtide.config import ModelConfig, Published, keys
 from lowtide.config.fields import Fields
 from lowtide.config.keys import Origin
 from lowtide.families.family import Family
@@ -13,12 +13,7 @@ from lowtide.schemas.schema import ModelSchema, TensorSpec
 
 def read(fields: Fields, origin: Origin) -> ModelConfig:
     fields.refuse("sliding_window")
-    experts = ExpertSpec(
-        num_experts=keys.num_experts(fields),
-        num_experts_per_token=keys.num_experts_per_token(fields),
-        expert_size=keys.width(fields, "intermediate_size"),
-        norm_topk_prob=True,
-    )
+    experts = keys.experts(fields, keys.width(fields, "intermediate_size"), norm_topk_prob=True)
     return keys.decoder(fields, origin, keys.grouped_attention(fields, can_stretch=True), experts)
 
 

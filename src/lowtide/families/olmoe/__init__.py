@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lowtide.config import ExpertSpec, ModelConfig, Published, keys
+from lowtide.config import ModelConfig, Published, keys
 from lowtide.config.fields import Fields
 from lowtide.config.keys import Origin
 from lowtide.families.family import Family
@@ -14,12 +14,8 @@ from lowtide.schemas.schema import ModelSchema, TensorSpec
 def read(fields: Fields, origin: Origin) -> ModelConfig:
     fields.only("attention_bias", False)
     fields.refuse("clip_qkv")
-    experts = ExpertSpec(
-        num_experts=keys.num_experts(fields),
-        num_experts_per_token=keys.num_experts_per_token(fields),
-        expert_size=keys.width(fields, "intermediate_size"),
-        norm_topk_prob=fields.boolean("norm_topk_prob", default=False),
-    )
+    is_normalised = fields.boolean("norm_topk_prob", default=False)
+    experts = keys.experts(fields, keys.width(fields, "intermediate_size"), is_normalised)
     attention = keys.grouped_attention(fields, can_stretch=True, has_qk_norm=True)
     return keys.decoder(fields, origin, attention, experts)
 
