@@ -164,9 +164,18 @@ def layer_of(tensor: str) -> int:
     return -1 if match is None else int(match[1])
 
 
-def usual_config(keys: GgufKeys, architecture: str) -> Config:
-    """What most decoders have alike. architecture: as `config.json` would name it."""
+def usual_config(
+    keys: GgufKeys,
+    architecture: str,
+    width: str = "moe_intermediate_size",
+    can_group: bool = False,
+) -> Config:
+    """What decoders with experts have alike. architecture, width: as `config.json` would name it,
+    and call an expert's width. can_group: experts may be of groups, some of which a token chooses
+    first."""
     keys.only("attention.causal", True)
+    if not can_group:
+        keys.only("expert_group_count", 0, 1)
     vocab_size = keys.shapes.get("token_embd.weight", (0,))[0]
     config: Config = {
         "architectures": [architecture],
@@ -182,24 +191,16 @@ def usual_config(keys: GgufKeys, architecture: str) -> Config:
         "rope_scaling": _rope_scaling(keys),
         "rotary_dim": keys.get("rope.dimension_count"),
         "tie_word_embeddings": "output.weight" not in keys.shapes,
+        "num_experts": keys.need("expert_count"),
+        "num_experts_per_tok": keys.need("expert_used_count"),
+        width: _expert_width(keys),
         # Not said in the file; packed weights are unpacked to what published models compute in.
         "dtype": "bfloat16",
     }
     return {name: value for name, value in config.items() if value is not None}
 
 
-def expert_config(keys: GgufKeys, can_group: bool = False) -> Config:
-    """How many experts there are, and how many a token chooses. can_group: they may be of groups,
-    some of which a token chooses first."""
-    if not can_group:
-        keys.only("expert_group_count", 0, 1)
-    return {
-        "num_experts": keys.need("expert_count"),
-        "num_experts_per_tok": keys.need("expert_used_count"),
-    }
-
-
-def expert_width(keys: GgufKeys) -> Value:
+def _expert_width(keys: GgufKeys) -> Value:
     """The width of an expert, which in older files only the tensors tell."""
     stacked = {n: s for n, s in keys.shapes.items() if len(s) == 3}
     stored = [s[1] for n, s in stacked.items() if "ffn_gate_exps.weight" in n]

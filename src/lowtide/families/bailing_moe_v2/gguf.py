@@ -10,8 +10,6 @@ from lowtide.families.gguf import (
     Config,
     GgufArchitecture,
     GgufKeys,
-    expert_config,
-    expert_width,
     mlp,
     shared_width,
     usual_config,
@@ -27,12 +25,10 @@ def _config(keys: GgufKeys) -> Config:
     width = shared_width(keys)
     first = keys.integer("leading_dense_block_count", default=0)
     return {
-        **usual_config(keys, "BailingMoeV2ForCausalLM"),
-        **expert_config(keys, can_group=True),
+        **usual_config(keys, "BailingMoeV2ForCausalLM", can_group=True),
         "num_hidden_layers": keys.integer("block_count") - num_predicting,
         "use_qk_norm": "blk.0.attn_q_norm.weight" in keys.shapes,
         "intermediate_size": keys.need("feed_forward_length"),
-        "moe_intermediate_size": expert_width(keys),
         "num_shared_experts": int(width > 0),
         "moe_shared_expert_intermediate_size": width or None,
         "first_k_dense_replace": first,

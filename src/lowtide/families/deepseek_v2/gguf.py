@@ -14,8 +14,6 @@ from lowtide.families.gguf import (
     GgufKeys,
     RearrangedTensor,
     Value,
-    expert_config,
-    expert_width,
     mlp,
     usual_config,
 )
@@ -32,11 +30,9 @@ def _config(keys: GgufKeys) -> Config:
     keys.only("attention.temperature_scale", 0.0)  # of Mistral Large 3
     rotary_dim = keys.integer("rope.dimension_count")
     config: Config = {
-        **usual_config(keys, "DeepseekV2ForCausalLM"),
-        **expert_config(keys, can_group=True),
+        **usual_config(keys, "DeepseekV2ForCausalLM", can_group=True),
         **_groups(keys),
         "intermediate_size": keys.need("feed_forward_length"),
-        "moe_intermediate_size": expert_width(keys),
         "n_shared_experts": keys.get("expert_shared_count") or 0,
         "first_k_dense_replace": keys.get("leading_dense_block_count") or 0,
         "routed_scaling_factor": keys.get("expert_weights_scale") or 1.0,

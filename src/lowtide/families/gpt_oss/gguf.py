@@ -12,8 +12,6 @@ from lowtide.families.gguf import (
     Config,
     GgufArchitecture,
     GgufKeys,
-    expert_config,
-    expert_width,
     usual_config,
 )
 from lowtide.model_folder.gguf_header import GgufArray
@@ -23,14 +21,12 @@ _PATTERN = "attention.sliding_window_pattern"
 
 
 def _config(keys: GgufKeys) -> Config:
-    config = usual_config(keys, "GptOssForCausalLM")
+    config = usual_config(keys, "GptOssForCausalLM", "intermediate_size")
     scaling = config.get("rope_scaling")
     if isinstance(scaling, dict) and scaling.get("rope_type") == "yarn":
         scaling["truncate"] = False  # as published; files do not say
     return {
         **config,
-        **expert_config(keys),
-        "intermediate_size": expert_width(keys),
         "sliding_window": keys.need("attention.sliding_window"),
         **_layer_types(keys),
     }

@@ -10,8 +10,6 @@ from lowtide.families.gguf import (
     GgufArchitecture,
     GgufKeys,
     RearrangedTensor,
-    expert_config,
-    expert_width,
     halves_in_turn,
     usual_config,
 )
@@ -26,9 +24,7 @@ def _config(keys: GgufKeys) -> Config:
         )
     keys.only("attention.sliding_window", 0)
     return {
-        **usual_config(keys, "MixtralForCausalLM"),
-        **expert_config(keys),
-        "intermediate_size": expert_width(keys),
+        **usual_config(keys, "MixtralForCausalLM", "intermediate_size"),
     }
 
 

@@ -2,24 +2,13 @@
 
 from __future__ import annotations
 
-from lowtide.families.gguf import (
-    QK_NORMS,
-    USUAL,
-    Config,
-    GgufArchitecture,
-    GgufKeys,
-    expert_config,
-    expert_width,
-    usual_config,
-)
+from lowtide.families.gguf import QK_NORMS, USUAL, Config, GgufArchitecture, GgufKeys, usual_config
 
 
 def _config(keys: GgufKeys) -> Config:
     keys.only("attention.clamp_kqv", 0.0)
     return {
-        **usual_config(keys, "OlmoeForCausalLM"),
-        **expert_config(keys),
-        "intermediate_size": expert_width(keys),
+        **usual_config(keys, "OlmoeForCausalLM", "intermediate_size"),
         "norm_topk_prob": False,
     }
 

@@ -9,8 +9,6 @@ from lowtide.families.gguf import (
     GgufArchitecture,
     GgufKeys,
     RearrangedTensor,
-    expert_config,
-    expert_width,
     mlp,
     shared_width,
     usual_config,
@@ -21,8 +19,6 @@ from lowtide.model_folder.checkpoint import ArrayView
 def _config(keys: GgufKeys) -> Config:
     return {
         **usual_config(keys, "Qwen2MoeForCausalLM"),
-        **expert_config(keys),
-        "moe_intermediate_size": expert_width(keys),
         "shared_expert_intermediate_size": shared_width(keys),
         "norm_topk_prob": False,
         "qkv_bias": not {"blk.0.attn_q.bias", "blk.0.attn_qkv.bias"}.isdisjoint(keys.shapes),

@@ -2,23 +2,12 @@
 
 from __future__ import annotations
 
-from lowtide.families.gguf import (
-    QK_NORMS,
-    USUAL,
-    Config,
-    GgufArchitecture,
-    GgufKeys,
-    expert_config,
-    expert_width,
-    usual_config,
-)
+from lowtide.families.gguf import QK_NORMS, USUAL, Config, GgufArchitecture, GgufKeys, usual_config
 
 
 def _config(keys: GgufKeys) -> Config:
     return {
         **usual_config(keys, "Qwen3MoeForCausalLM"),
-        **expert_config(keys),
-        "moe_intermediate_size": expert_width(keys),
         "norm_topk_prob": True,
     }
 
