@@ -114,12 +114,32 @@ class Decoder:
         return False
 
     def attention(self, layer: int) -> Attention:
-        """The attention of a layer: by default over separate projections, without norms."""
-        return self.grouped_attention(layer)
+        """The attention of a layer: by default over separate projections, with the norms of queries
+        and keys, if any, before the rotation: of each head [head_dim], or of all together."""
+        prefix = self.names.layer(layer)
+        norms = None
+        if self.config.attention.has_qk_norm:
+            norms = HeadNorms(*(self.tensor(f"{prefix}self_attn.{x}_norm.weight") for x in "qk"))
+        return GroupedAttention(
+            self.kv_cache.place(layer),
+            self.config,
+            self.separate_qkv(layer),
+            self.linear(prefix + self.names.output),
+            norms,
+            self.kv_cache,
+            self.compute,
+        )
 
     def router(self, layer: int) -> Router:
-        """The router of a layer that has experts, in a family that has some."""
-        raise InternalError(f"{self.config.architecture} has no router in layer {layer}.")
+        """The router of a layer that has experts: by default a linear one at `mlp.gate` under a
+        softmax, whose weights are rounded to the compute dtype."""
+        return SoftmaxRouter(
+            self.compute,
+            weight=self.tensor(f"{self.names.layer(layer)}mlp.gate.weight"),
+            num_experts_per_token=self.config.moe.num_experts_per_token,
+            normalise=self.config.moe.norm_topk_prob,
+            rounds_weights=True,
+        )
 
     def shared_expert(self, layer: int) -> tuple[GatedMLP | None, Tensor | None]:
         """The expert that every token of a layer uses, and the gate [1, hidden] on its output."""
@@ -151,33 +171,6 @@ class Decoder:
         """The projections of queries, keys and values, each by itself."""
         prefix = self.names.layer(layer)
         return Projection.separate(*(self.linear(prefix + name) for name in self.names.qkv))
-
-    def qk_norms(self, layer: int) -> HeadNorms:
-        """The norms of queries and keys: of each head [head_dim], or of all together."""
-        prefix = f"{self.names.layer(layer)}self_attn."
-        return HeadNorms(*(self.tensor(f"{prefix}{part}_norm.weight") for part in "qk"))
-
-    def softmax_router(self, layer: int, *, normalise: bool) -> SoftmaxRouter:
-        """The linear router at `mlp.gate`, whose weights are rounded to the compute dtype."""
-        return SoftmaxRouter(
-            self.compute,
-            weight=self.tensor(f"{self.names.layer(layer)}mlp.gate.weight"),
-            num_experts_per_token=self.config.moe.num_experts_per_token,
-            normalise=normalise,
-            rounds_weights=True,
-        )
-
-    def grouped_attention(self, layer: int, norms: HeadNorms | None = None) -> GroupedAttention:
-        """Attention over separate projections; norms: of queries and keys, before the rotation."""
-        return GroupedAttention(
-            self.kv_cache.place(layer),
-            self.config,
-            self.separate_qkv(layer),
-            self.linear(self.names.layer(layer) + self.names.output),
-            norms,
-            self.kv_cache,
-            self.compute,
-        )
 
     def forward(self, batch: Batch) -> Tensor:
         """Hidden states of every row before the last norm, valid until the next `forward`.

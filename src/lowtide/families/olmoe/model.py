@@ -6,17 +6,8 @@ softmax routing whose top-k weights are not renormalised as published; no shared
 
 from __future__ import annotations
 
-from lowtide.layers.router import SoftmaxRouter
-from lowtide.layers.self_attention import GroupedAttention
 from lowtide.models.decoder import Decoder
 
 
 class Olmoe(Decoder):
     """Names and numbers of OLMoE."""
-
-    def attention(self, layer: int) -> GroupedAttention:
-        # [query_size] and [kv_size]: all heads together.
-        return self.grouped_attention(layer, self.qk_norms(layer))
-
-    def router(self, layer: int) -> SoftmaxRouter:
-        return self.softmax_router(layer, normalise=self.config.moe.norm_topk_prob)

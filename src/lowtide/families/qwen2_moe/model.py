@@ -9,15 +9,11 @@ from __future__ import annotations
 from torch import Tensor
 
 from lowtide.layers.linear import GatedMLP
-from lowtide.layers.router import SoftmaxRouter
 from lowtide.models.decoder import Decoder
 
 
 class Qwen2Moe(Decoder):
     """Names and numbers of Qwen2-MoE."""
-
-    def router(self, layer: int) -> SoftmaxRouter:
-        return self.softmax_router(layer, normalise=self.config.moe.norm_topk_prob)
 
     def shared_expert(self, layer: int) -> tuple[GatedMLP | None, Tensor | None]:
         prefix = f"model.layers.{layer}.mlp."
