@@ -79,9 +79,7 @@ def convert_rows(
         rows[...] = contiguous
 
 
-def _parts(
-    stored: Sequence[Bytes], source: MatrixFormat, start: int, stop: int
-) -> list[Bytes]:
+def _parts(stored: Sequence[Bytes], source: MatrixFormat, start: int, stop: int) -> list[Bytes]:
     """Of each tensor the bytes of weights `start` to `stop`, whole blocks."""
     return [
         each[source.num_bytes(start, tensor) : source.num_bytes(stop, tensor)]

@@ -234,7 +234,9 @@ class _Packer:
         self._done_bytes += num_bytes
         self._progress("packing", self._done_bytes, self._total_bytes)
 
-    def _pieces(self, tensors: list[tuple[str, TensorEntry]]) -> Iterator[tuple[list[AnyRead], Bytes]]:
+    def _pieces(
+        self, tensors: list[tuple[str, TensorEntry]]
+    ) -> Iterator[tuple[list[AnyRead], Bytes]]:
         """What is read, in the order of the shard, and where it is when it was."""
         for name, entry in tensors:
             for start, num_bytes in _ranges(entry):

@@ -94,16 +94,17 @@ def _claimed(file: RegularFile) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _experts(
-    table: ExpertTable, widths: Sequence[int]
-) -> Iterator[tuple[list[ArrayRead], Bytes]]:
+def _experts(table: ExpertTable, widths: Sequence[int]) -> Iterator[tuple[list[ArrayRead], Bytes]]:
     """What is read of every expert, and where it is put together, layer by layer."""
     for layer, expert in np.ndindex(*table.files.shape[:2]):
         target = np.zeros(widths[layer], np.uint8)
         files, offsets = table.files[layer, expert].tolist(), table.offsets[layer, expert].tolist()
         part_bytes = table.stored(layer, expert).part_bytes
         places = zip(files, offsets, part_starts(table, layer, expert), part_bytes, strict=True)
-        yield [
-            ArrayRead(((file, offset),), AS_IS, target[start : start + num_bytes], None)
-            for file, offset, start, num_bytes in places
-        ], target
+        yield (
+            [
+                ArrayRead(((file, offset),), AS_IS, target[start : start + num_bytes], None)
+                for file, offset, start, num_bytes in places
+            ],
+            target,
+        )
