@@ -101,10 +101,8 @@ def _experts(table: ExpertTable, widths: Sequence[int]) -> Iterator[tuple[list[A
         files, offsets = table.files[layer, expert].tolist(), table.offsets[layer, expert].tolist()
         part_bytes = table.stored(layer, expert).part_bytes
         places = zip(files, offsets, part_starts(table, layer, expert), part_bytes, strict=True)
-        yield (
-            [
-                ArrayRead(((file, offset),), AS_IS, target[start : start + num_bytes], None)
-                for file, offset, start, num_bytes in places
-            ],
-            target,
-        )
+        reads = [
+            ArrayRead(((file, offset),), AS_IS, target[start : start + num_bytes], None)
+            for file, offset, start, num_bytes in places
+        ]
+        yield reads, target
