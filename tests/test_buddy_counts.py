@@ -17,15 +17,16 @@ from test_calibrate import SHAPE, make_calibration, open_tiny
 
 from lowtide import LLM
 from lowtide.errors import UnsupportedError, UsageError
-from lowtide.lab.buddies import (
-    CoActivations,
-    EvenSample,
-    TextUse,
+from lowtide.lab.buddies import CoActivations, EvenSample, needed_tokens, shares
+from lowtide.lab.calibrate import (
+    DIFFUSION,
+    MIN_PIECE_TOKENS,
+    Length,
+    calibrate,
     check_length,
-    needed_tokens,
-    shares,
+    learn,
+    split,
 )
-from lowtide.lab.calibrate import MIN_PIECE_TOKENS, calibrate, learn, num_learning, split
 from lowtide.lab.synth import synth
 from lowtide.policies.buddy_profile import BuddyProfile, QualityCurve
 from lowtide.replay.calibration import Calibration
@@ -214,10 +215,9 @@ def test_buddies_of_another_shape_are_not_the_traces(tmp_path: Path) -> None:
 
 def test_too_short_a_text_says_what_would_do() -> None:
     assert needed_tokens(TraceShape(4, 256, 8)) == 1166
-    use = TextUse(16, num_learning, MIN_PIECE_TOKENS, 64, 64)
     said = r"at least 1166 .* of 130 has 864 in 12 of 16 .* give 544 tokens .* --pieces 16\."
     with pytest.raises(UsageError, match=said):
-        check_length(TraceShape(4, 256, 8), 130, use)
+        check_length(TraceShape(4, 256, 8), 130, 16, DIFFUSION)
 
 
 def test_a_text_that_is_too_short_for_anything_is_told_what_buddies_take(models: Path) -> None:
@@ -255,8 +255,7 @@ def test_the_text_that_is_asked_for_does(
     shape = TraceShape(2, num_experts, min(k, num_experts))
 
     def check() -> None:
-        use = TextUse(num_pieces, num_learning, MIN_PIECE_TOKENS, *lengths)
-        check_length(shape, num_tokens, use)
+        check_length(shape, num_tokens, num_pieces, Length(*lengths))
 
     try:
         check()

@@ -85,7 +85,7 @@ def calibrate(
     token_ids, shape = _token_ids(llm, text), TraceShape(*llm.config.moe_shape)
     seen = CoActivations(shape) if buddies else None
     if seen is not None:  # told first: a text that does for buddies does for all
-        _check_length(shape, len(token_ids), num_pieces, _length(llm))
+        check_length(shape, len(token_ids), num_pieces, _length(llm))
     learning, testing = split(llm, token_ids, num_pieces)
     squares = InputSquares(shape) if inputs else None
     beside = () if seen is None else (seen,)
@@ -307,7 +307,7 @@ def _length(llm: LLM) -> Length:
     )
 
 
-def _check_length(shape: TraceShape, num_tokens: int, num_pieces: int, length: Length) -> None:
+def check_length(shape: TraceShape, num_tokens: int, num_pieces: int, length: Length) -> None:
     """Raises UsageError, which says what would do, where a text of `num_tokens` is too short for
     buddies. What it asks for does for all that a calibration finds out."""
     needed, stride = needed_tokens(shape), num_tokens // max(1, num_pieces)
