@@ -15,7 +15,6 @@ from pathlib import Path
 from lowtide.errors import CheckpointError, HubError, StorageError
 from lowtide.files.json_file import read_object
 from lowtide.files.regular_file import read_regular
-from lowtide.model_folder.checkpoint import checked_weight_map
 from lowtide.model_folder.hub_reference import HubReference
 
 MAX_INDEX_BYTES = 64 << 20
@@ -111,6 +110,9 @@ def listed(names: list[str]) -> str:
 
 def _indexed_shards(index: Path) -> set[str]:
     try:
-        return {*checked_weight_map(read_object(index, MAX_INDEX_BYTES), str(index)).values()}
+        weight_map = read_object(index, MAX_INDEX_BYTES).get("weight_map")
     except CheckpointError as error:
         raise HubError(str(error)) from error
+    if not isinstance(weight_map, dict):
+        raise HubError(f"{index} has no weight_map, so its shards are not known.")
+    return {str(shard) for shard in weight_map.values()}

@@ -26,7 +26,6 @@ from lowtide.errors import UsageError
 from lowtide.files.array_file import (
     Arrays,
     Contradiction,
-    Version,
     check_values,
     facts_array,
     load_arrays,
@@ -41,7 +40,7 @@ from lowtide.replay.buddy_arrays import BUDDY_DTYPES, arrays_of, profile_of
 from lowtide.replay.input_arrays import INPUT_DTYPES, arrays_of_inputs, inputs_of
 from lowtide.replay.trace import MAX_TRACE_BYTES, TRACE_DTYPES, Trace, TraceShape, trace_of
 
-VERSION = Version(1, "delete it and run lowtide calibrate again")
+CALIBRATION_VERSION = 1
 GATES = ("raw", "residual")
 """Early gates that are judged: the first axis of `GateAccuracy`."""
 TOP_SIZES = (1, 2, 4, 8)
@@ -119,7 +118,7 @@ class Calibration:
         facts = {name: getattr(self, name) for name in _FACTS}
         arrays = {
             **{_PREFIX + name: array for name, array in self.trace.arrays().items()},
-            "version": np.array([VERSION.number], np.int64),
+            "version": np.array([CALIBRATION_VERSION], np.int64),
             "facts": facts_array(facts),
             "residual": self.residual,
             "frequency": self.frequency,
@@ -149,6 +148,7 @@ def load_inputs(path: Path, architecture: str, shape: TraceShape) -> ExpertInput
     wanted = {*INPUT_DTYPES, "version", "facts", _SHAPE}
     arrays = _load(path, ({*_DTYPES} | {*BUDDY_DTYPES}) - wanted)
     with _no_contradiction(path):
+        _check_version(arrays)
         found = arrays[_SHAPE]
         if found.shape != (len(shape),):
             raise Contradiction(f"its trace's shape has {found.size} numbers")
@@ -172,7 +172,7 @@ def default_path(folder: Path, architecture: str, shape: TraceShape) -> Path:
 
 def _load(path: Path, unread: Collection[str]) -> Arrays:
     optional = (BUDDY_DTYPES, INPUT_DTYPES)
-    return load_arrays(path, _DTYPES, MAX_TRACE_BYTES, "calibration", optional, VERSION, unread)
+    return load_arrays(path, _DTYPES, MAX_TRACE_BYTES, "calibration", optional, unread=unread)
 
 
 @contextmanager
@@ -196,7 +196,14 @@ def _check_model(found: tuple[str, TraceShape], wanted: tuple[str, TraceShape]) 
         )
 
 
+def _check_version(arrays: Arrays) -> None:
+    version = arrays["version"].tolist()
+    if version != [CALIBRATION_VERSION]:
+        raise Contradiction(f"its version is {version[:1]}, not {CALIBRATION_VERSION}")
+
+
 def _build(arrays: Arrays) -> Calibration:
+    _check_version(arrays)
     trace = trace_of({name: arrays[_PREFIX + name] for name in TRACE_DTYPES})
     layers, experts, _, hidden, _ = trace.shape
     check_values(arrays["residual"], "residual", (layers - 1, hidden), -np.inf, np.inf)
