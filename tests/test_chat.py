@@ -18,7 +18,7 @@ import pytest
 from rich.console import Console
 
 from lowtide.answers.completion import Completion, Usage
-from lowtide.cli.conversation import HELP, LEAVING, SETTABLE, TerminalChat, stats_text
+from lowtide.cli.conversation import HELP, LEAVING, SETTABLE, Places, TerminalChat, stats_text
 from lowtide.cli.line_editor import LineEditor
 from lowtide.cli.prompt import Question
 from lowtide.cli.turns import Turns
@@ -90,8 +90,7 @@ class Talk:
             self.llm,
             SamplingParams(**params),
             self.turns,
-            Console(file=self.out, width=200),
-            Console(file=self.err, width=200),
+            Places(Console(file=self.out, width=200), Console(file=self.err, width=200)),
         )
 
     def says(self, *lines: str) -> str:

@@ -23,10 +23,10 @@ from typer.testing import CliRunner
 
 import lowtide.profiles
 from lowtide.cli import chat, command
-from lowtide.cli.answer import ask_live, has_view
+from lowtide.cli.answer import ask_showing, view_of
 from lowtide.cli.app import app
 from lowtide.cli.command import errors_reported
-from lowtide.cli.conversation import TerminalChat
+from lowtide.cli.conversation import Places, TerminalChat
 from lowtide.cli.format_table import format_object
 from lowtide.cli.live import MASK, LiveView
 from lowtide.cli.options import resolve
@@ -432,9 +432,8 @@ def test_ctrl_c_stops_the_answer_and_keeps_what_was_said(
     monkeypatch.setattr(sys, "stdin", Screen())
     llm: Any = PretendLLM(MODEL, progress=None)
     out = terminal()
-    conversation = TerminalChat(
-        llm, SamplingParams(), Turns(True), out, Console(file=io.StringIO())
-    )
+    places = Places(out, Console(file=io.StringIO()))
+    conversation = TerminalChat(llm, SamplingParams(), Turns(True), places)
     llm.fault = KeyboardInterrupt()
     conversation._answer("hello")
     llm.fault = None
@@ -519,7 +518,7 @@ def test_a_view_is_drawn_where_it_can_be_written_over(monkeypatch: pytest.Monkey
     ):
         monkeypatch.setenv("TERM", kind)
         monkeypatch.setattr(sys, "stdout", file)
-        assert has_view(llm, stdout_console()) == is_drawn
+        assert isinstance(view_of(llm, [], stdout_console()), LiveView) == is_drawn
 
 
 class Screen(io.StringIO):
@@ -545,7 +544,7 @@ def test_a_terminal_sees_the_block_being_filled() -> None:
     console = terminal()
     llm: Any = PretendLLM(MODEL, progress=None)
     view = LiveView(console, Letters(), 3, clock=iter(range(100)).__next__)
-    answer = ask_live(llm, "hi", SamplingParams(), False, view)
+    answer = ask_showing(llm, "hi", SamplingParams(), False, view)
     drawn = shown(console)
     assert MASK in drawn
     assert answer.completion.text == PretendLLM.answer
@@ -633,9 +632,8 @@ def test_an_autoregressive_answer_is_written_on_a_terminal_too(
     monkeypatch.setattr(PretendLLM, "config", config)
     llm: Any = PretendLLM(MODEL, progress=None)
     out = terminal()
-    conversation = TerminalChat(
-        llm, SamplingParams(), Turns(True), out, Console(file=io.StringIO())
-    )
+    places = Places(out, Console(file=io.StringIO()))
+    conversation = TerminalChat(llm, SamplingParams(), Turns(True), places)
     conversation._answer("hello")
     assert shown(out) == "one\ntwo\ufffd[2J\n"
     monkeypatch.setattr(sys, "stdin", Screen())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -62,36 +63,23 @@ def ask(
     return Answer(completions, time.perf_counter() - start_s)
 
 
-def ask_live(
-    llm: LLM, prompt: Prompt, params: SamplingParams, is_raw: bool, view: LiveView
+def ask_showing(
+    llm: LLM, prompt: Prompt, params: SamplingParams, is_raw: bool, view: LiveView | TextWriter
 ) -> Answer:
-    """Generate, drawing every block while it is filled; Ctrl-C leaves the text in `view`."""
+    """Generate, showing text as it becomes final, in a `LiveView` also every block while it is
+    filled; Ctrl-C leaves the text in `view`."""
     from lowtide.decode.request import Committed, Draft
 
     def show(event: Event) -> None:
-        if isinstance(event, Draft):
-            view.draft(event.block_start, event.tokens, event.is_masked)
-        elif isinstance(event, Committed):
+        if isinstance(event, Committed):
             view.commit(event.tokens, event.text, event.reasoning)
+        elif isinstance(event, Draft) and isinstance(view, LiveView):
+            view.draft(event.block_start, event.tokens, event.is_masked)
 
-    with view:
+    drawing: AbstractContextManager[object] = view if isinstance(view, LiveView) else nullcontext()
+    with drawing:
         answer = ask(llm, prompt, params, is_raw, show)
         view.finish(answer.completion.text)
-    return answer
-
-
-def ask_writing(
-    llm: LLM, prompt: Prompt, params: SamplingParams, is_raw: bool, writer: TextWriter
-) -> Answer:
-    """Generate, writing text as it becomes final; Ctrl-C leaves what was written in `writer`."""
-    from lowtide.decode.request import Committed
-
-    def write(event: Event) -> None:
-        if isinstance(event, Committed):
-            writer.commit(event.tokens, event.text, event.reasoning)
-
-    answer = ask(llm, prompt, params, is_raw, write)
-    writer.finish(answer.completion.text)
     return answer
 
 
@@ -113,21 +101,10 @@ def sampling_line(llm: LLM, params: SamplingParams) -> str:
     return f"as the model's generation_config.json says: {', '.join(told)}{way_out}"
 
 
-def text_writer(llm: LLM, out: Console) -> TextWriter:
-    """Writes an answer to `out`."""
-    return TextWriter(out.file, llm.tokenizer is not None, out.is_terminal)
-
-
-def has_view(llm: LLM, console: Console) -> bool:
-    """Whether there are blocks to be drawn, and a terminal to show them."""
-    return can_redraw(console) and llm.config.is_diffusion
-
-
-def live_view(llm: LLM, token_ids: Sequence[int], console: Console) -> LiveView:
-    """A view of the answer to a prompt of these ids."""
-    return LiveView(
-        console,
-        llm.tokenizer,
-        len(token_ids),
-        caption=lambda: pass_caption(llm.current_pass),
-    )
+def view_of(llm: LLM, token_ids: Sequence[int], console: Console) -> LiveView | TextWriter:
+    """What shows the answer to a prompt of these ids: blocks are drawn where there are any, on a
+    terminal that can show them."""
+    if can_redraw(console) and llm.config.is_diffusion:
+        num_prompt, caption = len(token_ids), lambda: pass_caption(llm.current_pass)
+        return LiveView(console, llm.tokenizer, num_prompt, caption=caption)
+    return TextWriter(console.file, llm.tokenizer is not None, console.is_terminal)

@@ -129,8 +129,11 @@ def _print(model: str, repeats: int, ceilings: Ceilings, result: Result) -> None
     if result.device:
         console.print(Text(result.device))
     console.print(plan_table(result.plan))
-    title, has_experts = _title(model, repeats, result), bool(result.plan.num_experts)
-    console.print(_table(title, result.runs, has_experts))
+    title = (
+        f"{model}, {result.plan.device}, lowtide {__version__} · {result.max_tokens} tokens after "
+        f"{result.prompt_tokens} · medians of {repeats}"
+    )
+    console.print(_table(title, result.runs, bool(result.plan.num_experts)))
     for line in _notes(result, model):
         console.print(Text(line))
 
@@ -151,13 +154,6 @@ def _sentence(result: Result, model: str) -> str:
     return f"{told}."
 
 
-def _title(model: str, repeats: int, result: Result) -> str:
-    parts = [f"{model}, {result.plan.device}, lowtide {__version__}"]
-    parts += [f"{result.max_tokens} tokens after {result.prompt_tokens}"]
-    parts += [f"medians of {repeats}"]
-    return " · ".join(parts)
-
-
 def _table(title: str, runs: tuple[PresetRun, ...], has_experts: bool) -> Table:
     table = Table(title=title, title_justify="left", title_style="bold")
     table.add_column("policy", no_wrap=True)
@@ -176,22 +172,19 @@ def _row(run: PresetRun) -> list[str]:
         label += f": {run.policy}"
     if run.reason:
         return [label, "cannot run"]
+    predicted = "unknown"
+    if run.predicted is not None:
+        predicted = f"{per_second(run.predicted.least)} to {per_second(run.predicted.most)}"
     return [
         label,
         f"{run.tokens_per_s.median:.1f}",
         f"{run.tokens_per_s.least:.1f}-{run.tokens_per_s.most:.1f}",
-        _predicted(run),
+        predicted,
         f"{run.prefill_tokens_per_s.median:.0f}",
         f"{run.hit_rate:.0%}",
         format_size(round(run.link_bytes_per_token)),
         format_size(round(run.read_bytes_per_token)),
     ]
-
-
-def _predicted(run: PresetRun) -> str:
-    if run.predicted is None:
-        return "unknown"
-    return f"{per_second(run.predicted.least)} to {per_second(run.predicted.most)}"
 
 
 def _notes(result: Result, model: str) -> list[str]:

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from lowtide.cli.command import takes
-from lowtide.cli.conversation import TerminalChat
+from lowtide.cli.conversation import Places, TerminalChat
 from lowtide.cli.generate import (
     ANSWER_OPTIONS,
     ModelName,
@@ -103,15 +103,15 @@ def talk(model: str, settings: Settings, history: Path | None) -> None:
         turns = Turns(has_template, settings.text("system"), think)
         show_plan(llm, model, settings)
         show_sampling(llm, params, settings)
-        TerminalChat(llm, params, turns, stdout_console(), stderr_console(), history).run()
+        TerminalChat(llm, params, turns, Places(stdout_console(), stderr_console(), history)).run()
 
 
 def talk_to(url: str, model: str | None, settings: Settings, history: Path | None) -> None:
     """The same with a model of a server."""
     params, server = _params_of_turns(settings), server_at(url)
     turns = Turns(True, settings.text("system"))
-    places = (stdout_console(), stderr_console(), history)
-    RemoteDialogue(server, chosen_model(server, model), params, turns, *places).run()
+    places = Places(stdout_console(), stderr_console(), history)
+    RemoteDialogue(server, chosen_model(server, model), params, turns, places).run()
 
 
 def _params_of_turns(settings: Settings) -> SamplingParams:

@@ -97,11 +97,7 @@ def errors_reported(wants_json: bool = False, is_verbose: bool = False) -> Itera
         yield
         sys.stdout.flush()
     except LowtideError as error:
-        if is_verbose:
-            traceback.print_exception(error)
-        if wants_json:
-            _print_error_object(error, str(error))
-        stderr_console().print(f"lowtide: {printable(str(error))}")
+        _tell(error, str(error), wants_json, is_verbose)
         is_usage = isinstance(error, UsageError | ConfigError)
         raise typer.Exit(EXIT_USAGE if is_usage else EXIT_FAILURE) from error
     except KeyboardInterrupt:
@@ -109,15 +105,11 @@ def errors_reported(wants_json: bool = False, is_verbose: bool = False) -> Itera
     except ImportError as error:
         if (error.name or "").partition(".")[0] == "lowtide":
             raise
-        if is_verbose:
-            traceback.print_exception(error)
         message = (
             f"A library cannot be loaded: {error}. Where memory or open files are limited "
             "(ulimit -v, ulimit -n) raise the limit, else install lowtide again; -v shows where."
         )
-        if wants_json:
-            _print_error_object(error, message)
-        stderr_console().print(f"lowtide: {printable(message)}")
+        _tell(error, message, wants_json, is_verbose)
         raise typer.Exit(EXIT_FAILURE) from error
     except BrokenPipeError:
         close_stdout()
@@ -138,8 +130,12 @@ def is_of_stdout(error: OSError) -> bool:
     return True
 
 
-def _print_error_object(error: Exception, message: str) -> None:
-    typer.echo(json.dumps({"error": {"type": type(error).__name__, "message": message}}))
+def _tell(error: Exception, message: str, wants_json: bool, is_verbose: bool) -> None:
+    if is_verbose:
+        traceback.print_exception(error)
+    if wants_json:
+        typer.echo(json.dumps({"error": {"type": type(error).__name__, "message": message}}))
+    stderr_console().print(f"lowtide: {printable(message)}")
 
 
 def close_stdout() -> None:
@@ -151,8 +147,9 @@ def _flag_parameter(option: Option) -> inspect.Parameter:
     names = [option.flag] if option.short is None else [option.flag, option.short]
     names.sort(key=lambda name: (not name.startswith("--"), len(name)))  # a shorter twin first
     annotation: object = str | None
+    metavar: str | None = "TEXT" if option.kind is Kind.TEXTS else option.kind.value.upper()
     if option.kind is Kind.BOOLEAN:
-        annotation = bool | None
+        annotation, metavar = bool | None, None
         if option.group is not Group.OUTPUT:
             names[0] += "/--no-" + option.flag.removeprefix("--")
     elif option.is_repeatable:
@@ -160,7 +157,7 @@ def _flag_parameter(option: Option) -> inspect.Parameter:
     info = typer.Option(
         *names,
         help=_help(option),
-        metavar=None if option.kind is Kind.BOOLEAN else _metavar(option),
+        metavar=metavar,
         rich_help_panel=option.group.value,
         hidden=not option.is_common,
         show_default=False,
@@ -178,10 +175,6 @@ def _help(option: Option) -> str:
     is_told = option.default not in (None, False)
     default = f" Default: {option.shown_default}." if is_told else ""
     return f"{option.help}{repeatable}{default}"
-
-
-def _metavar(option: Option) -> str:
-    return "TEXT" if option.kind is Kind.TEXTS else option.kind.value.upper()
 
 
 def _start_log(settings: Settings) -> None:

@@ -7,25 +7,15 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rich.console import Console
 
-from lowtide.cli.answer import (
-    ask_live,
-    ask_writing,
-    cut_line,
-    has_view,
-    live_view,
-    text_writer,
-)
-from lowtide.cli.kept_turns import load_turns, save_turns
+from lowtide.cli.answer import ask_showing, cut_line, view_of
 from lowtide.cli.line_editor import LineEditor, typing_unseen
-from lowtide.cli.live import LiveView
 from lowtide.cli.options import OPTIONS
 from lowtide.cli.report import speed_line
 from lowtide.cli.screen import printable
-from lowtide.cli.text import TextWriter
 from lowtide.cli.turns import Turns
 from lowtide.config import format_size
 from lowtide.errors import LowtideError, UsageError
@@ -55,25 +45,24 @@ SETTABLE = {o.name: o for o in OPTIONS if o.group in (Group.SAMPLING, Group.DIFF
 SETTABLE.pop("n")
 
 
+class Places(NamedTuple):
+    """Where answers and all else are written, and where what is typed is kept for next time."""
+
+    out: Console
+    err: Console
+    history: Path | None = None
+
+
 class Dialogue(abc.ABC):
     """Asks for the next turn and has it answered.
 
     Owns what was said and the parameters in force.
     """
 
-    def __init__(
-        self,
-        params: SamplingParams,
-        turns: Turns,
-        out: Console,
-        err: Console,
-        history: Path | None = None,
-    ) -> None:
+    def __init__(self, params: SamplingParams, turns: Turns, places: Places) -> None:
         self._params = params
         self._turns = turns
-        self._out = out
-        self._err = err
-        self._history = history
+        self._out, self._err, self._history = places
         self._commands: dict[str, Callable[[str], None]] = {
             "/help": lambda _: self._help(),
             "/?": lambda _: self._help(),
@@ -158,12 +147,12 @@ class Dialogue(abc.ABC):
 
     def _save(self, name: str) -> None:
         path = _named(name, "/save")
-        save_turns(self._turns, path)
+        self._turns.save(path)
         self._say(f"(saved {_counted(len(self._turns), 'turn')} to {path})")
 
     def _load(self, name: str) -> None:
         path = _named(name, "/load")
-        load_turns(self._turns, path)
+        self._turns.load(path)
         self._say(f"({_counted(len(self._turns), 'turn')} of {path})")
 
     def _clear(self) -> None:
@@ -197,16 +186,8 @@ class Dialogue(abc.ABC):
 class TerminalChat(Dialogue):
     """With a model of this process."""
 
-    def __init__(
-        self,
-        llm: LLM,
-        params: SamplingParams,
-        turns: Turns,
-        out: Console,
-        err: Console,
-        history: Path | None = None,
-    ) -> None:
-        super().__init__(params, turns, out, err, history)
+    def __init__(self, llm: LLM, params: SamplingParams, turns: Turns, places: Places) -> None:
+        super().__init__(params, turns, places)
         self._llm = llm
 
     def _show_stats(self) -> None:
@@ -214,13 +195,10 @@ class TerminalChat(Dialogue):
 
     def _answer(self, line: str) -> None:
         token_ids, params = self._fitted(line)
-        view, is_raw = self._view(token_ids), not self._turns.has_template
+        view, is_raw = view_of(self._llm, token_ids, self._out), not self._turns.has_template
         try:
             with typing_unseen():
-                if isinstance(view, LiveView):
-                    answer = ask_live(self._llm, token_ids, params, is_raw, view)
-                else:
-                    answer = ask_writing(self._llm, token_ids, params, is_raw, view)
+                answer = ask_showing(self._llm, token_ids, params, is_raw, view)
         except KeyboardInterrupt:
             return self._keep_stopped(line, view.text)
         self._turns.add(line, answer.completion.text)
@@ -258,11 +236,6 @@ class TerminalChat(Dialogue):
         if self._params.max_tokens is None:
             return token_ids, self._params
         return token_ids, replace(self._params, max_tokens=min(self._params.max_tokens, room))
-
-    def _view(self, token_ids: list[int]) -> LiveView | TextWriter:
-        if has_view(self._llm, self._out):
-            return live_view(self._llm, token_ids, self._out)
-        return text_writer(self._llm, self._out)
 
 
 LEAVING = ("/bye", "/exit", "/quit")

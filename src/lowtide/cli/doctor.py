@@ -93,7 +93,13 @@ def _verdict(
         yield f"{len(found)} things to mend:"
         yield from (f"- {fault}" for fault in found)
     yield from (f"{name} was not measured: {reason}" for name, reason in diagnosis.skipped)
-    yield from (_wide_line(costs) for costs in diagnosis.costs if _is_wide(costs))
+    for costs in diagnosis.costs:
+        spread = costs.stored.measurements.spread
+        if spread > WIDE_SPREAD:
+            yield (
+                f"Repeats lie {spread:.0%} of their median apart: something else used the machine. "
+                "Measure again with --fresh when it is quiet."
+            )
     yield _suggestion_line(suggested)
 
 
@@ -174,17 +180,6 @@ def _moves_line(costs: ExpertCosts) -> str:
         how = "direct" if measurements.is_read_direct else "through the page cache"
         parts.append(f"read in {_move(measurements, measurements.disk_read)}, {how}")
     return " · ".join(parts)
-
-
-def _is_wide(costs: ExpertCosts) -> bool:
-    return costs.stored.measurements.spread > WIDE_SPREAD
-
-
-def _wide_line(costs: ExpertCosts) -> str:
-    return (
-        f"Repeats lie {costs.stored.measurements.spread:.0%} of their median apart: something else "
-        "used the machine. Measure again with --fresh when it is quiet."
-    )
 
 
 def _move(measurements: Measurements, timing: Timing) -> str:

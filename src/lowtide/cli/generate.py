@@ -10,17 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lowtide.cli.answer import (
-    Answer,
-    ask,
-    ask_live,
-    ask_writing,
-    cut_line,
-    has_view,
-    live_view,
-    sampling_line,
-    text_writer,
-)
+from lowtide.cli.answer import Answer, ask, ask_showing, cut_line, sampling_line, view_of
 from lowtide.cli.command import takes
 from lowtide.cli.opening import open_llm
 from lowtide.cli.options import Settings
@@ -130,12 +120,9 @@ def _on_screen(
         if params.n > 1:
             answer = ask(llm, prompt, params, question.is_raw)
             _print_all(answer, llm)
-        elif has_view(llm, console):
-            view = live_view(llm, prompt, console)
-            answer = ask_live(llm, prompt, params, question.is_raw, view)
         else:
-            writer = text_writer(llm, console)
-            answer = ask_writing(llm, prompt, params, question.is_raw, writer)
+            view = view_of(llm, prompt, console)
+            answer = ask_showing(llm, prompt, params, question.is_raw, view)
         return answer, _stats(llm.stats(), answer)
 
 

@@ -28,15 +28,13 @@ def synth(
     settings: Settings,
 ) -> None:
     """Write a checkpoint with random weights and a realistic routing skew."""
-    out = settings.text("out")
-    if out is None:
-        raise UsageError("synth needs --out FOLDER, the folder to write.")
+    out = _out("synth", settings)
     seed = cast(int, settings["seed"]) if settings.is_given("seed") else 0
     from lowtide.lab import synth as lab
 
     with ProgressBars() as progress:
         size = settings.text("size") or "tiny"
-        folder = lab.synth(family, size, Path(out), seed=seed, progress=progress)
+        folder = lab.synth(family, size, out, seed=seed, progress=progress)
     _tell(settings, "wrote", folder)
 
 
@@ -59,16 +57,14 @@ def pack(model: ModelName, *, settings: Settings) -> None:
     """
     if settings.flag("by_expert"):
         return _pack_experts(model, settings)
-    out = settings.text("out")
-    if out is None:
-        raise UsageError("pack needs --out FOLDER, the folder to write.")
+    out = _out("pack", settings)
     folder = find_model(model, settings)
     from lowtide.lab import pack as lab
 
     with ProgressBars() as progress:
         written = lab.pack(
             folder,
-            Path(out),
+            out,
             settings.text("format"),
             settings.text("expert_dtype"),
             settings.text("dense_dtype"),
@@ -131,6 +127,13 @@ def ls(*, settings: Settings) -> None:
         size = format_size(m.num_bytes) + ("" if m.is_complete else " (incomplete)")
         table.add_row(m.name, m.revision[:12], size, str(m.path))
     stdout_console().print(table)
+
+
+def _out(verb: str, settings: Settings) -> Path:
+    out = settings.text("out")
+    if out is None:
+        raise UsageError(f"{verb} needs --out FOLDER, the folder to write.")
+    return Path(out)
 
 
 def _tell(settings: Settings, done: str, path: Path) -> None:

@@ -30,21 +30,30 @@ from lowtide.serve.settings import ServeSettings
 MAX_FILE_BYTES = 2**20
 
 
+_KINDS: Mapping[type, Kind] = {
+    bool: Kind.BOOLEAN,
+    int: Kind.INTEGER,
+    float: Kind.NUMBER,
+    str: Kind.TEXT,
+}
+
+
 def _own(
     group: Group,
     name: str,
-    kind: Kind,
     help: str,
     default: object = None,
     *,
+    kind: Kind | None = None,
     is_common: bool = True,
     **declared: Any,
 ) -> Option:
-    """An option of the command line alone; `declared` are further fields of `Option`."""
+    """An option of the command line alone; `declared` are further fields of `Option`. kind: unless
+    said, what its default is, or without one a path."""
     return Option(
         name=name,
         keyword=name,
-        kind=kind,
+        kind=kind or _KINDS.get(type(default), Kind.PATH),
         group=group,
         help=help,
         default=default,
@@ -68,108 +77,81 @@ OPTIONS: tuple[Option, ...] = (
     *ENGINE_OPTIONS,
     _prompt(
         "raw",
-        Kind.BOOLEAN,
         "Give the text to the model as it is, without its chat template.",
         False,
         is_common=False,
     ),
     _prompt(
         "think",
-        Kind.BOOLEAN,
         "Have the model think before it answers, or not; for models that can do both.",
+        kind=Kind.BOOLEAN,
     ),
-    _prompt("system", Kind.TEXT, "System message: what the model is told first."),
+    _prompt("system", "System message: what the model is told first.", kind=Kind.TEXT),
     *options_of(SamplingParams),
     *options_of(DiffusionParams),
-    _synth("size", Kind.TEXT, "Size to write: tiny, small or full.", "tiny"),
+    _synth("size", "Size to write: tiny, small or full.", "tiny"),
     _synth(
         "by_expert",
-        Kind.BOOLEAN,
         "Copy a GGUF model's experts into a file beside it, each in one piece: faster to read.",
         False,
     ),
-    _synth("out", Kind.PATH, "What to write: a new folder (synth, pack) or a file (calibrate)."),
-    _record("trace", Kind.PATH, "Write which experts were used to this file, for simulate."),
-    _record("quiet", Kind.BOOLEAN, "Print the answer alone: no plan, no speed.", False, short="-q"),
-    _calibration("text", Kind.PATH, "Text file like what the model will be used for."),
-    _calibration("pieces", Kind.INTEGER, "How many parts of the text to run.", 16),
-    _calibration(
-        "plot",
-        Kind.PATH,
-        "Draw a picture into this file (calibrate: pictures into this folder).",
-    ),
+    _synth("out", "What to write: a new folder (synth, pack) or a file (calibrate)."),
+    _record("trace", "Write which experts were used to this file, for simulate."),
+    _record("quiet", "Print the answer alone: no plan, no speed.", False, short="-q"),
+    _calibration("text", "Text file like what the model will be used for."),
+    _calibration("pieces", "How many parts of the text to run.", 16),
+    _calibration("plot", "Draw a picture into this file (calibrate: pictures into this folder)."),
     _calibration(
         "inputs",
-        Kind.BOOLEAN,
         "Also record what experts are given, for pack and --format with --calibration.",
         False,
     ),
     _calibration(
-        "buddies",
-        Kind.BOOLEAN,
-        "Also record which expert can stand in for which, for buddymoe.",
-        False,
+        "buddies", "Also record which expert can stand in for which, for buddymoe.", False
     ),
     _simulation(
         "machine",
-        Kind.TEXT,
         "Hardware profile: rtx3090, a100-40gb, laptop-8gb, ... or a TOML file.",
         "rtx3090",
     ),
     _simulation(
         "presets",
-        Kind.TEXT,
         "Policies to compare, separated by commas.",
         "tide,dali,lowtide,lru,fiddler,hybrimoe,layer-split",
     ),
-    _simulation(
-        "residents", Kind.NUMBER, "Share of a layer's experts that fits into memory.", 0.5, high=1
-    ),
-    _simulation(
-        "tau", Kind.INTEGER, "Steps after which policy tide chooses residents again.", 4, low=1
-    ),
-    _own(
-        Group.BENCH,
-        "repeats",
-        Kind.INTEGER,
-        "How often each policy or setting writes its answer.",
-        3,
-    ),
+    _simulation("residents", "Share of a layer's experts that fits into memory.", 0.5, high=1),
+    _simulation("tau", "Steps after which policy tide chooses residents again.", 4, low=1),
+    _own(Group.BENCH, "repeats", "How often each policy or setting writes its answer.", 3),
     _quality(
         "setting",
-        Kind.TEXTS,
         "What to compare: options, as 'format=q4' or 'policy=lru residents=0.5'. A name given "
         "twice makes a row for each of its values.",
+        kind=Kind.TEXTS,
     ),
-    _quality("tokens", Kind.INTEGER, "How many tokens of the text to score.", 2048),
-    _quality("window", Kind.INTEGER, "Most tokens that are read in one piece.", 256),
+    _quality("tokens", "How many tokens of the text to score.", 2048),
+    _quality("window", "Most tokens that are read in one piece.", 256),
     _quality(
         "mask_ratios",
-        Kind.TEXT,
         "Shares of a diffusion model's tokens to hide, separated by commas.",
         "0.15,0.5,0.9",
     ),
     _quality(
         "save_curve",
-        Kind.BOOLEAN,
         "Measure what replaced experts cost, for max_kl of buddymoe; kept with the buddies.",
         False,
     ),
-    _quality("choices", Kind.PATH, "File of multiple-choice questions, a JSON object a line."),
-    _doctor("fresh", Kind.BOOLEAN, "Measure again what was measured before.", False),
-    _doctor(
-        "profile", Kind.PATH, "Write this machine as a hardware profile, for simulate --machine."
-    ),
+    _quality("choices", "File of multiple-choice questions, a JSON object a line."),
+    _doctor("fresh", "Measure again what was measured before.", False),
+    _doctor("profile", "Write this machine as a hardware profile, for simulate --machine."),
     *options_of(ServeSettings),
-    _output("json", Kind.BOOLEAN, "Print one JSON object and nothing else.", False),
+    _output("json", "Print one JSON object and nothing else.", False),
     _output(
         "verbose",
-        Kind.BOOLEAN,
         "Show more: the whole plan, all measurements, where an error came from.",
         False,
         short="-v",
     ),
-    _output("config", Kind.PATH, "TOML file with any of these options.", is_common=False),
+    _output("config", "TOML file with any of these options.", is_common=False),
 )
 
 _BY_NAME = {option.name: option for option in OPTIONS}

@@ -15,15 +15,12 @@ def options_by_policy(
 
     Raises UsageError for an unknown policy or value, and for an option that none of them has.
     """
-    policies = {name: _own(name, options) for name in names}
+    policies: dict[str, dict[str, str]] = {}
+    for name in names:
+        known = options_of(name)
+        policies[name] = {option: value for option, value in options.items() if option in known}
+        check_policy(name, policies[name])
     for option in options:
         if not any(option in own for own in policies.values()):
             raise UsageError(f"None of the policies {', '.join(names)} has an option {option!r}.")
     return policies
-
-
-def _own(name: str, options: Mapping[str, str]) -> dict[str, str]:
-    known = options_of(name)
-    own = {option: value for option, value in options.items() if option in known}
-    check_policy(name, own)
-    return own

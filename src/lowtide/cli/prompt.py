@@ -157,10 +157,7 @@ def _read_stdin() -> str:
 def _checked(text: str) -> str:
     """An argument that is not in the system's encoding arrives with surrogates for its bytes."""
     try:
-        return os.fsencode(text).decode() if _has_surrogates(text) else text
+        has_surrogates = any("\ud800" <= character <= "\udfff" for character in text)
+        return os.fsencode(text).decode() if has_surrogates else text
     except UnicodeError:
         raise UsageError("the prompt is not valid UTF-8.") from None
-
-
-def _has_surrogates(text: str) -> bool:
-    return any("\ud800" <= character <= "\udfff" for character in text)

@@ -6,15 +6,12 @@ import json
 import os
 import time
 from collections.abc import Generator, Iterator, Mapping
-from contextlib import closing
+from contextlib import closing, contextmanager
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
-from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
-from rich.console import Console
-
-from lowtide.cli.conversation import Dialogue
+from lowtide.cli.conversation import Dialogue, Places
 from lowtide.cli.line_editor import typing_unseen
 from lowtide.cli.screen import printable
 from lowtide.cli.text import TextWriter
@@ -63,43 +60,40 @@ class Server:
 
     def models(self) -> list[str]:
         """Names of the models there. Raises UsageError."""
-        with closing(self._connection()) as connection:
-            response = self._asked(connection, "GET", "/models", None)
-            found = self._object(response.read(_MAX_BYTES))
-        listed = found.get("data")
+        with self._asked("GET", "/models") as response:
+            listed = self._object(response.read(_MAX_BYTES)).get("data")
         if not isinstance(listed, list):
             raise UsageError(f"{self.url} lists no models; is it a server with OpenAI's API?")
         return [str(each["id"]) for each in listed if isinstance(each, dict) and "id" in each]
 
     def answer(self, body: Mapping[str, object]) -> Generator[Delta, None, None]:
         """An answer as it comes. Raises UsageError. Closing this ends it."""
-        with closing(self._connection()) as connection:
-            response = self._asked(connection, "POST", "/chat/completions", body)
+        with self._asked("POST", "/chat/completions", body) as response:
             try:
                 yield from self._deltas(response)
             except (OSError, HTTPException) as error:
                 raise UsageError(f"{self.url} ended an answer half-way: {error!r}.") from None
 
-    def _connection(self) -> HTTPConnection:
-        return self._kind(self._place, timeout=_TIMEOUT_S)
-
+    @contextmanager
     def _asked(
-        self, connection: HTTPConnection, method: str, path: str, body: Mapping[str, object] | None
-    ) -> HTTPResponse:
+        self, method: str, path: str, body: Mapping[str, object] | None = None
+    ) -> Iterator[HTTPResponse]:
         """The response to a request. Raises UsageError where it is none, or an error."""
-        sent = None if body is None else json.dumps(body).encode()
-        try:
-            connection.request(method, self._path + path, sent, self._headers)
-            response = connection.getresponse()
-            if response.status == 200:
-                return response
-            told = self._error_text(response.read(_MAX_BYTES))
-        except (OSError, HTTPException) as error:
-            raise UsageError(
-                f"{self.url} cannot be asked: {error!r}. `lowtide serve MODEL` starts a server."
-            ) from None
-        way_out = f" Its key goes into {KEYS[0]}." if response.status == 401 else ""
-        raise UsageError(f"{self.url} answers {response.status}: {told}.{way_out}")
+        sent, told = None if body is None else json.dumps(body).encode(), ""
+        with closing(self._kind(self._place, timeout=_TIMEOUT_S)) as connection:
+            try:
+                connection.request(method, self._path + path, sent, self._headers)
+                response = connection.getresponse()
+                if response.status != 200:
+                    told = self._error_text(response.read(_MAX_BYTES))
+            except (OSError, HTTPException) as error:
+                raise UsageError(
+                    f"{self.url} cannot be asked: {error!r}. `lowtide serve MODEL` starts a server."
+                ) from None
+            if response.status != 200:
+                way_out = f" Its key goes into {KEYS[0]}." if response.status == 401 else ""
+                raise UsageError(f"{self.url} answers {response.status}: {told}.{way_out}")
+            yield response
 
     def _deltas(self, response: HTTPResponse) -> Iterator[Delta]:
         while line := response.readline(_MAX_BYTES):
@@ -137,16 +131,9 @@ class RemoteDialogue(Dialogue):
     """With a model of a server; the last answer's tokens and seconds are its statistics."""
 
     def __init__(
-        self,
-        server: Server,
-        model: str,
-        params: SamplingParams,
-        turns: Turns,
-        out: Console,
-        err: Console,
-        history: Path | None = None,
+        self, server: Server, model: str, params: SamplingParams, turns: Turns, places: Places
     ) -> None:
-        super().__init__(params, turns, out, err, history)
+        super().__init__(params, turns, places)
         self._server = server
         self._model = model
         self._last = "nothing yet"

@@ -57,7 +57,8 @@ def simulate(
     options = {"tau": tau, **_parsed(names, given)}
     reports = _replay(recorded, known, profile, names, residents, options)
     if settings.flag("json"):
-        print(json_line({"trace": str(trace), "machine": machine, "runs": _objects(reports)}))
+        runs = [report.as_dict() for report in reports]
+        print(json_line({"trace": str(trace), "machine": machine, "runs": runs}))
         return
     stdout_console().print(_table(reports, f"{profile.name}; {residents:.0%} of the experts"))
     notes = ["simulated time of the MoE layers; what early gates foresee is in its column"]
@@ -139,10 +140,6 @@ def check_same_shape(recorded: Trace, known: Calibration) -> None:
             f"The trace is of {recorded.model!r} and the calibration of {known.trace.model!r}, "
             "whose layers or experts differ; calibrate the model of the trace."
         )
-
-
-def _objects(reports: list[Report]) -> list[dict[str, object]]:
-    return [report.as_dict() for report in reports]
 
 
 def _table(reports: list[Report], title: str) -> Table:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lowtide.cli.prompt import system_message
+from lowtide.cli.prompt import MAX_PROMPT_BYTES, system_message
 from lowtide.errors import UsageError
+from lowtide.files.json_file import read_object
+from lowtide.files.whole_file import whole_file
 
 if TYPE_CHECKING:
     from lowtide.cli.answer import Prompt
@@ -74,3 +78,31 @@ class Turns:
     def clear(self) -> None:
         """All but what the model is told first."""
         self._turns.clear()
+
+    def save(self, path: Path) -> None:
+        """Writes `{"messages": [{"role": ..., "content": ...}, ...]}`. Raises StorageError."""
+        text = json.dumps({"messages": self.messages()}, ensure_ascii=False, indent=1)
+        with whole_file(path, "conversation") as file:
+            file.write(text.encode() + b"\n")
+
+    def load(self, path: Path) -> None:
+        """Holds what the file says. Raises UsageError where it holds no conversation, and leaves
+        all as it was."""
+        messages = read_object(path, MAX_PROMPT_BYTES, UsageError).get("messages")
+        if not isinstance(messages, list) or not all(map(_is_message, messages)):
+            raise UsageError(f"{path} holds no list of messages, each with a role and a text.")
+        texts = [(message["role"], message["content"]) for message in messages]
+        system = texts.pop(0)[1] if texts and texts[0][0] == "system" else None
+        said, answers = texts[::2], texts[1::2]
+        if {role for role, _ in said} - {"user"} or {role for role, _ in answers} - {"assistant"}:
+            raise UsageError(f"{path}: after a system message, user and assistant take turns.")
+        if len(said) != len(answers):
+            raise UsageError(f"{path} ends with a message of the user; an answer to it is missing.")
+        self.set_system(system)
+        self._turns = [(line, answer) for (_, line), (_, answer) in zip(said, answers, strict=True)]
+
+
+def _is_message(message: object) -> bool:
+    if not isinstance(message, dict):
+        return False
+    return all(isinstance(message.get(key), str) for key in ("role", "content"))
