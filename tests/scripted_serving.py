@@ -36,6 +36,14 @@ def done(reason: str = "stop", stop_string: str | None = None) -> Done:
     return Done(reason, NUM_PROMPT, NUM_NEW, NUM_CACHED, NUM_REASONING, stop_string)
 
 
+def answer_of(*calls: tuple[str, str, str]) -> list[Piece]:
+    """Thoughts, a text, and calls, each an id, a name and arguments."""
+    pieces: list[Piece] = [Reasoning("Look "), Reasoning("first."), Text("I "), Text("look.")]
+    for index, (call_id, name, arguments) in enumerate(calls):
+        pieces += [CallBegun(index, call_id, name), CallArguments(index, arguments)]
+    return [*pieces, done("tool_calls")]
+
+
 def events_of(text: str) -> list[dict[str, Any]]:
     """A stream's events, each checked for its name."""
     events = []

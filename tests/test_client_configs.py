@@ -9,7 +9,7 @@ import tomllib
 import pytest
 import yaml
 
-from lowtide.serve.client_configs import CLIENTS, ServedModel, config_for
+from lowtide.serve.client_configs import CLIENTS, ServedModel
 
 URL = "http://127.0.0.1:8000"
 NAMES = ["org/tiny", 'a "quoted" name', "$(touch x)"]
@@ -24,7 +24,7 @@ def variables(text: str) -> dict[str, str]:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_codex_gets_its_configuration_and_a_catalog(name: str) -> None:
-    text = config_for("codex", ServedModel(URL, name, 32_768))
+    text = CLIENTS["codex"](ServedModel(URL, name, 32_768))
     first, _, second = text.partition("\n# ~/.codex/lowtide-models.json\n")
     config = tomllib.loads(first)
     assert config["model"] == name
@@ -40,7 +40,7 @@ def test_codex_gets_its_configuration_and_a_catalog(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_claude_code_gets_its_variables(name: str) -> None:
-    found = variables(config_for("claude", ServedModel(URL, name, 32_768, "secret")))
+    found = variables(CLIENTS["claude"](ServedModel(URL, name, 32_768, "secret")))
     assert found["ANTHROPIC_BASE_URL"] == URL
     assert found["ANTHROPIC_AUTH_TOKEN"] == "secret"
     assert found["ANTHROPIC_MODEL"] == found["ANTHROPIC_DEFAULT_HAIKU_MODEL"] == name
@@ -48,12 +48,12 @@ def test_claude_code_gets_its_variables(name: str) -> None:
     assert found["CLAUDE_CODE_MAX_OUTPUT_TOKENS"] == "8192"
     assert found["CLAUDE_CODE_ATTRIBUTION_HEADER"] == "0"
     assert found["DISABLE_AUTO_COMPACT"] == "1"  # its first request would be compacted
-    assert "DISABLE_AUTO_COMPACT" not in config_for("claude", ServedModel(URL, name, 49_152))
+    assert "DISABLE_AUTO_COMPACT" not in CLIENTS["claude"](ServedModel(URL, name, 49_152))
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_continue_gets_its_yaml(name: str) -> None:
-    config = yaml.safe_load(config_for("continue", ServedModel(URL, name, 8192)))
+    config = yaml.safe_load(CLIENTS["continue"](ServedModel(URL, name, 8192)))
     assert config["schema"] == "v1"
     [model] = config["models"]
     assert model["model"] == name and model["apiBase"] == f"{URL}/v1"
@@ -61,13 +61,13 @@ def test_continue_gets_its_yaml(name: str) -> None:
 
 
 def test_open_webui_gets_its_variables() -> None:
-    found = variables(config_for("open-webui", ServedModel(URL, "org/tiny", 8192)))
+    found = variables(CLIENTS["open-webui"](ServedModel(URL, "org/tiny", 8192)))
     assert found["OPENAI_API_BASE_URL"] == f"{URL}/v1"
     assert found["ENABLE_OLLAMA_API"] == "false"
 
 
 def test_every_client_needs_a_key_where_the_server_has_one() -> None:
     for client in CLIENTS:
-        with_key = config_for(client, ServedModel(URL, "org/tiny", 8192, "secret"))
+        with_key = CLIENTS[client](ServedModel(URL, "org/tiny", 8192, "secret"))
         assert "secret" in with_key or "LOWTIDE_API_KEY" in with_key
-        assert "secret" not in config_for(client, ServedModel(URL, "org/tiny", 8192))
+        assert "secret" not in CLIENTS[client](ServedModel(URL, "org/tiny", 8192))

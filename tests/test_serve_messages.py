@@ -13,26 +13,22 @@ from agent_requests import claude_request, words
 from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
-from scripted_serving import ScriptedService, done, drawn_pieces, events_of, listening
-from whole import wait_until
+from scripted_serving import (
+    ScriptedService,
+    answer_of,
+    done,
+    drawn_pieces,
+    events_of,
+    listening,
+)
 
 from lowtide.errors import StorageError
-from lowtide.parsing.pieces import CallArguments, CallBegun, Piece, Reasoning, Text
+from lowtide.parsing.pieces import Piece, Text
 from lowtide.serve import sse
 from lowtide.serve.anthropic_events import MessageEvents
 from lowtide.serve.errors import Draining, TooLong
 
-ANSWER: list[Piece] = [
-    Reasoning("Look "),
-    Reasoning("first."),
-    Text("I "),
-    Text("look."),
-    CallBegun(0, "call_1", "Tool1"),
-    CallArguments(0, '{"path": "a.py"}'),
-    CallBegun(1, "call_2", "Tool2"),
-    CallArguments(1, "{}"),
-    done("tool_calls"),
-]
+ANSWER = answer_of(("call_1", "Tool1", '{"path": "a.py"}'), ("call_2", "Tool2", "{}"))
 
 CONTENT = [
     {"type": "thinking", "thinking": "Look first.", "signature": ""},
@@ -316,14 +312,6 @@ def test_silence_is_broken_by_pings(monkeypatch: pytest.MonkeyPatch) -> None:
     assert pings and pings[0]["lowtide"] == {"prompt_tokens_done": 0, "prompt_tokens": 40}
 
 
-def test_a_client_that_goes_ends_its_answer() -> None:
-    service = ScriptedService([Text("a"), 60.0, done()])
-    with listening(service) as url:
-        with httpx.stream("POST", f"{url}/v1/messages", json=claude_request()) as answer:
-            next(answer.iter_bytes())
-        wait_until(lambda: service.num_closed == 1)
-
-
 def test_anthropics_client_reads_the_same_streamed_and_not() -> None:
     asked: dict[str, Any] = {
         "model": "claude",
@@ -343,14 +331,6 @@ def test_anthropics_client_reads_the_same_streamed_and_not() -> None:
         assert ours.model_dump(exclude_none=True) == theirs.model_dump(exclude_none=True)
     assert last.stop_reason == whole.stop_reason == "tool_use"
     assert last.usage.cache_read_input_tokens == whole.usage.cache_read_input_tokens == 16
-
-
-def test_anthropics_client_raises_its_own_errors() -> None:
-    with listening(ScriptedService([TooLong(50_000, 1, 32_768)])) as url, client_of(url) as client:
-        with pytest.raises(anthropic.BadRequestError, match="prompt is too long"):
-            client.messages.create(
-                model="claude", max_tokens=5, messages=[{"role": "user", "content": "x"}]
-            )
 
 
 @given(drawn_pieces(), st.sampled_from(["stop", "length"]))

@@ -13,29 +13,27 @@ import pytest
 from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
-from scripted_serving import NUM_NEW, NUM_PROMPT, ScriptedService, done, drawn_pieces, listening
+from scripted_serving import (
+    NUM_NEW,
+    NUM_PROMPT,
+    ScriptedService,
+    answer_of,
+    done,
+    drawn_pieces,
+    listening,
+)
 
 from lowtide.errors import StorageError
 from lowtide.families import read_config
 from lowtide.lab.synth import synth
-from lowtide.parsing.pieces import CallArguments, CallBegun, Piece, Reasoning, Text
+from lowtide.parsing.pieces import Piece, Text
 from lowtide.plan import WeightFormats
 from lowtide.serve import sse
 from lowtide.serve.ollama_lines import OllamaLines
 
 MODEL = ScriptedService.model_name
 
-ANSWER: list[Piece] = [
-    Reasoning("Look "),
-    Reasoning("first."),
-    Text("I "),
-    Text("look."),
-    CallBegun(0, "call_x", "weather"),
-    CallArguments(0, '{"city": "Bern"}'),
-    CallBegun(1, "call_y", "time"),
-    CallArguments(1, "{}"),
-    done("tool_calls"),
-]
+ANSWER = answer_of(("call_x", "weather", '{"city": "Bern"}'), ("call_y", "time", "{}"))
 
 CALLS = [("weather", {"city": "Bern"}), ("time", {})]
 

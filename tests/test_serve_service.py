@@ -25,7 +25,7 @@ from lowtide.errors import NumericError, UsageError
 from lowtide.parsing.pieces import Done, Piece, Prefilled, Text
 from lowtide.serve.conversation import Conversation, Turn
 from lowtide.serve.errors import Draining, QueueFull, Refusal, TimedOut, TooLong
-from lowtide.serve.service import Ask, Served, Service, name_of, whole
+from lowtide.serve.service import Ask, Served, Service, name_of
 from lowtide.serve.settings import ServeSettings
 
 LONG = SamplingParams(max_tokens=1800, ignore_eos=True, temperature=0)
@@ -51,6 +51,14 @@ def llm(folder: Path) -> Iterator[AsyncLLM]:
 
 def run(work: Coroutine[Any, Any, Any]) -> Any:
     return asyncio.run(asyncio.wait_for(work, LIMIT_S))
+
+
+async def whole(pieces: AsyncGenerator[Piece, None]) -> tuple[list[Piece], Done]:
+    """All pieces of an answer, and the last of them."""
+    async with aclosing(pieces):
+        found = [piece async for piece in pieces]
+    assert isinstance(found[-1], Done)
+    return found, found[-1]
 
 
 async def text_of(service: Service, ask: Ask) -> str:

@@ -42,7 +42,7 @@ def _knows_its_fields(made: Any) -> Any:
     init = made.__init__
 
     @functools.wraps(init)
-    def checked(self: object, *values: object, **given: object) -> None:
+    def checked(self: object, /, *values: object, **given: object) -> None:
         known = field_names(made)
         unknown = next((name for name in given if name not in known), None)
         if unknown is not None:

@@ -6,7 +6,7 @@ import dataclasses
 import json
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.console import Group
 from rich.text import Text
@@ -14,6 +14,7 @@ from rich.text import Text
 from lowtide.cli.outlook import predicted, prediction_object
 from lowtide.cli.screen import number_table
 from lowtide.core import CacheMode
+from lowtide.files.json_file import as_json
 from lowtide.plan import MemoryPlan, plan_facts, plan_rows, plan_tiers
 
 if TYPE_CHECKING:
@@ -91,7 +92,7 @@ def speed(num_tokens: int, generation_s: float) -> float:
 
 def json_line(value: object) -> str:
     """`value` as strict JSON on one line: numpy's numbers as numbers, no NaN."""
-    return json.dumps(_plain(value), allow_nan=False)
+    return json.dumps(as_json(value), allow_nan=False)
 
 
 def _completion_object(completion: Completion) -> dict[str, object]:
@@ -106,15 +107,3 @@ def _completion_object(completion: Completion) -> dict[str, object]:
     if completion.logprobs is not None:
         answer["logprobs"] = [of_token._asdict() for of_token in completion.logprobs]
     return answer
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {str(name): _plain(item) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    if hasattr(value, "tolist"):  # a numpy scalar or array
-        return _plain(value.tolist())
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value

@@ -16,7 +16,7 @@ from lowtide.cli.options import Settings
 from lowtide.cli.screen import printable, stderr_console
 from lowtide.errors import UsageError
 from lowtide.option import Group
-from lowtide.serve.client_configs import CLIENTS, ServedModel, config_for
+from lowtide.serve.client_configs import CLIENTS, ServedModel
 from lowtide.serve.settings import ServeSettings
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def serve(
     _check_extra()
     asked = settings.serve_settings()
     if print_config is not None:
-        print(config_for(print_config, _served_model(model, settings)), end="")
+        print(CLIENTS[print_config](_served_model(model, settings)), end="")
         return
     from lowtide.serve.server import bound_socket, run_server
     from lowtide.serve.service import name_of

@@ -7,6 +7,8 @@ one typed error. Knows nothing of what the keys mean.
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +65,19 @@ def shown(value: object) -> str:
 def printable(text: str) -> str:
     """`text` with all that could move a terminal's cursor or colour it escaped."""
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+
+
+def as_json(value: Any) -> Any:
+    """The same as JSON can say it: numpy's numbers as Python's, null for what is no number."""
+    if isinstance(value, Mapping):
+        return {str(key): as_json(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [as_json(each) for each in value]
+    if hasattr(value, "tolist"):
+        return as_json(value.tolist())
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

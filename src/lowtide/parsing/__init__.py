@@ -13,34 +13,25 @@ that an answer is the same streamed and not.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 from lowtide.model_folder.tokenizer import Tokenizer
 from lowtide.parsing.call_forms import call_form_of
 from lowtide.parsing.channels import CHANNEL_MARKS, ChannelReader, has_channels
 from lowtide.parsing.inline_calls import THOUGHT_MARKS, InlineReader
-from lowtide.parsing.marked_text import Mark, MarkedText, last_mark
+from lowtide.parsing.marked_text import MarkedText, last_mark
 from lowtide.parsing.piece_writer import PieceWriter
 from lowtide.parsing.pieces import Piece
 from lowtide.parsing.tools import Tool
 
 
-class _Reader(Protocol):
-    def take(self, item: str | Mark) -> None: ...
-
-    def finish(self) -> None: ...
-
-
 class AnswerParser:
     """Reads one answer. Pieces come in order, and none is taken back."""
 
-    def __init__(self, marked: MarkedText, reader: _Reader, out: PieceWriter) -> None:
+    def __init__(
+        self, marked: MarkedText, reader: ChannelReader | InlineReader, out: PieceWriter
+    ) -> None:
         self.num_reasoning = 0  # tokens of thoughts
         self._marked, self._reader, self._out = marked, reader, out
-
-    @property
-    def num_calls(self) -> int:
-        return self._out.num_calls
 
     def feed(self, token_ids: Sequence[int]) -> list[Piece]:
         """What is certain after these tokens."""

@@ -7,30 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Protocol
 
 from lowtide.decode.request import Finished, Request
 from lowtide.model_folder.tokenizer import Tokenizer, num_begun
-from lowtide.parsing import has_thoughts, parser_of
+from lowtide.parsing import AnswerParser, has_thoughts, parser_of
 from lowtide.parsing.pieces import CallBegun, Done, Piece, Text
 
 
-class PieceReader(Protocol):
-    """What turns the tokens of one answer into pieces; see `parsing`."""
-
-    num_reasoning: int  # tokens of thoughts
-
-    def feed(self, token_ids: Sequence[int]) -> list[Piece]:
-        """The pieces that are certain with these tokens."""
-        ...
-
-    def finish(self) -> list[Piece]:
-        """What was held back."""
-        ...
-
-
 class PlainText:
-    """All tokens are text, thoughts included. Without a tokenizer there is none."""
+    """As `AnswerParser` of an answer whose tokens are all text, thoughts included; without a
+    tokenizer there is none."""
 
     num_reasoning = 0
 
@@ -38,11 +24,11 @@ class PlainText:
         self._stream = None if tokenizer is None else tokenizer.stream()
 
     def feed(self, token_ids: Sequence[int]) -> list[Piece]:
-        """See `PieceReader`."""
+        """See `AnswerParser`."""
         return [] if self._stream is None else _as_text(self._stream.push(token_ids))
 
     def finish(self) -> list[Piece]:
-        """See `PieceReader`."""
+        """See `AnswerParser`."""
         return [] if self._stream is None else _as_text(self._stream.finish())
 
 
@@ -53,7 +39,10 @@ class AnswerPieces:
     """
 
     def __init__(
-        self, reader: PieceReader, stop: Sequence[str] = (), parallel_calls: bool = True
+        self,
+        reader: AnswerParser | PlainText,
+        stop: Sequence[str] = (),
+        parallel_calls: bool = True,
     ) -> None:
         self._reader = reader
         self._stop = StopStrings(stop)
@@ -145,7 +134,7 @@ def _as_text(text: str) -> list[Piece]:
 def pieces_of(request: Request, tokenizer: Tokenizer | None) -> AnswerPieces:
     """The pieces of the answer to a request without tools: its thoughts are told apart where the
     model's tokens mark them, unless it is raw."""
-    reader: PieceReader = PlainText(tokenizer)
+    reader: AnswerParser | PlainText = PlainText(tokenizer)
     if tokenizer is not None and not request.is_raw and has_thoughts(tokenizer):
         reader = parser_of(tokenizer, request.prompt)
     return AnswerPieces(reader, request.params.stop_strings)

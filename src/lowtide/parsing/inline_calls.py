@@ -68,13 +68,11 @@ class InlineReader:
             self._call = None
         self._held += text
         head = self._form.head.match(self._held)
-        if head is not None:
-            self._begin_call(head[head.lastindex or 1], "{" in head[0], self._held[head.end() :])
-
-    def _begin_call(self, name: str, is_nested: bool, rest: str) -> None:
-        """Begins to tell a call, once it is certain that `rest` begins with its arguments."""
-        if begins_arguments(rest, self._tools.get(name)):
-            self._call = StreamedCall(self._out, self._form.new_id(), name, is_nested)
+        if head is None:
+            return
+        name, rest = head[head.lastindex or 1], self._held[head.end() :]
+        if begins_arguments(rest, self._tools.get(name)):  # it is certain that it is a call
+            self._call = StreamedCall(self._out, self._form.new_id(), name, "{" in head[0])
             self._held = ""
             self._write(rest)
 

@@ -64,8 +64,8 @@ class MarkedText:
     def _divided(self, new: str) -> Iterator[str | Mark]:
         """The text held back and new text, at the marks that are written as text."""
         text, self._held = self._held + new, ""
-        while (found := self._first_mark(text)) is not None:
-            place, mark = found
+        while places := [(text.find(mark), mark) for mark in self._written if mark in text]:
+            place, mark = min(places)
             if place:
                 yield text[:place]
             yield Mark(mark)
@@ -74,7 +74,3 @@ class MarkedText:
         certain, self._held = text[: len(text) - num_held], text[len(text) - num_held :]
         if certain:
             yield certain
-
-    def _first_mark(self, text: str) -> tuple[int, str] | None:
-        places = [(place, mark) for mark in self._written if (place := text.find(mark)) >= 0]
-        return min(places, default=None)

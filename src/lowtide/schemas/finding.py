@@ -48,8 +48,9 @@ def find(spec: TensorSpec, checkpoint: Checkpoint) -> TensorEntry:
         )
     supported = loadable_dtypes() if spec.dtype is None else (spec.dtype,)
     if entry.dtype not in supported and not (spec.dtype is None and can_load(entry.dtype)):
+        known_as = " (FP8)" if entry.dtype.startswith("F8_E") else ""
         raise UnsupportedError(
-            f"Tensor {spec.name} is of type {entry.dtype}{_known_as(entry.dtype)}; supported: "
+            f"Tensor {spec.name} is of type {entry.dtype}{known_as}; supported: "
             f"{', '.join(supported)}."
         )
     return entry
@@ -94,7 +95,3 @@ def find_expert(
             "another file or repository of the model."
         )
     return entry
-
-
-def _known_as(dtype: str) -> str:
-    return " (FP8)" if dtype.startswith("F8_E") else ""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from types import TracebackType
 from typing import Self
 
 from lowtide.serve.errors import Draining, QueueFull
@@ -82,12 +81,7 @@ class QueuePlace:
             self._admission.num_waiting_tokens -= self._num_tokens
             self._admission.num_running += 1
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, error: object, *_: object) -> None:
         self.begin()
         self._admission.num_running -= 1
         if error is None:

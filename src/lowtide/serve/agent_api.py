@@ -8,14 +8,14 @@ whatever name it is asked by. Only what would change words without being support
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 from pydantic import ConfigDict, model_validator
 
 from lowtide.params import SamplingParams
 from lowtide.serve.errors import Refusal
-from lowtide.serve.grammar import check_depth
+from lowtide.serve.grammar_text import check_depth
 from lowtide.serve.openai_fields import SamplingFields
 from lowtide.serve.service import Service
 
@@ -39,20 +39,8 @@ _UNSUPPORTED_SAMPLING: Mapping[str, object] = {
 }
 """Fields that other servers have and that would change words, with the values that change none."""
 
-_UNUSED = {
-    "cache_prompt",
-    "keep_alive",
-    "metadata",
-    "prompt_cache_key",
-    "prompt_cache_retention",
-    "return_progress",
-    "return_token_ids",
-    "safety_identifier",
-    "service_tier",
-    "store",
-    "stream_options",
-    "user",
-}
+_UNUSED = {name for name, field in SamplingFields.model_fields.items() if field.annotation is Any}
+_UNUSED |= {"return_progress", "return_token_ids", "stream_options"}
 """Fields of `SamplingFields` that no token of an agent's answer depends on."""
 
 _EFFORTS = {
@@ -79,7 +67,7 @@ class AgentBody(SamplingFields):
     def params(self, max_tokens: int | None) -> SamplingParams:
         """What is asked of the tokens. Raises Refusal or UsageError for what cannot be."""
         check_sampling(self.model_extra or {})
-        if (self.n or 1) > 1:
+        if self.n > 1:
             raise Refusal("n: one answer is given to a request.", param="n", code="unsupported")
         return self.sampling(max_tokens, None)
 
@@ -87,6 +75,11 @@ class AgentBody(SamplingFields):
         """Fields that are taken and not used, but for those that this API uses."""
         yield from sorted((self.model_fields_set & _UNUSED) - set(used))
         yield from self.model_extra or {}
+
+    def unused_parts(self, field: str, used: Collection[str]) -> Iterator[str]:
+        """The same of parts of a field that is an object."""
+        given = getattr(self, field)
+        yield from (f"{field}.{n}" for n in sorted(given) if n not in used and given[n] is not None)
 
 
 def check_sampling(fields: Mapping[str, object]) -> None:

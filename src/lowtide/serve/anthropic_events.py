@@ -56,7 +56,10 @@ class MessageEvents:
         """The events that a piece makes; the first piece's begin the answer, `Done`'s end it."""
         if isinstance(piece, Prefilled):
             self._prefilled = piece
-            return [] if self._message["usage"] else [self._start(piece.num_total)]
+            if self._message["usage"]:
+                return []
+            self._message["usage"] = _usage(piece.num_total, 0, 0)
+            return [{"type": "message_start", "message": dict(self._message)}]
         return list(self._taken(piece))
 
     def failed(self, refusal: Refusal) -> JsonObject:
@@ -66,10 +69,6 @@ class MessageEvents:
     def whole(self) -> JsonObject:
         """The message, complete after `Done`."""
         return self._message | {"content": self._blocks}
-
-    def _start(self, num_prompt: int) -> JsonObject:
-        self._message["usage"] = _usage(num_prompt, 0, 0)
-        return {"type": "message_start", "message": dict(self._message)}
 
     def _taken(self, piece: Piece) -> Iterator[JsonObject]:
         if isinstance(piece, Reasoning):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 from fastapi import APIRouter, Response
@@ -11,24 +10,24 @@ from pydantic import AliasChoices, Field
 from lowtide.serve.agent_api import AgentBody, effort_options, headers_of
 from lowtide.serve.anthropic_blocks import MessageReader, tool_choice
 from lowtide.serve.anthropic_events import MessageEvents
-from lowtide.serve.grammar import Constraint
+from lowtide.serve.grammar_text import Constraint
 from lowtide.serve.json_fields import object_at
 from lowtide.serve.service import Ask, Service
-from lowtide.serve.writers import json_response, streamed, unstreamed
+from lowtide.serve.writers import answered, json_response
 
 
 class MessagesBody(AgentBody):
     """A request. messages, system and tools: `anthropic_blocks` reads them."""
 
     messages: list[Any]
-    system: str | list[Any] | None = None
-    tools: list[Any] | None = None
-    tool_choice: dict[str, Any] | None = None
+    system: str | list[Any] = ""
+    tools: list[Any] = []
+    tool_choice: dict[str, Any] = {"type": "auto"}
     stop: str | list[str] | None = Field(
         None, validation_alias=AliasChoices("stop_sequences", "stop")
     )
-    thinking: dict[str, Any] | None = None
-    output_config: dict[str, Any] | None = None
+    thinking: dict[str, Any] = {}
+    output_config: dict[str, Any] = {}
     output_format: dict[str, Any] | None = None
 
 
@@ -43,10 +42,7 @@ def router_of(service: Service) -> APIRouter:
     @router.post("/v1/messages")
     async def create_message(body: MessagesBody) -> Response:
         ask, headers = _read(service, body)
-        writer = MessageEvents(service.model_name)
-        if body.stream:
-            return streamed(service, ask, writer, headers)
-        return unstreamed(service, ask, writer, headers)
+        return answered(service, body.stream, ask, MessageEvents(service.model_name), headers)
 
     @router.post("/v1/messages/count_tokens")
     async def count_tokens(body: MessagesBody) -> Response:
@@ -60,43 +56,35 @@ def _read(service: Service, body: MessagesBody) -> tuple[Ask, dict[str, str]]:
     """What is asked, and what the answer's headers disclose. Raises Refusal or UsageError."""
     reader = MessageReader()
     conversation = reader.conversation(body.system, body.messages, body.tools)
-    ignored = [*body.ignored(), *reader.ignored, *_ignored(body)]
-    choice = body.tool_choice
+    ignored = [
+        *body.ignored(),
+        *reader.ignored,
+        *body.unused_parts("thinking", ("type",)),
+        *body.unused_parts("output_config", ("effort", "format")),
+    ]
+    # Not at all where nothing is said, as this API has it.
+    is_thinking = body.thinking.get("type", "disabled") != "disabled"
+    effort = effort_options(body.output_config.get("effort"))
     ask = Ask(
         conversation=conversation,
         params=body.params(body.max_tokens),
-        template_options=_template_options(body),
-        tool_choice=tool_choice(choice, conversation.tools),
+        template_options={"enable_thinking": is_thinking, **effort},
+        tool_choice=tool_choice(body.tool_choice, conversation.tools),
         constraint=_constraint(service, body, ignored),
         wants_progress=True,
         cut_to_room=True,
-        parallel_calls=not (choice or {}).get("disable_parallel_tool_use"),
+        parallel_calls=not body.tool_choice.get("disable_parallel_tool_use"),
     )
     return ask, headers_of(service, body.model, ignored)
-
-
-def _template_options(body: MessagesBody) -> dict[str, object]:
-    """Whether and how much to think: not at all where nothing is said, as this API has it."""
-    kind = (body.thinking or {}).get("type", "disabled")
-    effort = (body.output_config or {}).get("effort")
-    return {"enable_thinking": kind != "disabled", **effort_options(effort)}
 
 
 def _constraint(service: Service, body: MessagesBody, ignored: list[str]) -> Constraint | None:
     """What the answer's text must be; nothing of a diffusion model, which no grammar guides: an
     agent asks for it in passing, and is not to die of it."""
-    format = (body.output_config or {}).get("format") or body.output_format
+    format = body.output_config.get("format") or body.output_format
     if format is None:
         return None
     if service.llm.config.is_diffusion:
         ignored.append("output_config.format")
         return None
-    schema = object_at(format, "output_config.format").get("schema")
-    return Constraint.json_schema(object_at(schema, "output_config.format.schema"))
-
-
-def _ignored(body: MessagesBody) -> Iterator[str]:
-    """Parts of fields that are taken and not used."""
-    for field, used in (("thinking", {"type"}), ("output_config", {"effort", "format"})):
-        for name in sorted(set(getattr(body, field) or {}) - used):
-            yield f"{field}.{name}"
+    return Constraint.json_schema(object_at(format, "output_config.format").object("schema").fields)

@@ -5,8 +5,6 @@ app = build_app(Service(llm, ServeSettings()))
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -15,6 +13,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import HTMLResponse, JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from lowtide.files.json_file import as_json
 from lowtide.serve import (
     anthropic_messages,
     ollama,
@@ -114,12 +113,12 @@ def _state(service: Service, metrics: Metrics) -> APIRouter:
     @router.get("/v1/lowtide/plan")
     async def plan() -> JSONResponse:
         """Every byte in use."""
-        return JSONResponse(finite(asdict(service.llm.plan)))
+        return JSONResponse(as_json(asdict(service.llm.plan)))
 
     @router.get("/v1/lowtide/stats")
     async def stats() -> JSONResponse:
         """What was done since loading."""
-        return JSONResponse(finite(await service.llm.stats()))
+        return JSONResponse(as_json(await service.llm.stats()))
 
     @router.get("/", response_class=HTMLResponse)
     async def page() -> HTMLResponse:
@@ -141,16 +140,3 @@ def _model_object(service: Service) -> dict[str, Any]:
         "owned_by": "lowtide",
         "max_model_len": service.context,
     }
-
-
-def finite(value: Any) -> Any:
-    """The same as JSON can say it: numpy's numbers as Python's, null for what is no number."""
-    if isinstance(value, Mapping):
-        return {str(key): finite(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [finite(each) for each in value]
-    if hasattr(value, "tolist"):
-        return finite(value.tolist())
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value

@@ -44,11 +44,6 @@ class ServedModel(NamedTuple):
         return max(1, self.context // 4)
 
 
-def config_for(client: str, served: ServedModel) -> str:
-    """The text for one of `CLIENTS`."""
-    return CLIENTS[client](served)
-
-
 def codex_config(served: ServedModel) -> str:
     """Two files: config.toml and the catalog that it names."""
     key = 'env_key = "LOWTIDE_API_KEY"\n' if served.api_key else ""

@@ -7,10 +7,11 @@ ids are made of these values alone, so that kept keys are found again at the nex
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
+from lowtide.parsing.pieces import CallArguments, CallBegun, Piece
 from lowtide.parsing.tools import Tool
 
 
@@ -63,9 +64,6 @@ class Conversation:
     def messages(self) -> list[dict[str, Any]]:
         return [turn.message() for turn in self.turns]
 
-    def declarations(self) -> list[dict[str, Any]]:
-        return [tool.declaration() for tool in self.tools]
-
 
 def arguments_of(call: ToolCall) -> Mapping[str, Any]:
     """A call's arguments; a text that is no JSON object (a model may write anything) is the one
@@ -82,7 +80,30 @@ def joined(texts: Sequence[str]) -> str:
     return "\n".join(text for text in texts if text)
 
 
-def unread(kind: str) -> str:
-    """What a model is told in place of a part of a tool's output that is no text. An agent sends
-    such an output at every further turn: refused, it would end the conversation."""
-    return f"[{kind:.80} left out: this model reads text alone]"
+def merged(turns: Iterable[Turn]) -> tuple[Turn, ...]:
+    """The same words in as few turns as there can be; a tool's outputs stay apart. APIs divide what
+    a model wrote as one turn into items or messages, and templates want roles in turn."""
+    found: list[Turn] = []
+    for turn in turns:
+        if found and found[-1].role == turn.role != "tool":
+            before = found.pop()
+            turn = Turn(
+                turn.role,
+                joined([before.text, turn.text]),
+                joined([before.reasoning, turn.reasoning]),
+                before.tool_calls + turn.tool_calls,
+            )
+        found.append(turn)
+    return tuple(found)
+
+
+def calls_in(pieces: Iterable[Piece]) -> list[ToolCall]:
+    """The calls of an answer, in order."""
+    calls: list[ToolCall] = []
+    for piece in pieces:
+        if isinstance(piece, CallBegun):
+            calls.append(ToolCall(piece.id, piece.name, ""))
+        elif isinstance(piece, CallArguments):
+            before = calls[piece.index]
+            calls[piece.index] = replace(before, arguments=before.arguments + piece.text)
+    return calls

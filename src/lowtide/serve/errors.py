@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -32,24 +33,22 @@ _ANTHROPIC_TYPES = {
 }
 
 
+@dataclass(eq=False)
 class Refusal(Exception):
     """A request that is not answered, or not to its end: an HTTP status and what to tell.
 
     kind: as OpenAI names it. param: the field that is at fault. code: for programs.
     """
 
-    def __init__(
-        self,
-        message: str,
-        status: int = 400,
-        kind: str = "invalid_request_error",
-        param: str | None = None,
-        code: str | None = None,
-        retry_after_s: int | None = None,
-    ) -> None:
-        super().__init__(message, status, kind, param, code, retry_after_s)
-        self.message, self.status, self.kind = message, status, kind
-        self.param, self.code, self.retry_after_s = param, code, retry_after_s
+    message: str
+    status: int = 400
+    kind: str = "invalid_request_error"
+    param: str | None = None
+    code: str | None = None
+    retry_after_s: int | None = None
+
+    def __str__(self) -> str:
+        return self.message
 
     @property
     def headers(self) -> dict[str, str]:

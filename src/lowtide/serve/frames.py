@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from itertools import groupby
+from operator import itemgetter
 
 from lowtide.decode.request import Draft
 from lowtide.model_folder.tokenizer import Tokenizer
@@ -15,19 +16,13 @@ def frame_of(draft: Draft, num_prompt: int, tokenizer: Tokenizer | None) -> Fram
     """The active block of a draft as text, without what it has of the prompt."""
     skipped = max(0, num_prompt - draft.block_start)
     places = list(zip(draft.tokens[skipped:], draft.is_masked[skipped:], strict=True))
-    texts: list[str] = []
-    run: list[int] = []  # tokens between two masks
-    for token, is_masked in places:
+    text = ""
+    for is_masked, run in groupby(places, itemgetter(1)):
+        ids = [token for token, _ in run]
         if is_masked:
-            texts += [_text_of(run, tokenizer), MASK]
-            run = []
+            text += MASK * len(ids)
+        elif tokenizer is None:
+            text += "".join(f"{token} " for token in ids)
         else:
-            run.append(token)
-    num_masked = sum(is_masked for _, is_masked in places)
-    return Frame("".join([*texts, _text_of(run, tokenizer)]), num_masked, draft.num_forwards)
-
-
-def _text_of(token_ids: Sequence[int], tokenizer: Tokenizer | None) -> str:
-    if tokenizer is None:
-        return "".join(f"{token} " for token in token_ids)
-    return tokenizer.decode(token_ids)
+            text += tokenizer.decode(ids)
+    return Frame(text, sum(is_masked for _, is_masked in places), draft.num_forwards)

@@ -7,14 +7,14 @@ any order, have none of it.
 
 from __future__ import annotations
 
-import json
+import functools
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 
 import numpy as np
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer, regex_to_lark
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from lowtide.config import ModelConfig
 from lowtide.core import BoolArray
@@ -24,11 +24,15 @@ from lowtide.files.json_file import printable
 from lowtide.model_folder.tokenizer import Tokenizer, blamed
 from lowtide.parsing.channels import CALL, has_channels
 from lowtide.parsing.tools import Tool
-from lowtide.serve.grammar_text import AnswerForm, Expression, enforces_text, grammar_text
+from lowtide.serve.grammar_text import (
+    MAX_GRAMMAR_CHARS,
+    AnswerForm,
+    Constraint,
+    check_depth,
+    enforces_text,
+    grammar_text,
+)
 
-MAX_GRAMMAR_CHARS = 256 << 10
-MAX_REGEX_CHARS = 8 << 10
-MAX_DEPTH = 64
 MAX_COMPILE_S = 10.0
 
 _LIMITS = LLParserLimits(
@@ -41,53 +45,12 @@ _LIMITS = LLParserLimits(
 )
 
 
-class Constraint:
-    """What the text of an answer must be. Raises UsageError for what is too large."""
-
-    def __init__(self, expression: Expression) -> None:
-        if len(expression.text) > MAX_GRAMMAR_CHARS:
-            raise UsageError(
-                f"The {expression.kind} has {len(expression.text)} characters; at most "
-                f"{MAX_GRAMMAR_CHARS} are accepted."
-            )
-        self.expression = expression
-
-    @classmethod
-    def json_schema(cls, schema: object) -> Constraint:
-        """JSON that a schema allows."""
-        if not isinstance(schema, Mapping):
-            raise UsageError(f"A JSON schema is an object, not {type(schema).__name__}.")
-        check_depth(schema, "The JSON schema")
-        return cls(Expression("json_schema", json.dumps(schema)))
-
-    @classmethod
-    def json_object(cls) -> Constraint:
-        """Any JSON object."""
-        return cls.json_schema({"type": "object"})
-
-    @classmethod
-    def regex(cls, pattern: str) -> Constraint:
-        """A text that a regular expression of Rust's matches from end to end."""
-        if not pattern or len(pattern) > MAX_REGEX_CHARS:
-            raise UsageError(
-                f"The regular expression has {len(pattern)} characters; 1 to {MAX_REGEX_CHARS} "
-                "are accepted."
-            )
-        return cls(Expression("regex", regex_to_lark(pattern)))
-
-    @classmethod
-    def lark(cls, grammar: str) -> Constraint:
-        """A text of a Lark grammar, whose first rule is `start`."""
-        return cls(Expression("lark", grammar))
-
-
 class Grammars:
     """Makes masks for the requests of one model. Owns llguidance's form of its vocabulary, which
     takes a second to make. One is compiled at a time, each by a thread that then ends."""
 
     def __init__(self, config: ModelConfig, tokenizer: Tokenizer | None) -> None:
         self._config, self._tokenizer = config, tokenizer
-        self._vocabulary: LLTokenizer | None = None
         self._turn = threading.Lock()
 
     def applied(
@@ -117,8 +80,7 @@ class Grammars:
         if request.params.ignore_eos:
             raise UsageError("ignore_eos goes on behind an answer's form: leave one of them out.")
         called = [_as_enforced(tool, is_free) for tool in chosen]
-        text = None if constraint is None else constraint.expression
-        wanted = AnswerForm(text, called, not is_free, not parallel_calls)
+        wanted = AnswerForm(constraint, called, not is_free, not parallel_calls)
         mask = self._compiled(grammar_text(tokenizer, request.prompt, wanted))
         return replace(request, mask=mask)
 
@@ -168,19 +130,29 @@ class Grammars:
             compiled.set_exception(error)
 
     def _mask(self, text: str) -> GrammarMask:
-        matcher = LLMatcher(self._made_vocabulary(), text, log_level=0, limits=_LIMITS)
+        matcher = LLMatcher(self._vocabulary, text, log_level=0, limits=_LIMITS)
         mask = GrammarMask(matcher, self._config.vocab_size)
         mask.allowed()  # what is too complex from the beginning is refused here
         if mask.failure:
             raise UsageError(f"The answer's form cannot be kept to: {mask.failure}")
         return mask
 
-    def _made_vocabulary(self) -> LLTokenizer:
-        if self._vocabulary is None and self._tokenizer is not None:
-            self._vocabulary = _vocabulary(self._config, self._tokenizer)
-        if self._vocabulary is None:
+    @functools.cached_property
+    def _vocabulary(self) -> LLTokenizer:
+        """llguidance's form of the tokenizer. Raises UnsupportedError or CheckpointError."""
+        ends, tokenizer = list(self._config.eos_token_ids), self._tokenizer
+        if tokenizer is None:
             raise UnsupportedError("This model has no tokenizer, so there is no text to form.")
-        return self._vocabulary
+        if has_channels(tokenizer):  # the end of a call is of the grammar itself
+            ends = [token for token in ends if token != tokenizer.token_id(CALL)]
+        if not ends:
+            raise UnsupportedError(
+                "This model names no token that ends a text, so none can end where its form does."
+            )
+        failure = "This model's tokenizer cannot be guided by a grammar"
+        with blamed(failure, "Leave response_format, strict and tool_choice out"):
+            vocab_size = self._config.vocab_size
+            return LLTokenizer(tokenizer.as_json(), n_vocab=vocab_size, eos_token=ends)
 
 
 class GrammarMask:
@@ -219,38 +191,8 @@ def check_kept(request: Request) -> None:
         raise UsageError(f"The answer's form could not be kept to: {request.mask.failure}")
 
 
-def check_depth(value: object, what: str) -> None:
-    """Raises UsageError for JSON that is nested too deeply."""
-    level = [value]
-    for _ in range(MAX_DEPTH):
-        level = [part for each in level for part in _parts(each)]
-        if not level:
-            return
-    raise UsageError(f"{what} is nested more than {MAX_DEPTH} deep; make it flatter.")
-
-
-def _parts(value: object) -> list[object]:
-    if isinstance(value, Mapping):
-        return list(value.values())
-    return list(value) if isinstance(value, list | tuple) else []
-
-
 def _as_enforced(tool: Tool, is_free: bool) -> Tool:
     """A tool that may be called, and need not be strict about it, takes any object."""
     if not is_free or tool.strict or tool.grammar:
         return tool
     return replace(tool, parameters={"type": "object"})
-
-
-def _vocabulary(config: ModelConfig, tokenizer: Tokenizer) -> LLTokenizer:
-    """llguidance's form of a tokenizer. Raises UnsupportedError or CheckpointError."""
-    ends = list(config.eos_token_ids)
-    if has_channels(tokenizer):  # the end of a call is of the grammar itself
-        ends = [token for token in ends if token != tokenizer.token_id(CALL)]
-    if not ends:
-        raise UnsupportedError(
-            "This model names no token that ends a text, so none can end where its form does."
-        )
-    failure = "This model's tokenizer cannot be guided by a grammar"
-    with blamed(failure, "Leave response_format, strict and tool_choice out"):
-        return LLTokenizer(tokenizer.as_json(), n_vocab=config.vocab_size, eos_token=ends)

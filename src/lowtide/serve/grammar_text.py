@@ -8,8 +8,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from llguidance import regex_to_lark
+
+from lowtide.errors import UsageError
 from lowtide.model_folder.tokenizer import Tokenizer
 from lowtide.parsing import has_thoughts, is_thinking
 from lowtide.parsing.call_forms import CallForm, call_form_of, literal
@@ -33,18 +37,62 @@ BLANKS = r"[ \t\r\n]{1,64}"
 """Between the parts of JSON: without a bound a model may write line breaks until it is cut."""
 
 
-class Expression(NamedTuple):
-    """A form that a request brings. kind: json_schema, regex or lark."""
+MAX_GRAMMAR_CHARS = 256 << 10
+MAX_REGEX_CHARS = 8 << 10
+MAX_DEPTH = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Constraint:
+    """What the text of an answer must be. Raises UsageError for what is too large.
+
+    kind: json_schema, regex or lark.
+    """
 
     kind: str
     text: str
+
+    def __post_init__(self) -> None:
+        if len(self.text) > MAX_GRAMMAR_CHARS:
+            raise UsageError(
+                f"The {self.kind} has {len(self.text)} characters; at most {MAX_GRAMMAR_CHARS} are "
+                "accepted."
+            )
+
+    @classmethod
+    def json_schema(cls, schema: object) -> Constraint:
+        """JSON that a schema allows."""
+        if not isinstance(schema, Mapping):
+            raise UsageError(f"A JSON schema is an object, not {type(schema).__name__}.")
+        check_depth(schema, "The JSON schema")
+        return cls("json_schema", json.dumps(schema))
+
+    @classmethod
+    def json_object(cls) -> Constraint:
+        """Any JSON object."""
+        return cls.json_schema({"type": "object"})
+
+    @classmethod
+    def regex(cls, pattern: str) -> Constraint:
+        """A text that a regular expression of Rust's matches from end to end."""
+        if not 0 < len(pattern) <= MAX_REGEX_CHARS:
+            raise UsageError(
+                f"The regular expression has {len(pattern)} characters; 1 to {MAX_REGEX_CHARS} "
+                "are accepted."
+            )
+        return cls("regex", regex_to_lark(pattern))
+
+    @classmethod
+    def lark(cls, grammar: str) -> Constraint:
+        """A text of a Lark grammar, whose first rule is `start`."""
+        return cls("lark", grammar)
 
 
 class AnswerForm(NamedTuple):
     """What an answer must be. text: what its text must be, None: any; tools: that it may call, and
     with `must_call` does."""
 
-    text: Expression | None
+    text: Constraint | None
     tools: Sequence[Tool]
     must_call: bool
     is_single: bool  # no more than one call
@@ -74,7 +122,7 @@ class LarkText:
         self._others.append({"name": name, "lark_grammar": lark})
         return f"@{name}"
 
-    def expression(self, wanted: Expression | None) -> str:
+    def expression(self, wanted: Constraint | None) -> str:
         """What a text must be."""
         if wanted is None:
             return "TEXT"
@@ -99,6 +147,22 @@ def grammar_text(tokenizer: Tokenizer, prompt_ids: Sequence[int], wanted: Answer
     return lark.whole(f"{thoughts} {_inline(lark, form, wanted)}")
 
 
+def check_depth(value: object, what: str) -> None:
+    """Raises UsageError for JSON that is nested too deeply."""
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        level = [part for each in level for part in _parts(each)]
+        if not level:
+            return
+    raise UsageError(f"{what} is nested more than {MAX_DEPTH} deep; make it flatter.")
+
+
+def _parts(value: object) -> list[object]:
+    if isinstance(value, Mapping):
+        return list(value.values())
+    return list(value) if isinstance(value, list | tuple) else []
+
+
 def enforces_text(tokenizer: Tokenizer, tool: Tool) -> bool:
     """Whether the grammar of a tool's one text can be kept to in the form that a model writes."""
     if only_text(tool) is None or not tool.grammar:
@@ -120,7 +184,8 @@ def _inline(lark: LarkText, form: CallForm, wanted: AnswerForm) -> str:
     text = lark.expression(wanted.text)
     if not wanted.tools:
         return text
-    ones = [form.one(tool, _arguments(lark, form, tool)) for tool in wanted.tools]
+    arguments = _raw_arguments if form.has_raw_texts else _json_arguments
+    ones = [form.one(tool, arguments(lark, tool)) for tool in wanted.tools]
     calls = form.several(lark.rule(" | ".join(ones)), wanted.is_single)
     if wanted.must_call:
         return calls
@@ -139,10 +204,6 @@ def _behind_text(lark: LarkText, form: CallForm, ones: Sequence[str], calls: str
         calls = begin + f"({' | '.join(one.removeprefix(begin) for one in ones)})"
     head = lark.rule(f"TEXT {begin}", "[lazy]")
     return f"({head} {calls.removeprefix(begin)})? {lark.rule('TEXT')}"
-
-
-def _arguments(lark: LarkText, form: CallForm, tool: Tool) -> str:
-    return _raw_arguments(lark, tool) if form.has_raw_texts else _json_arguments(lark, tool)
 
 
 def _json_arguments(lark: LarkText, tool: Tool) -> str:

@@ -1,45 +1,118 @@
-"""Values of a request's JSON: each is refused by its place where it is not of the kind it must be.
+"""Objects of a request's JSON: their values are refused by place where they are of another kind.
 
 Where a body's schema ends, because its form follows from a `type` that may be unknown.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from typing import Any
 
+from lowtide.serve.conversation import joined
 from lowtide.serve.errors import Refusal
 
 MAX_NAME_CHARS = 256
 
 
-def text_at(value: object, where: str) -> str:
-    """Raises Refusal for anything else."""
-    if not isinstance(value, str):
-        raise _refused(where, "a text", value)
-    return value
+@dataclass(frozen=True, slots=True)
+class PlacedObject:
+    """An object and its place in a request. What reads a field raises Refusal for another kind.
+
+    default: in place of a value that is missing, null or empty.
+    """
+
+    fields: Mapping[str, Any]
+    where: str
+
+    def at(self, name: str) -> str:
+        """The place of a field."""
+        return f"{self.where}.{name}"
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """A value of any kind."""
+        value = self.fields.get(name)
+        return value if default is None else value or default
+
+    def text(self, name: str, default: str | None = None) -> str:
+        """A text, perhaps empty."""
+        value = self.get(name, default)
+        if not isinstance(value, str):
+            raise _refused(self.at(name), "a text", value)
+        return value
+
+    def name(self, name: str, default: str | None = None) -> str:
+        """The name of a tool or a call: not empty, at most `MAX_NAME_CHARS` long."""
+        found, place = self.text(name, default), self.at(name)
+        if not 0 < len(found) <= MAX_NAME_CHARS:
+            raise Refusal(f"{place} must have 1 to {MAX_NAME_CHARS} characters.", param=place)
+        return found
+
+    def one_of(self, name: str, known: Collection[str]) -> str:
+        """A text among those that are known."""
+        found, place = self.get(name), self.at(name)
+        if found not in tuple(known):
+            raise Refusal(f"{place} {found!r:.80} is not known.", param=place)
+        return str(found)
+
+    def object(self, name: str, default: Mapping[str, Any] | None = None) -> PlacedObject:
+        """An object in this one."""
+        return object_at(self.get(name, default), self.at(name))
+
+    def objects(self, name: str, default: list[Any] | None = None) -> list[PlacedObject]:
+        """A list of objects."""
+        return objects_at(self.get(name, default), self.at(name))
 
 
-def name_at(value: object, where: str) -> str:
-    """A name of a tool or a call: not empty, at most `MAX_NAME_CHARS` long. Raises Refusal."""
-    name = text_at(value, where)
-    if not 0 < len(name) <= MAX_NAME_CHARS:
-        raise Refusal(f"{where} must have 1 to {MAX_NAME_CHARS} characters.", param=where)
-    return name
-
-
-def object_at(value: object, where: str) -> Mapping[str, Any]:
+def object_at(value: object, where: str) -> PlacedObject:
     """Raises Refusal for anything else."""
     if not isinstance(value, dict):
         raise _refused(where, "an object", value)
-    return value
+    return PlacedObject(value, where)
 
 
-def objects_at(value: object, where: str) -> list[Mapping[str, Any]]:
+def objects_at(value: object, where: str) -> list[PlacedObject]:
     """Raises Refusal for anything but a list of objects."""
     if not isinstance(value, list):
         raise _refused(where, "a list", value)
     return [object_at(one, f"{where}[{i}]") for i, one in enumerate(value)]
+
+
+def words_of(
+    value: object,
+    where: str,
+    parts: str,
+    fields: Mapping[str, str],
+    ignored: list[str] | None = None,
+) -> str:
+    """The words of a message or of a tool's output: a text, or a list of parts that have one.
+
+    parts: what the API calls them; fields: by a part's type, where its text is. ignored: gets the
+    places of other parts, of which the model is told, because an agent sends such an output at
+    every further turn; without it they are refused.
+    """
+    if isinstance(value, str):
+        return value
+    texts = []
+    for part in objects_at(value, where):
+        kind = part.text("type")
+        if kind in fields:
+            texts.append(part.text(fields[kind]))
+        elif ignored is None:
+            raise unsupported(part.where, f"{parts} of type {kind!r:.80}")
+        else:
+            ignored.append(part.at(kind))
+            texts.append(f"[{kind:.80} left out: this model reads text alone]")
+    return joined(texts)
+
+
+def unsupported(where: str, what: str) -> Refusal:
+    """For words that no model here reads."""
+    return Refusal(
+        f"{where}: {what} are not supported; models read text here.",
+        param=where,
+        code="unsupported",
+    )
 
 
 def _refused(where: str, expected: str, value: object) -> Refusal:

@@ -19,15 +19,23 @@ async def merged(
             async for item in source:
                 yield 0, item
         return
-    queue: asyncio.Queue[tuple[int, T] | BaseException | None] = asyncio.Queue()
-    tasks = [
-        asyncio.ensure_future(_pumped(index, source, queue)) for index, source in enumerate(sources)
-    ]
+    queue: asyncio.Queue[tuple[int, T] | Exception | None] = asyncio.Queue()
+
+    async def pump(index: int, source: AsyncGenerator[T, None]) -> None:
+        try:
+            async with aclosing(source):
+                async for item in source:
+                    queue.put_nowait((index, item))
+            queue.put_nowait(None)
+        except Exception as error:
+            queue.put_nowait(error)
+
+    tasks = [asyncio.ensure_future(pump(index, source)) for index, source in enumerate(sources)]
     try:
         num_left = len(tasks)
         while num_left:
             found = await queue.get()
-            if isinstance(found, BaseException):
+            if isinstance(found, Exception):
                 raise found
             if found is None:
                 num_left -= 1
@@ -37,17 +45,3 @@ async def merged(
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def _pumped(
-    index: int,
-    source: AsyncGenerator[T, None],
-    queue: asyncio.Queue[tuple[int, T] | BaseException | None],
-) -> None:
-    try:
-        async with aclosing(source):
-            async for item in source:
-                queue.put_nowait((index, item))
-        queue.put_nowait(None)
-    except Exception as error:
-        queue.put_nowait(error)

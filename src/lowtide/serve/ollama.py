@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from datetime import UTC, datetime
 from typing import Any
 
 from fastapi import APIRouter, Response
@@ -19,9 +18,9 @@ from lowtide.serve.ollama_body import (
     OllamaFields,
     OllamaGenerateBody,
 )
-from lowtide.serve.ollama_lines import OllamaLines
+from lowtide.serve.ollama_lines import OllamaLines, timestamp
 from lowtide.serve.service import Ask, Service
-from lowtide.serve.writers import JsonObject, json_line, json_response, streamed, unstreamed
+from lowtide.serve.writers import JsonObject, answered, json_line, json_response
 
 VERSION = "0.20.0"
 """The version of Ollama's API that is spoken here: editors ask for at least 0.6.4, Codex for at
@@ -78,45 +77,28 @@ def _add_answers(router: APIRouter, service: Service) -> None:
     async def chat(body: OllamaChatBody) -> Response:
         check_name(service, body.model)
         conversation = body.conversation()
-        lines = OllamaLines(service.model_name, is_chat=True)
-        if not conversation.turns:
-            return json_response(lines.loaded())
-        ask = Ask(
-            conversation=conversation,
-            params=body.options.params(),
-            template_options=body.template_options(),
-            constraint=body.constraint(),
-            wants_progress=True,
-            cut_to_room=True,
-        )
-        return _answered(service, body, ask, lines)
+        ask = body.ask(conversation) if conversation.turns else None
+        return _answered(service, body, ask, is_chat=True)
 
     @router.post("/api/generate")
     async def generate(body: OllamaGenerateBody) -> Response:
         check_name(service, body.model)
         body.check()
-        lines = OllamaLines(service.model_name, is_chat=False)
-        if not body.prompt:
-            return json_response(lines.loaded())
-        tokenizer = service.llm.tokenizer
-        is_raw = body.raw or tokenizer is None or not tokenizer.has_chat_template
-        ask = Ask(
-            conversation=None if is_raw else body.conversation(),
-            prompt=body.prompt if is_raw else None,
-            params=body.options.params(),
-            template_options=body.template_options(),
-            constraint=body.constraint(),
-            wants_progress=True,
-            cut_to_room=True,
-        )
-        return _answered(service, body, ask, lines)
+        tokenizer, ask = service.llm.tokenizer, None
+        if body.prompt and (body.raw or tokenizer is None or not tokenizer.has_chat_template):
+            ask = body.ask(None, body.prompt)
+        elif body.prompt:
+            ask = body.ask(body.conversation())
+        return _answered(service, body, ask, is_chat=False)
 
 
-def _answered(service: Service, body: OllamaBody, ask: Ask, lines: OllamaLines) -> Response:
+def _answered(service: Service, body: OllamaBody, ask: Ask | None, is_chat: bool) -> Response:
+    """Where nothing is asked the model is to be loaded, which it is."""
+    lines = OllamaLines(service.model_name, is_chat)
+    if ask is None:
+        return json_response(lines.loaded())
     headers = headers_of(service, service.model_name, body.ignored())
-    if body.stream is False:
-        return unstreamed(service, ask, lines, headers)
-    return streamed(service, ask, lines, headers, json_line, NDJSON)
+    return answered(service, body.stream is not False, ask, lines, headers, json_line, NDJSON)
 
 
 def _add_facts(router: APIRouter, service: Service) -> None:
@@ -152,7 +134,7 @@ def _add_facts(router: APIRouter, service: Service) -> None:
             "details": _details(service),
             "model_info": _model_info(service),
             "capabilities": _capabilities(service),
-            "modified_at": _loaded_at(service),
+            "modified_at": timestamp(service.created),
         }
 
 
@@ -161,7 +143,7 @@ def _model(service: Service) -> JsonObject:
     return {
         "name": service.model_name,
         "model": service.model_name,
-        "modified_at": _loaded_at(service),
+        "modified_at": timestamp(service.created),
         "size": service.llm.plan.full_bytes,
         "digest": hashlib.sha256(service.model_name.encode()).hexdigest(),
         "details": _details(service),
@@ -209,7 +191,3 @@ def _capabilities(service: Service) -> list[str]:
         return ["completion"]
     tools = ["tools"] if tokenizer.template_names("tools") else []
     return ["completion", *tools, *(["thinking"] if has_thoughts(tokenizer) else [])]
-
-
-def _loaded_at(service: Service) -> str:
-    return datetime.fromtimestamp(service.created, UTC).isoformat().replace("+00:00", "Z")

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from lowtide.params import MAX_SEED, SamplingParams
+from lowtide.params import SamplingParams
 from lowtide.parsing.tools import Tool
 from lowtide.serve.agent_api import check_sampling, effort_options
 from lowtide.serve.conversation import Conversation, ToolCall, Turn
 from lowtide.serve.errors import Refusal
-from lowtide.serve.grammar import Constraint, check_depth
-from lowtide.serve.json_fields import name_at, object_at, objects_at, text_at
-from lowtide.serve.openai_fields import MAX_INTEGER, MAX_STOP_CHARS, MAX_STOPS
-
-_ROLES = ("system", "user", "assistant", "tool")
+from lowtide.serve.grammar_text import Constraint, check_depth
+from lowtide.serve.json_fields import PlacedObject, objects_at
+from lowtide.serve.openai_fields import MAX_INTEGER, DrawFields
+from lowtide.serve.service import Ask
 
 
 class OllamaFields(BaseModel):
@@ -35,42 +33,18 @@ class OllamaFields(BaseModel):
         return {name: value for name, value in body.items() if value is not None}
 
 
-class OllamaOptions(OllamaFields):
+class OllamaOptions(OllamaFields, DrawFields):
     """The options that choose words; what is not known is about memory and threads, which are not
     a request's to set."""
 
     num_predict: int | None = Field(None, ge=-2, le=MAX_INTEGER)
-    temperature: float | None = Field(None, ge=0, le=100)
-    top_k: int | None = Field(None, ge=-1, le=MAX_INTEGER)
-    top_p: float | None = Field(None, ge=0, le=1)
-    min_p: float | None = Field(None, ge=0, le=1)
-    seed: int | None = Field(None, ge=-(2**63), le=MAX_SEED)
-    stop: str | list[str] | None = None
-    repeat_penalty: float | None = Field(None, ge=0.01, le=100)
-    presence_penalty: float | None = Field(None, ge=-2, le=2)
-    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    repetition_penalty: float | None = Field(None, ge=0.01, le=100, alias="repeat_penalty")
 
     def params(self) -> SamplingParams:
         """A length of -1 or -2 asks for no end, and gets the default one. Raises Refusal."""
         check_sampling(self.model_extra or {})
-        stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
-        if len(stop) > MAX_STOPS or any(len(each) > MAX_STOP_CHARS for each in stop):
-            raise Refusal(
-                f"options.stop: at most {MAX_STOPS} texts of {MAX_STOP_CHARS} characters.",
-                param="options.stop",
-            )
-        return SamplingParams(
-            max_tokens=self.num_predict if self.num_predict and self.num_predict > 0 else None,
-            temperature=self.temperature,
-            top_k=self.top_k if self.top_k and self.top_k > 0 else None,
-            top_p=self.top_p or None,
-            min_p=self.min_p or None,
-            repetition_penalty=None if self.repeat_penalty == 1 else self.repeat_penalty,
-            presence_penalty=self.presence_penalty or None,
-            frequency_penalty=self.frequency_penalty or None,
-            seed=None if self.seed is None else self.seed % (MAX_SEED + 1),
-            stop=[each for each in stop if each],
-        )
+        length = self.num_predict or 0
+        return replace(self.drawn(length if length > 0 else None), top_p=self.top_p or None)
 
 
 class OllamaBody(OllamaFields):
@@ -83,13 +57,26 @@ class OllamaBody(OllamaFields):
     think: bool | str | None = None
     keep_alive: Any = None
 
-    def template_options(self) -> dict[str, object]:
-        """Whether and how much to think; as the model does where nothing is said."""
-        if self.think is None:
-            return {}
-        return {"enable_thinking": self.think is not False, **effort_options(self.think)}
+    def ask(self, conversation: Conversation | None, prompt: str | None = None) -> Ask:
+        """Raises Refusal or UsageError for what cannot be asked."""
+        thinking = {} if self.think is None else {"enable_thinking": self.think is not False}
+        return Ask(
+            conversation=conversation,
+            prompt=prompt,
+            params=self.options.params(),
+            template_options={**thinking, **effort_options(self.think)},
+            constraint=self._constraint(),
+            wants_progress=True,
+            cut_to_room=True,
+        )
 
-    def constraint(self) -> Constraint | None:
+    def ignored(self) -> list[str]:
+        """What is taken and not used."""
+        options = [f"options.{name}" for name in self.options.model_extra or {}]
+        unused = [] if self.keep_alive is None else ["keep_alive"]
+        return [*unused, *options, *(self.model_extra or {})]
+
+    def _constraint(self) -> Constraint | None:
         """What the answer's text must be. Raises Refusal or UsageError."""
         if self.format in (None, ""):
             return None
@@ -99,23 +86,16 @@ class OllamaBody(OllamaFields):
             raise Refusal('format must be "json" or a JSON schema.', param="format")
         return Constraint.json_schema(self.format)
 
-    def ignored(self) -> list[str]:
-        """What is taken and not used."""
-        options = [f"options.{name}" for name in self.options.model_extra or {}]
-        unused = [] if self.keep_alive is None else ["keep_alive"]
-        return [*unused, *options, *(self.model_extra or {})]
-
 
 class OllamaChatBody(OllamaBody):
     """What `/api/chat` is asked. Without messages the model is to be loaded, which it is."""
 
-    messages: list[Any] = Field(default_factory=list)
-    tools: list[Any] | None = None
+    messages: list[Any] = []
+    tools: list[Any] = []
 
     def conversation(self) -> Conversation:
         """Raises Refusal for what cannot be read, by its place."""
-        declared = enumerate(objects_at(self.tools or [], "tools"))
-        tools = tuple(_tool(tool, f"tools[{i}]") for i, tool in declared)
+        tools = tuple(map(_tool, objects_at(self.tools, "tools")))
         return Conversation(_MessageReader().turns(self.messages), tools)
 
 
@@ -151,41 +131,32 @@ class _MessageReader:
     unanswered: list[ToolCall] = field(default_factory=list)
 
     def turns(self, messages: object) -> tuple[Turn, ...]:
-        each = enumerate(objects_at(messages, "messages"))
-        return tuple(self._turn(message, f"messages[{i}]") for i, message in each)
+        return tuple(map(self._turn, objects_at(messages, "messages")))
 
-    def _turn(self, message: Mapping[str, Any], where: str) -> Turn:
-        role = message.get("role")
-        if role not in _ROLES:
-            raise Refusal(f"{where}.role {role!r:.80} is not known.", param=f"{where}.role")
+    def _turn(self, message: PlacedObject) -> Turn:
+        role = message.one_of("role", ("system", "user", "assistant", "tool"))
         if message.get("images"):
-            raise Refusal(f"{where}.images: models read text here.", param=f"{where}.images")
-        text = text_at(message.get("content") or "", f"{where}.content")
+            place = message.at("images")
+            raise Refusal(f"{place}: models read text here.", param=place)
+        text = message.text("content", "")
         if role == "tool":
-            return Turn(role, text, tool_call_id=self._answered(message, where))
+            return Turn(role, text, tool_call_id=self._answered(message))
         if role != "assistant":
             return Turn(role, text)
-        calls = [
-            self._call(call, f"{where}.tool_calls[{i}]")
-            for i, call in enumerate(objects_at(message.get("tool_calls") or [], where))
-        ]
-        self.unanswered = list(calls)
-        thinking = text_at(message.get("thinking") or "", f"{where}.thinking")
-        return Turn(role, text, thinking, tuple(calls))
+        self.unanswered = [self._call(call) for call in message.objects("tool_calls", [])]
+        return Turn(role, text, message.text("thinking", ""), tuple(self.unanswered))
 
-    def _call(self, call: Mapping[str, Any], where: str) -> ToolCall:
-        function = object_at(call.get("function"), f"{where}.function")
-        name = name_at(function.get("name"), f"{where}.function.name")
-        arguments = object_at(function.get("arguments") or {}, f"{where}.function.arguments")
+    def _call(self, call: PlacedObject) -> ToolCall:
+        function = call.object("function")
+        arguments = json.dumps(function.object("arguments", {}).fields, ensure_ascii=False)
         self.num_calls += 1
-        call_id = name_at(call.get("id") or f"call_{self.num_calls}", f"{where}.id")
-        return ToolCall(call_id, name, json.dumps(arguments, ensure_ascii=False))
+        call_id = call.name("id", f"call_{self.num_calls}")
+        return ToolCall(call_id, function.name("name"), arguments)
 
-    def _answered(self, message: Mapping[str, Any], where: str) -> str:
+    def _answered(self, message: PlacedObject) -> str:
         """The id of the call that an output is of: named, the first of its tool, or the first."""
-        given = message.get("tool_call_id")
-        if given:
-            return name_at(given, f"{where}.tool_call_id")
+        if message.get("tool_call_id"):
+            return message.name("tool_call_id")
         tool = message.get("tool_name") or message.get("name")
         left = [call for call in self.unanswered if call.name == tool] or self.unanswered
         if not left:
@@ -194,10 +165,7 @@ class _MessageReader:
         return left[0].id
 
 
-def _tool(tool: Mapping[str, Any], where: str) -> Tool:
-    function = object_at(tool.get("function"), f"{where}.function")
-    return Tool(
-        name_at(function.get("name"), f"{where}.function.name"),
-        text_at(function.get("description") or "", f"{where}.function.description"),
-        object_at(function.get("parameters") or {}, f"{where}.function.parameters"),
-    )
+def _tool(tool: PlacedObject) -> Tool:
+    function = tool.object("function")
+    parameters = function.object("parameters", {}).fields
+    return Tool(function.name("name"), function.text("description", ""), parameters)

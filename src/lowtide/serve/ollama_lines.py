@@ -87,7 +87,7 @@ class OllamaLines:
         return [self._line("", tool_calls=[_call_object(call)])]
 
     def _line(self, text: str, **words: Any) -> JsonObject:
-        head = {"model": self.model, "created_at": now(), "done": False}
+        head = {"model": self.model, "created_at": timestamp(time.time()), "done": False}
         if not self.is_chat:
             return {**head, "response": text, **words}
         return {**head, "message": {"role": "assistant", "content": text, **words}}
@@ -106,9 +106,9 @@ class OllamaLines:
         }
 
 
-def now() -> str:
-    """The time, as this API writes it."""
-    return datetime.now(UTC).isoformat().replace("+00:00", "Z")
+def timestamp(time_s: float) -> str:
+    """A time, as this API writes it."""
+    return datetime.fromtimestamp(time_s, UTC).isoformat().replace("+00:00", "Z")
 
 
 def _call_object(call: ToolCall) -> JsonObject:

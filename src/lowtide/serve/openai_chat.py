@@ -26,9 +26,11 @@ from lowtide.parsing.pieces import (
     Prefilled,
     Reasoning,
     Text,
+    joined,
 )
+from lowtide.serve.conversation import calls_in
 from lowtide.serve.errors import Refusal, body_of, refusal_of
-from lowtide.serve.grammar import Constraint
+from lowtide.serve.grammar_text import Constraint
 from lowtide.serve.many_answers import merged
 from lowtide.serve.openai_fields import (
     MAX_INTEGER,
@@ -92,42 +94,36 @@ class ChatBody(SamplingFields):
 
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
     max_completion_tokens: int | None = Field(None, ge=1, le=MAX_INTEGER)
-    logprobs: bool | None = None
-    top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
-    tools: Annotated[list[ToolField], Field(max_length=MAX_TOOLS)] | None = None
-    tool_choice: ToolChoice | None = None
-    parallel_tool_calls: bool | None = None
+    logprobs: bool = False
+    top_logprobs: int = Field(0, ge=0, le=MAX_TOP_LOGPROBS)
+    tools: list[ToolField] = Field([], max_length=MAX_TOOLS)
+    tool_choice: ToolChoice = "auto"
+    parallel_tool_calls: bool = True
     response_format: ResponseFormat | None = None
     reasoning_effort: str | None = Field(None, max_length=32)
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: dict[str, Any] = {}
 
     def asks(self) -> list[Ask]:
         """One for each answer. Raises Refusal or UsageError for what cannot be asked."""
         conversation = conversation_of(self.messages, self.tools)
+        if self.top_logprobs and not self.logprobs:
+            raise Refusal("top_logprobs needs logprobs: true.", param="top_logprobs")
+        num_top = self.top_logprobs if self.logprobs else None
         format = self.response_format
         ask = Ask(
             conversation,
-            params=self.sampling(self.max_completion_tokens or self.max_tokens, self._num_top),
+            params=self.sampling(self.max_completion_tokens or self.max_tokens, num_top),
             template_options=self._template_options(),
             tool_choice=chosen_tool(self.tool_choice, conversation),
             constraint=None if format is None else format.constraint(),
-            wants_frames=self.wants_frames,
-            wants_progress=bool(self.return_progress),
-            parallel_calls=self.parallel_tool_calls is not False,
+            wants_frames=bool(self.stream_options.include_drafts),
+            wants_progress=self.return_progress,
+            parallel_calls=self.parallel_tool_calls,
         )
-        return several(ask, self.n or 1)
-
-    @property
-    def _num_top(self) -> int | None:
-        """The likeliest tokens to report; None: no log-probabilities."""
-        if not self.logprobs:
-            if self.top_logprobs:
-                raise Refusal("top_logprobs needs logprobs: true.", param="top_logprobs")
-            return None
-        return self.top_logprobs or 0
+        return several(ask, self.n)
 
     def _template_options(self) -> dict[str, object]:
-        options: dict[str, object] = dict(self.chat_template_kwargs or {})
+        options: dict[str, object] = dict(self.chat_template_kwargs)
         for name in _RESERVED:
             if name in options:
                 raise Refusal(
@@ -274,9 +270,15 @@ async def _whole(reply: ChatReply, pieces: AsyncGenerator[tuple[int, Piece], Non
 
 def _choice(reply: ChatReply, index: int, pieces: Sequence[Piece]) -> dict[str, Any]:
     [end] = [piece for piece in pieces if isinstance(piece, Done)]
-    text = "".join(piece.text for piece in pieces if isinstance(piece, Text))
-    reasoning = "".join(piece.text for piece in pieces if isinstance(piece, Reasoning))
-    calls = calls_of(pieces)
+    text, reasoning = joined(pieces, Text), joined(pieces, Reasoning)
+    calls = [
+        {
+            "id": call.id,
+            "type": "function",
+            "function": {"name": call.name, "arguments": call.arguments},
+        }
+        for call in calls_in(pieces)
+    ]
     message: dict[str, Any] = {"role": "assistant", "content": text if text or not calls else None}
     if reasoning:
         message |= {"reasoning_content": reasoning, "reasoning": reasoning}
@@ -288,18 +290,6 @@ def _choice(reply: ChatReply, index: int, pieces: Sequence[Piece]) -> dict[str, 
     if reply.body.return_token_ids:
         choice["token_ids"] = list(end.token_ids)
     return choice
-
-
-def calls_of(pieces: Sequence[Piece]) -> list[dict[str, Any]]:
-    """The calls of an answer, in the form that messages have."""
-    calls: list[dict[str, Any]] = []
-    for piece in pieces:
-        if isinstance(piece, CallBegun):
-            function = {"name": piece.name, "arguments": ""}
-            calls.append({"id": piece.id, "type": "function", "function": function})
-        elif isinstance(piece, CallArguments):
-            calls[piece.index]["function"]["arguments"] += piece.text
-    return calls
 
 
 def logprob_content(tokens: Sequence[TokenLogprobs], tokenizer: Tokenizer | None) -> dict[str, Any]:

@@ -62,11 +62,6 @@ class CompletionBody(SamplingFields):
             return [self.prompt]
         return list(self.prompt)
 
-    @property
-    def num_each(self) -> int:
-        """Answers to each prompt."""
-        return self.n or 1
-
     def asks(self) -> list[Ask]:
         """One for each answer, prompt by prompt. Raises UsageError for what cannot be asked."""
         params = self.sampling(self.max_tokens or DEFAULT_TOKENS, self.logprobs)
@@ -76,10 +71,10 @@ class CompletionBody(SamplingFields):
             ask = Ask(
                 prompt=prompt,
                 params=replace(params, seed=seed),
-                wants_frames=self.wants_frames,
-                wants_progress=bool(self.return_progress),
+                wants_frames=bool(self.stream_options.include_drafts),
+                wants_progress=self.return_progress,
             )
-            asks += several(ask, self.num_each)
+            asks += several(ask, self.n)
         return asks
 
 
@@ -181,7 +176,7 @@ class _CompletionReply:
         """One for each prompt; none where none was asked for."""
         if not self.body.echo:
             return []
-        return [await self._echo(ask) for ask in self.asks[:: self.body.num_each]]
+        return [await self._echo(ask) for ask in self.asks[:: self.body.n]]
 
     async def _echo(self, ask: Ask) -> Echo:
         token_ids = await self._service.prompt_ids(ask)
@@ -207,8 +202,8 @@ async def _events(
     ends: dict[int, Done] = {}
     try:
         for index, echo in enumerate(await reply.echoes()):
-            for sample in range(reply.body.num_each):
-                place = index * reply.body.num_each + sample
+            for sample in range(reply.body.n):
+                place = index * reply.body.n + sample
                 choice = reply.choice(place, echo.text, echo.logprobs, echo.token_ids)
                 yield event(reply.object([choice]))
         async with aclosing(pieces):
@@ -224,7 +219,7 @@ async def _events(
     options = reply.body.stream_options
     if options is not None and options.include_usage:
         ordered = [ends[index] for index in sorted(ends)]
-        yield event(reply.object([], usage=usage_of(ordered, reply.body.num_each)))
+        yield event(reply.object([], usage=usage_of(ordered, reply.body.n)))
     yield event("[DONE]")
 
 
@@ -259,9 +254,9 @@ async def _whole(
         tokens: list[TokenLogprobs | None] = []
         token_ids: list[int] = []
         if echoes:
-            echo = echoes[index // reply.body.num_each]
+            echo = echoes[index // reply.body.n]
             text, tokens, token_ids = echo.text + text, [*echo.logprobs], [*echo.token_ids]
         new = [token for p in answer if isinstance(p, Logprobs) for token in p.tokens]
         token_ids += [token.token_id for token in new]
         choices.append(reply.choice(index, text, [*tokens, *new], token_ids, end))
-    return json_response(reply.object(choices, usage=usage_of(ends, reply.body.num_each)))
+    return json_response(reply.object(choices, usage=usage_of(ends, reply.body.n)))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -26,6 +25,7 @@ MAX_INTEGER = 2**31 - 1
 MIN_TOP_P = 1e-6  # 0 asks for the likeliest token alone
 
 StopString = Annotated[str, Field(max_length=MAX_STOP_CHARS)]
+OptionName = Annotated[str, Field(max_length=64)]
 
 _NEUTRAL: Mapping[str, object] = {
     "best_of": 1,
@@ -50,40 +50,11 @@ class StreamOptions(BaseModel):
     include_drafts: bool | None = None
 
 
-class DiffusionFields(BaseModel):
-    """How a diffusion model fills its blocks: `DiffusionParams`, by the same names."""
+class DrawFields(BaseModel):
+    """How tokens are drawn, in every API."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+    model_config = ConfigDict(strict=True, allow_inf_nan=False)
 
-    block_length: int | None = None
-    steps: int | None = None
-    threshold: float | None = None
-    remasking: str | None = Field(None, max_length=64)
-    edit_threshold: float | None = None
-    max_post_steps: int | None = None
-    cfg_scale: float | None = None
-    eos_early_stop: bool | None = None
-    eps: float | None = None
-    alg_temp: float | None = None
-    factor: float | None = None
-
-    def params(self) -> DiffusionParams:
-        """Raises UsageError for what is out of range."""
-        return DiffusionParams(**{f.name: getattr(self, f.name) for f in fields(DiffusionParams)})
-
-
-class SamplingFields(BaseModel):
-    """Which model answers, and how it draws tokens."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-
-    model: str | None = Field(None, max_length=512)
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    return_progress: bool | None = None
-    return_token_ids: bool | None = None
-    max_tokens: int | None = Field(None, ge=1, le=MAX_INTEGER)
-    n: int | None = Field(None, ge=1, le=MAX_ANSWERS)
     temperature: float | None = Field(None, ge=0, le=100)
     top_p: float | None = Field(None, ge=0, le=1)
     top_k: int | None = Field(None, ge=-1, le=MAX_INTEGER)
@@ -93,8 +64,40 @@ class SamplingFields(BaseModel):
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     seed: int | None = Field(None, ge=-(2**63), le=MAX_SEED)
     stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOPS)] | None = None
-    ignore_eos: bool | None = None
-    diffusion: DiffusionFields | None = None
+
+    def drawn(self, max_tokens: int | None, **more: Any) -> SamplingParams:
+        """What is asked of each answer; more: further parameters. Raises UsageError for what is
+        out of range."""
+        stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        return SamplingParams(
+            max_tokens=max_tokens,
+            temperature=self.temperature,
+            top_k=self.top_k if self.top_k and self.top_k > 0 else None,
+            top_p=None if self.top_p is None else max(self.top_p, MIN_TOP_P),
+            min_p=self.min_p or None,
+            repetition_penalty=None if self.repetition_penalty == 1 else self.repetition_penalty,
+            presence_penalty=self.presence_penalty or None,
+            frequency_penalty=self.frequency_penalty or None,
+            seed=None if self.seed is None else self.seed % (MAX_SEED + 1),
+            stop=[each for each in stop if each],
+            **more,
+        )
+
+
+class SamplingFields(DrawFields):
+    """Which model answers, and how."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    model: str | None = Field(None, max_length=512)
+    stream: bool | None = None
+    stream_options: StreamOptions = StreamOptions()
+    return_progress: bool = False
+    return_token_ids: bool = False
+    max_tokens: int | None = Field(None, ge=1, le=MAX_INTEGER)
+    n: int = Field(1, ge=1, le=MAX_ANSWERS)
+    ignore_eos: bool = False
+    diffusion: dict[OptionName, Any] = {}
     # Taken and not used: no token depends on them.
     user: Any = None
     metadata: Any = None
@@ -117,27 +120,13 @@ class SamplingFields(BaseModel):
             if value is not None and not (name in _NEUTRAL and _NEUTRAL[name] == value)
         }
 
-    @property
-    def wants_frames(self) -> bool:
-        return bool(self.stream_options and self.stream_options.include_drafts)
-
     def sampling(self, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
         """What is asked of each answer. Raises UsageError for what is out of range."""
-        stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
-        return SamplingParams(
-            max_tokens=max_tokens,
-            temperature=self.temperature,
-            top_k=self.top_k if self.top_k and self.top_k > 0 else None,
-            top_p=None if self.top_p is None else max(self.top_p, MIN_TOP_P),
-            min_p=self.min_p or None,
-            repetition_penalty=None if self.repetition_penalty == 1 else self.repetition_penalty,
-            presence_penalty=self.presence_penalty or None,
-            frequency_penalty=self.frequency_penalty or None,
-            seed=None if self.seed is None else self.seed % (MAX_SEED + 1),
-            stop=[each for each in stop if each],
-            ignore_eos=bool(self.ignore_eos),
+        return self.drawn(
+            max_tokens,
+            ignore_eos=self.ignore_eos,
             logprobs=logprobs,
-            diffusion=DiffusionParams() if self.diffusion is None else self.diffusion.params(),
+            diffusion=DiffusionParams(**self.diffusion),
         )
 
 

@@ -7,26 +7,31 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from lowtide.parsing.tools import Tool
-from lowtide.serve.conversation import Conversation, ToolCall, Turn, joined
+from lowtide.serve.conversation import Conversation, ToolCall, Turn
 from lowtide.serve.errors import Refusal
+from lowtide.serve.json_fields import MAX_NAME_CHARS, unsupported, words_of
 
-Name = Annotated[str, Field(min_length=1, max_length=256)]
 MAX_MESSAGES, MAX_TOOLS, MAX_CALLS, MAX_PARTS = 8192, 512, 256, 1024
 
-_TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+_TEXT_FIELDS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 
 
-class CalledFunction(BaseModel):
+class NamedFunction(BaseModel):
+    """A function, by its name."""
+
+    name: str = Field(min_length=1, max_length=MAX_NAME_CHARS)
+
+
+class CalledFunction(NamedFunction):
     """What a call is of."""
 
-    name: Name
     arguments: str = ""
 
 
 class CallField(BaseModel):
     """A call that an assistant made."""
 
-    id: str = Field("", max_length=256)
+    id: str = Field("", max_length=MAX_NAME_CHARS)
     type: Literal["function"] = "function"
     function: CalledFunction
 
@@ -41,44 +46,28 @@ class ChatMessage(BaseModel):
     reasoning_content: str | None = None
     reasoning: str | None = None
     tool_calls: Annotated[list[CallField], Field(max_length=MAX_CALLS)] | None = None
-    tool_call_id: str | None = Field(None, max_length=256)
+    tool_call_id: str | None = Field(None, max_length=MAX_NAME_CHARS)
 
     def turn(self, where: str) -> Turn:
         """Raises Refusal for what no model here reads, by its place."""
         for name in ("function_call", "audio", "images"):
             if (self.model_extra or {}).get(name):
-                raise _unsupported(f"{where}.{name}")
-        calls = [ToolCall(c.id, c.function.name, c.function.arguments) for c in self.calls]
-        is_answer = self.role == "assistant"
-        return Turn(
-            role="system" if self.role == "developer" else self.role,
-            text=self._text(f"{where}.content"),
-            reasoning=(self.reasoning_content or self.reasoning or "") if is_answer else "",
-            tool_calls=tuple(calls) if is_answer else (),
-            tool_call_id=(self.tool_call_id or "") if self.role == "tool" else "",
-        )
-
-    @property
-    def calls(self) -> list[CallField]:
-        return self.tool_calls or []
-
-    def _text(self, where: str) -> str:
-        if self.content is None or isinstance(self.content, str):
-            return self.content or ""
-        texts = []
-        for index, part in enumerate(self.content):
-            kind = part.get("type")
-            text = part.get(_TEXT_PARTS.get(str(kind), ""))
-            if not isinstance(text, str):
-                raise _unsupported(f"{where}[{index}]", f"parts of type {kind!r:.40}")
-            texts.append(text)
-        return joined(texts)
+                raise unsupported(f"{where}.{name}", "such fields")
+        text = words_of(self.content or "", f"{where}.content", "parts", _TEXT_FIELDS)
+        if self.role == "tool":
+            return Turn(self.role, text, tool_call_id=self.tool_call_id or "")
+        if self.role != "assistant":
+            return Turn("system" if self.role == "developer" else self.role, text)
+        calls = [
+            ToolCall(call.id, call.function.name, call.function.arguments)
+            for call in self.tool_calls or ()
+        ]
+        return Turn(self.role, text, self.reasoning_content or self.reasoning or "", tuple(calls))
 
 
-class DeclaredFunction(BaseModel):
+class DeclaredFunction(NamedFunction):
     """A tool's declaration. `strict` asks for arguments that are certain to be of the schema."""
 
-    name: Name
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
@@ -93,18 +82,8 @@ class ToolField(BaseModel):
     def tool(self) -> Tool:
         """As a conversation has it."""
         declared = self.function
-        return Tool(
-            declared.name,
-            declared.description or "",
-            declared.parameters or {},
-            strict=bool(declared.strict),
-        )
-
-
-class NamedFunction(BaseModel):
-    """The name of a function."""
-
-    name: Name
+        parameters, strict = declared.parameters or {}, bool(declared.strict)
+        return Tool(declared.name, declared.description or "", parameters, strict)
 
 
 class NamedChoice(BaseModel):
@@ -117,27 +96,19 @@ class NamedChoice(BaseModel):
 ToolChoice = Literal["none", "auto", "required"] | NamedChoice
 
 
-def conversation_of(messages: list[ChatMessage], tools: list[ToolField] | None) -> Conversation:
+def conversation_of(messages: list[ChatMessage], tools: list[ToolField]) -> Conversation:
     """Raises Refusal for a message that cannot be read."""
     turns = tuple(message.turn(f"messages[{i}]") for i, message in enumerate(messages))
-    return Conversation(turns, tuple(each.tool() for each in tools or []))
+    return Conversation(turns, tuple(each.tool() for each in tools))
 
 
-def chosen_tool(choice: ToolChoice | None, conversation: Conversation) -> str:
+def chosen_tool(choice: ToolChoice, conversation: Conversation) -> str:
     """auto, none, required or a function's name. Raises Refusal for one that is not declared."""
-    if choice is None or isinstance(choice, str):
+    if isinstance(choice, str):
         if choice == "required" and not conversation.tools:
             raise Refusal("tool_choice is 'required' and there are no tools.", param="tool_choice")
-        return choice or "auto"
+        return choice
     name = choice.function.name
     if name not in {tool.name for tool in conversation.tools}:
         raise Refusal(f"tool_choice names {name!r}, which is no tool.", param="tool_choice")
     return name
-
-
-def _unsupported(where: str, what: str = "no text") -> Refusal:
-    return Refusal(
-        f"{where}: not supported ({what}): models read text here.",
-        param=where,
-        code="unsupported",
-    )

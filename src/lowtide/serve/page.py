@@ -5,7 +5,6 @@ from __future__ import annotations
 import html
 from collections.abc import Mapping
 
-from lowtide.plan import SpeedRange
 from lowtide.serve.service import Service
 
 HEADERS = {
@@ -42,34 +41,23 @@ def page_of(service: Service, stats: Mapping[str, float]) -> str:
 
 def _facts(service: Service, stats: Mapping[str, float]) -> dict[str, str]:
     admission, prediction = service.admission, service.llm.plan.prediction
-    speed = None if prediction is None else prediction.speed
+    predicted, measured, binding = "not measured (lowtide doctor)", "nothing yet", "the device"
+    if prediction is not None and prediction.speed is not None:
+        least, likely, most = prediction.speed
+        predicted = f"{likely:.1f} tokens/s ({least:.1f} to {most:.1f})"
+    if stats.get("committed_tokens"):
+        measured = f"{stats['tokens_per_s']:.1f} tokens/s of passes, prompts included"
+    if prediction is not None and prediction.read_bytes:
+        binding = f"the disk: {prediction.read_bytes_per_token / 2**20:.1f} MiB a token"
+    elif prediction is not None:
+        binding = "memory and processor: every expert is resident"
     return {
         "state": "draining" if service.is_draining else "ready",
         "architecture": service.llm.config.architecture,
         "context": f"{service.context:,} tokens",
         "requests": f"{admission.num_running} running, {admission.num_waiting} waiting",
-        "speed predicted": "not measured (lowtide doctor)" if speed is None else _shown(speed),
-        "speed measured": _measured(stats),
+        "speed predicted": predicted,
+        "speed measured": measured,
         "hit rate of experts": f"{stats.get('hit_rate', 1.0):.1%}",
-        "what binds": _bound(service),
+        "what binds": binding,
     }
-
-
-def _shown(speed: SpeedRange) -> str:
-    return f"{speed.likely:.1f} tokens/s ({speed.least:.1f} to {speed.most:.1f})"
-
-
-def _measured(stats: Mapping[str, float]) -> str:
-    if not stats.get("committed_tokens"):
-        return "nothing yet"
-    return f"{stats['tokens_per_s']:.1f} tokens/s of passes, prompts included"
-
-
-def _bound(service: Service) -> str:
-    """What a pass waits for, as far as the plan knows."""
-    prediction = service.llm.plan.prediction
-    if prediction is None:
-        return "the device"
-    if not prediction.read_bytes:
-        return "memory and processor: every expert is resident"
-    return f"the disk: {prediction.read_bytes_per_token / 2**20:.1f} MiB a token"

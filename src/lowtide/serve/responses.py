@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 from fastapi import APIRouter, Response
@@ -13,16 +12,15 @@ from pydantic import Field
 
 from lowtide.params import SamplingParams, with_published
 from lowtide.serve.agent_api import AgentBody, effort_options, headers_of
-from lowtide.serve.conversation import Conversation, Turn
+from lowtide.serve.conversation import Conversation, Turn, merged
 from lowtide.serve.errors import Refusal
-from lowtide.serve.grammar import Constraint
-from lowtide.serve.json_fields import name_at, object_at, objects_at, text_at
+from lowtide.serve.grammar_text import Constraint
+from lowtide.serve.json_fields import PlacedObject
 from lowtide.serve.openai_fields import MAX_INTEGER, new_id
 from lowtide.serve.responses_events import ResponseEvents
-from lowtide.serve.responses_items import ItemReader, ToolSet, flat_name
+from lowtide.serve.responses_items import ItemReader, ToolSet, called_name
 from lowtide.serve.service import Ask, Service
-from lowtide.serve.turns import merged
-from lowtide.serve.writers import JsonObject, streamed, unstreamed
+from lowtide.serve.writers import JsonObject, answered
 
 _SEALED_THOUGHTS = "reasoning.encrypted_content"
 
@@ -35,26 +33,17 @@ class ResponsesBody(AgentBody):
 
     input: str | list[Any]
     instructions: str | None = None
-    tools: list[Any] | None = None
-    tool_choice: str | dict[str, Any] | None = None
-    parallel_tool_calls: bool | None = None
+    tools: list[Any] = []
+    tool_choice: str | dict[str, Any] = "auto"
+    parallel_tool_calls: bool = True
     max_output_tokens: int | None = Field(None, ge=1, le=MAX_INTEGER)
-    text: dict[str, Any] | None = None
-    reasoning: dict[str, Any] | None = None
-    include: list[str] | None = None
+    text: dict[str, Any] = {}
+    reasoning: dict[str, Any] = {}
+    include: list[str] = []
     previous_response_id: Any = None
     conversation: Any = None
     background: Any = None
     prompt: Any = None
-
-
-@dataclass(frozen=True, slots=True)
-class _ReadBody:
-    """What a request comes to."""
-
-    ask: Ask
-    writer: ResponseEvents
-    headers: dict[str, str]
 
 
 def router_of(service: Service) -> APIRouter:
@@ -63,19 +52,17 @@ def router_of(service: Service) -> APIRouter:
 
     @router.post("/v1/responses")
     async def create_response(body: ResponsesBody) -> Response:
-        read = _read(service, body)
-        if body.stream:
-            return streamed(service, read.ask, read.writer, read.headers)
-        return unstreamed(service, read.ask, read.writer, read.headers)
+        return answered(service, body.stream, *_read(service, body))
 
     return router
 
 
-def _read(service: Service, body: ResponsesBody) -> _ReadBody:
-    """Raises Refusal or UsageError for what cannot be answered."""
+def _read(service: Service, body: ResponsesBody) -> tuple[Ask, ResponseEvents, dict[str, str]]:
+    """What is asked, how it is answered, and what the answer's headers disclose. Raises Refusal or
+    UsageError for what cannot be answered."""
     _check_stateless(body)
     tools = ToolSet()
-    tools.add(body.tools or [], "tools")
+    tools.add(body.tools, "tools")
     reader = ItemReader(tools)
     turns = reader.turns(body.input)
     if not turns:
@@ -86,17 +73,17 @@ def _read(service: Service, body: ResponsesBody) -> _ReadBody:
     ask = Ask(
         conversation=Conversation(merged([*instructions, *turns]), tuple(tools.tools.values())),
         params=params,
-        template_options=effort_options((body.reasoning or {}).get("effort")),
+        template_options=effort_options(body.reasoning.get("effort")),
         tool_choice=choice,
-        constraint=_constraint(body.text or {}),
+        constraint=_constraint(PlacedObject(body.text, "text")),
         wants_progress=True,
         cut_to_room=True,
-        parallel_calls=body.parallel_tool_calls is not False,
+        parallel_calls=body.parallel_tool_calls,
     )
-    seals = _SEALED_THOUGHTS in (body.include or ())
+    seals = _SEALED_THOUGHTS in body.include
     writer = ResponseEvents(_response(service, body, params), tools.forms, seals)
     ignored = [*_ignored(body), *tools.ignored, *reader.ignored]
-    return _ReadBody(ask, writer, headers_of(service, body.model, ignored))
+    return ask, writer, headers_of(service, body.model, ignored)
 
 
 def _check_stateless(body: ResponsesBody) -> None:
@@ -110,34 +97,29 @@ def _check_stateless(body: ResponsesBody) -> None:
             )
 
 
-def _tool_choice(choice: str | dict[str, Any] | None, tools: ToolSet) -> str:
+def _tool_choice(choice: str | dict[str, Any], tools: ToolSet) -> str:
     """As `Ask` has it; of tools that only some are allowed of, the others go. Raises Refusal."""
     if isinstance(choice, dict):
-        kind = choice.get("type")
-        if kind == "allowed_tools":
-            allowed = objects_at(choice.get("tools"), "tool_choice.tools")
-            names = {_chosen(one, f"tool_choice.tools[{i}]") for i, one in enumerate(allowed)}
+        given = PlacedObject(choice, "tool_choice")
+        if given.get("type") == "allowed_tools":
+            names = set(map(_chosen, given.objects("tools")))
             tools.tools = {name: tool for name, tool in tools.tools.items() if name in names}
-            return _tool_choice(text_at(choice.get("mode", "auto"), "tool_choice.mode"), tools)
-        name = _chosen(choice, "tool_choice")
+            return _tool_choice(given.text("mode") if "mode" in choice else "auto", tools)
+        name = _chosen(given)
         if name not in tools.tools:
             raise _no_tool(f"the tool {name!r} that tool_choice names", tools)
         return name
     if choice == "required" and not tools.tools:
         raise _no_tool("any tool, which tool_choice requires", tools)
-    if choice not in (None, "auto", "none", "required"):
+    if choice not in ("auto", "none", "required"):
         raise Refusal(f"tool_choice {choice!r:.80} is not known.", param="tool_choice")
-    return choice or "auto"
+    return choice
 
 
-def _chosen(choice: Any, where: str) -> str:
+def _chosen(choice: PlacedObject) -> str:
     """The flat name of a tool that a choice names; of a provider's own tool its type."""
-    if choice.get("type") not in ("function", "custom"):
-        return text_at(choice.get("type"), f"{where}.type")
-    namespace = choice.get("namespace")
-    if namespace is not None:
-        namespace = name_at(namespace, f"{where}.namespace")
-    return flat_name(name_at(choice.get("name"), f"{where}.name"), namespace)
+    is_ours = choice.get("type") in ("function", "custom")
+    return called_name(choice) if is_ours else choice.text("type")
 
 
 def _no_tool(missing: str, tools: ToolSet) -> Refusal:
@@ -148,28 +130,23 @@ def _no_tool(missing: str, tools: ToolSet) -> Refusal:
     )
 
 
-def _constraint(text: dict[str, Any]) -> Constraint | None:
+def _constraint(text: PlacedObject) -> Constraint | None:
     """What the answer's text must be."""
-    format = object_at(text.get("format") or {"type": "text"}, "text.format")
-    kind = format.get("type")
+    format = text.object("format", {"type": "text"})
+    kind = format.one_of("type", ("text", "json_object", "json_schema"))
     if kind == "text":
         return None
     if kind == "json_object":
         return Constraint.json_object()
-    if kind == "json_schema":
-        return Constraint.json_schema(object_at(format.get("schema"), "text.format.schema"))
-    raise Refusal(f"text.format.type {kind!r:.80} is not known.", param="text.format.type")
+    return Constraint.json_schema(format.object("schema").fields)
 
 
 def _ignored(body: ResponsesBody) -> Iterator[str]:
     """Fields, and parts of fields, that are taken and not used."""
-    used = ["metadata", *([] if body.store else ["store"])]
-    yield from body.ignored(used)
-    yield from (f"text.{name}" for name in sorted(set(body.text or {}) - {"format"}))
-    for name in sorted(set(body.reasoning or {}) - {"effort"}):
-        if (body.reasoning or {})[name] is not None:
-            yield f"reasoning.{name}"
-    yield from (f"include.{name}" for name in body.include or () if name != _SEALED_THOUGHTS)
+    yield from body.ignored(["metadata", *([] if body.store else ["store"])])
+    yield from body.unused_parts("text", ("format",))
+    yield from body.unused_parts("reasoning", ("effort",))
+    yield from (f"include.{name}" for name in body.include if name != _SEALED_THOUGHTS)
 
 
 def _response(service: Service, body: ResponsesBody, params: SamplingParams) -> JsonObject:
@@ -187,19 +164,19 @@ def _response(service: Service, body: ResponsesBody, params: SamplingParams) -> 
         "max_output_tokens": body.max_output_tokens,
         "max_tool_calls": None,
         "model": service.model_name,
-        "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "parallel_tool_calls": body.parallel_tool_calls,
         "presence_penalty": drawn.presence_penalty or 0.0,
         "frequency_penalty": drawn.frequency_penalty or 0.0,
         "previous_response_id": None,
         "prompt_cache_key": None,
-        "reasoning": {"effort": (body.reasoning or {}).get("effort"), "summary": None},
+        "reasoning": {"effort": body.reasoning.get("effort"), "summary": None},
         "safety_identifier": None,
         "service_tier": "default",
         "store": False,
         "temperature": drawn.temperature,
-        "text": {"format": {"type": "text"}} | (body.text or {}),
-        "tool_choice": body.tool_choice or "auto",
-        "tools": [_tool_object(tool) for tool in body.tools or []],
+        "text": {"format": {"type": "text"}} | body.text,
+        "tool_choice": body.tool_choice,
+        "tools": [_tool_object(tool) for tool in body.tools],
         "top_logprobs": 0,
         "top_p": drawn.top_p or 1.0,
         "truncation": "disabled",

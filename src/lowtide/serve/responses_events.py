@@ -7,8 +7,8 @@ that both forms are the same by construction.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
 
 from lowtide.parsing.pieces import (
     CallArguments,
@@ -25,6 +25,33 @@ from lowtide.serve.responses_items import CustomInput, ToolForm, sealed
 from lowtide.serve.writers import JsonObject
 
 
+class _ItemType(NamedTuple):
+    """How items of a type are written.
+
+    prefix: of their ids. events: what those of their text are called. field: where that text is;
+    `text` is in a part of theirs. of_part, of_event: what parts and events have besides.
+    """
+
+    prefix: str
+    events: str
+    field: str = "text"
+    of_part: JsonObject = {}
+    of_event: JsonObject = {}
+
+
+_ITEM_TYPES = {
+    "message": _ItemType(
+        "msg",
+        "output_text",
+        of_part={"annotations": [], "logprobs": []},
+        of_event={"logprobs": []},  # where they are missing, openai-python fails
+    ),
+    "reasoning": _ItemType("rs", "reasoning_text"),
+    "function_call": _ItemType("fc", "function_call_arguments", "arguments"),
+    "custom_tool_call": _ItemType("ctc", "custom_tool_call_input", "input"),
+}
+
+
 class ResponseEvents:
     """Owns one response and the order of its events, each with a `sequence_number`.
 
@@ -35,9 +62,12 @@ class ResponseEvents:
     def __init__(
         self, response: JsonObject, forms: Mapping[str, ToolForm], seals: bool = False
     ) -> None:
-        self.response = response | {"status": "in_progress", "output": []}
+        self._output: list[JsonObject] = []
+        self.response = response | {"status": "in_progress", "output": self._output}
         self._forms, self._seals = forms, seals
-        self._item: _Item | None = None  # that is being written
+        self._item: JsonObject = {}  # that is being written
+        self._texts: list[str] = []  # of it
+        self._input = CustomInput()  # of it, if it is a custom tool's
         self._num_events = 0
         self._prefilled = Prefilled(0, 0)
 
@@ -66,41 +96,58 @@ class ResponseEvents:
         if isinstance(piece, Prefilled):
             self._prefilled = piece
         elif isinstance(piece, Reasoning):
-            if not isinstance(self._item, _Reasoning):
-                yield from self._open(_Reasoning(self._seals))
-            yield from self._more(piece.text)
+            yield from self._in_item("reasoning", piece.text, summary=[], content=[])
         elif isinstance(piece, Text):
-            if not isinstance(self._item, _Message):
-                yield from self._open(_Message())
-            yield from self._more(piece.text)
+            yield from self._in_item("message", piece.text, role="assistant", content=[])
         elif isinstance(piece, CallBegun):
             form = self._forms.get(piece.name, ToolForm(piece.name))
-            item = _CustomCall if form.is_custom else _Call
-            yield from self._open(item(piece, form))
-        elif isinstance(piece, CallArguments):
-            yield from self._more(piece.text)
+            of_call = {"call_id": piece.id, "name": form.name}
+            if form.namespace is not None:
+                of_call["namespace"] = form.namespace
+            kind = "custom_tool_call" if form.is_custom else "function_call"
+            yield from self._open(kind, **of_call, **{_ITEM_TYPES[kind].field: ""})
+        elif isinstance(piece, CallArguments) and self._item:
+            is_custom = self._item["type"] == "custom_tool_call"
+            yield from self._delta(self._input.push(piece.text) if is_custom else piece.text)
         elif isinstance(piece, Done):
             yield from self._end(piece)
 
-    def _open(self, item: _Item) -> Iterator[JsonObject]:
-        yield from self._close("completed")
-        self._item = item
-        self.response["output"].append(item.fields)
-        yield self._of_output("response.output_item.added", item=dict(item.fields))
-        yield from self._all_of_item(item.begin())
+    def _in_item(self, kind: str, text: str, **fields: Any) -> Iterator[JsonObject]:
+        """More of an item of text, which may be a new one."""
+        if self._item.get("type") != kind:
+            yield from self._open(kind, **fields)
+        yield from self._delta(text)
 
-    def _more(self, text: str) -> Iterator[JsonObject]:
-        if self._item is not None:
-            yield from self._all_of_item(self._item.more(text))
+    def _open(self, kind: str, **fields: Any) -> Iterator[JsonObject]:
+        yield from self._close("completed")
+        head = {"id": new_id(f"{_ITEM_TYPES[kind].prefix}_"), "type": kind, "status": "in_progress"}
+        self._item, self._texts, self._input = {**head, **fields}, [], CustomInput()
+        self._output.append(self._item)
+        yield self._of_output("response.output_item.added", item=dict(self._item))
+        yield from self._of_part("added")
+
+    def _delta(self, text: str) -> Iterator[JsonObject]:
+        self._texts.append(text)
+        if text or self._item["type"] != "custom_tool_call":
+            yield self._of_text("delta", delta=text)
 
     def _close(self, status: str) -> Iterator[JsonObject]:
         item = self._item
-        if item is None:
+        if not item:
             return
-        item.fields["status"] = status
-        yield from self._all_of_item(item.end())
-        yield self._of_output("response.output_item.done", item=dict(item.fields))
-        self._item = None
+        item["status"] = status
+        if item["type"] == "custom_tool_call":
+            yield from self._delta(self._input.finish())
+        name, text = _ITEM_TYPES[item["type"]].field, "".join(self._texts)
+        if name != "text":
+            item[name] = text
+        elif item["type"] == "reasoning" and self._seals:
+            item["encrypted_content"] = sealed(text)
+        of_call = {"name": item["name"]} if item["type"] == "function_call" else {}
+        yield self._of_text("done", **of_call, **{name: text})
+        yield from self._of_part("done")
+        yield self._of_output("response.output_item.done", item=dict(item))
+        self._item = {}
 
     def _end(self, done: Done) -> Iterator[JsonObject]:
         is_cut = done.reason == "length"
@@ -115,143 +162,31 @@ class ResponseEvents:
         yield self._of_response(f"response.{status}")
 
     def _of_response(self, kind: str) -> JsonObject:
-        shown = dict(self.response, output=[dict(item) for item in self.response["output"]])
+        shown = dict(self.response, output=[dict(item) for item in self._output])
         return self._numbered({"type": kind, "response": shown})
 
-    def _all_of_item(self, events: Sequence[JsonObject]) -> Iterator[JsonObject]:
-        """Events of the item that is being written, which name it."""
-        for event in events:
-            yield self._of_output(item_id=self._output[-1]["id"], **event)
+    def _of_part(self, ending: str) -> Iterator[JsonObject]:
+        """An event of the one part that an item of text has; other items have none."""
+        form = _ITEM_TYPES[self._item["type"]]
+        if form.field == "text":
+            part = {"type": form.events, "text": "".join(self._texts), **form.of_part}
+            self._item["content"] = [part] if ending == "done" else []
+            kind = f"response.content_part.{ending}"
+            yield self._of_output(kind, item_id=self._item["id"], content_index=0, part=part)
 
-    def _of_output(self, type: str, **fields: Any) -> JsonObject:
-        return self._numbered({"type": type, "output_index": len(self._output) - 1, **fields})
+    def _of_text(self, ending: str, **fields: str) -> JsonObject:
+        form = _ITEM_TYPES[self._item["type"]]
+        place = {"content_index": 0} if form.field == "text" else {}
+        own = {"item_id": self._item["id"], **place, **fields, **form.of_event}
+        return self._of_output(f"response.{form.events}.{ending}", **own)
 
-    @property
-    def _output(self) -> list[JsonObject]:
-        output: list[JsonObject] = self.response["output"]
-        return output
+    def _of_output(self, kind: str, **fields: Any) -> JsonObject:
+        return self._numbered({"type": kind, "output_index": len(self._output) - 1, **fields})
 
     def _numbered(self, event: JsonObject) -> JsonObject:
         event["sequence_number"] = self._num_events
         self._num_events += 1
         return event
-
-
-class _Item:
-    """An item of the output while it is written. fields: as clients get it."""
-
-    def __init__(self, kind: str, id_prefix: str, **fields: Any) -> None:
-        head = {"id": new_id(f"{id_prefix}_"), "type": kind, "status": "in_progress"}
-        self.fields: JsonObject = {**head, **fields}
-        self._texts: list[str] = []
-
-    def begin(self) -> list[JsonObject]:
-        """Events behind the one that it is added with."""
-        return []
-
-    def more(self, text: str) -> list[JsonObject]:
-        """Events of more of its text."""
-        self._texts.append(text)
-        return []
-
-    def end(self) -> list[JsonObject]:
-        """Events before the one that it is done with; its fields are complete then."""
-        raise NotImplementedError
-
-    @property
-    def text(self) -> str:
-        return "".join(self._texts)
-
-
-class _TextItem(_Item):
-    """An item of one part that is text. part_type: also names its events."""
-
-    part_type = ""
-    _of_part: Mapping[str, Any] = {}
-    _of_delta: Mapping[str, Any] = {}
-
-    def begin(self) -> list[JsonObject]:
-        return [{"type": "response.content_part.added", "content_index": 0, "part": self._part()}]
-
-    def more(self, text: str) -> list[JsonObject]:
-        super().more(text)
-        kind = f"response.{self.part_type}.delta"
-        return [{"type": kind, "content_index": 0, "delta": text, **self._of_delta}]
-
-    def end(self) -> list[JsonObject]:
-        part = self._part()
-        self.fields["content"] = [part]
-        kind = f"response.{self.part_type}.done"
-        return [
-            {"type": kind, "content_index": 0, "text": self.text, **self._of_delta},
-            {"type": "response.content_part.done", "content_index": 0, "part": part},
-        ]
-
-    def _part(self) -> JsonObject:
-        return {"type": self.part_type, "text": self.text, **self._of_part}
-
-
-class _Message(_TextItem):
-    part_type = "output_text"
-    _of_part = {"annotations": [], "logprobs": []}
-    _of_delta = {"logprobs": []}  # where they are missing, openai-python fails
-
-    def __init__(self) -> None:
-        super().__init__("message", "msg", role="assistant", content=[])
-
-
-class _Reasoning(_TextItem):
-    part_type = "reasoning_text"
-
-    def __init__(self, seals: bool) -> None:
-        super().__init__("reasoning", "rs", summary=[], content=[])
-        self._seals = seals
-
-    def end(self) -> list[JsonObject]:
-        if self._seals:
-            self.fields["encrypted_content"] = sealed(self.text)
-        return super().end()
-
-
-class _Call(_Item):
-    """A function's call, whose arguments are JSON."""
-
-    def __init__(self, call: CallBegun, form: ToolForm) -> None:
-        super().__init__("function_call", "fc", **_named(call, form), arguments="")
-
-    def more(self, text: str) -> list[JsonObject]:
-        super().more(text)
-        return [{"type": "response.function_call_arguments.delta", "delta": text}]
-
-    def end(self) -> list[JsonObject]:
-        self.fields["arguments"] = self.text
-        kind = "response.function_call_arguments.done"
-        return [{"type": kind, "name": self.fields["name"], "arguments": self.text}]
-
-
-class _CustomCall(_Item):
-    """A custom tool's call, whose input is a text."""
-
-    def __init__(self, call: CallBegun, form: ToolForm) -> None:
-        super().__init__("custom_tool_call", "ctc", **_named(call, form), input="")
-        self._input = CustomInput()
-
-    def more(self, text: str) -> list[JsonObject]:
-        return self._deltas(self._input.push(text))
-
-    def end(self) -> list[JsonObject]:
-        deltas = self._deltas(self._input.finish())
-        self.fields["input"] = self.text
-        return [*deltas, {"type": "response.custom_tool_call_input.done", "input": self.text}]
-
-    def _deltas(self, text: str) -> list[JsonObject]:
-        super().more(text)
-        return [{"type": "response.custom_tool_call_input.delta", "delta": text}] if text else []
-
-
-def _named(call: CallBegun, form: ToolForm) -> dict[str, str]:
-    named = {"call_id": call.id, "name": form.name}
-    return named if form.namespace is None else {**named, "namespace": form.namespace}
 
 
 def _usage(done: Done) -> JsonObject:

@@ -10,15 +10,14 @@ import base64
 import binascii
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from lowtide.parsing.call_json import parsed
 from lowtide.parsing.tools import Tool
-from lowtide.serve.conversation import ToolCall, Turn, joined, unread
+from lowtide.serve.conversation import ToolCall, Turn, joined
 from lowtide.serve.errors import Refusal
-from lowtide.serve.json_fields import name_at, object_at, objects_at, text_at
+from lowtide.serve.json_fields import PlacedObject, objects_at, words_of
 
 _SEALED = "lowtide:"
 
@@ -33,7 +32,8 @@ _CHARACTERS = re.compile(
 _CLOSED = re.compile(r'(?:"\s*\}?\s*|\\[\\u0-9a-fA-F]*)\Z')
 """The end of such a text: its quote and brace, or an escape that was cut."""
 
-_TEXT_PARTS = {"input_text", "output_text", "text", "summary_text", "reasoning_text"}
+_TEXT_PARTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
+_TEXT_FIELDS = {**dict.fromkeys(_TEXT_PARTS, "text"), "refusal": "refusal"}
 
 _HOSTED_ITEMS = {
     "code_interpreter_call",
@@ -72,28 +72,24 @@ class ToolSet:
 
     def add(self, declared: object, where: str, namespace: str | None = None) -> None:
         """Takes a list of tools in the API's form; one that comes again replaces the earlier."""
-        for i, tool in enumerate(objects_at(declared, where)):
-            place = f"{where}[{i}]"
-            kind = text_at(tool.get("type"), f"{place}.type")
+        for tool in objects_at(declared, where):
+            kind = tool.text("type")
             if kind == "namespace" and namespace is None:
-                name = name_at(tool.get("name"), f"{place}.name")
-                self.add(tool.get("tools"), f"{place}.tools", name)
+                self.add(tool.get("tools"), tool.at("tools"), tool.name("name"))
             elif kind in ("function", "custom"):
-                self._add_one(tool, place, namespace)
+                self._add_one(tool, namespace)
             else:
                 self.ignored.append(f"tools.{kind}")
 
-    def _add_one(self, tool: Mapping[str, Any], where: str, namespace: str | None) -> None:
-        is_custom = tool["type"] == "custom"
-        form = ToolForm(name_at(tool.get("name"), f"{where}.name"), namespace, is_custom)
-        description = text_at(tool.get("description") or "", f"{where}.description")
-        if is_custom:
-            shown = _custom_tool(flat_name(form.name, namespace), description, tool, where)
+    def _add_one(self, tool: PlacedObject, namespace: str | None) -> None:
+        form = ToolForm(tool.name("name"), namespace, tool.fields["type"] == "custom")
+        name, description = flat_name(form.name, namespace), tool.text("description", "")
+        if form.is_custom:
+            shown = _custom_tool(name, description, tool.object("format", {}))
         else:
-            parameters = object_at(tool.get("parameters") or {}, f"{where}.parameters")
-            is_strict = tool.get("strict") is True
-            shown = Tool(flat_name(form.name, namespace), description, parameters, is_strict)
-        self.tools[shown.name], self.forms[shown.name] = shown, form
+            parameters = tool.object("parameters", {}).fields
+            shown = Tool(name, description, parameters, tool.get("strict") is True)
+        self.tools[name], self.forms[name] = shown, form
 
 
 def flat_name(name: str, namespace: str | None) -> str:
@@ -101,12 +97,17 @@ def flat_name(name: str, namespace: str | None) -> str:
     return name if not namespace else f"{namespace.rstrip('_')}__{name.lstrip('_')}"
 
 
-def _custom_tool(name: str, description: str, tool: Mapping[str, Any], where: str) -> Tool:
+def called_name(item: PlacedObject) -> str:
+    """The flat name of the tool that a call, or a choice, names."""
+    namespace = None if item.get("namespace") is None else item.name("namespace")
+    return flat_name(item.name("name"), namespace)
+
+
+def _custom_tool(name: str, description: str, format: PlacedObject) -> Tool:
     """A function of one text. The model is told its grammar, and held to a Lark one."""
-    format, grammar = object_at(tool.get("format") or {}, f"{where}.format"), ""
+    grammar = ""
     if format.get("type") == "grammar":
-        syntax = text_at(format.get("syntax"), f"{where}.format.syntax")
-        definition = text_at(format.get("definition"), f"{where}.format.definition")
+        syntax, definition = format.text("syntax"), format.text("definition")
         description = joined(
             [description, f"The input is a text of this grammar ({syntax}):", definition]
         )
@@ -189,86 +190,51 @@ class ItemReader:
         """Raises Refusal for items that cannot be read, by their place."""
         if isinstance(items, str):
             return [Turn("user", items)]
-        read = [
-            self._turn(item, f"input[{i}]") for i, item in enumerate(objects_at(items, "input"))
-        ]
+        read = map(self._turn, objects_at(items, "input"))
         return [turn for turn in read if turn is not None]
 
-    def _turn(self, item: Mapping[str, Any], where: str) -> Turn | None:
+    def _turn(self, item: PlacedObject) -> Turn | None:
         """None for an item that is no turn."""
-        kind = text_at(item.get("type", "message"), f"{where}.type")
+        kind = item.text("type") if "type" in item.fields else "message"
         if kind == "message":
-            role = _ROLES.get(text_at(item.get("role"), f"{where}.role"))
-            if role is None:
-                raise Refusal(f"{where}.role {item['role']!r:.80} is not known.", param=where)
-            return Turn(role, _content(item.get("content"), f"{where}.content"))
+            role = _ROLES[item.one_of("role", _ROLES)]
+            return Turn(role, _words(item.get("content"), item.at("content")))
         if kind == "reasoning":
-            return Turn("assistant", "", _thoughts(item, where))
+            return Turn("assistant", "", _thoughts(item))
         if kind in ("function_call", "custom_tool_call"):
-            return Turn("assistant", "", tool_calls=(_call(item, where),))
+            return Turn("assistant", "", tool_calls=(_call(item),))
         if kind in ("function_call_output", "custom_tool_call_output"):
-            call_id = name_at(item.get("call_id"), f"{where}.call_id")
-            text = _content(item.get("output"), f"{where}.output", self.ignored)
-            return Turn("tool", text, tool_call_id=call_id)
+            text = _words(item.get("output"), item.at("output"), self.ignored)
+            return Turn("tool", text, tool_call_id=item.name("call_id"))
         if kind == "additional_tools":
-            self.tools.add(item.get("tools"), f"{where}.tools")
+            self.tools.add(item.get("tools"), item.at("tools"))
             return None
         if kind in _HOSTED_ITEMS:
-            self.ignored.append(f"{where}.{kind}")
+            self.ignored.append(item.at(kind))
             return None
         raise Refusal(
-            f"{where}: items of type {kind!r:.80} are not supported: nothing is stored here, and "
-            "texts, tool calls and their outputs are what is read.",
-            param=where,
+            f"{item.where}: items of type {kind!r:.80} are not supported: nothing is stored here, "
+            "and texts, tool calls and their outputs are what is read.",
+            param=item.where,
             code="unsupported",
         )
 
 
-def _call(item: Mapping[str, Any], where: str) -> ToolCall:
-    call_id = name_at(item.get("call_id"), f"{where}.call_id")
-    namespace = item.get("namespace")
-    if namespace is not None:
-        namespace = name_at(namespace, f"{where}.namespace")
-    name = flat_name(name_at(item.get("name"), f"{where}.name"), namespace)
-    if item["type"] == "function_call":
-        arguments = text_at(item.get("arguments"), f"{where}.arguments")
-        return ToolCall(call_id, name, arguments or "{}")
-    value = text_at(item.get("input"), f"{where}.input")
-    return ToolCall(call_id, name, json.dumps({"input": value}, ensure_ascii=False))
+def _call(item: PlacedObject) -> ToolCall:
+    if item.fields["type"] == "function_call":
+        arguments = item.text("arguments") or "{}"
+    else:
+        arguments = json.dumps({"input": item.text("input")}, ensure_ascii=False)
+    return ToolCall(item.name("call_id"), called_name(item), arguments)
 
 
-def _thoughts(item: Mapping[str, Any], where: str) -> str:
+def _thoughts(item: PlacedObject) -> str:
     """Thoughts as they were written, if they come back at all; else their summary."""
     for name in ("content", "summary"):
-        text = _content(item.get(name) or [], f"{where}.{name}")
-        if text:
+        if text := _words(item.get(name, []), item.at(name)):
             return text
-    return _unsealed(text_at(item.get("encrypted_content") or "", f"{where}.encrypted_content"))
+    return _unsealed(item.text("encrypted_content", ""))
 
 
-def _content(value: object, where: str, ignored: list[str] | None = None) -> str:
-    """The text of a message or an output: a text, or a list of parts that are texts. ignored: gets
-    the names of other parts, of which the model is told; without it they are refused."""
-    if isinstance(value, str):
-        return value
-    return joined(list(_texts(objects_at(value, where), where, ignored)))
-
-
-def _texts(
-    parts: Iterable[Mapping[str, Any]], where: str, ignored: list[str] | None
-) -> Iterator[str]:
-    for i, part in enumerate(parts):
-        kind = text_at(part.get("type"), f"{where}[{i}].type")
-        if kind == "refusal":
-            yield text_at(part.get("refusal"), f"{where}[{i}].refusal")
-        elif kind in _TEXT_PARTS:
-            yield text_at(part.get("text"), f"{where}[{i}].text")
-        elif ignored is not None:
-            ignored.append(f"{where}[{i}].{kind}")
-            yield unread(kind)
-        else:
-            raise Refusal(
-                f"{where}[{i}]: parts of type {kind!r} are not supported; models read text here.",
-                param=f"{where}[{i}]",
-                code="unsupported",
-            )
+def _words(value: object, where: str, ignored: list[str] | None = None) -> str:
+    return words_of(value, where, "parts", _TEXT_FIELDS, ignored)

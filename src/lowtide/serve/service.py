@@ -21,13 +21,14 @@ from lowtide.errors import UsageError
 from lowtide.params import MAX_SEED, SamplingParams
 from lowtide.parsing import parser_of
 from lowtide.parsing.answer_pieces import AnswerPieces, CompletionTest, PlainText
-from lowtide.parsing.pieces import Done, Logprobs, Piece, Prefilled
+from lowtide.parsing.pieces import Logprobs, Piece, Prefilled
 from lowtide.parsing.tools import Tool
 from lowtide.serve.admission import Admission, QueuePlace
 from lowtide.serve.conversation import Conversation
 from lowtide.serve.errors import Refusal, TimedOut, TooLong
 from lowtide.serve.frames import frame_of
-from lowtide.serve.grammar import Constraint, Grammars, check_kept
+from lowtide.serve.grammar import Grammars, check_kept
+from lowtide.serve.grammar_text import Constraint
 from lowtide.serve.settings import ServeSettings
 
 QUEUED_CONTEXTS = 8
@@ -269,16 +270,6 @@ class _Watch:
         return Served(
             self.reason or "abort", self.num_prompt, self.num_new, queue_s, self._first_s, total_s
         )
-
-
-async def whole(pieces: AsyncGenerator[Piece, None]) -> tuple[list[Piece], Done]:
-    """All pieces of an answer, and the last of them."""
-    async with aclosing(pieces):
-        found = [piece async for piece in pieces]
-    last = found[-1]
-    if not isinstance(last, Done):
-        raise Refusal("The answer ended without its end.", 500, "server_error")
-    return found, last
 
 
 def name_of(model: str) -> str:

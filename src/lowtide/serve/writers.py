@@ -41,28 +41,22 @@ class Writer(Protocol):
         ...
 
 
-def streamed(
+def answered(
     service: Service,
+    is_streamed: bool | None,
     ask: Ask,
     writer: Writer,
     headers: Mapping[str, str],
     encode: Callable[[JsonObject], bytes] | None = None,
     media_type: str = "text/event-stream",
 ) -> Response:
-    """An answer as it is written; by default events that are named by their `type`."""
+    """An answer as it is written, by default as events that are named by their `type`; or whole."""
     encoded = encode or _named_event
 
     async def respond(pieces: AsyncGenerator[Piece, None]) -> Response:
-        parts = _parts(pieces, writer, encoded)
-        return EventStream(parts, lambda: encoded(writer.ping()), media_type, headers)
-
-    return WatchedAnswer(service.answer(ask), respond)
-
-
-def unstreamed(service: Service, ask: Ask, writer: Writer, headers: Mapping[str, str]) -> Response:
-    """A whole answer."""
-
-    async def respond(pieces: AsyncGenerator[Piece, None]) -> Response:
+        if is_streamed:
+            parts = _parts(pieces, writer, encoded)
+            return EventStream(parts, lambda: encoded(writer.ping()), media_type, headers)
         async for piece in pieces:
             writer.take(piece)
         return json_response(writer.whole(), headers)
