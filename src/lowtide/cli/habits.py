@@ -92,15 +92,20 @@ class Verbs(_TakesTexts, TyperGroup):
         if line := _other_flag(name):
             _answer(name, line)
         mine = {option for param in self.params for option in (*param.opts, *ctx.help_option_names)}
-        if name.startswith("-") and name not in mine and _dashed(name, own := _own_flags()) in own:
-            _refuse(f"{name} comes after the verb: lowtide VERB MODEL {name}.")
+        if name.startswith("-") and name not in mine:
+            from lowtide.cli.options import OPTIONS
+
+            own = {flag for option in OPTIONS for flag in (option.flag, option.short) if flag}
+            if _dashed(name, own) in own:
+                _refuse(f"{name} comes after the verb: lowtide VERB MODEL {name}.")
         return super().parse_args(ctx, args)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         found = super().get_command(ctx, cmd_name)
         if found is None and cmd_name in VERBS:
             _answer(cmd_name, VERBS[cmd_name])
-        if found is None and _is_model(cmd_name):
+        is_model = "/" in cmd_name or cmd_name.startswith("demo:") or cmd_name.endswith(".gguf")
+        if found is None and is_model:
             model = shlex.quote(cmd_name)
             ways = f"lowtide generate {model} 'text', or lowtide chat {model}"
             _refuse(f"A verb comes first: {ways}.")
@@ -133,19 +138,9 @@ def _refuse(message: str) -> None:
     raise typer.Exit(EXIT_USAGE)
 
 
-def _own_flags() -> frozenset[str]:
-    from lowtide.cli.options import OPTIONS
-
-    return frozenset(name for option in OPTIONS for name in (option.flag, option.short) if name)
-
-
 def _other_flag(name: str) -> str | None:
     """The line that does what a flag does elsewhere, also where that is written `--with_this`."""
     return FLAGS.get(name.replace("_", "-") if name.startswith("--") else name)
-
-
-def _is_model(name: str) -> bool:
-    return "/" in name or name.startswith("demo:") or name.endswith(".gguf")
 
 
 def _dashed(arg: str, known: Collection[str]) -> str:

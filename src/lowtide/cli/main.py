@@ -17,7 +17,9 @@ def main() -> None:
     """Run the command line; the exit code is 0, 1, 2 (wrong usage), 130 (Ctrl-C), 141 (the
     output's reader has gone) or 143 (SIGTERM)."""
     try:
-        _collect_seldom()
+        # Importing torch makes half a million objects that stay; looking for garbage among them, as
+        # often as Python does by default, takes a tenth of a start's processor time.
+        gc.set_threshold(50_000)
         _open_closed_streams()
         from lowtide.cli.interrupts import hear_signals
 
@@ -33,12 +35,6 @@ def main() -> None:
     finally:
         _forget_interrupt()
         gc.freeze()  # nor at the end: all of it goes with the process
-
-
-def _collect_seldom() -> None:
-    """Importing torch makes half a million objects that stay; looking for garbage among them, as
-    often as Python does by default, takes a tenth of a start's processor time."""
-    gc.set_threshold(50_000)
 
 
 def _run(app: Callable[[], None]) -> None:

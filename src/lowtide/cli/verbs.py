@@ -78,9 +78,7 @@ class _LateVerb(TyperCommand):
         self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any
     ) -> Any:
         """The verb's own; who asks runs the command that is in it."""
-        return self._loaded().make_context(info_name, args, parent=parent, **extra)
-
-    def _loaded(self) -> Any:
         one = typer.Typer(add_completion=False)
         one.command(self.name, cls=Verb)(self.known.load())
-        return typer.main.get_command(one)
+        verb: Any = typer.main.get_command(one)
+        return verb.make_context(info_name, args, parent=parent, **extra)

@@ -19,9 +19,6 @@ from lowtide.serve.grammar_text import check_depth
 from lowtide.serve.openai_fields import SamplingFields
 from lowtide.serve.service import Service
 
-MODEL_HEADER = "x-lowtide-model"
-IGNORED_HEADER = "x-lowtide-ignored"
-
 _MAX_SHOWN = 40  # names in a header
 _NOT_SHOWN = re.compile(r"[^A-Za-z0-9_.:/@\[\]-]")
 
@@ -103,11 +100,11 @@ def headers_of(service: Service, asked_model: str | None, ignored: Iterable[str]
     was taken and not used."""
     headers = {}
     if asked_model != service.model_name:
-        headers[MODEL_HEADER] = _shown(service.model_name)
+        headers["x-lowtide-model"] = _shown(service.model_name)
     names = list(dict.fromkeys(map(_shown, ignored)))
     if names:
         cut = [*names[:_MAX_SHOWN], "..."] if len(names) > _MAX_SHOWN else names
-        headers[IGNORED_HEADER] = ", ".join(cut)
+        headers["x-lowtide-ignored"] = ", ".join(cut)
     return headers
 
 
