@@ -465,7 +465,7 @@ def test_synth_writes_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         asked.update(family=family, size=size, seed=options["seed"])
         out.mkdir()
         (out / "config.json").write_text("{}")
-        options["progress"](1, 2)
+        options["progress"]("writing", 1, 2)
         return out
 
     lab = types.ModuleType("lowtide.lab.synth")
