@@ -129,17 +129,19 @@ def _load_words(
     BLOCK_G: tl.constexpr = BLOCK_K // GROUP
     WORDS: tl.constexpr = unit_size(FORMAT) // 4  # of a group
     word = tl.arange(0, BLOCK_G * WORDS)[:, None]
-    groups = group + tl.arange(0, BLOCK_G)[:, None, None]
+    own_group = tl.arange(0, BLOCK_G)[:, None, None]
     is_word, is_group = is_column[None, :], is_column[None, None, :]
     if FORMAT == MXFP4 or LENGTH % BLOCK_K:
         is_word = is_word & (group + word // WORDS < GROUPS)
-        is_group = is_group & (groups < GROUPS)
+        is_group = is_group & (group + own_group < GROUPS)
     if FORMAT == MXFP4:
-        block = (columns[None, None, :] * GROUPS + groups) * 17
-        scales = tl.load(matrix + block, mask=is_group, other=0)
-        codes = (columns[None, :] * GROUPS + (group + word // WORDS)) * 17 + 1
-        # A word that lies in two aligned ones.
-        places = elements(matrix, tl.uint32) + ((codes >> 2) + word % WORDS)
+        # Four blocks are 17 words, so what is computed of `columns` stays from step to step.
+        base = matrix + group * 17
+        block = (columns[None, None, :] * GROUPS + own_group) * 17
+        scales = tl.load(base + block, mask=is_group, other=0)
+        codes = (columns[None, :] * GROUPS + word // WORDS) * 17 + 1
+        # A word that lies in two aligned ones; behind the last one a slot goes on.
+        places = elements(base, tl.uint32) + ((codes >> 2) + word % WORDS)
         low = tl.load(places, mask=is_word, other=0).to(tl.uint64)
         high = tl.load(places + 1, mask=is_word, other=0).to(tl.uint64)
         words = ((high << 32 | low) >> ((codes & 3) * 8).to(tl.uint64)).to(tl.uint32)
@@ -149,7 +151,7 @@ def _load_words(
         places = elements(matrix, tl.uint32) + (columns[None, :] * ROW + (group * WORDS + word))
         words = tl.load(places, mask=is_word, other=0)
         halves = elements(matrix, tl.float16)
-        halves += columns[None, None, :] * (2 * ROW) + (2 * GROUPS * WORDS + groups)
+        halves += columns[None, None, :] * (2 * ROW) + (2 * GROUPS * WORDS + group + own_group)
         scales = tl.load(halves, mask=is_group, other=0.0)
         found = words, scales, tl.load(halves + GROUPS, mask=is_group, other=0.0)
     return found
