@@ -68,7 +68,7 @@ class ForcedText:
                 )
 
 
-class _Reader:
+class _OfText:
     """Put before a decoder or a sequence, whose further arguments are its own: it has one text."""
 
     def __init__(self, text: ForcedText, on_logits: OnLogits, *others: Any, **options: Any) -> None:
@@ -76,7 +76,7 @@ class _Reader:
         self._text, self._on_logits = text, on_logits
 
 
-class ForcedAutoregressive(_Reader, Autoregressive):
+class ForcedAutoregressive(_OfText, Autoregressive):
     """Reads one text. Its request asks for whole rows of logits (`logprobs`)."""
 
     def _choose_tokens(
@@ -89,7 +89,7 @@ class ForcedAutoregressive(_Reader, Autoregressive):
         return [Choice(int(self._text.token_ids[position]), None)]
 
 
-class ForcedBlockDiffusion(_Reader, BlockDiffusion):
+class ForcedBlockDiffusion(_OfText, BlockDiffusion):
     """Reads one text."""
 
     def _begin(self, request: Request) -> BlockSequence:
@@ -98,7 +98,7 @@ class ForcedBlockDiffusion(_Reader, BlockDiffusion):
         return found
 
 
-class ForcedMaskedDiffusion(_Reader, MaskedDiffusion):
+class ForcedMaskedDiffusion(_OfText, MaskedDiffusion):
     """Reads one text, all behind its prompt as one block."""
 
     def _begin(self, request: Request) -> MaskedSequence:
@@ -107,7 +107,7 @@ class ForcedMaskedDiffusion(_Reader, MaskedDiffusion):
         return found
 
 
-class _ForcedBlocks(_Reader, BlockSequence):
+class _ForcedBlocks(_OfText, BlockSequence):
     """A text, block by block. What is behind its end in the last block stays masked."""
 
     @property
@@ -151,7 +151,7 @@ class _ForcedBlocks(_Reader, BlockSequence):
         self._is_masked[block] = mask[block]
 
 
-class _ForcedMasked(_Reader, MaskedSequence):
+class _ForcedMasked(_OfText, MaskedSequence):
     """A text whose tokens behind the prompt are hidden by one mask after the other."""
 
     @property

@@ -112,14 +112,8 @@ def _fill(spec: TensorSpec, size: SynthSize, config: ModelConfig, names: Names) 
     """
     name = spec.name.removesuffix(".weight")
     part = name.rpartition(".")[2]
-    if part in ("query_layernorm", "key_layernorm", "q_norm", "k_norm"):
-        return partial(Source.constant, value=CHARACTER.qk_gain)
-    if part == "expert_bias":
-        return Source.router_bias
-    if part == "bias" or part.endswith("_bias"):
-        return partial(Source.normal, std=0.1)
-    if part == "sinks":
-        return partial(Source.normal, std=1.0)
+    if (fill := _named_fill(part)) is not None:
+        return fill
     if len(spec.shape) == 1:  # the other norms
         return partial(Source.constant, value=1.0)
     if spec.dtype == mxfp4.TENSOR_DTYPE:
@@ -145,6 +139,17 @@ def _fill(spec: TensorSpec, size: SynthSize, config: ModelConfig, names: Names) 
         # Where no norms do it, queries alone make attention pick fewer positions.
         return partial(Source.normal, std=CHARACTER.qk_gain**2 / math.sqrt(width))
     return partial(Source.normal, std=1 / math.sqrt(width))
+
+
+def _named_fill(part: str) -> Fill | None:
+    """What a tensor holds whose name alone says it, whatever its shape."""
+    if part in ("query_layernorm", "key_layernorm", "q_norm", "k_norm"):
+        return partial(Source.constant, value=CHARACTER.qk_gain)
+    if part == "expert_bias":
+        return Source.router_bias
+    if part == "bias" or part.endswith("_bias"):
+        return partial(Source.normal, std=0.1)
+    return partial(Source.normal, std=1.0) if part == "sinks" else None
 
 
 def _packed_fill(part: str, config: ModelConfig) -> Fill:
