@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from functools import partial
+from itertools import cycle, islice
 from time import perf_counter
 
 import numpy as np
@@ -310,27 +311,20 @@ class DiskStream:
         self._num_slots = min(weights.num_slots, 12)
         self._num_experts = max(4, min(_MAX_EXPERTS, STREAM_BYTES // layout.num_bytes))
         num_layers, num_experts, _ = table.files.shape
-        self._order = np.random.default_rng(0).permutation(num_layers * num_experts).tolist()
-        self._experts_per_layer = num_experts
-        self._next = 0
+        order = np.random.default_rng(0).permutation(num_layers * num_experts)
+        self._order = cycle(divmod(place, num_experts) for place in order.tolist())
 
     def sample(self) -> float:
         """Seconds per expert, in no order that a disk could foresee."""
         tickets: deque[Ticket] = deque()
         start_s = perf_counter()
-        for place in range(self._num_experts):
+        for place, (layer, expert) in enumerate(islice(self._order, self._num_experts)):
             if len(tickets) == self._num_slots:
                 ticket_result(tickets.popleft())
-            layer, expert = divmod(self._next_expert(), self._experts_per_layer)
             tickets.append(self._transfer.start(layer, expert, place % self._num_slots))
         for ticket in tickets:
             ticket_result(ticket)
         return (perf_counter() - start_s) / self._num_experts
-
-    def _next_expert(self) -> int:
-        self._next = (self._next + 1) % len(self._order)
-        expert: int = self._order[self._next]
-        return expert
 
 
 def _take_all(works: deque[Work]) -> None:
