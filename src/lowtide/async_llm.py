@@ -95,11 +95,9 @@ class AsyncLLM(LoadedModel):
         """
         return self._requests(as_prompts(prompts), params, keywords, raw)
 
-    async def events(self, requests: Sequence[Request]) -> AsyncGenerator[Event, None]:
+    def events(self, requests: Sequence[Request]) -> AsyncGenerator[Event, None]:
         """What happens to `requests`, each called by its `id`; events without text."""
-        async with aclosing(async_loop.answers(self._loop, requests)) as events:
-            async for event in events:
-                yield event
+        return async_loop.answers(self._loop, requests)
 
     async def logits(self, token_ids: TokenIds) -> Tensor:
         """As `LLM.logits`."""
