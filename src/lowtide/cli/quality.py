@@ -30,7 +30,6 @@ from lowtide.version import __version__
 if TYPE_CHECKING:
     from lowtide.engine.opening.model import OpenModel
     from lowtide.lab.quality import QualityReport, QualityWork, Row
-    from lowtide.lab.quality_scores import Estimate
 
 DEFAULT_MAX_TOKENS = 64
 MAX_SETTINGS = 512
@@ -75,7 +74,8 @@ def quality(model: ModelName, *, settings: Settings) -> None:
     if settings.flag("save_curve") and not is_text:
         raise UsageError("--save-curve measures on a text: give --text FILE beside --choices.")
     text = read_text(model, settings) if is_text else None
-    ratios = _ratios(str(settings["mask_ratios"]))
+    shares = str(settings["mask_ratios"]).split(",")
+    ratios = tuple(_share(share, "--mask-ratios") for share in shares)
     with redirect_stdout(sys.stderr):
         report, curve = _measured(model, settings, options, rows, text, ratios, asked)
         # What took hours is kept and shown as far as it can be, and a failure told afterwards.
@@ -137,10 +137,6 @@ def _share(text: str, source: str) -> float:
         return float(text)
     except ValueError:
         raise UsageError(f"{source}: expected a share, not {text!r}.") from None
-
-
-def _ratios(text: str) -> tuple[float, ...]:
-    return tuple(_share(part, "--mask-ratios") for part in text.split(","))
 
 
 def _measured(
@@ -283,10 +279,11 @@ def _cells(report: QualityReport, row: Row) -> list[str]:
     if row.comparison is not None and row.passes is not None:
         compared, passes = row.comparison, row.passes
         loss = compared.loss.mean if report.is_diffusion else compared.perplexity
+        error = compared.loss_difference.error
         cells += [
             f"{loss:.3f}",
             f"{compared.loss_difference.mean:+.4f}",
-            _error(compared.loss_difference),
+            "" if error is None else f"{error:.4f}",
             f"{compared.kl.mean:.4f}",
             f"{compared.agreement.mean:.1%}",
             f"{compared.accuracy.mean:.1%}",
@@ -309,10 +306,6 @@ def _is_replaced(report: QualityReport) -> bool:
 
 def _is_moved(report: QualityReport, counter: str) -> bool:
     return any(row.passes is not None and row.passes.per_pass(counter) for row in report.rows)
-
-
-def _error(estimate: Estimate) -> str:
-    return "" if estimate.error is None else f"{estimate.error:.4f}"
 
 
 def _notes(report: QualityReport) -> list[str]:

@@ -209,7 +209,7 @@ async def _events(
     held: dict[int, tuple[TokenLogprobs, ...]] = {}
     try:
         async with aclosing(pieces):
-            for index in range(reply.body.n or 1):
+            for index in range(reply.body.n):
                 yield reply.chunk(index, {"role": "assistant", "content": ""})
             async for index, piece in pieces:
                 if isinstance(piece, Logprobs):
@@ -222,9 +222,8 @@ async def _events(
     except Exception as error:
         yield event(body_of(refusal_of(error), PATH))
         return
-    options = reply.body.stream_options
-    if options is not None and options.include_usage:
-        usage = usage_of(ends, reply.body.n or 1)
+    if reply.body.stream_options.include_usage:
+        usage = usage_of(ends, reply.body.n)
         yield event(reply.object("chat.completion.chunk", [], usage=usage))
     yield event("[DONE]")
 
@@ -259,12 +258,12 @@ def _delta(piece: Text | Reasoning | CallBegun | CallArguments) -> dict[str, Any
 
 
 async def _whole(reply: ChatReply, pieces: AsyncGenerator[tuple[int, Piece], None]) -> Response:
-    answers: list[list[Piece]] = [[] for _ in range(reply.body.n or 1)]
+    answers: list[list[Piece]] = [[] for _ in range(reply.body.n)]
     async for index, piece in pieces:
         answers[index].append(piece)
     ends = [piece for answer in answers for piece in answer if isinstance(piece, Done)]
     choices = [_choice(reply, index, answer) for index, answer in enumerate(answers)]
-    usage = usage_of(ends, reply.body.n or 1)
+    usage = usage_of(ends, reply.body.n)
     return json_response(reply.object("chat.completion", choices, usage=usage))
 
 

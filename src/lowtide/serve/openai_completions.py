@@ -216,8 +216,7 @@ async def _events(
     except Exception as error:
         yield event(body_of(refusal_of(error), PATH))
         return
-    options = reply.body.stream_options
-    if options is not None and options.include_usage:
+    if reply.body.stream_options.include_usage:
         ordered = [ends[index] for index in sorted(ends)]
         yield event(reply.object([], usage=usage_of(ordered, reply.body.n)))
     yield event("[DONE]")
