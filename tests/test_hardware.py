@@ -529,11 +529,13 @@ def test_layers_are_measured_in_passes_of_as_many_rows_as_they_are_named(
     quick: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     passes: set[tuple[int, int]] = set()
+    different: list[int] = []
     forward = Decoder.forward
 
     def seen(model: Decoder, batch: Batch) -> torch.Tensor:
         if not batch.token_ids.is_meta:  # a plan's
             passes.add((len(batch.token_ids), len(batch.segments)))
+            different.append(len(batch.token_ids.unique()))
         return forward(model, batch)
 
     monkeypatch.setattr(Decoder, "forward", seen)
@@ -541,6 +543,7 @@ def test_layers_are_measured_in_passes_of_as_many_rows_as_they_are_named(
     names = [*LAYERS_OF_TOKENS.values(), *LAYERS_OF_BLOCKS.values(), FIRST_ANSWERS]
     assert [rate.name for rate in rates] == names
     assert passes == {(n, n) for n in LAYERS_OF_TOKENS} | {(n, 1) for n in LAYERS_OF_BLOCKS}
+    assert set(LAYERS_OF_TOKENS) <= set(different)  # tokens, which ask for experts of their own
 
 
 def test_a_disk_is_read_with_as_few_reads_at_once_as_are_as_fast() -> None:
