@@ -205,10 +205,10 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[PretendLLM]]:
     in_full = types.SimpleNamespace(memory=PLAN, passes=None, by_format=BY_FORMAT)
     llm.plan_in_full = lambda model, **options: in_full  # type: ignore[attr-defined]
     llm.check_request = lambda *_, **options: None  # type: ignore[attr-defined]
-    decode = types.ModuleType("lowtide.decode.block_diffusion")
+    decode = types.ModuleType("lowtide.decode.request")
     decode.Draft, decode.Committed = Draft, Committed  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "lowtide.llm", llm)
-    monkeypatch.setitem(sys.modules, "lowtide.decode.block_diffusion", decode)
+    monkeypatch.setitem(sys.modules, "lowtide.decode.request", decode)
     monkeypatch.setattr(PretendLLM, "fault", None)
     yield PretendLLM
 
