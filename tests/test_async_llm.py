@@ -48,6 +48,31 @@ def run(work: Any) -> Any:
     return asyncio.run(asyncio.wait_for(work, LIMIT_S))
 
 
+def test_requests_that_are_being_decoded_are_refused_and_go_on(
+    llm: AsyncLLM, expected: Any
+) -> None:
+    long = SamplingParams(max_tokens=900, ignore_eos=True)
+
+    async def refused(requests: Any) -> None:
+        with pytest.raises(UsageError, match="already being decoded"):
+            async for _ in llm.events(requests):
+                raise AssertionError("an event of another's request")
+
+    async def ask() -> None:
+        async with llm:
+            requests = llm.requests([PROMPTS[0]], long)
+            with passes_that_wait(llm):
+                async with aclosing(llm.events(requests)) as first:
+                    await anext(first)
+                    await refused(requests)
+                    await refused(llm.requests([PROMPTS[1]], long) * 2)
+                    await anext(first)
+            [again] = await llm.generate([PROMPTS[0]], PARAMS)
+            assert again.token_ids == expected[0][0]
+
+    run(ask())
+
+
 def test_many_at_once_get_the_answers_they_get_alone(llm: AsyncLLM, expected: Any) -> None:
     async def ask() -> None:
         async with llm:

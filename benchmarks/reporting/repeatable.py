@@ -33,8 +33,8 @@ def is_repeatable(row: Mapping[str, Any]) -> bool:
     An option that a call leaves to its script is no difference, and a call measures what lines of
     fewer lengths or shares have, too.
     """
-    if row["benchmark"] == "gpu":  # which has no settings but the GPU's name
-        return True
+    if row["benchmark"] == "gpu":  # its settings are the stage, and what GPU there is
+        return bool(row["settings"]["stage"] == "short")
     settings = {
         _OPTION_OF.get(name, name): value
         for name, value in row["settings"].items()

@@ -38,7 +38,7 @@ class Fields:
 
         own_names: this file's key for such a name.
         """
-        renamed = Fields(self.values, self.prefix)
+        renamed = Fields(self.values, self.prefix, self.file)
         renamed.asked, renamed._own_names = self.asked, own_names
         return renamed
 
@@ -131,7 +131,7 @@ class Fields:
         return value
 
     def _missing(self, names: tuple[str, ...]) -> ConfigError:
-        return ConfigError(f"config.json has no {self.prefix}{' or '.join(self._own(names))}.")
+        return ConfigError(f"{self.file} has no {self.prefix}{' or '.join(self._own(names))}.")
 
     def _present(self, names: tuple[str, ...]) -> str:
         return next(name for name in self._own(names) if self.values.get(name) is not None)

@@ -42,7 +42,7 @@ class DeviceTier:
         self.costs = costs
         self.close = device.close if close is None else close
         self.early_gate: EarlyGate | None = None
-        self.wave_size = max(1, costs.num_staging // 2)  # the other half arrives meanwhile
+        self.wave_size = max(1, costs.num_staging // 2)  # others arrive meanwhile
         self._away = AwayTime(link.ledger.num_layers)
         # Hits in layers whose experts are all resident: counted where nothing waits for the count.
         self._num_hits = torch.zeros((), dtype=torch.int64, device=device.torch_device)

@@ -260,7 +260,7 @@ def _array(cursor: _Cursor, key: str) -> GgufArray:
     else:
         cursor.need(start + least_bytes)
         cursor.position += least_bytes
-    return GgufArray(kind, count, bytes(cursor.buffer[start : cursor.position]))
+    return GgufArray(kind, count, bytes(memoryview(cursor.buffer)[start : cursor.position]))
 
 
 def _tensor(cursor: _Cursor) -> _Entry:

@@ -25,7 +25,6 @@ MAX_INTEGER = 2**31 - 1
 MIN_TOP_P = 1e-6  # 0 asks for the likeliest token alone
 
 StopString = Annotated[str, Field(max_length=MAX_STOP_CHARS)]
-OptionName = Annotated[str, Field(max_length=64)]
 
 _NEUTRAL: Mapping[str, object] = {
     "best_of": 1,
@@ -84,6 +83,24 @@ class DrawFields(BaseModel):
         )
 
 
+class DiffusionFields(BaseModel):
+    """How a diffusion model fills its blocks: `DiffusionParams`, by the same names."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    block_length: int | None = None
+    steps: int | None = None
+    threshold: float | None = None
+    remasking: str | None = Field(default=None, max_length=64)
+    edit_threshold: float | None = None
+    max_post_steps: int | None = None
+    cfg_scale: float | None = None
+    eos_early_stop: bool | None = None
+    eps: float | None = None
+    alg_temp: float | None = None
+    factor: float | None = None
+
+
 class SamplingFields(DrawFields):
     """Which model answers, and how."""
 
@@ -97,7 +114,7 @@ class SamplingFields(DrawFields):
     max_tokens: int | None = Field(None, ge=1, le=MAX_INTEGER)
     n: int = Field(1, ge=1, le=MAX_ANSWERS)
     ignore_eos: bool = False
-    diffusion: dict[OptionName, Any] = {}
+    diffusion: DiffusionFields = DiffusionFields()
     # Taken and not used: no token depends on them.
     user: Any = None
     metadata: Any = None
@@ -126,7 +143,7 @@ class SamplingFields(DrawFields):
             max_tokens,
             ignore_eos=self.ignore_eos,
             logprobs=logprobs,
-            diffusion=DiffusionParams(**self.diffusion),
+            diffusion=DiffusionParams(**dict(self.diffusion)),
         )
 
 

@@ -241,6 +241,11 @@ class Worker:
         self._num_calls += 1
         try:
             for request in answers.requests:
+                if request.id in self._answers:
+                    raise UsageError(
+                        f"Request {request.id} is already being decoded; make another one with "
+                        "requests()."
+                    )
                 self._decoder.add(replace(request, caller=self._num_calls))
                 self._answers[request.id] = answers
         except BaseException as error:

@@ -72,9 +72,8 @@ def load_library(*sources: Path) -> ctypes.CDLL:
     compiler = find_compiler()
     try:
         path = _private_folder() / f"{_name(sources)}-{_key(sources, compiler)}.so"
-        if _is_whole(path):
-            _note_use(path)
-        else:
+        _note_use(path)  # first: then no other process takes it for an old one
+        if not _is_whole(path):
             _build(sources, compiler, path)
     except OSError as error:
         raise StorageError(
@@ -206,8 +205,8 @@ def _is_whole(path: Path) -> bool:
 
 
 def _note_use(path: Path) -> None:
-    with suppress(OSError):  # a cache that may only be read
-        os.utime(path)
+    with suppress(OSError):  # a cache that may only be read, or has no such file
+        os.utime(path, follow_symlinks=False)
 
 
 def _remove_old(folder: Path) -> None:
