@@ -75,8 +75,8 @@ class ExpertRows:
 
     @classmethod
     def at_host(cls, experts: Tensor, num_experts: int) -> ExpertRows:
-        """Of experts [tokens, k] in host memory, by numpy, whose calls cost least; their `part_of`
-        has no meaning."""
+        """The rows of experts [tokens, k] in host memory, by numpy, whose calls cost least; their
+        `part_of` has no meaning."""
         chosen = experts.numpy().ravel()
         counts = np.bincount(chosen, minlength=num_experts)
         order = chosen.astype(np.int16).argsort(kind="stable")  # by radix, as of 16 bits

@@ -80,7 +80,7 @@ def convert_rows(
 
 
 def _parts(stored: Sequence[Bytes], source: MatrixFormat, start: int, stop: int) -> list[Bytes]:
-    """Of each tensor the bytes of weights `start` to `stop`, whole blocks."""
+    """The bytes of each tensor that hold weights `start` to `stop`, whole blocks."""
     return [
         each[source.num_bytes(start, tensor) : source.num_bytes(stop, tensor)]
         for tensor, each in enumerate(stored)

@@ -98,7 +98,7 @@ class InputGroups(Arranged):
 
     @abstractmethod
     def weight_shape(self, shape: Shape) -> Shape:
-        """Of the int32 that hold the weights of a matrix [out, in]."""
+        """The shape of the int32 that hold the weights of a matrix [out, in]."""
 
     def num_units(self, shape: Shape) -> int:
         return shape[1] // self.group
