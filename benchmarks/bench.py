@@ -1,6 +1,6 @@
 """All measurements behind the pages' numbers, one script after the other, into docs/results/.
 
-`make bench` runs those that need less than 5 GiB of disk and memory, in at most 67 minutes on two
+`make bench` runs those that need less than 5 GiB of disk and memory, in some 50 minutes on two
 quiet cores; `make bench-large` the rest, in some six hours, each after a look at the disk, and what
 a script has put into the cache of models is deleted after it (`--keep`: not). `--list` says what
 takes how long, and what was cut. A script that fails or hangs keeps no other from running, and is
@@ -31,7 +31,7 @@ from lowtide.errors import UsageError
 REPOSITORY = Path(__file__).resolve().parents[1]
 
 
-MAX_MINUTES = 67
+MAX_MINUTES = 60
 """Of all that `make bench` runs, on two quiet cores."""
 LATE = 4
 """A script that takes longer than so many times its minutes and `MORE_MINUTES` is taken to hang."""
@@ -85,13 +85,6 @@ SMALL = (
     Script("hindsight", 4),
     Script("locality", 2, disk_GiB=0),
     Script("prefetch", 4, ("--pieces", "6"), cut="half of the text's pieces"),
-    Script(
-        "buddy",
-        17,
-        ("--tiers", "disk", "--shares", "0.375", "--tokens", "768"),
-        0,
-        "one share of residents, no link; `--large` has them all",
-    ),
     Script("buddy_time", 1, disk_GiB=0),
 )
 LARGE = (
