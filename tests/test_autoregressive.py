@@ -4,10 +4,8 @@ engine against transformers' own generation on small checkpoints of the Ling bod
 from __future__ import annotations
 
 import io
-import itertools
 import random
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +37,6 @@ from lowtide.errors import (
 )
 from lowtide.lab.synth_tokenizer import tokenizer_json
 from lowtide.llm import plan_model
-from lowtide.memory.kv_cache import KVCache
 from lowtide.model_folder.tokenizer import Tokenizer
 from lowtide.parsing.answer_pieces import AnswerPieces, CompletionTest, PlainText
 from lowtide.parsing.pieces import Text, joined
@@ -152,13 +149,6 @@ def test_a_long_prompt_starves_no_answer_and_prompts_end_one_by_one() -> None:
     assert is_all_free(kv_cache)
 
 
-def test_requests_wait_in_order_for_room_for_the_worst_case() -> None:
-    run = Run([make_request(index, max_tokens=29) for index in range(5)], num_tokens=64)
-    starts = list(dict.fromkeys(event.request for event in run.events))
-    assert starts == [0, 1, 2, 3, 4]
-    assert max(run.model.rows) <= 6  # two sequences of 32 tokens at a time
-
-
 def test_free_tokens_in_pieces_are_room_too() -> None:
     lengths = [5, 40, 5, 29]  # new tokens; the last needs the room that the first and third had
     requests = [make_request(index, max_tokens=length) for index, length in enumerate(lengths)]
@@ -167,13 +157,6 @@ def test_free_tokens_in_pieces_are_room_too() -> None:
     assert joined < run.events.index(run.finished[1])
     for request in requests:
         assert run.of(request.id) == Run([request]).of(request.id)
-
-
-def test_what_can_never_run_is_refused() -> None:
-    kv_cache = make_kv_cache(64)
-    decoder = Autoregressive(HashModel(kv_cache, 64), kv_cache, 64)
-    with pytest.raises(PlanError, match="3 prompt tokens and 2147483647 .* it holds 64"):
-        decoder.add(make_request(max_tokens=2**31 - 1))
 
 
 def test_a_stop_is_asked_for_after_every_token() -> None:
@@ -187,15 +170,6 @@ def test_a_stop_is_asked_for_after_every_token() -> None:
     assert [len(tokens) for tokens in asked] == [1, 2, 3, 4, 5]
     assert run.finished[0].finish_reason == "stop"
     assert list(run.finished[0].token_ids) == asked[-1]
-
-
-def test_seeds_make_draws_reproducible() -> None:
-    def answer(seed: int) -> tuple[int, ...]:
-        request = make_request(seed=seed, max_tokens=20, temperature=3.0)
-        return Run([request]).finished[0].token_ids
-
-    assert answer(1) == answer(1)
-    assert len({answer(seed) for seed in range(5)}) == 5
 
 
 # Penalties and log-probabilities
@@ -377,34 +351,6 @@ def test_requests_share_the_context_or_wait(model, expected) -> None:
         check_idle(llm)
 
 
-def test_moved_keys_and_values_give_the_same(model, expected, monkeypatch) -> None:
-    moved = []
-    move = KVCache._move
-    monkeypatch.setattr(
-        KVCache, "_move", lambda cache, kv, start: (moved.append(kv), move(cache, kv, start))
-    )
-    prompts, params = asked()
-    first = replace(params[0], max_tokens=2)  # leaves a piece that is too small for the last
-    with LLM(model, context=608) as llm:
-        answers = llm.generate([prompts[i] for i in (0, 2, 3)], [first, params[2], params[3]])
-        check_idle(llm)
-    wanted = [expected[0][:2], expected[2], expected[3]]
-    assert [completion.token_ids for completion in answers] == wanted
-    assert [kv.num_written >= 520 for kv in moved] == [True]
-
-
-def test_streaming_gives_the_events_and_leaving_early_frees(model, expected) -> None:
-    prompts, params = asked()
-    with LLM(model) as llm:
-        events = list(llm.stream(prompts[0], params[0]))
-        tokens = [t for e in events if isinstance(e, Committed) for t in e.tokens]
-        assert tokens == expected[0] == list(events[-1].token_ids)
-        stream = llm.stream(prompts[2], params[2])
-        assert next(stream) == Prefill(0, 512, 520)
-        stream.close()
-        check_idle(llm)
-
-
 def test_logprobs_belong_to_the_completion(model) -> None:
     params = SamplingParams(max_tokens=4, logprobs=3, ignore_eos=True)
     with LLM(model) as llm:
@@ -416,16 +362,6 @@ def test_logprobs_belong_to_the_completion(model) -> None:
     for row, logprobs in zip(expected, completion.logprobs, strict=True):
         assert [token for token, _ in logprobs.top] == row.topk(3).indices.tolist()
         assert logprobs.logprob == pytest.approx(float(row.max()), abs=1e-4)
-
-
-def test_equal_prompts_differ_by_index_and_one_seed_repeats_all(model) -> None:
-    params = SamplingParams(max_tokens=20, temperature=1.5, seed=8, ignore_eos=True)
-    with LLM(model) as llm:
-        first, second = ([c.token_ids for c in llm.generate([[9, 9]] * 3, params)] for _ in "ab")
-        alone = llm.generate([[9, 9]], SamplingParams(max_tokens=20, temperature=1.5, seed=9,
-                                                      ignore_eos=True))  # fmt: skip
-    assert first == second and len(set(map(tuple, first))) == 3
-    assert alone[0].token_ids == first[1]
 
 
 def test_what_the_model_cannot_honour_is_refused_by_name(model) -> None:
@@ -444,18 +380,6 @@ def test_what_the_model_cannot_honour_is_refused_by_name(model) -> None:
         check_idle(llm)
     with pytest.raises(UnsupportedError, match="block_length 4"):
         LLM(model, block_length=4)
-
-
-def test_a_closed_model_says_so(model) -> None:
-    with LLM(model, context=32) as llm:
-        stream = llm.stream([1], SamplingParams(max_tokens=1))
-    for ask in (
-        lambda: llm.generate([[1]], SamplingParams(max_tokens=1)),
-        lambda: llm.logits([1]),
-        lambda: next(stream),
-    ):
-        with pytest.raises(UsageError, match="closed"):
-            ask()
 
 
 def test_a_model_that_this_machine_cannot_hold_now_is_planned_not_loaded(
@@ -503,37 +427,8 @@ def test_what_names_no_model_is_refused(named) -> None:
         LLM(named)
 
 
-def test_two_answers_take_turns_on_one_model(model, expected) -> None:
-    """Streams that are open at once share the KV cache; what has no room waits for it."""
-    prompts, params = asked()
-    with LLM(model, context=96) as llm:
-        streams = [llm.stream(prompts[i], params[i]) for i in (0, 1)]
-        turns = list(itertools.zip_longest(*streams))
-        for i in (0, 1):
-            [finished] = [turn[i] for turn in turns if isinstance(turn[i], Finished)]
-            assert list(finished.token_ids) == expected[i]
-        for _ in range(3):
-            open_stream = llm.stream(prompts[0], SamplingParams(max_tokens=60, ignore_eos=True))
-            next(open_stream)
-            assert llm.generate(prompts[3], params[3])[0].token_ids == expected[3]
-            next(open_stream)
-            assert len(llm.logits([1] * 96)) == 96
-            open_stream.close()
-
-
 def test_diffusion_models_refuse_what_needs_tokens_one_by_one() -> None:
     params = SamplingParams(max_tokens=8, presence_penalty=1.0, logprobs=0)
     with LLM(GOLDENS / "llada2-a") as llm:
         with pytest.raises(UnsupportedError, match="presence_penalty, logprobs: LLaDA2"):
             llm.generate([[1]], params)
-
-
-def test_the_demo_model_stops_at_a_string() -> None:
-    with LLM("demo:chat", context=256) as llm:
-        [whole] = llm.generate("Sort 93 21 57 40 12", SamplingParams())
-        stop = whole.text[5:8]
-        [cut] = llm.generate("Sort 93 21 57 40 12", SamplingParams(stop=[stop]))
-        check_idle(llm)
-    assert cut.finish_reason == "stop" and cut.text == whole.text[: whole.text.find(stop)]
-    assert cut.token_ids == whole.token_ids[: len(cut.token_ids)]
-    assert len(cut.token_ids) < len(whole.token_ids) - 1

@@ -24,7 +24,6 @@ from whole import decoded, own_events, trajectories_noted
 from lowtide.core import StepKind
 from lowtide.decode.block_diffusion import BlockDiffusion
 from lowtide.decode.request import Draft, Event, Finished, Prefill, Request
-from lowtide.errors import PlanError
 from lowtide.params import DiffusionParams
 
 
@@ -181,20 +180,6 @@ def test_a_stop_is_asked_for_at_each_finished_block() -> None:
     assert [len(tokens) for tokens in asked] == [1, 5]
     assert run.finished[0].finish_reason == "stop"
     assert list(run.finished[0].token_ids) == asked[-1]
-
-
-def test_requests_wait_in_order_for_room() -> None:
-    run = Run([make_request(index, max_tokens=29) for index in range(5)], num_tokens=64)
-    starts = list(dict.fromkeys(event.request for event in run.events))
-    assert starts == [0, 1, 2, 3, 4]
-    assert max(run.model.rows) <= 16  # two sequences of 32 tokens at a time
-
-
-def test_what_can_never_run_is_refused() -> None:
-    kv_cache = make_kv_cache(64)
-    decoder = BlockDiffusion(HashModel(kv_cache, 64), kv_cache, MASK, 64)
-    with pytest.raises(PlanError, match="2147483652 tokens of context, and it holds 64"):
-        decoder.add(make_request(max_tokens=2**31 - 1))
 
 
 @given(requests())

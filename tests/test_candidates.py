@@ -50,13 +50,6 @@ def test_probabilities_that_are_nearly_one_are_told_apart() -> None:
     np.testing.assert_allclose(1 - probability, 49 * np.exp([-30.0, -32.0, -31.0]), rtol=1e-3)
 
 
-def test_equals_of_a_row_are_the_lowest_id_and_a_second_of_the_same() -> None:
-    logits = torch.zeros(1, VOCAB)
-    logits[:, [7, 9]] = 2.0
-    candidates = read(logits, Reading(Sampling()))
-    assert candidates.tokens.tolist() == [7] and candidates.margin.tolist() == [0]
-
-
 @pytest.mark.parametrize("is_measured_as_drawn", [False, True])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
@@ -130,18 +123,6 @@ def test_draws_follow_the_tempered_distribution(is_measured_as_drawn) -> None:
     tokens = read(logits, reading).tokens
     shares = np.bincount(tokens, minlength=6) / num_draws
     np.testing.assert_allclose(shares, (row[0] / 2).softmax(-1), atol=0.025)
-
-
-def test_a_draw_depends_on_seed_position_and_step_alone() -> None:
-    logits = random_logits(1).expand(40, -1)
-    reading = Reading(Sampling(3.0, seed=9))
-    together = read(logits, reading, 5).tokens
-    for position in (0, 7, 39):
-        alone = read_rows(logits[:1].clone(), reading, np.array([position]), 5)
-        assert alone.tokens[0] == together[position]
-    assert read(logits, reading, 6).tokens.tolist() != together.tolist()
-    other = Reading(Sampling(3.0, seed=10))
-    assert read(logits, other, 5).tokens.tolist() != together.tolist()
 
 
 @pytest.mark.parametrize("is_measured_as_drawn", [False, True])

@@ -22,7 +22,7 @@ from lowtide.decode.autoregressive import Autoregressive
 from lowtide.decode.block_diffusion import BlockDiffusion
 from lowtide.decode.masked_diffusion import MaskedDiffusion
 from lowtide.decode.request import Committed, Draft, Event, Finished, Request
-from lowtide.errors import InternalError, NumericError
+from lowtide.errors import InternalError, NumericError, PlanError
 from lowtide.memory.kv_cache import KVCache
 
 
@@ -149,3 +149,21 @@ def test_not_finite_logits_end_the_run_with_an_error(kind: Kind) -> None:
     with pytest.raises(NumericError, match="not finite"):
         decoded(decoder, [kind.tests.make_request(max_tokens=8)])
     assert is_all_free(kv_cache)
+
+
+@each_kind
+def test_requests_wait_in_order_for_room_for_the_worst_case(kind: Kind) -> None:
+    """Of 32 tokens each, in a cache for two of them."""
+    asked = [kind.tests.make_request(index, max_tokens=29) for index in range(5)]
+    alone = kind.tests.Run(asked[:1], **kind.options)
+    run = kind.tests.Run(asked, 64, **kind.options)
+    assert list(dict.fromkeys(event.request for event in run.events)) == [0, 1, 2, 3, 4]
+    assert max(run.model.rows) <= 2 * max(alone.model.rows)
+
+
+@each_kind
+def test_what_can_never_run_is_refused(kind: Kind) -> None:
+    kv_cache = make_kv_cache(64)
+    decoder = kind.decoder(HashModel(kv_cache, 512), kv_cache)
+    with pytest.raises(PlanError, match="it holds 64"):
+        decoder.add(kind.tests.make_request(max_tokens=96))

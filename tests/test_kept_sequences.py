@@ -5,18 +5,16 @@ from __future__ import annotations
 import dataclasses
 from typing import NamedTuple
 
-import numpy as np
 import pytest
-from hash_model import MASK, VOCAB, HashModel, make_kv_cache
+from hash_model import MASK, HashModel, make_kv_cache
 
 from lowtide import DiffusionParams, SamplingParams
 from lowtide.core import Reuse
 from lowtide.decode.autoregressive import Autoregressive
 from lowtide.decode.batch_decoder import BatchDecoder, Model
 from lowtide.decode.block_diffusion import BlockDiffusion
-from lowtide.decode.kept_sequences import MIN_AWAITED_TOKENS, MIN_SHARED_TOKENS
+from lowtide.decode.kept_sequences import MIN_AWAITED_TOKENS
 from lowtide.decode.request import Finished, Request
-from lowtide.files.kept_file import num_common
 from lowtide.memory.kv_cache import KVCache
 
 SYSTEM = [(5 * i + i // 7) % MASK for i in range(200)]
@@ -219,9 +217,3 @@ def test_what_a_failed_pass_left_is_not_taken_over() -> None:
     decoder.step()
     decoder.cancel(request.id)
     assert ask(decoder, AUTOREGRESSIVE, SYSTEM[:100]).num_resumed == 64
-
-
-def test_common_beginnings() -> None:
-    for one, other, expected in (([], [1], 0), ([1, 2], [1, 2, 3], 2), ([1, 2, 3], [1, 5, 3], 1)):
-        assert num_common(np.array(one, np.int64), np.array(other, np.int64)) == expected
-    assert MIN_SHARED_TOKENS < VOCAB

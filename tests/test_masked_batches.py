@@ -16,7 +16,6 @@ from whole import decoded
 from lowtide.core import StepKind
 from lowtide.decode.masked_diffusion import MaskedDiffusion
 from lowtide.decode.request import Committed, Draft, Finished
-from lowtide.errors import PlanError
 from lowtide.layers.batch import Batch
 
 
@@ -178,9 +177,3 @@ def test_steps_of_origin_that_write_nothing_take_no_pass() -> None:
     assert run.finished[0].num_forwards <= 4
     rows = trajectory(request, run.events, MASK)
     assert all(before != after for before, after in zip(rows, rows[1:], strict=False))
-
-
-def test_what_can_never_run_is_refused() -> None:
-    decoder, _ = make_decoder(64, 256)
-    with pytest.raises(PlanError, match="take 80 tokens of context, and it holds 64"):
-        decoder.add(make_request(max_tokens=70, defaults=DREAM))

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from lowtide import LLM, DiffusionParams, SamplingParams
 from lowtide.cli.app import app
 from lowtide.cli.live import LiveView
-from lowtide.cli.passes import pass_caption, steps_table
+from lowtide.cli.passes import pass_caption
 from lowtide.engine.opening.config import EngineConfig
 from lowtide.engine.opening.model import OpenModel, open_model
 from lowtide.engine.planning.passes import MASKED_SHARES, longest_context, plan_passes
@@ -231,9 +231,3 @@ def test_where_nothing_can_be_drawn_is_said(
     monkeypatch.setattr(plotting, "find_spec", lambda name: None)
     with pytest.raises(UnsupportedError, match="matplotlib"):
         check_plot(tmp_path / "passes.svg")
-
-
-def test_a_table_has_a_row_for_each_step(models: dict[str, OpenModel]) -> None:
-    model = models["dream"]
-    passes = plan_passes(model, make_plan(model))
-    assert steps_table(passes.steps, "passes").row_count == len(MASKED_SHARES)
