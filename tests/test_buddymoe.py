@@ -26,7 +26,7 @@ from lowtide.policies.catalogue import CATALOGUE
 from lowtide.policies.presets import parse_options
 from lowtide.policies.reads_ahead import NEARLY_ALL
 from lowtide.policies.receipt import Receipt
-from lowtide.policies.recipe import Recipe, Setting
+from lowtide.policies.recipe import Setting
 from lowtide.policies.substitution import CountedSubstitution, replaced
 from lowtide.replay.host_alone import compare_alone
 from lowtide.replay.simulator import simulate
@@ -290,10 +290,3 @@ def check_the_same(runtime: Seen, replay: Seen) -> None:
 def test_what_is_missing_is_refused() -> None:
     with pytest.raises(UsageError, match="lowtide calibrate --buddies"):
         open_half("cpu")
-
-
-def test_a_lossless_policy_gives_no_receipt() -> None:
-    with LLM(MODEL, device="cpu", context=128) as llm:
-        [completion] = llm.generate([PROMPT], PARAMS)
-    assert completion.usage.receipt is None
-    assert isinstance(CATALOGUE["buddymoe"], Recipe)

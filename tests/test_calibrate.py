@@ -13,8 +13,6 @@ import numpy as np
 import pytest
 import torch
 from common.synth_trace import synth_trace
-from hypothesis import given
-from hypothesis import strategies as st
 from numpy.typing import NDArray
 from policy_facts import COSTS
 from torch import Tensor
@@ -102,9 +100,7 @@ def _inputs(layers: list[tuple[Tensor, Tensor]]) -> list[Tensor]:
     return [x for x, _ in layers]
 
 
-@pytest.mark.parametrize(
-    "family, num_new", [("llada2", 64), ("qwen3_moe", 16), ("mixtral", 16), ("bailing_moe_v2", 16)]
-)
+@pytest.mark.parametrize("family, num_new", [("llada2", 64), ("qwen3_moe", 16)])
 def test_residuals_are_mean_differences_of_gate_inputs(
     models: Path, family: str, num_new: int
 ) -> None:
@@ -229,14 +225,6 @@ def test_top_share_by_hand() -> None:
     assert top_share(np.array([9, 0, 0, 8, 0]), hits, 2) == 1.0  # as many hits as expert 2
     assert top_share(np.array([9, 7, 0, 8, 0]), hits, 4) == 0.5  # two predicted of four
     assert top_share(hits, hits, 8) == 1.0
-
-
-@given(hits=st.lists(st.integers(0, 3), min_size=1, max_size=12), num_top=st.integers(1, 12))
-def test_the_truth_is_the_best_prediction(hits: list[int], num_top: int) -> None:
-    if any(hits):
-        asked = np.array(hits)
-        assert top_share(asked, asked, num_top) == 1.0
-        assert 0.0 <= top_share(asked[::-1], asked, num_top) <= 1.0
 
 
 def make_calibration(seed: int = 0) -> Calibration:

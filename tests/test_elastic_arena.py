@@ -64,29 +64,8 @@ def test_commit_touches_what_was_asked_for_and_nothing_else(group_bytes: int) ->
     assert not arena.array()[2 * group_bytes : 3 * group_bytes].any()
 
 
-def test_release_is_real_and_what_comes_back_is_zero() -> None:
-    arena = make_arena(64)
-    arena.commit(0, arena.num_bytes)
-    arena.bytes.fill_(7)
-    assert physical_bytes(arena) == 128 * MiB
-    assert arena.release(HUGE_PAGE_BYTES, arena.num_bytes) == 126 * MiB
-    assert physical_bytes(arena) == 2 * MiB
-    assert bool((arena.bytes[:HUGE_PAGE_BYTES] == 7).all())
-    arena.commit(0, 2 * HUGE_PAGE_BYTES)
-    assert not arena.array()[HUGE_PAGE_BYTES : 2 * HUGE_PAGE_BYTES].any()
-
-
-def test_spans_are_rounded_outwards_to_commit_and_inwards_to_release() -> None:
+def test_spans_outside_of_an_arena_are_refused() -> None:
     arena = make_arena(4, PAGE)
-    arena.commit(PAGE - 1, PAGE + 1)
-    assert physical_pages(arena).tolist() == [True, True, False, False]
-    assert arena.missing_bytes(0, 2 * PAGE) == 0
-    assert arena.missing_bytes(0, 2 * PAGE + 1) == PAGE
-    assert arena.release(1, 2 * PAGE) == PAGE
-    assert arena.release(0, PAGE - 1) == 0
-    assert physical_pages(arena).tolist() == [True, False, False, False]
-    arena.commit(3, 3)
-    assert arena.committed_bytes == PAGE
     for span in ((-1, 0), (3, 2), (0, 4 * PAGE + 1)):
         with pytest.raises(InternalError, match="are not of"):
             arena.commit(*span)

@@ -179,8 +179,10 @@ def test_thirty_at_once_are_answered_as_one(
     assert max(shares["KV cache"] for shares in watched) > 0
 
 
-@pytest.mark.parametrize("device", ["cpu", "emulated"])
-@pytest.mark.parametrize("form", [{"format": "q4"}, {"format": "q8", "activations": "int8"}])
+@pytest.mark.parametrize(
+    ("device", "form"),
+    [("cpu", {"format": "q4"}), ("emulated", {"format": "q8", "activations": "int8"})],
+)
 def test_rounded_weights_move_as_their_own(
     form: dict[str, Any], device: str, model: Path, watched: list[dict[str, int]]
 ) -> None:

@@ -121,19 +121,6 @@ def test_no_slot_in_use_is_lost() -> None:
     tier.check()
 
 
-def test_tensors_over_a_slot_are_the_same_before_and_after() -> None:
-    """They are made once: they must be good again when the slot is."""
-    tier = Tier(PAGE, 4, 4, 4 * PAGE)
-    weights = tier.arena.tensor(3 * PAGE, (32, 64), torch.bfloat16)
-    weights.fill_(2.0)
-    tier.elastic.shrink(1)
-    tier.elastic.grow(4)
-    assert not weights.any()
-    tier.ledger.bind(0, 0, [tier.ledger.take() for _ in range(4)][3])
-    tier.image(3).fill_(1)
-    assert bool((weights.view(torch.uint8) == 1).all())
-
-
 def test_huge_slots_leave_less_than_one_group_unused() -> None:
     slot_bytes = 9 << 20  # Qwen3-30B's: four and a half groups
     budget = PageBudget(100 << 20)

@@ -20,7 +20,7 @@ from lowtide.core import Curve, MoEShape
 from lowtide.devices.emulated import COMPUTE, HOST, LINK, EmulatedDevice, Span
 from lowtide.devices.emulated_speeds import EmulatedSpeeds, check_emulated_options, emulated_speeds
 from lowtide.errors import DeviceError, UsageError
-from lowtide.experts.device import Device, ExpertGroup
+from lowtide.experts.device import ExpertGroup
 from lowtide.experts.layout import SlotLayout
 from lowtide.experts.rows import ExpertBuffers, ExpertRows
 from lowtide.experts.slots import ExpertSlots
@@ -113,12 +113,6 @@ def compute(layer: Layer, expert: int, weights: ExpertSlots, slot: int) -> None:
 def spans_of(device: EmulatedDevice, stream: str) -> list[Span]:
     assert device.timeline is not None
     return [span for span in device.timeline if span.stream == stream]
-
-
-def test_it_is_a_device(device: EmulatedDevice) -> None:
-    made: Device = device
-    assert (made.name, made.torch_device, made.num_slots) == ("emulated", torch.device("cpu"), 3)
-    assert device.describe().startswith("emulated: link ")
 
 
 @pytest.mark.invariant
@@ -491,13 +485,6 @@ def test_more_tokens_never_take_less_time() -> None:
         curve = emulated_speeds({}, layout, shape, torch.float32).device_s
         seconds = curve(2 ** np.arange(12))
         assert (np.diff(seconds) >= 0).all() and seconds[0] > 0
-
-
-def test_good_options_are_read() -> None:
-    options = {"link_GBps": "1.5", "link_latency_us": "0", "host_slowdown": "1e1"}
-    values = {"link_GBps": 1.5, "link_latency_us": 0.0, "host_slowdown": 10.0}
-    assert check_emulated_options(options) == values
-    assert check_emulated_options({}) == {}
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -14,23 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lowtide.config import Yarn
-from lowtide.kernels.reference import REFERENCE
 from lowtide.layers import causal_attention
 from lowtide.layers.batch import Segment
 from lowtide.layers.causal_attention import CAUSAL_ROWS
-from lowtide.layers.linear import Linear
-from lowtide.layers.rotary import Rotary
 from lowtide.layers.router import SoftmaxRouter
-from lowtide.memory.arena import Arena
 from lowtide.memory.kv_cache import KVCache, storage_shape
-from lowtide.memory.workspace import Registrar, Workspace
+from lowtide.memory.workspace import Registrar
 from lowtide.threads.executor import Executor, InlineExecutor
-
-
-def workspace() -> Workspace:
-    return Workspace(Arena(64 << 20).bytes)
-
 
 # Causal attention
 
@@ -99,22 +88,6 @@ def test_heads_on_threads_give_the_same_bits(
     torch.testing.assert_close(outs[0].double(), expected, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("block_length", [1, 8])
-def test_a_latent_is_key_and_value_at_once(block_length: int) -> None:
-    storage = torch.zeros(storage_shape(2, 1, 12, 64, num_arrays=1))
-    assert storage.shape == (2, 1, 1, 64, 12)
-    cache = KVCache(storage)
-    query, latent = randn(40, 6, 12), randn(40, 1, 12, seed=1)
-    kv, out = cache.allocate(40), torch.empty(40, 6, 12)
-    segment = Segment(0, 40, 0, block_length, kv)
-    attention(1, query, latent, latent, [segment], cache, on_this_thread(), out, scale=0.3)
-    seen = cache.read(1, kv, 40)
-    assert all(torch.equal(x.transpose(0, 1), latent) for x in seen)
-    if block_length == 1:
-        expected = causal(query, latent, latent, 0, 0.3)
-        torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=1e-5)
-
-
 def test_registered_bytes_hold_for_any_number_of_causal_rows() -> None:
     """The largest pass is registered; every smaller one takes no more of the workspace."""
     cache = KVCache(torch.zeros(storage_shape(1, 2, 8, 512), device="meta"))
@@ -170,50 +143,3 @@ def test_a_float32_router_widens_its_input() -> None:
     _, weights = SoftmaxRouter(on_this_thread(), weight, 2, normalise=False).route(x, [])
     expected = (x.float() @ weight.T).softmax(-1).topk(2).values.sum(-1)
     torch.testing.assert_close(weights.sum(-1), expected)
-
-
-# Rotations
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_pairs_turn_together(dtype: torch.dtype) -> None:
-    x, positions = randn(5, 3, 8, dtype=dtype), torch.tensor([0, 1, 2, 50, 50])
-    expected = x.double()
-    for row, position in enumerate(positions.tolist()):
-        for i in range(4):
-            angle = position * 1e4 ** (-i / 4)
-            even, odd = x[row, :, 2 * i].double(), x[row, :, 2 * i + 1].double()
-            expected[row, :, 2 * i] = even * math.cos(angle) - odd * math.sin(angle)
-            expected[row, :, 2 * i + 1] = odd * math.cos(angle) + even * math.sin(angle)
-    buffers = workspace()
-    rotation = Rotary(8, 1e4, x.device).rotation(positions, torch.float32, buffers)
-    REFERENCE.rotate_pairs(x, rotation, buffers)
-    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
-    torch.testing.assert_close(x.double(), expected, atol=tolerance, rtol=tolerance)
-
-
-def test_yarn_keeps_fast_dimensions_and_slows_the_slow_ones() -> None:
-    yarn = Yarn(factor=8.0, original_positions=256, beta_fast=32, beta_slow=1, amplitude=1.5)
-    plain = Rotary(64, 1e4, torch.device("cpu"))._inv_freq
-    rotary = Rotary(64, 1e4, torch.device("cpu"), yarn)
-    ratio = plain / rotary._inv_freq
-    turns = 256 * plain / (2 * math.pi)
-    assert (ratio[turns > 40] == 1).all()
-    torch.testing.assert_close(ratio[turns < 0.7], torch.full_like(ratio[turns < 0.7], 8.0))
-    assert (ratio.diff() >= -1e-6).all()
-    cos, sin = rotary.rotation(torch.tensor([0, 9]), torch.float32, workspace())
-    torch.testing.assert_close(cos.square() + sin.square(), torch.full_like(cos, 2.25))
-
-
-# Biased products
-
-
-@pytest.mark.parametrize("num_threads", [1, 3])
-def test_a_biased_product(num_threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lowtide.layers.linear.SPLIT_BYTES", 1)
-    weight, bias, x = randn(150, 8), randn(150, seed=1), randn(5, 8, seed=2)
-    executor = InlineExecutor()
-    executor.num_threads = num_threads
-    out = torch.empty(5, 150)
-    Linear(weight, on_this_thread(executor=executor), bias).forward(x, out)
-    torch.testing.assert_close(out, x @ weight.T + bias)

@@ -131,22 +131,6 @@ def library() -> ctypes.CDLL:
     return load_kernels()
 
 
-@pytest.mark.parametrize("stored", FORMATS, ids=lambda each: each.ggml_name)
-def test_compiled_bits_are_those_of_the_plain_twin(
-    stored: GgmlFormat, library: ctypes.CDLL
-) -> None:
-    num_variants = PackedOperators(library).num_variants
-    for seed, std in ((0, 0.05), (1, 30.0), (2, 1e-6)):  # the last with scales below normal ones
-        blocks = random_blocks((5, 512), kind_of(stored), seed, std)
-        matrix = stored.matrix([torch.from_numpy(blocks).reshape(-1)], (5, 512))
-        expected = torch.empty(5, 512, dtype=torch.bfloat16)
-        REFERENCE.unpack(matrix, expected)
-        for variant in range(num_variants):
-            out = torch.empty_like(expected)
-            PackedOperators(library, variant).unpack(matrix, out)
-            assert torch.equal(out.view(torch.int16), expected.view(torch.int16))
-
-
 def test_compiled_bits_of_any_blocks(library: ctypes.CDLL) -> None:
     """Scales that are infinities or below normal ones, too; what is no number is none in both."""
     num_variants = PackedOperators(library).num_variants

@@ -138,17 +138,6 @@ def test_no_preset_budget_or_prefetch_changes_a_bit(
         case.check(llm)  # warm: what the policy has moved by now makes no difference either
 
 
-@pytest.mark.parametrize("policy", sorted(set(preset_names()) - {"resident"}))
-def test_every_preset_with_a_part_on_the_device_and_a_part_on_disk(
-    diffusion: Case, policy: str
-) -> None:
-    with diffusion.open(policy, 0.4, 0.4) as llm:
-        diffusion.check(llm)
-        stats = llm.stats()
-    assert stats["num_misses"] > 0
-    assert stats["num_on_host"] + stats["num_fetched"] + stats["num_prefetched"] > 0
-
-
 def test_everything_resident_needs_nothing_of_the_host(diffusion: Case) -> None:
     with diffusion.open("resident", 1.0) as llm:
         diffusion.check(llm)

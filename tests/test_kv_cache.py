@@ -147,25 +147,6 @@ def test_memory_grows_with_the_sequences(tmp_path: Path) -> None:
         assert resident_bytes() - before_bytes < 32 << 20
 
 
-def test_what_is_written_is_read_back_and_nothing_else() -> None:
-    generator = torch.Generator().manual_seed(0)
-    cache = make_cache(64, num_layers=2, kv_heads=3)
-    first, second = cache.allocate(20), cache.allocate(16)
-    keys, values = (torch.randn(2, 20, 3, 4, generator=generator) for _ in range(2))
-    others = torch.randn(16, 3, 4, generator=generator)
-    for layer in (0, 1):
-        cache.write(layer, first, 0, keys[layer, :13], values[layer, :13])
-        cache.write(layer, first, 13, keys[layer, 13:], values[layer, 13:])
-    cache.write(1, second, 0, others, -others)
-    for layer in (0, 1):
-        for num_tokens in (0, 13, 20):
-            read_keys, read_values = cache.read(layer, first, num_tokens)
-            assert torch.equal(read_keys, keys[layer, :num_tokens].transpose(0, 1))
-            assert torch.equal(read_values, values[layer, :num_tokens].transpose(0, 1))
-    assert not cache.read(0, second, 16)[0].any()
-    assert torch.equal(cache.read(1, second, 16)[1], -others.transpose(0, 1))
-
-
 def test_reading_copies_nothing() -> None:
     storage = torch.zeros(storage_shape(1, 1, 4, 32))
     cache = KVCache(storage)

@@ -14,7 +14,7 @@ import pytest
 pytest.importorskip("triton")
 
 import torch
-from late_cuda import CUDA, CudaTensor, LateGpu, late_cuda
+from late_cuda import LateGpu, late_cuda
 
 from lowtide.core import Costs, Curve, Facts, MoEShape, RoutedTokens
 from lowtide.devices import cuda
@@ -464,29 +464,3 @@ def test_costs_are_measured_from_pinned_memory(monkeypatch: pytest.MonkeyPatch) 
     assert pinned.num_bytes == 0
     costs = measured.costs()
     assert costs.link_s > 0 and costs.sync_s > 0 and costs.device_s.at(8) > 0
-
-
-@pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[LateGpu]:
-    with late_cuda(monkeypatch) as gpu:
-        yield gpu
-
-
-def test_work_is_done_when_it_is_waited_for(gpu: LateGpu) -> None:
-    host = torch.empty(4, pin_memory=True)
-    host.fill_(1.0)
-    there = torch.zeros(4, device=CUDA)
-    assert isinstance(there, CudaTensor)
-    there.copy_(host, non_blocking=True)
-    host.fill_(2.0)  # too early: the copy was only queued
-    assert there.cpu().tolist() == [2.0] * 4
-
-
-def test_devices_are_not_mixed(gpu: LateGpu) -> None:
-    there, here = torch.zeros(4, device=CUDA), torch.zeros(4)
-    with pytest.raises(AssertionError, match="mixes"):
-        there + here
-    with pytest.raises(AssertionError, match="not pinned"):
-        there.copy_(here, non_blocking=True)
-    with pytest.raises(AssertionError, match="address"):
-        there.data_ptr()

@@ -4,44 +4,31 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
 import torch
-import torch.nn.functional as F
 from computing import Threads, Watched, attention, on_this_thread, plain_attention, randn
 from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lowtide.core import Costs, MoEShape, Step, StepKind
-from lowtide.experts.host_executor import HostExpertExecutor
-from lowtide.experts.host_tier import HostTier
-from lowtide.experts.layout import SlotLayout
-from lowtide.experts.registrar import ExpertRegistrar
 from lowtide.experts.rows import Routing
-from lowtide.experts.runtime import ExpertRuntime
-from lowtide.experts.slots import ExpertSlots, SlotLedger
 from lowtide.kernels.choice import choose_kernels
-from lowtide.kernels.operands import ExpertWeights
 from lowtide.kernels.reference import REFERENCE, Kernels
 from lowtide.layers import linear as linear_module
-from lowtide.layers.batch import Batch, Segment
-from lowtide.layers.linear import GatedMLP, Linear
-from lowtide.layers.moe import MoELayer
+from lowtide.layers.batch import Segment
+from lowtide.layers.linear import Linear
 from lowtide.layers.rotary import Rotary
 from lowtide.layers.router import SigmoidRouter
 from lowtide.memory.arena import Arena
 from lowtide.memory.kv_cache import KVCache, KVRange, storage_shape
 from lowtide.memory.workspace import Buffers, Registrar, Workspace
-from lowtide.policies.presets import recipe
-from lowtide.policies.recipe import Setting
 from lowtide.threads.executor import InlineExecutor
 
 FLOATS = [torch.float32, torch.bfloat16]
-STEP = Step(StepKind.DENOISE, 0)
 
 
 def run(layer: Callable[..., object], *arguments: Tensor) -> object:
@@ -53,10 +40,6 @@ def run(layer: Callable[..., object], *arguments: Tensor) -> object:
     assert workspace.highest == registrar.arena_bytes
     assert workspace.top == registrar.top == 0
     return result
-
-
-def plain_mlp(x: Tensor, weights: ExpertWeights) -> Tensor:
-    return (F.silu(x @ weights.gate.T) * (x @ weights.up.T)) @ weights.down.T
 
 
 # Norm
@@ -249,18 +232,6 @@ def run_attention(
     assert workspace.top == 0
 
 
-def test_attention_takes_views_of_a_fused_projection() -> None:
-    """As the models call it: query, key and value are slices of one buffer."""
-    qkv = randn(20, 8, 16)
-    query, key, value = qkv[:, :4], qkv[:, 4:6], qkv[:, 6:]
-    cache = KVCache(torch.zeros(storage_shape(1, 2, 16, 32)))
-    segment = Segment(0, 20, 0, 32, cache.allocate(20))
-    out = torch.empty(20, 4, 16)
-    run_attention(0, query, key, value, [segment], cache, out)
-    expected = plain_attention(query, key, value, torch.ones(20, 20, dtype=torch.bool))
-    torch.testing.assert_close(out.double(), expected, atol=1e-5, rtol=1e-5)
-
-
 # Linear
 
 
@@ -304,21 +275,6 @@ def test_small_products_stay_on_one_thread() -> None:
     out = torch.empty(3, 64)
     Linear(torch.ones(64, 8), on_this_thread(executor=Refuses())).forward(torch.ones(3, 8), out)
     assert bool((out == 8).all())
-
-
-@pytest.mark.parametrize("dtype", FLOATS)
-def test_gated_mlp(dtype: torch.dtype) -> None:
-    x, out = randn(5, 32, dtype=dtype), torch.empty(5, 32, dtype=dtype)
-    gate, up = (randn(48, 32, seed=i, dtype=dtype) for i in (1, 2))
-    weights = ExpertWeights(gate, up, randn(32, 48, seed=3, dtype=dtype))
-
-    def layer(
-        x: Tensor, gate: Tensor, up: Tensor, down: Tensor, out: Tensor, buffers: Buffers
-    ) -> None:
-        GatedMLP(gate, up, down, on_this_thread(buffers)).forward(x, out)
-
-    run(layer, x, *weights, out)
-    assert torch.equal(out, plain_mlp(x, weights))
 
 
 # Router
@@ -466,75 +422,3 @@ def test_windows_are_aligned_to_absolute_positions() -> None:
         segment = Segment(0, stop - start, first, 8, KVRange(0, 0))
         part = route(router, x[start:stop], [segment])
         assert torch.equal(part.experts, routing.experts[start:stop])
-
-
-# MoE layer
-
-
-@pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("has_shared", [False, True])
-@pytest.mark.parametrize("num_residents", [0, 3, 6])
-def test_moe_layer_routes_runs_and_adds_the_shared_expert(
-    dtype: torch.dtype, has_shared: bool, num_residents: int
-) -> None:
-    """Experts in memory, some of them absent; the bytes are as registered."""
-    hidden, width, rows = 32, 16, 11
-    shape = MoEShape(1, 6, 2, hidden, width)
-    shapes = [(width, hidden), (width, hidden), (hidden, width)]
-    weights = [
-        ExpertWeights(*(randn(*s, seed=3 * e + i, dtype=dtype) / 4 for i, s in enumerate(shapes)))
-        for e in range(7)
-    ]
-    layout = SlotLayout.of(shape, dtype)
-    slots = ExpertSlots(Arena((num_residents + 2) * layout.num_bytes), layout)
-    ledger = SlotLedger(1, 6, num_residents + 2)
-    setting = Setting([num_residents], 6, Costs.unknown(1))
-    policies = recipe("static").policies_without_device(setting)
-    host = HostTier(slots, ledger, Instant(slots, weights))
-    executor = HostExpertExecutor(host, InlineExecutor(), REFERENCE, None)
-    runtime = ExpertRuntime(shape, policies, executor)
-    runtime.load()
-    router = make_router(7, 6, hidden)
-    x, out = randn(rows, hidden, seed=8, dtype=dtype), torch.empty(rows, hidden, dtype=dtype)
-    segments = (Segment(0, rows, 0, rows, KVRange(0, 0)),)
-    batch = Batch(torch.zeros(rows), torch.arange(rows), segments, STEP)
-
-    def layer(
-        x: Tensor, out: Tensor, gate: Tensor, up: Tensor, down: Tensor, *rest: Tensor
-    ) -> None:
-        weight, bias, buffers = rest
-        experts = ExpertRegistrar(shape) if x.is_meta else runtime
-        compute = on_this_thread(buffers)
-        shared = GatedMLP(gate, up, down, compute) if has_shared else None
-        its_router = changed(router, weight, bias).within(compute.workspace)
-        experts.begin_pass(batch.step)
-        MoELayer(0, its_router, experts, compute, shared).forward(x, batch, out)
-        experts.end_pass()
-
-    assert router.bias is not None
-    run(layer, x, out, *weights[6], router.weight, router.bias)
-    routing = route(router, x)
-    routed = torch.zeros(rows, hidden)
-    for expert in range(6):
-        tokens = (routing.experts == expert).any(1).nonzero()[:, 0]
-        if len(tokens):
-            scale = routing.weights[tokens][routing.experts[tokens] == expert][:, None]
-            routed[tokens] += plain_mlp(x[tokens], weights[expert]).float() * scale
-    expected = routed.to(dtype)
-    if has_shared:
-        expected = expected + plain_mlp(x, weights[6])
-    assert torch.equal(out, expected)
-
-
-class Instant:
-    """A transfer that has moved an expert before it returns."""
-
-    def __init__(self, slots: ExpertSlots, weights: Sequence[ExpertWeights]) -> None:
-        self._slots, self._weights = slots, weights
-
-    def start(self, layer: int, expert: int, slot: int) -> Future[int]:
-        for part, weight in enumerate(self._weights[expert]):
-            self._slots.part(0, slot, part)[:] = weight.flatten().view(torch.uint8).numpy()
-        answer: Future[int] = Future()
-        answer.set_result(self._slots.layout.num_bytes)
-        return answer

@@ -11,15 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from examples import examples
-from hypothesis import given
-from hypothesis import strategies as st
 from programs import python
 
-from lowtide.errors import PlanError
 from lowtide.families import SynthSize, families
 from lowtide.lab.synth import write_checkpoint
-from lowtide.llm import LLM, plan_model
+from lowtide.llm import plan_model
 
 MIN_CHECKPOINT_BYTES = 300 << 20
 CONTEXT = 1024
@@ -219,25 +215,3 @@ def test_in_float32_too(model: Path) -> None:
     """Converted while read, so that nothing holds the weights twice."""
     budget = plan_model(model, context=CONTEXT, dtype="float32").minimum_bytes
     check_promise(measure(model, LOGITS, host_memory=budget, dtype="float32"))
-
-
-def test_one_byte_less_than_the_least_is_refused_with_the_numbers(model: Path) -> None:
-    plan = plan_model(model, context=CONTEXT)
-    with pytest.raises(PlanError, match=f"{plan.minimum_bytes} bytes.*Raise --host-memory"):
-        LLM(model, context=CONTEXT, host_memory=plan.minimum_bytes - 1)
-
-
-@examples(15)
-@given(
-    share=st.floats(0, 1.5), context=st.integers(1, 4096), dtype=st.sampled_from([None, "float32"])
-)
-def test_a_plan_is_never_above_its_budget(
-    model: Path, share: float, context: int, dtype: str | None
-) -> None:
-    free = plan_model(model, context=context, dtype=dtype)
-    budget = free.minimum_bytes + int(share * (free.full_bytes - free.minimum_bytes))
-    plan = plan_model(model, context=context, dtype=dtype, host_memory=budget)
-    assert plan.host.used_bytes <= plan.budget_bytes == budget
-    assert plan.minimum_bytes == free.minimum_bytes and plan.full_bytes == free.full_bytes
-    assert sum(plan.residents_per_layer) <= plan.host.num_slots
-    assert (sum(plan.residents_per_layer) == plan.num_experts) == (budget >= plan.full_bytes)

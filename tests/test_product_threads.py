@@ -12,7 +12,6 @@ import os
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -179,21 +178,6 @@ def test_a_divided_layer_has_the_count_of_a_whole_one(
             executor.submit(lambda: None).result()  # an expert, between two layers
             layer.forward(torch.ones(3, 8), torch.empty(3, 128))
     assert told.of(PIECE) == {CALLER: {1}, WORKER: {1}}
-
-
-def test_experts_and_pieces_may_alternate_on_a_thread(executor: HostExecutor) -> None:
-    counts: dict[str, set[int]] = defaultdict(set)
-
-    def note(kind: str) -> None:
-        counts[kind].add(num_threads_here())
-
-    with executor.in_charge():
-        for _ in range(5):
-            experts = [executor.submit(partial(note, EXPERT)) for _ in range(8)]
-            executor.run([partial(note, PIECE)] * 8)
-            for expert in experts:
-                expert.result()
-    assert counts == {EXPERT: {executor.num_cores // 2}, PIECE: {1}}
 
 
 def test_uneven_shares_of_the_cores_give_every_expert_as_many(

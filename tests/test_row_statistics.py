@@ -10,13 +10,10 @@ from computing import on_this_thread, randn
 from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
-from oracle import GOLDENS
 from poison import PoisonedWorkspace
 from torch import Tensor
 
-from lowtide.core import Step, StepKind
 from lowtide.decode.batch_decoder import LOGIT_ROWS
-from lowtide.families import families
 from lowtide.kernels.reference import REFERENCE
 from lowtide.kernels.row_statistics import (
     TILE_COLUMNS,
@@ -26,11 +23,8 @@ from lowtide.kernels.row_statistics import (
     Wanted,
 )
 from lowtide.kernels.tiled_head import NORM_ROWS
-from lowtide.layers.batch import Batch, Segment
 from lowtide.layers.head import LogitsHead
-from lowtide.llm import LLM
 from lowtide.memory.arena import Arena
-from lowtide.memory.kv_cache import KVCache
 from lowtide.memory.workspace import Registrar, Workspace, tiles
 from lowtide.threads.executor import Executor, HostExecutor
 
@@ -244,20 +238,3 @@ def test_a_registrar_counts_what_they_take(form: Form, dtype: torch.dtype, num_c
     assert (registrar.peak_bytes > 2 * most_bytes) == (form is Form.MATERIALISED)
     if form is Form.FUSED:
         assert registrar.peak_bytes < row_bytes // 4
-
-
-def test_a_model_has_them() -> None:
-    with LLM(GOLDENS / "llada2-a", context=64, dtype="float32") as llm:
-        engine = llm._engine
-        cache = KVCache(torch.zeros(engine.opened.kv_shape))
-        model = families()["llada2"].model()(
-            engine.opened.config, engine.model.weights, engine.experts, cache, on_this_thread()
-        )
-        ids = torch.randint(100, (64,), generator=torch.Generator().manual_seed(3))
-        segments = (Segment(0, 64, 0, 64, cache.allocate(64)),)
-        batch = Batch(ids, torch.arange(64), segments, Step(StepKind.DENOISE, 0))
-        with engine.executor.in_charge(), torch.inference_mode():
-            hidden = model.forward(batch)
-            logits = torch.cat([model.logits(hidden[rows]).clone() for rows in tiles(64, 32)])
-            rows = torch.tensor([3, 60, 17])
-            check(model.row_statistics(hidden, rows, ALL), logits[rows])

@@ -270,20 +270,6 @@ def test_mismatches_are_refused() -> None:
         synth_trace(SHAPE, locality=1.5)
 
 
-def test_synthetic_locality_is_controlled() -> None:
-    def overlap(locality: float) -> float:
-        trace = synth_trace(FULL, num_blocks=1, steps_per_block=6, locality=locality, skew=0.0)
-        steps = [ids.reshape(-1, 4) for ids in trace.iter_ids()][1:]
-        shared = [
-            np.mean([len(np.intersect1d(a, b)) / 4 for a, b in zip(now, then, strict=True)])
-            for now, then in zip(steps, steps[1:], strict=False)
-        ]
-        return float(np.mean(shared))
-
-    assert overlap(1.0) == 1.0 > overlap(0.95) > overlap(0.5) > overlap(0.0)
-    assert overlap(0.0) < 0.2
-
-
 @pytest.mark.parametrize("num_rows, similarity", [(8, 0.97), (32, 0.985), (32, 0.9)])
 def test_synthetic_steps_are_as_alike_as_asked(num_rows: int, similarity: float) -> None:
     locality = locality_for(similarity, FULL, num_rows, skew=0.5)

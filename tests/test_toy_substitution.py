@@ -27,7 +27,7 @@ from lowtide.policies.catalogue import CATALOGUE
 from lowtide.policies.placement import Placement
 from lowtide.policies.presets import lossless_presets, register, unregister
 from lowtide.policies.ranks import Ranks
-from lowtide.policies.recipe import Recipe, Setting
+from lowtide.policies.recipe import Setting
 from lowtide.policies.substitution import Substitution, check_substituted, in_order
 
 MODEL = Path(__file__).parent / "goldens" / "llada2-a"
@@ -265,13 +265,6 @@ def test_answers_that_no_layer_could_run(experts: Any, weights: Any, said: str) 
     check_substituted(ASKED, ASKED, 4)
 
 
-def test_weights_move_with_their_experts() -> None:
-    weights = np.array([[0.1, 0.2, 0.3]], np.float32)
-    found = in_order(np.array([[5, 1, 3]]), weights)
-    assert found.experts.tolist() == [[1, 3, 5]]
-    assert np.array_equal(found.weights, weights[:, [1, 2, 0]])
-
-
 def test_what_a_policy_wants_to_be_told_is_planned_for() -> None:
     options: dict[str, Any] = {"context": 128, "device": "cpu"}
     plain = plan_model(MODEL, policy="lru", **options)
@@ -281,10 +274,3 @@ def test_what_a_policy_wants_to_be_told_is_planned_for() -> None:
         with LLM(MODEL, policy=name, **options) as llm:
             for policy in ("lru", name):
                 llm.adopt_policy(policy)
-
-
-def test_a_recipe_without_one_asks_for_nothing() -> None:
-    for name, made in CATALOGUE.items():
-        assert made.substitution is None or name == "buddymoe"
-        assert not made.asks_scores
-    assert isinstance(CATALOGUE["lru"], Recipe)

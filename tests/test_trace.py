@@ -70,14 +70,6 @@ def test_rows_that_cannot_be(name: str, index: Any, value: float) -> None:
         trace_of(arrays)
 
 
-def test_a_trace_comes_back_as_it_was(tmp_path: Path) -> None:
-    trace = make_trace()
-    trace.save(tmp_path / "t.npz")
-    again = Trace.load(tmp_path / "t.npz")
-    assert same(trace, again) and again.num_committed == 3
-    assert list(tmp_path.iterdir()) == [tmp_path / "t.npz"]
-
-
 @given(rows=st.lists(st.integers(0, 4), max_size=5), seed=st.integers(0, 9))
 def test_any_trace_comes_back(
     tmp_path_factory: pytest.TempPathFactory, rows: list[int], seed: int
