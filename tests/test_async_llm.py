@@ -91,16 +91,6 @@ def test_many_at_once_get_the_answers_they_get_alone(llm: AsyncLLM, expected: An
     run(ask())
 
 
-def test_a_stream_is_the_answer(llm: AsyncLLM, expected: Any) -> None:
-    async def ask() -> None:
-        events = [event async for event in llm.stream(PROMPTS[0], PARAMS)]
-        last = events[-1]
-        assert isinstance(last, Finished) and list(last.token_ids) == expected[0][0]
-        assert {event.request for event in events} == {0}
-
-    run(ask())
-
-
 def test_a_slow_reader_delays_no_other(llm: AsyncLLM, expected: Any) -> None:
     async def ask() -> None:
         async with aclosing(llm.stream(PROMPTS[1], PARAMS)) as slow:

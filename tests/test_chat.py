@@ -20,18 +20,10 @@ from rich.console import Console
 from lowtide.answers.completion import Completion, Usage
 from lowtide.cli.conversation import HELP, LEAVING, SETTABLE, Places, TerminalChat, stats_text
 from lowtide.cli.line_editor import LineEditor
-from lowtide.cli.prompt import Question
 from lowtide.cli.turns import Turns
 from lowtide.decode.request import Committed
-from lowtide.errors import UsageError
 from lowtide.model_folder.model_config import has_chat_template
 from lowtide.params import SamplingParams
-
-TALK = [{"role": "user", "content": "hi"}]
-
-
-class Templated:
-    has_chat_template = True
 
 
 class Words:
@@ -106,25 +98,6 @@ class Talk:
 
 
 # templates
-
-
-def test_a_template_makes_the_prompt_unless_raw_is_asked_for() -> None:
-    templated: Any = Templated()
-    assert Question("hi").prompt(templated) == TALK
-    assert Question("hi", system="be brief").prompt(templated) == [
-        {"role": "system", "content": "be brief"},
-        *TALK,
-    ]
-    assert Question("hi", is_raw=True).prompt(templated) == "hi"
-    assert Question("hi").prompt(None) == "hi" and not Question("hi").is_templated(None)
-    assert Question([5, 17]).prompt(templated) == [5, 17]
-    for wrong in (
-        lambda: Question("hi", system="x").prompt(None),
-        lambda: Question("hi", system="x", is_raw=True),
-        lambda: Question([5], system="x"),
-    ):
-        with pytest.raises(UsageError, match="--system"):
-            wrong()
 
 
 def test_whether_a_folder_has_a_template_is_known_without_its_tokenizer(tmp_path: Path) -> None:

@@ -152,14 +152,6 @@ def test_a_long_header_is_not_read(tmp_path: Path) -> None:
         Checkpoint.open(tmp_path)
 
 
-def test_truncated_file(tmp_path: Path) -> None:
-    path = tmp_path / "model.safetensors"
-    write_arrays(path, {"a": np.zeros(100, np.float32)})
-    os.truncate(path, path.stat().st_size - 1)
-    with pytest.raises(CheckpointError, match="ends at byte 400 of 399 data bytes"):
-        Checkpoint.open(tmp_path)
-
-
 def test_shards_with_an_index(tmp_path: Path) -> None:
     names = write_shards(tmp_path)
     write_index(tmp_path, {f"t{i}": name for i, name in enumerate(names)})
@@ -213,14 +205,6 @@ def test_an_index_that_does_not_match(tmp_path: Path) -> None:
         tmp_path / names[1], {"t1": np.zeros(1, np.float32), "t0": np.zeros(1, np.float32)}
     )
     with pytest.raises(CheckpointError, match="'t0' is both in .*00001.* and in .*00002"):
-        Checkpoint.open(tmp_path)
-
-
-def test_a_missing_shard_is_named(tmp_path: Path) -> None:
-    names = write_shards(tmp_path)
-    write_index(tmp_path, {f"t{i}": name for i, name in enumerate(names)})
-    (tmp_path / names[1]).unlink()
-    with pytest.raises(CheckpointError, match=f"{names[1]} is missing"):
         Checkpoint.open(tmp_path)
 
 

@@ -29,7 +29,6 @@ from lowtide.engine.running import not_finite
 from lowtide.engine.running.wiring import load
 from lowtide.errors import (
     CheckpointError,
-    ConfigError,
     LowtideError,
     NumericError,
     PlanError,
@@ -73,17 +72,6 @@ def edit_json(path: Path, **changes: Any) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
-def edit_header(path: Path, edit: Callable[[dict[str, Any]], None]) -> None:
-    """Rewrites the header in place, in as many bytes as before."""
-    data = path.read_bytes()
-    length = int.from_bytes(data[:8], "little")
-    header = json.loads(data[8 : 8 + length])
-    edit(header)
-    raw = json.dumps(header, separators=(",", ":")).encode().ljust(length)
-    assert len(raw) == length, "the edited header is longer"
-    path.write_bytes(data[:8] + raw + data[8 + length :])
-
-
 def without_shard(model: Path) -> None:
     shards(model)[1].unlink()
 
@@ -96,36 +84,6 @@ def without_shard_and_index(model: Path) -> None:
 def truncated_shard(model: Path) -> None:
     path = shards(model)[-1]
     os.truncate(path, path.stat().st_size - 100)
-
-
-def tensor_names(header: dict[str, Any]) -> list[str]:
-    names = [name for name in header if name != "__metadata__"]
-    return sorted(names, key=lambda name: header[name]["data_offsets"])
-
-
-def overlapping(model: Path) -> None:
-    def edit(header: dict[str, Any]) -> None:
-        first, second = tensor_names(header)[:2]
-        size = -1 * header[second]["data_offsets"][0] + header[second]["data_offsets"][1]
-        begin = header[first]["data_offsets"][1] - 2
-        header[second]["data_offsets"] = [begin, begin + size]
-
-    edit_header(shards(model)[0], edit)
-
-
-def overflowing(model: Path) -> None:
-    def edit(header: dict[str, Any]) -> None:
-        last = tensor_names(header)[-1]
-        begin, end = header[last]["data_offsets"]
-        header[last]["data_offsets"] = [begin + 64, end + 64]
-
-    edit_header(shards(model)[0], edit)
-
-
-def immense_header(model: Path) -> None:
-    path = shards(model)[0]
-    data = path.read_bytes()
-    path.write_bytes((10**7).to_bytes(8, "little") + data[8:])
 
 
 def index_naming(name: str) -> Callable[[Path], None]:
@@ -176,23 +134,11 @@ FAULTS = {
         without_shard_and_index, CheckpointError, r"holds \d+ of \d+ shards; number 2 is missing"
     ),
     "truncated shard": Fault(truncated_shard, CheckpointError, r"byte \d+ of \d+ data bytes"),
-    "overlapping tensors": Fault(overlapping, CheckpointError, r"overlap at data byte \d+"),
-    "tensor past the end": Fault(overflowing, CheckpointError, r"byte \d+ of \d+ data bytes"),
-    "immense header": Fault(immense_header, CheckpointError, r"header of 10000000 bytes.*has \d+"),
-    "index leaving the folder": Fault(
-        index_naming("../other.safetensors"), CheckpointError, r"'\.\./other\.safetensors'.*plain"
-    ),
-    "index with an absolute path": Fault(
-        index_naming("/etc/passwd.safetensors"), CheckpointError, r"'/etc/passwd.*plain name"
-    ),
     "index with a missing file": Fault(
         index_naming("absent.safetensors"), CheckpointError, r"absent\.safetensors.*is missing"
     ),
     "unknown architecture": Fault(
         config_saying(architectures=["MysteryLM"]), LowtideError, r"MysteryLM.*LLaDA2MoeModelLM"
-    ),
-    "more experts per token than there are": Fault(
-        config_saying(num_experts_per_tok=33), ConfigError, r"33 experts per token.*32"
     ),
     "more experts than there are tensors": Fault(
         config_saying(num_experts=128), CheckpointError, r"128"
@@ -241,9 +187,6 @@ def test_the_command_line_says_so_in_one_line(model: Path, name: str) -> None:
 
 BAD_REQUESTS = {
     "id out of range": (["--prompt-ids", "5 320"], r"320.*0 to 319"),
-    "empty ids": (["--prompt-ids", " "], "prompt is empty"),
-    "empty text": (["-p", ""], "prompt is empty"),
-    "absurd length": (["--prompt-ids", "5", "--max-tokens", str(10**12)], str(2**31 - 1)),
     "beyond the context": (
         ["--prompt-ids", "5", "--max-tokens", "100000"],
         r"1 prompt tokens and 100000 new ones",

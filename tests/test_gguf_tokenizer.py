@@ -280,8 +280,3 @@ def test_what_makes_no_tokenizer_is_refused(tmp_path: Path) -> None:
     for kind, tokens, more, error, match in cases:
         with pytest.raises(error, match=match):
             tokenizer_of(written(path, kind, tokens, **more))
-
-
-def test_a_file_that_says_so_has_none(tmp_path: Path) -> None:
-    path = written(tmp_path / "model.gguf", "none", ["a"])
-    assert gguf_tokenizer(GgufHeader.read(path).metadata, path) is None

@@ -53,16 +53,6 @@ def repo(*, without: str = "") -> dict[str, bytes | Content]:
     return {name: data for name, data in files.items() if name != without}
 
 
-def test_a_folder_is_itself(tmp_path: Path) -> None:
-    assert hub.resolve_model(str(tmp_path)) == tmp_path
-
-
-def test_a_file_is_not_a_model(tmp_path: Path) -> None:
-    (tmp_path / "m.safetensors").write_text("")
-    with pytest.raises(UsageError, match="is a file"):
-        hub.resolve_model(str(tmp_path / "m.safetensors"))
-
-
 @pytest.mark.parametrize("reference", ["./gone", "/no/such/folder", "~/gone", "gone", "a/b/c"])
 def test_a_path_that_does_not_exist_says_what_was_tried(reference: str) -> None:
     with pytest.raises(HubError, match=r"Tried: the folder .*demo:diffusion"):
@@ -143,10 +133,7 @@ def test_demo_models(tmp_path: Path) -> None:
         hub.resolve_model("demo:../x")
     with pytest.raises(HubError, match=r"not whole.*config\.json"):
         hub.resolve_model("demo:chat")
-
-
-def test_a_demo_without_a_shard_is_refused(tmp_path: Path) -> None:
-    fill(tmp_path / "demo" / "diffusion", without=SHARDS[1])
+    (folder / SHARDS[1]).unlink()
     with pytest.raises(HubError, match=SHARDS[1]):
         hub.resolve_model("demo:diffusion")
 

@@ -346,20 +346,6 @@ def test_a_disk_without_links_holds_the_files_themselves(
     assert hub.resolve_model("org/name", offline=True) == folder
 
 
-@pytest.mark.parametrize("part", ["/resolve/main/", "generate.json"])
-@pytest.mark.parametrize("status", [401, 403, 404, 429, 500])
-def test_failures_of_what_is_small_are_typed(
-    stand_in: StandIn, cache: Path, part: str, status: int
-) -> None:
-    stand_in.faults.append(Fault(part, 99, status))
-    if part == "/resolve/main/":  # nothing is asked for by a name that may change its meaning
-        hub.pull("org/name")
-        return
-    with pytest.raises(HubError, match="org/name@main could not be fetched"):
-        hub.pull("org/name")
-    assert not list(cache.rglob("*.lowtide"))
-
-
 def test_a_cache_that_cannot_be_written(stand_in: StandIn, cache: Path) -> None:
     cache.write_text("a file")
     with pytest.raises(HubError, match="could not be fetched"):

@@ -196,12 +196,6 @@ def test_a_server_without_ranges_sends_no_more_than_is_needed(stand_in: StandIn)
     plan_model("org/name", context=128)
 
 
-def test_no_server_there(stand_in: StandIn) -> None:
-    stand_in.close()
-    with pytest.raises(HubError, match="org/name@main could not be fetched.*ConnectError.*network"):
-        plan_model("org/name")
-
-
 def test_the_token_goes_to_the_hub_alone(
     stand_in: StandIn, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -178,46 +178,6 @@ class Letters:
 
 
 MARKED: Any = Letters("<think>", "</think>")
-CHANNELS: Any = Letters(
-    "<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|return|>", "<|call|>"
-)
-HARMONY = (
-    "<|channel|>analysis<|message|>hmm<|end|><|start|>assistant<|channel|>final<|message|>"
-    "Yes.<|return|>"
-)
-
-
-@pytest.mark.parametrize("step", [1, 3, 100])
-@pytest.mark.parametrize(
-    ("tokenizer", "prompt", "answer"),
-    [
-        (MARKED, "q", "<think>hmm</think>Yes."),
-        (MARKED, "q<think>", "hmm</think>Yes."),
-        (CHANNELS, "<|start|>user<|message|>q<|end|><|start|>assistant", HARMONY),
-    ],
-)
-def test_thoughts_are_told_from_the_answer(
-    tokenizer: Any, prompt: str, answer: str, step: int
-) -> None:
-    parser = parser_of(tokenizer, tokenizer.encode(prompt))
-    ids, texts = tokenizer.encode(answer), {Reasoning: "", Text: ""}
-    pieces = [p for start in range(0, len(ids), step) for p in parser.feed(ids[start:][:step])]
-    for piece in [*pieces, *parser.finish()]:
-        assert isinstance(piece, Reasoning | Text) and piece.text
-        texts[type(piece)] += piece.text
-    assert texts == {Reasoning: "hmm", Text: "Yes."}
-
-
-def test_what_has_no_marks_is_all_answer() -> None:
-    plain: Any = Letters()
-    assert not has_thoughts(plain) and has_thoughts(MARKED) and has_thoughts(CHANNELS)
-    for tokenizer, prompt in (
-        (plain, "<think>"),
-        (MARKED, "<think>a</think>b"),
-        (CHANNELS, "once upon"),
-    ):
-        parser = parser_of(tokenizer, tokenizer.encode(prompt))
-        assert parser.feed([65]) == [Text("A")]
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])

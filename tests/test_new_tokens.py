@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +12,7 @@ import torch
 from oracle import GOLDENS
 from typer.testing import CliRunner
 
-from lowtide import LLM, AsyncLLM, DiffusionParams, SamplingParams
+from lowtide import LLM, DiffusionParams, SamplingParams
 from lowtide.cli.app import app
 from lowtide.decode.request import Committed, Event
 from lowtide.engine.planning.passes import PlannedPass
@@ -162,20 +160,3 @@ def test_a_text_beyond_the_positions_asks_for_no_new_tokens(folder: Path) -> Non
             llm.logits([5] * 33)
         with pytest.raises(PlanError, match="32 prompt tokens and 1 new ones are more than the 32"):
             llm.generate([[5] * 32], max_tokens=1)
-
-
-def test_it_streams_and_waits_alike(folder: Path) -> None:
-    async def answered() -> int:
-        async with AsyncLLM(folder, context=CONTEXT) as llm:
-            [completion] = await llm.generate([5], ignore_eos=True)
-            return len(completion.token_ids)
-
-    assert asyncio.run(answered()) == CONTEXT - 1
-
-
-def test_the_command_line_fits_its_answer(folder: Path) -> None:
-    asked = ["generate", str(folder), "--prompt-ids", "5 6", "--ignore-eos", "--json"]
-    told = CliRunner().invoke(app, [*asked, "--context", str(CONTEXT)])
-    assert len(json.loads(told.stdout)["token_ids"]) == CONTEXT - 2
-    refused = CliRunner().invoke(app, [*asked, "--context", "2"])
-    assert refused.exit_code == 1 and "no room for an answer" in refused.stderr

@@ -155,11 +155,6 @@ def test_a_name_that_is_too_long_is_told(tmp_path: Path) -> None:
         _ = writer.is_whole
 
 
-def test_a_folder_that_does_not_exist(tmp_path: Path) -> None:
-    with pytest.raises(StorageError):
-        write(tmp_path / "gone" / "m")
-
-
 def test_a_write_does_not_go_through_all_tensors(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -87,9 +87,12 @@ def test_an_answer_that_fails_in_the_midst_is_no_whole_one() -> None:
             ollama_text(url)
         with openai.OpenAI(base_url=f"{url}/v1", api_key="none") as client:
             *_, last = client.responses.create(model="m", input="x", stream=True)
+            with pytest.raises(openai.InternalServerError) as caught:
+                client.with_options(max_retries=0).responses.create(model="m", input="x")
     assert last.type == "response.failed" and last.response.error is not None
     assert last.response.error.message == "the disk has gone"
-    assert len(service.asks) == 3  # none is asked again: it may have been read
+    assert caught.value.code == "StorageError"
+    assert len(service.asks) == 4  # none is asked again: it may have been read
 
 
 @pytest.fixture(scope="module")

@@ -317,6 +317,8 @@ def test_no_thoughts_are_no_piece() -> None:
 def test_a_mark_that_a_user_wrote_begins_no_thoughts() -> None:
     prompt = "what is <think> for?<|role_end|>"
     assert read(QWEN.tokenizer, "It", prompt=prompt) == [("Text", "It")]
+    closed = "<think>a</think>b"
+    assert read(QWEN.tokenizer, "It", prompt=closed) == [("Text", "It")]
     assert not has_thoughts(PLAIN.tokenizer) and has_thoughts(GPT_OSS.tokenizer)
     only_one = make_tokenizer(("<think>",))
     assert read(only_one, "It", prompt="<think>") == [("Text", "It")]

@@ -1,4 +1,4 @@
-"""Parts of the server by themselves: streams, stop strings, places, context."""
+"""Parts of the server by themselves: streams, stop strings, context."""
 
 from __future__ import annotations
 
@@ -26,12 +26,11 @@ from lowtide.parsing.answer_pieces import AnswerPieces, StopStrings
 from lowtide.parsing.pieces import CallArguments, CallBegun, Frame, Piece, Reasoning, Text
 from lowtide.plan import MemoryPlan
 from lowtide.serve import sse
-from lowtide.serve.admission import Admission
 from lowtide.serve.context import AGENT_TOKENS, agent_note, served_context
 from lowtide.serve.errors import QueueFull
 from lowtide.serve.frames import frame_of
 from lowtide.serve.many_answers import merged
-from lowtide.serve.sse import EventStream, WatchedAnswer, begun, event, until_gone
+from lowtide.serve.sse import EventStream, WatchedAnswer, begun, event
 
 
 def run(work: Any) -> Any:
@@ -134,18 +133,6 @@ async def streamed(parts: AsyncGenerator[bytes, None]) -> Response:
     return EventStream(parts, lambda: PING)
 
 
-def test_a_stream_ends_when_its_client_goes() -> None:
-    async def ask() -> None:
-        source = Source(*[b"x"] * 100, wait_s=0.01)
-        client = Connection(most=3)
-        answer = WatchedAnswer(source.items(), streamed)
-        await answer({"type": "http"}, client.receive, client.send)
-        assert source.is_closed and 3 <= len(client.sent) < 50
-        assert client.sent[0]["status"] == 200
-
-    run(ask())
-
-
 def test_a_ping_stands_where_nothing_came(monkeypatch: pytest.MonkeyPatch) -> None:
     async def ask() -> None:
         client = Connection(most=1000)
@@ -219,30 +206,6 @@ def test_pieces_are_closed_though_their_stream_has_not_begun() -> None:
     run(ask())
 
 
-def test_work_ends_when_its_client_goes() -> None:
-    async def ask() -> None:
-        client = Connection(most=1)
-        client._gone.set()
-        ended = asyncio.Event()
-
-        async def work() -> None:
-            try:
-                await asyncio.sleep(LIMIT_S)
-            finally:
-                ended.set()
-
-        await until_gone(client.receive, work())
-        assert ended.is_set()
-
-        async def failing() -> None:
-            raise ValueError("as told")
-
-        with pytest.raises(ValueError, match="as told"):
-            await until_gone(Connection(most=1).receive, failing())
-
-    run(ask())
-
-
 # Pieces
 
 
@@ -304,27 +267,6 @@ def test_what_may_begin_a_stop_string_is_told_before_a_call() -> None:
 def test_frames_show_the_block_without_the_prompt() -> None:
     draft = Draft(0, 4, (7, 8, 19, 9), (False, False, True, False), 3)
     assert frame_of(draft, 5, None) == Frame("8 ▁9 ", 1, 3)
-
-
-# Places
-
-
-def test_places_are_counted() -> None:
-    admission = Admission(max_requests=2, max_queued_tokens=100)
-    with admission.enter() as first:
-        first.wait_with(80)
-        assert (admission.num_waiting, admission.num_waiting_tokens) == (1, 80)
-        with admission.enter() as second, pytest.raises(QueueFull, match="80 tokens"):
-            second.wait_with(21)
-        first.begin()
-        first.begin()
-        assert (admission.num_running, admission.num_waiting_tokens) == (1, 0)
-        with admission.enter() as second:
-            second.wait_with(1000)  # no other waits
-            with pytest.raises(QueueFull, match="2 requests"):
-                admission.enter()
-    assert admission.num_running == admission.num_waiting == admission.num_waiting_tokens == 0
-    assert admission.num_refused == 2
 
 
 # Context

@@ -92,6 +92,7 @@ def test_the_queue_is_bounded_by_requests(llm: AsyncLLM) -> None:
                 assert 1 <= int(caught.value.headers["retry-after"]) <= 60
             assert await text_of(service, Ask(TALK, params=SHORT))
         assert service.admission.num_running == service.admission.num_waiting == 0
+        assert service.admission.num_refused == 1
 
     run(ask())
 

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -193,6 +192,9 @@ def test_template_options_are_plain_values(tokenizer: Tokenizer) -> None:
         ("{{ messages[99].content }}", "no element 99"),
         ("{{ 1 / 0 }}", "zero"),
         ("{{ messages.append(1) }}", "unsafe"),
+        ("{{ 5 | dictsort }}", "chat template failed"),
+        ("{{ messages | sum }}", "chat template failed"),
+        ("{{ 5() }}", "chat template failed"),
     ],
 )
 def test_hostile_and_broken_templates(tmp_path: Path, template: str, reason: str) -> None:
@@ -389,20 +391,8 @@ def test_what_a_template_says_cannot_reach_the_terminal(tmp_path: Path) -> None:
         tokenizer.render_chat(HELLO)
 
 
-@pytest.mark.parametrize("template", ["{{ 5 | dictsort }}", "{{ messages | sum }}", "{{ 5() }}"])
-def test_templates_that_compute_with_wrong_kinds(tmp_path: Path, template: str) -> None:
-    with pytest.raises(UsageError, match="chat template failed"):
-        load(tmp_path, chat_template=template).render_chat(HELLO)
-
-
 def test_files_that_are_too_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_folder(tmp_path)
     monkeypatch.setattr(module, "MAX_TOKENIZER_BYTES", 10)
     with pytest.raises(CheckpointError, match="at most 10"):
         Tokenizer.load(tmp_path)
-
-
-@examples(20)
-@given(st.text(max_size=50))
-def test_content_is_never_a_template(content: str) -> None:
-    assert render("{{ messages[0].content }}", {"messages": [{"content": content}]}, 999) == content
