@@ -13,7 +13,7 @@ from examples import examples
 from hypothesis import given
 from hypothesis import strategies as st
 from test_kv_cache import Held
-from test_kv_pages import PAGE, make_layout
+from test_kv_pages import PAGE, make_layout, write
 
 from lowtide.engine.running.kept_room import PROMPT_ROWS, KeptRoom
 from lowtide.errors import PageError
@@ -41,10 +41,6 @@ chances = st.floats(0, 1)
 prices = st.builds(
     MemoryPrices, st.floats(0, 1), st.integers(1, 1 << 20), st.floats(0, 1), st.integers(1, 1 << 30)
 )
-
-
-def test_what_was_never_seen_has_the_prior() -> None:
-    assert {Continuations().chance(age) for age in (0, 1, 5, 1 << 60)} == {PRIOR_CHANCE}
 
 
 def test_a_chance_is_the_share_of_those_of_that_age_that_went_on() -> None:
@@ -287,7 +283,7 @@ class Machine:
         elif action == "apply":
             cache.apply_rule(number)
         elif self.running and action == "write":
-            self._write(self.running[number % len(self.running)], number)
+            write(cache, self.running[number % len(self.running)], number, self.fresh)
         elif self.running and action == "keep":
             each = self.running.pop(number % len(self.running))
             if each.rows.shape[1]:
@@ -306,18 +302,6 @@ class Machine:
                 made = Held(cache.branch(each.kv, each.rows.shape[1], 96))
                 made.rows = each.rows
                 self.running.append(made)
-
-    def _write(self, each: Held, number: int) -> None:
-        """Rows of numbers that are used once, [layers, tokens]; values are the negative of keys."""
-        first = each.rows.shape[1]
-        num_rows = min(number, each.kv.capacity - first)
-        self.cache.prepare(each.kv, first + num_rows)
-        numbers = [[float(next(self.fresh)) for _ in range(num_rows)] for _ in (0, 1)]
-        rows = torch.tensor(numbers).view(2, num_rows)
-        each.rows = torch.cat([each.rows, rows], 1)
-        for layer in (0, 1):
-            keys = rows[layer, :, None, None].expand(num_rows, 2, 256)
-            self.cache.write(layer, each.kv, first, keys, -keys)
 
     def check(self) -> None:
         """Running ranges have all that was written to them, and so have kept ones or they are gone;

@@ -80,13 +80,13 @@ def test_what_is_written_is_read_wherever_memory_comes_and_goes(
 
 
 def write(cache: KVCache, each: Held, number: int, fresh: itertools.count[int]) -> None:
-    """Rows of numbers that are used once, as `Held.append` has them but of 256 columns."""
+    """Rows of numbers that are used once, [layers, tokens]; values are the negative of keys."""
     first = each.rows.shape[1]
     num_rows = min(number, each.kv.capacity - first)
+    cache.prepare(each.kv, first + num_rows)
     numbers = [[float(next(fresh)) for _ in range(num_rows)] for _ in (0, 1)]
     rows = torch.tensor(numbers).view(2, num_rows)
     each.rows = torch.cat([each.rows, rows], 1)
-    cache.prepare(each.kv, first + num_rows)
     for layer in (0, 1):
         keys = rows[layer, :, None, None].expand(num_rows, 2, 256)
         cache.write(layer, each.kv, first, keys, -keys)
