@@ -7,8 +7,8 @@ from pathlib import Path
 
 PARTS = {
     "pages": (
-        *("*benchmark*", "test_docs_*", "test_guide", "test_house", "test_kernel_tests"),
-        *("test_make_bench", "test_mutants", "test_report", "test_same_bits"),
+        *("*benchmark*", "test_docs_*", "test_guide", "test_kernel_tests"),
+        *("test_make_bench", "test_report", "test_same_bits"),
     ),
     "kernels": (
         "test_*_kernels",

@@ -88,12 +88,6 @@ def test_weights_of_the_published_models() -> None:
     assert shapes[0].cut_bytes(4) - shapes[0].cut_bytes(2) == pytest.approx(2 * 2 * 218e6, rel=0.01)
 
 
-def test_a_share_of_the_tokens_is_prompt() -> None:
-    assert masked_shapes.num_masked(1000, 0.1) == 900
-    assert masked_shapes.num_masked(1000, 0.0) == 1000
-    assert masked_shapes.num_masked(1, 0.9) == 1
-
-
 def test_what_an_allocator_is_asked_for_and_what_is_alive() -> None:
     def work() -> torch.Tensor:
         first = torch.ones(1000, 500)
@@ -120,26 +114,6 @@ def test_small_requests_share_a_segment_and_large_ones_have_their_own() -> None:
     assert allocator.reserved_bytes == 22 * MIB
     allocator.allocate(11 * MIB + 1)
     assert allocator.reserved_bytes == 34 * MIB and allocator.num_segments == 3
-
-
-def test_a_rest_is_split_off_where_it_is_worth_it() -> None:
-    allocator = cuda_allocator.CachingAllocator()
-    # 12 MiB are reserved for 11.5; half a MiB of a large segment is not split off.
-    block = allocator.allocate(11 * MIB + MIB // 2)
-    assert block.num_bytes == 12 * MIB
-    allocator.free(block)
-    assert allocator.allocate(10 * MIB).num_bytes == 10 * MIB
-
-
-def test_neighbours_join_and_the_best_fit_is_taken() -> None:
-    allocator = cuda_allocator.CachingAllocator()
-    first, second, third = (allocator.allocate(4 * MIB) for _ in range(3))
-    allocator.free(first)
-    allocator.free(third)  # joins the segment's rest of 8 MiB
-    assert allocator.allocate(2 * MIB).address == first.address
-    allocator.free(second)
-    assert allocator.allocate(15 * MIB).address == first.address + 2 * MIB
-    assert allocator.reserved_bytes == 20 * MIB
 
 
 def test_segments_are_given_back_only_where_there_is_no_more() -> None:

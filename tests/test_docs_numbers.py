@@ -93,23 +93,6 @@ def test_measured_numbers_stand_between_marks(name: str) -> None:
     assert not rotten, "these need no leave"
 
 
-@pytest.mark.parametrize(
-    "text, found",
-    [
-        ("It writes 12.5 tokens/s.", True),
-        ("It is 1.4 to 1.7 times as fast.", True),
-        ("It reads 92% of the ceiling.", True),
-        ("0.85 of the oracle", True),
-        ("It takes 30 us.", True),
-        ("A model of 16.3 B parameters (30.3 GiB) in 12 GiB, 64 new tokens, LLaDA2.0.", False),
-        ("`--share 0.25` and\n\n```sh\n12 tokens/s\n```\n", False),
-        ("<!-- measured: a -->\n12 tokens/s\n<!-- end of measured -->", False),
-    ],
-)
-def test_what_looks_measured(text: str, found: bool) -> None:
-    assert bool(measured_numbers(text)) is found
-
-
 PARTS = re.compile(r"<!-- measured: \S+ -->\n(.*?)<!-- end of measured -->", re.S)
 LINK = re.compile(r"\]\(([^)#\s]+\.jsonl)#L(\d+)\)")
 TO = re.compile(LINK.pattern + r" to \[\d+" + LINK.pattern)
@@ -169,21 +152,3 @@ def test_what_was_timed_stands_beside_its_range(page: Path) -> None:
                 is_timed = "tokens/s" in name and not name.startswith(("simulated", "first answer"))
                 if is_timed and cell is not name and re.search(r"\d", cell):
                     assert " to " in cell, row
-
-
-def test_links_from_one_line_to_another_take_those_between() -> None:
-    page = Path("docs/measured.md")
-    file = "../docs/results/2026-11-26-tau.jsonl"
-    row = f"| a | [2]({file}#L2) to [4]({file}#L4), [9]({file}#L9) |"
-    text = results_of((ROOT / "docs" / file).resolve())
-    wanted = [str(json.loads(text[place])) for place in (1, 2, 3, 8)]
-    assert sorted(map(str, linked(row, page))) == sorted(wanted)
-
-
-def test_lines_of_other_arguments_do_not_count() -> None:
-    line = {"benchmark": "buddy time", "settings": {"rows": [1, 32], "means": 9, "passes": 20}}
-    assert is_repeatable(line)
-    assert is_repeatable(line | {"settings": line["settings"] | {"rows": [32]}})  # a part of a run
-    assert not is_repeatable(line | {"settings": line["settings"] | {"rows": [1, 2]}})
-    assert not is_repeatable(line | {"settings": line["settings"] | {"means": 8}})
-    assert not is_repeatable(line | {"benchmark": "no script"})

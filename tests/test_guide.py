@@ -130,18 +130,3 @@ def test_the_picture_is_small_and_shows_its_last_frame_without_moving() -> None:
     assert len(groups) > 10
     assert [group.get("display") for group in groups] == ["none"] * (len(groups) - 1) + ["inline"]
     assert "░" in text and "Solve sudoku" in text
-
-
-def test_frames_follow_each_other_without_a_gap() -> None:
-    live, terminal = tool("live_picture"), tool("terminal")
-    written = [(0.5, "a"), (0.51, "b"), (1.0, "\x1b[1;32mc"), (2.0, "\r\x1b[2Kd")]
-    recording = terminal["Recording"](tuple(terminal["Written"](*one) for one in written), 0)
-    frames = live["frames"](recording, 10)
-    assert [round(frame.time_s, 2) for frame in frames] == [0.0, 0.5, 1.5]
-    assert "".join(cell.char for cell in frames[1].lines[0]) == "abc"
-    picture = live["picture"]("lowtide <x>", frames)
-    root = ElementTree.fromstring(picture)
-    moving = [found for found in root.iter() if found.tag.endswith("}animate")]
-    ends = [list(map(float, found.get("keyTimes", "").split(";"))) for found in moving]
-    assert ends[0][-1] == ends[1][1] and ends[1][-1] == ends[2][-1]
-    assert 'fill="#3fb950"' in picture

@@ -46,13 +46,6 @@ def test_scripts_are_chosen_by_name() -> None:
         bench.chosen(["speed"], is_large=False)
 
 
-def test_the_list_has_minutes_and_what_was_cut() -> None:
-    *lines, total = bench.listed(bench.SMALL).splitlines()
-    assert len(lines) == len(bench.SMALL) and total.endswith("in all, on two quiet cores")
-    [prefetch] = [line for line in lines if "prefetch.py --pieces 6" in line]
-    assert " min " in prefetch and "# half of" in prefetch
-
-
 def test_what_a_large_script_makes_is_deleted_after_it(tmp_path: Path) -> None:
     models = tmp_path / "models"
     for is_wanted in (False, True):

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import max_context
-import planned_memory
 import pytest
 import torch
 from common import (
@@ -22,6 +21,7 @@ from common import (
     planned_model,
     planning_time,
 )
+from test_simulated_benchmarks import Written
 
 from lowtide.errors import PlanError
 from lowtide.families import read_config_in
@@ -115,12 +115,6 @@ def test_the_longest_undivided_sequence_needs_no_weights(form: Any, tmp_path: Pa
     assert model.longest_whole(MIB, lambda num_tokens: num_tokens, 1 << 20) == 0
 
 
-def test_a_plan_is_kept_within_a_percent_or_32_mib() -> None:
-    assert planned_memory.is_as_planned(100 * MIB, 131 * MIB)
-    assert not planned_memory.is_as_planned(100 * MIB, 133 * MIB)
-    assert planned_memory.is_as_planned(10_000 * MIB, 10_099 * MIB)
-
-
 @pytest.mark.skipif(not Path("/proc/self/pagemap").exists(), reason="Linux's page map")
 def test_pages_that_were_touched_are_resident() -> None:
     arena = Arena(8 * MIB, grows_slowly=True)
@@ -138,16 +132,6 @@ def test_a_workspace_notes_what_is_alive_when() -> None:
         workspace.take("two", (128,), torch.uint8)
         workspace.give_back(one)
     assert [moment.live_bytes for moment in moments] == [0, 64, 192, 128, 0]
-
-
-class Written:
-    """A recorder that keeps its rows."""
-
-    def __init__(self) -> None:
-        self.rows: list[dict[str, Any]] = []
-
-    def write(self, what: str, values: dict[str, Any]) -> None:
-        self.rows.append({"what": what, **values})
 
 
 def test_lines_and_plans_have_their_longest_and_a_step_is_held_against_them(

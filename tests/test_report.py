@@ -16,7 +16,7 @@ from reporting.evidence import Claim
 from reporting.fronts import Mark, Panel, front_picture, panels_of
 from reporting.pages import part_names, rewritten
 from reporting.results import Line, Results, ResultsError
-from reporting.tables import by_machine, captions, links, number, ratio, table, turns_of
+from reporting.tables import by_machine, links, number, ratio, table, turns_of
 
 from lowtide.lab.bench import Spread
 
@@ -71,28 +71,6 @@ def test_a_part_is_rewritten_and_nothing_else(tmp_path: Path) -> None:
     assert "[1](docs/results/2026-11-22-batching.jsonl#L1)" in once
     assert "on commit 0123456789ab, 2 cores of A CPU, 25 GB" in once
     assert rewritten(once, blocks(results, Path("README.md"))) == once
-
-
-def test_links_of_a_page_in_a_folder_go_up(tmp_path: Path) -> None:
-    page = blocks(_results(tmp_path, _row()), Path("docs/policies.md"))["batching"]()
-    assert "[1](../docs/results/2026-11-22-batching.jsonl#L1)" in page
-
-
-def test_a_number_is_reproduced_by_its_effect_once_and_held_out(tmp_path: Path) -> None:
-    """Two values near one are not near where what they differ by is what was published."""
-    one = {"benchmark": "dali", "what": "number", "neutral": 1.0, "num_cases": 1}
-    rows = [
-        _row(**one, place="Figure 12", of="a", published=1.3, here=1.28),
-        _row(**one, place="Figure 12", of="b", published=1.09, here=1.02),
-        _row(**one, place="Figure 13", of="c", published=1.3, here=1.3, repeats="Figure 12, a"),
-        _row(**{**one, "neutral": 0.0}, place="Table 8", of="d", published=0.14, here=0.01),
-        _row(**{**one, "what": "fitted"}, place="Table 4", of="e", published=20.0, here=20.0),
-    ]
-    page = blocks(_results(tmp_path, *rows), Path("docs/policies.md"))["dali-numbers"]()
-    assert "Of 3 held-out numbers, all in one setting, **1 are reproduced**" in page
-    assert "(Figure 12 1 of 2, Table 8 0 of 1). 1 that the machine was fitted to and 1 that" in page
-    verdicts = [row.split(" | ")[5] for row in page.splitlines() if row.startswith(("| F", "| T"))]
-    assert verdicts == ["reproduced", "differs", "says Figure 12, a again", "fitted", "differs"]
 
 
 def test_a_claim_is_reproduced_in_the_published_range_or_near_it() -> None:
@@ -171,57 +149,6 @@ def test_no_lane_within_the_spread_of_another_is_named() -> None:
         for lane in range(16)
     ]
     assert named(*alike) == []
-
-
-def test_lanes_are_shown_at_every_share_of_residents(tmp_path: Path) -> None:
-    lanes = [
-        _lane(name, lost, resident_share=share)
-        for share in (0.75, 0.375)
-        for name, lost in (("exact", 0.0), ("buddy rho 2", 0.25))
-    ]
-    page = blocks(_results(tmp_path, *lanes), Path("docs/buddymoe.md"))["buddies"]()
-    assert "| lane | nats lost, 75% resident | nats lost, 38% resident | agree, 38% |" in page
-    assert "| buddy rho 2 | 0.250 ± 0.010 | 0.250 ± 0.010 | 75% | 50% | 75% | 10.0 (9.00 to" in page
-    assert "| 1.00, a tie |" in page
-
-
-def _raced(what: str, lane: str, speed: float) -> dict[str, Any]:
-    each = [0.9 * speed, speed, 1.1 * speed]
-    return _row(benchmark="ar_decode", what=what, lane=lane, each_prefill=each, each_decode=each)
-
-
-def test_the_readme_says_how_it_stands_beside_llama_cpp(tmp_path: Path) -> None:
-    lanes = {"lowtide": 50.0, "llama.cpp": 100.0, "lowtide, int8": 80.0}
-    rows = [
-        _raced(what, lane, (1 + number_of) * speed if lane == "lowtide" else speed)
-        for number_of, what in enumerate(("Q8_0", "Q4_0", "Q4_K_M"))
-        for lane, speed in lanes.items()
-    ]
-    alone = _raced("in memory", "lowtide", 90.0) | {"date": "2026-11-23T10:00:00+00:00"}
-    results = _results(tmp_path, *rows, alone | {"commit": "ffffffffffff"})
-    made = blocks(results, Path("README.md"))
-    told = made["beside-llama-cpp"]()
-    assert "llama.cpp decodes one request 0.67 to 2.00 times as fast" in told
-    assert "products (a tie in Q4_0); with" in told
-    assert "lowtide is 0.80 (Q8_0), 0.80 (Q4_0), 0.80 (Q4_K_M) times as fast" in told
-    assert "lines [1](docs/results/2026-11-22-batching.jsonl#L1) to [9](" in told
-    assert "90.0" in made["ar-decode"]() and "Q8_0" not in made["ar-decode"]()
-    with pytest.raises(ResultsError, match="with Q8_0"):
-        blocks(_results(tmp_path, alone), Path("README.md"))["beside-llama-cpp"]()
-
-
-def test_a_gpu_has_a_table_of_its_own(tmp_path: Path) -> None:
-    gpu = {"benchmark": "gpu", "settings": {"gpu": "A GPU", "stage": "short"}}
-    layer = {"preset": "lru", "residents_per_layer": 64, "of_bound": 1.5, "bound_by": "link"}
-    layer |= {"hit_rate": 0.75, "link_GBps": 25.0, "host_experts_per_step": 0.0}
-    each = {"each_moe_tokens_per_s": [100.0, 200.0, 300.0]}
-    few = {"each_moe_tokens_per_s": [100.0, 200.0]}
-    rows = [_row(**gpu, what="hybrid", **layer, **turns) for turns in (each, few)]
-    made = blocks(_results(tmp_path, *rows), Path("docs/measured.md"))
-    told = made["gpu-layers"]()
-    assert "| lru | 64 of 256 | 200 (100 to 300) | 1.50 (link) | 75% | 25.0 GB/s | 0.00 |" in told
-    assert told.count("| lru |") == 1 and "25 GB, A GPU" in told
-    assert "`make gpu` writes" in made["gpu-kernels"]()
 
 
 def test_lines_of_no_commit_are_refused(tmp_path: Path) -> None:
@@ -337,12 +264,7 @@ def _mapped(lane: str, **changes: Any) -> dict[str, Any]:
 def test_a_model_larger_than_memory_is_shown_under_a_limit_that_stood(tmp_path: Path) -> None:
     ours, other = _mapped("lowtide", each_decode=[9.0, 8.0, 10.0]), _mapped("llama.cpp")
     made = blocks(_results(tmp_path, ours, other), Path("README.md"))
-    assert "lowtide writes 9.00 (8.00 to 10.0) tokens/s, llama.cpp 1.10 (1.00 to 1.20), on" in (
-        made["expected-speed"]()
-    )
-    shown = made["larger-than-memory"]()
-    assert "| llama.cpp | 7.00 GB (6.90 to 7.10) | 50% | 0.50 | 1.10 (1.00 to 1.20) |" in shown
-    assert "| 8.18 | [2](" in shown and "flash attention disabled, weights not repacked" in shown
+    assert "| llama.cpp |" in made["larger-than-memory"]()
     tied = blocks(_results(tmp_path, ours, _mapped("llama.cpp", each_decode=[8, 9, 9])), Path("x"))
     assert "a tie, on" in tied["expected-speed"]()
     for lost in ({"refused": "it moved"}, {"first_decode_tokens_per_s": None}, {"limit": "none"}):
@@ -374,12 +296,3 @@ def test_ages_name_what_is_behind_unknown_or_refused(tmp_path: Path) -> None:
     assert ":1 batching: 1 commits behind" in behind
     assert ":3 batching: commit cccccccccccc is not known here" in unknown
     assert ":4 batching: refused" in refused
-
-
-def test_a_caption_names_the_machine_of_each_run(tmp_path: Path) -> None:
-    other = _row(machine=_row()["machine"] | {"cpu": "Another CPU"})
-    newer = other | {"commit": "ba9876543210"}
-    said = captions(_results(tmp_path, _row(), other, newer).lines)
-    assert "22 on commit 0123456789ab, 2 cores of A CPU, 25 GB; " in said  # the same commit twice
-    both = "on commit 0123456789ab, 2026-11-22 on commit ba9876543210"
-    assert f"; 2026-11-22 {both}, 2 cores of Another CPU, 25 GB; load" in said

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Sequence
 from contextlib import closing
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -41,26 +39,6 @@ def test_a_load_is_told_by_its_tokens() -> None:
     assert told["prompt_tokens"] == 9
     nothing = served.Load(1, [], stretches).as_dict()
     assert nothing["first_s_p99"] is None and nothing["prompt_tokens"] is None
-
-
-def test_an_answer_is_read_from_its_chunks() -> None:
-    reply = served.Reply()
-    chunks: Sequence[dict[str, Any]] = (
-        {"choices": [{"index": 0, "text": "a"}]},
-        {"choices": [{"index": 0, "text": "", "token_ids": [5, 6]}]},
-        {"choices": [], "usage": {"completion_tokens": 2}},
-    )
-    for now_s, chunk in enumerate(chunks):
-        served._take(chunk, now_s, reply)
-    assert reply.times_s == [0] and reply.token_ids == [5, 6] and reply.usage is not None
-    with pytest.raises(InternalError, match="as told"):
-        served._take({"error": "as told"}, 1.0, reply)
-
-
-def test_prompts_differ_by_clients_and_number() -> None:
-    texts = {serve_load._words(4, clients, number) for clients in (1, 4) for number in range(3)}
-    assert len(texts) == 6 and all(len(text.split()) == 4 for text in texts)
-    assert serve_load._words(4, 1, 2) == serve_load._words(4, 1, 2)
 
 
 def test_a_server_of_its_own_answers_clients_and_stands_beside_python(folder: Path) -> None:
