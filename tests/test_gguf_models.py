@@ -197,6 +197,16 @@ def add_tokenizer(writer: gguf.GGUFWriter) -> None:
     writer.add_chat_template("{% for m in messages %}{{ m.content }}<|end|>{% endfor %}")
 
 
+def test_more_tokens_than_the_model_has_rows_are_refused(tmp_path: Path) -> None:
+    def add(writer: gguf.GGUFWriter) -> None:
+        writer.add_tokenizer_model("gpt2")
+        writer.add_token_list([f"t{number}" for number in range(5000)])
+
+    write(tmp_path / "model.gguf", "olmoe", 0, (Type.Q4_K,), add)
+    with pytest.raises(CheckpointError, match=r"5000 tokens, and token_embd.weight \d+ rows: they"):
+        LLM(tmp_path / "model.gguf", context=64)
+
+
 @pytest.mark.parametrize("verb", ["generate", "chat"])
 def test_a_file_without_a_tokenizer_is_not_told_of_a_folder_s_alone(
     verb: str, tmp_path: Path

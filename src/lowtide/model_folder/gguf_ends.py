@@ -39,7 +39,7 @@ def _named(metadata: Metadata) -> Iterator[int]:
     kinds = metadata.get("tokenizer.ggml.token_type")
     if not isinstance(tokens, GgufArray) or not isinstance(kinds, GgufArray):
         return
-    if not tokens.is_text or kinds.is_text:
+    if not tokens.is_text or kinds.is_text or kinds.num_elements != tokens.num_elements:
         return
-    pairs = zip(tokens.strings(), kinds.numbers(), strict=False)
+    pairs = zip(tokens.strings(), kinds.numbers(), strict=True)
     yield from (n for n, (text, kind) in enumerate(pairs) if kind == CONTROL and text in ENDS)

@@ -30,7 +30,7 @@ from lowtide.formats.ggml import TYPE_NAMES
 from lowtide.formats.plain import FORMATS as PLAIN
 from lowtide.model_folder.gguf_file import MAGIC
 
-MAX_HEADER_BYTES = 256 << 20
+MAX_HEADER_BYTES = 64 << 20
 """Vocabularies of a few hundred thousand tokens and their merges take some ten MB."""
 
 MAX_ENTRIES = 1 << 20

@@ -27,7 +27,7 @@ from lowtide.model_folder.checkpoint import Checkpoint, StoredPart, TensorEntry
 from lowtide.model_folder.further_layers import warn_of_further_layers
 from lowtide.model_folder.gguf_ends import ending_ids
 from lowtide.model_folder.gguf_file import SPLIT
-from lowtide.model_folder.gguf_header import GgufHeader, GgufTensor, Metadata
+from lowtide.model_folder.gguf_header import GgufArray, GgufHeader, GgufTensor, Metadata
 from lowtide.model_folder.gguf_tokenizer import gguf_tokenizer
 from lowtide.model_folder.tokenizer import Tokenizer
 
@@ -117,6 +117,14 @@ class GgufModel:
 
     def tokenizer(self) -> Tokenizer | None:
         """None where the file has none. Raises CheckpointError or UnsupportedError."""
+        tokens, embedding = self.metadata.get("tokenizer.ggml.tokens"), "token_embd.weight"
+        rows = [h.tensors[embedding].shape[0] for h in self.headers if embedding in h.tensors]
+        # Before anything is made of them: millions take a minute.
+        if isinstance(tokens, GgufArray) and rows and tokens.num_elements > rows[0]:
+            raise CheckpointError(
+                f"{self.path}: its tokenizer has {tokens.num_elements} tokens, and {embedding} "
+                f"{rows[0]} rows: they are of two models. Fetch the file again."
+            )
         return gguf_tokenizer(self.metadata, self.path)
 
     def checkpoint(self, config: ModelConfig) -> Checkpoint:

@@ -22,6 +22,14 @@ from lowtide.model_folder.gguf_words import WORDS
 from lowtide.model_folder.tokenizer import Tokenizer, blamed
 
 MAX_TOKENS = 1 << 21
+MAX_MERGES_PER_TOKEN = 16
+"""Llama 3 and gpt-oss have two, as every way to make a token is listed."""
+
+MOST_TEXT_BYTES = 1 << 20
+BYTES_PER_TEXT = 64
+"""So many bytes have texts of an array, on average, beyond the first MiB: the tokenizers library
+takes a hundred times a long token's bytes. Published ones have 10 to 20, lengths included."""
+
 MAX_PIECE_CHARS = 128
 """Longest piece whose merges are looked for. Published pieces have 16, runs of spaces more."""
 
@@ -45,14 +53,12 @@ def gguf_tokenizer(metadata: Metadata, path: Path) -> Tokenizer | None:
             f"{path}: its tokenizer is of the kind {shown(kind)}, which is not read; supported: "
             f"{', '.join(kinds)}."
         )
-    tokens = _strings(metadata, "tokenizer.ggml.tokens", path)
-    if len(tokens) > MAX_TOKENS:
-        raise CheckpointError(f"{path}: {len(tokens)} tokens; at most {MAX_TOKENS} are read.")
+    tokens = _strings(metadata, "tokenizer.ggml.tokens", path, MAX_TOKENS)
     special = _special_tokens(metadata, tokens, path)
     template = checked_template(metadata.get(_TEMPLATE_KEY), path)
     with blamed(f"{path}: its metadata does not make a tokenizer", "Fetch the file again"):
         backend = kinds[kind](metadata, tokens, path)
-        _add_tokens(backend, _numbers(metadata, "tokenizer.ggml.token_type", path), tokens)
+        _add_tokens(backend, _numbers(metadata, "tokenizer.ggml.token_type", tokens, path), tokens)
         adds_bos = metadata.get("tokenizer.ggml.add_bos_token", _adds_bos(metadata, kind))
         if adds_bos and "bos_token" in special:
             bos = special["bos_token"]
@@ -77,8 +83,8 @@ def _byte_level(metadata: Metadata, tokens: Sequence[str], path: Path) -> tokeni
             f"known: {', '.join(WORDS)}. Choose another file of the model, converted again: old "
             "ones do not say their rule."
         )
-    pairs = []
-    for merge in _strings(metadata, "tokenizer.ggml.merges", path):
+    pairs, most = [], MAX_MERGES_PER_TOKEN * len(tokens)
+    for merge in _strings(metadata, "tokenizer.ggml.merges", path, most):
         left, space, right = merge[1:].partition(" ")
         if not space:
             raise CheckpointError(f"{path}: the merge {shown(merge)} is not one of two tokens.")
@@ -94,9 +100,9 @@ def _byte_level(metadata: Metadata, tokens: Sequence[str], path: Path) -> tokeni
 
 
 def _sentence_pieces(metadata: Metadata, tokens: Sequence[str], path: Path) -> tokenizers.Tokenizer:
-    scores = _numbers(metadata, "tokenizer.ggml.scores", path)
-    if len(scores) != len(tokens):
-        raise CheckpointError(f"{path}: {len(tokens)} tokens have {len(scores)} scores.")
+    scores = _numbers(metadata, "tokenizer.ggml.scores", tokens, path)
+    if not scores:
+        raise CheckpointError(f"{path}: its {len(tokens)} tokens have no scores.")
     vocabulary = _vocabulary(tokens)
     unknown = metadata.get("tokenizer.ggml.unknown_token_id", 0)
     if not isinstance(unknown, int) or not 0 <= unknown < len(tokens):
@@ -169,17 +175,32 @@ def _special_tokens(metadata: Metadata, tokens: Sequence[str], path: Path) -> di
     return special
 
 
-def _strings(metadata: Metadata, key: str, path: Path) -> list[str]:
+def _strings(metadata: Metadata, key: str, path: Path, most: int) -> list[str]:
+    """At most so many texts, within `BYTES_PER_TEXT`: what is made of them takes far more memory.
+    Raises CheckpointError."""
     value = metadata.get(key)
     if not isinstance(value, GgufArray) or not value.is_text:
         raise CheckpointError(f"{path}: {key} is {shown(value)}, not an array of texts.")
+    if value.num_elements > most:
+        raise CheckpointError(
+            f"{path}: {key} has {value.num_elements} texts; at most {most} are read."
+        )
+    most_bytes = MOST_TEXT_BYTES + BYTES_PER_TEXT * value.num_elements
+    if len(value.data) > most_bytes:
+        raise CheckpointError(
+            f"{path}: the {value.num_elements} texts of {key} have {len(value.data)} bytes; at "
+            f"most {most_bytes} are read."
+        )
     return list(value.strings())
 
 
-def _numbers(metadata: Metadata, key: str, path: Path) -> list[int | float]:
+def _numbers(metadata: Metadata, key: str, tokens: Sequence[str], path: Path) -> list[int | float]:
+    """One for each token, or none where there is no such key. Raises CheckpointError."""
     value = metadata.get(key)
     if value is None:
         return []
-    if not isinstance(value, GgufArray) or value.is_text:
-        raise CheckpointError(f"{path}: {key} is {shown(value)}, not an array of numbers.")
+    if not isinstance(value, GgufArray) or value.is_text or value.num_elements != len(tokens):
+        raise CheckpointError(
+            f"{path}: {key} is {shown(value)}, not an array of {len(tokens)} numbers."
+        )
     return value.numbers()
