@@ -89,6 +89,21 @@ def test_a_model_runs_all_the_same(arguments: list[str], tmp_path: Path) -> None
     assert not [*tmp_path.iterdir()]
 
 
+@pytest.mark.parametrize("arguments", [["ls"], ["plan", "org/name"], ["pull", "org/name"]], ids=str)
+def test_models_of_the_hub_have_no_place(arguments: list[str], tmp_path: Path) -> None:
+    env = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
+    result = python("-c", HOMELESS, *arguments, env=env, cwd=tmp_path)
+    assert result.returncode == 1 and "set HOME or HF_HOME" in result.stderr, result.stderr
+    assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize("name", ["HF_HUB_DOWNLOAD_TIMEOUT", "HF_HUB_ETAG_TIMEOUT"])
+def test_a_variable_that_the_hub_s_library_cannot_read_is_told(name: str) -> None:
+    result = python("-m", "lowtide", "pull", "org/name", env={**os.environ, name: "30s"})
+    assert result.returncode == 1 and "must be whole seconds" in result.stderr, result.stderr
+    assert "Traceback" not in result.stderr
+
+
 FULL = """
 import resource, sys
 resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import huggingface_hub
 import pytest
 from hub_repos import GOLDEN
 from hub_stand_in import COMMIT, Content, StandIn
@@ -16,7 +15,7 @@ from huggingface_hub import constants
 from huggingface_hub.errors import LocalEntryNotFoundError
 
 from lowtide.errors import CheckpointError, HubError, UsageError
-from lowtide.model_folder import hub
+from lowtide.model_folder import hub, hub_model
 from lowtide.model_folder.tokenizer import Tokenizer
 
 SHARDS = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
@@ -206,7 +205,7 @@ def test_a_network_that_fails(monkeypatch: pytest.MonkeyPatch, error: Exception)
     def fail(*args: object, **kwargs: object) -> None:
         raise error
 
-    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", fail)
+    monkeypatch.setattr(hub_model, "answer_to", fail)
     with pytest.raises(HubError, match="could not be fetched.*Check the network.*--offline"):
         hub.resolve_model("org/name")
 
@@ -264,3 +263,21 @@ def test_list_models(cache: Path, tmp_path: Path) -> None:
     assert [m.is_complete for m in found] == [True, False, True]
     assert [m.revision for m in found] == ["", COMMIT, COMMIT]
     assert found[2].num_bytes == sum(p.stat().st_size for p in found[2].path.iterdir())
+
+
+def test_a_cache_that_must_not_be_read_is_told(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As root may look into all, refusals are made here."""
+    folder, stat = fill(snapshot(cache)), Path.stat
+
+    def refuse(path: Path, **options: Any) -> Any:
+        if path.parent == folder:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return stat(path, **options)
+
+    monkeypatch.setattr(Path, "stat", refuse)
+    with pytest.raises(HubError, match="cache cannot be read: .* denied. HF_HOME names another"):
+        hub.resolve_model(f"org/name@{COMMIT}", offline=True)
+    assert hub.list_models() == []
+    assert f"{folder}/config.json is left out: Permission denied." in caplog.text

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from lowtide.config import format_size
-from lowtide.errors import PlanError, UnsupportedError
+from lowtide.errors import HubError, PlanError, StorageError, UnsupportedError
 from lowtide.families import families
 from lowtide.hardware import available_memory_bytes
 from lowtide.hardware.machine import Rate, disk_rate
@@ -84,13 +84,18 @@ def suggestion() -> Suggestion | None:
 
 
 def _planned(config: Mapping[str, Any], format: str) -> MemoryPlan | None:
-    """The plan for all memory that is free here; None where it is too little."""
-    with tempfile.TemporaryDirectory() as name:
-        (Path(name) / "config.json").write_text(json.dumps(config), encoding="utf-8")
-        try:
+    """The plan for all memory that is free here; None where it is too little. Raises StorageError
+    where there is no folder for temporary files."""
+    try:
+        with tempfile.TemporaryDirectory() as name:
+            (Path(name) / "config.json").write_text(json.dumps(config), encoding="utf-8")
             return plan_model(name, device="cpu", format=format, context=CONTEXT_TOKENS)
-        except PlanError:
-            return None
+    except PlanError:
+        return None
+    except OSError as error:
+        raise StorageError(
+            f"No temporary file can be written ({error.strerror}): TMPDIR names a folder for them."
+        ) from error
 
 
 def _without_compiler() -> str | None:
@@ -115,10 +120,12 @@ def _little_memory(total_bytes: int) -> str | None:
 
 
 def _little_disk() -> str | None:
-    folder = cache_folder()
     try:
+        folder = cache_folder()
         present = next((each for each in (folder, *folder.parents) if each.exists()), folder)
         free_bytes = shutil.disk_usage(present).free
+    except HubError as error:
+        return str(error)
     except OSError as error:
         reason = error.strerror or error
         return f"{folder}, where models are kept, cannot be used: {reason}. Set HF_HOME."

@@ -31,6 +31,7 @@ from lowtide.model_folder.hub_cache import (
     cache_folder,
     cached_commit,
     cached_snapshots,
+    hub_constants,
     is_commit,
     listed,
     missing_files,
@@ -112,7 +113,14 @@ def locate_model(reference: str, *, offline: bool = False) -> Path | HubModel:
         )
     if folder.exists():
         return folder
-    return _locate_on_hub(_parse_hub_id(reference, folder), offline=offline)
+    named = _parse_hub_id(reference, folder)
+    try:
+        return _locate_on_hub(named, offline=offline)
+    except OSError as error:
+        raise HubError(
+            f"The hub's cache cannot be read: {error.filename}: {error.strerror}. HF_HOME names "
+            "another folder."
+        ) from error
 
 
 def pull(reference: str, progress: Progress = no_progress) -> Path:
@@ -202,13 +210,11 @@ def _parse_hub_id(reference: str, folder: Path) -> HubReference:
 
 
 def _locate_on_hub(reference: HubReference, *, offline: bool) -> Path | HubModel:
-    from huggingface_hub import constants
-
     here, missing = _kept_copy(reference)
     # A commit never changes: if it is here whole, the network has nothing to add.
     if here is not None and (offline or is_commit(reference.revision)):
         return here
-    if offline or constants.HF_HUB_OFFLINE:
+    if offline or hub_constants().HF_HUB_OFFLINE:
         if here is not None:
             return here
         raise HubError(
@@ -266,13 +272,17 @@ def _newest(model: HubModel) -> Path | HubModel:
 
 
 def _cached_models(name: str, folder: Path) -> Iterator[LocalModel]:
-    """The models of one commit: a checkpoint, and each GGUF model under its tag."""
-    if (folder / "config.json").exists():
-        yield _local_model(name, folder.name, folder)
-    for stem, files in _gguf_models(folder).items():
-        num_bytes = sum((folder / file).stat().st_size for file in files)
-        path = folder / files[0]
-        yield LocalModel(f"{name}:{tag_of(stem)}", folder.name, num_bytes, path, is_whole(files))
+    """The models of one commit: a checkpoint, and each GGUF model under its tag; none, with a
+    notice, of a folder that this user cannot read or that goes meanwhile."""
+    try:
+        if (folder / "config.json").exists():
+            yield _local_model(name, folder.name, folder)
+        for stem, files in _gguf_models(folder).items():
+            num_bytes = sum((folder / file).stat().st_size for file in files)
+            path, tag = folder / files[0], tag_of(stem)
+            yield LocalModel(f"{name}:{tag}", folder.name, num_bytes, path, is_whole(files))
+    except OSError as error:
+        _log.warning("%s is left out: %s.", error.filename or folder, error.strerror)
 
 
 def _local_model(name: str, revision: str, folder: Path) -> LocalModel:

@@ -11,6 +11,7 @@ import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 from lowtide.errors import CheckpointError, HubError, StorageError
 from lowtide.files.json_file import read_object
@@ -23,11 +24,28 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 _MAX_REF_BYTES = 1 << 10
 
 
-def cache_folder() -> Path:
-    """Where HF_HUB_CACHE or HF_HOME put it."""
-    from huggingface_hub import constants
+def hub_constants() -> ModuleType:
+    """huggingface-hub's, which it makes of the environment as it is imported. Raises HubError for a
+    variable that cannot be."""
+    try:
+        from huggingface_hub import constants
+    except ValueError as error:  # its two that are numbers
+        raise HubError(
+            "HF_HUB_DOWNLOAD_TIMEOUT and HF_HUB_ETAG_TIMEOUT must be whole seconds, where they are "
+            f"set: {error}."
+        ) from error
+    return constants
 
-    return Path(constants.HF_HUB_CACHE).expanduser()
+
+def cache_folder() -> Path:
+    """Where HF_HUB_CACHE or HF_HOME put it. Raises HubError where there is no such place."""
+    folder = Path(hub_constants().HF_HUB_CACHE)
+    try:
+        return folder.expanduser()
+    except RuntimeError as error:  # such as in a container, as a user that has no name there
+        raise HubError(
+            f"This user has no home, where models could be kept ({folder}): set HOME or HF_HOME."
+        ) from error
 
 
 def repo_folder(repo_id: str) -> Path:

@@ -46,9 +46,9 @@ def fetch(model: HubModel, progress: Progress = no_progress) -> Path:
     by then is kept.
     """
     shards = model.shards()
-    download = _Download(model, shards, progress)
-    download.announce()
     try:
+        download = _Download(model, shards, progress)
+        download.announce()
         download.run()
     except HubError:
         raise

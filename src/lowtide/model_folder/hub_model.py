@@ -17,6 +17,7 @@ from fnmatch import fnmatch
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
+from urllib.parse import quote
 
 from lowtide.config import ModelConfig
 from lowtide.errors import CheckpointError, ConfigError, HubError
@@ -34,11 +35,9 @@ from lowtide.model_folder.checkpoint import (
 from lowtide.model_folder.gguf_file import choose_gguf, gguf_models, is_whole
 from lowtide.model_folder.hub_cache import MAX_INDEX_BYTES, is_commit, snapshot_folder
 from lowtide.model_folder.hub_reference import HubReference
-from lowtide.model_folder.hub_requests import asked, failure, read_part
+from lowtide.model_folder.hub_requests import answer_to, asked, failure, read_part
 
 if TYPE_CHECKING:
-    from huggingface_hub.hf_api import RepoSibling
-
     from lowtide.model_folder.gguf_header import GgufHeader
     from lowtide.model_folder.gguf_model import GgufModel
 
@@ -48,11 +47,15 @@ IGNORED_FILES = ("*/*",)
 """Folders hold other formats of the same model."""
 NUM_CONNECTIONS = 8
 MAX_CONFIG_BYTES = 16 << 20
+MAX_LISTING_BYTES = 16 << 20  # of tens of thousands of files
 
 _MAX_NAME_BYTES = 200
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _UNFIT = re.compile(r"(?:^|/)(?:\.|/|$)|\\")  # folders above, hidden ones, no name
 _OTHER_FORMATS = {".bin": "PyTorch's pickled weights", ".pth": "pickled weights"}
+
+Siblings = Mapping[str, Mapping[str, object]]
+"""What the hub says of a repository's files, by name."""
 
 
 class HubFile(NamedTuple):
@@ -75,32 +78,25 @@ class HubModel:
     def ask(cls, reference: HubReference) -> HubModel:
         """Raises HubError where the hub cannot be asked, or has no such model to be read,
         CheckpointError where it is not clear which of several GGUF models is meant."""
-        import huggingface_hub
-        from huggingface_hub import constants
-
-        timeout_s = constants.HF_HUB_ETAG_TIMEOUT
-        repo_id, revision, tag = reference
         name = reference.name
+        path = f"api/models/{reference.repo_id}/revision/{quote(reference.revision, safe='')}"
         try:
-            info = asked(
-                lambda: huggingface_hub.HfApi().model_info(
-                    repo_id, revision=revision, timeout=timeout_s, files_metadata=True
-                )
-            )
+            data = asked(lambda: answer_to(f"{path}?blobs=true", MAX_LISTING_BYTES))
+            listing = parse_object(data, "what the hub says", HubError)
         # The hub's errors share no base class: HTTP, connection and validation errors.
         except Exception as error:
             raise failure(name, error) from error
-        if not is_commit(str(info.sha)):
-            raise HubError(
-                f"{name}: the hub says that it is {shown(info.sha)}, which is no commit."
-            )
-        siblings = {_checked_name(file.rfilename, name): file for file in info.siblings or ()}
+        commit = str(listing.get("sha"))
+        if not is_commit(commit):
+            said = shown(listing.get("sha"))
+            raise HubError(f"{name}: the hub says that it is {said}, which is no commit.")
+        siblings = _siblings(listing.get("siblings"), name)
         gguf_files = _gguf_files(siblings, reference)
         files = {
-            each: HubFile(_num_bytes(siblings[each], name), _sha256(siblings[each], name))
+            each: HubFile(_num_bytes(each, siblings, name), _sha256(each, siblings, name))
             for each in (gguf_files or sorted(filter(_is_fetched, siblings)))
         }
-        model = cls(reference, str(info.sha), files, gguf_files)
+        model = cls(reference, commit, files, gguf_files)
         if not gguf_files:
             model._check_whole(list(siblings))
         return model
@@ -254,24 +250,32 @@ def _is_fit(path: str) -> bool:
     return path.isprintable() and len(path.encode()) <= _MAX_NAME_BYTES and not _UNFIT.search(path)
 
 
-def _num_bytes(file: RepoSibling, model: str) -> int:
+def _siblings(listed: object, model: str) -> Siblings:
+    """What the hub says of each file, by name. Raises HubError for what is no list of files."""
+    files: list[Any] = listed if isinstance(listed, list) else [listed]
+    if not all(isinstance(file, dict) for file in files):
+        raise HubError(f"{model}: the hub lists {shown(listed)}, which are no files.")
+    return {_checked_name(file.get("rfilename"), model): file for file in files}
+
+
+def _num_bytes(name: str, siblings: Siblings, model: str) -> int:
     """Raises HubError for what is no size."""
-    size: object = file.size or 0
+    size = siblings[name].get("size") or 0
     if not isinstance(size, int) or isinstance(size, bool) or size < 0:
-        raise HubError(f"{model}: the hub says {shown(size)} bytes of {shown(file.rfilename)}.")
+        raise HubError(f"{model}: the hub says {shown(size)} bytes of {shown(name)}.")
     return size
 
 
-def _sha256(file: RepoSibling, model: str) -> str | None:
+def _sha256(name: str, siblings: Siblings, model: str) -> str | None:
     """A large file's SHA-256, its name in the cache. Raises HubError for what is no SHA-256."""
-    if file.lfs is None:
+    lfs = siblings[name].get("lfs")
+    if lfs is None:
         return None
-    said = file.lfs.sha256
+    said = lfs.get("sha256") if isinstance(lfs, dict) else lfs
     if not _SHA256.fullmatch(str(said)):
-        raise HubError(
-            f"{model}: the hub says {shown(said)}, which is no SHA-256 of {shown(file.rfilename)}."
-        )
-    return said
+        told = f"{shown(said)}, which is no SHA-256 of {shown(name)}"
+        raise HubError(f"{model}: the hub says {told}.")
+    return str(said)
 
 
 def is_small(name: str) -> bool:

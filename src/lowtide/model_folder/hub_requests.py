@@ -66,6 +66,23 @@ def read_part(url: str, start: int, num_bytes: int, stopped: Event = _NEVER) -> 
     return b"".join(file_part(url, start, start + num_bytes, stopped))
 
 
+def answer_to(path: str, max_bytes: int) -> bytes:
+    """All that the hub answers to a path of its own. Raises NotWhole for more than `max_bytes`, or
+    what huggingface-hub raises."""
+    from huggingface_hub import constants
+    from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
+
+    url, headers, answer = f"{constants.ENDPOINT}/{path}", build_hf_headers(), bytearray()
+    timeout_s = constants.HF_HUB_ETAG_TIMEOUT
+    with get_session().stream("GET", url, headers=headers, timeout=timeout_s) as response:
+        hf_raise_for_status(response)
+        for piece in response.iter_bytes(PIECE_BYTES):
+            answer += piece
+            if len(answer) > max_bytes:
+                raise NotWhole(f"the answer has more than {max_bytes} bytes")
+    return bytes(answer)
+
+
 def asked(request: Callable[[], T]) -> T:
     """What `request` returns, made again where the server says: not now.
 
@@ -177,6 +194,11 @@ def _reason(error: Exception, name: str) -> str:
         return (
             f"the disk is full ({error.strerror}). Make room, or set HF_HOME to a folder on a "
             "larger disk; what was fetched so far is kept."
+        )
+    if isinstance(error, OSError) and error.filename is not None:
+        return (
+            f"{error.filename}: {error.strerror}. Make it yours, or set HF_HOME to a folder of "
+            "yours; what was fetched so far is kept."
         )
     status, endpoint = _status(error), constants.ENDPOINT
     if status == 401:
