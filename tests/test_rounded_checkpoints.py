@@ -270,6 +270,13 @@ def replaced(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Calla
     return apply
 
 
+def added(name: str, tensor: torch.Tensor) -> Callable[[dict[str, torch.Tensor]], None]:
+    def apply(weights: dict[str, torch.Tensor]) -> None:
+        weights[name] = tensor
+
+    return apply
+
+
 EXPERT = "model.layers.2.mlp.experts.5.up_proj"
 DENSE = "model.layers.1.self_attn.q_proj"
 
@@ -311,6 +318,18 @@ DENSE = "model.layers.1.self_attn.q_proj"
             replaced(f"{EXPERT}.g_idx", lambda x: x.flip(0)),
             UnsupportedError,
             f"{EXPERT}.weight: its g_idx is not in order: act-order",
+        ),
+        (
+            "compressed-tensors",
+            added(f"{EXPERT}.weight_g_idx", torch.zeros(64, dtype=torch.int32)),
+            UnsupportedError,
+            f"{EXPERT}.weight_g_idx: act-order",
+        ),
+        (
+            "awq",
+            added(f"{DENSE}.weight", torch.zeros(64, 64)),
+            CheckpointError,
+            f"{DENSE}.weight both rounded and not",
         ),
     ],
 )

@@ -67,9 +67,23 @@ def _entry(
     parts = tuple(
         _checked(name + wanted.ending, wanted, form, tensors) for wanted in _wanted(form, spec)
     )
+    _check_alone(name, spec, tensors)
     num_bytes = sum(part.num_bytes for part in parts)
     first = parts[0]
     return TensorEntry(first.file, first.offset, num_bytes, form.name, spec.shape, tensors=parts)
+
+
+def _check_alone(name: str, spec: TensorSpec, tensors: Mapping[str, TensorEntry]) -> None:
+    """Raises UnsupportedError or CheckpointError where what is left of a matrix's tensors would
+    make it another one."""
+    if (order := f"{name}.weight_g_idx") in tensors:
+        raise UnsupportedError(
+            f"The checkpoint has {order}: act-order, which is not read. Choose another repository."
+        )
+    if spec.name in tensors:
+        raise CheckpointError(
+            f"The checkpoint has {spec.name} both rounded and not; fetch the model again."
+        )
 
 
 def _form(asked: Quantisation, scale_dtype: str, width: int) -> Arranged | None:
