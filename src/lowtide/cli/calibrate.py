@@ -37,11 +37,12 @@ def calibrate(
     *,
     settings: Settings,
 ) -> None:
-    """Run a text and write down routing, residual vectors and statistics for the policies.
+    """Learn from a text which experts a model uses, so that policies keep the right ones.
 
-    Without --out they go to a file in the user's cache; --machine is what the intervals are for.
-    With --buddies it has a profile of which expert may stand in for which, for buddymoe;
-    with --inputs what experts' matrices are multiplied with, for pack and --format.
+    Routing, residual vectors and statistics go to --out, or to a file in the user's cache;
+    --machine is what the intervals are for. With --buddies there is a profile of which
+    expert may stand in for which, for buddymoe; with --inputs what experts' matrices are
+    multiplied with, for pack and --format.
     """
     from lowtide.profiles import load_profile
 

@@ -67,7 +67,7 @@ def generate(
     *,
     settings: Settings,
 ) -> None:
-    """Write one answer; standard error has a line on the plan before it, the speed after it."""
+    """Write one answer; a line on the plan and one on the speed go to standard error."""
     write_answer(model, words, prompt, prompt_ids, settings)
 
 

@@ -27,7 +27,7 @@ def synth(
     *,
     settings: Settings,
 ) -> None:
-    """Write a checkpoint with random weights and a realistic routing skew."""
+    """Write a model with random weights, to try and measure without a download."""
     out = _out("synth", settings)
     seed = cast(int, settings["seed"]) if settings.is_given("seed") else 0
     from lowtide.lab import synth as lab
@@ -49,7 +49,7 @@ def synth(
     Group.OUTPUT,
 )
 def pack(model: ModelName, *, settings: Settings) -> None:
-    """Write a model's folder again with weights in 8 or 4 bits: a model that reads faster.
+    """Save a model with weights rounded to 8 or 4 bits: smaller, and faster to read.
 
     With --calibration, of lowtide calibrate --inputs, experts lose less of what they are used for.
     With --by-expert a GGUF model's experts are copied beside it, each in one piece, to be read

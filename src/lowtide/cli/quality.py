@@ -57,10 +57,11 @@ _OF_MODEL = {
     Group.OUTPUT,
 )
 def quality(model: ModelName, *, settings: Settings) -> None:
-    """Score a text, or multiple choice, under several settings beside the exact run.
+    """Measure what --format q4 and other settings do to a model's words, beside the exact run.
 
-    In decoding's own passes; then settings take turns at writing, --repeats times --max-tokens
-    (0 takes no time). Every --setting is a row, and so is the exact run at every budget.
+    A text, or multiple choice, is scored in decoding's own passes; then settings take turns at
+    writing, --repeats times --max-tokens (0 takes no time). Every --setting is a row, and so is the
+    exact run at every budget.
     """
     options = settings.engine_options()
     policy, own = str(options.pop("policy")), options.pop("policy_options", {})

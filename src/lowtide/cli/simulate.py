@@ -33,9 +33,9 @@ def simulate(
     *,
     settings: Settings,
 ) -> None:
-    """Replay a trace in simulated time; nothing is computed.
+    """Replay a recorded routing (generate --trace) under other policies and machines.
 
-    --policy-option is for those of the presets that have it.
+    Nothing is computed: time is simulated. --policy-option is for those presets that have it.
     """
     from lowtide.profiles import load_profile
     from lowtide.replay.calibration import Calibration

@@ -28,8 +28,7 @@ class Known(NamedTuple):
 
 
 _LINES = {
-    "generate": "Write one answer; standard error has a line on the plan before it, the speed "
-    "after it.",
+    "generate": "Write one answer; a line on the plan and one on the speed go to standard error.",
     "chat": "Talk with a model, turn by turn; a model without a chat template continues the text.",
     "plan": "Show what a model needs and what it would get here, and why.",
     "doctor": "Say what is wrong with this machine, if anything, and measure it; -v shows the "
@@ -38,12 +37,13 @@ _LINES = {
     "bench": "Measure the machine, then how fast a model writes; --policy takes several, by "
     "commas.",
     "verify": "Prove that budgets and policies change no token and no bit; exit 1 if they do.",
-    "calibrate": "Run a text and write down routing, residual vectors and statistics for the "
-    "policies.",
-    "simulate": "Replay a trace in simulated time; nothing is computed.",
-    "quality": "Score a text, or multiple choice, under several settings beside the exact run.",
-    "synth": "Write a checkpoint with random weights and a realistic routing skew.",
-    "pack": "Write a model's folder again with weights in 8 or 4 bits: a model that reads faster.",
+    "calibrate": "Learn from a text which experts a model uses, so that policies keep the right "
+    "ones.",
+    "simulate": "Replay a recorded routing (generate --trace) under other policies and machines.",
+    "quality": "Measure what --format q4 and other settings do to a model's words, beside the "
+    "exact run.",
+    "synth": "Write a model with random weights, to try and measure without a download.",
+    "pack": "Save a model with weights rounded to 8 or 4 bits: smaller, and faster to read.",
     "pull": "Fetch a model from the hub: weights, configuration and tokenizer, never code.",
     "ls": "List the models that are on this machine.",
     "cache": "List the conversations that --cache-dir keeps on disk, or clear them.",
