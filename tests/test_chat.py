@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import math
 import os
 import pty
@@ -190,6 +191,8 @@ def test_commands() -> None:
         ("/nothing at all", "Unknown command /nothing"),
         ("/retry", "no message yet"),
         ("/save", "/save needs the name of a file"),
+        ("/save a\0b", "/save needs the name of a file"),
+        ("/save ~no-such-user/x", "/save ~no-such-user/x: Could not determine home"),
         ("/load /no/such/file", "/no/such/file is missing"),
     ],
 )
@@ -251,6 +254,14 @@ def test_a_conversation_is_saved_and_gone_on_with(tmp_path: Path) -> None:
     assert said == ["be brief", "one", words, "two", words, "three"]
 
 
+def test_half_a_character_of_a_file_is_saved_as_it_was(tmp_path: Path) -> None:
+    given, saved = tmp_path / "given.json", tmp_path / "saved.json"
+    turns = [{"role": "user", "content": "\ud800"}, {"role": "assistant", "content": "a"}]
+    given.write_text(json.dumps({"messages": turns}))
+    assert "(saved 1 turn to " in Talk().says(f"/load {given}", f"/save {saved}")
+    assert json.loads(saved.read_text()) == {"messages": turns}
+
+
 @pytest.mark.parametrize(
     ("content", "said"),
     [
@@ -269,10 +280,12 @@ def test_a_file_that_holds_no_conversation(tmp_path: Path, content: str, said: s
 
 
 EDITING = """
-import select, sys
+import resource, select, sys
 from pathlib import Path
 from lowtide.cli.line_editor import LineEditor, typing_unseen
 editor = LineEditor(["/help", "/clear"], Path(sys.argv[1]) if sys.argv[1] else None)
+if sys.argv[2]:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))  # as on a full disk
 while (line := editor.read()) is not None:
     print("READ", repr(line))
     if line == "wait":
@@ -283,15 +296,18 @@ while (line := editor.read()) is not None:
 """
 
 
-def typed(history: Path | str, keys: bytes, *later: tuple[bytes, bytes]) -> str:
+def typed(
+    history: Path | str, keys: bytes, *later: tuple[bytes, bytes], is_full: bool = False
+) -> str:
     """What a program that reads lines shows a user who types `keys` on a terminal.
 
-    later: further keys, each after what has to be shown before them.
+    later: further keys, each after what has to be shown before them. is_full: its disk.
     """
     pid, terminal = pty.fork()
     if pid == 0:
         environment = {**os.environ, "TERM": "xterm"}
-        os.execve(sys.executable, [sys.executable, "-c", EDITING, str(history)], environment)
+        command = [sys.executable, "-c", EDITING, str(history), "full" * is_full]
+        os.execve(sys.executable, command, environment)
     shown, parts = b"", [(b">", keys), *later]
     end_s = time.monotonic() + 120
     while time.monotonic() < end_s:
@@ -315,6 +331,12 @@ def test_lines_are_edited_remembered_and_completed(tmp_path: Path) -> None:
     assert history.stat().st_mode & 0o077 == 0 and ">> hello" in history.read_text()
     assert "READ '>> hello'" in typed(history, b"\x1b[A\x1b[A\r\x04")  # from the last time
     assert "READ 'forgotten'" in typed("", b"forgotten\r\x04")
+
+
+def test_what_a_full_disk_does_not_keep_is_answered_all_the_same(tmp_path: Path) -> None:
+    shown = typed(tmp_path / "history", b"one\rtwo\r\x04", is_full=True)
+    assert "READ 'one'" in shown and "READ 'two'" in shown
+    assert not (tmp_path / "history").stat().st_size
 
 
 def test_a_pasted_text_is_one_message(tmp_path: Path) -> None:

@@ -105,11 +105,31 @@ def test_what_is_refused_is_told_in_one_line(url: str, monkeypatch: pytest.Monke
     assert done.exit_code == 2 and "Name one of the models" in done.stderr and "one" in done.stderr
     with pytest.raises(UsageError, match="cannot be asked"):
         chosen_model(Server("127.0.0.1:9"), None)
-    with pytest.raises(UsageError, match="address such as"):
-        Server("ftp://x")
+    for address in ("ftp://x", "http://[::1", "localhost:one", "localhost:70000", ""):
+        with pytest.raises(UsageError, match="address such as"):
+            Server(address)
+    with pytest.raises(UsageError, match="cannot be asked"):
+        chosen_model(Server("a..b"), None)
+    with pytest.raises(UsageError, match="printable ASCII") as error:
+        Server(url, "gehe\u00efm")
+    assert "gehe" not in str(error.value)
     monkeypatch.setattr(Handler, "chunks", [{"error": {"message": "out of luck"}}])
     done = chat("--url", url, said="hi\n")
     assert done.exit_code == 0 and "out of luck" in done.stderr
+
+
+def test_a_list_of_models_that_breaks_off_is_told(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(self: Handler) -> None:
+        self.send_response(200)
+        self.send_header("Transfer-Encoding", "chunked")
+        self.end_headers()
+        self.wfile.write(b"ff\r\n{")
+
+    monkeypatch.setattr(Handler, "do_GET", broken)
+    done = chat("--url", url, said="hi\n")
+    assert done.exit_code == 2 and "ended an answer half-way: IncompleteRead" in done.stderr
 
 
 def test_without_a_model_or_an_address_chat_says_what_it_needs() -> None:

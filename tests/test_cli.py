@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import io
 import json
 import os
@@ -273,6 +274,8 @@ def test_raw_and_system_make_the_prompt() -> None:
         told = json.loads(run("generate", MODEL, "hi", "--json", *flags).stdout)
         assert told["chat_template"] is (flags != ["--raw"])
     assert "--raw leaves out" in refused("generate", MODEL, "hi", "--raw", "--system", "x")
+    assert "which is left out" in refused("generate", MODEL, "hi", "--raw", "--think")
+    assert "no enable_thinking" in refused("chat", MODEL, "--raw", "--think")
 
 
 def test_more_or_less_is_said_of_the_plan_when_asked() -> None:
@@ -328,6 +331,20 @@ def test_a_file_on_standard_input_follows_the_text(tmp_path: Path) -> None:
         done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
         expected = "explain\n" if "null" in shell else "explain\n\nx = 1\n"
         assert done.stdout == expected, done
+
+
+@pytest.mark.skipif(not Path("/proc/self/mem").exists(), reason="needs Linux")
+def test_input_that_cannot_be_read_is_told() -> None:
+    with open("/proc/self/mem", "rb") as unreadable:
+        result = subprocess.run(
+            [sys.executable, "-m", "lowtide", "generate", MODEL],
+            stdin=unreadable,
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+    assert result.returncode == 2
+    assert result.stderr == "lowtide: standard input cannot be read: Input/output error.\n"
 
 
 def test_prompt_from_stdin_loses_one_newline() -> None:
@@ -786,10 +803,13 @@ def test_ctrl_c_while_the_program_is_imported_ends_quietly() -> None:
     assert (result.returncode, result.stderr) == (130, "")
 
 
+ENDS = [("SIGINT", 130), ("SIGTERM", 143), ("SIGHUP", 129)]
 WAITS = "for _ in range(3000): time.sleep(0.01)\n"
+HEARD = "if NUMBER == signal.SIGHUP: signal.signal(NUMBER, signal.SIG_DFL)"
+"""Under nohup it is ignored."""
 
 
-@pytest.mark.parametrize(("number", "code"), [("SIGINT", 130), ("SIGTERM", 143)])
+@pytest.mark.parametrize(("number", "code"), ENDS)
 @pytest.mark.parametrize(
     "happens",
     [
@@ -810,6 +830,7 @@ def test_no_signal_is_lost_and_each_ends_with_the_same_code(
     program = (
         "import signal, sys, time, types, weakref\n"
         f"NUMBER = signal.{number}\n"
+        f"{HEARD}\n"
         "import lowtide.cli\n"
         "def app():\n"
         f"    {happens}"
@@ -822,7 +843,7 @@ def test_no_signal_is_lost_and_each_ends_with_the_same_code(
     assert ended(program, tmp_path) == (code, "")
 
 
-@pytest.mark.parametrize(("number", "code"), [("SIGINT", 130), ("SIGTERM", 143)])
+@pytest.mark.parametrize(("number", "code"), ENDS)
 @pytest.mark.parametrize(
     "happens",
     [
@@ -838,7 +859,9 @@ def test_a_signal_that_an_import_caught_ends_the_program_once(
         f"import signal, weakref\nNUMBER = signal.{number}\n{happens}def verb(): print(5)\n"
     )
     program = (
-        "import sys, time\n"
+        "import signal, sys, time\n"
+        f"NUMBER = signal.{number}\n"
+        f"{HEARD}\n"
         "sys.argv = ['lowtide', 'ls']\n"
         "from lowtide.cli import main, verbs\n"
         "verbs.import_module = lambda name: __import__('verb')\n"
@@ -906,6 +929,28 @@ def test_a_library_that_cannot_be_loaded_is_told_and_a_fault_of_ours_is_not_hidd
     )
     with pytest.raises(ModuleNotFoundError), errors_reported():
         raise ModuleNotFoundError("No module named 'lowtide.nowhere'", name="lowtide.nowhere")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        RuntimeError("can't start new thread"),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: 5 bytes\nmore"),
+        OSError(errno.EMFILE, "Too many open files", "x"),
+    ],
+    ids=str,
+)
+def test_a_limit_of_the_system_is_told_in_one_line(
+    error: Exception, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(typer.Exit) as caught, errors_reported():
+        raise error
+    told = capsys.readouterr().err
+    assert caught.value.exit_code == 1 and told.count("\n") == 1
+    assert told.startswith("lowtide: The system refuses memory") and "ulimit -v" in told
+    with pytest.raises(RuntimeError, match="ours"), errors_reported():
+        raise RuntimeError("ours")
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")

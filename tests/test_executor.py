@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from lowtide.errors import InternalError
 from lowtide.threads import executor as executor_module
 from lowtide.threads.executor import Executor, HostExecutor, InlineExecutor, core_shares
 
@@ -47,6 +48,26 @@ def test_an_error_comes_back_after_all_work_ended(which: int, executor: HostExec
     assert sorted(done) == list(range(8))
     with pytest.raises(ZeroDivisionError, match=f"work {which}"):
         executor.submit(partial(work, which)).result()
+
+
+def test_a_thread_that_the_system_refuses_leaves_none_waiting(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    begun: list[threading.Thread] = []
+    start = threading.Thread.start
+
+    def refused(thread: threading.Thread) -> None:
+        if begun:
+            raise RuntimeError("can't start new thread")
+        begun.append(thread)
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refused)
+    with pytest.raises(InternalError, match="refuses one of 2 threads .*ulimit -u"):
+        HostExecutor(num_experts_per_token=2, num_cores=2)
+    [thread] = begun
+    thread.join(60)
+    assert thread.name.startswith("lowtide-compute") and not thread.is_alive()
 
 
 def test_torch_keeps_its_threads_and_workers_make_no_gradients() -> None:

@@ -131,6 +131,9 @@ def test_a_bad_value_in_the_file_names_file_and_key(tmp_path: Path) -> None:
     file = write(tmp_path, "context = true")
     with pytest.raises(UsageError, match=r"options\.toml: context: expected"):
         resolve({"config": file}, {})
+    file = write(tmp_path, "temperature = 1" + 400 * "0")  # which no float is
+    with pytest.raises(UsageError, match=r"options\.toml: temperature: expected a number"):
+        resolve({"config": file}, {})
 
 
 def test_a_file_may_begin_with_the_mark_of_some_editors(tmp_path: Path) -> None:

@@ -245,7 +245,7 @@ def test_a_second_run_meanwhile_is_refused_and_the_first_is_whole(
     assert contents(pack(original, out, format="q4")) == packed and refusals
 
 
-@pytest.mark.parametrize("change", ["touched", "longer"])
+@pytest.mark.parametrize("change", ["touched", "longer", "gone"])
 def test_a_source_that_changes_meanwhile_makes_no_model(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str
 ) -> None:
@@ -254,13 +254,16 @@ def test_a_source_that_changes_meanwhile_makes_no_model(
     def changed() -> None:
         if change == "touched":
             os.utime(shard, ns=(1, 1))
+        elif change == "gone":
+            shard.unlink()
         else:
             with shard.open("ab") as file:
                 file.write(b"\0")
 
     after_pieces(monkeypatch, 5, changed)
     out = tmp_path / "out"
-    with pytest.raises(StorageError, match="changed while it was packed"):
+    said = "cannot be read: No such file" if change == "gone" else "changed while it was packed"
+    with pytest.raises(StorageError, match=said):
         pack(model, out, format="q4")
     check_is_no_model(out)
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
+from pathlib import Path
 
 import httpx
 import pytest
@@ -12,6 +14,7 @@ from typer.testing import CliRunner, Result
 
 from lowtide.cli import serve as verb
 from lowtide.cli.app import app
+from lowtide.serve.service import name_of
 
 DEMO = "demo:autoregressive"
 
@@ -28,6 +31,7 @@ def run(*arguments: str) -> Result:
         (["--port", "99999"], "--port must be an integer from 0 to 65535"),
         (["--json"], "/v1/lowtide/plan"),
         (["--host", "no such host"], "cannot listen at no such host"),
+        (["--host", "a..b", "--no-auth"], "cannot listen at a..b, port 8000"),
         (["--context", "100000000", "--host-memory", "20MiB"], "context"),
     ],
 )
@@ -54,6 +58,12 @@ def test_a_missing_extra_is_said_with_the_line_that_installs_it(
     result = run(DEMO)
     assert result.exit_code == 2
     assert "serve needs fastapi" in result.stderr and "'lowtide[serve]'" in result.stderr
+
+
+def test_a_folder_s_name_is_text_for_clients(tmp_path: Path) -> None:
+    folder = tmp_path / os.fsdecode(b"m\xff")
+    folder.mkdir()
+    assert name_of(str(folder)) == "m\ufffd"
 
 
 def test_a_client_s_config_has_the_context_that_would_be_served() -> None:

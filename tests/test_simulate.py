@@ -363,6 +363,7 @@ def test_curves_of_a_papers_machine_lie_between_those_that_are_known() -> None:
         ("link_ms = 1.0", "link_ms = nan", "expert.link_ms must be from"),
         ("num_weights = 600", "num_weights = 1300", "ascend by num_weights"),
         ("num_weights = 600", "num_weights = 0.5", "whole number"),
+        ("num_weights = 1200", "num_weights = 1" + 400 * "0", "whole number"),
         ("weight_bytes = 0.5", 'efficiency = "x"', "not mixed"),
         ("sync_ms = 0.01", "sync_ms = true", "sync_ms"),
     ],
@@ -396,7 +397,11 @@ efficiency = { device = 1, link = 1, host = 1 }
         ("memory_GB = 1,", "memory_GB = true,"),
         ("efficiency = { device = 1,", "efficiency = { device = 1.5,"),
         ("=", "=="),
+        ("memory_GB = 1,", "memory_GB = 0x" + 5000 * "f" + ","),
+        ("memory_GB = 1,", "memory_GB = 1" + 5000 * "0" + ","),
+        ("memory_GB = 1,", "memory_GB = " + 9000 * "["),
     ],
+    ids=lambda text: text[:30],
 )
 def test_bad_profiles_are_refused(old: str, new: str) -> None:
     assert parse_profile(GOOD, "x.toml").name == "x"

@@ -228,7 +228,7 @@ def as_number(value: Any) -> Any:
 
 def _text(raw: object) -> str:
     if not isinstance(raw, str):
-        raise ValueError(f"expected text, not {raw!r}")
+        raise ValueError(f"expected text, not {shown(raw)}")
     if not raw:
         raise ValueError("expected text, not an empty value")
     return raw
@@ -245,11 +245,11 @@ def _integer(raw: object) -> int:
 
 
 def _number(raw: object) -> float:
-    if isinstance(raw, int | float) and not isinstance(raw, bool):
-        return float(raw)
     try:
+        if isinstance(raw, int | float) and not isinstance(raw, bool):
+            return float(raw)
         return float(_text(raw))
-    except ValueError:
+    except (ValueError, OverflowError):
         raise ValueError(f"expected a number, not {shown(raw)}") from None
 
 

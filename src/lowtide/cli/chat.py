@@ -99,7 +99,7 @@ def talk(model: str, settings: Settings, history: Path | None) -> None:
                 'generate --prompt-ids "5 17 3".'
             )
         has_template = llm.tokenizer.has_chat_template and not settings.flag("raw")
-        think = think_options(settings.choice("think"), llm.tokenizer)
+        think = think_options(settings.choice("think"), llm.tokenizer if has_template else None)
         turns = Turns(has_template, settings.text("system"), think)
         show_plan(llm, model, settings)
         show_sampling(llm, params, settings)

@@ -26,6 +26,13 @@ from lowtide.option import Group, Kind, Option
 
 _WRITE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
+_LIMITS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+_REFUSALS = ("can't start new thread", "can't allocate memory")  # Python's and torch's
+_LIMITED = (
+    "The system refuses memory, a thread or a file: {}. Raise the limit (ulimit -v, -u, -n, or the "
+    "container's), or lower --host-memory or --context; -v shows where."
+)
+
 EXIT_FAILURE = 1
 EXIT_BROKEN_PIPE = 128 + 13
 
@@ -114,10 +121,13 @@ def errors_reported(wants_json: bool = False, is_verbose: bool = False) -> Itera
     except BrokenPipeError:
         close_stdout()
         raise typer.Exit(EXIT_BROKEN_PIPE) from None
-    except OSError as error:
-        if not is_of_stdout(error):
+    except (OSError, MemoryError, RuntimeError) as error:
+        if isinstance(error, OSError) and is_of_stdout(error):
+            raise typer.Exit(EXIT_FAILURE) from None
+        if not _is_of_a_limit(error):
             raise
-        raise typer.Exit(EXIT_FAILURE) from None
+        _tell(error, _LIMITED.format(_first_line(error)), wants_json, is_verbose)
+        raise typer.Exit(EXIT_FAILURE) from error
 
 
 def is_of_stdout(error: OSError) -> bool:
@@ -128,6 +138,17 @@ def is_of_stdout(error: OSError) -> bool:
     close_stdout()
     typer.echo(f"lowtide: Standard output cannot be written: {error.strerror}.", err=True)
     return True
+
+
+def _is_of_a_limit(error: Exception) -> bool:
+    """Whether the system refused memory, a thread or a file: of a limit, not of lowtide."""
+    if isinstance(error, OSError):
+        return error.errno in _LIMITS
+    return isinstance(error, MemoryError) or any(text in str(error) for text in _REFUSALS)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error) or type(error).__name__).splitlines()[0]
 
 
 def _tell(error: Exception, message: str, wants_json: bool, is_verbose: bool) -> None:

@@ -269,9 +269,12 @@ def stats_text(stats: Mapping[str, Any], has_experts: bool) -> str:
 
 
 def _named(name: str, command: str) -> Path:
-    if not name:
-        raise UsageError(f"{command} needs the name of a file.")
-    return Path(name).expanduser()
+    if not name or not name.isprintable():
+        raise UsageError(f"{command} needs the name of a file, in characters that can be printed.")
+    try:
+        return Path(name).expanduser()
+    except RuntimeError as error:  # a home of no user
+        raise UsageError(f"{command} {name}: {error}") from error
 
 
 def _counted(number: int, noun: str) -> str:

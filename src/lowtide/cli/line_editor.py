@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 import termios
@@ -15,6 +16,7 @@ from lowtide.files.folders import state_folder
 
 if TYPE_CHECKING:
     from prompt_toolkit import PromptSession
+    from prompt_toolkit.history import History
 
 QUOTES = '"""'
 
@@ -43,6 +45,10 @@ class LineEditor:
                 text += "\n" + self._line("  ")
             return text.partition(QUOTES)[0].strip("\n")
         except EOFError:
+            return None
+        except OSError as error:
+            if error.errno != errno.EIO:  # that of a terminal which has gone
+                raise
             return None
 
     def _line(self, prompt: str) -> str:
@@ -79,15 +85,15 @@ def typing_unseen() -> Iterator[None]:
 def _session(commands: Sequence[str], history: Path | None) -> PromptSession[str]:
     from prompt_toolkit import PromptSession
     from prompt_toolkit.completion import WordCompleter
-    from prompt_toolkit.history import FileHistory, History, InMemoryHistory
+    from prompt_toolkit.history import InMemoryHistory
     from prompt_toolkit.output.vt100 import Vt100_Output
 
     kept: History = InMemoryHistory()
     if history is not None:
         with suppress(OSError):  # a history is no reason to end in an error
             history.parent.mkdir(parents=True, exist_ok=True)
-            os.close(os.open(history, os.O_CREAT | os.O_APPEND | os.O_WRONLY, 0o600))
-            kept = FileHistory(str(history))
+            os.close(os.open(history, os.O_CREAT | os.O_APPEND | os.O_RDWR, 0o600))
+            kept = _file_history(history)
     completer = WordCompleter(list(commands), sentence=True)
     # Where the cursor is need not be known, and terminals that cannot tell would be warned of.
     output = Vt100_Output.from_pty(sys.stdout, term=os.environ.get("TERM"))
@@ -95,3 +101,16 @@ def _session(commands: Sequence[str], history: Path | None) -> PromptSession[str
     return PromptSession(
         history=kept, completer=completer, complete_while_typing=False, output=output
     )
+
+
+def _file_history(path: Path) -> History:
+    from prompt_toolkit.history import FileHistory
+
+    class LenientHistory(FileHistory):
+        """Loses what a full disk does not take: the conversation goes on."""
+
+        def store_string(self, string: str) -> None:
+            with suppress(OSError):
+                super().store_string(string)
+
+    return LenientHistory(str(path))

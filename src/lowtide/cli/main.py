@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
 
 def main() -> None:
-    """Run the command line; the exit code is 0, 1, 2 (wrong usage), 130 (Ctrl-C), 141 (the
-    output's reader has gone) or 143 (SIGTERM)."""
+    """Run the command line; the exit code is 0, 1, 2 (wrong usage), 129 (SIGHUP), 130 (Ctrl-C), 141
+    (the output's reader has gone) or 143 (SIGTERM)."""
     try:
         # Importing torch makes half a million objects that stay; looking for garbage among them, as
         # often as Python does by default, takes a tenth of a start's processor time.

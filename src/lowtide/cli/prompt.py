@@ -42,6 +42,8 @@ class Question:
             raise UsageError("--system is text for a chat template, and token ids have none.")
         if self.system is not None and self.is_raw:
             raise UsageError("--system is placed by the chat template, which --raw leaves out.")
+        if self.think is not None and (self.is_raw or isinstance(self.content, list)):
+            raise UsageError("--think, --no-think are for the chat template, which is left out.")
 
     def is_templated(self, tokenizer: Tokenizer | None) -> bool:
         """Whether the model's chat template makes the prompt."""
@@ -144,7 +146,10 @@ def _has_piped_input() -> bool:
 
 def _read_stdin() -> str:
     """All of standard input, without the one newline that `echo` and editors add."""
-    content = sys.stdin.buffer.read(MAX_PROMPT_BYTES + 1)
+    try:
+        content = sys.stdin.buffer.read(MAX_PROMPT_BYTES + 1)
+    except OSError as error:
+        raise UsageError(f"standard input cannot be read: {error.strerror}.") from None
     if len(content) > MAX_PROMPT_BYTES:
         raise UsageError(f"the prompt on standard input is above {MAX_PROMPT_BYTES} bytes.")
     try:

@@ -6,10 +6,10 @@ import json
 import os
 import time
 from collections.abc import Generator, Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
 from typing import Any, NamedTuple
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 from lowtide.cli.conversation import Dialogue, Places
 from lowtide.cli.line_editor import typing_unseen
@@ -44,12 +44,10 @@ class Server:
     """A server's address and key; each request is a connection of its own."""
 
     def __init__(self, url: str, key: str | None = None) -> None:
-        """Raises UsageError for what is no address."""
-        parts = urlsplit(url if "://" in url else f"http://{url}")
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise UsageError(
-                f"--url is a server's address such as http://localhost:8000, not {url!r}."
-            )
+        """Raises UsageError for what is no address, or no key."""
+        parts = _address(url)
+        if key is not None and not (key.isascii() and key.isprintable()):
+            raise UsageError(f"The key in {' or '.join(KEYS)} must be printable ASCII.")
         self.url = f"{parts.scheme}://{parts.netloc}"
         self._kind = HTTPSConnection if parts.scheme == "https" else HTTPConnection
         self._place = parts.netloc.rpartition("@")[2]
@@ -69,16 +67,13 @@ class Server:
     def answer(self, body: Mapping[str, object]) -> Generator[Delta, None, None]:
         """An answer as it comes. Raises UsageError. Closing this ends it."""
         with self._asked("POST", "/chat/completions", body) as response:
-            try:
-                yield from self._deltas(response)
-            except (OSError, HTTPException) as error:
-                raise UsageError(f"{self.url} ended an answer half-way: {error!r}.") from None
+            yield from self._deltas(response)
 
     @contextmanager
     def _asked(
         self, method: str, path: str, body: Mapping[str, object] | None = None
     ) -> Iterator[HTTPResponse]:
-        """The response to a request. Raises UsageError where it is none, or an error."""
+        """The response to a request. Raises UsageError for none, an error, or a part of one."""
         sent, told = None if body is None else json.dumps(body).encode(), ""
         with closing(self._kind(self._place, timeout=_TIMEOUT_S)) as connection:
             try:
@@ -86,14 +81,18 @@ class Server:
                 response = connection.getresponse()
                 if response.status != 200:
                     told = self._error_text(response.read(_MAX_BYTES))
-            except (OSError, HTTPException) as error:
+            except (OSError, HTTPException, UnicodeError) as error:
                 raise UsageError(
                     f"{self.url} cannot be asked: {error!r}. `lowtide serve MODEL` starts a server."
                 ) from None
             if response.status != 200:
                 way_out = f" Its key goes into {KEYS[0]}." if response.status == 401 else ""
                 raise UsageError(f"{self.url} answers {response.status}: {told}.{way_out}")
-            yield response
+            try:
+                with response:
+                    yield response
+            except (OSError, HTTPException) as error:
+                raise UsageError(f"{self.url} ended an answer half-way: {error!r}.") from None
 
     def _deltas(self, response: HTTPResponse) -> Iterator[Delta]:
         while line := response.readline(_MAX_BYTES):
@@ -176,6 +175,15 @@ class RemoteDialogue(Dialogue):
             **{name: value for name, value in given.items() if value is not None},
             **({"stop": list(self._params.stop_strings)} if self._params.stop_strings else {}),
         }
+
+
+def _address(url: str) -> SplitResult:
+    """Raises UsageError for what is none."""
+    with suppress(ValueError):  # of a port or brackets that cannot be
+        parts = urlsplit(url if "://" in url else f"http://{url}")
+        if parts.scheme in ("http", "https") and parts.hostname and parts.port != 0:
+            return parts
+    raise UsageError(f"--url is a server's address such as http://localhost:8000, not {url!r}.")
 
 
 def server_at(url: str) -> Server:

@@ -83,7 +83,8 @@ class Turns:
         """Writes `{"messages": [{"role": ..., "content": ...}, ...]}`. Raises StorageError."""
         text = json.dumps({"messages": self.messages()}, ensure_ascii=False, indent=1)
         with whole_file(path, "conversation") as file:
-            file.write(text.encode() + b"\n")
+            # Half a character, which a file that was loaded may have, as JSON escapes it.
+            file.write(text.encode(errors="backslashreplace") + b"\n")
 
     def load(self, path: Path) -> None:
         """Holds what the file says. Raises UsageError where it holds no conversation, and leaves

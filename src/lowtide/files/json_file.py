@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -65,6 +66,11 @@ def shown(value: object) -> str:
 def printable(text: str) -> str:
     """`text` with all that could move a terminal's cursor or colour it escaped."""
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+
+
+def as_text(name: str) -> str:
+    """The name of a file in Unicode: what of it is not UTF-8 is replaced."""
+    return os.fsencode(name).decode(errors="replace")
 
 
 def as_json(value: Any) -> Any:

@@ -41,7 +41,7 @@ def group_free_bytes(
 def _groups(root: Path, membership: Path) -> Iterator[tuple[Path, _Names]]:
     """The process's own memory group and all above it, as far as they can be seen."""
     try:
-        lines = membership.read_text().splitlines()
+        lines = membership.read_text(errors="replace").splitlines()
     except OSError:
         return
     for line in lines:

@@ -162,8 +162,11 @@ def _notes(
 
 
 def _source(checkpoint: Checkpoint) -> list[tuple[str, int, int]]:
-    """Name, size and time of change of each file."""
-    found = ((file.path.name, file.path.stat()) for file in checkpoint.files)
+    """Name, size and time of change of each file. Raises StorageError for one that is gone."""
+    try:
+        found = [(file.path.name, file.path.stat()) for file in checkpoint.files]
+    except OSError as error:
+        raise StorageError(f"{error.filename} cannot be read: {error.strerror}.") from error
     return [(name, facts.st_size, facts.st_mtime_ns) for name, facts in found]
 
 

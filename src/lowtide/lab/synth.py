@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -65,7 +66,7 @@ def write_checkpoint(
     """
     if not 0 <= seed < 2**63:
         raise UsageError(f"seed must be from 0 to {2**63 - 1}, not {seed}.")
-    folders = [folder for folder in (out, *out.parents) if not folder.exists()]
+    folders = [folder for folder in (out, *out.parents) if not os.path.exists(folder)]
     files: list[Path] = []  # to be taken away again on a failure
     try:
         _prepare_folder(out)

@@ -18,6 +18,7 @@ from typing import Any
 
 from lowtide.core import Costs, Curve, MoEShape
 from lowtide.errors import UsageError
+from lowtide.files.json_file import shown
 from lowtide.profiles.paper_machine import EXPERTS, PaperMachine, parse_paper_machine
 
 _MAX_PROFILE_BYTES = 1 << 16
@@ -120,7 +121,7 @@ def parse_profile(text: str, source: str) -> Profile:
     """A profile from TOML text; `source` names it in the UsageError raised when it is not one."""
     try:
         table = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as reason:
+    except (ValueError, RecursionError) as reason:
         raise UsageError(f"Profile {source} is not valid TOML: {reason}.") from None
     if EXPERTS in table:
         return parse_paper_machine(table, source)
@@ -160,6 +161,6 @@ def _numbers(section: Any, name: str, source: str) -> dict[str, float]:
         if not is_number or not _LEAST <= value <= limit:
             raise UsageError(
                 f"Profile {source}: {name}.{key} must be from {_LEAST:g} to {limit:g}, "
-                f"not {value!r}."
+                f"not {shown(value)}."
             )
     return {key: float(value) for key, value in section.items()}

@@ -13,6 +13,7 @@ from typing import Any
 
 from lowtide.core import Costs, Curve, MoEShape
 from lowtide.errors import UsageError
+from lowtide.files.json_file import shown
 
 EXPERTS = "expert"
 """The table that says that a profile is of this kind."""
@@ -125,8 +126,10 @@ def parse_paper_machine(table: Mapping[str, Any], source: str) -> PaperMachine:
 def _expert(row: Any, source: str) -> ExpertCurves:
     row = _table(row, ("num_weights", "link_ms", *_CURVES), EXPERTS, source)
     num_weights = row["num_weights"]
-    if not isinstance(num_weights, int) or isinstance(num_weights, bool) or num_weights < 1:
-        raise UsageError(f"Profile {source}: num_weights must be a whole number from 1.")
+    if type(num_weights) is not int or not 1 <= num_weights <= _LIMIT:
+        raise UsageError(
+            f"Profile {source}: num_weights must be a whole number from 1 to {_LIMIT:g}."
+        )
     link_s = 1e-3 * _number(row["link_ms"], "expert.link_ms", source)
     host_s, device_s = (_points(row[name], f"expert.{name}", source) for name in _CURVES)
     return ExpertCurves(num_weights, link_s, host_s, device_s)
@@ -167,7 +170,8 @@ def _number(value: Any, name: str, source: str) -> float:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not is_number or not _LEAST_MS <= value <= _LIMIT:
         raise UsageError(
-            f"Profile {source}: {name} must be from {_LEAST_MS:g} to {_LIMIT:g}, not {value!r}."
+            f"Profile {source}: {name} must be from {_LEAST_MS:g} to {_LIMIT:g}, not "
+            f"{shown(value)}."
         )
     return float(value)
 

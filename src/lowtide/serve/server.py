@@ -48,10 +48,10 @@ def bound_socket(settings: ServeSettings) -> socket.socket:
         except BaseException:
             made.close()
             raise
-    except OSError as error:
+    except (OSError, UnicodeError) as error:  # the second: a name that no host can have
+        reason = getattr(error, "strerror", None) or error
         raise UsageError(
-            f"cannot listen at {host}, port {port}: {error.strerror or error}. Choose another "
-            "--host or --port."
+            f"cannot listen at {host}, port {port}: {reason}. Choose another --host or --port."
         ) from error
     return made
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from lowtide.async_llm import AsyncLLM
 from lowtide.decode.request import Committed, Draft, Event, Finished, Prefill, Request
 from lowtide.errors import UsageError
+from lowtide.files.json_file import as_text
 from lowtide.params import MAX_SEED, SamplingParams
 from lowtide.parsing import parser_of
 from lowtide.parsing.answer_pieces import AnswerPieces, CompletionTest, PlainText
@@ -278,4 +279,4 @@ def name_of(model: str) -> str:
     if not path.exists():
         return model
     path = path.resolve()
-    return path.stem if path.is_file() else path.name
+    return as_text(path.stem if path.is_file() else path.name)

@@ -68,10 +68,7 @@ class HostExecutor:
         pin = _Pinning(division.shares)
         with process_threads_kept():
             self._pool = ThreadPoolExecutor(self.num_threads, "lowtide-compute", pin)
-            # A pool makes a thread only while the others are busy: all are held until all exist.
-            all_exist = threading.Barrier(self.num_threads)
-            for future in [self._pool.submit(all_exist.wait) for _ in range(self.num_threads)]:
-                future.result()
+            _make_threads(self._pool, self.num_threads)
 
     @staticmethod
     def count_threads(num_experts_per_token: int) -> int:
@@ -224,6 +221,24 @@ class InlineExecutor:
 
 
 Executor = HostExecutor | InlineExecutor
+
+
+def _make_threads(pool: ThreadPoolExecutor, num_threads: int) -> None:
+    """Has a pool make all of its threads. Raises InternalError where the system refuses one."""
+    # A pool makes a thread only while the others are busy: all are held until all exist.
+    all_exist = Barrier(num_threads)
+    try:
+        for future in [pool.submit(all_exist.wait) for _ in range(num_threads)]:
+            future.result()
+    except BaseException as error:
+        all_exist.abort()  # else those that there are would wait for ever, and the program for them
+        pool.shutdown(wait=False)
+        if not isinstance(error, RuntimeError):
+            raise
+        raise InternalError(
+            f"The system refuses one of {num_threads} threads that compute: {error}. Raise the "
+            "limit (ulimit -u, ulimit -v, or the container's), or give fewer cores (taskset)."
+        ) from error
 
 
 def drain(pool: ThreadPoolExecutor, num_threads: int, limit_s: float = DRAIN_LIMIT_S) -> None:

@@ -12,6 +12,7 @@ import torch
 from lowtide.decode.stored_sequences import StoredSequences
 from lowtide.engine.opening.device_choice import resolve_device
 from lowtide.engine.opening.model import OpenModel
+from lowtide.files.json_file import as_text
 from lowtide.files.kept_file import KeyLayout
 from lowtide.files.stored_files import StoredFiles
 from lowtide.hardware.machine import cpu_model
@@ -65,4 +66,4 @@ def _name(path: Path) -> str:
     for part in path.parts:
         if part.startswith("models--"):
             return part.removeprefix("models--").replace("--", "/", 1)
-    return path.name
+    return as_text(path.name)
