@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -68,8 +69,13 @@ def test_float32_ids_are_those_of_a_cold_run_but_for_ties(
         assert num_cached > 300
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("budget", ["all", "little", "elastic"])
+@pytest.mark.parametrize(
+    ("family", "budget"),
+    [
+        *((family, "all") for family in FAMILIES),
+        *product(("gpt_oss", "llada2"), ("little", "elastic")),
+    ],
+)
 def test_exactly_gives_the_ids_of_a_cold_run_in_bfloat16(
     models: dict[str, Path], family: str, budget: str
 ) -> None:

@@ -77,10 +77,9 @@ main()
     "arguments",
     [
         ["plan", "demo:autoregressive"],
-        ["generate", "demo:autoregressive", "2 + 2", "--max-tokens", "2"],
         ["chat", "demo:autoregressive", "--max-tokens", "2"],
     ],
-    ids=["plan", "generate", "chat"],
+    ids=["plan", "chat"],
 )
 def test_a_model_runs_all_the_same(arguments: list[str], tmp_path: Path) -> None:
     result = python("-c", HOMELESS, *arguments, "--context", "64", input="2 + 2", cwd=tmp_path)

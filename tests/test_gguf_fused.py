@@ -19,7 +19,6 @@ from lowtide.llm import LLM, plan_model
 EXPERTS = ("ffn_gate_exps.weight", "ffn_up_exps.weight"), "ffn_gate_up_exps.weight"
 QKV = tuple(f"attn_{x}.weight" for x in "qkv"), "attn_qkv.weight"
 QKV_BIASES = tuple(f"attn_{x}.bias" for x in "qkv"), "attn_qkv.bias"
-FAMILIES = ("qwen3_moe", "qwen2_moe", "mixtral", "olmoe", "deepseek_v2", "gpt_oss")
 
 
 def write(path: Path, family: str, kind: Type = Type.Q4_K) -> None:
@@ -61,7 +60,7 @@ def logits(path: Path, **options: object) -> torch.Tensor:
         return llm.logits(list(range(3, 40)))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v2", "gpt_oss"])
 def test_gate_and_up_may_be_one(family: str, tmp_path: Path) -> None:
     apart = tmp_path / "apart.gguf"
     write(apart, family, Type.MXFP4 if family == "gpt_oss" else Type.Q4_K)

@@ -13,7 +13,7 @@ from lowtide.lab.synth import synth
 from lowtide.llm import LLM
 from lowtide.model_folder.checkpoint import Checkpoint
 
-NAN, INFINITY, MINUS_INFINITY = 0x7FC0, 0x7F80, 0xFF80  # in bfloat16
+NAN, INFINITY = 0x7FC0, 0x7F80  # in bfloat16
 
 PARTS = {
     "qwen3_moe": ("self_attn.q_proj", "self_attn.k_proj"),
@@ -48,9 +48,11 @@ def broken(model: Path, part: str, bits: int) -> str:
     return name
 
 
-@pytest.mark.parametrize("bits", [NAN, INFINITY, MINUS_INFINITY])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("kernels", ["auto", "reference"])
+@pytest.mark.parametrize("bits", [NAN, INFINITY])
+@pytest.mark.parametrize(
+    ("dtype", "kernels"),
+    [("bfloat16", "auto"), ("bfloat16", "reference"), ("float32", "auto")],
+)
 def test_queries_and_keys_that_are_no_numbers_are_found(
     whole_model: Path, family: str, dtype: str, kernels: str, bits: int, tmp_path: Path
 ) -> None:

@@ -177,13 +177,14 @@ REQUESTS = {
 }
 
 
+QUICK = (("qwen3_moe", 0.25), ("qwen3_moe", 0.75), ("llada2", 0.5))
 CASES = [
     pytest.param(
         (family, share), id=f"{family}-{share}", marks=() if is_quick else pytest.mark.slow
     )
     for family in REQUESTS
     for share in SHARES
-    for is_quick in [family == "qwen3_moe" or (family, share) == ("llada2", 0.5)]
+    for is_quick in [(family, share) in QUICK]
 ]
 
 

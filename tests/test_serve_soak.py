@@ -1,6 +1,6 @@
 """A server among all kinds of clients for long: what it holds and what it answers stay the same.
 
-The short run takes half a minute, most of it a processor's.
+The short run takes a quarter of a minute, most of it a processor's.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import pytest
 from serving import ServerProcess, serving_process, talking_folder
 from whole import LIMIT_S, wait_until
 
-SOAK_S, SHORT_S = 1200.0, 20.0
+SOAK_S, SHORT_S = 1200.0, 10.0
 NUM_CLIENTS = 12
 MAX_REQUESTS = 4  # at once: some clients are told to come again
 MOST_PAUSE_S = 0.5

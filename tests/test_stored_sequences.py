@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 
 import pytest
 from examples import examples
-from hash_model import HashModel, make_kv_cache
-from hypothesis import given, seed, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from test_kept_sequences import AUTOREGRESSIVE, BLOCKS, SYSTEM, Case, ask, make_decoder
 
@@ -129,16 +128,6 @@ def test_a_conversation_goes_on_after_a_restart(tmp_path: Path, case: Case) -> N
     assert os.stat(folder).st_mode & 0o777 == 0o700
     [name] = names(folder)
     assert os.stat(folder / name).st_mode & 0o777 == 0o600
-
-
-def test_exactly_goes_on_at_whole_passes(tmp_path: Path) -> None:
-    case = AUTOREGRESSIVE._replace(reuse=Reuse.EXACT)
-    text = SYSTEM[:150]
-    with opened(tmp_path / "kept", case) as engine:
-        engine.ask(text)
-    for length, num_resumed in ((150, 128), (128, 64), (60, 0)):
-        with opened(tmp_path / "kept", case) as engine:
-            assert engine.ask(text[:length]).num_resumed == num_resumed
 
 
 def test_other_models_and_block_lengths_find_nothing(tmp_path: Path) -> None:
@@ -422,18 +411,6 @@ def test_what_was_changed_is_told_once_and_never_believed(
     check_damage(whole, damage)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("part", range(4))
-def test_a_thousand_damaged_files(whole: dict[str, bytes], part: int) -> None:
-    @seed(part)
-    @settings(max_examples=250)
-    @given(damages)
-    def check(damage: Damage) -> None:
-        check_damage(whole, damage)
-
-    check()
-
-
 @given(st.binary(max_size=600), st.integers(-(2**63), 2**63 - 1))
 @examples(500)
 def test_any_bytes_are_a_head_or_refused(content: bytes, num_tokens: int) -> None:
@@ -572,10 +549,3 @@ def test_a_file_has_the_bytes_that_its_layout_says(shape, itemsize, num_tokens) 
     assert all(size % BORDER_BYTES == 0 for size in sizes)
     head_bytes = layout.file_bytes(num_tokens) - sum(sizes)
     assert head_bytes % BORDER_BYTES == 0 and head_bytes >= 4 * num_tokens
-
-
-def test_the_hash_model_has_this_layout() -> None:
-    kv_cache = make_kv_cache(64)
-    layers, arrays, heads, _, width = kv_cache._storage.shape
-    assert LAYOUT == KeyLayout((layers, arrays, heads, width), kv_cache.dtype.itemsize)
-    assert HashModel(kv_cache, 16).num_layers == layers
