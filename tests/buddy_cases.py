@@ -73,22 +73,6 @@ def arriving(facts: Facts, is_coming: BoolArray) -> Facts:
     return facts._replace(arriving_s=np.where(is_coming[facts.demand.experts], 1.0, np.inf))
 
 
-def small_searches() -> Iterator[tuple[LayerRules, Facts]]:
-    """All of one token with two of four experts, with every set of residents."""
-    lists = np.array([[1, 2, 3], [0, 3, -1], [3, -1, -1], [2, 1, 0]], np.int32)
-    switches = list(itertools.product([False, True], repeat=4))
-    for experts, weights, here, coming in itertools.product(
-        itertools.combinations(range(4), 2),
-        [(0.3, 0.7), (0.7, 0.3), (0.5, 0.5)],
-        switches,
-        switches,
-    ):
-        routing = RoutedTokens(np.array([experts]), np.array([weights], np.float32))
-        facts = arriving(routed_facts(routing, np.array(here)), np.array(coming))
-        for length, rho in itertools.product((1, 2, 3), (0, 1, 2)):
-            yield LayerRules(0, np.ascontiguousarray(lists[:, :length]), rho, 0), facts
-
-
 def edge_searches() -> Iterator[tuple[LayerRules, Facts]]:
     """What a test of the middle leaves out: one expert in all, one for each token, all of them
     chosen, no resident, all resident, weights alike, none or huge, `rho` above k, empty lists."""

@@ -105,14 +105,13 @@ def test_peak_memory_is_beside_the_plan() -> None:
     assert peak.peak_bytes is None or peak.peak_bytes > 0
 
 
-@pytest.mark.parametrize("options", [{}, EMULATED], ids=["cpu", "emulated"])
-def test_an_engine_goes_on_under_any_policy(options: dict[str, Any]) -> None:
-    plan = plan_model(MODEL, context=128, **options)
-    budget = "host_memory" if plan.gpu is None else "gpu_memory"
-    options = {**options, "context": 128}
+def test_an_engine_goes_on_under_any_policy() -> None:
+    """Beside a device; a host alone is `test_replayed_decisions.py`'s."""
+    options: dict[str, Any] = {"context": 128, **EMULATED}
+    budget = budget_of_share(plan_model(MODEL, **options), 0.4)
     with LLM(MODEL, device="cpu", context=128) as llm:
         [wanted] = llm.generate([[5, 6, 7]], PARAMS)
-    with LLM(MODEL, **{budget: budget_of_share(plan, 0.4)}, **options) as llm:
+    with LLM(MODEL, gpu_memory=budget, **options) as llm:
         for policy in sorted(set(preset_names()) - {"resident"}):
             llm.adopt_policy(policy)
             [found] = llm.generate([[5, 6, 7]], PARAMS)

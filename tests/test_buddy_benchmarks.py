@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from buddy_cases import random_profile, routed_facts
+from buddy_cases import routed_facts
 
 from lowtide import LLM, SamplingParams
 from lowtide.core import RoutedTokens
@@ -27,7 +27,7 @@ from lowtide.policies.presets import unregister
 buddies, buddy, buddy_full, buddy_time = map(
     import_module, ("common.buddies", "buddy", "buddy_full", "buddy_time")
 )
-buddy_profile, format_quality = map(import_module, ("buddy_profile", "format_quality"))
+format_quality = import_module("format_quality")
 baselines, texts = map(import_module, ("common.baselines", "common.texts"))
 SCALE = buddies.Scale(4, 32)
 SPEC = load_config(Path(__file__).parent / "goldens" / "llada2-a").moe
@@ -80,13 +80,6 @@ def test_a_baseline_runs_within_its_bound(name: str) -> None:
         receipt = completion.usage.receipt
         assert receipt is not None and receipt.num_substituted > 0
         assert max_mass == "off" or receipt.moved_share <= 0.02
-
-
-def test_the_papers_numbers_go_by_proportion() -> None:
-    assert SCALE.rhos() == ("2", "3", "none")
-    assert [SCALE.k_max(n) for n in (16, 4, 2)] == ["8", "2", "1"]
-    assert buddies.Scale(6, 64).rhos() == ("3", "4", "none")
-    assert buddies.Scale(6, 64).k_max(16) == "16"
 
 
 def test_every_lane_is_a_setting() -> None:
@@ -212,15 +205,6 @@ def test_a_demo_is_calibrated_on_questions_that_it_is_not_scored_on() -> None:
     assert "def text_for" not in texts.text_for("synth:llada2") and "class LLM" in texts.text_for(
         "x"
     )
-
-
-def test_a_profile_is_told_layer_by_layer() -> None:
-    rows = list(buddy_profile.layer_rows(random_profile(3, 16, 2)))
-    assert len(rows) == 3
-    for row in rows:
-        peers = [row["peers_of_alpha"][alpha] for alpha in ("0.5", "0.75", "0.9", "0.95", "0.99")]
-        assert peers == sorted(peers) and 1 <= peers[0] and peers[-1] <= 15
-        assert row["least_chosen"] <= 1 <= row["most_chosen"]
 
 
 def test_formats_are_lanes_beside_the_model_as_stored(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 
 import numpy as np
@@ -17,7 +16,6 @@ from buddy_cases import (
     random_search,
     routed_facts,
     slow_search,
-    small_searches,
 )
 from examples import scaled
 
@@ -31,10 +29,8 @@ NUM_RANDOM = 10_000  # tokens
 
 
 @pytest.fixture(scope="module")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> CompiledBuddies:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-        return CompiledBuddies.load()
+def compiled() -> CompiledBuddies:
+    return CompiledBuddies.load()
 
 
 def check_algorithm_1(compiled: CompiledBuddies, rules: LayerRules, facts: Facts) -> int:
@@ -51,10 +47,6 @@ def check_algorithm_1(compiled: CompiledBuddies, rules: LayerRules, facts: Facts
         weights = np.take_along_axis(facts.routing.weights, order, 1)
         assert np.array_equal(answer.weights, weights), (rules, facts)
     return int(is_moved.sum())
-
-
-def test_algorithm_1_in_every_small_case(compiled: CompiledBuddies) -> None:
-    assert sum(check_algorithm_1(compiled, *case) for case in small_searches()) > 400
 
 
 def test_algorithm_1_in_random_cases(compiled: CompiledBuddies) -> None:
@@ -144,27 +136,6 @@ def test_late_experts_are_given_up_and_counted_alike(compiled: CompiledBuddies) 
     cases = random_cases(NUM_RANDOM // 8, 6)
     num_found = sum(check_equal(compiled, case, case.waits) for case in cases)
     assert num_found > scaled(NUM_RANDOM) // 80
-
-
-def test_late_experts_in_every_small_case(compiled: CompiledBuddies) -> None:
-    """Two tokens of two of four experts, every set of residents, every number that is late."""
-    lists = np.array([[1, 2, 3], [0, 3, -1], [3, -1, -1], [2, 1, 0]], np.int32)
-    weights = np.array([[0.3, 0.7], [0.5, 0.5]], np.float32)
-    pairs, num_found = list(itertools.combinations(range(4), 2)), 0
-    for experts, here in itertools.product(
-        itertools.product(pairs, repeat=2), itertools.product([False, True], repeat=4)
-    ):
-        facts = routed_facts(RoutedTokens(np.array(experts), weights), np.array(here))
-        for deadline_s, share, rho in itertools.product((0, 1, 3), (0.3, None), (1, 2)):
-            waits = Waits(None, (0.0, 0.0), (1.0, 0.0), None, float(deadline_s))
-            answers = []
-            for twins in (PLAIN, compiled):
-                own = twins.of_pass(np.zeros(2, np.int64), Masses([0.0], [0.0]), 1, share)
-                found = twins.of_layer(LayerRules(0, lists, rho, 0))(facts, own, waits)
-                answers.append((found and [part.tolist() for part in found[:2]], own.masses))
-            assert answers[0] == answers[1], (facts, waits, share, rho)
-            num_found += answers[0][0] is not None
-    assert num_found > 500
 
 
 def test_experts_are_shared_out_alike(compiled: CompiledBuddies) -> None:

@@ -374,19 +374,24 @@ def test_too_little_pinned_memory_is_a_plan_error() -> None:
         make_device(HostExperts(), streams)
 
 
-def test_formats_without_a_triton_kernel_say_so() -> None:
-    """Of gate and up both are in one tile."""
-    q8, q4 = formats()["q8"], formats()["q4"]
-    layout = SlotLayout.of(SHAPE, torch.float32, kept=[(q8, q4, q8)])
-    home, layer = HostExperts(layout), Layer(12)
+def check_one_by_one(home: HostExperts, why: str) -> None:
+    """Experts are computed without Triton, and it is said why."""
+    layer = Layer(12)
     wanted = layer.expected(home)
-    with pytest.warns(UserWarning, match="one by one.*float32 from q8, q4"):
+    with pytest.warns(UserWarning, match=f"one by one.*{why}"):
         device = make_device(home)
     layer.to_host(device)
     for expert in range(SHAPE.num_experts):
         used = device.copy(home.image(expert), expert % 2, None)
         device.run(group({expert: expert % 2}), layer.rows, layer.buffers, used)
     assert is_close(layer.buffers.parts, wanted)
+
+
+def test_formats_without_a_triton_kernel_say_so() -> None:
+    """Of gate and up both are in one tile."""
+    q8, q4 = formats()["q8"], formats()["q4"]
+    layout = SlotLayout.of(SHAPE, torch.float32, kept=[(q8, q4, q8)])
+    check_one_by_one(HostExperts(layout), "float32 from q8, q4")
 
 
 @pytest.mark.parametrize("kernel", ["plan_tiles", "gated_mlps", "place_rows"])
@@ -399,15 +404,7 @@ def test_kernels_that_cannot_run_here_are_left_alone_and_it_is_said(
         raise PermissionError("the cache folder cannot be written")
 
     monkeypatch.setattr(triton_experts, kernel, refuse)
-    home, layer = HostExperts(), Layer(12)
-    wanted = layer.expected(home)
-    with pytest.warns(UserWarning, match="one by one.*cache folder"):
-        device = make_device(home)
-    layer.to_host(device)
-    for expert in range(SHAPE.num_experts):
-        used = device.copy(home.image(expert), expert % 2, None)
-        device.run(group({expert: expert % 2}), layer.rows, layer.buffers, used)
-    assert is_close(layer.buffers.parts, wanted)
+    check_one_by_one(HostExperts(), "cache folder")
 
 
 def test_a_triton_that_cannot_compile_is_as_good_as_none(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -68,10 +68,8 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, int]]]:
     yield shares
 
 
-@pytest.mark.parametrize("policy", ["lru", "lowtide"])
 @pytest.mark.parametrize("kv_cache", [True, "prefix"])
 def test_slots_have_what_passes_do_not_need(
-    policy: str,
     kv_cache: bool | str,
     model: Path,
     expected: tuple[list[list[int]], torch.Tensor],
@@ -80,12 +78,12 @@ def test_slots_have_what_passes_do_not_need(
 ) -> None:
     """NaN wherever nothing is alive."""
     monkeypatch.setattr(wiring, "Workspace", PoisonedWorkspace)
-    options: dict[str, Any] = {"context": CONTEXT, "kv_cache": kv_cache}
+    options: dict[str, Any] = {"context": CONTEXT, "kv_cache": kv_cache, "policy": "lowtide"}
     plan = plan_model(model, **options)
     host_memory = plan.minimum_bytes + 4 * plan.host.slot_bytes
     found = []
     for elastic in (False, True):
-        with LLM(model, policy=policy, elastic=elastic, host_memory=host_memory, **options) as llm:
+        with LLM(model, elastic=elastic, host_memory=host_memory, **options) as llm:
             found.append(answers(llm))
             stats, num_slots = llm.stats(), llm.plan.host.num_slots
     if kv_cache is True:

@@ -158,13 +158,14 @@ def test_a_batch_in_a_small_cache_is_its_requests_alone(
 
 
 @pytest.mark.parametrize("family", sorted(set(NAMES) - {"gpt_oss"}))
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_expert_layout_gives_the_same_bits(family: str, layout: str, tmp_path: Path) -> None:
+def test_every_expert_layout_gives_the_same_bits(family: str, tmp_path: Path) -> None:
     token_ids = random_ids(0, 30)
     plain = write_model(family, 0, tmp_path / "plain")  # seed 0: a tensor per expert
-    other = write_model(family, 0, tmp_path / "other")
-    store_experts_as(other.folder, layout)
-    assert torch.equal(logits(plain.folder, token_ids), logits(other.folder, token_ids))
+    expected = logits(plain.folder, token_ids)
+    for layout in LAYOUTS:
+        other = write_model(family, 0, tmp_path / layout)
+        store_experts_as(other.folder, layout)
+        assert torch.equal(logits(other.folder, token_ids), expected), layout
 
 
 @pytest.mark.parametrize("family", NAMES)
@@ -371,11 +372,6 @@ def test_what_cannot_be_right_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         read_config({**families()[family].sizes()["full"].config, **changes})
-
-
-def test_other_architectures_are_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match="'JambaForCausalLM' is not supported.*Qwen3Moe"):
-        read_config({"architectures": ["JambaForCausalLM"]})
 
 
 def test_a_bias_that_the_config_denies_is_refused(tmp_path: Path) -> None:

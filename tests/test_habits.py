@@ -176,6 +176,7 @@ def test_plan_and_json_say_whether_there_is_a_template(tmp_path: Path) -> None:
     answer = json.loads(run(*asked).stdout)
     assert answer["chat_template"] is False and len(answer["answers"]) == 2
     assert "no chat template" in run("chat", model, "--system", "x", *SHORT).stderr
+    assert "--system" in run("generate", model, "2 + 2", "--system", "x", *SHORT).stderr
 
 
 def test_plan_says_that_a_chat_template_is_applied(tmp_path: Path) -> None:

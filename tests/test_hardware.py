@@ -217,6 +217,9 @@ def test_without_a_device_the_host_is_the_device(quick: None, executor: HostExec
         assert costs.dense_s.at(num_tokens) > 0
     assert all(point.timing.num_repeats >= MIN_REPEATS for point in measurements.host)
     assert costs.host_s.at(1) == measurements.host[0].timing.median_s
+    # However slow the machine is: what lies beyond is drawn on from the last two points.
+    for curve in (measurements.host, measurements.dense):
+        assert [point.num_tokens for point in curve] == [1, 2, 4, 8, 16, 32, 64]
 
 
 def test_memory_is_known_without_psutil(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -227,13 +230,6 @@ def test_memory_is_known_without_psutil(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert abs(available - with_psutil[1]) < total // 4  # others take and give back meanwhile
     with pytest.raises(UsageError, match="install psutil"):
         memory._meminfo("MemAvailable", tmp_path / "meminfo")
-
-
-def test_curves_reach_where_time_grows_with_tokens(quick: None, executor: HostExecutor) -> None:
-    """However slow the machine is: what lies beyond is drawn on from the last two points."""
-    measurements = measure_costs(SHAPE, LAYOUT, executor, DENSE_BYTES)
-    for curve in (measurements.host, measurements.dense):
-        assert [point.num_tokens for point in curve] == [1, 2, 4, 8, 16, 32, 64]
 
 
 def test_a_small_model_s_dense_weights_are_no_endless_stream(
@@ -523,6 +519,7 @@ def test_doctor_says_what_a_model_costs_and_keeps_it(quick: None, cache: Path) -
     # The scratch file has gone; a compiled kernel may have been kept.
     assert {path.name for path in cache.iterdir()} <= {"costs", "kernels", "rates"}
     assert json.loads(run("demo:diffusion", "--json"))["costs"] == [costs]
+    assert json.loads(run("demo:diffusion", "--fresh", "--json"))["costs"] != [costs]
 
 
 def test_layers_are_measured_in_passes_of_as_many_rows_as_they_are_named(
@@ -578,11 +575,6 @@ def test_an_engine_reads_as_doctor_found_best(
     with LLM(model, context=64, host_memory=least) as llm:
         assert llm.generate([5, 6, 7], max_tokens=8)[0].token_ids == expected[0].token_ids
     assert divisions in ([], [reader.NUM_DIRECT, num_at_once])  # without a compiler: none
-
-
-def test_doctor_measures_again_when_told(quick: None) -> None:
-    first = json.loads(run("demo:diffusion", "--json"))["costs"]
-    assert json.loads(run("demo:diffusion", "--fresh", "--json"))["costs"] != first
 
 
 def test_doctor_in_words(quick: None) -> None:

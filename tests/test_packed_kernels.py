@@ -36,7 +36,6 @@ from lowtide.formats.convert import pack
 from lowtide.formats.matrix import Bytes
 from lowtide.formats.plain import convert_plain
 from lowtide.formats.quantised import Floats, QuantisedRows
-from lowtide.kernels.choice import choose_kernels
 from lowtide.kernels.compiled import CompiledKernels
 from lowtide.kernels.cpu.few_rows import VARIANTS, WITHOUT_DOTS, FewRows
 from lowtide.kernels.cpu.library import load_kernels
@@ -221,6 +220,7 @@ LAYERS: tuple[Kept, ...] = (
     3 * (grouped_ints.FORMATS[4, 128, "F16", True],),
     (grouped_ints.FORMATS[4, 32, "BF16", False], grouped_ints.FORMATS[8, 64, "F32", True], None),
     (FP8[0], FP8[1], FP8[0]),
+    kept("q8", "q4", "Q8_0"),
 )
 """Formats of gate, up and down, as mixed as files may have them."""
 
@@ -237,15 +237,6 @@ def test_experts_at_once_are_experts_one_by_one(
     operators: PackedOperators, kinds: Kept, shape: tuple[int, int, int]
 ) -> None:
     check_experts(kernels_of(operators), REFERENCE, kinds, shape)
-
-
-@pytest.mark.parametrize("num_tokens", [1, 5, 20])
-def test_experts_of_several_kinds_are_computed_at_once(
-    best: PackedOperators, num_tokens: int
-) -> None:
-    """Gate and up in formats of our own, down in one of GGUF files."""
-    kinds = kept("q8", "q4", "Q8_0")
-    check_experts(kernels_of(best), REFERENCE, kinds, (num_tokens, 3, 1))
 
 
 # Packing and choice
@@ -303,10 +294,6 @@ def test_weights_are_packed_from_other_plain_types(best: PackedOperators, name: 
     pack(rows, content, name, wanted)
     CompiledPacking(load_kernels())(rows, at_odd_address, name, found)
     assert (found == wanted).all()
-
-
-def test_kernels_are_compiled_where_products_are_in_bfloat16(best: PackedOperators) -> None:
-    assert isinstance(choose_kernels("auto", torch.bfloat16), CompiledKernels)
 
 
 @pytest.mark.parametrize("name", ["q8", "q4"])

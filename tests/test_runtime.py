@@ -796,9 +796,9 @@ def test_products_under_way_are_waited_for_before_an_error_is_told(
     rig.check()
 
 
-def read_ahead_rig(executor: Executor | None = None) -> Rig:
+def read_ahead_rig() -> Rig:
     """All of layer 0 resident, two of layer 1; the first layer has just run."""
-    rig = Rig("static", [6, 2], num_staging=3, executor=executor)
+    rig = Rig("static", [6, 2], num_staging=3)
     rig.run(every_expert(0))
     return rig
 
@@ -808,42 +808,32 @@ def started(rig: Rig) -> list[tuple[int, int]]:
 
 
 @pytest.mark.parametrize("executor", EXECUTORS)
-def test_the_next_layer_is_read_ahead_where_nearly_all_experts_are_hit(executor: Executor) -> None:
-    rig = read_ahead_rig(executor)
-    assert started(rig) == [(1, 2), (1, 3), (1, 4)], "as many as there are free slots"
-    rig.check()
-    call = every_expert(1)
-    assert torch.equal(rig.run(call), dense_oracle(call, WEIGHTS[torch.float32]))
-    assert started(rig)[3:] == [(1, 5)], "all of layer 0 is there"
-    stats = rig.host.stats
-    assert (rig.runtime.stats.num_misses, stats.num_ahead, stats.num_wasted) == (4, 3, 0)
-
-
-@pytest.mark.parametrize("executor", EXECUTORS)
-def test_the_next_passs_first_layer_is_read_ahead_where_passes_are_repeated(
-    executor: Executor,
+@pytest.mark.parametrize("layer", range(SHAPE.num_layers))
+def test_the_layer_that_comes_next_is_read_ahead_where_nearly_all_experts_are_hit(
+    layer: int, executor: Executor
 ) -> None:
-    rig = Rig("static", [2, 6], num_staging=3, executor=executor)
-    rig.run(every_expert(1))
-    assert started(rig) == [(0, 2), (0, 3), (0, 4)]
+    """The next one of a pass; behind the last one, the first of a pass that is repeated."""
+    following, capacity = 1 - layer, [2, 2]
+    capacity[layer] = SHAPE.num_experts
+    rig = Rig("static", capacity, num_staging=3, executor=executor)
+    rig.run(every_expert(layer))
+    expected = [(following, 2), (following, 3), (following, 4)]
+    assert started(rig) == expected, "as many as there are free slots"
     rig.check()
-    call = every_expert(0, index=1)
+    call = every_expert(following, index=layer)
     assert torch.equal(rig.run(call), dense_oracle(call, WEIGHTS[torch.float32]))
-    assert started(rig)[3:] == [(0, 5)]
+    assert started(rig)[3:] == [(following, 5)], "all of the other layer is there"
     stats = rig.host.stats
     assert (rig.runtime.stats.num_misses, stats.num_ahead, stats.num_wasted) == (4, 3, 0)
 
 
-@pytest.mark.parametrize("kind", [StepKind.PREFILL, StepKind.DECODE])
-def test_nothing_is_read_ahead_of_a_pass_that_is_another(kind: StepKind) -> None:
+@pytest.mark.parametrize(
+    "step",
+    [Step(StepKind.PREFILL, 0), Step(StepKind.DECODE, 0), Step(StepKind.DENOISE, 0, is_last=True)],
+)
+def test_nothing_is_read_ahead_of_a_pass_that_is_another_or_will_not_come(step: Step) -> None:
     rig = Rig("static", [2, 6], num_staging=3)
-    rig.run(every_expert(1)._replace(step=Step(kind, 0)))
-    assert not started(rig) and not rig.host.num_ahead
-
-
-def test_nothing_is_read_ahead_of_a_pass_that_will_not_come() -> None:
-    rig = Rig("static", [2, 6], num_staging=3)
-    rig.run(every_expert(1)._replace(step=Step(StepKind.DENOISE, 0, is_last=True)))
+    rig.run(every_expert(1)._replace(step=step))
     assert not started(rig) and not rig.host.num_ahead
 
 
@@ -1109,28 +1099,3 @@ def test_there_are_two_executors() -> None:
     known = [each for name in names for each in vars(import_module(name)).values()]
     executors = {each for each in known if isinstance(each, type) and hasattr(each, "run_tile")}
     assert executors == {HostExpertExecutor, DeviceExpertExecutor}
-
-
-def test_preloaded_experts_are_resident_before_the_first_step() -> None:
-    rig = Rig("static", [4, 6])
-    assert rig.host.ledger.is_resident(0).tolist() == [True] * 4 + [False] * 2
-    assert rig.host.ledger.is_resident(1).all()
-    for call in (every_expert(0), every_expert(1)):
-        assert torch.equal(rig.run(call), dense_oracle(call, WEIGHTS[torch.float32]))
-    assert (rig.runtime.stats.num_hits, rig.runtime.stats.num_misses) == (10, 2)
-
-
-@given(st.integers(1, 20), st.integers(1, 4), st.integers(0, 10**6))
-def test_combine_is_a_loop_over_tokens(num_tokens: int, k: int, seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    parts = torch.randn(num_tokens * k, 8, generator=generator).bfloat16()
-    part_of = torch.randperm(num_tokens * k, generator=generator).view(num_tokens, k)
-    weights = torch.rand(num_tokens, k, generator=generator)
-    out = torch.full((num_tokens, 8), torch.nan)
-    term = torch.empty(num_tokens, 8, dtype=torch.bfloat16)
-    REFERENCE.combine(parts, part_of, weights, term, torch.empty(num_tokens, 8), out)
-    for token in range(num_tokens):
-        expected = torch.zeros(8)
-        for j in range(k):
-            expected = expected + parts[part_of[token, j]].float() * weights[token, j]
-        assert torch.equal(out[token], expected)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import re
 import tempfile
@@ -19,6 +18,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
+from test_regular_file import open_descriptors
 
 from lowtide.core import MoEShape
 from lowtide.errors import StorageError
@@ -349,11 +349,6 @@ def test_several_reads_are_under_way_at_a_time(
         monkeypatch.setattr(os, "preadv", together)
         tickets = [reader.submit([whole(0, i, 64)[0]]) for i in range(store.NUM_READERS)]
         assert [ticket.result() for ticket in tickets] == [64] * store.NUM_READERS
-
-
-def open_descriptors() -> int:
-    gc.collect()  # whatever other tests have left open ends now, and not in between
-    return len(os.listdir("/proc/self/fd"))
 
 
 @pytest.mark.parametrize("stored", list(ITEM_BYTES))

@@ -17,8 +17,10 @@ from lowtide.core import Step, StepKind
 from lowtide.errors import PlanError, UnsupportedError, UsageError
 from lowtide.experts.rows import Routing
 from lowtide.families import SynthSize, read_config, register, unregister
+from lowtide.hardware.machine import this_machine
+from lowtide.lab import bench as bench_module
 from lowtide.lab import doctor
-from lowtide.lab.bench import Preset, bench
+from lowtide.lab.bench import Ceilings, Preset, bench
 from lowtide.lab.calibrate import calibrate
 from lowtide.lab.doctor import diagnose
 from lowtide.lab.record import recorded
@@ -138,7 +140,10 @@ def test_doctor_says_that_there_is_nothing_to_measure(
     assert diagnosis.costs == () and diagnosis.skipped == (("toy", "it has no experts"),)
 
 
-def test_the_command_line_shows_no_slots(folder: Path) -> None:
+def test_the_command_line_shows_no_slots(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ceilings = Ceilings(this_machine(), (), ())  # they take seconds
+    monkeypatch.setattr(bench_module, "measure_ceilings", lambda model, **options: ceilings)
+
     def run(*arguments: str) -> Any:
         return CliRunner().invoke(app, [*arguments, "--context", str(CONTEXT)])
 
