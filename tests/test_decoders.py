@@ -23,6 +23,7 @@ from lowtide.decode.block_diffusion import BlockDiffusion
 from lowtide.decode.masked_diffusion import MaskedDiffusion
 from lowtide.decode.request import Committed, Draft, Event, Finished, Request
 from lowtide.errors import InternalError, NumericError, PlanError
+from lowtide.layers.batch import Batch
 from lowtide.memory.kv_cache import KVCache
 
 
@@ -167,3 +168,35 @@ def test_what_can_never_run_is_refused(kind: Kind) -> None:
     decoder = kind.decoder(HashModel(kv_cache, 512), kv_cache)
     with pytest.raises(PlanError, match="it holds 64"):
         decoder.add(kind.tests.make_request(max_tokens=96))
+
+
+@each_kind
+def test_not_finite_logits_of_one_request_end_it_alone(kind: Kind) -> None:
+    class OneBroken(HashModel):
+        """All logits of request 1 are NaN."""
+
+        def forward(self, batch: Batch) -> torch.Tensor:
+            hidden = super().forward(batch)
+            hidden[torch.from_numpy(batch.step.rows.request == 1)] = -2
+            return hidden
+
+        def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+            logits = super().logits(hidden)
+            logits[hidden[:, 0] == -2] = float("nan")
+            return logits
+
+    kv_cache = make_kv_cache(512)
+    decoder = kind.decoder(OneBroken(kv_cache, 256), kv_cache)
+    requests = [kind.tests.make_request(i, (1, 2, 4 + i), max_tokens=8) for i in range(3)]
+    events, failed = [], []
+    for request in requests:
+        decoder.add(request)
+    while decoder.has_work:
+        try:
+            events += decoder.step()
+        except NumericError:
+            failed += [request.id for request in decoder.taking_part]
+            assert decoder.cancel(failed[-1], is_sound=False)
+    assert failed == [1] and is_all_free(kv_cache)
+    for index in (0, 2):
+        assert own_events(events, index) == kind.events_alone(requests[index])

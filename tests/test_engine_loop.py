@@ -328,6 +328,26 @@ def test_closing_ends_all_that_is_asked(model: Model, monkeypatch: pytest.Monkey
     assert is_all_free(llm._engine.kv_cache)
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_who_waits_is_told_though_closing_fails(
+    model: Model, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails() -> None:
+        raise InternalError("as told")
+
+    with model.open() as llm:
+        passes = Passes(llm, monkeypatch)
+        monkeypatch.setattr(llm._loop._worker._decoder, "close", fails)
+        with passes.held():
+            asked = Together(asks(llm, 0))
+            assert passes.is_held.wait(LIMIT_S)
+            closing = Together(llm.close)
+            wait_until(lambda: llm._loop.is_closed)
+        [error] = asked.results()
+        assert isinstance(error, UsageError) and "closed" in str(error)
+        closing.results()
+
+
 def test_a_model_without_references_ends_its_thread(model: Model) -> None:
     llm, before = model.open(), engine_threads()
     stream = llm.stream(PROMPTS[1], replace(PARAMS[1], max_tokens=900))

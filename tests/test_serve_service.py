@@ -8,6 +8,7 @@ import json
 from collections.abc import AsyncGenerator, Coroutine, Iterator
 from contextlib import aclosing, suppress
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -193,29 +194,54 @@ def test_an_answer_has_a_limit_of_time(llm: AsyncLLM) -> None:
     check_idle(llm)
 
 
-def test_a_pass_that_overflows_fails_its_own_request(
+async def ids_of(service: Service, ask: Ask) -> tuple[int, ...]:
+    _, done = await whole(service.answer(ask))
+    return done.token_ids
+
+
+def hold_pass(llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch, num_asked: int) -> None:
+    """The next pass is run once so many have asked."""
+    run_pass, its_worker = worker.run_pass, llm._loop._worker
+
+    def with_all(engine: Engine, decoder: BatchDecoder[Any]) -> list[Event]:
+        wait_until(lambda: len(its_worker._answers) + its_worker.mailbox.qsize() == num_asked)
+        monkeypatch.setattr(worker, "run_pass", run_pass)
+        return run_pass(engine, decoder)
+
+    monkeypatch.setattr(worker, "run_pass", with_all)
+
+
+def test_numbers_that_overflow_fail_their_own_request(
     llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    decoder = llm._loop._worker._decoder
-    forward = type(decoder._model).forward
+    """In passes that others share, who may also have the memory of its keys afterwards."""
+    kernels = type(llm._loop._worker._decoder._model.compute.kernels)
+    select_rows = kernels.select_rows
 
     async def ask() -> None:
         service = Service(llm)
-        expected = await text_of(service, Ask(TALK, params=SHORT))
+        others = [Ask(prompt=text, params=SHORT) for text in ("import os\n", "def f(x):\n    ")]
+        alone = [await ids_of(service, each) for each in others]
+        prompts = [await service.prompt_ids(each) for each in others]
+        used = {llm.config.mask_token_id, *chain(*alone, *prompts)}
+        broken = next(token for token in range(100) if token not in used)
 
-        def broken(model: Any, batch: Any) -> torch.Tensor:
-            hidden = forward(model, batch)
-            hidden.fill_(float("nan"))
-            return hidden
+        def overflowing(self: Any, matrix: Any, rows: torch.Tensor, out: torch.Tensor) -> None:
+            select_rows(self, matrix, rows, out)
+            out[rows == broken] = float("nan")
 
-        with monkeypatch.context() as patched:
-            patched.setattr(type(decoder._model), "forward", broken)
-            with pytest.raises(NumericError):
-                await text_of(service, Ask(TALK, params=SHORT))
-        assert await text_of(service, Ask(TALK, params=SHORT)) == expected
-        assert service.is_alive and service.is_ready
+        monkeypatch.setattr(kernels, "select_rows", overflowing)
+        asks = [others[0], Ask(prompt=[broken] * 40, params=SHORT), others[1]]
+        for _ in range(2):
+            hold_pass(llm, monkeypatch, len(asks))
+            answers = [ids_of(service, each) for each in asks]
+            first, error, last = await asyncio.gather(*answers, return_exceptions=True)
+            assert isinstance(error, NumericError) and "all weights are finite" in str(error)
+            assert [first, last] == alone
+        assert [await ids_of(service, each) for each in others] == alone
 
     run(ask())
+    check_idle(llm)
 
 
 def test_room_is_cut_or_refused(llm: AsyncLLM) -> None:
@@ -259,18 +285,6 @@ def test_answers_in_company_have_the_ids_that_they_have_alone(
     llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In float32, where only ties may fall otherwise."""
-    run_pass, its_worker = worker.run_pass, llm._loop._worker
-
-    def with_all(engine: Engine, decoder: BatchDecoder[Any]) -> list[Event]:
-        """The first pass, once all four have asked."""
-        wait_until(lambda: len(its_worker._answers) + its_worker.mailbox.qsize() == 4)
-        monkeypatch.setattr(worker, "run_pass", run_pass)
-        return run_pass(engine, decoder)
-
-    async def ids_of(service: Service, ask: Ask) -> tuple[int, ...]:
-        _, done = await whole(service.answer(ask))
-        return done.token_ids
-
     async def ask() -> None:
         service = Service(llm)
         asks = [
@@ -280,7 +294,7 @@ def test_answers_in_company_have_the_ids_that_they_have_alone(
         passes = [(await llm.stats())["forwards"]]
         alone = [await ids_of(service, each) for each in asks]
         passes.append((await llm.stats())["forwards"])
-        monkeypatch.setattr(worker, "run_pass", with_all)
+        hold_pass(llm, monkeypatch, len(asks))
         together = await asyncio.gather(*(ids_of(service, each) for each in asks))
         passes.append((await llm.stats())["forwards"])
         assert together == alone and len(set(alone)) == 4

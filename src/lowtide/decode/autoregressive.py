@@ -18,7 +18,8 @@ from lowtide.decode.batch_decoder import BatchDecoder, Model, Scheduled, callers
 from lowtide.decode.causal_sequence import CausalSequence, Choice, choose
 from lowtide.decode.logits import tiled_logits
 from lowtide.decode.request import Event, Request
-from lowtide.decode.sampling import ArgMax
+from lowtide.decode.sampling import ArgMax, rows_not_finite
+from lowtide.errors import NumericError
 from lowtide.memory.kv_cache import KVCache
 
 CHUNK_MULTIPLE = 16
@@ -105,7 +106,11 @@ class Autoregressive(BatchDecoder[CausalSequence]):
             needs_logits = np.array([sequence.needs_logits for sequence in sequences])
             rows = np.array([turns[i].end - 1 for i in wanted])
             for part, logits in tiled_logits(self._model, hidden, rows, needs_logits):
-                chosen = self._choose_tokens(logits, sequences[part])
+                try:
+                    chosen = self._choose_tokens(logits, sequences[part])
+                except NumericError:
+                    self._blame(sequences[part][row] for row in rows_not_finite(logits))
+                    raise
                 for i, choice in zip(wanted[part], chosen, strict=True):
                     choices[i] = choice
         return choices

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import abc
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
@@ -21,7 +22,7 @@ from lowtide.decode.kept_sequences import KeptSequences, Running
 from lowtide.decode.prompt_share import PromptShare
 from lowtide.decode.request import Event, Request
 from lowtide.decode.stored_sequences import StoredSequences
-from lowtide.errors import PageError, PlanError, UnsupportedError
+from lowtide.errors import NumericError, PageError, PlanError, UnsupportedError
 from lowtide.layers.batch import Batch, Segment
 from lowtide.memory.kv_cache import KVCache
 
@@ -250,6 +251,7 @@ class BatchDecoder(abc.ABC, Generic[S]):
             self._start(sequence, replace(request, prompt=known), num_tokens)
             del self._paused[0]
         for request in list(self._waiting):
+            self._taking_part = [request]  # nothing but it fails where there is no memory for it
             num_tokens = self._room_tokens(request, len(request.prompt))
             if not self._has_room(num_tokens):
                 return
@@ -317,6 +319,20 @@ class BatchDecoder(abc.ABC, Generic[S]):
         sequence.num_cached = sequence.num_exact = 0
         self._paused.append(sequence)
         self._paused.sort(key=lambda paused: paused.request.id)
+
+    @contextmanager
+    def _choosing_for(self, sequence: S) -> Iterator[None]:
+        """Around a choice from one sequence's logits: where those are no numbers, the pass has
+        failed for that sequence alone."""
+        try:
+            yield
+        except NumericError:
+            self._blame([sequence])
+            raise
+
+    def _blame(self, sequences: Iterable[S]) -> None:
+        """The pass under way has failed for these alone."""
+        self._taking_part = [sequence.request for sequence in sequences]
 
     def _settle(self, served: Iterable[S]) -> None:
         """Frees those of `served` that are finished; the others go behind those not served."""

@@ -126,5 +126,6 @@ class BlockDiffusion(BatchDecoder[BlockSequence]):
                 high = min(start + len(prediction.positions), tile.stop)
                 if low < high:
                     part = logits[low - tile.start : high - tile.start]
-                    turn.sequence.choose(part, prediction, slice(low - start, high - start))
+                    with self._choosing_for(turn.sequence):
+                        turn.sequence.choose(part, prediction, slice(low - start, high - start))
         return predictions

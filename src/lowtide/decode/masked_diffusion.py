@@ -158,7 +158,8 @@ class MaskedDiffusion(BatchDecoder[MaskedSequence]):
         for turn, candidates in zip(turns, found, strict=True):
             positions = turn.sequence.wanted
             own = statistics.part(start + np.arange(len(positions)))
-            candidates.put(slice(None), Candidates.likeliest(own, positions))
+            with self._choosing_for(turn.sequence):
+                candidates.put(slice(None), Candidates.likeliest(own, positions))
             start += len(positions)
 
     def _read_logits(
@@ -171,7 +172,8 @@ class MaskedDiffusion(BatchDecoder[MaskedSequence]):
             sequence = turn.sequence
             rows = _rows(turn, self._logits_shift)
             for part, logits in read_logits(self._model, hidden, rows):
-                candidates.put(part, sequence.choose(logits, part))
+                with self._choosing_for(sequence):
+                    candidates.put(part, sequence.choose(logits, part))
 
 
 def _rows(turn: Scheduled[MaskedSequence], logits_shift: int) -> Rows:

@@ -168,6 +168,13 @@ def check_finite(greatest: Tensor, positions: Sequence[int] | IntArray) -> None:
         )
 
 
+def rows_not_finite(logits: Tensor | ArgMax) -> list[int]:
+    """The rows of which `check_finite` raises, while their logits are as they came."""
+    greatest = logits.greatest if isinstance(logits, ArgMax) else logits.amax(-1)
+    rows: list[int] = (~greatest.isfinite()).nonzero().flatten().tolist()
+    return rows
+
+
 def find_best(logits: Tensor) -> tuple[Tensor, Tensor]:
     """The arg-max [n] of each row and its logit [n, 1]."""
     # Both name the first of equals, and a NaN as the greatest; numpy's is the faster one.

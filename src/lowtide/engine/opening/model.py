@@ -75,6 +75,8 @@ class OpenModel:
         default_factory=dict, repr=False, compare=False
     )
     """By what the policy wants: see `registering.planner_of`."""
+    finite_share: list[float] = field(default_factory=list, repr=False, compare=False)
+    """Of the weights, once they were looked through for an infinity or NaN: see `not_finite`."""
 
     @property
     def dense(self) -> DenseWeights:

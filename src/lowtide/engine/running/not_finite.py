@@ -27,8 +27,8 @@ _WAY_OUT = {
 def fault_found(opened: OpenModel) -> Iterator[None]:
     """Around a pass and what is chosen from its logits.
 
-    Where those are not finite, looks through the weights for at most `SEARCH_S`, and raises
-    CheckpointError naming the tensor and file at fault, or NumericError with a way out.
+    Where those are not finite, looks through the weights, once and for at most `SEARCH_S`, and
+    raises CheckpointError naming the tensor and file at fault, or NumericError with a way out.
     """
     try:
         yield
@@ -40,8 +40,11 @@ def fault_found(opened: OpenModel) -> Iterator[None]:
 
 def _exonerate(opened: OpenModel, checkpoint: Checkpoint, error: NumericError) -> NumericError:
     """The error of weights that are finite; raises CheckpointError if they are not."""
-    progress = opened.options.report
-    share = check_finite(checkpoint, progress, _loaded_dtypes(opened, checkpoint), SEARCH_S)
+    if not opened.finite_share:  # once: what else is asked waits meanwhile
+        dtypes = _loaded_dtypes(opened, checkpoint)
+        share = check_finite(checkpoint, opened.options.report, dtypes, SEARCH_S)
+        opened.finite_share.append(share)
+    [share] = opened.finite_share
     dtype = str(opened.dtype).removeprefix("torch.")
     found = "all weights are finite"
     if share < 1:

@@ -192,11 +192,13 @@ class Worker:
             while not self.mailbox.empty():
                 self.mailbox.get()(self)
         unfinished: list[Asked] = [*self._answers.values(), *self._jobs, *self._waiting]
-        self._decoder.store_in(None if self._fault else self._stored)
-        self._decoder.close()
-        for asked in dict.fromkeys(unfinished):
-            asked.fail(self._end_error())
-        self.engine.close()
+        try:
+            self._decoder.store_in(None if self._fault else self._stored)
+            self._decoder.close()
+        finally:  # whatever fails there
+            for asked in dict.fromkeys(unfinished):
+                asked.fail(self._end_error())
+            self.engine.close()
 
     def adopt(self, engine: Engine) -> None:
         """Goes on with the same model in another state, in which nothing was computed so far."""
