@@ -81,6 +81,8 @@ def test_unset_fields_are_the_model_s_and_others_the_user_s() -> None:
     )
     hot = with_published(SamplingParams(temperature=2.0, top_k=5), published)
     assert (hot.temperature, hot.top_k, hot.top_p) == (2.0, 5, 0.95)
+    off = SamplingParams(top_k=0, top_p=1, min_p=0, repetition_penalty=1)
+    assert with_published(off, published) == replace(off, temperature=0.6)
     greedy = with_published(SamplingParams(temperature=0), published)
     assert greedy == SamplingParams(temperature=0, repetition_penalty=1.1)
 

@@ -158,14 +158,15 @@ def test_options_are_those_of_ours() -> None:
     body = {"model": MODEL, "messages": SAID, "options": options, "keep_alive": "5m"}
     with listening(service) as url:
         answer = post(url, "/api/chat", body)
-        endless = {"num_predict": -1, "top_k": 0, "repeat_penalty": 1.0}
+        endless = {"num_predict": -1, "top_k": 0, "top_p": 0, "repeat_penalty": 1.0}
         post(url, "/api/chat", {**body, "options": endless, "think": None})
     params, other = (ask.params for ask in service.asks)
     assert answer.headers["x-lowtide-ignored"] == "keep_alive, options.num_ctx, options.mirostat"
     assert (params.max_tokens, params.temperature, params.top_k) == (5, 0.5, 3)
     assert (params.top_p, params.min_p, params.seed) == (0.9, 0.1, 7)
     assert (params.stop_strings, params.repetition_penalty) == (("END",), 1.2)
-    assert (other.max_tokens, other.top_k, other.repetition_penalty) == (None, None, None)
+    assert (other.max_tokens, other.top_k, other.repetition_penalty) == (None, 0, 1)  # off
+    assert 0 < other.top_p < 1e-3  # the likeliest token alone, as Ollama has it
     assert all(ask.cut_to_room for ask in service.asks)
 
 

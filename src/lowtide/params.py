@@ -129,8 +129,14 @@ class DiffusionParams:
         check_options(self)
 
 
-AUTOREGRESSIVE_ONLY = ("repetition_penalty", "presence_penalty", "frequency_penalty", "logprobs")
-"""Fields of `SamplingParams` that mean nothing where tokens are not written one by one."""
+AUTOREGRESSIVE_ONLY: Mapping[str, float | None] = {
+    "repetition_penalty": 1,
+    "presence_penalty": 0,
+    "frequency_penalty": 0,
+    "logprobs": None,
+}
+"""Fields of `SamplingParams` that mean nothing where tokens are not written one by one, with the
+values that ask for nothing."""
 
 
 @_knows_its_fields
@@ -144,7 +150,8 @@ class SamplingParams:
     temperature: 0 is the arg-max, always; above 0 tokens are drawn. `None`, here and for top_k,
         top_p, min_p and repetition_penalty: as the model's `generation_config.json` says, of an
         autoregressive model that has one; else 0, and nothing.
-    top_k, top_p: draw only from the k likeliest tokens; from the least set with mass p.
+    top_k, top_p: draw only from the k likeliest tokens; from the least set with mass p. 0 and 1
+        are off.
     min_p: draw only tokens at least this share as likely as the likeliest.
     repetition_penalty: logits of tokens that the prompt or the answer has are divided by this
         where positive and multiplied where negative; 1 is off, above 1 discourages.
@@ -170,7 +177,7 @@ class SamplingParams:
         high=100,
         is_common=True,
     )
-    top_k: int | None = _sampling("Draw only from the k likeliest tokens.", low=1)
+    top_k: int | None = _sampling("Draw only from the k likeliest tokens; 0 is off.")
     top_p: float | None = _sampling(
         "Draw only from the likeliest tokens that together have this probability, such as 0.9.",
         low=1e-6,
@@ -233,8 +240,9 @@ class SamplingParams:
 def check_kind(params: SamplingParams, architecture: str, is_diffusion: bool) -> None:
     """Raises UnsupportedError for what means nothing to a model of this kind, by name."""
     asked: object = params if is_diffusion else params.diffusion
-    names = AUTOREGRESSIVE_ONLY if is_diffusion else field_names(DiffusionParams)
-    given = [name for name in names if getattr(asked, name) is not None]
+    unset: Mapping[str, object] = dict.fromkeys(field_names(DiffusionParams))
+    off = AUTOREGRESSIVE_ONLY if is_diffusion else unset
+    given = [name for name, value in off.items() if getattr(asked, name) not in (None, value)]
     if given:
         reason = "does not write its tokens one by one" if is_diffusion else "has no blocks to fill"
         raise UnsupportedError(f"{', '.join(given)}: {architecture} {reason}; leave this out.")

@@ -93,7 +93,7 @@ class Reading(NamedTuple):
     def is_filtered(self) -> bool:
         """Whether less than the whole vocabulary is measured."""
         sampling = self.sampling
-        has_filter = sampling.top_k is not None or (sampling.top_p or 1) < 1 or bool(sampling.min_p)
+        has_filter = bool(sampling.top_k or sampling.min_p) or (sampling.top_p or 1) < 1
         return self.is_measured_as_drawn and has_filter
 
 
@@ -175,7 +175,7 @@ def _shape(row: Tensor, sampling: Sampling) -> Tensor:
         mass = ordered.softmax(dim=-1).cumsum(dim=-1)
         # A token stays when those before it have not yet passed `top_p`; the first always does.
         row[ids[1:][mass[:-1] > sampling.top_p]] = -math.inf
-    if sampling.top_k is not None and sampling.top_k < len(row):
+    if sampling.top_k and sampling.top_k < len(row):
         row.masked_fill_(row < row.topk(sampling.top_k).values[-1], -math.inf)
     if sampling.min_p:
         row.masked_fill_(row < math.log(sampling.min_p), -math.inf)

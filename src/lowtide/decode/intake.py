@@ -281,8 +281,9 @@ class Intake:
 
 def _tell_if_never_drawn(params: SamplingParams) -> None:
     """Filters at temperature 0, where no token is drawn, are said to have no effect."""
-    given = {name: getattr(params, name) for name in ("top_k", "top_p", "min_p")}
-    filters = ", ".join(f"{name} {value}" for name, value in given.items() if value is not None)
+    off = {"top_k": 0, "top_p": 1, "min_p": 0}
+    given = {name: getattr(params, name) for name in off}
+    filters = ", ".join(f"{n} {value}" for n, value in given.items() if value not in (None, off[n]))
     if filters and not params.temperature:
         _warn_of_no_draws(filters)
 

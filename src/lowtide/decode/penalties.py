@@ -13,7 +13,7 @@ from lowtide.params import SamplingParams
 def has_penalties(params: SamplingParams) -> bool:
     """Whether `penalise` would change anything."""
     is_counted = params.presence_penalty or params.frequency_penalty
-    return params.repetition_penalty is not None or bool(is_counted)
+    return params.repetition_penalty not in (None, 1) or bool(is_counted)
 
 
 def penalise(logits: Tensor, tokens: IntArray, num_prompt: int, params: SamplingParams) -> None:

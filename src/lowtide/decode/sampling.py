@@ -206,7 +206,7 @@ def _draw(row: Tensor, sampling: Sampling, position: int, num_passes: int) -> tu
     number = uniform(sampling.seed, position, num_passes)
     row.div_(max(sampling.temperature, TINY))  # the greatest logit is 0 and stays it
     ids: Tensor | None = None
-    if sampling.top_k is not None and sampling.top_k < row.shape[0]:
+    if sampling.top_k and sampling.top_k < row.shape[0]:
         least = row.topk(sampling.top_k).values[-1]
         row.masked_fill_(row < least, -math.inf)  # tokens as likely as the k-th stay, too
     if sampling.top_p is not None and sampling.top_p < 1:

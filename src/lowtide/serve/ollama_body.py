@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -44,7 +44,7 @@ class OllamaOptions(OllamaFields, DrawFields):
         """A length of -1 or -2 asks for no end, and gets the default one. Raises Refusal."""
         check_sampling(self.model_extra or {})
         length = self.num_predict or 0
-        return replace(self.drawn(length if length > 0 else None), top_p=self.top_p or None)
+        return self.drawn(length if length > 0 else None)
 
 
 class OllamaBody(OllamaFields):

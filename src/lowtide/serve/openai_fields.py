@@ -71,12 +71,13 @@ class DrawFields(BaseModel):
         return SamplingParams(
             max_tokens=max_tokens,
             temperature=self.temperature,
-            top_k=self.top_k if self.top_k and self.top_k > 0 else None,
+            # What a request switches off is off, whatever the model's publisher says.
+            top_k=None if self.top_k is None else max(self.top_k, 0),
             top_p=None if self.top_p is None else max(self.top_p, MIN_TOP_P),
-            min_p=self.min_p or None,
-            repetition_penalty=None if self.repetition_penalty == 1 else self.repetition_penalty,
-            presence_penalty=self.presence_penalty or None,
-            frequency_penalty=self.frequency_penalty or None,
+            min_p=self.min_p,
+            repetition_penalty=self.repetition_penalty,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
             seed=None if self.seed is None else self.seed % (MAX_SEED + 1),
             stop=[each for each in stop if each],
             **more,
