@@ -78,15 +78,12 @@ class EventStream(StreamingResponse):
         self._sent_s = time.monotonic()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        pinging = asyncio.ensure_future(self._break_silences(send))
-        try:
-            async with aclosing(self._parts):
-                with suppress(OSError):  # the client has gone
-                    await self.stream_response(partial(self._send, send))
-        finally:
+        # A ping that cannot be made ends the stream at once: silence would end its client later.
+        async with aclosing(self._parts), asyncio.TaskGroup() as group:
+            pinging = group.create_task(self._break_silences(send))
+            with suppress(OSError):  # the client has gone
+                await self.stream_response(partial(self._send, send))
             pinging.cancel()
-            with suppress(asyncio.CancelledError, OSError):
-                await pinging
 
     async def _send(self, send: Send, message: Message) -> None:
         async with self._turn:
@@ -101,7 +98,8 @@ class EventStream(StreamingResponse):
             async with self._turn:
                 if time.monotonic() - self._sent_s >= PING_S:
                     part = {"type": "http.response.body", "body": self._ping(), "more_body": True}
-                    await send(part)
+                    with suppress(OSError):
+                        await send(part)
                     self._sent_s = time.monotonic()
 
 
