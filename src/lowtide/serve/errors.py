@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -166,17 +166,48 @@ def _handle(request: Request, error: Exception) -> Response:
 
 
 def _handle_invalid(request: Request, error: Exception) -> Response:
-    """The first field that is not as it should be, by name."""
-    found: list[Mapping[str, Any]] = list(error.errors())  # type: ignore[attr-defined]
-    first = found[0] if found else {"loc": (), "msg": "the body is not valid"}
-    where = ".".join(str(part) for part in first["loc"] if part != "body")
-    if first.get("type") == "json_invalid":
+    """What is not as it should be in the first field of which that is so, by name."""
+    faults: list[Mapping[str, Any]] = list(error.errors())  # type: ignore[attr-defined]
+    body: object = error.body  # type: ignore[attr-defined]
+    fault = _fitting(faults, body)
+    where = ".".join(map(str, _place(fault, body)))
+    if fault["type"] == "json_invalid":
         refusal = Refusal("The body is not valid JSON.")
-    elif first.get("type") == "extra_forbidden":
+    elif not where:
+        refusal = Refusal("The body must be a JSON object.")
+    elif fault["type"] == "extra_forbidden":
         refusal = Refusal(
             f"{where} is not supported; leave it out.", param=where, code="unsupported"
         )
     else:
-        message = str(first["msg"])
-        refusal = Refusal(f"{where}: {message}" if where else message, param=where or None)
+        refusal = Refusal(f"{where}: {fault['msg']}", param=where)
     return response_of(refusal, request.url.path)
+
+
+def _fitting(faults: Sequence[Mapping[str, Any]], body: object) -> Mapping[str, Any]:
+    """The first field's fault. Where a value may be of several kinds pydantic finds one for each:
+    the first of the value's own kind is told, or else the innermost."""
+    of_field = [fault for fault in faults if fault["loc"][:2] == faults[0]["loc"][:2]]
+    of_kind = [fault for fault in of_field if not _is_of_another_kind(fault)]
+    return of_kind[0] if of_kind else max(of_field, key=lambda fault: len(_place(fault, body)))
+
+
+def _is_of_another_kind(fault: Mapping[str, Any]) -> bool:
+    is_word = isinstance(fault["input"], str)
+    return fault["type"].endswith("_type") or (fault["type"] == "literal_error" and not is_word)
+
+
+def _place(fault: Mapping[str, Any], body: object) -> list[str | int]:
+    """The keys that lead to a fault in the body; pydantic names the kinds that it tried, too."""
+    place: list[str | int] = []
+    _, *keys = fault["loc"]
+    for key in keys:
+        is_missing = fault["type"] == "missing" and key == keys[-1]
+        if isinstance(body, Mapping) and (key in body or is_missing or not place):
+            body = body.get(key)
+        elif isinstance(body, list) and isinstance(key, int) and key < len(body):
+            body = body[key]
+        else:
+            continue
+        place.append(key)
+    return place
