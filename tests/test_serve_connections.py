@@ -25,6 +25,7 @@ from lowtide.errors import StorageError
 from lowtide.serve import connection, guard, server
 from lowtide.serve.connection import Connection
 from lowtide.serve.service import Served
+from lowtide.serve.settings import ServeSettings
 
 PATH = "/v1/completions"
 HEADERS = "Host: 127.0.0.1\r\nContent-Type: application/json\r\n"
@@ -247,6 +248,26 @@ def test_an_answer_that_is_read_slowly_goes_on() -> None:
         sizes.pop(0)
         checks.pop()()
     assert aborted and not checks
+
+
+def test_requests_that_wait_in_threads_hold_up_no_other(
+    llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as for their turn to be put into a template, or to have a grammar compiled."""
+    settings = ServeSettings(port=0)
+
+    async def serve(*_: object) -> None:
+        is_over = Event()
+        waiting = [asyncio.to_thread(is_over.wait, LIMIT_S) for _ in range(settings.max_requests)]
+        waiters = [asyncio.ensure_future(each) for each in waiting]
+        await asyncio.wait_for(asyncio.to_thread(int), LIMIT_S)
+        assert not any(waiter.done() for waiter in waiters)
+        is_over.set()
+        await asyncio.gather(*waiters)
+
+    monkeypatch.setattr(server._Server, "serve", serve)
+    with server.bound_socket(settings) as bound:
+        asyncio.run(server.run_server(llm, settings, bound, print))
 
 
 def test_a_fault_as_memory_is_given_back_does_not_end_the_server(

@@ -24,6 +24,7 @@ from lowtide.files.json_file import printable
 from lowtide.model_folder.tokenizer import Tokenizer, blamed
 from lowtide.parsing.channels import CALL, has_channels
 from lowtide.parsing.tools import Tool
+from lowtide.serve.errors import QueueFull
 from lowtide.serve.grammar_text import (
     MAX_GRAMMAR_CHARS,
     AnswerForm,
@@ -34,6 +35,8 @@ from lowtide.serve.grammar_text import (
 )
 
 MAX_COMPILE_S = 10.0
+MAX_TURN_S = 60.0
+"""What a form waits until those before it are compiled: their time is not its own."""
 
 _LIMITS = LLParserLimits(
     initial_lexer_fuel=1_000_000,
@@ -112,9 +115,15 @@ class Grammars:
                 f"{MAX_GRAMMAR_CHARS} are accepted."
             )
         compiled: Future[GrammarMask] = Future()
-        threading.Thread(
-            target=self._compile, args=(text, compiled), name="lowtide-grammar", daemon=True
-        ).start()
+        if not self._turn.acquire(timeout=MAX_TURN_S):
+            raise QueueFull("Forms of other requests are being compiled. Ask again in 10 s.", 10)
+        try:
+            threading.Thread(
+                target=self._compile, args=(text, compiled), name="lowtide-grammar", daemon=True
+            ).start()
+        except RuntimeError:  # the system has no thread
+            self._turn.release()
+            raise
         try:
             return compiled.result(MAX_COMPILE_S)
         except TimeoutError:
@@ -123,11 +132,13 @@ class Grammars:
             ) from None
 
     def _compile(self, text: str, compiled: Future[GrammarMask]) -> None:
+        """Gives back the turn that `_compiled` took, however late."""
         try:
-            with self._turn:
-                compiled.set_result(self._mask(text))
+            compiled.set_result(self._mask(text))
         except BaseException as error:
             compiled.set_exception(error)
+        finally:
+            self._turn.release()
 
     def _mask(self, text: str) -> GrammarMask:
         matcher = LLMatcher(self._vocabulary, text, log_level=0, limits=_LIMITS)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import socket
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from types import FrameType
 
 import uvicorn
@@ -21,6 +23,9 @@ _log = logging.getLogger(__name__)
 
 SHUTDOWN_S = 30
 """What answers have to come to their end after a signal."""
+
+SPARE_THREADS = 16
+"""Beside one for each request: for what counts tokens, looks at counters and gives memory back."""
 
 MAX_HEADER_BYTES = 64 << 10
 KEEP_ALIVE_S = 30
@@ -70,6 +75,9 @@ async def run_server(
 
     on_ready: told the server's address when it listens.
     """
+    # A few by default: requests that wait in them would hold up all others.
+    threads = ThreadPoolExecutor(settings.max_requests + SPARE_THREADS, "lowtide-request")
+    asyncio.get_running_loop().set_default_executor(threads)
     service = Service(llm, settings)
     server = _Server(config_of(build_app(service)), service, on_ready)
     await server.serve([bound])
