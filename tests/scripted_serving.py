@@ -24,7 +24,13 @@ from lowtide.parsing.pieces import (
     Reasoning,
     Text,
 )
-from lowtide.serve import anthropic_messages, ollama, responses
+from lowtide.serve import (
+    anthropic_messages,
+    ollama,
+    openai_chat,
+    openai_completions,
+    responses,
+)
 from lowtide.serve.errors import add_handlers
 from lowtide.serve.service import Ask, Service
 
@@ -101,6 +107,12 @@ class ScriptedService:
         config = config or SimpleNamespace(sampling=PublishedSampling())
         self.llm = SimpleNamespace(config=config, tokenizer=None)
 
+    def check_model(self, name: str | None) -> None:
+        pass
+
+    def check_num_answers(self, num_answers: int, param: str) -> None:
+        pass
+
     async def answer(self, ask: Ask) -> AsyncGenerator[Piece, None]:
         self.asks.append(ask)
         try:
@@ -127,7 +139,7 @@ def listening(service: ScriptedService) -> Iterator[str]:
     """A server over it: the address, without a path."""
     app = FastAPI()
     add_handlers(app)
-    for module in (responses, anthropic_messages, ollama):
+    for module in (openai_chat, openai_completions, responses, anthropic_messages, ollama):
         app.include_router(module.router_of(cast(Service, service)))
     with serving_app(app) as url:
         yield url

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -154,11 +155,22 @@ def test_forms_that_a_model_can_be_held_to(running: Running) -> None:
                 "/v1/messages",
                 json={"messages": SAID, "max_tokens": 64, "output_config": {"format": format}},
             ),
+            *(
+                client.post("/v1/chat/completions", json={"messages": SAID, **asked})
+                for asked in (
+                    {"structured_outputs": {"json": schema}},
+                    {"structured_outputs": {"regex": "[ab]{3}c"}},
+                    {"structured_outputs": {"grammar": 'start: "x" "y"'}},
+                )
+            ),
         ]
     if running.service.llm.config.is_diffusion:
-        assert [answer.status_code for answer in answers] == [400, 400, 200]
+        assert [answer.status_code for answer in answers] == [400, 400, 200, 400, 400, 400]
         assert "output_config.format" in answers[2].headers["x-lowtide-ignored"]
         return
-    assert [answer.status_code for answer in answers] == [200, 200, 200]
+    assert [answer.status_code for answer in answers] == [200] * 6
     [item] = answers[0].json()["output"]
     assert json.loads(item["content"][0]["text"]) == {"a": 1}
+    texts = [answer.json()["choices"][0]["message"]["content"] for answer in answers[3:]]
+    assert json.loads(texts[0]) == {"a": 1} and re.fullmatch("[ab]{3}c", texts[1])
+    assert texts[2] == "xy"

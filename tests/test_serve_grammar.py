@@ -8,6 +8,8 @@ import random
 import re
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -38,6 +40,7 @@ from lowtide.parsing import parser_of
 from lowtide.parsing.pieces import CallArguments, CallBegun, Piece, Reasoning, Text
 from lowtide.parsing.tools import Tool
 from lowtide.serve import grammar
+from lowtide.serve.errors import QueueFull
 from lowtide.serve.grammar import Constraint, GrammarMask, Grammars, check_kept
 from lowtide.serve.quoted_lark import quoted_lark
 
@@ -340,6 +343,8 @@ def test_nothing_to_form_is_no_mask() -> None:
         (lambda: Constraint.json_schema({"enum": ["a" * 300_000]}), "300[0-9]{3} characters; at m"),
         (lambda: Constraint.regex("a" * 9_000), "9000 characters; 1 to 8192"),
         (lambda: Constraint.regex(""), "0 characters"),
+        (lambda: Constraint.regex("\ud800"), "no valid Unicode"),
+        (lambda: Constraint.lark('start: "\ud800"'), "no valid Unicode"),
         (lambda: Constraint.lark("x" * 300_000), "300000 characters; at most 262144"),
         (lambda: Constraint.json_schema(_nested(100)), "more than 64 deep"),
         (lambda: Constraint.json_schema(_nested(100_000)), "more than 64 deep"),
@@ -425,6 +430,28 @@ def test_compiling_takes_no_longer_than_it_may(monkeypatch: pytest.MonkeyPatch) 
     is_told.set()
 
 
+def test_a_form_waits_for_those_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    is_told, mask, grammars = threading.Event(), Grammars._mask, grammars_of()
+    asked = (request_of(QWEN.tokenizer), Constraint.json_object())
+
+    def slow(self: Grammars, text: str) -> GrammarMask:
+        is_told.wait(60)
+        return mask(self, text)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Grammars, "_mask", slow)
+        patch.setattr(grammar, "MAX_COMPILE_S", 0.0)
+        patch.setattr(grammar, "MAX_TURN_S", 0.0)
+        with pytest.raises(UsageError, match="not compiled"):
+            grammars.applied(*asked)
+        with pytest.raises(QueueFull, match="other requests"):
+            grammars.applied(*asked)
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(grammars.applied, *asked)
+        is_told.set()
+        assert other.result(60).mask is not None
+
+
 def test_a_tool_with_a_schema_that_is_not_known() -> None:
     tool = Tool("f", "", {"type": "object", "properties": {"a": {"not": {"type": "string"}}}})
     mask_of(None, tools=(tool,), tool_choice="f")  # as far as it is known
@@ -434,6 +461,29 @@ def test_a_tool_with_a_schema_that_is_not_known() -> None:
         mask_of(None, tools=(Tool("deep", "", _nested(70)),), tool_choice="required")
     with pytest.raises(UsageError, match="no tool for tool_choice 'other'"):
         mask_of(None, tools=(tool,), tool_choice="other")
+
+
+ODD: list[dict[str, Any]] = [
+    {"properties": {"a": {}}, "required": 7},
+    {"properties": {"a": {"type": "string"}}, "required": {"a": 1}},
+    {"properties": []},
+    {"properties": {"a": 5}},
+    {"properties": {"a": {"type": {"b": 1}}}},
+    {"properties": {"a": {"type": "string", "enum": [None, {}]}}},
+    {"properties": {"a": {"$ref": "#/$defs/x"}}, "$defs": 3},
+    {"properties": {"a\n>": {"type": "string"}}},
+    {"properties": {"a": {"const": float("nan")}}},
+    {"type": 5},
+]
+
+
+@pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
+def test_odd_schemas_are_kept_to_or_refused(form: CallFormat) -> None:
+    grammars, request = grammars_of(form.tokenizer), request_of(form.tokenizer, form.prompt)
+    for schema in ODD:
+        with suppress(UsageError):
+            made = grammars.applied(request, None, (Tool("f", "", schema),), "f")
+            assert made.mask is not None and made.mask.allowed().any()
 
 
 def test_diffusion_models_refuse_by_name() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -13,6 +14,7 @@ from serving import LIMIT_S
 
 from lowtide.errors import UsageError
 from lowtide.serve import guard
+from lowtide.serve.app import build_app
 from lowtide.serve.errors import add_handlers
 from lowtide.serve.guard import Guard
 from lowtide.serve.settings import ServeSettings
@@ -113,6 +115,32 @@ def test_pages_of_others_are_refused(origin: str, is_let_in: bool) -> None:
     settings = ServeSettings(allowed_origins=["http://localhost:3000"])
     answer = ask(settings, method="POST", headers={"origin": origin}, content=b"{}")
     assert answer.status_code == (200 if is_let_in else 403)
+
+
+def test_a_page_that_may_ask_is_told_so_before() -> None:
+    """Browsers ask first, without the key."""
+    settings = ServeSettings(api_key=KEY, allowed_origins="http://localhost:3000")
+    service: Any = SimpleNamespace(settings=settings, model_name="m", on_served=[])
+    transport = httpx.ASGITransport(build_app(service))
+    wanted = {
+        "access-control-request-method": "POST",
+        "access-control-request-headers": "authorization, content-type",
+    }
+
+    async def once() -> None:
+        async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
+            for origin, is_let_in in (("http://localhost:3000", True), ("http://a.example", False)):
+                headers = {"origin": origin, **wanted}
+                answer = await client.options("/v1/chat/completions", headers=headers)
+                assert answer.status_code == (200 if is_let_in else 403)
+                told = answer.headers.get("access-control-allow-origin")
+                assert told == (origin if is_let_in else None)
+            given = {"origin": "http://localhost:3000", "authorization": f"Bearer {KEY}"}
+            answer = await client.get("/api/version", headers=given)
+            assert answer.headers["access-control-allow-origin"] == given["origin"]
+            assert (await client.get("/api/version", headers=wanted)).status_code == 401
+
+    asyncio.run(once())
 
 
 def test_bodies_have_a_bound_whether_their_length_is_said_or_not(

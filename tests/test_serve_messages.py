@@ -204,6 +204,8 @@ def test_choices_of_tools(choice: dict[str, Any], asked: str, parallel: bool) ->
         ({"messages": [{"role": "user"}]}, "messages[0].content"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"max_tokens": 2**40}, "max_tokens"),
+        ({"stop_sequences": ["x"] * 17}, "stop_sequences: List should have at most 16 items"),
+        ({"stop_sequences": ["x" * 2000]}, "stop_sequences.0: String should have at most 1024"),
         ({"temperature": "warm"}, "temperature"),
         ({"logit_bias": {"5": 1}}, "logit_bias"),
         ({"tools": [{"name": "a", "input_schema": "x"}]}, "input_schema"),

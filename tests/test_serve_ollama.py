@@ -179,7 +179,11 @@ def test_options_are_those_of_ours() -> None:
         ("/api/chat", {"messages": SAID, "format": "yaml"}, "format"),
         ("/api/chat", {"messages": SAID, "options": {"mirostat": 2}}, "mirostat"),
         ("/api/chat", {"messages": SAID, "options": {"temperature": -1}}, "temperature"),
-        ("/api/chat", {"messages": SAID, "options": {"stop": ["x"] * 99}}, "stop"),
+        (
+            "/api/chat",
+            {"messages": SAID, "options": {"stop": ["x"] * 17}},
+            "options.stop: List should have at most 16 items",
+        ),
         ("/api/chat", {"messages": SAID, "tools": [{"type": "function"}]}, "tools[0].function"),
         ("/api/generate", {"prompt": "x", "suffix": "y"}, "suffix"),
         ("/api/generate", {"prompt": "x", "context": [1]}, "context"),

@@ -12,9 +12,17 @@ import httpx
 import openai
 import pytest
 import torch
+from pydantic import BaseModel, ValidationError
+from scripted_serving import ScriptedService, done, listening
 from serving import LIMIT_S, Running, serving, talking_folder
 
 from lowtide import LLM, AsyncLLM, DiffusionParams, SamplingParams
+from lowtide.parsing.pieces import Text
+from lowtide.serve import sse
+from lowtide.serve.anthropic_messages import MessagesBody
+from lowtide.serve.openai_chat import ChatBody
+from lowtide.serve.openai_completions import CompletionBody
+from lowtide.serve.responses import ResponsesBody
 
 CONTEXT = 512
 MESSAGES: list[Any] = [
@@ -216,9 +224,26 @@ def test_progress_is_told_when_asked_for(client, running) -> None:
         ({"temperature": -1}, 400, "temperature"),
         ({"temperature": "warm"}, 400, "temperature"),
         ({"n": 1000}, 400, "n"),
-        ({"stop": ["x"] * 17}, 400, "stop"),
+        ({"stop": ["x"] * 17}, 400, "stop: List should have at most 16 items"),
+        ({"stop": ["x", 5]}, 400, "stop.1: Input should be a valid string"),
+        ({"stop": 5}, 400, "stop: Input should be a valid string"),
+        ({"messages": [{"role": "user", "content": 5}]}, 400, "messages.0.content: Input should"),
+        ({"messages": MESSAGES * 5000}, 400, "messages: List should have at most 8192 items"),
         ({"max_tokens": 100000}, 400, "maximum context length"),
         ({"tool_choice": "required"}, 400, "tool_choice"),
+        ({"tool_choice": "some"}, 400, "tool_choice: Input should be 'none', 'auto' or 'required'"),
+        ({"tool_choice": {"type": "function"}}, 400, "tool_choice.function: Field required"),
+        ({"tool_choice": {"type": "allowed_tools"}}, 400, "tool_choice."),
+        ({"structured_outputs": {}}, 400, "one of json, regex and grammar"),
+        ({"structured_outputs": {"regex": "a", "grammar": "b"}}, 400, "one of json, regex"),
+        ({"structured_outputs": {"choice": ["a"]}}, 400, "structured_outputs.choice is not supp"),
+        (
+            {"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}},
+            400,
+            "leave one out",
+        ),
+        ({f"field_{i}": 1 for i in range(2000)}, 400, "fields; at most 1024"),
+        ({"diffusion": {f"field_{i}": 1 for i in range(2000)}}, 400, "2000 fields; at most 1024"),
         ({"chat_template_kwargs": {"messages": []}}, 400, "chat_template_kwargs"),
         ({"top_logprobs": 3}, 400, "top_logprobs"),
         ({"max_tokens": 0}, 400, "max_tokens"),
@@ -244,7 +269,11 @@ def test_what_is_refused_is_refused_by_name(running, changes, status, said) -> N
 
 @pytest.mark.parametrize(
     "body",
-    [b"", b"{", b"[]", b'"x"', b"\xff\xfe", b'{"messages": ' + b"[" * 100_000, b"NaN", b"1e999"],
+    [
+        *(b"", b"{", b"[]", b'"x"', b"\xff\xfe", b"NaN", b"1e999", b'{"prompt": "\xff"}'),
+        b'{"messages": ' + b"[" * 100_000,
+        b'{"seed": ' + b"9" * 5000 + b"}",
+    ],
 )
 def test_a_body_that_is_none_is_a_400(running: Running, body: bytes) -> None:
     with running.client() as client:
@@ -258,6 +287,7 @@ def test_other_paths_have_errors_in_openai_s_form(running: Running) -> None:
         for method, path, status in (
             ("GET", "/v1/nothing", 404),
             ("GET", "/v1/chat/completions", 405),
+            ("OPTIONS", "/v1/chat/completions", 405),
             ("POST", "/v1/embeddings", 501),
             ("GET", "/v1/models/another", 404),
         ):
@@ -314,6 +344,42 @@ def test_a_body_is_json_whatever_it_is_called(running: Running, kind: str | None
         timeout=LIMIT_S,
     )
     assert answer.status_code == 200, answer.text
+
+
+WRONG: dict[str, list[Any]] = {
+    "prompt": [None] * 100_000,
+    "messages": [5] * 8000,
+    "stop": [5] * 100_000,
+    "stop_sequences": [5] * 100_000,
+    "include": [5] * 100_000,
+}
+
+
+@pytest.mark.parametrize("body", [ChatBody, CompletionBody, ResponsesBody, MessagesBody])
+def test_many_wrong_values_make_few_errors(body: type[BaseModel]) -> None:
+    """Each takes a kilobyte."""
+    with pytest.raises(ValidationError) as caught:
+        body.model_validate(WRONG)
+    assert caught.value.error_count() < 100
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+def test_silence_is_broken_by_chunks_without_words(
+    monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    monkeypatch.setattr(sse, "PING_S", 0.02)
+    body = {"messages": MESSAGES, "prompt": "a", "stream": True}
+    del body["prompt" if "chat" in path else "messages"]
+    with listening(ScriptedService([0.1, Text("late"), done()])) as url:
+        answer = httpx.post(f"{url}{path}", json=body, timeout=LIMIT_S)
+    *events, end = [line.removeprefix("data: ") for line in answer.text.split("\n\n") if line]
+    choices = [json.loads(event)["choices"][0] for event in events]
+    texts = [choice.get("text") or choice.get("delta", {}).get("content") for choice in choices]
+    num_silent = texts.index("late")
+    assert end == "[DONE]" and num_silent > ("chat" in path)  # there the first has the role
+    assert not any(texts[:num_silent])
+    *reasons, last = [choice["finish_reason"] for choice in choices]
+    assert last == "stop" and not any(reasons)
 
 
 def test_lm_evaluation_harness_gets_what_it_reads(running: Running, python: LLM) -> None:

@@ -22,7 +22,7 @@ from lowtide.errors import PlanError
 from lowtide.families import read_config_in
 from lowtide.llm import plan_model
 from lowtide.model_folder.demos import DEMO_FOLDER
-from lowtide.parsing.answer_pieces import AnswerPieces, StopStrings
+from lowtide.parsing.answer_pieces import AnswerPieces, CompletionTest, StopStrings
 from lowtide.parsing.pieces import CallArguments, CallBegun, Frame, Piece, Reasoning, Text
 from lowtide.plan import MemoryPlan
 from lowtide.serve import sse
@@ -172,6 +172,22 @@ def test_what_is_pinged_is_closed_with_it(monkeypatch: pytest.MonkeyPatch) -> No
     run(ask())
 
 
+def test_a_ping_that_cannot_be_made_ends_its_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sse, "PING_S", 0.01)
+
+    def ping() -> bytes:
+        raise ValueError("as told")
+
+    async def ask() -> None:
+        source, client = Source(b"1", wait_s=LIMIT_S), Connection(most=1000)
+        with pytest.raises(ExceptionGroup) as caught:
+            await EventStream(source.items(), ping)({}, client.receive, client.send)
+        assert [str(error) for error in caught.value.exceptions] == ["as told"]
+        assert source.is_closed and not client.parts
+
+    run(ask())
+
+
 def test_no_ping_parts_what_waits_for_its_reader(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = 0.0
     monkeypatch.setattr(sse, "PING_S", 0.01)
@@ -262,6 +278,10 @@ def test_what_may_begin_a_stop_string_is_told_before_a_call() -> None:
     assert pieces.push([0]) == [Text("a ")]
     assert pieces.push([1, 2]) == [Text("st"), *CALLS[2:4]]
     assert pieces.push([3]) == [Text("op b")] and not pieces.is_complete
+
+
+def test_a_reader_that_fails_ends_its_own_answer() -> None:
+    assert CompletionTest(AnswerPieces(Told()))([0])  # there is no such piece
 
 
 def test_frames_show_the_block_without_the_prompt() -> None:

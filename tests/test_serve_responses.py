@@ -303,6 +303,23 @@ def test_only_allowed_tools_are_shown() -> None:
     assert ask.tool_choice == "required"
 
 
+def test_a_custom_tool_is_held_to_its_grammar() -> None:
+    service = ScriptedService([done()])
+    tools = [
+        {
+            "type": "custom",
+            "name": syntax,
+            "format": {"type": "grammar", "syntax": syntax, "definition": definition},
+        }
+        for syntax, definition in (("lark", 'start: "a"'), ("regex", r"\d/\d"), ("abnf", "a"))
+    ]
+    with listening(service) as url:
+        assert post(url, {"input": "x", "tools": tools}).status_code == 200
+    shown = service.asks[0].conversation.tools
+    assert [tool.grammar for tool in shown] == ['start: "a"', r"start: /\d\/\d/", ""]
+    assert all("of this grammar" in tool.description for tool in shown)
+
+
 def test_a_header_can_carry_any_name_of_a_field() -> None:
     with listening(ScriptedService([done()])) as url:
         names = {"a\r\nset-cookie: x": 1, "ü" * 500: 1, **{f"field_{i}": 1 for i in range(100)}}

@@ -285,6 +285,7 @@ def test_answers_in_company_have_the_ids_that_they_have_alone(
     llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In float32, where only ties may fall otherwise."""
+
     async def ask() -> None:
         service = Service(llm)
         asks = [
@@ -363,6 +364,19 @@ def test_a_full_queue_is_a_429_with_its_time(running: Running) -> None:
         assert refused.status_code == 503 and "retry-after" in refused.headers
         assert client.get("/health").status_code == 200
         assert client.get("/ready").status_code == 503
+
+
+def test_more_answers_than_may_ever_run_are_refused(running: Running) -> None:
+    """A 429 would have the client ask again and again."""
+    said = [{"role": "user", "content": "x"}]
+    with running.client() as client:
+        for path, body in (
+            ("/v1/chat/completions", {"messages": said, "n": 2}),
+            ("/v1/completions", {"prompt": ["a", "b"]}),
+        ):
+            answer = client.post(path, json=body)
+            assert answer.status_code == 400
+            assert "2 answers are more than the 1" in answer.json()["error"]["message"]
 
 
 def test_what_fails_in_the_midst_of_a_stream_is_an_event(

@@ -12,6 +12,8 @@ from lowtide.serve.anthropic_blocks import MessageReader, tool_choice
 from lowtide.serve.anthropic_events import MessageEvents
 from lowtide.serve.grammar_text import Constraint
 from lowtide.serve.json_fields import object_at
+from lowtide.serve.openai_fields import Stop
+from lowtide.serve.openai_messages import MAX_MESSAGES, MAX_TOOLS
 from lowtide.serve.service import Ask, Service
 from lowtide.serve.writers import answered, json_response
 
@@ -19,13 +21,11 @@ from lowtide.serve.writers import answered, json_response
 class MessagesBody(AgentBody):
     """A request. messages, system and tools: `anthropic_blocks` reads them."""
 
-    messages: list[Any]
+    messages: list[Any] = Field(max_length=MAX_MESSAGES)
     system: str | list[Any] = ""
-    tools: list[Any] = []
+    tools: list[Any] = Field([], max_length=MAX_TOOLS)
     tool_choice: dict[str, Any] = {"type": "auto"}
-    stop: str | list[str] | None = Field(
-        None, validation_alias=AliasChoices("stop_sequences", "stop")
-    )
+    stop: Stop | None = Field(None, validation_alias=AliasChoices("stop_sequences", "stop"))
     thinking: dict[str, Any] = {}
     output_config: dict[str, Any] = {}
     output_format: dict[str, Any] | None = None

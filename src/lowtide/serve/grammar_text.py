@@ -46,13 +46,14 @@ MAX_DEPTH = 64
 class Constraint:
     """What the text of an answer must be. Raises UsageError for what is too large.
 
-    kind: json_schema, regex or lark.
+    kind: json_schema or lark.
     """
 
     kind: str
     text: str
 
     def __post_init__(self) -> None:
+        check_unicode(self.text, self.kind)
         if len(self.text) > MAX_GRAMMAR_CHARS:
             raise UsageError(
                 f"The {self.kind} has {len(self.text)} characters; at most {MAX_GRAMMAR_CHARS} are "
@@ -80,7 +81,8 @@ class Constraint:
                 f"The regular expression has {len(pattern)} characters; 1 to {MAX_REGEX_CHARS} "
                 "are accepted."
             )
-        return cls("regex", regex_to_lark(pattern))
+        check_unicode(pattern, "regular expression")
+        return cls("lark", f"start: /{regex_to_lark(pattern)}/")
 
     @classmethod
     def lark(cls, grammar: str) -> Constraint:
@@ -128,9 +130,7 @@ class LarkText:
             return "TEXT"
         if wanted.kind == "json_schema":
             return self.schema(json.loads(wanted.text))
-        if wanted.kind == "lark":
-            return self.grammar(wanted.text)
-        return self.rule(f"/{wanted.text}/")
+        return self.grammar(wanted.text)
 
     def whole(self, start: str) -> str:
         """All of it, as llguidance takes it."""
@@ -145,6 +145,14 @@ def grammar_text(tokenizer: Tokenizer, prompt_ids: Sequence[int], wanted: Answer
         return lark.whole(_in_channels(lark, tokenizer, wanted))
     form, thoughts = call_form_of(tokenizer), _thoughts(tokenizer, prompt_ids)
     return lark.whole(f"{thoughts} {_inline(lark, form, wanted)}")
+
+
+def check_unicode(text: str, what: str) -> None:
+    """Raises UsageError for half a surrogate pair."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UsageError(f"The {what} is no valid Unicode at character {error.start}.") from None
 
 
 def check_depth(value: object, what: str) -> None:
@@ -217,7 +225,8 @@ def _json_arguments(lark: LarkText, tool: Tool) -> str:
 def _raw_arguments(lark: LarkText, tool: Tool) -> str:
     """Qwen3-Coder's parameters, in their order; texts are not in quotes."""
     properties = tool.parameters.get("properties")
-    required = tool.parameters.get("required") or ()
+    required = tool.parameters.get("required")
+    names = required if isinstance(required, list) else []
     text_end = lark.rule(f"TEXT {_VALUE_END}", "[lazy]")
     if not isinstance(properties, Mapping):
         return rf'({literal(PARAMETER)} /[^>\n]+/ ">\n" {text_end})*'
@@ -225,7 +234,7 @@ def _raw_arguments(lark: LarkText, tool: Tool) -> str:
     for name, schema in properties.items():
         head = literal(f"{PARAMETER}{name}>\n")
         part = f"{head} {_raw_value(lark, tool, name, schema, text_end)}"
-        parts.append(part if name in required else f"({part})?")
+        parts.append(part if name in names else f"({part})?")
     return " ".join(parts)
 
 

@@ -16,6 +16,7 @@ from lowtide.serve.errors import Refusal
 from lowtide.serve.grammar_text import Constraint, check_depth
 from lowtide.serve.json_fields import PlacedObject, objects_at
 from lowtide.serve.openai_fields import MAX_INTEGER, DrawFields
+from lowtide.serve.openai_messages import MAX_MESSAGES, MAX_TOOLS
 from lowtide.serve.service import Ask
 
 
@@ -90,8 +91,8 @@ class OllamaBody(OllamaFields):
 class OllamaChatBody(OllamaBody):
     """What `/api/chat` is asked. Without messages the model is to be loaded, which it is."""
 
-    messages: list[Any] = []
-    tools: list[Any] = []
+    messages: list[Any] = Field([], max_length=MAX_MESSAGES)
+    tools: list[Any] = Field([], max_length=MAX_TOOLS)
 
     def conversation(self) -> Conversation:
         """Raises Refusal for what cannot be read, by its place."""

@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from fastapi import APIRouter, Response
 from pydantic import BaseModel, ConfigDict, Field
@@ -89,10 +89,35 @@ class ResponseFormat(BaseModel):
         return Constraint.json_schema(self.json_schema.schema_)
 
 
+class StructuredOutputs(BaseModel):
+    """The same as vLLM's clients ask for it, one of them. regex: as Rust writes it; grammar: in
+    Lark."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    json_: dict[str, Any] | None = Field(None, alias="json")
+    regex: str | None = None
+    grammar: str | None = None
+
+    def constraint(self) -> Constraint:
+        """Raises Refusal or UsageError for what cannot be kept to."""
+        forms = [
+            None if self.json_ is None else Constraint.json_schema(self.json_),
+            None if self.regex is None else Constraint.regex(self.regex),
+            None if self.grammar is None else Constraint.lark(self.grammar),
+        ]
+        asked = [form for form in forms if form is not None]
+        if len(asked) != 1:
+            raise Refusal(
+                "structured_outputs has one of json, regex and grammar.", param="structured_outputs"
+            )
+        return asked[0]
+
+
 class ChatBody(SamplingFields):
     """A request of a chat completion."""
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES)]
+    messages: list[ChatMessage] = Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
     max_completion_tokens: int | None = Field(None, ge=1, le=MAX_INTEGER)
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=MAX_TOP_LOGPROBS)
@@ -100,6 +125,7 @@ class ChatBody(SamplingFields):
     tool_choice: ToolChoice = "auto"
     parallel_tool_calls: bool = True
     response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
     reasoning_effort: str | None = Field(None, max_length=32)
     chat_template_kwargs: dict[str, Any] = {}
 
@@ -109,18 +135,29 @@ class ChatBody(SamplingFields):
         if self.top_logprobs and not self.logprobs:
             raise Refusal("top_logprobs needs logprobs: true.", param="top_logprobs")
         num_top = self.top_logprobs if self.logprobs else None
-        format = self.response_format
         ask = Ask(
             conversation,
             params=self.sampling(self.max_completion_tokens or self.max_tokens, num_top),
             template_options=self._template_options(),
             tool_choice=chosen_tool(self.tool_choice, conversation),
-            constraint=None if format is None else format.constraint(),
+            constraint=self._constraint(),
             wants_frames=bool(self.stream_options.include_drafts),
             wants_progress=self.return_progress,
             parallel_calls=self.parallel_tool_calls,
         )
         return several(ask, self.n)
+
+    def _constraint(self) -> Constraint | None:
+        format, form = self.response_format, self.structured_outputs
+        constraint = None if format is None else format.constraint()
+        if form is None:
+            return constraint
+        if constraint is not None:
+            raise Refusal(
+                "response_format and structured_outputs both form the answer: leave one out.",
+                param="structured_outputs",
+            )
+        return form.constraint()
 
     def _template_options(self) -> dict[str, object]:
         options: dict[str, object] = dict(self.chat_template_kwargs)
@@ -154,6 +191,7 @@ def router_of(service: Service) -> APIRouter:
     async def chat_completions(body: ChatBody) -> Response:
         """An answer to a conversation."""
         service.check_model(body.model)
+        service.check_num_answers(body.n, "n")
         pieces = merged([service.answer(ask) for ask in body.asks()])
         respond = partial(_streamed if body.stream else _whole, ChatReply(service, body))
         return WatchedAnswer(pieces, respond)

@@ -19,7 +19,7 @@ from lowtide.decode.request import TokenLogprobs
 from lowtide.errors import UnsupportedError
 from lowtide.params import MAX_SEED, MAX_TOP_LOGPROBS
 from lowtide.parsing.pieces import Done, Frame, Logprobs, Piece, Prefilled, Text
-from lowtide.serve.errors import Refusal, body_of, refusal_of
+from lowtide.serve.errors import body_of, refusal_of
 from lowtide.serve.many_answers import merged
 from lowtide.serve.openai_chat import several
 from lowtide.serve.openai_fields import (
@@ -43,9 +43,10 @@ MAX_PROMPTS = 64
 MAX_PROMPT_TOKENS = 2**22
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
-Ids = Annotated[list[TokenId], Field(min_length=1, max_length=MAX_PROMPT_TOKENS)]
-Texts = Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS)]
-ManyIds = Annotated[list[Ids], Field(min_length=1, max_length=MAX_PROMPTS)]
+# fail_fast: a million values that are none make one error.
+Ids = Annotated[list[TokenId], Field(min_length=1, max_length=MAX_PROMPT_TOKENS, fail_fast=True)]
+Texts = Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
+ManyIds = Annotated[list[Ids], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
 
 
 class CompletionBody(SamplingFields):
@@ -96,12 +97,7 @@ def router_of(service: Service) -> APIRouter:
         """Answers to prompts as they are."""
         service.check_model(body.model)
         asks = body.asks()
-        if len(asks) > service.settings.max_requests:
-            raise Refusal(
-                f"{len(asks)} answers are more than the {service.settings.max_requests} that may "
-                "run and wait at once.",
-                param="prompt",
-            )
+        service.check_num_answers(len(asks), "prompt")
         if body.echo and body.logprobs is not None and service.llm.config.is_diffusion:
             raise UnsupportedError("echo with logprobs needs an autoregressive model.")
         pieces = merged([service.answer(ask) for ask in asks])

@@ -15,16 +15,21 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from lowtide.model_folder.tokenizer import Tokenizer
 from lowtide.params import MAX_SEED, DiffusionParams, SamplingParams
 from lowtide.parsing.pieces import Done, Frame, Prefilled
+from lowtide.serve.errors import Refusal
 
 MAX_ANSWERS = 16
 """Answers to one request, which all run at once."""
 
 MAX_STOPS, MAX_STOP_CHARS = 16, 1024
 
+MAX_FIELDS = 1024
+"""Of a request, or of an object in it: each that is not known makes an error of its own."""
+
 MAX_INTEGER = 2**31 - 1
 MIN_TOP_P = 1e-6  # 0 asks for the likeliest token alone
 
 StopString = Annotated[str, Field(max_length=MAX_STOP_CHARS)]
+Stop = StopString | Annotated[list[StopString], Field(max_length=MAX_STOPS)]
 
 _NEUTRAL: Mapping[str, object] = {
     "best_of": 1,
@@ -62,7 +67,7 @@ class DrawFields(BaseModel):
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     seed: int | None = Field(None, ge=-(2**63), le=MAX_SEED)
-    stop: StopString | Annotated[list[StopString], Field(max_length=MAX_STOPS)] | None = None
+    stop: Stop | None = None
 
     def drawn(self, max_tokens: int | None, **more: Any) -> SamplingParams:
         """What is asked of each answer; more: further parameters. Raises UsageError for what is
@@ -132,6 +137,7 @@ class SamplingFields(DrawFields):
     def _without_what_asks_for_nothing(cls, body: Any) -> Any:
         if not isinstance(body, dict):
             return body
+        _check_num_fields(body)
         return {
             name: value
             for name, value in body.items()
@@ -146,6 +152,17 @@ class SamplingFields(DrawFields):
             logprobs=logprobs,
             diffusion=DiffusionParams(**dict(self.diffusion)),
         )
+
+
+def _check_num_fields(body: dict[str, Any]) -> None:
+    """Raises Refusal for an object of too many fields, two deep in the request at most."""
+    objects = [body]
+    for _ in range(2):
+        inner = [value for each in objects for value in each.values() if isinstance(value, dict)]
+        objects = [body, *inner]
+    most = max(map(len, objects))
+    if most > MAX_FIELDS:
+        raise Refusal(f"An object has {most} fields; at most {MAX_FIELDS} are accepted.")
 
 
 def new_id(prefix: str) -> str:

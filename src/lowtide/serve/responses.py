@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Response
 from pydantic import Field
@@ -17,10 +17,13 @@ from lowtide.serve.errors import Refusal
 from lowtide.serve.grammar_text import Constraint
 from lowtide.serve.json_fields import PlacedObject
 from lowtide.serve.openai_fields import MAX_INTEGER, new_id
+from lowtide.serve.openai_messages import MAX_MESSAGES, MAX_TOOLS
 from lowtide.serve.responses_events import ResponseEvents
 from lowtide.serve.responses_items import ItemReader, ToolSet, called_name
 from lowtide.serve.service import Ask, Service
 from lowtide.serve.writers import JsonObject, answered
+
+MAX_INCLUDED = 64
 
 _SEALED_THOUGHTS = "reasoning.encrypted_content"
 
@@ -31,15 +34,15 @@ _STORED = ("previous_response_id", "conversation", "background", "prompt")
 class ResponsesBody(AgentBody):
     """A request. input: a text or items; `responses_items` reads them."""
 
-    input: str | list[Any]
+    input: str | Annotated[list[Any], Field(max_length=MAX_MESSAGES)]
     instructions: str | None = None
-    tools: list[Any] = []
+    tools: list[Any] = Field([], max_length=MAX_TOOLS)
     tool_choice: str | dict[str, Any] = "auto"
     parallel_tool_calls: bool = True
     max_output_tokens: int | None = Field(None, ge=1, le=MAX_INTEGER)
     text: dict[str, Any] = {}
     reasoning: dict[str, Any] = {}
-    include: list[str] = []
+    include: list[str] = Field([], max_length=MAX_INCLUDED)
     previous_response_id: Any = None
     conversation: Any = None
     background: Any = None

@@ -17,6 +17,7 @@ from lowtide.parsing.call_json import parsed
 from lowtide.parsing.tools import Tool
 from lowtide.serve.conversation import ToolCall, Turn, joined
 from lowtide.serve.errors import Refusal
+from lowtide.serve.grammar_text import Constraint
 from lowtide.serve.json_fields import PlacedObject, objects_at, words_of
 
 _SEALED = "lowtide:"
@@ -104,14 +105,15 @@ def called_name(item: PlacedObject) -> str:
 
 
 def _custom_tool(name: str, description: str, format: PlacedObject) -> Tool:
-    """A function of one text. The model is told its grammar, and held to a Lark one."""
+    """A function of one text. The model is told its grammar, and held to it."""
     grammar = ""
     if format.get("type") == "grammar":
         syntax, definition = format.text("syntax"), format.text("definition")
         description = joined(
             [description, f"The input is a text of this grammar ({syntax}):", definition]
         )
-        grammar = definition if syntax == "lark" else ""
+        forms = {"lark": Constraint.lark, "regex": Constraint.regex}
+        grammar = forms[syntax](definition).text if syntax in forms else ""
     parameters = {
         "type": "object",
         "properties": {"input": {"type": "string", "description": "The whole input, as a text."}},

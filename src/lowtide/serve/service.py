@@ -129,6 +129,15 @@ class Service:
                 code="model_not_found",
             )
 
+    def check_num_answers(self, num_answers: int, param: str) -> None:
+        """Raises Refusal for more answers of one request than may ever run and wait at once."""
+        most = self.settings.max_requests
+        if num_answers > most:
+            raise Refusal(
+                f"{num_answers} answers are more than the {most} that may run and wait at once.",
+                param=param,
+            )
+
     async def prompt_ids(self, ask: Ask) -> list[int]:
         """The token ids of what is asked. Raises UsageError."""
         if ask.conversation is None:

@@ -1,0 +1,114 @@
+"""Faults of the machine under a server: a request that meets one fails in its API's form, the next
+is answered, and `/health` tells the truth."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from serving import Running, serving, talking_folder
+from test_serve_gone import BODIES
+from whole import budget_bytes
+
+from lowtide import AsyncLLM
+from lowtide.decode.batch_decoder import BatchDecoder
+from lowtide.decode.request import Event
+from lowtide.engine.running import worker
+from lowtide.engine.running.engine import Engine
+from lowtide.errors import DeviceError, StorageError
+
+CONTEXT = 256
+
+
+def opened(folder: Path) -> AsyncLLM:
+    """With as little memory as there can be: every pass reads experts."""
+    least = budget_bytes(folder, 0.0, context=CONTEXT)
+    return AsyncLLM(folder, context=CONTEXT, policy="lru", host_memory=least)
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    llm = opened(talking_folder(tmp_path_factory.mktemp("faults") / "model"))
+    with serving(llm) as server:
+        yield server
+    asyncio.run(llm.close())
+
+
+def ids_of(client: httpx.Client) -> list[int]:
+    """Of a short answer that is always the same."""
+    body = {"prompt": "def", "max_tokens": 8, "ignore_eos": True, "temperature": 0}
+    answer = client.post("/v1/completions", json={**body, "return_token_ids": True})
+    ids: list[int] = answer.json()["choices"][0]["token_ids"]
+    return ids
+
+
+def told(path: str, answer: httpx.Response) -> str:
+    """What an error says in its API's form: the whole answer, or the last event of a stream."""
+    found = json.loads(answer.text.strip().split("\n")[-1].removeprefix("data: "))
+    message: Any = found["error"] if "error" in found else found["response"]["error"]
+    if path.startswith("/api/"):
+        assert set(found) == {"error"}
+        return str(message)
+    if path == "/v1/messages":
+        assert found["type"] == "error" and message["type"] == "api_error"
+    elif "error" not in found:
+        assert found["type"] == "response.failed"
+    return str(message["message"])
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (StorageError("Sector 7 cannot be read."), "Sector 7 cannot be read."),
+        (DeviceError("The GPU has not ended its work."), "The GPU has not ended its work."),
+        (MemoryError(), "The server failed on this request."),
+    ],
+)
+def test_a_pass_that_fails_ends_its_request_alone(
+    running: Running,
+    monkeypatch: pytest.MonkeyPatch,
+    error: Exception,
+    message: str,
+    stream: bool,
+) -> None:
+    run_pass, passes_left = worker.run_pass, -1
+
+    def failing(engine: Engine, decoder: BatchDecoder[Any]) -> list[Event]:
+        nonlocal passes_left
+        passes_left -= 1
+        if passes_left == -1:
+            raise error
+        return run_pass(engine, decoder)
+
+    monkeypatch.setattr(worker, "run_pass", failing)
+    with running.client() as client:
+        expected = ids_of(client)
+        for path, body in BODIES.items():
+            passes_left = 1
+            answer = client.post(path, json={**body, "stream": stream})
+            assert answer.status_code == (200 if stream else 500)
+            assert told(path, answer) == message
+            assert client.get("/health").status_code == 200
+            assert ids_of(client) == expected
+
+
+def test_a_checkpoint_that_is_cut_while_it_serves(tmp_path: Path) -> None:
+    folder = talking_folder(tmp_path / "model")
+    llm = opened(folder)
+    with serving(llm) as server, server.client() as client:
+        assert ids_of(client)
+        for file in folder.glob("*.safetensors"):
+            os.truncate(file, file.stat().st_size // 2)
+        for path, body in BODIES.items():
+            answer = client.post(path, json={**body, "stream": False})
+            assert answer.status_code == 500 and "truncated" in told(path, answer)
+            assert client.get("/health").status_code == 200
+        assert client.get("/v1/lowtide/stats").status_code == 200
+    asyncio.run(llm.close())
