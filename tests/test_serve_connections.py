@@ -109,6 +109,13 @@ def test_headers_that_come_byte_by_byte_are_not_waited_for(
     assert is_healthy(running)
 
 
+def test_headers_have_a_bound(running: Running) -> None:
+    with connected(running) as client, suppress(ConnectionError):
+        client.sendall(GET_HEALTH[:-2] + b"X-Long: " + b"x" * (1 << 20))
+        until_closed(client)
+    assert is_healthy(running)
+
+
 def test_a_connection_without_a_request_ends(
     running: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:

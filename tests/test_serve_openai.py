@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +18,7 @@ from scripted_serving import ScriptedService, done, listening
 from serving import LIMIT_S, Running, serving, talking_folder
 
 from lowtide import LLM, AsyncLLM, DiffusionParams, SamplingParams
+from lowtide.params import AUTOREGRESSIVE_ONLY
 from lowtide.parsing.pieces import Text
 from lowtide.serve import sse
 from lowtide.serve.anthropic_messages import MessagesBody
@@ -217,6 +219,9 @@ def test_progress_is_told_when_asked_for(client, running) -> None:
     [
         ({"logit_bias": {"5": 1}}, 400, "logit_bias is not supported"),
         ({"surprise": 1}, 400, "surprise is not supported"),
+        ({"prompt_embeds": "gASV"}, 400, "prompt_embeds is not supported"),
+        ({"cache_salt": "\x00" * 1000}, 400, "cache_salt is not supported"),
+        ({"model": "../../etc/passwd"}, 404, "does not exist"),
         ({"model": "another"}, 404, "does not exist"),
         ({"messages": []}, 400, "messages"),
         ({"messages": [{"role": "wizard", "content": "x"}]}, 400, "messages.0.role"),
@@ -282,6 +287,13 @@ def test_a_body_that_is_none_is_a_400(running: Running, body: bytes) -> None:
             assert answer.status_code == 400 and answer.json()["error"]["message"]
 
 
+def test_a_compressed_body_is_not_unpacked(running: Running) -> None:
+    body = gzip.compress(json.dumps({"prompt": "a", "max_tokens": 1}).encode())
+    with running.client() as client:
+        answer = client.post("/v1/completions", content=body, headers={"content-encoding": "gzip"})
+    assert answer.status_code == 400
+
+
 def test_other_paths_have_errors_in_openai_s_form(running: Running) -> None:
     with running.client() as client:
         for method, path, status in (
@@ -344,6 +356,50 @@ def test_a_body_is_json_whatever_it_is_called(running: Running, kind: str | None
         timeout=LIMIT_S,
     )
     assert answer.status_code == 200, answer.text
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        *("", [], [[]], ["a"] * 65, [[1]] * 65, [1, "a"], [[1], "a"]),
+        *([value] for value in (-1, 10**6, 2**31, 2**63, 1.5, True, None)),
+    ],
+)
+def test_prompts_have_bounds(running: Running, prompt: object) -> None:
+    with running.client() as client:
+        answer = client.post("/v1/completions", json={"prompt": prompt, "max_tokens": 1})
+    assert answer.status_code == 400 and "rompt" in answer.json()["error"]["message"]
+
+
+SAMPLING: list[dict[str, Any]] = [
+    *({"temperature": value} for value in (0, 1e-9, 100)),
+    *({"top_p": value} for value in (0, 0.5, 1)),
+    *({"top_k": value} for value in (-1, 0, 1, 2**31 - 1)),
+    *({"min_p": value} for value in (0, 1)),
+    *({"seed": value} for value in (-(2**63), 2**63 - 1)),
+    *({"stop": value} for value in ([], [""], "\n", ["\x00", "é"])),
+    *({"repetition_penalty": value} for value in (0.01, 1, 100)),
+    *({"presence_penalty": value} for value in (-2, 0, 2)),
+    *({"frequency_penalty": value} for value in (-2, 0, 2)),
+    {"logprobs": False},
+    {"logprobs": True, "top_logprobs": 20},
+    {"ignore_eos": True},
+]
+
+
+def test_every_sampling_field_in_every_kind_of_model(running: Running) -> None:
+    """What is off is left out; a diffusion model refuses by name what it has not."""
+    body = {"messages": MESSAGES, "max_tokens": 4, "temperature": 0.7}
+    with running.client() as client:
+        for fields in SAMPLING:
+            answer = client.post("/v1/chat/completions", json={**body, **fields})
+            [name, value], *_ = fields.items()
+            off = AUTOREGRESSIVE_ONLY.get(name)
+            is_refused = (
+                is_diffusion(running) and name in AUTOREGRESSIVE_ONLY and value not in (off, False)
+            )
+            assert answer.status_code == (400 if is_refused else 200), (fields, answer.text)
+            assert not is_refused or name in answer.json()["error"]["message"]
 
 
 WRONG: dict[str, list[Any]] = {

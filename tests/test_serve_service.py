@@ -127,6 +127,21 @@ def test_a_server_that_drains_finishes_what_it_has(llm: AsyncLLM) -> None:
     run(ask())
 
 
+def test_an_answer_that_is_too_long_for_a_server_that_ends_is_told_so(llm: AsyncLLM) -> None:
+    async def ask() -> None:
+        service = Service(llm)
+        async with aclosing(service.answer(Ask(TALK, params=LONG))) as pieces:
+            for _ in range(3):
+                await anext(pieces)
+            service.drain(0.0)
+            with pytest.raises(Draining):
+                async for _ in pieces:
+                    pass
+
+    run(ask())
+    check_idle(llm)
+
+
 def test_an_answer_that_is_left_ends_between_two_passes(llm: AsyncLLM) -> None:
     async def ask() -> None:
         service, served = Service(llm), []

@@ -152,7 +152,7 @@ def check_unicode(text: str, what: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise UsageError(f"The {what} is no valid Unicode at character {error.start}.") from None
+        raise UsageError(f"The {what} is not valid Unicode at character {error.start}.") from None
 
 
 def check_depth(value: object, what: str) -> None:

@@ -24,6 +24,9 @@ _log = logging.getLogger(__name__)
 SHUTDOWN_S = 30
 """What answers have to come to their end after a signal."""
 
+LAST_WORDS_S = 2
+"""Of it, for telling clients whose answers have not."""
+
 SPARE_THREADS = 16
 """Beside one for each request: for what counts tokens, looks at counters and gives memory back."""
 
@@ -125,5 +128,5 @@ class _Server(uvicorn.Server):
         return await super().on_tick(counter)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        self._service.drain()
+        self._service.drain(SHUTDOWN_S - LAST_WORDS_S)
         super().handle_exit(sig, frame)

@@ -8,6 +8,7 @@ async with aclosing(service.answer(Ask(conversation, params=params))) as pieces:
 from __future__ import annotations
 
 import asyncio
+import math
 import secrets
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
@@ -26,7 +27,7 @@ from lowtide.parsing.pieces import Logprobs, Piece, Prefilled
 from lowtide.parsing.tools import Tool
 from lowtide.serve.admission import Admission, QueuePlace
 from lowtide.serve.conversation import Conversation
-from lowtide.serve.errors import Refusal, TimedOut, TooLong
+from lowtide.serve.errors import Draining, Refusal, TimedOut, TooLong
 from lowtide.serve.frames import frame_of
 from lowtide.serve.grammar import Grammars, check_kept
 from lowtide.serve.grammar_text import Constraint
@@ -89,6 +90,7 @@ class Service:
         max_queued = self.settings.max_queued_tokens or QUEUED_CONTEXTS * self.context
         self.admission = Admission(self.settings.max_requests, max_queued)
         self.on_served: list[Callable[[Served], None]] = []
+        self._end_s = math.inf  # when answers under way are no longer waited for
         self._grammars = Grammars(llm.config, llm.tokenizer)
 
     @property
@@ -115,9 +117,10 @@ class Service:
         if self.is_alive:
             await self.llm.release_memory()
 
-    def drain(self) -> None:
-        """Takes no more requests; those there are go on."""
+    def drain(self, limit_s: float = math.inf) -> None:
+        """Takes no more requests; those there are go on for so long, and fail then."""
         self.admission.is_draining = True
+        self._end_s = min(self._end_s, time.monotonic() + limit_s)
 
     def check_model(self, name: str | None) -> None:
         """Raises Refusal (404) for another model than is loaded."""
@@ -218,14 +221,15 @@ class Service:
         limit_s = self.settings.request_timeout_s
         async with aclosing(self.llm.events([request])) as events:
             while True:
-                left_s = watch.start_s + limit_s - time.monotonic()
+                end_s = min(watch.start_s + limit_s, self._end_s)
                 try:  # Python 3.11's wait_for loses a cancellation that comes with an event
-                    async with asyncio.timeout(left_s):
+                    async with asyncio.timeout(end_s - time.monotonic()):
                         event = await anext(events)
                 except StopAsyncIteration:
                     return
                 except TimeoutError:
-                    raise TimedOut(limit_s) from None
+                    is_at_end = time.monotonic() >= self._end_s
+                    raise (Draining() if is_at_end else TimedOut(limit_s)) from None
                 yield event
 
     def _pieces(
