@@ -326,6 +326,9 @@ def test_the_model_and_the_state_are_told(client, running) -> None:
         "num_requests_running",
         "request_success_total",
         "time_to_first_token_seconds_bucket",
+        "request_prefill_time_seconds_sum",
+        "request_decode_time_seconds_sum",
+        "kv_cache_usage_perc",
         "generation_tokens_total",
         "expert_cache_hits_total",
     ):

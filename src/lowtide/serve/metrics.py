@@ -42,6 +42,8 @@ class Metrics:
         self._each = self._histogram("inter_token_latency_seconds", "For each token after it.")
         self._total = self._histogram("e2e_request_latency_seconds", "Until the last token.")
         self._queue = self._histogram("request_queue_time_seconds", "Before the first pass.")
+        self._prefill = self._histogram("request_prefill_time_seconds", "From then to a token.")
+        self._decode = self._histogram("request_decode_time_seconds", "From then to the last.")
         service.on_served.append(self._note)
 
     def text(self, service: Service, stats: Mapping[str, float]) -> bytes:
@@ -67,6 +69,8 @@ class Metrics:
         self._new.labels(**labels).inc(served.num_new)
         self._queue.labels(**labels).observe(served.queue_s)
         self._first.labels(**labels).observe(served.first_s)
+        self._prefill.labels(**labels).observe(served.first_s - served.queue_s)
+        self._decode.labels(**labels).observe(served.total_s - served.first_s)
         self._total.labels(**labels).observe(served.total_s)
         if served.num_new > 1:
             each_s = (served.total_s - served.first_s) / (served.num_new - 1)
@@ -87,6 +91,7 @@ class _Now(Collector):
             "num_requests_running": admission.num_running,
             "num_requests_waiting": admission.num_waiting,
             "num_tokens_waiting": admission.num_waiting_tokens,
+            "kv_cache_usage_perc": self._stats.get("kv_cache_usage", 0.0),
             "expert_hit_rate": self._stats.get("hit_rate", 1.0),
         }
         for name, value in gauges.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import math
 from collections.abc import Mapping
 
 from lowtide.serve.service import Service
@@ -42,6 +43,7 @@ def page_of(service: Service, stats: Mapping[str, float]) -> str:
 def _facts(service: Service, stats: Mapping[str, float]) -> dict[str, str]:
     admission, prediction = service.admission, service.llm.plan.prediction
     predicted, measured, binding = "not measured (lowtide doctor)", "nothing yet", "the device"
+    hit_rate = stats["hit_rate"]
     if prediction is not None and prediction.speed is not None:
         least, likely, most = prediction.speed
         predicted = f"{likely:.1f} tokens/s ({least:.1f} to {most:.1f})"
@@ -50,7 +52,7 @@ def _facts(service: Service, stats: Mapping[str, float]) -> dict[str, str]:
     if prediction is not None and prediction.read_bytes:
         binding = f"the disk: {prediction.read_bytes_per_token / 2**20:.1f} MiB a token"
     elif prediction is not None:
-        binding = "memory and processor: every expert is resident"
+        binding = "memory and processor: all weights are resident"
     return {
         "state": "draining" if service.is_draining else "ready",
         "architecture": service.llm.config.architecture,
@@ -58,6 +60,6 @@ def _facts(service: Service, stats: Mapping[str, float]) -> dict[str, str]:
         "requests": f"{admission.num_running} running, {admission.num_waiting} waiting",
         "speed predicted": predicted,
         "speed measured": measured,
-        "hit rate of experts": f"{stats.get('hit_rate', 1.0):.1%}",
+        "hit rate of experts": f"{hit_rate:.1%}" if math.isfinite(hit_rate) else "it has none",
         "what binds": binding,
     }

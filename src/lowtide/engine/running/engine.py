@@ -33,9 +33,11 @@ class Engine:
     stored: StoredSequences | None = None  # None: kept sequences are in memory alone
 
     def as_dict(self) -> dict[str, float]:
-        """What it did since it was loaded, in counts, bytes and seconds."""
+        """What it did since it was loaded, in counts, bytes and seconds; kv_cache_usage: the share
+        of the KV cache that running requests have."""
         moved = {} if self.elastic is None else self.elastic.as_dict()
-        return {**self.experts.as_dict(), **moved}
+        usage = 1 - self.kv_cache.num_free_tokens / self.kv_cache.num_tokens
+        return {**self.experts.as_dict(), **moved, "kv_cache_usage": usage}
 
     def release_memory(self) -> None:
         """Between passes: gives memory back where the system runs short of it, if it can."""
