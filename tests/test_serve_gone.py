@@ -109,18 +109,46 @@ def engine_that_waits(service: Service, monkeypatch: pytest.MonkeyPatch) -> Wait
     yield waits
 
 
-@pytest.mark.parametrize("waiting", [template_that_waits, grammar_that_waits, engine_that_waits])
+@contextmanager
+def echo_that_waits(service: Service, monkeypatch: pytest.MonkeyPatch) -> Waiting:
+    """Passes over the prompt, which has its place by then."""
+    waits = asyncio.Event()
+
+    async def prompt_logprobs(*_: object) -> list[None]:
+        waits.set()
+        await asyncio.Event().wait()
+        return []
+
+    monkeypatch.setattr(service.llm, "prompt_logprobs", prompt_logprobs)
+    yield waits
+
+
+ECHO = {"prompt": "import", "max_tokens": 1, "echo": True, "logprobs": 1}
+WAITING = (template_that_waits, grammar_that_waits, engine_that_waits)
+
+
 @pytest.mark.parametrize("stream", [True, False])
-@pytest.mark.parametrize("path", BODIES)
+@pytest.mark.parametrize(
+    ("path", "body", "waiting"),
+    [
+        *((path, body, waiting) for path, body in BODIES.items() for waiting in WAITING),
+        ("/v1/completions", ECHO, echo_that_waits),
+    ],
+)
 def test_its_place_is_free_at_once(
-    llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch, path: str, stream: bool, waiting: Any
+    llm: AsyncLLM,
+    monkeypatch: pytest.MonkeyPatch,
+    path: str,
+    body: dict[str, Any],
+    stream: bool,
+    waiting: Any,
 ) -> None:
     async def ask() -> None:
         service = Service(llm, ServeSettings(max_requests=1))
         ended: list[Served] = []
         service.on_served.append(ended.append)
         app = build_app(service)
-        client = Client(path, {**BODIES[path], "stream": stream})
+        client = Client(path, {**body, "stream": stream})
         with waiting(service, monkeypatch) as waits:
             asked = asyncio.ensure_future(app(client.scope, client.receive, client.send))
             await waits.wait()
