@@ -177,7 +177,8 @@ def test_not_finite_logits_of_one_request_end_it_alone(kind: Kind) -> None:
 
         def forward(self, batch: Batch) -> torch.Tensor:
             hidden = super().forward(batch)
-            hidden[torch.from_numpy(batch.step.rows.request == 1)] = -2
+            requests = batch.step.rows_of(len(hidden)).request
+            hidden[torch.from_numpy(requests == 1)] = -2
             return hidden
 
         def logits(self, hidden: torch.Tensor) -> torch.Tensor:
