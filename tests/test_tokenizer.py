@@ -298,10 +298,10 @@ def test_an_interrupted_tokenizer_is_interrupted(
     tmp_path: Path, error: type[BaseException]
 ) -> None:
     tokenizer = load(tmp_path)
-    for name, call in (("encode", tokenizer.encode), ("decode", tokenizer.decode)):
+    for name, call in (("encode_batch", tokenizer.encode), ("decode", tokenizer.decode)):
         tokenizer._backend = Failing(tokenizer._backend, name, error())
         with pytest.raises(error):
-            call("1" if name == "encode" else [1])
+            call([1] if name == "decode" else "1")
 
 
 def test_special_tokens_that_are_no_text(tmp_path: Path) -> None:

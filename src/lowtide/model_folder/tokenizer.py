@@ -28,6 +28,9 @@ NO_TEMPLATE = f"{CONFIG_NAME} has no chat_template and there is no chat_template
 
 NO_TOKENIZER = "This model has no tokenizer.json, or its GGUF file no tokenizer"
 
+# A text is divided among no threads: they would outlive it, and a fork of the process warn of them.
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
 MAX_TOKENIZER_BYTES = 128 << 20
 MAX_CONFIG_BYTES = 16 << 20
 MAX_TOKEN_ID = 2**31 - 1
@@ -104,7 +107,9 @@ class Tokenizer:
             raise UsageError(f"The text is not valid Unicode at character {error.start}.") from None
         failure = f"This model's tokenizer failed on a text of {len(text)} characters"
         with blamed(failure, "Give token ids instead of text"):
-            return list(self._backend.encode(text, add_special_tokens=add_special).ids)
+            # A batch of one: `encode` keeps Python's lock, so that no other thread runs meanwhile.
+            [found] = self._backend.encode_batch([text], add_special_tokens=add_special)
+            return list(found.ids)
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
         """Text of token ids; ids without a token (a padded vocabulary's) are nothing.
