@@ -70,7 +70,7 @@ class Run:
 def _combined(setting: Setting) -> Prefetch:
     num_ahead = NUM_PREFETCH.of(setting)
     last = PreviousStep(num_ahead, setting.num_layers, setting.num_experts)
-    return Combined(num_ahead, [(Residual(num_ahead), 1.0), (last, 1.0)])
+    return Combined(num_ahead, Residual(num_ahead), last)
 
 
 def _statistics(setting: Setting) -> Prefetch:

@@ -34,14 +34,7 @@ from fit_profiles import TIDE_BASELINES, Shipped, tide_anchor, tide_case
 from lowtide.core import Costs, MoEShape
 from lowtide.lab.calibration_report import distinct_experts, step_similarity
 from lowtide.policies.recipe import Setting
-from lowtide.policies.tau import (
-    FollowDrift,
-    auto_tau,
-    drift,
-    expected_migrations,
-    miss_shares,
-    paper_tau,
-)
+from lowtide.policies.tau import FollowDrift, drift, expected_migrations, miss_shares, paper_tau
 from lowtide.profiles import load_profile
 from lowtide.replay.simulator import Report, fastest_tau, simulate
 from lowtide.replay.trace import Trace
@@ -186,7 +179,7 @@ def _sweep(case: Case, setting: Setting, hits: np.ndarray) -> Row:
     speeds = {tau: report.tokens_per_s for tau, report in reports.items()}
     d, misses = drift(blocks, budget), miss_shares(blocks, budget, max(taus))
     paper = paper_tau(d, misses, num_steps, budget, costs.fetch_s, costs.host_s.at(1))
-    auto = auto_tau(lambda tau: reports[tau].total_s, taus)
+    auto = min(taus, key=lambda tau: reports[tau].total_s)
     follows = setting.having(tau=FollowDrift(_start(case, setting)))
     online = simulate(case.trace, "tide", follows, hits=hits).tokens_per_s
     fiddler = simulate(case.trace, "fiddler", setting, hits=hits).tokens_per_s

@@ -5,13 +5,11 @@ from __future__ import annotations
 from itertools import product
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from policy_facts import make_facts
 
 from lowtide.core import NO_EXPERTS, Costs, Curve, Demand, Moves, Step, StepKind
-from lowtide.errors import UsageError
 from lowtide.policies.division import layer_budgets
 from lowtide.policies.lowtide import Lowtide
 from lowtide.policies.online_tau import OnlineTau
@@ -135,10 +133,6 @@ def test_a_small_cap_saves_up() -> None:
 def test_lowtide_follows_an_online_tau() -> None:
     online = OnlineTau(4, 2, COSTS, tau=3)
     assert Lowtide([2], 4, COSTS, tau=online).tau == 3
-    with pytest.raises(UsageError, match="tau"):
-        Lowtide([2], 4, COSTS, tau=0)
-    with pytest.raises(UsageError, match="decay"):
-        Lowtide([2], 4, COSTS, decay=1.5)
 
 
 def test_layer_budgets_follow_marginal_benefit() -> None:

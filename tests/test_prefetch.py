@@ -17,7 +17,6 @@ from lowtide.policies.prefetch import (
     NextGate,
     NoPrefetch,
     PaysOff,
-    Prefetch,
     PrefetchOutcome,
     PreviousStep,
     Residual,
@@ -49,7 +48,7 @@ def test_gates_rank_absent_experts_by_predicted_tokens(kind: type[NextGate]) -> 
 
 def test_which_gate_is_wanted() -> None:
     assert NextGate(1).gate is Gate.RAW and Residual(1).gate is Gate.RESIDUAL
-    assert NoPrefetch().gate is Gate.NONE and PaysOff(Residual(1), 1, 1).gate is Gate.RESIDUAL
+    assert NoPrefetch().gate is Gate.NONE and PaysOff(Residual(1)).gate is Gate.RESIDUAL
 
 
 def test_the_previous_step_is_remembered_per_layer() -> None:
@@ -75,15 +74,12 @@ def test_statistics_follow_what_calibration_saw() -> None:
     assert usual.choose(Ahead(0, NO_EXPERTS)).tolist() == []
 
 
-def test_a_combination_weighs_its_parts() -> None:
-    last = PreviousStep(2, 2, 6)
-    both = Combined(2, [(last, 1.0), (NextGate(2), 3.0)])
+def test_a_combination_weighs_its_parts_alike() -> None:
+    both = Combined(2, NextGate(2), PreviousStep(2, 2, 6))
     assert both.gate is Gate.RAW
-    both.observe(told(1, e0=4))
-    assert both.choose(Ahead(1, NO_EXPERTS, np.array([0, 1, 1, 0, 0, 0]))).tolist() == [1, 2]
+    both.observe(told(1, e0=4, e3=4))
+    assert both.choose(Ahead(1, NO_EXPERTS, np.array([1, 0, 2, 0, 0, 0]))).tolist() == [0, 2]
     assert both.choose(Ahead(1, NO_EXPERTS, np.array([0, 9, 1, 0, 0, 0]))).tolist() == [1, 0]
-    with pytest.raises(UsageError, match="one early gate"):
-        Combined(2, [(NextGate(2), 1.0), (Residual(2), 1.0)])
 
 
 @given(
@@ -98,11 +94,10 @@ def test_only_absent_experts_once_and_not_too_many(
     predicted = draw.integers(0, 4, 6)
     last = PreviousStep(ahead, 2, 6)
     last.observe(told(1, e1=2, e3=1))
-    parts: list[tuple[Prefetch, float]] = [(last, 1.0), (NextGate(ahead), 1.0)]
     everyone = [
         NextGate(ahead),
         last,
-        Combined(ahead, parts),
+        Combined(ahead, NextGate(ahead), last),
         NoPrefetch(),
     ]
     is_resident = np.isin(np.arange(6), list(residents))
@@ -112,7 +107,7 @@ def test_only_absent_experts_once_and_not_too_many(
 
 
 def test_a_prefetch_that_does_not_pay_is_switched_off_and_comes_back() -> None:
-    guard = PaysOff(NextGate(2), gain_s=1.0, cost_s=1.0, margin=1.5, decay=0.5)
+    guard = PaysOff(NextGate(2))
     predicted = np.array([3, 2, 0, 0, 0, 0])
     assert guard.choose(Ahead(1, NO_EXPERTS, predicted)).tolist() == [0, 1]
     guard.record(PrefetchOutcome(num_hits=1, num_late=5, num_wasted=1))
@@ -128,11 +123,10 @@ def test_a_prefetch_that_does_not_pay_is_switched_off_and_comes_back() -> None:
         guard.observe(told(1, e0=1, e1=1))
     assert guard.is_on
     assert guard.choose(Ahead(1, NO_EXPERTS, predicted)).tolist() == [0, 1]
-    assert guard.total == PrefetchOutcome(1, 5, 3)
 
 
 def test_in_silence_few_forecasts_are_made_and_every_layer_has_its_turn() -> None:
-    guard = PaysOff(NextGate(2), gain_s=1.0, cost_s=1.0)
+    guard = PaysOff(NextGate(2))
     assert all(guard.wants_prediction(layer) for layer in range(1, 5))
     guard.record(PrefetchOutcome(num_wasted=1))
     wanted = []
@@ -146,22 +140,15 @@ def test_in_silence_few_forecasts_are_made_and_every_layer_has_its_turn() -> Non
 
 
 def test_a_prediction_passed_over_is_no_error_once_it_is_switched_on() -> None:
-    guard = PaysOff(NextGate(2), gain_s=1.0, cost_s=1.0)
+    guard = PaysOff(NextGate(2))
     assert guard.choose(Ahead(1, NO_EXPERTS, None)).tolist() == []
 
 
 def test_switching_needs_more_than_breaking_even() -> None:
-    guard = PaysOff(NextGate(2), gain_s=1.0, cost_s=1.0, margin=2.0, decay=0.9)
+    guard = PaysOff(NextGate(2))
     guard.record(PrefetchOutcome(num_wasted=1))
     predicted = np.array([3, 2, 0, 0, 0, 0])
-    for _ in range(20):  # half of the forecasts right: even, below the margin
+    for _ in range(400):  # half of the forecasts right: even, below the margin
         guard.choose(Ahead(1, NO_EXPERTS, predicted))
         guard.observe(told(1, e0=1))
     assert not guard.is_on
-
-
-def test_bad_options_are_refused() -> None:
-    with pytest.raises(UsageError, match="-1"):
-        NextGate(-1)
-    with pytest.raises(UsageError, match="margin"):
-        PaysOff(NextGate(1), 1.0, 1.0, margin=0.5)

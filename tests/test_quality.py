@@ -150,9 +150,7 @@ def others(facts: Facts) -> RoutedTokens | None:
 
 @contextmanager
 def lossy() -> Iterator[str]:
-    made = replace(
-        CATALOGUE["lru"], is_lossless=False, substitution=lambda s: others, summary="for a test"
-    )
+    made = replace(CATALOGUE["lru"], is_lossless=False, substitution=lambda s: others)
     register("toy", made)
     try:
         yield "toy"

@@ -113,8 +113,8 @@ def score() -> Rule:
     means = np.zeros((NUM_LAYERS, NUM_EXPERTS))
 
     def rule(asked: Asked) -> set[int]:
-        means[asked.layer] *= 0.7
-        means[asked.layer] += 0.3 * asked.hits / max(1, asked.hits.sum())
+        means[asked.layer] *= 0.5
+        means[asked.layer] += 0.5 * asked.hits / max(1, asked.hits.sum())
         return asked.best(means[asked.layer], asked.is_kept | asked.is_demanded)
 
     return rule
@@ -152,7 +152,7 @@ MADE: dict[str, tuple[Callable[[list[int]], Placement], Callable[[], Rule]]] = {
     "tide": (lambda room: Tide(NUM_LAYERS, NUM_EXPERTS, 3), lambda: tide(False)),
     "tide, empty": (lambda room: Tide(NUM_LAYERS, NUM_EXPERTS, 3, True), lambda: tide(True)),
     "frequency": (lambda room: Frequency(room, COUNTS), frequency),
-    "score": (lambda room: ScoreCache(room, NUM_EXPERTS, 0.3), score),
+    "score": (lambda room: ScoreCache(room, NUM_EXPERTS), score),
     "dali": (lambda room: DaliWindow(room, NUM_EXPERTS, 2, 3, seed=1), dali),
 }
 rooms = st.lists(st.integers(0, NUM_EXPERTS), min_size=NUM_LAYERS, max_size=NUM_LAYERS)

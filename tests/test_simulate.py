@@ -21,9 +21,9 @@ from lowtide.policies.placement import Static, Tide
 from lowtide.policies.prefetch import Gate, NoPrefetch, PreviousStep
 from lowtide.policies.presets import recipe
 from lowtide.policies.recipe import Recipe, Setting
-from lowtide.policies.tau import FollowDrift, auto_tau
+from lowtide.policies.tau import TAUS, FollowDrift
 from lowtide.profiles import DataSheet, PaperMachine, load_profile, parse_profile, profile_names
-from lowtide.replay.simulator import TAUS, Report, calibrate, compare, fastest_tau, simulate
+from lowtide.replay.simulator import Report, calibrate, compare, fastest_tau, simulate
 from lowtide.replay.trace import Trace, TraceShape, TraceWriter
 
 FIXED = replace(COSTS, num_staging=1)
@@ -217,20 +217,16 @@ def test_a_prefetched_expert_that_the_host_computes_is_wasted() -> None:
     assert (outcome.num_hits, outcome.num_late, outcome.num_wasted) == (0, 0, 1)
 
 
-def test_auto_tau_by_simulation() -> None:
+def test_the_fastest_tau_by_simulation() -> None:
     shape = MoEShape(2, 64, 4, 2048, 512)
     costs = load_profile("rtx3090").costs(shape)
     trace = synth_trace(FULL, num_blocks=3, steps_per_block=8, locality=0.9)
 
-    def simulated_s(tau: int) -> float:
-        return simulate(trace, "tide", Setting([24, 24], 64, costs, options={"tau": tau})).total_s
-
-    times = {tau: simulated_s(tau) for tau in range(1, 9)}
-    assert times[auto_tau(simulated_s, range(1, 9))] == min(times.values())
+    settings = {tau: Setting([24, 24], 64, costs, options={"tau": tau}) for tau in TAUS}
+    times = {tau: simulate(trace, "tide", each).total_s for tau, each in settings.items()}
     follows = Setting([24, 24], 64, costs, options={"tau": FollowDrift(5)})
     tried = [tau for tau in TAUS if tau <= 8]  # the last one once a block
     assert fastest_tau(trace, "tide", follows) == min(tried, key=lambda tau: times[tau])
-    assert fastest_tau(trace, "tide", follows, max_tau=1) == 1
 
 
 def test_an_early_gate_is_as_good_as_it_is_said_to_be() -> None:

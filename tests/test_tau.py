@@ -13,13 +13,7 @@ from lowtide.errors import UsageError
 from lowtide.policies.online_tau import OnlineTau, TauChange, interval_seconds
 from lowtide.policies.placement import Tide
 from lowtide.policies.recipe import Setting
-from lowtide.policies.tau import (
-    auto_tau,
-    drift,
-    miss_shares,
-    paper_cost_s,
-    paper_tau,
-)
+from lowtide.policies.tau import drift, miss_shares, paper_cost_s, paper_tau
 from lowtide.replay.simulator import simulate
 from lowtide.replay.trace import TraceShape, TraceWriter
 
@@ -98,17 +92,8 @@ def test_paper_tau_at_its_extremes() -> None:
     misses = np.array([0.0, 0.1, 0.2, 0.3])
     assert paper_tau(0.5, misses, 5, 4, link_s=0.0, host_s=1.0) == 1  # moving costs nothing
     assert paper_tau(0.5, misses, 5, 4, link_s=1.0, host_s=0.0) == 4  # missing costs nothing
-    with pytest.raises(UsageError):
-        paper_tau(0.5, misses[:0], 5, 4, 1.0, 1.0)
     with pytest.raises(UsageError, match="budget"):
         drift([], 0)
-
-
-def test_auto_tau_is_the_least_simulated() -> None:
-    times = {1: 5.0, 2: 3.0, 4: 3.0, 8: 4.0}
-    assert auto_tau(times.__getitem__, times) == 2
-    with pytest.raises(UsageError):
-        auto_tau(times.__getitem__, [])
 
 
 def feed(online: OnlineTau, hits: IntArray, first: int = 0) -> None:
@@ -171,8 +156,8 @@ def test_a_watched_layer_that_is_never_heard_of_counts_for_nothing() -> None:
     """One whose experts are all resident asks no policy."""
     hits = make_hits(64, num_changes=8)
     costs = make_costs(1.0, 0.1)
-    one, two = (OnlineTau(32, 8, costs, window=16, watched=(0, *more)) for more in ((), (3,)))
-    silent = OnlineTau(32, 8, costs, window=16, watched=(0, 3))
+    one, two = (OnlineTau(32, 8, costs, watched=(0, *more)) for more in ((), (3,)))
+    silent = OnlineTau(32, 8, costs, watched=(0, 3))
     for index, now in enumerate(hits):
         first, last = np.zeros((4, 32), np.int64), np.zeros((4, 32), np.int64)
         first[0] = last[3] = now[0]
@@ -181,11 +166,10 @@ def test_a_watched_layer_that_is_never_heard_of_counts_for_nothing() -> None:
     assert one.tau == two.tau == silent.tau
 
 
-def test_online_tau_stays_where_little_is_to_be_gained() -> None:
+def test_online_tau_stays_where_nothing_is_to_be_gained() -> None:
     changes: list[TauChange] = []
-    costs = make_costs(1.0, 1.0)
-    online = OnlineTau(32, 8, costs, window=8, hysteresis=1.0, on_change=changes.append)
-    feed(online, make_hits(64, num_changes=4))
+    online = OnlineTau(32, 8, make_costs(1.0, 1.0), on_change=changes.append)
+    feed(online, make_hits(64, num_changes=0))
     assert online.tau == 4 and not changes
 
 
@@ -198,11 +182,6 @@ def test_prefill_and_other_layers_do_not_count() -> None:
         online.observe(Step(StepKind.PREFILL, 0), of_all)
         online.observe(Step(StepKind.DENOISE, 0), of_all[::-1])
     assert not changes and online.tau == 4
-
-
-def test_bad_options_are_refused() -> None:
-    with pytest.raises(UsageError, match="tau 0"):
-        OnlineTau(32, 8, make_costs(1.0, 1.0), tau=0)
 
 
 def test_more_fetches_than_staging_slots_come_after_the_residents() -> None:

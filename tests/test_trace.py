@@ -164,14 +164,9 @@ def test_the_members_of_these_tests_are_a_trace(tmp_path: Path) -> None:
     assert Trace.load(tmp_path / "t.npz").model == "m"
 
 
-@pytest.mark.parametrize("number", [1, 2, 9])
-def test_a_trace_of_another_version_says_what_to_do(tmp_path: Path, number: int) -> None:
-    """The first one had no weights, nor whose a row is."""
-    missing = dict.fromkeys(("weights", "requests", "kinds")) if number == 1 else {}
-    arrays = members(version=np.array([number], np.int64), **missing)
-    np.savez(tmp_path / "t.npz", **arrays)
-    said = f"t.npz is a lowtide trace of version {number}, and this lowtide reads version 3: record"
-    with pytest.raises(UsageError, match=said):
+def test_a_trace_of_another_version_says_what_to_do(tmp_path: Path) -> None:
+    np.savez(tmp_path / "t.npz", **members(version=np.array([2], np.int64)))
+    with pytest.raises(UsageError, match=r"its version is \[2\], not 3; record it again"):
         Trace.load(tmp_path / "t.npz")
 
 

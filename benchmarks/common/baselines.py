@@ -26,9 +26,8 @@ from lowtide.policies.substitution import (
 )
 
 BASELINES = ("random", "drop", "cache-prior")
-PRIOR = PolicyOption(
-    "prior", "what cache-prior adds to residents' logits", 1.0, 0, 1e6, is_whole=False
-)
+PRIOR = PolicyOption("prior", 1.0, 0, 1e6, is_whole=False)
+"""What cache-prior adds to residents' logits."""
 
 
 def register_baselines(placement: str, spec: ExpertSpec) -> None:
@@ -45,7 +44,6 @@ def register_baselines(placement: str, spec: ExpertSpec) -> None:
             unregister(name)
         changed = replace(
             base,
-            summary="a baseline of substitution; makes answers worse",
             options=(*base.options, RHO, MAX_MASS, PRIOR),
             weighs_moves=True,
             is_lossless=False,

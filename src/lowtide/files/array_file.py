@@ -11,7 +11,7 @@ import zipfile
 import zlib
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, Any
 
 import numpy as np
 from numpy.lib import format as npy
@@ -28,13 +28,6 @@ _MAX_FACTS_BYTES = 1 << 16
 
 class Contradiction(Exception):
     """What a file holds cannot be: raised by its reader, turned into a UsageError with its name."""
-
-
-class Version(NamedTuple):
-    """What a kind of file's array `version` has to hold."""
-
-    number: int
-    remedy: str  # what to do with a file of another, as the end of a sentence
 
 
 _DAMAGE = (
@@ -90,19 +83,16 @@ def load_arrays(
     max_bytes: int,
     noun: str,
     optional: Sequence[Mapping[str, str]] = (),
-    version: Version | None = None,
     unread: Collection[str] = (),
 ) -> Arrays:
     """The arrays that `save_arrays` wrote: exactly those named by `dtypes`, of those types, and
     of each of `optional` all or none; `unread` names those of them that stay in the file.
 
-    Raises UsageError when the file is not such a one, is of another version or holds more than
-    `max_bytes`, StorageError when it cannot be read.
+    Raises UsageError when the file is not such a one or holds more than `max_bytes`, StorageError
+    when it cannot be read.
     """
     try:
         with open_regular(Path(path)) as (file, _), zipfile.ZipFile(file) as archive:
-            if version is not None:
-                _check_version(archive, version, f"{path} is a lowtide {noun}")
             wanted, names = dict(dtypes), set(archive.namelist())
             for some in optional:
                 if any(f"{name}.npy" in names for name in some):
@@ -118,19 +108,6 @@ def load_arrays(
         told = str(reason).rstrip(".")
         way_out = "make it again, remove it or leave it out"
         raise UsageError(f"{path} is not a whole lowtide {noun}: {told}; {way_out}.") from None
-
-
-def _check_version(archive: zipfile.ZipFile, version: Version, what: str) -> None:
-    """Before anything else: a file of another version may hold other arrays."""
-    if "version.npy" not in archive.namelist():
-        return
-    with archive.open("version.npy") as file:
-        found = _read_array(file, "version", "<i8", archive.getinfo("version.npy").file_size)
-    if found.shape == (1,) and found[0] != version.number:
-        raise UsageError(
-            f"{what} of version {found[0]}, and this lowtide reads version {version.number}: "
-            f"{version.remedy}."
-        )
 
 
 def _check_members(

@@ -16,9 +16,9 @@ from lowtide.core import Costs, FloatArray, IntArray
 from lowtide.lab.calibrate import top_share
 from lowtide.lab.plotting import check_plot, save_figure
 from lowtide.policies.recipe import Setting
-from lowtide.policies.tau import drift, miss_shares, paper_tau
+from lowtide.policies.tau import TAUS, drift, miss_shares, paper_tau
 from lowtide.replay.calibration import GATES, TOP_SIZES, Calibration
-from lowtide.replay.simulator import TAUS, fastest_tau
+from lowtide.replay.simulator import fastest_tau
 from lowtide.replay.trace import Trace
 
 if TYPE_CHECKING:

@@ -28,77 +28,31 @@ NAME = "buddymoe"
 _UNBOUNDED = 1 << 30
 """Substitutions of a token where nothing limits them."""
 
-MISS = PolicyOption(
-    "miss",
-    "what becomes of tokens whose experts are absent",
-    "wait",
-    words={name: name for name in ("buddy", "late", "wait")},
-)
-ALPHA = PolicyOption(
-    "alpha",
-    "share of an expert's co-activations that its buddies cover",
-    DEFAULT_ALPHA,
-    0,
-    1,
-    is_whole=False,
-    is_above_low=True,
-)
-K_MAX = PolicyOption("k_max", "buddies of an expert, at most", DEFAULT_K_MAX, 1, MAX_K_MAX)
+
+def _up_to(name: str, high: float, default: float | None = None) -> PolicyOption[float | None]:
+    """A number from 0 to `high`, or `off`."""
+    return PolicyOption(name, default, 0, high, {"off": None}, is_whole=False)
+
+
+# What becomes of tokens whose experts are absent.
+MISS = PolicyOption("miss", "wait", words={name: name for name in ("buddy", "late", "wait")})
+# The share of an expert's co-activations that its buddies cover.
+ALPHA = PolicyOption("alpha", DEFAULT_ALPHA, 0, 1, is_whole=False, is_above_low=True)
+K_MAX = PolicyOption("k_max", DEFAULT_K_MAX, 1, MAX_K_MAX)  # buddies of an expert, at most
+# Substitutions of a token in a layer, at most.
 RHO: PolicyOption[int | None] = PolicyOption(
-    "rho",
-    "substitutions of a token in a layer, at most",
-    None,
-    0,
-    MAX_K_MAX,
-    {"half": None, "none": _UNBOUNDED},
+    "rho", None, 0, MAX_K_MAX, {"half": None, "none": _UNBOUNDED}
 )
-BETA: PolicyOption[float | None] = PolicyOption(
-    "beta",
-    "share of absent experts from which a layer's substitution is bypassed",
-    None,
-    0,
-    1,
-    {"off": None},
-    is_whole=False,
-)
-TAE: PolicyOption[float | None] = PolicyOption(
-    "tae",
-    "tokens below this percentile of the calibration's entropies keep their experts",
-    None,
-    0,
-    100,
-    {"off": None},
-    is_whole=False,
-)
-MARGIN: PolicyOption[float | None] = PolicyOption(
-    "margin",
-    "tokens whose best expert leads by this much keep their experts",
-    None,
-    0,
-    1,
-    {"off": None},
-    is_whole=False,
-)
-MAX_KL: PolicyOption[float | None] = PolicyOption(
-    "max_kl",
-    "estimated KL of a token in nats, at most; bounds the mass by the profile's curve",
-    None,
-    0,
-    1000,
-    {"off": None},
-    is_whole=False,
-)
-MAX_MASS: PolicyOption[float | None] = PolicyOption(
-    "max_mass",
-    "share of a request's router weight that may be replaced",
-    0.05,  # what lost nothing that could be seen, of all that docs/buddymoe.md compares
-    0,
-    1,
-    {"off": None},
-    is_whole=False,
-)
-IN_PREFILL = switch("in_prefill", "whether rows of prompts may be touched")
-IN_COMMIT = switch("in_commit", "whether rows that cache final tokens of a block may be touched")
+BETA = _up_to("beta", 1)  # the share of absent experts from which a layer substitutes nothing
+TAE = _up_to("tae", 100)  # tokens below this percentile of the calibration's entropies are spared
+MARGIN = _up_to("margin", 1)  # tokens whose best expert leads by this much are spared
+# The estimated KL of a token in nats, at most; bounds the mass by the profile's curve.
+MAX_KL = _up_to("max_kl", 1000)
+# The share of a request's router weight that may be replaced. By default what lost nothing that
+# could be seen, of all that docs/buddymoe.md compares.
+MAX_MASS = _up_to("max_mass", 1, 0.05)
+IN_PREFILL = switch("in_prefill")  # rows of prompts may be touched
+IN_COMMIT = switch("in_commit")  # rows that cache final tokens of a block may be touched
 _OWN: tuple[PolicyOption[object], ...] = (
     *(MISS, ALPHA, K_MAX, RHO, BETA, TAE, MARGIN, MAX_KL, MAX_MASS, IN_PREFILL, IN_COMMIT),
 )
@@ -127,9 +81,7 @@ class Buddies(CountedSubstitution):
 def over(bases: Mapping[str, Recipe]) -> Recipe:
     """The preset, over any of `bases`, by the option `placement`."""
     words = {name: name for name in bases if name != "resident"}
-    placement = PolicyOption(
-        "placement", "the preset that places, assigns and prefetches", "lowtide", words=words
-    )
+    placement = PolicyOption("placement", "lowtide", words=words)
 
     def base(setting: Setting) -> Recipe:
         return bases[placement.of(setting)]
@@ -144,7 +96,6 @@ def over(bases: Mapping[str, Recipe]) -> Recipe:
         lambda s: base(s).placement(s),
         lambda s: base(s).assignment(s),
         lambda s: base(s).prefetch(s),
-        summary="BuddyMoE: similar residents stand in for absent experts; changes words",
         options=(placement, *_OWN, *borrowed.values()),
         capacity=lambda s: base(s).capacity(s),
         waits=lambda s: base(s).waits(s),

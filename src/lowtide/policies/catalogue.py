@@ -49,28 +49,19 @@ from lowtide.policies.recipe import MAX_WHOLE, PolicyOption, Recipe, Setting, sw
 from lowtide.policies.split import Favourites, FixedShare, Split, best_split
 from lowtide.policies.tau import FollowDrift, SolvedTau
 
+# TIDE's interval, in steps: auto follows the demand, paper is its Eq. 7.
 TAU: PolicyOption[int | FollowDrift | SolvedTau] = PolicyOption(
-    "tau",
-    "TIDE's interval, in steps: auto follows the demand, paper is its Eq. 7",
-    4,
-    1,
-    MAX_WHOLE,
-    {"auto": FollowDrift(), "paper": SolvedTau.PAPER},
+    "tau", 4, 1, MAX_WHOLE, {"auto": FollowDrift(), "paper": SolvedTau.PAPER}
 )
-WAITS = switch("waits", "whether a refresh waits for what it admits, or the moves follow")
-STARTS_EMPTY = switch(
-    "starts_empty", "whether prompts refresh nothing: no expert is resident at first"
-)
-BY_THRESHOLD = switch("by_threshold", "whether an expert that alone would end sooner is fetched")
-BY_GREEDY = switch("by_greedy", "whether it assigns as its code does, not by a threshold")
-W_SIZE = PolicyOption("w_size", "steps of a window", 4, 1, MAX_WHOLE)
-U_SIZE = PolicyOption("u_size", "residents that a window may swap, at most", 8, 0, MAX_WHOLE)
-NUM_PREFETCH = PolicyOption(
-    "num_prefetch", "experts fetched ahead per layer, at most", 4, 0, MAX_WHOLE
-)
-MAX_STEP_BYTES: PolicyOption[int | None] = PolicyOption(
-    "max_step_bytes", "moves per forward pass, at most; any number unless given", None, 1, 10**15
-)
+WAITS = switch("waits")  # a refresh, for what it admits; else the moves follow
+STARTS_EMPTY = switch("starts_empty")  # prompts refresh nothing: no expert is resident at first
+BY_THRESHOLD = switch("by_threshold")  # an expert that alone would end sooner is fetched
+BY_GREEDY = switch("by_greedy")  # it assigns as its code does, not by a threshold
+W_SIZE = PolicyOption("w_size", 4, 1, MAX_WHOLE)  # steps of a window
+U_SIZE = PolicyOption("u_size", 8, 0, MAX_WHOLE)  # residents that a window may swap, at most
+NUM_PREFETCH = PolicyOption("num_prefetch", 4, 0, MAX_WHOLE)  # of a layer, at most
+# Of a forward pass, at most; any number of moves unless given.
+MAX_STEP_BYTES: PolicyOption[int | None] = PolicyOption("max_step_bytes", None, 1, 10**15)
 
 
 def _first(setting: Setting) -> Placement:
@@ -144,12 +135,11 @@ def _tau(setting: Setting) -> int | OnlineTau:
 
 def _what_pays(setting: Setting) -> Prefetch:
     """The next gate and the step before together, while they pay."""
-    num_ahead, costs = NUM_PREFETCH.of(setting), setting.costs
+    num_ahead = NUM_PREFETCH.of(setting)
     is_calibrated = setting.frequency is not None  # and so has residual vectors
     gate = Residual(num_ahead) if is_calibrated else NextGate(num_ahead)
     last = PreviousStep(num_ahead, setting.num_layers, setting.num_experts)
-    both = Combined(num_ahead, [(gate, 1.0), (last, 1.0)])
-    return PaysOff(both, gain_s=costs.fetch_s, cost_s=costs.fetch_s)
+    return PaysOff(Combined(num_ahead, gate, last))
 
 
 def _statistics(setting: Setting) -> Prefetch:
@@ -188,99 +178,75 @@ def _planned_prefetch(setting: Setting) -> Prefetch:
 
 
 CATALOGUE: dict[str, Recipe] = {
-    "resident": Recipe(
-        _first,
-        summary="every expert on the device: the machine without a limit",
-        capacity=_all_experts,
-    ),
-    "all-host": Recipe(
-        _first,
-        summary="nothing on the device; the host computes all experts",
-        capacity=_no_experts,
-    ),
-    "on-demand": Recipe(
-        _first,
-        lambda s: AllFetch(),
-        summary="nothing stays; every expert is fetched and dropped",
-        capacity=_no_experts,
-        fetches_all=True,
-    ),
-    "static": Recipe(
-        _best_known,
-        lambda s: AllFetch(),
-        summary="keeps what a calibration used most and fetches the others",
-        fetches_all=True,
-    ),
+    # Every expert on the device: the machine without a limit.
+    "resident": Recipe(_first, capacity=_all_experts),
+    # Nothing on the device; the host computes all experts.
+    "all-host": Recipe(_first, capacity=_no_experts),
+    # Nothing stays; every expert is fetched and dropped.
+    "on-demand": Recipe(_first, lambda s: AllFetch(), capacity=_no_experts, fetches_all=True),
+    # Keeps what a calibration used most and fetches the others.
+    "static": Recipe(_best_known, lambda s: AllFetch(), fetches_all=True),
+    # Ours: moves that pay, in idle link time; host, link and device side by side.
     "lowtide": Recipe(
         _lowtide,
         _balance,
         _what_pays,
-        summary="ours: moves that pay, in idle link time; host, link and device side by side",
         options=(TAU, NUM_PREFETCH, MAX_STEP_BYTES),
         capacity=divided,
         weighs_moves=True,
         is_candidate=True,
     ),
+    # TIDE: residents refreshed every tau steps, the others on the host.
     "tide": Recipe(
         _tide,
-        summary="TIDE: residents refreshed every tau steps, the others on the host",
         options=(TAU, WAITS, STARTS_EMPTY),
         waits=WAITS.of,
         fetches_none=True,
         is_candidate=True,
     ),
+    # DALI: window cache, greedy assignment, prefetch by residual vectors.
     "dali": Recipe(
         _dali,
         lambda s: Greedy(),
         lambda s: Residual(NUM_PREFETCH.of(s)),
-        summary="DALI: window cache, greedy assignment, prefetch by residual vectors",
         options=(W_SIZE, U_SIZE, NUM_PREFETCH),
         is_candidate=True,
     ),
+    # Fiddler: a static set, the others on the host.
     "fiddler": Recipe(
         _best_known,
         lambda s: Fiddler(BY_THRESHOLD.of(s)),
-        summary="Fiddler: a static set, the others on the host",
         options=(BY_THRESHOLD,),
         fetches_none=True,
         is_candidate=True,
     ),
+    # HybriMoE: score cache, token threshold, prefetch by the next gate.
     "hybrimoe": Recipe(
         lambda s: ScoreCache(s.capacity, s.num_experts),
         lambda s: HybriMoEGreedy() if BY_GREEDY.of(s) else HybriMoEThreshold(s.costs),
         lambda s: NextGate(NUM_PREFETCH.of(s)),
-        summary="HybriMoE: score cache, token threshold, prefetch by the next gate",
         options=(NUM_PREFETCH, BY_GREEDY),
         is_candidate=True,
     ),
-    "lru": Recipe(
-        _lru,
-        lambda s: AllFetch(),
-        summary="Mixtral-Offloading: the experts used last, the others fetched",
-        fetches_all=True,
-        is_candidate=True,
-    ),
+    # Mixtral-Offloading: the experts used last, the others fetched.
+    "lru": Recipe(_lru, lambda s: AllFetch(), fetches_all=True, is_candidate=True),
+    # llama.cpp, KTransformers: whole layers on the device, whole layers on the host.
     "layer-split": Recipe(
         _first,
         lambda s: LayerSplit(),
-        summary="llama.cpp, KTransformers: whole layers on the device, whole layers on the host",
         capacity=whole_layers,
         fetches_none=True,
         is_candidate=True,
     ),
+    # EdgeMoE: activation frequency, prefetch by activation statistics.
     "edgemoe": Recipe(
-        _edgemoe,
-        lambda s: AllFetch(),
-        _statistics,
-        summary="EdgeMoE: activation frequency, prefetch by activation statistics",
-        options=(NUM_PREFETCH,),
-        fetches_all=True,
+        _edgemoe, lambda s: AllFetch(), _statistics, options=(NUM_PREFETCH,), fetches_all=True
     ),
+    # MoE-Lightning: the best fixed split, searched before the run.
     "moe-lightning": Recipe(
         _planned_residents,
         lambda s: FixedShare(_best_split(s).fetch_share),
         _planned_prefetch,
-        summary="MoE-Lightning: the best fixed split, searched before the run",
         options=(NUM_PREFETCH,),
         capacity=_planned_capacity,
     ),

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import numpy as np
 
 from lowtide.core import NO_MOVES, Costs, Facts, FloatArray, IntArray, Moves, Step, StepKind
-from lowtide.errors import UsageError
 from lowtide.policies.budgets import Budgets
 from lowtide.policies.forecast import Forecast, stays
 from lowtide.policies.online_tau import OnlineTau, interval
@@ -41,24 +40,17 @@ class Lowtide(Placement):
         num_experts: int,
         costs: Costs,
         tau: int | OnlineTau = 4,
-        decay: float = 0.5,
         max_step_bytes: int | None = None,
         frequency: FloatArray | None = None,
     ) -> None:
-        """`decay`: weight of the past in the link's mean use. `frequency` [layers, experts]: steps
-        of a calibration in which each was active; its most active start, else the first by id.
-        """
-        if not 0.0 <= decay <= 1.0:
-            raise UsageError(f"decay must be a number from 0 to 1, not {decay}.")
-        if not isinstance(tau, OnlineTau) and tau < 1:
-            raise UsageError(f"tau must be a whole number of steps from 1, not {tau}.")
+        """`frequency` [layers, experts]: steps of a calibration in which each was active; its most
+        active start, else the first by id."""
         num_layers = len(capacity)
         super().__init__(num_layers, num_experts)
         self._num_residents[:] = capacity  # a layer that has all its experts is not heard of
         self._budgets = Budgets(capacity, num_experts)
         self._costs = costs
         self._tau = tau
-        self._decay = decay
         self._frequency = frequency
         self._forecast = Forecast(num_layers, num_experts, frequency)
         counts = np.arange(_NUM_KNOWN)
@@ -69,7 +61,7 @@ class Lowtide(Placement):
         per_layer = np.inf if max_step_bytes is None else max_step_bytes / max(1, num_layers)
         self._max_moves = per_layer / costs.expert_bytes
         self._credit = [0.0] * num_layers  # moves that a layer may still make
-        self._busy = [0.0] * num_layers  # share of a layer's time that demand keeps the link busy
+        self._busy = [0.0] * num_layers  # share of its time that demand keeps the link: a mean
 
     @property
     def tau(self) -> int:
@@ -144,7 +136,7 @@ class Lowtide(Placement):
         dense_s = costs.dense_s.at(int(num_tokens[num_tokens.argmax()]))
         layer_s = dense_s + max(link_s, host_part_s, all_s - spared_s)
         busy = link_s / max(layer_s, 1e-30)
-        self._busy[layer] += (1 - self._decay) * (busy - self._busy[layer])
+        self._busy[layer] += 0.5 * (busy - self._busy[layer])
         granted = min(self._max_moves, (layer_s - link_s) / fetch_s)
         most = max(1.0, granted) * self.tau
         self._credit[layer] = min(self._credit[layer] + granted, most)

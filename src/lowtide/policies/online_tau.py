@@ -13,12 +13,11 @@ from typing import NamedTuple
 import numpy as np
 
 from lowtide.core import BoolArray, Costs, FloatArray, IntArray, Step, StepKind
-from lowtide.errors import UsageError
-
-ONLINE_TAUS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
-"""Intervals that are tried while a model runs."""
+from lowtide.policies.tau import TAUS
 
 _FIRST = 4  # steps until the first estimate; then after twice as many, and so on to a window
+_WINDOW = 32  # steps whose demand is kept
+_HYSTERESIS = 0.01  # share of the time that another interval has to save
 
 
 class TauChange(NamedTuple):
@@ -31,8 +30,8 @@ class TauChange(NamedTuple):
 
 
 class OnlineTau:
-    """Keeps the demand of the last `window` steps of a few layers, and from time to time takes the
-    interval that would have been fastest over them, if it is so by more than `hysteresis`.
+    """Keeps the demand of the last steps of a few layers, and from time to time takes the interval
+    that would have been fastest over them, if it is so by enough.
 
     Knows nothing of what is resident: it replays from the first kept step's best residents.
     """
@@ -45,27 +44,18 @@ class OnlineTau:
         *,
         waits: bool = False,
         tau: int = 4,
-        window: int = 32,
-        hysteresis: float = 0.01,
         watched: Iterable[int] = (0,),
         on_change: Callable[[TauChange], None] = lambda change: None,
     ) -> None:
         """budget: residents of a layer. waits: whether a refresh waits for what it admits."""
-        if budget < 1 or tau < 1 or window < 1:
-            raise UsageError(
-                f"tau {tau}, its window {window} and residents per layer "
-                f"{budget} must be at least 1."
-            )
         self.tau = tau
         self._budget = min(budget, num_experts)
         self._costs = costs
         self._waits = waits
-        self._window = window
-        self._hysteresis = hysteresis
         self._on_change = on_change
         self._watched = list(watched)
-        self._hits = np.zeros((window, len(self._watched), num_experts), np.int64)
-        self._index = np.zeros(window, np.int64)
+        self._hits = np.zeros((_WINDOW, len(self._watched), num_experts), np.int64)
+        self._index = np.zeros(_WINDOW, np.int64)
         self._num_steps = 0
 
     def observe(self, step: Step, hits: IntArray) -> None:
@@ -76,26 +66,26 @@ class OnlineTau:
         watched = hits[self._watched]
         if step.kind is StepKind.PREFILL or not watched.any():
             return
-        row = self._num_steps % self._window
+        row = self._num_steps % _WINDOW
         self._hits[row], self._index[row] = watched, step.index
         self._num_steps += 1
         if self._is_due():
             self._choose()
 
     def _is_due(self) -> bool:
-        num_steps, window = self._num_steps, self._window
-        if num_steps < window:
+        num_steps = self._num_steps
+        if num_steps < _WINDOW:
             return num_steps >= _FIRST and num_steps & (num_steps - 1) == 0
-        return num_steps % window == 0
+        return num_steps % _WINDOW == 0
 
     def _choose(self) -> None:
-        order = np.arange(max(0, self._num_steps - self._window), self._num_steps) % self._window
-        taus = sorted({*ONLINE_TAUS, self.tau})
+        order = np.arange(max(0, self._num_steps - _WINDOW), self._num_steps) % _WINDOW
+        taus = sorted({*TAUS, self.tau})
         seconds = interval_seconds(
             self._hits[order], self._index[order], taus, self._budget, self._costs, self._waits
         )
         now_s, best = float(seconds[taus.index(self.tau)]), int(seconds.argmin())
-        if seconds[best] < (1 - self._hysteresis) * now_s:
+        if seconds[best] < (1 - _HYSTERESIS) * now_s:
             saved = 1 - float(seconds[best]) / now_s
             self._on_change(TauChange(self._num_steps, self.tau, taus[best], saved))
             self.tau = taus[best]

@@ -214,23 +214,22 @@ class Frequency(Placement):
 class ScoreCache(Placement):
     """Keeps the experts with the highest running score of activation (HybriMoE).
 
-    The score is an exponential mean of an expert's share of the step's hits, weight `alpha` for
-    the newest. (HybriMoE averages router scores; hits are what every router shows.) It starts
+    The score is an exponential mean of an expert's share of the step's hits, half of it the
+    newest. (HybriMoE averages router scores; hits are what every router shows.) It starts
     with the first experts by id; only experts that this step fetches may enter. Residents win
     ties.
     """
 
-    def __init__(self, capacity: Sequence[int], num_experts: int, alpha: float = 0.5) -> None:
+    def __init__(self, capacity: Sequence[int], num_experts: int) -> None:
         super().__init__(len(capacity), num_experts)
         self._capacity = capacity
-        self._alpha = alpha
 
     def initial(self, layer: int) -> IntArray:
         return np.arange(self._capacity[layer])
 
     def begin_pass(self, step: Step, num_residents: IntArray, capacity: IntArray) -> Ranks:
-        self._rank *= 1 - self._alpha
-        return Ranks(self._rank, capacity, per_share=self._alpha)
+        self._rank *= 0.5
+        return Ranks(self._rank, capacity, per_share=0.5)
 
     def may_enter(self, facts: Facts) -> BoolArray:
         is_fetched = np.zeros(len(facts.is_kept), np.bool_)

@@ -44,8 +44,6 @@ class Prefetch(ABC):
 
     def __init__(self, num_experts_ahead: int) -> None:
         """`num_experts_ahead`: experts prefetched per layer, at most."""
-        if num_experts_ahead < 0:
-            raise UsageError(f"A prefetch of {num_experts_ahead} experts is not possible.")
         self.num_experts_ahead = num_experts_ahead
 
     @abstractmethod
@@ -180,66 +178,45 @@ class PreviousStep(Prefetch):
 
 
 class Combined(Prefetch):
-    """The weighted sum of several rankings, each scaled to sum to one."""
+    """The sum of an early gate's ranking and another one, each scaled to sum to one."""
 
-    def __init__(self, num_experts_ahead: int, parts: Sequence[tuple[Prefetch, float]]) -> None:
-        """`parts`: each with its weight; those that want an early gate must want the same one."""
+    def __init__(self, num_experts_ahead: int, of_gate: NextGate, other: Prefetch) -> None:
         super().__init__(num_experts_ahead)
-        gates = {part.gate for part, _ in parts} - {Gate.NONE}
-        if len(gates) > 1:
-            names = ", ".join(sorted(gate.value for gate in gates))
-            raise UsageError(f"A combined prefetch can run one early gate, not {names}.")
-        self.gate = gates.pop() if gates else Gate.NONE
-        self._parts = parts
+        self.gate = of_gate.gate
+        self._parts = (of_gate, other)
 
     def observe(self, facts: Facts) -> None:
-        for part, _ in self._parts:
+        for part in self._parts:
             part.observe(facts)
 
     def score(self, ahead: Ahead) -> FloatArray:
         total = np.zeros(1)
-        for part, weight in self._parts:
+        for part in self._parts:
             score = part.score(ahead)
-            total = total + score * (weight / max(float(np.add.reduce(score)), 1e-30))
+            total = total + score * (1.0 / max(float(np.add.reduce(score)), 1e-30))
         return total
 
 
 _WATCH_STRIDE = 8  # of a silent prefetch: one layer in so many is forecast, each in its turn
+_MARGIN = 1.5
+_DECAY = 0.98  # of the sums, from one layer to the next
 
 
 class PaysOff(Prefetch):
     """Lets a prefetcher act while it earns its keep, and watches it in silence while it does not.
 
-    Earned is `hits * gain_s`, lost is `wasted * cost_s`, both exponential sums over layers. It is
-    switched off when less is earned than lost, and on again when its silent forecasts would earn
-    `margin` times what they would lose. A late expert counts neither way: its bytes were used.
+    A hit saves the transfer that a wasted expert costs; both are exponential sums over layers. It
+    is switched off when fewer hit than are wasted, and on again when of its silent forecasts
+    `_MARGIN` times as many would hit. A late expert counts neither way: its bytes were used.
     Forecasts cost time too: in silence few are made.
     """
 
-    def __init__(
-        self,
-        inner: Prefetch,
-        gain_s: float,
-        cost_s: float,
-        margin: float = 1.5,
-        decay: float = 0.98,
-    ) -> None:
-        """`gain_s`, `cost_s`: seconds that a hit saves and that a wasted transfer costs."""
+    def __init__(self, inner: Prefetch) -> None:
         super().__init__(inner.num_experts_ahead)
-        if margin < 1 or not 0 < decay < 1:
-            raise UsageError(
-                f"A prefetch guard needs a margin from 1 and a decay between 0 and 1, "
-                f"not {margin} and {decay}."
-            )
         self.gate = inner.gate
         self.is_on = True
-        self.total = PrefetchOutcome()
         self._inner = inner
-        self._gain_s = gain_s
-        self._cost_s = cost_s
-        self._margin = margin
-        self._decay = decay
-        self._earned_s = self._lost_s = 0.0
+        self._hits = self._wasted = 0.0
         self._forecasts: dict[int, IntArray] = {}  # layer: what would have been prefetched
         self._num_steps = 0
         self._last_layer = -1
@@ -280,13 +257,12 @@ class PaysOff(Prefetch):
 
     def record(self, outcome: PrefetchOutcome) -> None:
         self._inner.record(outcome)
-        self.total.add(outcome)
         self._weigh(outcome.num_hits, outcome.num_wasted)
 
     def _weigh(self, num_hits: int, num_wasted: int) -> None:
-        self._earned_s = self._decay * self._earned_s + num_hits * self._gain_s
-        self._lost_s = self._decay * self._lost_s + num_wasted * self._cost_s
+        self._hits = _DECAY * self._hits + num_hits
+        self._wasted = _DECAY * self._wasted + num_wasted
         if self.is_on:
-            self.is_on = self._earned_s >= self._lost_s
+            self.is_on = self._hits >= self._wasted
         else:
-            self.is_on = self._earned_s > self._margin * self._lost_s
+            self.is_on = self._hits > _MARGIN * self._wasted

@@ -49,8 +49,6 @@ class AheadReads(NamedTuple):
     saved_s: float  # of the layer's own reads; below 0 where a read that is given up is waited for
     done_s: float  # the disk was busy with them before the layer asked
     num_useful: float  # asked for, and there in time
-    num_late: float  # asked for, and waited for
-    num_useless: float
 
 
 def read_ahead(
@@ -63,9 +61,9 @@ def read_ahead(
     """
     num_expected = num_right + num_wrong
     if not num_expected:
-        return AheadReads(0.0, 0.0, 0.0, 0.0, 0.0)
+        return AheadReads(0.0, 0.0, 0.0)
     wrong_share, done_s = num_wrong / num_expected, min(window_s, num_expected * read_s)
     num_useful = num_right * done_s / (num_expected * read_s) if read_s else num_right
     is_given_up = done_s < num_expected * read_s
     saved_s = (1 - wrong_share) * done_s - (wrong_share * piece_s if is_given_up else 0.0)
-    return AheadReads(saved_s, done_s, num_useful, num_right - num_useful, num_wrong)
+    return AheadReads(saved_s, done_s, num_useful)

@@ -71,14 +71,14 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class PolicyOption(Generic[T_co]):
-    """Something about a preset that a user may say: a number in a range, or a word.
+    """Something about a preset that a user may say: a number in a range, or a word. What each is
+    for stands in docs/policies.md.
 
     words: what each of them stands for; a switch has `true` and `false` and no range. is_whole:
     whether only whole numbers will do; others may be told to be above `low`.
     """
 
     name: str
-    summary: str
     default: T_co
     low: float = 0
     high: float = -1  # below `low`: no number will do
@@ -123,9 +123,9 @@ def _number(text: str, is_whole: bool) -> float | None:
     return number if math.isfinite(number) and "_" not in text else None
 
 
-def switch(name: str, summary: str) -> PolicyOption[bool]:
+def switch(name: str) -> PolicyOption[bool]:
     """An option that is `true` or `false`, false unless it is given."""
-    return PolicyOption(name, summary, False, words={"true": True, "false": False})
+    return PolicyOption(name, False, words={"true": True, "false": False})
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +151,6 @@ class Recipe:
     placement: Callable[[Setting], Placement]
     assignment: Callable[[Setting], Assign] = lambda setting: AllHost()
     prefetch: Callable[[Setting], Prefetch] = lambda setting: NoPrefetch()
-    summary: str = ""
     options: tuple[PolicyOption[object], ...] = ()
     capacity: Callable[[Setting], Sequence[int]] = lambda setting: setting.capacity
     waits: Callable[[Setting], bool] = lambda setting: False

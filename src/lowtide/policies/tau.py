@@ -8,7 +8,7 @@ of TIDE: B residents per layer, T steps, d the drift, f(tau) the misses.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -16,14 +16,18 @@ import numpy as np
 from lowtide.core import BoolArray, FloatArray, IntArray
 from lowtide.errors import UsageError
 
+TAUS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
+"""Intervals that are tried, in steps, while a model runs or in a simulation."""
+
 
 def drift(blocks: Sequence[IntArray], budget: int) -> float:
     """TIDE's d: the share of the best resident set that changes from one step to the next.
 
     The mean over steps, layers and blocks of |best(t) - best(t - 1)| / `budget`; 0 when no block
-    has two steps.
+    has two steps. Raises UsageError for a budget of no resident.
     """
-    _check_budget(budget)
+    if budget < 1:
+        raise UsageError(f"tau needs a budget of at least 1 resident per layer, not {budget}.")
     num_changes = num_steps = 0
     for hits in blocks:
         best = np.zeros(hits.shape[1:], np.bool_)
@@ -41,7 +45,6 @@ def miss_shares(blocks: Sequence[IntArray], budget: int, max_tau: int) -> FloatA
     The mean over the steps of all intervals, refresh steps included, and over layers; the
     interval starts again with each block. [max_tau]
     """
-    _check_budget(budget)
     num_steps = sum(hits.shape[0] * hits.shape[1] for hits in blocks)
     taus = range(1, max_tau + 1)
     misses = [sum(_num_misses(hits, budget, tau) for hits in blocks) for tau in taus]
@@ -93,9 +96,6 @@ def paper_tau(
 
     A block of one step has tau 1.
     """
-    _check_budget(budget)
-    if not len(misses):
-        raise UsageError("tau needs the misses of at least tau = 1; there are none.")
     taus = range(1, max(1, min(num_steps - 1, len(misses))) + 1)
     return min(
         taus, key=lambda tau: paper_cost_s(tau, d, misses, num_steps, budget, link_s, host_s)
@@ -109,14 +109,6 @@ def calibrated_tau(blocks: Sequence[IntArray], budget: int, link_s: float, host_
     num_steps = max(1, round(float(np.mean([len(hits) for hits in blocks]))))
     misses = miss_shares(blocks, budget, max(1, num_steps - 1))
     return paper_tau(drift(blocks, budget), misses, num_steps, budget, link_s, host_s)
-
-
-def auto_tau(simulated_s: Callable[[int], float], taus: Iterable[int]) -> int:
-    """The tau of least simulated time; the first of equals."""
-    candidates = list(taus)
-    if not candidates:
-        raise UsageError("tau cannot be chosen from an empty range.")
-    return min(candidates, key=simulated_s)
 
 
 class FollowDrift(NamedTuple):
@@ -140,8 +132,3 @@ def _num_misses(hits: IntArray, budget: int, tau: int) -> int:
             is_resident = best_residents(now, is_resident, budget)
         num_misses += int(((now > 0) & ~is_resident).sum())
     return num_misses
-
-
-def _check_budget(budget: int) -> None:
-    if budget < 1:
-        raise UsageError(f"tau needs a budget of at least 1 resident per layer, not {budget}.")

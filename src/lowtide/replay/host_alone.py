@@ -17,12 +17,7 @@ from lowtide.policies.presets import recipe
 from lowtide.policies.recipe import Setting
 from lowtide.replay.foresight import guesses
 from lowtide.replay.host_reads_ahead import NONE_AHEAD, AheadSlots, ReplayedAhead
-from lowtide.replay.simulator import (
-    Report,
-    count_substitutions,
-    replayable,
-    substituted_facts,
-)
+from lowtide.replay.simulator import Report, count_substitutions, replayable, substituted_facts
 from lowtide.replay.trace import RoutedPass, Trace, demand_of
 
 
@@ -48,7 +43,7 @@ def compare_alone(
             for layer in range(setting.num_layers):
                 run.layer(layer, of_rows, one.num_rows, pass_hits[layer], predicted)
             run.end_pass(one.step, pass_hits, one.num_committed)
-        run.end()
+        count_substitutions(run.report, run.policies)
         reports.append(run.report)
     return reports
 
@@ -58,10 +53,10 @@ class _HostReplay:
 
     def __init__(self, preset: str, setting: Setting, ahead: AheadSlots = NONE_AHEAD) -> None:
         self.report = Report(preset, expert_bytes=setting.costs.expert_bytes)
-        self._policies = replayable(recipe(preset).policies_without_device(setting))
+        self.policies = replayable(recipe(preset).policies_without_device(setting))
         self._is_resident = np.zeros((setting.num_layers, setting.num_experts), np.bool_)
         for layer, is_resident in enumerate(self._is_resident):
-            is_resident[self._policies.placement.initial(layer)] = True
+            is_resident[self.policies.placement.initial(layer)] = True
         self._ahead = ReplayedAhead(ahead, self._is_resident, setting.costs.fetch_s)
         self._idle_s = 0.0  # the disk's, from a layer's last read to its end
         self._began_s, self._num_read = 0.0, 0  # when the pass began, and what was read in it
@@ -70,7 +65,7 @@ class _HostReplay:
     def begin_pass(self, step: Step) -> None:
         self._began_s, self._num_read = self.report.total_s, self.report.num_fetched
         num_residents = np.count_nonzero(self._is_resident, axis=1)
-        self._policies.begin_pass(step, num_residents, self._policies.capacity)
+        self.policies.begin_pass(step, num_residents, self.policies.capacity)
 
     def layer(
         self,
@@ -81,7 +76,7 @@ class _HostReplay:
         predicted: IntArray | None = None,
     ) -> None:
         """One layer of one pass. hits [experts]; predicted [layers, experts]: by early gates"""
-        policies, is_resident = self._policies, self._is_resident[layer]
+        policies, is_resident = self.policies, self._is_resident[layer]
         demand = demand_of(hits, is_resident)
         is_kept = is_resident.copy()
         facts = Facts(
@@ -110,7 +105,7 @@ class _HostReplay:
 
     def _count(self, demand: Demand, moves: Moves, num_rows: int) -> None:
         """What a layer took: its reads beside its computation, and what neither hides."""
-        costs, report = self._policies.costs, self.report
+        costs, report = self.policies.costs, self.report
         num_hits = int(np.count_nonzero(demand.is_resident))
         compute_s = float(costs.device_s(demand.num_tokens).sum())
         num_read = len(demand.experts) - num_hits + len(moves.later)
@@ -133,13 +128,9 @@ class _HostReplay:
         report.bound_s["host"] += own_s + compute_s
         report.bound_s["link"] += max(0.0, read_s - compute_s)
 
-    def end(self) -> None:
-        """After the last pass."""
-        count_substitutions(self.report, self._policies)
-
     def end_pass(self, step: Step, hits: IntArray, num_committed: int) -> None:
         """hits [layers, experts]"""
-        self._policies.end_pass(step, hits)
+        self.policies.end_pass(step, hits)
         if self._is_compiled and self.report.num_fetched > self._num_read:
             self._ahead.note_seconds(self.report.total_s - self._began_s)
         self.report.num_passes += 1

@@ -25,7 +25,7 @@ def oracle(hits: IntArray) -> Recipe:
     def place(setting: Setting) -> Placement:
         return Oracle(hits, setting.capacity)
 
-    return Recipe(place, lambda s: Balance(), summary="knows the future: for replays only")
+    return Recipe(place, lambda s: Balance())
 
 
 class Oracle(Placement):

@@ -25,14 +25,11 @@ from lowtide.policies.prefetch import Ahead, Gate, PrefetchOutcome, count_follow
 from lowtide.policies.presets import ORACLE, recipe
 from lowtide.policies.receipt import Receipt
 from lowtide.policies.recipe import Recipe, Setting
-from lowtide.policies.tau import auto_tau
+from lowtide.policies.tau import TAUS
 from lowtide.replay.foresight import GATE_ACCURACY, Foresight, GateAccuracies, guesses
 from lowtide.replay.oracle import oracle
 from lowtide.replay.simulated_link import Fetched, SimulatedLink
 from lowtide.replay.trace import RoutedPass, Trace, demand_of
-
-TAUS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
-"""Refresh intervals that are tried, in steps."""
 
 _RESOURCES: tuple[str, ...] = ("device", "host", "link")
 
@@ -110,20 +107,21 @@ def simulate(
     if isinstance(preset, str):
         preset = oracle(all_hits) if preset == ORACLE else recipe(preset)
     run = _Replay(name, preset, setting)
-    foresight = Foresight.of(run.gate, gate_accuracy, predictions)
+    gate = run.policies.prefetch.gate
+    foresight = Foresight.of(gate, gate_accuracy, predictions)
     run.report.foresight = foresight.value
     foreseen: Iterable[IntArray | None] = repeat(None, len(trace.passes))
     if foresight is Foresight.RECORDED:
-        foreseen = predictions[run.gate]
+        foreseen = predictions[gate]
     elif foresight is not Foresight.NONE:
-        accuracy = (gate_accuracy or GATE_ACCURACY)[run.gate]
+        accuracy = (gate_accuracy or GATE_ACCURACY)[gate]
         foreseen = guesses(trace, accuracy, setting.seed)
     passes = zip(trace.passes, trace.iter_routed(), all_hits, foreseen, strict=True)
     for one, routed, pass_hits, predicted in passes:
         for layer in range(trace.shape.num_layers):
             run.layer(layer, routed, one.num_rows, pass_hits[layer], predicted)
         run.end_pass(pass_s, one.num_committed)
-    run.end()
+    count_substitutions(run.report, run.policies)
     return run.report
 
 
@@ -143,22 +141,21 @@ def compare(
     ]
 
 
-def fastest_tau(trace: Trace, preset: str, setting: Setting, max_tau: int = max(TAUS)) -> int:
-    """The tau with the least simulated time, among those of `TAUS` up to `max_tau` that are below a
-    block's mean length and the first beyond, with which a block is refreshed once.
+def fastest_tau(trace: Trace, preset: str, setting: Setting) -> int:
+    """The tau with the least simulated time, among those of `TAUS` that are below a block's mean
+    length and the first beyond, with which a block is refreshed once.
 
     The interval is fixed while one is tried, whatever `setting` says of following the drift.
     """
     hits = trace.hits()
     num_steps = [len(block) for block in trace.blocks(hits)]
     length = max(1, round(float(np.mean(num_steps or [1]))))
-    shorter = [tau for tau in TAUS if tau < length]
-    once = [tau for tau in TAUS if tau >= length][:1]
+    tried = TAUS[: sum(tau < length for tau in TAUS) + 1]
 
     def simulated_s(tau: int) -> float:
         return simulate(trace, preset, setting.having(tau=tau), hits=hits).total_s
 
-    return auto_tau(simulated_s, [tau for tau in shorter + once if tau <= max_tau])
+    return min(tried, key=simulated_s)
 
 
 class Activations(NamedTuple):
@@ -180,22 +177,17 @@ class _Replay:
 
     def __init__(self, name: str, made: Recipe, setting: Setting) -> None:
         self.report = Report(name, expert_bytes=setting.costs.expert_bytes)
-        self._policies = replayable(made.policies(setting))
+        self.policies = replayable(made.policies(setting))
         self._costs = setting.costs
         self._num_layers = setting.num_layers
         self._now_s = 0.0
-        placement = self._policies.placement
+        placement = self.policies.placement
         initial = [placement.initial(layer) for layer in range(setting.num_layers)]
         # What a preset starts with it may keep: `resident` has all, `layer-split` whole layers.
         capacity = [max(c, len(i)) for c, i in zip(setting.capacity, initial, strict=True)]
         self._link = SimulatedLink(capacity, setting.num_experts, setting.costs.fetch_s)
         for layer, experts in enumerate(initial):
             self._link.ready_s[layer, experts] = 0.0
-
-    @property
-    def gate(self) -> Gate:
-        """What the prefetch wants to be told ahead."""
-        return self._policies.prefetch.gate
 
     def layer(
         self,
@@ -219,12 +211,12 @@ class _Replay:
         report.num_activated += len(demand.experts)
         report.num_hits += int(demand.is_resident.sum())
         facts = self._facts(routed, layer, demand, routed_s)
-        run = substituted_facts(facts, self._policies.substitute(facts))
-        decision = self._policies.decide(facts, run)
+        run = substituted_facts(facts, self.policies.substitute(facts))
+        decision = self.policies.decide(facts, run)
         assignment = decision.assignment
         run_demand = demand if run is None else run.demand
         self._now_s = self._run(layer, run_demand, assignment, routed_s)
-        moves = self._policies.moves(facts, decision)
+        moves = self.policies.moves(facts, decision)
         report.num_moves_asked += moves.num_asked
         self._look_ahead(facts, assignment, routed_s, predicted)
         link.carry_out(layer, moves, set(assignment.fetch.tolist()), routed_s)
@@ -243,10 +235,6 @@ class _Replay:
         report.num_moved, report.num_prefetched = self._link.num_moved, self._link.num_prefetched
         report.num_moves_done = self._link.num_moves_done
 
-    def end(self) -> None:
-        """After the last pass."""
-        count_substitutions(self.report, self._policies)
-
     def _facts(self, routed: RoutedPass, layer: int, demand: Demand, now_s: float) -> Facts:
         link = self._link
         arriving_s = link.arriving_s(layer, now_s)
@@ -255,12 +243,12 @@ class _Replay:
             layer,
             demand,
             link.is_kept(layer),
-            self._policies.capacity,
+            self.policies.capacity,
             self._costs,
             arriving_s[demand.experts],
             link.busy_from(now_s),
             can_fetch=self._costs.num_staging > 0,
-            routing=routed.routing(layer) if self._policies.asks_routing else None,
+            routing=routed.routing(layer) if self.policies.asks_routing else None,
             is_here=link.ready_s[layer] <= now_s,
         )
 
@@ -316,7 +304,7 @@ class _Replay:
         self, facts: Facts, assignment: Assignment, routed_s: float, predicted: IntArray | None
     ) -> None:
         """Settles what was prefetched for this layer, and chooses for the next one."""
-        link, prefetch, layer = self._link, self._policies.prefetch, facts.layer
+        link, prefetch, layer = self._link, self.policies.prefetch, facts.layer
         due_s = link.staged_s[layer].copy()
         staged = link.end_layer(layer, self._now_s)
         if len(staged):

@@ -26,7 +26,7 @@ from lowtide.core import (
     WeightArray,
 )
 from lowtide.errors import StorageError, UsageError
-from lowtide.files.array_file import Arrays, Contradiction, Version, load_arrays, save_arrays
+from lowtide.files.array_file import Arrays, Contradiction, load_arrays, save_arrays
 
 TRACE_VERSION = 3
 MAX_TRACE_BYTES = 1 << 32
@@ -180,12 +180,14 @@ class Trace:
         Raises UsageError when the file is not one or contradicts itself, StorageError when it
         cannot be read.
         """
-        version = Version(TRACE_VERSION, "record it again, with lowtide generate --trace")
-        arrays = load_arrays(path, TRACE_DTYPES, MAX_TRACE_BYTES, "trace", version=version)
+        arrays = load_arrays(path, TRACE_DTYPES, MAX_TRACE_BYTES, "trace")
         try:
             return trace_of(arrays)
         except Contradiction as reason:
-            raise UsageError(f"Trace {path} contradicts itself: {reason}.") from None
+            raise UsageError(
+                f"Trace {path} contradicts itself: {reason}; record it again, with lowtide "
+                "generate --trace."
+            ) from None
 
 
 class TraceWriter:

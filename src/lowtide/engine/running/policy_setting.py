@@ -33,7 +33,7 @@ from lowtide.kernels.cpu.reader import PIECE_BYTES
 from lowtide.layers.router import Router, SigmoidRouter
 from lowtide.plan import MemoryPlan
 from lowtide.policies.decision import Policies
-from lowtide.policies.online_tau import ONLINE_TAUS, TauChange
+from lowtide.policies.online_tau import TauChange
 from lowtide.policies.prefetch import Gate
 from lowtide.policies.presets import (
     candidates,
@@ -176,7 +176,7 @@ def _setting(
     )
     if isinstance(options.get("tau"), FollowDrift):
         trace = _beginning(calibration, plan)
-        tau = fastest_tau(trace, plan.policy, setting, max(ONLINE_TAUS))
+        tau = fastest_tau(trace, plan.policy, setting)
         return setting.having(tau=FollowDrift(tau))
     return setting
 
