@@ -253,4 +253,4 @@ def test_waits_end_when_a_fetch_is_stopped(stand_in: StandIn) -> None:
     stand_in.faults.append(Fault("config.json", 99, 503))
     url = HubModel.ask(HubReference("org/name")).url("config.json")
     with pytest.raises(hub_requests.Stopped):
-        hub_requests.read_part(url, 0, 10, stopped)
+        list(hub_requests.file_part(url, 0, 10, stopped))

@@ -53,8 +53,7 @@ def test_text_survives_the_round_trip(tokenizer: Tokenizer, text: str) -> None:
 def test_merges_and_special_tokens(tokenizer: Tokenizer) -> None:
     assert tokenizer.vocab_size == EOS + 9
     assert tokenizer.eos_token_ids == (EOS,)
-    assert tokenizer.mask_token_id == EOS + 3
-    assert tokenizer.pad_token_id == EOS
+    assert tokenizer.token_id("<|mask|>") == EOS + 3
     assert tokenizer.bos_token_id is None
     assert tokenizer.token_id("<|role_end|>") == EOS + 8
     assert tokenizer.token_id("no such token") is None

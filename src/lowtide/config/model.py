@@ -69,12 +69,6 @@ class ModelConfig:
     def __post_init__(self) -> None:
         if self.experts is not None:
             _check_experts(self, self.experts)
-        for token in self.eos_token_ids:
-            if token >= self.vocab_size:
-                raise ConfigError(
-                    f"config.json: eos_token_id {token} is outside the vocabulary of "
-                    f"{self.vocab_size}."
-                )
 
     @property
     def is_diffusion(self) -> bool:

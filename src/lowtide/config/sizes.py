@@ -20,12 +20,11 @@ def parse_size(text: str | int, total: int | None = None) -> int:
     if isinstance(text, int) and not isinstance(text, bool):
         return _checked_bytes(text, text)
     match = _SIZE.fullmatch(text.strip()) if isinstance(text, str) and len(text) <= 64 else None
-    unit = match[2].lower() if match else ""
     if match is None:
         raise UsageError(f"{shown(text)} is not a size; write bytes, 12GiB, 12G, 12GB or 80%.")
+    number, unit = Fraction(match[1]), match[2].lower()
     if not unit:
-        return _checked_bytes(Fraction(match[1]), text)
-    number = Fraction(match[1])
+        return _checked_bytes(number, text)
     if unit != "%":
         return _checked_size(int(number * _UNIT_BYTES[unit]), text)
     if total is None:

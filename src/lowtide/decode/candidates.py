@@ -38,8 +38,7 @@ class RowChoices(NamedTuple):
 
     def part(self, rows: slice | IntArray) -> RowChoices:
         """Those of some of the rows."""
-        best, *others = self
-        return RowChoices(best[rows], *(values[rows] for values in others))
+        return RowChoices._make(values[rows] for values in self)
 
 
 class Candidates(NamedTuple):

@@ -111,12 +111,12 @@ class Intake:
                 f"{self.config.max_positions} positions of this model. Lower max_tokens."
             )
         canvas = align_up(num_prompt + max_tokens, block_length)
-        if canvas > align_up(self.context, block_length) and not max_tokens:
-            raise PlanError(
-                f"A text of {num_prompt} tokens does not fit: the context is {self.context}. "
-                "Shorten it or raise context."
-            )
         if canvas > align_up(self.context, block_length):
+            if not max_tokens:
+                raise PlanError(
+                    f"A text of {num_prompt} tokens does not fit: the context is {self.context}. "
+                    "Shorten it or raise context."
+                )
             raise PlanError(
                 f"{num_prompt} prompt tokens and {max_tokens} new ones need {canvas} tokens; the "
                 f"context is {self.context}. Lower max_tokens or raise context."

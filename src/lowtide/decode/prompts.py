@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from lowtide.errors import UsageError
+from lowtide.model_folder.chat_messages import Message
 
-Message = Mapping[str, Any]
 Messages = Sequence[Message]
 TokenIds = Sequence[int] | npt.NDArray[np.integer[Any]] | Tensor
 Prompt = str | TokenIds | Messages

@@ -212,11 +212,10 @@ def _parse_hub_id(reference: str, folder: Path) -> HubReference:
 def _locate_on_hub(reference: HubReference, *, offline: bool) -> Path | HubModel:
     here, missing = _kept_copy(reference)
     # A commit never changes: if it is here whole, the network has nothing to add.
-    if here is not None and (offline or is_commit(reference.revision)):
+    is_offline = offline or hub_constants().HF_HUB_OFFLINE
+    if here is not None and (is_offline or is_commit(reference.revision)):
         return here
-    if offline or hub_constants().HF_HUB_OFFLINE:
-        if here is not None:
-            return here
+    if is_offline:
         raise HubError(
             f"Offline, and {reference.name} is not whole in the hub's cache {cache_folder()}: "
             f"{listed(missing)} missing. Fetch it with network access: lowtide pull "

@@ -13,7 +13,6 @@ import re
 from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from fnmatch import fnmatch
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -35,16 +34,14 @@ from lowtide.model_folder.checkpoint import (
 from lowtide.model_folder.gguf_file import choose_gguf, gguf_models, is_whole
 from lowtide.model_folder.hub_cache import MAX_INDEX_BYTES, is_commit, snapshot_folder
 from lowtide.model_folder.hub_reference import HubReference
-from lowtide.model_folder.hub_requests import answer_to, asked, failure, read_part
+from lowtide.model_folder.hub_requests import answer_to, asked, failure, file_part
 
 if TYPE_CHECKING:
     from lowtide.model_folder.gguf_header import GgufHeader
     from lowtide.model_folder.gguf_model import GgufModel
 
-SMALL_FILES = ("*.json", "*.jinja")
-"""What is fetched beside weights: configuration and tokenizer. Never code or pickled weights."""
-IGNORED_FILES = ("*/*",)
-"""Folders hold other formats of the same model."""
+_SMALL_ENDS = (".json", ".jinja")
+"""Of what is fetched beside weights: configuration and tokenizer. Never code or pickled weights."""
 NUM_CONNECTIONS = 8
 MAX_CONFIG_BYTES = 16 << 20
 MAX_LISTING_BYTES = 16 << 20  # of tens of thousands of files
@@ -194,7 +191,7 @@ class HubModel:
 
     def _read(self, name: str, start: int, num_bytes: int) -> bytes:
         try:
-            return read_part(self.url(name), start, num_bytes)
+            return b"".join(file_part(self.url(name), start, start + num_bytes))
         except Exception as error:
             raise failure(f"{self.name}: {name}", error) from error
 
@@ -280,13 +277,9 @@ def _sha256(name: str, siblings: Siblings, model: str) -> str | None:
 
 def is_small(name: str) -> bool:
     """Whether this is a file beside the weights that is fetched."""
-    return _is_one_of(name, SMALL_FILES)
+    return _is_fetched(name) and name.endswith(_SMALL_ENDS)
 
 
 def _is_fetched(name: str) -> bool:
-    return is_small(name) or _is_one_of(name, ("*.safetensors",))
-
-
-def _is_one_of(name: str, patterns: tuple[str, ...]) -> bool:
-    is_allowed = any(fnmatch(name, pattern) for pattern in patterns)
-    return is_allowed and not any(fnmatch(name, pattern) for pattern in IGNORED_FILES)
+    """Folders hold other formats of the same model."""
+    return "/" not in name and name.endswith((*_SMALL_ENDS, ".safetensors"))

@@ -61,11 +61,6 @@ def file_part(url: str, start: int, stop: int, stopped: Event = _NEVER) -> Itera
             num_failures += 1
 
 
-def read_part(url: str, start: int, num_bytes: int, stopped: Event = _NEVER) -> bytes:
-    """So many bytes of a file on the hub; raises as `file_part` does."""
-    return b"".join(file_part(url, start, start + num_bytes, stopped))
-
-
 def answer_to(path: str, max_bytes: int) -> bytes:
     """All that the hub answers to a path of its own. Raises NotWhole for more than `max_bytes`, or
     what huggingface-hub raises."""

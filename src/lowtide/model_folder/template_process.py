@@ -160,5 +160,4 @@ TEMPLATES = TemplateProcess()
 """The program's only one: a model's template is run for whole conversations, a few in a second."""
 
 atexit.register(TEMPLATES.close)
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=TEMPLATES.forget)
+os.register_at_fork(after_in_child=TEMPLATES.forget)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import datetime
 import json
 import math
+import resource
 import sys
 from functools import lru_cache
 from typing import Any
@@ -58,10 +59,6 @@ def limit_resources(max_memory_bytes: int | None = None, max_cpu_s: int | None =
 
     Only soft limits, which can be raised again: reading the next request is not the template's.
     """
-    try:
-        import resource
-    except ImportError:  # Windows: the parent's wall-clock limit is what remains
-        return
     used_s = math.ceil(sum(resource.getrusage(resource.RUSAGE_SELF)[:2]))
     for kind, limit in (
         (resource.RLIMIT_AS, max_memory_bytes),

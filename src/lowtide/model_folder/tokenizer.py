@@ -43,7 +43,7 @@ class Tokenizer:
 
     vocab_size: its largest token id plus one (a model's vocabulary may be padded beyond it).
     eos_token_ids: ids that end a text, as far as the tokenizer knows them.
-    mask_token_id, bos_token_id, pad_token_id: None where the folder names none.
+    bos_token_id: None where the folder names none.
     """
 
     @classmethod
@@ -78,10 +78,6 @@ class Tokenizer:
         eos = self._special_id("eos_token")
         self.eos_token_ids = () if eos is None else (eos,)
         self.bos_token_id = self._special_id("bos_token")
-        self.pad_token_id = self._special_id("pad_token")
-        mask = self._special_id("mask_token")
-        # LLaDA2's tokenizer has the token but its configuration does not name it.
-        self.mask_token_id = self.token_id("<|mask|>") if mask is None else mask
 
     @property
     def has_chat_template(self) -> bool:

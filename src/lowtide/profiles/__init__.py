@@ -18,8 +18,14 @@ from typing import Any
 
 from lowtide.core import Costs, Curve, MoEShape
 from lowtide.errors import UsageError
-from lowtide.files.json_file import shown
-from lowtide.profiles.paper_machine import EXPERTS, PaperMachine, parse_paper_machine
+from lowtide.profiles.paper_machine import (
+    EXPERTS,
+    MOST,
+    PaperMachine,
+    checked_number,
+    checked_table,
+    parse_paper_machine,
+)
 
 _MAX_PROFILE_BYTES = 1 << 16
 _LEAST = 1e-6  # of any value: times stay finite
@@ -135,15 +141,15 @@ def parse_profile(text: str, source: str) -> Profile:
     share = value["efficiency"]
     return DataSheet(
         name=name,
-        device=_engine(value["device"], share["device"]),
-        host=_engine(value["host"], share["host"]),
+        device=_processor(value["device"], share["device"]),
+        host=_processor(value["host"], share["host"]),
         link_bytes_per_s=1e9 * value["link"]["bandwidth_GBps"] * share["link"],
         link_latency_s=1e-6 * value["link"]["latency_us"],
         sync_s=1e-6 * value["sync"]["latency_us"],
     )
 
 
-def _engine(value: Mapping[str, float], share: float) -> Processor:
+def _processor(value: Mapping[str, float], share: float) -> Processor:
     return Processor(
         memory_bytes=1e9 * value["memory_GB"],
         bytes_per_s=1e9 * value["bandwidth_GBps"] * share,
@@ -152,15 +158,8 @@ def _engine(value: Mapping[str, float], share: float) -> Processor:
 
 
 def _numbers(section: Any, name: str, source: str) -> dict[str, float]:
-    keys = _SECTIONS[name]
-    if not isinstance(section, dict) or set(section) != set(keys):
-        raise UsageError(f"Profile {source}: section {name} needs exactly {', '.join(keys)}.")
-    for key, value in section.items():
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        limit = 1.0 if name == "efficiency" else 1e9
-        if not is_number or not _LEAST <= value <= limit:
-            raise UsageError(
-                f"Profile {source}: {name}.{key} must be from {_LEAST:g} to {limit:g}, "
-                f"not {shown(value)}."
-            )
-    return {key: float(value) for key, value in section.items()}
+    most = 1.0 if name == "efficiency" else MOST
+    return {
+        key: checked_number(value, f"{name}.{key}", source, _LEAST, most)
+        for key, value in checked_table(section, _SECTIONS[name], name, source).items()
+    }

@@ -6,7 +6,7 @@ that it was fitted to do not count as reproduced.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -18,7 +18,9 @@ from lowtide.files.json_file import shown
 EXPERTS = "expert"
 """The table that says that a profile is of this kind."""
 
-_LIMIT = 1e9
+MOST = 1e9
+"""Of any value."""
+
 _LEAST_MS = 1e-9
 _MOST_POINTS = 64
 _KEYS = {"name", "source", "weight_bytes", "device_memory_GB", "host_memory_GB", EXPERTS, "layer"}
@@ -104,7 +106,7 @@ def parse_paper_machine(table: Mapping[str, Any], source: str) -> PaperMachine:
     for key in ("name", "source"):
         if not isinstance(table[key], str) or not table[key].strip():
             raise UsageError(f"Profile {source}: {key} must be a text that is not empty.")
-    layer = _table(table["layer"], ("dense_ms", "sync_ms"), "layer", source)
+    layer = checked_table(table["layer"], ("dense_ms", "sync_ms"), "layer", source)
     rows = table[EXPERTS]
     if not isinstance(rows, list) or not rows:
         raise UsageError(f"Profile {source}: expert must be one or more tables of curves.")
@@ -114,28 +116,29 @@ def parse_paper_machine(table: Mapping[str, Any], source: str) -> PaperMachine:
     return PaperMachine(
         table["name"],
         table["source"],
-        _number(table["weight_bytes"], "weight_bytes", source),
-        1e9 * _number(table["device_memory_GB"], "device_memory_GB", source),
-        1e9 * _number(table["host_memory_GB"], "host_memory_GB", source),
+        checked_number(table["weight_bytes"], "weight_bytes", source),
+        1e9 * checked_number(table["device_memory_GB"], "device_memory_GB", source),
+        1e9 * checked_number(table["host_memory_GB"], "host_memory_GB", source),
         experts,
         Curve(_points(layer["dense_ms"], "layer.dense_ms", source)),
-        1e-3 * _number(layer["sync_ms"], "layer.sync_ms", source),
+        1e-3 * checked_number(layer["sync_ms"], "layer.sync_ms", source),
     )
 
 
 def _expert(row: Any, source: str) -> ExpertCurves:
-    row = _table(row, ("num_weights", "link_ms", *_CURVES), EXPERTS, source)
+    row = checked_table(row, ("num_weights", "link_ms", *_CURVES), EXPERTS, source)
     num_weights = row["num_weights"]
-    if type(num_weights) is not int or not 1 <= num_weights <= _LIMIT:
+    if type(num_weights) is not int or not 1 <= num_weights <= MOST:
         raise UsageError(
-            f"Profile {source}: num_weights must be a whole number from 1 to {_LIMIT:g}."
+            f"Profile {source}: num_weights must be a whole number from 1 to {MOST:g}."
         )
-    link_s = 1e-3 * _number(row["link_ms"], "expert.link_ms", source)
+    link_s = 1e-3 * checked_number(row["link_ms"], "expert.link_ms", source)
     host_s, device_s = (_points(row[name], f"expert.{name}", source) for name in _CURVES)
     return ExpertCurves(num_weights, link_s, host_s, device_s)
 
 
-def _table(value: Any, keys: tuple[str, ...], name: str, source: str) -> dict[str, Any]:
+def checked_table(value: Any, keys: Sequence[str], name: str, source: str) -> dict[str, Any]:
+    """A table of a profile that has exactly these keys. Raises UsageError."""
     if not isinstance(value, dict):
         raise UsageError(f"Profile {source}: {name} must be a table of {', '.join(keys)}.")
     missing = [key for key in keys if key not in value]
@@ -156,7 +159,10 @@ def _points(value: Any, name: str, source: str) -> Points:
             f"Profile {source}: {name} must be 1 to {_MOST_POINTS} pairs of tokens and "
             "milliseconds."
         )
-    points = [(_number(n, name, source), 1e-3 * _number(ms, name, source)) for n, ms in value]
+    points = [
+        (checked_number(n, name, source), 1e-3 * checked_number(ms, name, source))
+        for n, ms in value
+    ]
     is_curve = all(a[0] < b[0] and a[1] <= b[1] for a, b in pairwise(points))
     if points[0][0] < 1 or not is_curve:
         raise UsageError(
@@ -166,12 +172,14 @@ def _points(value: Any, name: str, source: str) -> Points:
     return tuple(points)
 
 
-def _number(value: Any, name: str, source: str) -> float:
+def checked_number(
+    value: Any, name: str, source: str, least: float = _LEAST_MS, most: float = MOST
+) -> float:
+    """A number of a profile. Raises UsageError for one that is not from `least` to `most`."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not _LEAST_MS <= value <= _LIMIT:
+    if not is_number or not least <= value <= most:
         raise UsageError(
-            f"Profile {source}: {name} must be from {_LEAST_MS:g} to {_LIMIT:g}, not "
-            f"{shown(value)}."
+            f"Profile {source}: {name} must be from {least:g} to {most:g}, not {shown(value)}."
         )
     return float(value)
 
