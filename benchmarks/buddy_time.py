@@ -33,6 +33,7 @@ from lowtide.core import (
     StepKind,
 )
 from lowtide.kernels.cpu.buddies import CompiledBuddies
+from lowtide.kernels.cpu.library import load_kernels
 from lowtide.policies.buddy_profile import BuddyProfile
 from lowtide.policies.decision import Policies
 from lowtide.policies.presets import make_policies, parse_options
@@ -66,7 +67,7 @@ def main() -> None:
     options = _options()
     named = ("rows", "means", "passes")
     recorder = Recorder("buddy time", {name: getattr(options, name) for name in named}, options.out)
-    profile, twins = _profile(), CompiledBuddies.load()
+    profile, twins = _profile(), CompiledBuddies(load_kernels())
     for (lane, chosen), (tier, has_device), num_rows in itertools.product(
         LANES.items(), TIERS.items(), options.rows
     ):

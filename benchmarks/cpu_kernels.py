@@ -31,6 +31,7 @@ from common.record import Recorder, say
 
 from lowtide.formats import formats, fp8, ggml, grouped_ints
 from lowtide.formats.arranged import Sectioned
+from lowtide.formats.plain import plain_format
 from lowtide.kernels.choice import choose_kernels, choose_pack
 from lowtide.kernels.cpu.library import load_library
 from lowtide.kernels.cpu.weight_calls import CompiledExperts
@@ -119,7 +120,8 @@ class CompiledRing:
 
 def _bfloat16(shape: Shape) -> _Made:
     weights = torch.randn(shape.num_weights).bfloat16() * 0.02
-    return weights.view(torch.uint8), choose_kernels("auto", torch.bfloat16).several_experts
+    kernels = choose_kernels("auto", torch.bfloat16)
+    return weights.view(torch.uint8), kernels.several_experts(3 * [plain_format(torch.bfloat16)])
 
 
 def _quantised(num_bits: int, rounds_rows: bool, shape: Shape) -> _Made:
@@ -132,7 +134,7 @@ def _quantised(num_bits: int, rounds_rows: bool, shape: Shape) -> _Made:
         choose_pack("auto")(rows, weights.view(np.uint8), "F32", part, None)
         parts.append(torch.from_numpy(part))
     kernels = choose_kernels("auto", torch.bfloat16, rounds_rows=rounds_rows)
-    return torch.cat(parts), kernels.several_stored([rows] * 3)
+    return torch.cat(parts), kernels.several_experts([rows] * 3)
 
 
 def _packed(name: str, rounds_rows: bool, shape: Shape) -> _Made:
@@ -141,7 +143,7 @@ def _packed(name: str, rounds_rows: bool, shape: Shape) -> _Made:
     # Of bytes below 64, because every scale that they make is a number.
     content = torch.randint(64, (stored.num_bytes(shape.num_weights),), dtype=torch.uint8)
     kernels = choose_kernels("auto", torch.bfloat16, rounds_rows=rounds_rows)
-    return content, kernels.several_stored([stored] * 3)
+    return content, kernels.several_experts([stored] * 3)
 
 
 def _sectioned(stored: Sectioned, shape: Shape) -> _Made:
@@ -153,7 +155,7 @@ def _sectioned(stored: Sectioned, shape: Shape) -> _Made:
         stored.views(part.numpy(), rows)[1][:] = 0x3C
         parts.append(part)
     kernels = choose_kernels("auto", torch.bfloat16)
-    return torch.cat(parts), kernels.several_stored([stored] * 3)
+    return torch.cat(parts), kernels.several_experts([stored] * 3)
 
 
 class TorchExperts:

@@ -23,6 +23,7 @@ from lowtide.buddies import BuddyTwins, LayerRules, Masses, Waits
 from lowtide.core import Costs, Curve, Demand, Facts, PassRows, RoutedTokens, Step, StepKind
 from lowtide.errors import InternalError
 from lowtide.kernels.cpu.buddies import CompiledBuddies
+from lowtide.kernels.cpu.library import load_kernels
 from lowtide.policies.buddy_profile import token_entropy
 
 NUM_RANDOM = 10_000  # tokens
@@ -30,7 +31,7 @@ NUM_RANDOM = 10_000  # tokens
 
 @pytest.fixture(scope="module")
 def compiled() -> CompiledBuddies:
-    return CompiledBuddies.load()
+    return CompiledBuddies(load_kernels())
 
 
 def check_algorithm_1(compiled: CompiledBuddies, rules: LayerRules, facts: Facts) -> int:

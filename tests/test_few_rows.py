@@ -31,7 +31,7 @@ from lowtide.kernels.compiled import CompiledKernels
 from lowtide.kernels.layer_parts import Status
 from lowtide.lab.synth import synth
 from lowtide.layers.batch import Batch, Segment
-from lowtide.layers.few_rows import FewRowsLayer, FewRowsLayers, FewRowsPass
+from lowtide.layers.few_rows import ShortPass, WholeLayer, WholeModel
 from lowtide.llm import plan_model
 
 AT_ONCE = ("qwen3_moe", "qwen2_moe", "mixtral", "olmoe", "bailing_moe_v2")
@@ -124,7 +124,7 @@ def test_the_bits_of_one_by_one(folders: dict[str, Path], family: str) -> None:
     sequence, of several, and of one that feeds two rows."""
     found = []
     with opened(folders[family]) as engine:
-        has_calls = [block.few_rows is not None for block in engine.model._blocks]
+        has_calls = [block.whole is not None for block in engine.model._blocks]
         assert all(has_calls) if family != "gpt_oss" else not any(has_calls)
         for shape in ((1, 1), (3, 1), (2, 2)):
             with one_by_one():
@@ -193,18 +193,18 @@ def test_all_layers_are_one_call_where_no_policy_is_asked(
     bits, and counts the same experts."""
     with opened(folders["qwen2_moe"]) as engine:
         expected, before = decoded(engine, 2), engine.as_dict()["num_hits"]
-        kept = engine.model._few_rows._kept
-        forward, asked = FewRowsLayer.forward, []
+        kept = engine.model._short_pass
+        forward, asked = WholeLayer.forward, []
 
-        def noting(layer: FewRowsLayer, few: FewRowsPass, batch: Batch) -> None:
+        def noting(layer: WholeLayer, few: ShortPass, batch: Batch) -> None:
             asked.append(few)
             forward(layer, few, batch)
 
-        monkeypatch.setattr(FewRowsLayer, "forward", noting)
+        monkeypatch.setattr(WholeLayer, "forward", noting)
         assert are_equal(decoded(engine, 2), expected)
-        assert not asked and engine.model._few_rows._kept is kept
+        assert not asked and engine.model._short_pass is kept
         num_hits = engine.as_dict()["num_hits"] - before
-        monkeypatch.setattr(FewRowsLayers, "run", lambda self, few: False)
+        monkeypatch.setattr(WholeModel, "run", lambda self, short: False)
         assert are_equal(decoded(engine, 2), expected)
         assert asked
         assert engine.as_dict()["num_hits"] - before == 2 * num_hits
@@ -300,13 +300,13 @@ def test_absent_experts_in_fp8_are_read_in_the_call_over_all_layers(
     folder, _ = write_rounded(folders["qwen3_moe"], tmp_path, "fp8")
     with opened(folder) as engine, one_by_one():
         expected = decoded(engine, 3)
-    run, were_run = FewRowsLayers.run, []
+    run, were_run = WholeModel.run, []
 
-    def noting(layers: FewRowsLayers, few: FewRowsPass) -> bool:
+    def noting(layers: WholeModel, few: ShortPass) -> bool:
         were_run.append(run(layers, few))
         return were_run[-1]
 
-    monkeypatch.setattr(FewRowsLayers, "run", noting)
+    monkeypatch.setattr(WholeModel, "run", noting)
     with opened(folder, 0.3, policy="lru") as engine:
         assert are_equal(decoded(engine, 3), expected)
         assert engine.as_dict()["num_misses"] > 0

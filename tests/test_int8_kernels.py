@@ -29,6 +29,7 @@ from lowtide.formats import MatrixFormat, StoredMatrix
 from lowtide.kernels.choice import choose_kernels
 from lowtide.kernels.compiled import CompiledKernels
 from lowtide.kernels.cpu.few_rows import FewRows
+from lowtide.kernels.cpu.library import load_kernels
 from lowtide.kernels.cpu.packed import INT8_VARIANTS, PLAIN, PackedOperators
 from lowtide.kernels.operands import ExpertWeights
 from lowtide.kernels.reference import Kernels
@@ -42,14 +43,15 @@ all_formats = pytest.mark.parametrize("stored", BLOCKS, ids=name_of)
 def variants() -> list[PackedOperators]:
     """All that this CPU can run, from the plain one to the best."""
     try:
-        best = PackedOperators.load(rounds_rows=True)
+        best = PackedOperators(load_kernels(), rounds_rows=True)
     except UnsupportedError as error:
         pytest.skip(f"nothing can be compiled here: {error}")
-    return [PackedOperators.load(number, rounds_rows=True) for number in range(best.num_variants)]
+    numbers = range(best.num_variants)
+    return [PackedOperators(load_kernels(), number, rounds_rows=True) for number in numbers]
 
 
 def kernels_of(operators: PackedOperators) -> CompiledKernels:
-    return CompiledKernels(FewRows.load(), PackedOperators.load(), operators)
+    return CompiledKernels(FewRows(load_kernels()), PackedOperators(load_kernels()), operators)
 
 
 def by_twin(x: Tensor, matrix: StoredMatrix, bias: Tensor | None = None) -> Tensor:
@@ -214,5 +216,5 @@ def test_rows_are_not_rounded_for_what_is_bfloat16(variants: list[PackedOperator
     out = torch.empty(3, 40, dtype=torch.bfloat16)
     kernels_of(variants[0]).multiply_by(x, matrix, out)
     wanted = torch.empty_like(out)
-    FewRows.load().multiply(x, matrix.t(), None, wanted)
+    FewRows(load_kernels()).multiply(x, matrix.t(), None, wanted)
     assert torch.equal(out, wanted)

@@ -16,11 +16,12 @@ from test_gguf_models import MIXED, SMALL, choosing, write
 from whole import rows_asked
 
 from lowtide.engine.running.engine import Engine
+from lowtide.formats.plain import plain_format
 from lowtide.kernels import choice
 from lowtide.kernels.cpu.packed import MAX_FEW_ROWS
 from lowtide.kernels.layer_parts import LayerParts
 from lowtide.lab.synth import synth
-from lowtide.layers.few_rows import FewRowsLayer
+from lowtide.layers.few_rows import WholeLayer
 
 FORMATS: Mapping[str, Mapping[str, str]] = {
     "q8": {"format": "q8"},
@@ -77,7 +78,7 @@ def check(path: Path, shapes: Sequence[tuple[int, int]], **options: object) -> N
     """Where everything is resident, and where policies are asked: some sequences and rows of the
     first of them."""
     with opened(path, **options) as engine:
-        assert all(isinstance(each, FewRowsLayer) for each in layers_of(engine))
+        assert all(isinstance(each, WholeLayer) for each in layers_of(engine))
         with one_by_one():
             expected = [decoded(engine, *shape) for shape in shapes]
         for shape, each in zip(shapes, expected, strict=True):
@@ -88,8 +89,8 @@ def check(path: Path, shapes: Sequence[tuple[int, int]], **options: object) -> N
         assert engine.as_dict()["num_misses"] > 0
 
 
-def layers_of(engine: Engine) -> list[FewRowsLayer | None]:
-    return [block.few_rows for block in engine.model._blocks]
+def layers_of(engine: Engine) -> list[WholeLayer | None]:
+    return [block.whole for block in engine.model._blocks]
 
 
 @pytest.mark.parametrize(
@@ -115,8 +116,8 @@ def test_the_bits_of_rounded_rows_one_by_one_from_a_file(
 def test_any_number_of_rows(folders: dict[str, Path], files: dict[str, Path], name: str) -> None:
     """Up to what each part takes, and beyond: a dense part in bfloat16 may take more rows than
     experts of few bits, and rows that are rounded have no limit of their own."""
-    kernels = choice.choose_kernels("auto", torch.bfloat16)
-    most = kernels.several_experts.max_rows
+    plain = 3 * [plain_format(torch.bfloat16)]
+    most = choice.choose_kernels("auto", torch.bfloat16).several_experts(plain).max_rows
     path = files["qwen2_moe"] if name.startswith("file") else folders["qwen2_moe"]
     counts = {*range(1, 9), MAX_FEW_ROWS - 1, MAX_FEW_ROWS, MAX_FEW_ROWS + 1, most, most + 1}
     with opened(path, context=1024, **FORMATS.get(name, {})) as engine:

@@ -60,7 +60,7 @@ some_formats = pytest.mark.parametrize(
 @pytest.fixture(scope="module")
 def best() -> PackedOperators:
     try:
-        return PackedOperators.load()
+        return PackedOperators(load_kernels())
     except UnsupportedError as error:
         pytest.skip(f"nothing can be compiled here: {error}")
 
@@ -69,7 +69,7 @@ def best() -> PackedOperators:
 def operators(request: pytest.FixtureRequest, best: PackedOperators) -> PackedOperators:
     if request.param >= best.num_variants:
         pytest.skip("this processor has no such instructions")
-    return PackedOperators.load(request.param)
+    return PackedOperators(load_kernels(), request.param)
 
 
 def kernels_of(operators: PackedOperators) -> CompiledKernels:

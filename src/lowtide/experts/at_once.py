@@ -48,7 +48,8 @@ class ExpertsAtOnce:
     def of(cls, slots: ExpertSlots, kernels: Kernels, num_threads: int) -> ExpertsAtOnce | None:
         """None where `kernels` have no call for the experts in `slots`."""
         layouts = slots.layout.layers
-        of_layout = {layout: _several(layout, kernels) for layout in {*layouts}}
+        # Biases are in the compute dtype.
+        of_layout = {each: kernels.several_experts(each.formats[:3]) for each in {*layouts}}
         layers = [of_layout[layout] for layout in layouts]
         taken = [each for each in layers if each is not None]
         return cls(taken, slots, num_threads) if len(taken) == len(layouts) else None
@@ -86,12 +87,6 @@ class ExpertsAtOnce:
         kernels, places = self._layers[call.layer]
         k = call.routing.experts.shape[1]
         return kernels.layer_call(call.x, k, places, *pairs, call.out, self._num_threads)
-
-
-def _several(layout: ExpertLayout, kernels: Kernels) -> CompiledExperts | None:
-    if layout.is_plain:
-        return kernels.several_experts
-    return kernels.several_stored(layout.formats[:3])  # biases are in the compute dtype
 
 
 def _places(layout: ExpertLayout, slots: ExpertSlots) -> SlotPlaces:

@@ -74,7 +74,7 @@ def why_no_triton(device: torch.device) -> str | None:
 def compiled_buddies() -> CompiledBuddies | None:
     """What substitutes; None where nothing can be compiled, with one notice in the log."""
     try:
-        return CompiledBuddies.load()
+        return CompiledBuddies(load_kernels())
     except (StorageError, UnsupportedError) as error:
         _log.warning("%s Substitution will take longer: it is decided in Python.", error)
         return None
@@ -90,9 +90,9 @@ def _triton() -> Kernels:
 def _compiled(rounds_rows: bool) -> Kernels | None:
     """None where nothing can be compiled, with one notice in the log."""
     try:
-        few_rows, packed = FewRows.load(), PackedOperators.load()
-        rounding = PackedOperators.load(rounds_rows=True) if rounds_rows else None
-        return CompiledKernels(few_rows, packed, rounding)
+        built = load_kernels()
+        rounding = PackedOperators(built, rounds_rows=True) if rounds_rows else None
+        return CompiledKernels(FewRows(built), PackedOperators(built), rounding)
     except (StorageError, UnsupportedError) as error:
         _log.warning("%s Single tokens will take longer: torch's products are used.", error)
         return None

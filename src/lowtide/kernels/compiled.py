@@ -49,7 +49,7 @@ class CompiledKernels(Kernels):
         """rounding: of rows that are rounded to int8, or none are."""
         super().__init__(rounding is not None, compiled_name(few_rows.variant))
         self._few_rows, self._packed, self._rounding = few_rows, packed, rounding
-        self.several_experts, self.library = few_rows.experts, few_rows.library
+        self.library = few_rows.library
 
     def multiply(
         self, x: Tensor, weight_t: Tensor, bias: Tensor | None, out: Tensor, num_threads: int = 1
@@ -74,7 +74,7 @@ class CompiledKernels(Kernels):
         else:
             super().unpack(matrix, out)
 
-    def several_stored(self, formats: Sequence[MatrixFormat]) -> CompiledExperts | None:
+    def several_experts(self, formats: Sequence[MatrixFormat]) -> CompiledExperts | None:
         found = [type_number(each) for each in formats]
         types = [each for each in found if each is not None]
         return self._experts(types) if len(types) == len(found) else None
@@ -163,8 +163,7 @@ class CompiledKernels(Kernels):
         return super().choose_experts(logits, bias, choice)
 
     def attends_rows(self, query: Tensor) -> bool:
-        is_taken = query.dtype is torch.bfloat16 and query.is_cpu
-        return is_taken and query.shape[2] <= MAX_HEAD_DIM
+        return is_on_host(query) and query.shape[2] <= MAX_HEAD_DIM
 
     def attend_row(
         self,

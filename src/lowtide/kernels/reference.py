@@ -46,7 +46,6 @@ class Kernels:
     """
 
     name = "torch"
-    several_experts: CompiledExperts | None = None
     library: ctypes.CDLL | None = None  # of compiled layers, where there are such
 
     def __init__(self, rounds_rows: bool = False, name: str = name) -> None:
@@ -109,8 +108,9 @@ class Kernels:
         """Whether `multiply_by` divides a product with these rows among threads of its own."""
         return False
 
-    def several_stored(self, formats: Sequence[MatrixFormat]) -> CompiledExperts | None:
-        """As `several_experts`, of experts whose gate, up and down are in these formats."""
+    def several_experts(self, formats: Sequence[MatrixFormat]) -> CompiledExperts | None:
+        """What computes several experts of few rows in one call, whose gate, up and down are in
+        these formats; None where nothing does."""
         return None
 
     def gated_mlp(
@@ -232,7 +232,8 @@ class Kernels:
 
     def silu_times(self, gate: Tensor, up: Tensor, num_threads: int = 1) -> None:
         """`gate = silu(gate) * up`, in place, rounded after each of the two. Both contiguous."""
-        silu_times(gate, up)
+        F.silu(gate, inplace=True)
+        gate.mul_(up)
 
     def weigh_rows(self, x: Tensor, gates: Tensor) -> None:
         """`x *= sigmoid(gates)`, in place, rounded after each of the two; `gates` are used up.
@@ -332,12 +333,6 @@ class Kernels:
 
 
 REFERENCE = Kernels()
-
-
-def silu_times(gate: Tensor, up: Tensor) -> None:
-    """`gate = silu(gate) * up`, in place, rounded after each of the two."""
-    F.silu(gate, inplace=True)
-    gate.mul_(up)
 
 
 def clamped_swiglu(gate: Tensor, up: Tensor) -> None:

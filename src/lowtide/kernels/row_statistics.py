@@ -89,11 +89,7 @@ class RowStatistics(NamedTuple):
 
     def part(self, rows: slice) -> RowStatistics:
         """Those of some of the rows."""
-        second = None if self.second is None else self.second[rows]
-        entropy = None if self.entropy is None else self.entropy[rows]
-        return RowStatistics(
-            self.best[rows], self.greatest[rows], self.probability[rows], second, entropy
-        )
+        return RowStatistics._make(None if each is None else each[rows] for each in self)
 
 
 class Partials(NamedTuple):
@@ -122,9 +118,7 @@ class Partials(NamedTuple):
 
     def part(self, rows: slice) -> Partials:
         """Those of some of the rows."""
-        second = None if self.second is None else self.second[rows]
-        moment = None if self.moment is None else self.moment[rows]
-        return Partials(self.best[rows], self.greatest[rows], self.rest[rows], second, moment)
+        return Partials._make(None if each is None else each[rows] for each in self)
 
     def join(self, out: RowStatistics) -> None:
         """The first rows' statistics, in float64 and in the tiles' order.

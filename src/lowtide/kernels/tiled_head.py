@@ -155,17 +155,14 @@ class _Scratch(NamedTuple):
         def taken(name: str, dtype: torch.dtype = torch.float32) -> Tensor:
             return workspace.take(name, (num_works, size), dtype)
 
-        logits = taken("logits tiles")
-        other = taken("logits tiles to guide away from") if is_guided else None
-        terms = taken("entropy tiles") if has_terms else None
-        product = None if dtype == torch.float32 else taken("logits tiles' product", dtype)
+        of_all = cls(
+            taken("logits tiles"),
+            taken("logits tiles to guide away from") if is_guided else None,
+            taken("entropy tiles") if has_terms else None,
+            None if dtype == torch.float32 else taken("logits tiles' product", dtype),
+        )
         return [
-            cls(
-                logits[work],
-                None if other is None else other[work],
-                None if terms is None else terms[work],
-                None if product is None else product[work],
-            )
+            cls._make(None if each is None else each[work] for each in of_all)
             for work in range(num_works)
         ]
 

@@ -70,28 +70,8 @@ class Drawn(NamedTuple):
     buffers: dict[str, Tensor]  # by the names of `Scratch`
 
 
-class FewRowsPasses:
-    """Passes one after the other. What they compute in stays drawn as long as the workspace hands
-    out the same memory for their rows, which it does unless its plan or their number changes."""
-
-    def __init__(self, kv_cache: KVCache, compute: Compute) -> None:
-        self._kv_cache = kv_cache
-        self._compute = compute
-        self._kept: FewRowsPass | None = None
-
-    def begin(self, x: Tensor, batch: Batch, rotations: Rotations) -> FewRowsPass | None:
-        """The pass of x [rows, hidden]; None where the kernels do not take the rows."""
-        if not self._compute.kernels.takes_rows(x):
-            return None
-        few = self._kept
-        if few is None or few.x is not x:
-            few = self._kept = FewRowsPass(x, self._compute)
-        few.begin(batch, rotations, self._kv_cache)
-        return few
-
-
-class FewRowsPass:
-    """What the layers of one pass share."""
+class ShortPass:
+    """What the layers of one pass share, and what they compute in."""
 
     def __init__(self, x: Tensor, compute: Compute) -> None:
         """x [rows, hidden], which the kernels take; `begin` follows."""
@@ -181,11 +161,11 @@ class FewRowsPass:
         return self.workspace.take(name, (self.num_rows, *shape), dtype or self.x.dtype)
 
 
-class FewRowsLayer:
+class WholeLayer:
     """One layer of such passes. Does not know how its parts compute."""
 
-    def __init__(self, whole: CompiledLayer, parts: LayerParts, moe: MoELayer | None) -> None:
-        self.whole = whole
+    def __init__(self, compiled: CompiledLayer, parts: LayerParts, moe: MoELayer | None) -> None:
+        self.compiled = compiled
         self.has_attention = parts.attention is not None
         self.has_experts = moe is not None
         self._widths = Widths.of(parts)
@@ -199,7 +179,7 @@ class FewRowsLayer:
         moe: MoELayer | None,
         dense: GatedMLP | None,
         compute: Compute,
-    ) -> FewRowsLayer | None:
+    ) -> WholeLayer | None:
         """None where the kernels have no such call, or experts are chosen by more than logits."""
         if moe is None:
             router, experts, shared = None, None, None if dense is None else dense.parts()
@@ -209,77 +189,77 @@ class FewRowsLayer:
             if router is None:
                 return None
         parts = LayerParts(attention, mlp_norm.weight, router, shared, experts, mlp_norm.eps)
-        whole = compute.kernels.whole_layer(parts)
-        return None if whole is None else cls(whole, parts, moe)
+        compiled = compute.kernels.whole_layer(parts)
+        return None if compiled is None else cls(compiled, parts, moe)
 
-    def takes(self, few: FewRowsPass) -> bool:
+    def takes(self, short: ShortPass) -> bool:
         """Whether `forward` can be asked: some formats' products take fewer rows than others'."""
-        return few.num_rows <= self.whole.max_rows
+        return short.num_rows <= self.compiled.max_rows
 
-    def attends(self, few: FewRowsPass) -> bool:
+    def attends(self, short: ShortPass) -> bool:
         """Whether `forward` runs the attention, too."""
-        return self.has_attention and few.attends
+        return self.has_attention and short.attends
 
-    def bound(self, few: FewRowsPass) -> CompiledPass:
-        """What `whole` is told of the pass."""
-        return few.drawn(self._widths, self.whole).bound
+    def bound(self, short: ShortPass) -> CompiledPass:
+        """What `compiled` is told of the pass."""
+        return short.drawn(self._widths, self.compiled).bound
 
-    def forward(self, few: FewRowsPass, batch: Batch) -> None:
+    def forward(self, short: ShortPass, batch: Batch) -> None:
         """The whole layer, or what comes after its attention."""
-        attends, residents = self.attends(few), None
-        if self._moe is not None and few.num_rows <= self.whole.max_expert_rows:
+        attends, residents = self.attends(short), None
+        if self._moe is not None and short.num_rows <= self.compiled.max_expert_rows:
             residents = self._moe.experts.residents()
         if self._moe is None or residents is not None:
-            self._bound_alone(few).run(attends, residents)
+            self._bound_alone(short).run(attends, residents)
         else:
-            self._run_in_parts(self._moe, few, batch, attends)
+            self._run_in_parts(self._moe, short, batch, attends)
 
-    def _bound_alone(self, few: FewRowsPass) -> CompiledLayers:
-        if self not in few.layers:
-            few.layers[self] = CompiledLayers([self.whole], [self.bound(few)])
-        return few.layers[self]
+    def _bound_alone(self, short: ShortPass) -> CompiledLayers:
+        if self not in short.layers:
+            short.layers[self] = CompiledLayers([self.compiled], [self.bound(short)])
+        return short.layers[self]
 
-    def _run_in_parts(self, moe: MoELayer, few: FewRowsPass, batch: Batch, attends: bool) -> None:
+    def _run_in_parts(self, moe: MoELayer, short: ShortPass, batch: Batch, attends: bool) -> None:
         """Up to the router, the experts by the runtime, and the rest."""
-        drawn, workspace = few.drawn(self._widths, self.whole), few.workspace
-        routing = _routing(few.num_rows, self._widths.num_chosen)
-        self.whole.run_to_router(drawn.bound, attends, *routing)
+        drawn, workspace = short.drawn(self._widths, self.compiled), short.workspace
+        routing = _routing(short.num_rows, self._widths.num_chosen)
+        self.compiled.run_to_router(drawn.bound, attends, *routing)
         before = workspace.mark()
         workspace.reset(drawn.at_experts)
         x, routed = drawn.buffers["mlp_input"], drawn.buffers["routed"]
         moe.run_experts(x, routing, batch.step, routed)
-        self.whole.run_from_experts(drawn.bound)
+        self.compiled.run_from_experts(drawn.bound)
         workspace.reset(before)
 
 
-class FewRowsLayers:
+class WholeModel:
     """All layers of a model in one call."""
 
-    def __init__(self, layers: Sequence[FewRowsLayer], experts: Experts) -> None:
+    def __init__(self, layers: Sequence[WholeLayer], experts: Experts) -> None:
         """layers: each with its attention."""
         self._layers = layers
         self._experts = experts
         self._has_experts = any(layer.has_experts for layer in layers)
         # `max_expert_rows` is `max_rows` of a layer that has none.
-        self._max_rows = min(layer.whole.max_expert_rows for layer in layers)
+        self._max_rows = min(layer.compiled.max_expert_rows for layer in layers)
 
     @classmethod
-    def of(cls, layers: Sequence[FewRowsLayer | None], experts: Experts) -> FewRowsLayers | None:
+    def of(cls, layers: Sequence[WholeLayer | None], experts: Experts) -> WholeModel | None:
         """None where one of them is nothing, or without its attention."""
         found = [layer for layer in layers if layer is not None and layer.has_attention]
         return cls(found, experts) if len(found) == len(layers) > 0 else None
 
-    def run(self, few: FewRowsPass) -> bool:
-        """Runs all of them; False where that takes a call for each: `FewRowsLayer.forward`."""
-        if not few.attends or few.num_rows > self._max_rows:
+    def run(self, short: ShortPass) -> bool:
+        """Runs all of them; False where that takes a call for each: `WholeLayer.forward`."""
+        if not short.attends or short.num_rows > self._max_rows:
             return False
         residents = self._experts.residents() if self._has_experts else None
         if self._has_experts and residents is None:
             return False
-        if self not in few.layers:
-            bounds = [layer.bound(few) for layer in self._layers]
-            few.layers[self] = CompiledLayers([each.whole for each in self._layers], bounds)
-        few.layers[self].run(True, residents)
+        if self not in short.layers:
+            bounds = [layer.bound(short) for layer in self._layers]
+            short.layers[self] = CompiledLayers([each.compiled for each in self._layers], bounds)
+        short.layers[self].run(True, residents)
         return True
 
 

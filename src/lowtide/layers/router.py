@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Self
@@ -30,7 +30,15 @@ class Router:
 
     def route(self, x: Tensor, segments: Sequence[Segment]) -> Routing:
         """For x [rows, hidden] in the compute dtype. Never depends on placement."""
-        return _route_in_tiles(self._choose, x, self.compute.workspace)
+        if x.shape[0] <= TILE_ROWS:
+            return self._choose(x)
+        found, workspace = [], self.compute.workspace
+        for tile in tiles(x.shape[0], TILE_ROWS):
+            with workspace.scope():
+                found.append(self._choose(x[tile]))
+        experts, weights = (torch.cat(parts) for parts in zip(*found, strict=True))
+        workspace.library("routing", 2 * (experts.nbytes + weights.nbytes))  # parts are alive, too
+        return Routing(experts, weights)
 
     def parts(self) -> RouterParts | None:
         """For kernels that run whole layers; None where more than `RouterParts` decides."""
@@ -213,16 +221,3 @@ class TopSoftmaxRouter(Router):
         logits = torch.addmm(self.bias, x, self.weight.t())
         experts = self.compute.kernels.top_experts(logits, self.num_experts_per_token)
         return Routing(experts, logits.gather(1, experts).softmax(-1).float())
-
-
-def _route_in_tiles(choose: Callable[[Tensor], Routing], x: Tensor, workspace: Buffers) -> Routing:
-    """What `choose` says of all rows of x, a tile of them at a time."""
-    if x.shape[0] <= TILE_ROWS:
-        return choose(x)
-    found = []
-    for tile in tiles(x.shape[0], TILE_ROWS):
-        with workspace.scope():
-            found.append(choose(x[tile]))
-    experts, weights = (torch.cat(parts) for parts in zip(*found, strict=True))
-    workspace.library("routing", 2 * (experts.nbytes + weights.nbytes))  # the parts are alive, too
-    return Routing(experts, weights)

@@ -24,7 +24,7 @@ from lowtide.kernels.layer_parts import AttentionParts
 from lowtide.kernels.operands import HeadNorms, Matrix
 from lowtide.kernels.row_statistics import Form, Guidance, RowStatistics, Wanted
 from lowtide.layers.batch import Batch
-from lowtide.layers.few_rows import FewRowsLayer, FewRowsLayers, FewRowsPass, FewRowsPasses
+from lowtide.layers.few_rows import ShortPass, WholeLayer, WholeModel
 from lowtide.layers.head import LogitsHead
 from lowtide.layers.linear import GatedMLP, Linear
 from lowtide.layers.moe import Experts, MoELayer
@@ -87,9 +87,8 @@ class Decoder:
         )
         self.routers: list[Router] = []  # of the layers that have experts
         self._blocks = [self._block(layer) for layer in range(config.num_layers)]
-        self._few_rows = FewRowsPasses(kv_cache, compute)
-        few_rows = [block.few_rows for block in self._blocks]
-        self._whole_pass = FewRowsLayers.of(few_rows, experts)
+        self._short_pass: ShortPass | None = None  # the last
+        self._whole_model = WholeModel.of([block.whole for block in self._blocks], experts)
 
     @property
     def device(self) -> torch.device:
@@ -99,7 +98,7 @@ class Decoder:
     @property
     def runs_at_once(self) -> bool:
         """Whether a pass of a row from each sequence is one compiled call over all layers."""
-        return self._whole_pass is not None
+        return self._whole_model is not None
 
     def tensor(self, name: str) -> Tensor:
         """A weight that has no other format than its type's."""
@@ -188,11 +187,11 @@ class Decoder:
         token_ids, positions = self.compute.to_device(batch.token_ids, batch.positions)
         self.compute.kernels.select_rows(self._embedding, token_ids, x)
         rotations = Rotations(self._rotary, positions, self.rotation_dtype or dtype, workspace)
-        few = self._few_rows.begin(x, batch, rotations)
+        short = self._begin_short_pass(x, batch, rotations)
         self._experts.begin_pass(batch.step)
-        if few is None or self._whole_pass is None or not self._whole_pass.run(few):
+        if short is None or self._whole_model is None or not self._whole_model.run(short):
             for block in self._blocks:
-                block.forward(x, batch, rotations, few)
+                block.forward(x, batch, rotations, short)
         self._experts.end_pass()
         workspace.reset(self._hidden_end)
         if batch.step.kind is StepKind.PREFILL:
@@ -245,6 +244,17 @@ class Decoder:
         self.compute.workspace.reset(self._hidden_end)
         return self._head.statistics(hidden, rows, wanted, guidance, form)
 
+    def _begin_short_pass(self, x: Tensor, batch: Batch, rotations: Rotations) -> ShortPass | None:
+        """The pass of x [rows, hidden]; None where the kernels do not take the rows. It stays as
+        long as the workspace hands out the same memory for the rows, which it does unless its plan
+        or their number changes."""
+        if not self.compute.kernels.takes_rows(x):
+            return None
+        if self._short_pass is None or self._short_pass.x is not x:
+            self._short_pass = ShortPass(x, self.compute)
+        self._short_pass.begin(batch, rotations, self.kv_cache)
+        return self._short_pass
+
     def _bias(self, name: str) -> Tensor | None:
         return self.tensor(f"{name}.bias") if f"{name}.bias" in self.weights else None
 
@@ -281,9 +291,8 @@ class _Block:
         mlp_norm: Norm,
         compute: Compute,
     ) -> None:
-        self.few_rows = FewRowsLayer.of(
-            attention.parts(attention_norm), mlp_norm, moe, dense, compute
-        )
+        parts = attention.parts(attention_norm)
+        self.whole = WholeLayer.of(parts, mlp_norm, moe, dense, compute)
         self._attention = attention
         self._moe = moe
         self._dense = dense
@@ -292,16 +301,16 @@ class _Block:
         self._workspace = compute.workspace
 
     def forward(
-        self, x: Tensor, batch: Batch, rotations: Rotations, few: FewRowsPass | None
+        self, x: Tensor, batch: Batch, rotations: Rotations, short: ShortPass | None
     ) -> None:
-        """few: where the kernels take the rows."""
-        if few is None or self.few_rows is None or not self.few_rows.takes(few):
+        """short: where the kernels take the rows."""
+        if short is None or self.whole is None or not self.whole.takes(short):
             self._attend(x, batch, rotations)
             self._run_mlp(x, batch)
             return
-        if not self.few_rows.attends(few):
+        if not self.whole.attends(short):
             self._attend(x, batch, rotations)
-        self.few_rows.forward(few, batch)
+        self.whole.forward(short, batch)
 
     def _attend(self, x: Tensor, batch: Batch, rotations: Rotations) -> None:
         with self._workspace.scope():

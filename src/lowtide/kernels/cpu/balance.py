@@ -9,8 +9,10 @@ from typing import Any
 import numpy as np
 
 from lowtide.core import NO_EXPERTS, Assignment, Facts
+from lowtide.kernels.cpu.library import functions_of
 
 _P, _LONG, _DOUBLE, _CHAR = ctypes.c_void_p, ctypes.c_long, ctypes.c_double, ctypes.c_char
+_FUNCTIONS = {"balance": (None, *6 * (_P,), _LONG, *2 * (_DOUBLE,), *2 * (_P,))}
 
 
 class CompiledBalance:
@@ -19,9 +21,7 @@ class CompiledBalance:
 
     def __init__(self, library: ctypes.CDLL) -> None:
         """library: the kernels, loaded."""
-        self._balance = library.lowtide_balance
-        self._balance.argtypes = (*6 * (_P,), _LONG, *2 * (_DOUBLE,), *2 * (_P,))
-        self._balance.restype = None
+        self._balance = functions_of(library, _FUNCTIONS)["balance"]
         self._ends = (ctypes.c_int64 * 2)()
 
     def __call__(self, facts: Facts) -> Assignment:

@@ -19,10 +19,15 @@ from lowtide.buddies import NOT_FINITE, LayerRules, LayerTwin, Masses, Moved, Pa
 from lowtide.core import Facts, IntArray, Left, RoutedTokens, WeightArray
 from lowtide.errors import InternalError
 from lowtide.kernels.cpu.balance import CompiledBalance
-from lowtide.kernels.cpu.library import load_kernels
+from lowtide.kernels.cpu.library import functions_of
 
 _Function = Callable[..., int]
 _P, _LONG, _DOUBLE, _CHAR = ctypes.c_void_p, ctypes.c_long, ctypes.c_double, ctypes.c_char
+_FUNCTIONS = {
+    "substitute": (_LONG, *4 * (_P,), _LONG, _LONG, *6 * (_P,)),
+    "route": (_LONG, _P, _P, _LONG, _LONG, _P),
+    "count_moved": (_LONG, _P, _LONG, *4 * (_P,), *3 * (_LONG,)),
+}
 
 
 class _Rules(ctypes.Structure):
@@ -51,30 +56,21 @@ class CompiledBuddies:
 
     def __init__(self, library: ctypes.CDLL) -> None:
         # Microseconds each: a thread that lets the GIL go for that may have to wait for it.
-        self._library = library = ctypes.PyDLL(library._name, handle=library._handle)
-        library.lowtide_substitute.argtypes = (*4 * (_P,), _LONG, _LONG, *6 * (_P,))
-        library.lowtide_route.argtypes = (_P, _P, _LONG, _LONG, _P)
-        library.lowtide_count_moved.argtypes = (_P, _LONG, *4 * (_P,), *3 * (_LONG,))
-        for name in ("substitute", "route", "count_moved"):
-            getattr(library, f"lowtide_{name}").restype = _LONG
-
-    @classmethod
-    def load(cls) -> CompiledBuddies:
-        """Compiled now, or from the cache. Raises UnsupportedError or StorageError."""
-        return cls(load_kernels())
+        self._library = ctypes.PyDLL(library._name, handle=library._handle)
+        functions = functions_of(self._library, _FUNCTIONS)
+        self._substitute, self._route, self._count_moved = functions.values()
 
     def balance(self) -> CompiledBalance:
         return CompiledBalance(self._library)
 
     def of_layer(self, rules: LayerRules) -> LayerTwin:
-        return _BuddyLayer(rules, self._library.lowtide_substitute)
+        return _BuddyLayer(rules, self._substitute)
 
     def of_pass(
         self, owner: IntArray, before: Masses, num_layers: int, share: float | None
     ) -> PassAccount:
-        library = self._library
         book = _Book(owner, before, num_layers, share)
-        return _Account(book, owner, library.lowtide_route, library.lowtide_count_moved)
+        return _Account(book, owner, self._route, self._count_moved)
 
 
 class _BuddyLayer:

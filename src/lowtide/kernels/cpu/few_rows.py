@@ -18,7 +18,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from lowtide.kernels.cpu.library import load_kernels
+from lowtide.kernels.cpu.library import functions_of
 from lowtide.kernels.cpu.weight_calls import CompiledExperts, MatrixCall, WeightCalls
 from lowtide.kernels.operands import ExpertChoice
 
@@ -30,15 +30,15 @@ _NO_TYPE = 0
 
 _INT, _FLOAT = ctypes.c_int, ctypes.c_float
 _P, _LONG = ctypes.c_void_p, ctypes.c_long
-_TYPES = {
-    "attend": (_INT, _INT, *3 * (_P,), _LONG, _P, *4 * (_LONG,), _FLOAT),
-    "rms_norm": (_INT, _INT, _P, _LONG, _P, _FLOAT, _P, *4 * (_LONG,)),
-    "rotate": (_INT, _INT, _P, _LONG, _P, _P, *4 * (_LONG,)),
-    "rotate_in_float32": (_INT, _INT, _P, _LONG, _P, _P, *4 * (_LONG,)),
-    "silu_times": (_INT, _INT, _P, _P, _LONG),
-    "weigh_rows": (_INT, _P, _P, _LONG, _LONG),
-    "multiply_float32": (_INT, _INT, _P, _LONG, _P, _P, *4 * (_LONG,)),
-    "choose_experts": (_INT, _P, _INT, *4 * (_P,), _LONG),
+_FUNCTIONS = {
+    "attend": (None, _INT, _INT, *3 * (_P,), _LONG, _P, *4 * (_LONG,), _FLOAT),
+    "rms_norm": (None, _INT, _INT, _P, _LONG, _P, _FLOAT, _P, *4 * (_LONG,)),
+    "rotate": (None, _INT, _INT, _P, _LONG, _P, _P, *4 * (_LONG,)),
+    "rotate_in_float32": (None, _INT, _INT, _P, _LONG, _P, _P, *4 * (_LONG,)),
+    "silu_times": (None, _INT, _INT, _P, _P, _LONG),
+    "weigh_rows": (None, _INT, _P, _P, _LONG, _LONG),
+    "multiply_float32": (None, _INT, _INT, _P, _LONG, _P, _P, *4 * (_LONG,)),
+    "choose_experts": (None, _INT, _P, _INT, *4 * (_P,), _LONG),
 }
 
 
@@ -69,21 +69,7 @@ class FewRows:
         self.max_rows: int = library.lowtide_max_rows(self.number)
         self.calls = WeightCalls(library, "plain", self.number, self.max_rows)
         self.experts = CompiledExperts(self.calls, 3 * (_NO_TYPE,))
-        # Functions of their own: those of the library's attributes are shared.
-        functions = {name: library[f"lowtide_{name}"] for name in _TYPES}
-        for name, function in functions.items():
-            function.argtypes, function.restype = _TYPES[name], None
-        self._attend, self._rms_norm = functions["attend"], functions["rms_norm"]
-        self._rotate = functions["rotate"]
-        self._rotate_in_float32 = functions["rotate_in_float32"]
-        self._silu_times, self._weigh_rows = functions["silu_times"], functions["weigh_rows"]
-        self._multiply_float32 = functions["multiply_float32"]
-        self._choose_experts = functions["choose_experts"]
-
-    @classmethod
-    def load(cls) -> FewRows:
-        """Compiled now, or from the cache. Raises UnsupportedError or StorageError."""
-        return cls(load_kernels())
+        self._functions = functions_of(library, _FUNCTIONS)
 
     def takes(self, x: Tensor) -> bool:
         """Whether the rows of `x` [rows, ...] are few, of the right type and in host memory."""
@@ -125,7 +111,7 @@ class FewRows:
     ) -> None:
         """See `Kernels.multiply`; all in float32."""
         num_rows, num_k = x.shape
-        self._multiply_float32(
+        self._functions["multiply_float32"](
             self.number,
             num_threads,
             x.data_ptr(),
@@ -149,7 +135,7 @@ class FewRows:
     ) -> None:
         """See `Kernels.attend_row`; softmax and sums in float32."""
         kv_heads, num_tokens, head_dim = keys.shape
-        self._attend(
+        self._functions["attend"](
             self.number,
             num_threads,
             query.data_ptr(),
@@ -170,7 +156,7 @@ class FewRows:
         """See `Kernels.rms_norm`, of any number of rows. x, out [rows, length] or [rows, heads,
         length], heads adjacent; weight [length] bfloat16."""
         length = weight.shape[0]
-        self._rms_norm(
+        self._functions["rms_norm"](
             self.number,
             num_threads,
             x.data_ptr(),
@@ -188,8 +174,7 @@ class FewRows:
         """See `Kernels.rotate`, whose bits these are, of any number of rows. Heads are adjacent,
         cos and sin bfloat16 or float32 and contiguous."""
         is_wide = cos.dtype is torch.float32
-        rotate = self._rotate_in_float32 if is_wide else self._rotate
-        rotate(
+        self._functions["rotate_in_float32" if is_wide else "rotate"](
             self.number,
             num_threads,
             x.data_ptr(),
@@ -202,11 +187,13 @@ class FewRows:
 
     def silu_times(self, gate: Tensor, up: Tensor, num_threads: int = 1) -> None:
         """See `Kernels.silu_times`, of any number of rows."""
-        self._silu_times(self.number, num_threads, gate.data_ptr(), up.data_ptr(), gate.numel())
+        addresses = gate.data_ptr(), up.data_ptr()
+        self._functions["silu_times"](self.number, num_threads, *addresses, gate.numel())
 
     def weigh_rows(self, x: Tensor, gates: Tensor) -> None:
         """See `Kernels.weigh_rows`; gates stay as they are."""
-        self._weigh_rows(self.number, x.data_ptr(), gates.data_ptr(), *x.shape)
+        addresses = x.data_ptr(), gates.data_ptr()
+        self._functions["weigh_rows"](self.number, *addresses, *x.shape)
 
     def choose_experts(
         self, logits: Tensor, bias: Tensor | None, choice: ExpertChoice
@@ -218,7 +205,7 @@ class FewRows:
         num_rows, num_experts = logits.shape
         experts = torch.empty((num_rows, choice.num_chosen), dtype=torch.int64)
         weights = torch.empty((num_rows, choice.num_chosen), dtype=torch.float32)
-        self._choose_experts(
+        self._functions["choose_experts"](
             self.number,
             logits.data_ptr(),
             logits.dtype is torch.float32,

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from lowtide.errors import InternalError
 from lowtide.kernels.cpu.few_rows import MAX_HEAD_DIM, ChoiceStruct, FewRows, choice_struct
-from lowtide.kernels.cpu.library import check_layouts
+from lowtide.kernels.cpu.library import check_layouts, functions_of
 from lowtide.kernels.cpu.residency import ResidencyStruct
 from lowtide.kernels.cpu.weight_calls import MatrixCall, PlacesStruct
 from lowtide.kernels.layer_parts import (
@@ -32,15 +32,14 @@ from lowtide.kernels.layer_parts import (
 from lowtide.kernels.operands import Matrix
 
 _INT, _LONG, _FLOAT, _P = ctypes.c_int, ctypes.c_long, ctypes.c_float, ctypes.c_void_p
-_TYPES: dict[str, Sequence[type[ctypes.c_void_p | ctypes.c_int | ctypes.c_long]]] = {
-    "run_to_router": (_P, _P, _INT, _P, _P),
-    "run_from_experts": (_P, _P),
-    "run_layers": (_P, _P, _LONG, _INT, _P),
-    "reset_run": (_P,),
-    "open_run": (),
-    "close_run": (_P,),
+_FUNCTIONS: dict[str, tuple[Any, ...]] = {
+    "run_to_router": (None, _P, _P, _INT, _P, _P),
+    "run_from_experts": (None, _P, _P),
+    "run_layers": (_INT, _P, _P, _LONG, _INT, _P),
+    "reset_run": (None, _P),
+    "open_run": (_P,),
+    "close_run": (None, _P),
 }
-_ANSWERS = {"run_layers": _INT, "open_run": _P}
 
 
 class _Matrix(ctypes.Structure):
@@ -227,8 +226,7 @@ class CompiledLayers:
             raise
 
 
-def _functions(library: ctypes.CDLL) -> dict[str, Any]:
-    """Functions of their own: those of the library's attributes are shared."""
+def _functions(library: ctypes.CDLL) -> dict[str, ctypes._NamedFuncPointer]:
     structs = {
         "Matrix": _Matrix,
         "Attention": _Attention,
@@ -242,10 +240,7 @@ def _functions(library: ctypes.CDLL) -> dict[str, Any]:
         "Residency": ResidencyStruct,
     }
     check_layouts(library, structs)
-    functions = {name: library[f"lowtide_{name}"] for name in _TYPES}
-    for name, function in functions.items():
-        function.argtypes, function.restype = _TYPES[name], _ANSWERS.get(name)
-    return functions
+    return functions_of(library, _FUNCTIONS)
 
 
 def takes_layer(parts: LayerParts) -> bool:

@@ -26,6 +26,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from itertools import zip_longest
 from pathlib import Path
+from typing import Any
 
 from lowtide.errors import InternalError, StorageError, UnsupportedError
 from lowtide.files.folders import cache_folder
@@ -71,7 +72,8 @@ def load_library(*sources: Path) -> ctypes.CDLL:
             return ctypes.CDLL(str(built))
     compiler = find_compiler()
     try:
-        path = _private_folder() / f"{_name(sources)}-{_key(sources, compiler)}.so"
+        key = _digest(sources, _run([[compiler, "--version"]]))
+        path = _private_folder() / f"{_name(sources)}-{key}.so"
         _note_use(path)  # first: then no other process takes it for an old one
         if not _is_whole(path):
             _build(sources, compiler, path)
@@ -86,12 +88,24 @@ def load_library(*sources: Path) -> ctypes.CDLL:
         raise UnsupportedError(f"{path} cannot be loaded: {error}.") from error
 
 
+def functions_of(
+    library: ctypes.CDLL, types: Mapping[str, tuple[Any, ...]]
+) -> dict[str, ctypes._NamedFuncPointer]:
+    """`lowtide_` functions of a library by name, of their own: those of its attributes are shared.
+
+    types: of each name, what the function answers and, after it, what it takes.
+    """
+    functions = {name: library[f"lowtide_{name}"] for name in types}
+    for name, function in functions.items():
+        function.restype, function.argtypes = types[name][0], types[name][1:]
+    return functions
+
+
 def check_layouts(library: ctypes.CDLL, structs: Mapping[str, type[ctypes.Structure]]) -> None:
     """Raises InternalError where a struct that the library is handed is another there: of other
     fields, or these at other places (layouts.cpp)."""
-    layout = library["lowtide_layout"]
-    layout.argtypes = [ctypes.c_char_p, ctypes.c_long, ctypes.c_void_p]
-    layout.restype = ctypes.c_char_p
+    types = ctypes.c_char_p, ctypes.c_char_p, ctypes.c_long, ctypes.c_void_p
+    layout = functions_of(library, {"layout": types})["layout"]
     place = (ctypes.c_long * 2)()
     for name, struct in structs.items():
         own = [
@@ -127,11 +141,6 @@ def find_compiler() -> str:
         if path is not None:
             return path
     raise UnsupportedError(f"There is no C++ compiler; install one of {', '.join(_COMPILERS)}.")
-
-
-def _key(sources: Sequence[Path], compiler: str) -> str:
-    """Differs wherever the library would."""
-    return _digest(sources, _run([[compiler, "--version"]]))
 
 
 def _built(sources: Sequence[Path]) -> Path:

@@ -27,7 +27,7 @@ from lowtide.formats.grouped_ints import GroupedInts
 from lowtide.formats.quantised import Quantised
 from lowtide.formats.quantised_matrix import QuantisedMatrix
 from lowtide.kernels.cpu.few_rows import VARIANTS, num_variants
-from lowtide.kernels.cpu.library import load_kernels
+from lowtide.kernels.cpu.library import functions_of
 from lowtide.kernels.cpu.weight_calls import CompiledExperts, MatrixCall, WeightCalls
 
 _SMALL = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "IQ4_NL", "MXFP4")
@@ -50,6 +50,7 @@ INT8_VARIANTS = (*VARIANTS[:2], "AVX-VNNI", "AVX-512 with VNNI", "AMX in int8")
 """The same as `VARIANTS` where rows are rounded. All have the same bits."""
 
 _INT, _LONG, _P = ctypes.c_int, ctypes.c_long, ctypes.c_void_p
+_FUNCTIONS = {"packed_unpack": (None, _INT, _INT, _P, _LONG, _LONG, _P, _LONG, _LONG, _P)}
 
 
 class PackedOperators:
@@ -79,14 +80,7 @@ class PackedOperators:
             )
             self.calls = WeightCalls(library, "packed", self.variant, most)
             self._own_calls = WeightCalls(library, "packed", of_own, most_own)
-        self._unpack = library["lowtide_packed_unpack"]  # of its own: an attribute is shared
-        self._unpack.argtypes = (_INT, _INT, _P, _LONG, _LONG, _P, _LONG, _LONG, _P)
-        self._unpack.restype = None
-
-    @classmethod
-    def load(cls, variant: int | None = None, rounds_rows: bool = False) -> PackedOperators:
-        """Compiled now, or from the cache. Raises UnsupportedError or StorageError."""
-        return cls(load_kernels(), variant, rounds_rows)
+        self._unpack = functions_of(library, _FUNCTIONS)["packed_unpack"]
 
     def has(self, matrix: object) -> bool:
         """Whether `unpack` takes a matrix."""

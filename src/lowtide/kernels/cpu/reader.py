@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from lowtide.core import IntArray
 from lowtide.errors import StorageError
 from lowtide.files.regular_file import RegularFile
-from lowtide.kernels.cpu.library import check_layouts
+from lowtide.kernels.cpu.library import check_layouts, functions_of
 from lowtide.threads.event import INTERRUPT_POLL_S
 
 PIECE_BYTES = 1 << 20
@@ -212,12 +212,8 @@ class CompiledReader:
 
 
 def _bound(library: ctypes.CDLL) -> dict[str, ctypes._NamedFuncPointer]:
-    """Functions of their own: those of the library's attributes are shared."""
     check_layouts(library, {"Source": _Source})
-    functions = {name: library[f"lowtide_{name}"] for name in _FUNCTIONS}
-    for name, function in functions.items():
-        function.restype, function.argtypes = _FUNCTIONS[name][0], _FUNCTIONS[name][1:]
-    return functions
+    return functions_of(library, _FUNCTIONS)
 
 
 def _division(buffers: NDArray[np.uint8] | None, num_direct: int) -> tuple[int, int]:

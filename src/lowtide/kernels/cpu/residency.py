@@ -5,22 +5,22 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
 from torch import Tensor
 
-from lowtide.kernels.cpu.library import check_layouts
+from lowtide.kernels.cpu.library import check_layouts, functions_of
 from lowtide.kernels.cpu.weight_calls import ExpertCallStruct
 from lowtide.kernels.layer_parts import Status
 
 _INT = ctypes.c_int
 _LONG, _DOUBLE, _P = ctypes.c_long, ctypes.c_double, ctypes.c_void_p
-_FUNCTIONS: dict[str, tuple[Any, Sequence[Any]]] = {
-    "open_experts": (_P, ()),
-    "close_experts": (None, (_P,)),
-    "begin_experts": (None, (_P, _P, _LONG, _P, _P, _P)),
-    "advance_experts": (_INT, (_P,)),
+_FUNCTIONS: dict[str, tuple[Any, ...]] = {
+    "open_experts": (_P,),
+    "close_experts": (None, _P),
+    "begin_experts": (None, _P, _P, _LONG, _P, _P, _P),
+    "advance_experts": (_INT, _P),
 }
 
 
@@ -53,10 +53,7 @@ class LayerExperts:
 
     def __init__(self, library: ctypes.CDLL) -> None:
         check_layouts(library, {"ExpertCall": ExpertCallStruct})
-        # Functions of their own: those of the library's attributes are shared.
-        functions = {name: library[f"lowtide_{name}"] for name in _FUNCTIONS}
-        for name, function in functions.items():
-            function.restype, function.argtypes = _FUNCTIONS[name]
+        functions = functions_of(library, _FUNCTIONS)
         self._begin, self._advance = functions["begin_experts"], functions["advance_experts"]
         self._run = functions["open_experts"]()
         weakref.finalize(self, functions["close_experts"], self._run).atexit = False

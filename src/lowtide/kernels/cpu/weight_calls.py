@@ -1,4 +1,4 @@
-"""Operators over weights on the CPU, whatever these are stored in: what every kind's library has.
+"""Operators over weights on the CPU, whatever these are stored in: what every kind has.
 
 `signatures.hpp` says what the functions are given. A kind has types of its own, numbered; a row's
 bits depend on the row, what it is used with and the variant alone.
@@ -15,13 +15,14 @@ import torch
 from torch import Tensor
 
 from lowtide.core import IntArray
+from lowtide.kernels.cpu.library import functions_of
 from lowtide.kernels.operands import SlotPlaces
 
 _INT, _LONG, _P = ctypes.c_int, ctypes.c_long, ctypes.c_void_p
 _TYPES = {
-    "multiply": (_INT, _INT, _INT, _P, _LONG, _P, _P, _P, *4 * (_LONG,)),
-    "mlps": (_INT, _INT, _P, _P, _LONG, *4 * (_P,), *2 * (_LONG,)),
-    "experts": (_INT, _INT, *10 * (_P,), *4 * (_LONG,)),
+    "multiply": (None, _INT, _INT, _INT, _P, _LONG, _P, _P, _P, *4 * (_LONG,)),
+    "mlps": (None, _INT, _INT, _P, _P, _LONG, *4 * (_P,), *2 * (_LONG,)),
+    "experts": (None, _INT, _INT, *10 * (_P,), *4 * (_LONG,)),
 }
 
 
@@ -54,11 +55,8 @@ class WeightCalls:
     def __init__(self, library: ctypes.CDLL, kind: str, variant: int, max_rows: int) -> None:
         """kind: in the functions' names. max_rows: that a product takes."""
         self.variant, self.max_rows = variant, max_rows
-        # Functions of their own: those of the library's attributes are shared.
-        functions = {name: library[f"lowtide_{kind}_{name}"] for name in _TYPES}
-        for name, function in functions.items():
-            function.argtypes, function.restype = _TYPES[name], None
-        self.multiply, self.mlps, self.experts = functions.values()
+        types = {f"{kind}_{name}": each for name, each in _TYPES.items()}
+        self.multiply, self.mlps, self.experts = functions_of(library, types).values()
         self.multiply_address = ctypes.cast(self.multiply, _P).value
         self.mlps_address = ctypes.cast(self.mlps, _P).value
         self.experts_address = ctypes.cast(self.experts, _P).value
