@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from lowtide.model_folder.gguf_model import GgufModel
 
 _SMALL_ENDS = (".json", ".jinja")
-"""Of what is fetched beside weights: configuration and tokenizer. Never code or pickled weights."""
+"""What is fetched beside weights ends so: configuration, tokenizer. Never code, nor pickles."""
 NUM_CONNECTIONS = 8
 MAX_CONFIG_BYTES = 16 << 20
 MAX_LISTING_BYTES = 16 << 20  # of tens of thousands of files

@@ -60,7 +60,7 @@ BY_GREEDY = switch("by_greedy")  # it assigns as its code does, not by a thresho
 W_SIZE = PolicyOption("w_size", 4, 1, MAX_WHOLE)  # steps of a window
 U_SIZE = PolicyOption("u_size", 8, 0, MAX_WHOLE)  # residents that a window may swap, at most
 NUM_PREFETCH = PolicyOption("num_prefetch", 4, 0, MAX_WHOLE)  # of a layer, at most
-# Of a forward pass, at most; any number of moves unless given.
+# Moves of a forward pass, at most; any number unless given.
 MAX_STEP_BYTES: PolicyOption[int | None] = PolicyOption("max_step_bytes", None, 1, 10**15)
 
 

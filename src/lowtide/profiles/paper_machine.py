@@ -19,7 +19,7 @@ EXPERTS = "expert"
 """The table that says that a profile is of this kind."""
 
 MOST = 1e9
-"""Of any value."""
+"""No value is above it."""
 
 _LEAST_MS = 1e-9
 _MOST_POINTS = 64

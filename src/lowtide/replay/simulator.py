@@ -114,8 +114,7 @@ def simulate(
     if foresight is Foresight.RECORDED:
         foreseen = predictions[gate]
     elif foresight is not Foresight.NONE:
-        accuracy = (gate_accuracy or GATE_ACCURACY)[gate]
-        foreseen = guesses(trace, accuracy, setting.seed)
+        foreseen = guesses(trace, (gate_accuracy or GATE_ACCURACY)[gate], setting.seed)
     passes = zip(trace.passes, trace.iter_routed(), all_hits, foreseen, strict=True)
     for one, routed, pass_hits, predicted in passes:
         for layer in range(trace.shape.num_layers):
