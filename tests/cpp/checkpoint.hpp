@@ -113,7 +113,7 @@ struct ReaderCalls {
           open(kernels.function<lowtide::Reader*(const lowtide::Source*, ReadinessHandle*)>(
               "lowtide_open_reader")),
           start(kernels.function<void(lowtide::Reader*, long, long)>("lowtide_start_read")),
-          cancel(kernels.function<int(lowtide::Reader*, long)>("lowtide_cancel_read")),
+          cancel(kernels.function<long(lowtide::Reader*, long)>("lowtide_cancel_read")),
           drain(kernels.function<int(lowtide::Reader*, double)>("lowtide_drain_reader")),
           close(kernels.function<int(lowtide::Reader*, double)>("lowtide_close_reader")),
           free(kernels.function<void(lowtide::Reader*)>("lowtide_free_reader")) {}
@@ -125,7 +125,7 @@ struct ReaderCalls {
     int (*wait)(ReadinessHandle*, long, double);
     lowtide::Reader* (*open)(const lowtide::Source*, ReadinessHandle*);
     void (*start)(lowtide::Reader*, long, long);
-    int (*cancel)(lowtide::Reader*, long);
+    long (*cancel)(lowtide::Reader*, long);
     int (*drain)(lowtide::Reader*, double);
     int (*close)(lowtide::Reader*, double);
     void (*free)(lowtide::Reader*);
@@ -184,7 +184,7 @@ class OwnReader {
     int wait(long slot, double seconds = LONG_S) const {
         return calls_.wait(readiness, slot, seconds);
     }
-    bool cancel(long slot) const { return calls_.cancel(reader, slot); }
+    long cancel(long slot) const { return calls_.cancel(reader, slot); }
     bool drain(double seconds) const { return calls_.drain(reader, seconds); }
     bool close(double seconds) const { return calls_.close(reader, seconds); }
 

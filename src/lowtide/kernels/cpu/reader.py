@@ -36,7 +36,7 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "wait_for_slot": (_INT, _P, _LONG, _DOUBLE),
     "open_reader": (_P, _P, _P),
     "start_read": (None, _P, _LONG, _LONG),
-    "cancel_read": (_INT, _P, _LONG),
+    "cancel_read": (_LONG, _P, _LONG),
     "drain_reader": (_INT, _P, _DOUBLE),
     "close_reader": (_INT, _P, _DOUBLE),
     "free_reader": (None, _P),

@@ -233,7 +233,7 @@ void LayerExperts::drop_ahead() {
     for (const Ahead& ahead : ahead_) {
         if (ahead.layer < 0) continue;  // claimed
         ++r_->num_wasted;
-        r_->reader->cancel(ahead.slot);
+        r_->read_bytes -= r_->reader->cancel(ahead.slot);
         dropped_.push_back(ahead);
     }
     ahead_.clear();

@@ -158,9 +158,9 @@ struct Reader::State {
     State(const Source& source, std::shared_ptr<Readiness> readiness)
         : source(source), readiness(std::move(readiness)) {}
 
-    // Those for which `is_it` holds, out of the queue.
+    // Those for which `is_it` holds, out of the queue; their bytes.
     template <class Predicate>
-    void give_up(const Predicate& is_it) {
+    long give_up(const Predicate& is_it) {
         std::vector<Task> given_up;
         {
             const std::lock_guard<std::mutex> own(lock);
@@ -170,7 +170,13 @@ struct Reader::State {
                 else left.push_back(task);
             tasks.swap(left);
         }
-        for (const Task& task : given_up) readiness->end_piece(task.slot, task.filling, CANCELLED);
+        long num_bytes = 0;
+        for (const Task& task : given_up) {
+            const Piece piece(source.ranges[task.range], task.number, source.piece_bytes);
+            num_bytes += piece.stop - piece.start;
+            readiness->end_piece(task.slot, task.filling, CANCELLED);
+        }
+        return num_bytes;
     }
 };
 
@@ -207,14 +213,13 @@ void Reader::start(long expert, long slot) {
             for (long n = 0; n < num_pieces(source.ranges[i], source.piece_bytes); ++n)
                 state_->tasks.push_back({i, n, slot, filling});
     }
-    if (is_closed) return state_->give_up([](const Task&) { return true; });
-    if (count > 1) state_->work.notify_all();
+    if (is_closed) state_->give_up([](const Task&) { return true; });
+    else if (count > 1) state_->work.notify_all();
     else state_->work.notify_one();
 }
 
-bool Reader::cancel(long slot) {
-    state_->give_up([=](const Task& task) { return task.slot == slot; });
-    return state_->readiness->state(slot) == CANCELLED;
+long Reader::cancel(long slot) {
+    return state_->give_up([=](const Task& task) { return task.slot == slot; });
 }
 
 bool Reader::drain(double seconds) {
@@ -304,7 +309,7 @@ Reader* lowtide_open_reader(const Source* source, std::shared_ptr<Readiness>* re
 
 void lowtide_start_read(Reader* reader, long expert, long slot) { reader->start(expert, slot); }
 
-int lowtide_cancel_read(Reader* reader, long slot) { return reader->cancel(slot); }
+long lowtide_cancel_read(Reader* reader, long slot) { return reader->cancel(slot); }
 
 int lowtide_drain_reader(Reader* reader, double seconds) { return reader->drain(seconds); }
 

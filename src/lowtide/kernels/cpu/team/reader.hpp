@@ -84,8 +84,8 @@ class Reader {
     // closed, it is given up at once.
     void start(long expert, long slot);
 
-    // Whether nothing of the filling had begun: then nothing will.
-    bool cancel(long slot);
+    // Gives up what has not begun of a filling; its bytes.
+    long cancel(long slot);
 
     // Gives up what has not begun, and waits for the rest; false: some of it has not ended.
     bool drain(double seconds);
