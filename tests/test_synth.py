@@ -74,7 +74,7 @@ def test_the_engine_accepts_it(tiny: Path) -> None:
     assert config.mask_token_id == TINY.config["mask_token_id"]
     tokenizer = Tokenizer.load(tiny)
     tokenizer.check_vocabulary(config.vocab_size)
-    assert tokenizer.mask_token_id == config.mask_token_id
+    assert tokenizer.token_id("<|mask|>") == config.mask_token_id
     assert tokenizer.eos_token_ids == config.eos_token_ids
 
 
