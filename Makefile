@@ -85,7 +85,7 @@ peers: $(PEERS)/.peers
 bench: $(VENV)/.lowtide-dev
 	$(BENCH)/python benchmarks/bench.py $(if $(ONLY),--only $(ONLY))
 
-# The rest: models of up to 60 GiB are written to the user's cache, each deleted after its script.
+# The rest: models of up to 45 GiB are written to the user's cache, each deleted after its script.
 bench-large: $(VENV)/.lowtide-dev
 	$(BENCH)/python benchmarks/bench.py --large $(if $(ONLY),--only $(ONLY))
 

@@ -1,8 +1,8 @@
 """All measurements behind the pages' numbers, one script after the other, into docs/results/.
 
-`make bench` runs those that need less than 5 GiB of disk and memory, in some 50 minutes on two
-quiet cores; `make bench-large` the rest, in some six hours, each after a look at the disk, and what
-a script has put into the cache of models is deleted after it (`--keep`: not). `--list` says what
+`make bench` runs those that need less than 5 GiB of disk and memory, within an hour on two quiet
+cores; `make bench-large` the rest, in some four hours, each after a look at the disk, and what a
+script has put into the cache of models is deleted after it (`--keep`: not). `--list` says what
 takes how long, and what was cut. A script that fails or hangs keeps no other from running, and is
 named at the end.
 """
@@ -69,22 +69,23 @@ SMALL = (
     Script("decode", 5),
     Script("offload", 5),
     Script("ar_decode", 4, ("--prompt", "256", "--new", "48")),
-    Script("absent", 5, ("--parts", "tmpfs", "block", "gguf"), cut="the disk; `--large` has it"),
+    Script("absent", 4, ("--parts", "tmpfs", "block", "gguf"), cut="the disk; `--large` has it"),
     Script("batching", 1),
-    Script("conversation", 2, ("--restarts", "3")),
+    Script("conversation", 1, ("--restarts", "3")),
     Script(
         "serve_load",
-        3,
+        4,
         ("--parts", "memory", "turns", "--seconds", "20"),
         cut="the disk; `--large` has it",
     ),
-    Script("simulate", 6, ("--validate", "--repeats", "3"), cut="3 turns of each preset, not 7"),
+    Script("simulate", 4, ("--validate", "--repeats", "3"), cut="3 turns of each preset, not 7"),
     Script("simulate", 2, ("--validate", "--home", "disk", "--repeats", "3"), cut="3 turns, not 7"),
-    Script("exchange", 2, ("--layers", "8"), 0, "8 layers of each model; `--large` has them all"),
-    Script("dali", 3, disk_GiB=0),
-    Script("hindsight", 4),
-    Script("locality", 2, disk_GiB=0),
-    Script("prefetch", 4, ("--pieces", "6"), cut="half of the text's pieces"),
+    Script("policies", 17),
+    Script("exchange", 3, disk_GiB=0),
+    Script("dali", 1, disk_GiB=0),
+    Script("hindsight", 3),
+    Script("locality", 1, disk_GiB=0),
+    Script("prefetch", 2, ("--pieces", "6"), cut="half of the text's pieces"),
     Script("buddy_time", 1, disk_GiB=0),
 )
 LARGE = (
@@ -94,28 +95,69 @@ LARGE = (
     Script("absent", 5, ("--parts", "disk"), disk_GiB=10),
     Script("serve_load", 5, ("--parts", "disk", "--seconds", "30"), disk_GiB=10),
     Script("pack", 4, disk_GiB=12),
-    Script("full_size", 25, disk_GiB=45),
+    Script("full_size", 19, disk_GiB=45),
     Script("block_pass", 4, disk_GiB=16),
-    Script("larger_than_memory", 25, ("--parts", "bf16", "q4"), 60, "the part under a balloon"),
-    Script("larger_than_memory", 12, ("--parts", "mapped", "--limit", "balloon"), disk_GiB=60),
-    Script("policies", 24),
+    Script(
+        "larger_than_memory",
+        16,
+        ("--parts", "mapped", "--limit", "balloon"),
+        42,
+        "bfloat16, and 4 bits wholly in memory, which take as long again",
+    ),
     Script("max_context", 25, disk_GiB=8),
-    Script("planned_memory", 40, ("--lengths", "1024", "4096", "8192", "16384", "32768"), 8),
-    Script("mosaic_ablation", 45, disk_GiB=8),
-    Script("step_time", 12, disk_GiB=8),
-    Script("every_expert", 15, ("--repeats", "3"), disk_GiB=8),
-    Script("elastic", 36, ("--repeats", "3"), disk_GiB=16),
-    Script("buddy_full", 20, disk_GiB=24),
-    Script("tau", 10, ("--layers", "2"), 5, "2 layers of the synthetic models, which are alike"),
-    Script("exchange", 20, disk_GiB=0),
-    Script("buddy", 25, ("--tiers", "disk", "--tokens", "512", "--pieces", "32")),
+    Script(
+        "planned_memory",
+        8,
+        ("--models", "LLaDA-MoE", "--lengths", "1024", "4096", "16384", "--traced", "2048"),
+        8,
+        "8,192 and 32,768 tokens, which take an hour more with the dense models",
+    ),
+    Script(
+        "planned_memory",
+        16,
+        (
+            *("--models", "LLaDA-8B", "Dream-7B", "--parts", "planned"),
+            *("--lengths", "1024", "4096", "16384"),
+        ),
+        8,
+        "the same lengths, and how even the use of dense models is",
+    ),
+    Script("mosaic_ablation", 40, ("--repeats", "3"), 8, "3 turns, not 5"),
+    Script("step_time", 15, ("--parts", "sides", "planning"), disk_GiB=8),
+    Script(
+        "step_time",
+        8,
+        ("--parts", "chunks", "--models", "LLaDA-8B"),
+        8,
+        "chunks of the other models",
+    ),
+    Script("every_expert", 13, ("--repeats", "3"), disk_GiB=8),
+    Script(
+        "elastic",
+        13,
+        (
+            *("--families", "qwen3_moe", "--longest", "4096", "--new", "32"),
+            *("--constants", "2", "--repeats", "3"),
+        ),
+        5,
+        "other families, longer requests and answers, constant caches of other sizes",
+    ),
+    Script(
+        "buddy_full",
+        8,
+        ("--families", "deepseek_v2"),
+        8,
+        "the shapes of LLaDA2.0-mini and Qwen3-30B-A3B",
+    ),
+    Script("tau", 6, ("--layers", "2"), 5, "2 layers of the synthetic models, which are alike"),
+    Script("buddy", 20, ("--tiers", "disk", "--tokens", "512", "--pieces", "32")),
     Script(
         "buddy",
         8,
         ("--tiers", "link", "--shares", "0.375", "--tokens", "512", "--pieces", "32"),
     ),
     Script("buddy_profile", 2, disk_GiB=0),
-    Script("format_quality", 6, disk_GiB=0),
+    Script("format_quality", 4, disk_GiB=0),
 )
 
 

@@ -113,7 +113,7 @@ class _Watched:
             return value
 
         def timed(facts: Any) -> Any:
-            start_s = time.thread_time()  # of this thread alone: it waits for nobody in there
+            start_s = time.thread_time()  # of this thread alone, which does not wait in there
             answer = value(facts)
             self._watch.asked_s += time.thread_time() - start_s
             self._watch.num_asked += 1
@@ -237,7 +237,7 @@ def _lanes(placement: str, scale: Scale) -> list[Lane]:
 
 
 def _load(config: ModelConfig, options: argparse.Namespace) -> Load:
-    """An answer of tokens that are drawn anew each time: of random weights the likeliest ones come
+    """An answer of tokens that are drawn again each time: of random weights the likeliest ones come
     again and again, and residents would be found once for all.
 
     A block model writes twice as many, two blocks with the prompt: the first one's tokens, exact by

@@ -2,8 +2,8 @@
 
 Decided twice, on the router's demand and on what is run in its place, before the layer's work can
 start; what it saved is counted beside that work. On the host alone and beside a device, where the
-cost model asks an assignment who would be late. Seconds of the deciding thread's own time (it
-waits for nobody): several means, and their median. All in a loop, which has it in the processor's
+cost model asks an assignment which would be late. Seconds of the deciding thread's own time (it
+does not wait): several means, and their median. All in a loop, which has it in the processor's
 caches; `buddy_full.py` has what a decision takes between an engine's products.
 """
 
@@ -187,7 +187,7 @@ def _costs() -> Costs:
 
 
 def _profile() -> BuddyProfile:
-    """Of a router that chooses anybody."""
+    """Of a router that chooses any experts."""
     draw, num_tokens = np.random.default_rng(1), 4096
     chosen = np.zeros((num_tokens, NUM_EXPERTS), np.float32)
     experts = np.argsort(draw.random((num_tokens, NUM_EXPERTS)), axis=1)[:, :K]

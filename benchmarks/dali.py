@@ -1,6 +1,6 @@
 """DALI's figures and tables, each published number beside the one that is simulated here.
 
-Figures 12, 13, 14, 17, 19 and 22 and Tables 4, 6, 8 and 9, all in one setting: DALI's machine as
+Figures 12 to 14, 17 to 19 and 22 and Tables 4, 6, 8 and 9, all in one setting: DALI's machine as
 its figures show it (`dali-3090`), the published shapes of its three models, synthetic routing,
 early gates that err at the published rates. What `dali-3090` was fitted to is written as fitted,
 and what only says another number again as its repetition. Table 6 has the processor time of
@@ -22,6 +22,7 @@ from common.dali_published import (
     FIGURE_12,
     FIGURE_13,
     FIGURE_17,
+    FIGURE_18,
     FIGURE_19,
     FIGURE_22,
     TABLE_4,
@@ -153,6 +154,18 @@ def caches(numbers: Numbers, options: argparse.Namespace) -> None:
     numbers.write("Figure 17", "its cache over HybriMoE's", FIGURE_17, gains)
 
 
+def window_hits(numbers: Numbers, options: argparse.Namespace) -> None:
+    """Figure 18c, by the two differences in the text."""
+    [case] = _cases("DeepSeek-V2-Lite", (4,), options.layers)
+
+    def hit_rate(window: tuple[int, int]) -> float:
+        return simulate(case.part, _windowed(window), case.setting, hits=case.hits).hit_rate
+
+    for (window, other), value in FIGURE_18.items():
+        more = hit_rate(window) - hit_rate(other)
+        numbers.write("Figure 18", f"{window} over {other}, hit rate", value, [more], neutral=0.0)
+
+
 def longer_answers(numbers: Numbers, options: argparse.Namespace) -> None:
     """Figure 22, by the means in the text: of Mixtral, prompts of 32 tokens."""
     loads = [Load(16, 32, num_new) for num_new in LENGTHS]
@@ -161,7 +174,7 @@ def longer_answers(numbers: Numbers, options: argparse.Namespace) -> None:
 
 
 def greedy_and_optimum(numbers: Numbers, options: argparse.Namespace) -> None:
-    """Table 4: nobody is resident; the greedy's own seconds were fitted to."""
+    """Table 4: no expert is resident; the greedy's own seconds were fitted to."""
     anchors = dali_anchors(dali_cases(), Shipped(MACHINE))
     names = {model.family: name for name, model in MODELS.items()}
     for (family, batch), value in FITTED_TABLE_4.items():
@@ -180,12 +193,13 @@ def _optimum_shares(name: str, batch: int, num_new: int) -> list[float]:
     costs = load_profile(MACHINE).costs(shape)
     few = trace_shape(shape)._replace(num_layers=2)
     trace = synth_decode_trace(few, num_sequences=batch, num_prompt=1, num_new=num_new)
-    nobody, shares = np.zeros(shape.num_experts, np.bool_), []
+    no_residents, shares = np.zeros(shape.num_experts, np.bool_), []
     for hits in generating_passes(trace).hits():
         for layer, counts in enumerate(hits):
-            demand = demand_of(counts, nobody)
+            demand = demand_of(counts, no_residents)
             room = np.zeros(2, np.int64)
-            price = prices(Facts(Step(StepKind.DECODE, 0), layer, demand, nobody, room, costs))
+            step = Step(StepKind.DECODE, 0)
+            price = prices(Facts(step, layer, demand, no_residents, room, costs))
             best_s = makespan(price, exact_mask(price, MAX_STATES))
             shares.append(best_s / makespan(price, greedy_mask(price)))
     return shares
@@ -305,6 +319,7 @@ PARTS: Mapping[str, Callable[[Numbers, argparse.Namespace], None]] = {
     "figures-12-13": speeds_over_others,
     "figures-14-19": parts_one_by_one,
     "figure-17": caches,
+    "figure-18": window_hits,
     "figure-22": longer_answers,
     "table-4": greedy_and_optimum,
     "table-6": scheduling,

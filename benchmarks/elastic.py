@@ -2,11 +2,11 @@
 
 Chats that allow for long answers and end early, many at once, and one sequence of the greatest
 length; or documents, which all come at once and use all that they ask for, so that there is nothing
-to lend. Elastic: KV cache and expert slots share the budget. Constant: five contexts, from what the
-longest request needs (the same plan with elastic off) over what all that ask at once need (what
-foresight would choose) to all that the budget holds; requests that find no room wait. Each side
-has a process of its own and runs the whole trace, by turns; the ceiling is the disk's. The ratio is
-of tokens/s over the best constant division.
+to lend. Elastic: KV cache and expert slots share the budget. Constant: up to five contexts, first
+what the longest request needs (the same plan with elastic off) and what all that ask at once need
+(what foresight would choose), then all that the budget holds and those between; requests that find
+no room wait. Each side has a process of its own and runs the whole trace, by turns; the ceiling is
+the disk's. The ratio is of tokens/s over the best constant division.
 """
 
 from __future__ import annotations
@@ -73,6 +73,8 @@ def _measure(family: str, kind: str, options: argparse.Namespace, limit: MemoryL
         "budget_bytes": budget_bytes,
         "longest": longest,
         "num_requests": len(trace),
+        "num_new": options.new,
+        "constants": options.constants,
         "policy": options.policy,
         "limit": limit.kind,
     }

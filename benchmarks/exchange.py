@@ -71,7 +71,7 @@ class Wrapped:
 
 
 class Started(Wrapped):
-    """Starts from somebody else's first residents."""
+    """Starts from the first residents of another preset."""
 
     def __init__(self, placement: Placement, first: Sequence[IntArray]) -> None:
         super().__init__(placement)

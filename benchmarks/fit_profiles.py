@@ -8,7 +8,7 @@ link, within what such hosts can do (`HARDWARE`), which may leave the anchor out
 values are no results: what the papers gain over each other is not looked at here, but for the
 published rows marked `check`, which nothing is fitted to.
 
-`--write FOLDER` writes the profiles. Routing is synthetic; nobody is resident in DALI's anchors.
+`--write FOLDER` writes the profiles. Routing is synthetic; no expert is resident in DALI's anchors.
 """
 
 from __future__ import annotations

@@ -108,7 +108,7 @@ def _speeds(
     num_rounds: int,
     shared: Mapping[str, Any],
 ) -> dict[Lane, list[float]]:
-    """Committed tokens per second of each lane in each round, loaded anew."""
+    """Committed tokens per second of each lane in each round, loaded again."""
     speeds: dict[Lane, list[float]] = {lane: [] for lane in lanes}
     for _ in range(num_rounds):
         for lane, own in lanes.items():

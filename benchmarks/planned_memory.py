@@ -2,7 +2,7 @@
 
 LLaDA-8B, Dream-7B and LLaDA-MoE with published shapes and two layers, lengths from 1,024 to 32,768
 tokens, operators divided as far as it takes and not at all. After a step to warm up the process's
-peak (VmHWM, begun anew) less what it held must be the plan's bytes within 1% or 32 MiB, whichever
+peak (VmHWM, begun again) less what it held must be the plan's bytes within 1% or 32 MiB, whichever
 is more, and the arena's pages (pagemap) the arena's bytes.
 
 Then the peak of what is alive in a step over its average by time, of a model of all its layers

@@ -169,14 +169,14 @@ def _write_accuracies(recorder: Recorder, run: Run) -> None:
 def _top_shares(run: Run, prefetch: Prefetch) -> FloatArray:
     """The mean over passes and over the layers after the first, for each of `TOP_SIZES`."""
     shares: list[list[float]] = []
-    nobody = np.zeros(run.trace.shape.num_experts, np.bool_)
+    no_residents = np.zeros(run.trace.shape.num_experts, np.bool_)
     for index, hits in enumerate(run.trace.hits()):
         for layer in range(len(hits) - 1):
             prefetch.observe(_facts(run, layer, hits))
             predicted = None
             if prefetch.gate is not Gate.NONE:
                 predicted = run.predicted[prefetch.gate][index][layer + 1]
-            score = prefetch.score(Ahead(layer + 1, nobody, predicted))
+            score = prefetch.score(Ahead(layer + 1, no_residents, predicted))
             shares.append([top_share(score, hits[layer + 1], n) for n in TOP_SIZES])
         prefetch.observe(_facts(run, len(hits) - 1, hits))
     means: FloatArray = np.mean(shares, axis=0)
@@ -185,10 +185,10 @@ def _top_shares(run: Run, prefetch: Prefetch) -> FloatArray:
 
 def _facts(run: Run, layer: int, hits: IntArray) -> Facts:
     """Of a layer with no residents. hits [layers, experts]"""
-    nobody = np.zeros(hits.shape[1], np.bool_)
+    no_residents = np.zeros(hits.shape[1], np.bool_)
     capacity = np.zeros(len(hits), np.int64)
-    demand = demand_of(hits[layer], nobody)
-    return Facts(_STEP, layer, demand, nobody, capacity, run.setting.costs)
+    demand = demand_of(hits[layer], no_residents)
+    return Facts(_STEP, layer, demand, no_residents, capacity, run.setting.costs)
 
 
 def _write_gains(recorder: Recorder, run: Run, setting: Setting) -> None:

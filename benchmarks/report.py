@@ -1,7 +1,7 @@
 """Writes what README.md and docs/ say of measurements from the lines of docs/results/.
 
 A part of a page between `<!-- measured: NAME -->` and `<!-- end of measured -->` is rewritten; the
-blocks are in `reporting/blocks.py`, which names the pictures that are drawn anew, too. Lines that
+blocks are in `reporting/blocks.py`, which names the pictures that are drawn, too. Lines that
 were measured on files of no commit are refused.
 """
 

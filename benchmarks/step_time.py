@@ -25,7 +25,7 @@ from common.ceilings import memory_ceiling
 from common.growth import at_full_depth
 from common.masked_shapes import MODELS, MaskedShape, masked_shapes, num_masked
 from common.masked_sides import SIDES, WARM_UP_TOKENS, Side, canvas, open_sides, read_weights
-from common.planned_model import LEAST_TOKENS, HeadForm, PlannedStep, StepModel
+from common.planned_model import HeadForm, PlannedStep, StepModel
 from common.planning_time import compare_search, plan_request
 from common.record import Recorder, Row, say
 from torch import Tensor
@@ -46,8 +46,6 @@ PLAN_S = 5e-3
 """What a plan may take that was not known."""
 
 UNDIVIDED = {"mlp": 1, "experts": 1, "attention": 1, "logits": 1}
-MAX_S = {LEAST_TOKENS: 20.0, 1024: 20.0, 4096: 45.0}
-"""Seconds for each lane after which no round is begun, by length; longer ones have one round."""
 
 Run = Callable[[], object]
 
@@ -100,7 +98,7 @@ def _time_sides(
         for num_layers in LAYERS:
             for name, side in sides[num_layers].items():
                 runs[name, num_layers] = _their_run(side, token_ids)
-        rounds = _in_turn(runs, options.repeats, MAX_S.get(num_tokens, 0.0))
+        rounds = _in_turn(runs, options.repeats, num_warm=1)
         whole_s = _record_sides(recorder, shape, num_tokens, rounds)
         for share in options.shares:
             steps_s[num_tokens, share] = statistics.median(whole_s[_lane(share)])
@@ -194,7 +192,7 @@ def _time_chunks(
             plan = model.plan_of(num_tokens, masked, {**UNDIVIDED, "logits": num_chunks})
             step = PlannedStep(engine, plan, model.form)
             runs["logits", num_chunks] = step.head_alone()
-        rounds = _in_turn(runs, options.chunk_repeats, None)
+        rounds = _in_turn(runs, options.repeats, num_warm=0)
     pairs = {name: ((name, 1), ("none", 1)) for name in (inner, "attention")}
     pairs["logits"] = (("logits", NUM_CHUNKS), ("logits", 1))
     each = {
@@ -268,19 +266,13 @@ def _judged(values: Row, step_s: float | None) -> dict[str, bool]:
 
 
 def _in_turn(
-    runs: Mapping[tuple[str, int], Run], repeats: int, limit_s: float | None
+    runs: Mapping[tuple[str, int], Run], repeats: int, num_warm: int
 ) -> dict[tuple[str, int], list[float]]:
-    """Seconds of each by round, all in turn: `repeats` rounds, or as many as begin before each had
-    `limit_s`. A first round is to warm up; it counts without a limit, and where it is alone."""
-    start_s = time.perf_counter()
-    rounds = [{key: _seconds(run) for key, run in runs.items()}]
-    num_warm = 0 if limit_s is None else 1
-    while len(rounds) < repeats + num_warm:
-        if limit_s is not None and time.perf_counter() - start_s > limit_s * len(runs):
-            break
-        rounds.append({key: _seconds(run) for key, run in runs.items()})
-    counted = rounds[num_warm:] or rounds
-    return {key: [each[key] for each in counted] for key in runs}
+    """Seconds of each by round, all in turn, after `num_warm` rounds that do not count."""
+    rounds = [{key: _seconds(run) for key, run in runs.items()} for _ in range(num_warm + repeats)][
+        num_warm:
+    ]
+    return {key: [each[key] for each in rounds] for key in runs}
 
 
 def _seconds(run: Run) -> float:
@@ -294,7 +286,7 @@ def _options() -> argparse.Namespace:
     add_parts(parser, PARTS)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), help="which")
     parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES))
-    parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 4096])
+    parser.add_argument("--lengths", type=int, nargs="+", default=[1024])
     parser.add_argument("--shares", type=float, nargs="+", default=[0.1, 0.5, 0.9], help="r_p")
     parser.add_argument(
         "--planned",
@@ -304,10 +296,9 @@ def _options() -> argparse.Namespace:
         help="",
     )
     parser.add_argument(
-        "--chunked", type=int, default=32768, help="tokens of one chunk against four"
+        "--chunked", type=int, default=8192, help="tokens of one chunk against four"
     )
-    parser.add_argument("--chunk-repeats", type=int, default=3, help="of one chunk against four")
-    parser.add_argument("--repeats", type=int, default=5, help="steps of each, in turn")
+    parser.add_argument("--repeats", type=int, default=3, help="steps of each, in turn")
     return parser.parse_args()
 
 

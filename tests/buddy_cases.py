@@ -121,6 +121,35 @@ def slow_search(rules: LayerRules, facts: Facts) -> IntArray:
     return out
 
 
+def slow_late(rules: LayerRules, facts: Facts, num_in_time: int, share: float | None) -> IntArray:
+    """`miss=late` without a device, from docs/policies.md and without anything of ours: of absent
+    experts those of least router weight are given up, until no more are left than are read in time,
+    each by all of its tokens or by none. One owner's tokens, of whose weight `share` may be moved;
+    ids in the places of those they stand in for. [tokens, k]"""
+    assert facts.routing is not None and facts.is_here is not None
+    experts, weights, _ = facts.routing
+    out, places = experts.copy(), dict[int, list[tuple[int, int]]]()
+    for token, place in np.ndindex(*experts.shape):
+        if not facts.is_here[experts[token, place]]:
+            places.setdefault(int(experts[token, place]), []).append((token, place))
+    mass = {own: sum(float(weights[at]) for at in of) for own, of in places.items()}
+    left = np.inf if share is None else share * float(weights.sum(dtype=np.float64))
+    num_late = len(places) - num_in_time
+    for own in sorted(places, key=lambda own: (mass[own], own)):
+        found = {}
+        for token, place in places[own]:
+            used = {*experts[token].tolist(), *out[token].tolist()}
+            here = (b for b in rules.lists[own].tolist() if b >= 0 and facts.is_here[b])
+            buddy = next((b for b in here if b not in used), None)
+            if buddy is not None and (out[token] != experts[token]).sum() < rules.rho:
+                found[token, place] = buddy
+        if num_late > 0 and len(found) == len(places[own]) and mass[own] <= left:
+            for at, buddy in found.items():
+                out[at] = buddy
+            num_late, left = num_late - 1, left - mass[own]
+    return out
+
+
 def routed_facts(
     routing: RoutedTokens,
     is_here: BoolArray,

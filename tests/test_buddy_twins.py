@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 
 import numpy as np
@@ -15,12 +16,23 @@ from buddy_cases import (
     random_routing,
     random_search,
     routed_facts,
+    slow_late,
     slow_search,
 )
 from examples import scaled
 
 from lowtide.buddies import BuddyTwins, LayerRules, Masses, Waits
-from lowtide.core import Costs, Curve, Demand, Facts, PassRows, RoutedTokens, Step, StepKind
+from lowtide.core import (
+    Costs,
+    Curve,
+    Demand,
+    Facts,
+    IntArray,
+    PassRows,
+    RoutedTokens,
+    Step,
+    StepKind,
+)
 from lowtide.errors import InternalError
 from lowtide.kernels.cpu.buddies import CompiledBuddies
 from lowtide.kernels.cpu.library import load_kernels
@@ -38,16 +50,23 @@ def check_algorithm_1(compiled: CompiledBuddies, rules: LayerRules, facts: Facts
     """Both twins by the text of the paper; how many tokens have an expert replaced."""
     assert facts.routing is not None
     wanted = slow_search(rules, facts)
-    order = np.argsort(wanted, axis=1, kind="stable")
-    is_moved = (wanted != facts.routing.experts).any(axis=1)
     for twins in (PLAIN, compiled):
         own = twins.of_pass(np.zeros(len(wanted), np.int64), Masses([0.0], [0.0]), 1, None)
-        answer = twins.of_layer(rules)(facts, own) or facts.routing
-        assert (answer is not facts.routing) == is_moved.any(), (rules, facts)
-        assert np.array_equal(answer.experts, np.take_along_axis(wanted, order, 1)), (rules, facts)
-        weights = np.take_along_axis(facts.routing.weights, order, 1)
-        assert np.array_equal(answer.weights, weights), (rules, facts)
-    return int(is_moved.sum())
+        check_runs(twins.of_layer(rules)(facts, own), wanted, rules, facts)
+    return int((wanted != facts.routing.experts).any(axis=1).sum())
+
+
+def check_runs(
+    answer: RoutedTokens | None, wanted: IntArray, rules: LayerRules, facts: Facts
+) -> None:
+    """The ids of `wanted` [tokens, k] run, ascending, each with the weight of its place; there is
+    no answer where they are those that the router chose."""
+    assert facts.routing is not None
+    assert (answer is None) == np.array_equal(wanted, facts.routing.experts), (rules, facts)
+    answer, order = answer or facts.routing, np.argsort(wanted, axis=1, kind="stable")
+    assert np.array_equal(answer.experts, np.take_along_axis(wanted, order, 1)), (rules, facts)
+    weights = np.take_along_axis(facts.routing.weights, order, 1)
+    assert np.array_equal(answer.weights, weights), (rules, facts)
 
 
 def test_algorithm_1_in_random_cases(compiled: CompiledBuddies) -> None:
@@ -137,6 +156,29 @@ def test_late_experts_are_given_up_and_counted_alike(compiled: CompiledBuddies) 
     cases = random_cases(NUM_RANDOM // 8, 6)
     num_found = sum(check_equal(compiled, case, case.waits) for case in cases)
     assert num_found > scaled(NUM_RANDOM) // 80
+
+
+def test_late_experts_in_every_small_case(compiled: CompiledBuddies) -> None:
+    """Two tokens of two of four experts, every set of residents, every number that is late: both
+    twins by what is said of `late`."""
+    lists = np.array([[1, 2, 3], [0, 3, -1], [3, -1, -1], [2, 1, 0]], np.int32)
+    weights = np.array([[0.3, 0.7], [0.5, 0.5]], np.float32)
+    pairs, num_found = list(itertools.combinations(range(4), 2)), 0
+    for experts, here in itertools.product(
+        itertools.product(pairs, repeat=2), itertools.product([False, True], repeat=4)
+    ):
+        facts = routed_facts(RoutedTokens(np.array(experts), weights), np.array(here))
+        for num_in_time, share, rho in itertools.product((0, 1, 3), (0.3, None), (1, 2)):
+            waits = Waits(None, (0.0, 0.0), (1.0, 0.0), None, float(num_in_time))
+            rules, masses = LayerRules(0, lists, rho, 0), []
+            wanted = slow_late(rules, facts, num_in_time, share)
+            for twins in (PLAIN, compiled):
+                own = twins.of_pass(np.zeros(2, np.int64), Masses([0.0], [0.0]), 1, share)
+                check_runs(twins.of_layer(rules)(facts, own, waits), wanted, rules, facts)
+                masses.append(own.masses)
+            assert masses[0] == masses[1], (facts, waits, share, rho)
+            num_found += not np.array_equal(wanted, np.array(experts))
+    assert num_found > 500
 
 
 def test_experts_are_shared_out_alike(compiled: CompiledBuddies) -> None:

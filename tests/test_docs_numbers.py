@@ -39,6 +39,19 @@ ALLOWED = {
         "the file is 1.3 times what is left",
     ),
     "docs/measured.md": (),
+    "docs/formats.md": (  # bytes a weight, by each format's layout
+        "blocks of 128 x 128",
+        "1.0625, 0.5625",
+        "1.00024 (float32 scales)",
+        "0.594, 0.547, 0.523",
+        "0.563, 0.531, 0.516",
+        "1.063, 1.031, 1.016",
+        "0.53125",
+        "1.0625 · 0.820 · 0.75 · 0.6875 · 0.625",
+        "0.5625 · 0.531 · 0.430 · 0.328",
+        "0.430 · 0.383 · 0.320 · 0.289 · 0.258",
+        "below 1.00 where fewer bytes",
+    ),
     "CHANGELOG.md": (),
     "docs/tour.md": (),
     "docs/evidence.md": ("give or take 15% of the published effect",),
@@ -152,3 +165,24 @@ def test_what_was_timed_stands_beside_its_range(page: Path) -> None:
                 is_timed = "tokens/s" in name and not name.startswith(("simulated", "first answer"))
                 if is_timed and cell is not name and re.search(r"\d", cell):
                     assert " to " in cell, row
+
+
+def test_lines_of_other_arguments_do_not_count() -> None:
+    settings = {"rows": [1, 32], "means": 9, "passes": 20}
+    line = {"benchmark": "buddy time", "what": "substitution", "settings": settings}
+    assert is_repeatable(line)
+    assert is_repeatable(line | {"settings": settings | {"rows": [32]}})  # a part of a run
+    assert not is_repeatable(line | {"settings": settings | {"rows": [1, 2]}})
+    assert not is_repeatable(line | {"settings": settings | {"means": 8}})
+    assert not is_repeatable(line | {"benchmark": "no script"})
+
+
+def test_a_line_of_one_length_is_that_of_any_call_with_this_length() -> None:
+    """Whatever else its run measured, and however long that was."""
+    settings = {"prompt_share": 0.5, "lengths": [1024, 32768], "traced_lengths": [9999]}
+    line = {"benchmark": "planned_memory", "what": "planned", "settings": settings}
+    assert is_repeatable(line | {"num_tokens": 1024})
+    assert not is_repeatable(line | {"num_tokens": 32768})
+    even = line | {"what": "evenness", "num_tokens": 2048}
+    assert is_repeatable(even) and not is_repeatable(even | {"num_tokens": 1024})
+    assert not is_repeatable(even | {"settings": settings | {"prompt_share": 0.1}})

@@ -39,7 +39,7 @@ def test_scripts_are_chosen_by_name() -> None:
     # Two calls of one script; one that both kinds have; one that only the other kind has.
     simulations = bench.chosen(["simulate"], is_large=False)
     assert [one.name for one in simulations] == ["simulate", "simulate"]
-    [short], [whole] = (bench.chosen(["exchange"], is_large=large) for large in (False, True))
+    [short], [whole] = (bench.chosen(["absent"], is_large=large) for large in (False, True))
     assert short in bench.SMALL and whole in bench.LARGE and short.cut and not whole.cut
     assert bench.chosen(["full_size"], is_large=False)[0] in bench.LARGE
     with pytest.raises(UsageError, match="No script speed; there are .*decode"):

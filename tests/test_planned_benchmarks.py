@@ -5,11 +5,13 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import max_context
 import pytest
+import step_time
 import torch
 from common import (
     allocation_trace,
@@ -166,3 +168,11 @@ def test_the_narrow_model_is_a_llada_whose_step_is_its_logits() -> None:
     narrow = masked_shapes.NARROW
     assert masked_shapes.MaskedShape(**masked_shapes.settings_of(narrow)) == narrow
     assert narrow.cut_bytes(2) < 64 * MIB
+
+
+def test_rounds_to_warm_up_do_not_count() -> None:
+    called: list[str] = []
+    runs = {(name, 1): partial(called.append, name) for name in ("a", "b")}
+    seconds = step_time._in_turn(runs, 3, num_warm=1)
+    assert called == ["a", "b"] * 4
+    assert [len(times) for times in seconds.values()] == [3, 3] and seconds.keys() == runs.keys()

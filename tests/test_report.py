@@ -73,6 +73,26 @@ def test_a_part_is_rewritten_and_nothing_else(tmp_path: Path) -> None:
     assert rewritten(once, blocks(results, Path("README.md"))) == once
 
 
+def test_a_number_is_reproduced_by_its_effect_once_and_held_out(tmp_path: Path) -> None:
+    """Two values near one are not near where what they differ by is what was published."""
+    one = {"benchmark": "dali", "what": "number", "neutral": 1.0, "num_cases": 1}
+    rows = [
+        _row(**one, place="Figure 12", of="a", published=1.3, here=1.28),
+        _row(**one, place="Figure 12", of="b", published=1.09, here=1.02),
+        _row(**one, place="Figure 13", of="c", published=1.3, here=1.3, repeats="Figure 12, a"),
+        _row(**{**one, "neutral": 0.0}, place="Table 8", of="d", published=0.14, here=0.01),
+        _row(**{**one, "what": "fitted"}, place="Table 4", of="e", published=20.0, here=20.0),
+    ]
+    page = blocks(_results(tmp_path, *rows), Path("docs/policies.md"))["dali-numbers"]()
+    assert "Of 3 held-out numbers, all in one setting, **1 are reproduced**" in page
+    assert "(Figure 12 1 of 2, Table 8 0 of 1). 1 that the machine was fitted to and 1 that" in page
+    verdicts = [row.split(" | ")[5] for row in page.splitlines() if row.startswith(("| F", "| T"))]
+    assert verdicts == ["reproduced", "differs", "says Figure 12, a again", "fitted", "differs"]
+    page = blocks(_results(tmp_path, *rows), Path("docs/evidence.md"))["evidence-dali"]()
+    assert "| Figure 12 | 2 | a 0.93, b 0.22 | 1 of 2 reproduced |" in page
+    assert page.endswith(", Table 4, Table 6, Table 9 (`make bench ONLY=dali`).")
+
+
 def test_a_claim_is_reproduced_in_the_published_range_or_near_it() -> None:
     def claim(*values: float, for_all: bool = False) -> Claim:
         lines = [Line(Path("x.jsonl"), 1, {})]

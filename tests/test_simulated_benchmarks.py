@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -145,6 +146,20 @@ def test_what_dali_is_compared_with() -> None:
     case = dali.Case(part, simulated.make_setting(part, COSTS, 8, part), hits)
     assert case.seconds("hybrimoe") == simulate(part, "hybrimoe", case.setting).total_s
     assert list(dali._stage_gains("Mixtral-8x7B", case)) == ["+ greedy", "+ prefetch", "+ cache"]
+
+
+def test_what_one_window_hits_more_than_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dali, "NUM_NEW", 16)
+    recorder = Written()
+    dali.window_hits(dali.Numbers(recorder), Namespace(layers=1))
+    assert [row["published"] for row in recorder.rows] == [0.042, 0.071]
+    [case] = dali._cases("DeepSeek-V2-Lite", (4,), 1)
+    for row, windows in zip(recorder.rows, dali.FIGURE_18, strict=True):
+        rates = [
+            simulate(case.part, "dali", case.setting.having(w_size=w, u_size=u)).hit_rate
+            for w, u in windows
+        ]
+        assert row["here"] == pytest.approx(rates[0] - rates[1]) and row["neutral"] == 0
 
 
 def test_the_greedy_is_never_above_the_optimum() -> None:

@@ -1,11 +1,11 @@
-"""Holds memory, so that only a wished part of the machine's is available to everybody else.
+"""Holds memory, so that only a wished part of the machine's is available to other programs.
 
     python -m common.balloon LEFT_BYTES
 
 Grows in steps until `LEFT_BYTES` are available, says so on one line, and holds until its standard
-input ends: with whoever started it, at the latest. What is scarce then is scarce for the page
-cache too, which no limit of a process's own does. If memory runs out altogether, the kernel ends
-this process before any other.
+input ends: with the process that started it, at the latest. What is scarce then is scarce for the
+page cache too, which no limit of a process's own does. If memory runs out altogether, the kernel
+ends this process before any other.
 
 Imports nothing of lowtide: what it holds should be what was asked for.
 """
@@ -77,7 +77,7 @@ def _is_wanted() -> bool:
 
 
 def _lock() -> None:
-    """Without this the kernel would swap the balloon out instead of dropping anybody's pages."""
+    """Without this the kernel would swap the balloon out instead of dropping pages."""
     if ctypes.CDLL(None, use_errno=True).mlockall(_LOCK_ALL):
         raise SystemExit("There is swap, and this process may not lock memory against it.")
 

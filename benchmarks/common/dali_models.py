@@ -38,7 +38,7 @@ STAGES: Mapping[str, Recipe] = {
     ),
     "+ cache": recipe("dali"),
 }
-"""DALI's Figure 19, in its order: nobody is resident before the cache comes."""
+"""DALI's Figure 19, in its order: no expert is resident before the cache comes."""
 STAGE_SHARE = 0.25
 STAGE_PREFETCH = {"Qwen3-30B-A3B": 8, "Mixtral-8x7B": 1}
 """Figure 19's cache ratio and prefetch sizes; DeepSeek-V2-Lite keeps those of Figure 12."""

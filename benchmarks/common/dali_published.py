@@ -21,6 +21,11 @@ FIGURE_13: Mapping[str, tuple[str, float]] = {
 """The same of prefill, on DeepSeek-V2-Lite."""
 FIGURE_17 = 1.23
 """DALI's cache over HybriMoE's, all else DALI's, batch 4: at shares that are not said."""
+FIGURE_18: Mapping[tuple[tuple[int, int], tuple[int, int]], float] = {
+    ((2, 16), (2, 8)): 0.042,
+    ((4, 8), (8, 8)): 0.071,
+}
+"""What the hit rate of one (w_size, u_size) is above that of another; DeepSeek, batch 4."""
 FIGURE_19: Mapping[str, float] = {"+ greedy": 4.1, "+ prefetch": 1.09, "+ cache": 1.38}
 """What each part gains over those before it, on Mixtral and Qwen."""
 FIGURE_22: Mapping[str, tuple[str, float]] = {

@@ -67,7 +67,7 @@ def bidirectional_trace(longest: int, num_new: int) -> list[Arrival]:
 
 def documents_trace(longest: int, num_new: int) -> list[Arrival]:
     """Documents, all at once, each of which allows for just what it uses: nothing that is planned
-    for them is ever empty, and whoever waits for the others holds memory meanwhile."""
+    for them is ever empty, and those that wait for the others hold memory meanwhile."""
     return [Arrival(0, longest // 4 - num_new, num_new, num_new) for _ in range(14)]
 
 

@@ -1,7 +1,7 @@
 """What one denoising step takes beside the weights: for a process of its own.
 
 The process loads a cut model, takes steps so that libraries have what they keep, the last one as
-long as the one that counts, and notes what it holds. Then its peak starts anew (`clear_refs`), one
+long as the one that counts, and notes what it holds. Then its peak starts again (`clear_refs`), one
 step is taken, and the peak less the start is the step's.
 """
 
@@ -109,7 +109,7 @@ def resident_within(start: int, num_bytes: int, path: Path = Path("/proc/self/pa
 
 
 def _start() -> int:
-    """What the process holds now; its peak starts anew from here."""
+    """What the process holds now; its peak starts again from here."""
     gc.collect()
     with suppress(OSError, AttributeError):  # glibc's: what is free in its heap would be used again
         ctypes.CDLL(None).malloc_trim(0)

@@ -67,7 +67,7 @@ class Compiled(Ported):
         answer = self._step(token_ids)
         counters = torch._dynamo.utils.counters
         self.facts = {
-            "num_graphs": counters["stats"]["unique_graphs"],  # more than before: compiled anew
+            "num_graphs": counters["stats"]["unique_graphs"],  # more than before: compiled again
             "num_graph_breaks": sum(counters["graph_break"].values()),
             "graph_breaks": [reason.splitlines()[0] for reason in counters["graph_break"]],
         }

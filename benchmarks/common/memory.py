@@ -78,9 +78,9 @@ def choose_limit(wanted: str) -> MemoryLimit:
     """`wanted`: one of `LIMITS`. `auto` asks systemd and otherwise sets none.
 
     `cgroup` makes a group below this process's own, by hand: it needs write access to the control
-    group tree, which may be somebody else's to arrange, so it is never chosen unasked. Nor is
-    `balloon`: a process that holds all memory but the limit, whoever else may want some; for a
-    machine with nothing else to do. Raises UsageError for what this machine cannot do.
+    group tree, which may be arranged by another program, so it is never chosen unasked. Nor is
+    `balloon`: a process that holds all memory but the limit, which other programs then lack; for
+    a machine with nothing else to do. Raises UsageError for what this machine cannot do.
     """
     if wanted not in LIMITS:
         raise UsageError(f"A limit is one of {', '.join(LIMITS)}, not {wanted!r}.")
@@ -90,7 +90,7 @@ def choose_limit(wanted: str) -> MemoryLimit:
         return _by_hand()
     if wanted == "balloon":
         _check_ungrouped()
-        return MemoryLimit("balloon", "a process holds all memory but the limit, for everybody")
+        return MemoryLimit("balloon", "a process holds all memory but the limit")
     problem = _systemd_problem()
     if problem is None:
         return MemoryLimit("systemd", "a transient scope with MemoryMax")
@@ -244,7 +244,7 @@ def _balloon(left_bytes: int) -> Iterator[None]:
 
 
 def _check_ungrouped() -> None:
-    """A group's limit would be met before the machine's, by everybody in the group."""
+    """A group's limit would be met before the machine's, by all processes in the group."""
     if total_memory_bytes() < psutil.virtual_memory().total:
         raise UsageError("This process's group has a memory limit already: take --limit none.")
 

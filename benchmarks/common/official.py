@@ -1,6 +1,6 @@
 """The published forwards of LLaDA, LLaDA-MoE and Dream, for a flat batch, in plain torch.
 
-What a port to a serving engine has before anybody plans its memory: sequences of any lengths lie
+What a port to a serving engine has before its memory is planned: sequences of any lengths lie
 behind each other without padding, every result is a new tensor of torch's own allocator, nothing
 is computed in tiles, and logits of all rows exist in the compute dtype.
 """

@@ -128,7 +128,7 @@ def _prompts(llm: LLM, run: Run) -> list[list[list[int]]]:
 
 
 def _path(folder: Path, run: Run) -> Path:
-    """By the weights, too: a demo is trained anew now and then."""
+    """By the weights, too: a demo is trained again now and then."""
     of = "" if run.model in _SYNTH else f"-{_digest(resolve_model(run.model))}"
     return folder / f"{run.name}{of}-v{TRACE_VERSION}.npz"
 

@@ -313,10 +313,11 @@ def _as_built(lines: Sequence[Line], page: Path) -> list[str]:
     ways: dict[str, list[Line]] = {}
     for line in lines:
         packed = "repacked" if line["repacks"] else "not repacked"
+        flags = line.row.get("build_flags", "flags that its line does not say")
         way = (
-            f"llama-cpp-python {line['version']}, built with "
-            f"{line.row.get('build_flags', 'its own flags')}, {line['num_threads']} threads, flash "
-            f"attention {line['flash_attention']}, weights {packed}"
+            f"llama-cpp-python {line['version']}, built with {flags}, "
+            f"{line['num_threads']} threads, flash attention "
+            f"{line['flash_attention']}, weights {packed}"
         )
         ways.setdefault(way, []).append(line)
     told = "; ".join(f"{way} (line {links(own, page)})" for way, own in ways.items())

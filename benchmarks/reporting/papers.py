@@ -9,6 +9,8 @@ from pathlib import Path
 from reporting.results import Line, Results, Run
 from reporting.tables import Cell, Row, caption, links, not_measured, number, percent, table
 
+_SHARES = ("Figure 18", "Table 6")
+"""Places whose numbers are shares: of hits, and of the time."""
 _NUMBERS = ("", "", "published", "here", "effect over the published one", "")
 NEAR = 0.15
 """How far from the published effect one may be that is reproduced."""
@@ -131,8 +133,7 @@ def _number(line: Line) -> Sequence[Cell]:
 
 
 def _value(line: Line, value: float) -> Cell:
-    """Table 6 has shares of the time."""
-    return f"{value:.2%}" if line["place"] == "Table 6" else number(value)
+    return f"{value:.2%}" if line["place"] in _SHARES else number(value)
 
 
 def _means(run: Run, others: Sequence[str]) -> list[Row]:

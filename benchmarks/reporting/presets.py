@@ -13,6 +13,7 @@ from reporting.tables import (
     Cell,
     Row,
     caption,
+    captions,
     not_measured,
     number,
     percent,
@@ -138,7 +139,8 @@ def prefetch(results: Results, page: Path) -> str:
     ]
     gained = [([line], _gained(line)) for run in runs for line in run.of("end to end")]
     parts = [table(_PREDICTED, named, page), "In the simulator, over no prefetch:"]
-    return "\n\n".join([*parts, table(_GAINED, gained, page), *map(caption, runs)])
+    lines = [line for run in runs for line in run.lines]
+    return "\n\n".join([*parts, table(_GAINED, gained, page), captions(lines)])
 
 
 def _validated(line: Line) -> Sequence[Cell]:

@@ -24,14 +24,25 @@ _OPTION_OF = {
     "chunked_length": "chunked",
 }
 """The option that a setting of a line was, where its name is another one."""
+_LENGTH_OF = {
+    "step time": "lengths",
+    "planned": "lengths",
+    "evenness": "traced",
+    "reserved": "traced",
+    "head alone": "timed",
+    "lazy over static": "timed",
+    "chunked": "chunked",
+    "planning": "planned",
+}
+"""The option that named the one length of such a line; other lengths of its run do not matter."""
 _NOT_COMPARED = ("repeats", "limit")  # tables look at turns themselves; a limit is the machine's
 
 
 def is_repeatable(row: Mapping[str, Any]) -> bool:
     """Whether a call in `bench.py` has the settings of a line, or `make gpu` measured it.
 
-    An option that a call leaves to its script is no difference, and a call measures what lines of
-    fewer lengths or shares have, too.
+    An option that a call leaves to its script is no difference. A call measures what lines of fewer
+    shares have, too, and a line of one length is that of any call with this length.
     """
     if row["benchmark"] == "gpu":  # its settings are the stage, and what GPU there is
         return bool(row["settings"]["stage"] == "short")
@@ -40,6 +51,10 @@ def is_repeatable(row: Mapping[str, Any]) -> bool:
         for name, value in row["settings"].items()
         if name not in _NOT_COMPARED
     }
+    if (own := _LENGTH_OF.get(row["what"])) is not None:
+        others = set(_LENGTH_OF.values())
+        settings = {name: value for name, value in settings.items() if name not in others}
+        settings[own] = row["num_tokens"]
     return any(
         all(_fits(value, options.get(name)) for name, value in settings.items())
         for options in _calls(row["benchmark"].replace(" ", "_"))
