@@ -123,11 +123,6 @@ def test_the_kernel_counts_what_the_arena_and_the_budget_count(
     assert physical_bytes(arena) == 0 and budget.num_free_bytes == budget.num_bytes
 
 
-def test_parts_are_equal_and_of_whole_groups() -> None:
-    with pytest.raises(InternalError, match="not 3 equal parts"):
-        ElasticArena(HostPages(10 * PAGE, PAGE), PageBudget(0).open("cache"), 3)
-
-
 def test_what_the_system_does_not_have_is_refused_before_it_is_touched() -> None:
     arena = make_arena(4, free_bytes=lambda: HUGE_PAGE_BYTES)
     arena.commit(0, HUGE_PAGE_BYTES)

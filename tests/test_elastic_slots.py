@@ -131,9 +131,3 @@ def test_huge_slots_leave_less_than_one_group_unused() -> None:
     assert arena.committed_bytes == 36 << 20 == physical_bytes(arena)
     assert elastic.num_within((46 << 20) - 1) == 4
     assert elastic.num_within((46 << 20) + HUGE_PAGE_BYTES) == 5
-
-
-def test_what_does_not_lie_in_the_arena_is_no_slot() -> None:
-    arena = ElasticArena(HostPages(PAGE, PAGE), PageBudget(PAGE).open("slots"))
-    with pytest.raises(InternalError, match="do not lie in an arena"):
-        ElasticSlots(arena, PAGE, SlotLedger(1, 4, 2), 0)

@@ -15,7 +15,7 @@ from test_elastic_arena import physical_bytes
 from test_elastic_memory import elastic_of
 
 from lowtide import LLM, DiffusionParams, SamplingParams
-from lowtide.engine.running import wiring
+from lowtide.engine.running import pass_room
 from lowtide.engine.running.elastic import ElasticMemory
 from lowtide.errors import PageError
 from lowtide.lab.synth import synth
@@ -77,7 +77,7 @@ def test_slots_have_what_passes_do_not_need(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """NaN wherever nothing is alive."""
-    monkeypatch.setattr(wiring, "Workspace", PoisonedWorkspace)
+    monkeypatch.setattr(pass_room, "Workspace", PoisonedWorkspace)
     options: dict[str, Any] = {"context": CONTEXT, "kv_cache": kv_cache, "policy": "lowtide"}
     plan = plan_model(model, **options)
     host_memory = plan.minimum_bytes + 4 * plan.host.slot_bytes
@@ -103,7 +103,7 @@ def test_under_every_preset_passes_come_and_go(
     model: Path, watched: list[dict[str, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Random lengths, guided or not, some together, under one preset after the other."""
-    monkeypatch.setattr(wiring, "Workspace", PoisonedWorkspace)
+    monkeypatch.setattr(pass_room, "Workspace", PoisonedWorkspace)
     draw = random.Random(0)
     plan = plan_model(model, context=CONTEXT)
     with LLM(model, context=CONTEXT) as llm:

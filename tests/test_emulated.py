@@ -431,7 +431,7 @@ def test_speeds_keep_the_ratios_of_the_profile() -> None:
     before = torch.get_num_threads()
     shape = SHAPE._replace(hidden_size=256, expert_size=128)
     layout = SlotLayout.of(shape, torch.bfloat16)
-    made = emulated_speeds({}, layout, shape, torch.bfloat16)
+    made = emulated_speeds({}, layout, shape)
     assert torch.get_num_threads() == before
     costs = load_profile("dali-3090").costs(shape)
     device_s = made.device_s.at(1)
@@ -459,9 +459,9 @@ def test_experts_last_as_long_as_the_device_is_said_to_take() -> None:
 def test_a_slower_device_stretches_everything() -> None:
     shape = SHAPE._replace(hidden_size=256, expert_size=128)
     layout = SlotLayout.of(shape, torch.bfloat16)
-    made = emulated_speeds({"device_slowdown": "1000"}, layout, shape, torch.bfloat16)
+    made = emulated_speeds({"device_slowdown": "1000"}, layout, shape)
     costs = load_profile("dali-3090").costs(shape)
-    fast_s = emulated_speeds({}, layout, shape, torch.bfloat16).device_s.at(1)
+    fast_s = emulated_speeds({}, layout, shape).device_s.at(1)
     assert made.device_s.at(1) > 10 * fast_s
     ratio = costs.link_s / costs.device_s.at(1)
     assert made.link_s(layout.num_bytes) / made.device_s.at(1) == pytest.approx(ratio)
@@ -470,7 +470,7 @@ def test_a_slower_device_stretches_everything() -> None:
 
 def test_options_replace_parts() -> None:
     options = {"link_GBps": "0.5", "link_latency_us": "7"}
-    made = emulated_speeds(options, LAYOUT, SHAPE, torch.float32)
+    made = emulated_speeds(options, LAYOUT, SHAPE)
     assert made.link_bytes_per_s == 0.5e9 and made.link_latency_s == pytest.approx(7e-6)
     assert made.host_slowdown > 1
     described = made.describe()
@@ -482,7 +482,7 @@ def test_more_tokens_never_take_less_time() -> None:
     """Also of an expert that is far larger than what is measured of it."""
     for shape in (SHAPE, SHAPE._replace(hidden_size=2048, expert_size=8192)):
         layout = SlotLayout.of(shape, torch.float32)
-        curve = emulated_speeds({}, layout, shape, torch.float32).device_s
+        curve = emulated_speeds({}, layout, shape).device_s
         seconds = curve(2 ** np.arange(12))
         assert (np.diff(seconds) >= 0).all() and seconds[0] > 0
 

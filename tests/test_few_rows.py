@@ -181,7 +181,7 @@ def check_poisoned(
 ) -> None:
     with opened(path, share, **options) as engine:
         expected = decoded(engine, 2)
-    monkeypatch.setattr("lowtide.engine.running.wiring.Workspace", PoisonedWorkspace)
+    monkeypatch.setattr("lowtide.engine.running.pass_room.Workspace", PoisonedWorkspace)
     with opened(path, share, **options) as engine:
         assert isinstance(engine.model.compute.workspace, PoisonedWorkspace)
         assert are_equal(decoded(engine, 2), expected)

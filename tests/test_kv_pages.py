@@ -143,13 +143,6 @@ def test_what_was_not_prepared_is_not_written() -> None:
         cache.write(0, kv, 0, rows, rows)
 
 
-def test_an_arena_of_other_parts_is_refused() -> None:
-    layout = make_layout(64)
-    arena = ElasticArena(HostPages(8 * PAGE, PAGE), PageBudget(0).open("KV cache"), 4)
-    with pytest.raises(InternalError, match="has 8 parts of 1024 bytes, an arena 4 of 8192"):
-        KVPages(arena, layout)
-
-
 def test_addresses_are_for_all_tokens_in_whole_groups() -> None:
     layout = KVLayout(storage_shape(3, 1, 576, 1000, num_arrays=1), torch.bfloat16)  # latents
     assert layout.num_parts == 3 and layout.row_bytes == 1152

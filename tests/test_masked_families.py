@@ -21,7 +21,7 @@ from lowtide.core import Step, StepKind
 from lowtide.decode.logits import rows_that_predict
 from lowtide.engine.opening.config import EngineConfig
 from lowtide.engine.opening.model import open_model
-from lowtide.engine.running import wiring
+from lowtide.engine.running import pass_room
 from lowtide.errors import CheckpointError, ConfigError, PlanError, UnsupportedError
 from lowtide.families import families, read_config
 from lowtide.lab.synth import synth
@@ -93,7 +93,7 @@ def test_the_plan_counts_the_longest_pass(made: Path, monkeypatch: pytest.Monkey
     short, long = (plan_model(made, context=context) for context in (256, 1008))
     assert (short.max_rows, long.max_rows) == (256, 1008)
     assert short.host.workspace_bytes < long.host.workspace_bytes
-    monkeypatch.setattr(wiring, "Workspace", PoisonedWorkspace)
+    monkeypatch.setattr(pass_room, "Workspace", PoisonedWorkspace)
     with LLM(made, context=1008, host_memory=long.minimum_bytes) as llm:
         workspace = llm._engine.model.compute.workspace
         assert isinstance(workspace, PoisonedWorkspace)

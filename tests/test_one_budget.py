@@ -60,7 +60,7 @@ class Machine:
         self.slots = ElasticSlots(self.arena, SLOT_BYTES, self.ledger, 0)
         workspace = self.budget.open("workspace")
         self.room_arena = ElasticArena(Counting(WORKSPACE_BYTES, PAGE), workspace)
-        self.room = PagedRoom(self.room_arena, workspace, lambda: True)
+        self.room = PagedRoom(self.room_arena, lambda: True)
         self.room.gives_way()
 
     def run_pass(self, range_bytes: int, library_bytes: int) -> None:

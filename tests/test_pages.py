@@ -44,13 +44,6 @@ def test_a_refusal_names_who_has_the_pages() -> None:
         budget.open("KV cache").draw(3 << 20)
 
 
-def test_an_owner_has_one_account() -> None:
-    budget = PageBudget(1)
-    budget.open("slots")
-    with pytest.raises(InternalError, match="slots has an account"):
-        budget.open("slots")
-
-
 def test_who_can_give_way_does_before_anybody_is_refused() -> None:
     budget = PageBudget(10)
     slots, cache, scratch = (budget.open(owner) for owner in ("slots", "cache", "scratch"))

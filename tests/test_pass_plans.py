@@ -12,7 +12,7 @@ import torch
 from poison import PoisonedWorkspace
 
 from lowtide.engine.planning.registering import largest_counts, planner_of
-from lowtide.engine.running import wiring
+from lowtide.engine.running import pass_room
 from lowtide.engine.running.pass_room import paged_room
 from lowtide.errors import PageError, PlanError
 from lowtide.families import families
@@ -76,7 +76,7 @@ def test_every_budget_has_the_same_answers(
 
     One plan holds for all kernels: it knows of none.
     """
-    monkeypatch.setattr(wiring, "Workspace", PoisonedWorkspace)
+    monkeypatch.setattr(pass_room, "Workspace", PoisonedWorkspace)
     adopted = noted_plans(monkeypatch)
     plan = plan_model(folder, context=CONTEXT)
     whole_bytes = plan.budget_bytes
@@ -144,7 +144,7 @@ def test_memory_comes_and_goes_with_the_passes(
     assert sum(long.chunks.values()) == 4
     short = plans.for_pass(of_tokens(100))
     assert account.num_bytes - long.needed_bytes < 4096  # nobody asked for it
-    room.shrink(short)
+    room.shrink(short.placement.arena_bytes, short.library_bytes)
     assert 0 <= account.num_bytes - short.needed_bytes < 4096
     least_bytes = planner.least_bytes(of_tokens(1500))
     others.draw(budget.num_free_bytes + account.num_bytes - least_bytes - 4096)

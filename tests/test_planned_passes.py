@@ -20,7 +20,7 @@ from lowtide.engine.opening.config import EngineConfig
 from lowtide.engine.opening.model import OpenModel, open_model
 from lowtide.engine.planning.passes import MASKED_SHARES, longest_context, plan_passes
 from lowtide.engine.planning.plan import make_plan
-from lowtide.engine.running import wiring
+from lowtide.engine.running import pass_room
 from lowtide.errors import PlanError, UnsupportedError
 from lowtide.lab import plotting
 from lowtide.lab.passes_picture import draw, parts
@@ -68,7 +68,7 @@ def test_the_longest_context_runs(
     models: dict[str, OpenModel], family: str, rule: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All of it, as one answer, and half of it with guidance; NaN wherever nothing is alive."""
-    monkeypatch.setattr(wiring, "Workspace", PoisonedWorkspace)
+    monkeypatch.setattr(pass_room, "Workspace", PoisonedWorkspace)
     model = models[family]
     num_bytes = make_plan(with_budget(model, 64 * MIB, 810)).minimum_bytes
     longest = longest_context(model, num_bytes)

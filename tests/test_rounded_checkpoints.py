@@ -249,10 +249,9 @@ def test_doctor_measures_with_the_kernels_of_the_engine(
 ) -> None:
     folder, _ = rounded("awq")
     opened = open_model(folder, EngineConfig(dtype="bfloat16"))
-    [patient] = doctor._patients_of("a model", opened, [])
     asked = []
     monkeypatch.setattr(doctor, "measure_costs", lambda *_, kernels, **__: asked.append(kernels))
-    doctor._measure(patient, "cpu", opened.options)
+    doctor._measure(opened)
     assert asked == [opened.kernels]
 
 

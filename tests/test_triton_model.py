@@ -17,7 +17,7 @@ from poison import PoisonedWorkspace
 
 from lowtide.core import Costs, Curve
 from lowtide.engine.running import device as device_engine
-from lowtide.engine.running import wiring
+from lowtide.engine.running import pass_room
 from lowtide.kernels import triton_head, triton_routing, triton_rows
 from lowtide.kernels.reference import Kernels
 from lowtide.kernels.triton_kernels import TritonKernels
@@ -89,7 +89,7 @@ def test_bidirectional_models_answer_alike_within_their_plan(
     options: dict[str, Any] = {"context": 1024, "dtype": "float32", "kernels": "reference"}
     with LLM(folder, device="cpu", **options) as llm:
         [wanted] = llm.generate([[7, 3, 120]], params)
-    monkeypatch.setattr(wiring, "Workspace", PoisonedWorkspace)
+    monkeypatch.setattr(pass_room, "Workspace", PoisonedWorkspace)
     with late_cuda(monkeypatch, haste=0.2):
         least_bytes = plan_model(folder, device="cuda", **options).minimum_bytes
         with LLM(folder, device="cuda", gpu_memory=least_bytes, **options) as llm:

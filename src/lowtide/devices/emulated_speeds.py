@@ -97,7 +97,6 @@ def emulated_speeds(
     options: Mapping[str, str],
     layout: SlotLayout,
     shape: MoEShape,
-    dtype: torch.dtype,
     kernels: Kernels = REFERENCE,
     cores_per_expert: int = 1,
 ) -> EmulatedSpeeds:
@@ -114,7 +113,7 @@ def emulated_speeds(
     core_s = measure_device_s(layout, shape, kernels, cores_per_expert)
     device_s = core_s.scaled(device_slowdown)
     profile = load_profile(_PROFILE)
-    costs = profile.costs(shape, dtype.itemsize)
+    costs = profile.costs(shape, layout.dtype.itemsize)
     stretch = device_s.at(1) / costs.device_s.at(1)
     values = {
         "link_GBps": costs.expert_bytes / costs.link_s / 1e9 / stretch,

@@ -8,21 +8,12 @@ reading them again 2 ms), growing costs no copies; at most one group is held for
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from torch import Tensor
 
 from lowtide.core import align_up
 from lowtide.errors import InternalError
 from lowtide.experts.slots import SlotLedger
 from lowtide.memory.arena import ElasticArena
-
-
-class LentSlots(NamedTuple):
-    """All slots that there can ever be, and the addresses of their memory."""
-
-    ledger: SlotLedger
-    arena: ElasticArena
 
 
 class ElasticSlots:
@@ -39,14 +30,9 @@ class ElasticSlots:
 
         Raises PageError where there is no memory for `num_live` of them.
         """
-        if ledger.num_slots * slot_bytes > arena.num_bytes:
-            raise InternalError(
-                f"{ledger.num_slots} slots of {slot_bytes} bytes do not lie in an arena of "
-                f"{arena.num_bytes}."
-            )
-        self._arena = arena
+        self.arena = arena
         self._slot_bytes = slot_bytes
-        self._ledger = ledger
+        self.ledger = ledger
         arena.commit(0, num_live * slot_bytes)
         self.num_live = num_live
         for slot in range(num_live, ledger.num_slots):
@@ -54,21 +40,21 @@ class ElasticSlots:
 
     def num_bytes(self, num_slots: int) -> int:
         """Memory that so many live slots take, in whole groups."""
-        return align_up(num_slots * self._slot_bytes, self._arena.group_bytes)
+        return align_up(num_slots * self._slot_bytes, self.arena.group_bytes)
 
     def num_within(self, num_bytes: int) -> int:
         """Slots that can be live in so much memory."""
-        whole_bytes = num_bytes // self._arena.group_bytes * self._arena.group_bytes
-        return min(self._ledger.num_slots, whole_bytes // self._slot_bytes)
+        whole_bytes = num_bytes // self.arena.group_bytes * self.arena.group_bytes
+        return min(self.ledger.num_slots, whole_bytes // self._slot_bytes)
 
     def grow(self, num_slots: int) -> None:
         """Makes the first `num_slots` live; the new ones are free.
 
         Raises PageError, changing nothing, where there is no memory for them.
         """
-        self._arena.commit(0, num_slots * self._slot_bytes)
+        self.arena.commit(0, num_slots * self._slot_bytes)
         for slot in range(self.num_live, num_slots):
-            self._ledger.restore(slot)
+            self.ledger.restore(slot)
             self.num_live = slot + 1
 
     def shrink(self, num_slots: int) -> int:
@@ -81,17 +67,17 @@ class ElasticSlots:
         leaving = range(num_slots, self.num_live)
         self._check_can_leave(leaving)
         for slot in leaving:  # first, so that none of them is taken below
-            if self._ledger.is_free(slot):
-                self._ledger.retire(slot)
-        residents = [slot for slot in leaving if self._ledger.is_bound(slot)]
+            if self.ledger.is_free(slot):
+                self.ledger.retire(slot)
+        residents = [slot for slot in leaving if self.ledger.is_bound(slot)]
         for slot in residents:
             self._move(slot)
         self.num_live = min(num_slots, self.num_live)
-        self._arena.release(self.num_live * self._slot_bytes, self._arena.part_bytes)
+        self.arena.release(self.num_live * self._slot_bytes, self.arena.part_bytes)
         return len(residents)
 
     def _check_can_leave(self, leaving: range) -> None:
-        ledger = self._ledger
+        ledger = self.ledger
         bound = [slot for slot in leaving if ledger.is_bound(slot)]
         num_free = sum(map(ledger.is_free, leaving))
         busy = [slot for slot in bound if ledger.is_leased(slot)]
@@ -108,11 +94,11 @@ class ElasticSlots:
 
     def _move(self, slot: int) -> None:
         """Out of a slot, which is retired, into one that stays."""
-        target = self._ledger.take()
+        target = self.ledger.take()
         self._image(target).copy_(self._image(slot))
-        self._ledger.move(slot, target)
-        self._ledger.retire(slot)
+        self.ledger.move(slot, target)
+        self.ledger.retire(slot)
 
     def _image(self, slot: int) -> Tensor:
         start = slot * self._slot_bytes
-        return self._arena.bytes[start : start + self._slot_bytes]
+        return self.arena.bytes[start : start + self._slot_bytes]

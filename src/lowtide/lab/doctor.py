@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
@@ -39,18 +38,8 @@ from lowtide.hardware.machine import (
     rates_of,
     this_machine,
 )
-from lowtide.hardware.measure import (
-    DiskSource,
-    Measurements,
-    layer_dense_bytes,
-    measure_costs,
-)
-from lowtide.hardware.store import (
-    CostKey,
-    keep_rates,
-    measured_now,
-    stored_or_measured,
-)
+from lowtide.hardware.measure import DiskSource, Measurements, measure_costs
+from lowtide.hardware.store import CostKey, keep_rates, measured_now, stored_or_measured
 from lowtide.hardware.weight_rates import measure_weight_rates
 from lowtide.kernels.library_cache import limit_library_cache
 from lowtide.lab.diagnosis import Diagnosis, ExpertCosts, Skipped
@@ -96,40 +85,21 @@ def diagnose(
     opened = None if model is None else open_model(model, config)
     skipped: list[Skipped] = []
     named = name or str(model)
-    patients = _patients_of(named, opened, skipped) if opened else []
-    total = 1 + len(patients)
+    with_experts = None if opened is None or opened.config.experts is None else opened
+    if opened is not with_experts:
+        skipped.append(Skipped(named, "it has no experts"))
+    total = 1 if with_experts is None else 2
     progress("measuring", 0, total)
     machine = this_machine()
     of_demo = _demo_rates()  # before the process has run anything, as for a user who asks once
     rates = [*machine_rates(machine, opened, skipped), *_weight_rates(skipped), *of_demo]
     keep_rates(machine, rates)
     costs: list[ExpertCosts] = []
-    for done, patient in enumerate(patients, start=1):
-        progress("measuring", done, total)
-        costs.append(_costs(patient, machine, config, is_fresh))
+    if with_experts is not None:
+        progress("measuring", 1, total)
+        costs.append(_costs(named, with_experts, machine, is_fresh))
     progress("measuring", total, total)
     return Diagnosis(machine, tuple(rates), tuple(costs), tuple(skipped))
-
-
-class _Patient(NamedTuple):
-    """A model whose costs are wanted; `opened` if its weights may be here."""
-
-    name: str
-    shape: MoEShape
-    layout: SlotLayout
-    dense_bytes: int
-    opened: OpenModel
-
-
-def _patients_of(name: str, opened: OpenModel, skipped: list[Skipped]) -> list[_Patient]:
-    """The model that was named; one without experts is added to `skipped`."""
-    if opened.config.experts is None:
-        skipped.append(Skipped(name, "it has no experts"))
-        return []
-    config, layout = opened.config, opened.slot_layout
-    item_bytes = layout.dtype.itemsize
-    dense_bytes = layer_dense_bytes(opened.weight_map.dense, config.moe_layers[-1], item_bytes)
-    return [_Patient(name, config.moe_shape, layout, dense_bytes, opened)]
 
 
 def machine_rates(machine: Machine, opened: OpenModel | None, skipped: list[Skipped]) -> list[Rate]:
@@ -234,113 +204,97 @@ def _fill(descriptor: int, folder: Path) -> None:
         os.posix_fadvise(descriptor, 0, SCRATCH_BYTES, os.POSIX_FADV_DONTNEED)
 
 
-def _costs(
-    patient: _Patient, machine: Machine, options: EngineConfig, is_fresh: bool
-) -> ExpertCosts:
-    device = resolve_device(options.device)
-    checkpoint = _checkpoint(patient, device)
-    kernels = patient.opened.kernels
-    measure = partial(_measure, patient, device, options)
+def _costs(name: str, opened: OpenModel, machine: Machine, is_fresh: bool) -> ExpertCosts:
+    device, layout = resolve_device(opened.options.device), opened.slot_layout
+    shape = opened.config.moe_shape
     if device == "emulated":
-        measured, description = measure()
+        measured, description = _measure(opened)
         stored = measured_now(measured)
     else:
-        description = "" if device == "cpu" else f"{device}, {options.kernels} kernels"
-        folder = None if checkpoint is None else checkpoint.files[0].path.parent
+        description = "" if device == "cpu" else f"{device}, {opened.options.kernels} kernels"
+        checkpoint = _checkpoint(opened)
         key = CostKey.of(
             machine,
-            patient.shape,
-            patient.layout,
-            patient.dense_bytes,
+            shape,
+            layout,
+            opened.layer_bytes,
             description,
-            folder,
-            kernels.name,
+            None if checkpoint is None else checkpoint.files[0].path.parent,
+            opened.kernels.name,
         )
-        stored = stored_or_measured(key, lambda: measure()[0], is_fresh=is_fresh)
-    dtype = patient.layout.describe()
-    return ExpertCosts(patient.name, patient.shape, dtype, patient.dense_bytes, description, stored)
+        stored = stored_or_measured(key, lambda: _measure(opened)[0], is_fresh=is_fresh)
+    return ExpertCosts(name, shape, layout.describe(), opened.layer_bytes, description, stored)
 
 
-def _measure(patient: _Patient, name: str, options: EngineConfig) -> tuple[Measurements, str]:
+def _measure(opened: OpenModel) -> tuple[Measurements, str]:
     """The costs, and a line on the device that they were measured with."""
-    make_executor = HostExecutor.beside_emulated if name == "emulated" else HostExecutor
-    kernels = patient.opened.kernels
-    executor = make_executor(patient.shape.num_experts_per_token)
+    is_emulated = opened.options.device == "emulated"
+    make_executor = HostExecutor.beside_emulated if is_emulated else HostExecutor
+    shape = opened.config.moe_shape
+    executor = make_executor(shape.num_experts_per_token)
     try:
-        opening = _device(patient, name, options, executor.cores_per_expert)
-        with opening as (device, make_arena, description):
-            with _disk_source(patient, name) as disk:
-                measured = measure_costs(
-                    patient.shape,
-                    patient.layout,
-                    executor,
-                    patient.dense_bytes,
-                    device=device,
-                    disk=disk,
-                    make_arena=make_arena,
-                    kernels=kernels,
-                )
+        opening = _device(opened, executor.cores_per_expert)
+        with opening as (device, make_arena, description), _disk_source(opened) as disk:
+            measured = measure_costs(
+                shape,
+                opened.slot_layout,
+                executor,
+                opened.layer_bytes,
+                device=device,
+                disk=disk,
+                make_arena=make_arena,
+                kernels=opened.kernels,
+            )
     finally:
         executor.close()
     return measured, description
 
 
-def _checkpoint(patient: _Patient, device: str) -> Checkpoint | None:
+def _checkpoint(opened: OpenModel) -> Checkpoint | None:
     """The files that experts are read from, if reads are a part of what they cost.
 
     With a GPU they are not, as in the engine, which looks for these costs when it loads a model;
     the disk's rate is among the machine's.
     """
-    return None if device == "cuda" else patient.opened.checkpoint
+    return None if resolve_device(opened.options.device) == "cuda" else opened.checkpoint
 
 
 @contextmanager
-def _disk_source(patient: _Patient, device: str) -> Iterator[DiskSource | None]:
-    checkpoint = _checkpoint(patient, device)
+def _disk_source(opened: OpenModel) -> Iterator[DiskSource | None]:
+    checkpoint, table = _checkpoint(opened), opened.weight_map.experts
     if checkpoint is None:
         yield None
         return
-    table = patient.opened.weight_map.experts
-    reader = FileReader(checkpoint.files, largest_read_bytes(table))
-    try:
+    with closing(FileReader(checkpoint.files, largest_read_bytes(table))) as reader:
         yield DiskSource(reader, table)
-    finally:
-        reader.close()
 
 
 _OpenDevice = tuple[Device | None, Callable[[int], Arena], str]
 
 
 @contextmanager
-def _device(
-    patient: _Patient, name: str, options: EngineConfig, cores_per_expert: int
-) -> Iterator[_OpenDevice]:
+def _device(opened: OpenModel, cores_per_expert: int) -> Iterator[_OpenDevice]:
     """The device with slots for a measurement, memory that it copies from, and a line on it."""
+    name, options = resolve_device(opened.options.device), opened.options
+    shape, layout, kernels = opened.config.moe_shape, opened.slot_layout, opened.kernels
+    num_slots = _num_slots(shape, layout)
     if name == "cpu":
         yield None, Arena, ""
     elif name == "cuda":
-        shape, layout, num_slots = patient.shape, patient.layout, _num_slots(patient)
         with closing(PinnedMemory()) as pinned:
             device = CudaDevice(shape, layout, num_slots, MAX_PASS_ROWS, pinned, options.kernels)
             with closing(device):
                 yield device, pinned.make_arena, name
     else:
-        layout, num_slots = patient.layout, _num_slots(patient)
-        kernels = patient.opened.kernels
-        shape, given = patient.shape, options.device_options
-        speeds = emulated_speeds(given, layout, shape, layout.dtype, kernels, cores_per_expert)
+        given = options.device_options
+        speeds = emulated_speeds(given, layout, shape, kernels, cores_per_expert)
         arena = Arena(num_slots * layout.num_bytes)
-        emulated = EmulatedDevice(
-            arena, layout, num_slots, speeds, kernels, cores_per_expert=cores_per_expert
-        )
-        try:
+        emulated = EmulatedDevice(arena, layout, num_slots, speeds, kernels, cores_per_expert)
+        with closing(emulated):
             yield emulated, Arena, emulated.describe()
-        finally:
-            emulated.close()
 
 
-def _num_slots(patient: _Patient) -> int:
+def _num_slots(shape: MoEShape, layout: SlotLayout) -> int:
     """Enough for the groups that are measured, and for none to stay in a cache."""
-    shape = patient.shape
-    num_slots = max(4 * shape.num_experts_per_token, -(-_DEVICE_BYTES // patient.layout.num_bytes))
+    num_slots = max(4 * shape.num_experts_per_token, -(-_DEVICE_BYTES // layout.num_bytes))
     return min(num_slots, shape.num_layers * shape.num_experts)

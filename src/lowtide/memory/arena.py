@@ -8,6 +8,7 @@ Knows nothing of what is stored.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -41,9 +42,7 @@ class Region:
 
     def tensor(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """A tensor of `shape` and `dtype` over the bytes from `offset`."""
-        num_bytes = dtype.itemsize
-        for size in shape:
-            num_bytes *= size
+        num_bytes = math.prod(shape) * dtype.itemsize
         return self.bytes[offset : offset + num_bytes].view(dtype).view(shape)
 
 
@@ -81,11 +80,6 @@ class ElasticArena(Region):
         self.group_bytes = pages.group_bytes
         self.num_parts = num_parts
         self.part_bytes = pages.num_bytes // num_parts
-        if pages.num_bytes % (num_parts * pages.group_bytes):
-            raise InternalError(
-                f"{pages.num_bytes} bytes are not {num_parts} equal parts of whole groups of "
-                f"{pages.group_bytes} bytes."
-            )
         self._pages = pages
         self.account = account
         self._free_bytes = free_bytes

@@ -230,8 +230,8 @@ class KVCache:
         """Kept ranges go, oldest first, until their pages have given so many bytes back."""
         if self._pages is None:
             return
-        left_bytes = self._pages.committed_bytes - num_bytes
-        while self._kept and self._pages.committed_bytes > left_bytes:
+        left_bytes = self._pages.arena.committed_bytes - num_bytes
+        while self._kept and self._pages.arena.committed_bytes > left_bytes:
             self.free(self._kept[0])
 
     def apply_rule(self, num_more: int = 0) -> None:

@@ -13,9 +13,7 @@ from typing import NamedTuple
 import torch
 
 from lowtide.core import align_up
-from lowtide.errors import InternalError
 from lowtide.memory.arena import ElasticArena
-from lowtide.memory.pages import PageAccount
 
 
 class KVLayout(NamedTuple):
@@ -62,38 +60,18 @@ class KVPages:
 
     def __init__(self, arena: ElasticArena, layout: KVLayout) -> None:
         """arena: of as many parts as the layout has, each large enough for all tokens."""
-        num_bytes = layout.shape[3] * layout.row_bytes
-        if arena.num_parts != layout.num_parts or arena.part_bytes < num_bytes:
-            raise InternalError(
-                f"A KV cache of {list(layout.shape)} has {layout.num_parts} parts of {num_bytes} "
-                f"bytes, an arena {arena.num_parts} of {arena.part_bytes}."
-            )
-        self._arena = arena
+        self.arena = arena
         self._row_bytes = layout.row_bytes
         strides = layout.strides(arena.part_bytes)
         self.storage = arena.bytes.view(layout.dtype).as_strided(layout.shape, strides)
-
-    @property
-    def account(self) -> PageAccount:
-        """What it draws its memory from."""
-        return self._arena.account
-
-    @property
-    def committed_bytes(self) -> int:
-        """Memory that it has now."""
-        return self._arena.committed_bytes
 
     def commit(self, start: int, stop: int) -> None:
         """Makes tokens `start` to `stop` of every part usable; those that were stay as they are.
 
         Raises PageError, changing nothing, where there is no memory for them.
         """
-        self._arena.commit(start * self._row_bytes, stop * self._row_bytes)
+        self.arena.commit(start * self._row_bytes, stop * self._row_bytes)
 
     def release(self, start: int, stop: int) -> None:
         """Gives the memory of tokens `start` to `stop` back, but for what neighbours share."""
-        self._arena.release(start * self._row_bytes, stop * self._row_bytes)
-
-    def close(self) -> None:
-        """Gives back everything; nothing may use it any more."""
-        self._arena.close()
+        self.arena.release(start * self._row_bytes, stop * self._row_bytes)

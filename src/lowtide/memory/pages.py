@@ -27,8 +27,6 @@ class PageBudget:
 
     def open(self, owner: str) -> PageAccount:
         """A new account with nothing in it; `owner` names it in refusals and tables."""
-        if any(account.owner == owner for account in self.accounts):
-            raise InternalError(f"{owner} has an account already.")
         account = PageAccount(self, owner)
         self.accounts.append(account)
         return account

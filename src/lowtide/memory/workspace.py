@@ -9,10 +9,11 @@ places that were planned.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -41,50 +42,6 @@ from lowtide.memory.planner import (
 )
 
 __all__ = ["TILE_ROWS", "Buffers", "Registrar", "State", "Workspace", "tiles"]
-
-
-class Buffers(Protocol):
-    """What a model sees of its workspace."""
-
-    def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """An uninitialised buffer that lives until the enclosing scope ends."""
-        ...
-
-    def give_back(self, *buffers: Tensor) -> None:
-        """Ends what was taken before the enclosing scope does; of other tensors nothing.
-
-        Of a buffer of an outer scope: what it held is lost, its place is its own again when this
-        scope ends.
-        """
-        ...
-
-    def scope(self) -> AbstractContextManager[None]:
-        """`with workspace.scope():` gives back at its end what was taken inside."""
-        ...
-
-    def begin(self, counts: Counts) -> None:
-        """Gives back everything; what is taken from now on is a pass's of up to such counts.
-
-        Raises PlanError where there is no room for one.
-        """
-        ...
-
-    def mark(self) -> State:
-        """The present state, for `reset`."""
-        ...
-
-    def reset(self, mark: State | None = None) -> None:
-        """Gives back all that was taken since `mark`; the start without one."""
-        ...
-
-    def library(self, name: str, num_bytes: int) -> None:
-        """Declares what an operator without an `out=` form allocates until the scope ends."""
-        ...
-
-    def together(self, operator: str, num_rows: int) -> int:
-        """Rows of a chunk: those that an operator takes together, whole tiles of its own."""
-        ...
-
 
 MAX_STATES = 4096
 """States kept; a model's decoding passes need some hundred, prompts of all lengths many."""
@@ -124,8 +81,8 @@ class State:
         self.after: dict[object, State] = {}
 
 
-class _States(ABC):
-    """The present state, and how it changes: what both kinds of workspace are."""
+class Buffers(ABC):
+    """What a model sees of its workspace: what is alive, and how that changes."""
 
     def __init__(self, chunks: Mapping[str, int] = EACH_TILE) -> None:
         """chunks: how many each operator divides its rows into; others take each tile by itself."""
@@ -139,6 +96,7 @@ class _States(ABC):
         return self.state.top
 
     def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """An uninitialised buffer that lives until the enclosing scope ends."""
         try:
             self.state = state = self.state.after[name, shape, dtype]
         except KeyError:
@@ -147,6 +105,11 @@ class _States(ABC):
         return state.view
 
     def give_back(self, *buffers: Tensor) -> None:
+        """Ends what was taken before the enclosing scope does; of other tensors nothing.
+
+        Of a buffer of an outer scope: what it held is lost, its place is its own again when this
+        scope ends.
+        """
         for buffer in buffers:
             try:  # an identity stays a buffer's own as long as there are states after its taking
                 self.state = self.state.after[id(buffer)]
@@ -157,21 +120,33 @@ class _States(ABC):
                     self.state = self._keep(id(buffer), self._given_back(dead))
 
     def together(self, operator: str, num_rows: int) -> int:
+        """Rows of a chunk: those that an operator takes together, whole tiles of its own."""
         tile_rows = OPERATOR_TILES[operator]
         num_chunks = self._chunks.get(operator) or num_tiles(num_rows, tile_rows)
         return rows_together(num_rows, tile_rows, num_chunks)
 
     def scope(self) -> AbstractContextManager[None]:
+        """`with workspace.scope():` gives back at its end what was taken inside."""
         return _Scope(self)
 
     def mark(self) -> State:
+        """The present state, for `reset`."""
         return self.state
 
     def begin(self, counts: Counts) -> None:
+        """Gives back everything; what is taken from now on is a pass's of up to such counts.
+
+        Raises PlanError where there is no room for one.
+        """
         self.reset()
 
     def reset(self, mark: State | None = None) -> None:
+        """Gives back all that was taken since `mark`; the start without one."""
         self.state = self._start if mark is None else mark
+
+    @abstractmethod
+    def library(self, name: str, num_bytes: int) -> None:
+        """Declares what an operator without an `out=` form allocates until the scope ends."""
 
     def _keep(self, step: object, state: State) -> State:
         if self._num_states == MAX_STATES:
@@ -182,7 +157,7 @@ class _States(ABC):
         return state
 
     def _taken(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> State:
-        before, num_bytes = self.state, _num_bytes(shape, dtype)
+        before, num_bytes = self.state, math.prod(shape) * dtype.itemsize
         path = (*before.path, name)
         start = self._planned_start(path, num_bytes) if before.is_planned else None
         is_planned = start is not None
@@ -208,7 +183,7 @@ class _States(ABC):
     ) -> Tensor: ...
 
 
-class Workspace(_States):
+class Workspace(Buffers):
     """Hands out 64-byte-aligned views of one buffer; allocates nothing.
 
     What the plan does not know lies by first fit beside what is alive, and so does all that is
@@ -223,12 +198,12 @@ class Workspace(_States):
         super().__init__()
         self._buffer = buffer
         self.plan = plan
-        self._plans = plans
+        self.plans = plans
         self._num_usable = buffer.numel() if plans is None else plan.arena_bytes
 
     def begin(self, counts: Counts) -> None:
-        if self._plans is not None:
-            plan = self._plans.for_pass(counts)
+        if self.plans is not None:
+            plan = self.plans.for_pass(counts)
             if plan.placement is not self.plan:
                 self.adopt(plan.placement, plan.chunks)
         self.reset()
@@ -244,7 +219,7 @@ class Workspace(_States):
                 f"{self._buffer.numel()}."
             )
         self.plan, self._chunks = placement, chunks
-        if self._plans is not None:
+        if self.plans is not None:
             self._num_usable = placement.arena_bytes
         self._start = self.state = State((), ())
         self._num_states = 0
@@ -254,7 +229,7 @@ class Workspace(_States):
         return None if place is None or place.num_bytes < num_bytes else place.start
 
     def _view(self, name: str, start: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        stop = start + _num_bytes(shape, dtype)
+        stop = start + math.prod(shape) * dtype.itemsize
         if stop > self._num_usable:
             raise InternalError(
                 f"Workspace buffer {name} {list(shape)} ends at {stop} bytes, "
@@ -263,7 +238,7 @@ class Workspace(_States):
         return self._buffer[start:stop].view(dtype).view(shape)
 
 
-class Registrar(_States):
+class Registrar(Buffers):
     """Draws the graph of a forward pass, computing nothing.
 
     `arena_bytes` is the size that a `Workspace` without a plan must have, `peak_bytes` what is
@@ -308,7 +283,7 @@ class _Scope:
 
     __slots__ = ("_mark", "_owner")
 
-    def __init__(self, owner: _States) -> None:
+    def __init__(self, owner: Buffers) -> None:
         self._owner = owner
 
     def __enter__(self) -> None:
@@ -316,10 +291,3 @@ class _Scope:
 
     def __exit__(self, *_: object) -> None:
         self._owner.state = self._mark
-
-
-def _num_bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
-    num_bytes = dtype.itemsize
-    for size in shape:
-        num_bytes *= size
-    return num_bytes

@@ -13,7 +13,7 @@ from lowtide.core import CacheMode, Reuse, align_up
 from lowtide.engine.opening import weight_formats
 from lowtide.engine.opening.config import MAX_BLOCK_LENGTH, MAX_PASS_ROWS, EngineConfig
 from lowtide.engine.opening.device_choice import resolve_device
-from lowtide.engine.opening.named_inputs import inputs_to_round_for
+from lowtide.engine.opening.named_inputs import named_inputs, rounds_experts
 from lowtide.engine.opening.option_checks import (
     as_reference,
     check_not_bidirectional,
@@ -25,6 +25,7 @@ from lowtide.experts.transfer import largest_read_bytes
 from lowtide.families import families, read_config_in
 from lowtide.formats import MatrixFormat
 from lowtide.formats.expert_inputs import ExpertInputs
+from lowtide.hardware.measure import layer_dense_bytes
 from lowtide.kernels.choice import HOST, choose_kernels
 from lowtide.kernels.operands import ClampedWeights, ExpertWeights
 from lowtide.kernels.reference import Kernels
@@ -64,9 +65,7 @@ class OpenModel:
     tokenizer: Tokenizer | None
     dtype: torch.dtype  # compute type
     context: int
-    inputs: ExpertInputs | None = (
-        None  # of the calibration named, where experts are rounded as read
-    )
+    inputs: ExpertInputs | None = None  # of a named calibration, where experts are rounded as read
     passes: dict[tuple[object, ...], Registrar] = field(
         default_factory=dict, repr=False, compare=False
     )
@@ -127,6 +126,19 @@ class OpenModel:
     def slot_layout(self) -> SlotLayout:
         weights = ClampedWeights if self.config.moe.is_clamped else ExpertWeights
         return SlotLayout.of(self.config.moe_shape, self.dtype, weights, self._expert_formats)
+
+    @property
+    def layer_bytes(self) -> int:
+        """Bytes of the dense weights of a layer with experts, as costs are measured."""
+        last = self.config.moe_layers[-1]
+        return layer_dense_bytes(self.weight_map.dense, last, self.dtype.itemsize)
+
+    @property
+    def host_scratch_bytes(self) -> int:
+        """Bytes of gate and up of a tile's experts, where the host computes some beside a device."""
+        shape = self.config.moe_shape
+        num_pairs = MAX_PASS_ROWS * shape.num_experts_per_token
+        return 2 * num_pairs * shape.expert_size * self.dtype.itemsize
 
     @property
     def largest_read_bytes(self) -> int:
@@ -288,7 +300,7 @@ def _opened(
     )
     if opened.rounds_rows:
         weight_formats.check_rounded_rows(opened.formats, resolve_device(options.device))
-    return replace(opened, inputs=inputs_to_round_for(opened))
+    return replace(opened, inputs=named_inputs(opened) if rounds_experts(opened) else None)
 
 
 def _context(config: ModelConfig, options: EngineConfig) -> int:

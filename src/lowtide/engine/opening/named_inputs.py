@@ -17,11 +17,6 @@ if TYPE_CHECKING:
     from lowtide.engine.opening.model import OpenModel
 
 
-def inputs_to_round_for(opened: OpenModel) -> ExpertInputs | None:
-    """None where no experts are rounded as they are read; else as `named_inputs`."""
-    return named_inputs(opened) if rounds_experts(opened) else None
-
-
 def rounds_experts(opened: OpenModel) -> bool:
     """Whether experts are made into q8 or q4 as they are read."""
     has_experts = opened.config.experts is not None

@@ -12,11 +12,10 @@ import torch
 
 from lowtide.config import format_size, parse_size
 from lowtide.devices.cuda import pinned_bytes
-from lowtide.engine.opening.config import EngineConfig
+from lowtide.engine.opening.config import MAX_PASS_ROWS, EngineConfig
 from lowtide.engine.opening.device_choice import resolve_device
 from lowtide.engine.opening.model import OpenModel
 from lowtide.engine.planning.elastic_plan import elastic_tokens
-from lowtide.engine.planning.expert_source import expert_source
 from lowtide.engine.planning.prediction import predictor_of
 from lowtide.engine.planning.registering import largest_counts, num_threads, planner_of, register
 from lowtide.formats.plain import SAFETENSORS_NAME
@@ -196,10 +195,10 @@ def _home_needs(opened: OpenModel) -> Needs:
     """The host's experts, the scratch they compute in, and the ring they are read through."""
     scratch_bytes = 0
     if opened.config.experts is not None:
-        source = expert_source(opened)
-        scratch_bytes = source.scratch_bytes
+        scratch_bytes = opened.host_scratch_bytes
         if resolve_device(opened.options.device) == "cuda":
-            scratch_bytes += pinned_bytes(source.shape, source.layout, source.max_rows)
+            shape, layout = opened.config.moe_shape, opened.slot_layout
+            scratch_bytes += pinned_bytes(shape, layout, MAX_PASS_ROWS)
     return replace(
         _needs(opened),
         dense_bytes=0,

@@ -32,7 +32,6 @@ from lowtide.hardware.machine import (
     seconds_per_layer,
     this_machine,
 )
-from lowtide.hardware.measure import layer_dense_bytes
 from lowtide.hardware.store import CostKey, kept_rates, load
 from lowtide.hardware.weight_rates import kind_of, rounding_rate, seconds_per_byte
 from lowtide.kernels.choice import possible_names
@@ -230,7 +229,7 @@ def _gpu_costs(
     if costs is None or (demand.num_on_disk and disk_bytes_per_s is None):
         return None
     num_tokens = max(1, round(demand.num_tokens))
-    dense_share = _multiplied(opened).num_bytes / _layer_bytes(opened)
+    dense_share = _multiplied(opened).num_bytes / opened.layer_bytes
     absent_s = costs.link_s
     if not fetches_all(plan.policy):  # the host and the link share them
         absent_s = 1 / (1 / max(costs.link_s, 1e-9) + 1 / max(costs.host_s.at(num_tokens), 1e-9))
@@ -251,7 +250,7 @@ def _kept_costs(opened: OpenModel, plan: MemoryPlan, machine: Machine) -> Costs 
             machine,
             opened.config.moe_shape,
             opened.slot_layout,
-            _layer_bytes(opened),
+            opened.layer_bytes,
             device,
             products=name,
         )
@@ -287,12 +286,6 @@ def _expert_bytes(opened: OpenModel) -> tuple[int, int]:
     if opened.config.experts is None:
         return 0, 0
     return opened.slot_layout.num_bytes, opened.weight_map.experts.largest_expert_bytes
-
-
-def _layer_bytes(opened: OpenModel) -> int:
-    """Bytes of a layer's dense weights, as costs are measured."""
-    last = opened.config.moe_layers[-1]
-    return layer_dense_bytes(opened.weight_map.dense, last, opened.dtype.itemsize)
 
 
 def _multiplied(opened: OpenModel) -> DenseWeights:

@@ -10,7 +10,6 @@ every step has all of the budget.
 from __future__ import annotations
 
 import time
-from typing import Protocol
 
 import numpy as np
 
@@ -20,7 +19,9 @@ from lowtide.engine.planning.elastic_plan import SMALL_GROUP_BYTES, Division
 from lowtide.engine.running.kept_room import KeptRoom
 from lowtide.engine.running.pass_room import paged_room
 from lowtide.errors import PageError
-from lowtide.experts.elastic_slots import ElasticSlots, LentSlots
+from lowtide.experts.device_tier import DeviceTier
+from lowtide.experts.elastic_slots import ElasticSlots
+from lowtide.experts.host_tier import HostTier
 from lowtide.experts.runtime import ExpertRuntime
 from lowtide.experts.slots import SlotLedger
 from lowtide.hardware import available_memory_bytes
@@ -90,39 +91,27 @@ class SharedMemory:
     def make_cache(self, kv: KVPages) -> KVCache:
         """Its kept ranges give way as `kept` says, and where the budget has no more."""
         self.cache = KVCache(kv.storage, kv, self.max_range_tokens, self.kept)
-        kv.account.give_way = self.cache.give_way
+        kv.arena.account.give_way = self.cache.give_way
         return self.cache
 
     def close(self) -> None:
         """Gives all memory back; nothing uses any of it any more."""
         self.slots_account.give_way = None
         if self.kv is not None:
-            self.kv.close()
+            self.kv.arena.close()
         if self.room is not None:
             self.room.close()
         self.arena.close()
 
-    def open_slots(self, shape: MoEShape) -> LentSlots:
+    def open_slots(self, shape: MoEShape) -> ElasticSlots:
         """As many as there can ever be, with memory behind the planned ones."""
         ledger = SlotLedger(shape.num_layers, shape.num_experts, self.num_slots)
         self.slots = ElasticSlots(self.arena, self.tier.slot_bytes, ledger, self.tier.num_slots)
-        return LentSlots(ledger, self.arena)
+        return self.slots
 
     def _lacks_slots(self) -> bool:
         """Whether experts have a use for memory that a pass can do without."""
         return self.slots.num_live < self.num_slots
-
-
-class Tier(Protocol):
-    """Whose slots come and go: the host's, or those of an emulated device."""
-
-    ledger: SlotLedger
-
-    def pause(self) -> None:
-        """Between passes: ends what uses or fills a slot."""
-        ...
-
-    def evict(self, layer: int, expert: int) -> None: ...
 
 
 class ElasticMemory:
@@ -136,7 +125,7 @@ class ElasticMemory:
         self._shared = shared
         self._slots = shared.slots
         self._experts = experts
-        self._tier: Tier = experts.host if experts.device is None else experts.device
+        self._tier: HostTier | DeviceTier = experts.device or experts.host
         ledger = self._tier.ledger
         experts.use = self._use = ExpertUse(ledger.num_layers, ledger.num_experts)
         self._num_staging = plan.num_staging

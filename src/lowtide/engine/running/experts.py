@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 
 from lowtide.core import Costs, Progress
+from lowtide.engine.opening.config import MAX_PASS_ROWS
 from lowtide.engine.opening.model import OpenModel
-from lowtide.engine.planning.expert_source import ExpertSource, expert_source
-from lowtide.engine.running.device import DeviceOptions, OpenDevice, open_device
+from lowtide.engine.running.device import OpenDevice, open_device
 from lowtide.engine.running.elastic import SharedMemory
 from lowtide.engine.running.policy_setting import make_engine_policies
 from lowtide.experts.at_once import ExpertsAtOnce, cores_beside_device
 from lowtide.experts.device_executor import DeviceExpertExecutor
 from lowtide.experts.device_tier import DeviceTier
-from lowtide.experts.elastic_slots import LentSlots
+from lowtide.experts.elastic_slots import ElasticSlots
 from lowtide.experts.host_executor import HostExpertExecutor
 from lowtide.experts.host_tier import HostTier
 from lowtide.experts.link import Link
@@ -28,7 +27,7 @@ from lowtide.hardware.machine import best_at_once, this_machine
 from lowtide.hardware.store import kept_rates
 from lowtide.kernels.reference import Kernels
 from lowtide.memory.arena import Arena
-from lowtide.plan import MemoryPlan, TierPlan
+from lowtide.plan import MemoryPlan
 from lowtide.policies.presets import recipe
 from lowtide.policies.recipe import Setting
 from lowtide.reading.file_reader import FileReader
@@ -50,75 +49,64 @@ def load_experts(
     shared: what the fast tier's slots lie in where their memory comes and goes. Raises
     StorageError, DeviceError, or PlanError when the policy needs more than the plan has.
     """
-    source, kernels = expert_source(opened), opened.kernels
-    lent = None if shared is None else shared.open_slots(source.shape)
+    shape, kernels = opened.config.moe_shape, opened.kernels
+    lent = None if shared is None else shared.open_slots(shape)
     with ExitStack() as undo:
         if plan.gpu is None:
-            host, device = _host_tier(source, plan, Arena, reader, kernels.library, lent), None
+            host, device = _host_tier(opened, plan, Arena, reader, lent), None
             experts: HostExpertExecutor | DeviceExpertExecutor
             experts = _host_executor(host, kernels, executor)
         else:
-            options = DeviceOptions(opened.options.device_options, opened.options.kernels, kernels)
-            made = open_device(source, plan, plan.gpu, options, executor, lent)
+            made = open_device(opened, plan, executor, lent)
             undo.callback(made.close)
-            host = _host_tier(source, plan, made.make_arena, reader, kernels.library)
+            host = _host_tier(opened, plan, made.make_arena, reader)
             if host.is_permanent:
                 host.load_all(progress)
-            device = _device_tier(source, plan, plan.gpu, made, host, lent)
+            device = _device_tier(plan, made, host, lent)
             beside = _host_executor(host, kernels, executor, made)
-            experts = DeviceExpertExecutor(device, beside, _scratch(source))
+            experts = DeviceExpertExecutor(device, beside, _scratch(opened))
         policies = make_engine_policies(
             opened, plan, calibration, host, device, executor.cores_per_expert
         )
-        runtime = ExpertRuntime(source.shape, policies, experts)
+        runtime = ExpertRuntime(shape, policies, experts)
         runtime.load(progress)
         undo.pop_all()
     return runtime
 
 
 def _host_tier(
-    source: ExpertSource,
+    opened: OpenModel,
     plan: MemoryPlan,
     make_arena: Callable[[int], Arena],
     reader: FileReader,
-    library: ctypes.CDLL | None,
-    lent: LentSlots | None = None,
+    lent: ElasticSlots | None = None,
 ) -> HostTier:
-    """Beside a device it keeps every expert if all have a slot, else those used last. library: of
-    compiled readers."""
-    tier, shape = plan.host, source.shape
+    """Beside a device it keeps every expert if all have a slot, else those used last."""
+    tier, shape, layout = plan.host, opened.config.moe_shape, opened.slot_layout
     if lent is None:
         ledger = SlotLedger(shape.num_layers, shape.num_experts, tier.num_slots)
-        slots = ExpertSlots(make_arena(tier.slot_bytes * tier.num_slots), source.layout)
+        slots = ExpertSlots(make_arena(tier.slot_bytes * tier.num_slots), layout)
     else:
-        ledger, slots = lent.ledger, ExpertSlots(lent.arena, source.layout)
+        ledger, slots = lent.ledger, ExpertSlots(lent.arena, layout)
+    table, library = opened.weight_map.experts, opened.kernels.library
     num_at_once = best_at_once(kept_rates(this_machine()))
-    transfer = DiskTransfer(reader, source.table, slots, source.inputs, library, num_at_once)
+    transfer = DiskTransfer(reader, table, slots, opened.inputs, library, num_at_once)
     if plan.gpu is None:
         return HostTier(slots, ledger, transfer)
-    if tier.num_slots == source.num_experts:
-        return HostTier(slots, ledger, transfer, reads_ahead=False, is_permanent=True)
-    costs = Costs.unknown(source.layout.num_bytes)
+    if tier.num_slots == plan.num_experts:
+        return HostTier(slots, ledger, transfer, is_permanent=True)
+    costs = Costs.unknown(layout.num_bytes)
     setting = Setting(plan.host_residents_per_layer, shape.num_experts, costs)
-    policies = recipe("lru").policies_without_device(setting)
-    return HostTier(slots, ledger, transfer, policies, reads_ahead=False)
+    return HostTier(slots, ledger, transfer, recipe("lru").policies_without_device(setting))
 
 
 def _device_tier(
-    source: ExpertSource,
-    plan: MemoryPlan,
-    tier: TierPlan,
-    made: OpenDevice,
-    host: HostTier,
-    lent: LentSlots | None,
+    plan: MemoryPlan, made: OpenDevice, host: HostTier, lent: ElasticSlots | None
 ) -> DeviceTier:
-    shape, num_staging = source.shape, plan.num_staging
-    num_ahead = num_staging // 2
-    costs = replace(made.costs, num_staging=num_staging - num_ahead, num_ahead=num_ahead)
-    if lent is None:
-        ledger = SlotLedger(shape.num_layers, shape.num_experts, tier.num_slots)
-    else:
-        ledger = lent.ledger
+    num_ahead = plan.num_staging // 2
+    costs = replace(made.costs, num_staging=plan.num_staging - num_ahead, num_ahead=num_ahead)
+    num_slots = plan.fast_tier.num_slots
+    ledger = SlotLedger(*host.ledger.table.shape, num_slots) if lent is None else lent.ledger
     link = Link(made.device, ledger, host, costs.link_s, costs.num_staging)
     return DeviceTier(made.device, link, costs, made.close)
 
@@ -133,9 +121,11 @@ def _host_executor(
     return HostExpertExecutor(host, executor, kernels, at_once, made.device.host_work)
 
 
-def _scratch(source: ExpertSource) -> HostScratch:
-    num_pairs = source.max_rows * source.shape.num_experts_per_token
-    size, dtype = (num_pairs, source.shape.expert_size), source.layout.dtype
-    half_bytes = source.scratch_bytes // 2
-    arena = Arena(source.scratch_bytes)
-    return HostScratch(arena.tensor(0, size, dtype), arena.tensor(half_bytes, size, dtype))
+def _scratch(opened: OpenModel) -> HostScratch:
+    shape = opened.config.moe_shape
+    size = (MAX_PASS_ROWS * shape.num_experts_per_token, shape.expert_size)
+    half_bytes = opened.host_scratch_bytes // 2
+    arena = Arena(opened.host_scratch_bytes)
+    return HostScratch(
+        arena.tensor(0, size, opened.dtype), arena.tensor(half_bytes, size, opened.dtype)
+    )

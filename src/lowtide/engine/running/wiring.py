@@ -21,7 +21,7 @@ from lowtide.engine.running.elastic import ElasticMemory, SharedMemory, kv_pages
 from lowtide.engine.running.engine import Engine
 from lowtide.engine.running.experts import load_experts
 from lowtide.engine.running.key_store import open_files, stored_sequences
-from lowtide.engine.running.pass_room import workspace_memory
+from lowtide.engine.running.pass_room import open_workspace
 from lowtide.engine.running.policy_setting import choose_by_simulation, set_early_gate
 from lowtide.errors import CheckpointError, PlanError
 from lowtide.experts.none import NoExperts
@@ -66,11 +66,10 @@ def load(opened: OpenModel, plan: MemoryPlan) -> Engine:
         executor = _make_executor(config, plan)
         undo.callback(executor.close)
         shared = SharedMemory(opened, plan) if plan.elastic_tokens else None
-        memory = workspace_memory(
-            opened, plan, _dense_device(plan), None if shared is None else shared.room
-        )
+        room = None if shared is None else shared.room
+        workspace = open_workspace(opened, plan, _dense_device(plan), room)
         weights, kv_cache, compute = _load_dense(
-            opened, plan, executor, reader, progress, shared, Workspace(*memory)
+            opened, plan, executor, reader, progress, shared, workspace
         )
         calibration = find_calibration(opened)
         experts: ExpertRuntime | NoExperts = NoExperts()
@@ -83,8 +82,9 @@ def load(opened: OpenModel, plan: MemoryPlan) -> Engine:
         model = model_class(config, weights, experts, kv_cache, compute)
         stored = None if files is None else stored_sequences(opened, checkpoint, files, kv_cache)
         set_early_gate(opened, experts, model.routers, calibration)
+        plans = workspace.plans
         engine = Engine(
-            plan, opened, model, experts, kv_cache, reader, executor, memory.plans, elastic, stored
+            plan, opened, model, experts, kv_cache, reader, executor, plans, elastic, stored
         )
         if opened.options.policy == "auto":
             engine = choose_by_simulation(engine, calibration)
