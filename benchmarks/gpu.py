@@ -356,7 +356,7 @@ def make_experts(shape: MoEShape, pinned: PinnedMemory, report: Report) -> HostT
         },
     )
     ledger = SlotLedger(shape.num_layers, shape.num_experts, num_experts)
-    home = HostTier(slots, ledger, _InPlace(), reads_ahead=False, is_permanent=True)
+    home = HostTier(slots, ledger, _InPlace(), is_permanent=True)
     home.load_all(lambda *progress: None)
     return home
 

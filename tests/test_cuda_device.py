@@ -136,7 +136,7 @@ def make_device(
     kernels: str = "auto",
     is_pinned: bool = True,
 ) -> CudaDevice:
-    pinned = PinnedMemory(cudart=StandInCudart())
+    pinned = PinnedMemory(StandInCudart())
     if is_pinned:
         pinned.register(home.arena)
     return CudaDevice(
@@ -233,7 +233,7 @@ def test_a_fully_resident_layer_needs_no_counts_on_the_host() -> None:
     )
     wanted = Layer(9, SHAPE._replace(num_experts=NUM_SLOTS)).expected(home)
     shape = SHAPE._replace(num_experts=NUM_SLOTS)
-    pinned = PinnedMemory(cudart=StandInCudart())
+    pinned = PinnedMemory(StandInCudart())
     device = CudaDevice(shape, LAYOUT, NUM_SLOTS, MAX_ROWS, pinned, "auto", StandInStreams())
     for expert in range(NUM_SLOTS):
         device.copy(home.image(expert), expert, None)
@@ -430,36 +430,33 @@ def test_what_a_closed_device_had_is_given_back() -> None:
     assert streams.num_released == 1
 
 
-def test_an_arena_is_pinned_at_its_exact_size_within_the_limit() -> None:
+def test_an_arena_is_pinned_at_its_exact_size() -> None:
     cudart = StandInCudart()
-    pinned = PinnedMemory(limit_bytes=10_000, cudart=cudart)
+    pinned = PinnedMemory(cudart)
     first, second = Arena(7_001), Arena(3_000)
     assert pinned.register(first) and pinned.register(Arena(0))
     assert cudart.registered == {first.bytes.data_ptr(): 7_001}
-    with pytest.warns(UserWarning, match=r"limit is 9\.8 KiB"):
-        assert not pinned.register(second)
     assert pinned.holds(first.bytes[5:]) and not pinned.holds(second.bytes)
-    assert pinned.num_bytes == 7_001
     pinned.close()
     assert not cudart.registered and not pinned.holds(first.bytes)
 
 
 def test_what_is_lent_is_pinned_for_a_while() -> None:
     cudart = StandInCudart()
-    pinned, kept = PinnedMemory(cudart=cudart), Arena(100)
+    pinned, kept = PinnedMemory(cudart), Arena(100)
     pinned.register(kept)
     with pinned.lent():
         lent = Arena(200)
         pinned.register(lent)
-        assert pinned.num_bytes == 300 and pinned.holds(lent.bytes)
+        assert pinned.holds(lent.bytes)
     assert cudart.registered == {kept.bytes.data_ptr(): 100}
-    assert pinned.num_bytes == 100 and not pinned.holds(lent.bytes)
+    assert pinned.holds(kept.bytes) and not pinned.holds(lent.bytes)
     pinned.close()
 
 
 def test_memory_is_unpinned_before_it_goes_though_it_was_not_closed() -> None:
     cudart, arena = StandInCudart(), Arena(100)
-    pinned = PinnedMemory(cudart=cudart)
+    pinned = PinnedMemory(cudart)
     pinned.register(arena)
     assert cudart.registered
     del pinned
@@ -467,10 +464,11 @@ def test_memory_is_unpinned_before_it_goes_though_it_was_not_closed() -> None:
 
 
 def test_a_refusal_of_the_system_is_said() -> None:
-    pinned = PinnedMemory(cudart=StandInCudart(code=2))
+    pinned = PinnedMemory(StandInCudart(code=2))
+    arena = Arena(100)
     with pytest.warns(UserWarning, match="CUDA error 2"):
-        assert not pinned.register(Arena(100))
-    assert pinned.num_bytes == 0
+        assert not pinned.register(arena)
+    assert not pinned.holds(arena.bytes)
 
 
 # On a GPU.

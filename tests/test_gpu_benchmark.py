@@ -45,7 +45,7 @@ def report(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> gpu.Report:
 def test_steps_under_every_preset(
     preset: str, report: gpu.Report, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    pinned = PinnedMemory(cudart=StandInCudart())
+    pinned = PinnedMemory(StandInCudart())
     executor = HostExecutor(SHAPE.num_experts_per_token)
     with torch.inference_mode():
         home = gpu.make_experts(SHAPE, pinned, report)
@@ -61,7 +61,7 @@ def test_steps_under_every_preset(
 
 
 def test_a_resident_layer_runs(report: gpu.Report) -> None:
-    pinned = PinnedMemory(cudart=StandInCudart())
+    pinned = PinnedMemory(StandInCudart())
     home = gpu.make_experts(SHAPE, pinned, report)
     device = CudaDevice(SHAPE, home.slots.layout, 16, 32, pinned, "auto", StandInStreams())
     group = gpu.everyone()

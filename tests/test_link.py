@@ -236,7 +236,6 @@ class FakeSlots:
 class FakeDevice:
     """Copies and runs in two queues; each run's output is what it found in the slot."""
 
-    name = "fake"
     torch_device = torch.device("cpu")
     kernels = REFERENCE
 
@@ -492,7 +491,6 @@ class Machine:
             SlotLedger(num_layers, num_experts, num_slots),
             FakeTransfer(self.world, slots.values, num_experts),
             recipe("lru").policies_without_device(setting),
-            reads_ahead=self.random.random() < 0.5,
         )
 
     def preload(self) -> None:
@@ -590,7 +588,7 @@ def whole_host(world: World, shape: MoEShape) -> HostTier:
     slots: Any = FakeSlots(num_slots)
     transfer: Any = FakeTransfer(world, slots.values, num_experts)
     ledger = SlotLedger(num_layers, num_experts, num_slots)
-    host = HostTier(slots, ledger, transfer, reads_ahead=False, is_permanent=True)
+    host = HostTier(slots, ledger, transfer, is_permanent=True)
     host.load_all(lambda *_: None)
     return host
 

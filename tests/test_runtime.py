@@ -362,7 +362,7 @@ class Rig:
     def check(self) -> None:
         ledger = self.host.ledger
         ledger.check_integrity()
-        num_held = ledger.num_resident + self.host.num_ahead + self.host.num_set_aside
+        num_held = ledger.num_resident + len(self.host.read_ahead) + self.host.num_set_aside
         assert ledger.num_free + num_held == ledger.num_slots, "no slot stays taken"
         for layer, capacity in enumerate(self.capacity):
             assert ledger.is_resident(layer).sum() <= capacity
@@ -481,7 +481,7 @@ def test_every_miss_is_one_read_and_no_hit_is_any(
         misses += len(wanted - present)
     stats = rig.host.stats
     assert (rig.runtime.stats.num_hits, rig.runtime.stats.num_misses) == (hits, misses)
-    num_reads = num_preloaded + misses + stats.num_wasted + rig.host.num_ahead
+    num_reads = num_preloaded + misses + stats.num_wasted + len(rig.host.read_ahead)
     assert len(rig.transfer.started) == num_reads
     assert rig.runtime.as_dict()["hit_rate"] == hits / (hits + misses)
     assert stats.num_admitted - stats.num_evicted == rig.host.ledger.num_resident
@@ -834,7 +834,7 @@ def test_the_layer_that_comes_next_is_read_ahead_where_nearly_all_experts_are_hi
 def test_nothing_is_read_ahead_of_a_pass_that_is_another_or_will_not_come(step: Step) -> None:
     rig = Rig("static", [2, 6], num_staging=3)
     rig.run(every_expert(1)._replace(step=step))
-    assert not started(rig) and not rig.host.num_ahead
+    assert not started(rig) and not len(rig.host.read_ahead)
 
 
 def test_what_a_pause_ends_is_read_again() -> None:
@@ -842,7 +842,7 @@ def test_what_a_pause_ends_is_read_again() -> None:
     rig = Rig("static", [2, 6], num_staging=3)
     rig.run(every_expert(1))
     rig.host.pause()
-    assert not rig.host.num_ahead and rig.host.stats.num_wasted == 3
+    assert not len(rig.host.read_ahead) and rig.host.stats.num_wasted == 3
     call = every_expert(0, index=1)
     assert torch.equal(rig.run(call), dense_oracle(call, WEIGHTS[torch.float32]))
     rig.check()
@@ -899,7 +899,7 @@ def test_slots_that_come_free_while_others_are_in_use_read_ahead() -> None:
 def test_a_step_of_few_experts_reads_nothing_ahead() -> None:
     rig = Rig("static", [6, 2], num_staging=3)
     rig.run(make_step(1, 0, 0, 1, torch.float32))
-    assert not started(rig) and not rig.host.num_ahead
+    assert not started(rig) and not len(rig.host.read_ahead)
 
 
 def test_what_was_read_ahead_for_nothing_is_dropped() -> None:
@@ -1056,7 +1056,7 @@ def test_a_read_that_never_ends_fails_its_pass_alone(
 def test_a_read_ahead_that_never_ends_fails_only_what_wants_it() -> None:
     rig, transfer = deaf_rig([6, 2], POOL, (1, 3))
     rig.run(every_expert(0))
-    assert rig.host.num_ahead and transfer.waiting
+    assert len(rig.host.read_ahead) and transfer.waiting
     for call in (every_expert(0, index=1), every_expert(0, index=2)):
         transfer.stuck.clear()
         assert torch.equal(rig.run(call), dense_oracle(call, WEIGHTS[torch.float32]))

@@ -256,7 +256,7 @@ def check_idle(llm: LLM) -> None:
     experts = llm._engine.experts
     ledger = experts.host.ledger
     ledger.check_integrity()
-    num_held = ledger.num_resident + experts.host.num_ahead
+    num_held = ledger.num_resident + len(experts.host.read_ahead)
     assert ledger.num_free + num_held == ledger.num_slots
     assert is_all_free(llm._engine.kv_cache)
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from functools import cached_property
 from itertools import product
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -67,20 +67,8 @@ def _piece_bytes(layout: SlotLayout) -> int:
     return min(_PIECE_BYTES, layout.num_bytes)
 
 
-class Computation(Protocol):
-    """Experts computed from slots: Triton's kernels, or plain torch."""
-
-    def run(self, group: ExpertGroup, rows: ExpertRows, buffers: ExpertBuffers) -> None: ...
-
-    def place(
-        self, host_parts: Tensor, experts: IntArray, rows: ExpertRows, parts: Tensor
-    ) -> None: ...
-
-
 class CudaDevice:
     """Owns the slots, as one tensor [num_slots, slot_bytes], and the copy stream."""
-
-    name = "cuda"
 
     def __init__(
         self,
@@ -337,7 +325,7 @@ def _choose_computation(
     layout: SlotLayout,
     shape: MoEShape,
     host_parts: Tensor,
-) -> Computation:
+) -> TritonExperts | ReferenceExperts:
     """Triton's kernels unless `reference` is asked for; where they cannot be used it says why."""
     if kernels == "reference":
         return ReferenceExperts(slots, layout)

@@ -54,7 +54,6 @@ class EmulatedDevice:
     there. `timeline`, where set, receives a span per copy, run and host expert.
     """
 
-    name = "emulated"
     torch_device = torch.device("cpu")
 
     def __init__(

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, wait
 from functools import partial
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +23,7 @@ from lowtide.experts.at_once import ExpertsAtOnce
 from lowtide.experts.host_tier import HostTier
 from lowtide.experts.rows import LayerCall
 from lowtide.experts.slots import TAKEN
+from lowtide.experts.stats import ExpertStats
 from lowtide.experts.transfer import DiskTransfer
 from lowtide.kernels.cpu.reader import Readiness
 from lowtide.kernels.cpu.residency import LayerExperts, ResidencyStruct
@@ -31,15 +32,6 @@ from lowtide.policies.ranks import Ranks
 from lowtide.policies.reads_ahead import AheadTrial
 from lowtide.reading.file_reader import Ticket, read_stalled
 from lowtide.threads.event import INTERRUPT_POLL_S, WAIT_LIMIT_S
-
-
-class Outcome(NamedTuple):
-    """What became of a pass's demand."""
-
-    num_hits: int
-    num_misses: int
-    num_admitted: int
-    num_left_out: int  # that were to come and that the pass did not ask for
 
 
 class CompiledResidents:
@@ -125,14 +117,17 @@ class CompiledResidents:
             for status in self._experts.run(self.address, call.layer, experts, *call.routing):
                 self.serve(status)
 
-    def take_outcome(self) -> Outcome:
-        """What became of all that was demanded since the last time."""
+    def count_outcome(self, asked: ExpertStats) -> None:
+        """Adds to `asked` and to the host's counts what became of all that was demanded since the
+        last time."""
         struct, stats = self._struct, self._host.stats
-        outcome = Outcome(
-            struct.num_hits, struct.num_misses, struct.num_admitted, struct.num_left_out
-        )
+        asked.num_hits += struct.num_hits
+        asked.num_misses += struct.num_misses
+        # Left out: they were to come, and the pass did not ask for them.
+        asked.num_moves_asked += struct.num_admitted + struct.num_left_out
+        stats.num_moves_done += struct.num_admitted
         # Nothing is guessed where rows go ahead.
-        may_guess = outcome.num_misses and not struct.num_rows_ahead
+        may_guess = struct.num_misses and not struct.num_rows_ahead
         if may_guess and self._trial is not None:
             self._trial.note_seconds(perf_counter() - self._begin_s)
         stats.num_admitted += struct.num_admitted
@@ -148,7 +143,6 @@ class CompiledResidents:
         struct.num_hits = struct.num_misses = struct.num_admitted = struct.num_evicted = 0
         struct.read_bytes = struct.num_left_out = 0
         struct.wait_s = 0.0
-        return outcome
 
     def give_up(self) -> None:
         """See `Residents`."""

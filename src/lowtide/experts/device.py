@@ -32,7 +32,6 @@ class ExpertGroup(NamedTuple):
 class Device(Protocol):
     """The fast tier: expert slots, a copy stream into them, a compute stream over them."""
 
-    name: str
     torch_device: torch.device  # of dense weights, activations and KV cache
     num_slots: int
     kernels: Kernels  # of what is computed there beside experts

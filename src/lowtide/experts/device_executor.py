@@ -10,13 +10,14 @@ from collections.abc import Callable, Collection, Sequence
 from functools import partial
 
 import numpy as np
+from torch import Tensor
 
-from lowtide.core import Costs, Facts, IntArray, Moves, Progress
+from lowtide.core import Costs, Facts, IntArray, Moves, Progress, RoutedTokens
 from lowtide.experts.device import ExpertGroup
 from lowtide.experts.device_tier import DeviceTier
 from lowtide.experts.host_executor import HostExpertExecutor, HostTile
 from lowtide.experts.link import Arrival
-from lowtide.experts.policy_facts import HostInputs, LayerDemand, device_facts
+from lowtide.experts.policy_facts import HostInputs, demand_of
 from lowtide.experts.rows import ExpertBuffers, ExpertRows, HostScratch, LayerCall
 from lowtide.experts.work import Plan, Tile, Work
 from lowtide.policies.decision import Policies
@@ -54,9 +55,33 @@ class DeviceExpertExecutor:
         """A layer's input and routing in host memory: its one synchronisation."""
         return self.device.look(call, policies)
 
-    def facts(self, call: LayerCall, asked: LayerDemand, capacity: IntArray, costs: Costs) -> Facts:
-        """What policies are told. capacity: [num_layers]"""
-        return device_facts(call, asked, capacity, costs, self._link, self.host)
+    def facts(
+        self,
+        call: LayerCall,
+        chosen: Tensor,
+        routed: RoutedTokens | None,
+        capacity: IntArray,
+        costs: Costs,
+    ) -> Facts:
+        """What policies are told. chosen: [tokens, k], in host memory; capacity: [num_layers]"""
+        link, host, layer = self._link, self.host, call.layer
+        link.bind_arrived()
+        is_here = link.ledger.is_resident(layer)
+        demand = demand_of(chosen, is_here)
+        return Facts(
+            call.step,
+            layer,
+            demand,
+            link.is_kept(layer),
+            capacity,
+            costs,
+            link.arriving_s(layer, demand.experts),
+            link.busy_s,
+            can_fetch=costs.num_staging > 0,
+            routing=routed,
+            is_here=is_here,
+            is_at_host=None if host.is_permanent else host.ledger.is_resident(layer),
+        )
 
     def begin_reads(self, layer: int, experts: IntArray) -> None:
         """Who runs an expert says whether its bytes are wanted in host memory: not decided yet."""

@@ -137,7 +137,7 @@ class DeviceTier:
 
     def evict(self, layer: int, expert: int) -> None:
         """A resident, after `pause`."""
-        self.link.evict(layer, expert)
+        self.ledger.evict(layer, expert)
 
     def abandon(self) -> None:
         """After a failure: gives all slots back, once nothing uses or fills them."""

@@ -19,12 +19,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lowtide.core import Costs, Facts, IntArray, Moves, Progress
+from lowtide.core import Costs, Facts, IntArray, Moves, Progress, RoutedTokens
 from lowtide.experts.at_once import ExpertsAtOnce
 from lowtide.experts.compiled_residents import CompiledResidents
 from lowtide.experts.host_reads import HostReads
 from lowtide.experts.host_tier import HostTier, compute_stalled
-from lowtide.experts.policy_facts import HostInputs, LayerDemand, host_facts, routed_tokens
+from lowtide.experts.policy_facts import HostInputs, demand_of, routed_tokens
 from lowtide.experts.rows import ExpertBuffers, ExpertRows, LayerCall
 from lowtide.experts.work import Plan, Tile, Work
 from lowtide.kernels.layer_parts import ExpertParts
@@ -96,9 +96,28 @@ class HostExpertExecutor:
         routed = routed_tokens(*call.routing, call.scores) if policies.asks_routing else None
         return HostInputs(call.x, call.routing.experts, routed)
 
-    def facts(self, call: LayerCall, asked: LayerDemand, capacity: IntArray, costs: Costs) -> Facts:
-        """What policies are told. capacity: [num_layers]"""
-        return host_facts(call, asked, capacity, costs, self.host.ledger)
+    def facts(
+        self,
+        call: LayerCall,
+        chosen: Tensor,
+        routed: RoutedTokens | None,
+        capacity: IntArray,
+        costs: Costs,
+    ) -> Facts:
+        """What policies are told. chosen: [tokens, k], in host memory; capacity: [num_layers]"""
+        is_kept = self.host.ledger.is_resident(call.layer)
+        return Facts(
+            call.step,
+            call.layer,
+            demand_of(chosen, is_kept),
+            is_kept,
+            capacity,
+            costs,
+            can_fetch=False,
+            has_idle_link=False,
+            routing=routed,
+            is_here=is_kept,
+        )
 
     def begin_reads(self, layer: int, experts: IntArray) -> None:
         """Those of `experts` that are absent have to come, whatever is decided of who stays:
@@ -146,7 +165,8 @@ class HostExpertExecutor:
     def follow(self, plan: Plan, moves: Moves) -> None:
         """Has the reads go on by what was decided, those ahead after a layer's own."""
         self.reads.obey(moves)
-        self.host.expect_next(plan.facts, plan.decision.run)
+        if self.host.reads_ahead:
+            self.host.read_ahead.expect(plan.facts, plan.decision.run)
         self.reads.start()
 
     def submit(self, tile: HostTile, experts: list[int]) -> None:

@@ -11,7 +11,6 @@ import threading
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass
 from time import monotonic
 
 import numpy as np
@@ -20,6 +19,7 @@ from lowtide.core import NO_MOVES, Demand, Facts, IntArray, Moves, Progress, Ste
 from lowtide.errors import DeviceError, LowtideError, StorageError, UsageError
 from lowtide.experts.read_ahead import LateReads, PendingRead, ReadAhead
 from lowtide.experts.slots import ExpertSlots, SlotLedger
+from lowtide.experts.stats import HostStats
 from lowtide.experts.transfer import Transfer
 from lowtide.policies.decision import Policies
 from lowtide.reading.file_reader import Ticket, read_stalled
@@ -35,20 +35,6 @@ END_LIMIT_S = 2.0
 """After a failure: a read that takes longer keeps its slot until it has ended."""
 
 
-@dataclass
-class HostStats:
-    """What became of host slots, in counts, bytes and seconds since the tier was made."""
-
-    num_moves_done: int = 0  # experts that became resident by a move; others were dropped
-    num_admitted: int = 0
-    num_evicted: int = 0
-    num_ahead: int = 0  # of the experts read, those whose read began before their layer did
-    num_late: int = 0  # of those, the ones that the layer had to wait for
-    num_wasted: int = 0  # reads that began before their layer did, for nothing
-    read_bytes: int = 0
-    wait_s: float = 0.0  # the calling thread stood still for a read
-
-
 class HostTier:
     """Owns host slots and the reads into them; a slot changes hands on the calling thread only.
 
@@ -62,7 +48,6 @@ class HostTier:
         ledger: SlotLedger,
         transfer: Transfer,
         policies: Policies | None = None,
-        reads_ahead: bool = True,
         is_permanent: bool = False,
     ) -> None:
         """is_permanent: once loaded, every expert stays; the end of a use need not be told."""
@@ -72,7 +57,8 @@ class HostTier:
         self._policies = policies
         self.is_permanent = is_permanent
         self.stats = HostStats()
-        self.read_ahead = ReadAhead(ledger) if reads_ahead else None
+        self.reads_ahead = policies is None and not is_permanent  # nothing is above it
+        self.read_ahead = ReadAhead(ledger)
         self.late = LateReads(ledger)
         # Slots that reads write to; no ticket: Ctrl-C may have come before it.
         self._filling: dict[int, Ticket | None] = {}
@@ -86,18 +72,9 @@ class HostTier:
         self._waits_until_s = math.inf
 
     @property
-    def num_ahead(self) -> int:
-        """Slots that reads for a coming layer hold."""
-        return 0 if self.read_ahead is None else len(self.read_ahead)
-
-    @property
     def num_set_aside(self) -> int:
         """Slots that are not used until reads into them have ended, for which nothing waits."""
         return len(self._set_aside)
-
-    def has(self, layer: int, expert: int) -> bool:
-        """Whether an expert's bytes are in host memory now."""
-        return self.ledger.has(layer, expert)
 
     def lease(self, layer: int, expert: int) -> int:
         """The slot of an expert that is here; `used_by` or `give_back` follows."""
@@ -149,15 +126,10 @@ class HostTier:
         """Before a layer's step: who was to come for later is there. Waits for their reads."""
         for read in self.late.end(layer):
             self.take_in(read)
-            if self.has(layer, read.expert):
+            if self.ledger.has(layer, read.expert):
                 self.ledger.drop(read.slot)
             else:
                 self.bind(read)
-
-    def expect_next(self, facts: Facts, run: Facts | None) -> None:
-        """Told of the layer that runs now, whose own reads are open: see `ReadAhead.expect`."""
-        if self.read_ahead is not None:
-            self.read_ahead.expect(facts, run)
 
     def settle(self) -> None:
         """Gives back the slots whose uses are done, and those of reads that nothing waits for."""
@@ -236,8 +208,7 @@ class HostTier:
     def abandon(self) -> None:
         """After a failure, when nothing uses a slot any more: gives all back but residents', and
         those of reads that do not end within `END_LIMIT_S`."""
-        if self.read_ahead is not None:
-            self.read_ahead.claim()
+        self.read_ahead.claim()
         self.late.forget()
         if self._end_reads(self.end_limit_s):
             self.transfer.drain()
@@ -248,17 +219,15 @@ class HostTier:
         self._returned.clear()
         self.ledger.reclaim(self._set_aside)
         for layer, expert in self._evict_after.values():
-            if self.has(layer, expert):  # not so where Ctrl-C came just after its eviction
+            if self.ledger.has(layer, expert):  # not so where Ctrl-C came just after its eviction
                 self.evict(layer, expert)
         self._evict_after.clear()
         self._filling.clear()
 
     def start_for_later(self) -> bool:
         """Gives free slots to experts read for another step; whether that takes more of them."""
-        waiting = self.late.start_reads(self.start_read)
-        if self.read_ahead is not None:
-            waiting = self.read_ahead.start_reads(self.start_read) or waiting
-        return waiting
+        is_late = self.late.start_reads(self.start_read)
+        return self.read_ahead.start_reads(self.start_read) or is_late
 
     def stop_waiting(self) -> None:
         """`close` comes next: a pass that waits for reads has `CLOSING_PASS_S` yet. May be said on
@@ -307,7 +276,7 @@ class HostTier:
     def claim(self, layer: int, absent: Collection[int]) -> list[PendingRead]:
         """Those of `absent` whose reads began before their layer did, oldest first. What was read
         ahead for nothing is dropped: all of it where a pass was interrupted."""
-        ahead = [] if self.read_ahead is None else self.read_ahead.claim()
+        ahead = self.read_ahead.claim()
         begun = [read for read in ahead if read.layer == layer and read.expert in absent]
         self._drop([read for read in ahead if read not in begun])
         self.stats.num_ahead += len(begun)

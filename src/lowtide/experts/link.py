@@ -15,8 +15,8 @@ import numpy as np
 from lowtide.core import BoolArray, FloatArray, IntArray, Moves
 from lowtide.experts.device import Device, ExpertGroup
 from lowtide.experts.host_tier import HostTier
-from lowtide.experts.link_stats import LinkStats
 from lowtide.experts.slots import SlotLedger
+from lowtide.experts.stats import LinkStats
 from lowtide.policies.prefetch import PrefetchOutcome
 from lowtide.threads.event import Event
 
@@ -248,10 +248,6 @@ class Link:
         self._forget_copies()
         self._last_use = [None] * self.ledger.num_slots
 
-    def evict(self, layer: int, expert: int) -> None:
-        """A resident, which nothing uses any more: see `pause`."""
-        self.ledger.evict(layer, expert)
-
     def abandon(self) -> None:
         """After a failure, when both streams have ended everything: forgets what was coming."""
         for layer, expert in self._unproven:
@@ -302,7 +298,7 @@ class Link:
 
     def _can_come(self, wanted: _Wanted) -> bool:
         key = (wanted.layer, wanted.expert)
-        return not self.ledger.has(*key) and key not in self._coming and self._host.has(*key)
+        return not self.ledger.has(*key) and key not in self._coming and self._host.ledger.has(*key)
 
     def _keeps(self, layer: int, expert: int) -> bool:
         """Whether an expert is resident or on its way to be."""

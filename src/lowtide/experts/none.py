@@ -7,9 +7,9 @@ from dataclasses import asdict
 
 from lowtide.core import Step
 from lowtide.errors import InternalError
-from lowtide.experts.host_tier import HostStats
 from lowtide.experts.rows import LayerCall
-from lowtide.experts.runtime import ExpertObserver, ExpertStats, Observer
+from lowtide.experts.runtime import ExpertObserver, Observer
+from lowtide.experts.stats import ExpertStats, HostStats
 from lowtide.policies.receipt import Receipt
 
 

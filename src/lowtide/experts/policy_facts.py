@@ -1,4 +1,4 @@
-"""The facts that policies get about a layer in one step, and the routing that they may answer."""
+"""A layer's input and routing as policies are told of them, and the routing that they may answer."""
 
 from __future__ import annotations
 
@@ -8,11 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lowtide.core import Costs, Demand, Facts, IntArray, RoutedTokens
-from lowtide.experts.host_tier import HostTier
-from lowtide.experts.link import Link
-from lowtide.experts.rows import LayerCall, Routing
-from lowtide.experts.slots import SlotLedger
+from lowtide.core import BoolArray, Demand, IntArray, RoutedTokens
+from lowtide.experts.rows import Routing
 from lowtide.memory.pinned_copies import to_device
 from lowtide.memory.workspace import Buffers
 
@@ -26,21 +23,6 @@ class HostInputs(NamedTuple):
     predicted: IntArray | None = None  # tokens per expert of the next layer, by the early gate
 
 
-class LayerDemand(NamedTuple):
-    """The experts that a layer's router asks for."""
-
-    experts: IntArray  # ascending
-    num_tokens: IntArray  # of each of them
-    routed: RoutedTokens | None  # the routing, for policies that ask for it
-
-    @classmethod
-    def of(cls, chosen: Tensor, routed: RoutedTokens | None) -> LayerDemand:
-        """chosen [tokens, k]: experts, in host memory."""
-        num_tokens = np.bincount(chosen.numpy().ravel())
-        experts = np.flatnonzero(num_tokens)
-        return cls(experts, num_tokens[experts], routed)
-
-
 def routed_tokens(experts: Tensor, weights: Tensor, scores: Tensor | None) -> RoutedTokens:
     """A routing in host memory as arrays over the same memory, for policies."""
     return RoutedTokens(
@@ -48,51 +30,12 @@ def routed_tokens(experts: Tensor, weights: Tensor, scores: Tensor | None) -> Ro
     )
 
 
-def host_facts(
-    call: LayerCall, asked: LayerDemand, capacity: IntArray, costs: Costs, ledger: SlotLedger
-) -> Facts:
-    """The facts of a layer that the host runs alone. capacity: [num_layers]"""
-    is_kept, (experts, num_tokens, routed) = ledger.is_resident(call.layer), asked
-    return Facts(
-        call.step,
-        call.layer,
-        Demand(experts, num_tokens, is_kept[experts]),
-        is_kept,
-        capacity,
-        costs,
-        can_fetch=False,
-        has_idle_link=False,
-        routing=routed,
-        is_here=is_kept,
-    )
-
-
-def device_facts(
-    call: LayerCall,
-    asked: LayerDemand,
-    capacity: IntArray,
-    costs: Costs,
-    link: Link,
-    host: HostTier,
-) -> Facts:
-    """The facts of a layer with a device beside the host, behind `link`. capacity: [num_layers]"""
-    link.bind_arrived()
-    layer, (experts, num_tokens, routed) = call.layer, asked
-    is_here = link.ledger.is_resident(layer)
-    return Facts(
-        call.step,
-        layer,
-        Demand(experts, num_tokens, is_here[experts]),
-        link.is_kept(layer),
-        capacity,
-        costs,
-        link.arriving_s(layer, experts),
-        link.busy_s,
-        can_fetch=costs.num_staging > 0,
-        routing=routed,
-        is_here=is_here,
-        is_at_host=None if host.is_permanent else host.ledger.is_resident(layer),
-    )
+def demand_of(chosen: Tensor, is_resident: BoolArray) -> Demand:
+    """What a layer's router asks for. chosen [tokens, k]: experts, in host memory; is_resident:
+    [num_experts]."""
+    num_tokens = np.bincount(chosen.numpy().ravel())
+    experts = np.flatnonzero(num_tokens)
+    return Demand(experts, num_tokens[experts], is_resident[experts])
 
 
 def take_substituted(workspace: Buffers, num_pairs: int) -> None:

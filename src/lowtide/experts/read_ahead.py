@@ -78,10 +78,9 @@ class ReadAhead:
         num_layers = self._ledger.num_layers
         if facts.layer + 1 < num_layers:
             return facts.layer + 1
-        # A prompt is read once. With a device above, some experts are not to be read here.
         step = facts.step
-        is_repeated = step.kind is StepKind.DENOISE and not step.is_last
-        return 0 if is_repeated and not facts.has_idle_link and num_layers > 1 else _NO_LAYER
+        is_repeated = step.kind is StepKind.DENOISE and not step.is_last  # a prompt is read once
+        return 0 if is_repeated and num_layers > 1 else _NO_LAYER
 
     def _expected(self, facts: Facts, run: Facts | None) -> IntArray:
         demand = (run or facts).demand

@@ -33,9 +33,7 @@ class LayerCall(NamedTuple):
     step: Step
     workspace: Buffers
     out: Tensor  # [tokens, hidden] float32: the sum of each token's experts goes there
-    scores: Tensor | None = (
-        None  # [tokens, num_experts] float32: the router's, for policies that ask
-    )
+    scores: Tensor | None = None  # [tokens, num_experts] float32: the router's, if asked for
 
 
 def is_long(num_tokens: int) -> bool:

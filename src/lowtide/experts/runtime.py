@@ -9,7 +9,7 @@ result's bits never depend on placement.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from typing import Protocol
 
@@ -30,9 +30,10 @@ from lowtide.core import (
 from lowtide.experts.compiled_residents import CompiledResidents
 from lowtide.experts.device_executor import DeviceExpertExecutor
 from lowtide.experts.host_executor import HostExpertExecutor
-from lowtide.experts.policy_facts import LayerDemand, substituted_routing
+from lowtide.experts.policy_facts import substituted_routing
 from lowtide.experts.room import Room
 from lowtide.experts.rows import ExpertRows, LayerCall, Routing
+from lowtide.experts.stats import ExpertStats
 from lowtide.experts.work import Plan, Work
 from lowtide.kernels.layer_parts import ExpertParts
 from lowtide.policies.decision import Decision, Policies
@@ -58,15 +59,6 @@ class ExpertObserver(Protocol):
         compute dtype; `activated` [pairs, expert_size], what down was given, in the order of the
         sorted pairs of `rows`. Valid until the call returns."""
         ...
-
-
-@dataclass
-class ExpertStats:
-    """Activated experts, counted since the runtime was made."""
-
-    num_hits: int = 0  # those that were resident in the fast tier
-    num_misses: int = 0  # those that were not
-    num_moves_asked: int = 0  # experts that the placement asked to become resident
 
 
 class ExpertRuntime:
@@ -151,22 +143,10 @@ class ExpertRuntime:
         """After a pass's last layer: what was asked of its layers is learnt from."""
         if self.device is None:
             if self._compiled is not None:
-                self._take_outcome(self._compiled)
+                self._compiled.count_outcome(self.stats)
             self.policies.end_pass(self._step, self._hits)
         if self.use is not None:
             self.use.saw(self._hits)
-
-    def _take_outcome(self, compiled: CompiledResidents) -> None:
-        outcome, stats = compiled.take_outcome(), self.stats
-        stats.num_hits += outcome.num_hits
-        stats.num_misses += outcome.num_misses
-        stats.num_moves_asked += outcome.num_admitted + outcome.num_left_out
-        self.host.stats.num_moves_done += outcome.num_admitted
-
-    def were_activated(self, layer: int, x: Tensor, rows: ExpertRows, activated: Tensor) -> None:
-        """Experts were run on these rows, and nothing is written over what they made of them."""
-        if self.expert_observer is not None:
-            self.expert_observer.saw_experts(layer, x, rows, activated)
 
     def load(self, progress: Progress = no_progress) -> None:
         """Makes the policies' first residents resident, and no others. Between passes only."""
@@ -222,7 +202,9 @@ class ExpertRuntime:
         executor.open(work, plan)
         for tile in work.tiles():
             executor.run_tile(work, tile)
-            self.were_activated(call.layer, call.x, tile.rows, work.buffers.gate)
+            if self.expert_observer is not None:  # before anything is written over `gate`
+                activated = work.buffers.gate
+                self.expert_observer.saw_experts(call.layer, call.x, tile.rows, activated)
             work.add(tile, executor.threads)
 
     def _decide(self, call: LayerCall) -> tuple[LayerCall, Plan]:
@@ -247,8 +229,8 @@ class ExpertRuntime:
         return self.device.stays_whole(layer, self.room)
 
     def _facts(self, call: LayerCall, chosen: Tensor, routed: RoutedTokens | None) -> Facts:
-        asked, costs = LayerDemand.of(chosen, routed), self.policies.costs
-        return self.executor.facts(call, asked, self.room.capacity, costs)
+        capacity, costs = self.room.capacity, self.policies.costs
+        return self.executor.facts(call, chosen, routed, capacity, costs)
 
     def _count(self, layer: int, demand: Demand) -> None:
         self._hits[layer, demand.experts] += demand.num_tokens

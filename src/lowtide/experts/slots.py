@@ -35,9 +35,8 @@ class FreeSlots:
     def __init__(self, slots: Sequence[int]) -> None:
         """slots: all that can ever be in it at once, in order."""
         self.ring: IntArray = np.array(slots, np.int64)
-        self.state: IntArray = np.array(
-            [0, len(slots)], np.int64
-        )  # the first one's place; how many
+        # The first one's place, and how many there are.
+        self.state: IntArray = np.array([0, len(slots)], np.int64)
 
     def __len__(self) -> int:
         return int(self.state[1])
@@ -245,17 +244,12 @@ class ExpertSlots:
 
     def __init__(self, arena: Region, layout: SlotLayout) -> None:
         self._arena = arena
-        self._array = arena.array()
+        self.memory = arena.array()  # the bytes of all slots, one after the other
         self.layout = layout
         # By slot, and shared by layers of one layout.
         made: dict[ExpertLayout, dict[int, ExpertWeights | ClampedWeights]] = {}
         self._weights = [made.setdefault(each, {}) for each in layout.layers]
         self._images: dict[int, Tensor] = {}
-
-    @property
-    def memory(self) -> NDArray[np.uint8]:
-        """The bytes of all slots, one after the other."""
-        return self._array
 
     def weights(self, layer: int, slot: int) -> ExpertWeights | ClampedWeights:
         """The weights of an expert of `layer` in a slot: made once, since a slot never moves, but
@@ -276,7 +270,7 @@ class ExpertSlots:
         place, tag = layout.parts[part], layout.variant(part, stored)
         if tag is None or layout.tags is None:
             return target, place.format
-        self._array[slot * self.layout.num_bytes + layout.tags + part] = tag
+        self.memory[slot * self.layout.num_bytes + layout.tags + part] = tag
         return target[: stored.matrix_bytes(place.shape)], stored
 
     def part(self, layer: int, slot: int, part: int) -> NDArray[np.uint8]:
@@ -284,7 +278,7 @@ class ExpertSlots:
         padding; the part is of one tensor."""
         place = self.layout.layers[layer].parts[part]
         start = slot * self.layout.num_bytes + place.offsets[0]
-        return self._array[start : start + place.num_bytes[0]]
+        return self.memory[start : start + place.num_bytes[0]]
 
     def in_file_order(
         self, layer: int, slot: int, target: SlotTarget, tensor: int = 0
@@ -302,7 +296,7 @@ class ExpertSlots:
         parts: NDArray[Any] = np.ndarray(
             (target.num_parts, num_rows, row_bytes // item_bytes),
             f"u{item_bytes}",
-            self._array.data,
+            self.memory.data,
             slot * self.layout.num_bytes + starts[0],
             (starts[-1] - starts[0] or row_bytes, row_bytes, item_bytes),
         )

@@ -1,6 +1,6 @@
 """Page-locked host memory: what a GPU copies from and into at the speed of its link.
 
-Pinned bytes are a budget of their own: the system cannot swap or move them, and may refuse.
+The system cannot swap or move pinned bytes, and may refuse to pin more.
 """
 
 from __future__ import annotations
@@ -19,12 +19,10 @@ from lowtide.memory.arena import Arena
 
 
 class PinnedMemory:
-    """Owns the registration of arenas with CUDA, up to a limit. Knows nothing of their use."""
+    """Owns the registration of arenas with CUDA. Knows nothing of their use."""
 
-    def __init__(self, limit_bytes: int | None = None, cudart: Any = None) -> None:
-        """`limit_bytes`: pinned at most; None leaves it to the system. `cudart`: torch's own."""
-        self.num_bytes = 0
-        self._limit_bytes = limit_bytes
+    def __init__(self, cudart: Any = None) -> None:
+        """`cudart`: by default torch's own."""
         self._cudart = cudart or torch.cuda.cudart()  # type: ignore[no-untyped-call]
         self._arenas: list[Arena] = []
         # Memory that is unmapped while it is registered could never be registered again.
@@ -43,17 +41,17 @@ class PinnedMemory:
         """
         if not arena.num_bytes:
             return True
-        refusal = self._refusal(arena)
-        if refusal is None:
+        code = int(self._cudart.cudaHostRegister(arena.bytes.data_ptr(), arena.num_bytes, 0))
+        if code == 0:
             self._arenas.append(arena)
-            self.num_bytes += arena.num_bytes
-        else:
-            warnings.warn(
-                f"{format_size(arena.num_bytes)} of host memory cannot be pinned ({refusal}); "
-                "copies to the GPU go through a small pinned ring, at a fraction of the speed.",
-                stacklevel=2,
-            )
-        return refusal is None
+            return True
+        _forget_last_error()
+        warnings.warn(
+            f"{format_size(arena.num_bytes)} of host memory cannot be pinned (CUDA error {code}); "
+            "copies to the GPU go through a small pinned ring, at a fraction of the speed.",
+            stacklevel=2,
+        )
+        return False
 
     def holds(self, tensor: Tensor) -> bool:
         """Whether all bytes of a contiguous tensor are in a registered arena."""
@@ -75,26 +73,11 @@ class PinnedMemory:
         try:
             yield
         finally:
-            self._unpin(before)
+            _unpin_all(self._cudart, self._arenas, before)
 
     def close(self) -> None:
         """Unpins everything; no copy may be under way."""
-        self._unpin(0)
-
-    def _unpin(self, first: int) -> None:
-        _unpin_all(self._cudart, self._arenas, first)
-        self.num_bytes = sum(arena.num_bytes for arena in self._arenas)
-
-    def _refusal(self, arena: Arena) -> str | None:
-        """Registers; says why not."""
-        wanted_bytes = self.num_bytes + arena.num_bytes
-        if self._limit_bytes is not None and wanted_bytes > self._limit_bytes:
-            return f"the limit is {format_size(self._limit_bytes)}"
-        code = int(self._cudart.cudaHostRegister(arena.bytes.data_ptr(), arena.num_bytes, 0))
-        if code == 0:
-            return None
-        _forget_last_error()
-        return f"CUDA error {code}"
+        _unpin_all(self._cudart, self._arenas)
 
 
 def _unpin_all(cudart: Any, arenas: list[Arena], first: int = 0) -> None:

@@ -135,7 +135,7 @@ class OpenModel:
 
     @property
     def host_scratch_bytes(self) -> int:
-        """Bytes of gate and up of a tile's experts, where the host computes some beside a device."""
+        """Bytes of gate and up of a tile's experts, where the host computes beside a device."""
         shape = self.config.moe_shape
         num_pairs = MAX_PASS_ROWS * shape.num_experts_per_token
         return 2 * num_pairs * shape.expert_size * self.dtype.itemsize
