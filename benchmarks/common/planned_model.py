@@ -100,11 +100,11 @@ class StepModel:
 
     def longest(self, free_bytes: int, num_masked_of: Callable[[int], int], limit: int) -> int:
         """The longest sequence whose step fits, however its operators are divided."""
-        return self.planner.longest(
-            lambda num_tokens: self.counts(num_tokens, num_masked_of(num_tokens)),
-            lambda num_tokens: free_bytes,
-            limit,
-        )
+
+        def least_bytes(num_tokens: int) -> int:
+            return self.planner.least_bytes(self.counts(num_tokens, num_masked_of(num_tokens)))
+
+        return bisect_right(range(1, limit + 1), free_bytes, key=least_bytes)
 
     def longest_whole(
         self, free_bytes: int, num_masked_of: Callable[[int], int], limit: int

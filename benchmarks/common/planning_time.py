@@ -52,7 +52,7 @@ def compare_search(model: StepModel, num_tokens: int) -> dict[str, Any]:
         return model.counts(num_tokens, num_tokens // 2)
 
     limit = 2 * num_tokens
-    longest = planner.longest(counts_of, lambda _: free_bytes, limit)
+    longest = model.longest(free_bytes, lambda num_tokens: num_tokens // 2, limit)
     fresh = _forgetful(planner, counts_of(longest))
     start_s = time.perf_counter()
     fresh.plan(counts_of(longest), free_bytes)

@@ -11,12 +11,11 @@ import asyncio
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from functools import partial
-from types import TracebackType
 from typing import Unpack
 
 from torch import Tensor
 
-from lowtide.answers.completion import Completion, completion_of
+from lowtide.answers.completion import Completion
 from lowtide.answers.keywords import AnswerKeywords
 from lowtide.answers.loaded import LoadedModel
 from lowtide.answers.reporter import Reporter
@@ -139,7 +138,7 @@ class AsyncLLM(LoadedModel):
 
     async def stats(self) -> dict[str, float]:
         """As `LLM.stats`."""
-        return await asyncio.to_thread(self._stats)
+        return await asyncio.to_thread(self._loop.stats)
 
     async def release_memory(self) -> None:
         """Gives memory back to a system that runs short of it, where the plan is elastic. Passes
@@ -153,12 +152,7 @@ class AsyncLLM(LoadedModel):
     async def __aenter__(self) -> AsyncLLM:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     async def _answered(self, requests: Sequence[Request]) -> list[Completion]:
@@ -167,10 +161,7 @@ class AsyncLLM(LoadedModel):
             async for event in events:
                 if isinstance(event, Finished):
                     finished[event.request] = event
-        return [
-            completion_of(request, finished[i], self.tokenizer, self.plan)
-            for i, request in enumerate(requests)
-        ]
+        return self._completions(requests, finished)
 
     async def _events(
         self, requests: Sequence[Request], has_text: bool = True

@@ -66,11 +66,6 @@ class PassRows(NamedTuple):
     request: IntArray  # [rows] names as in events; -1: none
     kind: NDArray[np.uint8]  # [rows] of `RowKind`
 
-    @classmethod
-    def unnamed(cls, kind: StepKind, num_rows: int) -> PassRows:
-        """The rows of a pass of which only the kind is known."""
-        return cls(np.full(num_rows, -1), np.full(num_rows, _ROW_KIND[kind], np.uint8))
-
 
 _ROW_KIND = {
     StepKind.PREFILL: RowKind.PROMPT,
@@ -96,7 +91,10 @@ class Step:
 
     def rows_of(self, num_rows: int) -> PassRows:
         """Those it was told, or what its kind says of so many."""
-        return PassRows.unnamed(self.kind, num_rows) if self.rows is None else self.rows
+        if self.rows is not None:
+            return self.rows
+        kinds = np.full(num_rows, _ROW_KIND[self.kind], np.uint8)
+        return PassRows(np.full(num_rows, -1), kinds)
 
 
 class CacheMode(enum.Enum):

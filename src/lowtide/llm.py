@@ -14,12 +14,11 @@ from contextlib import ExitStack, closing, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import NamedTuple, Unpack
 
 from torch import Tensor
 
-from lowtide.answers.completion import Completion, completion_of
+from lowtide.answers.completion import Completion
 from lowtide.answers.keywords import AnswerKeywords
 from lowtide.answers.loaded import LoadedModel
 from lowtide.answers.opening import intake_of, opened_for_plan, opened_for_request
@@ -212,7 +211,7 @@ class LLM(LoadedModel):
         """Counters since loading: expert hits and misses, bytes read, tokens and seconds; and where
         `lowtide doctor` has measured this machine, the speed that its costs let expect of the same
         passes (`predicted_tokens_per_s`)."""
-        return self._stats()
+        return self._loop.stats()
 
     def close(self) -> None:
         """Ends all threads and closes the checkpoint's files; nothing can be asked then.
@@ -224,12 +223,7 @@ class LLM(LoadedModel):
     def __enter__(self) -> LLM:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _answered(
@@ -242,20 +236,15 @@ class LLM(LoadedModel):
         is_shown = len(requests) > 1 and is_watched() if progress is None else progress
         with ExitStack() as stack:
             events = stack.enter_context(closing(self._events(requests, on_event is not None)))
-            line = ProgressLine(len(requests), sys.stderr) if is_shown else None
-            if line is not None:
-                stack.enter_context(line)
+            told = [] if on_event is None else [on_event]
+            if is_shown:
+                told.insert(0, stack.enter_context(ProgressLine(len(requests), sys.stderr)))
             for event in events:
-                if line is not None:
-                    line(event)
-                if on_event is not None:
-                    on_event(event)
+                for tell in told:
+                    tell(event)
                 if isinstance(event, Finished):
                     finished[event.request] = event
-        return [
-            completion_of(request, finished[i], self.tokenizer, self.plan)
-            for i, request in enumerate(requests)
-        ]
+        return self._completions(requests, finished)
 
     def _events(
         self, requests: Sequence[Request], has_text: bool = True

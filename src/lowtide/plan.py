@@ -22,7 +22,7 @@ INT8_ROWS = "int8"
 """Rows rounded to int8 before they are multiplied: see `kernels/int8_rows.py`."""
 
 AUTO_FORMAT = "auto"
-"""Left to be chosen before a model is opened: see `engine/planning/auto_format.py`."""
+"""Left to be chosen before a model is opened: see `engine/planning/format_plans.py`."""
 
 
 @dataclass(frozen=True, slots=True)

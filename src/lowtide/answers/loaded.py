@@ -17,13 +17,14 @@ from typing import NoReturn, Unpack, cast
 import torch
 from torch import Tensor
 
+from lowtide.answers.completion import Completion, completion_of
 from lowtide.answers.keywords import AnswerKeywords, ModelKeywords
 from lowtide.answers.opening import intake_of, opened_model
 from lowtide.answers.progress_line import LoadingLine, is_watched
 from lowtide.config import ModelConfig, format_size
 from lowtide.core import Progress
 from lowtide.decode.prompts import Messages, Prompt, TokenIds, is_chat, listed, one_text_of_ids
-from lowtide.decode.request import Request
+from lowtide.decode.request import Finished, Request
 from lowtide.engine.opening.config import EngineConfig
 from lowtide.engine.planning.passes import PlannedPass, plan_steps
 from lowtide.engine.planning.plan import make_plan
@@ -179,8 +180,14 @@ class LoadedModel:
     def _engine(self) -> Engine:
         return self._loop.engine
 
-    def _stats(self) -> dict[str, float]:
-        return self._loop.stats()
+    def _completions(
+        self, requests: Sequence[Request], finished: Mapping[int, Finished]
+    ) -> list[Completion]:
+        """finished: the last event of each request, by its place."""
+        return [
+            completion_of(request, finished[i], self.tokenizer, self.plan)
+            for i, request in enumerate(requests)
+        ]
 
     def _requests(
         self,

@@ -9,7 +9,7 @@ from pathlib import Path
 from lowtide.decode.intake import Intake
 from lowtide.engine.opening.config import MAX_BLOCK_LENGTH, EngineConfig
 from lowtide.engine.opening.model import OpenModel, open_for_plan, open_model
-from lowtide.engine.planning.auto_format import as_stored, opened_with_format
+from lowtide.engine.planning.format_plans import as_stored, opened_with_format
 from lowtide.errors import UnsupportedError, UsageError
 from lowtide.model_folder.hub_model import HubModel
 from lowtide.params import hint

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -86,24 +87,6 @@ class PassPlanner:
     def whole_bytes(self, counts: Counts) -> int:
         """Needed where every operator takes all rows together."""
         return self._needed(counts, self._fewest_chunks()).needed_bytes
-
-    def longest(
-        self, counts_of: Callable[[int], Counts], free_bytes_of: Callable[[int], int], limit: int
-    ) -> int:
-        """The most tokens, up to `limit`, of a pass that fits; 0 where none does.
-
-        counts_of, free_bytes_of: of so many tokens; the first does not shrink, the second does not
-        grow with them.
-        """
-
-        def fits(num_tokens: int) -> bool:
-            return self.least_bytes(counts_of(num_tokens)) <= free_bytes_of(num_tokens)
-
-        low, high = 0, limit + 1  # fits, does not
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if fits(middle) else (low, middle)
-        return low
 
     def _search(self, counts: Counts, free_bytes: int, range_bytes: int) -> PassPlan:
         if counts.tokens <= TILE_ROWS:
@@ -194,11 +177,9 @@ def _divided(
         values = bounds(counts, {**chunks, operator: -(-most // together)})
         return template.alive_bytes(moment, values) <= range_bytes
 
-    low, high = 1, -(-most // chunks[operator]) - 1  # tiles together
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle - 1)
-    return -(-most // low)
+    fewer = range(1, -(-most // chunks[operator]))  # tiles together
+    together = bisect_left(fewer, True, key=lambda together: not fits(together))
+    return -(-most // max(1, together))
 
 
 def _plan(counts: Counts, chunks: Mapping[str, int], graph: Graph, binding: str) -> PassPlan:

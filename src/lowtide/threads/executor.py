@@ -65,9 +65,16 @@ class HostExecutor:
         division = _Division.of(num_experts_per_token, num_cores)
         self.num_cores, self.num_threads = division.num_cores, division.num_threads
         self.cores_per_expert = cores_per_expert or division.cores_per_expert
-        pin = _Pinning(division.shares)
+        shares = deque(division.shares)
+
+        def begin() -> None:
+            """What each thread does first: it takes its share of the cores."""
+            with suppress(IndexError, OSError):  # no shares, or CPUs that were taken away meanwhile
+                os.sched_setaffinity(0, shares.popleft())  # also of threads that it makes
+            set_cores_per_product(CORES_PER_PIECE)
+
         with process_threads_kept():
-            self._pool = ThreadPoolExecutor(self.num_threads, "lowtide-compute", pin)
+            self._pool = ThreadPoolExecutor(self.num_threads, "lowtide-compute", begin)
             _make_threads(self._pool, self.num_threads)
 
     @staticmethod
@@ -180,19 +187,6 @@ def _siblings_of(text: str) -> frozenset[int]:
     """The numbers in a text such as `0,8` or `0-1`."""
     ranges = [part.partition("-") for part in text.split(",")]
     return frozenset().union(*(range(int(low), int(high or low) + 1) for low, _, high in ranges))
-
-
-class _Pinning:
-    """What every compute thread does first: takes its share of the cores."""
-
-    def __init__(self, shares: Sequence[frozenset[int]]) -> None:
-        self._shares = deque(shares)
-
-    def __call__(self) -> None:
-        with suppress(IndexError, OSError):  # no shares, or CPUs that were taken away meanwhile
-            # Applies to this thread, and to those that it makes.
-            os.sched_setaffinity(0, self._shares.popleft())
-        set_cores_per_product(CORES_PER_PIECE)
 
 
 class InlineExecutor:

@@ -130,19 +130,14 @@ class ThreadStream:
         is_set_up.set()
         try:
             with torch.inference_mode():
-                while self._do_next():
-                    pass
+                while (task := self._next()) is not None:
+                    self._end(task, _outcome(task))
+                    del task  # with what it refers to
         finally:
             self._fail_all()
 
-    def _do_next(self) -> bool:
-        """Waits for a task and does it; False when there is no more to do."""
-        task = self._next()
-        if task is not None:
-            self._end(task, _outcome(task))
-        return task is not None
-
     def _next(self) -> _Task | None:
+        """Waits for a task; None when there is no more to do."""
         with self._change:
             self._change.wait_for(lambda: self._tasks or not self._is_open)
             return self._tasks[0] if self._is_open else None

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from lowtide.core import Progress, Reuse, no_progress
-from lowtide.engine.opening.device_choice import check_device, check_elastic, resolve_device
+from lowtide.engine.opening.device_choice import check_device, resolve_device
 from lowtide.engine.opening.option_checks import check_cache
 from lowtide.engine.opening.weight_formats import FormatWishes
 from lowtide.errors import UnsupportedError, UsageError
@@ -51,7 +51,7 @@ class EngineConfig:
     the next start, and how much of it at most (bytes, `8GiB`, `10%` of the disk): conversations
     lie there, for all who can read this user's files. Not on a GPU.
     format: `own` (as stored), `q8` or `q4`, with `expert_dtype` and `dense_dtype` by part: see
-    `weight_formats.py`; all but `own` may change answers; or `auto` (`auto_format.py`).
+    `weight_formats.py`; all but `own` may change answers; or `auto` (`format_plans.py`).
     activations: `own`, or `int8`, to which rows are rounded that are multiplied with weights in q8,
     q4 and GGUF's packed types; see `kernels/int8_rows.py`.
     elastic: what sequences do not use of the KV cache's memory holds experts, which make room for
@@ -147,8 +147,10 @@ class EngineConfig:
                 f"dtype {self.dtype!r} is not supported; choose one of the names "
                 f"{', '.join(SAFETENSORS_NAME)}."
             )
-        if self.elastic:
-            check_elastic(self.device)
+        if self.elastic and resolve_device(self.device) == "cuda":
+            raise UnsupportedError(
+                "elastic on a GPU: slots and KV cache do not grow and shrink there yet. Leave it out."
+            )
         if self.format == AUTO_FORMAT and self.activations != OWN_FORMAT:
             raise UsageError(
                 f"activations {self.activations!r} needs weights in a format that is named, and "

@@ -33,14 +33,6 @@ def check_device(name: str, options: Mapping[str, str]) -> None:
         )
 
 
-def check_elastic(name: str) -> None:
-    """Raises UnsupportedError for a device whose memory does not move."""
-    if resolve_device(name) == "cuda":
-        raise UnsupportedError(
-            "elastic on a GPU: slots and KV cache do not grow and shrink there yet. Leave it out."
-        )
-
-
 def resolve_device(name: str) -> str:
     """`auto` is the GPU if there is one; an emulated device is never chosen."""
     if name == "auto":

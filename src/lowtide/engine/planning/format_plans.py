@@ -1,10 +1,15 @@
-"""The same model and budget in each format that weights can be made into: what it would be like."""
+"""The same model and budget in each format that weights can be made into: what it would be like.
+
+`format="auto"` is the one that the first line of a plan would name, else the weights as they are
+stored. Opt-in, since the words then depend on the budget and on what was measured of the machine.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
-from typing import NamedTuple
 
+from lowtide.engine.opening.config import EngineConfig
 from lowtide.engine.opening.device_choice import resolve_device
 from lowtide.engine.opening.model import OpenModel
 from lowtide.engine.opening.named_inputs import named_inputs, rounds_experts
@@ -12,18 +17,9 @@ from lowtide.engine.opening.weight_formats import QUANTISED
 from lowtide.engine.planning.plan import make_plan
 from lowtide.errors import PlanError, UnsupportedError, UsageError
 from lowtide.formats.expert_inputs import ExpertInputs
-from lowtide.plan import OWN_FORMAT, FormatPlan, MemoryPlan
+from lowtide.plan import AUTO_FORMAT, OWN_FORMAT, FormatPlan, faster_format
 
 FORMATS = (OWN_FORMAT, *QUANTISED)
-
-
-class _InFormat(NamedTuple):
-    """A model in one format; plan: None where not even the least fits."""
-
-    name: str
-    weight_bytes: int
-    opened: OpenModel
-    plan: MemoryPlan | None
 
 
 def plan_by_format(opened: OpenModel) -> tuple[FormatPlan, ...]:
@@ -38,21 +34,30 @@ def plan_by_format(opened: OpenModel) -> tuple[FormatPlan, ...]:
             inputs = named_inputs(opened)
         except UsageError:
             names = [OWN_FORMAT]
-    found = [each for name in names if (each := _in_format(opened, name, inputs)) is not None]
-    return tuple(map(_row, found))
+    rows = (_in_format(opened, name, inputs) for name in names)
+    return tuple(row for row in rows if row is not None)
 
 
-def _row(found: _InFormat) -> FormatPlan:
-    plan = found.plan
-    if plan is None:
-        return FormatPlan(found.name, found.weight_bytes, None, None)
-    num_experts = plan.num_experts
-    share = sum(plan.residents_per_layer) / num_experts if num_experts else 1.0
-    speed = None if plan.prediction is None else plan.prediction.speed
-    return FormatPlan(found.name, found.weight_bytes, share, speed)
+def opened_with_format(
+    opens: Callable[[EngineConfig], OpenModel], options: EngineConfig
+) -> OpenModel:
+    """A model opened in the format that `options` name or leave to be chosen.
+
+    opens: with a format that is named. Raises what it raises.
+    """
+    opened = opens(as_stored(options))
+    if options.format != AUTO_FORMAT:
+        return opened
+    faster = faster_format(plan_by_format(opened), opened.formats)
+    return opened if faster is None else opens(replace(options, format=faster.format))
 
 
-def _in_format(opened: OpenModel, name: str, inputs: ExpertInputs | None) -> _InFormat | None:
+def as_stored(options: EngineConfig) -> EngineConfig:
+    """`options`, or what is known of a model before its format is chosen."""
+    return replace(options, format=OWN_FORMAT) if options.format == AUTO_FORMAT else options
+
+
+def _in_format(opened: OpenModel, name: str, inputs: ExpertInputs | None) -> FormatPlan | None:
     """None where the weights are not made into this format, or are stored in it.
 
     inputs: of experts that are rounded.
@@ -75,6 +80,9 @@ def _in_format(opened: OpenModel, name: str, inputs: ExpertInputs | None) -> _In
     except UnsupportedError:
         return None
     try:
-        return _InFormat(name, weight_bytes, opened, make_plan(opened))
-    except PlanError:
-        return _InFormat(name, weight_bytes, opened, None)
+        plan = make_plan(opened)
+    except PlanError:  # not even the least fits
+        return FormatPlan(name, weight_bytes, None, None)
+    share = sum(plan.residents_per_layer) / num_experts if num_experts else 1.0
+    speed = None if plan.prediction is None else plan.prediction.speed
+    return FormatPlan(name, weight_bytes, share, speed)

@@ -61,10 +61,6 @@ def _elementwise(x: Tensor, *others: object) -> Tensor:
     return _empty(np.broadcast_shapes(*shapes), dtype)
 
 
-def _softmax(x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
-    return _empty(x.shape, dtype or x.dtype)
-
-
 def _reduced(x: Tensor, dim: int, keepdim: bool = False) -> Tensor:
     shape = list(x.shape)
     shape[dim : dim + 1 or None] = [1] if keepdim else []  # also of -1
@@ -85,15 +81,7 @@ def _topk(x: Tensor, k: int, dim: int = -1, sorted: bool = True) -> object:
     return torch.return_types.topk((_empty(shape, x.dtype), _empty(shape, torch.int64)))
 
 
-def _sort(x: Tensor) -> object:
-    return torch.return_types.sort((_empty(x.shape, x.dtype), _empty(x.shape, torch.int64)))
-
-
-def _gather(x: Tensor, dim: int, index: Tensor) -> Tensor:
-    return _empty(index.shape, x.dtype)
-
-
-def _ones_like(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+def _like(x: Tensor, dim: int = 0, dtype: torch.dtype | None = None) -> Tensor:
     return _empty(x.shape, dtype or x.dtype)
 
 
@@ -108,13 +96,12 @@ _SHAPES: Mapping[str, Callable[..., object]] = {
     **dict.fromkeys((*_BINARY, *_UNARY), _elementwise),
     **dict.fromkeys(("mean", "sum", "amax"), _reduced),
     "masked_fill": lambda x, mask, value: _elementwise(x, mask),
-    "softmax": _softmax,
+    **dict.fromkeys(("softmax", "ones_like"), _like),
     "mm": _product,
     "addmm": lambda bias, x, y: _product(x, y),
     "cat": _cat,
     "topk": _topk,
-    "sort": _sort,
-    "gather": _gather,
-    "ones_like": _ones_like,
+    "sort": lambda x: torch.return_types.sort((_like(x), _like(x, dtype=torch.int64))),
+    "gather": lambda x, dim, index: _empty(index.shape, x.dtype),
     "_scaled_dot_product_flash_attention_for_cpu": _flash,
 }

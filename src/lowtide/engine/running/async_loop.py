@@ -32,7 +32,7 @@ class AsyncAnswers(Answers):
         """What the next pass brings; raises what `fail` was told."""
         return self._read(await self._awaited.get())
 
-    def _hand(self, news: News) -> None:
+    def put(self, news: News) -> None:
         _call(self._loop, partial(self._awaited.put_nowait, news))
 
 

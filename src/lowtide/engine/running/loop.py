@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from lowtide.decode.request import Event, Request
 from lowtide.engine.running.engine import Engine
-from lowtide.engine.running.worker import Answers, Job, Mailbox, Passes, Speed, Worker
+from lowtide.engine.running.worker import Answers, Job, Mailbox, Passes, Worker
 from lowtide.errors import InternalError, UsageError
 from lowtide.threads.event import INTERRUPT_POLL_S
 
@@ -48,13 +48,9 @@ class EngineLoop:
         """Whether nothing can be asked any more: it was closed, or its thread has ended."""
         return self._worker.is_closed
 
-    @property
-    def speed(self) -> Speed:
-        return self._worker.speed
-
     def stats(self) -> dict[str, float]:
         """What was done since loading, how fast, and how fast it was to be."""
-        speed = self.speed
+        speed = self._worker.speed
         return self.look(
             lambda engine: {
                 **engine.as_dict(),
@@ -138,7 +134,8 @@ class EngineLoop:
         if self._is_own_thread:
             raise UsageError("An observer is called in the midst of a pass: it cannot ask for one.")
         with self._worker.gate:
-            self._worker.check_open()
+            if self._worker.is_closed:
+                raise self._worker.end_error()
             if self._thread is None:
                 self._begin_thread()
             self._worker.mailbox.put(partial(Worker.accept, asked=asked))

@@ -44,11 +44,7 @@ from lowtide.policies.presets import (
     substitutes,
 )
 from lowtide.policies.recipe import Setting
-from lowtide.policies.tau import (
-    FollowDrift,
-    SolvedTau,
-    calibrated_tau,
-)
+from lowtide.policies.tau import FollowDrift, SolvedTau, calibrated_tau
 from lowtide.replay.calibration import Calibration
 from lowtide.replay.foresight import measured_accuracy
 from lowtide.replay.host_alone import compare_alone
@@ -73,11 +69,8 @@ def adopt_policy(engine: Engine, policy: str, policy_options: Mapping[str, str])
         return engine
     _check_workspace(opened, plan)
     fits = plan.fast_tier.num_slots == plan.num_experts
-    preset, reason = choose_preset(
-        policy,
-        everything_fits=fits,
-        has_device=plan.gpu is not None,
-    )
+    has_device = plan.gpu is not None
+    preset, reason = choose_preset(policy, everything_fits=fits, has_device=has_device)
     plan = replace(plan, policy=preset, reason=reason)
     calibration, progress = find_calibration(opened), options.report
     cores_per_expert = engine.executor.cores_per_expert

@@ -47,21 +47,18 @@ class Answers:
         self._num_unfinished = len(requests)
         self._news: SimpleQueue[News] = SimpleQueue()
 
-    def put(self, events: list[Event]) -> None:
-        """What one pass brought, on the engine's thread."""
-        self._hand(events)
+    def put(self, news: News) -> None:
+        """What one pass brought, or the end, on the engine's thread."""
+        self._news.put(news)
 
     def fail(self, error: BaseException) -> None:
         """The end, on the engine's thread."""
-        self._hand(error)
+        self.put(error)
 
     def events(self) -> Iterator[Event]:
         """In the order in which they happened; raises what `fail` was told."""
         while not self.is_over:
             yield from self._read(self._next_news())
-
-    def _hand(self, news: News) -> None:
-        self._news.put(news)
 
     def _read(self, news: News) -> list[Event]:
         """The events of some news, counted. Raises what is none."""
@@ -139,11 +136,6 @@ class Worker:
         self._is_stopped = self._has_ended = False
         self._fault: BaseException | None = None
 
-    def check_open(self) -> None:
-        """Raises UsageError once the loop was closed, InternalError once it broke."""
-        if self.is_closed:
-            raise self._end_error()
-
     # Messages
 
     def accept(self, asked: Asked) -> None:
@@ -197,7 +189,7 @@ class Worker:
             self._decoder.close()
         finally:  # whatever fails there
             for asked in dict.fromkeys(unfinished):
-                asked.fail(self._end_error())
+                asked.fail(self.end_error())
             self.engine.close()
 
     def adopt(self, engine: Engine) -> None:
@@ -297,7 +289,8 @@ class Worker:
                 self._decoder.cancel(request.id, is_sound)
                 self.engine.experts.take_receipt(request.id)
 
-    def _end_error(self) -> Exception:
+    def end_error(self) -> Exception:
+        """UsageError once the loop was closed, InternalError once it broke."""
         if self._fault is None:
             return UsageError("This LLM is closed; make another one.")
         error = InternalError(f"The engine's thread has ended: {self._fault!r}. Load it again.")
