@@ -53,7 +53,7 @@ from lowtide.experts.host_executor import HostExpertExecutor
 from lowtide.experts.host_tier import HostTier
 from lowtide.experts.layout import SlotLayout
 from lowtide.experts.link import Link
-from lowtide.experts.rows import ExpertBuffers, ExpertRows, HostScratch, LayerCall, Routing
+from lowtide.experts.rows import ExpertBuffers, ExpertRows, LayerCall, Routing
 from lowtide.experts.runtime import ExpertRuntime
 from lowtide.experts.slots import ExpertSlots, SlotLedger
 from lowtide.formats import formats
@@ -585,7 +585,7 @@ class HybridBench:
         experts = DeviceExpertExecutor(
             DeviceTier(device, link, self._costs),
             HostExpertExecutor(home, executor, kernels, at_once, device.host_work),
-            HostScratch(*torch.empty((2, num_pairs, shape.expert_size), dtype=DTYPE)),
+            tuple(torch.empty((2, num_pairs, shape.expert_size), dtype=DTYPE)),
         )
         policies = _without_gates(make_policies(preset, setting, everything_fits=False))
         self._runtime = ExpertRuntime(shape, policies, experts)

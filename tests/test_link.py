@@ -60,7 +60,7 @@ from lowtide.experts.host_executor import HostExpertExecutor
 from lowtide.experts.host_reads import HostReads
 from lowtide.experts.host_tier import HostTier
 from lowtide.experts.link import Link
-from lowtide.experts.rows import ExpertBuffers, ExpertRows, HostScratch, LayerCall, Routing
+from lowtide.experts.rows import ExpertBuffers, ExpertRows, LayerCall, Routing
 from lowtide.experts.runtime import ExpertRuntime
 from lowtide.experts.slots import SlotLedger
 from lowtide.kernels.reference import REFERENCE, Kernels
@@ -571,7 +571,7 @@ def make_runtime(
     executor = DeviceExpertExecutor(
         DeviceTier(device, link, its_costs),
         HostExpertExecutor(host, threads, kernels, at_once, device.host_work),
-        HostScratch(torch.empty(64, HIDDEN), torch.empty(64, HIDDEN)),
+        (torch.empty(64, HIDDEN), torch.empty(64, HIDDEN)),
     )
     return ExpertRuntime(shape, policies, executor)
 

@@ -18,7 +18,7 @@ from lowtide.experts.device_tier import DeviceTier
 from lowtide.experts.host_executor import HostExpertExecutor, HostTile
 from lowtide.experts.link import Arrival
 from lowtide.experts.policy_facts import HostInputs, demand_of
-from lowtide.experts.rows import ExpertBuffers, ExpertRows, HostScratch, LayerCall
+from lowtide.experts.rows import ExpertBuffers, ExpertRows, LayerCall
 from lowtide.experts.work import Plan, Tile, Work
 from lowtide.policies.decision import Policies
 from lowtide.threads.event import WAIT_LIMIT_S, Event
@@ -29,9 +29,10 @@ class DeviceExpertExecutor:
     executor's; what stays is the policies' choice."""
 
     def __init__(
-        self, device: DeviceTier, beside: HostExpertExecutor, scratch: HostScratch
+        self, device: DeviceTier, beside: HostExpertExecutor, scratch: tuple[Tensor, Tensor]
     ) -> None:
-        """beside: what the host runs; scratch: where that computes."""
+        """beside: what the host runs. scratch: where it keeps gate and up of a tile, each [rows of
+        the largest * k, expert_size]."""
         self.device = device
         self.host = beside.host
         self.threads = beside.threads

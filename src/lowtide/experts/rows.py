@@ -168,13 +168,6 @@ class ExpertRows:
         return groups
 
 
-class HostScratch(NamedTuple):
-    """Where the host's experts keep gate and up beside a device: rows as in `ExpertBuffers`."""
-
-    gate: Tensor  # [max_rows * k, expert_size]
-    up: Tensor  # [max_rows * k, expert_size]
-
-
 class ExpertBuffers(NamedTuple):
     """What the experts of a tile's pairs compute in."""
 

@@ -114,65 +114,42 @@ class DiskTransfer:
 
     def _reads(self, layer: int, expert: int, slot: int) -> Sequence[AnyRead]:
         if self._table.targets is not None:
-            return self._target_reads_of(layer, expert, slot, self._table.targets)
+            return self._reads_of_targets(layer, expert, slot, self._table.targets)
         reads: list[AnyRead] = []
         for file, start, num_bytes, parts in self._table.ranges(layer, expert):
             pieces = tuple(self._piece(layer, expert, slot, *part) for part in parts)
             reads.append(Read(file, start, num_bytes, pieces))
         return reads
 
-    def _target_reads_of(
+    def _reads_of_targets(
         self, layer: int, expert: int, slot: int, targets: Sequence[SlotTarget | None]
     ) -> list[AnyRead]:
         files = self._table.files[layer, expert].tolist()
         starts = self._table.offsets[layer, expert].tolist()
         places = list(zip(files, starts, strict=True))
-        reads: list[AnyRead] = []
         ranges = self._table.ranges(layer, expert)
         window = Window(*ranges[0][:3]) if len(ranges) == 1 else None
+        reads: list[AnyRead] = []
         for part, target in enumerate(targets):
             if target is None:
                 continue
-            own = [places[i] for i in (part, *target.others)]
-            stored = self._table.layers[layer].formats[part]
+            own = tuple(places[i] for i in (part, *target.others))
             name = self._table.name(layer, expert, part)
+            stored = self._table.layers[layer].formats[part]
+            kept = self._slots.layout.layers[layer].parts[target.first]
             if isinstance(stored, Arranged):
-                read = self._matrix_read(layer, slot, target, stored, own)
-                reads.append(read._replace(name=name, window=window))
+                content = self._slots.part(layer, slot, target.first)
+                reads.append(
+                    MatrixRead(name, own, stored, kept.shape, content, kept.format, window)
+                )
+            elif kept.format is stored:  # each of the format's tensors by itself
+                for i, place in enumerate(own):
+                    array = self._slots.in_file_order(layer, slot, target, i)
+                    reads.append(ArrayRead((place,), stored, array, None, name))
             else:
-                others = self._target_reads(layer, slot, part, target, own)
-                reads += [each._replace(name=name) for each in others]
+                array = self._slots.in_file_order(layer, slot, target)
+                reads.append(ArrayRead(own, stored, array, kept.format, name))
         return reads
-
-    def _matrix_read(
-        self,
-        layer: int,
-        slot: int,
-        target: SlotTarget,
-        stored: Arranged,
-        places: Sequence[tuple[int, int]],
-    ) -> MatrixRead:
-        place = self._slots.layout.layers[layer].parts[target.first]
-        content = self._slots.part(layer, slot, target.first)
-        return MatrixRead("", tuple(places), stored, place.shape, content, place.format)
-
-    def _target_reads(
-        self,
-        layer: int,
-        slot: int,
-        part: int,
-        target: SlotTarget,
-        places: Sequence[tuple[int, int]],
-    ) -> list[ArrayRead]:
-        """One read; of a format that is kept, one for each of its tensors."""
-        stored = self._table.layers[layer].formats[part]
-        kept = self._slots.layout.layers[layer].parts[target.first].format
-        if kept is stored:
-            arrays = [self._slots.in_file_order(layer, slot, target, i) for i in range(len(places))]
-            pairs = zip(places, arrays, strict=True)
-            return [ArrayRead((place,), stored, array, None) for place, array in pairs]
-        array = self._slots.in_file_order(layer, slot, target)
-        return [ArrayRead(tuple(places), stored, array, kept)]
 
     def _piece(self, layer: int, expert: int, slot: int, part: int, offset: int) -> Piece:
         stored, inputs, is_down = self._table.stored(layer, expert), self._inputs, part == DOWN

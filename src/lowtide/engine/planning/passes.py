@@ -3,6 +3,7 @@ share of masks, what binds, and how long a context can be."""
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import NamedTuple
@@ -119,11 +120,8 @@ def longest_context(opened: OpenModel, budget_bytes: int) -> int:
     low, high = 0, 1  # fits, is to be tried
     while high <= MAX_CONTEXT and fits(high):
         low, high = high, 2 * high
-    high = min(high, MAX_CONTEXT + 1)
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return low
+    longer = range(low + 1, min(high, MAX_CONTEXT + 1))
+    return low + bisect_left(longer, True, key=lambda num_tokens: not fits(num_tokens))
 
 
 def _plan_of_short_context(opened: OpenModel) -> PassPlanner:

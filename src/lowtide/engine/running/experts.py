@@ -6,6 +6,8 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 
+from torch import Tensor
+
 from lowtide.core import Costs, Progress
 from lowtide.engine.opening.config import MAX_PASS_ROWS
 from lowtide.engine.opening.model import OpenModel
@@ -19,7 +21,6 @@ from lowtide.experts.elastic_slots import ElasticSlots
 from lowtide.experts.host_executor import HostExpertExecutor
 from lowtide.experts.host_tier import HostTier
 from lowtide.experts.link import Link
-from lowtide.experts.rows import HostScratch
 from lowtide.experts.runtime import ExpertRuntime
 from lowtide.experts.slots import ExpertSlots, SlotLedger
 from lowtide.experts.transfer import DiskTransfer
@@ -121,11 +122,9 @@ def _host_executor(
     return HostExpertExecutor(host, executor, kernels, at_once, made.device.host_work)
 
 
-def _scratch(opened: OpenModel) -> HostScratch:
+def _scratch(opened: OpenModel) -> tuple[Tensor, Tensor]:
     shape = opened.config.moe_shape
     size = (MAX_PASS_ROWS * shape.num_experts_per_token, shape.expert_size)
     half_bytes = opened.host_scratch_bytes // 2
     arena = Arena(opened.host_scratch_bytes)
-    return HostScratch(
-        arena.tensor(0, size, opened.dtype), arena.tensor(half_bytes, size, opened.dtype)
-    )
+    return arena.tensor(0, size, opened.dtype), arena.tensor(half_bytes, size, opened.dtype)
