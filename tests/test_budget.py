@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lowtide.errors import PlanError
-from lowtide.memory.budget import LARGE_SLOT_BYTES, DeviceNeeds, Needs, spend
+from lowtide.memory.budget import LARGE_SLOT_BYTES, Needs, spend
 
 sizes = st.one_of(st.just(0), st.integers(0, 1 << 40))
 needs_of_any_model = st.builds(
@@ -111,7 +111,7 @@ def test_the_refusal_counts_the_slots_that_a_tiny_model_really_needs() -> None:
 
 
 def test_a_device_that_fetches_every_absent_expert_needs_a_slot() -> None:
-    at_home = DeviceNeeds(50, 0, 0, 0, slot_bytes=100, num_layers=1, num_experts=2)
+    at_home = Needs(50, 0, 0, 0, slot_bytes=100, num_layers=1, num_experts=2, is_device=True)
     fetched = replace(at_home, fetches_all=True)
     assert (at_home.minimum_bytes, fetched.minimum_bytes) == (50, 150)
     assert spend(at_home, 50, 1)[0].num_slots == 0

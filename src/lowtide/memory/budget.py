@@ -7,14 +7,12 @@ expert slots get all that is left, and a budget that is too small is refused wit
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from lowtide.config import format_size
 from lowtide.errors import PlanError
 from lowtide.plan import TierPlan
 
 LARGE_SLOT_BYTES = 64 << 20
-
 
 DEVICE_STAGING_SLOTS = 8
 """Half of them for experts that a step demands, half for experts fetched ahead."""
@@ -33,9 +31,11 @@ def device_staging_slots(num_experts: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """What a model asks of the host tier, in bytes and counts."""
+    """What a model asks of the tier that it computes with, in bytes and counts.
 
-    budget_flag: ClassVar[str] = "--host-memory"
+    On a device it runs without any slot, experts being computed at home, unless every absent one is
+    fetched.
+    """
 
     dense_bytes: int
     kv_cache_bytes: int
@@ -46,6 +46,8 @@ class Needs:
     num_experts: int  # routed experts per MoE layer
     unused_slot_bytes: int = 0  # see TierPlan
     whole_workspace_bytes: int = 0  # with no operator divided, where that is more
+    is_device: bool = False
+    fetches_all: bool = False  # by a device, of the experts that are absent
 
     @property
     def fixed_bytes(self) -> int:
@@ -60,12 +62,15 @@ class Needs:
     @property
     def num_staging_slots(self) -> int:
         """Slots that absent experts stream through: enough to read ahead of the computation."""
-        return host_staging_slots(self.slot_bytes, self.num_layers * self.num_experts)
+        num_experts = self.num_layers * self.num_experts
+        if self.is_device:
+            return device_staging_slots(num_experts)
+        return host_staging_slots(self.slot_bytes, num_experts)
 
     @property
     def num_least_slots(self) -> int:
         """Slots without which nothing runs."""
-        return self.num_staging_slots
+        return int(self.fetches_all) if self.is_device else self.num_staging_slots
 
     @property
     def minimum_bytes(self) -> int:
@@ -76,26 +81,6 @@ class Needs:
     def full_bytes(self) -> int:
         """The budget from which every expert is resident, so that nothing streams."""
         return self.fixed_bytes + self.num_layers * self.num_experts * self.slot_bytes
-
-
-@dataclass(frozen=True, slots=True)
-class DeviceNeeds(Needs):
-    """What a model asks of a GPU tier.
-
-    It runs without any slot, experts being computed at home, unless every absent one is fetched.
-    """
-
-    budget_flag: ClassVar[str] = "--gpu-memory"
-
-    fetches_all: bool = False
-
-    @property
-    def num_staging_slots(self) -> int:
-        return device_staging_slots(self.num_layers * self.num_experts)
-
-    @property
-    def num_least_slots(self) -> int:
-        return int(self.fetches_all)
 
 
 def spend(needs: Needs, budget_bytes: int, context: int) -> tuple[TierPlan, tuple[int, ...]]:
@@ -131,6 +116,7 @@ def spend(needs: Needs, budget_bytes: int, context: int) -> tuple[TierPlan, tupl
 
 def _refusal(needs: Needs, budget_bytes: int, context: int) -> str:
     slots, count = "", needs.num_least_slots
+    flag = "--gpu-memory" if needs.is_device else "--host-memory"
     if count:
         noun = "slot" if count == 1 else "slots"
         slots = f" and {count} expert {noun} of {format_size(needs.slot_bytes)}"
@@ -143,6 +129,6 @@ def _refusal(needs: Needs, budget_bytes: int, context: int) -> str:
         f"A budget of {format_size(budget_bytes)} is too small: at least "
         f"{format_size(needs.minimum_bytes)} ({needs.minimum_bytes} bytes) are needed, for dense "
         f"weights {format_size(needs.dense_bytes)}, {parts}, "
-        f"read ring {format_size(needs.ring_bytes)}{slots}. Raise {needs.budget_flag} or lower "
+        f"read ring {format_size(needs.ring_bytes)}{slots}. Raise {flag} or lower "
         "--context."
     )

@@ -6,7 +6,7 @@ No weight is read.
 from __future__ import annotations
 
 import functools
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import torch
 
@@ -23,7 +23,7 @@ from lowtide.hardware import available_memory_bytes, resident_bytes, total_memor
 from lowtide.kernels.int8_rows import product_bytes
 from lowtide.kernels.library_cache import library_cache_bytes, limit_library_cache
 from lowtide.kernels.stored import unpacking_bytes
-from lowtide.memory.budget import DeviceNeeds, Needs, spend
+from lowtide.memory.budget import Needs, spend
 from lowtide.memory.cuda_streams import free_memory_bytes
 from lowtide.plan import MemoryPlan
 from lowtide.policies.presets import choose_preset, fetches_all
@@ -37,7 +37,7 @@ code paged in on first use, Python objects of running requests, the allocator's 
 def make_plan(opened: OpenModel) -> MemoryPlan:
     """Every byte the model will use. Raises PlanError when a budget is too small."""
     shape, device = opened.config.moe_shape, resolve_device(opened.options.device)
-    needs = _needs(opened) if device == "cpu" else _device_needs(opened)
+    needs = _needs(opened)
     budget_bytes = _budget_bytes(opened, needs) if device == "cpu" else _gpu_bytes(opened, needs)
     tier, residents = spend(needs, budget_bytes, opened.context)
     fits = budget_bytes >= needs.full_bytes
@@ -76,8 +76,7 @@ def make_plan(opened: OpenModel) -> MemoryPlan:
 
 def least_bytes(opened: OpenModel) -> int:
     """The least budget of the fast tier that runs one sequence as long as the context."""
-    is_host = resolve_device(opened.options.device) == "cpu"
-    return (_needs(opened) if is_host else _device_needs(opened)).minimum_bytes
+    return _needs(opened).minimum_bytes
 
 
 def offered_bytes(opened: OpenModel, plan: MemoryPlan) -> int:
@@ -165,30 +164,25 @@ def excess_of(plan: MemoryPlan, options: EngineConfig) -> str:
 
 
 def _needs(opened: OpenModel) -> Needs:
-    shape = opened.config.moe_shape
+    """Those of the tier that computes: of a device all but what its experts need at home."""
+    shape, is_device = opened.config.moe_shape, resolve_device(opened.options.device) != "cpu"
     least_bytes, whole_bytes = workspace_bytes(opened)
     needs = Needs(
         dense_bytes=opened.dense.num_bytes,
         kv_cache_bytes=opened.kv_cache_bytes,
         workspace_bytes=least_bytes,
         whole_workspace_bytes=whole_bytes,
-        ring_bytes=ring_bytes(opened.largest_read_bytes),
+        ring_bytes=0 if is_device else ring_bytes(opened.largest_read_bytes),
         slot_bytes=0,
         num_layers=shape.num_layers,
         num_experts=shape.num_experts,
+        is_device=is_device,
+        fetches_all=is_device and fetches_all(opened.options.policy),
     )
     if opened.config.experts is None:
         return needs
     layout = opened.slot_layout
     return replace(needs, slot_bytes=layout.num_bytes, unused_slot_bytes=layout.num_unused_bytes)
-
-
-def _device_needs(opened: OpenModel) -> DeviceNeeds:
-    """The model but for what its experts need at home."""
-    needs = _needs(opened)
-    parts = {field.name: getattr(needs, field.name) for field in fields(needs)}
-    has_to_fetch = fetches_all(opened.options.policy)
-    return DeviceNeeds(**{**parts, "ring_bytes": 0, "fetches_all": has_to_fetch})
 
 
 def _home_needs(opened: OpenModel) -> Needs:
@@ -205,6 +199,8 @@ def _home_needs(opened: OpenModel) -> Needs:
         kv_cache_bytes=0,
         workspace_bytes=scratch_bytes,
         whole_workspace_bytes=scratch_bytes,
+        ring_bytes=ring_bytes(opened.largest_read_bytes),
+        is_device=False,
     )
 
 
