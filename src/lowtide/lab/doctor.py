@@ -20,7 +20,6 @@ from lowtide.devices.cuda import CudaDevice
 from lowtide.devices.emulated import EmulatedDevice
 from lowtide.devices.emulated_speeds import emulated_speeds
 from lowtide.engine.opening.config import MAX_PASS_ROWS, EngineConfig
-from lowtide.engine.opening.device_choice import resolve_device
 from lowtide.engine.opening.model import OpenModel, open_model
 from lowtide.errors import PlanError, StorageError
 from lowtide.experts.device import Device
@@ -205,7 +204,7 @@ def _fill(descriptor: int, folder: Path) -> None:
 
 
 def _costs(name: str, opened: OpenModel, machine: Machine, is_fresh: bool) -> ExpertCosts:
-    device, layout = resolve_device(opened.options.device), opened.slot_layout
+    device, layout = opened.device, opened.slot_layout
     shape = opened.config.moe_shape
     if device == "emulated":
         measured, description = _measure(opened)
@@ -256,7 +255,7 @@ def _checkpoint(opened: OpenModel) -> Checkpoint | None:
     With a GPU they are not, as in the engine, which looks for these costs when it loads a model;
     the disk's rate is among the machine's.
     """
-    return None if resolve_device(opened.options.device) == "cuda" else opened.checkpoint
+    return None if opened.device == "cuda" else opened.checkpoint
 
 
 @contextmanager
@@ -275,7 +274,7 @@ _OpenDevice = tuple[Device | None, Callable[[int], Arena], str]
 @contextmanager
 def _device(opened: OpenModel, cores_per_expert: int) -> Iterator[_OpenDevice]:
     """The device with slots for a measurement, memory that it copies from, and a line on it."""
-    name, options = resolve_device(opened.options.device), opened.options
+    name, options = opened.device, opened.options
     shape, layout, kernels = opened.config.moe_shape, opened.slot_layout, opened.kernels
     num_slots = _num_slots(shape, layout)
     if name == "cpu":

@@ -78,6 +78,11 @@ class OpenModel:
     """Of the weights, once they were looked through for an infinity or NaN: see `not_finite`."""
 
     @property
+    def device(self) -> str:
+        """`cpu`, `cuda` or `emulated`."""
+        return resolve_device(self.options.device)
+
+    @property
     def dense(self) -> DenseWeights:
         is_float32 = families()[self.config.family].model().is_float32
         dtypes = {
@@ -89,7 +94,7 @@ class OpenModel:
     @property
     def dense_formats(self) -> dict[str, MatrixFormat]:
         """The formats, by name, of dense weights in another format than their type's."""
-        has_gpu = resolve_device(self.options.device) == "cuda"
+        has_gpu = self.device == "cuda"
         return weight_formats.dense_formats(
             self.options.formats, model_schema(self.config), self.weight_map, has_gpu
         )
@@ -111,7 +116,7 @@ class OpenModel:
 
     @property
     def _expert_formats(self) -> list[tuple[MatrixFormat | None, ...]]:
-        has_gpu = resolve_device(self.options.device) == "cuda"
+        has_gpu = self.device == "cuda"
         return weight_formats.expert_formats(self.options.formats, self.weight_map, has_gpu)
 
     @property
@@ -299,7 +304,7 @@ def _opened(
         context=_context(config, options),
     )
     if opened.rounds_rows:
-        weight_formats.check_rounded_rows(opened.formats, resolve_device(options.device))
+        weight_formats.check_rounded_rows(opened.formats, opened.device)
     return replace(opened, inputs=named_inputs(opened) if rounds_experts(opened) else None)
 
 

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from lowtide.engine.opening.config import EngineConfig
-from lowtide.engine.opening.device_choice import resolve_device
 from lowtide.engine.opening.model import OpenModel
 from lowtide.engine.opening.named_inputs import named_inputs, rounds_experts
 from lowtide.engine.opening.weight_formats import QUANTISED
@@ -67,9 +66,7 @@ def _in_format(opened: OpenModel, name: str, inputs: ExpertInputs | None) -> For
     )
     opened = replace(opened, options=options, inputs=None)
     try:
-        options.formats.check(
-            str(opened.dtype).removeprefix("torch."), resolve_device(options.device)
-        )
+        options.formats.check(str(opened.dtype).removeprefix("torch."), opened.device)
         num_experts = opened.config.moe_shape.num_experts * opened.config.num_moe_layers
         slot_bytes = 0 if opened.config.experts is None else opened.slot_layout.num_bytes
         weight_bytes = opened.dense.num_bytes + num_experts * slot_bytes

@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 from lowtide.config import parse_size
 from lowtide.core import CacheMode
-from lowtide.engine.opening.device_choice import resolve_device
 from lowtide.engine.opening.model import OpenModel
 from lowtide.engine.planning.plan import least_bytes, offered_bytes
 from lowtide.engine.planning.registering import plan_long_passes, planner_of, register
@@ -79,7 +78,7 @@ def plan_passes(opened: OpenModel, plan: MemoryPlan) -> PlannedPasses:
 def longest_context_of(opened: OpenModel) -> int:
     """Within a host budget that was given; 0 where none was, or where there is no telling."""
     given = opened.options.host_memory
-    is_host = resolve_device(opened.options.device) == "cpu"
+    is_host = opened.device == "cpu"
     if given == "auto" or not is_host or opened.cache_mode is not CacheMode.EXACT:
         return 0
     return longest_context(opened, parse_size(given, total_memory_bytes()))

@@ -13,7 +13,6 @@ import torch
 from lowtide.config import format_size, parse_size
 from lowtide.devices.cuda import pinned_bytes
 from lowtide.engine.opening.config import MAX_PASS_ROWS, EngineConfig
-from lowtide.engine.opening.device_choice import resolve_device
 from lowtide.engine.opening.model import OpenModel
 from lowtide.engine.planning.elastic_plan import elastic_tokens
 from lowtide.engine.planning.prediction import predictor_of
@@ -36,7 +35,7 @@ code paged in on first use, Python objects of running requests, the allocator's 
 
 def make_plan(opened: OpenModel) -> MemoryPlan:
     """Every byte the model will use. Raises PlanError when a budget is too small."""
-    shape, device = opened.config.moe_shape, resolve_device(opened.options.device)
+    shape, device = opened.config.moe_shape, opened.device
     needs = _needs(opened)
     budget_bytes = _budget_bytes(opened, needs) if device == "cpu" else _gpu_bytes(opened, needs)
     tier, residents = spend(needs, budget_bytes, opened.context)
@@ -165,7 +164,7 @@ def excess_of(plan: MemoryPlan, options: EngineConfig) -> str:
 
 def _needs(opened: OpenModel) -> Needs:
     """Those of the tier that computes: of a device all but what its experts need at home."""
-    shape, is_device = opened.config.moe_shape, resolve_device(opened.options.device) != "cpu"
+    shape, is_device = opened.config.moe_shape, opened.device != "cpu"
     least_bytes, whole_bytes = workspace_bytes(opened)
     needs = Needs(
         dense_bytes=opened.dense.num_bytes,
@@ -190,7 +189,7 @@ def _home_needs(opened: OpenModel) -> Needs:
     scratch_bytes = 0
     if opened.config.experts is not None:
         scratch_bytes = opened.host_scratch_bytes
-        if resolve_device(opened.options.device) == "cuda":
+        if opened.device == "cuda":
             shape, layout = opened.config.moe_shape, opened.slot_layout
             scratch_bytes += pinned_bytes(shape, layout, MAX_PASS_ROWS)
     return replace(
@@ -231,7 +230,7 @@ def workspace_bytes(opened: OpenModel) -> tuple[int, int]:
 def _gpu_bytes(opened: OpenModel, needs: Needs) -> int:
     """The device's budget. An emulated device has as much as is asked for."""
     gpu_memory, free_bytes = opened.options.gpu_memory, total_memory_bytes()
-    if resolve_device(opened.options.device) == "cuda":
+    if opened.device == "cuda":
         free_bytes = free_memory_bytes()
         needed = needs.whole_bytes
         if gpu_memory == "auto":  # a tenth is left to the driver, libraries and others

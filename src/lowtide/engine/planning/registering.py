@@ -19,7 +19,6 @@ from lowtide.compute import Compute
 from lowtide.core import CacheMode, Step, StepKind
 from lowtide.decode.batch_decoder import LOGIT_ROWS
 from lowtide.engine.opening.config import MAX_PASS_ROWS
-from lowtide.engine.opening.device_choice import resolve_device
 from lowtide.engine.opening.model import OpenModel
 from lowtide.engine.planning.uncomputed import Uncomputed
 from lowtide.experts.registrar import ExpertRegistrar
@@ -78,7 +77,7 @@ def plan_long_passes(opened: OpenModel, form: Form = Form.FUSED) -> PassPlanner:
     """Plans bidirectional passes, also of more than `MAX_PASS_ROWS` rows. form: as in `register`;
     another than the engine's is for ablations."""
     # Beside a device the host has room for one tile of its experts' rows.
-    is_divided = resolve_device(opened.options.device) != "cpu"
+    is_divided = opened.device != "cpu"
     return PassPlanner(
         register(opened, MAX_PASS_ROWS, form).graph,
         Template.fit([_forward_sample(opened, *sample) for sample in _samples(opened)]),
@@ -179,7 +178,7 @@ def _meta_cache(opened: OpenModel, num_tokens: int) -> KVCache:
 
 def num_threads(opened: OpenModel) -> int:
     """That a pass's dense operators are divided among: beside a device they are not."""
-    if resolve_device(opened.options.device) != "cpu":
+    if opened.device != "cpu":
         return 1
     experts = opened.config.experts
     per_token = MAX_THREADS if experts is None else experts.num_experts_per_token

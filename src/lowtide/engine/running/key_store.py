@@ -10,7 +10,6 @@ from pathlib import Path
 import torch
 
 from lowtide.decode.stored_sequences import StoredSequences
-from lowtide.engine.opening.device_choice import resolve_device
 from lowtide.engine.opening.model import OpenModel
 from lowtide.files.json_file import as_text
 from lowtide.files.kept_file import KeyLayout
@@ -55,7 +54,7 @@ def _digest(opened: OpenModel, checkpoint: Checkpoint) -> bytes:
     facts = (
         *(__version__, torch.__version__, weights, opened.config, opened.dtype, opened.reuse),
         *(opened.formats, options.formats, None if inputs is None else inputs.digest),
-        *(resolve_device(options.device), opened.kernels.name, opened.rounds_rows),
+        *(opened.device, opened.kernels.name, opened.rounds_rows),
         *(cpu_model(), len(os.sched_getaffinity(0))),
     )
     return hashlib.sha256(repr(facts).encode()).digest()
