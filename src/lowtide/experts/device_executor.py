@@ -12,7 +12,7 @@ from functools import partial
 import numpy as np
 from torch import Tensor
 
-from lowtide.core import Costs, Facts, IntArray, Moves, Progress, RoutedTokens
+from lowtide.core import Costs, Facts, IntArray, Moves, Progress
 from lowtide.experts.device import ExpertGroup
 from lowtide.experts.device_tier import DeviceTier
 from lowtide.experts.host_executor import HostExpertExecutor, HostTile
@@ -56,19 +56,12 @@ class DeviceExpertExecutor:
         """A layer's input and routing in host memory: its one synchronisation."""
         return self.device.look(call, policies)
 
-    def facts(
-        self,
-        call: LayerCall,
-        chosen: Tensor,
-        routed: RoutedTokens | None,
-        capacity: IntArray,
-        costs: Costs,
-    ) -> Facts:
-        """What policies are told. chosen: [tokens, k], in host memory; capacity: [num_layers]"""
+    def facts(self, call: LayerCall, inputs: HostInputs, capacity: IntArray, costs: Costs) -> Facts:
+        """What policies are told. capacity: [num_layers]"""
         link, host, layer = self._link, self.host, call.layer
         link.bind_arrived()
         is_here = link.ledger.is_resident(layer)
-        demand = demand_of(chosen, is_here)
+        demand = demand_of(inputs.experts, is_here)
         return Facts(
             call.step,
             layer,
@@ -79,7 +72,7 @@ class DeviceExpertExecutor:
             link.arriving_s(layer, demand.experts),
             link.busy_s,
             can_fetch=costs.num_staging > 0,
-            routing=routed,
+            routing=inputs.routed,
             is_here=is_here,
             is_at_host=None if host.is_permanent else host.ledger.is_resident(layer),
         )

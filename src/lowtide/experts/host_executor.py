@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lowtide.core import Costs, Facts, IntArray, Moves, Progress, RoutedTokens
+from lowtide.core import Costs, Facts, IntArray, Moves, Progress
 from lowtide.experts.at_once import ExpertsAtOnce
 from lowtide.experts.compiled_residents import CompiledResidents
 from lowtide.experts.host_reads import HostReads
@@ -96,26 +96,19 @@ class HostExpertExecutor:
         routed = routed_tokens(*call.routing, call.scores) if policies.asks_routing else None
         return HostInputs(call.x, call.routing.experts, routed)
 
-    def facts(
-        self,
-        call: LayerCall,
-        chosen: Tensor,
-        routed: RoutedTokens | None,
-        capacity: IntArray,
-        costs: Costs,
-    ) -> Facts:
-        """What policies are told. chosen: [tokens, k], in host memory; capacity: [num_layers]"""
+    def facts(self, call: LayerCall, inputs: HostInputs, capacity: IntArray, costs: Costs) -> Facts:
+        """What policies are told. capacity: [num_layers]"""
         is_kept = self.host.ledger.is_resident(call.layer)
         return Facts(
             call.step,
             call.layer,
-            demand_of(chosen, is_kept),
+            demand_of(inputs.experts, is_kept),
             is_kept,
             capacity,
             costs,
             can_fetch=False,
             has_idle_link=False,
-            routing=routed,
+            routing=inputs.routed,
             is_here=is_kept,
         )
 

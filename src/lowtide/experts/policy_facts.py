@@ -1,4 +1,4 @@
-"""A layer's input and routing as policies are told of them, and the routing that they may answer."""
+"""What policies are told of a layer's input and routing, and the routing that they may answer."""
 
 from __future__ import annotations
 

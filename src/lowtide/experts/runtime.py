@@ -16,21 +16,11 @@ from typing import Protocol
 import numpy as np
 from torch import Tensor
 
-from lowtide.core import (
-    Demand,
-    Facts,
-    IntArray,
-    MoEShape,
-    Moves,
-    Progress,
-    RoutedTokens,
-    Step,
-    no_progress,
-)
+from lowtide.core import Demand, Facts, IntArray, MoEShape, Moves, Progress, Step, no_progress
 from lowtide.experts.compiled_residents import CompiledResidents
 from lowtide.experts.device_executor import DeviceExpertExecutor
 from lowtide.experts.host_executor import HostExpertExecutor
-from lowtide.experts.policy_facts import substituted_routing
+from lowtide.experts.policy_facts import HostInputs, substituted_routing
 from lowtide.experts.room import Room
 from lowtide.experts.rows import ExpertRows, LayerCall, Routing
 from lowtide.experts.stats import ExpertStats
@@ -210,13 +200,14 @@ class ExpertRuntime:
     def _decide(self, call: LayerCall) -> tuple[LayerCall, Plan]:
         """What is to be run, which a substitution may have changed, and what runs it."""
         at_host = self.executor.look(call, self.policies)
-        facts, run = self._facts(call, at_host.experts, at_host.routed), None
+        facts, run = self._facts(call, at_host), None
         self._count(call.layer, facts.demand)
         substituted = self.policies.substitute(facts)
         if substituted is not None:
             routing, experts = substituted_routing(substituted, call.routing, call.workspace)
-            call, at_host = call._replace(routing=routing), at_host._replace(experts=experts)
-            run = self._facts(call, experts, substituted)
+            at_host = at_host._replace(experts=experts, routed=substituted)
+            call = call._replace(routing=routing)
+            run = self._facts(call, at_host)
         self.executor.begin_reads(call.layer, (run or facts).demand.experts)
         decision = self.policies.decide(facts, run)
         moves = partial(self._moves, facts, decision)
@@ -228,9 +219,8 @@ class ExpertRuntime:
             return False
         return self.device.stays_whole(layer, self.room)
 
-    def _facts(self, call: LayerCall, chosen: Tensor, routed: RoutedTokens | None) -> Facts:
-        capacity, costs = self.room.capacity, self.policies.costs
-        return self.executor.facts(call, chosen, routed, capacity, costs)
+    def _facts(self, call: LayerCall, at_host: HostInputs) -> Facts:
+        return self.executor.facts(call, at_host, self.room.capacity, self.policies.costs)
 
     def _count(self, layer: int, demand: Demand) -> None:
         self._hits[layer, demand.experts] += demand.num_tokens
