@@ -180,11 +180,6 @@ def pcie_bytes_per_s(folder: Path) -> float | None:
     return speed * 1e9 * width * code / 8
 
 
-def product_name(dtype: torch.dtype) -> str:
-    """What the rate of products in a type is called."""
-    return f"products in {str(dtype).removeprefix('torch.')}"
-
-
 def _memory_rates(executor: Executor) -> list[Rate]:
     """Reading what no cache holds, as weights are, and copying it; divided among all threads."""
     num_bytes = cold_bytes() // 2
@@ -211,7 +206,8 @@ def _product_rates(executor: Executor) -> list[Rate]:
         works = [partial(_multiply, matrix, out) for out in outs]
         num_operations = 2 * _PRODUCT_SIZE**3 * len(works)
         sample = partial(_time, executor, works)
-        rates.append(rate_of(product_name(dtype), "FLOP", num_operations, sample))
+        name = f"products in {str(dtype).removeprefix('torch.')}"
+        rates.append(rate_of(name, "FLOP", num_operations, sample))
     return rates
 
 
