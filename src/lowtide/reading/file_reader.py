@@ -202,14 +202,14 @@ class FileReader:
             self._buffers.put(ring[i * size : (i + 1) * size])
 
     def _open(self) -> tuple[list[int], bool]:
-        flags = getattr(os, "O_DIRECT", 0)
-        if flags:
-            descriptors = self._open_all(flags)
-            if descriptors is not None and self._can_read_direct(descriptors):
-                return descriptors, True
-            for descriptor in descriptors or ():
-                os.close(descriptor)
-        descriptors = self._open_all(0) or []
+        if flags := getattr(os, "O_DIRECT", 0):
+            with contextlib.suppress(StorageError):
+                descriptors = self._open_all(flags)
+                if self._can_read_direct(descriptors):
+                    return descriptors, True
+                for descriptor in descriptors:
+                    os.close(descriptor)
+        descriptors = self._open_all(0)
         if not all(map(is_in_memory, descriptors)):
             warnings.warn(
                 f"{self.files[0].path.parent} has no direct reads; reading through the page "
@@ -218,17 +218,13 @@ class FileReader:
             )
         return descriptors, False
 
-    def _open_all(self, flags: int) -> list[int] | None:
-        descriptors: list[int] = []
-        for file in self.files:
-            try:
+    def _open_all(self, flags: int) -> list[int]:
+        with contextlib.ExitStack() as undo:
+            descriptors = []
+            for file in self.files:
                 descriptors.append(file.open(flags))
-            except StorageError:
-                for descriptor in descriptors:
-                    os.close(descriptor)
-                if flags:
-                    return None
-                raise
+                undo.callback(os.close, descriptors[-1])
+            undo.pop_all()
         return descriptors
 
     def _can_read_direct(self, descriptors: Sequence[int]) -> bool:
