@@ -23,6 +23,7 @@ from lowtide.layers.batch import Segment
 from lowtide.layers.sdpa import Scores
 from lowtide.memory.arena import Arena
 from lowtide.memory.kv_cache import KVCache
+from lowtide.memory.planner import Graph
 from lowtide.memory.workspace import Buffers, Workspace
 from lowtide.threads.executor import Executor, InlineExecutor, Work
 
@@ -43,6 +44,14 @@ def on_this_thread(
     if workspace is None:
         workspace = Workspace(Arena(64 << 20).bytes)
     return Compute(executor or InlineExecutor(), kernels, workspace)
+
+
+def peak_bytes(graph: Graph) -> int:
+    """What is alive at most, together with what libraries hold at the same time."""
+    return max(
+        graph.alive_bytes(moment) + sum(output.num_bytes for output in moment.library)
+        for moment in graph.moments
+    )
 
 
 def summed_at_once(

@@ -241,16 +241,13 @@ class Workspace(Buffers):
 class Registrar(Buffers):
     """Draws the graph of a forward pass, computing nothing.
 
-    `arena_bytes` is the size that a `Workspace` without a plan must have, `peak_bytes` what is
-    alive at most with library outputs, and `peak` names it.
+    `arena_bytes` is the size that a `Workspace` without a plan must have.
     """
 
     def __init__(self, chunks: Mapping[str, int] = EACH_TILE) -> None:
         super().__init__(chunks)
         self._recording = Recording()
         self.arena_bytes = 0
-        self.peak_bytes = 0
-        self.peak: tuple[tuple[str, int], ...] = ()
 
     @property
     def graph(self) -> Graph:
@@ -267,10 +264,6 @@ class Registrar(Buffers):
 
     def _keep(self, step: object, state: State) -> State:
         self.arena_bytes = max(self.arena_bytes, state.top)
-        alive = [(one.path[-1], one.place.num_bytes) for one in state.alive] + [*state.library]
-        num_bytes = sum(num_bytes for _, num_bytes in alive)
-        if num_bytes > self.peak_bytes:
-            self.peak_bytes, self.peak = num_bytes, tuple(alive)
         self._recording.note([(one.path, one.view.nbytes) for one in state.alive], state.library)
         return super()._keep(step, state)
 
