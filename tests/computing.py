@@ -150,7 +150,7 @@ class Watched(Workspace):
     def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         tensor = super().take(name, shape, dtype)
         tensor.view(torch.uint8).fill_(0xFF)  # NaN: nobody may rely on what a buffer held before
-        self.highest = max(self.highest, self.top)
+        self.highest = max(self.highest, self.state.top)
         return tensor
 
 

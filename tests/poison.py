@@ -48,7 +48,7 @@ class PoisonedWorkspace(Workspace):
 
     @contextmanager
     def scope(self) -> Iterator[None]:
-        mark = self.mark()
+        mark = self.state
         try:
             yield
         finally:

@@ -192,7 +192,7 @@ def test_keys_of_which_nothing_is_kept_lie_by_the_rows_of_a_pass() -> None:
     turns.write(turns.place(7), kv_range, 0, key, value)
     keys, values = turns.read(0, kv_range, 30)
     assert torch.equal(keys, key.transpose(0, 1)) and torch.equal(values, value.transpose(0, 1))
-    assert workspace.top == 2 * 2 * 35 * 64
+    assert workspace.state.top == 2 * 2 * 35 * 64
     assert all(row.data_ptr() % 64 == 0 for row in keys[1])
     with pytest.raises(InternalError, match="A pass has 30 rows of a sequence of 31 tokens"):
         turns.of_pass(kv_range, slice(5, 35), 31)

@@ -38,7 +38,7 @@ def run(layer: Callable[..., object], *arguments: Tensor) -> object:
     workspace = Watched(Arena(registrar.arena_bytes).bytes)
     result = layer(*arguments, workspace)
     assert workspace.highest == registrar.arena_bytes
-    assert workspace.top == registrar.top == 0
+    assert workspace.state.top == registrar.state.top == 0
     return result
 
 
@@ -229,7 +229,7 @@ def run_attention(
     workspace = Watched(Arena(registrar.arena_bytes).bytes)
     on(cache)(query, key, value, out, workspace)
     assert workspace.highest == registrar.arena_bytes
-    assert workspace.top == 0
+    assert workspace.state.top == 0
 
 
 # Linear

@@ -92,7 +92,7 @@ def test_a_pass_runs_in_its_plan_alone(program: list[Any]) -> None:
     workspace = PoisonedWorkspace(Arena(placement.arena_bytes).bytes, placement)
     run(program, workspace, [], [])
     workspace.reset()
-    assert workspace.top == 0
+    assert workspace.state.top == 0
     assert bool((workspace._buffer == 0xFF).all())
     run(program, Workspace(workspace._buffer, placement), [], [])
 

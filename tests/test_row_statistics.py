@@ -61,7 +61,7 @@ class Case:
         guidance: Guidance | None = None,
         form: Form = Form.FUSED,
     ) -> RowStatistics:
-        mark = self.workspace.mark()
+        mark = self.workspace.state
         found = self.head.statistics(self.hidden, rows, wanted, guidance, form)
         own = RowStatistics(*(None if part is None else part.clone() for part in found))
         self.workspace.reset(mark)

@@ -55,7 +55,7 @@ class Watched(Workspace):
 
     def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         tensor = super().take(name, shape, dtype)
-        self.highest = max(self.highest, self.top)
+        self.highest = max(self.highest, self.state.top)
         return tensor
 
 
@@ -66,7 +66,7 @@ def test_the_registrar_counts_exactly_what_the_workspace_takes(program: list) ->
     workspace = Watched(Arena(registrar.arena_bytes).bytes)
     run(program, workspace, [])
     assert workspace.highest == registrar.arena_bytes
-    assert workspace.top == registrar.top
+    assert workspace.state.top == registrar.state.top
 
 
 def test_buffers_are_aligned_and_inside_a_scope_only() -> None:
@@ -92,18 +92,18 @@ def test_an_overflow_names_the_buffer_and_the_numbers() -> None:
 def test_marks_and_scopes_give_back_even_after_a_failure(make) -> None:
     buffers = make()
     buffers.take("kept", (10,), torch.float32)
-    mark = buffers.mark()
-    top = buffers.top
+    mark = buffers.state
+    top = buffers.state.top
     with pytest.raises(KeyError), buffers.scope():
         buffers.take("lost", (10,), torch.float32)
         buffers.library("lost", 100)
         raise KeyError
-    assert buffers.mark() == mark
+    assert buffers.state == mark
     buffers.take("lost", (10,), torch.float32)
     buffers.reset(mark)
-    assert buffers.top == top
+    assert buffers.state.top == top
     buffers.reset()
-    assert buffers.top == 0
+    assert buffers.state.top == 0
 
 
 def test_the_peak_names_what_was_alive() -> None:

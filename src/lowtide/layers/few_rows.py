@@ -119,7 +119,7 @@ class ShortPass:
                 with workspace.scope():
                     self._draw_router(widths, drawn)
                 drawn["routed"] = self._take("routed", hidden, dtype=torch.float32)
-            at_experts = workspace.mark()
+            at_experts = workspace.state
             if widths.expert_size:
                 with workspace.scope():
                     num_pairs = self.num_rows * widths.num_chosen
@@ -224,7 +224,7 @@ class WholeLayer:
         drawn, workspace = short.drawn(self._widths, self.compiled), short.workspace
         routing = _routing(short.num_rows, self._widths.num_chosen)
         self.compiled.run_to_router(drawn.bound, attends, *routing)
-        before = workspace.mark()
+        before = workspace.state
         workspace.reset(drawn.at_experts)
         x, routed = drawn.buffers["mlp_input"], drawn.buffers["routed"]
         moe.run_experts(x, routing, batch.step, routed)

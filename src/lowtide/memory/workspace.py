@@ -76,7 +76,7 @@ class State:
         self.alive = alive
         self.library = library
         self.is_planned = is_planned
-        self.top = max((one.place.stop for one in alive), default=0)
+        self.top = max((one.place.stop for one in alive), default=0)  # where what is alive ends
         self.view = alive[-1].view if alive else torch.empty(0)  # what was taken last
         self.after: dict[object, State] = {}
 
@@ -87,13 +87,8 @@ class Buffers(ABC):
     def __init__(self, chunks: Mapping[str, int] = EACH_TILE) -> None:
         """chunks: how many each operator divides its rows into; others take each tile by itself."""
         self._chunks = chunks
-        self._start = self.state = State((), ())
+        self._start = self.state = State((), ())  # the present one may be kept, for `reset`
         self._num_states = 0
-
-    @property
-    def top(self) -> int:
-        """Where what is alive ends."""
-        return self.state.top
 
     def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """An uninitialised buffer that lives until the enclosing scope ends."""
@@ -129,10 +124,6 @@ class Buffers(ABC):
         """`with workspace.scope():` gives back at its end what was taken inside."""
         return _Scope(self)
 
-    def mark(self) -> State:
-        """The present state, for `reset`."""
-        return self.state
-
     def begin(self, counts: Counts) -> None:
         """Gives back everything; what is taken from now on is a pass's of up to such counts.
 
@@ -141,7 +132,7 @@ class Buffers(ABC):
         self.reset()
 
     def reset(self, mark: State | None = None) -> None:
-        """Gives back all that was taken since `mark`; the start without one."""
+        """Gives back all that was taken since the state `mark`; everything without one."""
         self.state = self._start if mark is None else mark
 
     @abstractmethod

@@ -184,7 +184,7 @@ class Decoder:
         num_rows, dtype = batch.token_ids.shape[0], self.kv_cache.dtype
         self.num_rows += num_rows
         x = workspace.take("hidden", (num_rows, self.config.hidden_size), dtype)
-        self._hidden_end = workspace.mark()
+        self._hidden_end = workspace.state
         token_ids, positions = to_device(self.compute.device, batch.token_ids, batch.positions)
         self.compute.kernels.select_rows(self._embedding, token_ids, x)
         rotations = Rotations(self._rotary, positions, self.rotation_dtype or dtype, workspace)
