@@ -76,17 +76,15 @@ class ExpertsAtOnce:
         """Whether `layer_call` takes a layer's rows."""
         return self._layers[call.layer][0].takes(call.x)
 
-    def pair_buffers(self, call: LayerCall) -> ExpertBuffers:
-        """Scratch of the workspace for `layer_call`."""
-        width = self._layouts[call.layer].parts[0].shape[0]
-        return ExpertBuffers.of_pairs(call.workspace, call.routing.experts.numel(), width, call.x)
-
-    def layer_call(self, call: LayerCall, pairs: ExpertBuffers) -> ExpertCallStruct:
-        """All of a layer's experts and their sum, for who knows which are in which slots. The
-        caller keeps `call` and `pairs` while the experts run."""
+    def layer_call(self, call: LayerCall) -> tuple[ExpertCallStruct, ExpertBuffers]:
+        """All of a layer's experts and their sum, for a caller that knows which are in which slots;
+        and scratch of the workspace for them, to be kept, as is `call`, while they run."""
         kernels, places = self._layers[call.layer]
-        k = call.routing.experts.shape[1]
-        return kernels.layer_call(call.x, k, places, *pairs, call.out, self._num_threads)
+        num_pairs, k = call.routing.experts.numel(), call.routing.experts.shape[1]
+        width = self._layouts[call.layer].parts[0].shape[0]
+        pairs = ExpertBuffers.of_pairs(call.workspace, num_pairs, width, call.x)
+        made = kernels.layer_call(call.x, k, places, *pairs, call.out, self._num_threads)
+        return made, pairs
 
 
 def _places(layout: ExpertLayout, slots: ExpertSlots) -> SlotPlaces:

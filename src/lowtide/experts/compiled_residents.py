@@ -53,7 +53,8 @@ class CompiledResidents:
         self._at_once = at_once
         self._experts = LayerExperts(library)
         self._compiled = compiled
-        self._hits, self._abandon = hits, abandon
+        self._hits = hits  # which has to outlast the struct
+        self.give_up = abandon  # see `Residents`
         self._readiness = (
             Readiness(library, ledger.num_slots) if compiled is None else compiled.readiness
         )
@@ -112,8 +113,7 @@ class CompiledResidents:
     def run_layer(self, call: LayerCall) -> None:
         """The experts of a layer whose router is not compiled, and their sum."""
         with call.workspace.scope():
-            pairs = self._at_once.pair_buffers(call)
-            experts = self._at_once.layer_call(call, pairs)
+            experts, _pairs = self._at_once.layer_call(call)
             for status in self._experts.run(self.address, call.layer, experts, *call.routing):
                 self.serve(status)
 
@@ -143,10 +143,6 @@ class CompiledResidents:
         struct.num_hits = struct.num_misses = struct.num_admitted = struct.num_evicted = 0
         struct.read_bytes = struct.num_left_out = 0
         struct.wait_s = 0.0
-
-    def give_up(self) -> None:
-        """See `Residents`."""
-        self._abandon()
 
     def reset(self) -> None:
         """After a failure: forgets what was to be read, and sets the slots aside that are written

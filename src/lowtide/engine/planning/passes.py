@@ -93,7 +93,9 @@ def plan_steps(
 ) -> list[PlannedPass]:
     """Passes over a sequence of so many tokens, in the plan's workspace: with `MASKED_SHARES` of so
     many masks, the rule and the guidance of `diffusion`."""
-    planner = planner_of(opened) or _plan_of_short_context(opened)
+    planner = planner_of(opened)
+    if planner is None:  # a workspace for its own passes, which take less than a whole tile
+        planner = replace(plan_long_passes(opened), short=register(opened).graph)
     decoding, wanted = opened.config.decoding, diffusion or DiffusionParams()
     rule = wanted.remasking or ("" if decoding is None else decoding.remasking)
     asked = LogitNeeds(rule == "topk_margin", rule == "entropy", is_guided=bool(wanted.cfg_scale))
@@ -121,11 +123,6 @@ def longest_context(opened: OpenModel, budget_bytes: int) -> int:
         low, high = high, 2 * high
     longer = range(low + 1, min(high, MAX_CONTEXT + 1))
     return low + bisect_left(longer, True, key=lambda num_tokens: not fits(num_tokens))
-
-
-def _plan_of_short_context(opened: OpenModel) -> PassPlanner:
-    """Its workspace is what its own passes take, which is less than those of a whole tile."""
-    return replace(plan_long_passes(opened), short=register(opened).graph)
 
 
 def _planned(opened: OpenModel, planner: PassPlanner, found: PassPlan) -> PlannedPass:

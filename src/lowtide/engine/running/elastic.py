@@ -74,7 +74,9 @@ class SharedMemory:
             self.kept = KeptRoom(opened.kv_shape[3], token_bytes, self.tier.slot_bytes)
         self.room: PagedRoom | None = None
         if division.workspace_bytes:
-            self.room = paged_room(division.workspace_bytes, self.budget, self._lacks_slots)
+            self.room = paged_room(
+                division.workspace_bytes, self.budget, lambda: self.slots.num_live < self.num_slots
+            )
             self.room.gives_way()
         self.slots_account = self.budget.open("expert slots")
         self.arena = ElasticArena(
@@ -108,10 +110,6 @@ class SharedMemory:
         ledger = SlotLedger(shape.num_layers, shape.num_experts, self.num_slots)
         self.slots = ElasticSlots(self.arena, self.tier.slot_bytes, ledger, self.tier.num_slots)
         return self.slots
-
-    def _lacks_slots(self) -> bool:
-        """Whether experts have a use for memory that a pass can do without."""
-        return self.slots.num_live < self.num_slots
 
 
 class ElasticMemory:
