@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import html
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from lowtide.config import format_size
@@ -292,10 +292,9 @@ def plan_facts(plan: MemoryPlan) -> str:
 
 def plan_tiers(plan: MemoryPlan) -> Iterator[tuple[str, TierPlan]]:
     """The tiers that there are, by name."""
-    for each in fields(plan):
-        value = getattr(plan, each.name)
-        if isinstance(value, TierPlan):
-            yield each.name, value
+    yield "host", plan.host
+    if plan.gpu is not None:
+        yield "gpu", plan.gpu
 
 
 def _slots(tier: TierPlan) -> str:

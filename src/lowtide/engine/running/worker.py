@@ -30,7 +30,7 @@ from lowtide.threads.event import INTERRUPT_POLL_S
 T = TypeVar("T")
 
 News = list[Event] | BaseException
-"""What one pass brought to those who asked together, or why nothing more will come."""
+"""The events of one pass for requests that were asked together, or the error that ends them."""
 
 Passes = Callable[[Engine], Generator[None, None, T]]
 """Work with passes of its own, which yields between them."""
@@ -48,11 +48,11 @@ class Answers:
         self._news: SimpleQueue[News] = SimpleQueue()
 
     def put(self, news: News) -> None:
-        """What one pass brought, or the end, on the engine's thread."""
+        """The events of one pass, or the error that ends all; on the engine's thread."""
         self._news.put(news)
 
     def fail(self, error: BaseException) -> None:
-        """The end, on the engine's thread."""
+        """Ends them with an error; on the engine's thread."""
         self.put(error)
 
     def events(self) -> Iterator[Event]:
@@ -105,7 +105,7 @@ class Job(Generic[T]):
         return True
 
     def fail(self, error: BaseException) -> None:
-        """The end, on the engine's thread: what the work holds is given back."""
+        """Ends it with an error, on the engine's thread; what the work holds is given back."""
         if self._passes is not None:
             self._passes.close()
         self.outcome.set_exception(error)
@@ -175,7 +175,7 @@ class Worker:
         self.end()
 
     def end(self) -> None:
-        """Nothing is done any more: tells all who wait, and closes the engine."""
+        """Fails all that is unfinished, and closes the engine."""
         with self.gate:
             self.is_closed = True
             if self._has_ended:
@@ -208,7 +208,7 @@ class Worker:
             torch.cuda.set_device(device)
 
     def _read_mail(self) -> bool:
-        """All there is; waits for some where there is nothing to do. False: stop."""
+        """Drains the mailbox, blocking while there is nothing to do. Returns False once stopped."""
         is_idle = not (self._decoder.has_work or self._jobs or self._waiting)
         if is_idle:
             self.engine.rest()
@@ -218,7 +218,7 @@ class Worker:
         return not self._is_stopped
 
     def _begin_waiting(self) -> None:
-        """In order: what has no room yet keeps back what came later, so that it gets it."""
+        """Starts waiting work in its order: what has no room yet holds back what came later."""
         while self._waiting and self._has_room(self._waiting[0].num_tokens):
             asked = self._waiting.popleft()
             if not isinstance(asked, Job):
@@ -247,6 +247,7 @@ class Worker:
             answers.fail(error)
 
     def _step(self) -> None:
+        """One pass of the decoder; its events go to those who asked."""
         try:
             is_observed = self.engine.experts.observer is not None
             if is_observed:
