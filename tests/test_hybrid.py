@@ -193,7 +193,7 @@ def test_what_a_calibration_knows(
     with opened as llm:
         diffusion.check(llm)
         gate = tier_of(llm).early_gate
-        assert gate is not None and ((gate._residual is not None) == (policy == "dali"))
+        assert gate is not None and ((gate.residual is not None) == (policy == "dali"))
 
 
 @pytest.fixture(scope="module")

@@ -53,10 +53,7 @@ def symbols(counts: Counts, chunks: Mapping[str, int]) -> IntArray:
 
 def bounds(counts: Counts, chunks: Mapping[str, int]) -> IntArray:
     """What no pass of up to such counts is beyond, however its rows are divided among tiles."""
-    tiles = [
-        at_most(counts.tokens, TILE_ROWS),
-        at_most(counts.block, OPERATOR_TILES["attention"]),
-    ]
+    tiles = [at_most(counts.tokens, TILE_ROWS), at_most(counts.block, OPERATOR_TILES["attention"])]
     longest = {
         op: at_most(counts.rows_at_once(op), chunk_rows(counts, op, chunks))
         for op in OPERATOR_TILES
