@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 from time import perf_counter
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -184,8 +183,7 @@ def test_what_looks_at_logits_is_not_in_the_time(monkeypatch: pytest.MonkeyPatch
         nonlocal away_s
         away_s += day_s
 
-    clock = SimpleNamespace(perf_counter=lambda: away_s + perf_counter())
-    monkeypatch.setattr(forcing, "time", clock)
+    monkeypatch.setattr(forcing, "perf_counter", lambda: away_s + perf_counter())
     text = ForcedText(some_ids(64), 32, masks(64, 32, 0.5))
     with LLM(BLOCKS, context=64) as llm:
         run = llm.read(text, look)

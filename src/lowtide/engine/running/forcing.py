@@ -6,8 +6,8 @@ answer is touched.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Generator
+from time import perf_counter
 from typing import NamedTuple
 
 from torch import Tensor
@@ -54,43 +54,33 @@ def read_forced(
 
     `on_logits` is called on this thread, in the midst of a pass; what it raises ends the reading.
     """
-    clock = _Clock(on_logits)
-    decoder = _make_decoder(engine, text, clock)
+    passes_s = looking_s = 0.0
     num_passes = 0
+
+    def look(mask: int, positions: IntArray, logits: Tensor) -> None:
+        nonlocal looking_s
+        begin_s = perf_counter()
+        on_logits(mask, positions, logits)
+        looking_s += perf_counter() - begin_s
+
+    decoder = _make_decoder(engine, text, look)
     decoder.add(request)
     try:
         while decoder.has_work:
             if num_passes:
                 yield
-            with fault_found(engine.opened), device_pass(), clock:
+            begin_s = perf_counter()
+            with fault_found(engine.opened), device_pass():
                 decoder.step()
                 if engine.elastic is not None:
                     engine.elastic.settle()
+            passes_s += perf_counter() - begin_s
             num_passes += 1
-        return ForcedRun(num_passes, clock.seconds, engine.experts.take_receipt(request.id))
+        receipt = engine.experts.take_receipt(request.id)
+        return ForcedRun(num_passes, passes_s - looking_s, receipt)
     finally:
         decoder.close()
         engine.experts.take_receipt(request.id)
-
-
-class _Clock:
-    """Counts the seconds inside `with`, but for those of `on_logits`, which it stands for."""
-
-    def __init__(self, on_logits: OnLogits) -> None:
-        self.seconds = 0.0
-        self._on_logits = on_logits
-        self._start_s = 0.0
-
-    def __call__(self, mask: int, positions: IntArray, logits: Tensor) -> None:
-        self.__exit__()
-        self._on_logits(mask, positions, logits)
-        self.__enter__()
-
-    def __enter__(self) -> None:
-        self._start_s = time.perf_counter()
-
-    def __exit__(self, *_: object) -> None:
-        self.seconds += time.perf_counter() - self._start_s
 
 
 def _make_decoder(
