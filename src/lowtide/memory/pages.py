@@ -45,15 +45,6 @@ class PageBudget:
         """Bytes that each owner has drawn."""
         return {account.owner: account.num_bytes for account in self.accounts}
 
-    def refusal(self, owner: str, num_bytes: int) -> PageError:
-        """Why `owner` cannot have so many bytes more, and who has them."""
-        shares = ", ".join(f"{name} {format_size(held)}" for name, held in self.shares().items())
-        return PageError(
-            f"{owner} wants {num_bytes} bytes more, and {self.num_free_bytes} of the budget's "
-            f"{self.num_bytes} are free ({shares}). Wait for a sequence to end, or raise the "
-            "memory budget."
-        )
-
 
 class PageAccount:
     """What one owner has drawn from a budget.
@@ -77,7 +68,13 @@ class PageAccount:
         if num_short > 0:
             self.budget.ask(num_short, self)
         if num_bytes > self.budget.num_free_bytes:
-            raise self.budget.refusal(self.owner, num_bytes)
+            budget, shares = self.budget, self.budget.shares().items()
+            held = ", ".join(f"{name} {format_size(num_held)}" for name, num_held in shares)
+            raise PageError(
+                f"{self.owner} wants {num_bytes} bytes more, and {budget.num_free_bytes} of the "
+                f"budget's {budget.num_bytes} are free ({held}). Wait for a sequence to end, or "
+                "raise the memory budget."
+            )
         self.num_bytes += num_bytes
 
     def give_back(self, num_bytes: int) -> None:

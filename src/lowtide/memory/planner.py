@@ -52,9 +52,6 @@ class Place(NamedTuple):
     start: int
     num_bytes: int
 
-    def overlaps(self, other: Place) -> bool:
-        return self.start < other.stop and other.start < self.stop
-
     @property
     def stop(self) -> int:
         return self.start + self.num_bytes

@@ -108,14 +108,16 @@ class DenseWeights:
             offset, num_bytes = self._offsets[name], self._num_bytes(name)
             weights[name] = self._weight(name, arena.tensor(offset, (num_bytes,), torch.uint8))
             target = array[offset : offset + num_bytes]
+            stored, kept = format_of(entry.dtype), self._format(name)
             reads: list[AnyRead] = []
             if entry.parts:
                 reads += _arranged(entry, target, self._dtypes[name])
-            elif entry.tensors:
-                reads.append(self._matrix_read(name, entry, target))
+            elif isinstance(stored, Arranged):
+                places = tuple((part.file, part.offset) for part in entry.tensors)
+                reads.append(MatrixRead(name, places, stored, entry.shape, target, kept))
             else:
-                stored = format_of(entry.dtype).for_rows(entry.shape[-1])
-                piece = Piece(0, entry.num_bytes, stored, target, self._format(name))
+                stored = stored.for_rows(entry.shape[-1])
+                piece = Piece(0, entry.num_bytes, stored, target, kept)
                 reads.append(Read(entry.file, entry.offset, entry.num_bytes, (piece,)))
             tickets.append(reader.submit(reads))
         done = 0
@@ -123,13 +125,6 @@ class DenseWeights:
             done += tickets.popleft().result()
             progress("loading dense weights", done, total)
         return weights
-
-    def _matrix_read(self, name: str, entry: TensorEntry, target: NDArray[np.uint8]) -> MatrixRead:
-        stored = format_of(entry.dtype)
-        if not isinstance(stored, Arranged):
-            raise InternalError(f"{name} is of {stored.name}, which is of one tensor.")
-        places = tuple((part.file, part.offset) for part in entry.tensors)
-        return MatrixRead(name, places, stored, entry.shape, target, self._format(name))
 
     def _format(self, name: str) -> MatrixFormat:
         """In memory."""
