@@ -216,33 +216,26 @@ class MemoryPlan:
         return self.fast_tier.num_slots - sum(self.residents_per_layer)
 
     def __repr__(self) -> str:
-        """The table, as it is shown in a terminal or a notebook."""
-        return _as_text(self)
+        """The table and what is said below it, in plain characters."""
+        rows = plan_rows(self)
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = [
+            "  ".join([name.ljust(widths[0]), *map(str.rjust, sizes, widths[1:])])
+            for name, *sizes in rows
+        ]
+        lines.insert(1, "-" * len(lines[0]))
+        return "\n".join(["memory plan", *lines, plan_facts(self), self.reason])
 
     def _repr_html_(self) -> str:
-        return _as_html(self)
-
-
-def _as_text(plan: MemoryPlan) -> str:
-    """The table and what is said below it, in plain characters."""
-    rows = plan_rows(plan)
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = [
-        "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows
-    ]
-    rule = "-" * len(lines[0])
-    return "\n".join(["memory plan", *lines[:1], rule, *lines[1:], plan_facts(plan), plan.reason])
-
-
-def _as_html(plan: MemoryPlan) -> str:
-    """The same as an HTML fragment, for notebooks."""
-    header, *rows = plan_rows(plan)
-    head = "".join(f"<th>{html.escape(cell)}</th>" for cell in header)
-    body = "".join(
-        "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in rows
-    )
-    said = "<br>".join(html.escape(f"{plan_facts(plan)}\n{plan.reason}").splitlines())
-    return f"<table><tr>{head}</tr>{body}</table><p>{said}</p>"
+        """The same as an HTML fragment, for notebooks."""
+        header, *rows = plan_rows(self)
+        head = "".join(f"<th>{html.escape(cell)}</th>" for cell in header)
+        body = "".join(
+            "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>"
+            for row in rows
+        )
+        said = "<br>".join(html.escape(f"{plan_facts(self)}\n{self.reason}").splitlines())
+        return f"<table><tr>{head}</tr>{body}</table><p>{said}</p>"
 
 
 def plan_rows(plan: MemoryPlan) -> list[list[str]]:

@@ -278,19 +278,16 @@ class HostTier:
         ahead for nothing is dropped: all of it where a pass was interrupted."""
         ahead = self.read_ahead.claim()
         begun = [read for read in ahead if read.layer == layer and read.expert in absent]
-        self._drop([read for read in ahead if read not in begun])
+        for read in ahead:
+            if read not in begun:  # no layer needs it: its slot is free once the read has ended
+                self.stats.num_wasted += 1
+                self.set_aside(read.slot, read.ticket)
+                del self._filling[read.slot]
+                read.ticket.cancel()
+        self.settle()
         self.stats.num_ahead += len(begun)
         self.idle_s = 0.0
         return begun
-
-    def _drop(self, reads: Sequence[PendingRead]) -> None:
-        """Cancels reads ahead that no layer needs; each slot is free once its read has ended."""
-        self.stats.num_wasted += len(reads)
-        for read in reads:
-            self._set_aside[read.slot] = read.ticket
-            del self._filling[read.slot]
-            read.ticket.cancel()
-        self.settle()
 
     def _end_reads(self, limit_s: float) -> bool:
         """Cancels those that have not begun; whether no slot is being filled any more. The slots of
