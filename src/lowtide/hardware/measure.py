@@ -173,8 +173,11 @@ def _measure(
     is_large = weights.slots.layout.num_bytes > LARGE_SLOT_BYTES
     num_tokens = NUM_TOKENS[::2] if is_large else NUM_TOKENS
     curves, timings = _measure_all(num_tokens, streams, others)
-    # Last, because reads overwrite the weights.
-    disk_read = None if disk is None else _read_timing(disk, weights)
+    disk_read = None
+    if disk is not None:  # last, because reads overwrite the weights
+        reads = DiskStream(disk.reader, disk.table, weights)
+        reads.sample()
+        [disk_read] = repeat_interleaved([reads.sample], DISK_LIMIT_S)
     return Measurements(
         expert_bytes=weights.slots.layout.num_bytes,
         host=curves[0],
@@ -232,12 +235,6 @@ def _dense_stream(
         return DenseStream(shape, weights, InlineExecutor(), dense_bytes, kernels)
     dtype = weights.slots.layout.dtype
     return DeviceDenseStream(shape, dtype, device.torch_device, dense_bytes, device.kernels)
-
-
-def _read_timing(disk: DiskSource, weights: ColdWeights) -> Timing:
-    stream = DiskStream(disk.reader, disk.table, weights)
-    stream.sample()
-    return repeat_interleaved([stream.sample], DISK_LIMIT_S)[0]
 
 
 def _check_memory(layout: SlotLayout, executor: Executor, least_cold_bytes: int) -> None:

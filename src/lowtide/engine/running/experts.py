@@ -106,8 +106,8 @@ def _device_tier(
 ) -> DeviceTier:
     num_ahead = plan.num_staging // 2
     costs = replace(made.costs, num_staging=plan.num_staging - num_ahead, num_ahead=num_ahead)
-    num_slots = plan.fast_tier.num_slots
-    ledger = SlotLedger(*host.ledger.table.shape, num_slots) if lent is None else lent.ledger
+    home, num_slots = host.ledger, plan.fast_tier.num_slots
+    ledger = lent.ledger if lent else SlotLedger(home.num_layers, home.num_experts, num_slots)
     link = Link(made.device, ledger, host, costs.link_s, costs.num_staging)
     return DeviceTier(made.device, link, costs, made.close)
 
