@@ -173,7 +173,7 @@ def _measure(
     is_large = weights.slots.layout.num_bytes > LARGE_SLOT_BYTES
     num_tokens = NUM_TOKENS[::2] if is_large else NUM_TOKENS
     curves, timings = _measure_all(num_tokens, streams, others)
-    disk_read = None
+    disk_read: Timing | None = None
     if disk is not None:  # last, because reads overwrite the weights
         reads = DiskStream(disk.reader, disk.table, weights)
         reads.sample()
