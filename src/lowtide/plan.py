@@ -92,11 +92,6 @@ class PassTime(NamedTuple):
     likely_s: float
     most_s: float
 
-    def speed(self, num_tokens: float, most_tokens: float | None = None) -> SpeedRange:
-        """With so many tokens of a pass; most_tokens: where it may be more of them."""
-        most = (most_tokens or num_tokens) / self.least_s
-        return SpeedRange(num_tokens / self.most_s, num_tokens / self.likely_s, most)
-
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
@@ -128,7 +123,9 @@ class Prediction:
         """None where nothing was measured that it could follow from."""
         if self.pass_time is None:
             return None
-        return self.pass_time.speed(self.tokens_per_pass, self.most_tokens_per_pass)
+        num_tokens, (least_s, likely_s, most_s) = self.tokens_per_pass, self.pass_time
+        most = self.most_tokens_per_pass / least_s
+        return SpeedRange(num_tokens / most_s, num_tokens / likely_s, most)
 
 
 @dataclass(frozen=True, slots=True)
