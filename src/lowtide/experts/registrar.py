@@ -5,7 +5,7 @@ from __future__ import annotations
 from lowtide.core import MoEShape
 from lowtide.experts.none import NoExperts
 from lowtide.experts.policy_facts import take_substituted
-from lowtide.experts.rows import LayerBuffers, LayerCall
+from lowtide.experts.rows import LayerCall, take_buffers, take_terms
 
 
 class ExpertRegistrar(NoExperts):
@@ -22,5 +22,6 @@ class ExpertRegistrar(NoExperts):
     def forward(self, call: LayerCall) -> None:
         if self._substitutes:
             take_substituted(call.workspace, call.routing.experts.numel())
-        buffers = LayerBuffers.take(call.workspace, self._shape, call.x)
-        buffers.take_terms(call.workspace, call.x)
+        buffers, terms = take_buffers(call.workspace, self._shape, call.x)
+        if terms is None:
+            take_terms(call.workspace, buffers, call.x)

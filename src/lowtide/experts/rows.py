@@ -203,28 +203,22 @@ class Terms(NamedTuple):
         )
 
 
-class LayerBuffers(NamedTuple):
-    """What one layer's experts take of the workspace."""
+def take_buffers(
+    workspace: Buffers, shape: MoEShape, x: Tensor
+) -> tuple[ExpertBuffers, Terms | None]:
+    """What one layer's experts take for rows x [rows, hidden]: of a long pass as many tiles' as the
+    plan takes together, and what it sums through between them."""
+    num_rows, k = x.shape[0], shape.num_experts_per_token
+    workspace.library("expert rows", 6 * 8 * k * num_rows)
+    if not is_long(num_rows):
+        return ExpertBuffers.of_pairs(workspace, num_rows * k, shape.expert_size, x), None
+    workspace.library("pairs' weights", 2 * 8 * k * num_rows)
+    num_pairs = min(num_rows, workspace.together("experts", num_rows)) * k
+    pairs = ExpertBuffers.of_pairs(workspace, num_pairs, shape.expert_size, x)
+    return pairs, Terms.take(workspace, TILE_ROWS, x)
 
-    tile: ExpertBuffers
-    terms: Terms | None  # of a long pass, which sums up between its tiles
 
-    @classmethod
-    def take(cls, workspace: Buffers, shape: MoEShape, x: Tensor) -> LayerBuffers:
-        """For rows x [rows, hidden]: of a long pass as many tiles' as the plan takes together."""
-        num_rows, k = x.shape[0], shape.num_experts_per_token
-        workspace.library("expert rows", 6 * 8 * k * num_rows)
-        if not is_long(num_rows):
-            pairs = ExpertBuffers.of_pairs(workspace, num_rows * k, shape.expert_size, x)
-            return cls(pairs, None)
-        workspace.library("pairs' weights", 2 * 8 * k * num_rows)
-        num_pairs = min(num_rows, workspace.together("experts", num_rows)) * k
-        pairs = ExpertBuffers.of_pairs(workspace, num_pairs, shape.expert_size, x)
-        return cls(pairs, Terms.take(workspace, TILE_ROWS, x))
-
-    def take_terms(self, workspace: Buffers, x: Tensor) -> Terms:
-        """`terms`; of a short pass in the place of gate and up, which are given back."""
-        if self.terms is not None:
-            return self.terms
-        workspace.give_back(self.tile.gate, self.tile.up)
-        return Terms.take(workspace, x.shape[0], x)
+def take_terms(workspace: Buffers, buffers: ExpertBuffers, x: Tensor) -> Terms:
+    """What a short pass sums through, in the place of gate and up, which are given back."""
+    workspace.give_back(buffers.gate, buffers.up)
+    return Terms.take(workspace, x.shape[0], x)

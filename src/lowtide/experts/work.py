@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lowtide.core import Facts, MoEShape, Moves, align_up
 from lowtide.experts.policy_facts import HostInputs
-from lowtide.experts.rows import ExpertRows, LayerBuffers, LayerCall
+from lowtide.experts.rows import ExpertRows, LayerCall, take_buffers, take_terms
 from lowtide.kernels.reference import Kernels
 from lowtide.policies.decision import Decision
 from lowtide.policies.prefetch import Prefetch
@@ -50,8 +50,7 @@ class Work:
         self.layer, self.x = call.layer, call.x
         self._routing, self._out, self._workspace = call.routing, call.out, call.workspace
         self._kernels = kernels
-        self._layer_buffers = LayerBuffers.take(call.workspace, shape, call.x)
-        self.buffers = self._layer_buffers.tile
+        self.buffers, self._terms = take_buffers(call.workspace, shape, call.x)
         self.rows = ExpertRows(kernels.sort_pairs(call.routing.experts, shape.num_experts))
 
     def tiles(self) -> Iterator[Tile]:
@@ -72,9 +71,9 @@ class Work:
 
     def add(self, tile: Tile, threads: Executor) -> None:
         """Adds what a tile has computed; the last one completes the sum."""
-        terms = self._layer_buffers.terms
+        terms = self._terms
         if terms is None:
-            terms = self._layer_buffers.take_terms(self._workspace, self.x)
+            terms = take_terms(self._workspace, self.buffers, self.x)
             _, weights = self._routing
             parts, part_of = self.buffers.parts, self.rows.part_of
             self._kernels.combine(parts, part_of, weights, *terms, self._out)
