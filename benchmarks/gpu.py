@@ -57,7 +57,7 @@ from lowtide.experts.rows import ExpertBuffers, ExpertRows, LayerCall, Routing
 from lowtide.experts.runtime import ExpertRuntime
 from lowtide.experts.slots import ExpertSlots, SlotLedger
 from lowtide.formats import formats
-from lowtide.hardware import available_memory_bytes
+from lowtide.hardware.memory import available_memory_bytes
 from lowtide.kernels.choice import choose_kernels
 from lowtide.kernels.reference import REFERENCE
 from lowtide.memory.arena import Arena

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from lowtide.hardware import available_memory_bytes, memory
+from lowtide.hardware import memory
+from lowtide.hardware.memory import available_memory_bytes
 from lowtide.hardware.control_group import group_free_bytes
 
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from programs import python
 
 from lowtide.errors import InternalError, PageError, PlanError, UnsupportedError
-from lowtide.hardware import resident_bytes
+from lowtide.hardware.memory import resident_bytes
 from lowtide.memory.arena import HUGE_PAGE_BYTES, ElasticArena
 from lowtide.memory.host_pages import HostPages
 from lowtide.memory.pages import PageBudget

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from lowtide import LLM, SamplingParams
 from lowtide.core import align_up
 from lowtide.errors import InternalError, PageError, PlanError
-from lowtide.hardware import resident_bytes
+from lowtide.hardware.memory import resident_bytes
 from lowtide.memory.kv_cache import GRANULE_TOKENS, KVCache, KVRange, storage_shape
 from lowtide.memory.kv_turns import KVTurns
 from lowtide.memory.workspace import Workspace

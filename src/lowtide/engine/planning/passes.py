@@ -13,7 +13,7 @@ from lowtide.core import CacheMode
 from lowtide.engine.opening.model import OpenModel
 from lowtide.engine.planning.plan import least_bytes, offered_bytes
 from lowtide.engine.planning.registering import plan_long_passes, planner_of, register
-from lowtide.hardware import total_memory_bytes
+from lowtide.hardware.memory import total_memory_bytes
 from lowtide.memory.chunking import OPERATOR_TILES, Counts, LogitNeeds
 from lowtide.memory.pass_planner import PassPlan, PassPlanner
 from lowtide.params import DiffusionParams

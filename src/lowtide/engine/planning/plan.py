@@ -18,7 +18,7 @@ from lowtide.engine.planning.elastic_plan import elastic_tokens
 from lowtide.engine.planning.prediction import predictor_of
 from lowtide.engine.planning.registering import largest_counts, num_threads, planner_of, register
 from lowtide.formats.plain import SAFETENSORS_NAME
-from lowtide.hardware import available_memory_bytes, resident_bytes, total_memory_bytes
+from lowtide.hardware.memory import available_memory_bytes, resident_bytes, total_memory_bytes
 from lowtide.kernels.int8_rows import product_bytes
 from lowtide.kernels.library_cache import library_cache_bytes, limit_library_cache
 from lowtide.kernels.stored import unpacking_bytes

@@ -24,7 +24,7 @@ from lowtide.experts.elastic_slots import ElasticSlots
 from lowtide.experts.host_tier import HostTier
 from lowtide.experts.runtime import ExpertRuntime
 from lowtide.experts.slots import SlotLedger
-from lowtide.hardware import available_memory_bytes
+from lowtide.hardware.memory import available_memory_bytes
 from lowtide.memory.arena import ElasticArena
 from lowtide.memory.host_pages import HostPages
 from lowtide.memory.kv_cache import KVCache

@@ -11,7 +11,7 @@ from torch import Tensor
 from lowtide.engine.opening.model import OpenModel
 from lowtide.engine.planning.elastic_plan import group_bytes
 from lowtide.engine.planning.registering import largest_counts, planner_of, register
-from lowtide.hardware import available_memory_bytes
+from lowtide.hardware.memory import available_memory_bytes
 from lowtide.kernels.choice import HOST
 from lowtide.memory.arena import Arena, ElasticArena
 from lowtide.memory.cuda_streams import plan_errors
