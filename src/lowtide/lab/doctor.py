@@ -38,7 +38,7 @@ from lowtide.hardware.machine import (
     this_machine,
 )
 from lowtide.hardware.measure import DiskSource, Measurements, measure_costs
-from lowtide.hardware.store import CostKey, keep_rates, measured_now, stored_or_measured
+from lowtide.hardware.store import keep_rates, measured_now, stored_or_measured
 from lowtide.hardware.weight_rates import measure_weight_rates
 from lowtide.kernels.library_cache import limit_library_cache
 from lowtide.lab.diagnosis import Diagnosis, ExpertCosts, Skipped
@@ -204,25 +204,17 @@ def _fill(descriptor: int, folder: Path) -> None:
 
 
 def _costs(name: str, opened: OpenModel, machine: Machine, is_fresh: bool) -> ExpertCosts:
-    device, layout = opened.device, opened.slot_layout
-    shape = opened.config.moe_shape
-    if device == "emulated":
+    if opened.device == "emulated":
         measured, description = _measure(opened)
         stored = measured_now(measured)
     else:
-        description = "" if device == "cpu" else f"{device}, {opened.options.kernels} kernels"
         checkpoint = _checkpoint(opened)
-        key = CostKey.of(
-            machine,
-            shape,
-            layout,
-            opened.layer_bytes,
-            description,
-            None if checkpoint is None else checkpoint.files[0].path.parent,
-            opened.kernels.name,
-        )
+        folder = None if checkpoint is None else checkpoint.files[0].path.parent
+        key = opened.cost_key(machine, opened.kernels.name, folder)
         stored = stored_or_measured(key, lambda: _measure(opened)[0], is_fresh=is_fresh)
-    return ExpertCosts(name, shape, layout.describe(), opened.layer_bytes, description, stored)
+        description = key.device
+    shape, dtype = opened.config.moe_shape, opened.slot_layout.describe()
+    return ExpertCosts(name, shape, dtype, opened.layer_bytes, description, stored)
 
 
 def _measure(opened: OpenModel) -> tuple[Measurements, str]:

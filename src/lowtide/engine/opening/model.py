@@ -25,7 +25,9 @@ from lowtide.experts.transfer import largest_read_bytes
 from lowtide.families import families, read_config_in
 from lowtide.formats import MatrixFormat
 from lowtide.formats.expert_inputs import ExpertInputs
+from lowtide.hardware.machine import Machine
 from lowtide.hardware.measure import layer_dense_bytes
+from lowtide.hardware.store import CostKey
 from lowtide.kernels.choice import HOST, choose_kernels
 from lowtide.kernels.operands import ClampedWeights, ExpertWeights
 from lowtide.kernels.reference import Kernels
@@ -137,6 +139,14 @@ class OpenModel:
         """Bytes of the dense weights of a layer with experts, as costs are measured."""
         last = self.config.moe_layers[-1]
         return layer_dense_bytes(self.weight_map.dense, last, self.dtype.itemsize)
+
+    def cost_key(self, machine: Machine, products: str, folder: Path | None = None) -> CostKey:
+        """Under which its experts' costs are stored. products: the host's kernels, by name; folder:
+        what experts are read from, if reads are a part of what they cost."""
+        shape, layout, device = self.config.moe_shape, self.slot_layout, ""
+        if self.device != "cpu":
+            device = f"{self.device}, {self.options.kernels} kernels"
+        return CostKey.of(machine, shape, layout, self.layer_bytes, device, folder, products)
 
     @property
     def host_scratch_bytes(self) -> int:

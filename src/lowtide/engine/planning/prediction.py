@@ -32,7 +32,7 @@ from lowtide.hardware.machine import (
     seconds_per_layer,
     this_machine,
 )
-from lowtide.hardware.store import CostKey, kept_rates, load
+from lowtide.hardware.store import kept_rates, load
 from lowtide.hardware.weight_rates import kind_of, rounding_rate, seconds_per_byte
 from lowtide.kernels.choice import possible_names
 from lowtide.kernels.cpu.packed import MAX_FEW_ROWS
@@ -224,7 +224,7 @@ def _rounded_bytes_per_s(opened: OpenModel, machine: Machine, rates: Sequence[Ra
 def _gpu_costs(
     opened: OpenModel, plan: MemoryPlan, machine: Machine, num_rows: int, demand: ExpertCounts
 ) -> PassCosts | None:
-    costs = None if opened.config.experts is None else _kept_costs(opened, plan, machine)
+    costs = None if opened.config.experts is None else _kept_costs(opened, machine)
     disk_bytes_per_s = disk_rate(kept_rates(machine))
     if costs is None or (demand.num_on_disk and disk_bytes_per_s is None):
         return None
@@ -242,20 +242,11 @@ def _gpu_costs(
     )
 
 
-def _kept_costs(opened: OpenModel, plan: MemoryPlan, machine: Machine) -> Costs | None:
+def _kept_costs(opened: OpenModel, machine: Machine) -> Costs | None:
     """What this model's experts cost with the GPU, as loading it or `lowtide doctor` stores it."""
-    device = f"{plan.device}, {opened.options.kernels} kernels"
     for name in possible_names(opened.options.kernels, opened.dtype):
-        key = CostKey.of(
-            machine,
-            opened.config.moe_shape,
-            opened.slot_layout,
-            opened.layer_bytes,
-            device,
-            products=name,
-        )
         try:
-            stored = load(key)
+            stored = load(opened.cost_key(machine, name))
         except StorageError:  # measuring says so, and replaces it
             continue
         if stored is not None:

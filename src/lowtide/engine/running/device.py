@@ -19,7 +19,7 @@ from lowtide.experts.device import Device
 from lowtide.experts.elastic_slots import ElasticSlots
 from lowtide.hardware.machine import this_machine
 from lowtide.hardware.measure import Measurements, measure_costs
-from lowtide.hardware.store import CostKey, stored_or_measured
+from lowtide.hardware.store import stored_or_measured
 from lowtide.memory.arena import Arena, Region
 from lowtide.memory.pinned import PinnedMemory
 from lowtide.plan import MemoryPlan
@@ -97,14 +97,7 @@ def _open_cuda(opened: OpenModel, num_slots: int, executor: HostExecutor) -> Ope
     with ExitStack() as undo:
         pinned = undo.enter_context(closing(PinnedMemory()))
         device = undo.enter_context(closing(make_device(num_slots)))
-        key = CostKey.of(
-            this_machine(),
-            shape,
-            layout,
-            opened.layer_bytes,
-            device=f"cuda, {kernels} kernels",  # as `lowtide doctor` stores it
-            products=host_kernels.name,
-        )
+        key = opened.cost_key(this_machine(), host_kernels.name)
         costs = stored_or_measured(key, measure).costs
         close = undo.pop_all().close
     return OpenDevice(device, costs, pinned.make_arena, close)
