@@ -21,6 +21,7 @@ from lowtide.devices.emulated import EmulatedDevice
 from lowtide.devices.emulated_speeds import emulated_speeds
 from lowtide.engine.opening.config import MAX_PASS_ROWS, EngineConfig
 from lowtide.engine.opening.model import OpenModel, open_model
+from lowtide.engine.running.wiring import make_executor
 from lowtide.errors import PlanError, StorageError
 from lowtide.experts.device import Device
 from lowtide.experts.layout import SlotLayout
@@ -219,15 +220,11 @@ def _costs(name: str, opened: OpenModel, machine: Machine, is_fresh: bool) -> Ex
 
 def _measure(opened: OpenModel) -> tuple[Measurements, str]:
     """The costs, and a line on the device that they were measured with."""
-    is_emulated = opened.options.device == "emulated"
-    make_executor = HostExecutor.beside_emulated if is_emulated else HostExecutor
-    shape = opened.config.moe_shape
-    executor = make_executor(shape.num_experts_per_token)
-    try:
+    with closing(make_executor(opened)) as executor:
         opening = _device(opened, executor.cores_per_expert)
         with opening as (device, make_arena, description), _disk_source(opened) as disk:
             measured = measure_costs(
-                shape,
+                opened.config.moe_shape,
                 opened.slot_layout,
                 executor,
                 opened.layer_bytes,
@@ -236,8 +233,6 @@ def _measure(opened: OpenModel) -> tuple[Measurements, str]:
                 make_arena=make_arena,
                 kernels=opened.kernels,
             )
-    finally:
-        executor.close()
     return measured, description
 
 

@@ -11,7 +11,6 @@ from contextlib import ExitStack
 import torch
 
 from lowtide.compute import Compute
-from lowtide.config import ModelConfig
 from lowtide.core import Progress
 from lowtide.engine.opening.model import OpenModel
 from lowtide.engine.opening.model_calibration import find_calibration
@@ -63,7 +62,7 @@ def load(opened: OpenModel, plan: MemoryPlan) -> Engine:
         files = open_files(opened, undo)
         reader = FileReader(checkpoint.files, opened.largest_read_bytes, _pack(opened))
         undo.callback(reader.close)
-        executor = _make_executor(config, plan)
+        executor = make_executor(opened)
         undo.callback(executor.close)
         shared = SharedMemory(opened, plan) if plan.elastic_tokens else None
         room = None if shared is None else shared.room
@@ -114,13 +113,14 @@ def _pack(opened: OpenModel) -> Pack:
     return choose_pack(opened.options.kernels) if opened.is_rounded_as_read else pack
 
 
-def _make_executor(config: ModelConfig, plan: MemoryPlan) -> HostExecutor:
-    if config.experts is None:
+def make_executor(opened: OpenModel) -> HostExecutor:
+    """The threads that a model's host computes on."""
+    experts = opened.config.experts
+    if experts is None:
         return HostExecutor(MAX_THREADS)
     # An emulated device is one thread, and so is the host beside it.
-    is_emulated = plan.device == "emulated"
-    make_executor = HostExecutor.beside_emulated if is_emulated else HostExecutor
-    return make_executor(config.experts.num_experts_per_token)
+    make = HostExecutor.beside_emulated if opened.device == "emulated" else HostExecutor
+    return make(experts.num_experts_per_token)
 
 
 def _load_dense(
