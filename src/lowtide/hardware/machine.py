@@ -214,8 +214,7 @@ def _product_rates(executor: Executor) -> list[Rate]:
 def _disk_rate(path: Path) -> Rate:
     file = RegularFile.at(path)
     num_reads = min(_MAX_READS, file.num_bytes // READ_BYTES)
-    reader = FileReader([file], READ_BYTES)
-    try:
+    with closing(FileReader([file], READ_BYTES)) as reader:
         targets = [Arena(READ_BYTES).array() for _ in range(min(num_reads, 4))]
         as_is = format_of("BF16")
         reads = [
@@ -226,8 +225,6 @@ def _disk_rate(path: Path) -> Rate:
         how = "direct" if reader.is_direct else "through the page cache"
         sample = partial(_time_reads, reader, reads)
         return rate_of(f"{DISK_READ}, {how}", "B", num_reads * READ_BYTES, sample)
-    finally:
-        reader.close()
 
 
 def _piece_rates(path: Path) -> list[Rate]:

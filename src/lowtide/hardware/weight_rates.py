@@ -7,6 +7,7 @@ From these and the rates of the machine's parts every speed is predicted
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from functools import partial
 from time import perf_counter
 from typing import NamedTuple
@@ -78,13 +79,10 @@ def kind_of(format: str, num_bits: float, dtype: torch.dtype, rounds_rows: bool)
 def measure_weight_rates() -> list[Rate]:
     """Bytes per second of all kinds, at each of `NUM_TOKENS`, and of rounding to formats that
     weights are made into as they are read. Raises PlanError without memory."""
-    executor = HostExecutor(EXPERT.num_experts_per_token)
-    try:
+    with closing(HostExecutor(EXPERT.num_experts_per_token)) as executor:
         with executor.in_charge(), torch.inference_mode():
             rates = [rate for kind in KINDS for rate in _rates(kind, executor)]
         return [*rates, *map(_rounding_rate, ROUNDING)]
-    finally:
-        executor.close()
 
 
 def seconds_per_byte(rates: Sequence[Rate]) -> dict[str, Curve]:
