@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from lowtide.core import Costs, Progress
+from lowtide.core import Costs
 from lowtide.engine.opening.config import MAX_PASS_ROWS
 from lowtide.engine.opening.model import OpenModel
 from lowtide.engine.running.device import OpenDevice, open_device
@@ -42,7 +42,6 @@ def load_experts(
     calibration: Calibration | None,
     reader: FileReader,
     executor: HostExecutor,
-    progress: Progress,
     shared: SharedMemory | None = None,
 ) -> ExpertRuntime:
     """The experts of `plan`, the policy's first residents in their slots.
@@ -50,7 +49,7 @@ def load_experts(
     shared: what the fast tier's slots lie in where their memory comes and goes. Raises
     StorageError, DeviceError, or PlanError when the policy needs more than the plan has.
     """
-    shape, kernels = opened.config.moe_shape, opened.kernels
+    shape, kernels, progress = opened.config.moe_shape, opened.kernels, opened.options.report
     lent = None if shared is None else shared.open_slots(shape)
     with ExitStack() as undo:
         if plan.gpu is None:

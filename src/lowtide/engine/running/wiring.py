@@ -11,7 +11,6 @@ from contextlib import ExitStack
 import torch
 
 from lowtide.compute import Compute
-from lowtide.core import Progress
 from lowtide.engine.opening.model import OpenModel
 from lowtide.engine.opening.model_calibration import find_calibration
 from lowtide.engine.planning.elastic_plan import SMALL_GROUP_BYTES
@@ -34,7 +33,6 @@ from lowtide.memory.kv_cache import KVCache
 from lowtide.memory.kv_pages import KVLayout
 from lowtide.memory.kv_turns import KVTurns
 from lowtide.memory.pages import PageBudget
-from lowtide.memory.workspace import Workspace
 from lowtide.model_folder.checkpoint import Checkpoint
 from lowtide.models.decoder import Weights
 from lowtide.plan import MemoryPlan
@@ -56,8 +54,8 @@ def load(opened: OpenModel, plan: MemoryPlan) -> Engine:
     Raises CheckpointError for a folder without weights.
     """
     spare_forked_threads()
-    config, progress = opened.config, opened.options.report
-    checkpoint = _checked(opened, plan, progress)
+    config, device = opened.config, _dense_device(plan)
+    checkpoint = _checked(opened, plan)
     with ExitStack() as undo:
         files = open_files(opened, undo)
         reader = FileReader(checkpoint.files, opened.largest_read_bytes, _pack(opened))
@@ -66,15 +64,16 @@ def load(opened: OpenModel, plan: MemoryPlan) -> Engine:
         undo.callback(executor.close)
         shared = SharedMemory(opened, plan) if plan.elastic_tokens else None
         room = None if shared is None else shared.room
-        workspace = open_workspace(opened, plan, _dense_device(plan), room)
-        weights, kv_cache, compute = _load_dense(
-            opened, plan, executor, reader, progress, shared, workspace
-        )
+        workspace = open_workspace(opened, plan, device, room)
+        weights, kv_cache = _load_dense(opened, device, reader), _kv_cache(opened, shared, device)
+        # Beside a device the host's threads are its experts'.
+        threads = executor if plan.gpu is None else InlineExecutor()
+        compute = Compute(threads, opened.kernels_on(device), workspace, device)
         calibration = find_calibration(opened)
         experts: ExpertRuntime | NoExperts = NoExperts()
         elastic = None
         if config.experts is not None:
-            experts = load_experts(opened, plan, calibration, reader, executor, progress, shared)
+            experts = load_experts(opened, plan, calibration, reader, executor, shared)
             elastic = None if shared is None else ElasticMemory(shared, experts, plan)
         undo.callback(experts.close)
         model_class = families()[config.family].model()
@@ -91,7 +90,7 @@ def load(opened: OpenModel, plan: MemoryPlan) -> Engine:
     return engine
 
 
-def _checked(opened: OpenModel, plan: MemoryPlan, progress: Progress) -> Checkpoint:
+def _checked(opened: OpenModel, plan: MemoryPlan) -> Checkpoint:
     """What is to be loaded, where this machine can hold it."""
     options, checkpoint = opened.options, opened.checkpoint
     if checkpoint is None:
@@ -104,7 +103,7 @@ def _checked(opened: OpenModel, plan: MemoryPlan, progress: Progress) -> Checkpo
     if excess := excess_of(plan, options):
         _log.warning("%s", excess)
     if options.check_weights:
-        check_finite(checkpoint, progress)
+        check_finite(checkpoint, options.report)
     return checkpoint
 
 
@@ -123,27 +122,12 @@ def make_executor(opened: OpenModel) -> HostExecutor:
     return make(experts.num_experts_per_token)
 
 
-def _load_dense(
-    opened: OpenModel,
-    plan: MemoryPlan,
-    executor: HostExecutor,
-    reader: FileReader,
-    progress: Progress,
-    shared: SharedMemory | None,
-    workspace: Workspace,
-) -> tuple[Weights, KVCache, Compute]:
-    """What the model has beside its experts, keys and values, and what it computes with."""
-    device = _dense_device(plan)
+def _load_dense(opened: OpenModel, device: torch.device, reader: FileReader) -> Weights:
+    """What the model has beside its experts."""
     if device == HOST:
-        weights = opened.dense.load(reader, progress)
-    else:
-        with plan_errors(opened.dense.num_bytes, "GPU memory for dense weights"):
-            weights = opened.dense.load_onto(device, reader, progress)
-    kv_cache = _kv_cache(opened, shared, device)
-    kernels = opened.kernels_on(device)
-    # Beside a device the host's threads are its experts'.
-    dense_executor = executor if plan.gpu is None else InlineExecutor()
-    return weights, kv_cache, Compute(dense_executor, kernels, workspace, device)
+        return opened.dense.load(reader, opened.options.report)
+    with plan_errors(opened.dense.num_bytes, "GPU memory for dense weights"):
+        return opened.dense.load_onto(device, reader, opened.options.report)
 
 
 def _dense_device(plan: MemoryPlan) -> torch.device:
