@@ -35,7 +35,7 @@ from lowtide.memory.pass_planner import PassPlanner
 from lowtide.memory.template import Sample, Template
 from lowtide.memory.workspace import Registrar
 from lowtide.models.decoder import Decoder
-from lowtide.policies.presets import asks_scores, substitutes
+from lowtide.policies.presets import asks_scores
 from lowtide.threads.executor import MAX_THREADS, HostExecutor, InlineExecutor
 
 EVERY_KIND = tuple(LogitNeeds(*flags) for flags in product((False, True), repeat=3))
@@ -120,8 +120,7 @@ _HEAD_SAMPLES: tuple[tuple[int, Mapping[str, int]], ...] = (
 
 
 def _wanted_of_passes(opened: OpenModel) -> tuple[bool, bool]:
-    policy, options = opened.options.policy, opened.options.policy_options
-    return substitutes(policy, options), asks_scores(policy)
+    return opened.changes_words, asks_scores(opened.options.policy)
 
 
 def _forward_sample(opened: OpenModel, counts: Counts, chunks: Mapping[str, int]) -> Sample:

@@ -35,14 +35,7 @@ from lowtide.plan import MemoryPlan
 from lowtide.policies.decision import Policies
 from lowtide.policies.online_tau import TauChange
 from lowtide.policies.prefetch import Gate
-from lowtide.policies.presets import (
-    candidates,
-    choose_preset,
-    make_policies,
-    parse_options,
-    recipe,
-    substitutes,
-)
+from lowtide.policies.presets import candidates, choose_preset, make_policies, parse_options, recipe
 from lowtide.policies.recipe import Setting
 from lowtide.policies.tau import FollowDrift, SolvedTau, calibrated_tau
 from lowtide.replay.calibration import Calibration
@@ -176,8 +169,7 @@ def _setting(
 
 def _buddy_twins(opened: OpenModel) -> BuddyTwins | None:
     """Compiled where kernels may be and the policy substitutes; None: the plain ones."""
-    policy, options = opened.options.policy, opened.options.policy_options
-    if opened.options.kernels == "reference" or not substitutes(policy, options):
+    if opened.options.kernels == "reference" or not opened.changes_words:
         return None
     return compiled_buddies()
 
