@@ -38,12 +38,7 @@ from lowtide.models.decoder import Weights
 from lowtide.plan import MemoryPlan
 from lowtide.reading.file_reader import FileReader
 from lowtide.reading.finite_weights import check_finite
-from lowtide.threads.executor import (
-    MAX_THREADS,
-    HostExecutor,
-    InlineExecutor,
-    spare_forked_threads,
-)
+from lowtide.threads.executor import MAX_THREADS, HostExecutor, InlineExecutor, spare_forked_threads
 
 _log = logging.getLogger(__name__)
 
