@@ -21,7 +21,6 @@ from lowtide.core import CacheMode, Costs, MoEShape
 from lowtide.decode.masked_options import resolve
 from lowtide.engine.opening.model import OpenModel
 from lowtide.errors import StorageError
-from lowtide.experts.layout import ExpertLayout
 from lowtide.hardware.machine import (
     FIRST_ANSWERS,
     LAYERS_OF_BLOCKS,
@@ -297,7 +296,7 @@ class _Weights(NamedTuple):
 
 
 def _dense_weights(opened: OpenModel) -> Iterator[_Weights]:
-    """The same, by format."""
+    """Those of `_multiplied`, by format."""
     dense, kept = _multiplied(opened), opened.dense_formats
     by_format: defaultdict[str, list[str]] = defaultdict(list)
     for name in dense.names:
@@ -308,20 +307,19 @@ def _dense_weights(opened: OpenModel) -> Iterator[_Weights]:
 
 
 def _expert_weights(opened: OpenModel) -> Iterator[_Weights]:
-    """Those of an average expert, by format: layers and parts may differ."""
+    """Those of an average expert, by format: layers and parts may differ; where experts of a layer
+    do, as the largest is."""
     if opened.config.experts is None:
         return
     layers = opened.slot_layout.layers
-    counts = Counter(part for layer in layers for part in _parts(layer))
+    counts = Counter(
+        _Weights(own.name, sum(part.num_bytes), math.prod(part.shape))
+        for layer in layers
+        for part, own in zip(layer.parts, layer.largest_formats, strict=True)
+    )
     for part, count in counts.items():
         share = count / len(layers)
         yield _Weights(part.format, share * part.num_bytes, share * part.num_elements)
-
-
-def _parts(layer: ExpertLayout) -> Iterator[_Weights]:
-    """The parts of an expert; where experts of a layer differ, as the largest is."""
-    for part, own in zip(layer.parts, layer.largest_formats, strict=True):
-        yield _Weights(own.name, sum(part.num_bytes), math.prod(part.shape))
 
 
 def _first_answer_s() -> float:
