@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from lowtide.hardware import memory
-from lowtide.hardware.memory import available_memory_bytes
 from lowtide.hardware.control_group import group_free_bytes
+from lowtide.hardware.memory import available_memory_bytes
 
 
 def write_group(folder: Path, limit: str, usage: int, cache: int, is_v1: bool) -> None:

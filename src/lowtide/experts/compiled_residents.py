@@ -53,8 +53,7 @@ class CompiledResidents:
         self._at_once = at_once
         self._experts = LayerExperts(library)
         self._compiled = compiled
-        self._hits = hits  # which has to outlast the struct
-        self.give_up = abandon  # see `Residents`
+        self._hits, self.give_up = hits, abandon  # `hits` has to outlast the struct
         self._readiness = (
             Readiness(library, ledger.num_slots) if compiled is None else compiled.readiness
         )

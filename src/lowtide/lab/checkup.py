@@ -15,8 +15,8 @@ import torch
 from lowtide.config import format_size
 from lowtide.errors import HubError, PlanError, StorageError, UnsupportedError
 from lowtide.families import families
-from lowtide.hardware.memory import available_memory_bytes
 from lowtide.hardware.machine import Rate, disk_rate
+from lowtide.hardware.memory import available_memory_bytes
 from lowtide.kernels.choice import choose_kernels
 from lowtide.kernels.cpu.library import find_compiler
 from lowtide.kernels.reference import REFERENCE

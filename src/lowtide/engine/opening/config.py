@@ -149,7 +149,8 @@ class EngineConfig:
             )
         if self.elastic and resolve_device(self.device) == "cuda":
             raise UnsupportedError(
-                "elastic on a GPU: slots and KV cache do not grow and shrink there yet. Leave it out."
+                "elastic on a GPU: slots and KV cache do not grow and shrink there yet. Leave it "
+                "out."
             )
         if self.format == AUTO_FORMAT and self.activations != OWN_FORMAT:
             raise UsageError(
