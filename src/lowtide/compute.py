@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from lowtide.kernels.reference import Kernels
+from lowtide.memory import pinned_copies
 from lowtide.memory.workspace import Buffers
 from lowtide.threads.executor import Executor
 
@@ -19,3 +21,7 @@ class Compute:
     kernels: Kernels
     workspace: Buffers
     device: torch.device = torch.device("cpu")
+
+    def to_device(self, *rows: Tensor) -> tuple[Tensor, ...]:
+        """Rows in host memory, of one length and type, where this computes; nothing waits."""
+        return pinned_copies.to_device(self.device, *rows)

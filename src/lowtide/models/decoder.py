@@ -36,7 +36,6 @@ from lowtide.layers.rows import in_chunks
 from lowtide.layers.self_attention import GroupedAttention
 from lowtide.memory.chunking import Counts
 from lowtide.memory.kv_cache import KVCache
-from lowtide.memory.pinned_copies import to_device
 from lowtide.schemas.names import PROJECTIONS, USUAL, Names
 
 Weights = Mapping[str, Matrix]
@@ -185,7 +184,7 @@ class Decoder:
         self.num_rows += num_rows
         x = workspace.take("hidden", (num_rows, self.config.hidden_size), dtype)
         self._hidden_end = workspace.state
-        token_ids, positions = to_device(self.compute.device, batch.token_ids, batch.positions)
+        token_ids, positions = self.compute.to_device(batch.token_ids, batch.positions)
         self.compute.kernels.select_rows(self._embedding, token_ids, x)
         rotations = Rotations(self._rotary, positions, self.rotation_dtype or dtype, workspace)
         short = self._begin_short_pass(x, batch, rotations)
