@@ -21,7 +21,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from lowtide import hardware
 from lowtide.cli.app import app
 from lowtide.core import Curve, IntArray, MoEShape
 from lowtide.devices.emulated import EmulatedDevice
@@ -108,16 +107,16 @@ def executor() -> Iterator[HostExecutor]:
 
 
 def test_sizes_are_in_order() -> None:
-    assert 0 < hardware.resident_bytes() <= hardware.total_memory_bytes()
-    assert 0 < hardware.available_memory_bytes() <= hardware.total_memory_bytes()
-    assert hardware.total_memory_bytes() <= psutil.virtual_memory().total
+    assert 0 < memory.resident_bytes() <= memory.total_memory_bytes()
+    assert 0 < memory.available_memory_bytes() <= memory.total_memory_bytes()
+    assert memory.total_memory_bytes() <= psutil.virtual_memory().total
 
 
 def test_touched_pages_become_resident() -> None:
-    before = hardware.resident_bytes()
+    before = memory.resident_bytes()
     pages = mmap.mmap(-1, 96 << 20)  # new ones, whatever an allocator has kept
     np.frombuffer(pages, np.uint8)[:] = 1
-    assert hardware.resident_bytes() - before > 72 << 20
+    assert memory.resident_bytes() - before > 72 << 20
 
 
 @pytest.mark.parametrize(
@@ -130,8 +129,8 @@ def test_a_control_group_limits_the_total(
     path.write_text(text)
     monkeypatch.setattr(memory, "_CGROUP_LIMITS", (tmp_path / "missing", path))
     machine_bytes = psutil.virtual_memory().total
-    assert hardware.total_memory_bytes() == (1 << 20 if is_limit else machine_bytes)
-    assert hardware.available_memory_bytes() <= hardware.total_memory_bytes()
+    assert memory.total_memory_bytes() == (1 << 20 if is_limit else machine_bytes)
+    assert memory.available_memory_bytes() <= memory.total_memory_bytes()
 
 
 # The machine, from what the system says.
@@ -141,7 +140,7 @@ def test_this_machine_has_a_name_and_sizes() -> None:
     here = this_machine()
     assert here.cpu and here.kernel
     assert here.num_cores == len(os.sched_getaffinity(0))
-    assert here.memory_bytes == hardware.total_memory_bytes()
+    assert here.memory_bytes == memory.total_memory_bytes()
     assert here == this_machine()
 
 
