@@ -61,10 +61,6 @@ def write_by_expert(path: Path, kind_of: Kinds, seed: int = 0) -> torch.nn.Modul
     return model
 
 
-def of_one(kind: Type) -> Kinds:
-    return lambda name, expert: kind
-
-
 def in_turn(*kinds: Type) -> Kinds:
     return lambda name, expert: kinds[expert % len(kinds)]
 
@@ -82,16 +78,12 @@ def at_random(name: str, expert: int) -> Type:
 
 
 MIXTURES: dict[str, Kinds] = {
+    "all of one": in_turn(Type.Q4_K),
     "two in turn": in_turn(Type.Q4_K, Type.Q6_K),
     "as published": as_published,
     "at random": at_random,
     "some not packed": in_turn(Type.Q8_0, Type.F16, Type.F32),
 }
-
-
-def test_experts_that_are_tensors_of_their_own_are_read(tmp_path: Path) -> None:
-    path = tmp_path / "model.gguf"
-    check(path, write_by_expert(path, of_one(Type.Q4_K)))
 
 
 @pytest.mark.parametrize("name", MIXTURES)
@@ -107,7 +99,7 @@ def test_a_matrix_has_the_bits_of_a_file_of_one_type(tmp_path: Path) -> None:
     """Of the experts that are alike in both: what is multiplied with, compiled or not."""
     mixed, plain = tmp_path / "mixed.gguf", tmp_path / "plain.gguf"
     write_by_expert(mixed, as_published)
-    write_by_expert(plain, of_one(Type.Q4_K))
+    write_by_expert(plain, in_turn(Type.Q4_K))
     with LLM(mixed, context=64) as one, LLM(plain, context=64) as other:
         for layer, expert in itertools.product(range(2), range(6)):
             ours, theirs = (each.expert_columns(layer, expert, 8) for each in (one, other))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +14,16 @@ from masked_models import NAMES, write_model
 from poison import PoisonedWorkspace
 from safetensors.torch import load_file, save_file
 from schema_sizes import num_parameters_of, num_tensors_of
-from torch import Tensor
 
-from lowtide.core import Step, StepKind
 from lowtide.decode.logits import rows_that_predict
 from lowtide.engine.opening.config import EngineConfig
 from lowtide.engine.opening.model import open_model
 from lowtide.engine.running import pass_room
 from lowtide.errors import CheckpointError, ConfigError, PlanError, UnsupportedError
 from lowtide.families import families, read_config
+from lowtide.lab import verify as verify_module
 from lowtide.lab.synth import synth
-from lowtide.layers.batch import Batch, Segment
+from lowtide.lab.verify import verify
 from lowtide.llm import LLM, plan_model
 from lowtide.schemas import model_schema, weight_bytes
 
@@ -36,8 +34,6 @@ LENGTHS = (1, 700, 17, 40, 3, 60, 16, 200, 130, 90)
 """Tokens: one row, some, and more than one tile of rows (512)."""
 
 NUM_SEEDS = scaled(20)
-
-STEP = Step(StepKind.DENOISE, 0)
 
 
 def golden(family: str) -> Path:
@@ -110,50 +106,14 @@ def test_keys_and_values_are_those_of_one_layer(made: Path) -> None:
     assert opened.config.num_layers > 1
 
 
-def test_sequences_of_one_pass_are_strangers(made: Path) -> None:
-    """A batch of two, of which each row has the hidden state that it has alone."""
-    with LLM(made, context=256, dtype="float32") as llm:
-        model, cache = llm._engine.model, llm._engine.kv_cache
-        rows, start = [random_ids(length, length) for length in (70, 33)], 0
-        segments = []
-        for ids in rows:
-            stop = start + len(ids)
-            segments.append(Segment(start, stop, 0, len(ids), cache.allocate(len(ids))))
-            start = stop
-
-        def hidden(*numbers: int) -> Tensor:
-            ids = [token for number in numbers for token in rows[number]]
-            positions = [p for number in numbers for p in range(len(rows[number]))]
-            chosen = tuple(segments[number] for number in numbers)
-            if len(numbers) == 1:
-                chosen = (replace(chosen[0], start=0, stop=len(ids)),)
-            batch = Batch(torch.tensor(ids), torch.tensor(positions), chosen, STEP)
-            with torch.inference_mode():
-                return model.forward(batch).clone()
-
-        with llm._engine.executor.in_charge():
-            together, alone = hidden(0, 1), torch.cat([hidden(0), hidden(1)])
-    torch.testing.assert_close(together, alone, atol=1e-4, rtol=0)
-
-
-def test_budgets_of_llada_moe_change_no_bit(tmp_path: Path) -> None:
+def test_budgets_of_llada_moe_change_no_bit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(verify_module, "lossless_presets", lambda: ("lowtide",))
     folder = synth("llada_moe", "tiny", tmp_path / "made")
-    plan = plan_model(folder, context=256)
-    assert plan.minimum_bytes < plan.full_bytes
-    speeds = {"link_GBps": "2", "link_latency_us": "20", "host_slowdown": "1"}
-    beside = plan_model(folder, context=256, device="emulated", device_options=speeds)
-    assert beside.gpu is not None
-    cases: list[dict[str, Any]] = [
-        {"host_memory": plan.minimum_bytes},
-        {"host_memory": plan.full_bytes},
-        {
-            "device": "emulated",
-            "device_options": speeds,
-            "gpu_memory": (beside.minimum_bytes + beside.full_bytes) // 2,
-        },
-    ]
-    found = [logits(folder, random_ids(0, 50), context=256, **case) for case in cases]
-    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+    verdicts = verify(folder, max_tokens=8, context=256, device="emulated")
+    assert {verdict.device for verdict in verdicts} == {"cpu", "emulated"}
+    assert all(verdict.is_same and verdict.tolerance == 0 for verdict in verdicts)
 
 
 def test_what_there_is_no_room_for_is_refused(made: Path) -> None:

@@ -60,8 +60,9 @@ def loss_of(logits: Tensor, token_ids: list[int]) -> float:
 def check_exact(report: QualityReport) -> None:
     for row in report.rows:
         assert row.comparison is not None and row.passes is not None and not row.reason
-        assert row.comparison.kl == row.comparison.loss_difference == Estimate(0.0, 0.0)
-        assert row.comparison.agreement == Estimate(1.0, 0.0)
+        compared, zero = row.comparison, Estimate(0.0, 0.0)
+        assert compared.kl == compared.loss_difference == compared.accuracy_difference == zero
+        assert compared.agreement == Estimate(1.0, 0.0)
     shares = [row.resident_share for row in report.rows]
     assert shares[0] == 1 and shares[-1] == 0
     assert report.rows[-1].passes.per_pass("read_bytes") > 0

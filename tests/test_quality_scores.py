@@ -90,16 +90,6 @@ def test_scores_are_those_of_torch(
     assert compared.loss_difference.error < compared.loss.error  # it is one of pairs
 
 
-def test_the_same_logits_are_exactly_the_same(tmp_path: Path) -> None:
-    torch.manual_seed(1)
-    reference = [torch.randn(37, 50) for _ in range(2)]
-    scores, exact, rows = score([x.clone() for x in reference], reference, tmp_path)
-    compared = Comparison.of(scores, exact, rows)
-    zero, one = Estimate(0.0, 0.0), Estimate(1.0, 0.0)
-    assert compared.kl == compared.loss_difference == compared.accuracy_difference == zero
-    assert compared.agreement == one
-
-
 def test_an_error_takes_neighbours_as_one_observation() -> None:
     random = np.random.default_rng(0)
     of_stretch = random.normal(size=200).repeat(8)
