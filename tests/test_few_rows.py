@@ -33,7 +33,6 @@ from lowtide.lab.synth import synth
 from lowtide.layers.batch import Batch, Segment
 from lowtide.layers.few_rows import ShortPass, WholeLayer, WholeModel
 from lowtide.llm import plan_model
-from lowtide.policies.reads_ahead import AheadTrial
 
 AT_ONCE = ("qwen3_moe", "qwen2_moe", "mixtral", "olmoe", "bailing_moe_v2")
 """Families whose layers are one call."""
@@ -290,33 +289,6 @@ def test_an_interrupt_while_experts_behind_torchs_router_are_read(tmp_path: Path
             with pytest.raises(KeyboardInterrupt):
                 decoded(engine, 1)
         assert are_equal(decoded(engine, 1), expected)
-
-
-# Rows ahead of others
-
-
-@pytest.mark.parametrize("family", AT_ONCE)
-def test_rows_that_have_all_of_their_experts_go_ahead(
-    folders: dict[str, Path], family: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It changes no bit and no decision, and what is read for them is asked for."""
-    monkeypatch.setattr(AheadTrial, "note_seconds", lambda *_: None)  # nothing is guessed
-    with opened(folders[family]) as engine:
-        expected = [*decoded(engine, 2, prompt=1), *decoded(engine, 4, prompt=1)]
-    counts = []
-    for may_go_ahead in (True, False):
-        with opened(folders[family], 0.7, policy="lru") as engine:
-            residents = engine.experts._compiled
-            is_direct = bool(residents._struct.rows_ahead)
-            residents._struct.rows_ahead = may_go_ahead and is_direct
-            assert are_equal(
-                [*decoded(engine, 2, prompt=1), *decoded(engine, 4, prompt=1)], expected
-            )
-            counts.append(engine.as_dict())
-    assert (counts[0]["num_ahead"] > 0) == is_direct
-    assert counts[1]["num_ahead"] == counts[0]["num_wasted"] == 0
-    names = ("num_hits", "num_misses", "num_admitted", "num_evicted", "read_bytes", "num_wasted")
-    assert [counts[0][name] for name in names] == [counts[1][name] for name in names]
 
 
 # Formats

@@ -156,7 +156,7 @@ struct Twin {
                "bytes read in vain", r.read_bytes, read_bytes);
         expect(r.num_late <= r.num_ahead && r.num_ahead <= num_misses, "reads ahead", r.num_late,
                r.num_ahead, num_misses);
-        const bool may_be_ahead = r.reader != nullptr && (r.reads_ahead || r.rows_ahead);
+        const bool may_be_ahead = r.reader != nullptr && r.reads_ahead;
         expect(may_be_ahead || r.num_ahead + r.num_wasted == 0, "reads ahead of nothing");
         expect(r.num_left_out == num_left_out, "who is left out", r.num_left_out, num_left_out);
     }
@@ -204,7 +204,7 @@ struct Case {
 };
 
 // Seen in all cases.
-long num_waits = 0, num_failed = 0, num_ahead = 0, num_wasted = 0, num_rows_ahead = 0;
+long num_waits = 0, num_failed = 0, num_ahead = 0, num_wasted = 0;
 
 // Residents, free slots and rules at random.
 class Residents {
@@ -218,7 +218,7 @@ class Residents {
         r.readiness = reader_.readiness;
         r.reader = given.reads == OF_LIBRARY ? reader_.reader : nullptr;
         r.wait_limit_s = given.reads == OF_LIBRARY && below(2) ? LONG_S : 0.0003;
-        r.reads_ahead = below(2), r.rows_ahead = below(2);
+        r.reads_ahead = below(2);
         if (below(2)) r.clock = &clock_;
         r.per_token = double(below(3)), r.per_expert = double(below(2));
         r.per_share = double(below(2)) * 0.7;
@@ -252,7 +252,6 @@ class Residents {
                case_.num_threads);
         twin.compare();
         num_ahead += own_.residency.num_ahead, num_wasted += own_.residency.num_wasted;
-        num_rows_ahead += own_.residency.num_rows_ahead;
         return true;
     }
 
@@ -307,7 +306,7 @@ class Residents {
     void begin_pass() {
         Residency& r = own_.residency;
         r.num_hits = r.num_misses = r.num_admitted = r.num_evicted = r.read_bytes = 0;
-        r.num_ahead = r.num_late = r.num_wasted = r.num_rows_ahead = r.num_left_out = 0;
+        r.num_ahead = r.num_late = r.num_wasted = r.num_left_out = 0;
         std::fill(own_.hits.begin(), own_.hits.end(), 0);
         for (long slot = 0; slot < long(own_.owner.size()); ++slot)
             if (own_.owner[slot] == FREE_SLOT) std::fill_n(place(slot), num_bytes(), UNTOUCHED);
@@ -441,7 +440,6 @@ void check_residency(const Library& kernels) {
     is_unruly = false;
     expect(num_waits > 0 && num_failed > 0, "waits and failures", num_waits, num_failed);
     expect(num_ahead > 0 && num_wasted > 0, "reads ahead", num_ahead, num_wasted);
-    expect(num_rows_ahead > 0, "rows ahead of others");
 }
 
 }  // namespace driver

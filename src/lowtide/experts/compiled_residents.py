@@ -76,7 +76,6 @@ class CompiledResidents:
         self._struct.readiness = self._readiness.address
         self._struct.reader = None if compiled is None else compiled.address
         self._struct.wait_limit_s = INTERRUPT_POLL_S
-        self._struct.rows_ahead = self._trial is not None  # as for reads ahead
         self.address = ctypes.addressof(self._struct)
 
     def begin_pass(self, ranks: Ranks) -> None:
@@ -125,9 +124,7 @@ class CompiledResidents:
         # Left out: they were to come, and the pass did not ask for them.
         asked.num_moves_asked += struct.num_admitted + struct.num_left_out
         stats.num_moves_done += struct.num_admitted
-        # Nothing is guessed where rows go ahead.
-        may_guess = struct.num_misses and not struct.num_rows_ahead
-        if may_guess and self._trial is not None:
+        if struct.num_misses and self._trial is not None:
             self._trial.note_seconds(perf_counter() - self._begin_s)
         stats.num_admitted += struct.num_admitted
         stats.num_evicted += struct.num_evicted
@@ -135,7 +132,7 @@ class CompiledResidents:
         stats.num_ahead += struct.num_ahead
         stats.num_late += struct.num_late
         stats.num_wasted += struct.num_wasted
-        struct.num_ahead = struct.num_late = struct.num_wasted = struct.num_rows_ahead = 0
+        struct.num_ahead = struct.num_late = struct.num_wasted = 0
         while self._read_bytes:
             stats.read_bytes += self._read_bytes.popleft()
         stats.wait_s += struct.wait_s

@@ -9,11 +9,10 @@ namespace lowtide {
 
 void LayerExperts::begin(
     Residency& residency, long layer, const ExpertCall& call, const std::int64_t* experts,
-    const float* weights, bool may_go_ahead
+    const float* weights
 ) {
     r_ = &residency, layer_ = layer, call_ = call, weights_ = weights;
-    may_go_ahead_ = may_go_ahead && r_->rows_ahead && r_->reader != nullptr;
-    is_present_run_ = false, num_summed_ = 0;
+    is_present_run_ = is_summed_ = false;
     present_.clear(), leaving_after_use_.clear(), waiting_.clear(), pending_.clear();
 
     const long num_pairs = call.num_rows * call.num_chosen;
@@ -41,38 +40,20 @@ void LayerExperts::begin(
                  &call.places, call.parts, call.gate, call.up, call.out, call.num_rows,
                  call.num_chosen, call.hidden, call.width);
         for (long expert : leaving_after_use_) evict(expert);
-        is_present_run_ = true, num_summed_ = call.num_rows;
+        is_present_run_ = is_summed_ = true;
         drop_ahead();
         return;
     }
     SortedPairs sorted(call.x, experts, slots.data(), call.parts, call.num_rows, call.num_chosen,
                        call.hidden);
     row_of_ = std::move(sorted.row_of);
-    divide(sorted.groups, experts, is_admitted);
-    drop_ahead();
-    start_reads();
-}
-
-// The demand into those that are present and those that are claimed; where rows may go ahead, the
-// first rows' first.
-void LayerExperts::divide(
-    const std::vector<Group>& groups, const std::int64_t* experts,
-    const std::vector<char>& is_admitted
-) {
-    std::vector<long> first_row(r_->num_experts);
-    for (long pair = call_.num_rows * call_.num_chosen; pair-- > 0;)
-        first_row[experts[pair]] = pair / call_.num_chosen;
-    std::vector<Arrival> absent;
     for (std::size_t i = 0; i < demand_.size(); ++i) {
         const long expert = demand_[i].expert;
-        if (groups[i].slot >= 0) present_.push_back(groups[i]);
-        else absent.push_back({expert, -1, groups[i], is_admitted[expert] != 0, first_row[expert]});
+        if (slots[i] >= 0) present_.push_back(sorted.groups[i]);
+        else claim({expert, -1, sorted.groups[i], is_admitted[expert] != 0});
     }
-    if (may_go_ahead_)
-        std::stable_sort(absent.begin(), absent.end(), [](const Arrival& a, const Arrival& b) {
-            return a.first_row < b.first_row;
-        });
-    for (const Arrival& arrival : absent) claim(arrival);
+    drop_ahead();
+    start_reads();
 }
 
 // An absent expert of this layer, which may be on its way already.
@@ -89,6 +70,88 @@ void LayerExperts::claim(Arrival arrival) {
     waiting_.push_back(arrival);
 }
 
+// `bump` of policies/ranks.py.
+void LayerExperts::raise_ranks() {
+    double* const rank = r_->rank + layer_ * r_->num_experts;
+    if (r_->clock != nullptr) {
+        for (const Demand& demand : demand_)
+            rank[demand.expert] = static_cast<double>(++*r_->clock);
+        return;
+    }
+    const auto worth = [this](long num_tokens) {
+        return r_->worth == nullptr ? static_cast<double>(num_tokens)
+                                    : r_->worth[std::min(num_tokens, r_->num_worth - 1)];
+    };
+    double total = 0;
+    for (const Demand& demand : demand_) {
+        rank[demand.expert] += r_->per_token * static_cast<double>(demand.num_rows) + r_->per_expert;
+        total += worth(demand.num_rows);
+    }
+    if (r_->per_share == 0 || !(total > 0)) return;
+    for (const Demand& demand : demand_)
+        rank[demand.expert] += r_->per_share * worth(demand.num_rows) / total;
+}
+
+// `choose` of policies/ranks.py, and what follows from who is not demanded.
+void LayerExperts::admit(std::vector<char>& is_admitted) {
+    const long num_experts = r_->num_experts, room = r_->room[layer_];
+    const double* const rank = r_->rank + layer_ * num_experts;
+    std::vector<char> is_demanded(num_experts, 0), has_left(num_experts, 0);
+    for (const Demand& demand : demand_) {
+        is_demanded[demand.expert] = 1;
+        r_->hits[layer_ * num_experts + demand.expert] += demand.num_rows;
+    }
+    raise_ranks();
+    std::vector<long> entering, victims;
+    long num_residents = 0;
+    for (long expert = 0; expert < num_experts; ++expert) {
+        if (table()[expert] >= 0)
+            ++num_residents;
+        else if (rank[expert] > 0 && (is_demanded[expert] || r_->includes_all))
+            entering.push_back(expert);
+    }
+    const auto leave = [&](long expert) {
+        has_left[expert] = 1;
+        victims.push_back(expert);
+    };
+    for (; num_residents > room; --num_residents) leave(lowest(has_left));
+    std::stable_sort(entering.begin(), entering.end(),
+                     [&](long a, long b) { return rank[a] > rank[b]; });
+    if (static_cast<long>(entering.size()) > r_->most) entering.resize(r_->most);
+    long num_left_out = 0;
+    for (long expert : entering) {
+        if (num_residents < room) {
+            ++num_residents;
+        } else {
+            const long victim = lowest(has_left);
+            if (victim < 0 || !(rank[expert] > rank[victim])) break;
+            leave(victim);
+        }
+        is_admitted[expert] = is_demanded[expert];
+        num_left_out += !is_demanded[expert];
+    }
+    // Experts that are not demanded are not read: as many others stay.
+    r_->num_left_out += num_left_out;
+    std::sort(victims.begin(), victims.end());
+    for (std::size_t i = num_left_out; i < victims.size(); ++i) {
+        if (is_demanded[victims[i]]) leaving_after_use_.push_back(victims[i]);
+        else evict(victims[i]);
+    }
+}
+
+// The resident of lowest rank that has not left; -1: there is none.
+long LayerExperts::lowest(const std::vector<char>& has_left) const {
+    const double* const rank = r_->rank + layer_ * r_->num_experts;
+    long found = -1;
+    for (long expert = 0; expert < r_->num_experts; ++expert) {
+        if (table()[expert] < 0 || has_left[expert]) continue;
+        if (found < 0 || rank[expert] < rank[found] ||
+            (rank[expert] == rank[found] && !r_->low_ids_leave))
+            found = expert;
+    }
+    return found;
+}
+
 void LayerExperts::evict(long expert) {
     std::int64_t& slot = table()[expert];
     free_slot(slot);
@@ -102,18 +165,17 @@ void LayerExperts::free_slot(long slot) {
 }
 
 Status LayerExperts::advance() {
-    if (num_summed_ == call_.num_rows) return DONE;
+    if (is_summed_) return DONE;
     if (r_->num_asked > 0) return READS;
     if (!is_present_run_) run_present();
     while (!waiting_.empty() || !pending_.empty()) {
         start_reads();
         if (r_->num_asked > 0) return READS;
-        if (can_go_ahead()) return ROWS;
         if (pending_.empty() && dropped_.empty()) return STUCK;
         const Status status = pending_.empty() ? await_dropped() : take_arrivals();
         if (status != DONE) return status;
     }
-    sum(call_.num_rows);
+    sum();
     return DONE;
 }
 
@@ -150,26 +212,20 @@ void LayerExperts::start_read(long layer, long expert, long slot) {
 }
 
 bool LayerExperts::can_read_ahead() const {
-    // Rows that go ahead know what others only expect.
-    return r_->reads_ahead && !may_go_ahead_ && r_->reader != nullptr && waiting_.empty() &&
-           r_->free_state[1] > 0;
+    return r_->reads_ahead && r_->reader != nullptr && waiting_.empty() && r_->free_state[1] > 0;
 }
 
 void LayerExperts::read_ahead(long layer, const std::int64_t* experts, long count) {
-    for (long i = 0; i < count; ++i) {
-        const long expert = experts[i];
-        if (r_->table[layer * r_->num_experts + expert] >= 0 || is_ahead(expert)) continue;
+    std::vector<std::int64_t> distinct(experts, experts + count);
+    std::sort(distinct.begin(), distinct.end());
+    distinct.erase(std::unique(distinct.begin(), distinct.end()), distinct.end());
+    for (long expert : distinct) {
+        if (r_->table[layer * r_->num_experts + expert] >= 0) continue;
         if (r_->free_state[1] == 0) return;
         const long slot = take_slot();
         start_read(layer, expert, slot);
         ahead_.push_back({layer, expert, slot});
     }
-}
-
-// Whether it is read ahead already, for the one layer that is read ahead of.
-bool LayerExperts::is_ahead(long expert) const {
-    return std::any_of(ahead_.begin(), ahead_.end(),
-                       [=](const Ahead& ahead) { return ahead.expert == expert; });
 }
 
 // Gives up what no layer has claimed.
@@ -276,33 +332,10 @@ void LayerExperts::settle(const Arrival& arrival) {
     ++r_->num_admitted;
 }
 
-// Whether half of the rows have all of their experts as the last ones of the others are read, and
-// there is a slot for more.
-bool LayerExperts::can_go_ahead() const {
-    return may_go_ahead_ && num_summed_ == 0 && waiting_.empty() && r_->free_state[1] > 0 &&
-           2 * num_complete() >= call_.num_rows;
-}
-
-// Rows, from the first on, for which no expert is on its way.
-long LayerExperts::num_complete() const {
-    long count = call_.num_rows;
-    for (const Arrival& arrival : pending_) count = std::min(count, arrival.first_row);
-    return count;
-}
-
-long LayerExperts::sum_complete() {
-    sum(num_complete());
-    r_->num_rows_ahead += num_summed_;
-    return num_summed_;
-}
-
-// The rows up to `stop` that are not summed yet.
-void LayerExperts::sum(long stop) {
+void LayerExperts::sum() {
     const ExpertCall& c = call_;
-    const long first = num_summed_ * c.num_chosen;
-    combine(c.variant, c.parts, row_of_.data() + first, weights_ + first,
-            c.out + num_summed_ * c.hidden, stop - num_summed_, c.num_chosen, c.hidden);
-    num_summed_ = stop;
+    combine(c.variant, c.parts, row_of_.data(), weights_, c.out, c.num_rows, c.num_chosen, c.hidden);
+    is_summed_ = true;
 }
 
 }  // namespace lowtide

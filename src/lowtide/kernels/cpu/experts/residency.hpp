@@ -38,11 +38,9 @@ struct Residency {
     Reader* reader;  // null: Python reads
     double wait_limit_s;  // of one call
     long reads_ahead;  // whether to read what the next layer is expected to ask for
-    long rows_ahead;  // whether rows that have all of their experts go ahead of the others
     // What became of it, counted on and on.
     long num_hits, num_misses, num_admitted, num_left_out, num_evicted, read_bytes;
     long num_ahead, num_late, num_wasted;  // reads ahead: used, of these not there in time; not used
-    long num_rows_ahead;  // rows that went ahead of others, in all layers
     double wait_s;
     // In this pass:
     long num_asked;
@@ -57,7 +55,6 @@ enum Status : int {
     READS,  // once what is `asked` is being read
     FAILED,  // the read of `expert` into `slot`, with `error`
     STUCK,  // an expert waits for a slot and none is on its way to be free
-    ROWS,  // within a pass: the first rows have all of their experts, others wait for theirs
 };
 
 // What computes a layer's experts: as in layer.hpp's `Experts`, and its scratch. As Python hands it
@@ -76,24 +73,19 @@ struct ExpertCall {
 
 class LayerExperts {
  public:
-    // experts, weights [num_rows, num_chosen], experts ascending in each row; they stay. Where rows
-    // may go ahead, they are to have their experts in order.
+    // experts, weights [num_rows, num_chosen], experts ascending in each row; they stay.
     void begin(
         Residency& residency, long layer, const ExpertCall& call, const std::int64_t* experts,
-        const float* weights, bool may_go_ahead = false
+        const float* weights
     );
 
-    // On to the sum; ROWS once in a layer at most, if rows may go ahead.
+    // On to the sum.
     Status advance();
-
-    // After ROWS: sums the rows that are complete; how many, from the first on.
-    long sum_complete();
 
     // Whether all that this layer waits for is being read, and there is a slot for more.
     bool can_read_ahead() const;
 
-    // Begins to read those that are absent of what a coming layer will ask for or is expected to, in
-    // order, as far as slots are free.
+    // Begins to read those that are absent of what a coming layer is expected to ask for.
     void read_ahead(long layer, const std::int64_t* experts, long count);
 
     // After the last layer: WAITS while a read that was given up is not over.
@@ -108,19 +100,13 @@ class LayerExperts {
         long expert, slot;
         Group group;
         bool is_admitted;
-        long first_row;  // that asks for it
     };
 
     struct Ahead {
         long layer, expert, slot;
     };
 
-    void divide(
-        const std::vector<Group>& groups, const std::int64_t* experts,
-        const std::vector<char>& is_admitted
-    );
     void claim(Arrival arrival);
-    bool is_ahead(long expert) const;
     void drop_ahead();
     Status await_dropped();
     void start_read(long layer, long expert, long slot);
@@ -138,9 +124,7 @@ class LayerExperts {
     Status take_arrivals();
     int wait(long slot);
     void settle(const Arrival& arrival);
-    bool can_go_ahead() const;
-    long num_complete() const;
-    void sum(long stop);
+    void sum();
 
     std::int64_t* table() const { return r_->table + layer_ * r_->num_experts; }
 
@@ -155,8 +139,7 @@ class LayerExperts {
     std::deque<Arrival> waiting_, pending_;
     std::vector<Ahead> ahead_;
     std::deque<Ahead> dropped_;  // were given up and are not over
-    bool may_go_ahead_ = false, is_present_run_ = false;
-    long num_summed_ = 0;  // rows, from the first on
+    bool is_present_run_ = false, is_summed_ = false;
 };
 
 }  // namespace lowtide

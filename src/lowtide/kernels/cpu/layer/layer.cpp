@@ -10,7 +10,6 @@
 // them, as an address, whatever they are stored in.
 
 #include <algorithm>
-#include <utility>
 #include <vector>
 
 #include "layer/layer.hpp"
@@ -148,122 +147,44 @@ void add_mlp(const Pass& p, const Layer& layer) {
     });
 }
 
-// Rows `first` to `stop` of a pass. Scratch begins where it did.
-Pass rows_of(const Pass& p, long hidden, long first, long stop) {
-    Pass rows = p;
-    rows.num_rows = stop - first;
-    rows.x += first * hidden, rows.mlp_input += first * hidden, rows.routed += first * hidden;
-    rows.cos += first * p.half, rows.sin += first * p.half, rows.tokens += 2 * first;
-    return rows;
-}
-
-// Scratch for rows beside a layer that uses their pass's.
-class Aside {
- public:
-    // For `layer`'s router.
-    Pass at_router(Pass rows, const Layer& layer) {
-        const Experts& e = layer.experts;
-        logits_.resize(rows.num_rows * e.choice.num_experts);
-        router_input_.resize(e.is_float32 ? rows.num_rows * layer.hidden : 0);
-        rows.logits = logits_.data(), rows.router_input = router_input_.data();
-        return rows;
-    }
-
-    // From `layer`'s sum of experts to the router of the next one.
-    Pass to_router(Pass rows, const Layer& layer, const Layer& next) {
-        const Attention& a = next.attention;
-        const long size = a.num_heads * a.head_dim, width = size + 2 * a.num_key_heads * a.head_dim;
-        const long hidden = layer.hidden, shared = layer.shared.gate.num_outs;
-        scratch_.resize(rows.num_rows * (3 * hidden + size + width + 2 * shared + 1));
-        bf16* start = scratch_.data();
-        const auto take = [&](long length) {
-            return std::exchange(start, start + rows.num_rows * length);
-        };
-        rows.normed = take(hidden), rows.qkv = take(width), rows.attended = take(size);
-        rows.update = take(hidden);
-        rows.shared_gate = take(shared), rows.shared_up = take(shared);
-        rows.shared = take(hidden), rows.share = take(1);
-        return at_router(rows, next);
-    }
-
- private:
-    std::vector<bf16> scratch_;
-    std::vector<float> logits_, router_input_;
-};
-
-// Layers on their way: at the experts of `turn`, once these have begun. Where rows of several
-// sequences wait for experts, those that have all of theirs go ahead to the next layer's router, so
-// that the disk has reads to do until the others are there.
+// Layers on their way: at the experts of `turn`, once these have begun.
 class LayersRun {
  public:
     // Goes on from where the last call ended; at the first layer after DONE.
     Status advance(const Turn* turns, long num_turns, bool attends, Residency* residency) {
         for (; turn_ < num_turns; ++turn_, has_begun_ = false) {
             const Turn& turn = turns[turn_];
-            const Turn* const next = turn_ + 1 < num_turns ? &turns[turn_ + 1] : nullptr;
             if (!has_begun_) {
-                begin(turn, next, attends, residency);
+                begin(turn, attends, residency);
+                const bool has_experts = turn.layer->experts.router != nullptr;
+                if (has_experts && turn_ + 1 < num_turns) expect(*turn.pass, turns[turn_ + 1]);
                 has_begun_ = true;
             }
-            const Status status = run_experts(turn, next);
-            if (status != DONE) return status;
-            const Pass& p = *turn.pass;
-            add_mlp(rows_of(p, turn.layer->hidden, num_ahead_, p.num_rows), *turn.layer);
+            if (turn.layer->experts.router != nullptr) {
+                const Status status = experts_.advance();
+                if (status != DONE) return status;
+            }
+            add_mlp(*turn.pass, *turn.layer);
         }
         const Status status = experts_.end_pass();
         if (status == DONE) turn_ = 0;
         return status;
     }
 
-    void reset() { turn_ = num_ahead_ = 0, has_begun_ = false, experts_ = LayerExperts(); }
+    void reset() { turn_ = 0, has_begun_ = false, experts_ = LayerExperts(); }
 
  private:
-    void begin(const Turn& turn, const Turn* next, bool attends, Residency* residency) {
+    void begin(const Turn& turn, bool attends, Residency* residency) {
         const Pass& p = *turn.pass;
         const Layer& layer = *turn.layer;
-        const Pass rows = rows_of(p, layer.hidden, num_ahead_, p.num_rows);
-        if (attends) attend(rows, layer);
-        normalise(rows, layer, layer.mlp_norm, rows.mlp_input);
+        if (attends) attend(p, layer);
+        normalise(p, layer, layer.mlp_norm, p.mlp_input);
         if (layer.experts.router == nullptr) return;
-        choose(rows, layer, num_ahead_, p.num_rows);
-        std::copy_n(ahead_input_.data(), num_ahead_ * layer.hidden, p.mlp_input);
-        num_ahead_ = 0;
-        chosen_.swap(next_chosen_), weights_.swap(next_weights_);
-        const bool may_go_ahead = attends && p.num_rows > 1 && next != nullptr &&
-                                  next->layer->experts.router != nullptr && next->pass == turn.pass;
+        chosen_.resize(p.num_rows * layer.experts.choice.num_chosen);
+        weights_.resize(chosen_.size());
+        route(p, layer, chosen_.data(), weights_.data());
         experts_.begin(*residency, turn.number, expert_call(p, layer), chosen_.data(),
-                       weights_.data(), may_go_ahead);
-        if (next != nullptr) expect(p, *next);
-    }
-
-    // Of rows from `first` on, in a layer that others may not have come to.
-    void choose(const Pass& rows, const Layer& layer, long first, long num_all) {
-        const long k = layer.experts.choice.num_chosen;
-        next_chosen_.resize(num_all * k), next_weights_.resize(num_all * k);
-        route(rows, layer, next_chosen_.data() + first * k, next_weights_.data() + first * k);
-    }
-
-    Status run_experts(const Turn& turn, const Turn* next) {
-        if (turn.layer->experts.router == nullptr) return DONE;
-        Status status;
-        while ((status = experts_.advance()) == ROWS) go_ahead(turn, *next);
-        return status;
-    }
-
-    // The rows that have all of their experts: to the next layer's router, whose choice is read.
-    void go_ahead(const Turn& turn, const Turn& next) {
-        const Pass& p = *turn.pass;
-        const Layer &layer = *turn.layer, &after = *next.layer;
-        num_ahead_ = experts_.sum_complete();
-        Pass rows = aside_.to_router(rows_of(p, layer.hidden, 0, num_ahead_), layer, after);
-        add_mlp(rows, layer);
-        attend(rows, after);
-        ahead_input_.resize(num_ahead_ * layer.hidden);
-        rows.mlp_input = ahead_input_.data();
-        normalise(rows, after, after.mlp_norm, rows.mlp_input);
-        choose(rows, after, 0, p.num_rows);
-        experts_.read_ahead(next.number, next_chosen_.data(),
-                            num_ahead_ * after.experts.choice.num_chosen);
+                       weights_.data());
     }
 
     // Reads ahead what the next layer's router makes of this layer's features, which is most of
@@ -271,20 +192,20 @@ class LayersRun {
     void expect(const Pass& p, const Turn& next) {
         const Experts& e = next.layer->experts;
         if (e.router == nullptr || !experts_.can_read_ahead()) return;
+        logits_.resize(p.num_rows * e.choice.num_experts);
+        input_.resize(e.is_float32 ? p.num_rows * next.layer->hidden : 0);
         expected_.resize(p.num_rows * e.choice.num_chosen);
         expected_weights_.resize(expected_.size());
-        route(aside_.at_router(p, *next.layer), *next.layer, expected_.data(),
-              expected_weights_.data());
+        Pass own = p;
+        own.logits = logits_.data(), own.router_input = input_.data();
+        route(own, *next.layer, expected_.data(), expected_weights_.data());
         experts_.read_ahead(next.number, expected_.data(), static_cast<long>(expected_.size()));
     }
 
     LayerExperts experts_;
-    Aside aside_;
-    std::vector<std::int64_t> chosen_, next_chosen_, expected_;
-    std::vector<float> weights_, next_weights_, expected_weights_;
-    std::vector<bf16> ahead_input_;  // of the next layer's experts: rows that are ahead
+    std::vector<std::int64_t> chosen_, expected_;
+    std::vector<float> weights_, logits_, input_, expected_weights_;
     long turn_ = 0;
-    long num_ahead_ = 0;  // rows, from the first on, whose choice in the next layer is made
     bool has_begun_ = false;
 };
 
