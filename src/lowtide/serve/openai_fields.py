@@ -23,7 +23,7 @@ MAX_ANSWERS = 16
 MAX_STOPS, MAX_STOP_CHARS = 16, 1024
 
 MAX_FIELDS = 1024
-"""Of a request, or of an object in it: each that is not known makes an error of its own."""
+"""Most fields of a request, or of an object in it: an unknown one makes an error of its own."""
 
 MAX_INTEGER = 2**31 - 1
 MIN_TOP_P = 1e-6  # 0 asks for the likeliest token alone

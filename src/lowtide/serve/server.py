@@ -25,7 +25,7 @@ SHUTDOWN_S = 30
 """What answers have to come to their end after a signal."""
 
 LAST_WORDS_S = 2
-"""Of it, for telling clients whose answers have not."""
+"""The part of it for telling clients whose answers have not."""
 
 SPARE_THREADS = 16
 """Beside one for each request: for what counts tokens, looks at counters and gives memory back."""

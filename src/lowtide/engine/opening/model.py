@@ -77,7 +77,7 @@ class OpenModel:
     )
     """By what the policy wants: see `registering.planner_of`."""
     finite_share: list[float] = field(default_factory=list, repr=False, compare=False)
-    """Of the weights, once they were looked through for an infinity or NaN: see `not_finite`."""
+    """What the weights have, once they were looked through for an infinity or NaN: `not_finite`."""
 
     @property
     def device(self) -> str:
