@@ -41,6 +41,8 @@ ASKED = tuple(LogitNeeds(second=True, entropy=True, is_guided=guided) for guided
 class Eager:
     """Without a plan: every buffer has memory of its own, every operator takes all rows at once."""
 
+    state = None
+
     def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype)
 
@@ -50,8 +52,6 @@ class Eager:
         return nullcontext()
 
     def begin(self, counts: Counts) -> None: ...
-
-    def mark(self) -> None: ...
 
     def reset(self, mark: None = None) -> None: ...
 
