@@ -69,7 +69,7 @@ def test_an_answer_reads_the_absent_half_once_a_step(
         with engine.executor.in_charge():
             steps = every_expert._steps(engine, 256, 3)
         assert len(steps) == 3
-        assert experts.host.stats.num_ahead > 0 and not experts.host.num_ahead
+        assert experts.host.stats.num_ahead > 0 and not experts.host.read_ahead
         # Beside what was asked for only guesses within a pass, of which nearly all are right.
         assert len(begun) == experts.stats.num_misses + experts.host.stats.num_wasted
         assert len(begun) <= 1.01 * experts.stats.num_misses
