@@ -439,10 +439,26 @@ def write_weights(model: Path, name: str, bits: int) -> Path:
 HUGE, NAN, OVERFLOWING = 0x4748, 0x7FC0, 0x7149  # bfloat16: 51,200; no number; 1e30
 
 
+@pytest.fixture
+def searches(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Arguments of each time that weights are looked through: others wait for passes meanwhile."""
+    asked: list[Any] = []
+    check_finite = not_finite.check_finite
+
+    def noting(*arguments: Any) -> float:
+        asked.append(arguments)
+        return check_finite(*arguments)
+
+    monkeypatch.setattr(not_finite, "check_finite", noting)
+    return asked
+
+
 @pytest.mark.parametrize(
     "name", ["model.norm.weight", "model.layers.2.mlp.experts.7.down_proj.weight"]
 )
-def test_weights_that_are_not_numbers_are_the_checkpoints_fault(model: Path, name: str) -> None:
+def test_weights_that_are_not_numbers_are_the_checkpoints_fault(
+    model: Path, name: str, searches: list[Any]
+) -> None:
     path = write_weights(model, name, NAN)
     with nothing_left(model), LLM(model) as llm:
         for _ in range(2):
@@ -451,6 +467,7 @@ def test_weights_that_are_not_numbers_are_the_checkpoints_fault(model: Path, nam
             found = e.value.__cause__  # what the engine's thread raised
             assert found is not None and "position" in str(found.__context__)
             check_idle(llm)
+    assert len(searches) == 1
 
 
 def test_weights_that_overflow_in_the_compute_type(model: Path) -> None:
@@ -462,26 +479,18 @@ def test_weights_that_overflow_in_the_compute_type(model: Path) -> None:
 
 
 def test_arithmetic_that_overflows_is_not_the_checkpoints_fault(
-    model: Path, monkeypatch: pytest.MonkeyPatch
+    model: Path, monkeypatch: pytest.MonkeyPatch, searches: list[Any]
 ) -> None:
     write_weights(model, "model.norm.weight", HUGE)
     write_weights(model, "lm_head.weight", HUGE)
     write_weights(model, "model.layers.2.mlp.gate.weight", HUGE)
     checked = r"not finite.* all weights are finite: float16 overflowed\. Choose dtype bfloat16"
-    searches: list[Any] = []
-    check_finite = not_finite.check_finite
-
-    def noting(*arguments: Any) -> float:
-        searches.append(arguments)
-        return check_finite(*arguments)
-
-    monkeypatch.setattr(not_finite, "check_finite", noting)
     with LLM(model, dtype="float16") as llm:
         with pytest.raises(NumericError, match=checked):
             llm.generate(PROMPT, PARAMS)
         with pytest.raises(NumericError, match=checked):
             llm.logits(PROMPT)
-    assert len(searches) == 1  # others wait for their passes meanwhile
+    assert len(searches) == 1
     monkeypatch.setattr(not_finite, "SEARCH_S", 0.0)
     with LLM(model, dtype="float16") as llm, pytest.raises(NumericError, match="the 0% of weigh"):
         llm.generate(PROMPT, PARAMS)

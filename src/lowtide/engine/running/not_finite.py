@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from torch import Tensor
 
 from lowtide.engine.opening.model import OpenModel
-from lowtide.errors import NumericError
+from lowtide.errors import CheckpointError, NumericError
 from lowtide.formats.plain import plain_format
 from lowtide.model_folder.checkpoint import Checkpoint
 from lowtide.reading.finite_weights import check_finite
@@ -41,10 +41,14 @@ def fault_found(opened: OpenModel) -> Iterator[None]:
 def _exonerate(opened: OpenModel, checkpoint: Checkpoint, error: NumericError) -> NumericError:
     """The error of weights that are finite; raises CheckpointError if they are not."""
     if not opened.finite_share:  # once: what else is asked waits meanwhile
-        dtypes = _loaded_dtypes(opened, checkpoint)
-        share = check_finite(checkpoint, opened.options.report, dtypes, SEARCH_S)
-        opened.finite_share.append(share)
+        dtypes, report = _loaded_dtypes(opened, checkpoint), opened.options.report
+        try:
+            opened.finite_share.append(check_finite(checkpoint, report, dtypes, SEARCH_S))
+        except CheckpointError as fault:
+            opened.finite_share.append(str(fault))
     [share] = opened.finite_share
+    if isinstance(share, str):
+        raise CheckpointError(share)
     dtype = str(opened.dtype).removeprefix("torch.")
     found = "all weights are finite"
     if share < 1:
