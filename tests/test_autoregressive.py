@@ -432,3 +432,14 @@ def test_diffusion_models_refuse_what_needs_tokens_one_by_one() -> None:
     with LLM(GOLDENS / "llada2-a") as llm:
         with pytest.raises(UnsupportedError, match="presence_penalty, logprobs: LLaDA2"):
             llm.generate([[1]], params)
+
+
+def test_the_demo_model_stops_at_a_string() -> None:
+    with LLM("demo:chat", context=256) as llm:
+        [whole] = llm.generate("Sort 93 21 57 40 12", SamplingParams())
+        stop = whole.text[5:8]
+        [cut] = llm.generate("Sort 93 21 57 40 12", SamplingParams(stop=[stop]))
+        check_idle(llm)
+    assert cut.finish_reason == "stop" and cut.text == whole.text[: whole.text.find(stop)]
+    assert cut.token_ids == whole.token_ids[: len(cut.token_ids)]
+    assert len(cut.token_ids) < len(whole.token_ids) - 1

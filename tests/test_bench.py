@@ -111,6 +111,7 @@ def test_an_engine_goes_on_under_any_policy() -> None:
     budget = budget_of_share(plan_model(MODEL, **options), 0.4)
     with LLM(MODEL, device="cpu", context=128) as llm:
         [wanted] = llm.generate([[5, 6, 7]], PARAMS)
+    assert wanted.usage.receipt is None  # no policy that changes words
     with LLM(MODEL, gpu_memory=budget, **options) as llm:
         for policy in sorted(set(preset_names()) - {"resident"}):
             llm.adopt_policy(policy)

@@ -369,3 +369,14 @@ def test_only_presets_that_may_decide_something_go_on() -> None:
         for name, speed in speeds.items()
     }
     assert policies.contenders(names, taken) == ["tide", "tide tau=1", "lowtide", "static"]
+
+
+def test_what_is_expected_of_presets_is_a_ratio() -> None:
+    policies = import_module("policies")
+    speeds = {"tide tau=1": 1.0, "tide": 2.0, "dali": 4.0, "hybrimoe": 2.0, "lowtide": 3.0}
+    assert policies.expectations(speeds) == {
+        "tide / tide tau=1": 2.0,
+        "dali / hybrimoe": 2.0,
+        "lowtide / best other": 0.75,
+        "lowtide / tide or dali": 0.75,
+    }

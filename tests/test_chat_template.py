@@ -109,6 +109,11 @@ def test_tools_are_a_variable_of_templates_that_have_it() -> None:
         render("{{ messages[0].content }}", HELLO, tools=tools)
 
 
+def test_content_is_never_a_template() -> None:
+    said = "{{ 7 * 7 }}{% for x in messages %}"
+    assert render("{{ messages[0].content }}", HELLO | {"content": said}) == said
+
+
 def test_nesting_is_bounded() -> None:
     tool: dict[str, Any] = {}
     for _ in range(100_000):

@@ -116,6 +116,19 @@ def test_small_requests_share_a_segment_and_large_ones_have_their_own() -> None:
     assert allocator.reserved_bytes == 34 * MIB and allocator.num_segments == 3
 
 
+def test_a_rest_is_split_off_where_it_is_worth_it_and_the_best_fit_is_taken() -> None:
+    allocator = cuda_allocator.CachingAllocator()
+    block = allocator.allocate(11 * MIB + MIB // 2)  # of 12 MiB, half of one is not split off
+    assert block.num_bytes == 12 * MIB
+    allocator.free(block)
+    assert allocator.allocate(10 * MIB).num_bytes == 10 * MIB
+    allocator = cuda_allocator.CachingAllocator()
+    first, _, third = (allocator.allocate(4 * MIB) for _ in range(3))
+    allocator.free(first)
+    allocator.free(third)  # joins the rest of 8 MiB of the segment
+    assert allocator.allocate(2 * MIB).address == first.address
+
+
 def test_segments_are_given_back_only_where_there_is_no_more() -> None:
     changes = [("a", 12), ("a", -12), ("b", 20), ("b", -20)]
     trace = [cuda_allocator.Change(key, size * MIB) for key, size in changes]

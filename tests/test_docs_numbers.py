@@ -106,6 +106,17 @@ def test_measured_numbers_stand_between_marks(name: str) -> None:
     assert not rotten, "these need no leave"
 
 
+def test_what_looks_measured() -> None:
+    for text in ("12.5 tokens/s.", "1.4 to 1.7 times", "92% of it", "0.85 of it", "30 us."):
+        assert measured_numbers(text), text
+    for text in (
+        "A model of 16.3 B parameters (30.3 GiB) in 12 GiB, 64 new tokens, LLaDA2.0.",
+        "`--share 0.25` and\n\n```sh\n12 tokens/s\n```\n",
+        "<!-- measured: a -->\n12 tokens/s\n<!-- end of measured -->",
+    ):
+        assert not measured_numbers(text), text
+
+
 PARTS = re.compile(r"<!-- measured: \S+ -->\n(.*?)<!-- end of measured -->", re.S)
 LINK = re.compile(r"\]\(([^)#\s]+\.jsonl)#L(\d+)\)")
 TO = re.compile(LINK.pattern + r" to \[\d+" + LINK.pattern)
@@ -165,6 +176,14 @@ def test_what_was_timed_stands_beside_its_range(page: Path) -> None:
                 is_timed = "tokens/s" in name and not name.startswith(("simulated", "first answer"))
                 if is_timed and cell is not name and re.search(r"\d", cell):
                     assert " to " in cell, row
+
+
+def test_links_from_one_line_to_another_take_those_between() -> None:
+    file = "../docs/results/2026-11-26-tau.jsonl"
+    row = f"| a | [2]({file}#L2) to [4]({file}#L4), [9]({file}#L9) |"
+    text = results_of((ROOT / "docs" / file).resolve())
+    wanted = [str(json.loads(text[place])) for place in (1, 2, 3, 8)]
+    assert sorted(map(str, linked(row, Path("docs/measured.md")))) == sorted(wanted)
 
 
 def test_lines_of_other_arguments_do_not_count() -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from functools import partial
 from pathlib import Path
 
@@ -92,6 +94,15 @@ def test_a_part_that_fails_leaves_the_others(
     )
 
 
+def test_the_tests_need_pytest_and_say_so(
+    report: gpu.Report, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(gpu, "find_spec", lambda name: None)
+    assert not gpu.run_tests(report)
+    report.print_table()
+    assert "no pytest" in capsys.readouterr().out
+
+
 def test_what_is_compiled_goes_elsewhere_where_the_home_cannot_be_written(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -142,6 +153,13 @@ def test_results_that_cannot_be_written_are_said_before_anything_runs(
     monkeypatch.setattr(sys, "argv", ["gpu.py", "short", "--out", str(tmp_path / "file" / "out")])
     assert gpu.main() == 1
     assert "OUT=" in capsys.readouterr().err
+
+
+def test_the_deadline_interrupts() -> None:
+    before = signal.getsignal(signal.SIGALRM)
+    with pytest.raises(gpu.DeadlineReached), gpu.deadline(0.05):
+        threading.Event().wait(60)
+    signal.signal(signal.SIGALRM, before)
 
 
 def test_without_a_gpu_it_says_so(

@@ -14,7 +14,7 @@ import pytest
 pytest.importorskip("triton")
 
 import torch
-from late_cuda import LateGpu, late_cuda
+from late_cuda import CUDA, LateGpu, late_cuda
 
 from lowtide.core import Costs, Curve, Facts, MoEShape, RoutedTokens
 from lowtide.devices import cuda
@@ -465,3 +465,21 @@ def test_costs_are_measured_from_pinned_memory(monkeypatch: pytest.MonkeyPatch) 
     assert arenas and not any(pinned.holds(arena.bytes) for arena in arenas)
     costs = measured.costs()
     assert costs.link_s > 0 and costs.sync_s > 0 and costs.device_s.at(8) > 0
+
+
+def test_work_is_done_when_it_is_waited_for_and_devices_are_not_mixed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with late_cuda(monkeypatch):
+        there, here = torch.zeros(4, device=CUDA), torch.zeros(4)
+        host = torch.empty(4, pin_memory=True)
+        host.fill_(1.0)
+        there.copy_(host, non_blocking=True)
+        host.fill_(2.0)  # too early: the copy was only queued
+        assert there.cpu().tolist() == [2.0] * 4
+        with pytest.raises(AssertionError, match="mixes"):
+            there + here
+        with pytest.raises(AssertionError, match="not pinned"):
+            there.copy_(here, non_blocking=True)
+        with pytest.raises(AssertionError, match="address"):
+            there.data_ptr()

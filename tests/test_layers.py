@@ -277,6 +277,16 @@ def test_small_products_stay_on_one_thread() -> None:
     assert bool((out == 8).all())
 
 
+def test_a_bias_is_divided_as_its_features_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear_module, "SPLIT_BYTES", 0)
+    weight, bias, x = randn(150, 8), randn(150, seed=1), randn(5, 8, seed=2)
+    executor = InlineExecutor()
+    executor.num_threads = 3
+    out = torch.empty(5, 150)
+    Linear(weight, on_this_thread(executor=executor), bias).forward(x, out)
+    torch.testing.assert_close(out, x @ weight.T + bias)
+
+
 # Router
 
 

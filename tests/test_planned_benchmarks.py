@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import max_context
+import planned_memory
 import pytest
 import step_time
 import torch
@@ -115,6 +116,12 @@ def test_the_longest_undivided_sequence_needs_no_weights(form: Any, tmp_path: Pa
     assert needed_bytes(longest) <= 20 * MIB < needed_bytes(longest + 1)
     assert longest < model.longest(20 * MIB, lambda num_tokens: num_tokens // 2, 1 << 20)
     assert model.longest_whole(MIB, lambda num_tokens: num_tokens, 1 << 20) == 0
+
+
+def test_a_plan_is_kept_within_a_percent_or_32_mib() -> None:
+    assert planned_memory.is_as_planned(100 * MIB, 131 * MIB)
+    assert not planned_memory.is_as_planned(100 * MIB, 133 * MIB)
+    assert planned_memory.is_as_planned(10_000 * MIB, 10_099 * MIB)
 
 
 @pytest.mark.skipif(not Path("/proc/self/pagemap").exists(), reason="Linux's page map")

@@ -41,6 +41,16 @@ def test_a_load_is_told_by_its_tokens() -> None:
     assert nothing["first_s_p99"] is None and nothing["prompt_tokens"] is None
 
 
+def test_an_answer_that_fails_is_no_result() -> None:
+    with pytest.raises(InternalError, match="as told"):
+        served._take({"error": "as told"}, 1.0, served.Reply())
+
+
+def test_prompts_differ_by_clients_and_number() -> None:
+    texts = {serve_load._words(4, clients, number) for clients in (1, 4) for number in range(3)}
+    assert len(texts) == 6 and all(len(text.split()) == 4 for text in texts)
+
+
 def test_a_server_of_its_own_answers_clients_and_stands_beside_python(folder: Path) -> None:
     options = Namespace(words=4, new=6, seconds=3.0, behind=100)
     with served.serving(*serve_load._lowtide(folder, 1024)) as server:

@@ -162,6 +162,18 @@ def test_what_one_window_hits_more_than_another(monkeypatch: pytest.MonkeyPatch)
         assert row["here"] == pytest.approx(rates[0] - rates[1]) and row["neutral"] == 0
 
 
+def test_shares_of_planning_are_of_its_time_and_the_layer_s(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(dali, "TABLE_6", {"dali": {2: 0.05, 4: 0.04}})
+    recorder = Written()
+    dali.scheduling(dali.Numbers(recorder), Namespace())
+    assert [row["of"] for row in recorder.rows] == ["dali, 2 tokens", "dali, 4 tokens"]
+    for row in recorder.rows:
+        whole_us = row["planned_us"] + row["layer_us"]
+        assert row["here"] == pytest.approx(row["planned_us"] / whole_us)
+
+
 def test_the_greedy_is_never_above_the_optimum() -> None:
     shares = dali._optimum_shares("Mixtral-8x7B", 4, 2)
     assert len(shares) == 4 and all(0.5 <= share <= 1 + 1e-9 for share in shares)
