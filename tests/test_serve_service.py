@@ -142,6 +142,34 @@ def test_an_answer_that_is_too_long_for_a_server_that_ends_is_told_so(llm: Async
     check_idle(llm)
 
 
+def test_an_answer_that_waits_is_told_so_by_a_server_that_ends(
+    llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where no event comes any more, as in the queue or in a long pass."""
+
+    async def ask() -> None:
+        waits = asyncio.Event()
+
+        async def events(_: list[Request]) -> AsyncGenerator[Event, None]:
+            waits.set()
+            await asyncio.Event().wait()
+            yield Committed(0, (5,))
+
+        monkeypatch.setattr(llm, "events", events)
+        service = Service(llm)
+        async with aclosing(service.answer(Ask(TALK, params=SHORT))) as pieces:
+            await anext(pieces)  # the prompt's length
+            task = asyncio.ensure_future(anext(pieces))
+            await waits.wait()
+            service.drain()
+            service.drain(0.01)
+            with pytest.raises(Draining):
+                await task
+        assert service.is_idle
+
+    run(ask())
+
+
 def test_an_answer_that_is_left_ends_between_two_passes(llm: AsyncLLM) -> None:
     async def ask() -> None:
         service, served = Service(llm), []

@@ -128,6 +128,7 @@ class SamplingFields(DrawFields):
     service_tier: Any = None
     safety_identifier: Any = None
     prompt_cache_key: Any = None
+    prompt_cache_options: Any = None
     prompt_cache_retention: Any = None
     cache_prompt: Any = None
     keep_alive: Any = None

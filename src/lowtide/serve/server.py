@@ -127,6 +127,11 @@ class _Server(uvicorn.Server):
                 _log.error("Memory could not be given back: %s", error, exc_info=error)
         return await super().on_tick(counter)
 
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """From here on answers have `SHUTDOWN_S`."""
         self._service.drain(SHUTDOWN_S - LAST_WORDS_S)
+        await super().shutdown(sockets)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self._service.drain()
         super().handle_exit(sig, frame)

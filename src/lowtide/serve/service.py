@@ -91,6 +91,7 @@ class Service:
         self.admission = Admission(self.settings.max_requests, max_queued)
         self.on_served: list[Callable[[Served], None]] = []
         self._end_s = math.inf  # when answers under way are no longer waited for
+        self._waits: set[asyncio.Timeout] = set()  # for their next events
         self._grammars = Grammars(llm.config, llm.tokenizer)
 
     @property
@@ -118,9 +119,18 @@ class Service:
             await self.llm.release_memory()
 
     def drain(self, limit_s: float = math.inf) -> None:
-        """Takes no more requests; those there are go on for so long, and fail then."""
+        """Takes no more requests; those there are go on for so long, and fail then.
+
+        From any thread, and with a limit on the event loop's.
+        """
         self.admission.is_draining = True
+        if limit_s == math.inf:
+            return
         self._end_s = min(self._end_s, time.monotonic() + limit_s)
+        end_s = asyncio.get_running_loop().time() + limit_s
+        for wait in self._waits:
+            if (wait.when() or 0.0) > end_s:
+                wait.reschedule(end_s)
 
     def check_model(self, name: str | None) -> None:
         """Raises Refusal (404) for another model than is loaded."""
@@ -222,14 +232,18 @@ class Service:
         async with aclosing(self.llm.events([request])) as events:
             while True:
                 end_s = min(watch.start_s + limit_s, self._end_s)
+                wait = asyncio.timeout(end_s - time.monotonic())
+                self._waits.add(wait)
                 try:  # Python 3.11's wait_for loses a cancellation that comes with an event
-                    async with asyncio.timeout(end_s - time.monotonic()):
+                    async with wait:
                         event = await anext(events)
                 except StopAsyncIteration:
                     return
                 except TimeoutError:
                     is_at_end = time.monotonic() >= self._end_s
                     raise (Draining() if is_at_end else TimedOut(limit_s)) from None
+                finally:
+                    self._waits.discard(wait)
                 yield event
 
     def _pieces(
