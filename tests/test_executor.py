@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lowtide.errors import InternalError
+from lowtide.errors import PlanError
 from lowtide.threads import executor as executor_module
 from lowtide.threads.executor import Executor, HostExecutor, InlineExecutor, core_shares
 
@@ -63,7 +63,7 @@ def test_a_thread_that_the_system_refuses_leaves_none_waiting(
         start(thread)
 
     monkeypatch.setattr(threading.Thread, "start", refused)
-    with pytest.raises(InternalError, match="refuses one of 2 threads .*ulimit -u"):
+    with pytest.raises(PlanError, match="refuses one of 2 threads .*ulimit -u"):
         HostExecutor(num_experts_per_token=2, num_cores=2)
     [thread] = begun
     thread.join(60)

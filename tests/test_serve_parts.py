@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import replace
+from dataclasses import fields, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,6 +22,7 @@ from lowtide.errors import PlanError
 from lowtide.families import read_config_in
 from lowtide.llm import plan_model
 from lowtide.model_folder.demos import DEMO_FOLDER
+from lowtide.params import DiffusionParams
 from lowtide.parsing.answer_pieces import AnswerPieces, CompletionTest, StopStrings
 from lowtide.parsing.pieces import CallArguments, CallBegun, Frame, Piece, Reasoning, Text
 from lowtide.plan import MemoryPlan
@@ -30,6 +31,7 @@ from lowtide.serve.context import AGENT_TOKENS, agent_note, served_context
 from lowtide.serve.errors import QueueFull
 from lowtide.serve.frames import frame_of
 from lowtide.serve.many_answers import merged
+from lowtide.serve.openai_fields import DiffusionFields
 from lowtide.serve.sse import EventStream, WatchedAnswer, begun, event
 
 
@@ -320,3 +322,7 @@ def test_the_context_is_what_a_quarter_of_the_budget_has_room_for() -> None:
 def test_who_is_told_that_the_context_is_short() -> None:
     assert agent_note(AGENT_TOKENS) == ""
     assert "Codex" in agent_note(4096) and "32768" in agent_note(4096)
+
+
+def test_a_diffusion_object_has_the_fields_of_the_python_api() -> None:
+    assert set(DiffusionFields.model_fields) == {field.name for field in fields(DiffusionParams)}

@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 import torch
 
-from lowtide.errors import InternalError
+from lowtide.errors import InternalError, PlanError
 
 DRAIN_LIMIT_S = 60.0
 """After a failure, what is under way may take this long to end."""
@@ -218,7 +218,7 @@ Executor = HostExecutor | InlineExecutor
 
 
 def _make_threads(pool: ThreadPoolExecutor, num_threads: int) -> None:
-    """Has a pool make all of its threads. Raises InternalError where the system refuses one."""
+    """Has a pool make all of its threads. Raises PlanError where the system refuses one."""
     # A pool makes a thread only while the others are busy: all are held until all exist.
     all_exist = Barrier(num_threads)
     try:
@@ -229,7 +229,7 @@ def _make_threads(pool: ThreadPoolExecutor, num_threads: int) -> None:
         pool.shutdown(wait=False)
         if not isinstance(error, RuntimeError):
             raise
-        raise InternalError(
+        raise PlanError(
             f"The system refuses one of {num_threads} threads that compute: {error}. Raise the "
             "limit (ulimit -u, ulimit -v, or the container's), or give fewer cores (taskset)."
         ) from error

@@ -76,8 +76,8 @@ class OpenModel:
         default_factory=dict, repr=False, compare=False
     )
     """By what the policy wants: see `registering.planner_of`."""
-    finite_share: list[float | str] = field(default_factory=list, repr=False, compare=False)
-    """Of the weights, or what is wrong with one, once they were looked through: `not_finite`."""
+    weights_searched: list[float | str] = field(default_factory=list, repr=False, compare=False)
+    """Their finite share, or what is wrong with one, once looked through: `not_finite`."""
 
     @property
     def device(self) -> str:

@@ -40,13 +40,13 @@ def fault_found(opened: OpenModel) -> Iterator[None]:
 
 def _exonerate(opened: OpenModel, checkpoint: Checkpoint, error: NumericError) -> NumericError:
     """The error of weights that are finite; raises CheckpointError if they are not."""
-    if not opened.finite_share:  # once: what else is asked waits meanwhile
+    if not opened.weights_searched:  # once: what else is asked waits meanwhile
         dtypes, report = _loaded_dtypes(opened, checkpoint), opened.options.report
         try:
-            opened.finite_share.append(check_finite(checkpoint, report, dtypes, SEARCH_S))
+            opened.weights_searched.append(check_finite(checkpoint, report, dtypes, SEARCH_S))
         except CheckpointError as fault:
-            opened.finite_share.append(str(fault))
-    [share] = opened.finite_share
+            opened.weights_searched.append(str(fault))
+    [share] = opened.weights_searched
     if isinstance(share, str):
         raise CheckpointError(share)
     dtype = str(opened.dtype).removeprefix("torch.")
