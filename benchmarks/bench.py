@@ -94,7 +94,6 @@ LARGE = (
     Script("conversation", 8, ("--behind", "16000", "--share", "0.4")),
     Script("absent", 5, ("--parts", "disk"), disk_GiB=10),
     Script("serve_load", 5, ("--parts", "disk", "--seconds", "30"), disk_GiB=10),
-    Script("pack", 4, disk_GiB=12),
     Script("full_size", 19, disk_GiB=45),
     Script("block_pass", 4, disk_GiB=16),
     Script(
@@ -117,19 +116,19 @@ LARGE = (
         16,
         (
             *("--models", "LLaDA-8B", "Dream-7B", "--parts", "planned"),
-            *("--lengths", "1024", "4096", "16384"),
+            *("--lengths", "1024", "16384"),
         ),
         8,
-        "the same lengths, and how even the use of dense models is",
+        "4,096 tokens, too, and how even the use of dense models is",
     ),
     Script("mosaic_ablation", 40, ("--repeats", "3"), 8, "3 turns, not 5"),
     Script("step_time", 15, ("--parts", "sides", "planning"), disk_GiB=8),
     Script(
         "step_time",
+        4,
+        ("--parts", "chunks", "--models", "LLaDA-8B", "--chunked", "4096"),
         8,
-        ("--parts", "chunks", "--models", "LLaDA-8B"),
-        8,
-        "chunks of the other models",
+        "chunks of the other models, and of longer sequences",
     ),
     Script("every_expert", 13, ("--repeats", "3"), disk_GiB=8),
     Script(
