@@ -125,7 +125,7 @@ LARGE = (
     Script("step_time", 15, ("--parts", "sides", "planning"), disk_GiB=8),
     Script(
         "step_time",
-        4,
+        2,
         ("--parts", "chunks", "--models", "LLaDA-8B", "--chunked", "4096"),
         8,
         "chunks of the other models, and of longer sequences",
@@ -156,7 +156,7 @@ LARGE = (
         ("--tiers", "link", "--shares", "0.375", "--tokens", "512", "--pieces", "32"),
     ),
     Script("buddy_profile", 2, disk_GiB=0),
-    Script("format_quality", 4, disk_GiB=0),
+    Script("format_quality", 2, disk_GiB=0),
 )
 
 

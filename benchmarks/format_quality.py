@@ -1,10 +1,10 @@
 """What weights of fewer bits cost the trained demo models, and what they give.
 
 Rows of lowtide quality: likelihood, agreement and KL beside the model as it is stored, on the same
-held-out code and in decoding's own passes; with them the bytes of all weights, those read from disk
-in a pass, and tokens per second. With everything in memory, and in a budget that holds a quarter of
-the experts as they are stored. Models are loaded one after the other, and again for every round of
-answers, so that all formats take turns.
+questions that training left out and in decoding's own passes; with them the bytes of all weights,
+those read from disk in a pass, and tokens per second. With everything in memory, and in a budget
+that holds a quarter of the experts as they are stored. Models are loaded one after the other, and
+again for every round of answers, so that all formats take turns.
 """
 
 from __future__ import annotations

@@ -150,7 +150,7 @@ def mosaic(results: Results, page: Path) -> str:
             1.02,
             [line["over_one"] for line in chunked],
             chunked,
-            "chunks are the same tiles; a quarter of the paper's length",
+            "chunks are the same tiles; an eighth of the paper's length",
             steps,
             form="{:.3f}".format,
         ),
