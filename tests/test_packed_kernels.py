@@ -29,8 +29,8 @@ from packed_matrices import (
 from torch import Tensor
 
 from lowtide.core import ALIGNMENT
-from lowtide.errors import UnsupportedError
-from lowtide.formats import MatrixFormat, formats, grouped_ints
+from lowtide.errors import InternalError, UnsupportedError
+from lowtide.formats import MatrixFormat, formats, ggml, grouped_ints
 from lowtide.formats.arranged import Sectioned
 from lowtide.formats.convert import pack
 from lowtide.formats.matrix import Bytes
@@ -39,7 +39,7 @@ from lowtide.formats.quantised import Floats, QuantisedRows
 from lowtide.kernels.compiled import CompiledKernels
 from lowtide.kernels.cpu.few_rows import VARIANTS, WITHOUT_DOTS, FewRows
 from lowtide.kernels.cpu.library import load_kernels
-from lowtide.kernels.cpu.packed import MAX_FEW_ROWS, PackedOperators
+from lowtide.kernels.cpu.packed import MAX_FEW_ROWS, PackedOperators, block_numbers
 from lowtide.kernels.cpu.packing import CompiledPacking
 from lowtide.kernels.reference import REFERENCE
 from lowtide.lab.synth import synth
@@ -97,6 +97,23 @@ def same_numbers(found: Tensor, expected: Tensor) -> bool:
 
 def test_sections_begin_where_python_has_them(best: PackedOperators) -> None:
     assert load_kernels().lowtide_section_alignment() == ALIGNMENT
+
+
+def test_every_type_of_blocks_is_compiled(best: PackedOperators) -> None:
+    assert {*block_numbers(load_kernels())} == {each.name for each in BLOCKS}
+
+
+def test_a_type_that_the_library_has_otherwise_is_refused(
+    best: PackedOperators, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    find_numbers = block_numbers.__wrapped__
+    with monkeypatch.context() as patch:
+        patch.setattr(formats()["Q4_1"], "block_bytes", (24,))
+        with pytest.raises(InternalError, match=r"\('Q4_1', 32, 24\) here and \('Q4_1', 32, 20\)"):
+            find_numbers(load_kernels())
+    monkeypatch.setattr(ggml, "FORMATS", ggml.FORMATS[1:])
+    with pytest.raises(InternalError, match=r"\('Q4_1', 32, 20\) here and \('Q4_0', 32, 18\)"):
+        find_numbers(load_kernels())
 
 
 @pytest.mark.parametrize("stored", [*OWN, *SECTIONED], ids=name_of)

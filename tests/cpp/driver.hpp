@@ -18,6 +18,7 @@
 #include <string>
 #include <vector>
 
+#include "packed/block_types.hpp"
 #include "signatures.hpp"
 
 namespace driver {
@@ -133,7 +134,7 @@ struct Routed {
 constexpr Routed ROUTED[] = {{0, 2, 4}, {1, 1, 1}, {5, 1, 1}, {3, 6, 6}, {8, 2, 17}, {1, 8, 32}};
 
 // Types of packed.hpp: our own, and what is bfloat16.
-constexpr int Q8 = 18, Q4 = 19, PLAIN = 1 << 16;
+constexpr int Q8 = lowtide::NUM_BLOCK_TYPES - 2, Q4 = Q8 + 1, PLAIN = 1 << 16;
 
 inline int num_bits_of(int type) { return type == Q4 ? 4 : 8; }
 

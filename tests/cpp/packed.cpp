@@ -9,7 +9,7 @@ namespace {
 using Bytes = std::vector<std::uint8_t>;
 using Unpack = void(int, int, const void*, long, long, const std::int64_t*, long, long, bf16*);
 
-// By type (packed.hpp): bytes and weights of a block.
+// By type (block_types.hpp): bytes and weights of a block.
 struct BlockType {
     long num_bytes, size;
 };
@@ -19,6 +19,7 @@ constexpr BlockType BLOCKS[] = {{18, 32},   {20, 32},   {22, 32},   {24, 32},   
                                 {82, 256},  {98, 256},  {110, 256}};
 
 constexpr int NUM_TYPES = int(std::size(BLOCKS));
+static_assert(NUM_TYPES == Q8, "all types but our own");
 
 BlockType block_of(int type) { return type == PLAIN ? BlockType{2, 1} : BLOCKS[type]; }
 
@@ -132,7 +133,11 @@ void run_all_packed(ExpertsFunction* whole, MlpsFunction* groups, int best, long
 void check_blocks(const Library& kernels) {
     const int best = kernels.function<int()>("lowtide_best_variant")();
     auto* unpack = kernels.function<Unpack>("lowtide_packed_unpack");
-    for (int type = 0; type < NUM_TYPES; ++type)
+    auto* layout = kernels.function<const char*(const char*, long, long*)>("lowtide_layout");
+    for (int type = 0; type < NUM_TYPES; ++type) {
+        long place[2] = {};
+        expect(layout("BlockType", type, place) != nullptr, "a type's name", type);
+        expect(place[0] == BLOCKS[type].size && place[1] == BLOCKS[type].num_bytes, "blocks", type);
         for (long num_blocks : {0, 1, 7}) {
             std::vector<std::uint8_t> stored(num_blocks * BLOCKS[type].num_bytes);
             for (auto& each : stored) each = std::uint8_t(below(256));
@@ -145,6 +150,7 @@ void check_blocks(const Library& kernels) {
                 expect(is_same(out, first), "bits of a block", variant, type, num_blocks);
             }
         }
+    }
     auto* max_rows = kernels.function<long(int)>("lowtide_max_rows");
     auto* multiply = kernels.function<MultiplyFunction>("lowtide_packed_multiply");
     const Bytes any = any_bytes();

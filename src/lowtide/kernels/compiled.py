@@ -75,7 +75,7 @@ class CompiledKernels(Kernels):
             super().unpack(matrix, out)
 
     def several_experts(self, formats: Sequence[MatrixFormat]) -> CompiledExperts | None:
-        found = [type_number(each) for each in formats]
+        found = [type_number(self.library, each) for each in formats]
         types = [each for each in found if each is not None]
         return self._experts(types) if len(types) == len(found) else None
 

@@ -101,25 +101,39 @@ def functions_of(
     return functions
 
 
+Places = Sequence[tuple[str, int, int]]
+"""Of each field its name, offset and bytes; or of each type of blocks its name, weights, bytes."""
+
+
 def check_layouts(library: ctypes.CDLL, structs: Mapping[str, type[ctypes.Structure]]) -> None:
     """Raises InternalError where a struct that the library is handed is another there: of other
-    fields, or these at other places (layouts.cpp)."""
-    types = ctypes.c_char_p, ctypes.c_char_p, ctypes.c_long, ctypes.c_void_p
-    layout = functions_of(library, {"layout": types})["layout"]
-    place = (ctypes.c_long * 2)()
+    fields, or these at other places."""
     for name, struct in structs.items():
         own = [
             (field, getattr(struct, field).offset, getattr(struct, field).size)
             for field, *_ in struct._fields_
         ]
-        found: list[tuple[str, int, int]] = []
-        while (field := layout(name.encode(), len(found), place)) is not None:
-            found.append((field.decode(), place[0], place[1]))
-        if own != found:
-            different = [pair for pair in zip_longest(own, found) if pair[0] != pair[1]]
+        check_places(name, own, places_of(library, name))
+
+
+def places_of(library: ctypes.CDLL, name: str) -> Places:
+    """What a library has of a struct, or of "BlockType" (layouts.cpp)."""
+    types = ctypes.c_char_p, ctypes.c_char_p, ctypes.c_long, ctypes.c_void_p
+    layout = functions_of(library, {"layout": types})["layout"]
+    place = (ctypes.c_long * 2)()
+    found: list[tuple[str, int, int]] = []
+    while (field := layout(name.encode(), len(found), place)) is not None:
+        found.append((field.decode(), place[0], place[1]))
+    return found
+
+
+def check_places(name: str, own: Places, found: Places) -> None:
+    """Raises InternalError where these are not those that the library has."""
+    for ours, theirs in zip_longest(own, found):
+        if ours != theirs:
             raise InternalError(
-                f"{name} has {different[0][0]} here and {different[0][1]} in the compiled library: "
-                "a field, its offset and its bytes."
+                f"{name} has {ours} here and {theirs} in the compiled library: a name, and the "
+                "two numbers that layouts.cpp has for it."
             )
 
 

@@ -1,10 +1,12 @@
-// Where structs that Python hands over have their fields: its own are compared with these when they
-// are loaded (`check_layouts` of library.py).
+// Where structs that Python hands over have their fields, and which types blocks of weights have: its
+// own are compared with these when they are loaded (`check_layouts` of library.py, `block_numbers` of
+// packed.py).
 
 #include <cstddef>
 #include <cstring>
 
 #include "layer/layer.hpp"
+#include "packed/packed.hpp"
 
 using namespace lowtide;
 
@@ -73,8 +75,15 @@ constexpr Field FIELDS[] = {
 extern "C" {
 
 // The `number`-th field of a struct: its name, or null where there are no more, and two numbers, the
-// bytes before it and its own.
+// bytes before it and its own. Or, as if they were fields of "BlockType", the type of blocks with that
+// number: its name, and a block's weights and bytes.
 const char* lowtide_layout(const char* of, long number, long* place) {
+    if (std::strcmp(of, "BlockType") == 0) {
+        if (number >= NUM_BLOCK_TYPES) return nullptr;
+        const BlockType& type = block_type(static_cast<int>(number));
+        place[0] = type.block_size, place[1] = type.block_bytes;
+        return type.name;
+    }
     for (const Field& field : FIELDS) {
         if (std::strcmp(field.of, of) != 0 || number-- > 0) continue;
         place[0] = field.offset, place[1] = field.num_bytes;

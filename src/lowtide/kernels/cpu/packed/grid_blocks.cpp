@@ -2,15 +2,6 @@
 
 #include "packed/block_products.hpp"
 
-namespace lowtide {
-
-const BlockType& grid_block(int number) {
-    using namespace ggml;
-    static constexpr BlockType TYPES[] = {
-        block_type_of<Iq2Xxs>(), block_type_of<Iq2Xs>(), block_type_of<Iq2S>(),
-        block_type_of<Iq3Xxs>(), block_type_of<Iq3S>(),
-    };
-    return TYPES[number];
+const lowtide::BlockType& lowtide::grid_block(int place) {
+    return ggml::block_type_at(ggml::GridTypes(), place);
 }
-
-}  // namespace lowtide

@@ -31,17 +31,17 @@ bool multiply(int variant, const Product<bf16>& p, const PackedRows& rows) {
     return true;
 }
 
-template <int num_bits>
-constexpr BlockType own() {
-    return {unpack<num_bits>, multiply<num_bits>, GROUP * num_bits / 8 + 4, GROUP};
+template <int... num_bits>
+const BlockType& block_type_at(TypeList<Own<num_bits>...>, int place) {
+    static constexpr BlockType ROWS[] = {
+        {Own<num_bits>::NAME, unpack<num_bits>, multiply<num_bits>, Own<num_bits>::BYTES, GROUP}...,
+    };
+    return ROWS[place];
 }
 
 }  // namespace
 
-const BlockType& own_block(int number) {
-    static constexpr BlockType TYPES[] = {own<8>(), own<4>()};
-    return TYPES[number];
-}
+const BlockType& own_block(int place) { return block_type_at(OwnTypes(), place); }
 
 }  // namespace lowtide
 

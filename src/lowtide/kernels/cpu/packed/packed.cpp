@@ -63,11 +63,7 @@ class SectionRows {
 }  // namespace
 
 const BlockType& block_type(int number) {
-    constexpr int NUM_SMALL = 7, NUM_K = 6, NUM_GRIDS = 5;
-    if (number < NUM_SMALL) return small_block(number);
-    if ((number -= NUM_SMALL) < NUM_K) return k_block(number);
-    if ((number -= NUM_K) < NUM_GRIDS) return grid_block(number);
-    return own_block(number - NUM_GRIDS);
+    return row_of(number, small_block, k_block, grid_block, own_block);
 }
 
 void PackedWeights::multiply(int variant, const Product<bf16>& p) const {

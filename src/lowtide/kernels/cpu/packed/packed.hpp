@@ -12,6 +12,7 @@
 #pragma once
 
 #include "dense/products.hpp"
+#include "packed/block_types.hpp"
 
 namespace lowtide {
 
@@ -32,6 +33,7 @@ using UnpackRows = void (*)(int variant, const PackedRows& rows, bf16* out, long
 using MultiplyDirectly = bool (*)(int variant, const Product<bf16>& product, const PackedRows& rows);
 
 struct BlockType {
+    const char* name;  // as formats/ has it
     UnpackRows unpack;
     MultiplyDirectly multiply;
     long block_bytes, block_size;
@@ -40,13 +42,9 @@ struct BlockType {
     long row_bytes(long num_k) const { return num_blocks(num_k) * block_bytes; }
 };
 
-// Types with blocks of 32 weights, of 256, with a grid, and our own: each by its place in its kind.
-const BlockType& small_block(int number);
-const BlockType& k_block(int number);
-const BlockType& grid_block(int number);
-const BlockType& own_block(int number);
+RowsOfList<BlockType> small_block, k_block, grid_block, own_block;
 
-// In the order of `BLOCK_NAMES` in packed.py.
+// By its number (block_types.hpp).
 const BlockType& block_type(int number);
 
 enum class Form { PLAIN, INTS_OF_4, INTS_OF_8, FP8, BLOCKS };

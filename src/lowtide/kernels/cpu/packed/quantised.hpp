@@ -18,6 +18,15 @@ namespace lowtide {
 
 constexpr long GROUP = 64;
 
+// As a type of blocks: each is a group, whose codes, scale and zero lie apart in a row.
+template <int num_bits>
+struct Own {
+    static constexpr const char* NAME = num_bits == 8 ? "q8" : "q4";
+    static constexpr long SIZE = 64, GROUP = 64, CODE_BYTES = GROUP * num_bits / 8;
+    static constexpr long BYTES = CODE_BYTES + 4;  // with a scale and a zero
+    static constexpr bool HAS_OFFSETS = true;  // minus the zeros; registers have the zeros themselves
+};
+
 INLINED float half_to_float(std::uint16_t half) {
     const std::uint32_t sign = static_cast<std::uint32_t>(half & 0x8000) << 16;
     const std::uint32_t exponent = half >> 10 & 31, mantissa = half & 1023;

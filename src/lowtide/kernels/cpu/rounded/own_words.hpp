@@ -13,12 +13,6 @@
 
 namespace lowtide {
 
-template <int num_bits>
-struct Own {
-    static constexpr long SIZE = 64, GROUP = 64, CODE_BYTES = GROUP * num_bits / 8;
-    static constexpr bool HAS_OFFSETS = true;  // minus the zeros; registers have the zeros themselves
-};
-
 #ifdef HAS_VNNI
 
 namespace ggml {

@@ -4,26 +4,13 @@
 #include "rounded/rounded.hpp"
 #include "experts/weight_operators.hpp"
 
-namespace lowtide {
-
-const RoundedType& own_rounded_type(int number) {
-    static constexpr RoundedType TYPES[] = {rounded_type_of<Own<8>>(), rounded_type_of<Own<4>>()};
-    return TYPES[number];
+const lowtide::RoundedType& lowtide::own_rounded_type(int place) {
+    return rounded_type_at(OwnTypes(), place);
 }
-
-}  // namespace lowtide
 
 using namespace lowtide;
 
 namespace {
-
-const RoundedType& rounded_type(int number) {
-    constexpr int NUM_SMALL = 7, NUM_K = 6, NUM_GRIDS = 5;
-    if (number < NUM_SMALL) return small_rounded_type(number);
-    if ((number -= NUM_SMALL) < NUM_K) return k_rounded_type(number);
-    if ((number -= NUM_K) < NUM_GRIDS) return grid_rounded_type(number);
-    return own_rounded_type(number - NUM_GRIDS);
-}
 
 // A matrix [.., num_k].
 struct RoundingWeights : AdjacentRows<RoundingWeights> {
@@ -31,7 +18,9 @@ struct RoundingWeights : AdjacentRows<RoundingWeights> {
     long num_k;
 
     RoundingWeights(int number, const void* stored, long, long num_k)
-        : AdjacentRows{static_cast<const std::uint8_t*>(stored), 0}, type(&rounded_type(number)),
+        : AdjacentRows{static_cast<const std::uint8_t*>(stored), 0},
+          type(&row_of(
+              number, small_rounded_type, k_rounded_type, grid_rounded_type, own_rounded_type)),
           num_k(num_k) {
         bytes_of_row = type->row_bytes(num_k);
     }

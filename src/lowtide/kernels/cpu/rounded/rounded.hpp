@@ -1,7 +1,8 @@
-// A type of packed weights for the table of rounded.cpp.
+// Types of packed weights for the table of rounded.cpp.
 
 #pragma once
 
+#include "packed/block_types.hpp"
 #include "rounded/int8_avx2.hpp"
 #include "rounded/int8_few_rows.hpp"
 #include "rounded/int8_many_rows.hpp"
@@ -62,10 +63,12 @@ constexpr RoundedType rounded_type_of() {
     return {WeightRow<Type>::bytes, row_lines<Type>, round_for<Type>, multiply_rounded<Type>};
 }
 
-// Each by its place among its kind, as `block_type` of packed.hpp.
-const RoundedType& small_rounded_type(int number);
-const RoundedType& k_rounded_type(int number);
-const RoundedType& grid_rounded_type(int number);
-const RoundedType& own_rounded_type(int number);
+template <class... Types>
+const RoundedType& rounded_type_at(TypeList<Types...>, int place) {
+    static constexpr RoundedType ROWS[] = {rounded_type_of<Types>()...};
+    return ROWS[place];
+}
+
+RowsOfList<RoundedType> small_rounded_type, k_rounded_type, grid_rounded_type, own_rounded_type;
 
 }  // namespace lowtide
