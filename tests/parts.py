@@ -11,12 +11,8 @@ PARTS = {
         *("test_make_bench", "test_report", "test_same_bits"),
     ),
     "kernels": (
-        "test_*_kernels",
-        "test_cuda_device",
-        "test_late_cuda",
-        "test_sanitize",
-        "test_triton*",
-        "test_wheel",
+        *("test_*_kernels", "test_compiled_*", "test_ggml_formats", "test_buddy_twins"),
+        *("test_cuda_device", "test_late_cuda", "test_sanitize", "test_triton*", "test_wheel"),
     ),
 }
 

@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
 import pytest
+from parts import part_of
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tools"))
 
+import house
 import kernel_tests
 
 FILES = {
     "constraints.txt": True,
+    "pyproject.toml": True,
+    "tools/sanitize.py": True,
     "src/lowtide/kernels/cpu/one.cpp": True,
     "src/lowtide/formats/one.py": True,
+    "src/lowtide/families/one/sizes.json": True,
+    "src/lowtide/llm.py": True,
+    "src/lowtide/cli/interrupts.py": True,
     "src/lowtide/cli/one.py": False,
+    "src/lowtide/serve/one.py": False,
     "tests/test_wheel.py": True,
     "tests/test_cli.py": False,
     "tests/oracle.py": True,
@@ -24,12 +33,33 @@ FILES = {
 
 @pytest.mark.parametrize("changed", FILES)
 def test_what_they_depend_on_has_them_run_again(tmp_path: Path, changed: str) -> None:
-    for name in ("pyproject.toml", *FILES):
+    for name in FILES:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("as it was")
     before = kernel_tests.digest(tmp_path)
     (tmp_path / changed).write_text("as it is")
     assert (kernel_tests.digest(tmp_path) != before) == FILES[changed]
+
+
+def is_of_kernels(name: str) -> bool:
+    return part_of(Path(f"{name}.py")) == "kernels"
+
+
+def test_they_import_nothing_else() -> None:
+    """What is left out no other room imports: `test_imports.py`."""
+    root = kernel_tests.ROOT
+    tests = {each.path.stem: each for each in house.sources(root / "tests")}
+    imports = house.imports_of(root / "tests", [*tests.values()], with_types=False)
+    found: set[str] = set()
+    waiting = ["conftest", *filter(is_of_kernels, tests)]
+    while waiting:
+        found.add(name := waiting.pop())
+        waiting += imports[name] - found
+    assert all(is_of_kernels(name) for name in found if name.startswith("test_"))
+    left_out = re.compile(rf"\blowtide\.(?:{'|'.join(kernel_tests.LEFT_OUT)})\b[.\w]*")
+    named = {module for name in found for module in left_out.findall(tests[name].text)}
+    in_digest = {path.relative_to(root).as_posix() for path in kernel_tests.files(root)}
+    assert {f"src/{module.replace('.', '/')}.py" for module in named} <= in_digest
 
 
 def test_a_pass_is_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

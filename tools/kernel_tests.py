@@ -22,7 +22,13 @@ from lowtide.errors import StorageError
 from lowtide.files.folders import cache_folder
 
 ROOT = Path(__file__).resolve().parent.parent
-_ROOMS = ("kernels", "devices", "formats", "layers", "experts")
+LEFT_OUT = ("cli", "serve")
+"""Rooms of the package that the kernels' tests do not import, `_SINGLE_FILES` apart."""
+_SINGLE_FILES = (
+    *("constraints.txt", "pyproject.toml", "tools/sanitize.py"),
+    "src/lowtide/cli/interrupts.py",
+)
+_SUFFIXES = (".py", ".cpp", ".hpp", ".json", ".toml")
 _PROCESSOR = Path("/proc/cpuinfo")
 
 
@@ -46,17 +52,19 @@ def main() -> int:
 def digest(root: Path) -> str:
     """What the kernels' tests depend on: code, tests with what they share, versions, processor."""
     total = hashlib.sha256(f"{platform.python_version()}\0{_processor()}".encode())
-    for path in _files(root):
+    for path in files(root):
         total.update(f"\0{path.relative_to(root)}\0".encode() + path.read_bytes())
     return total.hexdigest()
 
 
-def _files(root: Path) -> Iterator[Path]:
-    yield from (root / "constraints.txt", root / "pyproject.toml")
-    folders = [root / "src" / "lowtide" / room for room in _ROOMS] + [root / "tests"]
-    for path in sorted(path for folder in folders for path in folder.rglob("*.*")):
+def files(root: Path) -> Iterator[Path]:
+    """All that is in the digest."""
+    yield from (root / name for name in _SINGLE_FILES)
+    package, tests = root / "src" / "lowtide", root / "tests"
+    for path in sorted((*package.rglob("*.*"), *tests.rglob("*.*"))):
         is_other_test = path.name.startswith("test_") and part_of(path) != "kernels"
-        if path.suffix in (".py", ".cpp", ".hpp") and not is_other_test:
+        is_other_room = any((package / room) in path.parents for room in LEFT_OUT)
+        if path.suffix in _SUFFIXES and not is_other_test and not is_other_room:
             yield path
 
 
