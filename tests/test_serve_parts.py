@@ -28,6 +28,7 @@ from lowtide.parsing.pieces import CallArguments, CallBegun, Frame, Piece, Reaso
 from lowtide.plan import MemoryPlan
 from lowtide.serve import sse
 from lowtide.serve.context import AGENT_TOKENS, agent_note, served_context
+from lowtide.serve.conversation import ToolCall, arguments_of
 from lowtide.serve.errors import QueueFull
 from lowtide.serve.frames import frame_of
 from lowtide.serve.many_answers import merged
@@ -289,6 +290,12 @@ def test_a_reader_that_fails_ends_its_own_answer() -> None:
 def test_frames_show_the_block_without_the_prompt() -> None:
     draft = Draft(0, 4, (7, 8, 19, 9), (False, False, True, False), 3)
     assert frame_of(draft, 5, None) == Frame("8 ▁9 ", 1, 3)
+
+
+@pytest.mark.parametrize("number", ["NaN", "-Infinity", "1e999"])
+def test_arguments_that_no_answer_could_say_as_json_are_a_text(number: str) -> None:
+    arguments = f'{{"a": [{number}]}}'
+    assert arguments_of(ToolCall("", "", arguments)) == {"input": arguments}
 
 
 # Context

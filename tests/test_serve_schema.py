@@ -350,3 +350,19 @@ def test_a_whole_request_with_something_else_in_it(check: Check, path: str) -> N
         check("POST", path, body)
 
     ask()
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999", "-1e999"])
+@pytest.mark.parametrize(
+    "path",
+    [path for path, of in DOCUMENT["paths"].items() if "requestBody" in of.get("post", {})],
+)
+def test_a_number_that_is_not_finite_is_refused_wherever_it_stands(
+    client: httpx.Client, path: str, number: str
+) -> None:
+    """Python's parser takes it; an answer that repeats it would not be JSON."""
+    body = json.dumps({**WHOLE[path], "metadata": {"a": ["NUMBER"]}})
+    answer = client.post(path, content=body.replace('"NUMBER"', number))
+    assert answer.status_code == 400
+    check_error(path, answer.json())
+    assert f"{number} is not a finite number" in answer.text

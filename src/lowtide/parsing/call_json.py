@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 from lowtide.parsing.tools import Tool
 
@@ -20,15 +21,25 @@ class Call(NamedTuple):
     arguments: str
 
 
+class NotFinite(ValueError):
+    """A number that is not finite: Python reads NaN, Infinity and 1e999, and what it would write of
+    them is not JSON."""
+
+
 def is_name(value: object) -> bool:
     """Whether a function may be called so; whether there is one is the client's to say."""
     return isinstance(value, str) and re.fullmatch(NAME, value) is not None
 
 
+def parse_json(text: str | bytes) -> Any:
+    """As `json.loads`, but raises NotFinite for a number that is not finite."""
+    return json.loads(text, parse_float=_finite, parse_constant=_finite)
+
+
 def parsed(text: str) -> object:
     """The value of a JSON text; None for what is not JSON."""
     try:
-        return json.loads(text, parse_constant=_refuse)
+        return parse_json(text)
     except (ValueError, RecursionError):
         return None
 
@@ -76,5 +87,8 @@ def only_text(tool: Tool) -> str | None:
     return name if isinstance(schema, Mapping) and schema.get("type") == "string" else None
 
 
-def _refuse(constant: str) -> NoReturn:
-    raise ValueError(f"{constant} is not JSON.")
+def _finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise NotFinite(f"{text:.40} is not a finite number")
+    return number

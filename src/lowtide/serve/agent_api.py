@@ -53,7 +53,7 @@ _EFFORTS = {
 class AgentBody(SamplingFields):
     """The fields of an agent's request that say which model answers and how it draws tokens."""
 
-    model_config = ConfigDict(extra="allow", allow_inf_nan=False)
+    model_config = ConfigDict(extra="allow")
 
     @model_validator(mode="before")
     @classmethod

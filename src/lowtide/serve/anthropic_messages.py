@@ -11,6 +11,7 @@ from lowtide.serve.agent_api import AgentBody, effort_options, headers_of
 from lowtide.serve.anthropic_blocks import MessageReader, tool_choice
 from lowtide.serve.anthropic_events import MessageEvents
 from lowtide.serve.grammar_text import Constraint
+from lowtide.serve.json_body import JsonRoute
 from lowtide.serve.json_fields import object_at
 from lowtide.serve.openai_fields import Stop
 from lowtide.serve.openai_messages import MAX_MESSAGES, MAX_TOOLS
@@ -33,7 +34,7 @@ class MessagesBody(AgentBody):
 
 def router_of(service: Service) -> APIRouter:
     """The routes of this API."""
-    router = APIRouter()
+    router = APIRouter(route_class=JsonRoute)
 
     @router.head("/api/hello")
     async def hello() -> Response:

@@ -6,11 +6,11 @@ ids are made of these values alone, so that kept keys are found again at the nex
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from lowtide.parsing.call_json import parsed
 from lowtide.parsing.pieces import CallArguments, CallBegun, Piece
 from lowtide.parsing.tools import Tool
 
@@ -68,10 +68,7 @@ class Conversation:
 def arguments_of(call: ToolCall) -> Mapping[str, Any]:
     """A call's arguments; a text that is no JSON object (a model may write anything) is the one
     value of `input`."""
-    try:
-        value = json.loads(call.arguments)
-    except (ValueError, RecursionError):
-        value = None
+    value = parsed(call.arguments)
     return value if isinstance(value, dict) else {"input": call.arguments}
 
 

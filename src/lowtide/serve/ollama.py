@@ -12,6 +12,7 @@ from lowtide.parsing import has_thoughts
 from lowtide.schemas import model_schema
 from lowtide.serve.agent_api import headers_of
 from lowtide.serve.errors import NoEmbeddings, Refusal
+from lowtide.serve.json_body import JsonRoute
 from lowtide.serve.ollama_body import (
     OllamaBody,
     OllamaChatBody,
@@ -42,7 +43,7 @@ class OllamaModelBody(OllamaFields):
 
 def router_of(service: Service) -> APIRouter:
     """The routes of this API."""
-    router = APIRouter()
+    router = APIRouter(route_class=JsonRoute)
     _add_answers(router, service)
     _add_facts(router, service)
 

@@ -23,7 +23,7 @@ from lowtide.serve.service import Ask
 class OllamaFields(BaseModel):
     """Fields of a request. Null is as good as left out: clients send all that they know of."""
 
-    model_config = ConfigDict(extra="allow", strict=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="allow", strict=True)
 
     @model_validator(mode="before")
     @classmethod

@@ -31,6 +31,7 @@ from lowtide.parsing.pieces import (
 from lowtide.serve.conversation import calls_in
 from lowtide.serve.errors import Refusal, body_of, refusal_of
 from lowtide.serve.grammar_text import Constraint
+from lowtide.serve.json_body import JsonRoute
 from lowtide.serve.many_answers import merged
 from lowtide.serve.openai_fields import (
     MAX_INTEGER,
@@ -185,7 +186,7 @@ def several(ask: Ask, num_answers: int) -> list[Ask]:
 
 def router_of(service: Service) -> APIRouter:
     """The route, over one service."""
-    router = APIRouter()
+    router = APIRouter(route_class=JsonRoute)
 
     @router.post(PATH)
     async def chat_completions(body: ChatBody) -> Response:

@@ -20,6 +20,7 @@ from lowtide.errors import UnsupportedError
 from lowtide.params import MAX_SEED, MAX_TOP_LOGPROBS
 from lowtide.parsing.pieces import Done, Frame, Logprobs, Piece, Prefilled, Text
 from lowtide.serve.errors import body_of, refusal_of
+from lowtide.serve.json_body import JsonRoute
 from lowtide.serve.many_answers import merged
 from lowtide.serve.openai_chat import several
 from lowtide.serve.openai_fields import (
@@ -90,7 +91,7 @@ class Echo:
 
 def router_of(service: Service) -> APIRouter:
     """The route, over one service."""
-    router = APIRouter()
+    router = APIRouter(route_class=JsonRoute)
 
     @router.post(PATH)
     async def completions(body: CompletionBody) -> Response:

@@ -57,7 +57,7 @@ class StreamOptions(BaseModel):
 class DrawFields(BaseModel):
     """How tokens are drawn, in every API."""
 
-    model_config = ConfigDict(strict=True, allow_inf_nan=False)
+    model_config = ConfigDict(strict=True)
 
     temperature: float | None = Field(None, ge=0, le=100)
     top_p: float | None = Field(None, ge=0, le=1)
@@ -92,7 +92,7 @@ class DrawFields(BaseModel):
 class DiffusionFields(BaseModel):
     """How a diffusion model fills its blocks: `DiffusionParams`, by the same names."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+    model_config = ConfigDict(extra="forbid", strict=True)
 
     block_length: int | None = None
     steps: int | None = None

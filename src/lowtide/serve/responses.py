@@ -15,6 +15,7 @@ from lowtide.serve.agent_api import AgentBody, effort_options, headers_of
 from lowtide.serve.conversation import Conversation, Turn, merged
 from lowtide.serve.errors import Refusal
 from lowtide.serve.grammar_text import Constraint
+from lowtide.serve.json_body import JsonRoute
 from lowtide.serve.json_fields import PlacedObject
 from lowtide.serve.openai_fields import MAX_INTEGER, new_id
 from lowtide.serve.openai_messages import MAX_MESSAGES, MAX_TOOLS
@@ -51,7 +52,7 @@ class ResponsesBody(AgentBody):
 
 def router_of(service: Service) -> APIRouter:
     """The routes of this API."""
-    router = APIRouter()
+    router = APIRouter(route_class=JsonRoute)
 
     @router.post("/v1/responses")
     async def create_response(body: ResponsesBody) -> Response:
