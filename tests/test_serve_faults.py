@@ -22,6 +22,7 @@ from lowtide.decode.request import Event
 from lowtide.engine.running import worker
 from lowtide.engine.running.engine import Engine
 from lowtide.errors import DeviceError, StorageError
+from lowtide.serve.settings import ServeSettings
 
 CONTEXT = 256
 
@@ -112,3 +113,22 @@ def test_a_checkpoint_that_is_cut_while_it_serves(tmp_path: Path) -> None:
             assert client.get("/health").status_code == 200
         assert client.get("/v1/lowtide/stats").status_code == 200
     asyncio.run(llm.close())
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_an_echo_that_takes_too_long_ends_as_an_answer_does(
+    running: Running, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    async def prompt_logprobs(*_: object) -> list[None]:
+        await asyncio.Event().wait()
+        return []
+
+    settings = ServeSettings()
+    object.__setattr__(settings, "request_timeout_s", 0.01)
+    monkeypatch.setattr(running.service, "settings", settings)
+    monkeypatch.setattr(running.service.llm, "prompt_logprobs", prompt_logprobs)
+    body = {"prompt": "def", "max_tokens": 1, "echo": True, "logprobs": 1, "stream": stream}
+    with running.client() as client:
+        answer = client.post("/v1/completions", json=body)
+    assert answer.status_code == (200 if stream else 504)
+    assert "--request-timeout" in told("/v1/completions", answer)

@@ -119,7 +119,7 @@ class _CompletionReply:
         self.tokenizer = service.llm.tokenizer
         self._service = service
         self._head = {"id": new_id("cmpl-"), "object": "text_completion"}
-        self._created = int(time.time())
+        self._created, self._start_s = int(time.time()), time.monotonic()
         self._offsets = [0] * len(asks)  # characters sent of each answer
 
     def object(self, choices: Sequence[dict[str, Any]], **more: Any) -> dict[str, Any]:
@@ -182,8 +182,8 @@ class _CompletionReply:
             text = self.tokenizer.decode(token_ids)
         logprobs: list[TokenLogprobs | None] = []
         if self.body.logprobs is not None:
-            llm = self._service.llm
-            logprobs = await llm.prompt_logprobs(token_ids, self.body.logprobs)
+            asked = self._service.llm.prompt_logprobs(token_ids, self.body.logprobs)
+            logprobs = await self._service.in_time(self._start_s, asked)
         return Echo(text, token_ids, logprobs)
 
 

@@ -11,10 +11,11 @@ import asyncio
 import math
 import secrets
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TypeVar
 
 from lowtide.async_llm import AsyncLLM
 from lowtide.decode.request import Committed, Draft, Event, Finished, Prefill, Request
@@ -32,6 +33,8 @@ from lowtide.serve.frames import frame_of
 from lowtide.serve.grammar import Grammars, check_kept
 from lowtide.serve.grammar_text import Constraint
 from lowtide.serve.settings import ServeSettings
+
+T = TypeVar("T")
 
 QUEUED_CONTEXTS = 8
 """Prompt tokens that may wait by default, in contexts."""
@@ -91,7 +94,7 @@ class Service:
         self.admission = Admission(self.settings.max_requests, max_queued)
         self.on_served: list[Callable[[Served], None]] = []
         self._end_s = math.inf  # when answers under way are no longer waited for
-        self._waits: set[asyncio.Timeout] = set()  # for their next events
+        self._waits: set[asyncio.Timeout] = set()
         self._grammars = Grammars(llm.config, llm.tokenizer)
 
     @property
@@ -166,6 +169,22 @@ class Service:
         """The number of a prompt's tokens. Raises UsageError."""
         return len(await self.prompt_ids(ask))
 
+    async def in_time(self, start_s: float, work: Awaitable[T]) -> T:
+        """What is awaited for a request that came at `start_s` on the monotonic clock. Raises
+        TimedOut or Draining once nothing more is awaited for it."""
+        limit_s = self.settings.request_timeout_s
+        end_s = min(start_s + limit_s, self._end_s)
+        wait = asyncio.timeout(end_s - time.monotonic())
+        self._waits.add(wait)
+        try:  # Python 3.11's wait_for loses a cancellation that comes with an event
+            async with wait:
+                return await work
+        except TimeoutError:
+            is_at_end = time.monotonic() >= self._end_s
+            raise (Draining() if is_at_end else TimedOut(limit_s)) from None
+        finally:
+            self._waits.discard(wait)
+
     async def answer(self, ask: Ask) -> AsyncGenerator[Piece, None]:
         """The pieces of one answer: `Prefilled` first, once all is checked, `Done` last.
 
@@ -228,22 +247,12 @@ class Service:
 
     async def _events(self, request: Request, watch: _Watch) -> AsyncGenerator[Event, None]:
         """What happens to a request, until it is over or out of time."""
-        limit_s = self.settings.request_timeout_s
         async with aclosing(self.llm.events([request])) as events:
             while True:
-                end_s = min(watch.start_s + limit_s, self._end_s)
-                wait = asyncio.timeout(end_s - time.monotonic())
-                self._waits.add(wait)
-                try:  # Python 3.11's wait_for loses a cancellation that comes with an event
-                    async with wait:
-                        event = await anext(events)
+                try:
+                    event = await self.in_time(watch.start_s, anext(events))
                 except StopAsyncIteration:
                     return
-                except TimeoutError:
-                    is_at_end = time.monotonic() >= self._end_s
-                    raise (Draining() if is_at_end else TimedOut(limit_s)) from None
-                finally:
-                    self._waits.discard(wait)
                 yield event
 
     def _pieces(
