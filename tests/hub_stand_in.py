@@ -54,6 +54,7 @@ class Fault:
     shifts_range: bool = False
     garbles: bool = False
     method: str = "GET"
+    claims_bytes: int | None = None  # of a refusal's body, of which none comes
 
 
 class Request(NamedTuple):
@@ -196,7 +197,7 @@ class _Handler(BaseHTTPRequestHandler):
         if fault is not None and fault.pause_s:
             hub.released.wait(fault.pause_s)
         if fault is not None and fault.status is not None:
-            return self._send(fault.status, b"", dict(fault.headers))
+            return self._send(fault.status, b"", dict(fault.headers), fault.claims_bytes)
         if hub.needed_token is not None and not is_elsewhere:
             if token != f"Bearer {hub.needed_token}":
                 return self._send(401, b"{}", {"X-Error-Code": "RepoNotFound"})

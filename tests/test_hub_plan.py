@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from lowtide.cli.app import app
 from lowtide.errors import CheckpointError, ConfigError, HubError
 from lowtide.llm import plan_model
-from lowtide.model_folder import hub, hub_requests
+from lowtide.model_folder import hub, hub_model, hub_requests
 from lowtide.model_folder.checkpoint import Checkpoint
 from lowtide.model_folder.hub_model import HubModel
 from lowtide.model_folder.hub_reference import HubReference
@@ -163,6 +163,33 @@ def test_failures_are_typed(
     with pytest.raises(HubError, match=f"org/name@main.* could not be fetched.*{message}"):
         plan_model("org/name")
     assert 0 < 9 - fault.times <= 3
+
+
+@pytest.mark.parametrize("part", ["/api/models", "config.json", SHARD])
+def test_the_body_of_a_refusal_is_not_read(stand_in: StandIn, part: str) -> None:
+    """It has no bound, and what is told of it stands in its head."""
+    stand_in.add("org/name", whole_repo())
+    stand_in.faults.append(Fault(part, 9, 403, claims_bytes=1 << 40))
+    with pytest.raises(HubError, match=r"forbids it \(403\)"):
+        plan_model("org/name")
+
+
+def test_a_repository_of_40_000_files(stand_in: StandIn) -> None:
+    stand_in.add("org/name", whole_repo())
+    of_file = {"size": 1 << 30, "blobId": "0" * 40, "lfs": {"sha256": "0" * 64, "size": 1 << 30}}
+    more = [{"rfilename": f"data/{'x' * 250}-{i}.bin", **of_file} for i in range(40_000)]
+    stand_in.change_listing = lambda answer: answer["siblings"].extend(more)
+    assert plan_model("org/name", context=128).num_experts
+    assert stand_in.sent_bytes > 16 << 20
+
+
+def test_a_list_that_is_too_long_says_what_to_do(
+    stand_in: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hub_model, "MAX_LISTING_BYTES", 500)
+    stand_in.add("org/name", whole_repo())
+    with pytest.raises(HubError, match="more than 500 bytes.*hf download.* give their folder"):
+        plan_model("org/name")
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,7 @@ _SMALL_ENDS = (".json", ".jinja")
 """What is fetched beside weights ends so: configuration, tokenizer. Never code, nor pickles."""
 NUM_CONNECTIONS = 8
 MAX_CONFIG_BYTES = 16 << 20
-MAX_LISTING_BYTES = 16 << 20  # of tens of thousands of files
+MAX_LISTING_BYTES = 64 << 20  # of 160,000 files; the hub advises fewer than 100,000
 
 _MAX_NAME_BYTES = 200
 _SHA256 = re.compile(r"[0-9a-f]{64}")

@@ -9,8 +9,9 @@ from __future__ import annotations
 import errno
 import re
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from threading import Event
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from lowtide.errors import HubError
 
@@ -38,6 +39,10 @@ class NotWhole(OSError):
     """A transfer that ended before its last byte, or had other bytes than were asked for."""
 
 
+class TooManyBytes(Exception):
+    """An answer of more bytes than are read."""
+
+
 def file_part(url: str, start: int, stop: int, stopped: Event = _NEVER) -> Iterator[bytes]:
     """Bytes [start, stop) of a file on the hub, in pieces.
 
@@ -62,19 +67,17 @@ def file_part(url: str, start: int, stop: int, stopped: Event = _NEVER) -> Itera
 
 
 def answer_to(path: str, max_bytes: int) -> bytes:
-    """All that the hub answers to a path of its own. Raises NotWhole for more than `max_bytes`, or
-    what huggingface-hub raises."""
+    """All that the hub answers to a path of its own. Raises TooManyBytes for more than `max_bytes`,
+    or what huggingface-hub raises."""
     from huggingface_hub import constants
-    from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
+    from huggingface_hub.utils import build_hf_headers
 
-    url, headers, answer = f"{constants.ENDPOINT}/{path}", build_hf_headers(), bytearray()
-    timeout_s = constants.HF_HUB_ETAG_TIMEOUT
-    with get_session().stream("GET", url, headers=headers, timeout=timeout_s) as response:
-        hf_raise_for_status(response)
+    url, answer = f"{constants.ENDPOINT}/{path}", bytearray()
+    with _response(url, build_hf_headers(), constants.HF_HUB_ETAG_TIMEOUT) as response:
         for piece in response.iter_bytes(PIECE_BYTES):
             answer += piece
             if len(answer) > max_bytes:
-                raise NotWhole(f"the answer has more than {max_bytes} bytes")
+                raise TooManyBytes(f"the hub's answer has more than {max_bytes} bytes")
     return bytes(answer)
 
 
@@ -107,14 +110,12 @@ def brief(error: BaseException | None) -> str:
 
 def _pieces(url: str, start: int, stop: int) -> Iterator[bytes]:
     from huggingface_hub import constants
-    from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
+    from huggingface_hub.utils import build_hf_headers
 
     # Compressed, a part's bytes would not be the file's.
     headers = {**build_hf_headers(), "Accept-Encoding": "identity"}
     headers["Range"] = f"bytes={start}-{stop - 1}"
-    timeout_s = constants.HF_HUB_DOWNLOAD_TIMEOUT
-    with get_session().stream("GET", url, headers=headers, timeout=timeout_s) as response:
-        hf_raise_for_status(response)
+    with _response(url, headers, constants.HF_HUB_DOWNLOAD_TIMEOUT) as response:
         position = _first_byte(response.status_code, response.headers.get("Content-Range"), start)
         for piece in response.iter_bytes(PIECE_BYTES):
             wanted = piece[max(0, start - position) : max(0, stop - position)]
@@ -123,6 +124,18 @@ def _pieces(url: str, start: int, stop: int) -> Iterator[bytes]:
                 yield wanted
             if position >= stop:  # a server that ignores ranges would send the whole file
                 return
+
+
+@contextmanager
+def _response(url: str, headers: dict[str, str], timeout_s: float) -> Iterator[Any]:
+    """An answer whose body can be read. Raises what huggingface-hub raises."""
+    from huggingface_hub.utils import get_session, hf_raise_for_status
+
+    with get_session().stream("GET", url, headers=headers, timeout=timeout_s) as response:
+        if response.is_error:  # huggingface-hub would read all of it, which has no bound
+            response.close()
+        hf_raise_for_status(response)
+        yield response
 
 
 def _first_byte(status: int, content_range: str | None, start: int) -> int:
@@ -194,6 +207,11 @@ def _reason(error: Exception, name: str) -> str:
         return (
             f"{error.filename}: {error.strerror}. Make it yours, or set HF_HOME to a folder of "
             "yours; what was fetched so far is kept."
+        )
+    if isinstance(error, TooManyBytes):
+        return (
+            f"{error}, a list of well over 100,000 files. Fetch those that you want with "
+            "huggingface-hub (hf download --include) and give their folder."
         )
     status, endpoint = _status(error), constants.ENDPOINT
     if status == 401:
