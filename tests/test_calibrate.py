@@ -266,6 +266,7 @@ def test_a_calibration_comes_back_as_it_was(tmp_path: Path) -> None:
     "changes",
     [
         {"version": np.array([2], np.int64)},
+        {"trace_version": np.array([2], np.int64)},
         {"residual": np.zeros((2, 5), np.float32)},
         {"residual": np.zeros((2, 4), np.float64)},
         {"residual": np.full((2, 4), np.nan, np.float32)},
@@ -300,7 +301,7 @@ def test_missing_traces_and_other_files(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="absent is missing"):
         Calibration.load(tmp_path / "absent")
     make_calibration().trace.save(tmp_path / "trace")
-    with pytest.raises(UsageError, match="not a whole lowtide calibration"):
+    with pytest.raises(UsageError, match="not a lowtide calibration that can be read"):
         Calibration.load(tmp_path / "trace")
     with pytest.raises(StorageError, match="cannot be written"):
         make_calibration().save(tmp_path / "trace" / "c.lowtide")

@@ -207,7 +207,7 @@ def test_contradictions_are_refused(
     del arrays[f"inputs_{name}"]
     with (tmp_path / "c").open("wb") as out:
         np.savez_compressed(out, **arrays)
-    with pytest.raises(UsageError, match="not a whole lowtide calibration"):
+    with pytest.raises(UsageError, match="not a lowtide calibration that can be read"):
         Calibration.load(tmp_path / "c")
 
 

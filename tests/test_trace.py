@@ -60,7 +60,7 @@ def test_weights_and_whose_rows_they_are_come_back(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "index", "value"),
-    [("weights", (0, 0, 0), np.nan), ("requests", 0, -2), ("kinds", 0, 9), ("version", 0, 1)],
+    [("weights", (0, 0, 0), np.nan), ("requests", 0, -2), ("kinds", 0, 9)],
 )
 def test_rows_that_cannot_be(name: str, index: Any, value: float) -> None:
     arrays = make_trace().arrays()
@@ -164,9 +164,17 @@ def test_the_members_of_these_tests_are_a_trace(tmp_path: Path) -> None:
     assert Trace.load(tmp_path / "t.npz").model == "m"
 
 
-def test_a_trace_of_another_version_says_what_to_do(tmp_path: Path) -> None:
-    np.savez(tmp_path / "t.npz", **members(version=np.array([2], np.int64)))
-    with pytest.raises(UsageError, match=r"its version is \[2\], not 3; record it again"):
+@pytest.mark.parametrize(
+    ("version", "other_arrays"),
+    [(1, dict.fromkeys(("weights", "requests", "kinds"))), (2, {}), (4, {"more": np.zeros(1)})],
+)
+def test_a_trace_of_another_version_says_what_to_do(
+    tmp_path: Path, version: int, other_arrays: dict[str, Any]
+) -> None:
+    arrays = members(version=np.array([version], np.int64), **other_arrays)
+    np.savez(tmp_path / "t.npz", **arrays)
+    said = f"its version is {version}, and 3 is read; record it again, with lowtide generate"
+    with pytest.raises(UsageError, match=said):
         Trace.load(tmp_path / "t.npz")
 
 

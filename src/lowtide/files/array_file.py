@@ -82,13 +82,16 @@ def load_arrays(
     dtypes: Mapping[str, str],
     max_bytes: int,
     noun: str,
+    again: str,
+    versions: Mapping[str, int],
     optional: Sequence[Mapping[str, str]] = (),
     unread: Collection[str] = (),
 ) -> Arrays:
     """The arrays that `save_arrays` wrote: exactly those named by `dtypes`, of those types, and
     of each of `optional` all or none; `unread` names those of them that stay in the file.
 
-    Raises UsageError when the file is not such a one or holds more than `max_bytes`, StorageError
+    versions: what arrays of these names hold. Raises UsageError, which tells how such a file is
+    made `again`, when it is none, of another version, or holds more than `max_bytes`; StorageError
     when it cannot be read.
     """
     try:
@@ -97,7 +100,7 @@ def load_arrays(
             for some in optional:
                 if any(f"{name}.npy" in names for name in some):
                     wanted.update(some)
-            _check_members(archive, wanted, max_bytes, noun)
+            _check_members(archive, wanted, versions, max_bytes, noun)
             return _read(archive, {name: wanted[name] for name in wanted if name not in unread})
     except StorageError as reason:
         raise StorageError(f"{noun.capitalize()} {reason}") from reason
@@ -105,21 +108,33 @@ def load_arrays(
         text = f"{noun.capitalize()} {path} cannot be read: {reason.strerror}."
         raise StorageError(text) from reason
     except _DAMAGE as reason:
-        told = str(reason).rstrip(".")
-        way_out = "make it again, remove it or leave it out"
-        raise UsageError(f"{path} is not a whole lowtide {noun}: {told}; {way_out}.") from None
+        told = f"{path} is not a lowtide {noun} that can be read: {str(reason).rstrip('.')}"
+        raise UsageError(f"{told}; {again}.") from None
 
 
 def _check_members(
-    archive: zipfile.ZipFile, dtypes: Mapping[str, str], max_bytes: int, noun: str
+    archive: zipfile.ZipFile,
+    dtypes: Mapping[str, str],
+    versions: Mapping[str, int],
+    max_bytes: int,
+    noun: str,
 ) -> None:
-    expected = {f"{name}.npy" for name in dtypes}
-    names = archive.namelist()
-    if set(names) != expected or len(names) != len(expected):
-        raise Contradiction(f"it holds {len(names)} members that are not a {noun}'s")
     total = sum(info.file_size for info in archive.infolist())
     if total > max_bytes:
         raise Contradiction(f"it holds {total} bytes; at most {max_bytes} are read")
+    expected = {f"{name}.npy" for name in dtypes}
+    names = archive.namelist()
+    if expected <= set(names) or expected >= set(names):  # other versions have more, or fewer
+        _check_versions(archive, {n: v for n, v in versions.items() if f"{n}.npy" in names})
+    if set(names) != expected or len(names) != len(expected):
+        raise Contradiction(f"it holds {len(names)} members that are not a {noun}'s")
+
+
+def _check_versions(archive: zipfile.ZipFile, versions: Mapping[str, int]) -> None:
+    for name, array in _read(archive, dict.fromkeys(versions, "<i8")).items():
+        found = next(iter(array.flat), 0)
+        if found != versions[name]:
+            raise Contradiction(f"its {name} is {found}, and {versions[name]} is read")
 
 
 def _read(archive: zipfile.ZipFile, dtypes: Mapping[str, str]) -> Arrays:

@@ -38,7 +38,14 @@ from lowtide.formats.expert_inputs import ExpertInputs
 from lowtide.policies.buddy_profile import BuddyProfile, QualityCurve
 from lowtide.replay.buddy_arrays import BUDDY_DTYPES, arrays_of, profile_of
 from lowtide.replay.input_arrays import INPUT_DTYPES, arrays_of_inputs, inputs_of
-from lowtide.replay.trace import MAX_TRACE_BYTES, TRACE_DTYPES, Trace, TraceShape, trace_of
+from lowtide.replay.trace import (
+    MAX_TRACE_BYTES,
+    TRACE_DTYPES,
+    TRACE_VERSION,
+    Trace,
+    TraceShape,
+    trace_of,
+)
 
 CALIBRATION_VERSION = 1
 GATES = ("raw", "residual")
@@ -61,6 +68,8 @@ _DTYPES = {
     "top": "<f8",
     "cosine": "<f8",
 }
+_VERSIONS = {"version": CALIBRATION_VERSION, _PREFIX + "version": TRACE_VERSION}
+_AGAIN = "delete it and run lowtide calibrate again"
 
 
 class GateAccuracy(NamedTuple):
@@ -145,10 +154,9 @@ class Calibration:
 def load_inputs(path: Path, architecture: str, shape: TraceShape) -> ExpertInputs | None:
     """The experts' inputs of such a model's calibration, of which nothing else is read; None where
     it has none. Raises what `Calibration.load` and `check` do."""
-    wanted = {*INPUT_DTYPES, "version", "facts", _SHAPE}
+    wanted = {*INPUT_DTYPES, "facts", _SHAPE}
     arrays = _load(path, ({*_DTYPES} | {*BUDDY_DTYPES}) - wanted)
     with _no_contradiction(path):
-        _check_version(arrays)
         found = arrays[_SHAPE]
         if found.shape != (len(shape),):
             raise Contradiction(f"its trace's shape has {found.size} numbers")
@@ -172,7 +180,9 @@ def default_path(folder: Path, architecture: str, shape: TraceShape) -> Path:
 
 def _load(path: Path, unread: Collection[str]) -> Arrays:
     optional = (BUDDY_DTYPES, INPUT_DTYPES)
-    return load_arrays(path, _DTYPES, MAX_TRACE_BYTES, "calibration", optional, unread=unread)
+    return load_arrays(
+        path, _DTYPES, MAX_TRACE_BYTES, "calibration", _AGAIN, _VERSIONS, optional, unread
+    )
 
 
 @contextmanager
@@ -181,10 +191,7 @@ def _no_contradiction(path: Path) -> Iterator[None]:
     try:
         yield
     except Contradiction as reason:
-        raise UsageError(
-            f"Calibration {path} contradicts itself: {reason}; delete it and run lowtide "
-            "calibrate again."
-        ) from None
+        raise UsageError(f"Calibration {path} contradicts itself: {reason}; {_AGAIN}.") from None
 
 
 def _check_model(found: tuple[str, TraceShape], wanted: tuple[str, TraceShape]) -> None:
@@ -196,14 +203,7 @@ def _check_model(found: tuple[str, TraceShape], wanted: tuple[str, TraceShape]) 
         )
 
 
-def _check_version(arrays: Arrays) -> None:
-    version = arrays["version"].tolist()
-    if version != [CALIBRATION_VERSION]:
-        raise Contradiction(f"its version is {version[:1]}, not {CALIBRATION_VERSION}")
-
-
 def _build(arrays: Arrays) -> Calibration:
-    _check_version(arrays)
     trace = trace_of({name: arrays[_PREFIX + name] for name in TRACE_DTYPES})
     layers, experts, _, hidden, _ = trace.shape
     check_values(arrays["residual"], "residual", (layers - 1, hidden), -np.inf, np.inf)

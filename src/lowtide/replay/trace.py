@@ -46,6 +46,7 @@ TRACE_DTYPES = {
 
 _KINDS = (StepKind.PREFILL, StepKind.DENOISE, StepKind.DECODE)
 _MAX_COUNT = 2**31 - 1
+_AGAIN = "record it again, with lowtide generate --trace"
 
 
 class TraceShape(NamedTuple):
@@ -180,14 +181,12 @@ class Trace:
         Raises UsageError when the file is not one or contradicts itself, StorageError when it
         cannot be read.
         """
-        arrays = load_arrays(path, TRACE_DTYPES, MAX_TRACE_BYTES, "trace")
+        versions = {"version": TRACE_VERSION}
+        arrays = load_arrays(path, TRACE_DTYPES, MAX_TRACE_BYTES, "trace", _AGAIN, versions)
         try:
             return trace_of(arrays)
         except Contradiction as reason:
-            raise UsageError(
-                f"Trace {path} contradicts itself: {reason}; record it again, with lowtide "
-                "generate --trace."
-            ) from None
+            raise UsageError(f"Trace {path} contradicts itself: {reason}; {_AGAIN}.") from None
 
 
 class TraceWriter:
@@ -282,9 +281,7 @@ def demand_of(hits: IntArray, is_resident: BoolArray) -> Demand:
 
 def trace_of(arrays: Arrays) -> Trace:
     """The trace whose `arrays` these are; raises Contradiction."""
-    version, passes, ids = arrays["version"], arrays["passes"], arrays["ids"]
-    if version.tolist() != [TRACE_VERSION]:
-        raise Contradiction(f"its version is {version.tolist()[:1]}, not {TRACE_VERSION}")
+    passes, ids = arrays["passes"], arrays["ids"]
     if (
         arrays["shape"].shape != (len(TraceShape._fields),)
         or passes.ndim != 2
