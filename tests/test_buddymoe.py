@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -12,13 +13,15 @@ import numpy as np
 import pytest
 import torch
 from buddy_cases import random_profile
+from test_serve_service import hold_pass
 from torch import Tensor
-from whole import Observed, answer, residents
+from whole import Observed, answer, residents, wait_until
 
 from lowtide import LLM, SamplingParams
 from lowtide.buddies import PassAccount
 from lowtide.core import Facts, RoutedTokens, RowKind
-from lowtide.errors import UsageError
+from lowtide.decode.block_sequence import BlockSequence
+from lowtide.errors import NumericError, UsageError
 from lowtide.lab.record import Recorder
 from lowtide.llm import plan_model
 from lowtide.policies import catalogue
@@ -179,6 +182,31 @@ def test_no_request_has_more_moved_than_it_allowed(device: str) -> None:
         completions = llm.generate([PROMPT, PROMPT[::-1], PROMPT[1:]], PARAMS)
     shares = [completion.usage.receipt.moved_share for completion in completions]  # type: ignore[union-attr]
     assert max(shares) <= 0.02 and min(shares) > 0
+
+
+def test_a_pass_that_another_request_made_fail_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is replaced, so that alone and in company there are as many passes."""
+    choose, other = BlockSequence.choose, PROMPT[::-1]
+
+    def failing(self: BlockSequence, *told: Any) -> None:
+        if list(self.request.prompt) == other:
+            raise NumericError("These logits are no numbers.")
+        choose(self, *told)
+
+    with profiled(), open_half(beta="0") as llm, ThreadPoolExecutor(1) as pool:
+        llm.generate([PROMPT], PARAMS)
+        [alone] = llm.generate([PROMPT], PARAMS)  # with the keys that the first one left
+        monkeypatch.setattr(BlockSequence, "choose", failing)
+        hold_pass(llm, monkeypatch, 2)
+        running = pool.submit(llm.generate, [PROMPT], PARAMS)
+        wait_until(lambda: len(llm._loop._worker._answers) == 1)
+        with pytest.raises(NumericError):
+            llm.generate([other], PARAMS)
+        [again] = running.result()
+    told, once = again.usage.receipt, alone.usage.receipt
+    assert told is not None and once is not None
+    assert again.token_ids == alone.token_ids and told.num_tokens == once.num_tokens
+    assert told.routed_mass == pytest.approx(once.routed_mass)
 
 
 @pytest.mark.parametrize("device", ["cpu", "emulated"])

@@ -197,6 +197,39 @@ def test_a_receipt_says_what_was_done() -> None:
     assert second.as_dict()["moved_share"] == pytest.approx(0.2)
 
 
+def test_a_pass_that_fails_counts_nothing() -> None:
+    receipts, policy = Receipts(2), Buddies([OPEN, OPEN._replace(layer=1)], PLAIN)
+
+    def run_pass() -> None:
+        step = routed_facts(ROUTING, HERE, requests=np.array([7, 8])).step
+        for layer in range(2):
+            facts = routed_facts(ROUTING, HERE, layer=layer, num_layers=2)._replace(step=step)
+            answer = policy.counted(facts, receipts.account(facts, ROUTING))
+            assert answer is not None
+            receipts.settle(ROUTING, answer, np.full(6, 10.0), 30.0)
+
+    def counts() -> list[tuple[int, int, int, int]]:
+        return [
+            (each.num_tokens, each.num_affected, each.num_substituted, each.saved_bytes)
+            for each in receipts.all()
+        ]
+
+    receipts.mark()
+    receipts.take_back()  # before its first layer
+    assert counts() == []
+    run_pass()
+    once, first = receipts.all(), counts()
+    for _ in range(2):
+        receipts.mark()
+        run_pass()
+        assert counts() != first
+        receipts.take_back()
+        assert receipts.all() == once
+    receipts.mark()
+    run_pass()
+    assert counts() == [tuple(2 * count for count in each) for each in first]
+
+
 def test_a_share_of_what_was_routed_may_be_moved() -> None:
     """What a request may still have moved is a share of what was routed, less what was moved."""
     own = PLAIN.of_pass(np.array([0, 0]), Masses([2.0], [0.5]), 1, 0.25)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 
 from lowtide.core import Step
@@ -35,6 +36,10 @@ class NoExperts:
 
     def end_pass(self) -> None:
         """Nothing is learnt."""
+
+    def whole_pass(self) -> AbstractContextManager[None]:
+        """Nothing is counted."""
+        return nullcontext()
 
     def take_receipt(self, request: int) -> Receipt | None:
         """Nothing is replaced."""

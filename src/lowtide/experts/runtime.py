@@ -9,6 +9,8 @@ result's bits never depend on placement.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
 from typing import Protocol
@@ -175,6 +177,21 @@ class ExpertRuntime:
             "hit_rate": num_hits / num_activated if num_activated else 1.0,
             **self.executor.as_dict(),
         }
+
+    @contextmanager
+    def whole_pass(self) -> Iterator[None]:
+        """Around a pass of requests: receipts count nothing of one that fails, since it is run
+        again for those who did not make it fail."""
+        receipts = self.policies.receipts
+        if receipts is None:
+            yield
+            return
+        receipts.mark()
+        try:
+            yield
+        except BaseException:
+            receipts.take_back()
+            raise
 
     def take_receipt(self, request: int) -> Receipt | None:
         """What was done to a request's words, once it has ended; None where nothing may be."""

@@ -7,7 +7,7 @@ Counted here alone, so that what bounds a request and what it is told are the sa
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -24,8 +24,9 @@ _SLACK = 1e-9
 class Receipt:
     """What a policy that changes words did to one request.
 
-    A token counts once for each pass that computed it. The share of the mass is at most the
-    request's `max_mass`, where there is one.
+    A token counts once for each pass that computed it; a pass that failed for another request, and
+    is run again, counts once. The share of the mass is at most the request's `max_mass`, where
+    there is one.
     """
 
     num_tokens: int  # computed in all, prompt included
@@ -66,13 +67,17 @@ class Receipt:
         }
 
 
+@dataclass(slots=True)
 class _Tally:
     """A receipt in the making."""
 
-    def __init__(self, num_layers: int) -> None:
-        self.num_tokens = self.num_affected = self.num_in_vain = 0
-        self.substitutions = [0] * num_layers
-        self.routed_mass = self.moved_mass = self.saved_bytes = 0.0
+    substitutions: Sequence[int]  # in each layer
+    num_tokens: int = 0
+    num_affected: int = 0
+    num_in_vain: int = 0
+    routed_mass: float = 0.0
+    moved_mass: float = 0.0
+    saved_bytes: float = 0.0
 
     def receipt(self) -> Receipt:
         return Receipt(
@@ -98,11 +103,12 @@ class Receipts:
         self._share = None if max_mass is None else max_mass * (1 - _SLACK)
         self._twins = PlainBuddies() if twins is None else twins
         self._tallies: dict[int, _Tally] = {}
+        self._marked: dict[int, _Tally] = {}  # as they were
         # The pass under way:
         self._rows: PassRows | None = None
         self._last_layer = num_layers
         self._running: list[_Tally] = []  # of each owner
-        self._before: list[tuple[list[int], int]] = []  # their pairs and tokens, as it began
+        self._before: list[tuple[Sequence[int], int]] = []  # their pairs and tokens, as it began
         self._owner = np.empty(0, np.int64)  # [rows] whose each is, as an index of `_running`
         self._account = self._twins.of_pass(self._owner, Masses([], []), 0, None)
         self._num_rows = 0
@@ -141,6 +147,16 @@ class Receipts:
             tally.saved_bytes += share * scale
             tally.num_in_vain += num_in_vain
 
+    def mark(self) -> None:
+        """Keeps the counts as they are before a pass, for `take_back`."""
+        self._write_down()
+        self._marked = {name: replace(tally) for name, tally in self._tallies.items()}
+
+    def take_back(self) -> None:
+        """Counts nothing since `mark`: the pass has failed."""
+        self._tallies, self._running, self._before = self._marked, [], []
+        self._rows, self._last_layer = None, self._num_layers
+
     def take(self, request: int) -> Receipt | None:
         """The receipt of a request that has ended; None where nothing was counted of it."""
         self._write_down()
@@ -174,9 +190,8 @@ class Receipts:
 
     def _begin_pass(self, facts: Facts) -> None:
         names, owner = np.unique(facts.step.rows_of(self._num_rows).request, return_inverse=True)
-        self._running = [
-            self._tallies.setdefault(name, _Tally(self._num_layers)) for name in names.tolist()
-        ]
+        nothing = (0,) * self._num_layers
+        self._running = [self._tallies.setdefault(name, _Tally(nothing)) for name in names.tolist()]
         before = Masses(
             [tally.routed_mass for tally in self._running],
             [tally.moved_mass for tally in self._running],

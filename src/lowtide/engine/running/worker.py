@@ -253,7 +253,12 @@ class Worker:
             if is_observed:
                 self._decoder.forget()  # an observer sees all rows of a request
             self._decoder.store_in(None if is_observed else self._stored)
-            with fault_found(self.engine.opened), device_pass(), self.speed.measured():
+            with (
+                fault_found(self.engine.opened),
+                device_pass(),
+                self.engine.experts.whole_pass(),
+                self.speed.measured(),
+            ):
                 events = run_pass(self.engine, self._decoder)
         except BaseException as error:
             self._fail_pass(error)
