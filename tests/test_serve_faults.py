@@ -6,22 +6,24 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from serving import Running, serving, talking_folder
+from serving import LIMIT_S, Running, serving, talking_folder
 from test_serve_gone import BODIES
 from whole import budget_bytes
 
 from lowtide import AsyncLLM
 from lowtide.decode.batch_decoder import BatchDecoder
-from lowtide.decode.request import Event
+from lowtide.decode.request import Event, Request
 from lowtide.engine.running import worker
 from lowtide.engine.running.engine import Engine
-from lowtide.errors import DeviceError, StorageError
+from lowtide.errors import DeviceError, StorageError, UsageError
+from lowtide.serve import service
 from lowtide.serve.settings import ServeSettings
 
 CONTEXT = 256
@@ -132,3 +134,26 @@ def test_an_echo_that_takes_too_long_ends_as_an_answer_does(
         answer = client.post("/v1/completions", json=body)
     assert answer.status_code == (200 if stream else 504)
     assert "--request-timeout" in told("/v1/completions", answer)
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_a_stream_begins_though_its_form_is_not_compiled(
+    running: Running, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    """A refusal of the form comes in the stream then; a whole answer has its status as ever."""
+    has_begun = threading.Event()
+
+    def refused(*_: object) -> Request:
+        assert has_begun.wait(LIMIT_S)
+        raise UsageError("The form cannot be kept to.")
+
+    monkeypatch.setattr(running.service, "_request", refused)
+    monkeypatch.setattr(service, "PING_S", 0.0)
+    with running.client() as client:
+        with client.stream("POST", path, json={**BODIES[path], "stream": True}) as answer:
+            assert answer.status_code == 200
+            has_begun.set()
+            answer.read()
+        assert "The form cannot be kept to." in answer.text.strip().split("\n")[-1]
+        whole = client.post(path, json={**BODIES[path], "stream": False})
+        assert whole.status_code == 400 and "The form cannot be kept to." in whole.text

@@ -12,7 +12,7 @@ import math
 import secrets
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
-from contextlib import aclosing
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
@@ -33,6 +33,7 @@ from lowtide.serve.frames import frame_of
 from lowtide.serve.grammar import Grammars, check_kept
 from lowtide.serve.grammar_text import Constraint
 from lowtide.serve.settings import ServeSettings
+from lowtide.serve.sse import PING_S
 
 T = TypeVar("T")
 
@@ -188,17 +189,24 @@ class Service:
     async def answer(self, ask: Ask) -> AsyncGenerator[Piece, None]:
         """The pieces of one answer: `Prefilled` first, once all is checked, `Done` last.
 
-        Closing it ends the answer between two passes. Raises Refusal or LowtideError.
+        Where a form takes longer than `PING_S` to compile, `Prefilled` comes then, so that a stream
+        begins, and a refusal after it. Closing it ends the answer between two passes. Raises
+        Refusal or LowtideError.
         """
         watch = _Watch()
         try:
             with self.admission.enter() as place:
                 prompt_ids = await self.prompt_ids(ask)
                 watch.num_prompt = len(prompt_ids)
-                request = await asyncio.to_thread(self._request, ask, prompt_ids)
+                async with self._making(ask, prompt_ids) as making:
+                    is_made, _ = await asyncio.wait([making], timeout=PING_S)
+                    if not is_made:
+                        yield Prefilled(0, len(prompt_ids))
+                    request = await making
                 pieces = self._reader(ask, prompt_ids)
                 place.wait_with(len(prompt_ids))
-                yield Prefilled(0, len(prompt_ids))
+                if is_made:
+                    yield Prefilled(0, len(prompt_ids))
                 async with aclosing(self._events(request, watch)) as events:
                     async for event in events:
                         watch.note(event, place)
@@ -212,6 +220,18 @@ class Service:
             raise
         finally:
             self._tell(watch.served())
+
+    @asynccontextmanager
+    async def _making(
+        self, ask: Ask, prompt_ids: list[int]
+    ) -> AsyncGenerator[asyncio.Future[Request], None]:
+        """The engine's request, which a thread makes; behind the `with` it is not waited for."""
+        making = asyncio.ensure_future(asyncio.to_thread(self._request, ask, prompt_ids))
+        try:
+            yield making
+        finally:
+            making.cancel()
+            await asyncio.gather(making, return_exceptions=True)
 
     def _request(self, ask: Ask, prompt_ids: list[int]) -> Request:
         """What the engine is asked; a grammar may take seconds. Raises TooLong or LowtideError."""
