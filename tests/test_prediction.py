@@ -319,6 +319,18 @@ def test_a_run_s_speed_stands_beside_its_prediction(folders: dict[str, Path]) ->
     assert predicted(stats).endswith("predicted") and " to " in predicted(stats)
 
 
+def test_a_run_s_prediction_is_of_its_own_passes(folders: dict[str, Path]) -> None:
+    """Others', such as those of `logits`, have many more rows than a token's."""
+    keep_rates(this_machine(), RATES)
+    with LLM(folders["qwen3_moe"], device="cpu") as llm:
+        llm.generate([[1, 2, 3]], max_tokens=8, ignore_eos=True)
+        before = llm.stats()
+        llm.logits([1, 2, 3] * 40)
+        after = llm.stats()
+    assert before["num_rows"] == after["num_rows"] == 3 + 7
+    assert after["predicted_tokens_per_s"] == before["predicted_tokens_per_s"]
+
+
 def test_the_first_answer_takes_more_than_its_passes(folders: dict[str, Path]) -> None:
     model = opened(folders["qwen3_moe"])
     predictor = predictor_of(model, make_plan(model))

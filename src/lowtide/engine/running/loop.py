@@ -52,12 +52,7 @@ class EngineLoop:
         """What was done since loading, how fast, and how fast it was to be."""
         speed = self._worker.speed
         return self.look(
-            lambda engine: {
-                **engine.as_dict(),
-                **speed.as_dict(),
-                "num_rows": engine.model.num_rows,
-                **speed.predicted(engine),
-            }
+            lambda engine: {**engine.as_dict(), **speed.as_dict(), **speed.predicted(engine)}
         )
 
     def answers(self, requests: Sequence[Request]) -> Generator[Event, None, None]:

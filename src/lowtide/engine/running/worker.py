@@ -25,6 +25,7 @@ from lowtide.engine.running.engine import Engine
 from lowtide.engine.running.not_finite import fault_found
 from lowtide.errors import InternalError, UsageError
 from lowtide.memory.cuda_streams import device_pass
+from lowtide.models.decoder import Decoder
 from lowtide.threads.event import INTERRUPT_POLL_S
 
 T = TypeVar("T")
@@ -257,7 +258,7 @@ class Worker:
                 fault_found(self.engine.opened),
                 device_pass(),
                 self.engine.experts.whole_pass(),
-                self.speed.measured(),
+                self.speed.measured(self.engine.model),
             ):
                 events = run_pass(self.engine, self._decoder)
         except BaseException as error:
@@ -309,19 +310,22 @@ Mailbox = SimpleQueue[Callable[[Worker], None]]
 
 
 class Speed:
-    """Committed answer tokens and the seconds and passes they took."""
+    """Committed answer tokens, and the passes they took, with their rows and seconds. Other passes,
+    such as those of `logits`, do not count."""
 
     def __init__(self) -> None:
         self._num_tokens = 0
         self._num_forwards = 0
+        self._num_rows = 0
         self._seconds = 0.0
 
     @contextmanager
-    def measured(self) -> Iterator[None]:
-        """Around one forward pass and the decisions that follow it."""
-        start = time.perf_counter()
+    def measured(self, model: Decoder) -> Iterator[None]:
+        """Around one forward pass of `model` and the decisions that follow it."""
+        start_s, num_rows = time.perf_counter(), model.num_rows
         yield
-        self._seconds += time.perf_counter() - start
+        self._seconds += time.perf_counter() - start_s
+        self._num_rows += model.num_rows - num_rows
         self._num_forwards += 1
 
     def count(self, events: Iterable[Event]) -> None:
@@ -332,7 +336,7 @@ class Speed:
         predictor = predictor_of(engine.opened, engine.plan)
         if predictor is None:
             return {}
-        counts = (self._num_tokens, self._num_forwards, engine.model.num_rows)
+        counts = (self._num_tokens, self._num_forwards, self._num_rows)
         found = predictor.speed(*counts, has_first=True)
         if found is None:
             return {}
@@ -347,6 +351,7 @@ class Speed:
         return {
             "committed_tokens": self._num_tokens,
             "forwards": self._num_forwards,
+            "num_rows": self._num_rows,
             "generation_s": self._seconds,
             "tokens_per_s": self._num_tokens / self._seconds if self._seconds else 0.0,
         }
