@@ -40,8 +40,8 @@ from common.run import loaded_engine, make_request
 from lowtide.config import ModelConfig
 from lowtide.decode.request import Committed, Draft, Request
 from lowtide.engine.opening.config import EngineConfig
+from lowtide.engine.running.decoding import make_decoder
 from lowtide.engine.running.engine import Engine
-from lowtide.engine.running.worker import make_decoder
 from lowtide.errors import UsageError
 from lowtide.lab.budgets import budget_of_share
 from lowtide.lab.pack_experts import pack_experts

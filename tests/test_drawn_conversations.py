@@ -36,10 +36,10 @@ from lowtide.decode.batch_decoder import BatchDecoder, Model
 from lowtide.decode.request import Finished, Request
 from lowtide.decode.stored_sequences import StoredSequences
 from lowtide.engine.planning.elastic_plan import SMALL_GROUP_BYTES
+from lowtide.engine.running.decoding import run_pass
 from lowtide.engine.running.elastic import kv_pages
 from lowtide.engine.running.engine import Engine
 from lowtide.engine.running.kept_room import KeptRoom
-from lowtide.engine.running.worker import run_pass
 from lowtide.families import SynthSize, families, register, unregister
 from lowtide.files import kept_file, own_folder
 from lowtide.files.kept_file import KeyLayout

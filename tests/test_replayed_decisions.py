@@ -23,9 +23,9 @@ from lowtide import LLM, DiffusionParams, SamplingParams
 from lowtide.core import BoolArray, IntArray, Step
 from lowtide.decode.request import Finished, Request
 from lowtide.engine.opening.config import EngineConfig
+from lowtide.engine.running.decoding import make_decoder
 from lowtide.engine.running.engine import Engine
 from lowtide.engine.running.policy_setting import _setting, adopt_policy
-from lowtide.engine.running.worker import make_decoder
 from lowtide.experts.rows import Routing
 from lowtide.lab.budgets import budget_of_share
 from lowtide.lab.calibrate import calibrate

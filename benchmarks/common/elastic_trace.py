@@ -18,8 +18,8 @@ from lowtide.config import ModelConfig
 from lowtide.decode.intake import Intake
 from lowtide.decode.request import Committed, Finished, Request
 from lowtide.engine.opening.config import MAX_BLOCK_LENGTH, EngineConfig
+from lowtide.engine.running.decoding import make_decoder, run_pass
 from lowtide.engine.running.engine import Engine
-from lowtide.engine.running.worker import make_decoder, run_pass
 from lowtide.params import SamplingParams
 
 

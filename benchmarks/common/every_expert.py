@@ -11,8 +11,8 @@ from common.elastic_trace import Arrival, requests_of
 from common.memory import drop_pages, peak_resident_bytes
 from common.run import loaded_engine
 from lowtide.engine.opening.config import EngineConfig
+from lowtide.engine.running.decoding import make_decoder
 from lowtide.engine.running.engine import Engine
-from lowtide.engine.running.worker import make_decoder
 
 NUM_WARM = 2
 """Steps before those that count: residents settle, memory has been touched."""

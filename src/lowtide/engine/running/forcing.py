@@ -7,14 +7,13 @@ answer is touched.
 from __future__ import annotations
 
 from collections.abc import Generator
+from functools import partial
 from time import perf_counter
 from typing import NamedTuple
 
 from torch import Tensor
 
 from lowtide.core import IntArray
-from lowtide.decode.autoregressive import Autoregressive
-from lowtide.decode.block_diffusion import BlockDiffusion
 from lowtide.decode.forced import (
     ForcedAutoregressive,
     ForcedBlockDiffusion,
@@ -22,11 +21,10 @@ from lowtide.decode.forced import (
     ForcedText,
     OnLogits,
 )
-from lowtide.decode.masked_diffusion import MaskedDiffusion
 from lowtide.decode.request import Request
-from lowtide.engine.opening.config import MAX_PASS_ROWS
+from lowtide.engine.running.decoding import DecoderKinds, make_decoder, run_pass
 from lowtide.engine.running.engine import Engine
-from lowtide.engine.running.not_finite import fault_found
+from lowtide.engine.running.not_finite import naming_faults
 from lowtide.memory.cuda_streams import device_pass
 from lowtide.params import SamplingParams
 from lowtide.policies.receipt import Receipt
@@ -63,17 +61,15 @@ def read_forced(
         on_logits(mask, positions, logits)
         looking_s += perf_counter() - begin_s
 
-    decoder = _make_decoder(engine, text, look)
+    decoder = make_decoder(engine, _reading_kinds(text, look))
     decoder.add(request)
     try:
         while decoder.has_work:
             if num_passes:
                 yield
             begin_s = perf_counter()
-            with fault_found(engine.opened), device_pass():
-                decoder.step()
-                if engine.elastic is not None:
-                    engine.elastic.settle()
+            with naming_faults(engine.opened), device_pass():
+                run_pass(engine, decoder)
             passes_s += perf_counter() - begin_s
             num_passes += 1
         receipt = engine.experts.take_receipt(request.id)
@@ -83,27 +79,10 @@ def read_forced(
         engine.experts.take_receipt(request.id)
 
 
-def _make_decoder(
-    engine: Engine, text: ForcedText, on_logits: OnLogits
-) -> BlockDiffusion | MaskedDiffusion | Autoregressive:
-    opened, model, kv_cache = engine.opened, engine.model, engine.kv_cache
-    config, use_kv_cache = opened.config, bool(opened.options.kv_cache)
-    if config.mask_token_id is None or config.decoding is None:
-        return ForcedAutoregressive(
-            text, on_logits, model, kv_cache, MAX_PASS_ROWS, use_kv_cache=use_kv_cache
-        )
-    mask_token_id = config.mask_token_id
-    if config.is_bidirectional:
-        return ForcedMaskedDiffusion(
-            text,
-            on_logits,
-            model,
-            kv_cache,
-            mask_token_id,
-            opened.max_pass_rows,
-            logits_shift=config.logits_shift,
-            cache_mode=opened.cache_mode,
-        )
-    return ForcedBlockDiffusion(
-        text, on_logits, model, kv_cache, mask_token_id, MAX_PASS_ROWS, use_kv_cache
+def _reading_kinds(text: ForcedText, on_logits: OnLogits) -> DecoderKinds:
+    return DecoderKinds(
+        partial(ForcedAutoregressive, text, on_logits),
+        partial(ForcedMaskedDiffusion, text, on_logits),
+        partial(ForcedBlockDiffusion, text, on_logits),
+        keeps_keys=False,
     )

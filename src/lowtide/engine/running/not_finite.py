@@ -24,7 +24,7 @@ _WAY_OUT = {
 
 
 @contextmanager
-def fault_found(opened: OpenModel) -> Iterator[None]:
+def naming_faults(opened: OpenModel) -> Iterator[None]:
     """Around a pass and what is chosen from its logits.
 
     Where those are not finite, looks through the weights, once and for at most `SEARCH_S`, and

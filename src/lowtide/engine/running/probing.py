@@ -21,7 +21,7 @@ from lowtide.decode.sampling import check_finite
 from lowtide.engine.opening.config import MAX_PASS_ROWS
 from lowtide.engine.opening.model import OpenModel
 from lowtide.engine.running.engine import Engine
-from lowtide.engine.running.not_finite import fault_found
+from lowtide.engine.running.not_finite import naming_faults
 from lowtide.errors import UsageError
 from lowtide.experts.rows import Routing
 from lowtide.experts.slots import ExpertSlots
@@ -42,8 +42,8 @@ def logits(
 ) -> Generator[None, None, Tensor]:
     """Float32 logits [len, vocab] of every position, on the CPU; yields between its passes.
 
-    No block is divided: one as long as the sequence is one pass. Raises as `fault_found` does where
-    they are not finite.
+    No block is divided: one as long as the sequence is one pass. Raises as `naming_faults` does
+    where they are not finite.
     """
     result = torch.empty(len(token_ids), engine.opened.config.vocab_size)
 
@@ -83,7 +83,7 @@ def _passes(
             if start:
                 yield
             part = token_ids[start : start + pass_rows]
-            with fault_found(engine.opened), device_pass(), torch.inference_mode():
+            with naming_faults(engine.opened), device_pass(), torch.inference_mode():
                 _logits_pass(engine, part, start, block_length, kv_range, take)
     finally:
         engine.kv_cache.free(kv_range)

@@ -14,15 +14,11 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from lowtide.decode.autoregressive import Autoregressive
-from lowtide.decode.batch_decoder import BatchDecoder
-from lowtide.decode.block_diffusion import BlockDiffusion
-from lowtide.decode.masked_diffusion import MaskedDiffusion
 from lowtide.decode.request import Committed, Event, Finished, Request
-from lowtide.engine.opening.config import MAX_PASS_ROWS
 from lowtide.engine.planning.prediction import predictor_of
+from lowtide.engine.running.decoding import make_decoder, run_pass
 from lowtide.engine.running.engine import Engine
-from lowtide.engine.running.not_finite import fault_found
+from lowtide.engine.running.not_finite import naming_faults
 from lowtide.errors import InternalError, UsageError
 from lowtide.memory.cuda_streams import device_pass
 from lowtide.models.decoder import Decoder
@@ -255,7 +251,7 @@ class Worker:
                 self._decoder.forget()  # an observer sees all rows of a request
             self._decoder.store_in(None if is_observed else self._stored)
             with (
-                fault_found(self.engine.opened),
+                naming_faults(self.engine.opened),
                 device_pass(),
                 self.engine.experts.whole_pass(),
                 self.speed.measured(self.engine.model),
@@ -355,43 +351,6 @@ class Speed:
             "generation_s": self._seconds,
             "tokens_per_s": self._num_tokens / self._seconds if self._seconds else 0.0,
         }
-
-
-def run_pass(engine: Engine, decoder: BatchDecoder[Any]) -> list[Event]:
-    """One step of a decoder, after which memory moves."""
-    model, elastic = engine.model, engine.elastic
-    num_rows, start_s = model.num_prompt_rows, model.prompt_s
-    events = decoder.step()
-    if elastic is not None:
-        elastic.note_pass(model.num_prompt_rows - num_rows, model.prompt_s - start_s)
-        elastic.settle()
-    return events
-
-
-def make_decoder(engine: Engine) -> BlockDiffusion | MaskedDiffusion | Autoregressive:
-    """What decodes requests over a loaded model, as its family does."""
-    opened = engine.opened
-    config, use_kv_cache, reuse = opened.config, bool(opened.options.kv_cache), opened.reuse
-    if config.mask_token_id is None or config.decoding is None:
-        return Autoregressive(engine.model, engine.kv_cache, MAX_PASS_ROWS, use_kv_cache, reuse)
-    if config.is_bidirectional:
-        return MaskedDiffusion(
-            engine.model,
-            engine.kv_cache,
-            mask_token_id=config.mask_token_id,
-            max_rows=opened.max_pass_rows,
-            logits_shift=config.logits_shift,
-            is_measured_as_drawn=config.decoding.is_measured_as_drawn,
-            cache_mode=opened.cache_mode,
-        )
-    return BlockDiffusion(
-        engine.model,
-        engine.kv_cache,
-        mask_token_id=config.mask_token_id,
-        max_rows=MAX_PASS_ROWS,
-        use_kv_cache=use_kv_cache,
-        reuse=reuse,
-    )
 
 
 def _twin(error: BaseException) -> BaseException:
