@@ -49,7 +49,7 @@ from lowtide.lab.synth import write_checkpoint
 from lowtide.llm import plan_model
 from lowtide.memory import kv_cache as kv_cache_module
 from lowtide.memory.kv_cache import KVCache
-from lowtide.memory.kv_pages import KVLayout
+from lowtide.memory.kv_pages import KVLayout, StorageShape
 from lowtide.memory.pages import PageBudget
 from lowtide.policies import kept_keys
 
@@ -117,7 +117,7 @@ class Subjects:
     def _hashes(self, family: str, dtype: str, is_elastic: bool) -> Subject:
         kv_cache, twin_cache = make_kv_cache(CONTEXT), make_kv_cache(TWIN_TOKENS)
         if is_elastic:
-            layout = KVLayout((2, 2, 1, 8 * CONTEXT, 1), torch.int64)
+            layout = KVLayout(StorageShape(2, 2, 1, 8 * CONTEXT, 1), torch.int64)
             pages = kv_pages(PageBudget(layout.address_bytes(SMALL_GROUP_BYTES)), layout)
             self._stack.callback(pages.arena.close)
             kv_cache = KVCache(pages.storage, pages, CONTEXT)

@@ -89,8 +89,8 @@ def test_a_long_pass_is_the_models() -> None:
     with LLM(folder, context=64, dtype="float32") as llm:
         engine = llm._engine
         config, registrar = engine.opened.config, register(engine.opened, NUM_ROWS)
-        shape = list(engine.opened.kv_shape)
-        shape[3] = align_up(NUM_ROWS, GRANULE_TOKENS)
+        num_tokens = align_up(NUM_ROWS, GRANULE_TOKENS)
+        shape = engine.opened.kv_shape._replace(num_tokens=num_tokens)
         cache, workspace = KVCache(torch.zeros(shape)), Watched(Arena(registrar.arena_bytes).bytes)
         compute = Compute(engine.executor, REFERENCE, workspace)
         weights = engine.model.weights
@@ -193,8 +193,7 @@ def test_several_sequences_in_chunks(family: str, tmp_path: Path) -> None:
     with LLM(model, context=64, dtype="float32", kv_cache="prefix") as llm:
         engine = llm._engine
         opened, planner = engine.opened, plan_long_passes(engine.opened)
-        num_layers, num_arrays, num_heads, _, width = opened.kv_shape
-        shape = (num_layers, num_arrays, num_heads, 2048, width)
+        shape = opened.kv_shape._replace(num_tokens=2048)
         lengths, answers = (700, 130, 900), []
 
         def forward(batch: Batch, workspace: Workspace, cache: KVCache) -> Tensor:

@@ -72,8 +72,8 @@ def outputs(
     engine: Engine, buffers: Buffers, lengths: Sequence[int], rows: Tensor, is_block: bool
 ) -> list[Tensor]:
     """Hidden states of sequences of one pass, logits and statistics of some of its rows."""
-    shape = list(engine.opened.kv_shape)
-    shape[3] = sum(align_up(length, GRANULE_TOKENS) for length in lengths)
+    num_tokens = sum(align_up(length, GRANULE_TOKENS) for length in lengths)
+    shape = engine.opened.kv_shape._replace(num_tokens=num_tokens)
     dtype = engine.opened.dtype
     keeps_keys = engine.opened.keeps_keys
     cache = KVCache(torch.zeros(shape, dtype=dtype)) if keeps_keys else KVTurns(shape, dtype)

@@ -188,6 +188,5 @@ def _batch(token_ids: Tensor, kv: KVRange) -> Batch:
 
 
 def _kv_cache(opened: OpenModel, num_tokens: int) -> KVTurns:
-    num_layers, num_arrays, num_heads, _, width = opened.kv_shape
-    num_tokens = align_up(num_tokens, GRANULE_TOKENS)
-    return KVTurns((num_layers, num_arrays, num_heads, num_tokens, width), opened.dtype)
+    shape = opened.kv_shape._replace(num_tokens=align_up(num_tokens, GRANULE_TOKENS))
+    return KVTurns(shape, opened.dtype)

@@ -208,6 +208,11 @@ class MemoryPlan:
         return self.host if self.gpu is None else self.gpu
 
     @property
+    def everything_fits(self) -> bool:
+        """Whether every expert has a slot of its own in the fast tier."""
+        return self.fast_tier.num_slots == self.num_experts
+
+    @property
     def num_staging(self) -> int:
         """Slots of the fast tier that experts pass through, which there have to be."""
         return self.fast_tier.num_slots - sum(self.residents_per_layer)

@@ -13,7 +13,7 @@ from torch import Tensor
 from lowtide.core import align_up
 from lowtide.errors import InternalError, PageError, PlanError
 from lowtide.memory.kept_rule import KeptRule
-from lowtide.memory.kv_pages import KVPages
+from lowtide.memory.kv_pages import KVPages, StorageShape
 from lowtide.memory.workspace import Buffers
 
 GRANULE_TOKENS = 16
@@ -25,10 +25,10 @@ GROWTH_TOKENS = 256
 
 def storage_shape(
     num_layers: int, num_kv_heads: int, head_dim: int, num_tokens: int, num_arrays: int = 2
-) -> tuple[int, int, int, int, int]:
-    """[layers, arrays, kv_heads, tokens, head_dim] of a cache for `num_tokens` tokens. Two arrays
-    hold keys and values; one holds keys that are also the values (a latent)."""
-    return (num_layers, num_arrays, num_kv_heads, align_up(num_tokens, GRANULE_TOKENS), head_dim)
+) -> StorageShape:
+    """The shape of a cache for `num_tokens` tokens."""
+    num_tokens = align_up(num_tokens, GRANULE_TOKENS)
+    return StorageShape(num_layers, num_arrays, num_kv_heads, num_tokens, head_dim)
 
 
 @dataclass(eq=False, slots=True)

@@ -16,11 +16,22 @@ from lowtide.core import align_up
 from lowtide.memory.arena import ElasticArena
 
 
-class KVLayout(NamedTuple):
-    """How a cache of `shape` [layers, arrays, kv_heads, tokens, head_dim] lies in memory: a head's
-    tokens together, as the host's kernels want them, in a part of their own."""
+class StorageShape(NamedTuple):
+    """The shape of a KV cache's tensor. Two arrays hold keys and values; one holds keys that are
+    also the values (a latent)."""
 
-    shape: tuple[int, int, int, int, int]
+    num_layers: int
+    num_arrays: int
+    num_heads: int  # of keys and values
+    num_tokens: int
+    width: int  # of a head
+
+
+class KVLayout(NamedTuple):
+    """How a cache of `shape` lies in memory: a head's tokens together, as the host's kernels want
+    them, in a part of their own."""
+
+    shape: StorageShape
     dtype: torch.dtype
 
     @property
@@ -30,7 +41,7 @@ class KVLayout(NamedTuple):
     @property
     def row_bytes(self) -> int:
         """A token in one part."""
-        return self.shape[4] * self.dtype.itemsize
+        return self.shape.width * self.dtype.itemsize
 
     @property
     def token_bytes(self) -> int:
@@ -39,20 +50,20 @@ class KVLayout(NamedTuple):
 
     def address_bytes(self, group_bytes: int) -> int:
         """Addresses to reserve: whole groups for every part."""
-        return self.num_parts * align_up(self.shape[3] * self.row_bytes, group_bytes)
+        return self.num_parts * align_up(self.shape.num_tokens * self.row_bytes, group_bytes)
 
     def longest(self, num_bytes: int, group_bytes: int, granule_tokens: int) -> KVLayout:
         """The same with as many tokens more, in whole granules, as there are addresses for."""
         granule_bytes = granule_tokens * self.row_bytes
         part_bytes = num_bytes // self.num_parts // group_bytes * group_bytes
-        num_tokens = max(self.shape[3], part_bytes // granule_bytes * granule_tokens)
-        return self._replace(shape=(*self.shape[:3], num_tokens, self.shape[4]))
+        num_tokens = max(self.shape.num_tokens, part_bytes // granule_bytes * granule_tokens)
+        return self._replace(shape=self.shape._replace(num_tokens=num_tokens))
 
     def strides(self, part_bytes: int) -> tuple[int, int, int, int, int]:
         """Strides, in elements, of a tensor of the shape over parts of so many bytes."""
         part, row = part_bytes // self.dtype.itemsize, self.row_bytes // self.dtype.itemsize
-        array = self.shape[2] * part
-        return (self.shape[1] * array, array, part, row, 1)
+        array = self.shape.num_heads * part
+        return (self.shape.num_arrays * array, array, part, row, 1)
 
 
 class KVPages:

@@ -8,6 +8,7 @@ from torch import Tensor
 from lowtide.core import ALIGNMENT, align_up
 from lowtide.errors import InternalError
 from lowtide.memory.kv_cache import KVCache, KVRange
+from lowtide.memory.kv_pages import StorageShape
 from lowtide.memory.workspace import Buffers
 
 
@@ -19,8 +20,8 @@ class KVTurns(KVCache):
     many rows a pass has.
     """
 
-    def __init__(self, shape: tuple[int, int, int, int, int], dtype: torch.dtype) -> None:
-        """shape: a `storage_shape` of one layer, for as many tokens as a pass may have."""
+    def __init__(self, shape: StorageShape, dtype: torch.dtype) -> None:
+        """shape: of one layer, for as many tokens as a pass may have."""
         # On the meta device: the ranges move in it as in any cache, and nothing is there.
         super().__init__(torch.empty(shape, dtype=dtype, device="meta"))
 

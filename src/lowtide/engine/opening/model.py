@@ -32,6 +32,7 @@ from lowtide.kernels.choice import HOST, choose_kernels
 from lowtide.kernels.operands import ClampedWeights, ExpertWeights
 from lowtide.kernels.reference import Kernels
 from lowtide.memory.kv_cache import storage_shape
+from lowtide.memory.kv_pages import StorageShape
 from lowtide.memory.pass_planner import PassPlanner
 from lowtide.memory.workspace import Registrar
 from lowtide.model_folder.checkpoint import Checkpoint
@@ -165,12 +166,12 @@ class OpenModel:
     @property
     def max_pass_rows(self) -> int:
         """Rows of the largest forward pass; a bidirectional one has whole sequences."""
-        return self.kv_shape[3] if self.config.is_bidirectional else MAX_PASS_ROWS
+        return self.kv_shape.num_tokens if self.config.is_bidirectional else MAX_PASS_ROWS
 
     @property
     def max_sequence_tokens(self) -> int:
         """Most tokens of one sequence in the KV cache: its own bound, or the model's positions."""
-        num_tokens = self.kv_shape[3]
+        num_tokens = self.kv_shape.num_tokens
         if self.config.is_bidirectional:  # under guidance a range holds a sequence twice
             return num_tokens
         return min(num_tokens, align_up(self.config.max_positions, MAX_BLOCK_LENGTH))
@@ -217,9 +218,8 @@ class OpenModel:
         return not self.config.is_bidirectional or self.cache_mode is not CacheMode.EXACT
 
     @property
-    def kv_shape(self) -> tuple[int, int, int, int, int]:
-        """[layers, arrays, kv_heads, tokens, width] of keys and values; where they are not kept,
-        of the layer whose turn it is."""
+    def kv_shape(self) -> StorageShape:
+        """Of keys and values; where they are not kept, of the layer whose turn it is."""
         config = self.config
         num_layers = config.num_layers if self.keeps_keys else 1
         num_arrays, num_heads, width = config.attention.cache_shape

@@ -61,10 +61,10 @@ class Division(NamedTuple):
 def elastic_tokens(opened: OpenModel, plan: MemoryPlan) -> int:
     """`MemoryPlan.elastic_tokens`; 0 where nothing is shared: `elastic` is not asked for, or all
     experts have slots for good."""
-    if not opened.options.elastic or plan.fast_tier.num_slots == plan.num_experts:
+    if not opened.options.elastic or plan.everything_fits:
         return 0
     kv = Division.of(opened, plan).kv
-    return (opened.kv_shape if kv is None else kv.shape)[3]
+    return (opened.kv_shape if kv is None else kv.shape).num_tokens
 
 
 def group_bytes(num_bytes: int) -> int:

@@ -168,8 +168,7 @@ def _run_forward(
 
 
 def _meta_cache(opened: OpenModel, num_tokens: int) -> KVCache:
-    num_layers, num_arrays, num_heads, _, width = opened.kv_shape
-    shape = (num_layers, num_arrays, num_heads, num_tokens, width)
+    shape = opened.kv_shape._replace(num_tokens=num_tokens)
     if not opened.keeps_keys:
         return KVTurns(shape, opened.dtype)
     return KVCache(torch.empty(shape, dtype=opened.dtype, device=META))

@@ -37,7 +37,7 @@ class OpenDevice:
 
 
 def open_device(
-    opened: OpenModel, plan: MemoryPlan, executor: HostExecutor, lent: ElasticSlots | None = None
+    opened: OpenModel, plan: MemoryPlan, executor: HostExecutor, lent: ElasticSlots | None
 ) -> OpenDevice:
     """lent: what the slots of an emulated device lie in where their memory comes and goes."""
     num_slots = plan.fast_tier.num_slots
@@ -74,8 +74,8 @@ def _open_cuda(opened: OpenModel, num_slots: int, executor: HostExecutor) -> Ope
     shape, layout, host_kernels = opened.config.moe_shape, opened.slot_layout, opened.kernels
     kernels = opened.options.kernels
 
-    def make_device(num_slots: int) -> CudaDevice:
-        return CudaDevice(shape, layout, num_slots, MAX_PASS_ROWS, pinned, kernels)
+    def make_device(count: int) -> CudaDevice:
+        return CudaDevice(shape, layout, count, MAX_PASS_ROWS, pinned, kernels)
 
     def measure() -> Measurements:
         with pinned.lent(), ExitStack() as stack:

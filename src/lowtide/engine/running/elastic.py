@@ -71,13 +71,15 @@ class SharedMemory:
         if division.kv is not None:
             token_bytes = division.kv.token_bytes
             self.kv = kv_pages(self.budget, division.kv)
-            self.kept = KeptRoom(opened.kv_shape[3], token_bytes, self.tier.slot_bytes)
+            self.kept = KeptRoom(opened.kv_shape.num_tokens, token_bytes, self.tier.slot_bytes)
         self.room: PagedRoom | None = None
         if division.workspace_bytes:
             self.room = paged_room(
                 division.workspace_bytes, self.budget, lambda: self.slots.num_live < self.num_slots
             )
             self.room.gives_way()
+        self.cache: KVCache  # from `make_cache` on
+        self.slots: ElasticSlots  # from `open_slots` on
         self.slots_account = self.budget.open("expert slots")
         self.arena = ElasticArena(
             HostPages(self.num_slots * self.tier.slot_bytes, division.slot_group_bytes),
@@ -129,7 +131,7 @@ class ElasticMemory:
         self._num_staging = plan.num_staging
         self._growth_bytes = 0.0  # that sequences and their passes take per step
         self._others_bytes = 0
-        self._num_patient = 0
+        self._patient_steps_left = 0
         self._looked_s = 0.0
         self._is_short = False  # whether the system has had memory back and has none to spare yet
         self._most_bytes = shared.budget.num_bytes
@@ -190,27 +192,27 @@ class ElasticMemory:
         growth_bytes = max(0, others_bytes - self._others_bytes)
         self._others_bytes = others_bytes
         self._growth_bytes += _NEWEST * (growth_bytes - self._growth_bytes)
-        self._num_patient = max(0, self._num_patient - 1)
+        self._patient_steps_left = max(0, self._patient_steps_left - 1)
         num_live = self._num_worth_having()
-        if num_live > self._slots.num_live and not self._num_patient and not self._is_short:
+        if num_live > self._slots.num_live and not self._patient_steps_left and not self._is_short:
             self._lend(num_live)
         self._fill()
 
     def follow_free_memory(self) -> None:
-        """Between passes, also where there are none: gives memory back where the system runs short
+        """Between passes, and while a server is idle: gives memory back where the system runs short
         of it, kept keys first, then the coldest experts' slots; and draws on it again later."""
         if time.monotonic() < self._looked_s + _LOOK_S:
             return
         self._looked_s = time.monotonic()
-        budget, num_spare = self._shared.budget, available_memory_bytes() - SYSTEM_BYTES
-        if num_spare < 0:
-            budget.ask(-num_spare)
-            num_drawn = budget.num_bytes - budget.num_free_bytes
-            budget.num_bytes = max(self._least_bytes, num_drawn)
+        budget, spare_bytes = self._shared.budget, available_memory_bytes() - SYSTEM_BYTES
+        if spare_bytes < 0:
+            budget.ask(-spare_bytes)
+            drawn_bytes = budget.num_bytes - budget.num_free_bytes
+            budget.num_bytes = max(self._least_bytes, drawn_bytes)
             self._is_short = True
-        elif num_spare > SYSTEM_BYTES:
+        elif spare_bytes > SYSTEM_BYTES:
             self._is_short = False
-            budget.num_bytes = min(self._most_bytes, budget.num_bytes + num_spare - SYSTEM_BYTES)
+            budget.num_bytes = min(self._most_bytes, budget.num_bytes + spare_bytes - SYSTEM_BYTES)
 
     def restore(self) -> None:
         """Brings the planned slots back, for a policy that begins again with as many.
@@ -225,7 +227,7 @@ class ElasticMemory:
         try:
             self._slots.grow(num_live)
         except PageError:  # the system has less than the budget: what there is has to do
-            self._num_patient = _PATIENCE_STEPS
+            self._patient_steps_left = _PATIENCE_STEPS
         else:
             self.num_lent += count
 
@@ -249,7 +251,7 @@ class ElasticMemory:
     def _slot_use(self, num_bytes: int) -> float:
         """See `KeptRoom`."""
         shared, slot_bytes = self._shared, self._shared.tier.slot_bytes
-        if self._is_short or self._num_patient:  # no slot can be made now
+        if self._is_short or self._patient_steps_left:  # no slot can be made now
             return 0.0
         if self._slots.num_live == shared.num_slots or shared.budget.num_free_bytes >= slot_bytes:
             return 0.0

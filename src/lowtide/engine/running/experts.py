@@ -42,7 +42,7 @@ def load_experts(
     calibration: Calibration | None,
     reader: FileReader,
     executor: HostExecutor,
-    shared: SharedMemory | None = None,
+    shared: SharedMemory | None,
 ) -> ExpertRuntime:
     """The experts of `plan`, the policy's first residents in their slots.
 

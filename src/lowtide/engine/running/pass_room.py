@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 
 import torch
@@ -32,8 +31,8 @@ def open_workspace(
         return Workspace(_range(placement.arena_bytes, device), placement)
     if shared is not None:
         return Workspace(shared.bytes, plans=PassPlans(planner, shared))
-    is_bound = opened.options.elastic
-    if device == HOST and (is_bound or sys.platform.startswith("linux")):
+    if device == HOST:
+        is_bound = opened.options.elastic
         budget = PageBudget(num_bytes + group_bytes(num_bytes) - 1)
         room = paged_room(num_bytes, budget, is_bound=is_bound)
         return Workspace(room.bytes, plans=PassPlans(planner, room))

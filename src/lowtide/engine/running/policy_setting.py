@@ -61,9 +61,9 @@ def adopt_policy(engine: Engine, policy: str, policy_options: Mapping[str, str])
         check_without_experts(opened.config, options)
         return engine
     _check_workspace(opened, plan)
-    fits = plan.fast_tier.num_slots == plan.num_experts
-    has_device = plan.gpu is not None
-    preset, reason = choose_preset(policy, everything_fits=fits, has_device=has_device)
+    preset, reason = choose_preset(
+        policy, everything_fits=plan.everything_fits, has_device=plan.gpu is not None
+    )
     plan = replace(plan, policy=preset, reason=reason)
     calibration, progress = find_calibration(opened), options.report
     cores_per_expert = engine.executor.cores_per_expert
@@ -94,9 +94,7 @@ def choose_by_simulation(engine: Engine, calibration: Calibration | None) -> Eng
     """The preset of most simulated tokens per second, on the calibration's routing and the costs
     measured here; as it is where everything fits or nothing was calibrated."""
     plan, experts, device = engine.plan, engine.experts, engine.experts.device
-    if calibration is None or isinstance(experts, NoExperts):
-        return engine
-    if plan.fast_tier.num_slots == plan.num_experts:
+    if calibration is None or isinstance(experts, NoExperts) or plan.everything_fits:
         return engine
     trace = _beginning(calibration, plan)
     if device is None:
@@ -189,8 +187,7 @@ def make_engine_policies(
         setting = _setting(opened, plan, calibration, costs)
         return recipe(plan.policy).policies_without_device(setting)
     setting = _setting(opened, plan, calibration, device.costs)
-    fits = plan.fast_tier.num_slots == plan.num_experts
-    return make_policies(plan.policy, setting, everything_fits=fits)
+    return make_policies(plan.policy, setting, everything_fits=plan.everything_fits)
 
 
 def set_early_gate(

@@ -1,6 +1,5 @@
-"""Loading: the one place where lowtide's objects are wired together, as the plan says.
-
-Knows nothing of prompts.
+"""Loading: makes what a model runs on as the plan says, and wires it together; `experts.py` does so
+for its experts. Knows nothing of prompts.
 """
 
 from __future__ import annotations

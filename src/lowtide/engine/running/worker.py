@@ -112,8 +112,10 @@ Asked = Answers | Job[Any]
 
 
 class Worker:
-    """The engine, its decoder and who waits for what of it. All but `gate`, `mailbox` and
-    `is_closed` is the engine thread's own.
+    """The engine, its decoder and who waits for what of it.
+
+    Any thread may use `gate`, `mailbox` and `is_closed`, look at `engine` and `speed`, and ask
+    `end_error` once this is closed; all else belongs to the engine's thread once there is one.
 
     gate: held where it matters whether the loop is closed. A message is a method of this class.
     """
