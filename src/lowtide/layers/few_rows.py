@@ -27,7 +27,7 @@ from lowtide.kernels.layer_parts import (
 )
 from lowtide.layers.batch import Batch
 from lowtide.layers.linear import GatedMLP
-from lowtide.layers.moe import Experts, MoELayer
+from lowtide.layers.moe import ModelExperts, MoELayer
 from lowtide.layers.norm import Norm
 from lowtide.layers.rotary import Rotations
 from lowtide.memory.kv_cache import KVCache
@@ -235,7 +235,7 @@ class WholeLayer:
 class WholeModel:
     """All layers of a model in one call."""
 
-    def __init__(self, layers: Sequence[WholeLayer], experts: Experts) -> None:
+    def __init__(self, layers: Sequence[WholeLayer], experts: ModelExperts) -> None:
         """layers: each with its attention."""
         self._layers = layers
         self._experts = experts
@@ -244,7 +244,7 @@ class WholeModel:
         self._max_rows = min(layer.compiled.max_expert_rows for layer in layers)
 
     @classmethod
-    def of(cls, layers: Sequence[WholeLayer | None], experts: Experts) -> WholeModel | None:
+    def of(cls, layers: Sequence[WholeLayer | None], experts: ModelExperts) -> WholeModel | None:
         """None where one of them is nothing, or without its attention."""
         found = [layer for layer in layers if layer is not None and layer.has_attention]
         return cls(found, experts) if len(found) == len(layers) > 0 else None

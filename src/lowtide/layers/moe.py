@@ -18,7 +18,7 @@ from lowtide.layers.linear import GatedMLP
 from lowtide.layers.router import Router
 from lowtide.layers.rows import in_chunks, in_tiles
 
-Experts = ExpertRuntime | NoExperts
+ModelExperts = ExpertRuntime | NoExperts
 """What a layer asks to run its experts."""
 
 
@@ -29,7 +29,7 @@ class MoELayer:
         self,
         index: int,
         router: Router,
-        experts: Experts,
+        experts: ModelExperts,
         compute: Compute,
         shared: GatedMLP | None = None,
         shared_gate: Tensor | None = None,

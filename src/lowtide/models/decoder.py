@@ -27,7 +27,7 @@ from lowtide.layers.batch import Batch
 from lowtide.layers.few_rows import ShortPass, WholeLayer, WholeModel
 from lowtide.layers.head import LogitsHead
 from lowtide.layers.linear import GatedMLP, Linear
-from lowtide.layers.moe import Experts, MoELayer
+from lowtide.layers.moe import ModelExperts, MoELayer
 from lowtide.layers.norm import Norm
 from lowtide.layers.projection import Projection
 from lowtide.layers.rotary import Rotary, Rotations
@@ -65,7 +65,7 @@ class Decoder:
         self,
         config: ModelConfig,
         weights: Weights,
-        experts: Experts,
+        experts: ModelExperts,
         kv_cache: KVCache,
         compute: Compute,
     ) -> None:
