@@ -158,6 +158,7 @@ def test_who_is_refused_in_the_midst_of_growing_leaves_room_for_the_next(
     """Its prompt has memory, the tokens after it have none."""
     events = llm.stream(PROMPTS[1], LONG)
     with passes_that_wait(llm):
+        next(events)  # it begins
         next(events)
         shared = elastic_of(llm)._shared
         assert shared.kv is not None and shared.kv.arena.committed_bytes > 0

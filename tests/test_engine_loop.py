@@ -26,9 +26,10 @@ from hypothesis import strategies as st
 from whole import LIMIT_S, Setting, check_idle, settle, wait_until
 
 from lowtide import SamplingParams
-from lowtide.decode.request import Event, Finished, Request
+from lowtide.decode.request import Event, Finished, Prefill, Request
 from lowtide.engine.running import probing
-from lowtide.engine.running.worker import Answers, Job
+from lowtide.engine.running.loop import QueuedAnswers
+from lowtide.engine.running.worker import Job
 from lowtide.errors import InternalError, LowtideError, PlanError, StorageError, UsageError
 from lowtide.lab.synth import synth
 from lowtide.llm import LLM
@@ -163,6 +164,7 @@ def test_events_are_called_by_the_place_of_their_prompt_and_come_in_order(model:
     assert {event.request for event in seen} == set(range(len(PROMPTS)))
     for place, answer in enumerate(model.answers):
         own = [event for event in seen if event.request == place]
+        assert isinstance(own[0], Prefill) and own[0].num_total == len(PROMPTS[place])
         assert isinstance(own[-1], Finished) and list(own[-1].token_ids) == answer
 
 
@@ -220,7 +222,7 @@ def test_ctrl_c_is_heard_at_once_and_ends_its_own_call_only(
         assert ask(llm, 0) == model.answers[0]
 
 
-WAITS = {Answers._next_news.__code__, Job.result.__code__}
+WAITS = {QueuedAnswers._next_news.__code__, Job.result.__code__}
 
 
 def interrupt_once_it_waits() -> threading.Thread:

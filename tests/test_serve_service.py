@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+import threading
 from collections.abc import AsyncGenerator, Coroutine, Iterator
 from contextlib import aclosing, suppress
 from dataclasses import replace
@@ -113,6 +114,37 @@ def test_the_queue_is_bounded_by_prompt_tokens_that_wait(llm: AsyncLLM) -> None:
     run(ask())
 
 
+async def begun(service: Service) -> None:
+    """Until a request is counted as one that runs."""
+    while not service.admission.num_running:
+        await asyncio.sleep(0.001)
+
+
+def test_a_request_runs_as_soon_as_its_first_pass_does(
+    llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Reading its prompt is not waiting, neither in the queue's numbers nor in its own."""
+    forward, may_end = llm._engine.model.forward, threading.Event()
+
+    def held(batch: Any) -> Any:
+        assert may_end.wait(LIMIT_S)
+        return forward(batch)
+
+    async def ask() -> None:
+        service, served = Service(llm), []
+        service.on_served.append(served.append)
+        monkeypatch.setattr(llm._engine.model, "forward", held)
+        answer = asyncio.ensure_future(whole(service.answer(Ask(prompt=[5] * 30, params=SHORT))))
+        await begun(service)
+        admission = service.admission
+        assert admission.num_waiting == admission.num_waiting_tokens == 0
+        may_end.set()
+        await answer
+        assert served[0].queue_s < served[0].first_s
+
+    run(ask())
+
+
 def test_a_server_that_drains_finishes_what_it_has(llm: AsyncLLM) -> None:
     async def ask() -> None:
         service = Service(llm)
@@ -180,8 +212,7 @@ def test_an_answer_that_is_left_ends_between_two_passes(llm: AsyncLLM) -> None:
                 await anext(pieces)
         with passes_that_wait(llm):
             task = asyncio.create_task(whole(service.answer(Ask(TALK, params=LONG))))
-            while not service.admission.num_running:
-                await asyncio.sleep(0.001)
+            await begun(service)
             task.cancel()
             with suppress(asyncio.CancelledError):
                 await task

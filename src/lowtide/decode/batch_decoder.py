@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import abc
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Generic, NamedTuple, Protocol, TypeVar
@@ -20,7 +20,7 @@ from torch import Tensor
 from lowtide.core import IntArray, PassRows, Reuse, RowKind, Step, align_up
 from lowtide.decode.kept_sequences import KeptSequences, Running
 from lowtide.decode.prompt_share import PromptShare
-from lowtide.decode.request import Event, Request
+from lowtide.decode.request import Event, Prefill, Request
 from lowtide.decode.stored_sequences import StoredSequences
 from lowtide.errors import NumericError, PageError, PlanError, UnsupportedError
 from lowtide.layers.batch import Batch, Segment
@@ -112,6 +112,7 @@ class BatchDecoder(abc.ABC, Generic[S]):
         self._kv_cache = kv_cache
         self._kept = KeptSequences(kv_cache, reuse, max_rows)
         self.prompt_share = PromptShare()
+        self.on_begin: Callable[[Event], None] = lambda event: None  # before a first pass
         self._max_rows = max_rows
         self._waiting: deque[Request] = deque()
         self._paused: list[S] = []  # without room; the one that came first in front
@@ -260,6 +261,7 @@ class BatchDecoder(abc.ABC, Generic[S]):
                 self._start(sequence, request, num_tokens)
                 sequence.num_resumed = sequence.num_cached
                 self._waiting.remove(request)
+                self.on_begin(Prefill(request.id, sequence.num_cached, len(request.prompt)))
 
     def _start(self, sequence: S, known: Request, num_tokens: int) -> None:
         """Gives a sequence its room, and what is kept of its known tokens' keys and values."""

@@ -102,7 +102,8 @@ class TokenLogprobs(NamedTuple):
 
 
 class Prefill(NamedTuple):
-    """Progress before a request's next tokens: final tokens cached, of how many."""
+    """Progress before a request's next tokens: final tokens cached, of how many. The first is told
+    when the request begins, before its first pass: with what was kept of its prompt."""
 
     request: int
     num_done: int

@@ -29,7 +29,7 @@ class AsyncAnswers(Answers):
         self._awaited: asyncio.Queue[News] = asyncio.Queue()
 
     async def next_events(self) -> list[Event]:
-        """What the next pass brings; raises what `fail` was told."""
+        """What comes next; raises what `fail` was told."""
         return self._read(await self._awaited.get())
 
     def put(self, news: News) -> None:

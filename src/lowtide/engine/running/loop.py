@@ -11,13 +11,15 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import suppress
 from functools import partial
+from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
 from lowtide.decode.request import Event, Request
 from lowtide.engine.running.engine import Engine
-from lowtide.engine.running.worker import Answers, Job, Mailbox, Passes, Worker
+from lowtide.engine.running.worker import Answers, Job, Mailbox, News, Passes, Worker
 from lowtide.errors import InternalError, UsageError
 from lowtide.threads.event import INTERRUPT_POLL_S
 
@@ -61,7 +63,7 @@ class EngineLoop:
         Asked at the first `next`. Dropping the generator ends what has not finished, as does an
         error of a pass: it is raised here if one of `requests` took part.
         """
-        answers = Answers(requests)
+        answers = QueuedAnswers(requests)
         try:
             self.ask(answers)
             yield from answers.events()
@@ -160,6 +162,27 @@ class EngineLoop:
                 f"This model was loaded by process {self._process}, and its threads are not in "
                 f"process {os.getpid()}, a fork of it: load it there, or start that process again."
             )
+
+
+class QueuedAnswers(Answers):
+    """Answers whose events are waited for by the thread that asked."""
+
+    def __init__(self, requests: Sequence[Request]) -> None:
+        super().__init__(requests)
+        self._news: SimpleQueue[News] = SimpleQueue()
+
+    def put(self, news: News) -> None:
+        self._news.put(news)
+
+    def events(self) -> Iterator[Event]:
+        """In the order in which they happened; raises what `fail` was told."""
+        while not self.is_over:
+            yield from self._read(self._next_news())
+
+    def _next_news(self) -> News:
+        while True:
+            with suppress(Empty):
+                return self._news.get(timeout=INTERRUPT_POLL_S)
 
 
 def _end_at_exit(mailbox: Mailbox, thread: threading.Thread) -> None:

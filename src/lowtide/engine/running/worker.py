@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import abc
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
-from queue import Empty, SimpleQueue
+from functools import partial
+from queue import SimpleQueue
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -27,14 +29,14 @@ from lowtide.threads.event import INTERRUPT_POLL_S
 T = TypeVar("T")
 
 News = list[Event] | BaseException
-"""The events of one pass for requests that were asked together, or the error that ends them."""
+"""Events of requests that were asked together, or the error that ends them."""
 
 Passes = Callable[[Engine], Generator[None, None, T]]
 """Work with passes of its own, which yields between them."""
 
 
-class Answers:
-    """Some requests that were asked together, and the queue through which their events leave."""
+class Answers(abc.ABC):
+    """Some requests that were asked together. How their events are waited for, a subclass says."""
 
     num_tokens = 0  # of KV cache, to begin with: a decoder's requests wait in the decoder
 
@@ -42,20 +44,14 @@ class Answers:
         self.requests = requests
         self.is_over = not requests  # whether nothing more will come
         self._num_unfinished = len(requests)
-        self._news: SimpleQueue[News] = SimpleQueue()
 
+    @abc.abstractmethod
     def put(self, news: News) -> None:
-        """The events of one pass, or the error that ends all; on the engine's thread."""
-        self._news.put(news)
+        """Events, or the error that ends all; on the engine's thread."""
 
     def fail(self, error: BaseException) -> None:
         """Ends them with an error; on the engine's thread."""
         self.put(error)
-
-    def events(self) -> Iterator[Event]:
-        """In the order in which they happened; raises what `fail` was told."""
-        while not self.is_over:
-            yield from self._read(self._next_news())
 
     def _read(self, news: News) -> list[Event]:
         """The events of some news, counted. Raises what is none."""
@@ -65,11 +61,6 @@ class Answers:
         self._num_unfinished -= sum(isinstance(event, Finished) for event in news)
         self.is_over = not self._num_unfinished
         return news
-
-    def _next_news(self) -> News:
-        while True:
-            with suppress(Empty):
-                return self._news.get(timeout=INTERRUPT_POLL_S)
 
 
 class Job(Generic[T]):
@@ -130,7 +121,8 @@ class Worker:
         self._stored = engine.stored
         self._waiting: deque[Asked] = deque()  # in the order in which they came
         self._jobs: list[Job[Any]] = []  # that have begun
-        self._answers: dict[int, Answers] = {}  # by request, of those that have begun
+        self._answers: dict[int, Answers] = {}  # by request, of those that the decoder has
+        self._decoder.on_begin = partial(_tell, self._answers)
         self._num_calls = 0
         self._is_stopped = self._has_ended = False
         self._fault: BaseException | None = None
@@ -353,6 +345,11 @@ class Speed:
             "generation_s": self._seconds,
             "tokens_per_s": self._num_tokens / self._seconds if self._seconds else 0.0,
         }
+
+
+def _tell(answers: Mapping[int, Answers], event: Event) -> None:
+    """Who asked, of one event. No method: decoder and worker would keep each other in memory."""
+    answers[event.request].put([event])
 
 
 def _twin(error: BaseException) -> BaseException:
