@@ -312,7 +312,7 @@ def test_the_model_and_the_state_are_told(client, running) -> None:
     [model] = client.models.list().data
     assert model.id == running.service.model_name
     with running.client() as http:
-        assert http.get("/health").json() == {"status": "ok"}
+        assert http.get("/health").json() == {"status": "ready"}
         assert http.get("/ready").json() == {"status": "ready"}
         plan = http.get("/v1/lowtide/plan").json()
         assert plan["context"] == CONTEXT and plan["host"]["budget_bytes"] > 0
@@ -327,6 +327,7 @@ def test_the_model_and_the_state_are_told(client, running) -> None:
         "request_success_total",
         "time_to_first_token_seconds_bucket",
         "request_prefill_time_seconds_sum",
+        "request_time_per_output_token_seconds_sum",
         "request_decode_time_seconds_sum",
         "kv_cache_usage_perc",
         "generation_tokens_total",

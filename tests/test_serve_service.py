@@ -151,7 +151,7 @@ def test_a_server_that_drains_finishes_what_it_has(llm: AsyncLLM) -> None:
         async with aclosing(service.answer(Ask(TALK, params=SHORT))) as pieces:
             await anext(pieces)
             service.drain()
-            assert not service.is_ready and service.is_alive
+            assert service.state == "draining"
             with pytest.raises(Draining):
                 await anext(service.answer(Ask(TALK)))
             assert isinstance([piece async for piece in pieces][-1], Done)
@@ -436,8 +436,9 @@ def test_a_full_queue_is_a_429_with_its_time(running: Running) -> None:
         running.service.drain()
         refused = client.post("/v1/completions", json=body)
         assert refused.status_code == 503 and "retry-after" in refused.headers
-        assert client.get("/health").status_code == 200
-        assert client.get("/ready").status_code == 503
+        for path, status in (("/health", 200), ("/ready", 503)):
+            told = client.get(path)
+            assert (told.status_code, told.json()) == (status, {"status": "draining"})
 
 
 def test_more_answers_than_may_ever_run_are_refused(running: Running) -> None:
@@ -483,6 +484,9 @@ def test_an_engine_that_has_ended_is_not_healthy(running: Running) -> None:
     with running.client() as client:
         assert client.get("/health").status_code == 200
         running.service.llm._loop.close()
-        assert client.get("/health").status_code == 503
+        for path in ("/health", "/ready"):
+            told = client.get(path)
+            assert (told.status_code, told.json()) == (503, {"status": "ended"})
+        assert "<td>state</td><td>ended</td>" in client.get("/").text
         answer = client.post("/v1/completions", json={"prompt": "a", "max_tokens": 2})
         assert answer.status_code >= 400 and answer.json()["error"]["message"]

@@ -96,19 +96,19 @@ def _state(service: Service, metrics: Metrics) -> APIRouter:
 
     @router.get("/health")
     async def health() -> JSONResponse:
-        """Whether the engine's thread lives."""
-        return _status(service.is_alive, "ok", "the engine has ended")
+        """Whether the engine can be asked: it was not closed, and no fault has ended its thread."""
+        return _status(service, "ready", "draining")
 
     @router.get("/ready")
     async def ready() -> JSONResponse:
         """Whether requests are taken."""
-        return _status(service.is_ready, "ready", "draining")
+        return _status(service, "ready")
 
     @router.get("/metrics")
     async def counters() -> Response:
         """Counters for Prometheus."""
-        text = metrics.text(service, await service.llm.stats())
-        return Response(text, media_type="text/plain; version=0.0.4")
+        page = metrics.page(await service.llm.stats())
+        return Response(page, media_type="text/plain; version=0.0.4")
 
     @router.get("/v1/lowtide/plan")
     async def plan() -> JSONResponse:
@@ -128,8 +128,8 @@ def _state(service: Service, metrics: Metrics) -> APIRouter:
     return router
 
 
-def _status(is_so: bool, yes: str, no: str) -> JSONResponse:
-    return JSONResponse({"status": yes if is_so else no}, 200 if is_so else 503)
+def _status(service: Service, *good: str) -> JSONResponse:
+    return JSONResponse({"status": service.state}, 200 if service.state in good else 503)
 
 
 def _model_object(service: Service) -> dict[str, Any]:

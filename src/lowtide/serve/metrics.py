@@ -1,4 +1,5 @@
-"""`/metrics` for Prometheus: vLLM's names, so that its dashboards can be used, and the experts'."""
+"""`/metrics` for Prometheus: vLLM's names with `lowtide:` for `vllm:`, so that its dashboards need
+another prefix alone; the experts' and the queue's besides."""
 
 from __future__ import annotations
 
@@ -28,9 +29,10 @@ class Metrics:
     """Counts what a service answers, in a registry of its own."""
 
     def __init__(self, service: Service) -> None:
+        self._service = service
         self.registry = CollectorRegistry()
         self._labels = {"model_name": service.model_name}
-        self._prompt = self._counter("prompt_tokens", "Tokens of prompts.")
+        self._prompt = self._counter("prompt_tokens", "Tokens of prompts that were read.")
         self._new = self._counter("generation_tokens", "Tokens of answers.")
         self._ended = Counter(
             "lowtide:request_success",
@@ -39,17 +41,19 @@ class Metrics:
             registry=self.registry,
         )
         self._first = self._histogram("time_to_first_token_seconds", "Until the first token.")
-        self._each = self._histogram("inter_token_latency_seconds", "For each token after it.")
-        self._total = self._histogram("e2e_request_latency_seconds", "Until the last token.")
+        self._each = self._histogram(
+            "request_time_per_output_token_seconds", "Mean of a request's tokens after its first."
+        )
+        self._total = self._histogram("e2e_request_latency_seconds", "Until the request's end.")
         self._queue = self._histogram("request_queue_time_seconds", "Before the first pass.")
         self._prefill = self._histogram("request_prefill_time_seconds", "From then to a token.")
-        self._decode = self._histogram("request_decode_time_seconds", "From then to the last.")
+        self._decode = self._histogram("request_decode_time_seconds", "From then to the end.")
         service.on_served.append(self._note)
 
-    def text(self, service: Service, stats: Mapping[str, float]) -> bytes:
-        """All of them, with what the engine and the queue say now."""
+    def page(self, stats: Mapping[str, float]) -> bytes:
+        """All of them as Prometheus reads them, with what the engine and the queue say now."""
         now = CollectorRegistry()
-        now.register(_Now(service, stats))
+        now.register(_Now(self._service, stats))
         return generate_latest(self.registry) + generate_latest(now)
 
     def _counter(self, name: str, help_text: str) -> Counter:

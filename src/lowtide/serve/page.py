@@ -54,7 +54,7 @@ def _facts(service: Service, stats: Mapping[str, float]) -> dict[str, str]:
     elif prediction is not None:
         binding = "memory and processor: all weights are resident"
     return {
-        "state": "draining" if service.is_draining else "ready",
+        "state": service.state,
         "architecture": service.llm.config.architecture,
         "context": f"{service.context:,} tokens",
         "requests": f"{admission.num_running} running, {admission.num_waiting} waiting",

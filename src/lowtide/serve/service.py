@@ -99,18 +99,11 @@ class Service:
         self._grammars = Grammars(llm.config, llm.tokenizer)
 
     @property
-    def is_draining(self) -> bool:
-        return self.admission.is_draining
-
-    @property
-    def is_alive(self) -> bool:
-        """Whether the engine can be asked."""
-        return not self.llm.is_closed
-
-    @property
-    def is_ready(self) -> bool:
-        """Whether requests are taken."""
-        return self.is_alive and not self.is_draining
+    def state(self) -> str:
+        """`ready`; `draining`: no more requests are taken; `ended`: the engine has."""
+        if self.llm.is_closed:
+            return "ended"
+        return "draining" if self.admission.is_draining else "ready"
 
     @property
     def is_idle(self) -> bool:
@@ -119,7 +112,7 @@ class Service:
 
     async def release_memory(self) -> None:
         """Gives memory back to a system that runs short of it, where the plan is elastic."""
-        if self.is_alive:
+        if self.state != "ended":
             await self.llm.release_memory()
 
     def drain(self, limit_s: float = math.inf) -> None:
