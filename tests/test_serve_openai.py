@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import gzip
 import json
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +19,13 @@ from serving import LIMIT_S, Running, serving, talking_folder
 
 from lowtide import LLM, AsyncLLM, DiffusionParams, SamplingParams
 from lowtide.params import AUTOREGRESSIVE_ONLY
-from lowtide.parsing.pieces import Text
+from lowtide.parsing.pieces import Done, Piece, Prefilled, Text
 from lowtide.serve import sse
 from lowtide.serve.anthropic_messages import MessagesBody
 from lowtide.serve.openai_chat import ChatBody
 from lowtide.serve.openai_completions import CompletionBody
 from lowtide.serve.responses import ResponsesBody
+from lowtide.serve.service import Ask
 
 CONTEXT = 512
 MESSAGES: list[Any] = [
@@ -251,6 +252,12 @@ def test_progress_is_told_when_asked_for(client, running) -> None:
         ({"diffusion": {f"field_{i}": 1 for i in range(2000)}}, 400, "2000 fields; at most 1024"),
         ({"chat_template_kwargs": {"messages": []}}, 400, "chat_template_kwargs"),
         ({"top_logprobs": 3}, 400, "top_logprobs"),
+        ({"reasoning_effort": "extreme"}, 400, "reasoning_effort: Input should be 'none'"),
+        (
+            {"stream_options": {"continuous_usage_stats": True}},
+            400,
+            "stream_options.continuous_usage_stats: Input should be False",
+        ),
         ({"max_tokens": 0}, 400, "max_tokens"),
         ({"seed": 2**64}, 400, "seed"),
     ],
@@ -440,6 +447,63 @@ def test_silence_is_broken_by_chunks_without_words(
     assert not any(texts[:num_silent])
     *reasons, last = [choice["finish_reason"] for choice in choices]
     assert last == "stop" and not any(reasons)
+
+
+class UnevenService(ScriptedService):
+    """Three answers: the last ends first, and the first finds least of its prompt kept."""
+
+    def __init__(self) -> None:
+        super().__init__([])
+        self._ends = [asyncio.Event() for _ in range(3)]
+
+    async def answer(self, ask: Ask) -> AsyncGenerator[Piece, None]:
+        place = len(self.asks)
+        self.asks.append(ask)
+        yield Prefilled(0, 40)
+        if place < 2:
+            await self._ends[place + 1].wait()
+        yield Done("stop", 40, 1, 7 * (place + 1))
+        self._ends[place].set()
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+def test_usage_does_not_depend_on_which_answer_ends_first(path: str) -> None:
+    body: dict[str, Any] = {"messages": MESSAGES} if "chat" in path else {"prompt": "a"}
+    body |= {"n": 3, "stream_options": {"include_usage": True}}
+    with listening(UnevenService()) as url:
+        whole = httpx.post(f"{url}{path}", json=body, timeout=LIMIT_S).json()
+    with listening(UnevenService()) as url:
+        streamed = httpx.post(f"{url}{path}", json={**body, "stream": True}, timeout=LIMIT_S)
+    *_, last, end = [part for part in streamed.text.split("\n\n") if part]
+    assert end == "data: [DONE]"
+    assert json.loads(last.removeprefix("data: "))["usage"] == whole["usage"]
+    assert whole["usage"]["prompt_tokens_details"] == {"cached_tokens": 7}
+    assert (whole["usage"]["prompt_tokens"], whole["usage"]["completion_tokens"]) == (40, 3)
+
+
+@pytest.mark.parametrize(
+    ("effort", "options"),
+    [
+        ("none", {"enable_thinking": False}),
+        ("minimal", {"reasoning_effort": "low"}),
+        ("medium", {"reasoning_effort": "medium"}),
+        ("xhigh", {"reasoning_effort": "high"}),
+    ],
+)
+def test_an_effort_means_the_same_in_both_of_openai_s_apis(
+    effort: str, options: dict[str, object]
+) -> None:
+    service = ScriptedService([done()])
+    chat = {"messages": MESSAGES, "reasoning_effort": effort}
+    with listening(service) as url:
+        for path, body in (
+            ("/v1/chat/completions", chat),
+            ("/v1/responses", {"input": "x", "reasoning": {"effort": effort}}),
+            ("/v1/chat/completions", {**chat, "chat_template_kwargs": {"reasoning_effort": "own"}}),
+        ):
+            assert httpx.post(f"{url}{path}", json=body, timeout=LIMIT_S).status_code == 200
+    first, second, third = (ask.template_options for ask in service.asks)
+    assert first == second == options and third == {**options, "reasoning_effort": "own"}
 
 
 def test_lm_evaluation_harness_gets_what_it_reads(running: Running, python: LLM) -> None:

@@ -445,13 +445,15 @@ def test_more_answers_than_may_ever_run_are_refused(running: Running) -> None:
     """A 429 would have the client ask again and again."""
     said = [{"role": "user", "content": "x"}]
     with running.client() as client:
-        for path, body in (
-            ("/v1/chat/completions", {"messages": said, "n": 2}),
-            ("/v1/completions", {"prompt": ["a", "b"]}),
+        for path, body, param in (
+            ("/v1/chat/completions", {"messages": said, "n": 2}, "n"),
+            ("/v1/completions", {"prompt": ["a", "b"]}, "prompt"),
+            ("/v1/completions", {"prompt": "a", "n": 2}, "n"),
         ):
             answer = client.post(path, json=body)
             assert answer.status_code == 400
-            assert "2 answers are more than the 1" in answer.json()["error"]["message"]
+            error = answer.json()["error"]
+            assert "2 answers are more than the 1" in error["message"] and error["param"] == param
 
 
 def test_what_fails_in_the_midst_of_a_stream_is_an_event(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import ConfigDict, model_validator
 
@@ -48,6 +48,10 @@ _EFFORTS = {
     "xhigh": "high",
     "max": "high",
 }
+"""What chat templates call them."""
+
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+"""How much a model is to think: what clients call it."""
 
 
 class AgentBody(SamplingFields):

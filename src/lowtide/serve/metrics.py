@@ -15,7 +15,7 @@ _SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300, 1000)
 
 _ENGINE_COUNTERS = {
     "num_hits": ("expert_cache_hits", "Experts that a pass asked for and were resident."),
-    "num_misses": ("expert_cache_misses", "Experts that a pass asked for and were read."),
+    "num_misses": ("expert_cache_misses", "Experts that a pass asked for and were not resident."),
     "num_evicted": ("expert_evictions", "Experts that gave up their place."),
     "read_bytes": ("expert_read_bytes", "Bytes of experts read from disk."),
     "wait_s": ("expert_wait_seconds", "Seconds that a pass waited for reads."),

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import AsyncGenerator, Iterator, Sequence
-from contextlib import aclosing
-from dataclasses import replace
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from fastapi import APIRouter, Response
 from pydantic import BaseModel, ConfigDict, Field
 
-from lowtide.decode.intake import sample_seed
 from lowtide.decode.request import TokenLogprobs
 from lowtide.model_folder.tokenizer import Tokenizer
 from lowtide.params import MAX_TOP_LOGPROBS
@@ -20,28 +15,18 @@ from lowtide.parsing.pieces import (
     CallArguments,
     CallBegun,
     Done,
-    Frame,
     Logprobs,
     Piece,
-    Prefilled,
     Reasoning,
     Text,
     joined,
 )
+from lowtide.serve.agent_api import Effort, effort_options
 from lowtide.serve.conversation import calls_in
-from lowtide.serve.errors import Refusal, body_of, refusal_of
+from lowtide.serve.errors import Refusal
 from lowtide.serve.grammar_text import Constraint
 from lowtide.serve.json_body import JsonRoute
-from lowtide.serve.many_answers import merged
-from lowtide.serve.openai_fields import (
-    MAX_INTEGER,
-    SamplingFields,
-    frame_fields,
-    new_id,
-    progress_fields,
-    token_text,
-    usage_of,
-)
+from lowtide.serve.openai_fields import MAX_INTEGER, SamplingFields, token_text
 from lowtide.serve.openai_messages import (
     MAX_MESSAGES,
     MAX_TOOLS,
@@ -51,11 +36,9 @@ from lowtide.serve.openai_messages import (
     chosen_tool,
     conversation_of,
 )
+from lowtide.serve.openai_reply import OpenAIReply, Part, several
 from lowtide.serve.service import Ask, Service
-from lowtide.serve.sse import EventStream, WatchedAnswer, event
-from lowtide.serve.writers import json_response
-
-PATH = "/v1/chat/completions"
+from lowtide.serve.writers import JsonObject
 
 _RESERVED = ("messages", "tools", "add_generation_prompt", "chat_template")
 
@@ -127,7 +110,7 @@ class ChatBody(SamplingFields):
     parallel_tool_calls: bool = True
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
-    reasoning_effort: str | None = Field(None, max_length=32)
+    reasoning_effort: Effort | None = None
     chat_template_kwargs: dict[str, Any] = {}
 
     def asks(self) -> list[Ask]:
@@ -161,127 +144,90 @@ class ChatBody(SamplingFields):
         return form.constraint()
 
     def _template_options(self) -> dict[str, object]:
-        options: dict[str, object] = dict(self.chat_template_kwargs)
         for name in _RESERVED:
-            if name in options:
+            if name in self.chat_template_kwargs:
                 raise Refusal(
                     f"chat_template_kwargs.{name} is not a request's to set.",
                     param="chat_template_kwargs",
                 )
-        if self.reasoning_effort is not None:
-            options.setdefault("reasoning_effort", self.reasoning_effort)
-            if self.reasoning_effort == "none":
-                options.setdefault("enable_thinking", False)
-        return options
-
-
-def several(ask: Ask, num_answers: int) -> list[Ask]:
-    """So many answers: with a seed they draw as those of the Python API with `n`."""
-    seed = ask.params.seed
-    if seed is None:
-        return [ask] * num_answers
-    seeds = [sample_seed(seed, sample) for sample in range(num_answers)]
-    return [replace(ask, params=replace(ask.params, seed=each)) for each in seeds]
+        return {**effort_options(self.reasoning_effort), **self.chat_template_kwargs}
 
 
 def router_of(service: Service) -> APIRouter:
     """The route, over one service."""
     router = APIRouter(route_class=JsonRoute)
 
-    @router.post(PATH)
+    @router.post(ChatReply.path)
     async def chat_completions(body: ChatBody) -> Response:
         """An answer to a conversation."""
         service.check_model(body.model)
         service.check_num_answers(body.n, "n")
-        pieces = merged([service.answer(ask) for ask in body.asks()])
-        respond = partial(_streamed if body.stream else _whole, ChatReply(service, body))
-        return WatchedAnswer(pieces, respond)
+        return ChatReply(service, body, body.asks()).response()
 
     return router
 
 
-class ChatReply:
-    """One completion's id and what its chunks have in common."""
+class ChatReply(OpenAIReply[ChatBody]):
+    """Owns log-probabilities until the words that they are of."""
 
-    def __init__(self, service: Service, body: ChatBody) -> None:
-        self.body = body
-        self.tokenizer = service.llm.tokenizer
-        self._head = {"id": new_id("chatcmpl-"), "created": int(time.time())}
-        self._model = service.model_name
+    path = "/v1/chat/completions"
+    id_prefix = "chatcmpl-"
+    kind = "chat.completion"
+    chunk_kind = "chat.completion.chunk"
 
-    def object(self, kind: str, choices: Sequence[dict[str, Any]], **more: Any) -> dict[str, Any]:
-        """A chunk, or the whole."""
-        return {
-            **self._head,
-            "object": kind,
-            "model": self._model,
-            "system_fingerprint": None,
-            "choices": list(choices),
-            **more,
-        }
+    def __init__(self, service: Service, body: ChatBody, asks: Sequence[Ask]) -> None:
+        super().__init__(service, body, asks)
+        self._held: dict[int, tuple[TokenLogprobs, ...]] = {}
 
-    def chunk(
+    def opening(self) -> Iterator[JsonObject]:
+        for index in range(self.body.n):
+            yield self.choice(index, {"role": "assistant", "content": ""})
+
+    def choice(
         self,
         index: int,
-        delta: dict[str, Any],
+        delta: Mapping[str, Any] = {},
         end: Done | None = None,
         logprobs: Sequence[TokenLogprobs] = (),
-        **more: Any,
-    ) -> bytes:
-        """What is added to one answer, which may be nothing."""
-        choice: dict[str, Any] = {"index": index, "delta": delta}
+    ) -> JsonObject:
+        choice: JsonObject = {"index": index, "delta": delta}
         choice["logprobs"] = logprob_content(logprobs, self.tokenizer) if logprobs else None
         choice["finish_reason"] = None if end is None else end.reason
         if end is not None and self.body.return_token_ids:
             choice["token_ids"] = list(end.token_ids)
-        return event(self.object("chat.completion.chunk", [choice], **more))
+        return choice
 
+    def choices(self, index: int, piece: Part) -> Iterator[JsonObject]:
+        if isinstance(piece, Logprobs):
+            self._held[index] = self._held.get(index, ()) + piece.tokens
+        elif not isinstance(piece, Done):
+            yield self.choice(index, _delta(piece), logprobs=self._held.pop(index, ()))
+        else:
+            if index in self._held:
+                yield self.choice(index, logprobs=self._held.pop(index))
+            yield self.choice(index, end=piece)
 
-async def _streamed(reply: ChatReply, pieces: AsyncGenerator[tuple[int, Piece], None]) -> Response:
-    return EventStream(_events(reply, pieces), partial(reply.chunk, 0, {}))
-
-
-async def _events(
-    reply: ChatReply, pieces: AsyncGenerator[tuple[int, Piece], None]
-) -> AsyncGenerator[bytes, None]:
-    ends: list[Done] = []
-    held: dict[int, tuple[TokenLogprobs, ...]] = {}
-    try:
-        async with aclosing(pieces):
-            for index in range(reply.body.n):
-                yield reply.chunk(index, {"role": "assistant", "content": ""})
-            async for index, piece in pieces:
-                if isinstance(piece, Logprobs):
-                    held[index] = held.get(index, ()) + piece.tokens
-                    continue
-                if isinstance(piece, Done):
-                    ends.append(piece)
-                for part in _chunks(reply, index, piece, held):
-                    yield part
-    except Exception as error:
-        yield event(body_of(refusal_of(error), PATH))
-        return
-    if reply.body.stream_options.include_usage:
-        usage = usage_of(ends, reply.body.n)
-        yield event(reply.object("chat.completion.chunk", [], usage=usage))
-    yield event("[DONE]")
-
-
-def _chunks(
-    reply: ChatReply, index: int, piece: Piece, held: dict[int, tuple[TokenLogprobs, ...]]
-) -> Iterator[bytes]:
-    """The chunks of one piece. held: log-probabilities that go with the next words."""
-    if isinstance(piece, Prefilled):
-        if reply.body.return_progress:
-            yield reply.chunk(index, {}, **progress_fields(piece))
-    elif isinstance(piece, Frame):
-        yield reply.chunk(index, {}, **frame_fields(piece))
-    elif isinstance(piece, Done):
-        if index in held:
-            yield reply.chunk(index, {}, logprobs=held.pop(index))
-        yield reply.chunk(index, {}, piece)
-    elif not isinstance(piece, Logprobs):
-        yield reply.chunk(index, _delta(piece), logprobs=held.pop(index, ()))
+    def whole_choice(self, index: int, pieces: Sequence[Piece], end: Done) -> JsonObject:
+        text, reasoning = joined(pieces, Text), joined(pieces, Reasoning)
+        calls = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.name, "arguments": call.arguments},
+            }
+            for call in calls_in(pieces)
+        ]
+        message: JsonObject = {"role": "assistant", "content": text if text or not calls else None}
+        if reasoning:
+            message |= {"reasoning_content": reasoning, "reasoning": reasoning}
+        if calls:
+            message["tool_calls"] = calls
+        tokens = [token for p in pieces if isinstance(p, Logprobs) for token in p.tokens]
+        choice: JsonObject = {"index": index, "message": message, "finish_reason": end.reason}
+        choice["logprobs"] = logprob_content(tokens, self.tokenizer) if self.body.logprobs else None
+        if self.body.return_token_ids:
+            choice["token_ids"] = list(end.token_ids)
+        return choice
 
 
 def _delta(piece: Text | Reasoning | CallBegun | CallArguments) -> dict[str, Any]:
@@ -294,40 +240,6 @@ def _delta(piece: Text | Reasoning | CallBegun | CallArguments) -> dict[str, Any
         begun_call = {"index": piece.index, "id": piece.id, "type": "function"}
         return {"tool_calls": [{**begun_call, "function": function}]}
     return {"tool_calls": [{"index": piece.index, "function": {"arguments": piece.text}}]}
-
-
-async def _whole(reply: ChatReply, pieces: AsyncGenerator[tuple[int, Piece], None]) -> Response:
-    answers: list[list[Piece]] = [[] for _ in range(reply.body.n)]
-    async for index, piece in pieces:
-        answers[index].append(piece)
-    ends = [piece for answer in answers for piece in answer if isinstance(piece, Done)]
-    choices = [_choice(reply, index, answer) for index, answer in enumerate(answers)]
-    usage = usage_of(ends, reply.body.n)
-    return json_response(reply.object("chat.completion", choices, usage=usage))
-
-
-def _choice(reply: ChatReply, index: int, pieces: Sequence[Piece]) -> dict[str, Any]:
-    [end] = [piece for piece in pieces if isinstance(piece, Done)]
-    text, reasoning = joined(pieces, Text), joined(pieces, Reasoning)
-    calls = [
-        {
-            "id": call.id,
-            "type": "function",
-            "function": {"name": call.name, "arguments": call.arguments},
-        }
-        for call in calls_in(pieces)
-    ]
-    message: dict[str, Any] = {"role": "assistant", "content": text if text or not calls else None}
-    if reasoning:
-        message |= {"reasoning_content": reasoning, "reasoning": reasoning}
-    if calls:
-        message["tool_calls"] = calls
-    tokens = [token for p in pieces if isinstance(p, Logprobs) for token in p.tokens]
-    choice: dict[str, Any] = {"index": index, "message": message, "finish_reason": end.reason}
-    choice["logprobs"] = logprob_content(tokens, reply.tokenizer) if reply.body.logprobs else None
-    if reply.body.return_token_ids:
-        choice["token_ids"] = list(end.token_ids)
-    return choice
 
 
 def logprob_content(tokens: Sequence[TokenLogprobs], tokenizer: Tokenizer | None) -> dict[str, Any]:

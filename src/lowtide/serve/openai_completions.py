@@ -6,11 +6,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import Annotated, Any
+from typing import Annotated
 
 from fastapi import APIRouter, Response
 from pydantic import Field
@@ -18,24 +16,12 @@ from pydantic import Field
 from lowtide.decode.request import TokenLogprobs
 from lowtide.errors import UnsupportedError
 from lowtide.params import MAX_SEED, MAX_TOP_LOGPROBS
-from lowtide.parsing.pieces import Done, Frame, Logprobs, Piece, Prefilled, Text
-from lowtide.serve.errors import body_of, refusal_of
+from lowtide.parsing.pieces import Done, Logprobs, Piece, Text, joined
 from lowtide.serve.json_body import JsonRoute
-from lowtide.serve.many_answers import merged
-from lowtide.serve.openai_chat import several
-from lowtide.serve.openai_fields import (
-    SamplingFields,
-    frame_fields,
-    new_id,
-    progress_fields,
-    token_text,
-    usage_of,
-)
+from lowtide.serve.openai_fields import SamplingFields, token_text
+from lowtide.serve.openai_reply import OpenAIReply, Part, several
 from lowtide.serve.service import Ask, Service
-from lowtide.serve.sse import EventStream, WatchedAnswer, event
-from lowtide.serve.writers import json_response
-
-PATH = "/v1/completions"
+from lowtide.serve.writers import JsonObject
 
 DEFAULT_TOKENS = 16
 """Length of an answer whose request names none, as OpenAI has it."""
@@ -82,7 +68,8 @@ class CompletionBody(SamplingFields):
 
 @dataclass(frozen=True)
 class Echo:
-    """A prompt that is sent before its answers. tokens: None where it has no probability."""
+    """A prompt that is sent before its answers. logprobs: of each token, where they are asked for;
+    None of the first, which has no probability."""
 
     text: str
     token_ids: Sequence[int]
@@ -93,50 +80,51 @@ def router_of(service: Service) -> APIRouter:
     """The route, over one service."""
     router = APIRouter(route_class=JsonRoute)
 
-    @router.post(PATH)
+    @router.post(CompletionReply.path)
     async def completions(body: CompletionBody) -> Response:
         """Answers to prompts as they are."""
         service.check_model(body.model)
         asks = body.asks()
-        service.check_num_answers(len(asks), "prompt")
+        service.check_num_answers(len(asks), "prompt" if body.n == 1 else "n")
         if body.echo and body.logprobs is not None and service.llm.config.is_diffusion:
             raise UnsupportedError("echo with logprobs needs an autoregressive model.")
-        pieces = merged([service.answer(ask) for ask in asks])
-        respond = partial(
-            _streamed if body.stream else _whole, _CompletionReply(service, body, asks)
-        )
-        return WatchedAnswer(pieces, respond)
+        return CompletionReply(service, body, asks).response()
 
     return router
 
 
-class _CompletionReply:
-    """One request's id, its echoes, and what its chunks have in common."""
+class CompletionReply(OpenAIReply[CompletionBody]):
+    """Owns the echoes, one for each prompt, and how many characters of each answer were sent."""
+
+    path = "/v1/completions"
+    id_prefix = "cmpl-"
+    kind = chunk_kind = "text_completion"
 
     def __init__(self, service: Service, body: CompletionBody, asks: Sequence[Ask]) -> None:
-        self.body = body
-        self.asks = asks
-        self.tokenizer = service.llm.tokenizer
-        self._service = service
-        self._head = {"id": new_id("cmpl-"), "object": "text_completion"}
-        self._created, self._start_s = int(time.time()), time.monotonic()
-        self._offsets = [0] * len(asks)  # characters sent of each answer
+        super().__init__(service, body, asks)
+        self._start_s = time.monotonic()
+        self._echoes: list[Echo] = []
+        self._num_sent = [0] * len(asks)
 
-    def object(self, choices: Sequence[dict[str, Any]], **more: Any) -> dict[str, Any]:
-        """A chunk, or the whole."""
-        head = {**self._head, "created": self._created, "model": self._service.model_name}
-        return {**head, "choices": list(choices), **more}
+    async def prepare(self) -> None:
+        if self.body.echo:
+            self._echoes = [await self._echo(ask) for ask in self.asks[:: self.body.n]]
+
+    def opening(self) -> Iterator[JsonObject]:
+        for index in range(len(self.asks) if self._echoes else 0):
+            echo = self._echoes[index // self.body.n]
+            yield self.choice(index, echo.text, echo.logprobs, echo.token_ids)
 
     def choice(
         self,
         index: int,
-        text: str,
+        text: str = "",
         tokens: Sequence[TokenLogprobs | None] = (),
         token_ids: Sequence[int] = (),
         end: Done | None = None,
-    ) -> dict[str, Any]:
-        """What is added to one answer. token_ids: whose the probabilities `tokens` are."""
-        choice: dict[str, Any] = {"index": index, "text": text, "logprobs": None}
+    ) -> JsonObject:
+        """token_ids: whose the probabilities `tokens` are."""
+        choice: JsonObject = {"index": index, "text": text, "logprobs": None}
         if self.body.logprobs is not None and tokens:
             texts = [token_text(token_id, self.tokenizer) for token_id in token_ids]
             choice["logprobs"] = self._logprobs(index, texts, tokens)
@@ -145,17 +133,33 @@ class _CompletionReply:
             choice["token_ids"] = list(end.token_ids)
         return choice
 
-    def ping(self) -> bytes:
-        """A chunk that adds nothing."""
-        return event(self.object([self.choice(0, "")]))
+    def choices(self, index: int, piece: Part) -> Iterator[JsonObject]:
+        if isinstance(piece, Text):
+            yield self.choice(index, piece.text)
+        elif isinstance(piece, Logprobs):
+            token_ids = [token.token_id for token in piece.tokens]
+            yield self.choice(index, "", piece.tokens, token_ids)
+        elif isinstance(piece, Done):
+            yield self.choice(index, end=piece)
+
+    def whole_choice(self, index: int, pieces: Sequence[Piece], end: Done) -> JsonObject:
+        text = joined(pieces, Text)
+        tokens: list[TokenLogprobs | None] = []
+        token_ids: list[int] = []
+        if self._echoes:
+            echo = self._echoes[index // self.body.n]
+            text, tokens, token_ids = echo.text + text, [*echo.logprobs], [*echo.token_ids]
+        new = [token for p in pieces if isinstance(p, Logprobs) for token in p.tokens]
+        token_ids += [token.token_id for token in new]
+        return self.choice(index, text, [*tokens, *new], token_ids, end)
 
     def _logprobs(
         self, index: int, texts: Sequence[str], tokens: Sequence[TokenLogprobs | None]
-    ) -> dict[str, Any]:
+    ) -> JsonObject:
         offsets = []
         for text in texts:
-            offsets.append(self._offsets[index])
-            self._offsets[index] += len(text)
+            offsets.append(self._num_sent[index])
+            self._num_sent[index] += len(text)
         return {
             "tokens": list(texts),
             "token_logprobs": [None if token is None else token.logprob for token in tokens],
@@ -169,90 +173,13 @@ class _CompletionReply:
         top.setdefault(token_text(token.token_id, self.tokenizer), token.logprob)
         return top
 
-    async def echoes(self) -> list[Echo]:
-        """One for each prompt; none where none was asked for."""
-        if not self.body.echo:
-            return []
-        return [await self._echo(ask) for ask in self.asks[:: self.body.n]]
-
     async def _echo(self, ask: Ask) -> Echo:
-        token_ids = await self._service.prompt_ids(ask)
+        token_ids = await self.service.prompt_ids(ask)
         text = ask.prompt if isinstance(ask.prompt, str) else ""
         if not text and self.tokenizer is not None:
             text = self.tokenizer.decode(token_ids)
         logprobs: list[TokenLogprobs | None] = []
         if self.body.logprobs is not None:
-            asked = self._service.llm.prompt_logprobs(token_ids, self.body.logprobs)
-            logprobs = await self._service.in_time(self._start_s, asked)
+            asked = self.service.llm.prompt_logprobs(token_ids, self.body.logprobs)
+            logprobs = await self.service.in_time(self._start_s, asked)
         return Echo(text, token_ids, logprobs)
-
-
-async def _streamed(
-    reply: _CompletionReply, pieces: AsyncGenerator[tuple[int, Piece], None]
-) -> Response:
-    return EventStream(_events(reply, pieces), reply.ping)
-
-
-async def _events(
-    reply: _CompletionReply, pieces: AsyncGenerator[tuple[int, Piece], None]
-) -> AsyncGenerator[bytes, None]:
-    ends: dict[int, Done] = {}
-    try:
-        for index, echo in enumerate(await reply.echoes()):
-            for sample in range(reply.body.n):
-                place = index * reply.body.n + sample
-                choice = reply.choice(place, echo.text, echo.logprobs, echo.token_ids)
-                yield event(reply.object([choice]))
-        async with aclosing(pieces):
-            async for index, piece in pieces:
-                if isinstance(piece, Done):
-                    ends[index] = piece
-                chunk = _chunk(reply, index, piece)
-                if chunk is not None:
-                    yield event(chunk)
-    except Exception as error:
-        yield event(body_of(refusal_of(error), PATH))
-        return
-    if reply.body.stream_options.include_usage:
-        ordered = [ends[index] for index in sorted(ends)]
-        yield event(reply.object([], usage=usage_of(ordered, reply.body.n)))
-    yield event("[DONE]")
-
-
-def _chunk(reply: _CompletionReply, index: int, piece: Piece) -> dict[str, Any] | None:
-    """What one piece adds; None for nothing."""
-    if isinstance(piece, Text):
-        return reply.object([reply.choice(index, piece.text)])
-    if isinstance(piece, Logprobs):
-        token_ids = [token.token_id for token in piece.tokens]
-        return reply.object([reply.choice(index, "", piece.tokens, token_ids)])
-    if isinstance(piece, Done):
-        return reply.object([reply.choice(index, "", end=piece)])
-    if isinstance(piece, Frame):
-        return reply.object([reply.choice(index, "")], **frame_fields(piece))
-    if isinstance(piece, Prefilled) and reply.body.return_progress:
-        return reply.object([reply.choice(index, "")], **progress_fields(piece))
-    return None
-
-
-async def _whole(
-    reply: _CompletionReply, pieces: AsyncGenerator[tuple[int, Piece], None]
-) -> Response:
-    echoes = await reply.echoes()
-    answers: list[list[Piece]] = [[] for _ in reply.asks]
-    async for index, piece in pieces:
-        answers[index].append(piece)
-    choices, ends = [], []
-    for index, answer in enumerate(answers):
-        [end] = [piece for piece in answer if isinstance(piece, Done)]
-        ends.append(end)
-        text = "".join(piece.text for piece in answer if isinstance(piece, Text))
-        tokens: list[TokenLogprobs | None] = []
-        token_ids: list[int] = []
-        if echoes:
-            echo = echoes[index // reply.body.n]
-            text, tokens, token_ids = echo.text + text, [*echo.logprobs], [*echo.token_ids]
-        new = [token for p in answer if isinstance(p, Logprobs) for token in p.tokens]
-        token_ids += [token.token_id for token in new]
-        choices.append(reply.choice(index, text, [*tokens, *new], token_ids, end))
-    return json_response(reply.object(choices, usage=usage_of(ends, reply.body.n)))
