@@ -37,7 +37,7 @@ def check_turns(service: ForcedService, num_turns: int) -> None:
     turns = [answered.done for answered in service.answered]
     assert len(turns) == num_turns and not service.num_refused
     for before, after in pairwise(turns):
-        assert after.num_cached >= before.num_prompt + before.num_new - 1
+        assert after.num_resumed >= before.num_prompt + before.num_new - 1
 
 
 def test_codex_gets_its_calls_and_its_conversation_is_kept(llm: AsyncLLM) -> None:

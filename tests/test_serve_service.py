@@ -23,7 +23,7 @@ from lowtide.decode.batch_decoder import BatchDecoder
 from lowtide.decode.request import Committed, Event, Request
 from lowtide.engine.running import worker
 from lowtide.engine.running.engine import Engine
-from lowtide.errors import NumericError, UsageError
+from lowtide.errors import InternalError, NumericError, UsageError
 from lowtide.parsing.pieces import Done, Piece, Prefilled, Text
 from lowtide.serve.conversation import Conversation, Turn
 from lowtide.serve.errors import Draining, QueueFull, Refusal, TimedOut, TooLong
@@ -253,6 +253,23 @@ def test_an_answer_that_is_left_as_an_event_comes_ends(
         assert task.cancelled() != was_told
         await pieces.aclose()
         assert served[0].reason == "abort"
+
+    run(ask())
+
+
+def test_events_that_end_before_their_answer_are_a_fault(
+    llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def ask() -> None:
+        async def events(_: list[Request]) -> AsyncGenerator[Event, None]:
+            yield Committed(0, (5,))
+
+        monkeypatch.setattr(llm, "events", events)
+        service, served = Service(llm), []
+        service.on_served.append(served.append)
+        with pytest.raises(InternalError, match="before the answer"):
+            await whole(service.answer(Ask(TALK, params=SHORT)))
+        assert [one.reason for one in served] == ["error"]
 
     run(ask())
 

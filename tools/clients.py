@@ -182,8 +182,8 @@ def _repaired(agent: Agent, programs: Path, llm: AsyncLLM, folder: Path) -> list
     for each in service.answered:
         done, num_tools = each.done, len(each.ask.tools)
         print(
-            f"  {num_tools:2} tools, {done.num_prompt:6,} prompt tokens, {done.num_cached:6,} of "
-            f"them kept, {done.num_new:4,} new"
+            f"  {num_tools:2} tools, {done.num_prompt:6,} prompt tokens, of them "
+            f"{done.num_resumed:6,} kept, {done.num_new:4,} new"
         )
     wrong = list(_wrong(service, requests, repository, len(script)))
     print("\n".join([*(f"  WRONG: {each}" for each in wrong), *([told] if wrong else [])]))
@@ -200,8 +200,8 @@ def _wrong(
     if len(turns) != num_turns:
         yield f"{len(turns)} turns, and the script has {num_turns}"
     for before, after in pairwise(each.done for each in turns):
-        if after.num_cached < before.num_prompt:
-            yield f"a turn computes again what the one before had: {after.num_cached:,} tokens kept"
+        if after.num_resumed < before.num_prompt:
+            yield f"a turn computes again what was there: {after.num_resumed:,} tokens kept"
     last = turns[-1].ask.conversation.turns if turns else ()
     outputs = [turn.text for turn in last if turn.role == "tool"]
     if not outputs or "FAILED" not in outputs[0] or "OK" not in outputs[-1]:

@@ -66,7 +66,7 @@ class AnswerPieces:
             reason="tool_calls" if reason == "stop" and self._num_calls else reason,
             num_prompt=len(request.prompt),
             num_new=len(finished.token_ids),
-            num_cached=finished.num_resumed,
+            num_resumed=finished.num_resumed,
             num_reasoning=self._reader.num_reasoning,
             stop_string=self._stop.found,
             token_ids=finished.token_ids,

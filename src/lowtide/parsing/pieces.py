@@ -66,12 +66,13 @@ class Logprobs:
 @dataclass(frozen=True, slots=True)
 class Done:
     """The last piece. reason: stop, length or tool_calls; stop_string: which one ended it.
-    token_ids: of the whole answer, thoughts and marks included."""
+    num_resumed: tokens of the prompt whose keys were kept. token_ids: of the whole answer, thoughts
+    and marks included."""
 
     reason: str
     num_prompt: int
     num_new: int
-    num_cached: int
+    num_resumed: int
     num_reasoning: int = 0
     stop_string: str | None = None
     token_ids: tuple[int, ...] = ()

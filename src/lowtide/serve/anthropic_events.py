@@ -119,7 +119,7 @@ class MessageEvents:
         reason = "stop_sequence" if done.stop_string is not None else _REASONS[done.reason]
         stop = {"stop_reason": reason, "stop_sequence": done.stop_string}
         self._message |= stop
-        usage = self._message["usage"] = _usage(done.num_prompt, done.num_cached, done.num_new)
+        usage = self._message["usage"] = _usage(done.num_prompt, done.num_resumed, done.num_new)
         yield {"type": "message_delta", "delta": stop, "usage": usage}
         yield {"type": "message_stop"}
 
@@ -127,11 +127,11 @@ class MessageEvents:
         return {"type": kind, "index": len(self._blocks) - 1, **fields}
 
 
-def _usage(num_prompt: int, num_cached: int, num_new: int) -> JsonObject:
+def _usage(num_prompt: int, num_resumed: int, num_new: int) -> JsonObject:
     """Tokens whose keys were kept are not among those of the input, as Anthropic counts."""
     return {
-        "input_tokens": num_prompt - num_cached,
+        "input_tokens": num_prompt - num_resumed,
         "cache_creation_input_tokens": 0,
-        "cache_read_input_tokens": num_cached,
+        "cache_read_input_tokens": num_resumed,
         "output_tokens": num_new,
     }

@@ -175,7 +175,7 @@ def usage_of(ends: Sequence[Done], num_each: int = 1) -> dict[str, Any]:
     """The tokens of a request; num_each: answers to each prompt, one prompt after the other."""
     num_prompt = sum(end.num_prompt for end in ends[::num_each])
     num_new = sum(end.num_new for end in ends)
-    cached = sum(end.num_cached for end in ends[::num_each])
+    cached = sum(end.num_resumed for end in ends[::num_each])
     return {
         "prompt_tokens": num_prompt,
         "completion_tokens": num_new,

@@ -192,7 +192,7 @@ class ResponseEvents:
 def _usage(done: Done) -> JsonObject:
     return {
         "input_tokens": done.num_prompt,
-        "input_tokens_details": {"cached_tokens": done.num_cached},
+        "input_tokens_details": {"cached_tokens": done.num_resumed},
         "output_tokens": done.num_new,
         "output_tokens_details": {"reasoning_tokens": done.num_reasoning},
         "total_tokens": done.num_prompt + done.num_new,

@@ -19,7 +19,7 @@ from typing import TypeVar
 
 from lowtide.async_llm import AsyncLLM
 from lowtide.decode.request import Committed, Draft, Event, Finished, Prefill, Request
-from lowtide.errors import UsageError
+from lowtide.errors import InternalError, UsageError
 from lowtide.files.json_file import as_text
 from lowtide.params import MAX_SEED, SamplingParams
 from lowtide.parsing import parser_of
@@ -205,11 +205,13 @@ class Service:
                         watch.note(event, place)
                         for piece in self._pieces(ask, event, request, pieces):
                             yield piece
+                if not watch.reason:
+                    raise InternalError("The engine's events have ended before the answer.")
         except (asyncio.CancelledError, GeneratorExit):
             watch.reason = watch.reason or "abort"
             raise
         except BaseException:
-            watch.reason = watch.reason or "error"
+            watch.reason = "error"
             raise
         finally:
             self._tell(watch.served())
@@ -317,9 +319,7 @@ class _Watch:
         """What there is to count once it has ended."""
         total_s = time.monotonic() - self.start_s
         queue_s = total_s if self._begun_s is None else self._begun_s
-        return Served(
-            self.reason or "abort", self.num_prompt, self.num_new, queue_s, self._first_s, total_s
-        )
+        return Served(self.reason, self.num_prompt, self.num_new, queue_s, self._first_s, total_s)
 
 
 def name_of(model: str) -> str:
