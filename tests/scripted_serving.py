@@ -105,10 +105,9 @@ class ScriptedService:
         self.asks: list[Ask] = []
         self.num_closed = 0
         config = config or SimpleNamespace(sampling=PublishedSampling())
-        self.llm = SimpleNamespace(config=config, tokenizer=None)
+        self.llm = SimpleNamespace(config=config, tokenizer=None, has_chat_template=False)
 
-    def check_model(self, name: str | None) -> None:
-        pass
+    check_model = Service.check_model
 
     def check_num_answers(self, num_answers: int, param: str) -> None:
         pass

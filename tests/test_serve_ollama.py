@@ -69,7 +69,7 @@ def facts(tmp_path_factory: pytest.TempPathFactory) -> ScriptedService:
     folder: Path = synth("qwen3_moe", "tiny", tmp_path_factory.mktemp("ollama") / "model", seed=3)
     config = read_config(json.loads((folder / "config.json").read_text()))
     service = ScriptedService(ANSWER, config)
-    service.llm.plan = _Plan()
+    service.llm.plan, service.llm.path = _Plan(), folder
     return service
 
 
@@ -84,6 +84,7 @@ def test_ollamas_client_finds_the_model(facts: ScriptedService) -> None:
         assert httpx.head(url).status_code == 200
     assert listed.model == running.model == MODEL
     assert running.context_length == 32_768
+    assert shown.details is not None and shown.details.format == "safetensors"
     assert pulled[-1] == at_once == "success"
     assert tuple(map(int, version.split("."))) >= (0, 13, 4)
     assert shown.capabilities == ["completion"]
@@ -91,6 +92,19 @@ def test_ollamas_client_finds_the_model(facts: ScriptedService) -> None:
     assert shown.modelinfo["qwen3_moe.context_length"] == 32_768
     assert shown.modelinfo["general.architecture"] == "qwen3_moe"
     assert shown.modelinfo["general.parameter_count"] > 0
+
+
+def test_details_say_how_weights_are_stored_and_kept(
+    facts: ScriptedService, tmp_path: Path
+) -> None:
+    service, plan = ScriptedService(ANSWER, facts.llm.config), _Plan()
+    plan.formats = WeightFormats(dense="q4")  # of a model without experts
+    service.llm.plan, service.llm.path = plan, tmp_path / "model.gguf"
+    service.llm.path.write_bytes(b"GGUF")
+    with listening(service) as url:
+        [model] = httpx.get(f"{url}/api/tags").json()["models"]
+    details = model["details"]
+    assert (details["format"], details["quantization_level"]) == ("gguf", "q4")
 
 
 @pytest.mark.parametrize("path", ["/api/show", "/api/pull", "/api/chat", "/api/generate"])
@@ -186,6 +200,8 @@ def test_options_are_those_of_ours() -> None:
         ),
         ("/api/chat", {"messages": SAID, "tools": [{"type": "function"}]}, "tools[0].function"),
         ("/api/generate", {"prompt": "x", "suffix": "y"}, "suffix"),
+        ("/api/generate", {"prompt": "x", "format": "json", "raw": True}, "format"),
+        ("/api/generate", {"prompt": "x", "system": "y"}, "system"),  # without a template
         ("/api/generate", {"prompt": "x", "context": [1]}, "context"),
         ("/api/generate", {"prompt": "x", "images": ["aGk="]}, "images"),
     ],

@@ -74,6 +74,11 @@ class LoadedModel:
         return self._name
 
     @property
+    def path(self) -> Path:
+        """What its weights are read from: a folder, or a GGUF file, of several the first."""
+        return self._engine.opened.folder
+
+    @property
     def is_closed(self) -> bool:
         """Whether nothing can be asked any more."""
         return self._loop.is_closed

@@ -8,10 +8,12 @@ from typing import Any
 from fastapi import APIRouter, Response
 from pydantic import Field
 
+from lowtide.model_folder.gguf_file import is_gguf
 from lowtide.parsing import has_thoughts
+from lowtide.plan import OWN_FORMAT
 from lowtide.schemas import model_schema
 from lowtide.serve.agent_api import headers_of
-from lowtide.serve.errors import NoEmbeddings, Refusal
+from lowtide.serve.errors import NoEmbeddings
 from lowtide.serve.json_body import JsonRoute
 from lowtide.serve.ollama_body import (
     OllamaBody,
@@ -49,7 +51,7 @@ def router_of(service: Service) -> APIRouter:
 
     @router.post("/api/pull")
     async def pull(body: OllamaModelBody) -> Response:
-        check_name(service, body.model or body.name)
+        service.check_model(body.model or body.name)
         if body.stream is False:
             return json_response({"status": "success"})
         lines = (json_line({"status": status}) for status in ("pulling manifest", "success"))
@@ -63,33 +65,19 @@ def router_of(service: Service) -> APIRouter:
     return router
 
 
-def check_name(service: Service, name: str) -> None:
-    """Raises Refusal (404) for another model than is loaded."""
-    if name.removesuffix(":latest") != service.model_name.removesuffix(":latest"):
-        raise Refusal(
-            f"model {name!r:.80} not found; this server has {service.model_name!r}",
-            404,
-            code="model_not_found",
-        )
-
-
 def _add_answers(router: APIRouter, service: Service) -> None:
     @router.post("/api/chat")
     async def chat(body: OllamaChatBody) -> Response:
-        check_name(service, body.model)
+        service.check_model(body.model)
         conversation = body.conversation()
         ask = body.ask(conversation) if conversation.turns else None
         return _answered(service, body, ask, is_chat=True)
 
     @router.post("/api/generate")
     async def generate(body: OllamaGenerateBody) -> Response:
-        check_name(service, body.model)
+        service.check_model(body.model)
         body.check()
-        tokenizer, ask = service.llm.tokenizer, None
-        if body.prompt and (body.raw or tokenizer is None or not tokenizer.has_chat_template):
-            ask = body.ask(None, body.prompt)
-        elif body.prompt:
-            ask = body.ask(body.conversation())
+        ask = body.asked(service.llm.has_chat_template) if body.prompt else None
         return _answered(service, body, ask, is_chat=False)
 
 
@@ -127,7 +115,7 @@ def _add_facts(router: APIRouter, service: Service) -> None:
 
     @router.post("/api/show")
     async def show(body: OllamaModelBody) -> JsonObject:
-        check_name(service, body.model or body.name)
+        service.check_model(body.model or body.name)
         return {
             "modelfile": f"FROM {service.model_name}",
             "parameters": "",
@@ -152,14 +140,15 @@ def _model(service: Service) -> JsonObject:
 
 
 def _details(service: Service) -> JsonObject:
-    family, formats = service.llm.config.family, service.llm.plan.formats
+    config, formats = service.llm.config, service.llm.plan.formats
+    changed = [name for name in (formats.experts, formats.dense) if name != OWN_FORMAT]
     return {
         "parent_model": "",
-        "format": "safetensors",
-        "family": family,
-        "families": [family],
+        "format": "gguf" if is_gguf(service.llm.path) else "safetensors",
+        "family": config.family,
+        "families": [config.family],
         "parameter_size": f"{_num_parameters(service) / 1e9:.1f}B",
-        "quantization_level": service.llm.config.dtype if formats.is_own else formats.experts,
+        "quantization_level": changed[0] if changed else config.dtype,
     }
 
 

@@ -117,10 +117,19 @@ class OllamaGenerateBody(OllamaBody):
             if getattr(self, name):
                 raise Refusal(f"{name} is not supported; leave it out.", param=name)
 
-    def conversation(self) -> Conversation:
-        """The prompt as what a user says."""
-        system = (Turn("system", self.system),) if self.system else ()
-        return Conversation((*system, Turn("user", self.prompt)))
+    def asked(self, has_template: bool) -> Ask:
+        """The prompt as what a user says; without a template as it is. Raises as `ask`."""
+        if has_template and not self.raw:
+            system = (Turn("system", self.system),) if self.system else ()
+            return self.ask(Conversation((*system, Turn("user", self.prompt))))
+        for name in ("format",) if self.raw else ("format", "system"):
+            if getattr(self, name):
+                raise Refusal(f"{name} needs a chat template: without one leave it out.", param=name)
+        return self.ask(None, self.prompt)
+
+    def ignored(self) -> list[str]:
+        beside_raw = [name for name in ("system", "think") if self.raw and getattr(self, name)]
+        return [*beside_raw, *super().ignored()]
 
 
 @dataclass(slots=True)

@@ -130,8 +130,8 @@ class Service:
                 wait.reschedule(end_s)
 
     def check_model(self, name: str | None) -> None:
-        """Raises Refusal (404) for another model than is loaded."""
-        if name not in (None, "", self.model_name):
+        """Raises Refusal (404) for another model than is loaded, which may be called `:latest`."""
+        if name and name.removesuffix(":latest") != self.model_name.removesuffix(":latest"):
             raise Refusal(
                 f"The model {name!r:.80} does not exist; this server has {self.model_name!r}.",
                 404,
