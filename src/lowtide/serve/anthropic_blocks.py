@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lowtide.parsing.tools import Tool
-from lowtide.serve.conversation import Conversation, ToolCall, Turn, merged
+from lowtide.serve.conversation import Conversation, ToolCall, Turn, checked_choice, merged
 from lowtide.serve.errors import Refusal
 from lowtide.serve.json_fields import PlacedObject, objects_at, unsupported, words_of
 
@@ -94,19 +94,8 @@ def tool_choice(choice: Mapping[str, Any], tools: tuple[Tool, ...]) -> str:
     """As `Ask` has it. Raises Refusal for a choice that no tool is left for."""
     given = PlacedObject(choice, "tool_choice")
     kind = given.one_of("type", ("auto", "none", "any", "tool"))
-    names = {tool.name for tool in tools}
-    if kind == "any":
-        if not names:
-            raise Refusal("tool_choice needs a tool, and none can be called.", param="tool_choice")
-        return "required"
-    if kind != "tool":
-        return kind
-    name = given.name("name")
-    if name not in names:
-        raise Refusal(
-            f"tool_choice names {name!r}, which is no tool that can be called.", param="tool_choice"
-        )
-    return name
+    name = given.name("name") if kind == "tool" else {"any": "required"}.get(kind, kind)
+    return checked_choice(name, {tool.name for tool in tools})
 
 
 def _system_turns(system: object) -> Iterator[Turn]:

@@ -6,13 +6,14 @@ ids are made of these values alone, so that kept keys are found again at the nex
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from lowtide.parsing.call_json import parsed
 from lowtide.parsing.pieces import CallArguments, CallBegun, Piece
 from lowtide.parsing.tools import Tool
+from lowtide.serve.errors import Refusal
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +64,21 @@ class Conversation:
 
     def messages(self) -> list[dict[str, Any]]:
         return [turn.message() for turn in self.turns]
+
+
+def checked_choice(choice: str, tools: Collection[str], left_out: Sequence[str] = ()) -> str:
+    """A choice among tools, by name, as `Ask` has it: auto, none, required or a function's name.
+
+    left_out: what a provider would run itself. Raises Refusal where no tool is there for it.
+    """
+    if choice in ("auto", "none") or choice in tools or (choice == "required" and tools):
+        return choice
+    reason = f"; these are run by a provider and not here: {', '.join(left_out):.200}"
+    raise Refusal(
+        f"There is no tool for tool_choice {choice!r:.80}{reason if left_out else ''}.",
+        param="tool_choice",
+        code="unsupported",
+    )
 
 
 def arguments_of(call: ToolCall) -> Mapping[str, Any]:

@@ -124,7 +124,7 @@ class OllamaGenerateBody(OllamaBody):
             return self.ask(Conversation((*system, Turn("user", self.prompt))))
         for name in ("format",) if self.raw else ("format", "system"):
             if getattr(self, name):
-                raise Refusal(f"{name} needs a chat template: without one leave it out.", param=name)
+                raise Refusal(f"{name} needs a chat template: leave it out here.", param=name)
         return self.ask(None, self.prompt)
 
     def ignored(self) -> list[str]:

@@ -7,8 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from lowtide.parsing.tools import Tool
-from lowtide.serve.conversation import Conversation, ToolCall, Turn
-from lowtide.serve.errors import Refusal
+from lowtide.serve.conversation import Conversation, ToolCall, Turn, checked_choice
 from lowtide.serve.json_fields import MAX_NAME_CHARS, unsupported, words_of
 
 MAX_MESSAGES, MAX_TOOLS, MAX_CALLS, MAX_PARTS = 8192, 512, 256, 1024
@@ -103,12 +102,6 @@ def conversation_of(messages: list[ChatMessage], tools: list[ToolField]) -> Conv
 
 
 def chosen_tool(choice: ToolChoice, conversation: Conversation) -> str:
-    """auto, none, required or a function's name. Raises Refusal for one that is not declared."""
-    if isinstance(choice, str):
-        if choice == "required" and not conversation.tools:
-            raise Refusal("tool_choice is 'required' and there are no tools.", param="tool_choice")
-        return choice
-    name = choice.function.name
-    if name not in {tool.name for tool in conversation.tools}:
-        raise Refusal(f"tool_choice names {name!r}, which is no tool.", param="tool_choice")
-    return name
+    """As `Ask` has it. Raises Refusal for one that is not declared."""
+    name = choice if isinstance(choice, str) else choice.function.name
+    return checked_choice(name, {tool.name for tool in conversation.tools})

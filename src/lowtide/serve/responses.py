@@ -12,7 +12,7 @@ from pydantic import Field
 
 from lowtide.params import SamplingParams, with_published
 from lowtide.serve.agent_api import AgentBody, effort_options, headers_of
-from lowtide.serve.conversation import Conversation, Turn, merged
+from lowtide.serve.conversation import Conversation, Turn, checked_choice, merged
 from lowtide.serve.errors import Refusal
 from lowtide.serve.grammar_text import Constraint
 from lowtide.serve.json_body import JsonRoute
@@ -108,30 +108,16 @@ def _tool_choice(choice: str | dict[str, Any], tools: ToolSet) -> str:
         if given.get("type") == "allowed_tools":
             names = set(map(_chosen, given.objects("tools")))
             tools.tools = {name: tool for name, tool in tools.tools.items() if name in names}
-            return _tool_choice(given.text("mode") if "mode" in choice else "auto", tools)
-        name = _chosen(given)
-        if name not in tools.tools:
-            raise _no_tool(f"the tool {name!r} that tool_choice names", tools)
-        return name
-    if choice == "required" and not tools.tools:
-        raise _no_tool("any tool, which tool_choice requires", tools)
-    if choice not in ("auto", "none", "required"):
-        raise Refusal(f"tool_choice {choice!r:.80} is not known.", param="tool_choice")
-    return choice
+            choice = given.text("mode") if "mode" in choice else "auto"
+        else:
+            choice = _chosen(given)
+    return checked_choice(choice, tools.tools, tools.ignored)
 
 
 def _chosen(choice: PlacedObject) -> str:
     """The flat name of a tool that a choice names; of a provider's own tool its type."""
     is_ours = choice.get("type") in ("function", "custom")
     return called_name(choice) if is_ours else choice.text("type")
-
-
-def _no_tool(missing: str, tools: ToolSet) -> Refusal:
-    left_out = ", ".join(tools.ignored)
-    reason = f"; these are run by a provider and not here: {left_out:.200}" if left_out else ""
-    return Refusal(
-        f"The request has not {missing}{reason}.", param="tool_choice", code="unsupported"
-    )
 
 
 def _constraint(text: PlacedObject) -> Constraint | None:
