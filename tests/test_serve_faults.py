@@ -22,7 +22,7 @@ from lowtide.decode.batch_decoder import BatchDecoder
 from lowtide.decode.request import Event, Request
 from lowtide.engine.running import worker
 from lowtide.engine.running.engine import Engine
-from lowtide.errors import DeviceError, StorageError, UsageError
+from lowtide.errors import DeviceError, PageError, StorageError, UsageError
 from lowtide.serve import service
 from lowtide.serve.settings import ServeSettings
 
@@ -71,6 +71,7 @@ def told(path: str, answer: httpx.Response) -> str:
     [
         (StorageError("Sector 7 cannot be read."), "Sector 7 cannot be read."),
         (DeviceError("The GPU has not ended its work."), "The GPU has not ended its work."),
+        (PageError("The system refuses a page."), "The system refuses a page."),
         (MemoryError(), "The server failed on this request."),
     ],
 )

@@ -253,11 +253,13 @@ def test_servers_tools_and_hidden_thoughts_are_left_out_and_named() -> None:
         {"role": "user", "content": "b"},
     ]
     tools = [{"type": "web_search_20250305", "name": "web_search"}]
+    fields = {"tools": tools, "betas": ["x"], "output_config": {"effort": "extreme"}}
     with listening(service) as url:
-        answer = post(url, {**SHORT, "messages": messages, "tools": tools, "betas": ["x"]})
+        answer = post(url, {**SHORT, "messages": messages, **fields})
     assert answer.status_code == 200
     assert answer.headers["x-lowtide-ignored"] == (
-        "betas, messages[1].content[0].redacted_thinking, tools.web_search_20250305"
+        "betas, messages[1].content[0].redacted_thinking, tools.web_search_20250305, "
+        "output_config.effort"
     )
     assert [turn.text for turn in service.asks[0].conversation.turns] == ["x", "a", "b"]
 

@@ -292,6 +292,15 @@ def test_probes_and_hosted_tools_are_answered() -> None:
     assert hosted.headers["x-lowtide-ignored"] == "tools.web_search"
 
 
+def test_an_older_name_of_the_length_is_read_and_an_unknown_effort_is_named() -> None:
+    service = ScriptedService([done()])
+    with listening(service) as url:
+        answer = post(url, {"input": "x", "max_tokens": 5, "reasoning": {"effort": "extreme"}})
+    assert service.asks[0].params.max_tokens == 5 == answer.json()["max_output_tokens"]
+    assert service.asks[0].template_options == {}
+    assert answer.headers["x-lowtide-ignored"] == "reasoning.effort"
+
+
 def test_only_allowed_tools_are_shown() -> None:
     service = ScriptedService([done()])
     allowed = [{"type": "function", "name": "wait", "namespace": "collab"}]

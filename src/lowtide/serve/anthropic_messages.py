@@ -55,17 +55,16 @@ def router_of(service: Service) -> APIRouter:
 
 def _read(service: Service, body: MessagesBody) -> tuple[Ask, dict[str, str]]:
     """What is asked, and what the answer's headers disclose. Raises Refusal or UsageError."""
-    reader = MessageReader()
+    reader, effort = MessageReader(), effort_options(body.output_config.get("effort"))
     conversation = reader.conversation(body.system, body.messages, body.tools)
     ignored = [
         *body.ignored(),
         *reader.ignored,
         *body.unused_parts("thinking", ("type",)),
-        *body.unused_parts("output_config", ("effort", "format")),
+        *body.unused_parts("output_config", ("effort", "format") if effort else ("format",)),
     ]
     # Not at all where nothing is said, as this API has it.
     is_thinking = body.thinking.get("type", "disabled") != "disabled"
-    effort = effort_options(body.output_config.get("effort"))
     ask = Ask(
         conversation=conversation,
         params=body.params(body.max_tokens),

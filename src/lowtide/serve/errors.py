@@ -17,7 +17,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from lowtide.errors import LowtideError, PlanError, UnsupportedError, UsageError
+from lowtide.errors import LowtideError, PageError, PlanError, UnsupportedError, UsageError
 
 _log = logging.getLogger(__name__)
 
@@ -123,7 +123,7 @@ def refusal_of(error: BaseException) -> Refusal:
         return Refusal(str(error.detail), error.status_code)
     if isinstance(error, UnsupportedError):
         return Refusal(str(error), code="unsupported")
-    if isinstance(error, UsageError | PlanError):
+    if isinstance(error, UsageError | PlanError) and not isinstance(error, PageError):
         return Refusal(str(error))
     _log.error("A request failed: %s: %s", type(error).__name__, error, exc_info=error)
     if isinstance(error, LowtideError):

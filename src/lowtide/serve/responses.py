@@ -73,7 +73,7 @@ def _read(service: Service, body: ResponsesBody) -> tuple[Ask, ResponseEvents, d
         raise Refusal("input has no message.", param="input")
     instructions = [Turn("system", body.instructions)] if body.instructions else []
     choice = _tool_choice(body.tool_choice, tools)
-    params = body.params(body.max_output_tokens)
+    params = body.params(body.max_output_tokens or body.max_tokens)
     ask = Ask(
         conversation=Conversation(merged([*instructions, *turns]), tuple(tools.tools.values())),
         params=params,
@@ -135,7 +135,8 @@ def _ignored(body: ResponsesBody) -> Iterator[str]:
     """Fields, and parts of fields, that are taken and not used."""
     yield from body.ignored(["metadata", *([] if body.store else ["store"])])
     yield from body.unused_parts("text", ("format",))
-    yield from body.unused_parts("reasoning", ("effort",))
+    effort = effort_options(body.reasoning.get("effort"))
+    yield from body.unused_parts("reasoning", ("effort",) if effort else ())
     yield from (f"include.{name}" for name in body.include if name != _SEALED_THOUGHTS)
 
 
@@ -151,7 +152,7 @@ def _response(service: Service, body: ResponsesBody, params: SamplingParams) -> 
         "error": None,
         "incomplete_details": None,
         "instructions": body.instructions,
-        "max_output_tokens": body.max_output_tokens,
+        "max_output_tokens": params.max_tokens,
         "max_tool_calls": None,
         "model": service.model_name,
         "parallel_tool_calls": body.parallel_tool_calls,
