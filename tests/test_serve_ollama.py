@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -51,6 +52,7 @@ SAID: list[dict[str, Any]] = [{"role": "user", "content": "x"}]
 
 class _Plan:
     full_bytes = 1 << 30
+    host = SimpleNamespace(used_bytes=1 << 28)
     gpu = None
     formats = WeightFormats()
 
@@ -84,6 +86,7 @@ def test_ollamas_client_finds_the_model(facts: ScriptedService) -> None:
         assert httpx.head(url).status_code == 200
     assert listed.model == running.model == MODEL
     assert running.context_length == 32_768
+    assert (listed.size, running.size, running.size_vram) == (1 << 30, 1 << 28, 0)
     assert shown.details is not None and shown.details.format == "safetensors"
     assert pulled[-1] == at_once == "success"
     assert tuple(map(int, version.split("."))) >= (0, 13, 4)

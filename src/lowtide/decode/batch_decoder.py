@@ -112,7 +112,7 @@ class BatchDecoder(abc.ABC, Generic[S]):
         self._kv_cache = kv_cache
         self._kept = KeptSequences(kv_cache, reuse, max_rows)
         self.prompt_share = PromptShare()
-        self.on_begin: Callable[[Event], None] = lambda event: None  # before a first pass
+        self.on_begin: Callable[[Event], None] = lambda event: None  # told before its first pass
         self._max_rows = max_rows
         self._waiting: deque[Request] = deque()
         self._paused: list[S] = []  # without room; the one that came first in front

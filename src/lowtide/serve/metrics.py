@@ -19,8 +19,8 @@ _ENGINE_COUNTERS = {
     "num_evicted": ("expert_evictions", "Experts that gave up their place."),
     "read_bytes": ("expert_read_bytes", "Bytes of experts read from disk."),
     "wait_s": ("expert_wait_seconds", "Seconds that a pass waited for reads."),
-    "forwards": ("forward_passes", "Passes of the model."),
-    "generation_s": ("forward_seconds", "Seconds in passes of the model."),
+    "forwards": ("forward_passes", "Passes that read prompts or write answers."),
+    "generation_s": ("forward_seconds", "Seconds in these passes."),
 }
 """The engine's counters, by what it calls them."""
 

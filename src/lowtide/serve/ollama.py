@@ -105,10 +105,12 @@ def _add_facts(router: APIRouter, service: Service) -> None:
 
     @router.get("/api/ps")
     async def ps() -> JsonObject:
-        gpu = service.llm.plan.gpu
+        plan = service.llm.plan
+        gpu_bytes = 0 if plan.gpu is None else plan.gpu.used_bytes
         running = {
             "expires_at": _NEVER,
-            "size_vram": 0 if gpu is None else gpu.used_bytes,
+            "size": plan.host.used_bytes + gpu_bytes,
+            "size_vram": gpu_bytes,
             "context_length": service.context,
         }
         return {"models": [_model(service) | running]}
