@@ -27,7 +27,7 @@ from scripted_serving import (
 from lowtide.errors import StorageError
 from lowtide.families import read_config
 from lowtide.lab.synth import synth
-from lowtide.parsing.pieces import Piece, Text
+from lowtide.parsing.pieces import Piece, Prefilled, Text
 from lowtide.plan import WeightFormats
 from lowtide.serve import sse
 from lowtide.serve.ollama_lines import OllamaLines
@@ -255,6 +255,15 @@ def test_errors_and_silence_are_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     assert first["message"] == {"role": "assistant", "content": ""} and not first["done"]
     assert last == {"error": "the disk is gone"}
     assert whole.status_code == 500 and whole.json() == {"error": "the disk is gone"}
+
+
+def test_time_in_the_queue_is_not_the_prompt_s() -> None:
+    times_ns = iter((0, 100, 130, 200))  # it comes, is read, writes, ends
+    lines = OllamaLines("org/tiny", True, times_ns.__next__)
+    waited, begun = Prefilled(0, NUM_PROMPT), Prefilled(16, NUM_PROMPT)
+    *_, [end] = map(lines.take, (waited, begun, Text("a"), done()))
+    assert (end["prompt_eval_duration"], end["eval_duration"]) == (30, 70)
+    assert end["total_duration"] == 200
 
 
 @given(drawn_pieces(), st.booleans())

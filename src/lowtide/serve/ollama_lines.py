@@ -28,7 +28,9 @@ class OllamaLines:
     _thoughts: list[str] = field(default_factory=list)
     _calls: list[ToolCall] = field(default_factory=list)
     _call: ToolCall | None = None  # that is being written
+    _num_prefilled: int = 0  # pieces
     _start_ns: int = 0
+    _begun_ns: int = 0  # when its prompt began to be read
     _first_ns: int = 0  # when the answer began
     _end: JsonObject = field(default_factory=dict)
 
@@ -42,6 +44,9 @@ class OllamaLines:
     def take(self, piece: Piece) -> list[JsonObject]:
         """The lines that a piece makes; a call's when it is whole."""
         if isinstance(piece, Prefilled):
+            self._num_prefilled += 1
+            if self._num_prefilled == 2:  # the first comes before its turn in the queue
+                self._begun_ns = self.clock()
             return []
         self._first_ns = self._first_ns or self.clock()
         lines = [] if isinstance(piece, CallArguments) else self._called()
@@ -100,7 +105,7 @@ class OllamaLines:
             "total_duration": end_ns - self._start_ns,
             "load_duration": 0,
             "prompt_eval_count": done.num_prompt,
-            "prompt_eval_duration": self._first_ns - self._start_ns,
+            "prompt_eval_duration": self._first_ns - (self._begun_ns or self._start_ns),
             "eval_count": done.num_new,
             "eval_duration": end_ns - self._first_ns,
         }
