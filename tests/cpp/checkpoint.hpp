@@ -162,8 +162,7 @@ class OwnReader {
         const lowtide::Source source = {
             checkpoint.first_range.data(), checkpoint.ranges.data(), checkpoint.segments.data(),
             files.data(), slots.data(), static_cast<std::uint8_t*>(buffers_),
-            long(checkpoint.first_range.size()) - 1, sizes.slot_bytes, sizes.piece_bytes,
-            sizes.num_threads,
+            sizes.slot_bytes, sizes.piece_bytes, sizes.num_threads,
         };
         readiness = calls.open_readiness(sizes.num_slots);
         reader = calls.open(&source, readiness);

@@ -278,7 +278,7 @@ class OwnResidency {
         Residency& r = residency;
         r.table = table.data(), r.owner = owner.data();
         r.free = ring.data(), r.free_state = state.data();
-        r.num_layers = num_layers, r.num_experts = num_experts, r.num_slots = long(owners.size());
+        r.num_experts = num_experts, r.num_slots = long(owners.size());
         r.rank = rank.data(), r.room = room.data(), r.hits = hits.data();
         r.asked = asked.data();
     }

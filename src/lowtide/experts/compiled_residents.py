@@ -57,7 +57,7 @@ class CompiledResidents:
         self._readiness = (
             Readiness(library, ledger.num_slots) if compiled is None else compiled.readiness
         )
-        num_layers, num_experts = ledger.table.shape
+        num_experts = ledger.table.shape[1]
         self._asked: IntArray = np.zeros((num_experts, 3), np.int64)
         self._tickets: dict[int, Ticket] = {}  # by slot: of reads that Python does
         self._read_bytes: deque[int] = deque()  # of each that has ended
@@ -68,7 +68,6 @@ class CompiledResidents:
         free = ledger.free
         self._struct = ResidencyStruct(
             *map(_address, (ledger.table, ledger.owner, free.ring, free.state)),
-            num_layers,
             num_experts,
             ledger.num_slots,
         )

@@ -51,11 +51,6 @@ void lowtide_rotate(
     long num_rows, long num_heads, long length, long half
 );
 
-void lowtide_rotate_in_float32(
-    int variant, int num_threads, bf16* x, long x_stride, const float* cos, const float* sin,
-    long num_rows, long num_heads, long length, long half
-);
-
 void lowtide_silu_times(int variant, int num_threads, bf16* gate, const bf16* up, long length);
 
 void lowtide_weigh_rows(int variant, bf16* x, const bf16* gates, long num_rows, long length);

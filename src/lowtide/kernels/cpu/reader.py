@@ -98,7 +98,7 @@ class _Source(ctypes.Structure):
     _fields_: ClassVar = [
         *((name, _P) for name in ("first_range", "ranges", "segments", "files")),
         *((name, _P) for name in ("slots", "buffers")),
-        *((name, _LONG) for name in ("num_experts", "slot_bytes", "piece_bytes")),
+        *((name, _LONG) for name in ("slot_bytes", "piece_bytes")),
         ("num_threads", _INT),
     ]
 
@@ -134,7 +134,6 @@ class CompiledReader:
         source = _Source(
             *(each.ctypes.data for each in arrays),
             None if buffers is None else buffers.ctypes.data,
-            len(experts),
             slot_bytes,
             *_division(buffers, num_at_once or NUM_DIRECT),
         )

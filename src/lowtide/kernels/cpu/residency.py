@@ -29,7 +29,7 @@ class ResidencyStruct(ctypes.Structure):
 
     _fields_: ClassVar = [
         *((name, _P) for name in ("table", "owner", "free", "free_state")),
-        *((name, _LONG) for name in ("num_layers", "num_experts", "num_slots")),
+        *((name, _LONG) for name in ("num_experts", "num_slots")),
         ("rank", _P),
         *((name, _DOUBLE) for name in ("per_token", "per_expert", "per_share")),
         ("worth", _P),

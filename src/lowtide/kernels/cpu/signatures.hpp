@@ -1,6 +1,5 @@
 // What operators over weights are called as, whatever these are stored in: every kind has the
-// three, in a library that is built where the kind is in use. Who has their addresses need not know
-// the kinds.
+// three. Code that has their addresses need not know the kinds.
 
 #pragma once
 

@@ -54,14 +54,14 @@ AVX512 INLINED __m512 sums_of_lanes(const __m512 (&of)[count]) {
     }
 }
 
-// As `round_bf16`; the processor's own rounding takes numbers below 2^-126 for 0.
-AVX512 INLINED __m256i rounded_each(__m512 values) {
+// As `round_bf16`, in the lower half of each double word; the processor's own rounding takes numbers
+// below 2^-126 for 0.
+AVX512 INLINED __m512i rounded_words(__m512 values) {
     const __m512i bits = _mm512_castps_si512(values);
     const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
     const __m512i up = _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), odd);
     const __mmask16 is_nan = _mm512_cmp_ps_mask(values, values, _CMP_UNORD_Q);
-    return _mm512_cvtepi32_epi16(_mm512_mask_mov_epi32(
-        _mm512_srli_epi32(up, 16), is_nan, _mm512_set1_epi32(0x7fc0)));
+    return _mm512_mask_mov_epi32(_mm512_srli_epi32(up, 16), is_nan, _mm512_set1_epi32(0x7fc0));
 }
 
 // Stores the outputs of rows of x from `row` on with `outs` rows of weights each, from `first` on.
@@ -76,7 +76,7 @@ AVX512 INLINED void store_outputs(
     alignas(32) bf16 stored[16];
     _mm256_store_si256(
         reinterpret_cast<__m256i*>(stored),
-        rounded_each(_mm512_add_ps(sums, _mm512_load_ps(bias))));
+        _mm512_cvtepi32_epi16(rounded_words(_mm512_add_ps(sums, _mm512_load_ps(bias)))));
     for (int r = 0; r < rows && r < num_rows; ++r)
         std::memcpy(
             p.out + (row + r) * p.out_stride + first, stored + r * outs, outs * sizeof(bf16));

@@ -5,10 +5,8 @@
 
 #if defined(HAS_DOT_PRODUCTS)
 #include <cpuid.h>
-#if defined(__linux__)
 #include <sys/syscall.h>
 #include <unistd.h>
-#endif
 #endif
 
 using namespace lowtide;
@@ -28,12 +26,8 @@ bool has_amx() {
     constexpr unsigned BF16 = 1u << 22, TILES = 1u << 24;
     if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d & BF16) == 0 || (d & TILES) == 0)
         return false;
-#if defined(__linux__)
     constexpr long REQUEST_PERMISSION = 0x1023, TILE_DATA = 18;
     return syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0;
-#else
-    return false;
-#endif
 }
 
 bool has_int8_tiles() {

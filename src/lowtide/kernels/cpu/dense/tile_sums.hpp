@@ -2,11 +2,7 @@
 
 #pragma once
 
-#include "dense/products.hpp"
-
-#if defined(HAS_DOT_PRODUCTS)
-#include <immintrin.h>
-#endif
+#include "dense/lane_sums.hpp"
 
 namespace lowtide {
 
@@ -39,21 +35,11 @@ AVX512 INLINED void transpose(__m512i (&rows)[16]) {
     for (int i = 0; i < 16; ++i) rows[i] = other[i];
 }
 
-// As `round_bf16` does.
-AVX512 INLINED void store16(bf16* out, __m512 sums, __mmask16 mask) {
-    const __m512i bits = _mm512_castps_si512(sums), one = _mm512_set1_epi32(1);
-    const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), one);
-    const __m512i more = _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff));
-    const __m512i near = _mm512_srli_epi32(_mm512_add_epi32(bits, more), 16);
-    const __mmask16 is_nan = _mm512_cmp_ps_mask(sums, sums, _CMP_UNORD_Q);
-    const __m512i rounded = _mm512_mask_mov_epi32(near, is_nan, _mm512_set1_epi32(0x7fc0));
-    _mm512_mask_cvtepi32_storeu_epi16(out, mask, rounded);
-}
-
 // Sums [outs, rows] of up to 16 rows of x from `row` on with up to 16 of weights from `first` on; of
-// one row [outs].
+// one row [outs]. `p`: as in `store_outputs`.
+template <class P>
 AVX512 INLINED void store_tile_sums(
-    const Product<bf16>& p, const float* sums, long row, long num_rows, long first, long num_outs
+    const P& p, const float* sums, long row, long num_rows, long first, long num_outs
 ) {
     __m512i columns[TILE];
     if (num_rows == 1) {
@@ -69,10 +55,10 @@ AVX512 INLINED void store_tile_sums(
         const __m512i wide = _mm512_cvtepu16_epi32(_mm512_castsi512_si256(narrow));
         bias = _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
     }
-    for (long r = 0; r < num_rows; ++r) {
-        bf16* out = p.out + (row + r) * p.out_stride + first;
-        store16(out, _mm512_add_ps(_mm512_castsi512_ps(columns[r]), bias), mask);
-    }
+    for (long r = 0; r < num_rows; ++r)
+        _mm512_mask_cvtepi32_storeu_epi16(
+            p.out + (row + r) * p.out_stride + first, mask,
+            rounded_words(_mm512_add_ps(_mm512_castsi512_ps(columns[r]), bias)));
 }
 
 #endif

@@ -39,27 +39,6 @@ VNNI INLINED __m512i quarters_added(__m512i a, __m512i b) {
     return _mm512_add_epi32(_mm512_shuffle_i32x4(a, b, 0x88), _mm512_shuffle_i32x4(a, b, 0xdd));
 }
 
-// Halves are added to each other.
-VNNI INLINED float sum_of_sixteen(__m512 lanes) {
-    const __m512d doubles = _mm512_castps_pd(lanes);
-    __m256 eight = _mm256_add_ps(
-        _mm512_castps512_ps256(lanes), _mm256_castpd_ps(_mm512_extractf64x4_pd(doubles, 1)));
-    __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
-    four = _mm_add_ps(four, _mm_movehl_ps(four, four));
-    return _mm_cvtss_f32(_mm_add_ss(four, _mm_movehdup_ps(four)));
-}
-
-// The same of two.
-VNNI INLINED void sums_of_sixteen(__m512 a, __m512 b, float (&sums)[2]) {
-    __m512 lanes = _mm512_add_ps(
-        _mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xee));
-    lanes = _mm512_add_ps(lanes, _mm512_shuffle_f32x4(lanes, lanes, 0xb1));
-    lanes = _mm512_add_ps(lanes, _mm512_permute_ps(lanes, 0x4e));
-    lanes = _mm512_add_ps(lanes, _mm512_movehdup_ps(lanes));
-    sums[0] = _mm512_cvtss_f32(lanes);
-    sums[1] = _mm_cvtss_f32(_mm512_extractf32x4_ps(lanes, 2));
-}
-
 #endif
 
 }  // namespace lowtide

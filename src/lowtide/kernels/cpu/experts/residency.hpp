@@ -24,7 +24,7 @@ struct Residency {
     std::int64_t* table;  // [num_layers, num_experts]: each expert's slot, less than 0: none
     std::int64_t* owner;  // [num_slots]: layer * num_experts + expert, or FREE_SLOT and so on
     std::int64_t *free, *free_state;  // a ring of free slots; its first, and how many
-    long num_layers, num_experts, num_slots;
+    long num_experts, num_slots;
     double* rank;  // [num_layers, num_experts], which demand changes by what follows
     double per_token, per_expert, per_share;
     const double* worth;  // [num_worth] of so many tokens, the last for more; null: their number

@@ -48,8 +48,8 @@ constexpr Field FIELDS[] = {
     FIELD(Pass, shared_up), FIELD(Pass, shared), FIELD(Pass, share),
     FIELD(Turn, layer), FIELD(Turn, pass), FIELD(Turn, number),
     FIELD(Residency, table), FIELD(Residency, owner), FIELD(Residency, free),
-    FIELD(Residency, free_state), FIELD(Residency, num_layers), FIELD(Residency, num_experts),
-    FIELD(Residency, num_slots), FIELD(Residency, rank), FIELD(Residency, per_token),
+    FIELD(Residency, free_state), FIELD(Residency, num_experts), FIELD(Residency, num_slots),
+    FIELD(Residency, rank), FIELD(Residency, per_token),
     FIELD(Residency, per_expert), FIELD(Residency, per_share), FIELD(Residency, worth),
     FIELD(Residency, num_worth), FIELD(Residency, clock), FIELD(Residency, room),
     FIELD(Residency, most), FIELD(Residency, includes_all), FIELD(Residency, low_ids_leave),
@@ -66,7 +66,7 @@ constexpr Field FIELDS[] = {
     FIELD(ExpertCall, num_chosen), FIELD(ExpertCall, x), FIELD(ExpertCall, parts),
     FIELD(ExpertCall, gate), FIELD(ExpertCall, up), FIELD(ExpertCall, out),
     FIELD(Source, first_range), FIELD(Source, ranges), FIELD(Source, segments),
-    FIELD(Source, files), FIELD(Source, slots), FIELD(Source, buffers), FIELD(Source, num_experts),
+    FIELD(Source, files), FIELD(Source, slots), FIELD(Source, buffers),
     FIELD(Source, slot_bytes), FIELD(Source, piece_bytes), FIELD(Source, num_threads),
 };
 

@@ -26,7 +26,14 @@ INLINED void normalise(const bf16* x, const bf16* weight, float eps, bf16* out, 
         out[i] = round_bf16(rounded(widen(x[i]) * factor) * widen(weight[i]));
 }
 
-// Two dimensions of a row, each rounded once.
+// Two dimensions of a row, rounded after each operator.
+INLINED void turn(bf16& first, bf16& second, bf16 cos, bf16 sin) {
+    const float a = widen(first), b = widen(second), c = widen(cos), s = widen(sin);
+    first = round_bf16(rounded(a * c) - rounded(b * s));
+    second = round_bf16(rounded(b * c) + rounded(a * s));
+}
+
+// The same in float32, each rounded once.
 INLINED void turn(bf16& first, bf16& second, float cos, float sin) {
     const float a = widen(first), b = widen(second);
     first = round_bf16(a * cos - b * sin);
@@ -45,6 +52,23 @@ void by_rows(int num_threads, long num_rows, long row_bytes, const Run& run) {
 }
 
 long bytes_of(long num_numbers) { return num_numbers * static_cast<long>(sizeof(bf16)); }
+
+template <class Number>
+void rotate(
+    int variant, int num_threads, bf16* x, long x_stride, const Number* cos, const Number* sin,
+    long num_rows, long num_heads, long length, long half
+) {
+    by_rows(num_threads, num_rows, bytes_of(num_heads * length), [=](long from, long number) {
+        vectorised(variant, [=]() INLINED_LAMBDA {
+            for (long row = from; row < from + number; ++row)
+                for (long head = 0; head < num_heads; ++head) {
+                    bf16* first = x + row * x_stride + head * length;
+                    for (long i = 0; i < half; ++i)
+                        turn(first[i], first[half + i], cos[row * half + i], sin[row * half + i]);
+                }
+        });
+    });
+}
 
 }  // namespace
 
@@ -74,21 +98,7 @@ void lowtide_rotate(
     int variant, int num_threads, bf16* x, long x_stride, const bf16* cos, const bf16* sin,
     long num_rows, long num_heads, long length, long half
 ) {
-    by_rows(num_threads, num_rows, bytes_of(num_heads * length), [=](long from, long number) {
-        vectorised(variant, [=]() INLINED_LAMBDA {
-            for (long row = from; row < from + number; ++row)
-                for (long head = 0; head < num_heads; ++head) {
-                    bf16* first = x + row * x_stride + head * length;
-                    bf16* second = first + half;
-                    for (long i = 0; i < half; ++i) {
-                        const float a = widen(first[i]), b = widen(second[i]);
-                        const float c = widen(cos[row * half + i]), s = widen(sin[row * half + i]);
-                        first[i] = round_bf16(rounded(a * c) - rounded(b * s));
-                        second[i] = round_bf16(rounded(b * c) + rounded(a * s));
-                    }
-                }
-        });
-    });
+    rotate(variant, num_threads, x, x_stride, cos, sin, num_rows, num_heads, length, half);
 }
 
 // The same in float32, cos and sin, too, and rounded once.
@@ -96,16 +106,7 @@ void lowtide_rotate_in_float32(
     int variant, int num_threads, bf16* x, long x_stride, const float* cos, const float* sin,
     long num_rows, long num_heads, long length, long half
 ) {
-    by_rows(num_threads, num_rows, bytes_of(num_heads * length), [=](long from, long number) {
-        vectorised(variant, [=]() INLINED_LAMBDA {
-            for (long row = from; row < from + number; ++row)
-                for (long head = 0; head < num_heads; ++head) {
-                    bf16* first = x + row * x_stride + head * length;
-                    for (long i = 0; i < half; ++i)
-                        turn(first[i], first[half + i], cos[row * half + i], sin[row * half + i]);
-                }
-        });
-    });
+    rotate(variant, num_threads, x, x_stride, cos, sin, num_rows, num_heads, length, half);
 }
 
 // gate = silu(gate) * up, in place, rounded after each of the two.

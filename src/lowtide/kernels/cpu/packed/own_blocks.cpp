@@ -47,8 +47,6 @@ const BlockType& own_block(int place) { return block_type_at(OwnTypes(), place);
 
 extern "C" {
 
-int lowtide_best_variant();  // of processor.cpp
-
 // The best variant of this processor for q8 and q4; all before it run on it, too.
 int lowtide_best_own() {
     const int best = lowtide_best_variant();

@@ -9,10 +9,8 @@
 #pragma once
 
 #include <algorithm>
-#include <cstdint>
-#include <cstring>
 
-#include "numbers.hpp"
+#include "packed/ggml_types.hpp"
 
 namespace lowtide {
 
@@ -26,20 +24,6 @@ struct Own {
     static constexpr long BYTES = CODE_BYTES + 4;  // with a scale and a zero
     static constexpr bool HAS_OFFSETS = true;  // minus the zeros; registers have the zeros themselves
 };
-
-INLINED float half_to_float(std::uint16_t half) {
-    const std::uint32_t sign = static_cast<std::uint32_t>(half & 0x8000) << 16;
-    const std::uint32_t exponent = half >> 10 & 31, mantissa = half & 1023;
-    if (exponent == 0) {
-        const float tiny = static_cast<float>(mantissa) * 0x1p-24f;
-        return sign ? -tiny : tiny;
-    }
-    const std::uint32_t wide = exponent == 31 ? 255 : exponent + 112;
-    const std::uint32_t bits = sign | wide << 23 | mantissa << 13;
-    float value;
-    std::memcpy(&value, &bits, sizeof value);
-    return value;
-}
 
 // A matrix [num_outs, num_k].
 struct QuantisedWeights {
@@ -62,9 +46,7 @@ struct QuantisedWeights {
     }
 
     INLINED static float half_at(const std::uint8_t* halves, long number) {
-        std::uint16_t half;
-        std::memcpy(&half, halves + 2 * number, sizeof half);
-        return half_to_float(half);
+        return ggml::half_at(halves + 2 * number);
     }
 };
 

@@ -211,11 +211,8 @@ class QuantisedAmx : Amx {
                     sums[0] + i * TILE,
                     _mm512_add_ps(_mm512_load_ps(sums[0] + i * TILE),
                                   _mm512_load_ps(sums[1] + i * TILE)));
-            const Product<bf16> places = {
-                nullptr, 0, nullptr, p_.bias, p_.out, p_.out_stride, p_.num_rows, p_.num_outs, 0,
-            };
             store_tile_sums(
-                places, sums[0], row, num_rows, first, std::min(p_.num_outs - first, TILE));
+                p_, sums[0], row, num_rows, first, std::min(p_.num_outs - first, TILE));
         }
 
         const QuantisedProduct& p_;

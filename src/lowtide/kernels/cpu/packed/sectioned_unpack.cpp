@@ -63,12 +63,9 @@ INLINED void unpack_fp8(float scale, const u8* codes, long length, bf16* out) {
     for (long k = 0; k < length; ++k) out[k] = round_bf16(scale * fp8(codes[k]));
 }
 
-void ints_of_4(int variant, const PackedType& type, const Span& span, bf16* out) {
-    vectorised(variant, [=]() INLINED_LAMBDA { unpack_ints<Form::INTS_OF_4>(type, span, out); });
-}
-
-void ints_of_8(int variant, const PackedType& type, const Span& span, bf16* out) {
-    vectorised(variant, [=]() INLINED_LAMBDA { unpack_ints<Form::INTS_OF_8>(type, span, out); });
+template <Form form>
+void ints(int variant, const PackedType& type, const Span& span, bf16* out) {
+    vectorised(variant, [=]() INLINED_LAMBDA { unpack_ints<form>(type, span, out); });
 }
 
 void fp8_block(int variant, float scale, const u8* codes, long length, bf16* out) {
@@ -100,8 +97,7 @@ void ints_by_vectors(int variant, const PackedType& type, const Span& span, bf16
         };
         i += sectioned::unpack_ints<form>(type, rest(span.length - i * group), out + i * group);
         if (i == count) return;
-        if constexpr (form == Form::INTS_OF_4) ints_of_4(variant, type, rest(group), out + i * group);
-        else ints_of_8(variant, type, rest(group), out + i * group);
+        ints<form>(variant, type, rest(group), out + i * group);
     }
 }
 
@@ -117,7 +113,8 @@ void unpack_span(int variant, const PackedType& type, const Span& span, bf16* ou
         return has_4 ? ints_by_vectors<Form::INTS_OF_4>(variant, type, span, out)
                      : ints_by_vectors<Form::INTS_OF_8>(variant, type, span, out);
 #endif
-    return has_4 ? ints_of_4(variant, type, span, out) : ints_of_8(variant, type, span, out);
+    return has_4 ? ints<Form::INTS_OF_4>(variant, type, span, out)
+                 : ints<Form::INTS_OF_8>(variant, type, span, out);
 }
 
 }  // namespace lowtide

@@ -10,6 +10,7 @@
 
 #include <type_traits>
 
+#include "dense/tiles.hpp"
 #include "rounded/ggml_avx2.hpp"
 #include "rounded/int8_products.hpp"
 
@@ -170,14 +171,6 @@ AVX2_F16C INLINED void add_terms(
     }
 }
 
-// Halves are added to each other.
-AVX2_F16C INLINED float sum_of(const __m256 (&sums)[2]) {
-    const __m256 eight = _mm256_add_ps(sums[0], sums[1]);
-    __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
-    four = _mm_add_ps(four, _mm_movehl_ps(four, four));
-    return _mm_cvtss_f32(_mm_add_ss(four, _mm_movehdup_ps(four)));
-}
-
 // p.num_rows: `MOST_ROUNDED` at most.
 template <class Type, class Sums>
 AVX2_F16C void multiply(const RoundedProduct& p) {
@@ -196,7 +189,8 @@ AVX2_F16C void multiply(const RoundedProduct& p) {
         }
         for (long r = 0; r < p.num_rows; ++r) {
             const float bias = p.bias ? widen(p.bias[o]) : 0.0f;
-            p.out[r * p.out_stride + o] = round_bf16(sum_of(sums[r]) + bias);
+            const float total = sum_of(_mm256_add_ps(sums[r][0], sums[r][1]));
+            p.out[r * p.out_stride + o] = round_bf16(total + bias);
         }
     }
 }

@@ -135,16 +135,13 @@ class Columns {
     }
 
     VNNI INLINED void store() {
-        const Product<bf16> places = {
-            nullptr, 0, nullptr, p_.bias, p_.out, p_.out_stride, p_.num_rows, p_.num_outs, 0,
-        };
         alignas(64) float sums[TILE][COLUMNS] = {};
         for (int half = 0; half < halves; ++half) {
             for (int o = 0; o < OUTS; ++o)
                 std::memcpy(sums[o], sums_[0][o * halves + half], sizeof sums[o]);
             const long row = half * COLUMNS;
             store_tile_sums(
-                places, sums[0], row, std::min(p_.num_rows - row, COLUMNS), first_,
+                p_, sums[0], row, std::min(p_.num_rows - row, COLUMNS), first_,
                 std::min<long>(OUTS, p_.num_outs - first_));
         }
     }

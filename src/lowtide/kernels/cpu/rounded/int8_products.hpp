@@ -64,13 +64,13 @@ INLINED void round_row_plainly(const bf16* x, long num_k, Line* out) {
     for (long first = 0; first < num_sixteens<Type>(num_k) * NUMBERS<Type>; first += OF_ROW) {
         RoundedGroups<Type>& block = sixteens[first / NUMBERS<Type>];
         const long start = first % NUMBERS<Type>, length = std::clamp(num_k - first, 0L, OF_ROW);
-        const RoundedGroup group =
+        const float step =
             round_group<OF_ROW>(x + (length ? first : 0), length, block.codes + start);
         for (long begin = start; begin < start + OF_ROW; begin += SIZE) {
             std::int32_t sum = 0;
             for (long i = 0; i < SIZE; ++i) sum += block.codes[begin + i];
             block.sums[begin / SIZE] = static_cast<float>(sum);
-            block.steps[begin / SIZE] = group.step;
+            block.steps[begin / SIZE] = step;
         }
     }
 }

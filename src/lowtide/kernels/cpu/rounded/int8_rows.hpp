@@ -38,14 +38,9 @@ inline long piece_bytes_of(
     return is_in_order ? std::clamp(share, usual, 2 * WORTH_BYTES) : usual;
 }
 
-// The step of a row's group, and the sum.
-struct RoundedGroup {
-    float step, sum;  // sum: of its codes
-};
-
-// The first `length` of a group's numbers; its other codes are 0.
+// The codes of a group's first `length` numbers, 0 for the others: answers its step.
 template <long group>
-INLINED RoundedGroup round_group(const bf16* x, long length, std::int8_t* codes) {
+INLINED float round_group(const bf16* x, long length, std::int8_t* codes) {
     constexpr bf16 INFINITE = 0x7f80;  // and from it on what is not a number
     constexpr float SHIFT = 12582912.0f;  // what is added to it is rounded to integers
     bf16 own[group] = {};
@@ -59,15 +54,13 @@ INLINED RoundedGroup round_group(const bf16* x, long length, std::int8_t* codes)
     const float inverse = 127.0f / widen(largest);
     if (largest >= INFINITE || inverse > FLT_MAX) {
         std::memset(codes, 0, group);
-        return {largest >= INFINITE ? NAN : 0.0f, 0.0f};
+        return largest >= INFINITE ? NAN : 0.0f;
     }
-    std::int32_t sum = 0;
     for (long i = 0; i < group; ++i) {
         const float code = (widen(own[i]) * inverse + SHIFT) - SHIFT;
-        const auto whole = static_cast<std::int32_t>(code);
-        codes[i] = static_cast<std::int8_t>(whole), sum += whole;
+        codes[i] = static_cast<std::int8_t>(static_cast<std::int32_t>(code));
     }
-    return {widen(largest) / 127.0f, static_cast<float>(sum)};
+    return widen(largest) / 127.0f;
 }
 
 // Codes of rounded rows, in the order in which a type's products take them.

@@ -51,10 +51,7 @@ class Int8Amx : Amx {
         add(w_.num_groups - 1);
         for (long half = SUMS / 2; half > 0; half /= 2)
             for (long lane = 0; lane < half; ++lane) add_lane(lane, half + lane);
-        const Product<bf16> places = {
-            nullptr, 0, nullptr, p_.bias, p_.out, p_.out_stride, p_.num_rows, p_.num_outs, 0,
-        };
-        store_tile_sums(places, sums_[0][0], 0, p_.num_rows, 0, p_.num_outs);
+        store_tile_sums(p_, sums_[0][0], 0, p_.num_rows, 0, p_.num_outs);
     }
 
     // The dots of a group.

@@ -66,13 +66,13 @@ struct Range {
 
 // What a reader reads from and into; as Python hands it over, which keeps all of it alive.
 struct Source {
-    const std::int64_t* first_range;  // [num_experts + 1]: of each expert, in `ranges`
+    const std::int64_t* first_range;  // of each expert, in `ranges`, and the end
     const Range* ranges;
     const Segment* segments;
     const File* files;
     std::uint8_t* slots;
     std::uint8_t* buffers;  // [num_threads, piece_bytes + 2 * SECTOR_BYTES]; null: not direct
-    long num_experts, slot_bytes, piece_bytes;
+    long slot_bytes, piece_bytes;
     int num_threads;
 };
 

@@ -16,11 +16,9 @@
 #include <system_error>
 #include <thread>
 
-#if defined(__linux__)
 #include <pthread.h>
 #include <sched.h>
 #include <unistd.h>
-#endif
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -54,11 +52,9 @@ inline void pause() {
 // A thread that makes a helper may be kept to a share of the cores, which a new thread inherits;
 // helpers are to go wherever the process may.
 void use_every_core() {
-#if defined(__linux__)
     cpu_set_t cores;
     if (sched_getaffinity(getpid(), sizeof cores, &cores) == 0)
         sched_setaffinity(0, sizeof cores, &cores);
-#endif
 }
 
 class Team {
@@ -179,10 +175,8 @@ class Team {
 // midst of a call: it begins with a team of its own.
 Team* present = new Team;
 
-#if defined(__linux__)
 [[maybe_unused]] const int told_of_forks =
     pthread_atfork(nullptr, nullptr, [] { present = new Team; });
-#endif
 
 }  // namespace
 
@@ -194,7 +188,7 @@ void rest_together() { present->rest(); }
 
 }  // namespace lowtide
 
-// For operators in other libraries: a process has one team.
+// For tests of how pieces are divided.
 extern "C" void lowtide_run_together(
     int num_threads, long num_pieces, lowtide::Piece piece, const void* work
 ) {
