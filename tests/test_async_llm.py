@@ -114,6 +114,7 @@ def test_what_is_cancelled_or_left_ends_alone(llm: AsyncLLM, expected: Any) -> N
                 await asyncio.sleep(0.001)
             other = asyncio.create_task(llm.generate(PROMPTS[0], PARAMS))
             async with aclosing(llm.stream(PROMPTS[1], long)) as left:
+                await anext(left)  # it begins
                 await anext(left)
             cancelled.cancel()
             with pytest.raises(asyncio.CancelledError):

@@ -520,6 +520,7 @@ class Script(NamedTuple):
 
     def _leave(self, llm: LLM, model: Model, which: int) -> None:
         stream = llm.stream(PROMPTS[which], PARAMS[which])
+        next(stream)  # it begins
         next(stream)
         if which % 2:
             stream.close()

@@ -92,6 +92,16 @@ def test_a_lone_long_prompt_is_read_at_once() -> None:
     assert model.rows == [64] * 9 + [24]
 
 
+def test_a_request_begins_with_the_first_pass_that_has_rows_of_it() -> None:
+    """The second has room in the KV cache at once, and waits for the first one's prompt."""
+    model, decoder, _ = autoregressive(answers=0, caller=1)
+    decoder.add(test_autoregressive.make_request(101, [1, 2], max_tokens=4))
+    begun: list[tuple[int, int]] = []
+    decoder.on_begin = lambda event: begun.append((event.request, len(model.rows)))
+    steps_until_prompt_is_read(decoder)
+    assert begun == [(100, 0), (101, 9)]
+
+
 def steps_until_prompt_is_read(decoder: BatchDecoder) -> list[Event]:
     """Until request 100 has its first token, or a pass later than that could be."""
     events: list[Event] = []

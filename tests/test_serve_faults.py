@@ -8,6 +8,7 @@ import json
 import os
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -158,3 +159,20 @@ def test_a_stream_begins_though_its_form_is_not_compiled(
         assert "The form cannot be kept to." in answer.text.strip().split("\n")[-1]
         whole = client.post(path, json={**BODIES[path], "stream": False})
         assert whole.status_code == 400 and "The form cannot be kept to." in whole.text
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_a_stream_whose_form_takes_too_long_is_out_of_time(
+    running: Running, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    may_end = threading.Event()
+    in_short = replace(running.service.settings, request_timeout_s=1)
+    monkeypatch.setattr(running.service, "settings", in_short)
+    monkeypatch.setattr(running.service, "_request", lambda *_: may_end.wait(LIMIT_S))
+    monkeypatch.setattr(service, "PING_S", 0.0)
+    with running.client() as client:
+        with client.stream("POST", path, json={**BODIES[path], "stream": True}) as answer:
+            assert answer.status_code == 200
+            answer.read()
+        may_end.set()
+    assert "--request-timeout" in answer.text.strip().split("\n")[-1]

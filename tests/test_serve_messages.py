@@ -211,6 +211,7 @@ def test_choices_of_tools(choice: dict[str, Any], asked: str, parallel: bool) ->
         ({"tools": [{"name": "a", "input_schema": "x"}]}, "input_schema"),
         ({"tool_choice": {"type": "any"}}, "tool_choice"),
         ({"tool_choice": {"type": "tool", "name": "web_search"}}, "web_search"),
+        ({"tool_choice": {"type": "tool", "name": "auto"}}, "auto"),
         ({"tool_choice": {"type": "some"}}, "some"),
     ],
 )

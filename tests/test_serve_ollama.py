@@ -115,9 +115,11 @@ def test_another_model_is_not_found(path: str) -> None:
     with listening(ScriptedService([done()])) as url:
         answer = post(url, path, {"model": "llama3:latest"})
         known = post(url, path, {"model": f"{MODEL}:latest"}) if path != "/api/show" else None
+        unnamed = post(url, path, {"model": ""})
     assert answer.status_code == 404
     assert "llama3" in answer.json()["error"] and MODEL in answer.json()["error"]
     assert known is None or known.status_code == 200
+    assert unnamed.status_code == 400 and "names no model" in unnamed.json()["error"]
 
 
 def test_embeddings_are_refused_by_name() -> None:

@@ -255,6 +255,7 @@ def test_equal_words_are_equal_turns_whatever_their_form() -> None:
         ({"tool_choice": "required"}, "web_search"),
         ({"tool_choice": {"type": "web_search"}}, "web_search"),
         ({"tool_choice": {"type": "function", "name": "gone"}}, "gone"),
+        ({"tool_choice": {"type": "function", "name": "auto"}}, "auto"),
         ({"tool_choice": "some"}, "tool_choice"),
         ({"text": {"format": {"type": "yaml"}}}, "text.format.type"),
         ({"input": []}, "input"),

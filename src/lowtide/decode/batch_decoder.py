@@ -261,7 +261,6 @@ class BatchDecoder(abc.ABC, Generic[S]):
                 self._start(sequence, request, num_tokens)
                 sequence.num_resumed = sequence.num_cached
                 self._waiting.remove(request)
-                self.on_begin(Prefill(request.id, sequence.num_cached, len(request.prompt)))
 
     def _start(self, sequence: S, known: Request, num_tokens: int) -> None:
         """Gives a sequence its room, and what is kept of its known tokens' keys and values."""
@@ -286,15 +285,24 @@ class BatchDecoder(abc.ABC, Generic[S]):
         """Before a pass: room and memory for the keys and values of those who take part, up to
         where each ends. False where there was not as much, and the sequence that came last was
         paused: then the pass is another. What runs alone fails."""
-        taking_part = []
+        taking_part: list[S] = []
         for sequence, stop in ends:
             self._taking_part = [sequence.request]
             if not self._has_memory(sequence, stop):
                 self._pause(max(self._running, key=lambda running: running.request.id))
                 return False
-            taking_part.append(sequence.request)
-        self._taking_part = taking_part
+            taking_part.append(sequence)
+        self._taking_part = [sequence.request for sequence in taking_part]
+        self._tell_begun(taking_part)
         return True
+
+    def _tell_begun(self, sequences: Iterable[S]) -> None:
+        """Those of which the pass is the first have begun."""
+        for sequence in sequences:
+            if not sequence.has_begun:
+                sequence.has_begun = True
+                request = sequence.request
+                self.on_begin(Prefill(request.id, sequence.num_resumed, len(request.prompt)))
 
     def _has_memory(self, sequence: S, stop: int) -> bool:
         """Sees to a sequence's room, and the memory behind it. Raises PageError for one that is

@@ -34,13 +34,14 @@ TEMPLATE_TOKENS = 8
 class Running(Protocol):
     """A sequence, of whose tokens the first `num_cached` have keys and values. `num_exact` of them
     have those of a request that is alone: whole passes of the most rows. `num_resumed` were there
-    when it began."""
+    when it was started; `has_begun` with its first pass."""
 
     kv: KVRange
     tokens: IntArray
     num_cached: int
     num_exact: int
     num_resumed: int
+    has_begun: bool
 
     @property
     def request(self) -> Request: ...

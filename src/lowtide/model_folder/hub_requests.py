@@ -213,7 +213,15 @@ def _reason(error: Exception, name: str) -> str:
             f"{error}, a list of well over 100,000 files. Fetch those that you want with "
             "huggingface-hub (hf download --include) and give their folder."
         )
-    status, endpoint = _status(error), constants.ENDPOINT
+    return _refusal(error, constants.ENDPOINT) or (
+        f"{brief(error)}. Check the network and try again (what was fetched so far is kept); with "
+        f"--offline a whole copy of {name} in the cache is used; or give a folder."
+    )
+
+
+def _refusal(error: Exception, endpoint: str) -> str:
+    """What the hub's status says and the way out; nothing of another status, or of none."""
+    status = _status(error)
     if status == 401:
         return f"{endpoint} wants a login (401); set HF_TOKEN to a valid token of yours."
     if status == 403:
@@ -227,7 +235,4 @@ def _reason(error: Exception, name: str) -> str:
             f"{endpoint} has had too many requests from here (429); try again {when}, what was "
             "fetched so far is kept. With HF_TOKEN set more are allowed."
         )
-    return (
-        f"{brief(error)}. Check the network and try again (what was fetched so far is kept); with "
-        f"--offline a whole copy of {name} in the cache is used; or give a folder."
-    )
+    return ""

@@ -94,8 +94,10 @@ def tool_choice(choice: Mapping[str, Any], tools: tuple[Tool, ...]) -> str:
     """As `Ask` has it. Raises Refusal for a choice that no tool is left for."""
     given = PlacedObject(choice, "tool_choice")
     kind = given.one_of("type", ("auto", "none", "any", "tool"))
-    name = given.name("name") if kind == "tool" else {"any": "required"}.get(kind, kind)
-    return checked_choice(name, {tool.name for tool in tools})
+    names = {tool.name for tool in tools}
+    if kind == "tool":
+        return checked_choice(given.name("name"), True, names)
+    return checked_choice("required" if kind == "any" else kind, False, names)
 
 
 def _system_turns(system: object) -> Iterator[Turn]:

@@ -96,13 +96,18 @@ def _state(service: Service, metrics: Metrics) -> APIRouter:
 
     @router.get("/health")
     async def health() -> JSONResponse:
-        """Whether the engine can be asked: it was not closed, and no fault has ended its thread."""
-        return _status(service, "ready", "draining")
+        """Whether the engine can be asked: it was not closed, and no fault has ended its thread.
+
+        Monitors compare with `ok`, which llama.cpp's server answers.
+        """
+        is_alive = service.state != "ended"
+        return JSONResponse({"status": "ok" if is_alive else "ended"}, 200 if is_alive else 503)
 
     @router.get("/ready")
     async def ready() -> JSONResponse:
         """Whether requests are taken."""
-        return _status(service, "ready")
+        state = service.state
+        return JSONResponse({"status": state}, 200 if state == "ready" else 503)
 
     @router.get("/metrics")
     async def counters() -> Response:
@@ -126,10 +131,6 @@ def _state(service: Service, metrics: Metrics) -> APIRouter:
         return HTMLResponse(page_of(service, await service.llm.stats()), headers=HEADERS)
 
     return router
-
-
-def _status(service: Service, *good: str) -> JSONResponse:
-    return JSONResponse({"status": service.state}, 200 if service.state in good else 503)
 
 
 def _model_object(service: Service) -> dict[str, Any]:

@@ -66,12 +66,15 @@ class Conversation:
         return [turn.message() for turn in self.turns]
 
 
-def checked_choice(choice: str, tools: Collection[str], left_out: Sequence[str] = ()) -> str:
-    """A choice among tools, by name, as `Ask` has it: auto, none, required or a function's name.
+def checked_choice(
+    choice: str, is_name: bool, tools: Collection[str], left_out: Sequence[str] = ()
+) -> str:
+    """A choice among tools, as `Ask` has it: auto, none, required or, if `is_name`, a function's.
 
     left_out: what a provider would run itself. Raises Refusal where no tool is there for it.
     """
-    if choice in ("auto", "none") or choice in tools or (choice == "required" and tools):
+    is_mode = choice in ("auto", "none") or (choice == "required" and bool(tools))
+    if choice in tools if is_name else is_mode:
         return choice
     reason = f"; these are run by a provider and not here: {', '.join(left_out):.200}"
     raise Refusal(

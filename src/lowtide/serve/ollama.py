@@ -13,7 +13,7 @@ from lowtide.parsing import has_thoughts
 from lowtide.plan import OWN_FORMAT
 from lowtide.schemas import model_schema
 from lowtide.serve.agent_api import headers_of
-from lowtide.serve.errors import NoEmbeddings
+from lowtide.serve.errors import NoEmbeddings, Refusal
 from lowtide.serve.json_body import JsonRoute
 from lowtide.serve.ollama_body import (
     OllamaBody,
@@ -51,7 +51,7 @@ def router_of(service: Service) -> APIRouter:
 
     @router.post("/api/pull")
     async def pull(body: OllamaModelBody) -> Response:
-        service.check_model(body.model or body.name)
+        _check_model(service, body.model or body.name)
         if body.stream is False:
             return json_response({"status": "success"})
         lines = (json_line({"status": status}) for status in ("pulling manifest", "success"))
@@ -65,17 +65,24 @@ def router_of(service: Service) -> APIRouter:
     return router
 
 
+def _check_model(service: Service, name: str) -> None:
+    """Raises Refusal for another model than is loaded, and where none is named."""
+    if not name:
+        raise Refusal("The request names no model.", param="model")
+    service.check_model(name)
+
+
 def _add_answers(router: APIRouter, service: Service) -> None:
     @router.post("/api/chat")
     async def chat(body: OllamaChatBody) -> Response:
-        service.check_model(body.model)
+        _check_model(service, body.model)
         conversation = body.conversation()
         ask = body.ask(conversation) if conversation.turns else None
         return _answered(service, body, ask, is_chat=True)
 
     @router.post("/api/generate")
     async def generate(body: OllamaGenerateBody) -> Response:
-        service.check_model(body.model)
+        _check_model(service, body.model)
         body.check()
         ask = body.asked(service.llm.has_chat_template) if body.prompt else None
         return _answered(service, body, ask, is_chat=False)
@@ -117,7 +124,7 @@ def _add_facts(router: APIRouter, service: Service) -> None:
 
     @router.post("/api/show")
     async def show(body: OllamaModelBody) -> JsonObject:
-        service.check_model(body.model or body.name)
+        _check_model(service, body.model or body.name)
         return {
             "modelfile": f"FROM {service.model_name}",
             "parameters": "",

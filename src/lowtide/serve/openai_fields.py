@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -49,7 +49,7 @@ class StreamOptions(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
     include_usage: bool | None = None
-    continuous_usage_stats: Literal[False] | None = None  # pieces do not say their tokens
+    continuous_usage_stats: bool | None = None  # usage comes once, at the end
     include_obfuscation: bool | None = None  # padding against eavesdroppers: none is sent
     include_drafts: bool | None = None
 

@@ -103,5 +103,7 @@ def conversation_of(messages: list[ChatMessage], tools: list[ToolField]) -> Conv
 
 def chosen_tool(choice: ToolChoice, conversation: Conversation) -> str:
     """As `Ask` has it. Raises Refusal for one that is not declared."""
-    name = choice if isinstance(choice, str) else choice.function.name
-    return checked_choice(name, {tool.name for tool in conversation.tools})
+    names = {tool.name for tool in conversation.tools}
+    if isinstance(choice, str):
+        return checked_choice(choice, False, names)
+    return checked_choice(choice.function.name, True, names)

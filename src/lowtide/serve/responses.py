@@ -110,8 +110,8 @@ def _tool_choice(choice: str | dict[str, Any], tools: ToolSet) -> str:
             tools.tools = {name: tool for name, tool in tools.tools.items() if name in names}
             choice = given.text("mode") if "mode" in choice else "auto"
         else:
-            choice = _chosen(given)
-    return checked_choice(choice, tools.tools, tools.ignored)
+            return checked_choice(_chosen(given), True, tools.tools, tools.ignored)
+    return checked_choice(choice, False, tools.tools, tools.ignored)
 
 
 def _chosen(choice: PlacedObject) -> str:

@@ -195,7 +195,7 @@ class Service:
                     is_made, _ = await asyncio.wait([making], timeout=PING_S)
                     if not is_made:
                         yield Prefilled(0, len(prompt_ids))
-                    request = await making
+                    request = await self.in_time(watch.start_s, making)
                 pieces = self._reader(ask, prompt_ids)
                 place.wait_with(len(prompt_ids))
                 if is_made:
