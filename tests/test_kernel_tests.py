@@ -41,6 +41,19 @@ def test_what_they_depend_on_has_them_run_again(tmp_path: Path, changed: str) ->
     assert (kernel_tests.digest(tmp_path) != before) == FILES[changed]
 
 
+@pytest.mark.parametrize("name", ["HYPOTHESIS_PROFILE", "LOWTIDE_TEST_MACHINE"])
+def test_another_run_of_them_is_not_this_one(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    before = kernel_tests.digest(kernel_tests.ROOT)
+    monkeypatch.setenv(name, "another")
+    assert kernel_tests.digest(kernel_tests.ROOT) != before
+
+
+def test_another_compiler_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = kernel_tests.digest(kernel_tests.ROOT)
+    monkeypatch.setattr(kernel_tests, "_compiler", lambda: "another")
+    assert kernel_tests.digest(kernel_tests.ROOT) != before
+
+
 def is_of_kernels(name: str) -> bool:
     return part_of(Path(f"{name}.py")) == "kernels"
 

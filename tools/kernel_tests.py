@@ -9,7 +9,9 @@ What is kept is a digest in the user's cache.
 from __future__ import annotations
 
 import hashlib
+import os
 import platform
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,8 +20,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
 from parts import part_of
 
-from lowtide.errors import StorageError
+from lowtide.errors import StorageError, UnsupportedError
 from lowtide.files.folders import cache_folder
+from lowtide.kernels.cpu.library import find_compiler
 
 ROOT = Path(__file__).resolve().parent.parent
 LEFT_OUT = ("cli", "serve")
@@ -30,6 +33,7 @@ _SINGLE_FILES = (
 )
 _SUFFIXES = (".py", ".cpp", ".hpp", ".json", ".toml")
 _PROCESSOR = Path("/proc/cpuinfo")
+_VARIABLES = ("HYPOTHESIS_PROFILE", "LOWTIDE_TEST_MACHINE")
 
 
 def main() -> int:
@@ -50,8 +54,11 @@ def main() -> int:
 
 
 def digest(root: Path) -> str:
-    """What the kernels' tests depend on: code, tests with what they share, versions, processor."""
-    total = hashlib.sha256(f"{platform.python_version()}\0{_processor()}".encode())
+    """What the kernels' tests depend on: code, tests with what they share, versions, machine, and
+    how many examples are drawn."""
+    told = [os.environ.get(name, "") for name in _VARIABLES]
+    machine = (platform.python_version(), _processor(), _compiler(), *told)
+    total = hashlib.sha256("\0".join(machine).encode())
     for path in files(root):
         total.update(f"\0{path.relative_to(root)}\0".encode() + path.read_bytes())
     return total.hexdigest()
@@ -66,6 +73,14 @@ def files(root: Path) -> Iterator[Path]:
         is_other_room = any((package / room) in path.parents for room in LEFT_OUT)
         if path.suffix in _SUFFIXES and not is_other_test and not is_other_room:
             yield path
+
+
+def _compiler() -> str:
+    """Which one the kernels are compiled with: none, or what it says of itself."""
+    try:
+        return subprocess.check_output([find_compiler(), "--version"], text=True)
+    except UnsupportedError:
+        return ""
 
 
 def _processor() -> str:
