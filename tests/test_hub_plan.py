@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from lowtide.cli.app import app
 from lowtide.errors import CheckpointError, ConfigError, HubError
 from lowtide.llm import plan_model
-from lowtide.model_folder import hub, hub_model, hub_requests
+from lowtide.model_folder import hub, hub_requests
 from lowtide.model_folder.checkpoint import Checkpoint
 from lowtide.model_folder.hub_model import HubModel
 from lowtide.model_folder.hub_reference import HubReference
@@ -181,15 +181,6 @@ def test_a_repository_of_40_000_files(stand_in: StandIn) -> None:
     stand_in.change_listing = lambda answer: answer["siblings"].extend(more)
     assert plan_model("org/name", context=128).num_experts
     assert stand_in.sent_bytes > 16 << 20
-
-
-def test_a_list_that_is_too_long_says_what_to_do(
-    stand_in: StandIn, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(hub_model, "MAX_LISTING_BYTES", 500)
-    stand_in.add("org/name", whole_repo())
-    with pytest.raises(HubError, match="more than 500 bytes.*hf download.* give their folder"):
-        plan_model("org/name")
 
 
 @pytest.mark.parametrize(
