@@ -90,10 +90,7 @@ def _models(service: Service) -> APIRouter:
     return router
 
 
-def _state(service: Service, metrics: Metrics) -> APIRouter:
-    """What runs here, for programs and for people."""
-    router = APIRouter()
-
+def _add_health(router: APIRouter, service: Service) -> None:
     @router.get("/health")
     async def health() -> JSONResponse:
         """Whether the engine can be asked: it was not closed, and no fault has ended its thread.
@@ -108,6 +105,12 @@ def _state(service: Service, metrics: Metrics) -> APIRouter:
         """Whether requests are taken."""
         state = service.state
         return JSONResponse({"status": state}, 200 if state == "ready" else 503)
+
+
+def _state(service: Service, metrics: Metrics) -> APIRouter:
+    """What runs here, for programs and for people."""
+    router = APIRouter()
+    _add_health(router, service)
 
     @router.get("/metrics")
     async def counters() -> Response:

@@ -219,7 +219,7 @@ class OpenModel:
 
     @property
     def kv_shape(self) -> StorageShape:
-        """Of keys and values; where they are not kept, of the layer whose turn it is."""
+        """For keys and values; where they are not kept, for the layer whose turn it is."""
         config = self.config
         num_layers = config.num_layers if self.keeps_keys else 1
         num_arrays, num_heads, width = config.attention.cache_shape

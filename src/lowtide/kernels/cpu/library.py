@@ -102,7 +102,7 @@ def functions_of(
 
 
 Places = Sequence[tuple[str, int, int]]
-"""Of each field its name, offset and bytes; or of each type of blocks its name, weights, bytes."""
+"""Name, offset and bytes of each field; or name, weights and bytes of each type of blocks."""
 
 
 def check_layouts(library: ctypes.CDLL, structs: Mapping[str, type[ctypes.Structure]]) -> None:
