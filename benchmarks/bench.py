@@ -113,7 +113,7 @@ LARGE = (
     ),
     Script(
         "planned_memory",
-        16,
+        9,
         (
             *("--models", "LLaDA-8B", "Dream-7B", "--parts", "planned"),
             *("--lengths", "1024", "16384"),
@@ -133,13 +133,14 @@ LARGE = (
     Script("every_expert", 13, ("--repeats", "3"), disk_GiB=8),
     Script(
         "elastic",
-        13,
+        10,
         (
-            *("--families", "qwen3_moe", "--longest", "4096", "--new", "32"),
-            *("--constants", "2", "--repeats", "3"),
+            *("--families", "qwen3_moe", "--traces", "chats", "--longest", "4096"),
+            *("--new", "32", "--constants", "2", "--repeats", "3"),
         ),
         5,
-        "other families, longer requests and answers, constant caches of other sizes",
+        "documents, which have nothing to lend; other families, longer requests and answers, "
+        "constant caches of other sizes",
     ),
     Script(
         "buddy_full",
@@ -152,7 +153,7 @@ LARGE = (
     Script("buddy", 20, ("--tiers", "disk", "--tokens", "512", "--pieces", "32")),
     Script(
         "buddy",
-        8,
+        21,
         ("--tiers", "link", "--shares", "0.375", "--tokens", "512", "--pieces", "32"),
     ),
     Script("buddy_profile", 2, disk_GiB=0),

@@ -317,8 +317,8 @@ def buddymoe(results: Results, page: Path) -> str:
     full = [line for line in full if turns_of(line, "waited_ms")]
     buddies = [line for line in full if line["what"].startswith("buddy")]
     exact = {line["model"]: line for line in full if line["what"] == "exact"}
-    small_run = results.newest("buddy").lines if results.has("buddy") else ()
-    expected = [line for line in small_run if line["what"] == "expected"]
+    small_runs = results.newest_of_each("buddy", "tier")
+    expected = [line for line in small_runs if line["what"] == "expected"]
     full_size, small = "make bench-large ONLY=buddy_full", "make bench-large ONLY=buddy"
     waited = [
         _median(line, "waited_ms") / _median(exact[line["model"]], "waited_ms") for line in buddies

@@ -67,10 +67,10 @@ class Panel(NamedTuple):
 
 
 def front_picture(results: Results) -> str | None:
-    """The newest run's panels as one SVG; None where no lane was scored."""
+    """The newest panels of each tier as one SVG; None where no lane was scored."""
     if not results.has("buddy"):
         return None
-    panels = list(panels_of(results.newest("buddy").lines))
+    panels = list(panels_of(results.newest_of_each("buddy", "tier")))
     return svg(panels) if panels else None
 
 

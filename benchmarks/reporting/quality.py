@@ -13,7 +13,7 @@ from reporting.results import Line, Results
 from reporting.tables import (
     Cell,
     Row,
-    caption,
+    captions,
     not_measured,
     number,
     percent,
@@ -70,13 +70,13 @@ def buddies(results: Results, page: Path) -> str:
     at the share nearest to 3 of 8; then what was expected of all cells and how many met it."""
     if not results.has("buddy"):
         return not_measured("buddy")
-    run = results.newest("buddy")
-    cells = [line for line in run.lines if "resident_share" in line.row]
+    lines = results.newest_of_each("buddy", "tier")
+    cells = [line for line in lines if "resident_share" in line.row]
     lanes = [line for line in cells if line["what"] != "expected" and "loss" in line.row]
     parts = [_PICTURE] if front_picture(results) is not None else []
     for (model, tier), group in groupby(lanes, lambda line: (line["model"], line["tier"])):
         parts.append(f"`{model}`, {tier}:\n\n{_lanes(list(group), shown_share(lanes), page)}")
-    return "\n\n".join([*parts, table(_AIMS, _aims(cells), page), caption(run)])
+    return "\n\n".join([*parts, table(_AIMS, _aims(cells), page), captions(cells)])
 
 
 def _lanes(lines: Sequence[Line], chosen_share: float, page: Path) -> str:

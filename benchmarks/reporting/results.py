@@ -114,6 +114,18 @@ class Results:
         reason = "there are no lines" if not runs else _why_refused(runs)
         raise ResultsError(f"Nothing to report of {benchmark!r}{asked}: {reason}.")
 
+    def newest_of_each(self, benchmark: str, key: str) -> list[Line]:
+        """For each value of a key, its lines in the last run that counts and has it."""
+        found: dict[str, list[Line]] = {}
+        for run in sorted(self.runs, key=lambda run: run.ended):
+            if _is_of(run, benchmark, {}) and run.first.counts:
+                own: dict[str, list[Line]] = {}
+                for line in run.lines:
+                    if key in line.row:
+                        own.setdefault(str(line[key]), []).append(line)
+                found |= own
+        return [line for lines in found.values() for line in lines]
+
     def newest_lines(self, benchmark: str, what: str, keys: Sequence[str]) -> list[Line]:
         """Of lines that say the same by these keys the last one that counts."""
         found: dict[str, Line] = {}
