@@ -8,6 +8,7 @@ import json
 import os
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,14 @@ def ids_of(client: httpx.Client) -> list[int]:
     answer = client.post("/v1/completions", json={**body, "return_token_ids": True})
     ids: list[int] = answer.json()["choices"][0]["token_ids"]
     return ids
+
+
+@contextmanager
+def begun_stream(client: httpx.Client, path: str) -> Iterator[httpx.Response]:
+    """An answer whose headers are there, with a status that is no refusal."""
+    with client.stream("POST", path, json={**BODIES[path], "stream": True}) as answer:
+        assert answer.status_code == 200
+        yield answer
 
 
 def told(path: str, answer: httpx.Response) -> str:
@@ -152,8 +161,7 @@ def test_a_stream_begins_though_its_form_is_not_compiled(
     monkeypatch.setattr(running.service, "_request", refused)
     monkeypatch.setattr(service, "PING_S", 0.0)
     with running.client() as client:
-        with client.stream("POST", path, json={**BODIES[path], "stream": True}) as answer:
-            assert answer.status_code == 200
+        with begun_stream(client, path) as answer:
             has_begun.set()
             answer.read()
         assert "The form cannot be kept to." in answer.text.strip().split("\n")[-1]
@@ -171,8 +179,7 @@ def test_a_stream_whose_form_takes_too_long_is_out_of_time(
     monkeypatch.setattr(running.service, "_request", lambda *_: may_end.wait(LIMIT_S))
     monkeypatch.setattr(service, "PING_S", 0.0)
     with running.client() as client:
-        with client.stream("POST", path, json={**BODIES[path], "stream": True}) as answer:
-            assert answer.status_code == 200
+        with begun_stream(client, path) as answer:
             answer.read()
         may_end.set()
     assert "--request-timeout" in answer.text.strip().split("\n")[-1]

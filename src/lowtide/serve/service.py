@@ -15,7 +15,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequen
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 from lowtide.async_llm import AsyncLLM
 from lowtide.decode.request import Committed, Draft, Event, Finished, Prefill, Request
@@ -36,6 +36,9 @@ from lowtide.serve.settings import ServeSettings
 from lowtide.serve.sse import PING_S
 
 T = TypeVar("T")
+
+State = Literal["ready", "draining", "ended"]
+"""What a server is: it takes requests, takes no more of them, or its engine has ended."""
 
 QUEUED_CONTEXTS = 8
 """Prompt tokens that may wait by default, in contexts."""
@@ -99,8 +102,8 @@ class Service:
         self._grammars = Grammars(llm.config, llm.tokenizer)
 
     @property
-    def state(self) -> str:
-        """`ready`; `draining`: no more requests are taken; `ended`: the engine has."""
+    def state(self) -> State:
+        """Whether requests are taken."""
         if self.llm.is_closed:
             return "ended"
         return "draining" if self.admission.is_draining else "ready"
@@ -192,13 +195,13 @@ class Service:
                 prompt_ids = await self.prompt_ids(ask)
                 watch.num_prompt = len(prompt_ids)
                 async with self._making(ask, prompt_ids) as making:
-                    is_made, _ = await asyncio.wait([making], timeout=PING_S)
-                    if not is_made:
+                    made, _ = await asyncio.wait([making], timeout=PING_S)
+                    if not made:
                         yield Prefilled(0, len(prompt_ids))
                     request = await self.in_time(watch.start_s, making)
                 pieces = self._reader(ask, prompt_ids)
                 place.wait_with(len(prompt_ids))
-                if is_made:
+                if made:
                     yield Prefilled(0, len(prompt_ids))
                 async with aclosing(self._events(request, watch)) as events:
                     async for event in events:
