@@ -3,7 +3,7 @@ run.
 
 The sides take one denoising step as published, lowtide the same by its plan: (a) the family's
 class in transformers, (b) the official forward for a flat batch, (c) that compiled, sampling
-included. Every measurement has a process of its own.
+included. Every side's line, and every step that is run, has a process of its own.
 
 Caps: models have the published shapes and two layers; the bytes of all other layers are charged
 against the cap. What the others take grows in a straight line with the sequence: it is measured at
@@ -56,23 +56,19 @@ NO_LIMIT = MemoryLimit("none", "a step's memory is measured, not limited")
 
 @dataclass
 class Line:
-    """What one side's step takes, by length."""
+    """What another side's step takes, by length."""
 
     shape: MaskedShape
     side: str
     step_bytes: dict[int, float] = field(default_factory=dict)
 
-    def measure(self, num_tokens: int, prompt_share: float = 0.0) -> dict[str, Any]:
-        """One step; prompt_share: of lowtide's, the others compute all logits."""
-        task = {
-            "shape": settings_of(self.shape),
-            "side": self.side,
-            "num_layers": NUM_LAYERS,
-            "num_tokens": num_tokens,
-            "prompt_share": prompt_share,
-            "chunks": "most",
-        }
-        return in_process("masked step", task, NO_LIMIT, 0, GIVES_BACK)
+    def measure(self, lengths: Sequence[int]) -> list[dict[str, Any]]:
+        """One step of each length, in one process: it reads and compiles but once."""
+        task = {**_task(self.shape), "side": self.side, "lengths": lengths}
+        steps: list[dict[str, Any]] = in_process("side steps", task, NO_LIMIT, 0, GIVES_BACK)[
+            "steps"
+        ]
+        return steps
 
     @property
     def growth(self) -> Growth:
@@ -122,10 +118,20 @@ def _run(recorder: Recorder, options: argparse.Namespace) -> None:
     """One step of the narrow model on each side, beside what its line, or plan, says of it."""
     NARROW.folder(NUM_LAYERS)
     for line in _lines(recorder, NARROW, options):
-        row = line.measure(options.run)
+        [row] = line.measure([options.run])
         _hold(recorder, line.side, options.run, row, line.growth.at(options.run))
-    row = Line(NARROW, OURS).measure(options.run, options.share)
+    row = _planned_step(NARROW, options.run, options.share)
     _hold(recorder, OURS, options.run, row, row["planned_bytes"])
+
+
+def _planned_step(shape: MaskedShape, num_tokens: int, prompt_share: float) -> dict[str, Any]:
+    """lowtide's, divided as far as it goes; prompt_share: the others compute all logits."""
+    planned = {"num_tokens": num_tokens, "prompt_share": prompt_share, "chunks": "most"}
+    return in_process("masked step", {**_task(shape), **planned}, NO_LIMIT, 0, GIVES_BACK)
+
+
+def _task(shape: MaskedShape) -> dict[str, Any]:
+    return {"shape": settings_of(shape), "num_layers": NUM_LAYERS}
 
 
 def _hold(
@@ -147,8 +153,7 @@ def _lines(recorder: Recorder, shape: MaskedShape, options: argparse.Namespace) 
 
 def _line(recorder: Recorder, line: Line, lengths: Sequence[int]) -> Line:
     names: dict[str, object] = {"model": line.shape.name, "side": line.side}
-    for num_tokens in lengths:
-        row = line.measure(num_tokens)
+    for num_tokens, row in zip(lengths, line.measure(lengths), strict=True):
         line.step_bytes[num_tokens] = row["step_bytes"]
         recorder.write("step", {**names, "num_tokens": num_tokens, **row})
     growth = line.growth

@@ -141,13 +141,12 @@ def _reserve(recorder: Recorder, shape: MaskedShape, side: str, num_tokens: int)
         "num_tokens": num_tokens,
     }
     row = in_process("masked trace", task, NO_LIMIT, 0)
-    resident = in_process("masked step", task, NO_LIMIT, 0)["step_bytes"]
     values = {"model": shape.name, "side": side, "num_tokens": num_tokens, **row}
-    recorder.write("reserved", {**values, "resident_bytes": resident, "paper": "21.8 to 78.3%"})
+    recorder.write("reserved", {**values, "paper": "21.8 to 78.3%"})
     say(
         f"{shape.name}, {side}, {num_tokens} tokens: alive {row['live_bytes'] / 1e6:.0f} MB, "
         f"reserved {row['reserved_bytes'] / 1e6:.0f} MB ({row['inflation']:+.1%}), resident here "
-        f"{resident / 1e6:.0f} MB"
+        f"{row['resident_bytes'] / 1e6:.0f} MB"
     )
 
 

@@ -71,7 +71,6 @@ def _compare(
 ) -> None:
     task = {
         "shape": settings_of(shape),
-        "side": OURS,
         "num_layers": LAYERS[0],
         "num_tokens": num_tokens,
         "prompt_share": prompt_share,
@@ -153,7 +152,7 @@ def _options() -> argparse.Namespace:
         type=int,
         nargs="+",
         default=[1024, 4096, 8192, 32768],
-        help="",
+        help="tokens of a step",
     )
     parser.add_argument(
         "--traced",

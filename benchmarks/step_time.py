@@ -293,7 +293,7 @@ def _options() -> argparse.Namespace:
         type=int,
         nargs="+",
         default=[1024, 4096, 16384, 32768],
-        help="",
+        help="tokens of steps that are planned",
     )
     parser.add_argument(
         "--chunked", type=int, default=8192, help="tokens of one chunk against four"

@@ -3,6 +3,7 @@ finds, what company changes (nothing), and where keeping is no approximation."""
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -10,11 +11,14 @@ from examples import examples
 from hash_model import MASK, HashModel, make_kv_cache
 from hypothesis import given
 from hypothesis import strategies as st
-from test_masked_diffusion import DREAM, Run, make_request, options, requests
+from test_masked_diffusion import DREAM, Run, batches, make_request, options, requests
+from whole import decoded
 
 from lowtide.core import CacheMode
 from lowtide.decode.masked_diffusion import MaskedDiffusion
-from lowtide.decode.request import Request
+from lowtide.decode.request import Finished, Request
+from lowtide.errors import PageError
+from lowtide.memory.kv_cache import KVRange
 
 APPROXIMATE = [CacheMode.PREFIX, CacheMode.DUAL]
 modes = st.sampled_from(APPROXIMATE)
@@ -98,3 +102,27 @@ def test_what_is_kept_moves_with_its_range(mode) -> None:
     while decoder.has_work:
         second += [event for event in decoder.step() if event.request == 1]
     assert second == Run([batch[1]], can_mask=False, cache_mode=mode).of(1)
+
+
+@examples(50)
+@given(batches, options, modes, st.lists(st.booleans(), min_size=1, max_size=9))
+def test_who_pauses_for_want_of_memory_writes_the_same_words(
+    batch, options, mode, refusals
+) -> None:
+    """Its block begins again: what its first pass kept is gone."""
+    kv_cache = make_kv_cache(512)
+    model = HashModel(kv_cache, 512, False)
+    decoder = MaskedDiffusion(model, kv_cache, MASK, 512, cache_mode=mode, **options)
+    is_refused, prepare = itertools.cycle(refusals), kv_cache.prepare
+
+    def prepare_or_refuse(kv_range: KVRange, num_tokens: int) -> None:
+        if decoder.num_running > 1 and next(is_refused):
+            raise PageError("as drawn")
+        prepare(kv_range, num_tokens)
+
+    kv_cache.prepare = prepare_or_refuse
+    ended = {e.request: e for e in decoded(decoder, batch) if isinstance(e, Finished)}
+    for request in batch:
+        alone = Run([request], can_mask=False, cache_mode=mode, **options).finished[request.id]
+        assert ended[request.id].token_ids == alone.token_ids
+        assert ended[request.id].finish_reason == alone.finish_reason

@@ -12,7 +12,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,12 +27,13 @@ from whole import LIMIT_S, Setting, check_idle, settle, wait_until
 
 from lowtide import SamplingParams
 from lowtide.decode.request import Event, Finished, Prefill, Request
-from lowtide.engine.running import probing
+from lowtide.engine.running import policy_setting, probing
+from lowtide.engine.running.engine import Engine
 from lowtide.engine.running.loop import QueuedAnswers
 from lowtide.engine.running.worker import Job
 from lowtide.errors import InternalError, LowtideError, PlanError, StorageError, UsageError
 from lowtide.lab.synth import synth
-from lowtide.llm import LLM
+from lowtide.llm import LLM, plan_model
 
 FAMILIES = ("qwen3_moe", "llada2")
 PROMPTS = ([5, 17, 3], [9], [44, 3, 3, 80] * 10, [7] * 20)
@@ -491,6 +492,42 @@ def test_a_policy_is_adopted_in_the_midst_of_an_answer(model: Model) -> None:
         events += stream
         assert list(events[-1].token_ids) == model.answers[1]
         check_idle(llm)
+
+
+@pytest.mark.parametrize("kernels", ["reference", "auto"])
+def test_what_reads_take_is_measured_whatever_is_read_and_if_it_fails(
+    kernels: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Reads that were begun for a next step have slots; one that fails gives its own back."""
+    folder = synth("llada_moe", "tiny", tmp_path / "m", seed=2)
+    options: dict[str, Any] = {"context": 256, "policy": "lru", "kernels": kernels}
+    params = SamplingParams(max_tokens=12, ignore_eos=True)
+    memory = plan_model(folder, **options).minimum_bytes
+    with LLM(folder, host_memory=memory, **options) as llm:
+
+        def words() -> list[int]:
+            return llm.generate([PROMPTS[0]], params)[0].token_ids
+
+        def num_free(engine: Engine) -> int:
+            host = engine.experts.host
+            host.settle()
+            return host.ledger.num_free
+
+        def fails(ticket: object) -> int:
+            raise StorageError("as told")
+
+        expected = words()
+        with closing(llm.stream(PROMPTS[0], params)) as left:
+            next(left)
+            next(left)
+        llm.adopt_policy("lowtide")
+        assert words() == expected
+        before = llm._loop.run(num_free)
+        with monkeypatch.context() as patch, pytest.raises(StorageError, match="as told"):
+            patch.setattr(policy_setting, "ticket_result", fails)
+            llm.adopt_policy("lowtide")
+        wait_until(lambda: llm._loop.run(num_free) >= before)
+        assert words() == expected
 
 
 # Everything at once, at random

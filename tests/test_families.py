@@ -361,6 +361,13 @@ def test_unsupported_features_are_named(family: str, changes: dict[str, Any], me
         ("deepseek_v2", {"qk_rope_head_dim": 63}, "63 rotating dimensions must be even"),
         ("deepseek_v2", {"rope_scaling": {"type": "yarn"}}, "no rope_scaling.factor"),
         (
+            "qwen3_moe",
+            {**yarn(rope_theta=1.0), "rope_theta": None},
+            "a rope_theta of 1 has no frequencies",
+        ),
+        ("qwen3_moe", yarn(beta_fast=1e-320), "beta_fast .* must be 0 or at least 1e-06"),
+        ("deepseek_v2", yarn(beta_slow=1e-9), "beta_slow 1e-09 must be 0 or at least 1e-06"),
+        (
             "deepseek_v2",
             {"topk_method": "group_limited_greedy", "n_group": 7},
             "64 experts do not divide into 7 groups",

@@ -252,6 +252,28 @@ def test_one_file_needs_no_index(tmp_path: Path) -> None:
     assert hub.missing_files(tmp_path) == []
 
 
+def test_a_copy_is_whole_where_it_can_be_opened(tmp_path: Path) -> None:
+    """By the single file, else the index, else the numbers of shards."""
+    fill(tmp_path, without=SHARDS[0])
+    (tmp_path / "model.safetensors").write_text("")
+    assert hub.missing_files(tmp_path) == []
+    (tmp_path / "model.safetensors").unlink()
+    assert hub.missing_files(tmp_path) == [SHARDS[0]]
+    (tmp_path / "model.safetensors.index.json").unlink()
+    assert hub.missing_files(tmp_path) == ["*.safetensors"]
+    (tmp_path / SHARDS[0]).write_text("{}")
+    assert hub.missing_files(tmp_path) == []
+
+
+def test_what_an_index_names_beside_numbered_shards_is_fetched(
+    cache: Path, stand_in: StandIn
+) -> None:
+    index = {"weight_map": {"a": SHARDS[0], "b": SHARDS[1], "c": "model_mtp.safetensors"}}
+    named = {"model.safetensors.index.json": json.dumps(index).encode()}
+    stand_in.add("org/name", {**repo(), **named, "model_mtp.safetensors": b"more"})
+    assert (hub.pull("org/name") / "model_mtp.safetensors").read_bytes() == b"more"
+
+
 def test_list_models(cache: Path, tmp_path: Path) -> None:
     assert hub.list_models() == []
     fill(tmp_path / "demo" / "diffusion")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 
 import pytest
@@ -14,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_kv_cache import Held
 from test_kv_pages import PAGE, make_layout, write
+from whole import LIMIT_S
 
 from lowtide.engine.running.kept_room import PROMPT_ROWS, KeptRoom
 from lowtide.errors import PageError
@@ -291,6 +293,9 @@ class Machine:
                 cache.keep(each.kv, each.rows.shape[1])
             else:
                 cache.free(each.kv)
+        elif self.running and action == "grow":
+            each = self.running[number % len(self.running)]
+            cache.grow(each.kv, each.kv.capacity + number)
         elif self.kept and action == "resume" and cache.can_allocate(96):
             each = self.kept[number % len(self.kept)]
             cache.resume(each.kv, each.rows.shape[1], 96)
@@ -305,10 +310,13 @@ class Machine:
 
     def check(self) -> None:
         """Running ranges have all that was written to them, and so have kept ones or they are gone;
-        all have memory, and no more than there is."""
+        all have memory, and no more than there is; none lies over another."""
         self.kept = [each for each in self.kept if self.cache.is_kept(each.kv)]
         assert set(self.rule.told) == set(self.cache._kept) == {each.kv for each in self.kept}
         assert self.budget.num_free_bytes >= 0
+        ends = [0, *(taken.start + taken.capacity for taken in self.cache._taken)]
+        starts = [*(taken.start for taken in self.cache._taken), self.cache.num_tokens]
+        assert all(end <= start for end, start in zip(ends, starts, strict=True))
         for each, layer in itertools.product([*self.running, *self.kept], (0, 1)):
             assert each.kv in self.cache._taken and each.kv.num_usable >= each.rows.shape[1]
             keys, values = self.cache.read(layer, each.kv, each.rows.shape[1])
@@ -316,7 +324,9 @@ class Machine:
             assert torch.equal(values, -keys)
 
 
-acts = st.sampled_from(["allocate", "write", "write", "keep", "resume", "branch", "apply", "lend"])
+acts = st.sampled_from(
+    ["allocate", "write", "write", "grow", "keep", "resume", "branch", "apply", "lend"]
+)
 
 
 @examples(60)
@@ -334,6 +344,41 @@ def test_whatever_the_rule_says_no_running_range_loses_anything(
         with suppress(PageError):  # there is not as much: nothing changes but kept ranges
             machine.act(action, number)
         machine.check()
+
+
+def test_who_grows_moves_those_behind_it_whoever_gives_way_meanwhile() -> None:
+    """A kept range in front goes in the midst of it, since moving wants memory."""
+    machine = Machine(320, 80, [False])
+    for number in (176, 48, 48):
+        machine.act("allocate", number)
+    kept, grows, behind = machine.running
+    write(machine.cache, kept, 90, machine.fresh)
+    machine.act("keep", 0)
+    for each in (grows, behind):
+        write(machine.cache, each, 48, machine.fresh)
+    machine.act("lend", 0)
+    machine.slots.give_way = lambda num_bytes: None
+    assert machine.cache.grow(grows.kv, 144)
+    assert not machine.cache.is_kept(kept.kv)
+    machine.check()
+
+
+def test_another_thread_never_finds_gone_what_is_copied_from() -> None:
+    machine = Machine(320, 80, [False])
+    for action in ("allocate", "write", "keep"):
+        machine.act(action, 90)
+    [kept], copy = machine.kept, machine.cache._copy
+    with ThreadPoolExecutor() as threads:
+        asked: list[Future[bool]] = []
+
+        def copying(*places: int) -> None:
+            asked.append(threads.submit(machine.cache.is_kept, kept.kv))
+            assert not wait(asked, 0.05).done
+            copy(*places)
+
+        machine.cache._copy = copying
+        machine.act("branch", 0)
+        assert asked[0].result(LIMIT_S)
 
 
 def test_beside_a_copy_no_more_stays_than_is_planned() -> None:

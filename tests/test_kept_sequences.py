@@ -84,6 +84,37 @@ AUTOREGRESSIVE = Case(1, Reuse.ON, 1024, 64)
 BLOCKS = Case(4, Reuse.ON, 1024, 64)
 
 
+@pytest.mark.parametrize("case", [AUTOREGRESSIVE, BLOCKS])
+def test_who_finds_no_room_beside_a_job_waits_for_it(case: Case) -> None:
+    """Such as logits of a long text: also a request that was there before, and has to grow."""
+    decoder, kv_cache = make_decoder(case, Reuse.ON)
+    other, finished = make_request(case, SYSTEM, 600, 0), dict[int, Finished]()
+    decoder.add(other)
+    run(decoder, 1, finished)
+    job = kv_cache.allocate(kv_cache.num_free_tokens)
+    run(decoder, 300, finished)
+    assert decoder.has_work and not decoder.num_running and not finished
+    kv_cache.free(job)
+    run(decoder, 1000, finished)
+    alone, _ = make_decoder(case, Reuse.ON)
+    expected = dict[int, Finished]()
+    alone.add(other)
+    run(alone, 1000, expected)
+    assert finished[other.id].token_ids == expected[other.id].token_ids
+
+
+def test_what_was_computed_before_a_switch_is_not_taken_over_after_it() -> None:
+    """Where the policy before it changes words."""
+    for is_mixed in (False, True):
+        decoder, _ = make_decoder(AUTOREGRESSIVE, Reuse.ON)
+        decoder.add(make_request(AUTOREGRESSIVE, SYSTEM, 8, 0))
+        run(decoder, 5, {})
+        decoder.forget(is_mixed)
+        num_resumed = ask(decoder, AUTOREGRESSIVE, SYSTEM).num_resumed
+        assert num_resumed == (0 if is_mixed else len(SYSTEM) - 1)
+        assert ask(decoder, AUTOREGRESSIVE, SYSTEM).num_resumed == len(SYSTEM) - 1
+
+
 def test_a_next_turn_computes_only_what_is_new_and_nothing_moves() -> None:
     decoder, kv_cache = make_decoder(AUTOREGRESSIVE, Reuse.ON)
     text = SYSTEM[:50]

@@ -149,12 +149,15 @@ def test_lines_and_plans_have_their_longest_and_a_step_is_held_against_them(
     """Of steps that take 1,000 bytes and 2,000 for each token; lowtide's takes a tenth more than
     its plan says."""
 
-    def measure(line: Any, num_tokens: int, prompt_share: float = 0.0) -> dict[str, Any]:
-        taken = {"step_bytes": 1000.0 + 2000 * num_tokens, "step_s": 1.0}
-        return {"step_bytes": 1.1e6, "step_s": 1.0, "planned_bytes": 1e6} if prompt_share else taken
+    def measure(line: Any, lengths: list[int]) -> list[dict[str, Any]]:
+        return [{"step_bytes": 1000.0 + 2000 * length, "step_s": 1.0} for length in lengths]
+
+    def planned_step(shape: Any, num_tokens: int, prompt_share: float) -> dict[str, Any]:
+        return {"step_bytes": 1.1e6, "step_s": 1.0, "planned_bytes": 1e6}
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(max_context.Line, "measure", measure)
+    monkeypatch.setattr(max_context, "_planned_step", planned_step)
     [shape] = masked_shapes.masked_shapes(["LLaDA-8B"], "tiny")
     monkeypatch.setattr(max_context, "NARROW", shape)
     options = argparse.Namespace(

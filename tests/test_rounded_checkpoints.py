@@ -420,6 +420,14 @@ def test_other_schemes_are_refused_by_name(changes: dict, message: str, source: 
         read_config(config)
 
 
+@pytest.mark.parametrize("said", [["pack-quantized"], {"a": 1}, "naive-quantized", 3])
+def test_other_forms_are_refused_by_name(said: object, source: Path) -> None:
+    config = json.loads((source / "config.json").read_text())
+    config["quantization_config"] = {**QUANTISATIONS["compressed-tensors"][0], "format": said}
+    with pytest.raises(UnsupportedError, match="compressed-tensors in "):
+        read_config(config)
+
+
 @pytest.mark.parametrize("kind", ["GPTQ v1", "AWQ", "pack-quantized int4"])
 def test_rows_with_one_scale_that_no_group_divides_are_refused(kind: str) -> None:
     """In memory a scale is of 32 weights at least."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import os
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -202,6 +204,22 @@ def test_damaged_and_missing_files(tmp_path: Path) -> None:
         path.write_bytes(whole[:size])
         with pytest.raises(UsageError):
             Trace.load(path)
+
+
+def test_members_that_are_compressed_otherwise_are_refused(tmp_path: Path) -> None:
+    """Of damaged ones Python's own module says so with errors of its own."""
+    path = tmp_path / "t.npz"
+    for kind in (zipfile.ZIP_LZMA, zipfile.ZIP_BZIP2):
+        with zipfile.ZipFile(path, "w", kind) as archive:
+            archive.writestr("version.npy", b"\0" * 99)
+        with pytest.raises(UsageError, match="compressed as none of ours is"):
+            Trace.load(path)
+
+
+def test_a_model_s_name_need_not_be_unicode(tmp_path: Path) -> None:
+    trace = replace(make_trace(), model=os.fsdecode(b"caf\xe9"))
+    trace.save(tmp_path / "t.npz")
+    assert Trace.load(tmp_path / "t.npz").model == "caf\ufffd"
 
 
 def test_a_failed_save_leaves_the_old_trace(

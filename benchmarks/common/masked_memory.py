@@ -20,9 +20,10 @@ import numpy as np
 import torch
 
 from common.masked_shapes import MaskedShape, num_masked
-from common.masked_sides import WARM_UP_TOKENS, canvas, open_sides, read_weights
+from common.masked_sides import WARM_UP_TOKENS, Side, canvas, open_sides, read_weights
 from common.memory import peak_resident_bytes, reset_peak
 from common.planned_model import HeadForm, PlannedStep, StepModel
+from lowtide.config import ModelConfig
 from lowtide.families import read_config_in
 from lowtide.hardware.memory import resident_bytes
 from lowtide.memory.pass_planner import PassPlan
@@ -31,43 +32,17 @@ OURS = "lowtide"
 
 
 def measure(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """settings: shape, side, num_layers, num_tokens; of lowtide's also prompt_share, form
-    and one of `chunks` (a mapping, or "most") and `free_bytes`."""
-    shape = MaskedShape(**settings["shape"])
-    folder = shape.folder(settings["num_layers"])
-    with torch.inference_mode():
-        if settings["side"] == OURS:
-            return _measure_ours(folder, settings)
-        return _measure_side(folder, settings)
+    """One planned step of lowtide's.
 
-
-def _measure_side(folder: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
-    config, num_tokens = read_config_in(folder), settings["num_tokens"]
-    [side] = open_sides(config, read_weights(folder), [settings["side"]]).values()
-    for length in WARM_UP_TOKENS:
-        side.step(canvas(config, length, length // 2))
-    token_ids = canvas(config, num_tokens, num_tokens // 2)
-    before = {f"{name}_before": fact for name, fact in side.facts.items() if name == "num_graphs"}
-    side.step(token_ids)  # oneDNN keeps what it compiled for each number of an expert's rows
-    start_bytes, start_s = _start(), time.perf_counter()
-    side.step(token_ids)
-    step_s = time.perf_counter() - start_s
-    return {
-        "step_s": step_s,
-        "start_bytes": start_bytes,
-        "step_bytes": peak_resident_bytes() - start_bytes,
-        **side.facts,
-        **before,
-    }
-
-
-def _measure_ours(folder: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
+    settings: shape, num_layers, num_tokens, prompt_share, form and one of `chunks` (a mapping, or
+    "most") and `free_bytes`."""
+    folder = MaskedShape(**settings["shape"]).folder(settings["num_layers"])
     form = HeadForm(settings.get("form", HeadForm.FUSED.value))
     model = StepModel(folder, form=form)
     plan = plan_of(model, settings)
-    with model.loaded() as engine:
+    with torch.inference_mode(), model.loaded() as engine:
         PlannedStep(engine, plan, form).run()
-        start_bytes = _start()
+        start_bytes = start()
         step = PlannedStep(engine, plan, form)
         step_s = step.seconds()
         step_bytes = peak_resident_bytes() - start_bytes
@@ -84,6 +59,39 @@ def _measure_ours(folder: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
             "binding": plan.binding,
             "num_masked": plan.counts.logit_rows,
         }
+
+
+def measure_side(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Another side's steps, `steps` by `lengths`, which rise. settings: shape, side, num_layers."""
+    folder = MaskedShape(**settings["shape"]).folder(settings["num_layers"])
+    with torch.inference_mode():
+        config, side = open_warm(folder, settings["side"])
+        return {"steps": [_side_step(config, side, length) for length in settings["lengths"]]}
+
+
+def open_warm(folder: Path, name: str) -> tuple[ModelConfig, Side]:
+    """A model's configuration and a side over its weights that has taken its first steps."""
+    config = read_config_in(folder)
+    [side] = open_sides(config, read_weights(folder), [name]).values()
+    for length in WARM_UP_TOKENS:
+        side.step(canvas(config, length, length // 2))
+    return config, side
+
+
+def _side_step(config: ModelConfig, side: Side, num_tokens: int) -> dict[str, Any]:
+    token_ids = canvas(config, num_tokens, num_tokens // 2)
+    before = {f"{name}_before": fact for name, fact in side.facts.items() if name == "num_graphs"}
+    side.step(token_ids)  # oneDNN keeps what it compiled for each number of an expert's rows
+    start_bytes, start_s = start(), time.perf_counter()
+    side.step(token_ids)
+    step_s = time.perf_counter() - start_s
+    return {
+        "step_s": step_s,
+        "start_bytes": start_bytes,
+        "step_bytes": peak_resident_bytes() - start_bytes,
+        **side.facts,
+        **before,
+    }
 
 
 def plan_of(model: StepModel, settings: Mapping[str, Any]) -> PassPlan:
@@ -108,7 +116,7 @@ def resident_within(start: int, num_bytes: int, path: Path = Path("/proc/self/pa
     return int(np.count_nonzero(entries >> np.uint64(63))) * page
 
 
-def _start() -> int:
+def start() -> int:
     """What the process holds now; its peak starts again from here."""
     gc.collect()
     with suppress(OSError, AttributeError):  # glibc's: what is free in its heap would be used again

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from common.allocation_trace import Moment, Trace, trace, use_of
+from common.allocation_trace import Moment, trace, use_of
 from common.cuda_allocator import replay
-from common.masked_memory import OURS, plan_of
+from common.masked_memory import OURS, open_warm, plan_of, start
 from common.masked_shapes import MaskedShape
-from common.masked_sides import WARM_UP_TOKENS, canvas, open_sides, read_weights
+from common.masked_sides import canvas
+from common.memory import peak_resident_bytes
 from common.planned_model import LEAST_TOKENS, PlannedStep, StepModel
-from lowtide.families import read_config_in
 from lowtide.memory.workspace import State, Workspace
 
 NUM_STEPS = 3
@@ -44,8 +44,8 @@ class TimedWorkspace(Workspace):
 
 
 def measure(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """settings: as of `masked_memory.measure`. The peak, the average over the step's time, and of
-    sides that use torch's allocator what CUDA's would reserve."""
+    """settings: as of `masked_memory.measure`, and the side. The peak, the average over the step's
+    time, and of sides that use torch's allocator what CUDA's would reserve."""
     shape = MaskedShape(**settings["shape"])
     folder = shape.folder(settings["num_layers"])
     with torch.inference_mode():
@@ -55,18 +55,21 @@ def measure(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _trace_side(folder: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
-    config, num_tokens = read_config_in(folder), settings["num_tokens"]
-    [side] = open_sides(config, read_weights(folder), [settings["side"]]).values()
-    for length in WARM_UP_TOKENS:
-        side.step(canvas(config, length, length // 2))
+    """Beside what its allocations say, what the process held more during the step."""
+    config, side = open_warm(folder, settings["side"])
+    num_tokens = settings["num_tokens"]
     token_ids = canvas(config, num_tokens, num_tokens // 2)
+    side.step(token_ids)  # oneDNN keeps what it compiled for each number of an expert's rows
+    start_bytes = start()
     traced = trace(lambda: side.step(token_ids))
+    resident_bytes = peak_resident_bytes() - start_bytes
     peaks = replay(traced.changes * NUM_STEPS)
     return {
-        **_use(traced),
+        **use_of(traced.moments)._asdict(),
         "num_changes": len(traced.changes),
         **peaks._asdict(),
         "inflation": peaks.inflation,
+        "resident_bytes": resident_bytes,
         **side.facts,
     }
 
@@ -91,7 +94,3 @@ def _trace_ours(folder: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
         "library_peak_bytes": library.peak_bytes,
         "chunks": dict(plan.chunks),
     }
-
-
-def _use(traced: Trace) -> dict[str, Any]:
-    return use_of(traced.moments)._asdict()

@@ -148,10 +148,17 @@ def run_elastic(settings: Settings) -> dict[str, Any]:
 
 
 def run_masked_step(settings: Settings) -> dict[str, Any]:
-    """One denoising step of a bidirectional model, by one side."""
+    """One planned denoising step of a bidirectional model."""
     from common.masked_memory import measure
 
     return measure(settings)
+
+
+def run_side_steps(settings: Settings) -> dict[str, Any]:
+    """Such steps of several lengths, by another side."""
+    from common.masked_memory import measure_side
+
+    return measure_side(settings)
 
 
 def run_masked_trace(settings: Settings) -> dict[str, Any]:
@@ -174,6 +181,7 @@ TASKS: Mapping[str, Callable[[Settings], dict[str, Any]]] = {
     "causal": run_causal,
     "elastic": run_elastic,
     "masked step": run_masked_step,
+    "side steps": run_side_steps,
     "masked trace": run_masked_trace,
     "every expert": run_every_expert,
 }

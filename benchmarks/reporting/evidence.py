@@ -127,7 +127,7 @@ def mosaic(results: Results, page: Path) -> str:
             0.783,
             [line["inflation"] for line in reserved],
             reserved,
-            "its rules replayed, three models at two lengths; no GPU",
+            "its rules replayed for three models; no GPU",
             alone,
             neutral=0.0,
             form=percent,
@@ -374,7 +374,7 @@ def buddymoe(results: Results, page: Path) -> str:
             for claim, why in (
                 (
                     "buddy rho 2 loses less than random rho 2",
-                    "experts of the demo models are alike",
+                    "experts of the demo models are hardly alike, so no buddy is near",
                 ),
                 ("buddy rho 2 moves 20% fewer bytes", "20% is the paper's share of PCIe's bytes"),
             )

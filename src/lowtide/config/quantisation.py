@@ -99,11 +99,13 @@ def _compressed_tensors(said: Mapping[str, object]) -> Quantisation:
         raise _refusal(f"{name} of a model that was rotated before (transform_config)")
     groups = said.get("config_groups")
     schemes = list(groups.values()) if isinstance(groups, dict) else []
-    formats = {said.get("format")}
-    formats |= {each["format"] for each in schemes if isinstance(each, dict) and "format" in each}
-    if formats - {None} != {"pack-quantized"}:
-        told = ", ".join(sorted(shown(each) for each in formats - {None})) or "no format"
-        raise _refusal(f"{name} in {told}")
+    formats = [
+        said.get("format"),
+        *(each.get("format") for each in schemes if isinstance(each, dict)),
+    ]
+    told = {shown(each) for each in formats if each is not None}
+    if told != {shown("pack-quantized")}:
+        raise _refusal(f"{name} in {', '.join(sorted(told)) or 'no format'}")
     found = {_scheme(each, name) for each in schemes}
     if len(found) != 1:
         raise _refusal(f"{name} with {len(found)} kinds of weights")

@@ -10,6 +10,7 @@ from lowtide.errors import ConfigError, UnsupportedError
 from lowtide.files.json_file import shown
 
 _LEAST_DIVISOR, _MOST_DIVISOR = 1e-6, 1e6
+_LEAST_TURNS = 1e-6
 
 
 class Yarn(NamedTuple):
@@ -72,6 +73,8 @@ def read_rope(
     if len(set(stretches)) > 1:
         raise ConfigError("config.json: rope_parameters and rope_scaling disagree.")
     stretch = stretches[0] if stretches else _Stretch()
+    if stretch.yarn is not None and theta == 1:
+        raise ConfigError("config.json: a rope_theta of 1 has no frequencies for YaRN to stretch.")
     factor = _agreed("partial_rotary_factor", [each.factor for each in said])
     rotary_dim = _rotary_dim(fields, head_dim, factor)
     if rotary_dim != head_dim and not can_be_partial:
@@ -212,12 +215,20 @@ def _yarn(inner: Fields, max_positions: int) -> _Stretch:
         original_positions=inner.integer(
             "original_max_position_embeddings", low=1, high=MAX_POSITIONS, default=max_positions
         ),
-        beta_fast=inner.optional_number("beta_fast", low=0.0, high=1e6) or 32.0,
-        beta_slow=inner.optional_number("beta_slow", low=0.0, high=1e6) or 1.0,
+        beta_fast=_turns(inner, "beta_fast") or 32.0,
+        beta_slow=_turns(inner, "beta_slow") or 1.0,
         amplitude=mscale(factor, 1.0) if amplitude is None else amplitude,
         is_rounded=inner.boolean("truncate", default=True),
     )
     return _Stretch(yarn, everywhere or 0.0)
+
+
+def _turns(inner: Fields, name: str) -> float | None:
+    """Turns of a frequency within the original context; 0 stands for the default, too."""
+    turns = inner.optional_number(name, low=0.0, high=1e6)
+    if turns and turns < _LEAST_TURNS:
+        raise inner.error(name, f"must be 0 or at least {_LEAST_TURNS:g}")
+    return turns
 
 
 _STRETCHES = {"yarn": _yarn, "linear": _linear, "llama3": _llama3}

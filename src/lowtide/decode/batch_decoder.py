@@ -190,9 +190,12 @@ class BatchDecoder(abc.ABC, Generic[S]):
         """From now on what is kept is written there, too, and looked for; None: in memory alone."""
         self._kept.stored = stored
 
-    def forget(self) -> None:
-        """Keeps nothing of finished requests any longer."""
+    def forget(self, is_mixed: bool = False) -> None:
+        """Keeps nothing of finished requests any longer. is_mixed: nor, when they finish, of those
+        that run now under a policy that changes words and go on under another one."""
         self._kept.clear()
+        for sequence in self._running:
+            sequence.kv.is_mixed |= is_mixed
 
     def close(self) -> None:
         """Drops every request, and what is kept once it is written."""
@@ -271,8 +274,8 @@ class BatchDecoder(abc.ABC, Generic[S]):
 
     def _has_room(self, num_tokens: int) -> bool:
         """Whether there is, beside what running sequences will soon grow by."""
-        if not self._running:  # there is nothing to wait for: let `allocate` say so
-            return True
+        if not self._running and self._kv_cache.is_unused:
+            return True  # there is nothing to wait for: let `allocate` say so
         num_growing = sum(
             min(ROOM_TOKENS, self._num_tokens(sequence.request) - sequence.kv.capacity)
             for sequence in self._running

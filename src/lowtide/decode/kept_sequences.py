@@ -233,6 +233,8 @@ class KeptSequences:
         return self._kept
 
     def _num_reusable(self, sequence: Running) -> int:
+        if sequence.kv.is_mixed:
+            return 0
         is_exact = self._reuse is Reuse.EXACT
         return sequence.num_exact if is_exact else sequence.num_cached
 

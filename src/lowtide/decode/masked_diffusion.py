@@ -58,7 +58,10 @@ class MaskedDiffusion(BatchDecoder[MaskedSequence]):
     def step(self) -> list[Event]:
         self._admit()
         turns = self._next_pass()
-        self._see_to_memory((turn.sequence, turn.sequence.kv.capacity) for turn in turns)
+        while not self._see_to_memory((turn.sequence, turn.sequence.kv.capacity) for turn in turns):
+            turns = self._next_pass()
+        if not turns:
+            return []
         with torch.inference_mode():
             hidden = self._model.forward(self._batch(turns))
             candidates = self._read(hidden, turns)
@@ -80,6 +83,11 @@ class MaskedDiffusion(BatchDecoder[MaskedSequence]):
 
     def _begin(self, request: Request) -> MaskedSequence:
         return MaskedSequence(request, self._mask_token_id, self._is_measured_as_drawn)
+
+    def _pause(self, sequence: MaskedSequence) -> None:
+        super()._pause(sequence)
+        if self._cache_mode is not CacheMode.EXACT:
+            sequence.restart_block()
 
     def _next_pass(self) -> list[Scheduled[MaskedSequence]]:
         """Who takes part in the next pass, with which positions; at most `max_rows` rows in all."""

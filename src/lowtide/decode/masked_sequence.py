@@ -104,6 +104,14 @@ class MaskedSequence(Canvas):
             self.wanted = self._next_wanted()
         return events
 
+    def restart_block(self) -> None:
+        """As if no pass over the active block had been, whose keys and values are gone."""
+        self.tokens[self.active_block] = self._mask_token_id
+        self._is_masked[self.active_block] = True
+        self._num_steps = self.num_block_passes = 0
+        self._is_stuck = False
+        self.wanted = self._next_wanted()
+
     @property
     def is_expected_to_end(self) -> bool:
         """Whether the coming pass writes all that is left, as far as its rule alone can say."""

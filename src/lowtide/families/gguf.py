@@ -150,7 +150,7 @@ class GgufArchitecture:
     def name_of(self, tensor: str) -> str | RearrangedTensor | None:
         """What we call a tensor of a file; None for one that is not known."""
         found = self.names.get(_NUMBER.sub(".#", tensor))
-        if found is None:
+        if found is None or "#" in tensor:
             return None
         numbers = iter(_NUMBER.findall(tensor))
         ours = found if isinstance(found, str) else found.name

@@ -37,7 +37,6 @@ _DAMAGE = (
     ValueError,
     EOFError,
     KeyError,
-    NotImplementedError,  # a compression that zipfile does not know
     RuntimeError,  # an encrypted member
 )
 
@@ -119,6 +118,9 @@ def _check_members(
     max_bytes: int,
     noun: str,
 ) -> None:
+    kinds = {info.compress_type for info in archive.infolist()}
+    if not kinds <= {zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED}:
+        raise Contradiction("its members are compressed as none of ours is")
     total = sum(info.file_size for info in archive.infolist())
     if total > max_bytes:
         raise Contradiction(f"it holds {total} bytes; at most {max_bytes} are read")

@@ -42,6 +42,7 @@ class KVRange:
     num_usable: int = 0  # leading tokens with memory behind them, where that comes and goes
     num_kept: int = 0  # times that it was kept
     num_stored: int = 0  # of these, the last that a file has all of: its writer says so
+    is_mixed: bool = False  # written under two policies, of which one changes words
 
     def part(self, index: int, num_parts: int) -> KVRange:
         """One of so many equal parts of a range whose memory is seen to, good for one pass: it
@@ -53,10 +54,9 @@ class KVRange:
 class KVCache:
     """Owns the token ranges; does not know what a sequence is.
 
-    `storage` is of a `storage_shape`, in the compute dtype. Only the part of a range that was
-    written is ever touched, so that memory which is physical from its first use grows with the
-    sequences. With `pages` that memory is asked for before it is used, and given back after. Where
-    nothing is kept from pass to pass there is a `KVTurns` instead (`memory/kv_turns.py`).
+    `storage` is of a `storage_shape`, in the compute dtype. Only what was written of a range is
+    ever touched, so that memory which is physical from its first use grows with the sequences. With
+    `pages` it is asked for before it is used, and given back. See `memory/kv_turns.py`, too.
     """
 
     def __init__(
@@ -93,6 +93,11 @@ class KVCache:
         """Tokens that can be had: no range's, or a kept one's."""
         return self._num_unused_tokens + sum(kept.capacity for kept in self._kept)
 
+    @property
+    def is_unused(self) -> bool:
+        """Whether all ranges are kept ones."""
+        return len(self._taken) == len(self._kept)
+
     def can_allocate(self, num_tokens: int) -> bool:
         """Whether `allocate(num_tokens)` would succeed now."""
         capacity = align_up(num_tokens, GRANULE_TOKENS)
@@ -103,8 +108,7 @@ class KVCache:
         oldest first.
 
         Between passes only: where the free tokens are in pieces, other ranges move together.
-        Raises PlanError when there are not as many, PageError where moving wants memory that
-        it is not to be had.
+        Raises PlanError when there are not as many, PageError where moving finds no memory.
         """
         if not self.can_allocate(num_tokens):
             raise self._refusal(num_tokens)
@@ -140,7 +144,8 @@ class KVCache:
         self.apply_rule()
 
     def is_kept(self, kv_range: KVRange) -> bool:
-        return kv_range in self._kept
+        with self._gate:  # while one is copied from it is not among them
+            return kv_range in self._kept
 
     def resume(self, kv_range: KVRange, num_tokens: int, capacity: int) -> None:
         """A kept range is a sequence's again, of at least `capacity` tokens, of which the first
@@ -166,8 +171,7 @@ class KVCache:
         """Gives a range room for `num_tokens` tokens, in place where those behind it leave some;
         kept ranges give way, oldest first. Whether there was as much: else nothing changes.
 
-        Between passes only. Raises PageError where moving others wants memory that is not to be
-        had.
+        Between passes only. Raises PageError where moving others finds no memory.
         """
         num_more = align_up(num_tokens, GRANULE_TOKENS) - kv_range.capacity
         if num_more <= 0:
@@ -268,17 +272,13 @@ class KVCache:
 
     def claim(self, kv_range: KVRange, position: int, num_rows: int) -> int:
         """Where rows from `position` on are to be written: the first one's token of the cache."""
-        if position + num_rows > kv_range.capacity:
-            raise InternalError(
-                f"{num_rows} rows from position {position} on leave a KV range of "
-                f"{kv_range.capacity} tokens."
-            )
-        if self._pages is not None and position + num_rows > kv_range.num_usable:
-            raise InternalError(
-                f"{num_rows} rows from position {position} on have memory for "
-                f"{kv_range.num_usable} tokens: `prepare` comes first."
-            )
-        kv_range.num_written = max(kv_range.num_written, position + num_rows)
+        stop, rows = position + num_rows, f"{num_rows} rows from position {position} on"
+        if stop > kv_range.capacity:
+            raise InternalError(f"{rows} leave a KV range of {kv_range.capacity} tokens.")
+        if self._pages is not None and stop > kv_range.num_usable:
+            told = f"{rows} have memory for {kv_range.num_usable} tokens"
+            raise InternalError(f"{told}: `prepare` comes first.")
+        kv_range.num_written = max(kv_range.num_written, stop)
         return kv_range.start + position
 
     def write(
@@ -327,16 +327,16 @@ class KVCache:
 
     def _gap_behind(self, kv_range: KVRange) -> int:
         """Unused tokens between a range and the next."""
-        index = self._taken.index(kv_range) + 1
-        end = self._taken[index].start if index < len(self._taken) else self.num_tokens
-        return end - (kv_range.start + kv_range.capacity)
+        starts = [*(taken.start for taken in self._taken), self.num_tokens]
+        return starts[self._taken.index(kv_range) + 1] - (kv_range.start + kv_range.capacity)
 
     def _part_behind(self, kv_range: KVRange) -> None:
         """Moves a range and all before it to the front, all behind it to the end."""
         index = self._taken.index(kv_range) + 1
+        behind = self._taken[index:]  # before kept ranges give way, where moving wants memory
         self._compact(index)
         start = self.num_tokens
-        for taken in reversed(self._taken[index:]):
+        for taken in reversed(behind):
             start -= taken.capacity
             self._move(taken, start)
         self._release_unused()
@@ -370,8 +370,7 @@ class KVCache:
         if kv_range not in self._taken:  # it has given way itself
             return
         with self._gate:
-            # Empty meanwhile: were Ctrl-C to come between two pieces, the owner's next write would
-            # be refused instead of joining halves.
+            # Empty meanwhile: after Ctrl-C between two pieces the owner's next write is refused.
             kv_range.capacity = kv_range.num_written = kv_range.num_usable = 0
             self._copy(before.start, start, before.num_written)
             kv_range.start, kv_range.capacity = start, before.capacity

@@ -11,15 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
-from tokenizers import decoders, models, normalizers, processors
+from tokenizers import decoders, models, normalizers
 
 from lowtide.errors import CheckpointError, UnsupportedError
 from lowtide.files.json_file import shown
 from lowtide.model_folder.chat_template import checked_template
 from lowtide.model_folder.gguf_ends import CONTROL
 from lowtide.model_folder.gguf_header import GgufArray, Metadata
-from lowtide.model_folder.gguf_words import WORDS
-from lowtide.model_folder.tokenizer import Tokenizer, blamed
+from lowtide.model_folder.gguf_words import WORDS, merged_pair
+from lowtide.model_folder.tokenizer import Tokenizer, begin_texts, blamed
 
 MAX_TOKENS = 1 << 21
 MAX_MERGES_PER_TOKEN = 16
@@ -61,10 +61,7 @@ def gguf_tokenizer(metadata: Metadata, path: Path) -> Tokenizer | None:
         _add_tokens(backend, _numbers(metadata, "tokenizer.ggml.token_type", tokens, path), tokens)
         adds_bos = metadata.get("tokenizer.ggml.add_bos_token", _adds_bos(metadata, kind))
         if adds_bos and "bos_token" in special:
-            bos = special["bos_token"]
-            backend.post_processor = processors.TemplateProcessing(
-                single=f"{bos} $A", special_tokens=[(bos, tokens.index(bos))]
-            )
+            begin_texts(backend, special["bos_token"])
         return Tokenizer(backend, special, template, f"{path.name} has no {_TEMPLATE_KEY}")
 
 
@@ -85,18 +82,11 @@ def _byte_level(metadata: Metadata, tokens: Sequence[str], path: Path) -> tokeni
         )
     pairs, most = [], MAX_MERGES_PER_TOKEN * len(tokens)
     for merge in _strings(metadata, "tokenizer.ggml.merges", path, most):
-        left, space, right = merge[1:].partition(" ")
-        if not space:
+        pair = merged_pair(merge)
+        if pair is None:
             raise CheckpointError(f"{path}: the merge {shown(merge)} is not one of two tokens.")
-        pairs.append((merge[:1] + left, right))
-    model = models.BPE(_vocabulary(tokens), pairs, ignore_merges=words.ignores_merges)
-    backend = tokenizers.Tokenizer(model)
-    normalizer = words.normalizer()
-    if normalizer is not None:
-        backend.normalizer = normalizer
-    backend.pre_tokenizer = words.pre_tokenizer()
-    backend.decoder = decoders.ByteLevel()
-    return backend
+        pairs.append(pair)
+    return words.byte_level(_vocabulary(tokens), pairs)
 
 
 def _sentence_pieces(metadata: Metadata, tokens: Sequence[str], path: Path) -> tokenizers.Tokenizer:
@@ -154,10 +144,12 @@ def _add_tokens(
     backend: tokenizers.Tokenizer, kinds: Sequence[float], tokens: Sequence[str]
 ) -> None:
     """Those that are found in a text before it is cut into words; they have their ids already."""
-    for token, kind in zip(tokens, kinds, strict=False):
-        if kind in (CONTROL, _USER_DEFINED) and token:
-            added = tokenizers.AddedToken(token, special=kind == CONTROL, normalized=False)
-            backend.add_tokens([added])
+    added = [
+        tokenizers.AddedToken(token, special=kind == CONTROL, normalized=False)
+        for token, kind in zip(tokens, kinds, strict=False)
+        if kind in (CONTROL, _USER_DEFINED) and token
+    ]
+    backend.add_tokens(added)  # at once: every call makes its search for all of them again
 
 
 def _special_tokens(metadata: Metadata, tokens: Sequence[str], path: Path) -> dict[str, Any]:

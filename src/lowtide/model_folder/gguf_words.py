@@ -1,13 +1,15 @@
-"""How tokenizers of GGUF files cut a text into words, by the names that such files have for it.
+"""How byte-level tokenizers cut a text into words, by the names that GGUF files have for it.
 
 The files say a name only; what it stands for is in the `tokenizer.json` of the models it is from.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from tokenizers import Regex, normalizers, pre_tokenizers
+import tokenizers
+from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers
 
 _CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _SPACES = r"\s+(?!\S)|\s+"
@@ -44,6 +46,19 @@ class Words(NamedTuple):
     ignores_merges: bool = False
     adds_bos: bool = False
 
+    def byte_level(
+        self, vocabulary: Mapping[str, int], merges: Sequence[tuple[str, str]]
+    ) -> tokenizers.Tokenizer:
+        """Byte-level BPE of texts that are cut so; the merge that goes first in front."""
+        model = models.BPE(dict(vocabulary), list(merges), ignore_merges=self.ignores_merges)
+        backend = tokenizers.Tokenizer(model)
+        normalizer = self.normalizer()
+        if normalizer is not None:
+            backend.normalizer = normalizer
+        backend.pre_tokenizer = self.pre_tokenizer()
+        backend.decoder = decoders.ByteLevel()
+        return backend
+
     def pre_tokenizer(self) -> pre_tokenizers.PreTokenizer:
         if not self.patterns:
             return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
@@ -56,6 +71,12 @@ class Words(NamedTuple):
 
     def normalizer(self) -> normalizers.Normalizer | None:
         return normalizers.NFC() if self.is_composed else None
+
+
+def merged_pair(merge: str) -> tuple[str, str] | None:
+    """The two tokens of a merge as files have it, with a space between them; None for no such."""
+    left, space, right = merge[1:].partition(" ")
+    return (merge[:1] + left, right) if space else None
 
 
 _LLAMA3 = (

@@ -16,6 +16,7 @@ from types import ModuleType
 from lowtide.errors import CheckpointError, HubError, StorageError
 from lowtide.files.json_file import read_object
 from lowtide.files.regular_file import read_regular
+from lowtide.model_folder.checkpoint import INDEX_NAME, SINGLE_NAME, shard_names
 from lowtide.model_folder.hub_reference import HubReference
 
 MAX_INDEX_BYTES = 64 << 20
@@ -112,10 +113,11 @@ def missing_files(folder: Path) -> list[str]:
     # A link into the cache whose target is gone is not a file.
     present = {name for name in present if (folder / name).exists()}
     missing = [] if "config.json" in present else ["config.json"]
-    index = folder / "model.safetensors.index.json"
-    if index.name in present:
-        return missing + sorted(_indexed_shards(index) - present)
-    if not any(name.endswith(".safetensors") for name in present):
+    if SINGLE_NAME not in present and INDEX_NAME in present:
+        return missing + sorted(_indexed_shards(folder / INDEX_NAME) - present)
+    try:
+        shard_names(present, str(folder))
+    except CheckpointError:
         missing.append("*.safetensors")
     return missing
 

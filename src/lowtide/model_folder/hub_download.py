@@ -100,19 +100,23 @@ class _Download:
         self._model.folder.mkdir(parents=True, exist_ok=True)
         # First what is small: a snapshot that has all its weights is then whole.
         self._fetch_all([name for name in self._wanted if is_small(name)])
-        self._check_index()
-        self._fetch_all([name for name in self._wanted if not is_small(name)])
+        more = [name for name in self._indexed() if name not in self._wanted]
+        self._total_bytes += sum(self._model.files[name].num_bytes for name in more)
+        self._fetch_all([*(name for name in self._wanted if not is_small(name)), *more])
 
-    def _check_index(self) -> None:
-        """As `Checkpoint.open` does, which looks at it where no file has all weights."""
+    def _indexed(self) -> list[str]:
+        """What is not here of the files that the index names, which `Checkpoint.open` looks at
+        where no file has all weights. Raises HubError for one that is not on the hub."""
         if INDEX_NAME not in self._model.files or SINGLE_NAME in self._model.files:
-            return
-        absent = [n for n in missing_files(self._model.folder) if n not in self._model.files]
+            return []
+        named = missing_files(self._model.folder)
+        absent = [name for name in named if name not in self._model.files]
         if absent:
             raise HubError(
                 f"{self._model.name} is not whole on the hub: {INDEX_NAME} names "
                 f"{shown(absent[0])}, which is not one of its files."
             )
+        return named
 
     def _fetch_all(self, names: Sequence[str]) -> None:
         """Several at once."""

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from lowtide.model_folder.gguf_header import GgufHeader
     from lowtide.model_folder.gguf_model import GgufModel
 
-_SMALL_ENDS = (".json", ".jinja")
+_SMALL_ENDS = (".json", ".jinja", "merges.txt")
 """What is fetched beside weights ends so: configuration, tokenizer. Never code, nor pickles."""
 NUM_CONNECTIONS = 8
 MAX_CONFIG_BYTES = 16 << 20

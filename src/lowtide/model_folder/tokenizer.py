@@ -1,7 +1,8 @@
 """Text to token ids and back, and chat messages to a prompt: `Tokenizer`, `TextStream`.
 
-Everything comes from `tokenizer.json`, `tokenizer_config.json` and `chat_template.jinja`; a
-model's own Python code is never run. Knows nothing of models and imports no torch.
+Everything comes from `tokenizer.json` (or `vocab.json` and `merges.txt`), `tokenizer_config.json`
+and `chat_template.jinja`; a model's own Python code is never run. Knows nothing of models and
+imports no torch.
 """
 
 from __future__ import annotations
@@ -14,10 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
+from tokenizers import processors
 
 from lowtide.errors import CheckpointError, LowtideError, UsageError
 from lowtide.files.json_file import printable, read_object
 from lowtide.files.regular_file import read_regular
+from lowtide.model_folder.byte_level_files import has_byte_level_files, read_byte_level_files
 from lowtide.model_folder.chat_messages import Message
 from lowtide.model_folder.chat_template import MAX_TEXT_CHARS, read_template, render_template
 
@@ -48,17 +51,22 @@ class Tokenizer:
 
     @classmethod
     def load(cls, folder: Path) -> Tokenizer | None:
-        """The tokenizer of a model folder; None if it has no `tokenizer.json`.
+        """The tokenizer of a model folder; None if it has none that is read.
 
         Raises CheckpointError for files that are too large or not what they should be.
         """
-        path = folder / TOKENIZER_NAME
-        if not os.path.lexists(path):
-            return None
-        backend = _read_tokenizer(path)
         config = _read_config(folder)
+        if not _has_tokenizer(folder, config):
+            return None
         template = read_template(folder, config)
-        with blamed(f"{path} and {CONFIG_NAME} do not make a tokenizer", "Fetch them again"):
+        with blamed(
+            f"The files of {folder} and {CONFIG_NAME} do not make a tokenizer", "Fetch them again"
+        ):
+            backend = _read_backend(folder, config)
+            bos = _special_tokens(config).get("bos_token")
+            adds_nothing = not backend.num_special_tokens_to_add(is_pair=False)
+            if bos and config.get("add_bos_token") is True and adds_nothing:
+                begin_texts(backend, bos)  # as transformers does, for DeepSeek's above all
             return cls(backend, config, template)
 
     def __init__(
@@ -189,8 +197,8 @@ def has_chat_template(folder: Path) -> bool:
 
     Raises CheckpointError as `Tokenizer.load`.
     """
-    has_tokenizer = os.path.lexists(folder / TOKENIZER_NAME)
-    return has_tokenizer and read_template(folder, _read_config(folder)) is not None
+    config = _read_config(folder)
+    return _has_tokenizer(folder, config) and read_template(folder, config) is not None
 
 
 class TextStream:
@@ -261,6 +269,26 @@ def blamed(failure: str, way_out: str) -> Iterator[None]:
     except BaseException as error:
         reason = printable(str(error)[:300]) or type(error).__name__
         raise CheckpointError(f"{failure}: {reason}. {way_out}.") from error
+
+
+def begin_texts(backend: tokenizers.Tokenizer, bos: str) -> None:
+    """From now on a text begins with this token, if there is one, unless no special ones are
+    wanted."""
+    number = backend.token_to_id(bos)
+    if number is not None:
+        backend.post_processor = processors.TemplateProcessing(
+            single=[bos, "$A"], special_tokens=[(bos, number)]
+        )
+
+
+def _has_tokenizer(folder: Path, config: Mapping[str, Any]) -> bool:
+    return os.path.lexists(folder / TOKENIZER_NAME) or has_byte_level_files(folder, config)
+
+
+def _read_backend(folder: Path, config: Mapping[str, Any]) -> tokenizers.Tokenizer:
+    path = folder / TOKENIZER_NAME
+    is_whole = os.path.lexists(path)
+    return _read_tokenizer(path) if is_whole else read_byte_level_files(folder, config)
 
 
 def _read_config(folder: Path) -> dict[str, Any]:

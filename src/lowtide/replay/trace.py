@@ -27,6 +27,7 @@ from lowtide.core import (
 )
 from lowtide.errors import StorageError, UsageError
 from lowtide.files.array_file import Arrays, Contradiction, load_arrays, save_arrays
+from lowtide.files.json_file import as_text
 
 TRACE_VERSION = 3
 MAX_TRACE_BYTES = 1 << 32
@@ -166,7 +167,7 @@ class Trace:
         return {
             "version": np.array([TRACE_VERSION], np.int64),
             "shape": np.array(self.shape, np.int64),
-            "model": np.frombuffer(self.model.encode(), np.uint8),
+            "model": np.frombuffer(as_text(self.model).encode(), np.uint8),
             "passes": np.array(passes, np.int32).reshape(len(passes), _NUM_COLUMNS),
             "ids": np.ascontiguousarray(self.ids),
             "weights": np.ascontiguousarray(self.weights),

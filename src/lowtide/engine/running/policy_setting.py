@@ -249,6 +249,7 @@ def _disk_costs(opened: OpenModel, host: HostTier, preset: str, cores_per_expert
     tau = parse_options(options.policy, options.policy_options).get("tau")
     if not (recipe(preset).weighs_moves or isinstance(tau, FollowDrift | SolvedTau)):
         return Costs.unknown(slot_bytes)
+    host.pause()  # reads that were begun for a coming layer have slots
     if not host.ledger.num_free:
         host.keep(0, np.empty(0, np.int64))  # another policy's, who may want them read again
     read_s = _read_s(host, min(8, host.ledger.num_experts, host.ledger.num_free))
@@ -263,9 +264,11 @@ def _read_s(host: HostTier, num_probes: int) -> float:
     slots = [host.ledger.take() for _ in range(num_probes)]
     start_s = perf_counter()
     tickets = [host.transfer.start(0, expert, slot) for expert, slot in enumerate(slots)]
-    for ticket in tickets:
-        ticket_result(ticket)
-    read_s = (perf_counter() - start_s) / num_probes
-    for slot in slots:
-        host.ledger.drop(slot)
-    return read_s
+    try:
+        for ticket in tickets:
+            ticket_result(ticket)
+        return (perf_counter() - start_s) / num_probes
+    finally:
+        for slot, ticket in zip(slots, tickets, strict=True):
+            host.set_aside(slot, ticket)  # free once its read has ended, however that was
+        host.settle()

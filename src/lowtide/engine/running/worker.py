@@ -185,8 +185,8 @@ class Worker:
 
     def adopt(self, engine: Engine) -> None:
         """Goes on with the same model in another state, in which nothing was computed so far."""
+        self._decoder.forget(is_mixed=self.engine.opened.changes_words)
         self.engine = engine
-        self._decoder.forget()
         if engine.opened.changes_words:  # also those of what begins under it and ends under another
             self._stored = None
             self._decoder.store_in(None)
