@@ -136,6 +136,37 @@ def test_a_message_that_is_too_long_by_itself_is_refused_and_forgotten() -> None
     assert len(talk.llm.asked) == 1 and len(talk.turns) == 1
 
 
+def test_a_message_that_is_too_long_by_itself_costs_no_turn() -> None:
+    talk = Talk(max_tokens=10)
+    talk.says("one", "two", "three")
+    before = talk.turns.messages()
+    said = talk.says("word " * 100)
+    assert "This message has 100 tokens" in said and "dropped" not in said
+    assert talk.turns.messages() == before
+
+
+def test_an_answer_is_given_up_for_another_one_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C at any time of another answer, typed: before its first word the old one stays."""
+    talk = Talk(max_tokens=10)
+    talk.says("one", "two")
+    before = talk.turns.messages()
+
+    def interrupted(*_: object, **__: object) -> Any:
+        raise KeyboardInterrupt
+
+    class Typed(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setattr(sys, "stdin", Typed())
+    for name in ("generate", "token_ids", "max_new_tokens", "stats"):
+        with monkeypatch.context() as patch:
+            patch.setattr(talk.llm, name, interrupted)
+            talk.conversation._reported(talk.conversation._commands["/retry"], "")
+        assert "(stopped)" in talk.err.getvalue()
+        assert talk.turns.messages() == before
+
+
 def test_an_answer_that_the_context_cut_is_told() -> None:
     talk = Talk(max_tokens=20)
     assert "(cut at 5 tokens: the context is full)" in talk.says("word " * 95)
@@ -231,9 +262,21 @@ def test_every_parameter_that_chat_can_set_is_one() -> None:
 
 def test_messages_of_several_lines() -> None:
     talk = Talk()
-    talk.says('"""one', "two", 'three"""', '"""single"""', '"""never closed')
+    talk.says('"""one', "two", 'three"""', '"""single"""', '"""Doc.""" is one', '"""never closed')
     contents = [prompt[-1]["content"] for prompt in talk.llm.prompts]
-    assert contents == ["one\ntwo\nthree", "single"]
+    assert contents == ["one\ntwo\nthree", "single", '"""Doc.""" is one']
+
+
+def test_a_pasted_text_that_begins_with_quotes_is_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file with a docstring, which comes as one line."""
+    editor = LineEditor([], None)
+    for text, said in (
+        ('"""Doc."""\nimport os\n', '"""Doc."""\nimport os\n'),
+        ('"""all of\nthis"""', "all of\nthis"),
+        ('"""all of\nthis"""\n', "all of\nthis"),
+    ):
+        monkeypatch.setattr(editor, "_line", lambda _, text=text: text)
+        assert editor.read() == said
 
 
 def test_the_last_message_is_answered_again() -> None:

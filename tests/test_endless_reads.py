@@ -8,12 +8,14 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import wait
 from pathlib import Path
 
 import pytest
 from whole import LIMIT_S, Setting
 
 from lowtide import SamplingParams
+from lowtide.engine.running.engine import Engine
 from lowtide.errors import StorageError, UsageError
 from lowtide.experts import compiled_residents, host_tier, transfer
 from lowtide.lab.synth import synth
@@ -132,3 +134,31 @@ def test_a_program_ends_whose_read_does_not(model: Path) -> None:
         timeout=120,
     )
     assert result.returncode == 0 and result.stdout == "closed\n"
+
+
+def test_a_compiled_read_is_answered_when_nothing_writes_to_its_slot_any_more(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However long that takes: the slot is another expert's then."""
+    answers = threading.Event()
+
+    def look(engine: Engine) -> None:
+        host = engine.experts.host
+        compiled, slot = host.transfer.compiled, host.ledger.take()
+        assert compiled is not None
+        wait_for = compiled.readiness.wait
+
+        def stalled(slot: int, limit_s: float) -> int | None:
+            return wait_for(slot, limit_s) if answers.wait(0.01) else None
+
+        with monkeypatch.context() as patch:
+            patch.setattr(transfer, "WAIT_LIMIT_S", 0.05)
+            patch.setattr(compiled.readiness, "wait", stalled)
+            ticket = host.transfer.start(0, 0, slot)
+            assert wait([ticket], 0.5).not_done
+            answers.set()
+            assert ticket.result(LIMIT_S) == compiled.num_bytes(0)
+        host.ledger.drop(slot)
+
+    with LEAST.open(model) as llm:
+        llm._loop.run(look)

@@ -18,7 +18,7 @@ from lowtide import AsyncLLM
 from lowtide.decode.request import Committed, Event, Request
 from lowtide.serve.app import build_app
 from lowtide.serve.errors import QueueFull
-from lowtide.serve.service import Ask, Served, Service
+from lowtide.serve.service import Served, Service
 from lowtide.serve.settings import ServeSettings
 
 SAID = [{"role": "user", "content": "import os"}]
@@ -83,7 +83,7 @@ def grammar_that_waits(service: Service, monkeypatch: pytest.MonkeyPatch) -> Wai
     """In its thread."""
     waits, end, running = asyncio.Event(), threading.Event(), asyncio.get_running_loop()
 
-    def request(_: Ask, __: list[int]) -> Request:
+    def request(*_: object) -> Request:
         running.call_soon_threadsafe(waits.set)
         end.wait(LIMIT_S)
         raise AssertionError("not waited for")

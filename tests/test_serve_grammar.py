@@ -19,6 +19,7 @@ import pytest
 from hash_model import EOS as HASH_EOS
 from hash_model import VOCAB, HashModel, make_kv_cache
 from small_tokenizers import (
+    CODER,
     EOS,
     FORMATS,
     GPT_OSS,
@@ -450,6 +451,57 @@ def test_a_form_waits_for_those_before_it(monkeypatch: pytest.MonkeyPatch) -> No
         other = pool.submit(grammars.applied, *asked)
         is_told.set()
         assert other.result(60).mask is not None
+
+
+@pytest.mark.parametrize(
+    ("schema", "text", "value"),
+    [
+        ({"type": ["string", "null"]}, "metric", "metric"),
+        ({"type": ["string", "null"]}, "null", None),
+        ({"anyOf": [{"type": "string"}, {"type": "null"}]}, "a\nb", "a\nb"),
+        ({"type": ["string", "integer"]}, "7", "7"),
+        ({"type": "string", "const": "only"}, "only", "only"),
+        ({"type": ["string", "null"], "enum": ["a", None]}, "null", None),
+        ({"type": "integer"}, "7", 7),
+    ],
+)
+def test_a_value_that_is_written_under_a_schema_is_read_as_it(
+    schema: dict[str, Any], text: str, value: object
+) -> None:
+    """Qwen3-Coder's, whose texts are not in quotes."""
+    parameters = {"type": "object", "properties": {"a": schema}, "required": ["a"]}
+    tool = Tool("f", "", parameters, strict=True)
+    told = f"<function=f>\n<parameter=a>\n{text}\n</parameter>\n</function>"
+    told = f"<tool_call>\n{told}\n</tool_call>"
+    mask = mask_of(None, CODER, tools=(tool,), tool_choice="f")
+    force(mask, CODER.tokenizer.encode(told, add_special=False))
+    parser = parser_of(CODER.tokenizer, [], (tool,))
+    pieces = [*parser.feed(CODER.tokenizer.encode(told, add_special=False)), *parser.finish()]
+    arguments = "".join(piece.text for piece in pieces if isinstance(piece, CallArguments))
+    assert json.loads(arguments) == {"a": value}
+
+
+def test_no_form_is_compiled_for_who_is_gone() -> None:
+    grammars, is_gone = grammars_of(), threading.Event()
+    asked = (request_of(QWEN.tokenizer), Constraint.json_object())
+    with grammars._turn, ThreadPoolExecutor(1) as pool:
+        waits = pool.submit(grammars.applied, *asked, is_gone=is_gone)
+        assert not waits.done()
+        is_gone.set()
+        with pytest.raises(QueueFull):
+            waits.result(60)
+    with pytest.raises(QueueFull, match="gone"):
+        grammars.applied(*asked, is_gone=is_gone)
+    assert grammars.applied(*asked).mask is not None
+
+
+def test_a_call_held_to_a_schema_cannot_begin_without_its_mark() -> None:
+    """Qwen3-Coder may forget the first one, and what follows is read as a call."""
+    tool = Tool("f", "", {"type": "object", "properties": {"a": {"enum": [1]}}}, strict=True)
+    mask = mask_of(None, CODER, tools=(tool,))
+    *text, last = CODER.tokenizer.encode("See <function=", add_special=False)
+    force(mask, text)
+    assert not mask.allowed()[last] and mask.allowed()[EOS]
 
 
 def test_a_tool_with_a_schema_that_is_not_known() -> None:

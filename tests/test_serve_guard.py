@@ -109,6 +109,8 @@ def test_names_of_others_are_refused(host: str, is_let_in: bool) -> None:
         ("https://evil.example", False),
         ("null", False),
         ("", False),
+        ("http://[", False),
+        ("127.0.0.1:8000", False),
     ],
 )
 def test_pages_of_others_are_refused(origin: str, is_let_in: bool) -> None:

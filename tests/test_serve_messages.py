@@ -245,6 +245,28 @@ def test_an_image_that_a_tool_shows_is_told_of_and_no_end() -> None:
     assert output.role == "tool" and output.text.startswith("a.png\n[image left out")
 
 
+@pytest.mark.parametrize(
+    ("source", "text", "ignored"),
+    [
+        ({"type": "base64", "media_type": "application/pdf", "data": "AA"}, "[document left", True),
+        ({"type": "url", "url": "https://a.example/b.pdf"}, "[document left out", True),
+        ({"type": "text", "media_type": "text/plain", "data": "its words"}, "its words", False),
+    ],
+)
+def test_a_document_that_a_client_opened_is_told_of_and_no_end(
+    source: dict[str, str], text: str, ignored: bool
+) -> None:
+    """As Claude Code sends a PDF: beside the tool's output, at every further turn."""
+    service = ScriptedService([done()])
+    content = [{"type": "document", "source": source}, {"type": "text", "text": "What is it?"}]
+    with listening(service) as url:
+        answer = post(url, {**SHORT, "messages": [{"role": "user", "content": content}]})
+    assert answer.status_code == 200
+    assert ("x-lowtide-ignored" in answer.headers) == ignored
+    said = service.asks[0].conversation.turns[-1].text
+    assert said.startswith(text) and said.endswith("What is it?")
+
+
 def test_servers_tools_and_hidden_thoughts_are_left_out_and_named() -> None:
     service = ScriptedService([done()])
     hidden = [{"type": "redacted_thinking", "data": "x"}, {"type": "text", "text": "a"}]

@@ -44,6 +44,19 @@ def test_a_folder_without_tokenizer_has_none(tmp_path: Path) -> None:
     assert Tokenizer.load(tmp_path) is None
 
 
+@given(st.text(min_size=1))
+def test_bytes_of_tokens_make_the_text(tokenizer: Tokenizer, text: str) -> None:
+    """Of half characters, too."""
+    if not any(special in text for special in SPECIAL_TOKENS):
+        pieces = [tokenizer.piece_bytes(token) for token in tokenizer.encode(text)]
+        assert b"".join(piece or b"?" for piece in pieces) == text.encode()
+
+
+def test_bytes_of_ids_without_a_token_are_not_known(tokenizer: Tokenizer) -> None:
+    assert [tokenizer.piece_bytes(token) for token in (-1, 10**6, 2**40)] == [None] * 3
+    assert tokenizer.piece_bytes(EOS) == b"<|endoftext|>"
+
+
 @given(st.text())
 def test_text_survives_the_round_trip(tokenizer: Tokenizer, text: str) -> None:
     if not any(special in text for special in SPECIAL_TOKENS):

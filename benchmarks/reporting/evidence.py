@@ -42,6 +42,7 @@ class Claim(NamedTuple):
     neutral: float = 1.0  # the value without any effect
     form: Callable[[float], Cell] = number
     for_all: bool = False  # whether each value has to be in the range, not their mean
+    is_most: bool = False  # "up to": whether the most of the values has to be
 
     @property
     def is_reproduced(self) -> bool:
@@ -49,6 +50,8 @@ class Claim(NamedTuple):
         low, high = (end - self.neutral for end in (self.low, self.high))
         low, high = low - NEAR * abs(low), high + NEAR * abs(high)
         values = self.values if self.for_all else [statistics.fmean(self.values)]
+        if self.is_most:
+            values = [max(self.values)]
         return all(low <= value - self.neutral <= high for value in values)
 
     @property
@@ -72,8 +75,6 @@ def mosaic(results: Results, page: Path) -> str:
     timed = [line for line in timed if line["depth"] != "2 layers" and turns_of(line, "step_s")]
     chunked = results.newest_lines("step_time", "chunked", ("model", "num_tokens", "operator"))
     chunked = [line for line in chunked if turns_of(line, "over_one")]
-    plans = results.newest_lines("step_time", "planning", ("model", "num_tokens", "prompt_share"))
-    plans = [line for line in plans if line["step_s"] and turns_of(line, "per_step_s")]
     reserved = results.newest_lines("mosaic_ablation", "reserved", ("model", "side", "num_tokens"))
     lazy = results.newest_lines("mosaic_ablation", "lazy over static", ("model", "num_tokens"))
     lazy = [line for line in lazy if "each_lazy_s" in line.row]
@@ -81,15 +82,22 @@ def mosaic(results: Results, page: Path) -> str:
     context, alone = "make bench-large ONLY=max_context", "make bench-large ONLY=mosaic_ablation"
     steps = "make bench-large ONLY=step_time"
     claims = [
-        Claim(
-            "longest sequence over plain torch (over transformers 32.98, compiled 15.89)",
-            "26.74",
-            26.74,
-            26.74,
-            [line["over_ported"] for line in cells],
-            cells,
-            "planned, not run; the three baselines here have one peak and are one result",
-            context,
+        *(
+            Claim(
+                f"longest sequence over {name}",
+                str(published),
+                published,
+                published,
+                [line[f"over_{side}"] for line in cells],
+                cells,
+                why,
+                context,
+            )
+            for name, side, published, why in (
+                ("plain torch", "ported", 26.74, "planned, not run"),
+                ("transformers", "transformers", 32.98, "its peak is plain torch's: one result"),
+                ("compiled", "compiled", 15.89, "compiled for a CPU it takes more, not less"),
+            )
         ),
         Claim(
             "peak over average of live bytes, lower by",
@@ -143,16 +151,20 @@ def mosaic(results: Results, page: Path) -> str:
             steps,
             for_all=True,
         ),
-        Claim(
-            "time of four chunks over one",
-            "up to 1.02",
-            1.0,
-            1.02,
-            [line["over_one"] for line in chunked],
-            chunked,
-            "chunks are the same tiles; an eighth of the paper's length",
-            steps,
-            form="{:.3f}".format,
+        *(
+            Claim(
+                f"time of four chunks over one, {name}",
+                f"below {most}",
+                1.0,
+                most,
+                [line["over_one"] for line in of],
+                of,
+                "ties: chunks are the same tiles, turns differ by more; an eighth of the length",
+                steps,
+                form="{:.3f}".format,
+            )
+            for name, operator, most in (("head", "logits", 1.005), ("MLP", "mlp", 1.02))
+            for of in [[line for line in chunked if line["operator"] == operator]]
         ),
         Claim(
             "time that lazy chunking saves of static",
@@ -166,18 +178,6 @@ def mosaic(results: Results, page: Path) -> str:
             neutral=0.0,
             form=percent,
         ),
-        Claim(
-            "planning's share of a step",
-            "0.1 to 4.3%",
-            0.0,
-            0.043,
-            [line["per_step_s"] / line["step_s"] for line in plans],
-            plans,
-            "less: a request has at most 16 plans, which are remembered",
-            steps,
-            neutral=0.0,
-            form="{:.4%}".format,
-        ),
     ]
     return _said(claims, page)
 
@@ -190,6 +190,7 @@ def tide(results: Results, page: Path) -> str:
     waiting = [line for line in run.of("tau") if line["waits"]]
     lines = [line for line in waiting if line["model"].startswith("demo")]
     random = [line for line in waiting if line["model"].startswith("synth")]
+    given = [line for line in waiting if line["routing"] == "synthetic"]
     routing = [line for line in run.of("routing") if line["model"].startswith("demo")]
     far = [line["similarity_at_5"] for line in routing]
     distinct = [line["distinct_experts_by_step"] for line in routing]
@@ -201,7 +202,7 @@ def tide(results: Results, page: Path) -> str:
                 "1.2 to 1.4",
                 1.2,
                 1.4,
-                [line["auto_over_tau_1"] for line in found],
+                [line["paper_over_tau_1"] for line in found],
                 found,
                 why,
                 command,
@@ -212,7 +213,8 @@ def tide(results: Results, page: Path) -> str:
                     lines,
                     "its steps are so alike that few moves are saved",
                 ),
-                ("of random weights", random, "steps are less alike than the paper says"),
+                ("of random weights", random, "steps are less alike than the paper's"),
+                ("as alike as the paper says", given, "synthetic, of both of the paper's models"),
             )
         ),
         Claim(
@@ -220,7 +222,7 @@ def tide(results: Results, page: Path) -> str:
             "up to 1.5",
             1.0,
             1.5,
-            [line["auto_over_fiddler"] for line in waiting],
+            [line["paper_over_fiddler"] for line in waiting],
             waiting,
             "Fiddler knows the favourites of another run; one anchor of its machine is this ratio",
             command,
@@ -229,32 +231,33 @@ def tide(results: Results, page: Path) -> str:
         Claim(
             "over an interval drawn at random",
             "up to 1.4",
-            1.0,
             1.4,
-            [line["auto_over_random"] for line in lines],
-            lines,
-            "means of five draws",
+            1.4,
+            [line["paper_over_random"] for line in waiting],
+            waiting,
+            "means of five draws, in every setting",
             command,
+            is_most=True,
         ),
         Claim(
             "cosine of neighbouring steps",
             "0.985",
-            0.98,
-            0.99,
+            0.985,
+            0.985,
             [line["similarity"] for line in routing],
             routing,
-            "of the demo model; less with random weights, and given in synthetic routing",
+            "of the demo model, a little more alike; less with random weights, else given",
             command,
             form="{:.3f}".format,
         ),
         Claim(
             "cosine of steps 5 apart",
             "0.95",
-            0.94,
-            0.96,
+            0.95,
+            0.95,
             far,
             routing,
-            "of the demo model",
+            "of the demo model, a little less alike",
             command,
             form="{:.3f}".format,
         ),
@@ -319,6 +322,10 @@ def buddymoe(results: Results, page: Path) -> str:
     exact = {line["model"]: line for line in full if line["what"] == "exact"}
     small_runs = results.newest_of_each("buddy", "tier")
     expected = [line for line in small_runs if line["what"] == "expected"]
+    better, fewer = (
+        [line for line in expected if line["claim"] == f"buddy rho 2 {claim}"]
+        for claim in ("loses less than random rho 2", "moves 20% fewer bytes")
+    )
     full_size, small = "make bench-large ONLY=buddy_full", "make bench-large ONLY=buddy"
     waited = [
         _median(line, "waited_ms") / _median(exact[line["model"]], "waited_ms") for line in buddies
@@ -327,12 +334,13 @@ def buddymoe(results: Results, page: Path) -> str:
         Claim(
             "tokens/s over exact",
             "up to 1.10",
-            1.0,
+            1.1,
             1.1,
             [line["speed_up"] for line in buddies],
             buddies,
             "more: experts come from disk, 3 of 8 are resident, weights are random",
             full_size,
+            is_most=True,
         ),
         Claim(
             "waited per absent expert, over exact (Table 1: 9 to 10 ms to about none)",
@@ -358,27 +366,29 @@ def buddymoe(results: Results, page: Path) -> str:
             neutral=0.0,
             form="{:.1%}".format,
         ),
-        *(
-            Claim(
-                f"{claim}, in cells",
-                "all",
-                1.0,
-                1.0,
-                [statistics.fmean(line["is_met"] for line in of)] if of else [],
-                of,
-                why,
-                small,
-                neutral=0.0,
-                form=percent,
-            )
-            for claim, why in (
-                (
-                    "buddy rho 2 loses less than random rho 2",
-                    "experts of the demo models are hardly alike, so no buddy is near",
-                ),
-                ("buddy rho 2 moves 20% fewer bytes", "20% is the paper's share of PCIe's bytes"),
-            )
-            for of in [[line for line in expected if line["claim"] == claim]]
+        Claim(
+            "buddy rho 2 loses less than random rho 2, in cells",
+            "all",
+            1.0,
+            1.0,
+            [statistics.fmean(line["is_met"] for line in better)] if better else [],
+            better,
+            "experts of the demo models are hardly alike, so no buddy is near",
+            small,
+            neutral=0.0,
+            form=percent,
+        ),
+        Claim(
+            "bytes moved, fewer by (caption: 20%; text: exact moves 20% more)",
+            "17 to 20%",
+            1 / 6,
+            0.2,
+            [line["saved"] for line in fewer],
+            fewer,
+            "rho 2 of 4, 3 of 8 resident, from disk and over an emulated link",
+            small,
+            neutral=0.0,
+            form=percent,
         ),
     ]
     return _said(claims, page)

@@ -36,6 +36,7 @@ _LENGTH_OF = {
     "planning": "planned",
 }
 """The option that named the one length of such a line; other lengths of its run do not matter."""
+_OF_NO_LENGTH = ("planned parts",)  # of a script that has lengths for its other lines
 _NOT_COMPARED = ("repeats", "limit")  # tables look at turns themselves; a limit is the machine's
 
 
@@ -52,9 +53,11 @@ def is_repeatable(row: Mapping[str, Any]) -> bool:
         for name, value in row["settings"].items()
         if name not in _NOT_COMPARED
     }
-    if (own := _LENGTH_OF.get(row["what"])) is not None:
+    own = _LENGTH_OF.get(row["what"])
+    if own is not None or row["what"] in _OF_NO_LENGTH:
         others = set(_LENGTH_OF.values())
         settings = {name: value for name, value in settings.items() if name not in others}
+    if own is not None:
         settings[own] = row["num_tokens"]
     if (model := row.get("model")) in MODELS:  # published shapes, which calls name
         settings["models"] = model

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from lowtide.lab.bench import Spread
 from reporting.results import Line, Results
-from reporting.tables import Cell, Row, giga, number, shown, turns_of, with_range
+from reporting.tables import Cell, Row, giga, is_tie, number, shown, turns_of, with_range
 
 _SCRIPT = "serve_load"
 _LOAD = (
@@ -67,17 +67,26 @@ def _load(line: Line) -> tuple[Cell, ...]:
         line["lane"],
         str(line["clients"]),
         _range(line, "tokens_per_s"),
-        _waited(line, "first_s", 1),
+        _waited(line, "first_s", 1) + _without(line),
         _waited(line, "token_s", 1e3),
         str(line["num_refused"]),
         f"{giga(line['resident_before_bytes'])}, {giga(line['resident_after_bytes'])}",
     )
 
 
+def _without(line: Line) -> Cell:
+    """Requests that had no first token when the time was over: the waits are of the others."""
+    number_of = line["num_without_token"]
+    return f"; {number_of} without" if number_of else ""
+
+
 def _beside(line: Line) -> tuple[Cell, ...]:
-    times = (Spread.of([1e3 * s for s in line[f"each_{name}_s"]]) for name in ("served", "python"))
-    over = _range(line, "over_python")
-    return (*map(with_range, times), over, f"at most {line['wanted_over_python']}")
+    served, python = (
+        Spread.of([1e3 * s for s in line[f"each_{name}_s"]]) for name in ("served", "python")
+    )
+    over = _range(line, "over_python") + (", a tie" if is_tie(served, python) else "")
+    wanted = f"at most {line['wanted_over_python']}"
+    return (with_range(served), with_range(python), over, wanted)
 
 
 def _disk(line: Line) -> tuple[Cell, ...]:

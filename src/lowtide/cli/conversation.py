@@ -122,11 +122,15 @@ class Dialogue(abc.ABC):
                 self._say("\n/bye or Ctrl-D leaves.")
 
     def _reported(self, action: Callable[[str], None], text: str) -> None:
-        """The conversation outlives what was refused."""
+        """The conversation outlives what was refused, and Ctrl-C where lines are typed."""
         try:
             action(text)
         except LowtideError as error:
             self._err.print(f"lowtide: {printable(str(error))}", style="red")
+        except KeyboardInterrupt:
+            if not sys.stdin.isatty():
+                raise
+            self._say("\n(stopped)")
 
     def _say(self, text: str) -> None:
         self._err.print(printable(text), style="dim")
@@ -139,11 +143,13 @@ class Dialogue(abc.ABC):
 
     def _retry(self) -> None:
         line, answer = self._turns.take_back()
+        has_answered = False
         try:
             self._answer(line)
-        except LowtideError:
-            self._turns.add(line, answer)
-            raise
+            has_answered = bool(self._turns.last_answer)
+        finally:  # whatever came of it: an answer is given up for another one alone
+            if not has_answered:
+                self._turns.put_back(line, answer)
 
     def _save(self, name: str) -> None:
         path = _named(name, "/save")
@@ -212,7 +218,7 @@ class TerminalChat(Dialogue):
     def _fitted(self, line: str) -> tuple[list[int], SamplingParams]:
         """A prompt that leaves room for an answer, without the oldest turns if need be, and the
         parameters of such an answer. Raises UsageError for a line that is too long by itself."""
-        num_dropped = 0
+        dropped: list[tuple[str, str]] = []
         while True:
             token_ids = self._llm.token_ids(
                 self._turns.prompt_with(line),
@@ -223,16 +229,16 @@ class TerminalChat(Dialogue):
             least = min(self._params.max_tokens or LEAST_ANSWER_TOKENS, LEAST_ANSWER_TOKENS)
             if room >= least or not len(self._turns):
                 break
-            self._turns.drop_oldest()
-            num_dropped += 1
-        if num_dropped:
-            turns = "turn was" if num_dropped == 1 else f"{num_dropped} turns were"
-            self._say(f"(the oldest {turns} dropped: the context is full)")
+            dropped.append(self._turns.drop_oldest())
         if room < 1:
+            self._turns.put_first(dropped)
             raise UsageError(
                 f"This message has {len(token_ids)} tokens, and the context leaves no room for an "
                 "answer: shorten it, or begin again with a larger --context."
             )
+        if dropped:
+            turns = "turn was" if len(dropped) == 1 else f"{len(dropped)} turns were"
+            self._say(f"(the oldest {turns} dropped: the context is full)")
         if self._params.max_tokens is None:
             return token_ids, self._params
         return token_ids, replace(self._params, max_tokens=min(self._params.max_tokens, room))

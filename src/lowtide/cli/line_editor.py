@@ -38,12 +38,14 @@ class LineEditor:
         """The next turn, or None at the end of input. Raises KeyboardInterrupt."""
         try:
             line = self._line("> ")
-            if not line.startswith(QUOTES):
+            is_pasted = "\n" in line and not line.rstrip().endswith(QUOTES)
+            if not line.startswith(QUOTES) or is_pasted:
                 return line
             text = line.removeprefix(QUOTES)
             while QUOTES not in text:
                 text += "\n" + self._line("  ")
-            return text.partition(QUOTES)[0].strip("\n")
+            said, _, rest = text.partition(QUOTES)
+            return (said if not rest.strip() else QUOTES + text).strip("\n")
         except EOFError:
             return None
         except OSError as error:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -66,14 +66,29 @@ class Turns:
     def add(self, line: str, answer: str) -> None:
         self._turns.append((line, answer))
 
+    @property
+    def last_answer(self) -> str:
+        """The newest; nothing where nothing was said."""
+        return self._turns[-1][1] if self._turns else ""
+
     def take_back(self) -> tuple[str, str]:
         """Forgets the newest turn, message and answer. Raises UsageError where there is none."""
         if not self._turns:
             raise UsageError("There is no message yet to answer again.")
         return self._turns.pop()
 
-    def drop_oldest(self) -> None:
-        del self._turns[0]
+    def put_back(self, line: str, answer: str) -> None:
+        """What was taken back, in place of an answer that was stopped before its first word."""
+        if self._turns and self._turns[-1] == (line, ""):
+            del self._turns[-1]
+        self.add(line, answer)
+
+    def drop_oldest(self) -> tuple[str, str]:
+        return self._turns.pop(0)
+
+    def put_first(self, turns: Sequence[tuple[str, str]]) -> None:
+        """Turns that were dropped are the oldest again."""
+        self._turns[:0] = turns
 
     def clear(self) -> None:
         """All but what the model is told first."""

@@ -7,6 +7,7 @@ what else is resident. Disk to host is here; what moves on to a device is `link.
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Sequence
 from functools import partial
 from typing import Protocol
@@ -105,7 +106,8 @@ class DiskTransfer:
         if self.compiled is None:
             return self._reader.submit(self._reads(layer, expert, slot))
         number = layer * self._num_experts + expert
-        return self._reader.await_work(partial(self.compiled.read, number, slot, WAIT_LIMIT_S))
+        # Answered once nothing writes to the slot any more; who waits has a limit of its own.
+        return self._reader.await_work(partial(self.compiled.read, number, slot, math.inf))
 
     def describe(self, layer: int, expert: int) -> str:
         numbers = dict.fromkeys(self._table.files[layer, expert].tolist())

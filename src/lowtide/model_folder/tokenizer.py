@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,7 +21,11 @@ from tokenizers import processors
 from lowtide.errors import CheckpointError, LowtideError, UsageError
 from lowtide.files.json_file import printable, read_object
 from lowtide.files.regular_file import read_regular
-from lowtide.model_folder.byte_level_files import has_byte_level_files, read_byte_level_files
+from lowtide.model_folder.byte_level_files import (
+    byte_alphabet,
+    has_byte_level_files,
+    read_byte_level_files,
+)
 from lowtide.model_folder.chat_messages import Message
 from lowtide.model_folder.chat_template import MAX_TEXT_CHARS, read_template, render_template
 
@@ -150,6 +155,19 @@ class Tokenizer:
             return str(raw)
         # Sentence-piece decoders drop the space in front of a text's first word.
         return f" {text}" if raw.startswith("\u2581") and not text.startswith(" ") else text
+
+    def piece_bytes(self, token_id: int) -> bytes | None:
+        """One token's bytes, which may be a part of a character; None where they are not known."""
+        text = self.decode([token_id], skip_special=False) if 0 <= token_id <= MAX_TOKEN_ID else ""
+        if text and "\ufffd" not in text:
+            return self.piece(token_id).encode()
+        raw = self._backend.id_to_token(token_id) if 0 <= token_id <= MAX_TOKEN_ID else None
+        if raw is None:
+            return None
+        if match := re.fullmatch(r"<0x([0-9A-F]{2})>", raw):
+            return bytes([int(match[1], 16)])
+        known = byte_alphabet()
+        return bytes(known[c] for c in raw) if all(c in known for c in raw) else None
 
     def stream(self) -> TextStream:
         """A decoder for ids that come a few at a time."""

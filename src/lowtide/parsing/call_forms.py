@@ -59,6 +59,7 @@ class CallForm(ABC):
     inner: tuple[str, ...] = ()
     may_end_open = False
     has_raw_texts = False  # arguments that are texts are written as they are, not as JSON
+    bare_begin = ""  # what a call may begin with where its first mark was forgotten
     head: re.Pattern[str]
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -109,6 +110,7 @@ class TaggedCalls(CallForm):
     def __init__(self, tokenizer: Tokenizer) -> None:
         super().__init__(tokenizer)
         self.has_raw_texts = tokenizer.template_names(FUNCTION)
+        self.bare_begin = FUNCTION if self.has_raw_texts else ""
         ends = {self.begin: self.end}
         self.ends = ends | {FUNCTION: FUNCTION_END} if self.has_raw_texts else ends
 

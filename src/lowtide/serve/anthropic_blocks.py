@@ -10,7 +10,7 @@ from typing import Any
 from lowtide.parsing.tools import Tool
 from lowtide.serve.conversation import Conversation, ToolCall, Turn, checked_choice, merged
 from lowtide.serve.errors import Refusal
-from lowtide.serve.json_fields import PlacedObject, objects_at, unsupported, words_of
+from lowtide.serve.json_fields import PlacedObject, left_out, objects_at, unsupported, words_of
 
 _BILLING = "x-anthropic-billing-header:"
 
@@ -71,10 +71,21 @@ class MessageReader:
             arguments = json.dumps(block.object("input").fields, ensure_ascii=False)
             call = ToolCall(block.name("id"), block.name("name"), arguments)
             return Turn(role, "", tool_calls=(call,))
+        if kind == "document" and role == "user":
+            return Turn(role, self._document(block))
         if kind == "redacted_thinking" or kind in _HOSTED_BLOCKS:
             self.ignored.append(block.at(kind))
             return None
         raise unsupported(block.where, f"blocks of type {kind!r:.80}")
+
+    def _document(self, block: PlacedObject) -> str:
+        """Its words, or that it was left out: a client that opened a file by itself sends it at
+        every further turn."""
+        source = block.object("source", {})
+        if source.get("type") == "text":
+            return source.text("data")
+        self.ignored.append(block.at("document"))
+        return left_out("document")
 
     def _tools(self, declared: object) -> list[Tool]:
         """Those that a client runs itself; one that comes again replaces the earlier."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import threading
+import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import replace
@@ -37,6 +38,8 @@ from lowtide.serve.grammar_text import (
 MAX_COMPILE_S = 10.0
 MAX_TURN_S = 60.0
 """What a form waits until those before it are compiled: their time is not its own."""
+POLL_S = 0.5
+"""How soon one that waits hears that its client is gone."""
 
 _LIMITS = LLParserLimits(
     initial_lexer_fuel=1_000_000,
@@ -63,12 +66,14 @@ class Grammars:
         tools: Sequence[Tool] = (),
         tool_choice: str = "auto",
         parallel_calls: bool = True,
+        is_gone: threading.Event | None = None,
     ) -> Request:
         """The request with a mask, or as it is where any answer will do; compiles meanwhile.
 
         tools: that may be called; tool_choice: auto, required, or the name of one that must be.
-        Arguments are of a tool's schema where it is `strict` or must be called. Raises UsageError
-        for what cannot be compiled within the bounds, UnsupportedError for a diffusion model.
+        Arguments are of a tool's schema where it is `strict` or must be called. is_gone: once it is
+        set nothing is begun any more. Raises UsageError for what cannot be compiled within the
+        bounds, UnsupportedError for a diffusion model, QueueFull.
         """
         is_free = tool_choice in ("auto", "none")
         chosen = [t for t in tools if tool_choice in ("auto", "required", t.name)]
@@ -84,8 +89,8 @@ class Grammars:
             raise UsageError("ignore_eos goes on behind an answer's form: leave one of them out.")
         called = [_as_enforced(tool, is_free) for tool in chosen]
         wanted = AnswerForm(constraint, called, not is_free, not parallel_calls)
-        mask = self._compiled(grammar_text(tokenizer, request.prompt, wanted))
-        return replace(request, mask=mask)
+        text = grammar_text(tokenizer, request.prompt, wanted)
+        return replace(request, mask=self._compiled(text, is_gone or threading.Event()))
 
     def _check(
         self, constraint: Constraint | None, choice: str, chosen: Sequence[Tool], is_strict: bool
@@ -108,15 +113,14 @@ class Grammars:
         for tool in chosen:
             check_depth(tool.parameters, f"The schema of {tool.name!r:.80}")
 
-    def _compiled(self, text: str) -> GrammarMask:
+    def _compiled(self, text: str, is_gone: threading.Event) -> GrammarMask:
         if len(text) > MAX_GRAMMAR_CHARS:
             raise UsageError(
                 f"The form and its tools make a grammar of {len(text)} characters; at most "
                 f"{MAX_GRAMMAR_CHARS} are accepted."
             )
         compiled: Future[GrammarMask] = Future()
-        if not self._turn.acquire(timeout=MAX_TURN_S):
-            raise QueueFull("Forms of other requests are being compiled. Ask again in 10 s.", 10)
+        self._take_turn(is_gone)
         try:
             threading.Thread(
                 target=self._compile, args=(text, compiled), name="lowtide-grammar", daemon=True
@@ -130,6 +134,18 @@ class Grammars:
             raise UsageError(
                 f"The answer's form was not compiled within {MAX_COMPILE_S:g} s; make it simpler."
             ) from None
+
+    def _take_turn(self, is_gone: threading.Event) -> None:
+        """Waits for those before it. Raises QueueFull where that takes long, or none waits."""
+        end_s = time.monotonic() + MAX_TURN_S
+        while not self._turn.acquire(timeout=min(POLL_S, MAX_TURN_S)):
+            if is_gone.is_set() or time.monotonic() > end_s:
+                raise QueueFull(
+                    "Forms of other requests are being compiled. Ask again in 10 s.", 10
+                )
+        if is_gone.is_set():
+            self._turn.release()
+            raise QueueFull("Who asked for this form is gone.", 10)
 
     def _compile(self, text: str, compiled: Future[GrammarMask]) -> None:
         """Gives back the turn that `_compiled` took, however late."""

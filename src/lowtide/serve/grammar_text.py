@@ -7,6 +7,7 @@ marks, messages in channels.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -113,6 +114,13 @@ class LarkText:
         self._rules.append(f"{name}{option}: {body}")
         return name
 
+    def text_without(self, mark: str) -> str:
+        """Any text that a mark is nowhere in; "": any."""
+        if not mark:
+            return "TEXT"
+        self._rules.append(rf"PLAIN: TEXT & ~/(.|\n)*{re.escape(mark)}(.|\n)*/")
+        return "PLAIN"
+
     def schema(self, schema: Mapping[str, Any], is_lenient: bool = False) -> str:
         """JSON of a schema; lenient: what is not known of it is not enforced."""
         options = {"whitespace_pattern": BLANKS, "lenient": is_lenient}
@@ -200,7 +208,7 @@ def _inline(lark: LarkText, form: CallForm, wanted: AnswerForm) -> str:
     if wanted.text is not None:
         return f"({text} | {calls})"
     if form.has_token:
-        return f"TEXT ({calls})?"
+        return f"{lark.text_without(form.bare_begin)} ({calls})?"
     return _behind_text(lark, form, ones, calls)
 
 
@@ -241,13 +249,14 @@ def _raw_arguments(lark: LarkText, tool: Tool) -> str:
 def _raw_value(lark: LarkText, tool: Tool, name: str, schema: Any, text_end: str) -> str:
     if tool.grammar and name == only_text(tool):
         return f"{lark.grammar(tool.grammar)} {_VALUE_END}"
-    choices = schema.get("enum") if isinstance(schema, Mapping) else None
-    if kinds_of(schema) != {"string"}:
+    if "string" not in kinds_of(schema):  # else it is read as it stands, without quotes
         defined = {key: tool.parameters[key] for key in _DEFINED if key in tool.parameters}
         schema = {**schema, **defined} if isinstance(schema, Mapping) else {}
         return f"{lark.schema(schema, is_lenient=not tool.strict)} {_VALUE_END}"
+    choices = [schema["const"]] if "const" in schema else schema.get("enum")
     if isinstance(choices, list) and choices:
-        return f"({' | '.join(literal(str(choice)) for choice in choices)}) {_VALUE_END}"
+        told = (one if isinstance(one, str) else json.dumps(one) for one in choices)
+        return f"({' | '.join(map(literal, told))}) {_VALUE_END}"
     return text_end
 
 

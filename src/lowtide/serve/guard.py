@@ -85,7 +85,7 @@ class Guard:
         if not origins:
             return
         origin = origins[0].lower()
-        is_own = urlsplit(origin).netloc == headers.get("host", "").lower()
+        is_own = origin.partition("://")[2] == headers.get("host", "").lower()
         allowed = self._settings.allowed_origins or ()
         if len(origins) > 1 or not (is_own or origin in allowed):
             raise Refusal(

@@ -102,8 +102,13 @@ def words_of(
             raise unsupported(part.where, f"{parts} of type {kind!r:.80}")
         else:
             ignored.append(part.at(kind))
-            texts.append(f"[{kind:.80} left out: this model reads text alone]")
+            texts.append(left_out(kind))
     return joined(texts)
+
+
+def left_out(kind: str) -> str:
+    """What a model is told in the place of a part that is no text."""
+    return f"[{kind:.80} left out: this model reads text alone]"
 
 
 def unsupported(where: str, what: str) -> Refusal:

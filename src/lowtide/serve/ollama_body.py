@@ -160,7 +160,8 @@ class _MessageReader:
         function = call.object("function")
         arguments = json.dumps(function.object("arguments", {}).fields, ensure_ascii=False)
         self.num_calls += 1
-        call_id = call.name("id", f"call_{self.num_calls}")
+        # Nine letters and digits: Mistral's templates take nothing else.
+        call_id = call.name("id", f"call{self.num_calls:05}")
         return ToolCall(call_id, function.name("name"), arguments)
 
     def _answered(self, message: PlacedObject) -> str:

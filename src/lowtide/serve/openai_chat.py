@@ -246,8 +246,12 @@ def logprob_content(tokens: Sequence[TokenLogprobs], tokenizer: Tokenizer | None
     """Log-probabilities as chat completions have them."""
 
     def entry(token_id: int, logprob: float) -> dict[str, Any]:
-        text = token_text(token_id, tokenizer)
-        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+        data = None if tokenizer is None else tokenizer.piece_bytes(token_id)
+        return {
+            "token": token_text(token_id, tokenizer),
+            "logprob": logprob,
+            "bytes": None if data is None else list(data),
+        }
 
     content = [
         {

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import math
 import secrets
+import threading
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
@@ -224,15 +225,18 @@ class Service:
         self, ask: Ask, prompt_ids: list[int]
     ) -> AsyncGenerator[asyncio.Future[Request], None]:
         """The engine's request, which a thread makes; behind the `with` it is not waited for."""
-        making = asyncio.ensure_future(asyncio.to_thread(self._request, ask, prompt_ids))
+        is_gone = threading.Event()
+        making = asyncio.ensure_future(asyncio.to_thread(self._request, ask, prompt_ids, is_gone))
         try:
             yield making
         finally:
+            is_gone.set()
             making.cancel()
             await asyncio.gather(making, return_exceptions=True)
 
-    def _request(self, ask: Ask, prompt_ids: list[int]) -> Request:
-        """What the engine is asked; a grammar may take seconds. Raises TooLong or LowtideError."""
+    def _request(self, ask: Ask, prompt_ids: list[int], is_gone: threading.Event) -> Request:
+        """What the engine is asked; a grammar may take seconds, and is not begun for a client that
+        is gone. Raises TooLong or LowtideError."""
         params = self._fitted(ask, len(prompt_ids))
         [request] = self.llm.requests(prompt_ids, params, raw=True)
         if ask.conversation is None:
@@ -242,7 +246,7 @@ class Service:
             test = CompletionTest(self._reader(ask, prompt_ids))
             request = replace(request, is_stopped=test)
         return self._grammars.applied(
-            request, ask.constraint, ask.tools, ask.tool_choice, ask.parallel_calls
+            request, ask.constraint, ask.tools, ask.tool_choice, ask.parallel_calls, is_gone
         )
 
     def _reader(self, ask: Ask, prompt_ids: Sequence[int]) -> AnswerPieces:
