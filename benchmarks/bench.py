@@ -43,7 +43,7 @@ CLEARING_S = 20
 class Script(NamedTuple):
     """A script of this folder, what else it is called with, and what it takes.
 
-    minutes: on two quiet cores, estimated from the dates of lines; models that it makes included.
+    minutes: on two quiet cores, as measured and rounded up; models that it makes included.
     cut: what its arguments leave out, and why; without a word, nothing.
     """
 
@@ -66,10 +66,10 @@ SMALL = (
         0,
         "two models' experts in bfloat16, q8 and q4; all formats of all take an hour",
     ),
-    Script("decode", 5),
-    Script("offload", 5),
-    Script("ar_decode", 4, ("--prompt", "256", "--new", "48")),
-    Script("absent", 4, ("--parts", "tmpfs", "block", "gguf"), cut="the disk; `--large` has it"),
+    Script("decode", 4),
+    Script("offload", 3),
+    Script("ar_decode", 3, ("--prompt", "256", "--new", "48")),
+    Script("absent", 3, ("--parts", "tmpfs", "block", "gguf"), cut="the disk; `--large` has it"),
     Script("batching", 1),
     Script(
         "conversation",
@@ -79,33 +79,33 @@ SMALL = (
     ),
     Script(
         "serve_load",
-        4,
+        3,
         ("--parts", "memory", "turns", "--seconds", "20"),
         cut="the disk; `--large` has it",
     ),
-    Script("simulate", 4, ("--validate", "--repeats", "3"), cut="3 turns of each preset, not 7"),
-    Script("simulate", 2, ("--validate", "--home", "disk", "--repeats", "3"), cut="3 turns, not 7"),
-    Script("policies", 17),
+    Script("simulate", 3, ("--validate", "--repeats", "3"), cut="3 turns of each preset, not 7"),
+    Script("simulate", 1, ("--validate", "--home", "disk", "--repeats", "3"), cut="3 turns, not 7"),
+    Script("policies", 15),
     Script("exchange", 3, disk_GiB=0),
     Script("dali", 1, disk_GiB=0),
-    Script("hindsight", 3),
+    Script("hindsight", 2),
     Script("locality", 1, disk_GiB=0),
-    Script("prefetch", 2, ("--pieces", "6"), cut="half of the text's pieces"),
+    Script("prefetch", 1, ("--pieces", "6"), cut="half of the text's pieces"),
     Script("buddy_time", 1, disk_GiB=0),
 )
 LARGE = (
-    Script("absent", 5, ("--parts", "disk"), disk_GiB=10),
+    Script("absent", 4, ("--parts", "disk"), disk_GiB=10),
     Script("serve_load", 5, ("--parts", "disk", "--seconds", "30"), disk_GiB=10),
     Script("full_size", 16, disk_GiB=45),
     Script("block_pass", 4, disk_GiB=16),
     Script(
         "larger_than_memory",
-        16,
+        11,
         ("--parts", "mapped", "--limit", "balloon"),
         42,
         "bfloat16, and 4 bits wholly in memory, which take as long again",
     ),
-    Script("max_context", 14, disk_GiB=8),
+    Script("max_context", 9, disk_GiB=8),
     Script(
         "planned_memory",
         8,
@@ -125,7 +125,7 @@ LARGE = (
     ),
     Script(
         "mosaic_ablation",
-        20,
+        17,
         ("--traced", "8192", "--timed", "2048", "--repeats", "3"),
         8,
         "one length for the allocator's replay and one for times; 3 turns, not 5",
@@ -166,13 +166,13 @@ LARGE = (
     Script("tau", 6, ("--layers", "2"), 5, "2 layers of the synthetic models, which are alike"),
     Script(
         "buddy",
-        4,
+        6,
         ("--tiers", "disk", "--tokens", "512", "--pieces", "32", "--repeats", "0"),
         cut="speeds, which `buddy_full` has of experts as large as a disk's reads are worth",
     ),
     Script(
         "buddy",
-        12,
+        14,
         (
             *("--tiers", "link", "--shares", "0.375"),
             *("--tokens", "512", "--pieces", "32", "--new", "32"),
