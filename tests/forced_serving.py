@@ -7,6 +7,7 @@ only what would have been chosen is given.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import replace
@@ -122,8 +123,8 @@ class ForcedService(Service):
                     self.answered.append(Answered(ask, piece))
                 yield piece
 
-    def _request(self, ask: Ask, prompt_ids: list[int]) -> Request:
-        request, tokenizer = super()._request(ask, prompt_ids), self.llm.tokenizer
+    def _request(self, ask: Ask, prompt_ids: list[int], is_gone: threading.Event) -> Request:
+        request, tokenizer = super()._request(ask, prompt_ids, is_gone), self.llm.tokenizer
         assert tokenizer is not None
         ids = [*tokenizer.encode(self._text(ask)), *tokenizer.eos_token_ids]
         forced = ForcedTokens(ids, self.llm.config.vocab_size, request.mask)
