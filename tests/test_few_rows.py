@@ -16,10 +16,11 @@ from rounded_files import write_rounded
 from torch import Tensor
 from whole import Observed, rows_asked
 
-from lowtide.core import PassRows, RowKind, Step, StepKind
+from lowtide.core import Curve, PassRows, RowKind, Step, StepKind
 from lowtide.engine.opening.config import EngineConfig
 from lowtide.engine.opening.model import open_model
 from lowtide.engine.planning.plan import make_plan
+from lowtide.engine.running import policy_setting
 from lowtide.engine.running.engine import Engine
 from lowtide.engine.running.wiring import load
 from lowtide.experts.compiled_residents import CompiledResidents
@@ -241,8 +242,13 @@ def decided_in_python() -> Iterator[None]:
 
 @pytest.mark.parametrize("policy", ["lru", "lowtide", "static"])
 @pytest.mark.parametrize("is_packed", [True, False], ids=["MXFP4", "bfloat16"])
-def test_experts_behind_torchs_router(tmp_path: Path, is_packed: bool, policy: str) -> None:
-    """Who is absent changes no bit, nor does a compiled call what hits and what becomes of it."""
+def test_experts_behind_torchs_router(
+    tmp_path: Path, is_packed: bool, policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who is absent changes no bit, nor does a compiled call what hits and what becomes of it, by
+    the same costs: `lowtide` measures them."""
+    monkeypatch.setattr(policy_setting, "_read_s", lambda *_: 1e-3)
+    monkeypatch.setattr(policy_setting, "measure_device_s", lambda *_: Curve([(1, 1e-4)]))
     folder, found, counts = gpt_oss(tmp_path / "model", is_packed), [], []
     for share in (1.0, 0.3):
         for is_compiled in (False, True):
