@@ -168,7 +168,7 @@ LARGE = (
         "buddy",
         6,
         ("--tiers", "disk", "--tokens", "512", "--pieces", "32", "--repeats", "0"),
-        cut="speeds, which `buddy_full` has of experts as large as a disk's reads are worth",
+        cut="speeds, which `buddy_full` has in a published shape",
     ),
     Script(
         "buddy",

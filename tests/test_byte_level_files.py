@@ -114,7 +114,7 @@ def test_damaged_files_are_refused(
 @pytest.mark.parametrize(
     ("listed", "said"),
     [
-        ([], "must map numbers"),
+        (["x"], "must map numbers"),
         ({"7": 3}, "is not a token"),
         ({"7": {"content": ""}}, "is not a token"),
         ({"7": {"content": "x", "special": "yes"}}, "is not a token"),
@@ -126,7 +126,5 @@ def test_damaged_files_are_refused(
 def test_added_tokens_that_cannot_be_are_refused(
     folder: Path, tmp_path: Path, listed: Any, said: str
 ) -> None:
-    if listed == []:
-        listed = ["x"]
     with pytest.raises(CheckpointError, match=said):
         Tokenizer.load(changed(folder, tmp_path, added_tokens_decoder=listed))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import math
 import os
@@ -136,12 +137,26 @@ def test_a_message_that_is_too_long_by_itself_is_refused_and_forgotten() -> None
     assert len(talk.llm.asked) == 1 and len(talk.turns) == 1
 
 
-def test_a_message_that_is_too_long_by_itself_costs_no_turn() -> None:
+def test_a_message_that_is_too_long_by_itself_costs_no_turn(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nor does Ctrl-C while it is found how many turns are to be dropped."""
     talk = Talk(max_tokens=10)
     talk.says("one", "two", "three")
     before = talk.turns.messages()
     said = talk.says("word " * 100)
     assert "This message has 100 tokens" in said and "dropped" not in said
+    assert talk.turns.messages() == before
+    calls, token_ids = itertools.count(), talk.llm.token_ids
+
+    def interrupted(prompt: Any, **options: object) -> list[int]:
+        if next(calls):
+            raise KeyboardInterrupt
+        return token_ids(prompt, **options)
+
+    monkeypatch.setattr(talk.llm, "token_ids", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        talk.says("word " * 90)
     assert talk.turns.messages() == before
 
 

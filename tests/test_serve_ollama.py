@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -241,6 +242,8 @@ def test_tools_outputs_answer_the_calls_before_them() -> None:
     assert answer.reasoning == "Look first."
     weather, time = answer.tool_calls
     assert (noon.tool_call_id, rain.tool_call_id) == (time.id, weather.id)
+    # As Mistral's templates want them.
+    assert all(re.fullmatch("[a-zA-Z0-9]{9}", call.id) for call in answer.tool_calls)
 
 
 def test_errors_and_silence_are_lines(monkeypatch: pytest.MonkeyPatch) -> None:

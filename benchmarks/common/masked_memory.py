@@ -42,7 +42,7 @@ def measure(settings: Mapping[str, Any]) -> dict[str, Any]:
     plan = plan_of(model, settings)
     with torch.inference_mode(), model.loaded() as engine:
         PlannedStep(engine, plan, form).run()
-        start_bytes = start()
+        start_bytes = restart_peak()
         step = PlannedStep(engine, plan, form)
         step_s = step.seconds()
         step_bytes = peak_resident_bytes() - start_bytes
@@ -82,7 +82,7 @@ def _side_step(config: ModelConfig, side: Side, num_tokens: int) -> dict[str, An
     token_ids = canvas(config, num_tokens, num_tokens // 2)
     before = {f"{name}_before": fact for name, fact in side.facts.items() if name == "num_graphs"}
     side.step(token_ids)  # oneDNN keeps what it compiled for each number of an expert's rows
-    start_bytes, start_s = start(), time.perf_counter()
+    start_bytes, start_s = restart_peak(), time.perf_counter()
     side.step(token_ids)
     step_s = time.perf_counter() - start_s
     return {
@@ -116,7 +116,7 @@ def resident_within(start: int, num_bytes: int, path: Path = Path("/proc/self/pa
     return int(np.count_nonzero(entries >> np.uint64(63))) * page
 
 
-def start() -> int:
+def restart_peak() -> int:
     """What the process holds now; its peak starts again from here."""
     gc.collect()
     with suppress(OSError, AttributeError):  # glibc's: what is free in its heap would be used again

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from common.allocation_trace import Moment, trace, use_of
 from common.cuda_allocator import replay
-from common.masked_memory import OURS, open_warm, plan_of, start
+from common.masked_memory import OURS, open_warm, plan_of, restart_peak
 from common.masked_shapes import MaskedShape
 from common.masked_sides import canvas
 from common.memory import peak_resident_bytes
@@ -60,7 +60,7 @@ def _trace_side(folder: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
     num_tokens = settings["num_tokens"]
     token_ids = canvas(config, num_tokens, num_tokens // 2)
     side.step(token_ids)  # oneDNN keeps what it compiled for each number of an expert's rows
-    start_bytes = start()
+    start_bytes = restart_peak()
     traced = trace(lambda: side.step(token_ids))
     resident_bytes = peak_resident_bytes() - start_bytes
     peaks = replay(traced.changes * NUM_STEPS)

@@ -76,8 +76,8 @@ def _load(line: Line) -> tuple[Cell, ...]:
 
 def _without(line: Line) -> Cell:
     """Requests that had no first token when the time was over: the waits are of the others."""
-    number_of = line["num_without_token"]
-    return f"; {number_of} without" if number_of else ""
+    count = line["num_without_token"]
+    return f"; {count} without" if count else ""
 
 
 def _beside(line: Line) -> tuple[Cell, ...]:

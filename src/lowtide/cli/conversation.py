@@ -218,26 +218,26 @@ class TerminalChat(Dialogue):
     def _fitted(self, line: str) -> tuple[list[int], SamplingParams]:
         """A prompt that leaves room for an answer, without the oldest turns if need be, and the
         parameters of such an answer. Raises UsageError for a line that is too long by itself."""
-        dropped: list[tuple[str, str]] = []
+        num_dropped = 0
         while True:
             token_ids = self._llm.token_ids(
-                self._turns.prompt_with(line),
+                self._turns.prompt_with(line, num_dropped),
                 raw=not self._turns.has_template,
                 template_options=self._turns.template_options,
             )
             room = self._llm.max_new_tokens(len(token_ids), self._params)
             least = min(self._params.max_tokens or LEAST_ANSWER_TOKENS, LEAST_ANSWER_TOKENS)
-            if room >= least or not len(self._turns):
+            if room >= least or num_dropped == len(self._turns):
                 break
-            dropped.append(self._turns.drop_oldest())
+            num_dropped += 1
         if room < 1:
-            self._turns.put_first(dropped)
             raise UsageError(
                 f"This message has {len(token_ids)} tokens, and the context leaves no room for an "
                 "answer: shorten it, or begin again with a larger --context."
             )
-        if dropped:
-            turns = "turn was" if len(dropped) == 1 else f"{len(dropped)} turns were"
+        if num_dropped:
+            self._turns.drop_oldest(num_dropped)
+            turns = "turn was" if num_dropped == 1 else f"{num_dropped} turns were"
             self._say(f"(the oldest {turns} dropped: the context is full)")
         if self._params.max_tokens is None:
             return token_ids, self._params

@@ -38,14 +38,14 @@ class LineEditor:
         """The next turn, or None at the end of input. Raises KeyboardInterrupt."""
         try:
             line = self._line("> ")
-            is_pasted = "\n" in line and not line.rstrip().endswith(QUOTES)
-            if not line.startswith(QUOTES) or is_pasted:
+            if not line.startswith(QUOTES):
                 return line
             text = line.removeprefix(QUOTES)
             while QUOTES not in text:
                 text += "\n" + self._line("  ")
             said, _, rest = text.partition(QUOTES)
-            return (said if not rest.strip() else QUOTES + text).strip("\n")
+            # With more behind them they are the text's own, as those of a pasted file.
+            return QUOTES + text if rest.strip() else said.strip("\n")
         except EOFError:
             return None
         except OSError as error:

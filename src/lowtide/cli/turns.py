@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -49,16 +49,16 @@ class Turns:
             )
         self._system = text
 
-    def prompt_with(self, line: str) -> Prompt:
-        """The prompt that has `line` as its newest."""
+    def prompt_with(self, line: str, first: int = 0) -> Prompt:
+        """The prompt that has `line` as its newest, and of the turns those from `first` on."""
         if not self.has_template:
-            return "".join(said + answer for said, answer in self._turns) + line
-        return [*self.messages(), {"role": "user", "content": line}]
+            return "".join(said + answer for said, answer in self._turns[first:]) + line
+        return [*self.messages(first), {"role": "user", "content": line}]
 
-    def messages(self) -> list[dict[str, str]]:
-        """All that was said, in the form that chat APIs take."""
+    def messages(self, first: int = 0) -> list[dict[str, str]]:
+        """What was said from a turn on, in the form that chat APIs take."""
         messages = system_message(self._system)
-        for said, answer in self._turns:
+        for said, answer in self._turns[first:]:
             messages.append({"role": "user", "content": said})
             messages.append({"role": "assistant", "content": answer})
         return messages
@@ -83,12 +83,8 @@ class Turns:
             del self._turns[-1]
         self.add(line, answer)
 
-    def drop_oldest(self) -> tuple[str, str]:
-        return self._turns.pop(0)
-
-    def put_first(self, turns: Sequence[tuple[str, str]]) -> None:
-        """Turns that were dropped are the oldest again."""
-        self._turns[:0] = turns
+    def drop_oldest(self, count: int) -> None:
+        del self._turns[:count]
 
     def clear(self) -> None:
         """All but what the model is told first."""

@@ -64,15 +64,9 @@ class Tokenizer:
         if not _has_tokenizer(folder, config):
             return None
         template = read_template(folder, config)
-        with blamed(
-            f"The files of {folder} and {CONFIG_NAME} do not make a tokenizer", "Fetch them again"
-        ):
-            backend = _read_backend(folder, config)
-            bos = _special_tokens(config).get("bos_token")
-            adds_nothing = not backend.num_special_tokens_to_add(is_pair=False)
-            if bos and config.get("add_bos_token") is True and adds_nothing:
-                begin_texts(backend, bos)  # as transformers does, for DeepSeek's above all
-            return cls(backend, config, template)
+        failure = f"{folder}: its tokenizer's files and {CONFIG_NAME} do not make a tokenizer"
+        with blamed(failure, "Fetch them again"):
+            return cls(_read_backend(folder, config), config, template)
 
     def __init__(
         self,
@@ -306,7 +300,12 @@ def _has_tokenizer(folder: Path, config: Mapping[str, Any]) -> bool:
 def _read_backend(folder: Path, config: Mapping[str, Any]) -> tokenizers.Tokenizer:
     path = folder / TOKENIZER_NAME
     is_whole = os.path.lexists(path)
-    return _read_tokenizer(path) if is_whole else read_byte_level_files(folder, config)
+    backend = _read_tokenizer(path) if is_whole else read_byte_level_files(folder, config)
+    bos = _special_tokens(config).get("bos_token")
+    adds_nothing = not backend.num_special_tokens_to_add(is_pair=False)
+    if bos and config.get("add_bos_token") is True and adds_nothing:
+        begin_texts(backend, bos)  # as transformers does, for DeepSeek's above all
+    return backend
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
