@@ -80,12 +80,22 @@ def commit() -> str:
 
 
 def _cpu_name() -> str:
+    """Name, family and model: by its name alone a rented processor can be of any generation."""
     try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        first, _, _ = Path("/proc/cpuinfo").read_text().partition("\n\n")
     except OSError:
         return platform.processor()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor()
+    facts = {}
+    for line in first.splitlines():
+        key, _, value = line.partition(":")
+        facts[key.strip()] = value.strip()
+    name = facts.get("model name") or platform.processor()
+    kind = ", ".join(
+        f"{key.removeprefix('cpu ')} {facts[key]}"
+        for key in ("cpu family", "model")
+        if key in facts
+    )
+    return f"{name} ({kind})" if kind else name
 
 
 def _git(*arguments: str) -> str | None:
