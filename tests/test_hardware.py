@@ -152,6 +152,12 @@ def test_the_processor_is_named_where_the_system_names_it(tmp_path: Path) -> Non
     assert cpu_model(path) == cpu_model(tmp_path / "missing") != ""
 
 
+def test_processors_of_one_name_differ_by_generation(tmp_path: Path) -> None:
+    path = tmp_path / "cpuinfo"
+    path.write_text("cpu family\t: 26\nmodel\t\t: 2\nmodel name\t: Abacus\n\nmodel\t\t: 3\n")
+    assert cpu_model(path) == "Abacus (family 26, model 2)"
+
+
 def test_the_last_level_is_the_largest_cache(tmp_path: Path) -> None:
     for index, size in enumerate(("48K\n", "2048K\n", "33792K\n")):
         folder = tmp_path / f"index{index}"

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import gc
 import json
+import mmap
+import weakref
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -29,7 +32,7 @@ from test_simulated_benchmarks import Written
 from lowtide.errors import PlanError
 from lowtide.families import read_config_in
 from lowtide.lab.synth import synth
-from lowtide.memory.arena import Arena
+from lowtide.memory.arena import Arena, Region
 
 MIB = 1 << 20
 
@@ -88,6 +91,24 @@ def test_libraries_allocate_what_was_declared(family: str, tiny: Callable[[str],
         step.run()  # libraries keep what they compiled
         use = allocation_trace.use_of(allocation_trace.trace(step.run).moments)
     assert plan.library_bytes / 10 <= use.peak_bytes <= plan.library_bytes
+
+
+@pytest.mark.parametrize("family", ["llada", "llada_moe"])
+def test_nothing_holds_a_steps_memory_after_it(family: str, tiny: Callable[[str], Path]) -> None:
+    """What a step takes is measured in the second one, from when the first one's memory is gone."""
+    model = planned_model.StepModel(tiny(family), 2)
+    plan = model.least_plan(1600, 800)
+    with torch.inference_mode(), model.loaded() as engine:
+        memory = mmap.mmap(-1, plan.placement.arena_bytes)
+        found = weakref.ref(memory)
+        arena: Any = Region(torch.frombuffer(memory, dtype=torch.uint8))
+        del memory
+        step = planned_model.PlannedStep(engine, plan, model.form, arena=arena)
+        step.run()
+        assert found() is not None
+        del step, arena
+        gc.collect()
+        assert found() is None
 
 
 def test_the_longest_sequence_is_the_last_that_has_a_plan(tiny: Callable[[str], Path]) -> None:

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import torch
 
+from lowtide.hardware.machine import cpu_model
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 Row = dict[str, object]
@@ -57,7 +59,7 @@ def say(text: str) -> None:
 def machine() -> Mapping[str, object]:
     """What the numbers were measured on."""
     return {
-        "cpu": _cpu_name(),
+        "cpu": cpu_model(),
         "num_cores": len(os.sched_getaffinity(0)),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "system": f"{platform.system()} {platform.release()}",
@@ -77,25 +79,6 @@ def commit() -> str:
         return "unknown"
     differing = _git("status", "--porcelain", "--untracked-files=no", "--", ".", ":!docs")
     return name + ("+" if differing else "")
-
-
-def _cpu_name() -> str:
-    """Name, family and model: by its name alone a rented processor can be of any generation."""
-    try:
-        first, _, _ = Path("/proc/cpuinfo").read_text().partition("\n\n")
-    except OSError:
-        return platform.processor()
-    facts = {}
-    for line in first.splitlines():
-        key, _, value = line.partition(":")
-        facts[key.strip()] = value.strip()
-    name = facts.get("model name") or platform.processor()
-    kind = ", ".join(
-        f"{key.removeprefix('cpu ')} {facts[key]}"
-        for key in ("cpu family", "model")
-        if key in facts
-    )
-    return f"{name} ({kind})" if kind else name
 
 
 def _git(*arguments: str) -> str | None:

@@ -137,6 +137,7 @@ class HostExpertExecutor:
         for expert in self.reads.arriving(demanded, self.is_busy):
             self.submit_first(expert)
         self.collect()
+        del self._tile  # its buffers are views into a workspace, which may be gone after the pass
 
     def stop(self) -> None:
         """After a failure: nothing more begins, and nothing is under way."""

@@ -101,13 +101,22 @@ def this_machine() -> Machine:
 
 
 def cpu_model(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
-    """The processor's name, or its architecture where the system does not tell."""
+    """The processor's name, family and model, or its architecture where the system does not tell.
+
+    On a rented machine the name alone can be that of several generations, whose products differ.
+    """
     try:
         lines = cpuinfo.read_text().splitlines()
     except OSError:
         lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()
+    facts: dict[str, str] = {}
+    for line in lines:
+        key, _, value = line.partition(":")
+        facts.setdefault(key.strip(), value.strip())
+    name = facts.get("model name") or platform.machine()
+    if "cpu family" not in facts or "model" not in facts:
+        return name
+    return f"{name} (family {facts['cpu family']}, model {facts['model']})"
 
 
 def measure_rates(executor: HostExecutor, file: Path | None) -> list[Rate]:
