@@ -110,7 +110,7 @@ LARGE = (
         "planned_memory",
         8,
         ("--models", "LLaDA-MoE", "--lengths", "1024", "4096", "16384", "--traced", "2048"),
-        8,
+        20,
         "8,192 and 32,768 tokens, which take an hour more with the dense models",
     ),
     Script(

@@ -5,9 +5,9 @@ tokens, operators divided as far as it takes and not at all. After a step to war
 peak (VmHWM, begun again) less what it held must be the plan's bytes within 1% or 32 MiB, whichever
 is more, and the arena's pages (pagemap) the arena's bytes.
 
-Then the peak of what is alive in a step over its average by time, of a model of all its layers
-(from two and four), against transformers' class: the paper's ratio is 2.71 times lower. Under a
-cap of 24 GB operators are not divided at these lengths; the other end is as far as it takes.
+Then the peak of what is alive in a step over its average by time, of a model with all its layers,
+against transformers' class: the paper's ratio is 2.71 times lower. Under a cap of 24 GB operators
+are not divided at these lengths; the other end is as far as it takes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import argparse
 from collections.abc import Mapping
 from typing import Any
 
-from common.allocation_trace import Use, use_at_depth
+from common.allocation_trace import Use
 from common.arguments import add_parts, make_parser, run_script
 from common.masked_memory import OURS
 from common.masked_shapes import MODELS, MaskedShape, masked_shapes, settings_of
@@ -26,7 +26,7 @@ from common.record import Recorder, say
 from common.worker import in_process
 
 PARTS = ("planned", "evenness")
-LAYERS = (2, 4)
+NUM_LAYERS = 2
 SLACK_BYTES = 32 << 20
 SLACK_SHARE = 0.01
 HUGE_PAGE_BYTES = 2 << 20
@@ -47,15 +47,14 @@ def main() -> None:
         if "planned" in options.parts:
             _compare_all(recorder, shape, options)
         if "evenness" in options.parts:
-            for num_layers in LAYERS:
-                shape.folder(num_layers)
+            shape.folder(shape.num_layers)
             for num_tokens in options.traced:
                 _evenness(recorder, shape, num_tokens, options.share)
 
 
 def _compare_all(recorder: Recorder, shape: MaskedShape, options: argparse.Namespace) -> None:
     """Every length divided, the shorter ones undivided too."""
-    shape.folder(LAYERS[0])
+    shape.folder(NUM_LAYERS)
     for num_tokens in options.lengths:
         _compare(recorder, shape, num_tokens, options.share, "most")
         if num_tokens <= options.undivided:
@@ -71,7 +70,7 @@ def _compare(
 ) -> None:
     task = {
         "shape": settings_of(shape),
-        "num_layers": LAYERS[0],
+        "num_layers": NUM_LAYERS,
         "num_tokens": num_tokens,
         "prompt_share": prompt_share,
         "chunks": chunks,
@@ -112,32 +111,29 @@ def _evenness(recorder: Recorder, shape: MaskedShape, num_tokens: int, prompt_sh
     }
     ratios = {}
     for name, plan in plans.items():
-        uses = {}
-        for num_layers in LAYERS:
-            task = {
-                "shape": settings_of(shape),
-                "num_layers": num_layers,
-                "num_tokens": num_tokens,
-                "prompt_share": prompt_share,
-                **plan,
-            }
-            row = in_process("masked trace", task, NO_LIMIT, 0)
-            uses[num_layers] = Use(*(row[field] for field in Use._fields))
-        whole = use_at_depth(uses, shape.num_layers)
-        ratios[name] = whole.peak_over_average
+        task = {
+            "shape": settings_of(shape),
+            "num_layers": shape.num_layers,
+            "num_tokens": num_tokens,
+            "prompt_share": prompt_share,
+            **plan,
+        }
+        row = in_process("masked trace", task, NO_LIMIT, 0)
+        use = Use(*(row[field] for field in Use._fields))
+        ratios[name] = use.peak_over_average
         values = {
             "model": shape.name,
             "num_tokens": num_tokens,
             "side": name,
-            "peak_bytes": whole.peak_bytes,
-            "average_bytes": whole.average_bytes,
-            "peak_over_average": whole.peak_over_average,
-            "lower_by": ratios["transformers"] / whole.peak_over_average,
+            "peak_bytes": use.peak_bytes,
+            "average_bytes": use.average_bytes,
+            "peak_over_average": use.peak_over_average,
+            "lower_by": ratios["transformers"] / use.peak_over_average,
             "paper": PAPER_RATIO,
         }
         recorder.write("evenness", values)
     say(
-        f"{shape.name}, {num_tokens} tokens, peak over average at full depth: "
+        f"{shape.name}, {num_tokens} tokens, peak over average: "
         + ", ".join(f"{name} {ratio:.2f}" for name, ratio in ratios.items())
     )
 

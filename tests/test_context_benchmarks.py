@@ -71,13 +71,6 @@ def test_growth_is_a_line_whose_distance_is_told() -> None:
 
 def test_depth_is_continued_from_two_models() -> None:
     assert growth.at_full_depth({2: 10.0, 4: 14.0}, 32) == pytest.approx(70.0)
-    uses = {
-        2: allocation_trace.Use(100, 50.0, 1.0),
-        4: allocation_trace.Use(100, 90.0, 2.0),
-    }
-    whole = allocation_trace.use_at_depth(uses, 6)
-    assert (whole.peak_bytes, whole.byte_seconds, whole.seconds) == (100, 130.0, 3.0)
-    assert whole.peak_over_average == pytest.approx(100 / (130 / 3))
 
 
 def test_weights_of_the_published_models() -> None:

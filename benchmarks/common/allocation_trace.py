@@ -77,21 +77,6 @@ def use_of(moments: Sequence[Moment]) -> Use:
     return Use(peak_bytes, byte_seconds, moments[-1].start_s - moments[0].start_s)
 
 
-def use_at_depth(uses: dict[int, Use], num_layers: int) -> Use:
-    """Of a step of a model of all its layers, from steps of two numbers of layers.
-
-    Layers take turns in the same memory, so the peak is theirs; time and bytes times seconds grow
-    by as much for each.
-    """
-    (fewer, first), (more, second) = sorted(uses.items())
-    share = (num_layers - fewer) / (more - fewer)
-    return Use(
-        max(first.peak_bytes, second.peak_bytes),
-        first.byte_seconds + share * (second.byte_seconds - first.byte_seconds),
-        first.seconds + share * (second.seconds - first.seconds),
-    )
-
-
 _MARK = "traced work"
 
 

@@ -111,7 +111,7 @@ def planned(results: Results, page: Path) -> str:
     parts = [shown("planned_memory", _PLANNED, rows, page)]
     if even:
         parts += [
-            "How even: peak over average of live bytes, one step, at full depth:",
+            "How even: peak over average of live bytes, one step, all layers:",
             by_machine(_EVEN, [([line], _even(line)) for line in even], page),
         ]
     return "\n\n".join(parts)
