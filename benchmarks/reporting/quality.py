@@ -119,8 +119,9 @@ def decisions(results: Results, page: Path) -> str:
 
 
 def profiles(results: Results, page: Path) -> str:
-    """Layer by layer what buddies live on."""
-    return _newest_with(results, page, "buddy profile", "layer", _PROFILE, _profile)
+    """Layer by layer what buddies live on; not every machine has the deep demo."""
+    lines = results.newest_of_each("buddy profile", "model")
+    return shown("buddy_profile", _PROFILE, [([line], _profile(line)) for line in lines], page)
 
 
 def formats(results: Results, page: Path) -> str:
