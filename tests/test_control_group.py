@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from lowtide.hardware import memory
-from lowtide.hardware.control_group import group_free_bytes
-from lowtide.hardware.memory import available_memory_bytes
+from lowtide.hardware.control_group import group_free_bytes, group_limit_bytes
+from lowtide.hardware.memory import available_memory_bytes, total_memory_bytes
 
 
 def write_group(folder: Path, limit: str, usage: int, cache: int, is_v1: bool) -> None:
@@ -48,3 +48,34 @@ def test_a_machine_without_groups_limits_nothing(tmp_path: Path) -> None:
 def test_available_is_what_a_group_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "group_free_bytes", lambda: 4096)
     assert available_memory_bytes() == 4096
+
+
+@pytest.mark.parametrize("is_v1", [False, True])
+@pytest.mark.parametrize("depth", range(4))
+def test_the_total_is_the_least_limit_of_nested_groups(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_v1: bool, depth: int
+) -> None:
+    """A batch system nests a job's group in its own: the job's share is what counts."""
+    root, membership = tmp_path / "root", tmp_path / "membership"
+    top = root / "memory" if is_v1 else root
+    membership.write_text("4:memory:/slurm/job/step\n" if is_v1 else "0::/slurm/job/step\n")
+    unlimited = str((1 << 63) - 4096) if is_v1 else "max"
+    folders = [top, top / "slurm", top / "slurm" / "job", top / "slurm" / "job" / "step"]
+    for folder in folders:
+        write_group(folder, unlimited, 0, 0, is_v1)
+    assert group_limit_bytes(root, membership) is None
+    write_group(folders[depth], str(1 << 20), 0, 0, is_v1)
+    assert group_limit_bytes(root, membership) == 1 << 20
+    write_group(folders[-1], str(1 << 30), 0, 0, is_v1)
+    write_group(folders[depth], str(1 << 20), 0, 0, is_v1)
+    assert group_limit_bytes(root, membership) == 1 << 20
+    monkeypatch.setattr(memory, "group_limit_bytes", lambda: group_limit_bytes(root, membership))
+    assert total_memory_bytes() == 1 << 20
+
+
+def test_a_slowing_limit_counts_where_it_is_the_least(tmp_path: Path) -> None:
+    membership = tmp_path / "membership"
+    membership.write_text("0::/job\n")
+    write_group(tmp_path / "job", "9000", 0, 0, is_v1=False)
+    (tmp_path / "job" / "memory.high").write_text("7000\n")
+    assert group_limit_bytes(tmp_path, membership) == 7000

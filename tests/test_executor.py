@@ -13,6 +13,7 @@ import torch
 
 from lowtide.errors import PlanError
 from lowtide.threads import executor as executor_module
+from lowtide.threads.cores import siblings_of
 from lowtide.threads.executor import Executor, HostExecutor, InlineExecutor, core_shares
 
 
@@ -110,7 +111,7 @@ def test_no_more_threads_than_experts_of_a_token() -> None:
 def describe_cores(folder: Path, cores: list[str]) -> Path:
     """As Linux does: the CPUs of each core."""
     for text in cores:
-        for cpu in executor_module._siblings_of(text):
+        for cpu in siblings_of(text):
             topology = folder / f"cpu{cpu}" / "topology"
             topology.mkdir(parents=True)
             (topology / "thread_siblings_list").write_text(text + "\n")

@@ -32,6 +32,7 @@ from lowtide.files.folders import cache_folder
 from lowtide.formats.plain import plain_format
 from lowtide.hardware import machine, measure, memory, store, streams, weight_rates
 from lowtide.hardware.cold_weights import last_level_cache_bytes
+from lowtide.hardware.control_group import group_limit_bytes
 from lowtide.hardware.machine import (
     FIRST_ANSWERS,
     LAYERS_OF_BLOCKS,
@@ -125,9 +126,12 @@ def test_touched_pages_become_resident() -> None:
 def test_a_control_group_limits_the_total(
     text: str, is_limit: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = tmp_path / "memory.max"
-    path.write_text(text)
-    monkeypatch.setattr(memory, "_CGROUP_LIMITS", (tmp_path / "missing", path))
+    (tmp_path / "memory.max").write_text(text)
+    membership = tmp_path / "membership"
+    membership.write_text("0::/\n")
+    monkeypatch.setattr(
+        memory, "group_limit_bytes", lambda: group_limit_bytes(tmp_path, membership)
+    )
     machine_bytes = psutil.virtual_memory().total
     assert memory.total_memory_bytes() == (1 << 20 if is_limit else machine_bytes)
     assert memory.available_memory_bytes() <= memory.total_memory_bytes()

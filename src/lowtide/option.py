@@ -46,6 +46,7 @@ class Kind(enum.Enum):
     BOOLEAN = "true or false"
     CACHE = "mode"  # true, false, prefix or dual
     SIZE = "size"  # kept as text: bytes, 10GiB, 80%, auto
+    CORES = "cores"  # a number, or a list as 0,2-3
     TEXTS = "texts"  # repeatable
     PAIRS = "NAME=VALUE"  # repeatable, values are text
     JSON_PAIRS = "NAME=JSON"  # repeatable
@@ -59,6 +60,7 @@ _KINDS = {
     "bool": Kind.BOOLEAN,
     "bool | str": Kind.CACHE,
     "str | int": Kind.SIZE,
+    "int | str | Sequence[int]": Kind.CORES,
     "str | Sequence[str]": Kind.TEXTS,
     "Mapping[str, str]": Kind.PAIRS,
     "Mapping[str, object]": Kind.JSON_PAIRS,
@@ -197,7 +199,7 @@ def check_options(params: Any) -> None:
     params_class: Any = type(params)
     for each in options_of(params_class):
         value = getattr(params, each.keyword)
-        if each.kind in (Kind.INTEGER, Kind.NUMBER, Kind.SIZE):
+        if each.kind in (Kind.INTEGER, Kind.NUMBER, Kind.SIZE, Kind.CORES):
             value = as_number(value)
         elif each.kind in (Kind.PAIRS, Kind.JSON_PAIRS) and value is None:
             value = {}
@@ -279,6 +281,12 @@ def _size(raw: object) -> str:
     return text
 
 
+def _cores(raw: object) -> str:
+    if isinstance(raw, list):  # of a TOML file
+        return ",".join(str(_integer(item)) for item in raw)
+    return str(_integer(raw)) if isinstance(raw, int) else _text(raw).strip()
+
+
 def _texts(raw: object) -> list[str]:
     return [_text(item) for item in (raw if isinstance(raw, list) else [raw])]
 
@@ -325,6 +333,7 @@ _PARSERS: Mapping[Kind, Callable[[object], object]] = {
     Kind.BOOLEAN: _boolean,
     Kind.CACHE: _cache,
     Kind.SIZE: _size,
+    Kind.CORES: _cores,
     Kind.TEXTS: _texts,
     Kind.PAIRS: _pairs,
     Kind.JSON_PAIRS: _json_pairs,

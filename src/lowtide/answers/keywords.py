@@ -34,6 +34,7 @@ class ModelKeywords(TypedDict, total=False):
     cache_dir: str | os.PathLike[str] | None
     cache_disk: str | int
     elastic: bool
+    cores: int | str | Sequence[int] | None
     check_weights: bool
     calibration: str | os.PathLike[str] | None
     config_overrides: Mapping[str, object] | None

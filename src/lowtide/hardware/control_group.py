@@ -1,4 +1,4 @@
-"""The memory that a process's control groups still leave it.
+"""The memory that a process's control groups allow it, and still leave it.
 
 The kernel kills processes of a group that is over its limit, so a caller that needs much
 asks before. Both versions of Linux's control groups, where they are usually mounted.
@@ -26,9 +26,16 @@ _V1 = _Names(("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactiv
 _V2 = _Names(("memory.max", "memory.high"), "memory.current", "inactive_file")
 
 
-def group_free_bytes(
-    root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")
-) -> int | None:
+_ROOT, _MEMBERSHIP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+
+
+def group_limit_bytes(root: Path = _ROOT, membership: Path = _MEMBERSHIP) -> int | None:
+    """Return the least limit of all groups that this process is in; None where none has one."""
+    limits = [_limit_bytes(folder, names) for folder, names in _groups(root, membership)]
+    return min([limit for limit in limits if limit is not None], default=None)
+
+
+def group_free_bytes(root: Path = _ROOT, membership: Path = _MEMBERSHIP) -> int | None:
     """What can be taken before any group that this process is in reaches its limit.
 
     Never below 0; None where there are no such groups.
@@ -58,10 +65,15 @@ def _groups(root: Path, membership: Path) -> Iterator[tuple[Path, _Names]]:
             yield top.joinpath(*parts[:depth]), names
 
 
+def _limit_bytes(folder: Path, names: _Names) -> int | None:
+    limits = [_read_limit(folder / name) for name in names.limits]
+    return min([limit for limit in limits if limit is not None], default=None)
+
+
 def _free_bytes(folder: Path, names: _Names) -> int | None:
     """None where the folder is no such group, or has no limit."""
-    limits = [limit for name in names.limits if (limit := read_limit(folder / name)) is not None]
-    if not limits:
+    limit = _limit_bytes(folder, names)
+    if limit is None:
         return None
     try:
         usage = (folder / names.usage).read_text()
@@ -73,10 +85,10 @@ def _free_bytes(folder: Path, names: _Names) -> int | None:
         name, _, value = line.partition(" ")
         if name == names.cache:
             cache = int(value)
-    return min(limits) - int(usage) + cache
+    return limit - int(usage) + cache
 
 
-def read_limit(path: Path) -> int | None:
+def _read_limit(path: Path) -> int | None:
     """Bytes in a group's file of a limit; None where there is none, or no such file."""
     try:
         text = path.read_text().strip()

@@ -5,18 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 from lowtide.errors import UsageError
-from lowtide.hardware.control_group import group_free_bytes, read_limit
-
-_CGROUP_LIMITS = (
-    Path("/sys/fs/cgroup/memory.max"),
-    Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
-)
+from lowtide.hardware.control_group import group_free_bytes, group_limit_bytes
 
 
 def total_memory_bytes() -> int:
-    """Host memory that this process could ever have: the machine's, or its cgroup's limit."""
-    limits = [read_limit(path) for path in _CGROUP_LIMITS]
-    return min([_host_memory()[0], *(limit for limit in limits if limit is not None)])
+    """Host memory that this process could ever have: the machine's, or its job's by the least
+    limit of the control groups around it."""
+    machine_bytes, limit = _host_memory()[0], group_limit_bytes()
+    return machine_bytes if limit is None else min(machine_bytes, limit)
 
 
 def available_memory_bytes() -> int:

@@ -26,6 +26,7 @@ from typing import NamedTuple
 import torch
 
 from lowtide.errors import InternalError, PlanError
+from lowtide.threads.cores import CPU_FOLDER, by_core
 
 DRAIN_LIMIT_S = 60.0
 """After a failure, what is under way may take this long to end."""
@@ -42,8 +43,6 @@ MAX_THREADS = 64
 cores. Their pieces are at least 64 features wide."""
 
 Work = Callable[[], None]
-
-_CPU_FOLDER = Path("/sys/devices/system/cpu")
 
 
 class HostExecutor:
@@ -152,7 +151,7 @@ class _Division(NamedTuple):
 
 
 def core_shares(
-    num_threads: int, usable: Iterable[int], folder: Path = _CPU_FOLDER
+    num_threads: int, usable: Iterable[int], folder: Path = CPU_FOLDER
 ) -> list[frozenset[int]]:
     """The CPUs that each of `num_threads` threads should keep to, no core in two shares.
 
@@ -160,11 +159,7 @@ def core_shares(
     describes them. Empty where there are no more cores than threads: the scheduler then has to
     move threads out of other programs' way.
     """
-    left, cores = set(usable), list[frozenset[int]]()
-    while left:
-        core = _siblings(min(left), folder) & left
-        cores.append(core)
-        left -= core
+    cores = by_core(usable, folder)
     if len(cores) <= num_threads:
         return []
     size = len(cores) // num_threads
@@ -172,21 +167,6 @@ def core_shares(
         frozenset().union(*cores[start : start + size])
         for start in range(0, num_threads * size, size)
     ]
-
-
-def _siblings(cpu: int, folder: Path) -> frozenset[int]:
-    """The CPUs of the core that `cpu` is of; itself where the system does not tell."""
-    try:
-        text = (folder / f"cpu{cpu}" / "topology" / "thread_siblings_list").read_text()
-        return _siblings_of(text) | {cpu}
-    except (OSError, ValueError):
-        return frozenset((cpu,))
-
-
-def _siblings_of(text: str) -> frozenset[int]:
-    """The numbers in a text such as `0,8` or `0-1`."""
-    ranges = [part.partition("-") for part in text.split(",")]
-    return frozenset().union(*(range(int(low), int(high or low) + 1) for low, _, high in ranges))
 
 
 class InlineExecutor:

@@ -6,7 +6,7 @@ Imports no torch: the command line makes its flags of it.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -20,6 +20,7 @@ from lowtide.option import Group, check_options, option
 from lowtide.params import MAX_SEED
 from lowtide.plan import AUTO_FORMAT, INT8_ROWS, OWN_FORMAT
 from lowtide.policies.presets import check_policy
+from lowtide.threads.cores import Cores, parse_cores
 
 MAX_PASS_ROWS = 512
 """Rows of the largest forward pass. Never a function of the budget: how rows are divided into
@@ -58,6 +59,8 @@ class EngineConfig:
     as many sequences at once as there is memory for, none longer than `context`; where no expert
     lacks room it goes back to the system, and so does what a pass does not need (not on a GPU).
     check_weights: read all weights once and refuse infinities and NaN.
+    cores: what the process computes and reads on, for its life: so many that no other process of
+    lowtide on this machine has taken, or those of a list such as `0,2-3` or [0, 2, 3].
     """
 
     host_memory: str | int = _engine(
@@ -123,6 +126,10 @@ class EngineConfig:
         "system where none lacks room (not on a GPU).",
         False,
     )
+    cores: int | str | Sequence[int] | None = _engine(
+        "Cores to compute on: a number, of those that no other lowtide has taken so, or a list "
+        "such as 0,2-3."
+    )
     check_weights: bool = _engine("Look for infinities and NaN in the weights first.", False)
     calibration: str | os.PathLike[str] | None = _engine(
         "A file of lowtide calibrate that is not in its default place."
@@ -158,13 +165,18 @@ class EngineConfig:
                 "format 'auto' may leave them as they are stored: name the format, or leave "
                 "activations out."
             )
-        _ = self.formats  # refused now if they cannot be
+        _ = self.formats, self.kept_cores  # refused now if they cannot be
         check_policy(self.policy, self.policy_options)
         check_cache(self)
 
     @property
     def formats(self) -> FormatWishes:
         return FormatWishes.of(self.format, self.expert_dtype, self.dense_dtype)
+
+    @property
+    def kept_cores(self) -> Cores | None:
+        """Which cores, or how many, the process keeps to; None: all that it may use."""
+        return None if self.cores is None else parse_cores(self.cores)
 
     @property
     def report(self) -> Progress:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -47,6 +48,7 @@ from lowtide.reading.by_expert import with_copy
 from lowtide.reading.dense_weights import DenseWeights
 from lowtide.reading.fingerprint import fingerprint
 from lowtide.schemas import WeightMap, assume, bind, model_schema, stored_matrices
+from lowtide.threads.cores import keep_to
 
 DEFAULT_CONTEXT = 4096
 
@@ -234,6 +236,7 @@ class OpenModel:
 
 def open_model(reference: str | Path, options: EngineConfig) -> OpenModel:
     """Finds a model, fetched if need be, and checks all that can be without reading a weight."""
+    _keep_to_cores(options)
     check_is_named(options.format)  # before anything is fetched
     path = resolve_model(
         str(as_reference(reference)),
@@ -246,6 +249,7 @@ def open_model(reference: str | Path, options: EngineConfig) -> OpenModel:
 
 def open_for_plan(reference: str | Path | HubModel, options: EngineConfig) -> OpenModel:
     """As `open_model`; of a model that is on the hub only its config and headers are fetched."""
+    _keep_to_cores(options)
     check_is_named(options.format)
     found = reference
     if not isinstance(found, HubModel):
@@ -258,6 +262,13 @@ def open_for_plan(reference: str | Path | HubModel, options: EngineConfig) -> Op
     else:
         checkpoint = stored_matrices(config, found.checkpoint())
     return _opened(found.path, options, config, bind(config, checkpoint))
+
+
+def _keep_to_cores(options: EngineConfig) -> None:
+    """Before anything is counted or compiled: plans and costs are of these cores."""
+    if options.kept_cores is not None:
+        keep_to(options.kept_cores)
+        torch.set_num_threads(min(torch.get_num_threads(), len(os.sched_getaffinity(0))))
 
 
 def _open_path(path: Path, options: EngineConfig) -> OpenModel:

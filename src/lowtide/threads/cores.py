@@ -1,0 +1,154 @@
+"""The cores that this process keeps to, by the option `cores`.
+
+A number takes so many cores that no other process of lowtide on this machine has taken; a list
+names them. The whole process keeps to them: the threads that there are and, since a thread inherits
+the cores of the one that makes it, all threads to come.
+
+    keep_to(parse_cores("4"))
+
+Imports no torch, so that a wrong value is refused at once.
+"""
+
+from __future__ import annotations
+
+import operator
+import os
+import socket
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from lowtide.errors import UsageError
+from lowtide.files.json_file import shown
+
+Cores = int | frozenset[int]
+"""How many, or which by Linux's numbers."""
+
+MAX_CPUS = 1 << 16
+"""CPU numbers are below: more than Linux can be built for."""
+
+CPU_FOLDER = Path("/sys/devices/system/cpu")
+_TASKS = Path("/proc/self/task")
+
+_kept: tuple[Cores, list[socket.socket]] | None = None  # of the process, for its life
+
+
+def parse_cores(given: object) -> Cores:
+    """Read a number of cores, or a list of them: `4`, `0,2-3`, [0, 2, 3]. Raises UsageError."""
+    if isinstance(given, str) and given.isascii() and given.isdecimal():
+        given = int(given)
+    if isinstance(given, int) and not isinstance(given, bool):
+        if 0 < given < MAX_CPUS:
+            return given
+        raise UsageError(
+            f"cores {given} is no number of cores; the core {given} alone is {given}-{given}."
+        )
+    try:
+        if isinstance(given, str):
+            return siblings_of(given)
+        if isinstance(given, Sequence) and given:
+            return siblings_of(",".join(str(operator.index(cpu)) for cpu in given))
+    except (TypeError, ValueError):
+        pass
+    raise UsageError(
+        f"cores must be a number such as 4 or a list such as 0,2-3, not {shown(given)}."
+    )
+
+
+def keep_to(cores: Cores) -> None:
+    """Have this process compute and read on these cores alone, until it ends.
+
+    Asking again for the same is no change. Raises UsageError where they cannot be had, or the
+    process keeps to others already.
+    """
+    global _kept
+    if _kept is not None:
+        if _kept[0] != cores:
+            raise UsageError(
+                f"cores {_shown(cores)}: this process keeps to {_shown(_kept[0])} since its first "
+                "model, for its life; open the model in a process of its own."
+            )
+        return
+    usable = os.sched_getaffinity(0)
+    if isinstance(cores, int):
+        taken, claims = _claimed(cores, usable)
+    elif cores <= usable:
+        taken = cores
+        claims = [claim for cpu in cores if (claim := _claim(cpu)) is not None]
+    else:
+        raise UsageError(
+            f"cores {_shown(cores)}: this process may use {_shown(frozenset(usable))} only."
+        )
+    for task in _TASKS.iterdir():
+        with suppress(ProcessLookupError):  # a thread that has ended meanwhile
+            os.sched_setaffinity(int(task.name), taken)
+    _kept = cores, claims
+
+
+def by_core(usable: Iterable[int], folder: Path = CPU_FOLDER) -> list[frozenset[int]]:
+    """Group CPUs, by Linux's numbers, into cores: one has several where it has hyper-threads.
+
+    folder: where Linux describes them.
+    """
+    left, cores = set(usable), list[frozenset[int]]()
+    while left:
+        core = _siblings(min(left), folder) & left
+        cores.append(core)
+        left -= core
+    return cores
+
+
+def siblings_of(text: str) -> frozenset[int]:
+    """Read the numbers in a text such as `0,8` or `0-1`. Raises ValueError."""
+    ranges = [part.partition("-") for part in text.split(",")]
+    bounds = [(int(low), int(high if dash else low)) for low, dash, high in ranges]
+    if any(not 0 <= low <= high < MAX_CPUS for low, high in bounds):
+        raise ValueError(f"no numbers of CPUs: {text!r:.80}")
+    return frozenset().union(*(range(low, high + 1) for low, high in bounds))
+
+
+def _claimed(num_cores: int, usable: Iterable[int]) -> tuple[frozenset[int], list[socket.socket]]:
+    """Claim so many CPUs that no other process has claimed, whole cores first."""
+    cpus = [cpu for core in by_core(usable) for cpu in sorted(core)]
+    taken, claims = list[int](), list[socket.socket]()
+    for cpu in cpus:
+        if len(taken) < num_cores and (claim := _claim(cpu)) is not None:
+            taken.append(cpu)
+            claims.append(claim)
+    if len(taken) < num_cores:
+        for claim in claims:
+            claim.close()
+        raise UsageError(
+            f"cores {num_cores}: this process may use {len(cpus)}, and {len(cpus) - len(taken)} of "
+            "them are taken by other processes of lowtide. Ask for fewer, name them in a list, or "
+            "end one of those processes."
+        )
+    return frozenset(taken), claims
+
+
+def _claim(cpu: int) -> socket.socket | None:
+    """Claim a CPU among all processes of this machine; None where another one has it.
+
+    The claim is a name of Linux's abstract sockets: the system gives it up with the process,
+    however that ends.
+    """
+    claim = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    try:
+        claim.bind(f"\0lowtide-core-{cpu}")
+    except OSError:
+        claim.close()
+        return None
+    return claim
+
+
+def _siblings(cpu: int, folder: Path) -> frozenset[int]:
+    """The CPUs of the core that `cpu` is of; itself where the system does not tell."""
+    try:
+        text = (folder / f"cpu{cpu}" / "topology" / "thread_siblings_list").read_text()
+        return siblings_of(text) | {cpu}
+    except (OSError, ValueError):
+        return frozenset((cpu,))
+
+
+def _shown(cores: Cores) -> str:
+    return str(cores) if isinstance(cores, int) else ",".join(map(str, sorted(cores)))
