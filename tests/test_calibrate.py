@@ -433,7 +433,8 @@ def test_ctrl_c_leaves_the_calibration_that_was(
     open_tiny(models, "qwen3_moe").close()
     text, out = tmp_path / "text.txt", tmp_path / "c.lowtide"
     text.write_text("some words to calibrate on " * 20, encoding="utf-8")
-    out.write_bytes(b"earlier")
+    make_calibration().save(out)
+    earlier = out.read_bytes()
     command = ["calibrate", str(models / "qwen3_moe"), "--text", str(text), "--pieces", "4"]
     command += ["--context", "256", "--out", str(out)]
     stages: set[str] = set()
@@ -450,7 +451,7 @@ def test_ctrl_c_leaves_the_calibration_that_was(
         with no_more_threads():
             result = CliRunner().invoke(app, command)
         assert result.exit_code == (130 if len(stages) > num_stages else 0), result.output
-        assert (out.read_bytes() == b"earlier") == (result.exit_code == 130)
+        assert (out.read_bytes() == earlier) == (result.exit_code == 130)
     assert num_stages >= 3  # loading, learning, foreseeing
     assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
 

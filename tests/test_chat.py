@@ -13,6 +13,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,12 @@ from lowtide.answers.completion import Completion, Usage
 from lowtide.cli.conversation import HELP, LEAVING, SETTABLE, Places, TerminalChat, stats_text
 from lowtide.cli.line_editor import LineEditor
 from lowtide.cli.turns import Turns
+from lowtide.config.sampling import PublishedSampling
+from lowtide.decode.intake import Intake
 from lowtide.decode.request import Committed
+from lowtide.families import families, read_config
 from lowtide.model_folder.model_config import has_chat_template
-from lowtide.params import SamplingParams
+from lowtide.params import SamplingParams, with_published
 
 
 class Words:
@@ -45,6 +49,13 @@ class Words:
 
     def max_new_tokens(self, num_prompt_tokens: int, params: SamplingParams) -> int:
         return 100 - num_prompt_tokens
+
+    @property
+    def answer_fields(self) -> tuple[str, ...]:
+        return tuple(SETTABLE)
+
+    def params_in_force(self, params: SamplingParams) -> SamplingParams:
+        return params
 
     def generate(
         self,
@@ -219,6 +230,7 @@ def test_commands() -> None:
     shown = {line.split()[0]: line for line in talk.says("/set").splitlines() if line.strip()}
     assert set(SETTABLE) <= set(shown) and "Above 1, makes" in shown["repetition_penalty"]
     assert " 0.5 " in shown["temperature"] and " 3 " in shown["steps"]
+    assert "top_k: 4" in talk.says("/set top_k")
     talk.says("/clear")
     assert not len(talk.turns) and talk.turns.system == "be brief"
     talk.says("/set system other")
@@ -233,7 +245,8 @@ def test_commands() -> None:
         ("/set num_ctx 4096", "context"),
         ("/set temperature hot", "/set temperature: expected a number"),
         ("/set temperature -1", "temperature must be a number"),
-        ("/set top_k", "/set top_k: expected an integer"),
+        ("/set top_k none", "expected an integer, not 'none'; /set top_k default takes back"),
+        ("/set logprobs 3", "'logprobs' is no parameter"),
         ("/nothing at all", "Unknown command /nothing"),
         ("/retry", "no message yet"),
         ("/save", "/save needs the name of a file"),
@@ -270,6 +283,98 @@ def test_without_a_template_the_text_goes_on() -> None:
 
 def test_every_parameter_that_chat_can_set_is_one() -> None:
     assert "n" not in SETTABLE and {"max_tokens", "threshold"} <= set(SETTABLE)
+
+
+class OfAFamily(Words):
+    """A model of a family, whose parameters are checked as the engine checks them."""
+
+    def __init__(self, family: str) -> None:
+        super().__init__()
+        self.config = read_config(families()[family].sizes()["full"].config)
+        intake = Intake(self.config, None, context=100, max_block_length=1024)
+        self.params_in_force = intake.in_force
+        self.fields = intake.answer_fields()
+        self.resolved = intake._resolved
+
+    @property
+    def answer_fields(self) -> tuple[str, ...]:
+        return self.fields
+
+
+TRIED = {
+    "temperature": "0.5",
+    "top_k": "4",
+    "top_p": "0.9",
+    "min_p": "0.1",
+    "max_tokens": "64",
+    "repetition_penalty": "1.1",
+    "presence_penalty": "1",
+    "frequency_penalty": "1",
+    "seed": "7",
+    "stop": "x",
+    "ignore_eos": "true",
+    "block_length": "32",
+    "steps": "8",
+    "threshold": "0.5",
+    "remasking": "entropy",
+    "edit_threshold": "0.9",
+    "cfg_scale": "1",
+    "max_post_steps": "2",
+    "eos_early_stop": "true",
+    "eps": "0.01",
+    "alg_temp": "0.1",
+    "factor": "2",
+}
+
+
+@pytest.mark.parametrize("family", families())
+def test_what_is_set_is_what_an_answer_may_be_asked(family: str) -> None:
+    """One at a time and all in a row, every parameter of every kind: whatever was set, the next
+    message is not refused, and each can be taken back."""
+    assert set(TRIED) == set(SETTABLE)
+    talk = Talk()
+    talk.conversation._llm = talk.llm = OfAFamily(family)
+    shown = {line.split()[0] for line in talk.says("/set").splitlines()[1:]}
+    assert shown == set(talk.llm.answer_fields) & set(SETTABLE)
+    for is_in_a_row in (False, True):
+        for name, value in TRIED.items():
+            before = talk.conversation._params
+            said = talk.says(f"/set {name} {value}")
+            talk.llm.resolved(talk.conversation._params)
+            if "lowtide:" in said:
+                assert talk.conversation._params == before
+            else:
+                assert f"{name}: {value}" in said and name in (*shown, "remasking")
+            if not is_in_a_row:
+                talk.says(f"/set {name} default")
+                assert talk.conversation._params == SamplingParams()
+    for name in [*TRIED, *TRIED]:  # a rule only after what belongs to it
+        talk.says(f"/set {name} default")
+    assert talk.conversation._params == SamplingParams()
+
+
+def test_the_models_own_values_are_shown_in_force() -> None:
+    published = PublishedSampling(temperature=0.6, top_p=0.95)
+    talk = Talk()
+    talk.llm.params_in_force = partial(with_published, published=published)
+    for line, in_force in (
+        ("/set", "0.6"),
+        ("/set temperature 1", "1"),
+        ("/set temperature default", "0.6"),
+    ):
+        talk.says(line)
+        told = {row.split()[0]: row.split()[1:3] for row in talk.says("/set").splitlines()[1:]}
+        assert told["temperature"] == [in_force, "0.6"] and told["top_p"] == ["0.95", "0.95"]
+
+
+def test_a_file_of_the_user_is_not_written_over(tmp_path: Path) -> None:
+    notes, saved = tmp_path / "notes.txt", tmp_path / "talk.json"
+    notes.write_text("my precious notes")
+    talk = Talk(max_tokens=10)
+    said = talk.says("one", f"/save {notes}", f"/save {saved}", "two", f"/save {saved}")
+    assert "no conversation that lowtide wrote" in said and "(saved 2 turns" in said
+    assert notes.read_text() == "my precious notes"
+    assert len(json.loads(saved.read_text())["messages"]) == 4
 
 
 # lines
@@ -323,9 +428,10 @@ def test_half_a_character_of_a_file_is_saved_as_it_was(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        ("{", "is not valid JSON"),
-        ("{}", "holds no list of messages"),
-        ('{"messages": [{"role": "user"}]}', "holds no list of messages"),
+        ("# a page", "is no saved conversation"),
+        ("[1]", "is no saved conversation"),
+        ("{}", "is no saved conversation"),
+        ('{"messages": [{"role": "user"}]}', "is no saved conversation"),
         ('{"messages": [{"role": "user", "content": "a"}]}', "an answer to it is missing"),
         ('{"messages": [{"role": "assistant", "content": "a"}]}', "take turns"),
     ],

@@ -12,8 +12,11 @@ import pytest
 from typer.testing import CliRunner
 
 from lowtide.cli.app import app
+from lowtide.cli.conversation import SETTABLE
 from lowtide.cli.remote import Server, chosen_model
 from lowtide.errors import UsageError
+from lowtide.params import DiffusionParams
+from lowtide.serve.openai_chat import ChatBody
 
 CHUNKS = [
     {"choices": [{"delta": {"role": "assistant"}}]},
@@ -90,6 +93,60 @@ def test_parameters_are_sent_where_they_are_given(url: str) -> None:
     asked = Handler.asked[0]
     assert (asked["temperature"], asked["max_tokens"], asked["seed"]) == (0, 5, 0)
     assert "top_p" not in asked and "stop" not in asked
+
+
+SET = {
+    "temperature": 0.5,
+    "top_k": 4,
+    "top_p": 0.9,
+    "min_p": 0.1,
+    "max_tokens": 64,
+    "seed": 7,
+    "repetition_penalty": 1.1,
+    "presence_penalty": 1.0,
+    "frequency_penalty": 1.0,
+    "ignore_eos": True,
+    "stop": ["x"],
+}
+SET_OF_BLOCKS = {
+    "block_length": 32,
+    "steps": 8,
+    "threshold": 0.5,
+    "remasking": "entropy",
+    "edit_threshold": 0.9,
+    "max_post_steps": 2,
+    "cfg_scale": 1.0,
+    "eos_early_stop": False,
+    "eps": 0.01,
+    "alg_temp": 0.1,
+    "factor": 2.0,
+}
+
+
+def test_all_that_can_be_set_is_sent_where_the_api_has_it(url: str) -> None:
+    assert {*SET, *SET_OF_BLOCKS} == set(SETTABLE)
+    values = {**SET, "stop": "x", **SET_OF_BLOCKS}
+    lines = [f"/set {name} {value}" for name, value in values.items()]
+    back = [f"/set {name} default" for name in values]
+    done = chat("--url", url, "--no-think", said="\n".join(["hi", *lines, "hi", *back, "hi"]))
+    assert done.exit_code == 0 and "lowtide:" not in done.stderr, done.output
+    assert f"one of {url}" in done.stderr
+    first, second, third = Handler.asked
+    sent = {name: second[name] for name in second if name not in first}
+    assert sent == {**SET, "diffusion": SET_OF_BLOCKS}
+    assert set(third) == set(first) and first["chat_template_kwargs"] == {"enable_thinking": False}
+    body = {**second, "messages": [{"role": "user", "content": "hi"}]}
+    [ask] = ChatBody.model_validate(body).asks()  # as lowtide's own server takes it
+    assert ask.params.diffusion == DiffusionParams(**SET_OF_BLOCKS)
+
+
+@pytest.mark.parametrize(
+    "flags", [["--host-memory", "8GiB"], ["--raw"], ["--format", "q4"], ["--context", "99"]]
+)
+def test_flags_that_a_server_is_not_asked_are_refused(flags: list[str], url: str) -> None:
+    done = chat("--url", url, *flags, said="hi\n")
+    assert done.exit_code == 2 and f"{flags[0]}: the server has its own" in done.stderr
+    assert not Handler.asked
 
 
 def test_a_key_comes_from_the_environment(url: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -194,6 +194,9 @@ class PretendLLM:
     def max_new_tokens(self, num_prompt_tokens: int, params: SamplingParams) -> int:
         return 1000
 
+    def params_in_force(self, params: SamplingParams) -> SamplingParams:
+        return params
+
     def stats(self) -> dict[str, object]:
         return {"hit_rate": np.float64(0.75), "bytes_read": np.int64(5), "odd": float("nan")}
 

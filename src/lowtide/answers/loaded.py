@@ -137,6 +137,17 @@ class LoadedModel:
         _check_params(params)
         return max(0, self._intake.max_new_tokens(num_prompt_tokens, params))
 
+    def params_in_force(self, params: SamplingParams) -> SamplingParams:
+        """`params` with the model's own values where nothing was asked. Raises UsageError or
+        UnsupportedError for what an answer of this model cannot be asked."""
+        _check_params(params)
+        return self._intake.in_force(params)
+
+    @property
+    def answer_fields(self) -> tuple[str, ...]:
+        """Names of the parameters that an answer of this model has."""
+        return self._intake.answer_fields()
+
     @property
     def current_pass(self) -> PassPlan | None:
         """How the pass under way is planned, or the last one; None where all passes have one plan

@@ -20,7 +20,7 @@ from lowtide.cli.screen import ProgressBars, number_table, stdout_console
 from lowtide.cli.text_file import read_text
 from lowtide.files.whole_file import check_writable
 from lowtide.option import Group
-from lowtide.replay.calibration import GATES, TOP_SIZES, Calibration, default_path
+from lowtide.replay.calibration import GATES, TOP_SIZES, Calibration, default_path, is_calibration
 from lowtide.replay.trace import TraceShape
 
 if TYPE_CHECKING:
@@ -101,14 +101,14 @@ def _calibrate(model: str, text: str, settings: Settings) -> tuple[Calibration, 
         check_plots(Path(plots))
     out = settings.text("out")
     if out is not None:  # before it is loaded; the default's name is known only then
-        check_writable(Path(out), "calibration")
+        check_writable(Path(out), "calibration", is_calibration)
     with open_llm(model, settings) as llm, ProgressBars() as progress:
         shape = TraceShape(*llm.config.moe_shape)
         if out is not None:
             path = Path(out)
         else:
             path = default_path(folder, llm.config.architecture, shape)
-            check_writable(path, "calibration")
+            check_writable(path, "calibration", is_calibration)
         num_pieces = cast(int, settings["pieces"])
         calibration = run(
             llm,

@@ -23,7 +23,7 @@ from lowtide.cli.generate import (
 )
 from lowtide.cli.line_editor import history_file
 from lowtide.cli.opening import open_llm
-from lowtide.cli.options import Settings
+from lowtide.cli.options import OPTIONS, Settings
 from lowtide.cli.prompt import think_options
 from lowtide.cli.remote import RemoteDialogue, chosen_model, server_at
 from lowtide.cli.screen import stderr_console, stdout_console
@@ -32,8 +32,22 @@ from lowtide.errors import UsageError
 from lowtide.option import Group
 from lowtide.params import SamplingParams
 
+UNLISTED = ("json", "n", "logprobs")
+"""Options that chat takes to say what to use instead."""
 
-@takes(Group.PROMPT, Group.ENGINE, Group.HUB, Group.SAMPLING, Group.DIFFUSION, Group.OUTPUT)
+_OF_ANSWERS = [o.name for o in OPTIONS if o.group in (Group.SAMPLING, Group.DIFFUSION)]
+ASKED_OF_SERVERS = ("system", "think", *_OF_ANSWERS, "verbose", "config")
+
+
+@takes(
+    Group.PROMPT,
+    Group.ENGINE,
+    Group.HUB,
+    Group.SAMPLING,
+    Group.DIFFUSION,
+    Group.OUTPUT,
+    unlisted=UNLISTED,
+)
 def chat(
     model: Annotated[
         str | None,
@@ -107,9 +121,18 @@ def talk(model: str, settings: Settings, history: Path | None) -> None:
 
 
 def talk_to(url: str, model: str | None, settings: Settings, history: Path | None) -> None:
-    """The same with a model of a server."""
-    params, server = _params_of_turns(settings), server_at(url)
-    turns = Turns(True, settings.text("system"))
+    """The same with a model of a server. Raises UsageError for flags that it is not asked."""
+    params = _params_of_turns(settings)
+    sources = settings.sources.items()
+    unused = [flag for name, flag in sources if name not in ASKED_OF_SERVERS and flag[:2] == "--"]
+    if unused:
+        raise UsageError(
+            f"{', '.join(unused)}: the server has its own; with --url leave this out, and give it "
+            "to lowtide serve."
+        )
+    server, think = server_at(url), settings.choice("think")
+    template_options = {} if think is None else {"enable_thinking": think}
+    turns = Turns(True, settings.text("system"), template_options)
     places = Places(stdout_console(), stderr_console(), history)
     RemoteDialogue(server, chosen_model(server, model), params, turns, places).run()
 
@@ -120,4 +143,6 @@ def _params_of_turns(settings: Settings) -> SamplingParams:
         raise UsageError("chat prints text; for one JSON object use generate --json.")
     if params.n > 1:
         raise UsageError("chat goes on from one answer; for several use generate --n.")
+    if params.logprobs is not None:
+        raise UsageError("chat prints text alone; for log-probabilities use generate --json.")
     return params

@@ -11,7 +11,7 @@ import os
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, TextIO
@@ -42,45 +42,51 @@ _PACKAGE = Path(__file__).parents[1]
 _python_s_warning = warnings.formatwarning
 
 
-def _show_all(ctx: typer.Context, is_wanted: bool) -> None:
-    """What `--help-all` does."""
+def _show_all(listed: Collection[str], ctx: typer.Context, is_wanted: bool) -> None:
+    """What `--help-all` does. listed: names of the options that help tells of."""
     if is_wanted:
         for param in ctx.command.params:
-            param.hidden = False  # type: ignore[attr-defined]
+            if param.name in listed:
+                param.hidden = False  # type: ignore[attr-defined]
         typer.echo(ctx.get_help())
         raise typer.Exit
 
 
-_HELP_ALL = inspect.Parameter(
-    "help_all",
-    inspect.Parameter.KEYWORD_ONLY,
-    default=False,
-    annotation=Annotated[
-        bool,
-        typer.Option("--help-all", help="Show all options.", callback=_show_all, is_eager=True),
-    ],
-)
+def _help_all(listed: Collection[str]) -> inspect.Parameter:
+    def shown(ctx: typer.Context, is_wanted: bool) -> None:
+        _show_all(listed, ctx, is_wanted)
+
+    info = typer.Option("--help-all", help="Show all options.", callback=shown, is_eager=True)
+    return inspect.Parameter(
+        "help_all", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=Annotated[bool, info]
+    )
 
 
-def takes(*wanted: Group | str) -> Callable[[Verb], Verb]:
+def takes(*wanted: Group | str, unlisted: Collection[str] = ()) -> Callable[[Verb], Verb]:
     """Make a command of a function: its own parameters, and a flag per option that is wanted.
 
-    wanted: groups of options, and names of single ones. The function is called with `settings`,
-    the options in force, in place of their flags.
+    wanted: groups of options, and names of single ones. unlisted: those that no help shows,
+    because the verb refuses them in words of its own. The function is called with `settings`, the
+    options in force, in place of their flags.
     """
     options = [o for each in wanted for o in OPTIONS if each in (o.group, o.name)]
 
     def decorate(verb: Verb) -> Verb:
         own = inspect.signature(verb, eval_str=True).parameters.values()
         parameters = [parameter for parameter in own if parameter.name != "settings"]
-        parameters += [_flag_parameter(option) for option in options]
-        if not all(option.is_common for option in options):
-            parameters.append(_HELP_ALL)
+        names = [parameter.name for parameter in parameters]
+        listed = [option for option in options if option.name not in unlisted]
+        parameters += [
+            _flag_parameter(option, is_hidden=option not in listed or not option.is_common)
+            for option in options
+        ]
+        if not all(option.is_common for option in listed):
+            parameters.append(_help_all([*names, *(option.name for option in listed)]))
 
         @functools.wraps(verb)
         def command(**arguments: object) -> None:
             flags = {option.name: arguments.pop(option.name) for option in options}
-            arguments.pop(_HELP_ALL.name, None)
+            arguments.pop("help_all", None)
             with errors_reported(wants_json=flags.get("json") is True):
                 settings = resolve(flags, os.environ)
                 with errors_reported(settings.flag("json"), settings.flag("verbose")):
@@ -164,7 +170,7 @@ def close_stdout() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _flag_parameter(option: Option) -> inspect.Parameter:
+def _flag_parameter(option: Option, is_hidden: bool) -> inspect.Parameter:
     names = [option.flag] if option.short is None else [option.flag, option.short]
     names.sort(key=lambda name: (not name.startswith("--"), len(name)))  # a shorter twin first
     annotation: object = str | None
@@ -180,7 +186,7 @@ def _flag_parameter(option: Option) -> inspect.Parameter:
         help=_help(option),
         metavar=metavar,
         rich_help_panel=option.group.value,
-        hidden=not option.is_common,
+        hidden=is_hidden,
         show_default=False,
     )
     return inspect.Parameter(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import abc
 import sys
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -33,6 +33,7 @@ HELP = """\
 /clear              forget the conversation
 /system TEXT        tell the model something first; without TEXT: what it is told
 /set NAME VALUE     change answers, such as temperature 0.7; without: all that can be set
+/set NAME default   take that back
 /retry              another answer to the last message
 /save FILE          write the conversation to a file, as JSON
 /load FILE          go on with a conversation that was saved
@@ -42,7 +43,13 @@ HELP = """\
 Ctrl-C stops an answer."""
 
 SETTABLE = {o.name: o for o in OPTIONS if o.group in (Group.SAMPLING, Group.DIFFUSION)}
-SETTABLE.pop("n")
+for _shown_by_generate_alone in ("n", "logprobs"):
+    SETTABLE.pop(_shown_by_generate_alone)
+
+SETTINGS_HEAD = f"{'':20}{'in force':15}{'default':15}"
+
+DEFAULT = "default"
+"""What a user sets to take a value back."""
 
 
 class Places(NamedTuple):
@@ -81,6 +88,15 @@ class Dialogue(abc.ABC):
 
     @abc.abstractmethod
     def _show_stats(self) -> None: ...
+
+    @abc.abstractmethod
+    def _names(self) -> Sequence[str]:
+        """Names of the parameters that mean something here."""
+
+    @abc.abstractmethod
+    def _in_force(self, params: SamplingParams) -> SamplingParams:
+        """`params` with the values that hold where nothing was set, as far as they are known.
+        Raises UsageError or UnsupportedError for what an answer cannot be asked here."""
 
     def run(self) -> None:
         """Reads turns until /bye or the end of input."""
@@ -176,17 +192,35 @@ class Dialogue(abc.ABC):
             self._set_system(value)
             return
         if not name:
-            self._say(settable(self._params))
+            names = [each for each in SETTABLE if each in self._names()]
+            self._say("\n".join([SETTINGS_HEAD, *map(self._setting, names)]))
             return
-        name = name.replace("-", "_")
+        name, value = name.replace("-", "_"), value.strip()
         if name not in SETTABLE:
             raise UsageError(
-                f"{name!r} is no parameter. {hint(name, list(SETTABLE), ELSEWHERE)} What is given "
-                "when chat begins, such as context, stays."
+                f"{name!r} is no parameter. {hint(name, list(self._names()), ELSEWHERE)} Options "
+                "such as context can only be set when chat starts."
             )
-        parsed = SETTABLE[name].parse(value.strip(), f"/set {name}")
-        self._params = with_keywords(self._params, {name: parsed})
-        self._say(f"{name}: {value.strip()}")
+        if value:
+            self._change(name, value)
+        self._say(f"{name}: {_shown(_value_of(self._in_force(self._params), name))}")
+
+    def _change(self, name: str, value: str) -> None:
+        """Sets a parameter, or takes it back. Raises UsageError or UnsupportedError, and leaves all
+        as it was, for what the next answer would be refused for."""
+        if value == DEFAULT:
+            new = _value_of(SamplingParams(), name)
+        else:
+            new = _parsed(name, value)
+        params = with_keywords(self._params, {name: new})
+        self._in_force(params)
+        self._params = params
+
+    def _setting(self, name: str) -> str:
+        """A line on a parameter: its value in force, the default, and what it does."""
+        values = (self._in_force(params) for params in (self._params, SamplingParams()))
+        in_force, default = (_shown(_value_of(each, name)) for each in values)
+        return f"{name:20}{in_force:15}{default:15} {SETTABLE[name].help}"
 
 
 class TerminalChat(Dialogue):
@@ -195,6 +229,13 @@ class TerminalChat(Dialogue):
     def __init__(self, llm: LLM, params: SamplingParams, turns: Turns, places: Places) -> None:
         super().__init__(params, turns, places)
         self._llm = llm
+        self._in_force(params)
+
+    def _names(self) -> Sequence[str]:
+        return self._llm.answer_fields
+
+    def _in_force(self, params: SamplingParams) -> SamplingParams:
+        return self._llm.params_in_force(params)
 
     def _show_stats(self) -> None:
         self._say(stats_text(self._llm.stats(), self._llm.config.experts is not None))
@@ -247,14 +288,28 @@ class TerminalChat(Dialogue):
 LEAVING = ("/bye", "/exit", "/quit")
 
 
-def settable(params: SamplingParams) -> str:
-    """All that /set takes, with the value in force where one was given."""
-    values = {**asdict(params), **asdict(params.diffusion)}
-    rows = []
-    for name, option in SETTABLE.items():
-        value = "" if values[name] in (None, ()) else str(values[name])
-        rows.append(f"{name:20}{value:12} {option.help}")
-    return "\n".join(rows)
+def _parsed(name: str, value: str) -> object:
+    try:
+        return SETTABLE[name].parse(value, f"/set {name}")
+    except UsageError as error:
+        told = str(error).rstrip(".")
+        raise UsageError(f"{told}; /set {name} {DEFAULT} takes back what was set.") from None
+
+
+def _value_of(params: SamplingParams, name: str) -> object:
+    """A field of either kind."""
+    return getattr(params if hasattr(params, name) else params.diffusion, name)
+
+
+def _shown(value: object) -> str:
+    """As it is typed."""
+    if value is None or value == ():
+        return "unset"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, float):
+        return f"{value:g}"
+    return ", ".join(value) if isinstance(value, list | tuple) else str(value)
 
 
 def stats_text(stats: Mapping[str, Any], has_experts: bool) -> str:

@@ -74,6 +74,14 @@ class Verb(_TakesTexts, TyperCommand):
     """A verb that understands `--max_tokens`, shows the rest of its options with `--help-all`, and
     answers other programs' flags with its own."""
 
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        """Without arguments that are taken only to say what to use instead."""
+        pieces = [self.options_metavar] if self.options_metavar else []
+        for param in self.get_params(ctx):
+            if not getattr(param, "hidden", False):
+                pieces += param.get_usage_pieces(ctx)
+        return pieces
+
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         known = {name: param for param in self.params for name in param.opts}
         args = [_dashed(arg, known) for arg in args]

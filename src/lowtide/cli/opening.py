@@ -36,7 +36,9 @@ def open_llm(model: str, settings: Settings, question: Question | None = None) -
     trace = settings.text("trace")
     if trace is not None:
         config.check_experts("A trace is of experts")
-        check_writable(Path(trace), "trace")
+        from lowtide.replay.trace import is_trace
+
+        check_writable(Path(trace), "trace", is_trace)
     check_kind(params, config.architecture, config.is_diffusion)
     with ProgressBars() as progress:
         progress("starting", 0, 1)

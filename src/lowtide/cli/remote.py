@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
+from dataclasses import asdict
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
 from typing import Any, NamedTuple
 from urllib.parse import SplitResult, urlsplit
@@ -17,7 +18,7 @@ from lowtide.cli.screen import printable
 from lowtide.cli.text import TextWriter
 from lowtide.cli.turns import Turns
 from lowtide.errors import UsageError
-from lowtide.params import SamplingParams
+from lowtide.params import DiffusionParams, SamplingParams, field_names
 
 KEYS = ("LOWTIDE_API_KEY", "OPENAI_API_KEY")
 """Variables of the environment with a server's key; the first that is set."""
@@ -25,10 +26,11 @@ KEYS = ("LOWTIDE_API_KEY", "OPENAI_API_KEY")
 _TIMEOUT_S = 600.0  # without a byte: a long prompt may take its time
 _MAX_BYTES = 1 << 20  # of a line, or of an answer that is no stream
 
-_SENT = (
+SENT = (
     *("temperature", "top_p", "top_k", "min_p", "seed", "max_tokens"),
-    *("repetition_penalty", "presence_penalty", "frequency_penalty"),
+    *("repetition_penalty", "presence_penalty", "frequency_penalty", "ignore_eos"),
 )
+"""Fields that are sent where they are set, beside `stop` and, in `diffusion`, all of a block's."""
 
 
 class Delta(NamedTuple):
@@ -132,10 +134,19 @@ class RemoteDialogue(Dialogue):
     def __init__(
         self, server: Server, model: str, params: SamplingParams, turns: Turns, places: Places
     ) -> None:
+        """The template's options are the turns'."""
         super().__init__(params, turns, places)
         self._server = server
         self._model = model
         self._last = "nothing yet"
+        self._say(f"{model} of {server.url}")
+
+    def _names(self) -> Sequence[str]:
+        return (*SENT, "stop", *field_names(DiffusionParams))
+
+    def _in_force(self, params: SamplingParams) -> SamplingParams:
+        """What the server does where nothing is set is not known here."""
+        return params
 
     def _answer(self, line: str) -> None:
         writer = TextWriter(self._out.file, True, self._out.is_terminal)
@@ -166,14 +177,21 @@ class RemoteDialogue(Dialogue):
         self._say(self._last)
 
     def _body(self, line: str) -> dict[str, object]:
-        given = {name: getattr(self._params, name) for name in _SENT}
+        unset = SamplingParams()
+        given = {name: getattr(self._params, name) for name in SENT}
+        blocks = asdict(self._params.diffusion)
+        more: dict[str, object] = {
+            "stop": list(self._params.stop_strings),
+            "diffusion": {name: value for name, value in blocks.items() if value is not None},
+            "chat_template_kwargs": self._turns.template_options,
+        }
         return {
             "model": self._model,
             "messages": self._turns.prompt_with(line),
             "stream": True,
             "stream_options": {"include_usage": True},
-            **{name: value for name, value in given.items() if value is not None},
-            **({"stop": list(self._params.stop_strings)} if self._params.stop_strings else {}),
+            **{name: value for name, value in given.items() if value != getattr(unset, name)},
+            **{name: value for name, value in more.items() if value},
         }
 
 

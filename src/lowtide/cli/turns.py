@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING
 
 from lowtide.cli.prompt import MAX_PROMPT_BYTES, system_message
 from lowtide.errors import UsageError
-from lowtide.files.json_file import read_object
+from lowtide.files.json_file import parse_object
+from lowtide.files.regular_file import read_regular
 from lowtide.files.whole_file import whole_file
 
 if TYPE_CHECKING:
@@ -93,16 +94,23 @@ class Turns:
     def save(self, path: Path) -> None:
         """Writes `{"messages": [{"role": ..., "content": ...}, ...]}`. Raises StorageError."""
         text = json.dumps({"messages": self.messages()}, ensure_ascii=False, indent=1)
-        with whole_file(path, "conversation") as file:
+        with whole_file(path, "conversation", _is_conversation) as file:
             # Half a character, which a file that was loaded may have, as JSON escapes it.
             file.write(text.encode(errors="backslashreplace") + b"\n")
 
     def load(self, path: Path) -> None:
         """Holds what the file says. Raises UsageError where it holds no conversation, and leaves
         all as it was."""
-        messages = read_object(path, MAX_PROMPT_BYTES, UsageError).get("messages")
+        data = read_regular(path, MAX_PROMPT_BYTES, UsageError)
+        try:
+            messages = parse_object(data, str(path), UsageError).get("messages")
+        except UsageError:
+            messages = None
         if not isinstance(messages, list) or not all(map(_is_message, messages)):
-            raise UsageError(f"{path} holds no list of messages, each with a role and a text.")
+            raise UsageError(
+                f"{path} is no saved conversation: one is a JSON object with a list of messages, "
+                "each with a role and a text, as /save writes it."
+            )
         texts = [(message["role"], message["content"]) for message in messages]
         system = texts.pop(0)[1] if texts and texts[0][0] == "system" else None
         said, answers = texts[::2], texts[1::2]
@@ -112,6 +120,15 @@ class Turns:
             raise UsageError(f"{path} ends with a message of the user; an answer to it is missing.")
         self.set_system(system)
         self._turns = [(line, answer) for (_, line), (_, answer) in zip(said, answers, strict=True)]
+
+
+def _is_conversation(file: IO[bytes]) -> bool:
+    try:
+        found = parse_object(file.read(MAX_PROMPT_BYTES), "", UsageError)
+    except UsageError:
+        return False
+    messages = found.get("messages")
+    return list(found) == ["messages"] and isinstance(messages, list)
 
 
 def _is_message(message: object) -> bool:

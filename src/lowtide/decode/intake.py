@@ -23,15 +23,20 @@ from lowtide.errors import PlanError, UnsupportedError, UsageError
 from lowtide.memory.kv_cache import GRANULE_TOKENS
 from lowtide.model_folder.tokenizer import NO_TOKENIZER, Tokenizer
 from lowtide.params import (
+    AUTOREGRESSIVE_ONLY,
     MAX_SEED,
     DiffusionParams,
     SamplingParams,
     check_kind,
+    field_names,
     listed_params,
     with_published,
 )
 
 _log = logging.getLogger(__name__)
+
+_WITHOUT_RULE = ("eps", "alg_temp", "factor")
+"""Fields of bidirectional models' rules, which block diffusion does not have."""
 
 _DEFAULTED = (
     "block_length",
@@ -213,6 +218,28 @@ class Intake:
                 "out."
             )
 
+    def in_force(self, asked: SamplingParams) -> SamplingParams:
+        """`asked` with the values that hold for this model where nothing was asked, but for the
+        answer's length, which its prompt decides.
+
+        Raises UsageError or UnsupportedError for what this model does not have.
+        """
+        seed = self.seed if asked.seed is None else asked.seed
+        return replace(self._resolved(asked), seed=seed)
+
+    def answer_fields(self) -> tuple[str, ...]:
+        """Names of the parameters that an answer of this model has; some belong to one rule."""
+        own = [name for name in field_names(SamplingParams) if name != "diffusion"]
+        if not self.config.is_diffusion:
+            return tuple(own)
+        absent = {*AUTOREGRESSIVE_ONLY}
+        if self.config.is_bidirectional:
+            absent |= {*masked_options.FOR_REWRITING}
+        else:
+            absent |= {*_WITHOUT_RULE, "cfg_scale", "remasking"}
+        named = [*own, *field_names(DiffusionParams)]
+        return tuple(name for name in named if name not in absent)
+
     def _resolved(self, params: SamplingParams) -> SamplingParams:
         """`params` with the family's published defaults where nothing was asked."""
         check_kind(params, self.config.architecture, self.config.is_diffusion)
@@ -326,7 +353,7 @@ def _check_block_options(asked: DiffusionParams) -> None:
             f"remasking {asked.remasking!r} is for bidirectional models; block diffusion models "
             "decode by low_confidence."
         )
-    for name in ("eps", "alg_temp", "factor"):
+    for name in _WITHOUT_RULE:
         if getattr(asked, name) is not None:
             raise UnsupportedError(
                 f"{name}: block diffusion models have no rule that it is for; leave it out."

@@ -30,7 +30,8 @@ _RULES_OF = {
 }
 """The rules that use each field."""
 
-_FOR_REWRITING = ("edit_threshold", "max_post_steps")
+FOR_REWRITING = ("edit_threshold", "max_post_steps")
+"""Fields of models that rewrite tokens, which these do not."""
 
 THRESHOLD, FACTOR, EPS = 0.9, 1.0, 1e-3
 """The values published by Fast-dLLM and Dream, for families that give none themselves."""
@@ -68,7 +69,7 @@ def resolve(
 
 
 def _check_fields(asked: DiffusionParams, rule: str, architecture: str) -> None:
-    for name in _FOR_REWRITING:
+    for name in FOR_REWRITING:
         if getattr(asked, name) is not None:
             raise UnsupportedError(
                 f"{name}: {architecture} does not rewrite tokens; leave this out."

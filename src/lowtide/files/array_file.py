@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from lowtide.errors import StorageError, UsageError
 from lowtide.files.regular_file import open_regular
-from lowtide.files.whole_file import whole_file
+from lowtide.files.whole_file import IsOwn, whole_file
 
 Arrays = dict[str, NDArray[Any]]
 
@@ -41,10 +41,19 @@ _DAMAGE = (
 )
 
 
-def save_arrays(path: Path, arrays: Mapping[str, Any], noun: str) -> None:
+def save_arrays(path: Path, arrays: Mapping[str, Any], noun: str, is_own: IsOwn) -> None:
     """Writes `arrays` to `path`; `noun` ("trace") names the file in the StorageError raised."""
-    with whole_file(Path(path), noun) as file:
+    with whole_file(Path(path), noun, is_own) as file:
         np.savez_compressed(file, **arrays)
+
+
+def holds_arrays(file: IO[bytes], *names: str) -> bool:
+    """Whether a file is an archive with arrays of these names, whatever they hold."""
+    try:
+        with zipfile.ZipFile(file) as archive:
+            return {f"{name}.npy" for name in names} <= set(archive.namelist())
+    except _DAMAGE:
+        return False
 
 
 def facts_array(facts: Mapping[str, object]) -> NDArray[np.uint8]:

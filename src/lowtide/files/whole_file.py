@@ -1,5 +1,9 @@
 """Files written whole or not at all: what was at their path before stays until then.
 
+Where a user names the path, what is there already is replaced only if it is a file of the same kind
+that lowtide wrote: `IsOwn` tells. `check_writable` asks before the work and `whole_file` before it
+writes.
+
 A link is followed: what it leads to is replaced, and the link stays. /dev/stdout, /dev/stderr, a
 pipe and a device such as /dev/null are not replaced: what is written goes through them once it is
 whole. A named pipe without a reader is waited for then.
@@ -12,7 +16,7 @@ import os
 import shutil
 import stat
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from secrets import token_hex
@@ -21,29 +25,50 @@ from typing import IO
 
 from lowtide.errors import StorageError
 
+IsOwn = Callable[[IO[bytes]], bool]
+"""Whether an open file, which is not empty, was written by lowtide as one of its kind."""
+
 _STREAMS = {"/dev/stdout": 1, "/dev/stderr": 2}
 
 
 @contextmanager
-def whole_file(path: Path, noun: str) -> Iterator[IO[bytes]]:
+def whole_file(path: Path, noun: str, is_own: IsOwn | None = None) -> Iterator[IO[bytes]]:
     """A file to write, which takes the place of `path` once all of it is on the disk, or goes
     through what is there.
 
-    `noun` ("trace") names the file in the StorageError that a failing write raises.
+    `noun` ("trace") names the file in the StorageError that a failing write raises, or what is
+    there already and is not `is_own`. Without `is_own` the path is lowtide's.
     """
+    if is_own is not None:
+        _check_own(path, noun, is_own)
     with _refusing(path, noun), _replacing(path) if _is_replaced(path) else _through(path) as file:
         yield file
 
 
-def check_writable(path: Path, noun: str) -> None:
+def check_writable(path: Path, noun: str, is_own: IsOwn) -> None:
     """Makes the folder that `path` names; raises StorageError where that fails, or `whole_file`
     would: before a long run, not after it."""
+    _check_own(path, noun, is_own)
     with _refusing(path, noun):
         if _is_replaced(path):
             target = Path(os.path.realpath(path))
             target.parent.mkdir(parents=True, exist_ok=True)
             with NamedTemporaryFile(dir=target.parent, prefix=f".{target.name}."):
                 pass
+
+
+def _check_own(path: Path, noun: str, is_own: IsOwn) -> None:
+    """Raises StorageError where there is a file that another program or a user wrote."""
+    with _refusing(path, noun):
+        if not _is_replaced(path) or not path.exists() or not path.stat().st_size:
+            return
+        with path.open("rb") as file:
+            if is_own(file):
+                return
+    raise StorageError(
+        f"{path} exists and is no {noun} that lowtide wrote, so it stays: choose another name, or "
+        "remove it."
+    )
 
 
 @contextmanager

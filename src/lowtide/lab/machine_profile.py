@@ -6,6 +6,7 @@ Rates are those of the experts that `doctor` measured, so nothing is taken off t
 from __future__ import annotations
 
 from pathlib import Path
+from typing import IO
 
 import torch
 
@@ -15,11 +16,13 @@ from lowtide.files.whole_file import check_writable, whole_file
 from lowtide.hardware.measure import Point
 from lowtide.lab.diagnosis import Diagnosis, ExpertCosts
 
+_FIRST_WORDS = "# Measured by lowtide doctor"
+
 
 def check_profile(path: Path, device: str, has_model: bool) -> None:
     """Refuses before anything is measured: raises UsageError without a device or a model,
     StorageError."""
-    check_writable(path, "profile")
+    check_writable(path, "profile", _is_profile)
     if not has_model:
         raise UsageError(
             "A profile is made of a model's experts: lowtide doctor MODEL --profile FILE."
@@ -34,8 +37,12 @@ def check_profile(path: Path, device: str, has_model: bool) -> None:
 def save_profile(diagnosis: Diagnosis, path: Path) -> None:
     """Writes the profile to `path`. Raises StorageError."""
     text = profile_text(diagnosis)
-    with whole_file(path, "profile") as file:
+    with whole_file(path, "profile", _is_profile) as file:
         file.write(text.encode())
+
+
+def _is_profile(file: IO[bytes]) -> bool:
+    return file.readline(80).startswith(_FIRST_WORDS.encode())
 
 
 def profile_text(diagnosis: Diagnosis) -> str:
@@ -65,7 +72,7 @@ def profile_text(diagnosis: Diagnosis) -> str:
         "sync": {"latency_us": max(1e-3, measured.sync.median_s * 1e6)},
         "efficiency": dict.fromkeys(("device", "link", "host"), 1.0),
     }
-    lines = [f"# Measured by lowtide doctor: experts of {costs.name}, {costs.stored.date[:10]}."]
+    lines = [f"{_FIRST_WORDS}: experts of {costs.name}, {costs.stored.date[:10]}."]
     lines.append(f"name = {_quoted(f'{machine.cpu}, {costs.device}')}")
     for section, values in sections.items():
         lines += ["", f"[{section}]", *(f"{name} = {value:.6g}" for name, value in values.items())]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING
 
 from lowtide.errors import UnsupportedError
 from lowtide.files.whole_file import check_writable, whole_file
@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 SUFFIXES = (".png", ".svg", ".pdf")
+
+_DRAWN_BY = "drawn by lowtide"  # in a plot's own metadata
 
 
 def check_plot(path: Path) -> None:
@@ -25,10 +27,16 @@ def check_plot(path: Path) -> None:
         raise UnsupportedError(
             f"--plot {path}: a plot's name ends with {', '.join(SUFFIXES)}; choose one."
         )
-    check_writable(path, "plot")
+    check_writable(path, "plot", _is_drawn_here)
 
 
 def save_figure(figure: Figure, path: Path) -> None:
     """Writes a plot, whole or not at all. Raises StorageError."""
-    with whole_file(path, "plot") as file:
-        figure.savefig(file, format=path.suffix.removeprefix("."), dpi=120)
+    form = path.suffix.removeprefix(".")
+    metadata = {"Software" if form == "png" else "Creator": _DRAWN_BY}
+    with whole_file(path, "plot", _is_drawn_here) as file:
+        figure.savefig(file, format=form, dpi=120, metadata=metadata)
+
+
+def _is_drawn_here(file: IO[bytes]) -> bool:
+    return _DRAWN_BY.encode() in file.read()

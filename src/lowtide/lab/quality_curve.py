@@ -18,7 +18,7 @@ from lowtide.errors import UsageError
 from lowtide.files.whole_file import check_writable
 from lowtide.lab.quality import QualityReport
 from lowtide.policies.buddy_profile import QualityCurve
-from lowtide.replay.calibration import Calibration, default_path
+from lowtide.replay.calibration import Calibration, default_path, is_calibration
 from lowtide.replay.trace import TraceShape
 
 
@@ -55,7 +55,7 @@ def curve_path(opened: OpenModel) -> Path:
             f"There is no buddy profile in {path} to keep a curve with; run lowtide calibrate "
             "--buddies first."
         )
-    check_writable(path, "calibration")
+    check_writable(path, "calibration", is_calibration)
     return path
 
 

@@ -16,7 +16,7 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import IO, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,6 +28,7 @@ from lowtide.files.array_file import (
     Contradiction,
     check_values,
     facts_array,
+    holds_arrays,
     load_arrays,
     read_facts,
     save_arrays,
@@ -70,6 +71,11 @@ _DTYPES = {
 }
 _VERSIONS = {"version": CALIBRATION_VERSION, _PREFIX + "version": TRACE_VERSION}
 _AGAIN = "delete it and run lowtide calibrate again"
+
+
+def is_calibration(file: IO[bytes]) -> bool:
+    """Whether a file is a calibration, of whichever version."""
+    return holds_arrays(file, "version", "facts", "frequency", "following")
 
 
 class GateAccuracy(NamedTuple):
@@ -123,7 +129,7 @@ class Calibration:
 
     def save(self, path: Path) -> None:
         """Writes it, whole or not at all, making its folder. Raises StorageError."""
-        check_writable(path, "calibration")
+        check_writable(path, "calibration", is_calibration)
         facts = {name: getattr(self, name) for name in _FACTS}
         arrays = {
             **{_PREFIX + name: array for name, array in self.trace.arrays().items()},
@@ -136,7 +142,7 @@ class Calibration:
             **({} if self.buddies is None else arrays_of(self.buddies)),
             **({} if self.inputs is None else arrays_of_inputs(self.inputs)),
         }
-        save_arrays(path, arrays, "calibration")
+        save_arrays(path, arrays, "calibration", is_calibration)
 
     @classmethod
     def load(cls, path: Path, has_inputs: bool = True) -> Calibration:

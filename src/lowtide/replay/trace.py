@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,7 +26,7 @@ from lowtide.core import (
     WeightArray,
 )
 from lowtide.errors import StorageError, UsageError
-from lowtide.files.array_file import Arrays, Contradiction, load_arrays, save_arrays
+from lowtide.files.array_file import Arrays, Contradiction, holds_arrays, load_arrays, save_arrays
 from lowtide.files.json_file import as_text
 
 TRACE_VERSION = 3
@@ -48,6 +48,11 @@ TRACE_DTYPES = {
 _KINDS = (StepKind.PREFILL, StepKind.DENOISE, StepKind.DECODE)
 _MAX_COUNT = 2**31 - 1
 _AGAIN = "record it again, with lowtide generate --trace"
+
+
+def is_trace(file: IO[bytes]) -> bool:
+    """Whether a file is a trace, of whichever version."""
+    return holds_arrays(file, "version", "shape", "passes", "ids")
 
 
 class TraceShape(NamedTuple):
@@ -159,7 +164,7 @@ class Trace:
 
     def save(self, path: Path) -> None:
         """Writes the trace, whole or not at all. Raises StorageError."""
-        save_arrays(path, self.arrays(), "trace")
+        save_arrays(path, self.arrays(), "trace", is_trace)
 
     def arrays(self) -> dict[str, Any]:
         """What a file holds of it: `TRACE_DTYPES` names them."""
