@@ -3,18 +3,40 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
+import gguf
 import pytest
 from checkpoint_files import ling_config
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from typer.testing import CliRunner
 
 from lowtide.cli.app import app
 from lowtide.errors import CheckpointError, ConfigError, UnsupportedError, UsageError
-from lowtide.families import families, read_config, read_config_in, supported_architectures
+from lowtide.families import (
+    families,
+    gguf_architecture,
+    read_config,
+    read_config_in,
+    supported_architectures,
+)
+from lowtide.families.deepseek_v2.gguf import GGUF as DEEPSEEK
+from lowtide.families.gguf import GgufKeys
+from lowtide.families.mixtral.gguf import GGUF as MIXTRAL
 from lowtide.families.registry import own_names
-from lowtide.families.unsupported import _BY_BEGINNING, why_unsupported
+from lowtide.families.unsupported import (
+    _SERIES,
+    DENSE,
+    ENCODER,
+    EXPERTS,
+    HYBRID,
+    IMAGES,
+    LAYERS,
+    SAFETENSORS,
+    why_unsupported,
+)
 from lowtide.lab.safetensors_writer import header_bytes
 from lowtide.llm import plan_model
 from lowtide.model_folder import hub
@@ -35,10 +57,10 @@ def run(*arguments: str) -> Any:
         ("LlamaForCausalLM", "Llama, or a model built like it: a dense .* Qwen/Qwen3-30B-A3B"),
         ("Qwen3ForCausalLM", "Qwen3 without experts: a dense .* Qwen/Qwen3-30B-A3B"),
         ("Qwen3_5MoeForConditionalGeneration", "Qwen3.6: .*linear attention.*Qwen/Qwen3-30B-A3B"),
-        ("Gemma4ForConditionalGeneration", "It is Gemma: .*Models that do run: "),
+        ("Gemma4ForConditionalGeneration", "It is Gemma 4: .*Models that do run: "),
         ("MistralForCausalLM", "It is Mistral: a dense .*Mixtral-8x7B"),
         ("Llama4ForConditionalGeneration", "It is Llama 4: a mixture of experts"),
-        ("DeepseekV32ForCausalLM", "It is DeepSeek-V3, V3.2 or R1: .*DeepSeek-V2-Lite"),
+        ("DeepseekV3ForCausalLM", "It is DeepSeek-V3, V3.2 or R1: .*DeepSeek-V2-Lite"),
         ("SDARMoeForCausalLM", "It is SDAR: .*LLaDA2.0-mini"),
     ],
 )
@@ -50,13 +72,128 @@ def test_models_are_named(architecture: str, message: str, tmp_path: Path) -> No
     assert result.exit_code == 2 and architecture in result.stderr
 
 
-def test_what_runs_is_not_said_not_to() -> None:
+def test_what_runs_is_of_no_series_that_does_not() -> None:
     for architecture in supported_architectures():
-        assert why_unsupported(architecture) is None, architecture
-    assert why_unsupported("FooForCausalLM") is None
-    for beginning in _BY_BEGINNING:
-        found = why_unsupported(beginning + "X")
-        assert found is not None and found.reason and found.instead
+        assert "not heard of" in why_unsupported([architecture], {}).name, architecture
+    for found in filter(None, _SERIES.values()):
+        assert found.name and found.instead
+
+
+CLASSES = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items())
+
+
+@pytest.mark.parametrize(("model_type", "architecture"), CLASSES)
+def test_every_other_model_has_a_name_a_reason_and_a_way_out(
+    model_type: str, architecture: str
+) -> None:
+    if architecture in supported_architectures():
+        return
+    config = {"architectures": [architecture], "model_type": model_type, "num_hidden_layers": 2}
+    with pytest.raises(ConfigError) as refusal:
+        read_config(config)
+    named = re.search(r"It is ([^:]+): (.+?)\. Models that do run: [\w-]+/", str(refusal.value))
+    assert named is not None, refusal.value
+    assert named[2] in (DENSE, EXPERTS, HYBRID, IMAGES, LAYERS, ENCODER)
+
+
+@pytest.mark.parametrize("name", sorted(gguf.MODEL_ARCH_NAMES.values()))
+def test_every_other_gguf_architecture_too(name: str) -> None:
+    metadata = {"general.architecture": name, f"{name}.block_count": 2}
+    try:
+        gguf_architecture(metadata)
+    except UnsupportedError as refusal:
+        named = re.search(r"It is ([^:]+): (.+?)\. Models that do run: [\w-]+/", str(refusal))
+        assert named is not None, refusal
+        assert named[2] in (DENSE, EXPERTS, HYBRID, IMAGES, LAYERS, ENCODER, SAFETENSORS)
+
+
+@pytest.mark.parametrize(
+    ("keys", "reason"),
+    [
+        ({"num_hidden_layers": 2}, DENSE),
+        ({"n_layer": 2, "num_experts": 0, "vision_config": None}, DENSE),
+        ({"num_hidden_layers": 2, "n_routed_experts": 64}, EXPERTS),
+        ({"num_hidden_layers": 2, "moe_num_primary_experts": 64}, EXPERTS),
+        ({"text_config": {"num_hidden_layers": 2, "num_local_experts": 8}}, EXPERTS),
+        ({"num_experts": 8, "layer_types": ["full_attention", "linear_attention"]}, HYBRID),
+        ({"num_experts": 8, "mamba_d_state": 16}, HYBRID),
+        ({"num_experts": 8, "hybrid_override_pattern": "M-M*"}, HYBRID),
+        ({"num_experts": 8, "vision_config": {"depth": 2}}, IMAGES),
+        ({"num_hidden_layers": 2, "audio_token_id": 7}, IMAGES),
+        ({"is_encoder_decoder": True, "num_hidden_layers": 2}, ENCODER),
+        ({"general.architecture": "foo", "foo.block_count": 2, "foo.expert_count": 8}, EXPERTS),
+        ({"general.architecture": "foo", "foo.block_count": 2, "foo.ssm.state_size": 8}, HYBRID),
+        ({"general.architecture": "foo", "foo.attention.causal": False}, ENCODER),
+        ({"general.architecture": "foo", "foo.block_count": 2}, DENSE),
+        ({}, LAYERS),
+    ],
+)
+def test_the_reason_is_in_the_keys_of_a_model_never_heard_of(
+    keys: dict[str, object], reason: str
+) -> None:
+    assert why_unsupported(["foo"], keys).reason == reason
+
+
+@pytest.mark.parametrize(
+    ("model_type", "architecture", "name"),
+    [
+        ("kimi_k2", "DeepseekV3ForCausalLM", "Kimi-K2"),
+        ("kimi_k25", "KimiK25ForConditionalGeneration", "Kimi-K2.5"),
+        ("internlm3", "LlamaForCausalLM", "InternLM"),
+        ("glm4_moe_lite", "Glm4MoeLiteForCausalLM", "GLM-4.7-Flash"),
+        ("my_own", "MistralForCausalLM", "Mistral"),
+    ],
+)
+def test_model_types_tell_more_than_architectures(
+    model_type: str, architecture: str, name: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"{architecture}' is not supported. It is {name}: "):
+        read_config({"architectures": [architecture], "model_type": model_type})
+    with pytest.raises(ConfigError, match="names no architecture. It is "):
+        read_config({"model_type": model_type})
+
+
+@pytest.mark.parametrize("said", [{"expert_gating_func": 2}, {"expert_weights_norm": True}, None])
+@pytest.mark.parametrize(
+    ("names", "series"),
+    [
+        ({}, "DeepSeek-V3, V3.2 or R1"),
+        ({"name": "Kimi K2 Instruct"}, "Kimi-K2"),
+        ({"basename": "GLM-4.7-Flash", "name": "mine"}, "GLM-4.7-Flash"),
+        ({"name": "Moonlight 16B A3B"}, "Moonlight"),
+        ({"name": "DeepSeek-V2.5"}, "DeepSeek-V3, V3.2 or R1"),
+    ],
+)
+def test_models_that_share_a_gguf_architecture_are_told_apart(
+    said: dict[str, object] | None, names: dict[str, str], series: str
+) -> None:
+    shapes = {"blk.1.exp_probs_b.bias": (64,)} if said is None else {}
+    keys = {f"deepseek2.{key}": value for key, value in (said or {}).items()}
+    metadata = {**keys, **{f"general.{key}": value for key, value in names.items()}}
+    with pytest.raises(UnsupportedError, match=f"It is {series}: a mixture of .*do run: "):
+        DEEPSEEK.config(GgufKeys("deepseek2", metadata, shapes))
+
+
+@pytest.mark.parametrize(
+    ("name", "series"),
+    [("Meta Llama 3.1 8B", "Llama"), ("DeepSeek R1 Distill Llama 8B", "a distillation of Deep")],
+)
+def test_llama_s_architecture_without_experts_is_named(name: str, series: str) -> None:
+    with pytest.raises(UnsupportedError, match=f"It is {series}.*: a dense .*do run: "):
+        MIXTRAL.config(GgufKeys("llama", {"general.name": name}, {}))
+
+
+@pytest.mark.parametrize("algorithm", ["NVFP4", "FP8", "W4A8_AWQ"])
+def test_modelopt_s_folders_are_named(algorithm: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(ling_config()))
+    assert read_config_in(tmp_path).num_layers
+    said = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": algorithm}}
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps(said))
+    with pytest.raises(UnsupportedError, match=f"format is {algorithm} of ModelOpt, .*not read"):
+        read_config_in(tmp_path)
+    said = {"quantization": {"quant_algo": None, "kv_cache_quant_algo": "FP8"}}
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps(said))
+    assert read_config_in(tmp_path).num_layers
 
 
 @pytest.mark.parametrize(

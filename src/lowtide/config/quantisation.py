@@ -51,6 +51,20 @@ class Quantisation(NamedTuple):
     version: int = 2  # of GPTQ's convention: in the first, zeros are stored less one
 
 
+MODELOPT_NAME = "hf_quant_config.json"
+"""The file beside `config.json` in which ModelOpt says what the weights were rounded to."""
+
+
+def with_modelopt(config: Mapping[str, object], said: Mapping[str, object]) -> Mapping[str, object]:
+    """A `config.json` with what ModelOpt's file says of the weights, where it does not say it."""
+    inner = said.get("quantization", said)
+    algorithm = inner.get("quant_algo") if isinstance(inner, Mapping) else None
+    if algorithm is None or config.get("quantization_config") is not None:
+        return config
+    rounded = {"quant_method": "modelopt", "quant_algo": algorithm}
+    return {**config, "quantization_config": rounded}
+
+
 def read_quantisation(fields: Fields) -> Quantisation | None:
     """None for weights that were not rounded, or by `lowtide pack`, whose tensors say it. Raises
     UnsupportedError by name for a format that is not read."""
@@ -63,6 +77,8 @@ def read_quantisation(fields: Fields) -> Quantisation | None:
     if method == PACKED_METHOD and said.get("version") == 1:
         return None
     reader = _READERS.get(method)
+    if method == "modelopt" and isinstance(said.get("quant_algo"), str):
+        raise _refusal(f"{shown(said['quant_algo'])[1:-1]} of ModelOpt")
     if reader is None:
         raise _refusal(_NAMES.get(method, shown(method)))
     return reader(said)

@@ -9,11 +9,12 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 from lowtide.config import ModelConfig
 from lowtide.config.rope import PairDivisors
 from lowtide.errors import ConfigError, UnsupportedError
+from lowtide.families.unsupported import another_of
 from lowtide.files.json_file import shown
 from lowtide.model_folder.checkpoint import ArrayView
 
@@ -135,6 +136,21 @@ class GgufKeys:
                 f"{' and '.join(map(shown, supported))}."
             )
 
+    def refuse(self, usual: str) -> NoReturn:
+        """Refuses a model of another series than the architecture's: the one that its name tells,
+        or the `usual` one."""
+        names = [name for name in map(self._metadata.get, _NAME_KEYS) if isinstance(name, str)]
+        name, said = shown(self._prefix.removesuffix(".")), another_of(names, usual)
+        raise UnsupportedError(f"the architecture {name} is not computed for this model. {said}")
+
+
+def own_name(metadata: Mapping[str, object]) -> str:
+    """What a GGUF file calls its model, for the end of a message about it."""
+    names = [name for name in map(metadata.get, _NAME_KEYS) if isinstance(name, str) and name]
+    return f" The file calls its model {shown(names[-1])}." if names else ""
+
+
+_NAME_KEYS = ("general.basename", "general.name")
 
 Config = dict[str, object]
 

@@ -14,13 +14,14 @@ from types import MappingProxyType
 from lowtide.config import ModelConfig
 from lowtide.config.fields import Fields
 from lowtide.config.keys import Origin
+from lowtide.config.quantisation import MODELOPT_NAME, with_modelopt
 from lowtide.config.sampling import read_sampling
 from lowtide.config.token_ids import read_eos_token_ids
 from lowtide.core import NOTHING
 from lowtide.errors import ConfigError, UnsupportedError
 from lowtide.families.family import Family
 from lowtide.families.gguf import GgufArchitecture
-from lowtide.families.unsupported import why_unsupported
+from lowtide.families.unsupported import runs, why_unsupported
 from lowtide.files.json_file import read_object, shown
 
 MAX_CONFIG_BYTES = 16 << 20
@@ -60,13 +61,17 @@ def supported_architectures() -> tuple[str, ...]:
     return tuple(sorted(name for each in families().values() for name in each.architectures))
 
 
-def gguf_architecture(name: str) -> GgufArchitecture:
-    """What GGUF files call so; raises UnsupportedError for any other name."""
+def gguf_architecture(metadata: Mapping[str, object]) -> GgufArchitecture:
+    """What a GGUF file's metadata calls its architecture; raises UnsupportedError for one that is
+    not read, and ConfigError where none is named."""
+    name = metadata.get("general.architecture")
+    if not isinstance(name, str):
+        raise ConfigError("it names no general.architecture.")
     known = {each.gguf.name: each.gguf for each in families().values() if each.gguf is not None}
     if name not in known:
         raise UnsupportedError(
-            f"the architecture {shown(name)} is not read from GGUF files; supported: "
-            f"{', '.join(sorted(known))}."
+            f"the architecture {shown(name)} is not read from GGUF files. "
+            f"{why_unsupported([name], metadata)}"
         )
     return known[name]
 
@@ -81,10 +86,14 @@ def read_config_in(folder: Path, overrides: Mapping[str, object] = NOTHING) -> M
     if not os.path.isdir(folder):
         raise ConfigError(f"{folder} is not a folder.")
     config = read_object(folder / "config.json", MAX_CONFIG_BYTES, ConfigError)
-    path = folder / "generation_config.json"
-    exists = os.path.lexists(path)
-    generation = read_object(path, MAX_CONFIG_BYTES, ConfigError) if exists else NOTHING
-    return read_config(config, generation=generation, overrides=overrides)
+    modelopt = _read_if_there(folder / MODELOPT_NAME)
+    generation = _read_if_there(folder / "generation_config.json")
+    return read_config(with_modelopt(config, modelopt), generation=generation, overrides=overrides)
+
+
+def _read_if_there(path: Path) -> Mapping[str, object]:
+    is_there = os.path.lexists(path)
+    return read_object(path, MAX_CONFIG_BYTES, ConfigError) if is_there else NOTHING
 
 
 def read_config(
@@ -105,19 +114,21 @@ def read_config(
 
 def _family_of(fields: Fields) -> tuple[Family, str]:
     """The family of a `config.json`, and which of its architectures this is."""
-    names = fields.raw("architectures")
-    supported = ", ".join(supported_architectures())
-    if not isinstance(names, list) or not names or not isinstance(names[0], str):
-        raise ConfigError(f"config.json names no architecture; supported: {supported}.")
+    names, model_type = fields.raw("architectures"), fields.values.get("model_type")
+    architecture = names[0] if isinstance(names, list) and names else None
     for family in families().values():
-        if names[0] in family.architectures:
-            return family, names[0]
-    known = why_unsupported(names[0])
-    told = f"Supported: {supported}."
-    if known is not None:
-        instead = ", ".join(known.instead)
-        told = f"It is {known.name}: {known.reason}. Models that do run: {instead}."
-    raise ConfigError(f"config.json: the architecture {shown(names[0])} is not supported. {told}")
+        if isinstance(architecture, str) and architecture in family.architectures:
+            return family, architecture
+    # Kimi-K2 has DeepSeek-V3's architecture: `model_type` tells more than it.
+    named = [name for name in (model_type, architecture) if isinstance(name, str)]
+    told = str(why_unsupported(named, fields.values)) if named else ""
+    if not named or runs(named[0]):
+        told = f"Supported: {', '.join(supported_architectures())}."
+    if not isinstance(architecture, str):
+        raise ConfigError(f"config.json names no architecture. {told}")
+    raise ConfigError(
+        f"config.json: the architecture {shown(architecture)} is not supported. {told}"
+    )
 
 
 @cache

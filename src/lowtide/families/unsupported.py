@@ -1,26 +1,38 @@
 """Models that people ask for and lowtide does not run: what they are, and what does run instead.
 
-By the names under `architectures` in `config.json`, of which one beginning stands for a series: the
-commonest ones, for any other is refused with what is supported.
+A model names itself in several ways (`model_type`, `architectures`, a GGUF file's
+`general.architecture`, `general.basename`, `general.name`). The first name that belongs to a known
+series counts; the reason of any other model comes from what its keys say.
 """
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-_DENSE = (
+from lowtide.errors import InternalError
+from lowtide.files.json_file import shown
+
+DENSE = (
     "a dense autoregressive model, all of whose weights every token needs: there are no experts to "
     "leave on the disk"
 )
-_HYBRID = "a model with layers of linear attention or state spaces, which lowtide does not compute"
-_EXPERTS = "a mixture of experts whose layers lowtide does not compute yet"
-_IMAGES = "a model that also reads images or sound, which lowtide does not compute"
-_LAYERS = "a model whose layers lowtide does not compute yet"
+HYBRID = "a model with layers of linear attention or state spaces, which lowtide does not compute"
+EXPERTS = "a mixture of experts whose layers lowtide does not compute yet"
+IMAGES = "a model that also reads images or sound, which lowtide does not compute"
+LAYERS = "a model whose layers lowtide does not compute yet"
+ENCODER = "an encoder, or an encoder with a decoder; lowtide runs decoders that write text"
+PROJECTOR = "the part of a model that reads images or sound, which lowtide does not compute"
+SAFETENSORS = "a series that runs from its safetensors files, and whose GGUF files are not read"
+ADAPTER = "an adapter (LoRA) of another model; lowtide runs whole models: merge it into its model"
 
 _QWEN = ("Qwen/Qwen3-30B-A3B",)
 _MISTRAL = ("mistralai/Mixtral-8x7B-Instruct-v0.1",)
 _DEEPSEEK = ("deepseek-ai/DeepSeek-V2-Lite-Chat",)
+_LING = ("inclusionAI/Ling-mini-2.0",)
 _DIFFUSION = ("inclusionAI/LLaDA2.0-mini", "GSAI-ML/LLaDA-8B-Instruct")
+_OLMOE = ("allenai/OLMoE-1B-7B-0924-Instruct",)
 _ANY = (*_QWEN, "openai/gpt-oss-20b", *_MISTRAL)
 
 
@@ -31,27 +43,257 @@ class Unsupported(NamedTuple):
     reason: str
     instead: tuple[str, ...]
 
+    def __str__(self) -> str:
+        """For the end of an error message."""
+        return f"It is {self.name}: {self.reason}. Models that do run: {', '.join(self.instead)}."
 
-_BY_BEGINNING = {
-    "LlamaFor": Unsupported("Llama, or a model built like it", _DENSE, _ANY),
-    "Llama4": Unsupported("Llama 4", _EXPERTS, _ANY),
-    "MistralFor": Unsupported("Mistral", _DENSE, _MISTRAL),
-    "Qwen2For": Unsupported("Qwen2 or Qwen2.5", _DENSE, _QWEN),
-    "Qwen3For": Unsupported("Qwen3 without experts", _DENSE, _QWEN),
-    "Qwen3Next": Unsupported("Qwen3-Next", _HYBRID, _QWEN),
-    "Qwen3_5": Unsupported("Qwen3.5 or Qwen3.6", _HYBRID, _QWEN),
-    "Qwen3VL": Unsupported("Qwen3-VL", _IMAGES, _QWEN),
-    "Gemma": Unsupported("Gemma", _LAYERS, _ANY),
-    "SDAR": Unsupported("SDAR", _LAYERS, _DIFFUSION),
-    "DeepseekV3": Unsupported("DeepSeek-V3, V3.2 or R1", _EXPERTS, _DEEPSEEK),
-    "Kimi": Unsupported("Kimi", _EXPERTS, (*_DEEPSEEK, *_QWEN)),
-    "Glm4Moe": Unsupported("GLM-4.5 or later", _EXPERTS, ("inclusionAI/Ling-mini-2.0", *_QWEN)),
-    "MiniMax": Unsupported("MiniMax", _EXPERTS, _ANY),
-    "Phi3": Unsupported("Phi-3 or Phi-4", _DENSE, _ANY),
+
+class _Series(NamedTuple):
+    name: str
+    reason: str | None = None  # None: as the model's keys say
+    instead: tuple[str, ...] = _ANY
+
+
+_SERIES: Mapping[str, _Series | None] = {
+    "afmoe": _Series("Trinity (AFMoE)", EXPERTS),
+    "apertus": _Series("Apertus", DENSE),
+    "arctic": _Series("Snowflake Arctic", EXPERTS),
+    "baichuan": _Series("Baichuan", DENSE),
+    "bailinghybrid": _Series("Ling or Ring with linear attention", HYBRID, _LING),
+    "bailingmoe": _Series("Ling 1 (Bailing)", EXPERTS, _LING),
+    "bailingmoe2": None,
+    "bailingmoe3": _Series("Ling 3", HYBRID, _LING),
+    "bailingmoelinear": _Series("Ling or Ring with linear attention", HYBRID, _LING),
+    "bailingmoev2": None,
+    "bamba": _Series("Bamba", HYBRID),
+    "bart": _Series("BART", ENCODER),
+    "bert": _Series("BERT", ENCODER),
+    "bloom": _Series("BLOOM", DENSE),
+    "chatglm": _Series("ChatGLM", DENSE, _LING + _QWEN),
+    "codellama": _Series("Code Llama", DENSE),
+    "codestral": _Series("Codestral", DENSE, _MISTRAL),
+    "cohere": _Series("Command (Cohere)"),
+    "commandr": _Series("Command R (Cohere)", DENSE),
+    "dbrx": _Series("DBRX", EXPERTS),
+    "deci": _Series("Llama-Nemotron (Deci)", DENSE),
+    "decilm": _Series("Llama-Nemotron (Deci)", DENSE),
+    "deepseek": _Series("DeepSeek", EXPERTS, _DEEPSEEK),
+    "deepseek2": None,
+    "deepseek2ocr": _Series("DeepSeek-OCR", IMAGES, _DEEPSEEK),
+    "deepseekr1": _Series("DeepSeek-R1", EXPERTS, _DEEPSEEK),
+    "deepseekr1distill": _Series("a distillation of DeepSeek-R1", DENSE),
+    "deepseekv2": None,
+    "deepseekv3": _Series("DeepSeek-V3, V3.2 or R1", EXPERTS, _DEEPSEEK),
+    "deepseekv32": _Series("DeepSeek-V3.2", EXPERTS, _DEEPSEEK),
+    "deepseekv4": _Series("DeepSeek-V4", EXPERTS, _DEEPSEEK),
+    "deepseekvl": _Series("DeepSeek-VL", IMAGES, _DEEPSEEK),
+    "diffusiongemma": _Series("DiffusionGemma", LAYERS, _DIFFUSION),
+    "dots1": _Series("dots.llm1", EXPERTS),
+    "dream": None,
+    "ernie": _Series("ERNIE"),
+    "exaone": _Series("EXAONE"),
+    "exaonemoe": _Series("K-EXAONE", EXPERTS),
+    "falcon": _Series("Falcon", DENSE),
+    "falconh1": _Series("Falcon-H1", HYBRID),
+    "falconmamba": _Series("Falcon Mamba", HYBRID),
+    "flexolmo": _Series("FlexOlmo", EXPERTS, _OLMOE),
+    "gemma": _Series("Gemma"),
+    "gemma4": _Series("Gemma 4", LAYERS),
+    "gigachat": _Series("GigaChat", EXPERTS),
+    "glm": _Series("GLM", None, _LING + _QWEN),
+    "glm4moe": _Series("GLM-4.5 or later", EXPERTS, _LING + _QWEN),
+    "glm4moelite": _Series("GLM-4.7-Flash", EXPERTS, _LING + _QWEN),
+    "glm45": _Series("GLM-4.5", EXPERTS, _LING + _QWEN),
+    "glm46": _Series("GLM-4.6", EXPERTS, _LING + _QWEN),
+    "glm47": _Series("GLM-4.7", EXPERTS, _LING + _QWEN),
+    "glm47flash": _Series("GLM-4.7-Flash", EXPERTS, _LING + _QWEN),
+    "glm4v": _Series("GLM-4V", IMAGES, _LING + _QWEN),
+    "glm5": _Series("GLM-5", EXPERTS, _LING + _QWEN),
+    "glmdsa": _Series("GLM-5", EXPERTS, _LING + _QWEN),
+    "glmmoedsa": _Series("GLM-5", EXPERTS, _LING + _QWEN),
+    "gpt2": _Series("GPT-2", DENSE),
+    "gptj": _Series("GPT-J", DENSE),
+    "gptneo": _Series("GPT-Neo", DENSE),
+    "gptneox": _Series("GPT-NeoX or Pythia", DENSE),
+    "gptoss": None,
+    "granite": _Series("Granite"),
+    "granitehybrid": _Series("Granite 4", HYBRID),
+    "granitemoe": _Series("Granite with experts", EXPERTS),
+    "granitemoehybrid": _Series("Granite 4", HYBRID),
+    "grok": _Series("Grok", EXPERTS),
+    "grovemoe": _Series("GroveMoE", EXPERTS),
+    "hunyuan": _Series("Hunyuan"),
+    "hunyuandense": _Series("Hunyuan without experts", DENSE),
+    "hunyuanmoe": _Series("Hunyuan-A13B", EXPERTS),
+    "hunyuanvl": _Series("Hunyuan-VL", IMAGES),
+    "internlm": _Series("InternLM", DENSE),
+    "internvl": _Series("InternVL", IMAGES),
+    "jamba": _Series("Jamba", HYBRID),
+    "jetmoe": _Series("JetMoE", EXPERTS),
+    "kimi": _Series("Kimi", EXPERTS, _DEEPSEEK + _QWEN),
+    "kimik2": _Series("Kimi-K2", EXPERTS, _DEEPSEEK + _QWEN),
+    "kimik25": _Series("Kimi-K2.5", EXPERTS, _DEEPSEEK + _QWEN),
+    "kimilinear": _Series("Kimi-Linear", HYBRID, _DEEPSEEK + _QWEN),
+    "kimivl": _Series("Kimi-VL", IMAGES, _DEEPSEEK + _QWEN),
+    "lfm": _Series("LFM (Liquid)", HYBRID),
+    "llada": None,
+    "llama": _Series("Llama, or a model built like it", DENSE),
+    "llama4": _Series("Llama 4", EXPERTS),
+    "llava": _Series("LLaVA", IMAGES),
+    "longcat": _Series("LongCat", EXPERTS),
+    "longcatflash": _Series("LongCat-Flash", EXPERTS),
+    "mamba": _Series("Mamba", HYBRID),
+    "metallama": _Series("Llama"),
+    "mimo": _Series("MiMo"),
+    "mimo2": _Series("MiMo-V2", EXPERTS),
+    "mimov2": _Series("MiMo-V2", EXPERTS),
+    "minicpm": _Series("MiniCPM"),
+    "minicpmv": _Series("MiniCPM-V", IMAGES),
+    "minimax": _Series("MiniMax", HYBRID),
+    "minimaxm": _Series("MiniMax-M", EXPERTS),
+    "minimaxm1": _Series("MiniMax-M1", HYBRID),
+    "ministral": _Series("Ministral", DENSE, _MISTRAL),
+    "mistral": _Series("Mistral", DENSE, _MISTRAL),
+    "mistral4": _Series("Mistral Small 4", EXPERTS, _MISTRAL),
+    "mistrallarge3": _Series("Mistral Large 3", EXPERTS, _MISTRAL),
+    "mistralsmall4": _Series("Mistral Small 4", EXPERTS, _MISTRAL),
+    "mixtral": None,
+    "mllama": _Series("Llama 3.2 Vision", IMAGES),
+    "moonlight": _Series("Moonlight", EXPERTS, _DEEPSEEK),
+    "mpt": _Series("MPT", DENSE),
+    "nemotron": _Series("Nemotron"),
+    "nemotronh": _Series("Nemotron-H or Nemotron 3", HYBRID),
+    "olmo": _Series("OLMo without experts", DENSE, _OLMOE),
+    "olmohybrid": _Series("OLMo Hybrid", HYBRID, _OLMOE),
+    "olmoe": None,
+    "opt": _Series("OPT", DENSE),
+    "paligemma": _Series("PaliGemma", IMAGES),
+    "phi": _Series("Phi", DENSE),
+    "phi3": _Series("Phi-3 or Phi-4", DENSE),
+    "phi3v": _Series("Phi-3 Vision", IMAGES),
+    "phi4": _Series("Phi-4", DENSE),
+    "phi4mm": _Series("Phi-4 Multimodal", IMAGES),
+    "phi4multimodal": _Series("Phi-4 Multimodal", IMAGES),
+    "phimoe": _Series("Phi-3.5-MoE", EXPERTS),
+    "pixtral": _Series("Pixtral", IMAGES, _MISTRAL),
+    "qwen": _Series("Qwen", None, _QWEN),
+    "qwen2": _Series("Qwen2 or Qwen2.5", DENSE, _QWEN),
+    "qwen25": _Series("Qwen2.5", DENSE, _QWEN),
+    "qwen25omni": _Series("Qwen2.5-Omni", IMAGES, _QWEN),
+    "qwen25vl": _Series("Qwen2.5-VL", IMAGES, _QWEN),
+    "qwen2audio": _Series("Qwen2-Audio", IMAGES, _QWEN),
+    "qwen2moe": None,
+    "qwen2vl": _Series("Qwen2-VL", IMAGES, _QWEN),
+    "qwen3": _Series("Qwen3 without experts", DENSE, _QWEN),
+    "qwen35": _Series("Qwen3.5 or Qwen3.6", HYBRID, _QWEN),
+    "qwen36": _Series("Qwen3.6", HYBRID, _QWEN),
+    "qwen3moe": None,
+    "qwen3next": _Series("Qwen3-Next", HYBRID, _QWEN),
+    "qwen3omni": _Series("Qwen3-Omni", IMAGES, _QWEN),
+    "qwen3vl": _Series("Qwen3-VL", IMAGES, _QWEN),
+    "qwen3vlmoe": _Series("Qwen3-VL", IMAGES, _QWEN),
+    "qwen4": _Series("Qwen 3.8 or 4", HYBRID, _QWEN),
+    "recurrentgemma": _Series("RecurrentGemma", HYBRID),
+    "rnd1": _Series("RND1", LAYERS, _DIFFUSION),
+    "rwkv": _Series("RWKV", HYBRID),
+    "sdar": _Series("SDAR", LAYERS, _DIFFUSION),
+    "seedoss": _Series("Seed-OSS", DENSE),
+    "smallthinker": _Series("SmallThinker", EXPERTS),
+    "smollm": _Series("SmolLM", DENSE),
+    "solaropen": _Series("Solar Open", EXPERTS),
+    "stablelm": _Series("StableLM", DENSE),
+    "starcoder": _Series("StarCoder", DENSE),
+    "step3": _Series("Step-3", EXPERTS),
+    "step35": _Series("Step-3.5", EXPERTS),
+    "t5": _Series("T5", ENCODER),
+    "tinyllama": _Series("TinyLlama", DENSE),
+    "voxtral": _Series("Voxtral", IMAGES, _MISTRAL),
+    "whisper": _Series("Whisper", IMAGES),
+    "yi": _Series("Yi", DENSE),
+    "zamba": _Series("Zamba", HYBRID),
 }
+"""By how names begin, without signs between words. None: a series that runs, which is thereby not
+taken for one whose name is shorter."""
+
+_WORD = re.compile(r"[A-Z]+(?=[A-Z][a-z])|[A-Z]?[a-z]+|[A-Z]+|[0-9]+")
+_HYBRID_KEY = re.compile(
+    r"ssm|mamba|rwkv|wkv|shortconv|conv_L_cache|linear_(?:num|key|value|conv|attn)|lightning|"
+    r"full_attention_interval|hybrid|recurrent"
+)
+_HYBRID_LAYERS = ("linear", "mamba", "conv", "recurrent", "rwkv", "lightning")
+_IMAGE_KEY = re.compile(r"vision|audio|speech|image_|video_|(?:^|\.)clip\.")
+_EXPERT_KEY = re.compile(r"(?:num|n)_(?:\w+_)?experts$|moe_num_experts$|(?:^|\.)expert_count$")
+_ENCODER_KEY = re.compile(r"encoder_layers$|pooling_type$")
 
 
-def why_unsupported(architecture: str) -> Unsupported | None:
-    """What is known of an architecture without a family; None for one never heard of."""
-    beginnings = [name for name in _BY_BEGINNING if architecture.startswith(name)]
-    return _BY_BEGINNING[max(beginnings, key=len)] if beginnings else None
+def why_unsupported(names: Iterable[str], keys: Mapping[str, object]) -> Unsupported:
+    """Say what a model is that has no family.
+
+    names: what it calls itself, the most telling first. keys: those of its `config.json` or of a
+    GGUF file's metadata.
+    """
+    given = [name for name in names if name]
+    for name in given:
+        found = _SERIES.get(_key_of(name))
+        if found is not None:
+            return Unsupported(found.name, found.reason or _reason_in(keys), found.instead)
+        if runs(name) and "general.architecture" in keys:
+            return Unsupported(shown(name), SAFETENSORS, _DIFFUSION)
+    called = f"of a series that lowtide has not heard of ({', '.join(map(shown, given))})"
+    return Unsupported(called if given else "of no known series", _reason_in(keys), _ANY)
+
+
+def runs(name: str) -> bool:
+    """Whether a model that calls itself so is of a series that runs."""
+    key = _key_of(name)
+    return key in _SERIES and _SERIES[key] is None
+
+
+def another_of(names: Iterable[str], usual: str) -> Unsupported:
+    """Say what a model is whose architecture several series share: the one that a name tells, for
+    the reason of the `usual` one."""
+    found = [each for name in names if (each := _SERIES.get(_key_of(name))) is not None]
+    series = _SERIES[usual]
+    if series is None or series.reason is None:
+        raise InternalError(f"{usual} is no series with a reason.")
+    named = found[0] if found else series
+    return Unsupported(named.name, series.reason, named.instead)
+
+
+def _key_of(name: str) -> str:
+    """The longest key of a series that a name begins with, at the end of a word; or nothing."""
+    words = _WORD.findall(name)
+    beginnings = ["".join(words[:count]).lower() for count in range(1, len(words) + 1)]
+    return next((each for each in reversed(beginnings) if each in _SERIES), "")
+
+
+def _reason_in(keys: Mapping[str, object]) -> str:
+    """Why a model does not run, as far as its keys tell."""
+    kind = keys.get("general.type")
+    if kind in ("mmproj", "adapter"):
+        return PROJECTOR if kind == "mmproj" else ADAPTER
+    inner = keys.get("text_config")
+    if isinstance(inner, Mapping):
+        keys = {**inner, **keys}
+    said = {name: value for name, value in keys.items() if value not in (None, False, 0, [], {})}
+    if any(map(_IMAGE_KEY.search, said)):
+        return IMAGES
+    kinds = said.get("layer_types", said.get("layers_block_type"))
+    if any(map(_HYBRID_KEY.search, said)) or (isinstance(kinds, list) and _has_hybrid(kinds)):
+        return HYBRID
+    if said.get("is_encoder_decoder") or any(map(_ENCODER_KEY.search, said)):
+        return ENCODER
+    if keys.get(f"{keys.get('general.architecture')}.attention.causal") is False:
+        return ENCODER
+    if any(_EXPERT_KEY.search(name) and value != 1 for name, value in said.items()):
+        return EXPERTS
+    return DENSE if _says_layers(said) else LAYERS
+
+
+def _has_hybrid(kinds: list[object]) -> bool:
+    return any(word in str(kind) for kind in kinds for word in _HYBRID_LAYERS)
+
+
+def _says_layers(said: Mapping[str, object]) -> bool:
+    names = ("num_hidden_layers", "n_layers", "n_layer", "num_layers")
+    return any(name in said for name in names) or any(n.endswith(".block_count") for n in said)

@@ -20,7 +20,14 @@ from lowtide.config import ModelConfig
 from lowtide.core import NOTHING
 from lowtide.errors import CheckpointError, ConfigError, StorageError, UnsupportedError
 from lowtide.families import gguf_architecture, read_config
-from lowtide.families.gguf import FUSED_QKV, GgufArchitecture, GgufKeys, RearrangedTensor, layer_of
+from lowtide.families.gguf import (
+    FUSED_QKV,
+    GgufArchitecture,
+    GgufKeys,
+    RearrangedTensor,
+    layer_of,
+    own_name,
+)
 from lowtide.files.json_file import shown
 from lowtide.files.regular_file import RegularFile
 from lowtide.model_folder.checkpoint import Checkpoint, StoredPart, TensorEntry
@@ -68,13 +75,10 @@ class GgufModel:
         that are damaged, missing or contradict each other, UnsupportedError for an architecture or
         type that is not read."""
         first = read_header(path)
-        name = first.metadata.get("general.architecture")
-        if not isinstance(name, str):
-            raise CheckpointError(f"{path} names no general.architecture.")
         try:
-            architecture = gguf_architecture(name)
-        except UnsupportedError as error:
-            raise UnsupportedError(f"{path}: {error}") from None
+            architecture = gguf_architecture(first.metadata)
+        except (ConfigError, UnsupportedError) as error:
+            raise type(error)(f"{path}: {error}{own_name(first.metadata)}") from None
         headers = (first, *map(read_header, _others(path, first)))
         _check_split(headers)
         return cls(headers, architecture, read_part)
@@ -94,8 +98,11 @@ class GgufModel:
         try:
             config = {**self.architecture.config(keys), **_token_ids(self.metadata)}
             return read_config(config, overrides=overrides)
-        except (ConfigError, UnsupportedError) as error:
-            raise type(error)(f"{self.path}, as a config.json: {error}") from None
+        except ConfigError as error:
+            raise ConfigError(f"{self.path}, as a config.json: {error}") from None
+        except UnsupportedError as error:
+            name = own_name(self.metadata)
+            raise UnsupportedError(f"{self.path}, as a config.json: {error}{name}") from None
 
     def _vector(self, name: str) -> list[float]:
         """The numbers of a short tensor.

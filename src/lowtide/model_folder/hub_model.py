@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import quote
 
 from lowtide.config import ModelConfig
+from lowtide.config.quantisation import MODELOPT_NAME, with_modelopt
 from lowtide.errors import CheckpointError, ConfigError, HubError
 from lowtide.families import read_config
 from lowtide.files.json_file import parse_object, shown
@@ -128,7 +129,11 @@ class HubModel:
 
     def config(self) -> dict[str, Any]:
         """What `config.json` holds. Raises HubError, ConfigError."""
-        return self._object("config.json", MAX_CONFIG_BYTES, ConfigError)
+        config = self._object("config.json", MAX_CONFIG_BYTES, ConfigError)
+        if MODELOPT_NAME not in self.files:
+            return config
+        modelopt = self._object(MODELOPT_NAME, MAX_CONFIG_BYTES, ConfigError)
+        return dict(with_modelopt(config, modelopt))
 
     def checkpoint(self) -> Checkpoint:
         """Its tensors, from the headers of its shards alone. Raises HubError, CheckpointError."""

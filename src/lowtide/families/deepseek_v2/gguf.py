@@ -20,14 +20,17 @@ from lowtide.families.gguf import (
 from lowtide.model_folder.checkpoint import ArrayView
 
 _ATTENTION = "model.layers.#.self_attn."
-_SOFTMAX = 1
+_SOFTMAX = (None, 0, 1)  # of older files, none; DeepSeek-V3 and models built like it have another
 _NUM_EXPERTS_OF_V2 = 160
 
 
 def _config(keys: GgufKeys) -> Config:
-    keys.only("expert_weights_norm", False)
-    keys.only("expert_gating_func", 0, _SOFTMAX)
-    keys.only("attention.temperature_scale", 0.0)  # of Mistral Large 3
+    if keys.get("attention.temperature_scale"):
+        keys.refuse("mistrallarge3")
+    has_bias = any(name.endswith(".exp_probs_b.bias") for name in keys.shapes)
+    is_softmax = keys.get("expert_gating_func") in _SOFTMAX
+    if has_bias or not is_softmax or keys.get("expert_weights_norm"):
+        keys.refuse("deepseekv3")
     rotary_dim = keys.integer("rope.dimension_count")
     config: Config = {
         **usual_config(keys, "DeepseekV2ForCausalLM", can_group=True),

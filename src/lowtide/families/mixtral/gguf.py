@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from lowtide.errors import UnsupportedError
 from lowtide.families.gguf import (
     ROPE_DIVISORS,
     USUAL,
@@ -19,9 +18,7 @@ _LAYER = "model.layers.#."
 
 def _config(keys: GgufKeys) -> Config:
     if not keys.get("expert_count"):
-        raise UnsupportedError(
-            "it is Llama, or built like it, without experts; lowtide computes it with some."
-        )
+        keys.refuse("llama")
     keys.only("attention.sliding_window", 0)
     return {
         **usual_config(keys, "MixtralForCausalLM", "intermediate_size"),
