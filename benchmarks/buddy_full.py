@@ -244,7 +244,8 @@ def _load(config: ModelConfig, options: argparse.Namespace) -> Load:
     default, are put into the cache with the second one's first pass, as in any longer answer.
     """
     num_new = 2 * options.new - len(PROMPT) if config.is_diffusion else options.new
-    diffusion = DiffusionParams(steps=options.steps if config.is_diffusion else None)
+    steps = options.steps if config.is_diffusion else None
+    diffusion = DiffusionParams(steps=steps, eos_early_stop=False if config.is_diffusion else None)
     params = SamplingParams(
         temperature=1.0, max_tokens=num_new, ignore_eos=True, diffusion=diffusion
     )

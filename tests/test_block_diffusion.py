@@ -225,7 +225,10 @@ def published(request: Request) -> tuple[list[list[int]], list[int]]:
             row[start:] = output.prev_sample[0].numpy()
             step, num_post = step + had_masks, num_post + (not had_masks)
             answer = row[num_prompt:]
-            if diffusion.eos_early_stop and np.isin(row[start:][written], eos).any():
+            # Where nothing is edited any end token will do: the published loop asks for a new one,
+            # and fills the rest of the block where the last gap before an old one was closed.
+            is_asked = edit_threshold is None or np.isin(row[start:][written], eos).any()
+            if diffusion.eos_early_stop and is_asked and np.isin(answer, eos).any():
                 if MASK not in answer[: np.isin(answer, eos).argmax()]:
                     return trajectory, cut(answer, eos, request.params.max_tokens)
             if MASK in row[start:]:

@@ -181,8 +181,9 @@ class PretendLLM:
         for start in range(0, len(ids), 4):
             block = ids[start : start + 4]
             if on_event is not None:
-                on_event(Draft(0, 100 + start, block, [i % 2 == 1 for i in range(len(block))], 1))
-                on_event(Draft(0, 100 + start, block, [False] * len(block), 2))
+                is_masked, num_tokens = [i % 2 == 1 for i in range(len(block))], len(block)
+                on_event(Draft(0, 100 + start, block, is_masked, 1, num_tokens))
+                on_event(Draft(0, 100 + start, block, [False] * num_tokens, 2, num_tokens))
                 on_event(Committed(0, block, joined(pieces.push(block), Text)))
             if self.fault is not None:
                 raise self.fault

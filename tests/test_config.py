@@ -39,7 +39,7 @@ def test_published_mini_config() -> None:
     assert config.pad_token_id == 156892
     assert config.attention.rope.rotary_dim == 64
     assert config.moe.shared_size == 512
-    assert config.decoding == DecodingDefaults(32, 32, 0.95, None, 16, False)
+    assert config.decoding == DecodingDefaults(32, 32, 0.95, None, 16)
 
 
 def test_golden_configs() -> None:

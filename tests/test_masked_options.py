@@ -29,7 +29,6 @@ def test_defaults_are_the_published_ones() -> None:
         steps=128,
         remasking="low_confidence",
         cfg_scale=0.0,
-        eos_early_stop=False,
     )
     assert resolved("llada_moe").block_length == 32
     assert resolved("dream", 1024) == DiffusionParams(
@@ -38,7 +37,6 @@ def test_defaults_are_the_published_ones() -> None:
         remasking="origin",
         eps=1e-3,
         cfg_scale=0.0,
-        eos_early_stop=False,
     )
     assert resolved("llada", remasking="confidence_threshold").threshold == 0.9
     assert resolved("llada", remasking="factor").factor == 1.0

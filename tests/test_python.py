@@ -272,7 +272,7 @@ def test_long_answers_and_answers_without_text_are_shown_short() -> None:
     assert len(text) < 100 and "..." in text
     ids = repr(Completion(list(range(100)), "", "stop", usage))
     assert ids == "Completion([0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, ...], 100 tokens, stop)"
-    draft = Draft(0, 32, (7,) * 32, (True,) * 12 + (False,) * 20, 3)
+    draft = Draft(0, 32, (7,) * 32, (True,) * 12 + (False,) * 20, 3, 32)
     assert repr(draft) == "Draft(request 0, block at 32, 12 of 32 masked)"
     assert repr(Committed(0, (1, 2), text="hi")) == "Committed(request 0, 2 tokens, 'hi')"
     assert repr(Finished(0, (1, 2), "stop", 2)) == "Finished(request 0, 2 tokens, stop, '')"

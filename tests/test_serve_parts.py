@@ -287,9 +287,10 @@ def test_a_reader_that_fails_ends_its_own_answer() -> None:
     assert CompletionTest(AnswerPieces(Told()))([0])  # there is no such piece
 
 
-def test_frames_show_the_block_without_the_prompt() -> None:
-    draft = Draft(0, 4, (7, 8, 19, 9), (False, False, True, False), 3)
-    assert frame_of(draft, 5, None) == Frame("8 ▁9 ", 1, 3)
+def test_frames_show_the_block_without_the_prompt_and_what_is_behind_the_end() -> None:
+    block = (7, 8, 19, 9, 19, 6), (False, False, True, False, True, False)
+    assert frame_of(Draft(0, 4, *block, 3, num_shown=6), 5, None) == Frame("8 ▁9 ▁6 ", 2, 3)
+    assert frame_of(Draft(0, 4, *block, 3, num_shown=4), 5, None) == Frame("8 ▁9 ", 1, 3)
 
 
 @pytest.mark.parametrize("number", ["NaN", "-Infinity", "1e999"])

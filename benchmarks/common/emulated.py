@@ -124,10 +124,11 @@ def learn(
     steps: of a block, at most; the family's own by default.
     """
     path, trace_path = folder / "calibration", folder / "trace"
-    diffusion = DiffusionParams(steps=steps)
-    params = SamplingParams(max_tokens=num_new, ignore_eos=True, diffusion=diffusion)
     say(f"{model.name}: calibrating, and recording the run that is measured ...")
     with LLM(model.reference, device="cpu", cache="off", **model.options) as llm:
+        is_early = False if llm.config.is_diffusion else None  # all blocks whole, as published
+        diffusion = DiffusionParams(steps=steps, eos_early_stop=is_early)
+        params = SamplingParams(max_tokens=num_new, ignore_eos=True, diffusion=diffusion)
         ids = token_ids(llm, text_for(model.name))
         half = len(ids) // 2
         calibration = calibrate(llm, ids[:half], model.name, num_pieces=_NUM_PIECES)

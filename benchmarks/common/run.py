@@ -71,7 +71,10 @@ def make_request(config: ModelConfig, num_prompt: int, num_new: int, seed: int) 
         raise UsageError(f"{config.architecture} has no published decoding defaults.")
     defaults = config.decoding
     diffusion = DiffusionParams(
-        block_length=defaults.block_length, steps=defaults.steps, threshold=defaults.threshold
+        block_length=defaults.block_length,
+        steps=defaults.steps,
+        threshold=defaults.threshold,
+        eos_early_stop=False,
     )
     params = SamplingParams(max_tokens=num_new, ignore_eos=True, diffusion=diffusion)
     ordinary = min((config.vocab_size, *config.eos_token_ids))  # special ids are the last ones

@@ -94,7 +94,9 @@ def _record(runs: list[Run], folder: Path) -> None:
     with LLM(_model(runs[0].model), context=4096, cache="off") as llm:
         for run in runs:
             say(f"Recording {run.name} ...")
-            diffusion = DiffusionParams(block_length=run.block_length, threshold=run.threshold)
+            diffusion = DiffusionParams(
+                block_length=run.block_length, threshold=run.threshold, eos_early_stop=False
+            )
             params = SamplingParams(
                 max_tokens=run.new_tokens,
                 ignore_eos=True,

@@ -90,7 +90,8 @@ class DiffusionParams:
         arg-max with a probability above this. `None` with a family that has no editing: off.
     max_post_steps: editing passes over a block without masks, at most.
     eos_early_stop: return as soon as the end-of-text token is written and everything before it
-        is; otherwise the block is finished first.
+        is; otherwise the block is finished first. `None`: yes, unless `ignore_eos` asks for more
+        or written tokens may be replaced; the answer is the same, and takes fewer passes.
     """
 
     block_length: int | None = _denoising("Tokens that are filled in together.", low=1)
@@ -113,7 +114,8 @@ class DiffusionParams:
         "Guidance: how strongly the prompt counts; above 0 each pass costs double.", high=1e4
     )
     eos_early_stop: bool | None = _denoising(
-        "Stop where the text ends; do not fill the rest of the block."
+        "Stop where the text ends; do not fill the rest of the block; unset: where the answer is "
+        "the same."
     )
     eps: float | None = _denoising(
         "Dream: where its schedule of steps ends; unset: 0.001.", low=1e-9, high=0.999
@@ -127,6 +129,11 @@ class DiffusionParams:
 
     def __post_init__(self) -> None:
         check_options(self)
+
+    @property
+    def can_edit(self) -> bool:
+        """Whether written tokens may be replaced; no probability is above 1."""
+        return self.edit_threshold is not None and self.edit_threshold < 1
 
 
 AUTOREGRESSIVE_ONLY: Mapping[str, float | None] = {

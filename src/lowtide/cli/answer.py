@@ -74,7 +74,8 @@ def ask_showing(
         if isinstance(event, Committed):
             view.commit(event.tokens, event.text, event.reasoning)
         elif isinstance(event, Draft) and isinstance(view, LiveView):
-            view.draft(event.block_start, event.tokens, event.is_masked)
+            shown = slice(event.num_shown)
+            view.draft(event.block_start, event.tokens[shown], event.is_masked[shown])
 
     drawing: AbstractContextManager[object] = view if isinstance(view, LiveView) else nullcontext()
     with drawing:

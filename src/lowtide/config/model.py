@@ -23,7 +23,6 @@ class DecodingDefaults:
     threshold: float | None = 0.95
     edit_threshold: float | None = None
     max_post_steps: int = 16
-    eos_early_stop: bool = False
     remasking: str = "low_confidence"
     eps: float | None = None  # where the schedule ends; of Dream's alone
     is_measured_as_drawn: bool = False  # see `decode.candidates.Reading`

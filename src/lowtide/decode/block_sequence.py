@@ -169,9 +169,12 @@ class BlockSequence(Canvas):
         return is_final or self.request.edit_threshold is None
 
     def _is_answered_early(self, written: BoolArray) -> bool:
-        """Whether the block need not be finished: `eos_early_stop`, an end token was just written,
-        and nothing before the first one is masked."""
+        """Whether the block need not be finished: `eos_early_stop`, and nothing before the first
+        end token is masked."""
         if not self.request.params.diffusion.eos_early_stop:
             return False
+        if self.request.edit_threshold is None:
+            return self._is_answered()
+        # Where tokens may yet be replaced, the published decoder asks when one is written.
         is_eos_new = bool(np.isin(self.tokens[self.active_block][written], self._eos).any())
         return is_eos_new and self._is_answered()

@@ -103,4 +103,15 @@ class Canvas(abc.ABC):
             tokens=tuple(self.tokens[self.active_block].tolist()),
             is_masked=tuple(self._is_masked[self.active_block].tolist()),
             num_forwards=self._num_forwards,
+            num_shown=self._num_shown(),
         )
+
+    def _num_shown(self) -> int:
+        """Positions of the active block up to the answer's end, as far as it is written."""
+        num_prompt = len(self.request.prompt)
+        first = max(self._block_start, num_prompt)
+        stop = min(self._block_end, num_prompt + self.request.max_tokens)
+        is_eos = np.isin(self.tokens[first:stop], self._eos) & ~self._is_masked[first:stop]
+        if is_eos.any():
+            stop = first + int(is_eos.argmax()) + 1
+        return stop - self._block_start

@@ -44,7 +44,6 @@ _DEFAULTED = (
     "threshold",
     "edit_threshold",
     "max_post_steps",
-    "eos_early_stop",
 )
 
 
@@ -259,12 +258,12 @@ class Intake:
             resolved = masked_options.resolve(
                 asked, defaults, params.most_tokens, self.config.architecture
             )
-            return replace(params, diffusion=resolved)
+            return _with_early_stop(replace(params, diffusion=resolved))
         _check_block_options(asked)
         unset = {n: getattr(defaults, n) for n in _DEFAULTED if getattr(asked, n) is None}
         diffusion = replace(asked, **unset)
         self.check_block_length(cast(int, diffusion.block_length))
-        return replace(params, diffusion=diffusion)
+        return _with_early_stop(replace(params, diffusion=diffusion))
 
     def token_ids(
         self,
@@ -304,6 +303,16 @@ class Intake:
                 '(--prompt-ids "5 17 3") and no stop strings, or fetch what has one.'
             )
         return self.tokenizer
+
+
+def _with_early_stop(params: SamplingParams) -> SamplingParams:
+    """`params` with `eos_early_stop` where it was left open: passes behind the end token are saved
+    where they could not change the answer, which editing can."""
+    diffusion = params.diffusion
+    if diffusion.eos_early_stop is not None:
+        return params
+    is_early = not (params.ignore_eos or diffusion.can_edit)
+    return replace(params, diffusion=replace(diffusion, eos_early_stop=is_early))
 
 
 def _tell_if_never_drawn(params: SamplingParams) -> None:

@@ -62,9 +62,6 @@ def resolve(
         factor=_given(asked.factor, FACTOR) if rule == FACTOR_RULE else None,
         eps=_given(asked.eps, defaults.eps or EPS) if rule in SHARE_RULES else None,
         cfg_scale=asked.cfg_scale or 0.0,
-        eos_early_stop=defaults.eos_early_stop
-        if asked.eos_early_stop is None
-        else asked.eos_early_stop,
     )
 
 

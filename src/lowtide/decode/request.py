@@ -75,9 +75,9 @@ class Request:
 
     @property
     def edit_threshold(self) -> float | None:
-        """`None` where written tokens are never replaced; no probability is above 1."""
-        threshold = self.params.diffusion.edit_threshold
-        return None if threshold is None or threshold >= 1 else threshold
+        """`None` where written tokens are never replaced."""
+        diffusion = self.params.diffusion
+        return diffusion.edit_threshold if diffusion.can_edit else None
 
     @property
     def max_post_steps(self) -> int:
@@ -116,13 +116,18 @@ class Prefill(NamedTuple):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Draft:
-    """The active block after a denoising pass. Masked positions hold the mask id."""
+    """The active block after a denoising pass. Masked positions hold the mask id.
+
+    Its first `num_shown` positions are of the prompt and of the answer as it stands, which a
+    written end token ends, or `max_tokens`.
+    """
 
     request: int
     block_start: int  # absolute position; a first block may begin with the prompt's last tokens
     tokens: tuple[int, ...]
     is_masked: tuple[bool, ...]
     num_forwards: int  # denoising passes of this request so far
+    num_shown: int
 
     @property
     def text(self) -> str:

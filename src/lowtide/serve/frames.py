@@ -13,9 +13,9 @@ MASK = "▁"
 
 
 def frame_of(draft: Draft, num_prompt: int, tokenizer: Tokenizer | None) -> Frame:
-    """The active block of a draft as text, without what it has of the prompt."""
-    skipped = max(0, num_prompt - draft.block_start)
-    places = list(zip(draft.tokens[skipped:], draft.is_masked[skipped:], strict=True))
+    """The active block of a draft as text: what it has of the answer."""
+    own = slice(max(0, num_prompt - draft.block_start), draft.num_shown)
+    places = list(zip(draft.tokens[own], draft.is_masked[own], strict=True))
     text = ""
     for is_masked, run in groupby(places, itemgetter(1)):
         ids = [token for token, _ in run]
