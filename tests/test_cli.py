@@ -77,6 +77,7 @@ class Draft:
     tokens: Sequence[int]
     is_masked: Sequence[bool]
     num_forwards: int
+    num_shown: int
 
 
 @dataclasses.dataclass(frozen=True)
