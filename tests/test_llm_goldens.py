@@ -71,12 +71,19 @@ def test_logits_and_router_choices(name: str, setting: Setting) -> None:
         check_idle(llm)
 
 
+def check_passes(case: Case, rows: list[list[int]], num_forwards: int) -> None:
+    """Those of the published decoder; where the end of the text ends them, no more than those: it
+    looks for an end in a pass that writes one, and may then go on behind an earlier one."""
+    assert rows == case["trajectory"][: len(rows)] and len(rows) == num_forwards
+    missing = case["forwards"] - num_forwards
+    assert missing >= 0 if case["params"]["eos_early_stop"] else missing == 0
+
+
 def check_batch(llm: LLM, cases: Sequence[Case]) -> None:
     finished, trajectories = answers(llm, requests_of(llm, cases))
     for index, case in enumerate(cases):
-        assert trajectories[index] == case["trajectory"]
+        check_passes(case, trajectories[index], finished[index].num_forwards)
         assert list(finished[index].token_ids) == case["output"]
-        assert finished[index].num_forwards == case["forwards"]
         assert finished[index].finish_reason == ends_of(case)
     check_idle(llm)
 
@@ -110,9 +117,9 @@ def test_each_case_alone(name: str, setting: Setting, kv_cache: bool) -> None:
             for case in (case for case in cases if case["params"]["eos_id"] == eos_id):
                 with trajectories_noted() as trajectories:
                     [completion] = llm.generate(case["prompt"], params_of(case))
-                assert list(trajectories.values()) == [case["trajectory"]]
+                [rows] = trajectories.values()
+                check_passes(case, rows, completion.usage.forwards)
                 assert completion.token_ids == case["output"]
-                assert completion.usage.forwards == case["forwards"]
                 assert completion.finish_reason == ends_of(case)
                 check_idle(llm)
 
