@@ -8,7 +8,7 @@ import re
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import aclosing, contextmanager, suppress
 from functools import partial
 from threading import Event, Thread
 from types import SimpleNamespace
@@ -20,11 +20,13 @@ import pytest
 from serving import Running, serving, talking_folder
 from whole import LIMIT_S, wait_until
 
-from lowtide import AsyncLLM
+from lowtide import AsyncLLM, SamplingParams
 from lowtide.errors import StorageError
 from lowtide.serve import connection, guard, server
+from lowtide.serve import service as service_module
 from lowtide.serve.connection import Connection
-from lowtide.serve.service import Served
+from lowtide.serve.errors import Draining
+from lowtide.serve.service import Ask, Served, Service
 from lowtide.serve.settings import ServeSettings
 
 PATH = "/v1/completions"
@@ -257,34 +259,63 @@ def test_an_answer_that_is_read_slowly_goes_on() -> None:
     assert aborted and not checks
 
 
-def test_requests_that_wait_in_threads_hold_up_no_other(
-    llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_requests_that_wait_in_threads_hold_up_no_other(llm: AsyncLLM) -> None:
     """Such as for their turn to be put into a template, or to have a grammar compiled."""
-    settings = ServeSettings(port=0)
+    service = Service(llm, ServeSettings())
 
-    async def serve(*_: object) -> None:
+    async def wait() -> None:
         is_over = Event()
-        waiting = [asyncio.to_thread(is_over.wait, LIMIT_S) for _ in range(settings.max_requests)]
-        waiters = [asyncio.ensure_future(each) for each in waiting]
-        await asyncio.wait_for(asyncio.to_thread(int), LIMIT_S)
-        assert not any(waiter.done() for waiter in waiters)
-        is_over.set()
-        await asyncio.gather(*waiters)
+        async with service.running():
+            all_there_may_be = range(service.settings.max_requests)
+            waiting = [asyncio.to_thread(is_over.wait, LIMIT_S) for _ in all_there_may_be]
+            waiters = [asyncio.ensure_future(each) for each in waiting]
+            await asyncio.wait_for(asyncio.to_thread(int), LIMIT_S)
+            assert not any(waiter.done() for waiter in waiters)
+            is_over.set()
+            await asyncio.gather(*waiters)
 
-    monkeypatch.setattr(server._Server, "serve", serve)
-    with server.bound_socket(settings) as bound:
-        asyncio.run(server.run_server(llm, settings, bound, print))
+    asyncio.run(wait())
 
 
-def test_a_fault_as_memory_is_given_back_does_not_end_the_server(
-    caplog: pytest.LogCaptureFixture,
+def test_memory_is_given_back_between_requests_whatever_fails(
+    llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    service, given_back = Service(llm, ServeSettings()), 0
+
     async def fails() -> None:
+        nonlocal given_back
+        given_back += 1
         raise StorageError("A read does not end.")
 
-    service: Any = SimpleNamespace(is_idle=True, release_memory=fails)
-    app: Any = None
-    running = server._Server(server.config_of(app), service, print)
-    assert not asyncio.run(running.on_tick(server.IDLE_TICKS))
+    async def idle() -> None:
+        async with service.running():
+            while given_back < 2:
+                await asyncio.sleep(0.01)
+
+    monkeypatch.setattr(service_module, "IDLE_S", 0.01)
+    monkeypatch.setattr(service, "release_memory", fails)
+    asyncio.run(asyncio.wait_for(idle(), LIMIT_S))
     assert "Memory could not be given back: A read does not end." in caplog.text
+
+
+def test_the_end_of_a_hosts_context_lets_answers_end(llm: AsyncLLM) -> None:
+    """Whatever hosts the app: no more requests are taken, and those there are come to their end."""
+    service = Service(llm, ServeSettings())
+
+    async def answered() -> list[str]:
+        ask = Ask(prompt="Sort 93 21 57", params=SamplingParams(max_tokens=40, ignore_eos=True))
+
+        async def whole() -> str:
+            async with aclosing(service.answer(ask)) as pieces:
+                return [type(piece).__name__ async for piece in pieces][-1]
+
+        async with service.running():
+            answers = [asyncio.create_task(whole()) for _ in range(3)]
+            while not service.admission.num_running:
+                await asyncio.sleep(0.001)
+        assert service.state == "draining" and service.is_idle
+        with pytest.raises(Draining):
+            await whole()
+        return list(await asyncio.gather(*answers))
+
+    assert asyncio.run(answered()) == ["Done"] * 3

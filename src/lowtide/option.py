@@ -85,6 +85,7 @@ class Group(enum.Enum):
     QUALITY = "Quality"
     DOCTOR = "Diagnosis"
     SERVE = "Server"
+    BATCH = "Batch"
     PYTHON = "Python"  # a keyword only: no flag, variable or key
 
 

@@ -17,7 +17,7 @@ _MODEL = "the model is the first argument, a folder or a hub id: lowtide generat
 _PLANNED = "--gpu-memory SIZE: what fits is placed expert by expert"
 _CONTEXT = "--context TOKENS"
 _MAX_TOKENS = "--max-tokens TOKENS"
-_THREADS = "all cores are used; taskset limits them"
+_THREADS = "--cores NUMBER (all are used if it is left out)"
 
 VERBS = {
     "completion": "lowtide --help and lowtide VERB --help; shells complete nothing",

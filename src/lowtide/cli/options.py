@@ -69,6 +69,7 @@ _calibration = partial(_own, Group.CALIBRATION)
 _simulation = partial(_own, Group.SIMULATION)
 _quality = partial(_own, Group.QUALITY)
 _doctor = partial(_own, Group.DOCTOR)
+_batch = partial(_own, Group.BATCH)
 _output = partial(_own, Group.OUTPUT)
 
 ENGINE_OPTIONS = tuple(o for o in options_of(EngineConfig) if o.group is not Group.PYTHON)
@@ -144,6 +145,34 @@ OPTIONS: tuple[Option, ...] = (
     _doctor("fresh", "Measure again what was measured before.", False),
     _doctor("profile", "Write this machine as a hardware profile, for simulate --machine."),
     *options_of(ServeSettings),
+    _batch(
+        "input",
+        "Lines to answer, in the form of OpenAI's batches; - reads standard input.",
+        kind=Kind.PATH,
+        short="-i",
+    ),
+    _batch(
+        "output",
+        "File of the answers, which a further run goes on with; - is standard output.",
+        kind=Kind.PATH,
+        short="-o",
+    ),
+    _batch(
+        "at_once",
+        "Lines to answer at the same time, at most; by default all that the context holds, and "
+        "no more than 256.",
+        kind=Kind.INTEGER,
+        low=1,
+        high=4096,
+    ),
+    _batch(
+        "shard",
+        "Answer a part of the lines alone: 2/5 is every fifth, from the second on.",
+        kind=Kind.TEXT,
+    ),
+    _batch("in_order", "Put the answers into the order of the lines, at the end.", False),
+    _batch("any_model", "Answer also lines that ask for another model, with this one.", False),
+    _batch("strict", "Exit with 1 if a line's answer is an error.", False),
     _output("json", "Print one JSON object and nothing else.", False),
     _output(
         "verbose",

@@ -43,7 +43,7 @@ def serve(
         raise UsageError(f"--print-config knows {', '.join(CLIENTS)}, not {print_config!r}.")
     if settings.flag("json"):
         raise UsageError("serve prints no JSON; /v1/lowtide/plan and /v1/lowtide/stats are.")
-    _check_extra()
+    check_extra("serve")
     asked = settings.serve_settings()
     if print_config is not None:
         print(CLIENTS[print_config](_served_model(model, settings)), end="")
@@ -84,10 +84,10 @@ def _served_model(model: str, settings: Settings) -> ServedModel:
     return ServedModel(url, asked.served_name or name_of(model), context, asked.api_key)
 
 
-def _check_extra() -> None:
+def check_extra(verb: str) -> None:
     """Raises UsageError where the packages of the `serve` extra are missing."""
     missing = [name for name in _EXTRA if find_spec(name) is None]
     if missing:
         raise UsageError(
-            f"serve needs {', '.join(missing)}: install them with pip install 'lowtide[serve]'."
+            f"{verb} needs {', '.join(missing)}: install them with pip install 'lowtide[serve]'."
         )

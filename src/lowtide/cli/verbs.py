@@ -34,6 +34,7 @@ _LINES = {
     "doctor": "Say what is wrong with this machine, if anything, and measure it; -v shows the "
     "numbers.",
     "serve": "Answer OpenAI, Anthropic and Ollama clients over HTTP, until Ctrl-C or SIGTERM.",
+    "batch": "Answer a file of requests, a line each; a run that was ended goes on where it was.",
     "bench": "Measure the machine, then how fast a model writes; --policy takes several, by "
     "commas.",
     "verify": "Prove that budgets and policies change no token and no bit; exit 1 if they do.",

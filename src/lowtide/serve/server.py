@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
-import logging
 import socket
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from types import FrameType
 
 import uvicorn
@@ -16,25 +13,11 @@ from lowtide.async_llm import AsyncLLM
 from lowtide.errors import UsageError
 from lowtide.serve.app import build_app
 from lowtide.serve.connection import Connection
-from lowtide.serve.service import Service
+from lowtide.serve.service import LAST_WORDS_S, SHUTDOWN_S, Service
 from lowtide.serve.settings import ServeSettings
-
-_log = logging.getLogger(__name__)
-
-SHUTDOWN_S = 30
-"""What answers have to come to their end after a signal."""
-
-LAST_WORDS_S = 2
-"""The part of it for telling clients whose answers have not."""
-
-SPARE_THREADS = 16
-"""Beside one for each request: for what counts tokens, looks at counters and gives memory back."""
 
 MAX_HEADER_BYTES = 64 << 10
 KEEP_ALIVE_S = 30
-
-IDLE_TICKS = 20
-"""Between two looks at the system's memory: two seconds."""
 
 SEND_BUFFER_BYTES = 64 << 10
 """Kernel buffer of a connection, which takes twice as much: some hundred tokens of a stream."""
@@ -78,12 +61,10 @@ async def run_server(
 
     on_ready: told the server's address when it listens.
     """
-    # A few by default: requests that wait in them would hold up all others.
-    threads = ThreadPoolExecutor(settings.max_requests + SPARE_THREADS, "lowtide-request")
-    asyncio.get_running_loop().set_default_executor(threads)
     service = Service(llm, settings)
     server = _Server(config_of(build_app(service)), service, on_ready)
-    await server.serve([bound])
+    async with service.running():
+        await server.serve([bound])
 
 
 def config_of(app: ASGIApp) -> uvicorn.Config:
@@ -99,7 +80,7 @@ def config_of(app: ASGIApp) -> uvicorn.Config:
         proxy_headers=False,
         h11_max_incomplete_event_size=MAX_HEADER_BYTES,
         timeout_keep_alive=KEEP_ALIVE_S,
-        timeout_graceful_shutdown=SHUTDOWN_S,
+        timeout_graceful_shutdown=int(SHUTDOWN_S),
     )
 
 
@@ -117,15 +98,6 @@ class _Server(uvicorn.Server):
         await super().startup(sockets)
         if self.started and sockets:
             self._on_ready(url_of(sockets[0]))
-
-    async def on_tick(self, counter: int) -> bool:
-        """Ten times a second. Between requests no pass looks at the system's memory."""
-        if counter % IDLE_TICKS == 0 and self._service.is_idle:
-            try:
-                await self._service.release_memory()
-            except Exception as error:  # a request that meets the same fault is told of it
-                _log.error("Memory could not be given back: %s", error, exc_info=error)
-        return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """From here on answers have `SHUTDOWN_S`."""

@@ -8,11 +8,13 @@ async with aclosing(service.answer(Ask(conversation, params=params))) as pieces:
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import secrets
 import threading
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -38,8 +40,24 @@ from lowtide.serve.sse import PING_S
 
 T = TypeVar("T")
 
+_log = logging.getLogger(__name__)
+
 State = Literal["ready", "draining", "ended"]
 """What a server is: it takes requests, takes no more of them, or its engine has ended."""
+
+SHUTDOWN_S = 30.0
+"""What answers have to come to their end once a server is to end."""
+
+LAST_WORDS_S = 2.0
+"""The part of it for telling clients whose answers have not."""
+
+SPARE_THREADS = 16
+"""Beside one for each request: for what counts tokens, looks at counters and gives memory back."""
+
+IDLE_S = 2.0
+"""Between two looks at the system's memory."""
+
+_DRAIN_POLL_S = 0.05
 
 QUEUED_CONTEXTS = 8
 """Prompt tokens that may wait by default, in contexts."""
@@ -101,6 +119,37 @@ class Service:
         self._end_s = math.inf  # when answers under way are no longer waited for
         self._waits: set[asyncio.Timeout] = set()
         self._grammars = Grammars(llm.config, llm.tokenizer)
+
+    @asynccontextmanager
+    async def running(self) -> AsyncGenerator[None, None]:
+        """Do what a server does while it lives, whatever hosts its app.
+
+        Requests wait in threads of their own, which the event loop's `to_thread` takes from then
+        on; memory is given back while there is no request. At the end no more requests are taken,
+        and those there are have `SHUTDOWN_S`.
+        """
+        # asyncio has few threads by default: requests that wait in them would hold up all others.
+        threads = ThreadPoolExecutor(self.settings.max_requests + SPARE_THREADS, "lowtide-request")
+        asyncio.get_running_loop().set_default_executor(threads)
+        idling = asyncio.create_task(self._idle())
+        try:
+            yield
+        finally:
+            idling.cancel()
+            self.drain(SHUTDOWN_S - LAST_WORDS_S)
+            end_s = time.monotonic() + SHUTDOWN_S
+            while not self.is_idle and time.monotonic() < end_s:
+                await asyncio.sleep(_DRAIN_POLL_S)
+
+    async def _idle(self) -> None:
+        """Between requests no pass looks at the system's memory."""
+        while True:
+            await asyncio.sleep(IDLE_S)
+            if self.is_idle:
+                try:
+                    await self.release_memory()
+                except Exception as error:  # a request that meets the same fault is told of it
+                    _log.error("Memory could not be given back: %s", error, exc_info=error)
 
     @property
     def state(self) -> State:

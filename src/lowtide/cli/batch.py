@@ -1,0 +1,185 @@
+"""`lowtide batch`: a file of requests, answered line by line into another file."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from datetime import timedelta
+from pathlib import Path
+from tempfile import TemporaryFile
+from typing import IO
+
+import typer
+
+from lowtide.cli.command import EXIT_FAILURE, takes
+from lowtide.cli.generate import ModelName, show_plan
+from lowtide.cli.opening import open_async
+from lowtide.cli.options import Settings
+from lowtide.cli.screen import ProgressBars, can_redraw, stderr_console
+from lowtide.cli.serve import check_extra
+from lowtide.core import Progress
+from lowtide.errors import StorageError, UsageError
+from lowtide.option import Group
+from lowtide.serve.batch_files import Asked, AskedLines, Results, Stream
+
+TOLD_EVERY_S = 60.0
+"""Between two lines on how far it is, where no bar can be drawn."""
+
+
+@takes(Group.BATCH, "served_name", Group.ENGINE, Group.HUB, "verbose", "config")
+def batch(model: ModelName, *, settings: Settings) -> None:
+    """Answer a file of requests, a line each; a run that was ended goes on where it was."""
+    check_extra("batch")
+    source, target = settings.text("input"), settings.text("output")
+    if source is None or target is None:
+        raise UsageError("batch needs two files: -i FILE of requests, -o FILE for the answers.")
+    shard = parse_shard(settings.text("shard") or "1/1")
+    from lowtide.serve.service import name_of
+
+    served_name = settings.text("served_name") or name_of(model)
+    only = None if settings.flag("any_model") else served_name
+    with _input(source) as file:
+        lines = AskedLines(file, only)
+        mine = lines.shard(*shard)
+        with _output(target, source, lines) as results:
+            pending = [asked for asked in mine if asked.custom_id not in results.done]
+            stopped = 0
+            if pending:
+                stopped = _answered(model, served_name, lines, pending, results, settings)
+            if isinstance(results, Results):
+                results.sync()
+                if settings.flag("in_order") and not stopped:
+                    results.sort(mine)
+            _tell(results, mine, target, bool(stopped))
+            if stopped:
+                raise typer.Exit(128 + stopped)
+            if results.num_errors and settings.flag("strict"):
+                raise typer.Exit(EXIT_FAILURE)
+
+
+def parse_shard(text: str) -> tuple[int, int]:
+    """Read `2/5` as (2, 5). Raises UsageError."""
+    found = re.fullmatch(r"(\d{1,9})/(\d{1,9})", text, re.ASCII)
+    index, count = map(int, found.groups()) if found else (0, 0)
+    if not 1 <= index <= count:
+        raise UsageError(f"--shard {text!r:.80} must be as 2/5: the second of five parts.")
+    return index, count
+
+
+@contextmanager
+def _input(name: str) -> Iterator[IO[bytes]]:
+    """The lines that ask, in a file that can be read again."""
+    if name == "-":
+        with TemporaryFile() as file:
+            shutil.copyfileobj(sys.stdin.buffer, file)
+            file.seek(0)
+            yield file
+        return
+    try:
+        opened = open(name, "rb")
+    except OSError as error:
+        raise StorageError(f"Input {name} cannot be read: {error.strerror}.") from error
+    with opened as file:
+        yield file
+
+
+@contextmanager
+def _output(name: str, source: str, lines: AskedLines) -> Iterator[Results | Stream]:
+    if name == "-":
+        yield Stream(sys.stdout.buffer)
+        return
+    known = {asked.custom_id: asked for asked in lines.lines}
+    with closing(Results.open(Path(name), None if source == "-" else Path(source), known)) as made:
+        yield made
+
+
+def _answered(
+    model: str,
+    served_name: str,
+    lines: AskedLines,
+    pending: list[Asked],
+    results: Results | Stream,
+    settings: Settings,
+) -> int:
+    """Answers what is left; the signal that ended it, or 0."""
+    from lowtide.serve.batch import answer_all, answering, default_at_once
+
+    llm = open_async(model, settings)
+    show_plan(llm, model, settings)
+    given = settings["at_once"]
+    at_once = given if isinstance(given, int) else default_at_once(llm)
+
+    async def run() -> int:
+        with _progress() as progress, _signals() as signals:
+            try:
+                async with llm, answering(llm, served_name, at_once) as answerer:
+                    await answer_all(
+                        answerer, lines, pending, results, at_once, signals.stop, progress
+                    )
+            except asyncio.CancelledError:
+                if not signals.number:
+                    raise
+        return signals.number
+
+    return asyncio.run(run())
+
+
+class _Signals:
+    """Ctrl-C and SIGTERM: the first lets lines under way come to their end, a second does not."""
+
+    def __init__(self) -> None:
+        self.number, self.stop = 0, asyncio.Event()
+        self._task = asyncio.current_task()
+
+    def hear(self, number: int) -> None:
+        if self.number and self._task is not None:
+            self._task.cancel()
+            return
+        self.number = number
+        self.stop.set()
+        stderr_console().print("lowtide: ending the lines under way; once more ends at once.")
+
+
+@contextmanager
+def _signals() -> Iterator[_Signals]:
+    loop, signals = asyncio.get_running_loop(), _Signals()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, signals.hear, number)
+    try:
+        yield signals
+    finally:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(number)
+
+
+def _progress() -> AbstractContextManager[Progress]:
+    """A bar on a terminal, elsewhere a line now and then."""
+    return ProgressBars() if can_redraw(stderr_console()) else nullcontext(_Lines())
+
+
+class _Lines:
+    """Tells how far a run is every minute, and when it will end."""
+
+    def __init__(self) -> None:
+        self._begun_s = self._told_s = time.monotonic()
+
+    def __call__(self, stage: str, done: int, total: int) -> None:
+        now_s = time.monotonic()
+        if now_s - self._told_s >= TOLD_EVERY_S:
+            self._told_s = now_s
+            left = timedelta(seconds=round((now_s - self._begun_s) / done * (total - done)))
+            stderr_console().print(f"{stage}: {done:,} of {total:,}, about {left} more")
+
+
+def _tell(results: Results | Stream, mine: list[Asked], target: str, is_stopped: bool) -> None:
+    """One line on what is answered."""
+    num_done = sum(asked.custom_id in results.done for asked in mine)
+    errors = f", {results.num_errors:,} by an error" if results.num_errors else ""
+    again = "; run again to go on" if is_stopped and target != "-" else ""
+    stderr_console().print(f"{num_done:,} of {len(mine):,} lines are answered{errors}{again}.")

@@ -1,0 +1,194 @@
+"""Answers the lines of a batch by the server's own routes, in this process and without a socket.
+
+A line is checked, answered and refused as a request to the server would be. Lines that run at once
+share passes.
+
+    async with Answerer(llm, settings) as answerer:
+        await answer_all(answerer, lines, pending, results, at_once, stop)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from typing import Any, Protocol
+
+from starlette.types import ASGIApp, Message
+
+from lowtide.async_llm import AsyncLLM
+from lowtide.core import Progress
+from lowtide.errors import InternalError
+from lowtide.params import MAX_SEED
+from lowtide.serve.app import build_app
+from lowtide.serve.batch_files import ROUTES, Asked, AskedLines, is_error
+from lowtide.serve.openai_fields import MAX_ANSWERS, new_id
+from lowtide.serve.service import Service
+from lowtide.serve.settings import ServeSettings
+
+MAX_AT_ONCE = 256
+
+NUM_TRIES = 3
+_RETRIED = (429, 500, 503)
+"""Statuses of what may pass: a full queue, a fault, an engine that is busy."""
+
+FINISH_S = 30.0
+"""What lines under way have to come to their end once a run is to stop."""
+
+_MAX_QUEUED_TOKENS = 2**31 - 1
+"""Prompts wait in their file until they run: admission has none to refuse."""
+
+
+class Sink(Protocol):
+    """Where answers go: `batch_files.Results`, or standard output."""
+
+    def write(self, custom_id: str, line: bytes, is_error: bool) -> None: ...
+
+
+def default_at_once(llm: AsyncLLM) -> int:
+    """Return how many lines run at once unless it is said: as many as the context could hold."""
+    return max(1, min(MAX_AT_ONCE, llm.plan.context))
+
+
+class Answerer:
+    """Owns the app of one loaded model; made by `answering`."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+        self._app: ASGIApp = build_app(service)
+
+    async def answer(self, line: Mapping[str, Any]) -> dict[str, Any]:
+        """Answer one line of a batch, which `batch_files` has checked, by a line of its output.
+
+        Raises InternalError once the engine has ended: no line can be answered any more.
+        """
+        made = {"id": new_id("batch_req_"), "custom_id": line["custom_id"]}
+        if line["url"] not in ROUTES:
+            message = f"{line['url']!r:.80} is not answered in a batch; choose {', '.join(ROUTES)}."
+            error = {"code": "invalid_url", "message": message}
+            return {**made, "response": None, "error": error}
+        request = json.dumps(body_of(line)).encode()
+        for number in range(NUM_TRIES):
+            status, text = await _posted(self._app, line["url"], request)
+            if self._service.state == "ended":
+                raise InternalError(f"The engine has ended: {_message(text)}")
+            if status not in _RETRIED:
+                break
+            if number < NUM_TRIES - 1:
+                await asyncio.sleep(2**number)
+        body = json.loads(text)
+        response = {"status_code": status, "request_id": new_id("req_"), "body": body}
+        failed = {"code": str(status), "message": _message(text)} if status in _RETRIED else None
+        return {**made, "response": response, "error": failed}
+
+
+@asynccontextmanager
+async def answering(
+    llm: AsyncLLM, served_name: str, at_once: int
+) -> AsyncGenerator[Answerer, None]:
+    """Answer lines with a loaded model, `at_once` of them at a time at most."""
+    settings = ServeSettings(
+        served_name=served_name,
+        max_requests=at_once * MAX_ANSWERS,
+        max_queued_tokens=_MAX_QUEUED_TOKENS,
+    )
+    service = Service(llm, settings)
+    async with service.running():
+        yield Answerer(service)
+
+
+def body_of(line: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a line asks its route: not in a stream, by the model there is, and with a seed.
+
+    A seed that the line does not name is drawn from its id, so that an answer does not depend on
+    which run, or which machine, comes to it.
+    """
+    body = {name: each for name, each in line["body"].items() if name not in ("model", "stream")}
+    if body.get("seed") is None:
+        digest = hashlib.sha256(line["custom_id"].encode(errors="surrogatepass")).digest()
+        body["seed"] = int.from_bytes(digest[:8], "big") % (MAX_SEED + 1)
+    return body
+
+
+async def answer_all(
+    answerer: Answerer,
+    lines: AskedLines,
+    pending: Sequence[Asked],
+    sink: Sink,
+    at_once: int,
+    stop: asyncio.Event,
+    progress: Progress,
+) -> None:
+    """Answer `pending`, in their order, and hand each answer to `sink` as it is whole.
+
+    After `stop` no line is begun, and those under way have `FINISH_S`. Raises what `sink` and
+    `Answerer.answer` raise.
+    """
+    left, num_done = iter(pending), 0
+
+    async def work() -> None:
+        nonlocal num_done
+        for asked in _until(stop, left):
+            answer = await answerer.answer(lines.request(asked))
+            # ASCII: a text may hold half a character, which UTF-8 has no bytes for.
+            sink.write(asked.custom_id, json.dumps(answer).encode() + b"\n", is_error(answer))
+            num_done += 1
+            progress("answering", num_done, len(pending))
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            workers = [group.create_task(work()) for _ in range(min(at_once, len(pending)))]
+            watch = group.create_task(_end_late(stop, workers))
+            await asyncio.wait(workers)
+            watch.cancel()
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+
+
+def _until(stop: asyncio.Event, left: Iterator[Asked]) -> Iterator[Asked]:
+    while not stop.is_set() and (asked := next(left, None)) is not None:
+        yield asked
+
+
+async def _end_late(stop: asyncio.Event, workers: Sequence[asyncio.Task[None]]) -> None:
+    await stop.wait()
+    await asyncio.sleep(FINISH_S)
+    for worker in workers:
+        worker.cancel()
+
+
+async def _posted(app: ASGIApp, path: str, body: bytes) -> tuple[int, bytes]:
+    """Ask an app, as a server would; return status and body."""
+    headers = [(b"host", b"localhost"), (b"content-length", str(len(body)).encode())]
+    scope = {
+        "type": "http",
+        "asgi": {"version": "3.0"},
+        "http_version": "1.1",
+        "method": "POST",
+        "scheme": "http",
+        "path": path,
+        "raw_path": path.encode(),
+        "query_string": b"",
+        "root_path": "",
+        "headers": headers,
+        "client": None,
+        "server": ("localhost", 80),
+    }
+    asked = [{"type": "http.request", "body": body}]
+    sent: list[Message] = []
+
+    async def receive() -> Message:
+        return asked.pop() if asked else await asyncio.Future[Message]()  # it never leaves
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    await app(scope, receive, send)
+    return sent[0]["status"], b"".join(message.get("body", b"") for message in sent)
+
+
+def _message(text: bytes) -> str:
+    """Read what went wrong from an answer in OpenAI's form."""
+    return str(json.loads(text)["error"]["message"])

@@ -1,0 +1,284 @@
+"""The two files of a batch: the lines that ask, and the lines that answer.
+
+Both are in the form of OpenAI's batches: a JSON object a line, told apart by `custom_id`. Nothing
+is held in memory but ids and places of lines. Imports nothing of the `serve` extra.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import io
+import json
+import os
+import stat
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+from lowtide.errors import StorageError, UsageError
+from lowtide.files.json_file import shown
+from lowtide.files.whole_file import whole_file
+
+ROUTES = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
+"""What a line may ask; others are answered with an error in their line."""
+
+HEAD = b'{"id": "batch_req_'
+"""How each answer begins, by which a part of one is told from what is none."""
+
+SYNC_S = 1.0
+"""Between two times that results are made safe from a loss of power."""
+
+MAX_LINE_BYTES = 64 << 20
+"""A longer line is refused: no request is so long."""
+
+
+class Asked(NamedTuple):
+    """One line: where it stands in its file, and what its answer is called by."""
+
+    number: int  # from 1
+    custom_id: str
+    start: int  # bytes
+    num_bytes: int
+
+
+class AskedLines:
+    """Index of the lines of an input file, which stays open until `close`."""
+
+    def __init__(self, file: IO[bytes], served_name: str | None = None) -> None:
+        """Read and check all lines. Raises UsageError with the number of the first that is wrong.
+
+        served_name: of the only model that may be asked for; None: any.
+        """
+        self._file = file
+        self.lines = list(_indexed(file, served_name))
+        if not self.lines:
+            raise UsageError("The input has no lines: there is nothing to answer.")
+
+    def request(self, asked: Asked) -> dict[str, Any]:
+        """Read a line again. Raises UsageError where the file has been changed meanwhile."""
+        self._file.seek(asked.start)
+        try:
+            read = _checked(json.loads(self._file.read(asked.num_bytes)), asked.number)
+        except ValueError:
+            read = {}
+        if read.get("custom_id") != asked.custom_id:
+            raise UsageError(f"Line {asked.number} of the input was changed while it was answered.")
+        return read
+
+    def shard(self, index: int, count: int) -> list[Asked]:
+        """Return every `count`-th line, from the `index`-th on (from 1)."""
+        return self.lines[index - 1 :: count]
+
+
+@dataclass
+class Results:
+    """An output file under a lock: whole lines, of which each is written once.
+
+    Made by `open`; `done` are the ids that are answered, `num_errors` how many of them by an error.
+    """
+
+    path: Path
+    file: io.FileIO
+    done: dict[str, tuple[int, int]]  # start and length in bytes, by id
+    num_errors: int = 0
+    synced_s: float = 0.0
+
+    @classmethod
+    def open(cls, path: Path, source: Path | None, known: Mapping[str, Asked]) -> Results:
+        """Open what an earlier run has written, or a new file; a last line without its end is cut.
+
+        source: the input, which must be another file. known: the input's lines by id. Raises
+        UsageError for a file that is no output of this input or that another run writes to,
+        StorageError where it cannot be written.
+        """
+        try:
+            # Not truncated, and never replaced: what is there are answers.
+            number = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            file = io.FileIO(number, "r+")
+        except OSError as error:
+            raise _unwritable(path, error) from error
+        try:
+            found = os.fstat(file.fileno())
+            if not stat.S_ISREG(found.st_mode):
+                raise UsageError(f"{path} is no file: name one, or - for standard output.")
+            if source is not None and os.path.samestat(found, source.stat()):
+                raise UsageError(f"{path} is the input: name another file for the answers.")
+            _lock(file, path)
+            results = cls(path, file, {})
+            results._read(known)
+            return results
+        except BaseException:
+            file.close()
+            raise
+
+    def write(self, custom_id: str, line: bytes, is_error: bool) -> None:
+        """Append an answer. Raises StorageError, with nothing of it in the file."""
+        start = self.file.seek(0, os.SEEK_END)
+        try:
+            left = memoryview(line)
+            while left:  # a full disk takes a part, and then refuses
+                left = left[self.file.write(left) :]
+        except OSError as error:
+            self._cut(start)
+            way_out = f" {len(self.done)} answers are in it; make room and run again to go on."
+            raise _unwritable(self.path, error, way_out) from error
+        self.done[custom_id] = (start, len(line))
+        self.num_errors += is_error
+        if time.monotonic() - self.synced_s >= SYNC_S:
+            self.sync()
+
+    def sync(self) -> None:
+        """Make what was written safe from a loss of power."""
+        try:
+            os.fsync(self.file.fileno())
+        except OSError as error:
+            raise StorageError(
+                f"Output {self.path} cannot be written: {error.strerror}."
+            ) from error
+        self.synced_s = time.monotonic()
+
+    def sort(self, order: list[Asked]) -> None:
+        """Write the file anew with its answers in the order of `order`, all at once."""
+        places = [self.done[asked.custom_id] for asked in order if asked.custom_id in self.done]
+        if places == sorted(places):
+            return
+        with whole_file(self.path, "output") as sorted_file:
+            with self._reader() as reader:
+                for start, num_bytes in places:
+                    reader.seek(start)
+                    sorted_file.write(reader.read(num_bytes))
+
+    def close(self) -> None:
+        """Release the file to others."""
+        self.file.close()
+
+    def _cut(self, num_bytes: int) -> None:
+        try:
+            self.file.truncate(num_bytes)
+        except OSError:  # the next run cuts what stayed
+            return
+
+    def _reader(self) -> IO[bytes]:
+        """The same file from its beginning, read in larger pieces."""
+        self.file.seek(0)
+        return os.fdopen(os.dup(self.file.fileno()), "rb")
+
+    def _read(self, known: Mapping[str, Asked]) -> None:
+        start = 0
+        with self._reader() as reader:
+            for number, line in enumerate(reader, 1):
+                is_whole = line.endswith(b"\n")
+                if not is_whole and (line.startswith(HEAD) or HEAD.startswith(line)):
+                    break  # a run was ended in the midst of it
+                answer = _answer(line) if is_whole else None
+                if answer is None or answer["custom_id"] not in known:
+                    raise UsageError(
+                        f"{self.path} has other lines than answers to this input (line {number}): "
+                        "name another file for them."
+                    )
+                self.done[answer["custom_id"]] = (start, len(line))
+                self.num_errors += is_error(answer)
+                start += len(line)
+        self._cut(start)
+
+
+class Stream:
+    """Answers on standard output, which nothing can be read back from."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+        self.done: dict[str, tuple[int, int]] = {}
+        self.num_errors = 0
+
+    def write(self, custom_id: str, line: bytes, is_error: bool) -> None:
+        """Print an answer; raises BrokenPipeError where nobody reads on."""
+        self._file.write(line)
+        self._file.flush()
+        self.done[custom_id] = (0, 0)
+        self.num_errors += is_error
+
+
+def is_error(answer: Mapping[str, Any]) -> bool:
+    """Return whether an answer's line tells of an error in place of a result."""
+    response = answer.get("response")
+    return bool(answer.get("error")) or not response or response.get("status_code") != 200
+
+
+def _indexed(file: IO[bytes], served_name: str | None) -> Iterator[Asked]:
+    seen, start = dict[str, int](), 0
+    for number, line in enumerate(iter(lambda: file.readline(MAX_LINE_BYTES + 1), b""), 1):
+        if len(line) > MAX_LINE_BYTES:
+            raise UsageError(f"Line {number} of the input is longer than {MAX_LINE_BYTES} bytes.")
+        if line.strip():
+            read = _parsed(line, number)
+            custom_id = read["custom_id"]
+            if custom_id in seen:
+                raise UsageError(
+                    f"Line {number} of the input has the custom_id of line {seen[custom_id]}, "
+                    f"{shown(custom_id)}: give each line one of its own."
+                )
+            _check_model(read, number, served_name)
+            seen[custom_id] = number
+            yield Asked(number, custom_id, start, len(line))
+        start += len(line)
+
+
+def _parsed(line: bytes, number: int) -> dict[str, Any]:
+    try:
+        return _checked(json.loads(line), number)
+    except (ValueError, RecursionError):
+        raise UsageError(f"Line {number} of the input is not JSON.") from None
+
+
+def _checked(read: object, number: int) -> dict[str, Any]:
+    """Raises UsageError for what is no line of a batch."""
+    if not isinstance(read, dict):
+        raise UsageError(f"Line {number} of the input is no JSON object.")
+    for name, kind, noun in (
+        ("custom_id", str, "a text"),
+        ("url", str, "a path such as /v1/chat/completions"),
+        ("body", dict, "an object"),
+    ):
+        if name not in read:
+            raise UsageError(f"Line {number} of the input has no {name}: it must be {noun}.")
+        if not isinstance(read[name], kind):
+            raise UsageError(
+                f"Line {number} of the input: {name} must be {noun}, not {shown(read[name])}."
+            )
+    if read.get("method", "POST") != "POST":
+        raise UsageError(
+            f"Line {number} of the input: method must be POST, not {shown(read['method'])}."
+        )
+    return read
+
+
+def _check_model(read: Mapping[str, Any], number: int, served_name: str | None) -> None:
+    model = read["body"].get("model")
+    if served_name is None or model is None or model == served_name:
+        return
+    raise UsageError(
+        f"Line {number} of the input asks for the model {shown(model)}, and this is "
+        f"{served_name!r}: give --served-name, or --any-model to answer all lines with it."
+    )
+
+
+def _answer(line: bytes) -> dict[str, Any] | None:
+    try:
+        answer = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    is_ours = isinstance(answer, dict) and isinstance(answer.get("custom_id"), str)
+    return answer if is_ours and {"response", "error"} <= answer.keys() else None
+
+
+def _unwritable(path: Path, error: OSError, way_out: str = "") -> StorageError:
+    return StorageError(f"Output {path} cannot be written: {error.strerror}.{way_out}")
+
+
+def _lock(file: io.FileIO, path: Path) -> None:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        raise UsageError(f"Another run writes to {path}; wait for it, or name another.") from None
