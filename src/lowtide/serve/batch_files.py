@@ -144,7 +144,7 @@ class Results:
         places = [self.done[asked.custom_id] for asked in order if asked.custom_id in self.done]
         if places == sorted(places):
             return
-        with whole_file(self.path, "output") as sorted_file:
+        with whole_file(self.path, "output", _is_output) as sorted_file:
             with self._reader() as reader:
                 for start, num_bytes in places:
                     reader.seek(start)
@@ -204,6 +204,10 @@ def is_error(answer: Mapping[str, Any]) -> bool:
     """Return whether an answer's line tells of an error in place of a result."""
     response = answer.get("response")
     return bool(answer.get("error")) or not response or response.get("status_code") != 200
+
+
+def _is_output(file: IO[bytes]) -> bool:
+    return file.read(len(HEAD)) == HEAD
 
 
 def _indexed(file: IO[bytes], served_name: str | None) -> Iterator[Asked]:
