@@ -165,7 +165,7 @@ def test_overrides_replace_keys_and_must_have_an_effect(tmp_path: Path) -> None:
     config = read_config_in(folder, {"mask_token_id": 7, "block_length": 8})
     assert (config.mask_token_id, config.block_length) == (7, 8)
     assert config.decoding == DecodingDefaults(block_length=8)
-    with pytest.raises(UsageError, match="'mask_tokn_id'.*did you mean mask_token_id"):
+    with pytest.raises(UsageError, match="'mask_tokn_id'.*Did you mean mask_token_id"):
         read_config_in(folder, {"mask_tokn_id": 7})
     with pytest.raises(UsageError, match="model_type"):
         read_config_in(folder, {"model_type": "x"})

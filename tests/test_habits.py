@@ -65,7 +65,7 @@ ANSWERED = {
     "ollama ps": (["ps"], "lowtide ls"),
     "ollama rm": (["rm", "llama3"], "lowtide ls"),
     "ollama run without a prompt": (["run", DEMO, "-p", ""], "empty"),
-    "a name of ollama's": (["plan", "llama3"], "org/name"),
+    "a name of ollama's": (["plan", "llama3"], "name of Ollama"),
     "mlx-lm's server": (["server", "org/name"], "lowtide serve MODEL"),
     "vllm's memory": (["chat", DEMO, "--gpu-memory-utilization", "0.9"], "--gpu-memory 90%"),
     "vllm's context": (["chat", DEMO, "--max-model-len", "4096"], "--context"),

@@ -52,10 +52,15 @@ def repo(*, without: str = "") -> dict[str, bytes | Content]:
     return {name: data for name, data in files.items() if name != without}
 
 
-@pytest.mark.parametrize("reference", ["./gone", "/no/such/folder", "~/gone", "gone", "a/b/c"])
-def test_a_path_that_does_not_exist_says_what_was_tried(reference: str) -> None:
-    with pytest.raises(HubError, match=r"Tried: the folder .*demo:diffusion"):
+@pytest.mark.parametrize("reference", ["./gone", "/no/such/folder", "~/gone", "a/b/c"])
+def test_a_path_that_does_not_exist_is_a_missing_file(reference: str) -> None:
+    with pytest.raises(HubError, match="There is no file"):
         hub.resolve_model(reference)
+
+
+def test_a_name_that_is_nothing_says_what_was_tried() -> None:
+    with pytest.raises(HubError, match=r"Tried: the folder .*demo:diffusion"):
+        hub.resolve_model("gone")
 
 
 def test_a_page_that_is_no_model_s_is_answered_with_what_ids_look_like() -> None:

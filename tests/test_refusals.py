@@ -247,6 +247,7 @@ def test_a_gguf_file_is_found_and_others_are_not(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="is a file; a model is the folder.* or a GGUF file"):
         hub.resolve_model(str(tmp_path / "notes.txt"))
     (tmp_path / "model.safetensors").write_bytes(header_bytes([], {}))
+    (tmp_path / "config.json").touch()
     assert hub.resolve_model(str(tmp_path)) == tmp_path
 
 
@@ -269,3 +270,29 @@ def test_help_lists_names() -> None:
     refusal = run("plan", "demo:diffusion", "--policy", "nope").stderr
     assert all(name in refusal for name in preset_names())
     assert set(own_names()) <= set(families())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "meant"),
+    [
+        (["quality", "demo:autoregressive", "--setting", "fmt=q4"], "format"),
+        (["quality", "demo:autoregressive", "--setting", "policy=tide tua=4"], "tau"),
+        (["plan", "demo:autoregressive", "--policy", "lowtid"], "lowtide"),
+        (["plan", "demo:autoregressive", "--policy", "tide", "--policy-option", "tua=4"], "tau"),
+        (
+            ["plan", "demo:autoregressive", "--device", "emulated", "--gpu-memory", "8MiB"]
+            + ["--device-option", "link_gbps=4"],
+            "link_GBps",
+        ),
+        (
+            ["plan", "demo:autoregressive", "--config-override", "rope_thita=1"],
+            "rope_theta",
+        ),
+        (["plan", "demo:autoregresive"], "autoregressive"),
+        (["plam", "demo:autoregressive"], "plan"),
+    ],
+)
+def test_a_misspelt_name_is_answered_with_the_nearest(arguments: list[str], meant: str) -> None:
+    result = run(*arguments)
+    assert result.exit_code in (1, 2)
+    assert f"Did you mean {meant}?" in " ".join(result.stderr.split()), result.stderr

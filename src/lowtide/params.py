@@ -6,7 +6,6 @@ published default. Imports no torch, so that a wrong flag is refused at once.
 
 from __future__ import annotations
 
-import difflib
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -15,6 +14,7 @@ from typing import Any
 
 from lowtide.config.sampling import PublishedSampling
 from lowtide.errors import UnsupportedError, UsageError
+from lowtide.files.json_file import meant
 from lowtide.option import Group, check_options, option
 
 REMASKING_RULES = (
@@ -317,5 +317,4 @@ def hint(name: str, known: Sequence[str], elsewhere: Mapping[str, str]) -> str:
     """What a user who wrote `name` may have meant."""
     if name in elsewhere:
         return f"It is called {elsewhere[name]} here."
-    near = difflib.get_close_matches(name, known, n=1)
-    return f"Did you mean {near[0]}?" if near else f"Known: {', '.join(known)}."
+    return meant(name, known).strip() or f"Known: {', '.join(known)}."

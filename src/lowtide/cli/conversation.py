@@ -19,6 +19,7 @@ from lowtide.cli.screen import printable
 from lowtide.cli.turns import Turns
 from lowtide.config import format_size
 from lowtide.errors import LowtideError, UsageError
+from lowtide.files.json_file import meant
 from lowtide.option import Group
 from lowtide.params import ELSEWHERE, SamplingParams, hint, with_keywords
 
@@ -112,8 +113,10 @@ class Dialogue(abc.ABC):
             if is_command and word in self._commands:
                 self._reported(self._commands[word], rest.strip())
             elif is_command and word[1:].isalpha():
+                near = meant(word, [*self._commands, *LEAVING])
                 self._say(
-                    f"Unknown command {word} (try /help). To send it as text, start with a space."
+                    f"Unknown command {word} (try /help).{near} To send it as text, start with a "
+                    "space."
                 )
             elif word:
                 self._reported(self._answer, line)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import shlex
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
@@ -12,6 +11,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from lowtide.cli import EXIT_USAGE
+from lowtide.files.json_file import meant
 
 _MODEL = "the model is the first argument, a folder or a hub id: lowtide generate MODEL"
 _PLANNED = "--gpu-memory SIZE: what fits is placed expert by expert"
@@ -118,9 +118,8 @@ class Verbs(_TakesTexts, TyperGroup):
             ways = f"lowtide generate {model} 'text', or lowtide chat {model}"
             _refuse(f"A verb comes first: {ways}.")
         if found is None:
-            near = difflib.get_close_matches(cmd_name, self.commands, n=1)
-            meant = f" Did you mean {near[0]}?" if near else ""
-            _refuse(f"There is no verb {cmd_name}.{meant} lowtide --help lists all.")
+            near = meant(cmd_name, self.commands)
+            _refuse(f"There is no verb {cmd_name}.{near} lowtide --help lists all.")
         return found
 
 

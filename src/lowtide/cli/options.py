@@ -12,7 +12,6 @@ Imports no torch, so that a wrong value is refused at once.
 
 from __future__ import annotations
 
-import difflib
 import json
 import tomllib
 from collections.abc import Mapping
@@ -23,6 +22,8 @@ from typing import Any
 
 from lowtide.engine.opening.config import EngineConfig
 from lowtide.errors import UsageError
+from lowtide.files.json_file import meant
+from lowtide.files.regular_file import read_from
 from lowtide.option import ENV_PREFIX, Group, Kind, Option, options_of
 from lowtide.params import DiffusionParams, SamplingParams
 from lowtide.serve.settings import ServeSettings
@@ -261,7 +262,7 @@ def _read_environment(env: Mapping[str, str]) -> dict[str, tuple[object, str]]:
         if not variable.startswith(ENV_PREFIX) or not raw:
             continue
         if variable not in by_env:
-            raise UsageError(f"{variable} is not an option.{_suggest(variable, by_env)}")
+            raise UsageError(f"{variable} is not an option.{meant(variable, by_env)}")
         option = by_env[variable]
         found[option.name] = (_from_environment(option, raw), variable)
     return found
@@ -280,7 +281,7 @@ def _from_environment(option: Option, raw: str) -> object:
 def _read_file(path: Path) -> dict[str, tuple[object, str]]:
     try:
         with path.open("rb") as file:
-            content = file.read(MAX_FILE_BYTES + 1)
+            content = read_from(file, MAX_FILE_BYTES + 1, f"the options file {path}", UsageError)
     except OSError as error:
         raise UsageError(f"cannot read the options file {path}: {error.strerror}.") from error
     if len(content) > MAX_FILE_BYTES:
@@ -292,10 +293,5 @@ def _read_file(path: Path) -> dict[str, tuple[object, str]]:
     known = {name: option for name, option in _BY_NAME.items() if name != "config"}
     for key in keys:
         if key not in known:
-            raise UsageError(f"{path}: {key!r} is not an option.{_suggest(key, known)}")
+            raise UsageError(f"{path}: {key!r} is not an option.{meant(key, known)}")
     return {key: (value, f"{path}: {key}") for key, value in keys.items()}
-
-
-def _suggest(name: str, known: Mapping[str, object]) -> str:
-    near = difflib.get_close_matches(name, known, n=1)
-    return f" Did you mean {near[0]}?" if near else ""

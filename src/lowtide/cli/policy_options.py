@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from lowtide.errors import UsageError
+from lowtide.files.json_file import meant
 from lowtide.policies.presets import check_policy, options_of
 
 
@@ -22,5 +23,8 @@ def options_by_policy(
         check_policy(name, policies[name])
     for option in options:
         if not any(option in own for own in policies.values()):
-            raise UsageError(f"None of the policies {', '.join(names)} has an option {option!r}.")
+            near = meant(option, (known for name in names for known in options_of(name)))
+            raise UsageError(
+                f"None of the policies {', '.join(names)} has an option {option!r}.{near}"
+            )
     return policies

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import re
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from lowtide.errors import UsageError
+from lowtide.files.regular_file import read_from
 
 if TYPE_CHECKING:
     from lowtide.cli.answer import Prompt
@@ -146,10 +148,9 @@ def _has_piped_input() -> bool:
 
 def _read_stdin() -> str:
     """All of standard input, without the one newline that `echo` and editors add."""
-    try:
-        content = sys.stdin.buffer.read(MAX_PROMPT_BYTES + 1)
-    except OSError as error:
-        raise UsageError(f"standard input cannot be read: {error.strerror}.") from None
+    with contextlib.suppress(OSError):  # some programs leave it so that reads end too early
+        os.set_blocking(sys.stdin.fileno(), True)
+    content = read_from(sys.stdin.buffer, MAX_PROMPT_BYTES + 1, "standard input", UsageError)
     if len(content) > MAX_PROMPT_BYTES:
         raise UsageError(f"the prompt on standard input is above {MAX_PROMPT_BYTES} bytes.")
     try:

@@ -22,9 +22,11 @@ from lowtide.cli.screen import ProgressBars, stdout_console
 from lowtide.cli.text_file import read_text
 from lowtide.config import format_size
 from lowtide.errors import UsageError
+from lowtide.files.json_file import meant
 from lowtide.lab.quality_questions import ChoiceQuestion, read_questions
 from lowtide.lab.quality_settings import BUDDYMOE, RESIDENTS, QualitySetting, curve_settings
 from lowtide.option import Group
+from lowtide.policies.presets import options_of, preset_names
 from lowtide.version import __version__
 
 if TYPE_CHECKING:
@@ -125,8 +127,16 @@ def _setting(values: dict[str, str]) -> QualitySetting:
         n: _OF_MODEL[n].parse(v, f"{source} {n}") for n, v in values.items() if n in _OF_MODEL
     }
     own = {n: v for n, v in values.items() if n not in _OF_MODEL and n != "policy"}
+    policy = values.get("policy", "auto")
+    known = options_of(policy) if policy in preset_names() else own
+    for name in own:
+        if name not in known:
+            near = meant(name, [RESIDENTS, "policy", *_OF_MODEL, *known])
+            raise UsageError(
+                f"{source}: {name!r} is no option of a model, nor of the policy {policy}.{near}"
+            )
     return QualitySetting(
-        values.get("policy", "auto"),
+        policy,
         own,
         options,
         None if residents is None else _share(residents, f"{source} {RESIDENTS}"),

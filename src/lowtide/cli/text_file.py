@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from lowtide.cli.options import Settings
 from lowtide.errors import StorageError, UsageError
+from lowtide.files.regular_file import read_from
 
 MAX_TEXT_BYTES = 1 << 28
 
@@ -23,7 +24,7 @@ def read_text(model: str, settings: Settings) -> str:
         return held_out_text()
     try:
         with open(name, "rb") as file:
-            data = file.read(MAX_TEXT_BYTES + 1)
+            data = read_from(file, MAX_TEXT_BYTES + 1, f"The text {name}")
     except OSError as error:
         raise StorageError(f"The text {name} cannot be read: {error.strerror}.") from error
     if len(data) > MAX_TEXT_BYTES:

@@ -10,7 +10,7 @@ from typing import IO, TYPE_CHECKING
 from lowtide.cli.prompt import MAX_PROMPT_BYTES, system_message
 from lowtide.errors import UsageError
 from lowtide.files.json_file import parse_object
-from lowtide.files.regular_file import read_regular
+from lowtide.files.regular_file import read_from, read_regular
 from lowtide.files.whole_file import whole_file
 
 if TYPE_CHECKING:
@@ -124,7 +124,7 @@ class Turns:
 
 def _is_conversation(file: IO[bytes]) -> bool:
     try:
-        found = parse_object(file.read(MAX_PROMPT_BYTES), "", UsageError)
+        found = parse_object(read_from(file, MAX_PROMPT_BYTES, "it", UsageError), "", UsageError)
     except UsageError:
         return False
     messages = found.get("messages")

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Mapping
 from types import UnionType
 from typing import Any
 
 from lowtide.errors import ConfigError, UnsupportedError, UsageError
-from lowtide.files.json_file import shown
+from lowtide.files.json_file import meant, shown
 
 # Far above any model, low enough that no product of sizes leaves 63 bits or fills memory.
 MAX_VOCAB = 2**24
@@ -106,9 +105,10 @@ class Fields:
         """Refuses an override whose key was not asked for: it would have no effect."""
         if name in self.asked:
             return
-        close = difflib.get_close_matches(str(name), self.asked, 1)
-        hint = f"; did you mean {close[0]}?" if close else "."
-        raise UsageError(f"The config override {shown(name)} is not a key that lowtide reads{hint}")
+        near = meant(name, self.asked)
+        raise UsageError(
+            f"The config override {shown(name)} is not a key that lowtide reads.{near}"
+        )
 
     def error(self, name: str, problem: str) -> ConfigError:
         [own] = self._own((name,))

@@ -16,6 +16,7 @@ from lowtide.core import Curve, MoEShape
 from lowtide.errors import UsageError
 from lowtide.experts.layout import SlotLayout
 from lowtide.experts.slots import ExpertSlots
+from lowtide.files.json_file import meant
 from lowtide.kernels.reference import REFERENCE, Kernels
 from lowtide.memory.arena import Arena
 from lowtide.profiles import load_profile
@@ -76,8 +77,8 @@ def check_emulated_options(options: Mapping[str, str]) -> dict[str, float]:
     values = {}
     for name, text in options.items():
         if name not in _OPTIONS:
-            known = ", ".join(_OPTIONS)
-            raise UsageError(f"The emulated device has no option {name!r}; choose {known}.")
+            known, near = ", ".join(_OPTIONS), meant(name, _OPTIONS)
+            raise UsageError(f"The emulated device has no option {name!r}; choose {known}.{near}")
         values[name] = _number(name, text)
     return values
 

@@ -6,15 +6,17 @@ one typed error. Knows nothing of what the keys mean.
 
 from __future__ import annotations
 
+import difflib
 import json
 import math
 import os
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from lowtide.errors import CheckpointError, LowtideError
+from lowtide.files.mistaken import HEAD_BYTES, mistaken
 from lowtide.files.regular_file import read_regular
 
 MAX_VALUES = 4_000_000
@@ -43,7 +45,9 @@ def parse_object(
     except RecursionError:
         raise error(f"{source} is nested too deeply to be read.") from None
     except ValueError as reason:
-        raise error(f"{source} is not valid JSON: {shown(reason)}.") from None
+        found = mistaken(data[:HEAD_BYTES])
+        told = f"is {found}" if found else f"is not valid JSON: {shown(reason)}"
+        raise error(f"{source} {told}.") from None
     if not isinstance(value, dict):
         raise error(f"{source} must hold a JSON object, not a {type(value).__name__}.")
     return value
@@ -62,6 +66,12 @@ def shown(value: object) -> str:
     else:
         text = repr(value)
     return text if len(text) <= _SHOWN_CHARS else text[:_SHOWN_CHARS] + "..."
+
+
+def meant(name: str, known: Iterable[str]) -> str:
+    """` Did you mean NAME?` of what a user wrote and is not known; nothing where none is near."""
+    near = difflib.get_close_matches(str(name), [*known], 1)
+    return f" Did you mean {near[0]}?" if near else ""
 
 
 def printable(text: str) -> str:

@@ -7,14 +7,16 @@ are followed: the hub's cache is made of links to blobs.
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import IO, BinaryIO, NamedTuple
 
 from lowtide.errors import LowtideError, StorageError
+from lowtide.files.mistaken import HEAD_BYTES, mistaken
 
 
 class RegularFile(NamedTuple):
@@ -90,14 +92,36 @@ def open_regular(
 def read_regular(path: Path, max_bytes: int, error: type[LowtideError] = StorageError) -> bytes:
     """All of a file; raises `error` where it cannot be read or has more than `max_bytes`."""
     with open_regular(path, error) as (stream, file):
-        try:
-            # It may grow meanwhile, and the size of some files is not known before they are read.
-            data = stream.read(max_bytes + 1)
-        except OSError as reason:
-            raise error(f"{path} cannot be read: {reason.strerror}.") from reason
+        # It may grow meanwhile, and the size of some files is not known before they are read.
+        data = read_from(stream, max_bytes + 1, path, error)
     num_bytes = max(file.num_bytes, len(data))
     if num_bytes > max_bytes:
         raise error(f"{path} has {num_bytes} bytes; at most {max_bytes} are read.")
+    return data
+
+
+def read_own(path: Path, max_bytes: int, error: type[LowtideError] = StorageError) -> bytes:
+    """As `read_regular`, of a file of a model; raises `error` for a pointer or a page, too."""
+    data = read_regular(path, max_bytes, error)
+    found = mistaken(data[:HEAD_BYTES])
+    if found is not None:
+        raise error(f"{path} is {found}.")
+    return data
+
+
+def read_from(
+    stream: IO[bytes], num_bytes: int, path: Path | str, error: type[LowtideError] = StorageError
+) -> bytes:
+    """The next bytes of an open file; raises `error` where it cannot be read."""
+    try:
+        data: bytes | None = stream.read(num_bytes)
+    except OSError as reason:
+        raise error(f"{path} cannot be read: {reason.strerror}.") from reason
+    if data is None:  # what Python makes of EAGAIN, which network file systems may answer
+        raise error(
+            f"{path} cannot be read: its file system has no bytes of it at present ("
+            f"{os.strerror(errno.EAGAIN)}). Try again, or copy it to a local disk."
+        )
     return data
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from lowtide.errors import StorageError, UsageError
+from lowtide.files.regular_file import read_from
 
 MAX_FILE_BYTES = 1 << 26
 MAX_QUESTION_CHARS = 1 << 20  # each is made into tokens once more for every choice
@@ -32,7 +33,7 @@ def read_questions(path: Path) -> list[ChoiceQuestion]:
     line for what is no question."""
     try:
         with path.open("rb") as file:
-            data = file.read(MAX_FILE_BYTES + 1)
+            data = read_from(file, MAX_FILE_BYTES + 1, f"The questions {path}")
     except OSError as reason:
         raise StorageError(f"The questions {path} cannot be read: {reason.strerror}.") from reason
     if len(data) > MAX_FILE_BYTES:

@@ -16,7 +16,7 @@ import tokenizers
 
 from lowtide.errors import CheckpointError
 from lowtide.files.json_file import read_object, shown
-from lowtide.files.regular_file import read_regular
+from lowtide.files.regular_file import read_own
 from lowtide.model_folder.gguf_words import WORDS, merged_pair
 
 VOCABULARY_NAME, MERGES_NAME = "vocab.json", "merges.txt"
@@ -64,7 +64,7 @@ def read_byte_level_files(folder: Path, config: Mapping[str, Any]) -> tokenizers
 
 def _read_merges(path: Path) -> list[tuple[str, str]]:
     try:
-        text = read_regular(path, _MAX_FILE_BYTES, CheckpointError).decode("utf-8")
+        text = read_own(path, _MAX_FILE_BYTES, CheckpointError).decode("utf-8")
     except UnicodeDecodeError as error:
         raise CheckpointError(f"{path} is not text in UTF-8: {error}.") from error
     pairs = []

@@ -14,7 +14,7 @@ from typing import Any
 
 from lowtide.errors import CheckpointError, UnsupportedError, UsageError
 from lowtide.files.json_file import printable, shown
-from lowtide.files.regular_file import read_regular
+from lowtide.files.regular_file import read_own
 from lowtide.model_folder.chat_messages import checked_messages, with_later_systems_as_user
 from lowtide.model_folder.template_process import TEMPLATES
 
@@ -144,6 +144,6 @@ def _default_template(named: list[Any], folder: Path) -> object:
 
 def _read_text(path: Path, max_bytes: int) -> str:
     try:
-        return read_regular(path, max_bytes, CheckpointError).decode("utf-8")
+        return read_own(path, max_bytes, CheckpointError).decode("utf-8")
     except UnicodeDecodeError as error:
         raise CheckpointError(f"{path} is not text in UTF-8: {error}.") from error

@@ -23,9 +23,10 @@ from typing import Any, NamedTuple, TypeGuard
 
 from numpy.typing import NDArray
 
-from lowtide.errors import CheckpointError
+from lowtide.errors import CheckpointError, StorageError
 from lowtide.files.json_file import parse_object, read_object, shown
-from lowtide.files.regular_file import RegularFile, open_regular
+from lowtide.files.mistaken import HEAD_BYTES, mistaken_weights
+from lowtide.files.regular_file import RegularFile, open_regular, read_from
 
 MAX_HEADER_BYTES = 100_000_000
 """The limit of the safetensors format; an index file is held to it too."""
@@ -145,18 +146,23 @@ class Checkpoint:
 def read_header(path: Path) -> tuple[RegularFile, bytes]:
     """A safetensors file and the JSON of its header. Raises CheckpointError."""
     with open_regular(path, CheckpointError) as (stream, file):
-        try:
-            header_bytes = header_num_bytes(stream.read(LENGTH_BYTES), file.num_bytes, path)
-            data = stream.read(header_bytes)
-        except OSError as reason:
-            raise CheckpointError(f"{path} cannot be read: {reason.strerror}.") from reason
+        start = read_from(stream, HEAD_BYTES, path, CheckpointError)
+        header_bytes = header_num_bytes(start, file.num_bytes, path)
+        data = start[LENGTH_BYTES:][:header_bytes]
+        if len(data) < header_bytes:
+            data += read_from(stream, header_bytes - len(data), path, CheckpointError)
     if len(data) != header_bytes:
         raise CheckpointError(f"{path} ended after {len(data)} of {header_bytes} header bytes.")
     return file, data
 
 
 def header_num_bytes(start: bytes, file_bytes: int, path: Path) -> int:
-    """Bytes of a header, from the file's first `LENGTH_BYTES`. Raises CheckpointError."""
+    """Bytes of a header, from the file's first ones, `LENGTH_BYTES` at least. Raises
+    CheckpointError."""
+    if start[LENGTH_BYTES : LENGTH_BYTES + 1] not in (b"", b"{"):
+        found = mistaken_weights(start)
+        if found is not None:
+            raise CheckpointError(f"{path} is {found}.")
     if len(start) < LENGTH_BYTES:
         raise CheckpointError(f"{path} has {file_bytes} bytes, too few for a safetensors file.")
     num_bytes = int.from_bytes(start[:LENGTH_BYTES], "little")
@@ -263,7 +269,7 @@ def _entries(file: RegularFile, data: bytes, index: int) -> dict[str, TensorEntr
         entries = {
             name: _entry(name, item, index, start, size, shapes) for name, item in header.items()
         }
-        _check_coverage(entries.values(), start, size)
+        _check_coverage(entries.values(), start, file)
     except ValueError as reason:
         raise CheckpointError(f"{path}: {reason}.") from None
     return entries
@@ -322,16 +328,33 @@ def _num_elements(name: str, shape: Iterable[int]) -> int:
     return product
 
 
-def _check_coverage(entries: Iterable[TensorEntry], start: int, size: int) -> None:
-    end = start
+def _check_coverage(entries: Iterable[TensorEntry], start: int, file: RegularFile) -> None:
+    end, size = start, file.num_bytes
     for _, offset, num_bytes, *_ in sorted(entries, key=lambda e: (e.offset, e.num_bytes)):
         if offset < end:
             raise ValueError(f"two tensors overlap at data byte {offset - start}")
         if offset > end:
             raise ValueError(f"data bytes {end - start} to {offset - start} belong to no tensor")
         end = offset + num_bytes
+    if end != size and _begins_another(file, end):
+        raise ValueError(
+            f"another safetensors file begins at byte {end}: parts that were joined, as cat does, "
+            f"are not one file; fetch them apart, or cut it there"
+        )
     if end != size:
         raise ValueError(f"{size - end} bytes after the last tensor belong to no tensor")
+
+
+def _begins_another(file: RegularFile, offset: int) -> bool:
+    """Whether a header begins there; not of a file on the hub, which is not here."""
+    try:
+        with open_regular(file.path) as (stream, _):
+            stream.seek(offset)
+            start = read_from(stream, LENGTH_BYTES + 1, file.path)
+    except StorageError:
+        return False
+    is_length = 2 <= int.from_bytes(start[:LENGTH_BYTES], "little") <= file.num_bytes - offset
+    return is_length and start.endswith(b"{")
 
 
 def _listed(values: object) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from lowtide.errors import CheckpointError
-from lowtide.files.regular_file import open_regular
+from lowtide.files.regular_file import open_regular, read_from
 
 MAGIC = b"GGUF"
 SPLIT = re.compile(r"(.*)-([0-9]{5})-of-([0-9]{5})\.gguf")
@@ -29,7 +29,7 @@ def is_gguf(path: Path) -> bool:
     if not path.is_file():
         return False
     with open_regular(path, CheckpointError) as (stream, _):
-        return stream.read(len(MAGIC)) == MAGIC
+        return read_from(stream, len(MAGIC), path, CheckpointError) == MAGIC
 
 
 def first_gguf(folder: Path) -> Path | None:

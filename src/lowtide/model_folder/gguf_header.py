@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import math
+import re
 import struct
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -23,7 +24,8 @@ import numpy as np
 from lowtide.core import align_up
 from lowtide.errors import CheckpointError, UnsupportedError
 from lowtide.files.json_file import shown
-from lowtide.files.regular_file import RegularFile, open_regular
+from lowtide.files.mistaken import HEAD_BYTES, mistaken_weights
+from lowtide.files.regular_file import RegularFile, open_regular, read_from
 from lowtide.formats import MatrixFormat
 from lowtide.formats.ggml import FORMATS as PACKED
 from lowtide.formats.ggml import TYPE_NAMES
@@ -38,6 +40,7 @@ MAX_ENTRIES = 1 << 20
 
 MAX_NAME_BYTES = 65535
 
+_PIECE = re.compile(r"\.gguf[.-](?:part|split|chunk|[a-z]{2}$|[0-9]+)", re.IGNORECASE)
 _VERSIONS = (2, 3)
 _MAX_DIMENSIONS = 4
 _ALIGNMENT = 32
@@ -104,13 +107,16 @@ class GgufHeader:
     file: RegularFile
     metadata: Metadata
     tensors: Mapping[str, GgufTensor]
+    num_bytes: int  # of the header and its tensors; a file may go on behind
 
     @classmethod
     def read(cls, path: Path) -> GgufHeader:
         """Raises CheckpointError, naming the file and the numbers, for a file that is truncated,
         damaged or contradictory, UnsupportedError for a type that weights are not read from."""
         with open_regular(path, CheckpointError) as (stream, file):
-            return cls.parse(lambda offset, num_bytes: stream.read(num_bytes), file)
+            return cls.parse(
+                lambda offset, num_bytes: read_from(stream, num_bytes, path, CheckpointError), file
+            )
 
     @classmethod
     def parse(cls, read: ReadAt, file: RegularFile) -> GgufHeader:
@@ -122,8 +128,11 @@ class GgufHeader:
         metadata = dict(values)
         if len(metadata) != num_keys:
             cursor.fail(f"{num_keys - len(metadata)} of its {num_keys} keys are given twice")
-        tensors = _placed(entries, _alignment(cursor, metadata), cursor)
-        return cls(file, metadata, tensors)
+        alignment = _alignment(cursor, metadata)
+        tensors = _placed(entries, alignment, cursor)
+        last = next(reversed(tensors.values()), None)
+        end = cursor.position if last is None else last.offset + last.num_bytes
+        return cls(file, metadata, tensors, align_up(end, alignment))
 
 
 class _Entry(NamedTuple):
@@ -162,12 +171,7 @@ class _Cursor:
                 f"its header goes on to byte {stop} at least; at most {MAX_HEADER_BYTES} are read"
             )
         wanted = max(stop, min(2 * len(self.buffer), MAX_HEADER_BYTES), _STEP_BYTES)
-        try:
-            self.buffer += self._read(len(self.buffer), wanted - len(self.buffer))
-        except OSError as reason:
-            raise CheckpointError(
-                f"{self.file.path} cannot be read: {reason.strerror}."
-            ) from reason
+        self.buffer += self._read(len(self.buffer), wanted - len(self.buffer))
         if stop > len(self.buffer):
             self.fail(f"it ended after {len(self.buffer)} bytes, inside its header")
 
@@ -206,11 +210,11 @@ class _Cursor:
 
 def _counts(cursor: _Cursor) -> tuple[int, int]:
     """The numbers of tensors and of metadata keys; checks the magic and the version first."""
+    cursor.need(min(HEAD_BYTES, cursor.file.num_bytes))
+    if cursor.buffer[: len(MAGIC)] != MAGIC:
+        _fail_without_magic(cursor)
     if cursor.file.num_bytes < 24:
         cursor.fail(f"it has {cursor.file.num_bytes} bytes, too few for a GGUF file")
-    cursor.need(24)
-    if bytes(cursor.buffer[:4]) != MAGIC:
-        cursor.fail(f"it is no GGUF file: it begins with {bytes(cursor.buffer[:4])!r}")
     cursor.position = 4
     version = cursor.number("<I")
     if version not in _VERSIONS:
@@ -225,6 +229,21 @@ def _counts(cursor: _Cursor) -> tuple[int, int]:
         if count > min(MAX_ENTRIES, cursor.file.num_bytes // 12):
             cursor.fail(f"it announces {count} {noun} in {cursor.file.num_bytes} bytes")
     return counts
+
+
+def _fail_without_magic(cursor: _Cursor) -> NoReturn:
+    found = mistaken_weights(bytes(cursor.buffer[:HEAD_BYTES]))
+    if found is not None:
+        cursor.fail(f"it is {found}")
+    piece = _of_pieces(cursor.file.path)
+    cursor.fail(f"it is no GGUF file: it begins with {bytes(cursor.buffer[:4])!r}{piece}")
+
+
+def _of_pieces(path: Path) -> str:
+    """For the end of a message about a file that may be one of several that were cut apart."""
+    if not _PIECE.search(path.name):
+        return ""
+    return "; its name is that of one piece of a file: join the pieces in order with cat"
 
 
 def _key_and_value(cursor: _Cursor) -> tuple[str, Value | GgufArray]:
@@ -330,6 +349,7 @@ def _placed(entries: list[_Entry], alignment: int, cursor: _Cursor) -> dict[str,
             cursor.fail(
                 f"tensor {shown(name)} ends at byte {start + offset + num_bytes} of "
                 f"{cursor.file.num_bytes}; the file is truncated or its header is wrong"
+                f"{_of_pieces(cursor.file.path)}"
             )
         tensors[name] = GgufTensor(found, shape, start + offset, num_bytes)
         end, last = align_up(offset + num_bytes, alignment), name

@@ -33,7 +33,7 @@ from lowtide.files.regular_file import RegularFile
 from lowtide.model_folder.checkpoint import Checkpoint, StoredPart, TensorEntry
 from lowtide.model_folder.further_layers import warn_of_further_layers
 from lowtide.model_folder.gguf_ends import ending_ids
-from lowtide.model_folder.gguf_file import SPLIT
+from lowtide.model_folder.gguf_file import MAGIC, SPLIT
 from lowtide.model_folder.gguf_header import GgufArray, GgufHeader, GgufTensor, Metadata
 from lowtide.model_folder.gguf_tokenizer import gguf_tokenizer
 from lowtide.model_folder.tokenizer import Tokenizer
@@ -79,6 +79,8 @@ class GgufModel:
             architecture = gguf_architecture(first.metadata)
         except (ConfigError, UnsupportedError) as error:
             raise type(error)(f"{path}: {error}{own_name(first.metadata)}") from None
+        if first.file.num_bytes > first.num_bytes:
+            _check_not_joined(first, read_part)
         headers = (first, *map(read_header, _others(path, first)))
         _check_split(headers)
         return cls(headers, architecture, read_part)
@@ -227,6 +229,16 @@ def _entry(name: str, parts: Sequence[StoredPart]) -> TensorEntry:
     tensor_shape = (math.prod(shape[:-1]), shape[-1])
     place = (first.file, first.offset, first.num_bytes, first.dtype)
     return TensorEntry(*place, tensor_shape, tuple(parts))
+
+
+def _check_not_joined(header: GgufHeader, read_part: ReadPart) -> None:
+    if read_part(header.file, header.num_bytes, len(MAGIC)) == MAGIC:
+        raise CheckpointError(
+            f"{header.file.path}: another GGUF file begins at byte {header.num_bytes}: parts that "
+            "were joined, as cat does, are not one file. Keep them apart, named "
+            "NAME-00001-of-0000N.gguf and so on, and give the first; or let `llama-gguf-split "
+            "--merge` join them."
+        )
 
 
 def _others(path: Path, first: GgufHeader) -> list[Path]:

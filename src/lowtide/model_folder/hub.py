@@ -11,13 +11,14 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from lowtide.core import NOTHING, Progress, no_progress
-from lowtide.errors import CheckpointError, HubError, UsageError
-from lowtide.files.json_file import shown
+from lowtide.errors import CheckpointError, ConfigError, HubError, UsageError
+from lowtide.files.json_file import meant, shown
 from lowtide.model_folder.demos import DEMO_FOLDER, DEMO_NAMES, OLD_DEMO_NAMES
 from lowtide.model_folder.gguf_file import (
     choose_gguf,
@@ -42,6 +43,8 @@ from lowtide.model_folder.hub_download import fetch
 from lowtide.model_folder.hub_model import HubModel, is_small
 from lowtide.model_folder.hub_reference import HubReference, parse
 from lowtide.model_folder.hub_requests import brief
+from lowtide.model_folder.missing_model import is_path, no_file_told, no_model_told
+from lowtide.model_folder.ollama_names import ollama_told
 
 _log = logging.getLogger(__name__)
 
@@ -106,6 +109,8 @@ def locate_model(reference: str, *, offline: bool = False) -> Path | HubModel:
     folder = _path(reference)
     if folder.is_dir():
         gguf = None if has_weights(folder) else first_gguf(folder)
+        if gguf is None and not os.path.lexists(folder / "config.json"):
+            raise ConfigError(no_model_told(folder))
         return gguf or folder
     if folder.exists() and not is_gguf(folder):
         raise UsageError(
@@ -116,6 +121,10 @@ def locate_model(reference: str, *, offline: bool = False) -> Path | HubModel:
     named = _parse_hub_id(reference, folder)
     try:
         return _locate_on_hub(named, offline=offline)
+    except HubError as error:
+        if reference != named.repo_id or not (is_path(reference) or folder.parent.is_dir()):
+            raise
+        raise HubError(f"{error} {no_file_told(folder)}") from error
     except OSError as error:
         raise HubError(
             f"The hub's cache cannot be read: {error.filename}: {error.strerror}. HF_HOME names "
@@ -187,7 +196,8 @@ def _demo(name: str) -> Path:
     name = OLD_DEMO_NAMES.get(name, name)
     if name not in DEMO_NAMES:
         choices = ", ".join(f"demo:{n}" for n in DEMO_NAMES)
-        raise HubError(f"There is no demo model {name!r}; choose {choices}.")
+        near = meant(name, DEMO_NAMES)
+        raise HubError(f"There is no demo model {name!r}; choose {choices}.{near}")
     folder = DEMO_FOLDER / name
     missing = missing_files(folder)
     if missing:
@@ -199,8 +209,17 @@ def _demo(name: str) -> Path:
 
 
 def _parse_hub_id(reference: str, folder: Path) -> HubReference:
-    if (found := parse(reference)) is not None:
+    found = parse(reference)
+    may_be_on_hub = found is not None and (
+        reference != found.repo_id or not is_path(reference) or not folder.parent.is_dir()
+    )
+    if is_path(reference) and "://" not in reference and not may_be_on_hub:
+        raise HubError(no_file_told(folder))
+    if found is not None:
         return found
+    told = ollama_told(reference)
+    if told is not None:
+        raise HubError(f"There is no model {reference!r}. {told}")
     raise HubError(
         f"There is no model {reference!r}. Tried: the folder {folder.absolute()}, which does not "
         "exist; the hub, whose ids look like org/name, org/name@revision or, with one of its GGUF "

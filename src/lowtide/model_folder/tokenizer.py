@@ -20,7 +20,7 @@ from tokenizers import processors
 
 from lowtide.errors import CheckpointError, LowtideError, UsageError
 from lowtide.files.json_file import printable, read_object
-from lowtide.files.regular_file import read_regular
+from lowtide.files.regular_file import read_own
 from lowtide.model_folder.byte_level_files import (
     byte_alphabet,
     has_byte_level_files,
@@ -314,7 +314,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
 
 
 def _read_tokenizer(path: Path) -> tokenizers.Tokenizer:
-    data = read_regular(path, MAX_TOKENIZER_BYTES, CheckpointError)
+    data = read_own(path, MAX_TOKENIZER_BYTES, CheckpointError)
     with blamed(f"{path} is not a tokenizer that can be read", "Fetch it again"):
         backend = tokenizers.Tokenizer.from_buffer(data)
         num_added = backend.num_special_tokens_to_add(is_pair=False)

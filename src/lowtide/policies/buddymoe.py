@@ -12,6 +12,7 @@ import numpy as np
 from lowtide.buddies import BuddyTwins, LayerRules, PassAccount
 from lowtide.core import Facts, RoutedTokens, RowKind
 from lowtide.errors import UsageError
+from lowtide.files.json_file import meant
 from lowtide.policies.assignment import Assign
 from lowtide.policies.buddy_profile import (
     DEFAULT_ALPHA,
@@ -189,6 +190,6 @@ def _stray(
         if option not in own and option not in taken:
             return (
                 f"buddymoe over {over} has no option {option!r}; that placement's own options: "
-                f"{', '.join(others) or 'none'}."
+                f"{', '.join(others) or 'none'}.{meant(option, [*own, *taken])}"
             )
     return None

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from lowtide.errors import UsageError
+from lowtide.files.json_file import meant
 from lowtide.policies.catalogue import CATALOGUE, TAU
 from lowtide.policies.decision import Policies
 from lowtide.policies.recipe import PolicyOption, Recipe, Setting
@@ -94,6 +95,7 @@ def check_policy(name: str, options: Mapping[str, str]) -> None:
     if name not in preset_names():
         raise UsageError(
             f"Policy {name!r} is not known; choose one of {', '.join(preset_names())}."
+            f"{meant(name, preset_names())}"
         )
     parse_options(name, options)
 
@@ -112,7 +114,10 @@ def parse_options(name: str, options: Mapping[str, str]) -> dict[str, object]:
     for option in options:
         if option not in known:
             names = ", ".join(known) or "none"
-            raise UsageError(f"Policy {name!r} has no option {option!r}; its options: {names}.")
+            near = meant(option, known)
+            raise UsageError(
+                f"Policy {name!r} has no option {option!r}; its options: {names}.{near}"
+            )
     parsed = {option: known[option].parse(str(text)) for option, text in options.items()}
     contradiction = CATALOGUE[name].contradiction(parsed) if name in CATALOGUE else None
     if contradiction is not None:

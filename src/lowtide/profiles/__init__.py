@@ -18,6 +18,8 @@ from typing import Any
 
 from lowtide.core import Costs, Curve, MoEShape
 from lowtide.errors import UsageError
+from lowtide.files.json_file import meant
+from lowtide.files.regular_file import read_from
 from lowtide.profiles.paper_machine import (
     EXPERTS,
     MOST,
@@ -108,11 +110,11 @@ def load_profile(name: str) -> Profile:
     else:
         raise UsageError(
             f"Hardware profile {name!r} is not known; choose {', '.join(profile_names())} "
-            "or give a .toml file."
+            f"or give a .toml file.{meant(name, profile_names())}"
         )
     try:
         with file.open("rb") as opened:
-            data = opened.read(_MAX_PROFILE_BYTES + 1)
+            data = read_from(opened, _MAX_PROFILE_BYTES + 1, f"Profile {name}", UsageError)
     except OSError as reason:
         raise UsageError(f"Profile {name} cannot be read: {reason.strerror}.") from reason
     if len(data) > _MAX_PROFILE_BYTES:

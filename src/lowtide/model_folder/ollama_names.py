@@ -1,0 +1,137 @@
+"""Names of Ollama's library: which model of the hub one means, and where Ollama keeps its file.
+
+Ollama's names (`qwen3:30b`, `llama3`) are not the hub's. Its files are GGUF, under names that are
+digests; a manifest for each tag says which.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from lowtide.errors import CheckpointError
+from lowtide.families.unsupported import why_unsupported
+from lowtide.files.json_file import read_object
+
+_NAME = re.compile(r"(?P<name>[a-zA-Z0-9][\w.-]*)(?::(?P<tag>[\w.-]+))?", re.ASCII)
+_DIGEST = re.compile(r"sha256:([0-9a-f]{64})")
+_MODEL = "application/vnd.ollama.image.model"
+_MAX_MANIFEST_BYTES = 1 << 20
+
+RUN: Mapping[str, Mapping[str, str]] = {
+    "deepseek-coder-v2": {
+        "": "deepseek-ai/DeepSeek-Coder-V2-Lite-Instruct",
+        "16b": "deepseek-ai/DeepSeek-Coder-V2-Lite-Instruct",
+        "236b": "deepseek-ai/DeepSeek-Coder-V2-Instruct",
+    },
+    "deepseek-v2": {
+        "": "deepseek-ai/DeepSeek-V2-Lite-Chat",
+        "16b": "deepseek-ai/DeepSeek-V2-Lite-Chat",
+        "236b": "deepseek-ai/DeepSeek-V2-Chat",
+    },
+    "gpt-oss": {
+        "": "openai/gpt-oss-20b",
+        "20b": "openai/gpt-oss-20b",
+        "120b": "openai/gpt-oss-120b",
+    },
+    "mixtral": {
+        "": "mistralai/Mixtral-8x7B-Instruct-v0.1",
+        "8x7b": "mistralai/Mixtral-8x7B-Instruct-v0.1",
+        "8x22b": "mistralai/Mixtral-8x22B-Instruct-v0.1",
+    },
+    "qwen3": {"30b": "Qwen/Qwen3-30B-A3B", "235b": "Qwen/Qwen3-235B-A22B"},
+    "qwen3-coder": {
+        "": "Qwen/Qwen3-Coder-30B-A3B-Instruct",
+        "30b": "Qwen/Qwen3-Coder-30B-A3B-Instruct",
+        "480b": "Qwen/Qwen3-Coder-480B-A35B-Instruct",
+    },
+}
+"""What runs here, by name and how tags begin; the empty one is `latest`."""
+
+OTHERS: Mapping[str, str] = {
+    "codellama": "codellama/CodeLlama-7b-Instruct-hf",
+    "deepseek-r1": "deepseek-ai/DeepSeek-R1-0528-Qwen3-8B",
+    "deepseek-v3": "deepseek-ai/DeepSeek-V3",
+    "gemma2": "google/gemma-2-9b-it",
+    "gemma3": "google/gemma-3-4b-it",
+    "granite4": "ibm-granite/granite-4.0-micro",
+    "llama2": "meta-llama/Llama-2-7b-chat-hf",
+    "llama3": "meta-llama/Meta-Llama-3-8B-Instruct",
+    "llama3.1": "meta-llama/Llama-3.1-8B-Instruct",
+    "llama3.2": "meta-llama/Llama-3.2-3B-Instruct",
+    "llama3.3": "meta-llama/Llama-3.3-70B-Instruct",
+    "llama4": "meta-llama/Llama-4-Scout-17B-16E-Instruct",
+    "mistral": "mistralai/Mistral-7B-Instruct-v0.3",
+    "mistral-nemo": "mistralai/Mistral-Nemo-Instruct-2407",
+    "mistral-small": "mistralai/Mistral-Small-24B-Instruct-2501",
+    "olmo2": "allenai/OLMo-2-1124-7B-Instruct",
+    "phi3": "microsoft/Phi-3-mini-4k-instruct",
+    "phi4": "microsoft/phi-4",
+    "qwen2": "Qwen/Qwen2-7B-Instruct",
+    "qwen2.5": "Qwen/Qwen2.5-7B-Instruct",
+    "qwen2.5-coder": "Qwen/Qwen2.5-Coder-7B-Instruct",
+    "qwen3": "Qwen/Qwen3-8B",
+    "qwen3-next": "Qwen/Qwen3-Next-80B-A3B-Instruct",
+    "smollm2": "HuggingFaceTB/SmolLM2-1.7B-Instruct",
+    "tinyllama": "TinyLlama/TinyLlama-1.1B-Chat-v1.0",
+}
+"""What people ask for and does not run, by name."""
+
+
+def ollama_told(reference: str) -> str | None:
+    """What to do about a name of Ollama's library; None for what is none."""
+    match = _NAME.fullmatch(reference)
+    if match is None:
+        return None
+    name, tag = match["name"].lower(), (match["tag"] or "").lower()
+    blob = next(_blobs(match["name"], match["tag"] or "latest"), None)
+    here = f" Ollama's own file of it is {blob}: give that path." if blob is not None else ""
+    tags = RUN.get(name, {})
+    wanted = "" if tag == "latest" else tag
+    hub_id = next((tags[t] for t in tags if t == wanted or (t and wanted.startswith(t))), None)
+    begin = f"{reference} is a name of Ollama's library"
+    if hub_id is not None:
+        return f"{begin}; on the hub it is {hub_id}.{here}"
+    if name in OTHERS:
+        said = why_unsupported([name], {})
+        return f"{begin}; on the hub it is {OTHERS[name]}, and it does not run here. {said}"
+    if blob is not None or ":" in reference:
+        names = f"{begin}, or built like one; the hub's are built like org/name or org/name:Q4_K_M."
+        return names + here
+    return None
+
+
+def model_folders() -> list[Path]:
+    """Where Ollama keeps models: what OLLAMA_MODELS names, the user's folder, the service's."""
+    told = os.environ.get("OLLAMA_MODELS")
+    places = [Path(told)] if told else []
+    try:
+        places.append(Path.home() / ".ollama" / "models")
+    except RuntimeError:  # a user without a home
+        pass
+    return [*places, Path("/usr/share/ollama/.ollama/models")]
+
+
+def _blobs(name: str, tag: str) -> Iterator[Path]:
+    """Files of a model in Ollama's folders."""
+    for folder in model_folders():
+        try:
+            manifests = list(folder.glob(f"manifests/*/*/{name}/{tag}"))
+        except OSError:  # of another user
+            continue
+        for manifest in manifests:
+            yield from _blobs_of(manifest, folder / "blobs")
+
+
+def _blobs_of(manifest: Path, blobs: Path) -> Iterator[Path]:
+    try:
+        layers = read_object(manifest, _MAX_MANIFEST_BYTES).get("layers")
+    except CheckpointError:
+        return
+    for layer in layers if isinstance(layers, list) else []:
+        if isinstance(layer, dict) and layer.get("mediaType") == _MODEL:
+            digest = _DIGEST.fullmatch(str(layer.get("digest")))
+            if digest is not None and (blobs / f"sha256-{digest[1]}").is_file():
+                yield blobs / f"sha256-{digest[1]}"
