@@ -160,6 +160,7 @@ class Letters:
 
     def __init__(self, *marks: str) -> None:
         self._marks = {name: 1000 + i for i, name in enumerate(marks)}
+        self.special_texts: dict[int, str] = {}
 
     def token_id(self, text: str) -> int | None:
         return self._marks.get(text)

@@ -254,7 +254,7 @@ class Told:
     def feed(self, token_ids: Sequence[int]) -> list[Piece]:
         return [self._pieces[i] for i in token_ids]
 
-    def finish(self) -> list[Piece]:
+    def finish(self, is_cut: bool = False) -> list[Piece]:
         return []
 
 

@@ -62,7 +62,7 @@ def completion_of(
 ) -> Completion:
     """What became of a request."""
     token_ids, pieces = list(finished.token_ids), pieces_of(request, tokenizer)
-    told = [*pieces.push(token_ids), *pieces.finish()]
+    told = [*pieces.push(token_ids), *pieces.finish(finished.finish_reason == "length")]
     return Completion(
         token_ids=token_ids,
         text=joined(told, Text),

@@ -34,5 +34,9 @@ class Reporter:
         pieces = self._pieces.get(event.request)
         if pieces is None or isinstance(event, Prefill | Draft):
             return event
-        told = pieces.push(event.tokens) if isinstance(event, Committed) else pieces.finish()
+        told = (
+            pieces.push(event.tokens)
+            if isinstance(event, Committed)
+            else pieces.finish(event.finish_reason == "length")
+        )
         return replace(event, text=joined(told, Text), reasoning=joined(told, Reasoning))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 import sys
-from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -18,7 +17,6 @@ from lowtide.cli.generate import (
     PromptIds,
     PromptText,
     Words,
-    line_on,
     show_plan,
     show_sampling,
     write_answer,
@@ -119,9 +117,7 @@ def talk(model: str, settings: Settings, history: Path | None) -> None:
         turns = Turns(has_template, settings.text("system"), think)
         show_plan(llm, model, settings)
         show_sampling(llm, params, settings)
-        places = Places(stdout_console(), stderr_console(), history)
-        line = partial(line_on, llm=llm, is_verbose=settings.flag("verbose"))
-        TerminalChat(llm, params, turns, places, line).run()
+        TerminalChat(llm, params, turns, Places(stdout_console(), stderr_console(), history)).run()
 
 
 def talk_to(url: str, model: str | None, settings: Settings, history: Path | None) -> None:

@@ -6,7 +6,6 @@ one typed error. Knows nothing of what the keys mean.
 
 from __future__ import annotations
 
-import codecs
 import difflib
 import json
 import math
@@ -31,8 +30,7 @@ def read_object(
     path: Path, max_bytes: int, error: type[LowtideError] = CheckpointError
 ) -> dict[str, Any]:
     """The JSON object in the file at `path`; raises `error` if there is none to be had."""
-    data = read_regular(path, max_bytes, error).removeprefix(codecs.BOM_UTF8)
-    return parse_object(data, str(path), error)
+    return parse_object(read_regular(path, max_bytes, error), str(path), error)
 
 
 def parse_object(

@@ -7,7 +7,7 @@ imports no torch.
 
 from __future__ import annotations
 
-import codecs
+import functools
 import json
 import os
 import re
@@ -28,7 +28,7 @@ from lowtide.model_folder.byte_level_files import (
     read_byte_level_files,
 )
 from lowtide.model_folder.chat_messages import Message
-from lowtide.model_folder.chat_template import MAX_TEXT_CHARS, ChatTemplates, read_templates
+from lowtide.model_folder.chat_template import MAX_TEXT_CHARS, read_template, render_template
 
 TOKENIZER_NAME = "tokenizer.json"
 CONFIG_NAME = "tokenizer_config.json"
@@ -64,23 +64,23 @@ class Tokenizer:
         config = _read_config(folder)
         if not _has_tokenizer(folder, config):
             return None
-        templates = read_templates(folder, config)
+        template = read_template(folder, config)
         failure = f"{folder}: its tokenizer's files and {CONFIG_NAME} do not make a tokenizer"
         with blamed(failure, "Fetch them again"):
-            return cls(_read_backend(folder, config), config, templates)
+            return cls(_read_backend(folder, config), config, template)
 
     def __init__(
         self,
         backend: tokenizers.Tokenizer,
         config: Mapping[str, Any],
-        templates: ChatTemplates | None,
+        chat_template: str | None,
         no_template: str = NO_TEMPLATE,
     ) -> None:
         """no_template: why there is none, where there is none."""
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
-        self._templates, self._no_template = templates, no_template
+        self._template, self._no_template = chat_template, no_template
         self._special = _special_tokens(config)
         self.vocab_size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         eos = self._special_id("eos_token")
@@ -89,11 +89,11 @@ class Tokenizer:
 
     @property
     def has_chat_template(self) -> bool:
-        return self._templates is not None
+        return self._template is not None
 
     def template_names(self, variable: str) -> bool:
         """Whether the chat template speaks of a variable."""
-        return self._templates is not None and self._templates.names(variable)
+        return variable in (self._template or "")
 
     def encode(self, text: str, *, add_special: bool = True) -> list[int]:
         """Token ids of a text; `add_special` lets the tokenizer add what it adds to a prompt.
@@ -132,6 +132,12 @@ class Tokenizer:
         """The id of exactly this token, or None."""
         found = self._backend.token_to_id(text)
         return None if found is None else int(found)
+
+    @functools.cached_property
+    def special_texts(self) -> Mapping[int, str]:
+        """Special tokens, which decoding leaves out, by id."""
+        added = self._backend.get_added_tokens_decoder()
+        return {token_id: str(token) for token_id, token in added.items() if token.special}
 
     def as_json(self) -> str:
         """What a `tokenizer.json` of it holds."""
@@ -188,17 +194,17 @@ class Tokenizer:
     ) -> str:
         """The prompt of a conversation, by the model's own template in a bounded process.
 
-        messages: see `chat_messages.py`; an assistant's last one is an answer that is begun, and to
-        be continued. options: further variables of the template, such as `enable_thinking`, or
-        `tools`, the declarations of functions that may be called.
+        messages: see `chat_messages.py`. options: further variables of the template, such as
+        `enable_thinking`, or `tools`, the declarations of functions that may be called.
         Raises UsageError without a template, for bad messages, and when the template fails.
         """
-        if self._templates is None:
+        if self._template is None:
             raise UsageError(
                 f"This model has no chat template ({self._no_template}); give it a plain text "
                 "prompt."
             )
-        return self._templates.render(messages, {**self._special, **(options or {})})
+        variables = {**self._special, **(options or {}), "add_generation_prompt": True}
+        return render_template(self._template, messages, variables)
 
     def _special_id(self, name: str) -> int | None:
         text = self._special.get(name)
@@ -211,7 +217,7 @@ def has_chat_template(folder: Path) -> bool:
     Raises CheckpointError as `Tokenizer.load`.
     """
     config = _read_config(folder)
-    return _has_tokenizer(folder, config) and read_templates(folder, config) is not None
+    return _has_tokenizer(folder, config) and read_template(folder, config) is not None
 
 
 class TextStream:
@@ -315,7 +321,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
 
 
 def _read_tokenizer(path: Path) -> tokenizers.Tokenizer:
-    data = read_own(path, MAX_TOKENIZER_BYTES, CheckpointError).removeprefix(codecs.BOM_UTF8)
+    data = read_own(path, MAX_TOKENIZER_BYTES, CheckpointError)
     with blamed(f"{path} is not a tokenizer that can be read", "Fetch it again"):
         backend = tokenizers.Tokenizer.from_buffer(data)
         num_added = backend.num_special_tokens_to_add(is_pair=False)

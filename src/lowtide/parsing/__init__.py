@@ -41,11 +41,12 @@ class AnswerParser:
             self.num_reasoning += self._out.is_reasoning
         return self._out.take()
 
-    def finish(self) -> list[Piece]:
-        """What was held back, at the answer's end."""
+    def finish(self, is_cut: bool = False) -> list[Piece]:
+        """What was held back, at the answer's end; is_cut: by its length, so that a call that is
+        not whole is none."""
         for item in self._marked.finish():
             self._reader.take(item)
-        self._reader.finish()
+        self._reader.finish(is_cut)
         return self._out.finish()
 
 

@@ -27,7 +27,7 @@ class PlainText:
         """See `AnswerParser`."""
         return [] if self._stream is None else _as_text(self._stream.push(token_ids))
 
-    def finish(self) -> list[Piece]:
+    def finish(self, is_cut: bool = False) -> list[Piece]:
         """See `AnswerParser`."""
         return [] if self._stream is None else _as_text(self._stream.finish())
 
@@ -48,16 +48,17 @@ class AnswerPieces:
         self._stop = StopStrings(stop)
         self._parallel_calls = parallel_calls
         self._num_calls = 0
+        self._is_new_part = False  # what is told next of the text
         self.is_complete = False  # no more tokens are wanted
 
     def push(self, token_ids: Sequence[int]) -> list[Piece]:
         """The pieces that are certain with these tokens."""
         return self._taken(self._reader.feed(token_ids))
 
-    def finish(self) -> list[Piece]:
-        """What was held back."""
-        pieces = self._taken(self._reader.finish())
-        return pieces if self.is_complete else [*pieces, *_as_text(self._stop.finish())]
+    def finish(self, is_cut: bool = False) -> list[Piece]:
+        """What was held back; is_cut: by the answer's length."""
+        pieces = self._taken(self._reader.finish(is_cut))
+        return pieces if self.is_complete else [*pieces, *self._rest()]
 
     def done(self, request: Request, finished: Finished) -> Done:
         """The last piece."""
@@ -72,6 +73,12 @@ class AnswerPieces:
             token_ids=finished.token_ids,
         )
 
+    def _rest(self) -> list[Piece]:
+        """The text that was held back."""
+        rest = _as_text(self._stop.finish(), self._is_new_part)
+        self._is_new_part &= not rest
+        return rest
+
     def _taken(self, pieces: Sequence[Piece]) -> list[Piece]:
         taken: list[Piece] = []
         for piece in pieces:
@@ -81,10 +88,14 @@ class AnswerPieces:
             if self.is_complete:
                 break
             if isinstance(piece, Text):
-                taken += _as_text(self._stop.push(piece.text))
+                before = self._stop.finish() if piece.is_new_part else ""
+                new = self._stop.push(piece.text)
+                self._is_new_part |= piece.is_new_part
+                taken += [*_as_text(before), *_as_text(new, self._is_new_part)]
+                self._is_new_part &= not new
                 self.is_complete = self._stop.found is not None
             else:
-                taken += [*_as_text(self._stop.finish()), piece]
+                taken += [*self._rest(), piece]
         return taken
 
 
@@ -130,8 +141,8 @@ class StopStrings:
         return held
 
 
-def _as_text(text: str) -> list[Piece]:
-    return [Text(text)] if text else []
+def _as_text(text: str, is_new_part: bool = False) -> list[Piece]:
+    return [Text(text, is_new_part)] if text else []
 
 
 def pieces_of(request: Request, tokenizer: Tokenizer | None) -> AnswerPieces:

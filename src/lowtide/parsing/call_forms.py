@@ -16,12 +16,15 @@ from collections.abc import Mapping
 from lowtide.model_folder.tokenizer import Tokenizer
 from lowtide.parsing.call_json import NAME, Call, arguments_text, call_of, is_name, parsed
 from lowtide.parsing.tools import Tool
-from lowtide.parsing.xml_calls import FUNCTION, FUNCTION_END, xml_call
+from lowtide.parsing.xml_text import FUNCTION, FUNCTION_END
 
 FENCE = "```"
 
 _NAMED = rf'\s*\{{\s*"name"\s*:\s*"({NAME})"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{{)'
 """A call as a JSON object, up to its arguments."""
+
+
+_MISTRAL_ID = re.compile(r"[0-9A-Za-z]{9}")
 
 
 def call_form_of(tokenizer: Tokenizer) -> CallForm:
@@ -50,13 +53,15 @@ class CallForm(ABC):
     too.
 
     head: what stands before the JSON object that is a call's arguments, from a mark that begins
-    calls or from behind another call; its group is the name.
+    calls or from behind another call; its first group is the name, and `id` may be another.
+    json_begin: what stands before JSON that is the call, and its first bracket.
     """
 
     begin: str
     ends: Mapping[str, str]
     call_end = ""
     inner: tuple[str, ...] = ()
+    json_begin = re.compile(r"(?!)")
     may_end_open = False
     has_raw_texts = False  # arguments that are texts are written as they are, not as JSON
     bare_begin = ""  # what a call may begin with where its first mark was forgotten
@@ -76,9 +81,29 @@ class CallForm(ABC):
         marks = [*self.ends, *self.ends.values(), *self.inner]
         return [mark for mark in dict.fromkeys(marks) if mark]
 
-    def new_id(self) -> str:
-        """For a call that was read."""
+    def new_id(self, written: str | None = None) -> str:
+        """For a call that was read; written: the model's own."""
         return new_call_id()
+
+    def is_value(self, held: str) -> bool:
+        """Whether a mark behind a text is of a value in it, although of no string."""
+        return False
+
+    def is_closed(self, held: str, is_cut: bool) -> bool:
+        """Whether the answer's end closes a call; is_cut: it is where its length ended."""
+        return self.may_end_open and not is_cut
+
+    def is_undecided(self, held: str) -> bool:
+        """Whether a call has begun that may be JSON or XML."""
+        return False
+
+    def is_xml(self, held: str) -> bool:
+        """Whether what has begun is a call as XML."""
+        return False
+
+    @abstractmethod
+    def is_no_call(self, held: str) -> bool:
+        """Whether a text, from the mark that begins a call, is certain not to become one."""
 
     def mark(self, mark: str) -> str:
         """In a grammar: the token, or where there is none the text."""
@@ -106,6 +131,7 @@ class TaggedCalls(CallForm):
     begin = "<tool_call>"
     end = "</tool_call>"
     head = re.compile(begin + _NAMED)
+    json_begin = re.compile(rf"{begin}\s*([\[{{])")
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         super().__init__(tokenizer)
@@ -114,10 +140,26 @@ class TaggedCalls(CallForm):
         ends = {self.begin: self.end}
         self.ends = ends | {FUNCTION: FUNCTION_END} if self.has_raw_texts else ends
 
+    def is_undecided(self, held: str) -> bool:
+        """See `CallForm`."""
+        body = held.removeprefix(self.begin).lstrip()
+        return body != FUNCTION and FUNCTION.startswith(body)
+
+    def is_xml(self, held: str) -> bool:
+        """See `CallForm`."""
+        return held.removeprefix(self.begin).lstrip().startswith(FUNCTION)
+
+    def is_no_call(self, held: str) -> bool:
+        """See `CallForm`."""
+        body = held.removeprefix(self.begin).lstrip()
+        return held.startswith(self.begin) and not (
+            body.startswith(("{", "[", FUNCTION)) or FUNCTION.startswith(body)
+        )
+
     def read(self, text: str, tools: Mapping[str, Tool]) -> list[Call] | None:
         """See `CallForm`."""
         body = text.removeprefix(self.begin).removesuffix(self.end).strip()
-        call = xml_call(body, tools) if body.startswith("<") else call_of(parsed(body))
+        call = call_of(parsed(body))
         return None if call is None else [call]
 
     def one(self, tool: Tool, arguments: str) -> str:
@@ -150,19 +192,34 @@ class DeepSeekCalls(CallForm):
         rf"function{separator}({NAME})\s*\n\s*(?:{FENCE}json)?)\s*(?=\{{)"
     )
     may_end_open = True  # each call has its own end
+    _between = re.compile(rf"(?<={one_end})\s*(?={one_begin})")
+
+    def is_value(self, held: str) -> bool:
+        """See `CallForm`: a text that is no JSON ends with its call's mark."""
+        return self.one_begin in held and not held.rstrip().endswith(self.one_end)
+
+    def is_closed(self, held: str, is_cut: bool) -> bool:
+        """See `CallForm`."""
+        return held.rstrip().endswith(self.one_end)
+
+    def is_no_call(self, held: str) -> bool:
+        """See `CallForm`."""
+        body = held.removeprefix(self.begin).lstrip()
+        is_begun = body.startswith(self.one_begin) or self.one_begin.startswith(body)
+        return held.startswith(self.begin) and not is_begun
 
     def read(self, text: str, tools: Mapping[str, Tool]) -> list[Call] | None:
         """See `CallForm`."""
         body = text.removeprefix(self.begin).removesuffix(self.end).strip()
         calls = []
-        while body:
-            before, begin, body = body.partition(self.one_begin)
-            inside, end, body = body.partition(self.one_end)
-            call = self._call(inside, tools)
-            if before.strip() or not begin or not end or call is None:
+        for one in self._between.split(body):
+            is_marked = one.startswith(self.one_begin) and one.endswith(self.one_end)
+            inside = one.removeprefix(self.one_begin).removesuffix(self.one_end)
+            call = self._call(inside, tools) if is_marked else None
+            if call is None:
                 return None
             calls.append(call)
-        return calls or None
+        return calls
 
     def one(self, tool: Tool, arguments: str) -> str:
         """See `CallForm`."""
@@ -200,13 +257,29 @@ class MistralCalls(CallForm):
     inner = (arguments, call_id)
     head = re.compile(
         rf"(?:\[TOOL_CALLS\]\s*\[?)?{_NAMED}"
-        rf"|\[TOOL_CALLS\]\s*({NAME})\s*(?:\[CALL_ID\][^\[]*)?\[ARGS\]\s*(?=\{{)"
+        rf"|\[TOOL_CALLS\]\s*({NAME})\s*(?:\[CALL_ID\]\s*(?P<id>\w*)\s*)?(?:\[ARGS\]\s*)?(?=\{{)"
     )
+    json_begin = re.compile(r"(?:\[TOOL_CALLS\])?\s*([\[{])")
     may_end_open = True  # JSON has its own end
+    _no_call = re.compile(
+        rf"\[TOOL_CALLS\]\s*(?!\Z|[\[{{]|{NAME}\s*(?:\Z|\{{|\[(?:\Z|A\Z|AR|C\Z|CA)))"
+    )
 
-    def new_id(self) -> str:
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        super().__init__(tokenizer)
+        self._ids: set[str] = set()  # of this answer
+
+    def new_id(self, written: str | None = None) -> str:
         """Nine letters and digits: the templates take nothing else."""
-        return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
+        if written is None or not _MISTRAL_ID.fullmatch(written) or written in self._ids:
+            letters = string.ascii_letters + string.digits
+            written = "".join(secrets.choice(letters) for _ in range(9))
+        self._ids.add(written)
+        return written
+
+    def is_no_call(self, held: str) -> bool:
+        """See `CallForm`."""
+        return self._no_call.match(held) is not None
 
     def read(self, text: str, tools: Mapping[str, Tool]) -> list[Call] | None:
         """See `CallForm`."""

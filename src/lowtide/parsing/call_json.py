@@ -8,6 +8,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from lowtide.parsing.schema_types import TEXT, SchemaTypes
 from lowtide.parsing.tools import Tool
 
 NAME = r"[\w.:/-]{1,256}"
@@ -80,11 +81,12 @@ def arguments_text(text: str, tool: Tool | None) -> str | None:
 
 def only_text(tool: Tool) -> str | None:
     """The name of a tool's only parameter, if that is a text."""
-    properties = tool.parameters.get("properties")
-    if not isinstance(properties, Mapping) or len(properties) != 1:
+    types = SchemaTypes(tool.parameters)
+    members = types.parameters()
+    if len(members) != 1:
         return None
-    [(name, schema)] = properties.items()
-    return name if isinstance(schema, Mapping) and schema.get("type") == "string" else None
+    [(name, schema)] = members.items()
+    return name if types.of(schema) == TEXT else None
 
 
 def _finite(text: str) -> float:

@@ -1,6 +1,7 @@
 """Answers of gpt-oss: messages, each behind a header that names its channel and its recipient.
 
-`analysis` is thoughts; a message to a function is a call; all else is the answer's text.
+`analysis` is thoughts, and so is a message to a tool of the model's own; a message to a function is
+a call; all else is the answer's text.
 """
 
 from __future__ import annotations
@@ -11,9 +12,9 @@ from collections.abc import Sequence
 from lowtide.model_folder.tokenizer import Tokenizer
 from lowtide.parsing.call_forms import new_call_id
 from lowtide.parsing.call_json import arguments_text, is_name
-from lowtide.parsing.marked_text import Mark, last_mark
+from lowtide.parsing.marked_text import Item, Mark, Special, last_mark
 from lowtide.parsing.piece_writer import PieceWriter
-from lowtide.parsing.streamed_call import StreamedCall, begins_arguments
+from lowtide.parsing.streamed_call import StreamedCall, begin_of_arguments
 from lowtide.parsing.tools import Tool
 
 START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
@@ -34,8 +35,9 @@ def has_channels(tokenizer: Tokenizer) -> bool:
 class ChannelReader:
     """Reads messages one after the other.
 
-    A call whose arguments are a JSON object is told as it comes; the text of what may be another
-    one is held until it is closed.
+    A message ends where its mark is followed by the next one's, or by nothing: else the mark is of
+    its text, as every mark is inside a string. A call whose arguments are a JSON object is told as
+    it comes; the text of what may be another one is held until it is closed.
     """
 
     def __init__(
@@ -45,57 +47,84 @@ class ChannelReader:
         last, _ = last_mark(tokenizer, prompt, (START, MESSAGE, *ENDS))
         # A template ends with the beginning of a header; a text without any is an answer.
         self._header: list[str] | None = [] if last == START else None
+        self._end = ""  # a mark that ends the message, if the next one or nothing follows
         self._name = ""  # of the function that is being called
+        self._begin = begin_of_arguments(None)  # of its arguments
         self._opening = ""  # of that message: its header and mark
         self._held = ""  # the message so far, where it is not told
         self._call: StreamedCall | None = None  # that is being told
 
-    def take(self, item: str | Mark) -> None:
+    def take(self, item: Item) -> None:
         """The next text or mark."""
-        if isinstance(item, str):
-            self._write(item)
-        elif item.text == MESSAGE:
-            self._open("".join(self._header or ()))
-        elif item.text in ENDS or item.text == START:
-            self._close(is_whole=item.text != START)
+        mark = item.text if isinstance(item, Mark) else ""
+        end, self._end = self._end, ""
+        if self._header is not None:
+            self._in_header(item)
+        elif mark == START and not self._is_string:
+            self._close(is_whole=end != "")
             self._header = []
-        elif self._header is None and item.text == CHANNEL and not self._name:
-            self._header = [item.text]
         else:
-            self._write(item.text)
+            self._write(end)
+            if mark in ENDS:
+                self._end = mark
+            elif not end and mark == CHANNEL and not self._name:
+                self._header = [CHANNEL]
+            elif not isinstance(item, Special) or self._name:
+                self._write(item if isinstance(item, str) else item.text)
 
-    def finish(self) -> None:
+    def finish(self, is_cut: bool = False) -> None:
         """The answer has ended."""
-        self._close(is_whole=False)
+        self._close(is_whole=self._end != "")
+
+    @property
+    def _is_string(self) -> bool:
+        return self._call is not None and self._call.is_string
+
+    def _in_header(self, item: Item) -> None:
+        header = self._header or []
+        if isinstance(item, Mark) and item.text == MESSAGE:
+            self._open("".join(header))
+        elif isinstance(item, Mark) and item.text in (START, *ENDS):
+            self._header = []
+        elif not isinstance(item, Special):
+            header.append(item if isinstance(item, str) else item.text)
+            self._header = header
 
     def _write(self, text: str) -> None:
-        if self._header is not None:
-            self._header.append(text)
-        elif self._call is not None:
+        if self._call is not None:
             self._call.push(text)
         elif self._name:
             self._held += text
             begun = self._held.lstrip()
-            if begins_arguments(begun, self._tools.get(self._name)):
+            if self._begin.match(begun):
                 self._call = StreamedCall(self._out, new_call_id(), self._name)
                 self._call.push(begun)
-        else:
+        elif text:
             self._out.write(text)
 
     def _open(self, header: str) -> None:
-        """A message begins, whose header is known."""
+        """A message begins, whose header is known: of two channels the last counts."""
         self._header = None
-        recipient, channel = _RECIPIENT.search(header), _CHANNEL.search(header)
-        name = recipient[1].removeprefix(FUNCTIONS) if recipient and self._tools else ""
-        if is_name(name):
+        recipient, channels = _RECIPIENT.search(header), _CHANNEL.findall(header)
+        name = self._function(recipient[1]) if recipient else ""
+        if name and self._tools:
             self._name, self._opening = name, header + MESSAGE
+            self._begin = begin_of_arguments(self._tools.get(name))
         else:
-            self._out.turn_to(is_reasoning=channel is not None and channel[1] == "analysis")
+            is_to_others = recipient is not None and not name and recipient[1] != "assistant"
+            is_analysis = channels[-1:] == ["analysis"]
+            self._out.turn_to(is_reasoning=is_analysis or is_to_others)
+
+    def _function(self, recipient: str) -> str:
+        """The function that a message is to; "" where it is to none."""
+        name = recipient.removeprefix(FUNCTIONS)
+        is_function = name != recipient or name in self._tools
+        return name if is_function and is_name(name) else ""
 
     def _close(self, is_whole: bool) -> None:
         """A message ends. What was begun as a call, and is none, is text."""
         name, held, call = self._name, self._held, self._call
-        self._name, self._held, self._call = "", "", None
+        self._name, self._held, self._call, self._end = "", "", None, ""
         if not name or call is not None:
             return
         arguments = arguments_text(held, self._tools.get(name)) if is_whole else None

@@ -5,85 +5,148 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lowtide.parsing.call_forms import CallForm
-from lowtide.parsing.marked_text import Mark
+from lowtide.parsing.json_calls import JsonCalls
+from lowtide.parsing.marked_text import Item, Mark, Special
 from lowtide.parsing.piece_writer import PieceWriter
-from lowtide.parsing.streamed_call import StreamedCall, begins_arguments
 from lowtide.parsing.tools import Tool
+from lowtide.parsing.xml_calls import XmlCalls
 
-THOUGHT_MARKS = ("<think>", "</think>")
+_MAX_ASIDES = 8
+"""How often a call in thoughts that has no end is looked behind for the end of the thoughts."""
+
+THOUGHT_MARKS = THINK, THINK_END = "<think>", "</think>"
 
 
 class InlineReader:
     """Tells thoughts, text and calls apart.
 
     A call whose arguments are a JSON object is told as it comes; the text of what may be another
-    one is held until it is closed.
+    one is held until it is closed. Calls in thoughts are held until it is known whether the
+    thoughts are closed: if not, they are the answer's.
     """
 
     def __init__(self, out: PieceWriter, form: CallForm, tools: Sequence[Tool]) -> None:
         self._out, self._form = out, form
         self._tools = {tool.name: tool for tool in tools}
-        self._held: str | None = None  # of calls that were begun, what was not told
-        self._end = ""  # the mark that closes them
-        self._call: StreamedCall | None = None  # the one that is being told
+        self._opening = ""  # a mark that begins a call, and what follows, before its form is known
+        self._calls: JsonCalls | XmlCalls | None = None
+        self._aside: _Aside | None = None  # calls in thoughts
+        self._num_asides = 0
 
-    def take(self, item: str | Mark) -> None:
+    @property
+    def is_idle(self) -> bool:
+        """Whether the next text is plain."""
+        return not self._opening and self._calls is None
+
+    @property
+    def is_in_value(self) -> bool:
+        """Whether the next mark is of a value of a call."""
+        return self._calls is not None and self._calls.is_string
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether no call has begun that did not end."""
+        return not self._opening and (self._calls is None or self._calls.is_whole)
+
+    def take(self, item: Item) -> None:
         """The next text or mark."""
-        if isinstance(item, str):
-            self._write(item)
-        elif self._held is None:
+        if self._aside is not None:
+            self._take_aside(self._aside, item)
+        elif self._calls is not None:
+            self._calls.take(item)
+            if self._calls.is_over:
+                self._calls = None
+        elif self._opening:
+            self._open(item)
+        elif isinstance(item, str):
+            self._out.write(item)
+        elif isinstance(item, Mark):
             self._take_mark(item.text)
-        elif item.text == self._end:
-            self._close(item.text)
-        elif item.text == self._form.call_end and self._call is not None:
-            self._call = None
-        elif not self._end and item.text in self._form.ends:
-            self._close()
-            self._take_mark(item.text)
-        else:
-            self._write(item.text)
 
-    def finish(self) -> None:
-        """The answer has ended."""
-        if self._held is not None:
-            self._close()
+    def finish(self, is_cut: bool = False) -> None:
+        """The answer has ended; is_cut: by its length, so that what is open is no call."""
+        while self._aside is not None:
+            aside, self._aside = self._aside, None
+            self._finish_aside(aside, is_cut)
+        if self._calls is not None:
+            self._calls.finish(is_cut)
+        self._out.write(self._opening)
+        self._calls, self._opening = None, ""
 
     def _take_mark(self, mark: str) -> None:
         """One outside of a call."""
         if mark in THOUGHT_MARKS:
-            self._out.turn_to(is_reasoning=mark == THOUGHT_MARKS[0])
-        elif self._tools and mark in self._form.ends and not self._out.is_reasoning:
-            self._held, self._end = mark, self._form.ends[mark]
+            self._out.turn_to(is_reasoning=mark == THINK)
+        elif self._tools and mark in self._form.ends:
+            if self._out.is_reasoning and self._num_asides == _MAX_ASIDES:
+                self._out.write(mark)
+            elif self._out.is_reasoning:
+                self._aside = _Aside(self._form, list(self._tools.values()))
+                self._take_aside(self._aside, Mark(mark))
+            else:
+                self._open(Mark(mark))
         elif not (self._out.follows_call and mark in self._form.ends.values()):
             self._out.write(mark)
 
-    def _write(self, text: str) -> None:
-        if self._held is None:
-            self._out.write(text)
+    def _open(self, item: Item) -> None:
+        """Choose the reader of a call by what stands behind its mark."""
+        if isinstance(item, Special):
             return
-        if self._call is not None:
-            text = self._call.push(text)
-            if not text:
-                return
-            self._call = None
-        self._held += text
-        head = self._form.head.match(self._held)
-        if head is None:
+        text = item if isinstance(item, str) else item.text
+        self._opening += text
+        if self._form.is_undecided(self._opening):
             return
-        name, rest = head[head.lastindex or 1], self._held[head.end() :]
-        if begins_arguments(rest, self._tools.get(name)):  # it is certain that it is a call
-            self._call = StreamedCall(self._out, self._form.new_id(), name, "{" in head[0])
-            self._held = ""
-            self._write(rest)
+        opening, self._opening = self._opening, ""
+        kind = XmlCalls if self._form.is_xml(opening) else JsonCalls
+        self._calls = kind(self._out, self._form, self._tools, opening)
+        if self._calls.is_over:
+            self._calls = None
 
-    def _close(self, end: str = "") -> None:
-        """The calls have ended, by their mark or with the answer."""
-        held, self._held, self._call = self._held or "", None, None
-        if not held.strip():
-            return  # all of them were told
-        is_closed = bool(end) or self._form.may_end_open
-        calls = self._form.read(held + end, self._tools) if is_closed else None
-        if not calls:
-            self._out.write(held + end)
-        for call in calls or ():
-            self._out.call(self._form.new_id(), call.name, call.arguments)
+    def _take_aside(self, aside: _Aside, item: Item) -> None:
+        is_end = isinstance(item, Mark) and item.text == THINK_END
+        if is_end and not aside.reader.is_in_value:
+            self._say_aside(aside.items)
+            self._take_mark(THINK_END)
+            return
+        if isinstance(item, Mark) and item.text == THINK and not aside.reader.is_in_value:
+            item = THINK
+        aside.take(item, is_end)
+        if aside.reader.is_idle and not aside.out.num_calls:
+            self._say_aside(aside.items)
+
+    def _say_aside(self, items: Sequence[Item]) -> None:
+        """What was held is thoughts."""
+        self._aside = None
+        for item in items:
+            if not isinstance(item, Special):
+                self._out.write(item if isinstance(item, str) else item.text)
+
+    def _finish_aside(self, aside: _Aside, is_cut: bool) -> None:
+        is_whole = aside.reader.is_whole or not aside.end
+        aside.reader.finish(is_cut)
+        if is_whole and aside.out.num_calls and not is_cut:
+            self._out.turn_to(is_reasoning=False)
+            self._out.take_over(aside.out)
+            return
+        self._say_aside(aside.items[: aside.end or None])
+        self._num_asides += 1
+        if aside.end:
+            for item in aside.items[aside.end :]:
+                self.take(item)
+
+
+class _Aside:
+    """What may be calls in thoughts. end: the place of what would close the thoughts, if it were
+    not of a value; 0: there is none."""
+
+    def __init__(self, form: CallForm, tools: Sequence[Tool]) -> None:
+        self.items: list[Item] = []
+        self.end = 0
+        self.out = PieceWriter()
+        self.reader = InlineReader(self.out, form, tools)
+
+    def take(self, item: Item, is_end: bool) -> None:
+        if is_end and not self.end:
+            self.end = len(self.items)
+        self.items.append(item)
+        self.reader.take(item)

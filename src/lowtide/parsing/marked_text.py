@@ -1,7 +1,8 @@
 """An answer's tokens, one by one, as text and the marks in it: `<think>`, `<tool_call>`, ...
 
 A mark that the tokenizer has as one token is that token alone: the same letters written otherwise
-are text, for a model that speaks of a mark does not make one. Others are found in the text.
+are text, for a model that speaks of a mark does not make one. Others are found in the text. Special
+tokens that are no marks are told, too: inside a value of a call they are its text.
 """
 
 from __future__ import annotations
@@ -16,6 +17,15 @@ class Mark(NamedTuple):
     """A mark that was found. text: as it is written."""
 
     text: str
+
+
+class Special(NamedTuple):
+    """A special token that is no mark. text: as it is written."""
+
+    text: str
+
+
+Item = str | Mark | Special
 
 
 def last_mark(
@@ -34,34 +44,44 @@ def last_mark(
 class MarkedText:
     """Owns the decoder of one answer, and what of its text may still begin a mark.
 
-    The items of all `push` calls and of `finish`, joined, are the text of all tokens, marks
-    included.
+    The items of all `push` calls and of `finish`, joined, are the text of all tokens, marks and
+    special tokens included, but for a special token at the very end: that one ends the answer.
     """
 
     def __init__(self, tokenizer: Tokenizer, marks: Collection[str]) -> None:
         ids = {mark: tokenizer.token_id(mark) for mark in marks}
         self._by_id = {token: mark for mark, token in ids.items() if token is not None}
         self._written = [mark for mark, token in ids.items() if token is None]
+        self._special = tokenizer.special_texts
         self._stream = tokenizer.stream()
         self._held = ""
+        self._last = ""  # a special token, if another one follows
 
-    def push(self, token_id: int) -> Iterator[str | Mark]:
+    def push(self, token_id: int) -> Iterator[Item]:
         """What is certain after one more token."""
+        if self._last:
+            yield Special(self._last)
         mark = self._by_id.get(token_id)
+        self._last = "" if mark is not None else self._special.get(token_id, "")
         if mark is None:
             yield from self._divided(self._stream.push([token_id]))
+            if self._last:
+                yield from self._rest()
         else:
             yield from self.finish()
             yield Mark(mark)
 
-    def finish(self) -> Iterator[str | Mark]:
+    def finish(self) -> Iterator[Item]:
         """What was held back. Another text may follow."""
         yield from self._divided(self._stream.finish())
+        yield from self._rest()
+
+    def _rest(self) -> Iterator[Item]:
         held, self._held = self._held, ""
         if held:
             yield held
 
-    def _divided(self, new: str) -> Iterator[str | Mark]:
+    def _divided(self, new: str) -> Iterator[Item]:
         """The text held back and new text, at the marks that are written as text."""
         text, self._held = self._held + new, ""
         while places := [(text.find(mark), mark) for mark in self._written if mark in text]:

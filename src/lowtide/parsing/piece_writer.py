@@ -19,12 +19,14 @@ class PieceWriter:
         self.follows_call = False  # nothing was written since
         self._pieces: list[Piece] = []
         self._is_beginning = False  # of a part that has another one before it
+        self._told: set[bool] = set()  # whether text (False) and thoughts (True) were told
+        self._is_new = False  # nothing was told of the part
         self._blanks = ""  # at the end so far
 
     def turn_to(self, is_reasoning: bool) -> None:
         """Another part begins."""
         self.is_reasoning = is_reasoning
-        self._is_beginning, self._blanks = True, ""
+        self._is_beginning, self._is_new, self._blanks = True, True, ""
 
     def write(self, text: str) -> None:
         """More of the part."""
@@ -38,7 +40,11 @@ class PieceWriter:
         self._blanks = text[len(certain) :]
         if certain:
             self.follows_call = False
-            self._pieces.append(Reasoning(certain) if self.is_reasoning else Text(certain))
+            is_new_part = self._is_new and self.is_reasoning in self._told
+            kind = Reasoning if self.is_reasoning else Text
+            self._pieces.append(kind(certain, is_new_part))
+            self._told.add(self.is_reasoning)
+            self._is_new = False
 
     def begin_call(self, call_id: str, name: str) -> None:
         """A call, whose arguments follow."""
@@ -56,6 +62,16 @@ class PieceWriter:
         """A whole call. arguments: a JSON object as text."""
         self.begin_call(call_id, name)
         self.arguments(arguments)
+
+    def take_over(self, other: PieceWriter) -> None:
+        """The pieces of another writer, whose calls come behind those there are."""
+        for piece in other.finish():
+            if isinstance(piece, CallBegun):
+                self.begin_call(piece.id, piece.name)
+            elif isinstance(piece, CallArguments):
+                self.arguments(piece.text)
+            elif isinstance(piece, Text):
+                self.write(piece.text)
 
     def take(self) -> list[Piece]:
         """The pieces since the last time."""

@@ -7,19 +7,35 @@ from dataclasses import dataclass
 
 from lowtide.decode.request import TokenLogprobs
 
+PART_BREAK = "\n"
+"""Between parts of an answer that one field holds."""
+
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """More of the answer; never taken back."""
+    """More of the answer; never taken back. is_new_part: a call, thoughts or another message
+    stand between it and the text before."""
 
     text: str
+    is_new_part: bool = False
+
+    @property
+    def joined_text(self) -> str:
+        """What is added where one field holds all parts."""
+        return PART_BREAK + self.text if self.is_new_part else self.text
 
 
 @dataclass(frozen=True, slots=True)
 class Reasoning:
-    """More of the thoughts before it."""
+    """More of the thoughts before it. is_new_part: as of `Text`."""
 
     text: str
+    is_new_part: bool = False
+
+    @property
+    def joined_text(self) -> str:
+        """See `Text`."""
+        return PART_BREAK + self.text if self.is_new_part else self.text
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,4 +99,4 @@ Piece = Text | Reasoning | CallBegun | CallArguments | Prefilled | Frame | Logpr
 
 def joined(pieces: Sequence[Piece], kind: type[Text] | type[Reasoning]) -> str:
     """The text of all pieces of a kind."""
-    return "".join(piece.text for piece in pieces if isinstance(piece, kind))
+    return "".join(piece.joined_text for piece in pieces if isinstance(piece, kind))

@@ -1,71 +1,180 @@
-"""Qwen3-Coder's calls: `<function=NAME><parameter=NAME>` line by line, the values as they are."""
+"""Calls as XML, whose values may hold any mark: from the mark that begins them to their end."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 
-from lowtide.parsing.call_json import Call, is_name, json_text, parsed
+from lowtide.parsing.call_forms import CallForm
+from lowtide.parsing.call_json import Call, parsed
+from lowtide.parsing.marked_text import Item
+from lowtide.parsing.piece_writer import PieceWriter
+from lowtide.parsing.schema_types import SchemaTypes
 from lowtide.parsing.tools import Tool
+from lowtide.parsing.xml_text import FUNCTION, FUNCTION_END, PARAMETER, PARAMETER_END, xml_call
 
-FUNCTION, FUNCTION_END = "<function=", "</function>"
-PARAMETER, PARAMETER_END = "<parameter=", "</parameter>"
+_CALL, _CALL_END = "<tool_call>", "</tool_call>"
+_MAX_NAME_CHARS = 256
+_MAX_BLANKS = 64
 
-
-def xml_call(text: str, tools: Mapping[str, Tool]) -> Call | None:
-    """The call that a text from `<function=` to `</function>` is; None for what is none."""
-    name, closed, rest = text.removeprefix(FUNCTION).partition(">")
-    if not text.startswith(FUNCTION) or not closed or not is_name(name):
-        return None
-    types = _types(tools.get(name))
-    values: dict[str, object] = {}
-    while (rest := rest.lstrip()) != FUNCTION_END:
-        is_parameter = rest.startswith(PARAMETER)
-        key, closed, rest = rest.removeprefix(PARAMETER).partition(">")
-        end = _end_of_value(rest)
-        if not is_parameter or not closed or "\n" in key or end < 0:
-            return None
-        value = rest[:end].removeprefix("\n").removesuffix("\n")
-        values[key] = _typed(value, types.get(key, set()))
-        rest = rest[end + len(PARAMETER_END) :]
-    return Call(name, json_text(values))
+_TAG = re.compile(rf"{FUNCTION}([^>\n]{{0,{_MAX_NAME_CHARS}}})>|{FUNCTION_END}")
+_HEAD = re.compile(rf"(?:{_CALL}\s*)?{FUNCTION}[^>\n]{{0,{_MAX_NAME_CHARS}}}>")
+_PART_OF_HEAD = re.compile(rf"(?:{_CALL}\s*)?{FUNCTION}[^>\n]{{0,{_MAX_NAME_CHARS}}}\Z")
+_BETWEEN = re.compile(rf"\s*{_CALL}\s*")
+_END = re.compile(rf"(?:{PARAMETER_END}|{FUNCTION}[^>\n]*>)\s*{FUNCTION_END}\s*{_CALL_END}\Z")
+_ENDS = [
+    re.compile(rf"{end}(?=\s*(?:\Z|{_CALL}|{FUNCTION}))")
+    for end in (
+        rf"{PARAMETER_END}\s*{FUNCTION_END}\s*(?:{_CALL_END})?",
+        rf"(?:{FUNCTION_END}|{PARAMETER_END})\s*{_CALL_END}",
+        FUNCTION_END,
+    )
+]
+"""Of a call that leaves a mark out, or whose values seem to open others: the likeliest first."""
 
 
-def _end_of_value(text: str) -> int:
-    """Where the value's end is: a value may speak of one, but only another parameter or the
-    function's end follows the real one. -1 for none."""
-    end = text.find(PARAMETER_END)
-    while end >= 0:
-        behind = text[end + len(PARAMETER_END) :].lstrip()
-        if behind.startswith(PARAMETER) or behind == FUNCTION_END:
-            return end
-        end = text.find(PARAMETER_END, end + 1)
-    return -1
+class XmlCalls:
+    """Holds calls until they are certain.
 
+    An end is a value's where another end follows that nothing inside has opened: so the last call
+    is certain with the answer's end, and one before it where the next one begins.
+    """
 
-def _types(tool: Tool | None) -> Mapping[str, set[str]]:
-    """What a tool's schema says of its parameters' types."""
-    properties = None if tool is None else tool.parameters.get("properties")
-    if not isinstance(properties, Mapping):
-        return {}
-    return {key: kinds_of(schema) for key, schema in properties.items()}
+    def __init__(
+        self, out: PieceWriter, form: CallForm, tools: Mapping[str, Tool], text: str
+    ) -> None:
+        self.is_over = False
+        self._out, self._form, self._tools = out, form, tools
+        self._begin(text)
+        self._look()
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether the call that has begun has also ended, as far as is known."""
+        return self._end >= 0
 
-def kinds_of(schema: object) -> set[str]:
-    """The types that a schema names, its alternatives' included."""
-    if not isinstance(schema, Mapping):
-        return set()
-    kind = schema.get("type")
-    kinds = list(kind) if isinstance(kind, list) else [kind]
-    for name in ("anyOf", "oneOf"):
-        alternatives = schema.get(name)
-        for each in alternatives if isinstance(alternatives, list) else ():
-            kinds.append(each.get("type") if isinstance(each, Mapping) else None)
-    return {each for each in kinds if isinstance(each, str)}
+    @property
+    def is_string(self) -> bool:
+        """Whether a mark is of a value."""
+        return self._end < 0
 
+    def take(self, item: Item) -> None:
+        """The next text or mark."""
+        self._text += item if isinstance(item, str) else item.text
+        while self._look():
+            pass
 
-def _typed(text: str, kinds: set[str]) -> object:
-    """A value as its schema has it; as a text where it is one, or no JSON."""
-    if "string" in kinds and not ("null" in kinds and text == "null"):
-        return text
-    value = parsed(text)
-    return text if value is None and text.strip() != "null" else value
+    def finish(self, is_cut: bool) -> None:
+        """The answer has ended; is_cut: by its length."""
+        while not self.is_over:
+            while self._look(is_last=True):
+                pass
+            end = self._end if self._end >= 0 else self._other_end()
+            is_call = end >= 0 and (not is_cut or self._is_certain(end))
+            if not is_call or not self._tell(end):
+                self._give_up()
+                break
+            rest = self._text[end:]
+            begin = _HEAD.search(rest)
+            self._out.write(rest if begin is None else rest[: begin.start()])
+            self.is_over = begin is None
+            if begin is not None:
+                self._begin(rest[begin.start() :])
+
+    def _begin(self, text: str) -> None:
+        self._text = text
+        self._num_seen = 0  # characters, from the call's head on
+        self._depth = 0  # calls that have begun in its values
+        self._end = -1  # behind the last mark that may be its end
+
+    def _look(self, is_last: bool = False) -> bool:
+        """Go through new text; is_last: there will be none behind it. Return True where the call
+        was told and another one begun, which is to be gone through."""
+        if not self._num_seen and not self._has_begun():
+            return False
+        while (tag := _TAG.search(self._text, self._num_seen)) is not None:
+            if tag[0] != FUNCTION_END:
+                behind = self._text[tag.end() : tag.end() + _MAX_BLANKS].lstrip()
+                if not is_last and any(m.startswith(behind) for m in (PARAMETER, FUNCTION_END)):
+                    return False  # as long as it is not known what follows
+                if self._begins_next(tag):
+                    return True
+                self._depth += behind.startswith((PARAMETER, FUNCTION_END))
+            elif self._depth:
+                self._depth -= 1
+            elif not self._note_end(tag.end(), is_last):
+                return False
+            self._num_seen = tag.end()
+        # The beginning of a mark may stand at the end.
+        self._num_seen = max(self._num_seen, len(self._text) - _MAX_NAME_CHARS - 16)
+        return False
+
+    def _has_begun(self) -> bool:
+        """Whether the call's name and what follows it are there; what cannot become a call is
+        text."""
+        head = _HEAD.match(self._text)
+        if head is None:
+            if FUNCTION in self._text and not _PART_OF_HEAD.match(self._text):
+                self._give_up()
+            return False
+        body = self._text[head.end() :].lstrip()
+        if body.startswith((PARAMETER, FUNCTION_END)):
+            self._num_seen = head.end()
+            return True
+        if not PARAMETER.startswith(body) and not FUNCTION_END.startswith(body):
+            self._give_up()
+        return False
+
+    def _begins_next(self, tag: re.Match[str]) -> bool:
+        """Tell the call where all its marks and those of another one, of a known function, stand
+        between them."""
+        if self._end < 0 or tag[1] not in self._tools:
+            return False
+        between = _BETWEEN.match(self._text, self._end)
+        is_next = between is not None and between.end() == tag.start()
+        if not is_next or not _END.search(self._text, max(0, self._end - 400), self._end):
+            return False
+        if not self._tell(self._end, is_strict=True):
+            return False
+        self._begin(self._text[self._end :].lstrip())
+        return True
+
+    def _note_end(self, place: int, is_last: bool) -> bool:
+        """Note that the call may end here, by what follows; False: that is not yet known."""
+        behind = self._text[place:].lstrip()
+        if behind.startswith(_CALL_END):
+            self._end = len(self._text) - len(behind) + len(_CALL_END)
+            return True
+        is_known = is_last or not _CALL_END.startswith(behind)
+        if self._text.startswith(FUNCTION) or is_known and not behind:
+            self._end = place
+        return is_known
+
+    def _other_end(self) -> int:
+        """Where the call ends if what its values seem to open is none."""
+        ends = (end.search(self._text) for end in _ENDS) if self._num_seen else ()
+        return next((end.end() for end in ends if end is not None), -1)
+
+    def _is_certain(self, end: int) -> bool:
+        """Whether a call ends there for all that may have been cut off."""
+        rest = self._text[end:].lstrip()
+        return _CALL.startswith(rest) or rest.startswith((_CALL, FUNCTION))
+
+    def _tell(self, end: int, is_strict: bool = False) -> bool:
+        """Tell the call up to there, if it is one; strict: with all that its schema requires."""
+        text = self._text[self._text.index(FUNCTION) : end]
+        call = xml_call(text.removesuffix(_CALL_END).rstrip(), self._tools)
+        if call is None or is_strict and self._lacks(call):
+            return False
+        self._out.call(self._form.new_id(), call.name, call.arguments)
+        return True
+
+    def _lacks(self, call: Call) -> bool:
+        """Whether a call is without an argument that its schema requires."""
+        tool, given = self._tools.get(call.name), parsed(call.arguments)
+        required = set() if tool is None else SchemaTypes(tool.parameters).required()
+        return not isinstance(given, dict) or not required <= given.keys()
+
+    def _give_up(self) -> None:
+        self._out.write(self._text)
+        self._text, self.is_over = "", True

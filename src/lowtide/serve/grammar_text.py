@@ -30,9 +30,12 @@ from lowtide.parsing.channels import (
     has_channels,
 )
 from lowtide.parsing.inline_calls import THOUGHT_MARKS
+from lowtide.parsing.schema_types import ALL_KINDS, SchemaTypes
 from lowtide.parsing.tools import Tool
-from lowtide.parsing.xml_calls import PARAMETER, PARAMETER_END, kinds_of
+from lowtide.parsing.xml_text import PARAMETER, PARAMETER_END
+from lowtide.serve.exact_integers import check_integers
 from lowtide.serve.quoted_lark import quoted_lark
+from lowtide.serve.text_pattern import text_pattern
 
 BLANKS = r"[ \t\r\n]{1,64}"
 """Between the parts of JSON: without a bound a model may write line breaks until it is cut."""
@@ -118,11 +121,18 @@ class LarkText:
         """Any text that a mark is nowhere in; "": any."""
         if not mark:
             return "TEXT"
-        self._rules.append(rf"PLAIN: TEXT & ~/(.|\n)*{re.escape(mark)}(.|\n)*/")
-        return "PLAIN"
+        return self.terminal(rf"TEXT & ~/(.|\n)*{re.escape(mark)}(.|\n)*/")
+
+    def terminal(self, body: str) -> str:
+        """The name of a new terminal."""
+        name = f"TERMINAL_{len(self._rules)}"
+        self._rules.append(f"{name}: {body}")
+        return name
 
     def schema(self, schema: Mapping[str, Any], is_lenient: bool = False) -> str:
-        """JSON of a schema; lenient: what is not known of it is not enforced."""
+        """JSON of a schema; lenient: what is not known of it is not enforced. Raises UsageError for
+        integers that would not be kept to exactly."""
+        check_integers(schema)
         options = {"whitespace_pattern": BLANKS, "lenient": is_lenient}
         return self.rule(f"%json {json.dumps({**schema, 'x-guidance': options})}")
 
@@ -232,36 +242,38 @@ def _json_arguments(lark: LarkText, tool: Tool) -> str:
 
 def _raw_arguments(lark: LarkText, tool: Tool) -> str:
     """Qwen3-Coder's parameters, in their order; texts are not in quotes."""
-    properties = tool.parameters.get("properties")
-    required = tool.parameters.get("required")
-    names = required if isinstance(required, list) else []
-    text_end = lark.rule(f"TEXT {_VALUE_END}", "[lazy]")
-    if not isinstance(properties, Mapping):
+    types = SchemaTypes(tool.parameters)
+    if not types.names_members():
+        text_end = lark.rule(f"TEXT {_VALUE_END}", "[lazy]")
         return rf'({literal(PARAMETER)} /[^>\n]+/ ">\n" {text_end})*'
-    parts = []
-    for name, schema in properties.items():
+    required, parts = types.required(), []
+    for name, schema in types.parameters().items():
         head = literal(f"{PARAMETER}{name}>\n")
-        part = f"{head} {_raw_value(lark, tool, name, schema, text_end)}"
-        parts.append(part if name in names else f"({part})?")
+        is_grammar = tool.grammar and name == only_text(tool)
+        value = f"{lark.grammar(tool.grammar)} {_VALUE_END}" if is_grammar else ""
+        part = f"{head} {value or _raw_value(lark, types, schema, tool.strict)}"
+        parts.append(part if name in required else f"({part})?")
     return " ".join(parts)
 
 
-def _raw_value(lark: LarkText, tool: Tool, name: str, schema: Any, text_end: str) -> str:
-    if tool.grammar and name == only_text(tool):
-        return f"{lark.grammar(tool.grammar)} {_VALUE_END}"
-    if "string" not in kinds_of(schema):  # else it is read as it stands, without quotes
-        defined = {key: tool.parameters[key] for key in _DEFINED if key in tool.parameters}
-        schema = {**schema, **defined} if isinstance(schema, Mapping) else {}
-        return f"{lark.schema(schema, is_lenient=not tool.strict)} {_VALUE_END}"
-    choices = [schema["const"]] if "const" in schema else schema.get("enum")
-    if isinstance(choices, list) and choices:
-        told = (one if isinstance(one, str) else json.dumps(one) for one in choices)
+def _raw_value(lark: LarkText, types: SchemaTypes, schema: object, is_strict: bool) -> str:
+    """A value as it stands, and its end. Strict: Raises UsageError for what a text cannot be held
+    to."""
+    kind = types.of(schema)
+    if not kind.is_text or kind.kinds == ALL_KINDS:
+        whole = types.whole(schema)
+        of_json = lark.schema(whole if isinstance(whole, Mapping) else {}, is_lenient=not is_strict)
+        return f"{of_json} {_VALUE_END}"
+    if kind.choices:
+        told = (one if isinstance(one, str) else json.dumps(one) for one in kind.choices)
         return f"({' | '.join(map(literal, told))}) {_VALUE_END}"
-    return text_end
+    pattern = text_pattern(types, schema) if is_strict else ""
+    text = lark.terminal(f"TEXT & {_NO_END} & {pattern}") if pattern else "TEXT"
+    return lark.rule(f"{text} {_VALUE_END}", "[lazy]")
 
 
-_DEFINED = ("$defs", "definitions")
 _VALUE_END = literal(f"\n{PARAMETER_END}\n")
+_NO_END = rf"~/(.|\n)*\n{PARAMETER_END.replace('/', chr(92) + '/')}\n(.|\n)*/"
 
 
 def _in_channels(lark: LarkText, tokenizer: Tokenizer, wanted: AnswerForm) -> str:
