@@ -103,7 +103,7 @@ gpu:
 	@failed=0; for stage in gpu-test gpu-bench-short; do $(MAKE) $$stage || failed=1; done; exit $$failed
 
 gpu-test:
-	PYTHONPATH=src $(PYTHON) benchmarks/gpu.py test --deadline 150 --out $(OUT)
+	PYTHONPATH=src $(PYTHON) benchmarks/gpu.py test --deadline 400 --out $(OUT)
 
 gpu-bench-short:
 	PYTHONPATH=src $(PYTHON) benchmarks/gpu.py short --deadline 270 --out $(OUT)

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import tokenizers
 
 from lowtide.lab.synth_tokenizer import tokenizer_json
+from lowtide.model_folder.chat_template import ChatTemplates
 from lowtide.model_folder.tokenizer import Tokenizer
 
 EOS = 300
@@ -29,7 +30,7 @@ def make_tokenizer(
     backend = tokenizers.Tokenizer.from_str(tokenizer_json(EOS))
     backend.add_tokens([tokenizers.AddedToken(mark, normalized=False) for mark in marks])
     backend.add_special_tokens(list(special))
-    return Tokenizer(backend, {"eos_token": "<|endoftext|>"}, template)
+    return Tokenizer(backend, {"eos_token": "<|endoftext|>"}, ChatTemplates(template))
 
 
 class CallFormat(NamedTuple):

@@ -67,6 +67,14 @@ def test_ids_are_those_of_the_class_in_transformers(folder: Path, text: str) -> 
     )
 
 
+def test_marks_of_utf_8_are_no_part_of_files(folder: Path, tmp_path: Path) -> None:
+    target = changed(folder, tmp_path)
+    for path in target.iterdir():
+        path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+    ours, theirs = Tokenizer.load(target), Tokenizer.load(folder)
+    assert ours is not None and theirs is not None and ours.as_json() == theirs.as_json()
+
+
 def test_it_has_its_template_and_ends_and_comes_from_the_hub(folder: Path) -> None:
     tokenizer = Tokenizer.load(folder)
     assert tokenizer is not None and tokenizer.has_chat_template and has_chat_template(folder)

@@ -96,6 +96,7 @@ class Talk:
             SamplingParams(**params),
             self.turns,
             Places(Console(file=self.out, width=200), Console(file=self.err, width=200)),
+            lambda answer: f"{answer.usage.completion_tokens} tokens",
         )
 
     def says(self, *lines: str) -> str:

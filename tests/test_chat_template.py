@@ -22,6 +22,7 @@ from lowtide.model_folder.template_process import TEMPLATES
 
 HELLO = {"role": "user", "content": "hello"}
 CALL = {"type": "function", "id": "call_1", "function": {"name": "f", "arguments": {"a": [1]}}}
+RESULT = {"role": "tool", "content": "2", "tool_call_id": "call_1"}
 JSON = "{{ messages | tojson }}"
 PUBLISHED = (
     "{% if tools %}{{ tools | tojson(ensure_ascii=False) }}{% endif %}"
@@ -50,28 +51,47 @@ def test_calls_and_their_results() -> None:
         {"role": "assistant", "content": "", "tool_calls": [CALL]},
         {"role": "tool", "content": "2", "tool_call_id": "call_1"},
     ]
-    assert render(PUBLISHED, HELLO, called) == '[user]hello[assistant]<f {"a": [1]}>'
+    called_text = '[user]hello[assistant]<f {"a": [1]}>'
+    assert render(PUBLISHED, HELLO, called, result) == called_text + "[tool]2"
 
 
 def test_arguments_may_be_text() -> None:
     for arguments in ('{"a": [1]}', {"a": [1]}):
         call = CALL | {"function": {"name": "f", "arguments": arguments}}
-        [message] = rendered({"role": "assistant", "content": "", "tool_calls": [call]})
+        message, _ = rendered({"role": "assistant", "content": "", "tool_calls": [call]}, RESULT)
         assert message["tool_calls"] == [CALL]
     call = {"function": {"name": "f", "arguments": ""}}
-    [message] = rendered({"role": "assistant", "tool_calls": [call]})
+    message, _ = rendered({"role": "assistant", "tool_calls": [call]}, RESULT)
     assert message["tool_calls"][0]["function"] == {"name": "f", "arguments": {}}
 
 
 def test_thoughts_by_every_name() -> None:
     for name in ("reasoning_content", "reasoning"):
-        [message] = rendered({"role": "assistant", "content": "a", name: "hm"})
+        message, _ = rendered({"role": "assistant", "content": "a", name: "hm"}, HELLO)
         assert message == {"role": "assistant", "content": "a", "reasoning_content": "hm"}
-    template = "{{ messages[0].thinking }}"
-    thought = {"role": "assistant", "content": "", "reasoning_content": "hm"}
-    assert render(template, thought | {"tool_calls": [CALL]}) == "hm"
-    assert render(template, thought | {"content": "a"}) == "hm"
-    assert render(template, thought | {"content": "a", "tool_calls": [CALL]}) == ""
+
+
+THOUGHT = {"role": "assistant", "content": "", "reasoning_content": "hm"}
+NAMES = ("{{ messages[0].thinking }}", "{{ messages[0]['thinking'] }}")
+ONE_OF_BOTH = (
+    "{% set m = messages[0] %}{% if m.tool_calls and m.content and m.thinking %}"
+    "{{ raise_exception('not both') }}{% endif %}({{ m.thinking }})({{ m.content }})"
+)
+
+
+@pytest.mark.parametrize("template", NAMES)
+def test_thoughts_by_gpt_oss_s_name(template: str) -> None:
+    calls = {"tool_calls": [CALL]}
+    for more in ({}, {"content": "a"}, calls, {"content": "a"} | calls):
+        assert render(template, THOUGHT | more, RESULT) == "hm"
+
+
+def test_thoughts_and_words_in_one_where_a_template_takes_one_of_both() -> None:
+    calls = {"content": "a", "tool_calls": [CALL]}
+    assert render(ONE_OF_BOTH, THOUGHT | {"content": "a"}, HELLO) == "(hm)(a)"
+    assert render(ONE_OF_BOTH, THOUGHT | calls, RESULT) == "(hm\n\na)()"
+    with pytest.raises(UsageError, match="another reason"):
+        render("{{ raise_exception('another reason') }}{{ m.thinking }}", THOUGHT | calls, RESULT)
 
 
 @pytest.mark.parametrize(
@@ -156,6 +176,130 @@ def test_a_late_system_turn_is_the_user_s_where_the_template_has_none(template: 
 def test_a_template_that_fails_otherwise_still_fails() -> None:
     with pytest.raises(UsageError, match="no users"):
         render("{{ raise_exception('no users') }}", HELLO, LATE)
+
+
+@pytest.mark.parametrize("template", [LEAVING_OUT, REFUSING])
+def test_a_late_system_turn_counts_by_its_place_and_not_by_its_words(template: str) -> None:
+    said = HELLO | {"content": "it said: be brief"}
+    expected = "[user]it said: be brief\n\nbe brief[assistant]hi[user]more"
+    turns = (said, LATE, {"role": "assistant", "content": "hi"}, HELLO | {"content": "more"})
+    assert render(template, *turns) == expected
+
+
+# templates that have fewer roles, or take them in turn only
+
+SYSTEM = {"role": "system", "content": "be kind"}
+NO_SYSTEM = (
+    "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}",
+    "",
+)
+EACH = "{% for m in messages %}{% if m.role != 'system' %}[{{ m.role }}]{{ m.content }}{% endif %}"
+STRICT = (
+    "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('roles must alternate') }}{% endif %}[{{ m.role }}]{{ m.content }}"
+    "{% endfor %}"
+)
+ANSWER = {"role": "assistant", "content": "hi"}
+
+
+@pytest.mark.parametrize("template", [f"{begin}{EACH}{{% endfor %}}" for begin in NO_SYSTEM])
+def test_a_first_system_turn_is_the_user_s_where_the_template_has_none(template: str) -> None:
+    assert render(template, SYSTEM, HELLO) == "[user]be kind\nhello"
+    assert render(template, SYSTEM, ANSWER, HELLO) == "[user]be kind[assistant]hi[user]hello"
+    assert render(template, SYSTEM) == "[user]be kind"
+    said = HELLO | {"content": "who said be kind?"}
+    assert render(template, SYSTEM, said) == "[user]be kind\nwho said be kind?"
+
+
+def test_turns_are_joined_where_the_template_wants_them_in_turn() -> None:
+    more, thought = HELLO | {"content": "you"}, ANSWER | {"reasoning_content": "hm"}
+    assert render(STRICT, HELLO, more) == "[user]hello\nyou"
+    assert render(STRICT, SYSTEM, HELLO, more) == "[user]be kind\nhello\nyou"
+    texts = render(STRICT, HELLO, ANSWER, thought, more, HELLO)
+    assert texts == "[user]hello[assistant]hi\nhi[user]you\nhello"
+    assert render(PUBLISHED, SYSTEM, HELLO, more) == "[system]be kind[user]hello[user]you"
+
+
+ROLES = st.sampled_from(["system", "user", "assistant"])
+
+
+@examples(40)
+@given(st.lists(ROLES, min_size=1, max_size=6), st.sampled_from([STRICT, REFUSING, LEAVING_OUT]))
+def test_nothing_that_system_or_users_say_is_lost(roles: list[str], template: str) -> None:
+    """Of conversations that end with one of them and begin with no answer."""
+    roles = [*roles, "user"] if roles[0] != "assistant" else ["user", *roles, "user"]
+    messages = [{"role": role, "content": f"<{i}>"} for i, role in enumerate(roles)]
+    text = render(template, *messages)
+    places = [text.find(message["content"]) for message in messages]
+    assert places == sorted(places) and min(places) >= 0
+
+
+# answers that are begun
+
+CHATML = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}</>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+TRIMMING = CHATML.replace("m.content", "m.content | trim")
+
+
+@pytest.mark.parametrize("template", [CHATML, TRIMMING])
+def test_an_answer_that_is_begun_is_the_prompt_s_end(template: str) -> None:
+    begun = ANSWER | {"content": "I say "}
+    expected = "<user>hello</><assistant>I say"
+    assert render(template, HELLO, begun) == expected + " " * (template == CHATML)
+    assert render(template, HELLO, ANSWER, HELLO) == (
+        "<user>hello</><assistant>hi</><user>hello</><assistant>"
+    )
+    for empty in (ANSWER | {"content": ""}, begun | {"content": []}):
+        assert render(template, HELLO, empty) == "<user>hello</><assistant>"
+
+
+@pytest.mark.parametrize(
+    ("last", "reason"),
+    [
+        ({"role": "assistant", "tool_calls": [CALL]}, "calls tools: add a message"),
+        (ANSWER | {"tool_calls": [CALL]}, "Message 1, the last one, calls tools"),
+        (THOUGHT, "thoughts alone"),
+    ],
+)
+def test_what_cannot_be_continued_is_refused(last: dict[str, Any], reason: str) -> None:
+    with pytest.raises(UsageError, match=reason):
+        render(CHATML, HELLO, last)
+
+
+def test_a_template_that_leaves_the_last_answer_out() -> None:
+    with pytest.raises(UsageError, match="leaves it out. End the conversation with a user's"):
+        render("{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}", *BEGUN)
+    with pytest.raises(UsageError, match="at least one message"):
+        render(CHATML, ANSWER | {"content": ""})
+
+
+BEGUN = (HELLO, ANSWER)
+
+
+# arguments
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        "c.arguments | tojson",
+        "c.arguments",
+        "'' + c.arguments",
+        "c.arguments + ''",
+        "'' ~ c.arguments",
+    ],
+)
+def test_arguments_as_json_however_a_template_writes_them(written: str) -> None:
+    template = (
+        "{% for m in messages %}{% for call in m.tool_calls %}{% set c = call.function %}"
+        "{{ " + written + " }}{% if c.arguments is mapping %}{% for k, v in c.arguments.items() %}"
+        "[{{ k }}={{ v }}]{% endfor %}{% endif %}{% endfor %}{% endfor %}"
+    )
+    call = {"function": {"name": "f", "arguments": '{"a": "é", "b": null}'}}
+    message = {"role": "assistant", "tool_calls": [call]}
+    assert render(template, HELLO, message, RESULT) == '{"a": "é", "b": null}[a=é][b=None]'
 
 
 # the process

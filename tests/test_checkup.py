@@ -60,7 +60,13 @@ def test_each_fault_comes_with_its_remedy(tmp_path: Path, monkeypatch: pytest.Mo
         assert words in fault
     [rate] = diagnosis().rates
     restless = Diagnosis(diagnosis().machine, (rate._replace(spread=0.9),), (), ())
-    assert "when it is quiet" in faults(restless)[-1]
+    assert "ranges of predicted speeds are wide" in faults(restless)[-1]
+    disturbed = Diagnosis(diagnosis().machine, (rate._replace(ceiling=9 * rate.per_s),), (), ())
+    assert "of 1 rates out of 1 half" in faults(disturbed)[-1]
+    # Rates that no table shows do not outweigh those that it shows.
+    hidden = [rate._replace(name=f"weights {n}, 8 tokens") for n in range(9)]
+    told = faults(Diagnosis(diagnosis().machine, (rate._replace(spread=0.9), *hidden), (), ()))
+    assert "when it is quiet" in told[-1]
     lines = list(_verdict(diagnosis(), found, None))
     assert lines[0] == "6 things to mend:" and lines[1] == f"- {found[0]}"
     assert next(_verdict(diagnosis(), found[:1], None)) == f"To mend: {found[0]}"

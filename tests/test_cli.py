@@ -259,10 +259,14 @@ def test_plain_output_is_the_text_with_a_line_on_stderr_before_and_after_it() ->
     result = run("generate", MODEL, "-p", "hi")
     assert result.exit_code == 0, result.output
     assert result.stdout.endswith(PretendLLM.answer + "\n")
-    for said in ("38 of 160 experts", "tide", "tokens/s", "6 forwards", "hit rate 75%"):
+    for said in ("38 of 160 experts", "tide", "11 tokens · ", "tokens/s"):
         assert said in result.stderr
         assert said not in result.stdout
+    more = ("6 passes in", "1.8 tokens each", "hit rate 75%")
+    assert not any(said in result.stderr for said in more)
     assert "memory plan" not in result.stderr
+    result = run("generate", MODEL, "-p", "hi", "-v")
+    assert all(said in result.stderr for said in more)
 
 
 def test_raw_and_system_make_the_prompt() -> None:
@@ -433,7 +437,7 @@ def test_chat_keeps_the_conversation() -> None:
     prompts = [prompt for prompt, _ in PretendLLM.latest.asked]
     assert [len(prompt) for prompt in prompts] == [1, 1, 3]
     assert [m["role"] for m in prompts[2]] == ["user", "assistant", "user"]
-    assert "38 of 160 experts resident (tide)" in result.stderr
+    assert "38 of 160 experts in memory (tide)" in result.stderr
 
 
 def test_chat_outlives_a_refused_turn(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -450,7 +454,7 @@ def test_ctrl_c_stops_the_answer_and_keeps_what_was_said(
     llm: Any = PretendLLM(MODEL, progress=None)
     out = terminal()
     places = Places(out, Console(file=io.StringIO()))
-    conversation = TerminalChat(llm, SamplingParams(), Turns(True), places)
+    conversation = TerminalChat(llm, SamplingParams(), Turns(True), places, str)
     llm.fault = KeyboardInterrupt()
     conversation._answer("hello")
     llm.fault = None
@@ -650,7 +654,7 @@ def test_an_autoregressive_answer_is_written_on_a_terminal_too(
     llm: Any = PretendLLM(MODEL, progress=None)
     out = terminal()
     places = Places(out, Console(file=io.StringIO()))
-    conversation = TerminalChat(llm, SamplingParams(), Turns(True), places)
+    conversation = TerminalChat(llm, SamplingParams(), Turns(True), places, str)
     conversation._answer("hello")
     assert shown(out) == "one\ntwo\ufffd[2J\n"
     monkeypatch.setattr(sys, "stdin", Screen())
@@ -686,16 +690,17 @@ def test_json_is_strict() -> None:
 
 def test_speed_line_survives_an_empty_answer() -> None:
     usage: Any = Usage(1, 0, 0)
-    assert speed_line(usage, {}, 0.0).startswith("0.0 tokens/s")
+    assert speed_line(usage, 0.0) == "0 tokens · 0.0 tokens/s"
+    assert speed_line(usage, 0.0, {}) == "0 tokens · 0.0 tokens/s · 0 passes in 0.0 s"
 
 
 def test_an_approximation_is_named_where_the_speed_is() -> None:
     usage: Any = Usage(1, 2, 2, "dual")
-    assert speed_line(usage, {}, 1.0).endswith("approximate: dual cache")
+    assert speed_line(usage, 1.0).endswith("approximate: dual cache")
     receipt = Receipt(9, 2, (1, 2), 8.0, 1.0, 30, 1)
     lossy = dataclasses.replace(usage, receipt=receipt)
-    assert speed_line(lossy, {}, 1.0).endswith("3 experts replaced, 12.5% of the router's weight")
-    assert "approximate" not in speed_line(dataclasses.replace(usage, kv_cache="exact"), {}, 1.0)
+    assert speed_line(lossy, 1.0).endswith("3 experts replaced, 12.5% of the router's weight")
+    assert "approximate" not in speed_line(dataclasses.replace(usage, kv_cache="exact"), 1.0)
     assert "true, false, prefix or dual" in refused("plan", MODEL, "--kv-cache", "all")
 
 

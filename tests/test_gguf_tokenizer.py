@@ -103,6 +103,25 @@ def test_special_tokens_and_template(byte_level: Path, tmp_path: Path) -> None:
         tokenizer_of(path).render_chat([{"role": "user", "content": "hello"}])
 
 
+def test_a_template_for_tools_is_taken_with_tools(tmp_path: Path) -> None:
+    templates = [
+        {"name": "default", "template": "\ufeffd"},
+        {"name": "tool_use", "template": "{{ tools[0].function.name }}"},
+    ]
+    path = written(
+        tmp_path / "named.gguf",
+        "gpt2",
+        ["a", "b", "ab"],
+        tokenizer_pre="qwen2",
+        token_merges=["a b"],
+        chat_template=templates,
+    )
+    hello = [{"role": "user", "content": "hello"}]
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+    assert tokenizer_of(path).render_chat(hello) == "d"
+    assert tokenizer_of(path).render_chat(hello, {"tools": tools}) == "f"
+
+
 @pytest.mark.parametrize("said", [{}, {"add_bos_token": True}, {"add_bos_token": False}])
 @pytest.mark.parametrize(("rule", "is_usual"), [("llama-bpe", True), ("qwen2", False)])
 def test_a_file_that_does_not_say_begins_a_text_as_its_kind_does(

@@ -169,3 +169,94 @@ def test_without_a_gpu_it_says_so(
     monkeypatch.setattr(sys, "argv", ["gpu.py", "short", "--out", str(tmp_path)])
     assert gpu.main() == 1
     assert "no GPU" in capsys.readouterr().err and not list(tmp_path.iterdir())
+
+
+MARKS = """import pytest
+
+ON_GPU = pytest.mark.gpu
+BOTH = ['cpu', pytest.param('cuda', marks=ON_GPU)]
+"""
+MARKED = {
+    "marks_of_gpus.py": MARKS,
+    "test_direct.py": "import pytest\n\n@pytest.mark.gpu\ndef test_a():\n    pass\n",
+    "test_whole.py": "import pytest\n\npytestmark = pytest.mark.gpu\n\ndef test_b():\n    pass\n",
+    "test_by_name.py": "from marks_of_gpus import ON_GPU\n\n@ON_GPU\ndef test_c():\n    pass\n",
+    "test_params.py": (
+        "import pytest\nfrom marks_of_gpus import BOTH\n\n"
+        "@pytest.mark.parametrize('device', BOTH)\ndef test_d(device):\n    pass\n"
+    ),
+    "test_engine_class.py": (
+        "from marks_of_gpus import ON_GPU\n\n@ON_GPU\nclass TestE:\n    def test_e(self):\n"
+        "        pass\n\n    def test_f(self):\n        pass\n"
+    ),
+    "test_other.py": "def test_g():\n    assert False\n",
+    "test_absent.py": "import no_such_module\n\ndef test_h():\n    pass\n",
+}
+RUN = """
+import json, sys
+from pathlib import Path
+sys.path[:0] = [{folder!r}, {benchmarks!r}]
+import gpu, torch
+torch.cuda.is_available = lambda: True
+torch.cuda.get_device_name = lambda: "stand-in"
+gpu._total_memory_bytes = lambda: 1
+gpu.find_caches = lambda: None
+tests = gpu.run_tests
+gpu.run_tests = lambda report: tests(report, Path({folder!r}))
+sys.argv = ["gpu.py", "test", "--out", {out!r}, "--deadline", {deadline!r}]
+sys.exit(gpu.main())
+"""
+
+
+def run_marked(folder: Path, deadline: str) -> tuple[int, list[dict[str, object]], str]:
+    """The exit code, lines and table of the stage of tests over a folder with these files."""
+    benchmarks = str(gpu.REPOSITORY / "benchmarks")
+    code = RUN.format(
+        folder=str(folder), benchmarks=benchmarks, out=str(folder / "out"), deadline=deadline
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, check=False
+    )
+    [path] = (folder / "out").glob("*.jsonl")
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    return done.returncode, lines, done.stdout
+
+
+@pytest.fixture
+def marked(tmp_path: Path) -> Path:
+    for name, text in MARKED.items():
+        (tmp_path / name).write_text(text)
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = gpu\n")
+    return tmp_path
+
+
+def test_all_tests_that_pytest_finds_by_the_mark_are_run(marked: Path) -> None:
+    """However the mark came there; in the repository most come by a name of another file."""
+    asked = ["-m", "pytest", "-m", "gpu", "--collect-only", "-q", "--continue-on-collection-errors"]
+    found = subprocess.run(
+        [sys.executable, *asked, "."], cwd=marked, capture_output=True, text=True, check=False
+    )
+    by_mark = {line for line in found.stdout.splitlines() if "::" in line and " " not in line}
+    assert len(by_mark) == 6
+    code, lines, table = run_marked(marked, "100")
+    assert code == 0, table
+    assert {line["test"] for line in lines} == by_mark
+    assert {line["outcome"] for line in lines} == {"passed"}
+    assert list(lines)[-1]["test"] in {each for each in by_mark if "engine" in each}
+    assert "test_absent.py" in table and "has no no_such_module" in table
+
+
+def test_a_run_that_reaches_its_deadline_is_green_and_lists_what_was_left(marked: Path) -> None:
+    slow = "import time\n\nimport pytest\n\npytestmark = pytest.mark.gpu\n"
+    slow += "".join(f"\ndef test_{i}():\n    time.sleep(1000)\n" for i in range(3))
+    (marked / "test_very.py").write_text(slow)
+    code, lines, table = run_marked(marked, "12")
+    left = {line["part"] for line in lines if line["what"] == "not reached"}
+    assert {f"test_very.py::test_{i}" for i in range(3)} <= left
+    assert code == 0, table
+    assert "test_very.py" in table and "3 not reached" in table
+    failing = (marked / "test_direct.py").read_text().replace("pass", "assert False")
+    (marked / "test_direct.py").write_text(failing)
+    for path in (marked / "out").iterdir():
+        path.unlink()
+    assert run_marked(marked, "12")[0] == 1

@@ -68,6 +68,15 @@ def test_a_model_is_fetched_whole(stand_in: StandIn, cache: Path) -> None:
     assert not list(cache.rglob("*.lowtide"))
 
 
+def test_the_template_for_tools_is_fetched_from_its_folder(stand_in: StandIn) -> None:
+    name = "additional_chat_templates/tool_use.jinja"
+    others = {"additional_chat_templates/rag.jinja": b"r", "other/tool_use.jinja": b"o"}
+    stand_in.add("org/tools", {**whole_repo(), name: b"t", **others})
+    folder = hub.resolve_model("org/tools")
+    assert (folder / name).read_bytes() == b"t"
+    assert not any((folder / other).exists() for other in others)
+
+
 def test_what_it_weighs_is_said_before(
     stand_in: StandIn, cache: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

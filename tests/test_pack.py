@@ -46,6 +46,17 @@ def test_a_packed_demo_answers_as_it_did(tmp_path: Path) -> None:
     assert answer.text == "20 31 55"
 
 
+def test_the_template_for_tools_is_copied_with_its_folder(tmp_path: Path) -> None:
+    name = "additional_chat_templates/tool_use.jinja"
+    source = synth("qwen2_moe", "tiny", tmp_path / "model", seed=6)
+    (source / name).parent.mkdir()
+    (source / name).write_text("t")
+    packed = pack(source, tmp_path / "packed", format="q4")
+    assert (packed / name).read_text() == "t"
+    with pytest.raises(UsageError, match="is packed already"):
+        pack(source, packed, format="q4")
+
+
 def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lowtide.errors import CheckpointError, UsageError
+from lowtide.errors import CheckpointError, UnsupportedError, UsageError
 from lowtide.lab.synth_tokenizer import SPECIAL_TOKENS, tokenizer_config_json, tokenizer_json
 from lowtide.model_folder import chat_template
 from lowtide.model_folder import tokenizer as module
@@ -153,6 +153,58 @@ def test_named_chat_templates(tmp_path: Path) -> None:
     named = [{"name": "tools", "template": "t"}, {"name": "default", "template": "d"}]
     assert load(tmp_path, chat_template=named).render_chat(HELLO) == "d"
     assert load(tmp_path, chat_template=named[:1]).render_chat(HELLO) == "t"
+
+
+TOOLS = {"tools": [{"type": "function", "function": {"name": "f", "parameters": {}}}]}
+
+
+def tool_template_file(folder: Path, text: str) -> None:
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tool_use.jinja").write_text(text)
+
+
+def test_the_template_for_tools_is_taken_with_tools(tmp_path: Path) -> None:
+    named = [
+        {"name": "default", "template": "d"},
+        {"name": "rag", "template": "r"},
+        {"name": "tool_use", "template": "t{% if tools %}{{ tools[0].function.name }}{% endif %}"},
+    ]
+    tokenizer = load(tmp_path, chat_template=named)
+    assert tokenizer.render_chat(HELLO) == "d"
+    assert tokenizer.render_chat(HELLO, {"tools": []}) == "d"
+    assert tokenizer.render_chat(HELLO, TOOLS) == "tf"
+    assert tokenizer.template_names("tools")
+    tool_template_file(tmp_path, "file{{ tools }}")  # files go before
+    assert load(tmp_path, chat_template=named).render_chat(HELLO, TOOLS).startswith("file[")
+    assert load(tmp_path, chat_template="c").render_chat(HELLO) == "c"
+    (tmp_path / "chat_template.jinja").write_text("d2")
+    tokenizer = load(tmp_path, chat_template=named)
+    assert tokenizer.render_chat(HELLO) == "d2"
+    assert tokenizer.render_chat(HELLO, TOOLS).startswith("file[")
+    (tmp_path / "additional_chat_templates" / "tool_use.jinja").unlink()
+    with pytest.raises(UnsupportedError, match="has no tools"):
+        load(tmp_path, chat_template=named).render_chat(HELLO, TOOLS)
+
+
+def test_one_template_alone_is_for_all_conversations(tmp_path: Path) -> None:
+    tool_template_file(tmp_path, "all")
+    assert load(tmp_path, chat_template=None).render_chat(HELLO) == "all"
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"])
+def test_a_mark_of_utf_8_at_a_file_s_beginning_is_no_part_of_it(tmp_path: Path, name: str) -> None:
+    make_folder(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text("[{{ messages[0].content }}]")
+    expected = Tokenizer.load(tmp_path)
+    data = (tmp_path / name).read_bytes()
+    (tmp_path / name).write_bytes(b"\xef\xbb\xbf" + data)
+    found = Tokenizer.load(tmp_path)
+    assert expected is not None and found is not None
+    assert found.render_chat(HELLO) == expected.render_chat(HELLO) == "[hello]"
+    assert found.as_json() == expected.as_json()
+    (tmp_path / name).write_bytes("\ufeff".encode("utf-16-le") + data)
+    with pytest.raises(CheckpointError):
+        Tokenizer.load(tmp_path)
 
 
 def test_no_chat_template(tmp_path: Path) -> None:

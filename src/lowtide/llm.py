@@ -209,8 +209,8 @@ class LLM(LoadedModel):
 
     def stats(self) -> dict[str, float]:
         """Counters since loading: expert hits and misses, bytes read, tokens and seconds; and where
-        `lowtide doctor` has measured this machine, the speed that its costs let expect of the same
-        passes (`predicted_tokens_per_s`)."""
+        `lowtide doctor` has measured this machine, the speed that the plan predicts
+        (`predicted_tokens_per_s`)."""
         return self._loop.stats()
 
     def close(self) -> None:

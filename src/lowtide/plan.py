@@ -128,6 +128,18 @@ class Prediction:
         return SpeedRange(num_tokens / most_s, num_tokens / likely_s, most)
 
 
+def predicted(plan: MemoryPlan) -> dict[str, float]:
+    """The plan's speed for `LLM.stats()`; nothing where it has none."""
+    speed = None if plan.prediction is None else plan.prediction.speed
+    if speed is None:
+        return {}
+    return {
+        "predicted_tokens_per_s": speed.likely,
+        "predicted_tokens_per_s_least": speed.least,
+        "predicted_tokens_per_s_most": speed.most,
+    }
+
+
 @dataclass(frozen=True, slots=True)
 class FormatPlan:
     """What a plan would be like with all weights in one format, within the same budgets."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -17,6 +18,7 @@ from lowtide.cli.generate import (
     PromptIds,
     PromptText,
     Words,
+    line_on,
     show_plan,
     show_sampling,
     write_answer,
@@ -117,7 +119,9 @@ def talk(model: str, settings: Settings, history: Path | None) -> None:
         turns = Turns(has_template, settings.text("system"), think)
         show_plan(llm, model, settings)
         show_sampling(llm, params, settings)
-        TerminalChat(llm, params, turns, Places(stdout_console(), stderr_console(), history)).run()
+        places = Places(stdout_console(), stderr_console(), history)
+        line = partial(line_on, llm=llm, is_verbose=settings.flag("verbose"))
+        TerminalChat(llm, params, turns, places, line).run()
 
 
 def talk_to(url: str, model: str | None, settings: Settings, history: Path | None) -> None:

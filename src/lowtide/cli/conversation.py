@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rich.console import Console
 
-from lowtide.cli.answer import ask_showing, cut_line, view_of
+from lowtide.cli.answer import Answer, ask_showing, cut_line, view_of
 from lowtide.cli.line_editor import LineEditor, typing_unseen
 from lowtide.cli.options import OPTIONS
-from lowtide.cli.report import speed_line
 from lowtide.cli.screen import printable
 from lowtide.cli.turns import Turns
 from lowtide.config import format_size
@@ -229,9 +228,18 @@ class Dialogue(abc.ABC):
 class TerminalChat(Dialogue):
     """With a model of this process."""
 
-    def __init__(self, llm: LLM, params: SamplingParams, turns: Turns, places: Places) -> None:
+    def __init__(
+        self,
+        llm: LLM,
+        params: SamplingParams,
+        turns: Turns,
+        places: Places,
+        line_on: Callable[[Answer], str],
+    ) -> None:
+        """line_on: what is said below an answer."""
         super().__init__(params, turns, places)
         self._llm = llm
+        self._line_on = line_on
         self._in_force(params)
 
     def _names(self) -> Sequence[str]:
@@ -253,7 +261,7 @@ class TerminalChat(Dialogue):
             return self._keep_stopped(line, view.text)
         self._turns.add(line, answer.completion.text)
         if self._out.is_terminal:
-            self._say(speed_line(answer.usage, self._llm.stats(), answer.generation_s))
+            self._say(self._line_on(answer))
         if cut := cut_line(answer):
             room = self._llm.max_new_tokens(len(token_ids), params)
             is_full = answer.usage.completion_tokens == room

@@ -137,9 +137,11 @@ def machine_line(machine: Machine) -> str:
 
 def rates_table(rates: Sequence[Rate]) -> Table:
     """The machine's rates beside their ceilings; of weights those of a single token."""
+    from lowtide.lab.checkup import shown_rates
+
     columns = ("what", "measured", "repeats within", "ceiling")
     table = number_table("this machine at its best", columns, left=["what"])
-    for rate in (each for each in rates if not each.name.endswith("tokens")):
+    for rate in shown_rates(rates):
         how = "specified" if rate.is_specified else "best repeat"
         ceiling = f"{_per_s(rate.ceiling, rate.unit)}, {how}"
         table.add_row(rate.name, _per_s(rate.per_s, rate.unit), f"{rate.spread:.0%}", ceiling)
@@ -195,6 +197,6 @@ def _milliseconds(seconds: float) -> str:
 
 
 def _per_s(per_s: float, unit: str) -> str:
-    if unit in ("layers", "answers"):
+    if unit == "layers":
         return f"{per_s:.0f} {unit}/s"
     return f"{per_s / 1e9:.3g} G{unit}/s"

@@ -90,9 +90,8 @@ def write_answer(
     if settings.flag("json"):
         print(_as_json(model, question, params, settings))
         return
-    answer, stats = _on_screen(model, question, params, settings)
+    answer, line = _on_screen(model, question, params, settings)
     if not settings.flag("quiet"):
-        line = speed_line(answer.usage, stats, answer.generation_s)
         stderr_console().print("\n".join(filter(None, [cut_line(answer), line])))
 
 
@@ -109,7 +108,8 @@ def _as_json(model: str, question: Question, params: SamplingParams, settings: S
 
 def _on_screen(
     model: str, question: Question, params: SamplingParams, settings: Settings
-) -> tuple[Answer, dict[str, object]]:
+) -> tuple[Answer, str]:
+    """The answer, shown, and the line on what it took."""
     console = stdout_console()
     with open_llm(model, settings, question) as llm:
         show_plan(llm, model, settings)
@@ -123,7 +123,16 @@ def _on_screen(
         else:
             view = view_of(llm, prompt, console)
             answer = ask_showing(llm, prompt, params, question.is_raw, view)
-        return answer, _stats(llm.stats(), answer)
+        return answer, line_on(answer, llm, settings.flag("verbose"))
+
+
+def line_on(answer: Answer, llm: LLM, is_verbose: bool) -> str:
+    """The tokens of an answer and their speed; more if that is wanted."""
+    if not is_verbose:
+        return speed_line(answer.usage, answer.generation_s)
+    prediction = llm.plan.prediction
+    expected = None if prediction is None else prediction.speed
+    return speed_line(answer.usage, answer.generation_s, llm.stats(), expected)
 
 
 def show_plan(llm: LoadedModel, model: str, settings: Settings) -> None:

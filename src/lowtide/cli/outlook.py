@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from lowtide.config import format_size
 from lowtide.plan import FormatPlan, MemoryPlan, Prediction, SpeedRange, faster_format
@@ -26,7 +26,8 @@ def plan_line(plan: MemoryPlan, model: str) -> str:
     parts = [f"{plan.device}: {format_size(tier.used_bytes)} of {format_size(tier.budget_bytes)}"]
     if plan.num_experts:
         residents = sum(plan.residents_per_layer)
-        parts.append(f"{residents} of {plan.num_experts} experts resident ({plan.policy})")
+        placed = f"{residents} of {plan.num_experts} experts in memory ({plan.policy})"
+        parts.append("all experts in memory" if residents == plan.num_experts else placed)
     parts.append(f"context {plan.context}")
     prediction = plan.prediction
     if prediction is not None and prediction.speed is None:
@@ -82,13 +83,6 @@ def prediction_object(prediction: Prediction | None) -> dict[str, object] | None
         "read_bytes_per_token": prediction.read_bytes_per_token,
         "asks_for_all": prediction.asks_for_all,
     }
-
-
-def predicted(stats: Mapping[str, object]) -> str:
-    """The speed that was predicted, for beside the measured one; nothing where there is none."""
-    names = [f"predicted_tokens_per_s{end}" for end in ("_least", "_most")]
-    found = [number for name in names if isinstance(number := stats.get(name), float)]
-    return " to ".join(map(per_second, found)) + " predicted" if found else ""
 
 
 def _bytes_line(plan: MemoryPlan, prediction: Prediction) -> str:

@@ -5,17 +5,17 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from rich.console import Group
 from rich.text import Text
 
-from lowtide.cli.outlook import predicted, prediction_object
+from lowtide.cli.outlook import prediction_object, speed_text
 from lowtide.cli.screen import number_table
 from lowtide.core import CacheMode
 from lowtide.files.json_file import as_json
-from lowtide.plan import MemoryPlan, plan_facts, plan_rows, plan_tiers
+from lowtide.plan import MemoryPlan, SpeedRange, plan_facts, plan_rows, plan_tiers
 
 if TYPE_CHECKING:
     from lowtide.answers.completion import Completion, Usage
@@ -56,26 +56,23 @@ def answer_object(
     return {**answers[0], "stats": dict(stats), "plan": plan_object(plan), **several}
 
 
-def speed_line(usage: Usage, stats: Mapping[str, object], generation_s: float) -> str:
-    """What the answer cost: committed answer tokens per second, forwards, hit rate if there
-    are experts."""
-    num_tokens, num_forwards = usage.completion_tokens, usage.forwards
-    parts = [
-        f"{speed(num_tokens, generation_s):.1f} tokens/s",
-        f"{num_tokens} tokens in {generation_s:.1f} s",
-        f"{num_forwards} forwards",
-    ]
-    if num_forwards:
-        parts[-1] += f" ({num_tokens / num_forwards:.1f} tokens each)"
-    if expected := predicted(stats):
-        parts.insert(1, expected)
-    hit_rate = stats.get("hit_rate")
-    if isinstance(hit_rate, int | float) and math.isfinite(hit_rate):
-        parts.append(f"hit rate {hit_rate:.0%}")
+def speed_line(
+    usage: Usage,
+    generation_s: float,
+    stats: Mapping[str, object] | None = None,
+    expected: SpeedRange | None = None,
+) -> str:
+    """An answer's tokens and its speed, and whether it is approximate.
+
+    With `stats`, what it took as well: the speed that the plan said, passes, and the hit rate if
+    there are experts."""
+    num_tokens = usage.completion_tokens
+    ending = "" if num_tokens == 1 else "s"
+    parts = [f"{num_tokens} token{ending}", f"{speed(num_tokens, generation_s):.1f} tokens/s"]
+    if stats is not None:
+        parts += _costs(usage, generation_s, stats, expected)
     if usage.kv_cache != CacheMode.EXACT.value:
         parts.append(f"approximate: {usage.kv_cache} cache")
-    if not usage.formats.is_own:
-        parts.append(f"formats: {usage.formats}")
     if usage.receipt is not None:
         receipt = usage.receipt
         parts.append(
@@ -83,6 +80,21 @@ def speed_line(usage: Usage, stats: Mapping[str, object], generation_s: float) -
             "router's weight"
         )
     return " · ".join(parts)
+
+
+def _costs(
+    usage: Usage, generation_s: float, stats: Mapping[str, object], expected: SpeedRange | None
+) -> Iterator[str]:
+    if expected is not None:
+        yield f"{speed_text(expected)} expected"
+    num_passes = usage.forwards
+    each = f" ({usage.completion_tokens / num_passes:.1f} tokens each)" if num_passes else ""
+    yield f"{num_passes} passes in {generation_s:.1f} s{each}"
+    hit_rate = stats.get("hit_rate")
+    if isinstance(hit_rate, int | float) and math.isfinite(hit_rate):
+        yield f"hit rate {hit_rate:.0%}"
+    if not usage.formats.is_own:
+        yield f"formats: {usage.formats}"
 
 
 def speed(num_tokens: int, generation_s: float) -> float:

@@ -6,6 +6,7 @@ one typed error. Knows nothing of what the keys mean.
 
 from __future__ import annotations
 
+import codecs
 import difflib
 import json
 import math
@@ -30,7 +31,8 @@ def read_object(
     path: Path, max_bytes: int, error: type[LowtideError] = CheckpointError
 ) -> dict[str, Any]:
     """The JSON object in the file at `path`; raises `error` if there is none to be had."""
-    return parse_object(read_regular(path, max_bytes, error), str(path), error)
+    data = read_regular(path, max_bytes, error).removeprefix(codecs.BOM_UTF8)
+    return parse_object(data, str(path), error)
 
 
 def parse_object(

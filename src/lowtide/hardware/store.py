@@ -152,9 +152,14 @@ def save(key: CostKey, stored: Stored) -> None:
 
 
 def keep_rates(machine: Machine, rates: Sequence[Rate]) -> None:
-    """Writes a machine's file, whole or not at all; where that cannot be, a notice in the log."""
+    """Writes a machine's file, whole or not at all; where that cannot be, a notice in the log.
+
+    A rate that was disturbed is left out: what was kept under its name before stays."""
+    disturbed = {rate.name for rate in rates if rate.is_disturbed}
+    before = [rate for rate in kept_rates(machine) if rate.name in disturbed] if disturbed else []
+    kept = [*(rate for rate in rates if rate.name not in disturbed), *before]
     try:
-        measured = {"rates": [rate._asdict() for rate in rates]}
+        measured = {"rates": [rate._asdict() for rate in kept]}
         _write(rates_path(machine), _machine_identity(machine), measured, "rates")
     except StorageError as error:
         _log.warning("%s The measured rates are not kept.", error)
@@ -171,7 +176,8 @@ def kept_rates(machine: Machine) -> tuple[Rate, ...]:
         return ()
     try:
         content = _content(path, _machine_identity(machine))
-        return tuple(_read_rate(value) for value in content["rates"])
+        rates = (_read_rate(value) for value in content["rates"])
+        return tuple(rate for rate in rates if not rate.is_disturbed)
     except CheckpointError as error:  # which names the file
         _log.warning("%s It was to hold this machine's rates; lowtide doctor measures them.", error)
     except (ValueError, KeyError, TypeError) as error:

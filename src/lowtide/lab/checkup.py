@@ -15,7 +15,7 @@ import torch
 from lowtide.config import format_size
 from lowtide.errors import HubError, PlanError, StorageError, UnsupportedError
 from lowtide.families import families
-from lowtide.hardware.machine import Rate, disk_rate
+from lowtide.hardware.machine import DISTURBED, Rate, disk_rate
 from lowtide.hardware.memory import available_memory_bytes
 from lowtide.kernels.choice import choose_kernels
 from lowtide.kernels.cpu.library import find_compiler
@@ -169,10 +169,25 @@ def _old_torch(version: str) -> str | None:
     return f"torch {version} is too old. Install {oldest} or newer."
 
 
+def shown_rates(rates: Sequence[Rate]) -> list[Rate]:
+    """Those that a table has: of weights those of a single token."""
+    return [rate for rate in rates if not rate.name.endswith("tokens")]
+
+
 def _busy(rates: Sequence[Rate]) -> str | None:
-    if not rates or median(rate.spread for rate in rates) <= BUSY_SPREAD:
+    """By the rates that are shown, so that no verdict contradicts its table, and those not kept."""
+    again = "Run lowtide doctor again when it is quiet."
+    num_disturbed = sum(rate.is_disturbed for rate in rates)
+    if num_disturbed:
+        return (
+            f"Other programs used this machine while it was measured: of {num_disturbed} rates out "
+            f"of {len(rates)} half of the repeats took more than {DISTURBED:g} times as long as "
+            f"the best one, so these are not kept. {again}"
+        )
+    shown = shown_rates(rates)
+    if not shown or median(rate.spread for rate in shown) <= BUSY_SPREAD:
         return None
     return (
-        "Other programs used this machine while it was measured, so the speeds predicted from "
-        "that are too low. Run lowtide doctor again when it is quiet."
+        "Other programs used this machine while it was measured, so the ranges of predicted speeds "
+        f"are wide. {again}"
     )

@@ -28,7 +28,6 @@ from lowtide.experts.layout import SlotLayout
 from lowtide.experts.transfer import largest_read_bytes
 from lowtide.files.folders import cache_folder
 from lowtide.hardware.machine import (
-    FIRST_ANSWERS,
     LAYERS_OF_BLOCKS,
     LAYERS_OF_TOKENS,
     READ_BYTES,
@@ -91,8 +90,11 @@ def diagnose(
     total = 1 if with_experts is None else 2
     progress("measuring", 0, total)
     machine = this_machine()
-    of_demo = _demo_rates()  # before the process has run anything, as for a user who asks once
-    rates = [*machine_rates(machine, opened, skipped), *_weight_rates(skipped), *of_demo]
+    rates = [
+        *machine_rates(machine, opened, skipped),
+        *_weight_rates(skipped),
+        *_demo_rates(),
+    ]
     keep_rates(machine, rates)
     costs: list[ExpertCosts] = []
     if with_experts is not None:
@@ -128,17 +130,13 @@ def _weight_rates(skipped: list[Skipped]) -> list[Rate]:
 
 
 def _demo_rates() -> list[Rate]:
-    """Rates of the demos' layers, whose weights are tiny, by the rows of a pass, and of the first
-    answer, as far as it takes longer than passes over single tokens."""
+    """Rates of the demos' layers, whose weights are tiny, by the rows of a pass."""
     params = SamplingParams(max_tokens=DEMO_TOKENS, ignore_eos=True)
     with _demo("autoregressive") as llm:
-        first_s = DEMO_TOKENS * _pass_s(llm, 1, params)
-        num_layers = llm.config.num_layers
         rates = _layer_rates(llm, {name: (n, params) for n, name in LAYERS_OF_TOKENS.items()})
     with _demo("diffusion") as llm:
         rates += _layer_rates(llm, {name: (1, _block(n)) for n, name in LAYERS_OF_BLOCKS.items()})
-    more_s = max(1e-6, first_s - DEMO_TOKENS * num_layers / rates[0].per_s)
-    return [*rates, Rate(FIRST_ANSWERS, "answers", 1 / more_s, 0.0, 1 / more_s)]
+    return rates
 
 
 def _demo(name: str) -> LLM:

@@ -32,6 +32,7 @@ from lowtide.formats.matrix import Bytes
 from lowtide.kernels.choice import choose_pack
 from lowtide.lab.pack_folder import config_of, reserved
 from lowtide.lab.safetensors_writer import OutputTensor, SafetensorsWriter
+from lowtide.model_folder.chat_template import TOOL_TEMPLATE_NAME
 from lowtide.model_folder.checkpoint import INDEX_NAME, Checkpoint, TensorEntry
 from lowtide.plan import OWN_FORMAT
 from lowtide.reading.file_reader import AnyRead, ArrayRead, FileReader, Piece, Read, Ticket
@@ -303,7 +304,9 @@ def _ranges(entry: TensorEntry) -> Iterator[tuple[int, int]]:
 def _write_texts(opened: OpenModel, out: Path, weight_map: Mapping[str, str]) -> None:
     """All that is not weights, `config.json` last."""
     for path in _copied(opened):
-        with whole_file(out / path.name, "file") as file:
+        copy = out / path.relative_to(opened.folder)
+        copy.parent.mkdir(exist_ok=True)
+        with whole_file(copy, "file") as file:
             file.write(path.read_bytes())
     shards = sorted(set(weight_map.values()))
     if len(shards) > 1 or shards != ["model.safetensors"]:
@@ -321,7 +324,7 @@ def _write_texts(opened: OpenModel, out: Path, weight_map: Mapping[str, str]) ->
 def _copied(opened: OpenModel) -> list[Path]:
     """The files of a model that are the same in the new folder."""
     own = ("config.json", INDEX_NAME)
-    found = opened.folder.iterdir()
+    found = [*opened.folder.iterdir(), opened.folder / TOOL_TEMPLATE_NAME]
     return sorted(p for p in found if p.suffix in _COPIED and p.is_file() and p.name not in own)
 
 

@@ -64,7 +64,7 @@ def read_byte_level_files(folder: Path, config: Mapping[str, Any]) -> tokenizers
 
 def _read_merges(path: Path) -> list[tuple[str, str]]:
     try:
-        text = read_own(path, _MAX_FILE_BYTES, CheckpointError).decode("utf-8")
+        text = read_own(path, _MAX_FILE_BYTES, CheckpointError).decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise CheckpointError(f"{path} is not text in UTF-8: {error}.") from error
     pairs = []

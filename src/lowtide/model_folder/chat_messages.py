@@ -25,19 +25,111 @@ def checked_messages(messages: object) -> list[dict[str, Any]]:
     return [_checked_message(message, i) for i, message in enumerate(messages)]
 
 
-def with_later_systems_as_user(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The same conversation for a template that has a system turn at its beginning alone: later
-    ones are the user's, joined to what the user says beside them."""
-    joined = messages[:1]
-    for message in messages[1:]:
-        if message["role"] == "system":
+def forms(messages: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    """The conversation as it is, then as templates may want it that have fewer roles or take them
+    in turn only: each form once, those that change least first.
+
+    Later system turns may be the user's, and the first one, too; turns of one role may be joined.
+    """
+    later, every = _as_users(messages, 1), _as_users(messages, 0)
+    found: list[list[dict[str, Any]]] = []
+    for form in (messages, later, every):
+        for each in (form, _in_turn(form)):
+            if each not in found:
+                found.append(each)
+    return found
+
+
+def in_short(message: dict[str, Any], mark: str) -> dict[str, Any]:
+    """A message of the same kind that says `mark` alone, to see what a template does with it."""
+    short = {**message, "content": mark if message["content"] else ""}
+    if "reasoning_content" in message:
+        short["reasoning_content"] = mark
+    if "tool_calls" in message:
+        short["tool_calls"] = [
+            call | {"function": call["function"] | {"arguments": {}}}
+            for call in message["tool_calls"]
+        ]
+    return short
+
+
+def with_thinking(
+    messages: list[dict[str, Any]], in_place_of_content: bool = False
+) -> list[dict[str, Any]]:
+    """Thoughts also by gpt-oss's name for them. in_place_of_content: beside a call the content is
+    the end of the thoughts, for its template, which takes one of both there."""
+    return [_with_thinking(message, in_place_of_content) for message in messages]
+
+
+def without_empty_end(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The conversation without a last answer that says nothing yet. Raises UsageError for one that
+    cannot be continued."""
+    *before, last = messages
+    if last["role"] != "assistant":
+        return messages
+    if "tool_calls" in last:
+        raise UsageError(
+            f"Message {len(before)}, the last one, calls tools: add a message of each tool's "
+            "result, or leave the calls out."
+        )
+    if last["content"]:
+        return messages
+    if "reasoning_content" in last:
+        raise UsageError(
+            f"Message {len(before)}, the last one, is an assistant's thoughts alone, which cannot "
+            "be continued; leave it out, or begin the answer behind them."
+        )
+    if not before:
+        raise UsageError("A conversation must be a list of at least one message that says a word.")
+    return before if before[-1]["role"] != "assistant" else without_empty_end(before)
+
+
+def _as_users(messages: list[dict[str, Any]], start: int) -> list[dict[str, Any]]:
+    """From message `start` on what the system says is the user's, joined to what users say beside
+    it."""
+    joined = messages[:start]
+    was_system = False
+    for i, message in enumerate(messages[start:], start):
+        is_system = message["role"] == "system"
+        if is_system:
             message = {"role": "user", "content": message["content"]}
-        if message["role"] == joined[-1]["role"] == "user":
-            content = joined[-1]["content"] + "\n\n" + message["content"]
+        is_beside = bool(joined) and message["role"] == joined[-1]["role"] == "user"
+        if is_beside and (is_system or was_system):
+            # Behind the first system turn as llama.cpp has it.
+            between = "\n" if i == 1 and was_system else "\n\n"
+            content = f"{joined[-1]['content']}{between}{message['content']}"
             joined[-1] = {"role": "user", "content": content}
         else:
             joined.append(message)
+        was_system = is_system
     return joined
+
+
+def _in_turn(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The same words in as few turns as there can be; tools' results stay apart."""
+    found: list[dict[str, Any]] = []
+    for message in messages:
+        if not found or not found[-1]["role"] == message["role"] != "tool":
+            found.append(message)
+            continue
+        before = found.pop()
+        both = before | message
+        for name in ("content", "reasoning_content"):
+            if name in both:
+                both[name] = "\n".join(each[name] for each in (before, message) if each.get(name))
+        if "tool_calls" in both:
+            both["tool_calls"] = before.get("tool_calls", []) + message.get("tool_calls", [])
+        found.append(both)
+    return found
+
+
+def _with_thinking(message: dict[str, Any], in_place_of_content: bool) -> dict[str, Any]:
+    thoughts = message.get("reasoning_content")
+    if thoughts is None:
+        return message
+    if in_place_of_content and "tool_calls" in message and message["content"]:
+        return message | {"content": "", "thinking": f"{thoughts}\n\n{message['content']}"}
+    return message | {"thinking": thoughts}
 
 
 def _checked_message(message: object, index: int) -> dict[str, Any]:

@@ -1,22 +1,34 @@
-"""A model folder's chat template: which it is, and the prompt that it makes of messages.
+"""A model's chat templates: which there are, and the prompt that one makes of a conversation.
 
-It is a program out of a model folder, run by `template_worker.py` in a bounded process. What
-messages may hold is in `chat_messages.py`.
+A template is a program out of a model folder, run by `template_worker.py` in a bounded process.
+What messages may hold is in `chat_messages.py`.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
+import secrets
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from lowtide.errors import CheckpointError, UnsupportedError, UsageError
 from lowtide.files.json_file import printable, shown
 from lowtide.files.regular_file import read_own
-from lowtide.model_folder.chat_messages import checked_messages, with_later_systems_as_user
+from lowtide.model_folder.chat_messages import (
+    checked_messages,
+    forms,
+    in_short,
+    with_thinking,
+    without_empty_end,
+)
 from lowtide.model_folder.template_process import TEMPLATES
+
+TEMPLATE_NAME = "chat_template.jinja"
+TOOL_TEMPLATE_NAME = "additional_chat_templates/tool_use.jinja"
 
 MAX_TEMPLATE_CHARS = 256 << 10
 MAX_TEXT_CHARS = 64 << 20
@@ -25,6 +37,11 @@ TEMPLATE_MEMORY_BYTES = 512 << 20
 TEMPLATE_CPU_S = 2
 TEMPLATE_WALL_S = 20  # a busy machine may take seconds to start a process
 
+_READS_THINKING = re.compile(r"""\.thinking\b|["']thinking["']""")
+
+_SAID = ("system", "user")
+"""Roles whose turns are never left out."""
+
 _NAMED = ("name", "template")  # of several chat templates each has these
 
 
@@ -32,23 +49,62 @@ class _Refusal(UsageError):
     """A chat template that fails on a conversation, or refuses it."""
 
 
-def read_template(folder: Path, config: Mapping[str, Any]) -> str | None:
-    """The folder's `chat_template.jinja`, else what `tokenizer_config.json` holds, or None.
+@dataclass(frozen=True)
+class ChatTemplates:
+    """A model's templates. with_tools: of conversations with tools, where there is one for them."""
+
+    default: str
+    with_tools: str | None = None
+
+    def names(self, variable: str) -> bool:
+        """Whether one of them speaks of a variable."""
+        return variable in self.default or variable in (self.with_tools or "")
+
+    def render(self, messages: object, options: Mapping[str, object]) -> str:
+        """The prompt of a conversation, in the first of its `forms` that the template takes and
+        nothing of which it leaves out. An answer that is begun is the prompt's end.
+
+        Raises UsageError for bad messages, options that are no JSON, a template that fails, and an
+        answer that cannot be continued; UnsupportedError for tools that no template shows.
+        """
+        template = self.default
+        if options.get("tools"):
+            template = self.default if self.with_tools is None else self.with_tools
+            if "tools" not in template:
+                raise UnsupportedError(
+                    "This model's chat template has no tools: the model would never see them. "
+                    "Leave tools out, or take a model that was made for them."
+                )
+        return _Conversation(template, options).prompt(checked_messages(messages))
+
+
+def read_templates(folder: Path, config: Mapping[str, Any]) -> ChatTemplates | None:
+    """The folder's `chat_template.jinja` and the one for tools beside it, else what
+    `tokenizer_config.json` holds; None without any.
 
     Raises CheckpointError for one of a wrong type or too long.
     """
-    path = folder / "chat_template.jinja"
-    if os.path.lexists(path):
-        template: object = _read_text(path, 4 * MAX_TEMPLATE_CHARS)
-    else:
-        template = config.get("chat_template")
-    if isinstance(template, list):
-        template = _default_template(template, folder)
-    return checked_template(template, folder)
+    given = config.get("chat_template")
+    named: dict[str, object] = {"default": given}
+    if isinstance(given, list):
+        named = _named_templates(given, folder)
+    if os.path.lexists(folder / TEMPLATE_NAME):
+        named = {"default": _read_text(folder / TEMPLATE_NAME)}
+    if os.path.lexists(folder / TOOL_TEMPLATE_NAME):
+        named["tool_use"] = _read_text(folder / TOOL_TEMPLATE_NAME)
+    return checked_templates(named.get("default"), named.get("tool_use"), folder)
 
 
-def checked_template(template: object, where: Path) -> str | None:
-    """What a model has for one; raises CheckpointError for a wrong type or a text too long."""
+def checked_templates(default: object, with_tools: object, where: Path) -> ChatTemplates | None:
+    """What a model has; one alone is for all conversations. Raises CheckpointError for a wrong type
+    or a text too long."""
+    texts = [_checked_template(each, where) for each in (default, with_tools)]
+    if texts[0] is None:
+        return None if texts[1] is None else ChatTemplates(texts[1])
+    return ChatTemplates(texts[0], texts[1])
+
+
+def _checked_template(template: object, where: Path) -> str | None:
     if template is None:
         return None
     if not isinstance(template, str):
@@ -61,38 +117,85 @@ def checked_template(template: object, where: Path) -> str | None:
             f"{where}: the chat template has {len(template)} characters; "
             f"at most {MAX_TEMPLATE_CHARS} are accepted."
         )
-    return template
+    return template.removeprefix("\ufeff")  # an editor's mark of UTF-8, and no part of a prompt
 
 
-def render_template(template: str, messages: object, options: Mapping[str, object]) -> str:
-    """Renders in the bounded process (why: see `template_worker`).
+@dataclass(frozen=True)
+class _Conversation:
+    """A template with the variables that it has beside the messages."""
 
-    A system turn behind the first message that the template refuses, or leaves out, is said by
-    the user instead, in its place. Raises UsageError for bad messages, options that are no JSON,
-    and a template that fails.
-    """
-    if options.get("tools") and "tools" not in template:
-        raise UnsupportedError(
-            "This model's chat template has no tools: the model would never see them. Leave tools "
-            "out, or take a model that was made for them."
+    template: str
+    options: Mapping[str, object]
+
+    def prompt(self, messages: list[dict[str, Any]]) -> str:
+        """See `ChatTemplates.render`."""
+        messages = without_empty_end(messages)
+        refusal, found = None, []
+        candidates = forms(messages)
+        for form in candidates:
+            try:
+                text = self._text(form)
+            except _Refusal as error:
+                refusal = refusal or error
+                continue
+            if len(candidates) == 1 or self._is_whole(form):
+                return text
+            found.append(text)
+        if found:
+            return found[0]  # no form is better than the conversation as it is
+        raise refusal or UsageError("A conversation must be a list of at least one message.")
+
+    def _text(self, messages: list[dict[str, Any]]) -> str:
+        """The prompt up to an answer, or to the end of one that is begun."""
+        if messages[-1]["role"] != "assistant":
+            return self._rendered(messages, is_begun=False)
+        # As transformers does it: what the template writes behind the text is cut at a mark. A
+        # template that trims takes the mark's space, and the text's with it.
+        mark = f"{secrets.token_hex(12)} "
+        last = messages[-1] | {"content": messages[-1]["content"] + mark}
+        text = self._rendered([*messages[:-1], last], is_begun=True)
+        end = text.rfind(mark.strip())
+        if end < 0:
+            raise UsageError(
+                "The answer that is begun cannot be continued: the model's chat template leaves it "
+                "out. End the conversation with a user's message."
+            )
+        return text[:end] if text.startswith(mark, end) else text[:end].rstrip()
+
+    def _is_whole(self, messages: list[dict[str, Any]]) -> bool:
+        """Whether each turn of system and users is in the prompt: seen by marks in place of what is
+        said, as the same words may stand elsewhere."""
+        marks = [secrets.token_hex(8) for _ in messages]
+        marked = [in_short(*each) for each in zip(messages, marks, strict=True)]
+        tools = self.options.get("tools")
+        few = {"tools": tools[:1]} if isinstance(tools, list) else {}
+        shown = _Conversation(self.template, {**self.options, **few})
+        try:
+            text = shown._rendered(marked, is_begun=messages[-1]["role"] == "assistant")
+        except _Refusal:
+            return True  # it was taken in full
+        pairs = zip(messages, marks, strict=True)
+        return all(
+            mark in text or not message["content"].strip() or message["role"] not in _SAID
+            for message, mark in pairs
         )
-    checked = checked_messages(messages)
-    later = [m["content"].strip() for m in checked[1:] if m["role"] == "system"]
-    if not later:
-        return _rendered(template, checked, options)
-    try:
-        text = _rendered(template, checked, options)
-        if all(content in text for content in later):
-            return text
-    except _Refusal:
-        pass
-    return _rendered(template, with_later_systems_as_user(checked), options)
+
+    def _rendered(self, messages: list[dict[str, Any]], is_begun: bool) -> str:
+        variables = {**self.options, "add_generation_prompt": not is_begun}
+        if not _READS_THINKING.search(self.template):
+            return _rendered(self.template, variables | {"messages": messages})
+        named = with_thinking(messages)
+        try:
+            return _rendered(self.template, variables | {"messages": named})
+        except _Refusal:
+            in_one = with_thinking(messages, in_place_of_content=True)
+            if in_one == named:
+                raise
+            return _rendered(self.template, variables | {"messages": in_one})
 
 
-def _rendered(template: str, messages: list[dict[str, Any]], options: Mapping[str, object]) -> str:
-    if ".thinking" in template:
-        messages = [_with_thinking(message) for message in messages]
-    variables = {**options, "messages": messages}
+def _rendered(template: str, variables: Mapping[str, object]) -> str:
+    """Renders in the bounded process (why: see `template_worker`)."""
     try:
         size = len(json.dumps(variables))
     except (TypeError, ValueError) as error:
@@ -114,17 +217,8 @@ def _rendered(template: str, messages: list[dict[str, Any]], options: Mapping[st
     return str(answer["text"])
 
 
-def _with_thinking(message: dict[str, Any]) -> dict[str, Any]:
-    """Thoughts by the name that gpt-oss's template has for them: beside a call only where no text
-    is."""
-    thoughts = message.get("reasoning_content")
-    if thoughts is None or ("tool_calls" in message and message["content"]):
-        return message
-    return message | {"thinking": thoughts}
-
-
-def _default_template(named: list[Any], folder: Path) -> object:
-    """The template named `default` among several, or the only one."""
+def _named_templates(named: list[Any], folder: Path) -> dict[str, object]:
+    """By name; the only one is the default, whatever it is called."""
     for i, entry in enumerate(named):
         values = [entry.get(key) for key in _NAMED] if isinstance(entry, dict) else [None]
         if not all(isinstance(value, str) for value in values):
@@ -132,18 +226,18 @@ def _default_template(named: list[Any], folder: Path) -> object:
                 f"{folder}: entry {i} of the {len(named)} in chat_template must have a name and a "
                 f"template, both strings; it has {', '.join(map(shown, values))}."
             )
-    templates = {entry["name"]: entry["template"] for entry in named}
+    templates: dict[str, object] = {entry["name"]: entry["template"] for entry in named}
     if "default" in templates:
-        return templates["default"]
+        return templates
     if len(templates) == 1:
-        return next(iter(templates.values()))
+        return {"default": next(iter(templates.values()))}
     raise CheckpointError(
         f"{folder}: chat_template lists {len(named)} templates and none is named 'default'."
     )
 
 
-def _read_text(path: Path, max_bytes: int) -> str:
+def _read_text(path: Path) -> str:
     try:
-        return read_own(path, max_bytes, CheckpointError).decode("utf-8")
+        return read_own(path, 4 * MAX_TEMPLATE_CHARS, CheckpointError).decode("utf-8")
     except UnicodeDecodeError as error:
         raise CheckpointError(f"{path} is not text in UTF-8: {error}.") from error

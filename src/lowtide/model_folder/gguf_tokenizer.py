@@ -15,7 +15,7 @@ from tokenizers import decoders, models, normalizers
 
 from lowtide.errors import CheckpointError, UnsupportedError
 from lowtide.files.json_file import shown
-from lowtide.model_folder.chat_template import checked_template
+from lowtide.model_folder.chat_template import checked_templates
 from lowtide.model_folder.gguf_ends import CONTROL
 from lowtide.model_folder.gguf_header import GgufArray, Metadata
 from lowtide.model_folder.gguf_words import WORDS, merged_pair
@@ -55,14 +55,15 @@ def gguf_tokenizer(metadata: Metadata, path: Path) -> Tokenizer | None:
         )
     tokens = _strings(metadata, "tokenizer.ggml.tokens", path, MAX_TOKENS)
     special = _special_tokens(metadata, tokens, path)
-    template = checked_template(metadata.get(_TEMPLATE_KEY), path)
+    keys = _TEMPLATE_KEY, f"{_TEMPLATE_KEY}.tool_use"
+    templates = checked_templates(metadata.get(keys[0]), metadata.get(keys[1]), path)
     with blamed(f"{path}: its metadata does not make a tokenizer", "Fetch the file again"):
         backend = kinds[kind](metadata, tokens, path)
         _add_tokens(backend, _numbers(metadata, "tokenizer.ggml.token_type", tokens, path), tokens)
         adds_bos = metadata.get("tokenizer.ggml.add_bos_token", _adds_bos(metadata, kind))
         if adds_bos and "bos_token" in special:
             begin_texts(backend, special["bos_token"])
-        return Tokenizer(backend, special, template, f"{path.name} has no {_TEMPLATE_KEY}")
+        return Tokenizer(backend, special, templates, f"{path.name} has no {_TEMPLATE_KEY}")
 
 
 def _adds_bos(metadata: Metadata, kind: str) -> bool:

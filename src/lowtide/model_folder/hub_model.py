@@ -24,6 +24,7 @@ from lowtide.errors import CheckpointError, ConfigError, HubError
 from lowtide.families import read_config
 from lowtide.files.json_file import parse_object, shown
 from lowtide.files.regular_file import RegularFile
+from lowtide.model_folder.chat_template import TOOL_TEMPLATE_NAME
 from lowtide.model_folder.checkpoint import (
     INDEX_NAME,
     LENGTH_BYTES,
@@ -286,5 +287,6 @@ def is_small(name: str) -> bool:
 
 
 def _is_fetched(name: str) -> bool:
-    """Folders hold other formats of the same model."""
-    return "/" not in name and name.endswith((*_SMALL_ENDS, ".safetensors"))
+    """Folders hold other formats of the same model, but for one."""
+    is_own = "/" not in name or name == TOOL_TEMPLATE_NAME
+    return is_own and name.endswith((*_SMALL_ENDS, ".safetensors"))

@@ -76,12 +76,34 @@ def render(template: str, variables: dict[str, Any], max_output_chars: int) -> s
     """The text of a template, counted as it comes. Raises TemplateError when it grows too long."""
     parts: list[str] = []
     num_chars = 0
+    name_arguments(variables.get("messages"))
     for part in compiled(template).generate(**variables):
         num_chars += len(part)
         if num_chars > max_output_chars:
             raise TemplateError(f"it writes more than {max_output_chars} characters")
         parts.append(part)
     return "".join(parts)
+
+
+class Arguments(dict[str, Any]):
+    """A call's arguments: an object for templates that read it, its JSON where one writes it as
+    text, alone or behind another."""
+
+    def __str__(self) -> str:
+        return to_json(self)
+
+    def __add__(self, text: str) -> str:
+        return str(self) + text
+
+    def __radd__(self, text: str) -> str:
+        return text + str(self)
+
+
+def name_arguments(messages: Any) -> None:
+    """Makes `Arguments` of those in messages, in place."""
+    for message in messages if isinstance(messages, list) else ():
+        for call in message.get("tool_calls", ()):
+            call["function"]["arguments"] = Arguments(call["function"]["arguments"])
 
 
 @lru_cache(maxsize=4)  # a process has one model, or a few

@@ -7,6 +7,7 @@ imports no torch.
 
 from __future__ import annotations
 
+import codecs
 import functools
 import json
 import os
@@ -28,7 +29,7 @@ from lowtide.model_folder.byte_level_files import (
     read_byte_level_files,
 )
 from lowtide.model_folder.chat_messages import Message
-from lowtide.model_folder.chat_template import MAX_TEXT_CHARS, read_template, render_template
+from lowtide.model_folder.chat_template import MAX_TEXT_CHARS, ChatTemplates, read_templates
 
 TOKENIZER_NAME = "tokenizer.json"
 CONFIG_NAME = "tokenizer_config.json"
@@ -64,23 +65,23 @@ class Tokenizer:
         config = _read_config(folder)
         if not _has_tokenizer(folder, config):
             return None
-        template = read_template(folder, config)
+        templates = read_templates(folder, config)
         failure = f"{folder}: its tokenizer's files and {CONFIG_NAME} do not make a tokenizer"
         with blamed(failure, "Fetch them again"):
-            return cls(_read_backend(folder, config), config, template)
+            return cls(_read_backend(folder, config), config, templates)
 
     def __init__(
         self,
         backend: tokenizers.Tokenizer,
         config: Mapping[str, Any],
-        chat_template: str | None,
+        templates: ChatTemplates | None,
         no_template: str = NO_TEMPLATE,
     ) -> None:
         """no_template: why there is none, where there is none."""
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
-        self._template, self._no_template = chat_template, no_template
+        self._templates, self._no_template = templates, no_template
         self._special = _special_tokens(config)
         self.vocab_size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         eos = self._special_id("eos_token")
@@ -89,11 +90,11 @@ class Tokenizer:
 
     @property
     def has_chat_template(self) -> bool:
-        return self._template is not None
+        return self._templates is not None
 
     def template_names(self, variable: str) -> bool:
         """Whether the chat template speaks of a variable."""
-        return variable in (self._template or "")
+        return self._templates is not None and self._templates.names(variable)
 
     def encode(self, text: str, *, add_special: bool = True) -> list[int]:
         """Token ids of a text; `add_special` lets the tokenizer add what it adds to a prompt.
@@ -194,17 +195,17 @@ class Tokenizer:
     ) -> str:
         """The prompt of a conversation, by the model's own template in a bounded process.
 
-        messages: see `chat_messages.py`. options: further variables of the template, such as
-        `enable_thinking`, or `tools`, the declarations of functions that may be called.
+        messages: see `chat_messages.py`; an assistant's last one is an answer that is begun, and to
+        be continued. options: further variables of the template, such as `enable_thinking`, or
+        `tools`, the declarations of functions that may be called.
         Raises UsageError without a template, for bad messages, and when the template fails.
         """
-        if self._template is None:
+        if self._templates is None:
             raise UsageError(
                 f"This model has no chat template ({self._no_template}); give it a plain text "
                 "prompt."
             )
-        variables = {**self._special, **(options or {}), "add_generation_prompt": True}
-        return render_template(self._template, messages, variables)
+        return self._templates.render(messages, {**self._special, **(options or {})})
 
     def _special_id(self, name: str) -> int | None:
         text = self._special.get(name)
@@ -217,7 +218,7 @@ def has_chat_template(folder: Path) -> bool:
     Raises CheckpointError as `Tokenizer.load`.
     """
     config = _read_config(folder)
-    return _has_tokenizer(folder, config) and read_template(folder, config) is not None
+    return _has_tokenizer(folder, config) and read_templates(folder, config) is not None
 
 
 class TextStream:
@@ -321,7 +322,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
 
 
 def _read_tokenizer(path: Path) -> tokenizers.Tokenizer:
-    data = read_own(path, MAX_TOKENIZER_BYTES, CheckpointError)
+    data = read_own(path, MAX_TOKENIZER_BYTES, CheckpointError).removeprefix(codecs.BOM_UTF8)
     with blamed(f"{path} is not a tokenizer that can be read", "Fetch it again"):
         backend = tokenizers.Tokenizer.from_buffer(data)
         num_added = backend.num_special_tokens_to_add(is_pair=False)

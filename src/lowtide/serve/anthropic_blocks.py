@@ -37,12 +37,8 @@ class MessageReader:
         turns = [*_system_turns(system)]
         for message in objects_at(messages, "messages"):
             turns += self._turns(message)
-        if not turns or turns[-1].role == "assistant":
-            raise Refusal(
-                "The conversation must end with a user message: an answer that is begun cannot be "
-                "continued here.",
-                param="messages",
-            )
+        if not turns:
+            raise Refusal("The conversation must have a user message.", param="messages")
         return Conversation(merged(turns), tuple(self._tools(tools)))
 
     def _turns(self, message: PlacedObject) -> Iterator[Turn]:

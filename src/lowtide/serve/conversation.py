@@ -57,10 +57,15 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """What a model is to continue with an assistant's turn."""
+    """What a model is to continue with an assistant's turn, or in the one that ends it."""
 
     turns: tuple[Turn, ...]
     tools: tuple[Tool, ...] = ()
+
+    @property
+    def is_begun(self) -> bool:
+        """Whether an answer is begun that is to be continued."""
+        return bool(self.turns) and self.turns[-1].role == "assistant" and bool(self.turns[-1].text)
 
     def messages(self) -> list[dict[str, Any]]:
         return [turn.message() for turn in self.turns]

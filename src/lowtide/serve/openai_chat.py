@@ -22,7 +22,7 @@ from lowtide.parsing.pieces import (
     joined,
 )
 from lowtide.serve.agent_api import Effort, effort_options
-from lowtide.serve.conversation import calls_in
+from lowtide.serve.conversation import Conversation, calls_in
 from lowtide.serve.errors import Refusal
 from lowtide.serve.grammar_text import Constraint
 from lowtide.serve.json_body import JsonRoute
@@ -112,10 +112,13 @@ class ChatBody(SamplingFields):
     structured_outputs: StructuredOutputs | None = None
     reasoning_effort: Effort | None = None
     chat_template_kwargs: dict[str, Any] = {}
+    continue_final_message: bool | None = None
+    add_generation_prompt: bool | None = None
 
     def asks(self) -> list[Ask]:
         """One for each answer. Raises Refusal or UsageError for what cannot be asked."""
         conversation = conversation_of(self.messages, self.tools)
+        self._check_end(conversation)
         if self.top_logprobs and not self.logprobs:
             raise Refusal("top_logprobs needs logprobs: true.", param="top_logprobs")
         num_top = self.top_logprobs if self.logprobs else None
@@ -130,6 +133,22 @@ class ChatBody(SamplingFields):
             parallel_calls=self.parallel_tool_calls,
         )
         return several(ask, self.n)
+
+    def _check_end(self, conversation: Conversation) -> None:
+        """Raises Refusal where vLLM's fields say otherwise than the conversation ends: an answer
+        that is begun is continued, and any other follows a generation prompt."""
+        is_begun = conversation.is_begun
+        for name, wanted in (
+            ("continue_final_message", is_begun),
+            ("add_generation_prompt", not is_begun),
+        ):
+            if getattr(self, name) not in (None, wanted):
+                last = "an answer that is begun, which is continued" if is_begun else "no answer"
+                raise Refusal(
+                    f"{name} must be {str(wanted).lower()}, or left out: the last message is "
+                    f"{last}.",
+                    param=name,
+                )
 
     def _constraint(self) -> Constraint | None:
         format, form = self.response_format, self.structured_outputs

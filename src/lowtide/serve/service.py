@@ -286,6 +286,8 @@ class Service:
     def _request(self, ask: Ask, prompt_ids: list[int], is_gone: threading.Event) -> Request:
         """What the engine is asked; a grammar may take seconds, and is not begun for a client that
         is gone. Raises TooLong or LowtideError."""
+        if ask.constraint is not None and ask.conversation is not None:
+            _check_is_not_begun(ask.conversation)
         params = self._fitted(ask, len(prompt_ids))
         [request] = self.llm.requests(prompt_ids, params, raw=True)
         if ask.conversation is None:
@@ -376,6 +378,17 @@ class _Watch:
         total_s = time.monotonic() - self.start_s
         queue_s = total_s if self._begun_s is None else self._begun_s
         return Served(self.reason, self.num_prompt, self.num_new, queue_s, self._first_s, total_s)
+
+
+def _check_is_not_begun(conversation: Conversation) -> None:
+    """Raises Refusal: a form is of whole answers."""
+    if conversation.is_begun:
+        raise Refusal(
+            "The last message is an answer that is begun, and the form that is asked for would "
+            "hold for its continuation alone: leave one of them out.",
+            param="messages",
+            code="unsupported",
+        )
 
 
 def name_of(model: str) -> str:

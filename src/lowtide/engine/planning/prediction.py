@@ -13,16 +13,16 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from statistics import median
 from typing import NamedTuple
 
 import numpy as np
 
-from lowtide.core import CacheMode, Costs, MoEShape
+from lowtide.core import CacheMode, MoEShape
 from lowtide.decode.masked_options import resolve
 from lowtide.engine.opening.model import OpenModel
 from lowtide.errors import StorageError
 from lowtide.hardware.machine import (
-    FIRST_ANSWERS,
     LAYERS_OF_BLOCKS,
     LAYERS_OF_TOKENS,
     Machine,
@@ -31,6 +31,7 @@ from lowtide.hardware.machine import (
     seconds_per_layer,
     this_machine,
 )
+from lowtide.hardware.measure import Measurements
 from lowtide.hardware.store import kept_rates, load
 from lowtide.hardware.weight_rates import kind_of, rounding_rate, seconds_per_byte
 from lowtide.kernels.choice import possible_names
@@ -85,6 +86,7 @@ class PassCosts(NamedTuple):
     absent_s: float  # one expert that is in host memory and not there
     read_s: float  # one expert from disk
     rounded_s: float = 0.0  # one expert by all cores, where it is rounded as it is read
+    doubt: float = DISAGREEMENT  # the factor by which a pass may take longer, or shorter
 
     def pass_time(self, demand: ExpertCounts, saved_s: float = 0.0) -> PassTime:
         """saved_s: of reads, by those that began ahead of their layer.
@@ -98,9 +100,9 @@ class PassCosts(NamedTuple):
             self.dense_s + max(compute_s, moved_s - each) for each in (0.0, saved_s)
         )
         return PassTime(
-            least_s=least_s / DISAGREEMENT,
+            least_s=least_s / self.doubt,
             likely_s=ahead_s if ahead_s < WORTH * without_s else without_s,
-            most_s=(self.dense_s + compute_s + moved_s) * DISAGREEMENT,
+            most_s=(self.dense_s + compute_s + moved_s) * self.doubt,
         )
 
 
@@ -140,25 +142,15 @@ class Predictor:
         saved_s = _saved_by_reads_ahead(self.opened, self.plan, num_rows, costs, demand)
         return costs.pass_time(demand, saved_s)
 
-    def speed(
-        self, num_tokens: int, num_passes: int, num_rows: int, *, has_first: bool = False
-    ) -> SpeedRange | None:
-        """Speed of a run that committed `num_tokens`, its passes having `num_rows` together.
-
-        has_first: the first answer of the loaded model is among them.
-        """
+    def speed(self, num_tokens: int, num_passes: int, num_rows: int) -> SpeedRange | None:
+        """Speed of a run that committed `num_tokens`, its passes having `num_rows` together."""
         if not num_passes:
             return self.prediction().speed
         found = self.pass_time(max(1, round(num_rows / num_passes)))
         if found is None:
             return None
-        more_s = _first_answer_s() if has_first and self.plan.gpu is None else 0.0
         least_s, likely_s, most_s = (num_passes * each_s for each_s in found)
-        return SpeedRange(
-            num_tokens / (most_s + more_s * DISAGREEMENT),
-            num_tokens / (likely_s + more_s),
-            num_tokens / (least_s + more_s / DISAGREEMENT),
-        )
+        return SpeedRange(num_tokens / most_s, num_tokens / likely_s, num_tokens / least_s)
 
     def _demand(self, num_rows: int) -> ExpertCounts:
         return even_demand(self.opened.config.moe_shape, self.plan, num_rows)
@@ -210,6 +202,7 @@ def _host_costs(
         absent_s=0.0,
         read_s=read_bytes / (disk_bytes_per_s or math.inf),
         rounded_s=read_bytes / _rounded_bytes_per_s(opened, machine, rates),
+        doubt=_doubt(median(rate.spread for rate in rates)),
     )
 
 
@@ -223,10 +216,11 @@ def _rounded_bytes_per_s(opened: OpenModel, machine: Machine, rates: Sequence[Ra
 def _gpu_costs(
     opened: OpenModel, plan: MemoryPlan, machine: Machine, num_rows: int, demand: ExpertCounts
 ) -> PassCosts | None:
-    costs = None if opened.config.experts is None else _kept_costs(opened, machine)
+    measured = None if opened.config.experts is None else _kept_costs(opened, machine)
     disk_bytes_per_s = disk_rate(kept_rates(machine))
-    if costs is None or (demand.num_on_disk and disk_bytes_per_s is None):
+    if measured is None or (demand.num_on_disk and disk_bytes_per_s is None):
         return None
+    costs = measured.costs()
     num_tokens = max(1, round(demand.num_tokens))
     dense_share = _multiplied(opened).num_bytes / opened.layer_bytes
     absent_s = costs.link_s
@@ -238,10 +232,11 @@ def _gpu_costs(
         expert_s=costs.device_s.at(num_tokens),
         absent_s=absent_s,
         read_s=_expert_bytes(opened)[1] / (disk_bytes_per_s or math.inf),
+        doubt=_doubt(measured.spread),
     )
 
 
-def _kept_costs(opened: OpenModel, machine: Machine) -> Costs | None:
+def _kept_costs(opened: OpenModel, machine: Machine) -> Measurements | None:
     """What this model's experts cost with the GPU, as loading it or `lowtide doctor` stores it."""
     for name in possible_names(opened.options.kernels, opened.dtype):
         try:
@@ -249,7 +244,7 @@ def _kept_costs(opened: OpenModel, machine: Machine) -> Costs | None:
         except StorageError:  # measuring says so, and replaces it
             continue
         if stored is not None:
-            return stored.costs
+            return stored.measurements
     return None
 
 
@@ -322,7 +317,6 @@ def _expert_weights(opened: OpenModel) -> Iterator[_Weights]:
         yield _Weights(part.format, share * part.num_bytes, share * part.num_elements)
 
 
-def _first_answer_s() -> float:
-    """What the first answer takes beside its passes; 0 where that was not measured."""
-    rates = kept_rates(this_machine())
-    return next((1 / rate.per_s for rate in rates if rate.name == FIRST_ANSWERS), 0.0)
+def _doubt(spread: float) -> float:
+    """By what factor a time may be wrong that follows from measurements with such a spread."""
+    return max(DISAGREEMENT, 1 + spread)

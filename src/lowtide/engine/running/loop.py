@@ -21,6 +21,7 @@ from lowtide.decode.request import Event, Request
 from lowtide.engine.running.engine import Engine
 from lowtide.engine.running.worker import Answers, Job, Mailbox, News, Passes, Worker
 from lowtide.errors import InternalError, UsageError
+from lowtide.plan import predicted
 from lowtide.threads.event import INTERRUPT_POLL_S
 
 T = TypeVar("T")
@@ -54,7 +55,7 @@ class EngineLoop:
         """What was done since loading, how fast, and how fast it was to be."""
         speed = self._worker.speed
         return self.look(
-            lambda engine: {**engine.as_dict(), **speed.as_dict(), **speed.predicted(engine)}
+            lambda engine: {**engine.as_dict(), **speed.as_dict(), **predicted(engine.plan)}
         )
 
     def answers(self, requests: Sequence[Request]) -> Generator[Event, None, None]:

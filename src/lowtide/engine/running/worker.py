@@ -17,7 +17,6 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from lowtide.decode.request import Committed, Event, Finished, Request
-from lowtide.engine.planning.prediction import predictor_of
 from lowtide.engine.running.decoding import make_decoder, run_pass
 from lowtide.engine.running.engine import Engine
 from lowtide.engine.running.not_finite import naming_faults
@@ -320,22 +319,6 @@ class Speed:
 
     def count(self, events: Iterable[Event]) -> None:
         self._num_tokens += sum(len(e.tokens) for e in events if isinstance(e, Committed))
-
-    def predicted(self, engine: Engine) -> dict[str, float]:
-        """The speed that was to be expected of such passes here, where that is known."""
-        predictor = predictor_of(engine.opened, engine.plan)
-        if predictor is None:
-            return {}
-        counts = (self._num_tokens, self._num_forwards, self._num_rows)
-        found = predictor.speed(*counts, has_first=True)
-        if found is None:
-            return {}
-        least, likely, most = found
-        return {
-            "predicted_tokens_per_s": likely,
-            "predicted_tokens_per_s_least": least,
-            "predicted_tokens_per_s_most": most,
-        }
 
     def as_dict(self) -> dict[str, float]:
         return {
