@@ -65,8 +65,9 @@ def with_specials(form: CallFormat) -> CallFormat:
     special = list(form.tokenizer.special_texts.values())
     own = [m for m in MARKS if form.tokenizer.token_id(m) is not None and m not in special]
     others = [m for m in MARKS if m.startswith("<|im")]
-    template = form.tokenizer._template or ""
-    return form._replace(tokenizer=make_tokenizer(tuple(own), (*special, *others), template))
+    names = [m for m in (*MARKS, "<function=", "```json") if form.tokenizer.template_names(m)]
+    tokenizer = make_tokenizer(tuple(own), (*special, *others), "{{ tools }}" + "".join(names))
+    return form._replace(tokenizer=tokenizer)
 
 
 def read_cut(form: CallFormat, text: str, parts: Sequence[slice]) -> list[tuple[str, ...]]:
