@@ -420,7 +420,7 @@ def test_the_command(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert shown.exit_code == 0 and out.exists()
     assert "residual gate" in shown.stdout and "previous step" in shown.stdout
     assert "which experts of" in shown.stdout and f"--calibration {out}" in shown.stdout
-    replay = ["simulate", str(llm_trace), "--calibration", str(out), "--presets", "dali,fiddler"]
+    replay = ["simulate", str(llm_trace), "--calibration", str(out), "--policy", "dali,fiddler"]
     result = CliRunner().invoke(app, [*replay, "--json"])
     assert result.exit_code == 0, result.stderr
     assert len(json.loads(result.stdout)["runs"]) == 2

@@ -507,6 +507,7 @@ def test_ls_lists_what_is_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(hub, "list_models", lambda: [model])
     assert "(incomplete)" in run("ls").stdout
     assert str(tmp_path) in run("ls").stdout  # however long: nothing is cut on a pipe
+    assert "Looked in " in run("ls").stderr and "give its path" in run("ls").stderr
     [row] = json.loads(run("ls", "--json").stdout)["models"]
     assert row["name"] == "org/name" and row["num_bytes"] == 3 * MIB
 
@@ -993,7 +994,7 @@ def test_what_is_simulated_can_come_from_the_environment_and_a_file(
     recorded: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "lowtide.toml"
-    file.write_text('presets = "lru,all-host"\nresidents = 1.0\n')
+    file.write_text('policy = "lru,all-host"\nresidents = 1.0\n')
     monkeypatch.setenv("LOWTIDE_MACHINE", "h100")
     told = json.loads(run("simulate", recorded, "--config", str(file), "--json").stdout)
     assert told["machine"] == "h100"
@@ -1008,7 +1009,9 @@ def test_what_is_simulated_can_come_from_the_environment_and_a_file(
         (["--residents", "1.5"], "from 0 to 1"),
         (["--residents", "nan"], "from 0 to 1"),
         (["--tau", "0"], "from 1 to"),
-        (["--presets", ","], "names none"),
+        (["--policy", ","], "names none"),
+        (["--policy", "lru,auto"], "name those to compare"),
+        (["--presets", "lru"], "--policy NAME,NAME"),
     ],
 )
 def test_simulate_refuses_what_cannot_be(recorded: str, arguments: list[str], said: str) -> None:

@@ -6,19 +6,22 @@ from __future__ import annotations
 import inspect
 import io
 import json
+import re
+import shlex
 from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 from demo_folder import templated_demo
 from programs import python
 from rich.console import Console
 from typer.testing import CliRunner
 
 from lowtide.cli.app import app
-from lowtide.cli.habits import FLAGS, VERBS
+from lowtide.cli.habits import FLAGS, VERBS, Verb
 from lowtide.cli.live import LiveView
-from lowtide.cli.options import OPTIONS
+from lowtide.cli.options import OPTIONS, resolve
 from lowtide.cli.verbs import OWN_VERBS
 from lowtide.cli.verify import _verdict_line
 from lowtide.lab.verify import Verdict
@@ -110,7 +113,7 @@ def test_what_is_answered_is_none_of_ours_and_the_answers_are() -> None:
     assert not flags & set(FLAGS)
     words = " ".join([*FLAGS.values(), *VERBS.values()]).split()
     named = {word.strip(":,;") for word in words if word.startswith("--")}
-    assert named <= flags | {"--out", "--help", "--version"}
+    assert named <= flags | {"--help", "--version", "--install-completion"}
     assert not set(OWN_VERBS) & set(VERBS) and {"run", "list"} <= set(OWN_VERBS)
 
 
@@ -121,6 +124,50 @@ def test_a_verb_is_listed_by_its_own_first_line(name: str) -> None:
     assert inspect.getdoc(verb.load()).partition("\n")[0] == verb.line
     assert " ".join(verb.line.split()[:4]) in run("--help").stdout
     assert " ".join(verb.line.split()[:4]) in run(name, "--help").stdout
+
+
+@pytest.mark.parametrize("name", OWN_VERBS)
+def test_every_verb_has_an_example_that_it_takes(name: str) -> None:
+    """In its help, and every flag and value of it is one of the verb's."""
+    example = OWN_VERBS[name].example
+    words = shlex.split(example)
+    assert words[0] == "lowtide" and words[1] in (name, "ls")
+    shown = " ".join(run(name, "--help").stdout.split())
+    assert f"For example: {example}" in shown
+    verb = OWN_VERBS[words[1]]
+    one = typer.Typer(add_completion=False)
+    one.command(cls=Verb)(verb.load())
+    context = typer.main.get_command(one).make_context(words[1], words[2:])
+    given = {
+        option.name: context.params[option.name]
+        for option in OPTIONS
+        if context.params.get(option.name) not in (None, [])
+    }
+    resolve(given, {})
+
+
+def completed(*words: str) -> set[str]:
+    """What fish offers for the last of the words."""
+    env = {"_LOWTIDE_COMPLETE": "complete_fish", "_TYPER_COMPLETE_FISH_ACTION": "get-args"}
+    env["_TYPER_COMPLETE_ARGS"] = " ".join(("lowtide", *words))
+    result = CliRunner().invoke(app, env=env, prog_name="lowtide")
+    return {line.partition("\t")[0] for line in result.stdout.splitlines() if line}
+
+
+@pytest.mark.parametrize("name", OWN_VERBS)
+def test_shells_complete_every_flag(name: str) -> None:
+    everything = run(name, "--help-all" if "--help-all" in run(name, "--help").stdout else "--help")
+    flags = set(re.findall(r"^│ +\*? *(--[a-z][-a-z0-9]*)", everything.stdout, flags=re.M))
+    assert "--help" in flags and flags - {"--help", "--help-all"}
+    assert flags <= completed(name, "--")
+
+
+def test_shells_complete_verbs_and_models() -> None:
+    assert {"generate", "serve", "simulate"} <= completed("")
+    assert "serve" in completed("ser")
+    assert "demo:autoregressive" in completed("generate", "demo:a")
+    assert "demo:autoregressive" in completed("chat", "de") and not completed("plan", "./")
+    assert "--install-completion" in run("completion").stderr
 
 
 @pytest.mark.parametrize(
@@ -201,6 +248,24 @@ def test_a_narrower_terminal_leaves_no_old_lines() -> None:
         view._draw(is_due=True)
         assert file.getvalue().count("\x1b[1A") == 6 - 1  # lines that end stay as they are
         view._pending = ""
+
+
+@pytest.mark.parametrize("verb", ["plan", "generate"])
+@pytest.mark.parametrize(
+    ("context", "said"),
+    [("4096", "the model has 2048 positions"), ("2048", ""), ("64", ""), ("16", "too short for")],
+)
+def test_a_context_that_no_text_can_use_is_told(verb: str, context: str, said: str) -> None:
+    text = [] if verb == "plan" else ["2 + 2", "--max-tokens", "1"]
+    result = run(verb, DEMO, *text, "--context", context)
+    assert result.exit_code == 0, result.output
+    lines = [line for line in result.output.splitlines() if line.startswith("context ")]
+    assert [said in line for line in lines] == [True] * bool(said)
+
+
+def test_an_argument_may_be_named_as_its_place_is() -> None:
+    """`lowtide simulate trace --policy lru`, of a file that is called trace."""
+    assert "trace is missing" in run("simulate", "trace", "--policy", "lru").stderr
 
 
 def test_verify_ends_with_one_line() -> None:

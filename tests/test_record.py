@@ -47,11 +47,16 @@ def test_a_trace_holds_every_pass_and_every_committed_token(trace_file: Path) ->
 
 
 def test_simulate_replays_it(trace_file: Path) -> None:
-    arguments = ["simulate", str(trace_file), "--presets", "tide,lru,dali", "--json"]
+    arguments = ["simulate", str(trace_file), "--policy", "tide,lru,dali", "--json"]
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.stderr
     runs = json.loads(result.stdout)["runs"]
     assert [run["preset"] for run in runs] == ["tide", "lru", "dali"]
+    ceiling = ["simulate", str(trace_file), "--policy", "oracle,lru", "--policy-option", "tau=2"]
+    assert "None of the policies lru has an option" in CliRunner().invoke(app, ceiling).stderr
+    result = CliRunner().invoke(app, [*ceiling[:4], "--json"])
+    oracle, lru = json.loads(result.stdout)["runs"]
+    assert (oracle["preset"], lru["preset"]) == ("oracle", "lru")
     assert all(run["tokens_per_s"] > 0 and run["num_tokens"] == 24 for run in runs)
 
 
@@ -78,7 +83,7 @@ def calibration(trace_file: Path) -> Path:
 def simulated(trace: Path, options: list[str], *others: str) -> Result:
     """`lowtide simulate` of two presets, one of them BuddyMoE."""
     pairs = [part for one in options for part in ("--policy-option", one)]
-    arguments = ["simulate", str(trace), "--presets", "buddymoe,lru", *pairs, *others]
+    arguments = ["simulate", str(trace), "--policy", "buddymoe,lru", *pairs, *others]
     return CliRunner().invoke(app, arguments)
 
 
@@ -130,7 +135,7 @@ def test_a_replay_knows_no_router_logits(trace_file: Path) -> None:
         replace(CATALOGUE["lru"], substitution=lambda s: lambda facts: None, asks_scores=True),
     )
     try:
-        result = CliRunner().invoke(app, ["simulate", str(trace_file), "--presets", "toy"])
+        result = CliRunner().invoke(app, ["simulate", str(trace_file), "--policy", "toy"])
     finally:
         unregister("toy")
     assert result.exit_code == 2 and "traces do not hold" in result.stderr
@@ -154,7 +159,7 @@ def test_what_cannot_be_replayed_is_refused(trace_file: Path, tmp_path: Path) ->
         [str(bad)],
         [str(empty)],
         [str(tmp_path / "absent")],
-        [str(trace_file), "--presets", "nonsense"],
+        [str(trace_file), "--policy", "nonsense"],
         [str(trace_file), "--machine", "abacus"],
     ):
         result = runner.invoke(app, ["simulate", *arguments])

@@ -71,6 +71,9 @@ def test_a_client_s_config_has_the_context_that_would_be_served() -> None:
     assert result.exit_code == 0, result.output
     assert "export ANTHROPIC_BASE_URL=http://127.0.0.1:4711" in result.stdout
     assert "CLAUDE_CODE_MAX_CONTEXT_TOKENS=2048" in result.stdout
+    assert "The context is 2,048 tokens" in result.stderr
+    told = run(DEMO, "--print-config", "open-webui", "--host-memory", "64MiB").stderr
+    assert "tokens" not in told
 
 
 def test_a_signal_lets_answers_finish_and_ends_the_process() -> None:

@@ -8,6 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from common.synth_trace import synth_trace
+from hypothesis import given
+from hypothesis import strategies as st
 
 from lowtide import LLM, SamplingParams
 from lowtide.core import Assignment, BoolArray, Facts, IntArray, MoEShape, Step
@@ -95,6 +97,34 @@ def test_its_name_and_its_option_are_checked(toy: str) -> None:
         check_policy(toy, {"stride": "0"})
     with pytest.raises(UsageError, match="no option 'tau'; its options: stride"):
         check_policy(toy, {"tau": "4"})
+
+
+@given(
+    low=st.floats(-1e6, 1e6),
+    width=st.floats(0.5, 1e6),
+    share=st.floats(0, 1),
+    is_whole=st.booleans(),
+)
+def test_an_option_takes_its_type_from_its_default(
+    low: float, width: float, share: float, is_whole: bool
+) -> None:
+    ends = (int(low), int(low) + 1 + int(width)) if is_whole else (low, low + width)
+    default = ends[0] if is_whole else low + share * width
+    given: list[PolicyOption[float | None]] = [
+        PolicyOption("x", default, *ends),
+        PolicyOption("x", None, *ends),
+    ]
+    for option in given:
+        assert option.is_whole == is_whole
+        value = ends[0] + share * (ends[1] - ends[0])
+        text = f"{value:.6f}"
+        if is_whole:
+            with pytest.raises(UsageError, match="a whole number from"):
+                option.parse(text)
+        elif ends[0] <= float(text) <= ends[1]:
+            assert option.parse(text) == float(text)
+    assert PolicyOption("decay", 0.9, 0.0, 1.0).parse("0.5") == 0.5
+    assert not PolicyOption("decay", 0.9, 0, 1).is_whole and PolicyOption("n", 3, 0.0, 9.0).is_whole
 
 
 def test_it_is_simulated(toy: str) -> None:

@@ -13,7 +13,6 @@ app = typer.Typer(
     name="lowtide",
     cls=LateVerbs,
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,  # a fault of ours is shown as Python shows it
     context_settings={"help_option_names": ["-h", "--help"]},
 )

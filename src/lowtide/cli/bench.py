@@ -32,7 +32,19 @@ if TYPE_CHECKING:
     from lowtide.lab.bench import Ceilings, Peak, PresetRun, Result
 
 
-@takes(Group.ENGINE, Group.HUB, Group.SAMPLING, Group.DIFFUSION, Group.BENCH, Group.OUTPUT)
+@takes(
+    Group.BENCH,
+    Group.ENGINE,
+    Group.HUB,
+    Group.SAMPLING,
+    Group.DIFFUSION,
+    Group.OUTPUT,
+    unlisted=("stop", "n"),
+    told={
+        "max_tokens": "Length of each answer in tokens; unset: 64, or what the context leaves.",
+        "policy": "Policies to compare, separated by commas. Default: auto.",
+    },
+)
 def bench(
     model: ModelName,
     prompt: Annotated[

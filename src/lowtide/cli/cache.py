@@ -27,7 +27,7 @@ LIST, CLEAR = "list", "clear"
 @takes("cache_dir", Group.OUTPUT)
 def cache(
     action: Annotated[
-        str, typer.Argument(help="list, or clear: remove all of them.", metavar="[list|clear]")
+        str, typer.Argument(help="list, or clear: remove all of them.", metavar="list|clear")
     ] = LIST,
     *,
     settings: Settings,

@@ -31,7 +31,19 @@ _MAX_LAYERS = 40
 """Rows of the table of buddies at most; of a model with more layers some, evenly spread."""
 
 
-@takes(Group.ENGINE, Group.HUB, Group.CALIBRATION, "out", "machine", Group.OUTPUT)
+@takes(
+    Group.CALIBRATION,
+    "out",
+    "machine",
+    Group.ENGINE,
+    Group.HUB,
+    Group.OUTPUT,
+    told={
+        "out": "The file to write; by default one in your cache, where it is found by itself.",
+        "plot": "Draw pictures into this folder.",
+        "machine": "Profile that the table of intervals is for; default: rtx3090.",
+    },
+)
 def calibrate(
     model: ModelName,
     *,

@@ -19,6 +19,7 @@ from lowtide.cli.generate import (
     PromptText,
     Words,
     line_on,
+    model_names,
     show_plan,
     show_sampling,
     write_answer,
@@ -56,6 +57,7 @@ def chat(
         typer.Argument(
             help="A folder, GGUF file, hub id or demo; with --url a name of the server's.",
             metavar="MODEL",
+            autocompletion=model_names,
         ),
     ] = None,
     words: Annotated[list[str] | None, typer.Argument(hidden=True)] = None,

@@ -11,10 +11,11 @@ import os
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, TextIO
+from types import MappingProxyType
+from typing import Annotated, Any, TextIO
 
 import typer
 
@@ -42,57 +43,70 @@ _PACKAGE = Path(__file__).parents[1]
 _python_s_warning = warnings.formatwarning
 
 
-def _show_all(listed: Collection[str], ctx: typer.Context, is_wanted: bool) -> None:
-    """What `--help-all` does. listed: names of the options that help tells of."""
+def _show_all(ctx: typer.Context, is_wanted: bool) -> None:
+    """What `--help-all` does."""
     if is_wanted:
-        for param in ctx.command.params:
-            if param.name in listed:
-                param.hidden = False  # type: ignore[attr-defined]
+        unhide(ctx.command)
         typer.echo(ctx.get_help())
         raise typer.Exit
 
 
-def _help_all(listed: Collection[str]) -> inspect.Parameter:
-    def shown(ctx: typer.Context, is_wanted: bool) -> None:
-        _show_all(listed, ctx, is_wanted)
-
-    info = typer.Option("--help-all", help="Show all options.", callback=shown, is_eager=True)
-    return inspect.Parameter(
-        "help_all", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=Annotated[bool, info]
-    )
+def unhide(verb: Any) -> None:
+    """Has help and completion tell of all options, but for those that the verb only refuses."""
+    unlisted = getattr(verb.callback, "unlisted", ())
+    for param in verb.params:
+        if param.param_type_name == "option" and param.name not in unlisted:
+            param.hidden = False
 
 
-def takes(*wanted: Group | str, unlisted: Collection[str] = ()) -> Callable[[Verb], Verb]:
+_HELP_ALL = inspect.Parameter(
+    "help_all",
+    inspect.Parameter.KEYWORD_ONLY,
+    default=False,
+    annotation=Annotated[
+        bool,
+        typer.Option("--help-all", help="Show all options.", callback=_show_all, is_eager=True),
+    ],
+)
+
+
+def takes(
+    *wanted: Group | str,
+    unlisted: Collection[str] = (),
+    told: Mapping[str, str] = MappingProxyType({}),
+) -> Callable[[Verb], Verb]:
     """Make a command of a function: its own parameters, and a flag per option that is wanted.
 
-    wanted: groups of options, and names of single ones. unlisted: those that no help shows,
-    because the verb refuses them in words of its own. The function is called with `settings`, the
-    options in force, in place of their flags.
+    wanted: groups of options, each a panel of the help, and names of single ones, which stand
+    beside the verb's own. unlisted: those that no help shows, because the verb refuses them in
+    words of its own. told: what help says of an option in this verb. The function is called with
+    `settings`, the options in force, in place of their flags.
     """
     options = [o for each in wanted for o in OPTIONS if each in (o.group, o.name)]
 
     def decorate(verb: Verb) -> Verb:
         own = inspect.signature(verb, eval_str=True).parameters.values()
         parameters = [parameter for parameter in own if parameter.name != "settings"]
-        names = [parameter.name for parameter in parameters]
         listed = [option for option in options if option.name not in unlisted]
-        parameters += [
-            _flag_parameter(option, is_hidden=option not in listed or not option.is_common)
-            for option in options
-        ]
+        for option in options:
+            is_hidden = option not in listed or not (option.is_common or option.name in told)
+            panel = option.group.value if option.group in wanted else None
+            help = told.get(option.name) or _help(option)
+            parameters.append(_flag_parameter(option, help, panel, is_hidden))
         if not all(option.is_common for option in listed):
-            parameters.append(_help_all([*names, *(option.name for option in listed)]))
+            parameters.append(_HELP_ALL)
 
         @functools.wraps(verb)
         def command(**arguments: object) -> None:
             flags = {option.name: arguments.pop(option.name) for option in options}
-            arguments.pop("help_all", None)
+            arguments.pop(_HELP_ALL.name, None)
             with errors_reported(wants_json=flags.get("json") is True):
                 settings = resolve(flags, os.environ)
                 with errors_reported(settings.flag("json"), settings.flag("verbose")):
                     _start_log(settings)
                     verb(settings=settings, **arguments)
 
+        command.unlisted = unlisted  # type: ignore[attr-defined]
         command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         command.__annotations__ = {p.name: p.annotation for p in parameters}
         return command
@@ -170,7 +184,9 @@ def close_stdout() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def _flag_parameter(option: Option, is_hidden: bool) -> inspect.Parameter:
+def _flag_parameter(
+    option: Option, help: str, panel: str | None, is_hidden: bool
+) -> inspect.Parameter:
     names = [option.flag] if option.short is None else [option.flag, option.short]
     names.sort(key=lambda name: (not name.startswith("--"), len(name)))  # a shorter twin first
     annotation: object = str | None
@@ -183,9 +199,9 @@ def _flag_parameter(option: Option, is_hidden: bool) -> inspect.Parameter:
         annotation = list[str] | None
     info = typer.Option(
         *names,
-        help=_help(option),
+        help=help,
         metavar=metavar,
-        rich_help_panel=option.group.value,
+        rich_help_panel=panel,
         hidden=is_hidden,
         show_default=False,
     )

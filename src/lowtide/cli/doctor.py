@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lowtide.cli.command import takes
+from lowtide.cli.generate import model_names
 from lowtide.cli.opening import find_model
 from lowtide.cli.options import Settings
 from lowtide.cli.outlook import speed_text
@@ -36,7 +37,8 @@ OptionalModelName = Annotated[
     str | None,
     typer.Argument(
         help="A folder, GGUF file, hub id or demo whose experts are measured, too.",
-        metavar="[MODEL]",
+        metavar="MODEL",
+        autocompletion=model_names,
     ),
 ]
 

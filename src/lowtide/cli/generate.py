@@ -14,13 +14,13 @@ from lowtide.cli.answer import Answer, ask, ask_showing, cut_line, sampling_line
 from lowtide.cli.command import takes
 from lowtide.cli.opening import open_llm
 from lowtide.cli.options import Settings
-from lowtide.cli.outlook import outlook, plan_line
+from lowtide.cli.outlook import context_note, outlook, plan_line
 from lowtide.cli.passes import steps_table
 from lowtide.cli.prompt import Question, read_prompt
 from lowtide.cli.report import answer_object, json_line, plan_table, speed, speed_line
 from lowtide.cli.screen import stderr_console, stdout_console
 from lowtide.cli.text import TextWriter
-from lowtide.errors import UsageError
+from lowtide.errors import LowtideError, UsageError
 from lowtide.option import Group
 from lowtide.params import SamplingParams
 
@@ -28,11 +28,23 @@ if TYPE_CHECKING:
     from lowtide.answers.loaded import LoadedModel
     from lowtide.llm import LLM
 
+
+def model_names(incomplete: str) -> list[str]:
+    """Models that are here, by their names, for a shell to complete; paths are its own to know."""
+    try:
+        from lowtide.model_folder.hub import list_models
+
+        return [m.name for m in list_models() if m.name.startswith(incomplete)]
+    except LowtideError:  # nothing may be printed here
+        return []
+
+
 ModelName = Annotated[
     str,
     typer.Argument(
         help="A folder, GGUF file, hub id such as org/name or org/name:Q4_K_M, or demo:diffusion.",
         metavar="MODEL",
+        autocompletion=model_names,
     ),
 ]
 Words = Annotated[
@@ -145,6 +157,8 @@ def show_plan(llm: LoadedModel, model: str, settings: Settings) -> None:
         console.print(outlook(llm.plan, model))
     elif not settings.flag("quiet"):
         console.print(plan_line(llm.plan, model))
+    if not settings.flag("quiet") and (note := context_note(llm.plan, llm.config)):
+        console.print(note)
 
 
 def show_sampling(llm: LLM, params: SamplingParams, settings: Settings) -> None:

@@ -20,7 +20,7 @@ _MAX_TOKENS = "--max-tokens TOKENS"
 _THREADS = "--cores NUMBER (all are used if it is left out)"
 
 VERBS = {
-    "completion": "lowtide --help and lowtide VERB --help; shells complete nothing",
+    "completion": "lowtide --install-completion, once for your shell",
     "convert": "models run from Hugging Face folders and GGUF files as they are",
     "download": "lowtide pull ORG/NAME",
     "embed": "lowtide only writes text; it has no embeddings",
@@ -48,6 +48,7 @@ FLAGS = {
     "--n-gpu-layers": _PLANNED,
     "-ngl": _PLANNED,
     "--n-predict": _MAX_TOKENS,
+    "--presets": "--policy NAME,NAME",
     "--num-ctx": _CONTEXT,
     "-n": f"{_MAX_TOKENS} (--n is for several answers)",
     "--temp": "--temperature NUMBER",
@@ -82,8 +83,16 @@ class Verb(_TakesTexts, TyperCommand):
                 pieces += param.get_usage_pieces(ctx)
         return pieces
 
+    def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
+        """All options, also those that help leaves to `--help-all`."""
+        from lowtide.cli.command import unhide
+
+        unhide(self)
+        return super().shell_complete(ctx, incomplete)
+
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        known = {name: param for param in self.params for name in param.opts}
+        options = [param for param in self.params if param.param_type_name == "option"]
+        known = {name: param for param in options for name in param.opts}
         args = [_dashed(arg, known) for arg in args]
         for name in _names(args, known):
             if name not in known and (line := _other_flag(name)):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, cast
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 from rich.table import Table
@@ -14,14 +15,23 @@ from lowtide.cli.generate import ModelName
 from lowtide.cli.opening import find_model, quiet_downloads
 from lowtide.cli.options import Settings
 from lowtide.cli.report import json_line
-from lowtide.cli.screen import ProgressBars, stdout_console
+from lowtide.cli.screen import ProgressBars, stderr_console, stdout_console
 from lowtide.config import format_size
 from lowtide.errors import UsageError
 from lowtide.families.registry import own_names
 from lowtide.option import Group
 
+if TYPE_CHECKING:
+    from lowtide.model_folder.other_programs import OtherFile
 
-@takes("size", "out", "seed", Group.OUTPUT)
+
+@takes(
+    "size",
+    "out",
+    "seed",
+    Group.OUTPUT,
+    told={"out": "The folder to write; it must be new or empty.", "seed": "Of the random weights."},
+)
 def synth(
     family: Annotated[str, typer.Argument(help=f"A model family: {', '.join(own_names())}.")],
     *,
@@ -47,6 +57,7 @@ def synth(
     "out",
     Group.HUB,
     Group.OUTPUT,
+    told={"out": "The folder to write, a model itself; a run that was ended goes on there."},
 )
 def pack(model: ModelName, *, settings: Settings) -> None:
     """Save a model with weights rounded to 8 or 4 bits: smaller, and faster to read.
@@ -89,7 +100,7 @@ def _pack_experts(model: str, settings: Settings) -> None:
     _tell(settings, "wrote", written)
 
 
-@takes(Group.HUB, Group.OUTPUT)
+@takes(Group.HUB, Group.OUTPUT, unlisted=("offline",))
 def pull(
     model: Annotated[
         str, typer.Argument(help="A hub id: org/name, org/name@revision or org/name:Q4_K_M.")
@@ -113,11 +124,18 @@ def ls(*, settings: Settings) -> None:
     """List the models that are on this machine."""
     quiet_downloads()
     from lowtide.model_folder.hub import list_models
+    from lowtide.model_folder.hub_cache import cache_folder
+    from lowtide.model_folder.ollama_names import model_folders
+    from lowtide.model_folder.other_programs import lm_studio_folders, other_files
 
-    models = list_models()
+    models, others = list_models(), other_files()
+    looked_in = [cache_folder(), *lm_studio_folders(), *model_folders()]
     if settings.flag("json"):
-        rows = [dataclasses.asdict(m) | {"path": str(m.path)} for m in models]
-        print(json_line({"models": rows}))
+        rows, files = (
+            [dataclasses.asdict(each) | {"path": str(each.path)} for each in found]
+            for found in (models, others)
+        )
+        print(json_line({"models": rows, "files": files, "looked_in": list(map(str, looked_in))}))
         return
     table = Table()
     for column in ("model", "revision", "size", "path"):
@@ -127,6 +145,24 @@ def ls(*, settings: Settings) -> None:
         size = format_size(m.num_bytes) + ("" if m.is_complete else " (incomplete)")
         table.add_row(m.name, m.revision[:12], size, str(m.path))
     stdout_console().print(table)
+    if others:
+        stdout_console().print(_table_of_others(others))
+    places = ", ".join(str(folder) for folder in looked_in if folder.is_dir()) or cache_folder()
+    stderr_console().print(
+        f"Looked in {places}. Any other folder or GGUF file: give its path in place of a name.",
+        style="dim",
+    )
+
+
+def _table_of_others(others: Sequence[OtherFile]) -> Table:
+    """Their names are their programs' own; here the path is given."""
+    table = Table(title="GGUF files of other programs: give the path", title_justify="left")
+    for column in ("of", "name there", "size", "path"):
+        is_size = column == "size"
+        table.add_column(column, justify="right" if is_size else "left", overflow="fold")
+    for each in others:
+        table.add_row(each.program, each.name, format_size(each.num_bytes), str(each.path))
+    return table
 
 
 def _out(verb: str, settings: Settings) -> Path:

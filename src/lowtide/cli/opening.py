@@ -103,17 +103,18 @@ class Planned(NamedTuple):
     passes: PlannedPasses | None  # of a bidirectional one
     by_format: tuple[FormatPlan, ...]
     has_chat_template: bool | None  # None: not looked at
+    config: ModelConfig
 
 
 def make_plan(model: str, settings: Settings) -> Planned:
     """The plan of a model; no weight is read, nor fetched."""
-    found, _ = _find(model, settings)
+    found, config = _find(model, settings)
     from lowtide.llm import plan_in_full
     from lowtide.model_folder.model_config import has_chat_template
 
     plan = plan_in_full(found, **settings.engine_options())
     has_template = has_chat_template(found) if isinstance(found, Path) else None
-    return Planned(plan.memory, plan.passes, plan.by_format, has_template)
+    return Planned(plan.memory, plan.passes, plan.by_format, has_template, config)
 
 
 def find_model(model: str, settings: Settings) -> Path:

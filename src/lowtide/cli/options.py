@@ -116,11 +116,6 @@ OPTIONS: tuple[Option, ...] = (
         "Hardware profile: rtx3090, a100-40gb, laptop-8gb, ... or a TOML file.",
         "rtx3090",
     ),
-    _simulation(
-        "presets",
-        "Policies to compare, separated by commas.",
-        "tide,dali,lowtide,lru,fiddler,hybrimoe,layer-split",
-    ),
     _simulation("residents", "Share of a layer's experts that fits into memory.", 0.5, high=1),
     _simulation("tau", "Steps after which policy tide chooses residents again.", 4, low=1),
     _own(Group.BENCH, "repeats", "How often each policy or setting writes its answer.", 3),

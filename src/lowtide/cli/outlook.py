@@ -6,8 +6,10 @@ import dataclasses
 import shlex
 from collections.abc import Sequence
 
-from lowtide.config import format_size
+from lowtide.config import ModelConfig, format_size
 from lowtide.plan import FormatPlan, MemoryPlan, Prediction, SpeedRange, faster_format
+
+SHORT_CONTEXT = 64
 
 
 def outlook(plan: MemoryPlan, model: str) -> str:
@@ -35,6 +37,24 @@ def plan_line(plan: MemoryPlan, model: str) -> str:
     elif prediction is not None and prediction.speed is not None:
         parts.append(f"{speed_text(prediction.speed)} expected")
     return " · ".join(parts)
+
+
+def context_note(plan: MemoryPlan, config: ModelConfig) -> str:
+    """What is odd about the context of a plan; nothing where nothing is."""
+    positions = config.max_positions
+    if plan.context > positions and config.is_bidirectional:
+        return (
+            f"context {plan.context}: the model was made for texts of {positions} tokens; longer "
+            "ones are computed as published, and may be answered badly"
+        )
+    if plan.context > positions:
+        return (
+            f"context {plan.context}: the model has {positions} positions and no text can be "
+            f"longer; the memory of the rest stays unused (--context {positions})"
+        )
+    if plan.context < SHORT_CONTEXT:
+        return f"context {plan.context}: too short for most prompts with their answers"
+    return ""
 
 
 def verdict(plan: MemoryPlan, by_format: Sequence[FormatPlan], model: str) -> str:

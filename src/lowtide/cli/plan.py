@@ -12,7 +12,7 @@ from lowtide.cli.format_table import format_object, formats_table
 from lowtide.cli.generate import ModelName
 from lowtide.cli.opening import Planned, make_plan
 from lowtide.cli.options import Settings
-from lowtide.cli.outlook import outlook, verdict
+from lowtide.cli.outlook import context_note, outlook, verdict
 from lowtide.cli.passes import passes_object, passes_table
 from lowtide.cli.report import json_line, plan_object, plan_table
 from lowtide.cli.screen import stdout_console
@@ -29,7 +29,13 @@ PROMPTS = {
 }
 
 
-@takes(Group.ENGINE, Group.HUB, "plot", Group.OUTPUT)
+@takes(
+    Group.ENGINE,
+    Group.HUB,
+    "plot",
+    Group.OUTPUT,
+    told={"plot": "Draw the memory of passes into this file (LLaDA, LLaDA-MoE, Dream)."},
+)
 def plan(model: ModelName, *, settings: Settings) -> None:
     """Show what a model needs and what it would get here, and why."""
     picture = settings.text("plot")
@@ -45,6 +51,7 @@ def plan(model: ModelName, *, settings: Settings) -> None:
         faster = faster_format(planned.by_format, planned.memory.formats)
         told: dict[str, object] = {
             "chat_template": planned.has_chat_template,
+            "max_positions": planned.config.max_positions,
             "by_format": [format_object(row) for row in planned.by_format],
             "faster_format": None if faster is None else faster.format,
         }
@@ -60,6 +67,8 @@ def _print(planned: Planned, model: str) -> None:
     console.print(verdict(planned.memory, planned.by_format, model))
     console.print(plan_table(planned.memory))
     console.print(outlook(planned.memory, model))
+    if note := context_note(planned.memory, planned.config):
+        console.print(note)
     if planned.passes is not None:
         console.print(passes_table(planned.passes, model))
     console.print(formats_table(planned.by_format, planned.memory))

@@ -57,6 +57,13 @@ _OF_MODEL = {
     "seed",
     "repeats",
     Group.OUTPUT,
+    told={
+        "text": "Text file to score.",
+        "plot": "Draw every setting's speed and loss into this file.",
+        "max_tokens": f"Tokens written to time a setting; 0 takes no time. Default: "
+        f"{DEFAULT_MAX_TOKENS}.",
+        "repeats": "How often each setting writes. Default: 3.",
+    },
 )
 def quality(model: ModelName, *, settings: Settings) -> None:
     """Measure what --format q4 and other settings do to a model's words, beside the exact run.

@@ -16,7 +16,8 @@ from lowtide.cli.options import Settings
 from lowtide.cli.screen import printable, stderr_console
 from lowtide.errors import UsageError
 from lowtide.option import Group
-from lowtide.serve.client_configs import CLIENTS, ServedModel
+from lowtide.serve.client_configs import AGENTS, CLIENTS, ServedModel
+from lowtide.serve.context import agent_note
 from lowtide.serve.settings import ServeSettings
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
 _EXTRA = ("fastapi", "uvicorn", "pydantic", "prometheus_client", "llguidance")
 
 
-@takes(Group.SERVE, Group.ENGINE, Group.HUB, Group.OUTPUT)
+@takes(Group.SERVE, Group.ENGINE, Group.HUB, Group.OUTPUT, unlisted=("json",))
 def serve(
     model: ModelName,
     print_config: Annotated[
@@ -46,7 +47,10 @@ def serve(
     check_extra("serve")
     asked = settings.serve_settings()
     if print_config is not None:
-        print(CLIENTS[print_config](_served_model(model, settings)), end="")
+        served = _served_model(model, settings)
+        print(CLIENTS[print_config](served), end="")
+        if print_config in AGENTS and (note := agent_note(served.context)):
+            stderr_console().print(note)
         return
     from lowtide.serve.server import bound_socket, run_server
     from lowtide.serve.service import name_of
@@ -65,8 +69,6 @@ def serve(
 
 def _tell(llm: AsyncLLM, asked: ServeSettings, url: str) -> None:
     """On standard error: where it is, and which clients it is not for."""
-    from lowtide.serve.context import agent_note
-
     console = stderr_console()
     console.print(f"{printable(asked.served_name or '')} is served at {url} (Ctrl-C ends it)")
     note = agent_note(min(llm.plan.context, llm.config.max_positions))

@@ -17,7 +17,7 @@ from lowtide.cli.screen import number_table, stderr_console, stdout_console
 from lowtide.config import format_size
 from lowtide.errors import UsageError
 from lowtide.option import Group
-from lowtide.policies.presets import parse_options
+from lowtide.policies.presets import AUTO, ORACLE, parse_options
 from lowtide.policies.tau import SolvedTau
 
 if TYPE_CHECKING:
@@ -27,7 +27,21 @@ if TYPE_CHECKING:
     from lowtide.replay.trace import Trace
 
 
-@takes(Group.SIMULATION, "policy_option", "calibration", Group.OUTPUT)
+COMPARED = "tide,dali,lowtide,lru,fiddler,hybrimoe,layer-split"
+
+
+@takes(
+    Group.SIMULATION,
+    "policy",
+    "policy_option",
+    "calibration",
+    Group.OUTPUT,
+    told={
+        "policy": f"Policies to compare, separated by commas; oracle knows the future. Default: "
+        f"{COMPARED.replace(',', ', ')}.",
+        "calibration": "What calibrate --out wrote, for policies that go by it.",
+    },
+)
 def simulate(
     trace: Annotated[str, typer.Argument(help="What generate --trace wrote.")],
     *,
@@ -35,7 +49,7 @@ def simulate(
 ) -> None:
     """Replay a recorded routing (generate --trace) under other policies and machines.
 
-    Nothing is computed: time is simulated. --policy-option is for those presets that have it.
+    Nothing is computed: time is simulated. --policy-option is for those policies that have it.
     """
     from lowtide.profiles import load_profile
     from lowtide.replay.calibration import Calibration
@@ -50,9 +64,13 @@ def simulate(
         known = Calibration.load(Path(calibration), has_inputs=False)
     if not recorded.passes:
         raise UsageError(f"Trace {trace} has no passes: nothing ran while it was recorded.")
-    names = [name.strip() for name in str(settings["presets"]).split(",") if name.strip()]
+    asked = str(settings["policy"])
+    names = (COMPARED if asked == AUTO else asked).split(",")
+    names = [name.strip() for name in names if name.strip()]
     if not names:
-        raise UsageError("--presets names none; give at least one.")
+        raise UsageError("--policy names none; give at least one.")
+    if AUTO in names:
+        raise UsageError("auto stands for one of the policies; name those to compare.")
     given = cast(Mapping[str, str], settings["policy_option"] or {})
     options = {"tau": tau, **_parsed(names, given)}
     reports = _replay(recorded, known, profile, names, residents, options)
@@ -70,7 +88,8 @@ def simulate(
 def _parsed(presets: list[str], given: Mapping[str, str]) -> dict[str, object]:
     """Values by name. Raises UsageError for what no preset here has, or a replay cannot know."""
     parsed: dict[str, object] = {}
-    for preset, own in options_by_policy(presets, given).items():
+    named = [preset for preset in presets if preset != ORACLE]
+    for preset, own in options_by_policy(named, given).items():
         parsed |= parse_options(preset, own)
     if isinstance(parsed.get("tau"), SolvedTau):
         raise UsageError("tau=paper is solved for a model and its budget: give a number, or auto.")

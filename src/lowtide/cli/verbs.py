@@ -19,6 +19,7 @@ class Known(NamedTuple):
     module: str  # in this package
     line: str  # its function's first, as a test promises; nothing for a name that is not listed
     function: str
+    example: str  # a command that works
 
     def load(self) -> Callable[..., None]:
         module = import_module(f"{__package__}.{self.module}")
@@ -49,12 +50,34 @@ _LINES = {
     "ls": "List the models that are on this machine.",
     "cache": "List the conversations that --cache-dir keeps on disk, or clear them.",
 }
+EXAMPLES = {
+    "generate": "lowtide generate demo:autoregressive 'Sort 93 21 57 40 12'",
+    "chat": "lowtide chat Qwen3-30B-A3B-Q4_K_M.gguf --host-memory 12GiB",
+    "plan": "lowtide plan Qwen/Qwen3-30B-A3B --format q4",
+    "doctor": "lowtide doctor -v",
+    "serve": "lowtide serve Qwen3-30B-A3B-Q4_K_M.gguf --context 32k",
+    "batch": "lowtide batch demo:autoregressive -i requests.jsonl -o answers.jsonl",
+    "bench": "lowtide bench demo:autoregressive --policy lowtide,lru",
+    "verify": "lowtide verify demo:diffusion",
+    "calibrate": "lowtide calibrate demo:diffusion --out demo.lowtide",
+    "simulate": "lowtide simulate trace --policy lowtide,lru,oracle --residents 0.25",
+    "quality": "lowtide quality demo:diffusion --setting format=q8 --setting format=q4",
+    "synth": "lowtide synth olmoe --size small --out olmoe-small",
+    "pack": "lowtide pack allenai/OLMoE-1B-7B-0924-Instruct --format q4 --out olmoe-q4",
+    "pull": "lowtide pull Qwen/Qwen3-30B-A3B-GGUF:Q4_K_M",
+    "ls": "lowtide ls",
+    "cache": "lowtide cache list --cache-dir conversations",
+    "run": "lowtide run demo:autoregressive 'Roman 148'",
+}
 _SHARED_MODULES = {"synth": "models", "pack": "models", "pull": "models", "ls": "models"}
 
 OWN_VERBS = {
-    **{name: Known(_SHARED_MODULES.get(name, name), line, name) for name, line in _LINES.items()},
-    "run": Known("chat", "", "run"),  # as others call them
-    "list": Known("models", "", "ls"),
+    **{
+        name: Known(_SHARED_MODULES.get(name, name), line, name, EXAMPLES[name])
+        for name, line in _LINES.items()
+    },
+    "run": Known("chat", "", "run", EXAMPLES["run"]),  # as others call them
+    "list": Known("models", "", "ls", EXAMPLES["ls"]),
 }
 """By name, in the order of `--help`."""
 
@@ -80,6 +103,7 @@ class _LateVerb(TyperCommand):
     ) -> Any:
         """The verb's own; who asks runs the command that is in it."""
         one = typer.Typer(add_completion=False)
-        one.command(self.name, cls=Verb)(self.known.load())
+        epilog = f"For example: {self.known.example}"
+        one.command(self.name, cls=Verb, epilog=epilog)(self.known.load())
         verb: Any = typer.main.get_command(one)
         return verb.make_context(info_name, args, parent=parent, **extra)

@@ -114,6 +114,18 @@ def model_folders() -> list[Path]:
     return [*places, Path("/usr/share/ollama/.ollama/models")]
 
 
+def ollama_files(folder: Path) -> Iterator[tuple[str, Path]]:
+    """Names and files of the models in one of `model_folders`; nothing of one that is another
+    user's, or not there."""
+    try:
+        manifests = sorted(folder.glob("manifests/*/*/*/*"))
+    except OSError:
+        return
+    for manifest in manifests:
+        for blob in _blobs_of(manifest, folder / "blobs"):
+            yield f"{manifest.parent.name}:{manifest.name}", blob
+
+
 def _blobs(name: str, tag: str) -> Iterator[Path]:
     """Files of a model in Ollama's folders."""
     for folder in model_folders():

@@ -32,13 +32,13 @@ _UNBOUNDED = 1 << 30
 
 def _up_to(name: str, high: float, default: float | None = None) -> PolicyOption[float | None]:
     """A number from 0 to `high`, or `off`."""
-    return PolicyOption(name, default, 0, high, {"off": None}, is_whole=False)
+    return PolicyOption(name, default, 0.0, high, {"off": None})
 
 
 # What becomes of tokens whose experts are absent.
 MISS = PolicyOption("miss", "wait", words={name: name for name in ("buddy", "late", "wait")})
 # The share of an expert's co-activations that its buddies cover.
-ALPHA = PolicyOption("alpha", DEFAULT_ALPHA, 0, 1, is_whole=False, is_above_low=True)
+ALPHA = PolicyOption("alpha", DEFAULT_ALPHA, 0, 1, is_above_low=True)
 K_MAX = PolicyOption("k_max", DEFAULT_K_MAX, 1, MAX_K_MAX)  # buddies of an expert, at most
 # Substitutions of a token in a layer, at most.
 RHO: PolicyOption[int | None] = PolicyOption(

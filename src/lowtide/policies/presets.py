@@ -94,7 +94,8 @@ def check_policy(name: str, options: Mapping[str, str]) -> None:
     _refuse_oracle(name)
     if name not in preset_names():
         raise UsageError(
-            f"Policy {name!r} is not known; choose one of {', '.join(preset_names())}."
+            f"Policy {name!r} is not known; choose one of {', '.join(preset_names())}. One of your "
+            "own is known to a script that registers it and then runs lowtide.cli.main.main()."
             f"{meant(name, preset_names())}"
         )
     parse_options(name, options)

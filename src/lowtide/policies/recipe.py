@@ -74,8 +74,9 @@ class PolicyOption(Generic[T_co]):
     """Something about a preset that a user may say: a number in a range, or a word. What each is
     for stands in docs/policies.md.
 
-    words: what each of them stands for; a switch has `true` and `false` and no range. is_whole:
-    whether only whole numbers will do; others may be told to be above `low`.
+    default: where it is a float, or none of a number and an end of the range is one, numbers need
+    not be whole, and may be told to be above `low`. words: what each of them stands for; a switch
+    has `true` and `false` and no range.
     """
 
     name: str
@@ -83,8 +84,15 @@ class PolicyOption(Generic[T_co]):
     low: float = 0
     high: float = -1  # below `low`: no number will do
     words: Mapping[str, T_co] = field(default_factory=dict)
-    is_whole: bool = True
     is_above_low: bool = False
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether only whole numbers will do."""
+        kind = type(self.default)
+        if kind in (int, float):
+            return kind is int
+        return float not in (type(self.low), type(self.high))
 
     def of(self, setting: Setting) -> T_co:
         """The value in force."""

@@ -160,6 +160,10 @@ CLIENTS: Mapping[str, Callable[[ServedModel], str]] = {
 }
 
 
+AGENTS = ("codex", "claude")
+"""Those that begin with more than a short context has room for."""
+
+
 def _exports(variables: Mapping[str, str]) -> str:
     """For a POSIX shell."""
     return "".join(f"export {name}={shlex.quote(value)}\n" for name, value in variables.items())

@@ -1,0 +1,56 @@
+"""GGUF files that other programs keep: LM Studio's and Ollama's folders, which are only read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from lowtide.model_folder.gguf_file import gguf_models
+from lowtide.model_folder.ollama_names import model_folders, ollama_files
+
+
+@dataclass(frozen=True, slots=True)
+class OtherFile:
+    """A model that another program fetched, of which the path is the name here."""
+
+    name: str
+    program: str
+    num_bytes: int
+    path: Path
+
+
+def other_files() -> list[OtherFile]:
+    """All that lies in these folders, by program and name, each once."""
+    found: dict[Path, OtherFile] = {}
+    for folder in lm_studio_folders():
+        for each in _lm_studio_files(folder):
+            found.setdefault(each.path, each)
+    for folder in model_folders():
+        for name, path in ollama_files(folder):
+            with suppress(OSError):
+                size = path.stat().st_size
+                found.setdefault(path, OtherFile(name, "Ollama", size, path))
+    return sorted(found.values(), key=lambda each: (each.program, each.name))
+
+
+def lm_studio_folders() -> list[Path]:
+    """Where LM Studio keeps models: its folder, and the one of older versions."""
+    try:
+        home = Path.home()
+    except RuntimeError:  # a user without a home
+        return []
+    return [home / ".lmstudio" / "models", home / ".cache" / "lm-studio" / "models"]
+
+
+def _lm_studio_files(folder: Path) -> Iterator[OtherFile]:
+    """PUBLISHER/REPOSITORY/NAME.gguf; of a model in parts the first. What is another user's, or
+    goes meanwhile, is left out."""
+    with suppress(OSError):
+        for repository in sorted(folder.glob("*/*")):
+            names = [path.name for path in repository.glob("*.gguf") if path.is_file()]
+            for stem, files in gguf_models(names).items():
+                size = sum((repository / file).stat().st_size for file in files)
+                name = f"{repository.parent.name}/{repository.name}: {stem}"
+                yield OtherFile(name, "LM Studio", size, repository / files[0])
