@@ -143,7 +143,10 @@ class PretendLLM:
     plan = PLAN
     kernels = "compiled, AVX2"
     config = types.SimpleNamespace(
-        is_diffusion=True, is_bidirectional=True, sampling=PublishedSampling()
+        is_diffusion=True,
+        is_bidirectional=True,
+        max_positions=4096,
+        sampling=PublishedSampling(),
     )
     current_pass = None
     latest: PretendLLM
@@ -423,7 +426,7 @@ def test_plan_json_has_the_promised_names() -> None:
     plan = json.loads(run("plan", MODEL, "--json").stdout)
     has_template = plan.pop("chat_template")
     assert plan.pop("by_format") == [format_object(row) for row in BY_FORMAT]
-    assert plan.pop("faster_format") == "q4"
+    assert plan.pop("faster_format") == "q4" and plan.pop("max_positions") == 1024
     assert plan == json.loads(json.dumps(plan_object(PLAN))) and has_template is False
     assert plan["minimum_bytes"] < plan["budget_bytes"] < plan["full_bytes"]
     assert plan["overhead_bytes"] == 300 * MIB
@@ -650,7 +653,7 @@ def test_without_a_tokenizer_ids_are_written() -> None:
 def test_an_autoregressive_answer_is_written_on_a_terminal_too(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    config = types.SimpleNamespace(is_diffusion=False, is_bidirectional=False)
+    config = types.SimpleNamespace(is_diffusion=False, is_bidirectional=False, max_positions=4096)
     monkeypatch.setattr(PretendLLM, "config", config)
     llm: Any = PretendLLM(MODEL, progress=None)
     out = terminal()
@@ -871,7 +874,7 @@ def test_a_signal_that_an_import_caught_ends_the_program_once(
         "sys.argv = ['lowtide', 'ls']\n"
         "from lowtide.cli import main, verbs\n"
         "verbs.import_module = lambda name: __import__('verb')\n"
-        "verbs.OWN_VERBS['ls'] = verbs.Known('verb', 'x', 'verb')\n"
+        "verbs.OWN_VERBS['ls'] = verbs.Known('verb', 'x', 'verb', '')\n"
         "try: main.main()\n"
         "finally:\n"
         "    time.sleep(0.3)\n"

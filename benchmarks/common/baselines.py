@@ -26,7 +26,7 @@ from lowtide.policies.substitution import (
 )
 
 BASELINES = ("random", "drop", "cache-prior")
-PRIOR = PolicyOption("prior", 1.0, 0, 1e6, is_whole=False)
+PRIOR = PolicyOption("prior", 1.0, 0, 1e6)
 """What cache-prior adds to residents' logits."""
 
 
