@@ -21,9 +21,9 @@ DEEP_DEMO = $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/lowtide/benchmarks/demo-12-la
 OUT ?= docs/results
 
 # Two workers; what a test's own marker or part (tests/parts.py) leaves out is run elsewhere.
-PYTEST := $(BIN)/python -m pytest -q -n 2 --dist worksteal -m 'not slow and not gpu'
+PYTEST := $(BIN)/python -m pytest -q -n 2 --dist worksteal -m 'not slow and not gpu and not ray and not haproxy'
 
-.PHONY: demo demo-accuracy deep-demo test check-pages test-kernels test-machines sanitize clients check wheel peers bench bench-large report report-age gpu gpu-test gpu-bench-short gpu-bench-full
+.PHONY: demo demo-accuracy deep-demo test check-pages test-kernels test-machines test-ray test-haproxy sanitize clients check wheel peers bench bench-large report report-age gpu gpu-test gpu-bench-short gpu-bench-full
 
 demo: $(VENV)/.lowtide
 	printf 'Solve sudoku:\n45. .12\n..2 5.6\n3.5 .6.\n621 435\n.1. 65.\n.64 ..3\n' \
@@ -58,6 +58,14 @@ test-kernels: $(VENV)/.lowtide-dev
 # `make test-machines MACHINES="no-compiler openmp-1"` as on those.
 test-machines: $(VENV)/.lowtide-dev
 	$(BIN)/python tools/test_machines.py --jobs 2 $(MACHINES)
+
+# Batches and replicas on a Ray cluster of three nodes, all on this machine: 500 MB from PyPI, once.
+test-ray: $(VENV)/.lowtide-ray
+	$(BIN)/python -m pytest -q -m ray
+
+# The file of docs/scale.md before two servers; needs HAProxy's program.
+test-haproxy: $(VENV)/.lowtide-dev
+	$(BIN)/python -m pytest -q -m haproxy
 
 # The compiled kernels without Python, under address, undefined-behaviour and thread sanitizers.
 sanitize: $(VENV)/.lowtide-dev
@@ -128,6 +136,10 @@ $(VENV)/.torch:
 
 $(VENV)/.lowtide-dev: $(VENV)/.lowtide
 	$(PIP) -e '.[dev]'
+	touch $@
+
+$(VENV)/.lowtide-ray: $(VENV)/.lowtide-dev
+	$(PIP) -e '.[dev-ray]'
 	touch $@
 
 $(PEERS)/.peers: $(VENV)/.lowtide-dev

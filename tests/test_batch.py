@@ -32,6 +32,7 @@ from lowtide.serve.batch import Answerer, answer_all, answering
 from lowtide.serve.batch_files import AskedLines, Results, is_error
 
 DEMO = "demo:autoregressive"
+FLOAT32 = ("--dtype", "float32")  # whose words are the same in any company
 CHAT, TEXT, ITEMS = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 
 
@@ -79,7 +80,7 @@ def texts(path: Path) -> dict[str, str]:
 
 
 def batch(*arguments: str | Path, model: str = DEMO, **options: Any) -> Result:
-    return CliRunner().invoke(app, ["batch", model, *map(str, arguments)], **options)
+    return CliRunner().invoke(app, ["batch", model, *FLOAT32, *map(str, arguments)], **options)
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +98,7 @@ def test_lines_of_every_route_are_answered_as_the_server_answers_them(
 ) -> None:
     lines = sums(12, temperature=0)
     source = written(tmp_path / "in.jsonl", lines)
-    result = batch("-i", source, "-o", tmp_path / "out.jsonl", "--dtype", "float32")
+    result = batch("-i", source, "-o", tmp_path / "out.jsonl")
     assert result.exit_code == 0, result.output
     assert "12 of 12 lines are answered." in result.stderr and not result.stdout
     found = answers(tmp_path / "out.jsonl")
@@ -225,7 +226,7 @@ def test_files_that_are_not_the_answers_stay_as_they_are(tmp_path: Path) -> None
 
 def start(source: Path, target: Path, *arguments: str) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "lowtide", "batch", DEMO, "-i", source, "-o", target]
-    return subprocess.Popen([*command, *arguments], stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen([*command, *FLOAT32, *arguments], stderr=subprocess.PIPE, text=True)
 
 
 def num_lines(path: Path) -> int:

@@ -19,6 +19,7 @@ import typer
 
 from lowtide.cli.command import EXIT_FAILURE, takes
 from lowtide.cli.generate import ModelName, show_plan
+from lowtide.cli.interrupts import Terminated
 from lowtide.cli.opening import open_async
 from lowtide.cli.options import Settings
 from lowtide.cli.screen import ProgressBars, can_redraw, stderr_console
@@ -108,6 +109,8 @@ def _answered(
     settings: Settings,
 ) -> int:
     """Answers what is left; the signal that ended it, or 0."""
+    if settings.flag("ray"):
+        return _answered_on_cluster(model, served_name, lines, pending, results, settings)
     from lowtide.serve.batch import answer_all, answering, default_at_once
 
     llm = open_async(model, settings)
@@ -128,6 +131,32 @@ def _answered(
         return signals.number
 
     return asyncio.run(run())
+
+
+def _answered_on_cluster(
+    model: str,
+    served_name: str,
+    lines: AskedLines,
+    pending: list[Asked],
+    results: Results | Stream,
+    settings: Settings,
+) -> int:
+    """As `_answered`; lines under way at a signal are answered again by the next run."""
+    check_extra("batch --ray", ("ray",), "ray")
+    from lowtide.serve.batch_ray import answer_on_cluster
+
+    given, options = settings["at_once"], settings.engine_options()
+    at_once = given if isinstance(given, int) else None
+    try:
+        with _progress() as progress:
+            answer_on_cluster(
+                model, options, served_name, lines, pending, results, at_once, progress
+            )
+    except KeyboardInterrupt:
+        return signal.SIGINT
+    except Terminated:
+        return signal.SIGTERM
+    return 0
 
 
 class _Signals:

@@ -168,6 +168,7 @@ OPTIONS: tuple[Option, ...] = (
     ),
     _batch("in_order", "Put the answers into the order of the lines, at the end.", False),
     _batch("any_model", "Answer also lines that ask for another model, with this one.", False),
+    _batch("ray", "Answer on all nodes of the Ray cluster at RAY_ADDRESS.", False),
     _batch("strict", "Exit with 1 if a line's answer is an error.", False),
     _output("json", "Print one JSON object and nothing else.", False),
     _output(

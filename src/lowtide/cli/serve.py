@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Annotated
@@ -23,7 +24,7 @@ from lowtide.serve.settings import ServeSettings
 if TYPE_CHECKING:
     from lowtide.async_llm import AsyncLLM
 
-_EXTRA = ("fastapi", "uvicorn", "pydantic", "prometheus_client", "llguidance")
+SERVE_PACKAGES = ("fastapi", "uvicorn", "pydantic", "prometheus_client", "llguidance")
 
 
 @takes(Group.SERVE, Group.ENGINE, Group.HUB, Group.OUTPUT, unlisted=("json",))
@@ -86,10 +87,10 @@ def _served_model(model: str, settings: Settings) -> ServedModel:
     return ServedModel(url, asked.served_name or name_of(model), context, asked.api_key)
 
 
-def check_extra(verb: str) -> None:
-    """Raises UsageError where the packages of the `serve` extra are missing."""
-    missing = [name for name in _EXTRA if find_spec(name) is None]
+def check_extra(verb: str, packages: Sequence[str] = SERVE_PACKAGES, extra: str = "serve") -> None:
+    """Raises UsageError where packages of an extra are missing."""
+    missing = [name for name in packages if find_spec(name) is None]
     if missing:
         raise UsageError(
-            f"{verb} needs {', '.join(missing)}: install them with pip install 'lowtide[serve]'."
+            f"{verb} needs {', '.join(missing)}: install them with pip install 'lowtide[{extra}]'."
         )

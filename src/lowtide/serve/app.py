@@ -32,12 +32,13 @@ _ROUTERS = (openai_chat, openai_completions, responses, anthropic_messages, olla
 
 
 def build_app(service: Service) -> FastAPI:
-    """The ASGI app of a server."""
+    """The ASGI app of a server; whatever hosts it enters `Service.running` by its lifespan."""
     app = FastAPI(
         title="lowtide",
         version=__version__,
         docs_url=None,  # their pages load scripts from elsewhere
         redoc_url=None,
+        lifespan=lambda _: service.running(),
     )
     add_handlers(app)
     for module in _ROUTERS:

@@ -63,8 +63,7 @@ async def run_server(
     """
     service = Service(llm, settings)
     server = _Server(config_of(build_app(service)), service, on_ready)
-    async with service.running():
-        await server.serve([bound])
+    await server.serve([bound])
 
 
 def config_of(app: ASGIApp) -> uvicorn.Config:
@@ -73,7 +72,7 @@ def config_of(app: ASGIApp) -> uvicorn.Config:
         app,
         http=Connection,
         ws="none",
-        lifespan="off",
+        lifespan="on",
         log_config=None,
         access_log=False,
         server_header=False,

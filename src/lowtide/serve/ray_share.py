@@ -1,0 +1,102 @@
+"""What one engine takes of a Ray node: memory and cores, as Ray and as lowtide are told.
+
+Ray knows amounts and counts them; the budget and the option `cores` keep to them.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import ray
+
+from lowtide.config import parse_size
+from lowtide.errors import PlanError, UsageError
+from lowtide.llm import plan_model
+from lowtide.threads.cores import keep_to
+
+_log = logging.getLogger(__name__)
+
+RAY_BYTES = 160 << 20
+"""What Ray's own code takes of a process that has an engine, beside `MemoryPlan.overhead_bytes`:
+150 MiB measured (docs/scale.md)."""
+
+
+class Share(NamedTuple):
+    """The part of a node that one engine takes."""
+
+    options: dict[str, Any]  # of `LLM`, with budget and cores
+    num_cpus: int
+    memory_bytes: int
+
+    def num_on(self, nodes: Sequence[Mapping[str, float]]) -> int:
+        """Return how many engines have room on nodes of these resources."""
+        return sum(
+            min(
+                int(node.get("CPU", 0)) // self.num_cpus,
+                int(node.get("memory", 0)) // self.memory_bytes,
+            )
+            for node in nodes
+        )
+
+
+def node_resources() -> list[Mapping[str, float]]:
+    """Return what Ray's living nodes have that can compute. Raises UsageError where none has."""
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    found = [node for node in nodes if node.get("CPU", 0) >= 1]
+    if not found:
+        raise UsageError("No node of the Ray cluster has a CPU for tasks (--num-cpus).")
+    return found
+
+
+def with_own_cores(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Keep this process to the cores of its share, which no other engine here has.
+
+    Where Ray was told of more CPUs than are free it computes on all, and says so; returns the
+    options that are left.
+    """
+    left = {name: each for name, each in options.items() if name != "cores"}
+    try:
+        keep_to(options["cores"])
+    except UsageError as error:
+        _log.warning("This engine shares cores with others: %s", error)
+    return left
+
+
+def share_of(
+    model: str,
+    options: Mapping[str, Any],
+    cores: int | None = None,
+    memory: str | int | None = None,
+) -> Share:
+    """Plan an engine's share of each node of the cluster that this process is connected to.
+
+    cores: by default all of the smallest node. memory: what Ray counts for the engine, all that its
+    process takes; by default what the budget in `options` needs or, without one, all of the
+    smallest node's. Raises PlanError where the model does not fit.
+    """
+    nodes = node_resources()
+    if options.get("cores") is not None:
+        raise UsageError("cores: under Ray each engine takes so many; give their number to Ray.")
+    least_cpus = int(min(node["CPU"] for node in nodes))
+    num_cpus = least_cpus if cores is None else cores
+    plan = plan_model(model, **options)
+    beside_bytes = plan.overhead_bytes + RAY_BYTES
+    given = options.get("host_memory", "auto")
+    if given != "auto" and memory is None:
+        budget_bytes = plan.budget_bytes
+    else:
+        node_bytes = int(min(node.get("memory", 0) for node in nodes))
+        room = node_bytes if memory is None else int(parse_size(memory, node_bytes))
+        budget_bytes = min(room - beside_bytes, plan.full_bytes)
+        if given != "auto":
+            budget_bytes = min(budget_bytes, plan.budget_bytes)
+        if budget_bytes < plan.minimum_bytes:
+            raise PlanError(
+                f"An engine of {room} bytes has {max(0, budget_bytes)} for the model, and at least "
+                f"{plan.minimum_bytes} are needed: its process takes {beside_bytes} beside. Give "
+                "it more memory (ray start --memory), or lower the context."
+            )
+    named = {**options, "host_memory": budget_bytes, "cores": num_cpus}
+    return Share(named, num_cpus, budget_bytes + beside_bytes)
