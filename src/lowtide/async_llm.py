@@ -125,9 +125,12 @@ class AsyncLLM(LoadedModel):
         *,
         raw: bool = False,
         template_options: Mapping[str, object] | None = None,
+        add_special_tokens: bool = True,
     ) -> list[int]:
         """As `LLM.token_ids`."""
-        return await asyncio.to_thread(self._intake.token_ids, prompt, raw, template_options)
+        return await asyncio.to_thread(
+            self._intake.token_ids, prompt, raw, template_options, add_special_tokens
+        )
 
     async def adopt_policy(
         self, policy: str, policy_options: Mapping[str, str] | None = None

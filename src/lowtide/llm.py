@@ -192,10 +192,12 @@ class LLM(LoadedModel):
         *,
         raw: bool = False,
         template_options: Mapping[str, object] | None = None,
+        add_special_tokens: bool = True,
     ) -> list[int]:
-        """A prompt's ids, as `generate` would take them; `template_options` as of `chat`. Raises
+        """A prompt's ids, as `generate` would take them; `template_options` as of `chat`. Without
+        `add_special_tokens` a text without a template gets no token that begins texts. Raises
         UsageError."""
-        return self._intake.token_ids(prompt, raw, template_options)
+        return self._intake.token_ids(prompt, raw, template_options, add_special_tokens)
 
     def adopt_policy(self, policy: str, policy_options: Mapping[str, str] | None = None) -> None:
         """Goes on under another policy without loading again, from its own first residents.

@@ -270,15 +270,17 @@ class Intake:
         prompt: Prompt,
         is_raw: bool = False,
         template_options: Mapping[str, object] | None = None,
+        adds_special: bool = True,
     ) -> list[int]:
         """A prompt's ids. A text is what a user says, where the model has a chat template; with
-        `is_raw` it is taken as it is. Raises UsageError for none, and for text without a tokenizer.
+        `is_raw` it is taken as it is, behind what the tokenizer adds. Raises UsageError for none,
+        and for text without a tokenizer.
         """
         if isinstance(prompt, str):
             tokenizer = self._needed_tokenizer()
             if prompt and not is_raw and tokenizer.has_chat_template:
                 return self.chat([{"role": "user", "content": prompt}], template_options or {})
-            token_ids = tokenizer.encode(prompt)
+            token_ids = tokenizer.encode(prompt, add_special=adds_special)
         elif is_chat(prompt):
             return self.chat(cast(Messages, prompt), template_options or {})
         else:

@@ -1,4 +1,4 @@
-"""Text to token ids and back, and chat messages to a prompt: `Tokenizer`, `TextStream`.
+"""Text to token ids and back, and chat messages to a prompt: `Tokenizer`.
 
 Everything comes from `tokenizer.json` (or `vocab.json` and `merges.txt`), `tokenizer_config.json`
 and `chat_template.jinja`; a model's own Python code is never run. Knows nothing of models and
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import codecs
 import functools
-import json
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,6 +29,7 @@ from lowtide.model_folder.byte_level_files import (
 )
 from lowtide.model_folder.chat_messages import Message
 from lowtide.model_folder.chat_template import MAX_TEXT_CHARS, ChatTemplates, read_templates
+from lowtide.model_folder.text_stream import TextStream, is_local, steps_of, with_valid_bytes
 
 TOKENIZER_NAME = "tokenizer.json"
 CONFIG_NAME = "tokenizer_config.json"
@@ -83,10 +83,14 @@ class Tokenizer:
         self._backend = backend
         self._templates, self._no_template = templates, no_template
         self._special = _special_tokens(config)
+        steps = steps_of(backend.decoder)
+        self._is_local = is_local(steps)
+        self._byte_ids = _byte_ids(backend) if _has_byte_tokens(steps) else frozenset()
         self.vocab_size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
         eos = self._special_id("eos_token")
         self.eos_token_ids = () if eos is None else (eos,)
         self.bos_token_id = self._special_id("bos_token")
+        self._begins_texts = backend.encode("").ids[:1] == [self.bos_token_id]
 
     @property
     def has_chat_template(self) -> bool:
@@ -97,11 +101,30 @@ class Tokenizer:
         return self._templates is not None and self._templates.names(variable)
 
     def encode(self, text: str, *, add_special: bool = True) -> list[int]:
-        """Token ids of a text; `add_special` lets the tokenizer add what it adds to a prompt.
+        """Token ids of a text; `add_special` lets the tokenizer add what it adds to a prompt, but
+        for a token that the text begins with by itself.
 
         Raises UsageError for text that is too long or not valid Unicode, CheckpointError where
         the tokenizer fails.
         """
+        found = self._encoding(text, add_special)
+        return list(found.ids[self._num_doubled(found, add_special) :])
+
+    def places(self, text: str, *, add_special: bool = True) -> list[int]:
+        """Where in a text the tokens of `encode` begin, in characters; those of one character
+        with it, and one that was added with the next. Raises as `encode`."""
+        found, end, places = self._encoding(text, add_special), 0, []
+        for start, next_end in found.offsets[self._num_doubled(found, add_special) :]:
+            # A tokenizer may count a word without the space before it.
+            places.append(min(start, end) if next_end else end)
+            end = max(end, next_end)
+        return places
+
+    def _num_doubled(self, found: tokenizers.Encoding, add_special: bool) -> int:
+        """How many of the first tokens were added to a text that begins with them."""
+        return int(add_special and self._begins_texts and found.ids[1:2] == [self.bos_token_id])
+
+    def _encoding(self, text: str, add_special: bool) -> tokenizers.Encoding:
         if len(text) > MAX_TEXT_CHARS:
             raise UsageError(
                 f"The text has {len(text)} characters, more than {MAX_TEXT_CHARS}; shorten it."
@@ -114,7 +137,7 @@ class Tokenizer:
         with blamed(failure, "Give token ids instead of text"):
             # A batch of one: `encode` keeps Python's lock, so that no other thread runs meanwhile.
             [found] = self._backend.encode_batch([text], add_special_tokens=add_special)
-            return list(found.ids)
+        return found
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
         """Text of token ids; ids without a token (a padded vocabulary's) are nothing.
@@ -127,7 +150,12 @@ class Tokenizer:
                 raise UsageError(f"Token id {i} is outside 0 to {MAX_TOKEN_ID}.")
         failure = f"This model's tokenizer failed to write {len(ids)} tokens as text"
         with blamed(failure, "Without its tokenizer.json the model answers in token ids"):
-            return str(self._backend.decode(list(ids), skip_special_tokens=skip_special))
+            if not self._byte_ids or self._byte_ids.isdisjoint(ids):
+                return str(self._backend.decode(list(ids), skip_special_tokens=skip_special))
+            left_out = self.special_texts if skip_special else {}
+            tokens = [self._backend.id_to_token(i) for i in ids if i not in left_out]
+            known = [token for token in tokens if token is not None]
+            return str(self._backend.decoder.decode(with_valid_bytes(known)))
 
     def token_id(self, text: str) -> int | None:
         """The id of exactly this token, or None."""
@@ -153,10 +181,11 @@ class Tokenizer:
         if raw is None:
             return f"<{token_id}>"
         text = self.decode([token_id], skip_special=False)
-        if not text or "\ufffd" in text:
+        if "\ufffd" in text:
             return str(raw)
-        # Sentence-piece decoders drop the space in front of a text's first word.
-        return f" {text}" if raw.startswith("\u2581") and not text.startswith(" ") else text
+        if raw.startswith("\u2581"):  # decoders drop a space in front of a text's first word
+            text = self.decode([token_id, token_id], skip_special=False)[len(text) :]
+        return text or str(raw)
 
     def piece_bytes(self, token_id: int) -> bytes | None:
         """One token's bytes, which may be a part of a character; None where they are not known."""
@@ -173,7 +202,11 @@ class Tokenizer:
 
     def stream(self) -> TextStream:
         """A decoder for ids that come a few at a time."""
-        return TextStream(self)
+        return TextStream(self, self._is_local, self.is_text)
+
+    def is_text(self, token_id: int) -> bool:
+        """Whether an id makes text: neither a special token nor one beyond the vocabulary."""
+        return token_id < self.vocab_size and token_id not in self.special_texts
 
     def check_vocabulary(self, config_vocab_size: int) -> None:
         """Raises CheckpointError if the tokenizer has ids that the model has no row for."""
@@ -219,55 +252,6 @@ def has_chat_template(folder: Path) -> bool:
     """
     config = _read_config(folder)
     return _has_tokenizer(folder, config) and read_templates(folder, config) is not None
-
-
-class TextStream:
-    """Decodes ids as they come and hands out what is certain: complete characters.
-
-    The texts of all `push` calls and of `finish`, joined, are the text of all ids together.
-    """
-
-    # A decoder may show an unfinished character, or a whole run of byte tokens that ends in one,
-    # as replacement characters that later ids turn into text: such an end is held back this far.
-    _MAX_HELD_CHARS = 16
-    _WINDOW_TOKENS = 64
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        self._window: list[int] = []  # the latest ids
-        self._sent = ""  # of the window's text, what was handed out
-
-    def push(self, ids: Sequence[int]) -> str:
-        """The new text that is certain after these ids; may be empty."""
-        self._window += ids
-        text = self._tokenizer.decode(self._window)
-        end = text.rstrip("\ufffd")
-        if len(text) - len(end) > self._MAX_HELD_CHARS:
-            end = text[: -self._MAX_HELD_CHARS]
-        new = self._take(end)
-        if self._sent == text and len(self._window) > self._WINDOW_TOKENS:
-            self._shorten()
-        return new
-
-    def finish(self) -> str:
-        """What was held back. The stream can go on afterwards with a new text."""
-        new = self._take(self._tokenizer.decode(self._window))
-        self._window, self._sent = [], ""
-        return new
-
-    def _take(self, text: str) -> str:
-        if not text.startswith(self._sent):
-            return ""
-        new = text[len(self._sent) :]
-        self._sent = text
-        return new
-
-    def _shorten(self) -> None:
-        # Some ids stay, because a decoder treats the first word of a text differently.
-        window = self._window[-self._WINDOW_TOKENS // 4 :]
-        text = self._tokenizer.decode(window)
-        if text and not text.startswith("\ufffd"):  # else it would cut a character in two
-            self._window, self._sent = window, text
 
 
 def num_begun(text: str, stop: str) -> int:
@@ -341,16 +325,22 @@ def _read_tokenizer(path: Path) -> tokenizers.Tokenizer:
 
 def _growth(part: Any) -> int:
     """Characters that one may become in a normalizer's or decoder's replacements, one by one."""
-    if part is None:
-        return 1
-    growth, steps = 1, [json.loads(part.__getstate__())]  # its entry in tokenizer.json
-    while steps:
-        step = steps.pop()
-        steps += step.get("normalizers", ()) or step.get("decoders", ())
+    growth = 1
+    for step in steps_of(part):
         if step.get("type") == "Replace":
             replaced = len(step["pattern"].get("String", "")) or 1  # an expression may match one
             growth *= max(1, -(-len(step["content"]) // replaced))
     return growth
+
+
+def _has_byte_tokens(steps: Sequence[Mapping[str, Any]]) -> bool:
+    return any(step.get("type") == "ByteFallback" for step in steps)
+
+
+def _byte_ids(backend: tokenizers.Tokenizer) -> frozenset[int]:
+    """Ids of the tokens of single bytes."""
+    names = (f"<0x{value:{form}}>" for value in range(0x100) for form in ("02X", "02x"))
+    return frozenset(i for name in names if (i := backend.token_to_id(name)) is not None)
 
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:

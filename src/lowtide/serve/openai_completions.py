@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -15,6 +16,7 @@ from pydantic import Field
 
 from lowtide.decode.request import TokenLogprobs
 from lowtide.errors import UnsupportedError
+from lowtide.model_folder.tokenizer import Tokenizer
 from lowtide.params import MAX_SEED, MAX_TOP_LOGPROBS
 from lowtide.parsing.pieces import Done, Logprobs, Piece, Text, joined
 from lowtide.serve.json_body import JsonRoute
@@ -41,6 +43,7 @@ class CompletionBody(SamplingFields):
 
     prompt: str | Texts | Ids | ManyIds
     echo: bool | None = None
+    add_special_tokens: bool = True
     logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
 
     @property
@@ -59,6 +62,7 @@ class CompletionBody(SamplingFields):
             ask = Ask(
                 prompt=prompt,
                 params=replace(params, seed=seed),
+                adds_special=self.add_special_tokens,
                 wants_frames=bool(self.stream_options.include_drafts),
                 wants_progress=self.return_progress,
             )
@@ -67,13 +71,42 @@ class CompletionBody(SamplingFields):
 
 
 @dataclass(frozen=True)
+class Placed:
+    """A token whose probability is told. place: where it begins in the text; is_first: of the
+    tokens of a prompt or an answer, whose first space decoders drop; logprobs: None of a prompt's
+    first token, which has no probability."""
+
+    token_id: int
+    place: int
+    is_first: bool
+    logprobs: TokenLogprobs | None
+
+
+@dataclass(frozen=True)
 class Echo:
-    """A prompt that is sent before its answers. logprobs: of each token, where they are asked for;
-    None of the first, which has no probability."""
+    """A prompt that is sent before its answers. tokens: empty where no probabilities are asked
+    for."""
 
     text: str
-    token_ids: Sequence[int]
-    logprobs: Sequence[TokenLogprobs | None]
+    tokens: Sequence[Placed]
+
+
+class Places:
+    """Owns where an answer's next token begins. start: characters before the answer."""
+
+    def __init__(self, tokenizer: Tokenizer | None, start: int = 0) -> None:
+        self._tokenizer, self._place, self._is_first = tokenizer, start, True
+        self._stream = None if tokenizer is None else tokenizer.stream()
+
+    def placed(
+        self, token_id: int, logprobs: TokenLogprobs | None, place: int | None = None
+    ) -> Placed:
+        """The next token; place: where that is known."""
+        found = Placed(token_id, self._place if place is None else place, self._is_first, logprobs)
+        if self._tokenizer is not None and self._stream is not None:
+            self._is_first &= not self._tokenizer.is_text(token_id)
+            self._place += len(self._stream.push([token_id]))
+        return found
 
 
 def router_of(service: Service) -> APIRouter:
@@ -94,7 +127,7 @@ def router_of(service: Service) -> APIRouter:
 
 
 class CompletionReply(OpenAIReply[CompletionBody]):
-    """Owns the echoes, one for each prompt, and how many characters of each answer were sent."""
+    """Owns the echoes, one for each prompt, and where each answer's next token begins."""
 
     path = "/v1/completions"
     id_prefix = "cmpl-"
@@ -104,30 +137,29 @@ class CompletionReply(OpenAIReply[CompletionBody]):
         super().__init__(service, body, asks)
         self._start_s = time.monotonic()
         self._echoes: list[Echo] = []
-        self._num_sent = [0] * len(asks)
+        self._places = [Places(self.tokenizer) for _ in asks]
 
     async def prepare(self) -> None:
         if self.body.echo:
             self._echoes = [await self._echo(ask) for ask in self.asks[:: self.body.n]]
+            starts = [len(echo.text) for echo in self._echoes for _ in range(self.body.n)]
+            self._places = [Places(self.tokenizer, start) for start in starts]
 
     def opening(self) -> Iterator[JsonObject]:
         for index in range(len(self.asks) if self._echoes else 0):
             echo = self._echoes[index // self.body.n]
-            yield self.choice(index, echo.text, echo.logprobs, echo.token_ids)
+            yield self.choice(index, echo.text, echo.tokens)
 
     def choice(
         self,
         index: int,
         text: str = "",
-        tokens: Sequence[TokenLogprobs | None] = (),
-        token_ids: Sequence[int] = (),
+        tokens: Sequence[Placed] = (),
         end: Done | None = None,
     ) -> JsonObject:
-        """token_ids: whose the probabilities `tokens` are."""
         choice: JsonObject = {"index": index, "text": text, "logprobs": None}
         if self.body.logprobs is not None and tokens:
-            texts = [token_text(token_id, self.tokenizer) for token_id in token_ids]
-            choice["logprobs"] = self._logprobs(index, texts, tokens)
+            choice["logprobs"] = self._logprobs(tokens)
         choice["finish_reason"] = None if end is None else end.reason
         if end is not None and self.body.return_token_ids:
             choice["token_ids"] = list(end.token_ids)
@@ -137,49 +169,69 @@ class CompletionReply(OpenAIReply[CompletionBody]):
         if isinstance(piece, Text):
             yield self.choice(index, piece.text)
         elif isinstance(piece, Logprobs):
-            token_ids = [token.token_id for token in piece.tokens]
-            yield self.choice(index, "", piece.tokens, token_ids)
+            yield self.choice(index, "", self._placed(index, piece))
         elif isinstance(piece, Done):
             yield self.choice(index, end=piece)
 
     def whole_choice(self, index: int, pieces: Sequence[Piece], end: Done) -> JsonObject:
         text = joined(pieces, Text)
-        tokens: list[TokenLogprobs | None] = []
-        token_ids: list[int] = []
+        tokens: list[Placed] = []
         if self._echoes:
             echo = self._echoes[index // self.body.n]
-            text, tokens, token_ids = echo.text + text, [*echo.logprobs], [*echo.token_ids]
-        new = [token for p in pieces if isinstance(p, Logprobs) for token in p.tokens]
-        token_ids += [token.token_id for token in new]
-        return self.choice(index, text, [*tokens, *new], token_ids, end)
+            text, tokens = echo.text + text, [*echo.tokens]
+        for piece in pieces:
+            if isinstance(piece, Logprobs):
+                tokens += self._placed(index, piece)
+        return self.choice(index, text, tokens, end)
 
-    def _logprobs(
-        self, index: int, texts: Sequence[str], tokens: Sequence[TokenLogprobs | None]
-    ) -> JsonObject:
-        offsets = []
-        for text in texts:
-            offsets.append(self._num_sent[index])
-            self._num_sent[index] += len(text)
+    def _placed(self, index: int, piece: Logprobs) -> list[Placed]:
+        return [self._places[index].placed(token.token_id, token) for token in piece.tokens]
+
+    def _logprobs(self, tokens: Sequence[Placed]) -> JsonObject:
+        each = [token.logprobs for token in tokens]
         return {
-            "tokens": list(texts),
-            "token_logprobs": [None if token is None else token.logprob for token in tokens],
-            "top_logprobs": [None if token is None else self._top(token) for token in tokens],
-            "text_offset": offsets,
+            "tokens": [self._name(token.token_id, token.is_first) for token in tokens],
+            "token_logprobs": [None if found is None else found.logprob for found in each],
+            "top_logprobs": [self._top(token) for token in tokens],
+            "text_offset": [token.place for token in tokens],
         }
 
-    def _top(self, token: TokenLogprobs) -> dict[str, float]:
+    def _top(self, token: Placed) -> dict[str, float] | None:
         """The likeliest tokens and the token itself, by text: of two alike the likelier."""
-        top = {token_text(one, self.tokenizer): value for one, value in reversed(token.top)}
-        top.setdefault(token_text(token.token_id, self.tokenizer), token.logprob)
+        found = token.logprobs
+        if found is None:
+            return None
+        top = {self._name(one, token.is_first): value for one, value in reversed(found.top)}
+        top.setdefault(self._name(token.token_id, token.is_first), found.logprob)
         return top
+
+    def _name(self, token_id: int, is_first: bool) -> str:
+        return token_name(token_id, self.tokenizer, is_first)
 
     async def _echo(self, ask: Ask) -> Echo:
         token_ids = await self.service.prompt_ids(ask)
         text = ask.prompt if isinstance(ask.prompt, str) else ""
+        places: Sequence[int | None] = [None] * len(token_ids)
+        if self.tokenizer is not None and self.body.logprobs is not None and text:
+            places = await asyncio.to_thread(
+                self.tokenizer.places, text, add_special=ask.adds_special
+            )
         if not text and self.tokenizer is not None:
             text = self.tokenizer.decode(token_ids)
-        logprobs: list[TokenLogprobs | None] = []
-        if self.body.logprobs is not None:
-            asked = self.service.llm.prompt_logprobs(token_ids, self.body.logprobs)
-            logprobs = await self.service.in_time(self._start_s, asked)
-        return Echo(text, token_ids, logprobs)
+        if self.body.logprobs is None:
+            return Echo(text, ())
+        asked = self.service.llm.prompt_logprobs(token_ids, self.body.logprobs)
+        logprobs = await self.service.in_time(self._start_s, asked)
+        owner = Places(self.tokenizer)
+        return Echo(text, list(map(owner.placed, token_ids, logprobs, places)))
+
+
+def token_name(token_id: int, tokenizer: Tokenizer | None, is_first: bool) -> str:
+    """A token as OpenAI has it here: its text, or where it is a part of a character its bytes."""
+    if tokenizer is None:
+        return token_text(token_id, tokenizer)
+    text = tokenizer.decode([token_id], skip_special=False)
+    data = tokenizer.piece_bytes(token_id) if "\ufffd" in text else None
+    if data is not None:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+    return text if is_first and text else tokenizer.piece(token_id)

@@ -67,7 +67,8 @@ QUEUED_CONTEXTS = 8
 class Ask:
     """One answer that is asked for: to a conversation, or to a prompt of text or token ids.
 
-    params: of one answer (`n` is 1). tool_choice: auto, none, required or a function's name.
+    params: of one answer (`n` is 1). adds_special: whether the tokenizer adds to a text what it
+    begins texts with. tool_choice: auto, none, required or a function's name.
     cut_to_room: `max_tokens` above the room is cut to it, not refused. parallel_calls: whether an
     answer may make several calls.
     """
@@ -75,6 +76,7 @@ class Ask:
     conversation: Conversation | None = None
     prompt: str | Sequence[int] | None = None
     params: SamplingParams = field(default_factory=SamplingParams)
+    adds_special: bool = True
     template_options: Mapping[str, object] = field(default_factory=dict)
     tool_choice: str = "auto"
     constraint: Constraint | None = None
@@ -206,7 +208,9 @@ class Service:
         if ask.conversation is None:
             if ask.prompt is None:
                 raise UsageError("There is neither a conversation nor a prompt.")
-            return await self.llm.token_ids(ask.prompt, raw=True)
+            return await self.llm.token_ids(
+                ask.prompt, raw=True, add_special_tokens=ask.adds_special
+            )
         options = dict(ask.template_options)
         if ask.tools:
             options["tools"] = [tool.declaration() for tool in ask.tools]

@@ -1,0 +1,150 @@
+"""From token ids that come a few at a time to text, and what decoders allow of that."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+"""How vocabularies of sentence pieces name the tokens of single bytes."""
+
+_CHARACTER = re.compile(
+    rb"[\x00-\x7f]|[\xc2-\xdf][\x80-\xbf]|\xe0[\xa0-\xbf][\x80-\xbf]|\xed[\x80-\x9f][\x80-\xbf]"
+    rb"|[\xe1-\xec\xee\xef][\x80-\xbf]{2}|\xf0[\x90-\xbf][\x80-\xbf]{2}|\xf4[\x80-\x8f][\x80-\xbf]{2}"
+    rb"|[\xf1-\xf3][\x80-\xbf]{3}"
+)
+"""A character in UTF-8."""
+
+_NAME_CHARS = frozenset("<0x123456789ABCDEFabcdef>")
+
+
+class Decoding(Protocol):
+    """What makes text of ids."""
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of all of them."""
+        ...
+
+
+class TextStream:
+    """Decodes ids as they come and hands out what is certain: complete characters.
+
+    The texts of all `push` calls and of `finish`, joined, are the text of all ids together. Where
+    later ids may change any text before them (`is_local` is False), all of it comes at the end.
+    is_text: False of an id that makes no text.
+    """
+
+    _MAX_HELD_CHARS = 3
+    """Replacement characters that an unfinished character may be shown as, one for each byte."""
+
+    _WINDOW_TOKENS = 64
+    _KEPT_TOKENS = 16
+    """Of a window that is cut: a decoder treats a text's first word differently, and no character
+    has so many tokens."""
+
+    def __init__(
+        self,
+        tokenizer: Decoding,
+        is_local: bool = True,
+        is_text: Callable[[int], bool] | None = None,
+    ) -> None:
+        self._tokenizer, self._is_local, self._is_text = tokenizer, is_local, is_text
+        self._window: list[int] = []  # the latest ids
+        self._num_sent = 0  # characters of the window's text that were handed out
+
+    def push(self, ids: Sequence[int]) -> str:
+        """The new text that is certain after these ids; may be empty."""
+        self._window += ids if self._is_text is None else filter(self._is_text, ids)
+        if not self._is_local:
+            return ""
+        text = self._tokenizer.decode(self._window)
+        num_open = min(len(text) - len(text.rstrip("\ufffd")), self._MAX_HELD_CHARS)
+        new = self._take(text[: len(text) - num_open])
+        if len(self._window) > self._WINDOW_TOKENS:
+            self._shorten(text)
+        return new
+
+    def finish(self) -> str:
+        """What was held back. The stream can go on afterwards with a new text."""
+        new = self._take(self._tokenizer.decode(self._window))
+        self._window, self._num_sent = [], 0
+        return new
+
+    def _take(self, text: str) -> str:
+        new = text[self._num_sent :]
+        self._num_sent += len(new)
+        return new
+
+    def _shorten(self, text: str) -> None:
+        """Keeps the last ids of a window with this text, unless they begin within a character."""
+        head, tail = self._window[: -self._KEPT_TOKENS], self._window[-self._KEPT_TOKENS :]
+        before, behind = self._tokenizer.decode(head), self._tokenizer.decode(tail)
+        num_held = len(text) - self._num_sent
+        is_apart = text.startswith(before) and text.endswith(behind)
+        is_apart &= len(before) + len(behind) <= len(text)
+        if is_apart and len(behind) > num_held:
+            self._window, self._num_sent = tail, len(behind) - num_held
+
+
+def steps_of(part: Any) -> list[Mapping[str, Any]]:
+    """The steps of a decoder or normalizer of the tokenizers library, in order, as they stand in
+    `tokenizer.json`."""
+    if part is None:
+        return []
+    found: list[Mapping[str, Any]] = []
+    left: list[Mapping[str, Any]] = [json.loads(part.__getstate__())]
+    while left:
+        step = left.pop()
+        if "normalizers" in step or "decoders" in step:
+            left += [*step.get("normalizers", ()), *step.get("decoders", ())][::-1]
+        else:
+            found.append(step)
+    return found
+
+
+def is_local(steps: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether a decoder of these steps changes no text by tokens behind it, but for the last
+    character: what is done to tokens one by one, and to all of a text at its ends alone."""
+    is_joined = False
+    for place, step in enumerate(steps):
+        kind, pattern = step.get("type"), step.get("pattern", {}).get("String")
+        if kind == "ByteFallback" and not all(map(_keeps_bytes, steps[:place])):
+            return False
+        if is_joined and not (
+            kind in ("Fuse", "Strip") or (kind == "Replace" and pattern and len(pattern) == 1)
+        ):
+            return False
+        is_joined |= kind in ("Fuse", "ByteLevel")
+    return True
+
+
+def _keeps_bytes(step: Mapping[str, Any]) -> bool:
+    """Whether a step before `ByteFallback` leaves the names of byte tokens as they are."""
+    pattern = step.get("pattern", {}).get("String", "")
+    return step.get("type") == "Replace" and bool(pattern) and _NAME_CHARS.isdisjoint(pattern)
+
+
+def with_valid_bytes(tokens: list[str]) -> list[str]:
+    """The same tokens, and those of bytes that are of no character replaced: as sentencepiece
+    reads them. The tokenizers library gives up all characters of such a run."""
+    found = list(tokens)
+    values = [BYTE_TOKEN.fullmatch(token) for token in tokens]
+    start = 0
+    while start < len(tokens):
+        end = start
+        run = bytearray()
+        while end < len(tokens) and (value := values[end]) is not None:
+            run.append(int(value[1], 16))
+            end += 1
+        found[start:end] = _shown(found[start:end], bytes(run))
+        start = end + 1
+    return found
+
+
+def _shown(tokens: list[str], run: bytes) -> list[str]:
+    is_valid = [False] * len(run)
+    for match in _CHARACTER.finditer(run):
+        is_valid[match.start() : match.end()] = [True] * len(match[0])
+    return [t if good else "\ufffd" for t, good in zip(tokens, is_valid, strict=True)]
