@@ -14,7 +14,8 @@ SOURCE = Path(__file__).parent / "src"
 sys.path.insert(0, str(SOURCE))
 
 from lowtide.errors import UnsupportedError  # noqa: E402
-from lowtide.kernels.cpu.library import build_kernels, find_compiler  # noqa: E402
+from lowtide.kernels.cpu.compiler import find_compiler  # noqa: E402
+from lowtide.kernels.cpu.library import build_kernels  # noqa: E402
 
 
 def _can_compile() -> bool:

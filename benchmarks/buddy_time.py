@@ -33,7 +33,8 @@ from lowtide.core import (
     StepKind,
 )
 from lowtide.kernels.cpu.buddies import CompiledBuddies
-from lowtide.kernels.cpu.library import load_kernels
+from lowtide.kernels.cpu.library import load_part
+from lowtide.kernels.cpu.sources import DECISIONS
 from lowtide.policies.buddy_profile import BuddyProfile
 from lowtide.policies.decision import Policies
 from lowtide.policies.presets import make_policies, parse_options
@@ -67,7 +68,7 @@ def main() -> None:
     options = _options()
     named = ("rows", "means", "passes")
     recorder = Recorder("buddy time", {name: getattr(options, name) for name in named}, options.out)
-    profile, twins = _profile(), CompiledBuddies(load_kernels())
+    profile, twins = _profile(), CompiledBuddies(load_part(DECISIONS))
     for (lane, chosen), (tier, has_device), num_rows in itertools.product(
         LANES.items(), TIERS.items(), options.rows
     ):

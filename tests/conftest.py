@@ -55,18 +55,17 @@ def pytest_configure(config: pytest.Config) -> None:
     wants_gpu = "gpu" in expression.replace("not gpu", "")
     if not wants_gpu:
         os.environ["TRITON_INTERPRET"] = "1"
-    if config.getoption("numprocesses", None):
-        _compile_kernels()
 
 
-def _compile_kernels() -> None:
-    """Before there are workers, each of which would compile the same."""
+def _load_kernels() -> None:
+    """All parts, else the first test with a cache of its own compiles what it needs."""
     from lowtide.errors import StorageError, UnsupportedError
-    from lowtide.kernels.cpu.library import load_kernels
+    from lowtide.kernels.cpu.library import load_parts
+    from lowtide.kernels.cpu.sources import all_parts
 
     # Where nothing can be compiled or kept, each test has its own way to say so.
     with suppress(StorageError, UnsupportedError):
-        load_kernels()
+        load_parts(all_parts())
 
 
 def pytest_sessionstart() -> None:
@@ -76,11 +75,9 @@ def pytest_sessionstart() -> None:
     """
     import torch
 
-    from lowtide.kernels.choice import choose_kernels
-
+    _load_kernels()
     torch.set_num_threads(1)
     torch.set_float32_matmul_precision("highest")
-    choose_kernels("auto", torch.bfloat16)  # else the first test with a cache of its own compiles
     # A shell has what it runs in the background ignore Ctrl-C, and so would programs under test.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -17,7 +17,8 @@ from buddy_cases import routed_facts
 
 from lowtide import LLM, SamplingParams
 from lowtide.core import RoutedTokens
-from lowtide.kernels.cpu.library import load_kernels
+from lowtide.kernels.cpu.library import load_part
+from lowtide.kernels.cpu.sources import DECISIONS
 from lowtide.lab.demo_tasks import held_out_text
 from lowtide.lab.quality import Passes, Row
 from lowtide.lab.quality_scores import Comparison, RowScores, ScoredRows
@@ -147,7 +148,7 @@ def test_claims_are_met_where_the_numbers_say_so() -> None:
 
 def test_decisions_are_timed_where_something_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(buddy_time, "NUM_LAYERS", 2)
-    profile, twins = buddy_time._profile(), buddy_time.CompiledBuddies(load_kernels())
+    profile, twins = buddy_time._profile(), buddy_time.CompiledBuddies(load_part(DECISIONS))
     for has_device in (False, True):
         case = buddy_time._case(buddy_time.LANES["late"], has_device, 3, profile, twins)
         for asked, run in zip(case.facts, case.runs, strict=True):

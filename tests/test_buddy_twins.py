@@ -35,7 +35,8 @@ from lowtide.core import (
 )
 from lowtide.errors import InternalError
 from lowtide.kernels.cpu.buddies import CompiledBuddies
-from lowtide.kernels.cpu.library import load_kernels
+from lowtide.kernels.cpu.library import load_part
+from lowtide.kernels.cpu.sources import DECISIONS
 from lowtide.policies.buddy_profile import token_entropy
 
 NUM_RANDOM = 10_000  # tokens
@@ -43,7 +44,7 @@ NUM_RANDOM = 10_000  # tokens
 
 @pytest.fixture(scope="module")
 def compiled() -> CompiledBuddies:
-    return CompiledBuddies(load_kernels())
+    return CompiledBuddies(load_part(DECISIONS))
 
 
 def check_algorithm_1(compiled: CompiledBuddies, rules: LayerRules, facts: Facts) -> int:

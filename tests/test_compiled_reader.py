@@ -19,7 +19,8 @@ from programs import python
 
 from lowtide.errors import InternalError, StorageError, UnsupportedError
 from lowtide.files.regular_file import RegularFile
-from lowtide.kernels.cpu.library import check_layouts, find_compiler, load_kernels
+from lowtide.kernels.cpu.compiler import find_compiler
+from lowtide.kernels.cpu.library import check_layouts, load_kernels
 from lowtide.kernels.cpu.reader import (
     PIECE_BYTES,
     CompiledReader,

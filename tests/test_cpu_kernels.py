@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -33,10 +33,12 @@ from lowtide.experts.rows import Routing
 from lowtide.kernels import choice
 from lowtide.kernels.choice import choose_kernels, possible_names
 from lowtide.kernels.compiled import CompiledKernels
-from lowtide.kernels.cpu import library
+from lowtide.kernels.cpu import building, library
+from lowtide.kernels.cpu.compiler import _telling_line
 from lowtide.kernels.cpu.few_rows import VARIANTS, FewRows, num_variants
-from lowtide.kernels.cpu.library import _telling_line, load_kernels, load_library
+from lowtide.kernels.cpu.library import load_kernels, load_library
 from lowtide.kernels.cpu.packed import PackedOperators
+from lowtide.kernels.cpu.sources import Part
 from lowtide.kernels.operands import ClampedWeights, ExpertWeights, Rotation, SlotPlaces
 from lowtide.kernels.reference import REFERENCE, clamped_swiglu
 from lowtide.memory.workspace import Workspace
@@ -56,13 +58,13 @@ def variants() -> list[FewRows]:
 
 
 @pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where compiled kernels go: an empty cache, and nothing loaded in this process."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(choice, "_compiled", choice._compiled.__wrapped__)
-    load_kernels.cache_clear()
-    yield tmp_path / "lowtide" / "kernels"
-    load_kernels.cache_clear()
+    monkeypatch.setattr(choice, "_why_not", {})
+    monkeypatch.setattr(library, "_loaded", {})
+    return tmp_path / "lowtide" / "kernels"
 
 
 def compiled(kernel: FewRows) -> CompiledKernels:
@@ -491,8 +493,8 @@ def test_a_rotation_has_the_references_bits(
         assert torch.equal(out, expected)
 
 
-def kept(cache: Path) -> list[Path]:
-    return list(cache.iterdir())
+def kept(cache: Path, pattern: str = "*.so") -> list[Path]:
+    return list(cache.glob(pattern))
 
 
 @pytest.fixture
@@ -504,9 +506,9 @@ def source(tmp_path: Path) -> Path:
 
 
 def check_loads(source: Path, cache: Path) -> None:
-    """The library works, and is all that is in the cache."""
+    """The library works, and is all that is in the cache beside its object."""
     assert load_library(source).answer() == 42
-    assert len(kept(cache)) == 1
+    assert sorted(path.suffix for path in kept(cache, "*")) == [".o", ".so"]
 
 
 def test_a_library_is_compiled_once(source: Path, cache: Path) -> None:
@@ -524,7 +526,10 @@ def test_what_is_old_goes_as_a_library_is_compiled(
     check_loads(source, cache)
     [used] = kept(cache)
     now_s, day_s = time.time(), 86400
-    for name, days in (("build-0", 2), ("build-1", 0), ("cpu-0.so", 31), ("cpu-1.so", 29)):
+    for name, days in (
+        *(("build-0", 2), ("build-1", 0), ("a-0.lock", 2), ("a-1.lock", 0)),
+        *(("cpu-0.so", 31), ("cpu-1.so", 29), ("a-0.o", 31), ("a-1.o", 29)),
+    ):
         path = cache / name
         if name.startswith("build"):
             path.mkdir()
@@ -534,19 +539,20 @@ def test_what_is_old_goes_as_a_library_is_compiled(
         os.utime(path, (now_s, now_s - days * day_s))
     os.utime(used, (now_s, now_s - 31 * day_s))
     load_library(source)  # nothing is compiled, and this is used
-    assert len(kept(cache)) == 5 and used.stat().st_mtime > now_s - day_s
+    assert len(kept(cache, "*")) == 10 and used.stat().st_mtime > now_s - day_s
     other = tmp_path / "other.cpp"
     other.write_text(source.read_text())
     load_library(other)
-    left = {path.name for path in kept(cache) if not path.name.startswith("other-")}
-    assert left == {used.name, "build-1", "cpu-1.so"}
+    left = {path.name for path in kept(cache, "*") if not path.name.startswith("other-")}
+    own = {path.name for path in kept(cache, "answer-*")}
+    assert left - own == {"build-1", "a-1.lock", "cpu-1.so", "a-1.o"} and used.exists()
 
 
 def test_who_waits_for_a_compiler_is_told_so_once(
     source: Path, cache: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     check_loads(source, cache)
-    assert caplog.messages == ["Compiling kernels for this processor (once)."]
+    assert caplog.messages == ["Compiling kernels for this processor (once): 1 file, about 1 s."]
     check_loads(source, cache)
     assert len(caplog.messages) == 1
 
@@ -611,7 +617,7 @@ def test_a_folder_in_another_user_s_is_refused(
     os.chown(cache.parent, 12345, 12345)
     with pytest.raises(StorageError, match=f"{cache.parent} belongs to another user"):
         load_library(source)
-    monkeypatch.setattr(library, "_SYSTEM_FOLDERS", (cache.parent,))  # root's in a container
+    monkeypatch.setattr(building, "_SYSTEM_FOLDERS", (cache.parent,))  # root's in a container
     check_loads(source, cache)
 
 
@@ -720,17 +726,17 @@ def test_without_a_compiler_torch_multiplies(
 def test_the_reference_and_other_types_compile_nothing(
     cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    compiled: list[int] = []
+    compiled: list[list[str]] = []
 
-    def compile_nothing(sources: Sequence[Path], *_: object) -> None:
-        compiled.append(len(sources))
+    def compile_nothing(parts: Sequence[Part], _: object) -> None:
+        compiled.append([each.name for each in parts])
         raise UnsupportedError("Nothing is compiled in this test.")
 
-    monkeypatch.setattr(library, "_compile", compile_nothing)
+    monkeypatch.setattr(library, "kept_libraries", compile_nothing)
     assert choose_kernels("reference", torch.bfloat16) is REFERENCE
     assert choose_kernels("auto", torch.float32) is REFERENCE
-    for kernels, num_compiled in (("reference", 0), ("auto", 1)):
+    for kernels, asked in (("reference", []), ("auto", [["core"]])):
         options = EngineConfig(dtype="bfloat16", kernels=kernels)
         assert open_model("demo:chat", options).kernels is REFERENCE
-        assert len(compiled) == num_compiled
-    assert kept(cache) == []
+        assert compiled == asked
+    assert not cache.exists()

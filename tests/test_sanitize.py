@@ -10,7 +10,10 @@ from pathlib import Path
 import pytest
 
 from lowtide.errors import UnsupportedError
-from lowtide.kernels.cpu.library import KERNELS, find_compiler, load_kernels
+from lowtide.kernels.cpu import library
+from lowtide.kernels.cpu.compiler import find_compiler
+from lowtide.kernels.cpu.library import load_parts
+from lowtide.kernels.cpu.sources import all_parts, part
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tools"))
 
@@ -26,12 +29,16 @@ def test_the_driver_finds_nothing_wrong_in_any_function(tmp_path: Path) -> None:
     except UnsupportedError as error:
         pytest.skip(str(error))
     build_driver(compiler, tmp_path / "driver")
-    command = [tmp_path / "driver", str(load_kernels()._name)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    load_parts(all_parts())
+    paths = [library._loaded[name]._name for name in all_parts()]
+    done = subprocess.run(
+        [tmp_path / "driver", *paths], capture_output=True, text=True, timeout=240
+    )
     assert done.returncode == 0, done.stderr
     *called, verdict = done.stdout.splitlines()
     assert verdict == "all is as it should be"
-    defined = {name for path in KERNELS for name in _defined(path.read_text())}
+    sources = [path for name in all_parts() for path in part(name).sources]
+    defined = {name for path in sources for name in _defined(path.read_text())}
     assert defined and defined <= set(called), sorted(defined - set(called))
 
 

@@ -17,7 +17,8 @@ import pytest
 from programs import python
 
 from lowtide.errors import UnsupportedError
-from lowtide.kernels.cpu import library
+from lowtide.kernels.cpu import building, library
+from lowtide.kernels.cpu.sources import Digests, Part
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 SOURCE = 'extern "C" int answer() { return 42; }\n'
@@ -41,7 +42,8 @@ def as_in_a_wheel(source: Path) -> Path:
     """Compiled, and put where a wheel has it."""
     library.load_library(source)
     [compiled] = (Path(os.environ["XDG_CACHE_HOME"]) / "lowtide/kernels").glob("answer-*.so")
-    built = library._built((source,))
+    alone = Part("answer", (source,), source.parent)
+    built = source.parent / "built" / building.library_name(alone, Digests())
     built.parent.mkdir()
     compiled.rename(built)
     return built
@@ -49,7 +51,7 @@ def as_in_a_wheel(source: Path) -> Path:
 
 def test_what_a_wheel_has_needs_no_compiler(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     as_in_a_wheel(source)
-    monkeypatch.setattr(library, "find_compiler", no_compiler)
+    monkeypatch.setattr(building, "find_compiler", no_compiler)
     assert library.load_library(source).answer() == 42
 
 
@@ -66,7 +68,7 @@ def test_a_library_of_other_sources_is_not_used(
     as_in_a_wheel(source)
     source.write_text(SOURCE.replace("42", "43"))
     assert library.load_library(source).answer() == 43
-    monkeypatch.setattr(library, "find_compiler", no_compiler)
+    monkeypatch.setattr(building, "find_compiler", no_compiler)
     source.write_text(SOURCE.replace("42", "44"))
     with pytest.raises(UnsupportedError, match="no C"):
         library.load_library(source)

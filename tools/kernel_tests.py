@@ -22,7 +22,7 @@ from parts import part_of
 
 from lowtide.errors import StorageError, UnsupportedError
 from lowtide.files.folders import cache_folder
-from lowtide.kernels.cpu.library import find_compiler
+from lowtide.kernels.cpu.compiler import find_compiler
 
 ROOT = Path(__file__).resolve().parent.parent
 LEFT_OUT = ("cli", "serve")

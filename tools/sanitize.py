@@ -21,10 +21,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from lowtide.errors import UnsupportedError
-from lowtide.kernels.cpu.library import KERNELS, KERNELS_FOLDER, find_compiler
+from lowtide.kernels.cpu.compiler import find_compiler
+from lowtide.kernels.cpu.sources import KERNELS_FOLDER, all_parts, part
 
 _DRIVER = Path(__file__).parent.parent / "tests" / "cpp"
 _LIMIT_S = 1800.0  # of the slowest, on a busy machine
+_SOURCES = [path for name in all_parts() for path in part(name).sources]
 
 SANITIZERS: Mapping[str, Mapping[str, str]] = {
     # Leaks are not looked for: that stops all threads, and now and then fails where a team sleeps.
@@ -72,19 +74,19 @@ def _passes(name: str, compiler: str, folder: Path, num_jobs: int) -> bool:
         print(f"{name:10} missing: {compiler} has none that runs here", flush=True)
         return True
     flags = (f"-fsanitize={name}", f"-fno-sanitize-recover={name}")
-    objects = [str(folder / f"{name}-{path.stem}.o") for path in KERNELS]
+    objects = [str(folder / f"{name}-{number}.o") for number in range(len(_SOURCES))]
     library = str(folder / f"{name}.so")
 
     def build(number: int) -> None:
-        if number == len(KERNELS):
+        if number == len(_SOURCES):
             build_driver(compiler, folder / name, flags)
             return
-        source = str(KERNELS[number])
+        source = str(_SOURCES[number])
         _run([compiler, *_FLAGS, *flags, "-fPIC", "-c", source, "-o", objects[number]])
 
     try:
         with ThreadPoolExecutor(num_jobs) as jobs:
-            list(jobs.map(build, range(len(KERNELS) + 1)))
+            list(jobs.map(build, range(len(_SOURCES) + 1)))
         _run([compiler, *_FLAGS, *flags, "-shared", *objects, "-o", library])
         output = _run([str(folder / name), library], SANITIZERS[name])
         verdict, is_good = output.strip().rpartition("\n")[2], True

@@ -21,7 +21,8 @@ FloatArray = NDArray[np.float64]
 WeightArray = NDArray[np.float32]
 
 Progress = Callable[[str, int, int], None]
-"""Called with what is being done, the units done (bytes, passes) and the units in all."""
+"""Called with what is being done, the units done (bytes, passes) and the units in all. What stands
+behind a ": " changes as it goes, and says these numbers in words of its own."""
 
 
 def no_progress(what: str, done: int, total: int) -> None:

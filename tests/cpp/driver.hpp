@@ -1,4 +1,4 @@
-// What the driver's parts share: libraries as Python loads them, numbers, and a count of what is
+// What the driver's parts share: the libraries as Python loads them, numbers, and a count of what is
 // not as it should be.
 //
 // Arrays are as long as what they hold, so that one element too many is seen by a sanitizer.
@@ -42,13 +42,19 @@ inline std::set<std::string>& called() {
 
 class Library {
    public:
-    explicit Library(const char* path) : handle_(dlopen(path, RTLD_NOW | RTLD_LOCAL)) {
-        if (handle_ == nullptr) stop(dlerror());
+    // One or several, of which later ones need earlier ones.
+    explicit Library(char** paths) {
+        for (; *paths != nullptr; ++paths) {
+            handles_.push_back(dlopen(*paths, RTLD_NOW | RTLD_GLOBAL));
+            if (handles_.back() == nullptr) stop(dlerror());
+        }
     }
 
     template <class Function>
     Function* function(const char* name) const {
-        void* found = dlsym(handle_, name);
+        void* found = nullptr;
+        for (void* handle : handles_)
+            if (found == nullptr) found = dlsym(handle, name);
         if (found == nullptr) stop(name);
         called().insert(name);
         return reinterpret_cast<Function*>(found);
@@ -60,7 +66,7 @@ class Library {
         std::exit(2);
     }
 
-    void* handle_;
+    std::vector<void*> handles_;
 };
 
 inline long num_wrong = 0;
@@ -134,7 +140,7 @@ struct Routed {
 constexpr Routed ROUTED[] = {{0, 2, 4}, {1, 1, 1}, {5, 1, 1}, {3, 6, 6}, {8, 2, 17}, {1, 8, 32}};
 
 // Types of packed.hpp: our own, and what is bfloat16.
-constexpr int Q8 = lowtide::NUM_BLOCK_TYPES - 2, Q4 = Q8 + 1, PLAIN = 1 << 16;
+constexpr int Q8 = lowtide::BLOCK_q8, Q4 = lowtide::BLOCK_q4, PLAIN = 1 << 16;
 
 inline int num_bits_of(int type) { return type == Q4 ? 4 : 8; }
 

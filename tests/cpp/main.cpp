@@ -2,18 +2,18 @@
 // experts, several threads, in every variant of this processor. What sanitizers are run on
 // (tools/sanitize.py). Prints the functions' names, and a verdict.
 //
-//     driver KERNELS.so
+//     driver KERNELS.so ...
 
 #include "driver.hpp"
 
 using namespace driver;
 
 int main(int num_arguments, char** arguments) {
-    if (num_arguments != 2) {
-        std::fprintf(stderr, "wanted: the path of the library\n");
+    if (num_arguments < 2) {
+        std::fprintf(stderr, "wanted: the paths of the libraries\n");
         return 2;
     }
-    const Library kernels(arguments[1]);
+    const Library kernels(arguments + 1);
     check_team(kernels);
     check_products(kernels);
     check_experts(kernels);

@@ -84,6 +84,9 @@ class LoadingLine(OneLine):
     """What is fetched or read of a model, and how much of it. Called as `Progress` is."""
 
     def __call__(self, what: str, done_bytes: int, total_bytes: int) -> None:
+        if ": " in what:
+            self._show(lambda _: what)
+            return
         share = done_bytes / max(total_bytes, 1)
         done, total = format_size(done_bytes), format_size(total_bytes)
         self._show(lambda _: f"{what}: {done} of {total}, {share:.0%}")

@@ -100,9 +100,16 @@ class ProgressBars:
         self._tasks: dict[str, TaskID] = {}
 
     def __call__(self, stage: str, done: int, total: int) -> None:
-        if stage not in self._tasks:
-            self._tasks[stage] = self._progress.add_task(stage, total=total)
-        self._progress.update(self._tasks[stage], completed=done, total=total, visible=done < total)
+        name = stage.partition(": ")[0]
+        if name not in self._tasks:
+            self._tasks[name] = self._progress.add_task(stage, total=total)
+        self._progress.update(
+            self._tasks[name],
+            description=stage,
+            completed=done,
+            total=total,
+            visible=done < total,
+        )
 
     def __enter__(self) -> ProgressBars:
         self._progress.start()

@@ -5,29 +5,42 @@ from __future__ import annotations
 import functools
 import importlib.util
 import logging
+from collections.abc import Iterable
 
 import torch
 
+from lowtide.core import Progress, no_progress
 from lowtide.errors import StorageError, UnsupportedError
+from lowtide.formats import MatrixFormat
 from lowtide.formats.convert import Pack, pack
 from lowtide.kernels.compiled import CompiledKernels, compiled_name
 from lowtide.kernels.cpu.buddies import CompiledBuddies
 from lowtide.kernels.cpu.few_rows import VARIANTS, FewRows
-from lowtide.kernels.cpu.library import load_kernels
-from lowtide.kernels.cpu.packed import PackedOperators
+from lowtide.kernels.cpu.library import load_kernels, load_part, load_parts
+from lowtide.kernels.cpu.packed import PackedOperators, parts_of
 from lowtide.kernels.cpu.packing import CompiledPacking
+from lowtide.kernels.cpu.sources import CORE, DECISIONS, PACKING
 from lowtide.kernels.reference import REFERENCE, Kernels
 
 _log = logging.getLogger(__name__)
 
 HOST = torch.device("cpu")
 
+_why_not: dict[tuple[str, ...], str] = {}  # parts that this process cannot load; told once
+
 
 def choose_kernels(
-    option: str, dtype: torch.dtype, device: torch.device = HOST, rounds_rows: bool = False
+    option: str,
+    dtype: torch.dtype,
+    device: torch.device = HOST,
+    rounds_rows: bool = False,
+    formats: Iterable[MatrixFormat] = (),
+    report: Progress = no_progress,
 ) -> Kernels:
-    """The kernels of what computes in `dtype` on `device`, whatever format weights are in; option:
-    `auto` or `reference`. rounds_rows: `activations="int8"`.
+    """Choose the kernels of what computes in `dtype` on `device`; option: `auto` or `reference`.
+
+    rounds_rows: `activations="int8"`. formats: that weights are in, whose parts of the compiled
+    kernels are loaded now, or built (`report` is told); any other's are when they are first used.
 
     On the host, where nothing can be compiled, `auto` is the reference too, with one notice in
     the log. On a GPU the option is about its experts alone, which its device chooses.
@@ -35,9 +48,8 @@ def choose_kernels(
     if device.type == "cuda":
         return REFERENCE if why_no_triton(device) else _triton()
     is_compiled = option != "reference" and dtype == torch.bfloat16
-    compiled = _compiled(rounds_rows) if is_compiled else None
-    if compiled is not None:
-        return compiled
+    if is_compiled and _are_loaded((CORE, *parts_of(formats, rounds_rows)), report):
+        return _compiled(rounds_rows)
     return Kernels(rounds_rows) if rounds_rows else REFERENCE
 
 
@@ -74,7 +86,7 @@ def why_no_triton(device: torch.device) -> str | None:
 def compiled_buddies() -> CompiledBuddies | None:
     """What substitutes; None where nothing can be compiled, with one notice in the log."""
     try:
-        return CompiledBuddies(load_kernels())
+        return CompiledBuddies(load_part(DECISIONS))
     except (StorageError, UnsupportedError) as error:
         _log.warning("%s Substitution will take longer: it is decided in Python.", error)
         return None
@@ -86,22 +98,36 @@ def _triton() -> Kernels:
     return TritonKernels()
 
 
-@functools.cache
-def _compiled(rounds_rows: bool) -> Kernels | None:
-    """None where nothing can be compiled, with one notice in the log."""
+def _are_loaded(parts: tuple[str, ...], report: Progress) -> bool:
+    """Load parts of the kernels; False where they cannot be, with one notice in the log."""
+    if parts in _why_not:
+        return False
     try:
-        built = load_kernels()
-        rounding = PackedOperators(built, rounds_rows=True) if rounds_rows else None
-        return CompiledKernels(FewRows(built), PackedOperators(built), rounding)
+        load_parts(parts, report)
     except (StorageError, UnsupportedError) as error:
-        _log.warning("%s Single tokens will take longer: torch's products are used.", error)
-        return None
+        if str(error) not in _why_not.values():
+            _log.warning(
+                "%s torch's products are used instead: answers take longer, and words may differ, "
+                "since those products round otherwise.",
+                error,
+            )
+        _why_not[parts] = str(error)
+        return False
+    return True
+
+
+@functools.cache
+def _compiled(rounds_rows: bool) -> Kernels:
+    built = load_kernels()
+    rounding = PackedOperators(built, rounds_rows=True) if rounds_rows else None
+    return CompiledKernels(FewRows(built), PackedOperators(built), rounding)
 
 
 @functools.cache
 def _compiled_pack() -> Pack | None:
     """None where nothing can be compiled, with one notice in the log."""
     try:
+        load_part(PACKING)
         return CompiledPacking(load_kernels())
     except (StorageError, UnsupportedError) as error:
         _log.warning("%s Weights are rounded to 8 or 4 bits by numpy, which is slow.", error)

@@ -18,7 +18,7 @@ from lowtide.families import families
 from lowtide.hardware.machine import DISTURBED, Rate, disk_rate
 from lowtide.hardware.memory import available_memory_bytes
 from lowtide.kernels.choice import choose_kernels
-from lowtide.kernels.cpu.library import find_compiler
+from lowtide.kernels.cpu.compiler import find_compiler
 from lowtide.kernels.reference import REFERENCE
 from lowtide.lab.diagnosis import Diagnosis
 from lowtide.llm import plan_model

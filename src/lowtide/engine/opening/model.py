@@ -125,6 +125,13 @@ class OpenModel:
         return weight_formats.expert_formats(self.options.formats, self.weight_map, has_gpu)
 
     @property
+    def _kept_formats(self) -> list[MatrixFormat]:
+        """That weights are kept in which are in another format than their type's."""
+        experts = [] if self.config.experts is None else self._expert_formats
+        of_experts = [each for parts in experts for each in parts if each is not None]
+        return [*self.dense_formats.values(), *of_experts]
+
+    @property
     def fingerprint(self) -> str:
         """Identifies the model by its dense weights, with a few hundred short reads. Raises
         StorageError, and UsageError for a folder without weights."""
@@ -202,11 +209,20 @@ class OpenModel:
 
     @property
     def kernels(self) -> Kernels:
-        """The host's kernels; the first use of compiled ones in a process loads them."""
+        """The host's kernels. The first use in a process loads or compiles the parts that the
+        weights' formats need."""
         return self.kernels_on(HOST)
 
     def kernels_on(self, device: torch.device) -> Kernels:
-        return choose_kernels(self.options.kernels, self.dtype, device, self.rounds_rows)
+        formats = self._kept_formats if device == HOST else []
+        return choose_kernels(
+            self.options.kernels,
+            self.dtype,
+            device,
+            self.rounds_rows,
+            formats,
+            self.options.report,
+        )
 
     @property
     def rounds_rows(self) -> bool:

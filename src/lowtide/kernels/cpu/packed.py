@@ -14,7 +14,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from torch import Tensor
@@ -27,7 +27,14 @@ from lowtide.formats.grouped_ints import GroupedInts
 from lowtide.formats.quantised import Quantised
 from lowtide.formats.quantised_matrix import QuantisedMatrix
 from lowtide.kernels.cpu.few_rows import VARIANTS, num_variants
-from lowtide.kernels.cpu.library import check_places, functions_of, places_of
+from lowtide.kernels.cpu.library import (
+    check_places,
+    functions_of,
+    load_part,
+    load_parts,
+    places_of,
+)
+from lowtide.kernels.cpu.sources import PACKED, ROUNDED, block_types
 from lowtide.kernels.cpu.weight_calls import CompiledExperts, MatrixCall, WeightCalls
 
 SECTIONS = 1 << 16
@@ -55,27 +62,35 @@ class PackedOperators:
         """variant: of `VARIANTS`, or where rows are rounded to int8 of `INT8_VARIANTS`; by default
         the best of this processor."""
         self.rounds_rows, self._library = rounds_rows, library
+        self._kind = ROUNDED if rounds_rows else PACKED
         best = library.lowtide_best_int8() if rounds_rows else num_variants(library) - 1
         self.num_variants = best + 1
         self.variant = best if variant is None else variant
         self.name = (INT8_VARIANTS if rounds_rows else VARIANTS)[self.variant]
         self._most_unpacking = min(num_variants(library) - 1, 2)
-        if rounds_rows:
-            self.calls = self._own_calls = WeightCalls(
-                library, "rounded", self.variant, sys.maxsize
-            )
-        else:
-            best_own: int = library.lowtide_best_own()
-            of_own = best_own if variant is None else min(variant, best_own)
-            most, most_own = (
-                library.lowtide_max_rows(self.variant),
-                library.lowtide_max_own_rows(of_own),
-            )
-            self.calls = WeightCalls(library, "packed", self.variant, most)
-            self._own_calls = WeightCalls(library, "packed", of_own, most_own)
+        best_own: int = library.lowtide_best_own()
+        self._own_variant = best_own if variant is None else min(variant, best_own)
         numbers = block_numbers(library)
+        self._names = {number: name for name, number in numbers.items()}
         self._own_types = {numbers[own.name] for own in quantised.FORMATS}
-        self._unpack = functions_of(library, _FUNCTIONS)["packed_unpack"]
+        self._ready: set[tuple[str, int]] = set()  # parts that are loaded, by kind and type
+
+    @functools.cached_property
+    def calls(self) -> WeightCalls:
+        """Of all types but q8 and q4; their part is loaded first."""
+        most = sys.maxsize if self.rounds_rows else self._library.lowtide_max_rows(self.variant)
+        return WeightCalls(load_part(self._kind), self._kind, self.variant, most)
+
+    @functools.cached_property
+    def _own_calls(self) -> WeightCalls:
+        if self.rounds_rows:
+            return self.calls
+        most: int = self._library.lowtide_max_own_rows(self._own_variant)
+        return WeightCalls(load_part(PACKED), PACKED, self._own_variant, most)
+
+    @functools.cached_property
+    def _unpack(self) -> ctypes._NamedFuncPointer:
+        return functions_of(load_part(PACKED), _FUNCTIONS)["packed_unpack"]
 
     def has(self, matrix: object) -> bool:
         """Whether `unpack` takes a matrix."""
@@ -89,6 +104,7 @@ class PackedOperators:
             return None
         if isinstance(matrix, SectionedMatrix) and matrix.numbers != range(matrix.whole_shape[0]):
             return None
+        self._need(self._kind, place.type)
         return MatrixCall(self._calls_of(place.type), place.type, place.address)
 
     def experts(self, types: Sequence[int]) -> CompiledExperts | None:
@@ -99,6 +115,8 @@ class PackedOperators:
         are_own = {each in self._own_types for each in types}
         if len(are_own) > 1 and self._own_calls.variant != self.calls.variant:
             return None
+        for each in types:
+            self._need(self._kind, each)
         calls = self._own_calls if are_own == {True} else self.calls
         return CompiledExperts(calls, types, min(MAX_FEW_ROWS, calls.max_rows))
 
@@ -116,6 +134,7 @@ class PackedOperators:
                 numbers = matrix.numbers.contiguous()
             num_rows = matrix.whole_shape[0]
         calls = self._calls_of(place.type)
+        self._need(PACKED, place.type)
         self._unpack(
             min(calls.variant, self._most_unpacking) if self.rounds_rows else calls.variant,
             place.type,
@@ -130,6 +149,14 @@ class PackedOperators:
 
     def _calls_of(self, number: int) -> WeightCalls:
         return self._own_calls if number in self._own_types else self.calls
+
+    def _need(self, kind: str, number: int) -> None:
+        """Load the part of a type, if it has one; a model that is opened has asked for its own."""
+        if (kind, number) in self._ready:
+            return
+        if number in self._names:
+            load_parts([f"{kind}/{self._names[number]}"])
+        self._ready.add((kind, number))
 
     def _place_of(self, matrix: object) -> _Place | None:
         """Where a matrix in host memory is, if it is in a packed format."""
@@ -172,6 +199,22 @@ def type_number(library: ctypes.CDLL, stored: MatrixFormat) -> int | None:
         return None
     scale = SCALE_DTYPES.index(stored.scale_dtype)
     return SECTIONS | form | scale << 2 | has_zeros << 4 | (group.bit_length() - 1) << 5
+
+
+def parts_of(formats: Iterable[MatrixFormat], rounds_rows: bool) -> tuple[str, ...]:
+    """The parts of the kernels that weights in these formats are computed with.
+
+    Rows that are rounded to int8 are multiplied with weights as they are stored; an embedding's
+    rows are unpacked all the same.
+    """
+    kinds, compiled = (PACKED, ROUNDED) if rounds_rows else (PACKED,), block_types()
+    found = dict[str, None]()
+    for each in (variant for stored in formats for variant in stored.variants):
+        if isinstance(each, GgmlFormat | Quantised) and each.name in compiled:
+            found.update((f"{kind}/{each.name}", None) for kind in kinds)
+        elif isinstance(each, GroupedInts | Fp8Blocks):
+            found[PACKED] = None
+    return tuple(found)
 
 
 class _Place(NamedTuple):

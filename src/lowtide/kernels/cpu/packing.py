@@ -12,7 +12,8 @@ from lowtide.formats.matrix import Bytes
 from lowtide.formats.plain import ITEM_BYTES, convert_plain
 from lowtide.formats.quantised import Floats, QuantisedRows
 from lowtide.kernels.cpu.few_rows import WITHOUT_DOTS
-from lowtide.kernels.cpu.library import functions_of
+from lowtide.kernels.cpu.library import functions_of, load_part
+from lowtide.kernels.cpu.sources import PACKING
 
 _INT, _LONG, _P = ctypes.c_int, ctypes.c_long, ctypes.c_void_p
 _FUNCTIONS = {"quantised_pack": (None, _INT, _INT, _INT, _P, _P, _P, _LONG, _LONG)}
@@ -25,7 +26,7 @@ class CompiledPacking:
         """variant: of `VARIANTS`, by default the best of those that compute in float32."""
         best = min(library.lowtide_best_variant(), WITHOUT_DOTS)
         self._variant = best if variant is None else variant
-        self._pack = functions_of(library, _FUNCTIONS)["quantised_pack"]
+        self._pack = functions_of(load_part(PACKING), _FUNCTIONS)["quantised_pack"]
 
     def __call__(
         self,

@@ -87,8 +87,23 @@ int lowtide_best_int8() {
 #endif
 }
 
+// The same of products of a few rows with q8 and q4.
+int lowtide_best_own() {
+    const int best = lowtide_best_variant();
+#if defined(HAS_DOT_PRODUCTS)
+    const bool has_all =
+        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vbmi");
+    if (has_all) return best;
+#endif
+    return std::min(best, static_cast<int>(WITH_AVX512));
+}
+
 long lowtide_max_rows(int variant) {
     return variant >= WITH_AVX512_BF16 ? MOST_ROWS_OF_DOTS : MOST_ROWS;
+}
+
+long lowtide_max_own_rows(int variant) {
+    return variant >= WITH_AVX512_BF16 ? MOST_ROWS_OF_DOTS : MOST_OWN_ROWS;
 }
 
 }

@@ -18,6 +18,10 @@ namespace lowtide {
 // Rows from which torch's products are faster.
 constexpr long MOST_ROWS = 8, MOST_ROWS_OF_DOTS = 32;
 
+// That products with q8 and q4 take: with dot products of bfloat16 as many as those with bfloat16
+// weights do, so that a pass of so many rows is one call whatever its weights are stored in.
+constexpr long MOST_OWN_ROWS = 16;
+
 template <class Number>
 struct Product {
     const bf16* x;

@@ -6,7 +6,7 @@
 #include <cstring>
 
 #include "layer/layer.hpp"
-#include "packed/packed.hpp"
+#include "packed/block_types.hpp"
 
 using namespace lowtide;
 
@@ -80,8 +80,8 @@ extern "C" {
 const char* lowtide_layout(const char* of, long number, long* place) {
     if (std::strcmp(of, "BlockType") == 0) {
         if (number >= NUM_BLOCK_TYPES) return nullptr;
-        const BlockType& type = block_type(static_cast<int>(number));
-        place[0] = type.block_size, place[1] = type.block_bytes;
+        const BlockShape& type = BLOCK_SHAPES[number];
+        place[0] = type.size, place[1] = type.num_bytes;
         return type.name;
     }
     for (const Field& field : FIELDS) {

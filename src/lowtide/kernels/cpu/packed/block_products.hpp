@@ -59,16 +59,11 @@ bool multiply_directly(int variant, const Product<bf16>& p, const PackedRows& pa
     return false;
 }
 
+}  // namespace ggml
+
 template <class Type>
 constexpr BlockType block_type_of() {
-    return {Type::NAME, unpack_rows<Type>, multiply_directly<Type>, Type::BYTES, Type::SIZE};
+    return {ggml::unpack_rows<Type>, ggml::multiply_directly<Type>, Type::BYTES, Type::SIZE};
 }
 
-template <class... Types>
-const BlockType& block_type_at(TypeList<Types...>, int place) {
-    static constexpr BlockType ROWS[] = {block_type_of<Types>()...};
-    return ROWS[place];
-}
-
-}  // namespace ggml
 }  // namespace lowtide

@@ -1,47 +1,37 @@
-// Which types of blocks there are. A type's number is its place in these lists, one after the other:
-// all tables are made of them, and Python asks for the types' names and numbers (layouts.cpp).
+// Which types of blocks there are: a format's name, and a block's weights and bytes. A type's number
+// is its place here. Products with each are compiled in files of their own, `types/NAME.cpp` here
+// and in rounded/, which are loaded when a model has such weights.
 
 #pragma once
 
+#define BLOCK_TYPES(TYPE)                                                                          \
+    TYPE(Q4_0, 32, 18) TYPE(Q4_1, 32, 20) TYPE(Q5_0, 32, 22) TYPE(Q5_1, 32, 24) TYPE(Q8_0, 32, 34) \
+    TYPE(IQ4_NL, 32, 18) TYPE(MXFP4, 32, 17)                                                       \
+    TYPE(Q2_K, 256, 84) TYPE(Q3_K, 256, 110) TYPE(Q4_K, 256, 144) TYPE(Q5_K, 256, 176)             \
+    TYPE(Q6_K, 256, 210) TYPE(IQ4_XS, 256, 136)                                                    \
+    TYPE(IQ2_XXS, 256, 66) TYPE(IQ2_XS, 256, 74) TYPE(IQ2_S, 256, 82) TYPE(IQ3_XXS, 256, 98)       \
+    TYPE(IQ3_S, 256, 110)                                                                          \
+    TYPE(q8, 64, 68) TYPE(q4, 64, 36)
+
 namespace lowtide {
 
-template <class... Types>
-struct TypeList {
-    static constexpr int SIZE = sizeof...(Types);
+#define NUMBER_OF(name, size, num_bytes) BLOCK_##name,
+enum BlockNumber { BLOCK_TYPES(NUMBER_OF) NUM_BLOCK_TYPES };
+#undef NUMBER_OF
+
+struct BlockShape {
+    const char* name;
+    long size, num_bytes;  // weights, and what they are stored in
 };
 
-namespace ggml {
+#define SHAPE_OF(name, size, num_bytes) {#name, size, num_bytes},
+constexpr BlockShape BLOCK_SHAPES[] = {BLOCK_TYPES(SHAPE_OF)};
+#undef SHAPE_OF
 
-using SmallTypes = TypeList<  // blocks of 32 weights
-    struct Q4_0, struct Q4_1, struct Q5_0, struct Q5_1, struct Q8_0, struct Iq4Nl, struct Mxfp4>;
-using KTypes = TypeList<  // of 256 weights
-    struct Q2K, struct Q3K, struct Q4K, struct Q5K, struct Q6K, struct Iq4Xs>;
-using GridTypes = TypeList<  // of 256 weights, with a grid
-    struct Iq2Xxs, struct Iq2Xs, struct Iq2S, struct Iq3Xxs, struct Iq3S>;
-
-}  // namespace ggml
-
-template <int num_bits>
-struct Own;
-using OwnTypes = TypeList<Own<8>, Own<4>>;
-
-constexpr int NUM_BLOCK_TYPES =
-    ggml::SmallTypes::SIZE + ggml::KTypes::SIZE + ggml::GridTypes::SIZE + OwnTypes::SIZE;
-
-// A list's rows of a table, each by its type's place in the list.
-template <class Row>
-using RowsOfList = const Row&(int place);
-
-// The row of a type by its number. Each list's rows are compiled in a file of their own.
-template <class Row>
-const Row& row_of(
-    int number, RowsOfList<Row>& small, RowsOfList<Row>& k, RowsOfList<Row>& grid,
-    RowsOfList<Row>& own
-) {
-    if (number < ggml::SmallTypes::SIZE) return small(number);
-    if ((number -= ggml::SmallTypes::SIZE) < ggml::KTypes::SIZE) return k(number);
-    if ((number -= ggml::KTypes::SIZE) < ggml::GridTypes::SIZE) return grid(number);
-    return own(number - ggml::GridTypes::SIZE);
-}
+// Puts a type's functions into a table of them when the library that they are in is loaded.
+template <class Row, void (*set_row)(int number, const Row& row)>
+struct Registered {
+    Registered(int number, const Row& row) { set_row(number, row); }
+};
 
 }  // namespace lowtide

@@ -104,7 +104,6 @@ INLINED void scales_of_four_bits(float d, const u8* s, float factor, float* scal
 }
 
 struct Iq2Xxs : GridType<Iq2Xxs> {
-    static constexpr const char* NAME = "IQ2_XXS";
     static constexpr long BYTES = 66, GROUP = 32;
 
     static INLINED std::uint64_t eight(const u8* b, int i) {
@@ -120,7 +119,6 @@ struct Iq2Xxs : GridType<Iq2Xxs> {
 };
 
 struct Iq2Xs : GridType<Iq2Xs> {
-    static constexpr const char* NAME = "IQ2_XS";
     static constexpr long BYTES = 74, GROUP = 16;
 
     static INLINED std::uint64_t eight(const u8* b, int i) {
@@ -140,7 +138,6 @@ struct Iq2Xs : GridType<Iq2Xs> {
 };
 
 struct Iq2S : GridType<Iq2S> {
-    static constexpr const char* NAME = "IQ2_S";
     static constexpr long BYTES = 82, GROUP = 16;
 
     static INLINED std::uint64_t eight(const u8* b, int i) {
@@ -157,7 +154,6 @@ struct Iq2S : GridType<Iq2S> {
 };
 
 struct Iq3Xxs : GridType<Iq3Xxs> {
-    static constexpr const char* NAME = "IQ3_XXS";
     static constexpr long BYTES = 98, GROUP = 32;
 
     static INLINED std::uint64_t eight(const u8* b, int i) {
@@ -174,7 +170,6 @@ struct Iq3Xxs : GridType<Iq3Xxs> {
 };
 
 struct Iq3S : GridType<Iq3S> {
-    static constexpr const char* NAME = "IQ3_S";
     static constexpr long BYTES = 110, GROUP = 32;
 
     static INLINED std::uint64_t eight(const u8* b, int i) {

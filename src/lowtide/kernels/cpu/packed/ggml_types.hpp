@@ -48,7 +48,6 @@ INLINED float half_at(const u8* p) {
 INLINED int nibble(const u8* q, int i) { return i < 16 ? q[i] & 15 : q[i - 16] >> 4; }
 
 struct Q4_0 {
-    static constexpr const char* NAME = "Q4_0";
     static constexpr long BYTES = 18, SIZE = 32, GROUP = 32;
     static constexpr bool HAS_OFFSETS = false;
 
@@ -60,7 +59,6 @@ struct Q4_0 {
 };
 
 struct Q4_1 {
-    static constexpr const char* NAME = "Q4_1";
     static constexpr long BYTES = 20, SIZE = 32, GROUP = 32;
     static constexpr bool HAS_OFFSETS = true;
 
@@ -84,7 +82,6 @@ INLINED void five_bits(const u8* h, int zero, i8* out) {
 }
 
 struct Q5_0 {
-    static constexpr const char* NAME = "Q5_0";
     static constexpr long BYTES = 22, SIZE = 32, GROUP = 32;
     static constexpr bool HAS_OFFSETS = false;
 
@@ -94,7 +91,6 @@ struct Q5_0 {
 };
 
 struct Q5_1 {
-    static constexpr const char* NAME = "Q5_1";
     static constexpr long BYTES = 24, SIZE = 32, GROUP = 32;
     static constexpr bool HAS_OFFSETS = true;
 
@@ -106,7 +102,6 @@ struct Q5_1 {
 };
 
 struct Q8_0 {
-    static constexpr const char* NAME = "Q8_0";
     static constexpr long BYTES = 34, SIZE = 32, GROUP = 32;
     static constexpr bool HAS_OFFSETS = false;
 
@@ -116,7 +111,6 @@ struct Q8_0 {
 };
 
 struct Iq4Nl {
-    static constexpr const char* NAME = "IQ4_NL";
     static constexpr long BYTES = 18, SIZE = 32, GROUP = 32;
     static constexpr bool HAS_OFFSETS = false;
 
@@ -133,7 +127,6 @@ INLINED float mxfp4_scale(std::uint32_t e) {
 }
 
 struct Mxfp4 {
-    static constexpr const char* NAME = "MXFP4";
     static constexpr long BYTES = 17, SIZE = 32, GROUP = 32;
     static constexpr bool HAS_OFFSETS = false;
 
@@ -147,7 +140,6 @@ struct Mxfp4 {
 };
 
 struct Q2K {
-    static constexpr const char* NAME = "Q2_K";
     static constexpr long BYTES = 84, SIZE = 256, GROUP = 16;
     static constexpr bool HAS_OFFSETS = true;
 
@@ -169,7 +161,6 @@ struct Q2K {
 };
 
 struct Q3K {
-    static constexpr const char* NAME = "Q3_K";
     static constexpr long BYTES = 110, SIZE = 256, GROUP = 16;
     static constexpr bool HAS_OFFSETS = false;
 
@@ -217,7 +208,6 @@ INLINED void scales_of_six_bits(const u8* b, float* scales, float* offsets) {
 }
 
 struct Q4K {
-    static constexpr const char* NAME = "Q4_K";
     static constexpr long BYTES = 144, SIZE = 256, GROUP = 32;
     static constexpr bool HAS_OFFSETS = true;
 
@@ -235,7 +225,6 @@ struct Q4K {
 };
 
 struct Q5K {
-    static constexpr const char* NAME = "Q5_K";
     static constexpr long BYTES = 176, SIZE = 256, GROUP = 32;
     static constexpr bool HAS_OFFSETS = true;
 
@@ -254,7 +243,6 @@ struct Q5K {
 };
 
 struct Q6K {
-    static constexpr const char* NAME = "Q6_K";
     static constexpr long BYTES = 210, SIZE = 256, GROUP = 16;
     static constexpr bool HAS_OFFSETS = false;
 
@@ -286,7 +274,6 @@ INLINED int iq4_xs_scale(const u8* b, int g) {
 }
 
 struct Iq4Xs {
-    static constexpr const char* NAME = "IQ4_XS";
     static constexpr long BYTES = 136, SIZE = 256, GROUP = 32;
     static constexpr bool HAS_OFFSETS = false;
 

@@ -60,11 +60,13 @@ class SectionRows {
     Ahead ahead_;
 };
 
+BlockType block_types[NUM_BLOCK_TYPES];
+
 }  // namespace
 
-const BlockType& block_type(int number) {
-    return row_of(number, small_block, k_block, grid_block, own_block);
-}
+const BlockType& block_type(int number) { return block_types[number]; }
+
+void set_block_type(int number, const BlockType& type) { block_types[number] = type; }
 
 void PackedWeights::multiply(int variant, const Product<bf16>& p) const {
     if (type_.form == Form::PLAIN) {

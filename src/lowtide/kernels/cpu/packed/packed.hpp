@@ -33,7 +33,6 @@ using UnpackRows = void (*)(int variant, const PackedRows& rows, bf16* out, long
 using MultiplyDirectly = bool (*)(int variant, const Product<bf16>& product, const PackedRows& rows);
 
 struct BlockType {
-    const char* name;  // as formats/ has it
     UnpackRows unpack;
     MultiplyDirectly multiply;
     long block_bytes, block_size;
@@ -42,10 +41,16 @@ struct BlockType {
     long row_bytes(long num_k) const { return num_blocks(num_k) * block_bytes; }
 };
 
-RowsOfList<BlockType> small_block, k_block, grid_block, own_block;
-
-// By its number (block_types.hpp).
+// By its number (block_types.hpp): without functions before its file is loaded.
 const BlockType& block_type(int number);
+void set_block_type(int number, const BlockType& type);
+
+// In a type's own file, which has a template `block_type_of`.
+#define BLOCK_TYPE(name, Type)                                                                     \
+    static_assert(Type::SIZE == lowtide::BLOCK_SHAPES[lowtide::BLOCK_##name].size);                \
+    static_assert(Type::BYTES == lowtide::BLOCK_SHAPES[lowtide::BLOCK_##name].num_bytes);          \
+    static const lowtide::Registered<lowtide::BlockType, lowtide::set_block_type> REGISTERED(      \
+        lowtide::BLOCK_##name, lowtide::block_type_of<Type>());
 
 enum class Form { PLAIN, INTS_OF_4, INTS_OF_8, FP8, BLOCKS };
 enum class ScaleType { BF16, F16, F32 };

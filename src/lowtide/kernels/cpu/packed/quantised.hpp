@@ -19,7 +19,7 @@ constexpr long GROUP = 64;
 // As a type of blocks: each is a group, whose codes, scale and zero lie apart in a row.
 template <int num_bits>
 struct Own {
-    static constexpr const char* NAME = num_bits == 8 ? "q8" : "q4";
+    static constexpr int NUM_BITS = num_bits;
     static constexpr long SIZE = 64, GROUP = 64, CODE_BYTES = GROUP * num_bits / 8;
     static constexpr long BYTES = CODE_BYTES + 4;  // with a scale and a zero
     static constexpr bool HAS_OFFSETS = true;  // minus the zeros; registers have the zeros themselves

@@ -15,7 +15,7 @@
 
 namespace lowtide {
 
-#if defined(HAS_DOT_PRODUCTS) && defined(HAS_PAIRS)
+#if defined(HAS_DOT_PRODUCTS)
 
 #define UNPACKED_AMX __attribute__((target( \
     "amx-tile,amx-bf16,avx512f,avx512bw,avx512vl,avx512vbmi,avx512bf16,avx2,fma,f16c")))
@@ -230,10 +230,8 @@ class QuantisedAmx : Amx {
 
 template <int num_bits>
 void multiply_quantised(int variant, const QuantisedProduct& p) {
-#ifdef HAS_PAIRS
-#ifdef HAS_DOT_PRODUCTS
+#if defined(HAS_DOT_PRODUCTS)
     if (variant == WITH_AMX) return QuantisedAmx::run<num_bits>(p);
-#endif
     if (variant == WITH_AVX512_BF16) return multiply_pairs<num_bits>(p);
 #endif
     vectorised(variant, [&p]() INLINED_LAMBDA { multiply_plainly<num_bits>(p); });

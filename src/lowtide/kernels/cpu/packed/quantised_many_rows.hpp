@@ -8,7 +8,7 @@
 
 namespace lowtide {
 
-#ifdef HAS_PAIRS
+#if defined(HAS_DOT_PRODUCTS)
 
 // Rows of x from which on weights are unpacked for all of them.
 constexpr long FEWEST_UNPACKED = 2 * ROWS_OF_TILE + 1;

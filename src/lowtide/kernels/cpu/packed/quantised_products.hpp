@@ -23,14 +23,6 @@
 
 namespace lowtide {
 
-// That products take: with dot products of bfloat16 as many as those with bfloat16 weights do, so
-// that a pass of so many rows is one call whatever its weights are stored in.
-constexpr long MOST_PLAIN_ROWS = 16, MOST_QUANTISED_ROWS = MOST_ROWS_OF_DOTS;
-
-INLINED long max_rows_of(int variant) {
-    return variant >= WITH_AVX512_BF16 ? MOST_QUANTISED_ROWS : MOST_PLAIN_ROWS;
-}
-
 struct QuantisedProduct {
     const bf16* x;
     long x_stride;
@@ -53,9 +45,9 @@ INLINED void multiply_plainly(const QuantisedProduct& p) {
     const long num_groups = p.w.num_groups(), num_k = p.w.num_k;
     for (long out = 0; out < p.num_outs; ++out) {
         const std::uint8_t* row = p.w.row(out);
-        for (long first = 0; first < p.num_rows; first += MOST_PLAIN_ROWS) {
-            const long num_rows = std::min(MOST_PLAIN_ROWS, p.num_rows - first);
-            float sums[MOST_PLAIN_ROWS][LANES] = {};
+        for (long first = 0; first < p.num_rows; first += MOST_OWN_ROWS) {
+            const long num_rows = std::min(MOST_OWN_ROWS, p.num_rows - first);
+            float sums[MOST_OWN_ROWS][LANES] = {};
             for (long group = 0; group < num_groups; ++group) {
                 float weights[GROUP];
                 unpack_group<num_bits, true>(
@@ -84,7 +76,7 @@ INLINED void multiply_plainly(const QuantisedProduct& p) {
     }
 }
 
-#ifdef HAS_PAIRS
+#if defined(HAS_DOT_PRODUCTS)
 
 // Rows in the order of `element`, 0 up to whole steps.
 using OrderedRows = PaddedRows;

@@ -17,9 +17,7 @@
 #include <immintrin.h>
 #endif
 
-// Where the compiler knows vdpbf16ps.
-#if defined(__x86_64__) && (defined(__clang__) ? __clang_major__ >= 12 : __GNUC__ >= 11)
-#define HAS_PAIRS
+#if defined(HAS_DOT_PRODUCTS)
 #define AVX512BF16 \
     __attribute__((target("avx512f,avx512bw,avx512vl,avx512vbmi,avx512bf16,avx2,fma,f16c")))
 

@@ -19,6 +19,12 @@
 
 namespace lowtide {
 
+// Which rows of x a product is of: the `chunk`-th 16 that the present inputs have, by a number.
+struct Chunk {
+    std::uint64_t number;
+    std::size_t chunk;
+};
+
 #if defined(HAS_DOT_PRODUCTS) && defined(HAS_VNNI)
 
 constexpr long COLUMNS = 16;  // rows of x side by side
@@ -29,12 +35,6 @@ struct alignas(64) ColumnBlock {
     std::int32_t codes[SUMS][words][COLUMNS];
     std::int32_t starts[SUMS][COLUMNS];
     float steps[SUMS][COLUMNS], sums[SUMS][COLUMNS];
-};
-
-// Which rows of x a product is of: the `chunk`-th 16 that the present inputs have, by a number.
-struct Chunk {
-    std::uint64_t number;
-    std::size_t chunk;
 };
 
 // Sixteen rows of weights, unpacked: a group of each of them, then the next group.

@@ -1,16 +1,13 @@
-// Products of rows rounded to int8 with packed weights: with one matrix, and with many experts'. q8's
-// and q4's types are here.
+// Products of rows rounded to int8 with packed weights: with one matrix, and with many experts'.
 
 #include "rounded/rounded.hpp"
 #include "experts/weight_operators.hpp"
 
-const lowtide::RoundedType& lowtide::own_rounded_type(int place) {
-    return rounded_type_at(OwnTypes(), place);
-}
-
 using namespace lowtide;
 
 namespace {
+
+RoundedType rounded_types[NUM_BLOCK_TYPES];  // without functions before a type's file is loaded
 
 // A matrix [.., num_k].
 struct RoundingWeights : AdjacentRows<RoundingWeights> {
@@ -19,9 +16,7 @@ struct RoundingWeights : AdjacentRows<RoundingWeights> {
 
     RoundingWeights(int number, const void* stored, long, long num_k)
         : AdjacentRows{static_cast<const std::uint8_t*>(stored), 0},
-          type(&row_of(
-              number, small_rounded_type, k_rounded_type, grid_rounded_type, own_rounded_type)),
-          num_k(num_k) {
+          type(&rounded_types[number]), num_k(num_k) {
         bytes_of_row = type->row_bytes(num_k);
     }
 };
@@ -90,5 +85,9 @@ class RowsInInt8 {
 };
 
 }  // namespace
+
+void lowtide::set_rounded_type(int number, const RoundedType& type) {
+    rounded_types[number] = type;
+}
 
 WEIGHT_OPERATORS(rounded, RoundingWeights, RowsInInt8)

@@ -1,4 +1,4 @@
-// Types of packed weights for the table of rounded.cpp.
+// A type of packed weights for the table of rounded.cpp.
 
 #pragma once
 
@@ -63,12 +63,11 @@ constexpr RoundedType rounded_type_of() {
     return {WeightRow<Type>::bytes, row_lines<Type>, round_for<Type>, multiply_rounded<Type>};
 }
 
-template <class... Types>
-const RoundedType& rounded_type_at(TypeList<Types...>, int place) {
-    static constexpr RoundedType ROWS[] = {rounded_type_of<Types>()...};
-    return ROWS[place];
-}
+void set_rounded_type(int number, const RoundedType& type);
 
-RowsOfList<RoundedType> small_rounded_type, k_rounded_type, grid_rounded_type, own_rounded_type;
+// In a type's own file.
+#define ROUNDED_TYPE(name, Type)                                                                   \
+    static const lowtide::Registered<lowtide::RoundedType, lowtide::set_rounded_type> REGISTERED(  \
+        lowtide::BLOCK_##name, lowtide::rounded_type_of<Type>());
 
 }  // namespace lowtide

@@ -42,7 +42,7 @@ inline void write_group(
 namespace portable {
 #define SEARCH
 #define VECTOR_BYTES 16
-#include "packed/quantised_search.hpp"
+#include "packing/quantised_search.hpp"
 #undef SEARCH
 #undef VECTOR_BYTES
 }  // namespace portable
@@ -51,7 +51,7 @@ namespace portable {
 namespace avx2 {
 #define SEARCH AVX2
 #define VECTOR_BYTES 32
-#include "packed/quantised_search.hpp"
+#include "packing/quantised_search.hpp"
 #undef SEARCH
 #undef VECTOR_BYTES
 }  // namespace avx2
@@ -59,7 +59,7 @@ namespace avx2 {
 namespace avx512 {
 #define SEARCH AVX512
 #define VECTOR_BYTES 64
-#include "packed/quantised_search.hpp"
+#include "packing/quantised_search.hpp"
 #undef SEARCH
 #undef VECTOR_BYTES
 }  // namespace avx512

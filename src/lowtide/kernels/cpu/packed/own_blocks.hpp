@@ -1,16 +1,18 @@
-// Our own q8 and q4 (quantised.hpp).
+// Our own q8 and q4 (quantised.hpp) for the table of packed.hpp.
+
+#pragma once
 
 #include "packed/packed.hpp"
 #include "packed/quantised_amx.hpp"
 
 namespace lowtide {
-namespace {
+namespace own {
 
 // Rows from `rows` on, to rows of `out`, each weight rounded once.
 template <int num_bits>
 void unpack(int variant, const PackedRows& rows, bf16* out, long out_stride) {
     const QuantisedWeights weights = {rows.stored, rows.num_k, num_bits};
-#ifdef HAS_PAIRS
+#if defined(HAS_DOT_PRODUCTS)
     if (variant >= WITH_AVX512_BF16)
         return unpack_rows<num_bits>(weights, out, out_stride, rows.num_rows);
 #endif
@@ -31,34 +33,12 @@ bool multiply(int variant, const Product<bf16>& p, const PackedRows& rows) {
     return true;
 }
 
-template <int... num_bits>
-const BlockType& block_type_at(TypeList<Own<num_bits>...>, int place) {
-    static constexpr BlockType ROWS[] = {
-        {Own<num_bits>::NAME, unpack<num_bits>, multiply<num_bits>, Own<num_bits>::BYTES, GROUP}...,
-    };
-    return ROWS[place];
+}  // namespace own
+
+template <class Type>
+constexpr BlockType block_type_of() {
+    constexpr int num_bits = Type::NUM_BITS;
+    return {own::unpack<num_bits>, own::multiply<num_bits>, Type::BYTES, Type::SIZE};
 }
-
-}  // namespace
-
-const BlockType& own_block(int place) { return block_type_at(OwnTypes(), place); }
 
 }  // namespace lowtide
-
-extern "C" {
-
-// The best variant of this processor for q8 and q4; all before it run on it, too.
-int lowtide_best_own() {
-    const int best = lowtide_best_variant();
-#ifdef HAS_PAIRS
-    const bool has_all =
-        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vbmi");
-    if (has_all) return best;
-#endif
-    return std::min(best, static_cast<int>(lowtide::WITH_AVX512));
-}
-
-// With how many rows their products are called.
-long lowtide_max_own_rows(int variant) { return lowtide::max_rows_of(variant); }
-
-}

@@ -1,0 +1,109 @@
+"""The system's C++ compiler, and commands that are run and watched."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from lowtide.errors import UnsupportedError
+from lowtide.files.json_file import printable
+
+_COMPILERS = ("c++", "g++", "clang++")
+# Nothing of this machine: variants are chosen at run time. Nothing that changes arithmetic either.
+FLAGS = ("-std=c++17", "-O3", "-ffp-contract=off", "-fPIC", "-pthread")
+POLL_S = 0.005
+_LIMIT_S = 120.0
+_MOST_CHARS = 500  # of a compiler's error
+
+
+def find_compiler() -> str:
+    """The path of a C++ compiler; raises UnsupportedError where there is none."""
+    for name in _COMPILERS:
+        path = shutil.which(name)
+        if path is not None:
+            return path
+    raise UnsupportedError(f"There is no C++ compiler; install one of {', '.join(_COMPILERS)}.")
+
+
+def version_of(compiler: str) -> bytes:
+    """What a compiler says of itself."""
+    return run([compiler, "--version"])
+
+
+def run(command: Sequence[str], scratch: Path | None = None, limit_s: float = _LIMIT_S) -> bytes:
+    """Waits for what a command writes to its output; see `Running`."""
+    running = Running(command, scratch, limit_s)
+    try:
+        while not running.has_ended():
+            time.sleep(POLL_S)
+        return running.output()
+    except BaseException:
+        running.stop()
+        raise
+
+
+class Running:
+    """A command. Its caller asks until it has ended, and stops it otherwise."""
+
+    def __init__(
+        self, command: Sequence[str], scratch: Path | None = None, limit_s: float = _LIMIT_S
+    ) -> None:
+        """scratch: for its temporary files, by default the system's."""
+        self._name, self._limit_s, self._start_s = command[0], limit_s, time.monotonic()
+        self._output, self._errors = tempfile.TemporaryFile(), tempfile.TemporaryFile()
+        self._process = subprocess.Popen(
+            command,
+            stdout=self._output,
+            stderr=self._errors,
+            env=_environment(scratch),
+            start_new_session=True,
+        )
+
+    @property
+    def elapsed_s(self) -> float:
+        return time.monotonic() - self._start_s
+
+    def has_ended(self) -> bool:
+        """Raises UnsupportedError beyond the limit."""
+        if self._process.poll() is not None:
+            return True
+        if self.elapsed_s > self._limit_s:
+            raise UnsupportedError(f"{self._name} has not ended within {self._limit_s:g} s.")
+        return False
+
+    def output(self) -> bytes:
+        """Raises UnsupportedError where it failed."""
+        with self._output, self._errors:
+            if self._process.returncode:
+                self._errors.seek(0)
+                said = _telling_line(self._errors.read())
+                raise UnsupportedError(f"{self._name} failed: {said}.")
+            self._output.seek(0)
+            return self._output.read()
+
+    def stop(self) -> None:
+        """Ends its whole group of processes: a compiler's own do the work."""
+        with self._output, self._errors, suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+
+def _environment(scratch: Path | None) -> Mapping[str, str]:
+    environment = {**os.environ, "LC_ALL": "C"}  # `_telling_line` reads English
+    return environment if scratch is None else {**environment, "TMPDIR": str(scratch)}
+
+
+def _telling_line(errors: bytes) -> str:
+    """The first line of an error in a compiler's output: hundreds may follow from it."""
+    lines = errors.decode(errors="replace").strip().splitlines()
+    telling = [line for line in lines if "error:" in line] or lines[-1:]
+    return (
+        printable(telling[0].strip()[:_MOST_CHARS]).rstrip(".") if telling else "it did not say why"
+    )

@@ -1,0 +1,3 @@
+#include "packed/block_products.hpp"
+
+BLOCK_TYPE(IQ3_XXS, lowtide::ggml::Iq3Xxs)

@@ -1,0 +1,3 @@
+#include "packed/block_products.hpp"
+
+BLOCK_TYPE(IQ4_XS, lowtide::ggml::Iq4Xs)

@@ -1,0 +1,3 @@
+#include "packed/block_products.hpp"
+
+BLOCK_TYPE(Q4_0, lowtide::ggml::Q4_0)

@@ -1,0 +1,3 @@
+#include "packed/own_blocks.hpp"
+
+BLOCK_TYPE(q8, lowtide::Own<8>)

@@ -1,0 +1,3 @@
+#include "rounded/rounded.hpp"
+
+ROUNDED_TYPE(IQ2_XXS, lowtide::ggml::Iq2Xxs)

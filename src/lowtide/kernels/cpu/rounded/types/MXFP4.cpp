@@ -1,0 +1,3 @@
+#include "rounded/rounded.hpp"
+
+ROUNDED_TYPE(MXFP4, lowtide::ggml::Mxfp4)

@@ -1,0 +1,3 @@
+#include "rounded/rounded.hpp"
+
+ROUNDED_TYPE(Q2_K, lowtide::ggml::Q2K)

@@ -1,0 +1,3 @@
+#include "rounded/rounded.hpp"
+
+ROUNDED_TYPE(Q4_1, lowtide::ggml::Q4_1)

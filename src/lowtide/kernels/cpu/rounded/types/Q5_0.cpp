@@ -1,0 +1,3 @@
+#include "rounded/rounded.hpp"
+
+ROUNDED_TYPE(Q5_0, lowtide::ggml::Q5_0)

@@ -1,0 +1,3 @@
+#include "rounded/rounded.hpp"
+
+ROUNDED_TYPE(Q8_0, lowtide::ggml::Q8_0)

@@ -1,0 +1,3 @@
+#include "rounded/rounded.hpp"
+
+ROUNDED_TYPE(q8, lowtide::Own<8>)
