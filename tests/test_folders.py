@@ -119,7 +119,7 @@ def test_a_model_runs_where_the_home_is_on_a_full_disk(tmp_path: Path) -> None:
     result = python("-c", FULL, *asked, env=env | {"HOME": str(tmp_path)}, timeout=300)
     assert result.returncode == 0 and result.stdout.strip(), result.stderr
     assert "Traceback" not in result.stderr
-    assert "Compiling" not in result.stderr or "Single tokens will take longer" in result.stderr
+    assert "Compiling" not in result.stderr or "torch's products are used" in result.stderr
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 

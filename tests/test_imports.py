@@ -42,7 +42,7 @@ FACTS = {"core", "option", "params", "errors", "config", "schemas", "formats", "
 FACTS |= {"model_folder", "families", "plan", "profiles", "buddies", "version"}
 # Parts of two rooms: each may use itself and those before it.
 ENGINE_PARTS = ("opening", "planning", "running")
-CPP_PARTS = ("team", "dense", "experts", "packed", "rounded", "layer", "decisions")
+CPP_PARTS = ("team", "dense", "experts", "packed", "packing", "rounded", "layer", "decisions")
 # They drive policies and replay traces without a model.
 BESIDE_EXPERTS = {"policies", "replay"}
 # Built on the experts' interfaces; wired to them by the engine, unknown to models and layers.

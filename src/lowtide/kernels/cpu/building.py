@@ -187,11 +187,9 @@ class _Build:
 
 
 def _tell_what_begins(files: Sequence[_File]) -> None:
-    left_s = sum(file.expected_s for file in files) / _num_at_once(files)
     count = "1 file" if len(files) == 1 else f"{len(files)} files"
-    _log.warning(
-        "Compiling kernels for this processor (once): %s, about %.0f s.", count, max(left_s, 1)
-    )
+    left_s = max(sum(file.expected_s for file in files) / _num_at_once(files), 1)
+    _log.warning("Compiling kernels for this processor (once): %s, about %.0f s.", count, left_s)
 
 
 def _num_at_once(files: Sequence[_File]) -> int:
