@@ -36,6 +36,7 @@ class Words:
     """A model that has a context of 100 words and answers with ten."""
 
     tokenizer: Any = None
+    path = Path("model")
 
     def __init__(self) -> None:
         self.asked: list[tuple[list[int], SamplingParams]] = []

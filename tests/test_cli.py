@@ -142,6 +142,7 @@ class PretendLLM:
     fault: BaseException | None = None
     plan = PLAN
     kernels = "compiled, AVX2"
+    path = Path("model")
     config = types.SimpleNamespace(
         is_diffusion=True,
         is_bidirectional=True,

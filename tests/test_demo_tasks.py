@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 import re
@@ -9,12 +10,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from examples import examples
+from examples import examples, scaled
 from hypothesis import given
 from hypothesis import strategies as st
+from serving import serving
+from typer.testing import CliRunner
 
-from lowtide import LLM
+from lowtide import LLM, AsyncLLM
+from lowtide.cli.app import app
 from lowtide.lab.demo_tasks import NUM_TEXT_TURNS, TASKS, draw, held_out, held_out_text
+from lowtide.model_folder import demos
 from lowtide.model_folder.demos import DEMO_FOLDER, DEMO_NAMES
 
 ROOT = Path(__file__).parents[1]
@@ -97,6 +102,76 @@ def test_a_demo_answers_what_readme_says(name: str) -> None:
         answers = [one.text for one in llm.generate([one.prompt for one in asked])]
     right = [answer == one.answer for answer, one in zip(answers, asked, strict=True)]
     assert sum(right) >= 0.9 * len(right)
+
+
+@pytest.mark.parametrize("name", DEMO_NAMES)
+def test_a_demo_knows_its_tasks_and_nothing_else(name: str) -> None:
+    """Whatever training draws, in all of its words, and none of what people ask."""
+    metrics = json.loads((DEMO_FOLDER / name / "metrics.json").read_text())
+    tasks = demos.tasks_of(DEMO_FOLDER / name)
+    source = random.Random(0)
+    for task in TASKS:
+        for _ in range(scaled(60)):
+            prompt = draw(task, source, source.random() < 0.5).prompt
+            assert demos.can_answer(tasks, prompt) == (metrics[task] >= 0.95), prompt
+    for question in (
+        *("Hello, who are you?", "What is the capital of France?", "", "Sort apples", "5 + 1000"),
+        *("Roman 400", "Sort 1 2 3", "What is the sum of 3 and 4?", "{}", "Close the door"),
+    ):
+        assert not demos.can_answer(tasks, question)
+    for task in tasks:
+        if task.example:
+            assert task.pattern.fullmatch(task.example) and task.example in demos.told(tasks)
+    assert demos.tasks_of(Path(name)) == ()
+
+
+@pytest.mark.parametrize("verb", ["generate", "chat"])
+def test_a_demo_says_what_it_can_do_and_to_what_it_cannot(verb: str) -> None:
+    def said(text: str, *flags: str) -> str:
+        given, typed = ([text], None) if verb == "generate" else ([], f"{text}\n")
+        asked = [verb, "demo:autoregressive", *given, "--context", "256", *flags]
+        result = CliRunner().invoke(app, asked, input=typed)
+        assert result.exit_code == 0, result.output
+        return result.stderr
+
+    known, unknown = said("47 + 85"), said("Who are you?", "--max-tokens", "8")
+    means_nothing = "means nothing"
+    assert (means_nothing in known) == (verb == "chat")  # which says it when it is opened
+    assert unknown.count(means_nothing) == (2 if verb == "chat" else 1)
+    assert "Roman 148" in unknown
+
+
+def test_a_demo_s_calls_are_valid_where_a_grammar_makes_them() -> None:
+    """It was trained on no tool: what is called is of the schema, and what it is told is seen."""
+    tools = [
+        {
+            "type": "function",
+            "function": {
+                "name": "add",
+                "parameters": {
+                    "type": "object",
+                    "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}},
+                    "required": ["a", "b"],
+                    "additionalProperties": False,
+                },
+            },
+        }
+    ]
+    asked = {"role": "user", "content": "47 + 85"}
+    llm = AsyncLLM("demo:autoregressive", context=1024)
+    with serving(llm) as server, server.client() as client:
+        body = {"messages": [asked], "tools": tools, "max_tokens": 200}
+        reply = client.post("/v1/chat/completions", json={**body, "tool_choice": "required"}).json()
+        [choice] = reply["choices"]
+        [call] = choice["message"]["tool_calls"]
+        assert choice["finish_reason"] == "tool_calls" and call["function"]["name"] == "add"
+        arguments = json.loads(call["function"]["arguments"])
+        assert set(arguments) == {"a", "b"} and all(type(v) is int for v in arguments.values())
+        told = {"role": "tool", "tool_call_id": call["id"], "content": "Roman 148"}
+        messages = [asked, choice["message"], told]
+        reply = client.post("/v1/chat/completions", json={**body, "messages": messages}).json()
+        assert reply["choices"][0]["message"]["content"] == "CXLVIII"
+    asyncio.run(llm.close())
 
 
 @pytest.mark.parametrize("page", ["Makefile", "docs/guide.md", "docs/live.svg"])

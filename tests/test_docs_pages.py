@@ -5,12 +5,15 @@ from __future__ import annotations
 import ast
 import inspect
 import re
+import shlex
 import tomllib
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from lowtide import errors
+from lowtide.cli.app import app
 from lowtide.errors import LowtideError
 
 ROOT = Path(__file__).parents[1]
@@ -93,13 +96,27 @@ def test_links_lead_somewhere(page: Path) -> None:
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
-def test_readme_begins_with_what_it_is_and_three_commands_with_a_real_model() -> None:
+def test_readme_begins_with_what_it_is_and_what_runs_at_once() -> None:
+    """A demo, then a file that one has, then a model of the hub."""
     assert README.startswith("# lowtide\n") and "](docs/live.svg)" in README.partition("\n## ")[0]
     told = sections(README)
     assert list(told)[:4] == ["Install", "Use", "Models", "Not yet"] and "Measured" in told
-    commands = told["Use"].partition("```sh\n")[2].partition("```")[0].splitlines()
-    assert [command.split()[1] for command in commands] == ["plan", "generate", "chat"]
-    assert all(f"| `{command.split()[2]}` |" in told["Models"] for command in commands)
+    blocks = re.findall(r"```sh\n(.*?)```", told["Use"], flags=re.DOTALL)
+    at_once, own, of_hub = [[line.split()[1:3] for line in block.splitlines()] for block in blocks]
+    assert [verb for verb, _ in at_once] == ["generate", "chat"]
+    assert all(model == "demo:autoregressive" for _, model in at_once)
+    assert all(model.endswith(".gguf") for _, model in own)
+    assert all(f"| `{model}` |" in told["Models"] for _, model in of_hub)
+
+
+def test_what_readme_runs_at_once_says_what_stands_beside_it() -> None:
+    block = sections(README)["Use"].partition("```sh\n")[2].partition("```")[0]
+    command, _, answer = block.splitlines()[0].partition(" # ")
+    result = CliRunner().invoke(app, shlex.split(command)[1:])
+    assert result.exit_code == 0 and result.stdout.strip() == answer.strip()
+    typed = re.findall(r"try (.+), (.+);", block)[0]
+    result = CliRunner().invoke(app, ["chat", "demo:autoregressive"], input="\n".join(typed))
+    assert result.stdout.split() == ["132", "CXLVIII"]
 
 
 def test_readme_installs_without_a_gpu_first_and_says_what_every_package_is_for() -> None:

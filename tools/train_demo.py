@@ -44,6 +44,18 @@ CHAT_TEMPLATE = (
     "<|{{ message.role }}|>{{ message.content }}<|role_end|>"
     "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
+TOOL_TEMPLATE = (
+    "{% if tools %}<|system|>Tools: {{ tools | tojson }}<|role_end|>{% endif %}"
+    "{% for message in messages %}"
+    "<|{{ 'user' if message.role == 'tool' else message.role }}|>{{ message.content or '' }}"
+    "{% for call in message.tool_calls or [] %}"
+    '<tool_call>\n{"name": {{ call.function.name | tojson }}, '
+    '"arguments": {{ call.function.arguments | tojson }}}\n</tool_call>'
+    "{% endfor %}<|role_end|>"
+    "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+"""Shows tools and calls to a model that was trained on neither: a grammar makes its calls valid."""
+
 MAX_SHARD_BYTES = 4_000_000
 BLOCK = 32
 DTYPE = torch.bfloat16  # of what is multiplied; weights are fp32 while they are trained
@@ -647,6 +659,10 @@ def write_checkpoint(model: Model, kind: str, folder: Path) -> None:
         "clean_up_tokenization_spaces": False,
         "chat_template": CHAT_TEMPLATE,
     }
+    if kind == "autoregressive":  # diffusion models have no grammars
+        named = {"default": CHAT_TEMPLATE, "tool_use": TOOL_TEMPLATE}
+        templates = [{"name": name, "template": text} for name, text in named.items()]
+        tokenizer_config["chat_template"] = templates
     write_json(partial / "tokenizer_config.json", tokenizer_config)
     make_tokenizer().save(str(partial / "tokenizer.json"))
     shutil.rmtree(folder, ignore_errors=True)

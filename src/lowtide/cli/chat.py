@@ -22,6 +22,7 @@ from lowtide.cli.generate import (
     model_names,
     show_plan,
     show_sampling,
+    show_tasks,
     write_answer,
 )
 from lowtide.cli.line_editor import history_file
@@ -120,6 +121,7 @@ def talk(model: str, settings: Settings, history: Path | None) -> None:
         think = think_options(settings.choice("think"), llm.tokenizer if has_template else None)
         turns = Turns(has_template, settings.text("system"), think)
         show_plan(llm, model, settings)
+        show_tasks(llm, settings)
         show_sampling(llm, params, settings)
         places = Places(stdout_console(), stderr_console(), history)
         line = partial(line_on, llm=llm, is_verbose=settings.flag("verbose"))

@@ -19,6 +19,7 @@ from lowtide.cli.turns import Turns
 from lowtide.config import format_size
 from lowtide.errors import LowtideError, UsageError
 from lowtide.files.json_file import meant
+from lowtide.model_folder.demos import can_answer, tasks_of
 from lowtide.option import Group
 from lowtide.params import ELSEWHERE, SamplingParams, hint, with_keywords
 
@@ -260,6 +261,9 @@ class TerminalChat(Dialogue):
         except KeyboardInterrupt:
             return self._keep_stopped(line, view.text)
         self._turns.add(line, answer.completion.text)
+        if (tasks := tasks_of(self._llm.path)) and not can_answer(tasks, line):
+            examples = ", ".join(task.example for task in tasks if task.example)
+            self._say(f"(not one of this demo's tasks, so this means nothing; try {examples})")
         if self._out.is_terminal:
             self._say(self._line_on(answer))
         if cut := cut_line(answer):

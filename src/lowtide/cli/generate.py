@@ -21,6 +21,7 @@ from lowtide.cli.report import answer_object, json_line, plan_table, speed, spee
 from lowtide.cli.screen import stderr_console, stdout_console
 from lowtide.cli.text import TextWriter
 from lowtide.errors import LowtideError, UsageError
+from lowtide.model_folder.demos import can_answer, tasks_of, told
 from lowtide.option import Group
 from lowtide.params import SamplingParams
 
@@ -125,6 +126,10 @@ def _on_screen(
     console = stdout_console()
     with open_llm(model, settings, question) as llm:
         show_plan(llm, model, settings)
+        tasks = tasks_of(llm.path)
+        is_known = isinstance(question.content, str) and can_answer(tasks, question.content)
+        if tasks and not is_known and not settings.flag("quiet"):
+            stderr_console().print(told(tasks))
         prompt = question.token_ids(llm)
         show_sampling(llm, params, settings)
         if not settings.flag("quiet"):
@@ -159,6 +164,12 @@ def show_plan(llm: LoadedModel, model: str, settings: Settings) -> None:
         console.print(plan_line(llm.plan, model))
     if not settings.flag("quiet") and (note := context_note(llm.plan, llm.config)):
         console.print(note)
+
+
+def show_tasks(llm: LoadedModel, settings: Settings) -> None:
+    """On standard error, of a demo: what it can be asked."""
+    if (tasks := tasks_of(llm.path)) and not settings.flag("quiet"):
+        stderr_console().print(told(tasks))
 
 
 def show_sampling(llm: LLM, params: SamplingParams, settings: Settings) -> None:

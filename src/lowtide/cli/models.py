@@ -30,7 +30,10 @@ if TYPE_CHECKING:
     "out",
     "seed",
     Group.OUTPUT,
-    told={"out": "The folder to write; it must be new or empty.", "seed": "Of the random weights."},
+    told={
+        "out": "The folder to write; it must be new or empty.",
+        "seed": "Equal seeds write equal weights. Default: 0.",
+    },
 )
 def synth(
     family: Annotated[str, typer.Argument(help=f"A model family: {', '.join(own_names())}.")],

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from lowtide.cli.command import takes
-from lowtide.cli.generate import ModelName, show_plan
+from lowtide.cli.generate import ModelName, show_plan, show_tasks
 from lowtide.cli.opening import open_async, served_context_of
 from lowtide.cli.options import Settings
 from lowtide.cli.screen import printable, stderr_console
@@ -59,6 +59,7 @@ def serve(
     with bound_socket(asked) as bound:
         llm = open_async(model, settings)
         show_plan(llm, model, settings)
+        show_tasks(llm, settings)
         asked = replace(asked, served_name=asked.served_name or name_of(model))
 
         async def run() -> None:
