@@ -211,6 +211,20 @@ def test_a_first_system_turn_is_the_user_s_where_the_template_has_none(template:
     assert render(template, SYSTEM, said) == "[user]be kind\nwho said be kind?"
 
 
+def test_a_template_with_the_role_may_leave_it_out_at_times() -> None:
+    """As Mistral's does, which has it in the last message, if that is the user's."""
+    template = (
+        "{% set system = messages[0] if messages[0].role == 'system' %}"
+        "{% for m in messages if m.role != 'system' %}[{{ m.role }}]"
+        "{% if loop.last and m.role == 'user' and system %}{{ system.content }}, {% endif %}"
+        "{{ m.content }}{% endfor %}"
+    )
+    called = {"role": "assistant", "content": "", "tool_calls": [CALL]}
+    assert render(template, SYSTEM, HELLO) == "[user]be kind, hello"
+    assert render(template, SYSTEM, HELLO, called, RESULT) == "[user]hello[assistant][tool]2"
+    assert render(template, HELLO, SYSTEM, HELLO) == "[user]hello\n\nbe kind\n\nhello"
+
+
 def test_turns_are_joined_where_the_template_wants_them_in_turn() -> None:
     more, thought = HELLO | {"content": "you"}, ANSWER | {"reasoning_content": "hm"}
     assert render(STRICT, HELLO, more) == "[user]hello\nyou"

@@ -174,11 +174,23 @@ class _Conversation:
             text = shown._rendered(marked, is_begun=messages[-1]["role"] == "assistant")
         except _Refusal:
             return True  # it was taken in full
-        pairs = zip(messages, marks, strict=True)
-        return all(
-            mark in text or not message["content"].strip() or message["role"] not in _SAID
-            for message, mark in pairs
-        )
+        left_out = [
+            place
+            for place, (message, mark) in enumerate(zip(messages, marks, strict=True))
+            if message["role"] in _SAID and message["content"].strip() and mark not in text
+        ]
+        # A template that has the role may leave it out at times: Mistral's, behind a tool's result.
+        has_role = left_out == [0] and messages[0]["role"] == "system" and self._has_system_role()
+        return has_role or not left_out
+
+    def _has_system_role(self) -> bool:
+        """Whether a first system turn before a user's is in the prompt."""
+        mark = secrets.token_hex(8)
+        turns = [{"role": "system", "content": mark}, {"role": "user", "content": "hello"}]
+        try:
+            return mark in self._rendered(turns, is_begun=False)
+        except _Refusal:
+            return False
 
     def _rendered(self, messages: list[dict[str, Any]], is_begun: bool) -> str:
         variables = {**self.options, "add_generation_prompt": not is_begun}
