@@ -24,8 +24,9 @@ from scripted_serving import (
 
 from lowtide.parsing.pieces import CallArguments, CallBegun, Piece, Prefilled, Text
 from lowtide.serve import sse
+from lowtide.serve.custom_tools import CustomInput
 from lowtide.serve.responses_events import ResponseEvents
-from lowtide.serve.responses_items import CustomInput, ToolForm
+from lowtide.serve.responses_items import ToolForm
 
 PATCH = "*** Begin Patch\n*** Update File: a.py\n-x\n+y\n*** End Patch\n"
 

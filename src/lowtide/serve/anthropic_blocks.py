@@ -47,7 +47,11 @@ class MessageReader:
         if isinstance(content, str):
             yield Turn(role, content)
             return
-        for block in message.objects("content"):
+        blocks = message.objects("content")
+        if not blocks and role == "user":
+            place = message.at("content")
+            raise Refusal(f"{place} has no block: a user message says something.", param=place)
+        for block in blocks:
             turn = self._turn(role, block)
             if turn is not None:
                 yield turn

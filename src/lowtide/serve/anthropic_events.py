@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
+from lowtide.parsing.call_json import json_text, parsed
 from lowtide.parsing.pieces import (
     CallArguments,
     CallBegun,
@@ -29,7 +30,11 @@ _REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"
 
 
 class MessageEvents:
-    """Owns one message and its events, which are named by their `type`."""
+    """Owns one message and its events, which are named by their `type`.
+
+    A call's arguments are sent once they are whole: clients end a stream of what is no JSON with an
+    error, and take a beginning for all of it.
+    """
 
     def __init__(self, model: str) -> None:
         self._message: JsonObject = {
@@ -72,22 +77,23 @@ class MessageEvents:
 
     def _taken(self, piece: Piece) -> Iterator[JsonObject]:
         if isinstance(piece, Reasoning):
-            yield from self._in_block("thinking", piece.text, thinking="", signature="")
+            yield from self._in_block("thinking", piece, thinking="", signature="")
         elif isinstance(piece, Text):
-            yield from self._in_block("text", piece.text, text="")
+            yield from self._in_block("text", piece, text="")
         elif isinstance(piece, CallBegun):
             call = {"type": "tool_use", "id": piece.id, "name": piece.name, "input": {}}
             yield from self._open(call)
         elif isinstance(piece, CallArguments):
-            yield self._delta(piece.text)
+            self._texts.append(piece.text)
         elif isinstance(piece, Done):
             yield from self._end(piece)
 
-    def _in_block(self, kind: str, more: str, **fields: str) -> Iterator[JsonObject]:
+    def _in_block(self, kind: str, more: Text | Reasoning, **fields: str) -> Iterator[JsonObject]:
         """More of a block of text, which may be a new one."""
-        if not self._is_open or self._blocks[-1]["type"] != kind:
+        if not self._is_open or self._blocks[-1]["type"] != kind or more.is_new_part:
             yield from self._open({"type": kind, **fields})
-        yield self._delta(more)
+        self._texts.append(more.text)
+        yield self._delta(more.text)
 
     def _open(self, block: JsonObject) -> Iterator[JsonObject]:
         yield from self._close()
@@ -97,15 +103,19 @@ class MessageEvents:
 
     def _delta(self, text: str) -> JsonObject:
         kind, field = _DELTAS[self._blocks[-1]["type"]]
-        self._texts.append(text)
         return self._of_block("content_block_delta", delta={"type": kind, field: text})
 
-    def _close(self) -> Iterator[JsonObject]:
+    def _close(self, is_cut: bool = False) -> Iterator[JsonObject]:
+        """End the last block; is_cut: by the answer's length, so that a call that is not whole has
+        no arguments."""
         if not self._is_open:
             return
         block, text = self._blocks[-1], "".join(self._texts)
         if block["type"] == "tool_use":
-            block["input"] = arguments_of(ToolCall("", "", text or "{}"))
+            is_object = isinstance(parsed(text), Mapping)
+            if text and (is_object or not is_cut):
+                block["input"] = arguments_of(ToolCall("", "", text))
+                yield self._delta(text if is_object else json_text(block["input"]))
         else:
             block[block["type"]] = text
         if block["type"] == "thinking":
@@ -115,7 +125,7 @@ class MessageEvents:
         self._is_open = False
 
     def _end(self, done: Done) -> Iterator[JsonObject]:
-        yield from self._close()
+        yield from self._close(is_cut=done.reason == "length")
         reason = "stop_sequence" if done.stop_string is not None else _REASONS[done.reason]
         stop = {"stop_reason": reason, "stop_sequence": done.stop_string}
         self._message |= stop

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from lowtide.parsing.call_json import parsed
+from lowtide.parsing.loose_json import loose_json
 from lowtide.parsing.pieces import CallArguments, CallBegun, Piece
 from lowtide.parsing.tools import Tool
 from lowtide.serve.errors import Refusal
@@ -90,10 +90,15 @@ def checked_choice(
 
 
 def arguments_of(call: ToolCall) -> Mapping[str, Any]:
-    """A call's arguments; a text that is no JSON object (a model may write anything) is the one
-    value of `input`."""
-    value = parsed(call.arguments)
-    return value if isinstance(value, dict) else {"input": call.arguments}
+    """A call's arguments, none where nothing is written; a text that is no JSON object, not even
+    with Python's words (a model may write anything), is the one value of `input`."""
+    try:
+        value = loose_json(call.arguments or "{}")
+    except (ValueError, RecursionError):
+        value = None
+    if isinstance(value, dict):
+        return value
+    return {"input": call.arguments} if call.arguments.strip() else {}
 
 
 def joined(texts: Sequence[str]) -> str:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any
 
+from lowtide.parsing.call_json import parsed
 from lowtide.parsing.pieces import CallArguments, CallBegun, Done, Piece, Prefilled, Reasoning, Text
 from lowtide.serve.conversation import ToolCall, arguments_of
 from lowtide.serve.errors import Refusal
@@ -49,13 +50,15 @@ class OllamaLines:
                 self._begun_ns = self.clock()
             return []
         self._first_ns = self._first_ns or self.clock()
+        if isinstance(piece, Done) and piece.reason == "length":
+            self._leave_cut_call()
         lines = [] if isinstance(piece, CallArguments) else self._called()
         if isinstance(piece, Text):
-            self._texts.append(piece.text)
-            return [*lines, self._line(piece.text)]
+            self._texts.append(piece.joined_text)
+            return [*lines, self._line(piece.joined_text)]
         if isinstance(piece, Reasoning):
-            self._thoughts.append(piece.text)
-            return [*lines, self._line("", thinking=piece.text)]
+            self._thoughts.append(piece.joined_text)
+            return [*lines, self._line("", thinking=piece.joined_text)]
         if isinstance(piece, CallBegun):
             self._call = ToolCall(piece.id, piece.name, "")
         elif isinstance(piece, CallArguments) and self._call is not None:
@@ -82,6 +85,11 @@ class OllamaLines:
     def loaded(self) -> JsonObject:
         """The answer to nothing: the model is there."""
         return self._line("") | {"done": True, "done_reason": "load"}
+
+    def _leave_cut_call(self) -> None:
+        """A call comes whole in this API: one that the answer's length has cut is none."""
+        if self._call is not None and not isinstance(parsed(self._call.arguments), Mapping):
+            self._call = None
 
     def _called(self) -> list[JsonObject]:
         """The line of the call that was being written."""

@@ -22,7 +22,8 @@ from lowtide.parsing.pieces import (
     joined,
 )
 from lowtide.serve.agent_api import Effort, effort_options
-from lowtide.serve.conversation import Conversation, calls_in
+from lowtide.serve.conversation import Conversation, ToolCall, calls_in
+from lowtide.serve.custom_tools import CustomInput
 from lowtide.serve.errors import Refusal
 from lowtide.serve.grammar_text import Constraint
 from lowtide.serve.json_body import JsonRoute
@@ -33,7 +34,7 @@ from lowtide.serve.openai_messages import (
     ChatMessage,
     ToolChoice,
     ToolField,
-    chosen_tool,
+    chosen_tools,
     conversation_of,
 )
 from lowtide.serve.openai_reply import OpenAIReply, Part, several
@@ -117,7 +118,8 @@ class ChatBody(SamplingFields):
 
     def asks(self) -> list[Ask]:
         """One for each answer. Raises Refusal or UsageError for what cannot be asked."""
-        conversation = conversation_of(self.messages, self.tools)
+        declared = conversation_of(self.messages, self.tools)
+        conversation, tool_choice = chosen_tools(self.tool_choice, declared)
         self._check_end(conversation)
         if self.top_logprobs and not self.logprobs:
             raise Refusal("top_logprobs needs logprobs: true.", param="top_logprobs")
@@ -126,7 +128,7 @@ class ChatBody(SamplingFields):
             conversation,
             params=self.sampling(self.max_completion_tokens or self.max_tokens, num_top),
             template_options=self._template_options(),
-            tool_choice=chosen_tool(self.tool_choice, conversation),
+            tool_choice=tool_choice,
             constraint=self._constraint(),
             wants_frames=bool(self.stream_options.include_drafts),
             wants_progress=self.return_progress,
@@ -197,6 +199,8 @@ class ChatReply(OpenAIReply[ChatBody]):
     def __init__(self, service: Service, body: ChatBody, asks: Sequence[Ask]) -> None:
         super().__init__(service, body, asks)
         self._held: dict[int, tuple[TokenLogprobs, ...]] = {}
+        self._custom = {tool.custom.name for tool in body.tools if tool.custom is not None}
+        self._inputs: dict[int, tuple[int, CustomInput]] = {}  # by answer: that is being written
 
     def opening(self) -> Iterator[JsonObject]:
         for index in range(self.body.n):
@@ -219,23 +223,28 @@ class ChatReply(OpenAIReply[ChatBody]):
     def choices(self, index: int, piece: Part) -> Iterator[JsonObject]:
         if isinstance(piece, Logprobs):
             self._held[index] = self._held.get(index, ()) + piece.tokens
-        elif not isinstance(piece, Done):
-            yield self.choice(index, _delta(piece), logprobs=self._held.pop(index, ()))
+        elif isinstance(piece, CallArguments) and index in self._inputs:
+            place, custom = self._inputs[index]
+            if text := custom.push(piece.text):
+                delta = _input_delta(place, text)
+                yield self.choice(index, delta, logprobs=self._held.pop(index, ()))
+            return
         else:
+            yield from self._ended_input(index)
+        if isinstance(piece, CallBegun) and piece.name in self._custom:
+            self._inputs[index] = piece.index, CustomInput()
+            delta = _custom_delta(piece)
+            yield self.choice(index, delta, logprobs=self._held.pop(index, ()))
+        elif not isinstance(piece, Logprobs | Done):
+            yield self.choice(index, _delta(piece), logprobs=self._held.pop(index, ()))
+        elif isinstance(piece, Done):
             if index in self._held:
                 yield self.choice(index, logprobs=self._held.pop(index))
             yield self.choice(index, end=piece)
 
     def whole_choice(self, index: int, pieces: Sequence[Piece], end: Done) -> JsonObject:
         text, reasoning = joined(pieces, Text), joined(pieces, Reasoning)
-        calls = [
-            {
-                "id": call.id,
-                "type": "function",
-                "function": {"name": call.name, "arguments": call.arguments},
-            }
-            for call in calls_in(pieces)
-        ]
+        calls = [self._call_object(call) for call in calls_in(pieces)]
         message: JsonObject = {"role": "assistant", "content": text if text or not calls else None}
         if reasoning:
             message |= {"reasoning_content": reasoning, "reasoning": reasoning}
@@ -248,12 +257,36 @@ class ChatReply(OpenAIReply[ChatBody]):
             choice["token_ids"] = list(end.token_ids)
         return choice
 
+    def _ended_input(self, index: int) -> Iterator[JsonObject]:
+        """What is left of a custom tool's text whose call has ended."""
+        place, custom = self._inputs.pop(index, (0, None))
+        rest = "" if custom is None else custom.finish()
+        if rest:
+            yield self.choice(index, _input_delta(place, rest))
+
+    def _call_object(self, call: ToolCall) -> JsonObject:
+        if call.name in self._custom:
+            text = CustomInput()
+            told = {"name": call.name, "input": text.push(call.arguments) + text.finish()}
+            return {"id": call.id, "type": "custom", "custom": told}
+        function = {"name": call.name, "arguments": call.arguments}
+        return {"id": call.id, "type": "function", "function": function}
+
+
+def _custom_delta(piece: CallBegun) -> dict[str, Any]:
+    call = {"index": piece.index, "id": piece.id, "type": "custom"}
+    return {"tool_calls": [{**call, "custom": {"name": piece.name, "input": ""}}]}
+
+
+def _input_delta(place: int, text: str) -> dict[str, Any]:
+    return {"tool_calls": [{"index": place, "custom": {"input": text}}]}
+
 
 def _delta(piece: Text | Reasoning | CallBegun | CallArguments) -> dict[str, Any]:
     if isinstance(piece, Text):
-        return {"content": piece.text}
+        return {"content": piece.joined_text}
     if isinstance(piece, Reasoning):
-        return {"reasoning_content": piece.text, "reasoning": piece.text}
+        return {"reasoning_content": piece.joined_text, "reasoning": piece.joined_text}
     if isinstance(piece, CallBegun):
         function: dict[str, str] = {"name": piece.name, "arguments": ""}
         begun_call = {"index": piece.index, "id": piece.id, "type": "function"}

@@ -19,9 +19,10 @@ from lowtide.parsing.pieces import (
     Reasoning,
     Text,
 )
+from lowtide.serve.custom_tools import CustomInput
 from lowtide.serve.errors import Refusal
 from lowtide.serve.openai_fields import new_id
-from lowtide.serve.responses_items import CustomInput, ToolForm, sealed
+from lowtide.serve.responses_items import ToolForm, sealed
 from lowtide.serve.writers import JsonObject
 
 
@@ -96,9 +97,9 @@ class ResponseEvents:
         if isinstance(piece, Prefilled):
             self._prefilled = piece
         elif isinstance(piece, Reasoning):
-            yield from self._in_item("reasoning", piece.text, summary=[], content=[])
+            yield from self._in_item("reasoning", piece, summary=[], content=[])
         elif isinstance(piece, Text):
-            yield from self._in_item("message", piece.text, role="assistant", content=[])
+            yield from self._in_item("message", piece, role="assistant", content=[])
         elif isinstance(piece, CallBegun):
             form = self._forms.get(piece.name, ToolForm(piece.name))
             of_call = {"call_id": piece.id, "name": form.name}
@@ -112,11 +113,11 @@ class ResponseEvents:
         elif isinstance(piece, Done):
             yield from self._end(piece)
 
-    def _in_item(self, kind: str, text: str, **fields: Any) -> Iterator[JsonObject]:
+    def _in_item(self, kind: str, more: Text | Reasoning, **fields: Any) -> Iterator[JsonObject]:
         """More of an item of text, which may be a new one."""
-        if self._item.get("type") != kind:
+        if self._item.get("type") != kind or more.is_new_part:
             yield from self._open(kind, **fields)
-        yield from self._delta(text)
+        yield from self._delta(more.text)
 
     def _open(self, kind: str, **fields: Any) -> Iterator[JsonObject]:
         yield from self._close("completed")

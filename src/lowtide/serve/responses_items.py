@@ -8,30 +8,15 @@ from __future__ import annotations
 
 import base64
 import binascii
-import json
-import re
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from lowtide.parsing.call_json import parsed
 from lowtide.parsing.tools import Tool
-from lowtide.serve.conversation import ToolCall, Turn, joined
+from lowtide.serve.conversation import ToolCall, Turn
+from lowtide.serve.custom_tools import custom_arguments, custom_tool
 from lowtide.serve.errors import Refusal
-from lowtide.serve.grammar_text import Constraint
 from lowtide.serve.json_fields import PlacedObject, objects_at, words_of
 
 _SEALED = "lowtide:"
-
-_INPUT = re.compile(r'\s*\{\s*"input"\s*:\s*"')
-_CHARACTERS = re.compile(
-    r'(?:[^"\\]+|\\[^u]|\\u(?![dD][89abAB])[0-9a-fA-F]{4}'
-    r"|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}"
-    r"|\\u(?=[0-9a-fA-F]{0,3}[^0-9a-fA-F]))*"
-)
-"""Whole characters of a JSON text: neither half an escape nor half of a surrogate pair."""
-
-_CLOSED = re.compile(r'(?:"\s*\}?\s*|\\[\\u0-9a-fA-F]*)\Z')
-"""The end of such a text: its quote and brace, or an escape that was cut."""
 
 _TEXT_PARTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
 _TEXT_FIELDS = {**dict.fromkeys(_TEXT_PARTS, "text"), "refusal": "refusal"}
@@ -86,7 +71,10 @@ class ToolSet:
         form = ToolForm(tool.name("name"), namespace, tool.fields["type"] == "custom")
         name, description = flat_name(form.name, namespace), tool.text("description", "")
         if form.is_custom:
-            shown = _custom_tool(name, description, tool.object("format", {}))
+            form_of = tool.object("format", {})
+            is_grammar = form_of.get("type") == "grammar"
+            asked = (form_of.text("syntax"), form_of.text("definition")) if is_grammar else None
+            shown = custom_tool(name, description, asked)
         else:
             parameters = tool.object("parameters", {}).fields
             shown = Tool(name, description, parameters, tool.get("strict") is True)
@@ -102,65 +90,6 @@ def called_name(item: PlacedObject) -> str:
     """The flat name of the tool that a call, or a choice, names."""
     namespace = None if item.get("namespace") is None else item.name("namespace")
     return flat_name(item.name("name"), namespace)
-
-
-def _custom_tool(name: str, description: str, format: PlacedObject) -> Tool:
-    """A function of one text. The model is told its grammar, and held to it."""
-    grammar = ""
-    if format.get("type") == "grammar":
-        syntax, definition = format.text("syntax"), format.text("definition")
-        description = joined(
-            [description, f"The input is a text of this grammar ({syntax}):", definition]
-        )
-        forms = {"lark": Constraint.lark, "regex": Constraint.regex}
-        grammar = forms[syntax](definition).text if syntax in forms else ""
-    parameters = {
-        "type": "object",
-        "properties": {"input": {"type": "string", "description": "The whole input, as a text."}},
-        "required": ["input"],
-    }
-    return Tool(name, description, parameters, grammar=grammar)
-
-
-class CustomInput:
-    """The text of a custom tool's call, from the arguments with which its function is called, as
-    they come."""
-
-    def __init__(self) -> None:
-        self._arguments = self._sent = ""
-        self._place = 0  # in the arguments, behind what was sent; 0: the text has not begun
-
-    def push(self, arguments: str) -> str:
-        """What is certain of the text with more of the arguments."""
-        self._arguments += arguments
-        begin = None if self._place else _INPUT.match(self._arguments)
-        self._place = begin.end() if begin else self._place
-        found = _CHARACTERS.match(self._arguments, self._place) if self._place else None
-        if found is None:
-            return ""
-        self._place = found.end()
-        text = _decoded(found[0])
-        self._sent += text
-        return text
-
-    def finish(self) -> str:
-        """What is left of it: all, where the arguments have another form."""
-        value = parsed(self._arguments)
-        text = value.get("input") if isinstance(value, Mapping) else None
-        if isinstance(text, str) and text.startswith(self._sent):
-            return text[len(self._sent) :]
-        if value is None and self._place:  # no JSON: quotes that are not escaped
-            return _CLOSED.sub("", self._arguments[self._place :])
-        return "" if self._place else self._arguments
-
-
-def _decoded(text: str) -> str:
-    """What stands in JSON between quotes. A backslash that escapes nothing is one, and line breaks
-    are taken: models forget to escape them."""
-    escaped = re.sub(
-        r'(\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4}))|\\', lambda found: found[1] or r"\\", text
-    )
-    return str(json.loads(f'"{escaped}"', strict=False))
 
 
 def sealed(reasoning: str) -> str:
@@ -226,7 +155,7 @@ def _call(item: PlacedObject) -> ToolCall:
     if item.fields["type"] == "function_call":
         arguments = item.text("arguments") or "{}"
     else:
-        arguments = json.dumps({"input": item.text("input")}, ensure_ascii=False)
+        arguments = custom_arguments(item.text("input"))
     return ToolCall(item.name("call_id"), called_name(item), arguments)
 
 

@@ -1,0 +1,88 @@
+"""Custom tools: what an API's client knows as a tool of one text, and the model as a function."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+
+from lowtide.parsing.call_json import parsed
+from lowtide.parsing.tools import Tool
+from lowtide.serve.conversation import joined
+from lowtide.serve.grammar_text import Constraint
+
+_INPUT = re.compile(r'\s*\{\s*"input"\s*:\s*"')
+_CHARACTERS = re.compile(
+    r'(?:[^"\\]+|\\[^u]|\\u(?![dD][89abAB])[0-9a-fA-F]{4}'
+    r"|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}"
+    r"|\\u(?=[0-9a-fA-F]{0,3}[^0-9a-fA-F]))*"
+)
+"""Whole characters of a JSON text: neither half an escape nor half of a surrogate pair."""
+
+_CLOSED = re.compile(r'(?:"\s*\}?\s*|\\[\\u0-9a-fA-F]*)\Z')
+"""The end of such a text: its quote and brace, or an escape that was cut."""
+
+
+def custom_tool(name: str, description: str, grammar: tuple[str, str] | None) -> Tool:
+    """A function of one text. grammar: its syntax and definition; the model is told it, and held to
+    it."""
+    lark = ""
+    if grammar is not None:
+        syntax, definition = grammar
+        description = joined(
+            [description, f"The input is a text of this grammar ({syntax}):", definition]
+        )
+        forms = {"lark": Constraint.lark, "regex": Constraint.regex}
+        lark = forms[syntax](definition).text if syntax in forms else ""
+    parameters = {
+        "type": "object",
+        "properties": {"input": {"type": "string", "description": "The whole input, as a text."}},
+        "required": ["input"],
+    }
+    return Tool(name, description, parameters, grammar=lark)
+
+
+def custom_arguments(text: str) -> str:
+    """The arguments of the function, from the text that a call of the tool has."""
+    return json.dumps({"input": text}, ensure_ascii=False)
+
+
+class CustomInput:
+    """The text of a custom tool's call, from the arguments with which its function is called, as
+    they come."""
+
+    def __init__(self) -> None:
+        self._arguments = self._sent = ""
+        self._place = 0  # in the arguments, behind what was sent; 0: the text has not begun
+
+    def push(self, arguments: str) -> str:
+        """What is certain of the text with more of the arguments."""
+        self._arguments += arguments
+        begin = None if self._place else _INPUT.match(self._arguments)
+        self._place = begin.end() if begin else self._place
+        found = _CHARACTERS.match(self._arguments, self._place) if self._place else None
+        if found is None:
+            return ""
+        self._place = found.end()
+        text = _decoded(found[0])
+        self._sent += text
+        return text
+
+    def finish(self) -> str:
+        """What is left of it: all, where the arguments have another form."""
+        value = parsed(self._arguments)
+        text = value.get("input") if isinstance(value, Mapping) else None
+        if isinstance(text, str) and text.startswith(self._sent):
+            return text[len(self._sent) :]
+        if value is None and self._place:  # no JSON: quotes that are not escaped
+            return _CLOSED.sub("", self._arguments[self._place :])
+        return "" if self._place else self._arguments
+
+
+def _decoded(text: str) -> str:
+    """What stands in JSON between quotes. A backslash that escapes nothing is one, and line breaks
+    are taken: models forget to escape them."""
+    escaped = re.sub(
+        r'(\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4}))|\\', lambda found: found[1] or r"\\", text
+    )
+    return str(json.loads(f'"{escaped}"', strict=False))
