@@ -54,7 +54,10 @@ ALLOWED = {
     ),
     "CHANGELOG.md": (),
     "docs/tour.md": (),
-    "docs/evidence.md": ("give or take 15% of the published effect",),
+    "docs/evidence.md": (
+        "on both sides by 15% of the published",
+        "1.30 becomes 1.255 to 1.345",
+    ),
     "docs/policies.md": (
         "that would have been 1% faster is taken",
         "at least 2% faster",
