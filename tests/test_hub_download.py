@@ -27,6 +27,7 @@ from typer.testing import CliRunner
 from lowtide.cli import screen
 from lowtide.cli.app import app
 from lowtide.errors import HubError
+from lowtide.families import read_config, read_config_in
 from lowtide.lab.synth import synth
 from lowtide.model_folder import hub, hub_download, hub_requests
 from lowtide.model_folder.hub_download import fetch
@@ -75,6 +76,16 @@ def test_the_template_for_tools_is_fetched_from_its_folder(stand_in: StandIn) ->
     folder = hub.resolve_model("org/tools")
     assert (folder / name).read_bytes() == b"t"
     assert not any((folder / other).exists() for other in others)
+
+
+def test_a_mark_of_utf_8_is_no_part_of_a_configuration(stand_in: StandIn) -> None:
+    files = whole_repo()
+    config = files["config.json"]
+    assert isinstance(config, bytes)
+    stand_in.add("org/marked", {**files, "config.json": b"\xef\xbb\xbf" + config})
+    asked = HubModel.ask(HubReference("org/marked")).model_config({})
+    assert asked == read_config(json.loads(config))
+    assert asked == read_config_in(hub.resolve_model("org/marked"))
 
 
 def test_what_it_weighs_is_said_before(

@@ -9,6 +9,7 @@ Everything is of one commit, the one that the revision stood for when the hub wa
 
 from __future__ import annotations
 
+import codecs
 import re
 from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -193,7 +194,8 @@ class HubModel:
         num_bytes = self.files[name].num_bytes
         if num_bytes > max_bytes:
             raise error(f"{self.name}: {name} has {num_bytes} bytes; at most {max_bytes} are read.")
-        return parse_object(self._read(name, 0, num_bytes), f"{self.name}: {name}", error)
+        data = self._read(name, 0, num_bytes).removeprefix(codecs.BOM_UTF8)
+        return parse_object(data, f"{self.name}: {name}", error)
 
     def _read(self, name: str, start: int, num_bytes: int) -> bytes:
         try:
