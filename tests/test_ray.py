@@ -206,6 +206,29 @@ def test_a_conversation_stays_with_the_replica_that_keeps_its_keys(url: str, hea
         assert served == conversation(ask, len(header)) and served[-1] > 40
 
 
+def test_replicas_keep_to_the_memory_and_cores_they_were_given(url: str) -> None:
+    """Ray was told of more CPUs than there are: the engines that have cores share none."""
+    replicas = [
+        each
+        for each in psutil.process_iter(["cmdline"])
+        if "ray::ServeReplica" in " ".join(each.info["cmdline"] or ())
+    ]
+    share = share_of(DEMO, OPTIONS, 1)
+    assert len(replicas) == NUM_NODES
+    assert all(each.memory_info().rss <= share.memory_bytes for each in replicas)
+    usable = os.sched_getaffinity(0)
+    of_each = [
+        {
+            frozenset(os.sched_getaffinity(int(task)))
+            for task in os.listdir(f"/proc/{each.pid}/task")
+        }
+        for each in replicas
+    ]
+    kept = [cores for [cores] in of_each if cores != usable]  # all threads of one the same
+    assert len(kept) == min(NUM_NODES, len(usable)) - (len(usable) == 1)
+    assert sum(map(len, kept)) == len(frozenset().union(*kept)) == len(kept)
+
+
 def test_requests_without_a_header_go_to_each_replica_in_turn(url: str) -> None:
     with client(url) as asked:
         before = [asked.get("/v1/lowtide/stats").json()["forwards"] for _ in range(NUM_NODES)]
