@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 from programs import python
 from small_tokenizers import make_tokenizer
 
+from lowtide import child_process
 from lowtide.errors import UnsupportedError, UsageError
-from lowtide.model_folder import chat_template, template_process
+from lowtide.model_folder import chat_template
 from lowtide.model_folder.template_process import TEMPLATES
 
 HELLO = {"role": "user", "content": "hello"}
@@ -346,7 +347,7 @@ def test_an_interrupt_leaves_no_half_read_answer(monkeypatch: pytest.MonkeyPatch
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(template_process, "_read_line", interrupted)
+        patch.setattr(child_process, "_read_line", interrupted)
         with pytest.raises(KeyboardInterrupt):
             render("{{ 'other' }}", HELLO)
     assert render("{{ 'mine' }}", HELLO) == "mine"

@@ -6,11 +6,13 @@ from __future__ import annotations
 import json
 import random
 import re
+import signal
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,7 +30,7 @@ from small_tokenizers import (
     CallFormat,
     make_tokenizer,
 )
-from whole import decoded
+from whole import decoded, wait_until
 
 from lowtide.core import BoolArray
 from lowtide.decode.autoregressive import Autoregressive
@@ -40,9 +42,10 @@ from lowtide.params import SamplingParams
 from lowtide.parsing import parser_of
 from lowtide.parsing.pieces import CallArguments, CallBegun, Piece, Reasoning, Text
 from lowtide.parsing.tools import Tool
-from lowtide.serve import grammar
+from lowtide.serve import grammar_compiler
 from lowtide.serve.errors import QueueFull
 from lowtide.serve.grammar import Constraint, GrammarMask, Grammars, check_kept
+from lowtide.serve.grammar_compiler import Bounds, GrammarCompiler
 from lowtide.serve.quoted_lark import quoted_lark
 
 COLOUR = Tool(
@@ -70,6 +73,16 @@ PATCH = 'start: "*** Begin\\n" line+ "*** End"\nline: /\\+[ab]{1,3}\\n/'
 
 
 def grammars_of(tokenizer: Tokenizer | None = QWEN.tokenizer, **config: Any) -> Grammars:
+    return new_grammars(tokenizer, **config) if config else usual_grammars(tokenizer)
+
+
+@cache
+def usual_grammars(tokenizer: Tokenizer | None) -> Grammars:
+    """One for all tests: each has a process that tries grammars."""
+    return new_grammars(tokenizer)
+
+
+def new_grammars(tokenizer: Tokenizer | None, **config: Any) -> Grammars:
     vocab_size = 400 if tokenizer is None else tokenizer.vocab_size + 3
     facts = {"eos_token_ids": (EOS,), "is_diffusion": False, "architecture": "Tiny"}
     model: Any = SimpleNamespace(**({"vocab_size": vocab_size} | facts | config))
@@ -381,6 +394,7 @@ def _nested(depth: int) -> dict[str, Any]:
             {"anyOf": [{"properties": {f"k{i}_{j}": {} for j in range(30)}} for i in range(200)]}
         ),
         Constraint.lark("start: A\nA: " + " & ".join(f"/(.*{c}.*){{30}}/" for c in "abcdefghi")),
+        Constraint.regex("(a{400}){400}"),
     ],
 )
 def test_what_cannot_be_compiled_is_refused_with_its_reason(constraint: Constraint) -> None:
@@ -397,7 +411,6 @@ SELF: dict[str, Any] = {"type": "array", "items": {"$ref": "#/$defs/a"}}
 @pytest.mark.parametrize(
     "constraint",
     [
-        Constraint.regex("(a{400}){400}"),
         Constraint.regex("(.*a.{900}){900}"),
         Constraint.lark('start: a\na: a a | "x" | ""'),
         Constraint.lark('start: a\na: "x" a | "x"'),
@@ -422,35 +435,31 @@ def test_what_is_too_complex_later_ends_that_answer_alone(constraint: Constraint
     check_kept(made)
 
 
-def test_compiling_takes_no_longer_than_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
-    is_told = threading.Event()
-    monkeypatch.setattr(grammar, "MAX_COMPILE_S", 0.0)
-    monkeypatch.setattr(Grammars, "_mask", lambda self, text: is_told.wait(60))
-    with pytest.raises(UsageError, match="not compiled within 0 s"):
-        grammars_of().applied(request_of(QWEN.tokenizer), Constraint.json_object())
-    is_told.set()
-
-
 def test_a_form_waits_for_those_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    is_told, mask, grammars = threading.Event(), Grammars._mask, grammars_of()
-    asked = (request_of(QWEN.tokenizer), Constraint.json_object())
+    """And not for one that takes seconds, once that is known."""
+    is_told, answer = threading.Event(), GrammarCompiler._answer
+    grammars, request = new_grammars(QWEN.tokenizer), request_of(QWEN.tokenizer)
+    slow, quick = Constraint.regex("slow"), Constraint.regex("b")
 
-    def slow(self: Grammars, text: str) -> GrammarMask:
-        is_told.wait(60)
-        return mask(self, text)
+    def waits(self: GrammarCompiler, text: str, lane: Bounds) -> dict[str, Any]:
+        if "slow" not in text:
+            return answer(self, text, lane)
+        if lane is grammar_compiler.SLOW:
+            is_told.wait(60)
+        return {"signal": signal.SIGPROF} if lane is grammar_compiler.QUICK else {"num_bytes": 0}
 
-    with monkeypatch.context() as patch:
-        patch.setattr(Grammars, "_mask", slow)
-        patch.setattr(grammar, "MAX_COMPILE_S", 0.0)
-        patch.setattr(grammar, "MAX_TURN_S", 0.0)
-        with pytest.raises(UsageError, match="not compiled"):
-            grammars.applied(*asked)
-        with pytest.raises(QueueFull, match="other requests"):
-            grammars.applied(*asked)
-    with ThreadPoolExecutor(1) as pool:
-        other = pool.submit(grammars.applied, *asked)
+    monkeypatch.setattr(GrammarCompiler, "_answer", waits)
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(grammars.applied, request, slow)
+        assert grammars.applied(request, quick).mask is not None
+        with monkeypatch.context() as patch:
+            patch.setattr(grammar_compiler, "MAX_TURN_S", 0.0)
+            wait_until(lambda: len(grammars._compiler._turns[grammar_compiler.SLOW]._waiting) == 1)
+            with pytest.raises(QueueFull, match="other requests"):
+                grammars.applied(request, Constraint.regex("slow too"))
+        assert not first.done()
         is_told.set()
-        assert other.result(60).mask is not None
+        assert first.result(60).mask is not None
 
 
 @pytest.mark.parametrize(
@@ -483,9 +492,10 @@ def test_a_value_that_is_written_under_a_schema_is_read_as_it(
 
 
 def test_no_form_is_compiled_for_who_is_gone() -> None:
-    grammars, is_gone = grammars_of(), threading.Event()
+    grammars, is_gone = new_grammars(QWEN.tokenizer), threading.Event()
     asked = (request_of(QWEN.tokenizer), Constraint.json_object())
-    with grammars._turn, ThreadPoolExecutor(1) as pool:
+    turns = grammars._compiler._turns[grammar_compiler.QUICK]
+    with turns.taken(threading.Event()), ThreadPoolExecutor(1) as pool:
         waits = pool.submit(grammars.applied, *asked, is_gone=is_gone)
         assert not waits.done()
         is_gone.set()

@@ -1,31 +1,32 @@
 """Answers that are certain to have a form: JSON of a schema, a regular expression, a grammar.
 
-llguidance says before each token which ones may come. What a request brings is bounded in size,
-what it compiles to in time and room. Diffusion models, which write many tokens at a time and in
-any order, have none of it.
+llguidance says before each token which ones may come. What a request brings is bounded in size and
+in its chains of references, what it compiles to in time and room (`grammar_compiler.py`). Diffusion
+models, which write many tokens at a time and in any order, have none of it.
 """
 
 from __future__ import annotations
 
-import functools
+import json
 import threading
-import time
 from collections.abc import Sequence
-from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance import LLTokenizer
 
 from lowtide.config import ModelConfig
 from lowtide.core import BoolArray
 from lowtide.decode.request import Request
-from lowtide.errors import UnsupportedError, UsageError
-from lowtide.files.json_file import printable
+from lowtide.errors import LowtideError, UnsupportedError, UsageError
 from lowtide.model_folder.tokenizer import Tokenizer, blamed
 from lowtide.parsing.channels import CALL, has_channels
 from lowtide.parsing.tools import Tool
-from lowtide.serve.errors import QueueFull
+from lowtide.serve.grammar_chains import check_lark, check_schema
+from lowtide.serve.grammar_compiler import Compiled, GrammarCompiler
+from lowtide.serve.grammar_reasons import reason_of
 from lowtide.serve.grammar_text import (
     MAX_GRAMMAR_CHARS,
     AnswerForm,
@@ -35,29 +36,23 @@ from lowtide.serve.grammar_text import (
     grammar_text,
 )
 
-MAX_COMPILE_S = 10.0
-MAX_TURN_S = 60.0
-"""What a form waits until those before it are compiled: their time is not its own."""
-POLL_S = 0.5
-"""How soon one that waits hears that its client is gone."""
-
-_LIMITS = LLParserLimits(
-    initial_lexer_fuel=1_000_000,
-    step_lexer_fuel=100_000,
-    step_max_items=10_000,  # a step is on the engine's thread: tens of milliseconds at worst
-    max_lexer_states=50_000,  # of 1 to 2 kB
-    max_grammar_size=200_000,
-    verbose_errors=False,
-)
-
 
 class Grammars:
     """Makes masks for the requests of one model. Owns llguidance's form of its vocabulary, which
-    takes a second to make. One is compiled at a time, each by a thread that then ends."""
+    takes a second to make of a large one."""
 
     def __init__(self, config: ModelConfig, tokenizer: Tokenizer | None) -> None:
         self._config, self._tokenizer = config, tokenizer
-        self._turn = threading.Lock()
+        self._made_vocabulary: LLTokenizer | None = None
+        self._making = threading.Lock()
+        self._compiler = GrammarCompiler(self._vocabulary, self._vocabulary_facts)
+
+    def warm_up(self) -> None:
+        """Makes ready what the first grammar would wait for. It holds the interpreter's lock."""
+        if not self._config.is_diffusion and self._tokenizer is not None:
+            with suppress(LowtideError):  # the first grammar is told of it
+                self._vocabulary()
+                self._compiler.warm_up()
 
     def applied(
         self,
@@ -90,7 +85,16 @@ class Grammars:
         called = [_as_enforced(tool, is_free) for tool in chosen]
         wanted = AnswerForm(constraint, called, not is_free, not parallel_calls)
         text = grammar_text(tokenizer, request.prompt, wanted)
-        return replace(request, mask=self._compiled(text, is_gone or threading.Event()))
+        if len(text) > MAX_GRAMMAR_CHARS:
+            raise UsageError(
+                f"The form and its tools make a grammar of {len(text)} characters; at most "
+                f"{MAX_GRAMMAR_CHARS} are accepted."
+            )
+        if not self._compiler.is_known(text):
+            _check_chains(wanted)
+            self._vocabulary()  # what is wrong with it is told here
+        compiled = self._compiler.compiled(text, is_gone)
+        return replace(request, mask=GrammarMask(compiled, self._config.vocab_size))
 
     def _check(
         self, constraint: Constraint | None, choice: str, chosen: Sequence[Tool], is_strict: bool
@@ -113,60 +117,20 @@ class Grammars:
         for tool in chosen:
             check_depth(tool.parameters, f"The schema of {tool.name!r:.80}")
 
-    def _compiled(self, text: str, is_gone: threading.Event) -> GrammarMask:
-        if len(text) > MAX_GRAMMAR_CHARS:
-            raise UsageError(
-                f"The form and its tools make a grammar of {len(text)} characters; at most "
-                f"{MAX_GRAMMAR_CHARS} are accepted."
-            )
-        compiled: Future[GrammarMask] = Future()
-        self._take_turn(is_gone)
-        try:
-            threading.Thread(
-                target=self._compile, args=(text, compiled), name="lowtide-grammar", daemon=True
-            ).start()
-        except RuntimeError:  # the system has no thread
-            self._turn.release()
-            raise
-        try:
-            return compiled.result(MAX_COMPILE_S)
-        except TimeoutError:
-            raise UsageError(
-                f"The answer's form was not compiled within {MAX_COMPILE_S:g} s; make it simpler."
-            ) from None
-
-    def _take_turn(self, is_gone: threading.Event) -> None:
-        """Waits for those before it. Raises QueueFull where that takes long, or none waits."""
-        end_s = time.monotonic() + MAX_TURN_S
-        while not self._turn.acquire(timeout=min(POLL_S, MAX_TURN_S)):
-            if is_gone.is_set() or time.monotonic() > end_s:
-                raise QueueFull(
-                    "Forms of other requests are being compiled. Ask again in 10 s.", 10
-                )
-        if is_gone.is_set():
-            self._turn.release()
-            raise QueueFull("Who asked for this form is gone.", 10)
-
-    def _compile(self, text: str, compiled: Future[GrammarMask]) -> None:
-        """Gives back the turn that `_compiled` took, however late."""
-        try:
-            compiled.set_result(self._mask(text))
-        except BaseException as error:
-            compiled.set_exception(error)
-        finally:
-            self._turn.release()
-
-    def _mask(self, text: str) -> GrammarMask:
-        matcher = LLMatcher(self._vocabulary, text, log_level=0, limits=_LIMITS)
-        mask = GrammarMask(matcher, self._config.vocab_size)
-        mask.allowed()  # what is too complex from the beginning is refused here
-        if mask.failure:
-            raise UsageError(f"The answer's form cannot be kept to: {mask.failure}")
-        return mask
-
-    @functools.cached_property
     def _vocabulary(self) -> LLTokenizer:
         """llguidance's form of the tokenizer. Raises UnsupportedError or CheckpointError."""
+        with self._making:
+            if self._made_vocabulary is None:
+                facts = self._vocabulary_facts()
+                failure = "This model's tokenizer cannot be guided by a grammar"
+                with blamed(failure, "Leave response_format, strict and tool_choice out"):
+                    self._made_vocabulary = LLTokenizer(
+                        facts["tokenizer"], n_vocab=facts["vocab_size"], eos_token=facts["ends"]
+                    )
+            return self._made_vocabulary
+
+    def _vocabulary_facts(self) -> dict[str, Any]:
+        """What it is made of, here and in the compiler's child. Raises UnsupportedError."""
         ends, tokenizer = list(self._config.eos_token_ids), self._tokenizer
         if tokenizer is None:
             raise UnsupportedError("This model has no tokenizer, so there is no text to form.")
@@ -176,10 +140,8 @@ class Grammars:
             raise UnsupportedError(
                 "This model names no token that ends a text, so none can end where its form does."
             )
-        failure = "This model's tokenizer cannot be guided by a grammar"
-        with blamed(failure, "Leave response_format, strict and tool_choice out"):
-            vocab_size = self._config.vocab_size
-            return LLTokenizer(tokenizer.as_json(), n_vocab=vocab_size, eos_token=ends)
+        vocab_size = self._config.vocab_size
+        return {"tokenizer": tokenizer.as_json(), "vocab_size": vocab_size, "ends": ends}
 
 
 class GrammarMask:
@@ -188,8 +150,9 @@ class GrammarMask:
     failure: why the form could not be kept to, or "". The answer then ends.
     """
 
-    def __init__(self, matcher: LLMatcher, vocab_size: int) -> None:
-        self._matcher, self._vocab_size = matcher, vocab_size
+    def __init__(self, compiled: Compiled, vocab_size: int) -> None:
+        self._compiled, self._vocab_size = compiled, vocab_size  # held: its memory is counted
+        self._matcher = compiled.matcher()
         self.failure = ""
         self._note_failure()
 
@@ -209,13 +172,13 @@ class GrammarMask:
 
     def _note_failure(self) -> None:
         if not self.failure and self._matcher.is_error():
-            self.failure = printable(self._matcher.get_error()[:500])
+            self.failure = reason_of(self._matcher.get_error())
 
 
 def check_kept(request: Request) -> None:
     """After an answer: raises UsageError where its form became too complex to be kept to."""
     if isinstance(request.mask, GrammarMask) and request.mask.failure:
-        raise UsageError(f"The answer's form could not be kept to: {request.mask.failure}")
+        raise UsageError(f"The answer's form could not be kept to: {request.mask.failure}.")
 
 
 def _as_enforced(tool: Tool, is_free: bool) -> Tool:
@@ -223,3 +186,15 @@ def _as_enforced(tool: Tool, is_free: bool) -> Tool:
     if not is_free or tool.strict or tool.grammar:
         return tool
     return replace(tool, parameters={"type": "object"})
+
+
+def _check_chains(wanted: AnswerForm) -> None:
+    """Raises UsageError for one that is too long, in what the request itself brings."""
+    form = wanted.text
+    if form is not None and form.kind == "json_schema":
+        check_schema(json.loads(form.text), "The JSON schema")
+    elif form is not None:
+        check_lark(form.text, "The grammar")
+    for tool in wanted.tools:
+        check_schema(tool.parameters, f"The schema of {tool.name!r:.80}")
+        check_lark(tool.grammar, f"The grammar of {tool.name!r:.80}")

@@ -52,9 +52,18 @@ def _is_recursive(rules: str) -> bool:
         name: set(re.findall(r"\w+", body))
         for name, body in zip(parts[1::2], parts[2::2], strict=True)
     }
-    while done := {name for name, used in uses.items() if not used & uses.keys()}:
-        uses = {name: used for name, used in uses.items() if name not in done}
-    return bool(uses)
+    users: dict[str, list[str]] = {name: [] for name in uses}
+    num_left = {name: len(used & uses.keys()) for name, used in uses.items()}
+    for name, used in uses.items():
+        for each in used & uses.keys():
+            users[each].append(name)
+    done = [name for name, num in num_left.items() if not num]
+    for name in done:
+        for user in users[name]:
+            num_left[user] -= 1
+            if not num_left[user]:
+                done.append(user)
+    return len(done) < len(uses)
 
 
 def _renamed(rule: str) -> str:

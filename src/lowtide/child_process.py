@@ -1,0 +1,277 @@
+"""A child process with bounds of its own, as its parent sees it: for work that may take more than
+this process can lose.
+
+The child is a script that is asked in lines of JSON and answers each with one. It is started by the
+first question, kept for the next, and started again after it ended. It ends with the program.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+START_S = 120.0
+"""What a child may take to answer the greeting."""
+
+
+class ChildError(Exception):
+    """There was no answer. late_s: the limit after which the child was stopped; signal: that ended
+    it, 0 for none; said: the end of its standard error, or why it could not be started."""
+
+    def __init__(self, said: str = "", signal: int = 0, late_s: float | None = None) -> None:
+        super().__init__(said or f"signal {signal}")
+        self.said, self.signal, self.late_s = said, signal, late_s
+
+
+class ChildProcess:
+    """Owns the child, and for each lane the turns of the threads that ask. Knows nothing of what it
+    is asked.
+
+    Lanes are pairs of pipes: the first is the child's standard input and output, the numbers of the
+    others are its arguments. greeting: asked once of every new child, on the first lane. env: what
+    its environment has beside this process's.
+    """
+
+    def __init__(
+        self,
+        script: Path,
+        num_lanes: int = 1,
+        greeting: Callable[[], Mapping[str, object]] | None = None,
+        env: Mapping[str, str] | None = None,
+    ) -> None:
+        self._script, self._greeting, self._env = script, greeting, dict(env or {})
+        self._turns = [threading.Lock() for _ in range(num_lanes)]
+        self._change = threading.Lock()  # of the child
+        self._child: subprocess.Popen[bytes] | None = None
+        self._lanes: list[_Lane] = []
+        _CHILDREN.add(self)
+
+    def ask(self, request: Mapping[str, object], wall_s: float, lane: int = 0) -> dict[str, Any]:
+        """The child's answer to a request of plain JSON values.
+
+        Raises ChildError where it gave none: after `wall_s` seconds, or because it ended.
+        """
+        line = json.dumps(request).encode() + b"\n"
+        with self._turns[lane]:
+            child, lanes = self._running()
+            try:
+                answer = _asked(child, lanes[lane], line, wall_s)
+            except BaseException:
+                self._end(child)  # an answer of which half was read would be taken for the next's
+                raise
+            if answer.get("is_last"):
+                self._end(child)
+        return answer
+
+    def start(self) -> None:
+        """Starts the child where there is none. Raises ChildError."""
+        self._running()
+
+    def close(self) -> None:
+        """Ends the child, after the work under way."""
+        with self._change:
+            child = self._child
+        for turn in self._turns:
+            turn.acquire()
+        try:
+            self._end(child)
+        finally:
+            for turn in self._turns:
+                turn.release()
+
+    def forget(self) -> None:
+        """In a fork of the program: the child is the parent's, and so may be the turns."""
+        child, self._child, self._lanes = self._child, None, []
+        self._turns, self._change = [threading.Lock() for _ in self._turns], threading.Lock()
+        if child is not None:
+            _close_errors(child)
+            child.returncode = 0  # not to be waited for here
+
+    def _running(self) -> tuple[subprocess.Popen[bytes], Sequence[_Lane]]:
+        with self._change:
+            child = self._child
+            if child is not None and child.poll() is not None:
+                self._end_now()
+                child = None
+            if child is None:
+                child, self._lanes = _started(self._script, len(self._turns), self._env)
+                self._child = child
+                try:
+                    self._greet(child)
+                except BaseException:
+                    self._end_now()
+                    raise
+            return child, self._lanes
+
+    def _greet(self, child: subprocess.Popen[bytes]) -> None:
+        if self._greeting is None:
+            return
+        line = json.dumps(self._greeting()).encode() + b"\n"
+        answer = _asked(child, self._lanes[0], line, START_S)
+        if "error" in answer:
+            raise ChildError(str(answer["error"]))
+
+    def _end(self, child: subprocess.Popen[bytes] | None) -> None:
+        """Ends this child, where another lane has not put another one in its place."""
+        with self._change:
+            if self._child is child:
+                self._end_now()
+
+    def _end_now(self) -> None:
+        child, self._child, self._lanes = self._child, None, []
+        if child is not None:
+            _kill(child)
+            child.wait()
+            _close_errors(child)
+
+    def __del__(self) -> None:
+        self._end_now()
+
+
+class _Lane:
+    """This end of a pair of pipes: what questions are written to, and answers read from. Closed
+    with the last thread that uses it: its numbers may be those of other files then."""
+
+    def __init__(self) -> None:
+        self.of_child: tuple[int, ...] = ()
+        self.questions = self.answers = -1
+        asked, self.questions = os.pipe()
+        try:
+            self.answers, answered = os.pipe()
+        except OSError:
+            os.close(asked)
+            raise
+        self.of_child = (asked, answered)
+
+    def close_child_s_ends(self) -> None:
+        """Once the child has them."""
+        ends, self.of_child = self.of_child, ()
+        for end in ends:
+            os.close(end)
+
+    def __del__(self) -> None:
+        for end in (*self.of_child, self.questions, self.answers):
+            if end >= 0:
+                os.close(end)
+
+
+def _started(
+    script: Path, num_lanes: int, env: Mapping[str, str]
+) -> tuple[subprocess.Popen[bytes], list[_Lane]]:
+    """A child and its lanes. Raises ChildError."""
+    try:
+        lanes = [_Lane() for _ in range(num_lanes)]
+        first, *others = (lane.of_child for lane in lanes)
+        passed = [end for ends in others for end in ends]
+        child = subprocess.Popen(
+            # -P: this package's own folder must not become a place where the child finds modules.
+            [sys.executable, "-P", str(script), *map(str, passed)],
+            stdin=first[0],
+            stdout=first[1],
+            stderr=subprocess.PIPE,
+            bufsize=0,
+            start_new_session=True,  # Ctrl-C in a terminal is for the parent
+            pass_fds=passed,
+            env={**os.environ, **env},
+        )
+    except OSError as error:
+        raise ChildError(f"no process could be started: {error}") from error
+    for lane in lanes:
+        lane.close_child_s_ends()
+    return child, lanes
+
+
+def _asked(
+    child: subprocess.Popen[bytes], lane: _Lane, line: bytes, wall_s: float
+) -> dict[str, Any]:
+    """One question and its answer. Raises ChildError."""
+    is_late = threading.Event()
+
+    def stop() -> None:
+        is_late.set()
+        _kill(child)
+
+    timer = threading.Timer(wall_s, stop)
+    timer.daemon = True
+    timer.start()
+    try:
+        _write(lane.questions, line)
+        answered = _read_line(lane.answers)
+    except OSError:
+        answered = b""  # it ended before it had read the question
+    finally:
+        timer.cancel()
+    if not answered.endswith(b"\n"):
+        raise _failure(child, wall_s if is_late.is_set() else None)
+    answer = json.loads(answered)
+    return answer if isinstance(answer, dict) else {}
+
+
+def _failure(child: subprocess.Popen[bytes], late_s: float | None) -> ChildError:
+    """Why there was no answer: the child has ended, or was stopped after `late_s` seconds."""
+    try:
+        code = child.wait(timeout=10)
+    except subprocess.TimeoutExpired:
+        _kill(child)
+        code = child.wait()
+    if code < 0 or late_s is not None:
+        return ChildError(signal=max(0, -code), late_s=late_s)
+    said = b""
+    with suppress(ValueError):  # another lane has closed it
+        said = child.stderr.read() if child.stderr is not None else b""
+    return ChildError(said.decode(errors="replace").strip()[-300:])
+
+
+def _kill(child: subprocess.Popen[bytes]) -> None:
+    """With all that it has started: the session is its own."""
+    if child.returncode is None:
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(child.pid, signal.SIGKILL)
+        child.kill()
+
+
+def _write(pipe: int, data: bytes) -> None:
+    rest = memoryview(data)
+    while rest:
+        rest = rest[os.write(pipe, rest) :]
+
+
+def _read_line(pipe: int) -> bytes:
+    parts = []
+    while part := os.read(pipe, 1 << 20):
+        parts.append(part)
+        if part.endswith(b"\n"):
+            break
+    return b"".join(parts)
+
+
+def _close_errors(child: subprocess.Popen[bytes]) -> None:
+    if child.stderr is not None:
+        child.stderr.close()
+
+
+_CHILDREN: weakref.WeakSet[ChildProcess] = weakref.WeakSet()
+
+
+def _close_all() -> None:
+    for child in list(_CHILDREN):
+        child.close()
+
+
+def _forget_all() -> None:
+    for child in list(_CHILDREN):
+        child.forget()
+
+
+atexit.register(_close_all)
+os.register_at_fork(after_in_child=_forget_all)

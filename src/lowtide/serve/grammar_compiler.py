@@ -1,0 +1,301 @@
+"""Compiles grammars, each of them first on trial in a process that may be lost.
+
+What a request brings may take gigabytes, minutes or all of the stack to compile: a child process
+(`grammar_worker.py`) tries it within bounds. What passed is compiled again here, in a thread with
+as much stack, since what is compiled cannot be handed over; it is kept for the next request.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import signal
+import threading
+import time
+import weakref
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+from lowtide.child_process import ChildError, ChildProcess
+from lowtide.config import format_size
+from lowtide.errors import UsageError
+from lowtide.serve.errors import QueueFull, Refusal
+from lowtide.serve.grammar_reasons import reason_of
+
+T = TypeVar("T")
+
+MAX_CPU_S = 2.0
+"""Of compiling one grammar, with its first mask."""
+
+MAX_WALL_S = 10.0
+MAX_TURN_S = 60.0
+"""What a grammar waits until those before it are compiled: their time is not its own."""
+
+POLL_S = 0.5
+"""How soon one that waits hears that its client is gone."""
+
+STACK_BYTES = 256 << 20
+SPARE_STACK_BYTES = 32 << 20
+"""More of it here than on trial: what passed there cannot end this process."""
+
+MAX_GRAMMAR_BYTES = 24 << 20
+"""Of one compiled grammar; a schema of 2,000 properties takes 20 MiB."""
+
+MAX_COMPILED_BYTES = 40 << 20
+"""Of all that are kept or in use."""
+
+MAX_KEPT = 256
+"""Grammars that are remembered, those that were refused among them."""
+
+CHILD_BYTES = 1 << 30
+"""What the child may come to hold in all: its vocabulary, once for all its processes, and what
+those of both lanes may take to find that a grammar takes too much."""
+
+LIMITS: Mapping[str, Any] = {
+    "initial_lexer_fuel": 1_000_000,
+    "step_lexer_fuel": 100_000,
+    "step_max_items": 10_000,  # a step is on the engine's thread: tens of milliseconds at worst
+    "max_lexer_states": 50_000,  # of 1 to 2 kB
+    "max_grammar_size": 200_000,
+    "verbose_errors": False,
+}
+
+
+class Bounds(NamedTuple):
+    """Of one lane's trials. passed_bytes: with more than that a grammar has not passed here."""
+
+    max_cpu_s: float
+    max_bytes: int
+    passed_bytes: int
+
+
+QUICK = Bounds(0.05, 64 << 20, 4 << 20)
+SLOW = Bounds(MAX_CPU_S, 512 << 20, MAX_GRAMMAR_BYTES)
+LANES = (QUICK, SLOW)
+"""A grammar that does not pass in the first tries the second. So an ordinary one waits for no more
+than the first fraction of those that take seconds."""
+
+_TOO_LONG = f"it takes more than {MAX_CPU_S:g} s of processor time to compile; make it simpler"
+_TOO_LARGE = (
+    f"it takes more than {format_size(MAX_GRAMMAR_BYTES)} of memory to compile; make it simpler"
+)
+_TOO_DEEP = f"it takes more than {format_size(STACK_BYTES)} of stack to compile; make it flatter"
+_BY_SIGNAL = {
+    signal.SIGPROF: _TOO_LONG,
+    signal.SIGSEGV: _TOO_DEEP,
+    signal.SIGBUS: _TOO_DEEP,
+    signal.SIGABRT: _TOO_LARGE,
+    0: _TOO_LARGE,  # Python's own MemoryError
+}
+
+
+class Compiled:
+    """A grammar, for any number of answers. refusal: why there is none, or ""."""
+
+    def __init__(self, matcher: LLMatcher | None, num_bytes: int, refusal: str = "") -> None:
+        self._matcher, self.num_bytes, self.refusal = matcher, num_bytes, refusal
+
+    def matcher(self) -> LLMatcher:
+        """A new one, at the beginning. Raises UsageError for what was refused."""
+        if self._matcher is None:
+            raise UsageError(f"The answer's form cannot be kept to: {self.refusal}.")
+        return self._matcher.deep_copy()
+
+
+class GrammarCompiler:
+    """Owns the child, and what was compiled. One grammar is compiled at a time in each lane."""
+
+    def __init__(
+        self, vocabulary: Callable[[], LLTokenizer], greeting: Callable[[], Mapping[str, object]]
+    ) -> None:
+        """greeting: of the vocabulary, as the child takes it."""
+        self._vocabulary = vocabulary
+        bounds = {
+            "limits": dict(LIMITS),
+            "stack_bytes": STACK_BYTES,
+            "max_bytes": [lane.max_bytes for lane in LANES],
+        }
+        self._child = ChildProcess(
+            Path(__file__).with_name("grammar_worker.py"),
+            len(LANES),
+            lambda: {**bounds, **greeting()},
+            {"MALLOC_ARENA_MAX": "1"},  # an arena for each thread takes address space for itself
+        )
+        self._turns = {lane: _Turns() for lane in LANES}
+        self._kept: OrderedDict[bytes, Compiled] = OrderedDict()
+        self._change = threading.Lock()  # of what is kept
+        self._living: weakref.WeakSet[Compiled] = weakref.WeakSet()
+
+    def warm_up(self) -> None:
+        """Starts the child; where that fails, the first grammar says so."""
+        try:
+            self._child.start()
+        except ChildError:
+            return
+
+    def is_known(self, text: str) -> bool:
+        """Whether it need not be compiled."""
+        return self._found(_digest(text)) is not None
+
+    def compiled(self, text: str, is_gone: threading.Event | None = None) -> Compiled:
+        """What a grammar compiles to, or why it is refused.
+
+        is_gone: once it is set nothing is begun any more. Raises QueueFull, or Refusal where there
+        is no child.
+        """
+        digest, is_gone = _digest(text), is_gone or threading.Event()
+        for lane in LANES:
+            if found := self._found(digest):
+                return found
+            with self._turns[lane].taken(is_gone):
+                found = self._found(digest) or self._tried(text, lane, is_gone)
+            if found:
+                self._keep(digest, found)
+                return found
+        raise QueueFull("Compiled grammars of other requests are in use. Ask again in 10 s.", 10)
+
+    def _tried(self, text: str, lane: Bounds, is_gone: threading.Event) -> Compiled | None:
+        """None where this lane is too narrow."""
+        answer = self._answer(text, lane)
+        if "error" in answer:
+            return Compiled(None, 0, reason_of(str(answer["error"])))
+        if "signal" in answer:
+            refusal = _BY_SIGNAL.get(answer["signal"])
+            if refusal is None:
+                raise Refusal(
+                    "The process that tries grammars was ended by the system. Ask again.",
+                    503,
+                    "server_error",
+                    retry_after_s=1,
+                )
+            is_last = lane is LANES[-1] or refusal is _TOO_DEEP
+            return Compiled(None, 0, refusal) if is_last else None
+        num_bytes = int(answer["num_bytes"])
+        if num_bytes > lane.passed_bytes:
+            return Compiled(None, 0, _TOO_LARGE) if lane is LANES[-1] else None
+        if not self._has_room(num_bytes, MAX_TURN_S if lane is LANES[-1] else 0.0, is_gone):
+            return None
+        made = Compiled(self._compiled_here(text), num_bytes)
+        self._living.add(made)
+        return made
+
+    def _answer(self, text: str, lane: Bounds) -> dict[str, Any]:
+        """The child's. Raises Refusal."""
+        asked = {"grammar": text, "max_cpu_s": lane.max_cpu_s, "max_wall_s": MAX_WALL_S}
+        try:
+            answer = self._child.ask(asked, 2 * MAX_WALL_S, LANES.index(lane))
+        except ChildError as error:
+            raise Refusal(
+                f"Grammars are tried in a process of their own, and there is none: {error}.",
+                503,
+                "server_error",
+                retry_after_s=10,
+            ) from None
+        if answer.get("signal") == signal.SIGALRM:
+            raise QueueFull(
+                f"The answer's form was not compiled within {MAX_WALL_S:g} s. Ask again in 10 s.",
+                10,
+            )
+        return answer
+
+    def _compiled_here(self, text: str) -> LLMatcher:
+        vocabulary = self._vocabulary()
+
+        def compile_grammar() -> LLMatcher:
+            matcher = LLMatcher(vocabulary, text, log_level=0, limits=LLParserLimits(**LIMITS))
+            if not matcher.is_error():
+                matcher.compute_bitmask()
+            return matcher
+
+        return _in_deep_thread(compile_grammar)
+
+    def _found(self, digest: bytes) -> Compiled | None:
+        with self._change:
+            found = self._kept.get(digest)
+            if found is not None:
+                self._kept.move_to_end(digest)
+            return found
+
+    def _keep(self, digest: bytes, made: Compiled) -> None:
+        with self._change:
+            self._kept[digest] = made
+            while len(self._kept) > MAX_KEPT:
+                self._kept.popitem(last=False)
+
+    def _has_room(self, num_bytes: int, wait_s: float, is_gone: threading.Event) -> bool:
+        """Whether there is room for a grammar more, once what is only kept gives way and others
+        were waited for."""
+        end_s = time.monotonic() + wait_s
+        while sum(each.num_bytes for each in list(self._living)) + num_bytes > MAX_COMPILED_BYTES:
+            with self._change:
+                if self._kept:
+                    self._kept.popitem(last=False)
+                    continue
+            if time.monotonic() > end_s or is_gone.wait(POLL_S):
+                return False
+        return True
+
+
+def _digest(text: str) -> bytes:
+    return hashlib.sha256(text.encode()).digest()
+
+
+class _Turns:
+    """Turns of threads, first come, first served."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[object] = deque()  # the first has the turn
+        self._change = threading.Condition()
+
+    @contextmanager
+    def taken(self, is_gone: threading.Event) -> Iterator[None]:
+        """Raises QueueFull where it takes long, or none waits for it."""
+        mine, end_s = object(), time.monotonic() + MAX_TURN_S
+        with self._change:
+            self._waiting.append(mine)
+        try:
+            with self._change:
+                while self._waiting[0] is not mine:
+                    self._change.wait(POLL_S)
+                    if is_gone.is_set() or time.monotonic() > end_s:
+                        break
+                has_turn = self._waiting[0] is mine
+            if is_gone.is_set():
+                raise QueueFull("Who asked for this form is gone.", 10)
+            if not has_turn:
+                raise QueueFull(
+                    "Forms of other requests are being compiled. Ask again in 10 s.", 10
+                )
+            yield
+        finally:
+            with self._change:
+                self._waiting.remove(mine)
+                self._change.notify_all()
+
+
+_stack_size = threading.Lock()
+
+
+def _in_deep_thread(work: Callable[[], T]) -> T:
+    """What `work` returns or raises, in a thread with a large stack, which then ends."""
+    done: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(work())
+        except BaseException as error:
+            done.set_exception(error)
+
+    thread = threading.Thread(target=run, name="lowtide-grammar", daemon=True)
+    with _stack_size:  # of all threads that are started meanwhile, which it costs addresses alone
+        before = threading.stack_size(STACK_BYTES + SPARE_STACK_BYTES)
+        try:
+            thread.start()
+        finally:
+            threading.stack_size(before)
+    return done.result()
