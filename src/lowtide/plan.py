@@ -209,6 +209,9 @@ class MemoryPlan:
     advised_bytes: int = 0
     """The host budget that would serve best here: what everything takes, or all that is free."""
     formats: WeightFormats = field(default_factory=WeightFormats)
+    grammars_bytes: int = 0
+    """Of a served model that grammars can guide: the most that the process holds which tries them,
+    a twentieth or so between requests."""
 
     @property
     def budget_bytes(self) -> int:
@@ -279,6 +282,8 @@ def plan_facts(plan: MemoryPlan) -> str:
             placed += f", {plan.num_staging} slots to read others into"
         sizes.append(f"everything resident {format_size(plan.full_bytes)}")
     sizes.append(f"process outside the budget {format_size(plan.overhead_bytes)}")
+    if plan.grammars_bytes:
+        sizes.append(f"another that tries grammars at most {format_size(plan.grammars_bytes)}")
     context = f"context {plan.context} tokens"
     if plan.elastic_tokens:
         context += (

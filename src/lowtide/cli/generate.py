@@ -28,6 +28,7 @@ from lowtide.params import SamplingParams
 if TYPE_CHECKING:
     from lowtide.answers.loaded import LoadedModel
     from lowtide.llm import LLM
+    from lowtide.plan import MemoryPlan
 
 
 def model_names(incomplete: str) -> list[str]:
@@ -152,12 +153,14 @@ def line_on(answer: Answer, llm: LLM, is_verbose: bool) -> str:
     return speed_line(answer.usage, answer.generation_s, llm.stats(), expected)
 
 
-def show_plan(llm: LoadedModel, model: str, settings: Settings) -> None:
+def show_plan(
+    llm: LoadedModel, model: str, settings: Settings, served: MemoryPlan | None = None
+) -> None:
     """On standard error: one line, with `-v` the whole table and the kernels, nothing with
-    `--quiet`."""
+    `--quiet`. served: the plan, with what a server holds beside it."""
     console = stderr_console()
     if settings.flag("verbose"):
-        console.print(plan_table(llm.plan))
+        console.print(plan_table(served or llm.plan))
         console.print(f"kernels: {llm.kernels}")
         console.print(outlook(llm.plan, model))
     elif not settings.flag("quiet"):

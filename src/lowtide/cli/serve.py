@@ -54,11 +54,11 @@ def serve(
             stderr_console().print(note)
         return
     from lowtide.serve.server import bound_socket, run_server
-    from lowtide.serve.service import name_of
+    from lowtide.serve.service import name_of, served_plan
 
     with bound_socket(asked) as bound:
         llm = open_async(model, settings)
-        show_plan(llm, model, settings)
+        show_plan(llm, model, settings, served_plan(llm))
         show_tasks(llm, settings)
         asked = replace(asked, served_name=asked.served_name or name_of(model))
 

@@ -122,7 +122,7 @@ def _state(service: Service, metrics: Metrics) -> APIRouter:
     @router.get("/v1/lowtide/plan")
     async def plan() -> JSONResponse:
         """Every byte in use."""
-        return JSONResponse(as_json(asdict(service.llm.plan)))
+        return JSONResponse(as_json(asdict(service.plan)))
 
     @router.get("/v1/lowtide/stats")
     async def stats() -> JSONResponse:

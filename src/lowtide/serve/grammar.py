@@ -52,7 +52,7 @@ class Grammars:
         if not self._config.is_diffusion and self._tokenizer is not None:
             with suppress(LowtideError):  # the first grammar is told of it
                 self._vocabulary()
-                self._compiler.warm_up()
+                threading.Thread(target=self._compiler.warm_up, daemon=True).start()
 
     def applied(
         self,

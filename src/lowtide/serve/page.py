@@ -34,7 +34,7 @@ def page_of(service: Service, stats: Mapping[str, float]) -> str:
         '<meta http-equiv="refresh" content="5">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<style>{_STYLE}</style><h1>{name}</h1><table>{rows}</table>"
-        f"{service.llm.plan._repr_html_()}"
+        f"{service.plan._repr_html_()}"
         "<p>/v1/chat/completions · /v1/completions · /v1/responses · /v1/messages · /api/chat · "
         "/metrics · /v1/lowtide/plan · /v1/lowtide/stats</p></html>"
     )

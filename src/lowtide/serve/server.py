@@ -63,6 +63,7 @@ async def run_server(
     """
     service = Service(llm, settings)
     server = _Server(config_of(build_app(service)), service, on_ready)
+    service.warm_up()
     await server.serve([bound])
 
 

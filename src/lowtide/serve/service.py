@@ -29,11 +29,13 @@ from lowtide.parsing import parser_of
 from lowtide.parsing.answer_pieces import AnswerPieces, CompletionTest, PlainText
 from lowtide.parsing.pieces import Logprobs, Piece, Prefilled
 from lowtide.parsing.tools import Tool
+from lowtide.plan import MemoryPlan
 from lowtide.serve.admission import Admission, QueuePlace
 from lowtide.serve.conversation import Conversation
 from lowtide.serve.errors import Draining, Refusal, TimedOut, TooLong
 from lowtide.serve.frames import frame_of
 from lowtide.serve.grammar import Grammars, check_kept
+from lowtide.serve.grammar_compiler import CHILD_BYTES
 from lowtide.serve.grammar_text import Constraint
 from lowtide.serve.settings import ServeSettings
 from lowtide.serve.sse import PING_S
@@ -121,6 +123,7 @@ class Service:
         self._end_s = math.inf  # when answers under way are no longer waited for
         self._waits: set[asyncio.Timeout] = set()
         self._grammars = Grammars(llm.config, llm.tokenizer)
+        self.plan = served_plan(llm)
 
     @asynccontextmanager
     async def running(self) -> AsyncGenerator[None, None]:
@@ -164,6 +167,10 @@ class Service:
     def is_idle(self) -> bool:
         """Whether there is no request."""
         return not (self.admission.num_running or self.admission.num_waiting)
+
+    def warm_up(self) -> None:
+        """Makes ready what the first grammar would wait for."""
+        self._grammars.warm_up()
 
     async def release_memory(self) -> None:
         """Gives memory back to a system that runs short of it, where the plan is elastic."""
@@ -393,6 +400,12 @@ def _check_is_not_begun(conversation: Conversation) -> None:
             param="messages",
             code="unsupported",
         )
+
+
+def served_plan(llm: AsyncLLM) -> MemoryPlan:
+    """The plan of a model, and of the process beside it that tries grammars."""
+    can_guide = llm.tokenizer is not None and not llm.config.is_diffusion
+    return replace(llm.plan, grammars_bytes=CHILD_BYTES if can_guide else 0)
 
 
 def name_of(model: str) -> str:
