@@ -343,8 +343,8 @@ def test_a_message_to_a_custom_tool_is_its_one_text() -> None:
     expected = as_told("apply_patch", {"input": "*** Begin\n+a"})
     assert read(GPT_OSS.tokenizer, text, prompt=GPT_OSS.prompt) == [expected]
     text = text.replace("apply_patch", "get_weather")
-    [(kind, found)] = read(GPT_OSS.tokenizer, text, prompt=GPT_OSS.prompt)
-    assert kind == "Text" and "to=functions.get_weather<|message|>*** Begin\n+a" in found
+    expected = ("call", "get_weather", "*** Begin\n+a")
+    assert read(GPT_OSS.tokenizer, text, prompt=GPT_OSS.prompt) == [expected]
 
 
 def test_a_message_that_begins_with_a_brace_is_a_tool_s_one_text() -> None:

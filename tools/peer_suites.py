@@ -1,6 +1,6 @@
 """Runs other programs' own test suites against lowtide.
 
-pip install transformers && python tools/peer_suites.py templates|vocabularies FOLDER
+pip install transformers && python tools/peer_suites.py calls|grammars|templates|vocabularies FOLDER
 
 FOLDER is the unpacked sdist of llama-cpp-python, which has llama.cpp's tests, templates and
 vocabularies (`pip download --no-binary :all: --no-deps llama-cpp-python`). Ends with 1 where a
@@ -12,10 +12,17 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+import peer_calls
+import peer_grammars
 import peer_templates
 import peer_vocabularies
 
-SUITES = {"templates": peer_templates.run, "vocabularies": peer_vocabularies.run}
+SUITES = {
+    "calls": peer_calls.run,
+    "grammars": peer_grammars.run,
+    "templates": peer_templates.run,
+    "vocabularies": peer_vocabularies.run,
+}
 
 
 def main() -> None:

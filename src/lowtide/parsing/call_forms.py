@@ -159,7 +159,7 @@ class TaggedCalls(CallForm):
     def read(self, text: str, tools: Mapping[str, Tool]) -> list[Call] | None:
         """See `CallForm`."""
         body = text.removeprefix(self.begin).removesuffix(self.end).strip()
-        call = call_of(parsed(body))
+        call = call_of(parsed(body), tools)
         return None if call is None else [call]
 
     def one(self, tool: Tool, arguments: str) -> str:
@@ -259,10 +259,10 @@ class MistralCalls(CallForm):
         rf"(?:\[TOOL_CALLS\]\s*\[?)?{_NAMED}"
         rf"|\[TOOL_CALLS\]\s*({NAME})\s*(?:\[CALL_ID\]\s*(?P<id>\w*)\s*)?(?:\[ARGS\]\s*)?(?=\{{)"
     )
-    json_begin = re.compile(r"(?:\[TOOL_CALLS\])?\s*([\[{])")
+    json_begin = re.compile(r"(?:\[TOOL_CALLS\]\s*|\s*(?!\[TOOL_CALLS\]))([\[{])")
     may_end_open = True  # JSON has its own end
     _no_call = re.compile(
-        rf"\[TOOL_CALLS\]\s*(?!\Z|[\[{{]|{NAME}\s*(?:\Z|\{{|\[(?:\Z|A\Z|AR|C\Z|CA)))"
+        rf"\[TOOL_CALLS\](?!\s*(?:\Z|[\[{{]|{NAME}\s*(?:\Z|\{{|\[(?:\Z|A\Z|AR|C\Z|CA))))"
     )
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -286,7 +286,8 @@ class MistralCalls(CallForm):
         body = text.removeprefix(self.begin).strip()
         if body[:1] in ("[", "{"):
             value = parsed(body)
-            calls = [call_of(each) for each in (value if isinstance(value, list) else [value])]
+            values = value if isinstance(value, list) else [value]
+            calls = [call_of(each, tools) for each in values]
             return None if None in calls else [call for call in calls if call is not None]
         name, separator, rest = body.partition(self.arguments)
         name = name.partition(self.call_id)[0].strip()

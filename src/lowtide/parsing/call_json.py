@@ -55,16 +55,22 @@ def json_text(value: object) -> str:
     return text
 
 
-def call_of(value: object) -> Call | None:
-    """The call that a JSON object with a name and arguments says."""
+def call_of(value: object, tools: Mapping[str, Tool]) -> Call | None:
+    """The call that a JSON object with a name and arguments says. tools: by name.
+
+    Arguments that are a text are JSON in it, or else, of a tool of one text, that text.
+    """
     if not isinstance(value, Mapping) or not is_name(value.get("name")):
         return None
     arguments = value.get("arguments", value.get("parameters", {}))
-    if isinstance(arguments, str):
-        arguments = parsed(arguments)
-    if not isinstance(arguments, Mapping):
-        return None
-    return Call(value["name"], json_text(arguments))
+    name, is_text = value["name"], isinstance(arguments, str)
+    if is_text and not isinstance(inside := parsed(arguments), Mapping):
+        only = None if name not in tools else only_text(tools[name])
+        arguments = arguments if only is None else {only: arguments}
+    elif is_text:
+        arguments = inside
+    is_call = is_text or isinstance(arguments, Mapping)
+    return Call(name, json_text(arguments)) if is_call else None
 
 
 def arguments_text(text: str, tool: Tool | None) -> str | None:

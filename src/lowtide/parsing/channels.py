@@ -127,9 +127,10 @@ class ChannelReader:
         self._name, self._held, self._call, self._end = "", "", None, ""
         if not name or call is not None:
             return
-        arguments = arguments_text(held, self._tools.get(name)) if is_whole else None
-        if arguments is None:
+        if not is_whole:
             self._out.turn_to(is_reasoning=False)
             self._out.write(self._opening + held)
-        else:
-            self._out.call(new_call_id(), name, arguments)
+            return
+        # What is no JSON is told as it is: the client says so, and the model hears of it.
+        arguments = arguments_text(held, self._tools.get(name))
+        self._out.call(new_call_id(), name, held if arguments is None else arguments)

@@ -111,10 +111,11 @@ class JsonCalls:
     def _close(self, end: str = "", is_cut: bool = False) -> None:
         """The calls have ended, by their mark or with the answer."""
         held, self._call, self.is_over = self._held, None, True
+        is_over = self._is_value_over
         self._forget_held()
         if not held.strip():
             return  # all of them were told
-        is_closed = bool(end) or self._form.is_closed(held, is_cut)
+        is_closed = bool(end) or is_over or self._form.is_closed(held, is_cut)
         calls = self._form.read(held + end, self._tools) if is_closed else None
         if not calls:
             self._out.write(held + end)

@@ -27,6 +27,15 @@ _KEYWORDS = {
 """Where a schema names no type: keywords that have a meaning for one type alone."""
 
 
+_OTHER_NAMES = {
+    **dict.fromkeys(("str", "text", "char", "varchar", "enum"), "string"),
+    **dict.fromkeys(("int", "int32", "int64", "long"), "integer"),
+    **dict.fromkeys(("float", "double", "num"), "number"),
+    "bool": "boolean", "dict": "object", "map": "object", "list": "array", "tuple": "array",
+}
+"""Of types, as tools declare them that know no JSON schema."""
+
+
 class ValueType(NamedTuple):
     """What a value may be. kinds: its JSON types, `integer` beside `number` where it may be one;
     choices: the only values, where a schema lists them."""
@@ -86,16 +95,19 @@ class SchemaTypes:
 
     def parameters(self) -> dict[str, object]:
         """The schemas of an object's members by name, wherever the schema lists them."""
-        found: dict[str, list[object]] = {}
+        certain = {id(node) for node in self._parts(("allOf",))}
+        found: dict[str, tuple[list[object], list[object]]] = {}
         for node in self._parts(("allOf", "anyOf", "oneOf")):
             members = node.get("properties")
             if isinstance(members, Mapping):
                 for name, schema in members.items():
-                    found.setdefault(name, []).append(schema)
-        return {
-            name: schemas[0] if len(schemas) == 1 else {"allOf": schemas}
-            for name, schemas in found.items()
-        }
+                    ours, others = found.setdefault(name, ([], []))
+                    (ours if id(node) in certain else others).append(schema)
+        joined = {}
+        for name, (ours, others) in found.items():
+            schemas = [*ours, {"anyOf": others}] if len(others) > 1 else [*ours, *others]
+            joined[name] = schemas[0] if len(schemas) == 1 else {"allOf": schemas}
+        return joined
 
     def required(self) -> set[str]:
         """The names of members that an object must have."""
@@ -200,7 +212,8 @@ def _own(schema: Mapping[str, Any]) -> ValueType:
     """What the keywords of one part say without its other parts."""
     named = schema.get("type")
     listed = named if isinstance(named, list) else [named]
-    kinds = {each for each in listed if isinstance(each, str) and each in ALL_KINDS}
+    names = {_OTHER_NAMES.get(each, each) for each in listed if isinstance(each, str)}
+    kinds = names & ALL_KINDS
     if "number" in kinds:
         kinds.add("integer")
     choices: tuple[Any, ...] | None = None
