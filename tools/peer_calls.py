@@ -45,8 +45,14 @@ TEMPLATES = {
 }
 """Those of families here, and of others that write calls as they do."""
 
-KNOWN: dict[str, str] = {}
-"""Differences that stay, by the beginning of the answer: the reason."""
+KNOWN = {
+    ("Qwen3.5-4B", "<think>\n\n</think>"): "a second mark is no word of the thoughts, as in vLLM",
+    ("mistralai-Mistral-Nemo", '"id": "123456789"'): "the call is told before its id: a new one, "
+    "as in vLLM",
+    ("openai-gpt-oss", "to=container.exec"): "to the model's own tools: thoughts, as in vLLM",
+    ("openai-gpt-oss", "to=python "): "to the model's own tools: thoughts, as in vLLM",
+}
+"""Differences that stay, by the beginning of a template's name and a part of the answer: why."""
 
 _EOS = 300
 _MARKS = re.compile(
@@ -94,7 +100,7 @@ def run(llama: Path) -> int:
             counts[f"left out: {reason}"] += 1
             continue
         found = _answers(llama, case)
-        known = next((why for begin, why in KNOWN.items() if case.text.startswith(begin)), "")
+        known = any(case.template.startswith(name) and part in case.text for name, part in KNOWN)
         is_same = all(_is_same(case, one) for one in found)
         counts["same" if is_same else "known" if known else "different"] += 1
         if not is_same and not known:
