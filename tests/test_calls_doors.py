@@ -46,12 +46,12 @@ def chunks_of(text: str) -> list[dict[str, Any]]:
 
 
 def messages(url: str, stream: bool) -> Any:
-    client = anthropic.Anthropic(base_url=url, api_key="none", max_retries=0)
     asked: dict[str, Any] = {"model": "m", "max_tokens": 9, "messages": USER}
-    if not stream:
-        return client.messages.create(**asked)
-    with client.messages.stream(**asked) as events:
-        return events.get_final_message()
+    with anthropic.Anthropic(base_url=url, api_key="none", max_retries=0) as client:
+        if not stream:
+            return client.messages.create(**asked)
+        with client.messages.stream(**asked) as events:
+            return events.get_final_message()
 
 
 @pytest.mark.parametrize("reason", ["tool_calls", "length"])
@@ -207,8 +207,10 @@ def test_a_custom_tool_s_call_comes_and_goes_as_its_text() -> None:
         done("tool_calls"),
     ]
     service = ScriptedService(script)
-    with listening(service) as url:
-        client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+    with (
+        listening(service) as url,
+        openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
+    ):
         body: dict[str, Any] = {"model": "org/tiny", "messages": USER, "tools": [CUSTOM, FUNCTION]}
         whole = client.chat.completions.create(**body).choices[0].message.model_dump()
         streamed: list[dict[str, Any]] = [{}, {}]

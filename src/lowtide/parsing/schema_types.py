@@ -31,7 +31,11 @@ _OTHER_NAMES = {
     **dict.fromkeys(("str", "text", "char", "varchar", "enum"), "string"),
     **dict.fromkeys(("int", "int32", "int64", "long"), "integer"),
     **dict.fromkeys(("float", "double", "num"), "number"),
-    "bool": "boolean", "dict": "object", "map": "object", "list": "array", "tuple": "array",
+    "bool": "boolean",
+    "dict": "object",
+    "map": "object",
+    "list": "array",
+    "tuple": "array",
 }
 """Of types, as tools declare them that know no JSON schema."""
 
