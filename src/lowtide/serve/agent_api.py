@@ -16,7 +16,7 @@ from pydantic import ConfigDict, model_validator
 from lowtide.params import SamplingParams
 from lowtide.serve.errors import Refusal
 from lowtide.serve.grammar_text import check_depth
-from lowtide.serve.openai_fields import SamplingFields
+from lowtide.serve.openai_fields import SamplingFields, check_num_fields
 from lowtide.serve.service import Service
 
 _MAX_SHOWN = 40  # names in a header
@@ -62,6 +62,8 @@ class AgentBody(SamplingFields):
     @model_validator(mode="before")
     @classmethod
     def _not_too_deep(cls, body: Any) -> Any:
+        if isinstance(body, dict):
+            check_num_fields(body)
         check_depth(body, "The request")
         return body
 

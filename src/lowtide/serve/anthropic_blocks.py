@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from lowtide.parsing.call_json import write_json
 from lowtide.parsing.tools import Tool
 from lowtide.serve.conversation import Conversation, ToolCall, Turn, checked_choice, merged
 from lowtide.serve.errors import Refusal
-from lowtide.serve.json_fields import PlacedObject, left_out, objects_at, unsupported, words_of
+from lowtide.serve.json_fields import (
+    MAX_PARTS,
+    PlacedObject,
+    left_out,
+    objects_at,
+    unsupported,
+    words_of,
+)
+from lowtide.serve.openai_messages import MAX_MESSAGES, MAX_TOOLS
 
 _BILLING = "x-anthropic-billing-header:"
 
@@ -35,7 +43,7 @@ class MessageReader:
     def conversation(self, system: object, messages: object, tools: object) -> Conversation:
         """Raises Refusal for what cannot be read, by its place."""
         turns = [*_system_turns(system)]
-        for message in objects_at(messages, "messages"):
+        for message in objects_at(messages, "messages", MAX_MESSAGES):
             turns += self._turns(message)
         if not turns:
             raise Refusal("The conversation must have a user message.", param="messages")
@@ -47,7 +55,7 @@ class MessageReader:
         if isinstance(content, str):
             yield Turn(role, content)
             return
-        blocks = message.objects("content")
+        blocks = message.objects("content", MAX_PARTS)
         if not blocks and role == "user":
             place = message.at("content")
             raise Refusal(f"{place} has no block: a user message says something.", param=place)
@@ -68,7 +76,7 @@ class MessageReader:
         if kind == "thinking" and role == "assistant":
             return Turn(role, "", block.text("thinking"))
         if kind == "tool_use" and role == "assistant":
-            arguments = json.dumps(block.object("input").fields, ensure_ascii=False)
+            arguments = write_json(block.object("input").fields, ensure_ascii=False)
             call = ToolCall(block.name("id"), block.name("name"), arguments)
             return Turn(role, "", tool_calls=(call,))
         if kind == "document" and role == "user":
@@ -76,7 +84,7 @@ class MessageReader:
         if kind == "redacted_thinking" or kind in _HOSTED_BLOCKS:
             self.ignored.append(block.at(kind))
             return None
-        raise unsupported(block.where, f"blocks of type {kind!r:.80}")
+        raise unsupported(block.where, f"blocks of type {kind[:80]!r:.80}")
 
     def _document(self, block: PlacedObject) -> str:
         """Its words, or that it was left out: a client that opened a file by itself sends it at
@@ -90,7 +98,7 @@ class MessageReader:
     def _tools(self, declared: object) -> list[Tool]:
         """Those that a client runs itself; one that comes again replaces the earlier."""
         tools: dict[str, Tool] = {}
-        for tool in objects_at(declared, "tools"):
+        for tool in objects_at(declared, "tools", MAX_TOOLS):
             kind = tool.get("type", "custom")
             if kind != "custom":
                 self.ignored.append(f"tools.{kind}")

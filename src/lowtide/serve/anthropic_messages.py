@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 from fastapi import APIRouter, Response
@@ -41,13 +42,13 @@ def router_of(service: Service) -> APIRouter:
         return Response()
 
     @router.post("/v1/messages")
-    async def create_message(body: MessagesBody) -> Response:
+    def create_message(body: MessagesBody) -> Response:
         ask, headers = _read(service, body)
         return answered(service, body.stream, ask, MessageEvents(service.model_name), headers)
 
     @router.post("/v1/messages/count_tokens")
     async def count_tokens(body: MessagesBody) -> Response:
-        ask, headers = _read(service, body)
+        ask, headers = await asyncio.to_thread(_read, service, body)
         return json_response({"input_tokens": await service.count(ask)}, headers)
 
     return router

@@ -7,7 +7,7 @@ ids are made of these values alone, so that kept keys are found again at the nex
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from lowtide.parsing.loose_json import loose_json
@@ -83,7 +83,7 @@ def checked_choice(
         return choice
     reason = f"; these are run by a provider and not here: {', '.join(left_out):.200}"
     raise Refusal(
-        f"There is no tool for tool_choice {choice!r:.80}{reason if left_out else ''}.",
+        f"There is no tool for tool_choice {choice[:80]!r:.80}{reason if left_out else ''}.",
         param="tool_choice",
         code="unsupported",
     )
@@ -109,27 +109,33 @@ def joined(texts: Sequence[str]) -> str:
 def merged(turns: Iterable[Turn]) -> tuple[Turn, ...]:
     """The same words in as few turns as there can be; a tool's outputs stay apart. APIs divide what
     a model wrote as one turn into items or messages, and templates want roles in turn."""
-    found: list[Turn] = []
+    runs: list[list[Turn]] = []
     for turn in turns:
-        if found and found[-1].role == turn.role != "tool":
-            before = found.pop()
-            turn = Turn(
-                turn.role,
-                joined([before.text, turn.text]),
-                joined([before.reasoning, turn.reasoning]),
-                before.tool_calls + turn.tool_calls,
-            )
-        found.append(turn)
-    return tuple(found)
+        if runs and runs[-1][0].role == turn.role != "tool":
+            runs[-1].append(turn)
+        else:
+            runs.append([turn])
+    return tuple(run[0] if len(run) == 1 else _one_turn(run) for run in runs)
+
+
+def _one_turn(turns: Sequence[Turn]) -> Turn:
+    return Turn(
+        turns[0].role,
+        joined([turn.text for turn in turns]),
+        joined([turn.reasoning for turn in turns]),
+        tuple(call for turn in turns for call in turn.tool_calls),
+    )
 
 
 def calls_in(pieces: Iterable[Piece]) -> list[ToolCall]:
     """The calls of an answer, in order."""
-    calls: list[ToolCall] = []
+    begun: list[CallBegun] = []
+    arguments: list[list[str]] = []
     for piece in pieces:
         if isinstance(piece, CallBegun):
-            calls.append(ToolCall(piece.id, piece.name, ""))
+            begun.append(piece)
+            arguments.append([])
         elif isinstance(piece, CallArguments):
-            before = calls[piece.index]
-            calls[piece.index] = replace(before, arguments=before.arguments + piece.text)
-    return calls
+            arguments[piece.index].append(piece.text)
+    pairs = zip(begun, arguments, strict=True)
+    return [ToolCall(call.id, call.name, "".join(texts)) for call, texts in pairs]

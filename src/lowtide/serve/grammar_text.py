@@ -18,7 +18,7 @@ from lowtide.errors import UsageError
 from lowtide.model_folder.tokenizer import Tokenizer
 from lowtide.parsing import has_thoughts, is_thinking
 from lowtide.parsing.call_forms import CallForm, call_form_of, literal
-from lowtide.parsing.call_json import only_text
+from lowtide.parsing.call_json import only_text, write_json
 from lowtide.parsing.channels import (
     CALL,
     CHANNEL,
@@ -70,7 +70,7 @@ class Constraint:
         if not isinstance(schema, Mapping):
             raise UsageError(f"A JSON schema is an object, not {type(schema).__name__}.")
         check_depth(schema, "The JSON schema")
-        return cls("json_schema", json.dumps(schema))
+        return cls("json_schema", write_json(schema))
 
     @classmethod
     def json_object(cls) -> Constraint:
@@ -134,7 +134,7 @@ class LarkText:
         integers that would not be kept to exactly."""
         check_integers(schema)
         options = {"whitespace_pattern": BLANKS, "lenient": is_lenient}
-        return self.rule(f"%json {json.dumps({**schema, 'x-guidance': options})}")
+        return self.rule(f"%json {write_json({**schema, 'x-guidance': options})}")
 
     def grammar(self, lark: str) -> str:
         """Another whole grammar."""

@@ -14,6 +14,9 @@ from lowtide.serve.errors import Refusal
 
 MAX_NAME_CHARS = 256
 
+MAX_PARTS = 1024
+"""Of one message, or of one tool's output."""
+
 
 @dataclass(frozen=True, slots=True)
 class PlacedObject:
@@ -50,18 +53,18 @@ class PlacedObject:
 
     def one_of(self, name: str, known: Collection[str]) -> str:
         """A text among those that are known."""
-        found, place = self.get(name), self.at(name)
-        if found not in tuple(known):
-            raise Refusal(f"{place} {found!r:.80} is not known.", param=place)
-        return str(found)
+        found, place = self.text(name), self.at(name)
+        if found not in known:
+            raise Refusal(f"{place} {found[:80]!r:.80} is not known.", param=place)
+        return found
 
     def object(self, name: str, default: Mapping[str, Any] | None = None) -> PlacedObject:
         """An object in this one."""
         return object_at(self.get(name, default), self.at(name))
 
-    def objects(self, name: str, default: list[Any] | None = None) -> list[PlacedObject]:
-        """A list of objects."""
-        return objects_at(self.get(name, default), self.at(name))
+    def objects(self, name: str, most: int, default: list[Any] | None = None) -> list[PlacedObject]:
+        """A list of at most so many objects."""
+        return objects_at(self.get(name, default), self.at(name), most)
 
 
 def object_at(value: object, where: str) -> PlacedObject:
@@ -71,10 +74,12 @@ def object_at(value: object, where: str) -> PlacedObject:
     return PlacedObject(value, where)
 
 
-def objects_at(value: object, where: str) -> list[PlacedObject]:
-    """Raises Refusal for anything but a list of objects."""
+def objects_at(value: object, where: str, most: int) -> list[PlacedObject]:
+    """Raises Refusal for anything but a list of at most so many objects."""
     if not isinstance(value, list):
         raise _refused(where, "a list", value)
+    if len(value) > most:
+        raise Refusal(f"{where} has {len(value)} values; at most {most} are accepted.", param=where)
     return [object_at(one, f"{where}[{i}]") for i, one in enumerate(value)]
 
 
@@ -94,12 +99,12 @@ def words_of(
     if isinstance(value, str):
         return value
     texts = []
-    for part in objects_at(value, where):
+    for part in objects_at(value, where, MAX_PARTS):
         kind = part.text("type")
         if kind in fields:
             texts.append(part.text(fields[kind]))
         elif ignored is None:
-            raise unsupported(part.where, f"{parts} of type {kind!r:.80}")
+            raise unsupported(part.where, f"{parts} of type {kind[:80]!r:.80}")
         else:
             ignored.append(part.at(kind))
             texts.append(left_out(kind))

@@ -74,14 +74,14 @@ def _check_model(service: Service, name: str) -> None:
 
 def _add_answers(router: APIRouter, service: Service) -> None:
     @router.post("/api/chat")
-    async def chat(body: OllamaChatBody) -> Response:
+    def chat(body: OllamaChatBody) -> Response:
         _check_model(service, body.model)
         conversation = body.conversation()
         ask = body.ask(conversation) if conversation.turns else None
         return _answered(service, body, ask, is_chat=True)
 
     @router.post("/api/generate")
-    async def generate(body: OllamaGenerateBody) -> Response:
+    def generate(body: OllamaGenerateBody) -> Response:
         _check_model(service, body.model)
         body.check()
         ask = body.asked(service.llm.has_chat_template) if body.prompt else None

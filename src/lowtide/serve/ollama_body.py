@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from lowtide.params import SamplingParams
+from lowtide.parsing.call_json import write_json
 from lowtide.parsing.tools import Tool
 from lowtide.serve.agent_api import check_sampling, effort_options
 from lowtide.serve.conversation import Conversation, ToolCall, Turn
 from lowtide.serve.errors import Refusal
 from lowtide.serve.grammar_text import Constraint, check_depth
 from lowtide.serve.json_fields import PlacedObject, objects_at
-from lowtide.serve.openai_fields import MAX_INTEGER, DrawFields
-from lowtide.serve.openai_messages import MAX_MESSAGES, MAX_TOOLS
+from lowtide.serve.openai_fields import MAX_INTEGER, DrawFields, check_num_fields
+from lowtide.serve.openai_messages import MAX_CALLS, MAX_MESSAGES, MAX_TOOLS
 from lowtide.serve.service import Ask
 
 
@@ -28,9 +28,10 @@ class OllamaFields(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _without_nulls(cls, body: Any) -> Any:
-        check_depth(body, "The request")
         if not isinstance(body, dict):
             return body
+        check_num_fields(body)
+        check_depth(body, "The request")
         return {name: value for name, value in body.items() if value is not None}
 
 
@@ -96,7 +97,7 @@ class OllamaChatBody(OllamaBody):
 
     def conversation(self) -> Conversation:
         """Raises Refusal for what cannot be read, by its place."""
-        tools = tuple(map(_tool, objects_at(self.tools, "tools")))
+        tools = tuple(map(_tool, objects_at(self.tools, "tools", MAX_TOOLS)))
         return Conversation(_MessageReader().turns(self.messages), tools)
 
 
@@ -141,7 +142,7 @@ class _MessageReader:
     unanswered: list[ToolCall] = field(default_factory=list)
 
     def turns(self, messages: object) -> tuple[Turn, ...]:
-        return tuple(map(self._turn, objects_at(messages, "messages")))
+        return tuple(map(self._turn, objects_at(messages, "messages", MAX_MESSAGES)))
 
     def _turn(self, message: PlacedObject) -> Turn:
         role = message.one_of("role", ("system", "user", "assistant", "tool"))
@@ -153,12 +154,14 @@ class _MessageReader:
             return Turn(role, text, tool_call_id=self._answered(message))
         if role != "assistant":
             return Turn(role, text)
-        self.unanswered = [self._call(call) for call in message.objects("tool_calls", [])]
+        self.unanswered = [
+            self._call(call) for call in message.objects("tool_calls", MAX_CALLS, [])
+        ]
         return Turn(role, text, message.text("thinking", ""), tuple(self.unanswered))
 
     def _call(self, call: PlacedObject) -> ToolCall:
         function = call.object("function")
-        arguments = json.dumps(function.object("arguments", {}).fields, ensure_ascii=False)
+        arguments = write_json(function.object("arguments", {}).fields, ensure_ascii=False)
         self.num_calls += 1
         # Nine letters and digits: Mistral's templates take nothing else.
         call_id = call.name("id", f"call{self.num_calls:05}")

@@ -179,7 +179,7 @@ def router_of(service: Service) -> APIRouter:
     router = APIRouter(route_class=JsonRoute)
 
     @router.post(ChatReply.path)
-    async def chat_completions(body: ChatBody) -> Response:
+    def chat_completions(body: ChatBody) -> Response:
         """An answer to a conversation."""
         service.check_model(body.model)
         service.check_num_answers(body.n, "n")

@@ -114,7 +114,7 @@ def router_of(service: Service) -> APIRouter:
     router = APIRouter(route_class=JsonRoute)
 
     @router.post(CompletionReply.path)
-    async def completions(body: CompletionBody) -> Response:
+    def completions(body: CompletionBody) -> Response:
         """Answers to prompts as they are."""
         service.check_model(body.model)
         asks = body.asks()

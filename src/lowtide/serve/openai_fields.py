@@ -7,7 +7,7 @@ none are taken and not used.
 from __future__ import annotations
 
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -138,7 +138,8 @@ class SamplingFields(DrawFields):
     def _without_what_asks_for_nothing(cls, body: Any) -> Any:
         if not isinstance(body, dict):
             return body
-        _check_num_fields(body)
+        for fields in _objects(body):
+            check_num_fields(fields)
         return {
             name: value
             for name, value in body.items()
@@ -155,15 +156,19 @@ class SamplingFields(DrawFields):
         )
 
 
-def _check_num_fields(body: dict[str, Any]) -> None:
-    """Raises Refusal for an object of too many fields, two deep in the request at most."""
-    objects = [body]
-    for _ in range(2):
-        inner = [value for each in objects for value in each.values() if isinstance(value, dict)]
-        objects = [body, *inner]
-    most = max(map(len, objects))
-    if most > MAX_FIELDS:
-        raise Refusal(f"An object has {most} fields; at most {MAX_FIELDS} are accepted.")
+def check_num_fields(fields: dict[str, Any]) -> None:
+    """Raises Refusal for an object of too many fields."""
+    if len(fields) > MAX_FIELDS:
+        raise Refusal(f"An object has {len(fields)} fields; at most {MAX_FIELDS} are accepted.")
+
+
+def _objects(body: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """A request and the objects in it, two deep."""
+    yield body
+    for value in body.values():
+        if isinstance(value, dict):
+            yield value
+            yield from (each for each in value.values() if isinstance(each, dict))
 
 
 def new_id(prefix: str) -> str:

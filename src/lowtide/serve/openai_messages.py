@@ -11,9 +11,9 @@ from lowtide.parsing.tools import Tool
 from lowtide.serve.conversation import Conversation, ToolCall, Turn, checked_choice, joined
 from lowtide.serve.custom_tools import custom_arguments, custom_tool
 from lowtide.serve.errors import Refusal
-from lowtide.serve.json_fields import MAX_NAME_CHARS, unsupported, words_of
+from lowtide.serve.json_fields import MAX_NAME_CHARS, MAX_PARTS, unsupported, words_of
 
-MAX_MESSAGES, MAX_TOOLS, MAX_CALLS, MAX_PARTS = 8192, 512, 256, 1024
+MAX_MESSAGES, MAX_TOOLS, MAX_CALLS = 8192, 512, 256
 
 _THOUGHT_PARTS = {"thinking": "thinking", "reasoning": "text", "redacted_thinking": ""}
 """Parts of an assistant's message that are its thoughts, and where their text is."""

@@ -55,7 +55,7 @@ def router_of(service: Service) -> APIRouter:
     router = APIRouter(route_class=JsonRoute)
 
     @router.post("/v1/responses")
-    async def create_response(body: ResponsesBody) -> Response:
+    def create_response(body: ResponsesBody) -> Response:
         return answered(service, body.stream, *_read(service, body))
 
     return router
@@ -106,7 +106,7 @@ def _tool_choice(choice: str | dict[str, Any], tools: ToolSet) -> str:
     if isinstance(choice, dict):
         given = PlacedObject(choice, "tool_choice")
         if given.get("type") == "allowed_tools":
-            names = set(map(_chosen, given.objects("tools")))
+            names = set(map(_chosen, given.objects("tools", MAX_TOOLS)))
             tools.tools = {name: tool for name, tool in tools.tools.items() if name in names}
             choice = given.text("mode") if "mode" in choice else "auto"
         else:

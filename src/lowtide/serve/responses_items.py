@@ -15,6 +15,7 @@ from lowtide.serve.conversation import ToolCall, Turn
 from lowtide.serve.custom_tools import custom_arguments, custom_tool
 from lowtide.serve.errors import Refusal
 from lowtide.serve.json_fields import PlacedObject, objects_at, words_of
+from lowtide.serve.openai_messages import MAX_MESSAGES, MAX_TOOLS
 
 _SEALED = "lowtide:"
 
@@ -58,7 +59,7 @@ class ToolSet:
 
     def add(self, declared: object, where: str, namespace: str | None = None) -> None:
         """Takes a list of tools in the API's form; one that comes again replaces the earlier."""
-        for tool in objects_at(declared, where):
+        for tool in objects_at(declared, where, MAX_TOOLS):
             kind = tool.text("type")
             if kind == "namespace" and namespace is None:
                 self.add(tool.get("tools"), tool.at("tools"), tool.name("name"))
@@ -79,6 +80,8 @@ class ToolSet:
             parameters = tool.object("parameters", {}).fields
             shown = Tool(name, description, parameters, tool.get("strict") is True)
         self.tools[name], self.forms[name] = shown, form
+        if len(self.tools) > MAX_TOOLS:
+            raise Refusal(f"At most {MAX_TOOLS} tools are accepted in all.", param="tools")
 
 
 def flat_name(name: str, namespace: str | None) -> str:
@@ -121,7 +124,7 @@ class ItemReader:
         """Raises Refusal for items that cannot be read, by their place."""
         if isinstance(items, str):
             return [Turn("user", items)]
-        read = map(self._turn, objects_at(items, "input"))
+        read = map(self._turn, objects_at(items, "input", MAX_MESSAGES))
         return [turn for turn in read if turn is not None]
 
     def _turn(self, item: PlacedObject) -> Turn | None:
@@ -144,8 +147,8 @@ class ItemReader:
             self.ignored.append(item.at(kind))
             return None
         raise Refusal(
-            f"{item.where}: items of type {kind!r:.80} are not supported: nothing is stored here, "
-            "and texts, tool calls and their outputs are what is read.",
+            f"{item.where}: items of type {kind[:80]!r:.80} are not supported: nothing is stored "
+            "here, and texts, tool calls and their outputs are what is read.",
             param=item.where,
             code="unsupported",
         )
