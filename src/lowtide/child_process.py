@@ -20,6 +20,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from lowtide.files.long_json import write_json
+
 START_S = 120.0
 """What a child may take to answer the greeting."""
 
@@ -61,7 +63,7 @@ class ChildProcess:
 
         Raises ChildError where it gave none: after `wall_s` seconds, or because it ended.
         """
-        line = json.dumps(request).encode() + b"\n"
+        line = write_json(request).encode() + b"\n"
         with self._turns[lane]:
             child, lanes = self._running()
             try:

@@ -6,7 +6,6 @@ What messages may hold is in `chat_messages.py`.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import secrets
@@ -17,6 +16,7 @@ from typing import Any
 
 from lowtide.errors import CheckpointError, UnsupportedError, UsageError
 from lowtide.files.json_file import printable, shown
+from lowtide.files.long_json import write_json
 from lowtide.files.regular_file import read_own
 from lowtide.model_folder.chat_messages import (
     checked_messages,
@@ -209,7 +209,7 @@ class _Conversation:
 def _rendered(template: str, variables: Mapping[str, object]) -> str:
     """Renders in the bounded process (why: see `template_worker`)."""
     try:
-        size = len(json.dumps(variables))
+        size = len(write_json(variables))
     except (TypeError, ValueError) as error:
         raise UsageError(f"Template options must be plain JSON values: {error}.") from None
     except RecursionError:

@@ -13,7 +13,9 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
+from threading import BoundedSemaphore
 from typing import Any
 
 import tokenizers
@@ -29,6 +31,7 @@ from lowtide.model_folder.byte_level_files import (
 )
 from lowtide.model_folder.chat_messages import Message
 from lowtide.model_folder.chat_template import MAX_TEXT_CHARS, ChatTemplates, read_templates
+from lowtide.model_folder.text_pieces import PIECE_CHARS, TextPieces
 from lowtide.model_folder.text_stream import TextStream, is_local, steps_of, with_valid_bytes
 
 TOKENIZER_NAME = "tokenizer.json"
@@ -46,6 +49,17 @@ MAX_CONFIG_BYTES = 16 << 20
 MAX_TOKEN_ID = 2**31 - 1
 MAX_ADDED_TOKENS = 4096  # to every text, such as the one that begins it
 MAX_GROWTH = 1024  # characters that one may be replaced with
+MAX_TURNS = 4  # pieces of texts that are encoded at once
+
+
+class TooManyTokens(UsageError):
+    """A text of more tokens than were wanted. num_tokens: that it has at least."""
+
+    def __init__(self, num_tokens: int, most: int) -> None:
+        super().__init__(
+            f"The text has at least {num_tokens} tokens, more than {most}; shorten it."
+        )
+        self.num_tokens = num_tokens
 
 
 class Tokenizer:
@@ -91,6 +105,8 @@ class Tokenizer:
         self.eos_token_ids = () if eos is None else (eos,)
         self.bos_token_id = self._special_id("bos_token")
         self._begins_texts = backend.encode("").ids[:1] == [self.bos_token_id]
+        # Of texts that are encoded at once, so that what they take beside themselves is bounded.
+        self._turns = (BoundedSemaphore(MAX_TURNS), BoundedSemaphore(1))
 
     @property
     def has_chat_template(self) -> bool:
@@ -100,31 +116,44 @@ class Tokenizer:
         """Whether the chat template speaks of a variable."""
         return self._templates is not None and self._templates.names(variable)
 
-    def encode(self, text: str, *, add_special: bool = True) -> list[int]:
+    def encode(self, text: str, *, add_special: bool = True, most: int | None = None) -> list[int]:
         """Token ids of a text; `add_special` lets the tokenizer add what it adds to a prompt, but
         for a token that the text begins with by itself.
 
-        Raises UsageError for text that is too long or not valid Unicode, CheckpointError where
-        the tokenizer fails.
+        A long text is cut where that changes no id (`text_pieces.py`), so that little memory is
+        taken beside it. Raises UsageError for text that is too long or not valid Unicode,
+        TooManyTokens as soon as there are more than `most`, CheckpointError where the tokenizer
+        fails.
         """
-        found = self._encoding(text, add_special)
-        return list(found.ids[self._num_doubled(found, add_special) :])
+        ids: list[int] = []
+        for _, part in self._parts(text, add_special, most):
+            ids += part
+            _check_most(len(ids), most)
+        return ids[self._num_doubled(ids, add_special) :]
 
     def places(self, text: str, *, add_special: bool = True) -> list[int]:
         """Where in a text the tokens of `encode` begin, in characters; those of one character
         with it, and one that was added with the next. Raises as `encode`."""
-        found, end, places = self._encoding(text, add_special), 0, []
-        for start, next_end in found.offsets[self._num_doubled(found, add_special) :]:
+        ids: list[int] = []
+        offsets: list[tuple[int, int]] = []
+        for of_part, part in self._parts(text, add_special):
+            ids += part
+            offsets += of_part
+        end, places = 0, []
+        for start, next_end in offsets[self._num_doubled(ids, add_special) :]:
             # A tokenizer may count a word without the space before it.
             places.append(min(start, end) if next_end else end)
             end = max(end, next_end)
         return places
 
-    def _num_doubled(self, found: tokenizers.Encoding, add_special: bool) -> int:
+    def _num_doubled(self, ids: Sequence[int], add_special: bool) -> int:
         """How many of the first tokens were added to a text that begins with them."""
-        return int(add_special and self._begins_texts and found.ids[1:2] == [self.bos_token_id])
+        return int(add_special and self._begins_texts and ids[1:2] == [self.bos_token_id])
 
-    def _encoding(self, text: str, add_special: bool) -> tokenizers.Encoding:
+    def _parts(
+        self, text: str, add_special: bool, most: int | None = None
+    ) -> Iterator[tuple[list[tuple[int, int]], list[int]]]:
+        """The tokens of a text, part by part: from which character to which, and their ids."""
         if len(text) > MAX_TEXT_CHARS:
             raise UsageError(
                 f"The text has {len(text)} characters, more than {MAX_TEXT_CHARS}; shorten it."
@@ -133,11 +162,37 @@ class Tokenizer:
             text.encode("utf-8")
         except UnicodeEncodeError as error:
             raise UsageError(f"The text is not valid Unicode at character {error.start}.") from None
+        if len(text) <= PIECE_CHARS:
+            found = self._encoding(text, add_special)
+            yield found.offsets, found.ids
+            return
+        _check_most(self._pieces.least_tokens(text), most)
+        before, behind = self._added_ids if add_special else ([], [])
+        yield [(0, 0)] * len(before), before
+        for place, piece in self._pieces(text):
+            found = self._encoding(piece, False)
+            yield [(start + place, end + place) for start, end in found.offsets], found.ids
+        yield [(0, 0)] * len(behind), behind
+
+    def _encoding(self, text: str, add_special: bool) -> tokenizers.Encoding:
         failure = f"This model's tokenizer failed on a text of {len(text)} characters"
-        with blamed(failure, "Give token ids instead of text"):
+        is_long = len(text) > 2 * PIECE_CHARS  # one that cannot be cut
+        with blamed(failure, "Give token ids instead of text"), self._turns[is_long]:
             # A batch of one: `encode` keeps Python's lock, so that no other thread runs meanwhile.
             [found] = self._backend.encode_batch([text], add_special_tokens=add_special)
         return found
+
+    @cached_property
+    def _pieces(self) -> TextPieces:
+        return TextPieces(self._backend)
+
+    @cached_property
+    def _added_ids(self) -> tuple[list[int], list[int]]:
+        """What stands before and behind the ids of every text."""
+        [alone] = self._encoding("a", False).ids[:1] or [-1]
+        whole = self._encoding("a", True).ids
+        place = whole.index(alone) if alone in whole else len(whole)
+        return whole[:place], whole[place + 1 :]
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
         """Text of token ids; ids without a token (a padded vocabulary's) are nothing.
@@ -218,10 +273,14 @@ class Tokenizer:
             )
 
     def encode_chat(
-        self, messages: Sequence[Message], options: Mapping[str, object] | None = None
+        self,
+        messages: Sequence[Message],
+        options: Mapping[str, object] | None = None,
+        most: int | None = None,
     ) -> list[int]:
-        """Token ids of a conversation; special tokens are those the template writes."""
-        return self.encode(self.render_chat(messages, options), add_special=False)
+        """Token ids of a conversation; special tokens are those the template writes. most: see
+        `encode`."""
+        return self.encode(self.render_chat(messages, options), add_special=False, most=most)
 
     def render_chat(
         self, messages: Sequence[Message], options: Mapping[str, object] | None = None
@@ -273,6 +332,11 @@ def blamed(failure: str, way_out: str) -> Iterator[None]:
     except BaseException as error:
         reason = printable(str(error)[:300]) or type(error).__name__
         raise CheckpointError(f"{failure}: {reason}. {way_out}.") from error
+
+
+def _check_most(num_tokens: int, most: int | None) -> None:
+    if most is not None and num_tokens > most:
+        raise TooManyTokens(num_tokens, most)
 
 
 def begin_texts(backend: tokenizers.Tokenizer, bos: str) -> None:

@@ -8,14 +8,12 @@ import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from lowtide.files import long_json
 from lowtide.parsing.schema_types import TEXT, SchemaTypes
 from lowtide.parsing.tools import Tool
 
 NAME = r"[\w.:/-]{1,256}"
 """A regular expression of what a function may be called."""
-
-FEW_VALUES = 8192
-"""So many values are parsed or written at once, in some milliseconds without Python's lock."""
 
 
 class Call(NamedTuple):
@@ -35,44 +33,11 @@ def is_name(value: object) -> bool:
     return isinstance(value, str) and re.fullmatch(NAME, value) is not None
 
 
-def parse_json(text: str | bytes, *, is_long: bool = False) -> Any:
-    """As `json.loads`, but raises NotFinite for a number that is not finite.
-
-    is_long: lets other threads run meanwhile, and takes five times as long.
-    """
-    if not is_long:
-        return json.loads(text, parse_float=_finite, parse_constant=_finite)
+def parse_json(text: str | bytes) -> Any:
+    """As `json.loads`, but raises NotFinite for a number that is not finite."""
     if isinstance(text, bytes):
         text = text.decode(json.detect_encoding(text), "surrogatepass")
-    if text.startswith("\ufeff"):
-        raise json.JSONDecodeError("Unexpected UTF-8 BOM", text, 0)
-    decoder = json.JSONDecoder(parse_float=_finite, parse_constant=_finite)
-    # The library's scanner in C holds Python's lock from the first value to the last.
-    decoder.scan_once = json.scanner.py_make_scanner(decoder)  # type: ignore[attr-defined]
-    return decoder.decode(text)
-
-
-def write_json(value: object, *, ensure_ascii: bool = True) -> str:
-    """As `json.dumps`, but lets other threads run while it writes many values."""
-    encoder = json.JSONEncoder(ensure_ascii=ensure_ascii)
-    if has_few_values(value):
-        return encoder.encode(value)
-    return "".join(encoder.iterencode(value))  # in Python
-
-
-def has_few_values(value: object) -> bool:
-    """Whether JSON has no more than `FEW_VALUES` values."""
-    num_left, level = FEW_VALUES, [value]
-    while level:
-        num_left -= len(level)
-        below: list[object] = []
-        for each in level:
-            if isinstance(each, dict | list | tuple):
-                if len(each) > num_left:
-                    return False
-                below.extend(each.values() if isinstance(each, dict) else each)
-        level = below
-    return num_left >= 0
+    return long_json.parse_json(text, _finite)
 
 
 def parsed(text: str) -> object:
@@ -85,11 +50,11 @@ def parsed(text: str) -> object:
 
 def json_text(value: object) -> str:
     """A JSON value as text; half a surrogate pair stays escaped."""
-    text = json.dumps(value, ensure_ascii=False)
+    text = long_json.write_json(value, ensure_ascii=False)
     try:
         text.encode()
     except UnicodeEncodeError:
-        return json.dumps(value)
+        return long_json.write_json(value)
     return text
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from lowtide.parsing.call_json import write_json
+from lowtide.files.long_json import write_json
 from lowtide.parsing.tools import Tool
 from lowtide.serve.conversation import Conversation, ToolCall, Turn, checked_choice, merged
 from lowtide.serve.errors import Refusal

@@ -15,10 +15,11 @@ from typing import Any, NamedTuple
 from llguidance import regex_to_lark
 
 from lowtide.errors import UsageError
+from lowtide.files.long_json import write_json
 from lowtide.model_folder.tokenizer import Tokenizer
 from lowtide.parsing import has_thoughts, is_thinking
 from lowtide.parsing.call_forms import CallForm, call_form_of, literal
-from lowtide.parsing.call_json import only_text, write_json
+from lowtide.parsing.call_json import only_text
 from lowtide.parsing.channels import (
     CALL,
     CHANNEL,

@@ -17,7 +17,7 @@ from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from lowtide.parsing.call_json import FEW_VALUES, NotFinite, parse_json
+from lowtide.parsing.call_json import NotFinite, parse_json
 
 MAX_VALUES = 250_000
 
@@ -81,10 +81,9 @@ def parse_body(body: bytes) -> Any:
         encoding = json.detect_encoding(body)
         if not encoding.startswith("utf-8"):
             body = body.decode(encoding).encode()
-        num_values = count_values(body, MAX_VALUES)
-        if num_values > MAX_VALUES:
+        if count_values(body, MAX_VALUES) > MAX_VALUES:
             raise HTTPException(413, f"The body has more than {MAX_VALUES} JSON values.")
-        return parse_json(body, is_long=num_values > FEW_VALUES)
+        return parse_json(body)
     except NotFinite as error:
         raise HTTPException(
             400, f"The body is not valid JSON: {error}; leave it out or send null."

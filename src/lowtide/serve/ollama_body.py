@@ -7,8 +7,8 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from lowtide.files.long_json import write_json
 from lowtide.params import SamplingParams
-from lowtide.parsing.call_json import write_json
 from lowtide.parsing.tools import Tool
 from lowtide.serve.agent_api import check_sampling, effort_options
 from lowtide.serve.conversation import Conversation, ToolCall, Turn
