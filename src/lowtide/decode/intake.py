@@ -271,30 +271,36 @@ class Intake:
         is_raw: bool = False,
         template_options: Mapping[str, object] | None = None,
         adds_special: bool = True,
+        most: int | None = None,
     ) -> list[int]:
         """A prompt's ids. A text is what a user says, where the model has a chat template; with
         `is_raw` it is taken as it is, behind what the tokenizer adds. Raises UsageError for none,
-        and for text without a tokenizer.
+        for text without a tokenizer and, as soon as it is certain, for text of more than `most`
+        tokens.
         """
         if isinstance(prompt, str):
             tokenizer = self._needed_tokenizer()
             if prompt and not is_raw and tokenizer.has_chat_template:
-                return self.chat([{"role": "user", "content": prompt}], template_options or {})
-            token_ids = tokenizer.encode(prompt, add_special=adds_special)
+                return self.chat(
+                    [{"role": "user", "content": prompt}], template_options or {}, most
+                )
+            token_ids = tokenizer.encode(prompt, add_special=adds_special, most=most)
         elif is_chat(prompt):
-            return self.chat(cast(Messages, prompt), template_options or {})
+            return self.chat(cast(Messages, prompt), template_options or {}, most)
         else:
             token_ids = one_text_of_ids(cast(TokenIds, prompt))
         self.check_ids(token_ids)
         return token_ids
 
-    def chat(self, messages: Messages, template_options: Mapping[str, object]) -> list[int]:
+    def chat(
+        self, messages: Messages, template_options: Mapping[str, object], most: int | None = None
+    ) -> list[int]:
         """A conversation's ids, by the model's chat template. Raises UsageError, also without one.
 
         template_options: further variables of the template, such as `enable_thinking`.
         """
         tokenizer = self._needed_tokenizer()
-        token_ids = tokenizer.encode_chat(messages, template_options)
+        token_ids = tokenizer.encode_chat(messages, template_options, most)
         self.check_ids(token_ids)
         return token_ids
 

@@ -58,12 +58,16 @@ class Refusal(Exception):
 
 
 class TooLong(Refusal):
-    """A prompt that leaves no room for the answer that is asked for."""
+    """A prompt that leaves no room for the answer that is asked for. is_counted: whether it has
+    no more tokens than that; what is too long is not read to its end."""
 
-    def __init__(self, num_prompt: int, num_new: int, context: int) -> None:
+    def __init__(
+        self, num_prompt: int, num_new: int, context: int, is_counted: bool = True
+    ) -> None:
+        least = "" if is_counted else "at least "
         super().__init__(
             f"This model's maximum context length is {context} tokens. However, you requested "
-            f"{num_prompt + num_new} tokens ({num_prompt} in the messages, {num_new} in the "
+            f"{least}{num_prompt + num_new} tokens ({num_prompt} in the messages, {num_new} in the "
             "completion). Please reduce the length of the messages or completion.",
             param="messages",
             code="context_length_exceeded",

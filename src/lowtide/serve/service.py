@@ -18,12 +18,13 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 from lowtide.async_llm import AsyncLLM
 from lowtide.decode.request import Committed, Draft, Event, Finished, Prefill, Request
 from lowtide.errors import InternalError, UsageError
 from lowtide.files.json_file import as_text
+from lowtide.model_folder.tokenizer import TooManyTokens
 from lowtide.params import MAX_SEED, SamplingParams
 from lowtide.parsing import parser_of
 from lowtide.parsing.answer_pieces import AnswerPieces, CompletionTest, PlainText
@@ -211,21 +212,27 @@ class Service:
             )
 
     async def prompt_ids(self, ask: Ask) -> list[int]:
-        """The token ids of what is asked. Raises UsageError."""
-        if ask.conversation is None:
+        """The token ids of what is asked, which has a place in the queue. Raises UsageError, and
+        TooLong as soon as there are more than any prompt may have."""
+        most = self.llm.max_new_tokens(0, ask.params)  # the whole room
+        try:
+            if ask.conversation is not None:
+                # In a thread: calls' arguments are parsed.
+                messages, options = await asyncio.to_thread(_rendered_with, ask)
+                return await self.llm.token_ids(messages, template_options=options, most=most)
             if ask.prompt is None:
                 raise UsageError("There is neither a conversation nor a prompt.")
             return await self.llm.token_ids(
-                ask.prompt, raw=True, add_special_tokens=ask.adds_special
+                ask.prompt, raw=True, add_special_tokens=ask.adds_special, most=most
             )
-        options = dict(ask.template_options)
-        if ask.tools:
-            options["tools"] = [tool.declaration() for tool in ask.tools]
-        return await self.llm.token_ids(ask.conversation.messages(), template_options=options)
+        except TooManyTokens as error:
+            wanted = ask.params.max_tokens or 1
+            raise TooLong(error.num_tokens, wanted, self.context, is_counted=False) from None
 
     async def count(self, ask: Ask) -> int:
-        """The number of a prompt's tokens. Raises UsageError."""
-        return len(await self.prompt_ids(ask))
+        """The number of a prompt's tokens. Raises UsageError, TooLong, Draining or QueueFull."""
+        with self.admission.enter():
+            return len(await self.prompt_ids(ask))
 
     async def in_time(self, start_s: float, work: Awaitable[T]) -> T:
         """What is awaited for a request that came at `start_s` on the monotonic clock. Raises
@@ -359,6 +366,14 @@ class Service:
     def _tell(self, served: Served) -> None:
         for listener in self.on_served:
             listener(served)
+
+
+def _rendered_with(ask: Ask) -> tuple[list[dict[str, Any]], dict[str, object]]:
+    """What a chat template makes a prompt of: messages, and its further variables."""
+    options = dict(ask.template_options)
+    if ask.tools:
+        options["tools"] = [tool.declaration() for tool in ask.tools]
+    return [] if ask.conversation is None else ask.conversation.messages(), options
 
 
 class _Watch:
