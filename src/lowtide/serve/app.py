@@ -25,6 +25,7 @@ from lowtide.serve.errors import NoEmbeddings, add_handlers
 from lowtide.serve.guard import Guard
 from lowtide.serve.metrics import Metrics
 from lowtide.serve.page import HEADERS, page_of
+from lowtide.serve.request_log import RequestLog, note_served
 from lowtide.serve.service import Service
 from lowtide.version import __version__
 
@@ -52,6 +53,8 @@ def build_app(service: Service) -> FastAPI:
         )
     app.add_middleware(JsonBodies)
     app.add_middleware(Guard, settings=service.settings)
+    app.add_middleware(RequestLog)
+    service.on_served.append(note_served)
     return app
 
 

@@ -6,12 +6,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from typing import Any
 
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from lowtide.serve.request_log import LIMIT, LimitedLog
+
 MAX_CONNECTIONS = 1024
-"""More are closed as they are made."""
+"""For one more the longest silent one goes that waits for nothing but its client."""
+
+FIRST_BYTE_S = 10.0
+"""The first byte has come by then."""
 
 RECEIVE_S = 75.0
 """A request, headers and body, is whole by then. A late body is refused before, by the guard."""
@@ -20,6 +26,13 @@ UNREAD_S = 60.0
 MIN_READ_BYTES = 16 << 10
 """An answer that waits goes on while all of it, or so much, enters the kernel's buffer in every
 `UNREAD_S`. The kernel takes more only once a part of its buffer has been read."""
+
+PART_BYTES = 16 << 10
+"""What is read of a request before the event loop has another turn: it may be in thousands of
+chunks."""
+
+PROBE_S = 0.1, 5.0
+"""When it is looked whether a client that sends no more is still there: first, and from then on."""
 
 _log = logging.getLogger(__name__)
 
@@ -33,27 +46,52 @@ class Connection(H11Protocol):
 
     _receiving: asyncio.TimerHandle | None = None  # while there is no whole request
     _sending: asyncio.TimerHandle | None = None  # while the kernel's buffer is full
+    _probing: asyncio.TimerHandle | None = None  # while its client sends no more
+    _feeding: asyncio.Handle | None = None  # while there is `_unread`
+    _heard_s = 0.0  # of its last bytes, on the loop's clock
+    _heard_any = False
+    _is_half = False  # its client sends no more
+
+    def __init__(self, *arguments: Any, **keywords: Any) -> None:
+        super().__init__(*arguments, **keywords)
+        self._unread = bytearray()
+        self.logger = LimitedLog(self.logger)  # type: ignore[assignment]
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """As a base class of uvicorn's has it, for transports that write."""
         super().connection_made(transport)
-        if len(self.connections) > MAX_CONNECTIONS:
+        self._heard_s = self.loop.time()
+        if len(self.connections) > MAX_CONNECTIONS and not self._make_room():
             transport.abort()
             return
         transport.set_write_buffer_limits(high=0)
-        self._limit_request()
+        self._limit_request(min(FIRST_BYTE_S, RECEIVE_S))
 
     def data_received(self, data: bytes) -> None:
         """Further bytes give a request no further time."""
-        super().data_received(data)
-        state = self.conn.their_state
-        # What was refused before it was whole has ended now: the next has a time of its own.
-        is_between = state is h11.IDLE and not self.conn.trailing_data[0]
-        if self._receiving is not None and (is_between or state not in (h11.IDLE, h11.SEND_BODY)):
-            self._receiving.cancel()
-            self._receiving = None
-        if state in (h11.IDLE, h11.SEND_BODY):
-            self._limit_request()
+        if not self._heard_any:
+            self._heard_any = True
+            self._limit_request(RECEIVE_S)
+        self._heard_s = self.loop.time()
+        if self._unread or len(data) > PART_BYTES:
+            self._unread += data
+            self._feed_soon()
+        else:
+            self._feed(data)
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """The client sends no more; whether it has gone, only writing tells. So the answer to a
+        whole request goes on, and until it begins it is preceded by interim ones."""
+        self._is_half = self._is_answering and self.scope["http_version"] != "1.0"
+        if self._is_half and self._probing is None:
+            self._probe(PROBE_S[0])
+        return self._is_half
+
+    def on_response_complete(self) -> None:
+        """What sends no more asks no more."""
+        super().on_response_complete()
+        if self._is_half:
+            self.transport.close()
 
     def pause_writing(self) -> None:
         """The kernel's buffer is full."""
@@ -69,13 +107,71 @@ class Connection(H11Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Nothing is waited for any more."""
         super().connection_lost(exc)
-        for timer in (self._receiving, self._sending):
+        self._unread.clear()
+        for timer in (self._receiving, self._sending, self._probing, self._feeding):
             if timer is not None:
                 timer.cancel()
 
-    def _limit_request(self) -> None:
-        if self._receiving is None:
-            self._receiving = self.loop.call_later(RECEIVE_S, self.transport.abort)
+    @property
+    def _is_answering(self) -> bool:
+        """Whether it has brought a whole request whose answer is not complete."""
+        cycle = self.cycle
+        return cycle is not None and not (cycle.response_complete or cycle.more_body)
+
+    def _make_room(self) -> bool:
+        """Ends the longest silent of the others. False: each waits for an answer."""
+        silent = [
+            each
+            for each in self.connections
+            if isinstance(each, Connection) and each is not self and not each._is_answering
+        ]
+        if not silent:
+            return False
+        longest = min(silent, key=lambda each: each._heard_s)
+        longest.transport.abort()
+        self.connections.discard(longest)  # now, and not when the loop comes to it
+        return True
+
+    def _feed_soon(self) -> None:
+        if self._feeding is None:
+            self._feeding = self.loop.call_soon(self._feed_part)
+
+    def _feed_part(self) -> None:
+        self._feeding = None
+        if self.transport.is_closing():
+            self._unread.clear()
+            return
+        part = bytes(self._unread[:PART_BYTES])
+        del self._unread[:PART_BYTES]
+        if self._unread:
+            self._feed_soon()
+        self._feed(part)
+
+    def _feed(self, data: bytes) -> None:
+        super().data_received(data)
+        state = self.conn.their_state
+        # What was refused before it was whole has ended now: the next has a time of its own.
+        is_between = state is h11.IDLE and not self.conn.trailing_data[0]
+        if self._receiving is not None and (is_between or state not in (h11.IDLE, h11.SEND_BODY)):
+            self._receiving.cancel()
+            self._receiving = None
+        if state in (h11.IDLE, h11.SEND_BODY) and self._receiving is None:
+            self._limit_request(RECEIVE_S)
+
+    def _probe(self, wait_s: float) -> None:
+        """Writes what a client that is there skips, and one that has gone answers with a reset."""
+        self._probing = None
+        if self.transport.is_closing() or not self._is_answering:
+            return
+        if not self.cycle.response_started:
+            event = h11.InformationalResponse(status_code=102, headers=[], reason=b"Processing")
+            self.transport.write(self.conn.send(event) or b"")
+        self._probing = self.loop.call_later(wait_s, self._probe, PROBE_S[1])
+
+    def _limit_request(self, limit_s: float) -> None:
+        if self._receiving is not None:
+            self._receiving.cancel()
+        self._receiving = self.loop.call_later(limit_s, self.transport.abort)
 
     def _limit_answer(self) -> None:
         num_waiting = self.transport.get_write_buffer_size()
@@ -86,9 +182,10 @@ class Connection(H11Protocol):
         if num_read >= MIN_READ_BYTES:
             self._limit_answer()
             return
-        _log.warning(
-            "A client is too slow: %d bytes were sent to it in %g s; its request ends.",
-            num_read,
-            UNREAD_S,
-        )
+        if LIMIT.allows("Clients that are too slow"):
+            _log.warning(
+                "A client is too slow: %d bytes were sent to it in %g s; its request ends.",
+                num_read,
+                UNREAD_S,
+            )
         self.transport.abort()

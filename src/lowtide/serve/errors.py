@@ -18,6 +18,8 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from lowtide.errors import LowtideError, PageError, PlanError, UnsupportedError, UsageError
+from lowtide.serve import no_such_path
+from lowtide.serve.request_log import LIMIT, note_refusal
 
 _log = logging.getLogger(__name__)
 
@@ -27,6 +29,7 @@ _ANTHROPIC_TYPES = {
     403: "permission_error",
     404: "not_found_error",
     413: "request_too_large",
+    431: "request_too_large",
     429: "rate_limit_error",
     503: "overloaded_error",
     504: "timeout_error",
@@ -79,6 +82,17 @@ class TooLong(Refusal):
         return f"prompt is too long: {self.num_prompt} tokens > {self.context} maximum"
 
 
+class UnclearLength(Refusal):
+    """A body whose end is said in two ways: a proxy before the server may have read another one."""
+
+    def __init__(self) -> None:
+        super().__init__("Content-Length and Transfer-Encoding exclude each other; leave one out.")
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {"connection": "close"}  # what comes next may be the rest of it
+
+
 class NoEmbeddings(Refusal):
     """What clients of several models ask each of them for."""
 
@@ -129,7 +143,8 @@ def refusal_of(error: BaseException) -> Refusal:
         return Refusal(str(error), code="unsupported")
     if isinstance(error, UsageError | PlanError) and not isinstance(error, PageError):
         return Refusal(str(error))
-    _log.error("A request failed: %s: %s", type(error).__name__, error, exc_info=error)
+    if LIMIT.allows(f"Failed requests ({type(error).__name__})"):
+        _log.error("A request failed: %s: %s", type(error).__name__, error, exc_info=error)
     if isinstance(error, LowtideError):
         return Refusal(str(error), 500, "server_error", code=type(error).__name__)
     return Refusal("The server failed on this request.", 500, "server_error")
@@ -152,6 +167,7 @@ def body_of(refusal: Refusal, path: str) -> dict[str, Any]:
 def response_of(error: BaseException, path: str) -> Response:
     """The answer to a request that failed before anything was sent."""
     refusal = refusal_of(error)
+    note_refusal(refusal)
     # ASCII: a name that a request sent and is told of may be no valid Unicode.
     body = json.dumps(body_of(refusal, path))
     return Response(body, refusal.status, refusal.headers, media_type="application/json")
@@ -166,7 +182,13 @@ def add_handlers(app: FastAPI) -> None:
 
 
 def _handle(request: Request, error: Exception) -> Response:
-    return response_of(error, request.url.path)
+    path, address = request.url.path, str(request.base_url).rstrip("/")
+    if isinstance(error, HTTPException) and error.status_code == 404:
+        error = Refusal(no_such_path.told(path, address), 404, code="not_found")
+    elif isinstance(error, HTTPException) and error.status_code == 405:
+        allowed = (error.headers or {}).get("allow", "another method")
+        error = Refusal(f"{request.method} is not answered here; send {allowed}.", 405)
+    return response_of(error, path)
 
 
 def _handle_invalid(request: Request, error: Exception) -> Response:

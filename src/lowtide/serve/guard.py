@@ -17,12 +17,17 @@ from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from lowtide.serve.errors import Refusal, response_of
+from lowtide.serve.errors import Refusal, UnclearLength, response_of
 from lowtide.serve.settings import ServeSettings, is_loopback
 
 MAX_BODY_BYTES = 8 << 20
 BODY_TIMEOUT_S = 60.0
 """A whole body has come by then."""
+
+MAX_HEADER_BYTES = 64 << 10
+
+WATCHED_PATHS = ("/health", "/ready")
+"""What load balancers ask."""
 
 OPEN_PATHS = ("/health",)
 """What needs no key, so that what watches over the process needs none."""
@@ -42,16 +47,21 @@ class Guard:
             return
         body = _Body(receive)
         try:
-            self._check(scope["path"], scope["method"], Headers(scope=scope))
+            self._check(scope, Headers(scope=scope))
             await self._app(scope, body, send)
         except (Refusal, HTTPException) as error:
             await response_of(error, scope["path"])(scope, receive, send)
 
-    def _check(self, path: str, method: str, headers: Headers) -> None:
+    def _check(self, scope: Scope, headers: Headers) -> None:
         """Raises Refusal for a request that is not let in."""
-        self._check_host(headers)
+        _check_head(scope, headers)
+        path = scope["path"]
+        # HAProxy asks so; a browser, whose pages are to be kept out, always names the host.
+        is_old = scope.get("http_version") == "1.0" and "host" not in headers
+        if not (is_old and path in WATCHED_PATHS):
+            self._check_host(headers)
         self._check_origin(headers)
-        if self._key is not None and path not in OPEN_PATHS and method != "OPTIONS":
+        if self._key is not None and path not in OPEN_PATHS and scope["method"] != "OPTIONS":
             self._check_key(self._key, headers)
         length = headers.get("content-length", "0")
         if not length.isdecimal() or int(length) > MAX_BODY_BYTES:
@@ -104,6 +114,17 @@ class Guard:
                 "authentication_error",
                 code="invalid_api_key",
             )
+
+
+def _check_head(scope: Scope, headers: Headers) -> None:
+    """Raises Refusal for headers that are too large, or disagree about the body's end."""
+    sizes = (len(name) + len(value) + 4 for name, value in headers.raw)
+    path = scope.get("raw_path") or b""
+    num_bytes = sum(sizes) + len(path) + len(scope.get("query_string", b""))
+    if num_bytes > MAX_HEADER_BYTES:
+        raise Refusal(f"The headers are above {MAX_HEADER_BYTES} bytes.", 431)
+    if "content-length" in headers and "transfer-encoding" in headers:
+        raise UnclearLength
 
 
 class _Body:

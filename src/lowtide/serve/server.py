@@ -13,10 +13,10 @@ from lowtide.async_llm import AsyncLLM
 from lowtide.errors import UsageError
 from lowtide.serve.app import build_app
 from lowtide.serve.connection import Connection
+from lowtide.serve.guard import MAX_HEADER_BYTES
 from lowtide.serve.service import LAST_WORDS_S, SHUTDOWN_S, Service
 from lowtide.serve.settings import ServeSettings
 
-MAX_HEADER_BYTES = 64 << 10
 KEEP_ALIVE_S = 30
 
 SEND_BUFFER_BYTES = 64 << 10

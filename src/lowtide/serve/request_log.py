@@ -1,0 +1,174 @@
+"""What the server's log says of requests: a line for each at `-v`, and refusals always.
+
+Of what a client sent there is a path and the place of a field: no text, and no key.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import time
+from collections.abc import MutableMapping
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+if TYPE_CHECKING:
+    from lowtide.serve.errors import Refusal
+    from lowtide.serve.service import Served
+
+_log = logging.getLogger(__name__)
+
+MAX_LINES = 10
+"""Of a kind in `WINDOW_S`; what more there are is counted."""
+
+WINDOW_S = 60.0
+MAX_KINDS = 256
+
+_HIDDEN = re.compile(r"[^A-Za-z0-9_.:/\[\]-]")
+
+
+@dataclass(slots=True)
+class _Window:
+    end_s: float
+    num_lines: int = 0
+
+
+class LineLimit:
+    """Counts lines of each kind, so that no client fills the log."""
+
+    def __init__(self) -> None:
+        self._windows: dict[str, _Window] = {}
+
+    def allows(self, kind: str) -> bool:
+        """Whether one more may be written; if not, it is counted and told of later."""
+        now_s = time.monotonic()
+        window = self._windows.get(kind)
+        if window is None or now_s >= window.end_s:
+            if window is None and len(self._windows) >= MAX_KINDS:
+                kind = "others"
+            self._tell(kind)
+            window = self._windows.setdefault(kind, _Window(now_s + WINDOW_S))
+        window.num_lines += 1
+        if window.num_lines == MAX_LINES + 1:
+            self._tell_later(kind, window.end_s - now_s)
+        return window.num_lines <= MAX_LINES
+
+    def _tell_later(self, kind: str, wait_s: float) -> None:
+        try:
+            running = asyncio.get_running_loop()
+        except RuntimeError:  # with the next line then
+            return
+        running.call_later(wait_s, self._tell, kind)
+
+    def _tell(self, kind: str) -> None:
+        """Ends a kind's window."""
+        window = self._windows.pop(kind, None)
+        if window is not None and window.num_lines > MAX_LINES:
+            num_more = window.num_lines - MAX_LINES
+            _log.warning("%s: %d more in a minute.", kind, num_more)
+
+
+LIMIT = LineLimit()
+"""The process's, as its log is."""
+
+
+class LimitedLog(logging.LoggerAdapter[logging.Logger]):
+    """uvicorn's log of connections, within the bound."""
+
+    @property
+    def level(self) -> int:
+        return self.logger.level
+
+    def log(self, level: int, msg: object, *args: object, **kwargs: Any) -> None:
+        if LIMIT.allows(str(msg).strip()):
+            super().log(level, msg, *args, **kwargs)
+
+    def process(self, msg: Any, kwargs: MutableMapping[str, Any]) -> Any:
+        return msg, kwargs
+
+
+@dataclass(slots=True)
+class _Noted:
+    """What became known of a request on its way."""
+
+    served: list[Served] = field(default_factory=list)
+    refusal: Refusal | None = None
+
+
+_NOTED: ContextVar[_Noted | None] = ContextVar("noted", default=None)
+
+
+def note_served(served: Served) -> None:
+    """An answer of the request under way has ended."""
+    noted = _NOTED.get()
+    if noted is not None:
+        noted.served.append(served)
+
+
+def note_refusal(refusal: Refusal) -> None:
+    """The request under way is refused."""
+    noted = _NOTED.get()
+    if noted is not None:
+        noted.refusal = refusal
+
+
+class RequestLog:
+    """Around the app and its guard: writes the lines."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        noted, status = _Noted(), 0
+        token = _NOTED.set(noted)
+
+        async def watched(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            await self._app(scope, receive, watched)
+        finally:
+            _NOTED.reset(token)
+            _write(f"{scope['method']} {shown(scope['path'])}", status, noted)
+
+
+def _write(asked: str, status: int, noted: _Noted) -> None:
+    if status >= 400 or noted.refusal is not None:
+        refusal = noted.refusal
+        code = "" if refusal is None else refusal.code or refusal.kind
+        place = "" if refusal is None or refusal.param is None else f" at {shown(refusal.param)}"
+        kind = f"Refused requests ({status} {code})" if code else f"Refused requests ({status})"
+        if LIMIT.allows(kind):
+            _log.warning("%s %d%s%s", asked, status, f": {code}" if code else "", place)
+    elif not noted.served:
+        _log.info("%s %s", asked, status or "left")
+    else:
+        _log.info("%s %s: %s", asked, status or "left", tokens_of(noted.served))
+
+
+def tokens_of(served: list[Served]) -> str:
+    """Tokens of a request's answers: of its prompt, of that kept from before, new, and how fast."""
+    num_prompt, num_kept = sum(s.num_prompt for s in served), sum(s.num_kept for s in served)
+    num_new = sum(s.num_new for s in served)
+    parts = [f"{num_prompt} prompt", f"{num_kept} kept", f"{num_new} new"]
+    spans = [(s.total_s - s.first_s, s.num_new - 1) for s in served if s.first_s is not None]
+    total_s, num_timed = max((s for s, _ in spans), default=0.0), sum(n for _, n in spans)
+    if num_timed > 0 and total_s > 0:
+        parts.append(f"{num_timed / total_s:.1f} tokens/s")
+    ends = {s.reason for s in served} & {"abort", "error"}
+    return ", ".join([*parts, *sorted(ends)])
+
+
+def shown(text: str) -> str:
+    """A path or the place of a field, of letters that cannot be taken for anything else."""
+    return _HIDDEN.sub("?", text[:100])
