@@ -21,9 +21,9 @@ DEEP_DEMO = $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/lowtide/benchmarks/demo-12-la
 OUT ?= docs/results
 
 # Two workers; what a test's own marker or part (tests/parts.py) leaves out is run elsewhere.
-PYTEST := $(BIN)/python -m pytest -q -n 2 --dist worksteal -m 'not slow and not gpu and not ray and not haproxy'
+PYTEST := $(BIN)/python -m pytest -q -n 2 --dist worksteal -m 'not slow and not gpu and not ray and not haproxy and not hostile'
 
-.PHONY: demo demo-accuracy deep-demo test check-pages test-kernels test-machines test-ray test-haproxy sanitize clients check wheel peers bench bench-large report report-age gpu gpu-test gpu-bench-short gpu-bench-full
+.PHONY: demo demo-accuracy deep-demo test check-pages test-kernels test-machines test-hostile test-ray test-haproxy sanitize clients check wheel peers bench bench-large report report-age gpu gpu-test gpu-bench-short gpu-bench-full
 
 demo: $(VENV)/.lowtide
 	printf 'Solve sudoku:\n45. .12\n..2 5.6\n3.5 .6.\n621 435\n.1. 65.\n.64 ..3\n' \
@@ -43,6 +43,10 @@ deep-demo: $(VENV)/.lowtide
 # The product, with few examples of each property; HYPOTHESIS_PROFILE=ci draws more, =deep many.
 test: $(VENV)/.lowtide-dev
 	$(PYTEST) --part product
+
+# Requests made to end or to starve a server: one process, as processor time and memory are measured.
+test-hostile: $(VENV)/.lowtide-dev
+	$(BIN)/python -m pytest -q -n 0 -m hostile tests/test_hostile_*.py
 
 # Pages, benchmarks and tools.
 check-pages: $(VENV)/.lowtide-dev

@@ -145,8 +145,8 @@ def test_each_request_of_a_connection_has_its_own_time(
     timers: list[asyncio.TimerHandle | None] = []
     limit_request = Connection._limit_request
 
-    def noting(self: Connection) -> None:
-        limit_request(self)
+    def noting(self: Connection, limit_s: float) -> None:
+        limit_request(self, limit_s)
         timers.append(self._receiving)
 
     monkeypatch.setattr(Connection, "_limit_request", noting)

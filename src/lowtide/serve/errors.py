@@ -167,7 +167,7 @@ def body_of(refusal: Refusal, path: str) -> dict[str, Any]:
 def response_of(error: BaseException, path: str) -> Response:
     """The answer to a request that failed before anything was sent."""
     refusal = refusal_of(error)
-    note_refusal(refusal)
+    note_refusal(refusal.code or refusal.kind, refusal.param)
     # ASCII: a name that a request sent and is told of may be no valid Unicode.
     body = json.dumps(body_of(refusal, path))
     return Response(body, refusal.status, refusal.headers, media_type="application/json")

@@ -12,13 +12,9 @@ import time
 from collections.abc import MutableMapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
-
-if TYPE_CHECKING:
-    from lowtide.serve.errors import Refusal
-    from lowtide.serve.service import Served
 
 _log = logging.getLogger(__name__)
 
@@ -29,6 +25,20 @@ WINDOW_S = 60.0
 MAX_KINDS = 256
 
 _HIDDEN = re.compile(r"[^A-Za-z0-9_.:/\[\]-]")
+
+
+@dataclass(frozen=True)
+class Served:
+    """One request that has ended, for those who count. first_s, total_s: since it came; reason:
+    of its end, or abort or error; num_kept: tokens of the prompt whose keys were kept."""
+
+    reason: str
+    num_prompt: int
+    num_new: int
+    queue_s: float
+    first_s: float | None
+    total_s: float
+    num_kept: int = 0
 
 
 @dataclass(slots=True)
@@ -96,7 +106,7 @@ class _Noted:
     """What became known of a request on its way."""
 
     served: list[Served] = field(default_factory=list)
-    refusal: Refusal | None = None
+    refused: tuple[str, str | None] | None = None  # a code, and the place of a field
 
 
 _NOTED: ContextVar[_Noted | None] = ContextVar("noted", default=None)
@@ -109,11 +119,11 @@ def note_served(served: Served) -> None:
         noted.served.append(served)
 
 
-def note_refusal(refusal: Refusal) -> None:
-    """The request under way is refused."""
+def note_refusal(code: str, param: str | None) -> None:
+    """The request under way is refused, for the field `param`."""
     noted = _NOTED.get()
     if noted is not None:
-        noted.refusal = refusal
+        noted.refused = code, param
 
 
 class RequestLog:
@@ -143,10 +153,9 @@ class RequestLog:
 
 
 def _write(asked: str, status: int, noted: _Noted) -> None:
-    if status >= 400 or noted.refusal is not None:
-        refusal = noted.refusal
-        code = "" if refusal is None else refusal.code or refusal.kind
-        place = "" if refusal is None or refusal.param is None else f" at {shown(refusal.param)}"
+    if status >= 400 or noted.refused is not None:
+        code, param = noted.refused or ("", None)
+        place = "" if param is None else f" at {shown(param)}"
         kind = f"Refused requests ({status} {code})" if code else f"Refused requests ({status})"
         if LIMIT.allows(kind):
             _log.warning("%s %d%s%s", asked, status, f": {code}" if code else "", place)

@@ -39,6 +39,7 @@ from lowtide.serve.frames import frame_of
 from lowtide.serve.grammar import Grammars, check_kept
 from lowtide.serve.grammar_compiler import CHILD_BYTES
 from lowtide.serve.grammar_text import Constraint
+from lowtide.serve.request_log import Served
 from lowtide.serve.settings import ServeSettings
 from lowtide.serve.sse import PING_S
 
@@ -95,20 +96,6 @@ class Ask:
         if self.conversation is None or self.tool_choice == "none":
             return ()
         return self.conversation.tools
-
-
-@dataclass(frozen=True)
-class Served:
-    """One request that has ended, for those who count. first_s, total_s: since it came; reason:
-    of its end, or abort or error; num_kept: tokens of the prompt whose keys were kept."""
-
-    reason: str
-    num_prompt: int
-    num_new: int
-    queue_s: float
-    first_s: float | None
-    total_s: float
-    num_kept: int = 0
 
 
 class Service:
