@@ -53,7 +53,8 @@ check-pages: $(VENV)/.lowtide-dev
 	$(PYTEST) --part pages
 
 # Every kernel in every variant: compiled ones (all sources for aarch64 and older compilers, too),
-# Triton's in its interpreter, a GPU that is late. The interpreter's products are numpy's: OpenBLAS' code for Haswell rounds a row by its place in a tile.
+# Triton's in its interpreter, a GPU that is late. The interpreter's products are numpy's: OpenBLAS'
+# code for Haswell rounds a row by its place in a tile.
 test-kernels: $(VENV)/.lowtide-dev
 	OPENBLAS_CORETYPE=Sandybridge $(PYTEST) --part kernels
 	$(BIN)/python tools/kernel_tests.py record

@@ -1,4 +1,4 @@
-"""Every kernel's source compiles for other processors and by older compilers than there are here."""
+"""Kernels compile for other processors and by older compilers than this machine has."""
 
 from __future__ import annotations
 
