@@ -101,9 +101,11 @@ class Scored:
         return await work
 
 
-def pieces_of(tokenizer: Tokenizer, ids: Sequence[int], width: int) -> Iterator[Piece]:
+def pieces_of(
+    tokenizer: Tokenizer, prompt: Sequence[int], ids: Sequence[int], width: int
+) -> Iterator[Piece]:
     """As a service has them."""
-    reader = AnswerPieces(PlainText(tokenizer))
+    reader = AnswerPieces(PlainText(tokenizer, prompt))
     for start in range(0, len(ids), width):
         some = ids[start : start + width]
         yield Logprobs(tuple(map(row, some)))
@@ -122,7 +124,9 @@ def choices(tokenizer: Tokenizer, answer: list[int], width: int, **body: Any) ->
         ]
         for reply in replies:
             await reply.prepare()
-        pieces = list(pieces_of(tokenizer, answer, width))
+        asked = read.asks()[0]
+        prompt_ids = await Scored(tokenizer).prompt_ids(asked)
+        pieces = list(pieces_of(tokenizer, prompt_ids, answer, width))
         whole = replies[0].whole_choice(0, pieces, cast(Done, pieces[-1]))
         chunks = [*replies[1].opening()]
         for piece in pieces:
@@ -158,7 +162,11 @@ def test_tokens_lie_where_they_are_said_to(
             assert len(names) == len(answer) + (len(ids) if "echo" in body else 0)
             assert places == sorted(places) and all(place <= len(text) for place in places)
             if "echo" in body:
-                assert text == tokenizer.decode(ids) + tokenizer.decode(answer)
+                assert (
+                    text
+                    == (tokenizer.decode(ids) if is_ids else prompt)
+                    + (tokenizer.decode([*ids, *answer])[len(tokenizer.decode(ids)) :])
+                )
                 assert names[0] == BOS and places[:2] == [0, 0][: len(names)]
             for i, (name, place) in enumerate(zip(names, places, strict=True)):
                 if not name.startswith("bytes:") and name != BOS:

@@ -176,6 +176,34 @@ def test_steps_of_a_decoder_in_order() -> None:
     assert steps_of(None) == []
 
 
+@pytest.mark.parametrize("name", ALL)
+@examples(20)
+@given(data=st.data())
+def test_a_text_goes_on_behind_another(name: str, data: st.DataObject) -> None:
+    """One that ends with a whole character."""
+    tokenizer = ALL[name]
+    before, (ids, cuts) = (
+        data.draw(st.text("ab c\u732b", max_size=60)),
+        data.draw(divisions(tokenizer)),
+    )
+    behind = tokenizer.encode(before, add_special=False)
+    stream = tokenizer.stream()
+    stream.begin_behind(behind)
+    places = [0, *sorted(cuts), len(ids)]
+    parts = [stream.push(ids[a:b]) for a, b in pairwise(places)] + [stream.finish()]
+    first, whole = tokenizer.decode(behind), tokenizer.decode([*behind, *ids])
+    assert "".join(parts) == whole[len(first) :] or name in WHOLE_AT_THE_END
+
+
+def test_a_first_word_keeps_its_space_behind_others() -> None:
+    tokenizer = OF_DECODERS["sentence pieces"]
+    word, *others = (tokenizer.token_id(name) or 0 for name in (f"{SPACE}a", "b", SPECIAL))
+    for before, expected in (([], "a"), (others[:1], " a"), (others[1:], "a")):
+        stream = tokenizer.stream()
+        stream.begin_behind(before)
+        assert stream.push([word]) == expected
+
+
 def test_ids_without_a_token_are_no_text() -> None:
     tokenizer = make_tokenizer()
     assert tokenizer.stream().push([10**6, 0, 97]) == tokenizer.decode([0, 97])

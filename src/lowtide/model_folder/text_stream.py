@@ -54,14 +54,19 @@ class TextStream:
         self._window: list[int] = []  # the latest ids
         self._num_sent = 0  # characters of the window's text that were handed out
 
+    def begin_behind(self, ids: Sequence[int]) -> None:
+        """Begins a text that goes on behind these ids, so that its first word keeps its space."""
+        self._window = self._texts(ids)[-self._KEPT_TOKENS :]
+        text = self._tokenizer.decode(self._window)
+        self._num_sent = len(text) - self._num_open(text)  # half a character is still to come
+
     def push(self, ids: Sequence[int]) -> str:
         """The new text that is certain after these ids; may be empty."""
-        self._window += ids if self._is_text is None else filter(self._is_text, ids)
+        self._window += self._texts(ids)
         if not self._is_local:
             return ""
         text = self._tokenizer.decode(self._window)
-        num_open = min(len(text) - len(text.rstrip("\ufffd")), self._MAX_HELD_CHARS)
-        new = self._take(text[: len(text) - num_open])
+        new = self._take(text[: len(text) - self._num_open(text)])
         if len(self._window) > self._WINDOW_TOKENS:
             self._shorten(text)
         return new
@@ -71,6 +76,13 @@ class TextStream:
         new = self._take(self._tokenizer.decode(self._window))
         self._window, self._num_sent = [], 0
         return new
+
+    def _texts(self, ids: Sequence[int]) -> list[int]:
+        return list(ids) if self._is_text is None else [i for i in ids if self._is_text(i)]
+
+    def _num_open(self, text: str) -> int:
+        """How many characters at the end may become others."""
+        return min(len(text) - len(text.rstrip("\ufffd")), self._MAX_HELD_CHARS)
 
     def _take(self, text: str) -> str:
         new = text[self._num_sent :]

@@ -16,12 +16,14 @@ from lowtide.parsing.pieces import CallBegun, Done, Piece, Text
 
 class PlainText:
     """As `AnswerParser` of an answer whose tokens are all text, thoughts included; without a
-    tokenizer there is none."""
+    tokenizer there is none. behind: a prompt that the answer goes on behind, as its text does."""
 
     num_reasoning = 0
 
-    def __init__(self, tokenizer: Tokenizer | None) -> None:
+    def __init__(self, tokenizer: Tokenizer | None, behind: Sequence[int] = ()) -> None:
         self._stream = None if tokenizer is None else tokenizer.stream()
+        if self._stream is not None and behind:
+            self._stream.begin_behind(behind)
 
     def feed(self, token_ids: Sequence[int]) -> list[Piece]:
         """See `AnswerParser`."""
@@ -148,7 +150,8 @@ def _as_text(text: str, is_new_part: bool = False) -> list[Piece]:
 def pieces_of(request: Request, tokenizer: Tokenizer | None) -> AnswerPieces:
     """The pieces of the answer to a request without tools: its thoughts are told apart where the
     model's tokens mark them, unless it is raw."""
-    reader: AnswerParser | PlainText = PlainText(tokenizer)
+    reader: AnswerParser | PlainText
+    reader = PlainText(tokenizer, request.prompt if request.is_raw else ())
     if tokenizer is not None and not request.is_raw and has_thoughts(tokenizer):
         reader = parser_of(tokenizer, request.prompt)
     return AnswerPieces(reader, request.params.stop_strings)

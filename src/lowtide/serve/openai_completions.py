@@ -28,6 +28,9 @@ from lowtide.serve.writers import JsonObject
 DEFAULT_TOKENS = 16
 """Length of an answer whose request names none, as OpenAI has it."""
 
+_END_CHARS = 32
+"""Of a prompt, or tokens: enough to see what its last word is."""
+
 MAX_PROMPTS = 64
 MAX_PROMPT_TOKENS = 2**22
 
@@ -92,11 +95,17 @@ class Echo:
 
 
 class Places:
-    """Owns where an answer's next token begins. start: characters before the answer."""
+    """Owns where an answer's next token begins. start: characters before the answer; behind: the
+    end of its prompt."""
 
-    def __init__(self, tokenizer: Tokenizer | None, start: int = 0) -> None:
-        self._tokenizer, self._place, self._is_first = tokenizer, start, True
+    def __init__(
+        self, tokenizer: Tokenizer | None, start: int = 0, behind: Sequence[int] = ()
+    ) -> None:
+        self._tokenizer, self._place = tokenizer, start
+        self._is_first = tokenizer is None or not any(map(tokenizer.is_text, behind))
         self._stream = None if tokenizer is None else tokenizer.stream()
+        if self._stream is not None and behind:
+            self._stream.begin_behind(behind)
 
     def placed(
         self, token_id: int, logprobs: TokenLogprobs | None, place: int | None = None
@@ -137,13 +146,16 @@ class CompletionReply(OpenAIReply[CompletionBody]):
         super().__init__(service, body, asks)
         self._start_s = time.monotonic()
         self._echoes: list[Echo] = []
-        self._places = [Places(self.tokenizer) for _ in asks]
+        self._places = [Places(self.tokenizer, behind=self._end(ask)) for ask in asks]
 
     async def prepare(self) -> None:
         if self.body.echo:
             self._echoes = [await self._echo(ask) for ask in self.asks[:: self.body.n]]
             starts = [len(echo.text) for echo in self._echoes for _ in range(self.body.n)]
-            self._places = [Places(self.tokenizer, start) for start in starts]
+            self._places = [
+                Places(self.tokenizer, start, self._end(ask))
+                for start, ask in zip(starts, self.asks, strict=True)
+            ]
 
     def opening(self) -> Iterator[JsonObject]:
         for index in range(len(self.asks) if self._echoes else 0):
@@ -183,6 +195,14 @@ class CompletionReply(OpenAIReply[CompletionBody]):
             if isinstance(piece, Logprobs):
                 tokens += self._placed(index, piece)
         return self.choice(index, text, tokens, end)
+
+    def _end(self, ask: Ask) -> Sequence[int]:
+        """The last ids of a prompt: whether its text has a word before the answer's."""
+        if self.tokenizer is None or self.body.logprobs is None or ask.prompt is None:
+            return ()
+        if isinstance(ask.prompt, str):
+            return self.tokenizer.encode(ask.prompt[-_END_CHARS:], add_special=False)
+        return ask.prompt[-_END_CHARS:]
 
     def _placed(self, index: int, piece: Logprobs) -> list[Placed]:
         return [self._places[index].placed(token.token_id, token) for token in piece.tokens]

@@ -315,7 +315,7 @@ class Service:
         """What an answer's tokens are read with."""
         tokenizer, stop = self.llm.tokenizer, ask.params.stop_strings
         if tokenizer is None or ask.conversation is None:
-            return AnswerPieces(PlainText(tokenizer), stop)
+            return AnswerPieces(PlainText(tokenizer, prompt_ids), stop)
         parser = parser_of(tokenizer, prompt_ids, ask.tools)
         return AnswerPieces(parser, stop, ask.parallel_calls)
 
