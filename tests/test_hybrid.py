@@ -421,3 +421,33 @@ def test_what_dali_asks_is_done(diffusion: Case, tmp_path: Path, home_share: flo
     passes = Trace.load(tmp_path / "trace.npz").passes
     assert [p.num_moves_asked for p in passes] == [p.num_moves_done for p in passes]
     assert sum(p.num_moves_done for p in passes) == stats["num_moves_done"]
+
+
+MANY = SamplingParams(
+    max_tokens=48,
+    ignore_eos=True,
+    diffusion=DiffusionParams(block_length=8, steps=8, threshold=1.0),
+)
+
+
+def moves_of(case: Case, home_share: float, tau: str) -> tuple[int, int, int, int]:
+    """Moves asked, done and waiting, and hits, of an answer of many passes under `tide`."""
+    options = {"tau": tau}
+    with case.open("tide", 0.4, home_share, policy_options=options) as llm:
+        [request] = llm._intake.requests([case.prompt], MANY)
+        answers(llm, [request])
+        stats, num_waiting = llm.stats(), len(tier_of(llm).link._moves)
+        check_idle(llm)
+    asked, done = int(stats["num_moves_asked"]), int(stats["num_moves_done"])
+    return asked, done, num_waiting, int(stats["num_hits"])
+
+
+@pytest.mark.parametrize("tau", ["2", "4", "8"])
+@pytest.mark.parametrize("home_share", [0.0, 0.3])
+def test_moves_of_experts_on_disk_are_done(diffusion: Case, home_share: float, tau: str) -> None:
+    """One that has to wait for its expert's bytes is not forgotten when their host slot goes to
+    another: the next read of the expert brings it."""
+    _, _, _, hits_at_home = moves_of(diffusion, 1.0, tau)
+    asked, done, num_waiting, hits = moves_of(diffusion, home_share, tau)
+    assert done >= 0.4 * asked > 0 and num_waiting < asked
+    assert hits >= 0.6 * hits_at_home

@@ -94,6 +94,7 @@ class DeviceExpertExecutor:
         self._keep: set[int] = set()
         self._moves: Moves | None = None
         self._outcome = self._link.end_prefetch(work.layer, assignment.fetch)
+        self._link.begin_layer(work.layer)
         # By expert to fetch: its copy, if one has begun.
         self._arrivals = {expert: self._link.take_arrival(work.layer, expert) for expert in fetch}
         self._host_rows = work.rows
@@ -154,7 +155,11 @@ class DeviceExpertExecutor:
         for expert in here[num_first:]:
             self._fetch(expert)
         for expert in host.reads.arriving([*on_host, *to_fetch], host.is_busy):
-            (host.submit_first if expert in on_host else self._fetch)(expert)
+            if expert in on_host:
+                self._link.offer(self._work.layer, expert, host.reads.slots[expert])
+                host.submit_first(expert)
+            else:
+                self._fetch(expert)
         self._run_wave()
         if tile.is_last:
             self._look_ahead(plan)
@@ -189,6 +194,8 @@ class DeviceExpertExecutor:
         moves = plan.ask_moves() if self._moves is None else self._moves
         at_hand = {e: self._arrivals[e] for e in fetch if work.is_finished(e, tile)}
         due = moves if tile.is_last else self._due(moves, at_hand)
+        if tile.is_last:
+            self._link.end_layer()
         self._keep |= self._link.obey(work.layer, due, at_hand)
 
     def _due(self, moves: Moves, at_hand: Collection[int]) -> Moves:

@@ -68,6 +68,7 @@ class HostTier:
         self.wants_slots = False  # whether a slot that is given back is news
         self._uses: deque[tuple[int, Event]] = deque()
         self._returned: deque[int] = deque()  # slots whose use on another thread has ended
+        self._shared: dict[int, int] = {}  # further uses of slots that are no resident's
         self._evict_after: dict[int, tuple[int, int]] = {}  # slot: its (layer, expert)
         self._waits_until_s = math.inf
 
@@ -82,6 +83,15 @@ class HostTier:
         if not self.is_permanent:
             self.ledger.lease(slot)
         return slot
+
+    def share(self, slot: int) -> None:
+        """A slot that is in use has one use more; `used_by` or `give_back` follows for each."""
+        if self.is_permanent:
+            return
+        if self.ledger.is_bound(slot):
+            self.ledger.lease(slot)
+        else:
+            self._shared[slot] = self._shared.get(slot, 0) + 1
 
     def used_by(self, slot: int, use: Event) -> None:
         """The slot's bytes must stay as they are until `use` is done."""
@@ -217,6 +227,7 @@ class HostTier:
             self._set_aside.update((slot, Future()) for slot in lost)
         self._uses.clear()
         self._returned.clear()
+        self._shared.clear()
         self.ledger.reclaim(self._set_aside)
         for layer, expert in self._evict_after.values():
             if self.ledger.has(layer, expert):  # not so where Ctrl-C came just after its eviction
@@ -308,7 +319,11 @@ class HostTier:
     def _release(self, slot: int) -> None:
         self.idle_s, ledger = 0.0, self.ledger
         if not ledger.is_bound(slot):
-            ledger.drop(slot)
+            uses_left = self._shared.pop(slot, 0)
+            if not uses_left:
+                ledger.drop(slot)
+            elif uses_left > 1:
+                self._shared[slot] = uses_left - 1
             return
         ledger.release(slot)
         if slot in self._evict_after and not ledger.is_leased(slot):

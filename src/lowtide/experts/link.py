@@ -15,7 +15,7 @@ import numpy as np
 from lowtide.core import BoolArray, FloatArray, IntArray, Moves
 from lowtide.experts.device import Device, ExpertGroup
 from lowtide.experts.host_tier import HostTier
-from lowtide.experts.slots import SlotLedger
+from lowtide.experts.slots import NO_SLOT, SlotLedger
 from lowtide.experts.stats import LinkStats
 from lowtide.policies.prefetch import PrefetchOutcome
 from lowtide.threads.event import Event
@@ -63,7 +63,9 @@ class Link:
         self._last_use: list[Event | None] = [None] * ledger.num_slots
         self._coming: dict[tuple[int, int], Arrival] = {}
         self._ahead: deque[_Wanted] = deque()
-        self._moves: deque[_Wanted] = deque()
+        self._moves: dict[tuple[int, int], _Wanted] = {}  # by layer and expert, in their order
+        self._under_way: int | None = None  # the layer whose residents may still be run
+        self._waits = np.zeros((ledger.num_layers, ledger.num_experts), bool)  # who is in `_moves`
         self._owed: dict[int, list[_Wanted]] = {}  # by layer: moves that this pass ends with
         self._in_flight: deque[Event] = deque()
         self._num_copies = 0
@@ -91,6 +93,13 @@ class Link:
         """Copies into the group's slots wait for `use` from now on."""
         for slot in group.slots.tolist():
             self._last_use[slot] = use
+
+    def begin_layer(self, layer: int) -> None:
+        """No resident of the layer goes before `obey` is told the last moves of its pass."""
+        self._under_way = layer
+
+    def end_layer(self) -> None:
+        self._under_way = None
 
     def take_arrival(self, layer: int, expert: int) -> Arrival | None:
         """An expert that is in a slot already, or coming to one; the caller settles it."""
@@ -126,7 +135,8 @@ class Link:
         self._owed.pop(layer, None)  # of a pass that was broken off
         if not len(moves.admit) and not len(moves.evict):
             return keep
-        self._moves = deque(wanted for wanted in self._moves if wanted.layer != layer)
+        for key in [key for key in self._moves if key[0] == layer]:
+            self._forget_move(key)
         waiting: list[_Wanted] = []
         admit = sorted(moves.admit.tolist(), key=lambda expert: expert not in at_hand)
         victims: list[int | None] = list(moves.evict.tolist())
@@ -143,7 +153,8 @@ class Link:
         if moves.is_owed:
             self._owed[layer] = waiting
         else:
-            self._moves.extend(waiting)
+            self._moves |= {(layer, wanted.expert): wanted for wanted in waiting}
+            self._waits[layer, [wanted.expert for wanted in waiting]] = True
         for victim in leaving:
             self._evict(layer, victim)
         return keep.difference(leaving)
@@ -192,9 +203,21 @@ class Link:
         `idle_s`: how long the caller is away with nothing to demand; at least one is begun.
         """
         self.bind_arrived()
-        while (self._ahead or self._moves) and self.busy_s <= idle_s:
+        while self.has_waiting and self.busy_s <= idle_s:
             if not self._begin_next():
                 return
+
+    def offer(self, layer: int, expert: int, host_slot: int) -> None:
+        """An expert has just been read for a use at the host: its move, if one waits, need not find
+        it in host memory again. Begins it while the link is idle, or about to be."""
+        wanted = self._moves.get((layer, expert))
+        if layer == self._under_way or wanted is None:
+            return
+        self.bind_arrived()
+        if self.busy_s > self.link_s or not self._has_room(wanted):
+            return
+        self._host.share(host_slot)
+        self._begin_move(wanted, host_slot)
 
     def take_owed(self) -> dict[int, IntArray]:
         """Who is to come before the next pass, ascending, by layer; their victims go now."""
@@ -234,7 +257,7 @@ class Link:
 
     @property
     def has_waiting(self) -> bool:
-        return bool(self._ahead or self._moves)
+        return bool(self._ahead) or self._has_movable()
 
     def pause(self) -> None:
         """Between passes, when both streams have ended everything: what was to stay is resident,
@@ -262,7 +285,9 @@ class Link:
         """Copies have ended, and none waits."""
         self._ahead.clear()
         self._moves.clear()
+        self._waits[:] = False
         self._owed.clear()
+        self._under_way = None
         self._in_flight.clear()
 
     def _copy(self, host_slot: int, is_move: bool) -> Arrival:
@@ -280,17 +305,51 @@ class Link:
         while self._ahead:
             wanted = self._ahead.popleft()
             if self._can_come(wanted) and self.ledger.num_free > self._num_demand_slots:
-                self._come(wanted, is_move=False)
+                key = (wanted.layer, wanted.expert)
+                self._coming[key] = self._copy(self._host.lease(*key), is_move=False)
                 self.stats.num_prefetched += 1
                 return True
-        while self._moves:
-            wanted = self._moves.popleft()
-            if self._can_come(wanted) and self._has_room(wanted):
-                self._evict(wanted.layer, wanted.victim)
-                self._come(wanted, is_move=True)
-                self._count_move()
-                return True
-        return False
+        move = self._next_move() if self._has_movable() else None
+        if move is not None:
+            self._begin_move(move, self._host.lease(move.layer, move.expert))
+        return move is not None
+
+    def _has_movable(self) -> bool:
+        """Whether an expert that waits to become resident is in host memory."""
+        host = self._host
+        at_host = True if host.is_permanent else host.ledger.table != NO_SLOT
+        if not self._moves:
+            return False
+        is_movable = self._waits & at_host
+        if self._under_way is not None:
+            is_movable[self._under_way] = False
+        return bool(is_movable.any())
+
+    def _next_move(self) -> _Wanted | None:
+        """The first that can begin. Those that are not in host memory, or have no room, wait on:
+        their layer's next pass may read them, and other copies end. Who came otherwise is left out.
+        """
+        for key, wanted in list(self._moves.items()):
+            if self.ledger.has(*key) or key in self._coming:
+                self._forget_move(key)
+            elif (
+                wanted.layer != self._under_way
+                and self._host.ledger.has(*key)
+                and self._has_room(wanted)
+            ):
+                return wanted
+        return None
+
+    def _begin_move(self, wanted: _Wanted, host_slot: int) -> None:
+        key = (wanted.layer, wanted.expert)
+        self._forget_move(key)
+        self._evict(wanted.layer, wanted.victim)
+        self._coming[key] = self._copy(host_slot, is_move=True)
+        self._count_move()
+
+    def _forget_move(self, key: tuple[int, int]) -> None:
+        del self._moves[key]
+        self._waits[key] = False
 
     def _has_room(self, wanted: _Wanted) -> bool:
         num_freed = int(wanted.victim is not None and self._keeps(wanted.layer, wanted.victim))
@@ -304,10 +363,6 @@ class Link:
         """Whether an expert is resident or on its way to be."""
         arrival = self._coming.get((layer, expert))
         return self.ledger.has(layer, expert) or (arrival is not None and arrival.is_move)
-
-    def _come(self, wanted: _Wanted, is_move: bool) -> None:
-        key = (wanted.layer, wanted.expert)
-        self._coming[key] = self._copy(self._host.lease(*key), is_move)
 
     def _count_move(self) -> None:
         self.stats.num_moved += 1
