@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from typer.testing import CliRunner
 
+from lowtide.cli.app import app
 from lowtide.cli.options import MAX_FILE_BYTES, OPTIONS, resolve
 from lowtide.errors import UsageError
 from lowtide.option import Kind
@@ -118,9 +120,20 @@ def test_bad_flags_name_themselves(name: str, raw: object, said: str) -> None:
     assert said in str(caught.value) and len(str(caught.value)) < 300
 
 
-def test_unknown_variable_and_key_are_refused_with_a_suggestion(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="Did you mean LOWTIDE_HOST_MEMORY"):
-        resolve({}, {"LOWTIDE_HOST_MEMROY": "1GiB"})
+def test_an_unknown_variable_is_told_once_and_stops_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    variables = {"LOWTIDE_HOST_MEMROY": "1GiB", "LOWTIDE_X\x1b": "", "LOWTIDE_CONTEXT": "64"}
+    settings = resolve({}, variables)
+    first, second = settings.notices
+    assert "LOWTIDE_HOST_MEMROY" in first and first.endswith("Did you mean LOWTIDE_HOST_MEMORY?")
+    assert "LOWTIDE_X\\x1b" in second and settings["context"] == 64
+    monkeypatch.setenv("LOWTIDE_HOST_MEMROY", "1GiB")
+    result = CliRunner().invoke(app, ["ls"])
+    assert result.exit_code == 0 and result.stderr.count("LOWTIDE_HOST_MEMROY") == 1
+
+
+def test_an_unknown_key_is_refused_with_a_suggestion(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="Did you mean threshold"):
         resolve({"config": write(tmp_path, "treshold = 0.9")}, {})
     with pytest.raises(UsageError, match="'config' is not an option"):

@@ -187,7 +187,10 @@ def _started(
             env={**os.environ, **env},
         )
     except OSError as error:
-        raise ChildError(f"no process could be started: {error}") from error
+        raise ChildError(
+            f"no process could be started: {error}; raise the limit of open files, memory or "
+            "processes (ulimit -n, -v, -u, or the container's)"
+        ) from error
     for lane in lanes:
         lane.close_child_s_ends()
     return child, lanes

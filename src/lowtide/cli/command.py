@@ -25,7 +25,7 @@ from lowtide.cli.screen import printable, stderr_console
 from lowtide.errors import ConfigError, LowtideError, UsageError
 from lowtide.option import Group, Kind, Option
 
-_WRITE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+_WRITE_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
 
 _LIMITS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 _REFUSALS = ("can't start new thread", "can't allocate memory")  # Python's and torch's
@@ -38,6 +38,8 @@ EXIT_FAILURE = 1
 EXIT_BROKEN_PIPE = 128 + 13
 
 Verb = Callable[..., None]
+
+_log = logging.getLogger(__name__)
 
 _PACKAGE = Path(__file__).parents[1]
 _python_s_warning = warnings.formatwarning
@@ -104,6 +106,8 @@ def takes(
                 settings = resolve(flags, os.environ)
                 with errors_reported(settings.flag("json"), settings.flag("verbose")):
                     _start_log(settings)
+                    for notice in settings.notices:
+                        _log.warning("%s", notice)
                     verb(settings=settings, **arguments)
 
         command.unlisted = unlisted  # type: ignore[attr-defined]

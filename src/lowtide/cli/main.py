@@ -11,6 +11,7 @@ from lowtide.cli import EXIT_INTERRUPTED
 TYPE_CHECKING = False  # as in interrupts.py
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from typing import NoReturn
 
 
 def main() -> None:
@@ -21,11 +22,7 @@ def main() -> None:
         # often as Python does by default, takes a tenth of a start's processor time.
         gc.set_threshold(50_000)
         _open_closed_streams()
-        from lowtide.cli.interrupts import hear_signals
-
-        hear_signals()
-        from lowtide.cli.app import app
-
+        app = _imported()
         sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]
         # A line that is not UTF-8 is refused where it is used, and the next one is read.
         sys.stdin.reconfigure(errors="surrogateescape")  # type: ignore[union-attr]
@@ -35,6 +32,28 @@ def main() -> None:
     finally:
         _forget_interrupt()
         gc.freeze()  # nor at the end: all of it goes with the process
+
+
+def _imported() -> Callable[[], None]:
+    """The command line, with signals heard; ends clearly where memory or files are limited."""
+    try:
+        from lowtide.cli.interrupts import hear_signals
+
+        hear_signals()
+        from lowtide.cli.app import app
+    except (ImportError, MemoryError, OSError) as error:
+        _end_limited(error)
+    return app
+
+
+def _end_limited(error: Exception) -> NoReturn:
+    first = (str(error).strip() or type(error).__name__).splitlines()[-1]
+    print(
+        f"lowtide: It cannot be started: {first}. Where memory or open files are limited "
+        "(ulimit -v, ulimit -n) raise the limit, else install lowtide again.",
+        file=sys.stderr,
+    )
+    sys.exit(1)
 
 
 def _run(app: Callable[[], None]) -> None:
@@ -51,6 +70,8 @@ def _run(app: Callable[[], None]) -> None:
         _end_unread()
     except BrokenPipeError:
         _end_unread()
+    except (ImportError, MemoryError) as error:  # of a verb, before it began
+        _end_limited(error)
     except OSError as error:
         from lowtide.cli.command import EXIT_FAILURE, is_of_stdout
 
@@ -68,17 +89,23 @@ def _end_unread() -> None:
 
 def _open_closed_streams() -> None:
     """The parent process may have closed standard input, output or error: what is read there
-    is nothing, and what is written goes nowhere. The next file that is opened would otherwise get
-    that number, and whatever a library prints would go into it."""
+    is nothing, a message goes nowhere, and an answer cannot be written, which is an error. The next
+    file that is opened would otherwise get that number, and whatever a library prints would go into
+    it. A parent may also have left them so that a write ends before all is written."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:
-            opened = os.open(os.devnull, os.O_RDWR)
+            opened = os.open(os.devnull, os.O_RDONLY if name == "stdout" else os.O_RDWR)
             if opened != number:
                 os.dup2(opened, number)
                 os.close(opened)
             os.set_inheritable(number, True)  # what runs below this program has it open, too
             stream = open(number, "w" if number else "r", encoding="utf-8", closefd=False)
             setattr(sys, name, stream)
+        elif number:
+            try:
+                os.set_blocking(number, True)
+            except OSError:
+                pass
 
 
 def _forget_interrupt() -> None:

@@ -12,6 +12,7 @@ from lowtide.cli.options import Settings
 from lowtide.cli.screen import ProgressBars, stderr_console
 from lowtide.config import ModelConfig
 from lowtide.files.whole_file import check_writable
+from lowtide.hardware.memory import check_address_space
 from lowtide.params import check_kind
 from lowtide.plan import FormatPlan, MemoryPlan, check_is_named
 
@@ -143,6 +144,7 @@ def quiet_downloads() -> None:
 def _find(model: str, settings: Settings) -> tuple[Path | HubModel, ModelConfig]:
     """Where a model is, and what it is; of one on the hub its `config.json` alone is fetched."""
     settings.engine_options()  # refused before anything is fetched
+    check_address_space()
     quiet_downloads()
     from lowtide.model_folder.hub import locate_model
     from lowtide.model_folder.model_config import load_config

@@ -22,7 +22,7 @@ from typing import Any
 
 from lowtide.engine.opening.config import EngineConfig
 from lowtide.errors import UsageError
-from lowtide.files.json_file import meant
+from lowtide.files.json_file import meant, printable
 from lowtide.files.regular_file import read_from
 from lowtide.option import ENV_PREFIX, Group, Kind, Option, options_of
 from lowtide.params import DiffusionParams, SamplingParams
@@ -189,6 +189,7 @@ class Settings:
 
     values: Mapping[str, object]
     sources: Mapping[str, str]  # only options that were given
+    notices: tuple[str, ...] = ()  # variables that set nothing
 
     def __getitem__(self, name: str) -> object:
         return self.values[name]
@@ -234,7 +235,8 @@ def resolve(flags: Mapping[str, object], env: Mapping[str, str]) -> Settings:
     """Settings from the flags given, the environment and the file that either of them names.
 
     flags: option name to raw value; `None` or an empty list is "not given".
-    Raises UsageError for an unknown `LOWTIDE_*` variable or file key and for a bad value.
+    An unknown `LOWTIDE_*` variable, which may be of another version, is a notice. Raises UsageError
+    for an unknown file key and for a bad value.
     """
     given = {
         name: (raw, _BY_NAME[name].flag)
@@ -248,7 +250,8 @@ def resolve(flags: Mapping[str, object], env: Mapping[str, str]) -> Settings:
     values = {option.name: option.default for option in OPTIONS}
     for name, (raw, source) in raw_values.items():
         values[name] = _BY_NAME[name].parse(raw, source)
-    return Settings(values, {name: source for name, (_, source) in raw_values.items()})
+    sources = {name: source for name, (_, source) in raw_values.items()}
+    return Settings(values, sources, _unknown_in(env))
 
 
 def _read_environment(env: Mapping[str, str]) -> dict[str, tuple[object, str]]:
@@ -257,11 +260,19 @@ def _read_environment(env: Mapping[str, str]) -> dict[str, tuple[object, str]]:
     for variable, raw in env.items():
         if not variable.startswith(ENV_PREFIX) or not raw:
             continue
-        if variable not in by_env:
-            raise UsageError(f"{variable} is not an option.{meant(variable, by_env)}")
-        option = by_env[variable]
-        found[option.name] = (_from_environment(option, raw), variable)
+        option = by_env.get(variable)
+        if option is not None:
+            found[option.name] = (_from_environment(option, raw), variable)
     return found
+
+
+def _unknown_in(env: Mapping[str, str]) -> tuple[str, ...]:
+    known = [option.env for option in OPTIONS]
+    unknown = sorted(name for name in env if name.startswith(ENV_PREFIX) and name not in known)
+    return tuple(
+        f"{printable(name)} in the environment is no option and sets nothing.{meant(name, known)}"
+        for name in unknown
+    )
 
 
 def _from_environment(option: Option, raw: str) -> object:
