@@ -26,7 +26,8 @@ def read_and_close(fifo: Path, path: Path) -> int:
     """The pipe's descriptor, from which nobody who is left reads but the reader's threads."""
     os.mkfifo(fifo)
     regular, pipe = RegularFile.at(path), os.open(fifo, os.O_RDWR)
-    stands_in = RegularFile(fifo, 0, (0, 0, os.fstat(pipe).st_mtime_ns))
+    status = os.fstat(pipe)
+    stands_in = RegularFile(fifo, 0, (0, 0, status.st_mtime_ns, status.st_ctime_ns))
     files = [OpenFile(regular, regular.open()), OpenFile(stands_in, pipe)]
     experts = [EXPERTS[0], [Range(1, [SlotSegment(0, 1000, 0)])]]
     slots = np.zeros((2, SLOT_BYTES), np.uint8)

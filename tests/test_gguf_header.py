@@ -194,6 +194,28 @@ def test_the_first_tensor_begins_the_data(path: Path, tmp_path: Path) -> None:
         GgufHeader.read(changed(path, tmp_path / "lies.gguf", put(at, "<Q", 1)))
 
 
+PLAIN = ("F32", "F16", "BF16")
+VECTORS = ["output_norm.weight", "blk.0.attn_norm.weight", "blk.0.attn_q.bias", "blk.0.attn_sinks"]
+
+
+@pytest.mark.parametrize("said", [Type.F16, Type.BF16])
+@pytest.mark.parametrize("shape", [(64,), (4, 64)])
+@pytest.mark.parametrize("name", [*VECTORS, "blk.0.ffn_gate_exps.bias"])
+def test_a_vector_of_another_type_than_llama_cpp_s_is_refused(
+    name: str, shape: tuple[int, ...], said: Type, tmp_path: Path
+) -> None:
+    """Types of as many bytes would pass for one another, and give other numbers."""
+    writer = gguf.GGUFWriter(tmp_path / "model.gguf", "qwen3moe")
+    data = np.ones((*shape[:-1], shape[-1]), np.float16)
+    writer.add_tensor(name, data, raw_dtype=said)
+    finish(writer)
+    if len(shape) == 2 and name.endswith(".weight"):  # a matrix
+        assert GgufHeader.read(tmp_path / "model.gguf").tensors[name].format.name in PLAIN
+        return
+    with pytest.raises(CheckpointError, match=f"{name}' is of type {said.name}; .* in F32"):
+        GgufHeader.read(tmp_path / "model.gguf")
+
+
 def test_a_packed_vector_is_refused(tmp_path: Path) -> None:
     """As a norm that is float32 would be, if its type said otherwise; it may be the last tensor."""
     writer = gguf.GGUFWriter(tmp_path / "norm.gguf", "qwen3moe")
@@ -201,7 +223,7 @@ def test_a_packed_vector_is_refused(tmp_path: Path) -> None:
     finish(writer)
     at = tensor_info((tmp_path / "norm.gguf").read_bytes(), "output_norm.weight") + 4 + 8
     lies = changed(tmp_path / "norm.gguf", tmp_path / "lies.gguf", put(at, "<I", Type.Q8_0))
-    with pytest.raises(CheckpointError, match="'output_norm.weight' is a vector of type Q8_0"):
+    with pytest.raises(CheckpointError, match="'output_norm.weight' is of type Q8_0; .* in F32"):
         GgufHeader.read(lies)
 
 

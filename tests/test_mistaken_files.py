@@ -133,6 +133,15 @@ def test_gguf_parts_that_were_joined_are_named(
         GgufModel.open(path)
 
 
+@pytest.mark.parametrize("said", [0, 1, 2, 4, 77])
+def test_files_of_a_set_agree_on_their_number(said: int, tmp_path: Path) -> None:
+    for number in range(3):
+        count = said if number == 2 else 3
+        written(tmp_path / f"a-{number + 1:05d}-of-00003.gguf", count, number)
+    with pytest.raises(CheckpointError, match=f"one of {said} files, and the first .* are 3"):
+        GgufModel.open(tmp_path / "a-00001-of-00003.gguf")
+
+
 @pytest.mark.parametrize("name", ["a.gguf.part1of2", "a.gguf-split-a", "a.gguf.001", "a.gguf.aa"])
 def test_a_piece_of_a_gguf_file_is_named(name: str, tmp_path: Path) -> None:
     data = written(tmp_path / "whole.gguf", 1, 0, 3).read_bytes()

@@ -153,7 +153,8 @@ class OwnReader {
             const int file = is_pipe ? dup(pipe) : ::open(checkpoint.path(i).c_str(), flags);
             expect(file >= 0 && fstat(file, &facts) == 0, "a file that opens", i);
             const long modified_ns = facts.st_mtim.tv_sec * 1000000000L + facts.st_mtim.tv_nsec;
-            files.push_back({file, facts.st_size, modified_ns});
+            const long changed_ns = facts.st_ctim.tv_sec * 1000000000L + facts.st_ctim.tv_nsec;
+            files.push_back({file, facts.st_size, modified_ns, changed_ns});
         }
         if (sizes.is_direct) {
             const long each = sizes.piece_bytes + 2 * lowtide::SECTOR_BYTES;

@@ -24,7 +24,8 @@ class RegularFile(NamedTuple):
 
     path: Path
     num_bytes: int
-    identity: tuple[int, int, int]  # device, inode, nanoseconds of the last change
+    # Device, inode, nanoseconds of the last write and of the last change, which nobody sets back.
+    identity: tuple[int, int, int, int]
 
     @classmethod
     def at(cls, path: Path, error: type[LowtideError] = StorageError) -> RegularFile:
@@ -55,7 +56,8 @@ class RegularFile(NamedTuple):
                 f"{self.path} ends at byte {now.st_size} of {self.num_bytes}: it was truncated "
                 "after it was opened. Fetch it again."
             )
-        if (now.st_size, now.st_mtime_ns) != (self.num_bytes, self.identity[2]):
+        times = (now.st_mtime_ns, now.st_ctime_ns)
+        if now.st_size != self.num_bytes or times != self.identity[2:]:
             raise StorageError(
                 f"{self.path} was written to after it was opened; open the model again."
             )
@@ -140,5 +142,5 @@ def _open(path: Path, error: type[LowtideError], flags: int = 0) -> tuple[int, R
         os.close(descriptor)
         raise error(f"{path} is not a regular file.")
     os.set_blocking(descriptor, True)
-    identity = (status.st_dev, status.st_ino, status.st_mtime_ns)
+    identity = (status.st_dev, status.st_ino, status.st_mtime_ns, status.st_ctime_ns)
     return descriptor, RegularFile(path, status.st_size, identity)

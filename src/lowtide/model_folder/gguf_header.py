@@ -294,9 +294,12 @@ def _tensor(cursor: _Cursor) -> _Entry:
     num_elements = math.prod(shape)
     if not 0 < num_elements < 2**63:
         cursor.fail(f"tensor {shown(name)} has the shape {list(shape)}")
-    if num_dimensions == 1 and found.block_size > 1:
+    if found.name != "F32" and (num_dimensions == 1 or not name.endswith(".weight")):
+        # Types of as many bytes would pass for one another: a norm in bfloat16 for one in float16.
         cursor.fail(
-            f"tensor {shown(name)} is a vector of type {found.name}; vectors are not packed"
+            f"tensor {shown(name)} is of type {found.name}; llama.cpp's files have vectors and "
+            "biases in F32. Its type is wrong, or another program wrote it: fetch it again, or "
+            "convert the model with llama.cpp"
         )
     if shape[-1] % found.block_size:
         cursor.fail(

@@ -269,6 +269,12 @@ def _check_split(headers: Sequence[GgufHeader]) -> None:
                 f"{header.file.path} says that it is file {shown(said)} of its set (from 0), not "
                 f"{number}."
             )
+        count = header.metadata.get("split.count", len(headers))
+        if len(headers) > 1 and count != len(headers):
+            raise CheckpointError(
+                f"{header.file.path} says that it is one of {shown(count)} files, and the first of "
+                f"its set that they are {len(headers)}; they do not belong together."
+            )
     found = sum(len(header.tensors) for header in headers)
     wanted = headers[0].metadata.get("split.tensors.count", found)
     if len(headers) > 1 and wanted != found:

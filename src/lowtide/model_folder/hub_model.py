@@ -172,7 +172,7 @@ class HubModel:
         name = path.relative_to(self.folder).as_posix()
         if name not in self.files:
             raise CheckpointError(f"{self.name}: {name} belongs to it and is not on the hub.")
-        file = RegularFile(path, self.files[name].num_bytes, (0, 0, 0))
+        file = RegularFile(path, self.files[name].num_bytes, (0, 0, 0, 0))
         from lowtide.model_folder.gguf_header import GgufHeader
 
         def read(offset: int, num_bytes: int) -> bytes:
@@ -185,7 +185,7 @@ class HubModel:
 
     def _header(self, name: str) -> tuple[RegularFile, bytes]:
         num_bytes = self.files[name].num_bytes
-        file = RegularFile(self.folder / name, num_bytes, (0, 0, 0))
+        file = RegularFile(self.folder / name, num_bytes, (0, 0, 0, 0))
         start = self._read(name, 0, min(LENGTH_BYTES, num_bytes))
         length = header_num_bytes(start, num_bytes, Path(f"{self.name}/{name}"))
         return file, self._read(name, LENGTH_BYTES, length)

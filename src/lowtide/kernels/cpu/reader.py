@@ -232,7 +232,7 @@ cache."""
 
 def _facts(files: Sequence[OpenFile]) -> IntArray:
     """`files` of reader.hpp."""
-    facts = [(descriptor, each.num_bytes, each.identity[2]) for each, descriptor in files]
+    facts = [(descriptor, each.num_bytes, *each.identity[2:]) for each, descriptor in files]
     return np.array(facts, np.int64)
 
 

@@ -67,7 +67,10 @@ bool has_changed(const File& file) {
     struct stat now;
     if (fstat(static_cast<int>(file.descriptor), &now) != 0) return false;
     const std::int64_t modified_ns = now.st_mtim.tv_sec * 1000000000L + now.st_mtim.tv_nsec;
-    return now.st_size != file.num_bytes || modified_ns != file.modified_ns;
+    // Some programs set the time of modification back; this one they cannot.
+    const std::int64_t changed_ns = now.st_ctim.tv_sec * 1000000000L + now.st_ctim.tv_nsec;
+    return now.st_size != file.num_bytes || modified_ns != file.modified_ns ||
+           changed_ns != file.changed_ns;
 }
 
 // Where a piece goes in memory if all of it, and nothing else, can be read straight there: sectors of

@@ -56,7 +56,7 @@ struct Segment {
 
 // A file that is open, and what it was as it was opened.
 struct File {
-    std::int64_t descriptor, num_bytes, modified_ns;
+    std::int64_t descriptor, num_bytes, modified_ns, changed_ns;
 };
 
 // What is read at a stretch: segments of one file with small gaps, in order.
