@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from typing import Any
 
 from lowtide.errors import UsageError
 
@@ -24,6 +26,22 @@ _KEYWORDS = {
 
 MAX_EXACT = 2**53
 """llguidance holds numbers as doubles: beyond this a bound is another one, and `const` no value."""
+
+
+def without_inexact(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """The schema without what it says of integers that are too large."""
+    exact: dict[str, Any] = json.loads(json.dumps(schema), object_hook=_exact)
+    return exact
+
+
+def _exact(part: dict[str, Any]) -> dict[str, Any]:
+    """A part of a schema, whose own parts are exact already."""
+    for name in _KEYWORDS & part.keys():
+        try:
+            check_integers({name: part[name]})
+        except UsageError:
+            del part[name]
+    return part
 
 
 def check_integers(schema: object) -> None:

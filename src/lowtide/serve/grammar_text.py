@@ -34,7 +34,7 @@ from lowtide.parsing.inline_calls import THOUGHT_MARKS
 from lowtide.parsing.schema_types import ALL_KINDS, SchemaTypes
 from lowtide.parsing.tools import Tool
 from lowtide.parsing.xml_text import PARAMETER, PARAMETER_END
-from lowtide.serve.exact_integers import check_integers
+from lowtide.serve.exact_integers import check_integers, without_inexact
 from lowtide.serve.quoted_lark import quoted_lark
 from lowtide.serve.text_pattern import text_pattern
 
@@ -133,6 +133,8 @@ class LarkText:
     def schema(self, schema: Mapping[str, Any], is_lenient: bool = False) -> str:
         """JSON of a schema; lenient: what is not known of it is not enforced. Raises UsageError for
         integers that would not be kept to exactly."""
+        if is_lenient:
+            schema = without_inexact(schema)
         check_integers(schema)
         options = {"whitespace_pattern": BLANKS, "lenient": is_lenient}
         return self.rule(f"%json {write_json({**schema, 'x-guidance': options})}")
