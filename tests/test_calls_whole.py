@@ -319,6 +319,17 @@ def test_thoughts_with_calls_are_told_once_no_call_can_come_of_them() -> None:
     assert joined(pieces, Reasoning) == "say <tool_call> first"
 
 
+def test_marks_of_thoughts_behind_thoughts_are_text() -> None:
+    for prompt, begin in (("", "<think>"), ("q<think>\n", "")):
+        text = f"{begin}hm, <think>?</think>The <think> mark, closed by </think>: so."
+        found = read(QWEN.tokenizer, text, TOOLS, prompt)
+        said = "The <think> mark, closed by </think>: so."
+        assert found == [("Reasoning", "hm, <think>?"), ("Text", said)]
+    assert read(QWEN.tokenizer, "a</think>b", TOOLS) == [("Text", "ab")]  # two parts
+    twice = "<think>\n\n</think>\n\n<think>hm</think>Yes."
+    assert read(QWEN.tokenizer, twice, TOOLS) == [("Reasoning", "hm"), ("Text", "Yes.")]
+
+
 # parts of one field
 
 

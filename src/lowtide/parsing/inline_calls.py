@@ -32,6 +32,7 @@ class InlineReader:
         self._calls: JsonCalls | XmlCalls | None = None
         self._aside: _Aside | None = None  # calls in thoughts
         self._num_asides = 0
+        self._has_thought = False  # thoughts were closed: what follows is text, whatever its marks
 
     @property
     def is_idle(self) -> bool:
@@ -75,8 +76,12 @@ class InlineReader:
 
     def _take_mark(self, mark: str) -> None:
         """One outside of a call."""
-        if mark in THOUGHT_MARKS:
-            self._out.turn_to(is_reasoning=mark == THINK)
+        is_first = not self._has_thought and not self._out.is_reasoning
+        if mark == THINK and (is_first or not self._out.has_words):
+            self._out.turn_to(is_reasoning=True)
+        elif mark == THINK_END and (self._out.is_reasoning or not self._has_thought):
+            self._out.turn_to(is_reasoning=False)
+            self._has_thought = True
         elif self._tools and mark in self._form.ends:
             if self._out.is_reasoning and self._num_asides == _MAX_ASIDES:
                 self._out.write(mark)

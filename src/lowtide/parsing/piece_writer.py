@@ -17,6 +17,7 @@ class PieceWriter:
         self.is_reasoning = False
         self.num_calls = 0
         self.follows_call = False  # nothing was written since
+        self.has_words = False  # the part that is written
         self._pieces: list[Piece] = []
         self._is_beginning = False  # of a part that has another one before it
         self._told: set[bool] = set()  # whether text (False) and thoughts (True) were told
@@ -25,7 +26,7 @@ class PieceWriter:
 
     def turn_to(self, is_reasoning: bool) -> None:
         """Another part begins."""
-        self.is_reasoning = is_reasoning
+        self.is_reasoning, self.has_words = is_reasoning, False
         self._is_beginning, self._is_new, self._blanks = True, True, ""
 
     def write(self, text: str) -> None:
@@ -44,6 +45,7 @@ class PieceWriter:
             kind = Reasoning if self.is_reasoning else Text
             self._pieces.append(kind(certain, is_new_part))
             self._told.add(self.is_reasoning)
+            self.has_words = True
             self._is_new = False
 
     def begin_call(self, call_id: str, name: str) -> None:
