@@ -263,6 +263,16 @@ def test_a_context_that_no_text_can_use_is_told(verb: str, context: str, said: s
     assert [said in line for line in lines] == [True] * bool(said)
 
 
+def test_help_all_is_there_where_it_adds_something() -> None:
+    for name in OWN_VERBS:
+        shown = run(name, "--help").stdout
+        if "--help-all" not in shown:
+            assert "--config " in shown and "--config " in " ".join(completed(name, "--")) + " "
+        else:
+            added = run(name, "--help-all").stdout.count("\n│ --") - shown.count("\n│ --")
+            assert added > 1, name
+
+
 def test_an_argument_may_be_named_as_its_place_is() -> None:
     """`lowtide simulate trace --policy lru`, of a file that is called trace."""
     assert "trace is missing" in run("simulate", "trace", "--policy", "lru").stderr

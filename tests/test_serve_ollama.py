@@ -31,6 +31,7 @@ from lowtide.lab.synth import synth
 from lowtide.parsing.pieces import Piece, Prefilled, Text
 from lowtide.plan import WeightFormats
 from lowtide.serve import sse
+from lowtide.serve.ollama import parameter_size
 from lowtide.serve.ollama_lines import OllamaLines
 
 MODEL = ScriptedService.model_name
@@ -285,3 +286,11 @@ def test_streamed_is_not_streamed(pieces: list[Piece], is_chat: bool) -> None:
     calls = [call for part in parts for call in part.get("tool_calls", ())]
     assert calls == all_words.get("tool_calls", [])
     assert [line["done"] for line in sent] == [False] * (len(sent) - 1) + [True]
+
+
+@pytest.mark.parametrize(
+    ("count", "said"),
+    [(0, "0"), (999, "999"), (3_800_000, "3.8M"), (1_000, "1.0K"), (30_532_000_000, "30.5B")],
+)
+def test_a_model_is_as_large_as_it_is(count: int, said: str) -> None:
+    assert parameter_size(count) == said

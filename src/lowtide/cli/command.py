@@ -90,12 +90,14 @@ def takes(
         own = inspect.signature(verb, eval_str=True).parameters.values()
         parameters = [parameter for parameter in own if parameter.name != "settings"]
         listed = [option for option in options if option.name not in unlisted]
+        rare = [option for option in listed if not (option.is_common or option.name in told)]
+        has_few = len(rare) <= 1  # then help has all of them
         for option in options:
-            is_hidden = option not in listed or not (option.is_common or option.name in told)
+            is_hidden = option not in listed or (option in rare and not has_few)
             panel = option.group.value if option.group in wanted else None
             help = told.get(option.name) or _help(option)
             parameters.append(_flag_parameter(option, help, panel, is_hidden))
-        if not all(option.is_common for option in listed):
+        if not has_few:
             parameters.append(_HELP_ALL)
 
         @functools.wraps(verb)

@@ -156,7 +156,7 @@ def _details(service: Service) -> JsonObject:
         "format": "gguf" if is_gguf(service.llm.path) else "safetensors",
         "family": config.family,
         "families": [config.family],
-        "parameter_size": f"{_num_parameters(service) / 1e9:.1f}B",
+        "parameter_size": parameter_size(_num_parameters(service)),
         "quantization_level": changed[0] if changed else config.dtype,
     }
 
@@ -177,6 +177,14 @@ def _model_info(service: Service) -> dict[str, Any]:
         "general.parameter_count": _num_parameters(service),
         **{f"{config.family}.{name}": value for name, value in info.items()},
     }
+
+
+def parameter_size(num_parameters: int) -> str:
+    """As Ollama writes it: `30.5B`, `3.8M`."""
+    for unit, name in ((10**9, "B"), (10**6, "M"), (10**3, "K")):
+        if num_parameters >= unit:
+            return f"{num_parameters / unit:.1f}{name}"
+    return str(num_parameters)
 
 
 def _num_parameters(service: Service) -> int:
