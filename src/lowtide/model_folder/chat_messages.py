@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from itertools import groupby
 from typing import Any
 
 from lowtide.errors import UsageError
@@ -87,40 +88,41 @@ def without_empty_end(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def _as_users(messages: list[dict[str, Any]], start: int) -> list[dict[str, Any]]:
     """From message `start` on what the system says is the user's, joined to what users say beside
     it."""
-    joined = messages[:start]
+    found: list[dict[str, Any]] = []
+    run: list[str] = []  # what one user's turn says
     was_system = False
-    for i, message in enumerate(messages[start:], start):
-        is_system = message["role"] == "system"
-        if is_system:
-            message = {"role": "user", "content": message["content"]}
-        is_beside = bool(joined) and message["role"] == joined[-1]["role"] == "user"
-        if is_beside and (is_system or was_system):
-            # Behind the first system turn as llama.cpp has it.
-            between = "\n" if i == 1 and was_system else "\n\n"
-            content = f"{joined[-1]['content']}{between}{message['content']}"
-            joined[-1] = {"role": "user", "content": content}
+    for i, message in enumerate(messages):
+        is_system = i >= start and message["role"] == "system"
+        is_user = is_system or message["role"] == "user"
+        if run and not (is_user and (is_system or was_system)):
+            found.append({"role": "user", "content": "".join(run)})
+            run = []
+        if run:  # behind the first system turn as llama.cpp has it
+            run.append("\n" if i == 1 and was_system else "\n\n")
+        if is_user:
+            run.append(message["content"])
         else:
-            joined.append(message)
+            found.append(message)
         was_system = is_system
-    return joined
+    return [*found, {"role": "user", "content": "".join(run)}] if run else found
 
 
 def _in_turn(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The same words in as few turns as there can be; tools' results stay apart."""
     found: list[dict[str, Any]] = []
-    for message in messages:
-        if not found or not found[-1]["role"] == message["role"] != "tool":
-            found.append(message)
-            continue
-        before = found.pop()
-        both = before | message
-        for name in ("content", "reasoning_content"):
-            if name in both:
-                both[name] = "\n".join(each[name] for each in (before, message) if each.get(name))
-        if "tool_calls" in both:
-            both["tool_calls"] = before.get("tool_calls", []) + message.get("tool_calls", [])
-        found.append(both)
+    for role, turns in groupby(messages, lambda message: message["role"]):
+        same = list(turns)
+        found += same if role == "tool" or len(same) == 1 else [_joined_turns(same)]
     return found
+
+
+def _joined_turns(messages: list[dict[str, Any]]) -> dict[str, Any]:
+    joined: dict[str, Any] = {"role": messages[0]["role"]}
+    for name in ("content", "reasoning_content"):
+        if any(name in message for message in messages):
+            joined[name] = "\n".join(text for message in messages if (text := message.get(name)))
+    calls = [call for message in messages for call in message.get("tool_calls", ())]
+    return joined | {"tool_calls": calls} if calls else joined
 
 
 def _with_thinking(message: dict[str, Any], in_place_of_content: bool) -> dict[str, Any]:
