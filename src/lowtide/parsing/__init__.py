@@ -6,8 +6,9 @@
 
 A call whose arguments are a JSON object is told while it is written, name first, to the letter as
 the model writes it: also where it is never closed, or is no JSON. Any other is told when it is
-whole; what only looks like one is text. All of it follows from the text alone, however it comes, so
-that an answer is the same streamed and not.
+certain that it is whole; what only looks like one is text. Where a call ends follows from its
+structure: a mark inside a string or a value belongs to it. All of it follows from the text alone,
+however it comes, so that an answer is the same streamed and not.
 """
 
 from __future__ import annotations

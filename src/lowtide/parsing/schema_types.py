@@ -37,7 +37,7 @@ _OTHER_NAMES = {
     "list": "array",
     "tuple": "array",
 }
-"""Of types, as tools declare them that know no JSON schema."""
+"""Names of types in tools that were not declared in JSON Schema's words."""
 
 
 class ValueType(NamedTuple):

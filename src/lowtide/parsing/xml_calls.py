@@ -30,7 +30,7 @@ _ENDS = [
         FUNCTION_END,
     )
 ]
-"""Of a call that leaves a mark out, or whose values seem to open others: the likeliest first."""
+"""Ends of a call that lacks a mark, or whose values seem to open others: the likeliest first."""
 
 
 class XmlCalls:
