@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
@@ -10,7 +11,8 @@ from typing import Any, Protocol
 
 from starlette.responses import Response
 
-from lowtide.parsing.pieces import Piece, Prefilled
+from lowtide.files.long_json import has_few_values, write_json
+from lowtide.parsing.pieces import Done, Piece, Prefilled
 from lowtide.serve.errors import Refusal, refusal_of
 from lowtide.serve.service import Ask, Service
 from lowtide.serve.sse import EventStream, WatchedAnswer, compact_json, event
@@ -59,7 +61,9 @@ def answered(
             return EventStream(parts, lambda: encoded(writer.ping()), media_type, headers)
         async for piece in pieces:
             writer.take(piece)
-        return json_response(writer.whole(), headers)
+        whole = writer.whole()
+        body = await _written(whole)
+        return Response(body, headers=headers, media_type="application/json")
 
     return WatchedAnswer(service.answer(ask), respond)
 
@@ -88,10 +92,21 @@ async def _parts(
             sent_s = time.monotonic()
             async for piece in pieces:
                 for each in _sent(writer, piece, time.monotonic() - sent_s):
-                    yield encode(each)
+                    if encode is _named_event and isinstance(piece, Prefilled | Done):
+                        yield event(await _written(each), each["type"])
+                    else:
+                        yield encode(each)
                     sent_s = time.monotonic()
     except Exception as error:
         yield encode(writer.failed(refusal_of(error)))
+
+
+async def _written(value: JsonObject) -> str:
+    """Its JSON, ASCII alone. A response repeats what was asked, which may be as long as any body:
+    then a thread writes it."""
+    if has_few_values(value):
+        return json.dumps(value)
+    return await asyncio.to_thread(write_json, value)
 
 
 def _sent(writer: Writer, piece: Piece, silent_s: float) -> Sequence[JsonObject]:
