@@ -56,6 +56,7 @@ class Connection(H11Protocol):
         super().__init__(*arguments, **keywords)
         self._unread = bytearray()
         self.logger = LimitedLog(self.logger)  # type: ignore[assignment]
+        self.access_log = False  # where the program that hosts it has a log, too: it shows queries
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """As a base class of uvicorn's has it, for transports that write."""
