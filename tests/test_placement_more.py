@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import product
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from policy_facts import make_facts
@@ -76,6 +77,24 @@ def test_dali_swaps_after_a_full_window_and_no_earlier() -> None:
     moves = layer.step(1, tokens)  # scores 6, 0 inside and 4, 8 outside
     assert moves.admit.tolist() == [out[1]] and moves.evict.tolist() == [leave]
     assert not len(layer.step(2, tokens).admit)  # a new window
+
+
+@pytest.mark.parametrize(("always", "swapped"), [(True, 2), (False, 1)])
+def test_dali_swaps_all_as_printed_or_only_where_the_score_rises(
+    always: bool, swapped: int
+) -> None:
+    """Algorithm 2 exchanges `u_size` of each side, whatever their scores are."""
+    window = DaliWindow([3], 6, w_size=1, u_size=2, seed=1, always=always)
+    layer = Layer(window, 6, 3)
+    inside, out = layer.residents, [e for e in range(6) if e not in layer.residents]
+    tokens = [0] * 6
+    for expert, number in zip([*inside, *out], [5, 4, 0, 3, 1, 0], strict=True):
+        tokens[expert] = number
+    moves = layer.step(0, tokens)
+    assert moves.admit.tolist() == sorted(out[:swapped])
+    assert moves.evict.tolist() == sorted([inside[2], inside[1]][:swapped])
+    silent = layer.step(1, [0] * 6)
+    assert len(silent.admit) == len(silent.evict) == (2 if always else 0)
 
 
 def test_dali_starts_at_random_from_its_seed() -> None:

@@ -32,6 +32,7 @@ def all_ranks(draw: st.DrawFn) -> Ranks:
         np.array([7]) if draw(st.booleans()) else None,
         draw(st.booleans()),
         draw(st.booleans()),
+        draw(st.booleans()),
     )
 
 
@@ -63,11 +64,16 @@ def one_by_one(
     while len(stay) > room:
         stay.remove(first_to_leave(stay))
     absent = set(range(NUM_EXPERTS)) if ranks.includes_all else set(hits)
-    entering = sorted((e for e in absent - residents if rank[e] > 0), key=lambda e: (-rank[e], e))
+    entering = sorted(
+        (e for e in absent - residents if rank[e] > 0 or ranks.is_forced),
+        key=lambda e: (-rank[e], e),
+    )
     admitted: set[int] = set()
     for expert in entering[: ranks.most]:
         if len(stay) + len(admitted) == room:
-            if not stay or rank[expert] <= rank[first_to_leave(stay)]:
+            if not stay:
+                break
+            if not ranks.is_forced and rank[expert] <= rank[first_to_leave(stay)]:
                 break
             stay.remove(first_to_leave(stay))
         admitted.add(expert)

@@ -108,7 +108,7 @@ struct Twin {
             const bool may_come = num_tokens.count(expert) || r.includes_all;
             if (residents[layer].count(expert))
                 leaving.push_back({own_rank, r.low_ids_leave ? expert : -expert});
-            else if (may_come && own_rank > 0)
+            else if (may_come && (own_rank > 0 || r.is_forced))
                 coming.push_back({-own_rank, expert});
         }
         std::sort(coming.begin(), coming.end());
@@ -122,7 +122,8 @@ struct Twin {
         long num_others = 0;
         for (const auto& [minus_rank, expert] : coming) {
             if (num_inside == r.room[layer]) {
-                if (leaves == leaving.end() || -minus_rank <= leaves->first) break;
+                if (leaves == leaving.end()) break;
+                if (!r.is_forced && -minus_rank <= leaves->first) break;
                 leave();
             }
             ++num_inside;
@@ -225,6 +226,7 @@ class Residents {
         if (below(2)) r.worth = worth_.data(), r.num_worth = long(worth_.size());
         const long most[] = {0, 1, 2, NUM_EXPERTS + 1};
         r.most = most[below(4)], r.includes_all = below(2), r.low_ids_leave = below(2);
+        r.is_forced = below(2);
         for (long layer = 0; layer < NUM_LAYERS; ++layer) own_.room[layer] = rooms_[layer];
         for (double& rank : own_.rank) rank = double(below(6) - 1);
         for (std::size_t i = 0, number = 0; i < model.layers.size(); ++i) {

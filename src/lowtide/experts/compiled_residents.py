@@ -91,6 +91,7 @@ class CompiledResidents:
         struct.worth = None if ranks.worth is None else _address(ranks.worth)
         struct.num_worth = 0 if ranks.worth is None else len(ranks.worth)
         struct.includes_all, struct.low_ids_leave = ranks.includes_all, ranks.low_ids_leave
+        struct.is_forced = ranks.is_forced
 
     def serve(self, status: Status) -> None:
         """See `Residents`."""

@@ -59,6 +59,8 @@ BY_THRESHOLD = switch("by_threshold")  # an expert that alone would end sooner i
 BY_GREEDY = switch("by_greedy")  # it assigns as its code does, not by a threshold
 W_SIZE = PolicyOption("w_size", 4, 1, MAX_WHOLE)  # steps of a window
 U_SIZE = PolicyOption("u_size", 8, 0, MAX_WHOLE)  # residents that a window may swap, at most
+# Whether all of them are swapped, as printed, or only those that score less than who comes.
+SWAP = PolicyOption("swap", True, words={"always": True, "better": False})
 NUM_PREFETCH = PolicyOption("num_prefetch", 4, 0, MAX_WHOLE)  # of a layer, at most
 # Moves of a forward pass, at most; any number unless given.
 MAX_STEP_BYTES: PolicyOption[int | None] = PolicyOption("max_step_bytes", None, 1, 10**15)
@@ -101,7 +103,8 @@ def _tide(setting: Setting) -> Placement:
 
 def _dali(setting: Setting) -> Placement:
     w_size, u_size = W_SIZE.of(setting), U_SIZE.of(setting)
-    return DaliWindow(setting.capacity, setting.num_experts, w_size, u_size, setting.seed)
+    capacity, always = setting.capacity, SWAP.of(setting)
+    return DaliWindow(capacity, setting.num_experts, w_size, u_size, setting.seed, always)
 
 
 def _lowtide(setting: Setting) -> Placement:
@@ -209,7 +212,7 @@ CATALOGUE: dict[str, Recipe] = {
         _dali,
         lambda s: Greedy(),
         lambda s: Residual(NUM_PREFETCH.of(s)),
-        options=(W_SIZE, U_SIZE, NUM_PREFETCH),
+        options=(W_SIZE, U_SIZE, NUM_PREFETCH, SWAP),
         is_candidate=True,
     ),
     # Fiddler: a static set, the others on the host.

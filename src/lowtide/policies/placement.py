@@ -238,11 +238,12 @@ class ScoreCache(Placement):
 
 
 class DaliWindow(Placement):
-    """DALI, Algorithm 2: every `w_size` steps up to `u_size` residents give way to hotter experts.
+    """DALI, Algorithm 2: every `w_size` steps `u_size` residents give way to the hottest others.
 
     Scores sum tokens over the window and start again after it. Where the paper contradicts itself,
-    its text counts: the swap comes after a full window and the *lowest* residents leave. Readings
-    of ours: every forward pass is a step, prefill too; a swap only where the score rises; the
+    its text counts: the swap comes after a full window and the *lowest* residents leave. As it is
+    printed all `u_size` of them are swapped; with `always` false, only where the score rises.
+    Readings of ours: every forward pass is a step, prefill too; the
     cache changes at no other time, unless room is lost; residents start at random, drawn from
     `seed`. A swap is owed: its transfer lies between two steps, as in the algorithm, and only an
     expert that the step itself has fetched stays without one.
@@ -257,8 +258,10 @@ class DaliWindow(Placement):
         w_size: int = 4,
         u_size: int = 8,
         seed: int = 0,
+        always: bool = True,
     ) -> None:
         super().__init__(len(capacity), num_experts)
+        self._always = always
         draw = default_rng(seed)
         self._initial = [np.sort(draw.permutation(num_experts)[:slots]) for slots in capacity]
         self._num_passes = 0
@@ -273,7 +276,15 @@ class DaliWindow(Placement):
             self._rank.fill(0)
         self._num_passes += 1
         most = 0 if self._num_passes % self._w_size else self._u_size
-        return Ranks(self._rank, capacity, most, per_token=1, includes_all=True, low_ids_leave=True)
+        return Ranks(
+            self._rank,
+            capacity,
+            most,
+            per_token=1,
+            includes_all=True,
+            low_ids_leave=True,
+            is_forced=self._always and most > 0,
+        )
 
     def may_enter(self, facts: Facts) -> BoolArray:
         return ~facts.is_kept

@@ -32,6 +32,7 @@ class Ranks(NamedTuple):
     low_ids_leave: bool = (
         False  # which of residents of equal rank leave first: lower ids, or higher
     )
+    is_forced: bool = False  # newcomers need no rank, nor a higher one than who leaves for them
 
 
 def admit(
@@ -73,7 +74,7 @@ def choose(ranks: Ranks, layer: int, may_enter: BoolArray, is_resident: BoolArra
     rank, room = ranks.rank[layer], int(ranks.room[layer])
     residents = is_resident.nonzero()[0]
     num_over = max(0, len(residents) - room)
-    entering = (may_enter & ~is_resident & (rank > 0)).nonzero()[0]
+    entering = (may_enter & ~is_resident & ((rank > 0) | ranks.is_forced)).nonzero()[0]
     if not num_over and not len(entering):
         return NO_MOVES
     entering = entering[(-rank[entering]).argsort(kind="stable")[: ranks.most]]
@@ -84,7 +85,8 @@ def choose(ranks: Ranks, layer: int, may_enter: BoolArray, is_resident: BoolArra
     coming, going = entering[num_free:], leaving[num_over:]
     num_pairs = min(len(coming), len(going))
     # Both are sorted: the pairs in which the newcomer is worth more come first.
-    num_swaps = np.count_nonzero(rank[coming[:num_pairs]] > rank[going[:num_pairs]])
+    is_worth = (rank[coming[:num_pairs]] > rank[going[:num_pairs]]) | ranks.is_forced
+    num_swaps = np.count_nonzero(is_worth)
     return Moves(
         np.sort(entering[: num_free + num_swaps]), np.sort(leaving[: num_over + num_swaps])
     )

@@ -35,7 +35,7 @@ class ResidencyStruct(ctypes.Structure):
         ("worth", _P),
         ("num_worth", _LONG),
         *((name, _P) for name in ("clock", "room")),
-        *((name, _LONG) for name in ("most", "includes_all", "low_ids_leave")),
+        *((name, _LONG) for name in ("most", "includes_all", "low_ids_leave", "is_forced")),
         *((name, _P) for name in ("hits", "asked", "readiness", "reader")),
         ("wait_limit_s", _DOUBLE),
         ("reads_ahead", _LONG),

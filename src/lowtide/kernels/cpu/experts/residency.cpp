@@ -107,7 +107,7 @@ void LayerExperts::admit(std::vector<char>& is_admitted) {
     for (long expert = 0; expert < num_experts; ++expert) {
         if (table()[expert] >= 0)
             ++num_residents;
-        else if (rank[expert] > 0 && (is_demanded[expert] || r_->includes_all))
+        else if ((rank[expert] > 0 || r_->is_forced) && (is_demanded[expert] || r_->includes_all))
             entering.push_back(expert);
     }
     const auto leave = [&](long expert) {
@@ -124,7 +124,7 @@ void LayerExperts::admit(std::vector<char>& is_admitted) {
             ++num_residents;
         } else {
             const long victim = lowest(has_left);
-            if (victim < 0 || !(rank[expert] > rank[victim])) break;
+            if (victim < 0 || !(r_->is_forced || rank[expert] > rank[victim])) break;
             leave(victim);
         }
         is_admitted[expert] = is_demanded[expert];

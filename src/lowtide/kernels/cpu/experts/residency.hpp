@@ -31,7 +31,7 @@ struct Residency {
     long num_worth;
     std::int64_t* clock;  // or null: the last rank given, where a demanded expert's is a new one
     const std::int64_t* room;  // [num_layers]
-    long most, includes_all, low_ids_leave;
+    long most, includes_all, low_ids_leave, is_forced;
     std::int64_t* hits;  // [num_layers, num_experts]: tokens in this pass
     std::int64_t* asked;  // [num_experts, 3]: an expert, its slot and the filling, for Python
     std::shared_ptr<Readiness>* readiness;

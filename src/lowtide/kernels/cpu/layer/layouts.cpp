@@ -53,6 +53,7 @@ constexpr Field FIELDS[] = {
     FIELD(Residency, per_expert), FIELD(Residency, per_share), FIELD(Residency, worth),
     FIELD(Residency, num_worth), FIELD(Residency, clock), FIELD(Residency, room),
     FIELD(Residency, most), FIELD(Residency, includes_all), FIELD(Residency, low_ids_leave),
+    FIELD(Residency, is_forced),
     FIELD(Residency, hits), FIELD(Residency, asked), FIELD(Residency, readiness),
     FIELD(Residency, reader), FIELD(Residency, wait_limit_s), FIELD(Residency, reads_ahead),
     FIELD(Residency, num_hits), FIELD(Residency, num_misses), FIELD(Residency, num_admitted),
