@@ -425,7 +425,7 @@ def test_dalis_swaps_are_all_done_between_two_steps() -> None:
     # The window ends with the first pass: expert 1 comes for 10 s before the second one begins.
     trace = make_trace([[[1]], [[1]]])
     made = replace(recipe("dali"), assignment=lambda s: AllHost(), prefetch=lambda s: NoPrefetch())
-    setting = make_setting(trace, 1).having(w_size=1, u_size=1)
+    setting = make_setting(trace, 1).having(w_size=1, u_size=1, swap=False)
     assert made.policies(setting).placement.initial(0).tolist() != [1]
     report = simulate(trace, made, setting)
     assert (report.num_moves_asked, report.num_moves_done, report.num_moved) == (1, 1, 1)

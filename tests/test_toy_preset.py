@@ -19,10 +19,12 @@ from lowtide.policies.assignment import divide
 from lowtide.policies.catalogue import CATALOGUE
 from lowtide.policies.placement import Placement
 from lowtide.policies.presets import (
+    AUTO,
     candidates,
     check_policy,
     lossless_presets,
     preset_names,
+    recipe,
     register,
     unregister,
 )
@@ -158,3 +160,22 @@ def test_the_document_has_every_preset_and_every_option() -> None:
         assert f"`{name}`" in text
         for option in made.options:
             assert f"`{option.name}" in text, (name, option.name)
+
+
+@pytest.mark.parametrize("name", [*preset_names(), AUTO])
+def test_a_run_on_the_host_says_what_of_its_policy_is_not_used(
+    name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One line where a preset that was asked for is its placement alone there."""
+    made = None if name == AUTO else recipe(name)
+    plan = plan_model(MODEL, context=64)
+    budget = plan.minimum_bytes + 4 * plan.host.slot_bytes
+    if name == "resident":
+        budget = plan.full_bytes
+    with LLM(MODEL, context=64, device="cpu", policy=name, host_memory=budget):
+        pass
+    said = [r.getMessage() for r in caplog.records if "placement alone" in r.getMessage()]
+    is_told = made is not None and bool(made.unused_without_device) and name != "resident"
+    assert len(said) == int(is_told)
+    if is_told:
+        assert said[0].startswith(f"Without a device {name} is its placement alone: its ")

@@ -136,6 +136,14 @@ def switch(name: str) -> PolicyOption[bool]:
     return PolicyOption(name, False, words={"true": True, "false": False})
 
 
+def _all_host(setting: Setting) -> Assign:
+    return AllHost()
+
+
+def _no_prefetch(setting: Setting) -> Prefetch:
+    return NoPrefetch()
+
+
 @dataclass(frozen=True, slots=True)
 class Recipe:
     """A preset: how each of its three policies is made from a setting, and what is true of it.
@@ -157,8 +165,8 @@ class Recipe:
     """
 
     placement: Callable[[Setting], Placement]
-    assignment: Callable[[Setting], Assign] = lambda setting: AllHost()
-    prefetch: Callable[[Setting], Prefetch] = lambda setting: NoPrefetch()
+    assignment: Callable[[Setting], Assign] = _all_host
+    prefetch: Callable[[Setting], Prefetch] = _no_prefetch
     options: tuple[PolicyOption[object], ...] = ()
     capacity: Callable[[Setting], Sequence[int]] = lambda setting: setting.capacity
     waits: Callable[[Setting], bool] = lambda setting: False
@@ -172,6 +180,15 @@ class Recipe:
     max_mass: Callable[[Setting], float | None] = lambda setting: None
     asks_scores: bool = False
     contradiction: Callable[[Mapping[str, object]], str | None] = lambda options: None
+
+    @property
+    def unused_without_device(self) -> tuple[str, ...]:
+        """What of it the host alone does not use."""
+        own = {
+            "assignment": self.assignment is not _all_host,
+            "prefetch": self.prefetch is not _no_prefetch,
+        }
+        return tuple(name for name, is_own in own.items() if is_own)
 
     def policies(self, setting: Setting) -> Policies:
         """The preset at work, for one model, budget and machine.

@@ -185,6 +185,12 @@ def make_engine_policies(
     if device is None:
         costs = _disk_costs(opened, host, plan.policy, cores_per_expert)
         setting = _setting(opened, plan, calibration, costs)
+        unused = recipe(plan.policy).unused_without_device
+        if unused and opened.options.policy == plan.policy and not plan.everything_fits:
+            _log.warning(
+                "Without a device %s is its placement alone: its %s %s not used.",
+                *(plan.policy, " and its ".join(unused), "are" if len(unused) > 1 else "is"),
+            )
         return recipe(plan.policy).policies_without_device(setting)
     setting = _setting(opened, plan, calibration, device.costs)
     return make_policies(plan.policy, setting, everything_fits=plan.everything_fits)
