@@ -60,7 +60,7 @@ other, and what a pass writes is chosen among them."""
 DISTURBED = 1.5
 """How many times as long as the best repeat half of them take where a machine is not quiet."""
 
-MOST_TRIES = 3
+MOST_TRIES = 2
 """How often a disturbed rate is measured, the first time included."""
 
 
