@@ -133,7 +133,8 @@ def _quantised(num_bits: int, rounds_rows: bool, shape: Shape) -> _Made:
         weights = (torch.randn(num_rows * num_columns) * 0.02).numpy()
         choose_pack("auto")(rows, weights.view(np.uint8), "F32", part, None)
         parts.append(torch.from_numpy(part))
-    kernels = choose_kernels("auto", torch.bfloat16, rounds_rows=rounds_rows)
+    rounded = frozenset((f"q{num_bits}",) * rounds_rows)
+    kernels = choose_kernels("auto", torch.bfloat16, rounded=rounded)
     return torch.cat(parts), kernels.several_experts([rows] * 3)
 
 
@@ -142,7 +143,8 @@ def _packed(name: str, rounds_rows: bool, shape: Shape) -> _Made:
     stored = formats()[name]
     # Of bytes below 64, because every scale that they make is a number.
     content = torch.randint(64, (stored.num_bytes(shape.num_weights),), dtype=torch.uint8)
-    kernels = choose_kernels("auto", torch.bfloat16, rounds_rows=rounds_rows)
+    rounded = frozenset((name,) * rounds_rows)
+    kernels = choose_kernels("auto", torch.bfloat16, rounded=rounded)
     return content, kernels.several_experts([stored] * 3)
 
 

@@ -24,6 +24,7 @@ from packed_matrices import (
 )
 from torch import Tensor
 
+from lowtide.engine.opening.weight_formats import ROUNDABLE
 from lowtide.errors import UnsupportedError
 from lowtide.formats import MatrixFormat, StoredMatrix
 from lowtide.kernels.choice import choose_kernels
@@ -34,7 +35,7 @@ from lowtide.kernels.cpu.packed import INT8_VARIANTS, PLAIN, PackedOperators
 from lowtide.kernels.operands import ExpertWeights
 from lowtide.kernels.reference import Kernels
 
-TWIN = Kernels(rounds_rows=True)
+TWIN = Kernels(ROUNDABLE)
 
 all_formats = pytest.mark.parametrize("stored", BLOCKS, ids=name_of)
 
@@ -51,7 +52,8 @@ def variants() -> list[PackedOperators]:
 
 
 def kernels_of(operators: PackedOperators) -> CompiledKernels:
-    return CompiledKernels(FewRows(load_kernels()), PackedOperators(load_kernels()), operators)
+    library = load_kernels()
+    return CompiledKernels(FewRows(library), PackedOperators(library), operators, ROUNDABLE)
 
 
 def by_twin(x: Tensor, matrix: StoredMatrix, bias: Tensor | None = None) -> Tensor:
@@ -76,11 +78,11 @@ def check_bits(
 
 def test_the_variants_of_this_processor(variants: list[PackedOperators]) -> None:
     assert [each.name for each in variants] == list(INT8_VARIANTS[: len(variants)])
-    chosen = choose_kernels("auto", torch.bfloat16, rounds_rows=True)
-    assert isinstance(chosen, CompiledKernels) and chosen.rounds_rows
+    chosen = choose_kernels("auto", torch.bfloat16, rounded=ROUNDABLE)
+    assert isinstance(chosen, CompiledKernels) and chosen.rounded == ROUNDABLE
     for option, dtype in (("reference", torch.bfloat16), ("auto", torch.float32)):
-        plain = choose_kernels(option, dtype, rounds_rows=True)
-        assert type(plain) is Kernels and plain.rounds_rows
+        plain = choose_kernels(option, dtype, rounded=ROUNDABLE)
+        assert type(plain) is Kernels and plain.rounded == ROUNDABLE
 
 
 @st.composite

@@ -22,7 +22,8 @@ INT8_ROWS = "int8"
 """Rows rounded to int8 before they are multiplied: see `kernels/int8_rows.py`."""
 
 AUTO_FORMAT = "auto"
-"""Left to be chosen before a model is opened: see `engine/planning/format_plans.py`."""
+"""Left to be chosen when a model is opened, of formats (`engine/planning/format_plans.py`) and of
+activations (`engine/opening/weight_formats.py`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +34,7 @@ class WeightFormats:
     experts: str = OWN_FORMAT
     dense: str = OWN_FORMAT
     head: str = OWN_FORMAT  # and the embedding
-    activations: str = OWN_FORMAT
+    activations: str = OWN_FORMAT  # "auto (int8)" where that was left to lowtide
     is_calibrated: bool = False  # experts were rounded for the inputs that a calibration recorded
 
     @property

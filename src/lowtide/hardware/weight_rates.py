@@ -105,7 +105,8 @@ def _rates(kind: WeightKind, executor: HostExecutor) -> Iterator[Rate]:
     dtype: torch.dtype = getattr(torch, kind.dtype)
     kept = [] if kind.format is None else [(formats()[kind.format],) * 3]
     layout = SlotLayout.of(EXPERT, dtype, kept=kept)
-    kernels = choose_kernels("auto", dtype, rounds_rows=kind.rounds_rows)
+    rounded = frozenset((kind.format,)) if kind.format and kind.rounds_rows else frozenset[str]()
+    kernels = choose_kernels("auto", dtype, rounded=rounded)
     weights = ColdWeights(layout, executor, cold_bytes())
     stream = HostStream(EXPERT, weights, executor, None, kernels)
     samples = {kind.rate_name(count): partial(stream.sample, count) for count in NUM_TOKENS}

@@ -33,14 +33,15 @@ def choose_kernels(
     option: str,
     dtype: torch.dtype,
     device: torch.device = HOST,
-    rounds_rows: bool = False,
+    rounded: frozenset[str] = frozenset(),
     formats: Iterable[MatrixFormat] = (),
     report: Progress = no_progress,
 ) -> Kernels:
     """Choose the kernels of what computes in `dtype` on `device`; option: `auto` or `reference`.
 
-    rounds_rows: `activations="int8"`. formats: that weights are in, whose parts of the compiled
-    kernels are loaded now, or built (`report` is told); any other's are when they are first used.
+    rounded: the names of the formats whose products round rows to int8. formats: that weights are
+    in, whose parts of the compiled kernels are loaded now, or built (`report` is told); any other's
+    are when they are first used.
 
     On the host, where nothing can be compiled, `auto` is the reference too, with one notice in
     the log. On a GPU the option is about its experts alone, which its device chooses.
@@ -48,9 +49,9 @@ def choose_kernels(
     if device.type == "cuda":
         return REFERENCE if why_no_triton(device) else _triton()
     is_compiled = option != "reference" and dtype == torch.bfloat16
-    if is_compiled and _are_loaded((CORE, *parts_of(formats, rounds_rows)), report):
-        return _compiled(rounds_rows)
-    return Kernels(rounds_rows) if rounds_rows else REFERENCE
+    if is_compiled and _are_loaded((CORE, *parts_of(formats, rounded)), report):
+        return _compiled(rounded)
+    return Kernels(rounded) if rounded else REFERENCE
 
 
 def choose_pack(option: str) -> Pack:
@@ -117,10 +118,10 @@ def _are_loaded(parts: tuple[str, ...], report: Progress) -> bool:
 
 
 @functools.cache
-def _compiled(rounds_rows: bool) -> Kernels:
+def _compiled(rounded: frozenset[str]) -> Kernels:
     built = load_kernels()
-    rounding = PackedOperators(built, rounds_rows=True) if rounds_rows else None
-    return CompiledKernels(FewRows(built), PackedOperators(built), rounding)
+    rounding = PackedOperators(built, rounds_rows=True) if rounded else None
+    return CompiledKernels(FewRows(built), PackedOperators(built), rounding, rounded)
 
 
 @functools.cache

@@ -11,7 +11,7 @@ are rounded to int8 all with weights as they are stored.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 import torch
@@ -22,6 +22,7 @@ from lowtide.kernels.cpu.few_rows import MAX_HEAD_DIM, FewRows, is_on_host
 from lowtide.kernels.cpu.layer import CompiledLayer
 from lowtide.kernels.cpu.packed import PLAIN, SECTIONS, PackedOperators, type_number
 from lowtide.kernels.cpu.weight_calls import CompiledExperts, MatrixCall
+from lowtide.kernels.int8_rows import GroupedMatrix
 from lowtide.kernels.layer_parts import LayerParts
 from lowtide.kernels.operands import (
     ClampedWeights,
@@ -44,10 +45,15 @@ class CompiledKernels(Kernels):
     """Operators of C++ wherever `FewRows` takes them."""
 
     def __init__(
-        self, few_rows: FewRows, packed: PackedOperators, rounding: PackedOperators | None = None
+        self,
+        few_rows: FewRows,
+        packed: PackedOperators,
+        rounding: PackedOperators | None = None,
+        rounded: Collection[str] = (),
     ) -> None:
-        """rounding: of rows that are rounded to int8, or none are."""
-        super().__init__(rounding is not None, compiled_name(few_rows.variant))
+        """rounding: of rows that are rounded to int8, those of products with weights in the formats
+        that `rounded` names; None: no rows are."""
+        super().__init__(rounded, compiled_name(few_rows.variant))
         self._few_rows, self._packed, self._rounding = few_rows, packed, rounding
         self.library = few_rows.library
 
@@ -61,11 +67,13 @@ class CompiledKernels(Kernels):
         else:
             super().multiply(x, weight_t, bias, out)
 
-    def matrix_call(self, matrix: Matrix) -> MatrixCall | None:
-        """What multiplies few rows with a matrix; None where nothing compiled does."""
+    def matrix_call(self, matrix: Matrix, is_rounded: bool | None = None) -> MatrixCall | None:
+        """What multiplies few rows with a matrix; None where nothing compiled does. is_rounded: see
+        `multiply_by`."""
         if isinstance(matrix, Tensor):
             return self._few_rows.matrix_call(matrix)
-        return self._operators(self.rounds(matrix)).matrix_call(matrix)
+        rounds = self.rounds(matrix) if is_rounded is None else is_rounded
+        return self._operators(rounds and isinstance(matrix, GroupedMatrix)).matrix_call(matrix)
 
     def unpack(self, matrix: StoredMatrix, out: Tensor) -> None:
         is_taken = out.dtype is torch.bfloat16 and out.is_cpu and out.is_contiguous()
@@ -77,7 +85,10 @@ class CompiledKernels(Kernels):
     def several_experts(self, formats: Sequence[MatrixFormat]) -> CompiledExperts | None:
         found = [type_number(self.library, each) for each in formats]
         types = [each for each in found if each is not None]
-        return self._experts(types) if len(types) == len(found) else None
+        if len(types) < len(found):
+            return None
+        names = {own.name for own, number in zip(formats, types, strict=True) if number < SECTIONS}
+        return self._experts(types, bool(names) and names <= self.rounded)
 
     def multiply_by(
         self,
@@ -86,12 +97,13 @@ class CompiledKernels(Kernels):
         out: Tensor,
         bias: Tensor | None = None,
         num_threads: int = 1,
+        is_rounded: bool | None = None,
     ) -> None:
-        call = None if isinstance(matrix, Tensor) else self.matrix_call(matrix)
+        call = None if isinstance(matrix, Tensor) else self.matrix_call(matrix, is_rounded)
         if call is not None and call.calls.takes(x) and x.stride(1) == out.stride(1) == 1:
             call.multiply(x, bias, out, num_threads)
         else:
-            super().multiply_by(x, matrix, out, bias, num_threads)
+            super().multiply_by(x, matrix, out, bias, num_threads, is_rounded)
 
     def divides(self, x: Tensor, matrix: Matrix) -> bool:
         call = self.matrix_call(matrix)
@@ -179,10 +191,9 @@ class CompiledKernels(Kernels):
     def _operators(self, rounds: bool) -> PackedOperators:
         return self._rounding if rounds and self._rounding is not None else self._packed
 
-    def _experts(self, types: Sequence[int]) -> CompiledExperts | None:
+    def _experts(self, types: Sequence[int], are_rounded: bool) -> CompiledExperts | None:
         if {*types} == {PLAIN}:
             return self._few_rows.experts
-        are_rounded = self.rounds_rows and min(types) < SECTIONS
         return self._operators(are_rounded).experts(types)
 
     def _one_expert(
@@ -191,7 +202,8 @@ class CompiledKernels(Kernels):
         """What computes an expert, as if it were in a slot."""
         if isinstance(weights, ClampedWeights):
             return None
-        calls = [self.matrix_call(each) for each in weights]
+        are_rounded = self.rounds(*weights)
+        calls = [self.matrix_call(each, are_rounded) for each in weights]
         found = [
             (PLAIN if isinstance(matrix, Tensor) else call.type, call.address)
             for matrix, call in zip(weights, calls, strict=True)
@@ -200,7 +212,7 @@ class CompiledKernels(Kernels):
         if len(found) < len(weights):
             return None
         types, (gate, up, down) = zip(*found, strict=True)
-        experts = self._experts(types)
+        experts = self._experts(types, are_rounded)
         return None if experts is None else (experts, SlotPlaces(gate, up, down, 0))
 
 

@@ -1,4 +1,4 @@
-"""Products of rows that are rounded to int8, with weights of few bits: `activations="int8"`.
+"""Products of rows that are rounded to int8, with weights of few bits: see `activations`.
 
 A row is rounded group by group, 64 numbers to a group for q8 and q4, 32 for GGUF's packed types:
 
@@ -51,6 +51,11 @@ class RoundedRows(NamedTuple):
         codes = self.codes.view(len(self.codes), -1, group_size)
         steps = self.steps.repeat_interleave(codes.shape[1] // self.steps.shape[1], 1)
         return RoundedRows(codes, steps, codes.sum(2))
+
+
+def format_name(matrix: GroupedMatrix) -> str:
+    """The name of the format that a matrix is in."""
+    return f"q{matrix.num_bits}" if isinstance(matrix, QuantisedMatrix) else matrix.format.name
 
 
 def multiply(x: Tensor, matrix: GroupedMatrix, bias: Tensor | None, out: Tensor) -> None:

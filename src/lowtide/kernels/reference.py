@@ -7,8 +7,7 @@ write into buffers that they are given or take from the workspace, and allocate 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
-from typing import TypeGuard
+from collections.abc import Collection, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -48,11 +47,11 @@ class Kernels:
     name = "torch"
     library: ctypes.CDLL | None = None  # of compiled layers, where there are such
 
-    def __init__(self, rounds_rows: bool = False, name: str = name) -> None:
-        """rounds_rows: to int8, before products with weights of few bits (`int8_rows.py`). name:
-        for people and stored costs."""
-        self.rounds_rows = rounds_rows
-        self.name = f"{name}, {INT8_ROWS} rows" if rounds_rows else name
+    def __init__(self, rounded: Collection[str] = (), name: str = name) -> None:
+        """rounded: the names of the formats of weights whose products round rows to int8 first
+        (`int8_rows.py`). name: for people and stored costs."""
+        self.rounded = frozenset(rounded)
+        self.name = f"{name}, {INT8_ROWS} rows" if rounded else name
 
     # Products with stored weights
 
@@ -75,23 +74,30 @@ class Kernels:
         out: Tensor,
         bias: Tensor | None = None,
         num_threads: int = 1,
+        is_rounded: bool | None = None,
     ) -> None:
         """`out = x @ matrix.t() + bias` for x [n, in], a matrix [out, in] of any format, out
         [n, out]. Each weight is rounded once to the compute dtype, whatever n is; where rows are
-        rounded, see `int8_rows.py`."""
+        rounded, see `int8_rows.py`.
+
+        is_rounded: of an expert's matrix, whether its rows are; by default as `rounds` says."""
         if isinstance(matrix, Tensor):
             self.multiply(x, matrix.t(), bias, out, num_threads)
         elif x.is_meta:
             return
-        elif self.rounds(matrix):
+        elif isinstance(matrix, GroupedMatrix) and (
+            self.rounds(matrix) if is_rounded is None else is_rounded
+        ):
             int8_rows.multiply(x, matrix, bias, out)
         else:
             stored.multiply(self, x, matrix, bias, out)
 
-    def rounds(self, matrix: Matrix) -> TypeGuard[GroupedMatrix]:
-        """Whether rows are rounded to int8 before they are multiplied with `matrix`: then a row's
-        bits do not depend on how many there are."""
-        return self.rounds_rows and isinstance(matrix, GroupedMatrix)
+    def rounds(self, *matrices: Matrix) -> bool:
+        """Whether rows are rounded to int8 before they are multiplied with a matrix, or with those
+        of an expert: either with all that are in groups or with none. A rounded row's bits do not
+        depend on how many there are."""
+        names = {int8_rows.format_name(m) for m in matrices if isinstance(m, GroupedMatrix)}
+        return bool(names) and names <= self.rounded
 
     def unpack(self, matrix: StoredMatrix, out: Tensor) -> None:
         """`StoredMatrix.unpack`."""
@@ -128,13 +134,14 @@ class Kernels:
         Clamped weights make it `out = down(clamped_swiglu(gate(x), up(x)))`, every product biased,
         rounded before and after each bias.
         """
-        self.multiply_by(x, weights.gate, gate)
-        self.multiply_by(x, weights.up, up)
+        is_rounded = self.rounds(*weights[:3])
+        self.multiply_by(x, weights.gate, gate, is_rounded=is_rounded)
+        self.multiply_by(x, weights.up, up, is_rounded=is_rounded)
         if isinstance(weights, ClampedWeights):
             clamped_swiglu(gate.add_(weights.gate_bias), up.add_(weights.up_bias))
         else:
             self.silu_times(gate, up)
-        self.multiply_by(gate, weights.down, out)
+        self.multiply_by(gate, weights.down, out, is_rounded=is_rounded)
         if isinstance(weights, ClampedWeights):
             out.add_(weights.down_bias)
 

@@ -35,7 +35,7 @@ from lowtide.lab.quality_text import Scope, TextSample, encode, make_sample
 from lowtide.llm import LLM, check_request
 from lowtide.model_folder.tokenizer import Tokenizer
 from lowtide.params import SamplingParams
-from lowtide.plan import MemoryPlan
+from lowtide.plan import AUTO_FORMAT, OWN_FORMAT, MemoryPlan
 from lowtide.policies.receipt import Receipt
 
 SPEED_PROMPT_TOKENS = 64
@@ -179,6 +179,7 @@ def quality(
     **options: Any,
 ) -> QualityReport:
     """Measures every setting; the first one, or a lossless one in its place, is the reference.
+    Where rows are rounded by default that is a setting more, with rows as they are.
 
     options: of `LLM`, those that all settings share, without a policy. Raises what `LLM` raises,
     UsageError for work that there is none of, and PlanError for answers that no context has room
@@ -189,7 +190,7 @@ def quality(
     sample = _sample(opened, work)
     judge = _Judge(model, options, work, sample, progress)
     num_rows = sample.num_rows if sample is not None else 0
-    groups = list(grouped(settings))
+    groups = list(grouped(_with_own_rows(opened, settings)))
     judge.check_answers()
     folder = cache_folder()  # on a disk, as `/tmp` often is not
     with ReferenceLogits(num_rows, opened.config.vocab_size, folder) as reference:
@@ -289,6 +290,19 @@ class _Judge:
             return list(self.sample.scored[0].token_ids[:SPEED_PROMPT_TOKENS])
         assert self.work.questions is not None
         return self.work.questions.prompt()[:SPEED_PROMPT_TOKENS]
+
+
+def _with_own_rows(
+    opened: OpenModel, settings: Sequence[QualitySetting]
+) -> Sequence[QualitySetting]:
+    """With a first setting whose products round no rows, where `activations` left to lowtide would
+    make a rounded one the reference."""
+    first = settings[0]
+    is_open = opened.options.activations == AUTO_FORMAT and "activations" not in first.options
+    if not (is_open and opened.rounded):
+        return settings
+    own = {**first.options, "activations": OWN_FORMAT}
+    return [QualitySetting(options=own, residents=first.residents), *settings]
 
 
 def _sample(opened: OpenModel, work: QualityWork) -> TextSample | None:

@@ -54,7 +54,8 @@ class EngineConfig:
     format: `own` (as stored), `q8` or `q4`, with `expert_dtype` and `dense_dtype` by part: see
     `weight_formats.py`; all but `own` may change answers; or `auto` (`format_plans.py`).
     activations: `own`, or `int8`, to which rows are rounded that are multiplied with weights in q8,
-    q4 and GGUF's packed types; see `kernels/int8_rows.py`.
+    q4 and GGUF's packed types (`kernels/int8_rows.py`); `auto`: where a GGUF file's types are
+    multiplied with by the host in bfloat16, and cost next to nothing (`weight_formats.py`).
     elastic: what sequences do not use of the KV cache's memory holds experts, which make room for
     as many sequences at once as there is memory for, none longer than `context`; where no expert
     lacks room it goes back to the system, and so does what a pass does not need (not on a GPU).
@@ -97,9 +98,10 @@ class EngineConfig:
     expert_dtype: str | None = _engine("As --format, of the experts alone.")
     dense_dtype: str | None = _engine("As --format, of all but the experts.")
     activations: str = _engine(
-        "int8 also rounds what is multiplied with weights of few bits: faster, may change answers.",
-        OWN_FORMAT,
-        choices=(OWN_FORMAT, INT8_ROWS),
+        "int8 also rounds what is multiplied with weights of few bits: faster, may change answers; "
+        "auto does so with GGUF files where that costs next to nothing; own never.",
+        AUTO_FORMAT,
+        choices=(AUTO_FORMAT, OWN_FORMAT, INT8_ROWS),
     )
     kernels: str = _engine(
         "reference computes with plain torch: slow, for comparison.",
@@ -159,7 +161,7 @@ class EngineConfig:
                 "elastic on a GPU: slots and KV cache do not grow and shrink there yet. Leave it "
                 "out."
             )
-        if self.format == AUTO_FORMAT and self.activations != OWN_FORMAT:
+        if self.format == AUTO_FORMAT and self.activations == INT8_ROWS:
             raise UsageError(
                 f"activations {self.activations!r} needs weights in a format that is named, and "
                 "format 'auto' may leave them as they are stored: name the format, or leave "

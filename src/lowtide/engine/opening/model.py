@@ -111,8 +111,10 @@ class OpenModel:
         parts = weight_formats.describe(
             self.config, model_schema(self.config), experts, self.dense_formats
         )
-        is_calibrated = self.inputs is not None
-        return replace(parts, activations=self.options.activations, is_calibrated=is_calibrated)
+        activations = weight_formats.describe_activations(
+            self.options.activations, parts, self.rounded
+        )
+        return replace(parts, activations=activations, is_calibrated=self.inputs is not None)
 
     @property
     def is_rounded_as_read(self) -> bool:
@@ -219,15 +221,20 @@ class OpenModel:
             self.options.kernels,
             self.dtype,
             device,
-            self.rounds_rows,
+            self.rounded,
             formats,
             self.options.report,
         )
 
     @property
-    def rounds_rows(self) -> bool:
-        """Whether rows are rounded to int8 before they are multiplied with weights of few bits."""
-        return self.options.activations == INT8_ROWS
+    def rounded(self) -> frozenset[str]:
+        """The names of the formats whose products round rows to int8."""
+        return weight_formats.rounded_formats(
+            self.options.activations,
+            weight_formats.stored_formats(self.weight_map),
+            str(self.dtype).removeprefix("torch."),
+            self.device,
+        )
 
     @property
     def keeps_keys(self) -> bool:
@@ -340,7 +347,7 @@ def _opened(
         dtype=getattr(torch, dtype),
         context=_context(config, options),
     )
-    if opened.rounds_rows:
+    if options.activations == INT8_ROWS:
         weight_formats.check_rounded_rows(opened.formats, opened.device)
     return replace(opened, inputs=named_inputs(opened) if rounds_experts(opened) else None)
 

@@ -18,13 +18,16 @@ from lowtide.config import ModelConfig
 from lowtide.errors import UnsupportedError, UsageError
 from lowtide.formats import MatrixFormat, format_of, formats, ggml
 from lowtide.formats.plain import SAFETENSORS_NAME
-from lowtide.plan import AUTO_FORMAT, OWN_FORMAT, WeightFormats
+from lowtide.plan import AUTO_FORMAT, INT8_ROWS, OWN_FORMAT, WeightFormats
 from lowtide.schemas import ModelSchema, WeightMap
 from lowtide.schemas.schema import TensorSpec
 
 QUANTISED = ("q8", "q4")
 
 _PACKED = tuple(each.name for each in ggml.FORMATS)
+
+ROUNDABLE = frozenset((*QUANTISED, *_PACKED))
+"""The formats whose products can round rows to int8."""
 
 _OTHER_NAMES = {"int8": "q8", "int4": "q4"}
 _OF_HEAD = {"q4": "q8"}  # others: as the rest
@@ -146,6 +149,44 @@ def describe(
     )
 
 
+ROUNDED_BY_DEFAULT: frozenset[str] = frozenset()
+"""GGML's types with which rounded rows cost next to nothing beside the type's own rounding."""
+
+
+def stored_formats(weight_map: WeightMap) -> set[MatrixFormat]:
+    """Those of all matrices in the files."""
+    return {
+        format_of(each.dtype) for each in weight_map.dense.values()
+    } | weight_map.experts.formats
+
+
+def rounded_formats(
+    activations: str, stored: Iterable[MatrixFormat], dtype: str, device: str
+) -> frozenset[str]:
+    """The names of the formats whose products round rows to int8.
+
+    stored: in the files; device: `cpu`, `cuda` or `emulated`. By `auto` they are those of a GGUF
+    file that are rounded by default, where the host computes in bfloat16, as llama.cpp does.
+    """
+    if activations == INT8_ROWS:
+        return ROUNDABLE
+    if activations == OWN_FORMAT or device == "cuda" or dtype != "bfloat16":
+        return frozenset()
+    of_file = {each.name for each in stored if isinstance(each, ggml.GgmlFormat)}
+    return ROUNDED_BY_DEFAULT & of_file
+
+
+def describe_activations(asked: str, parts: WeightFormats, rounded: frozenset[str]) -> str:
+    """What is in force of `activations`, with the weights in memory in these formats."""
+    found = parts.names.intersection(_PACKED)
+    if asked != AUTO_FORMAT or not found:
+        return OWN_FORMAT if asked == AUTO_FORMAT else asked
+    names = sorted(found & rounded)
+    if not names:
+        return f"{AUTO_FORMAT} ({OWN_FORMAT})"
+    return f"{AUTO_FORMAT} ({INT8_ROWS}{f' with {_joined({*names})}' * (len(names) < len(found))})"
+
+
 def check_rounded_rows(formats: WeightFormats, device: str) -> None:
     """Raises UnsupportedError where rows cannot be rounded to int8: on a GPU, and where no weights
     are in a format that is multiplied with so."""
@@ -153,7 +194,7 @@ def check_rounded_rows(formats: WeightFormats, device: str) -> None:
         raise UnsupportedError(
             "activations 'int8' has no kernels on a GPU; choose --device cpu, or leave it out."
         )
-    if formats.names.isdisjoint((*QUANTISED, *_PACKED)):
+    if formats.names.isdisjoint(ROUNDABLE):
         raise UnsupportedError(
             "activations 'int8' is about products with weights in "
             f"{', '.join(QUANTISED)} or a packed type of GGUF files, and here are "

@@ -16,7 +16,7 @@ from lowtide.engine.opening.weight_formats import QUANTISED
 from lowtide.engine.planning.plan import make_plan
 from lowtide.errors import PlanError, UnsupportedError, UsageError
 from lowtide.formats.expert_inputs import ExpertInputs
-from lowtide.plan import AUTO_FORMAT, OWN_FORMAT, FormatPlan, faster_format
+from lowtide.plan import AUTO_FORMAT, INT8_ROWS, OWN_FORMAT, FormatPlan, faster_format
 
 FORMATS = (OWN_FORMAT, *QUANTISED)
 
@@ -61,8 +61,10 @@ def _in_format(opened: OpenModel, name: str, inputs: ExpertInputs | None) -> For
 
     inputs: of experts that are rounded.
     """
+    asked = opened.options.activations
+    activations = OWN_FORMAT if asked == INT8_ROWS else asked  # which not every format has
     options = replace(
-        opened.options, format=name, expert_dtype=None, dense_dtype=None, activations=OWN_FORMAT
+        opened.options, format=name, expert_dtype=None, dense_dtype=None, activations=activations
     )
     opened = replace(opened, options=options, inputs=None)
     try:

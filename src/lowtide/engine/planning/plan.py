@@ -24,7 +24,7 @@ from lowtide.kernels.library_cache import library_cache_bytes, limit_library_cac
 from lowtide.kernels.stored import unpacking_bytes
 from lowtide.memory.budget import Needs, spend
 from lowtide.memory.cuda_streams import free_memory_bytes
-from lowtide.plan import MemoryPlan
+from lowtide.plan import OWN_FORMAT, MemoryPlan
 from lowtide.policies.presets import choose_preset, fetches_all
 from lowtide.reading.file_reader import ring_bytes
 
@@ -214,8 +214,9 @@ def _unpacking_bytes(opened: OpenModel) -> int:
     shapes = [opened.weight_map.dense[name].shape for name in opened.dense_formats]
     if opened.config.experts is not None and not opened.slot_layout.is_plain:
         shapes += [part.shape for part in opened.slot_layout.largest.parts[:3]]
-    takes = product_bytes if opened.rounds_rows else unpacking_bytes
-    return num_threads(opened) * max(map(takes, shapes), default=0)
+    names, rounded = opened.formats.names - {OWN_FORMAT}, opened.rounded
+    takes = [product_bytes] * bool(names & rounded) + [unpacking_bytes] * bool(names - rounded)
+    return num_threads(opened) * max((take(s) for take in takes for s in shapes), default=0)
 
 
 def workspace_bytes(opened: OpenModel) -> tuple[int, int]:

@@ -191,7 +191,7 @@ def _host_costs(
 
     def taken_s(part: _Weights, num_tokens: float) -> float:
         bits = 8 * part.num_bytes / part.num_elements
-        kind = kind_of(part.format, bits, opened.dtype, opened.rounds_rows)
+        kind = kind_of(part.format, bits, opened.dtype, part.format in opened.rounded)
         return part.num_bytes * per_byte[kind.name].at(max(1, round(num_tokens)))
 
     dense_s = sum(taken_s(part, num_rows) for part in _dense_weights(opened))

@@ -54,7 +54,7 @@ def _digest(opened: OpenModel, checkpoint: Checkpoint) -> bytes:
     facts = (
         *(__version__, torch.__version__, weights, opened.config, opened.dtype, opened.reuse),
         *(opened.formats, options.formats, None if inputs is None else inputs.digest),
-        *(opened.device, opened.kernels.name, opened.rounds_rows),
+        *(opened.device, opened.kernels.name, sorted(opened.rounded)),
         *(cpu_model(), len(os.sched_getaffinity(0))),
     )
     return hashlib.sha256(repr(facts).encode()).digest()

@@ -14,7 +14,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from torch import Tensor
@@ -201,16 +201,18 @@ def type_number(library: ctypes.CDLL, stored: MatrixFormat) -> int | None:
     return SECTIONS | form | scale << 2 | has_zeros << 4 | (group.bit_length() - 1) << 5
 
 
-def parts_of(formats: Iterable[MatrixFormat], rounds_rows: bool) -> tuple[str, ...]:
-    """The parts of the kernels that weights in these formats are computed with.
+def parts_of(formats: Iterable[MatrixFormat], rounded: Collection[str]) -> tuple[str, ...]:
+    """The parts of the kernels that weights in these formats are computed with; rounded: the names
+    of those whose products round rows to int8.
 
-    Rows that are rounded to int8 are multiplied with weights as they are stored; an embedding's
-    rows are unpacked all the same.
+    Such rows are multiplied with weights as they are stored; an embedding's rows are unpacked all
+    the same.
     """
-    kinds, compiled = (PACKED, ROUNDED) if rounds_rows else (PACKED,), block_types()
+    compiled = block_types()
     found = dict[str, None]()
     for each in (variant for stored in formats for variant in stored.variants):
         if isinstance(each, GgmlFormat | Quantised) and each.name in compiled:
+            kinds = (PACKED, ROUNDED) if each.name in rounded else (PACKED,)
             found.update((f"{kind}/{each.name}", None) for kind in kinds)
         elif isinstance(each, GroupedInts | Fp8Blocks):
             found[PACKED] = None
