@@ -102,7 +102,7 @@ def _packed(
     """One file in a type of llama.cpp's, all in memory."""
     context = _context(options)
     openers: dict[str, Opener] = {
-        "lowtide": partial(open_lowtide, gguf, context, None, "resident"),
+        "lowtide": partial(open_lowtide, gguf, context, None, "resident", activations="own"),
         "llama.cpp": partial(open_llama_cpp, gguf, context, maps=False),
         "lowtide, int8": partial(open_lowtide, gguf, context, None, "resident", activations="int8"),
     }

@@ -1,4 +1,4 @@
-"""`--activations auto`: which products round rows, that plans say so, and that nothing else does."""
+"""`--activations auto`: which products round rows, and that plans say so."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from packed_matrices import matrix_of
 from test_gguf_models import MIXED, SMALL, write
 
-from lowtide import LLM
+from lowtide import LLM, SamplingParams
 from lowtide.engine.opening.config import EngineConfig
 from lowtide.engine.opening.model import open_model
 from lowtide.engine.opening.weight_formats import (
@@ -78,7 +78,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     types = {
         "K types": MIXED,
         "small types": SMALL,
-        "rounded": (Type.Q4_K, Type.Q3_K),
+        "rounded": (Type.Q4_0, Type.IQ4_NL, Type.MXFP4),
         "kept": (Type.Q8_0,),
     }
     paths = {name: base / f"{name}.gguf" for name in types}
@@ -162,10 +162,23 @@ def test_an_expert_is_rounded_whole_or_not_at_all(num_tokens: int) -> None:
 
 
 def test_quality_compares_with_rows_as_they_are(files) -> None:
-    work = QualityWork(token_ids=[i % 90 for i in range(200)], scope=Scope(64, 32), repeats=0)
-    options = {"context": 64, "dtype": "bfloat16", "device": "cpu"}
+    work = QualityWork(token_ids=[i % 90 for i in range(400)], scope=Scope(64, 80), repeats=0)
+    options = {"context": 128, "dtype": "bfloat16", "device": "cpu"}
     exact, found = quality(files["rounded"], [QualitySetting()], work, **options).rows
     assert exact.setting.options == {"activations": "own"} and not found.setting.options
     assert exact.comparison.kl.mean == 0 < found.comparison.kl.mean
     [alone] = quality(files["kept"], [QualitySetting()], work, **options).rows
     assert alone.comparison.kl.mean == 0
+
+
+def test_keys_of_other_activations_are_not_taken_over(files, tmp_path: Path) -> None:
+    options = {"context": 64, "dtype": "bfloat16", "cache_dir": tmp_path / "kept"}
+    params = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
+
+    def cached_tokens(activations: str) -> int:
+        with LLM(files["rounded"], activations=activations, **options) as llm:
+            [answer] = llm.generate([PROMPT], params)
+        return answer.usage.cached_tokens
+
+    assert [cached_tokens(each) for each in ("own", "auto", "int8", "own")] == [0, 0, 0, 38]
+    assert cached_tokens("auto") == 38

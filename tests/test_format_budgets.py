@@ -65,7 +65,7 @@ def test_formats_of_ours(
     check(model, formats, monkeypatch, format=name, activations=activations)
 
 
-@pytest.mark.parametrize("activations", ["own", "int8"])
+@pytest.mark.parametrize("activations", ["own", "int8", "auto"])
 @pytest.mark.parametrize("name", GGUF_FILES)
 def test_types_of_gguf_files(
     name: str, activations: str, folder: Path, monkeypatch: pytest.MonkeyPatch

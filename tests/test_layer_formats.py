@@ -35,7 +35,9 @@ FORMATS: Mapping[str, Mapping[str, str]] = {
         "dense_dtype": "q4",
         "activations": "int8",
     },
+    "file": {"activations": "own"},
     "file rounded": {"activations": "int8"},
+    "file by default": {},
 }
 
 OF_FAMILY = {
@@ -100,9 +102,10 @@ def test_the_bits_of_one_by_one(folders: dict[str, Path], family: str, name: str
     check(folders[family], ((1, 1), (3, 1), (2, 2)), **FORMATS[name])
 
 
+@pytest.mark.parametrize("name", ["file", "file by default"])
 @pytest.mark.parametrize("family", FILES)
-def test_the_bits_of_one_by_one_from_a_file(files: dict[str, Path], family: str) -> None:
-    check(files[family], ((1, 1), (3, 1), (2, 2)))
+def test_the_bits_of_one_by_one_from_a_file(files: dict[str, Path], family: str, name: str) -> None:
+    check(files[family], ((1, 1), (3, 1), (2, 2)), **FORMATS[name])
 
 
 @pytest.mark.parametrize("family", ["qwen2_moe", "deepseek_v2"])
@@ -112,7 +115,9 @@ def test_the_bits_of_rounded_rows_one_by_one_from_a_file(
     check(files[family], ((1, 1), (3, 1), (2, 2)), **FORMATS["file rounded"])
 
 
-@pytest.mark.parametrize("name", ["q4", "q8 rounded", "q4 experts", "file", "file rounded"])
+@pytest.mark.parametrize(
+    "name", ["q4", "q8 rounded", "q4 experts", "file", "file rounded", "file by default"]
+)
 def test_any_number_of_rows(folders: dict[str, Path], files: dict[str, Path], name: str) -> None:
     """Up to what each part takes, and beyond: a dense part in bfloat16 may take more rows than
     experts of few bits, and rows that are rounded have no limit of their own."""

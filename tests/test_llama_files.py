@@ -42,7 +42,7 @@ def test_rows_that_do_not_divide_into_k_blocks_are_of_other_types() -> None:
     assert all(each.shape[0] == 96 for each in down)
 
 
-@pytest.mark.parametrize("activations", ["own", "int8"])
+@pytest.mark.parametrize("activations", ["own", "int8", "auto"])
 def test_such_rows_have_the_same_words_at_the_least_budget(activations: str) -> None:
     options: dict[str, Any] = {"context": 64, "dtype": "bfloat16", "activations": activations}
     prompt, params = list(range(1, 40)), SamplingParams(max_tokens=12, ignore_eos=True)
@@ -50,7 +50,8 @@ def test_such_rows_have_the_same_words_at_the_least_budget(activations: str) -> 
     for budget in ({}, {"host_memory": plan_model(NARROW, **options).minimum_bytes}):
         with LLM(NARROW, **options, **budget) as llm:
             found.append((llm.generate(prompt, params)[0].token_ids, llm.logits(prompt)))
-    with LLM(NARROW, kernels="reference", context=64, dtype="bfloat16") as llm:
+    exact = {**options, "activations": "own", "kernels": "reference"}
+    with LLM(NARROW, **exact) as llm:
         wanted = llm.logits(prompt)
     (words, logits), (least_words, least_logits) = found
     assert words == least_words and torch.equal(logits, least_logits)

@@ -252,8 +252,9 @@ def beside_llama_cpp(results: Results, page: Path) -> str:
     tie = f" (a tie in {', '.join(ties)})" if ties else ""
     return (
         "- Where a GGUF file of 4 or 8 bits fits into memory, llama.cpp decodes one request "
-        f"{min(exact):.2f} to {max(exact):.2f} times as fast as lowtide with exact products{tie}; "
-        "with `--activations int8`, which rounds rows as llama.cpp does, lowtide is "
+        f"{min(exact):.2f} to {max(exact):.2f} times as fast as lowtide with exact products "
+        f"(`--activations own`){tie}; with `--activations int8`, which rounds rows as llama.cpp "
+        "does (with types of four bits and fewer lowtide does so by default), lowtide is "
         f"{', '.join(over)} times as fast "
         f"(lines {links([line for what in _TYPES for line in run.of(what)], page)}, "
         "[measured](#measured))."

@@ -149,7 +149,10 @@ def describe(
     )
 
 
-ROUNDED_BY_DEFAULT: frozenset[str] = frozenset()
+ROUNDED_BY_DEFAULT = frozenset(
+    ("Q4_0", "Q4_1", "Q4_K", "Q3_K", "Q2_K", "MXFP4", "IQ4_NL", "IQ4_XS")
+    + ("IQ3_S", "IQ3_XXS", "IQ2_S", "IQ2_XS", "IQ2_XXS")
+)
 """GGML's types with which rounded rows cost next to nothing beside the type's own rounding."""
 
 
