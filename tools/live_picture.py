@@ -24,7 +24,7 @@ from terminal import Cell, Recording, Screen, recorded
 PICTURE = Path(__file__).parents[1] / "docs" / "live.svg"
 COMMAND = (
     r"printf 'Solve sudoku:\n45. .12\n..2 5.6\n3.5 .6.\n621 435\n.1. 65.\n.64 ..3'"
-    " | lowtide generate demo:diffusion --context 512 --host-memory 6M"
+    " | lowtide generate demo:diffusion --context 512 --host-memory 6M --threshold 1"
 )
 MAX_BYTES = 500_000
 

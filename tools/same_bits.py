@@ -136,8 +136,8 @@ def _drawn(rng: random.Random, model: Path) -> Run:
         options |= rng.choice(({}, {}, {"elastic": True}, {"device": "emulated"}))
     if options["device"] == "emulated":
         options["device_options"] = _EMULATED
-    if (options["format"] or not is_folder) and rng.random() < 0.25:
-        options["activations"] = "int8"
+    if options["format"] or not is_folder:
+        options["activations"] = "int8" if rng.random() < 0.25 else "own"
     num_ids = 300 if is_folder else 90
     lengths = rng.choices((1, 2, 9, 40, 200, 700), (3, 3, 4, 4, 2, 1), k=rng.randint(1, 3))
     return {
