@@ -146,6 +146,10 @@ class ForcedTokens:
         self.is_refused = False
         self._left, self._vocab_size, self._own = list(token_ids), vocab_size, own
 
+    @property
+    def is_free(self) -> bool:
+        return False
+
     def allowed(self) -> BoolArray:
         token_id = self._left[0]
         if self._own is not None and not self._own.allowed()[token_id]:

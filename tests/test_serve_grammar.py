@@ -340,10 +340,10 @@ def test_a_grammar_that_cannot_be_rewritten_surely_is_not(lark: str) -> None:
 def test_nothing_to_form_is_no_mask() -> None:
     grammars, request = grammars_of(), request_of(QWEN.tokenizer)
     assert grammars.applied(request, None) is request
-    assert grammars.applied(request, None, TOOLS) is request
     assert grammars.applied(request, None, (), "none") is request
     custom = Tool("f", "", {"properties": {"a": {"type": "string"}}}, grammar="start: /a/i")
-    assert grammars.applied(request, None, (custom,)) is request  # it is told, not held to it
+    told = grammars.applied(request, None, (custom,))
+    assert told.mask is not None and told.mask.is_free  # of its grammar it is told, not held to it
     check_kept(request)
 
 
@@ -595,6 +595,7 @@ class All:
         self.is_allowed = np.ones(VOCAB, np.bool_)
         self.is_allowed[list(refused)] = False
         self.taken: list[int] = []
+        self.is_free = False
 
     def allowed(self) -> BoolArray:
         return self.is_allowed

@@ -60,8 +60,8 @@ class CausalSequence:
     @property
     def needs_logits(self) -> bool:
         """Whether its next token is chosen from a whole row of logits, not from the arg-max."""
-        params = self.request.params
-        if self.request.mask is not None or params.logprobs is not None:
+        params, mask = self.request.params, self.request.mask
+        if (mask is not None and not mask.is_free) or params.logprobs is not None:
             return True
         return self.sampling.temperature > 0 or has_penalties(params)
 
@@ -78,7 +78,7 @@ class CausalSequence:
         params, mask = self.request.params, self.request.mask
         raw = None if params.logprobs is None else logits.log_softmax(dim=-1)
         penalise(logits, self.tokens[: self.num_known], len(self.request.prompt), params)
-        if mask is not None:
+        if mask is not None and not mask.is_free:
             logits.masked_fill_(torch.from_numpy(~mask.allowed()), -math.inf)
         return raw
 

@@ -23,6 +23,11 @@ class TokenMask(Protocol):
     It raises nothing, for a pass has other answers, too: where it cannot go on it ends the answer.
     """
 
+    @property
+    def is_free(self) -> bool:
+        """Whether any token may come next: it is not asked which, then."""
+        ...
+
     def allowed(self) -> BoolArray:
         """bool [vocab], at least one of them true: the end-of-text token where the answer may end.
         Asked again before `take` it says the same."""

@@ -71,9 +71,14 @@ class CallForm(ABC):
         self._tokenizer = tokenizer
 
     @property
+    def token_id(self) -> int | None:
+        """The mark that begins a call, where it is a token."""
+        return self._tokenizer.token_id(self.begin)
+
+    @property
     def has_token(self) -> bool:
-        """Whether the mark that begins a call is a token."""
-        return self._tokenizer.token_id(self.begin) is not None
+        """Whether it is one."""
+        return self.token_id is not None
 
     @property
     def marks(self) -> list[str]:
@@ -166,11 +171,11 @@ class TaggedCalls(CallForm):
         """See `CallForm`."""
         begin, end = self.mark(self.begin), self.mark(self.end)
         if self.has_raw_texts:
-            head, tail = literal(f"\n{FUNCTION}{tool.name}>\n"), literal(f"{FUNCTION_END}\n")
+            head, tail = literal(f"{FUNCTION}{tool.name}>\n"), literal(f"{FUNCTION_END}\n")
         else:
-            head = literal(f'\n{{"name": {json.dumps(tool.name)}, "arguments": ')
+            head = literal(f'{{"name": {json.dumps(tool.name)}, "arguments": ')
             tail = literal("}\n")
-        return f"{begin} {head} {arguments} {tail} {end}"
+        return f'{begin} ("\\n")? {head} {arguments} {tail} {end}'
 
     def several(self, one: str, is_single: bool) -> str:
         """See `CallForm`."""

@@ -9,24 +9,25 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 from llguidance import LLTokenizer
 
 from lowtide.config import ModelConfig
-from lowtide.core import BoolArray
 from lowtide.decode.request import Request
 from lowtide.errors import LowtideError, UnsupportedError, UsageError
 from lowtide.model_folder.tokenizer import Tokenizer, blamed
+from lowtide.parsing import has_thoughts, is_thinking
 from lowtide.parsing.channels import CALL, has_channels
 from lowtide.parsing.tools import Tool
+from lowtide.serve.call_mask import CallMask
+from lowtide.serve.errors import Refusal
 from lowtide.serve.grammar_chains import check_lark, check_schema
 from lowtide.serve.grammar_compiler import Compiled, GrammarCompiler
-from lowtide.serve.grammar_reasons import reason_of
+from lowtide.serve.grammar_mask import GrammarMask
 from lowtide.serve.grammar_text import (
     MAX_GRAMMAR_CHARS,
     AnswerForm,
@@ -34,6 +35,7 @@ from lowtide.serve.grammar_text import (
     check_depth,
     enforces_text,
     grammar_text,
+    openings,
 )
 
 
@@ -62,13 +64,15 @@ class Grammars:
         tool_choice: str = "auto",
         parallel_calls: bool = True,
         is_gone: threading.Event | None = None,
+        on_unguided: Callable[[str], None] = lambda reason: None,
     ) -> Request:
         """The request with a mask, or as it is where any answer will do; compiles meanwhile.
 
         tools: that may be called; tool_choice: auto, required, or the name of one that must be.
-        Arguments are of a tool's schema where it is `strict` or must be called. is_gone: once it is
-        set nothing is begun any more. Raises UsageError for what cannot be compiled within the
-        bounds, UnsupportedError for a diffusion model, QueueFull.
+        A call is of its tool's schema: where none need be made, from its beginning on. is_gone:
+        once it is set nothing is begun any more. on_unguided: told why calls that need not be made
+        are not held to their schemas. Raises UsageError for what cannot be compiled within the
+        bounds and must be, UnsupportedError for a diffusion model, QueueFull.
         """
         is_free = tool_choice in ("auto", "none")
         chosen = [t for t in tools if tool_choice in ("auto", "required", t.name)]
@@ -79,12 +83,68 @@ class Grammars:
             return request
         has_grammar = any(enforces_text(tokenizer, tool) for tool in chosen)
         if constraint is None and is_free and not is_strict and not has_grammar:
-            return request
+            if not chosen:
+                return request
+            try:
+                mask = self._call_mask(request, tokenizer, chosen, parallel_calls, is_gone)
+            except (LowtideError, Refusal) as error:
+                on_unguided(str(error))
+                return request
+            return replace(request, mask=mask)
         if request.params.ignore_eos:
             raise UsageError("ignore_eos goes on behind an answer's form: leave one of them out.")
-        called = [_as_enforced(tool, is_free) for tool in chosen]
-        wanted = AnswerForm(constraint, called, not is_free, not parallel_calls)
+        wanted = AnswerForm(constraint, chosen, not is_free, not parallel_calls)
+        lenient = [_as_enforced(tool, is_free) for tool in chosen]
+        if lenient != chosen:
+            try:
+                return self._masked(request, tokenizer, wanted, is_gone)
+            except (LowtideError, Refusal) as error:
+                wanted, reason = wanted._replace(tools=lenient), str(error)
+            masked = self._masked(request, tokenizer, wanted, is_gone)
+            on_unguided(reason)
+            return masked
+        return self._masked(request, tokenizer, wanted, is_gone)
+
+    def _masked(
+        self,
+        request: Request,
+        tokenizer: Tokenizer,
+        wanted: AnswerForm,
+        is_gone: threading.Event | None,
+    ) -> Request:
+        for tool in wanted.tools:
+            check_depth(tool.parameters, f"The schema of {tool.name!r:.80}")
         text = grammar_text(tokenizer, request.prompt, wanted)
+        compiled = self._compiled(text, wanted, is_gone)
+        return replace(request, mask=GrammarMask(compiled, self._config.vocab_size))
+
+    def _call_mask(
+        self,
+        request: Request,
+        tokenizer: Tokenizer,
+        tools: Sequence[Tool],
+        parallel_calls: bool,
+        is_gone: threading.Event | None,
+    ) -> CallMask:
+        """Raises UsageError for what cannot be compiled, Refusal where nothing can be."""
+        for tool in tools:
+            check_depth(tool.parameters, f"The schema of {tool.name!r:.80}")
+        wanted = AnswerForm(None, tools, False, not parallel_calls)
+        compiled = []
+        for opening in openings(tokenizer, tools, not parallel_calls):
+            made = self._compiled(opening.grammar, wanted, is_gone)
+            if made.refusal:
+                raise UsageError(made.refusal)
+            compiled.append((opening, made))
+        return CallMask(
+            tokenizer,
+            self._vocabulary(),
+            self._config.vocab_size,
+            compiled,
+            has_thoughts(tokenizer) and is_thinking(tokenizer, request.prompt),
+        )
+
+    def _compiled(self, text: str, wanted: AnswerForm, is_gone: threading.Event | None) -> Compiled:
         if len(text) > MAX_GRAMMAR_CHARS:
             raise UsageError(
                 f"The form and its tools make a grammar of {len(text)} characters; at most "
@@ -93,8 +153,7 @@ class Grammars:
         if not self._compiler.is_known(text):
             _check_chains(wanted)
             self._vocabulary()  # what is wrong with it is told here
-        compiled = self._compiler.compiled(text, is_gone)
-        return replace(request, mask=GrammarMask(compiled, self._config.vocab_size))
+        return self._compiler.compiled(text, is_gone)
 
     def _check(
         self, constraint: Constraint | None, choice: str, chosen: Sequence[Tool], is_strict: bool
@@ -114,8 +173,6 @@ class Grammars:
             )
         if asked and self._tokenizer is None:
             raise UnsupportedError(f"{', '.join(asked)}: this model has no tokenizer.")
-        for tool in chosen:
-            check_depth(tool.parameters, f"The schema of {tool.name!r:.80}")
 
     def _vocabulary(self) -> LLTokenizer:
         """llguidance's form of the tokenizer. Raises UnsupportedError or CheckpointError."""
@@ -142,37 +199,6 @@ class Grammars:
             )
         vocab_size = self._config.vocab_size
         return {"tokenizer": tokenizer.as_json(), "vocab_size": vocab_size, "ends": ends}
-
-
-class GrammarMask:
-    """Which tokens one answer may go on with: decoding's `TokenMask`.
-
-    failure: why the form could not be kept to, or "". The answer then ends.
-    """
-
-    def __init__(self, compiled: Compiled, vocab_size: int) -> None:
-        self._compiled, self._vocab_size = compiled, vocab_size  # held: its memory is counted
-        self._matcher = compiled.matcher()
-        self.failure = ""
-        self._note_failure()
-
-    def allowed(self) -> BoolArray:
-        """See `TokenMask`."""
-        bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
-        self._note_failure()
-        is_allowed: BoolArray = np.unpackbits(bits, count=self._vocab_size, bitorder="little").view(
-            np.bool_
-        )
-        return is_allowed
-
-    def take(self, token_id: int) -> None:
-        """See `TokenMask`."""
-        self._matcher.consume_token(token_id)
-        self._note_failure()
-
-    def _note_failure(self) -> None:
-        if not self.failure and self._matcher.is_error():
-            self.failure = reason_of(self._matcher.get_error())
 
 
 def check_kept(request: Request) -> None:

@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 from llguidance import regex_to_lark
@@ -33,7 +34,7 @@ from lowtide.parsing.channels import (
 from lowtide.parsing.inline_calls import THOUGHT_MARKS
 from lowtide.parsing.schema_types import ALL_KINDS, SchemaTypes
 from lowtide.parsing.tools import Tool
-from lowtide.parsing.xml_text import PARAMETER, PARAMETER_END
+from lowtide.parsing.xml_text import FUNCTION, FUNCTION_END, PARAMETER, PARAMETER_END
 from lowtide.serve.exact_integers import check_integers, without_inexact
 from lowtide.serve.quoted_lark import quoted_lark
 from lowtide.serve.text_pattern import text_pattern
@@ -159,6 +160,71 @@ class LarkText:
         return json.dumps({"grammars": [{"lark_grammar": lark}, *self._others]})
 
 
+class Opening(NamedTuple):
+    """How a call may begin in an answer that need not make one, and the grammar of that one call,
+    from there on.
+
+    mark: a token where `token_id` is given, else letters, and the grammar begins with the token
+    that the first of them is in. in_header: of a message in channels; elsewhere it is text.
+    """
+
+    mark: str
+    token_id: int | None
+    grammar: str
+    in_header: bool = False
+
+
+def openings(tokenizer: Tokenizer, tools: Sequence[Tool], is_single: bool) -> list[Opening]:
+    """All of a model's form of calls, of which each ends where other text may follow."""
+    if has_channels(tokenizer):
+        return [_header_opening(tokenizer, tools)]
+    form = call_form_of(tokenizer)
+    found = [_opening(form, tools, is_single)]
+    if form.bare_begin:
+        found.append(_bare_opening(form, tools))
+    return found
+
+
+def _opening(form: CallForm, tools: Sequence[Tool], is_single: bool) -> Opening:
+    lark, begin = LarkText(), form.mark(form.begin)
+    arguments = _raw_arguments if form.has_raw_texts else _json_arguments
+    ones = [form.one(tool, arguments(lark, tool)) for tool in tools]
+    if all(one.startswith(begin) for one in ones):  # each has its own mark
+        calls = begin + f"({' | '.join(one.removeprefix(begin) for one in ones)})"
+    else:
+        calls = form.several(lark.rule(" | ".join(ones)), is_single)
+    if form.has_token:
+        return Opening(form.begin, form.token_id, lark.whole(calls))
+    head = lark.rule(f"TEXT {begin}", "[lazy]")
+    return Opening(form.begin, None, lark.whole(head + calls.removeprefix(begin)))
+
+
+def _bare_opening(form: CallForm, tools: Sequence[Tool]) -> Opening:
+    """Where a model forgets the first mark."""
+    lark = LarkText()
+    head = lark.rule(f"TEXT {literal(FUNCTION)}", "[lazy]")
+    end = literal(FUNCTION_END)
+    ones = [
+        f"{literal(f'{tool.name}>' + chr(10))} {_raw_arguments(lark, tool)} {end}" for tool in tools
+    ]
+    return Opening(form.bare_begin, None, lark.whole(f"{head} ({' | '.join(ones)})"))
+
+
+def _header_opening(tokenizer: Tokenizer, tools: Sequence[Tool]) -> Opening:
+    """gpt-oss: the function stands in the header, before the channel or behind it."""
+    lark, to = LarkText(), f"to={FUNCTIONS}"
+    channel, constrain, message, call = (
+        _mark(tokenizer, mark) for mark in (CHANNEL, CONSTRAIN, MESSAGE, CALL)
+    )
+    rest = lark.rule(
+        f'({channel} ("commentary" | "analysis"))? '
+        f'((" ")? {constrain} ("json")? | " json" | " code" | " ")? {message}'
+    )
+    ones = [f"{literal(tool.name)} {rest} {_json_arguments(lark, tool)} {call}" for tool in tools]
+    head = lark.rule(f"TEXT {literal(to)}", "[lazy]")
+    return Opening(to, None, lark.whole(f"{head} ({' | '.join(ones)})"), in_header=True)
+
+
 def grammar_text(tokenizer: Tokenizer, prompt_ids: Sequence[int], wanted: AnswerForm) -> str:
     """The grammar of the answer to a prompt."""
     lark = LarkText()
@@ -279,13 +345,16 @@ _VALUE_END = literal(f"\n{PARAMETER_END}\n")
 _NO_END = rf"~/(.|\n)*\n{PARAMETER_END.replace('/', chr(92) + '/')}\n(.|\n)*/"
 
 
+def _mark(tokenizer: Tokenizer, text: str) -> str:
+    token_id = tokenizer.token_id(text)
+    return literal(text) if token_id is None else f"<[{token_id}]>"
+
+
 def _in_channels(lark: LarkText, tokenizer: Tokenizer, wanted: AnswerForm) -> str:
     """gpt-oss: analysis as long as it likes, then a call or the final message. The prompt ends with
     the beginning of a header."""
 
-    def mark(text: str) -> str:
-        token_id = tokenizer.token_id(text)
-        return literal(text) if token_id is None else f"<[{token_id}]>"
+    mark = partial(_mark, tokenizer)
 
     def message(header: str) -> str:
         return f"{mark(CHANNEL)} {literal(header)} {mark(MESSAGE)}"

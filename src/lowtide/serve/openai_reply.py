@@ -90,7 +90,8 @@ class OpenAIReply(abc.ABC, Generic[Body]):
         """All of an answer."""
 
     async def _streamed(self, pieces: AsyncGenerator[tuple[int, Piece], None]) -> Response:
-        return EventStream(self._events(pieces), lambda: event(self._object([self.choice(0)])))
+        parts, headers = self._events(pieces), self._disclosed()
+        return EventStream(parts, lambda: event(self._object([self.choice(0)])), headers=headers)
 
     async def _whole(self, pieces: AsyncGenerator[tuple[int, Piece], None]) -> Response:
         await self.prepare()
@@ -100,7 +101,11 @@ class OpenAIReply(abc.ABC, Generic[Body]):
         ends = [piece for answer in answers for piece in answer if isinstance(piece, Done)]
         pairs = zip(answers, ends, strict=True)
         choices = [self.whole_choice(index, *pair) for index, pair in enumerate(pairs)]
-        return json_response(self._object(choices, usage=usage_of(ends, self.body.n)))
+        whole = self._object(choices, usage=usage_of(ends, self.body.n))
+        return json_response(whole, self._disclosed())
+
+    def _disclosed(self) -> dict[str, str]:
+        return {name: text for ask in self.asks for name, text in ask.disclosed.items()}
 
     async def _events(
         self, pieces: AsyncGenerator[tuple[int, Piece], None]

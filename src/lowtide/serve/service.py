@@ -11,6 +11,7 @@ import asyncio
 import gc
 import logging
 import math
+import re
 import secrets
 import threading
 import time
@@ -62,6 +63,11 @@ SPARE_THREADS = 16
 IDLE_S = 2.0
 """Between two looks at the system's memory."""
 
+MAX_DISCLOSED = 400
+"""Characters of a header that says why calls are not held to their tools' schemas."""
+
+_NOT_SHOWN = re.compile(r"[^ -~]")
+
 _DRAIN_POLL_S = 0.05
 
 QUEUED_CONTEXTS = 8
@@ -75,7 +81,7 @@ class Ask:
     params: of one answer (`n` is 1). adds_special: whether the tokenizer adds to a text what it
     begins texts with. tool_choice: auto, none, required or a function's name.
     cut_to_room: `max_tokens` above the room is cut to it, not refused. parallel_calls: whether an
-    answer may make several calls.
+    answer may make several calls. disclosed: headers of the answer, complete with its first piece.
     """
 
     conversation: Conversation | None = None
@@ -89,6 +95,7 @@ class Ask:
     wants_progress: bool = False
     cut_to_room: bool = False
     parallel_calls: bool = True
+    disclosed: dict[str, str] = field(default_factory=dict, compare=False)
 
     @property
     def tools(self) -> tuple[Tool, ...]:
@@ -307,8 +314,18 @@ class Service:
             # Calls and thoughts have no stop strings: a reader that knows them, for the engine.
             test = CompletionTest(self._reader(ask, prompt_ids))
             request = replace(request, is_stopped=test)
+
+        def disclose(reason: str) -> None:
+            ask.disclosed["x-lowtide-unguided"] = _NOT_SHOWN.sub("?", reason)[:MAX_DISCLOSED]
+
         return self._grammars.applied(
-            request, ask.constraint, ask.tools, ask.tool_choice, ask.parallel_calls, is_gone
+            request,
+            ask.constraint,
+            ask.tools,
+            ask.tool_choice,
+            ask.parallel_calls,
+            is_gone,
+            disclose,
         )
 
     def _reader(self, ask: Ask, prompt_ids: Sequence[int]) -> AnswerPieces:

@@ -57,13 +57,12 @@ def answered(
 
     async def respond(pieces: AsyncGenerator[Piece, None]) -> Response:
         if is_streamed:
-            parts = _parts(pieces, writer, encoded)
-            return EventStream(parts, lambda: encoded(writer.ping()), media_type, headers)
+            parts, told = _parts(pieces, writer, encoded), {**headers, **ask.disclosed}
+            return EventStream(parts, lambda: encoded(writer.ping()), media_type, told)
         async for piece in pieces:
             writer.take(piece)
-        whole = writer.whole()
-        body = await _written(whole)
-        return Response(body, headers=headers, media_type="application/json")
+        body, told = await _written(writer.whole()), {**headers, **ask.disclosed}
+        return Response(body, headers=told, media_type="application/json")
 
     return WatchedAnswer(service.answer(ask), respond)
 
