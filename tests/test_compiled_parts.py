@@ -207,8 +207,9 @@ def test_a_format_s_own_parts_are_all_that_it_is_computed_with(
     nothing_loaded: None, stored: MatrixFormat, rounds_rows: bool
 ) -> None:
     torch.manual_seed(0)
-    asked = parts_of([stored], rounds_rows)
-    kernels = choose_kernels("auto", torch.bfloat16, rounds_rows=rounds_rows, formats=[stored])
+    rounded = frozenset((stored.name,) * rounds_rows)
+    asked = parts_of([stored], rounded)
+    kernels = choose_kernels("auto", torch.bfloat16, rounded=rounded, formats=[stored])
     assert {*library._loaded} == {*with_needed(asked), "core"}
     matrix = matrix_of(stored, (16, 2 * max(unit_of(stored), 128)))
     for num_rows in (1, 17, 40):
