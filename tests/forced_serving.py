@@ -158,6 +158,9 @@ class ForcedTokens:
         only[token_id] = True
         return only
 
+    def permits(self, token_id: int) -> bool:
+        return False
+
     def take(self, token_id: int) -> None:
         assert token_id == self._left.pop(0)
         if self._own is not None:

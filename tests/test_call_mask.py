@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -76,8 +76,22 @@ def test_free_before_a_call_and_behind_it(form: CallFormat) -> None:
     assert mask.is_free
 
 
+def permitted(mask: CallMask) -> list[int]:
+    """Of masks alone, and of tokens that are looked at one by one, as at temperature 0."""
+    found = [token for token in range(len(mask.allowed())) if mask.permits(token)]
+    return found or np.flatnonzero(mask.allowed()).tolist()
+
+
+def allowed(mask: CallMask) -> list[int]:
+    found: list[int] = np.flatnonzero(mask.allowed()).tolist()
+    return found
+
+
+@pytest.mark.parametrize("choices_of", [allowed, permitted])
 @pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
-def test_a_call_that_has_begun_is_of_its_tool_s_schema(form: CallFormat) -> None:
+def test_a_call_that_has_begun_is_of_its_tool_s_schema(
+    form: CallFormat, choices_of: Callable[[CallMask], list[int]]
+) -> None:
     """Whatever is drawn behind the mark."""
     call = form.text(("paint", {"colour": "red", "n": 2}))
     start = call[: begin_of(form, call)]
@@ -87,8 +101,7 @@ def test_a_call_that_has_begun_is_of_its_tool_s_schema(form: CallFormat) -> None
         for token in ids:
             mask.take(token)
         while not mask.is_free:
-            choices = np.flatnonzero(mask.allowed()).tolist()
-            ids.append(chance.choice(choices))
+            ids.append(chance.choice(choices_of(mask)))
             mask.take(ids[-1])
             assert len(ids) < 3000
         parser = parser_of(form.tokenizer, form.tokenizer.encode(form.prompt), TOOLS)

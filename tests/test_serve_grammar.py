@@ -600,6 +600,9 @@ class All:
     def allowed(self) -> BoolArray:
         return self.is_allowed
 
+    def permits(self, token_id: int) -> bool:
+        return bool(self.is_allowed[token_id])
+
     def take(self, token_id: int) -> None:
         self.taken.append(token_id)
 

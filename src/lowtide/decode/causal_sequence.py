@@ -12,7 +12,15 @@ from torch import Tensor
 
 from lowtide.core import PassRows, RowKind
 from lowtide.decode.penalties import has_penalties, penalise
-from lowtide.decode.request import Committed, Event, Finished, Prefill, Request, TokenLogprobs
+from lowtide.decode.request import (
+    Committed,
+    Event,
+    Finished,
+    Prefill,
+    Request,
+    TokenLogprobs,
+    TokenMask,
+)
 from lowtide.decode.sampling import ArgMax, Sampling, choose_next
 from lowtide.memory.kv_cache import KVRange
 
@@ -78,9 +86,15 @@ class CausalSequence:
         params, mask = self.request.params, self.request.mask
         raw = None if params.logprobs is None else logits.log_softmax(dim=-1)
         penalise(logits, self.tokens[: self.num_known], len(self.request.prompt), params)
-        if mask is not None and not mask.is_free:
+        if mask is not None and not mask.is_free and not self._is_permitted(logits, mask):
             logits.masked_fill_(torch.from_numpy(~mask.allowed()), -math.inf)
         return raw
+
+    def _is_permitted(self, logits: Tensor, mask: TokenMask) -> bool:
+        """Whether no more than the arg-max is asked, and it may come: a mask costs more."""
+        if self.sampling.temperature > 0:
+            return False
+        return mask.permits(int(logits.numpy().argmax()))
 
     def prefilled(self, stop: int) -> list[Event]:
         """After a pass up to position `stop`, with more known tokens to feed."""

@@ -33,6 +33,11 @@ class TokenMask(Protocol):
         Asked again before `take` it says the same."""
         ...
 
+    def permits(self, token_id: int) -> bool:
+        """Whether this one, which the model would choose, may come without `allowed` being asked;
+        it may also where that has another way to write the same text."""
+        ...
+
     def take(self, token_id: int) -> None:
         """The answer has gone on with this one."""
         ...

@@ -66,6 +66,10 @@ class CallMask:
             self._call = None
         return np.ones(self._vocab_size, np.bool_)
 
+    def permits(self, token_id: int) -> bool:
+        """See `TokenMask`."""
+        return self._call is None or self._call.fits(token_id)
+
     def take(self, token_id: int) -> None:
         """See `TokenMask`."""
         if self._call is None:

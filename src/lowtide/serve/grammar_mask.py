@@ -42,6 +42,14 @@ class GrammarMask:
         )
         return is_allowed
 
+    def permits(self, token_id: int) -> bool:
+        """See `TokenMask`: never, so that a text that is certain is written in its usual tokens."""
+        return False
+
+    def fits(self, token_id: int) -> bool:
+        """Whether a text of the grammar may go on with this token, usual or not."""
+        return self._matcher.validate_tokens([token_id]) == 1
+
     def take(self, token_id: int) -> None:
         """See `TokenMask`."""
         self._matcher.consume_token(token_id)
