@@ -140,3 +140,12 @@ REGEX_DOORS: Mapping[str, Callable[[str], tuple[str, Body]]] = {
     "chat, regex": lambda text: _chat(structured_outputs={"regex": text}),
     "responses, custom": lambda text: _custom("regex", text),
 }
+
+
+AUTO_DOORS: Mapping[str, Callable[[Body], tuple[str, Body]]] = {
+    "chat": lambda schema: _chat(tools=[{"type": "function", "function": _function(schema)}]),
+    "ollama": lambda schema: _ollama(tools=[{"type": "function", "function": _function(schema)}]),
+    "responses": lambda schema: _responses(tools=[{"type": "function", **_function(schema)}]),
+    "anthropic": lambda schema: _anthropic(tools=[{"name": "f", "input_schema": schema}]),
+}
+"""By which tools come that need not be called."""

@@ -21,6 +21,7 @@ import numpy as np
 import psutil
 import pytest
 from hostile_grammars import (
+    AUTO_DOORS,
     EXPRESSIONS,
     GRAMMARS_WITHOUT_A_CHAIN,
     LARK_DOORS,
@@ -274,6 +275,24 @@ def test_every_door_of_expressions(door: str, running: Running) -> None:
             path, body = REGEX_DOORS[door](text)
             assert client.post(path, json=body).status_code in (200, 400)
             assert canary_ids(client) == expected
+
+
+@pytest.mark.parametrize("is_streamed", [False, True])
+@pytest.mark.parametrize("door", AUTO_DOORS)
+def test_a_schema_that_need_not_be_kept_to_is_no_refusal(
+    door: str, is_streamed: bool, running: Running
+) -> None:
+    with running.client() as client:
+        for schema, reason in (
+            ({"properties": {"a": {"type": "string", "pattern": "(("}}}, "unclosed group"),
+            (schema_chain(300, SCHEMA_LINKS["items"]), "chain of 300 references"),
+            ({"properties": {"a": {"type": "string"}}}, ""),
+        ):
+            path, body = AUTO_DOORS[door](schema)
+            answer = client.post(path, json={**body, "stream": is_streamed})
+            assert answer.status_code == 200, answer.text
+            assert reason in answer.headers.get("x-lowtide-unguided", "")
+            assert bool(reason) == ("x-lowtide-unguided" in answer.headers)
 
 
 # through the socket
