@@ -126,12 +126,12 @@ class AsyncLLM(LoadedModel):
         raw: bool = False,
         template_options: Mapping[str, object] | None = None,
         add_special_tokens: bool = True,
-        most: int | None = None,
+        max_tokens: int | None = None,
     ) -> list[int]:
-        """As `LLM.token_ids`. most: a text of more tokens is not read to its end, and raises
+        """As `LLM.token_ids`. max_tokens: a text of more is not read to its end, and raises
         `TooManyTokens`, a UsageError."""
         return await asyncio.to_thread(
-            self._intake.token_ids, prompt, raw, template_options, add_special_tokens, most
+            self._intake.token_ids, prompt, raw, template_options, add_special_tokens, max_tokens
         )
 
     async def adopt_policy(

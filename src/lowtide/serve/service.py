@@ -219,11 +219,11 @@ class Service:
             if ask.conversation is not None:
                 # In a thread: calls' arguments are parsed.
                 messages, options = await asyncio.to_thread(_rendered_with, ask)
-                return await self.llm.token_ids(messages, template_options=options, most=most)
+                return await self.llm.token_ids(messages, template_options=options, max_tokens=most)
             if ask.prompt is None:
                 raise UsageError("There is neither a conversation nor a prompt.")
             return await self.llm.token_ids(
-                ask.prompt, raw=True, add_special_tokens=ask.adds_special, most=most
+                ask.prompt, raw=True, add_special_tokens=ask.adds_special, max_tokens=most
             )
         except TooManyTokens as error:
             wanted = ask.params.max_tokens or 1
