@@ -259,6 +259,8 @@ def test_ids_of_pieces_are_those_of_the_whole(
     whole = vocabulary._backend.encode(text, add_special_tokens=add_special).ids
     if add_special and vocabulary._begins_texts and whole[1:2] == whole[:1]:
         del whole[0]
+    most = vocabulary._pieces.most_chars(len(whole))
+    assert most is None or len(text) < most
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tokenizer, "PIECE_CHARS", len(text))
         places = vocabulary.places(text, add_special=add_special)

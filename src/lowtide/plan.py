@@ -213,6 +213,8 @@ class MemoryPlan:
     grammars_bytes: int = 0
     """Of a served model that grammars can guide: the most that the process holds which tries them,
     a twentieth or so between requests."""
+    texts_bytes: int = 0
+    """Of a served model: the most that its process takes beside it while texts are tokenised."""
 
     @property
     def budget_bytes(self) -> int:
@@ -285,6 +287,8 @@ def plan_facts(plan: MemoryPlan) -> str:
     sizes.append(f"process outside the budget {format_size(plan.overhead_bytes)}")
     if plan.grammars_bytes:
         sizes.append(f"another that tries grammars at most {format_size(plan.grammars_bytes)}")
+    if plan.texts_bytes:
+        sizes.append(f"the longest texts at most {format_size(plan.texts_bytes)} as they are read")
     context = f"context {plan.context} tokens"
     if plan.elastic_tokens:
         context += (

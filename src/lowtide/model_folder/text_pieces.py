@@ -1,6 +1,6 @@
 """Where a long text can be cut so that the ids of its pieces are the ids of the whole.
 
-A tokenizer takes some 350 bytes for each byte of a text while it works. `TextPieces` cuts where its
+A tokenizer takes `WORK_BYTES` for each byte of a text while it works. `TextPieces` cuts where its
 own rule for words always does, whatever stands around: between a letter or digit and the space or
 punctuation behind it. Rules that it does not know are cut nowhere.
 """
@@ -16,6 +16,9 @@ import tokenizers
 from tokenizers import models
 
 from lowtide.model_folder.byte_level_files import byte_alphabet
+
+WORK_BYTES = 350
+"""What a tokenizer takes for each byte of a text while it works, as measured."""
 
 PIECE_CHARS = 16 << 10
 """Of a piece, where a text can be cut: at most 64 KiB in UTF-8."""
@@ -78,6 +81,12 @@ class TextPieces:
         """Return a number of tokens that the text has at least; 0 where none is known."""
         most = self._bytes_of_token
         return 0 if most is None else len(text) // most
+
+    def most_chars(self, num_tokens: int) -> int | None:
+        """Return a number of characters that more than `num_tokens` tokens certainly are for; None
+        where none is known."""
+        most = self._bytes_of_token
+        return None if most is None else (num_tokens + 1) * most
 
     @property
     def is_known(self) -> bool:

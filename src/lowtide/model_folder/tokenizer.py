@@ -31,7 +31,7 @@ from lowtide.model_folder.byte_level_files import (
 )
 from lowtide.model_folder.chat_messages import Message
 from lowtide.model_folder.chat_template import MAX_TEXT_CHARS, ChatTemplates, read_templates
-from lowtide.model_folder.text_pieces import PIECE_CHARS, TextPieces
+from lowtide.model_folder.text_pieces import PIECE_CHARS, WORK_BYTES, TextPieces
 from lowtide.model_folder.text_stream import TextStream, is_local, steps_of, with_valid_bytes
 
 TOKENIZER_NAME = "tokenizer.json"
@@ -181,6 +181,13 @@ class Tokenizer:
             # A batch of one: `encode` keeps Python's lock, so that no other thread runs meanwhile.
             [found] = self._backend.encode_batch([text], add_special_tokens=add_special)
         return found
+
+    def work_bytes(self, num_bytes: int, num_tokens: int) -> int:
+        """Return what texts of `num_bytes` may take while they are encoded, of which at most
+        `num_tokens` are wanted: one without a place to cut, and pieces of others."""
+        most = self._pieces.most_chars(num_tokens)
+        whole = num_bytes if most is None else min(num_bytes, most * 4)
+        return (whole + MAX_TURNS * 4 * PIECE_CHARS) * WORK_BYTES
 
     @cached_property
     def _pieces(self) -> TextPieces:

@@ -40,6 +40,7 @@ from lowtide.serve.frames import frame_of
 from lowtide.serve.grammar import Grammars, check_kept
 from lowtide.serve.grammar_compiler import CHILD_BYTES
 from lowtide.serve.grammar_text import Constraint
+from lowtide.serve.guard import MAX_BODY_BYTES
 from lowtide.serve.request_log import Served
 from lowtide.serve.settings import ServeSettings
 from lowtide.serve.sse import PING_S
@@ -429,9 +430,16 @@ def _check_is_not_begun(conversation: Conversation) -> None:
 
 
 def served_plan(llm: AsyncLLM) -> MemoryPlan:
-    """The plan of a model, and of the process beside it that tries grammars."""
-    can_guide = llm.tokenizer is not None and not llm.config.is_diffusion
-    return replace(llm.plan, grammars_bytes=CHILD_BYTES if can_guide else 0)
+    """The plan of a model, and what serving it takes beside: for the process that tries grammars,
+    and for texts as they are tokenised."""
+    if llm.tokenizer is None:
+        return llm.plan
+    context = min(llm.plan.context, llm.config.max_positions)
+    return replace(
+        llm.plan,
+        grammars_bytes=0 if llm.config.is_diffusion else CHILD_BYTES,
+        texts_bytes=llm.tokenizer.work_bytes(MAX_BODY_BYTES, context),
+    )
 
 
 def name_of(model: str) -> str:
