@@ -309,3 +309,10 @@ def test_no_circle_of_imports_at_run_time() -> None:
 def test_circles_are_groups_that_reach_each_other() -> None:
     imports = {"a": {"b"}, "b": {"c", "d"}, "c": {"a"}, "d": {"e"}, "e": {"d"}, "f": {"a"}}
     assert house.circles(imports) == [["a", "b", "c"], ["d", "e"]]
+
+
+def test_an_installation_builds_kernels_without_any_other_package() -> None:
+    """setup.py imports what compiles them, in an environment that has setuptools alone."""
+    blocked = "import sys; sys.modules.update(dict.fromkeys(['numpy', 'torch', 'psutil']))"
+    done = python("-c", f"{blocked}; import lowtide.kernels.cpu.library")
+    assert done.returncode == 0, done.stderr

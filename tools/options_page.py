@@ -45,7 +45,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import TypedDict
 
-from lowtide.core import Progress
+from lowtide.progress import Progress
 from lowtide.params import DiffusionParams
 '''
 

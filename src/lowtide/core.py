@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -19,15 +19,6 @@ IntArray = NDArray[np.int64]
 BoolArray = NDArray[np.bool_]
 FloatArray = NDArray[np.float64]
 WeightArray = NDArray[np.float32]
-
-Progress = Callable[[str, int, int], None]
-"""Called with what is being done, the units done (bytes, passes) and the units in all. What stands
-behind a ": " changes as it goes, and says these numbers in words of its own."""
-
-
-def no_progress(what: str, done: int, total: int) -> None:
-    """The `Progress` that shows nothing."""
-
 
 NOTHING: Mapping[Any, Any] = MappingProxyType({})
 """A mapping that is empty and stays so, as a default."""

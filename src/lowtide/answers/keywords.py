@@ -9,8 +9,8 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import TypedDict
 
-from lowtide.core import Progress
 from lowtide.params import DiffusionParams
+from lowtide.progress import Progress
 
 
 class ModelKeywords(TypedDict, total=False):

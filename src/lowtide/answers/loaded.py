@@ -22,7 +22,6 @@ from lowtide.answers.keywords import AnswerKeywords, ModelKeywords
 from lowtide.answers.opening import intake_of, opened_model
 from lowtide.answers.progress_line import LoadingLine, is_watched
 from lowtide.config import ModelConfig, format_size
-from lowtide.core import Progress
 from lowtide.decode.prompts import Messages, Prompt, TokenIds, is_chat, listed, one_text_of_ids
 from lowtide.decode.request import Finished, Request
 from lowtide.engine.opening.config import EngineConfig
@@ -41,6 +40,7 @@ from lowtide.option import check_int
 from lowtide.params import SamplingParams, listed_params, with_keywords
 from lowtide.parsing.answer_pieces import with_stop_test
 from lowtide.plan import MemoryPlan
+from lowtide.progress import Progress
 
 
 def _signature() -> inspect.Signature:

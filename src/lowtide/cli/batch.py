@@ -24,9 +24,9 @@ from lowtide.cli.opening import open_async
 from lowtide.cli.options import Settings
 from lowtide.cli.screen import ProgressBars, can_redraw, stderr_console
 from lowtide.cli.serve import check_extra
-from lowtide.core import Progress
 from lowtide.errors import StorageError, UsageError
 from lowtide.option import Group
+from lowtide.progress import Progress
 from lowtide.serve.batch_files import Asked, AskedLines, Results, Stream
 
 TOLD_EVERY_S = 60.0

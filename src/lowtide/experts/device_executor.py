@@ -12,7 +12,7 @@ from functools import partial
 import numpy as np
 from torch import Tensor
 
-from lowtide.core import Costs, Facts, IntArray, Moves, Progress
+from lowtide.core import Costs, Facts, IntArray, Moves
 from lowtide.experts.device import ExpertGroup
 from lowtide.experts.device_tier import DeviceTier
 from lowtide.experts.host_executor import HostExpertExecutor, HostTile
@@ -21,6 +21,7 @@ from lowtide.experts.policy_facts import HostInputs, demand_of
 from lowtide.experts.rows import ExpertBuffers, ExpertRows, LayerCall
 from lowtide.experts.work import Plan, Tile, Work
 from lowtide.policies.decision import Policies
+from lowtide.progress import Progress
 from lowtide.threads.event import WAIT_LIMIT_S, Event
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from lowtide.core import Costs, Facts, IntArray, Progress, Step, StepKind
+from lowtide.core import Costs, Facts, IntArray, Step, StepKind
 from lowtide.experts.away_time import AwayTime
 from lowtide.experts.device import Device
 from lowtide.experts.early_gate import EarlyGate
@@ -24,6 +24,7 @@ from lowtide.experts.rows import LayerCall, is_long
 from lowtide.memory.pinned_copies import to_host
 from lowtide.policies.decision import Policies
 from lowtide.policies.prefetch import Ahead, Prefetch
+from lowtide.progress import Progress
 
 _START = Step(StepKind.PREFILL, 0)
 _MAX_COUNTS = 64  # kept until they are added up together: small operators cost a launch each

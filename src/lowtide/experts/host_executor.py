@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lowtide.core import Costs, Facts, IntArray, Moves, Progress
+from lowtide.core import Costs, Facts, IntArray, Moves
 from lowtide.experts.at_once import ExpertsAtOnce
 from lowtide.experts.compiled_residents import CompiledResidents
 from lowtide.experts.host_reads import HostReads
@@ -30,6 +30,7 @@ from lowtide.experts.work import Plan, Tile, Work
 from lowtide.kernels.layer_parts import ExpertParts
 from lowtide.kernels.reference import Kernels
 from lowtide.policies.decision import Policies
+from lowtide.progress import Progress
 from lowtide.threads.event import WAIT_LIMIT_S
 from lowtide.threads.executor import Executor
 from lowtide.threads.executor import Work as Call

@@ -15,13 +15,14 @@ from time import monotonic
 
 import numpy as np
 
-from lowtide.core import NO_MOVES, Demand, Facts, IntArray, Moves, Progress, Step
+from lowtide.core import NO_MOVES, Demand, Facts, IntArray, Moves, Step
 from lowtide.errors import DeviceError, LowtideError, StorageError, UsageError
 from lowtide.experts.read_ahead import LateReads, PendingRead, ReadAhead
 from lowtide.experts.slots import ExpertSlots, SlotLedger
 from lowtide.experts.stats import HostStats
 from lowtide.experts.transfer import Transfer
 from lowtide.policies.decision import Policies
+from lowtide.progress import Progress
 from lowtide.reading.file_reader import Ticket, read_stalled
 from lowtide.threads.event import INTERRUPT_POLL_S, WAIT_LIMIT_S, Event
 

@@ -18,7 +18,7 @@ from typing import Protocol
 import numpy as np
 from torch import Tensor
 
-from lowtide.core import Demand, Facts, IntArray, MoEShape, Moves, Progress, Step, no_progress
+from lowtide.core import Demand, Facts, IntArray, MoEShape, Moves, Step
 from lowtide.experts.compiled_residents import CompiledResidents
 from lowtide.experts.device_executor import DeviceExpertExecutor
 from lowtide.experts.host_executor import HostExpertExecutor
@@ -31,6 +31,7 @@ from lowtide.kernels.layer_parts import ExpertParts
 from lowtide.policies.decision import Decision, Policies
 from lowtide.policies.lending import ExpertUse
 from lowtide.policies.receipt import Receipt
+from lowtide.progress import Progress, no_progress
 
 
 class Observer(Protocol):

@@ -9,7 +9,6 @@ from collections.abc import Iterable
 
 import torch
 
-from lowtide.core import Progress, no_progress
 from lowtide.errors import StorageError, UnsupportedError
 from lowtide.formats import MatrixFormat
 from lowtide.formats.convert import Pack, pack
@@ -21,6 +20,7 @@ from lowtide.kernels.cpu.packed import PackedOperators, parts_of
 from lowtide.kernels.cpu.packing import CompiledPacking
 from lowtide.kernels.cpu.sources import CORE, DECISIONS, PACKING
 from lowtide.kernels.reference import REFERENCE, Kernels
+from lowtide.progress import Progress, no_progress
 
 _log = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from lowtide.core import Progress, hit_rate, no_progress
+from lowtide.core import hit_rate
 from lowtide.decode.prompts import Prompt
 from lowtide.decode.request import Prefill
 from lowtide.engine.opening.config import EngineConfig
@@ -33,6 +33,7 @@ from lowtide.lab.verify import NUM_PROMPT_TOKENS, random_prompt
 from lowtide.llm import LLM, plan_model
 from lowtide.params import SamplingParams
 from lowtide.plan import MemoryPlan, SpeedRange
+from lowtide.progress import Progress, no_progress
 
 DEFAULT_SHARE = 0.5
 """The share of experts that are resident where no budget is given."""

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
-from lowtide.core import FloatArray, IntArray, Progress, Step, no_progress
+from lowtide.core import FloatArray, IntArray, Step
 from lowtide.errors import UsageError
 from lowtide.experts.rows import Routing
 from lowtide.experts.runtime import ExpertObserver, Observer
@@ -35,6 +35,7 @@ from lowtide.memory.workspace import Workspace
 from lowtide.model_folder.tokenizer import NO_TOKENIZER
 from lowtide.params import SamplingParams
 from lowtide.policies.prefetch import Gate
+from lowtide.progress import Progress, no_progress
 from lowtide.replay.calibration import GATES, TOP_SIZES, Calibration, GateAccuracy
 from lowtide.replay.simulator import calibrate as count_activations
 from lowtide.replay.trace import Trace, TraceShape

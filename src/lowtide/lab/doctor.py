@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from lowtide.core import MoEShape, Progress, no_progress
+from lowtide.core import MoEShape
 from lowtide.devices.cuda import CudaDevice
 from lowtide.devices.emulated import EmulatedDevice
 from lowtide.devices.emulated_speeds import emulated_speeds
@@ -47,6 +47,7 @@ from lowtide.memory.arena import Arena
 from lowtide.memory.pinned import PinnedMemory
 from lowtide.model_folder.checkpoint import Checkpoint
 from lowtide.params import DiffusionParams, SamplingParams
+from lowtide.progress import Progress, no_progress
 from lowtide.reading.file_reader import FileReader
 from lowtide.threads.executor import HostExecutor
 

@@ -19,7 +19,6 @@ from typing import NamedTuple
 import numpy as np
 
 from lowtide.config.quantisation import PACKED_METHOD
-from lowtide.core import Progress, no_progress
 from lowtide.engine.opening.config import EngineConfig
 from lowtide.engine.opening.model import OpenModel, open_model
 from lowtide.engine.opening.weight_formats import QUANTISED
@@ -35,6 +34,7 @@ from lowtide.lab.safetensors_writer import OutputTensor, SafetensorsWriter
 from lowtide.model_folder.chat_template import TOOL_TEMPLATE_NAME
 from lowtide.model_folder.checkpoint import INDEX_NAME, Checkpoint, TensorEntry
 from lowtide.plan import OWN_FORMAT
+from lowtide.progress import Progress, no_progress
 from lowtide.reading.file_reader import AnyRead, ArrayRead, FileReader, Piece, Read, Ticket
 from lowtide.schemas import model_schema
 from lowtide.schemas.packed import BYTES_DTYPE, packed_name, packed_shape

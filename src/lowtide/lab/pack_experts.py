@@ -10,7 +10,6 @@ from pathlib import Path
 
 import numpy as np
 
-from lowtide.core import Progress, no_progress
 from lowtide.engine.opening.config import EngineConfig
 from lowtide.engine.opening.model import OpenModel, open_model
 from lowtide.errors import StorageError, UsageError
@@ -20,6 +19,7 @@ from lowtide.lab.pack import AS_IS, in_order
 from lowtide.lab.safetensors_writer import OutputTensor, SafetensorsWriter
 from lowtide.model_folder.checkpoint import Checkpoint
 from lowtide.model_folder.gguf_file import is_gguf
+from lowtide.progress import Progress, no_progress
 from lowtide.reading.by_expert import (
     BORDER_BYTES,
     SOURCE,

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lowtide.core import Progress, hit_rate
+from lowtide.core import hit_rate
 from lowtide.engine.opening.config import EngineConfig
 from lowtide.engine.opening.model import OpenModel, open_model
 from lowtide.engine.running.forcing import ForcedRun
@@ -37,6 +37,7 @@ from lowtide.model_folder.tokenizer import Tokenizer
 from lowtide.params import SamplingParams
 from lowtide.plan import AUTO_FORMAT, OWN_FORMAT, MemoryPlan
 from lowtide.policies.receipt import Receipt
+from lowtide.progress import Progress
 
 SPEED_PROMPT_TOKENS = 64
 

@@ -21,7 +21,7 @@ import numpy as np
 from torch import Tensor
 
 from lowtide.config import ModelConfig
-from lowtide.core import FloatArray, IntArray, Progress
+from lowtide.core import FloatArray, IntArray
 from lowtide.decode.forced import ForcedText
 from lowtide.errors import PlanError, UsageError
 from lowtide.lab.quality_questions import ChoiceQuestion
@@ -29,6 +29,7 @@ from lowtide.lab.quality_scores import Estimate
 from lowtide.lab.quality_text import encode, nested_masks
 from lowtide.llm import LLM
 from lowtide.model_folder.tokenizer import Tokenizer
+from lowtide.progress import Progress
 
 NUM_MASKS = 4
 

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from lowtide.core import NOTHING, Progress, no_progress
+from lowtide.core import NOTHING
 from lowtide.errors import CheckpointError, ConfigError, HubError, UsageError
 from lowtide.files.json_file import meant, shown
 from lowtide.model_folder.demos import DEMO_FOLDER, DEMO_NAMES, OLD_DEMO_NAMES
@@ -45,6 +45,7 @@ from lowtide.model_folder.hub_reference import HubReference, parse
 from lowtide.model_folder.hub_requests import brief
 from lowtide.model_folder.missing_model import is_path, no_file_told, no_model_told
 from lowtide.model_folder.ollama_names import ollama_told
+from lowtide.progress import Progress, no_progress
 
 _log = logging.getLogger(__name__)
 

@@ -20,7 +20,6 @@ from threading import Event, Lock
 from typing import BinaryIO
 
 from lowtide.config import format_size
-from lowtide.core import Progress, no_progress
 from lowtide.errors import HubError
 from lowtide.files.json_file import shown
 from lowtide.model_folder.checkpoint import INDEX_NAME, SINGLE_NAME
@@ -32,6 +31,7 @@ from lowtide.model_folder.hub_cache import (
 )
 from lowtide.model_folder.hub_model import NUM_CONNECTIONS, HubModel, is_small
 from lowtide.model_folder.hub_requests import NotWhole, Stopped, failure, file_part
+from lowtide.progress import Progress, no_progress
 
 _READ_BYTES = 8 << 20
 

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lowtide.core import NOTHING, Progress, align_up
+from lowtide.core import NOTHING, align_up
 from lowtide.errors import InternalError
 from lowtide.formats import MatrixFormat, format_of
 from lowtide.formats.arranged import Arranged
@@ -18,6 +18,7 @@ from lowtide.formats.plain import plain_format
 from lowtide.kernels.operands import Matrix
 from lowtide.memory.arena import Arena
 from lowtide.model_folder.checkpoint import TensorEntry
+from lowtide.progress import Progress
 from lowtide.reading.file_reader import (
     AnyRead,
     ArrayRead,

@@ -10,11 +10,11 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from lowtide.core import Progress
 from lowtide.errors import CheckpointError, StorageError
 from lowtide.formats import MatrixFormat, formats
 from lowtide.formats.convert import convert
 from lowtide.model_folder.checkpoint import Checkpoint, StoredPart, TensorEntry
+from lowtide.progress import Progress
 
 _CHECK_BYTES = 8 << 20
 

@@ -19,9 +19,9 @@ from typing import Any, Protocol
 from starlette.types import ASGIApp, Message
 
 from lowtide.async_llm import AsyncLLM
-from lowtide.core import Progress
 from lowtide.errors import InternalError
 from lowtide.params import MAX_SEED
+from lowtide.progress import Progress
 from lowtide.serve.app import build_app
 from lowtide.serve.batch_files import ROUTES, Asked, AskedLines, is_error
 from lowtide.serve.openai_fields import MAX_ANSWERS, new_id

@@ -19,8 +19,8 @@ import ray
 import ray.data
 
 from lowtide.async_llm import AsyncLLM
-from lowtide.core import Progress
 from lowtide.errors import InternalError
+from lowtide.progress import Progress
 from lowtide.serve.batch import MAX_AT_ONCE, Answerer, Sink, answering, default_at_once
 from lowtide.serve.batch_files import Asked, AskedLines, is_error
 from lowtide.serve.ray_share import Share, node_resources, share_of, with_own_cores

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from lowtide.core import Progress, Reuse, no_progress
+from lowtide.core import Reuse
 from lowtide.engine.opening.device_choice import check_device, resolve_device
 from lowtide.engine.opening.option_checks import check_cache
 from lowtide.engine.opening.weight_formats import FormatWishes
@@ -20,6 +20,7 @@ from lowtide.option import Group, check_options, option
 from lowtide.params import MAX_SEED
 from lowtide.plan import AUTO_FORMAT, INT8_ROWS, OWN_FORMAT
 from lowtide.policies.presets import check_policy
+from lowtide.progress import Progress, no_progress
 from lowtide.threads.cores import Cores, parse_cores
 
 MAX_PASS_ROWS = 512

@@ -21,11 +21,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple, Self
 
-from lowtide.core import Progress, no_progress
 from lowtide.errors import StorageError
 from lowtide.files.folders import cache_folder
 from lowtide.kernels.cpu.compiler import FLAGS, POLL_S, Running, find_compiler, run, version_of
 from lowtide.kernels.cpu.sources import PACKED, ROUNDED, Digests, Part
+from lowtide.progress import Progress, no_progress
 
 _LIMIT_S = 120.0  # of a file
 _WHEEL_LIMIT_S = 900.0  # the same: no answer waits, and other builds may have the cores

@@ -13,7 +13,6 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from lowtide.core import Progress, no_progress
 from lowtide.errors import InternalError, UnsupportedError
 from lowtide.kernels.cpu.building import build_libraries, kept_libraries, library_name
 from lowtide.kernels.cpu.sources import (
@@ -25,6 +24,7 @@ from lowtide.kernels.cpu.sources import (
     part,
     with_needed,
 )
+from lowtide.progress import Progress, no_progress
 
 _loaded: dict[str, ctypes.CDLL] = {}  # parts of this process, by name
 _loading = threading.Lock()
