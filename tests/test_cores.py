@@ -42,15 +42,36 @@ def test_a_list_is_read_as_linux_writes_one(cpus: set[int]) -> None:
 
 @pytest.mark.parametrize(
     "given",
-    ["", "0", 0, -1, True, "a", "1,", "3-", "-3", "0-99999999", "1-2-3", [], [0.5], {}, 1.5],
+    [
+        *(
+            "",
+            "0",
+            "a",
+            "1,",
+            "3-",
+            "-3",
+            "0-99999999",
+            "1-2-3",
+            "+4",
+            "0_1",
+            "4.0",
+            "٤",
+            "9" * 5000,
+        ),
+        *(0, -1, True, 1.5, 10**5000, {}, [], [0.5], [-1], [10**5000]),
+    ],
+    ids=lambda given: type(given).__name__,
 )
 def test_what_is_no_cores_is_refused(given: object) -> None:
     with pytest.raises(UsageError, match="cores"):
         parse_cores(given)
 
 
-def test_a_range_may_be_one_core() -> None:
-    assert parse_cores("3-3") == {3} and parse_cores("3") == 3
+@pytest.mark.parametrize("around", ["", " ", "\n", "\t "])
+def test_a_range_may_be_one_core(around: str) -> None:
+    assert parse_cores(f"{around}3-3{around}") == {3}
+    assert parse_cores(f"{around}3{around}") == 3
+    assert parse_cores(f"0,{around}2-3{around}") == {0, 2, 3}
 
 
 @needs_two

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import operator
 import os
+import re
 import socket
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
@@ -30,19 +31,21 @@ MAX_CPUS = 1 << 16
 CPU_FOLDER = Path("/sys/devices/system/cpu")
 _TASKS = Path("/proc/self/task")
 
+# int() reads more than that: +4, 0_1, ٤.
+_NUMBER = re.compile(r"[0-9]{1,9}")
+_RANGE = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?")
+
 _kept: tuple[Cores, list[socket.socket]] | None = None  # of the process, for its life
 
 
 def parse_cores(given: object) -> Cores:
     """Read a number of cores, or a list of them: `4`, `0,2-3`, [0, 2, 3]. Raises UsageError."""
-    if isinstance(given, str) and given.isascii() and given.isdecimal():
+    if isinstance(given, str) and _NUMBER.fullmatch(given.strip()):
         given = int(given)
     if isinstance(given, int) and not isinstance(given, bool):
         if 0 < given < MAX_CPUS:
             return given
-        raise UsageError(
-            f"cores {given} is no number of cores; the core {given} alone is {given}-{given}."
-        )
+        raise UsageError(f"cores {shown(given)} is no number of cores; 3-3 is the core 3 alone.")
     try:
         if isinstance(given, str):
             return siblings_of(given)
@@ -79,9 +82,15 @@ def keep_to(cores: Cores) -> None:
         raise UsageError(
             f"cores {_shown(cores)}: this process may use {_shown(frozenset(usable))} only."
         )
-    for task in _TASKS.iterdir():
-        with suppress(ProcessLookupError):  # a thread that has ended meanwhile
-            os.sched_setaffinity(int(task.name), taken)
+    try:
+        for task in _TASKS.iterdir():
+            with suppress(ProcessLookupError):  # a thread that has ended meanwhile
+                os.sched_setaffinity(int(task.name), taken)
+    except OSError as error:  # no /proc, or a sandbox that lets no thread be moved
+        raise UsageError(
+            f"cores {_shown(cores)}: the system keeps no threads to cores here "
+            f"({error.strerror}); leave cores out."
+        ) from error
     _kept = cores, claims
 
 
@@ -100,9 +109,9 @@ def by_core(usable: Iterable[int], folder: Path = CPU_FOLDER) -> list[frozenset[
 
 def siblings_of(text: str) -> frozenset[int]:
     """Read the numbers in a text such as `0,8` or `0-1`. Raises ValueError."""
-    ranges = [part.partition("-") for part in text.split(",")]
-    bounds = [(int(low), int(high if dash else low)) for low, dash, high in ranges]
-    if any(not 0 <= low <= high < MAX_CPUS for low, high in bounds):
+    found = [_RANGE.fullmatch(part.strip()) for part in text.split(",")]
+    bounds = [(int(each[1]), int(each[2] or each[1])) for each in found if each]
+    if len(bounds) < len(found) or any(not low <= high < MAX_CPUS for low, high in bounds):
         raise ValueError(f"no numbers of CPUs: {text!r:.80}")
     return frozenset().union(*(range(low, high + 1) for low, high in bounds))
 
