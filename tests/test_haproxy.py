@@ -178,6 +178,35 @@ def test_what_bodies_say_comes_before_their_words(running: Site, kind: str) -> N
     assert found == {0, 1}
 
 
+@pytest.mark.parametrize("role", ["system", "developer"])
+@pytest.mark.parametrize("has_parts", [False, True])
+def test_input_items_stay_by_the_first_of_the_user(
+    running: Site, role: str, has_parts: bool
+) -> None:
+    """What all conversations begin with sends none to a server of its own choice."""
+    servers, found = [url for _, url, _ in running.servers], set()
+
+    def item(role: str, text: str) -> dict[str, Any]:
+        parts = [{"type": "input_text", "text": text}]
+        return {"role": role, "content": parts if has_parts else text}
+
+    with httpx.Client(base_url=running.url, timeout=LIMIT_S) as asked:
+        for number in range(8):
+            items = [item(role, "You sort numbers."), item("user", f"{number} + 5")]
+            places = {
+                where(
+                    asked,
+                    servers,
+                    url="/v1/responses",
+                    json={"input": [*items, *more], "max_output_tokens": 2},
+                )
+                for more in ([], [item("assistant", "7"), item("user", "8 + 9")])
+            }
+            assert len(places) == 1
+            found |= places
+    assert found == {0, 1}
+
+
 def test_a_large_body_is_looked_at_whole(running: Site) -> None:
     """300 kB of tools before the message that tells whose the conversation is."""
     servers = [url for _, url, _ in running.servers]
