@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import random
 import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing
@@ -26,13 +28,16 @@ from whole import wait_until
 
 from lowtide import AsyncLLM
 from lowtide.cli.app import app
+from lowtide.cli.batch import _signals
 from lowtide.errors import LowtideError, StorageError, UsageError
 from lowtide.serve import batch as answering_module
 from lowtide.serve.batch import Answerer, answer_all, answering
-from lowtide.serve.batch_files import AskedLines, Results, is_error
+from lowtide.serve.batch_files import Asked, AskedLines, Results, Stream, is_error
+from lowtide.serve.service import Service
 
 DEMO = "demo:autoregressive"
 FLOAT32 = ("--dtype", "float32")  # whose words are the same in any company
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 CHAT, TEXT, ITEMS = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 
 
@@ -138,13 +143,73 @@ def test_shards_are_the_whole_in_other_files(tmp_path: Path) -> None:
     assert list(answers(tmp_path / "whole.jsonl")) == [f"n{number}" for number in range(11)]
 
 
+def test_sorting_keeps_the_answers_of_other_shards(tmp_path: Path) -> None:
+    source, target = written(tmp_path / "in.jsonl", sums(7)), tmp_path / "out.jsonl"
+    for index in (2, 1):
+        result = batch("-i", source, "-o", target, "--shard", f"{index}/2", "--in-order")
+        assert result.exit_code == 0, result.output
+    assert list(answers(target)) == [f"n{number}" for number in range(7)]
+
+
 def test_standard_input_and_output(tmp_path: Path) -> None:
-    lines = "".join(json.dumps(each) + "\n" for each in sums(4))
-    result = batch("-i", "-", "-o", "-", input=lines)
+    lines = "".join(json.dumps(each) + "\n" for each in sums(9))
+    result = batch("-i", "-", "-o", "-", "--in-order", input=lines)
     assert result.exit_code == 0, result.output
-    assert {json.loads(each)["custom_id"] for each in result.stdout.splitlines()} == {
-        f"n{number}" for number in range(4)
-    }
+    found = [json.loads(each)["custom_id"] for each in result.stdout.splitlines()]
+    assert found == [f"n{number}" for number in range(9)]
+
+
+@given(order=st.permutations(range(6)), num_done=st.integers(0, 6))
+def test_a_stream_in_order_loses_nothing_at_an_early_end(order: list[int], num_done: int) -> None:
+    lines = [Asked(number + 1, str(number), 0, 0) for number in range(6)]
+    file = BytesIO()
+    with closing(Stream(file, lines)) as stream:
+        for number in order[:num_done]:
+            stream.write(str(number), f"{number}\n".encode(), False)
+    assert file.getvalue().decode().split() == sorted(map(str, order[:num_done]))
+
+
+def test_a_pipe_with_a_name_is_an_input(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    text = "".join(json.dumps(each) + "\n" for each in sums(3))
+    writer = threading.Thread(target=(tmp_path / "pipe").write_text, args=(text,))
+    writer.start()
+    result = batch("-i", tmp_path / "pipe", "-o", tmp_path / "out.jsonl")
+    writer.join()
+    assert result.exit_code == 0, result.output
+    assert len(answers(tmp_path / "out.jsonl")) == 3
+
+
+def test_what_windows_writes_is_read(tmp_path: Path) -> None:
+    text = "\r\n\r\n".join(json.dumps(each) for each in sums(3))  # without an end of the last line
+    (tmp_path / "in.jsonl").write_bytes(b"\xef\xbb\xbf" + text.encode())
+    result = batch("-i", tmp_path / "in.jsonl", "-o", tmp_path / "out.jsonl")
+    assert result.exit_code == 0, result.output
+    assert len(answers(tmp_path / "out.jsonl")) == 3
+
+
+def test_an_input_that_cannot_be_read_or_kept_is_told_of_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    result = batch("-i", "/proc/self/mem", "-o", tmp_path / "out.jsonl")
+    assert result.exit_code == 1 and "input cannot be read" in result.stderr
+
+    def no_room() -> None:
+        raise FileNotFoundError(2, "No usable temporary directory found")
+
+    monkeypatch.setattr("lowtide.cli.batch.TemporaryFile", no_room)
+    result = batch("-i", "-", "-o", tmp_path / "out.jsonl", input="{}")
+    assert result.exit_code == 1 and "TMPDIR" in result.stderr
+
+
+def test_standard_output_that_is_the_input_is_refused(tmp_path: Path) -> None:
+    source = written(tmp_path / "in.jsonl", sums(2))
+    before = source.read_bytes()
+    command = [sys.executable, "-m", "lowtide", "batch", DEMO, "-i", source, "-o", "-"]
+    with source.open("ab") as appended:
+        done = subprocess.run(command, stdout=appended, stderr=subprocess.PIPE, text=True)
+    assert done.returncode == 2 and "is the input" in done.stderr
+    assert source.read_bytes() == before
 
 
 def test_errors_of_lines_are_told_and_end_nothing(tmp_path: Path) -> None:
@@ -263,7 +328,7 @@ def test_twenty_killed_runs_lose_and_repeat_nothing(tmp_path: Path) -> None:
     check_kills(tmp_path, num_kills=20, num_asked=200)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", SIGNALS)
 def test_a_signal_lets_lines_under_way_end(number: signal.Signals, tmp_path: Path) -> None:
     lines = [line(f"n{i}", "Sort 9 8", max_tokens=60, ignore_eos=True) for i in range(200)]
     source, target = written(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl"
@@ -276,6 +341,36 @@ def test_a_signal_lets_lines_under_way_end(number: signal.Signals, tmp_path: Pat
     assert 0 < len(done) < 200
     assert f"{len(done)} of 200 lines are answered; run again to go on" in told
     assert not any(is_error(answer) for answer in done.values())
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_a_signal_before_the_model_is_loaded(number: signal.Signals, tmp_path: Path) -> None:
+    source, target = written(tmp_path / "in.jsonl", sums(2000)), tmp_path / "out.jsonl"
+    with start(source, target, "--at-once", "1") as process:
+        wait_until(target.exists)
+        time.sleep(0.3)  # it has read what is there, and loads for longer
+        process.send_signal(number)
+        _, told = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 128 + number, told
+    assert re.search("of 2,000 lines are answered; run again to go on", told)
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_a_signal_that_is_ignored_stays_so(number: signal.Signals) -> None:
+    """As under nohup, and behind `&` in a script."""
+
+    async def run() -> None:
+        with _signals() as heard:
+            os.kill(os.getpid(), number)
+            await asyncio.sleep(0)
+            assert not heard.number
+
+    before = signal.signal(number, signal.SIG_IGN)
+    try:
+        asyncio.run(run())
+        assert signal.getsignal(number) is signal.SIG_IGN
+    finally:
+        signal.signal(number, before)
 
 
 class FullDisk(BytesIO):
@@ -315,6 +410,20 @@ def test_one_run_at_a_time_writes_to_a_file(tmp_path: Path) -> None:
         with pytest.raises(UsageError, match="Another run"):
             Results.open(tmp_path / "out", None, {})
     Results.open(tmp_path / "out", None, {}).close()
+
+
+def test_a_file_that_another_run_has_just_sorted_is_not_written_to(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between opening and locking: what was written to the old file would be lost."""
+
+    def replaced(*_: object) -> None:
+        (tmp_path / "new").write_bytes(b"")
+        (tmp_path / "new").replace(tmp_path / "out")
+
+    monkeypatch.setattr("lowtide.serve.batch_files.fcntl.flock", replaced)
+    with pytest.raises(UsageError, match="Another run"):
+        Results.open(tmp_path / "out", None, {})
 
 
 @examples(10)
@@ -387,6 +496,26 @@ def test_lines_share_passes_as_a_list_of_prompts_does(llm: AsyncLLM) -> None:
     after = asyncio.run(llm.stats())["forwards"]
     assert len(made) == 40 and not any(map(is_error, made))
     assert after - before <= 1.1 * num_passes
+
+
+def test_a_fault_of_a_route_is_the_error_of_its_line(
+    llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Starlette raises again what it has answered with 500."""
+    tries = 0
+
+    def fault(*_: object, **__: object) -> None:
+        nonlocal tries
+        tries += 1
+        raise ZeroDivisionError
+
+    async def sleep(delay_s: float) -> None:
+        pass
+
+    monkeypatch.setattr(Service, "check_num_answers", fault)
+    monkeypatch.setattr(answering_module.asyncio, "sleep", sleep)
+    [made] = run_lines(llm, [line("a", "1 + 1")], at_once=1)
+    assert tries == 3 and made["error"]["code"] == "500"
 
 
 @pytest.mark.parametrize("status", [429, 500, 503])

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 import shutil
 import signal
+import stat
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -19,7 +21,7 @@ import typer
 
 from lowtide.cli.command import EXIT_FAILURE, takes
 from lowtide.cli.generate import ModelName, show_plan
-from lowtide.cli.interrupts import Terminated
+from lowtide.cli.interrupts import Terminated, end_if_asked
 from lowtide.cli.opening import open_async
 from lowtide.cli.options import Settings
 from lowtide.cli.screen import ProgressBars, can_redraw, stderr_console
@@ -28,6 +30,8 @@ from lowtide.errors import StorageError, UsageError
 from lowtide.option import Group
 from lowtide.progress import Progress
 from lowtide.serve.batch_files import Asked, AskedLines, Results, Stream
+
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 TOLD_EVERY_S = 60.0
 """Between two lines on how far it is, where no bar can be drawn."""
@@ -48,19 +52,25 @@ def batch(model: ModelName, *, settings: Settings) -> None:
     with _input(source) as file:
         lines = AskedLines(file, only)
         mine = lines.shard(*shard)
-        with _output(target, source, lines) as results:
+        in_order = settings.flag("in_order")
+        with _output(target, file, lines, mine if in_order else ()) as results:
             pending = [asked for asked in mine if asked.custom_id not in results.done]
             stopped = 0
             if pending:
-                stopped = _answered(model, served_name, lines, pending, results, settings)
+                try:
+                    stopped = _answered(model, served_name, lines, pending, results, settings)
+                except KeyboardInterrupt:
+                    stopped = signal.SIGINT
+                except Terminated as ended:
+                    stopped = ended.number
             if isinstance(results, Results):
                 results.sync()
-                if settings.flag("in_order") and not stopped:
-                    results.sort(mine)
-            _tell(results, mine, target, bool(stopped))
+                if in_order and not stopped:
+                    results.sort(lines.lines)  # those of other shards, too, which may be in it
+            num_errors = _tell(results, mine, target, bool(stopped))
             if stopped:
                 raise typer.Exit(128 + stopped)
-            if results.num_errors and settings.flag("strict"):
+            if num_errors and settings.flag("strict"):
                 raise typer.Exit(EXIT_FAILURE)
 
 
@@ -77,27 +87,55 @@ def parse_shard(text: str) -> tuple[int, int]:
 def _input(name: str) -> Iterator[IO[bytes]]:
     """The lines that ask, in a file that can be read again."""
     if name == "-":
-        with TemporaryFile() as file:
-            shutil.copyfileobj(sys.stdin.buffer, file)
-            file.seek(0)
+        with _kept(sys.stdin.buffer) as file:
             yield file
         return
     try:
         opened = open(name, "rb")
     except OSError as error:
         raise StorageError(f"Input {name} cannot be read: {error.strerror}.") from error
-    with opened as file:
+    with opened, nullcontext(opened) if opened.seekable() else _kept(opened) as file:
         yield file
 
 
 @contextmanager
-def _output(name: str, source: str, lines: AskedLines) -> Iterator[Results | Stream]:
+def _kept(pipe: IO[bytes]) -> Iterator[IO[bytes]]:
+    """What comes through a pipe, in a temporary file."""
+    with ExitStack() as stack:
+        try:
+            file = stack.enter_context(TemporaryFile())
+            shutil.copyfileobj(pipe, file)
+            file.seek(0)
+        except OSError as error:
+            raise StorageError(
+                f"The input cannot be copied to a temporary file: {error.strerror}. Set TMPDIR to "
+                "a folder with room, or name a file."
+            ) from error
+        yield file
+
+
+@contextmanager
+def _output(
+    name: str, source: IO[bytes], lines: AskedLines, order: Sequence[Asked]
+) -> Iterator[Results | Stream]:
+    made: Results | Stream
     if name == "-":
-        yield Stream(sys.stdout.buffer)
-        return
-    known = {asked.custom_id: asked for asked in lines.lines}
-    with closing(Results.open(Path(name), None if source == "-" else Path(source), known)) as made:
+        _check_stdout(source)
+        made = Stream(sys.stdout.buffer, order)
+    else:
+        made = Results.open(Path(name), source, {each.custom_id: each for each in lines.lines})
+    with closing(made):
         yield made
+
+
+def _check_stdout(source: IO[bytes]) -> None:
+    """Raises UsageError where answers would be appended to the lines that ask."""
+    try:
+        found = os.fstat(sys.stdout.fileno())
+    except OSError:  # none, which the first answer tells
+        return
+    if stat.S_ISREG(found.st_mode) and os.path.samestat(found, os.fstat(source.fileno())):
+        raise UsageError("Standard output is the input: name another file for the answers.")
 
 
 def _answered(
@@ -114,6 +152,7 @@ def _answered(
     from lowtide.serve.batch import answer_all, answering, default_at_once
 
     llm = open_async(model, settings)
+    end_if_asked()  # an import may have dropped what a signal raised
     show_plan(llm, model, settings)
     given = settings["at_once"]
     at_once = given if isinstance(given, int) else default_at_once(llm)
@@ -147,20 +186,14 @@ def _answered_on_cluster(
 
     given, options = settings["at_once"], settings.engine_options()
     at_once = given if isinstance(given, int) else None
-    try:
-        with _progress() as progress:
-            answer_on_cluster(
-                model, options, served_name, lines, pending, results, at_once, progress
-            )
-    except KeyboardInterrupt:
-        return signal.SIGINT
-    except Terminated:
-        return signal.SIGTERM
+    with _progress() as progress:
+        answer_on_cluster(model, options, served_name, lines, pending, results, at_once, progress)
     return 0
 
 
 class _Signals:
-    """Ctrl-C and SIGTERM: the first lets lines under way come to their end, a second does not."""
+    """Ctrl-C, SIGTERM and SIGHUP: the first lets lines under way come to their end, a second does
+    not."""
 
     def __init__(self) -> None:
         self.number, self.stop = 0, asyncio.Event()
@@ -178,13 +211,16 @@ class _Signals:
 @contextmanager
 def _signals() -> Iterator[_Signals]:
     loop, signals = asyncio.get_running_loop(), _Signals()
-    for number in (signal.SIGINT, signal.SIGTERM):
+    before = {number: signal.getsignal(number) for number in _ENDING}
+    heard = [number for number in _ENDING if before[number] != signal.SIG_IGN]  # as under nohup
+    for number in heard:
         loop.add_signal_handler(number, signals.hear, number)
     try:
         yield signals
     finally:
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in heard:
             loop.remove_signal_handler(number)
+            signal.signal(number, before[number])
 
 
 def _progress() -> AbstractContextManager[Progress]:
@@ -206,9 +242,11 @@ class _Lines:
             stderr_console().print(f"{stage}: {done:,} of {total:,}, about {left} more")
 
 
-def _tell(results: Results | Stream, mine: list[Asked], target: str, is_stopped: bool) -> None:
-    """One line on what is answered."""
+def _tell(results: Results | Stream, mine: list[Asked], target: str, is_stopped: bool) -> int:
+    """One line on what is answered; returns how many by an error."""
     num_done = sum(asked.custom_id in results.done for asked in mine)
-    errors = f", {results.num_errors:,} by an error" if results.num_errors else ""
+    num_errors = sum(asked.custom_id in results.errors for asked in mine)
+    errors = f", {num_errors:,} by an error" if num_errors else ""
     again = "; run again to go on" if is_stopped and target != "-" else ""
     stderr_console().print(f"{num_done:,} of {len(mine):,} lines are answered{errors}{again}.")
+    return num_errors

@@ -24,6 +24,7 @@ class Terminated(SystemExit):
 
     def __init__(self, number: int) -> None:
         super().__init__(128 + number)
+        self.number = number
 
 
 def hear_signals() -> None:

@@ -185,7 +185,11 @@ async def _posted(app: ASGIApp, path: str, body: bytes) -> tuple[int, bytes]:
     async def send(message: Message) -> None:
         sent.append(message)
 
-    await app(scope, receive, send)
+    try:
+        await app(scope, receive, send)
+    except Exception:
+        if not sent:  # Starlette raises a route's fault again, once it has answered it with 500
+            raise
     return sent[0]["status"], b"".join(message.get("body", b"") for message in sent)
 
 

@@ -12,8 +12,10 @@ import json
 import os
 import stat
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
@@ -47,21 +49,29 @@ class AskedLines:
     """Index of the lines of an input file, which stays open until `close`."""
 
     def __init__(self, file: IO[bytes], served_name: str | None = None) -> None:
-        """Read and check all lines. Raises UsageError with the number of the first that is wrong.
+        """Read and check all lines. Raises UsageError with the number of the first that is wrong,
+        StorageError where they cannot be read.
 
         served_name: of the only model that may be asked for; None: any.
         """
         self._file = file
-        self.lines = list(_indexed(file, served_name))
+        try:
+            self.lines = list(_indexed(file, served_name))
+        except OSError as error:
+            raise _unreadable(error) from error
         if not self.lines:
             raise UsageError("The input has no lines: there is nothing to answer.")
 
     def request(self, asked: Asked) -> dict[str, Any]:
         """Read a line again. Raises UsageError where the file has been changed meanwhile."""
-        self._file.seek(asked.start)
         try:
-            read = _checked(json.loads(self._file.read(asked.num_bytes)), asked.number)
-        except ValueError:
+            self._file.seek(asked.start)
+            text = self._file.read(asked.num_bytes)
+        except OSError as error:
+            raise _unreadable(error) from error
+        try:
+            read = _checked(json.loads(text), asked.number)
+        except (ValueError, RecursionError, UsageError):
             read = {}
         if read.get("custom_id") != asked.custom_id:
             raise UsageError(f"Line {asked.number} of the input was changed while it was answered.")
@@ -76,17 +86,17 @@ class AskedLines:
 class Results:
     """An output file under a lock: whole lines, of which each is written once.
 
-    Made by `open`; `done` are the ids that are answered, `num_errors` how many of them by an error.
+    Made by `open`; `done` are the ids that are answered, `errors` those of them by an error.
     """
 
     path: Path
     file: io.FileIO
     done: dict[str, tuple[int, int]]  # start and length in bytes, by id
-    num_errors: int = 0
+    errors: set[str] = field(default_factory=set)
     synced_s: float = 0.0
 
     @classmethod
-    def open(cls, path: Path, source: Path | None, known: Mapping[str, Asked]) -> Results:
+    def open(cls, path: Path, source: IO[bytes] | None, known: Mapping[str, Asked]) -> Results:
         """Open what an earlier run has written, or a new file; a last line without its end is cut.
 
         source: the input, which must be another file. known: the input's lines by id. Raises
@@ -103,7 +113,7 @@ class Results:
             found = os.fstat(file.fileno())
             if not stat.S_ISREG(found.st_mode):
                 raise UsageError(f"{path} is no file: name one, or - for standard output.")
-            if source is not None and os.path.samestat(found, source.stat()):
+            if source is not None and os.path.samestat(found, os.fstat(source.fileno())):
                 raise UsageError(f"{path} is the input: name another file for the answers.")
             _lock(file, path)
             results = cls(path, file, {})
@@ -125,7 +135,8 @@ class Results:
             way_out = f" {len(self.done)} answers are in it; make room and run again to go on."
             raise _unwritable(self.path, error, way_out) from error
         self.done[custom_id] = (start, len(line))
-        self.num_errors += is_error
+        if is_error:
+            self.errors.add(custom_id)
         if time.monotonic() - self.synced_s >= SYNC_S:
             self.sync()
 
@@ -134,9 +145,8 @@ class Results:
         try:
             os.fsync(self.file.fileno())
         except OSError as error:
-            raise StorageError(
-                f"Output {self.path} cannot be written: {error.strerror}."
-            ) from error
+            way_out = f" {len(self.done)} answers were written; make room and run again to go on."
+            raise _unwritable(self.path, error, way_out) from error
         self.synced_s = time.monotonic()
 
     def sort(self, order: list[Asked]) -> None:
@@ -151,7 +161,9 @@ class Results:
                     sorted_file.write(reader.read(num_bytes))
 
     def close(self) -> None:
-        """Release the file to others."""
+        """Make safe what there is, however the run has ended, and release the file to others."""
+        with suppress(OSError):
+            os.fsync(self.file.fileno())
         self.file.close()
 
     def _cut(self, num_bytes: int) -> None:
@@ -179,7 +191,8 @@ class Results:
                         "name another file for them."
                     )
                 self.done[answer["custom_id"]] = (start, len(line))
-                self.num_errors += is_error(answer)
+                if is_error(answer):
+                    self.errors.add(answer["custom_id"])
                 start += len(line)
         self._cut(start)
 
@@ -187,17 +200,38 @@ class Results:
 class Stream:
     """Answers on standard output, which nothing can be read back from."""
 
-    def __init__(self, file: IO[bytes]) -> None:
+    def __init__(self, file: IO[bytes], order: Sequence[Asked] = ()) -> None:
+        """order: of all lines, in which answers are printed; by default each is as it comes."""
         self._file = file
+        self._left = deque(asked.custom_id for asked in order)
+        self._held: dict[str, bytes] = {}
         self.done: dict[str, tuple[int, int]] = {}
-        self.num_errors = 0
+        self.errors: set[str] = set()
 
     def write(self, custom_id: str, line: bytes, is_error: bool) -> None:
-        """Print an answer; raises BrokenPipeError where nobody reads on."""
-        self._file.write(line)
-        self._file.flush()
+        """Print an answer, or hold it until those before it have come.
+
+        Raises BrokenPipeError where nobody reads on.
+        """
         self.done[custom_id] = (0, 0)
-        self.num_errors += is_error
+        if is_error:
+            self.errors.add(custom_id)
+        self._held[custom_id] = line
+        if not self._left:
+            self._print(custom_id)
+        while self._left and self._left[0] in self._held:
+            self._print(self._left.popleft())
+
+    def close(self) -> None:
+        """Print what is held still: the run has ended early."""
+        while self._held:
+            custom_id = self._left.popleft()
+            if custom_id in self._held:
+                self._print(custom_id)
+
+    def _print(self, custom_id: str) -> None:
+        self._file.write(self._held.pop(custom_id))
+        self._file.flush()
 
 
 def is_error(answer: Mapping[str, Any]) -> bool:
@@ -277,6 +311,10 @@ def _answer(line: bytes) -> dict[str, Any] | None:
     return answer if is_ours and {"response", "error"} <= answer.keys() else None
 
 
+def _unreadable(error: OSError) -> StorageError:
+    return StorageError(f"The input cannot be read: {error.strerror}.")
+
+
 def _unwritable(path: Path, error: OSError, way_out: str = "") -> StorageError:
     return StorageError(f"Output {path} cannot be written: {error.strerror}.{way_out}")
 
@@ -284,5 +322,9 @@ def _unwritable(path: Path, error: OSError, way_out: str = "") -> StorageError:
 def _lock(file: io.FileIO, path: Path) -> None:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # A run that has just sorted its answers has put another file there.
+        is_there = os.path.samestat(os.fstat(file.fileno()), path.stat())
     except OSError:
-        raise UsageError(f"Another run writes to {path}; wait for it, or name another.") from None
+        is_there = False
+    if not is_there:
+        raise UsageError(f"Another run writes to {path}; wait for it, or name another.")
