@@ -28,8 +28,9 @@ from small_tokenizers import (
 )
 from test_serve_parsing import as_told, cut, read, told
 
-from lowtide.parsing import parser_of
+from lowtide.parsing import parser_of, xml_text
 from lowtide.parsing.pieces import Reasoning, Text, joined
+from lowtide.parsing.schema_types import MAX_CHOICES, SchemaTypes
 from lowtide.parsing.tools import Tool
 
 MARKS = (
@@ -282,6 +283,38 @@ def test_a_hostile_schema_is_read_in_bounds() -> None:
         call = xml(parameter("a", "12"), name="f")
         found = read(CODER.tokenizer, call, [Tool("f", "", parameters)])
         assert found == [as_told("f", {"a": 12})]
+
+
+@pytest.mark.parametrize("keyword", ["anyOf", "oneOf", "allOf"])
+def test_values_that_schemas_list_are_joined_in_bounds(keyword: str) -> None:
+    twice = {str(i): {keyword: [{"$ref": f"#/$defs/{i + 1}"}] * 2} for i in range(40)}
+    defined = {**twice, "40": {"enum": list(map(str, range(100)))}}
+    kind = SchemaTypes({"$defs": defined}).of({"$ref": "#/$defs/0"})
+    assert kind.choices == tuple(map(str, range(100)))
+    lists = [{"enum": [f"{i}.{j}" for j in range(10_000)]} for i in range(2)]
+    wide = SchemaTypes({}).of({keyword: [*lists * 8, {"const": "last"}]})
+    assert wide.is_text and len(wide.choices or ()) <= MAX_CHOICES
+
+
+@pytest.mark.parametrize("between", ["1, ", "1]", "x", ""])
+@pytest.mark.parametrize("kind", ["array", "object", "string", "integer"])
+def test_a_value_of_many_marks_is_read_a_few_times(
+    monkeypatch: pytest.MonkeyPatch, kind: str, between: str
+) -> None:
+    num_read = 0
+    parse = xml_text.parse_json
+
+    def counted(text: str | bytes) -> Any:
+        nonlocal num_read
+        num_read += len(text)
+        return parse(text)
+
+    monkeypatch.setattr(xml_text, "parse_json", counted)
+    monkeypatch.setattr(xml_text, "loose_json", counted)
+    tool = Tool("f", "", {"properties": {"a": {"type": kind}, "b": STRING}})
+    value = "[" + f"\n{between}<parameter=b>" * 3000
+    read(CODER.tokenizer, xml(parameter("a", value), name="f"), [tool])
+    assert num_read < 40 * len(value)
 
 
 # thoughts

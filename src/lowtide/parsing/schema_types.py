@@ -18,6 +18,10 @@ ALL_KINDS = frozenset(("string", "integer", "number", "boolean", "null", "array"
 MAX_NODES = 20_000
 """Parts of a schema that are looked at; all others may be anything."""
 
+MAX_CHOICES = 100_000
+"""Values that are compared where parts of a schema join their lists of them; behind those a part
+may be any of its types."""
+
 _KEYWORDS = {
     "string": ("pattern", "minLength", "maxLength", "format"),
     "object": ("properties", "required", "patternProperties", "additionalProperties"),
@@ -52,22 +56,6 @@ class ValueType(NamedTuple):
         """Whether it may be a string."""
         return "string" in self.kinds
 
-    def both(self, other: ValueType) -> ValueType:
-        """What a value of both is."""
-        choices = self.choices
-        if choices is None:
-            choices = other.choices
-        elif other.choices is not None:
-            choices = tuple(each for each in choices if _is_among(each, other.choices))
-        return ValueType(self.kinds & other.kinds, choices)
-
-    def either(self, other: ValueType) -> ValueType:
-        """What a value of one of them is."""
-        choices = None
-        if self.choices is not None and other.choices is not None:
-            choices = self.choices + other.choices
-        return ValueType(self.kinds | other.kinds, choices)
-
 
 ANY = ValueType()
 TEXT = ValueType(frozenset(("string",)))
@@ -80,6 +68,7 @@ class SchemaTypes:
     def __init__(self, root: object) -> None:
         self._root = root
         self._known: dict[int, tuple[object, ValueType]] = {}  # with the part: it keeps its id
+        self._num_compared = 0  # choices
 
     def of(self, schema: object) -> ValueType:
         """What a part of the schema allows; where it refers to itself, anything."""
@@ -196,20 +185,43 @@ class SchemaTypes:
         """What a part allows; yields other parts and is sent what they allow."""
         found = _own(schema)
         if _is_str(schema.get("$ref")):
-            found = found.both((yield _referred(self._root, schema["$ref"])))
+            found = self._both(found, (yield _referred(self._root, schema["$ref"])))
         all_of = schema.get("allOf")
         for each in all_of if isinstance(all_of, list) else ():
-            found = found.both((yield each))
+            found = self._both(found, (yield each))
         for name in ("anyOf", "oneOf"):
             alternatives = schema.get(name)
             if isinstance(alternatives, list) and alternatives:
-                joined = _NONE
+                several = []
                 for each in alternatives:
-                    joined = joined.either((yield each))
-                found = found.both(joined)
+                    several.append((yield each))
+                found = self._both(found, self._either(several))
         if schema.get("nullable") is True:  # OpenAPI's word
-            found = found.either(ValueType(frozenset(("null",)), (None,)))
+            found = self._either([found, ValueType(frozenset(("null",)), (None,))])
         return found if found.kinds else ANY
+
+    def _both(self, one: ValueType, other: ValueType) -> ValueType:
+        """What a value of both is."""
+        choices = one.choices if other.choices is None else other.choices
+        if one.choices is not None and other.choices is not None:
+            choices = None
+            if self._may_compare(len(one.choices) + len(other.choices)):
+                among = set(map(value_key, other.choices))
+                choices = tuple(each for each in one.choices if value_key(each) in among)
+        return ValueType(one.kinds & other.kinds, choices)
+
+    def _either(self, several: Sequence[ValueType]) -> ValueType:
+        """What a value of one of them is."""
+        kinds = frozenset[str]().union(*(each.kinds for each in several))
+        lists = [each.choices for each in several if each.choices is not None]
+        if len(lists) < len(several) or not self._may_compare(sum(map(len, lists))):
+            return ValueType(kinds)
+        distinct = {value_key(each): each for choices in lists for each in choices}
+        return ValueType(kinds, tuple(distinct.values()))
+
+    def _may_compare(self, num_choices: int) -> bool:
+        self._num_compared += num_choices
+        return self._num_compared <= MAX_CHOICES
 
 
 def _own(schema: Mapping[str, Any]) -> ValueType:
@@ -254,16 +266,12 @@ def fits(value: object, kinds: frozenset[str]) -> bool:
     return bool(_kinds_of(value) & kinds)
 
 
-def _is_among(value: object, choices: Sequence[object]) -> bool:
-    return any(is_same(value, each) for each in choices)
-
-
-def is_same(one: object, other: object) -> bool:
-    """Whether two JSON values are equal: other than in Python, true is not 1."""
+def value_key(value: object) -> str:
+    """What is the same of two JSON values that are equal: other than in Python, true is not 1."""
     try:
-        return json.dumps(one, sort_keys=True) == json.dumps(other, sort_keys=True)
-    except (ValueError, RecursionError):
-        return False
+        return json.dumps(value, sort_keys=True)
+    except (ValueError, RecursionError):  # nested too deeply: equal to itself alone
+        return f"at {id(value)}"
 
 
 def _referred(root: object, reference: str) -> object:

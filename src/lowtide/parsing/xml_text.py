@@ -8,19 +8,24 @@ value ends at the last mark before the next one; a mark that was forgotten is no
 from __future__ import annotations
 
 import re
-from bisect import bisect_left
-from collections.abc import Collection, Mapping, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from lowtide.parsing.call_json import Call, is_name, json_text, parse_json
 from lowtide.parsing.loose_json import loose_json
-from lowtide.parsing.schema_types import ALL_KINDS, ANY, SchemaTypes, ValueType, fits, is_same
+from lowtide.parsing.schema_types import ALL_KINDS, ANY, SchemaTypes, ValueType, fits, value_key
 from lowtide.parsing.tools import Tool
 
 FUNCTION, FUNCTION_END = "<function=", "</function>"
 PARAMETER, PARAMETER_END = "<parameter=", "</parameter>"
 
 _FUNCTION_TAG = re.compile(r"<function=[^>\n]*>(?=\s*(?:<parameter=|</function>))|</function>")
+_MAX_ENDS = 16
+"""Places where one call's values seem to end at which they are read to see whether they do."""
+
+_CLOSERS = {"[": "]", "{": "}"}
+
 _PARAMETER_TAG = re.compile(r"<parameter=([^>\n]+)>")
 
 
@@ -89,8 +94,10 @@ class _Values:
         self._takes_any = not self._schemas or self._types.takes_others()
         self._ends = [tag.start() for tag in re.finditer(re.escape(PARAMETER_END), body)]
         self._lines = [each.start for each in begins if body[each.start - 1 : each.start] == "\n"]
+        self._behind_ends = [i for i, each in enumerate(begins) if each.is_behind_end]
         self._values: dict[str, object] = {}
         self._inner_end = -1  # up to here, marks are of the value that is read
+        self._num_ends = 0  # places where a value was read to see whether it ends
 
     def read(self) -> dict[str, object]:
         """The values by name."""
@@ -103,15 +110,28 @@ class _Values:
         return self._values
 
     def _take(self, begin: _Begin, end: int) -> None:
-        self._values[begin.name] = self._value(begin, end)[0]
+        self._values[begin.name] = typed(self._text(begin, end), self._type(begin.name))
 
-    def _value(self, begin: _Begin, end: int) -> tuple[object, bool]:
-        """A parameter's value in a text to `end`, and whether it is of another type than text."""
+    def _text(self, begin: _Begin, end: int) -> str:
+        """A parameter's value in a text to `end`, as it is written."""
         text = self._body[begin.end : end]
         if text.rstrip().endswith(PARAMETER_END):  # else it was forgotten
             text = text.rstrip().removesuffix(PARAMETER_END)
-        value = typed(text.removeprefix("\n").removesuffix("\n"), self._type(begin.name))
-        return value, not isinstance(value, str)
+        return text.removeprefix("\n").removesuffix("\n")
+
+    def _ends_typed(self, begin: _Begin, end: int) -> bool:
+        """Whether a parameter's value in a text to `end` is a whole one of another type than text;
+        a value that seems to end again and again is taken not to."""
+        if self._num_ends == _MAX_ENDS:
+            return False
+        first = self._body[begin.end : min(end, begin.end + 64)].lstrip()[:1]
+        before = self._body[max(begin.end, end - 64) : end].rstrip()
+        if first in _CLOSERS and not before.removesuffix(PARAMETER_END).rstrip().endswith(
+            _CLOSERS[first]
+        ):
+            return False
+        self._num_ends += 1
+        return not isinstance(typed(self._text(begin, end), self._type(begin.name)), str)
 
     def _type(self, name: str) -> ValueType:
         return self._types.of(self._schemas[name]) if name in self._schemas else ANY
@@ -121,10 +141,10 @@ class _Values:
         found = self._begins[place]
         if found.name in self._values or found.name == current.name:
             return False
-        if self._is_name(found):
+        if self._is_free(found):
             return found.is_behind_end or not self._is_inner(current, found, place)
         is_text = current.name in self._schemas and (
-            self._type(current.name).is_text or not self._value(current, found.start)[1]
+            self._type(current.name).is_text or not self._ends_typed(current, found.start)
         )
         return found.is_behind_end and not is_text
 
@@ -132,22 +152,21 @@ class _Values:
         """Whether a mark without an end before it is of the current value: not at the beginning of
         a line, or there are ends enough for all that begin."""
         if not self._type(current.name).is_text:
-            return not self._value(current, found.start)[1]
+            return not self._ends_typed(current, found.start)
         if self._body[found.start - 1] != "\n" or found.start < self._inner_end:
             return True
-        later = self._begins[place + 1 :]
-        names = {*self._values, current.name}
-        behind = (b.start for b in later if b.is_behind_end and self._is_name(b, names))
-        end = next(behind, len(self._body))
+        behind = self._behind_ends[bisect_right(self._behind_ends, place) :]
+        later = (begin for begin in map(self._begins.__getitem__, behind) if self._is_free(begin))
+        end = next((b.start for b in later if b.name != current.name), len(self._body))
         num_begun = 1 + bisect_left(self._lines, end) - bisect_left(self._lines, current.end)
         num_ended = bisect_left(self._ends, end) - bisect_left(self._ends, current.end)
         self._inner_end = end if num_ended >= num_begun else -1
         return num_ended >= num_begun
 
-    def _is_name(self, begin: _Begin, used: Collection[str] = ()) -> bool:
-        """Whether a parameter may be called so."""
+    def _is_free(self, begin: _Begin) -> bool:
+        """Whether a parameter may be called so that was not read yet."""
         is_known = self._takes_any or begin.name in self._schemas
-        return is_known and begin.name not in used
+        return is_known and begin.name not in self._values
 
 
 def typed(text: str, kind: ValueType) -> object:
@@ -156,9 +175,8 @@ def typed(text: str, kind: ValueType) -> object:
     for choice in kind.choices or ():
         if isinstance(choice, str) and choice == text:
             return choice
-    for choice in kind.choices or ():
-        if is_json and is_same(choice, value):
-            return value
+    if is_json and kind.choices and value_key(value) in map(value_key, kind.choices):
+        return value
     if is_json and (kind.kinds == ALL_KINDS or fits(value, kind.kinds - {"string"})):
         return value
     return text if kind.is_text or not is_json else value

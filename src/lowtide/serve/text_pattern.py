@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 
 from llguidance import regex_to_lark
@@ -60,7 +61,9 @@ def text_pattern(types: SchemaTypes, schema: object) -> str:
         elif kind.choices is None:
             return " & ".join(ours)  # what the other types are is read from the text
         else:
-            options += [_exactly(one if isinstance(one, str) else "null") for one in kind.choices]
+            options += [
+                _exactly(one if isinstance(one, str) else json.dumps(one)) for one in kind.choices
+            ]
     return " & ".join([*ours, f"({' | '.join(f'({one})' for one in options)})"])
 
 
