@@ -46,6 +46,7 @@ from lowtide.serve import grammar_compiler
 from lowtide.serve.errors import QueueFull
 from lowtide.serve.grammar import Constraint, GrammarMask, Grammars, check_kept
 from lowtide.serve.grammar_compiler import Bounds, GrammarCompiler
+from lowtide.serve.grammar_text import AnswerForm, grammar_text
 from lowtide.serve.quoted_lark import quoted_lark
 
 COLOUR = Tool(
@@ -664,3 +665,12 @@ def test_another_tokenizer_than_bytes_is_refused_not_guessed() -> None:
             Request(prompt=[0], params=SamplingParams()), Constraint.regex("a")
         )
     assert make_tokenizer().as_json().startswith("{")
+
+
+def test_parameters_that_refer_to_a_large_schema_make_no_copy_each() -> None:
+    large = {"type": "string", "description": "x" * 100_000}
+    members = {f"p{i}": {"$ref": "#/$defs/number"} for i in range(1000)}
+    schema = {"properties": members, "$defs": {"large": large, "number": {"type": "integer"}}}
+    wanted = AnswerForm(None, [Tool("f", "", schema)], must_call=True, is_single=True)
+    with pytest.raises(UsageError, match=r"at least \d{6} characters"):
+        grammar_text(CODER.tokenizer, [], wanted)

@@ -29,10 +29,10 @@ from lowtide.serve.grammar_chains import check_lark, check_schema
 from lowtide.serve.grammar_compiler import Compiled, GrammarCompiler
 from lowtide.serve.grammar_mask import GrammarMask
 from lowtide.serve.grammar_text import (
-    MAX_GRAMMAR_CHARS,
     AnswerForm,
     Constraint,
     check_depth,
+    check_length,
     enforces_text,
     grammar_text,
     openings,
@@ -145,11 +145,7 @@ class Grammars:
         )
 
     def _compiled(self, text: str, wanted: AnswerForm, is_gone: threading.Event | None) -> Compiled:
-        if len(text) > MAX_GRAMMAR_CHARS:
-            raise UsageError(
-                f"The form and its tools make a grammar of {len(text)} characters; at most "
-                f"{MAX_GRAMMAR_CHARS} are accepted."
-            )
+        check_length(len(text))
         if not self._compiler.is_known(text):
             _check_chains(wanted)
             self._vocabulary()  # what is wrong with it is told here

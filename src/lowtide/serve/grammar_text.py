@@ -107,14 +107,21 @@ class AnswerForm(NamedTuple):
 
 
 class LarkText:
-    """Rules by number, and the grammars of others that they refer to."""
+    """Rules by number, and the grammars of others that they refer to.
+
+    Raises UsageError once they are too long: each of some thousand parameters may bring a copy of
+    the whole schema that it refers to.
+    """
 
     def __init__(self) -> None:
         self._rules = [r"TEXT: /(.|\n)*/"]
         self._others: list[dict[str, str]] = []
+        self._num_chars = 0
 
     def rule(self, body: str, option: str = "") -> str:
         """The name of a new rule."""
+        self._num_chars += len(body)
+        check_length(self._num_chars)
         name = f"rule_{len(self._rules)}"
         self._rules.append(f"{name}{option}: {body}")
         return name
@@ -232,6 +239,15 @@ def grammar_text(tokenizer: Tokenizer, prompt_ids: Sequence[int], wanted: Answer
         return lark.whole(_in_channels(lark, tokenizer, wanted))
     form, thoughts = call_form_of(tokenizer), _thoughts(tokenizer, prompt_ids)
     return lark.whole(f"{thoughts} {_inline(lark, form, wanted)}")
+
+
+def check_length(num_chars: int) -> None:
+    """Raises UsageError for a grammar that is too long."""
+    if num_chars > MAX_GRAMMAR_CHARS:
+        raise UsageError(
+            f"The form and its tools make a grammar of at least {num_chars} characters; at most "
+            f"{MAX_GRAMMAR_CHARS} are accepted."
+        )
 
 
 def check_unicode(text: str, what: str) -> None:
