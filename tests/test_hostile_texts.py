@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import resource
 import time
+import unicodedata
 from collections.abc import Iterator
 from typing import Any
 
@@ -243,6 +244,7 @@ _PARTS += [
     "\uff10",
     "\xb2",
     "\u200b",
+    *("\u03c9", "\u0634", "\u0939", "\u093f", "\u0e01", "\u0e31", "\u05d0", "\u01a1"),
 ]
 
 
@@ -282,6 +284,17 @@ def test_long_texts_are_cut_wherever_words_end(name: str) -> None:
     assert pieces.is_known
     for text in ("word and word " * 9000, "a1 " * 30000):
         assert max(len(piece) for _, piece in pieces(text)) <= text_pieces.PIECE_CHARS
+
+
+def test_words_of_many_scripts_end() -> None:
+    for first, last in text_pieces._SCRIPTS:
+        for letter in map(chr, range(ord(first), ord(last) + 1)):
+            assert unicodedata.category(letter).startswith("L")
+            assert unicodedata.normalize("NFC", letter) == letter
+        text = f"{first}{last} " * 9000
+        for name in ("demo autoregressive", "gpt-2", "qwen2"):
+            pieces = VOCABULARIES[name]._pieces(text)
+            assert max(len(piece) for _, piece in pieces) <= text_pieces.PIECE_CHARS
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,8 @@
 
 A tokenizer takes `WORK_BYTES` for each byte of a text while it works. `TextPieces` cuts where its
 own rule for words always does, whatever stands around: between a letter or digit and the space or
-punctuation behind it. Rules that it does not know are cut nowhere.
+punctuation behind it, in the scripts for which that holds. Rules that it does not know are cut
+nowhere.
 """
 
 from __future__ import annotations
@@ -23,12 +24,23 @@ WORK_BYTES = 350
 PIECE_CHARS = 16 << 10
 """Of a piece, where a text can be cut: at most 64 KiB in UTF-8."""
 
-_LETTERS = r"A-Za-z0-9\u0410-\u044f\u3041-\u3096\u30a1-\u30fa\u4e00-\u9fa5\uac00-\ud7a3"
+_ASCII = ("AZ", "az", "09")
+_SCRIPTS = (
+    *("\u00c0\u00d6", "\u00d8\u00f6", "\u00f8\u01ba", "\u1ea0\u1ef9"),  # Latin
+    *("\u0391\u03a1", "\u03a3\u03ce", "\u0410\u044f", "\u0561\u0586", "\u10d0\u10f0"),
+    *("\u05d0\u05ea", "\u0621\u063a", "\u0641\u064a"),  # Hebrew, Arabic
+    *("\u0915\u0939", "\u0995\u09a8", "\u0bae\u0bb9", "\u0e01\u0e30", "\u1208\u1246"),
+    *("\u3041\u3096", "\u30a1\u30fa", "\u4e00\u9fa5", "\uac00\ud7a3"),
+)
+"""Letters from the first to the last that have been letters for long, and that no normal form
+changes: of which of them words end, a tokenizer is asked."""
+
 _BEHIND = '\t\n\r !"#$%&()*+,-./:;<=>?@[\\]^_`{|}~\u3001\u3002\uff01\uff0c\uff1a\uff1b\uff1f'
 """No apostrophe: a contraction goes on behind it."""
-_WORD_END = re.compile(f"(?<=[{_LETTERS}])(?=[{re.escape(_BEHIND)}])")
 
-_LONE_SPACE = re.compile(r"(?<=[A-Za-z0-9]) (?=[A-Za-z0-9])")
+_LONE_SPACE = re.compile(
+    "(?<=[{0}]) (?=[{0}])".format("".join(map("-".join, (*_ASCII, *_SCRIPTS))))
+)
 _SPACE = "\u2581"
 
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -51,6 +63,10 @@ _ALTERNATIVES = {
 space or punctuation behind it, and none looks further than that for where it ends."""
 
 
+_Places = Callable[[str, int, int], list[tuple[int, int]]]
+"""Finds places to cut at in a part of a text: where a piece ends, and where the next begins."""
+
+
 class TextPieces:
     """Cuts texts for one tokenizer.
 
@@ -62,12 +78,12 @@ class TextPieces:
         normalizer, words = _state(backend.normalizer), _state(backend.pre_tokenizer)
         self._added = [token.content for token in added]
         self._reach = max(map(len, self._added), default=0) + 1
-        self._find: Callable[[str, int, int], list[tuple[int, int]]] | None = None
+        self._find: _Places | None = None
         changed = [token.content for token in added if token.normalized] if normalizer else []
         if _is_bytes(words):
             is_same = normalizer.get("type", "NFC") == "NFC" and all(map(str.isascii, changed))
-            if is_same and _cuts_word_ends(words) and _are_word_ends(backend):
-                self._find = _word_ends
+            if is_same and _cuts_word_ends(words):
+                self._find = _word_ends(backend)
         elif all(map(_is_found_as_it_is, changed)) and _is_sentence_pieces(backend):
             before, has_prefix = _never_before_space(backend), _has_prefix(normalizer, words)
             self._find = lambda text, start, end: [
@@ -134,8 +150,30 @@ class TextPieces:
 _STEP = 1 << 10
 
 
-def _word_ends(text: str, start: int, end: int) -> list[tuple[int, int]]:
-    return [(each.start(), each.start()) for each in _WORD_END.finditer(text, start, end)]
+def _word_ends(backend: tokenizers.Tokenizer) -> _Places | None:
+    """What finds the ends of words, as far as they are ends in short texts, too: `_is_known` looks
+    at each rule on its own."""
+    scripts = [each for each in (*_ASCII, *_SCRIPTS) if _ends_words(backend, each)]
+    if not set(_ASCII) <= set(scripts):
+        return None
+    letters = "".join(map("-".join, scripts))
+    end_of_word = re.compile(f"(?<=[{letters}])(?=[{re.escape(_BEHIND)}])")
+    return lambda text, start, end: [
+        (each.start(), each.start()) for each in end_of_word.finditer(text, start, end)
+    ]
+
+
+def _ends_words(backend: tokenizers.Tokenizer, script: str) -> bool:
+    """Whether words end behind letters of a script."""
+    if backend.pre_tokenizer is None:
+        return False
+    for letter in script:
+        for behind in _BEHIND:
+            for more in ("a", " ", "1", ",", "\n", "\u4e2d", letter, ""):
+                words = backend.pre_tokenizer.pre_tokenize_str(letter + behind + more)
+                if words[0][1] != (0, 1):
+                    return False
+    return True
 
 
 def _lone_spaces(text: str, start: int, end: int) -> list[tuple[int, int]]:
@@ -167,19 +205,6 @@ def _cuts_word_ends(words: dict[str, Any]) -> bool:
     return bool(patterns or last.get("use_regex")) and all(map(_is_known, patterns))
 
 
-def _are_word_ends(backend: tokenizers.Tokenizer) -> bool:
-    """Whether words end there in short texts: `_is_known` looks at each rule on its own."""
-    if backend.pre_tokenizer is None:
-        return False
-    for letter in "aZ09\u0436\u304b\u30ab\u4e2d\ud55c":
-        for behind in _BEHIND:
-            for more in ("a", " ", "1", ",", "\n", "\u4e2d", ""):
-                words = backend.pre_tokenizer.pre_tokenize_str(letter + behind + more)
-                if words[0][1] != (0, 1):
-                    return False
-    return True
-
-
 def _is_known(pattern: str) -> bool:
     """Whether a rule is made of what is known alone."""
     members = re.fullmatch(r"(?:\\s\?)?(\[[^\[\]\\^]+\])\+", pattern)
@@ -188,9 +213,6 @@ def _is_known(pattern: str) -> bool:
     # Characters named one by one, as DeepSeek's letters and punctuation.
     known = re.compile(members[1])
     return not any(known.fullmatch(each) for each in "0123456789\t\n\r ")
-
-
-_ASCII_LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 
 
 def _alternatives(pattern: str) -> list[str]:
@@ -246,7 +268,8 @@ def _never_before_space(backend: tokenizers.Tokenizer) -> set[str]:
     """Letters and digits that no token has before a space: none is merged across."""
     tokens = backend.get_vocab(with_added_tokens=False)
     before = {token[i - 1] for token in tokens for i in range(1, len(token)) if token[i] == _SPACE}
-    known = {each for each in _ASCII_LETTERS + "0123456789" if each in tokens}
+    ranges = (range(ord(each[0]), ord(each[1]) + 1) for each in (*_ASCII, *_SCRIPTS))
+    known = {letter for each in ranges for letter in map(chr, each) if letter in tokens}
     return known - before if _SPACE in tokens else set()
 
 
