@@ -207,6 +207,26 @@ def test_input_items_stay_by_the_first_of_the_user(
     assert found == {0, 1}
 
 
+def test_an_empty_header_or_key_is_none(running: Site) -> None:
+    servers = [url for _, url, _ in running.servers]
+    with httpx.Client(base_url=running.url, timeout=LIMIT_S) as asked:
+        found = {
+            where(
+                asked,
+                servers,
+                url=CHAT,
+                headers={"x-session-id": ""},
+                json={
+                    "messages": messages([f"{number} + 3"], None),
+                    "prompt_cache_key": "",
+                    "max_tokens": 2,
+                },
+            )
+            for number in range(8)
+        }
+    assert found == {0, 1}
+
+
 def test_a_large_body_is_looked_at_whole(running: Site) -> None:
     """300 kB of tools before the message that tells whose the conversation is."""
     servers = [url for _, url, _ in running.servers]

@@ -81,7 +81,7 @@ def session_of(pending_request: Any) -> str | None:
     """Return which conversation a request of Ray's HTTP proxy belongs to; None: it does not say.
 
     The proxy hands headers to routers nowhere but in its own first argument, whose scope is a
-    private field of Ray's (tests/test_ray_serve.py fails where that moves).
+    private field of Ray's (tests/test_ray.py fails where that moves).
     """
     if pending_request is None or not pending_request.args:
         return None
