@@ -39,7 +39,8 @@ FLOORS = (
 FRONT_DOORS = ("cli", "__main__")
 # Known to every room; they know only each other.
 FACTS = {"core", "option", "params", "errors", "config", "schemas", "formats", "files"}
-FACTS |= {"model_folder", "families", "plan", "profiles", "buddies", "version", "child_process"}
+FACTS |= {"model_folder", "families", "plan", "profiles", "buddies", "version"}
+FACTS |= {"child_process", "progress"}
 # Parts of two rooms: each may use itself and those before it.
 ENGINE_PARTS = ("opening", "planning", "running")
 CPP_PARTS = ("team", "dense", "experts", "packed", "packing", "rounded", "layer", "decisions")
