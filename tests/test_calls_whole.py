@@ -28,7 +28,7 @@ from small_tokenizers import (
 )
 from test_serve_parsing import as_told, cut, read, told
 
-from lowtide.parsing import parser_of, xml_text
+from lowtide.parsing import parser_of, xml_calls, xml_text
 from lowtide.parsing.pieces import Reasoning, Text, joined
 from lowtide.parsing.schema_types import MAX_CHOICES, SchemaTypes
 from lowtide.parsing.tools import Tool
@@ -294,6 +294,24 @@ def test_values_that_schemas_list_are_joined_in_bounds(keyword: str) -> None:
     lists = [{"enum": [f"{i}.{j}" for j in range(10_000)]} for i in range(2)]
     wide = SchemaTypes({}).of({keyword: [*lists * 8, {"const": "last"}]})
     assert wide.is_text and len(wide.choices or ()) <= MAX_CHOICES
+
+
+def test_ends_that_may_be_of_a_value_are_tried_a_few_times(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    num_read = 0
+
+    def counted(text: str, tools: Any) -> Any:
+        nonlocal num_read
+        num_read += 1
+        return xml_text.xml_call(text, tools)
+
+    monkeypatch.setattr(xml_calls, "xml_call", counted)
+    end = "</parameter>\n</function>\n</tool_call>"
+    inner = f"\n<tool_call>\n<function=write>\n<parameter=path>\nb\n{end}\n{end}"
+    text = xml(parameter("content", f"a\n{end}{inner * 50}"))
+    read(CODER.tokenizer, text, TOOLS)
+    assert 2 <= num_read <= 40
 
 
 @pytest.mark.parametrize("between", ["1, ", "1]", "x", ""])

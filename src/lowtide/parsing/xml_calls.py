@@ -17,6 +17,9 @@ _CALL, _CALL_END = "<tool_call>", "</tool_call>"
 _MAX_NAME_CHARS = 256
 _MAX_BLANKS = 64
 
+_MAX_TRIES = 16
+"""How often a call is read to see whether it ends before the next; then the answer's end tells."""
+
 _TAG = re.compile(rf"{FUNCTION}([^>\n]{{0,{_MAX_NAME_CHARS}}})>|{FUNCTION_END}")
 _HEAD = re.compile(rf"(?:{_CALL}\s*)?{FUNCTION}[^>\n]{{0,{_MAX_NAME_CHARS}}}>")
 _PART_OF_HEAD = re.compile(rf"(?:{_CALL}\s*)?{FUNCTION}[^>\n]{{0,{_MAX_NAME_CHARS}}}\Z")
@@ -86,6 +89,7 @@ class XmlCalls:
         self._num_seen = 0  # characters, from the call's head on
         self._depth = 0  # calls that have begun in its values
         self._end = -1  # behind the last mark that may be its end
+        self._num_tries = 0
 
     def _look(self, is_last: bool = False) -> bool:
         """Go through new text; is_last: there will be none behind it. Return True where the call
@@ -128,12 +132,13 @@ class XmlCalls:
     def _begins_next(self, tag: re.Match[str]) -> bool:
         """Tell the call where all its marks and those of another one, of a known function, stand
         between them."""
-        if self._end < 0 or tag[1] not in self._tools:
+        if self._end < 0 or tag[1] not in self._tools or self._num_tries == _MAX_TRIES:
             return False
         between = _BETWEEN.match(self._text, self._end)
         is_next = between is not None and between.end() == tag.start()
         if not is_next or not _END.search(self._text, max(0, self._end - 400), self._end):
             return False
+        self._num_tries += 1
         if not self._tell(self._end, is_strict=True):
             return False
         self._begin(self._text[self._end :].lstrip())
