@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 import socket
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from urllib.parse import urlsplit
@@ -16,7 +17,7 @@ from whole import LIMIT_S, wait_until
 
 from lowtide import AsyncLLM
 from lowtide.serve import connection, request_log
-from lowtide.serve.request_log import MAX_LINES, LineLimit, Served
+from lowtide.serve.request_log import MAX_KINDS, MAX_LINES, LineLimit, Served
 
 pytestmark = pytest.mark.hostile
 
@@ -181,6 +182,16 @@ def test_what_the_log_leaves_out_is_counted(
     limit._tell("kind")
     assert "kind: 15 more in a minute." in caplog.text
     assert limit.allows("kind")
+
+
+def test_lines_of_any_number_of_kinds_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    limit = LineLimit()
+    told = [limit.allows(f"kind {i}") for i in range(3 * MAX_KINDS)]
+    assert sum(told) == MAX_KINDS + MAX_LINES
+    later_s = time.monotonic() + request_log.WINDOW_S
+    monkeypatch.setattr(request_log.time, "monotonic", lambda: later_s)
+    assert limit.allows("kind")
+    assert len(limit._windows) == 1
 
 
 def test_each_request_is_a_line_at_v(running: Running, caplog: pytest.LogCaptureFixture) -> None:

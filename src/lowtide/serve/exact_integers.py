@@ -57,7 +57,7 @@ def check_integers(schema: object) -> None:
             if keyword == "maximum" and value == 2**63 - 1:
                 continue  # of a signed integer: that one is kept to
             raise UsageError(
-                f"The schema's {keyword} {value} is beyond the integers that can be kept to "
+                f"The schema's {keyword} {value!r:.40} is beyond the integers that can be kept to "
                 f"exactly, {-MAX_EXACT} to {MAX_EXACT}: leave it out, or make the value a string."
             )
 

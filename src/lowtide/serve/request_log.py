@@ -56,10 +56,13 @@ class LineLimit:
     def allows(self, kind: str) -> bool:
         """Whether one more may be written; if not, it is counted and told of later."""
         now_s = time.monotonic()
+        if kind not in self._windows and len(self._windows) >= MAX_KINDS:
+            for other in [k for k, window in self._windows.items() if now_s >= window.end_s]:
+                self._tell(other)
+            if len(self._windows) >= MAX_KINDS:
+                kind = "others"
         window = self._windows.get(kind)
         if window is None or now_s >= window.end_s:
-            if window is None and len(self._windows) >= MAX_KINDS:
-                kind = "others"
             self._tell(kind)
             window = self._windows.setdefault(kind, _Window(now_s + WINDOW_S))
         window.num_lines += 1
