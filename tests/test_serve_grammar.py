@@ -473,6 +473,7 @@ def test_a_form_waits_for_those_before_it(monkeypatch: pytest.MonkeyPatch) -> No
         ({"type": ["string", "integer"]}, "7 or so", "7 or so"),
         ({"type": "string", "const": "only"}, "only", "only"),
         ({"type": ["string", "null"], "enum": ["a", None]}, "null", None),
+        ({"anyOf": [{"type": "string", "pattern": "^[a-z]+$"}, {"const": 5}]}, "5", 5),
         ({"type": "integer"}, "7", 7),
     ],
 )
