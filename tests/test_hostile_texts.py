@@ -15,7 +15,7 @@ import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 from serving import Running, serving, talking_folder
-from small_tokenizers import FORMATS
+from small_tokenizers import FORMATS, QWEN
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 
 from lowtide import AsyncLLM
@@ -284,6 +284,17 @@ def test_long_texts_are_cut_wherever_words_end(name: str) -> None:
     assert pieces.is_known
     for text in ("word and word " * 9000, "a1 " * 30000):
         assert max(len(piece) for _, piece in pieces(text)) <= text_pieces.PIECE_CHARS
+
+
+@pytest.mark.parametrize("name", ["demo autoregressive", "gpt-2", "qwen2", QWEN.name])
+def test_texts_full_of_added_tokens_are_cut_behind_them(name: str) -> None:
+    vocabulary = VOCABULARIES[name]
+    for mark in vocabulary.special_texts.values():
+        text = f"{mark}'a" * 9000
+        pieces = [piece for _, piece in vocabulary._pieces(text)]
+        assert max(map(len, pieces)) <= text_pieces.PIECE_CHARS
+        ids = vocabulary._backend.encode(text, add_special_tokens=False).ids
+        assert vocabulary.encode(text, add_special=False) == ids
 
 
 def test_words_of_many_scripts_end() -> None:

@@ -2,8 +2,8 @@
 
 A tokenizer takes `WORK_BYTES` for each byte of a text while it works. `TextPieces` cuts where its
 own rule for words always does, whatever stands around: between a letter or digit and the space or
-punctuation behind it, in the scripts for which that holds. Rules that it does not know are cut
-nowhere.
+punctuation behind it, in the scripts for which that holds, and behind an added token that no other
+can be in the place of. Rules that it does not know are cut nowhere.
 """
 
 from __future__ import annotations
@@ -79,11 +79,13 @@ class TextPieces:
         self._added = [token.content for token in added]
         self._reach = max(map(len, self._added), default=0) + 1
         self._find: _Places | None = None
+        self._sure: re.Pattern[str] | None = None  # added tokens that are taken wherever they are
         changed = [token.content for token in added if token.normalized] if normalizer else []
         if _is_bytes(words):
             is_same = normalizer.get("type", "NFC") == "NFC" and all(map(str.isascii, changed))
             if is_same and _cuts_word_ends(words):
                 self._find = _word_ends(backend)
+                self._sure = _taken_first(added)
         elif all(map(_is_found_as_it_is, changed)) and _is_sentence_pieces(backend):
             before, has_prefix = _never_before_space(backend), _has_prefix(normalizer, words)
             self._find = lambda text, start, end: [
@@ -134,13 +136,19 @@ class TextPieces:
         return None
 
     def _free(self, text: str, start: int, end: int) -> list[tuple[int, int]]:
-        """The places from `start` to before `end` that no added token is near."""
+        """The places from `start` to before `end` that no added token is near, or right behind
+        one."""
         if self._find is None:
             return []
+        found = self._find(text, start, end)
         around = text[max(0, start - self._reach) : end + self._reach]
-        if any(token in around for token in self._added):
-            return [each for each in self._find(text, start, end) if self._is_free(text, *each)]
-        return self._find(text, start, end)
+        if not any(token in around for token in self._added):
+            return found
+        found = [each for each in found if self._is_free(text, *each)]
+        if self._sure is not None:
+            ends = (m.end() for m in self._sure.finditer(text, max(0, start - self._reach), end))
+            found += [(place, place) for place in ends if place >= start]
+        return sorted(found)
 
     def _is_free(self, text: str, left: int, right: int) -> bool:
         around = text[max(0, left - self._reach) : right + self._reach]
@@ -178,6 +186,33 @@ def _ends_words(backend: tokenizers.Tokenizer, script: str) -> bool:
 
 def _lone_spaces(text: str, start: int, end: int) -> list[tuple[int, int]]:
     return [each.span() for each in _LONE_SPACE.finditer(text, start, end)]
+
+
+def _taken_first(added: list[tokenizers.AddedToken]) -> re.Pattern[str] | None:
+    """What finds added tokens that are taken out of a text before all else, and that no other can
+    be in the place of: none is in another one or overlaps with its ends."""
+    first = [token for token in added if not token.normalized]
+    texts = {token.content for token in first}
+    begins = {text[:n] for text in texts for n in range(1, len(text))}
+    ends = {text[n:] for text in texts for n in range(1, len(text))}
+    together = "\0".join(texts)
+    sure = [
+        token.content
+        for token in first
+        if not (token.lstrip or token.rstrip or token.single_word)
+        and together.count(token.content) == 1
+        and not any(part in texts for part in _inner(token.content))
+        and not any(token.content[n:] in begins for n in range(1, len(token.content)))
+        and not any(token.content[:n] in ends for n in range(1, len(token.content)))
+    ]
+    return re.compile("|".join(map(re.escape, sure))) if sure else None
+
+
+def _inner(text: str) -> Iterator[str]:
+    """The shorter texts in a text."""
+    for start in range(len(text)):
+        for end in range(start + 1, len(text) + (start > 0)):
+            yield text[start:end]
 
 
 def _is_bytes(words: dict[str, Any]) -> bool:
