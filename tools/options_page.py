@@ -45,8 +45,8 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import TypedDict
 
-from lowtide.progress import Progress
 from lowtide.params import DiffusionParams
+from lowtide.progress import Progress
 '''
 
 
