@@ -372,7 +372,7 @@ def test_a_checkpoint_deleted_while_generating_is_read_to_the_end(
         assert completion.token_ids == expected.token_ids and not model.exists()
         assert llm.stats()["num_misses"] > 0
         check_still_right(llm, expected)
-    with pytest.raises(LowtideError, match="There is no model"):
+    with pytest.raises(LowtideError, match="There is no file or folder"):
         LLM(model)
 
 

@@ -166,7 +166,7 @@ def test_divisors_that_cannot_be_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="must be numbers from 1e-06 to 1e\\+06"):
         plan_model(path)
     with_divisors(path, np.ones(count, np.float16))
-    with pytest.raises(CheckpointError, match="'rope_freqs.weight' is F16 .* not a short vector"):
+    with pytest.raises(CheckpointError, match="'rope_freqs.weight' is of type F16"):
         plan_model(path)
     head_dim = random_model("qwen3_moe", 1).config.head_dim
     with_divisors(path, np.ones(head_dim // 2, np.float32), "qwen3_moe")

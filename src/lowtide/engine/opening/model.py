@@ -49,6 +49,7 @@ from lowtide.reading.dense_weights import DenseWeights
 from lowtide.reading.fingerprint import fingerprint
 from lowtide.schemas import WeightMap, assume, bind, model_schema, stored_matrices
 from lowtide.threads.cores import keep_to
+from lowtide.threads.executor import set_cores_per_product
 
 DEFAULT_CONTEXT = 4096
 
@@ -291,7 +292,7 @@ def _keep_to_cores(options: EngineConfig) -> None:
     """Before anything is counted or compiled: plans and costs are of these cores."""
     if options.kept_cores is not None:
         keep_to(options.kept_cores)
-        torch.set_num_threads(min(torch.get_num_threads(), len(os.sched_getaffinity(0))))
+        set_cores_per_product(min(torch.get_num_threads(), len(os.sched_getaffinity(0))))
 
 
 def _open_path(path: Path, options: EngineConfig) -> OpenModel:

@@ -67,10 +67,11 @@ bool has_changed(const File& file) {
     struct stat now;
     if (fstat(static_cast<int>(file.descriptor), &now) != 0) return false;
     const std::int64_t modified_ns = now.st_mtim.tv_sec * 1000000000L + now.st_mtim.tv_nsec;
-    // Some programs set the time of modification back; this one they cannot.
+    // Some programs set the time of modification back; this one they cannot. To delete a file
+    // changes it, too, and nothing in the file.
     const std::int64_t changed_ns = now.st_ctim.tv_sec * 1000000000L + now.st_ctim.tv_nsec;
     return now.st_size != file.num_bytes || modified_ns != file.modified_ns ||
-           changed_ns != file.changed_ns;
+           (changed_ns != file.changed_ns && now.st_nlink > 0);
 }
 
 // Where a piece goes in memory if all of it, and nothing else, can be read straight there: sectors of
