@@ -289,8 +289,17 @@ def test_files_that_are_not_the_answers_stay_as_they_are(tmp_path: Path) -> None
 # What ends a run.
 
 
+# These tests may themselves run under nohup, whose children ignore SIGHUP.
+HEARING = """
+import signal
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
+from lowtide.cli.main import main
+main()
+"""
+
+
 def start(source: Path, target: Path, *arguments: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "lowtide", "batch", DEMO, "-i", source, "-o", target]
+    command = [sys.executable, "-c", HEARING, "batch", DEMO, "-i", source, "-o", target]
     return subprocess.Popen([*command, *FLOAT32, *arguments], stderr=subprocess.PIPE, text=True)
 
 
