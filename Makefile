@@ -85,7 +85,6 @@ check: $(VENV)/.lowtide-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
-	$(BIN)/python tools/house.py
 
 # A wheel with the compiled kernels inside, and the sources, in dist/.
 wheel: $(VENV)/.lowtide-dev

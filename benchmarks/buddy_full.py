@@ -186,7 +186,8 @@ def _row(run: PresetRun, exact: PresetRun) -> Row:
 
 def _watched(llm: LLM, lane: Lane, load: Load) -> Row:
     """More answers, after one that finds the residents: times by part and waits per miss, turn by
-    turn and their medians. Every lane's are drawn with the same seeds."""
+    turn and their medians. Every lane's are drawn with the same seeds.
+    """
     llm.adopt_policy(lane.policy, lane.options)
     llm.generate([load.prompt], replace(load.params, seed=0))
     turns = [_watched_turn(llm, load, seed) for seed in range(1, 1 + WATCHED)]

@@ -139,7 +139,8 @@ def _median(runs: Sequence[dict[str, Any]], what: str) -> float:
 
 def _contexts(folder: Path, budget_bytes: int, longest: int, at_once: int) -> list[int]:
     """Five constant caches that hold the longest request: one of it, one of all that ask at once
-    (what foresight would choose), the most that a plan within the budget has, and between."""
+    (what foresight would choose), the most that a plan within the budget has, and between.
+    """
     most = _most_tokens(folder, budget_bytes, longest)
     at_once = min(max(at_once, longest), most)
     wanted = [longest, (longest + at_once) // 2, at_once, (at_once + most) // 2, most]

@@ -144,7 +144,8 @@ def _measure(
 
 def other_hybrimoes(part: Trace, setting: Setting, hits: IntArray) -> dict[str, float]:
     """`dali` over HybriMoE as DALI may have run it: with other thresholds, or with none of its
-    cache in use."""
+    cache in use.
+    """
     dali_s = simulate(part, "dali", setting, hits=hits).total_s
     found = {}
     for tokens in THRESHOLDS:

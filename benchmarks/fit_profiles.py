@@ -211,7 +211,8 @@ def tide_case(name: str) -> Case:
 
 def tide_machine(name: str, host_rate: float) -> Machine:
     """host_rate: operations per second of the host, whose memory keeps up at one token; both as far
-    as such hardware goes."""
+    as such hardware goes.
+    """
     top = HARDWARE[name]
     operations_per_s = min(host_rate, HOST_SHARE * top.host_operations)
     bytes_per_s = min(operations_per_s / 4, HOST_SHARE * top.host_bytes)

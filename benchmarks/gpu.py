@@ -714,7 +714,7 @@ class HybridBench:
         return times[by], by
 
     def _forward(self, step: Step, experts: Tensor) -> float:
-        """Seconds of one step through all layers. experts [layers, tokens, k]"""
+        """Seconds of one step through all layers. experts [layers, tokens, k]."""
         torch.cuda.synchronize()
         start_s = perf_counter()
         for layer in range(self._shape.num_layers):

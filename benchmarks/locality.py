@@ -73,7 +73,8 @@ def main() -> None:
 
 def fitted(model: PublishedModel, names: Sequence[str]) -> Preference:
     """Where the squares of differences from the model's rates are least, by ever smaller steps of
-    the parameters of these names."""
+    the parameters of these names.
+    """
     best = Preference(**dict.fromkeys(names, 0.5))
     least, step = _loss(model, best), FIRST_STEP
     while step >= LAST_STEP:
@@ -163,7 +164,8 @@ def verdict(
     speeds: Mapping[tuple[str, str], Sequence[Mapping[str, float]]],
 ) -> dict[str, object]:
     """Each preset's mean over shares and batches (geometric) under each routing, and the presets'
-    order by the worse of them. speeds: by home and routing, cells of speeds over the best one."""
+    order by the worse of them. speeds: by home and routing, cells of speeds over the best one.
+    """
     means = {
         name: {
             routing: _mean([cell[name] for cell in speeds[home, routing]]) for routing in routings

@@ -184,7 +184,7 @@ def _top_shares(run: Run, prefetch: Prefetch) -> FloatArray:
 
 
 def _facts(run: Run, layer: int, hits: IntArray) -> Facts:
-    """Of a layer with no residents. hits [layers, experts]"""
+    """Of a layer with no residents. hits [layers, experts]."""
     no_residents = np.zeros(hits.shape[1], np.bool_)
     capacity = np.zeros(len(hits), np.int64)
     demand = demand_of(hits[layer], no_residents)

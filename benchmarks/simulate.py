@@ -243,7 +243,8 @@ def _answer(track: Track, learned: Learned, name: str) -> Stretch:
 
 def _measure_costs(track: Track, learned: Learned) -> MeasuredCosts:
     """Experts and the link as they are emulated, to the tick: a sample of one expert would add a
-    thread's wake-up to each. What is computed by this machine is from a run without a device."""
+    thread's wake-up to each. What is computed by this machine is from a run without a device.
+    """
     runtime, speeds = track.runtime, track.device.speeds
     _answer(track, learned, "all-host")  # warms
     alone = _answer(track, learned, "all-host").totals

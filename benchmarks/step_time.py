@@ -81,7 +81,8 @@ def _time_sides(
     options: argparse.Namespace,
 ) -> dict[tuple[int, float], float]:
     """All lanes at every length, two and four layers. Seconds of lowtide's whole steps, by tokens
-    and prompt's share."""
+    and prompt's share.
+    """
     steps_s = {}
     config, weights = engine.opened.config, read_weights(engine.opened.folder)
     sides = {

@@ -69,13 +69,14 @@ def random_search(draw: np.random.Generator, num_tokens: int = 50) -> tuple[Laye
 
 
 def arriving(facts: Facts, is_coming: BoolArray) -> Facts:
-    """is_coming [num_experts]"""
+    """is_coming [num_experts]."""
     return facts._replace(arriving_s=np.where(is_coming[facts.demand.experts], 1.0, np.inf))
 
 
 def edge_searches() -> Iterator[tuple[LayerRules, Facts]]:
     """What a test of the middle leaves out: one expert in all, one for each token, all of them
-    chosen, no resident, all resident, weights alike, none or huge, `rho` above k, empty lists."""
+    chosen, no resident, all resident, weights alike, none or huge, `rho` above k, empty lists.
+    """
     draw = np.random.default_rng(11)
     for num_experts, k in ((1, 1), (2, 1), (2, 2), (5, 1), (5, 3), (8, 8), (9, 4)):
         ids = np.sort(np.argsort(draw.random((3, num_experts)), axis=1)[:, :k], axis=1)
@@ -89,7 +90,7 @@ def edge_searches() -> Iterator[tuple[LayerRules, Facts]]:
 
 
 def _edge_weights(draw: np.random.Generator, num_tokens: int, k: int) -> Iterator[WeightArray]:
-    """[num_tokens, k] each"""
+    """[num_tokens, k] each."""
     some = draw.random((num_tokens, k)).astype(np.float32)
     yield np.full_like(some, 0.5)
     yield np.zeros_like(some)
@@ -98,7 +99,8 @@ def _edge_weights(draw: np.random.Generator, num_tokens: int, k: int) -> Iterato
 
 def slow_search(rules: LayerRules, facts: Facts) -> IntArray:
     """Algorithm 1 once more, from its text and without anything of ours: ids in the places of
-    those they stand in for. [tokens, k]"""
+    those they stand in for. [tokens, k].
+    """
     assert facts.routing is not None and facts.is_here is not None
     experts, weights, _ = facts.routing
     out, due = experts.copy(), facts.arriving_s
@@ -125,7 +127,8 @@ def slow_late(rules: LayerRules, facts: Facts, num_in_time: int, share: float | 
     """`miss=late` without a device, from docs/policies.md and without anything of ours: of absent
     experts those of least router weight are given up, until no more are left than are read in time,
     each by all of its tokens or by none. One owner's tokens, of whose weight `share` may be moved;
-    ids in the places of those they stand in for. [tokens, k]"""
+    ids in the places of those they stand in for. [tokens, k].
+    """
     assert facts.routing is not None and facts.is_here is not None
     experts, weights, _ = facts.routing
     out, places = experts.copy(), dict[int, list[tuple[int, int]]]()

@@ -1,5 +1,6 @@
 """Fast-dLLM's prefix and dual caches over transformers' models, one request at a time, and the
-published loop over blocks: what a trajectory with kept keys and values must be."""
+published loop over blocks: what a trajectory with kept keys and values must be.
+"""
 
 from __future__ import annotations
 

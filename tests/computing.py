@@ -58,7 +58,8 @@ def summed_at_once(
     at_once: ExpertsAtOnce, x: Tensor, routing: Routing, width: int, layer: int, num_threads: int
 ) -> Tensor:
     """All experts of some tokens, expert e in slot e, and their sum: in one call for each of the
-    two, and in one for both."""
+    two, and in one for both.
+    """
     shape = (routing.experts.numel(), x.shape[1])
     num_experts = int(routing.experts.max()) + 1
     rows = ExpertRows(REFERENCE.sort_pairs(routing.experts, num_experts))
@@ -85,7 +86,8 @@ def run_experts(
     num_threads: int,
 ) -> None:
     """What compiled layers do where all experts are there. slots: of each distinct expert,
-    ascending by expert; buffers: parts, gate, up and out of `CompiledExperts.layer_call`."""
+    ascending by expert; buffers: parts, gate, up and out of `CompiledExperts.layer_call`.
+    """
     call = kernels.layer_call(x, routing.experts.shape[1], places, *buffers, num_threads)
     chosen, of_slots = (routing.experts, routing.weights), PlacesStruct(*places)
     kernels.calls.experts(

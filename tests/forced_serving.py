@@ -140,7 +140,8 @@ class ForcedService(Service):
 
 class ForcedTokens:
     """A `TokenMask` of one answer, over the one that its request has. is_refused: whether that one
-    did not allow a token."""
+    did not allow a token.
+    """
 
     def __init__(self, token_ids: Sequence[int], vocab_size: int, own: TokenMask | None) -> None:
         self.is_refused = False

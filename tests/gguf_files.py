@@ -250,7 +250,8 @@ def tensors_of(
     family: str, model: torch.nn.Module
 ) -> Iterator[tuple[str, Tensor, tuple[int, ...]]]:
     """Views of a model's parameters in the order of the file, and their shapes there, by the
-    file's names."""
+    file's names.
+    """
     names = gguf.get_tensor_name_map(ARCHITECTURES[family], model.config.num_hidden_layers)
     for name, parameter in model.named_parameters():
         for own_name, view in _views(family, name, parameter.data, model.config):

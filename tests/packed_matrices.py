@@ -141,7 +141,7 @@ def filled_slots(kinds: Kept, num_experts: int, k: int) -> ExpertSlots:
 
 
 def routed(num_tokens: int, num_experts: int, k: int) -> Routing:
-    """k experts of each token, ascending."""
+    """K experts of each token, ascending."""
     generator = torch.Generator().manual_seed(num_tokens)
     chosen = [torch.randperm(num_experts, generator=generator)[:k] for _ in range(num_tokens)]
     experts = torch.stack([each.sort().values for each in chosen])

@@ -11,7 +11,8 @@ def python(
     *arguments: str, timeout: float | None = 120, **options: Any
 ) -> subprocess.CompletedProcess[str]:
     """A Python that has ended. What it wrote is text; unless `options` give it `input`, there is
-    nothing on its standard input."""
+    nothing on its standard input.
+    """
     if "input" not in options:
         options["stdin"] = subprocess.DEVNULL
     command = [sys.executable, *arguments]

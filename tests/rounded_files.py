@@ -1,5 +1,6 @@
 """Matrices as other tools' checkpoints have them, and what they stand for: plain loops over the
-published layouts, one number at a time."""
+published layouts, one number at a time.
+"""
 
 from __future__ import annotations
 
@@ -159,7 +160,8 @@ def write_rounded(
     source: Path, folder: Path, name: str, endings: tuple[str, ...] = ("_proj.weight",)
 ) -> tuple[Path, Path]:
     """A model of one file with its projections rounded, whose names have one of these endings, and
-    its twin of what those stand for."""
+    its twin of what those stand for.
+    """
     said, rounded = QUANTISATIONS[name]
     weights: dict[str, Tensor] = {}
     for path in sorted(source.glob("*.safetensors")):

@@ -70,7 +70,8 @@ def drawn_pieces(
     draw: st.DrawFn, arguments: st.SearchStrategy[dict[str, str]] = _ARGUMENTS
 ) -> list[Piece]:
     """An answer without its end: texts, thoughts and calls in any order. arguments: what draws a
-    call's."""
+    call's.
+    """
     parts = st.one_of(st.builds(Text, _TEXTS), st.builds(Reasoning, _TEXTS), arguments)
     pieces: list[Piece] = [Prefilled(0, NUM_PROMPT)]
     num_calls = 0

@@ -1,5 +1,6 @@
 """Tokenizers of bytes with the marks and templates of published models, for tests of what they
-write."""
+write.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 """Coding agents' turns over the real engine: answers in the model's own form, forced token
-by token, come as each agent's calls, and a turn begins with the keys of the one before."""
+by token, come as each agent's calls, and a turn begins with the keys of the one before.
+"""
 
 from __future__ import annotations
 

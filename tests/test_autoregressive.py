@@ -1,5 +1,6 @@
 """The decoder over a model of hashes (exact, so everything is compared exactly), and the whole
-engine against transformers' own generation on small checkpoints of the Ling body."""
+engine against transformers' own generation on small checkpoints of the Ling body.
+"""
 
 from __future__ import annotations
 

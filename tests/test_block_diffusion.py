@@ -1,5 +1,6 @@
 """The decoder over a model of hashes (exact, so everything is compared exactly, with the published
-loop, too). Published trajectories over a real model are in test_llm_goldens."""
+loop, too). Published trajectories over a real model are in test_llm_goldens.
+"""
 
 from __future__ import annotations
 

@@ -61,7 +61,8 @@ def check_runs(
     answer: RoutedTokens | None, wanted: IntArray, rules: LayerRules, facts: Facts
 ) -> None:
     """The ids of `wanted` [tokens, k] run, ascending, each with the weight of its place; there is
-    no answer where they are those that the router chose."""
+    no answer where they are those that the router chose.
+    """
     assert facts.routing is not None
     assert (answer is None) == np.array_equal(wanted, facts.routing.experts), (rules, facts)
     answer, order = answer or facts.routing, np.argsort(wanted, axis=1, kind="stable")
@@ -161,7 +162,8 @@ def test_late_experts_are_given_up_and_counted_alike(compiled: CompiledBuddies) 
 
 def test_late_experts_in_every_small_case(compiled: CompiledBuddies) -> None:
     """Two tokens of two of four experts, every set of residents, every number that is late: both
-    twins by what is said of `late`."""
+    twins by what is said of `late`.
+    """
     lists = np.array([[1, 2, 3], [0, 3, -1], [3, -1, -1], [2, 1, 0]], np.int32)
     weights = np.array([[0.3, 0.7], [0.5, 0.5]], np.float32)
     pairs, num_found = list(itertools.combinations(range(4), 2)), 0

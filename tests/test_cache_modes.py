@@ -1,5 +1,6 @@
 """Keys and values that are kept while a block is filled, over a model of hashes: what a step
-finds, what company changes (nothing), and where keeping is no approximation."""
+finds, what company changes (nothing), and where keeping is no approximation.
+"""
 
 from __future__ import annotations
 

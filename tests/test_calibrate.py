@@ -91,7 +91,7 @@ def observe(llm: LLM, prompts: list[list[int]], num_new: int) -> Features:
 
 
 def residuals_of(features: Features) -> NDArray[np.float32]:
-    """[layers - 1, hidden]"""
+    """[layers - 1, hidden]."""
     layers = [torch.cat(rows).double() for rows in zip(*map(_inputs, features.passes), strict=True)]
     return torch.stack([(b - a).mean(0) for a, b in zip(layers, layers[1:], strict=False)]).numpy()
 

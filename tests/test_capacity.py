@@ -42,7 +42,7 @@ class Machine:
         assert (self.is_kept.sum(axis=1) <= self.capacity).all()
 
     def run_pass(self, step: Step, hits: IntArray) -> None:
-        """hits [layers, experts]"""
+        """Hits [layers, experts]."""
         if not self.has_idle_link:
             num_residents = self.is_kept.sum(axis=1)
             self.policies.begin_pass(step, num_residents, self.capacity)

@@ -332,7 +332,8 @@ TRIED = {
 @pytest.mark.parametrize("family", families())
 def test_what_is_set_is_what_an_answer_may_be_asked(family: str) -> None:
     """One at a time and all in a row, every parameter of every kind: whatever was set, the next
-    message is not refused, and each can be taken back."""
+    message is not refused, and each can be taken back.
+    """
     assert set(TRIED) == set(SETTABLE)
     talk = Talk()
     talk.conversation._llm = talk.llm = OfAFamily(family)

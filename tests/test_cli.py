@@ -864,7 +864,7 @@ def test_no_signal_is_lost_and_each_ends_with_the_same_code(
 def test_a_signal_that_an_import_caught_ends_the_program_once(
     happens: str, number: str, code: int, tmp_path: Path
 ) -> None:
-    """torch and what it imports try some modules, whatever these raise."""
+    """Torch and what it imports try some modules, whatever these raise."""
     (tmp_path / "verb.py").write_text(
         f"import signal, weakref\nNUMBER = signal.{number}\n{happens}def verb(): print(5)\n"
     )

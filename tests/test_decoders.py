@@ -1,5 +1,6 @@
 """What every decoder promises of requests in company, over a model of hashes (exact, so everything
-is compared exactly)."""
+is compared exactly).
+"""
 
 from __future__ import annotations
 

@@ -145,7 +145,8 @@ def linked(row: str, page: Path) -> list[dict[str, Any]]:
 def test_every_row_leads_to_lines_that_count(page: Path) -> None:
     """A row of a table between marks, and in the README a sentence there too, links lines of
     `docs/results/`: a commit's own, not refused, and of a call of `make bench` or
-    `make bench-large`. A table has one machine."""
+    `make bench-large`. A table has one machine.
+    """
     for part in PARTS.findall((ROOT / page).read_text(encoding="utf-8")):
         machines: set[str] = set()
         for row in part.splitlines():

@@ -316,7 +316,8 @@ def check_conversations(numbers: Iterable[int], subjects: Subjects) -> None:
 @pytest.fixture(scope="module")
 def subjects(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Subjects]:
     """Little is much here: of rows in a chunk, of memory that a range grows by, of passes that
-    keys have to wait. Nothing is waited for before it is written, nor while it is."""
+    keys have to wait. Nothing is waited for before it is written, nor while it is.
+    """
     register(FAMILY)
     with ExitStack() as stack, pytest.MonkeyPatch.context() as monkeypatch:
         stack.callback(unregister, FAMILY.name)

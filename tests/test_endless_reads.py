@@ -1,5 +1,6 @@
 """A drive that stops answering: the request fails and is told of which file, others are answered,
-a model can be closed, a program can end."""
+a model can be closed, a program can end.
+"""
 
 from __future__ import annotations
 

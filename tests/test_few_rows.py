@@ -1,5 +1,6 @@
 """Layers of a few rows in a call or two: the bits of their operators one by one, wherever Python
-is asked in between and wherever it is not."""
+is asked in between and wherever it is not.
+"""
 
 from __future__ import annotations
 
@@ -83,7 +84,8 @@ def decoded(
     engine: Engine, num_sequences: int, num_rows: int = 1, prompt: int = PROMPT
 ) -> list[Tensor]:
     """Hidden states of some passes of sequences that had a prompt, of which the first feeds
-    `num_rows` and the others one row each."""
+    `num_rows` and the others one row each.
+    """
     cache, found = engine.kv_cache, []
     ranges = [cache.allocate(prompt + 3 * num_rows) for _ in range(num_sequences)]
     ends = [0] * num_sequences
@@ -122,7 +124,8 @@ def are_equal(first: Sequence[Tensor], second: Sequence[Tensor]) -> bool:
 @pytest.mark.parametrize("family", [*AT_ONCE, *BEHIND_ATTENTION, "gpt_oss"])
 def test_the_bits_of_one_by_one(folders: dict[str, Path], family: str) -> None:
     """At once where everything is resident, in two calls where policies are asked; of one
-    sequence, of several, and of one that feeds two rows."""
+    sequence, of several, and of one that feeds two rows.
+    """
     found = []
     with opened(folders[family]) as engine:
         has_calls = [block.whole is not None for block in engine.model._blocks]
@@ -191,7 +194,8 @@ def test_all_layers_are_one_call_where_no_policy_is_asked(
     folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Passes of as many rows compute in what the first of them drew; layer by layer has the same
-    bits, and counts the same experts."""
+    bits, and counts the same experts.
+    """
     with opened(folders["qwen2_moe"]) as engine:
         expected, before = decoded(engine, 2), engine.as_dict()["num_hits"]
         kept = engine.model._short_pass
@@ -246,7 +250,8 @@ def test_experts_behind_torchs_router(
     tmp_path: Path, is_packed: bool, policy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Who is absent changes no bit, nor does a compiled call what hits and what becomes of it, by
-    the same costs: `lowtide` measures them."""
+    the same costs: `lowtide` measures them.
+    """
     monkeypatch.setattr(policy_setting, "_read_s", lambda *_: 1e-3)
     monkeypatch.setattr(policy_setting, "measure_device_s", lambda *_: Curve([(1, 1e-4)]))
     folder, found, counts = gpt_oss(tmp_path / "model", is_packed), [], []

@@ -1,5 +1,6 @@
 """GGUF files whose gate and up, or queries, keys and values, are one tensor: the logits of those
-that have them apart, which are compared with transformers in test_gguf_models.py."""
+that have them apart, which are compared with transformers in test_gguf_models.py.
+"""
 
 from __future__ import annotations
 

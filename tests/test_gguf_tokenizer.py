@@ -190,7 +190,8 @@ def test_pieces_are_those_of_their_scores(
 
 def merged(text: str, scores: dict[str, float]) -> list[str]:
     """As sentence-piece merges: of all neighbours the pair whose text has the best score, the first
-    of equal ones, until there is none; what is left and no piece becomes bytes."""
+    of equal ones, until there is none; what is left and no piece becomes bytes.
+    """
     found = list(text)
     while True:
         pairs = [(scores.get(a + b), -n) for n, (a, b) in enumerate(itertools.pairwise(found))]

@@ -1,5 +1,6 @@
 """Ten people's habits: what somebody who knows another program types first works, or is answered
-with the line that does."""
+with the line that does.
+"""
 
 from __future__ import annotations
 

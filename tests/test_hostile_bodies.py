@@ -1,5 +1,6 @@
 """Bodies of many values and of long texts, beside a ticker on the event loop: what they hold up is
-bounded, and nobody else's answer is another one."""
+bounded, and nobody else's answer is another one.
+"""
 
 from __future__ import annotations
 

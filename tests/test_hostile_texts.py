@@ -1,5 +1,6 @@
 """Text that cannot fit, through every road to the tokenizer: refused early, in little memory, and
-nobody else's answer is another one."""
+nobody else's answer is another one.
+"""
 
 from __future__ import annotations
 

@@ -310,7 +310,8 @@ class Machine:
 
     def check(self) -> None:
         """Running ranges have all that was written to them, and so have kept ones or they are gone;
-        all have memory, and no more than there is; none lies over another."""
+        all have memory, and no more than there is; none lies over another.
+        """
         self.kept = [each for each in self.kept if self.cache.is_kept(each.kv)]
         assert set(self.rule.told) == set(self.cache._kept) == {each.kv for each in self.kept}
         assert self.budget.num_free_bytes >= 0

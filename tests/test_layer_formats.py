@@ -1,5 +1,6 @@
 """Layers in a call or two whose matrices are in 8 or 4 bits or in ggml's packed types, and in
-bfloat16 beside them: the bits of their operators one by one."""
+bfloat16 beside them: the bits of their operators one by one.
+"""
 
 from __future__ import annotations
 
@@ -78,7 +79,8 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def check(path: Path, shapes: Sequence[tuple[int, int]], **options: object) -> None:
     """Where everything is resident, and where policies are asked: some sequences and rows of the
-    first of them."""
+    first of them.
+    """
     with opened(path, **options) as engine:
         assert all(isinstance(each, WholeLayer) for each in layers_of(engine))
         with one_by_one():
@@ -120,7 +122,8 @@ def test_the_bits_of_rounded_rows_one_by_one_from_a_file(
 )
 def test_any_number_of_rows(folders: dict[str, Path], files: dict[str, Path], name: str) -> None:
     """Up to what each part takes, and beyond: a dense part in bfloat16 may take more rows than
-    experts of few bits, and rows that are rounded have no limit of their own."""
+    experts of few bits, and rows that are rounded have no limit of their own.
+    """
     plain = 3 * [plain_format(torch.bfloat16)]
     most = choice.choose_kernels("auto", torch.bfloat16).several_experts(plain).max_rows
     path = files["qwen2_moe"] if name.startswith("file") else folders["qwen2_moe"]

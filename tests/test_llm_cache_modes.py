@@ -1,5 +1,6 @@
 """The whole engine with prefix and dual caches: trajectories of an independent implementation, what
-is planned for them, and who is refused them."""
+is planned for them, and who is refused them.
+"""
 
 from __future__ import annotations
 

@@ -141,7 +141,8 @@ def test_bytes_grow_with_the_rows_by_what_a_layer_must_hold(opened: OpenModel) -
 )
 def test_little_is_whole(family: str, whole_buffers: set[str], tmp_path: Path) -> None:
     """In attention nothing but hidden states, keys and values grows with the rows, in a dense MLP
-    only the first; experts need all rows' inputs and sums."""
+    only the first; experts need all rows' inputs and sums.
+    """
     opened = open_model(synth(family, "tiny", tmp_path / "m", seed=1), EngineConfig(context=256))
     sizes = []
     for num_rows in (4608, 9216):  # no remainders

@@ -29,7 +29,8 @@ WORKSPACE_BYTES = 24 * PAGE
 
 class Machine:
     """Memory for 96 tokens in two parts of 24 pages, for twelve slots of a page and a half, and for
-    passes of up to 24 pages; what it has is counted at every single call of the system."""
+    passes of up to 24 pages; what it has is counted at every single call of the system.
+    """
 
     def __init__(self, budget_bytes: int) -> None:
         self.held_bytes = 0

@@ -1,5 +1,6 @@
 """One rule for what a verb is told to write: its folder is made, what lowtide did not write stays,
-and a place where nothing can be written is refused before the work."""
+and a place where nothing can be written is refused before the work.
+"""
 
 from __future__ import annotations
 
@@ -148,7 +149,8 @@ def test_a_file_of_the_user_is_refused_before_the_work(verb: str, tmp_path: Path
 
 def test_every_file_at_a_users_path_is_written_under_the_rule() -> None:
     """A module that writes without asking whose the file is writes into lowtide's own folders, or
-    into one that it made."""
+    into one that it made.
+    """
     root, own = Path(lowtide.__file__).parent, {"lab/pack.py", "lab/synth.py", "hardware/store.py"}
     asked = re.compile(r"whole_file\(([^()]|\([^()]*\))*\)")
     for path in root.rglob("*.py"):

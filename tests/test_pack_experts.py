@@ -1,5 +1,6 @@
 """A copy of a GGUF model's experts, each in one piece: the same bits, and refused where it is of
-another model."""
+another model.
+"""
 
 from __future__ import annotations
 

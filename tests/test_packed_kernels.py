@@ -1,5 +1,6 @@
 """Compiled operators over packed weights: every format, in every variant that this processor
-runs."""
+runs.
+"""
 
 from __future__ import annotations
 

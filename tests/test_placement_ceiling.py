@@ -52,7 +52,8 @@ def make_trace(seed: int) -> Trace:
 
 class Ahead:
     """Experts that are resident though no step has asked for them yet, and how often the first
-    step that asks for one finds it."""
+    step that asks for one finds it.
+    """
 
     def __init__(self) -> None:
         self.waiting: set[tuple[int, int]] = set()

@@ -127,7 +127,8 @@ def test_long_passes_of_any_chunks_have_the_bits_of_those_without_a_plan(
     llm: LLM, drawn: tuple[list[int], Tensor], share: float, chunks: dict[str, int]
 ) -> None:
     """In a plan for a share of what it takes whole, and in any number of chunks of each operator;
-    NaN wherever nothing is alive."""
+    NaN wherever nothing is alive.
+    """
     engine = llm._engine
     if engine.opened.config.family == "gpt_oss":
         return  # whose windows are of causal passes, of a tile at most

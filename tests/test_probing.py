@@ -40,7 +40,7 @@ class Wild(NamedTuple):
 
 
 def ids(*values: int) -> torch.Tensor:
-    """[2, k] int64"""
+    """[2, k] int64."""
     return torch.tensor([values, values])
 
 

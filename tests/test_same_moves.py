@@ -1,5 +1,6 @@
 """Each placement's decisions without a device, against the rule it had while it was asked layer by
-layer, as its paper or its docstring has it: sets, sorted for each layer."""
+layer, as its paper or its docstring has it: sets, sorted for each layer.
+"""
 
 from __future__ import annotations
 

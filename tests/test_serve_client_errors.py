@@ -1,5 +1,6 @@
 """What the APIs' own clients make of failures: they ask again where that may help, and raise their
-own errors where it does not."""
+own errors where it does not.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 """Faults of the machine under a server: a request that meets one fails in its API's form, the next
-is answered, and `/health` tells the truth."""
+is answered, and `/health` tells the truth.
+"""
 
 from __future__ import annotations
 

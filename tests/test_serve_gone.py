@@ -1,5 +1,6 @@
 """A client that goes while its request waits: in every API, and whatever the request waits for, its
-place is free at once."""
+place is free at once.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 """Answers that must have a form: what a drawn walk through the allowed tokens writes, what is
-refused, and that a mask changes nothing else."""
+refused, and that a mask changes nothing else.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 """`/v1/responses`: what Codex sends is read whole, and what is answered is what OpenAI's client and
-Codex read, the same streamed and not."""
+Codex read, the same streamed and not.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 """Requests drawn from the server's OpenAPI document, and by changing whole ones at drawn places:
-none is a 500, every refusal has its API's form, and none changes what another is answered."""
+none is a 500, every refusal has its API's form, and none changes what another is answered.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 """How often the event loop turns for a token: with each turn the interpreter's lock changes hands,
-which the engine's thread wants between its passes."""
+which the engine's thread wants between its passes.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
 """The runtime and the simulator, step by step and layer by layer: the same routing, the same
-decisions."""
+decisions.
+"""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ def demand_of(hits: IntArray) -> Demand:
 
 
 def replay_tide(hits: IntArray, budget: int, tau: int) -> tuple[int, list[int]]:
-    """Misses and admissions per step, summed over layers, of the policy itself. [steps, L, E]"""
+    """Misses and admissions per step, summed over layers, of the policy itself. [steps, L, E]."""
     num_layers, num_experts = hits.shape[1:]
     tide = Tide(num_layers, num_experts, tau)
     is_resident = np.zeros((num_layers, num_experts), np.bool_)

@@ -45,7 +45,8 @@ USED_BY_DENOISING = {
 @pytest.fixture
 def used(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     """Names of `KERNELS` that have run. Experts and their sums are torch's: they have tests of
-    their own, and take long."""
+    their own, and take long.
+    """
     curve = Curve([(1, 1e-4), (512, 1e-3)])
     stored = SimpleNamespace(costs=Costs(1, 2e-4, curve, curve, curve, 1e-5))
     monkeypatch.setattr(device_engine, "stored_or_measured", lambda key, measure: stored)

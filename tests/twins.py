@@ -34,7 +34,8 @@ class Subject(NamedTuple):
 @dataclass(eq=False)
 class Lineage:
     """A sequence that never ends: its tokens [n], as they were fed, and where the twin has their
-    keys. `held`: the range that it stands for, and how often that was kept by then."""
+    keys. `held`: the range that it stands for, and how often that was kept by then.
+    """
 
     tokens: IntArray
     kv: KVRange

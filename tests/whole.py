@@ -163,7 +163,7 @@ def routing_noted(llm: LLM) -> Iterator[dict[int, list[Tensor]]]:
 
 
 class SeenLayer(NamedTuple):
-    """Copies of what a layer was given and made. x [rows, hidden]"""
+    """Copies of what a layer was given and made. x [rows, hidden]."""
 
     layer: int
     step: Step
@@ -207,7 +207,8 @@ def wait_until(is_so: Callable[[], object]) -> None:
 @contextmanager
 def passes_that_wait(llm: LLM | AsyncLLM) -> Iterator[None]:
     """Inside, 40 passes after something was asked, a block and more, each waits until the engine is
-    told something: so no long answer ends before its reader has gone, on a machine of any speed."""
+    told something: so no long answer ends before its reader has gone, on a machine of any speed.
+    """
     mailbox, is_over, num_free = llm._loop._worker.mailbox, threading.Event(), 40
     accept, run_pass = worker.Worker.accept, worker.run_pass
 

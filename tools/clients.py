@@ -66,7 +66,8 @@ END = "The test passes."
 
 class Agent(NamedTuple):
     """A program of npm's. name: as `--print-config` has it; arguments: before the prompt; script:
-    what the model is to answer, turn by turn, in a repository that lies in a folder."""
+    what the model is to answer, turn by turn, in a repository that lies in a folder.
+    """
 
     name: str
     package: str
@@ -150,7 +151,8 @@ def _install(folder: Path) -> None:
 
 def _namespace() -> list[str]:
     """What runs a command with the loopback alone: as root, or else in a namespace where this user
-    counts as root. Ends the program where neither is allowed."""
+    counts as root. Ends the program where neither is allowed.
+    """
     for options in ([], ["--map-root-user"]):
         command = ["unshare", "--net", *options]
         tried = subprocess.run([*command, "true"], capture_output=True, text=True)
@@ -223,7 +225,8 @@ def _config(agent: Agent, model: Path, url: str) -> str:
 
 def _run(agent: Agent, programs: Path, home: Path, repository: Path, config: str) -> str:
     """Runs an agent to its end, or for `LIMIT_S`; returns what it printed. config: files, each
-    behind its name, or lines for a shell."""
+    behind its name, or lines for a shell.
+    """
     files = re.split(r"^# ~/(.+)\n", config, flags=re.MULTILINE)
     for name, text in zip(files[1::2], files[2::2], strict=True):
         (home / name).parent.mkdir(parents=True, exist_ok=True)

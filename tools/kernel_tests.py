@@ -55,7 +55,8 @@ def main() -> int:
 
 def digest(root: Path) -> str:
     """What the kernels' tests depend on: code, tests with what they share, versions, machine, and
-    how many examples are drawn."""
+    how many examples are drawn.
+    """
     told = [os.environ.get(name, "") for name in _VARIABLES]
     machine = (platform.python_version(), _processor(), _compiler(), *told)
     total = hashlib.sha256("\0".join(machine).encode())

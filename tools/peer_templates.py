@@ -148,7 +148,8 @@ def _compared(template: str, case: Case) -> str:
 
 def _theirs(template: str, case: Case, is_text: bool) -> str | None:
     """As transformers renders it; None where it refuses. is_text: arguments are JSON, as OpenAI's
-    clients send them, and not objects, as transformers' pages have them."""
+    clients send them, and not objects, as transformers' pages have them.
+    """
     messages = json.loads(json.dumps(case.messages))
     for message in messages:
         for call in message.get("tool_calls", ()):
@@ -191,7 +192,8 @@ def _llama_cases(
     llama: Path,
 ) -> Iterator[tuple[str, str, Case, Mapping[str, str], str]]:
     """Those of its test-chat-template.cpp: names, templates, conversations, special tokens and
-    what it renders."""
+    what it renders.
+    """
     source = (llama / "tests" / "test-chat-template.cpp").read_text(encoding="utf-8")
     body = source[source.index("std::vector<TestCase> test_cases") :]
     for entry in re.split(r"/\* \.name=? ?\*/", body)[1:]:

@@ -432,7 +432,7 @@ class Optimizer:
 
     @torch.no_grad()
     def step(self, lr: float, count: int) -> None:
-        """count is the number of this step, from 1."""
+        """Count is the number of this step, from 1."""
         grads = {n: w.grad for n, w in self.weights.items() if w.grad is not None}
         norms = torch.stack([g.norm() for g in grads.values()])
         scale = 1 / norms.norm().clamp(min=1.0)

@@ -68,7 +68,8 @@ def fresh_clone(folder: Path) -> Path:
 
 def walked(some: Iterable[Step], columns: int, source: Path | None = None) -> list[str]:
     """What each step prints on a terminal of so many columns, in a home that is empty before the
-    first one. source: where lowtide is imported from, if not as this process does."""
+    first one. source: where lowtide is imported from, if not as this process does.
+    """
     with tempfile.TemporaryDirectory(prefix="walk-") as name:
         home = Path(name)
         environment = _environment(home)

@@ -32,7 +32,8 @@ PRIOR = PolicyOption("prior", 1.0, 0, 1e6)
 
 def register_baselines(placement: str, spec: ExpertSpec) -> None:
     """The three over a preset's placement, for a model whose router weighs by `spec`; in place of
-    those that were registered before."""
+    those that were registered before.
+    """
     made: Mapping[str, Callable[[Setting], Substitution]] = {
         "random": lambda s: RandomBuddy(RHO.of(s), s.seed),
         "drop": lambda s: Drop(RHO.of(s)),
@@ -133,7 +134,7 @@ class CachePrior:
 
 
 def weights_of(spec: ExpertSpec, logits: FloatArray, chosen: IntArray) -> WeightArray:
-    """A router's weights of one token: logits [experts], chosen [k] -> [k]"""
+    """A router's weights of one token: logits [experts], chosen [k] -> [k]."""
     if spec.score_function == "sigmoid":
         score = 1 / (1 + np.exp(-logits))
     else:
@@ -147,7 +148,7 @@ def weights_of(spec: ExpertSpec, logits: FloatArray, chosen: IntArray) -> Weight
 
 
 def _is_open(facts: Facts) -> BoolArray:
-    """Rows whose outcome does not last. [tokens]"""
+    """Rows whose outcome does not last. [tokens]."""
     assert facts.routing is not None
     kinds = facts.step.rows_of(len(facts.routing.weights)).kind
     return ~np.isin(kinds, (RowKind.PROMPT, RowKind.COMMIT))

@@ -183,7 +183,8 @@ def open_transformers(
     model: Path, budget_bytes: int | None, drops_pages: bool = False
 ) -> Iterator[Lane]:
     """With a budget, what accelerate does not fit into it is on disk; drops_pages: and without a
-    page cache, which would hold it in memory outside the budget."""
+    page cache, which would hold it in memory outside the budget.
+    """
     from transformers import Qwen3MoeForCausalLM
     from transformers.utils import logging
 
@@ -317,7 +318,8 @@ def make_prompt(model: Path, num_tokens: int, seed: int) -> list[int]:
 
 def offloaded_share(model: Any, part: str = "") -> float:
     """Of the bytes of a transformers model's parameters with `part` in their names the share that
-    accelerate has not in memory; 0 where there are none."""
+    accelerate has not in memory; 0 where there are none.
+    """
     sizes = [
         (tensor.nbytes, tensor.device.type == "meta")
         for name, tensor in model.named_parameters()

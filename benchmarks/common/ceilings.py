@@ -44,7 +44,8 @@ class Disk:
 
 class SlotReads:
     """Two threads that read whole experts straight into slots, and do nothing else: what absent
-    experts cost at least."""
+    experts cost at least.
+    """
 
     def __init__(self, files: Sequence[Path], expert_bytes: int) -> None:
         """Slots are touched here; `close` closes the files."""

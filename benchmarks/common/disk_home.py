@@ -49,7 +49,8 @@ class DiskTrack:
 
     def measure(self) -> Costs:
         """Of an expert, as the engine measures them for a preset that asks; of several times that
-        with the median read. `lowtide` is in force then."""
+        with the median read. `lowtide` is in force then.
+        """
         found = []
         for _ in range(NUM_MEASURED):
             self.adopt("lowtide", {})
@@ -58,7 +59,8 @@ class DiskTrack:
 
     def around_reads_s(self, learned: Learned) -> float:
         """Of a layer that reads, under residents that stay: what its reads leave to be done before
-        the first and after the last of them."""
+        the first and after the last of them.
+        """
         self.adopt("static", {})
         with LayerClock(self.llm) as clock:
             self.answer(learned)
@@ -113,7 +115,8 @@ def measure_in_memory(model: Model, learned: Learned) -> InMemory:
 
 class LayerClock:
     """Times the layers' experts of an engine without a device, and what of that is around reads:
-    before the first of a layer begins and after the last has ended."""
+    before the first of a layer begins and after the last has ended.
+    """
 
     def __init__(self, llm: LLM) -> None:
         self.experts_s = self.around_s = 0.0

@@ -27,7 +27,8 @@ class _Step(NamedTuple):
 
 def measure(settings: Mapping[str, Any]) -> dict[str, Any]:
     """A task of `common.worker`. settings: model, budget_bytes, context, policy, lengths (tokens
-    of one sequence, each by itself), num_steps of each."""
+    of one sequence, each by itself), num_steps of each.
+    """
     options = EngineConfig(
         host_memory=settings["budget_bytes"],
         context=settings["context"],

@@ -18,7 +18,8 @@ _PS = 1e12  # picoseconds in a second
 
 def beam_mask(price: Prices, width: int) -> BoolArray:
     """The greedy order with the `width` best partial splits kept instead of one, never worse than
-    `greedy_mask`."""
+    `greedy_mask`.
+    """
     order = lopsided_first(price)
     states: list[tuple[float, float, int]] = [(0.0, 0.0, 0)]  # device_s, host_s, bits
     pairs = zip(price.device_s[order].tolist(), price.host_s[order].tolist(), strict=True)

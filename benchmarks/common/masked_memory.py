@@ -35,7 +35,8 @@ def measure(settings: Mapping[str, Any]) -> dict[str, Any]:
     """One planned step of lowtide's.
 
     settings: shape, num_layers, num_tokens, prompt_share, form and one of `chunks` (a mapping, or
-    "most") and `free_bytes`."""
+    "most") and `free_bytes`.
+    """
     folder = MaskedShape(**settings["shape"]).folder(settings["num_layers"])
     form = HeadForm(settings.get("form", HeadForm.FUSED.value))
     model = StepModel(folder, form=form)
@@ -107,7 +108,8 @@ def plan_of(model: StepModel, settings: Mapping[str, Any]) -> PassPlan:
 
 def resident_within(start: int, num_bytes: int, path: Path = Path("/proc/self/pagemap")) -> int:
     """Physical bytes of the pages in a range of addresses: unlike smaps this does not count what
-    shares a mapping with them."""
+    shares a mapping with them.
+    """
     page = mmap.PAGESIZE
     first, stop = start // page, -(-(start + num_bytes) // page)
     with path.open("rb") as file:

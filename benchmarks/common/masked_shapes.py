@@ -26,7 +26,8 @@ _LAYERS = {"llada": "n_layers", "llada_moe": "num_hidden_layers", "dream": "num_
 @dataclass(frozen=True)
 class MaskedShape:
     """A family at one of its sizes: the published one, the tiny one of a test, or one as narrow
-    that a long step of it can be run anywhere."""
+    that a long step of it can be run anywhere.
+    """
 
     name: str
     family: str

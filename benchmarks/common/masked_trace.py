@@ -45,7 +45,8 @@ class TimedWorkspace(Workspace):
 
 def measure(settings: Mapping[str, Any]) -> dict[str, Any]:
     """settings: as of `masked_memory.measure`, and the side. The peak, the average over the step's
-    time, and of sides that use torch's allocator what CUDA's would reserve."""
+    time, and of sides that use torch's allocator what CUDA's would reserve.
+    """
     shape = MaskedShape(**settings["shape"])
     folder = shape.folder(settings["num_layers"])
     with torch.inference_mode():
@@ -76,7 +77,8 @@ def _trace_side(folder: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
 
 def _trace_ours(folder: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
     """Its workspace, and what libraries allocate besides. The two peaks are added up, whether they
-    are at one time or not."""
+    are at one time or not.
+    """
     model = StepModel(folder)
     plan = plan_of(model, settings)
     with model.loaded() as engine:

@@ -48,7 +48,8 @@ class Official(nn.Module):
 
     def forward(self, token_ids: Tensor, lengths: Sequence[int]) -> Tensor:
         """token_ids: [rows] int64, sequences of `lengths` behind each other. Logits [rows, vocab]
-        in the compute dtype."""
+        in the compute dtype.
+        """
         x = F.embedding(token_ids, self.embedding)
         cos, sin = self._rotation(lengths)
         for layer in self.layers:

@@ -22,7 +22,8 @@ def plan_request(
 ) -> dict[str, Any]:
     """All plans of one request, whose masks become fewer one by one: how many, and how long each
     takes that was not known, and what planning takes of a step in the mean over all of them.
-    Seconds are processor time: nothing in it waits."""
+    Seconds are processor time: nothing in it waits.
+    """
     planner = _forgetful(model.planner, model.counts(num_tokens, max_masked))
     plans, seconds, total_s = {}, [], 0.0
     for masked in range(max_masked, 0, -1):
@@ -44,7 +45,8 @@ def plan_request(
 
 def compare_search(model: StepModel, num_tokens: int) -> dict[str, Any]:
     """The longest sequence in the memory that one of `num_tokens` takes at least: by the planner,
-    and by trying all chunk counts of somewhat longer ones."""
+    and by trying all chunk counts of somewhat longer ones.
+    """
     planner = model.planner
     free_bytes = planner.least_bytes(model.counts(num_tokens, num_tokens // 2))
 
@@ -72,7 +74,8 @@ def compare_search(model: StepModel, num_tokens: int) -> dict[str, Any]:
 
 def any_fits(model: StepModel, counts: Counts, free_bytes: int) -> bool:
     """Whether some chunk counts, of all there are, need no more than this. Only the bytes that are
-    alive together are asked for: less than any placement takes."""
+    alive together are asked for: less than any placement takes.
+    """
     choices = [
         range(1, 1 + num_tiles(counts.rows_of(operator), tile_rows))
         for operator, tile_rows in OPERATOR_TILES.items()

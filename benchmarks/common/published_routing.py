@@ -99,7 +99,7 @@ def _covered(trace: Trace, known: Trace, at: float) -> float:
 
 
 def _is_used(trace: Trace) -> BoolArray:
-    """[tokens, layers, experts]"""
+    """[tokens, layers, experts]."""
     return trace.hits() > 0
 
 

@@ -59,7 +59,7 @@ def decode(decoder: BlockDiffusion, request: Request, max_forwards: int | None =
 def make_decoder(
     model: Model, kv_cache: KVCache, config: ModelConfig, max_rows: int, use_kv_cache: bool
 ) -> BlockDiffusion:
-    """lowtide's decoder over `model`. Raises UsageError for a model that is not of its kind."""
+    """Lowtide's decoder over `model`. Raises UsageError for a model that is not of its kind."""
     if config.mask_token_id is None:
         raise UsageError(f"{config.architecture} is not a block diffusion model.")
     return BlockDiffusion(model, kv_cache, config.mask_token_id, max_rows, use_kv_cache)

@@ -150,7 +150,7 @@ def _own(num_rows: int, shape: TraceShape, draw: np.random.Generator) -> FloatSc
 def _prefill(
     writer: TraceWriter, shape: TraceShape, lasting: FloatScores, draw: np.random.Generator
 ) -> None:
-    """lasting [rows, layers, experts]: what each row's scores have beside its own part."""
+    """Lasting [rows, layers, experts]: what each row's scores have beside its own part."""
     for start in range(0, len(lasting), _MAX_ROWS):
         rows = lasting[start : start + _MAX_ROWS]
         ids = _top_k(rows + _own(len(rows), shape, draw), shape)
@@ -164,7 +164,7 @@ def _drifted(own: FloatScores, locality: float, draw: np.random.Generator) -> Fl
 
 
 def _top_k(scores: FloatScores, shape: TraceShape) -> NDArray[np.int64]:
-    """scores [rows, layers, experts] -> ids [rows, layers, k], ascending"""
+    """Scores [rows, layers, experts] -> ids [rows, layers, k], ascending."""
     k = shape.num_experts_per_token
     ids = np.argpartition(-scores, k - 1, axis=2)[:, :, :k]
     return np.sort(ids.astype(np.int64), axis=2)

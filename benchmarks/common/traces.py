@@ -117,7 +117,8 @@ def _model(name: str) -> str | Path:
 
 def _prompts(llm: LLM, run: Run) -> list[list[list[int]]]:
     """Pieces of one half of a text for each round, every one from another place; a calibration's
-    are of the other half."""
+    are of the other half.
+    """
     text = text_for(run.model)
     half = len(text) // 2
     text = text[half:] if run.for_calibration else text[:half]

@@ -43,7 +43,8 @@ class Mark(NamedTuple):
 
     def may_match(self, other: Mark) -> bool:
         """Whether it may gain as much as another and lose as little: within the ranges of turns and
-        two standard errors of each."""
+        two standard errors of each.
+        """
         least_lost, most_lost = self.lost - 2 * self.error, other.lost + 2 * other.error
         return self.gain.most >= other.gain.least and least_lost <= most_lost
 

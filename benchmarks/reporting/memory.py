@@ -86,7 +86,8 @@ _ELASTIC = (
 
 def longest(results: Results, page: Path) -> str:
     """The longest sequence under a cap, by the others' lines and by plans; and a step that was run
-    beside its line or plan."""
+    beside its line or plan.
+    """
     if not results.has("max_context"):
         return not_measured("max_context")
     by_model: dict[str, list[Line]] = {}
@@ -184,7 +185,8 @@ def every_expert(results: Results, page: Path) -> str:
 
 def elastic(results: Results, page: Path) -> str:
     """Pages that move against constant divisions of the same budget, by model, trace and length;
-    every turn has a line for each side."""
+    every turn has a line for each side.
+    """
     found: dict[tuple[Cell, ...], dict[str, list[Line]]] = {}
     for run in sorted(results.runs, key=lambda run: run.ended):
         if run.first["benchmark"] == "elastic" and run.first.counts:
@@ -270,7 +272,8 @@ def _grown(results: Results) -> Mapping[str, Line]:
 
 def part_gains(results: Results) -> tuple[dict[str, list[float]], list[Line]]:
     """By part of Mosaic what it adds to the longest sequence in each row, and the rows' lines with
-    those of plain torch's growth."""
+    those of plain torch's growth.
+    """
     lines, grown = _part_lines(results), _grown(results)
     gains: dict[str, list[float]] = {name: [] for name in _PAPER_GAINS}
     for line in lines:

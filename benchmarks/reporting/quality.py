@@ -1,5 +1,6 @@
 """The measured parts of docs/quality.md and docs/buddymoe.md: what settings that change words cost
-and save, and whether a model has anything that can stand in for anything."""
+and save, and whether a model has anything that can stand in for anything.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +68,8 @@ _FORMATS = (
 
 def buddies(results: Results, page: Path) -> str:
     """A table for each model and tier: what lanes lose at every share of residents, and the rest
-    at the share nearest to 3 of 8; then what was expected of all cells and how many met it."""
+    at the share nearest to 3 of 8; then what was expected of all cells and how many met it.
+    """
     if not results.has("buddy"):
         return not_measured("buddy")
     lines = results.newest_of_each("buddy", "tier")
@@ -229,7 +231,8 @@ def _lost(line: Line) -> Cell:
 
 def _aims(lines: Sequence[Line]) -> list[Row]:
     """In how many cells (model, tier, share) each expectation was met, and which missed it; those
-    of speed only where lanes had their turns."""
+    of speed only where lanes had their turns.
+    """
     by_claim: dict[str, dict[tuple[object, ...], Line]] = {}
     for line in lines:
         if line["what"] == "expected" and not _is_of_few_turns(line):

@@ -49,7 +49,8 @@ class Line:
     @property
     def counts(self) -> bool:
         """Whether a page may show it: a commit's own, not refused by its script, and of a call that
-        `make bench` or `make bench-large` makes again."""
+        `make bench` or `make bench-large` makes again.
+        """
         return self.is_clean and "refused" not in self.row and is_repeatable(self.row)
 
 

@@ -28,7 +28,8 @@ MOST_LINKS = 4
 
 def turns_of(line: Line, name: str, at_least: int = MIN_TURNS) -> Spread | None:
     """What a line has of `name` in turns: each of them (`each_...`), or their median beside `least`
-    and `most`. None for fewer than `at_least` and for a line that does not say the range."""
+    and `most`. None for fewer than `at_least` and for a line that does not say the range.
+    """
     each = line.row.get(f"each_{name}")
     if each is not None:
         return Spread.of(each) if len(each) >= at_least else None
@@ -108,7 +109,8 @@ def link(line: Line, page: Path) -> Cell:
 
 def links(lines: Sequence[Line], page: Path) -> Cell:
     """Links to all of them; of three and more that follow each other to the first and the last, and
-    so of many that do not: they are all between these."""
+    so of many that do not: they are all between these.
+    """
     ordered = sorted({(line.path, line.number): line for line in lines}.items())
     told = []
     for _, of_file in groupby(ordered, lambda one: one[0][0]):

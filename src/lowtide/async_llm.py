@@ -108,7 +108,8 @@ class AsyncLLM(LoadedModel):
     ) -> list[TokenLogprobs | None]:
         """How likely each token of an autoregressive model's text is after those before it, with
         those of `num_top` of the likeliest at its place; the first has none. Waits for room in the
-        KV cache. Raises UsageError, PlanError, or UnsupportedError for a diffusion model."""
+        KV cache. Raises UsageError, PlanError, or UnsupportedError for a diffusion model.
+        """
         if self.config.is_diffusion:
             raise UnsupportedError(
                 "Log-probabilities of a text need an autoregressive model, and "
@@ -129,7 +130,8 @@ class AsyncLLM(LoadedModel):
         max_tokens: int | None = None,
     ) -> list[int]:
         """As `LLM.token_ids`. max_tokens: a text of more is not read to its end, and raises
-        `TooManyTokens`, a UsageError."""
+        `TooManyTokens`, a UsageError.
+        """
         return await asyncio.to_thread(
             self._intake.token_ids, prompt, raw, template_options, add_special_tokens, max_tokens
         )
@@ -147,7 +149,8 @@ class AsyncLLM(LoadedModel):
 
     async def release_memory(self) -> None:
         """Gives memory back to a system that runs short of it, where the plan is elastic. Passes
-        do so by themselves: this is for the time between requests."""
+        do so by themselves: this is for the time between requests.
+        """
         await asyncio.to_thread(self._loop.look, Engine.release_memory)
 
     async def close(self) -> None:

@@ -63,7 +63,8 @@ class PassAccount(Protocol):
 
     def route(self, weights: WeightArray) -> Left | None:
         """Adds what a layer's router gave [tokens, k]; what each owner may still have moved, None
-        where nothing bounds that."""
+        where nothing bounds that.
+        """
         ...
 
     def move(self, layer: int, asked: RoutedTokens, run: RoutedTokens, num_experts: int) -> bool:
@@ -105,5 +106,5 @@ class BuddyTwins(Protocol):
     def of_pass(
         self, owner: IntArray, before: Masses, num_layers: int, share: float | None
     ) -> PassAccount:
-        """owner [tokens]; before: the pass; share: moved over routed mass of an owner, at most."""
+        """Owner [tokens]; before: the pass; share: moved over routed mass of an owner, at most."""
         ...

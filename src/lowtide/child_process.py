@@ -28,7 +28,8 @@ START_S = 120.0
 
 class ChildError(Exception):
     """There was no answer. late_s: the limit after which the child was stopped; signal: that ended
-    it, 0 for none; said: the end of its standard error, or why it could not be started."""
+    it, 0 for none; said: the end of its standard error, or why it could not be started.
+    """
 
     def __init__(self, said: str = "", signal: int = 0, late_s: float | None = None) -> None:
         super().__init__(said or f"signal {signal}")
@@ -141,8 +142,10 @@ class ChildProcess:
 
 
 class _Lane:
-    """This end of a pair of pipes: what questions are written to, and answers read from. Closed
-    with the last thread that uses it: its numbers may be those of other files then."""
+    """Our end of a pair of pipes: one for questions, one for answers.
+
+    Closed with the last thread that uses it, since its numbers may be other files' then.
+    """
 
     def __init__(self) -> None:
         self.of_child: tuple[int, ...] = ()

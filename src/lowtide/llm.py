@@ -196,7 +196,8 @@ class LLM(LoadedModel):
     ) -> list[int]:
         """A prompt's ids, as `generate` would take them; `template_options` as of `chat`. Without
         `add_special_tokens` a text without a template gets no token that begins texts. Raises
-        UsageError."""
+        UsageError.
+        """
         return self._intake.token_ids(prompt, raw, template_options, add_special_tokens)
 
     def adopt_policy(self, policy: str, policy_options: Mapping[str, str] | None = None) -> None:
@@ -212,7 +213,8 @@ class LLM(LoadedModel):
     def stats(self) -> dict[str, float]:
         """Counters since loading: expert hits and misses, bytes read, tokens and seconds; and where
         `lowtide doctor` has measured this machine, the speed that the plan predicts
-        (`predicted_tokens_per_s`)."""
+        (`predicted_tokens_per_s`).
+        """
         return self._loop.stats()
 
     def close(self) -> None:

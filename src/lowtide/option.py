@@ -219,7 +219,8 @@ def check_int(name: str, value: object, low: int, high: int = MAX_INTEGER) -> in
 
 def as_number(value: Any) -> Any:
     """Python's number in place of another, such as numpy's, which a loop over an array gives; all
-    else as it is."""
+    else as it is.
+    """
     if isinstance(value, int | float) or str(getattr(value, "dtype", "")).endswith("bool"):
         return value
     with suppress(TypeError, RuntimeError):  # no integer, or a tensor without its numbers

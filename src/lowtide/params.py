@@ -232,7 +232,8 @@ class SamplingParams:
     @property
     def most_tokens(self) -> int:
         """`max_tokens`, or the default of an answer that is computed whole: in whole blocks of the
-        length that is asked for, one at least."""
+        length that is asked for, one at least.
+        """
         if self.max_tokens is not None:
             return self.max_tokens
         block_length = self.diffusion.block_length or 1
@@ -296,7 +297,8 @@ def _among(names: Sequence[str], given: Mapping[str, Any]) -> dict[str, Any]:
 
 def with_published(params: SamplingParams, published: PublishedSampling) -> SamplingParams:
     """`params` with what the model's publisher says in place of what is unset; filters of draws
-    only where there are any."""
+    only where there are any.
+    """
     names = [name for name in published._fields if getattr(params, name) is None]
     if not (published.temperature if params.temperature is None else params.temperature):
         names = [name for name in names if name in ("temperature", "repetition_penalty")]

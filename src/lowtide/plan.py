@@ -29,7 +29,8 @@ activations (`engine/opening/weight_formats.py`)."""
 @dataclass(frozen=True, slots=True)
 class WeightFormats:
     """Formats in which weights are kept in memory, by part, and what rows are rounded to before
-    they are multiplied with them; others than `own` may have changed outputs."""
+    they are multiplied with them; others than `own` may have changed outputs.
+    """
 
     experts: str = OWN_FORMAT
     dense: str = OWN_FORMAT
@@ -112,7 +113,8 @@ class Prediction:
     @property
     def asks_for_all(self) -> bool:
         """Whether a pass asks for as good as every expert: then which are kept makes no
-        difference, only how many."""
+        difference, only how many.
+        """
         return self.asked_share >= 0.99
 
     @property

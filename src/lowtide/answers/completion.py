@@ -32,7 +32,8 @@ class Usage:
 @dataclass(frozen=True, slots=True, repr=False)
 class Completion:
     """One answer. `text` is empty when the model has no tokenizer; `str()` gives it. What a model
-    thought before it is `reasoning`: it is not said again at the next turn."""
+    thought before it is `reasoning`: it is not said again at the next turn.
+    """
 
     token_ids: list[int]
     text: str

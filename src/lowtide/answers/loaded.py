@@ -112,7 +112,8 @@ class LoadedModel:
     @property
     def kernels(self) -> str:
         """Which of the host's kernels compute: `torch`, or `compiled` and the processor's
-        instructions that they use."""
+        instructions that they use.
+        """
         return self._engine.opened.kernels.name
 
     @property
@@ -132,14 +133,16 @@ class LoadedModel:
 
     def max_new_tokens(self, num_prompt_tokens: int, params: SamplingParams) -> int:
         """The longest answer that an otherwise empty context has room for after such a prompt; 0
-        where there is none. Raises UsageError for what is no count or no parameters."""
+        where there is none. Raises UsageError for what is no count or no parameters.
+        """
         num_prompt_tokens = check_int("num_prompt_tokens", num_prompt_tokens, 0)
         _check_params(params)
         return max(0, self._intake.max_new_tokens(num_prompt_tokens, params))
 
     def params_in_force(self, params: SamplingParams) -> SamplingParams:
         """`params` with the model's own values where nothing was asked. Raises UsageError or
-        UnsupportedError for what an answer of this model cannot be asked."""
+        UnsupportedError for what an answer of this model cannot be asked.
+        """
         _check_params(params)
         return self._intake.in_force(params)
 
@@ -151,7 +154,8 @@ class LoadedModel:
     @property
     def current_pass(self) -> PassPlan | None:
         """How the pass under way is planned, or the last one; None where all passes have one plan
-        or none has begun."""
+        or none has begun.
+        """
         plans = self._engine.pass_plans
         return None if plans is None else plans.current
 
@@ -249,7 +253,8 @@ class LoadedModel:
 @contextmanager
 def _shown(progress: Progress | bool | None) -> Iterator[Progress | None]:
     """What is told how far loading is: the callback given, or a line on standard error if that is
-    wished or, where nothing is said, standard error is a terminal."""
+    wished or, where nothing is said, standard error is a terminal.
+    """
     if progress is None:
         progress = is_watched()
     if callable(progress):
@@ -270,7 +275,8 @@ def _check_params(params: object) -> None:
 
 def conversations(messages: object) -> list[Messages]:
     """A list of conversations, from one or from a list of them; a text is what a user says first.
-    Raises UsageError."""
+    Raises UsageError.
+    """
     if isinstance(messages, str):
         return [[{"role": "user", "content": messages}]]
     if isinstance(messages, Mapping):

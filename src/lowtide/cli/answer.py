@@ -26,7 +26,8 @@ Prompt = str | list[int] | list[dict[str, str]]  # text, token ids, chat message
 
 class Answer(NamedTuple):
     """What came of a prompt, one completion unless more were asked for, and the seconds from the
-    request to the last token."""
+    request to the last token.
+    """
 
     completions: list[Completion]
     generation_s: float
@@ -67,7 +68,8 @@ def ask_showing(
     llm: LLM, prompt: Prompt, params: SamplingParams, is_raw: bool, view: LiveView | TextWriter
 ) -> Answer:
     """Generate, showing text as it becomes final, in a `LiveView` also every block while it is
-    filled; Ctrl-C leaves the text in `view`."""
+    filled; Ctrl-C leaves the text in `view`.
+    """
     from lowtide.decode.request import Committed, Draft
 
     def show(event: Event) -> None:
@@ -104,7 +106,8 @@ def sampling_line(llm: LLM, params: SamplingParams) -> str:
 
 def view_of(llm: LLM, token_ids: Sequence[int], console: Console) -> LiveView | TextWriter:
     """What shows the answer to a prompt of these ids: blocks are drawn where there are any, on a
-    terminal that can show them."""
+    terminal that can show them.
+    """
     if can_redraw(console) and llm.config.is_diffusion:
         num_prompt, caption = len(token_ids), lambda: pass_caption(llm.current_pass)
         return LiveView(console, llm.tokenizer, num_prompt, caption=caption)

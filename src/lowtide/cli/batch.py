@@ -193,7 +193,8 @@ def _answered_on_cluster(
 
 class _Signals:
     """Ctrl-C, SIGTERM and SIGHUP: the first lets lines under way come to their end, a second does
-    not."""
+    not.
+    """
 
     def __init__(self) -> None:
         self.number, self.stop = 0, asyncio.Event()

@@ -90,7 +90,8 @@ def _measured(
     options: dict[str, Any],
 ) -> tuple[Ceilings, Result]:
     """What the machine can do at most, and what the model does under each policy. What no answer
-    has room for is refused before anything is measured."""
+    has room for is refused before anything is measured.
+    """
     from lowtide.lab import bench as lab
     from lowtide.llm import check_request
 

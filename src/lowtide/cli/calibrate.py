@@ -168,7 +168,8 @@ def _budget_table(budgets: Sequence[Budget], num_experts: int, machine: str) -> 
 
 def _buddy_table(profile: BuddyProfile) -> Table:
     """A row a layer: peers that reach alpha and those in a list (means), experts that no token
-    chose, and how co-activation is spread."""
+    chose, and how co-activation is spread.
+    """
     from lowtide.lab.buddy_report import TOP_PEERS, layer_reports
     from lowtide.policies.buddy_profile import DEFAULT_ALPHA, DEFAULT_K_MAX
 

@@ -158,7 +158,8 @@ def errors_reported(wants_json: bool = False, is_verbose: bool = False) -> Itera
 
 def is_of_stdout(error: OSError) -> bool:
     """Whether standard output is what could not be written; says so, and closes it. An error of a
-    file, or of memory, is not: that should have been a typed error."""
+    file, or of memory, is not: that should have been a typed error.
+    """
     if error.filename is not None or error.errno not in _WRITE_ERRORS:
         return False
     close_stdout()
@@ -246,7 +247,8 @@ def _warning(
     line: str | None = None,
 ) -> str:
     """One of lowtide's own like its other notices, without a line of source. A
-    library's as Python shows it."""
+    library's as Python shows it.
+    """
     if category is UserWarning and Path(filename).is_relative_to(_PACKAGE):
         return f"lowtide: {printable(str(message))}\n"
     return _python_s_warning(message, category, filename, lineno, line)

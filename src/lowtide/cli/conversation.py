@@ -97,7 +97,8 @@ class Dialogue(abc.ABC):
     @abc.abstractmethod
     def _in_force(self, params: SamplingParams) -> SamplingParams:
         """`params` with the values that hold where nothing was set, as far as they are known.
-        Raises UsageError or UnsupportedError for what an answer cannot be asked here."""
+        Raises UsageError or UnsupportedError for what an answer cannot be asked here.
+        """
 
     def run(self) -> None:
         """Reads turns until /bye or the end of input."""
@@ -123,7 +124,8 @@ class Dialogue(abc.ABC):
 
     def _keep_stopped(self, line: str, text: str) -> None:
         """After Ctrl-C: what was written of an answer counts as said. Raises KeyboardInterrupt
-        again where lines are not typed: it ends the program then."""
+        again where lines are not typed: it ends the program then.
+        """
         if not sys.stdin.isatty():
             raise KeyboardInterrupt
         self._say("\n(stopped)")
@@ -131,7 +133,8 @@ class Dialogue(abc.ABC):
 
     def _read(self, editor: LineEditor) -> str | None:
         """The next line. Ctrl-C drops the one that is being typed; of lines that are not typed it
-        ends the program."""
+        ends the program.
+        """
         while True:
             try:
                 return editor.read()
@@ -210,7 +213,8 @@ class Dialogue(abc.ABC):
 
     def _change(self, name: str, value: str) -> None:
         """Sets a parameter, or takes it back. Raises UsageError or UnsupportedError, and leaves all
-        as it was, for what the next answer would be refused for."""
+        as it was, for what the next answer would be refused for.
+        """
         if value == DEFAULT:
             new = _value_of(SamplingParams(), name)
         else:
@@ -273,7 +277,8 @@ class TerminalChat(Dialogue):
 
     def _fitted(self, line: str) -> tuple[list[int], SamplingParams]:
         """A prompt that leaves room for an answer, without the oldest turns if need be, and the
-        parameters of such an answer. Raises UsageError for a line that is too long by itself."""
+        parameters of such an answer. Raises UsageError for a line that is too long by itself.
+        """
         num_dropped = 0
         while True:
             token_ids = self._llm.token_ids(

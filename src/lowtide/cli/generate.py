@@ -157,7 +157,8 @@ def show_plan(
     llm: LoadedModel, model: str, settings: Settings, served: MemoryPlan | None = None
 ) -> None:
     """On standard error: one line, with `-v` the whole table and the kernels, nothing with
-    `--quiet`. served: the plan, with what a server holds beside it."""
+    `--quiet`. served: the plan, with what a server holds beside it.
+    """
     console = stderr_console()
     if settings.flag("verbose"):
         console.print(plan_table(served or llm.plan))
@@ -183,7 +184,8 @@ def show_sampling(llm: LLM, params: SamplingParams, settings: Settings) -> None:
 
 def show_passes(llm: LLM, num_prompt: int, params: SamplingParams) -> None:
     """On standard error, of a bidirectional model: how the passes of an answer are divided, where
-    there is too little memory for all of their rows together."""
+    there is too little memory for all of their rows together.
+    """
     num_new = min(params.most_tokens, llm.max_new_tokens(num_prompt, params))
     if num_new < 1:
         return  # refused when it is asked for

@@ -61,7 +61,8 @@ FLAGS = {
 
 class _TakesTexts:
     """A command of which no parameter needs a converter: typer would import pydantic and make one
-    for each of the sixty options, given or not."""
+    for each of the sixty options, given or not.
+    """
 
     def get_params(self, ctx: Any) -> list[Any]:
         """With those of the program itself, such as `--help`."""
@@ -73,7 +74,8 @@ class _TakesTexts:
 
 class Verb(_TakesTexts, TyperCommand):
     """A verb that understands `--max_tokens`, shows the rest of its options with `--help-all`, and
-    answers other programs' flags with its own."""
+    answers other programs' flags with its own.
+    """
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         """Without arguments that are taken only to say what to use instead."""
@@ -102,7 +104,8 @@ class Verb(_TakesTexts, TyperCommand):
 
 class Verbs(_TakesTexts, TyperGroup):
     """The command, which answers other programs' verbs with its own, and flags and models that
-    stand where a verb belongs."""
+    stand where a verb belongs.
+    """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         name = args[0].partition("=")[0] if args else ""
@@ -134,7 +137,8 @@ class Verbs(_TakesTexts, TyperGroup):
 
 def _as_given(param: Any, converts: Callable[[Any, Any], Any], ctx: Any, value: Any) -> Any:
     """The value of a parameter: a text, a list of them or a flag, as it is. converts: what typer
-    would do, which refuses what is missing."""
+    would do, which refuses what is missing.
+    """
     if param.required and param.value_is_missing(value):
         return converts(ctx, value)
     if param.multiple or param.nargs == -1:

@@ -29,7 +29,8 @@ class Terminated(SystemExit):
 
 def hear_signals() -> None:
     """From now on SIGTERM and SIGHUP raise, too, unless the parent process has them ignored; and
-    one that was dropped comes once more, a moment later."""
+    one that was dropped comes once more, a moment later.
+    """
     for number in _ENDING:
         if signal.getsignal(number) is signal.SIG_DFL:
             signal.signal(number, _hear)

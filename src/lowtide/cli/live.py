@@ -94,7 +94,8 @@ class LiveView:
 
     def commit(self, tokens: Sequence[int], text: str, reasoning: str = "") -> None:
         """Tokens that are final, and what became certain with them: whole lines of the answer, and
-        of the thoughts before it, leave the live region for good."""
+        of the thoughts before it, leave the live region for good.
+        """
         self._before, self._draft = {}, Text()
         if self._tokenizer is None:
             text = " " * bool(self.text) + " ".join(map(str, tokens))
@@ -154,7 +155,8 @@ class LiveView:
 
     def _follow_resize(self) -> None:
         """A terminal that became narrower has broken the lines of the last frame into more: those
-        are erased here, and as many as there were by the next frame."""
+        are erased here, and as many as there were by the next frame.
+        """
         width = self._live.console.width
         if width >= self._width:
             return

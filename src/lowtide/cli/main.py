@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
 def main() -> None:
     """Run the command line; the exit code is 0, 1, 2 (wrong usage), 129 (SIGHUP), 130 (Ctrl-C), 141
-    (the output's reader has gone) or 143 (SIGTERM)."""
+    (the output's reader has gone) or 143 (SIGTERM).
+    """
     try:
         # Importing torch makes half a million objects that stay; looking for garbage among them, as
         # often as Python does by default, takes a tenth of a start's processor time.
@@ -91,7 +92,8 @@ def _open_closed_streams() -> None:
     """The parent process may have closed standard input, output or error: what is read there
     is nothing, a message goes nowhere, and an answer cannot be written, which is an error. The next
     file that is opened would otherwise get that number, and whatever a library prints would go into
-    it. A parent may also have left them so that a write ends before all is written."""
+    it. A parent may also have left them so that a write ends before all is written.
+    """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:
             opened = os.open(os.devnull, os.O_RDONLY if name == "stdout" else os.O_RDWR)
@@ -111,7 +113,8 @@ def _open_closed_streams() -> None:
 def _forget_interrupt() -> None:
     """CPython remembers a Ctrl-C that ended code given as text, such as data classes make while
     they are imported, and `python -m` then ends by SIGINT although it was caught and the exit code
-    is known. Other such code makes it forget: a named tuple's."""
+    is known. Other such code makes it forget: a named tuple's.
+    """
     from collections import namedtuple
 
     namedtuple("Forgotten", ())

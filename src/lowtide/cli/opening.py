@@ -62,7 +62,8 @@ def open_llm(model: str, settings: Settings, question: Question | None = None) -
 
 def open_async(model: str, settings: Settings) -> AsyncLLM:
     """As `open_llm`, for coroutines; the caller closes it. Where no context was asked for it is
-    the model's, within a share of the budget."""
+    the model's, within a share of the budget.
+    """
     found, config = _find(model, settings)
     options = _served_options(found, config, settings)
     from lowtide.async_llm import AsyncLLM

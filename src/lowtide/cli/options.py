@@ -50,7 +50,8 @@ def _own(
     **declared: Any,
 ) -> Option:
     """An option of the command line alone; `declared` are further fields of `Option`. kind: unless
-    said, what its default is, or without one a path."""
+    said, what its default is, or without one a path.
+    """
     return Option(
         name=name,
         keyword=name,

@@ -73,7 +73,8 @@ class Question:
 
 def think_options(think: bool | None, tokenizer: Tokenizer | None) -> dict[str, object]:
     """The chat template's variable that says whether to think. Raises UsageError where it has
-    none."""
+    none.
+    """
     if think is None:
         return {}
     if tokenizer is None or not tokenizer.template_names("enable_thinking"):
@@ -129,7 +130,8 @@ def _token_id(word: str) -> int:
 
 def _has_piped_input() -> bool:
     """Whether standard input is a file or a pipe: a terminal, a device or a socket is not read
-    beside a text. Says what is waited for where a pipe is silent."""
+    beside a text. Says what is waited for where a pipe is silent.
+    """
     try:
         mode = os.fstat(sys.stdin.fileno()).st_mode
     except (OSError, ValueError, AttributeError):  # closed, or none of the system's

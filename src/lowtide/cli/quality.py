@@ -167,7 +167,8 @@ def _measured(
     asked: Sequence[ChoiceQuestion],
 ) -> tuple[QualityReport, Path | None]:
     """The report, and where its curve is to be kept, if it is. What could not be written in the
-    end is refused before anything is measured."""
+    end is refused before anything is measured.
+    """
     folder = str(find_model(model, settings))
     from lowtide.engine.opening.config import EngineConfig
     from lowtide.engine.opening.model import open_model

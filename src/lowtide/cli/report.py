@@ -50,7 +50,8 @@ def answer_object(
     completions: Sequence[Completion], stats: Mapping[str, object], plan: MemoryPlan
 ) -> dict[str, object]:
     """The one object of `generate --json`: the first answer, and where there are several all of
-    them under `answers`; with `reasoning` of a model that thinks, `logprobs` if asked for."""
+    them under `answers`; with `reasoning` of a model that thinks, `logprobs` if asked for.
+    """
     answers = [_completion_object(completion) for completion in completions]
     several = {"answers": answers} if len(answers) > 1 else {}
     return {**answers[0], "stats": dict(stats), "plan": plan_object(plan), **several}
@@ -65,7 +66,8 @@ def speed_line(
     """An answer's tokens and its speed, and whether it is approximate.
 
     With `stats`, what it took as well: the speed that the plan said, passes, and the hit rate if
-    there are experts."""
+    there are experts.
+    """
     num_tokens = usage.completion_tokens
     ending = "" if num_tokens == 1 else "s"
     parts = [f"{num_tokens} token{ending}", f"{speed(num_tokens, generation_s):.1f} tokens/s"]

@@ -100,7 +100,8 @@ class Turns:
 
     def load(self, path: Path) -> None:
         """Holds what the file says. Raises UsageError where it holds no conversation, and leaves
-        all as it was."""
+        all as it was.
+        """
         data = read_regular(path, MAX_PROMPT_BYTES, UsageError)
         try:
             messages = parse_object(data, str(path), UsageError).get("messages")

@@ -66,7 +66,8 @@ def verify(model: ModelName, *, settings: Settings) -> None:
 
 def _lossy(settings: Settings, options: dict[str, object]) -> Lossy | None:
     """The policy that was asked for, taken out of the options. Raises UsageError for a lossless
-    one: all of those run."""
+    one: all of those run.
+    """
     from lowtide.lab.verify import Lossy
 
     policy, policy_options = options.pop("policy", AUTO), options.pop("policy_options", {})

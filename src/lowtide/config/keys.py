@@ -49,7 +49,8 @@ def decoder(
     logits_shift: int = 0,
 ) -> ModelConfig:
     """Adds what all families say alike. block_length: of a diffusion model whose config says it;
-    is_bidirectional, logits_shift: see `ModelConfig`."""
+    is_bidirectional, logits_shift: see `ModelConfig`.
+    """
     fields.only("hidden_act", "silu")
     vocab_size = fields.integer("vocab_size", low=1, high=MAX_VOCAB)
     is_mxfp4 = experts is not None and experts.is_mxfp4

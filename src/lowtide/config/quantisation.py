@@ -67,7 +67,8 @@ def with_modelopt(config: Mapping[str, object], said: Mapping[str, object]) -> M
 
 def read_quantisation(fields: Fields) -> Quantisation | None:
     """None for weights that were not rounded, or by `lowtide pack`, whose tensors say it. Raises
-    UnsupportedError by name for a format that is not read."""
+    UnsupportedError by name for a format that is not read.
+    """
     said = fields.raw("quantization_config")
     if said is None:
         return None

@@ -88,7 +88,8 @@ def read_rope(
 
 class PairDivisors(NamedTuple):
     """What stands for `rope_scaling` where a GGUF file has a number of each pair of dimensions,
-    which its frequency is divided by. A `config.json` cannot say it."""
+    which its frequency is divided by. A `config.json` cannot say it.
+    """
 
     numbers: tuple[float, ...]
 

@@ -21,7 +21,8 @@ class PublishedSampling(NamedTuple):
 def read_sampling(generation: Mapping[str, object]) -> PublishedSampling:
     """As transformers reads it: tokens are drawn where `do_sample` is true, at temperature 1 where
     none is named, and a repetition penalty holds in any case. Raises ConfigError for a value that
-    cannot be."""
+    cannot be.
+    """
     fields = Fields(generation, file="generation_config.json")
     penalty = fields.optional_number("repetition_penalty", low=0.01, high=100.0)
     penalty = None if penalty == 1 else penalty

@@ -18,7 +18,8 @@ def read_eos_token_ids(
     fields: Fields, generation: Mapping[str, object], is_overridden: bool
 ) -> tuple[int, ...] | None:
     """None where neither file says. As in transformers, generation_config.json has the last word:
-    what ends a chat's turn is often said only there."""
+    what ends a chat's turn is often said only there.
+    """
     published = fields.raw("eos_token_id")
     generated = generation.get("eos_token_id")
     if not is_overridden and generated not in (None, []):

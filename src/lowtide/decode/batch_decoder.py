@@ -38,17 +38,20 @@ class Model(Protocol):
 
     def forward(self, batch: Batch) -> Tensor:
         """Hidden states [rows, hidden], valid until the next `forward`; keys and values of all
-        rows are written to their sequences' ranges."""
+        rows are written to their sequences' ranges.
+        """
         ...
 
     def mixes_rows(self, hidden: Tensor) -> bool:
         """Whether a row's logits may have other bits among so many, hidden [n, hidden], than among
-        the next multiple of `ROW_MULTIPLE` (`logits.py`)."""
+        the next multiple of `ROW_MULTIPLE` (`logits.py`).
+        """
         ...
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Float32 logits [n, vocab] of hidden states [n, hidden], valid until the next call and
-        the caller's to overwrite."""
+        the caller's to overwrite.
+        """
         ...
 
 
@@ -167,7 +170,8 @@ class BatchDecoder(abc.ABC, Generic[S]):
     def cancel(self, request_id: int, is_sound: bool = True) -> bool:
         """Drops a request, between passes, and gives back its room. Whether there was one.
 
-        is_sound: its keys and values are as good as those of a request that finished."""
+        is_sound: its keys and values are as good as those of a request that finished.
+        """
         for request in self._waiting:
             if request.id == request_id:
                 self._waiting.remove(request)
@@ -192,7 +196,8 @@ class BatchDecoder(abc.ABC, Generic[S]):
 
     def forget(self, is_mixed: bool = False) -> None:
         """Keeps nothing of finished requests any longer. is_mixed: nor, when they finish, of those
-        that run now under a policy that changes words and go on under another one."""
+        that run now under a policy that changes words and go on under another one.
+        """
         self._kept.clear()
         for sequence in self._running:
             sequence.kv.is_mixed |= is_mixed
@@ -244,7 +249,8 @@ class BatchDecoder(abc.ABC, Generic[S]):
     def _admit(self) -> None:
         """Goes on with paused requests and starts waiting ones, each in order, as far as the KV
         cache has room. Those whose beginning another one is computing are passed over until it is
-        there."""
+        there.
+        """
         while self._paused:
             sequence = self._paused[0]
             request = sequence.request
@@ -287,7 +293,8 @@ class BatchDecoder(abc.ABC, Generic[S]):
     def _see_to_memory(self, ends: Iterable[tuple[S, int]]) -> bool:
         """Before a pass: room and memory for the keys and values of those who take part, up to
         where each ends. False where there was not as much, and the sequence that came last was
-        paused: then the pass is another. What runs alone fails."""
+        paused: then the pass is another. What runs alone fails.
+        """
         taking_part: list[S] = []
         for sequence, stop in ends:
             self._taking_part = [sequence.request]
@@ -309,7 +316,8 @@ class BatchDecoder(abc.ABC, Generic[S]):
 
     def _has_memory(self, sequence: S, stop: int) -> bool:
         """Sees to a sequence's room, and the memory behind it. Raises PageError for one that is
-        alone."""
+        alone.
+        """
         most = self._num_tokens(sequence.request)
         wanted = (min(most, stop + ROOM_TOKENS), stop)  # and for what follows, if there is as much
         try:
@@ -326,7 +334,8 @@ class BatchDecoder(abc.ABC, Generic[S]):
 
     def _pause(self, sequence: S) -> None:
         """A sequence without room, until there is some: its keys and values are kept as long as
-        nothing else needs theirs, and computed again after that."""
+        nothing else needs theirs, and computed again after that.
+        """
         self._running.remove(sequence)
         self._kept.end(sequence)
         sequence.num_cached = sequence.num_exact = 0
@@ -336,7 +345,8 @@ class BatchDecoder(abc.ABC, Generic[S]):
     @contextmanager
     def _choosing_for(self, sequence: S) -> Iterator[None]:
         """Around a choice from one sequence's logits: where those are no numbers, the pass has
-        failed for that sequence alone."""
+        failed for that sequence alone.
+        """
         try:
             yield
         except NumericError:

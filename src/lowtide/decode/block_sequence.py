@@ -64,7 +64,8 @@ class BlockSequence(Canvas):
     def is_expected_to_end(self) -> bool:
         """Whether the coming denoising pass is the last one whatever it predicts, a mask excepted.
 
-        Sure tokens, an end of text and a pass that edits nothing may end the answer sooner."""
+        Sure tokens, an end of text and a pass that edits nothing may end the answer sooner.
+        """
         if self._block_end < len(self.tokens):
             return False
         num_masked, num_certain = int(self._is_masked[self.active_block].sum()), self._num_to_fill()
@@ -170,7 +171,8 @@ class BlockSequence(Canvas):
 
     def _is_answered_early(self, written: BoolArray) -> bool:
         """Whether the block need not be finished: `eos_early_stop`, and nothing before the first
-        end token is masked."""
+        end token is masked.
+        """
         if not self.request.params.diffusion.eos_early_stop:
             return False
         if self.request.edit_threshold is None:

@@ -58,7 +58,8 @@ class Candidates(NamedTuple):
     @classmethod
     def likeliest(cls, statistics: RowChoices, positions: IntArray) -> Candidates:
         """The arg-max of each row; positions: [n], where the rows lie in their sequence. Raises
-        NumericError for one that is not finite."""
+        NumericError for one that is not finite.
+        """
         best, greatest, probability, second, entropy = statistics
         check_finite(torch.from_numpy(greatest), positions)
         return cls(best.copy(), probability.copy(), probability - second, entropy)

@@ -82,7 +82,8 @@ class CausalSequence:
 
     def prepare(self, logits: Tensor) -> Tensor | None:
         """Changes logits [vocab], in host memory, in place as penalties say, and leaves the tokens
-        that the answer may go on with; their log-probabilities before that, if asked for."""
+        that the answer may go on with; their log-probabilities before that, if asked for.
+        """
         params, mask = self.request.params, self.request.mask
         raw = None if params.logprobs is None else logits.log_softmax(dim=-1)
         penalise(logits, self.tokens[: self.num_known], len(self.request.prompt), params)

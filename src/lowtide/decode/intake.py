@@ -189,7 +189,8 @@ class Intake:
 
     def max_new_tokens(self, num_prompt: int, asked: SamplingParams) -> int:
         """How many tokens the context, or the model's positions, leave for an answer to so long a
-        prompt; 0 or less where it is too long itself."""
+        prompt; 0 or less where it is too long itself.
+        """
         params = asked.diffusion
         block_length = params.block_length or self.config.block_length
         if not self.config.is_bidirectional:
@@ -315,7 +316,8 @@ class Intake:
 
 def _with_early_stop(params: SamplingParams) -> SamplingParams:
     """`params` with `eos_early_stop` where it was left open: passes behind the end token are saved
-    where they could not change the answer, which editing can."""
+    where they could not change the answer, which editing can.
+    """
     diffusion = params.diffusion
     if diffusion.eos_early_stop is not None:
         return params

@@ -34,7 +34,8 @@ TEMPLATE_TOKENS = 8
 class Running(Protocol):
     """A sequence, of whose tokens the first `num_cached` have keys and values. `num_exact` of them
     have those of a request that is alone: whole passes of the most rows. `num_resumed` were there
-    when it was started; `has_begun` with its first pass."""
+    when it was started; `has_begun` with its first pass.
+    """
 
     kv: KVRange
     tokens: IntArray
@@ -106,7 +107,8 @@ class KeptSequences:
         self, request: Request, num_tokens: int, running: Sequence[Running]
     ) -> tuple[KVRange, int]:
         """A range of at least `num_tokens` tokens for a request, and how many of them are there
-        already. Raises as `KVCache.allocate`."""
+        already. Raises as `KVCache.allocate`.
+        """
         with suppress(PageError):  # where ranges can move no more, the beginning is computed
             if restored := self._restored(request, num_tokens, running):
                 return restored
@@ -116,7 +118,8 @@ class KeptSequences:
 
     def is_being_computed(self, request: Request, running: Sequence[Running]) -> bool:
         """Whether a running request is about to compute more of this one's beginning than can be
-        taken over yet: of several answers to one prompt, all but the first wait for it."""
+        taken over yet: of several answers to one prompt, all but the first wait for it.
+        """
         if self._reuse is Reuse.OFF:
             return False
         least = max(MIN_AWAITED_TOKENS, request.block_length)

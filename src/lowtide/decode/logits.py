@@ -90,7 +90,8 @@ def _copied(
     logits: Tensor, host_tile: Tensor | None, first: int, is_needed: BoolArray
 ) -> list[tuple[slice, Tensor | None]]:
     """Runs of a tile's rows, of which row 0 is row `first` of all; with their logits, on the way
-    to `host_tile`, where those are needed."""
+    to `host_tile`, where those are needed.
+    """
     num_rows = len(is_needed)
     if host_tile is None or not is_needed.any():
         return [(slice(first, first + num_rows), None)]

@@ -103,7 +103,8 @@ class MaskedDiffusion(BatchDecoder[MaskedSequence]):
 
     def _fed(self, sequence: MaskedSequence) -> tuple[int, int]:
         """The first position of a sequence that its next pass computes, and that behind the last;
-        of all others it finds keys and values as the block's first pass left them."""
+        of all others it finds keys and values as the block's first pass left them.
+        """
         length, block = len(sequence.tokens), sequence.active_block
         if self._cache_mode is CacheMode.EXACT or not sequence.num_block_passes:
             return 0, length
@@ -194,7 +195,8 @@ def _rows(turn: Scheduled[MaskedSequence], logits_shift: int) -> Rows:
 
 def _kinds(turns: Sequence[Scheduled[MaskedSequence]]) -> dict[tuple[bool, bool], list[int]]:
     """Those whose logits are looked at together: by whether they are guided, and whether they need
-    more than statistics."""
+    more than statistics.
+    """
     kinds: dict[tuple[bool, bool], list[int]] = {}
     for index, turn in enumerate(turns):
         kind = (turn.num_copies > 1, turn.sequence.reading.needs_logits)
@@ -212,7 +214,8 @@ def _wanted(turns: Sequence[Scheduled[MaskedSequence]]) -> Wanted:
 
 def _asked(turns: Sequence[Scheduled[MaskedSequence]]) -> tuple[int, tuple[LogitNeeds, ...]]:
     """The rows whose statistics are asked for after a pass, of each kind at most, and the kinds;
-    rows in buckets, so that a request has few."""
+    rows in buckets, so that a request has few.
+    """
     num_rows, asked = 0, []
     for (is_guided, needs_logits), indices in _kinds(turns).items():
         if not needs_logits:

@@ -130,7 +130,8 @@ class MaskedSequence(Canvas):
     def _is_over(self) -> bool:
         """Whether the block has had its steps. Masks are left where the model predicted masks,
         which the published decoders hand out; here one more pass writes them, without the mask id
-        among its candidates."""
+        among its candidates.
+        """
         return self._has_schedule and self._num_steps >= (self._steps or 0)
 
     def _make_times(self) -> FloatArray:
@@ -142,7 +143,8 @@ class MaskedSequence(Canvas):
 
     def _next_wanted(self) -> IntArray:
         """The masked positions of the block, or of these already those that will be written, where
-        no look at the model's output is needed to choose them."""
+        no look at the model's output is needed to choose them.
+        """
         while True:
             masked = np.flatnonzero(self._is_masked[self.active_block]) + self._block_start
             if self._is_over or self._rule not in ("origin", "random"):
@@ -178,7 +180,8 @@ class MaskedSequence(Canvas):
 
     def _confidence(self, candidates: Candidates) -> FloatArray:
         """What the rule goes by: Dream's `topk_margin` is the distance from the second best
-        probability, its `entropy` the negative entropy, all others are the probability."""
+        probability, its `entropy` the negative entropy, all others are the probability.
+        """
         if self._rule == "topk_margin":
             return candidates.margin
         if self._rule == "entropy":

@@ -22,7 +22,8 @@ class PromptShare:
 
     def holds_back(self, prompts: Collection[int], answers: Collection[int]) -> bool:
         """Whether the next pass is one without prompts. prompts, answers: the callers of those
-        that have a prompt left, and of those that write."""
+        that have a prompt left, and of those that write.
+        """
         self._is_contended = bool(prompts and answers) and len({*prompts, *answers}) > 1
         if not self._is_contended:
             self._owed_s = 0.0

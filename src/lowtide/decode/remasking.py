@@ -58,7 +58,8 @@ def choose_above(
     confidence: FloatArray, threshold: float, num_tokens: int | None = None
 ) -> BoolArray:
     """Those at least as sure as `threshold` among the `num_tokens` surest (`None`: among all);
-    in any case the surest."""
+    in any case the surest.
+    """
     chosen = confidence >= threshold
     if num_tokens is not None:
         chosen &= choose_surest(confidence, num_tokens)

@@ -29,13 +29,15 @@ class TokenMask(Protocol):
         ...
 
     def allowed(self) -> BoolArray:
-        """bool [vocab], at least one of them true: the end-of-text token where the answer may end.
-        Asked again before `take` it says the same."""
+        """Bool [vocab], at least one of them true: the end-of-text token where the answer may end.
+        Asked again before `take` it says the same.
+        """
         ...
 
     def permits(self, token_id: int) -> bool:
         """Whether this one, which the model would choose, may come without `allowed` being asked;
-        it may also where that has another way to write the same text."""
+        it may also where that has another way to write the same text.
+        """
         ...
 
     def take(self, token_id: int) -> None:
@@ -113,7 +115,8 @@ class TokenLogprobs(NamedTuple):
 
 class Prefill(NamedTuple):
     """Progress before a request's next tokens: final tokens cached, of how many. The first is told
-    when the request begins, before its first pass: with what was kept of its prompt."""
+    when the request begins, before its first pass: with what was kept of its prompt.
+    """
 
     request: int
     num_done: int

@@ -68,7 +68,8 @@ def read_statistics(model: RowModel, hidden: Tensor, rows: Rows, wanted: Wanted)
 
 def read_logits(model: Model, hidden: Tensor, rows: Rows) -> Iterator[tuple[slice, Tensor]]:
     """Float32 logits [part, vocab] in host memory, part by part: (which of the rows, logits), each
-    valid until the next and the caller's to overwrite."""
+    valid until the next and the caller's to overwrite.
+    """
     if rows.other is None or rows.factors is None:
         yield from _tiles(model, hidden, rows.own)
         return

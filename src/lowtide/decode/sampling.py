@@ -52,18 +52,18 @@ class ArgMax:
 
     @property
     def tokens(self) -> IntArray:
-        """The likeliest token of each row, the lowest id on ties. [n]"""
+        """The likeliest token of each row, the lowest id on ties. [n]."""
         tokens: IntArray = self._rows[:, 0].long().numpy()
         return tokens
 
     @property
     def greatest(self) -> Tensor:
-        """Its logit. float32 [n]"""
+        """Its logit. float32 [n]."""
         return self._rows[:, 1].float()
 
     @property
     def confidence(self) -> FloatArray:
-        """Its softmax probability. [n]"""
+        """Its softmax probability. [n]."""
         confidence: FloatArray = self._rows[:, 2].float().numpy()
         return confidence
 
@@ -144,7 +144,8 @@ def uniform(seed: int, position: int, num_passes: int) -> float:
 
 def uniforms(seed: int, num_positions: int, num_passes: int) -> NDArray[np.float64]:
     """Other random numbers in [0, 1), one for each of the first positions, for choosing among
-    positions in a pass. [num_positions]"""
+    positions in a pass. [num_positions].
+    """
     counter = (num_passes << 128) | (1 << 127)  # no position is as high
     return np.random.Generator(np.random.Philox(key=seed, counter=counter)).random(num_positions)
 

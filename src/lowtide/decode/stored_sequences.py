@@ -69,7 +69,8 @@ class StoredSequences:
 
     def restore(self, found: StoredBeginning, kv: KVRange) -> bool:
         """Reads keys and values into a new range, whose memory is seen to; False where the file
-        turns out to be damaged or gone: `find` gives another then."""
+        turns out to be damaged or gone: `find` gives another then.
+        """
         folder, name, num_tokens = self._files.folder, found.entry.name, found.num_tokens
         rows = self._kv_cache.rows(kv, 0, num_tokens)
 

@@ -243,7 +243,8 @@ class TritonExperts:
     def place(self, host_parts: Tensor, experts: IntArray, rows: ExpertRows, parts: Tensor) -> None:
         """The GPU reads the pinned rows in place: they do not queue behind fetches. Which ones it
         reads likewise, and has done so when `host_parts` are another's: the calling thread waits
-        for the GPU before it writes the next layer's or the next tile's."""
+        for the GPU before it writes the next layer's or the next tile's.
+        """
         is_placed = np.zeros(len(rows.counts), np.bool_)
         is_placed[experts] = True
         pairs = np.repeat(is_placed, np.diff(rows.bounds)).nonzero()[0]

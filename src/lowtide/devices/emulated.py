@@ -66,7 +66,8 @@ class EmulatedDevice:
         cores_per_expert: int = 1,
     ) -> None:
         """`arena` holds `num_slots` slots of `layout`. cores_per_expert: the host's, so that
-        an expert has the same bits on either side."""
+        an expert has the same bits on either side.
+        """
         self.num_slots = num_slots
         self.speeds = speeds
         self.kernels = kernels

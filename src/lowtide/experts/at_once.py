@@ -37,7 +37,8 @@ class ExpertsAtOnce:
         self, layers: Sequence[CompiledExperts], slots: ExpertSlots, num_threads: int
     ) -> None:
         """layers: what calls over each layer's experts. The memory of `slots` has to last as long
-        as this is used."""
+        as this is used.
+        """
         places = [_places(layout, slots) for layout in slots.layout.layers]
         self._layers = list(zip(layers, places, strict=True))
         self.max_rows = min(kernels.max_rows for kernels in layers)  # of one expert
@@ -78,7 +79,8 @@ class ExpertsAtOnce:
 
     def layer_call(self, call: LayerCall) -> tuple[ExpertCallStruct, ExpertBuffers]:
         """All of a layer's experts and their sum, for a caller that knows which are in which slots;
-        and scratch of the workspace for them, to be kept, as is `call`, while they run."""
+        and scratch of the workspace for them, to be kept, as is `call`, while they run.
+        """
         kernels, places = self._layers[call.layer]
         num_pairs, k = call.routing.experts.numel(), call.routing.experts.shape[1]
         width = self._layouts[call.layer].parts[0].shape[0]

@@ -46,7 +46,8 @@ class CompiledResidents:
         abandon: Callable[[], None],
     ) -> None:
         """at_once: what computes with the host's slots. hits [num_layers, num_experts]: where
-        tokens of each expert are counted. abandon: ends what a pass had begun that failed."""
+        tokens of each expert are counted. abandon: ends what a pass had begun that failed.
+        """
         ledger, transfer = host.ledger, host.transfer
         compiled = transfer.compiled if isinstance(transfer, DiskTransfer) else None
         self._host = host
@@ -117,7 +118,8 @@ class CompiledResidents:
 
     def count_outcome(self, asked: ExpertStats) -> None:
         """Adds to `asked` and to the host's counts what became of all that was demanded since the
-        last time."""
+        last time.
+        """
         struct, stats = self._struct, self._host.stats
         asked.num_hits += struct.num_hits
         asked.num_misses += struct.num_misses
@@ -142,7 +144,8 @@ class CompiledResidents:
 
     def reset(self) -> None:
         """After a failure: forgets what was to be read, and sets the slots aside that are written
-        to yet."""
+        to yet.
+        """
         begun = [ticket for ticket in self._tickets.values() if not ticket.cancel()]
         wait(begun, self._host.end_limit_s)
         for slot, ticket in self._tickets.items():

@@ -59,7 +59,7 @@ class Device(Protocol):
         ...
 
     def to_host(self, x: Tensor, experts: Tensor) -> tuple[Tensor, Tensor]:
-        """x [tokens, hidden] and experts [tokens, k] int64 in host memory.
+        """X [tokens, hidden] and experts [tokens, k] int64 in host memory.
 
         Waits for the device: the layer's one synchronisation. Emulated devices hand out what they
         are given. Valid until the next call.

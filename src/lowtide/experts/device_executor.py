@@ -27,13 +27,15 @@ from lowtide.threads.event import WAIT_LIMIT_S, Event
 
 class DeviceExpertExecutor:
     """Owns the order of a layer's copies and runs on a device. What the host computes is its
-    executor's; what stays is the policies' choice."""
+    executor's; what stays is the policies' choice.
+    """
 
     def __init__(
         self, device: DeviceTier, beside: HostExpertExecutor, scratch: tuple[Tensor, Tensor]
     ) -> None:
         """beside: what the host runs. scratch: where it keeps gate and up of a tile, each [rows of
-        the largest * k, expert_size]."""
+        the largest * k, expert_size].
+        """
         self.device = device
         self.host = beside.host
         self.threads = beside.threads
@@ -58,7 +60,7 @@ class DeviceExpertExecutor:
         return self.device.look(call, policies)
 
     def facts(self, call: LayerCall, inputs: HostInputs, capacity: IntArray, costs: Costs) -> Facts:
-        """What policies are told. capacity: [num_layers]"""
+        """What policies are told. capacity: [num_layers]."""
         link, host, layer = self._link, self.host, call.layer
         link.bind_arrived()
         is_here = link.ledger.is_resident(layer)
@@ -201,7 +203,8 @@ class DeviceExpertExecutor:
 
     def _due(self, moves: Moves, at_hand: Collection[int]) -> Moves:
         """Those that can be made before the last tile, and are left out of `_moves`: who comes has
-        arrived and has the last of its rows in this one, who goes has none after it."""
+        arrived and has the last of its rows in this one, who goes has none after it.
+        """
         work, tile = self._work, self._tile
         admit = np.array([e for e in moves.admit.tolist() if e in at_hand], np.int64)
         evict = np.array([e for e in moves.evict.tolist() if work.is_finished(e, tile)], np.int64)
@@ -222,7 +225,8 @@ class DeviceExpertExecutor:
 
     def _pump(self) -> float:
         """The link goes on while the host is waited for: one copy behind the one under way, so that
-        it does not wait for the next look."""
+        it does not wait for the next look.
+        """
         if not self._link.has_waiting:
             return WAIT_LIMIT_S
         self._link.pump(self._link.link_s)
@@ -239,7 +243,8 @@ class DeviceExpertExecutor:
 
     def _begin_waves(self, num_fetched: int) -> None:
         """So many are fetched: no wave is small, since each has launches of its own, nor twice as
-        large as `wave_size`, for which there are slots."""
+        large as `wave_size`, for which there are slots.
+        """
         num_waves = max(1, num_fetched // self.device.wave_size)
         self._wave_size = -(-num_fetched // num_waves)
         self._wave: list[tuple[int, Arrival]] = []

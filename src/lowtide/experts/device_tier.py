@@ -58,7 +58,8 @@ class DeviceTier:
     def begin_whole(self, counts: Tensor) -> None:
         """A layer runs whose experts are all resident, without any synchronisation.
 
-        counts [num_experts], on the device: pairs of each expert."""
+        counts [num_experts], on the device: pairs of each expert.
+        """
         self._away.come_back()
         self._counts.append(counts)
         if len(self._counts) == _MAX_COUNTS:
@@ -72,7 +73,8 @@ class DeviceTier:
 
     def look(self, call: LayerCall, policies: Policies) -> HostInputs:
         """A layer's input and routing in host memory, and what the early gate says of the next:
-        the layer's one synchronisation. A long pass leaves its input on the device."""
+        the layer's one synchronisation. A long pass leaves its input on the device.
+        """
         x, (experts, weights), scores = call.x, call.routing, call.scores
         if is_long(len(x)):
             experts, routed = experts.cpu(), None

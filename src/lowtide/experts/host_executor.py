@@ -98,7 +98,7 @@ class HostExpertExecutor:
         return HostInputs(call.x, call.routing.experts, routed)
 
     def facts(self, call: LayerCall, inputs: HostInputs, capacity: IntArray, costs: Costs) -> Facts:
-        """What policies are told. capacity: [num_layers]"""
+        """What policies are told. capacity: [num_layers]."""
         is_kept = self.host.ledger.is_resident(call.layer)
         return Facts(
             call.step,
@@ -115,7 +115,8 @@ class HostExpertExecutor:
 
     def begin_reads(self, layer: int, experts: IntArray) -> None:
         """Those of `experts` that are absent have to come, whatever is decided of who stays:
-        deciding takes a share of a millisecond, in which the disk would have nothing to do."""
+        deciding takes a share of a millisecond, in which the disk would have nothing to do.
+        """
         self.reads = HostReads(self.host, layer, experts)
         self.reads.start()
 
@@ -126,7 +127,8 @@ class HostExpertExecutor:
 
     def run_tile(self, work: Work, tile: Tile) -> None:
         """Experts of few rows in one call on this thread, unless an expert waits for a slot, which
-        only this thread gives to others; the others on threads, as they are read."""
+        only this thread gives to others; the others on threads, as they are read.
+        """
         is_finished = partial(work.is_finished, tile=tile)
         self._tile = HostTile(work.layer, tile.rows, work.buffers, work.x, is_finished)
         demanded = tile.rows.demanded

@@ -14,11 +14,13 @@ from lowtide.experts.read_ahead import PendingRead
 
 class HostReads:
     """Owns a layer's reads, each into a slot that is taken, and leases on the slots of those here.
-    A caller that gets an expert says when its use ends, by `HostTier.used_by` or `give_back`."""
+    A caller that gets an expert says when its use ends, by `HostTier.used_by` or `give_back`.
+    """
 
     def __init__(self, tier: HostTier, layer: int, wanted: IntArray) -> None:
         """wanted: ascending. Those that are absent have to come, whatever is decided of who stays;
-        `start` begins their reads."""
+        `start` begins their reads.
+        """
         self._tier = tier
         self._layer = layer
         self._admit: frozenset[int] = frozenset()

@@ -109,7 +109,8 @@ class HostTier:
 
     def wait(self, stalled: Callable[[], LowtideError], limit_s: float = WAIT_LIMIT_S) -> None:
         """Waits for `news`, for `limit_s` at most. Raises `stalled` when there is none for long,
-        UsageError some time after `stop_waiting`."""
+        UsageError some time after `stop_waiting`.
+        """
         # Several waits: one may have passed while the process was stopped.
         limit_s = min(
             limit_s, USE_POLL_S if self._uses else min(INTERRUPT_POLL_S, WAIT_LIMIT_S / 2)
@@ -121,7 +122,8 @@ class HostTier:
 
     def own_moves(self, step: Step, layer: int, wanted: IntArray) -> Moves:
         """The moves of the tier's own policies for those whose bytes are wanted here, ascending;
-        none where it has none."""
+        none where it has none.
+        """
         self.settle()
         if self._policies is None:
             return NO_MOVES
@@ -159,7 +161,8 @@ class HostTier:
     def pause(self) -> None:
         """Between passes: ends reads for a coming layer, so that no slot is being filled.
 
-        Raises StorageError when one does not end."""
+        Raises StorageError when one does not end.
+        """
         for layer in self.late.layers:
             self.arrive(layer)
         self.claim(-1, ())
@@ -169,7 +172,8 @@ class HostTier:
 
     def wait_for_use(self) -> bool:
         """Waits for the end of a use that was told by `used_by`, or of a read that nothing waits
-        for; False where there is nothing to wait for."""
+        for; False where there is nothing to wait for.
+        """
         if self._uses:
             self._uses[0][1].wait()
         elif self._set_aside:
@@ -218,7 +222,8 @@ class HostTier:
 
     def abandon(self) -> None:
         """After a failure, when nothing uses a slot any more: gives all back but residents', and
-        those of reads that do not end within `END_LIMIT_S`."""
+        those of reads that do not end within `END_LIMIT_S`.
+        """
         self.read_ahead.claim()
         self.late.forget()
         if self._end_reads(self.end_limit_s):
@@ -243,7 +248,8 @@ class HostTier:
 
     def stop_waiting(self) -> None:
         """`close` comes next: a pass that waits for reads has `CLOSING_PASS_S` yet. May be said on
-        any thread."""
+        any thread.
+        """
         self._waits_until_s = monotonic() + CLOSING_PASS_S
 
     def check_open(self) -> None:
@@ -287,7 +293,8 @@ class HostTier:
 
     def claim(self, layer: int, absent: Collection[int]) -> list[PendingRead]:
         """Those of `absent` whose reads began before their layer did, oldest first. What was read
-        ahead for nothing is dropped: all of it where a pass was interrupted."""
+        ahead for nothing is dropped: all of it where a pass was interrupted.
+        """
         ahead = self.read_ahead.claim()
         begun = [read for read in ahead if read.layer == layer and read.expert in absent]
         for read in ahead:
@@ -303,7 +310,8 @@ class HostTier:
 
     def _end_reads(self, limit_s: float) -> bool:
         """Cancels those that have not begun; whether no slot is being filled any more. The slots of
-        those that do not end are set aside."""
+        those that do not end are set aside.
+        """
         filling = {slot: ticket for slot, ticket in self._filling.items() if ticket is not None}
         stuck = wait([each for each in filling.values() if not each.cancel()], limit_s).not_done
         self._set_aside.update((slot, each) for slot, each in filling.items() if each in stuck)

@@ -72,7 +72,7 @@ class Link:
         self._unproven: list[tuple[int, int]] = []  # residents whose copies may have failed
 
     def is_kept(self, layer: int) -> BoolArray:
-        """Residents, and those on their way to be. [num_experts]"""
+        """Residents, and those on their way to be. [num_experts]."""
         kept = self.ledger.is_resident(layer)
         for (its_layer, expert), arrival in self._coming.items():
             if its_layer == layer and arrival.is_move:
@@ -81,7 +81,8 @@ class Link:
 
     def arriving_s(self, layer: int, experts: IntArray) -> FloatArray:
         """Seconds until each can be used from the slot it is coming to; infinite if it is not. As
-        `bind_arrived` saw it."""
+        `bind_arrived` saw it.
+        """
         left_s = np.full(self.ledger.num_experts, np.inf)
         first = self._num_copies - len(self._in_flight)
         for (its_layer, expert), arrival in self._coming.items():
@@ -209,7 +210,8 @@ class Link:
 
     def offer(self, layer: int, expert: int, host_slot: int) -> None:
         """An expert has just been read for a use at the host: its move, if one waits, need not find
-        it in host memory again. Begins it while the link is idle, or about to be."""
+        it in host memory again. Begins it while the link is idle, or about to be.
+        """
         wanted = self._moves.get((layer, expert))
         if layer == self._under_way or wanted is None:
             return
@@ -241,7 +243,8 @@ class Link:
 
     def bind_arrived(self) -> None:
         """Looks which copies have ended, in their order, and makes arrived moves resident. Raises
-        DeviceError when one has failed."""
+        DeviceError when one has failed.
+        """
         while self._in_flight and self._in_flight[0].is_done():
             self._in_flight.popleft()
         num_ended = self._num_copies - len(self._in_flight)

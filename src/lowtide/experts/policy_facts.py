@@ -32,7 +32,8 @@ def routed_tokens(experts: Tensor, weights: Tensor, scores: Tensor | None) -> Ro
 
 def demand_of(chosen: Tensor, is_resident: BoolArray) -> Demand:
     """What a layer's router asks for. chosen [tokens, k]: experts, in host memory; is_resident:
-    [num_experts]."""
+    [num_experts].
+    """
     num_tokens = np.bincount(chosen.numpy().ravel())
     experts = np.flatnonzero(num_tokens)
     return Demand(experts, num_tokens[experts], is_resident[experts])

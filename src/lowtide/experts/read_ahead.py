@@ -94,7 +94,8 @@ class ReadAhead:
 
 class LateReads:
     """Owns reads of experts that are to be resident when their layer comes again, and that nothing
-    waits for meanwhile. Each has the slot that its layer gave up for it."""
+    waits for meanwhile. Each has the slot that its layer gave up for it.
+    """
 
     def __init__(self, ledger: SlotLedger) -> None:
         self._ledger = ledger
@@ -112,7 +113,8 @@ class LateReads:
 
     def start_reads(self, start: StartRead) -> bool:
         """Gives free slots to those that wait for one, which no demanded expert does; whether
-        some wait yet."""
+        some wait yet.
+        """
         while self._waiting and self._ledger.num_free:
             read = start(*self._waiting.popleft())
             self._pending.setdefault(read.layer, []).append(read)

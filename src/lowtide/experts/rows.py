@@ -74,7 +74,8 @@ class ExpertRows:
     @classmethod
     def at_host(cls, experts: Tensor, num_experts: int) -> ExpertRows:
         """The rows of experts [tokens, k] in host memory, by numpy, whose calls cost least; their
-        `part_of` has no meaning."""
+        `part_of` has no meaning.
+        """
         chosen = experts.numpy().ravel()
         counts = np.bincount(chosen, minlength=num_experts)
         order = chosen.astype(np.int16).argsort(kind="stable")  # by radix, as of 16 bits
@@ -85,7 +86,7 @@ class ExpertRows:
 
     @property
     def bounds(self) -> IntArray:
-        """Expert e has sorted pairs bounds[e] to bounds[e + 1]. [num_experts + 1]
+        """Expert e has sorted pairs bounds[e] to bounds[e + 1]. [num_experts + 1].
 
         The first use is the layer's one device-to-host synchronisation.
         """
@@ -143,7 +144,8 @@ class ExpertRows:
 
     def tile(self, pairs: slice) -> ExpertRows:
         """Some of the sorted pairs, as if there were no others; `part_of` has no meaning there.
-        All of them waits for no device."""
+        All of them waits for no device.
+        """
         if pairs.stop - pairs.start == len(self.token_of):
             return self
         bounds = self.bounds.clip(pairs.start, pairs.stop) - pairs.start
@@ -159,7 +161,7 @@ class ExpertRows:
         return num_tokens
 
     def groups(self, experts: IntArray | list[int], slots: IntArray | list[int]) -> IntArray:
-        """The slot, first sorted pair and number of pairs of each expert. [experts, 3]"""
+        """The slot, first sorted pair and number of pairs of each expert. [experts, 3]."""
         experts = np.asarray(experts, np.int64)
         groups = np.empty((len(experts), 3), np.int64)
         groups[:, 0] = slots
@@ -207,7 +209,8 @@ def take_buffers(
     workspace: Buffers, shape: MoEShape, x: Tensor
 ) -> tuple[ExpertBuffers, Terms | None]:
     """What one layer's experts take for rows x [rows, hidden]: of a long pass as many tiles' as the
-    plan takes together, and what it sums through between them."""
+    plan takes together, and what it sums through between them.
+    """
     num_rows, k = x.shape[0], shape.num_experts_per_token
     workspace.library("expert rows", 6 * 8 * k * num_rows)
     if not is_long(num_rows):

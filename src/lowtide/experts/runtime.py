@@ -40,7 +40,8 @@ class Observer(Protocol):
     def saw_layer(self, layer: int, step: Step, x: Tensor, routing: Routing, out: Tensor) -> None:
         """After a layer's experts were summed: `x` [tokens, hidden] compute dtype, what its router
         and its experts were given, and `out` [tokens, hidden] float32, valid until the call
-        returns."""
+        returns.
+        """
         ...
 
 
@@ -50,13 +51,15 @@ class ExpertObserver(Protocol):
     def saw_experts(self, layer: int, x: Tensor, rows: ExpertRows, activated: Tensor) -> None:
         """After experts of a layer were run, all or a tile's, each for itself: `x` [tokens, hidden]
         compute dtype; `activated` [pairs, expert_size], what down was given, in the order of the
-        sorted pairs of `rows`. Valid until the call returns."""
+        sorted pairs of `rows`. Valid until the call returns.
+        """
         ...
 
 
 class ExpertRuntime:
     """Owns the policies that decide about a model's experts, and asks them. Does not know how
-    experts are run, nor where from."""
+    experts are run, nor where from.
+    """
 
     def __init__(
         self,
@@ -122,7 +125,8 @@ class ExpertRuntime:
 
     def residents(self) -> CompiledResidents | None:
         """For compiled layers of the pass that has begun; None where something is to be asked
-        between a layer's router and its experts: a substitution, or an observer."""
+        between a layer's router and its experts: a substitution, or an observer.
+        """
         is_watched = self.observer is not None or self.expert_observer is not None
         if is_watched or self.policies.substitution is not None:
             return None
@@ -182,7 +186,8 @@ class ExpertRuntime:
     @contextmanager
     def whole_pass(self) -> Iterator[None]:
         """Around a pass of requests: receipts count nothing of one that fails, since it is run
-        again for those who did not make it fail."""
+        again for those who did not make it fail.
+        """
         receipts = self.policies.receipts
         if receipts is None:
             yield

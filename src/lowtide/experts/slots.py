@@ -30,7 +30,8 @@ FREE, TAKEN, RETIRED = -1, -2, -3
 
 class FreeSlots:
     """A queue of free slots, the one that was freed first in front, in memory that compiled code
-    takes from and adds to as well."""
+    takes from and adds to as well.
+    """
 
     def __init__(self, slots: Sequence[int]) -> None:
         """slots: all that can ever be in it at once, in order."""
@@ -89,12 +90,12 @@ class SlotLedger:
 
     @property
     def residents(self) -> BoolArray:
-        """Which experts are in a slot. [num_layers, num_experts]"""
+        """Which experts are in a slot. [num_layers, num_experts]."""
         residents: BoolArray = self.table != NO_SLOT
         return residents
 
     def is_resident(self, layer: int) -> BoolArray:
-        """Per expert of `layer`: whether its weights are in a slot. [num_experts]"""
+        """Per expert of `layer`: whether its weights are in a slot. [num_experts]."""
         is_resident: BoolArray = self.table[layer] != NO_SLOT
         return is_resident
 
@@ -146,7 +147,8 @@ class SlotLedger:
 
     def move(self, slot: int, target: int) -> None:
         """The expert bound to `slot` is in the taken slot `target`, to which its bytes were
-        copied, from now on; `slot` is free."""
+        copied, from now on; `slot` is free.
+        """
         if not self.is_bound(slot):
             raise InternalError(f"Slot {slot} holds no expert to move.")
         layer, expert = divmod(int(self.owner[slot]), self.num_experts)
@@ -253,7 +255,8 @@ class ExpertSlots:
 
     def weights(self, layer: int, slot: int) -> ExpertWeights | ClampedWeights:
         """The weights of an expert of `layer` in a slot: made once, since a slot never moves, but
-        where experts of a layer differ."""
+        where experts of a layer differ.
+        """
         layout, made = self.layout.layers[layer], self._weights[layer]
         if layout.tags is not None:
             return layout.weights_in(self.image(slot))
@@ -265,7 +268,8 @@ class ExpertSlots:
         self, layer: int, slot: int, part: int, stored: MatrixFormat
     ) -> tuple[NDArray[np.uint8], MatrixFormat]:
         """Where an expert's part that is stored so goes, and the format that it has there; notes
-        which one, where experts of a layer differ."""
+        which one, where experts of a layer differ.
+        """
         layout, target = self.layout.layers[layer], self.part(layer, slot, part)
         place, tag = layout.parts[part], layout.variant(part, stored)
         if tag is None or layout.tags is None:
@@ -275,7 +279,8 @@ class ExpertSlots:
 
     def part(self, layer: int, slot: int, part: int) -> NDArray[np.uint8]:
         """The bytes of one part (0 gate, 1 up, 2 down, then their biases) of a slot, without
-        padding; the part is of one tensor."""
+        padding; the part is of one tensor.
+        """
         place = self.layout.layers[layer].parts[part]
         start = slot * self.layout.num_bytes + place.offsets[0]
         return self.memory[start : start + place.num_bytes[0]]
@@ -303,7 +308,7 @@ class ExpertSlots:
         return parts.transpose((2, 1, 0) if target.is_transposed else (1, 0, 2))
 
     def image(self, slot: int) -> Tensor:
-        """All bytes of a slot, as one contiguous tensor, made once. [slot_bytes] uint8"""
+        """All bytes of a slot, as one contiguous tensor, made once. [slot_bytes] uint8."""
         if slot not in self._images:
             start = slot * self.layout.num_bytes
             self._images[slot] = self._arena.bytes[start : start + self.layout.num_bytes]

@@ -76,7 +76,8 @@ class DiskTransfer:
         num_at_once: int | None = None,
     ) -> None:
         """What is not in a slot's own format is converted; where it is rounded, for the least
-        error on `inputs`. library: of compiled kernels. num_at_once: see `CompiledReader`."""
+        error on `inputs`. library: of compiled kernels. num_at_once: see `CompiledReader`.
+        """
         self._reader = reader
         self._table = table
         self._slots = slots

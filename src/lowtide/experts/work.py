@@ -102,7 +102,7 @@ class Work:
 
     @cached_property
     def _pair_weights(self) -> Tensor:
-        """The router's weights, in the order of the sorted pairs. [tokens * k] float32"""
+        """The router's weights, in the order of the sorted pairs. [tokens * k] float32."""
         weights = torch.empty_like(self._routing.weights).flatten()
         weights[self.rows.part_of.flatten()] = self._routing.weights.flatten()
         return weights

@@ -138,7 +138,8 @@ class GgufKeys:
 
     def refuse(self, usual: str) -> NoReturn:
         """Refuses a model of another series than the architecture's: the one that its name tells,
-        or the `usual` one."""
+        or the `usual` one.
+        """
         names = [name for name in map(self._metadata.get, _NAME_KEYS) if isinstance(name, str)]
         name, said = shown(self._prefix.removesuffix(".")), another_of(names, usual)
         raise UnsupportedError(f"the architecture {name} is not computed for this model. {said}")
@@ -188,7 +189,8 @@ def usual_config(
 ) -> Config:
     """What decoders with experts have alike. architecture, width: as `config.json` would name it,
     and call an expert's width. can_group: experts may be of groups, some of which a token chooses
-    first."""
+    first.
+    """
     keys.only("attention.causal", True)
     if not can_group:
         keys.only("expert_group_count", 0, 1)
@@ -279,6 +281,7 @@ def _divisors(keys: GgufKeys) -> PairDivisors | None:
 
 def _attention_factor(keys: GgufKeys) -> Value | None:
     """What YaRN multiplies cosines and sines with, where the file says; 1 is llama.cpp's default,
-    with which it follows from the factor."""
+    with which it follows from the factor.
+    """
     value = keys.get("rope.scaling.yarn_attn_factor")
     return None if value == 1.0 else value

@@ -63,7 +63,8 @@ def supported_architectures() -> tuple[str, ...]:
 
 def gguf_architecture(metadata: Mapping[str, object]) -> GgufArchitecture:
     """What a GGUF file's metadata calls its architecture; raises UnsupportedError for one that is
-    not read, and ConfigError where none is named."""
+    not read, and ConfigError where none is named.
+    """
     name = metadata.get("general.architecture")
     if not isinstance(name, str):
         raise ConfigError("it names no general.architecture.")

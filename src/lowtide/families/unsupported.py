@@ -251,7 +251,8 @@ def runs(name: str) -> bool:
 
 def another_of(names: Iterable[str], usual: str) -> Unsupported:
     """Say what a model is whose architecture several series share: the one that a name tells, for
-    the reason of the `usual` one."""
+    the reason of the `usual` one.
+    """
     found = [each for name in names if (each := _SERIES.get(_key_of(name))) is not None]
     series = _SERIES[usual]
     if series is None or series.reason is None:

@@ -10,7 +10,7 @@ from lowtide.errors import StorageError
 
 
 def cache_folder() -> Path:
-    """lowtide's folder in the user's cache (XDG Base Directory Specification).
+    """Lowtide's folder in the user's cache (XDG Base Directory Specification).
 
     Raises StorageError where there is no home that it could be in.
     """
@@ -20,8 +20,9 @@ def cache_folder() -> Path:
 
 
 def state_folder() -> Path:
-    """lowtide's folder for what a user did, such as lines typed (same specification). Raises
-    StorageError as `cache_folder` does."""
+    """Lowtide's folder for what a user did, such as lines typed (same specification). Raises
+    StorageError as `cache_folder` does.
+    """
     given = Path(os.environ.get("XDG_STATE_HOME", ""))
     home = given if given.is_absolute() else _home("XDG_STATE_HOME") / ".local" / "state"
     return home / "lowtide"

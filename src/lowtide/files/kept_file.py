@@ -119,7 +119,8 @@ class KeyLayout(NamedTuple):
 
     def content(self, stored: NDArray[np.uint8], num_tokens: int) -> NDArray[Any]:
         """The keys and values in a stored chunk, a view: [layers, arrays, kv_heads, tokens, width]
-        as integers of the same size."""
+        as integers of the same size.
+        """
         layers, arrays, heads, width = self.shape
         numbers = stored[: num_tokens * self.token_bytes].view(f"i{self.itemsize}")
         return numbers.reshape(layers, arrays, heads, num_tokens, width)

@@ -1,5 +1,6 @@
 """A folder of the user's own: no other user may write to it, and nothing in it is reached through a
-link or made for others to read."""
+link or made for others to read.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ class OwnFolder:
 
     def __init__(self, path: Path, is_made: bool = True) -> None:
         """is_made: for this user alone, where there is none. Raises UsageError for a link and for a
-        folder that is another user's or that others may write to, StorageError for none."""
+        folder that is another user's or that others may write to, StorageError for none.
+        """
         self.path = path
         try:
             if is_made:
@@ -89,7 +91,8 @@ class OwnFolder:
     def writing(self, name: str, is_new: bool = False) -> Iterator[int]:
         """A descriptor of a file for this user alone, which takes the place of `name` once all of
         it is on the disk, or with `is_new` raises FileExistsError where there is one. Where this is
-        left by an exception nothing stays."""
+        left by an exception nothing stays.
+        """
         draft = f"{name}.{token_hex(4)}"
         flags, own = os.O_WRONLY | os.O_CREAT | os.O_EXCL, self._descriptor
         descriptor = os.open(draft, flags, 0o600, dir_fd=own)

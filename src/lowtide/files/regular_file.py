@@ -49,7 +49,8 @@ class RegularFile(NamedTuple):
 
     def check(self, descriptor: int) -> None:
         """Raises StorageError where the file, open as `descriptor`, was written to since it was
-        looked at: weights of two versions make no model."""
+        looked at: weights of two versions make no model.
+        """
         now = os.fstat(descriptor)
         if now.st_size < self.num_bytes:
             raise StorageError(

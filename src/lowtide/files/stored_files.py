@@ -51,7 +51,8 @@ class StoredFiles:
     @classmethod
     def open(cls, path: Path, limit: str | int, is_made: bool = True) -> StoredFiles:
         """Those of a folder, under a key that lies with this user's state. limit: a size, or a
-        share of the disk. Raises UsageError and StorageError as `OwnFolder` and `own_secret`."""
+        share of the disk. Raises UsageError and StorageError as `OwnFolder` and `own_secret`.
+        """
         with closing(OwnFolder(state_folder() / "keys")) as secrets:
             key = own_secret(secrets, "kept-sequences")
         folder = OwnFolder(path, is_made)
@@ -82,7 +83,8 @@ class StoredFiles:
 
     def make_room(self, num_bytes: int, first: Collection[str] = ()) -> None:
         """Removes files, those named `first` and then the longest unused, until so many bytes more
-        are within the limit. Raises OSError."""
+        are within the limit. Raises OSError.
+        """
         entries = sorted(self._entries(), key=lambda e: (e.name not in first, e.used_ns))
         left_bytes = self.most_bytes - num_bytes - sum(entry.num_bytes for entry in entries)
         for entry in entries:

@@ -47,7 +47,8 @@ def whole_file(path: Path, noun: str, is_own: IsOwn | None = None) -> Iterator[I
 
 def check_writable(path: Path, noun: str, is_own: IsOwn) -> None:
     """Makes the folder that `path` names; raises StorageError where that fails, or `whole_file`
-    would: before a long run, not after it."""
+    would: before a long run, not after it.
+    """
     _check_own(path, noun, is_own)
     with _refusing(path, noun):
         if _is_replaced(path):
@@ -82,7 +83,8 @@ def _refusing(path: Path, noun: str) -> Iterator[None]:
 
 def _is_replaced(path: Path) -> bool:
     """Whether a file takes the place of what is at `path`. Raises OSError for what can be neither
-    replaced nor written through."""
+    replaced nor written through.
+    """
     if str(path) in _STREAMS:
         return False
     try:

@@ -48,7 +48,8 @@ class StoredTensor(NamedTuple):
 
 class Sectioned(MatrixFormat, ABC):
     """What such matrices are in memory: one range of bytes, in sections of equally many bytes for
-    each row of the matrix, or for so many."""
+    each row of the matrix, or for so many.
+    """
 
     unpacked = "F32"
     is_kept = True
@@ -64,7 +65,8 @@ class Sectioned(MatrixFormat, ABC):
     def weights(self, sections: Sequence[Bytes], rows: NDArray[np.int64], width: int) -> Floats:
         """Float32 weights [n, width] of rows [n], whose numbers in the matrix are given.
 
-        sections: [rows, bytes], those with a row for each row of the matrix without the others."""
+        sections: [rows, bytes], those with a row for each row of the matrix without the others.
+        """
 
     def matrix_bytes(self, shape: Shape) -> int:
         return sum(align_up(rows * row_bytes) for rows, row_bytes in self.sections(shape))
@@ -117,11 +119,13 @@ class Arranged(MatrixFormat, ABC):
     ) -> None:
         """Writes some units into the sections of the whole matrix; stored: theirs, of each tensor.
 
-        Raises UnsupportedError, without the matrix's name, for what is not read."""
+        Raises UnsupportedError, without the matrix's name, for what is not read.
+        """
 
     def ranges(self, shape: Shape, most_bytes: int) -> Iterator[tuple[range, list[slice]]]:
         """All units, some at a time, and their bytes in each tensor: at most so many if it can
-        be."""
+        be.
+        """
         tensors, num_units = self.tensors(shape), self.num_units(shape)
         whole_bytes = sum(each.num_bytes for each in tensors if each.is_whole)
         of_unit = sum(each.unit_bytes for each in tensors if not each.is_whole)
@@ -140,7 +144,8 @@ class SectionedMatrix:
         self, stored: Sectioned, content: Tensor, whole_shape: Shape, numbers: range | Tensor
     ) -> None:
         """content: 1-D uint8, of a whole matrix. numbers: of the rows in it that these are, those
-        of a range neighbours."""
+        of a range neighbours.
+        """
         self.format, self.content, self.whole_shape = stored, content, whole_shape
         self.numbers = numbers
         self.shape = (len(numbers), *whole_shape[1:])

@@ -59,6 +59,7 @@ def _halves_joined(
     first: NDArray[np.uint32], second: NDArray[np.uint32]
 ) -> tuple[NDArray[np.uint32], NDArray[np.uint32]]:
     """Regroups the words of two inputs, whose bytes hold two numbers of one input, into words whose
-    bytes hold the same number of both inputs: those of the low halves, and of the high ones."""
+    bytes hold the same number of both inputs: those of the low halves, and of the high ones.
+    """
     low = first & _LOW | (second & _LOW) << np.uint32(4)
     return low, first >> np.uint32(4) & _LOW | second & ~_LOW

@@ -47,7 +47,7 @@ class ExpertInputs:
             )
 
     def importance(self, layer: int, expert: int, is_down: bool) -> MeanSquares:
-        """What a squared error at each input of down, or of gate and up, counts. [inputs]"""
+        """What a squared error at each input of down, or of gate and up, counts. [inputs]."""
         own = (self.activated if is_down else self.hidden)[layer, expert]
         of_layer = self._layer_means[is_down][layer]
         num_own = np.float32(self.num_rows[layer, expert])
@@ -84,7 +84,7 @@ class ExpertInputs:
 
 
 def layer_means(num_rows: IntArray, of_experts: MeanSquares) -> MeanSquares:
-    """Means over all rows of a layer, from the means of its experts. [layers, inputs]"""
+    """Means over all rows of a layer, from the means of its experts. [layers, inputs]."""
     share = num_rows / np.maximum(1, num_rows.sum(axis=1, keepdims=True))
     means: MeanSquares = np.einsum("le,lei->li", share.astype(np.float32), of_experts)
     return means

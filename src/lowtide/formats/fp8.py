@@ -82,7 +82,8 @@ FORMATS = {dtype: Fp8Checkpoint(dtype) for dtype in SCALE_DTYPES}
 @functools.cache
 def _numbers() -> Floats:
     """The float8_e4m3fn of every byte: four bits of exponent above 7, three of mantissa; all ones
-    are NaN, and there is no infinity."""
+    are NaN, and there is no infinity.
+    """
     bits = np.arange(256)
     sign = np.where(bits < 128, 1.0, -1.0)
     exponent, mantissa = bits >> 3 & 15, (bits & 7) / 8

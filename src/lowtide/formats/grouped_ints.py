@@ -34,7 +34,8 @@ GROUPS = (32, 64, 128)
 
 def group_in_memory(width: int) -> int:
     """The group size for rows that have one scale each, which in memory every group repeats: the
-    largest size that divides a row, or else the smallest."""
+    largest size that divides a row, or else the smallest.
+    """
     return next((group for group in reversed(GROUPS) if width % group == 0), GROUPS[0])
 
 

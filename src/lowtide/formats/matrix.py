@@ -68,19 +68,21 @@ class MatrixFormat:
         return self.num_bytes(math.prod(shape))
 
     def for_rows(self, num_columns: int) -> MatrixFormat:
-        """This format for rows of this length, where its blocks are whole rows; else itself."""
+        """Return the format for rows of this length; another one only if a block is a whole row."""
         return self
 
     @property
     def kept(self) -> MatrixFormat | None:
         """What it is multiplied with as: itself, or what it is arranged into as it is read. None:
-        it is unpacked then."""
+        it is unpacked then.
+        """
         return self if self.is_kept else None
 
     @property
     def variants(self) -> tuple[MatrixFormat, ...]:
         """The formats that a matrix may be in, of which there are several only where experts of
-        one layer differ."""
+        one layer differ.
+        """
         return (self,)
 
     def num_weights(self, num_items: int) -> int:

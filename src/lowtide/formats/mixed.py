@@ -9,7 +9,8 @@ from lowtide.formats.matrix import MatrixFormat
 
 class Mixed(MatrixFormat):
     """One of several kept formats, in memory as large as the largest. No tensor is in it, and a
-    matrix is unpacked and multiplied with as the one that it is in."""
+    matrix is unpacked and multiplied with as the one that it is in.
+    """
 
     dtypes = ()
     unpacked = "F32"

@@ -37,7 +37,8 @@ _LOW_HALVES, _HALF = np.uint64(0x0F0F0F0F0F0F0F0F), np.uint64(4)
 
 class Mxfp4(MatrixFormat):
     """A tensor of blocks and one of scales; kept as GGUF files have the same numbers, each block's
-    scale before its weights (`formats/ggml`), which takes as many bytes."""
+    scale before its weights (`formats/ggml`), which takes as many bytes.
+    """
 
     name = NAME
     dtypes = (TENSOR_DTYPE, TENSOR_DTYPE)
@@ -53,7 +54,8 @@ class Mxfp4(MatrixFormat):
         """Weights k and k + 16 of a block share a byte there, so bytes k / 2 and k / 2 + 8 here.
 
         Raises CheckpointError, without the matrix's name, for a scale of 255: blocks of GGUF files
-        have no NaN."""
+        have no NaN.
+        """
         blocks, scales = stored
         if not self.is_finite(scales):
             raise CheckpointError("a scale of its blocks is 255, which is NaN in MXFP4")

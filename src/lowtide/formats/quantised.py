@@ -153,7 +153,8 @@ def fitted(
 
 class _Offer(NamedTuple):
     """What codes under scales and zeros are worth, and sums of the codes, of their squares and of
-    their products with the weights, each by importance. All [n] float32."""
+    their products with the weights, each by importance. All [n] float32.
+    """
 
     error: Floats
     scale: Floats  # numbers of float16

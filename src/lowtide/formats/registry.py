@@ -27,7 +27,8 @@ def formats() -> Mapping[str, MatrixFormat]:
 
 def format_of(dtype: str) -> MatrixFormat:
     """The format of matrices in one tensor of a safetensors type, or in several, by its name;
-    raises UnsupportedError."""
+    raises UnsupportedError.
+    """
     arranged = _arranged().get(dtype)
     if arranged is not None:
         return arranged

@@ -92,7 +92,8 @@ class Rate(NamedTuple):
     @property
     def is_disturbed(self) -> bool:
         """Whether most repeats took much longer than the best one: something else used the
-        machine."""
+        machine.
+        """
         return not self.is_specified and self.ceiling > DISTURBED * self.per_s
 
 
@@ -151,13 +152,15 @@ def best_at_once(rates: Sequence[Rate]) -> int | None:
 
 def disk_rate(rates: Sequence[Rate]) -> float | None:
     """Bytes per second of reads as experts are read, in pieces side by side; None where that was
-    not measured."""
+    not measured.
+    """
     return max((each.per_s for each in rates if each.name in PIECES_AT_ONCE), default=None)
 
 
 def seconds_per_layer(rates: Sequence[Rate], names: Mapping[int, str]) -> Curve | None:
     """What a layer takes beside its weights, from the rows of a pass; None where not all were
-    measured. names: `LAYERS_OF_TOKENS` or `LAYERS_OF_BLOCKS`."""
+    measured. names: `LAYERS_OF_TOKENS` or `LAYERS_OF_BLOCKS`.
+    """
     per_s = {rate.name: rate.per_s for rate in rates}
     if any(name not in per_s for name in names.values()):
         return None
@@ -316,7 +319,7 @@ def _time_on_gpu(source: torch.Tensor, target: torch.Tensor) -> float:
 
 
 def _read(source: torch.Tensor) -> None:
-    """source [elements] float32"""
+    """Source [elements] float32."""
     torch.sum(source)
 
 

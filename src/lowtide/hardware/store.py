@@ -63,7 +63,8 @@ class CostKey:
         products: str = REFERENCE.name,
     ) -> CostKey:
         """The key of `measure_costs` with these arguments. device: its name, and what of it may
-        change."""
+        change.
+        """
         return cls(
             machine=machine,
             hidden_size=shape.hidden_size,
@@ -154,7 +155,8 @@ def save(key: CostKey, stored: Stored) -> None:
 def keep_rates(machine: Machine, rates: Sequence[Rate]) -> None:
     """Writes a machine's file, whole or not at all; where that cannot be, a notice in the log.
 
-    A rate that was disturbed is left out: what was kept under its name before stays."""
+    A rate that was disturbed is left out: what was kept under its name before stays.
+    """
     disturbed = {rate.name for rate in rates if rate.is_disturbed}
     before = [rate for rate in kept_rates(machine) if rate.name in disturbed] if disturbed else []
     kept = [*(rate for rate in rates if rate.name not in disturbed), *before]
@@ -167,7 +169,8 @@ def keep_rates(machine: Machine, rates: Sequence[Rate]) -> None:
 
 def kept_rates(machine: Machine) -> tuple[Rate, ...]:
     """What is kept of a machine; nothing where it was never measured. A file that is damaged is a
-    notice in the log."""
+    notice in the log.
+    """
     try:
         path = rates_path(machine)
     except StorageError:  # no home, so nothing was kept

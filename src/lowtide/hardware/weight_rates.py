@@ -78,7 +78,8 @@ def kind_of(format: str, num_bits: float, dtype: torch.dtype, rounds_rows: bool)
 
 def measure_weight_rates() -> list[Rate]:
     """Bytes per second of all kinds, at each of `NUM_TOKENS`, and of rounding to formats that
-    weights are made into as they are read. Raises PlanError without memory."""
+    weights are made into as they are read. Raises PlanError without memory.
+    """
     with closing(HostExecutor(EXPERT.num_experts_per_token)) as executor:
         with executor.in_charge(), torch.inference_mode():
             rates = [rate for kind in KINDS for rate in _rates(kind, executor)]

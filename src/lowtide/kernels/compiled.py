@@ -52,7 +52,8 @@ class CompiledKernels(Kernels):
         rounded: Collection[str] = (),
     ) -> None:
         """rounding: of rows that are rounded to int8, those of products with weights in the formats
-        that `rounded` names; None: no rows are."""
+        that `rounded` names; None: no rows are.
+        """
         super().__init__(rounded, compiled_name(few_rows.variant))
         self._few_rows, self._packed, self._rounding = few_rows, packed, rounding
         self.library = few_rows.library
@@ -69,7 +70,8 @@ class CompiledKernels(Kernels):
 
     def matrix_call(self, matrix: Matrix, is_rounded: bool | None = None) -> MatrixCall | None:
         """What multiplies few rows with a matrix; None where nothing compiled does. is_rounded: see
-        `multiply_by`."""
+        `multiply_by`.
+        """
         if isinstance(matrix, Tensor):
             return self._few_rows.matrix_call(matrix)
         rounds = self.rounds(matrix) if is_rounded is None else is_rounded

@@ -74,7 +74,7 @@ def multiply(x: Tensor, matrix: GroupedMatrix, bias: Tensor | None, out: Tensor)
 
 
 def round_rows(x: Tensor, group_size: int) -> RoundedRows:
-    """x [n, in] in groups of so many numbers; a last one that is shorter ends in zeros."""
+    """X [n, in] in groups of so many numbers; a last one that is shorter ends in zeros."""
     missing = -x.shape[1] % group_size
     num_groups = (x.shape[1] + missing) // group_size
     wide = torch.nn.functional.pad(x.float(), (0, missing)).view(len(x), num_groups, group_size)

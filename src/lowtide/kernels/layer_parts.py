@@ -70,7 +70,8 @@ class LayerParts(NamedTuple):
     @property
     def products(self) -> list[Product]:
         """With matrices of any format: attention's projections and output, then the gate, up and
-        down of what all rows use."""
+        down of what all rows use.
+        """
         found: list[Product] = []
         if self.attention is not None:
             found += [*self.attention.projections, self.attention.output]
@@ -81,7 +82,8 @@ class LayerParts(NamedTuple):
     @property
     def tensors(self) -> list[Tensor]:
         """What is in the compute dtype whatever the matrices are in, but for a router that is in
-        float32."""
+        float32.
+        """
         found: list[Tensor | None] = [self.mlp_norm, *(each.bias for each in self.products)]
         if self.attention is not None:
             norm, _, head_norms, _, *cache, _ = self.attention
@@ -143,7 +145,8 @@ class Residents(Protocol):
 
     def serve(self, status: Status) -> None:
         """What a call waits for that is not DONE; it goes on afterwards. Raises StorageError where
-        an expert cannot be read."""
+        an expert cannot be read.
+        """
         ...
 
     def give_up(self) -> None:

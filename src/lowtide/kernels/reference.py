@@ -49,7 +49,8 @@ class Kernels:
 
     def __init__(self, rounded: Collection[str] = (), name: str = name) -> None:
         """rounded: the names of the formats of weights whose products round rows to int8 first
-        (`int8_rows.py`). name: for people and stored costs."""
+        (`int8_rows.py`). name: for people and stored costs.
+        """
         self.rounded = frozenset(rounded)
         self.name = f"{name}, {INT8_ROWS} rows" if rounded else name
 
@@ -80,7 +81,8 @@ class Kernels:
         [n, out]. Each weight is rounded once to the compute dtype, whatever n is; where rows are
         rounded, see `int8_rows.py`.
 
-        is_rounded: of an expert's matrix, whether its rows are; by default as `rounds` says."""
+        is_rounded: of an expert's matrix, whether its rows are; by default as `rounds` says.
+        """
         if isinstance(matrix, Tensor):
             self.multiply(x, matrix.t(), bias, out, num_threads)
         elif x.is_meta:
@@ -95,7 +97,8 @@ class Kernels:
     def rounds(self, *matrices: Matrix) -> bool:
         """Whether rows are rounded to int8 before they are multiplied with a matrix, or with those
         of an expert: either with all that are in groups or with none. A rounded row's bits do not
-        depend on how many there are."""
+        depend on how many there are.
+        """
         names = {int8_rows.format_name(m) for m in matrices if isinstance(m, GroupedMatrix)}
         return bool(names) and names <= self.rounded
 
@@ -116,7 +119,8 @@ class Kernels:
 
     def several_experts(self, formats: Sequence[MatrixFormat]) -> CompiledExperts | None:
         """What computes several experts of few rows in one call, whose gate, up and down are in
-        these formats; None where nothing does."""
+        these formats; None where nothing does.
+        """
         return None
 
     def gated_mlp(
@@ -168,7 +172,8 @@ class Kernels:
 
     def whole_layer(self, parts: LayerParts) -> CompiledLayer | None:
         """What runs such a layer in one call, or in one up to the router's choice and another one
-        after the experts, with the bits of these operators one by one; None where nothing does."""
+        after the experts, with the bits of these operators one by one; None where nothing does.
+        """
         return None
 
     def takes_rows(self, x: Tensor) -> bool:

@@ -30,7 +30,8 @@ def tile_rows(num_columns: int) -> int:
 
 def unpacking_bytes(shape: tuple[int, ...]) -> int:
     """What a thread takes at most to multiply by a matrix of this shape: a tile of its weights in
-    float32, twice, its codes and a copy, and the tile in the compute dtype."""
+    float32, twice, its codes and a copy, and the tile in the compute dtype.
+    """
     num_rows = min(shape[0], tile_rows(shape[1]) + MAX_REMAINDER)
     return num_rows * shape[1] * 16
 

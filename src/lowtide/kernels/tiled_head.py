@@ -108,8 +108,9 @@ class HeadRows(NamedTuple):
         guidance: Guidance | None,
         workspace: Buffers,
     ) -> HeadRows:
-        """hidden [tokens, hidden] from before the norm; rows [n] int64. All is taken from
-        `workspace`: these are the only copies of hidden states that a head needs."""
+        """Hidden [tokens, hidden] from before the norm; rows [n] int64. All is taken from
+        `workspace`: these are the only copies of hidden states that a head needs.
+        """
 
         def normalised(name: str, rows: Tensor) -> Tensor:
             padded = _padded(rows)

@@ -61,7 +61,8 @@ _UPCAST = triton.knobs.runtime.interpret
 
 class SlotImage(NamedTuple):
     """Where the parts of one expert lie in a slot: in elements of the compute dtype, or of slots
-    with something packed in bytes."""
+    with something packed in bytes.
+    """
 
     stride: int  # from slot to slot
     gate: int  # [expert_size, hidden], rows adjacent

@@ -41,7 +41,8 @@ def unit_size(form):
 @triton.jit
 def depth_of_half(BLOCK_K: tl.constexpr, FORMAT: tl.constexpr):
     """Where, in a block of BLOCK_K inputs, those of the first half are; of the second, one
-    `unit_size` further."""
+    `unit_size` further.
+    """
     HALVES: tl.constexpr = num_halves(FORMAT)
     k = tl.arange(0, BLOCK_K // HALVES)
     if HALVES > 1:
@@ -204,7 +205,8 @@ def _unpacked(words, scales, zeros, byte: tl.constexpr, half: tl.constexpr, FORM
 @triton.jit
 def _placed_fp4(words, PLACE: tl.constexpr):
     """The four bits at PLACE, and 16 further, as sign, exponent and mantissa of two float16:
-    2 ** -14 times the numbers."""
+    2 ** -14 times the numbers.
+    """
     signs = (words << (12 - PLACE)) & 0x80008000
     if PLACE <= 9:
         rest = words << (9 - PLACE)
@@ -221,7 +223,7 @@ def _float16(words, upper: tl.constexpr):
 
 @triton.jit
 def _spread(numbers, WORDS: tl.constexpr):
-    """[groups, 1, columns] -> [groups * WORDS, columns]"""
+    """[groups, 1, columns] -> [groups * WORDS, columns]."""
     GROUPS: tl.constexpr = numbers.shape[0]
     COLUMNS: tl.constexpr = numbers.shape[2]
     spread = tl.broadcast_to(numbers, (GROUPS, WORDS, COLUMNS))
@@ -238,7 +240,7 @@ def _power_of_two(exponents):
 
 @triton.jit
 def add_product(a, b, total, UPCAST: tl.constexpr):
-    """total + a @ b, of rows and weights alike; in float32 where UPCAST says so."""
+    """Total + a @ b, of rows and weights alike; in float32 where UPCAST says so."""
     if UPCAST:
         a, b = a.to(tl.float32), b.to(tl.float32)
     # "ieee": float32 stays float32, not TF32.

@@ -74,7 +74,8 @@ def _num_likeliest(
     llm: LLM, prompt: Sequence[int], drafts: Sequence[Draft], max_tokens: int
 ) -> int:
     """How many of the tokens written from draft to draft are the arg-max of `llm.logits`, which
-    caches nothing, in the text as it was before."""
+    caches nothing, in the text as it was before.
+    """
     mask_token_id = llm.config.mask_token_id or 0
     row = torch.tensor([*prompt, *[mask_token_id] * max_tokens])
     is_masked = torch.arange(len(row)) >= len(prompt)

@@ -35,7 +35,7 @@ class EvenSample:
         self._rows: list[NDArray[np.generic]] = []
 
     def see(self, rows: NDArray[np.generic]) -> None:
-        """rows [n, ...]: the next of the stream."""
+        """Rows [n, ...]: the next of the stream."""
         first = -self._num_seen % self._stride
         self._rows.extend(row.copy() for row in rows[first :: self._stride])
         self._num_seen += len(rows)
@@ -47,7 +47,7 @@ class EvenSample:
         return len(self._rows)
 
     def rows(self, count: int) -> NDArray[np.generic]:
-        """The first `count` of them, or all. [count, ...]"""
+        """The first `count` of them, or all. [count, ...]."""
         return np.stack(self._rows[:count])
 
 
@@ -108,7 +108,8 @@ def shares(weights: WeightArray) -> FloatArray:
 
 def needed_tokens(shape: TraceShape) -> int:
     """Tokens that a profile takes at least: each expert chosen 16 times in the mean, and each pair
-    of experts together once."""
+    of experts together once.
+    """
     experts, k = shape.num_experts, shape.num_experts_per_token
     by_pair = experts * (experts - 1) / (k * (k - 1))
     return int(np.ceil(max(16 * experts / k, by_pair)))

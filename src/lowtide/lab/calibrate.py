@@ -214,12 +214,12 @@ class _EarlyGates:
 
     @property
     def routed(self) -> NDArray[np.float64]:
-        """Share of each token's experts that were predicted. [2, layers - 1]"""
+        """Share of each token's experts that were predicted. [2, layers - 1]."""
         return self._num_routed / self._num_rows
 
     @property
     def cosine(self) -> NDArray[np.float64]:
-        """Mean cosine of the features used and the true ones. [2, layers - 1]"""
+        """Mean cosine of the features used and the true ones. [2, layers - 1]."""
         return self._cosine / self._num_rows
 
     def saw_layer(self, layer: int, step: Step, x: Tensor, routing: Routing, out: Tensor) -> None:
@@ -310,7 +310,8 @@ def _length(llm: LLM) -> Length:
 
 def check_length(shape: TraceShape, num_tokens: int, num_pieces: int, length: Length) -> None:
     """Raises UsageError, which says what would do, where a text of `num_tokens` is too short for
-    buddies. What it asks for does for all that a calibration finds out."""
+    buddies. What it asks for does for all that a calibration finds out.
+    """
     needed, stride = needed_tokens(shape), num_tokens // max(1, num_pieces)
     most, learning = sum(length), max(0, num_learning(num_pieces))
     found = 0

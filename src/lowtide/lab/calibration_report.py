@@ -104,7 +104,7 @@ def as_object(calibration: Calibration, budgets: Sequence[Budget]) -> dict[str, 
 
 
 def token_share(calibration: Calibration) -> FloatArray:
-    """Each expert's share of a layer's (token, expert) pairs. [layers, experts]"""
+    """Each expert's share of a layer's (token, expert) pairs. [layers, experts]."""
     num_tokens = calibration.trace.hits().sum(axis=0)
     share: FloatArray = num_tokens / np.maximum(1, num_tokens.sum(axis=1, keepdims=True))
     return share
@@ -186,7 +186,7 @@ def _by_step(curves: Sequence[FloatArray]) -> FloatArray:
 
 
 def _cosines(a: IntArray, b: IntArray) -> FloatArray:
-    """Mean over layers of the cosine of hits [steps, layers, experts]. [steps]"""
+    """Mean over layers of the cosine of hits [steps, layers, experts]. [steps]."""
     lengths = np.linalg.norm(a, axis=2) * np.linalg.norm(b, axis=2)
     cosines: FloatArray = ((a * b).sum(2) / lengths).mean(1)
     return cosines

@@ -85,7 +85,8 @@ def suggestion() -> Suggestion | None:
 
 def _planned(config: Mapping[str, Any], format: str) -> MemoryPlan | None:
     """The plan for all memory that is free here; None where it is too little. Raises StorageError
-    where there is no folder for temporary files."""
+    where there is no folder for temporary files.
+    """
     try:
         with tempfile.TemporaryDirectory() as name:
             (Path(name) / "config.json").write_text(json.dumps(config), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""This machine as a hardware profile: what `lowtide simulate --machine` takes.
+"""The running machine as a hardware profile, which `lowtide simulate --machine` takes.
 
 Rates are those of the experts that `doctor` measured, so nothing is taken off them as efficiency.
 """
@@ -21,7 +21,8 @@ _FIRST_WORDS = "# Measured by lowtide doctor"
 
 def check_profile(path: Path, device: str, has_model: bool) -> None:
     """Refuses before anything is measured: raises UsageError without a device or a model,
-    StorageError."""
+    StorageError.
+    """
     check_writable(path, "profile", _is_profile)
     if not has_model:
         raise UsageError(

@@ -275,7 +275,8 @@ def in_order(
     reader: FileReader, reads: Iterable[tuple[Sequence[AnyRead], Bytes]], num_ahead: int
 ) -> Iterator[tuple[Bytes, int]]:
     """Each target once its reads have ended, and the bytes that were read, with so many reads under
-    way behind it."""
+    way behind it.
+    """
     waiting: deque[tuple[Ticket, Bytes]] = deque()
     for asked, target in reads:
         waiting.append((reader.submit(asked), target))

@@ -297,7 +297,8 @@ def _with_own_rows(
     opened: OpenModel, settings: Sequence[QualitySetting]
 ) -> Sequence[QualitySetting]:
     """With a first setting whose products round no rows, where `activations` left to lowtide would
-    make a rounded one the reference."""
+    make a rounded one the reference.
+    """
     first = settings[0]
     is_open = opened.options.activations == AUTO_FORMAT and "activations" not in first.options
     if not (is_open and opened.rounded):

@@ -197,7 +197,7 @@ def _unaskable(
 
 
 def _weights(text: ForcedText, spans: Sequence[tuple[int, int]]) -> list[FloatArray]:
-    """What a row's logarithm counts for, by mask and position. Each [tokens]"""
+    """What a row's logarithm counts for, by mask and position. Each [tokens]."""
     if not text.masks:
         return [np.ones(len(text.token_ids))]
     weights = []

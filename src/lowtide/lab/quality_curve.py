@@ -44,7 +44,8 @@ def measured_curve(report: QualityReport) -> QualityCurve:
 
 def curve_path(opened: OpenModel) -> Path:
     """The calibration that is to keep a model's curve. Raises UsageError where there is none with
-    buddies, StorageError where it cannot be written."""
+    buddies, StorageError where it cannot be written.
+    """
     config, given = opened.config, opened.options.calibration
     config.check_experts("A curve is of substituted experts")
     calibration = find_calibration(opened)
@@ -61,5 +62,6 @@ def curve_path(opened: OpenModel) -> Path:
 
 def keep_curve(path: Path, curve: QualityCurve) -> None:
     """Puts a curve in the place of the one that a calibration's buddies have, if any. Raises what
-    reading and writing a calibration do."""
+    reading and writing a calibration do.
+    """
     Calibration.load(path).with_curve(curve).save(path)

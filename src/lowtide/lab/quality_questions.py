@@ -30,7 +30,8 @@ class ChoiceQuestion(NamedTuple):
 
 def read_questions(path: Path) -> list[ChoiceQuestion]:
     """The questions of a file. Raises StorageError where it cannot be read, UsageError with the
-    line for what is no question."""
+    line for what is no question.
+    """
     try:
         with path.open("rb") as file:
             data = read_from(file, MAX_FILE_BYTES + 1, f"The questions {path}")

@@ -61,7 +61,7 @@ class ScoredRows(NamedTuple):
 
     @property
     def weights(self) -> FloatArray:
-        """The weight of each row in a mean where all masks count the same; they sum to 1. [rows]"""
+        """Each row's weight in a mean that counts all masks alike; they sum to 1. [rows]."""
         masks, counts = np.unique(self.mask, return_counts=True)
         weights: FloatArray = 1 / (len(masks) * counts[np.searchsorted(masks, self.mask)])
         return weights

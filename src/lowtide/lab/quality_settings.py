@@ -76,7 +76,8 @@ class QualitySetting:
 
 def grouped(settings: Sequence[QualitySetting]) -> Iterator[list[QualitySetting]]:
     """Settings of one loaded model each, in the order in which they first come, with one in front
-    that changes no token where a group has none."""
+    that changes no token where a group has none.
+    """
     groups: dict[tuple[tuple[str, str], ...], list[QualitySetting]] = {}
     for setting in settings:
         groups.setdefault(setting.of_model, []).append(setting)
@@ -96,7 +97,8 @@ def opening_options(
     model: str | Path, group: Sequence[QualitySetting], shared: Mapping[str, object]
 ) -> dict[str, Any]:
     """Options of the one `LLM` on which a group's settings take turns: with the policy that is told
-    most of a pass, so that all of them find their room. Raises what `plan_model` raises."""
+    most of a pass, so that all of them find their room. Raises what `plan_model` raises.
+    """
     from lowtide.lab.budgets import budget_of_share
     from lowtide.llm import plan_model
 

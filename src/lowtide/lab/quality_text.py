@@ -158,7 +158,8 @@ def nested_masks(
     num_tokens: int, spans: Sequence[tuple[int, int]], ratios: Sequence[float], seed: Sequence[int]
 ) -> tuple[BoolArray, ...]:
     """Masks [num_tokens] that each hide a share of every span (from, to), at least one token of it,
-    and only what the one before hides. ratios descend."""
+    and only what the one before hides. ratios descend.
+    """
     random = np.random.default_rng(list(seed))
     masks = tuple(np.zeros(num_tokens, np.bool_) for _ in ratios)
     for start, stop in spans:

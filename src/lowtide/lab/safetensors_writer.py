@@ -63,7 +63,8 @@ class SafetensorsWriter:
         alignment: int = _LEAST_ALIGNMENT,
     ) -> None:
         """Nothing is written yet. alignment: of the data in the file, in bytes. Raises
-        InternalError for two tensors of one name."""
+        InternalError for two tensors of one name.
+        """
         if len({e.name for e in entries}) != len(entries):
             raise InternalError(f"{path.name} would hold two tensors of one name.")
         self.path = path
@@ -77,13 +78,15 @@ class SafetensorsWriter:
     @property
     def is_whole(self) -> bool:
         """Whether a file of that size is there: it appears under its name only when it is whole.
-        Raises StorageError where it cannot be known."""
+        Raises StorageError where it cannot be known.
+        """
         return _file_bytes(self.path) == self.num_bytes
 
     @property
     def missing_bytes(self) -> int:
         """What is left to write, with what an earlier run was killed over given back. Raises
-        StorageError."""
+        StorageError.
+        """
         return 0 if self.is_whole else self.num_bytes - (_file_bytes(self._partial) or 0)
 
     def __enter__(self) -> SafetensorsWriter:
@@ -178,7 +181,8 @@ def header_bytes(
 
 def check_disk_space(folder: Path, need_bytes: int) -> None:
     """Raises StorageError if a folder's disk has less free space than this, also of a folder that
-    is still to be made."""
+    is still to be made.
+    """
     try:
         present = next((each for each in (folder, *folder.parents) if each.exists()), folder)
         free_bytes = shutil.disk_usage(present).free
@@ -193,7 +197,8 @@ def check_disk_space(folder: Path, need_bytes: int) -> None:
 
 def _file_bytes(path: Path) -> int | None:
     """Size of the file at `path`, None where there is none. Raises StorageError where it cannot be
-    known: the folder is closed, or a name too long."""
+    known: the folder is closed, or a name too long.
+    """
     try:
         facts = path.stat()
     except (FileNotFoundError, NotADirectoryError):

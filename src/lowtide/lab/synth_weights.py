@@ -228,7 +228,8 @@ def rank_stds(
     num_experts: int, std: float, skew: float, rng: np.random.Generator
 ) -> NDArray[np.float64]:
     """The spread of each expert's router logits: `std * (1 + skew)` for the first of a random
-    order, down to `std * (1 - skew)`."""
+    order, down to `std * (1 - skew)`.
+    """
     ranks = rng.permutation(num_experts) + 1
     return std * (1 + skew * (1 - 2 * np.log(ranks) / math.log(max(num_experts, 2))))
 

@@ -33,7 +33,8 @@ class Run(NamedTuple):
     @property
     def is_shared(self) -> bool:
         """Whether key heads are divided among the executor's threads, each of which takes one head
-        of one tile after the other: SDPA copies keys and values of no more than that for each."""
+        of one tile after the other: SDPA copies keys and values of no more than that for each.
+        """
         return num_rows_of(self.block) > TILE_ROWS
 
 
@@ -51,7 +52,8 @@ def blocks(segment: Segment) -> Iterator[Run]:
 
 class CachedAttention(NamedTuple):
     """The attention of one layer, whose keys and values it writes and reads; does not know where
-    queries, keys and values come from. All are [rows, heads, head_dim]."""
+    queries, keys and values come from. All are [rows, heads, head_dim].
+    """
 
     layer: int  # of the cache
     kv_cache: KVCache
@@ -62,7 +64,8 @@ class CachedAttention(NamedTuple):
         self, key: Tensor, value: Tensor, segments: Sequence[Segment], first_row: int = 0
     ) -> None:
         """Writes a batch's rows from `first_row` on, before any of the batch's queries attend.
-        Values of keys that are not finite become NaN, in place."""
+        Values of keys that are not finite become NaN, in place.
+        """
         spread_not_finite(key, value)
         stop_row = first_row + len(key)
         for segment in segments:
@@ -121,7 +124,8 @@ def _attend_heads(
     part: slice,
 ) -> None:
     """Some key heads of tiles, so many in a call: queries and where their outputs go, each
-    [kv_heads, group, rows, head_dim]; keys and values [kv_heads, tokens, head_dim]."""
+    [kv_heads, group, rows, head_dim]; keys and values [kv_heads, tokens, head_dim].
+    """
     for query, out in tiles:
         for start in range(part.start, part.stop, num_together):
             heads = slice(start, min(part.stop, start + num_together))

@@ -159,7 +159,8 @@ def _flash_folded(
 ) -> tuple[Tensor, Tensor]:
     """`flash` of rows that all see the same keys and values: the heads of a group are more rows
     there, as in `attention`. Outputs [kv_heads, group, rows, head_dim]; sums float32 of any shape
-    that can be viewed as [kv_heads, group, rows]: views cost as much as small operators."""
+    that can be viewed as [kv_heads, group, rows]: views cost as much as small operators.
+    """
     kv_heads, group, rows, head_dim = query.shape
     folded = query.view(1, kv_heads, group * rows, head_dim)
     output, log_sum = flash(folded, keys[None], values[None], False, scale)
@@ -168,7 +169,8 @@ def _flash_folded(
 
 def _causal_bytes(tile: _Tile) -> int:
     """The same for both parts of a tile, for joining them in float32, and for what narrow types
-    are packed into: keys and values of the square, or of all with a band, per query head."""
+    are packed into: keys and values of the square, or of all with a band, per query head.
+    """
     query, keys = tile.query, tile.keys
     kv_heads, group, _, head_dim = query.shape
     num_elements, item_bytes = query.numel(), query.dtype.itemsize

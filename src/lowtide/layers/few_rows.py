@@ -74,7 +74,7 @@ class ShortPass:
     """What the layers of one pass share, and what they compute in."""
 
     def __init__(self, x: Tensor, compute: Compute) -> None:
-        """x [rows, hidden], which the kernels take; `begin` follows."""
+        """X [rows, hidden], which the kernels take; `begin` follows."""
         self.x = x
         self.num_rows = x.shape[0]
         self.workspace = compute.workspace

@@ -22,12 +22,13 @@ class LogitsHead:
         self._compute = compute
 
     def logits(self, hidden: Tensor, out: Tensor) -> None:
-        """hidden [n, hidden], out [n, vocab] float32."""
+        """Hidden [n, hidden], out [n, vocab] float32."""
         in_tiles(self._run, hidden, out)
 
     def divides(self, hidden: Tensor) -> bool:
         """Whether `logits` of these rows [n, hidden] are of a compiled product: see
-        `Kernels.divides`."""
+        `Kernels.divides`.
+        """
         return self._compute.kernels.divides(hidden, self._head.vocabulary)
 
     def statistics(

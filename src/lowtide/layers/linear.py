@@ -44,7 +44,7 @@ class Linear:
         return Product(self._weight, self._bias)
 
     def forward(self, x: Tensor, out: Tensor) -> None:
-        """x [rows, in], out [rows, out]; of weights that are unpacked for it a tile is larger.
+        """X [rows, in], out [rows, out]; of weights that are unpacked for it a tile is larger.
 
         Tiles of equally many rows are handed over together: how a product is divided goes by its
         tile alone, because features decide bits of more rows than `PRODUCT_ROWS`.
@@ -105,7 +105,8 @@ class GatedMLP:
 
     def forward(self, x: Tensor, out: Tensor) -> None:
         """x, out [rows, hidden]; `out` may be `x`. Intermediate results of all rows exist at the
-        same time: a caller with many rows divides them (`in_chunks`)."""
+        same time: a caller with many rows divides them (`in_chunks`).
+        """
         workspace = self._compute.workspace
         with workspace.scope():
             gate = workspace.take("mlp gate", (x.shape[0], self._width), x.dtype)

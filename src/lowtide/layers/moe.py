@@ -35,7 +35,8 @@ class MoELayer:
         shared_gate: Tensor | None = None,
     ) -> None:
         """`index` counts MoE layers. shared_gate: [1, hidden], weighs the shared expert's output
-        for each token by the sigmoid of a product."""
+        for each token by the sigmoid of a product.
+        """
         self.index = index
         self.router = router
         self.experts = experts

@@ -17,7 +17,7 @@ class Norm:
         self._compute = compute
 
     def of(self, x: Tensor) -> Tensor:
-        """x [rows, hidden] normalised: a buffer that is alive until the enclosing scope ends."""
+        """X [rows, hidden] normalised: a buffer that is alive until the enclosing scope ends."""
         normed = self._compute.workspace.take("normed", tuple(x.shape), x.dtype)
         in_tiles(self._run, x, normed)
         return normed

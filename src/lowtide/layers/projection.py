@@ -27,7 +27,7 @@ class SideBySide:
         return tuple(linear.product for linear in self._linears)
 
     def forward(self, x: Tensor, out: Tensor) -> None:
-        """x [rows, in]; out [rows, the sum of all widths]."""
+        """X [rows, in]; out [rows, the sum of all widths]."""
         for linear, columns in zip(
             self._linears, torch.split(out, self._widths, dim=1), strict=True
         ):
@@ -51,7 +51,8 @@ class Projection(NamedTuple):
         cls, weight: Matrix, bias: Tensor | None, config: ModelConfig, compute: Compute
     ) -> Projection:
         """One product, of a weight [query_size + 2 * kv_size, hidden]; two of its parts where they
-        are asked for one by one."""
+        are asked for one by one.
+        """
         widths = [config.attention.query_size, 2 * config.attention.kv_size]
         biases: Sequence[Tensor | None] = (None, None)
         if bias is not None:

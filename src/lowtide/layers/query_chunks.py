@@ -46,7 +46,8 @@ def chunks_of(segments: Sequence[Segment], num_rows: int, max_rows: int) -> Iter
 
 def longest_of(chunks: Sequence[Chunk], num_rows: int) -> Chunk:
     """A chunk that stands for all, where nothing is computed, only counted: the longest run of
-    queries, and the longest tile."""
+    queries, and the longest tile.
+    """
     runs = max(
         (chunk.runs for chunk in chunks),
         key=lambda runs: sum(num_rows_of(run.rows) for run in runs),

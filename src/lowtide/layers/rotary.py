@@ -49,7 +49,8 @@ class Rotary:
 
 class Rotations:
     """The rotations of one pass's rows: computed once and shared by all layers; in a long pass for
-    each tile in each layer, which takes less time than anything else that a layer does."""
+    each tile in each layer, which takes less time than anything else that a layer does.
+    """
 
     def __init__(
         self, rotary: Rotary, positions: Tensor, dtype: torch.dtype, workspace: Buffers
@@ -69,7 +70,8 @@ class Rotations:
 
     def of(self, rows: slice) -> Rotation:
         """The rotation of a tile's rows; in a long pass it is valid until the enclosing scope ends.
-        A short pass is one tile."""
+        A short pass is one tile.
+        """
         if self._shared is not None:
             return self._shared
         return self._rotary.rotation(self._positions[rows], self._dtype, self._workspace)

@@ -50,7 +50,8 @@ class Router:
 
     def scores(self, x: Tensor) -> Tensor:
         """The logits that `route` chooses by, without a bias that only chooses: a product of its
-        own, for those who ask. [rows, num_experts] float32"""
+        own, for those who ask. [rows, num_experts] float32.
+        """
         shape = (len(x), len(self.weight))
         self.compute.workspace.library("router scores", 4 * math.prod(shape))
         scores = torch.empty(shape, dtype=torch.float32, device=x.device)
@@ -76,7 +77,7 @@ class Router:
 
     @property
     def _logit_bias(self) -> Tensor | None:
-        """A bias that is part of the logits. [num_experts]"""
+        """A bias that is part of the logits. [num_experts]."""
         return None
 
 

@@ -39,7 +39,8 @@ def in_chunks(operator: str, workspace: Buffers, run: Callable[..., object], *ro
 
 def tiles_of(rows: Tensor, tile_rows: int = TILE_ROWS) -> list[slice]:
     """The tiles of a tensor's rows; where nothing is computed, only counted, the longest alone,
-    which stands for all."""
+    which stands for all.
+    """
     parts = list(tiles(rows.shape[0], tile_rows))
     return [max(parts, key=num_rows_of)] if rows.is_meta else parts
 

@@ -26,7 +26,7 @@ PLAIN = Scores()
 
 
 def by_head(x: Tensor, kv_heads: int) -> Tensor:
-    """x [rows, heads, head_dim] as [kv_heads, group, rows, head_dim], a view."""
+    """X [rows, heads, head_dim] as [kv_heads, group, rows, head_dim], a view."""
     rows, heads, head_dim = x.shape
     return x.view(rows, kv_heads, heads // kv_heads, head_dim).permute(1, 2, 0, 3)
 
@@ -78,7 +78,8 @@ def _with_aligned_rows(mask: Tensor) -> Tensor:
 def sdpa_bytes(query: Tensor, keys: Tensor) -> int:
     """What SDPA allocates on a CPU, heads of a group being rows of a key head: its output, a
     log-sum-exp per row, tiles of scores, and for narrow types, where it chooses to, a packed copy
-    of the keys [kv_heads, tokens, head_dim] and values."""
+    of the keys [kv_heads, tokens, head_dim] and values.
+    """
     output_bytes: int = query.numel() * query.dtype.itemsize
     packed_bytes: int = 2 * keys.numel() * keys.dtype.itemsize if keys.dtype.itemsize < 4 else 0
     sums_bytes = 4 * (query.numel() // keys.shape[2])

@@ -122,7 +122,8 @@ class GroupedAttention:
 
     def _run_chunk(self, chunk: Chunk, inputs: _Inputs, window: Tensor) -> None:
         """window: queries from the chunk's first tile on, [rows, heads, head_dim], and in the
-        place of each what it has attended to."""
+        place of each what it has attended to.
+        """
 
         def own(rows: slice) -> Tensor:
             return window[rows.start - chunk.start : rows.stop - chunk.start]

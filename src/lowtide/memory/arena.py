@@ -75,7 +75,8 @@ class ElasticArena(Region):
         free_bytes: Callable[[], int] | None = None,
     ) -> None:
         """free_bytes: memory that the system has for this process now, asked before any is taken:
-        who takes more of the host's than a control group's limit is killed, not refused."""
+        who takes more of the host's than a control group's limit is killed, not refused.
+        """
         super().__init__(pages.bytes)
         self.group_bytes = pages.group_bytes
         self.num_parts = num_parts
@@ -137,7 +138,8 @@ class ElasticArena(Region):
 
     def _take_or_ask(self, groups: BoolArray) -> None:
         """Puts memory behind groups that have none. Another process may have taken what the
-        budget promises: then others' pages are as good."""
+        budget promises: then others' pages are as good.
+        """
         try:
             self._take(groups)
         except PageError:

@@ -55,7 +55,8 @@ class Counts(NamedTuple):
 
     def rows_at_once(self, operator: str) -> int:
         """Rows that an operator takes in one go at most, however few its chunks: of queries those
-        of one sequence, since a chunk's sequences attend one after the other."""
+        of one sequence, since a chunk's sequences attend one after the other.
+        """
         return min(self.block, self.tokens) if operator == "attention" else self.rows_of(operator)
 
 
@@ -114,7 +115,8 @@ def longest_chunk(counts: Counts, operator: str, chunks: Mapping[str, int]) -> i
 
 def window_rows(num_rows: int, together: int) -> int:
     """Rows of a long pass whose queries exist together: of a chunk of so many, with a remainder,
-    and of the tiles of products in which it begins and ends within."""
+    and of the tiles of products in which it begins and ends within.
+    """
     return min(num_rows, together + MAX_REMAINDER + 2 * (TILE_ROWS - 1 + MAX_REMAINDER))
 
 

@@ -22,5 +22,6 @@ class KeptRule:
 
     def gives_way(self, kv_range: KVRange, num_tokens: int) -> bool:
         """Whether the range that was longest not used is given up, while `num_tokens` of all
-        ranges, running ones included, have or want memory."""
+        ranges, running ones included, have or want memory.
+        """
         return False

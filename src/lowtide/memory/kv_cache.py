@@ -34,7 +34,8 @@ def storage_shape(
 @dataclass(eq=False, slots=True)
 class KVRange:
     """Where a sequence's keys and values lie: tokens `start` to `start + capacity` of the cache,
-    which moves it when it makes room, between passes: keep the range, not its numbers."""
+    which moves it when it makes room, between passes: keep the range, not its numbers.
+    """
 
     start: int
     capacity: int
@@ -46,7 +47,8 @@ class KVRange:
 
     def part(self, index: int, num_parts: int) -> KVRange:
         """One of so many equal parts of a range whose memory is seen to, good for one pass: it
-        does not follow the whole, and the whole does not hear of what is written to it."""
+        does not follow the whole, and the whole does not hear of what is written to it.
+        """
         capacity = self.capacity // num_parts
         return KVRange(self.start + index * capacity, capacity, num_usable=capacity)
 
@@ -67,7 +69,8 @@ class KVCache:
         rule: KeptRule | None = None,
     ) -> None:
         """pages: what puts memory behind `storage`; without, it is all there for good.
-        max_range_tokens: of one range, by default as many as there are. rule: for `apply_rule`."""
+        max_range_tokens: of one range, by default as many as there are. rule: for `apply_rule`.
+        """
         self._storage = storage
         self._pages = pages
         # By layer: keys and values [kv_heads, tokens, head_dim]; each pass asks for all of them.
@@ -133,7 +136,8 @@ class KVCache:
 
     def keep(self, kv_range: KVRange, num_tokens: int) -> None:
         """Instead of `free`: the first `num_tokens` tokens of a range stay until others need the
-        room (`is_kept` says whether they are still there); the rest is given back."""
+        room (`is_kept` says whether they are still there); the rest is given back.
+        """
         kv_range.num_written = num_tokens
         kv_range.capacity = align_up(num_tokens, GRANULE_TOKENS)
         kv_range.num_usable = min(kv_range.num_usable, kv_range.capacity)
@@ -191,7 +195,8 @@ class KVCache:
 
     def branch(self, kv_range: KVRange, num_tokens: int, capacity: int) -> KVRange:
         """A new range of at least `capacity` tokens, the first `num_tokens` of them copied from
-        another, which stays: a kept one counts as used now. Raises as `allocate`."""
+        another, which stays: a kept one counts as used now. Raises as `allocate`.
+        """
         is_kept, made = kv_range in self._kept, None
         with self._gate:  # another thread still finds it kept
             if is_kept:
@@ -215,7 +220,8 @@ class KVCache:
     def copy_kept(self, kv_range: KVRange, num_kept: int, first: int, target: NDArray[Any]) -> bool:
         """On any thread: copies tokens from `first` on of a range that is kept for the
         `num_kept`th time into `target` [layers, arrays, kv_heads, tokens, head_dim], integers of
-        the dtype's size, in host memory. False, and nothing copied, where it has gone."""
+        the dtype's size, in host memory. False, and nothing copied, where it has gone.
+        """
         with self._gate:
             is_there = self.is_kept(kv_range) and kv_range.num_kept == num_kept
             if is_there:
@@ -224,7 +230,8 @@ class KVCache:
 
     def rows(self, kv_range: KVRange, first: int, num_tokens: int) -> NDArray[Any]:
         """Host memory of tokens from `first` on, as `copy_kept` copies it: to be written in a range
-        that no pass has seen, before `claim`."""
+        that no pass has seen, before `claim`.
+        """
         integers: torch.dtype = getattr(torch, f"int{8 * self.dtype.itemsize}")
         wanted = self._storage.narrow(3, kv_range.start + first, num_tokens)
         rows: NDArray[Any] = wanted.view(integers).numpy()
@@ -267,7 +274,8 @@ class KVCache:
 
     def arrays(self, layer: int) -> tuple[Tensor, Tensor] | None:
         """All keys and values of a layer, each [kv_heads, tokens, head_dim], which stay where they
-        are; None where nothing is kept."""
+        are; None where nothing is kept.
+        """
         return self._arrays[layer]
 
     def claim(self, kv_range: KVRange, position: int, num_rows: int) -> int:
@@ -343,7 +351,8 @@ class KVCache:
 
     def _compact(self, count: int | None = None) -> int:
         """Moves the first `count` ranges, by default all, together at the front; returns where
-        they end."""
+        they end.
+        """
         end = 0
         for taken in self._taken[:count]:
             self._move(taken, end)

@@ -18,7 +18,8 @@ from lowtide.memory.arena import ElasticArena
 
 class StorageShape(NamedTuple):
     """The shape of a KV cache's tensor. Two arrays hold keys and values; one holds keys that are
-    also the values (a latent)."""
+    also the values (a latent).
+    """
 
     num_layers: int
     num_arrays: int
@@ -29,7 +30,8 @@ class StorageShape(NamedTuple):
 
 class KVLayout(NamedTuple):
     """How a cache of `shape` lies in memory: a head's tokens together, as the host's kernels want
-    them, in a part of their own."""
+    them, in a part of their own.
+    """
 
     shape: StorageShape
     dtype: torch.dtype

@@ -33,7 +33,8 @@ class PageBudget:
 
     def ask(self, num_bytes: int, asking: PageAccount | None = None) -> int:
         """Has all but who asks give so many bytes up, in the order of their accounts; how many they
-        gave."""
+        gave.
+        """
         before = self.num_free_bytes
         for account in self.accounts:
             num_wanted = num_bytes + before - self.num_free_bytes

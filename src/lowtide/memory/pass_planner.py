@@ -26,7 +26,8 @@ MAX_PLANS = 128
 @dataclass(frozen=True)
 class PassPlan:
     """How passes of up to some counts run. `binding`: the operator whose rows make the peak of the
-    range, or the name of the largest of what is needed."""
+    range, or the name of the largest of what is needed.
+    """
 
     counts: Counts
     chunks: Mapping[str, int]
@@ -170,7 +171,8 @@ def _divided(
 ) -> int:
     """The least count of an operator's chunks, one more than now at least, for which what is alive
     at a moment fits; the greatest where none does. All between would be divided further: chunks of
-    other operators only add to what is alive then."""
+    other operators only add to what is alive then.
+    """
     most = num_tiles(counts.rows_of(operator), OPERATOR_TILES[operator])
 
     def fits(together: int) -> bool:

@@ -24,7 +24,8 @@ class PassPlans:
 
     def for_pass(self, counts: Counts) -> PassPlan:
         """Raises PlanError where the pass cannot be divided into so little, PageError where
-        nothing gives way or the system refuses; the next pass may be another."""
+        nothing gives way or the system refuses; the next pass may be another.
+        """
         plan = self._plan(counts)
         self._room.hold(plan)
         self.current = plan
@@ -76,7 +77,8 @@ class PagedRoom:
     ) -> None:
         """is_wanted: whether others have a better use for what a pass can do without; by default
         they have none. is_bound: a pass has the memory of its own plan and no more; the rest, and
-        all of it between requests, is the system's."""
+        all of it between requests, is the system's.
+        """
         self._arena = arena
         self._account = arena.account
         self._is_wanted = is_wanted

@@ -38,6 +38,7 @@ def to_host(values: Tensor) -> Tensor:
 
 def wait_for(device: torch.device) -> None:
     """Waits for a GPU until what was queued on its current stream has ended, copies to the host
-    included. Raises DeviceError when that failed or takes far too long."""
+    included. Raises DeviceError when that failed or takes far too long.
+    """
     stream = torch.cuda.current_stream(device)
     CudaEvent(stream.record_event()).wait()

@@ -124,7 +124,8 @@ class Graph:
     @cached_property
     def placement(self) -> ArenaPlaces:
         """By first fit in the order of taking, or with the largest first; what then ends too high
-        is placed sooner, a few times."""
+        is placed sooner, a few times.
+        """
         indexes = range(len(self.transients))
         largest_first = sorted(indexes, key=lambda i: -self.transients[i].num_bytes)
         best = first_fit(self, indexes)
@@ -159,13 +160,15 @@ class Graph:
     @property
     def needed_bytes(self) -> int:
         """What a plan has to have room for: of the range all stays in memory that was touched once,
-        and what libraries hold comes on top."""
+        and what libraries hold comes on top.
+        """
         return self.placement.arena_bytes + self.library_bytes
 
     @property
     def needed_parts(self) -> tuple[tuple[str, int], ...]:
         """What `needed_bytes` are, by name, but for gaps in the range: what is alive of it when
-        that is most, and what libraries hold when that is most, perhaps at another moment."""
+        that is most, and what libraries hold when that is most, perhaps at another moment.
+        """
         nothing = Moment((), ())
         range_peak = max(self.moments, key=self.alive_bytes, default=nothing)
         library_peak = max(self.moments, key=_library_bytes, default=nothing)

@@ -84,7 +84,8 @@ class Sample:
 class Template:
     """A graph whose sizes are symbolic. `sizes` [transients, symbols] and `library` [outputs of
     all moments, symbols] in bytes; `alive` [moments, transients] and `holds` [moments, outputs]
-    are 1 where a moment has it."""
+    are 1 where a moment has it.
+    """
 
     graph: Graph  # of the first sample
     sizes: IntArray
@@ -95,7 +96,8 @@ class Template:
     @classmethod
     def fit(cls, samples: Sequence[Sample]) -> Template:
         """Raises InternalError where passes differ in more than counts, or sizes do not grow with
-        counts in proportion."""
+        counts in proportion.
+        """
         first = samples[0].graph
         for sample in samples:
             if _form(sample.graph) != _form(first):
@@ -172,7 +174,8 @@ class Template:
 
     def peak(self, values: IntArray) -> tuple[int, int]:
         """Most bytes of the range that are alive together, and at which moment; quicker than `at`,
-        and no more than `at` takes."""
+        and no more than `at` takes.
+        """
         in_range = self.alive @ self._aligned(values)
         moment = int(in_range.argmax())
         return int(in_range[moment]), moment

@@ -185,7 +185,8 @@ class Workspace(Buffers):
         self, buffer: Tensor, plan: ArenaPlaces = UNPLANNED, plans: PassPlans | None = None
     ) -> None:
         """`buffer`: uint8, of the plan's size or of what a `Registrar` counted for a pass. plans:
-        where each pass has its own, and the memory for it in `buffer`."""
+        where each pass has its own, and the memory for it in `buffer`.
+        """
         super().__init__()
         self._buffer = buffer
         self.plan = plan

@@ -30,7 +30,8 @@ _FLAGS = ("special", "normalized", "lstrip", "rstrip", "single_word")
 @cache
 def byte_alphabet() -> Mapping[str, int]:
     """The byte that each character of a byte-level vocabulary stands for: GPT-2's table, in which
-    those that can be seen stand for themselves, and the others follow from 256 on."""
+    those that can be seen stand for themselves, and the others follow from 256 on.
+    """
     seen = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(0x100) if byte not in seen]
     return {chr(b): b for b in seen} | {chr(0x100 + i): b for i, b in enumerate(others)}

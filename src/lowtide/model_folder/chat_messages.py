@@ -20,7 +20,8 @@ Message = Mapping[str, Any]
 
 def checked_messages(messages: object) -> list[dict[str, Any]]:
     """A conversation in one form: contents are texts, calls' arguments mappings, and nothing is
-    None. Raises UsageError for what no template could read."""
+    None. Raises UsageError for what no template could read.
+    """
     if not isinstance(messages, list | tuple) or not messages:
         raise UsageError("A conversation must be a list of at least one message.")
     return [_checked_message(message, i) for i, message in enumerate(messages)]
@@ -58,13 +59,15 @@ def with_thinking(
     messages: list[dict[str, Any]], in_place_of_content: bool = False
 ) -> list[dict[str, Any]]:
     """Thoughts also by gpt-oss's name for them. in_place_of_content: beside a call the content is
-    the end of the thoughts, for its template, which takes one of both there."""
+    the end of the thoughts, for its template, which takes one of both there.
+    """
     return [_with_thinking(message, in_place_of_content) for message in messages]
 
 
 def without_empty_end(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The conversation without a last answer that says nothing yet. Raises UsageError for one that
-    cannot be continued."""
+    cannot be continued.
+    """
     *before, last = messages
     if last["role"] != "assistant":
         return messages
@@ -87,7 +90,8 @@ def without_empty_end(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def _as_users(messages: list[dict[str, Any]], start: int) -> list[dict[str, Any]]:
     """From message `start` on what the system says is the user's, joined to what users say beside
-    it."""
+    it.
+    """
     found: list[dict[str, Any]] = []
     run: list[str] = []  # what one user's turn says
     was_system = False

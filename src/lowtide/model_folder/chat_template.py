@@ -97,7 +97,8 @@ def read_templates(folder: Path, config: Mapping[str, Any]) -> ChatTemplates | N
 
 def checked_templates(default: object, with_tools: object, where: Path) -> ChatTemplates | None:
     """What a model has; one alone is for all conversations. Raises CheckpointError for a wrong type
-    or a text too long."""
+    or a text too long.
+    """
     texts = [_checked_template(each, where) for each in (default, with_tools)]
     if texts[0] is None:
         return None if texts[1] is None else ChatTemplates(texts[1])
@@ -164,7 +165,8 @@ class _Conversation:
 
     def _is_whole(self, messages: list[dict[str, Any]]) -> bool:
         """Whether each turn of system and users is in the prompt: seen by marks in place of what is
-        said, as the same words may stand elsewhere."""
+        said, as the same words may stand elsewhere.
+        """
         marks = [secrets.token_hex(8) for _ in messages]
         marked = [in_short(*each) for each in zip(messages, marks, strict=True)]
         tools = self.options.get("tools")

@@ -158,7 +158,8 @@ def read_header(path: Path) -> tuple[RegularFile, bytes]:
 
 def header_num_bytes(start: bytes, file_bytes: int, path: Path) -> int:
     """Bytes of a header, from the file's first ones, `LENGTH_BYTES` at least. Raises
-    CheckpointError."""
+    CheckpointError.
+    """
     if start[LENGTH_BYTES : LENGTH_BYTES + 1] not in (b"", b"{"):
         found = mistaken_weights(start)
         if found is not None:

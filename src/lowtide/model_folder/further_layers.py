@@ -1,5 +1,6 @@
 """Layers that weights have beyond those of their model: said, since a model may be shortened for a
-trial, and with a `config.json` of another model answers make no sense."""
+trial, and with a `config.json` of another model answers make no sense.
+"""
 
 from __future__ import annotations
 

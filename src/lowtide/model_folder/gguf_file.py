@@ -21,7 +21,8 @@ _TAG = re.compile(r"(?:UD-)?(?:I?Q[0-9]\w*|BF16|F16|F32|MXFP4\w*)$", re.IGNORECA
 
 def is_gguf(path: Path) -> bool:
     """Whether a model's path is that of a GGUF file: by its name, or by its first bytes, for files
-    that are kept without one. Raises CheckpointError for one that cannot be read."""
+    that are kept without one. Raises CheckpointError for one that cannot be read.
+    """
     if path.is_dir() or not path.exists():
         return False
     if path.suffix == ".gguf":
@@ -50,7 +51,8 @@ def first_gguf(folder: Path) -> Path | None:
 
 def gguf_models(names: Iterable[str]) -> dict[str, tuple[str, ...]]:
     """The GGUF models among files: all files of each, in order, by its path without number and
-    suffix. Files that accompany models (of images, importance matrices) are left out."""
+    suffix. Files that accompany models (of images, importance matrices) are left out.
+    """
     models: dict[str, list[str]] = {}
     for name in sorted(names):
         last = name.rpartition("/")[2].lower()

@@ -112,7 +112,8 @@ class GgufHeader:
     @classmethod
     def read(cls, path: Path) -> GgufHeader:
         """Raises CheckpointError, naming the file and the numbers, for a file that is truncated,
-        damaged or contradictory, UnsupportedError for a type that weights are not read from."""
+        damaged or contradictory, UnsupportedError for a type that weights are not read from.
+        """
         with open_regular(path, CheckpointError) as (stream, file):
             return cls.parse(
                 lambda offset, num_bytes: read_from(stream, num_bytes, path, CheckpointError), file
@@ -336,7 +337,8 @@ def _alignment(cursor: _Cursor, metadata: Metadata) -> int:
 
 def _placed(entries: list[_Entry], alignment: int, cursor: _Cursor) -> dict[str, GgufTensor]:
     """Tensors by name. As ggml demands, each begins where the one before it ends, so that a type
-    that takes other bytes than a tensor has is found by the next offset or the file's end."""
+    that takes other bytes than a tensor has is found by the next offset or the file's end.
+    """
     start, end, last = align_up(cursor.position, alignment), 0, ""
     tensors: dict[str, GgufTensor] = {}
     for name, found, shape, offset, num_bytes in entries:

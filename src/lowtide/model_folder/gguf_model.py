@@ -73,7 +73,8 @@ class GgufModel:
     ) -> GgufModel:
         """read_header, read_part: of files that are elsewhere. Raises CheckpointError for files
         that are damaged, missing or contradict each other, UnsupportedError for an architecture or
-        type that is not read."""
+        type that is not read.
+        """
         first = read_header(path)
         try:
             architecture = gguf_architecture(first.metadata)
@@ -203,7 +204,8 @@ def _put_together(
     found: Sequence[_Found], whole: Collection[str], config: ModelConfig
 ) -> dict[str, TensorEntry]:
     """What lies otherwise in the files than in memory; parts of what is there `whole`, too, are
-    left out. Raises CheckpointError for parts that do not fill their tensor."""
+    left out. Raises CheckpointError for parts that do not fill their tensor.
+    """
     parts: dict[str, list[StoredPart]] = {}
     for each in found:
         if each.arranged is not None and each.arranged.name not in whole:

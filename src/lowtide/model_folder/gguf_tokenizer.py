@@ -170,7 +170,8 @@ def _special_tokens(metadata: Metadata, tokens: Sequence[str], path: Path) -> di
 
 def _strings(metadata: Metadata, key: str, path: Path, most: int) -> list[str]:
     """At most so many texts, within `BYTES_PER_TEXT`: what is made of them takes far more memory.
-    Raises CheckpointError."""
+    Raises CheckpointError.
+    """
     value = metadata.get(key)
     if not isinstance(value, GgufArray) or not value.is_text:
         raise CheckpointError(f"{path}: {key} is {shown(value)}, not an array of texts.")

@@ -39,7 +39,8 @@ def _letters(ranges: str) -> str:
 class Words(NamedTuple):
     """Patterns that cut one after the other; none: those of GPT-2. The text may be composed first
     (NFC), a word that is a token may be taken whole, before any merge, and a text may begin with
-    the token for that where the file does not say."""
+    the token for that where the file does not say.
+    """
 
     patterns: tuple[str, ...] = ()
     is_composed: bool = False

@@ -292,7 +292,8 @@ def _newest(model: HubModel) -> Path | HubModel:
 
 def _cached_models(name: str, folder: Path) -> Iterator[LocalModel]:
     """The models of one commit: a checkpoint, and each GGUF model under its tag; none, with a
-    notice, of a folder that this user cannot read or that goes meanwhile."""
+    notice, of a folder that this user cannot read or that goes meanwhile.
+    """
     try:
         if (folder / "config.json").exists():
             yield _local_model(name, folder.name, folder)

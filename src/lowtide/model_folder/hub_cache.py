@@ -27,7 +27,8 @@ _MAX_REF_BYTES = 1 << 10
 
 def hub_constants() -> ModuleType:
     """huggingface-hub's, which it makes of the environment as it is imported. Raises HubError for a
-    variable that cannot be."""
+    variable that cannot be.
+    """
     try:
         from huggingface_hub import constants
     except ValueError as error:  # its two that are numbers

@@ -95,7 +95,8 @@ class _Download:
 
     def run(self) -> None:
         """Fetches and links them. Raises what the first failure was, and HubError for an index of
-        files that are not on the hub before any weights are fetched."""
+        files that are not on the hub before any weights are fetched.
+        """
         self._blobs.mkdir(parents=True, exist_ok=True)
         self._model.folder.mkdir(parents=True, exist_ok=True)
         # First what is small: a snapshot that has all its weights is then whole.
@@ -106,7 +107,8 @@ class _Download:
 
     def _indexed(self) -> list[str]:
         """What is not here of the files that the index names, which `Checkpoint.open` looks at
-        where no file has all weights. Raises HubError for one that is not on the hub."""
+        where no file has all weights. Raises HubError for one that is not on the hub.
+        """
         if INDEX_NAME not in self._model.files or SINGLE_NAME in self._model.files:
             return []
         named = missing_files(self._model.folder)

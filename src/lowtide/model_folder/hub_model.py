@@ -77,7 +77,8 @@ class HubModel:
     @classmethod
     def ask(cls, reference: HubReference) -> HubModel:
         """Raises HubError where the hub cannot be asked, or has no such model to be read,
-        CheckpointError where it is not clear which of several GGUF models is meant."""
+        CheckpointError where it is not clear which of several GGUF models is meant.
+        """
         name = reference.name
         path = f"api/models/{reference.repo_id}/revision/{quote(reference.revision, safe='')}"
         try:
@@ -124,7 +125,8 @@ class HubModel:
 
     def model_config(self, overrides: Mapping[str, object]) -> ModelConfig:
         """What the model is; `overrides` replace values of `config.json`. Raises HubError,
-        ConfigError, UnsupportedError."""
+        ConfigError, UnsupportedError.
+        """
         if self.gguf_files:
             return self.gguf.config(overrides)
         return read_config(self.config(), overrides=overrides)
@@ -222,7 +224,8 @@ class HubModel:
 def _gguf_files(names: Collection[str], reference: HubReference) -> tuple[str, ...]:
     """Those of the GGUF model that is asked for, which is none where there is a checkpoint and no
     tag. Raises HubError for a tag where there is no GGUF model, CheckpointError where not all of
-    its files are there."""
+    its files are there.
+    """
     if reference.tag is None and any(name.endswith(".safetensors") for name in names):
         return ()
     models = gguf_models(name for name in names if not name.startswith("."))

@@ -68,7 +68,8 @@ def file_part(url: str, start: int, stop: int, stopped: Event = _NEVER) -> Itera
 
 def answer_to(path: str, max_bytes: int) -> bytes:
     """All that the hub answers to a path of its own. Raises TooManyBytes for more than `max_bytes`,
-    or what huggingface-hub raises."""
+    or what huggingface-hub raises.
+    """
     from huggingface_hub import constants
     from huggingface_hub.utils import build_hf_headers
 

@@ -116,7 +116,8 @@ def model_folders() -> list[Path]:
 
 def ollama_files(folder: Path) -> Iterator[tuple[str, Path]]:
     """Names and files of the models in one of `model_folders`; nothing of one that is another
-    user's, or not there."""
+    user's, or not there.
+    """
     try:
         manifests = sorted(folder.glob("manifests/*/*/*/*"))
     except OSError:

@@ -46,7 +46,8 @@ def lm_studio_folders() -> list[Path]:
 
 def _lm_studio_files(folder: Path) -> Iterator[OtherFile]:
     """PUBLISHER/REPOSITORY/NAME.gguf; of a model in parts the first. What is another user's, or
-    goes meanwhile, is left out."""
+    goes meanwhile, is left out.
+    """
     with suppress(OSError):
         for repository in sorted(folder.glob("*/*")):
             names = [path.name for path in repository.glob("*.gguf") if path.is_file()]

@@ -87,7 +87,8 @@ def render(template: str, variables: dict[str, Any], max_output_chars: int) -> s
 
 class Arguments(dict[str, Any]):
     """A call's arguments: an object for templates that read it, its JSON where one writes it as
-    text, alone or behind another."""
+    text, alone or behind another.
+    """
 
     def __str__(self) -> str:
         return to_json(self)

@@ -102,7 +102,8 @@ class TextPieces:
 
     def most_chars(self, num_tokens: int) -> int | None:
         """Return a number of characters that more than `num_tokens` tokens certainly are for; None
-        where none is known."""
+        where none is known.
+        """
         most = self._bytes_of_token
         return None if most is None else (num_tokens + 1) * most
 
@@ -112,7 +113,8 @@ class TextPieces:
 
     def __call__(self, text: str) -> Iterator[tuple[int, str]]:
         """The pieces, in order, each behind its place in the text. One is longer where there is no
-        place to cut at for `PIECE_CHARS`."""
+        place to cut at for `PIECE_CHARS`.
+        """
         start = 0
         while self._find is not None and len(text) - start > PIECE_CHARS:
             place = self._place(text, start)
@@ -124,7 +126,8 @@ class TextPieces:
 
     def _place(self, text: str, start: int) -> tuple[int, int] | None:
         """Where a piece ends, and where the next begins: the last place within `PIECE_CHARS`, or
-        else the first behind."""
+        else the first behind.
+        """
         end = start + PIECE_CHARS
         for low in range(end - _STEP, start, -_STEP):
             if found := self._free(text, max(low, start + 1), low + _STEP):
@@ -137,7 +140,8 @@ class TextPieces:
 
     def _free(self, text: str, start: int, end: int) -> list[tuple[int, int]]:
         """The places from `start` to before `end` that no added token is near, or right behind
-        one."""
+        one.
+        """
         if self._find is None:
             return []
         found = self._find(text, start, end)
@@ -160,7 +164,8 @@ _STEP = 1 << 10
 
 def _word_ends(backend: tokenizers.Tokenizer) -> _Places | None:
     """What finds the ends of words, as far as they are ends in short texts, too: `_is_known` looks
-    at each rule on its own."""
+    at each rule on its own.
+    """
     scripts = [each for each in (*_ASCII, *_SCRIPTS) if _ends_words(backend, each)]
     if not set(_ASCII) <= set(scripts):
         return None
@@ -190,7 +195,8 @@ def _lone_spaces(text: str, start: int, end: int) -> list[tuple[int, int]]:
 
 def _taken_first(added: list[tokenizers.AddedToken]) -> re.Pattern[str] | None:
     """What finds added tokens that are taken out of a text before all else, and that no other can
-    be in the place of: none is in another one or overlaps with its ends."""
+    be in the place of: none is in another one or overlaps with its ends.
+    """
     first = [token for token in added if not token.normalized]
     texts = {token.content for token in first}
     begins = {text[:n] for text in texts for n in range(1, len(text))}
@@ -293,7 +299,8 @@ def _is_sentence_pieces(backend: tokenizers.Tokenizer) -> bool:
 
 def _has_prefix(normalizer: dict[str, Any], words: dict[str, Any]) -> bool:
     """Whether a space is put before a text: then it stands for the one that is left out between
-    two pieces."""
+    two pieces.
+    """
     if words:
         return words.get("prepend_scheme") != "never"
     return len(normalizer.get("normalizers") or ()) == 2
@@ -310,7 +317,8 @@ def _never_before_space(backend: tokenizers.Tokenizer) -> set[str]:
 
 def _is_found_as_it_is(content: str) -> bool:
     """Whether an added token is found in a text with its spaces replaced as in any other, and never
-    at `_LONE_SPACE`."""
+    at `_LONE_SPACE`.
+    """
     return content.isascii() and not content[:1].isalnum() and " " not in content
 
 

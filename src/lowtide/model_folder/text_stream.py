@@ -102,7 +102,8 @@ class TextStream:
 
 def steps_of(part: Any) -> list[Mapping[str, Any]]:
     """The steps of a decoder or normalizer of the tokenizers library, in order, as they stand in
-    `tokenizer.json`."""
+    `tokenizer.json`.
+    """
     if part is None:
         return []
     found: list[Mapping[str, Any]] = []
@@ -118,7 +119,8 @@ def steps_of(part: Any) -> list[Mapping[str, Any]]:
 
 def is_local(steps: Sequence[Mapping[str, Any]]) -> bool:
     """Whether a decoder of these steps changes no text by tokens behind it, but for the last
-    character: what is done to tokens one by one, and to all of a text at its ends alone."""
+    character: what is done to tokens one by one, and to all of a text at its ends alone.
+    """
     is_joined = False
     for place, step in enumerate(steps):
         kind, pattern = step.get("type"), step.get("pattern", {}).get("String")
@@ -140,7 +142,8 @@ def _keeps_bytes(step: Mapping[str, Any]) -> bool:
 
 def with_valid_bytes(tokens: list[str]) -> list[str]:
     """The same tokens, and those of bytes that are of no character replaced: as sentencepiece
-    reads them. The tokenizers library gives up all characters of such a run."""
+    reads them. The tokenizers library gives up all characters of such a run.
+    """
     found = list(tokens)
     values = [BYTE_TOKEN.fullmatch(token) for token in tokens]
     start = 0

@@ -133,7 +133,8 @@ class Tokenizer:
 
     def places(self, text: str, *, add_special: bool = True) -> list[int]:
         """Where in a text the tokens of `encode` begin, in characters; those of one character
-        with it, and one that was added with the next. Raises as `encode`."""
+        with it, and one that was added with the next. Raises as `encode`.
+        """
         ids: list[int] = []
         offsets: list[tuple[int, int]] = []
         for of_part, part in self._parts(text, add_special):
@@ -184,7 +185,8 @@ class Tokenizer:
 
     def work_bytes(self, num_bytes: int, num_tokens: int) -> int:
         """Return what texts of `num_bytes` may take while they are encoded, of which at most
-        `num_tokens` are wanted: one without a place to cut, and pieces of others."""
+        `num_tokens` are wanted: one without a place to cut, and pieces of others.
+        """
         most = self._pieces.most_chars(num_tokens)
         whole = num_bytes if most is None else min(num_bytes, most * 4)
         return (whole + MAX_TURNS * 4 * PIECE_CHARS) * WORK_BYTES
@@ -286,7 +288,8 @@ class Tokenizer:
         most: int | None = None,
     ) -> list[int]:
         """Token ids of a conversation; special tokens are those the template writes. most: see
-        `encode`."""
+        `encode`.
+        """
         return self.encode(self.render_chat(messages, options), add_special=False, most=most)
 
     def render_chat(
@@ -348,7 +351,8 @@ def _check_most(num_tokens: int, most: int | None) -> None:
 
 def begin_texts(backend: tokenizers.Tokenizer, bos: str) -> None:
     """From now on a text begins with this token, if there is one, unless no special ones are
-    wanted."""
+    wanted.
+    """
     number = backend.token_to_id(bos)
     if number is not None:
         backend.post_processor = processors.TemplateProcessing(

@@ -51,7 +51,8 @@ class Attention(Protocol):
 
     def forward(self, x: Tensor, norm: Norm, batch: Batch, rotations: Rotations) -> None:
         """`x += attention(norm(x))`, x [rows, hidden] in the compute dtype; writes all rows' keys
-        and values."""
+        and values.
+        """
         ...
 
 
@@ -114,7 +115,8 @@ class Decoder:
 
     def attention(self, layer: int) -> Attention:
         """The attention of a layer: by default over separate projections, with the norms of queries
-        and keys, if any, before the rotation: of each head [head_dim], or of all together."""
+        and keys, if any, before the rotation: of each head [head_dim], or of all together.
+        """
         prefix = self.names.layer(layer)
         norms = None
         if self.config.attention.has_qk_norm:
@@ -131,7 +133,8 @@ class Decoder:
 
     def router(self, layer: int) -> Router:
         """The router of a layer that has experts: by default a linear one at `mlp.gate` under a
-        softmax, whose weights are rounded to the compute dtype."""
+        softmax, whose weights are rounded to the compute dtype.
+        """
         return SoftmaxRouter(
             self.compute,
             weight=self.tensor(f"{self.names.layer(layer)}mlp.gate.weight"),
@@ -158,7 +161,8 @@ class Decoder:
     @final
     def norm(self, name: str) -> Norm:
         """The RMS norm with the weight of this name. No family has another one: compiled layers
-        and the head take its weight and epsilon alone."""
+        and the head take its weight and epsilon alone.
+        """
         return Norm(self.tensor(name), self.config.rms_norm_eps, self.compute)
 
     def fused_qkv(self, name: str) -> Projection:
@@ -215,7 +219,8 @@ class Decoder:
 
     def mixes_rows(self, hidden: Tensor) -> bool:
         """Whether a row's logits may have other bits among so many rows [n, hidden] than among a
-        few more: torch's products may, compiled ones do not."""
+        few more: torch's products may, compiled ones do not.
+        """
         return not self._head.divides(hidden)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -247,7 +252,8 @@ class Decoder:
     def _begin_short_pass(self, x: Tensor, batch: Batch, rotations: Rotations) -> ShortPass | None:
         """The pass of x [rows, hidden]; None where the kernels do not take the rows. It stays as
         long as the workspace hands out the same memory for the rows, which it does unless its plan
-        or their number changes."""
+        or their number changes.
+        """
         if not self.compute.kernels.takes_rows(x):
             return None
         if self._short_pass is None or self._short_pass.x is not x:

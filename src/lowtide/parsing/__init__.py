@@ -44,7 +44,8 @@ class AnswerParser:
 
     def finish(self, is_cut: bool = False) -> list[Piece]:
         """What was held back, at the answer's end; is_cut: by its length, so that a call that is
-        not whole is none."""
+        not whole is none.
+        """
         for item in self._marked.finish():
             self._reader.take(item)
         self._reader.finish(is_cut)

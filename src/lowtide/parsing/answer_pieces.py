@@ -16,7 +16,8 @@ from lowtide.parsing.pieces import CallBegun, Done, Piece, Text
 
 class PlainText:
     """As `AnswerParser` of an answer whose tokens are all text, thoughts included; without a
-    tokenizer there is none. behind: a prompt that the answer goes on behind, as its text does."""
+    tokenizer there is none. behind: a prompt that the answer goes on behind, as its text does.
+    """
 
     num_reasoning = 0
 
@@ -149,7 +150,8 @@ def _as_text(text: str, is_new_part: bool = False) -> list[Piece]:
 
 def pieces_of(request: Request, tokenizer: Tokenizer | None) -> AnswerPieces:
     """The pieces of the answer to a request without tools: its thoughts are told apart where the
-    model's tokens mark them, unless it is raw."""
+    model's tokens mark them, unless it is raw.
+    """
     reader: AnswerParser | PlainText
     reader = PlainText(tokenizer, request.prompt if request.is_raw else ())
     if tokenizer is not None and not request.is_raw and has_thoughts(tokenizer):

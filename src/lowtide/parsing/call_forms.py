@@ -118,7 +118,8 @@ class CallForm(ABC):
     @abstractmethod
     def read(self, text: str, tools: Mapping[str, Tool]) -> list[Call] | None:
         """The calls in a text to the mark that closes them, in whatever form; None for what is no
-        call. tools: by name."""
+        call. tools: by name.
+        """
 
     @abstractmethod
     def one(self, tool: Tool, arguments: str) -> str:
@@ -131,7 +132,8 @@ class CallForm(ABC):
 
 class TaggedCalls(CallForm):
     """Qwen, Hermes, Ling: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, and of
-    Qwen3-Coder `<tool_call><function=NAME><parameter=NAME>...`, whose first mark it may forget."""
+    Qwen3-Coder `<tool_call><function=NAME><parameter=NAME>...`, whose first mark it may forget.
+    """
 
     begin = "<tool_call>"
     end = "</tool_call>"
@@ -184,7 +186,8 @@ class TaggedCalls(CallForm):
 
 class DeepSeekCalls(CallForm):
     """`NAME<sep>{...}` between marks of each call and of all; before version 3.1
-    `function<sep>NAME` and the arguments as a block of code."""
+    `function<sep>NAME` and the arguments as a block of code.
+    """
 
     begin = "<｜tool▁calls▁begin｜>"
     end = "<｜tool▁calls▁end｜>"
@@ -254,7 +257,8 @@ class DeepSeekCalls(CallForm):
 
 class MistralCalls(CallForm):
     """`[TOOL_CALLS]` and a JSON list of calls; in newer models `[TOOL_CALLS]NAME[ARGS]{...}`, once
-    for each."""
+    for each.
+    """
 
     begin = "[TOOL_CALLS]"
     arguments, call_id = "[ARGS]", "[CALL_ID]"

@@ -25,7 +25,8 @@ class Call(NamedTuple):
 
 class NotFinite(ValueError):
     """A number that is not finite: Python reads NaN, Infinity and 1e999, and what it would write of
-    them is not JSON."""
+    them is not JSON.
+    """
 
 
 def is_name(value: object) -> bool:

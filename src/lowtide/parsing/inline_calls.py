@@ -142,7 +142,8 @@ class InlineReader:
 
 class _Aside:
     """What may be calls in thoughts. end: the place of what would close the thoughts, if it were
-    not of a value; 0: there is none."""
+    not of a value; 0: there is none.
+    """
 
     def __init__(self, form: CallForm, tools: Sequence[Tool]) -> None:
         self.items: list[Item] = []

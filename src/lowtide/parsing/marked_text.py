@@ -32,7 +32,8 @@ def last_mark(
     tokenizer: Tokenizer, token_ids: Sequence[int], marks: Collection[str]
 ) -> tuple[str, list[int]]:
     """The last of `marks` that is a token among others, and the tokens behind it; "" and nothing
-    where there is none."""
+    where there is none.
+    """
     by_id = {tokenizer.token_id(mark): mark for mark in marks}
     for place in range(len(token_ids) - 1, -1, -1):
         mark = by_id.get(token_ids[place])

@@ -14,7 +14,8 @@ PART_BREAK = "\n"
 @dataclass(frozen=True, slots=True)
 class Text:
     """More of the answer; never taken back. is_new_part: a call, thoughts or another message
-    stand between it and the text before."""
+    stand between it and the text before.
+    """
 
     text: str
     is_new_part: bool = False
@@ -83,7 +84,8 @@ class Logprobs:
 class Done:
     """The last piece. reason: stop, length or tool_calls; stop_string: which one ended it.
     num_resumed: tokens of the prompt whose keys were kept. token_ids: of the whole answer, thoughts
-    and marks included."""
+    and marks included.
+    """
 
     reason: str
     num_prompt: int

@@ -46,7 +46,8 @@ _OTHER_NAMES = {
 
 class ValueType(NamedTuple):
     """What a value may be. kinds: its JSON types, `integer` beside `number` where it may be one;
-    choices: the only values, where a schema lists them."""
+    choices: the only values, where a schema lists them.
+    """
 
     kinds: frozenset[str] = ALL_KINDS
     choices: tuple[Any, ...] | None = None

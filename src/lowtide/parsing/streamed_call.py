@@ -44,7 +44,8 @@ class StreamedCall:
 
     def push(self, text: str) -> str:
         """Take more of the answer, from the arguments' first brace on; return what stands behind
-        the call: "" as long as it may go on."""
+        the call: "" as long as it may go on.
+        """
         if self._arguments is not None:
             end = self._arguments.end(text)
             self._out.arguments(text[:end])

@@ -10,7 +10,8 @@ from typing import Any
 @dataclass(frozen=True, slots=True)
 class Tool:
     """A function that a model may call. parameters: the JSON schema of its arguments; strict:
-    they are certain to be of it; grammar: in Lark, of the one text that it takes, or ""."""
+    they are certain to be of it; grammar: in Lark, of the one text that it takes, or "".
+    """
 
     name: str
     description: str

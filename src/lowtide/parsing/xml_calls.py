@@ -93,7 +93,8 @@ class XmlCalls:
 
     def _look(self, is_last: bool = False) -> bool:
         """Go through new text; is_last: there will be none behind it. Return True where the call
-        was told and another one begun, which is to be gone through."""
+        was told and another one begun, which is to be gone through.
+        """
         if not self._num_seen and not self._has_begun():
             return False
         while (tag := _TAG.search(self._text, self._num_seen)) is not None:
@@ -115,7 +116,8 @@ class XmlCalls:
 
     def _has_begun(self) -> bool:
         """Whether the call's name and what follows it are there; what cannot become a call is
-        text."""
+        text.
+        """
         head = _HEAD.match(self._text)
         if head is None:
             if FUNCTION in self._text and not _PART_OF_HEAD.match(self._text):
@@ -131,7 +133,8 @@ class XmlCalls:
 
     def _begins_next(self, tag: re.Match[str]) -> bool:
         """Tell the call where all its marks and those of another one, of a known function, stand
-        between them."""
+        between them.
+        """
         if self._end < 0 or tag[1] not in self._tools or self._num_tries == _MAX_TRIES:
             return False
         between = _BETWEEN.match(self._text, self._end)

@@ -121,7 +121,8 @@ class _Values:
 
     def _ends_typed(self, begin: _Begin, end: int) -> bool:
         """Whether a parameter's value in a text to `end` is a whole one of another type than text;
-        a value that seems to end again and again is taken not to."""
+        a value that seems to end again and again is taken not to.
+        """
         if self._num_ends == _MAX_ENDS:
             return False
         first = self._body[begin.end : min(end, begin.end + 64)].lstrip()[:1]
@@ -150,7 +151,8 @@ class _Values:
 
     def _is_inner(self, current: _Begin, found: _Begin, place: int) -> bool:
         """Whether a mark without an end before it is of the current value: not at the beginning of
-        a line, or there are ends enough for all that begin."""
+        a line, or there are ends enough for all that begin.
+        """
         if not self._type(current.name).is_text:
             return not self._ends_typed(current, found.start)
         if self._body[found.start - 1] != "\n" or found.start < self._inner_end:

@@ -29,7 +29,7 @@ Assign = Callable[[Facts], Assignment]
 
 
 class Prices(NamedTuple):
-    """Seconds that each activated expert would add to either side. [num_activated]"""
+    """Seconds that each activated expert would add to either side. [num_activated]."""
 
     device_s: FloatArray  # infinite where the device cannot have the expert
     host_s: FloatArray

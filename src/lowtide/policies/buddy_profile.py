@@ -110,7 +110,7 @@ class BuddyProfile:
             )
 
     def lists(self, alpha: float = DEFAULT_ALPHA, k_max: int = DEFAULT_K_MAX) -> NDArray[np.int32]:
-        """The buddies of every expert, best first, -1 behind the last. [layers, experts, length]
+        """The buddies of every expert, best first, -1 behind the last. [layers, experts, length].
 
         The paper's cumulative frequency threshold (CFT, Eqs. 5 and 6): the shortest prefix of an
         expert's peers, sorted by q, that covers a share alpha of its co-activations, cut at
@@ -150,11 +150,11 @@ class BuddyProfile:
         return q
 
     def entropy_threshold(self, percentile: float) -> FloatArray:
-        """The TAE (Eq. 1) below which so many percent of the sample's tokens lie. [layers]"""
+        """The TAE (Eq. 1) below which so many percent of the sample's tokens lie. [layers]."""
         return np.percentile(token_entropy(self.sample), percentile, axis=1)
 
     def concentration(self) -> FloatArray:
-        """How few peers an expert's co-activations fall on. [layers]
+        """How few peers an expert's co-activations fall on. [layers].
 
         1 - H(q(.|i)) / log(experts - 1), without smoothing, in the mean over experts weighed by
         their co-activations: 0 where all peers are alike, 1 where each expert has one.
@@ -163,7 +163,7 @@ class BuddyProfile:
         return self._mean_of_experts(1 - _shannon(plain) / np.log(self.num_experts - 1))
 
     def affinity(self) -> FloatArray:
-        """What co-activation says beyond popularity, in nats. [layers]
+        """What co-activation says beyond popularity, in nats. [layers].
 
         KL of q(.|i) from the distribution that popularity alone would give, in the mean over
         experts: near 0 where experts come together as often as they come at all, and then the
@@ -177,7 +177,7 @@ class BuddyProfile:
         return self._mean_of_experts((q * np.log(ratio)).sum(axis=2))
 
     def top_peers(self, num_peers: int) -> FloatArray:
-        """Share of an expert's co-activations with its foremost peers. [layers]"""
+        """Share of an expert's co-activations with its foremost peers. [layers]."""
         q = -np.sort(-self.q(smoothing=0.0), axis=2)[:, :, :num_peers].sum(axis=2)
         return self._mean_of_experts(q)
 

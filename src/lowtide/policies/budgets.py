@@ -39,7 +39,7 @@ class Budgets:
 
     def resize(self, given: IntArray) -> None:
         """Tells how many residents the layers were given, of which each keeps what it has come by
-        since the start. given [num_layers]
+        since the start. given [num_layers].
 
         What is lost is to be evicted at once; what is won has to come free first.
         """
@@ -64,7 +64,7 @@ class Budgets:
             self._divide(worth_s())
 
     def settle(self, num_residents: IntArray) -> None:
-        """Tells how many residents the layers have, and gives what has come free. [num_layers]"""
+        """Tells how many residents the layers have, and gives what has come free. [num_layers]."""
         self._held[:] = num_residents
         if self._due.any():
             num_free = self._given.sum() - np.maximum(self.capacity, self._held).sum()

@@ -63,13 +63,15 @@ class Policies:
 
     def begin_pass(self, step: Step, num_residents: IntArray, capacity: IntArray) -> Ranks:
         """Without a device, before a pass: what its moves go by. [num_layers]: residents that each
-        layer has, and may have now."""
+        layer has, and may have now.
+        """
         self._ranks = self.placement.begin_pass(step, num_residents, capacity)
         return self._ranks
 
     def end_pass(self, step: Step, hits: IntArray) -> None:
         """Without a device, after a pass: tells what it asked for, tokens of each expert.
-        [num_layers, num_experts]"""
+        [num_layers, num_experts].
+        """
         self.placement.end_pass(step, hits)
 
     def substitute(self, facts: Facts) -> RoutedTokens | None:
@@ -145,7 +147,7 @@ class Policies:
 
 
 def brought_bytes(facts: Facts, assignment: Assignment) -> FloatArray:
-    """What each expert of an assignment takes of the link and of the disk. [num_experts]"""
+    """What each expert of an assignment takes of the link and of the disk. [num_experts]."""
     size, demand = facts.costs.expert_bytes, facts.demand
     num_bytes = np.zeros(len(facts.is_kept))
     is_absent = np.zeros(len(facts.is_kept), np.bool_)

@@ -16,7 +16,8 @@ _LEAST_GAIN = 1.02  # less may be chance: another text has other favourites (doc
 
 def divided(setting: Setting) -> Sequence[int]:
     """Residents of each layer by marginal benefit, or with some layers whole, where the
-    calibration would run faster so."""
+    calibration would run faster so.
+    """
     if setting.hits is None:
         return setting.capacity
     use, total = use_of(setting.hits), sum(setting.capacity)
@@ -39,7 +40,7 @@ def whole_layers(setting: Setting) -> list[int]:
 
 
 def use_of(load: IntArray) -> FloatArray:
-    """Passes in which each expert is active. [layers, experts]
+    """Passes in which each expert is active. [layers, experts].
 
     load [passes, layers, experts]: tokens.
     """
@@ -64,7 +65,8 @@ def layer_budgets(frequency: FloatArray, total: int) -> IntArray:
 
 def _with_whole_layers(setting: Setting) -> Iterator[list[int]]:
     """As many residents, with some of the last layers whole: nothing has to be decided about
-    such layers, nor be waited for. The others have equal shares of the rest."""
+    such layers, nor be waited for. The others have equal shares of the rest.
+    """
     num_layers, num_experts = setting.num_layers, setting.num_experts
     total = sum(setting.capacity)
     most = min(num_layers - 1, total // num_experts)

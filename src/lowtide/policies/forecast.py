@@ -80,20 +80,22 @@ class Forecast:
     def before(self, shares: FloatArray) -> float:
         """Before a step: writes to `shares` [num_layers, num_experts] what is known of the one
         after it, as shares of a layer's worth, and returns the weight that this step's own shares
-        will have beside that."""
+        will have beside that.
+        """
         own = self._weights * self._rates
         np.dot(self._weights - own, self._flat, out=shares.reshape(-1))
         return float(own.sum())
 
     def __call__(self) -> FloatArray:
-        """Seconds that residency will be worth in the next step. [num_layers, num_experts]"""
+        """Seconds that residency will be worth in the next step. [num_layers, num_experts]."""
         worth_s: FloatArray = self._weights.dot(self._flat).reshape(self._memories.shape[1:])
         worth_s *= self.worth_s[:, None]
         return np.maximum(worth_s, 0.0, out=worth_s)
 
     def _learn(self, worth_s: FloatArray, silent: IntArray) -> None:
         """The mixture that would have forecast the watched steps with the least squared error; as
-        long as little is known, equal weights. worth_s [layers, experts]; silent: others."""
+        long as little is known, equal weights. worth_s [layers, experts]; silent: others.
+        """
         total_s, memories = self.worth_s, self._memories
         if len(silent):
             worth_s, total_s = np.delete(worth_s, silent, 0), np.delete(total_s, silent)

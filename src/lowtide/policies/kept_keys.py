@@ -36,7 +36,8 @@ class Continuations:
 
     def ended(self, age_passes: int, is_continued: bool) -> None:
         """Keys are kept no longer: a request went on from them, or they were given up, after which
-        nothing more is known of them."""
+        nothing more is known of them.
+        """
         reached = _age_class(age_passes)
         for outlived in range(reached):
             self._num_seen[outlived] += 1
@@ -61,7 +62,8 @@ class MemoryPrices(NamedTuple):
 
     def of_stored_keys(self) -> MemoryPrices:
         """Those of keys that also lie on disk: they are read back as experts are, where that takes
-        less than computing them."""
+        less than computing them.
+        """
         read_s = self.token_bytes * self.read_s / self.slot_bytes
         return self._replace(token_s=min(self.token_s, read_s))
 

@@ -27,7 +27,7 @@ class ExpertUse:
         self.mean: FloatArray = np.zeros((num_layers, num_experts))
 
     def saw(self, hits: IntArray) -> None:
-        """Told what a step asked of all layers. hits [layers, experts]"""
+        """Told what a step asked of all layers. hits [layers, experts]."""
         self.mean *= 1 - _FORGET
         self.mean += _FORGET * (hits > 0)
 
@@ -61,7 +61,8 @@ def shrunk(capacity: IntArray, is_resident: BoolArray, use: FloatArray, count: i
 
 def grown(capacity: IntArray, is_resident: BoolArray, use: FloatArray, count: int) -> IntArray:
     """Room for `count` residents more, in the layers whose absent experts are used most; as much
-    as there are experts. Arguments as for `shrunk`."""
+    as there are experts. Arguments as for `shrunk`.
+    """
     more = capacity.copy()
     worth = np.where(is_resident, -1.0, use)
     layers, _ = np.unravel_index((-worth).argsort(axis=None, kind="stable"), worth.shape)

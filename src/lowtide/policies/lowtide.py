@@ -44,7 +44,8 @@ class Lowtide(Placement):
         frequency: FloatArray | None = None,
     ) -> None:
         """`frequency` [layers, experts]: steps of a calibration in which each was active; its most
-        active start, else the first by id."""
+        active start, else the first by id.
+        """
         num_layers = len(capacity)
         super().__init__(num_layers, num_experts)
         self._num_residents[:] = capacity  # a layer that has all its experts is not heard of
@@ -113,7 +114,7 @@ class Lowtide(Placement):
             return self._seconds(num_tokens)
 
     def _seconds(self, num_tokens: IntArray) -> FloatArray:
-        """On the device, on the host, and saved by residency. [..., 3]"""
+        """On the device, on the host, and saved by residency. [..., 3]."""
         costs = self._costs
         device_s, host_s = costs.device_s(num_tokens), costs.host_s(num_tokens)
         absent_s = np.maximum(device_s, costs.fetch_s) if costs.num_staging else host_s
@@ -122,7 +123,8 @@ class Lowtide(Placement):
 
     def _watch_link(self, facts: Facts) -> float:
         """Learns how busy demand keeps the link, and grants moves for the time it leaves; what the
-        residency of all activated experts is worth."""
+        residency of all activated experts is worth.
+        """
         layer, demand, costs = facts.layer, facts.demand, facts.costs
         num_tokens, fetch_s = demand.num_tokens, costs.fetch_s
         if not len(num_tokens):
@@ -144,7 +146,8 @@ class Lowtide(Placement):
 
     def _affordable(self, facts: Facts, ranks: Ranks, worth_s: float) -> Moves:
         """The moves that pay within the rest of the interval: those that cost nothing, and of the
-        others, best first, as many as there is credit."""
+        others, best first, as many as there is credit.
+        """
         step, layer = facts.step, facts.layer
         is_prefill = step.kind is StepKind.PREFILL
         remaining = self.tau if is_prefill else self.tau - step.index % self.tau

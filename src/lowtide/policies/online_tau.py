@@ -129,7 +129,7 @@ class _TauReplay:
         self._credit = np.zeros(shape[:2])  # of transfers
 
     def step(self, hits: IntArray, index: int) -> FloatArray:
-        """Seconds of all layers. [taus]"""
+        """Seconds of all layers. [taus]."""
         costs, is_fetched = self._costs, None
         is_refresh = index % self._taus == 0
         if is_refresh.any():
@@ -153,7 +153,8 @@ class _TauReplay:
     ) -> FloatArray:
         """When the device ends, if its experts' `device_s` begin with the residents and end with
         the fetched ones, of which only as many as there are staging slots come beside the
-        residents. Each [taus, layers]"""
+        residents. Each [taus, layers].
+        """
         costs = self._costs
         num_beside = np.minimum(num_fetched, costs.num_staging + costs.num_ahead)
         each_s = fetched_s / np.maximum(1, num_fetched)
@@ -163,7 +164,7 @@ class _TauReplay:
         return end_s
 
     def _refresh(self, hits: IntArray, is_refresh: BoolArray) -> BoolArray | None:
-        """Experts that the step waits for, if it does. [taus, layers, experts]"""
+        """Experts that the step waits for, if it does. [taus, layers, experts]."""
         best = np.where(is_refresh[:, None, None], self._best(hits, self._is_resident), False)
         is_of_it = is_refresh[:, None, None]
         new, old = best & ~self._is_resident, self._is_resident & ~best & is_of_it

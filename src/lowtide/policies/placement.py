@@ -46,7 +46,8 @@ class Heard:
 
 class Placement:
     """Chooses the residents of every layer, within the room that it has now, by its ranks. Asked
-    layer by layer, it finds the passes by itself."""
+    layer by layer, it finds the passes by itself.
+    """
 
     is_owed = False  # of its moves beside a device
 
@@ -62,12 +63,14 @@ class Placement:
 
     def begin_pass(self, step: Step, num_residents: IntArray, capacity: IntArray) -> Ranks:
         """What holds for the pass that begins, of all layers: [num_layers], those that each has
-        and the room that it is given now."""
+        and the room that it is given now.
+        """
         raise NotImplementedError
 
     def end_pass(self, step: Step, hits: IntArray) -> None:
         """Told what the pass asked for: tokens of each expert, 0 in layers that are not heard of.
-        [num_layers, num_experts]. It has raised the ranks: often there is nothing else to learn."""
+        [num_layers, num_experts]. It has raised the ranks: often there is nothing else to learn.
+        """
 
     def update(self, facts: Facts) -> Moves:
         """Beside a device: what to admit and evict, told after the layer's router has spoken.
@@ -110,7 +113,8 @@ class Static(Placement):
         self, orders: Sequence[IntArray], num_experts: int, capacity: Sequence[int] | None = None
     ) -> None:
         """orders: per layer, the experts that may ever be kept, the first ones first; capacity: how
-        many of them at the start, by default all."""
+        many of them at the start, by default all.
+        """
         super().__init__(len(orders), num_experts)
         self._initial = [np.sort(order) for order in orders]
         if capacity is not None:
@@ -128,7 +132,7 @@ class Static(Placement):
 
     @classmethod
     def favourites(cls, capacity: Sequence[int], frequency: FloatArray) -> Static:
-        """The experts used most, lower ids first among equals. frequency [layers, experts]"""
+        """The experts used most, lower ids first among equals. frequency [layers, experts]."""
         orders = list((-frequency).argsort(axis=1, kind="stable"))
         return cls(orders, frequency.shape[1], capacity)
 

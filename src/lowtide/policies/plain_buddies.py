@@ -92,7 +92,8 @@ class _LayerTokens:
 
     def _substitute_token(self, token: int, places: list[int]) -> None:
         """The paper's lines 11 to 20, with a budget of `rho`: no expert comes twice for a token,
-        not even one that was replaced. places: of absent experts, the most weight first."""
+        not even one that was replaced. places: of absent experts, the most weight first.
+        """
         in_use = set(self._asked.experts[token].tolist())
         num_left = self._rules.rho
         for place in places:
@@ -216,7 +217,8 @@ def open_tokens(
 ) -> BoolArray:
     """Tokens that may have experts replaced, by the paper's gates (3.1): a token's activating
     entropy and margin, then the layer's share of absent experts. Before them, ours: rows whose
-    outcome lasts are exact unless asked otherwise. [tokens]"""
+    outcome lasts are exact unless asked otherwise. [tokens].
+    """
     is_open: BoolArray = (rules.exact_kinds >> kinds.astype(np.int64)) & 1 == 0
     if rules.entropy >= 0:
         is_open &= token_entropy(weights) > rules.entropy + _SLACK
@@ -226,7 +228,7 @@ def open_tokens(
 
 
 def token_margins(weights: WeightArray) -> FloatArray:
-    """What lies between a token's best and second best p, its weights made to sum to 1. [tokens]"""
+    """A token's best p less its second best, its weights made to sum to 1. [tokens]."""
     if weights.shape[1] < 2:
         return np.ones(len(weights))
     best = -np.partition(-weights.astype(np.float64), 1, axis=1)

@@ -48,7 +48,7 @@ class Prefetch(ABC):
 
     @abstractmethod
     def score(self, ahead: Ahead) -> FloatArray | IntArray:
-        """How much each expert is expected to be wanted; 0 is not at all. [num_experts]"""
+        """How much each expert is expected to be wanted; 0 is not at all. [num_experts]."""
 
     def wants_prediction(self, layer: int) -> bool:
         """Whether `choose` will go by an early gate's prediction of `layer`: they cost time."""

@@ -23,7 +23,8 @@ class Readmission:
 
     def choose(self, facts: Facts, run: Facts | None, moves: Moves) -> IntArray:
         """When it is the layer's turn, the expert with most tokens among those that the router
-        asked for, that the placement admits and that do not run; else none."""
+        asked for, that the placement admits and that do not run; else none.
+        """
         self._num_passes[facts.layer] += 1
         if run is None or self._num_passes[facts.layer] % EVERY:
             return NO_EXPERTS

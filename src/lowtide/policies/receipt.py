@@ -98,7 +98,8 @@ class Receipts:
         self, num_layers: int, max_mass: float | None = None, twins: BuddyTwins | None = None
     ) -> None:
         """max_mass: replaced over routed mass of a request, at most, at any time. twins: what
-        counts, by default the plain ones."""
+        counts, by default the plain ones.
+        """
         self._num_layers = num_layers
         self._share = None if max_mass is None else max_mass * (1 - _SLACK)
         self._twins = PlainBuddies() if twins is None else twins
@@ -115,7 +116,8 @@ class Receipts:
 
     def route(self, facts: Facts, routing: RoutedTokens) -> Left | None:
         """Adds what a layer's router gave; what each request may have moved of it, and before,
-        where something bounds that."""
+        where something bounds that.
+        """
         return self.account(facts, routing).route(routing.weights)
 
     def substitute(self, facts: Facts, asked: RoutedTokens, run: RoutedTokens) -> None:
@@ -178,7 +180,8 @@ class Receipts:
 
     def account(self, facts: Facts, routing: RoutedTokens) -> PassAccount:
         """The account of the pass under way, for callers that count by themselves. At a pass's
-        first layer it begins a new account, with the owners of the pass's rows."""
+        first layer it begins a new account, with the owners of the pass's rows.
+        """
         rows, num_rows = facts.step.rows, len(routing.weights)
         is_same = rows is self._rows and facts.layer > self._last_layer
         self._last_layer = facts.layer

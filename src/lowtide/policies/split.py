@@ -114,7 +114,7 @@ def _evenly(hits: IntArray, most: int) -> IntArray:
 
 
 def _favourites(frequency: FloatArray, num_kept: Sequence[int] | int) -> BoolArray:
-    """The `num_kept` most used experts of each layer; lower ids win ties. [layers, experts]"""
+    """The `num_kept` most used experts of each layer; lower ids win ties. [layers, experts]."""
     rank = np.argsort(np.argsort(-frequency, axis=1, kind="stable"), axis=1, kind="stable")
     mask: BoolArray = rank < np.asarray(num_kept).reshape(-1, 1)
     return mask

@@ -60,7 +60,7 @@ def absent_experts(facts: Facts) -> BoolArray:
 
 
 def stand_ins(facts: Facts) -> BoolArray:
-    """Residents that nothing has to be brought for. [num_experts]"""
+    """Residents that nothing has to be brought for. [num_experts]."""
     return facts.is_kept if facts.is_here is None else facts.is_here
 
 
@@ -107,7 +107,8 @@ def is_runnable(answer: RoutedTokens, num_experts: int) -> bool:
 
 def answer_of(routing: RoutedTokens, found: IntArray, left: Left | None) -> RoutedTokens | None:
     """`found` [tokens, k] in place of the router's choice, as far as the mass allows, with the
-    weights of the experts replaced; None where that is nothing."""
+    weights of the experts replaced; None where that is nothing.
+    """
     is_moved = found != routing.experts
     if left is not None and not keep_within(is_moved, routing.weights, left):
         found = np.where(is_moved, found, routing.experts)
@@ -116,7 +117,8 @@ def answer_of(routing: RoutedTokens, found: IntArray, left: Left | None) -> Rout
 
 def keep_within(is_moved: BoolArray, weights: WeightArray, left: Left) -> bool:
     """Takes out of `is_moved` [tokens, k] what a request has no mass left for; whether nothing had
-    to be. Pairs come in order of tokens, of one token by rank."""
+    to be. Pairs come in order of tokens, of one token by rank.
+    """
     if np.isinf(left.mass).all():
         return True
     tokens, places = is_moved.nonzero()
@@ -134,12 +136,12 @@ def keep_within(is_moved: BoolArray, weights: WeightArray, left: Left) -> bool:
 
 
 def router_mass(asked: RoutedTokens, num_experts: int) -> FloatArray:
-    """The router's weight on each expert, over all tokens. [num_experts]"""
+    """The router's weight on each expert, over all tokens. [num_experts]."""
     mass = np.bincount(asked.experts.ravel(), asked.weights.ravel(), minlength=num_experts)
     return mass.astype(np.float64, copy=False)
 
 
 def replaced(asked: RoutedTokens, run: RoutedTokens) -> BoolArray:
-    """Which of the router's choices are not run. [tokens, k]"""
+    """Which of the router's choices are not run. [tokens, k]."""
     is_run: BoolArray = (asked.experts[:, :, None] == run.experts[:, None, :]).any(axis=2)
     return ~is_run

@@ -77,7 +77,8 @@ class DataSheet:
 
     def costs(self, shape: MoEShape, weight_bytes: float = 2.0) -> Costs:
         """The costs of a model's experts here, of so many bytes per weight; the rest of a layer is
-        taken as four square projections and one shared expert."""
+        taken as four square projections and one shared expert.
+        """
         num_weights = 3 * shape.hidden_size * shape.expert_size
         expert_bytes = round(weight_bytes * num_weights)
         dense_bytes = weight_bytes * (4 * shape.hidden_size**2 + num_weights)

@@ -54,7 +54,8 @@ def with_copy(
     model: Path, checkpoint: Checkpoint, weight_map: WeightMap
 ) -> tuple[Checkpoint, WeightMap]:
     """Those with which experts are read from the copy; as given where there is none. Raises
-    CheckpointError for a copy that is damaged or of another model."""
+    CheckpointError for a copy that is damaged or of another model.
+    """
     path = copy_path(model)
     if not path.exists():
         return checkpoint, weight_map

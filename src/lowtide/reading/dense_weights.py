@@ -41,7 +41,8 @@ class DenseWeights:
         kept: Mapping[str, MatrixFormat] = NOTHING,
     ) -> None:
         """`dtypes`: the element type in memory of every entry but those that are `kept` in a
-        format of their own, or made into it as they are read."""
+        format of their own, or made into it as they are read.
+        """
         self._entries = entries
         self._dtypes = dtypes
         self._kept = kept
@@ -85,7 +86,8 @@ class DenseWeights:
         self, device: torch.device, reader: FileReader, progress: Progress
     ) -> dict[str, Matrix]:
         """Reads all of them, in no format of their own, onto a GPU, through host memory for one at
-        a time."""
+        a time.
+        """
         weights: dict[str, Matrix] = {}
         done, total = 0, sum(entry.num_bytes for entry in self._entries.values())
         for name, entry in self._entries.items():

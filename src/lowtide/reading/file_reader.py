@@ -173,7 +173,8 @@ class FileReader:
 
     def lend(self) -> tuple[list[OpenFile], NDArray[np.uint8] | None]:
         """The open files, and the ring where reads are direct, for a reader that takes this one's
-        place. A read that is submitted all the same (a measurement) makes this one a new ring."""
+        place. A read that is submitted all the same (a measurement) makes this one a new ring.
+        """
         for _ in range(self._num_readers):
             self._buffers.get()
         self._is_lent = True
@@ -182,13 +183,15 @@ class FileReader:
 
     def drain(self) -> None:
         """Waits until every read submitted so far has ended. Raises StorageError where one does
-        not."""
+        not.
+        """
         if not self._threads.drain(WAIT_LIMIT_S):
             raise read_stalled("weights")
 
     def close(self) -> None:
         """Drops the reads not begun, waits for the others and closes the files; those of a read
-        that does not end within `CLOSE_LIMIT_S` stay open, as its memory stays."""
+        that does not end within `CLOSE_LIMIT_S` stay open, as its memory stays.
+        """
         descriptors = [] if not self._threads.close(CLOSE_LIMIT_S) else self._descriptors
         for descriptor in descriptors:
             os.close(descriptor)

@@ -68,7 +68,8 @@ def read_part(
 ) -> NDArray[np.uint8]:
     """Bytes of a tensor's `place` from `start`, as they are stored; fewer at its end.
 
-    `descriptor` is of its file. Raises StorageError."""
+    `descriptor` is of its file. Raises StorageError.
+    """
     num_bytes = min(most_bytes, place.num_bytes - start)
     path = checkpoint.files[place.file].path
     try:

@@ -119,7 +119,8 @@ class Calibration:
 
     def with_curve(self, curve: QualityCurve) -> Calibration:
         """The same with what `lowtide quality` measured of its buddies, in place of what was
-        measured before. Raises UsageError where it has no buddies."""
+        measured before. Raises UsageError where it has no buddies.
+        """
         if self.buddies is None:
             raise UsageError(
                 "A quality curve is of a buddy profile, and this calibration has none; run lowtide "
@@ -159,7 +160,8 @@ class Calibration:
 
 def load_inputs(path: Path, architecture: str, shape: TraceShape) -> ExpertInputs | None:
     """The experts' inputs of such a model's calibration, of which nothing else is read; None where
-    it has none. Raises what `Calibration.load` and `check` do."""
+    it has none. Raises what `Calibration.load` and `check` do.
+    """
     wanted = {*INPUT_DTYPES, "facts", _SHAPE}
     arrays = _load(path, ({*_DTYPES} | {*BUDDY_DTYPES}) - wanted)
     with _no_contradiction(path):

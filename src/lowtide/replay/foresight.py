@@ -64,7 +64,7 @@ def measured_accuracy(calibration: Calibration) -> GateAccuracies:
 
 
 def guesses(trace: Trace, accuracy: float | FloatArray, seed: int) -> Iterator[IntArray]:
-    """Predicted tokens per expert of each pass. [layers, experts]"""
+    """Predicted tokens per expert of each pass. [layers, experts]."""
     num_layers, num_experts = trace.shape[:2]
     error_rate = np.zeros((num_layers, 1))
     error_rate[1:, 0] = 1.0 - np.asarray(accuracy)  # nothing is predicted of the first layer

@@ -75,7 +75,7 @@ class _HostReplay:
         hits: IntArray,
         predicted: IntArray | None = None,
     ) -> None:
-        """One layer of one pass. hits [experts]; predicted [layers, experts]: by early gates"""
+        """One layer of one pass. hits [experts]; predicted [layers, experts]: by early gates."""
         policies, is_resident = self.policies, self._is_resident[layer]
         demand = demand_of(hits, is_resident)
         is_kept = is_resident.copy()
@@ -129,7 +129,7 @@ class _HostReplay:
         report.bound_s["link"] += max(0.0, read_s - compute_s)
 
     def end_pass(self, step: Step, hits: IntArray, num_committed: int) -> None:
-        """hits [layers, experts]"""
+        """Hits [layers, experts]."""
         self.policies.end_pass(step, hits)
         if self._is_compiled and self.report.num_fetched > self._num_read:
             self._ahead.note_seconds(self.report.total_s - self._began_s)

@@ -40,7 +40,8 @@ def inputs_of(
     arrays: Arrays, num_layers: int, num_experts: int, sizes: tuple[int, int]
 ) -> ExpertInputs:
     """The inputs whose `arrays_of_inputs` these are. sizes: of hidden and of activated rows.
-    Raises Contradiction."""
+    Raises Contradiction.
+    """
     num_rows = arrays[PREFIX + "num_rows"]
     check_values(num_rows, "rows", (num_layers, num_experts))
     means = []

@@ -20,7 +20,8 @@ from lowtide.policies.recipe import Recipe, Setting
 
 def oracle(hits: IntArray) -> Recipe:
     """The preset of a replay of these passes [passes, layers, experts]: each layer keeps, of its
-    own slots, those wanted soonest; the absent are divided as `lowtide` does."""
+    own slots, those wanted soonest; the absent are divided as `lowtide` does.
+    """
 
     def place(setting: Setting) -> Placement:
         return Oracle(hits, setting.capacity)
@@ -72,7 +73,7 @@ def following_uses(hits: IntArray) -> FloatArray:
 
 
 def first_uses(hits: IntArray) -> FloatArray:
-    """When each expert is first wanted. [layers, experts]"""
+    """When each expert is first wanted. [layers, experts]."""
     is_used = hits > 0
     time = is_used.argmax(axis=0) * hits.shape[1] + np.arange(hits.shape[1])[:, None]
     first: FloatArray = np.where(is_used.any(axis=0), time, np.inf)

@@ -23,7 +23,7 @@ class _Transfer(NamedTuple):
 
 
 class Fetched(NamedTuple):
-    """Experts that the device runs without their being resident. Each [experts]"""
+    """Experts that the device runs without their being resident. Each [experts]."""
 
     arriving_s: FloatArray  # until they can be used; infinite where no copy is under way
     is_staged: BoolArray  # whether a prefetch is, which has a staging slot
@@ -53,12 +53,12 @@ class SimulatedLink:
         return max(0.0, self.free_s - now_s)
 
     def is_kept(self, layer: int) -> BoolArray:
-        """Residents, and those on their way to be. [num_experts]"""
+        """Residents, and those on their way to be. [num_experts]."""
         kept: BoolArray = self.ready_s[layer] < _ABSENT
         return kept
 
     def arriving_s(self, layer: int, now_s: float) -> FloatArray:
-        """Seconds until each expert can be used; infinite if nothing is under way. [num_experts]"""
+        """Seconds until each expert can be used; infinite if none comes. [num_experts]."""
         soonest = np.minimum(self.ready_s[layer], self.staged_s[layer])
         left_s: FloatArray = np.maximum(0.0, soonest - now_s)
         return left_s

@@ -196,7 +196,7 @@ class _Replay:
         hits: IntArray,
         predicted: IntArray | None,
     ) -> None:
-        """One layer of one pass. hits [experts]; predicted [layers, experts]"""
+        """One layer of one pass. hits [experts]; predicted [layers, experts]."""
         report, link = self.report, self._link
         dense_s = self._costs.dense_s.at(num_rows)
         routed_s = self._now_s + dense_s

@@ -97,7 +97,8 @@ class RoutedPass(NamedTuple):
 class Trace:
     """What was routed where, with what weight and for which request, pass by pass: the
     router's own choice, whatever ran instead. Knows nothing of an expert's
-    weights, of scores or time."""
+    weights, of scores or time.
+    """
 
     model: str  # the model's name or fingerprint, as its recorder gave it
     shape: TraceShape
@@ -118,11 +119,11 @@ class Trace:
             start = part.stop
 
     def iter_ids(self) -> Iterator[NDArray[np.uint16]]:
-        """Expert ids pass by pass. Each [rows, layers, k]"""
+        """Expert ids pass by pass. Each [rows, layers, k]."""
         return (routed.ids for routed in self.iter_routed())
 
     def hits(self) -> IntArray:
-        """Tokens routed to each expert. [passes, layers, experts]"""
+        """Tokens routed to each expert. [passes, layers, experts]."""
         counts = [count_hits(ids, self.shape.num_experts) for ids in self.iter_ids()]
         shape = (0, self.shape.num_layers, self.shape.num_experts)
         return np.stack(counts) if counts else np.zeros(shape, np.int64)
@@ -225,13 +226,14 @@ class TraceWriter:
 
     def record(self, layer: int, ids: IntArray, weights: WeightArray | None = None) -> None:
         """One layer's choice in the pass that has begun. ids, weights [rows, k]; all experts count
-        the same where their weights are not known."""
+        the same where their weights are not known.
+        """
         self._ids[-1][:, layer] = ids
         if weights is not None:
             self._weights[-1][:, layer] = weights
 
     def append(self, step: Step, block: int, ids: IntArray, num_committed: int = 0) -> None:
-        """A whole pass. ids [rows, layers, k]"""
+        """A whole pass. ids [rows, layers, k]."""
         self.begin(step, block, ids.shape[0])
         for layer in range(self._shape.num_layers):
             self.record(layer, ids[:, layer])
@@ -271,7 +273,7 @@ class TraceWriter:
 
 
 def count_hits(ids: NDArray[np.uint16], num_experts: int) -> IntArray:
-    """Tokens routed to each expert of each layer. ids [rows, layers, k] -> [layers, experts]"""
+    """Tokens routed to each expert of each layer. ids [rows, layers, k] -> [layers, experts]."""
     num_layers = ids.shape[1]
     offsets = np.arange(num_layers)[:, None] * num_experts
     flat = (ids.astype(np.int64) + offsets).ravel()
@@ -280,7 +282,7 @@ def count_hits(ids: NDArray[np.uint16], num_experts: int) -> IntArray:
 
 
 def demand_of(hits: IntArray, is_resident: BoolArray) -> Demand:
-    """One layer's demand from its hits. hits, is_resident [experts]"""
+    """One layer's demand from its hits. hits, is_resident [experts]."""
     experts = np.flatnonzero(hits)
     return Demand(experts, hits[experts], is_resident[experts])
 

@@ -71,7 +71,8 @@ def bind(config: ModelConfig, checkpoint: Checkpoint) -> WeightMap:
 def assume(config: ModelConfig) -> WeightMap:
     """Where the weights would lie if the checkpoint were here, stored as config.json says.
 
-    Raises CheckpointError for weights that others rounded: which they are is told by headers."""
+    Raises CheckpointError for weights that others rounded: which they are is told by headers.
+    """
     if config.quantisation is not None:
         raise CheckpointError(
             f"config.json has a quantization_config ({config.quantisation.method}) and there are "

@@ -27,7 +27,8 @@ class FoundParts(NamedTuple):
 
 def find(spec: TensorSpec, checkpoint: Checkpoint) -> TensorEntry:
     """Raises CheckpointError where it is missing or has another shape, UnsupportedError for a type
-    that weights cannot be loaded from."""
+    that weights cannot be loaded from.
+    """
     entry = checkpoint.tensors.get(spec.name)
     if entry is None and spec.other_name is not None:
         entry = checkpoint.tensors.get(spec.other_name)
@@ -83,7 +84,8 @@ def find_expert(
     spec: TensorSpec, dtype: str, checkpoint: Checkpoint, may_differ: bool = False
 ) -> TensorEntry:
     """dtype: of the first of its kind, which all others share; with `may_differ` one or the other
-    may be in a type of GGUF files, some of which mix them."""
+    may be in a type of GGUF files, some of which mix them.
+    """
     entry = find(spec, checkpoint)
     if entry.dtype == dtype:
         return entry

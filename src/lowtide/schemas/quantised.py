@@ -75,7 +75,8 @@ def _entry(
 
 def _check_alone(name: str, spec: TensorSpec, tensors: Mapping[str, TensorEntry]) -> None:
     """Raises UnsupportedError or CheckpointError where what is left of a matrix's tensors would
-    make it another one."""
+    make it another one.
+    """
     if (order := f"{name}.weight_g_idx") in tensors:
         raise UnsupportedError(
             f"The checkpoint has {order}: act-order, which is not read. Choose another repository."

@@ -44,7 +44,8 @@ class ExpertTensor(NamedTuple):
 
 class StoredLayer(NamedTuple):
     """How one layer's experts, or an expert that differs from them, are stored: format and bytes of
-    each stored part of an expert."""
+    each stored part of an expert.
+    """
 
     formats: tuple[MatrixFormat, ...]
     part_bytes: tuple[int, ...]
@@ -95,7 +96,8 @@ class ExpertTable:
 
     def kept(self, has_gpu: bool = False) -> list[tuple[MatrixFormat | None, ...]]:
         """By layer, the formats of a slot's first parts that are kept in memory as they are
-        stored; None: unpacked into the compute dtype."""
+        stored; None: unpacked into the compute dtype.
+        """
         found: list[dict[tuple[MatrixFormat | None, ...], None]] = []
         for layer in self.layers:
             kept = self._kept_of(layer.formats)
@@ -193,7 +195,8 @@ def assumed_weights(schema: ModelSchema, dtype: str) -> WeightMap:
 
 def expert_tensors(schema: ModelSchema, checkpoint: Checkpoint) -> Iterator[ExpertTensor]:
     """The tensors that hold the routed experts, as they are stored in `checkpoint`. Raises
-    CheckpointError where they are not."""
+    CheckpointError where they are not.
+    """
     storage = _detect(schema, checkpoint)
     seen = set()
     for number, layer in enumerate(schema.moe_layers):
@@ -215,7 +218,8 @@ def _together(
     kinds: Sequence[tuple[MatrixFormat | None, ...]], has_gpu: bool
 ) -> tuple[MatrixFormat | None, ...]:
     """The formats of a slot for experts that differ: a part is kept as it is stored where it is in
-    all of them. Layers with the same set of formats get the same result, in any order."""
+    all of them. Layers with the same set of formats get the same result, in any order.
+    """
     parts = []
     for variants in zip(*kinds, strict=True):
         known = sorted({each for each in variants if each is not None}, key=lambda each: each.name)
@@ -269,7 +273,8 @@ def _rounded_table(
 ) -> ExpertTable:
     """The table of experts whose matrices are in several tensors, each of them a stored part.
 
-    first: the entries of layer 0's expert 0; all others have to be stored as they are."""
+    first: the entries of layer 0's expert 0; all others have to be stored as they are.
+    """
     layers, tensors = schema.moe_layers, [entry.tensors or (entry,) for entry in first]
     num_parts = sum(map(len, tensors))
     places = np.empty((len(layers), schema.num_experts, num_parts, 2), np.int64)

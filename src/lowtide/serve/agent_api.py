@@ -94,7 +94,8 @@ def check_sampling(fields: Mapping[str, object]) -> None:
 
 def effort_options(effort: object) -> dict[str, object]:
     """Variables of chat templates that say how much a model is to think; of an effort that is not
-    known none."""
+    known none.
+    """
     if effort == "none":
         return {"enable_thinking": False}
     known = _EFFORTS.get(effort) if isinstance(effort, str) else None
@@ -103,7 +104,8 @@ def effort_options(effort: object) -> dict[str, object]:
 
 def headers_of(service: Service, asked_model: str | None, ignored: Iterable[str]) -> dict[str, str]:
     """What an answer discloses: the model that gives it, where another one was asked for, and what
-    was taken and not used."""
+    was taken and not used.
+    """
     headers = {}
     if asked_model != service.model_name:
         headers["x-lowtide-model"] = _shown(service.model_name)

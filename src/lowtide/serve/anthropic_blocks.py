@@ -88,7 +88,8 @@ class MessageReader:
 
     def _document(self, block: PlacedObject) -> str:
         """Its words, or that it was left out: a client that opened a file by itself sends it at
-        every further turn."""
+        every further turn.
+        """
         source = block.object("source", {})
         if source.get("type") == "text":
             return source.text("data")
@@ -121,7 +122,8 @@ def tool_choice(choice: Mapping[str, Any], tools: tuple[Tool, ...]) -> str:
 
 def _system_turns(system: object) -> Iterator[Turn]:
     """The system's words, without the line that a client bills by, which is another at every
-    request: no kept key would ever be found again behind it."""
+    request: no kept key would ever be found again behind it.
+    """
     text = _text(system, "system")
     if _BILLING in text:
         lines = [line for line in text.split("\n") if not line.startswith(_BILLING)]

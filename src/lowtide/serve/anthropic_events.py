@@ -107,7 +107,8 @@ class MessageEvents:
 
     def _close(self, is_cut: bool = False) -> Iterator[JsonObject]:
         """End the last block; is_cut: by the answer's length, so that a call that is not whole has
-        no arguments."""
+        no arguments.
+        """
         if not self._is_open:
             return
         block, text = self._blocks[-1], "".join(self._texts)

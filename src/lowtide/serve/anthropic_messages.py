@@ -81,7 +81,8 @@ def _read(service: Service, body: MessagesBody) -> tuple[Ask, dict[str, str]]:
 
 def _constraint(service: Service, body: MessagesBody, ignored: list[str]) -> Constraint | None:
     """What the answer's text must be; nothing of a diffusion model, which no grammar guides: an
-    agent asks for it in passing, and is not to die of it."""
+    agent asks for it in passing, and is not to die of it.
+    """
     format = body.output_config.get("format") or body.output_format
     if format is None:
         return None

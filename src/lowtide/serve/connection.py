@@ -82,7 +82,8 @@ class Connection(H11Protocol):
 
     def eof_received(self) -> bool:  # type: ignore[override]
         """The client sends no more; whether it has gone, only writing tells. So the answer to a
-        whole request goes on, and until it begins it is preceded by interim ones."""
+        whole request goes on, and until it begins it is preceded by interim ones.
+        """
         self._is_half = self._is_answering and self.scope["http_version"] != "1.0"
         if self._is_half and self._probing is None:
             self._probe(PROBE_S[0])

@@ -1,5 +1,6 @@
 """How long a text a server takes, where nothing is said: as long as the model, within a share of
-the memory."""
+the memory.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ def served_context(
     plan_with: Callable[[int], MemoryPlan], config: ModelConfig, least_tokens: int
 ) -> int:
     """The model's positions, or what keys and values of a share of the budget are for, and no less
-    than `least_tokens`. Raises what `plan_with` raises of that."""
+    than `least_tokens`. Raises what `plan_with` raises of that.
+    """
     least = min(least_tokens, config.max_positions)
     tier = plan_with(least).fast_tier
     if config.is_bidirectional or not tier.kv_cache_bytes:

@@ -28,7 +28,8 @@ class ToolCall:
 @dataclass(frozen=True, slots=True)
 class Turn:
     """One message. role: system, user, assistant or tool; tool_call_id: of a tool's, which call
-    it answers. reasoning: the thoughts before an assistant's text."""
+    it answers. reasoning: the thoughts before an assistant's text.
+    """
 
     role: str
     text: str
@@ -91,7 +92,8 @@ def checked_choice(
 
 def arguments_of(call: ToolCall) -> Mapping[str, Any]:
     """A call's arguments, none where nothing is written; a text that is no JSON object, not even
-    with Python's words (a model may write anything), is the one value of `input`."""
+    with Python's words (a model may write anything), is the one value of `input`.
+    """
     try:
         value = loose_json(call.arguments or "{}")
     except (ValueError, RecursionError):
@@ -108,7 +110,8 @@ def joined(texts: Sequence[str]) -> str:
 
 def merged(turns: Iterable[Turn]) -> tuple[Turn, ...]:
     """The same words in as few turns as there can be; a tool's outputs stay apart. APIs divide what
-    a model wrote as one turn into items or messages, and templates want roles in turn."""
+    a model wrote as one turn into items or messages, and templates want roles in turn.
+    """
     runs: list[list[Turn]] = []
     for turn in turns:
         if runs and runs[-1][0].role == turn.role != "tool":

@@ -25,7 +25,8 @@ _CLOSED = re.compile(r'(?:"\s*\}?\s*|\\[\\u0-9a-fA-F]*)\Z')
 
 def custom_tool(name: str, description: str, grammar: tuple[str, str] | None) -> Tool:
     """A function of one text. grammar: its syntax and definition; the model is told it, and held to
-    it."""
+    it.
+    """
     lark = ""
     if grammar is not None:
         syntax, definition = grammar
@@ -49,7 +50,8 @@ def custom_arguments(text: str) -> str:
 
 class CustomInput:
     """The text of a custom tool's call, from the arguments with which its function is called, as
-    they come."""
+    they come.
+    """
 
     def __init__(self) -> None:
         self._arguments = self._sent = ""
@@ -81,7 +83,8 @@ class CustomInput:
 
 def _decoded(text: str) -> str:
     """What stands in JSON between quotes. A backslash that escapes nothing is one, and line breaks
-    are taken: models forget to escape them."""
+    are taken: models forget to escape them.
+    """
     escaped = re.sub(
         r'(\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4}))|\\', lambda found: found[1] or r"\\", text
     )

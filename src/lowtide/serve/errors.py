@@ -62,7 +62,8 @@ class Refusal(Exception):
 
 class TooLong(Refusal):
     """A prompt that leaves no room for the answer that is asked for. is_counted: whether it has
-    no more tokens than that; what is too long is not read to its end."""
+    no more tokens than that; what is too long is not read to its end.
+    """
 
     def __init__(
         self, num_prompt: int, num_new: int, context: int, is_counted: bool = True
@@ -212,7 +213,8 @@ def _handle_invalid(request: Request, error: Exception) -> Response:
 
 def _fitting(faults: Sequence[Mapping[str, Any]], body: object) -> Mapping[str, Any]:
     """The first field's fault. Where a value may be of several kinds pydantic finds one for each:
-    the first of the value's own kind is told, or else the innermost."""
+    the first of the value's own kind is told, or else the innermost.
+    """
     of_field = [fault for fault in faults if fault["loc"][:2] == faults[0]["loc"][:2]]
     of_kind = [fault for fault in of_field if not _is_of_another_kind(fault)]
     return of_kind[0] if of_kind else max(of_field, key=lambda fault: len(_place(fault, body)))

@@ -41,7 +41,8 @@ from lowtide.serve.grammar_text import (
 
 class Grammars:
     """Makes masks for the requests of one model. Owns llguidance's form of its vocabulary, which
-    takes a second to make of a large one."""
+    takes a second to make of a large one.
+    """
 
     def __init__(self, config: ModelConfig, tokenizer: Tokenizer | None) -> None:
         self._config, self._tokenizer = config, tokenizer
@@ -171,7 +172,7 @@ class Grammars:
             raise UnsupportedError(f"{', '.join(asked)}: this model has no tokenizer.")
 
     def _vocabulary(self) -> LLTokenizer:
-        """llguidance's form of the tokenizer. Raises UnsupportedError or CheckpointError."""
+        """Llguidance's form of the tokenizer. Raises UnsupportedError or CheckpointError."""
         with self._making:
             if self._made_vocabulary is None:
                 facts = self._vocabulary_facts()

@@ -61,7 +61,8 @@ Part = int | str
 @dataclass(slots=True)
 class _Visit:
     """Of a part: the links not followed yet, the most references behind it so far, and whether a
-    reference led to it (1)."""
+    reference led to it (1).
+    """
 
     part: Part
     left: Iterator[tuple[Part, int]]
@@ -71,7 +72,8 @@ class _Visit:
 
 class Links:
     """What each part of a schema or a grammar leads to: by a reference (1), or as what stands
-    inside it (0)."""
+    inside it (0).
+    """
 
     def __init__(self) -> None:
         self._links: dict[Part, list[tuple[Part, int]]] = {}
@@ -206,7 +208,8 @@ def _target(
 
 def _json_at(grammar: str, place: int) -> tuple[object, int]:
     """The JSON value that begins behind `place`, and where it ends; llguidance says of what is none
-    what is wrong with it."""
+    what is wrong with it.
+    """
     blanks = _BLANKS.match(grammar, place)
     try:
         return json.JSONDecoder().raw_decode(grammar, blanks.end() if blanks else place)

@@ -229,7 +229,8 @@ class GrammarCompiler:
 
     def _has_room(self, num_bytes: int, wait_s: float, is_gone: threading.Event) -> bool:
         """Whether there is room for a grammar more, once what is only kept gives way and others
-        were waited for."""
+        were waited for.
+        """
         end_s = time.monotonic() + wait_s
         while sum(each.num_bytes for each in list(self._living)) + num_bytes > MAX_COMPILED_BYTES:
             with self._change:

@@ -98,7 +98,8 @@ class Constraint:
 
 class AnswerForm(NamedTuple):
     """What an answer must be. text: what its text must be, None: any; tools: that it may call, and
-    with `must_call` does."""
+    with `must_call` does.
+    """
 
     text: Constraint | None
     tools: Sequence[Tool]
@@ -140,7 +141,8 @@ class LarkText:
 
     def schema(self, schema: Mapping[str, Any], is_lenient: bool = False) -> str:
         """JSON of a schema; lenient: what is not known of it is not enforced. Raises UsageError for
-        integers that would not be kept to exactly."""
+        integers that would not be kept to exactly.
+        """
         if is_lenient:
             schema = without_inexact(schema)
         check_integers(schema)
@@ -309,7 +311,8 @@ def _inline(lark: LarkText, form: CallForm, wanted: AnswerForm) -> str:
 
 def _behind_text(lark: LarkText, form: CallForm, ones: Sequence[str], calls: str) -> str:
     """Text, and calls whose first mark is written as text: a lazy rule has it before any other can
-    go on. Where each call has a mark of its own there is one call."""
+    go on. Where each call has a mark of its own there is one call.
+    """
     begin = form.mark(form.begin)
     if not calls.startswith(begin):
         calls = begin + f"({' | '.join(one.removeprefix(begin) for one in ones)})"
@@ -343,7 +346,8 @@ def _raw_arguments(lark: LarkText, tool: Tool) -> str:
 
 def _raw_value(lark: LarkText, types: SchemaTypes, schema: object, is_strict: bool) -> str:
     """A value as it stands, and its end. Strict: Raises UsageError for what a text cannot be held
-    to."""
+    to.
+    """
     kind = types.of(schema)
     if not kind.is_text or kind.kinds == ALL_KINDS:
         whole = types.whole(schema)
@@ -368,7 +372,8 @@ def _mark(tokenizer: Tokenizer, text: str) -> str:
 
 def _in_channels(lark: LarkText, tokenizer: Tokenizer, wanted: AnswerForm) -> str:
     """gpt-oss: analysis as long as it likes, then a call or the final message. The prompt ends with
-    the beginning of a header."""
+    the beginning of a header.
+    """
 
     mark = partial(_mark, tokenizer)
 

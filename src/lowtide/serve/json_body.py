@@ -43,7 +43,8 @@ class JsonRoute(APIRoute):
 
 class _JsonRequest(Request):
     """Its body is parsed and checked before FastAPI looks at it, on the loop, for a second time:
-    what is of the right type by then is taken as it is."""
+    what is of the right type by then is taken as it is.
+    """
 
     _value: Any = None
 

@@ -37,7 +37,8 @@ class OllamaFields(BaseModel):
 
 class OllamaOptions(OllamaFields, DrawFields):
     """The options that choose words; what is not known is about memory and threads, which are not
-    a request's to set."""
+    a request's to set.
+    """
 
     num_predict: int | None = Field(None, ge=-2, le=MAX_INTEGER)
     repetition_penalty: float | None = Field(None, ge=0.01, le=100, alias="repeat_penalty")
@@ -136,7 +137,8 @@ class OllamaGenerateBody(OllamaBody):
 @dataclass(slots=True)
 class _MessageReader:
     """Reads messages. Calls have no ids in this API: they get one by their place, and a tool's
-    outputs answer the calls before them in order."""
+    outputs answer the calls before them in order.
+    """
 
     num_calls: int = 0
     unanswered: list[ToolCall] = field(default_factory=list)

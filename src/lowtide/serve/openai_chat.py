@@ -76,7 +76,8 @@ class ResponseFormat(BaseModel):
 
 class StructuredOutputs(BaseModel):
     """The same as vLLM's clients ask for it, one of them. regex: as Rust writes it; grammar: in
-    Lark."""
+    Lark.
+    """
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -138,7 +139,8 @@ class ChatBody(SamplingFields):
 
     def _check_end(self, conversation: Conversation) -> None:
         """Raises Refusal where vLLM's fields say otherwise than the conversation ends: an answer
-        that is begun is continued, and any other follows a generation prompt."""
+        that is begun is continued, and any other follows a generation prompt.
+        """
         is_begun = conversation.is_begun
         for name, wanted in (
             ("continue_final_message", is_begun),

@@ -77,7 +77,8 @@ class CompletionBody(SamplingFields):
 class Placed:
     """A token whose probability is told. place: where it begins in the text; is_first: of the
     tokens of a prompt or an answer, whose first space decoders drop; logprobs: None of a prompt's
-    first token, which has no probability."""
+    first token, which has no probability.
+    """
 
     token_id: int
     place: int
@@ -88,7 +89,8 @@ class Placed:
 @dataclass(frozen=True)
 class Echo:
     """A prompt that is sent before its answers. tokens: empty where no probabilities are asked
-    for."""
+    for.
+    """
 
     text: str
     tokens: Sequence[Placed]
@@ -96,7 +98,8 @@ class Echo:
 
 class Places:
     """Owns where an answer's next token begins. start: characters before the answer; behind: the
-    end of its prompt."""
+    end of its prompt.
+    """
 
     def __init__(
         self, tokenizer: Tokenizer | None, start: int = 0, behind: Sequence[int] = ()

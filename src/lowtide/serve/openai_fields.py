@@ -44,7 +44,8 @@ _NEUTRAL: Mapping[str, object] = {
 
 class StreamOptions(BaseModel):
     """What a stream carries besides the answer. include_drafts: a diffusion model's blocks while
-    they are filled."""
+    they are filled.
+    """
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -71,7 +72,8 @@ class DrawFields(BaseModel):
 
     def drawn(self, max_tokens: int | None, **more: Any) -> SamplingParams:
         """What is asked of each answer; more: further parameters. Raises UsageError for what is
-        out of range."""
+        out of range.
+        """
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
         return SamplingParams(
             max_tokens=max_tokens,

@@ -191,7 +191,8 @@ def conversation_of(messages: list[ChatMessage], tools: list[ToolField]) -> Conv
 
 def chosen_tools(choice: ToolChoice, conversation: Conversation) -> tuple[Conversation, str]:
     """The conversation with the tools that may be called, and the choice among them as `Ask` has
-    it. Raises Refusal for one that is not declared."""
+    it. Raises Refusal for one that is not declared.
+    """
     names = {tool.name for tool in conversation.tools}
     if isinstance(choice, str):
         return conversation, checked_choice(choice, False, names)

@@ -37,7 +37,8 @@ class _NotQuotable(Exception):
 
 def quoted_lark(grammar: str) -> str | None:
     """The grammar of the inside of a JSON string whose text is of `grammar`; None where that is
-    not certain."""
+    not certain.
+    """
     try:
         rules = _PART.sub(_rewritten, grammar)
     except (_NotQuotable, ValueError):

@@ -1,5 +1,6 @@
 """`/v1/responses`: OpenAI's newer API, which Codex speaks. Stateless: nothing is stored between
-requests, and the whole conversation comes with each."""
+requests, and the whole conversation comes with each.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +64,8 @@ def router_of(service: Service) -> APIRouter:
 
 def _read(service: Service, body: ResponsesBody) -> tuple[Ask, ResponseEvents, dict[str, str]]:
     """What is asked, how it is answered, and what the answer's headers disclose. Raises Refusal or
-    UsageError for what cannot be answered."""
+    UsageError for what cannot be answered.
+    """
     _check_stateless(body)
     tools = ToolSet()
     tools.add(body.tools, "tools")

@@ -102,7 +102,8 @@ async def _parts(
 
 async def _written(value: JsonObject) -> str:
     """Its JSON, ASCII alone. A response repeats what was asked, which may be as long as any body:
-    then a thread writes it."""
+    then a thread writes it.
+    """
     if has_few_values(value):
         return json.dumps(value)
     return await asyncio.to_thread(write_json, value)

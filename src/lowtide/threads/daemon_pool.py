@@ -26,7 +26,8 @@ class DaemonPool:
 
     def submit(self, work: Callable[[], int]) -> Future[int]:
         """Has a thread do it, in the order of submission. Raises StorageError once it is closed,
-        or where the system has no thread to give."""
+        or where the system has no thread to give.
+        """
         answer: Future[int] = Future()
         with self._gate:
             if self._is_closed:
@@ -46,7 +47,8 @@ class DaemonPool:
 
     def close(self, limit_s: float) -> bool:
         """Gives up what has not begun and ends the threads; False: some work has not ended within
-        `limit_s`, and uses what it uses yet."""
+        `limit_s`, and uses what it uses yet.
+        """
         end_s = monotonic() + limit_s
         with self._gate:
             self._is_closed = True

@@ -21,5 +21,6 @@ class Event(Protocol):
 
     def wait(self, limit_s: float = WAIT_LIMIT_S) -> None:
         """Waits on the calling thread. Raises DeviceError after `limit_s`, or when the work
-        before it failed."""
+        before it failed.
+        """
         ...

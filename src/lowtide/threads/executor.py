@@ -84,7 +84,8 @@ class HostExecutor:
     @classmethod
     def beside_emulated(cls, num_experts_per_token: int) -> HostExecutor:
         """One thread, as an emulated device has, and each expert's products on as many cores as
-        without that device: so they have the same bits."""
+        without that device: so they have the same bits.
+        """
         return cls(num_experts_per_token, 1, _Division.of(num_experts_per_token).cores_per_expert)
 
     def submit(self, work: Work) -> Future[None]:
@@ -93,7 +94,8 @@ class HostExecutor:
 
     def run(self, works: Sequence[Work]) -> None:
         """Runs all of `works`, pieces of a layer that share nothing, and waits for them; one of
-        them on the calling thread."""
+        them on the calling thread.
+        """
         futures = [self._pool.submit(_compute, work, CORES_PER_PIECE) for work in works[1:]]
         try:
             works[0]()

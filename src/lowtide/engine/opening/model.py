@@ -137,7 +137,8 @@ class OpenModel:
     @property
     def fingerprint(self) -> str:
         """Identifies the model by its dense weights, with a few hundred short reads. Raises
-        StorageError, and UsageError for a folder without weights."""
+        StorageError, and UsageError for a folder without weights.
+        """
         if self.checkpoint is None:
             raise UsageError(f"{self.folder} has no weights that could be told from others.")
         return fingerprint(self.checkpoint, self.weight_map.dense)
@@ -155,7 +156,8 @@ class OpenModel:
 
     def cost_key(self, machine: Machine, products: str, folder: Path | None = None) -> CostKey:
         """Under which its experts' costs are stored. products: the host's kernels, by name; folder:
-        what experts are read from, if reads are a part of what they cost."""
+        what experts are read from, if reads are a part of what they cost.
+        """
         shape, layout, device = self.config.moe_shape, self.slot_layout, ""
         if self.device != "cpu":
             device = f"{self.device}, {self.options.kernels} kernels"
@@ -213,7 +215,8 @@ class OpenModel:
     @property
     def kernels(self) -> Kernels:
         """The host's kernels. The first use in a process loads or compiles the parts that the
-        weights' formats need."""
+        weights' formats need.
+        """
         return self.kernels_on(HOST)
 
     def kernels_on(self, device: torch.device) -> Kernels:
@@ -240,7 +243,8 @@ class OpenModel:
     @property
     def keeps_keys(self) -> bool:
         """Whether keys and values outlast a pass: in exact mode nothing of a bidirectional one is
-        kept, and layers take turns in the workspace."""
+        kept, and layers take turns in the workspace.
+        """
         return not self.config.is_bidirectional or self.cache_mode is not CacheMode.EXACT
 
     @property
@@ -355,6 +359,7 @@ def _opened(
 
 def _context(config: ModelConfig, options: EngineConfig) -> int:
     """May be more than the model's positions: it is shared by all running sequences. Whole
-    blocks where a model writes by blocks."""
+    blocks where a model writes by blocks.
+    """
     context = options.context or min(config.max_positions, DEFAULT_CONTEXT)
     return context if config.is_bidirectional else align_up(context, config.block_length)

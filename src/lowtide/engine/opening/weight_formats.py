@@ -35,7 +35,8 @@ _OF_HEAD = {"q4": "q8"}  # others: as the rest
 
 class FormatWishes(NamedTuple):
     """By part: `own`, a format that weights are made into, or a compute dtype, into which whatever
-    is stored in another way is unpacked."""
+    is stored in another way is unpacked.
+    """
 
     experts: str
     dense: str
@@ -59,7 +60,8 @@ class FormatWishes(NamedTuple):
 
     def check(self, dtype: str, device: str) -> None:
         """Raises UnsupportedError for what cannot be: another plain type than `dtype`, that of
-        computing, or dense weights in a quantised one on a GPU."""
+        computing, or dense weights in a quantised one on a GPU.
+        """
         for option, asked in (("expert_dtype", self.experts), ("dense_dtype", self.dense)):
             if asked in SAFETENSORS_NAME and asked != dtype:
                 raise UnsupportedError(
@@ -78,7 +80,8 @@ def expert_formats(
     asked: FormatWishes, weight_map: WeightMap, has_gpu: bool
 ) -> list[tuple[MatrixFormat | None, ...]]:
     """By layer, of an expert's parts; see `SlotLayout.of`. Raises UnsupportedError for stored
-    weights that are not made into what was asked for."""
+    weights that are not made into what was asked for.
+    """
     table = weight_map.experts
     if asked.experts == OWN_FORMAT:
         return table.kept(has_gpu)
@@ -98,7 +101,8 @@ def dense_formats(
     asked: FormatWishes, schema: ModelSchema, weight_map: WeightMap, has_gpu: bool
 ) -> dict[str, MatrixFormat]:
     """The formats, by name, of dense weights that are kept in another format than their type's.
-    Raises UnsupportedError as `expert_formats` does."""
+    Raises UnsupportedError as `expert_formats` does.
+    """
     kept = {}
     ends = {f"{name}.weight" for name in (schema.names.embedding, schema.names.head)}
     for spec in schema.dense:
@@ -122,7 +126,8 @@ def dense_formats(
 
 def rounds(asked: FormatWishes, dense: Mapping[str, MatrixFormat], weight_map: WeightMap) -> bool:
     """Whether weights are rounded as they are read, to the formats asked for and `dense`, the
-    answer of `dense_formats`."""
+    answer of `dense_formats`.
+    """
     is_changed = any(weight_map.dense[name].dtype != each.name for name, each in dense.items())
     if asked.dense in QUANTISED and is_changed:
         return True
@@ -192,7 +197,8 @@ def describe_activations(asked: str, parts: WeightFormats, rounded: frozenset[st
 
 def check_rounded_rows(formats: WeightFormats, device: str) -> None:
     """Raises UnsupportedError where rows cannot be rounded to int8: on a GPU, and where no weights
-    are in a format that is multiplied with so."""
+    are in a format that is multiplied with so.
+    """
     if device == "cuda":
         raise UnsupportedError(
             "activations 'int8' has no kernels on a GPU; choose --device cpu, or leave it out."

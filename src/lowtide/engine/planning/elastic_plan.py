@@ -60,7 +60,8 @@ class Division(NamedTuple):
 
 def elastic_tokens(opened: OpenModel, plan: MemoryPlan) -> int:
     """`MemoryPlan.elastic_tokens`; 0 where nothing is shared: `elastic` is not asked for, or all
-    experts have slots for good."""
+    experts have slots for good.
+    """
     if not opened.options.elastic or plan.everything_fits:
         return 0
     kv = Division.of(opened, plan).kv

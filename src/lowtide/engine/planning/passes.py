@@ -1,5 +1,6 @@
 """How the passes of a bidirectional model fit into a plan: what operators take together at each
-share of masks, what binds, and how long a context can be."""
+share of masks, what binds, and how long a context can be.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ MAX_CONTEXT = 1 << 24
 class PlannedPass(NamedTuple):
     """A pass over a whole sequence. `chunks`: into how many each operator divides its rows, of
     those that take more than a tile together; `held`: what is alive when most of the range is, and
-    what libraries hold at most, the largest first: together what the pass needs."""
+    what libraries hold at most, the largest first: together what the pass needs.
+    """
 
     num_tokens: int  # with guidance those of both sequences
     num_masked: int
@@ -92,7 +94,8 @@ def plan_steps(
     diffusion: DiffusionParams | None = None,
 ) -> list[PlannedPass]:
     """Passes over a sequence of so many tokens, in the plan's workspace: with `MASKED_SHARES` of so
-    many masks, the rule and the guidance of `diffusion`."""
+    many masks, the rule and the guidance of `diffusion`.
+    """
     planner = planner_of(opened)
     if planner is None:  # a workspace for its own passes, which take less than a whole tile
         planner = replace(plan_long_passes(opened), short=register(opened).graph)

@@ -130,7 +130,8 @@ def _preset(opened: OpenModel, everything_fits: bool, has_device: bool) -> tuple
 
 def shortage_of(plan: MemoryPlan, options: EngineConfig) -> str:
     """Why this machine cannot hold the plan now, or nothing; a budget that was given is the
-    user's own word."""
+    user's own word.
+    """
     needed_bytes, available_bytes = plan.host.budget_bytes, available_memory_bytes()
     if options.host_memory != "auto" or needed_bytes <= available_bytes:
         return ""

@@ -92,7 +92,8 @@ class PassCosts(NamedTuple):
         """saved_s: of reads, by those that began ahead of their layer.
 
         The least with few reads, all hidden; the most with reads beside which nothing is
-        computed."""
+        computed.
+        """
         compute_s = demand.num_run * self.expert_s + demand.num_on_disk * self.rounded_s
         moved_s = max(demand.num_on_disk * self.read_s, demand.num_absent * self.absent_s)
         least_s = max(self.dense_s + compute_s, LEAST_READ_SHARE * moved_s)
@@ -163,7 +164,8 @@ def predictor_of(opened: OpenModel, plan: MemoryPlan) -> Predictor | None:
 
 def published_pass(opened: OpenModel) -> tuple[int, float, float]:
     """Rows of a pass, and the tokens that it commits at least and at most, of the longest answer
-    there is."""
+    there is.
+    """
     config, defaults = opened.config, opened.config.decoding
     if defaults is None:
         return 1, 1.0, 1.0
@@ -275,7 +277,8 @@ def _expert_bytes(opened: OpenModel) -> tuple[int, int]:
 
 def _multiplied(opened: OpenModel) -> DenseWeights:
     """The dense weights that every pass multiplies with: an embedding is one of them only where it
-    is the head too, as its rows are otherwise looked up."""
+    is the head too, as its rows are otherwise looked up.
+    """
     dense, looked_up = opened.dense, f"{model_schema(opened.config).names.embedding}.weight"
     if opened.config.tie_word_embeddings:
         return dense
@@ -303,7 +306,8 @@ def _dense_weights(opened: OpenModel) -> Iterator[_Weights]:
 
 def _expert_weights(opened: OpenModel) -> Iterator[_Weights]:
     """Those of an average expert, by format: layers and parts may differ; where experts of a layer
-    do, as the largest is."""
+    do, as the largest is.
+    """
     if opened.config.experts is None:
         return
     layers = opened.slot_layout.layers

@@ -64,7 +64,8 @@ def register(opened: OpenModel, num_rows: int | None = None, form: Form = Form.F
 
 def planner_of(opened: OpenModel) -> PassPlanner | None:
     """Plans a model's passes by what is free for them; None where none is longer than a tile, and
-    all have what the largest takes. Made once and remembered."""
+    all have what the largest takes. Made once and remembered.
+    """
     if opened.max_pass_rows <= MAX_PASS_ROWS:
         return None
     key = _wanted_of_passes(opened)
@@ -75,7 +76,8 @@ def planner_of(opened: OpenModel) -> PassPlanner | None:
 
 def plan_long_passes(opened: OpenModel, form: Form = Form.FUSED) -> PassPlanner:
     """Plans bidirectional passes, also of more than `MAX_PASS_ROWS` rows. form: as in `register`;
-    another than the engine's is for ablations."""
+    another than the engine's is for ablations.
+    """
     # Beside a device the host has room for one tile of its experts' rows.
     is_divided = opened.device != "cpu"
     return PassPlanner(
@@ -94,7 +96,8 @@ def largest_counts(opened: OpenModel) -> Counts:
 
 def _samples(opened: OpenModel) -> list[tuple[Counts, Mapping[str, int]]]:
     """Tokens, those of a block, keys; chunks. Together they tell apart all that sizes depend on,
-    tiles with remainders included; the last ones check."""
+    tiles with remainders included; the last ones check.
+    """
     # Keys that are there already, or where none are ever a second sequence beside a longer one.
     others = Counts(3072, 3072, 3600) if opened.keeps_keys else Counts(3600, 3072, 3072)
     return [

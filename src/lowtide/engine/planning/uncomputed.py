@@ -16,7 +16,8 @@ from torch.overrides import TorchFunctionMode
 
 class Uncomputed(TorchFunctionMode):
     """Meanwhile operators on the meta device whose results have a place do nothing, and those of a
-    model's passes make an empty tensor of the right shape and type. All others are torch's."""
+    model's passes make an empty tensor of the right shape and type. All others are torch's.
+    """
 
     def __torch_function__(
         self,

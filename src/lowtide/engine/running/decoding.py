@@ -17,7 +17,8 @@ from lowtide.engine.running.engine import Engine
 
 class DecoderKinds(NamedTuple):
     """What makes a decoder of each kind. keeps_keys: whether requests take over those of requests
-    before them."""
+    before them.
+    """
 
     autoregressive: Callable[..., Autoregressive] = Autoregressive
     masked_diffusion: Callable[..., MaskedDiffusion] = MaskedDiffusion

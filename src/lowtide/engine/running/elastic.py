@@ -159,7 +159,8 @@ class ElasticMemory:
 
     def give_way(self, num_bytes: int) -> None:
         """Takes memory from the slots of the coldest experts, but not the last that every step
-        needs."""
+        needs.
+        """
         slots = self._slots
         left_bytes = max(0, slots.num_bytes(slots.num_live) - num_bytes)
         num_live = max(self._num_staging, slots.num_within(left_bytes))
@@ -173,7 +174,8 @@ class ElasticMemory:
 
     def note_pass(self, num_prompt_rows: int, prompt_s: float) -> None:
         """Before `settle`: rows and seconds of passes over prompts alone, by which kept keys are
-        weighed against slots."""
+        weighed against slots.
+        """
         if (kept := self._shared.kept) is None:
             return
         experts = self._experts
@@ -200,7 +202,8 @@ class ElasticMemory:
 
     def follow_free_memory(self) -> None:
         """Between passes, and while a server is idle: gives memory back where the system runs short
-        of it, kept keys first, then the coldest experts' slots; and draws on it again later."""
+        of it, kept keys first, then the coldest experts' slots; and draws on it again later.
+        """
         if time.monotonic() < self._looked_s + _LOOK_S:
             return
         self._looked_s = time.monotonic()
@@ -275,7 +278,7 @@ class ElasticMemory:
             room.change(capacity)
 
     def _residents(self) -> BoolArray:
-        """[layers, experts]"""
+        """[layers, experts]."""
         ledger = self._tier.ledger
         return np.stack([ledger.is_resident(layer) for layer in range(ledger.num_layers)])
 

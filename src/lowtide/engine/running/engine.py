@@ -34,7 +34,8 @@ class Engine:
 
     def as_dict(self) -> dict[str, float]:
         """What it did since it was loaded, in counts, bytes and seconds; kv_cache_usage: the share
-        of the KV cache that running requests have."""
+        of the KV cache that running requests have.
+        """
         moved = {} if self.elastic is None else self.elastic.as_dict()
         usage = 1 - self.kv_cache.num_free_tokens / self.kv_cache.num_tokens
         return {**self.experts.as_dict(), **moved, "kv_cache_usage": usage}
@@ -46,7 +47,8 @@ class Engine:
 
     def rest(self) -> None:
         """With nothing to do: gives the memory of passes back, if it moves and experts have no use
-        for it."""
+        for it.
+        """
         if self.pass_plans is not None:
             self.pass_plans.rest()
 

@@ -44,7 +44,8 @@ class KeptRoom(KeptRule):
         self, num_prompt_rows: int, prompt_s: float, num_misses: int, wait_s: float
     ) -> None:
         """Told of a pass: rows and seconds of a prompt, and how many experts were absent, and for
-        how long passes waited for them, in all passes so far."""
+        how long passes waited for them, in all passes so far.
+        """
         self.num_passes += 1
         if num_prompt_rows >= PROMPT_ROWS:
             self._prompt_row.add(prompt_s, num_prompt_rows)

@@ -39,8 +39,10 @@ def open_files(opened: OpenModel, undo: ExitStack) -> StoredFiles | None:
 def stored_sequences(
     opened: OpenModel, checkpoint: Checkpoint, files: StoredFiles, kv_cache: KVCache
 ) -> StoredSequences:
-    """This model's sequences in the files, which it closes. Raises StorageError where weights
-    cannot be read."""
+    """Open the model's sequences in `files`, which are closed with them.
+
+    Raises StorageError where weights cannot be read.
+    """
     layers, arrays, heads, _, width = opened.kv_shape
     layout = KeyLayout((layers, arrays, heads, width), opened.dtype.itemsize)
     digest, name = _digest(opened, checkpoint), _name(opened.folder)

@@ -92,7 +92,8 @@ def _check_workspace(opened: OpenModel, plan: MemoryPlan) -> None:
 
 def choose_by_simulation(engine: Engine, calibration: Calibration | None) -> Engine:
     """The preset of most simulated tokens per second, on the calibration's routing and the costs
-    measured here; as it is where everything fits or nothing was calibrated."""
+    measured here; as it is where everything fits or nothing was calibrated.
+    """
     plan, experts, device = engine.plan, engine.experts, engine.experts.device
     if calibration is None or isinstance(experts, NoExperts) or plan.everything_fits:
         return engine
@@ -136,7 +137,8 @@ def _setting(
     opened: OpenModel, plan: MemoryPlan, calibration: Calibration | None, costs: Costs
 ) -> Setting:
     """What the preset's policies are made from. Raises UsageError for `tau=paper` without a
-    calibration."""
+    calibration.
+    """
     options = parse_options(opened.options.policy, opened.options.policy_options)
     if options.get("tau") is SolvedTau.PAPER:
         options["tau"] = _paper_tau(plan, calibration, costs)
@@ -181,7 +183,8 @@ def make_engine_policies(
     cores_per_expert: int,
 ) -> Policies:
     """The plan's preset at work on these tiers. Raises UsageError for `tau=paper` without a
-    calibration, StorageError when an expert cannot be read."""
+    calibration, StorageError when an expert cannot be read.
+    """
     if device is None:
         costs = _disk_costs(opened, host, plan.policy, cores_per_expert)
         setting = _setting(opened, plan, calibration, costs)
@@ -203,7 +206,8 @@ def set_early_gate(
     calibration: Calibration | None,
 ) -> None:
     """Gives a device what its prefetch policy predicts by; without a calibration the features are
-    taken as they are."""
+    taken as they are.
+    """
     if experts.device is None:
         return
     residual, gate = None, experts.policies.prefetch.gate
@@ -216,7 +220,8 @@ def set_early_gate(
 
 def _beginning(calibration: Calibration, plan: MemoryPlan) -> Trace:
     """As much of the routing as replays in a second or so, under some ten policies: a layer takes
-    about 0.1 ms under each."""
+    about 0.1 ms under each.
+    """
     return calibration.trace.beginning(max(32, 2000 // len(plan.residents_per_layer)))
 
 

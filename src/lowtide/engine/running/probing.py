@@ -59,7 +59,8 @@ def logprobs(
 ) -> Generator[None, None, list[TokenLogprobs]]:
     """Log-probabilities of every token but the first of an autoregressive model's text, after those
     before it, and of the `num_top` likeliest at its place; yields between its passes. Raises as
-    `logits`."""
+    `logits`.
+    """
     found: list[TokenLogprobs] = []
 
     def take(first: int, rows: Tensor) -> None:
@@ -91,7 +92,8 @@ def _passes(
 
 def run_experts(engine: Engine, layer: int, x: Tensor, routing: Routing, step: Step) -> Tensor:
     """What the experts of MoE layer `layer` make of rows x [rows, hidden], which have been checked:
-    float32 [rows, hidden] on the CPU."""
+    float32 [rows, hidden] on the CPU.
+    """
     device = engine.model.device
     rows = x.to(device).contiguous()
     experts, weights = (tensor.to(device).contiguous() for tensor in routing)
@@ -102,7 +104,8 @@ def run_experts(engine: Engine, layer: int, x: Tensor, routing: Routing, step: S
 
 def expert_columns(engine: Engine, layer: int, expert: int, num_columns: int) -> Tensor:
     """Evenly spread columns of an expert's gate, up and down matrices, one after the other, as
-    they are multiplied with: float32 on the CPU. Read again into memory of its own. 1-D"""
+    they are multiplied with: float32 on the CPU. Read again into memory of its own. 1-D.
+    """
     opened = engine.opened
     layout = opened.slot_layout
     slots = ExpertSlots(Arena(layout.num_bytes), layout)
@@ -133,7 +136,8 @@ def checked_rows(
     config: ModelConfig, dtype: torch.dtype, layer: int, x: Tensor, routing: Routing, step: Step
 ) -> tuple[Tensor, Routing]:
     """Copies of rows and routing that a MoE layer of `config` can be given, whatever becomes of
-    the originals. Raises UsageError for others."""
+    the originals. Raises UsageError for others.
+    """
     config.check_experts("run_experts")
     shape = config.moe_shape
     _check_layer(layer, shape.num_layers)

@@ -300,7 +300,8 @@ Mailbox = SimpleQueue[Callable[[Worker], None]]
 
 class Speed:
     """Committed answer tokens, and the passes they took, with their rows and seconds. Other passes,
-    such as those of `logits`, do not count."""
+    such as those of `logits`, do not count.
+    """
 
     def __init__(self) -> None:
         self._num_tokens = 0

@@ -90,7 +90,7 @@ class _Queries:
     norm: Tensor | None = None
 
     def forward(self, x: Tensor, out: Tensor) -> None:
-        """x [rows, hidden]; out [rows, query_size]."""
+        """X [rows, hidden]; out [rows, query_size]."""
         if self.down is None or self.norm is None:
             self.up.forward(x, out)
             return

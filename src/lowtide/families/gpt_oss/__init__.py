@@ -153,7 +153,8 @@ def _unpacked(config: ModelConfig) -> ExpertStorage:
 
 def _apart(config: ModelConfig) -> tuple[ExpertStorage, ExpertStorage]:
     """As GGUF files have them: every part of a slot in a tensor of its own, or gate's rows and then
-    up's in one."""
+    up's in one.
+    """
     hidden, width = config.hidden_size, config.moe.expert_size
     shapes = {
         "gate_proj": (width, hidden),

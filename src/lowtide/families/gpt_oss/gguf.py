@@ -34,7 +34,8 @@ def _config(keys: GgufKeys) -> Config:
 
 def _layer_types(keys: GgufKeys) -> Config:
     """Which layers have the window, where the file says it: of so many neighbours all but the last
-    have it, or each for itself."""
+    have it, or each for itself.
+    """
     keys.only("rope.freq_base_swa", keys.get("rope.freq_base"))
     pattern = keys.get(_PATTERN)
     if pattern is None:

@@ -87,7 +87,8 @@ def _with_offsets(block: NDArray[np.void], numbers: Bits) -> BlockGroups:
 
 def _layers_of_bits(q: Bits, length: int, num_bits: int) -> Bits:
     """[blocks, n] to [blocks, n / length, 8 / num_bits, length]: of every `length` bytes their
-    lowest bits first."""
+    lowest bits first.
+    """
     shifts = np.arange(0, 8, num_bits, dtype=np.uint8)[:, None]
     return q.reshape(len(q), -1, 1, length) >> shifts & np.uint8((1 << num_bits) - 1)
 

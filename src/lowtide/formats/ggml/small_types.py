@@ -33,7 +33,7 @@ class BlockGroups(NamedTuple):
     offsets: Weights | None = None
 
     def weights(self) -> Weights:
-        """[blocks, groups, weights of a group]"""
+        """[blocks, groups, weights of a group]."""
         weights = self.scales[:, :, None] * self.numbers.astype(np.float32)
         if self.offsets is not None:
             weights -= self.offsets[:, :, None]

@@ -17,7 +17,8 @@ _FUNCTIONS = {"balance": (None, *6 * (_P,), _LONG, *2 * (_DOUBLE,), *2 * (_P,))}
 
 class CompiledBalance:
     """Assigns as `Balance` does, to the last bit of every sum. Each engine has its own: it keeps
-    what else a call answered."""
+    what else a call answered.
+    """
 
     def __init__(self, library: ctypes.CDLL) -> None:
         """library: the kernels, loaded."""

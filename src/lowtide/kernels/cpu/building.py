@@ -135,7 +135,8 @@ class _Build:
 
     def _compile(self, files: Sequence[_File], scratch: Path) -> None:
         """As many at once as there are cores, those that take longest first. A file that another
-        process is at is waited for."""
+        process is at is waited for.
+        """
         watch = _Watch(files, self._report)
         waiting = sorted(files, key=lambda file: -file.expected_s)
         running: dict[_File, tuple[Running, _Lock]] = {}
@@ -292,13 +293,14 @@ def _check_parent(parent: Path, folder: Path) -> None:
 
 
 def _is_private(facts: os.stat_result) -> bool:
-    """This user's, and not for others to write."""
+    """Return True if the file is the user's own and nobody else may write it."""
     return facts.st_uid == os.getuid() and not facts.st_mode & 0o022
 
 
 def _whole_image(path: Path) -> bytes | None:
     """What was kept there; None unless it is this user's file and ends with the digest of what is
-    before."""
+    before.
+    """
     try:
         facts = path.lstat()
         if not stat.S_ISREG(facts.st_mode) or not _is_private(facts):

@@ -102,7 +102,8 @@ class FewRows:
 
     def matrix_call(self, weight: Tensor) -> MatrixCall | None:
         """What multiplies with `weight` [out, in]; None where it has not its rows one after the
-        other in host memory, in bfloat16."""
+        other in host memory, in bfloat16.
+        """
         is_taken = weight.dtype is torch.bfloat16 and weight.is_cpu and weight.is_contiguous()
         return MatrixCall(self.calls, _NO_TYPE, weight.data_ptr()) if is_taken else None
 
@@ -154,7 +155,8 @@ class FewRows:
         self, x: Tensor, weight: Tensor, eps: float, out: Tensor, num_threads: int = 1
     ) -> None:
         """See `Kernels.rms_norm`, of any number of rows. x, out [rows, length] or [rows, heads,
-        length], heads adjacent; weight [length] bfloat16."""
+        length], heads adjacent; weight [length] bfloat16.
+        """
         length = weight.shape[0]
         self._functions["rms_norm"](
             self.number,
@@ -172,7 +174,8 @@ class FewRows:
 
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor, num_threads: int = 1) -> None:
         """See `Kernels.rotate`, whose bits these are, of any number of rows. Heads are adjacent,
-        cos and sin bfloat16 or float32 and contiguous."""
+        cos and sin bfloat16 or float32 and contiguous.
+        """
         is_wide = cos.dtype is torch.float32
         self._functions["rotate_in_float32" if is_wide else "rotate"](
             self.number,

@@ -123,7 +123,8 @@ class _Turn(ctypes.Structure):
 
 class CompiledPass:
     """One pass after the other over the same rows' memory, and the scratch of its layers; keeps all
-    of it alive."""
+    of it alive.
+    """
 
     def __init__(self, variant: int, facts: PassFacts, scratch: Scratch, num_threads: int) -> None:
         self._scratch = scratch
@@ -167,7 +168,8 @@ class CompiledLayer:
         matrix_call: Callable[[Matrix], MatrixCall | None],
     ) -> CompiledLayer | None:
         """The one rule for which layers run in one call: something compiled multiplies with each
-        of their matrices, which `matrix_call` knows, and `takes_layer` the rest."""
+        of their matrices, which `matrix_call` knows, and `takes_layer` the rest.
+        """
         found = [matrix_call(product.weight) for product in parts.products]
         calls = [each for each in found if each is not None]
         is_taken = len(calls) == len(found) and takes_layer(parts)
@@ -181,7 +183,8 @@ class CompiledLayer:
         self, bound: CompiledPass, attends: bool, experts: Tensor, weights: Tensor
     ) -> None:
         """Up to the router's choice: experts [rows, k] int64, ascending, and float32 weights. What
-        the experts are to be given is in `Scratch.mlp_input`."""
+        the experts are to be given is in `Scratch.mlp_input`.
+        """
         self.functions["run_to_router"](
             self._address, bound.address, attends, experts.data_ptr(), weights.data_ptr()
         )
@@ -212,7 +215,8 @@ class CompiledLayers:
 
     def run(self, attends: bool, residents: Residents | None) -> None:
         """All of each layer, whichever of its experts are resident. residents: None where none
-        has experts. Raises what `Residents.serve` does."""
+        has experts. Raises what `Residents.serve` does.
+        """
         address = None if residents is None else residents.address
         try:
             while status := self._run_layers(*self._call, attends, address):
@@ -246,7 +250,8 @@ def _functions(library: ctypes.CDLL) -> dict[str, ctypes._NamedFuncPointer]:
 def takes_layer(parts: LayerParts) -> bool:
     """Whether all that a layer normalises, chooses and weighs with is bfloat16 in host memory as
     it is, but for a router, which may be float32, and heads are as short as attention takes
-    them."""
+    them.
+    """
     router, attention = parts.router, parts.attention
     own = [] if router is None else [router.weight, *([] if router.bias is None else [router.bias])]
     is_short = attention is None or attention.keys.shape[2] <= MAX_HEAD_DIM

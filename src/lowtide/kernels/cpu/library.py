@@ -115,7 +115,8 @@ Places = Sequence[tuple[str, int, int]]
 
 def check_layouts(library: ctypes.CDLL, structs: Mapping[str, type[ctypes.Structure]]) -> None:
     """Raises InternalError where a struct that the library is handed is another there: of other
-    fields, or these at other places."""
+    fields, or these at other places.
+    """
     for name, struct in structs.items():
         own = [
             (field, getattr(struct, field).offset, getattr(struct, field).size)

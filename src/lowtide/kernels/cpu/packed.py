@@ -60,7 +60,8 @@ class PackedOperators:
         self, library: ctypes.CDLL, variant: int | None = None, rounds_rows: bool = False
     ) -> None:
         """variant: of `VARIANTS`, or where rows are rounded to int8 of `INT8_VARIANTS`; by default
-        the best of this processor."""
+        the best of this processor.
+        """
         self.rounds_rows, self._library = rounds_rows, library
         self._kind = ROUNDED if rounds_rows else PACKED
         best = library.lowtide_best_int8() if rounds_rows else num_variants(library) - 1
@@ -98,7 +99,8 @@ class PackedOperators:
 
     def matrix_call(self, matrix: StoredMatrix) -> MatrixCall | None:
         """What multiplies with it; None where nothing compiled does, or only with the whole matrix
-        whose rows these are: its sections lie apart."""
+        whose rows these are: its sections lie apart.
+        """
         place = self._place_of(matrix)
         if place is None or (self.rounds_rows and place.type >= SECTIONS):
             return None
@@ -109,7 +111,8 @@ class PackedOperators:
 
     def experts(self, types: Sequence[int]) -> CompiledExperts | None:
         """The compiled experts of slots whose gate, up and down are of these types; None where
-        there are none."""
+        there are none.
+        """
         if self.rounds_rows and max(types) >= SECTIONS:
             return None
         are_own = {each in self._own_types for each in types}
@@ -122,7 +125,8 @@ class PackedOperators:
 
     def unpack(self, matrix: StoredMatrix, out: Tensor) -> None:
         """See `StoredMatrix.unpack`, for a contiguous bfloat16 out [out, in] and a matrix that it
-        `has`. The same bits in every variant."""
+        `has`. The same bits in every variant.
+        """
         place = self._place_of(matrix)
         assert place is not None, f"{type(matrix).__name__} is in no packed format"
         numbers: Tensor | None = None
@@ -174,7 +178,8 @@ class PackedOperators:
 @functools.cache
 def block_numbers(library: ctypes.CDLL) -> Mapping[str, int]:
     """The types of blocks that a library has, by their formats' names; raises InternalError where
-    a format has other blocks here."""
+    a format has other blocks here.
+    """
     formats = {each.name: each for each in (*ggml.FORMATS, *quantised.FORMATS)}
     found = places_of(library, "BlockType")
     known = [formats[name] for name, *_ in found if name in formats]

@@ -67,7 +67,8 @@ class Readiness:
 
     def wait(self, slot: int, limit_s: float) -> int | None:
         """What became of a slot's filling, 0 if all is well; None: it has not ended within
-        `limit_s`."""
+        `limit_s`.
+        """
         state: int = self._functions["wait_for_slot"](self.address, slot, limit_s)
         return None if state == _PENDING else state
 
@@ -121,7 +122,8 @@ class CompiledReader:
     ) -> None:
         """slots: the memory of all slots. buffers: what direct reads go through; None where reads
         are not direct. num_at_once: of those, under way at a time, by default `NUM_DIRECT`. Raises
-        StorageError where the system has no thread to give."""
+        StorageError where the system has no thread to give.
+        """
         self._functions = _bound(library)
         self._is_closing = False
         self.is_direct = buffers is not None
@@ -146,7 +148,8 @@ class CompiledReader:
 
     def read(self, expert: int, slot: int, limit_s: float) -> int:
         """Fills a slot; the bytes read. Raises StorageError where they cannot be read, or not
-        within `limit_s`: the slot may be written to as long as `is_filling`."""
+        within `limit_s`: the slot may be written to as long as `is_filling`.
+        """
         self._functions["start_read"](self.address, expert, slot)
         state, end_s = None, monotonic() + limit_s
         while state is None and not self._is_closing and monotonic() < end_s:
@@ -158,7 +161,8 @@ class CompiledReader:
 
     def when_over(self, slot: int) -> Future[int]:
         """Answered once no read into the slot is under way; never, where the reader is closed
-        before."""
+        before.
+        """
         over: Future[int] = Future()
 
         def watch() -> None:
@@ -202,7 +206,8 @@ class CompiledReader:
 
     def close(self, limit_s: float) -> bool:
         """Ends its threads. False where a read has not ended: memory and files that it uses must
-        stay, and do as far as they are this reader's."""
+        stay, and do as far as they are this reader's.
+        """
         self._is_closing = True
         has_ended = bool(self._functions["close_reader"](self.address, limit_s))
         if not has_ended:
@@ -217,7 +222,8 @@ def _bound(library: ctypes.CDLL) -> dict[str, ctypes._NamedFuncPointer]:
 
 def _division(buffers: NDArray[np.uint8] | None, num_direct: int) -> tuple[int, int]:
     """Bytes of a piece and threads, each with a buffer. Without buffers reading is a copy: as many
-    threads as a machine that computes beside them can spare."""
+    threads as a machine that computes beside them can spare.
+    """
     if buffers is None:
         return PIECE_BYTES, NUM_BUFFERED
     num_threads = min(num_direct, len(buffers) // (3 * SECTOR_BYTES))

@@ -1,5 +1,6 @@
 """Who is resident, as compiled passes are told it, and a layer's experts of which some are not: the
-struct and the class of residency.hpp."""
+struct and the class of residency.hpp.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +64,8 @@ class LayerExperts:
     ) -> Iterator[Status]:
         """Computes their sum; gives what is to be done before it goes on. residents: the address of
         a `ResidencyStruct`. experts [tokens, k] int64, ascending for each token; weights
-        [tokens, k] float32."""
+        [tokens, k] float32.
+        """
         routing = experts.data_ptr(), weights.data_ptr()
         self._begin(self._run, residents, layer, ctypes.addressof(call), *routing)
         while status := self._advance(self._run):

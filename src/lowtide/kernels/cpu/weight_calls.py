@@ -75,7 +75,8 @@ class MatrixCall(NamedTuple):
 
     def multiply(self, x: Tensor, bias: Tensor | None, out: Tensor, num_threads: int = 1) -> None:
         """`out = x @ matrix.t() + bias` for rows x [n, in] that `calls` take and out [n, out],
-        bfloat16, the elements of a row adjacent; rounds once, after the bias."""
+        bfloat16, the elements of a row adjacent; rounds once, after the bias.
+        """
         num_rows, num_k = x.shape
         self.calls.multiply(
             self.calls.variant,
@@ -95,7 +96,8 @@ class MatrixCall(NamedTuple):
 
 class CompiledExperts:
     """Several experts of few rows each in one call, over slots whose matrices are of
-    types of one kind."""
+    types of one kind.
+    """
 
     def __init__(
         self, calls: WeightCalls, types: Sequence[int], max_rows: int | None = None
