@@ -114,6 +114,38 @@ def test_processes_that_ask_for_numbers_share_no_core() -> None:
         assert again.stdout.split() == seen[-1]
 
 
+@needs_two
+def test_a_plan_looks_at_cores_that_another_process_has() -> None:
+    hold = (
+        "import os, sys; from lowtide.threads.cores import keep_to;"
+        "keep_to(len(os.sched_getaffinity(0))); print(flush=True); sys.stdin.read()"
+    )
+    plan = """
+import os
+from lowtide.errors import UsageError
+from lowtide.llm import plan_model
+from lowtide.threads.cores import keep_to
+usable = os.sched_getaffinity(0)
+for cores in (1, [max(usable)], len(usable)):
+    plan_model("demo:autoregressive", device="cpu", cores=cores)
+    print(len(os.sched_getaffinity(0)))
+try:
+    keep_to(1)
+except UsageError as error:
+    print("taken by other processes" in str(error))
+"""
+    num_cores = len(os.sched_getaffinity(0))
+    pipe = subprocess.PIPE
+    with subprocess.Popen(
+        [sys.executable, "-c", hold], stdin=pipe, stdout=pipe, text=True
+    ) as holder:
+        assert holder.stdout is not None
+        holder.stdout.readline()
+        told = python("-c", plan).stdout
+        holder.kill()
+    assert told.split() == ["1", "1", str(num_cores), "True"]
+
+
 def test_a_process_keeps_to_its_first_choice() -> None:
     told = python(
         "-c",

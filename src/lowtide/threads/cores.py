@@ -36,6 +36,7 @@ _NUMBER = re.compile(r"[0-9]{1,9}")
 _RANGE = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?")
 
 _kept: tuple[Cores, list[socket.socket]] | None = None  # of the process, for its life
+_usable: frozenset[int] | None = None  # before `look_at` kept threads to some of them
 
 
 def parse_cores(given: object) -> Cores:
@@ -65,23 +66,62 @@ def keep_to(cores: Cores) -> None:
     process keeps to others already.
     """
     global _kept
-    if _kept is not None:
-        if _kept[0] != cores:
-            raise UsageError(
-                f"cores {_shown(cores)}: this process keeps to {_shown(_kept[0])} since its first "
-                "model, for its life; open the model in a process of its own."
-            )
+    if _is_kept(cores):
         return
-    usable = os.sched_getaffinity(0)
+    usable = _usable or os.sched_getaffinity(0)
     if isinstance(cores, int):
         taken, claims = _claimed(cores, usable)
-    elif cores <= usable:
+    else:
+        _check_usable(cores, usable)
         taken = cores
         claims = [claim for cpu in cores if (claim := _claim(cpu)) is not None]
+    _move_threads(cores, taken)
+    _kept = cores, claims
+
+
+def look_at(cores: Cores) -> None:
+    """Have this process count on these cores, as a plan does, whoever else has claimed them.
+
+    Nothing is claimed: `look_at` and `keep_to` may ask for others afterwards. Raises UsageError
+    where the process may not use so many, or keeps to others already.
+    """
+    global _usable
+    if _is_kept(cores):
+        return
+    usable = _usable or frozenset(os.sched_getaffinity(0))
+    if isinstance(cores, int):
+        cpus = _whole_cores_first(usable)
+        if len(cpus) < cores:
+            raise UsageError(f"cores {cores}: this process may use {len(cpus)} only.")
+        chosen = frozenset(cpus[:cores])
     else:
+        _check_usable(cores, usable)
+        chosen = cores
+    _move_threads(cores, chosen)
+    _usable = usable
+
+
+def _is_kept(cores: Cores) -> bool:
+    """Return True where the process keeps to just these; raises UsageError where to others."""
+    if _kept is None:
+        return False
+    if _kept[0] != cores:
+        raise UsageError(
+            f"cores {_shown(cores)}: this process keeps to {_shown(_kept[0])} since its first "
+            "model, for its life; open the model in a process of its own."
+        )
+    return True
+
+
+def _check_usable(cores: frozenset[int], usable: Iterable[int]) -> None:
+    if not cores <= set(usable):
         raise UsageError(
             f"cores {_shown(cores)}: this process may use {_shown(frozenset(usable))} only."
         )
+
+
+def _move_threads(cores: Cores, taken: frozenset[int]) -> None:
+    """Have all threads of this process, and those to come, run on the CPUs in `taken`."""
     try:
         for task in _TASKS.iterdir():
             with suppress(ProcessLookupError):  # a thread that has ended meanwhile
@@ -91,7 +131,6 @@ def keep_to(cores: Cores) -> None:
             f"cores {_shown(cores)}: the system keeps no threads to cores here "
             f"({error.strerror}); leave cores out."
         ) from error
-    _kept = cores, claims
 
 
 def by_core(usable: Iterable[int], folder: Path = CPU_FOLDER) -> list[frozenset[int]]:
@@ -118,7 +157,7 @@ def siblings_of(text: str) -> frozenset[int]:
 
 def _claimed(num_cores: int, usable: Iterable[int]) -> tuple[frozenset[int], list[socket.socket]]:
     """Claim so many CPUs that no other process has claimed, whole cores first."""
-    cpus = [cpu for core in by_core(usable) for cpu in sorted(core)]
+    cpus = _whole_cores_first(usable)
     taken, claims = list[int](), list[socket.socket]()
     for cpu in cpus:
         if len(taken) < num_cores and (claim := _claim(cpu)) is not None:
@@ -133,6 +172,10 @@ def _claimed(num_cores: int, usable: Iterable[int]) -> tuple[frozenset[int], lis
             "end one of those processes."
         )
     return frozenset(taken), claims
+
+
+def _whole_cores_first(usable: Iterable[int]) -> list[int]:
+    return [cpu for core in by_core(usable) for cpu in sorted(core)]
 
 
 def _claim(cpu: int) -> socket.socket | None:

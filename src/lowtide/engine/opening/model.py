@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -48,7 +49,7 @@ from lowtide.reading.by_expert import with_copy
 from lowtide.reading.dense_weights import DenseWeights
 from lowtide.reading.fingerprint import fingerprint
 from lowtide.schemas import WeightMap, assume, bind, model_schema, stored_matrices
-from lowtide.threads.cores import keep_to
+from lowtide.threads.cores import Cores, keep_to, look_at
 from lowtide.threads.executor import set_cores_per_product
 
 DEFAULT_CONTEXT = 4096
@@ -264,7 +265,7 @@ class OpenModel:
 
 def open_model(reference: str | Path, options: EngineConfig) -> OpenModel:
     """Finds a model, fetched if need be, and checks all that can be without reading a weight."""
-    _keep_to_cores(options)
+    _use_cores(options, keep_to)
     check_is_named(options.format)  # before anything is fetched
     path = resolve_model(
         str(as_reference(reference)),
@@ -276,8 +277,10 @@ def open_model(reference: str | Path, options: EngineConfig) -> OpenModel:
 
 
 def open_for_plan(reference: str | Path | HubModel, options: EngineConfig) -> OpenModel:
-    """As `open_model`; of a model that is on the hub only its config and headers are fetched."""
-    _keep_to_cores(options)
+    """As `open_model`; of a model that is on the hub only its config and headers are fetched, and
+    cores are counted on, not claimed.
+    """
+    _use_cores(options, look_at)
     check_is_named(options.format)
     found = reference
     if not isinstance(found, HubModel):
@@ -292,10 +295,10 @@ def open_for_plan(reference: str | Path | HubModel, options: EngineConfig) -> Op
     return _opened(found.path, options, config, bind(config, checkpoint))
 
 
-def _keep_to_cores(options: EngineConfig) -> None:
+def _use_cores(options: EngineConfig, take: Callable[[Cores], None]) -> None:
     """Before anything is counted or compiled: plans and costs are of these cores."""
     if options.kept_cores is not None:
-        keep_to(options.kept_cores)
+        take(options.kept_cores)
         set_cores_per_product(min(torch.get_num_threads(), len(os.sched_getaffinity(0))))
 
 
