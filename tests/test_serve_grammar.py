@@ -5,6 +5,7 @@ refused, and that a mask changes nothing else.
 from __future__ import annotations
 
 import json
+import math
 import random
 import re
 import signal
@@ -498,7 +499,7 @@ def test_no_form_is_compiled_for_who_is_gone() -> None:
     grammars, is_gone = new_grammars(QWEN.tokenizer), threading.Event()
     asked = (request_of(QWEN.tokenizer), Constraint.json_object())
     turns = grammars._compiler._turns[grammar_compiler.QUICK]
-    with turns.taken(threading.Event()), ThreadPoolExecutor(1) as pool:
+    with turns.taken(math.inf, threading.Event()), ThreadPoolExecutor(1) as pool:
         waits = pool.submit(grammars.applied, *asked, is_gone=is_gone)
         assert not waits.done()
         is_gone.set()

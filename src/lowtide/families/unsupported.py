@@ -36,6 +36,10 @@ _OLMOE = ("allenai/OLMoE-1B-7B-0924-Instruct",)
 _ANY = (*_QWEN, "openai/gpt-oss-20b", *_MISTRAL)
 
 
+SOME_THAT_RUN = f"Models that do run: {', '.join(_ANY)}."
+"""For the end of an error message."""
+
+
 class Unsupported(NamedTuple):
     """A series of models, why it does not run, and hub ids of some that do."""
 

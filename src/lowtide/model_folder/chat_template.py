@@ -167,19 +167,21 @@ class _Conversation:
         """Whether each turn of system and users is in the prompt: seen by marks in place of what is
         said, as the same words may stand elsewhere.
         """
-        marks = [secrets.token_hex(8) for _ in messages]
+        common = secrets.token_hex(8)
+        marks = [f"{common}{place:08x}" for place in range(len(messages))]
         marked = [in_short(*each) for each in zip(messages, marks, strict=True)]
         tools = self.options.get("tools")
         few = {"tools": tools[:1]} if isinstance(tools, list) else {}
-        shown = _Conversation(self.template, {**self.options, **few})
+        conversation = _Conversation(self.template, {**self.options, **few})
         try:
-            text = shown._rendered(marked, is_begun=messages[-1]["role"] == "assistant")
+            text = conversation._rendered(marked, is_begun=messages[-1]["role"] == "assistant")
         except _Refusal:
             return True  # it was taken in full
+        shown = set(re.findall(f"{common}[0-9a-f]{{8}}", text))  # one search, however many turns
         left_out = [
             place
             for place, (message, mark) in enumerate(zip(messages, marks, strict=True))
-            if message["role"] in _SAID and message["content"].strip() and mark not in text
+            if message["role"] in _SAID and message["content"].strip() and mark not in shown
         ]
         # A template that has the role may leave it out at times: Mistral's, behind a tool's result.
         has_role = left_out == [0] and messages[0]["role"] == "system" and self._has_system_role()

@@ -28,6 +28,7 @@ from lowtide.families.gguf import (
     layer_of,
     own_name,
 )
+from lowtide.families.unsupported import SOME_THAT_RUN
 from lowtide.files.json_file import shown
 from lowtide.files.regular_file import RegularFile
 from lowtide.model_folder.checkpoint import Checkpoint, StoredPart, TensorEntry
@@ -105,7 +106,9 @@ class GgufModel:
             raise ConfigError(f"{self.path}, as a config.json: {error}") from None
         except UnsupportedError as error:
             name = own_name(self.metadata)
-            raise UnsupportedError(f"{self.path}, as a config.json: {error}{name}") from None
+            raise UnsupportedError(
+                f"{self.path}, as a config.json: {error}{name} {SOME_THAT_RUN}"
+            ) from None
 
     def _vector(self, name: str) -> list[float]:
         """The numbers of a short tensor.
@@ -155,7 +158,7 @@ class GgufModel:
                 if ours is None:
                     raise UnsupportedError(
                         f"{header.file.path}: tensor {shown(name)} is none that lowtide computes "
-                        f"with in {self.architecture.name}."
+                        f"with in {self.architecture.name}. {SOME_THAT_RUN}"
                     )
                 if isinstance(ours, RearrangedTensor):
                     arranged.append(found._replace(arranged=ours))

@@ -14,6 +14,7 @@ import tokenizers
 from tokenizers import decoders, models, normalizers
 
 from lowtide.errors import CheckpointError, UnsupportedError
+from lowtide.families.unsupported import SOME_THAT_RUN
 from lowtide.files.json_file import shown
 from lowtide.model_folder.chat_template import checked_templates
 from lowtide.model_folder.gguf_ends import CONTROL
@@ -51,7 +52,7 @@ def gguf_tokenizer(metadata: Metadata, path: Path) -> Tokenizer | None:
     if not isinstance(kind, str) or kind not in kinds:
         raise UnsupportedError(
             f"{path}: its tokenizer is of the kind {shown(kind)}, which is not read; supported: "
-            f"{', '.join(kinds)}."
+            f"{', '.join(kinds)}. {SOME_THAT_RUN}"
         )
     tokens = _strings(metadata, "tokenizer.ggml.tokens", path, MAX_TOKENS)
     special = _special_tokens(metadata, tokens, path)

@@ -34,7 +34,7 @@ MAX_CPU_S = 2.0
 
 MAX_WALL_S = 10.0
 MAX_TURN_S = 60.0
-"""What a grammar waits until those before it are compiled: their time is not its own."""
+"""How long a request waits in all for grammars of others to be compiled and freed."""
 
 POLL_S = 0.5
 """How soon one that waits hears that its client is gone."""
@@ -149,17 +149,20 @@ class GrammarCompiler:
         is no child.
         """
         digest, is_gone = _digest(text), is_gone or threading.Event()
+        end_s = time.monotonic() + MAX_TURN_S
         for lane in LANES:
             if found := self._found(digest):
                 return found
-            with self._turns[lane].taken(is_gone):
-                found = self._found(digest) or self._tried(text, lane, is_gone)
+            with self._turns[lane].taken(end_s, is_gone):
+                found = self._found(digest) or self._tried(text, lane, end_s, is_gone)
             if found:
                 self._keep(digest, found)
                 return found
         raise QueueFull("Compiled grammars of other requests are in use. Ask again in 10 s.", 10)
 
-    def _tried(self, text: str, lane: Bounds, is_gone: threading.Event) -> Compiled | None:
+    def _tried(
+        self, text: str, lane: Bounds, end_s: float, is_gone: threading.Event
+    ) -> Compiled | None:
         """None where this lane is too narrow."""
         answer = self._answer(text, lane)
         if "error" in answer:
@@ -178,7 +181,7 @@ class GrammarCompiler:
         num_bytes = int(answer["num_bytes"])
         if num_bytes > lane.passed_bytes:
             return Compiled(None, 0, _TOO_LARGE) if lane is LANES[-1] else None
-        if not self._has_room(num_bytes, MAX_TURN_S if lane is LANES[-1] else 0.0, is_gone):
+        if not self._has_room(num_bytes, end_s if lane is LANES[-1] else 0.0, is_gone):
             return None
         made = Compiled(self._compiled_here(text), num_bytes)
         self._living.add(made)
@@ -227,11 +230,10 @@ class GrammarCompiler:
             while len(self._kept) > MAX_KEPT:
                 self._kept.popitem(last=False)
 
-    def _has_room(self, num_bytes: int, wait_s: float, is_gone: threading.Event) -> bool:
+    def _has_room(self, num_bytes: int, end_s: float, is_gone: threading.Event) -> bool:
         """Whether there is room for a grammar more, once what is only kept gives way and others
         were waited for.
         """
-        end_s = time.monotonic() + wait_s
         while sum(each.num_bytes for each in list(self._living)) + num_bytes > MAX_COMPILED_BYTES:
             with self._change:
                 if self._kept:
@@ -254,9 +256,9 @@ class _Turns:
         self._change = threading.Condition()
 
     @contextmanager
-    def taken(self, is_gone: threading.Event) -> Iterator[None]:
-        """Raises QueueFull where it takes long, or none waits for it."""
-        mine, end_s = object(), time.monotonic() + MAX_TURN_S
+    def taken(self, end_s: float, is_gone: threading.Event) -> Iterator[None]:
+        """Hold the turn. Raises QueueFull once `end_s` has passed or `is_gone` is set."""
+        mine = object()
         with self._change:
             self._waiting.append(mine)
         try:
