@@ -90,6 +90,18 @@ def test_links_lead_somewhere(page: Path) -> None:
             assert anchor in anchors, target
 
 
+def test_the_structure_has_every_room_and_names_files_that_exist() -> None:
+    package = ROOT / "src" / "lowtide"
+    page = (DOCS / "structure.md").read_text(encoding="utf-8")
+    rooms = {path.name for path in package.iterdir() if path.is_dir() and path.name[0].isalpha()}
+    assert set(re.findall(r"^\| `(\w+)/` \|", page, flags=re.MULTILINE)) == rooms
+    for line in page.splitlines():
+        room = re.match(r"\| `(\w+)/` \|", line)
+        places = [package, package / "decode", *([package / room[1]] if room else [])]
+        for name in re.findall(r"`([\w/*]+\.(?:py|cpp|hpp))`", line):
+            assert any(list(place.glob(name)) for place in places), name
+
+
 # What a reader meets first
 
 
