@@ -90,6 +90,19 @@ def test_links_lead_somewhere(page: Path) -> None:
             assert anchor in anchors, target
 
 
+def test_the_log_lists_every_page_once_and_a_page_says_when_it_was_written() -> None:
+    listed = re.findall(
+        r"^- (\d{4}-\d\d-\d\d) \[(.+)\]\((.+)\)$",
+        (DOCS / "log" / "README.md").read_text(encoding="utf-8"),
+        flags=re.MULTILINE,
+    )
+    pages = {path.name: path for path in (DOCS / "log").glob("2*.md")}
+    assert sorted(name for _, _, name in listed) == sorted(pages)
+    for date, title, name in listed:
+        first, _, second = pages[name].read_text(encoding="utf-8").splitlines()[:3]
+        assert first == f"# {title}" and second.startswith(f"*{date}") and name.startswith(date)
+
+
 def test_the_structure_has_every_room_and_names_files_that_exist() -> None:
     package = ROOT / "src" / "lowtide"
     page = (DOCS / "structure.md").read_text(encoding="utf-8")
