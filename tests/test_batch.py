@@ -222,7 +222,7 @@ def test_errors_of_lines_are_told_and_end_nothing(tmp_path: Path) -> None:
     ]
     source, target = written(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl"
     result = batch("-i", source, "-o", target)
-    assert result.exit_code == 0 and "6 of 6 lines are answered, 3 by an error" in result.stderr
+    assert result.exit_code == 0 and "6 of 6 lines are answered, 3 with an error" in result.stderr
     found = answers(target)
     assert found["unknown field"]["response"]["status_code"] == 400
     assert "frequency" in found["unknown field"]["response"]["body"]["error"]["message"]
@@ -348,7 +348,7 @@ def test_a_signal_lets_lines_under_way_end(number: signal.Signals, tmp_path: Pat
     assert process.returncode == 128 + number
     done = answers(target)
     assert 0 < len(done) < 200
-    assert f"{len(done)} of 200 lines are answered; run again to go on" in told
+    assert f"{len(done)} of 200 lines are answered; run again to continue" in told
     assert not any(is_error(answer) for answer in done.values())
 
 
@@ -361,7 +361,7 @@ def test_a_signal_before_the_model_is_loaded(number: signal.Signals, tmp_path: P
         process.send_signal(number)
         _, told = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 128 + number, told
-    assert re.search("of 2,000 lines are answered; run again to go on", told)
+    assert re.search("of 2,000 lines are answered; run again to continue", told)
 
 
 @pytest.mark.parametrize("number", SIGNALS)

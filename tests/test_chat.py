@@ -21,7 +21,7 @@ import pytest
 from rich.console import Console
 
 from lowtide.answers.completion import Completion, Usage
-from lowtide.cli.conversation import HELP, LEAVING, SETTABLE, Places, TerminalChat, stats_text
+from lowtide.cli.conversation import HELP, LEAVING, SETTABLE, ChatIO, TerminalChat, stats_text
 from lowtide.cli.line_editor import LineEditor
 from lowtide.cli.turns import Turns
 from lowtide.config.sampling import PublishedSampling
@@ -96,7 +96,7 @@ class Talk:
             self.llm,
             SamplingParams(**params),
             self.turns,
-            Places(Console(file=self.out, width=200), Console(file=self.err, width=200)),
+            ChatIO(Console(file=self.out, width=200), Console(file=self.err, width=200)),
             lambda answer: f"{answer.usage.completion_tokens} tokens",
         )
 
@@ -449,14 +449,14 @@ def test_a_file_that_holds_no_conversation(tmp_path: Path, content: str, said: s
 EDITING = """
 import resource, select, sys
 from pathlib import Path
-from lowtide.cli.line_editor import LineEditor, typing_unseen
+from lowtide.cli.line_editor import LineEditor, without_echo
 editor = LineEditor(["/help", "/clear"], Path(sys.argv[1]) if sys.argv[1] else None)
 if sys.argv[2]:
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))  # as on a full disk
 while (line := editor.read()) is not None:
     print("READ", repr(line))
     if line == "wait":
-        with typing_unseen():
+        with without_echo():
             print("ANSWER BEGINS", flush=True)
             select.select([sys.stdin], [], [])  # until something is typed
             print("ANSWER ENDS", flush=True)

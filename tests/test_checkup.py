@@ -68,8 +68,8 @@ def test_each_fault_comes_with_its_remedy(tmp_path: Path, monkeypatch: pytest.Mo
     told = faults(Diagnosis(diagnosis().machine, (rate._replace(spread=0.9), *hidden), (), ()))
     assert "when it is quiet" in told[-1]
     lines = list(_verdict(diagnosis(), found, None))
-    assert lines[0] == "6 things to mend:" and lines[1] == f"- {found[0]}"
-    assert next(_verdict(diagnosis(), found[:1], None)) == f"To mend: {found[0]}"
+    assert lines[0] == "6 things to fix:" and lines[1] == f"- {found[0]}"
+    assert next(_verdict(diagnosis(), found[:1], None)) == f"To fix: {found[0]}"
 
 
 @pytest.mark.parametrize(("cuda", "said"), [(None, "--torch-backend auto"), ("13.0", "CUDA 13.0")])

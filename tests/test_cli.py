@@ -24,10 +24,10 @@ from typer.testing import CliRunner
 
 import lowtide.profiles
 from lowtide.cli import chat, command
-from lowtide.cli.answer import ask_showing, view_of
+from lowtide.cli.answer import ask_showing, make_view
 from lowtide.cli.app import app
 from lowtide.cli.command import errors_reported
-from lowtide.cli.conversation import Places, TerminalChat
+from lowtide.cli.conversation import ChatIO, TerminalChat
 from lowtide.cli.format_table import format_object
 from lowtide.cli.live import MASK, LiveView
 from lowtide.cli.options import resolve
@@ -457,7 +457,7 @@ def test_ctrl_c_stops_the_answer_and_keeps_what_was_said(
     monkeypatch.setattr(sys, "stdin", Screen())
     llm: Any = PretendLLM(MODEL, progress=None)
     out = terminal()
-    places = Places(out, Console(file=io.StringIO()))
+    places = ChatIO(out, Console(file=io.StringIO()))
     conversation = TerminalChat(llm, SamplingParams(), Turns(True), places, str)
     llm.fault = KeyboardInterrupt()
     conversation._answer("hello")
@@ -544,7 +544,7 @@ def test_a_view_is_drawn_where_it_can_be_written_over(monkeypatch: pytest.Monkey
     ):
         monkeypatch.setenv("TERM", kind)
         monkeypatch.setattr(sys, "stdout", file)
-        assert isinstance(view_of(llm, [], stdout_console()), LiveView) == is_drawn
+        assert isinstance(make_view(llm, [], stdout_console()), LiveView) == is_drawn
 
 
 class Screen(io.StringIO):
@@ -658,7 +658,7 @@ def test_an_autoregressive_answer_is_written_on_a_terminal_too(
     monkeypatch.setattr(PretendLLM, "config", config)
     llm: Any = PretendLLM(MODEL, progress=None)
     out = terminal()
-    places = Places(out, Console(file=io.StringIO()))
+    places = ChatIO(out, Console(file=io.StringIO()))
     conversation = TerminalChat(llm, SamplingParams(), Turns(True), places, str)
     conversation._answer("hello")
     assert shown(out) == "one\ntwo\ufffd[2J\n"
@@ -875,7 +875,7 @@ def test_a_signal_that_an_import_caught_ends_the_program_once(
         "sys.argv = ['lowtide', 'ls']\n"
         "from lowtide.cli import main, verbs\n"
         "verbs.import_module = lambda name: __import__('verb')\n"
-        "verbs.OWN_VERBS['ls'] = verbs.Known('verb', 'x', 'verb', '')\n"
+        "verbs.OWN_VERBS['ls'] = verbs.VerbEntry('verb', 'x', 'verb', '')\n"
         "try: main.main()\n"
         "finally:\n"
         "    time.sleep(0.3)\n"

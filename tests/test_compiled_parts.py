@@ -42,10 +42,10 @@ SOURCES = {
 PROGRAM = """
 import ctypes, sys
 from pathlib import Path
-from lowtide.cli.interrupts import hear_signals
+from lowtide.cli.interrupts import install_signal_handlers
 from lowtide.kernels.cpu.building import kept_libraries
 from lowtide.kernels.cpu.sources import Part
-hear_signals()
+install_signal_handlers()
 folder = Path(sys.argv[1])
 try: [path] = kept_libraries([Part("both", tuple(sorted(folder.glob("*.cpp"))), folder)])
 except KeyboardInterrupt: sys.exit(130)

@@ -681,9 +681,9 @@ def test_who_stops_a_compiler_leaves_nothing_of_it(
     program = (
         "import sys\n"
         "from pathlib import Path\n"
-        "from lowtide.cli.interrupts import hear_signals\n"
+        "from lowtide.cli.interrupts import install_signal_handlers\n"
         "from lowtide.kernels.cpu.library import load_library\n"
-        "hear_signals()\n"
+        "install_signal_handlers()\n"
         "try: load_library(Path(sys.argv[1]))\n"
         "except KeyboardInterrupt: sys.exit(130)"
     )

@@ -590,7 +590,7 @@ def test_an_engine_reads_as_doctor_found_best(
 def test_doctor_in_words(quick: None) -> None:
     short, text = run("demo:diffusion"), run("demo:diffusion", "-v")
     assert "Runs well here: " in short or "No published model fits" in short
-    assert "memory read" not in short and text.startswith(("Nothing is wrong", "To mend", "2 "))
+    assert "memory read" not in short and text.startswith(("Nothing is wrong", "To fix", "2 "))
     assert this_machine().cpu in text
     for said in ("memory read", "memory copy", "disk, sequential", "layers/s", "best repeat"):
         assert said in text

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from lowtide.cli.interrupts import hear_signals
+from lowtide.cli.interrupts import install_signal_handlers
 from lowtide.errors import LowtideError
 
 
@@ -43,7 +43,7 @@ def run_script(main: Callable[[], None]) -> None:
 
     SIGTERM ends it as Ctrl-C does, by an exception: what it started ends and what it wrote goes.
     """
-    hear_signals()
+    install_signal_handlers()
     try:
         main()
     except LowtideError as error:

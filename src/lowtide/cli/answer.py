@@ -1,4 +1,4 @@
-"""One answer: asked for, shown while it is made, and timed."""
+"""Generate one answer, show it while it is made, and time it."""
 
 from __future__ import annotations
 
@@ -25,21 +25,18 @@ Prompt = str | list[int] | list[dict[str, str]]  # text, token ids, chat message
 
 
 class Answer(NamedTuple):
-    """What came of a prompt, one completion unless more were asked for, and the seconds from the
-    request to the last token.
-    """
+    """The completions of one prompt and the seconds from the request to the last token."""
 
     completions: list[Completion]
     generation_s: float
 
     @property
     def completion(self) -> Completion:
-        """The first."""
         return self.completions[0]
 
     @property
     def usage(self) -> Usage:
-        """The usage of all answers together; a receipt belongs to a single answer."""
+        """Sum the usage of all completions; only a single completion keeps its receipt."""
         usages = [completion.usage for completion in self.completions]
         if len(usages) == 1:
             return usages[0]
@@ -58,7 +55,7 @@ def ask(
     is_raw: bool,
     on_event: Callable[[Event], None] | None = None,
 ) -> Answer:
-    """Generate, without showing anything. is_raw: thoughts are not told from the text."""
+    """Generate without showing anything; `is_raw` leaves thoughts within the text."""
     start_s = time.perf_counter()
     completions = llm.generate([prompt], params, on_event, raw=is_raw)
     return Answer(completions, time.perf_counter() - start_s)
@@ -67,8 +64,9 @@ def ask(
 def ask_showing(
     llm: LLM, prompt: Prompt, params: SamplingParams, is_raw: bool, view: LiveView | TextWriter
 ) -> Answer:
-    """Generate, showing text as it becomes final, in a `LiveView` also every block while it is
-    filled; Ctrl-C leaves the text in `view`.
+    """Generate and show text as it becomes final; a `LiveView` also draws unfinished blocks.
+
+    After Ctrl-C the text so far is in `view`.
     """
     from lowtide.decode.request import Committed, Draft
 
@@ -87,13 +85,13 @@ def ask_showing(
 
 
 def cut_line(answer: Answer) -> str:
-    """What is said of answers that did not come to their end; of others nothing."""
+    """Return a note about completions that were cut at a length limit, or an empty string."""
     lengths = [len(c.token_ids) for c in answer.completions if c.finish_reason == "length"]
     return f"(cut at {', '.join(map(str, lengths))} tokens)" if lengths else ""
 
 
 def sampling_line(llm: LLM, params: SamplingParams) -> str:
-    """How tokens are drawn where the model's publisher says so and the user does not."""
+    """Describe the publisher's sampling parameters that apply because the user set none."""
     published = llm.config.sampling
     in_force = with_published(params, published)
     names = [name for name in published._fields if getattr(params, name) is None]
@@ -104,9 +102,10 @@ def sampling_line(llm: LLM, params: SamplingParams) -> str:
     return f"as the model's generation_config.json says: {', '.join(told)}{way_out}"
 
 
-def view_of(llm: LLM, token_ids: Sequence[int], console: Console) -> LiveView | TextWriter:
-    """What shows the answer to a prompt of these ids: blocks are drawn where there are any, on a
-    terminal that can show them.
+def make_view(llm: LLM, token_ids: Sequence[int], console: Console) -> LiveView | TextWriter:
+    """Return a view for the answer to this prompt.
+
+    Blocks of a diffusion model are drawn on a terminal that can redraw; otherwise text is written.
     """
     if can_redraw(console) and llm.config.is_diffusion:
         num_prompt, caption = len(token_ids), lambda: pass_caption(llm.current_pass)

@@ -1,4 +1,4 @@
-"""The `lowtide` command: one verb per thing a user wants, imported when it is used."""
+"""The `lowtide` command, whose verbs are imported on first use."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from typing import Annotated
 
 import typer
 
-from lowtide.cli.verbs import LateVerbs
+from lowtide.cli.verbs import LazyVerbs
 from lowtide.version import __version__
 
 app = typer.Typer(
     name="lowtide",
-    cls=LateVerbs,
+    cls=LazyVerbs,
     no_args_is_help=True,
     pretty_exceptions_enable=False,  # a fault of ours is shown as Python shows it
     context_settings={"help_option_names": ["-h", "--help"]},

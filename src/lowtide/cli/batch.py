@@ -1,4 +1,4 @@
-"""`lowtide batch`: a file of requests, answered line by line into another file."""
+"""`lowtide batch`: answer a file of requests, line by line, into another file."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ import typer
 
 from lowtide.cli.command import EXIT_FAILURE, takes
 from lowtide.cli.generate import ModelName, show_plan
-from lowtide.cli.interrupts import Terminated, end_if_asked
+from lowtide.cli.interrupts import Terminated, reraise_signal
 from lowtide.cli.opening import open_async
 from lowtide.cli.options import Settings
 from lowtide.cli.screen import ProgressBars, can_redraw, stderr_console
@@ -33,13 +33,13 @@ from lowtide.serve.batch_files import Asked, AskedLines, Results, Stream
 
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
-TOLD_EVERY_S = 60.0
-"""Between two lines on how far it is, where no bar can be drawn."""
+REPORT_INTERVAL_S = 60.0
+"""Time between two progress lines where no progress bar can be drawn."""
 
 
 @takes(Group.BATCH, "served_name", Group.ENGINE, Group.HUB, "verbose", "config")
 def batch(model: ModelName, *, settings: Settings) -> None:
-    """Answer a file of requests, a line each; a run that was ended goes on where it was."""
+    """Answer a file of requests, one per line; an interrupted run resumes."""
     check_extra("batch")
     source, target = settings.text("input"), settings.text("output")
     if source is None or target is None:
@@ -66,8 +66,8 @@ def batch(model: ModelName, *, settings: Settings) -> None:
             if isinstance(results, Results):
                 results.sync()
                 if in_order and not stopped:
-                    results.sort(lines.lines)  # those of other shards, too, which may be in it
-            num_errors = _tell(results, mine, target, bool(stopped))
+                    results.sort(lines.lines)  # the file may hold answers of other shards, too
+            num_errors = _report(results, mine, target, bool(stopped))
             if stopped:
                 raise typer.Exit(128 + stopped)
             if num_errors and settings.flag("strict"):
@@ -85,7 +85,7 @@ def parse_shard(text: str) -> tuple[int, int]:
 
 @contextmanager
 def _input(name: str) -> Iterator[IO[bytes]]:
-    """The lines that ask, in a file that can be read again."""
+    """Open the request lines as a file that can be read twice."""
     if name == "-":
         with _kept(sys.stdin.buffer) as file:
             yield file
@@ -100,7 +100,7 @@ def _input(name: str) -> Iterator[IO[bytes]]:
 
 @contextmanager
 def _kept(pipe: IO[bytes]) -> Iterator[IO[bytes]]:
-    """What comes through a pipe, in a temporary file."""
+    """Copy a pipe to a temporary file."""
     with ExitStack() as stack:
         try:
             file = stack.enter_context(TemporaryFile())
@@ -129,10 +129,10 @@ def _output(
 
 
 def _check_stdout(source: IO[bytes]) -> None:
-    """Raises UsageError where answers would be appended to the lines that ask."""
+    """Raise UsageError if the answers would be appended to the request file."""
     try:
         found = os.fstat(sys.stdout.fileno())
-    except OSError:  # none, which the first answer tells
+    except OSError:  # closed; writing the first answer reports it
         return
     if stat.S_ISREG(found.st_mode) and os.path.samestat(found, os.fstat(source.fileno())):
         raise UsageError("Standard output is the input: name another file for the answers.")
@@ -146,13 +146,13 @@ def _answered(
     results: Results | Stream,
     settings: Settings,
 ) -> int:
-    """Answers what is left; the signal that ended it, or 0."""
+    """Answer the pending lines; return the signal that stopped the run, or 0."""
     if settings.flag("ray"):
         return _answered_on_cluster(model, served_name, lines, pending, results, settings)
     from lowtide.serve.batch import answer_all, answering, default_at_once
 
     llm = open_async(model, settings)
-    end_if_asked()  # an import may have dropped what a signal raised
+    reraise_signal()  # an import may have dropped what a signal raised
     show_plan(llm, model, settings)
     given = settings["at_once"]
     at_once = given if isinstance(given, int) else default_at_once(llm)
@@ -180,7 +180,10 @@ def _answered_on_cluster(
     results: Results | Stream,
     settings: Settings,
 ) -> int:
-    """As `_answered`; lines under way at a signal are answered again by the next run."""
+    """Answer the pending lines on a Ray cluster.
+
+    Lines that were under way when a signal came are answered again by the next run.
+    """
     check_extra("batch --ray", ("ray",), "ray")
     from lowtide.serve.batch_ray import answer_on_cluster
 
@@ -192,8 +195,9 @@ def _answered_on_cluster(
 
 
 class _Signals:
-    """Ctrl-C, SIGTERM and SIGHUP: the first lets lines under way come to their end, a second does
-    not.
+    """Handler of Ctrl-C, SIGTERM and SIGHUP.
+
+    The first signal lets the lines under way finish; the second cancels them.
     """
 
     def __init__(self) -> None:
@@ -206,7 +210,9 @@ class _Signals:
             return
         self.number = number
         self.stop.set()
-        stderr_console().print("lowtide: ending the lines under way; once more ends at once.")
+        stderr_console().print(
+            "lowtide: finishing the lines under way; press again to stop at once."
+        )
 
 
 @contextmanager
@@ -225,29 +231,29 @@ def _signals() -> Iterator[_Signals]:
 
 
 def _progress() -> AbstractContextManager[Progress]:
-    """A bar on a terminal, elsewhere a line now and then."""
+    """Return a progress bar on a terminal, elsewhere a line every minute."""
     return ProgressBars() if can_redraw(stderr_console()) else nullcontext(_Lines())
 
 
 class _Lines:
-    """Tells how far a run is every minute, and when it will end."""
+    """Print progress and the expected end every minute."""
 
     def __init__(self) -> None:
         self._begun_s = self._told_s = time.monotonic()
 
     def __call__(self, stage: str, done: int, total: int) -> None:
         now_s = time.monotonic()
-        if now_s - self._told_s >= TOLD_EVERY_S:
+        if now_s - self._told_s >= REPORT_INTERVAL_S:
             self._told_s = now_s
             left = timedelta(seconds=round((now_s - self._begun_s) / done * (total - done)))
             stderr_console().print(f"{stage}: {done:,} of {total:,}, about {left} more")
 
 
-def _tell(results: Results | Stream, mine: list[Asked], target: str, is_stopped: bool) -> int:
-    """One line on what is answered; returns how many by an error."""
+def _report(results: Results | Stream, mine: list[Asked], target: str, is_stopped: bool) -> int:
+    """Print how many lines are answered; return the number of errors."""
     num_done = sum(asked.custom_id in results.done for asked in mine)
     num_errors = sum(asked.custom_id in results.errors for asked in mine)
-    errors = f", {num_errors:,} by an error" if num_errors else ""
-    again = "; run again to go on" if is_stopped and target != "-" else ""
+    errors = f", {num_errors:,} with an error" if num_errors else ""
+    again = "; run again to continue" if is_stopped and target != "-" else ""
     stderr_console().print(f"{num_done:,} of {len(mine):,} lines are answered{errors}{again}.")
     return num_errors

@@ -1,4 +1,4 @@
-"""`lowtide bench`: how fast a model is here, under one policy or several."""
+"""`lowtide bench`: measure a model's speed here, under one policy or several."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     Group.DIFFUSION,
     Group.OUTPUT,
     unlisted=("stop", "n"),
-    told={
+    help_texts={
         "max_tokens": "Length of each answer in tokens; unset: 64, or what the context leaves.",
         "policy": "Policies to compare, separated by commas. Default: auto.",
     },
@@ -49,12 +49,12 @@ def bench(
     model: ModelName,
     prompt: Annotated[
         str | None,
-        typer.Option("-p", "--prompt", help="What to continue; random tokens if not given."),
+        typer.Option("-p", "--prompt", help="Text to continue; random tokens if not given."),
     ] = None,
     *,
     settings: Settings,
 ) -> None:
-    """Measure the machine, then how fast a model writes; --policy takes several, by commas.
+    """Measure the machine, then a model's speed, under one policy or several.
 
     Without a budget half of the experts is resident.
     """
@@ -89,8 +89,9 @@ def _measured(
     repeats: int,
     options: dict[str, Any],
 ) -> tuple[Ceilings, Result]:
-    """What the machine can do at most, and what the model does under each policy. What no answer
-    has room for is refused before anything is measured.
+    """Measure the machine's ceilings and the model under each policy.
+
+    A prompt or answer that does not fit is refused before anything is measured.
     """
     from lowtide.lab import bench as lab
     from lowtide.llm import check_request
@@ -152,7 +153,7 @@ def _print(model: str, repeats: int, ceilings: Ceilings, result: Result) -> None
 
 
 def _sentence(result: Result, model: str) -> str:
-    """How fast the model writes here, under the fastest of the policies."""
+    """Say how fast the model writes here under the fastest of the policies."""
     ran = [run for run in result.runs if run.turns]
     if not ran:
         return f"{model} cannot run like this."

@@ -1,4 +1,4 @@
-"""`lowtide cache`: the conversations whose keys and values lie on disk."""
+"""`lowtide cache`: list or clear the KV caches of conversations stored on disk."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`lowtide calibrate`: what a text tells about a model's routing, kept for the policies."""
+"""`lowtide calibrate`: record how a text routes through a model's experts, for the policies."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from lowtide.policies.buddy_profile import BuddyProfile
 
 _MAX_LAYERS = 40
-"""Rows of the table of buddies at most; of a model with more layers some, evenly spread."""
+"""Maximum number of rows in the table of buddies; more layers are sampled evenly."""
 
 
 @takes(
@@ -38,7 +38,7 @@ _MAX_LAYERS = 40
     Group.ENGINE,
     Group.HUB,
     Group.OUTPUT,
-    told={
+    help_texts={
         "out": "The file to write; by default one in your cache, where it is found by itself.",
         "plot": "Draw pictures into this folder.",
         "machine": "Profile that the table of intervals is for; default: rtx3090.",
@@ -51,10 +51,9 @@ def calibrate(
 ) -> None:
     """Learn from a text which experts a model uses, so that policies keep the right ones.
 
-    Routing, residual vectors and statistics go to --out, or to a file in the user's cache;
-    --machine is what the intervals are for. With --buddies there is a profile of which
-    expert may stand in for which, for buddymoe; with --inputs what experts' matrices are
-    multiplied with, for pack and --format.
+    Routing, residual vectors and statistics go to --out, or to a file in the user's cache; the
+    table of intervals is for --machine. --buddies also records which expert can replace which, for
+    the policy buddymoe; --inputs records the inputs of experts' matrices, for pack and --format.
     """
     from lowtide.profiles import load_profile
 
@@ -82,7 +81,7 @@ def calibrate(
 
 
 def _sentence(model: str, out: str | None) -> str:
-    """What a calibration is good for."""
+    """Say when policies use this calibration."""
     when = "from now on" if out is None else f"given --calibration {out}"
     return (
         f"lowtide has learned which experts of {model} this text uses: {when}, policies choose by "
@@ -167,8 +166,10 @@ def _budget_table(budgets: Sequence[Budget], num_experts: int, machine: str) -> 
 
 
 def _buddy_table(profile: BuddyProfile) -> Table:
-    """A row a layer: peers that reach alpha and those in a list (means), experts that no token
-    chose, and how co-activation is spread.
+    """Make a table with one row per layer.
+
+    Columns: mean number of peers that reach alpha, mean length of a buddy list, experts that no
+    token chose, and measures of how co-activation is spread.
     """
     from lowtide.lab.buddy_report import TOP_PEERS, layer_reports
     from lowtide.policies.buddy_profile import DEFAULT_ALPHA, DEFAULT_K_MAX

@@ -1,4 +1,4 @@
-"""`lowtide chat`: a conversation in the terminal; `lowtide run`, as others call it."""
+"""`lowtide chat` and `lowtide run`: a conversation in the terminal."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import Annotated
 import typer
 
 from lowtide.cli.command import takes
-from lowtide.cli.conversation import Places, TerminalChat
+from lowtide.cli.conversation import ChatIO, TerminalChat
 from lowtide.cli.generate import (
     ANSWER_OPTIONS,
     ModelName,
     PromptIds,
     PromptText,
     Words,
-    line_on,
+    answer_line,
     model_names,
     show_plan,
     show_sampling,
@@ -37,10 +37,10 @@ from lowtide.option import Group
 from lowtide.params import SamplingParams
 
 UNLISTED = ("json", "n", "logprobs")
-"""Options that chat takes to say what to use instead."""
+"""Options that chat accepts only to name their replacement."""
 
-_OF_ANSWERS = [o.name for o in OPTIONS if o.group in (Group.SAMPLING, Group.DIFFUSION)]
-ASKED_OF_SERVERS = ("system", "think", *_OF_ANSWERS, "verbose", "config")
+_ANSWER_OPTIONS = [o.name for o in OPTIONS if o.group in (Group.SAMPLING, Group.DIFFUSION)]
+REMOTE_OPTIONS = ("system", "think", *_ANSWER_OPTIONS, "verbose", "config")
 
 
 @takes(
@@ -107,7 +107,10 @@ def run(
 
 
 def talk(model: str, settings: Settings, history: Path | None) -> None:
-    """A conversation until its user leaves. history: where what is typed is kept for next time."""
+    """Hold a conversation until the user leaves.
+
+    history: file that keeps typed lines for the next conversation, or None.
+    """
     params = _params_of_turns(settings)
     with open_llm(model, settings) as llm:
         if llm.tokenizer is None:
@@ -123,16 +126,19 @@ def talk(model: str, settings: Settings, history: Path | None) -> None:
         show_plan(llm, model, settings)
         show_tasks(llm, settings)
         show_sampling(llm, params, settings)
-        places = Places(stdout_console(), stderr_console(), history)
-        line = partial(line_on, llm=llm, is_verbose=settings.flag("verbose"))
-        TerminalChat(llm, params, turns, places, line).run()
+        io = ChatIO(stdout_console(), stderr_console(), history)
+        line = partial(answer_line, llm=llm, is_verbose=settings.flag("verbose"))
+        TerminalChat(llm, params, turns, io, line).run()
 
 
 def talk_to(url: str, model: str | None, settings: Settings, history: Path | None) -> None:
-    """The same with a model of a server. Raises UsageError for flags that it is not asked."""
+    """Hold a conversation with a server's model.
+
+    Raises UsageError for options that only the server can set.
+    """
     params = _params_of_turns(settings)
     sources = settings.sources.items()
-    unused = [flag for name, flag in sources if name not in ASKED_OF_SERVERS and flag[:2] == "--"]
+    unused = [flag for name, flag in sources if name not in REMOTE_OPTIONS and flag[:2] == "--"]
     if unused:
         raise UsageError(
             f"{', '.join(unused)}: the server has its own; with --url leave this out, and give it "
@@ -141,8 +147,8 @@ def talk_to(url: str, model: str | None, settings: Settings, history: Path | Non
     server, think = server_at(url), settings.choice("think")
     template_options = {} if think is None else {"enable_thinking": think}
     turns = Turns(True, settings.text("system"), template_options)
-    places = Places(stdout_console(), stderr_console(), history)
-    RemoteDialogue(server, chosen_model(server, model), params, turns, places).run()
+    io = ChatIO(stdout_console(), stderr_console(), history)
+    RemoteDialogue(server, chosen_model(server, model), params, turns, io).run()
 
 
 def _params_of_turns(settings: Settings) -> SamplingParams:

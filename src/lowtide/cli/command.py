@@ -1,4 +1,4 @@
-"""What every command shares: flags made from the option table, and how errors end it."""
+"""Shared parts of all verbs: flags made from the option table, and reporting of errors."""
 
 from __future__ import annotations
 
@@ -42,11 +42,10 @@ Verb = Callable[..., None]
 _log = logging.getLogger(__name__)
 
 _PACKAGE = Path(__file__).parents[1]
-_python_s_warning = warnings.formatwarning
+_default_formatwarning = warnings.formatwarning
 
 
 def _show_all(ctx: typer.Context, is_wanted: bool) -> None:
-    """What `--help-all` does."""
     if is_wanted:
         unhide(ctx.command)
         typer.echo(ctx.get_help())
@@ -54,7 +53,7 @@ def _show_all(ctx: typer.Context, is_wanted: bool) -> None:
 
 
 def unhide(verb: Any) -> None:
-    """Has help and completion tell of all options, but for those that the verb only refuses."""
+    """Show all options in help and completion, except those that the verb only refuses."""
     unlisted = getattr(verb.callback, "unlisted", ())
     for param in verb.params:
         if param.param_type_name == "option" and param.name not in unlisted:
@@ -75,14 +74,15 @@ _HELP_ALL = inspect.Parameter(
 def takes(
     *wanted: Group | str,
     unlisted: Collection[str] = (),
-    told: Mapping[str, str] = MappingProxyType({}),
+    help_texts: Mapping[str, str] = MappingProxyType({}),
 ) -> Callable[[Verb], Verb]:
-    """Make a command of a function: its own parameters, and a flag per option that is wanted.
+    """Turn a function into a command with a flag for each wanted option.
 
-    wanted: groups of options, each a panel of the help, and names of single ones, which stand
-    beside the verb's own. unlisted: those that no help shows, because the verb refuses them in
-    words of its own. told: what help says of an option in this verb. The function is called with
-    `settings`, the options in force, in place of their flags.
+    The function is called with `settings`, the options in force, in place of their flags.
+
+    wanted: groups of options, each a panel of the help, and names of single options, listed beside
+    the verb's own. unlisted: options that no help shows, because the verb refuses them in words of
+    its own. help_texts: help of options in this verb, in place of their usual help.
     """
     options = [o for each in wanted for o in OPTIONS if each in (o.group, o.name)]
 
@@ -90,12 +90,12 @@ def takes(
         own = inspect.signature(verb, eval_str=True).parameters.values()
         parameters = [parameter for parameter in own if parameter.name != "settings"]
         listed = [option for option in options if option.name not in unlisted]
-        rare = [option for option in listed if not (option.is_common or option.name in told)]
+        rare = [option for option in listed if not (option.is_common or option.name in help_texts)]
         has_few = len(rare) <= 1  # then help has all of them
         for option in options:
             is_hidden = option not in listed or (option in rare and not has_few)
             panel = option.group.value if option.group in wanted else None
-            help = told.get(option.name) or _help(option)
+            help = help_texts.get(option.name) or _help(option)
             parameters.append(_flag_parameter(option, help, panel, is_hidden))
         if not has_few:
             parameters.append(_HELP_ALL)
@@ -130,7 +130,7 @@ def errors_reported(wants_json: bool = False, is_verbose: bool = False) -> Itera
         yield
         sys.stdout.flush()
     except LowtideError as error:
-        _tell(error, str(error), wants_json, is_verbose)
+        _report(error, str(error), wants_json, is_verbose)
         is_usage = isinstance(error, UsageError | ConfigError)
         raise typer.Exit(EXIT_USAGE if is_usage else EXIT_FAILURE) from error
     except KeyboardInterrupt:
@@ -142,23 +142,24 @@ def errors_reported(wants_json: bool = False, is_verbose: bool = False) -> Itera
             f"A library cannot be loaded: {error}. Where memory or open files are limited "
             "(ulimit -v, ulimit -n) raise the limit, else install lowtide again; -v shows where."
         )
-        _tell(error, message, wants_json, is_verbose)
+        _report(error, message, wants_json, is_verbose)
         raise typer.Exit(EXIT_FAILURE) from error
     except BrokenPipeError:
         close_stdout()
         raise typer.Exit(EXIT_BROKEN_PIPE) from None
     except (OSError, MemoryError, RuntimeError) as error:
-        if isinstance(error, OSError) and is_of_stdout(error):
+        if isinstance(error, OSError) and report_stdout_error(error):
             raise typer.Exit(EXIT_FAILURE) from None
-        if not _is_of_a_limit(error):
+        if not _is_resource_limit(error):
             raise
-        _tell(error, _LIMITED.format(_first_line(error)), wants_json, is_verbose)
+        _report(error, _LIMITED.format(_first_line(error)), wants_json, is_verbose)
         raise typer.Exit(EXIT_FAILURE) from error
 
 
-def is_of_stdout(error: OSError) -> bool:
-    """Whether standard output is what could not be written; says so, and closes it. An error of a
-    file, or of memory, is not: that should have been a typed error.
+def report_stdout_error(error: OSError) -> bool:
+    """Return True, report it and close standard output if `error` came from writing there.
+
+    Errors of files or memory return False: they should have been typed errors.
     """
     if error.filename is not None or error.errno not in _WRITE_ERRORS:
         return False
@@ -167,8 +168,8 @@ def is_of_stdout(error: OSError) -> bool:
     return True
 
 
-def _is_of_a_limit(error: Exception) -> bool:
-    """Whether the system refused memory, a thread or a file: of a limit, not of lowtide."""
+def _is_resource_limit(error: Exception) -> bool:
+    """Return True if the system refused memory, a thread or a file."""
     if isinstance(error, OSError):
         return error.errno in _LIMITS
     return isinstance(error, MemoryError) or any(text in str(error) for text in _REFUSALS)
@@ -178,7 +179,7 @@ def _first_line(error: Exception) -> str:
     return (str(error) or type(error).__name__).splitlines()[0]
 
 
-def _tell(error: Exception, message: str, wants_json: bool, is_verbose: bool) -> None:
+def _report(error: Exception, message: str, wants_json: bool, is_verbose: bool) -> None:
     if is_verbose:
         traceback.print_exception(error)
     if wants_json:
@@ -187,7 +188,7 @@ def _tell(error: Exception, message: str, wants_json: bool, is_verbose: bool) ->
 
 
 def close_stdout() -> None:
-    """Point standard output nowhere, so that the interpreter's last flush fails no more."""
+    """Redirect standard output to null, so that the interpreter's last flush succeeds."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -222,13 +223,13 @@ def _flag_parameter(
 
 def _help(option: Option) -> str:
     repeatable = " Repeatable." if option.is_repeatable else ""
-    is_told = option.default not in (None, False)
-    default = f" Default: {option.shown_default}." if is_told else ""
+    has_default = option.default not in (None, False)
+    default = f" Default: {option.shown_default}." if has_default else ""
     return f"{option.help}{repeatable}{default}"
 
 
 def _start_log(settings: Settings) -> None:
-    """Send lowtide's own notices to standard error; `-v` adds what is only of interest."""
+    """Send lowtide's log to standard error; `-v` adds informational messages."""
     warnings.formatwarning = _warning
     logger = logging.getLogger("lowtide")
     logger.handlers.clear()
@@ -246,16 +247,14 @@ def _warning(
     lineno: int,
     line: str | None = None,
 ) -> str:
-    """One of lowtide's own like its other notices, without a line of source. A
-    library's as Python shows it.
-    """
+    """Format lowtide's own warnings without a line of source, and others as Python does."""
     if category is UserWarning and Path(filename).is_relative_to(_PACKAGE):
         return f"lowtide: {printable(str(message))}\n"
-    return _python_s_warning(message, category, filename, lineno, line)
+    return _default_formatwarning(message, category, filename, lineno, line)
 
 
 class _StderrHandler(logging.StreamHandler[TextIO]):
-    """Writes to whatever standard error is now: progress bars and live views replace it."""
+    """Handler that writes to the current standard error, which progress bars and views replace."""
 
     def emit(self, record: logging.LogRecord) -> None:
         self.stream = sys.stderr

@@ -1,4 +1,4 @@
-"""The loop of `lowtide chat`: turns and commands, and the room that the context leaves them."""
+"""The loop of `lowtide chat`: turns, commands, and the context left for an answer."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rich.console import Console
 
-from lowtide.cli.answer import Answer, ask_showing, cut_line, view_of
-from lowtide.cli.line_editor import LineEditor, typing_unseen
+from lowtide.cli.answer import Answer, ask_showing, cut_line, make_view
+from lowtide.cli.line_editor import LineEditor, without_echo
 from lowtide.cli.options import OPTIONS
 from lowtide.cli.screen import printable
 from lowtide.cli.turns import Turns
@@ -27,34 +27,34 @@ if TYPE_CHECKING:
     from lowtide.llm import LLM
 
 LEAST_ANSWER_TOKENS = 64
-"""Old turns are dropped where less is left for an answer, or less than was asked for."""
+"""Least room for an answer; old turns are dropped to keep it, or `max_tokens` if that is less."""
 
 HELP = """\
 /help               this
 /clear              forget the conversation
-/system TEXT        tell the model something first; without TEXT: what it is told
-/set NAME VALUE     change answers, such as temperature 0.7; without: all that can be set
-/set NAME default   take that back
-/retry              another answer to the last message
+/system TEXT        set the system message; without TEXT: show it
+/set NAME VALUE     set a parameter, such as temperature 0.7; without: list all
+/set NAME default   restore its default
+/retry              write another answer to the last message
 /save FILE          write the conversation to a file, as JSON
-/load FILE          go on with a conversation that was saved
-/stats              what the engine did so far
-/bye                leave, as Ctrl-D does
-\"\"\"                 begins and ends a message of several lines; a pasted text is one, too
+/load FILE          continue a saved conversation
+/stats              show tokens, passes and reads so far
+/bye                leave (or Ctrl-D)
+\"\"\"                 begin and end a message of several lines; pasted text needs none
 Ctrl-C stops an answer."""
 
 SETTABLE = {o.name: o for o in OPTIONS if o.group in (Group.SAMPLING, Group.DIFFUSION)}
-for _shown_by_generate_alone in ("n", "logprobs"):
-    SETTABLE.pop(_shown_by_generate_alone)
+for _only_in_generate in ("n", "logprobs"):
+    SETTABLE.pop(_only_in_generate)
 
 SETTINGS_HEAD = f"{'':20}{'in force':15}{'default':15}"
 
 DEFAULT = "default"
-"""What a user sets to take a value back."""
+"""Value in `/set NAME VALUE` that restores the default."""
 
 
-class Places(NamedTuple):
-    """Where answers and all else are written, and where what is typed is kept for next time."""
+class ChatIO(NamedTuple):
+    """Consoles for answers and messages, and the file that keeps typed lines."""
 
     out: Console
     err: Console
@@ -62,15 +62,15 @@ class Places(NamedTuple):
 
 
 class Dialogue(abc.ABC):
-    """Asks for the next turn and has it answered.
+    """Loop that reads turns and has them answered.
 
-    Owns what was said and the parameters in force.
+    Owns the turns and the sampling parameters in force.
     """
 
-    def __init__(self, params: SamplingParams, turns: Turns, places: Places) -> None:
+    def __init__(self, params: SamplingParams, turns: Turns, io: ChatIO) -> None:
         self._params = params
         self._turns = turns
-        self._out, self._err, self._history = places
+        self._out, self._err, self._history = io
         self._commands: dict[str, Callable[[str], None]] = {
             "/help": lambda _: self._help(),
             "/?": lambda _: self._help(),
@@ -85,23 +85,24 @@ class Dialogue(abc.ABC):
 
     @abc.abstractmethod
     def _answer(self, line: str) -> None:
-        """Answers a line; what is said stays, also of an answer that Ctrl-C stopped."""
+        """Answer a line and add the turn, also if Ctrl-C stops the answer."""
 
     @abc.abstractmethod
     def _show_stats(self) -> None: ...
 
     @abc.abstractmethod
     def _names(self) -> Sequence[str]:
-        """Names of the parameters that mean something here."""
+        """Return the names of the parameters that apply here."""
 
     @abc.abstractmethod
     def _in_force(self, params: SamplingParams) -> SamplingParams:
-        """`params` with the values that hold where nothing was set, as far as they are known.
-        Raises UsageError or UnsupportedError for what an answer cannot be asked here.
+        """Fill unset parameters with the values in force, as far as they are known.
+
+        Raises UsageError or UnsupportedError for parameters that an answer cannot have here.
         """
 
     def run(self) -> None:
-        """Reads turns until /bye or the end of input."""
+        """Read turns until /bye or the end of input."""
         if sys.stdin.isatty():
             template = "" if self._turns.has_template else " No chat template: plain continuation."
             self._say(f"/help shows commands, /bye leaves.{template}")
@@ -123,8 +124,9 @@ class Dialogue(abc.ABC):
                 self._reported(self._answer, line)
 
     def _keep_stopped(self, line: str, text: str) -> None:
-        """After Ctrl-C: what was written of an answer counts as said. Raises KeyboardInterrupt
-        again where lines are not typed: it ends the program then.
+        """Keep the text of an answer that Ctrl-C stopped.
+
+        Raises KeyboardInterrupt again if standard input is no terminal: it ends the program then.
         """
         if not sys.stdin.isatty():
             raise KeyboardInterrupt
@@ -132,8 +134,10 @@ class Dialogue(abc.ABC):
         self._turns.add(line, text)
 
     def _read(self, editor: LineEditor) -> str | None:
-        """The next line. Ctrl-C drops the one that is being typed; of lines that are not typed it
-        ends the program.
+        """Read the next line, or return None at the end of input.
+
+        Ctrl-C drops a line that is being typed; if standard input is no terminal it ends the
+        program.
         """
         while True:
             try:
@@ -144,7 +148,10 @@ class Dialogue(abc.ABC):
                 self._say("\n/bye or Ctrl-D leaves.")
 
     def _reported(self, action: Callable[[str], None], text: str) -> None:
-        """The conversation outlives what was refused, and Ctrl-C where lines are typed."""
+        """Run a command or an answer, and print its errors so that the conversation continues.
+
+        Ctrl-C stops the action on a terminal and ends the program elsewhere.
+        """
         try:
             action(text)
         except LowtideError as error:
@@ -169,7 +176,7 @@ class Dialogue(abc.ABC):
         try:
             self._answer(line)
             has_answered = bool(self._turns.last_answer)
-        finally:  # whatever came of it: an answer is given up for another one alone
+        finally:  # the old answer is replaced only by a new one
             if not has_answered:
                 self._turns.put_back(line, answer)
 
@@ -212,8 +219,10 @@ class Dialogue(abc.ABC):
         self._say(f"{name}: {_shown(_value_of(self._in_force(self._params), name))}")
 
     def _change(self, name: str, value: str) -> None:
-        """Sets a parameter, or takes it back. Raises UsageError or UnsupportedError, and leaves all
-        as it was, for what the next answer would be refused for.
+        """Set a parameter or restore its default.
+
+        Raises UsageError or UnsupportedError, and changes nothing, if the next answer would be
+        refused.
         """
         if value == DEFAULT:
             new = _value_of(SamplingParams(), name)
@@ -224,27 +233,27 @@ class Dialogue(abc.ABC):
         self._params = params
 
     def _setting(self, name: str) -> str:
-        """A line on a parameter: its value in force, the default, and what it does."""
+        """Describe a parameter in one line: value in force, default, and help."""
         values = (self._in_force(params) for params in (self._params, SamplingParams()))
         in_force, default = (_shown(_value_of(each, name)) for each in values)
         return f"{name:20}{in_force:15}{default:15} {SETTABLE[name].help}"
 
 
 class TerminalChat(Dialogue):
-    """With a model of this process."""
+    """Conversation with a model of this process."""
 
     def __init__(
         self,
         llm: LLM,
         params: SamplingParams,
         turns: Turns,
-        places: Places,
-        line_on: Callable[[Answer], str],
+        io: ChatIO,
+        answer_line: Callable[[Answer], str],
     ) -> None:
-        """line_on: what is said below an answer."""
-        super().__init__(params, turns, places)
+        """answer_line: make the note printed below an answer."""
+        super().__init__(params, turns, io)
         self._llm = llm
-        self._line_on = line_on
+        self._answer_line = answer_line
         self._in_force(params)
 
     def _names(self) -> Sequence[str]:
@@ -258,9 +267,9 @@ class TerminalChat(Dialogue):
 
     def _answer(self, line: str) -> None:
         token_ids, params = self._fitted(line)
-        view, is_raw = view_of(self._llm, token_ids, self._out), not self._turns.has_template
+        view, is_raw = make_view(self._llm, token_ids, self._out), not self._turns.has_template
         try:
-            with typing_unseen():
+            with without_echo():
                 answer = ask_showing(self._llm, token_ids, params, is_raw, view)
         except KeyboardInterrupt:
             return self._keep_stopped(line, view.text)
@@ -269,15 +278,17 @@ class TerminalChat(Dialogue):
             examples = ", ".join(task.example for task in tasks if task.example)
             self._say(f"(not one of this demo's tasks, so this means nothing; try {examples})")
         if self._out.is_terminal:
-            self._say(self._line_on(answer))
+            self._say(self._answer_line(answer))
         if cut := cut_line(answer):
             room = self._llm.max_new_tokens(len(token_ids), params)
             is_full = answer.usage.completion_tokens == room
             self._say(f"{cut[:-1]}: the context is full)" if is_full else cut)
 
     def _fitted(self, line: str) -> tuple[list[int], SamplingParams]:
-        """A prompt that leaves room for an answer, without the oldest turns if need be, and the
-        parameters of such an answer. Raises UsageError for a line that is too long by itself.
+        """Make a prompt that leaves room for an answer, dropping the oldest turns if needed.
+
+        Returns the prompt and the parameters of the answer. Raises UsageError for a line that is
+        too long by itself.
         """
         num_dropped = 0
         while True:
@@ -317,12 +328,12 @@ def _parsed(name: str, value: str) -> object:
 
 
 def _value_of(params: SamplingParams, name: str) -> object:
-    """A field of either kind."""
+    """Return a field of the sampling or the diffusion parameters."""
     return getattr(params if hasattr(params, name) else params.diffusion, name)
 
 
 def _shown(value: object) -> str:
-    """As it is typed."""
+    """Format a value as a user would type it."""
     if value is None or value == ():
         return "unset"
     if isinstance(value, bool):
@@ -333,7 +344,7 @@ def _shown(value: object) -> str:
 
 
 def stats_text(stats: Mapping[str, Any], has_experts: bool) -> str:
-    """What an engine did, in words: `LLM.stats()` has the numbers."""
+    """Describe in words the statistics of `LLM.stats()`."""
     if not stats["forwards"]:
         return "nothing yet"
     lines = [

@@ -1,4 +1,4 @@
-"""`lowtide doctor`: what is wrong with this machine, what runs well on it, and its rates."""
+"""`lowtide doctor`: name faults of this machine, a model that runs well on it, and its rates."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from lowtide.lab.diagnosis import Diagnosis, ExpertCosts
 
 WIDE_SPREAD = 0.5
-"""Repeats that lie further apart are not what the machine can do."""
+"""Relative spread of repeats above which a measurement is called unreliable."""
 
 OptionalModelName = Annotated[
     str | None,
@@ -49,9 +49,9 @@ def doctor(
     *,
     settings: Settings,
 ) -> None:
-    """Say what is wrong with this machine, if anything, and measure it; -v shows the numbers.
+    """Check this machine for faults and measure it; -v shows the numbers.
 
-    With MODEL also what its experts cost here, which its plans then go by.
+    With MODEL the costs of its experts here are measured, too; its plans then use them.
     """
     options, name = settings.engine_options(), settings.text("profile")
     profile = None if name is None else Path(name)
@@ -86,13 +86,13 @@ def doctor(
 def _verdict(
     diagnosis: Diagnosis, found: Sequence[str], suggested: Suggestion | None
 ) -> Iterator[str]:
-    """What is wrong, what could not be measured, and what runs well, a line each."""
+    """List faults, skipped measurements and a model that runs well, a line each."""
     if not found and not diagnosis.skipped:
         yield "Nothing is wrong with this machine."
     if len(found) == 1:
-        yield f"To mend: {found[0]}"
+        yield f"To fix: {found[0]}"
     elif found:
-        yield f"{len(found)} things to mend:"
+        yield f"{len(found)} things to fix:"
         yield from (f"- {fault}" for fault in found)
     yield from (f"{name} was not measured: {reason}" for name, reason in diagnosis.skipped)
     for costs in diagnosis.costs:
@@ -108,7 +108,7 @@ def _verdict(
 def _suggestion_line(suggested: Suggestion | None) -> str:
     if suggested is None:
         return (
-            "No published model fits wholly into the memory that is free: a part of its experts "
+            "No published model fits into the free memory: some of its experts "
             "will be read from disk (lowtide plan MODEL)."
         )
     way = "" if suggested.format == OWN_FORMAT else f" with --format {suggested.format}"
@@ -131,14 +131,14 @@ def _print(verdict: str, diagnosis: Diagnosis, is_verbose: bool) -> None:
 
 
 def machine_line(machine: Machine) -> str:
-    """What the machine is, on one line."""
+    """Describe the machine in one line."""
     gpu = machine.gpu or "no GPU"
     memory = format_size(machine.memory_bytes)
     return f"{machine.cpu} · {machine.num_cores} cores · {memory} · {gpu} · {machine.kernel}"
 
 
 def rates_table(rates: Sequence[Rate]) -> Table:
-    """The machine's rates beside their ceilings; of weights those of a single token."""
+    """Make a table of the machine's rates and ceilings; weights' rates are for one token."""
     from lowtide.lab.checkup import shown_rates
 
     columns = ("what", "measured", "repeats within", "ceiling")
@@ -165,13 +165,13 @@ def _costs_table(costs: ExpertCosts) -> Table:
 
 
 def _cell(curve: Sequence[Point], num_tokens: int) -> str:
-    """Empty where a curve has no such point: its last slope goes on."""
+    """Format a point of a curve; empty where the curve has no such point."""
     median_s = {point.num_tokens: point.timing.median_s for point in curve}
     return _milliseconds(median_s[num_tokens]) if num_tokens in median_s else ""
 
 
 def _moves_line(costs: ExpertCosts) -> str:
-    """What it takes to bring an expert, and how near its computation is to the memory's rate."""
+    """Describe the time to move an expert, and the share of the memory rate that it computes at."""
     measurements = costs.stored.measurements
     parts = [f"{_rate(measurements, measurements.host[0].timing)} of weights with 1 token"]
     if costs.device:

@@ -1,4 +1,4 @@
-"""What each format of weights would give here: the table at a plan's end."""
+"""Table of weight formats at the end of a plan: size, fit and speed of each."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _NOTE = (
 
 
 def formats_table(rows: Sequence[FormatPlan], plan: MemoryPlan) -> Group:
-    """Bytes of the weights, share of resident experts if there are any, predicted speed."""
+    """Make a table of weight bytes, share of resident experts (if any) and expected speed."""
     columns: dict[str, Callable[[FormatPlan], str]] = {
         "format": lambda row: row.format,
         "weights": lambda row: format_size(row.weight_bytes),
@@ -34,7 +34,7 @@ def formats_table(rows: Sequence[FormatPlan], plan: MemoryPlan) -> Group:
 
 
 def format_object(row: FormatPlan) -> dict[str, object]:
-    """For `--json`."""
+    """Return a format's row for `--json`."""
     told = asdict(row) | {"tokens_per_s": row.speed and row.speed._asdict()}
     del told["speed"]
     return told

@@ -1,4 +1,4 @@
-"""`lowtide generate`: one answer."""
+"""`lowtide generate`: write one answer."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from lowtide.cli.answer import Answer, ask, ask_showing, cut_line, sampling_line, view_of
+from lowtide.cli.answer import Answer, ask, ask_showing, cut_line, make_view, sampling_line
 from lowtide.cli.command import takes
 from lowtide.cli.opening import open_llm
 from lowtide.cli.options import Settings
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 def model_names(incomplete: str) -> list[str]:
-    """Models that are here, by their names, for a shell to complete; paths are its own to know."""
+    """Return names of local models that begin so, for shell completion; shells complete paths."""
     try:
         from lowtide.model_folder.hub import list_models
 
@@ -51,11 +51,11 @@ ModelName = Annotated[
 ]
 Words = Annotated[
     list[str] | None,
-    typer.Argument(help="What to answer, as by -p; quotes may be left out.", metavar="TEXT"),
+    typer.Argument(help="Prompt, as with -p; quotes are optional.", metavar="TEXT"),
 ]
 PromptText = Annotated[
     str | None,
-    typer.Option("-p", "--prompt", help="What to answer; - reads standard input."),
+    typer.Option("-p", "--prompt", help="Prompt to answer; - reads standard input."),
 ]
 PromptIds = Annotated[
     str | None,
@@ -81,7 +81,7 @@ def generate(
     *,
     settings: Settings,
 ) -> None:
-    """Write one answer; a line on the plan and one on the speed go to standard error."""
+    """Write one answer; notes on the plan and the speed go to standard error."""
     write_answer(model, words, prompt, prompt_ids, settings)
 
 
@@ -92,7 +92,7 @@ def write_answer(
     prompt_ids: str | None,
     settings: Settings,
 ) -> None:
-    """Answers the text that was given, in words, by -p, in ids or on standard input."""
+    """Answer a prompt given as words, by -p, as token ids or on standard input."""
     params = settings.sampling_params()
     text = " ".join(words) if words else None
     if text is not None and prompt is not None:
@@ -123,7 +123,7 @@ def _as_json(model: str, question: Question, params: SamplingParams, settings: S
 def _on_screen(
     model: str, question: Question, params: SamplingParams, settings: Settings
 ) -> tuple[Answer, str]:
-    """The answer, shown, and the line on what it took."""
+    """Show the answer; return it and the line about its speed."""
     console = stdout_console()
     with open_llm(model, settings, question) as llm:
         show_plan(llm, model, settings)
@@ -139,13 +139,13 @@ def _on_screen(
             answer = ask(llm, prompt, params, question.is_raw)
             _print_all(answer, llm)
         else:
-            view = view_of(llm, prompt, console)
+            view = make_view(llm, prompt, console)
             answer = ask_showing(llm, prompt, params, question.is_raw, view)
-        return answer, line_on(answer, llm, settings.flag("verbose"))
+        return answer, answer_line(answer, llm, settings.flag("verbose"))
 
 
-def line_on(answer: Answer, llm: LLM, is_verbose: bool) -> str:
-    """The tokens of an answer and their speed; more if that is wanted."""
+def answer_line(answer: Answer, llm: LLM, is_verbose: bool) -> str:
+    """Describe an answer's speed; with `is_verbose` also passes, hit rate and expected speed."""
     if not is_verbose:
         return speed_line(answer.usage, answer.generation_s)
     prediction = llm.plan.prediction
@@ -156,8 +156,11 @@ def line_on(answer: Answer, llm: LLM, is_verbose: bool) -> str:
 def show_plan(
     llm: LoadedModel, model: str, settings: Settings, served: MemoryPlan | None = None
 ) -> None:
-    """On standard error: one line, with `-v` the whole table and the kernels, nothing with
-    `--quiet`. served: the plan, with what a server holds beside it.
+    """Print the plan to standard error.
+
+    One line; with `-v` the whole table and the kernels, with `--quiet` nothing.
+
+    served: the plan including what a server holds beside the model.
     """
     console = stderr_console()
     if settings.flag("verbose"):
@@ -171,24 +174,25 @@ def show_plan(
 
 
 def show_tasks(llm: LoadedModel, settings: Settings) -> None:
-    """On standard error, of a demo: what it can be asked."""
+    """Print to standard error the tasks of a demo model."""
     if (tasks := tasks_of(llm.path)) and not settings.flag("quiet"):
         stderr_console().print(told(tasks))
 
 
 def show_sampling(llm: LLM, params: SamplingParams, settings: Settings) -> None:
-    """On standard error: what the model's own files say of sampling, if that is in force."""
+    """Print to standard error the publisher's sampling parameters, if they are in force."""
     if not settings.flag("quiet") and (line := sampling_line(llm, params)):
         stderr_console().print(line)
 
 
 def show_passes(llm: LLM, num_prompt: int, params: SamplingParams) -> None:
-    """On standard error, of a bidirectional model: how the passes of an answer are divided, where
-    there is too little memory for all of their rows together.
+    """Print to standard error how a bidirectional model's passes are divided into chunks.
+
+    Passes are divided where memory does not hold all of their rows at once.
     """
     num_new = min(params.most_tokens, llm.max_new_tokens(num_prompt, params))
     if num_new < 1:
-        return  # refused when it is asked for
+        return  # generation will refuse it
     steps = llm.planned_passes(num_prompt + num_new, replace(params, max_tokens=num_new))
     if any(step.is_divided for step in steps):
         title = f"passes over {steps[0].num_tokens} tokens"
@@ -196,7 +200,7 @@ def show_passes(llm: LLM, num_prompt: int, params: SamplingParams) -> None:
 
 
 def _print_all(answer: Answer, llm: LLM) -> None:
-    """Several answers, each under a line of its own."""
+    """Print several answers, each under a numbered line."""
     for number, completion in enumerate(answer.completions, 1):
         writer = TextWriter(sys.stdout, llm.tokenizer is not None, sys.stdout.isatty())
         print(f"--- answer {number} of {len(answer.completions)}")

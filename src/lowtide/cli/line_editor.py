@@ -1,4 +1,4 @@
-"""Messages that a user types: edited, pasted whole and remembered by prompt_toolkit."""
+"""Line editor of chat, based on prompt_toolkit: editing, pasting and a history."""
 
 from __future__ import annotations
 
@@ -22,11 +22,10 @@ QUOTES = '"""'
 
 
 class LineEditor:
-    """Reads turns of a conversation from standard input.
+    """Reader of a conversation's turns from standard input.
 
-    On a terminal a pasted text is one message, and messages are kept in `history`, which only this
-    user can read (None: they are forgotten). A turn that begins with three quotes goes on to the
-    next three.
+    On a terminal a pasted text is one message, and messages are kept in `history`, readable by this
+    user alone (None: not kept). A turn that begins with three quotes continues to the next three.
     """
 
     def __init__(self, commands: Sequence[str], history: Path | None) -> None:
@@ -35,7 +34,7 @@ class LineEditor:
         self._session = _session(commands, history) if can_edit else None
 
     def read(self) -> str | None:
-        """The next turn, or None at the end of input. Raises KeyboardInterrupt."""
+        """Return the next turn, or None at the end of input. Raises KeyboardInterrupt."""
         try:
             line = self._line("> ")
             if not line.startswith(QUOTES):
@@ -44,12 +43,12 @@ class LineEditor:
             while QUOTES not in text:
                 text += "\n" + self._line("  ")
             said, _, rest = text.partition(QUOTES)
-            # With more behind them they are the text's own, as those of a pasted file.
+            # Text after the closing quotes: they belong to the text, such as a pasted file's.
             return QUOTES + text if rest.strip() else said.strip("\n")
         except EOFError:
             return None
         except OSError as error:
-            if error.errno != errno.EIO:  # that of a terminal which has gone
+            if error.errno != errno.EIO:  # EIO: the terminal is gone
                 raise
             return None
 
@@ -60,7 +59,7 @@ class LineEditor:
 
 
 def history_file() -> Path | None:
-    """Where messages are kept; None for a user who has no home."""
+    """Return the history's path, or None for a user without a home."""
     try:
         return state_folder() / "chat_history"
     except StorageError:
@@ -68,8 +67,8 @@ def history_file() -> Path | None:
 
 
 @contextmanager
-def typing_unseen() -> Iterator[None]:
-    """What is typed meanwhile is not drawn over an answer; it waits for the next prompt."""
+def without_echo() -> Iterator[None]:
+    """Hide what is typed during an answer; it waits for the next prompt."""
     try:
         before = termios.tcgetattr(sys.stdin)
     except (OSError, ValueError, termios.error):  # no terminal
@@ -92,12 +91,12 @@ def _session(commands: Sequence[str], history: Path | None) -> PromptSession[str
 
     kept: History = InMemoryHistory()
     if history is not None:
-        with suppress(OSError):  # a history is no reason to end in an error
+        with suppress(OSError):  # a missing history is no error
             history.parent.mkdir(parents=True, exist_ok=True)
             os.close(os.open(history, os.O_CREAT | os.O_APPEND | os.O_RDWR, 0o600))
             kept = _file_history(history)
     completer = WordCompleter(list(commands), sentence=True)
-    # Where the cursor is need not be known, and terminals that cannot tell would be warned of.
+    # The cursor's position is not needed; without this, terminals that lack it cause a warning.
     output = Vt100_Output.from_pty(sys.stdout, term=os.environ.get("TERM"))
     output.enable_cpr = False
     return PromptSession(
@@ -109,7 +108,7 @@ def _file_history(path: Path) -> History:
     from prompt_toolkit.history import FileHistory
 
     class LenientHistory(FileHistory):
-        """Loses what a full disk does not take: the conversation goes on."""
+        """History that ignores a full disk, so that the conversation continues."""
 
         def store_string(self, string: str) -> None:
             with suppress(OSError):

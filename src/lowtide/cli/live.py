@@ -1,4 +1,4 @@
-"""The live view: a block of a diffusion model being filled, drawn in place on a terminal."""
+"""Live view: a diffusion model's block, redrawn in place on a terminal while it is filled."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ MIN_FRAME_S = 0.05  # at most 20 drawings a second
 
 
 class LiveView:
-    """Draws an answer while it is made: whole lines scroll away, the block in work stays below.
+    """Draws an answer while it is made: whole lines scroll away, the current block stays below.
 
-    Owns what is on the screen. It is told of drafts and committed tokens, and knows nothing of
-    the engine; `caption` is asked for a line to show below. `num_prompt_tokens` is where the answer
-    starts: a block may begin with the prompt's last tokens, which are not drawn again.
+    Owns the screen's contents and knows nothing of the engine: drafts and committed tokens are
+    passed in, and `caption` makes a line shown below. A block may begin with the prompt's last
+    tokens; with `num_prompt_tokens` they are not drawn again.
     """
 
     def __init__(
@@ -71,11 +71,11 @@ class LiveView:
 
     @property
     def text(self) -> str:
-        """The answer so far: what a user who stops it has seen."""
+        """The answer so far, as a user who stops it has seen it."""
         return self._printed + self._pending
 
     def draft(self, block_start: int, tokens: Iterable[int], is_masked: Iterable[bool]) -> None:
-        """The block after a denoising pass: masks dim, tokens new since the last pass bright."""
+        """Draw the block after a denoising pass: masks dim, new tokens bright."""
         written: dict[int, int] = {}
         self._draft = Text()
         for position, (token, masked) in enumerate(
@@ -93,9 +93,7 @@ class LiveView:
         self._draw(is_due=self._clock() - self._last_frame_s >= MIN_FRAME_S)
 
     def commit(self, tokens: Sequence[int], text: str, reasoning: str = "") -> None:
-        """Tokens that are final, and what became certain with them: whole lines of the answer, and
-        of the thoughts before it, leave the live region for good.
-        """
+        """Add final tokens and their text; whole lines leave the live region."""
         self._before, self._draft = {}, Text()
         if self._tokenizer is None:
             text = " " * bool(self.text) + " ".join(map(str, tokens))
@@ -103,7 +101,7 @@ class LiveView:
         self._advance(text)
 
     def finish(self, text: str) -> None:
-        """Take the engine's own text of the whole answer: its end is printed on leaving."""
+        """Take the engine's own text of the whole answer; leaving the view prints its end."""
         # A stop string may cut within a line that has scrolled away; then nothing is left.
         self._pending = text[len(self._printed) :] if text.startswith(self._printed) else ""
 
@@ -113,7 +111,7 @@ class LiveView:
             self._print(lines, "dim")
 
     def _end_thoughts(self) -> None:
-        """An empty line divides them from what follows."""
+        """Print the last line of the thoughts and an empty line."""
         if self._thought:
             self._print(f"{self._thought}\n", "dim")
         self._thought = ""
@@ -128,7 +126,7 @@ class LiveView:
         self._draw(is_due=True)
 
     def _print(self, text: str, style: str = "") -> None:
-        """For good: as it is, since a user may copy it from the terminal."""
+        """Print for good, with long lines unbroken: a user may copy them."""
         self._live.console.print(Text(printable(text), style), soft_wrap=True)
 
     def _draw(self, is_due: bool) -> None:
@@ -147,15 +145,16 @@ class LiveView:
         self._drawn = self._widths(frame)
 
     def _widths(self, frame: Text) -> list[int]:
-        """Cells of each line of a frame, as they are drawn: those beyond the screen are not."""
+        """Return the cells of each line of a frame within the screen's height."""
         console = self._live.console
         self._width = console.width
         lines = console.render_lines(frame, pad=False)[: console.height]
         return [sum(segment.cell_length for segment in line) for line in lines]
 
     def _follow_resize(self) -> None:
-        """A terminal that became narrower has broken the lines of the last frame into more: those
-        are erased here, and as many as there were by the next frame.
+        """Erase the additional lines that a narrower terminal broke the last frame into.
+
+        The next frame erases as many lines as the last one had.
         """
         width = self._live.console.width
         if width >= self._width:

@@ -1,4 +1,4 @@
-"""Where the `lowtide` command begins: what it needs is imported with signals already understood."""
+"""Entry point of the `lowtide` command: imports the rest with signal handlers installed."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ if TYPE_CHECKING:
 
 
 def main() -> None:
-    """Run the command line; the exit code is 0, 1, 2 (wrong usage), 129 (SIGHUP), 130 (Ctrl-C), 141
-    (the output's reader has gone) or 143 (SIGTERM).
+    """Run the command line.
+
+    The exit code is 0, 1, 2 (wrong usage), 129 (SIGHUP), 130 (Ctrl-C), 141 (the output's reader has
+    gone) or 143 (SIGTERM).
     """
     try:
         # Importing torch makes half a million objects that stay; looking for garbage among them, as
@@ -36,11 +38,14 @@ def main() -> None:
 
 
 def _imported() -> Callable[[], None]:
-    """The command line, with signals heard; ends clearly where memory or files are limited."""
-    try:
-        from lowtide.cli.interrupts import hear_signals
+    """Install signal handlers and import the command line.
 
-        hear_signals()
+    Ends with a clear line where memory or open files are limited.
+    """
+    try:
+        from lowtide.cli.interrupts import install_signal_handlers
+
+        install_signal_handlers()
         from lowtide.cli.app import app
     except (ImportError, MemoryError, OSError) as error:
         _end_limited(error)
@@ -58,14 +63,14 @@ def _end_limited(error: Exception) -> NoReturn:
 
 
 def _run(app: Callable[[], None]) -> None:
-    """Runs it; also what is no verb's, such as help, ends clearly on a full disk."""
+    """Run the command; help and usage also end clearly on a full disk."""
     try:
         try:
             app()
         finally:
             sys.stdout.flush()
     except SystemExit as end:
-        # Where what is no verb's was not read typer makes an exit of it, with code 1.
+        # For help and usage typer turns a broken pipe into an exit with code 1.
         if not isinstance(end.__context__, BrokenPipeError):
             raise
         _end_unread()
@@ -74,9 +79,9 @@ def _run(app: Callable[[], None]) -> None:
     except (ImportError, MemoryError) as error:  # of a verb, before it began
         _end_limited(error)
     except OSError as error:
-        from lowtide.cli.command import EXIT_FAILURE, is_of_stdout
+        from lowtide.cli.command import EXIT_FAILURE, report_stdout_error
 
-        if not is_of_stdout(error):
+        if not report_stdout_error(error):
             raise
         sys.exit(EXIT_FAILURE)
 
@@ -89,10 +94,11 @@ def _end_unread() -> None:
 
 
 def _open_closed_streams() -> None:
-    """The parent process may have closed standard input, output or error: what is read there
-    is nothing, a message goes nowhere, and an answer cannot be written, which is an error. The next
-    file that is opened would otherwise get that number, and whatever a library prints would go into
-    it. A parent may also have left them so that a write ends before all is written.
+    """Open standard input, output and error where the parent process closed them.
+
+    Input is then empty, messages are dropped, and writing an answer is an error. Otherwise the next
+    opened file would get that number and receive whatever a library prints. Streams that the parent
+    left non-blocking, where a write may end early, are made blocking.
     """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:
@@ -100,7 +106,7 @@ def _open_closed_streams() -> None:
             if opened != number:
                 os.dup2(opened, number)
                 os.close(opened)
-            os.set_inheritable(number, True)  # what runs below this program has it open, too
+            os.set_inheritable(number, True)  # child processes have it open, too
             stream = open(number, "w" if number else "r", encoding="utf-8", closefd=False)
             setattr(sys, name, stream)
         elif number:
@@ -111,9 +117,11 @@ def _open_closed_streams() -> None:
 
 
 def _forget_interrupt() -> None:
-    """CPython remembers a Ctrl-C that ended code given as text, such as data classes make while
-    they are imported, and `python -m` then ends by SIGINT although it was caught and the exit code
-    is known. Other such code makes it forget: a named tuple's.
+    """Make CPython forget a Ctrl-C that interrupted code run from a string.
+
+    Data classes run such code while they are imported; `python -m` would then end by SIGINT
+    although the interrupt was caught and the exit code is known. Running other such code, a named
+    tuple's, clears it.
     """
     from collections import namedtuple
 

@@ -1,4 +1,4 @@
-"""`lowtide synth`, `pull` and `ls`: models written, fetched and listed."""
+"""`lowtide synth`, `pack`, `pull` and `ls`: write, fetch and list models."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     "out",
     "seed",
     Group.OUTPUT,
-    told={
+    help_texts={
         "out": "The folder to write; it must be new or empty.",
         "seed": "Equal seeds write equal weights. Default: 0.",
     },
@@ -48,7 +48,7 @@ def synth(
     with ProgressBars() as progress:
         size = settings.text("size") or "tiny"
         folder = lab.synth(family, size, out, seed=seed, progress=progress)
-    _tell(settings, "wrote", folder)
+    _report(settings, "wrote", folder)
 
 
 @takes(
@@ -60,14 +60,14 @@ def synth(
     "out",
     Group.HUB,
     Group.OUTPUT,
-    told={"out": "The folder to write, a model itself; a run that was ended goes on there."},
+    help_texts={"out": "The folder to write, itself a model; an interrupted run resumes there."},
 )
 def pack(model: ModelName, *, settings: Settings) -> None:
     """Save a model with weights rounded to 8 or 4 bits: smaller, and faster to read.
 
-    With --calibration, of lowtide calibrate --inputs, experts lose less of what they are used for.
-    With --by-expert a GGUF model's experts are copied beside it, each in one piece, to be read
-    from there.
+    With --calibration (from lowtide calibrate --inputs) rounding favours the weights that experts
+    use most. With --by-expert a GGUF model's experts are copied beside it, each in one piece, and
+    read from there.
     """
     if settings.flag("by_expert"):
         return _pack_experts(model, settings)
@@ -85,7 +85,7 @@ def pack(model: ModelName, *, settings: Settings) -> None:
             progress,
             calibration=settings.text("calibration"),
         )
-    _tell(settings, "wrote", written)
+    _report(settings, "wrote", written)
 
 
 def _pack_experts(model: str, settings: Settings) -> None:
@@ -100,7 +100,7 @@ def _pack_experts(model: str, settings: Settings) -> None:
 
     with ProgressBars() as progress:
         written = pack_experts(folder, progress)
-    _tell(settings, "wrote", written)
+    _report(settings, "wrote", written)
 
 
 @takes(Group.HUB, Group.OUTPUT, unlisted=("offline",))
@@ -119,7 +119,7 @@ def pull(
 
     with ProgressBars() as progress:
         folder = hub.pull(model, progress)
-    _tell(settings, "fetched", folder)
+    _report(settings, "fetched", folder)
 
 
 @takes(Group.OUTPUT)
@@ -158,7 +158,7 @@ def ls(*, settings: Settings) -> None:
 
 
 def _table_of_others(others: Sequence[OtherFile]) -> Table:
-    """Their names are their programs' own; here the path is given."""
+    """Make a table of other programs' GGUF files; lowtide needs their paths, not their names."""
     table = Table(title="GGUF files of other programs: give the path", title_justify="left")
     for column in ("of", "name there", "size", "path"):
         is_size = column == "size"
@@ -175,7 +175,7 @@ def _out(verb: str, settings: Settings) -> Path:
     return Path(out)
 
 
-def _tell(settings: Settings, done: str, path: Path) -> None:
+def _report(settings: Settings, done: str, path: Path) -> None:
     files = path.iterdir() if path.is_dir() else [path]
     num_bytes = sum(file.stat().st_size for file in files if file.is_file())
     if settings.flag("json"):

@@ -1,4 +1,4 @@
-"""From a model's name to an engine: what is cheap to refuse is refused before torch is imported."""
+"""Open an engine for a model's name, refusing cheap mistakes before torch is imported."""
 
 from __future__ import annotations
 
@@ -26,11 +26,10 @@ if TYPE_CHECKING:
 
 @contextmanager
 def open_llm(model: str, settings: Settings, question: Question | None = None) -> Iterator[LLM]:
-    """The engine for a model, loaded under a progress bar, closed afterwards.
+    """Load the engine for a model under a progress bar, and close it afterwards.
 
-    Parameters that the model's kind does not have, and a `question` that it cannot answer, are
-    refused before anything is loaded; they, and a budget that is too small, before weights are
-    fetched.
+    Parameters that the model's kind does not have, a `question` that it cannot answer and a budget
+    that is too small are refused before anything is fetched or loaded.
     """
     found, config = _find(model, settings)
     params, options = settings.sampling_params(), settings.engine_options()
@@ -61,8 +60,9 @@ def open_llm(model: str, settings: Settings, question: Question | None = None) -
 
 
 def open_async(model: str, settings: Settings) -> AsyncLLM:
-    """As `open_llm`, for coroutines; the caller closes it. Where no context was asked for it is
-    the model's, within a share of the budget.
+    """Load an engine for coroutines; the caller closes it.
+
+    Without --context it is the model's own, limited to a share of the budget.
     """
     found, config = _find(model, settings)
     options = _served_options(found, config, settings)
@@ -74,7 +74,7 @@ def open_async(model: str, settings: Settings) -> AsyncLLM:
 
 
 def served_context_of(model: str, settings: Settings) -> int:
-    """The context that `open_async` would load a model with; no weight is read, nor fetched."""
+    """Return the context that `open_async` would choose, without reading or fetching weights."""
     found, config = _find(model, settings)
     return min(int(_served_options(found, config, settings)["context"]), config.max_positions)
 
@@ -82,7 +82,7 @@ def served_context_of(model: str, settings: Settings) -> int:
 def _served_options(
     found: Path | HubModel, config: ModelConfig, settings: Settings
 ) -> dict[str, Any]:
-    """Options of a model, with a context; what cannot be planned is refused."""
+    """Return a model's options with a context; raises for options that cannot be planned."""
     options = settings.engine_options()
     from lowtide.engine.opening.model import DEFAULT_CONTEXT
     from lowtide.llm import plan_model
@@ -99,7 +99,7 @@ def _served_options(
 
 
 class Planned(NamedTuple):
-    """What `plan` has to say of a model."""
+    """A model's plan and the facts that `lowtide plan` prints beside it."""
 
     memory: MemoryPlan
     passes: PlannedPasses | None  # of a bidirectional one
@@ -109,7 +109,7 @@ class Planned(NamedTuple):
 
 
 def make_plan(model: str, settings: Settings) -> Planned:
-    """The plan of a model; no weight is read, nor fetched."""
+    """Plan a model without reading or fetching weights."""
     found, config = _find(model, settings)
     from lowtide.llm import plan_in_full
     from lowtide.model_folder.model_config import has_chat_template
@@ -120,9 +120,9 @@ def make_plan(model: str, settings: Settings) -> Planned:
 
 
 def find_model(model: str, settings: Settings) -> Path:
-    """A model's folder, fetched if need be, with a `config.json` that lowtide understands.
+    """Return a model's folder, fetching it if needed, with a `config.json` that lowtide supports.
 
-    For verbs that compare plans: raises UsageError for a format that is left to be chosen; also
+    Raises UsageError for a format that is left to be chosen (this is for verbs that compare plans),
     UsageError or HubError if there is no such model, ConfigError for its configuration.
     """
     check_is_named(settings.engine_options().get("format"))
@@ -130,20 +130,23 @@ def find_model(model: str, settings: Settings) -> Path:
 
 
 def find_model_with_experts(model: str, settings: Settings, asked: str) -> Path:
-    """As `find_model`; UnsupportedError for a model without experts, which `asked` is about."""
+    """Return a folder as `find_model` does; UnsupportedError if the model has no experts.
+
+    asked: subject of the error's sentence.
+    """
     found, config = _find(model, settings)
     config.check_experts(asked)
     return _fetched(found, settings)
 
 
 def quiet_downloads() -> None:
-    """Keep the hub library's progress bars to terminals. It reads this when imported."""
+    """Show the hub library's progress bars on terminals only; set before it is imported."""
     if not stderr_console().is_terminal:
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
 
 def _find(model: str, settings: Settings) -> tuple[Path | HubModel, ModelConfig]:
-    """Where a model is, and what it is; of one on the hub its `config.json` alone is fetched."""
+    """Locate a model and read its configuration; from the hub only `config.json` is fetched."""
     settings.engine_options()  # refused before anything is fetched
     check_address_space()
     quiet_downloads()

@@ -1,13 +1,14 @@
-"""Every option of the command line, and where its value came from.
+"""Every option of the command line, and the source of its value.
 
-Those of a model, an answer and a server are declared where Python takes them (`EngineConfig`,
+Options of a model, an answer and a server are declared where Python takes them (`EngineConfig`,
 `SamplingParams`, `DiffusionParams`, `ServeSettings`), all others here. Each is a flag, an
-environment variable and the key of a TOML file; a flag wins over the environment, that over the
-file, that over the default.
+environment variable and a key of a TOML file; flags override the environment, which overrides the
+file, which overrides defaults.
+
 Imports no torch, so that a wrong value is refused at once.
 
-    settings = resolve({"host_memory": "2GiB"}, os.environ, Path("lowtide.toml"))
-    settings["host_memory"], settings.engine_options(), settings.sampling_params()
+  settings = resolve({"host_memory": "2GiB"}, os.environ, Path("lowtide.toml"))
+  settings["host_memory"], settings.engine_options(), settings.sampling_params()
 """
 
 from __future__ import annotations
@@ -49,8 +50,9 @@ def _own(
     is_common: bool = True,
     **declared: Any,
 ) -> Option:
-    """An option of the command line alone; `declared` are further fields of `Option`. kind: unless
-    said, what its default is, or without one a path.
+    """Declare an option of the command line alone.
+
+    kind: by default that of `default`, or a path without one. declared: further fields of `Option`.
     """
     return Option(
         name=name,
@@ -80,16 +82,16 @@ OPTIONS: tuple[Option, ...] = (
     *ENGINE_OPTIONS,
     _prompt(
         "raw",
-        "Give the text to the model as it is, without its chat template.",
+        "Send the text as it is, without the chat template.",
         False,
         is_common=False,
     ),
     _prompt(
         "think",
-        "Have the model think before it answers, or not; for models that can do both.",
+        "Think before answering, or not; for models that can do both.",
         kind=Kind.BOOLEAN,
     ),
-    _prompt("system", "System message: what the model is told first.", kind=Kind.TEXT),
+    _prompt("system", "System message.", kind=Kind.TEXT),
     *options_of(SamplingParams),
     *options_of(DiffusionParams),
     _synth("size", "Size to write: tiny, small or full.", "tiny"),
@@ -98,15 +100,15 @@ OPTIONS: tuple[Option, ...] = (
         "Copy a GGUF model's experts into a file beside it, each in one piece: faster to read.",
         False,
     ),
-    _synth("out", "What to write: a new folder (synth, pack) or a file (calibrate)."),
-    _record("trace", "Write which experts were used to this file, for simulate."),
+    _synth("out", "Output: a new folder (synth, pack) or a file (calibrate)."),
+    _record("trace", "Record expert routing in this file, for simulate."),
     _record("quiet", "Print the answer alone: no plan, no speed.", False, short="-q"),
-    _calibration("text", "Text file like what the model will be used for."),
+    _calibration("text", "Text file typical of the model's use."),
     _calibration("pieces", "How many parts of the text to run.", 16),
     _calibration("plot", "Draw a picture into this file (calibrate: pictures into this folder)."),
     _calibration(
         "inputs",
-        "Also record what experts are given, for pack and --format with --calibration.",
+        "Also record experts' inputs, for pack and --format with --calibration.",
         False,
     ),
     _calibration(
@@ -119,15 +121,15 @@ OPTIONS: tuple[Option, ...] = (
     ),
     _simulation("residents", "Share of a layer's experts that fits into memory.", 0.5, high=1),
     _simulation("tau", "Steps after which policy tide chooses residents again.", 4, low=1),
-    _own(Group.BENCH, "repeats", "How often each policy or setting writes its answer.", 3),
+    _own(Group.BENCH, "repeats", "Number of answers timed for each policy or setting.", 3),
     _quality(
         "setting",
-        "What to compare: options, as 'format=q4' or 'policy=lru residents=0.5'. A name given "
+        "Options to compare, as 'format=q4' or 'policy=lru residents=0.5'. A name given "
         "twice makes a row for each of its values.",
         kind=Kind.TEXTS,
     ),
-    _quality("tokens", "How many tokens of the text to score.", 2048),
-    _quality("window", "Most tokens that are read in one piece.", 256),
+    _quality("tokens", "Number of tokens of the text to score.", 2048),
+    _quality("window", "Length of a scored window in tokens, at most.", 256),
     _quality(
         "mask_ratios",
         "Shares of a diffusion model's tokens to hide, separated by commas.",
@@ -135,40 +137,40 @@ OPTIONS: tuple[Option, ...] = (
     ),
     _quality(
         "save_curve",
-        "Measure what replaced experts cost, for max_kl of buddymoe; kept with the buddies.",
+        "Measure the loss from replaced experts, for max_kl of buddymoe; kept with the buddies.",
         False,
     ),
     _quality("choices", "File of multiple-choice questions, a JSON object a line."),
-    _doctor("fresh", "Measure again what was measured before.", False),
+    _doctor("fresh", "Repeat measurements made before.", False),
     _doctor("profile", "Write this machine as a hardware profile, for simulate --machine."),
     *options_of(ServeSettings),
     _batch(
         "input",
-        "Lines to answer, in the form of OpenAI's batches; - reads standard input.",
+        "Requests in OpenAI's batch format; - reads standard input.",
         kind=Kind.PATH,
         short="-i",
     ),
     _batch(
         "output",
-        "File of the answers, which a further run goes on with; - is standard output.",
+        "File for the answers, which a later run resumes; - is standard output.",
         kind=Kind.PATH,
         short="-o",
     ),
     _batch(
         "at_once",
-        "Lines to answer at the same time, at most; by default all that the context holds, and "
-        "no more than 256.",
+        "Most lines answered at the same time; by default as many as the context holds, at "
+        "most 256.",
         kind=Kind.INTEGER,
         low=1,
         high=4096,
     ),
     _batch(
         "shard",
-        "Answer a part of the lines alone: 2/5 is every fifth, from the second on.",
+        "Answer only part of the lines: 2/5 is every fifth, from the second on.",
         kind=Kind.TEXT,
     ),
-    _batch("in_order", "Put the answers into the order of the lines, at the end.", False),
-    _batch("any_model", "Answer also lines that ask for another model, with this one.", False),
+    _batch("in_order", "Sort the answers into the order of the lines at the end.", False),
+    _batch("any_model", "Use this model also for lines that name another one.", False),
     _batch("ray", "Answer on all nodes of the Ray cluster at RAY_ADDRESS.", False),
     _batch("strict", "Exit with 1 if a line's answer is an error.", False),
     _output("json", "Print one JSON object and nothing else.", False),
@@ -186,7 +188,7 @@ _BY_NAME = {option.name: option for option in OPTIONS}
 
 @dataclass(frozen=True)
 class Settings:
-    """The value in force of every option, and which of flag, environment or file gave it."""
+    """Values of all options, and the flag, variable or file that gave each."""
 
     values: Mapping[str, object]
     sources: Mapping[str, str]  # only options that were given
@@ -199,11 +201,11 @@ class Settings:
         return name in self.sources
 
     def choice(self, name: str) -> bool | None:
-        """A boolean option's value; None where it was not given."""
+        """Return a boolean option's value, or None if it was not given."""
         return self.flag(name) if self.is_given(name) else None
 
     def flag(self, name: str) -> bool:
-        """A boolean option's value; not given and without a default is false."""
+        """Return a boolean option's value; False if it was not given and has no default."""
         return bool(self.values[name])
 
     def text(self, name: str) -> str | None:
@@ -211,7 +213,7 @@ class Settings:
         return None if value is None else str(value)
 
     def engine_options(self) -> dict[str, Any]:
-        """Keyword arguments of `LLM` and `plan_model`: what was given or has a default."""
+        """Return keyword arguments of `LLM` and `plan_model`: options given or with a default."""
         if self.values["device_option"] and self.values["device"] != "emulated":
             raise UsageError("Device options belong to the emulated device; add --device emulated.")
         chosen = {o.keyword: self.values[o.name] for o in ENGINE_OPTIONS}
@@ -219,12 +221,12 @@ class Settings:
         return {name: value for name, value in chosen.items() if value is not None}
 
     def sampling_params(self) -> SamplingParams:
-        """The request's parameters; what was not given stays at its default. UsageError."""
+        """Return a request's parameters; raises UsageError."""
         inner = DiffusionParams(**self._given(DiffusionParams))
         return SamplingParams(**self._given(SamplingParams), diffusion=inner)
 
     def serve_settings(self) -> ServeSettings:
-        """How a server listens. Raises UsageError for settings that do not go together."""
+        """Return a server's settings; raises UsageError if they contradict each other."""
         return ServeSettings(**self._given(ServeSettings))
 
     def _given(self, params: Any) -> dict[str, Any]:
@@ -233,11 +235,12 @@ class Settings:
 
 
 def resolve(flags: Mapping[str, object], env: Mapping[str, str]) -> Settings:
-    """Settings from the flags given, the environment and the file that either of them names.
+    """Resolve settings from flags, the environment, and the file that either of them names.
+
+    An unknown `LOWTIDE_*` variable, which another version may use, is a notice. Raises UsageError
+    for an unknown file key and for a bad value.
 
     flags: option name to raw value; `None` or an empty list is "not given".
-    An unknown `LOWTIDE_*` variable, which may be of another version, is a notice. Raises UsageError
-    for an unknown file key and for a bad value.
     """
     given = {
         name: (raw, _BY_NAME[name].flag)
@@ -277,7 +280,7 @@ def _unknown_in(env: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def _from_environment(option: Option, raw: str) -> object:
-    """A repeatable option's variable holds one value, or several as a JSON array or object."""
+    """Parse a repeatable option's variable: one value, or several as a JSON array or object."""
     if not option.is_repeatable or not raw.lstrip().startswith(("[", "{")):
         return raw
     try:

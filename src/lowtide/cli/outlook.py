@@ -1,4 +1,4 @@
-"""Whether a model will fit and how fast it will be: what a plan says beyond its bytes."""
+"""Sentences about a plan: does it fit, how fast is it, which budget or format is better."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SHORT_CONTEXT = 64
 
 
 def outlook(plan: MemoryPlan, model: str) -> str:
-    """Lines below a plan's table: bytes read, the speed to expect, the budget to choose."""
+    """Return the lines below a plan's table: bytes read, expected speed, advised budget."""
     lines = []
     if plan.prediction is not None:
         lines += [_bytes_line(plan, plan.prediction), *_no_cache_line(plan.prediction)]
@@ -23,7 +23,7 @@ def outlook(plan: MemoryPlan, model: str) -> str:
 
 
 def plan_line(plan: MemoryPlan, model: str) -> str:
-    """The plan in one line: what a run is told of it before its answer."""
+    """Describe the plan in one line, as printed before an answer."""
     tier = plan.fast_tier
     parts = [f"{plan.device}: {format_size(tier.used_bytes)} of {format_size(tier.budget_bytes)}"]
     if plan.num_experts:
@@ -40,7 +40,7 @@ def plan_line(plan: MemoryPlan, model: str) -> str:
 
 
 def context_note(plan: MemoryPlan, config: ModelConfig) -> str:
-    """What is odd about the context of a plan; nothing where nothing is."""
+    """Return a note on a context that is too long or too short, or an empty string."""
     positions = config.max_positions
     if plan.context > positions and config.is_bidirectional:
         return (
@@ -58,7 +58,7 @@ def context_note(plan: MemoryPlan, config: ModelConfig) -> str:
 
 
 def verdict(plan: MemoryPlan, by_format: Sequence[FormatPlan], model: str) -> str:
-    """The plan in a sentence or three: whether it fits, how fast it is, what would be faster."""
+    """Sum up the plan in a few sentences: fit, speed, and a faster format."""
     resident, num_experts = sum(plan.residents_per_layer), plan.num_experts
     parts = ["Fits."]
     if resident < num_experts:
@@ -78,23 +78,23 @@ def verdict(plan: MemoryPlan, by_format: Sequence[FormatPlan], model: str) -> st
 
 
 def doctor_command(plan: MemoryPlan, model: str) -> str:
-    """What measures this machine, with a GPU the model on it, as one would type it."""
+    """Return the `lowtide doctor` command that measures this machine (and the model on a GPU)."""
     return "`lowtide doctor`" if plan.gpu is None else f"`lowtide doctor {shlex.quote(model)}`"
 
 
 def speed_text(speed: SpeedRange) -> str:
-    """Such as `about 14 tokens/s (10 to 18)`."""
+    """Format a speed as `about 14 tokens/s (10 to 18)`."""
     least, likely, most = map(per_second, speed)
     return f"about {likely} tokens/s ({least} to {most})"
 
 
 def per_second(number: float) -> str:
-    """With two digits where it has fewer before the point."""
+    """Format a number with two digits, or as an integer from 10 on."""
     return f"{number:.0f}" if number >= 10 else f"{number:.2g}"
 
 
 def prediction_object(prediction: Prediction | None) -> dict[str, object] | None:
-    """For `--json`, with what follows from it."""
+    """Return a prediction and its derived values for `--json`."""
     if prediction is None:
         return None
     return dataclasses.asdict(prediction) | {
@@ -115,7 +115,7 @@ def _bytes_line(plan: MemoryPlan, prediction: Prediction) -> str:
 
 
 def _no_cache_line(prediction: Prediction) -> list[str]:
-    """Where every pass wants everything: that no choice of residents saves a read."""
+    """Return a note if every pass uses all experts, so that no choice of residents saves reads."""
     if not (prediction.asks_for_all and prediction.read_bytes):
         return []
     read = format_size(round(prediction.read_bytes))
@@ -136,7 +136,7 @@ def _speed_line(plan: MemoryPlan, prediction: Prediction, model: str) -> str:
 
 
 def _advice(plan: MemoryPlan) -> str:
-    """The host budget to choose, in one line; nothing where none would do."""
+    """Return a line with the host budget to choose, or an empty string."""
     if not plan.advised_bytes:
         return ""
     advised, needed = format_size(plan.advised_bytes), plan.full_bytes
@@ -151,7 +151,7 @@ def _advice(plan: MemoryPlan) -> str:
 
 
 def _flag(num_bytes: int) -> str:
-    """A size as one would type it, not below."""
+    """Format a size as a user would type it, rounded up."""
     for unit, name in ((1 << 30, "G"), (1 << 20, "M"), (1 << 10, "K")):
         if num_bytes >= 10 * unit:
             return f"{-(-num_bytes // unit)}{name}"

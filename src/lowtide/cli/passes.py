@@ -1,4 +1,4 @@
-"""The passes of a bidirectional model in words: how long a context can be, what is divided, why."""
+"""Passes of a bidirectional model in words: chunks, memory and the longest context."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 
 
 def passes_table(passes: PlannedPasses, model: str) -> Group:
-    """A row per share of masks, and below it the longest context."""
+    """Make a table with a row per share of masks, and the longest context below."""
     num_tokens = passes.steps[0].num_tokens
     table = steps_table(passes.steps, f"passes over {num_tokens} tokens")
     return Group(table, Text(_longest(passes, model)))
 
 
 def steps_table(steps: Sequence[PlannedPass], title: str) -> Table:
-    """Chunks of each operator's rows, what a pass needs, and what makes its peak."""
+    """Make a table of each operator's chunks, the memory needed, and the operator that binds."""
     operators = list(dict.fromkeys(name for step in steps for name in step.chunks))
     columns = ["masked", *(f"{operator} chunks" for operator in operators), "needs", "binds"]
     table = number_table(title, columns, left=["binds"])
@@ -38,7 +38,7 @@ def steps_table(steps: Sequence[PlannedPass], title: str) -> Table:
 
 
 def pass_caption(found: PassPlan | None) -> str:
-    """The pass under way in one line, where an operator is divided; else nothing."""
+    """Describe the current pass in one line if any operator is divided; else return ""."""
     if found is None or all(count == 1 for count in found.chunks.values()):
         return ""
     chunks = ", ".join(f"{operator} {count}" for operator, count in found.chunks.items())
@@ -50,7 +50,7 @@ def pass_caption(found: PassPlan | None) -> str:
 
 
 def passes_object(passes: PlannedPasses) -> dict[str, object]:
-    """For `--json`."""
+    """Return the passes for `--json`."""
     steps = [step._asdict() | {"held": [list(held) for held in step.held]} for step in passes.steps]
     return passes._asdict() | {"fixed": dict(passes.fixed), "steps": steps}
 

@@ -1,4 +1,4 @@
-"""`lowtide plan`: the memory table, before any weight is read."""
+"""`lowtide plan`: show the memory table before any weight is read."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ PROMPTS = {
     Group.HUB,
     "plot",
     Group.OUTPUT,
-    told={"plot": "Draw the memory of passes into this file (LLaDA, LLaDA-MoE, Dream)."},
+    help_texts={"plot": "Draw the memory of passes into this file (LLaDA, LLaDA-MoE, Dream)."},
 )
 def plan(model: ModelName, *, settings: Settings) -> None:
-    """Show what a model needs and what it would get here, and why."""
+    """Show the memory that a model needs and would get here, and why."""
     picture = settings.text("plot")
     with redirect_stdout(sys.stderr):
         if picture is not None:

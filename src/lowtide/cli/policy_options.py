@@ -1,4 +1,4 @@
-"""Options for several policies at once: each takes those that it has."""
+"""Distribute options among several policies."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lowtide.policies.presets import check_policy, options_of
 def options_by_policy(
     names: Sequence[str], options: Mapping[str, str]
 ) -> dict[str, dict[str, str]]:
-    """Policies by name, each with those of the options that it has.
+    """Map each policy's name to the options that it has.
 
     Raises UsageError for an unknown policy or value, and for an option that none of them has.
     """

@@ -1,4 +1,4 @@
-"""Where a prompt comes from, a flag, token ids or standard input, and what becomes of it."""
+"""Read a prompt from a flag, token ids or standard input, and prepare it for a model."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ SILENT_PIPE_S = 2.0
 
 @dataclass(frozen=True)
 class Question:
-    """What was asked, before it is known whether the model has a chat template.
+    """A prompt as given, before the model's chat template is known.
 
-    content: text or token ids. system: what the model is told first. is_raw: no template. think:
-    whether the model is to think first, None as it does by itself.
+    content: text or token ids. system: system message. is_raw: no template. think: switch thinking
+    on or off; None leaves it to the model.
     """
 
     content: str | list[int]
@@ -48,19 +48,22 @@ class Question:
             raise UsageError("--think, --no-think are for the chat template, which is left out.")
 
     def is_templated(self, tokenizer: Tokenizer | None) -> bool:
-        """Whether the model's chat template makes the prompt."""
+        """Return True if the model's chat template makes the prompt."""
         if self.is_raw or isinstance(self.content, list):
             return False
         return tokenizer is not None and tokenizer.has_chat_template
 
     def token_ids(self, llm: LLM) -> list[int]:
-        """What the model is given, as ids. Raises UsageError."""
+        """Return the prompt's token ids. Raises UsageError."""
         prompt = self.prompt(llm.tokenizer)
         options = think_options(self.think, llm.tokenizer)
         return llm.token_ids(prompt, raw=self.is_raw, template_options=options)
 
     def prompt(self, tokenizer: Tokenizer | None) -> Prompt:
-        """What the model is given. Raises UsageError for `system` without a template."""
+        """Return the prompt: text, token ids or messages.
+
+        Raises UsageError for `system` without a template.
+        """
         if isinstance(self.content, str) and self.is_templated(tokenizer):
             return [*system_message(self.system), {"role": "user", "content": self.content}]
         if self.system is not None:
@@ -72,9 +75,7 @@ class Question:
 
 
 def think_options(think: bool | None, tokenizer: Tokenizer | None) -> dict[str, object]:
-    """The chat template's variable that says whether to think. Raises UsageError where it has
-    none.
-    """
+    """Return the template's variable for thinking; raises UsageError if it has none."""
     if think is None:
         return {}
     if tokenizer is None or not tokenizer.template_names("enable_thinking"):
@@ -85,15 +86,15 @@ def think_options(think: bool | None, tokenizer: Tokenizer | None) -> dict[str, 
 
 
 def system_message(text: str | None) -> list[dict[str, str]]:
-    """What a conversation begins with."""
     return [] if text is None else [{"role": "system", "content": text}]
 
 
 def read_prompt(text: str | None, ids: str | None, model: str = "MODEL") -> str | list[int]:
-    """The prompt that `-p` or `--prompt-ids` names; `-p -`, or neither with piped input, reads it.
+    """Return the prompt of `-p` or `--prompt-ids`, or read it from standard input.
 
-    A text is followed, after an empty line, by what a file or a pipe holds on standard input.
-    Raises UsageError if there is none, if there are two, or if it is empty or not UTF-8.
+    Standard input is read for `-p -`, or if neither is given and input is piped. Text from `-p` is
+    followed, after an empty line, by a file or pipe on standard input. Raises UsageError if there
+    is no prompt, if there are two, or if it is empty or not UTF-8.
     """
     if text is not None and ids is not None:
         raise UsageError("give either -p or --prompt-ids, not both.")
@@ -104,7 +105,7 @@ def read_prompt(text: str | None, ids: str | None, model: str = "MODEL") -> str 
             "no prompt: give it after the model, by -p TEXT or --prompt-ids, or pipe it in; to "
             f"talk, lowtide chat {shlex.quote(model)}."
         )
-    prompt = _read_stdin() if text is None or text == "-" else _checked(text)
+    prompt = _read_stdin() if text is None or text == "-" else _decoded(text)
     if not prompt:
         raise UsageError("the prompt is empty: give at least one character after -p.")
     if text not in (None, "-") and _has_piped_input() and (more := _read_stdin()):
@@ -113,7 +114,7 @@ def read_prompt(text: str | None, ids: str | None, model: str = "MODEL") -> str 
 
 
 def parse_ids(text: str) -> list[int]:
-    """Token ids from "5 17 3" or "5,17,3"; UsageError if one is no id or there are none."""
+    """Parse token ids such as "5 17 3" or "5,17,3"; raises UsageError if there are none."""
     words = re.split(r"[\s,]+", text.strip())
     if words == [""]:
         raise UsageError('the prompt is empty: --prompt-ids wants token ids such as "5 17 3".')
@@ -129,12 +130,13 @@ def _token_id(word: str) -> int:
 
 
 def _has_piped_input() -> bool:
-    """Whether standard input is a file or a pipe: a terminal, a device or a socket is not read
-    beside a text. Says what is waited for where a pipe is silent.
+    """Return True if standard input is a file or a pipe; print a note while a pipe is silent.
+
+    Terminals, devices and sockets are not read beside a text.
     """
     try:
         mode = os.fstat(sys.stdin.fileno()).st_mode
-    except (OSError, ValueError, AttributeError):  # closed, or none of the system's
+    except (OSError, ValueError, AttributeError):  # closed, or no file of the system
         buffer = getattr(sys.stdin, "buffer", None)
         return isinstance(buffer, io.BufferedIOBase) and not buffer.closed
     if not stat.S_ISFIFO(mode):
@@ -149,8 +151,8 @@ def _has_piped_input() -> bool:
 
 
 def _read_stdin() -> str:
-    """All of standard input, without the one newline that `echo` and editors add."""
-    with contextlib.suppress(OSError):  # some programs leave it so that reads end too early
+    """Read all of standard input, without the one newline that `echo` and editors add."""
+    with contextlib.suppress(OSError):  # some programs leave it non-blocking, and reads end early
         os.set_blocking(sys.stdin.fileno(), True)
     content = read_from(sys.stdin.buffer, MAX_PROMPT_BYTES + 1, "standard input", UsageError)
     if len(content) > MAX_PROMPT_BYTES:
@@ -162,8 +164,8 @@ def _read_stdin() -> str:
     return text.removesuffix("\n").removesuffix("\r")
 
 
-def _checked(text: str) -> str:
-    """An argument that is not in the system's encoding arrives with surrogates for its bytes."""
+def _decoded(text: str) -> str:
+    """Decode an argument that the system's encoding turned into surrogates."""
     try:
         has_surrogates = any("\ud800" <= character <= "\udfff" for character in text)
         return os.fsencode(text).decode() if has_surrogates else text

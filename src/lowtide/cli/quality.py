@@ -1,4 +1,4 @@
-"""`lowtide quality`: what settings do to a model's words, beside what they do to its speed."""
+"""`lowtide quality`: compare the quality and speed of settings with the exact run."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ if TYPE_CHECKING:
 DEFAULT_MAX_TOKENS = 64
 MAX_SETTINGS = 512
 
-_MOVED = {"read_bytes": "disk/pass", "link_bytes": "link/pass"}
-"""Counters of the engine, and the columns that they have where anything moved."""
+_TRAFFIC = {"read_bytes": "disk/pass", "link_bytes": "link/pass"}
+"""Engine counters and the names of their columns."""
 
-_OF_MODEL = {
+_MODEL_OPTIONS = {
     option.name: option
     for option in OPTIONS
     if option.group is Group.ENGINE
@@ -57,7 +57,7 @@ _OF_MODEL = {
     "seed",
     "repeats",
     Group.OUTPUT,
-    told={
+    help_texts={
         "text": "Text file to score.",
         "plot": "Draw every setting's speed and loss into this file.",
         "max_tokens": f"Tokens written to time a setting; 0 takes no time. Default: "
@@ -66,7 +66,7 @@ _OF_MODEL = {
     },
 )
 def quality(model: ModelName, *, settings: Settings) -> None:
-    """Measure what --format q4 and other settings do to a model's words, beside the exact run.
+    """Compare the quality and speed of settings such as --format q4 with the exact run.
 
     A text, or multiple choice, is scored in decoding's own passes; then settings take turns at
     writing, --repeats times --max-tokens (0 takes no time). Every --setting is a row, and so is the
@@ -106,9 +106,9 @@ def quality(model: ModelName, *, settings: Settings) -> None:
 
 
 def parse_settings(texts: Sequence[str]) -> list[QualitySetting]:
-    """Rows from `NAME=VALUE NAME=VALUE ...`, one for every combination of a name's values.
+    """Make rows from `NAME=VALUE NAME=VALUE ...`, one per combination of repeated names.
 
-    Raises UsageError for what is no pair, no option or no value.
+    Raises UsageError for a word that is no pair, an unknown option or a bad value.
     """
     found = [setting for text in texts for setting in _combinations(text)]
     if len(found) > MAX_SETTINGS:
@@ -131,14 +131,16 @@ def _setting(values: dict[str, str]) -> QualitySetting:
     source = "--setting"
     residents = values.pop(RESIDENTS, None)
     options = {
-        n: _OF_MODEL[n].parse(v, f"{source} {n}") for n, v in values.items() if n in _OF_MODEL
+        n: _MODEL_OPTIONS[n].parse(v, f"{source} {n}")
+        for n, v in values.items()
+        if n in _MODEL_OPTIONS
     }
-    own = {n: v for n, v in values.items() if n not in _OF_MODEL and n != "policy"}
+    own = {n: v for n, v in values.items() if n not in _MODEL_OPTIONS and n != "policy"}
     policy = values.get("policy", "auto")
     known = options_of(policy) if policy in preset_names() else own
     for name in own:
         if name not in known:
-            near = meant(name, [RESIDENTS, "policy", *_OF_MODEL, *known])
+            near = meant(name, [RESIDENTS, "policy", *_MODEL_OPTIONS, *known])
             raise UsageError(
                 f"{source}: {name!r} is no option of a model, nor of the policy {policy}.{near}"
             )
@@ -166,8 +168,9 @@ def _measured(
     ratios: tuple[float, ...],
     asked: Sequence[ChoiceQuestion],
 ) -> tuple[QualityReport, Path | None]:
-    """The report, and where its curve is to be kept, if it is. What could not be written in the
-    end is refused before anything is measured.
+    """Measure; return the report and the path for its curve, if it is kept.
+
+    Outputs that cannot be written are refused before anything is measured.
     """
     folder = str(find_model(model, settings))
     from lowtide.engine.opening.config import EngineConfig
@@ -188,7 +191,7 @@ def _measured(
 
 
 def _failure(keep: Callable[[], None]) -> Exception | None:
-    """What went wrong, if anything did, for the caller to raise."""
+    """Call `keep` and return its exception, if any, for the caller to raise."""
     try:
         keep()
     except Exception as error:
@@ -243,7 +246,7 @@ def _print(model: str, report: QualityReport) -> None:
 
 
 def _sentence(report: QualityReport) -> str:
-    """How often the settings choose the token of the first one, and what they lose by it."""
+    """Say how often the settings agree with the first one, and how the loss changes."""
     reference, *others = report.rows
     found = [(row.setting.label, row.comparison) for row in others if row.comparison is not None]
     if not found:
@@ -286,7 +289,7 @@ def _columns(report: QualityReport) -> list[str]:
         loss = "masked loss" if report.is_diffusion else "perplexity"
         columns += [loss, "nats lost", "±", "KL", "agree", "right"]
         columns += ["mass moved"] if _is_replaced(report) else []
-        columns += [name for counter, name in _MOVED.items() if _is_moved(report, counter)]
+        columns += [name for counter, name in _TRAFFIC.items() if _is_moved(report, counter)]
     if any(row.choices is not None for row in report.rows):
         columns += ["choices", "per byte"]
     return columns
@@ -310,7 +313,7 @@ def _cells(report: QualityReport, row: Row) -> list[str]:
         cells += [f"{row.moved_share:.2%}"] if _is_replaced(report) else []
         cells += [
             format_size(round(passes.per_pass(counter)))
-            for counter in _MOVED
+            for counter in _TRAFFIC
             if _is_moved(report, counter)
         ]
     if row.choices is not None:

@@ -1,4 +1,4 @@
-"""`lowtide chat --url`: a conversation with a server that has OpenAI's chat API."""
+"""`lowtide chat --url`: a conversation with a server of OpenAI's chat API."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnec
 from typing import Any, NamedTuple
 from urllib.parse import SplitResult, urlsplit
 
-from lowtide.cli.conversation import Dialogue, Places
-from lowtide.cli.line_editor import typing_unseen
+from lowtide.cli.conversation import ChatIO, Dialogue
+from lowtide.cli.line_editor import without_echo
 from lowtide.cli.screen import printable
 from lowtide.cli.text import TextWriter
 from lowtide.cli.turns import Turns
@@ -21,7 +21,7 @@ from lowtide.errors import UsageError
 from lowtide.params import DiffusionParams, SamplingParams, field_names
 
 KEYS = ("LOWTIDE_API_KEY", "OPENAI_API_KEY")
-"""Variables of the environment with a server's key; the first that is set."""
+"""Environment variables for the server's key; the first one set is used."""
 
 _TIMEOUT_S = 600.0  # without a byte: a long prompt may take its time
 _MAX_BYTES = 1 << 20  # of a line, or of an answer that is no stream
@@ -30,11 +30,11 @@ SENT = (
     *("temperature", "top_p", "top_k", "min_p", "seed", "max_tokens"),
     *("repetition_penalty", "presence_penalty", "frequency_penalty", "ignore_eos"),
 )
-"""Fields that are sent where they are set, beside `stop` and, in `diffusion`, all of a block's."""
+"""Fields sent if they are set, beside `stop` and the diffusion parameters."""
 
 
 class Delta(NamedTuple):
-    """More of an answer, its thoughts apart; reason: of its end, where it has one."""
+    """A piece of an answer; `reason` is set on the last one."""
 
     text: str
     thoughts: str
@@ -43,10 +43,10 @@ class Delta(NamedTuple):
 
 
 class Server:
-    """A server's address and key; each request is a connection of its own."""
+    """Client of one server; each request opens its own connection."""
 
     def __init__(self, url: str, key: str | None = None) -> None:
-        """Raises UsageError for what is no address, or no key."""
+        """Raises UsageError for a bad address or key."""
         parts = _address(url)
         if key is not None and not (key.isascii() and key.isprintable()):
             raise UsageError(f"The key in {' or '.join(KEYS)} must be printable ASCII.")
@@ -59,7 +59,7 @@ class Server:
             self._headers["Authorization"] = f"Bearer {key}"
 
     def models(self) -> list[str]:
-        """Names of the models there. Raises UsageError."""
+        """List the server's models. Raises UsageError."""
         with self._asked("GET", "/models") as response:
             listed = self._object(response.read(_MAX_BYTES)).get("data")
         if not isinstance(listed, list):
@@ -67,7 +67,7 @@ class Server:
         return [str(each["id"]) for each in listed if isinstance(each, dict) and "id" in each]
 
     def answer(self, body: Mapping[str, object]) -> Generator[Delta, None, None]:
-        """An answer as it comes. Raises UsageError. Closing this ends it."""
+        """Yield an answer as it comes; closing the generator stops it. Raises UsageError."""
         with self._asked("POST", "/chat/completions", body) as response:
             yield from self._deltas(response)
 
@@ -75,7 +75,10 @@ class Server:
     def _asked(
         self, method: str, path: str, body: Mapping[str, object] | None = None
     ) -> Iterator[HTTPResponse]:
-        """The response to a request. Raises UsageError for none, an error, or a part of one."""
+        """Send a request and yield its response.
+
+        Raises UsageError for a failed connection, an error status or a broken answer.
+        """
         sent, told = None if body is None else json.dumps(body).encode(), ""
         with closing(self._kind(self._place, timeout=_TIMEOUT_S)) as connection:
             try:
@@ -118,7 +121,7 @@ class Server:
         return found
 
     def _error_text(self, text: bytes) -> str:
-        """The message of an error."""
+        """Extract the message of an error."""
         try:
             found = self._object(text).get("error")
         except UsageError:
@@ -129,13 +132,12 @@ class Server:
 
 
 class RemoteDialogue(Dialogue):
-    """With a model of a server; the last answer's tokens and seconds are its statistics."""
+    """Conversation with a model of a server; statistics are of the last answer."""
 
     def __init__(
-        self, server: Server, model: str, params: SamplingParams, turns: Turns, places: Places
+        self, server: Server, model: str, params: SamplingParams, turns: Turns, io: ChatIO
     ) -> None:
-        """The template's options are the turns'."""
-        super().__init__(params, turns, places)
+        super().__init__(params, turns, io)
         self._server = server
         self._model = model
         self._last = "nothing yet"
@@ -145,7 +147,7 @@ class RemoteDialogue(Dialogue):
         return (*SENT, "stop", *field_names(DiffusionParams))
 
     def _in_force(self, params: SamplingParams) -> SamplingParams:
-        """What the server does where nothing is set is not known here."""
+        """Return `params` unchanged: the server's defaults are not known here."""
         return params
 
     def _answer(self, line: str) -> None:
@@ -154,7 +156,7 @@ class RemoteDialogue(Dialogue):
         reason: str | None = None
         usage: Mapping[str, Any] = {}
         try:
-            with typing_unseen(), closing(self._server.answer(self._body(line))) as deltas:
+            with without_echo(), closing(self._server.answer(self._body(line))) as deltas:
                 for delta in deltas:
                     writer.commit((), delta.text, delta.thoughts)
                     reason, usage = delta.reason or reason, delta.usage or usage
@@ -196,8 +198,8 @@ class RemoteDialogue(Dialogue):
 
 
 def _address(url: str) -> SplitResult:
-    """Raises UsageError for what is none."""
-    with suppress(ValueError):  # of a port or brackets that cannot be
+    """Parse an address. Raises UsageError."""
+    with suppress(ValueError):  # a bad port or bracket
         parts = urlsplit(url if "://" in url else f"http://{url}")
         if parts.scheme in ("http", "https") and parts.hostname and parts.port != 0:
             return parts
@@ -205,12 +207,12 @@ def _address(url: str) -> SplitResult:
 
 
 def server_at(url: str) -> Server:
-    """The server at an address, with the key of the environment. Raises UsageError."""
+    """Return the server at an address, with the environment's key. Raises UsageError."""
     return Server(url, next(filter(None, map(os.environ.get, KEYS)), None))
 
 
 def chosen_model(server: Server, model: str | None) -> str:
-    """The model to ask for: the one named, or the server's only one. Raises UsageError."""
+    """Return the named model, or the server's only one. Raises UsageError."""
     names = server.models()
     if model is None and len(names) == 1:
         return names[0]

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def plan_object(plan: MemoryPlan) -> dict[str, object]:
-    """A plan for `--json`: its own fields, and the parts of each tier under `tiers`."""
+    """Return a plan for `--json`: its own fields, and the parts of each tier under `tiers`."""
     tiers = dict(plan_tiers(plan))
     fields = {f.name: getattr(plan, f.name) for f in dataclasses.fields(plan)}
     own = {name: value for name, value in fields.items() if name not in tiers}
@@ -36,7 +36,7 @@ def plan_object(plan: MemoryPlan) -> dict[str, object]:
 
 
 def plan_table(plan: MemoryPlan) -> Group:
-    """A plan as a table: a row per part, a column per tier, and the reason below."""
+    """Make a table of a plan: a row per part, a column per tier, and the reason below."""
     columns, *rows = plan_rows(plan)
     table = number_table("memory plan", columns, left=columns[:1])
     for row in rows:
@@ -49,8 +49,10 @@ def plan_table(plan: MemoryPlan) -> Group:
 def answer_object(
     completions: Sequence[Completion], stats: Mapping[str, object], plan: MemoryPlan
 ) -> dict[str, object]:
-    """The one object of `generate --json`: the first answer, and where there are several all of
-    them under `answers`; with `reasoning` of a model that thinks, `logprobs` if asked for.
+    """Return the object of `generate --json`.
+
+    It is the first answer; several are also listed under `answers`. `reasoning` is there for a
+    model that thinks, `logprobs` if asked for.
     """
     answers = [_completion_object(completion) for completion in completions]
     several = {"answers": answers} if len(answers) > 1 else {}
@@ -63,10 +65,9 @@ def speed_line(
     stats: Mapping[str, object] | None = None,
     expected: SpeedRange | None = None,
 ) -> str:
-    """An answer's tokens and its speed, and whether it is approximate.
+    """Describe an answer's tokens and speed, and any approximation.
 
-    With `stats`, what it took as well: the speed that the plan said, passes, and the hit rate if
-    there are experts.
+    With `stats` also the expected speed, passes, and the hit rate if there are experts.
     """
     num_tokens = usage.completion_tokens
     ending = "" if num_tokens == 1 else "s"
@@ -100,12 +101,12 @@ def _costs(
 
 
 def speed(num_tokens: int, generation_s: float) -> float:
-    """Committed answer tokens per second."""
+    """Return tokens per second, or 0 for no time."""
     return num_tokens / generation_s if generation_s > 0 else 0.0
 
 
 def json_line(value: object) -> str:
-    """`value` as strict JSON on one line: numpy's numbers as numbers, no NaN."""
+    """Return strict JSON on one line: numpy's numbers as numbers, no NaN."""
     return json.dumps(as_json(value), allow_nan=False)
 
 

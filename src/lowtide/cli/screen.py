@@ -1,4 +1,4 @@
-"""The terminal: consoles for the two streams, text made safe to print, tables, progress bars."""
+"""The terminal: consoles, text made safe to print, tables and progress bars."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from rich.progress import (
 from rich.table import Table
 
 FILE_WIDTH = 1000
-"""Columns that a table may have which is not shown on a terminal: nothing is cut or broken."""
+"""Width of tables that do not go to a terminal, so that nothing is cut or broken."""
 
 # A model's text must not move the cursor or retitle the window of its reader.
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 def printable(text: str) -> str:
-    """`text` with control characters, other than newline and tab, shown as U+FFFD."""
+    """Replace control characters, other than newline and tab, by U+FFFD."""
     return _CONTROL.sub("\ufffd", text.replace("\r\n", "\n"))
 
 
 def stdout_console() -> Console:
-    """A console on standard output: answers, tables that were asked for.
+    """Return a console on standard output, for answers and tables.
 
-    Where that is no terminal, tables have room for their columns.
+    If it is no terminal, tables are as wide as their columns.
     """
     console = _console(sys.stdout)
     if not console.is_terminal:
@@ -42,12 +42,12 @@ def stdout_console() -> Console:
 
 
 def stderr_console() -> Console:
-    """A console on standard error: everything that accompanies an answer."""
+    """Return a console on standard error, for messages that accompany an answer."""
     return _console(sys.stderr)
 
 
 def number_table(title: str, columns: Sequence[str], left: Sequence[str] = ()) -> Table:
-    """A table without rows, whose columns hold numbers but for those of `left`."""
+    """Make an empty table whose columns hold numbers, except those of `left`."""
     table = Table(title=title, title_justify="left", title_style="bold")
     for name in columns:
         table.add_column(name, justify="left" if name in left else "right")
@@ -55,21 +55,21 @@ def number_table(title: str, columns: Sequence[str], left: Sequence[str] = ()) -
 
 
 def can_redraw(console: Console) -> bool:
-    """Whether there is a terminal that lets what it shows be written over."""
+    """Return True for a terminal that can redraw lines."""
     return console.is_terminal and not console.is_dumb_terminal
 
 
 class _Console(Console):
-    """One that leaves it to the command to say that its reader has gone."""
+    """Console that raises BrokenPipeError, so that the command reports it."""
 
     def on_broken_pipe(self) -> None:
         raise BrokenPipeError
 
 
 def _console(file: TextIO) -> Console:
-    """Lines are broken between words on a terminal, and nowhere else.
+    """Make a console that breaks lines between words on a terminal, and nowhere else.
 
-    A pipe or a file is none, also where FORCE_COLOR asks for colours: a live view would be noise.
+    A pipe or file is no terminal even if FORCE_COLOR is set: a live view would be noise there.
     """
     is_terminal = None if file.isatty() else False
     console = _Console(
@@ -80,10 +80,10 @@ def _console(file: TextIO) -> Console:
 
 
 class ProgressBars:
-    """A bar per stage on standard error, on a terminal only; elsewhere nothing is shown.
+    """Progress bars on standard error, one per stage; nothing is shown off a terminal.
 
-    Called with (stage, done, total), as everything in lowtide that takes long reports. A bar goes
-    when its stage has ended: what comes next may take long without a bar.
+    Called with (stage, done, total), like every progress callback of lowtide. A bar disappears when
+    its stage ends, since the next stage may take long without one.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""`lowtide serve`: a model for OpenAI's, Anthropic's and Ollama's clients."""
+"""`lowtide serve`: serve a model to OpenAI's, Anthropic's and Ollama's clients."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def serve(
     print_config: Annotated[
         str | None,
         typer.Option(
-            help=f"Print what a client needs, and serve nothing: {', '.join(CLIENTS)}.",
+            help=f"Print a client's configuration and exit: {', '.join(CLIENTS)}.",
             metavar="CLIENT",
         ),
     ] = None,
@@ -64,13 +64,13 @@ def serve(
 
         async def run() -> None:
             async with llm:
-                await run_server(llm, asked, bound, lambda url: _tell(llm, asked, url))
+                await run_server(llm, asked, bound, lambda url: _report(llm, asked, url))
 
         asyncio.run(run())
 
 
-def _tell(llm: AsyncLLM, asked: ServeSettings, url: str) -> None:
-    """On standard error: where it is, and which clients it is not for."""
+def _report(llm: AsyncLLM, asked: ServeSettings, url: str) -> None:
+    """Print to standard error the server's address and the clients that it cannot serve."""
     console = stderr_console()
     console.print(f"{printable(asked.served_name or '')} is served at {url} (Ctrl-C ends it)")
     note = agent_note(min(llm.plan.context, llm.config.max_positions))
@@ -79,7 +79,7 @@ def _tell(llm: AsyncLLM, asked: ServeSettings, url: str) -> None:
 
 
 def _served_model(model: str, settings: Settings) -> ServedModel:
-    """What clients are told of a model that is not loaded."""
+    """Return the facts that a client's configuration needs, without loading the model."""
     from lowtide.serve.service import name_of
 
     asked, context = settings.serve_settings(), served_context_of(model, settings)
@@ -89,7 +89,7 @@ def _served_model(model: str, settings: Settings) -> ServedModel:
 
 
 def check_extra(verb: str, packages: Sequence[str] = SERVE_PACKAGES, extra: str = "serve") -> None:
-    """Raises UsageError where packages of an extra are missing."""
+    """Raise UsageError if packages of an extra are missing."""
     missing = [name for name in packages if find_spec(name) is None]
     if missing:
         raise UsageError(

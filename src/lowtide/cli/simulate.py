@@ -1,4 +1,4 @@
-"""`lowtide simulate`: a recorded run replayed under other policies, budgets and machines."""
+"""`lowtide simulate`: replay a recorded run under other policies, budgets and machines."""
 
 from __future__ import annotations
 
@@ -36,20 +36,21 @@ COMPARED = "tide,dali,lowtide,lru,fiddler,hybrimoe,layer-split"
     "policy_option",
     "calibration",
     Group.OUTPUT,
-    told={
+    help_texts={
         "policy": f"Policies to compare, separated by commas; oracle knows the future. Default: "
         f"{COMPARED.replace(',', ', ')}.",
-        "calibration": "What calibrate --out wrote, for policies that go by it.",
+        "calibration": "File from calibrate --out, for policies that use it.",
     },
 )
 def simulate(
-    trace: Annotated[str, typer.Argument(help="What generate --trace wrote.")],
+    trace: Annotated[str, typer.Argument(help="File from generate --trace.")],
     *,
     settings: Settings,
 ) -> None:
     """Replay a recorded routing (generate --trace) under other policies and machines.
 
-    Nothing is computed: time is simulated. --policy-option is for those policies that have it.
+    Nothing is computed: time is simulated. Each --policy-option applies to the policies that have
+    it.
     """
     from lowtide.profiles import load_profile
     from lowtide.replay.calibration import Calibration
@@ -80,13 +81,13 @@ def simulate(
         return
     stdout_console().print(_table(reports, f"{profile.name}; {residents:.0%} of the experts"))
     notes = ["simulated time of the MoE layers; what early gates foresee is in its column"]
-    notes += _what_does_not_fit(recorded, profile, residents)
+    notes += _capacity_notes(recorded, profile, residents)
     for note in notes:
         stderr_console().print(note, style="dim")
 
 
 def _parsed(presets: list[str], given: Mapping[str, str]) -> dict[str, object]:
-    """Values by name. Raises UsageError for what no preset here has, or a replay cannot know."""
+    """Parse policy options; raises UsageError if no preset has one, or a replay cannot use it."""
     parsed: dict[str, object] = {}
     named = [preset for preset in presets if preset != ORACLE]
     for preset, own in options_by_policy(named, given).items():
@@ -128,8 +129,8 @@ def _replay(
     return compare(recorded, presets, setting, gate_accuracy=accuracy)
 
 
-def _what_does_not_fit(recorded: Trace, profile: Profile, residents: float) -> list[str]:
-    """The budget is the user's; that the machine could not give it is only told."""
+def _capacity_notes(recorded: Trace, profile: Profile, residents: float) -> list[str]:
+    """Note where residents or experts exceed the profile's memory; the replay runs all the same."""
     from lowtide.core import MoEShape
 
     shape = MoEShape(*recorded.shape)
@@ -153,7 +154,7 @@ def _size(num_bytes: float) -> str:
 
 
 def check_same_shape(recorded: Trace, known: Calibration) -> None:
-    """Raises UsageError when trace and calibration are of models of different shapes."""
+    """Raise UsageError if trace and calibration are of models of different shapes."""
     if known.shape != recorded.shape:
         raise UsageError(
             f"The trace is of {recorded.model!r} and the calibration of {known.trace.model!r}, "

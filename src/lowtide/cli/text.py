@@ -1,4 +1,4 @@
-"""An answer as plain text, written as it comes."""
+"""Write an answer as plain text while it is made."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ DIM, NOT_DIM = "\x1b[2m", "\x1b[22m"
 
 
 class TextWriter:
-    """Writes to `out` the text that is certain with committed tokens.
+    """Writes text to `out` as tokens are committed.
 
-    A model without a tokenizer (not `has_text`) has ids alone. On a terminal thoughts come before
-    the text, dimmed, and control characters are shown, not obeyed; elsewhere thoughts are left out.
+    A model without a tokenizer (not `has_text`) has its ids written. On a terminal thoughts come
+    before the text, dimmed, and control characters are made visible; elsewhere thoughts are left
+    out.
     """
 
     def __init__(self, out: IO[str], has_text: bool, is_terminal: bool) -> None:
@@ -25,7 +26,7 @@ class TextWriter:
         self.text = ""  # what a user who stops the answer has seen of it, thoughts apart
 
     def commit(self, tokens: Sequence[int], text: str, reasoning: str = "") -> None:
-        """Tokens that are final, and what became certain with them."""
+        """Write final tokens and their text."""
         if reasoning and self._is_terminal:
             self._is_thought = True
             self._out.write(DIM + printable(reasoning) + NOT_DIM)
@@ -33,7 +34,7 @@ class TextWriter:
         self._write(text if self._has_text else "".join(f"{token} " for token in tokens))
 
     def finish(self, text: str) -> None:
-        """Takes the engine's own text of the whole answer: writes what is left, and a newline."""
+        """Write the rest of the engine's own text of the whole answer, and a newline."""
         self._write(text.removeprefix(self.text) if text.startswith(self.text) else "")
         self._out.write("\n")
         self._out.flush()

@@ -1,4 +1,4 @@
-"""The text of `--text`: what a model is calibrated on, or judged by."""
+"""Read the text of `--text`, for calibration and scoring."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ MAX_TEXT_BYTES = 1 << 28
 
 
 def read_text(model: str, settings: Settings) -> str:
-    """The text of `--text`; a demo model has one that it was not trained on.
+    """Read the file of `--text`; a demo model has a held-out text by default.
 
-    Raises UsageError for none, one that is too long or not in UTF-8, StorageError for one that
-    cannot be read.
+    Raises UsageError if there is none, or if it is too long or not UTF-8, StorageError if it cannot
+    be read.
     """
     name = settings.text("text")
     if name is None:
         if not model.startswith("demo:"):
-            raise UsageError("Give --text FILE: what this model will be used for.")
+            raise UsageError("Give --text FILE, a text typical of this model's use.")
         from lowtide.lab.demo_tasks import held_out_text
 
         return held_out_text()

@@ -1,4 +1,4 @@
-"""What was said so far in a conversation, and the prompt that it makes."""
+"""The turns of a conversation and the prompt that they make."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Turns:
-    """Turns of a user and a model. With a chat template they are messages; without, one text."""
+    """Turns of a user and a model: messages with a chat template, else one text."""
 
     def __init__(
         self,
@@ -38,11 +38,11 @@ class Turns:
 
     @property
     def system(self) -> str | None:
-        """What the model is told first."""
+        """The system message."""
         return self._system
 
     def set_system(self, text: str | None) -> None:
-        """Raises UsageError where there is no template to place it."""
+        """Set the system message; raises UsageError without a chat template."""
         if text is not None and not self.has_template:
             raise UsageError(
                 "There is no chat template that would place a system message: this model continues "
@@ -51,13 +51,13 @@ class Turns:
         self._system = text
 
     def prompt_with(self, line: str, first: int = 0) -> Prompt:
-        """The prompt that has `line` as its newest, and of the turns those from `first` on."""
+        """Make a prompt from the turns from `first` on, followed by `line`."""
         if not self.has_template:
             return "".join(said + answer for said, answer in self._turns[first:]) + line
         return [*self.messages(first), {"role": "user", "content": line}]
 
     def messages(self, first: int = 0) -> list[dict[str, str]]:
-        """What was said from a turn on, in the form that chat APIs take."""
+        """Return the turns from `first` on as messages of chat APIs."""
         messages = system_message(self._system)
         for said, answer in self._turns[first:]:
             messages.append({"role": "user", "content": said})
@@ -69,17 +69,20 @@ class Turns:
 
     @property
     def last_answer(self) -> str:
-        """The newest; nothing where nothing was said."""
+        """The newest answer, or an empty string."""
         return self._turns[-1][1] if self._turns else ""
 
     def take_back(self) -> tuple[str, str]:
-        """Forgets the newest turn, message and answer. Raises UsageError where there is none."""
+        """Remove and return the newest turn: message and answer.
+
+        Raises UsageError if there is none.
+        """
         if not self._turns:
             raise UsageError("There is no message yet to answer again.")
         return self._turns.pop()
 
     def put_back(self, line: str, answer: str) -> None:
-        """What was taken back, in place of an answer that was stopped before its first word."""
+        """Put a removed turn back, replacing an answer that was stopped before its first word."""
         if self._turns and self._turns[-1] == (line, ""):
             del self._turns[-1]
         self.add(line, answer)
@@ -88,19 +91,20 @@ class Turns:
         del self._turns[:count]
 
     def clear(self) -> None:
-        """All but what the model is told first."""
+        """Remove all turns but keep the system message."""
         self._turns.clear()
 
     def save(self, path: Path) -> None:
-        """Writes `{"messages": [{"role": ..., "content": ...}, ...]}`. Raises StorageError."""
+        """Write `{"messages": [{"role": ..., "content": ...}, ...]}`. Raises StorageError."""
         text = json.dumps({"messages": self.messages()}, ensure_ascii=False, indent=1)
         with whole_file(path, "conversation", _is_conversation) as file:
-            # Half a character, which a file that was loaded may have, as JSON escapes it.
+            # A loaded file may hold lone surrogates; JSON escapes them.
             file.write(text.encode(errors="backslashreplace") + b"\n")
 
     def load(self, path: Path) -> None:
-        """Holds what the file says. Raises UsageError where it holds no conversation, and leaves
-        all as it was.
+        """Load turns from a file.
+
+        Raises UsageError, and changes nothing, if it holds no conversation.
         """
         data = read_regular(path, MAX_PROMPT_BYTES, UsageError)
         try:

@@ -1,4 +1,4 @@
-"""Which verbs there are: what a list of them shows, and where each is once it is used."""
+"""Table of verbs: the line that help shows, and the module imported when one is used."""
 
 from __future__ import annotations
 
@@ -9,41 +9,38 @@ from typing import Any, NamedTuple
 import typer
 from typer.core import TyperCommand
 
-from lowtide.cli.habits import Verb, Verbs
-from lowtide.cli.interrupts import end_if_asked
+from lowtide.cli.foreign_flags import Verb, Verbs
+from lowtide.cli.interrupts import reraise_signal
 
 
-class Known(NamedTuple):
+class VerbEntry(NamedTuple):
     """A verb before its module is imported, which takes several times as long as this list."""
 
     module: str  # in this package
-    line: str  # its function's first, as a test promises; nothing for a name that is not listed
+    line: str  # first line of the function's docstring; empty for a name that is not listed
     function: str
     example: str  # a command that works
 
     def load(self) -> Callable[..., None]:
         module = import_module(f"{__package__}.{self.module}")
-        end_if_asked()
+        reraise_signal()
         found: Callable[..., None] = module.__dict__[self.function]
         return found
 
 
 _LINES = {
-    "generate": "Write one answer; a line on the plan and one on the speed go to standard error.",
+    "generate": "Write one answer; notes on the plan and the speed go to standard error.",
     "chat": "Talk with a model, turn by turn; a model without a chat template continues the text.",
-    "plan": "Show what a model needs and what it would get here, and why.",
-    "doctor": "Say what is wrong with this machine, if anything, and measure it; -v shows the "
-    "numbers.",
+    "plan": "Show the memory that a model needs and would get here, and why.",
+    "doctor": "Check this machine for faults and measure it; -v shows the numbers.",
     "serve": "Answer OpenAI, Anthropic and Ollama clients over HTTP, until Ctrl-C or SIGTERM.",
-    "batch": "Answer a file of requests, a line each; a run that was ended goes on where it was.",
-    "bench": "Measure the machine, then how fast a model writes; --policy takes several, by "
-    "commas.",
+    "batch": "Answer a file of requests, one per line; an interrupted run resumes.",
+    "bench": "Measure the machine, then a model's speed, under one policy or several.",
     "verify": "Prove that budgets and policies change no token and no bit; exit 1 if they do.",
     "calibrate": "Learn from a text which experts a model uses, so that policies keep the right "
     "ones.",
     "simulate": "Replay a recorded routing (generate --trace) under other policies and machines.",
-    "quality": "Measure what --format q4 and other settings do to a model's words, beside the "
-    "exact run.",
+    "quality": "Compare the quality and speed of settings such as --format q4 with the exact run.",
     "synth": "Write a model with random weights, to try and measure without a download.",
     "pack": "Save a model with weights rounded to 8 or 4 bits: smaller, and faster to read.",
     "pull": "Fetch a model from the hub: weights, configuration and tokenizer, never code.",
@@ -73,35 +70,35 @@ _SHARED_MODULES = {"synth": "models", "pack": "models", "pull": "models", "ls": 
 
 OWN_VERBS = {
     **{
-        name: Known(_SHARED_MODULES.get(name, name), line, name, EXAMPLES[name])
+        name: VerbEntry(_SHARED_MODULES.get(name, name), line, name, EXAMPLES[name])
         for name, line in _LINES.items()
     },
-    "run": Known("chat", "", "run", EXAMPLES["run"]),  # as others call them
-    "list": Known("models", "", "ls", EXAMPLES["ls"]),
+    "run": VerbEntry("chat", "", "run", EXAMPLES["run"]),  # other programs' names
+    "list": VerbEntry("models", "", "ls", EXAMPLES["ls"]),
 }
-"""By name, in the order of `--help`."""
+"""Verbs by name, in the order of `--help`."""
 
 
-class LateVerbs(Verbs):
-    """The command with all of its verbs, each imported when it is used."""
+class LazyVerbs(Verbs):
+    """The command with all of its verbs, each imported on first use."""
 
     def __init__(self, **attributes: Any) -> None:
         super().__init__(**attributes)
         for name, known in OWN_VERBS.items():
-            self.add_command(_LateVerb(name, known))
+            self.add_command(_LazyVerb(name, known))
 
 
-class _LateVerb(TyperCommand):
-    """A verb's name and line; whatever it is used for, the verb itself does."""
+class _LazyVerb(TyperCommand):
+    """A verb's name and help line; the verb itself is imported for everything else."""
 
-    def __init__(self, name: str, known: Known) -> None:
+    def __init__(self, name: str, known: VerbEntry) -> None:
         super().__init__(name, help=known.line, hidden=not known.line)
         self.known = known
 
     def make_context(
         self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any
     ) -> Any:
-        """The verb's own; who asks runs the command that is in it."""
+        """Import the verb and make a context of it, in place of this stand-in."""
         one = typer.Typer(add_completion=False)
         epilog = f"For example: {self.known.example}"
         one.command(self.name, cls=Verb, epilog=epilog)(self.known.load())

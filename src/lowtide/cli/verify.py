@@ -1,4 +1,4 @@
-"""`lowtide verify`: the offloaded run against the resident one."""
+"""`lowtide verify`: compare the offloaded run with the resident one."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ _OWN_CHOICE = ("host_memory", "gpu_memory")
 def verify(model: ModelName, *, settings: Settings) -> None:
     """Prove that budgets and policies change no token and no bit; exit 1 if they do.
 
-    On the CPU, on the GPU if there is one, and with --device emulated on an emulated one. With
-    --kv-cache prefix or dual also how far answers agree with those of exact mode; with a --policy
-    that changes words also by how much it does.
+    Runs on the CPU, on the GPU if there is one, and with --device emulated on an emulated one. With
+    --kv-cache prefix or dual, or with a --policy that changes words, it also counts the tokens that
+    agree with the exact run.
     """
     options = settings.engine_options()
     lossy = _lossy(settings, options)
@@ -65,8 +65,9 @@ def verify(model: ModelName, *, settings: Settings) -> None:
 
 
 def _lossy(settings: Settings, options: dict[str, object]) -> Lossy | None:
-    """The policy that was asked for, taken out of the options. Raises UsageError for a lossless
-    one: all of those run.
+    """Take a lossy policy out of the options; None if none was named.
+
+    Raises UsageError for a lossless one, since verify runs all of those.
     """
     from lowtide.lab.verify import Lossy
 
@@ -82,7 +83,7 @@ def _lossy(settings: Settings, options: dict[str, object]) -> Lossy | None:
 
 
 def _agreement(folder: str, options: Mapping[str, object]) -> Agreement | None:
-    """With exact mode, where the options ask for an approximation."""
+    """Compare with exact mode if the options ask for an approximation."""
     if not isinstance(options["kv_cache"], str):
         return None
     from lowtide.lab.agreement import agreement
@@ -110,7 +111,7 @@ def _agreement_line(agreement: Agreement) -> str:
 
 
 def _verdict_line(verdicts: Sequence[Verdict]) -> str:
-    """The last line: whether what is promised is so, of how many runs."""
+    """Summarise in one line whether all lossless runs agree, and their number."""
     promised = [verdict for verdict in verdicts if verdict.is_lossless and not verdict.reason]
     different = [verdict for verdict in promised if not verdict.is_same]
     most = max((max(v.divided.values(), default=1) for v in promised), default=1)
@@ -136,7 +137,7 @@ def _show_progress(verdict: Verdict) -> None:
 
 
 def _table(verdicts: list[Verdict]) -> Table:
-    """A section for each device and budget; of experts only where some were there."""
+    """Make a table with a section per device and budget."""
     has_experts = any(v.num_residents or v.hit_rate > 0 for v in verdicts)
     table = Table(title=_title(verdicts, has_experts), title_justify="left")
     table.add_column("budget, resident experts" if has_experts else "budget", no_wrap=True)

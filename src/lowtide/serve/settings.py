@@ -1,6 +1,6 @@
-"""`ServeSettings`: how `lowtide serve` listens, and how much it takes on at once.
+"""`ServeSettings`: address, access and limits of `lowtide serve`.
 
-Imports no torch and nothing of the `serve` extra: the command line makes its flags of it.
+Imports no torch and nothing of the `serve` extra: the command line makes its flags from it.
 """
 
 from __future__ import annotations
@@ -30,27 +30,28 @@ class ServeSettings:
     browsers that may ask, such as http://localhost:3000.
     """
 
-    host: str = _serve("Address to listen at.", "127.0.0.1", is_common=True)
-    port: int = _serve("Port to listen at; 0 is any free one.", 8000, high=65535, is_common=True)
-    api_key: str | None = _serve("Key that requests must bring.", is_common=True)
-    auth: bool = _serve("Insist on a key where other machines can reach the server.", True)
-    served_name: str | None = _serve("The model's name for clients.", is_common=True)
-    max_requests: int = _serve("Requests running and waiting at once, at most.", 64, low=1)
+    host: str = _serve("Address to listen on.", "127.0.0.1", is_common=True)
+    port: int = _serve("Port to listen on; 0 picks a free one.", 8000, high=65535, is_common=True)
+    api_key: str | None = _serve("Key that requests must carry.", is_common=True)
+    auth: bool = _serve("Require a key if other machines can reach the server.", True)
+    served_name: str | None = _serve("Model name shown to clients.", is_common=True)
+    max_requests: int = _serve("Most requests running and waiting at once.", 64, low=1)
     max_queued_tokens: int | None = _serve(
-        "Prompt tokens that may wait (eight times the context).", low=1
+        "Most prompt tokens waiting; default: eight times the context.", low=1
     )
     request_timeout_s: float = _serve(
-        "Seconds that an answer may take, waiting included.",
+        "Time limit of an answer in seconds, including waiting.",
         3600.0,
         name="request_timeout",
         low=1,
         high=604800,
     )
     allowed_hosts: str | Sequence[str] | None = _serve(
-        "A further name in the Host header.", name="allowed_host"
+        "Additional name to accept in the Host header.", name="allowed_host"
     )
     allowed_origins: str | Sequence[str] | None = _serve(
-        "A web page's origin that may ask, as http://localhost:3000.", name="allowed_origin"
+        "Origin of web pages that may ask, such as http://localhost:3000.",
+        name="allowed_origin",
     )
 
     def __post_init__(self) -> None:
@@ -72,12 +73,12 @@ class ServeSettings:
 
     @property
     def is_local(self) -> bool:
-        """Whether only this machine can reach the server."""
+        """True if only this machine can reach the server."""
         return is_loopback(self.host)
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a name or an address is this machine's own."""
+    """Return True if a name or an address belongs to this machine alone."""
     with suppress(ValueError):
         return ipaddress.ip_address(host).is_loopback
     return host == "localhost" or host.endswith(".localhost")

@@ -73,72 +73,74 @@ class EngineConfig:
     )
     gpu_memory: str | int = _engine("GPU memory to use: 12G, 80%, or auto.", "auto", is_common=True)
     policy: str = _engine(
-        "What decides which experts stay in memory; leave it on auto.", "auto", is_common=True
+        "Policy that keeps experts in memory; auto chooses one.",
+        "auto",
+        is_common=True,
     )
     policy_options: Mapping[str, str] = _engine(
-        "A setting of the policy, such as tau=4.", dict, name="policy_option"
+        "Option of the policy, such as tau=4.", dict, name="policy_option"
     )
-    device: str = _engine("Where to compute: auto, cpu, cuda, or emulated (for tests).", "auto")
+    device: str = _engine("Device to compute on: auto, cpu, cuda, or emulated (for tests).", "auto")
     device_options: Mapping[str, str] = _engine(
-        "A setting of the emulated device, such as link_GBps=2.", dict, name="device_option"
+        "Option of the emulated device, such as link_GBps=2.", dict, name="device_option"
     )
     context: int | None = _engine(
-        "Most tokens of prompt and answer together, such as 8192 or 8k.",
+        "Most tokens of prompt and answer, such as 8192 or 8k; running requests share them.",
         low=1,
         high=2**28,
         is_common=True,
     )
     dtype: str | None = _engine(
-        "Type to compute in, such as float32; the checkpoint's own if not given."
+        "Data type to compute in, such as float32; default: the checkpoint's."
     )
     format: str | None = _engine(
-        "Weights in memory: own, as they are stored; q8 or q4, in 8 or 4 bits, which takes less "
-        "memory and may change answers; auto, the one that plan names as faster.",
+        "Format of weights in memory: own (as stored), q8 or q4 (rounded to 8 or 4 bits: less "
+        "memory, may change answers), or auto (the one that plan finds faster).",
         is_common=True,
     )
-    expert_dtype: str | None = _engine("As --format, of the experts alone.")
-    dense_dtype: str | None = _engine("As --format, of all but the experts.")
+    expert_dtype: str | None = _engine("Like --format, for experts only.")
+    dense_dtype: str | None = _engine("Like --format, for everything but experts.")
     activations: str = _engine(
-        "int8 also rounds what is multiplied with weights of few bits: faster, may change answers; "
-        "auto does so with GGUF files where that costs next to nothing; own never.",
+        "Activations: int8 rounds those multiplied with q8, q4 or GGUF weights (faster, may change "
+        "answers); own rounds none; auto rounds for GGUF types that lose almost nothing by it.",
         AUTO_FORMAT,
         choices=(AUTO_FORMAT, OWN_FORMAT, INT8_ROWS),
     )
     kernels: str = _engine(
-        "reference computes with plain torch: slow, for comparison.",
+        "Kernels: auto, or reference (plain torch: slow, for comparison).",
         "auto",
         choices=("auto", "reference"),
     )
     kv_cache: bool | str = _engine(
-        "Keep keys and values of earlier tokens; false computes them again. prefix and dual "
-        "(LLaDA, Dream) keep more and approximate.",
+        "KV cache: true keeps keys and values, false recomputes them; prefix and dual (LLaDA, "
+        "Dream) keep more and approximate.",
         True,
     )
     cache: str = _engine(
-        "What a next turn need not compute again: on, all that it has in common with one before; "
-        "exact, only what gives the very ids of a fresh start; off, nothing.",
+        "Reuse the KV cache of earlier requests: on (any shared prefix), exact (only where tokens "
+        "cannot change), off.",
         Reuse.ON.value,
         choices=tuple(reuse.value for reuse in Reuse),
     )
     cache_dir: str | os.PathLike[str] | None = _engine(
-        "A folder of your own that keeps conversations for later runs; they lie there in the clear."
+        "Private folder that keeps conversations' KV caches for later runs, unencrypted."
     )
     cache_disk: str | int = _engine("Most to keep in --cache-dir: 8GiB, 10% of the disk.", "8GiB")
     elastic: bool = _engine(
-        "Fill memory that the context does not need yet with experts, or give it back to the "
-        "system where none lacks room (not on a GPU).",
+        "Use memory that the context does not need yet for experts, or return it to the "
+        "system if all experts fit (not on a GPU).",
         False,
     )
     cores: int | str | Sequence[int] | None = _engine(
-        "Cores to compute on: a number, of those that no other lowtide has taken so, or a list "
+        "Cores to compute on: a number (chosen among those that no other lowtide holds) or a list "
         "such as 0,2-3."
     )
     check_weights: bool = _engine("Look for infinities and NaN in the weights first.", False)
     calibration: str | os.PathLike[str] | None = _engine(
-        "A file of lowtide calibrate that is not in its default place."
+        "File from lowtide calibrate, if not in its default place."
     )
     config_overrides: Mapping[str, object] = _engine(
-        "A value in place of config.json's, such as mask_token_id=7.", dict, name="config_override"
+        "Override a value of config.json, such as mask_token_id=7.", dict, name="config_override"
     )
     offline: bool = option(Group.HUB, "Use only models that are on this machine.", False)
     block_length: int | None = _python("The block of `logits`.", low=1, high=MAX_BLOCK_LENGTH)

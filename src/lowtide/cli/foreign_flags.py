@@ -1,4 +1,4 @@
-"""What people type who know another program: it works, or the answer is the line that does."""
+"""Verbs and flags of other programs, answered with lowtide's own."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ VERBS = {
     "show": "lowtide plan MODEL",
     "version": "lowtide --version",
 }
-"""Common verbs of other programs that are none here."""
+"""Verbs of other programs, and their replacement here."""
 
 FLAGS = {
     "--ctx": _CONTEXT,
@@ -56,29 +56,28 @@ FLAGS = {
     "-t": _THREADS,
     "--trust-remote-code": "no code of a model's repository is ever run; leave it out",
 }
-"""Common flags of other programs that are none here."""
+"""Flags of other programs, and their replacement here."""
 
 
-class _TakesTexts:
-    """A command of which no parameter needs a converter: typer would import pydantic and make one
-    for each of the sixty options, given or not.
+class _Unconverted:
+    """Command whose parameters need no converters.
+
+    typer would import pydantic and build a converter for each of sixty options, given or not.
     """
 
     def get_params(self, ctx: Any) -> list[Any]:
-        """With those of the program itself, such as `--help`."""
+        """Include the program's own parameters, such as `--help`."""
         params: list[Any] = super().get_params(ctx)  # type: ignore[misc]
         for param in params:
             vars(param).setdefault("process_value", partial(_as_given, param, param.process_value))
         return params
 
 
-class Verb(_TakesTexts, TyperCommand):
-    """A verb that understands `--max_tokens`, shows the rest of its options with `--help-all`, and
-    answers other programs' flags with its own.
-    """
+class Verb(_Unconverted, TyperCommand):
+    """Verb that accepts `--max_tokens`, has `--help-all`, and answers other programs' flags."""
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
-        """Without arguments that are taken only to say what to use instead."""
+        """Leave out hidden arguments, which exist only to be refused."""
         pieces = [self.options_metavar] if self.options_metavar else []
         for param in self.get_params(ctx):
             if not getattr(param, "hidden", False):
@@ -86,7 +85,7 @@ class Verb(_TakesTexts, TyperCommand):
         return pieces
 
     def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
-        """All options, also those that help leaves to `--help-all`."""
+        """Complete all options, including those that only `--help-all` shows."""
         from lowtide.cli.command import unhide
 
         unhide(self)
@@ -102,10 +101,8 @@ class Verb(_TakesTexts, TyperCommand):
         return super().parse_args(ctx, args)
 
 
-class Verbs(_TakesTexts, TyperGroup):
-    """The command, which answers other programs' verbs with its own, and flags and models that
-    stand where a verb belongs.
-    """
+class Verbs(_Unconverted, TyperGroup):
+    """Command that answers other programs' verbs, and flags or models in a verb's place."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         name = args[0].partition("=")[0] if args else ""
@@ -136,8 +133,9 @@ class Verbs(_TakesTexts, TyperGroup):
 
 
 def _as_given(param: Any, converts: Callable[[Any, Any], Any], ctx: Any, value: Any) -> Any:
-    """The value of a parameter: a text, a list of them or a flag, as it is. converts: what typer
-    would do, which refuses what is missing.
+    """Return a parameter's value unconverted: a text, a list of them or a flag.
+
+    converts: typer's own conversion, which refuses missing values.
     """
     if param.required and param.value_is_missing(value):
         return converts(ctx, value)
@@ -151,7 +149,7 @@ def _answer(name: str, line: str) -> None:
 
 
 def _refuse(message: str) -> None:
-    """Ends the program as `errors_reported` does, which would import what options need."""
+    """End the program as `errors_reported` does, without importing what options need."""
     from lowtide.cli.screen import printable, stderr_console
 
     stderr_console().print(f"lowtide: {printable(message)}")
@@ -159,7 +157,7 @@ def _refuse(message: str) -> None:
 
 
 def _other_flag(name: str) -> str | None:
-    """The line that does what a flag does elsewhere, also where that is written `--with_this`."""
+    """Look up another program's flag, also if written `--with_underscores`."""
     return FLAGS.get(name.replace("_", "-") if name.startswith("--") else name)
 
 
@@ -170,7 +168,7 @@ def _dashed(arg: str, known: Collection[str]) -> str:
 
 
 def _names(args: Sequence[str], known: dict[str, Any]) -> Iterator[str]:
-    """The names of options among arguments; what follows a known one may be its value."""
+    """Yield the names of options among arguments, skipping the values of known ones."""
     previous = ""
     for arg in args:
         if arg == "--":

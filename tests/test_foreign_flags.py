@@ -20,7 +20,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from lowtide.cli.app import app
-from lowtide.cli.habits import FLAGS, VERBS, Verb
+from lowtide.cli.foreign_flags import FLAGS, VERBS, Verb
 from lowtide.cli.live import LiveView
 from lowtide.cli.options import OPTIONS, resolve
 from lowtide.cli.verbs import OWN_VERBS
