@@ -71,12 +71,16 @@ def test_the_code_runs(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_what_is_made_of_the_options_is_up_to_date() -> None:
     tool = runpy.run_path(str(ROOT / "tools" / "options_page.py"))
-    for path, made in ((tool["PAGE"], tool["page"]()), (tool["KEYWORDS"], tool["keywords"]())):
+    for path, made in (
+        (tool["PAGE"], tool["page"]()),
+        (tool["KEYWORDS"], tool["keywords"]()),
+        (tool["PYTHON_PAGE"], tool["python_page"](PYTHON)),
+    ):
         assert path.read_text(encoding="utf-8") == made, "run tools/options_page.py"
 
 
 USER = """
-from lowtide import LLM, AsyncLLM, Completion, Event, SamplingParams
+from lowtide import LLM, AsyncLLM, Completion, Event, SamplingParams, plan_model
 
 def ask(llm: LLM) -> list[Completion]:
     for event in llm.stream("x", max_tokens=3):
@@ -89,8 +93,10 @@ async def ask_both(llm: AsyncLLM) -> None:
         kept: Event = event
 
 LLM("m", host_memory="1GiB", policy="lru")
+plan_model("m", context=512)
 LLM("m", host_memroy="1GiB")
 LLM("m").generate("x", max_tokenz=3)
+plan_model("m", contxt=512)
 """
 
 
@@ -101,5 +107,6 @@ def test_mypy_knows_the_public_names(tmp_path: Path) -> None:
     assert (Path(lowtide.__file__).parent / "py.typed").exists()
     out, _, code = mypy.run(["--strict", "--no-incremental", str(tmp_path / "user.py")])
     errors = [line for line in out.splitlines() if "user.py" in line and "error" in line]
-    assert code == 1 and len(errors) == 2, out
-    assert "user.py:15" in errors[0] and "user.py:16" in errors[1]
+    assert code == 1 and len(errors) == 3, out
+    for line, error in zip((16, 17, 18), errors, strict=True):
+        assert f"user.py:{line}" in error

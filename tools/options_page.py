@@ -1,5 +1,5 @@
-"""Writes what is made of the declared options: docs/options.md, and the keywords of `LLM` and
-`generate` for type checkers; a test compares them.
+"""Write what is made of the declared options: docs/options.md, the tables of docs/python.md, and
+answers/keywords.py for type checkers and editors. A test compares them.
 
 python tools/options_page.py
 """
@@ -7,20 +7,23 @@ python tools/options_page.py
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
-from dataclasses import Field, fields
+import re
+import textwrap
+from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from lowtide.cli.options import OPTIONS
 from lowtide.cli.verbs import OWN_VERBS
 from lowtide.engine.opening.config import EngineConfig
-from lowtide.option import Group, Option
+from lowtide.option import Group, Kind, Option, options_of
 from lowtide.params import DiffusionParams, SamplingParams
 
 _ROOT = Path(__file__).parents[1]
 PAGE = _ROOT / "docs" / "options.md"
 KEYWORDS = _ROOT / "src" / "lowtide" / "answers" / "keywords.py"
+PYTHON_PAGE = _ROOT / "docs" / "python.md"
 
 HEAD = """# Options
 
@@ -75,7 +78,7 @@ def _row(option: Option) -> str:
     flag = f"**{flag}**" if option.is_common else flag
     value = option.kind.value + (", repeatable" if option.is_repeatable else "")
     default = "" if option.default is None else f"`{option.shown_default}`"
-    told = option.help.replace("|", "\\|")
+    told = _linked(option.help)
     return f"| {flag} | `{option.name}` | {value} | {default} | {told} | {_verbs(option)} |"
 
 
@@ -93,23 +96,75 @@ def keywords() -> str:
     """All of answers/keywords.py."""
     parts = [
         KEYWORDS_HEAD,
-        *_typed_dict("ModelKeywords", "Options of a model.", fields(EngineConfig)),
+        *_typed_dict("ModelKeywords", "Options of a model.", [EngineConfig]),
         *_typed_dict(
             "AnswerKeywords",
             "Fields of `SamplingParams` and `DiffusionParams`.",
-            (*fields(SamplingParams), *fields(DiffusionParams)),
+            [SamplingParams, DiffusionParams],
         ),
     ]
     return "\n".join(parts)
 
 
-def _typed_dict(name: str, says: str, keys: Iterable[Field[Any]]) -> list[str]:
-    """A class's lines; a mapping may be None, which is the same as empty."""
-    head = ["", f"class {name}(TypedDict, total=False):", f'    """{says}"""', ""]
-    optional = {key.name: " | None" if key.type.startswith("Mapping") else "" for key in keys}
-    return [*head, *(f"    {key.name}: {key.type}{optional[key.name]}" for key in keys), ""]
+def _typed_dict(name: str, says: str, classes: list[Any]) -> list[str]:
+    """A class's lines; a mapping may be None, which is the same as empty. Editors show the text
+    under a key as its documentation.
+    """
+    lines = ["", f"class {name}(TypedDict, total=False):", f'    """{says}"""']
+    for declared in classes:
+        types = {field.name: field.type for field in fields(declared)}
+        for option in options_of(declared):
+            key, kind = option.keyword, types[option.keyword]
+            optional = " | None" if kind.startswith("Mapping") else ""
+            told = textwrap.wrap(f'"""{_in_python(option.help)}"""', width=96)
+            lines += ["", f"    {key}: {kind}{optional}", *(f"    {line}" for line in told)]
+    return [*lines, ""]
+
+
+def python_page(text: str) -> str:
+    """docs/python.md with its tables of options."""
+    for head, declared in _TABLES.items():
+        before, _, rest = text.partition(head)
+        _, _, after = rest.partition("\n\n")
+        defaults = inspect.signature(declared).parameters
+        rows = [_python_row(option, defaults, "default" in head) for option in options_of(declared)]
+        text = f"{before}{head}{''.join(rows)}\n{after}"
+    return text
+
+
+_TABLES: dict[str, Any] = {
+    "| option | default | is |\n|---|---|---|\n": EngineConfig,
+    "| `SamplingParams` | default | is |\n|---|---|---|\n": SamplingParams,
+    "| `DiffusionParams` | is |\n|---|---|\n": DiffusionParams,
+}
+"""By the head of a table, the class whose options it lists."""
+
+
+def _python_row(
+    option: Option, defaults: Mapping[str, inspect.Parameter], has_default: bool
+) -> str:
+    shown = repr(defaults[option.keyword].default)
+    if option.kind in (Kind.PAIRS, Kind.JSON_PAIRS):
+        shown = "None"  # the same as empty
+    elif option.keyword == "diffusion":
+        shown = "DiffusionParams()"
+    told = _linked(_in_python(option.help))
+    return f"| `{option.keyword}` | {f'`{shown}` | ' if has_default else ''}{told} |\n"
+
+
+def _in_python(help: str) -> str:
+    """A help text with flags of a model's options as Python's keywords."""
+    for option in options_of(EngineConfig):
+        help = re.sub(rf"{option.flag}\b(?!-)", f"`{option.keyword}`", help)
+    return help.replace(" (--json)", "")
+
+
+def _linked(help: str) -> str:
+    """A help text for a page in docs/: other pages are links."""
+    return re.sub(r"docs/(\w+\.md)", r"[\1](\1)", help).replace("|", "\\|")
 
 
 if __name__ == "__main__":
     KEYWORDS.write_text(keywords(), encoding="utf-8")
     PAGE.write_text(page(), encoding="utf-8")
+    PYTHON_PAGE.write_text(python_page(PYTHON_PAGE.read_text("utf-8")), encoding="utf-8")

@@ -19,7 +19,7 @@ from typing import NamedTuple, Unpack
 from torch import Tensor
 
 from lowtide.answers.completion import Completion
-from lowtide.answers.keywords import AnswerKeywords
+from lowtide.answers.keywords import AnswerKeywords, ModelKeywords
 from lowtide.answers.loaded import LoadedModel
 from lowtide.answers.opening import intake_of, opened_for_plan, opened_for_request
 from lowtide.answers.progress_line import ProgressLine, is_watched
@@ -50,9 +50,8 @@ class LLM(LoadedModel):
     """A model under a memory budget.
 
     `model` is a folder, a GGUF file (of several the first), a hub id `org/name[@revision]` or a
-    demo such as `demo:diffusion`; options are described at `engine.config.EngineConfig`. Raises a
-    `LowtideError` before any weight is read when the model, an option or the budget cannot be
-    honoured.
+    demo such as `demo:diffusion`; docs/python.md lists the options. Raises a `LowtideError` before
+    any weight is read when the model, an option or the budget cannot be honoured.
 
     Everything here may be called from several threads at once: one thread of the engine computes
     for all of them, and what is asked at the same time shares its passes. Ctrl-C, an error and a
@@ -265,7 +264,7 @@ def check_request(
     prompt_for: Callable[[Tokenizer | None], Prompt],
     params: SamplingParams,
     raw: bool = False,
-    **options: object,
+    **options: Unpack[ModelKeywords],
 ) -> None:
     """Refuses what `LLM(model, **options).generate(prompt, params, raw=raw)` would; no weight is
     read.
@@ -276,7 +275,7 @@ def check_request(
     intake_of(opened).requests([prompt_for(opened.tokenizer)], params, raw)
 
 
-def plan_model(model: str | Path | HubModel, **options: object) -> MemoryPlan:
+def plan_model(model: str | Path | HubModel, **options: Unpack[ModelKeywords]) -> MemoryPlan:
     """The plan that `LLM(model, **options)` would load with; no weight is read, nor fetched.
 
     Its reason says so where this machine has too little memory free to load it, or less in all
@@ -293,7 +292,7 @@ class FullPlan(NamedTuple):
     by_format: tuple[FormatPlan, ...]
 
 
-def plan_in_full(model: str | Path | HubModel, **options: object) -> FullPlan:
+def plan_in_full(model: str | Path | HubModel, **options: Unpack[ModelKeywords]) -> FullPlan:
     """`plan_model`, the passes of a bidirectional model, and the same plan in other formats."""
     opened = opened_for_plan(model, options)
     if not opened.config.is_bidirectional:

@@ -1,12 +1,13 @@
-"""What an option is: declared once, as a field of a dataclass or by itself.
+"""Options: each is declared once, as a field of a dataclass or by itself.
 
     @dataclass(frozen=True)
     class Params:
         steps: int | None = option(Group.DIFFUSION, "Denoising steps.", low=1)
 
-The kind of a field's value follows from its annotation. `options_of` lists a class's options, for
-the command line, the environment, TOML files, docs/options.md and the keywords of `LLM`;
-`check_options` checks an instance. Imports no torch, so that a wrong value is refused at once.
+The kind of a field's value follows from its annotation. `options_of` lists a class's options for
+the command line, the environment and TOML files; `tools/options_page.py` writes docs/options.md,
+the tables of docs/python.md and the keywords of `LLM` from them; `check_options` checks an
+instance. Imports no torch, so that a wrong value is refused at once.
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ class Kind(enum.Enum):
     TEXTS = "texts"  # repeatable
     PAIRS = "NAME=VALUE"  # repeatable, values are text
     JSON_PAIRS = "NAME=JSON"  # repeatable
+    OBJECT = "object"  # of Python alone
 
 
 _KINDS = {
@@ -64,6 +66,8 @@ _KINDS = {
     "str | Sequence[str]": Kind.TEXTS,
     "Mapping[str, str]": Kind.PAIRS,
     "Mapping[str, object]": Kind.JSON_PAIRS,
+    "Progress | bool": Kind.OBJECT,
+    "DiffusionParams": Kind.OBJECT,
 }
 """By the annotation of a field, without its `| None`."""
 
@@ -165,14 +169,14 @@ _TYPES: Mapping[Kind, tuple[Any, str]] = {
 
 
 def option(group: Group, help: str, default: object = None, **declared: Any) -> Any:
-    """A field of a dataclass that is an option.
+    """Declare a field of a dataclass as an option.
 
-    default: a value, or `dict` for a mapping. declared: further fields of `Option`; `name` where
-    that is not the field's.
+    help: all that is written about it; pages and editors show it. default: a value, or the class
+    that makes one. declared: further fields of `Option`; `name` where that is not the field's.
     """
     metadata = {_DECLARED: {"group": group, "help": help, **declared}}
-    if default is dict:
-        return field(default_factory=dict, metadata=metadata)
+    if isinstance(default, type):
+        return field(default_factory=default, metadata=metadata)
     return field(default=default, metadata=metadata)
 
 

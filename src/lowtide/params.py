@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any
 
@@ -59,55 +59,29 @@ def _knows_its_fields(made: Any) -> Any:
 @_knows_its_fields
 @dataclass(frozen=True, slots=True)
 class DiffusionParams:
-    """How a diffusion model fills its blocks. `None` means the family's published default.
+    """How a diffusion model fills its blocks; an unset field is the family's published default.
 
-    block_length: tokens denoised together; the whole answer where the family has no default.
-        What is asked must divide a bidirectional model's answer, whose last block may be shorter
-        by default.
-    steps: denoising steps as the family's own code counts them. LLaDA2: per block, at least
-        `block_length / steps` tokens each. LLaDA, LLaDA-MoE, Dream: over the whole answer, divided
-        among its blocks; by default no more than new tokens.
-    remasking: which tokens are written and which wait. LLaDA2 has `low_confidence`; the
-        bidirectional models have all of these:
-        `low_confidence`, `random` (LLaDA): as many tokens in every step, the most probable or any.
-        `origin` (Dream): each token by chance, so that the masked share falls evenly to `eps`.
-        `maskgit_plus`, `topk_margin`, `entropy` (Dream): as many as that share says, by
-        probability, by distance from the second best, or by entropy.
-        `confidence_threshold` (Fast-dLLM): all as probable as `threshold`, and the most probable.
-        Takes the steps it needs, and no `steps`; but where the answer is one block for want of a
-        default, these bound the tokens of each: what earlier ones left of an even share is allowed
-        besides.
-        `factor` (Fast-dLLM): the n most probable for the greatest n with
-        (n + 1) * (1 - probability of the n-th) <= `factor`, one at least; as many steps as needed.
-    threshold: LLaDA2: a masked token is written when its probability is above this. Others: see
-        `confidence_threshold`.
-    eps: time at which Dream's schedule ends; alg_temp: above 0, its three rules by confidence draw
-        positions from a softmax at this temperature instead of taking the surest.
-    factor: see `factor`.
-    cfg_scale: classifier-free guidance, 0 is none: logits move away from what they are without
-        the prompt by so many times the difference. Costs a second row for each.
-    edit_threshold: LLaDA2.1 token editing: a written token is replaced when another one is the
-        arg-max with a probability above this. `None` with a family that has no editing: off.
-    max_post_steps: editing passes over a block without masks, at most.
-    eos_early_stop: return as soon as the end-of-text token is written and everything before it
-        is; otherwise the block is finished first. `None`: yes, unless `ignore_eos` asks for more
-        or written tokens may be replaced; the answer is the same, and takes fewer passes.
+    Each field's help is its documentation; docs/python.md has the rules of `remasking`.
     """
 
-    block_length: int | None = _denoising("Tokens that are filled in together.", low=1)
+    block_length: int | None = _denoising(
+        "Tokens that are filled in together; unset: the family's number, or the whole answer.",
+        low=1,
+    )
     steps: int | None = _denoising(
-        "Steps to fill a block (LLaDA2) or all of an answer (LLaDA, Dream); fewer are faster.",
+        "Steps to fill a block (LLaDA2) or the whole answer, divided among its blocks (LLaDA, "
+        "Dream); fewer are faster.",
         low=1,
     )
     threshold: float | None = _denoising(
-        "Write a token once the model is so sure of it, such as 0.9; less is faster.", high=1
+        "Write a token once its probability is above this, such as 0.9; less is faster.", high=1
     )
     remasking: str | None = _denoising(
         f"Rule by which a step chooses the tokens it writes: {', '.join(REMASKING_RULES)}.",
         choices=REMASKING_RULES,
     )
     edit_threshold: float | None = _denoising(
-        "Replace a written token once another one is so likely (LLaDA2.1).", high=1
+        "Replace a written token once another's probability is above this (LLaDA2.1).", high=1
     )
     max_post_steps: int | None = _denoising("Passes that may still edit a block that is full.")
     cfg_scale: float | None = _denoising(
@@ -149,30 +123,7 @@ values that ask for nothing."""
 @_knows_its_fields
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """One request's wishes.
-
-    max_tokens: new tokens at most. `None`: as many as the context leaves; of a bidirectional model,
-        whose answer is computed whole, 256 at most, in whole blocks where `diffusion` has a block
-        length.
-    temperature: 0 is the arg-max, always; above 0 tokens are drawn. `None`, here and for top_k,
-        top_p, min_p and repetition_penalty: as the model's `generation_config.json` says, of an
-        autoregressive model that has one; else 0, and nothing.
-    top_k, top_p: draw only from the k likeliest tokens; from the least set with mass p. 0 and 1
-        are off.
-    min_p: draw only tokens at least this share as likely as the likeliest.
-    repetition_penalty: logits of tokens that the prompt or the answer has are divided by this
-        where positive and multiplied where negative; 1 is off, above 1 discourages.
-    presence_penalty, frequency_penalty: taken from a token's logit if the answer has it, and
-        once for each time that it has; 0 is off.
-    seed: equal seeds give equal tokens, whatever else runs beside.
-    stop: strings, or one, that end the answer (they are not part of it).
-    ignore_eos: go on after the end-of-text token.
-    logprobs: report log-probabilities of the answer's tokens, each with those of this many of
-        the likeliest ones at its place (0: of the token alone).
-    diffusion: for diffusion models only; they in turn have no penalties and no `logprobs`.
-    n: answers to each prompt; the first draws with the prompt's seed, the others with seeds that
-        are made of it.
-    """
+    """How one prompt is to be answered; each field's help is its documentation (docs/python.md)."""
 
     max_tokens: int | None = _sampling(
         "Longest answer in tokens; unset: all that the context leaves (LLaDA, Dream: 256 at most).",
@@ -180,13 +131,14 @@ class SamplingParams:
         is_common=True,
     )
     temperature: float | None = _sampling(
-        "How freely tokens are drawn: 0 always takes the likeliest; unset: the model's own.",
+        "How freely tokens are drawn: 0 always takes the likeliest; unset: the model's own, or 0.",
         high=100,
         is_common=True,
     )
     top_k: int | None = _sampling("Draw only from the k likeliest tokens; 0 is off.")
     top_p: float | None = _sampling(
-        "Draw only from the likeliest tokens that together have this probability, such as 0.9.",
+        "Draw only from the likeliest tokens that together have this probability, such as 0.9; 1 "
+        "is off.",
         low=1e-6,
         high=1,
     )
@@ -206,15 +158,21 @@ class SamplingParams:
     frequency_penalty: float | None = _sampling(
         "The same for each time that they are in it; 0 is off.", low=-2, high=2
     )
-    seed: int | None = _sampling("Equal seeds draw equal answers; unset: 0.", high=MAX_SEED)
-    stop: str | Sequence[str] | None = _sampling("Text that ends the answer where it comes.", ())
+    seed: int | None = _sampling(
+        "Equal seeds draw equal answers, whatever else runs beside; unset: 0.", high=MAX_SEED
+    )
+    stop: str | Sequence[str] | None = _sampling(
+        "Text that ends the answer, and is no part of it.", ()
+    )
     ignore_eos: bool = _sampling("Go on where the model ends its text.", False)
     logprobs: int | None = _sampling(
-        "Report how likely each token was, and so many of the likeliest in its place (--json).",
+        "Report how likely each token was, and this many of the likeliest in its place (--json).",
         high=MAX_TOP_LOGPROBS,
     )
-    diffusion: DiffusionParams = field(default_factory=DiffusionParams)
-    n: int = _sampling("How many answers to write.", 1, low=1, high=MAX_SAMPLES)
+    diffusion: DiffusionParams = option(
+        Group.PYTHON, "How a diffusion model fills its blocks.", DiffusionParams
+    )
+    n: int = _sampling("How many answers to write to each prompt.", 1, low=1, high=MAX_SAMPLES)
 
     def __post_init__(self) -> None:
         check_options(self)

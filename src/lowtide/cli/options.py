@@ -76,7 +76,13 @@ _doctor = partial(_own, Group.DOCTOR)
 _batch = partial(_own, Group.BATCH)
 _output = partial(_own, Group.OUTPUT)
 
-ENGINE_OPTIONS = tuple(o for o in options_of(EngineConfig) if o.group is not Group.PYTHON)
+
+def _shared(params: Any) -> tuple[Option, ...]:
+    """Return the options of a class that Python takes, without those of Python alone."""
+    return tuple(option for option in options_of(params) if option.group is not Group.PYTHON)
+
+
+ENGINE_OPTIONS = _shared(EngineConfig)
 
 OPTIONS: tuple[Option, ...] = (
     *ENGINE_OPTIONS,
@@ -92,8 +98,8 @@ OPTIONS: tuple[Option, ...] = (
         kind=Kind.BOOLEAN,
     ),
     _prompt("system", "System message.", kind=Kind.TEXT),
-    *options_of(SamplingParams),
-    *options_of(DiffusionParams),
+    *_shared(SamplingParams),
+    *_shared(DiffusionParams),
     _synth("size", "Size to write: tiny, small or full.", "tiny"),
     _synth(
         "by_expert",
@@ -230,7 +236,7 @@ class Settings:
         return ServeSettings(**self._given(ServeSettings))
 
     def _given(self, params: Any) -> dict[str, Any]:
-        given = [o for o in options_of(params) if self.is_given(o.name)]
+        given = [o for o in _shared(params) if self.is_given(o.name)]
         return {o.keyword: self.values[o.name] for o in given}
 
 

@@ -109,7 +109,7 @@ def opening_options(
             asks_scores(setting.policy),
         ),
     )
-    options = {**shared, **group[0].options}
+    options: dict[str, Any] = {**shared, **group[0].options}
     if told.policy != "resident":  # which not every budget here may have room for
         options |= {"policy": told.policy, "policy_options": dict(told.policy_options)}
     share = group[0].residents

@@ -36,37 +36,13 @@ _python = partial(option, Group.PYTHON)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """Options of an engine. Sizes are bytes, `10GiB`, `80%` (of this machine) or `auto`.
+    """Options of `LLM`; each field's help is its documentation (docs/options.md).
 
-    device: `auto` (a GPU if there is one), `cpu`, `cuda` or `emulated`, with `device_options` for
-    the last. host_memory: the budget for weights, KV cache, workspace, read ring and expert slots,
-    or with a device for the experts at home; gpu_memory: the device's budget for all but those.
-    policy, policy_options: what stays resident (`policies/presets.py`).
-    context: tokens that there is room for over all running sequences; by default the model's
-    maximum, 4,096 at most. calibration: by default what `lowtide calibrate` wrote to its default
-    place for this model, if anything. kv_cache: False recomputes everything at every step (a
-    reference); `prefix` and `dual` of bidirectional models keep while a block is filled what its
-    first step computed of everything before it, or of all but it: faster, and an approximation
-    (Fast-dLLM). cache: what a request takes over of the keys and values of those before it: `on`,
-    all that begins as it does; `exact`, only what gives the ids of a run that computes everything.
-    cache_dir, cache_disk: a folder of this user's own where they are also written, to be there at
-    the next start, and how much of it at most (bytes, `8GiB`, `10%` of the disk): conversations
-    lie there, for all who can read this user's files. Not on a GPU.
-    format: `own` (as stored), `q8` or `q4`, with `expert_dtype` and `dense_dtype` by part: see
-    `weight_formats.py`; all but `own` may change answers; or `auto` (`format_plans.py`).
-    activations: `own`, or `int8`, to which rows are rounded that are multiplied with weights in q8,
-    q4 and GGUF's packed types (`kernels/int8_rows.py`); `auto`: where a GGUF file's types are
-    multiplied with by the host in bfloat16, and cost next to nothing (`weight_formats.py`).
-    elastic: what sequences do not use of the KV cache's memory holds experts, which make room for
-    as many sequences at once as there is memory for, none longer than `context`; where no expert
-    lacks room it goes back to the system, and so does what a pass does not need (not on a GPU).
-    check_weights: read all weights once and refuse infinities and NaN.
-    cores: what the process computes and reads on, for its life: so many that no other process of
-    lowtide on this machine has taken, or those of a list such as `0,2-3` or [0, 2, 3].
+    Sizes are bytes, `10GiB`, `80%` (of this machine) or `auto`.
     """
 
     host_memory: str | int = _engine(
-        "Memory to use: 12G, 80% of the machine's, or auto.",
+        "Memory to use: 12G, 80% of the machine's, or auto; beside a GPU, for experts only.",
         "auto",
         short="--memory",
         is_common=True,
@@ -85,7 +61,8 @@ class EngineConfig:
         "Option of the emulated device, such as link_GBps=2.", dict, name="device_option"
     )
     context: int | None = _engine(
-        "Most tokens of prompt and answer, such as 8192 or 8k; running requests share them.",
+        "Most tokens of prompt and answer, such as 8192 or 8k; running requests share them. "
+        "Default: the model's, at most 4,096 (serve: more, where memory allows).",
         low=1,
         high=2**28,
         is_common=True,
@@ -123,9 +100,12 @@ class EngineConfig:
         choices=tuple(reuse.value for reuse in Reuse),
     )
     cache_dir: str | os.PathLike[str] | None = _engine(
-        "Private folder that keeps conversations' KV caches for later runs, unencrypted."
+        "Private folder that keeps conversations' KV caches for later runs, unencrypted (not on a "
+        "GPU)."
     )
-    cache_disk: str | int = _engine("Most to keep in --cache-dir: 8GiB, 10% of the disk.", "8GiB")
+    cache_disk: str | int = _engine(
+        "Most to keep in --cache-dir: 8GiB, 10% of the disk; the longest unused goes first.", "8GiB"
+    )
     elastic: bool = _engine(
         "Use memory that the context does not need yet for experts, or return it to the "
         "system if all experts fit (not on a GPU).",
@@ -133,9 +113,9 @@ class EngineConfig:
     )
     cores: int | str | Sequence[int] | None = _engine(
         "Cores to compute on: a number (chosen among those that no other lowtide holds) or a list "
-        "such as 0,2-3."
+        "such as 0,2-3; the process keeps to them until it ends."
     )
-    check_weights: bool = _engine("Look for infinities and NaN in the weights first.", False)
+    check_weights: bool = _engine("Read all weights first and refuse infinities and NaN.", False)
     calibration: str | os.PathLike[str] | None = _engine(
         "File from lowtide calibrate, if not in its default place."
     )
@@ -143,9 +123,14 @@ class EngineConfig:
         "Override a value of config.json, such as mask_token_id=7.", dict, name="config_override"
     )
     offline: bool = option(Group.HUB, "Use only models that are on this machine.", False)
-    block_length: int | None = _python("The block of `logits`.", low=1, high=MAX_BLOCK_LENGTH)
-    seed: int | None = _python("Of requests that bring none.", high=MAX_SEED)
-    progress: Progress | bool | None = None
+    block_length: int | None = _python(
+        "Block length of `logits` (block diffusion).", low=1, high=MAX_BLOCK_LENGTH
+    )
+    seed: int | None = _python("Seed of requests that bring none.", high=MAX_SEED)
+    progress: Progress | bool | None = _python(
+        "Called with (stage, bytes done, bytes in all) while loading; true shows a line on "
+        "standard error, and so does the default on a terminal or in a notebook."
+    )
 
     def __post_init__(self) -> None:
         check_options(self)
