@@ -16,6 +16,8 @@ from torch import Tensor
 from transformers import (
     DeepseekV2Config,
     DeepseekV2ForCausalLM,
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
     GptOssConfig,
     GptOssForCausalLM,
     MixtralConfig,
@@ -175,6 +177,28 @@ def _deepseek_v2(rng: random.Random) -> tuple[type, type, dict[str, Any]]:
     return DeepseekV2Config, DeepseekV2ForCausalLM, values
 
 
+def _glm4_moe(rng: random.Random) -> tuple[type, type, dict[str, Any]]:
+    is_grouped = rng.random() < 0.5
+    values: dict[str, Any] = {
+        "head_dim": rng.choice([8, 16]),
+        "moe_intermediate_size": rng.choice([16, 24]),
+        "n_routed_experts": 12,
+        "n_shared_experts": rng.choice([1, 2]),
+        "n_group": 4 if is_grouped else 1,
+        "topk_group": 2 if is_grouped else 1,
+        "first_k_dense_replace": rng.choice([0, 1]),
+        "norm_topk_prob": rng.random() < 0.8,
+        "routed_scaling_factor": rng.choice([1.0, 2.5]),
+        "attention_bias": rng.random() < 0.7,
+        "use_qk_norm": rng.random() < 0.5,
+        "rope_parameters": {
+            **(_yarn(rng) if rng.random() < 0.3 else common(rng)["rope_parameters"]),
+            "partial_rotary_factor": rng.choice([0.5, 1.0]),
+        },
+    }
+    return Glm4MoeConfig, Glm4MoeForCausalLM, values
+
+
 def _gpt_oss(rng: random.Random) -> tuple[type, type, dict[str, Any]]:
     num_layers = rng.choice([2, 3])
     kinds = [rng.choice(["sliding_attention", "full_attention"]) for _ in range(num_layers)]
@@ -199,6 +223,7 @@ FAMILIES: Mapping[str, Callable[[random.Random], tuple[type, type, dict[str, Any
     "mixtral": _mixtral,
     "olmoe": _olmoe,
     "deepseek_v2": _deepseek_v2,
+    "glm4_moe": _glm4_moe,
     "gpt_oss": _gpt_oss,
 }
 
@@ -266,7 +291,8 @@ def _write_ling(rng: random.Random, folder: Path, dtype: torch.dtype) -> Written
 
 def randomise(model: torch.nn.Module) -> None:
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        routers = [each for each in model.named_buffers() if "correction_bias" in each[0]]
+        for name, parameter in [*model.named_parameters(), *routers]:
             parameter.copy_(random_weight(name, tuple(parameter.shape)))
 
 

@@ -199,6 +199,20 @@ def _of_deepseek(writer: gguf.GGUFWriter, config: Any) -> None:
         writer.add_rope_scaling_yarn_log_mul(0.1 * rope["mscale_all_dim"])
 
 
+def _of_glm(writer: gguf.GGUFWriter, config: Any) -> None:
+    writer.add_expert_count(config.n_routed_experts)
+    rotary = config.head_dim * config.rope_parameters["partial_rotary_factor"]
+    writer.add_rope_dimension_count(int(rotary))
+    writer.add_leading_dense_block_count(config.first_k_dense_replace)
+    writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    writer.add_expert_shared_count(config.n_shared_experts)
+    writer.add_expert_weights_scale(config.routed_scaling_factor)
+    writer.add_expert_weights_norm(config.norm_topk_prob)
+    writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    writer.add_expert_group_count(config.n_group)
+    writer.add_expert_group_used_count(config.topk_group)
+
+
 def _of_gpt_oss(writer: gguf.GGUFWriter, config: Any) -> None:
     writer.add_expert_count(config.num_local_experts)
     writer.add_expert_feed_forward_length(config.intermediate_size)
@@ -227,6 +241,7 @@ _OF_FAMILY: dict[str, Callable[[gguf.GGUFWriter, Any], None]] = {
     "olmoe": _of_olmoe,
     "mixtral": _of_mixtral,
     "deepseek_v2": _of_deepseek,
+    "glm4_moe": _of_glm,
     "gpt_oss": _of_gpt_oss,
     "bailing_moe_v2": _of_ling,
 }
@@ -237,6 +252,7 @@ ARCHITECTURES = {
     "olmoe": gguf.MODEL_ARCH.OLMOE,
     "mixtral": gguf.MODEL_ARCH.LLAMA,
     "deepseek_v2": gguf.MODEL_ARCH.DEEPSEEK2,
+    "glm4_moe": gguf.MODEL_ARCH.GLM4_MOE,
     "gpt_oss": gguf.MODEL_ARCH.GPT_OSS,
 }
 

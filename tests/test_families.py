@@ -208,6 +208,7 @@ PUBLISHED = {
     "olmoe": (3_219, 6.919, 131_072),
     "deepseek_v2": (5_291, 15.706, 31_104),
     "bailing_moe_v2": (14_813, 16.256, 40_960),
+    "glm4_moe": (17_925, 106.852, 188_416),
     "gpt_oss": (459, 20.915, 49_152),
 }
 """Tensors, parameters in units of 10**9, bytes of KV cache per token in bfloat16."""
@@ -392,7 +393,7 @@ def test_a_bias_that_the_config_denies_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("family", NAMES)
 def test_routers_keep_the_precision_of_their_family(family: str) -> None:
     is_float32 = families()[family].model().is_float32
-    has_fp32_router = family in ("deepseek_v2", "bailing_moe_v2")
+    has_fp32_router = family in ("deepseek_v2", "bailing_moe_v2", "glm4_moe")
     assert is_float32("model.layers.1.mlp.gate.weight") == has_fp32_router
     assert not is_float32("model.layers.1.mlp.gate_proj.weight")
 

@@ -117,6 +117,7 @@ WORDS = {
     "bailingmoe": Words((_BAILING,)),
     "bailingmoe2": Words((_BAILING,)),
     "dbrx": Words((_LLAMA3,)),
+    "glm4": Words((_LLAMA3,), ignores_merges=True),
     **dict.fromkeys(("llama-bpe", "llama3", "llama-v3"), _LLAMA3_WORDS),
 }
 """By `tokenizer.ggml.pre`."""
