@@ -62,7 +62,7 @@ HASHES = ("tokens", "blocks")
 DENSE = "dense"
 FAMILIES = (
     *HASHES,
-    *("qwen3_moe", "qwen2_moe", "mixtral", "olmoe", "bailing_moe_v2"),
+    *("qwen3_moe", "qwen2_moe", "mixtral", "olmoe", "bailing_moe_v2", "glm4_moe"),
     "deepseek_v2",  # latent keys
     "gpt_oss",  # windows
     "llada2",  # blocks

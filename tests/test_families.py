@@ -112,7 +112,7 @@ def test_what_transformers_reads_and_writes_again_gives_the_same_bits(
 def test_bfloat16_is_as_close_to_float32_as_transformers(family: str, tmp_path: Path) -> None:
     """Tolerance: at most twice the root-mean-square error of transformers' own bfloat16."""
     our_error = their_error = 0.0
-    for seed in range(max(6, scaled(6))):  # fewer say little of a mean
+    for seed in range(max(10, scaled(6))):  # fewer say little of a mean: an expert more or less
         written = write_model(family, seed, tmp_path / str(seed), torch.bfloat16)
         token_ids = random_ids(seed, 64)
         ours = logits(written.folder, token_ids)

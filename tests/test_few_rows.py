@@ -36,7 +36,7 @@ from lowtide.layers.batch import Batch, Segment
 from lowtide.layers.few_rows import ShortPass, WholeLayer, WholeModel
 from lowtide.llm import plan_model
 
-AT_ONCE = ("qwen3_moe", "qwen2_moe", "mixtral", "olmoe", "bailing_moe_v2")
+AT_ONCE = ("qwen3_moe", "qwen2_moe", "mixtral", "olmoe", "bailing_moe_v2", "glm4_moe")
 """Families whose layers are one call."""
 
 BEHIND_ATTENTION = ("deepseek_v2",)
