@@ -30,11 +30,11 @@ from lowtide.params import MAX_TOP_LOGPROBS, SamplingParams
 
 
 class AsyncLLM(LoadedModel):
-    """A model under a memory budget, asked by coroutines: see `LLM`, whose options it has.
+    """A model under a memory budget, for coroutines; the options are those of `LLM`.
 
-    Any number of tasks may ask at once and share passes; one that is cancelled ends what it asked,
-    one that reads slowly delays no other. Loading, in the constructor, takes its time: where an
-    event loop is running already, `await asyncio.to_thread(AsyncLLM, model)` keeps it free.
+    Tasks share passes. Cancelling a task stops its requests, and a slow reader delays nobody else.
+    The constructor loads the model and blocks; inside a running event loop use `await
+    asyncio.to_thread(AsyncLLM, model)`.
     """
 
     async def generate(
@@ -45,7 +45,7 @@ class AsyncLLM(LoadedModel):
         raw: bool = False,
         **keywords: Unpack[AnswerKeywords],
     ) -> list[Completion]:
-        """As `LLM.generate`."""
+        """Answer as `LLM.generate`."""
         asked = await asyncio.to_thread(lambda: self.requests(prompts, params, raw=raw, **keywords))
         return await self._answered(asked)
 
@@ -57,7 +57,7 @@ class AsyncLLM(LoadedModel):
         template_options: Mapping[str, object] | None = None,
         **keywords: Unpack[AnswerKeywords],
     ) -> list[Completion]:
-        """As `LLM.chat`."""
+        """Answer as `LLM.chat`."""
 
         def requests() -> list[Request]:
             return self._requests(self._chats(messages, template_options), params, keywords, False)
@@ -72,7 +72,7 @@ class AsyncLLM(LoadedModel):
         raw: bool = False,
         **keywords: Unpack[AnswerKeywords],
     ) -> AsyncGenerator[Event, None]:
-        """As `LLM.stream`; all of it, refusals too, begins with the first event awaited."""
+        """Stream as `LLM.stream`; even refusals come with the first event awaited."""
         one = one_prompt(prompt)
         requests = await asyncio.to_thread(lambda: self._requests([one], params, keywords, raw))
         async with aclosing(self._events(requests)) as events:
@@ -87,28 +87,30 @@ class AsyncLLM(LoadedModel):
         raw: bool = False,
         **keywords: Unpack[AnswerKeywords],
     ) -> list[Request]:
-        """What `generate` would ask, checked, for `events`: one for each answer.
+        """Make the checked requests of `generate`, one per answer, for `events`.
 
-        A program that has a say in the tokens replaces their `mask` or `is_stopped`. Raises as
+        A caller that constrains tokens replaces their `mask` or `is_stopped`. Raises like
         `generate`.
         """
         return self._requests(as_prompts(prompts), params, keywords, raw)
 
     def events(self, requests: Sequence[Request]) -> AsyncGenerator[Event, None]:
-        """What happens to `requests`, each called by its `id`; events without text."""
+        """Yield events of `requests`, named by request id, without text."""
         return async_loop.answers(self._loop, requests)
 
     async def logits(self, token_ids: TokenIds) -> Tensor:
-        """As `LLM.logits`."""
+        """Return logits as `LLM.logits`."""
         work, num_tokens = self._logits_work(token_ids)
         return await async_loop.run_passes(self._loop, work, num_tokens)
 
     async def prompt_logprobs(
         self, token_ids: TokenIds, num_top: int = 0
     ) -> list[TokenLogprobs | None]:
-        """How likely each token of an autoregressive model's text is after those before it, with
-        those of `num_top` of the likeliest at its place; the first has none. Waits for room in the
-        KV cache. Raises UsageError, PlanError, or UnsupportedError for a diffusion model.
+        """Return the log-probability of each token of a text after the tokens before it.
+
+        The first token has none. Each entry also holds `num_top` of the likeliest tokens at its
+        place. Waits for room in the KV cache. Raises UsageError, PlanError, or UnsupportedError for
+        a diffusion model.
         """
         if self.config.is_diffusion:
             raise UnsupportedError(
@@ -129,8 +131,9 @@ class AsyncLLM(LoadedModel):
         add_special_tokens: bool = True,
         max_tokens: int | None = None,
     ) -> list[int]:
-        """As `LLM.token_ids`. max_tokens: a text of more is not read to its end, and raises
-        `TooManyTokens`, a UsageError.
+        """Return a prompt's token ids as `LLM.token_ids`.
+
+        max_tokens: tokenizing stops beyond it, and `TooManyTokens`, a UsageError, is raised.
         """
         return await asyncio.to_thread(
             self._intake.token_ids, prompt, raw, template_options, add_special_tokens, max_tokens
@@ -139,22 +142,23 @@ class AsyncLLM(LoadedModel):
     async def adopt_policy(
         self, policy: str, policy_options: Mapping[str, str] | None = None
     ) -> None:
-        """As `LLM.adopt_policy`."""
+        """Switch policies as `LLM.adopt_policy`."""
         change = partial(adopt_policy, policy=policy, policy_options=policy_options or {})
         await asyncio.to_thread(self._loop.replace, change)
 
     async def stats(self) -> dict[str, float]:
-        """As `LLM.stats`."""
+        """Return counters as `LLM.stats`."""
         return await asyncio.to_thread(self._loop.stats)
 
     async def release_memory(self) -> None:
-        """Gives memory back to a system that runs short of it, where the plan is elastic. Passes
-        do so by themselves: this is for the time between requests.
+        """Return memory to a system that runs short of it, if the plan is elastic.
+
+        Passes do this themselves; this method is for the time between requests.
         """
         await asyncio.to_thread(self._loop.look, Engine.release_memory)
 
     async def close(self) -> None:
-        """As `LLM.close`."""
+        """Close as `LLM.close`."""
         await asyncio.to_thread(self._loop.close)
 
     async def __aenter__(self) -> AsyncLLM:
@@ -174,7 +178,7 @@ class AsyncLLM(LoadedModel):
     async def _events(
         self, requests: Sequence[Request], has_text: bool = True
     ) -> AsyncGenerator[Event, None]:
-        """What happens to `requests`, each called by its place among them."""
+        """Yield events of `requests`, numbered by their place."""
         reporter = Reporter(requests, self.tokenizer, has_text)
         async with aclosing(self.events(requests)) as events:
             async for event in events:

@@ -1,4 +1,4 @@
-"""Shared nouns: what the rooms of lowtide hand to each other.
+"""Shared nouns that the rooms of lowtide pass to each other.
 
 Plain data, numpy at most. Knows nothing of files, devices or models.
 """
@@ -21,41 +21,39 @@ FloatArray = NDArray[np.float64]
 WeightArray = NDArray[np.float32]
 
 NOTHING: Mapping[Any, Any] = MappingProxyType({})
-"""A mapping that is empty and stays so, as a default."""
+"""An immutable empty mapping, for defaults."""
 
 NO_EXPERTS: IntArray = np.empty(0, np.int64)
-"""No expert."""
-
 ALIGNMENT = 64
-"""Bytes: every weight part and every workspace buffer starts on such a boundary."""
+"""Alignment in bytes of every weight part and every workspace buffer."""
 
 
 def align_up(size: int, alignment: int = ALIGNMENT) -> int:
-    """The least multiple of `alignment` that is not below `size`."""
+    """Round `size` up to a multiple of `alignment`."""
     return -(-size // alignment) * alignment
 
 
 class StepKind(enum.Enum):
-    """What a forward pass is for; policies are told, kernels are not."""
+    """Purpose of a forward pass; policies see it, kernels do not."""
 
-    PREFILL = "prefill"  # tokens that are final: only their keys and values are wanted
+    PREFILL = "prefill"  # prompt tokens, of which only keys and values are needed
     DENOISE = "denoise"  # a diffusion block (and, folded in, tokens that became final)
     DECODE = "decode"  # one new token per sequence
 
 
 class RowKind(enum.IntEnum):
-    """What becomes of one row of a pass."""
+    """Purpose of one row of a pass."""
 
-    PROMPT = 0  # a token that was given: its keys and values are kept
-    COMMIT = 1  # a token of a diffusion block that is final: they are kept, too
-    DRAFT = 2  # a row of a block on its way: nothing of it outlasts the pass but what it writes
-    DECODE = 3  # the newest token of an autoregressive answer: kept, and the next is chosen by it
+    PROMPT = 0  # a given token: its keys and values are kept
+    COMMIT = 1  # a final token of a diffusion block: its keys and values are kept
+    DRAFT = 2  # a row of an unfinished block: only the tokens it writes outlast the pass
+    DECODE = 3  # the newest token of an autoregressive answer: kept, and its logits choose the next
 
 
 class PassRows(NamedTuple):
-    """Whose the rows of a pass are, and what for."""
+    """Owner and purpose of each row of a pass."""
 
-    request: IntArray  # [rows] names as in events; -1: none
+    request: IntArray  # [rows] request ids as in events; -1: none
     kind: NDArray[np.uint8]  # [rows] of `RowKind`
 
 
@@ -71,9 +69,8 @@ class Step:
     """One forward pass, as policies see it.
 
     `index` counts denoising (or decoding) passes. With one sequence it restarts at 0 in every
-    block; in a batch it is one counter of the engine. A prefill pass carries the index of the
-    pass that follows it and does not count. `rows`: of the pass, where they are known.
-    `is_last`: no other is expected to follow.
+    block; in a batch it is one counter of the engine. A prefill pass carries the index of the pass
+    that follows it and does not count.
     """
 
     kind: StepKind
@@ -82,7 +79,7 @@ class Step:
     is_last: bool = field(default=False, compare=False)
 
     def rows_of(self, num_rows: int) -> PassRows:
-        """Those it was told, or what its kind says of so many."""
+        """Return the given rows, or `num_rows` rows of the default kind of this step."""
         if self.rows is not None:
             return self.rows
         kinds = np.full(num_rows, _ROW_KIND[self.kind], np.uint8)
@@ -90,27 +87,27 @@ class Step:
 
 
 class CacheMode(enum.Enum):
-    """Which keys and values the steps of a block find as the block's first step left them.
+    """Keys and values that the steps of a block reuse from the block's first step.
 
-    Where every position sees every other, all of them change with each token that is written: to
-    keep some is an approximation (Fast-dLLM, section 3.2).
+    In a bidirectional model all of them change with each written token, so reuse is an
+    approximation (Fast-dLLM, section 3.2).
     """
 
-    EXACT = "exact"  # none that would be others if they were computed again
+    EXACT = "exact"  # only those that recomputing would reproduce exactly
     PREFIX = "prefix"  # those of everything before the block
     DUAL = "dual"  # those of everything before and behind it
 
 
 class Reuse(enum.Enum):
-    """What a request takes over of keys and values that an earlier one has computed."""
+    """Keys and values of earlier requests that a new request may reuse."""
 
-    ON = "on"  # all that begins as it does
-    EXACT = "exact"  # only what gives the ids of a run that computes everything itself
+    ON = "on"  # those of any shared prefix
+    EXACT = "exact"  # only where token ids equal those of a fresh run
     OFF = "off"
 
 
 class Demand(NamedTuple):
-    """What one MoE layer asks for in one step."""
+    """Experts that one MoE layer uses in one step."""
 
     experts: IntArray  # ascending ids of the experts with at least one token
     num_tokens: IntArray  # tokens routed to each of them ("hits")
@@ -118,12 +115,12 @@ class Demand(NamedTuple):
 
 
 def hit_rate(num_hits: float, num_activated: float) -> float:
-    """The share of activated experts that was resident; NaN where none was activated."""
+    """Return the share of activated experts that was resident; NaN if none was activated."""
     return num_hits / num_activated if num_activated else math.nan
 
 
 class RoutedTokens(NamedTuple):
-    """Which experts each token goes to, and with what weights: a router's choice, or another."""
+    """Experts and weights of each token, from a router or a substitution."""
 
     experts: IntArray  # [tokens, k], ascending in each row
     weights: WeightArray  # [tokens, k]
@@ -131,24 +128,26 @@ class RoutedTokens(NamedTuple):
 
 
 class Moves(NamedTuple):
-    """A placement policy's answer for one layer: what to keep from now on, what to let go.
+    """A placement policy's decision for one layer: experts to admit and to evict.
 
-    `admit` are experts that are not resident and shall be after this step; `evict` are
-    residents that shall not. An evicted expert that this step needs is evicted after its use.
-    `later`: without a device, who shall be when the layer comes again; nothing waits for them yet.
-    `is_owed`: experts that this step does not bring anyway come between it and the next one, which
-    waits for it; else in idle link time, where a layer's next moves replace those not begun.
+    admit: experts that are not resident and shall be after this step.
+    evict: residents that shall not; one that this step needs is evicted after its use.
+    later: without a device, experts to become resident when the layer runs again; nothing waits for
+      them yet.
+    is_owed: True if admitted experts that this step does not fetch anyway arrive before the layer's
+      next step, which waits for them; otherwise they use idle link time, and the layer's next moves
+      replace those not begun.
     """
 
     admit: IntArray
     evict: IntArray
     later: IntArray = NO_EXPERTS
     is_owed: bool = False
-    num_left_out: int = 0  # asked for by the placement, but they cannot come: no link is idle
+    num_left_out: int = 0  # asked for by the placement but refused: the link is busy
 
     @property
     def num_asked(self) -> int:
-        """Experts that were to become resident."""
+        """Number of experts that were to become resident."""
         return len(self.admit) + len(self.later) + self.num_left_out
 
 
@@ -156,7 +155,7 @@ NO_MOVES = Moves(NO_EXPERTS, NO_EXPERTS)
 
 
 class MoEShape(NamedTuple):
-    """What the expert runtime needs to know of a model."""
+    """Shape of a model's MoE layers."""
 
     num_layers: int  # MoE layers only, numbered from 0
     num_experts: int  # routed experts per MoE layer
@@ -166,11 +165,11 @@ class MoEShape(NamedTuple):
 
 
 class Assignment(NamedTuple):
-    """Who computes each activated expert of one layer's step, every one exactly once.
+    """The processor for each activated expert of one layer's step; each appears once.
 
-    Ids ascend. `resident` run on the device from the slots they are in, `fetch` on the device
-    once their weights have arrived, `host` on the CPU where their bytes have their home (a
-    resident expert may be among them).
+    Ids ascend. `resident` experts run on the device from their slots, `fetch` on the device once
+    their weights have arrived, `host` on the CPU from their home (a resident expert may be among
+    them).
     """
 
     resident: IntArray
@@ -178,23 +177,23 @@ class Assignment(NamedTuple):
     host: IntArray
 
 
-_FAR_TOKENS = 2.0**40  # beyond any step: the last segment of a curve is drawn on to here
-_NUM_KNOWN = 1025  # counts whose time is looked up: those of nearly every expert in every step
+_FAR_TOKENS = 2.0**40  # beyond any step: end of a curve's last segment
+_NUM_KNOWN = 1025  # counts below this are looked up in a table; larger ones are rare
 
 
 class Curve:
     """Seconds as a piecewise-linear function of a token count; no tokens take no time.
 
-    Before the first point the time is that of the first point, after the last one the last
-    segment goes on.
+    Below the first point the time is that of the first point; beyond the last one the last segment
+    continues.
     """
 
     __slots__ = ("_known_s", "_num_tokens", "_seconds")
 
     def __init__(self, points: Sequence[tuple[float, float]]) -> None:
-        """`points`: (tokens, seconds), tokens ascending from at least 1, at least one point.
+        """points: (tokens, seconds) with tokens ascending from at least 1, at least one point.
 
-        Raises ValueError when they are not.
+        Raises ValueError for other points.
         """
         tokens, seconds = [p[0] for p in points], [p[1] for p in points]
         is_ascending = all(a < b for a, b in zip(tokens, tokens[1:], strict=False))
@@ -209,21 +208,21 @@ class Curve:
         self._known_s = self._interpolated(np.arange(_NUM_KNOWN))
 
     def __call__(self, num_tokens: IntArray) -> FloatArray:
-        """Seconds for each count; the shape of `num_tokens`."""
+        """Return seconds for each count, in the shape of `num_tokens`."""
         try:
             return self._known_s[num_tokens]
         except IndexError:
             return self._interpolated(num_tokens)
 
     def scaled(self, factor: float) -> Curve:
-        """`factor` times as long at every count."""
+        """Return the curve with every time multiplied by `factor`."""
         scaled = Curve([(1.0, 0.0)])
         scaled._num_tokens, scaled._seconds = self._num_tokens, factor * self._seconds
         scaled._known_s = factor * self._known_s
         return scaled
 
     def at(self, num_tokens: int) -> float:
-        """Seconds for one count."""
+        """Return seconds for one count."""
         if num_tokens < _NUM_KNOWN:
             return float(self._known_s[num_tokens])
         return float(self._interpolated(np.array([num_tokens]))[0])
@@ -235,10 +234,10 @@ class Curve:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Costs:
-    """What one expert costs on this machine: measured or from a data sheet, never guessed here.
+    """Costs of one expert on this machine, measured or from a data sheet.
 
-    Every policy's constants come from here. With `disk_read_s` above 0 the home of experts is
-    the disk, and a read runs beside whatever it feeds.
+    All policies take their constants from here. With `disk_read_s` above 0 the home of experts is
+    the disk, and reads overlap with whatever they feed.
     """
 
     expert_bytes: int
@@ -248,12 +247,12 @@ class Costs:
     dense_s: Curve  # the rest of a layer on the device: attention, router, shared expert
     sync_s: float  # one device-to-host synchronisation
     disk_read_s: float = 0.0  # one expert, disk to host memory; 0 with a home in host memory
-    num_staging: int = 2  # slots through which fetched experts pass, whatever is prefetched
-    num_ahead: int = 0  # more of them, as far as no prefetched expert is in them
+    num_staging: int = 2  # slots reserved for fetched experts, apart from prefetched ones
+    num_ahead: int = 0  # further slots, while no prefetched expert occupies them
 
     @classmethod
     def unknown(cls, expert_bytes: int) -> Costs:
-        """Every time is 0: for policies that do not ask."""
+        """Return costs of zero, for policies that do not use them."""
         nothing = Curve([(1, 0.0)])
         return cls(expert_bytes, 0.0, nothing, nothing, nothing, 0.0)
 
@@ -263,50 +262,50 @@ class Costs:
         return max(self.link_s, self.disk_read_s)
 
     def at_home_s(self, num_tokens: IntArray) -> FloatArray:
-        """Seconds of each expert on the CPU, read beside it where its home is the disk."""
+        """Return seconds of each expert on the CPU, including its overlapped read from disk."""
         host_s = self.host_s(num_tokens)
         return np.maximum(host_s, self.disk_read_s) if self.disk_read_s else host_s
 
 
 class Left(NamedTuple):
-    """What each request of a pass may still have replaced of its router's weight."""
+    """Router weight of each request that may still be replaced (BuddyMoE's budget)."""
 
-    owner: IntArray  # [rows] whose each row is, as an index of `mass`
-    mass: FloatArray  # [requests of the pass]; infinite where nothing bounds it
+    owner: IntArray  # [rows] index into `mass` of each row's request
+    mass: FloatArray  # [requests of the pass]; infinite if unbounded
 
 
 class Facts(NamedTuple):
-    """What a layer's policies are told in one step, once its router has spoken.
+    """Facts of a layer's step for its policies, made after its router ran.
 
-    Made once per layer and step and never changed: a policy reads it and keeps what it wants to
-    remember elsewhere. Costs come with it; a policy that makes a table or a plan of them does so
-    when it is made, of the same ones.
+    Made once per layer and step and never changed. A policy that derives a table or plan from the
+    costs does so when it is constructed, from the same costs.
     """
 
     step: Step
     layer: int
     demand: Demand
-    is_kept: BoolArray  # [num_experts]: residents, and those on their way to be
+    is_kept: BoolArray  # [num_experts]: residents and experts on their way to become one
     capacity: IntArray  # [num_layers]: residents that each layer may have now
     costs: Costs
     arriving_s: FloatArray | None = None
-    """[len(demand.experts)]: seconds until an expert that is on its way, or staged, can be used;
-    infinite where nothing is under way, None where nothing at all is."""
+    """[len(demand.experts)]: seconds until an expert in flight or staged can be used.
+
+    Infinite for experts not under way; None if none is.
+    """
     link_s: float = 0.0  # seconds until the link is free for a fetch
-    can_fetch: bool = True  # whether there is a slot for an absent expert on the device
+    can_fetch: bool = True  # False without a free device slot for an absent expert
     has_idle_link: bool = True
-    """Whether experts that the step does not ask for can be brought, too; without a device the
-    layer's reads are all there is."""
+    """True if experts that the step does not use may be fetched, too (only with a device)."""
     fetched: IntArray = NO_EXPERTS
-    """Absent experts that the step brings anyway, once decided: keeping one moves nothing."""
-    routing: RoutedTokens | None = None  # of the step, for policies that ask for it
+    """Absent experts that the step fetches anyway, once decided: keeping one moves nothing."""
+    routing: RoutedTokens | None = None  # the step's routing, for policies that ask for it
     is_here: BoolArray | None = None
-    """[num_experts]: residents, whether the step asks for them or not; None: as `is_kept`."""
+    """[num_experts]: residents, used in this step or not; None: as `is_kept`."""
     is_at_host: BoolArray | None = None
-    """[num_experts]: whose bytes are in host memory, beside a device; None: all of them."""
-    left: Left | None = None  # told to a substitution, where something bounds it
+    """[num_experts]: experts with their bytes in host memory, beside a device; None: all."""
+    left: Left | None = None  # for substitutions, if their replaced mass is bounded
 
     @property
     def room(self) -> int:
-        """Residents that the layer may have now."""
+        """Number of residents that the layer may have now."""
         return int(self.capacity[self.layer])

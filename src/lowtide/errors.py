@@ -1,24 +1,19 @@
-"""Every error lowtide raises on purpose, as one tree.
+"""All errors that lowtide raises on purpose.
 
-LowtideError
-├── UsageError            an option, prompt or parameter that cannot be honoured
-│   └── UnsupportedError  something named that lowtide does not do
-├── CheckpointError       a model folder that is not what it claims to be
-│   └── ConfigError       its config.json
-├── HubError              a model that could not be fetched
-├── PlanError             a memory budget that something does not fit into
-│   └── PageError         pages that were refused while running
-├── StorageError          a read or write that failed while running
-├── DeviceError           a compute device that failed or did not answer
-├── NumericError          a result that is no number, of weights that all are
-└── InternalError         a fault of lowtide's own, caught before it could spread
+LowtideError ├── UsageError            an option, prompt or parameter that cannot be honoured │
+└── UnsupportedError  a named feature that lowtide does not have ├── CheckpointError       a damaged
+or incomplete model folder │   └── ConfigError       its config.json ├── HubError              a
+model that could not be fetched ├── PlanError             a memory budget that is too small │   └──
+PageError         pages refused at run time ├── StorageError          a read or write that failed at
+run time ├── DeviceError           a compute device that failed or did not answer ├── NumericError
+an infinity or NaN computed from finite weights └── InternalError         a fault of lowtide's own
 
 Messages carry the numbers and the way out. This module imports nothing.
 """
 
 
 class LowtideError(Exception):
-    """Base class: catching it catches everything lowtide raises on purpose."""
+    """Base class of everything that lowtide raises on purpose."""
 
 
 class UsageError(LowtideError):
@@ -26,7 +21,7 @@ class UsageError(LowtideError):
 
 
 class UnsupportedError(UsageError):
-    """Something asked for by name that lowtide does not do."""
+    """A feature asked for by name that lowtide does not have."""
 
 
 class CheckpointError(LowtideError):
@@ -38,19 +33,19 @@ class ConfigError(CheckpointError):
 
 
 class HubError(LowtideError):
-    """A model that is not here and could not be fetched."""
+    """A model that is not on this machine and could not be fetched."""
 
 
 class PlanError(LowtideError):
-    """A memory budget that something does not fit into; raised before anything is loaded."""
+    """A memory budget that is too small; raised before anything is loaded."""
 
 
 class PageError(PlanError):
-    """Pages that the budget or the system refuses while running; what was there stays."""
+    """Pages that the budget or the system refuses at run time; memory in use stays valid."""
 
 
 class StorageError(LowtideError):
-    """A read or write that failed while running: a truncated file, a full disk."""
+    """A read or write that failed at run time, such as a truncated file or a full disk."""
 
 
 class DeviceError(LowtideError):
@@ -58,8 +53,8 @@ class DeviceError(LowtideError):
 
 
 class NumericError(LowtideError):
-    """A pass that ended in an infinity or NaN, though its weights hold none: an overflow."""
+    """A pass that ended in an infinity or NaN though all weights are finite: an overflow."""
 
 
 class InternalError(LowtideError):
-    """A fault of lowtide's own: a worker that died, a wait that ended without an answer."""
+    """A fault of lowtide's own, such as a dead worker or a wait without an answer."""

@@ -3,7 +3,7 @@
     with LLM("demo:autoregressive", host_memory="16MiB") as llm:
         [completion] = llm.generate("Sort 93 21 57 40 12")
 
-What it shares with its twin for coroutines (`async_llm.py`) is in `answers/`.
+Code shared with `AsyncLLM` (`async_llm.py`) is in `answers/`.
 """
 
 from __future__ import annotations
@@ -49,14 +49,13 @@ from lowtide.plan import FormatPlan, MemoryPlan
 class LLM(LoadedModel):
     """A model under a memory budget.
 
-    `model` is a folder, a GGUF file (of several the first), a hub id `org/name[@revision]` or a
-    demo such as `demo:diffusion`; docs/python.md lists the options. Raises a `LowtideError` before
-    any weight is read when the model, an option or the budget cannot be honoured.
+    `model` is a folder, a GGUF file (the first of several), a hub id `org/name[@revision]` or a
+    demo such as `demo:diffusion`; docs/python.md lists the options. Raises a `LowtideError`
+    before any weight is read if the model, an option or the budget cannot be honoured.
 
-    Everything here may be called from several threads at once: one thread of the engine computes
-    for all of them, and what is asked at the same time shares its passes. Ctrl-C, an error and a
-    stream that is left end their own requests only. Not for use in a fork of the process that made
-    it: one loads its own.
+    All methods may be called from several threads: one engine thread computes for all of them, and
+    concurrent requests share passes. Ctrl-C, an error, or leaving a stream ends only the requests
+    concerned. An `LLM` cannot be used in a fork of its process; load another one there.
     """
 
     def generate(
@@ -69,18 +68,21 @@ class LLM(LoadedModel):
         progress: bool | None = None,
         **keywords: Unpack[AnswerKeywords],
     ) -> list[Completion]:
-        """Answers one prompt or a list of them, as one flat batch; completions in their order.
+        """Answer one prompt or a list of them as one batch; return completions in order.
 
-        A prompt is a string, a list or array of token ids, or a list of chat messages. A string is
-        put into the model's chat template, where it has one, and with `raw` taken as it is.
-        `params` are for all of them (prompt i then draws with seed + i), or a list, one for each;
-        keywords such as `max_tokens=64` take the place of their fields. With `n` there are so many
-        answers to each prompt, prompt by prompt.
-        `on_event` sees, on this thread, every event of every answer, whose place is the event's
-        `request`; the answers do not wait for it, and end if it raises. `progress` shows a line on
-        standard error; by default on a terminal where there are several answers. What the
-        KV cache has no room for yet waits. Raises UsageError or PlanError for a prompt that cannot
-        be honoured, before the first step.
+        A prompt is a string, a list or array of token ids, or a list of chat messages. A string
+        goes through the model's chat template if there is one, unless `raw` is set.
+
+        `params` apply to all prompts (prompt i then draws with seed + i), or are a list with one
+        entry per prompt; keywords such as `max_tokens=64` override their fields. With `n`,
+        completions are ordered prompt by prompt, n for each.
+
+        `on_event` is called on this thread with every event; `event.request` is the answer's place.
+        Generation does not wait for it and stops if it raises. `progress` shows a line on standard
+        error, by default for several answers on a terminal.
+
+        Requests wait for room in the KV cache. Raises UsageError or PlanError before the first step
+        for a prompt that cannot be honoured.
         """
         requests = self._requests(as_prompts(prompts), params, keywords, raw)
         return self._answered(requests, on_event, progress)
@@ -95,11 +97,11 @@ class LLM(LoadedModel):
         progress: bool | None = None,
         **keywords: Unpack[AnswerKeywords],
     ) -> list[Completion]:
-        """Answers a conversation or a list of them, by the model's chat template.
+        """Answer a conversation or a list of them through the model's chat template.
 
-        A conversation is a list of messages, each with a `role` and a `content`, or a text;
-        `template_options` are further variables of the template, such as `enable_thinking`. For
-        the rest see `generate`. Raises UsageError for a model without a chat template.
+        A conversation is a list of messages, each with a `role` and a `content`, or a string;
+        `template_options` are further variables of the template, such as `enable_thinking`.
+        Otherwise as `generate`. Raises UsageError for a model without a chat template.
         """
         requests = self._requests(self._chats(messages, template_options), params, keywords, False)
         return self._answered(requests, on_event, progress)
@@ -112,31 +114,31 @@ class LLM(LoadedModel):
         raw: bool = False,
         **keywords: Unpack[AnswerKeywords],
     ) -> Generator[Event, None, None]:
-        """Events of one prompt as they happen: drafts of a diffusion model's block, committed
-        tokens, the end. Their `text`s, joined, are the answer's.
+        """Yield the events of one prompt as they happen; their `text`s add up to the answer.
 
-        The answer begins with the first `next`, does not wait for the others, and ends when this
+        Events are drafts of a diffusion model's block, committed tokens, and the end. Generation
+        begins with the first `next`, does not wait for the consumer, and stops when the generator
         is closed or dropped. Raises UsageError for a list of prompts.
         """
         return self._events(self._requests([one_prompt(prompt)], params, keywords, raw))
 
     def logits(self, token_ids: TokenIds) -> Tensor:
-        """Float32 logits [len, vocab] of every position's own token, on the CPU.
+        """Return float32 logits [len, vocab] of every position's own token, on the CPU.
 
-        Block-causal with the `block_length` option, causal for autoregressive families, of the
-        whole sequence at once for bidirectional ones. Waits for room in the KV cache. Raises
-        UsageError for ids out of range or a block length that the model's routing does not allow,
-        PlanError beyond the context, CheckpointError or NumericError where they are not finite.
+        Causal for autoregressive families, block-causal with the `block_length` option, over the
+        whole sequence for bidirectional ones. Waits for room in the KV cache. Raises UsageError for
+        ids out of range or a block length that the model's routing does not allow, PlanError beyond
+        the context, CheckpointError or NumericError for logits that are not finite.
         """
         work, num_tokens = self._logits_work(token_ids)
         return self._loop.run_passes(work, num_tokens)
 
     def read(self, text: ForcedText, on_logits: OnLogits) -> ForcedRun:
-        """Reads a text in the passes that would write it, its tokens given instead of chosen.
+        """Run the passes that would write a text, with its tokens given instead of chosen.
 
-        `on_logits` is called on the engine's thread, in the midst of a pass, with what each token
+        `on_logits` is called on the engine's thread, during a pass, with the logits that each token
         would have been chosen from. Waits for room in the KV cache. Raises UsageError for a text
-        that cannot be read so or ids out of range, PlanError beyond the context, and what
+        that cannot be read so or ids out of range, PlanError beyond the context, and whatever
         `on_logits` raises.
         """
         text.check(self.config.is_diffusion)
@@ -148,11 +150,11 @@ class LLM(LoadedModel):
         return self._loop.run_passes(work, request.canvas_length)
 
     def run_experts(self, layer: int, x: Tensor, routing: Routing, step: Step) -> Tensor:
-        """What a MoE layer's experts make of given rows, as an observer saw them.
+        """Compute the output of a MoE layer's experts for given rows, as an observer saw them.
 
-        `layer` counts MoE layers; x [rows, hidden] compute dtype, 512 rows at most; routing
-        [rows, experts per token], ids ascending. Returns float32 [rows, hidden] on the CPU.
-        Raises UsageError for anything else.
+        `layer` counts MoE layers; x [rows, hidden] compute dtype, 512 rows at most; routing [rows,
+        experts per token], ids ascending. Returns float32 [rows, hidden] on the CPU. Raises
+        UsageError for anything else.
         """
         x, routing = probing.checked_rows(
             self.config, self._engine.opened.dtype, layer, x, routing, step
@@ -161,10 +163,10 @@ class LLM(LoadedModel):
         return self._loop.run(work)
 
     def expert_columns(self, layer: int, expert: int, num_columns: int) -> Tensor:
-        """Evenly spread columns of an expert's gate, up and down matrices, as they are multiplied
-        with: 1-D float32 on the CPU. Read from the checkpoint, whichever experts are resident.
+        """Return evenly spaced columns of an expert's gate, up and down matrices.
 
-        `layer` counts MoE layers. Raises UsageError for an expert that there is not, StorageError.
+        1-D float32 on the CPU, read from the checkpoint, as used in products. `layer` counts MoE
+        layers. Raises UsageError for an unknown expert, StorageError.
         """
         probing.check_expert(self.config, layer, expert, num_columns)
         work = partial(probing.expert_columns, layer=layer, expert=expert, num_columns=num_columns)
@@ -172,18 +174,18 @@ class LLM(LoadedModel):
 
     @contextmanager
     def observed(self, observer: Observer, experts: ExpertObserver | None = None) -> Iterator[None]:
-        """Meanwhile `observer` sees every MoE layer's routing and output, of all callers, and
-        `experts` what experts' matrices are multiplied with.
+        """Attach observers for the duration of the context.
 
-        Both are called in the midst of a pass, on the engine's thread: they can ask for `stats`,
-        not for anything that takes a pass. What they raise ends the requests of that pass. Raises
-        UnsupportedError for `experts` where a device computes some.
+        `observer` sees every MoE layer's routing and output, of all callers; `experts` sees the
+        inputs of experts' matrices. Both are called during a pass on the engine's thread: they may
+        call `stats` but nothing that needs a pass. An exception ends the requests of that pass.
+        Raises UnsupportedError for `experts` if a device computes some of them.
         """
         try:
-            self._loop.run(partial(_set_observers, observer=observer, of_experts=experts))
+            self._loop.run(partial(_set_observers, observer=observer, expert_observer=experts))
             yield
         finally:
-            self._loop.look(partial(_set_observers, observer=None, of_experts=None))
+            self._loop.look(partial(_set_observers, observer=None, expert_observer=None))
 
     def token_ids(
         self,
@@ -193,33 +195,35 @@ class LLM(LoadedModel):
         template_options: Mapping[str, object] | None = None,
         add_special_tokens: bool = True,
     ) -> list[int]:
-        """A prompt's ids, as `generate` would take them; `template_options` as of `chat`. Without
-        `add_special_tokens` a text without a template gets no token that begins texts. Raises
-        UsageError.
+        """Return a prompt's token ids as `generate` would use them.
+
+        `template_options` as in `chat`. Without `add_special_tokens` a text without a template gets
+        no beginning-of-text token. Raises UsageError.
         """
         return self._intake.token_ids(prompt, raw, template_options, add_special_tokens)
 
     def adopt_policy(self, policy: str, policy_options: Mapping[str, str] | None = None) -> None:
-        """Goes on under another policy without loading again, from its own first residents.
+        """Switch to another policy without loading again, from its own first residents.
 
-        Answers under way go on under it, with the same tokens; so do counters. Raises UsageError
-        for a policy or an option that there is not, PlanError for a policy that needs more than
-        the plan has: the one in force then stays.
+        Running answers continue with the same tokens, and counters continue. Raises UsageError for
+        an unknown policy or option, PlanError for a policy that needs more memory than the plan
+        has; the current policy then stays.
         """
         change = partial(adopt_policy, policy=policy, policy_options=policy_options or {})
         self._loop.replace(change)
 
     def stats(self) -> dict[str, float]:
-        """Counters since loading: expert hits and misses, bytes read, tokens and seconds; and where
-        `lowtide doctor` has measured this machine, the speed that the plan predicts
-        (`predicted_tokens_per_s`).
+        """Return counters since loading: hits and misses of experts, bytes read, tokens, seconds.
+
+        Where `lowtide doctor` has measured this machine, `predicted_tokens_per_s` is the plan's
+        speed.
         """
         return self._loop.stats()
 
     def close(self) -> None:
-        """Ends all threads and closes the checkpoint's files; nothing can be asked then.
+        """End all threads and close the checkpoint's files, after the current pass.
 
-        Who waits for an answer gets a UsageError. The pass under way is waited for.
+        Callers waiting for an answer get a UsageError.
         """
         self._loop.close()
 
@@ -252,7 +256,7 @@ class LLM(LoadedModel):
     def _events(
         self, requests: Sequence[Request], has_text: bool = True
     ) -> Generator[Event, None, None]:
-        """What happens to `requests`, each called by its place among them."""
+        """Yield events of `requests`, numbered by their place."""
         reporter = Reporter(requests, self.tokenizer, has_text)
         with closing(self._loop.answers(requests)) as events:
             for event in events:
@@ -266,26 +270,25 @@ def check_request(
     raw: bool = False,
     **options: Unpack[ModelKeywords],
 ) -> None:
-    """Refuses what `LLM(model, **options).generate(prompt, params, raw=raw)` would; no weight is
-    read.
+    """Refuse what `LLM(model, **options).generate(prompt, params, raw=raw)` would refuse.
 
-    `prompt_for` makes the prompt, told of the model's tokenizer.
+    No weight is read. `prompt_for` makes the prompt from the model's tokenizer.
     """
     opened = opened_for_request(model, options)
     intake_of(opened).requests([prompt_for(opened.tokenizer)], params, raw)
 
 
 def plan_model(model: str | Path | HubModel, **options: Unpack[ModelKeywords]) -> MemoryPlan:
-    """The plan that `LLM(model, **options)` would load with; no weight is read, nor fetched.
+    """Return the plan that `LLM(model, **options)` would load with.
 
-    Its reason says so where this machine has too little memory free to load it, or less in all
-    than the budget.
+    No weight is read or fetched. The plan's reason warns if the machine's free memory, or all of
+    it, is less than the budget.
     """
     return _planned(opened_for_plan(model, options))
 
 
 class FullPlan(NamedTuple):
-    """A plan, and what else there is to say before a model is loaded."""
+    """A memory plan with its passes and its alternatives by format."""
 
     memory: MemoryPlan
     passes: PlannedPasses | None  # of a bidirectional model: how they fit into the plan
@@ -293,7 +296,7 @@ class FullPlan(NamedTuple):
 
 
 def plan_in_full(model: str | Path | HubModel, **options: Unpack[ModelKeywords]) -> FullPlan:
-    """`plan_model`, the passes of a bidirectional model, and the same plan in other formats."""
+    """Plan a model, the passes of a bidirectional one, and the other formats."""
     opened = opened_for_plan(model, options)
     if not opened.config.is_bidirectional:
         return FullPlan(_planned(opened), None, plan_by_format(opened))
@@ -315,10 +318,10 @@ def _planned(opened: OpenModel) -> MemoryPlan:
 
 
 def _set_observers(
-    engine: Engine, observer: Observer | None, of_experts: ExpertObserver | None
+    engine: Engine, observer: Observer | None, expert_observer: ExpertObserver | None
 ) -> None:
-    if of_experts is not None and engine.experts.device is not None:
+    if expert_observer is not None and engine.experts.device is not None:
         raise UnsupportedError(
             "Experts' inputs are seen where the host computes all of them; choose --device cpu."
         )
-    engine.experts.observer, engine.experts.expert_observer = observer, of_experts
+    engine.experts.observer, engine.experts.expert_observer = observer, expert_observer

@@ -1,10 +1,10 @@
-"""Options: each is declared once, as a field of a dataclass or by itself.
+"""Declaration of options as dataclass fields.
 
     @dataclass(frozen=True)
     class Params:
         steps: int | None = option(Group.DIFFUSION, "Denoising steps.", low=1)
 
-The kind of a field's value follows from its annotation. `options_of` lists a class's options for
+The kind of a value follows from the field's annotation. `options_of` lists a class's options for
 the command line, the environment and TOML files; `tools/options_page.py` writes docs/options.md,
 the tables of docs/python.md and the keywords of `LLM` from them; `check_options` checks an
 instance. Imports no torch, so that a wrong value is refused at once.
@@ -34,11 +34,11 @@ MAX_INTEGER = 2**31 - 1
 
 _APPROXIMATE_CACHES = [mode.value for mode in CacheMode if mode is not CacheMode.EXACT]
 
-_DECLARED = "option"  # a dataclass field's key for what is declared of it
+_DECLARED = "option"  # key of a dataclass field's metadata
 
 
 class Kind(enum.Enum):
-    """What a value is, however it was written."""
+    """Type of an option's value, in whatever notation it is given."""
 
     TEXT = "text"
     PATH = "path"
@@ -69,11 +69,11 @@ _KINDS = {
     "Progress | bool": Kind.OBJECT,
     "DiffusionParams": Kind.OBJECT,
 }
-"""By the annotation of a field, without its `| None`."""
+"""Kinds by a field's annotation, without its `| None`."""
 
 
 class Group(enum.Enum):
-    """What an option is for; a command takes whole groups."""
+    """Section of an option; a command takes whole groups."""
 
     ENGINE = "Engine"
     PROMPT = "Prompt"
@@ -95,7 +95,7 @@ class Group(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Option:
-    """One thing a user can set. `name` is also the TOML key, `keyword` the one of a call."""
+    """One setting. `name` is also the TOML key, `keyword` that of a Python call."""
 
     name: str
     keyword: str
@@ -107,7 +107,7 @@ class Option:
     is_common: bool = False
     low: float = 0
     high: float = MAX_INTEGER
-    choices: tuple[str, ...] = ()  # of a text; none: not known here
+    choices: tuple[str, ...] = ()  # of a text; empty: any
 
     @property
     def flag(self) -> str:
@@ -119,7 +119,7 @@ class Option:
 
     @property
     def shown_default(self) -> str:
-        """As it is written in a file of options."""
+        """The default as written in a TOML file."""
         text = str(self.default)
         return text.lower() if isinstance(self.default, bool) else text
 
@@ -128,7 +128,7 @@ class Option:
         return self.kind in (Kind.TEXTS, Kind.PAIRS, Kind.JSON_PAIRS)
 
     def parse(self, raw: object, source: str) -> object:
-        """The value of `raw`, as a flag, variable or file gave it; UsageError names `source`."""
+        """Parse a flag, variable or file value; raises UsageError naming `source`."""
         try:
             value = _PARSERS[self.kind](raw)
         except (ValueError, UsageError) as error:
@@ -137,7 +137,7 @@ class Option:
         return value
 
     def check(self, value: object, name: str) -> None:
-        """Raises UsageError for a value of another type or out of range; `name` is whose it is."""
+        """Raise UsageError, naming `name`, for a value of another type or out of range."""
         said = shown(value)
         if self.kind is Kind.INTEGER:
             check_int(name, value, int(self.low), int(self.high))
@@ -169,10 +169,11 @@ _TYPES: Mapping[Kind, tuple[Any, str]] = {
 
 
 def option(group: Group, help: str, default: object = None, **declared: Any) -> Any:
-    """Declare a field of a dataclass as an option.
+    """Declare a dataclass field as an option.
 
-    help: all that is written about it; pages and editors show it. default: a value, or the class
-    that makes one. declared: further fields of `Option`; `name` where that is not the field's.
+    help: the whole documentation of the option, shown by pages and editors.
+    default: a value, or the class that makes one.
+    declared: further fields of `Option`; `name` if it differs from the field's.
     """
     metadata = {_DECLARED: {"group": group, "help": help, **declared}}
     if isinstance(default, type):
@@ -182,7 +183,7 @@ def option(group: Group, help: str, default: object = None, **declared: Any) -> 
 
 @functools.cache
 def options_of(params: Any) -> tuple[Option, ...]:
-    """The options that a dataclass, as a class, declares, in order."""
+    """List the options that a dataclass declares, in order."""
     return tuple(
         Option(
             **{"name": f.name, **f.metadata[_DECLARED]},
@@ -196,7 +197,7 @@ def options_of(params: Any) -> tuple[Option, ...]:
 
 
 def check_options(params: Any) -> None:
-    """Checks the options of a frozen dataclass, and takes numpy's numbers as Python's.
+    """Check the options of a frozen dataclass and convert numpy numbers to Python's.
 
     A field that is None by default may be None; so may a mapping, which is then empty. Raises
     UsageError.
@@ -214,7 +215,7 @@ def check_options(params: Any) -> None:
 
 
 def check_int(name: str, value: object, low: int, high: int = MAX_INTEGER) -> int:
-    """`value` as Python's integer. Raises UsageError."""
+    """Return `value` as a Python integer. Raises UsageError."""
     number = as_number(value)
     if isinstance(number, bool) or not isinstance(number, int) or not low <= number <= high:
         raise UsageError(f"{name} must be an integer from {low} to {high}, not {shown(value)}.")
@@ -222,9 +223,7 @@ def check_int(name: str, value: object, low: int, high: int = MAX_INTEGER) -> in
 
 
 def as_number(value: Any) -> Any:
-    """Python's number in place of another, such as numpy's, which a loop over an array gives; all
-    else as it is.
-    """
+    """Convert another library's number, such as numpy's, to Python's; return all else unchanged."""
     if isinstance(value, int | float) or str(getattr(value, "dtype", "")).endswith("bool"):
         return value
     with suppress(TypeError, RuntimeError):  # no integer, or a tensor without its numbers

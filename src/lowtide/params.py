@@ -1,7 +1,7 @@
-"""What a user may ask of a generation: `SamplingParams` and `DiffusionParams`.
+"""Parameters of a generation: `SamplingParams` and `DiffusionParams`.
 
-Values only, checked where they are made; a field left at `None` takes the model family's
-published default. Imports no torch, so that a wrong flag is refused at once.
+Values are checked when they are made; a field left at `None` takes the model family's published
+default. Imports no torch, so that a wrong flag is refused at once.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ REMASKING_RULES = (
 MAX_TOP_LOGPROBS = 20
 MAX_SAMPLES = 1024
 DEFAULT_CANVAS_TOKENS = 256
-"""New tokens of a bidirectional model, all computed in each pass, where no number is given."""
+"""Default answer length of a bidirectional model, which computes all new tokens in each pass."""
 MAX_SEED = 2**63 - 1
 
 _denoising = partial(option, Group.DIFFUSION)
 _sampling = partial(option, Group.SAMPLING)
 
 
-def _knows_its_fields(made: Any) -> Any:
-    """Has a dataclass refuse an unknown field with UsageError, and say what may be meant."""
+def _refuses_unknown_fields(made: Any) -> Any:
+    """Make a dataclass raise UsageError for an unknown field and suggest the right name."""
     init = made.__init__
 
     @functools.wraps(init)
@@ -56,16 +56,16 @@ def _knows_its_fields(made: Any) -> Any:
     return made
 
 
-@_knows_its_fields
+@_refuses_unknown_fields
 @dataclass(frozen=True, slots=True)
 class DiffusionParams:
-    """How a diffusion model fills its blocks; an unset field is the family's published default.
+    """Parameters of a diffusion model's blocks; unset fields are the family's published defaults.
 
-    Each field's help is its documentation; docs/python.md has the rules of `remasking`.
+    The fields' help is their documentation; docs/python.md has the rules of `remasking`.
     """
 
     block_length: int | None = _denoising(
-        "Tokens that are filled in together; unset: the family's number, or the whole answer.",
+        "Number of tokens denoised together; unset: the family's, or the whole answer.",
         low=1,
     )
     steps: int | None = _denoising(
@@ -74,31 +74,31 @@ class DiffusionParams:
         low=1,
     )
     threshold: float | None = _denoising(
-        "Write a token once its probability is above this, such as 0.9; less is faster.", high=1
+        "Write a token above this probability, such as 0.9; less is faster.", high=1
     )
     remasking: str | None = _denoising(
         f"Rule by which a step chooses the tokens it writes: {', '.join(REMASKING_RULES)}.",
         choices=REMASKING_RULES,
     )
     edit_threshold: float | None = _denoising(
-        "Replace a written token once another's probability is above this (LLaDA2.1).", high=1
+        "Replace a written token if another one is above this probability (LLaDA2.1).", high=1
     )
-    max_post_steps: int | None = _denoising("Passes that may still edit a block that is full.")
+    max_post_steps: int | None = _denoising("Most passes that may still edit a full block.")
     cfg_scale: float | None = _denoising(
-        "Guidance: how strongly the prompt counts; above 0 each pass costs double.", high=1e4
+        "Guidance strength of the prompt; above 0 each pass costs double.", high=1e4
     )
     eos_early_stop: bool | None = _denoising(
-        "Stop where the text ends; do not fill the rest of the block; unset: where the answer is "
+        "Stop at the end of the text instead of filling the block; unset: if the answer stays "
         "the same."
     )
     eps: float | None = _denoising(
-        "Dream: where its schedule of steps ends; unset: 0.001.", low=1e-9, high=0.999
+        "Dream: time at which its schedule of steps ends; unset: 0.001.", low=1e-9, high=0.999
     )
     alg_temp: float | None = _denoising(
-        "Dream: temperature of drawing which positions are written; 0 takes the surest.", high=1e4
+        "Dream: temperature for drawing the positions to write; 0 takes the surest.", high=1e4
     )
     factor: float | None = _denoising(
-        "Rule factor: more writes more tokens at once, less surely; unset: 1.", high=1e4
+        "Rule factor: a higher value writes more tokens at once, less surely; unset: 1.", high=1e4
     )
 
     def __post_init__(self) -> None:
@@ -106,7 +106,7 @@ class DiffusionParams:
 
     @property
     def can_edit(self) -> bool:
-        """Whether written tokens may be replaced; no probability is above 1."""
+        """True if written tokens may be replaced (no probability is above 1)."""
         return self.edit_threshold is not None and self.edit_threshold < 1
 
 
@@ -116,22 +116,21 @@ AUTOREGRESSIVE_ONLY: Mapping[str, float | None] = {
     "frequency_penalty": 0,
     "logprobs": None,
 }
-"""Fields of `SamplingParams` that mean nothing where tokens are not written one by one, with the
-values that ask for nothing."""
+"""Fields of `SamplingParams` for autoregressive models only, with their neutral values."""
 
 
-@_knows_its_fields
+@_refuses_unknown_fields
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How one prompt is to be answered; each field's help is its documentation (docs/python.md)."""
+    """Parameters of one request; the fields' help is their documentation (docs/python.md)."""
 
     max_tokens: int | None = _sampling(
-        "Longest answer in tokens; unset: all that the context leaves (LLaDA, Dream: 256 at most).",
+        "Most tokens of the answer; unset: as many as the context leaves (LLaDA, Dream: 256).",
         low=1,
         is_common=True,
     )
     temperature: float | None = _sampling(
-        "How freely tokens are drawn: 0 always takes the likeliest; unset: the model's own, or 0.",
+        "Randomness of sampling: 0 always takes the likeliest token; unset: the model's own, or 0.",
         high=100,
         is_common=True,
     )
@@ -143,36 +142,38 @@ class SamplingParams:
         high=1,
     )
     min_p: float | None = _sampling(
-        "Draw no token below this share of the likeliest one's probability, such as 0.05.", high=1
+        "Drop tokens below this share of the likeliest one's probability, such as 0.05.", high=1
     )
     repetition_penalty: float | None = _sampling(
-        "Above 1, makes tokens that are in prompt or answer already less likely; 1 is off.",
+        "Above 1: discourage tokens of the prompt and the answer; 1 is off.",
         low=0.01,
         high=100,
     )
     presence_penalty: float | None = _sampling(
-        "Above 0, makes tokens that are in the answer already less likely; 0 is off.",
+        "Above 0: discourage tokens of the answer; 0 is off.",
         low=-2,
         high=2,
     )
     frequency_penalty: float | None = _sampling(
-        "The same for each time that they are in it; 0 is off.", low=-2, high=2
+        "Above 0: discourage a token once for each time it is in the answer; 0 is off.",
+        low=-2,
+        high=2,
     )
     seed: int | None = _sampling(
-        "Equal seeds draw equal answers, whatever else runs beside; unset: 0.", high=MAX_SEED
+        "Random seed; equal seeds give equal answers, whatever else runs; unset: 0.", high=MAX_SEED
     )
     stop: str | Sequence[str] | None = _sampling(
-        "Text that ends the answer, and is no part of it.", ()
+        "Text that ends the answer and is not part of it.", ()
     )
-    ignore_eos: bool = _sampling("Go on where the model ends its text.", False)
+    ignore_eos: bool = _sampling("Continue after the model's end-of-text token.", False)
     logprobs: int | None = _sampling(
-        "Report how likely each token was, and this many of the likeliest in its place (--json).",
+        "Report log-probabilities of each token and of this many alternatives (--json).",
         high=MAX_TOP_LOGPROBS,
     )
     diffusion: DiffusionParams = option(
-        Group.PYTHON, "How a diffusion model fills its blocks.", DiffusionParams
+        Group.PYTHON, "Parameters of a diffusion model's blocks.", DiffusionParams
     )
-    n: int = _sampling("How many answers to write to each prompt.", 1, low=1, high=MAX_SAMPLES)
+    n: int = _sampling("Number of answers to each prompt.", 1, low=1, high=MAX_SAMPLES)
 
     def __post_init__(self) -> None:
         check_options(self)
@@ -189,8 +190,9 @@ class SamplingParams:
 
     @property
     def most_tokens(self) -> int:
-        """`max_tokens`, or the default of an answer that is computed whole: in whole blocks of the
-        length that is asked for, one at least.
+        """`max_tokens`, or the default length of a bidirectional answer.
+
+        The default is a multiple of `block_length`, at least one block.
         """
         if self.max_tokens is not None:
             return self.max_tokens
@@ -199,12 +201,12 @@ class SamplingParams:
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
-        """`stop` as a tuple, also of one string."""
+        """`stop` as a tuple."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
 
 def check_kind(params: SamplingParams, architecture: str, is_diffusion: bool) -> None:
-    """Raises UnsupportedError for what means nothing to a model of this kind, by name."""
+    """Raise UnsupportedError, by name, for parameters that this kind of model does not have."""
     asked: object = params if is_diffusion else params.diffusion
     unset: Mapping[str, object] = dict.fromkeys(field_names(DiffusionParams))
     off = AUTOREGRESSIVE_ONLY if is_diffusion else unset
@@ -215,7 +217,7 @@ def check_kind(params: SamplingParams, architecture: str, is_diffusion: bool) ->
 
 
 def field_names(params: type[SamplingParams] | type[DiffusionParams]) -> list[str]:
-    """The names a user can set, in order."""
+    """List the names of the fields in order."""
     return [f.name for f in fields(params)]
 
 
@@ -231,13 +233,13 @@ ELSEWHERE = {
     "temp": "temperature",
     "use_tqdm": "progress",
 }
-"""What other programs call what is called otherwise here."""
+"""Parameters of other libraries, and their name here."""
 
 
 def with_keywords(params: SamplingParams | None, given: Mapping[str, object]) -> SamplingParams:
-    """`params`, or their defaults, with the fields of both kinds that `given` names replaced.
+    """Replace fields of both classes by name, starting from `params` or the defaults.
 
-    Raises UsageError for a keyword that there is not, and for a value that cannot be.
+    Raises UsageError for an unknown name or a bad value.
     """
     own, diffusion = field_names(SamplingParams), field_names(DiffusionParams)
     for name in given:
@@ -254,9 +256,7 @@ def _among(names: Sequence[str], given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def with_published(params: SamplingParams, published: PublishedSampling) -> SamplingParams:
-    """`params` with what the model's publisher says in place of what is unset; filters of draws
-    only where there are any.
-    """
+    """Fill unset parameters with the publisher's values; filters only if tokens are drawn."""
     names = [name for name in published._fields if getattr(params, name) is None]
     if not (published.temperature if params.temperature is None else params.temperature):
         names = [name for name in names if name in ("temperature", "repetition_penalty")]
@@ -264,7 +264,10 @@ def with_published(params: SamplingParams, published: PublishedSampling) -> Samp
 
 
 def listed_params(params: object) -> list[SamplingParams]:
-    """Parameters that were given one by one. Raises UsageError for anything else."""
+    """Return parameters that were given one by one as a list.
+
+    Raises UsageError for anything else.
+    """
     each: list[SamplingParams] = []
     for one in params if isinstance(params, Sequence) else [params]:
         if not isinstance(one, SamplingParams):
@@ -274,7 +277,7 @@ def listed_params(params: object) -> list[SamplingParams]:
 
 
 def hint(name: str, known: Sequence[str], elsewhere: Mapping[str, str]) -> str:
-    """What a user who wrote `name` may have meant."""
+    """Suggest the name that a user who wrote `name` may have meant."""
     if name in elsewhere:
         return f"It is called {elsewhere[name]} here."
     return meant(name, known).strip() or f"Known: {', '.join(known)}."

@@ -1,4 +1,4 @@
-"""`Completion`: one answer, as its caller gets it."""
+"""`Completion`: one answer with its usage."""
 
 from __future__ import annotations
 
@@ -18,21 +18,23 @@ _SHOWN_IDS = 12
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What a completion took."""
+    """Token counts, passes and approximations of a completion."""
 
     prompt_tokens: int
     completion_tokens: int
     forwards: int
     kv_cache: str = CacheMode.EXACT.value  # others are approximations, see `core.CacheMode`
     formats: WeightFormats = field(default_factory=WeightFormats)  # others than own may change it
-    receipt: Receipt | None = None  # under a policy that may change words: what it did
-    cached_tokens: int = 0  # of the prompt, that were not computed: an earlier request's were kept
+    receipt: Receipt | None = None  # set under a policy that may change tokens
+    cached_tokens: int = 0  # prompt tokens taken from an earlier request's KV cache
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Completion:
-    """One answer. `text` is empty when the model has no tokenizer; `str()` gives it. What a model
-    thought before it is `reasoning`: it is not said again at the next turn.
+    """One answer; `str()` returns its text.
+
+    `text` is empty without a tokenizer. `reasoning` holds thoughts before the answer, which are not
+    repeated in the next turn.
     """
 
     token_ids: list[int]
@@ -50,7 +52,7 @@ class Completion:
         return self.text
 
     def _shown(self) -> str:
-        """The beginning: of the text, or of the ids where there is none."""
+        """Return the beginning of the text, or of the ids if there is none."""
         if self.text:
             cut = self.text[:_SHOWN_CHARS]
             return repr(cut) + ("..." if len(self.text) > len(cut) else "")
@@ -61,7 +63,7 @@ class Completion:
 def completion_of(
     request: Request, finished: Finished, tokenizer: Tokenizer | None, plan: MemoryPlan
 ) -> Completion:
-    """What became of a request."""
+    """Build the completion of a finished request."""
     token_ids, pieces = list(finished.token_ids), pieces_of(request, tokenizer)
     told = [*pieces.push(token_ids), *pieces.finish(finished.finish_reason == "length")]
     return Completion(

@@ -108,10 +108,10 @@ class AnswerKeywords(TypedDict, total=False):
     """Fields of `SamplingParams` and `DiffusionParams`."""
 
     max_tokens: int | None
-    """Longest answer in tokens; unset: all that the context leaves (LLaDA, Dream: 256 at most)."""
+    """Most tokens of the answer; unset: as many as the context leaves (LLaDA, Dream: 256)."""
 
     temperature: float | None
-    """How freely tokens are drawn: 0 always takes the likeliest; unset: the model's own, or 0."""
+    """Randomness of sampling: 0 always takes the likeliest token; unset: the model's own, or 0."""
 
     top_k: int | None
     """Draw only from the k likeliest tokens; 0 is off."""
@@ -121,67 +121,67 @@ class AnswerKeywords(TypedDict, total=False):
     off."""
 
     min_p: float | None
-    """Draw no token below this share of the likeliest one's probability, such as 0.05."""
+    """Drop tokens below this share of the likeliest one's probability, such as 0.05."""
 
     repetition_penalty: float | None
-    """Above 1, makes tokens that are in prompt or answer already less likely; 1 is off."""
+    """Above 1: discourage tokens of the prompt and the answer; 1 is off."""
 
     presence_penalty: float | None
-    """Above 0, makes tokens that are in the answer already less likely; 0 is off."""
+    """Above 0: discourage tokens of the answer; 0 is off."""
 
     frequency_penalty: float | None
-    """The same for each time that they are in it; 0 is off."""
+    """Above 0: discourage a token once for each time it is in the answer; 0 is off."""
 
     seed: int | None
-    """Equal seeds draw equal answers, whatever else runs beside; unset: 0."""
+    """Random seed; equal seeds give equal answers, whatever else runs; unset: 0."""
 
     stop: str | Sequence[str] | None
-    """Text that ends the answer, and is no part of it."""
+    """Text that ends the answer and is not part of it."""
 
     ignore_eos: bool
-    """Go on where the model ends its text."""
+    """Continue after the model's end-of-text token."""
 
     logprobs: int | None
-    """Report how likely each token was, and this many of the likeliest in its place."""
+    """Report log-probabilities of each token and of this many alternatives."""
 
     diffusion: DiffusionParams
-    """How a diffusion model fills its blocks."""
+    """Parameters of a diffusion model's blocks."""
 
     n: int
-    """How many answers to write to each prompt."""
+    """Number of answers to each prompt."""
 
     block_length: int | None
-    """Tokens that are filled in together; unset: the family's number, or the whole answer."""
+    """Number of tokens denoised together; unset: the family's, or the whole answer."""
 
     steps: int | None
     """Steps to fill a block (LLaDA2) or the whole answer, divided among its blocks (LLaDA, Dream);
     fewer are faster."""
 
     threshold: float | None
-    """Write a token once its probability is above this, such as 0.9; less is faster."""
+    """Write a token above this probability, such as 0.9; less is faster."""
 
     remasking: str | None
     """Rule by which a step chooses the tokens it writes: low_confidence, random, origin,
     maskgit_plus, topk_margin, entropy, confidence_threshold, factor."""
 
     edit_threshold: float | None
-    """Replace a written token once another's probability is above this (LLaDA2.1)."""
+    """Replace a written token if another one is above this probability (LLaDA2.1)."""
 
     max_post_steps: int | None
-    """Passes that may still edit a block that is full."""
+    """Most passes that may still edit a full block."""
 
     cfg_scale: float | None
-    """Guidance: how strongly the prompt counts; above 0 each pass costs double."""
+    """Guidance strength of the prompt; above 0 each pass costs double."""
 
     eos_early_stop: bool | None
-    """Stop where the text ends; do not fill the rest of the block; unset: where the answer is the
+    """Stop at the end of the text instead of filling the block; unset: if the answer stays the
     same."""
 
     eps: float | None
-    """Dream: where its schedule of steps ends; unset: 0.001."""
+    """Dream: time at which its schedule of steps ends; unset: 0.001."""
 
     alg_temp: float | None
-    """Dream: temperature of drawing which positions are written; 0 takes the surest."""
+    """Dream: temperature for drawing the positions to write; 0 takes the surest."""
 
     factor: float | None
-    """Rule factor: more writes more tokens at once, less surely; unset: 1."""
+    """Rule factor: a higher value writes more tokens at once, less surely; unset: 1."""

@@ -1,6 +1,6 @@
-"""What `LLM` and `AsyncLLM` share: a loaded model, its facts, and the way from prompts to requests.
+"""Shared parts of `LLM` and `AsyncLLM`: a loaded model, its facts, and prompts made into requests.
 
-How the engine behind it is put together is the business of `engine/`.
+Assembling the engine is the business of `engine/`.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from lowtide.progress import Progress
 
 
 def _signature() -> inspect.Signature:
-    """What editors and `help` show of `LLM(...)`: the options by name, with their defaults."""
+    """Return the signature that editors and `help` show of `LLM(...)`."""
     model = inspect.Parameter("model", inspect.Parameter.POSITIONAL_OR_KEYWORD)
     options = inspect.signature(EngineConfig).parameters.values()
     mappings = {f.name for f in fields(EngineConfig) if f.default is MISSING}
@@ -56,7 +56,7 @@ def _signature() -> inspect.Signature:
 class LoadedModel:
     """A model under a memory budget.
 
-    Owns the engine's loop. How its answers are waited for is said by `LLM` and `AsyncLLM`.
+    Owns the engine's loop; `LLM` and `AsyncLLM` add ways to wait for answers.
     """
 
     __signature__ = _signature()
@@ -70,104 +70,101 @@ class LoadedModel:
 
     @property
     def name(self) -> str:
-        """The model as it was asked for: a folder, a file, a hub id or a demo."""
+        """The model as named by the caller: a folder, a file, a hub id or a demo."""
         return self._name
 
     @property
     def path(self) -> Path:
-        """What its weights are read from: a folder, or a GGUF file, of several the first."""
+        """The folder, or (first) GGUF file, that weights are read from."""
         return self._engine.opened.folder
 
     @property
     def is_closed(self) -> bool:
-        """Whether nothing can be asked any more."""
         return self._loop.is_closed
 
     @property
     def plan(self) -> MemoryPlan:
-        """Every byte in use, decided before loading."""
+        """The memory plan, decided before loading."""
         return self._engine.plan
 
     @property
     def config(self) -> ModelConfig:
-        """What the model is."""
         return self._engine.opened.config
 
     @property
     def tokenizer(self) -> Tokenizer | None:
-        """None when the folder has no `tokenizer.json`: prompts are token ids then."""
+        """The tokenizer, or None without `tokenizer.json`: prompts are then token ids."""
         return self._engine.opened.tokenizer
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether `chat` can be asked."""
+        """True if `chat` is possible."""
         return self.tokenizer is not None and self.tokenizer.has_chat_template
 
     @property
     def device(self) -> str:
-        """One line on the device beside the host, for people; empty where there is none."""
+        """One readable line on the GPU or emulated device; empty without one."""
         tier = self._engine.experts.device
         return "" if tier is None else tier.device.describe()
 
     @property
     def kernels(self) -> str:
-        """Which of the host's kernels compute: `torch`, or `compiled` and the processor's
-        instructions that they use.
-        """
+        """The host's kernels: `torch`, or `compiled` and the processor's instructions in use."""
         return self._engine.opened.kernels.name
 
     @property
     def dtype(self) -> torch.dtype:
-        """That it computes in."""
+        """The compute dtype."""
         return self._engine.opened.dtype
 
     @property
     def fingerprint(self) -> str:
-        """Identifies the weights, in every compute dtype: a buddy profile belongs to it."""
+        """Identifier of the weights, independent of compute dtype; buddy profiles refer to it."""
         return self._engine.opened.fingerprint
 
     @property
     def routers(self) -> list[Router]:
-        """Those of the MoE layers, in order."""
+        """The routers of the MoE layers, in order."""
         return [self._engine.model.router(layer) for layer in self.config.moe_layers]
 
     def max_new_tokens(self, num_prompt_tokens: int, params: SamplingParams) -> int:
-        """The longest answer that an otherwise empty context has room for after such a prompt; 0
-        where there is none. Raises UsageError for what is no count or no parameters.
+        """Return the longest answer that fits after such a prompt in an empty context, or 0.
+
+        Raises UsageError for an invalid count or invalid parameters.
         """
         num_prompt_tokens = check_int("num_prompt_tokens", num_prompt_tokens, 0)
         _check_params(params)
         return max(0, self._intake.max_new_tokens(num_prompt_tokens, params))
 
     def params_in_force(self, params: SamplingParams) -> SamplingParams:
-        """`params` with the model's own values where nothing was asked. Raises UsageError or
-        UnsupportedError for what an answer of this model cannot be asked.
+        """Fill unset parameters with the model's own values.
+
+        Raises UsageError or UnsupportedError for parameters that this model cannot have.
         """
         _check_params(params)
         return self._intake.in_force(params)
 
     @property
     def answer_fields(self) -> tuple[str, ...]:
-        """Names of the parameters that an answer of this model has."""
+        """Names of the parameters that this model's answers have."""
         return self._intake.answer_fields()
 
     @property
     def current_pass(self) -> PassPlan | None:
-        """How the pass under way is planned, or the last one; None where all passes have one plan
-        or none has begun.
-        """
+        """Plan of the current or latest pass, or None if no pass has a plan of its own."""
         plans = self._engine.pass_plans
         return None if plans is None else plans.current
 
     def planned_passes(
         self, num_tokens: int, params: SamplingParams | None = None
     ) -> list[PlannedPass]:
-        """How passes of a bidirectional model over so many tokens divide their operators, at
-        several shares of masks; of other models nothing. Raises UsageError for what is no count or
-        no parameters.
+        """Return how a bidirectional model's passes over `num_tokens` tokens are divided.
 
-        params: of an answer whose passes these are, with its new tokens as masks; by default all
-        tokens are masked at first.
+        There is one plan for each of several shares of masks; other models have none. Raises
+        UsageError for an invalid count or invalid parameters.
+
+        params: of the answer, whose new tokens are the masks; by default all tokens are masked at
+        first.
         """
         num_tokens = check_int("num_tokens", num_tokens, 1)
         if params is not None:
@@ -180,7 +177,10 @@ class LoadedModel:
         return plan_steps(self._engine.opened, self.plan, num_tokens, max_masked, diffusion)
 
     def __reduce__(self) -> NoReturn:
-        """Threads and memory are one process's: raises UsageError where pickle would fail."""
+        """Refuse to be pickled or copied: threads and memory belong to one process.
+
+        Raises UsageError.
+        """
         raise UsageError(
             "A loaded model can be neither pickled nor copied: make one in each process, and hand "
             "over prompts, parameters and completions, which can."
@@ -203,7 +203,7 @@ class LoadedModel:
     def _completions(
         self, requests: Sequence[Request], finished: Mapping[int, Finished]
     ) -> list[Completion]:
-        """finished: the last event of each request, by its place."""
+        """Build completions; `finished` maps a request's place to its last event."""
         return [
             completion_of(request, finished[i], self.tokenizer, self.plan)
             for i, request in enumerate(requests)
@@ -216,7 +216,7 @@ class LoadedModel:
         given: AnswerKeywords,
         raw: bool,
     ) -> list[Request]:
-        """A request for each prompt, with `params` and the keywords that override them."""
+        """Make a request for each prompt; `given` keywords override fields of `params`."""
         asked: SamplingParams | list[SamplingParams]
         if params is None or isinstance(params, SamplingParams):
             asked = with_keywords(params, given)
@@ -226,7 +226,10 @@ class LoadedModel:
         return [with_stop_test(request, self.tokenizer) for request in requests]
 
     def _logits_work(self, token_ids: TokenIds) -> tuple[Passes[Tensor], int]:
-        """What makes `logits`, and the tokens of KV cache that it takes. Raises as `logits`."""
+        """Return the passes that compute `logits`, and the KV cache tokens needed.
+
+        Raises like `logits`.
+        """
         ids = self._text_ids(token_ids)
         block_length = self._engine.opened.options.block_length or self.config.block_length
         self._intake.check_block_length(block_length)
@@ -235,7 +238,7 @@ class LoadedModel:
         return partial(probing.logits, token_ids=ids, block_length=block_length), len(ids)
 
     def _text_ids(self, token_ids: TokenIds) -> list[int]:
-        """The ids of one text that fits. Raises UsageError or PlanError."""
+        """Return the ids of one text that fits. Raises UsageError or PlanError."""
         ids = one_text_of_ids(token_ids)
         self._intake.check_ids(ids)
         self._intake.check_fits(len(ids), 0, 1)
@@ -246,14 +249,15 @@ class LoadedModel:
         messages: Messages | Sequence[Messages],
         template_options: Mapping[str, object] | None,
     ) -> list[Prompt]:
-        """Conversations as prompts, by the model's chat template."""
+        """Make prompts of conversations by the model's chat template."""
         return [self._intake.chat(each, template_options or {}) for each in conversations(messages)]
 
 
 @contextmanager
 def _shown(progress: Progress | bool | None) -> Iterator[Progress | None]:
-    """What is told how far loading is: the callback given, or a line on standard error if that is
-    wished or, where nothing is said, standard error is a terminal.
+    """Yield the progress callback: the caller's, a line on standard error, or None.
+
+    Without a choice the line is shown if standard error is a terminal or notebook.
     """
     if progress is None:
         progress = is_watched()
@@ -274,8 +278,9 @@ def _check_params(params: object) -> None:
 
 
 def conversations(messages: object) -> list[Messages]:
-    """A list of conversations, from one or from a list of them; a text is what a user says first.
-    Raises UsageError.
+    """Return a list of conversations, from one or from a list of them.
+
+    A string is a user's first message. Raises UsageError.
     """
     if isinstance(messages, str):
         return [[{"role": "user", "content": messages}]]

@@ -1,4 +1,4 @@
-"""From a model's name and options to its facts, or a refusal that says what it is called here."""
+"""Open a model by name and options, or refuse with the name that the option has here."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from lowtide.params import hint
 
 
 def opened_model(model: str | Path, options: Mapping[str, object]) -> OpenModel:
-    """A model's facts under `options`, or a refusal; no weight is read."""
+    """Open a model's facts under `options` without reading weights, or refuse."""
     return _checked(opened_with_format(partial(open_model, model), engine_config(options)))
 
 
 def opened_for_plan(model: str | Path | HubModel, options: Mapping[str, object]) -> OpenModel:
-    """As `opened_model`; of a model that is on the hub no weight is fetched either."""
+    """Open a model's facts for a plan; weights of a hub model are not fetched."""
     return _checked(opened_with_format(partial(open_for_plan, model), engine_config(options)))
 
 
 def opened_for_request(model: str | Path, options: Mapping[str, object]) -> OpenModel:
-    """As `opened_model`, for what does not depend on the weights' format: `auto` is not chosen."""
+    """Open a model's facts for checks that do not depend on the weights' format."""
     return _checked(open_model(model, as_stored(engine_config(options))))
 
 
 def _checked(opened: OpenModel) -> OpenModel:
-    """Raises UnsupportedError for options that this kind of model does not have."""
+    """Raise UnsupportedError for options that this kind of model does not have."""
     block_length = opened.options.block_length
     config = opened.config
     if block_length not in (None, 1) and not config.is_diffusion:
@@ -48,7 +48,7 @@ def _checked(opened: OpenModel) -> OpenModel:
 
 
 def intake_of(opened: OpenModel) -> Intake:
-    """What turns prompts for this model into requests."""
+    """Make the intake that turns prompts for this model into requests."""
     return Intake(
         config=opened.config,
         tokenizer=opened.tokenizer,
@@ -59,7 +59,7 @@ def intake_of(opened: OpenModel) -> Intake:
 
 
 def engine_config(options: Mapping[str, object]) -> EngineConfig:
-    """Options as an engine takes them. Raises UsageError for one that there is not."""
+    """Make an `EngineConfig`; raises UsageError for an unknown option."""
     known = list(EngineConfig.__dataclass_fields__)
     for name in options:
         if name not in known:
@@ -80,4 +80,4 @@ _ELSEWHERE = {
     "torch_dtype": "dtype",
     "trust_remote_code": "nothing, for no code of a model's repository is ever run,",
 }
-"""What other programs call what is called otherwise here."""
+"""Options of other libraries, and their name here."""

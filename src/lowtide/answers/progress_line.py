@@ -1,4 +1,4 @@
-"""How far many answers are, or a model that is loaded, as one line that is written over itself."""
+"""Progress of loading or of many answers, as one line that overwrites itself."""
 
 from __future__ import annotations
 
@@ -11,16 +11,15 @@ from lowtide.config import format_size
 from lowtide.decode.request import Committed, Event, Finished
 
 FIRST_AFTER_S = 0.5
-"""What is done sooner shows nothing."""
+"""Work that ends sooner shows no line."""
 
 MIN_FRAME_S = 0.1
 
 
 class OneLine:
-    """A line on `out` that is written over itself, from `FIRST_AFTER_S` on.
+    """A line on `out` that overwrites itself, shown after `FIRST_AFTER_S`.
 
-    A carriage return is all that it asks of a terminal, so that a notebook shows it, too. What it
-    wrote is gone at the end.
+    It needs only carriage returns, so notebooks show it, too. At the end it is erased.
     """
 
     def __init__(self, out: IO[str], clock: Callable[[], float] = time.monotonic) -> None:
@@ -40,7 +39,7 @@ class OneLine:
             self._out.flush()
 
     def _show(self, line: Callable[[float], str]) -> None:
-        """What `line` makes of the seconds so far, if it is time."""
+        """Write `line(elapsed seconds)` if a frame is due."""
         now_s = self._clock()
         if now_s >= self._next_s:
             self._next_s = now_s + MIN_FRAME_S
@@ -53,7 +52,7 @@ class OneLine:
 
 
 class ProgressLine(OneLine):
-    """Answers done of all, tokens, speed and the time left. Told of every event."""
+    """Line of answers done, tokens, speed and time left; called with every event."""
 
     def __init__(
         self, num_answers: int, out: IO[str], clock: Callable[[], float] = time.monotonic
@@ -63,7 +62,6 @@ class ProgressLine(OneLine):
         self._num_done = self._num_tokens = 0
 
     def __call__(self, event: Event) -> None:
-        """Counts an event, and shows the line if it is time."""
         if isinstance(event, Committed):
             self._num_tokens += len(event.tokens)
         elif isinstance(event, Finished):
@@ -81,7 +79,7 @@ class ProgressLine(OneLine):
 
 
 class LoadingLine(OneLine):
-    """What is fetched or read of a model, and how much of it. Called as `Progress` is."""
+    """Line of bytes fetched or read; called like `Progress`."""
 
     def __call__(self, what: str, done_bytes: int, total_bytes: int) -> None:
         if ": " in what:
@@ -93,5 +91,5 @@ class LoadingLine(OneLine):
 
 
 def is_watched() -> bool:
-    """Whether standard error is shown as it is written: on a terminal, or in a notebook."""
+    """Return True if standard error is a terminal or a notebook."""
     return sys.stderr.isatty() or "ipykernel" in sys.modules

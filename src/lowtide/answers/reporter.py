@@ -1,4 +1,4 @@
-"""Events as their caller gets them: by the place of their prompt, with text beside ids."""
+"""Prepare events for callers: number them by prompt and add text to token ids."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from lowtide.parsing.pieces import Reasoning, Text, joined
 
 
 class Reporter:
-    """Puts the places of `requests`, their text and thoughts into events.
+    """Renames the requests of events to their places, and adds text and thoughts.
 
-    Owns what of each answer was held back. Without a tokenizer, and where it is not read
-    (`has_text`), there is no text.
+    Owns text held back until it is certain. Without a tokenizer, or with `has_text` False, no text
+    is added.
     """
 
     def __init__(
@@ -27,7 +27,6 @@ class Reporter:
             self._pieces = {r.id: pieces_of(r, tokenizer) for r in requests}
 
     def __call__(self, event: Event) -> Event:
-        """The same event, named and with its text."""
         return named(self._with_text(event), self._places[event.request])
 
     def _with_text(self, event: Event) -> Event:

@@ -7,8 +7,8 @@ file, which overrides defaults.
 
 Imports no torch, so that a wrong value is refused at once.
 
-  settings = resolve({"host_memory": "2GiB"}, os.environ, Path("lowtide.toml"))
-  settings["host_memory"], settings.engine_options(), settings.sampling_params()
+    settings = resolve({"host_memory": "2GiB"}, os.environ, Path("lowtide.toml"))
+    settings["host_memory"], settings.engine_options(), settings.sampling_params()
 """
 
 from __future__ import annotations
