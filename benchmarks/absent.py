@@ -128,7 +128,7 @@ class Lane:
 
 
 def _request(config: ModelConfig, options: argparse.Namespace, seed: int) -> Request:
-    if config.is_diffusion:
+    if not config.decoding.writes_in_order:
         return make_request(config, options.prompt, options.new, seed)
     ordinary = min((config.vocab_size, *config.eos_token_ids))
     prompt = np.random.default_rng(seed).integers(0, ordinary, options.prompt).tolist()

@@ -52,7 +52,7 @@ def main() -> None:
     with LLM(
         options.model, dtype=options.dtype, host_memory=options.host_memory, cache="off"
     ) as llm:
-        if llm.config.is_diffusion:
+        if not llm.config.decoding.writes_in_order:
             raise UsageError(f"{options.model} is not autoregressive.")
         load = _make_load(llm, options.requests, options.prompt, options.new)
         settings = {

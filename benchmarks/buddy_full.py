@@ -214,7 +214,7 @@ def _expectations(config: ModelConfig, lane: Lane, row: Mapping[str, Any]) -> It
         return
     claim = f"{lane.name} is {FASTER:.2f} times as fast as exact"
     yield {"claim": claim, "value": row["speed_up"], "is_met": row["speed_up"] >= FASTER}
-    if config.is_diffusion:
+    if not config.decoding.writes_in_order:
         own = row["share_of_layers"]
         claim = f"{lane.name}: substitution takes {OWN_SHARE:.0%} of a layer of a block's rows"
         yield {"claim": claim, "value": own, "is_met": own <= OWN_SHARE}
@@ -244,9 +244,10 @@ def _load(config: ModelConfig, options: argparse.Namespace) -> Load:
     A block model writes twice as many, two blocks with the prompt: the first one's tokens, exact by
     default, are put into the cache with the second one's first pass, as in any longer answer.
     """
-    num_new = 2 * options.new - len(PROMPT) if config.is_diffusion else options.new
-    steps = options.steps if config.is_diffusion else None
-    diffusion = DiffusionParams(steps=steps, eos_early_stop=False if config.is_diffusion else None)
+    num_new, diffusion = options.new, DiffusionParams()
+    if not config.decoding.writes_in_order:
+        num_new = 2 * options.new - len(PROMPT)
+        diffusion = DiffusionParams(steps=options.steps, eos_early_stop=False)
     params = SamplingParams(
         temperature=1.0, max_tokens=num_new, ignore_eos=True, diffusion=diffusion
     )

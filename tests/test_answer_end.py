@@ -194,7 +194,7 @@ def test_the_next_turn_computes_the_last_blocks_keys(demo) -> None:
     [on] = demo.chat(messages)
     with LLM("demo:diffusion", context=256, dtype="float32", cache="off") as llm:
         [anew] = llm.chat(messages)
-    block_length = demo.config.block_length
+    block_length = demo.config.decoding.block_length
     num_before = len(demo.token_ids([messages[0]])) // block_length * block_length
     assert on.token_ids == anew.token_ids
     assert num_before <= on.usage.cached_tokens < len(demo.token_ids(messages))

@@ -16,6 +16,7 @@ import pytest
 from buddy_cases import routed_facts
 
 from lowtide import LLM, SamplingParams
+from lowtide.config import Blocks, Causal, Decoding
 from lowtide.core import RoutedTokens
 from lowtide.kernels.cpu.library import load_part
 from lowtide.kernels.cpu.sources import DECISIONS
@@ -189,11 +190,11 @@ def test_lanes_are_timed_and_those_that_substitute_are_watched(
     assert len(claims) == len(set(claims)) == 2 * (len(lanes) - 1)
 
 
-@pytest.mark.parametrize(("is_diffusion", "num_new"), [(False, 32), (True, 63)])
-def test_at_published_dimensions_no_prompt_is_timed(is_diffusion: bool, num_new: int) -> None:
+@pytest.mark.parametrize(("decoding", "num_new"), [(Causal(), 32), (Blocks(), 63)])
+def test_at_published_dimensions_no_prompt_is_timed(decoding: Decoding, num_new: int) -> None:
     """Its rows are exact, so their reads would be the same in every lane."""
     options = SimpleNamespace(new=32, steps=4)
-    load = buddy_full._load(SimpleNamespace(is_diffusion=is_diffusion), options)
+    load = buddy_full._load(SimpleNamespace(decoding=decoding), options)
     assert len(load.prompt) == 1 and load.params.max_tokens == num_new
     assert load.params.temperature == 1.0 and load.params.seed is None
 

@@ -24,6 +24,7 @@ from lowtide.answers.completion import Completion, Usage
 from lowtide.cli.conversation import HELP, LEAVING, SETTABLE, ChatIO, TerminalChat, stats_text
 from lowtide.cli.line_editor import LineEditor
 from lowtide.cli.turns import Turns
+from lowtide.config import Causal
 from lowtide.config.sampling import PublishedSampling
 from lowtide.decode.intake import Intake
 from lowtide.decode.request import Committed
@@ -80,7 +81,7 @@ class Words:
 
 
 class Config:
-    is_diffusion = is_bidirectional = False
+    decoding = Causal()
     experts = "some"
 
 

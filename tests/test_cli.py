@@ -37,6 +37,7 @@ from lowtide.cli.screen import FILE_WIDTH, printable, stderr_console, stdout_con
 from lowtide.cli.simulate import check_same_shape
 from lowtide.cli.text import TextWriter
 from lowtide.cli.turns import Turns
+from lowtide.config import Canvas, Causal
 from lowtide.config.sampling import PublishedSampling
 from lowtide.core import Step, StepKind
 from lowtide.decode.request import TokenLogprobs
@@ -144,8 +145,7 @@ class PretendLLM:
     kernels = "compiled, AVX2"
     path = Path("model")
     config = types.SimpleNamespace(
-        is_diffusion=True,
-        is_bidirectional=True,
+        decoding=Canvas(),
         max_positions=4096,
         sampling=PublishedSampling(),
     )
@@ -654,7 +654,7 @@ def test_without_a_tokenizer_ids_are_written() -> None:
 def test_an_autoregressive_answer_is_written_on_a_terminal_too(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    config = types.SimpleNamespace(is_diffusion=False, is_bidirectional=False, max_positions=4096)
+    config = types.SimpleNamespace(decoding=Causal(), max_positions=4096)
     monkeypatch.setattr(PretendLLM, "config", config)
     llm: Any = PretendLLM(MODEL, progress=None)
     out = terminal()

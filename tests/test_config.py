@@ -9,11 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from schema_sizes import kv_elements_of
 
-from lowtide.config import (
-    DecodingDefaults,
-    format_size,
-    parse_size,
-)
+from lowtide.config import Blocks, Causal, DecodingDefaults, format_size, parse_size
 from lowtide.errors import ConfigError, LowtideError, UnsupportedError, UsageError
 from lowtide.families import families, read_config, read_config_in, supported_architectures
 
@@ -34,17 +30,18 @@ def test_published_mini_config() -> None:
     assert kv_elements_of(config) * 2 == 40_960
     assert (config.attention.query_size, config.attention.kv_size) == (2048, 512)
     assert config.attention.has_qk_norm  # absent from the published file
-    assert config.mask_token_id == 156895  # so are these two
+    assert config.decoding.mask_token_id == 156895  # so are these two
     assert config.eos_token_ids == (156892,)
     assert config.pad_token_id == 156892
     assert config.attention.rope.rotary_dim == 64
     assert config.moe.shared_size == 512
-    assert config.decoding == DecodingDefaults(32, 32, 0.95, None, 16)
+    assert config.decoding == Blocks(156895, defaults=DecodingDefaults(32, 32, 0.95, None, 16))
 
 
 def test_golden_configs() -> None:
     config = read_config_in(GOLDENS / "llada2-a")
-    assert (config.mask_token_id, config.eos_token_ids, config.dtype) == (383, (380,), "float32")
+    assert config.decoding.mask_token_id == 383
+    assert (config.eos_token_ids, config.dtype) == ((380,), "float32")
     assert (config.moe.num_groups, config.moe.num_groups_per_token) == (4, 2)
     assert read_config_in(GOLDENS / "llada2-b-bf16").dtype == "bfloat16"
 
@@ -56,13 +53,13 @@ def test_autoregressive_ling_has_its_own_ids() -> None:
     )
     assert config.family == "bailing_moe_v2"
     assert config.eos_token_ids == (156892, 156895)
-    assert not config.is_diffusion and config.mask_token_id is None
-    assert config.block_length == 1 and config.decoding is None
+    assert config.decoding == Causal() and config.decoding.block_length == 1
 
 
 def test_block_routing_replaces_group_limits() -> None:
     config = read_config(ling_config(**FLASH, expert_capacity=48, block_size=32))
-    assert (config.moe.capacity, config.moe.window_tokens, config.block_length) == (48, 32, 32)
+    assert (config.moe.capacity, config.moe.window_tokens) == (48, 32)
+    assert config.decoding.block_length == 32
     assert (config.moe.num_groups, config.moe.num_groups_per_token) == (1, 1)
 
 
@@ -163,8 +160,8 @@ def test_small_vocabularies_do_not_inherit_published_ids() -> None:
 def test_overrides_replace_keys_and_must_have_an_effect(tmp_path: Path) -> None:
     folder = write_config(tmp_path, ling_config())
     config = read_config_in(folder, {"mask_token_id": 7, "block_length": 8})
-    assert (config.mask_token_id, config.block_length) == (7, 8)
-    assert config.decoding == DecodingDefaults(block_length=8)
+    assert (config.decoding.mask_token_id, config.decoding.block_length) == (7, 8)
+    assert config.decoding == Blocks(7, defaults=DecodingDefaults(block_length=8))
     with pytest.raises(UsageError, match="'mask_tokn_id'.*Did you mean mask_token_id"):
         read_config_in(folder, {"mask_tokn_id": 7})
     with pytest.raises(UsageError, match="model_type"):

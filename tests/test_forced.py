@@ -106,7 +106,7 @@ def test_a_block_is_read_over_its_prefix_with_fewer_and_fewer_masks() -> None:
     ids = some_ids(75, vocab=380)
     text = ForcedText(ids, 20, masks(75, 20, 1.0, 0.5, 0.1))
     with LLM(BLOCKS, context=128) as llm:
-        length = llm.config.block_length
+        length = llm.config.decoding.block_length
         with llm.observed(passes := Observed()):
             kept = read(llm, text)
     hidden = [(m, p) for m, mask in enumerate(text.masks) for p in np.flatnonzero(mask)]
@@ -137,7 +137,7 @@ def test_a_bidirectional_text_is_read_whole(tmp_path: Path, family: str) -> None
     ids = some_ids(24, vocab=80)
     text = ForcedText(ids, 6, masks(24, 6, 1.0, 0.3))
     with LLM(model.folder, context=64) as llm:
-        kept, mask_id = read(llm, text), llm.config.mask_token_id
+        kept, mask_id = read(llm, text), llm.config.decoding.mask_token_id
     for index, mask in enumerate(text.masks):
         wanted = model.oracle(np.where(mask, mask_id, ids).tolist())
         for position in np.flatnonzero(mask):

@@ -86,7 +86,7 @@ class Case:
             self.ids, self.logits = self.answer(llm)
 
     def answer(self, llm: LLM) -> tuple[list[int], torch.Tensor]:
-        if llm.config.is_bidirectional:
+        if not llm.config.decoding.keeps_keys:
             return [], llm.logits(PROMPT)
         [completion] = llm.generate([PROMPT], self.params)
         return completion.token_ids, llm.logits([*PROMPT, *completion.token_ids])

@@ -75,7 +75,7 @@ def check_trajectories(llm: LLM, name: str, mode: str) -> None:
     found = token_rows(llm, prompts, params)
     for prompt, asked, rows in zip(prompts, params, found, strict=True):
         resolved = masked_options.resolve(
-            asked.diffusion, llm.config.decoding, MAX_TOKENS, llm.config.architecture
+            asked.diffusion, llm.config.decoding.defaults, MAX_TOKENS, llm.config.architecture
         )
         with torch.inference_mode():
             expected = cached_trajectory(
@@ -83,9 +83,9 @@ def check_trajectories(llm: LLM, name: str, mode: str) -> None:
                 prompt,
                 MAX_TOKENS,
                 resolved,
-                llm.config.mask_token_id,
+                llm.config.decoding.mask_token_id,
                 mode,
-                llm.config.logits_shift,
+                llm.config.decoding.logits_shift,
             )
         assert rows == expected
 
@@ -197,14 +197,14 @@ def test_a_text_is_read_with_kept_keys(name, mode, llm) -> None:
         found.setdefault(mask, []).append(logits.clone())
 
     llm.read(ForcedText(ids, num_prompt, masks), note)
-    kept, shift = KeptKeys(), llm.config.logits_shift
+    kept, shift = KeptKeys(), llm.config.decoding.logits_shift
     for index, mask in enumerate(masks):
-        row = torch.tensor(ids).where(~torch.from_numpy(mask), llm.config.mask_token_id)
+        row = torch.tensor(ids).where(~torch.from_numpy(mask), llm.config.decoding.mask_token_id)
         first = num_prompt - shift if index else 0
         with torch.inference_mode():
             logits = kept_logits(load_full(name), row, first, len(ids), kept)
         expected = logits[np.flatnonzero(mask) - shift - first]
-        expected[:, llm.config.mask_token_id] = -torch.inf
+        expected[:, llm.config.decoding.mask_token_id] = -torch.inf
         seen = torch.cat(found[index])
-        seen[:, llm.config.mask_token_id] = -torch.inf
+        seen[:, llm.config.decoding.mask_token_id] = -torch.inf
         torch.testing.assert_close(seen, expected, atol=2e-4, rtol=0)

@@ -15,6 +15,7 @@ from poison import PoisonedWorkspace
 from safetensors.torch import load_file, save_file
 from schema_sizes import num_parameters_of, num_tensors_of
 
+from lowtide.config import Canvas
 from lowtide.decode.logits import rows_that_predict
 from lowtide.engine.opening.config import EngineConfig
 from lowtide.engine.opening.model import open_model
@@ -155,19 +156,23 @@ def test_published_sizes_and_ids(family: str) -> None:
     schema = model_schema(config)
     assert num_tensors_of(schema) == num_tensors
     assert round(num_parameters_of(schema) / 1e9, 3) == billions
-    assert (config.mask_token_id, config.eos_token_ids) == (mask, eos)
+    assert (config.decoding.mask_token_id, config.eos_token_ids) == (mask, eos)
     for name in ("mask_token_id", "eos_token_id"):
         published.pop(name, None)
     bare = read_config(published)
-    assert (bare.mask_token_id, bare.eos_token_ids) == (mask, eos)
-    assert config.dtype == "bfloat16" and config.is_bidirectional and config.block_length == 1
+    assert (bare.decoding.mask_token_id, bare.eos_token_ids) == (mask, eos)
+    assert (
+        config.dtype == "bfloat16"
+        and not config.decoding.keeps_keys
+        and config.decoding.block_length == 1
+    )
     small = read_config(families()[family].sizes()["small"].config)
     assert 0.9e9 < sum(weight_bytes(small, "bfloat16")) < 1.1e9
 
 
 def test_published_decoding() -> None:
-    llada, moe, dream = (read_config(full_config(name)).decoding for name in NAMES)
-    assert llada is not None and moe is not None and dream is not None
+    kinds = [read_config(full_config(name)).decoding for name in NAMES]
+    llada, moe, dream = (kind.defaults for kind in kinds if isinstance(kind, Canvas))
     assert (llada.block_length, llada.steps, llada.remasking) == (128, 128, "low_confidence")
     assert (moe.block_length, moe.steps, moe.remasking) == (32, 128, "low_confidence")
     assert (dream.block_length, dream.steps, dream.remasking) == (None, 512, "origin")

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lowtide.config import DecodingDefaults
+from lowtide.config import Canvas, DecodingDefaults
 from lowtide.decode.masked_options import resolve
 from lowtide.errors import UnsupportedError, UsageError
 from lowtide.families import families
@@ -15,8 +15,8 @@ from lowtide.params import REMASKING_RULES, DiffusionParams
 
 def published(name: str) -> DecodingDefaults:
     decoding = families()[name].published.decoding
-    assert decoding is not None
-    return decoding
+    assert isinstance(decoding, Canvas)
+    return decoding.defaults
 
 
 def resolved(family: str, max_tokens: int = 256, **asked: object) -> DiffusionParams:

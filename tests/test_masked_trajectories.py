@@ -17,6 +17,7 @@ from torch import Tensor
 from whole import token_rows
 
 from lowtide import LLM, DiffusionParams, SamplingParams
+from lowtide.config import Canvas
 from lowtide.decode.masked_options import resolve
 from lowtide.llm import plan_model
 
@@ -68,10 +69,10 @@ def test_random_models_write_what_the_published_loop_does(
             for each in asked
         ]
         found = token_rows(llm, [each.prompt for each in asked], params)
-        defaults = llm.config.decoding
-    assert defaults is not None
+        decoding = llm.config.decoding
+    assert isinstance(decoding, Canvas)
     for each, rows in zip(asked, found, strict=True):
-        diffusion = resolve(each.diffusion, defaults, each.max_tokens, family)
+        diffusion = resolve(each.diffusion, decoding.defaults, each.max_tokens, family)
         assert_published(written, each._replace(diffusion=diffusion), rows)
 
 

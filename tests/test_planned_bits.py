@@ -93,7 +93,7 @@ def outputs(
         found = [model.forward(batch).clone()]
         if start <= MAX_PASS_ROWS:
             found.append(model.logits(found[0][rows[:LOGIT_ROWS]]).clone())
-        if config.is_bidirectional:
+        if not config.decoding.keeps_keys:
             guidance = Guidance(rows.flip(0), torch.full((len(rows),), 1.5))
             for each in (None, guidance):
                 statistics = model.row_statistics(found[0], rows, ALL_WANTED, each)
@@ -134,7 +134,7 @@ def test_long_passes_of_any_chunks_have_the_bits_of_those_without_a_plan(
         return  # whose windows are of causal passes, of a tile at most
     lengths, rows = drawn
     longest = max(lengths)
-    asked = ASKED if engine.opened.config.is_bidirectional else ()
+    asked = () if engine.opened.config.decoding.keeps_keys else ASKED
     counts = Counts(sum(lengths), longest, longest, len(rows), asked)
     planner = planner_of(engine)
     expected = outputs(engine, Eager(), lengths, rows, is_block=True)
@@ -165,7 +165,7 @@ def test_short_passes_have_the_bits_of_those_without_a_plan(
     engine = llm._engine
     lengths, rows = drawn
     config = engine.opened.config
-    is_block = config.is_bidirectional or (is_block and config.is_diffusion)
+    is_block = not config.decoding.keeps_keys or (is_block and not config.decoding.writes_in_order)
     expected = outputs(engine, Eager(), lengths, rows, is_block)
     placement = register(engine.opened, MAX_PASS_ROWS).graph.placement
     planned = PoisonedWorkspace(Arena(placement.arena_bytes).bytes, placement)

@@ -208,20 +208,20 @@ def test_a_pass_touches_what_was_planned_and_has_the_same_bits(folder: Path, ker
         model = families()[config.family].model()(config, weights, engine.experts, cache, compute)
         own, other = (kv_cache.allocate(768) for kv_cache in (engine.kv_cache, cache))
         passes = [(0, MAX_PASS_ROWS), (512, 655), (655, 656), (656, 657)]
-        if config.is_bidirectional:
+        if not config.decoding.keeps_keys:
             passes = [(0, 768), (0, 527), (0, 3)]
         with engine.executor.in_charge(), torch.inference_mode():
             for start, stop in passes:
                 answers = []
                 for runs, kv in ((engine.model, own), (model, other)):
                     ids = torch.arange(start, stop) % 50
-                    block_length = 1 if start % 2 else config.block_length
-                    block_length = stop if config.is_bidirectional else block_length
+                    block_length = 1 if start % 2 else config.decoding.block_length
+                    block_length = block_length if config.decoding.keeps_keys else stop
                     segment = Segment(0, stop - start, start, block_length, kv)
                     step = Step(StepKind.PREFILL, 0)
                     hidden = runs.forward(Batch(ids, ids, (segment,), step))
                     answers.append([hidden.clone(), runs.logits(hidden[:20]).clone()])
-                    if config.is_bidirectional:
+                    if not config.decoding.keeps_keys:
                         answers[-1] += statistics(runs, hidden)
                 for expected, found in zip(*answers, strict=True):
                     assert torch.equal(expected, found) and not found.isnan().any()

@@ -72,7 +72,7 @@ def test_a_diffusion_choice_is_its_mean_over_parts_hidden() -> None:
     made = questions("demo:diffusion", [FOR])
     with LLM("demo:diffusion", context=128, dtype="float32") as llm:
         [found] = made.score(llm, "", lambda *_: None).log_likelihood
-        mask_id = llm.config.mask_token_id
+        mask_id = llm.config.decoding.mask_token_id
         [encoded] = made._encoded
         for place, (choice, value) in enumerate(zip(encoded, found, strict=True)):
             text = made._text(choice, (0, place))

@@ -136,11 +136,11 @@ def test_windows_are_spread_over_a_text(config: ModelConfig) -> None:
     assert 500 <= sample.num_tokens < 700
     texts = (sample.warm_up, *sample.scored)
     for index, text in enumerate(texts):
-        text.check(config.is_diffusion)
+        text.check(config.decoding.writes_in_order)
         first = index * (5000 // len(texts))
         assert text.token_ids == [1, *ids[first : first + 127]]
     assert sample.num_rows == sum(num_rows(text) for text in sample.scored)
-    if config.is_diffusion:
+    if not config.decoding.writes_in_order:
         assert sample.mask_ratios == (0.5, 0.15)
         for text in texts:
             more, less = text.masks

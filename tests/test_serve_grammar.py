@@ -34,6 +34,7 @@ from small_tokenizers import (
 )
 from whole import decoded, wait_until
 
+from lowtide.config import Blocks, Causal
 from lowtide.core import BoolArray
 from lowtide.decode.autoregressive import Autoregressive
 from lowtide.decode.block_diffusion import BlockDiffusion
@@ -87,7 +88,7 @@ def usual_grammars(tokenizer: Tokenizer | None) -> Grammars:
 
 def new_grammars(tokenizer: Tokenizer | None, **config: Any) -> Grammars:
     vocab_size = 400 if tokenizer is None else tokenizer.vocab_size + 3
-    facts = {"eos_token_ids": (EOS,), "is_diffusion": False, "architecture": "Tiny"}
+    facts = {"eos_token_ids": (EOS,), "decoding": Causal(), "architecture": "Tiny"}
     model: Any = SimpleNamespace(**({"vocab_size": vocab_size} | facts | config))
     return Grammars(model, tokenizer)
 
@@ -554,7 +555,7 @@ def test_odd_schemas_are_kept_to_or_refused(form: CallFormat) -> None:
 
 
 def test_diffusion_models_refuse_by_name() -> None:
-    grammars = grammars_of(is_diffusion=True)
+    grammars = grammars_of(decoding=Blocks())
     request = request_of(QWEN.tokenizer)
     for asked, name in (
         ({"constraint": Constraint.json_object()}, "response_format: Tiny"),

@@ -63,7 +63,7 @@ def client(running: Running) -> Iterator[openai.OpenAI]:
 
 
 def is_diffusion(running: Running) -> bool:
-    return running.service.llm.config.is_diffusion
+    return not running.service.llm.config.decoding.writes_in_order
 
 
 def test_a_conversation_is_answered_as_by_python(client, running, python) -> None:
@@ -323,7 +323,7 @@ def test_the_model_and_the_state_are_told(client, running) -> None:
         assert http.get("/ready").json() == {"status": "ready"}
         plan = http.get("/v1/lowtide/plan").json()
         assert plan["context"] == CONTEXT and plan["host"]["budget_bytes"] > 0
-        is_guided = not running.service.llm.config.is_diffusion
+        is_guided = running.service.llm.config.decoding.writes_in_order
         assert (plan["grammars_bytes"] > 0) is is_guided and plan["texts_bytes"] > 0
         assert http.get("/v1/lowtide/stats").json()["committed_tokens"] >= 0
         page = http.get("/")

@@ -17,6 +17,7 @@ from starlette.responses import Response
 from starlette.types import Message
 from stop_strings import cut_at_stop
 
+from lowtide.config import Canvas
 from lowtide.decode.request import Draft
 from lowtide.errors import PlanError
 from lowtide.families import read_config_in
@@ -323,8 +324,8 @@ def test_the_context_is_what_a_quarter_of_the_budget_has_room_for() -> None:
         return plan_with(context)
 
     assert 512 <= served_context(refusing, large, 512) <= 2000
-    bidirectional = replace(config, is_bidirectional=True)
-    assert served_context(plan_with, bidirectional, 512) == 512
+    whole = replace(config, decoding=Canvas())
+    assert served_context(plan_with, whole, 512) == 512
 
 
 def test_who_is_told_that_the_context_is_short() -> None:

@@ -314,7 +314,7 @@ def test_numbers_that_overflow_fail_their_own_request(
         others = [Ask(prompt=text, params=SHORT) for text in ("import os\n", "def f(x):\n    ")]
         alone = [await ids_of(service, each) for each in others]
         prompts = [await service.prompt_ids(each) for each in others]
-        used = {llm.config.mask_token_id, *chain(*alone, *prompts)}
+        used = {llm.config.decoding.mask_token_id, *chain(*alone, *prompts)}
         broken = next(token for token in range(100) if token not in used)
 
         def overflowing(self: Any, matrix: Any, rows: torch.Tensor, out: torch.Tensor) -> None:

@@ -71,10 +71,10 @@ def test_the_engine_accepts_it(tiny: Path) -> None:
     checkpoint = Checkpoint.open(tiny)
     bind(config, checkpoint)
     assert len(checkpoint.files) > 1
-    assert config.mask_token_id == TINY.config["mask_token_id"]
+    assert config.decoding.mask_token_id == TINY.config["mask_token_id"]
     tokenizer = Tokenizer.load(tiny)
     tokenizer.check_vocabulary(config.vocab_size)
-    assert tokenizer.token_id("<|mask|>") == config.mask_token_id
+    assert tokenizer.token_id("<|mask|>") == config.decoding.mask_token_id
     assert tokenizer.eos_token_ids == config.eos_token_ids
 
 
@@ -94,7 +94,7 @@ def test_full_is_the_published_model() -> None:
     shards = plan_shards(tensors, size.max_shard_bytes)
     assert len(shards) == 8
     assert all(sum(t.output.num_bytes for t in shard) <= 4 << 30 for shard in shards)
-    assert read_config(size.config).mask_token_id == 156895
+    assert read_config(size.config).decoding.mask_token_id == 156895
     assert size.eos_token_id == 156892
 
 

@@ -21,7 +21,7 @@ from lowtide.lab.synth import synth
 def counted(folder: Path) -> object:
     opened = open_model(folder, EngineConfig(context=64))
     graph = register(opened).graph
-    if not opened.config.is_bidirectional:
+    if opened.config.decoding.keeps_keys:
         return graph
     opened = open_model(folder, EngineConfig(context=2048))
     planner, counts = planner_of(opened), largest_counts(opened)

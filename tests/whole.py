@@ -132,7 +132,7 @@ def token_rows(
     llm: LLM, prompts: Sequence[list[int]], params: Sequence[SamplingParams]
 ) -> list[list[list[int]]]:
     """Of each request to a bidirectional model: its row before the first step and after each."""
-    mask = llm.config.mask_token_id
+    mask = llm.config.decoding.mask_token_id
     pairs = zip(prompts, params, strict=True)
     rows = [[[*prompt, *[mask] * each.max_tokens]] for prompt, each in pairs]
 

@@ -99,9 +99,9 @@ def _kind(folder: Path) -> str:
     from lowtide.model_folder.model_config import load_config
 
     config = load_config(folder, {})
-    if config.is_bidirectional:
+    if not config.decoding.keeps_keys:
         return "diffusion, bidirectional"
-    return "diffusion, by blocks" if config.is_diffusion else "autoregressive"
+    return "autoregressive" if config.decoding.writes_in_order else "diffusion, by blocks"
 
 
 def _row(model: Model) -> str:

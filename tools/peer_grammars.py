@@ -17,6 +17,7 @@ import numpy as np
 import tokenizers
 from peer_cpp import Reader, Unread
 
+from lowtide.config import Causal
 from lowtide.decode.request import Request
 from lowtide.errors import UsageError
 from lowtide.lab.synth_tokenizer import tokenizer_json
@@ -79,7 +80,7 @@ def _cases(source: str, is_lark: bool, counts: Counter[str]) -> Iterator[Case]:
     model: Any = SimpleNamespace(
         vocab_size=tokenizer.vocab_size + 3,
         eos_token_ids=(_EOS,),
-        is_diffusion=False,
+        decoding=Causal(),
         architecture="Bytes",
     )
     grammars = Grammars(model, tokenizer)

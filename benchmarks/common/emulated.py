@@ -126,7 +126,9 @@ def learn(
     path, trace_path = folder / "calibration", folder / "trace"
     say(f"{model.name}: calibrating, and recording the run that is measured ...")
     with LLM(model.reference, device="cpu", cache="off", **model.options) as llm:
-        is_early = False if llm.config.is_diffusion else None  # all blocks whole, as published
+        is_early = (
+            None if llm.config.decoding.writes_in_order else False
+        )  # all blocks whole, as published
         diffusion = DiffusionParams(steps=steps, eos_early_stop=is_early)
         params = SamplingParams(max_tokens=num_new, ignore_eos=True, diffusion=diffusion)
         ids = token_ids(llm, text_for(model.name))

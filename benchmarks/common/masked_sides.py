@@ -41,7 +41,7 @@ class Ported:
 
     def __init__(self, config: ModelConfig, weights: Weights) -> None:
         self._forward = Official(config, weights)
-        self._shift = config.logits_shift
+        self._shift = config.decoding.logits_shift
         self.facts: Mapping[str, object] = {}
 
     def step(self, token_ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -81,7 +81,7 @@ class Transformers:
         from common.bidirectional_peer import open_peer  # imports transformers
 
         self._model = open_peer(config, weights)
-        self._shift = config.logits_shift
+        self._shift = config.decoding.logits_shift
         self.facts: Mapping[str, object] = {
             "class": type(self._model).__name__,
             "attention": self._model.config._attn_implementation,
@@ -128,10 +128,10 @@ def choose(logits: Tensor) -> tuple[Tensor, Tensor]:
 
 def canvas(config: ModelConfig, num_tokens: int, num_masked: int) -> Tensor:
     """Token ids [tokens] of a first step: random ones, then masks."""
-    if config.mask_token_id is None:
+    if config.decoding.mask_token_id is None:
         raise UsageError(f"{config.architecture} is not a diffusion model.")
     generator = torch.Generator().manual_seed(0)
     ordinary = min((config.vocab_size, *config.eos_token_ids))
     ids = torch.randint(ordinary, (num_tokens,), generator=generator)
-    ids[num_tokens - num_masked :] = config.mask_token_id
+    ids[num_tokens - num_masked :] = config.decoding.mask_token_id
     return ids

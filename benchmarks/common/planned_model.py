@@ -152,7 +152,7 @@ class PlannedStep:
         self.token_ids = canvas(config, num_tokens, self.plan.counts.logit_rows)
         self._batch = _batch(self.token_ids, kv_cache.allocate(num_tokens))
         first = num_tokens - self.plan.counts.logit_rows
-        self._rows = (torch.arange(first, num_tokens) - config.logits_shift).clamp_(min=0)
+        self._rows = (torch.arange(first, num_tokens) - config.decoding.logits_shift).clamp_(min=0)
 
     def run(self) -> tuple[Tensor, Tensor]:
         """Tokens [masked] and their probabilities [masked]."""

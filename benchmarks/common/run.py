@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lowtide.config import ModelConfig
+from lowtide.config import Blocks, ModelConfig
 from lowtide.decode.batch_decoder import Model
 from lowtide.decode.block_diffusion import BlockDiffusion
 from lowtide.decode.request import Committed, Finished, Request
@@ -60,16 +60,16 @@ def make_decoder(
     model: Model, kv_cache: KVCache, config: ModelConfig, max_rows: int, use_kv_cache: bool
 ) -> BlockDiffusion:
     """Lowtide's decoder over `model`. Raises UsageError for a model that is not of its kind."""
-    if config.mask_token_id is None:
+    if config.decoding.mask_token_id is None:
         raise UsageError(f"{config.architecture} is not a block diffusion model.")
-    return BlockDiffusion(model, kv_cache, config.mask_token_id, max_rows, use_kv_cache)
+    return BlockDiffusion(model, kv_cache, config.decoding.mask_token_id, max_rows, use_kv_cache)
 
 
 def make_request(config: ModelConfig, num_prompt: int, num_new: int, seed: int) -> Request:
     """`num_prompt` random ids and `num_new` tokens to come, ends ignored, by published defaults."""
-    if config.decoding is None:
-        raise UsageError(f"{config.architecture} has no published decoding defaults.")
-    defaults = config.decoding
+    if not isinstance(config.decoding, Blocks):
+        raise UsageError(f"{config.architecture} does not write by blocks.")
+    defaults = config.decoding.defaults
     diffusion = DiffusionParams(
         block_length=defaults.block_length,
         steps=defaults.steps,

@@ -97,10 +97,11 @@ def _record(runs: list[Run], folder: Path) -> None:
             diffusion = DiffusionParams(
                 block_length=run.block_length, threshold=run.threshold, eos_early_stop=False
             )
+            in_order = llm.config.decoding.writes_in_order
             params = SamplingParams(
                 max_tokens=run.new_tokens,
                 ignore_eos=True,
-                diffusion=diffusion if llm.config.is_diffusion else DiffusionParams(),
+                diffusion=DiffusionParams() if in_order else diffusion,
             )
             with recorded(llm, _path(folder, run), run.model):
                 for prompts in _prompts(llm, run):

@@ -87,7 +87,9 @@ def run_lowtide(settings: Settings) -> dict[str, Any]:
         decoder = engine_decoder(engine)
         with engine.executor.in_charge():
             # One block first: residents settle, memory has been touched.
-            warm_up = make_request(config, settings["num_prompt"], config.block_length, seed=1)
+            warm_up = make_request(
+                config, settings["num_prompt"], config.decoding.block_length, seed=1
+            )
             warm = decode(decoder, warm_up)
             before = experts.as_dict()
             lengths = (settings["num_prompt"], settings["num_new"])

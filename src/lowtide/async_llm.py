@@ -112,7 +112,7 @@ class AsyncLLM(LoadedModel):
         place. Waits for room in the KV cache. Raises UsageError, PlanError, or UnsupportedError for
         a diffusion model.
         """
-        if self.config.is_diffusion:
+        if not self.config.decoding.writes_in_order:
             raise UnsupportedError(
                 "Log-probabilities of a text need an autoregressive model, and "
                 f"{self.config.architecture} is none."

@@ -141,10 +141,10 @@ class LLM(LoadedModel):
         that cannot be read so or ids out of range, PlanError beyond the context, and whatever
         `on_logits` raises.
         """
-        text.check(self.config.is_diffusion)
+        text.check(self.config.decoding.writes_in_order)
         self._intake.check_ids(text.token_ids)
         prompt = list(text.token_ids[: text.num_context])
-        params = forced_params(text, self.config.is_diffusion)
+        params = forced_params(text, self.config.decoding.writes_in_order)
         [request] = self._intake.requests([prompt], params)
         work = partial(read_forced, request=request, text=text, on_logits=on_logits)
         return self._loop.run_passes(work, request.canvas_length)
@@ -298,7 +298,7 @@ class FullPlan(NamedTuple):
 def plan_in_full(model: str | Path | HubModel, **options: Unpack[ModelKeywords]) -> FullPlan:
     """Plan a model, the passes of a bidirectional one, and the other formats."""
     opened = opened_for_plan(model, options)
-    if not opened.config.is_bidirectional:
+    if opened.config.decoding.keeps_keys:
         return FullPlan(_planned(opened), None, plan_by_format(opened))
     try:
         plan = _planned(opened)

@@ -205,14 +205,16 @@ class SamplingParams:
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
 
-def check_kind(params: SamplingParams, architecture: str, is_diffusion: bool) -> None:
+def check_kind(params: SamplingParams, architecture: str, writes_in_order: bool) -> None:
     """Raise UnsupportedError, by name, for parameters that this kind of model does not have."""
-    asked: object = params if is_diffusion else params.diffusion
+    asked: object = params.diffusion if writes_in_order else params
     unset: Mapping[str, object] = dict.fromkeys(field_names(DiffusionParams))
-    off = AUTOREGRESSIVE_ONLY if is_diffusion else unset
+    off = unset if writes_in_order else AUTOREGRESSIVE_ONLY
     given = [name for name, value in off.items() if getattr(asked, name) not in (None, value)]
     if given:
-        reason = "does not write its tokens one by one" if is_diffusion else "has no blocks to fill"
+        reason = "does not write its tokens one by one"
+        if writes_in_order:
+            reason = "has no blocks to fill"
         raise UnsupportedError(f"{', '.join(given)}: {architecture} {reason}; leave this out.")
 
 

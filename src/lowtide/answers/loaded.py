@@ -169,7 +169,7 @@ class LoadedModel:
         num_tokens = check_int("num_tokens", num_tokens, 1)
         if params is not None:
             _check_params(params)
-        if not self.config.is_bidirectional:
+        if self.config.decoding.keeps_keys:
             return []
         max_masked, diffusion = num_tokens, None
         if params is not None:
@@ -231,9 +231,9 @@ class LoadedModel:
         Raises like `logits`.
         """
         ids = self._text_ids(token_ids)
-        block_length = self._engine.opened.options.block_length or self.config.block_length
+        block_length = self._engine.opened.options.block_length or self.config.decoding.block_length
         self._intake.check_block_length(block_length)
-        if self.config.is_bidirectional:
+        if not self.config.decoding.keeps_keys:
             block_length = len(ids)
         return partial(probing.logits, token_ids=ids, block_length=block_length), len(ids)
 

@@ -34,12 +34,12 @@ def _checked(opened: OpenModel) -> OpenModel:
     """Raise UnsupportedError for options that this kind of model does not have."""
     block_length = opened.options.block_length
     config = opened.config
-    if block_length not in (None, 1) and not config.is_diffusion:
+    if block_length not in (None, 1) and config.decoding.writes_in_order:
         raise UnsupportedError(
             f"block_length {block_length}: {config.architecture} is autoregressive, its "
             "logits are causal; leave block_length out."
         )
-    if block_length is not None and config.is_bidirectional:
+    if block_length is not None and not config.decoding.keeps_keys:
         raise UnsupportedError(
             f"block_length {block_length}: {config.architecture} is bidirectional, its logits "
             "are of whole sequences; leave block_length out."

@@ -107,7 +107,7 @@ def make_view(llm: LLM, token_ids: Sequence[int], console: Console) -> LiveView 
 
     Blocks of a diffusion model are drawn on a terminal that can redraw; otherwise text is written.
     """
-    if can_redraw(console) and llm.config.is_diffusion:
+    if can_redraw(console) and llm.config.decoding.redraws:
         num_prompt, caption = len(token_ids), lambda: pass_caption(llm.current_pass)
         return LiveView(console, llm.tokenizer, num_prompt, caption=caption)
     return TextWriter(console.file, llm.tokenizer is not None, console.is_terminal)

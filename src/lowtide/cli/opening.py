@@ -39,7 +39,7 @@ def open_llm(model: str, settings: Settings, question: Question | None = None) -
         from lowtide.replay.trace import is_trace
 
         check_writable(Path(trace), "trace", is_trace)
-    check_kind(params, config.architecture, config.is_diffusion)
+    check_kind(params, config.architecture, config.decoding.writes_in_order)
     with ProgressBars() as progress:
         progress("starting", 0, 1)
         from lowtide.llm import LLM, check_request, plan_model

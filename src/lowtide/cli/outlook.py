@@ -42,7 +42,7 @@ def plan_line(plan: MemoryPlan, model: str) -> str:
 def context_note(plan: MemoryPlan, config: ModelConfig) -> str:
     """Return a note on a context that is too long or too short, or an empty string."""
     positions = config.max_positions
-    if plan.context > positions and config.is_bidirectional:
+    if plan.context > positions and not config.decoding.keeps_keys:
         return (
             f"context {plan.context}: the model was made for texts of {positions} tokens; longer "
             "ones are computed as published, and may be answered badly"

@@ -286,7 +286,7 @@ def _table(model: str, report: QualityReport) -> Table:
 def _columns(report: QualityReport) -> list[str]:
     columns = ["tokens/s"]
     if report.sample is not None:
-        loss = "masked loss" if report.is_diffusion else "perplexity"
+        loss = "masked loss" if report.has_masks else "perplexity"
         columns += [loss, "nats lost", "±", "KL", "agree", "right"]
         columns += ["mass moved"] if _is_replaced(report) else []
         columns += [name for counter, name in _TRAFFIC.items() if _is_moved(report, counter)]
@@ -300,7 +300,7 @@ def _cells(report: QualityReport, row: Row) -> list[str]:
     cells = ["" if speed is None else f"{speed:.1f}"]
     if row.comparison is not None and row.passes is not None:
         compared, passes = row.comparison, row.passes
-        loss = compared.loss.mean if report.is_diffusion else compared.perplexity
+        loss = compared.loss.mean if report.has_masks else compared.perplexity
         error = compared.loss_difference.error
         cells += [
             f"{loss:.3f}",

@@ -9,7 +9,8 @@ so that a refusal never waits for it.
 
 from __future__ import annotations
 
-from lowtide.config.model import DecodingDefaults, ModelConfig, Published
+from lowtide.config.decoding import Blocks, Canvas, Causal, Decoding, DecodingDefaults
+from lowtide.config.model import ModelConfig, Published
 from lowtide.config.rope import Rope, Yarn
 from lowtide.config.sizes import MAX_SIZE_BYTES, format_size, parse_size
 from lowtide.config.specs import AttentionSpec, ExpertSpec
@@ -17,6 +18,10 @@ from lowtide.config.specs import AttentionSpec, ExpertSpec
 __all__ = [
     "MAX_SIZE_BYTES",
     "AttentionSpec",
+    "Blocks",
+    "Canvas",
+    "Causal",
+    "Decoding",
     "DecodingDefaults",
     "ExpertSpec",
     "ModelConfig",

@@ -6,7 +6,6 @@ return decoder(fields, origin, grouped_attention(fields), chosen)
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 from lowtide.config.fields import (
@@ -44,19 +43,12 @@ def decoder(
     experts: ExpertSpec | None,
     dense_size: int = 0,
     block_length: int | None = None,
-    *,
-    is_bidirectional: bool = False,
-    logits_shift: int = 0,
 ) -> ModelConfig:
-    """Adds what all families say alike. block_length: of a diffusion model whose config says it;
-    is_bidirectional, logits_shift: see `ModelConfig`.
-    """
+    """Adds what all families say alike. block_length: of a diffusion model whose config says it."""
     fields.only("hidden_act", "silu")
     vocab_size = fields.integer("vocab_size", low=1, high=MAX_VOCAB)
     is_mxfp4 = experts is not None and experts.is_mxfp4
-    decoding = origin.published.decoding
-    if decoding is not None and block_length is not None:
-        decoding = replace(decoding, block_length=block_length)
+    mask = mask_token_id(fields, origin.published.decoding.mask_token_id, vocab_size)
     return ModelConfig(
         architecture=origin.architecture,
         family=origin.family,
@@ -70,12 +62,9 @@ def decoder(
         max_positions=max_positions(fields),
         tie_word_embeddings=fields.boolean("tie_word_embeddings", default=False),
         dtype=_dtype(fields),
-        mask_token_id=mask_token_id(fields, origin.published, vocab_size),
         eos_token_ids=eos_token_ids(origin.eos_token_ids, origin.published, vocab_size),
         pad_token_id=fields.optional_integer("pad_token_id", low=0, high=vocab_size - 1),
-        decoding=decoding,
-        is_bidirectional=is_bidirectional,
-        logits_shift=logits_shift,
+        decoding=origin.published.decoding.in_model(mask, block_length),
         quantisation=None if is_mxfp4 else read_quantisation(fields),
     )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from lowtide.config.decoding import Causal, Decoding
 from lowtide.config.quantisation import Quantisation
 from lowtide.config.sampling import PublishedSampling
 from lowtide.config.specs import AttentionSpec, ExpertSpec
@@ -14,26 +15,11 @@ from lowtide.errors import ConfigError, UnsupportedError
 _MAX_PARAMETERS = 2**50  # far above any model, and no product of sizes leaves 63 bits
 
 
-@dataclass(frozen=True, slots=True)
-class DecodingDefaults:
-    """A diffusion family's published decoding settings; see `params.DiffusionParams`."""
-
-    block_length: int | None = 32  # None: the whole answer is one
-    steps: int = 32  # as the family's own code counts them
-    threshold: float | None = 0.95
-    edit_threshold: float | None = None
-    max_post_steps: int = 16
-    remasking: str = "low_confidence"
-    eps: float | None = None  # where the schedule ends; of Dream's alone
-    is_measured_as_drawn: bool = False  # see `decode.candidates.Reading`
-
-
 class Published(NamedTuple):
     """What is published about a family but not written in its `config.json`."""
 
     eos_token_ids: tuple[int, ...]
-    mask_token_id: int | None = None
-    decoding: DecodingDefaults | None = None  # None: autoregressive
+    decoding: Decoding = Causal()
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,29 +42,15 @@ class ModelConfig:
     max_positions: int
     tie_word_embeddings: bool
     dtype: str  # as published: "bfloat16", "float16", "float32"
-    mask_token_id: int | None  # None: an autoregressive model
     eos_token_ids: tuple[int, ...]
     pad_token_id: int | None
-    decoding: DecodingDefaults | None  # as published, in this model's blocks
-    is_bidirectional: bool = False  # every position sees every other
-    logits_shift: int = 0  # a position's logits come from the hidden state so far before it
+    decoding: Decoding  # how it writes: its family's kind, with this model's values
     quantisation: Quantisation | None = None  # that others rounded the weights to
-    sampling: PublishedSampling = PublishedSampling()  # of an autoregressive model
+    sampling: PublishedSampling = PublishedSampling()  # where tokens are written in order
 
     def __post_init__(self) -> None:
         if self.experts is not None:
             _check_experts(self, self.experts)
-
-    @property
-    def is_diffusion(self) -> bool:
-        return self.mask_token_id is not None
-
-    @property
-    def block_length(self) -> int:
-        """Positions that see each other, where not all do; 1 = causal."""
-        if self.decoding is None or self.is_bidirectional:
-            return 1
-        return self.decoding.block_length or 1
 
     @property
     def moe(self) -> ExpertSpec:
@@ -134,8 +106,8 @@ def _check_experts(config: ModelConfig, experts: ExpertSpec) -> None:
             f"config.json: {config.num_moe_layers} layers of {experts.num_experts} experts with "
             f"{expert_elements} weights each are more than any model has."
         )
-    if experts.capacity and config.is_diffusion and config.block_length % experts.window_tokens:
+    block_length, window = config.decoding.block_length, experts.window_tokens
+    if experts.capacity and not config.decoding.writes_in_order and block_length % window:
         raise ConfigError(
-            f"config.json: a block of {config.block_length} is not a multiple of block_size "
-            f"{experts.window_tokens}."
+            f"config.json: a block of {block_length} is not a multiple of block_size {window}."
         )

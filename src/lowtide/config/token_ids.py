@@ -40,16 +40,17 @@ def eos_token_ids(
     return inside
 
 
-def mask_token_id(fields: Fields, published: Published, vocab_size: int) -> int | None:
+def mask_token_id(fields: Fields, published: int | None, vocab_size: int) -> int | None:
+    """published: the family's own; None for a family that has none, whatever the file says."""
     mask = fields.optional_integer("mask_token_id", low=0, high=vocab_size - 1)
-    if published.mask_token_id is None:
+    if published is None:
         return None
-    if mask is None and published.mask_token_id >= vocab_size:
+    if mask is None and published >= vocab_size:
         raise ConfigError(
-            f"config.json has no mask_token_id, and the family's {published.mask_token_id} is not "
+            f"config.json has no mask_token_id, and the family's {published} is not "
             f"in a vocabulary of {vocab_size}; give the config override mask_token_id."
         )
-    return published.mask_token_id if mask is None else mask
+    return published if mask is None else mask
 
 
 def _token_ids(value: object, source: str) -> tuple[int, ...]:

@@ -49,16 +49,16 @@ class ForcedText:
     num_context: int
     masks: tuple[BoolArray, ...] = ()
 
-    def check(self, is_diffusion: bool) -> None:
+    def check(self, writes_in_order: bool) -> None:
         """Raises UsageError for a text that cannot be read so."""
         num_tokens = len(self.token_ids)
-        num_least = self.num_context + (1 if is_diffusion else 2)
+        num_least = self.num_context + (2 if writes_in_order else 1)
         if self.num_context < 1 or num_tokens < num_least:
             raise UsageError(
                 f"A text of {num_tokens} tokens, {self.num_context} of them a prompt: it takes at "
                 f"least 1 of a prompt and {num_least - self.num_context} behind it."
             )
-        if bool(self.masks) != is_diffusion:
+        if bool(self.masks) == writes_in_order:
             raise UsageError("Masks are for diffusion models, which need at least one.")
         for mask in self.masks:
             if mask.shape != (num_tokens,) or mask[: self.num_context].any():

@@ -14,7 +14,7 @@ from typing import cast
 
 import numpy as np
 
-from lowtide.config import ModelConfig
+from lowtide.config import Blocks, Canvas, ModelConfig
 from lowtide.core import align_up
 from lowtide.decode import masked_options
 from lowtide.decode.prompts import Messages, Prompt, TokenIds, is_chat, one_text_of_ids
@@ -102,7 +102,10 @@ class Intake:
         The published code of bidirectional models takes texts of any length: of those that is
         said once, and nothing refused.
         """
-        if num_prompt + max_tokens > self.config.max_positions and self.config.is_bidirectional:
+        if (
+            num_prompt + max_tokens > self.config.max_positions
+            and not self.config.decoding.keeps_keys
+        ):
             _warn_beyond(self.config.architecture, self.config.max_positions)
         elif num_prompt > self.config.max_positions:
             raise PlanError(
@@ -173,7 +176,7 @@ class Intake:
                 f"{num_prompt} prompt tokens leave no room for an answer: the context is "
                 f"{self.context} tokens. Shorten the prompt or raise context."
             )
-        canvas = asked.most_tokens if self.config.is_bidirectional else room
+        canvas = room if self.config.decoding.keeps_keys else asked.most_tokens
         return replace(asked, max_tokens=min(canvas, room))
 
     def _check_block_fits(self, num_prompt: int, asked: SamplingParams) -> None:
@@ -192,8 +195,8 @@ class Intake:
         prompt; 0 or less where it is too long itself.
         """
         params = asked.diffusion
-        block_length = params.block_length or self.config.block_length
-        if not self.config.is_bidirectional:
+        block_length = params.block_length or self.config.decoding.block_length
+        if self.config.decoding.keeps_keys:
             canvas = align_up(self.context, block_length)
             return min(canvas, self.config.max_positions) - num_prompt
         num_copies = 2 if params.cfg_scale else 1  # see `_check_room`
@@ -203,7 +206,7 @@ class Intake:
 
     def _check_room(self, num_prompt: int, params: SamplingParams) -> None:
         """See `check_fits`; guidance takes the room of a second sequence."""
-        if not self.config.is_bidirectional:
+        if self.config.decoding.keeps_keys:
             self.check_fits(num_prompt, params.most_tokens, params.diffusion.block_length or 1)
             return
         self.check_fits(num_prompt, params.most_tokens, 1)
@@ -230,10 +233,10 @@ class Intake:
     def answer_fields(self) -> tuple[str, ...]:
         """Names of the parameters that an answer of this model has; some belong to one rule."""
         own = [name for name in field_names(SamplingParams) if name != "diffusion"]
-        if not self.config.is_diffusion:
+        if self.config.decoding.writes_in_order:
             return tuple(own)
         absent = {*AUTOREGRESSIVE_ONLY}
-        if self.config.is_bidirectional:
+        if not self.config.decoding.keeps_keys:
             absent |= {*masked_options.FOR_REWRITING}
         else:
             absent |= {*_WITHOUT_RULE, "cfg_scale", "remasking"}
@@ -242,24 +245,25 @@ class Intake:
 
     def _resolved(self, params: SamplingParams) -> SamplingParams:
         """`params` with the family's published defaults where nothing was asked."""
-        check_kind(params, self.config.architecture, self.config.is_diffusion)
+        check_kind(params, self.config.architecture, self.config.decoding.writes_in_order)
         if params.ignore_eos and params.diffusion.eos_early_stop:
             raise UsageError(
                 "eos_early_stop ends an answer at its end-of-text token and ignore_eos goes on "
                 "after it: leave one of them out."
             )
-        defaults, asked = self.config.decoding, params.diffusion
-        if defaults is None:
+        decoding, asked = self.config.decoding, params.diffusion
+        if decoding.writes_in_order:
             params = with_published(params, self.config.sampling)
-        if defaults is None or not defaults.is_measured_as_drawn:
+        if not isinstance(decoding, Canvas) or not decoding.is_measured_as_drawn:
             _tell_if_never_drawn(params)
-        if defaults is None:
-            return params
-        if self.config.is_bidirectional:
+        if isinstance(decoding, Canvas):
             resolved = masked_options.resolve(
-                asked, defaults, params.most_tokens, self.config.architecture
+                asked, decoding.defaults, params.most_tokens, self.config.architecture
             )
             return _with_early_stop(replace(params, diffusion=resolved))
+        if not isinstance(decoding, Blocks):
+            return params
+        defaults = decoding.defaults
         _check_block_options(asked)
         unset = {n: getattr(defaults, n) for n in _DEFAULTED if getattr(asked, n) is None}
         diffusion = replace(asked, **unset)

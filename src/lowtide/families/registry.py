@@ -110,7 +110,9 @@ def read_config(
     result = family.read(fields, Origin(family.name, architecture, family.published, eos))
     for name in overrides:
         fields.refuse_unread(name)
-    return result if result.is_diffusion else replace(result, sampling=read_sampling(generation))
+    if not result.decoding.writes_in_order:
+        return result
+    return replace(result, sampling=read_sampling(generation))
 
 
 def _family_of(fields: Fields) -> tuple[Family, str]:

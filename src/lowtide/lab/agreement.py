@@ -76,7 +76,7 @@ def _num_likeliest(
     """How many of the tokens written from draft to draft are the arg-max of `llm.logits`, which
     caches nothing, in the text as it was before.
     """
-    mask_token_id = llm.config.mask_token_id or 0
+    mask_token_id = llm.config.decoding.mask_token_id or 0
     row = torch.tensor([*prompt, *[mask_token_id] * max_tokens])
     is_masked = torch.arange(len(row)) >= len(prompt)
     num_found = 0

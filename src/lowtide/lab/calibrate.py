@@ -298,9 +298,9 @@ def _accuracy(trace: Trace, gates: _EarlyGates) -> GateAccuracy:
 
 def _length(llm: LLM) -> Length:
     """What a piece takes: less than usual where the context is short."""
-    usual = DIFFUSION if llm.config.is_diffusion else AUTOREGRESSIVE
+    usual = AUTOREGRESSIVE if llm.config.decoding.writes_in_order else DIFFUSION
     room = min(llm.plan.context, llm.config.max_positions)
-    block_length = llm.config.block_length
+    block_length = llm.config.decoding.block_length
     new_tokens = max(block_length, min(usual.new_tokens, room // 2) // block_length * block_length)
     # A prompt may share its last block with the answer, which then takes one block more.
     return Length(

@@ -155,7 +155,8 @@ class QualityReport:
     device: str
 
     @property
-    def is_diffusion(self) -> bool:
+    def has_masks(self) -> bool:
+        """Whether tokens were hidden and foretold, not each by those before it."""
         return self.sample is not None and bool(self.sample.mask_ratios)
 
     def as_dict(self) -> dict[str, Any]:

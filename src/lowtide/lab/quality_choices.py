@@ -83,8 +83,7 @@ class Questions:
         self._questions = questions
         self._config = config
         room = min(context, config.max_positions)
-        if config.is_diffusion and not config.is_bidirectional:
-            room -= room % config.block_length
+        room -= room % config.decoding.block_length
         self._encoded = [_encode(one, tokenizer, room) for one in questions]
 
     def __len__(self) -> int:
@@ -127,7 +126,7 @@ class Questions:
 
     def _text(self, encoded: _Encoded, seed: Sequence[int]) -> ForcedText:
         ids, num_context = encoded.token_ids, encoded.num_context
-        if not self._config.is_diffusion:
+        if self._config.decoding.writes_in_order:
             return ForcedText(ids, num_context - 1)
         ratios = [1 - index / NUM_MASKS for index in range(NUM_MASKS)]
         return ForcedText(
@@ -137,9 +136,10 @@ class Questions:
     def _spans(self, encoded: _Encoded) -> list[tuple[int, int]]:
         """The choice's tokens, block by block."""
         num_tokens, num_context = len(encoded.token_ids), encoded.num_context
-        if self._config.is_bidirectional or not self._config.is_diffusion:
+        decoding = self._config.decoding
+        if decoding.writes_in_order or not decoding.keeps_keys:
             return [(num_context, num_tokens)]
-        step = self._config.block_length
+        step = decoding.block_length
         first = num_context // step * step
         return [
             (max(at, num_context), min(at + step, num_tokens))

@@ -104,7 +104,9 @@ def make_sample(
     wanted = -(-scope.num_tokens // layout.num_scored(window))
     num_windows = 1 + min(wanted, len(token_ids) // own - 1)
     stride = len(token_ids) // num_windows
-    ratios = tuple(sorted(scope.mask_ratios, reverse=True)) if config.is_diffusion else ()
+    ratios = (
+        () if config.decoding.writes_in_order else tuple(sorted(scope.mask_ratios, reverse=True))
+    )
     texts = [
         layout.text([*bos, *token_ids[index * stride :][:own]], ratios, (seed, index))
         for index in range(num_windows)
@@ -121,11 +123,11 @@ class _Layout:
 
     @classmethod
     def of(cls, config: ModelConfig) -> _Layout:
-        if not config.is_diffusion:
+        if config.decoding.writes_in_order:
             return cls(1, CONTEXT_TOKENS + 1 + CLUSTER_TOKENS)
-        if config.is_bidirectional:
+        if not config.decoding.keeps_keys:
             return cls(0, 16)
-        return cls(config.block_length, 2 * config.block_length)
+        return cls(config.decoding.block_length, 2 * config.decoding.block_length)
 
     @property
     def cluster_tokens(self) -> int:

@@ -189,7 +189,7 @@ def _task(
     if prompt is not None:
         return _RunTask(prompt, prompt, params)
     num_tokens = NUM_PROMPT_TOKENS
-    if config.is_bidirectional:
+    if not config.decoding.keeps_keys:
         limit = min(config.max_positions, context or LONG_TEXT_TOKENS)
         num_tokens = max(num_tokens, min(limit, LONG_TEXT_TOKENS))
     text = random_prompt(config, num_tokens)
@@ -206,7 +206,7 @@ def random_prompt(config: ModelConfig, num_tokens: int = NUM_PROMPT_TOKENS) -> l
     """Seeded ids of text, not of special tokens: those lie at the end of the vocabulary or are
     named in the config.
     """
-    special = {config.mask_token_id, config.pad_token_id, *config.eos_token_ids}
+    special = {config.decoding.mask_token_id, config.pad_token_id, *config.eos_token_ids}
     ordinary = [i for i in range(config.vocab_size) if i not in special]
     random = np.random.default_rng(0)
     return [ordinary[i] for i in random.integers(len(ordinary), size=num_tokens)]
@@ -304,7 +304,7 @@ def _run(llm: LLM, task: _RunTask) -> _Run:
         logits = _some_rows(llm.logits(task.text))
     [completion] = llm.generate([list(task.prompt)], task.params)
     token_ids, chunks = completion.token_ids, dict[str, int]()
-    if llm.config.is_bidirectional and is_long(len(task.text)):
+    if not llm.config.decoding.keeps_keys and is_long(len(task.text)):
         token_ids = [*token_ids, *_long_step(llm, task.text)]
         chunks = {} if llm.current_pass is None else dict(llm.current_pass.chunks)
     after = llm.stats()

@@ -86,7 +86,7 @@ def _constraint(service: Service, body: MessagesBody, ignored: list[str]) -> Con
     format = body.output_config.get("format") or body.output_format
     if format is None:
         return None
-    if service.llm.config.is_diffusion:
+    if not service.llm.config.decoding.writes_in_order:
         ignored.append("output_config.format")
         return None
     return Constraint.json_schema(object_at(format, "output_config.format").object("schema").fields)

@@ -27,7 +27,7 @@ def served_context(
     """
     least = min(least_tokens, config.max_positions)
     tier = plan_with(least).fast_tier
-    if config.is_bidirectional or not tier.kv_cache_bytes:
+    if not config.decoding.keeps_keys or not tier.kv_cache_bytes:
         return least  # every pass has the whole text: more room makes all passes larger
     bytes_per_token = tier.kv_cache_bytes / least
     room = int(tier.budget_bytes / KV_SHARE / bytes_per_token)

@@ -52,7 +52,7 @@ class Grammars:
 
     def warm_up(self) -> None:
         """Makes ready what the first grammar would wait for. It holds the interpreter's lock."""
-        if not self._config.is_diffusion and self._tokenizer is not None:
+        if self._config.decoding.writes_in_order and self._tokenizer is not None:
             with suppress(LowtideError):  # the first grammar is told of it
                 self._vocabulary()
                 threading.Thread(target=self._compiler.warm_up, daemon=True).start()
@@ -80,7 +80,7 @@ class Grammars:
         is_strict = any(tool.strict for tool in chosen)
         self._check(constraint, tool_choice, chosen, is_strict)
         tokenizer = self._tokenizer
-        if self._config.is_diffusion or tokenizer is None:
+        if not self._config.decoding.writes_in_order or tokenizer is None:
             return request
         has_grammar = any(enforces_text(tokenizer, tool) for tool in chosen)
         if constraint is None and is_free and not is_strict and not has_grammar:
@@ -163,7 +163,7 @@ class Grammars:
                 raise UsageError(f"There is no tool for tool_choice {choice!r:.80}.")
         if is_strict:
             asked.append("strict")
-        if asked and self._config.is_diffusion:
+        if asked and not self._config.decoding.writes_in_order:
             raise UnsupportedError(
                 f"{', '.join(asked)}: {self._config.architecture} writes its tokens in any order, "
                 "so no grammar can guide them; leave it out. Tools without it are served."

@@ -441,7 +441,7 @@ def served_plan(llm: AsyncLLM) -> MemoryPlan:
     context = min(llm.plan.context, llm.config.max_positions)
     return replace(
         llm.plan,
-        grammars_bytes=0 if llm.config.is_diffusion else CHILD_BYTES,
+        grammars_bytes=CHILD_BYTES if llm.config.decoding.writes_in_order else 0,
         texts_bytes=llm.tokenizer.work_bytes(MAX_BODY_BYTES, context),
     )
 

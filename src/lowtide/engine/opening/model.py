@@ -181,13 +181,13 @@ class OpenModel:
     @property
     def max_pass_rows(self) -> int:
         """Rows of the largest forward pass; a bidirectional one has whole sequences."""
-        return self.kv_shape.num_tokens if self.config.is_bidirectional else MAX_PASS_ROWS
+        return MAX_PASS_ROWS if self.config.decoding.keeps_keys else self.kv_shape.num_tokens
 
     @property
     def max_sequence_tokens(self) -> int:
         """Most tokens of one sequence in the KV cache: its own bound, or the model's positions."""
         num_tokens = self.kv_shape.num_tokens
-        if self.config.is_bidirectional:  # under guidance a range holds a sequence twice
+        if not self.config.decoding.keeps_keys:  # under guidance a range holds a sequence twice
             return num_tokens
         return min(num_tokens, align_up(self.config.max_positions, MAX_BLOCK_LENGTH))
 
@@ -199,7 +199,7 @@ class OpenModel:
     @property
     def reuse(self) -> Reuse:
         """Nothing is taken over where passes see the whole sequence, or compute it each time."""
-        is_kept = bool(self.options.kv_cache) and not self.config.is_bidirectional
+        is_kept = bool(self.options.kv_cache) and self.config.decoding.keeps_keys
         return Reuse(self.options.cache) if is_kept else Reuse.OFF
 
     @property
@@ -246,7 +246,7 @@ class OpenModel:
         """Whether keys and values outlast a pass: in exact mode nothing of a bidirectional one is
         kept, and layers take turns in the workspace.
         """
-        return not self.config.is_bidirectional or self.cache_mode is not CacheMode.EXACT
+        return self.config.decoding.keeps_keys or self.cache_mode is not CacheMode.EXACT
 
     @property
     def kv_shape(self) -> StorageShape:
@@ -254,7 +254,7 @@ class OpenModel:
         config = self.config
         num_layers = config.num_layers if self.keeps_keys else 1
         num_arrays, num_heads, width = config.attention.cache_shape
-        num_tokens = align_up(self.context, config.block_length)
+        num_tokens = align_up(self.context, config.decoding.block_length)
         return storage_shape(num_layers, num_heads, width, num_tokens, num_arrays)
 
     @property
@@ -328,7 +328,7 @@ def _checked(config: ModelConfig, options: EngineConfig) -> ModelConfig:
         )
     if config.experts is None:
         check_without_experts(config, options)
-    if not config.is_bidirectional:
+    if config.decoding.keeps_keys:
         check_not_bidirectional(config, options)
     return config
 
@@ -365,4 +365,4 @@ def _context(config: ModelConfig, options: EngineConfig) -> int:
     blocks where a model writes by blocks.
     """
     context = options.context or min(config.max_positions, DEFAULT_CONTEXT)
-    return context if config.is_bidirectional else align_up(context, config.block_length)
+    return align_up(context, config.decoding.block_length)

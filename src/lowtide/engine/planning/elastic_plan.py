@@ -52,7 +52,7 @@ class Division(NamedTuple):
         budget_bytes = max(tier.budget_bytes - fixed_bytes, planned_bytes)
         num_slots = min(plan.num_experts, budget_bytes // tier.slot_bytes)
         least_bytes = align_up(plan.num_staging * tier.slot_bytes, slot_group_bytes)
-        if kv is not None and not opened.config.is_bidirectional:  # or passes are as long as it
+        if kv is not None and opened.config.decoding.keeps_keys:  # or passes are as long as it
             kv = kv.longest(budget_bytes - least_bytes, SMALL_GROUP_BYTES, GRANULE_TOKENS)
         workspace_bytes = min(whole_bytes, budget_bytes)
         return cls(budget_bytes, slot_group_bytes, num_slots, kv, workspace_bytes)

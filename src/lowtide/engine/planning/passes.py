@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
-from lowtide.config import parse_size
+from lowtide.config import Canvas, parse_size
 from lowtide.core import CacheMode
 from lowtide.engine.opening.model import OpenModel
 from lowtide.engine.planning.plan import least_bytes, offered_bytes
@@ -100,7 +100,8 @@ def plan_steps(
     if planner is None:  # a workspace for its own passes, which take less than a whole tile
         planner = replace(plan_long_passes(opened), short=register(opened).graph)
     decoding, wanted = opened.config.decoding, diffusion or DiffusionParams()
-    rule = wanted.remasking or ("" if decoding is None else decoding.remasking)
+    published = decoding.defaults.remasking if isinstance(decoding, Canvas) else ""
+    rule = wanted.remasking or published
     asked = LogitNeeds(rule == "topk_margin", rule == "entropy", is_guided=bool(wanted.cfg_scale))
     num_rows = (2 if asked.is_guided else 1) * num_tokens
     steps = []

@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from lowtide.config import Blocks, Canvas
 from lowtide.core import CacheMode, MoEShape
 from lowtide.decode.masked_options import resolve
 from lowtide.engine.opening.model import OpenModel
@@ -166,15 +167,16 @@ def published_pass(opened: OpenModel) -> tuple[int, float, float]:
     """Rows of a pass, and the tokens that it commits at least and at most, of the longest answer
     there is.
     """
-    config, defaults = opened.config, opened.config.decoding
-    if defaults is None:
+    decoding = opened.config.decoding
+    if isinstance(decoding, Blocks):
+        least = max(1.0, decoding.block_length / decoding.defaults.steps)
+        most = least if decoding.defaults.threshold is None else MOST_SURE * least
+        return decoding.block_length, least, most
+    if not isinstance(decoding, Canvas):
         return 1, 1.0, 1.0
-    if not config.is_bidirectional:
-        least = max(1.0, config.block_length / defaults.steps)
-        most = least if defaults.threshold is None else MOST_SURE * least
-        return config.block_length, least, most
     num_tokens = min(DEFAULT_CANVAS_TOKENS, opened.context)
-    params = resolve(DiffusionParams(), defaults, num_tokens, config.architecture)
+    architecture = opened.config.architecture
+    params = resolve(DiffusionParams(), decoding.defaults, num_tokens, architecture)
     tokens_per_pass = 1.0 if params.steps is None else max(1.0, num_tokens / params.steps)
     is_whole = opened.cache_mode is CacheMode.EXACT
     block_length = params.block_length or num_tokens
@@ -185,7 +187,7 @@ def _host_costs(
     opened: OpenModel, machine: Machine, num_rows: int, demand: ExpertCounts
 ) -> PassCosts | None:
     rates = kept_rates(machine)
-    rows = LAYERS_OF_BLOCKS if opened.config.is_diffusion else LAYERS_OF_TOKENS
+    rows = LAYERS_OF_TOKENS if opened.config.decoding.writes_in_order else LAYERS_OF_BLOCKS
     per_layer, per_byte = seconds_per_layer(rates, rows), seconds_per_byte(rates)
     disk_bytes_per_s = disk_rate(rates)
     if per_layer is None or not per_byte or (demand.num_on_disk and disk_bytes_per_s is None):
@@ -260,8 +262,8 @@ def _saved_by_reads_ahead(
     absent, num_slots = demand.num_on_disk / num_layers, float(plan.num_staging)
     accuracy = 1.0 if demand.num_run >= NEARLY_ALL * plan.num_experts else 0.0
     if num_rows <= MAX_FEW_ROWS:  # compiled code runs such passes by itself
-        is_decoding = opened.config.block_length == 1 and not opened.config.is_bidirectional
-        accuracy = float(np.mean(GATE_ACCURACY[Gate.RAW])) if is_decoding else 0.0
+        in_order = opened.config.decoding.writes_in_order
+        accuracy = float(np.mean(GATE_ACCURACY[Gate.RAW])) if in_order else 0.0
         num_slots = max(0.0, num_slots - absent)
     num_read = min(absent, num_slots) * num_layers
     right, wrong = accuracy * num_read, (1 - accuracy) * num_read

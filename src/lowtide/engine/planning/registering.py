@@ -57,7 +57,7 @@ def register(opened: OpenModel, num_rows: int | None = None, form: Form = Form.F
         opened.passes[key] = registrar = Registrar()
         for segment in _largest_segments(opened, num_rows):
             model, hidden = _run_forward(opened, registrar, [segment])
-            if opened.config.is_bidirectional:
+            if not opened.config.decoding.keeps_keys:
                 _run_head(model, hidden, len(hidden), EVERY_KIND, form)
     return opened.passes[key]
 
@@ -199,7 +199,7 @@ def _run_head(
 
 def _largest_segments(opened: OpenModel, num_rows: int) -> list[Segment]:
     """Each a pass: none of no more rows has a transient that is larger than all of theirs."""
-    if opened.config.is_bidirectional or num_rows > MAX_PASS_ROWS:
+    if not opened.config.decoding.keeps_keys or num_rows > MAX_PASS_ROWS:
         # Where keys are kept, shorter passes see as many as the longest.
         is_whole = opened.cache_mode is CacheMode.EXACT
         num_keys = num_rows if is_whole else max(num_rows, opened.max_pass_rows)
@@ -218,7 +218,7 @@ def _largest_segments(opened: OpenModel, num_rows: int) -> list[Segment]:
     num_tokens = max(opened.max_sequence_tokens, num_rows)
     longest_tile = min(num_rows, CAUSAL_ROWS + MAX_REMAINDER)
     passes = [(longest_tile, 1), (num_rows, 1)]
-    if opened.config.is_diffusion:
+    if not opened.config.decoding.writes_in_order:
         passes.append((num_rows, num_tokens))
     return [
         Segment(0, rows, num_tokens - rows, block_length, KVRange(0, num_tokens))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from lowtide.config import Blocks, Canvas
 from lowtide.core import Reuse
 from lowtide.decode.autoregressive import Autoregressive
 from lowtide.decode.batch_decoder import BatchDecoder
@@ -36,28 +37,27 @@ def make_decoder(
     opened = engine.opened
     config, use_kv_cache = opened.config, bool(opened.options.kv_cache)
     reuse = opened.reuse if kinds.keeps_keys else Reuse.OFF
-    if config.mask_token_id is None or config.decoding is None:
-        return kinds.autoregressive(
-            engine.model, engine.kv_cache, MAX_PASS_ROWS, use_kv_cache, reuse
-        )
-    if config.is_bidirectional:
+    decoding = config.decoding
+    if isinstance(decoding, Canvas) and decoding.mask_token_id is not None:
         return kinds.masked_diffusion(
             engine.model,
             engine.kv_cache,
-            mask_token_id=config.mask_token_id,
+            mask_token_id=decoding.mask_token_id,
             max_rows=opened.max_pass_rows,
-            logits_shift=config.logits_shift,
-            is_measured_as_drawn=config.decoding.is_measured_as_drawn,
+            logits_shift=decoding.logits_shift,
+            is_measured_as_drawn=decoding.is_measured_as_drawn,
             cache_mode=opened.cache_mode,
         )
-    return kinds.block_diffusion(
-        engine.model,
-        engine.kv_cache,
-        mask_token_id=config.mask_token_id,
-        max_rows=MAX_PASS_ROWS,
-        use_kv_cache=use_kv_cache,
-        reuse=reuse,
-    )
+    if isinstance(decoding, Blocks) and decoding.mask_token_id is not None:
+        return kinds.block_diffusion(
+            engine.model,
+            engine.kv_cache,
+            mask_token_id=decoding.mask_token_id,
+            max_rows=MAX_PASS_ROWS,
+            use_kv_cache=use_kv_cache,
+            reuse=reuse,
+        )
+    return kinds.autoregressive(engine.model, engine.kv_cache, MAX_PASS_ROWS, use_kv_cache, reuse)
 
 
 def run_pass(engine: Engine, decoder: BatchDecoder[Any]) -> list[Event]:

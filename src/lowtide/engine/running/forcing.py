@@ -38,10 +38,10 @@ class ForcedRun(NamedTuple):
     receipt: Receipt | None = None  # of a policy that may change words
 
 
-def forced_params(text: ForcedText, is_diffusion: bool) -> SamplingParams:
+def forced_params(text: ForcedText, writes_in_order: bool) -> SamplingParams:
     """What a request must ask so that the text is read, and whole rows of logits come."""
     num_new = len(text.token_ids) - text.num_context
-    logprobs = None if is_diffusion else 0
+    logprobs = 0 if writes_in_order else None
     return SamplingParams(max_tokens=num_new, ignore_eos=True, logprobs=logprobs, temperature=0.0)
 
 

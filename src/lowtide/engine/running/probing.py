@@ -218,7 +218,7 @@ def _logits_pass(
         step=Step(StepKind.PREFILL, 0),
     )
     hidden = engine.model.forward(batch)
-    own = rows_that_predict(np.arange(len(token_ids)), engine.opened.config.logits_shift)
+    own = rows_that_predict(np.arange(len(token_ids)), engine.opened.config.decoding.logits_shift)
     [there] = to_device(hidden.device, torch.from_numpy(own))
     for rows in tiles(len(token_ids), LOGIT_ROWS):
         own_logits = engine.model.logits(hidden.index_select(0, there[rows])).cpu()

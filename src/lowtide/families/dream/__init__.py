@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lowtide.config import DecodingDefaults, ModelConfig, Published, keys
+from lowtide.config import Canvas, DecodingDefaults, ModelConfig, Published, keys
 from lowtide.config.fields import Fields
 from lowtide.config.keys import Origin
 from lowtide.families.family import Family
@@ -23,8 +23,6 @@ def read(fields: Fields, origin: Origin) -> ModelConfig:
         keys.grouped_attention(fields, has_qkv_bias=True),
         None,
         keys.width(fields, "intermediate_size"),
-        is_bidirectional=True,
-        logits_shift=LOGITS_SHIFT,
     )
 
 
@@ -37,13 +35,12 @@ FAMILY = Family(
     architectures=("DreamModel",),
     published=Published(
         (151643,),
-        151666,
-        DecodingDefaults(
-            block_length=None,
-            steps=512,
-            threshold=None,
-            remasking="origin",
-            eps=1e-3,
+        Canvas(
+            mask_token_id=151666,
+            logits_shift=LOGITS_SHIFT,
+            defaults=DecodingDefaults(
+                block_length=None, steps=512, threshold=None, remasking="origin", eps=1e-3
+            ),
             is_measured_as_drawn=True,
         ),
     ),

@@ -1,7 +1,7 @@
 """Dream (7B): a dense Qwen2 whose positions all see each other.
 
 Grouped-query attention with biased query, key and value projections. Logits are those of the next
-position: see `ModelConfig.logits_shift`.
+position: see `config.Decoding.logits_shift`.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from lowtide.config import DecodingDefaults, ModelConfig, Published, keys
+from lowtide.config import Canvas, DecodingDefaults, ModelConfig, Published, keys
 from lowtide.config.fields import Fields
 from lowtide.config.keys import Origin
 from lowtide.families.family import Family
@@ -59,7 +59,7 @@ def read(fields: Fields, origin: Origin) -> ModelConfig:
         fields, "intermediate_size", default=ratio * keys.width(fields, "hidden_size")
     )
     attention = keys.grouped_attention(fields)
-    return keys.decoder(fields, origin, attention, None, width, is_bidirectional=True)
+    return keys.decoder(fields, origin, attention, None, width)
 
 
 def schema(config: ModelConfig) -> ModelSchema:
@@ -76,7 +76,11 @@ FAMILY = Family(
     name="llada",
     architectures=("LLaDAModelLM",),
     published=Published(
-        (126081,), 126336, DecodingDefaults(block_length=128, steps=128, threshold=None)
+        (126081,),
+        Canvas(
+            mask_token_id=126336,
+            defaults=DecodingDefaults(block_length=128, steps=128, threshold=None),
+        ),
     ),
     read=read,
     schema=schema,

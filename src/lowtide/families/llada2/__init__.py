@@ -6,7 +6,7 @@ multi-token prediction, which some exports carry after the last layer, are not n
 
 from __future__ import annotations
 
-from lowtide.config import DecodingDefaults, ExpertSpec, ModelConfig, Published, keys
+from lowtide.config import Blocks, ExpertSpec, ModelConfig, Published, keys
 from lowtide.config.fields import MAX_EXPERTS, MAX_LAYERS, MAX_POSITIONS, Fields
 from lowtide.config.keys import Origin
 from lowtide.families.family import Family
@@ -130,7 +130,7 @@ def _absent(config: ModelConfig) -> list[str]:
 FAMILY = Family(
     name="llada2",
     architectures=("LLaDA2MoeModelLM",),
-    published=Published((156892,), 156895, DecodingDefaults()),
+    published=Published((156892,), Blocks(mask_token_id=156895)),
     read=read,
     schema=schema,
     decoder=f"{__name__}.model:LLaDA2",

@@ -6,7 +6,7 @@ checkpoint (`FusedLLaDAMoEModelLM`) differs only in how experts are stacked.
 
 from __future__ import annotations
 
-from lowtide.config import DecodingDefaults, ModelConfig, Published, keys
+from lowtide.config import Canvas, DecodingDefaults, ModelConfig, Published, keys
 from lowtide.config.fields import Fields
 from lowtide.config.keys import Origin
 from lowtide.errors import UnsupportedError
@@ -32,7 +32,7 @@ def read(fields: Fields, origin: Origin) -> ModelConfig:
     experts = keys.experts(fields, keys.expert_size(fields), norm_topk_prob=False)
     has_qk_norm = fields.boolean("qk_layernorm", default=True)
     attention = keys.grouped_attention(fields, has_qk_norm=has_qk_norm)
-    return keys.decoder(fields, origin, attention, experts, is_bidirectional=True)
+    return keys.decoder(fields, origin, attention, experts)
 
 
 def _refuse_scaling(fields: Fields) -> None:
@@ -65,7 +65,11 @@ FAMILY = Family(
     name="llada_moe",
     architectures=("LLaDAMoEModelLM", "LLaDAMoEModel", "FusedLLaDAMoEModelLM"),
     published=Published(
-        (156892,), 156895, DecodingDefaults(block_length=32, steps=128, threshold=None)
+        (156892,),
+        Canvas(
+            mask_token_id=156895,
+            defaults=DecodingDefaults(block_length=32, steps=128, threshold=None),
+        ),
     ),
     read=read,
     schema=schema,
