@@ -44,8 +44,8 @@ from lowtide.engine.running.decoding import make_decoder
 from lowtide.engine.running.engine import Engine
 from lowtide.errors import UsageError
 from lowtide.lab.budgets import budget_of_share
-from lowtide.lab.pack_experts import pack_experts
 from lowtide.llm import plan_model
+from lowtide.model_writing.pack_experts import pack_experts
 from lowtide.params import SamplingParams
 from lowtide.reading.by_expert import copy_path
 

@@ -25,16 +25,16 @@ from common.ceilings import memory_ceiling
 from common.emulated import Model, device_options, temporary_folder
 from common.record import Recorder, Row, say
 
+from lowtide.cli.plotting import check_plot
 from lowtide.engine.opening.config import EngineConfig
 from lowtide.engine.opening.model import open_model
 from lowtide.families import read_config_in
-from lowtide.lab.demo_tasks import held_out_text
-from lowtide.lab.plotting import check_plot
 from lowtide.lab.quality import QualityReport, QualityWork, quality
 from lowtide.lab.quality import Row as Scored
 from lowtide.lab.quality_plot import plot
 from lowtide.lab.quality_scores import Estimate
 from lowtide.lab.quality_text import Scope
+from lowtide.model_folder.demo_tasks import held_out_text
 from lowtide.model_folder.hub import resolve_model
 
 MODELS = ("demo:chat", "demo:diffusion")

@@ -31,8 +31,8 @@ from lowtide.config import ModelConfig
 from lowtide.families import families, read_config_in
 from lowtide.lab.bench import Load, Preset, PresetRun, take_turns
 from lowtide.lab.budgets import budget_of_share
-from lowtide.lab.synth import write_checkpoint
 from lowtide.llm import plan_model
+from lowtide.model_writing.synth import write_checkpoint
 from lowtide.policies.buddy_profile import BuddyProfile
 
 LAYERS = {"llada2": 3, "qwen3_moe": 6, "deepseek_v2": 4}

@@ -24,12 +24,12 @@ from lowtide.engine.opening.model import open_model
 from lowtide.engine.planning.format_plans import plan_by_format
 from lowtide.lab.bench import Load, Preset, take_turns
 from lowtide.lab.budgets import budget_of_share
-from lowtide.lab.demo_tasks import held_out_text
 from lowtide.lab.quality import QualityWork, quality
 from lowtide.lab.quality import Row as Scored
 from lowtide.lab.quality_settings import QualitySetting
 from lowtide.lab.quality_text import Scope
 from lowtide.llm import plan_model
+from lowtide.model_folder.demo_tasks import held_out_text
 from lowtide.params import SamplingParams
 
 MODELS = ("demo:autoregressive", "demo:diffusion")

@@ -26,7 +26,7 @@ from typing import NamedTuple
 from common.arguments import make_parser, run_script
 from common.record import Recorder, say
 
-from lowtide.lab.synth import synth
+from lowtide.model_writing.synth import synth
 
 TORCH = "import torch"
 WANTED_S = {"--help": 0.5, "plan FOLDER": 1.0, "an answer": 2.0}

@@ -23,7 +23,7 @@ from lowtide import AsyncLLM
 from lowtide.core import BoolArray
 from lowtide.decode.request import Request, TokenMask
 from lowtide.families import SynthSize, families
-from lowtide.lab.synth import write_checkpoint
+from lowtide.model_writing.synth import write_checkpoint
 from lowtide.parsing.pieces import Done, Piece
 from lowtide.serve.service import Ask, Service
 

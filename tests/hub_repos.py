@@ -8,9 +8,9 @@ from pathlib import Path
 from hub_stand_in import Content
 
 from lowtide.families import families
-from lowtide.lab.safetensors_writer import header_bytes
-from lowtide.lab.synth import plan_shards
-from lowtide.lab.synth_weights import tensors_of
+from lowtide.model_writing.safetensors_writer import header_bytes
+from lowtide.model_writing.synth import plan_shards
+from lowtide.model_writing.synth_weights import tensors_of
 
 GOLDEN = Path(__file__).parent / "goldens" / "llada2-a"
 

@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 import tokenizers
 
-from lowtide.lab.synth_tokenizer import tokenizer_json
 from lowtide.model_folder.chat_template import ChatTemplates
 from lowtide.model_folder.tokenizer import Tokenizer
+from lowtide.model_writing.synth_tokenizer import tokenizer_json
 
 EOS = 300
 THINK = ("<think>", "</think>")

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from lowtide.lab.synth import synth
+from lowtide.model_writing.synth import synth
 
 absent = import_module("absent")
 ceilings = import_module("common.ceilings")

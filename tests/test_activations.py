@@ -29,8 +29,8 @@ from lowtide.kernels.reference import Kernels
 from lowtide.lab.quality import QualityWork, quality
 from lowtide.lab.quality_settings import QualitySetting
 from lowtide.lab.quality_text import Scope
-from lowtide.lab.synth import synth
 from lowtide.llm import plan_model
+from lowtide.model_writing.synth import synth
 from lowtide.plan import WeightFormats
 
 GGML = tuple(each.name for each in ggml.FORMATS)

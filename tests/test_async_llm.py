@@ -16,7 +16,7 @@ from whole import LIMIT_S, check_idle, no_more_threads, passes_that_wait
 from lowtide import LLM, AsyncLLM, SamplingParams
 from lowtide.decode.request import Finished
 from lowtide.errors import InternalError, UsageError
-from lowtide.lab.synth import synth
+from lowtide.model_writing.synth import synth
 
 PROMPTS = [[5, 17, 3], [9], [44, 3, 3, 80] * 10]
 PARAMS = SamplingParams(max_tokens=24, ignore_eos=True)

@@ -36,9 +36,9 @@ from lowtide.errors import (
     UnsupportedError,
     UsageError,
 )
-from lowtide.lab.synth_tokenizer import tokenizer_json
 from lowtide.llm import plan_model
 from lowtide.model_folder.tokenizer import Tokenizer
+from lowtide.model_writing.synth_tokenizer import tokenizer_json
 from lowtide.parsing.answer_pieces import AnswerPieces, CompletionTest, PlainText
 from lowtide.parsing.pieces import Text, joined
 

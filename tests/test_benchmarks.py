@@ -35,9 +35,9 @@ from lowtide import LLM
 from lowtide.core import MoEShape, Step, StepKind
 from lowtide.engine.opening.config import EngineConfig
 from lowtide.errors import InternalError, PlanError, UsageError
-from lowtide.lab.synth import synth
 from lowtide.layers.batch import Batch, KVRange, Segment
 from lowtide.llm import plan_model
+from lowtide.model_writing.synth import synth
 from lowtide.policies.recipe import Setting
 from lowtide.profiles import load_profile
 from lowtide.replay.calibration import Calibration

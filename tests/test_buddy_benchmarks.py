@@ -20,10 +20,10 @@ from lowtide.config import Blocks, Causal, Decoding
 from lowtide.core import RoutedTokens
 from lowtide.kernels.cpu.library import load_part
 from lowtide.kernels.cpu.sources import DECISIONS
-from lowtide.lab.demo_tasks import held_out_text
 from lowtide.lab.quality import Passes, Row
 from lowtide.lab.quality_scores import Comparison, RowScores, ScoredRows
 from lowtide.llm import plan_model
+from lowtide.model_folder.demo_tasks import held_out_text
 from lowtide.model_folder.model_config import load_config
 from lowtide.policies.presets import unregister
 

@@ -27,7 +27,7 @@ from lowtide.lab.calibrate import (
     learn,
     split,
 )
-from lowtide.lab.synth import synth
+from lowtide.model_writing.synth import synth
 from lowtide.policies.buddy_profile import BuddyProfile, QualityCurve
 from lowtide.replay.calibration import Calibration
 from lowtide.replay.trace import TraceShape

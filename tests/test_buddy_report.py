@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from lowtide.cli.app import app
 from lowtide.lab.buddy_report import as_object, layer_reports
-from lowtide.lab.demo_tasks import held_out_text
+from lowtide.model_folder.demo_tasks import held_out_text
 from lowtide.replay.calibration import Calibration
 
 

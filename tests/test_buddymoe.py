@@ -22,7 +22,6 @@ from lowtide.buddies import PassAccount
 from lowtide.core import Facts, RoutedTokens, RowKind
 from lowtide.decode.block_sequence import BlockSequence
 from lowtide.errors import NumericError, UsageError
-from lowtide.lab.record import Recorder
 from lowtide.llm import plan_model
 from lowtide.policies import catalogue
 from lowtide.policies.catalogue import CATALOGUE
@@ -31,6 +30,7 @@ from lowtide.policies.reads_ahead import NEARLY_ALL
 from lowtide.policies.receipt import Receipt
 from lowtide.policies.recipe import Setting
 from lowtide.policies.substitution import CountedSubstitution, replaced
+from lowtide.record import Recorder
 from lowtide.replay.host_alone import compare_alone
 from lowtide.replay.simulator import simulate
 

@@ -15,9 +15,9 @@ from tokenizers import models, pre_tokenizers, trainers
 from transformers import Qwen2Tokenizer
 
 from lowtide.errors import CheckpointError
-from lowtide.lab.synth_tokenizer import tokenizer_config_json
 from lowtide.model_folder.hub_model import is_small
 from lowtide.model_folder.tokenizer import Tokenizer, has_chat_template
+from lowtide.model_writing.synth_tokenizer import tokenizer_config_json
 
 MARKS = ("<|endoftext|>", "<|im_start|>", "<|mask|>")
 TEXT = ["It's 12345 jumps\n\n over  the lazy dog. DON'T! caf\u00e9 \u65e5\u672c"] * 3

@@ -22,9 +22,9 @@ from lowtide.engine.opening.model import OpenModel
 from lowtide.engine.running.engine import Engine
 from lowtide.errors import UsageError
 from lowtide.families import SynthSize, register, unregister
-from lowtide.lab.synth import synth, write_checkpoint
 from lowtide.llm import plan_model
 from lowtide.model_folder.checkpoint import Checkpoint
+from lowtide.model_writing.synth import synth, write_checkpoint
 from lowtide.reading.fingerprint import fingerprint
 
 DENSE = "dense"

@@ -21,12 +21,12 @@ from typer.testing import CliRunner
 from whole import no_more_threads
 
 from lowtide import LLM, SamplingParams
+from lowtide.cli import plotting
 from lowtide.cli.app import app
 from lowtide.cli.screen import ProgressBars
 from lowtide.core import Step, StepKind
 from lowtide.errors import StorageError, UnsupportedError, UsageError
 from lowtide.experts.rows import Routing
-from lowtide.lab import plotting
 from lowtide.lab.calibrate import (
     AUTOREGRESSIVE,
     _EarlyGates,
@@ -45,10 +45,10 @@ from lowtide.lab.calibration_report import (
     token_share,
     weigh_budgets,
 )
-from lowtide.lab.record import recorded
-from lowtide.lab.synth import synth
+from lowtide.model_writing.synth import synth
 from lowtide.policies.prefetch import Gate
 from lowtide.policies.recipe import Setting
+from lowtide.record import recorded
 from lowtide.replay.calibration import GATES, Calibration, GateAccuracy, default_path
 from lowtide.replay.foresight import measured_accuracy
 from lowtide.replay.simulator import simulate

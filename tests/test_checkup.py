@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from lowtide.cli.doctor import _verdict
+from lowtide.doctor import checkup
+from lowtide.doctor.checkup import SUGGESTED, Suggestion, faults, suggestion
+from lowtide.doctor.diagnosis import Diagnosis, Skipped
 from lowtide.errors import UnsupportedError
 from lowtide.hardware.machine import PIECES_AT_ONCE, Machine, Rate
 from lowtide.kernels.reference import REFERENCE
-from lowtide.lab import checkup
-from lowtide.lab.checkup import SUGGESTED, Suggestion, faults, suggestion
-from lowtide.lab.diagnosis import Diagnosis, Skipped
 from lowtide.plan import SpeedRange
 
 GIB = 1 << 30

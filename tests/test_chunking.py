@@ -21,7 +21,6 @@ from lowtide.engine.planning.registering import EVERY_KIND, plan_long_passes
 from lowtide.errors import InternalError, PlanError
 from lowtide.families import families
 from lowtide.kernels.row_statistics import Form
-from lowtide.lab.synth import synth
 from lowtide.layers.batch import KVRange, Segment
 from lowtide.memory.arena import HUGE_PAGE_BYTES
 from lowtide.memory.chunking import (
@@ -42,6 +41,7 @@ from lowtide.memory.pass_planner import PassPlanner
 from lowtide.memory.planner import ArenaPlaces, Graph
 from lowtide.memory.template import Sample, Template, bounds, symbols
 from lowtide.memory.workspace import Registrar, Workspace
+from lowtide.model_writing.synth import synth
 
 
 @given(st.integers(1, 5000), st.sampled_from([16, 64, 512, 768]), st.integers(1, 100))

@@ -34,7 +34,6 @@ from lowtide.cli.options import resolve
 from lowtide.cli.prompt import parse_ids, read_prompt
 from lowtide.cli.report import answer_object, json_line, plan_object, speed_line
 from lowtide.cli.screen import FILE_WIDTH, printable, stderr_console, stdout_console
-from lowtide.cli.simulate import check_same_shape
 from lowtide.cli.text import TextWriter
 from lowtide.cli.turns import Turns
 from lowtide.config import Canvas, Causal
@@ -42,6 +41,7 @@ from lowtide.config.sampling import PublishedSampling
 from lowtide.core import Step, StepKind
 from lowtide.decode.request import TokenLogprobs
 from lowtide.errors import ConfigError, PlanError, StorageError, UsageError
+from lowtide.lab.verbs.simulate import check_same_shape
 from lowtide.model_folder.tokenizer import TextStream
 from lowtide.params import AUTOREGRESSIVE_ONLY, SamplingParams
 from lowtide.parsing.answer_pieces import AnswerPieces, PlainText
@@ -493,10 +493,10 @@ def test_synth_writes_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         options["progress"]("writing", 1, 2)
         return out
 
-    lab = types.ModuleType("lowtide.lab.synth")
-    lab.synth = synth  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "lowtide.lab.synth", lab)
-    monkeypatch.setattr("lowtide.lab.synth", lab, raising=False)
+    module = types.ModuleType("lowtide.model_writing.synth")
+    module.synth = synth  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "lowtide.model_writing.synth", module)
+    monkeypatch.setattr("lowtide.model_writing.synth", module, raising=False)
     out = str(tmp_path / "m")
     result = run("synth", "llada2", "--size", "small", "--out", out, "--seed", "4", "--json")
     assert json.loads(result.stdout) == {"path": out, "bytes": 2}, result.output

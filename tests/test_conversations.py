@@ -13,8 +13,8 @@ from lowtide import LLM, DiffusionParams, SamplingParams
 from lowtide.engine.running.engine import Engine
 from lowtide.engine.running.kept_room import KeptRoom
 from lowtide.errors import UsageError
-from lowtide.lab.synth import synth
 from lowtide.llm import plan_model
+from lowtide.model_writing.synth import synth
 from lowtide.policies.kept_keys import MemoryPrices
 
 FAMILIES = ("qwen3_moe", "deepseek_v2", "gpt_oss", "llada2")

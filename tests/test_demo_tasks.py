@@ -18,8 +18,8 @@ from typer.testing import CliRunner
 
 from lowtide import LLM, AsyncLLM
 from lowtide.cli.app import app
-from lowtide.lab.demo_tasks import NUM_TEXT_TURNS, TASKS, draw, held_out, held_out_text
 from lowtide.model_folder import demos
+from lowtide.model_folder.demo_tasks import NUM_TEXT_TURNS, TASKS, draw, held_out, held_out_text
 from lowtide.model_folder.demos import DEMO_FOLDER, DEMO_NAMES
 
 ROOT = Path(__file__).parents[1]

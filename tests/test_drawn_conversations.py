@@ -45,12 +45,12 @@ from lowtide.files import kept_file, own_folder
 from lowtide.files.kept_file import KeyLayout
 from lowtide.files.own_folder import SECRET_BYTES, OwnFolder
 from lowtide.files.stored_files import StoredFiles
-from lowtide.lab.synth import write_checkpoint
 from lowtide.llm import plan_model
 from lowtide.memory import kv_cache as kv_cache_module
 from lowtide.memory.kv_cache import KVCache
 from lowtide.memory.kv_pages import KVLayout, StorageShape
 from lowtide.memory.pages import PageBudget
+from lowtide.model_writing.synth import write_checkpoint
 from lowtide.policies import kept_keys
 
 CONTEXT = 512

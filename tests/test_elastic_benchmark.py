@@ -11,8 +11,8 @@ from common import cut_models, elastic_trace
 
 from lowtide.errors import UsageError
 from lowtide.families import families
-from lowtide.lab.synth import synth
 from lowtide.llm import plan_model
+from lowtide.model_writing.synth import synth
 
 
 @pytest.mark.parametrize(

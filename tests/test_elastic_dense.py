@@ -13,8 +13,8 @@ from test_elastic_arena import physical_bytes
 
 from lowtide import LLM, DiffusionParams, SamplingParams
 from lowtide.families import SynthSize, families
-from lowtide.lab.synth import synth, write_checkpoint
 from lowtide.llm import plan_model
+from lowtide.model_writing.synth import synth, write_checkpoint
 
 SLACK_BYTES = 32 << 20
 LONGEST = 2048

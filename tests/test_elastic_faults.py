@@ -25,9 +25,9 @@ from whole import passes_that_wait
 
 from lowtide import LLM, DiffusionParams, SamplingParams
 from lowtide.errors import PageError
-from lowtide.lab.synth import synth
 from lowtide.llm import plan_model
 from lowtide.memory.host_pages import HostPages
+from lowtide.model_writing.synth import synth
 
 LONG = SamplingParams(max_tokens=900, ignore_eos=True)
 TIGHT = 768  # tokens: what the longest prompt and its answer take, and no more

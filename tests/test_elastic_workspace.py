@@ -18,8 +18,8 @@ from lowtide import LLM, DiffusionParams, SamplingParams
 from lowtide.engine.running import pass_room
 from lowtide.engine.running.elastic import ElasticMemory
 from lowtide.errors import PageError
-from lowtide.lab.synth import synth
 from lowtide.llm import plan_model
+from lowtide.model_writing.synth import synth
 from lowtide.policies.catalogue import CATALOGUE
 from lowtide.policies.presets import substitutes
 

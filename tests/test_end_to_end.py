@@ -12,7 +12,7 @@ import pytest
 from programs import python
 
 import lowtide
-from lowtide.lab.synth import synth
+from lowtide.model_writing.synth import synth
 
 DEMO = Path(lowtide.__file__).parent / "demo" / "autoregressive"
 PLAN_KEYS = {"minimum_bytes", "full_bytes", "budget_bytes", "overhead_bytes", "tiers", "reason"}

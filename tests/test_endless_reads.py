@@ -19,7 +19,7 @@ from lowtide import SamplingParams
 from lowtide.engine.running.engine import Engine
 from lowtide.errors import StorageError, UsageError
 from lowtide.experts import compiled_residents, host_tier, transfer
-from lowtide.lab.synth import synth
+from lowtide.model_writing.synth import synth
 from lowtide.reading import file_reader
 
 PROMPT, PARAMS = [5, 17, 3], SamplingParams(max_tokens=24)

@@ -33,8 +33,8 @@ from lowtide.engine.running.engine import Engine
 from lowtide.engine.running.loop import QueuedAnswers
 from lowtide.engine.running.worker import Job
 from lowtide.errors import InternalError, LowtideError, PlanError, StorageError, UsageError
-from lowtide.lab.synth import synth
 from lowtide.llm import LLM, plan_model
+from lowtide.model_writing.synth import synth
 
 FAMILIES = ("qwen3_moe", "llada2")
 PROMPTS = ([5, 17, 3], [9], [44, 3, 3, 80] * 10, [7] * 20)

@@ -12,8 +12,8 @@ from common.run import loaded_engine
 from lowtide.cli.outlook import outlook
 from lowtide.engine.opening.config import EngineConfig
 from lowtide.lab.budgets import budget_of_share
-from lowtide.lab.synth import synth
 from lowtide.llm import plan_model
+from lowtide.model_writing.synth import synth
 from lowtide.reading.file_reader import Ticket
 
 LENGTHS = [256, 640]  # of one tile, and of several

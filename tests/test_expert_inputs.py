@@ -27,11 +27,11 @@ from lowtide.experts.rows import Routing
 from lowtide.files import array_file
 from lowtide.formats.expert_inputs import PRIOR_ROWS, ExpertInputs
 from lowtide.lab.calibrate import calibrate
-from lowtide.lab.demo_tasks import held_out_text
 from lowtide.lab.input_squares import InputSquares
-from lowtide.lab.pack import pack
-from lowtide.lab.synth import synth
 from lowtide.llm import plan_model
+from lowtide.model_folder.demo_tasks import held_out_text
+from lowtide.model_writing.pack import pack
+from lowtide.model_writing.synth import synth
 from lowtide.plan import MemoryPlan
 from lowtide.replay.calibration import Calibration
 from lowtide.replay.trace import TraceShape
@@ -352,7 +352,7 @@ def test_another_calibration_does_not_go_on_with_this_one_s(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("lowtide.lab.pack._write_texts", stop)
+        patch.setattr("lowtide.model_writing.pack._write_texts", stop)
         with pytest.raises(KeyboardInterrupt):
             pack(model, tmp_path / "packed", "q4", calibration=calibrated)
     with pytest.raises(UsageError, match="not of this packing"):

@@ -20,11 +20,11 @@ from transformers import AutoModelForCausalLM
 
 from lowtide.errors import CheckpointError, ConfigError, PlanError, UnsupportedError
 from lowtide.families import families, read_config
-from lowtide.lab.synth import synth
-from lowtide.lab.synth_weights import CHARACTER
 from lowtide.llm import LLM, plan_model
 from lowtide.memory.kv_cache import KVCache
 from lowtide.model_folder.checkpoint import Checkpoint
+from lowtide.model_writing.synth import synth
+from lowtide.model_writing.synth_weights import CHARACTER
 from lowtide.params import SamplingParams
 from lowtide.schemas import model_schema, weight_bytes
 

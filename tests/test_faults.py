@@ -40,9 +40,9 @@ from lowtide.experts import transfer
 from lowtide.experts.host_executor import HostExpertExecutor
 from lowtide.experts.runtime import ExpertRuntime
 from lowtide.families.llada2.model import LLaDA2
-from lowtide.lab.synth import synth
 from lowtide.llm import LLM
 from lowtide.model_folder.checkpoint import Checkpoint
+from lowtide.model_writing.synth import synth
 from lowtide.reading.file_reader import FileReader
 
 INDEX = "model.safetensors.index.json"

@@ -31,10 +31,10 @@ from lowtide.experts.runtime import ExpertRuntime
 from lowtide.kernels import choice
 from lowtide.kernels.compiled import CompiledKernels
 from lowtide.kernels.layer_parts import Status
-from lowtide.lab.synth import synth
 from lowtide.layers.batch import Batch, Segment
 from lowtide.layers.few_rows import ShortPass, WholeLayer, WholeModel
 from lowtide.llm import plan_model
+from lowtide.model_writing.synth import synth
 
 AT_ONCE = ("qwen3_moe", "qwen2_moe", "mixtral", "olmoe", "bailing_moe_v2", "glm4_moe")
 """Families whose layers are one call."""

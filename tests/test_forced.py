@@ -23,8 +23,8 @@ from lowtide.core import StepKind
 from lowtide.decode.forced import ForcedText
 from lowtide.engine.running import forcing
 from lowtide.errors import PlanError, UsageError
-from lowtide.lab.synth import synth
 from lowtide.llm import plan_model
+from lowtide.model_writing.synth import synth
 
 BLOCKS = GOLDENS / "llada2-a"
 TOLERANCE = 2e-4

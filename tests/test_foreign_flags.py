@@ -24,7 +24,7 @@ from lowtide.cli.foreign_flags import FLAGS, VERBS, Verb
 from lowtide.cli.live import LiveView
 from lowtide.cli.options import OPTIONS, resolve
 from lowtide.cli.verbs import OWN_VERBS
-from lowtide.cli.verify import _verdict_line
+from lowtide.lab.verbs.verify import _verdict_line
 from lowtide.lab.verify import Verdict
 
 DEMO = "demo:autoregressive"

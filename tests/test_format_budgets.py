@@ -12,9 +12,9 @@ from test_gguf_by_expert import as_published, write_by_expert
 from test_gguf_models import MIXED, SMALL, write
 
 from lowtide.lab import verify as verify_module
-from lowtide.lab.synth import synth
 from lowtide.lab.verify import verify
 from lowtide.llm import plan_model
+from lowtide.model_writing.synth import synth
 from lowtide.plan import WeightFormats
 
 GGUF_FILES: dict[str, Callable[[Path], object]] = {

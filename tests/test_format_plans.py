@@ -12,14 +12,14 @@ from typer.testing import CliRunner
 from lowtide import SamplingParams
 from lowtide.answers import opening
 from lowtide.cli.app import app
-from lowtide.cli.quality import parse_settings
 from lowtide.engine.opening import model as engine_opening
 from lowtide.engine.opening.config import EngineConfig
 from lowtide.errors import UsageError
-from lowtide.lab.pack import pack
-from lowtide.lab.synth import synth
+from lowtide.lab.verbs.quality import parse_settings
 from lowtide.llm import LLM, check_request, plan_in_full, plan_model
 from lowtide.model_folder import hub
+from lowtide.model_writing.pack import pack
+from lowtide.model_writing.synth import synth
 from lowtide.plan import FormatPlan, SpeedRange, WeightFormats, faster_format
 
 

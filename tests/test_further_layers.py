@@ -11,9 +11,9 @@ import pytest
 from typer.testing import CliRunner
 
 from lowtide.cli.app import app
-from lowtide.lab.synth import synth
 from lowtide.model_folder import further_layers
 from lowtide.model_folder.further_layers import warn_of_further_layers
+from lowtide.model_writing.synth import synth
 
 SAID = "The weights also have"
 

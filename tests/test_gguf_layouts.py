@@ -15,9 +15,9 @@ from gguf_layouts import array, mutated, parts_of, rewritten, text
 from gguf_oracle import random_model
 
 from lowtide.errors import ConfigError, LowtideError, UnsupportedError
-from lowtide.lab.pack import pack
 from lowtide.llm import LLM, plan_model
 from lowtide.model_folder.gguf_model import GgufModel
+from lowtide.model_writing.pack import pack
 from lowtide.schemas import bind
 
 KINDS = {"down": Type.Q4_0, "gate": Type.Q5_1, "up": Type.Q8_0, "attn": Type.MXFP4}

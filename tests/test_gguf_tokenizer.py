@@ -19,11 +19,11 @@ from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, tra
 from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
 
 from lowtide.errors import CheckpointError, UnsupportedError, UsageError
-from lowtide.lab.synth_tokenizer import tokenizer_json
 from lowtide.model_folder.gguf_header import GgufHeader
 from lowtide.model_folder.gguf_tokenizer import gguf_tokenizer
 from lowtide.model_folder.gguf_words import WORDS
 from lowtide.model_folder.tokenizer import Tokenizer
+from lowtide.model_writing.synth_tokenizer import tokenizer_json
 
 EOS = 1000
 TEXT = "The quick brown fox's 12345 jumps\n\n over  the lazy dog. DON'T! caf\u00e9 \u65e5\u672c "

@@ -13,10 +13,10 @@ for name in ("tokenizers", "jinja2", "huggingface_hub", "psutil"):
     pytest.importorskip(name)
 
 from lowtide.lab import verify as verify_module  # noqa: E402
-from lowtide.lab.pack import pack  # noqa: E402
-from lowtide.lab.synth import synth  # noqa: E402
 from lowtide.lab.verify import verify  # noqa: E402
 from lowtide.llm import LLM, plan_model  # noqa: E402
+from lowtide.model_writing.pack import pack  # noqa: E402
+from lowtide.model_writing.synth import synth  # noqa: E402
 from lowtide.params import DiffusionParams, SamplingParams  # noqa: E402
 
 pytestmark = pytest.mark.gpu

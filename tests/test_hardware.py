@@ -25,6 +25,7 @@ from lowtide.cli.app import app
 from lowtide.core import Curve, IntArray, MoEShape
 from lowtide.devices.emulated import EmulatedDevice
 from lowtide.devices.emulated_speeds import EmulatedSpeeds
+from lowtide.doctor import checkup, doctor
 from lowtide.errors import PlanError, StorageError, UsageError
 from lowtide.experts.at_once import ExpertsAtOnce
 from lowtide.experts.layout import SlotLayout
@@ -56,12 +57,13 @@ from lowtide.hardware.timing import MAX_REPEATS, MIN_REPEATS, Timing, repeat_int
 from lowtide.kernels.choice import choose_kernels
 from lowtide.kernels.cpu import reader
 from lowtide.kernels.reference import REFERENCE
-from lowtide.lab import checkup, doctor
-from lowtide.lab.synth import synth
+from lowtide.lab import machine_profile
 from lowtide.layers.batch import Batch
 from lowtide.llm import LLM, plan_model
 from lowtide.memory.arena import Arena
 from lowtide.model_folder.checkpoint import TensorEntry
+from lowtide.model_folder.demos import DEMO_FOLDER
+from lowtide.model_writing.synth import synth
 from lowtide.models.decoder import Decoder
 from lowtide.profiles import load_profile
 from lowtide.threads.executor import HostExecutor
@@ -614,12 +616,17 @@ def test_an_emulated_device_is_named_and_never_kept(quick: None, cache: Path) ->
     assert not (cache / "costs").exists()
 
 
+_EMULATED = ("link_latency_us=0", "link_GBps=10", "host_slowdown=1")
+
+
 def test_this_machine_as_a_profile(quick: None, tmp_path: Path) -> None:
     file = tmp_path / "this.toml"
-    given = ("link_latency_us=0", "link_GBps=10", "host_slowdown=1")
-    options = ["--device", "emulated", *(f"--device-option={option}" for option in given)]
-    told = json.loads(run("demo:diffusion", *options, "--profile", str(file), "--json"))
-    [measured] = told["costs"]
+    options = dict(option.split("=") for option in _EMULATED)
+    diagnosis = doctor.diagnose(
+        DEMO_FOLDER / "diffusion", name="demo:diffusion", device="emulated", device_options=options
+    )
+    machine_profile.save_profile(diagnosis, file)
+    [measured] = diagnosis.as_dict()["costs"]
     shape = MoEShape(*(measured[name] for name in MoEShape._fields))
     profile = load_profile(str(file))
     costs = profile.costs(shape)
@@ -631,16 +638,23 @@ def test_this_machine_as_a_profile(quick: None, tmp_path: Path) -> None:
         assert curve.at(1) == pytest.approx(points[0]["median_s"], rel=0.5)
 
 
+def test_bench_writes_this_machine_as_a_profile(quick: None, tmp_path: Path) -> None:
+    file = tmp_path / "this.toml"
+    arguments = ["bench", "demo:diffusion", "--repeats", "1", "--max-tokens", "4"]
+    arguments += ["--device", "emulated", *(f"--device-option={option}" for option in _EMULATED)]
+    result = CliRunner().invoke(app, [*arguments, "--profile", str(file)])
+    assert result.exit_code == 0, result.output
+    assert "emulated" in load_profile(str(file)).name
+
+
 @pytest.mark.parametrize("place", ["file/this.toml", "."])
 def test_a_profile_is_refused_before_anything_is_measured(place: str, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    arguments = ["doctor", "--profile", str(tmp_path / place), "--device", "emulated"]
-    result = CliRunner().invoke(app, arguments)
+    bench = ["bench", "demo:diffusion", "--profile"]
+    result = CliRunner().invoke(app, [*bench, str(tmp_path / place), "--device", "emulated"])
     assert result.exit_code == 1 and "cannot be written" in result.stderr
-    for arguments, said in ((["demo:chat", "--device", "cpu"], "emulated"), ([], "MODEL")):
-        arguments = ["doctor", *arguments, "--profile", str(tmp_path / "this.toml")]
-        result = CliRunner().invoke(app, arguments)
-        assert result.exit_code == 2 and said in result.stderr
+    result = CliRunner().invoke(app, [*bench, str(tmp_path / "this.toml"), "--device", "cpu"])
+    assert result.exit_code == 2 and "emulated" in result.stderr
 
 
 def test_without_a_model_the_machine_is_measured(

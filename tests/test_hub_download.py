@@ -28,11 +28,11 @@ from lowtide.cli import screen
 from lowtide.cli.app import app
 from lowtide.errors import HubError
 from lowtide.families import read_config, read_config_in
-from lowtide.lab.synth import synth
 from lowtide.model_folder import hub, hub_download, hub_requests
 from lowtide.model_folder.hub_download import fetch
 from lowtide.model_folder.hub_model import HubModel
 from lowtide.model_folder.hub_reference import HubReference
+from lowtide.model_writing.synth import synth
 
 SHARD = "model.safetensors"
 SIZE = (GOLDEN / SHARD).stat().st_size

@@ -29,12 +29,12 @@ from lowtide.experts.runtime import ExpertRuntime
 from lowtide.kernels.cpu.reader import CompiledReader
 from lowtide.kernels.reference import Kernels
 from lowtide.lab.calibrate import calibrate
-from lowtide.lab.record import recorded
-from lowtide.lab.synth import synth
 from lowtide.llm import LLM, plan_model
+from lowtide.model_writing.synth import synth
 from lowtide.params import DiffusionParams, SamplingParams
 from lowtide.policies.presets import candidates, fetches_all, options_of, preset_names
 from lowtide.reading.file_reader import FileReader
+from lowtide.record import recorded
 from lowtide.replay.trace import Trace
 
 FAST = {"link_GBps": "1000", "link_latency_us": "0", "host_slowdown": "1"}

@@ -24,8 +24,8 @@ from lowtide.formats.ggml import ROW_GROUP
 from lowtide.formats.quantised_matrix import GROUP
 from lowtide.kernels.int8_rows import product_bytes, round_rows
 from lowtide.kernels.reference import Kernels
-from lowtide.lab.synth import synth
 from lowtide.llm import LLM, plan_model
+from lowtide.model_writing.synth import synth
 from lowtide.plan import WeightFormats
 
 PROMPT = list(range(1, 40))

@@ -27,10 +27,10 @@ from lowtide.experts import compiled_residents, transfer
 from lowtide.experts.compiled_residents import CompiledResidents
 from lowtide.experts.host_tier import HostTier
 from lowtide.kernels.layer_parts import Status
-from lowtide.lab.synth import synth
 from lowtide.layers.batch import Segment
 from lowtide.layers.router import SigmoidRouter
 from lowtide.llm import LLM
+from lowtide.model_writing.synth import synth
 from lowtide.reading.file_reader import FileReader, Read, Ticket
 
 TIE = 1e-5

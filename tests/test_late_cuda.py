@@ -18,6 +18,7 @@ from late_cuda import CUDA, LateGpu, late_cuda
 
 from lowtide.core import Costs, Curve, Facts, MoEShape, RoutedTokens
 from lowtide.devices import cuda
+from lowtide.doctor import doctor
 from lowtide.engine.running import device as device_engine
 from lowtide.errors import (
     DeviceError,
@@ -30,14 +31,13 @@ from lowtide.experts.layout import SlotLayout
 from lowtide.families import families
 from lowtide.hardware import measure, store, streams
 from lowtide.kernels import choice
-from lowtide.lab import doctor
 from lowtide.lab import verify as verify_module
-from lowtide.lab.pack import pack
-from lowtide.lab.synth import synth
 from lowtide.lab.verify import verify
 from lowtide.llm import LLM, plan_model
 from lowtide.memory.arena import Arena
 from lowtide.memory.pinned import PinnedMemory
+from lowtide.model_writing.pack import pack
+from lowtide.model_writing.synth import synth
 from lowtide.params import DiffusionParams, SamplingParams
 from lowtide.plan import WeightFormats
 from lowtide.policies.catalogue import CATALOGUE

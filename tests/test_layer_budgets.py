@@ -19,8 +19,8 @@ from whole import answer, budget_bytes
 
 from lowtide import SamplingParams
 from lowtide.core import Costs, Curve, Demand, FloatArray, MoEShape, Moves, Step, StepKind
-from lowtide.lab.synth import synth
 from lowtide.llm import LLM, plan_model
+from lowtide.model_writing.synth import synth
 from lowtide.policies import budgets
 from lowtide.policies.budgets import Budgets
 from lowtide.policies.catalogue import CATALOGUE

@@ -21,8 +21,8 @@ from lowtide.formats.plain import plain_format
 from lowtide.kernels import choice
 from lowtide.kernels.cpu.packed import MAX_FEW_ROWS
 from lowtide.kernels.layer_parts import LayerParts
-from lowtide.lab.synth import synth
 from lowtide.layers.few_rows import WholeLayer
+from lowtide.model_writing.synth import synth
 
 FORMATS: Mapping[str, Mapping[str, str]] = {
     "q8": {"format": "q8"},

@@ -26,7 +26,6 @@ from lowtide.engine.planning.registering import _forward_sample, plan_long_passe
 from lowtide.families import families
 from lowtide.kernels.operands import Matrix
 from lowtide.kernels.reference import REFERENCE, Kernels
-from lowtide.lab.synth import synth
 from lowtide.layers.batch import Batch, KVRange, Segment
 from lowtide.layers.linear import GatedMLP, Linear
 from lowtide.layers.query_chunks import chunks_of
@@ -36,6 +35,7 @@ from lowtide.memory.arena import Arena
 from lowtide.memory.chunking import EACH_TILE, MAX_REMAINDER, Counts, window_rows
 from lowtide.memory.kv_cache import GRANULE_TOKENS, KVCache, storage_shape
 from lowtide.memory.workspace import TILE_ROWS, Workspace, tiles
+from lowtide.model_writing.synth import synth
 from lowtide.threads.executor import HostExecutor
 
 NUM_ROWS = 1100

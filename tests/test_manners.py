@@ -24,8 +24,8 @@ from lowtide.config.sampling import PublishedSampling, read_sampling
 from lowtide.decode.intake import _warn_of_no_draws
 from lowtide.decode.request import Request
 from lowtide.errors import ConfigError, UsageError
-from lowtide.lab.synth import synth
 from lowtide.model_folder.tokenizer import TextStream
+from lowtide.model_writing.synth import synth
 from lowtide.params import with_published
 from lowtide.parsing import has_thoughts, parser_of
 from lowtide.parsing.answer_pieces import pieces_of, with_stop_test

@@ -23,9 +23,9 @@ from lowtide.engine.running import pass_room
 from lowtide.errors import CheckpointError, ConfigError, PlanError, UnsupportedError
 from lowtide.families import families, read_config
 from lowtide.lab import verify as verify_module
-from lowtide.lab.synth import synth
 from lowtide.lab.verify import verify
 from lowtide.llm import LLM, plan_model
+from lowtide.model_writing.synth import synth
 from lowtide.schemas import model_schema, weight_bytes
 
 GOLDENS = Path(__file__).parent / "goldens"

@@ -14,8 +14,8 @@ import pytest
 from programs import python
 
 from lowtide.families import SynthSize, families
-from lowtide.lab.synth import write_checkpoint
 from lowtide.llm import plan_model
+from lowtide.model_writing.synth import write_checkpoint
 
 MIN_CHECKPOINT_BYTES = 300 << 20
 CONTEXT = 1024

@@ -26,9 +26,9 @@ from lowtide.formats import formats, mxfp4
 from lowtide.formats.convert import convert, convert_rows
 from lowtide.formats.plain import ITEM_BYTES, SAFETENSORS_NAME
 from lowtide.kernels.operands import ClampedWeights
-from lowtide.lab.safetensors_writer import OutputTensor, SafetensorsWriter
 from lowtide.memory.arena import Arena
 from lowtide.model_folder.checkpoint import Checkpoint
+from lowtide.model_writing.safetensors_writer import OutputTensor, SafetensorsWriter
 from lowtide.reading.file_reader import ArrayRead, FileReader
 from lowtide.reading.finite_weights import check_finite
 from lowtide.schemas import SlotTarget, TensorSpec, bind, model_schema

@@ -17,8 +17,8 @@ from lowtide.cli.app import app
 from lowtide.decode.request import Committed, Event
 from lowtide.engine.planning.passes import PlannedPass
 from lowtide.errors import PlanError, UsageError
-from lowtide.lab.synth import synth
 from lowtide.llm import check_request
+from lowtide.model_writing.synth import synth
 from lowtide.params import DEFAULT_CANVAS_TOKENS
 
 CONTEXT = 48

@@ -9,9 +9,9 @@ import pytest
 
 from lowtide import SamplingParams
 from lowtide.errors import CheckpointError
-from lowtide.lab.synth import synth
 from lowtide.llm import LLM
 from lowtide.model_folder.checkpoint import Checkpoint
+from lowtide.model_writing.synth import synth
 
 NAN, INFINITY = 0x7FC0, 0x7F80  # in bfloat16
 

@@ -10,8 +10,8 @@ import pytest
 from lowtide import LLM, SamplingParams
 from lowtide.experts.at_once import ExpertsAtOnce
 from lowtide.experts.host_executor import HostExpertExecutor
-from lowtide.lab.synth import synth
 from lowtide.llm import plan_model
+from lowtide.model_writing.synth import synth
 from lowtide.threads.executor import HostExecutor
 
 OPTIONS: dict[str, Any] = {"device": "cpu", "context": 256}

@@ -22,11 +22,11 @@ from typer.testing import CliRunner
 
 import lowtide
 from lowtide.cli.app import app
+from lowtide.cli.plotting import save_figure
 from lowtide.cli.turns import Turns
 from lowtide.errors import StorageError
 from lowtide.files.whole_file import check_writable, whole_file
 from lowtide.lab import machine_profile
-from lowtide.lab.plotting import save_figure
 from lowtide.replay.trace import is_trace
 
 MODEL = str(GOLDENS / "llada-moe-a")
@@ -76,7 +76,7 @@ def write_plot(path: Path) -> None:
 
 def write_profile(path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        text = "# Measured by lowtide doctor: experts of m, 2026-01-01.\nname = 'm'\n"
+        text = "# Measured by lowtide bench: experts of m, 2026-01-01.\nname = 'm'\n"
         patch.setattr(machine_profile, "profile_text", lambda _: text)
         machine_profile.save_profile(cast(Any, None), path)
 
@@ -151,7 +151,10 @@ def test_every_file_at_a_users_path_is_written_under_the_rule() -> None:
     """A module that writes without asking whose the file is writes into lowtide's own folders, or
     into one that it made.
     """
-    root, own = Path(lowtide.__file__).parent, {"lab/pack.py", "lab/synth.py", "hardware/store.py"}
+    root, own = (
+        Path(lowtide.__file__).parent,
+        {"model_writing/pack.py", "model_writing/synth.py", "hardware/store.py"},
+    )
     asked = re.compile(r"whole_file\(([^()]|\([^()]*\))*\)")
     for path in root.rglob("*.py"):
         name = path.relative_to(root).as_posix()

@@ -14,10 +14,10 @@ from typer.testing import CliRunner
 from lowtide import SamplingParams
 from lowtide.cli.app import app
 from lowtide.errors import CheckpointError, UnsupportedError, UsageError
-from lowtide.lab.pack import pack
-from lowtide.lab.synth import synth
 from lowtide.llm import LLM, plan_model
 from lowtide.model_folder.checkpoint import Checkpoint
+from lowtide.model_writing.pack import pack
+from lowtide.model_writing.synth import synth
 from lowtide.plan import WeightFormats
 
 PROMPT = list(range(1, 40))

@@ -22,10 +22,10 @@ from lowtide.cli.app import app
 from lowtide.engine.opening.config import EngineConfig
 from lowtide.engine.opening.model import open_model
 from lowtide.errors import CheckpointError, LowtideError, StorageError, UsageError
-from lowtide.lab import safetensors_writer
-from lowtide.lab.pack_experts import pack_experts
-from lowtide.lab.synth import synth
 from lowtide.llm import LLM, plan_model
+from lowtide.model_writing import safetensors_writer
+from lowtide.model_writing.pack_experts import pack_experts
+from lowtide.model_writing.synth import synth
 from lowtide.reading.by_expert import BORDER_BYTES, copy_path
 
 KINDS = {"qwen3_moe": Type.Q4_0, "gpt_oss": Type.MXFP4, "deepseek_v2": Type.Q4_K}

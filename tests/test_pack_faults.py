@@ -18,9 +18,9 @@ import pytest
 from test_regular_file import a_device, a_folder, a_link_to_itself, a_pipe, a_socket, at_once
 
 from lowtide.errors import LowtideError, StorageError, UsageError
-from lowtide.lab.pack import pack
-from lowtide.lab.synth import synth
 from lowtide.llm import plan_model
+from lowtide.model_writing.pack import pack
+from lowtide.model_writing.synth import synth
 from lowtide.reading import file_reader
 
 
@@ -106,7 +106,7 @@ def test_a_disk_with_too_little_room_for_all_is_told_before_anything_is_written(
     assert not out.exists()
     free = needed
     with monkeypatch.context() as killed, pytest.raises(KeyboardInterrupt):
-        killed.setattr("lowtide.lab.pack._write_texts", interrupt)
+        killed.setattr("lowtide.model_writing.pack._write_texts", interrupt)
         pack(original, out, format="q4")
     (out / first).unlink()
     (out / second).rename(out / f"{second}.partial")
@@ -178,7 +178,7 @@ def test_notes_stay_when_a_packing_goes_on(
 ) -> None:
     """A full disk could not take them once more, and without them it would be another's folder."""
     with monkeypatch.context() as killed, pytest.raises(KeyboardInterrupt):
-        killed.setattr("lowtide.lab.pack._write_texts", interrupt)
+        killed.setattr("lowtide.model_writing.pack._write_texts", interrupt)
         pack(original, tmp_path, format="q4")
     with pytest.raises(UsageError, match="not of this packing"):
         pack(original, tmp_path, format="q8")
@@ -187,7 +187,7 @@ def test_notes_stay_when_a_packing_goes_on(
     assert contents(pack(original, tmp_path, format="q4")) == packed
     for path in tmp_path.iterdir():
         path.unlink()
-    monkeypatch.setattr("lowtide.lab.pack._notes", lambda *_: {"source": "short"})
+    monkeypatch.setattr("lowtide.model_writing.pack._notes", lambda *_: {"source": "short"})
     with (
         files_of_at_most(0),
         pytest.raises(StorageError, match="cannot be written: File too large"),
@@ -212,7 +212,7 @@ def test_a_process_that_is_killed_leaves_no_model_and_the_next_goes_on(
     program = """
 import os, signal, sys
 from pathlib import Path
-from lowtide.lab.pack import pack
+from lowtide.model_writing.pack import pack
 from lowtide.reading import file_reader
 convert, calls = file_reader.convert, 0
 def killed(*arguments):

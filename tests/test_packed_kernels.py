@@ -44,8 +44,8 @@ from lowtide.kernels.cpu.packed import MAX_FEW_ROWS, PackedOperators, block_numb
 from lowtide.kernels.cpu.packing import CompiledPacking
 from lowtide.kernels.cpu.sources import PACKED, block_types
 from lowtide.kernels.reference import REFERENCE
-from lowtide.lab.synth import synth
 from lowtide.llm import LLM
+from lowtide.model_writing.synth import synth
 
 ROWS = (0, 1, 2, 3, 4, 5, 7, 8, 13, 16, 17, 25, 29, MAX_FEW_ROWS)
 OWN_SHAPES = ((1, 1), (5, 64), (7, 130), (300, 200), (64, 1024), (9, 63), (33, 192), (17, 1100))

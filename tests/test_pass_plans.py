@@ -16,13 +16,13 @@ from lowtide.engine.running import pass_room
 from lowtide.engine.running.pass_room import paged_room
 from lowtide.errors import PageError, PlanError
 from lowtide.families import families
-from lowtide.lab.synth import write_checkpoint
 from lowtide.llm import LLM, plan_model
 from lowtide.memory.chunking import MAX_BUCKETS, Counts
 from lowtide.memory.pages import PageBudget
 from lowtide.memory.pass_planner import PassPlan, PassPlanner
 from lowtide.memory.pass_plans import PagedRoom, PassPlans
 from lowtide.memory.planner import ArenaPlaces
+from lowtide.model_writing.synth import write_checkpoint
 from lowtide.params import DiffusionParams, SamplingParams
 
 CONTEXT = 1024

@@ -31,8 +31,8 @@ from test_simulated_benchmarks import Written
 
 from lowtide.errors import PlanError
 from lowtide.families import read_config_in
-from lowtide.lab.synth import synth
 from lowtide.memory.arena import Arena, Region
+from lowtide.model_writing.synth import synth
 
 MIB = 1 << 20
 

@@ -23,7 +23,6 @@ from lowtide.engine.planning.registering import plan_long_passes, register
 from lowtide.engine.running.engine import Engine
 from lowtide.families import families
 from lowtide.kernels.row_statistics import Guidance, Wanted
-from lowtide.lab.synth import synth
 from lowtide.layers.batch import Batch, Segment
 from lowtide.llm import LLM
 from lowtide.memory.arena import Arena
@@ -32,6 +31,7 @@ from lowtide.memory.kv_cache import GRANULE_TOKENS, KVCache
 from lowtide.memory.kv_turns import KVTurns
 from lowtide.memory.pass_planner import PassPlanner
 from lowtide.memory.workspace import Buffers, Workspace
+from lowtide.model_writing.synth import synth
 
 STEP = Step(StepKind.DENOISE, 0)
 ALL_WANTED = Wanted(second=True, entropy=True)

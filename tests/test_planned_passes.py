@@ -13,20 +13,20 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from lowtide import LLM, DiffusionParams, SamplingParams
+from lowtide.cli import plotting
 from lowtide.cli.app import app
 from lowtide.cli.live import LiveView
 from lowtide.cli.passes import pass_caption
+from lowtide.cli.passes_picture import draw, parts
+from lowtide.cli.plotting import check_plot
 from lowtide.engine.opening.config import EngineConfig
 from lowtide.engine.opening.model import OpenModel, open_model
 from lowtide.engine.planning.passes import MASKED_SHARES, longest_context, plan_passes
 from lowtide.engine.planning.plan import make_plan
 from lowtide.engine.running import pass_room
 from lowtide.errors import PlanError, UnsupportedError
-from lowtide.lab import plotting
-from lowtide.lab.passes_picture import draw, parts
-from lowtide.lab.plotting import check_plot
-from lowtide.lab.synth import synth
 from lowtide.memory.pass_planner import PassPlan
+from lowtide.model_writing.synth import synth
 
 FAMILIES = ("llada", "llada_moe", "dream")
 CONTEXT = 3000

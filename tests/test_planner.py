@@ -22,7 +22,6 @@ from lowtide.engine.planning.registering import register
 from lowtide.errors import InternalError
 from lowtide.families import families
 from lowtide.kernels.row_statistics import Guidance, Wanted
-from lowtide.lab.synth import synth
 from lowtide.layers.batch import Batch, Segment
 from lowtide.llm import LLM
 from lowtide.memory.arena import Arena
@@ -30,6 +29,7 @@ from lowtide.memory.kv_cache import KVCache
 from lowtide.memory.kv_turns import KVTurns
 from lowtide.memory.planner import ArenaPlaces, Graph, Moment, Place, Transient, first_fit
 from lowtide.memory.workspace import Buffers, Registrar, Workspace
+from lowtide.model_writing.synth import synth
 from lowtide.models.decoder import Decoder
 
 takes = st.tuples(st.just("take"), st.integers(0, 700))

@@ -48,8 +48,8 @@ from lowtide.hardware.machine import (
 from lowtide.hardware.store import keep_rates, kept_rates, rates_path
 from lowtide.hardware.timing import Sample, Timing
 from lowtide.hardware.weight_rates import KINDS, NUM_TOKENS, ROUNDING, kind_of
-from lowtide.lab.synth import synth
 from lowtide.llm import LLM, plan_model
+from lowtide.model_writing.synth import synth
 from lowtide.plan import FormatPlan, MemoryPlan, PassTime, Prediction, SpeedRange, TierPlan
 
 GIB = 1 << 30

@@ -12,8 +12,8 @@ from whole import Observed
 from lowtide.core import Step, StepKind
 from lowtide.errors import UsageError
 from lowtide.experts.rows import Routing
-from lowtide.lab.synth import synth
 from lowtide.llm import LLM
+from lowtide.model_writing.synth import synth
 
 STEP = Step(StepKind.DECODE, 0)
 

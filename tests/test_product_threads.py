@@ -24,11 +24,11 @@ import lowtide
 from lowtide.engine.opening import model as opening
 from lowtide.families import read_config_in
 from lowtide.kernels.reference import REFERENCE, Kernels
-from lowtide.lab.synth import synth
 from lowtide.layers import causal_attention
 from lowtide.layers import linear as linear_module
 from lowtide.layers.linear import Linear
 from lowtide.llm import LLM, plan_model
+from lowtide.model_writing.synth import synth
 from lowtide.params import SamplingParams
 from lowtide.threads import executor as executor_module
 from lowtide.threads.executor import HostExecutor

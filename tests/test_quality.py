@@ -21,17 +21,18 @@ from torch import Tensor
 from typer.testing import CliRunner
 from whole import no_more_threads
 
+from lowtide.cli import plotting
 from lowtide.cli.app import app
-from lowtide.cli.quality import parse_settings
 from lowtide.core import Facts, RoutedTokens
 from lowtide.decode.forced import ForcedText
 from lowtide.errors import PlanError, UsageError
-from lowtide.lab import plotting, quality_plot, quality_scores
-from lowtide.lab.demo_tasks import held_out_text
+from lowtide.lab import quality_plot, quality_scores
 from lowtide.lab.quality import QualityReport, QualityWork, quality
 from lowtide.lab.quality_scores import Estimate
 from lowtide.lab.quality_settings import QualitySetting, grouped
 from lowtide.lab.quality_text import Scope
+from lowtide.lab.verbs.quality import parse_settings
+from lowtide.model_folder.demo_tasks import held_out_text
 from lowtide.policies.catalogue import CATALOGUE
 from lowtide.policies.presets import register, unregister
 from lowtide.policies.substitution import in_order

@@ -21,7 +21,7 @@ from lowtide.lab.quality import QualityReport, QualityWork, quality
 from lowtide.lab.quality_curve import curve_path, keep_curve, measured_curve
 from lowtide.lab.quality_settings import MASSES, QualitySetting, curve_settings
 from lowtide.lab.quality_text import Scope
-from lowtide.lab.synth import synth
+from lowtide.model_writing.synth import synth
 from lowtide.replay.calibration import Calibration
 
 SCOPE = Scope(num_tokens=90, window_tokens=80)
@@ -139,7 +139,7 @@ def test_what_was_measured_is_kept_and_shown_though_there_is_no_picture(
 
     kept = tmp_path / "kept"
     kept.write_bytes(calibration.read_bytes())
-    monkeypatch.setattr("lowtide.cli.quality._measured", lambda *_: (report, kept))
+    monkeypatch.setattr("lowtide.lab.verbs.quality._measured", lambda *_: (report, kept))
     monkeypatch.setattr("lowtide.lab.quality_plot.plot", fails)
     asked = ["quality", "demo:chat", "--text", __file__, "--plot", str(tmp_path / "picture.svg")]
     for more, shown in (([], "perplexity"), (["--json"], f'"curve_path":"{kept}"')):

@@ -21,8 +21,8 @@ from lowtide.formats.quantised import Floats, QuantisedRows, fitted
 from lowtide.formats.quantised_matrix import GROUP
 from lowtide.kernels import stored
 from lowtide.kernels.reference import REFERENCE
-from lowtide.lab.synth import synth
 from lowtide.llm import LLM, plan_model
+from lowtide.model_writing.synth import synth
 from lowtide.plan import WeightFormats
 
 PROMPT = list(range(1, 40))

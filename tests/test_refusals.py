@@ -37,10 +37,10 @@ from lowtide.families.unsupported import (
     SAFETENSORS,
     why_unsupported,
 )
-from lowtide.lab.safetensors_writer import header_bytes
 from lowtide.llm import plan_model
 from lowtide.model_folder import hub
 from lowtide.model_folder.checkpoint import Checkpoint
+from lowtide.model_writing.safetensors_writer import header_bytes
 from lowtide.policies.presets import preset_names
 from lowtide.schemas import bind
 

@@ -29,8 +29,8 @@ from lowtide.engine.running.policy_setting import _setting, adopt_policy
 from lowtide.experts.rows import Routing
 from lowtide.lab.budgets import budget_of_share
 from lowtide.lab.calibrate import calibrate
-from lowtide.lab.synth import synth
 from lowtide.llm import plan_model
+from lowtide.model_writing.synth import synth
 from lowtide.policies.presets import lossless_presets
 from lowtide.policies.reads_ahead import AheadTrial
 from lowtide.policies.recipe import Setting

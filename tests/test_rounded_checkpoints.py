@@ -20,6 +20,7 @@ from rounded_files import QUANTISATIONS, Rounded, awq, fp8, gptq, pack_quantized
 from safetensors.torch import load_file, save_file
 
 from lowtide import LLM
+from lowtide.doctor import doctor
 from lowtide.engine.opening.config import EngineConfig
 from lowtide.engine.opening.model import open_model
 from lowtide.errors import CheckpointError, LowtideError, UnsupportedError
@@ -28,11 +29,10 @@ from lowtide.formats import format_of
 from lowtide.formats.arranged import Arranged
 from lowtide.formats.plain import plain_format
 from lowtide.kernels.compiled import CompiledKernels
-from lowtide.lab import doctor
-from lowtide.lab.synth import synth
 from lowtide.llm import plan_model
 from lowtide.memory.arena import Arena
 from lowtide.model_folder.checkpoint import Checkpoint
+from lowtide.model_writing.synth import synth
 from lowtide.reading.file_reader import FileReader, MatrixRead, matrix_bytes_at_once
 
 FORMATS: dict[str, Callable[[], Rounded]] = {

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 
 from lowtide.errors import InternalError, StorageError
-from lowtide.lab.safetensors_writer import OutputTensor, SafetensorsWriter, header_bytes
+from lowtide.model_writing.safetensors_writer import OutputTensor, SafetensorsWriter, header_bytes
 
 ENTRIES = [OutputTensor("b", "F32", (2, 3)), OutputTensor("a", "I8", (5,))]
 DATA: list[np.ndarray[Any, Any]] = [np.arange(6, dtype=np.float32), np.arange(5, dtype=np.int8)]

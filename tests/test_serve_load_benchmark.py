@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from lowtide.errors import InternalError
-from lowtide.lab.synth import synth
+from lowtide.model_writing.synth import synth
 
 served = import_module("common.served")
 serve_load = import_module("serve_load")

@@ -27,7 +27,7 @@ from scripted_serving import (
 
 from lowtide.errors import StorageError
 from lowtide.families import read_config
-from lowtide.lab.synth import synth
+from lowtide.model_writing.synth import synth
 from lowtide.parsing.pieces import Piece, Prefilled, Text
 from lowtide.plan import WeightFormats
 from lowtide.serve import sse

@@ -26,10 +26,10 @@ from test_pack_faults import files_of_at_most
 
 from lowtide.errors import StorageError, UsageError
 from lowtide.families import families, read_config, read_config_in
-from lowtide.lab.synth import plan_shards, synth
-from lowtide.lab.synth_weights import CHARACTER, Noise, tensors_of, to_bfloat16, zipf_bias
 from lowtide.model_folder.checkpoint import Checkpoint
 from lowtide.model_folder.tokenizer import Tokenizer
+from lowtide.model_writing.synth import plan_shards, synth
+from lowtide.model_writing.synth_weights import CHARACTER, Noise, tensors_of, to_bfloat16, zipf_bias
 from lowtide.schemas import bind, model_schema
 
 SIZES = families()["llada2"].sizes()

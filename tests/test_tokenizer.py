@@ -12,11 +12,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lowtide.errors import CheckpointError, UnsupportedError, UsageError
-from lowtide.lab.synth_tokenizer import SPECIAL_TOKENS, tokenizer_config_json, tokenizer_json
 from lowtide.model_folder import chat_template
 from lowtide.model_folder import tokenizer as module
 from lowtide.model_folder.template_worker import render
 from lowtide.model_folder.tokenizer import Tokenizer
+from lowtide.model_writing.synth_tokenizer import (
+    SPECIAL_TOKENS,
+    tokenizer_config_json,
+    tokenizer_json,
+)
 
 EOS = 300
 HELLO = [{"role": "user", "content": "hello"}]

@@ -21,11 +21,11 @@ from lowtide.config.keys import Origin
 from lowtide.errors import ConfigError
 from lowtide.families import Family, SynthSize, families, read_config, register, unregister
 from lowtide.kernels.operands import HeadNorms
-from lowtide.lab.synth import synth
 from lowtide.layers.linear import GatedMLP
 from lowtide.layers.router import SoftmaxRouter
 from lowtide.layers.self_attention import GroupedAttention
 from lowtide.llm import LLM, plan_model
+from lowtide.model_writing.synth import synth
 from lowtide.models.decoder import Decoder
 from lowtide.params import SamplingParams
 from lowtide.schemas import ModelSchema, TensorSpec

@@ -24,10 +24,10 @@ from lowtide.cli.app import app
 from lowtide.errors import CheckpointError, UnsupportedError
 from lowtide.formats import MatrixFormat, format_of, formats, register, unregister
 from lowtide.formats.matrix import Bytes
-from lowtide.lab.safetensors_writer import OutputTensor, SafetensorsWriter
-from lowtide.lab.synth import synth
 from lowtide.llm import LLM, plan_model
 from lowtide.model_folder.checkpoint import Checkpoint
+from lowtide.model_writing.safetensors_writer import OutputTensor, SafetensorsWriter
+from lowtide.model_writing.synth import synth
 
 ONE = 0x3C00  # the bits of 1.0
 PROMPT = list(range(1, 40))

@@ -21,8 +21,8 @@ from lowtide.engine.running import pass_room
 from lowtide.kernels import triton_head, triton_routing, triton_rows
 from lowtide.kernels.reference import Kernels
 from lowtide.kernels.triton_kernels import TritonKernels
-from lowtide.lab.synth import synth
 from lowtide.llm import LLM, plan_model
+from lowtide.model_writing.synth import synth
 from lowtide.params import DiffusionParams, SamplingParams
 
 KERNELS = {

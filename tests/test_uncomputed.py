@@ -15,7 +15,7 @@ from lowtide.engine.planning import registering
 from lowtide.engine.planning.registering import largest_counts, planner_of, register
 from lowtide.engine.planning.uncomputed import Uncomputed
 from lowtide.families import families
-from lowtide.lab.synth import synth
+from lowtide.model_writing.synth import synth
 
 
 def counted(folder: Path) -> object:

@@ -14,20 +14,20 @@ from typer.testing import CliRunner
 
 from lowtide.cli.app import app
 from lowtide.core import Step, StepKind
+from lowtide.doctor import doctor
+from lowtide.doctor.doctor import diagnose
 from lowtide.errors import PlanError, UnsupportedError, UsageError
 from lowtide.experts.rows import Routing
 from lowtide.families import SynthSize, read_config, register, unregister
 from lowtide.hardware.machine import this_machine
 from lowtide.lab import bench as bench_module
-from lowtide.lab import doctor
 from lowtide.lab.bench import Ceilings, Preset, bench
 from lowtide.lab.calibrate import calibrate
-from lowtide.lab.doctor import diagnose
-from lowtide.lab.record import recorded
-from lowtide.lab.synth import write_checkpoint
 from lowtide.lab.verify import verify
 from lowtide.llm import LLM, plan_model
+from lowtide.model_writing.synth import write_checkpoint
 from lowtide.params import SamplingParams
+from lowtide.record import recorded
 from lowtide.schemas import model_schema
 
 DENSE = {**CONFIG, "num_toys": 0}

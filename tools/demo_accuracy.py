@@ -12,7 +12,7 @@ import random
 from collections.abc import Iterator
 
 from lowtide import LLM
-from lowtide.lab.demo_tasks import SHORT_TASKS, TASKS, as_turn, draw
+from lowtide.model_folder.demo_tasks import SHORT_TASKS, TASKS, as_turn, draw
 from lowtide.model_folder.demos import DEMO_FOLDER, DEMO_NAMES
 
 NUM_QUESTIONS = 200

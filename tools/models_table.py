@@ -17,8 +17,8 @@ from typing import NamedTuple
 
 from lowtide.errors import UnsupportedError
 from lowtide.families import SynthSize, families
-from lowtide.lab.synth_weights import tensors_of
 from lowtide.llm import plan_model
+from lowtide.model_writing.synth_weights import tensors_of
 
 README = Path(__file__).parents[1] / "README.md"
 BEGINS, ENDS = "<!-- models -->", "<!-- end of models -->"

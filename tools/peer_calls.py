@@ -17,9 +17,9 @@ import tokenizers
 from peer_cpp import Made, Name, Reader, Unread
 
 from lowtide.errors import LowtideError
-from lowtide.lab.synth_tokenizer import tokenizer_json
 from lowtide.model_folder.chat_template import ChatTemplates
 from lowtide.model_folder.tokenizer import Tokenizer
+from lowtide.model_writing.synth_tokenizer import tokenizer_json
 from lowtide.parsing import parser_of
 from lowtide.parsing.pieces import CallArguments, CallBegun, Piece, Reasoning, Text, joined
 from lowtide.parsing.tools import Tool

@@ -20,8 +20,8 @@ from peer_cpp import Reader, Unread
 from lowtide.config import Causal
 from lowtide.decode.request import Request
 from lowtide.errors import UsageError
-from lowtide.lab.synth_tokenizer import tokenizer_json
 from lowtide.model_folder.tokenizer import Tokenizer
+from lowtide.model_writing.synth_tokenizer import tokenizer_json
 from lowtide.params import SamplingParams
 from lowtide.serve.grammar import Grammars
 from lowtide.serve.grammar_text import Constraint

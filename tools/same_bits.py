@@ -90,7 +90,7 @@ def make_models(folder: Path) -> list[Path]:
     from rounded_files import write_rounded
 
     from lowtide.families import families
-    from lowtide.lab.synth import synth
+    from lowtide.model_writing.synth import synth
 
     # It warns of keys that the tests write twice.
     logging.getLogger("gguf").setLevel(logging.ERROR)

@@ -3,7 +3,7 @@
 One Ling/LLaDA2 body (3.8M parameters, 32 experts) is trained twice over: as a causal language
 model (`autoregressive`), then, from those weights, as a block diffusion model (`diffusion`). Both
 are written as Hugging Face checkpoint folders that any loader of the real families reads; the
-tasks are those of `lowtide.lab.demo_tasks`.
+tasks are those of `lowtide.model_folder.demo_tasks`.
 
     python tools/train_demo.py autoregressive --minutes 25 --out src/lowtide/demo/autoregressive
     python tools/train_demo.py diffusion --minutes 45 --out src/lowtide/demo/diffusion \
@@ -34,7 +34,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor, nn
 
-from lowtide.lab.demo_tasks import as_turn, draw
+from lowtide.model_folder.demo_tasks import as_turn, draw
 
 SPECIAL_TOKENS = ["<|endoftext|>", "<|mask|>", "<|role_end|>"]
 SPECIAL_TOKENS += ["<|user|>", "<|assistant|>", "<|system|>"]

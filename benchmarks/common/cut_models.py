@@ -12,8 +12,8 @@ from common.models import cache_folder
 from common.record import say
 from lowtide.errors import UsageError
 from lowtide.families import SynthSize, families
-from lowtide.lab.synth import write_checkpoint
-from lowtide.lab.synth_weights import tensors_of
+from lowtide.model_writing.synth import write_checkpoint
+from lowtide.model_writing.synth_weights import tensors_of
 
 
 def cut_model(family: str, max_bytes: int) -> Path:

@@ -27,11 +27,11 @@ from lowtide.errors import InternalError, PlanError
 from lowtide.lab.bench import Spread
 from lowtide.lab.budgets import budget_of_share
 from lowtide.lab.calibrate import calibrate
-from lowtide.lab.record import recorded
 from lowtide.llm import plan_model
 from lowtide.params import DiffusionParams
 from lowtide.plan import MemoryPlan
 from lowtide.profiles import load_profile
+from lowtide.record import recorded
 from lowtide.replay.trace import Trace
 
 PROFILE = "dali-3090"

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from safetensors import safe_open
 from torch import Tensor
 
-from lowtide.lab.safetensors_writer import check_disk_space
+from lowtide.model_writing.safetensors_writer import check_disk_space
 
 _OF_A_LAYER = {
     "input_layernorm": "attn_norm",

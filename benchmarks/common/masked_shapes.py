@@ -16,8 +16,8 @@ from pathlib import Path
 from common.models import cache_folder
 from common.record import say
 from lowtide.families import SynthSize, families
-from lowtide.lab.synth import write_checkpoint
-from lowtide.lab.synth_weights import tensors_of
+from lowtide.model_writing.synth import write_checkpoint
+from lowtide.model_writing.synth_weights import tensors_of
 
 _NARROW = {"d_model": 256, "n_heads": 2, "n_kv_heads": 2, "mlp_hidden_size": 768}
 _LAYERS = {"llada": "n_layers", "llada_moe": "num_hidden_layers", "dream": "num_hidden_layers"}

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from common.record import say
 from lowtide.errors import UsageError
-from lowtide.lab.pack import pack
-from lowtide.lab.synth import synth
+from lowtide.model_writing.pack import pack
+from lowtide.model_writing.synth import synth
 from lowtide.plan import OWN_FORMAT
 
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from common.record import REPOSITORY
 from lowtide import LLM
-from lowtide.lab.demo_tasks import NUM_TEXT_TURNS, SHORT_TASKS, as_turn, draw
+from lowtide.model_folder.demo_tasks import NUM_TEXT_TURNS, SHORT_TASKS, as_turn, draw
 
 
 def text_for(model: str) -> str:

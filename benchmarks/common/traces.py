@@ -14,8 +14,8 @@ from common.texts import text_for, token_ids
 from lowtide import LLM, DiffusionParams, SamplingParams
 from lowtide.core import MoEShape
 from lowtide.errors import UsageError
-from lowtide.lab.record import recorded
 from lowtide.model_folder.hub import resolve_model
+from lowtide.record import recorded
 from lowtide.replay.trace import TRACE_VERSION, Trace
 
 _SYNTH = {"synth:llada2": "llada2", "synth:qwen3_moe": "qwen3_moe"}

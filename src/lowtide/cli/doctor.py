@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import redirect_stdout
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -24,11 +23,11 @@ from lowtide.option import Group
 from lowtide.plan import OWN_FORMAT
 
 if TYPE_CHECKING:
+    from lowtide.doctor.checkup import Suggestion
+    from lowtide.doctor.diagnosis import Diagnosis, ExpertCosts
     from lowtide.hardware.machine import Machine, Rate
     from lowtide.hardware.measure import Measurements, Point
     from lowtide.hardware.timing import Timing
-    from lowtide.lab.checkup import Suggestion
-    from lowtide.lab.diagnosis import Diagnosis, ExpertCosts
 
 WIDE_SPREAD = 0.5
 """Relative spread of repeats above which a measurement is called unreliable."""
@@ -53,16 +52,12 @@ def doctor(
 
     With MODEL the costs of its experts here are measured, too; its plans then use them.
     """
-    options, name = settings.engine_options(), settings.text("profile")
-    profile = None if name is None else Path(name)
+    options = settings.engine_options()
     with redirect_stdout(sys.stderr):
         folder = None if model is None else find_model(model, settings)
-        from lowtide.lab.checkup import faults, suggestion
-        from lowtide.lab.doctor import diagnose
-        from lowtide.lab.machine_profile import check_profile, save_profile
+        from lowtide.doctor.checkup import faults, suggestion
+        from lowtide.doctor.doctor import diagnose
 
-        if profile is not None:
-            check_profile(profile, str(options["device"]), has_model=model is not None)
         with ProgressBars() as progress:
             diagnosis = diagnose(
                 folder,
@@ -79,8 +74,6 @@ def doctor(
         _print(
             "\n".join(_verdict(diagnosis, found, suggested)), diagnosis, settings.flag("verbose")
         )
-    if profile is not None:
-        save_profile(diagnosis, profile)
 
 
 def _verdict(
@@ -139,7 +132,7 @@ def machine_line(machine: Machine) -> str:
 
 def rates_table(rates: Sequence[Rate]) -> Table:
     """Make a table of the machine's rates and ceilings; weights' rates are for one token."""
-    from lowtide.lab.checkup import shown_rates
+    from lowtide.doctor.checkup import shown_rates
 
     columns = ("what", "measured", "repeats within", "ceiling")
     table = number_table("this machine at its best", columns, left=["what"])

@@ -43,11 +43,11 @@ def synth(
     """Write a model with random weights, to try and measure without a download."""
     out = _out("synth", settings)
     seed = cast(int, settings["seed"]) if settings.is_given("seed") else 0
-    from lowtide.lab import synth as lab
+    from lowtide.model_writing.synth import synth as write_model
 
     with ProgressBars() as progress:
         size = settings.text("size") or "tiny"
-        folder = lab.synth(family, size, out, seed=seed, progress=progress)
+        folder = write_model(family, size, out, seed=seed, progress=progress)
     _report(settings, "wrote", folder)
 
 
@@ -73,10 +73,10 @@ def pack(model: ModelName, *, settings: Settings) -> None:
         return _pack_experts(model, settings)
     out = _out("pack", settings)
     folder = find_model(model, settings)
-    from lowtide.lab import pack as lab
+    from lowtide.model_writing.pack import pack as write_packed
 
     with ProgressBars() as progress:
-        written = lab.pack(
+        written = write_packed(
             folder,
             out,
             settings.text("format"),
@@ -96,7 +96,7 @@ def _pack_experts(model: str, settings: Settings) -> None:
                 f"--by-expert copies experts as they are, beside their model: leave --{option} out."
             )
     folder = find_model(model, settings)
-    from lowtide.lab.pack_experts import pack_experts
+    from lowtide.model_writing.pack_experts import pack_experts
 
     with ProgressBars() as progress:
         written = pack_experts(folder, progress)

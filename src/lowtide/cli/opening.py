@@ -53,7 +53,7 @@ def open_llm(model: str, settings: Settings, question: Question | None = None) -
         llm = LLM(str(folder), progress=progress, **options)
     with llm, ExitStack() as stack:
         if trace is not None:
-            from lowtide.lab.record import recorded
+            from lowtide.record import recorded
 
             stack.enter_context(recorded(llm, Path(trace), model))
         yield llm

@@ -128,6 +128,9 @@ OPTIONS: tuple[Option, ...] = (
     _simulation("residents", "Share of a layer's experts that fits into memory.", 0.5, high=1),
     _simulation("tau", "Steps after which policy tide chooses residents again.", 4, low=1),
     _own(Group.BENCH, "repeats", "Number of answers timed for each policy or setting.", 3),
+    _own(
+        Group.BENCH, "profile", "Write this machine as a hardware profile, for simulate --machine."
+    ),
     _quality(
         "setting",
         "Options to compare, as 'format=q4' or 'policy=lru residents=0.5'. A name given "
@@ -148,7 +151,6 @@ OPTIONS: tuple[Option, ...] = (
     ),
     _quality("choices", "File of multiple-choice questions, a JSON object a line."),
     _doctor("fresh", "Repeat measurements made before.", False),
-    _doctor("profile", "Write this machine as a hardware profile, for simulate --machine."),
     *options_of(ServeSettings),
     _batch(
         "input",

@@ -41,7 +41,7 @@ def plan(model: ModelName, *, settings: Settings) -> None:
     picture = settings.text("plot")
     with redirect_stdout(sys.stderr):
         if picture is not None:
-            from lowtide.lab.plotting import check_plot
+            from lowtide.cli.plotting import check_plot
 
             check_plot(Path(picture))
         planned = make_plan(model, settings)
@@ -82,6 +82,6 @@ def _draw(passes: PlannedPasses | None, model: str, path: Path) -> None:
             "--plot draws the passes of bidirectional models (LLaDA, LLaDA-MoE, Dream), whose "
             "memory depends on the context; leave it out for this one."
         )
-    from lowtide.lab.passes_picture import draw
+    from lowtide.cli.passes_picture import draw
 
     draw(passes, model, path)

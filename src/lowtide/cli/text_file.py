@@ -19,7 +19,7 @@ def read_text(model: str, settings: Settings) -> str:
     if name is None:
         if not model.startswith("demo:"):
             raise UsageError("Give --text FILE, a text typical of this model's use.")
-        from lowtide.lab.demo_tasks import held_out_text
+        from lowtide.model_folder.demo_tasks import held_out_text
 
         return held_out_text()
     try:

@@ -16,13 +16,13 @@ from lowtide.cli.interrupts import reraise_signal
 class VerbEntry(NamedTuple):
     """A verb before its module is imported, which takes several times as long as this list."""
 
-    module: str  # in this package
+    module: str
     line: str  # first line of the function's docstring; empty for a name that is not listed
     function: str
     example: str  # a command that works
 
     def load(self) -> Callable[..., None]:
-        module = import_module(f"{__package__}.{self.module}")
+        module = import_module(self.module)
         reraise_signal()
         found: Callable[..., None] = module.__dict__[self.function]
         return found
@@ -67,14 +67,19 @@ EXAMPLES = {
     "run": "lowtide run demo:autoregressive 'Roman 148'",
 }
 _SHARED_MODULES = {"synth": "models", "pack": "models", "pull": "models", "ls": "models"}
+_WORKBENCH = ("bench", "verify", "calibrate", "simulate", "quality")
+
+
+def _module(name: str) -> str:
+    if name in _WORKBENCH:  # the only place outside lowtide.lab that names it
+        return f"lowtide.lab.verbs.{name}"
+    return f"lowtide.cli.{_SHARED_MODULES.get(name, name)}"
+
 
 OWN_VERBS = {
-    **{
-        name: VerbEntry(_SHARED_MODULES.get(name, name), line, name, EXAMPLES[name])
-        for name, line in _LINES.items()
-    },
-    "run": VerbEntry("chat", "", "run", EXAMPLES["run"]),  # other programs' names
-    "list": VerbEntry("models", "", "ls", EXAMPLES["ls"]),
+    **{name: VerbEntry(_module(name), line, name, EXAMPLES[name]) for name, line in _LINES.items()},
+    "run": VerbEntry("lowtide.cli.chat", "", "run", EXAMPLES["run"]),  # other programs' names
+    "list": VerbEntry("lowtide.cli.models", "", "ls", EXAMPLES["ls"]),
 }
 """Verbs by name, in the order of `--help`."""
 

@@ -19,6 +19,8 @@ import torch
 from lowtide.core import hit_rate
 from lowtide.decode.prompts import Prompt
 from lowtide.decode.request import Prefill
+from lowtide.doctor.diagnosis import Skipped
+from lowtide.doctor.doctor import machine_rates
 from lowtide.engine.opening.config import EngineConfig
 from lowtide.engine.opening.model import OpenModel, open_model
 from lowtide.engine.planning.plan import make_plan
@@ -27,8 +29,6 @@ from lowtide.errors import PlanError, UsageError
 from lowtide.hardware.machine import Machine, Rate, this_machine
 from lowtide.hardware.memory import peak_resident_bytes, reset_peak
 from lowtide.lab.budgets import budget_of_share
-from lowtide.lab.diagnosis import Skipped
-from lowtide.lab.doctor import machine_rates
 from lowtide.lab.verify import NUM_PROMPT_TOKENS, random_prompt
 from lowtide.llm import LLM, plan_model
 from lowtide.params import SamplingParams

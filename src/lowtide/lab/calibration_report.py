@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from lowtide.cli.plotting import check_plot, save_figure
 from lowtide.core import Costs, FloatArray, IntArray
 from lowtide.lab.calibrate import top_share
-from lowtide.lab.plotting import check_plot, save_figure
 from lowtide.policies.recipe import Setting
 from lowtide.policies.tau import TAUS, drift, miss_shares, paper_tau
 from lowtide.replay.calibration import GATES, TOP_SIZES, Calibration

@@ -1,6 +1,6 @@
 """The running machine as a hardware profile, which `lowtide simulate --machine` takes.
 
-Rates are those of the experts that `doctor` measured, so nothing is taken off them as efficiency.
+Rates are those of a model's experts, so nothing is taken off them as efficiency.
 """
 
 from __future__ import annotations
@@ -10,28 +10,22 @@ from typing import IO
 
 import torch
 
+from lowtide.doctor.diagnosis import Diagnosis, ExpertCosts
 from lowtide.engine.opening.device_choice import resolve_device
 from lowtide.errors import StorageError, UsageError
 from lowtide.files.whole_file import check_writable, whole_file
 from lowtide.hardware.measure import Point
-from lowtide.lab.diagnosis import Diagnosis, ExpertCosts
 
-_FIRST_WORDS = "# Measured by lowtide doctor"
+_FIRST_WORDS = "# Measured by lowtide"
 
 
-def check_profile(path: Path, device: str, has_model: bool) -> None:
-    """Refuses before anything is measured: raises UsageError without a device or a model,
-    StorageError.
-    """
+def check_profile(path: Path, device: str) -> None:
+    """Refuse before anything is measured: raises UsageError without a device, StorageError."""
     check_writable(path, "profile", _is_profile)
-    if not has_model:
-        raise UsageError(
-            "A profile is made of a model's experts: lowtide doctor MODEL --profile FILE."
-        )
     if resolve_device(device) == "cpu":
         raise UsageError(
             "A profile is of a host and a device beside it, and there is no GPU; add --device "
-            "emulated, or run doctor where there is one."
+            "emulated, or run bench where there is one."
         )
 
 
@@ -73,7 +67,7 @@ def profile_text(diagnosis: Diagnosis) -> str:
         "sync": {"latency_us": max(1e-3, measured.sync.median_s * 1e6)},
         "efficiency": dict.fromkeys(("device", "link", "host"), 1.0),
     }
-    lines = [f"{_FIRST_WORDS}: experts of {costs.name}, {costs.stored.date[:10]}."]
+    lines = [f"{_FIRST_WORDS} bench: experts of {costs.name}, {costs.stored.date[:10]}."]
     lines.append(f"name = {_quoted(f'{machine.cpu}, {costs.device}')}")
     for section, values in sections.items():
         lines += ["", f"[{section}]", *(f"{name} = {value:.6g}" for name, value in values.items())]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from lowtide.lab.plotting import check_plot, save_figure
+from lowtide.cli.plotting import check_plot, save_figure
 from lowtide.lab.quality import QualityReport, Row
 
 

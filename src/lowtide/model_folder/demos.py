@@ -38,7 +38,7 @@ TASKS = {
         r'(Get|What is) [a-z]+ of \{("[a-z]+": \d+(, )?){2,4}\}\??',
     ),
 }
-"""What both demos do, as `lab/demo_tasks.py` draws it."""
+"""What both demos do, as `model_folder/demo_tasks.py` draws it."""
 
 SUDOKU = _asked(
     "solves sudokus of six rows (make demo)",

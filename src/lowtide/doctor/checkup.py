@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 
 from lowtide.config import format_size
+from lowtide.doctor.diagnosis import Diagnosis
 from lowtide.errors import HubError, PlanError, StorageError, UnsupportedError
 from lowtide.families import families
 from lowtide.hardware.machine import DISTURBED, Rate, disk_rate
@@ -20,7 +21,6 @@ from lowtide.hardware.memory import available_memory_bytes
 from lowtide.kernels.choice import choose_kernels
 from lowtide.kernels.cpu.compiler import find_compiler
 from lowtide.kernels.reference import REFERENCE
-from lowtide.lab.diagnosis import Diagnosis
 from lowtide.llm import plan_model
 from lowtide.model_folder.hub_cache import cache_folder
 from lowtide.plan import OWN_FORMAT, MemoryPlan, SpeedRange

@@ -20,7 +20,7 @@ from lowtide.config import ModelConfig
 from lowtide.families import SynthSize, read_config
 from lowtide.formats import mxfp4
 from lowtide.formats.plain import convert_plain
-from lowtide.lab.safetensors_writer import OutputTensor
+from lowtide.model_writing.safetensors_writer import OutputTensor
 from lowtide.schemas import ModelSchema, TensorSpec, model_schema
 from lowtide.schemas.names import Names
 

@@ -15,10 +15,10 @@ from lowtide.engine.opening.model import OpenModel, open_model
 from lowtide.errors import StorageError, UsageError
 from lowtide.files.regular_file import RegularFile
 from lowtide.formats.matrix import Bytes
-from lowtide.lab.pack import AS_IS, in_order
-from lowtide.lab.safetensors_writer import OutputTensor, SafetensorsWriter
 from lowtide.model_folder.checkpoint import Checkpoint
 from lowtide.model_folder.gguf_file import is_gguf
+from lowtide.model_writing.pack import AS_IS, in_order
+from lowtide.model_writing.safetensors_writer import OutputTensor, SafetensorsWriter
 from lowtide.progress import Progress, no_progress
 from lowtide.reading.by_expert import (
     BORDER_BYTES,

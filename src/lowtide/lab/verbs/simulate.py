@@ -11,11 +11,11 @@ from rich.table import Table
 
 from lowtide.cli.command import takes
 from lowtide.cli.options import Settings
-from lowtide.cli.policy_options import options_by_policy
 from lowtide.cli.report import json_line
 from lowtide.cli.screen import number_table, stderr_console, stdout_console
 from lowtide.config import format_size
 from lowtide.errors import UsageError
+from lowtide.lab.policy_options import options_by_policy
 from lowtide.option import Group
 from lowtide.policies.presets import AUTO, ORACLE, parse_options
 from lowtide.policies.tau import SolvedTau

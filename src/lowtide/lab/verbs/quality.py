@@ -173,9 +173,9 @@ def _measured(
     Outputs that cannot be written are refused before anything is measured.
     """
     folder = str(find_model(model, settings))
+    from lowtide.cli.plotting import check_plot
     from lowtide.engine.opening.config import EngineConfig
     from lowtide.engine.opening.model import open_model
-    from lowtide.lab.plotting import check_plot
     from lowtide.lab.quality import quality as measure
     from lowtide.lab.quality_curve import curve_path
 

@@ -29,10 +29,10 @@ from lowtide.formats.convert import Importance, Pack
 from lowtide.formats.expert_inputs import ExpertInputs
 from lowtide.formats.matrix import Bytes
 from lowtide.kernels.choice import choose_pack
-from lowtide.lab.pack_folder import config_of, reserved
-from lowtide.lab.safetensors_writer import OutputTensor, SafetensorsWriter
 from lowtide.model_folder.chat_template import TOOL_TEMPLATE_NAME
 from lowtide.model_folder.checkpoint import INDEX_NAME, Checkpoint, TensorEntry
+from lowtide.model_writing.pack_folder import config_of, reserved
+from lowtide.model_writing.safetensors_writer import OutputTensor, SafetensorsWriter
 from lowtide.plan import OWN_FORMAT
 from lowtide.progress import Progress, no_progress
 from lowtide.reading.file_reader import AnyRead, ArrayRead, FileReader, Piece, Read, Ticket

@@ -17,10 +17,10 @@ from pathlib import Path
 from lowtide.errors import StorageError, UsageError
 from lowtide.families import SynthSize, families
 from lowtide.files.whole_file import whole_file
-from lowtide.lab.safetensors_writer import SafetensorsWriter, check_disk_space
-from lowtide.lab.synth_tokenizer import tokenizer_config_json, tokenizer_json
-from lowtide.lab.synth_weights import Source, SynthTensor, tensors_of
 from lowtide.model_folder.checkpoint import INDEX_NAME
+from lowtide.model_writing.safetensors_writer import SafetensorsWriter, check_disk_space
+from lowtide.model_writing.synth_tokenizer import tokenizer_config_json, tokenizer_json
+from lowtide.model_writing.synth_weights import Source, SynthTensor, tensors_of
 from lowtide.progress import Progress, no_progress
 
 _TOKENIZER, _TOKENIZER_CONFIG, _CONFIG = "tokenizer.json", "tokenizer_config.json", "config.json"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from contextlib import redirect_stdout
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
@@ -18,12 +19,12 @@ from lowtide.cli.generate import ModelName
 from lowtide.cli.opening import find_model
 from lowtide.cli.options import Settings
 from lowtide.cli.outlook import doctor_command, per_second
-from lowtide.cli.policy_options import options_by_policy
 from lowtide.cli.prompt import read_prompt
 from lowtide.cli.report import json_line, plan_object, plan_table
 from lowtide.cli.screen import ProgressBars, stdout_console
 from lowtide.config import format_size
 from lowtide.errors import UsageError
+from lowtide.lab.policy_options import options_by_policy
 from lowtide.option import Group
 from lowtide.params import SamplingParams
 from lowtide.version import __version__
@@ -72,7 +73,13 @@ def bench(
     policies = options_by_policy(names, own_options)
     with redirect_stdout(sys.stderr):
         folder = str(find_model(model, settings))
+        if (profile := settings.text("profile")) is not None:
+            from lowtide.lab.machine_profile import check_profile
+
+            check_profile(Path(profile), str(options["device"]))
         ceilings, result = _measured(folder, policies, question, params, repeats, options)
+        if profile is not None:
+            _save_profile(model, folder, Path(profile), options)
     if settings.flag("json"):
         print(json_line(_object(model, repeats, ceilings, result)))
     else:
@@ -111,6 +118,14 @@ def _measured(
             **options,
         )
     return ceilings, result
+
+
+def _save_profile(model: str, folder: str, path: Path, options: dict[str, Any]) -> None:
+    from lowtide.doctor.doctor import diagnose
+    from lowtide.lab.machine_profile import save_profile
+
+    with ProgressBars() as progress:
+        save_profile(diagnose(folder, name=model, progress=progress, **options), path)
 
 
 def _params(settings: Settings) -> SamplingParams:

@@ -19,6 +19,7 @@ from lowtide.core import MoEShape
 from lowtide.devices.cuda import CudaDevice
 from lowtide.devices.emulated import EmulatedDevice
 from lowtide.devices.emulated_speeds import emulated_speeds
+from lowtide.doctor.diagnosis import Diagnosis, ExpertCosts, Skipped
 from lowtide.engine.opening.config import MAX_PASS_ROWS, EngineConfig
 from lowtide.engine.opening.model import OpenModel, open_model
 from lowtide.engine.running.wiring import make_executor
@@ -41,7 +42,6 @@ from lowtide.hardware.measure import DiskSource, Measurements, measure_costs
 from lowtide.hardware.store import keep_rates, measured_now, stored_or_measured
 from lowtide.hardware.weight_rates import measure_weight_rates
 from lowtide.kernels.library_cache import limit_library_cache
-from lowtide.lab.diagnosis import Diagnosis, ExpertCosts, Skipped
 from lowtide.llm import LLM
 from lowtide.memory.arena import Arena
 from lowtide.memory.pinned import PinnedMemory

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from lowtide.cli.plotting import check_plot, save_figure
 from lowtide.config import format_size
-from lowtide.engine.planning.passes import PlannedPass, PlannedPasses
-from lowtide.lab.plotting import check_plot, save_figure
+
+if TYPE_CHECKING:
+    from lowtide.engine.planning.passes import PlannedPass, PlannedPasses
 
 NUM_NAMED = 7
 """Buffers with a colour of their own, the largest; all others are one part."""

@@ -16,7 +16,7 @@ from typing import Any
 from lowtide.config.quantisation import PACKED_METHOD
 from lowtide.errors import CheckpointError, StorageError, UsageError
 from lowtide.files.json_file import parse_object
-from lowtide.lab.safetensors_writer import check_disk_space
+from lowtide.model_writing.safetensors_writer import check_disk_space
 
 _NOTES = "packing.json"
 _MAX_NOTES_BYTES = 64 << 20
