@@ -364,5 +364,5 @@ def test_anthropics_client_reads_the_same_streamed_and_not() -> None:
 @examples(100)
 def test_streamed_is_not_streamed(pieces: list[Piece], reason: str) -> None:
     writer = MessageEvents("org/tiny")
-    events = [json.loads(json.dumps(e)) for p in [*pieces, done(reason)] for e in writer.take(p)]
+    events = [json.loads(json.dumps(e)) for p in [*pieces, done(reason)] for e in writer.frames(p)]
     assert assembled(events) == writer.whole()

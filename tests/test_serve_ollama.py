@@ -267,7 +267,7 @@ def test_time_in_the_queue_is_not_the_prompt_s() -> None:
     times_ns = iter((0, 100, 130, 200))  # it comes, is read, writes, ends
     lines = OllamaLines("org/tiny", True, times_ns.__next__)
     waited, begun = Prefilled(0, NUM_PROMPT), Prefilled(16, NUM_PROMPT)
-    *_, [end] = map(lines.take, (waited, begun, Text("a"), done()))
+    *_, [end] = map(lines.frames, (waited, begun, Text("a"), done()))
     assert (end["prompt_eval_duration"], end["eval_duration"]) == (30, 70)
     assert end["total_duration"] == 200
 
@@ -276,7 +276,7 @@ def test_time_in_the_queue_is_not_the_prompt_s() -> None:
 @examples(100)
 def test_streamed_is_not_streamed(pieces: list[Piece], is_chat: bool) -> None:
     lines = OllamaLines("org/tiny", is_chat, itertools.count(1).__next__)
-    sent = [line for piece in [*pieces, done()] for line in lines.take(piece)]
+    sent = [line for piece in [*pieces, done()] for line in lines.frames(piece)]
     whole = lines.whole()
     words, text = ("message", "content") if is_chat else (None, "response")
     parts = [line[words] if words else line for line in sent]

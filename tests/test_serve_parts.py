@@ -32,8 +32,8 @@ from lowtide.serve.context import AGENT_TOKENS, agent_note, served_context
 from lowtide.serve.conversation import ToolCall, arguments_of
 from lowtide.serve.errors import QueueFull
 from lowtide.serve.frames import frame_of
-from lowtide.serve.many_answers import merged
 from lowtide.serve.openai_fields import DiffusionFields
+from lowtide.serve.reply import merged
 from lowtide.serve.sse import EventStream, WatchedAnswer, begun, event
 
 

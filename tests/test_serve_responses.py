@@ -379,7 +379,7 @@ _INPUTS = st.fixed_dictionaries({"input": st.text(max_size=5)})  # as a custom t
 @examples(100)
 def test_streamed_is_not_streamed(pieces: list[Piece], reason: str, is_custom: bool) -> None:
     writer = ResponseEvents({"id": "resp_1"}, {"tool": ToolForm("tool", None, is_custom)})
-    events = [json.loads(json.dumps(e)) for p in [*pieces, done(reason)] for e in writer.take(p)]
+    events = [json.loads(json.dumps(e)) for p in [*pieces, done(reason)] for e in writer.frames(p)]
     whole = writer.whole()
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
     ends = [event["item"] for event in events if event["type"] == "response.output_item.done"]
@@ -431,6 +431,6 @@ def test_calls_are_told_as_their_arguments_come() -> None:
     writer = ResponseEvents({"id": "resp_1"}, forms)
     patch = CallBegun(2, "call_d", "apply_patch")
     parts = ['{"input": "*** Be', "gin\\", 'n+a"}']
-    found = [writer.take(piece) for piece in (patch, *(CallArguments(2, p) for p in parts))]
+    found = [writer.frames(piece) for piece in (patch, *(CallArguments(2, p) for p in parts))]
     deltas = [[event["delta"] for event in events if "delta" in event] for events in found]
     assert deltas == [[], ["*** Be"], ["gin"], ["\n+a"]]

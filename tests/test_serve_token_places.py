@@ -127,10 +127,12 @@ def choices(tokenizer: Tokenizer, answer: list[int], width: int, **body: Any) ->
         asked = read.asks()[0]
         prompt_ids = await Scored(tokenizer).prompt_ids(asked)
         pieces = list(pieces_of(tokenizer, prompt_ids, answer, width))
-        whole = replies[0].whole_choice(0, pieces, cast(Done, pieces[-1]))
-        chunks = [*replies[1].opening()]
+        frames = [*replies[1].opening()]
         for piece in pieces:
-            chunks += replies[1].choices(0, cast(Any, piece))
+            replies[0].keep(piece)
+            frames += replies[1].frames(piece)
+        [whole] = replies[0].whole()["choices"]
+        chunks = [chunk for frame in frames for chunk in frame["choices"]]
         names = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
         told = [chunk["logprobs"] for chunk in chunks if chunk["logprobs"]]
         streamed = {name: [each for part in told for each in part[name]] for name in names}

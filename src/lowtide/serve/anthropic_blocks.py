@@ -18,7 +18,7 @@ from lowtide.serve.json_fields import (
     unsupported,
     words_of,
 )
-from lowtide.serve.openai_messages import MAX_MESSAGES, MAX_TOOLS
+from lowtide.serve.openai_fields import MAX_MESSAGES, MAX_TOOLS
 
 _BILLING = "x-anthropic-billing-header:"
 

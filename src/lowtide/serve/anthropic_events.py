@@ -17,7 +17,7 @@ from lowtide.parsing.pieces import (
 from lowtide.serve.conversation import ToolCall, arguments_of
 from lowtide.serve.errors import Refusal, body_of
 from lowtide.serve.openai_fields import new_id
-from lowtide.serve.writers import JsonObject
+from lowtide.serve.reply import JsonObject, Reply
 
 _DELTAS = {
     "text": ("text_delta", "text"),
@@ -29,7 +29,7 @@ _DELTAS = {
 _REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
-class MessageEvents:
+class MessageEvents(Reply):
     """Owns one message and its events, which are named by their `type`.
 
     A call's arguments are sent once they are whole: clients end a stream of what is no JSON with an
@@ -57,7 +57,7 @@ class MessageEvents:
         done, total = self._prefilled.num_done, self._prefilled.num_total
         return {"type": "ping", "lowtide": {"prompt_tokens_done": done, "prompt_tokens": total}}
 
-    def take(self, piece: Piece) -> list[JsonObject]:
+    def frames(self, piece: Piece, index: int = 0) -> list[JsonObject]:
         """The events that a piece makes; the first piece's begin the answer, `Done`'s end it."""
         if isinstance(piece, Prefilled):
             self._prefilled = piece

@@ -14,10 +14,9 @@ from lowtide.serve.anthropic_events import MessageEvents
 from lowtide.serve.grammar_text import Constraint
 from lowtide.serve.json_body import JsonRoute
 from lowtide.serve.json_fields import object_at
-from lowtide.serve.openai_fields import Stop
-from lowtide.serve.openai_messages import MAX_MESSAGES, MAX_TOOLS
+from lowtide.serve.openai_fields import MAX_MESSAGES, MAX_TOOLS, Stop
+from lowtide.serve.reply import answered, json_response
 from lowtide.serve.service import Ask, Service
-from lowtide.serve.writers import answered, json_response
 
 
 class MessagesBody(AgentBody):
@@ -44,7 +43,8 @@ def router_of(service: Service) -> APIRouter:
     @router.post("/v1/messages")
     def create_message(body: MessagesBody) -> Response:
         ask, headers = _read(service, body)
-        return answered(service, body.stream, ask, MessageEvents(service.model_name), headers)
+        reply = MessageEvents(service.model_name)
+        return answered(service, [ask], reply, body.stream, headers)
 
     @router.post("/v1/messages/count_tokens")
     async def count_tokens(body: MessagesBody) -> Response:

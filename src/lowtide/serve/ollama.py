@@ -21,9 +21,9 @@ from lowtide.serve.ollama_body import (
     OllamaFields,
     OllamaGenerateBody,
 )
-from lowtide.serve.ollama_lines import OllamaLines, timestamp
+from lowtide.serve.ollama_lines import OllamaLines, json_line, timestamp
+from lowtide.serve.reply import JsonObject, answered, json_response
 from lowtide.serve.service import Ask, Service
-from lowtide.serve.writers import JsonObject, answered, json_line, json_response
 
 VERSION = "0.20.0"
 """The version of Ollama's API that is spoken here: editors ask for at least 0.6.4, Codex for at
@@ -94,7 +94,7 @@ def _answered(service: Service, body: OllamaBody, ask: Ask | None, is_chat: bool
     if ask is None:
         return json_response(lines.loaded())
     headers = headers_of(service, service.model_name, body.ignored())
-    return answered(service, body.stream is not False, ask, lines, headers, json_line, NDJSON)
+    return answered(service, [ask], lines, body.stream is not False, headers)
 
 
 def _add_facts(router: APIRouter, service: Service) -> None:

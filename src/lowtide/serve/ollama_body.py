@@ -15,8 +15,14 @@ from lowtide.serve.conversation import Conversation, ToolCall, Turn
 from lowtide.serve.errors import Refusal
 from lowtide.serve.grammar_text import Constraint, check_depth
 from lowtide.serve.json_fields import PlacedObject, objects_at
-from lowtide.serve.openai_fields import MAX_INTEGER, DrawFields, check_num_fields
-from lowtide.serve.openai_messages import MAX_CALLS, MAX_MESSAGES, MAX_TOOLS
+from lowtide.serve.openai_fields import (
+    MAX_CALLS,
+    MAX_INTEGER,
+    MAX_MESSAGES,
+    MAX_TOOLS,
+    DrawFields,
+    check_num_fields,
+)
 from lowtide.serve.service import Ask
 
 

@@ -12,15 +12,19 @@ from lowtide.parsing.call_json import parsed
 from lowtide.parsing.pieces import CallArguments, CallBegun, Done, Piece, Prefilled, Reasoning, Text
 from lowtide.serve.conversation import ToolCall, arguments_of
 from lowtide.serve.errors import Refusal
-from lowtide.serve.writers import JsonObject
+from lowtide.serve.reply import JsonObject, Reply
+from lowtide.serve.sse import compact_json
 
 
 @dataclass(slots=True)
-class OllamaLines:
+class OllamaLines(Reply):
     """Owns the lines of one answer.
 
     is_chat: whether words stand in a `message`, or beside it. clock: nanoseconds.
     """
+
+    media_type = "application/x-ndjson"
+    has_named_events = False
 
     model: str
     is_chat: bool
@@ -42,7 +46,7 @@ class OllamaLines:
         """Says that the answer is under way: a line without a word."""
         return self._line("")
 
-    def take(self, piece: Piece) -> list[JsonObject]:
+    def frames(self, piece: Piece, index: int = 0) -> list[JsonObject]:
         """The lines that a piece makes; a call's when it is whole."""
         if isinstance(piece, Prefilled):
             self._num_prefilled += 1
@@ -68,6 +72,10 @@ class OllamaLines:
             self._end = self._ended(piece)
             return [*lines, self._line("") | self._end]
         return lines
+
+    def encode(self, frame: JsonObject) -> bytes:
+        """A line of NDJSON."""
+        return json_line(frame)
 
     def failed(self, refusal: Refusal) -> JsonObject:
         """The last line of an answer that cannot be completed."""
@@ -117,6 +125,11 @@ class OllamaLines:
             "eval_count": done.num_new,
             "eval_duration": end_ns - self._first_ns,
         }
+
+
+def json_line(value: JsonObject) -> bytes:
+    """A line of NDJSON."""
+    return compact_json(value).encode() + b"\n"
 
 
 def timestamp(time_s: float) -> str:

@@ -1,9 +1,13 @@
-"""`POST /v1/chat/completions`, streamed and whole."""
+"""`POST /v1/chat/completions`: OpenAI's chat completions.
+
+`ChatBody` is the table of a request's fields: `asks()` puts each into an `Ask`. `ChatReply` is the
+table of an answer's pieces: `choices()` says what each kind adds to a stream.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Response
 from pydantic import BaseModel, ConfigDict, Field
@@ -19,33 +23,223 @@ from lowtide.parsing.pieces import (
     Piece,
     Reasoning,
     Text,
+)
+from lowtide.parsing.pieces import joined as joined_pieces
+from lowtide.parsing.tools import Tool
+from lowtide.serve.agent_api import Effort, effort_options
+from lowtide.serve.conversation import (
+    Conversation,
+    ToolCall,
+    Turn,
+    calls_in,
+    checked_choice,
     joined,
 )
-from lowtide.serve.agent_api import Effort, effort_options
-from lowtide.serve.conversation import Conversation, ToolCall, calls_in
-from lowtide.serve.custom_tools import CustomInput
+from lowtide.serve.custom_tools import CustomInput, custom_arguments, custom_tool
 from lowtide.serve.errors import Refusal
 from lowtide.serve.grammar_text import Constraint
 from lowtide.serve.json_body import JsonRoute
-from lowtide.serve.openai_fields import MAX_INTEGER, SamplingFields, token_text
-from lowtide.serve.openai_messages import (
+from lowtide.serve.json_fields import MAX_NAME_CHARS, MAX_PARTS, unsupported, words_of
+from lowtide.serve.openai_fields import (
+    MAX_CALLS,
+    MAX_INTEGER,
     MAX_MESSAGES,
     MAX_TOOLS,
-    ChatMessage,
-    ToolChoice,
-    ToolField,
-    chosen_tools,
-    conversation_of,
+    SamplingFields,
 )
-from lowtide.serve.openai_reply import OpenAIReply, Part, several
+from lowtide.serve.openai_reply import OpenAIReply, several, token_text
+from lowtide.serve.reply import JsonObject
 from lowtide.serve.service import Ask, Service
-from lowtide.serve.writers import JsonObject
 
 _RESERVED = ("messages", "tools", "add_generation_prompt", "chat_template")
 
+_THOUGHT_PARTS = {"thinking": "thinking", "reasoning": "text", "redacted_thinking": ""}
+"""Parts of an assistant's message that are its thoughts, and where their text is."""
+
+_TEXT_FIELDS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+
+
+def router_of(service: Service) -> APIRouter:
+    """Make the route."""
+    router = APIRouter(route_class=JsonRoute)
+
+    @router.post(ChatReply.path)
+    def chat_completions(body: ChatBody) -> Response:
+        """Answer a conversation."""
+        service.check_model(body.model)
+        service.check_num_answers(body.n, "n")
+        return ChatReply(service, body, body.asks()).response()
+
+    return router
+
+
+# --- The request -----------------------------------------------------------------------------
+
+
+class NamedFunction(BaseModel):
+    """A function, by its name."""
+
+    name: str = Field(min_length=1, max_length=MAX_NAME_CHARS)
+
+
+class CalledFunction(NamedFunction):
+    """The function that a call is of."""
+
+    arguments: str = ""
+
+
+class CalledCustom(NamedFunction):
+    """The custom tool that a call is of."""
+
+    input: str = ""
+
+
+class CallField(BaseModel):
+    """A call that an assistant made, of a function or of a custom tool."""
+
+    id: str = Field("", max_length=MAX_NAME_CHARS)
+    type: Literal["function", "custom"] = "function"
+    function: CalledFunction | None = None
+    custom: CalledCustom | None = None
+
+    def call(self, where: str) -> ToolCall:
+        """Return the call. Raises Refusal for one of nothing."""
+        if self.type == "custom" and self.custom is not None:
+            return ToolCall(self.id, self.custom.name, custom_arguments(self.custom.input))
+        if self.type == "custom" or self.function is None:
+            raise Refusal(f"{where}.{self.type}: Field required", param=where)
+        return ToolCall(self.id, self.function.name, self.function.arguments)
+
+
+class ChatMessage(BaseModel):
+    """One message. Fields without a meaning here are left out, unless they hold words."""
+
+    model_config = ConfigDict(extra="allow")
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | Annotated[list[dict[str, Any]], Field(max_length=MAX_PARTS)] | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    tool_calls: Annotated[list[CallField], Field(max_length=MAX_CALLS)] | None = None
+    tool_call_id: str | None = Field(None, max_length=MAX_NAME_CHARS)
+
+    def turn(self, where: str) -> Turn:
+        """Return the turn. Raises Refusal, with the place, for what is no text."""
+        for name in ("function_call", "audio", "images"):
+            if (self.model_extra or {}).get(name):
+                raise unsupported(f"{where}.{name}", "such fields")
+        content, thoughts = self.content or "", ""
+        if self.role == "assistant" and isinstance(content, list):
+            thoughts = joined([_thought(part) for part in content])
+            content = [part for part in content if part.get("type") not in _THOUGHT_PARTS]
+        text = words_of(content, f"{where}.content", "parts", _TEXT_FIELDS)
+        if self.role == "tool":
+            return Turn(self.role, text, tool_call_id=self.tool_call_id or "")
+        if self.role != "assistant":
+            return Turn("system" if self.role == "developer" else self.role, text)
+        made = enumerate(self.tool_calls or ())
+        calls = [call.call(f"{where}.tool_calls[{i}]") for i, call in made]
+        reasoning = self.reasoning_content or self.reasoning or thoughts
+        return Turn(self.role, text, reasoning, tuple(calls))
+
+
+def _thought(part: Mapping[str, Any]) -> str:
+    """Return the thoughts in a part of an assistant's message: a text, or parts of one."""
+    told = part.get(_THOUGHT_PARTS.get(part.get("type", ""), ""))
+    if isinstance(told, list):
+        told = joined(
+            [t for p in told if isinstance(p, dict) and isinstance(t := p.get("text"), str)]
+        )
+    return told if isinstance(told, str) else ""
+
+
+class DeclaredFunction(NamedFunction):
+    """A function's declaration. With `strict` its arguments are certain to fit the schema."""
+
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class GrammarField(BaseModel):
+    """A grammar that a custom tool's text fits."""
+
+    syntax: str = Field(max_length=MAX_NAME_CHARS)
+    definition: str
+
+
+class CustomFormat(BaseModel):
+    """The form of a custom tool's text."""
+
+    type: Literal["text", "grammar"]
+    grammar: GrammarField | None = None
+
+
+class DeclaredCustom(NamedFunction):
+    """A custom tool's declaration: it is called with one text."""
+
+    description: str | None = None
+    format: CustomFormat | None = None
+
+
+class ToolField(BaseModel):
+    """A tool that the model may call."""
+
+    type: Literal["function", "custom"]
+    function: DeclaredFunction | None = None
+    custom: DeclaredCustom | None = None
+
+    def tool(self, where: str) -> Tool:
+        """Return the tool. Raises Refusal for one that is not declared."""
+        function, custom = self.function, self.custom
+        if self.type == "custom" and custom is not None:
+            format = custom.format
+            grammar = None if format is None else format.grammar
+            if format is not None and format.type == "grammar" and grammar is None:
+                place = f"{where}.custom.format.grammar"
+                raise Refusal(f"{place}: Field required", param=place)
+            asked = None if grammar is None else (grammar.syntax, grammar.definition)
+            return custom_tool(custom.name, custom.description or "", asked)
+        if self.type == "custom" or function is None:
+            raise Refusal(f"{where}.{self.type}: Field required", param=where)
+        parameters, strict = function.parameters or {}, bool(function.strict)
+        return Tool(function.name, function.description or "", parameters, strict)
+
+
+class NamedChoice(BaseModel):
+    """The one tool that must be called, or that may be."""
+
+    type: Literal["function", "custom"]
+    function: NamedFunction | None = None
+    custom: NamedFunction | None = None
+
+    def name(self) -> str:
+        """Return the tool's name. Raises Refusal where there is none."""
+        named = self.custom if self.type == "custom" else self.function
+        if named is None:
+            raise Refusal(f"tool_choice.{self.type}: Field required", param="tool_choice")
+        return named.name
+
+
+class AllowedTools(BaseModel):
+    """The tools that may be called. mode: whether one of them must be."""
+
+    mode: Literal["auto", "required"] = "auto"
+    tools: list[NamedChoice] = Field(max_length=MAX_TOOLS)
+
+
+class AllowedChoice(BaseModel):
+    """Some of the tools."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
+ToolChoice = Literal["none", "auto", "required"] | NamedChoice | AllowedChoice
+
 
 class SchemaFormat(BaseModel):
-    """A JSON schema that the answer is certain to be of."""
+    """A JSON schema that the answer fits."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -56,7 +250,7 @@ class SchemaFormat(BaseModel):
 
 
 class ResponseFormat(BaseModel):
-    """What the answer's text is."""
+    """The form of the answer's text."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -64,7 +258,7 @@ class ResponseFormat(BaseModel):
     json_schema: SchemaFormat | None = None
 
     def constraint(self) -> Constraint | None:
-        """None for plain text. Raises Refusal or UsageError for what cannot be kept to."""
+        """Return None for plain text. Raises Refusal or UsageError."""
         if self.type == "text":
             return None
         if self.type == "json_object":
@@ -75,8 +269,9 @@ class ResponseFormat(BaseModel):
 
 
 class StructuredOutputs(BaseModel):
-    """The same as vLLM's clients ask for it, one of them. regex: as Rust writes it; grammar: in
-    Lark.
+    """The form of the answer's text as vLLM's clients ask for it; one field is set.
+
+    regex: in Rust's syntax. grammar: in Lark.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True)
@@ -86,7 +281,7 @@ class StructuredOutputs(BaseModel):
     grammar: str | None = None
 
     def constraint(self) -> Constraint:
-        """Raises Refusal or UsageError for what cannot be kept to."""
+        """Return the form. Raises Refusal or UsageError."""
         forms = [
             None if self.json_ is None else Constraint.json_schema(self.json_),
             None if self.regex is None else Constraint.regex(self.regex),
@@ -101,7 +296,7 @@ class StructuredOutputs(BaseModel):
 
 
 class ChatBody(SamplingFields):
-    """A request of a chat completion."""
+    """A request; `SamplingFields` has the fields that completions share."""
 
     messages: list[ChatMessage] = Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
     max_completion_tokens: int | None = Field(None, ge=1, le=MAX_INTEGER)
@@ -118,16 +313,12 @@ class ChatBody(SamplingFields):
     add_generation_prompt: bool | None = None
 
     def asks(self) -> list[Ask]:
-        """One for each answer. Raises Refusal or UsageError for what cannot be asked."""
-        declared = conversation_of(self.messages, self.tools)
-        conversation, tool_choice = chosen_tools(self.tool_choice, declared)
+        """Return an ask for each answer. Raises Refusal or UsageError."""
+        conversation, tool_choice = self._conversation_and_choice()
         self._check_end(conversation)
-        if self.top_logprobs and not self.logprobs:
-            raise Refusal("top_logprobs needs logprobs: true.", param="top_logprobs")
-        num_top = self.top_logprobs if self.logprobs else None
         ask = Ask(
             conversation,
-            params=self.sampling(self.max_completion_tokens or self.max_tokens, num_top),
+            params=self.sampling(self.max_completion_tokens or self.max_tokens, self._num_top()),
             template_options=self._template_options(),
             tool_choice=tool_choice,
             constraint=self._constraint(),
@@ -137,9 +328,24 @@ class ChatBody(SamplingFields):
         )
         return several(ask, self.n)
 
+    def _conversation_and_choice(self) -> tuple[Conversation, str]:
+        """Return the conversation with the tools that may be called, and the choice among them."""
+        turns = tuple(each.turn(f"messages[{i}]") for i, each in enumerate(self.messages))
+        tools = tuple(each.tool(f"tools[{i}]") for i, each in enumerate(self.tools))
+        names, choice = {tool.name for tool in tools}, self.tool_choice
+        if isinstance(choice, str):
+            return Conversation(turns, tools), checked_choice(choice, False, names)
+        if isinstance(choice, NamedChoice):
+            return Conversation(turns, tools), checked_choice(choice.name(), True, names)
+        allowed = {checked_choice(each.name(), True, names) for each in choice.allowed_tools.tools}
+        tools = tuple(tool for tool in tools if tool.name in allowed)
+        mode = checked_choice(choice.allowed_tools.mode, False, allowed)
+        return Conversation(turns, tools), mode
+
     def _check_end(self, conversation: Conversation) -> None:
-        """Raises Refusal where vLLM's fields say otherwise than the conversation ends: an answer
-        that is begun is continued, and any other follows a generation prompt.
+        """Raise Refusal where vLLM's two fields contradict how the conversation ends.
+
+        An answer that is begun is continued; any other follows a generation prompt.
         """
         is_begun = conversation.is_begun
         for name, wanted in (
@@ -153,6 +359,11 @@ class ChatBody(SamplingFields):
                     f"{last}.",
                     param=name,
                 )
+
+    def _num_top(self) -> int | None:
+        if self.top_logprobs and not self.logprobs:
+            raise Refusal("top_logprobs needs logprobs: true.", param="top_logprobs")
+        return self.top_logprobs if self.logprobs else None
 
     def _constraint(self) -> Constraint | None:
         format, form = self.response_format, self.structured_outputs
@@ -176,22 +387,11 @@ class ChatBody(SamplingFields):
         return {**effort_options(self.reasoning_effort), **self.chat_template_kwargs}
 
 
-def router_of(service: Service) -> APIRouter:
-    """The route, over one service."""
-    router = APIRouter(route_class=JsonRoute)
-
-    @router.post(ChatReply.path)
-    def chat_completions(body: ChatBody) -> Response:
-        """An answer to a conversation."""
-        service.check_model(body.model)
-        service.check_num_answers(body.n, "n")
-        return ChatReply(service, body, body.asks()).response()
-
-    return router
+# --- The answer ------------------------------------------------------------------------------
 
 
 class ChatReply(OpenAIReply[ChatBody]):
-    """Owns log-probabilities until the words that they are of."""
+    """Owns log-probabilities until the words that they belong to."""
 
     path = "/v1/chat/completions"
     id_prefix = "chatcmpl-"
@@ -200,11 +400,11 @@ class ChatReply(OpenAIReply[ChatBody]):
 
     def __init__(self, service: Service, body: ChatBody, asks: Sequence[Ask]) -> None:
         super().__init__(service, body, asks)
-        self._held: dict[int, tuple[TokenLogprobs, ...]] = {}
+        self._held: dict[int, tuple[TokenLogprobs, ...]] = {}  # by answer
         self._custom = {tool.custom.name for tool in body.tools if tool.custom is not None}
-        self._inputs: dict[int, tuple[int, CustomInput]] = {}  # by answer: that is being written
+        self._inputs: dict[int, tuple[int, CustomInput]] = {}  # by answer: a call being written
 
-    def opening(self) -> Iterator[JsonObject]:
+    def first_choices(self) -> Iterator[JsonObject]:
         for index in range(self.body.n):
             yield self.choice(index, {"role": "assistant", "content": ""})
 
@@ -222,30 +422,36 @@ class ChatReply(OpenAIReply[ChatBody]):
             choice["token_ids"] = list(end.token_ids)
         return choice
 
-    def choices(self, index: int, piece: Part) -> Iterator[JsonObject]:
-        if isinstance(piece, Logprobs):
-            self._held[index] = self._held.get(index, ()) + piece.tokens
-        elif isinstance(piece, CallArguments) and index in self._inputs:
-            place, custom = self._inputs[index]
-            if text := custom.push(piece.text):
-                delta = _input_delta(place, text)
-                yield self.choice(index, delta, logprobs=self._held.pop(index, ()))
-            return
-        else:
-            yield from self._ended_input(index)
-        if isinstance(piece, CallBegun) and piece.name in self._custom:
-            self._inputs[index] = piece.index, CustomInput()
-            delta = _custom_delta(piece)
-            yield self.choice(index, delta, logprobs=self._held.pop(index, ()))
-        elif not isinstance(piece, Logprobs | Done):
-            yield self.choice(index, _delta(piece), logprobs=self._held.pop(index, ()))
-        elif isinstance(piece, Done):
-            if index in self._held:
-                yield self.choice(index, logprobs=self._held.pop(index))
-            yield self.choice(index, end=piece)
+    def choices(self, piece: Piece, index: int) -> Iterator[JsonObject]:
+        if not isinstance(piece, Logprobs | CallArguments):
+            yield from self._end_of_input(index)
+        match piece:
+            case Logprobs(tokens):
+                self._held[index] = self._held.get(index, ()) + tokens
+            case Text():
+                yield self._worded(index, {"content": piece.joined_text})
+            case Reasoning():
+                text = piece.joined_text
+                yield self._worded(index, {"reasoning_content": text, "reasoning": text})
+            case CallBegun(place, call_id, name) if name in self._custom:
+                self._inputs[index] = place, CustomInput()
+                custom = {"name": name, "input": ""}
+                yield self._called(index, place, id=call_id, type="custom", custom=custom)
+            case CallBegun(place, call_id, name):
+                function = {"name": name, "arguments": ""}
+                yield self._called(index, place, id=call_id, type="function", function=function)
+            case CallArguments(place, text) if index in self._inputs:
+                if more := self._inputs[index][1].push(text):
+                    yield self._called(index, place, custom={"input": more})
+            case CallArguments(place, text):
+                yield self._called(index, place, function={"arguments": text})
+            case Done():
+                if index in self._held:
+                    yield self._worded(index, {})
+                yield self.choice(index, end=piece)
 
     def whole_choice(self, index: int, pieces: Sequence[Piece], end: Done) -> JsonObject:
-        text, reasoning = joined(pieces, Text), joined(pieces, Reasoning)
+        text, reasoning = joined_pieces(pieces, Text), joined_pieces(pieces, Reasoning)
         calls = [self._call_object(call) for call in calls_in(pieces)]
         message: JsonObject = {"role": "assistant", "content": text if text or not calls else None}
         if reasoning:
@@ -259,12 +465,21 @@ class ChatReply(OpenAIReply[ChatBody]):
             choice["token_ids"] = list(end.token_ids)
         return choice
 
-    def _ended_input(self, index: int) -> Iterator[JsonObject]:
-        """What is left of a custom tool's text whose call has ended."""
+    def _worded(self, index: int, delta: JsonObject) -> JsonObject:
+        """Return a choice with the log-probabilities that were held for it."""
+        return self.choice(index, delta, logprobs=self._held.pop(index, ()))
+
+    def _called(self, index: int, place: int, **fields: Any) -> JsonObject:
+        """Return a choice that adds to the call at a place among its answer's."""
+        return self._worded(index, {"tool_calls": [{"index": place, **fields}]})
+
+    def _end_of_input(self, index: int) -> Iterator[JsonObject]:
+        """Yield what is left of a custom tool's text whose call has ended."""
         place, custom = self._inputs.pop(index, (0, None))
         rest = "" if custom is None else custom.finish()
         if rest:
-            yield self.choice(index, _input_delta(place, rest))
+            delta = {"tool_calls": [{"index": place, "custom": {"input": rest}}]}
+            yield self.choice(index, delta)
 
     def _call_object(self, call: ToolCall) -> JsonObject:
         if call.name in self._custom:
@@ -275,29 +490,8 @@ class ChatReply(OpenAIReply[ChatBody]):
         return {"id": call.id, "type": "function", "function": function}
 
 
-def _custom_delta(piece: CallBegun) -> dict[str, Any]:
-    call = {"index": piece.index, "id": piece.id, "type": "custom"}
-    return {"tool_calls": [{**call, "custom": {"name": piece.name, "input": ""}}]}
-
-
-def _input_delta(place: int, text: str) -> dict[str, Any]:
-    return {"tool_calls": [{"index": place, "custom": {"input": text}}]}
-
-
-def _delta(piece: Text | Reasoning | CallBegun | CallArguments) -> dict[str, Any]:
-    if isinstance(piece, Text):
-        return {"content": piece.joined_text}
-    if isinstance(piece, Reasoning):
-        return {"reasoning_content": piece.joined_text, "reasoning": piece.joined_text}
-    if isinstance(piece, CallBegun):
-        function: dict[str, str] = {"name": piece.name, "arguments": ""}
-        begun_call = {"index": piece.index, "id": piece.id, "type": "function"}
-        return {"tool_calls": [{**begun_call, "function": function}]}
-    return {"tool_calls": [{"index": piece.index, "function": {"arguments": piece.text}}]}
-
-
 def logprob_content(tokens: Sequence[TokenLogprobs], tokenizer: Tokenizer | None) -> dict[str, Any]:
-    """Log-probabilities as chat completions have them."""
+    """Return log-probabilities in chat completions' form."""
 
     def entry(token_id: int, logprob: float) -> dict[str, Any]:
         data = None if tokenizer is None else tokenizer.piece_bytes(token_id)

@@ -20,10 +20,10 @@ from lowtide.model_folder.tokenizer import Tokenizer
 from lowtide.params import MAX_SEED, MAX_TOP_LOGPROBS
 from lowtide.parsing.pieces import Done, Logprobs, Piece, Text, joined
 from lowtide.serve.json_body import JsonRoute
-from lowtide.serve.openai_fields import SamplingFields, token_text
-from lowtide.serve.openai_reply import OpenAIReply, Part, several
+from lowtide.serve.openai_fields import SamplingFields
+from lowtide.serve.openai_reply import OpenAIReply, several, token_text
+from lowtide.serve.reply import JsonObject
 from lowtide.serve.service import Ask, Service
-from lowtide.serve.writers import JsonObject
 
 DEFAULT_TOKENS = 16
 """Length of an answer whose request names none, as OpenAI has it."""
@@ -161,7 +161,7 @@ class CompletionReply(OpenAIReply[CompletionBody]):
                 for start, ask in zip(starts, self.asks, strict=True)
             ]
 
-    def opening(self) -> Iterator[JsonObject]:
+    def first_choices(self) -> Iterator[JsonObject]:
         for index in range(len(self.asks) if self._echoes else 0):
             echo = self._echoes[index // self.body.n]
             yield self.choice(index, echo.text, echo.tokens)
@@ -181,13 +181,14 @@ class CompletionReply(OpenAIReply[CompletionBody]):
             choice["token_ids"] = list(end.token_ids)
         return choice
 
-    def choices(self, index: int, piece: Part) -> Iterator[JsonObject]:
-        if isinstance(piece, Text):
-            yield self.choice(index, piece.text)
-        elif isinstance(piece, Logprobs):
-            yield self.choice(index, "", self._placed(index, piece))
-        elif isinstance(piece, Done):
-            yield self.choice(index, end=piece)
+    def choices(self, piece: Piece, index: int) -> Iterator[JsonObject]:
+        match piece:
+            case Text(text):
+                yield self.choice(index, text)
+            case Logprobs():
+                yield self.choice(index, "", self._placed(index, piece))
+            case Done():
+                yield self.choice(index, end=piece)
 
     def whole_choice(self, index: int, pieces: Sequence[Piece], end: Done) -> JsonObject:
         text = joined(pieces, Text)

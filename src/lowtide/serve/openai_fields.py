@@ -1,29 +1,29 @@
-"""What OpenAI's two older APIs share: bounded fields of a request, ids, usage.
+"""Fields of requests that several APIs share, with their bounds.
 
-A field that is not known is refused by its name, because it might change words; those that change
-none are taken and not used.
+In OpenAI's two older APIs an unknown field is refused by its name, because it might change words;
+one that changes none is accepted and ignored.
 """
 
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from lowtide.model_folder.tokenizer import Tokenizer
 from lowtide.params import MAX_SEED, DiffusionParams, SamplingParams
-from lowtide.parsing.pieces import Done, Frame, Prefilled
 from lowtide.serve.errors import Refusal
 
 MAX_ANSWERS = 16
 """Answers to one request, which all run at once."""
 
+MAX_MESSAGES, MAX_TOOLS, MAX_CALLS = 8192, 512, 256  # of a request, of a message
+
 MAX_STOPS, MAX_STOP_CHARS = 16, 1024
 
 MAX_FIELDS = 1024
-"""Most fields of a request, or of an object in it: an unknown one makes an error of its own."""
+"""Most fields of a request, or of an object in it: each unknown one makes an error."""
 
 MAX_INTEGER = 2**31 - 1
 MIN_TOP_P = 1e-6  # 0 asks for the likeliest token alone
@@ -39,13 +39,11 @@ _NEUTRAL: Mapping[str, object] = {
     "modalities": ["text"],
     "suffix": "",
 }
-"""Fields that are not supported, with the values that ask for nothing."""
+"""Unsupported fields, with the values that ask for nothing."""
 
 
 class StreamOptions(BaseModel):
-    """What a stream carries besides the answer. include_drafts: a diffusion model's blocks while
-    they are filled.
-    """
+    """Additions to a stream. include_drafts: a diffusion model's blocks while they are filled."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -71,14 +69,12 @@ class DrawFields(BaseModel):
     stop: Stop | None = None
 
     def drawn(self, max_tokens: int | None, **more: Any) -> SamplingParams:
-        """What is asked of each answer; more: further parameters. Raises UsageError for what is
-        out of range.
-        """
+        """Return the parameters of an answer; more: further ones. Raises UsageError."""
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
         return SamplingParams(
             max_tokens=max_tokens,
             temperature=self.temperature,
-            # What a request switches off is off, whatever the model's publisher says.
+            # 0 and -1 turn a filter off, whatever the model's publisher recommends.
             top_k=None if self.top_k is None else max(self.top_k, 0),
             top_p=None if self.top_p is None else max(self.top_p, MIN_TOP_P),
             min_p=self.min_p,
@@ -92,7 +88,7 @@ class DrawFields(BaseModel):
 
 
 class DiffusionFields(BaseModel):
-    """How a diffusion model fills its blocks: `DiffusionParams`, by the same names."""
+    """`DiffusionParams`, by the same names."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -110,7 +106,7 @@ class DiffusionFields(BaseModel):
 
 
 class SamplingFields(DrawFields):
-    """Which model answers, and how."""
+    """Fields of OpenAI's older APIs, and of those that extend them."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -123,7 +119,7 @@ class SamplingFields(DrawFields):
     n: int = Field(1, ge=1, le=MAX_ANSWERS)
     ignore_eos: bool = False
     diffusion: DiffusionFields = DiffusionFields()
-    # Taken and not used: no token depends on them.
+    # Accepted and ignored: no token depends on them.
     user: Any = None
     metadata: Any = None
     store: Any = None
@@ -149,7 +145,7 @@ class SamplingFields(DrawFields):
         }
 
     def sampling(self, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
-        """What is asked of each answer. Raises UsageError for what is out of range."""
+        """Return the parameters of an answer. Raises UsageError."""
         return self.drawn(
             max_tokens,
             ignore_eos=self.ignore_eos,
@@ -159,13 +155,13 @@ class SamplingFields(DrawFields):
 
 
 def check_num_fields(fields: dict[str, Any]) -> None:
-    """Raises Refusal for an object of too many fields."""
+    """Raise Refusal for an object of too many fields."""
     if len(fields) > MAX_FIELDS:
         raise Refusal(f"An object has {len(fields)} fields; at most {MAX_FIELDS} are accepted.")
 
 
 def _objects(body: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """A request and the objects in it, two deep."""
+    """Yield a request and the objects in it, two deep."""
     yield body
     for value in body.values():
         if isinstance(value, dict):
@@ -174,40 +170,5 @@ def _objects(body: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def new_id(prefix: str) -> str:
-    """Unlike every other one: an agent merges messages of one id."""
+    """Return an id that no other answer has: agents merge messages of one id."""
     return prefix + uuid.uuid4().hex
-
-
-def usage_of(ends: Sequence[Done], num_each: int = 1) -> dict[str, Any]:
-    """The tokens of a request; num_each: answers to each prompt, one prompt after the other."""
-    num_prompt = sum(end.num_prompt for end in ends[::num_each])
-    num_new = sum(end.num_new for end in ends)
-    cached = sum(end.num_resumed for end in ends[::num_each])
-    return {
-        "prompt_tokens": num_prompt,
-        "completion_tokens": num_new,
-        "total_tokens": num_prompt + num_new,
-        "prompt_tokens_details": {"cached_tokens": cached},
-        "completion_tokens_details": {"reasoning_tokens": sum(end.num_reasoning for end in ends)},
-    }
-
-
-def frame_fields(frame: Frame) -> dict[str, Any]:
-    """A draft, beside a choice that adds nothing to the answer."""
-    return {
-        "type": "diffusion_frame",
-        "text": frame.text,
-        "masked": frame.num_masked,
-        "step": frame.num_forwards,
-    }
-
-
-def progress_fields(progress: Prefilled) -> dict[str, Any]:
-    """How far the prompt is, as llama.cpp tells it."""
-    counts = {"total": progress.num_total, "processed": progress.num_done}
-    return {"prompt_progress": counts}
-
-
-def token_text(token_id: int, tokenizer: Tokenizer | None) -> str:
-    """One token for display."""
-    return f"<{token_id}>" if tokenizer is None else tokenizer.piece(token_id)

@@ -1,54 +1,35 @@
-"""How OpenAI's two older APIs answer: streamed or whole, several answers to one request."""
+"""Replies of OpenAI's two older APIs: several answers to one request, as chunks or as choices."""
 
 from __future__ import annotations
 
 import abc
 import time
-from collections.abc import AsyncGenerator, Iterable, Iterator, Sequence
-from contextlib import aclosing
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, Generic, TypeVar
 
 from fastapi import Response
 
 from lowtide.decode.intake import sample_seed
-from lowtide.parsing.pieces import (
-    CallArguments,
-    CallBegun,
-    Done,
-    Frame,
-    Logprobs,
-    Piece,
-    Prefilled,
-    Reasoning,
-    Text,
-)
-from lowtide.serve.errors import body_of, refusal_of
-from lowtide.serve.many_answers import merged
-from lowtide.serve.openai_fields import (
-    SamplingFields,
-    frame_fields,
-    new_id,
-    progress_fields,
-    usage_of,
-)
+from lowtide.model_folder.tokenizer import Tokenizer
+from lowtide.parsing.pieces import Done, Frame, Piece, Prefilled
+from lowtide.serve.errors import Refusal, body_of
+from lowtide.serve.openai_fields import SamplingFields, new_id
+from lowtide.serve.reply import JsonObject, Reply, answered
 from lowtide.serve.service import Ask, Service
-from lowtide.serve.sse import EventStream, WatchedAnswer, event
-from lowtide.serve.writers import JsonObject, json_response
+from lowtide.serve.sse import event
 
 Body = TypeVar("Body", bound=SamplingFields)
 
-Part = Text | Reasoning | CallBegun | CallArguments | Logprobs | Done
-"""A piece that adds to an answer; the others tell how far it is."""
 
-
-class OpenAIReply(abc.ABC, Generic[Body]):
-    """Owns the order of what is sent; what is sent of a piece, each API says.
+class OpenAIReply(Reply, Generic[Body]):
+    """Owns the envelope of chunks and choices; what a choice holds, each API says.
 
     asks: one for each answer, prompt by prompt. path: whose form errors have. kind, chunk_kind:
     what `object` is of a whole answer and of a stream's chunks.
     """
 
+    has_named_events = False
     path: ClassVar[str]
     id_prefix: ClassVar[str]
     kind: ClassVar[str]
@@ -64,90 +45,113 @@ class OpenAIReply(abc.ABC, Generic[Body]):
             "model": service.model_name,
             "system_fingerprint": None,
         }
+        self._answers: list[list[Piece]] = [[] for _ in asks]  # where they are not streamed
+        self._ends: dict[int, Done] = {}
 
     def response(self) -> Response:
-        """Asks, and answers once the first piece is there."""
-        pieces = merged([self.service.answer(ask) for ask in self.asks])
-        return WatchedAnswer(pieces, self._streamed if self.body.stream else self._whole)
+        """Ask, and answer once the first piece is there."""
+        return answered(self.service, self.asks, self, self.body.stream)
 
-    async def prepare(self) -> None:  # noqa: B027
-        """What there is to wait for before any piece is read."""
+    def opening(self) -> Iterator[JsonObject]:
+        for choice in self.first_choices():
+            yield self._object([choice])
 
-    def opening(self) -> Iterable[JsonObject]:
-        """The choices that begin a stream, once all is prepared."""
+    def frames(self, piece: Piece, index: int = 0) -> Iterator[JsonObject]:
+        match piece:
+            case Frame():
+                yield self._object([self.choice(index)], **_draft(piece))
+            case Prefilled():
+                if self.body.return_progress:
+                    yield self._object([self.choice(index)], **_progress(piece))
+            case _:
+                if isinstance(piece, Done):
+                    self._ends[index] = piece
+                for choice in self.choices(piece, index):
+                    yield self._object([choice])
+
+    def ending(self) -> Iterator[bytes]:
+        if self.body.stream_options.include_usage:
+            yield event(self._object([], usage=self._usage()))
+        yield event("[DONE]")
+
+    def ping(self) -> JsonObject:
+        return self._object([self.choice(0)])
+
+    def failed(self, refusal: Refusal) -> JsonObject:
+        return body_of(refusal, self.path)
+
+    def keep(self, piece: Piece, index: int = 0) -> None:
+        self._answers[index].append(piece)
+        if isinstance(piece, Done):
+            self._ends[index] = piece
+
+    def whole(self) -> JsonObject:
+        choices = [
+            self.whole_choice(index, pieces, self._ends[index])
+            for index, pieces in enumerate(self._answers)
+        ]
+        return self._object(choices, usage=self._usage())
+
+    def first_choices(self) -> Iterable[JsonObject]:
+        """Return the choices that begin a stream."""
         return ()
 
     @abc.abstractmethod
     def choice(self, index: int) -> JsonObject:
-        """One that adds nothing to an answer."""
+        """Return a choice that adds nothing to its answer."""
 
     @abc.abstractmethod
-    def choices(self, index: int, piece: Part) -> Iterable[JsonObject]:
-        """What a piece adds to an answer that is streamed."""
+    def choices(self, piece: Piece, index: int) -> Iterable[JsonObject]:
+        """Return what a piece adds to an answer that is streamed."""
 
     @abc.abstractmethod
     def whole_choice(self, index: int, pieces: Sequence[Piece], end: Done) -> JsonObject:
-        """All of an answer."""
-
-    async def _streamed(self, pieces: AsyncGenerator[tuple[int, Piece], None]) -> Response:
-        parts, headers = self._events(pieces), self._disclosed()
-        return EventStream(parts, lambda: event(self._object([self.choice(0)])), headers=headers)
-
-    async def _whole(self, pieces: AsyncGenerator[tuple[int, Piece], None]) -> Response:
-        await self.prepare()
-        answers: list[list[Piece]] = [[] for _ in self.asks]
-        async for index, piece in pieces:
-            answers[index].append(piece)
-        ends = [piece for answer in answers for piece in answer if isinstance(piece, Done)]
-        pairs = zip(answers, ends, strict=True)
-        choices = [self.whole_choice(index, *pair) for index, pair in enumerate(pairs)]
-        whole = self._object(choices, usage=usage_of(ends, self.body.n))
-        return json_response(whole, self._disclosed())
-
-    def _disclosed(self) -> dict[str, str]:
-        return {name: text for ask in self.asks for name, text in ask.disclosed.items()}
-
-    async def _events(
-        self, pieces: AsyncGenerator[tuple[int, Piece], None]
-    ) -> AsyncGenerator[bytes, None]:
-        ends: dict[int, Done] = {}
-        try:
-            async with aclosing(pieces):
-                await self.prepare()
-                for choice in self.opening():
-                    yield event(self._object([choice]))
-                async for index, piece in pieces:
-                    if isinstance(piece, Done):
-                        ends[index] = piece
-                    for chunk in self._chunks(index, piece):
-                        yield event(chunk)
-        except Exception as error:
-            yield event(body_of(refusal_of(error), self.path))
-            return
-        if self.body.stream_options.include_usage:
-            in_order = [ends[index] for index in sorted(ends)]
-            yield event(self._object([], usage=usage_of(in_order, self.body.n)))
-        yield event("[DONE]")
-
-    def _chunks(self, index: int, piece: Piece) -> Iterator[JsonObject]:
-        if isinstance(piece, Frame):
-            yield self._object([self.choice(index)], **frame_fields(piece))
-        elif isinstance(piece, Prefilled):
-            if self.body.return_progress:
-                yield self._object([self.choice(index)], **progress_fields(piece))
-        else:
-            for choice in self.choices(index, piece):
-                yield self._object([choice])
+        """Return all of an answer."""
 
     def _object(self, choices: Sequence[JsonObject], **more: Any) -> JsonObject:
-        """A chunk, or the whole."""
         return {**self._head, "choices": choices, **more}
+
+    def _usage(self) -> JsonObject:
+        """Count the tokens of a request, whose prompts have `n` answers each."""
+        ends = [self._ends[index] for index in sorted(self._ends)]
+        prompts = ends[:: self.body.n]
+        num_prompt = sum(end.num_prompt for end in prompts)
+        num_new = sum(end.num_new for end in ends)
+        reasoning = sum(end.num_reasoning for end in ends)
+        return {
+            "prompt_tokens": num_prompt,
+            "completion_tokens": num_new,
+            "total_tokens": num_prompt + num_new,
+            "prompt_tokens_details": {"cached_tokens": sum(end.num_resumed for end in prompts)},
+            "completion_tokens_details": {"reasoning_tokens": reasoning},
+        }
 
 
 def several(ask: Ask, num_answers: int) -> list[Ask]:
-    """So many answers: with a seed they draw as those of the Python API with `n`."""
+    """Repeat an ask; with a seed its answers draw as those of the Python API with `n`."""
     seed = ask.params.seed
     if seed is None:
         return [ask] * num_answers
     seeds = [sample_seed(seed, sample) for sample in range(num_answers)]
     return [replace(ask, params=replace(ask.params, seed=each)) for each in seeds]
+
+
+def token_text(token_id: int, tokenizer: Tokenizer | None) -> str:
+    """Return one token for display."""
+    return f"<{token_id}>" if tokenizer is None else tokenizer.piece(token_id)
+
+
+def _draft(frame: Frame) -> JsonObject:
+    """Return a diffusion model's draft, which stands beside an empty choice."""
+    return {
+        "type": "diffusion_frame",
+        "text": frame.text,
+        "masked": frame.num_masked,
+        "step": frame.num_forwards,
+    }
+
+
+def _progress(progress: Prefilled) -> JsonObject:
+    """Return how much of the prompt is read, in llama.cpp's form."""
+    counts = {"total": progress.num_total, "processed": progress.num_done}
+    return {"prompt_progress": counts}

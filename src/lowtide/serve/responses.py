@@ -18,12 +18,11 @@ from lowtide.serve.errors import Refusal
 from lowtide.serve.grammar_text import Constraint
 from lowtide.serve.json_body import JsonRoute
 from lowtide.serve.json_fields import PlacedObject
-from lowtide.serve.openai_fields import MAX_INTEGER, new_id
-from lowtide.serve.openai_messages import MAX_MESSAGES, MAX_TOOLS
+from lowtide.serve.openai_fields import MAX_INTEGER, MAX_MESSAGES, MAX_TOOLS, new_id
+from lowtide.serve.reply import JsonObject, answered
 from lowtide.serve.responses_events import ResponseEvents
 from lowtide.serve.responses_items import ItemReader, ToolSet, called_name
 from lowtide.serve.service import Ask, Service
-from lowtide.serve.writers import JsonObject, answered
 
 MAX_INCLUDED = 64
 
@@ -57,7 +56,8 @@ def router_of(service: Service) -> APIRouter:
 
     @router.post("/v1/responses")
     def create_response(body: ResponsesBody) -> Response:
-        return answered(service, body.stream, *_read(service, body))
+        ask, reply, headers = _read(service, body)
+        return answered(service, [ask], reply, body.stream, headers)
 
     return router
 

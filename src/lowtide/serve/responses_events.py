@@ -22,8 +22,8 @@ from lowtide.parsing.pieces import (
 from lowtide.serve.custom_tools import CustomInput
 from lowtide.serve.errors import Refusal
 from lowtide.serve.openai_fields import new_id
+from lowtide.serve.reply import JsonObject, Reply
 from lowtide.serve.responses_items import ToolForm, sealed
-from lowtide.serve.writers import JsonObject
 
 
 class _ItemType(NamedTuple):
@@ -53,7 +53,7 @@ _ITEM_TYPES = {
 }
 
 
-class ResponseEvents:
+class ResponseEvents(Reply):
     """Owns one response and the order of its events, each with a `sequence_number`.
 
     response: as clients get it, without output. forms: of the tools that may be called. seals:
@@ -78,7 +78,7 @@ class ResponseEvents:
         progress = {"prompt_tokens_done": done, "prompt_tokens": total}
         return self._of_response("response.in_progress") | {"lowtide": progress}
 
-    def take(self, piece: Piece) -> list[JsonObject]:
+    def frames(self, piece: Piece, index: int = 0) -> list[JsonObject]:
         """The events that a piece makes; the first piece's begin the answer, `Done`'s end it."""
         begun = () if self._num_events else ("response.created", "response.in_progress")
         return [*map(self._of_response, begun), *self._taken(piece)]

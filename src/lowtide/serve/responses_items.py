@@ -15,7 +15,7 @@ from lowtide.serve.conversation import ToolCall, Turn
 from lowtide.serve.custom_tools import custom_arguments, custom_tool
 from lowtide.serve.errors import Refusal
 from lowtide.serve.json_fields import PlacedObject, objects_at, words_of
-from lowtide.serve.openai_messages import MAX_MESSAGES, MAX_TOOLS
+from lowtide.serve.openai_fields import MAX_MESSAGES, MAX_TOOLS
 
 _SEALED = "lowtide:"
 
