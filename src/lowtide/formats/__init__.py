@@ -1,8 +1,8 @@
-"""How a matrix lies in memory and in files: a format is one file here, or registered by others.
+"""Formats of matrices in files and in memory; each is one file here, or registered by others.
 
     formats()["MXFP4 blocks"].unpack(blocks, scales)
 
-Without torch where files are read; what multiplies with a kept format imports it when asked.
+Reading files needs no torch; kernels for a kept format import it when asked.
 """
 
 from __future__ import annotations

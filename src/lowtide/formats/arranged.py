@@ -1,7 +1,7 @@
-"""Matrices that checkpoints have in several tensors, and what they are arranged into as they are
-read: as many bits, so that some rows can be unpacked without the others.
+"""Matrices stored in several tensors, and the layout they are rearranged into as they are read.
 
-Without torch, but where a matrix is multiplied with.
+The layout has the same number of bits, with rows that can be unpacked separately. Torch is needed
+only for products.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Floats = NDArray[np.float32]
 _ITEM_BYTES = {**ITEM_BYTES, "I32": 4, "F8_E4M3": 1}
 
 SCALE_DTYPES = tuple(ITEM_BYTES)
-"""The dtypes of scales in checkpoints."""
+"""Dtypes of scales in checkpoints."""
 
 
 class StoredTensor(NamedTuple):
@@ -38,8 +38,8 @@ class StoredTensor(NamedTuple):
     ending: str  # after NAME
     dtype: str
     shape: Shape
-    unit_bytes: int  # of a unit, the last of which may be shorter
-    is_whole: bool = False  # of all units alike, so that each is given all of it
+    unit_bytes: int  # per unit; the last one may be shorter
+    is_whole: bool = False  # shared by all units, each of which gets the whole tensor
 
     @property
     def num_bytes(self) -> int:
@@ -47,8 +47,9 @@ class StoredTensor(NamedTuple):
 
 
 class Sectioned(MatrixFormat, ABC):
-    """What such matrices are in memory: one range of bytes, in sections of equally many bytes for
-    each row of the matrix, or for so many.
+    """In-memory layout of a rearranged matrix: one byte range, divided into sections.
+
+    A section has an equal number of bytes for each row of the matrix, or for each group of rows.
     """
 
     unpacked = "F32"
@@ -59,20 +60,20 @@ class Sectioned(MatrixFormat, ABC):
 
     @abstractmethod
     def sections(self, shape: Shape) -> tuple[Shape, ...]:
-        """Rows and bytes of a row, of each section of a matrix [out, in]."""
+        """Return (rows, bytes per row) of each section of a matrix [out, in]."""
 
     @abstractmethod
     def weights(self, sections: Sequence[Bytes], rows: NDArray[np.int64], width: int) -> Floats:
-        """Float32 weights [n, width] of rows [n], whose numbers in the matrix are given.
+        """Return float32 weights [n, width] of the given rows [n] of the matrix.
 
-        sections: [rows, bytes], those with a row for each row of the matrix without the others.
+        sections: [rows, bytes]; of those with one row per row of the matrix, only the given rows.
         """
 
     def matrix_bytes(self, shape: Shape) -> int:
         return sum(align_up(rows * row_bytes) for rows, row_bytes in self.sections(shape))
 
     def views(self, content: Bytes, shape: Shape) -> list[Bytes]:
-        """The sections [rows, bytes of a row] of a matrix's bytes."""
+        """Split a matrix's bytes into sections [rows, bytes per row]."""
         found, start = [], 0
         for rows, row_bytes in self.sections(shape):
             found.append(content[start : start + rows * row_bytes].reshape(rows, row_bytes))
@@ -80,7 +81,7 @@ class Sectioned(MatrixFormat, ABC):
         return found
 
     def unpack_matrix(self, content: Bytes, shape: Shape, target: Bytes, to: MatrixFormat) -> None:
-        """Writes all weights into 1-D `target`, in the plain format `to`."""
+        """Write all weights into 1-D `target`, in the plain format `to`."""
         sections = self.views(content, shape)
         step, row_bytes = max(1, CHUNK_WEIGHTS // shape[1]), to.num_bytes(shape[1])
         for first in range(0, shape[0], step):
@@ -95,7 +96,7 @@ class Sectioned(MatrixFormat, ABC):
 
 
 class Arranged(MatrixFormat, ABC):
-    """How a checkpoint has a matrix: tensors, each divided into equally many units."""
+    """Layout of a matrix in a checkpoint: several tensors, each divided into the same units."""
 
     unpacked = "F32"
     in_safetensors = False
@@ -108,7 +109,10 @@ class Arranged(MatrixFormat, ABC):
 
     @abstractmethod
     def tensors(self, shape: Shape) -> tuple[StoredTensor, ...]:
-        """The tensors of a matrix [out, in]. Raises CheckpointError, without its name, if unfit."""
+        """Return the tensors of a matrix [out, in].
+
+        Raises CheckpointError, without the matrix's name, for a shape that does not fit.
+        """
 
     @abstractmethod
     def num_units(self, shape: Shape) -> int: ...
@@ -117,15 +121,15 @@ class Arranged(MatrixFormat, ABC):
     def arrange_units(
         self, stored: Sequence[Bytes], shape: Shape, units: range, sections: Sequence[Bytes]
     ) -> None:
-        """Writes some units into the sections of the whole matrix; stored: theirs, of each tensor.
+        """Write some units into the sections of the whole matrix.
 
-        Raises UnsupportedError, without the matrix's name, for what is not read.
+        stored: the units' bytes in each tensor.
+
+        Raises UnsupportedError, without the matrix's name, for an unsupported variant.
         """
 
     def ranges(self, shape: Shape, most_bytes: int) -> Iterator[tuple[range, list[slice]]]:
-        """All units, some at a time, and their bytes in each tensor: at most so many if it can
-        be.
-        """
+        """Yield consecutive units and their bytes, at most `most_bytes` if possible."""
         tensors, num_units = self.tensors(shape), self.num_units(shape)
         whole_bytes = sum(each.num_bytes for each in tensors if each.is_whole)
         of_unit = sum(each.unit_bytes for each in tensors if not each.is_whole)
@@ -136,15 +140,16 @@ class Arranged(MatrixFormat, ABC):
 
 
 class SectionedMatrix:
-    """A matrix [out, in] in host memory, or some rows of one."""
+    """A matrix [out, in] in host memory, or some of its rows."""
 
     __slots__ = ("content", "format", "numbers", "shape", "whole_shape")
 
     def __init__(
         self, stored: Sectioned, content: Tensor, whole_shape: Shape, numbers: range | Tensor
     ) -> None:
-        """content: 1-D uint8, of a whole matrix. numbers: of the rows in it that these are, those
-        of a range neighbours.
+        """content: 1-D uint8, the whole matrix.
+
+        numbers: row numbers in the whole matrix; a range means adjacent rows.
         """
         self.format, self.content, self.whole_shape = stored, content, whole_shape
         self.numbers = numbers
@@ -180,13 +185,13 @@ class SectionedMatrix:
 
 
 def need_multiple(length: int, unit: int, what: str) -> None:
-    """Raises CheckpointError where a length does not divide."""
+    """Raise CheckpointError if a length is no multiple of `unit`."""
     if length % unit:
         raise CheckpointError(f"{what} {length} does not divide into {unit}")
 
 
 def to_float32(stored: Bytes, dtype: str) -> Floats:
-    """Numbers [rows, n] of bytes [rows, n * item bytes]."""
+    """Convert bytes [rows, n * item bytes] to float32 [rows, n]."""
     flat = np.ascontiguousarray(stored).reshape(-1)
     found = np.empty(flat.size // ITEM_BYTES[dtype], np.float32)
     convert_plain(flat, dtype, found.view(np.uint8), "F32")
@@ -196,7 +201,7 @@ def to_float32(stored: Bytes, dtype: str) -> Floats:
 def _of_rows(
     sections: Sequence[Bytes], rows: range | NDArray[np.int64], num_rows: int
 ) -> list[Bytes]:
-    """What belongs to some rows, of sections with a row for each of `num_rows`."""
+    """Select rows in the sections that have one row per row of the matrix."""
     chosen = slice(rows.start, rows.stop) if isinstance(rows, range) else rows
     return [each[chosen] if len(each) == num_rows else each for each in sections]
 

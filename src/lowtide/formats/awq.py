@@ -1,8 +1,8 @@
 """AWQ in 4 bits: the `gemm` layout, as AutoAWQ writes it.
 
-A matrix [out, in] has 8 numbers to an int32, along the output in all tensors and in an order of
-their own: `qweight` [in, out / 8], `qzeros` [groups, out / 8], `scales` [groups, out]. Zeros are
-stored unchanged.
+A matrix [out, in] has 8 numbers per int32, along the output in all tensors and in a special
+order: `qweight` [in, out / 8], `qzeros` [groups, out / 8], `scales` [groups, out]. Zeros are stored
+  unchanged.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from lowtide.formats.grouped_ints import GROUPS, InputGroups, nibbles_along_rows
 from lowtide.formats.matrix import Bytes
 
 _ORDER = [0, 2, 4, 6, 1, 3, 5, 7]
-"""The column, of eight, that each number of an int32 belongs to, the lowest bits' first."""
+"""Column (of eight) of each number in an int32, lowest bits first."""
 
 _LOW = np.uint32(0x0F0F0F0F)
 
@@ -58,8 +58,10 @@ FORMATS = {
 def _halves_joined(
     first: NDArray[np.uint32], second: NDArray[np.uint32]
 ) -> tuple[NDArray[np.uint32], NDArray[np.uint32]]:
-    """Regroups the words of two inputs, whose bytes hold two numbers of one input, into words whose
-    bytes hold the same number of both inputs: those of the low halves, and of the high ones.
+    """Regroup the nibbles of two inputs into words with one byte per column.
+
+    A byte of the source holds two columns of one input; a byte of the result holds one column of
+    both inputs. Returns the words of the low nibbles, and of the high ones.
     """
     low = first & _LOW | (second & _LOW) << np.uint32(4)
     return low, first >> np.uint32(4) & _LOW | second & ~_LOW

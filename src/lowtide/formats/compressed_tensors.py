@@ -1,9 +1,9 @@
-"""compressed-tensors' `pack-quantized`: 4 or 8 bits, as llm-compressor writes it.
+"""The `pack-quantized` format of compressed-tensors: 4 or 8 bits, as llm-compressor writes it.
 
-A matrix [out, in] has 8 or 4 numbers to an int32, the first in its lowest bits, each stored with
-half of their range added to the signed number: `weight_packed` [out, in * bits / 32] along
-the input; `weight_scale` [out, groups]; where it is not symmetric, `weight_zero_point`
-[out * bits / 32, groups] along the output. Where each row has one scale there is one group.
+A matrix [out, in] has 8 or 4 numbers per int32, lowest bits first, each stored with half of its
+range added to the signed number: `weight_packed` [out, in * bits / 32] along the input;
+  `weight_scale` [out, groups]; if asymmetric, `weight_zero_point` [out * bits / 32, groups] along
+  the output. A scale per row means one group.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from lowtide.formats.matrix import Bytes
 from lowtide.formats.plain import ITEM_BYTES
 
 _UNIT_WITH_ZEROS = 8
-"""Rows of a unit: whole int32 of zeros. Without zeros each row is a unit."""
+"""Rows per unit, so that zeros fill whole int32. Without zeros each row is a unit."""
 
 
 class PackQuantised(Arranged):
-    """A unit is some rows; codes and scales lie as they do in memory."""
+    """A unit is a number of rows; codes and scales are laid out as in memory."""
 
     def __init__(
         self, num_bits: int, group: int, scale_dtype: str, has_zeros: bool, is_of_rows: bool
@@ -82,4 +82,4 @@ FORMATS = {
     for has_zeros in (False, True)
     for is_of_rows in (False, True)
 }
-"""The readable variants. A zero has as many bits as the codes, 8 at most: a byte holds it."""
+"""The readable variants. A zero has as many bits as a code, at most 8, and is kept in a byte."""

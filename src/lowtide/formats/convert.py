@@ -1,4 +1,4 @@
-"""From the format that weights are stored in to the one that they have in memory."""
+"""Convert weights from their stored format to their format in memory."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from lowtide.formats.plain import CHUNK_WEIGHTS, ITEM_BYTES, convert_plain
 Importance = NDArray[np.float32]
 
 Pack = Callable[[MatrixFormat, Bytes, str, Bytes, Importance | None], None]
-"""`pack`, or what does the same faster."""
+"""Type of `pack` and its compiled twin."""
 
 
 def pack(
     to: MatrixFormat, source: Bytes, name: str, target: Bytes, importance: Importance | None = None
 ) -> None:
-    """`MatrixFormat.pack` of weights in the plain format of this name."""
+    """Pack weights stored in the named plain format, by `MatrixFormat.pack`."""
     weights = np.empty(len(source) // ITEM_BYTES[name], np.float32)
     convert_plain(source, name, weights.view(np.uint8), "F32")
     to.pack(weights, target, importance)
@@ -34,11 +34,11 @@ def convert(
     pack: Pack = pack,
     importance: Importance | None = None,
 ) -> None:
-    """Writes whole blocks of weights into `target`: as they are, or in another format.
+    """Write whole blocks of weights into `target`, converted to another format if needed.
 
-    stored: the blocks' bytes of each tensor of `source`, 1-D. target: 1-D, of as many weights in
-    the format `to`, which is plain, or what `source` is kept as, of one tensor, or can be packed,
-    with this importance of inputs.
+    stored: the blocks' bytes in each tensor of `source`, 1-D.
+    target: 1-D, for the same number of weights in the format `to`, which is plain, or the kept
+      format of `source` with one tensor, or can be packed, weighted by `importance` of inputs.
     """
     is_packed = to.unpacked != to.name
     if source is to:
@@ -64,10 +64,10 @@ def convert(
 def convert_rows(
     stored: Sequence[Bytes], source: MatrixFormat, target: NDArray[Any], to: MatrixFormat
 ) -> None:
-    """As `convert`, into an array of any strides, in the order of its axes.
+    """Convert as `convert` does, into an array of any strides, in the order of its axes.
 
-    target [rows, ...]: weights of the plain format `to` as unsigned integers of their width, or
-    bytes of its blocks; a whole number of blocks in every row.
+    target [rows, ...]: plain weights as unsigned integers of their width, or bytes of blocks; each
+    row is a whole number of blocks.
     """
     row_size = to.num_weights(target[0].size)
     num_rows = max(1, CHUNK_WEIGHTS // row_size)
@@ -80,7 +80,7 @@ def convert_rows(
 
 
 def _parts(stored: Sequence[Bytes], source: MatrixFormat, start: int, stop: int) -> list[Bytes]:
-    """The bytes of each tensor that hold weights `start` to `stop`, whole blocks."""
+    """Slice each tensor's bytes to weights `start` to `stop`, whole blocks."""
     return [
         each[source.num_bytes(start, tensor) : source.num_bytes(stop, tensor)]
         for tensor, each in enumerate(stored)

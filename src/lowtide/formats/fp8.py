@@ -1,8 +1,8 @@
-"""FP8 by blocks, as DeepSeek-V3 and Qwen3 are published in it.
+"""FP8 by blocks, as published for DeepSeek-V3 and Qwen3.
 
-A matrix [out, in] is its weights in float8_e4m3fn and a scale for each block of 128 by 128, less at
-the ends: `weight` and `weight_scale_inv` [out / 128, in / 128], rounded up; weight = number *
-scale in float32. In memory the same, one after the other.
+A matrix [out, in] is its weights in float8_e4m3fn and a scale for each block of 128 by 128 (smaller
+at the edges): `weight` and `weight_scale_inv` [out / 128, in / 128], rounded up; weight = number *
+scale in float32. In memory the two follow each other.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from lowtide.formats.plain import ITEM_BYTES
 BLOCK = 128
 
 DTYPE = "F8_E4M3"
-"""The dtype of the weights, by its safetensors name."""
+"""The safetensors dtype of the weights."""
 
 SCALE_DTYPES = ("F32", "BF16")
 
 
 class Fp8Blocks(Sectioned):
-    """In memory."""
+    """FP8 blocks in memory."""
 
     def __init__(self, scale_dtype: str) -> None:
         self.scale_dtype = scale_dtype
@@ -40,13 +40,13 @@ class Fp8Blocks(Sectioned):
     def weights(self, sections: Sequence[Bytes], rows: NDArray[np.int64], width: int) -> Floats:
         numbers = _numbers().take(sections[0])
         scales = to_float32(sections[1], self.scale_dtype)[rows // BLOCK]
-        with np.errstate(over="ignore", invalid="ignore"):  # what is not finite stays so
+        with np.errstate(over="ignore", invalid="ignore"):  # infinities and NaN are kept
             numbers *= scales.repeat(BLOCK, axis=1)[:, :width]
         return numbers
 
 
 class Fp8Checkpoint(Arranged):
-    """A unit is a stripe of blocks."""
+    """FP8 blocks in a checkpoint. A unit is a row of blocks."""
 
     def __init__(self, scale_dtype: str) -> None:
         self.in_memory = Fp8Blocks(scale_dtype)
@@ -81,8 +81,9 @@ FORMATS = {dtype: Fp8Checkpoint(dtype) for dtype in SCALE_DTYPES}
 
 @functools.cache
 def _numbers() -> Floats:
-    """The float8_e4m3fn of every byte: four bits of exponent above 7, three of mantissa; all ones
-    are NaN, and there is no infinity.
+    """Return the float8_e4m3fn value of every byte.
+
+    Four bits of exponent (bias 7), three of mantissa; all ones are NaN, and there is no infinity.
     """
     bits = np.arange(256)
     sign = np.where(bits < 128, 1.0, -1.0)

@@ -1,11 +1,11 @@
 """GPTQ in 4 bits, as AutoGPTQ and GPTQModel write it.
 
-A matrix [out, in] has 8 numbers to an int32, the first in its lowest bits: `qweight` [in / 8, out]
-along the input, `qzeros` [groups, out / 8] along the output, `scales` [groups, out]; `g_idx` [in]
-is each input's group, which has to be its number divided by the group's size, or 0 where each row
-has one scale. In the first convention (`gptq`) zeros are stored less one, in the second (`gptq_v2`)
-as they are. One is taken off an int32's eight zeros by one subtraction, so that below zero it
-borrows from the next.
+A matrix [out, in] has 8 numbers per int32, lowest bits first: `qweight` [in / 8, out] along the
+input, `qzeros` [groups, out / 8] along the output, `scales` [groups, out]; `g_idx` [in] is the
+group of each input, which must be its index divided by the group size, or 0 with one scale per row.
+
+In the first convention (`gptq`) zeros are stored less one, in the second (`gptq_v2`) unchanged. The
+one is subtracted from a whole int32 of eight zeros, so a zero below it borrows from the next.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from lowtide.formats.grouped_ints import GROUPS, InputGroups, nibbles_along_rows
 from lowtide.formats.matrix import Bytes
 
 _ONE_OF_EACH = np.uint32(0x11111111)
-"""A one for each of the eight numbers in an int32."""
+"""A one in each of the eight numbers of an int32."""
 
 
 class Gptq(InputGroups):

@@ -1,9 +1,9 @@
-"""Integers with a scale, and perhaps a zero, for each group of neighbours along the input.
+"""Integers with a scale, and perhaps a zero, per group of adjacent inputs.
 
-    weight = scale * (code - zero)          code: 0 .. 2^bits - 1, in float32, where it is exact
+  weight = scale * (code - zero)          code: 0 .. 2^bits - 1, exact in float32
 
-Without zeros all are half of the codes' range. In memory a matrix is its codes, row by row (two of
-4 bits in a byte, the even one low), then all scales as they are stored, then zeros, a byte each.
+Without zeros, every zero is half of the codes' range. In memory a matrix is its codes, row by row
+(two of 4 bits per byte, the even one low), then all scales as stored, then zeros, a byte each.
 """
 
 from __future__ import annotations
@@ -29,23 +29,24 @@ from lowtide.formats.matrix import Bytes
 from lowtide.formats.plain import ITEM_BYTES
 
 GROUPS = (32, 64, 128)
-"""The group sizes that are read: weights that share a scale."""
+"""Supported group sizes."""
 
 
 def group_in_memory(width: int) -> int:
-    """The group size for rows that have one scale each, which in memory every group repeats: the
-    largest size that divides a row, or else the smallest.
+    """Return the group size in memory for rows with a single scale, which every group repeats.
+
+    It is the largest size that divides a row, or else the smallest.
     """
     return next((group for group in reversed(GROUPS) if width % group == 0), GROUPS[0])
 
 
 def described(group: int, is_of_rows: bool) -> str:
-    """What shares a scale, for a format's name."""
+    """Describe, for a format's name, which weights share a scale."""
     return f"rows (groups of {group} in memory)" if is_of_rows else str(group)
 
 
 class GroupedInts(Sectioned):
-    """In memory."""
+    """Grouped integers in memory."""
 
     def __init__(self, num_bits: int, group: int, scale_dtype: str, has_zeros: bool) -> None:
         self.num_bits, self.group = num_bits, group
@@ -72,7 +73,7 @@ class GroupedInts(Sectioned):
             groups -= sections[2].astype(np.float32)[:, :, None]
         else:
             groups -= np.float32(2 ** (self.num_bits - 1))
-        with np.errstate(over="ignore", invalid="ignore"):  # what is not finite stays so
+        with np.errstate(over="ignore", invalid="ignore"):  # infinities and NaN are kept
             groups *= to_float32(sections[1], self.scale_dtype)[:, :, None]
         return groups.reshape(len(rows), width)
 
@@ -87,7 +88,7 @@ FORMATS = {
 
 
 class InputGroups(Arranged):
-    """Four bits in a checkpoint, with zeros. A unit is a group of the input, as in memory."""
+    """Four-bit grouped integers with zeros in a checkpoint. A unit is a group of inputs."""
 
     method: str
 
@@ -99,7 +100,7 @@ class InputGroups(Arranged):
 
     @abstractmethod
     def weight_shape(self, shape: Shape) -> Shape:
-        """The shape of the int32 that hold the weights of a matrix [out, in]."""
+        """Return the shape of the int32 tensor with the weights of a matrix [out, in]."""
 
     def num_units(self, shape: Shape) -> int:
         return shape[1] // self.group
@@ -119,7 +120,7 @@ class InputGroups(Arranged):
     def arrange_ends(
         self, scales: Bytes, zeros: Bytes, units: range, sections: Sequence[Bytes]
     ) -> None:
-        """Writes some units' scales, as they are stored, and zeros [groups, out]."""
+        """Write some units' scales, as stored, and zeros [groups, out]."""
         groups = slice(units.start, units.stop)
         numbers = scales.view(f"u{ITEM_BYTES[self.scale_dtype]}").reshape(len(zeros), -1)
         sections[1].view(numbers.dtype)[:, groups] = numbers.T
@@ -127,14 +128,14 @@ class InputGroups(Arranged):
 
 
 def nibbles_along_rows(packed: Bytes, num_columns: int) -> Bytes:
-    """[rows, columns] numbers of [rows, bytes], the first of each byte in its low half."""
+    """Unpack [rows, bytes] to numbers [rows, columns], the low nibble first."""
     both = np.stack((packed & np.uint8(15), packed >> np.uint8(4)), axis=-1)
     return both.reshape(len(packed), -1)[:, :num_columns]
 
 
 @functools.cache
 def _nibbles() -> NDArray[np.uint64]:
-    """Both numbers of a byte as float32, the low half's first."""
+    """Return both numbers of every byte as float32, the low nibble first."""
     numbers = np.arange(256)
     pairs = np.stack((numbers & 15, numbers >> 4), axis=1).astype(np.float32)
     return pairs.view(np.uint64).reshape(-1)

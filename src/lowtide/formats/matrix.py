@@ -1,4 +1,4 @@
-"""What a format is: the bytes of one matrix, and what they are made into or multiplied with."""
+"""Interface of a format: a matrix's bytes, and how they are unpacked and multiplied."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ Bytes = NDArray[np.uint8]
 
 
 class StoredMatrix(Protocol):
-    """A matrix [out, in] in memory as its format has it, not unpacked.
+    """A matrix [out, in] in memory in its own format.
 
-    Kernels multiply with some of its rows at a time, which they unpack, unless they know better.
+    Kernels multiply a few rows at a time, unpacking them unless they have a product for the format.
     """
 
     @property
@@ -32,11 +32,11 @@ class StoredMatrix(Protocol):
     def device(self) -> torch.device: ...
 
     def rows(self, features: slice | Tensor) -> StoredMatrix:
-        """Some of them: a range, as a view, or a copy of those whose numbers [n] are given."""
+        """Select rows: a range as a view, or a copy of the rows numbered [n]."""
         ...
 
     def unpack(self, out: Tensor) -> None:
-        """Writes all weights into out [out, in], each rounded once to its type, the compute dtype.
+        """Write all weights into out [out, in], each rounded once to the compute dtype.
 
         No weight's bits depend on which others are unpacked with it.
         """
@@ -44,58 +44,54 @@ class StoredMatrix(Protocol):
 
 
 class MatrixFormat:
-    """How one matrix lies in a file and, if it is kept, in memory. Has no state.
+    """Format of one matrix in files and, if it is kept, in memory. Stateless.
 
-    A matrix is held by one tensor or several (weights, scales), each divided into blocks: so many
-    neighbouring weights of a row, in so many bytes of every tensor.
+    A matrix is held by one or several tensors (weights, scales), each divided into blocks. A block
+    is `block_size` adjacent weights of a row, stored in `block_bytes[i]` bytes of tensor i.
     """
 
-    name: str  # for people, options and stored costs
+    name: str  # shown to users, used by options and stored costs
     dtypes: tuple[str, ...]  # safetensors types of the tensors that hold a matrix
     block_size: int = 1  # weights of a block
     block_bytes: tuple[int, ...]  # of a block in each of the tensors
     unpacked: str  # name of the plain format that `unpack` answers in
-    is_kept: bool = False  # as it is stored, and multiplied with; else unpacked when it is read
-    is_of_host: bool = False  # kept where the host computes; no GPU's kernels know it
-    in_safetensors: bool = True  # whether `dtypes` are safetensors' names, not ours
+    is_kept: bool = False  # kept and multiplied as stored; else unpacked when read
+    is_of_host: bool = False  # kept only where the host computes: GPU kernels lack it
+    in_safetensors: bool = True  # `dtypes` are safetensors' names, not ours
 
     def num_bytes(self, num_weights: int, tensor: int = 0) -> int:
-        """Bytes of so many weights, whole blocks, in one of the tensors."""
+        """Return the bytes of `num_weights` weights, in whole blocks, in one of the tensors."""
         return num_weights // self.block_size * self.block_bytes[tensor]
 
     def matrix_bytes(self, shape: tuple[int, ...]) -> int:
-        """Bytes of a whole matrix in one tensor."""
+        """Return the bytes of a whole matrix in one tensor."""
         return self.num_bytes(math.prod(shape))
 
     def for_rows(self, num_columns: int) -> MatrixFormat:
-        """Return the format for rows of this length; another one only if a block is a whole row."""
+        """Return the format for rows of this length; it differs only if a block is a whole row."""
         return self
 
     @property
     def kept(self) -> MatrixFormat | None:
-        """What it is multiplied with as: itself, or what it is arranged into as it is read. None:
-        it is unpacked then.
-        """
+        """The format used for products: itself, the rearranged one, or None if it is unpacked."""
         return self if self.is_kept else None
 
     @property
     def variants(self) -> tuple[MatrixFormat, ...]:
-        """The formats that a matrix may be in, of which there are several only where experts of
-        one layer differ.
-        """
+        """Formats that a matrix may have; several only where experts of one layer differ."""
         return (self,)
 
     def num_weights(self, num_items: int) -> int:
-        """Weights in so many items of an array in memory: elements, or bytes of blocks."""
+        """Return the weights in `num_items` array items: elements, or bytes of blocks."""
         is_plain = self.block_size == 1
         return num_items if is_plain else num_items // self.block_bytes[0] * self.block_size
 
     def arrange(self, stored: Sequence[Bytes], target: Bytes) -> None:
-        """Writes whole blocks of `stored`, each of a tensor, as the format `kept` has them."""
+        """Write whole blocks, given as bytes of each tensor, in the format `kept`."""
         raise NotImplementedError(f"{self.name} is kept as it is stored, or not at all.")
 
     def unpack(self, *stored: Bytes) -> Bytes:
-        """The weights of whole blocks, in their order, in the plain format `unpacked`.
+        """Return the weights of whole blocks, in order, in the plain format `unpacked`.
 
         stored: the same blocks' bytes of each tensor, 1-D, at any address.
         """
@@ -107,20 +103,20 @@ class MatrixFormat:
         target: Bytes,
         importance: NDArray[np.float32] | None = None,
     ) -> None:
-        """Writes whole blocks of weights [n] into `target` in this format, of one tensor.
+        """Write whole blocks of weights [n] into `target` in this format of one tensor.
 
-        importance: of each input, what the square of an error at its weights counts.
+        importance: the weight of a squared error at each input.
         """
         raise NotImplementedError(f"Nothing is converted into {self.name}.")
 
     def matrix(self, tensors: Sequence[Tensor], shape: tuple[int, ...]) -> StoredMatrix:
-        """A matrix of a kept format over its bytes in memory, each of `tensors` 1-D uint8."""
+        """Wrap the bytes of a kept matrix, each of `tensors` 1-D uint8."""
         raise NotImplementedError(f"{self.name} is not kept.")
 
     def has_tensor(self, name: str, dtype: str) -> bool:
-        """Whether a checkpoint's tensor may hold something of this format that is not finite."""
+        """Return True if a tensor of this format may hold values that are not finite."""
         return False
 
     def is_finite(self, stored: Bytes) -> bool:
-        """Whether no weight is an infinity or NaN, by whole blocks of such a tensor."""
+        """Return True if whole blocks of such a tensor hold no infinity or NaN."""
         return True

@@ -1,4 +1,4 @@
-"""Experts of one layer whose matrices are in several formats: which one, each slot says itself."""
+"""Format of a layer's experts that are stored in several formats."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from lowtide.formats.matrix import MatrixFormat
 
 
 class Mixed(MatrixFormat):
-    """One of several kept formats, in memory as large as the largest. No tensor is in it, and a
-    matrix is unpacked and multiplied with as the one that it is in.
+    """One of several kept formats; a slot is as large as the largest of them.
+
+    No tensor has this format: a matrix is unpacked and multiplied in its own one, noted by its
+    slot.
     """
 
     dtypes = ()
@@ -20,7 +22,7 @@ class Mixed(MatrixFormat):
     in_safetensors = False
 
     def __init__(self, variants: tuple[MatrixFormat, ...]) -> None:
-        """variants: kept, of one tensor each."""
+        """variants: kept formats of one tensor each."""
         self._variants = variants
         self.name = " or ".join(each.name for each in variants)
 
@@ -34,5 +36,5 @@ class Mixed(MatrixFormat):
 
 @functools.cache
 def mixed(variants: tuple[MatrixFormat, ...]) -> Mixed:
-    """The one of these variants."""
+    """Return the only instance for these variants."""
     return Mixed(variants)

@@ -1,7 +1,7 @@
-"""MXFP4 of the OCP Microscaling Formats, version 1.0, as gpt-oss's experts are published.
+"""MXFP4 of the OCP Microscaling Formats, version 1.0, as published for gpt-oss's experts.
 
-32 neighbouring weights share a scale: four bits each (sign, two of exponent, one of mantissa; the
-even ones in the low halves of bytes), times 2 ** (scale - 127), a scale of 255 being NaN.
+32 adjacent weights share a scale: four bits each (sign, two of exponent, one of mantissa; the even
+ones in the low nibbles), times 2 ** (scale - 127). A scale of 255 is NaN.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from lowtide.formats.matrix import Bytes, MatrixFormat
 from lowtide.formats.plain import CHUNK_WEIGHTS
 
 BLOCK = 32
-"""Weights that share a scale."""
+"""Weights per scale."""
 
 [GGML_MXFP4] = [each for each in GGML_FORMATS if each.ggml_name == MXFP4]
 
 NAME = "MXFP4 blocks"
-"""The name of the stored format; `MXFP4` is the one that it is kept as."""
+"""Name of the stored format; in memory it is `MXFP4`."""
 
 TENSOR_DTYPE = "U8"
-"""The dtype of the tensors that hold blocks and scales, by its safetensors name."""
+"""The safetensors dtype of the tensors with blocks and scales."""
 
 
 _KEPT = np.dtype([("scale", "u1"), ("weights", "V16")])
@@ -36,8 +36,10 @@ _LOW_HALVES, _HALF = np.uint64(0x0F0F0F0F0F0F0F0F), np.uint64(4)
 
 
 class Mxfp4(MatrixFormat):
-    """A tensor of blocks and one of scales; kept as GGUF files have the same numbers, each block's
-    scale before its weights (`formats/ggml`), which takes as many bytes.
+    """MXFP4 as a tensor of blocks and one of scales.
+
+    Kept as in GGUF files, with each block's scale before its weights (`formats/ggml`), in as many
+    bytes.
     """
 
     name = NAME
@@ -51,10 +53,10 @@ class Mxfp4(MatrixFormat):
         return GGML_MXFP4
 
     def arrange(self, stored: Sequence[Bytes], target: Bytes) -> None:
-        """Weights k and k + 16 of a block share a byte there, so bytes k / 2 and k / 2 + 8 here.
+        """Write blocks as GGUF has them, where weights k and k + 16 share a byte.
 
-        Raises CheckpointError, without the matrix's name, for a scale of 255: blocks of GGUF files
-        have no NaN.
+        Here they are in bytes k / 2 and k / 2 + 8. Raises CheckpointError, without the matrix's
+        name, for a scale of 255: GGUF blocks have no NaN.
         """
         blocks, scales = stored
         if not self.is_finite(scales):
@@ -72,7 +74,10 @@ class Mxfp4(MatrixFormat):
             out["weights"][chunk] = pairs.view("V16")
 
     def unpack(self, *stored: Bytes) -> Bytes:
-        """Exact, but infinite beyond bfloat16's range. stored: blocks [16 n], scales [n]."""
+        """Unpack exactly, with infinity beyond bfloat16's range.
+
+        stored: blocks [16 n], scales [n].
+        """
         blocks, scales = stored
         index = scales.astype(np.uint16)[:, None] << 8 | blocks.reshape(len(scales), -1)
         return _pairs().take(index).reshape(-1).view(np.uint8)
@@ -89,7 +94,7 @@ FORMATS = (Mxfp4(),)
 
 @functools.cache
 def _pairs() -> NDArray[np.uint32]:
-    """Both bfloat16 weights of a byte, the low half's in the low bits, at scale * 256 + byte."""
+    """Return both bfloat16 weights of a byte, low nibble first, at index scale * 256 + byte."""
     magnitudes = np.array((0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0))
     scales = np.append(np.ldexp(1.0, np.arange(-127, 128)), np.nan)
     with np.errstate(over="ignore"):  # beyond bfloat16's range: infinity

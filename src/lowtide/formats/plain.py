@@ -1,6 +1,6 @@
-"""Weights that are simply numbers: bfloat16, float16 and float32.
+"""Plain formats: bfloat16, float16 and float32.
 
-numpy has no bfloat16, so its bits travel as uint16.
+numpy has no bfloat16, so its bits are held as uint16.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
     import torch
 
 ITEM_BYTES = {"BF16": 2, "F16": 2, "F32": 4}
-"""Bytes of a weight, by the format's name, which is safetensors' for the type."""
+"""Bytes per weight, by safetensors' name."""
 
 SAFETENSORS_NAME = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
-"""From the names that configs and options use."""
+"""Format names by the names of configs and options."""
 
 CHUNK_WEIGHTS = 1 << 18
-"""Converted at a time: keeps the temporaries inside the CPU's cache."""
+"""Weights converted at a time, so that temporaries fit into the CPU's cache."""
 
 
 class PlainFormat(MatrixFormat):
@@ -50,15 +50,15 @@ FORMATS = tuple(map(PlainFormat, ITEM_BYTES))
 
 
 def plain_format(dtype: torch.dtype) -> PlainFormat:
-    """The format of matrices in a compute dtype."""
+    """Return the format of matrices in a compute dtype."""
     name = SAFETENSORS_NAME[str(dtype).removeprefix("torch.")]
     return next(each for each in FORMATS if each.name == name)
 
 
 def convert_plain(source: Bytes, source_name: str, target: Bytes, target_name: str) -> None:
-    """Writes the elements in `source` bytes into `target` bytes, in another plain format.
+    """Convert the elements in `source` bytes to another plain format in `target` bytes.
 
-    Both are 1-D uint8 views of equally many elements. Narrowing rounds to nearest even.
+    Both are 1-D uint8 views of an equal number of elements. Narrowing rounds to nearest even.
     """
     if source_name == target_name:
         np.copyto(target, source)

@@ -1,12 +1,12 @@
-"""q8 and q4: groups of 64 weights along the input, each with a scale and a zero of its own.
+"""q8 and q4: groups of 64 adjacent inputs, each with a scale and a zero.
 
-    weight = scale * code + zero            code: 0 .. 2^bits - 1; scale, zero: float16
+  weight = scale * code + zero            code: 0 .. 2^bits - 1; scale, zero: float16
 
-in float32, where the product is exact, so whether it is fused with the sum makes no difference. A
-row of the matrix lies together: its codes, then its groups' scales, then their zeros. In 4 bits a
-byte has elements k (low half) and k + 32 of its group, so that neighbours need no unpacking; in 8
-bits codes are in order. Codes are unsigned: of a product with x the zeros take `zero * sum(x)`.
-A row's last group may be shorter: its other codes mean nothing.
+Computed in float32, where the product is exact, so fusing it with the sum makes no difference. A
+row is its codes, then its groups' scales, then their zeros. In 4 bits a byte holds elements k (low
+nibble) and k + 32 of its group, so that adjacent elements need no shuffling; in 8 bits codes are in
+order. Codes are unsigned: in a product with x the zeros contribute `zero * sum(x)`. A row's last
+group may be shorter; its other codes are ignored.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 SHRINKS = (1.0, 0.92, 0.84, 0.76)
-"""Shares of a group's range from which the search for its scale begins; with 8 bits the first."""
+"""Shares of a group's range at which the search for its scale starts; 8 bits use the first."""
 
 NUM_FITS = 3
-"""Times that scale and zero are fitted to the codes, and the codes chosen again, from the best."""
+"""Rounds of refitting scale and zero to the codes, starting from the best."""
 
 _LARGEST = np.float32(65504)  # of float16
 
@@ -37,7 +37,7 @@ Halves = NDArray[np.float16]
 
 
 class Quantised(MatrixFormat):
-    """The format of any matrix; a row is one block once its length is known (`for_rows`)."""
+    """Format of any matrix; a row is one block once its length is known (`for_rows`)."""
 
     unpacked = "F32"
     is_kept = True
@@ -61,7 +61,7 @@ class Quantised(MatrixFormat):
 
 
 class QuantisedRows(Quantised):
-    """The format of matrices with rows of one length."""
+    """Format of matrices with rows of one length."""
 
     def __init__(self, num_bits: int, num_columns: int) -> None:
         super().__init__(num_bits)
@@ -70,7 +70,7 @@ class QuantisedRows(Quantised):
         self.block_size, self.block_bytes = num_columns, (row_bytes(num_columns, num_bits),)
 
     def unpack(self, *stored: Bytes) -> Bytes:
-        """Float32 weights of whole rows."""
+        """Unpack whole rows to float32 weights."""
         rows = stored[0].reshape(-1, self.block_bytes[0])
         codes, scales, zeros = self._parts(rows)
         weights = codes.astype(np.float32) * scales[:, :, None] + zeros[:, :, None]
@@ -78,14 +78,16 @@ class QuantisedRows(Quantised):
         return np.ascontiguousarray(weights).reshape(-1).view(np.uint8)
 
     def pack(self, weights: Floats, target: Bytes, importance: Floats | None = None) -> None:
-        """Rounds to the nearest codes under the scales and zeros of least squared error found.
+        """Round to the nearest codes under the scales and zeros with the least squared error found.
 
-        weights: of whole rows, 1-D. importance [num_columns]: of each input's squared error; by
-        default all are alike. Compiled twin: `kernels/cpu/packing.py`, the same bytes.
+        weights: whole rows, 1-D.
+        importance: [num_columns] weight of each input's squared error; by default all are equal.
+
+        Compiled twin, with the same bytes: `kernels/cpu/packing.py`.
         """
         rows = weights.reshape(-1, self.num_columns)
         missing = self.num_groups * GROUP - self.num_columns
-        if missing:  # the last weight again, which takes no code of its own
+        if missing:  # repeat the last weight, which extends no range
             rows = np.pad(rows, ((0, 0), (0, missing)), mode="edge")
         worth = None
         if importance is not None:
@@ -113,7 +115,7 @@ class QuantisedRows(Quantised):
         return self.num_groups * GROUP * self.num_bits // 8
 
     def _parts(self, rows: NDArray[np.uint8]) -> tuple[NDArray[np.uint8], Floats, Floats]:
-        """Codes [rows, groups, 64]; scales and zeros [rows, groups] float32."""
+        """Split rows into codes [rows, groups, 64] and float32 scales and zeros [rows, groups]."""
         codes = rows[:, : self._code_bytes].reshape(len(rows), self.num_groups, -1)
         if self.num_bits == 4:
             codes = np.concatenate((codes & np.uint8(15), codes >> np.uint8(4)), axis=2)
@@ -123,22 +125,22 @@ class QuantisedRows(Quantised):
 
 
 def row_bytes(num_columns: int, num_bits: int) -> int:
-    """Bytes of a row: the codes of whole groups, and four bytes for each group."""
+    """Return the bytes of a row: the codes of whole groups, and four bytes per group."""
     return -(-num_columns // GROUP) * (GROUP * num_bits // 8 + 4)
 
 
 def fitted(
     groups: Floats, num_bits: int, importance: Floats | None = None
 ) -> tuple[NDArray[np.uint8], Halves, Halves]:
-    """Codes [n, 64] and the float16 scale and zero [n] of each of groups [n, 64].
+    """Choose codes [n, 64] and float16 scale and zero [n] for groups [n, 64].
 
-    Of several shrunken ranges the best is taken, then scale and zero are, some times, those of
-    least squares to the codes, and codes the nearest to the weights under them; the best that was
-    met is kept, the earliest of equals. importance [n, 64]: what a squared error counts, 1 by
-    default. Sums are from the first weight to the last, so every implementation has the same bits.
-    A group that is not finite has scale and zero NaN and codes 0.
+    Starts from the best of several shrunken ranges, then alternates: scale and zero by least
+    squares, codes nearest to the weights. Keeps the best result, the earliest of equals. importance
+    [n, 64]: weight of each squared error, 1 by default. Sums run from the first weight to the last,
+    so that every implementation has the same bits. A group that is not finite gets scale and zero
+    NaN and codes 0.
     """
-    w = np.ascontiguousarray(groups.T)  # [64, n], so that what follows is of whole groups
+    w = np.ascontiguousarray(groups.T)  # [64, n]: each row of the array spans all groups
     worth = np.ones_like(w) if importance is None else np.ascontiguousarray(importance.T)
     with np.errstate(all="ignore"):
         is_finite = _sum(w - w) == 0
@@ -151,9 +153,11 @@ def fitted(
     return np.ascontiguousarray(codes.astype(np.uint8).T), scale, zero
 
 
-class _Offer(NamedTuple):
-    """What codes under scales and zeros are worth, and sums of the codes, of their squares and of
-    their products with the weights, each by importance. All [n] float32.
+class _Candidate(NamedTuple):
+    """Candidate scales and zeros with their error, all [n] float32.
+
+    sum_c, sum_cc, sum_cw: sums of the codes, their squares and their products with the weights,
+    each weighted by importance.
     """
 
     error: Floats
@@ -163,20 +167,20 @@ class _Offer(NamedTuple):
     sum_cc: Floats
     sum_cw: Floats
 
-    def or_better(self, other: _Offer) -> _Offer:
+    def or_better(self, other: _Candidate) -> _Candidate:
         is_better = other.error < self.error
-        return _Offer(*(np.where(is_better, *pair) for pair in zip(other, self, strict=True)))
+        return _Candidate(*(np.where(is_better, *pair) for pair in zip(other, self, strict=True)))
 
 
-def _search(w: Floats, worth: Floats, num_bits: int) -> _Offer:
+def _search(w: Floats, worth: Floats, num_bits: int) -> _Candidate:
     low, high = w.min(0), w.max(0)
     middle = (low + high) * np.float32(0.5) + np.float32(0)  # never -0
     span, levels = high - low, np.float32(2**num_bits - 1)
     nothing = np.zeros_like(span)
-    best = _Offer(np.full_like(span, np.inf), *5 * (nothing,))
+    best = _Candidate(np.full_like(span, np.inf), *5 * (nothing,))
     for shrink in SHRINKS if num_bits == 4 else SHRINKS[:1]:
         width = span * np.float32(shrink)
-        start = _offer(w, worth, width / levels, middle - width * np.float32(0.5), num_bits)
+        start = _evaluate(w, worth, width / levels, middle - width * np.float32(0.5), num_bits)
         best = best.or_better(start)
     last, sum_w, sum_one = best, _sum(worth * w), _sum(worth)
     for _ in range(NUM_FITS):
@@ -184,12 +188,12 @@ def _search(w: Floats, worth: Floats, num_bits: int) -> _Offer:
         quotient = (sum_one * last.sum_cw - last.sum_c * sum_w) / spread
         scale: Floats = np.where(spread > 0, quotient, np.float32(0))
         zero = ((sum_w - scale * last.sum_c) / sum_one).astype(np.float32)
-        last = _offer(w, worth, scale, zero, num_bits)
+        last = _evaluate(w, worth, scale, zero, num_bits)
         best = best.or_better(last)
     return best
 
 
-def _offer(w: Floats, worth: Floats, scale: Floats, zero: Floats, num_bits: int) -> _Offer:
+def _evaluate(w: Floats, worth: Floats, scale: Floats, zero: Floats, num_bits: int) -> _Candidate:
     step, base = (
         np.clip(each, -_LARGEST, _LARGEST).astype(np.float16).astype(np.float32)
         for each in (scale, zero)
@@ -197,11 +201,11 @@ def _offer(w: Floats, worth: Floats, scale: Floats, zero: Floats, num_bits: int)
     codes = _codes(w, step, base, num_bits)
     residual, times = w - (codes * step + base), worth * codes
     error = _sum(worth * (residual * residual))
-    return _Offer(error, step, base, _sum(times), _sum(times * codes), _sum(times * w))
+    return _Candidate(error, step, base, _sum(times), _sum(times * codes), _sum(times * w))
 
 
 def _codes(w: Floats, step: Floats, base: Floats, num_bits: int) -> Floats:
-    """The nearest codes of weights [64, n], as floats."""
+    """Return the nearest codes of weights [64, n], as floats."""
     inverse = np.where(step > 0, np.float32(1) / step, np.float32(0))
     nearest = np.rint((w - base) * inverse)
     codes: Floats = np.minimum(np.maximum(nearest, 0), np.float32(2**num_bits - 1))
@@ -209,7 +213,7 @@ def _codes(w: Floats, step: Floats, base: Floats, num_bits: int) -> Floats:
 
 
 def _sum(terms: Floats) -> Floats:
-    """The sum of terms [64, n] over the first axis, added one after the other."""
+    """Sum terms [64, n] over the first axis, one after the other."""
     total = np.zeros(terms.shape[1], np.float32)
     for each in terms:
         total += each
@@ -218,7 +222,7 @@ def _sum(terms: Floats) -> Floats:
 
 @functools.cache
 def _rows_of(num_bits: int, num_columns: int) -> QuantisedRows:
-    """One for each length, so that formats may be compared by identity."""
+    """Return the only instance for a length, so that formats can be compared by identity."""
     return QuantisedRows(num_bits, num_columns)
 
 

@@ -1,4 +1,4 @@
-"""A matrix in 8 or 4 bits in memory, as torch sees it."""
+"""A matrix in 8 or 4 bits in memory, as torch tensors."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-if TYPE_CHECKING:  # a matrix is never without torch
+if TYPE_CHECKING:  # whoever has a matrix has torch
     import torch
     from torch import Tensor
 
 
 GROUP = 64
-"""Weights that share a scale and a zero."""
+"""Weights per scale and zero."""
 
 
 class Groups(NamedTuple):
@@ -44,11 +44,11 @@ class QuantisedMatrix:
         return self.data.device
 
     def rows(self, features: slice | Tensor) -> QuantisedMatrix:
-        """Some of them: a range, as a view, or a copy of those whose numbers are given."""
+        """Select rows: a range as a view, or a copy of the numbered ones."""
         return QuantisedMatrix(self.data[features], self.num_bits, self.num_columns)
 
     def groups(self) -> Groups:
-        """What the weights are made of."""
+        """Split the matrix into codes, scales and zeros."""
         import torch
 
         num_rows, num_groups = self.data.shape[0], -(-self.num_columns // GROUP)
@@ -60,7 +60,7 @@ class QuantisedMatrix:
         return Groups(codes, *ends.view(num_rows, 2, num_groups).unbind(1))
 
     def unpack(self, out: Tensor) -> None:
-        """Writes all weights into out [out, in], each rounded once from float32 to its type."""
+        """Write all weights into out [out, in], each rounded once from float32 to its type."""
         codes, scales, zeros = self.groups()
         weights = codes.float().mul_(scales[:, :, None]).add_(zeros[:, :, None])
         out.copy_(weights.view(len(codes), -1)[:, : self.num_columns])

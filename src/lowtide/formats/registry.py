@@ -1,4 +1,4 @@
-"""Which formats there are: the files beside this one, and what else was registered."""
+"""Registry of formats: the files beside this one, and those registered by others."""
 
 from __future__ import annotations
 
@@ -20,14 +20,15 @@ _NO_FORMATS = (*_ARRANGED, *_BASES, "convert", "expert_inputs", "registry")
 
 
 def formats() -> Mapping[str, MatrixFormat]:
-    """All of them, by name."""
+    """Map names to all known formats."""
     _register_own()
     return MappingProxyType(_registered)
 
 
 def format_of(dtype: str) -> MatrixFormat:
-    """The format of matrices in one tensor of a safetensors type, or in several, by its name;
-    raises UnsupportedError.
+    """Return the format of a safetensors dtype, or of a matrix in several tensors by its name.
+
+    Raises UnsupportedError.
     """
     arranged = _arranged().get(dtype)
     if arranged is not None:
@@ -41,7 +42,7 @@ def format_of(dtype: str) -> MatrixFormat:
 
 
 def loadable_dtypes() -> tuple[str, ...]:
-    """The safetensors types of which one tensor alone holds weights."""
+    """List the safetensors dtypes of formats that need only one tensor."""
     return tuple(
         known.dtypes[0]
         for known in formats().values()
@@ -50,12 +51,12 @@ def loadable_dtypes() -> tuple[str, ...]:
 
 
 def can_load(dtype: str) -> bool:
-    """Whether one tensor of this type alone holds weights, or several of this format."""
+    """Return True for a dtype or format that can be loaded."""
     return dtype in _arranged() or any(known.dtypes == (dtype,) for known in formats().values())
 
 
 def register(added: MatrixFormat) -> None:
-    """Makes a format known; raises ValueError for a name, or a tensor's type, that is taken."""
+    """Register a format; raises ValueError if its name or tensor type is taken."""
     for known in _registered.values():
         if known.name == added.name or known.dtypes == added.dtypes:
             raise ValueError(f"The format {added.name}: {known.name} has its name or its tensors.")
@@ -63,13 +64,13 @@ def register(added: MatrixFormat) -> None:
 
 
 def unregister(name: str) -> None:
-    """Forgets a format; raises KeyError if there is none of that name."""
+    """Remove a format; raises KeyError for an unknown name."""
     del _registered[name]
 
 
 @cache
 def _arranged() -> Mapping[str, Arranged]:
-    """What checkpoints have in several tensors, by name."""
+    """Map names to the formats of matrices stored in several tensors."""
     package = __name__.rpartition(".")[0]
     modules = [importlib.import_module(f"{package}.{name}") for name in _ARRANGED]
     return {each.name: each for module in modules for each in module.FORMATS.values()}

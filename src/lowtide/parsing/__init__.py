@@ -1,14 +1,15 @@
-"""From the token ids of an answer, as they come, to its text, thoughts and tool calls.
+"""Parse an answer's token ids, as they come, into text, thoughts and tool calls.
 
     parser = parser_of(tokenizer, prompt_ids, tools)
     pieces = parser.feed(token_ids)
     pieces += parser.finish()
 
-A call whose arguments are a JSON object is told while it is written, name first, to the letter as
-the model writes it: also where it is never closed, or is no JSON. Any other is told when it is
-certain that it is whole; what only looks like one is text. Where a call ends follows from its
-structure: a mark inside a string or a value belongs to it. All of it follows from the text alone,
-however it comes, so that an answer is the same streamed and not.
+A call whose arguments are a JSON object is streamed while it is written, name first and to the
+  letter, even if it is never closed or is invalid JSON. Any other call is reported once it is
+  certainly complete; text that only looks like a call stays text. The end of a call follows from
+  its
+structure: a mark inside a string or a value belongs to it. Everything follows from the text alone,
+  not from how it is divided, so that an answer is the same streamed and not.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from lowtide.parsing.tools import Tool
 
 
 class AnswerParser:
-    """Reads one answer. Pieces come in order, and none is taken back."""
+    """Parser of one answer. Pieces come in order and are never taken back."""
 
     def __init__(
         self, marked: MarkedText, reader: ChannelReader | InlineReader, out: PieceWriter
@@ -35,7 +36,7 @@ class AnswerParser:
         self._marked, self._reader, self._out = marked, reader, out
 
     def feed(self, token_ids: Sequence[int]) -> list[Piece]:
-        """What is certain after these tokens."""
+        """Return the pieces that are certain after these tokens."""
         for token_id in token_ids:
             for item in self._marked.push(token_id):
                 self._reader.take(item)
@@ -43,8 +44,9 @@ class AnswerParser:
         return self._out.take()
 
     def finish(self, is_cut: bool = False) -> list[Piece]:
-        """What was held back, at the answer's end; is_cut: by its length, so that a call that is
-        not whole is none.
+        """Return the pieces held back, at the answer's end.
+
+        is_cut: the answer ended at its length limit, so an incomplete call is none.
         """
         for item in self._marked.finish():
             self._reader.take(item)
@@ -55,7 +57,7 @@ class AnswerParser:
 def parser_of(
     tokenizer: Tokenizer, prompt_ids: Sequence[int], tools: Sequence[Tool] = ()
 ) -> AnswerParser:
-    """A parser for the answer to a prompt, in the form that the model writes.
+    """Make a parser for the answer to a prompt, for the model's form of thoughts and calls.
 
     Without tools the marks of calls are plain text.
     """
@@ -72,13 +74,13 @@ def parser_of(
 
 
 def has_thoughts(tokenizer: Tokenizer) -> bool:
-    """Whether a model's tokens tell its thoughts from its answers."""
+    """Return True if the model's tokens mark its thoughts."""
     has_marks = all(tokenizer.token_id(mark) is not None for mark in THOUGHT_MARKS)
     return has_marks or has_channels(tokenizer)
 
 
 def is_thinking(tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> bool:
-    """Whether a prompt ends with the beginning of thoughts, as some templates write it."""
+    """Return True if the prompt ends by opening the thoughts, as some templates do."""
     mark, behind = last_mark(tokenizer, prompt_ids, THOUGHT_MARKS)
     # A user may have written the mark somewhere in the prompt.
     return mark == THOUGHT_MARKS[0] and not tokenizer.decode(behind, skip_special=False).strip()

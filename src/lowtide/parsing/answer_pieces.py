@@ -1,6 +1,6 @@
-"""From an answer's tokens to its pieces, cut at the first stop string.
+"""Turn an answer's tokens into pieces, ending at the first stop string.
 
-Stop strings are of the answer's text: neither thoughts nor calls end at one.
+Stop strings apply to the answer's text, not to thoughts or calls.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from lowtide.parsing.pieces import CallBegun, Done, Piece, Text
 
 
 class PlainText:
-    """As `AnswerParser` of an answer whose tokens are all text, thoughts included; without a
-    tokenizer there is none. behind: a prompt that the answer goes on behind, as its text does.
+    """Stand-in for `AnswerParser` that takes all tokens as text, thoughts included.
+
+    Without a tokenizer there is no text. behind: a prompt that the answer continues.
     """
 
     num_reasoning = 0
@@ -27,18 +28,16 @@ class PlainText:
             self._stream.begin_behind(behind)
 
     def feed(self, token_ids: Sequence[int]) -> list[Piece]:
-        """See `AnswerParser`."""
         return [] if self._stream is None else _as_text(self._stream.push(token_ids))
 
     def finish(self, is_cut: bool = False) -> list[Piece]:
-        """See `AnswerParser`."""
         return [] if self._stream is None else _as_text(self._stream.finish())
 
 
 class AnswerPieces:
     """The pieces of one answer as its tokens come.
 
-    parallel_calls: whether more than one call is taken; else the answer ends where a second begins.
+    parallel_calls: accept several calls; otherwise the answer ends where a second one begins.
     """
 
     def __init__(
@@ -51,20 +50,20 @@ class AnswerPieces:
         self._stop = StopStrings(stop)
         self._parallel_calls = parallel_calls
         self._num_calls = 0
-        self._is_new_part = False  # what is told next of the text
+        self._is_new_part = False  # the next text begins a new part
         self.is_complete = False  # no more tokens are wanted
 
     def push(self, token_ids: Sequence[int]) -> list[Piece]:
-        """The pieces that are certain with these tokens."""
+        """Return the pieces that are certain after these tokens."""
         return self._taken(self._reader.feed(token_ids))
 
     def finish(self, is_cut: bool = False) -> list[Piece]:
-        """What was held back; is_cut: by the answer's length."""
+        """Return the pieces held back; is_cut: the answer ended at its length limit."""
         pieces = self._taken(self._reader.finish(is_cut))
         return pieces if self.is_complete else [*pieces, *self._rest()]
 
     def done(self, request: Request, finished: Finished) -> Done:
-        """The last piece."""
+        """Return the last piece."""
         reason = finished.finish_reason
         return Done(
             reason="tool_calls" if reason == "stop" and self._num_calls else reason,
@@ -77,7 +76,7 @@ class AnswerPieces:
         )
 
     def _rest(self) -> list[Piece]:
-        """The text that was held back."""
+        """Return the text held back."""
         rest = _as_text(self._stop.finish(), self._is_new_part)
         self._is_new_part &= not rest
         return rest
@@ -103,7 +102,7 @@ class AnswerPieces:
 
 
 class CompletionTest:
-    """Asked by a decoder with an answer's growing ids: whether its pieces are complete by now."""
+    """Predicate for a decoder: True once the pieces of the ids so far are complete."""
 
     def __init__(self, pieces: AnswerPieces) -> None:
         self._pieces = pieces
@@ -112,14 +111,14 @@ class CompletionTest:
     def __call__(self, token_ids: Sequence[int]) -> bool:
         try:
             self._pieces.push(token_ids[self._num_seen :])
-        except Exception:  # it ends here; its own reader fails likewise, and no other's pass does
+        except Exception:  # end only this answer; its own reader will raise the same error
             return True
         self._num_seen = len(token_ids)
         return self._pieces.is_complete
 
 
 class StopStrings:
-    """Cuts a text that comes in parts before the first of some strings; `found` is which."""
+    """Cuts a text that comes in parts before the first stop string; `found` is that string."""
 
     def __init__(self, strings: Sequence[str]) -> None:
         self._strings = tuple(strings)
@@ -127,7 +126,7 @@ class StopStrings:
         self.found: str | None = None
 
     def push(self, text: str) -> str:
-        """What is certain not to be of a stop string."""
+        """Return the text that certainly belongs to no stop string."""
         text, self._held = self._held + text, ""
         places = [(text.find(each), each) for each in self._strings if each in text]
         if places:
@@ -139,7 +138,7 @@ class StopStrings:
         return certain
 
     def finish(self) -> str:
-        """What was held back, and began none."""
+        """Return the text held back, which began no stop string."""
         held, self._held = self._held, ""
         return held
 
@@ -149,8 +148,9 @@ def _as_text(text: str, is_new_part: bool = False) -> list[Piece]:
 
 
 def pieces_of(request: Request, tokenizer: Tokenizer | None) -> AnswerPieces:
-    """The pieces of the answer to a request without tools: its thoughts are told apart where the
-    model's tokens mark them, unless it is raw.
+    """Make the pieces of an answer to a request without tools.
+
+    Thoughts are separated if the model's tokens mark them, unless the request is raw.
     """
     reader: AnswerParser | PlainText
     reader = PlainText(tokenizer, request.prompt if request.is_raw else ())
@@ -160,7 +160,7 @@ def pieces_of(request: Request, tokenizer: Tokenizer | None) -> AnswerPieces:
 
 
 def with_stop_test(request: Request, tokenizer: Tokenizer | None) -> Request:
-    """The same request, which the decoder ends where its answer has a stop string."""
+    """Return the request with a test that ends decoding at a stop string."""
     if not request.params.stop_strings:
         return request
     # A reader of its own for the engine's thread, ahead of those who read the events.

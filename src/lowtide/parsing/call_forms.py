@@ -1,7 +1,7 @@
-"""The forms in which models write tool calls into their text, each both read and made a grammar of.
+"""Forms of tool calls in models' text, each with a reader and a grammar.
 
-Which one a model has is seen in its chat template, else in its tokenizer's tokens. Grammars are
-Lark as llguidance has it; `CallForm.mark` and `literal` write the fixed parts.
+A model's form is found from its chat template, else from its tokens. Grammars are Lark for
+llguidance; `CallForm.mark` and `literal` write the fixed parts.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from lowtide.parsing.xml_text import FUNCTION, FUNCTION_END
 FENCE = "```"
 
 _NAMED = rf'\s*\{{\s*"name"\s*:\s*"({NAME})"\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{{)'
-"""A call as a JSON object, up to its arguments."""
+"""Pattern of a call as a JSON object, up to its arguments."""
 
 
 _MISTRAL_ID = re.compile(r"[0-9A-Za-z]{9}")
 
 
 def call_form_of(tokenizer: Tokenizer) -> CallForm:
-    """The form of a model's calls; Qwen's, the most common one, where nothing says which."""
+    """Return the form of a model's calls; by default Qwen's, the most common one."""
     forms: tuple[type[CallForm], ...] = (DeepSeekCalls, MistralCalls, TaggedCalls)
     for is_named in (tokenizer.template_names, lambda mark: tokenizer.token_id(mark) is not None):
         for form in forms:
@@ -42,19 +42,21 @@ def new_call_id() -> str:
 
 
 def literal(text: str) -> str:
-    """A text in a Lark grammar."""
+    """Quote a text for a Lark grammar."""
     return json.dumps(text, ensure_ascii=False)
 
 
 class CallForm(ABC):
-    """How calls are written. begin: the mark that begins them; ends: the mark that closes each
-    one that begins a call, "" where the next or the answer's end does; call_end: the mark behind
-    each of several calls; inner: other marks in them. may_end_open: the answer's end closes a call,
-    too.
+    """Form of a model's calls: marks, patterns, reader and grammar.
 
-    head: what stands before the JSON object that is a call's arguments, from a mark that begins
-    calls or from behind another call; its first group is the name, and `id` may be another.
-    json_begin: what stands before JSON that is the call, and its first bracket.
+    begin: the mark that begins calls.
+    ends: the closing mark for each opening mark, "" if the next call or the answer's end closes it.
+    call_end: the mark behind each of several calls.
+    inner: other marks within calls.
+    may_end_open: the answer's end closes a call, too.
+    head: pattern of the text before a call's JSON arguments, from an opening mark or the previous
+      call; its first group is the name, and `id` may be another group.
+    json_begin: pattern of the text before a call that is all JSON, and its first bracket.
     """
 
     begin: str
@@ -63,8 +65,8 @@ class CallForm(ABC):
     inner: tuple[str, ...] = ()
     json_begin = re.compile(r"(?!)")
     may_end_open = False
-    has_raw_texts = False  # arguments that are texts are written as they are, not as JSON
-    bare_begin = ""  # what a call may begin with where its first mark was forgotten
+    has_raw_texts = False  # string arguments are written raw, not as JSON
+    bare_begin = ""  # beginning of a call whose first mark was forgotten
     head: re.Pattern[str]
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -72,67 +74,69 @@ class CallForm(ABC):
 
     @property
     def token_id(self) -> int | None:
-        """The mark that begins a call, where it is a token."""
+        """Token of the mark that begins a call, or None."""
         return self._tokenizer.token_id(self.begin)
 
     @property
     def has_token(self) -> bool:
-        """Whether it is one."""
         return self.token_id is not None
 
     @property
     def marks(self) -> list[str]:
-        """All of them."""
+        """All marks of this form."""
         marks = [*self.ends, *self.ends.values(), *self.inner]
         return [mark for mark in dict.fromkeys(marks) if mark]
 
     def new_id(self, written: str | None = None) -> str:
-        """For a call that was read; written: the model's own."""
+        """Make the id of a call that was read; written: the model's own id."""
         return new_call_id()
 
     def is_value(self, held: str) -> bool:
-        """Whether a mark behind a text is of a value in it, although of no string."""
+        """Return True if a mark after this text belongs to a value, although not to a string."""
         return False
 
     def is_closed(self, held: str, is_cut: bool) -> bool:
-        """Whether the answer's end closes a call; is_cut: it is where its length ended."""
+        """Return True if the answer's end closes a call; is_cut: it ended at its length limit."""
         return self.may_end_open and not is_cut
 
     def is_undecided(self, held: str) -> bool:
-        """Whether a call has begun that may be JSON or XML."""
+        """Return True while a begun call may still be JSON or XML."""
         return False
 
     def is_xml(self, held: str) -> bool:
-        """Whether what has begun is a call as XML."""
+        """Return True if the begun call is XML."""
         return False
 
     @abstractmethod
     def is_no_call(self, held: str) -> bool:
-        """Whether a text, from the mark that begins a call, is certain not to become one."""
+        """Return True if a text that begins with a mark of calls can no longer become a call."""
 
     def mark(self, mark: str) -> str:
-        """In a grammar: the token, or where there is none the text."""
+        """Write a mark in a grammar: as a token if it is one, else as text."""
         token_id = self._tokenizer.token_id(mark)
         return literal(mark) if token_id is None else f"<[{token_id}]>"
 
     @abstractmethod
     def read(self, text: str, tools: Mapping[str, Tool]) -> list[Call] | None:
-        """The calls in a text to the mark that closes them, in whatever form; None for what is no
-        call. tools: by name.
+        """Read the calls in a text that runs to the closing mark, or return None if it is no call.
+
+        tools: by name.
         """
 
     @abstractmethod
     def one(self, tool: Tool, arguments: str) -> str:
-        """A call in a grammar, with what its arguments are."""
+        """Write the grammar of one call with the given grammar of arguments."""
 
     @abstractmethod
     def several(self, one: str, is_single: bool) -> str:
-        """All calls of an answer in a grammar, each of them `one`."""
+        """Write the grammar of all calls of an answer, each of them `one`."""
 
 
 class TaggedCalls(CallForm):
-    """Qwen, Hermes, Ling: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, and of
-    Qwen3-Coder `<tool_call><function=NAME><parameter=NAME>...`, whose first mark it may forget.
+    """Qwen, Hermes, Ling: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`.
+
+    Qwen3-Coder writes `<tool_call><function=NAME><parameter=NAME>...` and may forget the first
+    mark.
     """
 
     begin = "<tool_call>"
@@ -148,29 +152,24 @@ class TaggedCalls(CallForm):
         self.ends = ends | {FUNCTION: FUNCTION_END} if self.has_raw_texts else ends
 
     def is_undecided(self, held: str) -> bool:
-        """See `CallForm`."""
         body = held.removeprefix(self.begin).lstrip()
         return body != FUNCTION and FUNCTION.startswith(body)
 
     def is_xml(self, held: str) -> bool:
-        """See `CallForm`."""
         return held.removeprefix(self.begin).lstrip().startswith(FUNCTION)
 
     def is_no_call(self, held: str) -> bool:
-        """See `CallForm`."""
         body = held.removeprefix(self.begin).lstrip()
         return held.startswith(self.begin) and not (
             body.startswith(("{", "[", FUNCTION)) or FUNCTION.startswith(body)
         )
 
     def read(self, text: str, tools: Mapping[str, Tool]) -> list[Call] | None:
-        """See `CallForm`."""
         body = text.removeprefix(self.begin).removesuffix(self.end).strip()
         call = call_of(parsed(body), tools)
         return None if call is None else [call]
 
     def one(self, tool: Tool, arguments: str) -> str:
-        """See `CallForm`."""
         begin, end = self.mark(self.begin), self.mark(self.end)
         if self.has_raw_texts:
             head, tail = literal(f"{FUNCTION}{tool.name}>\n"), literal(f"{FUNCTION_END}\n")
@@ -180,13 +179,13 @@ class TaggedCalls(CallForm):
         return f'{begin} ("\\n")? {head} {arguments} {tail} {end}'
 
     def several(self, one: str, is_single: bool) -> str:
-        """See `CallForm`."""
         return one if is_single else f'{one} ("\\n" {one})*'
 
 
 class DeepSeekCalls(CallForm):
-    """`NAME<sep>{...}` between marks of each call and of all; before version 3.1
-    `function<sep>NAME` and the arguments as a block of code.
+    """DeepSeek: `NAME<sep>{...}` between marks of each call and of all calls.
+
+    Before version 3.1: `function<sep>NAME` and the arguments as a block of code.
     """
 
     begin = "<｜tool▁calls▁begin｜>"
@@ -203,21 +202,18 @@ class DeepSeekCalls(CallForm):
     _between = re.compile(rf"(?<={one_end})\s*(?={one_begin})")
 
     def is_value(self, held: str) -> bool:
-        """See `CallForm`: a text that is no JSON ends with its call's mark."""
+        """Return True inside a call: its mark ends a text that is no JSON."""
         return self.one_begin in held and not held.rstrip().endswith(self.one_end)
 
     def is_closed(self, held: str, is_cut: bool) -> bool:
-        """See `CallForm`."""
         return held.rstrip().endswith(self.one_end)
 
     def is_no_call(self, held: str) -> bool:
-        """See `CallForm`."""
         body = held.removeprefix(self.begin).lstrip()
         is_begun = body.startswith(self.one_begin) or self.one_begin.startswith(body)
         return held.startswith(self.begin) and not is_begun
 
     def read(self, text: str, tools: Mapping[str, Tool]) -> list[Call] | None:
-        """See `CallForm`."""
         body = text.removeprefix(self.begin).removesuffix(self.end).strip()
         calls = []
         for one in self._between.split(body):
@@ -230,7 +226,6 @@ class DeepSeekCalls(CallForm):
         return calls
 
     def one(self, tool: Tool, arguments: str) -> str:
-        """See `CallForm`."""
         begin, end = self.mark(self.one_begin), self.mark(self.one_end)
         name, separator = literal(tool.name), self.mark(self.separator)
         if not self._tokenizer.template_names(f"{FENCE}json"):
@@ -239,7 +234,6 @@ class DeepSeekCalls(CallForm):
         return f'{begin} "function" {separator} {head} {arguments} {tail} {end}'
 
     def several(self, one: str, is_single: bool) -> str:
-        """See `CallForm`."""
         more = "" if is_single else f'("\\n" {one})*'
         return f"{self.mark(self.begin)} {one} {more} {self.mark(self.end)}"
 
@@ -256,8 +250,9 @@ class DeepSeekCalls(CallForm):
 
 
 class MistralCalls(CallForm):
-    """`[TOOL_CALLS]` and a JSON list of calls; in newer models `[TOOL_CALLS]NAME[ARGS]{...}`, once
-    for each.
+    """Mistral: `[TOOL_CALLS]` and a JSON list of calls.
+
+    Newer models write `[TOOL_CALLS]NAME[ARGS]{...}` for each call.
     """
 
     begin = "[TOOL_CALLS]"
@@ -279,7 +274,7 @@ class MistralCalls(CallForm):
         self._ids: set[str] = set()  # of this answer
 
     def new_id(self, written: str | None = None) -> str:
-        """Nine letters and digits: the templates take nothing else."""
+        """Make an id of nine letters and digits, the only form that the templates accept."""
         if written is None or not _MISTRAL_ID.fullmatch(written) or written in self._ids:
             letters = string.ascii_letters + string.digits
             written = "".join(secrets.choice(letters) for _ in range(9))
@@ -287,11 +282,9 @@ class MistralCalls(CallForm):
         return written
 
     def is_no_call(self, held: str) -> bool:
-        """See `CallForm`."""
         return self._no_call.match(held) is not None
 
     def read(self, text: str, tools: Mapping[str, Tool]) -> list[Call] | None:
-        """See `CallForm`."""
         body = text.removeprefix(self.begin).strip()
         if body[:1] in ("[", "{"):
             value = parsed(body)
@@ -306,7 +299,6 @@ class MistralCalls(CallForm):
         return [Call(name, arguments)]
 
     def one(self, tool: Tool, arguments: str) -> str:
-        """See `CallForm`."""
         if self._has_arguments_mark:
             return (
                 f"{self.mark(self.begin)} {literal(tool.name)} {self.mark(self.arguments)} "
@@ -316,7 +308,6 @@ class MistralCalls(CallForm):
         return f"{head} {arguments} {literal('}')}"
 
     def several(self, one: str, is_single: bool) -> str:
-        """See `CallForm`."""
         if self._has_arguments_mark:
             return one if is_single else f"({one})+"
         more = "" if is_single else f'(", " {one})*'

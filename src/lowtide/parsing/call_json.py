@@ -1,4 +1,4 @@
-"""Tool calls as models write them in JSON: checked, and told in one form."""
+"""Read and check tool calls that models write as JSON."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lowtide.parsing.schema_types import TEXT, SchemaTypes
 from lowtide.parsing.tools import Tool
 
 NAME = r"[\w.:/-]{1,256}"
-"""A regular expression of what a function may be called."""
+"""Regular expression of a function's name."""
 
 
 class Call(NamedTuple):
@@ -24,25 +24,26 @@ class Call(NamedTuple):
 
 
 class NotFinite(ValueError):
-    """A number that is not finite: Python reads NaN, Infinity and 1e999, and what it would write of
-    them is not JSON.
+    """A number that is not finite.
+
+    Python reads NaN, Infinity and 1e999, but would not write them as JSON.
     """
 
 
 def is_name(value: object) -> bool:
-    """Whether a function may be called so; whether there is one is the client's to say."""
+    """Return True for a valid function name; the client decides if the function exists."""
     return isinstance(value, str) and re.fullmatch(NAME, value) is not None
 
 
 def parse_json(text: str | bytes) -> Any:
-    """As `json.loads`, but raises NotFinite for a number that is not finite."""
+    """Parse JSON as `json.loads` does, but raise NotFinite for numbers that are not finite."""
     if isinstance(text, bytes):
         text = text.decode(json.detect_encoding(text), "surrogatepass")
     return long_json.parse_json(text, _finite)
 
 
 def parsed(text: str) -> object:
-    """The value of a JSON text; None for what is not JSON."""
+    """Parse JSON; return None if it is invalid."""
     try:
         return parse_json(text)
     except (ValueError, RecursionError):
@@ -50,7 +51,7 @@ def parsed(text: str) -> object:
 
 
 def json_text(value: object) -> str:
-    """A JSON value as text; half a surrogate pair stays escaped."""
+    """Write a JSON value as text; lone surrogates stay escaped."""
     text = long_json.write_json(value, ensure_ascii=False)
     try:
         text.encode()
@@ -60,9 +61,10 @@ def json_text(value: object) -> str:
 
 
 def call_of(value: object, tools: Mapping[str, Tool]) -> Call | None:
-    """The call that a JSON object with a name and arguments says. tools: by name.
+    """Read a call from a JSON object with a name and arguments. tools: by name.
 
-    Arguments that are a text are JSON in it, or else, of a tool of one text, that text.
+    Arguments given as a string hold JSON, or else the text of a tool with a single string
+    parameter.
     """
     if not isinstance(value, Mapping) or not is_name(value.get("name")):
         return None
@@ -78,9 +80,9 @@ def call_of(value: object, tools: Mapping[str, Tool]) -> Call | None:
 
 
 def arguments_text(text: str, tool: Tool | None) -> str | None:
-    """The arguments that a model wrote on their own; None for what is none.
+    """Read arguments written on their own; return None if they are invalid.
 
-    Of a tool of one text, what is no JSON object is that text.
+    For a tool with a single string parameter, text that is no JSON object is that string.
     """
     value = parsed(text) if text.strip() else {}
     if isinstance(value, Mapping):
@@ -90,7 +92,7 @@ def arguments_text(text: str, tool: Tool | None) -> str | None:
 
 
 def only_text(tool: Tool) -> str | None:
-    """The name of a tool's only parameter, if that is a text."""
+    """Return the name of a tool's only parameter if that is a string."""
     types = SchemaTypes(tool.parameters)
     members = types.parameters()
     if len(members) != 1:

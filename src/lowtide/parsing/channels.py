@@ -1,7 +1,7 @@
-"""Answers of gpt-oss: messages, each behind a header that names its channel and its recipient.
+"""Parse answers of gpt-oss: messages with headers that name a channel and a recipient.
 
-`analysis` is thoughts, and so is a message to a tool of the model's own; a message to a function is
-a call; all else is the answer's text.
+Channel `analysis` is thoughts, and so is a message to one of the model's own tools; a message to a
+function is a call; everything else is the answer's text.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ _CHANNEL = re.compile(re.escape(CHANNEL) + r"\s*(\w+)")
 
 
 def has_channels(tokenizer: Tokenizer) -> bool:
-    """Whether a model writes in channels; not all such tokenizers have `<|constrain|>`."""
+    """Return True if the model writes in channels; not all such tokenizers have `<|constrain|>`."""
     return all(tokenizer.token_id(m) is not None for m in CHANNEL_MARKS if m != CONSTRAIN)
 
 
 class ChannelReader:
-    """Reads messages one after the other.
+    """Reader of one message after another.
 
-    A message ends where its mark is followed by the next one's, or by nothing: else the mark is of
-    its text, as every mark is inside a string. A call whose arguments are a JSON object is told as
-    it comes; the text of what may be another one is held until it is closed.
+    A message ends where its closing mark is followed by the next message or by nothing; otherwise
+    the mark belongs to its text, like every mark inside a string. A call whose arguments are a JSON
+    object is streamed; the text of another possible call is held until it is closed.
     """
 
     def __init__(
@@ -51,11 +51,11 @@ class ChannelReader:
         self._name = ""  # of the function that is being called
         self._begin = begin_of_arguments(None)  # of its arguments
         self._opening = ""  # of that message: its header and mark
-        self._held = ""  # the message so far, where it is not told
-        self._call: StreamedCall | None = None  # that is being told
+        self._held = ""  # the message so far, if it is not streamed
+        self._call: StreamedCall | None = None  # being streamed
 
     def take(self, item: Item) -> None:
-        """The next text or mark."""
+        """Take the next text or mark."""
         mark = item.text if isinstance(item, Mark) else ""
         end, self._end = self._end, ""
         if self._header is not None:
@@ -73,7 +73,7 @@ class ChannelReader:
                 self._write(item if isinstance(item, str) else item.text)
 
     def finish(self, is_cut: bool = False) -> None:
-        """The answer has ended."""
+        """End the answer."""
         self._close(is_whole=self._end != "")
 
     @property
@@ -103,7 +103,7 @@ class ChannelReader:
             self._out.write(text)
 
     def _open(self, header: str) -> None:
-        """A message begins, whose header is known: of two channels the last counts."""
+        """Begin a message whose header is known; of two channels the last counts."""
         self._header = None
         recipient, channels = _RECIPIENT.search(header), _CHANNEL.findall(header)
         name = self._function(recipient[1]) if recipient else ""
@@ -116,13 +116,13 @@ class ChannelReader:
             self._out.turn_to(is_reasoning=is_analysis or is_to_others)
 
     def _function(self, recipient: str) -> str:
-        """The function that a message is to; "" where it is to none."""
+        """Return the function that a message is sent to, or ""."""
         name = recipient.removeprefix(FUNCTIONS)
         is_function = name != recipient or name in self._tools
         return name if is_function and is_name(name) else ""
 
     def _close(self, is_whole: bool) -> None:
-        """A message ends. What was begun as a call, and is none, is text."""
+        """End a message; an incomplete call becomes text."""
         name, held, call = self._name, self._held, self._call
         self._name, self._held, self._call, self._end = "", "", None, ""
         if not name or call is not None:
@@ -131,6 +131,6 @@ class ChannelReader:
             self._out.turn_to(is_reasoning=False)
             self._out.write(self._opening + held)
             return
-        # What is no JSON is told as it is: the client says so, and the model hears of it.
+        # Invalid JSON is passed on unchanged: the client reports it to the model.
         arguments = arguments_text(held, self._tools.get(name))
         self._out.call(new_call_id(), name, held if arguments is None else arguments)

@@ -1,4 +1,4 @@
-"""Answers with thoughts and tool calls between marks: Qwen, DeepSeek, Mistral and their like."""
+"""Parse answers with thoughts and tool calls between marks: Qwen, DeepSeek, Mistral and others."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from lowtide.parsing.tools import Tool
 from lowtide.parsing.xml_calls import XmlCalls
 
 _MAX_ASIDES = 8
-"""How often a call in thoughts that has no end is looked behind for the end of the thoughts."""
+"""Most unclosed calls in thoughts behind which the end of the thoughts is searched for."""
 
 THOUGHT_MARKS = THINK, THINK_END = "<think>", "</think>"
 
 
 class InlineReader:
-    """Tells thoughts, text and calls apart.
+    """Reader that separates thoughts, text and calls.
 
-    A call whose arguments are a JSON object is told as it comes; the text of what may be another
-    one is held until it is closed. Calls in thoughts are held until it is known whether the
-    thoughts are closed: if not, they are the answer's.
+    A call whose arguments are a JSON object is streamed; the text of another possible call is held
+    until it is closed. Calls in thoughts are held until it is known if the thoughts are closed: if
+    not, the calls belong to the answer.
     """
 
     def __init__(self, out: PieceWriter, form: CallForm, tools: Sequence[Tool]) -> None:
@@ -36,21 +36,21 @@ class InlineReader:
 
     @property
     def is_idle(self) -> bool:
-        """Whether the next text is plain."""
+        """True if the next text is plain."""
         return not self._opening and self._calls is None
 
     @property
     def is_in_value(self) -> bool:
-        """Whether the next mark is of a value of a call."""
+        """True if the next mark belongs to a value of a call."""
         return self._calls is not None and self._calls.is_string
 
     @property
     def is_whole(self) -> bool:
-        """Whether no call has begun that did not end."""
+        """True if every call that has begun has ended."""
         return not self._opening and (self._calls is None or self._calls.is_whole)
 
     def take(self, item: Item) -> None:
-        """The next text or mark."""
+        """Take the next text or mark."""
         if self._aside is not None:
             self._take_aside(self._aside, item)
         elif self._calls is not None:
@@ -65,7 +65,7 @@ class InlineReader:
             self._take_mark(item.text)
 
     def finish(self, is_cut: bool = False) -> None:
-        """The answer has ended; is_cut: by its length, so that what is open is no call."""
+        """End the answer; is_cut: at its length limit, so that an open call is none."""
         while self._aside is not None:
             aside, self._aside = self._aside, None
             self._finish_aside(aside, is_cut)
@@ -75,7 +75,7 @@ class InlineReader:
         self._calls, self._opening = None, ""
 
     def _take_mark(self, mark: str) -> None:
-        """One outside of a call."""
+        """Take a mark outside of calls."""
         is_first = not self._has_thought and not self._out.is_reasoning
         if mark == THINK and (is_first or not self._out.has_words):
             self._out.turn_to(is_reasoning=True)
@@ -94,7 +94,7 @@ class InlineReader:
             self._out.write(mark)
 
     def _open(self, item: Item) -> None:
-        """Choose the reader of a call by what stands behind its mark."""
+        """Choose the reader of a call by the text behind its mark."""
         if isinstance(item, Special):
             return
         text = item if isinstance(item, str) else item.text
@@ -120,7 +120,7 @@ class InlineReader:
             self._say_aside(aside.items)
 
     def _say_aside(self, items: Sequence[Item]) -> None:
-        """What was held is thoughts."""
+        """Write what was held as thoughts."""
         self._aside = None
         for item in items:
             if not isinstance(item, Special):
@@ -141,8 +141,9 @@ class InlineReader:
 
 
 class _Aside:
-    """What may be calls in thoughts. end: the place of what would close the thoughts, if it were
-    not of a value; 0: there is none.
+    """Possible calls within thoughts.
+
+    end: index of the item that would close the thoughts if it belonged to no value; 0: none.
     """
 
     def __init__(self, form: CallForm, tools: Sequence[Tool]) -> None:

@@ -1,4 +1,4 @@
-"""Calls whose arguments are JSON, from the mark that begins them to where they end."""
+"""Parse calls with JSON arguments, from their opening mark to their end."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from lowtide.parsing.tools import Tool
 
 
 class JsonCalls:
-    """Tells calls as they come, and holds the text of what may be another one until it is closed.
+    """Reader that streams calls, and holds the text of other possible calls until they close.
 
-    A mark inside a string belongs to it. What only looks like a call is text, as soon as that is
-    certain.
+    A mark inside a string belongs to it. Text that only looks like a call is written as text as
+    soon as that is certain.
     """
 
     def __init__(
@@ -28,27 +28,27 @@ class JsonCalls:
         # The mark that closes them.
         self._end = next(end for mark, end in form.ends.items() if text.startswith(mark))
         self._begins: dict[str, re.Pattern[str]] = {}  # of arguments, by function
-        self._held = ""  # what was not told
+        self._held = ""  # text not yet written or streamed
         self._num_scanned = 0  # characters of it
         self._scan: JsonScan | None = None  # of a value in it
         self._is_value_over = False
-        self._call: StreamedCall | None = None  # the one that is being told
+        self._call: StreamedCall | None = None  # being streamed
         self._write(text)
 
     @property
     def is_string(self) -> bool:
-        """Whether what comes next is of a string."""
+        """True if the next character is inside a string."""
         if self._call is not None:
             return self._call.is_string
         return self._scan is not None and self._scan.is_string and not self._is_value_over
 
     @property
     def is_whole(self) -> bool:
-        """Whether no call has begun that did not end."""
+        """True if every call that has begun has ended."""
         return not self._held.strip() and (self._call is None or self._call.is_whole)
 
     def take(self, item: Item) -> None:
-        """The next text or mark."""
+        """Take the next text or mark."""
         text = item if isinstance(item, str) else item.text
         if self.is_string or isinstance(item, str):
             self._write(text)
@@ -66,7 +66,7 @@ class JsonCalls:
             self._write(text)
 
     def finish(self, is_cut: bool) -> None:
-        """The answer has ended; is_cut: by its length."""
+        """End the answer; is_cut: at its length limit."""
         self._close(is_cut=is_cut)
 
     def _write(self, text: str) -> None:
@@ -81,7 +81,7 @@ class JsonCalls:
             name, rest = next(filter(None, head.groups())), self._held[head.end() :]
             if name not in self._begins:
                 self._begins[name] = begin_of_arguments(self._tools.get(name))
-            if self._begins[name].match(rest):  # it is certain that it is a call
+            if self._begins[name].match(rest):  # certainly a call
                 call_id = self._form.new_id(head.groupdict().get("id"))
                 self._call = StreamedCall(self._out, call_id, name, "{" in head[0])
                 self._forget_held()
@@ -94,7 +94,7 @@ class JsonCalls:
             self.is_over = True
 
     def _follow(self) -> None:
-        """Look through what is held for the end of its JSON value."""
+        """Scan the held text for the end of its JSON value."""
         if self._scan is None:
             begin = self._form.json_begin.match(self._held)
             if begin is None:
@@ -109,12 +109,12 @@ class JsonCalls:
         self._held, self._num_scanned, self._scan, self._is_value_over = "", 0, None, False
 
     def _close(self, end: str = "", is_cut: bool = False) -> None:
-        """The calls have ended, by their mark or with the answer."""
+        """End the calls, at their closing mark or with the answer."""
         held, self._call, self.is_over = self._held, None, True
         is_over = self._is_value_over
         self._forget_held()
         if not held.strip():
-            return  # all of them were told
+            return  # all calls were streamed
         is_closed = bool(end) or is_over or self._form.is_closed(held, is_cut)
         calls = self._form.read(held + end, self._tools) if is_closed else None
         if not calls:

@@ -1,4 +1,4 @@
-"""Where a JSON value that comes in parts ends, and whether it stands in a string meanwhile."""
+"""Find the end of a JSON value that comes in parts, and track its strings."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ _OUTSIDE = {"{}": re.compile(r'["{}]'), "[]": re.compile(r'["\[\]]')}
 
 
 class JsonScan:
-    """Follows one object or list through its strings and its own kind of brackets.
+    """Scanner of one object or list: strings and its own kind of brackets.
 
-    depth: brackets that are open already. Knows nothing else of JSON: what is written wrongly
-    between the brackets is passed over.
+    depth: brackets that are open already. Other JSON syntax is not checked.
     """
 
     def __init__(self, depth: int = 0, brackets: str = "{}") -> None:

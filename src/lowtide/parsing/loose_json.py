@@ -19,7 +19,7 @@ _ESCAPES = {"\\": "\\\\", '"': '\\"', "\n": "\\n", "\r": "\\r", "\t": "\\t"}
 
 
 def loose_json(text: str) -> object:
-    """Return the value of a JSON text, or of what is one but for its spelling.
+    """Return the value of a JSON text, tolerating misspelt words, quotes and escapes.
 
     Raises ValueError or RecursionError for anything else.
     """

@@ -1,8 +1,8 @@
-"""An answer's tokens, one by one, as text and the marks in it: `<think>`, `<tool_call>`, ...
+"""Split an answer's tokens into text and marks such as `<think>` and `<tool_call>`.
 
 A mark that the tokenizer has as one token is that token alone: the same letters written otherwise
-are text, for a model that speaks of a mark does not make one. Others are found in the text. Special
-tokens that are no marks are told, too: inside a value of a call they are its text.
+are text, since a model that writes about a mark does not use it. Other marks are found in the text.
+Special tokens that are no marks are reported, too: inside a value of a call they are text.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from lowtide.model_folder.tokenizer import Tokenizer, num_begun
 
 
 class Mark(NamedTuple):
-    """A mark that was found. text: as it is written."""
+    """A mark as written."""
 
     text: str
 
 
 class Special(NamedTuple):
-    """A special token that is no mark. text: as it is written."""
+    """A special token that is no mark, as written."""
 
     text: str
 
@@ -31,8 +31,9 @@ Item = str | Mark | Special
 def last_mark(
     tokenizer: Tokenizer, token_ids: Sequence[int], marks: Collection[str]
 ) -> tuple[str, list[int]]:
-    """The last of `marks` that is a token among others, and the tokens behind it; "" and nothing
-    where there is none.
+    """Return the last token of a text that is one of `marks`, and the tokens behind it.
+
+    Returns "" and nothing if there is none.
     """
     by_id = {tokenizer.token_id(mark): mark for mark in marks}
     for place in range(len(token_ids) - 1, -1, -1):
@@ -43,10 +44,10 @@ def last_mark(
 
 
 class MarkedText:
-    """Owns the decoder of one answer, and what of its text may still begin a mark.
+    """Splitter that owns the detokenizer of one answer, and text that may still begin a mark.
 
-    The items of all `push` calls and of `finish`, joined, are the text of all tokens, marks and
-    special tokens included, but for a special token at the very end: that one ends the answer.
+    The items of all `push` calls and of `finish`, joined, are the text of all tokens, including
+    marks and special tokens, except a special token at the very end, which ends the answer.
     """
 
     def __init__(self, tokenizer: Tokenizer, marks: Collection[str]) -> None:
@@ -59,7 +60,7 @@ class MarkedText:
         self._last = ""  # a special token, if another one follows
 
     def push(self, token_id: int) -> Iterator[Item]:
-        """What is certain after one more token."""
+        """Yield the items that are certain after one more token."""
         if self._last:
             yield Special(self._last)
         mark = self._by_id.get(token_id)
@@ -73,7 +74,7 @@ class MarkedText:
             yield Mark(mark)
 
     def finish(self) -> Iterator[Item]:
-        """What was held back. Another text may follow."""
+        """Yield what was held back. Another text may follow."""
         yield from self._divided(self._stream.finish())
         yield from self._rest()
 
@@ -83,7 +84,7 @@ class MarkedText:
             yield held
 
     def _divided(self, new: str) -> Iterator[Item]:
-        """The text held back and new text, at the marks that are written as text."""
+        """Divide held and new text at marks written as text."""
         text, self._held = self._held + new, ""
         while places := [(text.find(mark), mark) for mark in self._written if mark in text]:
             place, mark = min(places)

@@ -1,4 +1,4 @@
-"""What an answer is told in, without the blank lines that only divide its parts."""
+"""Writer of an answer's pieces, without the blank lines that only separate its parts."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from lowtide.parsing.pieces import CallArguments, CallBegun, Piece, Reasoning, T
 class PieceWriter:
     """Collects the pieces of one answer.
 
-    Line breaks at the beginning of a part are left out, and blanks at the end of one that another
-    part follows: templates write them themselves when they are told the answer at the next turn.
-    The first part of an answer keeps its beginning, the last one its end.
+    Line breaks at the beginning of a part are dropped, and blanks at the end of a part that another
+    one follows: templates add them when the answer is part of the next prompt. The first part keeps
+      its beginning, the last one its end.
     """
 
     def __init__(self) -> None:
@@ -20,17 +20,17 @@ class PieceWriter:
         self.has_words = False  # the part that is written
         self._pieces: list[Piece] = []
         self._is_beginning = False  # of a part that has another one before it
-        self._told: set[bool] = set()  # whether text (False) and thoughts (True) were told
-        self._is_new = False  # nothing was told of the part
+        self._told: set[bool] = set()  # False once text was written, True once thoughts were
+        self._is_new = False  # nothing of the part was written
         self._blanks = ""  # at the end so far
 
     def turn_to(self, is_reasoning: bool) -> None:
-        """Another part begins."""
+        """Begin another part."""
         self.is_reasoning, self.has_words = is_reasoning, False
         self._is_beginning, self._is_new, self._blanks = True, True, ""
 
     def write(self, text: str) -> None:
-        """More of the part."""
+        """Append to the part."""
         if self._is_beginning:
             text = text.lstrip("\n")
             if not text:
@@ -49,24 +49,24 @@ class PieceWriter:
             self._is_new = False
 
     def begin_call(self, call_id: str, name: str) -> None:
-        """A call, whose arguments follow."""
+        """Begin a call, whose arguments follow."""
         self._pieces.append(CallBegun(self.num_calls, call_id, name))
         self.num_calls += 1
         self.follows_call = True
         self.turn_to(is_reasoning=False)
 
     def arguments(self, text: str) -> None:
-        """More of the arguments of the call that was begun last."""
+        """Append to the arguments of the latest call."""
         if text:
             self._pieces.append(CallArguments(self.num_calls - 1, text))
 
     def call(self, call_id: str, name: str, arguments: str) -> None:
-        """A whole call. arguments: a JSON object as text."""
+        """Write a whole call. arguments: a JSON object as text."""
         self.begin_call(call_id, name)
         self.arguments(arguments)
 
     def take_over(self, other: PieceWriter) -> None:
-        """The pieces of another writer, whose calls come behind those there are."""
+        """Append the pieces of another writer, renumbering its calls."""
         for piece in other.finish():
             if isinstance(piece, CallBegun):
                 self.begin_call(piece.id, piece.name)
@@ -76,12 +76,12 @@ class PieceWriter:
                 self.write(piece.text)
 
     def take(self) -> list[Piece]:
-        """The pieces since the last time."""
+        """Return the pieces since the last call."""
         taken, self._pieces = self._pieces, []
         return taken
 
     def finish(self) -> list[Piece]:
-        """The last pieces."""
+        """Return the last pieces."""
         if self._blanks and not self.is_reasoning:
             self._pieces.append(Text(self._blanks))
         return self.take()

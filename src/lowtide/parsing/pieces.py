@@ -1,4 +1,4 @@
-"""What an answer is told in while it is written: the same pieces for every API."""
+"""Pieces of an answer while it is written, the same for every API."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from lowtide.decode.request import TokenLogprobs
 
 PART_BREAK = "\n"
-"""Between parts of an answer that one field holds."""
+"""Separator between parts of an answer that share one field."""
 
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """More of the answer; never taken back. is_new_part: a call, thoughts or another message
-    stand between it and the text before.
+    """More of the answer's text.
+
+    is_new_part: a call, thoughts or another message precede it.
     """
 
     text: str
@@ -22,26 +23,25 @@ class Text:
 
     @property
     def joined_text(self) -> str:
-        """What is added where one field holds all parts."""
+        """The text to append if one field holds all parts."""
         return PART_BREAK + self.text if self.is_new_part else self.text
 
 
 @dataclass(frozen=True, slots=True)
 class Reasoning:
-    """More of the thoughts before it. is_new_part: as of `Text`."""
+    """More of the thoughts. is_new_part: as in `Text`."""
 
     text: str
     is_new_part: bool = False
 
     @property
     def joined_text(self) -> str:
-        """See `Text`."""
         return PART_BREAK + self.text if self.is_new_part else self.text
 
 
 @dataclass(frozen=True, slots=True)
 class CallBegun:
-    """A tool call, whose name is known. index: its place among the answer's calls, from 0."""
+    """A tool call whose name is known. index: its position among the answer's calls, from 0."""
 
     index: int
     id: str
@@ -50,7 +50,7 @@ class CallBegun:
 
 @dataclass(frozen=True, slots=True)
 class CallArguments:
-    """More of the text of a call's arguments: of JSON, as far as the model writes JSON."""
+    """More of a call's arguments as text, normally JSON."""
 
     index: int
     text: str
@@ -58,7 +58,7 @@ class CallArguments:
 
 @dataclass(frozen=True, slots=True)
 class Prefilled:
-    """How far the prompt is: tokens done, of how many."""
+    """Progress of the prompt in tokens."""
 
     num_done: int
     num_total: int
@@ -66,7 +66,7 @@ class Prefilled:
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """The active block of a diffusion model, none of it final. text: masked places are `▁`."""
+    """The current block of a diffusion model, none of it final. Masked places are `▁`."""
 
     text: str
     num_masked: int
@@ -75,16 +75,19 @@ class Frame:
 
 @dataclass(frozen=True, slots=True)
 class Logprobs:
-    """Log-probabilities of the tokens whose text follows, where they were asked for."""
+    """Log-probabilities, if asked for, of the tokens whose text follows."""
 
     tokens: tuple[TokenLogprobs, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """The last piece. reason: stop, length or tool_calls; stop_string: which one ended it.
-    num_resumed: tokens of the prompt whose keys were kept. token_ids: of the whole answer, thoughts
-    and marks included.
+    """The last piece of an answer.
+
+    reason: stop, length or tool_calls.
+    stop_string: the one that ended the answer.
+    num_resumed: prompt tokens whose keys were reused.
+    token_ids: of the whole answer, thoughts and marks included.
     """
 
     reason: str
@@ -100,5 +103,5 @@ Piece = Text | Reasoning | CallBegun | CallArguments | Prefilled | Frame | Logpr
 
 
 def joined(pieces: Sequence[Piece], kind: type[Text] | type[Reasoning]) -> str:
-    """The text of all pieces of a kind."""
+    """Join the text of all pieces of a kind."""
     return "".join(piece.joined_text for piece in pieces if isinstance(piece, kind))

@@ -1,7 +1,7 @@
-"""What a JSON schema says of values: the one reading of types, for grammars and for answers.
+"""Types that a JSON schema allows: one reading for both grammars and answers.
 
 References within the schema are followed; `allOf`, `anyOf`, `oneOf`, `enum`, `const`, `nullable`
-and keywords of one type alone are read. Nothing here recurses: a schema is a request's.
+and keywords that imply one type are read. Nothing here recurses: schemas come from requests.
 """
 
 from __future__ import annotations
@@ -16,11 +16,10 @@ from urllib.parse import unquote
 ALL_KINDS = frozenset(("string", "integer", "number", "boolean", "null", "array", "object"))
 
 MAX_NODES = 20_000
-"""Parts of a schema that are looked at; all others may be anything."""
+"""Most parts of a schema that are read; all others may be anything."""
 
 MAX_CHOICES = 100_000
-"""Values that are compared where parts of a schema join their lists of them; behind those a part
-may be any of its types."""
+"""Most listed values that are compared; beyond them only their types count."""
 
 _KEYWORDS = {
     "string": ("pattern", "minLength", "maxLength", "format"),
@@ -28,7 +27,7 @@ _KEYWORDS = {
     "array": ("items", "prefixItems", "minItems", "maxItems", "uniqueItems", "contains"),
     "number": ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
 }
-"""Where a schema names no type: keywords that have a meaning for one type alone."""
+"""Keywords that imply a type where a schema names none."""
 
 
 _OTHER_NAMES = {
@@ -41,12 +40,14 @@ _OTHER_NAMES = {
     "list": "array",
     "tuple": "array",
 }
-"""Names of types in tools that were not declared in JSON Schema's words."""
+"""Other names of types in tool declarations, mapped to JSON Schema's."""
 
 
 class ValueType(NamedTuple):
-    """What a value may be. kinds: its JSON types, `integer` beside `number` where it may be one;
-    choices: the only values, where a schema lists them.
+    """Values that a schema allows.
+
+    kinds: JSON types, with `integer` beside `number` if integers are allowed.
+    choices: the only values, if the schema lists them.
     """
 
     kinds: frozenset[str] = ALL_KINDS
@@ -54,7 +55,7 @@ class ValueType(NamedTuple):
 
     @property
     def is_text(self) -> bool:
-        """Whether it may be a string."""
+        """True if a string is allowed."""
         return "string" in self.kinds
 
 
@@ -64,7 +65,7 @@ _NONE = ValueType(frozenset(), ())
 
 
 class SchemaTypes:
-    """Reads the parts of one schema. Owns what was read of it."""
+    """Reader of one schema; caches the parts it has read."""
 
     def __init__(self, root: object) -> None:
         self._root = root
@@ -72,7 +73,7 @@ class SchemaTypes:
         self._num_compared = 0  # choices
 
     def of(self, schema: object) -> ValueType:
-        """What a part of the schema allows; where it refers to itself, anything."""
+        """Return the values that a part allows; a part that refers to itself allows anything."""
         steps: list[tuple[object, Generator[object, ValueType, ValueType]]] = []
         found: ValueType | None = self._begun(schema, steps)
         while steps:
@@ -88,7 +89,7 @@ class SchemaTypes:
         return ANY if found is None else found
 
     def parameters(self) -> dict[str, object]:
-        """The schemas of an object's members by name, wherever the schema lists them."""
+        """Map an object's member names to schemas, wherever the schema lists them."""
         certain = {id(node) for node in self._parts(("allOf",))}
         found: dict[str, tuple[list[object], list[object]]] = {}
         for node in self._parts(("allOf", "anyOf", "oneOf")):
@@ -104,7 +105,7 @@ class SchemaTypes:
         return joined
 
     def required(self) -> set[str]:
-        """The names of members that an object must have."""
+        """Return the names of an object's required members."""
         lists = [node.get("required") for node in self._parts(("allOf",))]
         return {
             name
@@ -115,19 +116,19 @@ class SchemaTypes:
         }
 
     def takes_others(self) -> bool:
-        """Whether the schema says that there may be other members than those it names."""
+        """Return True if the schema allows members that it does not name."""
         for node in self._parts(("allOf", "anyOf", "oneOf")):
             if node.get("additionalProperties") not in (None, False) or "patternProperties" in node:
                 return True
         return False
 
     def names_members(self) -> bool:
-        """Whether the schema lists members at all, and be it none."""
+        """Return True if the schema has a list of members, even an empty one."""
         parts = self._parts(("allOf", "anyOf", "oneOf"))
         return any(isinstance(node.get("properties"), Mapping) for node in parts)
 
     def whole(self, schema: object) -> object:
-        """A part of the schema as one of its own, whose references still refer to the same."""
+        """Make a part a schema of its own whose references still resolve."""
         text, root = json.dumps(schema), self._root
         if not isinstance(schema, Mapping) or '"$ref": "#' not in text:
             return schema
@@ -137,7 +138,7 @@ class SchemaTypes:
         return {**part, "$defs": {"root": json.loads(moved)}}
 
     def alternatives(self, schema: object) -> list[object]:
-        """The schemas one of which a value is of, by `anyOf` or `oneOf`; else none."""
+        """Return the schemas of `anyOf` or `oneOf`, or none."""
         for node in self._parts(("allOf",), schema):
             for name in ("anyOf", "oneOf"):
                 if isinstance(node.get(name), list) and node[name]:
@@ -145,12 +146,12 @@ class SchemaTypes:
         return []
 
     def keywords(self, schema: object, names: Sequence[str]) -> list[tuple[str, Any]]:
-        """What a part, and what it refers to, says by some keywords."""
+        """Return the values of some keywords in a part and the parts it refers to."""
         parts = self._parts(("allOf",), schema)
         return [(name, node[name]) for node in parts for name in names if name in node]
 
     def _parts(self, joined_by: Sequence[str], schema: object = None) -> list[Mapping[str, Any]]:
-        """A part of the schema, or all of it; what it refers to, and what these keywords join."""
+        """Collect a part (by default the root) with the parts that it refers to or joins."""
         found: list[Mapping[str, Any]] = []
         left, seen = deque([self._root if schema is None else schema]), set[int]()
         while left and len(seen) < MAX_NODES:
@@ -171,7 +172,7 @@ class SchemaTypes:
         schema: object,
         steps: list[tuple[object, Generator[object, ValueType, ValueType]]],
     ) -> ValueType | None:
-        """What is known of a part; None where a step was begun that will tell."""
+        """Return the known type of a part, or push a step that will read it and return None."""
         if schema is False:
             return _NONE
         if not isinstance(schema, Mapping) or len(self._known) >= MAX_NODES:
@@ -183,7 +184,7 @@ class SchemaTypes:
         return None
 
     def _read(self, schema: Mapping[str, Any]) -> Generator[object, ValueType, ValueType]:
-        """What a part allows; yields other parts and is sent what they allow."""
+        """Read a part; yields other parts and receives their types."""
         found = _own(schema)
         if _is_str(schema.get("$ref")):
             found = self._both(found, (yield _referred(self._root, schema["$ref"])))
@@ -202,7 +203,7 @@ class SchemaTypes:
         return found if found.kinds else ANY
 
     def _both(self, one: ValueType, other: ValueType) -> ValueType:
-        """What a value of both is."""
+        """Intersect two types."""
         choices = one.choices if other.choices is None else other.choices
         if one.choices is not None and other.choices is not None:
             choices = None
@@ -212,7 +213,7 @@ class SchemaTypes:
         return ValueType(one.kinds & other.kinds, choices)
 
     def _either(self, several: Sequence[ValueType]) -> ValueType:
-        """What a value of one of them is."""
+        """Unite several types."""
         kinds = frozenset[str]().union(*(each.kinds for each in several))
         lists = [each.choices for each in several if each.choices is not None]
         if len(lists) < len(several) or not self._may_compare(sum(map(len, lists))):
@@ -226,7 +227,7 @@ class SchemaTypes:
 
 
 def _own(schema: Mapping[str, Any]) -> ValueType:
-    """What the keywords of one part say without its other parts."""
+    """Read one part's own keywords, without the parts that it refers to."""
     named = schema.get("type")
     listed = named if isinstance(named, list) else [named]
     names = {_OTHER_NAMES.get(each, each) for each in listed if isinstance(each, str)}
@@ -248,7 +249,7 @@ def _own(schema: Mapping[str, Any]) -> ValueType:
 
 
 def _kinds_of(value: object) -> set[str]:
-    """The JSON types of a value."""
+    """Return the JSON types of a value."""
     if value is None:
         return {"null"}
     if isinstance(value, bool):
@@ -263,12 +264,12 @@ def _kinds_of(value: object) -> set[str]:
 
 
 def fits(value: object, kinds: frozenset[str]) -> bool:
-    """Whether a value is of one of some types."""
+    """Return True if a value has one of the types."""
     return bool(_kinds_of(value) & kinds)
 
 
 def value_key(value: object) -> str:
-    """What is the same of two JSON values that are equal: other than in Python, true is not 1."""
+    """Return a key that equal JSON values share; unlike in Python, true is not 1."""
     try:
         return json.dumps(value, sort_keys=True)
     except (ValueError, RecursionError):  # nested too deeply: equal to itself alone
@@ -276,7 +277,7 @@ def value_key(value: object) -> str:
 
 
 def _referred(root: object, reference: str) -> object:
-    """The part that a reference within a schema names, else one that allows anything."""
+    """Resolve a reference within a schema; an unknown one allows anything."""
     if not reference.startswith("#"):
         return {}
     node = root

@@ -1,4 +1,4 @@
-"""A tool call that is told while it is written: its name, then its arguments as they come."""
+"""A tool call streamed while it is written: its name, then its arguments."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from lowtide.parsing.json_scan import JsonScan
 from lowtide.parsing.piece_writer import PieceWriter
 from lowtide.parsing.tools import Tool
 
-_CLOSERS = " \t\r\n}]`,"  # what may stand between a call's JSON and the mark that ends it
+_CLOSERS = " \t\r\n}]`,"  # allowed between a call's JSON and its closing mark
 
 
 def begin_of_arguments(tool: Tool | None) -> re.Pattern[str]:
-    """Return what a text begins with that is certain to be the JSON object of a tool's arguments.
+    """Return a pattern of the text with which a tool's JSON arguments certainly begin.
 
-    A tool of one text may be called with that text as it is, and a brace may begin it: JSON is
-    certain there from the parameter's name on.
+    A tool with a single string parameter may be given raw text, which may begin with a brace: there
+    JSON is certain from the parameter's name on.
     """
     name = None if tool is None else only_text(tool)
     return re.compile(r"\{" if name is None else rf"\{{\s*{re.escape(json_text(name))}\s*:")
 
 
 class StreamedCall:
-    """Tells one call. is_nested: its arguments stand in a JSON object, which is the call."""
+    """Writer of one call. is_nested: its arguments are inside a JSON object that is the call."""
 
     def __init__(self, out: PieceWriter, call_id: str, name: str, is_nested: bool = False) -> None:
         out.begin_call(call_id, name)
@@ -33,18 +33,19 @@ class StreamedCall:
 
     @property
     def is_string(self) -> bool:
-        """Whether what comes next is of a string: a mark is a part of it."""
+        """True if the next character is inside a string, where a mark is text."""
         scan = self._arguments or self._outer
         return scan is not None and scan.is_string
 
     @property
     def is_whole(self) -> bool:
-        """Whether its arguments have ended."""
+        """True once the arguments have ended."""
         return self._arguments is None
 
     def push(self, text: str) -> str:
-        """Take more of the answer, from the arguments' first brace on; return what stands behind
-        the call: "" as long as it may go on.
+        """Take more of the answer, beginning with the arguments' first brace.
+
+        Returns the text behind the call, or "" while the call may continue.
         """
         if self._arguments is not None:
             end = self._arguments.end(text)

@@ -1,5 +1,3 @@
-"""A function that a model may call."""
-
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -9,8 +7,11 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """A function that a model may call. parameters: the JSON schema of its arguments; strict:
-    they are certain to be of it; grammar: in Lark, of the one text that it takes, or "".
+    """A function that a model may call.
+
+    parameters: the JSON schema of its arguments.
+    strict: the arguments are forced to match the schema.
+    grammar: in Lark, of its only string parameter, or "".
     """
 
     name: str
@@ -20,7 +21,7 @@ class Tool:
     grammar: str = ""
 
     def declaration(self) -> dict[str, Any]:
-        """As chat templates read it."""
+        """Return the declaration that chat templates read."""
         function = {
             "name": self.name,
             "description": self.description,

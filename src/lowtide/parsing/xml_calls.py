@@ -1,4 +1,4 @@
-"""Calls as XML, whose values may hold any mark: from the mark that begins them to their end."""
+"""Parse calls written as XML, whose values may hold any mark."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MAX_NAME_CHARS = 256
 _MAX_BLANKS = 64
 
 _MAX_TRIES = 16
-"""How often a call is read to see whether it ends before the next; then the answer's end tells."""
+"""Most attempts to end a call before the next one; after them the answer's end decides."""
 
 _TAG = re.compile(rf"{FUNCTION}([^>\n]{{0,{_MAX_NAME_CHARS}}})>|{FUNCTION_END}")
 _HEAD = re.compile(rf"(?:{_CALL}\s*)?{FUNCTION}[^>\n]{{0,{_MAX_NAME_CHARS}}}>")
@@ -33,14 +33,15 @@ _ENDS = [
         FUNCTION_END,
     )
 ]
-"""Ends of a call that lacks a mark, or whose values seem to open others: the likeliest first."""
+"""Patterns that end a call which lacks a mark or seems to open others, likeliest first."""
 
 
 class XmlCalls:
-    """Holds calls until they are certain.
+    """Reader that holds calls until they are certain.
 
-    An end is a value's where another end follows that nothing inside has opened: so the last call
-    is certain with the answer's end, and one before it where the next one begins.
+    A closing mark belongs to a value if another one follows that nothing inside has opened: the
+    last call is therefore certain at the answer's end, and an earlier one where the next call
+    begins.
     """
 
     def __init__(
@@ -53,28 +54,28 @@ class XmlCalls:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the call that has begun has also ended, as far as is known."""
+        """True if the begun call has probably ended."""
         return self._end >= 0
 
     @property
     def is_string(self) -> bool:
-        """Whether a mark is of a value."""
+        """True if a mark would belong to a value."""
         return self._end < 0
 
     def take(self, item: Item) -> None:
-        """The next text or mark."""
+        """Take the next text or mark."""
         self._text += item if isinstance(item, str) else item.text
         while self._look():
             pass
 
     def finish(self, is_cut: bool) -> None:
-        """The answer has ended; is_cut: by its length."""
+        """End the answer; is_cut: at its length limit."""
         while not self.is_over:
             while self._look(is_last=True):
                 pass
             end = self._end if self._end >= 0 else self._other_end()
             is_call = end >= 0 and (not is_cut or self._is_certain(end))
-            if not is_call or not self._tell(end):
+            if not is_call or not self._write_call(end):
                 self._give_up()
                 break
             rest = self._text[end:]
@@ -92,8 +93,9 @@ class XmlCalls:
         self._num_tries = 0
 
     def _look(self, is_last: bool = False) -> bool:
-        """Go through new text; is_last: there will be none behind it. Return True where the call
-        was told and another one begun, which is to be gone through.
+        """Scan new text; return True if a call was written and the next one must be scanned.
+
+        is_last: no more text will follow.
         """
         if not self._num_seen and not self._has_begun():
             return False
@@ -115,8 +117,9 @@ class XmlCalls:
         return False
 
     def _has_begun(self) -> bool:
-        """Whether the call's name and what follows it are there; what cannot become a call is
-        text.
+        """Return True if the call's name and the beginning of its body are there.
+
+        Text that cannot become a call is written as text.
         """
         head = _HEAD.match(self._text)
         if head is None:
@@ -132,9 +135,7 @@ class XmlCalls:
         return False
 
     def _begins_next(self, tag: re.Match[str]) -> bool:
-        """Tell the call where all its marks and those of another one, of a known function, stand
-        between them.
-        """
+        """Write the call if it is complete and a call of a known function follows."""
         if self._end < 0 or tag[1] not in self._tools or self._num_tries == _MAX_TRIES:
             return False
         between = _BETWEEN.match(self._text, self._end)
@@ -142,13 +143,13 @@ class XmlCalls:
         if not is_next or not _END.search(self._text, max(0, self._end - 400), self._end):
             return False
         self._num_tries += 1
-        if not self._tell(self._end, is_strict=True):
+        if not self._write_call(self._end, is_strict=True):
             return False
         self._begin(self._text[self._end :].lstrip())
         return True
 
     def _note_end(self, place: int, is_last: bool) -> bool:
-        """Note that the call may end here, by what follows; False: that is not yet known."""
+        """Note a possible end of the call; return False if more text must decide."""
         behind = self._text[place:].lstrip()
         if behind.startswith(_CALL_END):
             self._end = len(self._text) - len(behind) + len(_CALL_END)
@@ -159,17 +160,20 @@ class XmlCalls:
         return is_known
 
     def _other_end(self) -> int:
-        """Where the call ends if what its values seem to open is none."""
+        """Find the end of the call if the marks in its values open nothing; -1 if there is none."""
         ends = (end.search(self._text) for end in _ENDS) if self._num_seen else ()
         return next((end.end() for end in ends if end is not None), -1)
 
     def _is_certain(self, end: int) -> bool:
-        """Whether a call ends there for all that may have been cut off."""
+        """Return True if the call ends here whatever text may have been cut off."""
         rest = self._text[end:].lstrip()
         return _CALL.startswith(rest) or rest.startswith((_CALL, FUNCTION))
 
-    def _tell(self, end: int, is_strict: bool = False) -> bool:
-        """Tell the call up to there, if it is one; strict: with all that its schema requires."""
+    def _write_call(self, end: int, is_strict: bool = False) -> bool:
+        """Write the call up to `end`; return False if it is none.
+
+        is_strict: it must have all arguments that its schema requires.
+        """
         text = self._text[self._text.index(FUNCTION) : end]
         call = xml_call(text.removesuffix(_CALL_END).rstrip(), self._tools)
         if call is None or is_strict and self._lacks(call):
@@ -178,7 +182,7 @@ class XmlCalls:
         return True
 
     def _lacks(self, call: Call) -> bool:
-        """Whether a call is without an argument that its schema requires."""
+        """Return True if a call lacks a required argument."""
         tool, given = self._tools.get(call.name), parsed(call.arguments)
         required = set() if tool is None else SchemaTypes(tool.parameters).required()
         return not isinstance(given, dict) or not required <= given.keys()

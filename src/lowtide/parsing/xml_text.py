@@ -1,8 +1,8 @@
-"""The text of one of Qwen3-Coder's calls: `<function=NAME><parameter=NAME>` line by line, the
-values as they are.
+"""Read the text of Qwen3-Coder's calls: `<function=NAME><parameter=NAME>`, with raw values.
 
-A value may hold any mark. So a tool's schema says which names begin a parameter, each once, and a
-value ends at the last mark before the next one; a mark that was forgotten is not needed.
+A value may hold any mark. The tool's schema therefore decides which names begin a parameter, each
+once, and a value ends at the last closing mark before the next parameter; a missing mark is
+tolerated.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PARAMETER, PARAMETER_END = "<parameter=", "</parameter>"
 
 _FUNCTION_TAG = re.compile(r"<function=[^>\n]*>(?=\s*(?:<parameter=|</function>))|</function>")
 _MAX_ENDS = 16
-"""Places where one call's values seem to end at which they are read to see whether they do."""
+"""Most positions in a call at which a value is parsed to test if it ends there."""
 
 _CLOSERS = {"[": "]", "{": "}"}
 
@@ -30,7 +30,7 @@ _PARAMETER_TAG = re.compile(r"<parameter=([^>\n]+)>")
 
 
 class _Begin(NamedTuple):
-    """A mark that may begin a parameter. is_behind_end: the mark of an end is before it."""
+    """A mark that may begin a parameter. is_behind_end: a closing mark precedes it."""
 
     name: str
     start: int
@@ -39,7 +39,7 @@ class _Begin(NamedTuple):
 
 
 def xml_call(text: str, tools: Mapping[str, Tool]) -> Call | None:
-    """The call that a text from `<function=` to `</function>` is; None for what is none."""
+    """Read a call from `<function=` to `</function>`; return None if it is none."""
     name, closed, body = text.removeprefix(FUNCTION).partition(">")
     body = body.removesuffix(FUNCTION_END)
     if not text.startswith(FUNCTION) or not closed or not is_name(name):
@@ -58,7 +58,7 @@ def xml_call(text: str, tools: Mapping[str, Tool]) -> Call | None:
 
 
 def _begins(body: str, spans: Sequence[tuple[int, int]]) -> list[_Begin]:
-    """Marks of parameters, outside of some parts of the text."""
+    """Find the marks of parameters outside of the given spans."""
     starts = [start for start, _ in spans]
     found = []
     for tag in _PARAMETER_TAG.finditer(body):
@@ -71,7 +71,7 @@ def _begins(body: str, spans: Sequence[tuple[int, int]]) -> list[_Begin]:
 
 
 def _calls_inside(body: str) -> list[tuple[int, int]]:
-    """The places of whole calls in a text, the outermost ones."""
+    """Return the spans of complete calls in a text, outermost only."""
     opened: list[int] = []
     spans: list[tuple[int, int]] = []
     for tag in _FUNCTION_TAG.finditer(body):
@@ -86,7 +86,7 @@ def _calls_inside(body: str) -> list[tuple[int, int]]:
 
 
 class _Values:
-    """Reads the parameters of one call, from left to right."""
+    """Reader of one call's parameters, from left to right."""
 
     def __init__(self, body: str, begins: list[_Begin], types: SchemaTypes) -> None:
         self._body, self._begins, self._types = body, begins, types
@@ -96,11 +96,11 @@ class _Values:
         self._lines = [each.start for each in begins if body[each.start - 1 : each.start] == "\n"]
         self._behind_ends = [i for i, each in enumerate(begins) if each.is_behind_end]
         self._values: dict[str, object] = {}
-        self._inner_end = -1  # up to here, marks are of the value that is read
-        self._num_ends = 0  # places where a value was read to see whether it ends
+        self._inner_end = -1  # marks up to here belong to the current value
+        self._num_ends = 0  # positions at which a value was parsed to test for its end
 
     def read(self) -> dict[str, object]:
-        """The values by name."""
+        """Return the values by name."""
         current, last = self._begins[0], len(self._begins)
         for place in range(1, last):
             if self._is_next(current, place):
@@ -113,15 +113,16 @@ class _Values:
         self._values[begin.name] = typed(self._text(begin, end), self._type(begin.name))
 
     def _text(self, begin: _Begin, end: int) -> str:
-        """A parameter's value in a text to `end`, as it is written."""
+        """Return a parameter's raw value up to `end`."""
         text = self._body[begin.end : end]
         if text.rstrip().endswith(PARAMETER_END):  # else it was forgotten
             text = text.rstrip().removesuffix(PARAMETER_END)
         return text.removeprefix("\n").removesuffix("\n")
 
     def _ends_typed(self, begin: _Begin, end: int) -> bool:
-        """Whether a parameter's value in a text to `end` is a whole one of another type than text;
-        a value that seems to end again and again is taken not to.
+        """Return True if a value up to `end` is complete and not a string.
+
+        A value with too many possible ends counts as incomplete.
         """
         if self._num_ends == _MAX_ENDS:
             return False
@@ -138,7 +139,7 @@ class _Values:
         return self._types.of(self._schemas[name]) if name in self._schemas else ANY
 
     def _is_next(self, current: _Begin, place: int) -> bool:
-        """Whether a mark begins the next parameter behind the current one."""
+        """Return True if a mark begins the next parameter."""
         found = self._begins[place]
         if found.name in self._values or found.name == current.name:
             return False
@@ -150,8 +151,10 @@ class _Values:
         return found.is_behind_end and not is_text
 
     def _is_inner(self, current: _Begin, found: _Begin, place: int) -> bool:
-        """Whether a mark without an end before it is of the current value: not at the beginning of
-        a line, or there are ends enough for all that begin.
+        """Return True if a mark without a closing mark before it belongs to the current value.
+
+        It does if it does not begin a line, or if there are enough closing marks for all opening
+        ones.
         """
         if not self._type(current.name).is_text:
             return not self._ends_typed(current, found.start)
@@ -166,13 +169,13 @@ class _Values:
         return num_ended >= num_begun
 
     def _is_free(self, begin: _Begin) -> bool:
-        """Whether a parameter may be called so that was not read yet."""
+        """Return True if a parameter of this name is allowed and was not read yet."""
         is_known = self._takes_any or begin.name in self._schemas
         return is_known and begin.name not in self._values
 
 
 def typed(text: str, kind: ValueType) -> object:
-    """A value as its schema has it: a text where it may be one and is nothing else."""
+    """Convert a raw value to its schema's type; it stays a string if it may only be one."""
     value, is_json = _literal(text, is_loose=not kind.is_text or kind.kinds == ALL_KINDS)
     for choice in kind.choices or ():
         if isinstance(choice, str) and choice == text:
@@ -185,7 +188,7 @@ def typed(text: str, kind: ValueType) -> object:
 
 
 def _literal(text: str, is_loose: bool) -> tuple[object, bool]:
-    """What a text is as JSON, and whether it is any."""
+    """Parse a text as JSON; return the value and whether it is JSON."""
     try:
         return (loose_json if is_loose else parse_json)(text), True
     except (ValueError, RecursionError):

@@ -1,6 +1,6 @@
-"""The packed types of GGUF files: matrices stay in them where the host computes.
+"""The packed types of GGUF files, which matrices keep where the host computes.
 
-Named as ggml names them. Unpacked in float32, bit for bit as the `gguf` Python package does.
+Names are ggml's. Unpacked to float32, bit for bit as the `gguf` Python package does.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ FindGroups = Callable[[Bytes], BlockGroups]
 MXFP4 = "MXFP4"
 
 ROW_GROUP = 32
-"""Numbers of a row that are rounded together, where rows are: every block is a multiple."""
+"""Length in which rows of activations are rounded; every block size is a multiple."""
 
 
 class GgmlFormat(MatrixFormat):
-    """Blocks of neighbouring weights of a row, scales and all, in one tensor."""
+    """Blocks of adjacent weights of a row with their scales, in one tensor."""
 
     unpacked = "F32"
     is_kept = True
@@ -42,7 +42,7 @@ class GgmlFormat(MatrixFormat):
     ) -> None:
         """block: the fields of a block of `size` weights."""
         self.name = self.ggml_name = ggml_name
-        self.is_of_host = ggml_name != MXFP4  # the one of which a GPU's kernels know
+        self.is_of_host = ggml_name != MXFP4  # a GPU's kernels know only MXFP4
         self.dtypes = (f"GGUF {ggml_name}",)
         self.block_size = size
         self.block_bytes = (block.itemsize,)
@@ -53,7 +53,7 @@ class GgmlFormat(MatrixFormat):
             return self._find_groups(stored[0]).weights().reshape(-1).view(np.uint8)
 
     def groups(self, stored: Bytes) -> BlockGroups:
-        """What the weights of these blocks are made of."""
+        """Split blocks into numbers, scales and offsets."""
         with np.errstate(over="ignore", invalid="ignore"):
             return self._find_groups(stored)
 
@@ -68,7 +68,7 @@ class GgmlFormat(MatrixFormat):
 
 
 class PackedMatrix:
-    """A matrix [out, in] whose rows are whole blocks, in host memory; on a GPU if it is MXFP4."""
+    """A matrix [out, in] whose rows are whole blocks, in host memory; MXFP4 also on a GPU."""
 
     def __init__(self, packed: GgmlFormat, stored: Tensor, shape: tuple[int, ...]) -> None:
         """stored: 1-D uint8."""
@@ -89,7 +89,7 @@ class PackedMatrix:
         return PackedMatrix(self.format, chosen, (chosen.shape[0], *self.shape[1:]))
 
     def groups(self) -> Groups:
-        """What the weights are made of."""
+        """Split the matrix into codes, scales and zeros."""
         import torch
 
         num_rows = self.shape[0]
@@ -110,7 +110,7 @@ class PackedMatrix:
 
 
 def mxfp4_weights(stored: Tensor) -> Tensor:
-    """Float32 weights [out, in] of rows [out, bytes of a row] of MXFP4, in torch, on any device."""
+    """Unpack MXFP4 rows [out, bytes of a row] to float32 [out, in] in torch, on any device."""
     import torch
 
     blocks = stored.view(len(stored), -1, 17)
@@ -136,4 +136,4 @@ TYPE_NAMES: Mapping[int, str] = MappingProxyType(
     | dict(enumerate(("I8", "I16", "I32", "I64", "F64", "IQ1_M", "BF16"), 24))
     | {34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4", 40: "NVFP4", 41: "Q1_0"}
 )
-"""By the number that a GGUF file has for a tensor's type; not all can be read."""
+"""Type names by the number in a GGUF file; some of them cannot be read."""

@@ -1,9 +1,8 @@
-"""ggml's types with two or three bits for the sizes of weights, which are points of a grid, and a
-bit for each sign.
+"""ggml types of two or three bits: magnitudes from a grid of points, and sign bits.
 
-Layouts and formulas: ggml's `ggml-common.h` and `dequantize_row_*`. A point is the sizes of eight
-neighbouring weights, in IQ3 of four. The signs of eight weights are a byte, or seven bits where the
-eighth makes an even number of them negative.
+Layouts and formulas: ggml's `ggml-common.h` and `dequantize_row_*`. A point is the magnitudes of
+eight adjacent weights, in IQ3 of four. The signs of eight weights are a byte, or seven bits if the
+eighth makes the number of negative ones even.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from lowtide.formats.ggml.small_types import BlockGroups, Numbers, Weights, floa
 from lowtide.formats.matrix import Bytes
 
 _POINTS = Path(__file__).parents[2] / "kernels" / "cpu" / "packed" / "ggml_grids.hpp"
-"""Where all points are written, for this module and for the compiled kernels."""
+"""The file of all points, shared with the compiled kernels."""
 
 _SIZES = {
     "IQ2_XXS": (8, 25, 43),
@@ -80,18 +79,18 @@ def _iq3_s(stored: Bytes) -> BlockGroups:
 
 
 def _scales(block: NDArray[np.void], numbers: Integers, factor: float) -> Weights:
-    """numbers: [blocks, groups], of four bits."""
+    """Compute the scales; numbers: [blocks, groups], of four bits."""
     halves = numbers.astype(np.float32) + np.float32(0.5)
     return float32(block["d"]) * halves * np.float32(factor)
 
 
 def _signs_of_words(words: NDArray[np.uint32]) -> NDArray[np.uint8]:
-    """[blocks, 8] to [blocks, 8, 4]: the signs of eight weights, seven bits each."""
+    """Unpack seven bits per eight weights: [blocks, 8] to sign bytes [blocks, 8, 4]."""
     return _EVEN_SIGNS.take(words[:, :, None] >> np.arange(0, 28, 7, dtype=np.uint32) & 127)
 
 
 def _groups(name: str, points: Integers, signs: NDArray[np.uint8], scales: Weights) -> BlockGroups:
-    """points: of each block's weights in order, by number. signs: a bit for each weight."""
+    """Combine grid points and signs; points: numbers in order; signs: a bit per weight."""
     sizes = _grid(name)[points].reshape(-1, 256)
     is_minus = np.unpackbits(signs.reshape(-1, 32), axis=-1, bitorder="little").view(np.bool_)
     numbers, num_groups = np.where(is_minus, -sizes, sizes), scales.shape[1]
@@ -100,7 +99,7 @@ def _groups(name: str, points: Integers, signs: NDArray[np.uint8], scales: Weigh
 
 @functools.cache
 def _grid(name: str) -> Numbers:
-    """A type's points in order, [points, weights of a point]."""
+    """Return a type's points in order, [points, weights of a point]."""
     found = re.search(rf"{name}_POINTS\[\] =([^;]+);", _POINTS.read_text())
     assert found is not None, f"{_POINTS} has no points of {name}"
     digits = re.sub(r'[\s"]', "", found[1])
@@ -117,4 +116,4 @@ TYPES = {
     "IQ3_XXS": (_IQ3_XXS, _iq3_xxs),
     "IQ3_S": (_IQ3_S, _iq3_s),
 }
-"""For each type's name: the fields of a block, and the function from 1-D bytes to groups."""
+"""By type name: the fields of a block, and the function from 1-D bytes to groups."""
