@@ -1,7 +1,7 @@
-"""What a model is: `config.json` read into one typed, family-neutral `ModelConfig`.
+"""Model configuration: `config.json` read into one typed, family-neutral `ModelConfig`.
 
-Every value is checked where it is read, so the rest of the house may trust it. Imports no torch,
-so that a refusal never waits for it.
+Every value is checked where it is read, so other rooms may trust it. Imports no torch, so that a
+refusal never waits for it.
 
     config = families.read_config_in(folder, {"mask_token_id": 383})
     config.attention.head_dim, config.moe.num_experts, config.moe_shape, config.decoding

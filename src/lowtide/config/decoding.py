@@ -1,7 +1,7 @@
-"""How a family's models write an answer: one class of facts for each kind of decoding.
+"""Kinds of decoding: one class of facts for each way in which models write an answer.
 
-Where the kinds differ, the rest of the house asks a fact by its name and no kind by its class.
-What a kind does with its facts is the business of `decode/`.
+Other rooms ask for a fact by name, never for the kind's class. The behaviour of a kind is in
+`decode/`.
 """
 
 from __future__ import annotations
@@ -20,39 +20,41 @@ class DecodingDefaults:
     edit_threshold: float | None = None
     max_post_steps: int = 16
     remasking: str = "low_confidence"
-    eps: float | None = None  # where the schedule ends; of Dream's alone
+    eps: float | None = None  # where Dream's schedule ends
 
 
 @dataclass(frozen=True, slots=True)
 class Decoding:
-    """The facts that every kind has."""
+    """Facts that every kind of decoding has."""
 
     writes_in_order: ClassVar[bool]
-    """Tokens come one by one and stay: grammars, penalties and log-probabilities have a meaning."""
+    """Tokens are written one by one and stay: grammars, penalties and log-probabilities apply."""
 
     keeps_keys: ClassVar[bool]
-    """Keys and values of finished tokens stay true, so a pass feeds only what is new; else every
-    pass feeds whole sequences."""
+    """Keys and values of finished tokens stay valid, so a pass feeds only new tokens.
+
+    Otherwise every pass feeds whole sequences.
+    """
 
     redraws: ClassVar[bool]
-    """An answer is shown as drafts, whose tokens may yet change."""
+    """An answer is shown as drafts, whose tokens may still change."""
 
-    mask_token_id: int | None = None  # None: no token stands for one that is not written yet
-    logits_shift: int = 0  # a position's logits come from the hidden state so far before it
+    mask_token_id: int | None = None  # None: no token marks unwritten positions
+    logits_shift: int = 0  # positions between a hidden state and the position of its logits
 
     @property
     def block_length(self) -> int:
-        """Neighbouring tokens that see each other; 1 where a model has no such blocks."""
+        """Number of adjacent tokens that see each other; 1 without blocks."""
         return 1
 
     def in_model(self, mask_token_id: int | None, block_length: int | None) -> Self:
-        """The family's facts with the values of a model's `config.json`; None: it gives none."""
+        """Return the family's facts with the values of a model's `config.json`; None: not given."""
         return replace(self, mask_token_id=mask_token_id)
 
 
 @dataclass(frozen=True, slots=True)
 class Causal(Decoding):
-    """One token after the other, each seeing those before it: autoregressive models."""
+    """Autoregressive: one token after the other, each seeing those before it."""
 
     writes_in_order: ClassVar[bool] = True
     keeps_keys: ClassVar[bool] = True
@@ -61,7 +63,7 @@ class Causal(Decoding):
 
 @dataclass(frozen=True, slots=True)
 class Blocks(Decoding):
-    """Blocks one after the other, each filled in any order: block diffusion (LLaDA2)."""
+    """Block diffusion (LLaDA2): one block after the other, each filled in any order."""
 
     writes_in_order: ClassVar[bool] = False
     keeps_keys: ClassVar[bool] = True
@@ -82,7 +84,7 @@ class Blocks(Decoding):
 
 @dataclass(frozen=True, slots=True)
 class Canvas(Decoding):
-    """A whole answer, filled in any order by a model in which every position sees every other."""
+    """A whole answer filled in any order by a bidirectional model."""
 
     writes_in_order: ClassVar[bool] = False
     keeps_keys: ClassVar[bool] = False

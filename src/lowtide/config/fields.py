@@ -1,4 +1,4 @@
-"""Typed access to the keys of one `config.json`: every value checked where it is read."""
+"""Typed access to the keys of one `config.json`, checking every value as it is read."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ MAX_POSITIONS = 2**28
 
 
 class Fields:
-    """The keys of one `config.json`, and which of them were asked for.
+    """The keys of one `config.json`, and a record of those that were read.
 
-    A key that is null counts as absent. Where a thing has several names, they may not disagree.
+    A null value counts as absent. Alternative names of a key must not disagree.
     """
 
     def __init__(
@@ -33,9 +33,9 @@ class Fields:
         self._own_names: Mapping[str, str] = {}
 
     def renamed(self, own_names: Mapping[str, str]) -> Fields:
-        """The same keys, for readers who ask for some of them by other names.
+        """Return the same keys under other names.
 
-        own_names: this file's key for such a name.
+        own_names: this file's key for each such name.
         """
         renamed = Fields(self.values, self.prefix, self.file)
         renamed.asked, renamed._own_names = self.asked, own_names
@@ -85,7 +85,7 @@ class Fields:
         return default if value is None else value
 
     def only(self, name: str, supported: object) -> None:
-        """Refuses any value but `supported`, the one that lowtide computes."""
+        """Refuse values other than `supported`."""
         value = self.raw(name)
         if value is not None and (type(value) is not type(supported) or value != supported):
             raise UnsupportedError(
@@ -94,7 +94,7 @@ class Fields:
             )
 
     def refuse(self, name: str) -> None:
-        """Refuses a feature that is switched on by any value at all."""
+        """Refuse a feature that any value switches on."""
         value = self.raw(name)
         if value is not None:
             raise UnsupportedError(
@@ -102,7 +102,7 @@ class Fields:
             )
 
     def refuse_unread(self, name: str) -> None:
-        """Refuses an override whose key was not asked for: it would have no effect."""
+        """Refuse an override whose key was never read: it would have no effect."""
         if name in self.asked:
             return
         near = meant(name, self.asked)
@@ -123,7 +123,7 @@ class Fields:
         low: float | None = None,
         high: float = math.inf,
     ) -> Any:
-        """What is said, if anything is, of this kind and, where there is a `low`, size."""
+        """Return the value, if any, after checking its kind and, with `low`, its range."""
         value: Any = self.raw(*names)
         is_kind = isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
         if value is not None and not (is_kind and (low is None or low <= value <= high)):

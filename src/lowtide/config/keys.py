@@ -1,4 +1,4 @@
-"""What the `config.json` of most decoders have in common; a family's reader puts it together.
+"""Keys of `config.json` that most decoders share, assembled by a family's reader.
 
 chosen = experts(fields, expert_size(fields), norm_topk_prob=True)
 return decoder(fields, origin, grouped_attention(fields), chosen)
@@ -28,12 +28,12 @@ from lowtide.formats.plain import SAFETENSORS_NAME
 
 
 class Origin(NamedTuple):
-    """Where a `config.json` comes from."""
+    """Family, architecture and published facts behind a `config.json`."""
 
     family: str
     architecture: str
     published: Published
-    eos_token_ids: tuple[int, ...] | None  # as the model's files have them; None: not at all
+    eos_token_ids: tuple[int, ...] | None  # from the model's files; None: not given
 
 
 def decoder(
@@ -44,7 +44,7 @@ def decoder(
     dense_size: int = 0,
     block_length: int | None = None,
 ) -> ModelConfig:
-    """Adds what all families say alike. block_length: of a diffusion model whose config says it."""
+    """Add the keys that all families share; block_length: of a diffusion model that gives one."""
     fields.only("hidden_act", "silu")
     vocab_size = fields.integer("vocab_size", low=1, high=MAX_VOCAB)
     is_mxfp4 = experts is not None and experts.is_mxfp4
@@ -78,7 +78,10 @@ def grouped_attention(
     has_qkv_bias: bool = False,
     windows: tuple[int, ...] = (),
 ) -> AttentionSpec:
-    """Heads that share keys and values in groups. can_stretch, can_be_partial: see `read_rope`."""
+    """Read attention whose heads share keys and values in groups.
+
+    can_stretch, can_be_partial: see `read_rope`.
+    """
     num_heads = fields.integer("num_attention_heads", low=1, high=MAX_HEADS)
     head_dim = _head_dim(fields, width(fields, "hidden_size"), num_heads)
     return AttentionSpec(
@@ -108,13 +111,13 @@ def num_experts(fields: Fields) -> int:
 
 
 def experts(fields: Fields, size: int, norm_topk_prob: bool, **others: Any) -> ExpertSpec:
-    """The routed experts, each of this width; others: further fields of an `ExpertSpec`."""
+    """Read the routed experts of this width; others: further fields of `ExpertSpec`."""
     per_token = fields.integer("num_experts_per_tok", low=1, high=MAX_EXPERTS)
     return ExpertSpec(num_experts(fields), per_token, size, norm_topk_prob, **others)
 
 
 def expert_size(fields: Fields) -> int:
-    """Width of an expert, in a family whose `intermediate_size` is that of its dense layers."""
+    """Read an expert's width, in a family whose `intermediate_size` is its dense layers'."""
     return width(fields, "moe_intermediate_size", "expert_intermediate_size")
 
 

@@ -1,4 +1,4 @@
-"""`ModelConfig`: what a model is, whatever its family calls these things."""
+"""`ModelConfig`: a model's facts under family-neutral names."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MAX_PARAMETERS = 2**50  # far above any model, and no product of sizes leaves 6
 
 
 class Published(NamedTuple):
-    """What is published about a family but not written in its `config.json`."""
+    """Facts published about a family but missing from its `config.json`."""
 
     eos_token_ids: tuple[int, ...]
     decoding: Decoding = Causal()
@@ -24,10 +24,10 @@ class Published(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """A decoder, whatever its family calls these things.
+    """A decoder's facts under family-neutral names.
 
-    Made by `families.read_config`. One that is made by hand gets the same checks of what must
-    fit together; they raise ConfigError.
+    Made by `families.read_config`. Other instances get the same consistency checks, which raise
+    ConfigError.
     """
 
     architecture: str  # as published: "LLaDA2MoeModelLM"
@@ -54,14 +54,14 @@ class ModelConfig:
 
     @property
     def moe(self) -> ExpertSpec:
-        """The experts of a model that has some."""
+        """The routed experts; raises ValueError if there are none."""
         if self.experts is None:
             raise ValueError(f"{self.architecture} has no layer with experts.")
         return self.experts
 
     @property
     def moe_layers(self) -> range:
-        """The layers that have experts, by their number in the model."""
+        """Layers with experts, by their number in the model."""
         return range(0) if self.experts is None else self.experts.layers(self.num_layers)
 
     @property
@@ -70,7 +70,7 @@ class ModelConfig:
 
     @property
     def moe_shape(self) -> MoEShape:
-        """Nothing but the hidden size where there are no experts."""
+        """Shape of the MoE layers; only the hidden size is set without experts."""
         if self.experts is None:
             return MoEShape(0, 0, 0, self.hidden_size, 0)
         return MoEShape(
@@ -82,13 +82,13 @@ class ModelConfig:
         )
 
     def check_experts(self, asked: str) -> None:
-        """Raises UnsupportedError where there are none; `asked` is about them."""
+        """Raise UnsupportedError if there are no experts; `asked` begins its sentence."""
         if self.experts is None:
             raise UnsupportedError(f"{asked}: {self.architecture} has no experts.")
 
     @property
     def num_leading_layers(self) -> int:
-        """Layers from the first on until each kind of them has come."""
+        """Number of first layers that include every kind of layer."""
         windows = self.attention.windows
         firsts = [windows.index(window) for window in set(windows)]
         return max([*self.moe_layers[:1], *firsts], default=0) + 1

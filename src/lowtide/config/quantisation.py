@@ -1,6 +1,6 @@
-"""What a `config.json` says of the format that its weights were rounded to.
+"""The format that weights were rounded to, according to `config.json`.
 
-Which tensors are in it, and the types of their scales, is the checkpoint's own business.
+Which tensors have it, and the types of their scales, only the checkpoint tells.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from lowtide.files.json_file import shown
 from lowtide.formats.grouped_ints import GROUPS
 
 PACKED_METHOD = "lowtide"
-"""The `quant_method` of folders that `lowtide pack` wrote."""
+"""The `quant_method` of folders written by `lowtide pack`."""
 
 READ = (
     "Read are safetensors in bfloat16, float16 and float32; FP8 by blocks of 128 by 128; GPTQ and "
@@ -23,7 +23,7 @@ READ = (
 )
 
 OF_ROWS = -1
-"""For the size of a group, where all of a row share a scale."""
+"""Group size that means one scale per row."""
 
 _NAMES = {
     "fp8": "FP8",
@@ -38,11 +38,11 @@ _NAMES = {
     "auto-round": "AutoRound",
     "mlx": "MLX",
 }
-"""What people call a `quant_method`."""
+"""Common names of a `quant_method`."""
 
 
 class Quantisation(NamedTuple):
-    """A format of weights."""
+    """A format of rounded weights."""
 
     method: str  # gptq, awq, compressed-tensors, fp8
     num_bits: int
@@ -52,11 +52,11 @@ class Quantisation(NamedTuple):
 
 
 MODELOPT_NAME = "hf_quant_config.json"
-"""The file beside `config.json` in which ModelOpt says what the weights were rounded to."""
+"""The file beside `config.json` in which ModelOpt names the format of weights."""
 
 
 def with_modelopt(config: Mapping[str, object], said: Mapping[str, object]) -> Mapping[str, object]:
-    """A `config.json` with what ModelOpt's file says of the weights, where it does not say it."""
+    """Add ModelOpt's format to a `config.json` that names none."""
     inner = said.get("quantization", said)
     algorithm = inner.get("quant_algo") if isinstance(inner, Mapping) else None
     if algorithm is None or config.get("quantization_config") is not None:
@@ -66,8 +66,9 @@ def with_modelopt(config: Mapping[str, object], said: Mapping[str, object]) -> M
 
 
 def read_quantisation(fields: Fields) -> Quantisation | None:
-    """None for weights that were not rounded, or by `lowtide pack`, whose tensors say it. Raises
-    UnsupportedError by name for a format that is not read.
+    """Read the format of weights; None if `lowtide pack` or nobody rounded them.
+
+    Raises UnsupportedError naming a format that is not supported.
     """
     said = fields.raw("quantization_config")
     if said is None:
@@ -130,7 +131,7 @@ def _compressed_tensors(said: Mapping[str, object]) -> Quantisation:
 
 
 def _has_schemes(transforms: object) -> bool:
-    """Whether weights were multiplied with matrices that inputs have to be multiplied with, too."""
+    """Return True if inputs must be multiplied with the transforms of weights, too."""
     return bool(transforms.get("config_groups") if isinstance(transforms, dict) else transforms)
 
 

@@ -1,4 +1,4 @@
-"""The rotary embedding's numbers: flat keys or, since transformers 5, nested ones."""
+"""Parameters of the rotary embedding, from flat keys or (since transformers 5) nested ones."""
 
 from __future__ import annotations
 
@@ -16,10 +16,9 @@ _LEAST_TURNS = 1e-6
 class Yarn(NamedTuple):
     """Rotary frequencies stretched over a longer context (YaRN, arXiv 2309.00071, section 3).
 
-    Dimensions that turn more than `beta_fast` times in `original_positions` keep their frequency,
-    those that turn less than `beta_slow` times have it divided by `factor`, the others lie
-    between: the ends of that ramp are whole pairs if it `is_rounded`. Cosines and sines are
-    multiplied by `amplitude`.
+    Dimensions that turn more than `beta_fast` times in `original_positions` keep their frequency;
+    below `beta_slow` turns it is divided by `factor`; between them lies a ramp, whose ends are
+    rounded to whole pairs if it `is_rounded`. Cosines and sines are multiplied by `amplitude`.
     """
 
     factor: float
@@ -31,17 +30,20 @@ class Yarn(NamedTuple):
 
 
 class Rope(NamedTuple):
-    """What `config.json` says of the rotary embedding."""
+    """Parameters of the rotary embedding."""
 
     theta: float
     rotary_dim: int  # leading dimensions that rotate
     yarn: Yarn | None = None
     mscale_all_dim: float = 0.0  # YaRN of DeepSeek: the softmax scale grows too, see `mscale`
-    divisors: tuple[float, ...] = ()  # of the frequencies: one of all, or of each pair its own
+    divisors: tuple[float, ...] = ()  # of the frequencies: one for all, or one for each pair
 
 
 def mscale(factor: float, weight: float) -> float:
-    """YaRN's growth of attention for a context `factor` times longer: 0.1 weight ln(factor) + 1."""
+    """Return YaRN's growth of attention for a `factor` times longer context.
+
+    It is 0.1 weight ln(factor) + 1.
+    """
     return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
@@ -52,10 +54,10 @@ def read_rope(
     can_stretch: bool = False,
     can_be_partial: bool = False,
 ) -> Rope:
-    """The rotary embedding of a family that rotates heads of `head_dim`.
+    """Read the rotary embedding of a family that rotates heads of `head_dim`.
 
-    With `can_stretch` it may be made for longer contexts than it was trained on, in one of the
-    ways of `_STRETCHES`; with `can_be_partial` some dimensions may stay as they are.
+    With `can_stretch` it may be made for longer contexts than it was trained on, in one of the ways
+    of `_STRETCHES`; with `can_be_partial` some dimensions may stay unrotated.
     """
     said = [
         _Said(
@@ -87,24 +89,28 @@ def read_rope(
 
 
 class PairDivisors(NamedTuple):
-    """What stands for `rope_scaling` where a GGUF file has a number of each pair of dimensions,
-    which its frequency is divided by. A `config.json` cannot say it.
+    """Divisors of the frequency of each pair of dimensions, from a GGUF file.
+
+    Stands for `rope_scaling`; a `config.json` cannot express it.
     """
 
     numbers: tuple[float, ...]
 
 
 class _Bands(NamedTuple):
-    """Llama 3.1's: what turns often in `original_positions` stays, what turns rarely is divided."""
+    """Llama 3.1's scaling: fast frequencies stay, slow ones are divided.
+
+    Speed is measured in turns within `original_positions`.
+    """
 
     factor: float
-    low: float  # turns up to which a frequency is divided by the factor
-    high: float  # turns from which on it stays
+    low: float  # frequencies of fewer turns are divided by the factor
+    high: float  # frequencies of more turns stay
     original_positions: int
 
 
 class _Stretch(NamedTuple):
-    """How frequencies are changed for longer contexts."""
+    """Change of frequencies for longer contexts."""
 
     yarn: Yarn | None = None
     mscale_all_dim: float = 0.0
@@ -113,7 +119,7 @@ class _Stretch(NamedTuple):
 
 
 class _Said(NamedTuple):
-    """What one place of the file says; None where it says nothing."""
+    """Rotary parameters from one place of the file; None if not given."""
 
     theta: float | None
     factor: float | None  # of a head's dimensions, those that rotate
@@ -152,7 +158,7 @@ def _rotary_dim(fields: Fields, head_dim: int, factor: float | None) -> int:
 
 
 def _linear(inner: Fields, max_positions: int) -> _Stretch:
-    """Positions are divided by a factor, or, which is the same, all frequencies."""
+    """Read linear scaling: dividing positions by a factor equals dividing all frequencies."""
     return _Stretch(divisors=(inner.number("factor", low=1.0, high=1e6),))
 
 
@@ -185,7 +191,7 @@ def _by_pair(given: PairDivisors, can_stretch: bool) -> _Stretch:
 
 
 def _divisors(stretch: _Stretch, theta: float, rotary_dim: int) -> tuple[float, ...]:
-    """The divisors of the frequencies, as `Rope` has them."""
+    """Return the divisors of the frequencies, as in `Rope`."""
     if stretch.bands is not None:
         pairs = range(0, rotary_dim, 2)
         return tuple(_of_band(theta ** (-pair / rotary_dim), stretch.bands) for pair in pairs)
@@ -197,7 +203,7 @@ def _divisors(stretch: _Stretch, theta: float, rotary_dim: int) -> tuple[float, 
 
 
 def _of_band(frequency: float, bands: _Bands) -> float:
-    """Between the two ends a frequency is a mixture of itself and of what is divided."""
+    """Return a frequency's divisor; between the bands it mixes both ends."""
     num_turns = bands.original_positions * frequency / (2 * math.pi)
     share = min(max((num_turns - bands.low) / (bands.high - bands.low), 0.0), 1.0)
     return 1.0 / ((1.0 - share) / bands.factor + share)
@@ -225,7 +231,7 @@ def _yarn(inner: Fields, max_positions: int) -> _Stretch:
 
 
 def _turns(inner: Fields, name: str) -> float | None:
-    """Turns of a frequency within the original context; 0 stands for the default, too."""
+    """Read the turns of a frequency within the original context; 0 means the default."""
     turns = inner.optional_number(name, low=0.0, high=1e6)
     if turns and turns < _LEAST_TURNS:
         raise inner.error(name, f"must be 0 or at least {_LEAST_TURNS:g}")

@@ -1,4 +1,4 @@
-"""How a model's publisher would have its tokens drawn: `generation_config.json`."""
+"""The publisher's sampling parameters: `generation_config.json`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from lowtide.config.fields import Fields
 
 
 class PublishedSampling(NamedTuple):
-    """What stands for fields of `SamplingParams` that are left unset. None: nothing."""
+    """Values for unset fields of `SamplingParams`; None: no filter."""
 
     temperature: float = 0.0  # 0 takes the likeliest token
     top_k: int | None = None
@@ -19,9 +19,10 @@ class PublishedSampling(NamedTuple):
 
 
 def read_sampling(generation: Mapping[str, object]) -> PublishedSampling:
-    """As transformers reads it: tokens are drawn where `do_sample` is true, at temperature 1 where
-    none is named, and a repetition penalty holds in any case. Raises ConfigError for a value that
-    cannot be.
+    """Read sampling parameters as transformers does.
+
+    Tokens are drawn if `do_sample` is true, at temperature 1 by default; a repetition penalty
+    applies in any case. Raises ConfigError for an impossible value.
     """
     fields = Fields(generation, file="generation_config.json")
     penalty = fields.optional_number("repetition_penalty", low=0.01, high=100.0)

@@ -1,4 +1,4 @@
-"""Sizes in bytes, as people write and read them."""
+"""Parse and format sizes in bytes."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ MAX_SIZE_BYTES = 2**63 - 1
 
 
 def parse_size(text: str | int, total: int | None = None) -> int:
-    """Bytes that `text` stands for: "10GiB", "10GB", "1.5 MiB", "12G", "4096" or "80%" of `total`.
+    """Parse a size: "10GiB", "10GB", "1.5 MiB", "12G", "4096" or "80%" of `total`.
 
     A letter alone is a binary unit: "12G" is 12 GiB. A fraction of a byte is dropped. Raises
-    UsageError for anything else, also for a bare number that cannot have been meant as bytes.
+    UsageError for anything else, also for a bare number too small to be meant as bytes.
     """
     if isinstance(text, int) and not isinstance(text, bool):
         return _checked_bytes(text, text)
@@ -35,7 +35,7 @@ def parse_size(text: str | int, total: int | None = None) -> int:
 
 
 def format_size(num_bytes: int) -> str:
-    """`num_bytes` for people, in binary units: "30.3 GiB", "512 B"."""
+    """Format bytes in binary units: "30.3 GiB", "512 B"."""
     size, unit = float(num_bytes), "B"
     for larger in ("KiB", "MiB", "GiB", "TiB", "PiB", "EiB"):
         if abs(size) < 1023.95:  # 1023.96 KiB would print as 1024.0 KiB
@@ -45,7 +45,7 @@ def format_size(num_bytes: int) -> str:
 
 
 _LEAST_BYTES = 1000
-"""Less is no budget: a bare number below it was meant in GiB."""
+"""Smaller bare numbers are probably meant in GiB."""
 _UNIT_BYTES = {
     "b": 1,
     **{letter: 1024 ** (i + 1) for i, letter in enumerate("kmgtp")},
@@ -56,7 +56,7 @@ _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?(%|b|[kmgtp](?:i?b)?|)", re.IGNORECA
 
 
 def _checked_bytes(number: int | Fraction, text: object) -> int:
-    """A bare number, which is of bytes; 0 is none at all."""
+    """Check a bare number of bytes; 0 is allowed."""
     if 0 < number < _LEAST_BYTES or int(number) != number:
         raise UsageError(
             f"{shown(text)} would be bytes; did you mean {float(number):g}GiB? "

@@ -1,6 +1,6 @@
-"""`AttentionSpec` and `ExpertSpec`: the two halves of a layer, whatever their family.
+"""`AttentionSpec` and `ExpertSpec`: the two halves of a layer, in any family.
 
-Each one made gets the checks of what must fit together; they raise ConfigError.
+Each instance checks that its numbers fit together and raises ConfigError if not.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from lowtide.errors import ConfigError
 class AttentionSpec:
     """Grouped-query attention or, with a rank for keys and values, multi-head latent attention.
 
-    Which positions see each other, but for windows, is said by the batch and not here.
+    Except for windows, the batch decides which positions see each other.
     """
 
     num_heads: int
@@ -31,7 +31,7 @@ class AttentionSpec:
     q_lora_rank: int = 0  # 0 = queries are projected in one step
     value_head_dim: int = 0
     softmax_factor: float = 1.0  # on the softmax scale, head_dim ** -0.5
-    # Per layer: so many positions a row sees, its own included, 0 = all; () = all in every layer.
+    # Per layer: positions that a row sees, its own included, 0 = all; () = all in every layer.
     windows: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
@@ -58,12 +58,12 @@ class AttentionSpec:
 
     @property
     def softmax_scale(self) -> float:
-        """What attention scores are multiplied by."""
+        """Factor of attention scores."""
         return self.softmax_factor / math.sqrt(self.head_dim)
 
     @property
     def cache_shape(self) -> tuple[int, int, int]:
-        """Arrays, heads and width of what is cached of a token in each layer.
+        """Arrays, heads and width of a token's cache entry in each layer.
 
         Two arrays are keys and values; one is a latent that serves as both.
         """
@@ -74,7 +74,7 @@ class AttentionSpec:
 
 @dataclass(frozen=True, slots=True)
 class ExpertSpec:
-    """The routed experts of a layer, the choice among them, and what all tokens share beside."""
+    """The routed experts of a layer, their routing, and the shared expert."""
 
     num_experts: int
     num_experts_per_token: int
@@ -87,7 +87,7 @@ class ExpertSpec:
     num_groups_per_token: int = 1
     scaling_factor: float = 1.0
     score_function: str = "softmax"  # or "sigmoid"
-    has_bias: bool = False  # that takes part in choosing experts, not in weighing them
+    has_bias: bool = False  # added to scores when choosing experts, not to their weights
     capacity: int = 0  # experts that one window may use (LLaDA2.2); 0 = no such limit
     window_tokens: int = 0  # positions that share this limit; 0 without one
     is_clamped: bool = False  # biased, with gpt-oss's activation
@@ -118,10 +118,10 @@ class ExpertSpec:
             )
 
     def layers(self, num_layers: int) -> range:
-        """Those that have experts, of a model with so many in all."""
+        """Return the layers with experts in a model of `num_layers` layers."""
         return range(self.first_layer, num_layers, self.layer_step)
 
     def elements(self, hidden_size: int) -> int:
-        """Weights of one routed expert: gate, up and down together, and their biases if any."""
+        """Return the elements of one routed expert: gate, up and down, and biases if any."""
         matrices = 3 * hidden_size * self.expert_size
         return matrices + (2 * self.expert_size + hidden_size if self.is_clamped else 0)

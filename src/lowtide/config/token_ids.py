@@ -1,4 +1,4 @@
-"""The special tokens of a model: what its files say, else what its family has published."""
+"""Special tokens from a model's files, or else from its family's publication."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ _log = logging.getLogger(__name__)
 def read_eos_token_ids(
     fields: Fields, generation: Mapping[str, object], is_overridden: bool
 ) -> tuple[int, ...] | None:
-    """None where neither file says. As in transformers, generation_config.json has the last word:
-    what ends a chat's turn is often said only there.
+    """Read end-of-text ids; None if neither file names any.
+
+    As in transformers, generation_config.json takes precedence: often only it names the token that
+    ends a chat turn.
     """
     published = fields.raw("eos_token_id")
     generated = generation.get("eos_token_id")
@@ -30,7 +32,7 @@ def read_eos_token_ids(
 def eos_token_ids(
     ids: tuple[int, ...] | None, published: Published, vocab_size: int
 ) -> tuple[int, ...]:
-    """Those of the files, else the family's, that the vocabulary has; others never come."""
+    """Return the files' ids, or else the family's, that are within the vocabulary."""
     if ids is None:
         return tuple(token for token in published.eos_token_ids if token < vocab_size)
     outside = tuple(token for token in ids if token >= vocab_size)

@@ -1,7 +1,7 @@
-"""One folder for each model family: reader and schema, the model, the sizes that can be made.
+"""Model families: one folder each with config reader, schema, model and sizes.
 
 A family is added by its folder alone: `FAMILY` in its `__init__.py`, without torch, the model in
-`model.py`, `sizes.json`. What families share is in `config`, `schemas` and `models`.
+`model.py`, and `sizes.json`. Shared parts are in `config`, `schemas` and `models`.
 
     families()["mixtral"].model(), families()["mixtral"].sizes()["tiny"]
 """

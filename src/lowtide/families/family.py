@@ -1,4 +1,4 @@
-"""`Family`: all that lowtide knows of one model family."""
+"""`Family`: everything lowtide knows of one model family."""
 
 from __future__ import annotations
 
@@ -13,19 +13,23 @@ from lowtide.config.keys import Origin
 from lowtide.families.gguf import GgufArchitecture
 from lowtide.families.sizes import SynthSize, read_sizes
 
-if TYPE_CHECKING:  # the one asks families for their schemas, the other imports torch
+if TYPE_CHECKING:  # `schemas` imports families, `models` imports torch
     from lowtide.models.decoder import Decoder
     from lowtide.schemas.schema import ModelSchema
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """How a family's files are read, and what computes it. Holds no torch until `model`.
+    """A model family: how its files are read, and the class that computes it.
 
-    architectures: the names under `architectures` in `config.json`. read: that file's keys; it
-    refuses by name what the model does not do. schema: names and shapes of the tensors. decoder:
-    where its class is, as `module:Class`. gguf: the family in GGUF files, if it is read from them.
-    own_sizes: the checkpoints that `synth` can make, of a family without a `NAME/sizes.json`.
+    No torch is imported before `model`.
+
+    architectures: the names under `architectures` in `config.json`.
+    read: reads that file's keys and refuses unsupported features by name.
+    schema: names and shapes of the tensors.
+    decoder: the model's class as `module:Class`.
+    gguf: the family in GGUF files, if supported.
+    own_sizes: checkpoints that `synth` can make, for a family without a `NAME/sizes.json`.
     """
 
     name: str
@@ -38,11 +42,11 @@ class Family:
     own_sizes: Mapping[str, SynthSize] | None = None
 
     def sizes(self) -> Mapping[str, SynthSize]:
-        """The checkpoints that `synth` can make."""
+        """Return the checkpoints that `synth` can make."""
         return read_sizes(self.name) if self.own_sizes is None else self.own_sizes
 
     def model(self) -> type[Decoder]:
-        """The class that computes it, whose file is imported now."""
+        """Import and return the model's class."""
         module, _, name = self.decoder.partition(":")
         found: type[Decoder] = getattr(import_module(module), name)
         return found

@@ -1,7 +1,7 @@
-"""How a family's models are called in GGUF files: metadata and tensor names, as data.
+"""Model families in GGUF files: metadata keys and tensor names, as data.
 
-A family has one `GgufArchitecture` in its `gguf.py`: which `config.json` its metadata amounts to,
-and what its tensors are called there. Facts from llama.cpp's converter and its `gguf` package.
+A family's `gguf.py` has one `GgufArchitecture`, which converts metadata to `config.json` and maps
+tensor names. Facts from llama.cpp's converter and its `gguf` package.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ Value = object  # of one key of a file's metadata
 
 
 class RearrangedTensor(NamedTuple):
-    """A tensor that lies otherwise in the file than in memory, or is a part of one only."""
+    """A tensor whose layout in the file differs from memory, or that is part of one in memory."""
 
     name: str
     view: Callable[[ModelConfig], ArrayView]
 
 
 Names = Mapping[str, str | RearrangedTensor]
-"""Our names by the file's, both with `#` for a layer's number."""
+"""Our names by the file's, with `#` for a layer's number in both."""
 
 ENDS: Names = {
     "token_embd.weight": "model.embed_tokens.weight",
@@ -51,8 +51,10 @@ QKV_BIASES: Names = {
 }
 
 FUSED_QKV = ".attn_qkv."
-"""In the names of tensors with the rows of queries, of keys and of values, which llama.cpp takes
-for the three of any architecture."""
+"""Part of the names of fused tensors: rows of queries, of keys, then of values.
+
+llama.cpp accepts them in place of the three for any architecture.
+"""
 
 OUTPUT: Names = {"blk.#.attn_output.weight": "model.layers.#.self_attn.o_proj.weight"}
 
@@ -64,7 +66,11 @@ ROUTER: Names = {"blk.#.ffn_gate_inp.weight": "model.layers.#.mlp.gate.weight"}
 
 
 def mlp(there: str, here: str) -> Names:
-    """Names of a gated MLP. there: what follows `ffn_gate` etc.; here: what begins our names."""
+    """Return the names of a gated MLP.
+
+    there: suffix of `ffn_gate` etc.
+    here: prefix of our names.
+    """
     return {
         f"blk.#.ffn_{part}{there}.weight": f"model.layers.#.{here}{part}_proj.weight"
         for part in ("gate", "up", "down")
@@ -75,16 +81,16 @@ EXPERTS: Names = {
     f"blk.#.ffn_{part}_exps.weight": f"model.layers.#.mlp.experts.{part}_proj"
     for part in ("gate", "up", "gate_up", "down")
 }
-"""Stacked; an expert's gate and up may be one matrix, gate's rows first."""
+"""Stacked experts; gate and up may be one matrix, gate's rows first."""
 
 ROPE_DIVISORS = "rope_freqs.weight"
-"""What the frequency of each pair of dimensions is divided by, where files say it so."""
+"""Tensor of divisors for the frequency of each pair of dimensions."""
 
 USUAL: Names = {**ENDS, **NORMS, **QKV, **OUTPUT, **ROUTER, **EXPERTS}
 
 
 class GgufKeys:
-    """A file's metadata, by keys without their architecture's name, and which tensors it has."""
+    """A file's metadata, keyed without the architecture's prefix, and the shapes of its tensors."""
 
     def __init__(
         self,
@@ -93,7 +99,7 @@ class GgufKeys:
         shapes: Mapping[str, tuple[int, ...]],
         vector: Callable[[str], list[float]] = lambda name: [],
     ) -> None:
-        """vector: the numbers of a short tensor that is there."""
+        """vector: reads the numbers of a short tensor that exists."""
         self._prefix = f"{architecture}."
         self._metadata = metadata
         self.shapes = shapes  # of tensors, by the file's names
@@ -103,14 +109,14 @@ class GgufKeys:
         return self._metadata.get(self._prefix + key)
 
     def need(self, key: str) -> Value:
-        """Raises ConfigError where there is none."""
+        """Return a required value; raises ConfigError if it is missing."""
         value = self.get(key)
         if value is None:
             raise ConfigError(f"the metadata has no {self._prefix}{key}.")
         return value
 
     def integer(self, key: str, default: int | None = None) -> int:
-        """Raises ConfigError where there is none and no default."""
+        """Return an integer; raises ConfigError if it is missing and has no default."""
         value = self.get(key) if default is not None else self.need(key)
         value = default if value is None else value
         if not isinstance(value, int) or isinstance(value, bool):
@@ -118,7 +124,7 @@ class GgufKeys:
         return value
 
     def integer_within(self, key: str, low: int, high: int) -> int:
-        """Raises ConfigError where there is none from `low` to `high`."""
+        """Return an integer from `low` to `high`; raises ConfigError for anything else."""
         value = self.integer(key)
         if not low <= value <= high:
             raise self.error(key, f"must be an integer from {low} to {high}")
@@ -128,7 +134,7 @@ class GgufKeys:
         return ConfigError(f"{self._prefix}{key} {shown(self.get(key))} {problem}.")
 
     def only(self, key: str, *supported: Value) -> None:
-        """Refuses any value but those that lowtide computes."""
+        """Refuse values other than the supported ones."""
         value = self.get(key)
         if value is not None and value not in supported:
             raise UnsupportedError(
@@ -137,8 +143,9 @@ class GgufKeys:
             )
 
     def refuse(self, usual: str) -> NoReturn:
-        """Refuses a model of another series than the architecture's: the one that its name tells,
-        or the `usual` one.
+        """Refuse a model that shares the architecture's name but not its computation.
+
+        The message describes the series that its name tells, or the `usual` one.
         """
         names = [name for name in map(self._metadata.get, _NAME_KEYS) if isinstance(name, str)]
         name, said = shown(self._prefix.removesuffix(".")), another_of(names, usual)
@@ -146,7 +153,7 @@ class GgufKeys:
 
 
 def own_name(metadata: Mapping[str, object]) -> str:
-    """What a GGUF file calls its model, for the end of a message about it."""
+    """Return the model's own name in a GGUF file, as the end of a message."""
     names = [name for name in map(metadata.get, _NAME_KEYS) if isinstance(name, str) and name]
     return f" The file calls its model {shown(names[-1])}." if names else ""
 
@@ -158,14 +165,14 @@ Config = dict[str, object]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GgufArchitecture:
-    """A family under its GGUF name. config: what its metadata would be in `config.json`."""
+    """A family under its GGUF name. config: converts metadata to the keys of `config.json`."""
 
     name: str
     config: Callable[[GgufKeys], Config]
     names: Names
 
     def name_of(self, tensor: str) -> str | RearrangedTensor | None:
-        """What we call a tensor of a file; None for one that is not known."""
+        """Return our name of a file's tensor, or None if it is unknown."""
         found = self.names.get(_NUMBER.sub(".#", tensor))
         if found is None or "#" in tensor:
             return None
@@ -176,7 +183,7 @@ class GgufArchitecture:
 
 
 def layer_of(tensor: str) -> int:
-    """The layer that a tensor of a file belongs to; -1 for those of none."""
+    """Return the layer of a file's tensor, or -1 if it belongs to none."""
     match = re.match(r"blk\.([0-9]{1,6})\.", tensor)
     return -1 if match is None else int(match[1])
 
@@ -187,9 +194,11 @@ def usual_config(
     width: str = "moe_intermediate_size",
     can_group: bool = False,
 ) -> Config:
-    """What decoders with experts have alike. architecture, width: as `config.json` would name it,
-    and call an expert's width. can_group: experts may be of groups, some of which a token chooses
-    first.
+    """Convert the metadata that decoders with experts share.
+
+    architecture: its name in `config.json`.
+    width: the key of an expert's width in `config.json`.
+    can_group: tokens may first choose among groups of experts.
     """
     keys.only("attention.causal", True)
     if not can_group:
@@ -212,14 +221,14 @@ def usual_config(
         "num_experts": keys.need("expert_count"),
         "num_experts_per_tok": keys.need("expert_used_count"),
         width: _expert_width(keys),
-        # Not said in the file; packed weights are unpacked to what published models compute in.
+        # Not in the file; weights are unpacked to the dtype that published models compute in.
         "dtype": "bfloat16",
     }
     return {name: value for name, value in config.items() if value is not None}
 
 
 def _expert_width(keys: GgufKeys) -> Value:
-    """The width of an expert, which in older files only the tensors tell."""
+    """Return the width of an expert, which older files tell only by their tensors."""
     stacked = {n: s for n, s in keys.shapes.items() if len(s) == 3}
     stored = [s[1] for n, s in stacked.items() if "ffn_gate_exps.weight" in n]
     stored += [s[1] // 2 for n, s in stacked.items() if "ffn_gate_up_exps.weight" in n]
@@ -228,13 +237,13 @@ def _expert_width(keys: GgufKeys) -> Value:
 
 
 def shared_width(keys: GgufKeys) -> int:
-    """The width of all shared experts together, from their tensors: the keys disagree on it."""
+    """Return the total width of all shared experts from their tensors: the keys disagree."""
     stored = [s[0] for n, s in keys.shapes.items() if n.endswith("ffn_gate_shexp.weight")]
     return stored[0] if stored else 0
 
 
 def halves_in_turn(num_heads: Callable[[ModelConfig], int]) -> Callable[[ModelConfig], ArrayView]:
-    """Rows of a head's two halves take turns in the file, as older rotary code has them."""
+    """Return a view of rows that interleave a head's two halves, as older rotary code does."""
 
     def view(config: ModelConfig) -> ArrayView:
         half = config.attention.head_dim // 2
@@ -245,9 +254,9 @@ def halves_in_turn(num_heads: Callable[[ModelConfig], int]) -> Callable[[ModelCo
 
 
 def _rope_scaling(keys: GgufKeys) -> Config | PairDivisors | None:
-    """As llama.cpp reads it: a factor without a type is that of the linear kind."""
+    """Convert rotary scaling as llama.cpp reads it: a factor without a type is linear."""
     kind = keys.get("rope.scaling.type")
-    # YaRN's is config.json's attention_factor; for other kinds nothing is computed with it.
+    # For YaRN this is config.json's attention_factor; other kinds ignore it.
     of_yarn = () if kind == "yarn" else ("yarn_attn_factor",)
     for name in ("attn_factor", "yarn_ext_factor", *of_yarn):
         keys.only(f"rope.scaling.{name}", 1.0)
@@ -273,15 +282,13 @@ def _rope_scaling(keys: GgufKeys) -> Config | PairDivisors | None:
 
 
 def _divisors(keys: GgufKeys) -> PairDivisors | None:
-    """The divisors of a file that stretches frequencies pair by pair, as Llama 3.1 and later."""
+    """Read divisors of frequencies, pair by pair, as in Llama 3.1 and later."""
     if ROPE_DIVISORS not in keys.shapes:
         return None
     return PairDivisors(tuple(keys.vector(ROPE_DIVISORS)))
 
 
 def _attention_factor(keys: GgufKeys) -> Value | None:
-    """What YaRN multiplies cosines and sines with, where the file says; 1 is llama.cpp's default,
-    with which it follows from the factor.
-    """
+    """Read YaRN's factor of cosines and sines; 1, llama.cpp's default, means the derived one."""
     value = keys.get("rope.scaling.yarn_attn_factor")
     return None if value == 1.0 else value

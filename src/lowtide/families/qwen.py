@@ -1,4 +1,4 @@
-"""The experts of Qwen's `config.json`, which two families have alike."""
+"""Expert keys of Qwen's `config.json`, shared by two families."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ def qwen_experts(fields: Fields, shared_size: int = 0) -> ExpertSpec:
 
 
 def qwen_dense_size(fields: Fields, experts: ExpertSpec) -> int:
-    """Width of the layers without experts; 0 where there are none."""
+    """Return the MLP width of layers without experts; 0 if every layer has experts."""
     count = keys.num_layers(fields)
     return keys.width(fields, "intermediate_size") if len(experts.layers(count)) < count else 0
 
 
 def _moe_layers(fields: Fields) -> tuple[int, int]:
-    """The first layer with experts, and the step to the next one."""
+    """Return the first layer with experts and the step to the next."""
     count = keys.num_layers(fields)
     step = fields.integer("decoder_sparse_step", low=1, high=MAX_LAYERS, default=1)
     dense = fields.raw("mlp_only_layers") or []

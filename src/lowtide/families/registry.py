@@ -1,4 +1,4 @@
-"""Which families there are: the folders beside this file, and what else was registered."""
+"""Registry of families: the folders beside this file, and those registered by others."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ _registered: dict[str, Family] = {}
 
 
 def families() -> Mapping[str, Family]:
-    """All of them, by name."""
+    """Map names to all known families."""
     _register_own()
     return MappingProxyType(_registered)
 
 
 def own_names() -> tuple[str, ...]:
-    """The names of lowtide's own families, without importing any of them."""
+    """List the names of lowtide's own families without importing them."""
     modules = pkgutil.iter_modules([str(Path(__file__).parent)])
     return tuple(module.name for module in modules if module.ispkg)
 
 
 def register(family: Family) -> None:
-    """Makes a family known; raises ValueError for a name or architecture that is taken."""
+    """Register a family; raises ValueError if a name or architecture is taken."""
     taken = {family.name, *family.architectures} & {
         name for other in _registered.values() for name in (other.name, *other.architectures)
     }
@@ -52,18 +52,19 @@ def register(family: Family) -> None:
 
 
 def unregister(name: str) -> None:
-    """Forgets a family; raises KeyError if there is none of that name."""
+    """Remove a family; raises KeyError for an unknown name."""
     del _registered[name]
 
 
 def supported_architectures() -> tuple[str, ...]:
-    """The names under `architectures` that can be read, in alphabetical order."""
+    """List all supported names under `architectures` in alphabetical order."""
     return tuple(sorted(name for each in families().values() for name in each.architectures))
 
 
 def gguf_architecture(metadata: Mapping[str, object]) -> GgufArchitecture:
-    """What a GGUF file's metadata calls its architecture; raises UnsupportedError for one that is
-    not read, and ConfigError where none is named.
+    """Return the architecture of a GGUF file's metadata.
+
+    Raises UnsupportedError for an unsupported one, ConfigError if none is named.
     """
     name = metadata.get("general.architecture")
     if not isinstance(name, str):
@@ -78,11 +79,11 @@ def gguf_architecture(metadata: Mapping[str, object]) -> GgufArchitecture:
 
 
 def read_config_in(folder: Path, overrides: Mapping[str, object] = NOTHING) -> ModelConfig:
-    """Reads `config.json`, and `generation_config.json` for end-of-text ids and sampling.
+    """Read `config.json`, and `generation_config.json` for end-of-text ids and sampling.
 
-    `overrides` replace values under `config.json`'s own keys. Raises ConfigError for a file
-    or value that cannot be right, UnsupportedError for a feature that lowtide does not have
-    and UsageError for an override that would have no effect.
+    `overrides` replace values under `config.json`'s own keys. Raises ConfigError for a file or
+    value that cannot be right, UnsupportedError for a feature that lowtide does not have and
+    UsageError for an override without effect.
     """
     if not os.path.isdir(folder):
         raise ConfigError(f"{folder} is not a folder.")
@@ -103,7 +104,7 @@ def read_config(
     generation: Mapping[str, object] = NOTHING,
     overrides: Mapping[str, object] = NOTHING,
 ) -> ModelConfig:
-    """The same from the contents of the two files; raises as `read_config_in` does."""
+    """Read the contents of the two files; raises as `read_config_in` does."""
     fields = Fields({**config, **overrides})
     family, architecture = _family_of(fields)
     eos = read_eos_token_ids(fields, generation, "eos_token_id" in overrides)
@@ -116,7 +117,7 @@ def read_config(
 
 
 def _family_of(fields: Fields) -> tuple[Family, str]:
-    """The family of a `config.json`, and which of its architectures this is."""
+    """Return the family of a `config.json`, and its architecture's name."""
     names, model_type = fields.raw("architectures"), fields.values.get("model_type")
     architecture = names[0] if isinstance(names, list) and names else None
     for family in families().values():

@@ -1,4 +1,4 @@
-"""The checkpoints that can be made of a family: published constants and sizes, from JSON."""
+"""Checkpoints that can be synthesised for a family: published constants and sizes, from JSON."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class SynthSize:
-    """One checkpoint that can be made.
+    """One checkpoint that can be synthesised.
 
-    config: what `config.json` will hold. eos_token_id: the first of the special tokens, which
-    end the vocabulary. max_shard_bytes: of one file's tensors. hub_id: the published model that
-    has this size, if one has.
+    config: contents of `config.json`.
+    eos_token_id: the first of the special tokens, which end the vocabulary.
+    max_shard_bytes: most bytes of tensors per file.
+    hub_id: the published model of this size, if any.
     """
 
     config: Mapping[str, Any]
@@ -27,7 +28,7 @@ class SynthSize:
 
 @cache
 def read_sizes(family: str) -> Mapping[str, SynthSize]:
-    """Those of a family's `sizes.json`: a few MB, 1 or 2 GB, and the published dimensions."""
+    """Read a family's `sizes.json`: a few MB, 1 or 2 GB, and the published dimensions."""
     path = resources.files(__package__).joinpath(family, "sizes.json")
     content = json.loads(path.read_text("utf-8"))
     return {name: _size(content["published"], size) for name, size in content["sizes"].items()}

@@ -1,8 +1,8 @@
-"""Models that people ask for and lowtide does not run: what they are, and what does run instead.
+"""Well-known models that lowtide does not run, with the reason and alternatives that do run.
 
 A model names itself in several ways (`model_type`, `architectures`, a GGUF file's
-`general.architecture`, `general.basename`, `general.name`). The first name that belongs to a known
-series counts; the reason of any other model comes from what its keys say.
+`general.architecture`, `general.basename`, `general.name`). The first name of a known series
+counts; for any other model its config keys give the reason.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _ANY = (*_QWEN, "openai/gpt-oss-20b", *_MISTRAL)
 
 
 SOME_THAT_RUN = f"Models that do run: {', '.join(_ANY)}."
-"""For the end of an error message."""
+"""End of an error message."""
 
 
 class Unsupported(NamedTuple):
@@ -48,13 +48,13 @@ class Unsupported(NamedTuple):
     instead: tuple[str, ...]
 
     def __str__(self) -> str:
-        """For the end of an error message."""
+        """Return the end of an error message."""
         return f"It is {self.name}: {self.reason}. Models that do run: {', '.join(self.instead)}."
 
 
 class _Series(NamedTuple):
     name: str
-    reason: str | None = None  # None: as the model's keys say
+    reason: str | None = None  # None: found in the model's keys
     instead: tuple[str, ...] = _ANY
 
 
@@ -213,8 +213,10 @@ _SERIES: Mapping[str, _Series | None] = {
     "yi": _Series("Yi", DENSE),
     "zamba": _Series("Zamba", HYBRID),
 }
-"""By how names begin, without signs between words. None: a series that runs, which is thereby not
-taken for one whose name is shorter."""
+"""Series by the beginning of names, without separators.
+
+None marks a series that runs, so that its names do not match a shorter key.
+"""
 
 _WORD = re.compile(r"[A-Z]+(?=[A-Z][a-z])|[A-Z]?[a-z]+|[A-Z]+|[0-9]+")
 _HYBRID_KEY = re.compile(
@@ -228,10 +230,10 @@ _ENCODER_KEY = re.compile(r"encoder_layers$|pooling_type$")
 
 
 def why_unsupported(names: Iterable[str], keys: Mapping[str, object]) -> Unsupported:
-    """Say what a model is that has no family.
+    """Explain why a model without a family does not run.
 
-    names: what it calls itself, the most telling first. keys: those of its `config.json` or of a
-    GGUF file's metadata.
+    names: its own names, the most specific first.
+    keys: of its `config.json` or of a GGUF file's metadata.
     """
     given = [name for name in names if name]
     for name in given:
@@ -245,14 +247,15 @@ def why_unsupported(names: Iterable[str], keys: Mapping[str, object]) -> Unsuppo
 
 
 def runs(name: str) -> bool:
-    """Whether a model that calls itself so is of a series that runs."""
+    """Return True if the name belongs to a series that runs."""
     key = _key_of(name)
     return key in _SERIES and _SERIES[key] is None
 
 
 def another_of(names: Iterable[str], usual: str) -> Unsupported:
-    """Say what a model is whose architecture several series share: the one that a name tells, for
-    the reason of the `usual` one.
+    """Explain why a model does not run whose architecture is shared by several series.
+
+    The series is found by name; the reason is that of the `usual` one.
     """
     found = [each for name in names if (each := _SERIES.get(_key_of(name))) is not None]
     series = _SERIES[usual]
@@ -263,14 +266,14 @@ def another_of(names: Iterable[str], usual: str) -> Unsupported:
 
 
 def _key_of(name: str) -> str:
-    """The longest key of a series that a name begins with, at the end of a word; or nothing."""
+    """Return the longest series key that a name begins with, in whole words; or ""."""
     words = _WORD.findall(name)
     beginnings = ["".join(words[:count]).lower() for count in range(1, len(words) + 1)]
     return next((each for each in reversed(beginnings) if each in _SERIES), "")
 
 
 def _reason_in(keys: Mapping[str, object]) -> str:
-    """Why a model does not run, as far as its keys tell."""
+    """Return the reason found in a model's keys."""
     kind = keys.get("general.type")
     if kind in ("mmproj", "adapter"):
         return PROJECTOR if kind == "mmproj" else ADAPTER

@@ -1,4 +1,4 @@
-"""Each family's tensor names and shapes as data, and how they are found in a checkpoint.
+"""Tensor names and shapes of each family as data, and their lookup in a checkpoint.
 
 Without torch: the loader, the planner and the synthesiser read the same schema.
 
@@ -43,12 +43,12 @@ __all__ = [
 
 
 def model_schema(config: ModelConfig) -> ModelSchema:
-    """Every tensor that a model of this config needs."""
+    """Return the schema of every tensor that a model of this config needs."""
     return families()[config.family].schema(config)
 
 
 def stored_matrices(config: ModelConfig, checkpoint: Checkpoint) -> Checkpoint:
-    """The same, matrices that are packed, or in several tensors, under the names that models know.
+    """Return the checkpoint with packed and multi-tensor matrices under their models' names.
 
     Raises CheckpointError, UnsupportedError as `with_packed` and `with_quantised` do.
     """
@@ -57,11 +57,11 @@ def stored_matrices(config: ModelConfig, checkpoint: Checkpoint) -> Checkpoint:
 
 
 def bind(config: ModelConfig, checkpoint: Checkpoint) -> WeightMap:
-    """Where the model's weights lie in `checkpoint`; tensors it does not need are ignored, whole
-    layers with a warning.
+    """Locate the model's weights in `checkpoint`.
 
-    Raises CheckpointError for a tensor that is missing, has another shape or contradicts the
-    config, UnsupportedError for a type that weights cannot be loaded from.
+    Tensors that the model does not need are ignored, whole layers with a warning. Raises
+    CheckpointError for a tensor that is missing, has another shape or contradicts the config,
+    UnsupportedError for a type that weights cannot be loaded from.
     """
     schema = model_schema(config)
     warn_of_further_layers(checkpoint.tensors, f"{schema.names.layers}.", config.num_layers)
@@ -69,9 +69,10 @@ def bind(config: ModelConfig, checkpoint: Checkpoint) -> WeightMap:
 
 
 def assume(config: ModelConfig) -> WeightMap:
-    """Where the weights would lie if the checkpoint were here, stored as config.json says.
+    """Locate the weights in an assumed checkpoint, for a plan from config.json alone.
 
-    Raises CheckpointError for weights that others rounded: which they are is told by headers.
+    Raises CheckpointError for weights rounded by other tools: only headers tell which ones they
+    are.
     """
     if config.quantisation is not None:
         raise CheckpointError(
@@ -82,7 +83,7 @@ def assume(config: ModelConfig) -> WeightMap:
 
 
 def weight_bytes(config: ModelConfig, dtype: str) -> tuple[int, int]:
-    """Bytes of the dense weights and of all routed experts if both were stored in `dtype`.
+    """Return the bytes of the dense weights and of all routed experts if stored in `dtype`.
 
     From the config alone, for a plan before any shard is here; `dtype` as in `ModelConfig.dtype`.
     """

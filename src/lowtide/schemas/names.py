@@ -1,15 +1,15 @@
-"""What checkpoints call the tensors that all families have."""
+"""Names of the tensors that all families have."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
-"""The projections of a gated MLP, as most families name them."""
+"""Projections of a gated MLP, as most families name them."""
 
 
 class Names(NamedTuple):
-    """Names of tensors, as most families have them; those of a layer begin with `layer(n)`.
+    """Names of tensors, by default the usual ones; those of a layer begin with `layer(n)`.
 
     Names of norms and projections are without their `.weight`.
     """
@@ -27,7 +27,7 @@ class Names(NamedTuple):
     mlp: tuple[str, str, str] = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
 
     def layer(self, number: int) -> str:
-        """What the names of a layer's tensors begin with."""
+        """Return the prefix of a layer's tensors."""
         return f"{self.layers}.{number}."
 
     @property

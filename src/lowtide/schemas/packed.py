@@ -1,4 +1,4 @@
-"""Folders that `lowtide pack` wrote: their tensors under the names that models know.
+"""Tensors of folders written by `lowtide pack`, under the names that models use.
 
 A matrix NAME in a format of 8 or 4 bits is a tensor `NAME.q4` of bytes, [.., rows, bytes of a row].
 """
@@ -14,25 +14,25 @@ from lowtide.model_folder.checkpoint import Checkpoint, TensorEntry
 from lowtide.schemas.schema import ModelSchema, TensorSpec
 
 PACKED = ("q8", "q4")
-"""Formats whose names tensors end with."""
+"""Formats that end the names of packed tensors."""
 
 BYTES_DTYPE = "U8"
 
 
 def packed_name(name: str, format_name: str) -> str:
-    """What a packed tensor is called."""
+    """Return a packed tensor's name."""
     return f"{name}.{format_name}"
 
 
 def packed_shape(shape: tuple[int, ...], format_name: str) -> tuple[int, ...]:
-    """The shape of a packed tensor, its last dimension in bytes."""
+    """Return a packed tensor's shape, its last dimension in bytes."""
     return *shape[:-1], formats()[format_name].for_rows(shape[-1]).block_bytes[0]
 
 
 def with_packed(checkpoint: Checkpoint, schema: ModelSchema) -> Checkpoint:
-    """The same, packed tensors of the schema under their own names, shapes and formats.
+    """Return the checkpoint with packed tensors under the schema's names, shapes and formats.
 
-    Raises CheckpointError for one of another shape than the schema makes it.
+    Raises CheckpointError for a tensor of another shape than the schema's.
     """
     endings = tuple(f".{name}" for name in PACKED)
     if not any(name.endswith(endings) for name in checkpoint.tensors):
@@ -47,7 +47,7 @@ def with_packed(checkpoint: Checkpoint, schema: ModelSchema) -> Checkpoint:
 
 
 def specs_of(schema: ModelSchema) -> Iterator[TensorSpec]:
-    """All tensors that a model may have, in every known storage of its experts."""
+    """Yield all tensors that a model may have, in every known storage of its experts."""
     yield from schema.dense
     for storage in schema.storages:
         for layer in schema.moe_layers:

@@ -1,4 +1,4 @@
-"""Tensors that families have in common, and how a family's parts become a schema."""
+"""Tensors that families share, and the schema made from a family's parts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from lowtide.schemas.names import PROJECTIONS, USUAL, Names
 from lowtide.schemas.schema import ExpertStorage, ModelSchema, TensorSpec, expert_storages
 
 Part = Callable[[ModelConfig, str], list[TensorSpec]]
-"""Tensors of one part of a layer, whose names begin with the text given."""
+"""Function that lists the tensors of one part of a layer, given the prefix of their names."""
 
 
 def decoder(
@@ -21,10 +21,11 @@ def decoder(
     storages: tuple[ExpertStorage, ...] | None = None,
     absent: tuple[str, ...] = (),
 ) -> ModelSchema:
-    """A pre-norm decoder with an embedding and a head at its ends.
+    """Make the schema of a pre-norm decoder with an embedding and a head.
 
-    attention, moe: what the family has in a layer, moe beside its routed experts. storages: how
-    those are stored, if not in `expert_storages`' own order. absent: see `ModelSchema`.
+    attention, moe: the family's tensors in a layer, moe without its routed experts.
+    storages: of the routed experts, if not in the order of `expert_storages`.
+    absent: see `ModelSchema`.
     """
     experts = config.experts
     vocabulary = (config.vocab_size, config.hidden_size)
@@ -55,7 +56,7 @@ def decoder(
 
 
 def storages_of(config: ModelConfig) -> tuple[ExpertStorage, ...]:
-    """Every known way to store this model's experts; none where it has none."""
+    """List every known way to store this model's experts; empty if it has none."""
     if config.experts is None:
         return ()
     return expert_storages(config.moe.num_experts, config.moe.expert_size, config.hidden_size)
@@ -68,7 +69,7 @@ def vector(name: str, length: int) -> TensorSpec:
 def mlp(
     prefix: str, width: int, hidden_size: int, names: tuple[str, str, str] = PROJECTIONS
 ) -> list[TensorSpec]:
-    """A gated MLP that every token uses; names: of its gate, up and down projections."""
+    """List the tensors of a gated MLP; names: of its gate, up and down projections."""
     gate, up, down = names
     return [
         TensorSpec(f"{prefix}{gate}.weight", (width, hidden_size)),
@@ -78,7 +79,7 @@ def mlp(
 
 
 def separate_qkv(config: ModelConfig, prefix: str, names: Names = USUAL) -> list[TensorSpec]:
-    """Grouped-query attention with a projection each, perhaps biased."""
+    """List the tensors of grouped-query attention with separate projections, perhaps biased."""
     spec, hidden = config.attention, config.hidden_size
     widths = {names.query: spec.query_size, names.key: spec.kv_size, names.value: spec.kv_size}
     specs = [
@@ -91,18 +92,18 @@ def separate_qkv(config: ModelConfig, prefix: str, names: Names = USUAL) -> list
 
 
 def normed_qkv(config: ModelConfig, prefix: str) -> list[TensorSpec]:
-    """The same with a norm on each query and key head, in models that have one."""
+    """List the tensors of `separate_qkv` and, if the model has them, query and key norms."""
     which, head_dim = "qk" if config.attention.has_qk_norm else "", config.attention.head_dim
     norms = [vector(f"{prefix}self_attn.{x}_norm.weight", head_dim) for x in which]
     return [*separate_qkv(config, prefix), *norms]
 
 
 def router(config: ModelConfig, prefix: str) -> list[TensorSpec]:
-    """A linear router at `mlp.gate`."""
+    """List the tensor of a linear router at `mlp.gate`."""
     shape = (config.moe.num_experts, config.hidden_size)
     return [TensorSpec(prefix + "mlp.gate.weight", shape, keeps_type=True)]
 
 
 def in_layers(config: ModelConfig, *parts: str, names: Names = USUAL) -> tuple[str, ...]:
-    """The names of these parts in every layer."""
+    """Repeat the names of these parts for every layer."""
     return tuple(names.layer(i) + part for i in range(config.num_layers) for part in parts)

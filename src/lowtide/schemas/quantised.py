@@ -1,7 +1,7 @@
-"""Checkpoints that other tools rounded: a matrix's tensors under the name that models know.
+"""Checkpoints rounded by other tools: a matrix's tensors under the name that models use.
 
-NAME.weight is `NAME.qweight`, `NAME.scales` and so on, or `NAME.weight` and its scales; which of a
-checkpoint's matrices are so is told by their tensors alone.
+NAME.weight is `NAME.qweight`, `NAME.scales` and so on, or `NAME.weight` and its scales; only a
+checkpoint's tensors tell which of its matrices are rounded.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from lowtide.schemas.schema import ModelSchema, TensorSpec
 
 _WEIGHT = ".weight"
 
-_BEGIN_AND_SCALE = {
+_MARK_AND_SCALE = {
     "gptq": (".qweight", ".scales"),
     "awq": (".qweight", ".scales"),
     "compressed-tensors": (".weight_packed", ".weight_scale"),
     "fp8": (".weight", ".weight_scale_inv"),
 }
-"""By method: what a matrix is known by, and its scales."""
+"""By method: endings of the tensor that marks a rounded matrix, and of its scales."""
 
 
 def with_quantised(
     checkpoint: Checkpoint, schema: ModelSchema, quantisation: Quantisation | None
 ) -> Checkpoint:
-    """The same, matrices of several tensors under their own names and shapes, as one format each.
+    """Return the checkpoint with each rounded matrix as one entry of one format.
 
-    Raises CheckpointError for a tensor that is missing or has another type or shape than its
-    matrix makes it, UnsupportedError for scales of a type that is not read.
+    Raises CheckpointError for a tensor that is missing or of a wrong type or shape,
+    UnsupportedError for an unsupported type of scales.
     """
     if quantisation is None:
         return checkpoint
@@ -47,15 +47,15 @@ def with_quantised(
 
 
 def _is_rounded(name: str, quantisation: Quantisation, tensors: Mapping[str, TensorEntry]) -> bool:
-    found = tensors.get(name + _BEGIN_AND_SCALE[quantisation.method][0])
+    found = tensors.get(name + _MARK_AND_SCALE[quantisation.method][0])
     return found is not None and (quantisation.method != "fp8" or found.dtype == fp8.DTYPE)
 
 
 def _entry(
     name: str, spec: TensorSpec, quantisation: Quantisation, tensors: dict[str, TensorEntry]
 ) -> TensorEntry:
-    """Takes the matrix's tensors out of `tensors`."""
-    scale_name = name + _BEGIN_AND_SCALE[quantisation.method][1]
+    """Remove the matrix's tensors from `tensors` and make one entry of them."""
+    scale_name = name + _MARK_AND_SCALE[quantisation.method][1]
     scales = tensors.get(scale_name)
     if scales is None:
         raise CheckpointError(f"The checkpoint has no {scale_name}, the scales of {spec.name}.")
@@ -74,9 +74,7 @@ def _entry(
 
 
 def _check_alone(name: str, spec: TensorSpec, tensors: Mapping[str, TensorEntry]) -> None:
-    """Raises UnsupportedError or CheckpointError where what is left of a matrix's tensors would
-    make it another one.
-    """
+    """Raise UnsupportedError or CheckpointError if remaining tensors would change the matrix."""
     if (order := f"{name}.weight_g_idx") in tensors:
         raise UnsupportedError(
             f"The checkpoint has {order}: act-order, which is not read. Choose another repository."
@@ -88,7 +86,7 @@ def _check_alone(name: str, spec: TensorSpec, tensors: Mapping[str, TensorEntry]
 
 
 def _form(asked: Quantisation, scale_dtype: str, width: int) -> Arranged | None:
-    """width: of the matrix's rows."""
+    """Return the format of a rounded matrix; width: of its rows."""
     if asked.method == "fp8":
         return fp8.FORMATS.get(scale_dtype)
     is_of_rows = asked.group == OF_ROWS

@@ -1,6 +1,6 @@
-"""The nouns of a tensor schema: what a family's checkpoints hold, as data.
+"""Data of a tensor schema: names, shapes, and the place of each expert in them.
 
-No tensor is touched here and no file: names, shapes and where an expert lies in them.
+No tensor or file is touched here.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from typing import NamedTuple
 from lowtide.schemas.names import USUAL, Names
 
 PART_NAMES = ("gate", "up", "down")
-"""An expert's weights in the order that slots and tables have them."""
+"""An expert's weights in the order of slots and tables."""
 DOWN = PART_NAMES.index("down")
 
 
 class TensorSpec(NamedTuple):
-    """One tensor as a checkpoint has it."""
+    """One tensor of a checkpoint."""
 
     name: str
     shape: tuple[int, ...]
     dtype: str | None = None  # safetensors name; None: any type that weights can be loaded from
-    other_name: str | None = None  # under which some tools write it
-    keeps_type: bool = False  # never in another format: a router, or not multiplied with as it is
+    other_name: str | None = None  # name used by some tools
+    keeps_type: bool = False  # never converted: a router, or a matrix not used in products as it is
 
     @property
     def num_elements(self) -> int:
@@ -32,11 +32,11 @@ class TensorSpec(NamedTuple):
 
 
 class SlotTarget(NamedTuple):
-    """Where a stored part goes that is not simply one part of a slot, element by element.
+    """Destination in a slot of a stored part that does not map to one slot part in order.
 
-    It is `num_parts` slot parts of one shape from `first` on, which take turns: row by row, or
-    element by element if it `is_transposed`. With a `format` (its name) it and the stored parts
-    `others` are the format's tensors, in their order.
+    The stored part holds `num_parts` slot parts of one shape, from `first` on, interleaved row by
+    row, or element by element if it `is_transposed`. With a `format` (its name), the part and the
+    stored parts `others` are that format's tensors, in order.
     """
 
     first: int
@@ -47,9 +47,9 @@ class SlotTarget(NamedTuple):
 
 
 class PartSource(NamedTuple):
-    """Where one stored part (gate, up or down, mostly) of every expert of a layer is found.
+    """Source of one stored part (usually gate, up or down) of every expert of a layer.
 
-    In a tensor per expert; or, with `num_stacked` experts, in one tensor [experts, rows, ...]
+    Either a tensor per expert, or, with `num_stacked` experts, one tensor [experts, rows, ...]
     whose rows may hold several parts of an expert, one after the other.
     """
 
@@ -62,7 +62,7 @@ class PartSource(NamedTuple):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The shape of the whole tensor: [experts, rows, ..] where experts are stacked."""
+        """Shape of the whole tensor: [experts, rows, ..] if experts are stacked."""
         rows, *others = self.part_shape
         if self.num_stacked == 0:
             return self.part_shape
@@ -74,23 +74,23 @@ class PartSource(NamedTuple):
 
     @property
     def num_parts(self) -> int:
-        """Parts of this size in the tensor, all experts' together."""
+        """Number of parts of this size in the tensor, of all experts."""
         return max(1, self.num_stacked * self.num_fused)
 
     def place(self, expert: int) -> int:
-        """Parts of this size in the tensor before this part of `expert`."""
+        """Return the number of parts of this size in the tensor before this part of `expert`."""
         return 0 if self.num_stacked == 0 else expert * self.num_fused + self.position
 
     def spec(self, layer: int, expert: int) -> TensorSpec:
-        """The tensor that holds this part of an expert."""
+        """Return the tensor that holds this part of an expert."""
         return TensorSpec(self.template.format(layer=layer, expert=expert), self.shape, self.dtype)
 
 
 class ExpertStorage(NamedTuple):
-    """One way that expert weights are stored.
+    """One way to store expert weights.
 
     Without `targets` the parts are those of a slot: gate, up, down. With them, part i goes to
-    `targets[i]`; None for one of the `others` of another part.
+    `targets[i]`, which is None for one of the `others` of another part.
     """
 
     name: str
@@ -100,11 +100,11 @@ class ExpertStorage(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ModelSchema:
-    """Every tensor a model needs.
+    """Every tensor that a model needs.
 
-    `storages` are the accepted ways to store the experts; the first is how they are published.
-    `absent` are names that contradict the config if they exist: a checkpoint with them would be
-    computed wrongly, and silently.
+    `storages` are the accepted ways to store the experts, the published one first. `absent` lists
+      names
+    that contradict the config: a checkpoint with such a tensor would silently be computed wrongly.
     """
 
     dense: tuple[TensorSpec, ...]
@@ -116,7 +116,7 @@ class ModelSchema:
     names: Names = USUAL
 
     def expert_specs(self, layer: int) -> Iterator[TensorSpec]:
-        """The published expert tensors of a layer, by expert, each as gate, up, down."""
+        """Yield the published expert tensors of a layer, expert by expert: gate, up, down."""
         parts = self.storages[0].parts
         num_separate = 1 if all(source.num_stacked for source in parts) else self.num_experts
         for expert in range(num_separate):
@@ -136,10 +136,10 @@ class ModelSchema:
 def expert_storages(
     num_experts: int, expert_size: int, hidden_size: int
 ) -> tuple[ExpertStorage, ...]:
-    """The ways in which Hugging Face folders hold gated experts, most usual first.
+    """Return the storages of gated experts in Hugging Face folders, most common first.
 
-    All store gate and up as [expert_size, hidden_size] and down as [hidden_size, expert_size];
-    they differ in names and in what is stacked.
+    All store gate and up as [expert_size, hidden_size] and down as [hidden_size, expert_size]; they
+    differ in names and in what is stacked.
     """
     inward, outward = (expert_size, hidden_size), (hidden_size, expert_size)
     mlp = "model.layers.{layer}.mlp."

@@ -1,6 +1,6 @@
-"""Where a model's weights lie: a schema held against a checkpoint's headers.
+"""Location of a model's weights: its schema matched with a checkpoint's headers.
 
-Everything that is needed is checked here, once, before any weight is read.
+Everything needed is checked here, once, before any weight is read.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from lowtide.formats import MatrixFormat, format_of, formats
 from lowtide.formats.mixed import mixed
 from lowtide.formats.plain import ITEM_BYTES
 from lowtide.model_folder.checkpoint import Checkpoint, TensorEntry
-from lowtide.schemas.finding import PartKind, find, find_expert, find_parts
 from lowtide.schemas.schema import ExpertStorage, ModelSchema, SlotTarget, TensorSpec
+from lowtide.schemas.tensor_lookup import PartKind, find, find_expert, find_parts
 
 MAX_GAP_BYTES = 4096
-"""Parts this close in a file are read together: a page more costs less than a request more."""
+"""Largest gap between parts read together: a page more costs less than a request more."""
 
 
 class ExpertRange(NamedTuple):
-    """One contiguous read, and where the parts begin in it: (stored part, offset)."""
+    """One contiguous read, and the parts in it as (stored part, offset)."""
 
     file: int
     start: int  # bytes from the start of the file
@@ -34,7 +34,7 @@ class ExpertRange(NamedTuple):
 
 
 class ExpertTensor(NamedTuple):
-    """A tensor with a stored part of one expert, or of all of a layer, one after the other."""
+    """A tensor that holds a stored part of one expert, or of all experts of a layer in order."""
 
     spec: TensorSpec
     layer: int  # of MoE layers
@@ -43,9 +43,7 @@ class ExpertTensor(NamedTuple):
 
 
 class StoredLayer(NamedTuple):
-    """How one layer's experts, or an expert that differs from them, are stored: format and bytes of
-    each stored part of an expert.
-    """
+    """Format and bytes of each stored part, of a layer's experts or of a differing one."""
 
     formats: tuple[MatrixFormat, ...]
     part_bytes: tuple[int, ...]
@@ -53,7 +51,7 @@ class StoredLayer(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ExpertTable:
-    """The byte ranges of every routed expert. Arrays are read-only.
+    """The byte ranges of every routed expert, in read-only arrays.
 
     Layers are MoE layers, numbered from 0; the last axis is the stored parts: gate, up, down, or
     those of an `ExpertStorage` with `targets`.
@@ -67,11 +65,11 @@ class ExpertTable:
     first_layer: int = 0  # with experts, and the step to the next, as names count them
     layer_step: int = 1
     odd: Mapping[tuple[int, int], StoredLayer] = field(default_factory=dict)
-    """By layer and expert, those that are stored otherwise than the first of their layer."""
+    """Experts, by (layer, expert), stored differently from the first of their layer."""
 
     @classmethod
     def empty(cls) -> ExpertTable:
-        """The table of a model without experts."""
+        """Return the table of a model without experts."""
         nothing = np.empty((0, 0, 0), np.int64)
         return cls((), nothing, nothing)
 
@@ -82,21 +80,22 @@ class ExpertTable:
 
     @property
     def formats(self) -> set[MatrixFormat]:
-        """The formats of all stored parts."""
+        """Formats of all stored parts."""
         return {each for stored in (*self.layers, *self.odd.values()) for each in stored.formats}
 
     def stored(self, layer: int, expert: int) -> StoredLayer:
-        """How an expert is."""
+        """Return the storage of an expert."""
         return self.odd.get((layer, expert), self.layers[layer])
 
     def name(self, layer: int, expert: int, part: int) -> str:
-        """The model's name for a stored part's tensor, or for the matrix that it begins."""
+        """Return the model's name of a stored part's tensor, or of the matrix that it begins."""
         number = self.first_layer + layer * self.layer_step
         return self.templates[part].format(layer=number, expert=expert)
 
     def kept(self, has_gpu: bool = False) -> list[tuple[MatrixFormat | None, ...]]:
-        """By layer, the formats of a slot's first parts that are kept in memory as they are
-        stored; None: unpacked into the compute dtype.
+        """List, per layer, the formats in which a slot's first parts are kept as stored.
+
+        None means unpacked to the compute dtype.
         """
         found: list[dict[tuple[MatrixFormat | None, ...], None]] = []
         for layer in self.layers:
@@ -108,7 +107,7 @@ class ExpertTable:
         return [_together(tuple(each), has_gpu) for each in found]
 
     def ranges(self, layer: int, expert: int) -> list[ExpertRange]:
-        """The reads that bring one expert, in file order; usually one."""
+        """Return the reads that fetch one expert, in file order; usually one."""
         files = self.files[layer, expert].tolist()
         offsets = self.offsets[layer, expert].tolist()
         part_bytes = self.stored(layer, expert).part_bytes
@@ -137,14 +136,14 @@ class ExpertTable:
 
 @dataclass(frozen=True, slots=True)
 class WeightMap:
-    """A model's weights: what is always loaded, and what comes and goes."""
+    """Location of a model's weights: dense ones, always loaded, and experts."""
 
     dense: Mapping[str, TensorEntry]  # by checkpoint name, in the order of the schema
     experts: ExpertTable
 
 
 def bind_schema(schema: ModelSchema, checkpoint: Checkpoint) -> WeightMap:
-    """Finds every tensor of `schema` in `checkpoint`; others are ignored.
+    """Locate every tensor of `schema` in `checkpoint`; others are ignored.
 
     Raises CheckpointError for a tensor that is missing, has another shape or contradicts the
     config, UnsupportedError for a type that weights cannot be loaded from.
@@ -161,9 +160,9 @@ def bind_schema(schema: ModelSchema, checkpoint: Checkpoint) -> WeightMap:
 
 
 def assumed_weights(schema: ModelSchema, dtype: str) -> WeightMap:
-    """Where the weights would lie in one published file of `dtype`, for a plan without shards.
+    """Locate the weights in one assumed file of `dtype`, for a plan without shards.
 
-    An expert's parts are adjacent in the order of their names, as published files have them.
+    An expert's parts are adjacent in the order of their names, as in published files.
     """
     item_bytes = ITEM_BYTES[dtype]
     offset = 0
@@ -194,8 +193,9 @@ def assumed_weights(schema: ModelSchema, dtype: str) -> WeightMap:
 
 
 def expert_tensors(schema: ModelSchema, checkpoint: Checkpoint) -> Iterator[ExpertTensor]:
-    """The tensors that hold the routed experts, as they are stored in `checkpoint`. Raises
-    CheckpointError where they are not.
+    """Yield the tensors that hold the routed experts in `checkpoint`.
+
+    Raises CheckpointError if they are missing.
     """
     storage = _detect(schema, checkpoint)
     seen = set()
@@ -209,7 +209,7 @@ def expert_tensors(schema: ModelSchema, checkpoint: Checkpoint) -> Iterator[Expe
 
 
 def _kept_on_gpu(parts: Sequence[MatrixFormat | None]) -> tuple[MatrixFormat | None, ...]:
-    """Those that its kernels know, of gate and up only where both are in one."""
+    """Keep only formats with GPU kernels, and gate and up only in one common format."""
     gate, up, *rest = (None if each is None or each.is_of_host else each for each in parts)
     return (gate, up, *rest) if gate is up else (None, None, *rest)
 
@@ -217,8 +217,9 @@ def _kept_on_gpu(parts: Sequence[MatrixFormat | None]) -> tuple[MatrixFormat | N
 def _together(
     kinds: Sequence[tuple[MatrixFormat | None, ...]], has_gpu: bool
 ) -> tuple[MatrixFormat | None, ...]:
-    """The formats of a slot for experts that differ: a part is kept as it is stored where it is in
-    all of them. Layers with the same set of formats get the same result, in any order.
+    """Combine the formats of differing experts: a part is kept if all of them keep it.
+
+    Layers with the same set of formats get the same result, in any order.
     """
     parts = []
     for variants in zip(*kinds, strict=True):
@@ -260,7 +261,7 @@ def _expert_table(schema: ModelSchema, checkpoint: Checkpoint) -> ExpertTable:
 
 
 def _stored(storage: ExpertStorage, kinds: Sequence[PartKind]) -> StoredLayer:
-    """kinds: of an expert's stored parts."""
+    """Make a `StoredLayer`; kinds: of an expert's stored parts."""
     formats_of = _formats(storage, [each.dtype for each in kinds])
     return StoredLayer(formats_of, tuple(each.part_bytes for each in kinds))
 
@@ -271,9 +272,9 @@ def _rounded_table(
     first: Sequence[TensorEntry],
     checkpoint: Checkpoint,
 ) -> ExpertTable:
-    """The table of experts whose matrices are in several tensors, each of them a stored part.
+    """Make the table of experts whose matrices are several tensors, each a stored part.
 
-    first: the entries of layer 0's expert 0; all others have to be stored as they are.
+    first: the entries of layer 0's expert 0; all others must be stored alike.
     """
     layers, tensors = schema.moe_layers, [entry.tensors or (entry,) for entry in first]
     num_parts = sum(map(len, tensors))
@@ -304,7 +305,7 @@ def _rounded_table(
 
 
 def _formats(storage: ExpertStorage, dtypes: Sequence[str]) -> tuple[MatrixFormat, ...]:
-    """The format of each stored part: the one that its target names, or its tensor's type."""
+    """Return the format of each stored part: the one named by its target, or its tensor's type."""
     named: dict[int, str] = {}
     for part, target in enumerate(storage.targets or ()):
         if target is not None and target.format is not None:

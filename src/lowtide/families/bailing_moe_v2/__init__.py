@@ -1,4 +1,4 @@
-"""Ling 2.0 (BailingMoeV2): the body of LLaDA2, autoregressive."""
+"""Ling 2.0 (BailingMoeV2): LLaDA2's layers, autoregressive."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ling 2.0 in GGUF files, whose last layers may be for the prediction of further tokens."""
+"""Ling 2.0 in GGUF files, whose last layers may be MTP layers, which are dropped."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ def _read_groups(fields: Fields, num_experts: int) -> tuple[int, int]:
 
 
 def _read_attention(fields: Fields) -> AttentionSpec:
-    """Multi-head latent attention; queries and keys are [without rotation | rotating]."""
+    """Read multi-head latent attention; queries and keys are [without rotation | rotating]."""
     num_heads = fields.integer("num_attention_heads", low=1, high=MAX_HEADS)
     fixed_dim = fields.integer("qk_nope_head_dim", low=1, high=MAX_HEADS)
     rotary_dim = fields.integer("qk_rope_head_dim", low=2, high=MAX_HEADS)

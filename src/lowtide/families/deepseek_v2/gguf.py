@@ -1,4 +1,4 @@
-"""DeepSeek-V2 in GGUF files, where keys' and values' expansion is one matrix or two."""
+"""DeepSeek-V2 in GGUF files, which store the expansion of keys and values as one matrix or two."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from lowtide.families.gguf import (
 from lowtide.model_folder.checkpoint import ArrayView
 
 _ATTENTION = "model.layers.#.self_attn."
-_SOFTMAX = (None, 0, 1)  # of older files, none; DeepSeek-V3 and models built like it have another
+_SOFTMAX = (None, 0, 1)  # absent in older files; DeepSeek-V3 and similar models have another value
 _NUM_EXPERTS_OF_V2 = 160
 
 
@@ -50,13 +50,13 @@ def _config(keys: GgufKeys) -> Config:
 
 
 def _integer_of_a_head(keys: GgufKeys, name: str) -> int:
-    """In newer files the plain keys are of the latent that heads share."""
+    """Read a per-head integer; in newer files the plain keys describe the shared latent instead."""
     newer = f"attention.{name}_mla"
     return keys.integer(newer if keys.get(newer) is not None else f"attention.{name}")
 
 
 def _groups(keys: GgufKeys) -> Config:
-    """Files older than their keys do not say them; with 160 experts it is DeepSeek-V2 or V2.5."""
+    """Read the group limits, which older files lack; 160 experts then mean DeepSeek-V2 or V2.5."""
     count = keys.integer("expert_group_count", default=0)
     if count == 0 and keys.get("expert_count") == _NUM_EXPERTS_OF_V2:
         return {"topk_method": "group_limited_greedy", "n_group": 8, "topk_group": 3}
@@ -70,7 +70,10 @@ def _groups(keys: GgufKeys) -> Config:
 
 
 def _rope_scaling(keys: GgufKeys, scaling: Value) -> Value:
-    """The multiplier is a tenth of `mscale_all_dim`, which every published model has as mscale."""
+    """Add `mscale`: the stored multiplier is a tenth of it and of `mscale_all_dim`.
+
+    Every published model has equal values for the two.
+    """
     multiplier = keys.get("rope.scaling.yarn_log_multiplier")
     if not isinstance(scaling, dict) or not isinstance(multiplier, float):
         return scaling
@@ -87,7 +90,7 @@ def _values(config: ModelConfig) -> ArrayView:
 
 
 def _fixed_dim(config: ModelConfig) -> int:
-    """Dimensions of a head's keys that do not rotate."""
+    """Return the dimensions of a head's keys that do not rotate."""
     return config.attention.head_dim - config.attention.rope.rotary_dim
 
 

@@ -1,12 +1,12 @@
 """DeepSeek-V2 and V2-Lite: multi-head latent attention and group-limited softmax routing.
 
-What is cached of a token is its latent and one rotating key, shared by all heads: for V2-Lite
-512 + 64 numbers instead of 16 heads of 192 + 128. The matrices that would expand a latent into a
-head's key and value are applied to the head's query and output instead (arXiv 2405.04434,
-section 2.1.2), so attention runs over the cache as it is, as if it had one key head:
+The cache holds a latent and one rotating key per token, shared by all heads: for V2-Lite 512 + 64
+numbers instead of 16 heads of 192 + 128. The matrices that would expand a latent into a head's key
+and value are applied to the head's query and output instead (arXiv 2405.04434, section 2.1.2), so
+that attention runs directly over the cache, as if it had one key head:
 
-    q k = (q_fixed  W_key latent) + q_rotated key_rotated = [q_fixed W_key | q_rotated] cached
-    out = W_value (sum of weight * latent)
+  q k = (q_fixed  W_key latent) + q_rotated key_rotated = [q_fixed W_key | q_rotated] cached
+  out = W_value (sum of weight * latent)
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from lowtide.memory.kv_cache import KVCache
 from lowtide.models.decoder import Decoder
 
 LATENT_EPS = 1e-6
-"""Epsilon of the norms on latents, whatever `rms_norm_eps` is: the published code never sets it."""
+"""Epsilon of the norms on latents: the published code ignores `rms_norm_eps` for them."""
 
 
 class DeepseekV2(Decoder):
-    """Names and numbers of DeepSeek-V2."""
+    """Tensor names and routing of DeepSeek-V2."""
 
     rotation_dtype = torch.float32
 
@@ -82,7 +82,7 @@ class DeepseekV2(Decoder):
 
 @dataclass(frozen=True, slots=True)
 class _Queries:
-    """From hidden states to queries, in V2 through a normalised latent of their own."""
+    """Query projection; in V2 through a normalised latent."""
 
     compute: Compute
     up: Linear
@@ -90,7 +90,7 @@ class _Queries:
     norm: Tensor | None = None
 
     def forward(self, x: Tensor, out: Tensor) -> None:
-        """X [rows, hidden]; out [rows, query_size]."""
+        """Project x [rows, hidden] to out [rows, query_size]."""
         if self.down is None or self.norm is None:
             self.up.forward(x, out)
             return
@@ -131,10 +131,10 @@ class LatentAttention:
         self._attention = CachedAttention(layer, kv_cache, compute, Scores(spec.softmax_scale))
 
     def parts(self, norm: Norm) -> None:
-        """It is computed by itself."""
+        """Return None: there are no parts for the compiled layer."""
 
     def forward(self, hidden: Tensor, norm: Norm, batch: Batch, rotations: Rotations) -> None:
-        """`hidden += attention(norm(hidden))`, hidden [rows, hidden] in the compute dtype."""
+        """Compute `hidden += attention(norm(hidden))`; hidden [rows, hidden], compute dtype."""
         x, rotation = norm.of(hidden), rotations.whole
         spec, num_rows = self._spec, x.shape[0]
         kernels, workspace = self._compute.kernels, self._compute.workspace
@@ -158,11 +158,11 @@ class LatentAttention:
         hidden.add_(self._output_of(attended, tuple(x.shape)))
 
     def _output_of(self, attended: Tensor, shape: tuple[int, ...]) -> Tensor:
-        """The layer's output, of this shape, of what was attended to, which is given back."""
+        """Compute the layer's output of the given shape; releases `attended`."""
         spec, workspace = self._spec, self._compute.workspace
         values = (shape[0], spec.num_heads, spec.value_head_dim)
         value = workspace.take("value", values, attended.dtype)
-        # What the rotating key would be as a value is computed too, and dropped.
+        # Attention also sums the rotating keys, which are no values; they are dropped here.
         latents = attended[..., : spec.kv_lora_rank]
         in_tiles(partial(self._by_head, self._to_value), latents, value)
         workspace.give_back(attended)
@@ -171,7 +171,7 @@ class LatentAttention:
         return update
 
     def _query(self, x: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> None:
-        """Queries for cached latents: out [rows, heads, rank + rotary_dim]."""
+        """Compute queries for cached latents: out [rows, heads, rank + rotary_dim]."""
         spec, num_rows, rank = self._spec, x.shape[0], self._spec.kv_lora_rank
         kernels, workspace = self._compute.kernels, self._compute.workspace
         with workspace.scope():
@@ -184,13 +184,13 @@ class LatentAttention:
             self._by_head(self._to_key, query[..., : self._fixed_dim], out[..., :rank])
 
     def _by_head(self, weight: Tensor, x: Tensor, out: Tensor) -> None:
-        """out[:, h] = x[:, h] weight[h]: x [rows, heads, in], weight [heads, in, out]."""
+        """Compute out[:, h] = x[:, h] weight[h]: x [rows, heads, in], weight [heads, in, out]."""
         num_rows, num_heads, _ = x.shape
         workspace = self._compute.workspace
         with workspace.scope():
             heads_first = workspace.take("heads", (num_heads, num_rows, x.shape[2]), x.dtype)
             product = workspace.take("product", (num_heads, num_rows, out.shape[2]), x.dtype)
-            # Some types are multiplied from a contiguous copy of the weight.
+            # For some dtypes bmm makes a contiguous copy of the weight.
             workspace.library("weight copy", weight.numel() * weight.dtype.itemsize)
             heads_first.copy_(x.transpose(0, 1))
             torch.bmm(heads_first, weight, out=product)

@@ -1,4 +1,4 @@
-"""Dream (7B) and its relatives, DiffuCoder among them: `config.json`, tensors, sizes."""
+"""Dream (7B) and relatives such as DiffuCoder: `config.json`, tensors, sizes."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from lowtide.schemas.parts import decoder, in_layers, separate_qkv
 from lowtide.schemas.schema import ModelSchema
 
 LOGITS_SHIFT = 1
-"""It was trained on from an autoregressive model: a hidden state predicts the next position."""
+"""A hidden state predicts the next position: training began with an autoregressive model."""
 
 
 def read(fields: Fields, origin: Origin) -> ModelConfig:
     keys.refuse_sliding_windows(fields)
     fields.only("use_mrope", False)
-    fields.refuse("block_size")  # of relatives that decode in blocks, and shift nothing
+    fields.refuse("block_size")  # set by relatives that decode in blocks without a shift
     return keys.decoder(
         fields,
         origin,

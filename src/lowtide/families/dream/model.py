@@ -1,4 +1,4 @@
-"""Dream (7B): a dense Qwen2 whose positions all see each other.
+"""Dream (7B): a dense Qwen2 with bidirectional attention.
 
 Grouped-query attention with biased query, key and value projections. Logits are those of the next
 position: see `config.Decoding.logits_shift`.
@@ -10,4 +10,4 @@ from lowtide.models.decoder import Decoder
 
 
 class Dream(Decoder):
-    """Names and numbers of Dream."""
+    """Tensor names and layers of Dream."""

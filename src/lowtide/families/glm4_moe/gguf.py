@@ -1,4 +1,4 @@
-"""GLM-4.5 and later in GGUF files, whose last layer is for the prediction of further tokens."""
+"""GLM-4.5 and later in GGUF files, whose last layer (MTP) is dropped."""
 
 from __future__ import annotations
 

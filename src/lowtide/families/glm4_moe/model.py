@@ -12,7 +12,7 @@ from lowtide.models.decoder import Decoder
 
 
 class Glm4Moe(Decoder):
-    """Names and numbers of GLM-4.5."""
+    """Tensor names and routing of GLM-4.5."""
 
     @staticmethod
     def is_float32(name: str) -> bool:

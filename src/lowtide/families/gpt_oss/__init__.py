@@ -1,6 +1,6 @@
 """gpt-oss (20b and 120b): `config.json`, tensors, sizes.
 
-Experts of a layer are stacked, rows (or, unpacked, columns) of gate and up taking turns.
+A layer's experts are stacked, with interleaved rows (unpacked: columns) of gate and up.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def read(fields: Fields, origin: Origin) -> ModelConfig:
 
 
 def _is_mxfp4(fields: Fields, expert_size: int) -> bool:
-    """Whether experts are published in MXFP4."""
+    """Return True if experts are published in MXFP4."""
     quantised = fields.raw("quantization_config")
     if quantised is None:
         return False
@@ -57,7 +57,7 @@ def _is_mxfp4(fields: Fields, expert_size: int) -> bool:
 
 
 def _windows(fields: Fields) -> tuple[int, ...]:
-    """Each layer's sliding window; every other layer has one where the file does not say."""
+    """Return each layer's sliding window; by default every other layer has one."""
     count = keys.num_layers(fields)
     window = fields.integer("sliding_window", low=1, high=MAX_POSITIONS, default=128)
     sizes = {"sliding_attention": window, "full_attention": 0}
@@ -100,7 +100,7 @@ def _moe(config: ModelConfig, prefix: str) -> list[TensorSpec]:
 
 
 def _mxfp4(config: ModelConfig) -> ExpertStorage:
-    """As published: blocks of a row's weights, 16 bytes each, and a scale for every block."""
+    """Describe the published storage: blocks of 32 weights in 16 bytes, and their scales."""
     hidden, width = config.hidden_size, config.moe.expert_size
 
     def packed(name: str, rows: int, columns: int) -> tuple[PartSource, PartSource]:
@@ -132,7 +132,7 @@ def _mxfp4(config: ModelConfig) -> ExpertStorage:
 
 
 def _unpacked(config: ModelConfig) -> ExpertStorage:
-    """As transformers holds and saves them: matrices as [in, out]."""
+    """Describe transformers' own storage: matrices as [in, out]."""
     hidden, width = config.hidden_size, config.moe.expert_size
     return ExpertStorage(
         "unpacked (transformers)",
@@ -152,9 +152,7 @@ def _unpacked(config: ModelConfig) -> ExpertStorage:
 
 
 def _apart(config: ModelConfig) -> tuple[ExpertStorage, ExpertStorage]:
-    """As GGUF files have them: every part of a slot in a tensor of its own, or gate's rows and then
-    up's in one.
-    """
+    """Describe GGUF storage: a tensor for each part of a slot, or gate's and up's rows in one."""
     hidden, width = config.hidden_size, config.moe.expert_size
     shapes = {
         "gate_proj": (width, hidden),

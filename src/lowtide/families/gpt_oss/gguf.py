@@ -1,4 +1,4 @@
-"""gpt-oss in GGUF files, where gate and up are tensors of their own."""
+"""gpt-oss in GGUF files, where gate and up are separate tensors."""
 
 from __future__ import annotations
 
@@ -33,8 +33,9 @@ def _config(keys: GgufKeys) -> Config:
 
 
 def _layer_types(keys: GgufKeys) -> Config:
-    """Which layers have the window, where the file says it: of so many neighbours all but the last
-    have it, or each for itself.
+    """Read the layers with a sliding window, if the file lists them.
+
+    They are given as a period, whose last layer has none, or layer by layer.
     """
     keys.only("rope.freq_base_swa", keys.get("rope.freq_base"))
     pattern = keys.get(_PATTERN)
@@ -61,7 +62,7 @@ GGUF = GgufArchitecture(
         **QKV_BIASES,
         **OUTPUT,
         **EXPERTS,
-        # Not `gate_up_proj`, of which rows, or unpacked columns, take turns.
+        # Not `gate_up_proj`, whose rows (unpacked: columns) are interleaved.
         "blk.#.ffn_gate_up_exps.weight": _LAYER + "mlp.experts.gate_then_up_proj",
         "blk.#.attn_norm.weight": _LAYER + "input_layernorm.weight",
         "blk.#.post_attention_norm.weight": _LAYER + "post_attention_layernorm.weight",

@@ -1,9 +1,9 @@
 """gpt-oss (20b and 120b).
 
-Grouped-query attention, all its projections biased, with a sink in each head's softmax and a
-sliding window in some layers (as published, every other one); routing by a softmax over the
-logits of the chosen alone; biased experts with a clamped gate (`kernels.reference.clamped_swiglu`).
-Norms multiply by their weights in float32, before they round.
+Grouped-query attention with biased projections, a sink in each head's softmax and a sliding window
+in some layers (every other one, as published); routing by a softmax over the chosen logits alone;
+biased experts with a clamped gate (`kernels.reference.clamped_swiglu`). Norms multiply by their
+weights in float32 before rounding.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from lowtide.models.decoder import Decoder
 
 
 class GptOss(Decoder):
-    """Names and numbers of gpt-oss."""
+    """Tensor names and layers of gpt-oss."""
 
     @staticmethod
     def is_float32(name: str) -> bool:

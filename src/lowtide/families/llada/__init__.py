@@ -1,7 +1,7 @@
-"""LLaDA (8B, 1.5) and its relatives: `config.json`, tensors, sizes.
+"""LLaDA (8B, 1.5) and relatives: `config.json`, tensors, sizes.
 
-A dense model whose file has OLMo's keys and whose tensors have OLMo's names. LLaDA-MoE's file says
-the same `model_type`; its architecture is another.
+A dense model with OLMo's config keys and tensor names. LLaDA-MoE shares its `model_type` but has
+another architecture.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _KEYS = {
     "tie_word_embeddings": "weight_tying",
     "hidden_act": "activation_type",
 }
-"""What this file calls what others call otherwise."""
+"""This file's key for each usual key."""
 
 _SUPPORTED = {
     "block_type": "llama",
@@ -50,10 +50,10 @@ def read(fields: Fields, origin: Origin) -> ModelConfig:
     for name, value in _SUPPORTED.items():
         fields.only(name, value)
     fields.refuse("clip_qkv")
-    # Rows that pad the vocabulary would be ids that no text has.
+    # Padding rows of the vocabulary would be ids without text.
     fields.only("embedding_size", fields.raw("vocab_size"))
     fields = fields.renamed(_KEYS)
-    # Without a width of its own the MLP is so many times as wide as the hidden states.
+    # Without an explicit width the MLP is `mlp_ratio` times as wide as the hidden states.
     ratio = fields.integer("mlp_ratio", low=1, high=1024, default=4)
     width = keys.width(
         fields, "intermediate_size", default=ratio * keys.width(fields, "hidden_size")

@@ -1,8 +1,7 @@
-"""LLaDA (8B, 1.5): a dense Llama whose positions all see each other.
+"""LLaDA (8B, 1.5): a dense Llama with bidirectional attention.
 
-Attention without norms or biases, every head with keys of its own as published; queries and keys
-are rotated in float32 and rounded once (`rope_full_precision`), which in bfloat16 is not what
-Llama does.
+Attention without norms or biases, with a key head per query head as published. Queries and keys are
+rotated in float32 and rounded once (`rope_full_precision`); in bfloat16 Llama differs there.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from lowtide.models.decoder import Decoder
 
 
 class LLaDA(Decoder):
-    """Names and numbers of LLaDA."""
+    """Tensor names and layers of LLaDA."""
 
     names = NAMES
     rotation_dtype = torch.float32

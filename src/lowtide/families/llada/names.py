@@ -1,4 +1,4 @@
-"""The names of LLaDA's tensors, which schema and model share."""
+"""Names of LLaDA's tensors, shared by schema and model."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """LLaDA2.0, 2.1 and 2.2: `config.json`, tensors, sizes.
 
-Their body is that of Ling 2.0 (`families/bailing_moe_v2`), which is autoregressive. Layers for
-multi-token prediction, which some exports carry after the last layer, are not needed.
+The layers are those of Ling 2.0 (`families/bailing_moe_v2`), which is autoregressive. Layers for
+multi-token prediction, which some exports have after the last layer, are not needed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from lowtide.schemas.schema import ModelSchema, TensorSpec
 
 
 def read(fields: Fields, origin: Origin, can_stretch: bool = False) -> ModelConfig:
-    """can_stretch: see `read_rope`."""
+    """Read the config; can_stretch: see `read_rope`."""
     fields.only("score_function", "sigmoid")
     fields.only("use_rmsnorm", True)
     for name in (

@@ -1,8 +1,8 @@
-"""LLaDA2.0, 2.1 and 2.2 (block diffusion) and Ling 2.0 (autoregressive): one body.
+"""LLaDA2.0, 2.1 and 2.2 (block diffusion) and Ling 2.0 (autoregressive): one model.
 
 Pre-norm decoder with fused QKV, per-head QK-norm before a partial rotary embedding, grouped-query
-attention, a dense first layer and sigmoid-routed experts with one shared expert after it. Only the
-attention pattern differs, and that is in the batch. Source: facts of the published modelling code.
+attention, a dense first layer, then sigmoid-routed experts with one shared expert. Only the
+attention pattern differs, which the batch carries. Source: facts of the published modelling code.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from lowtide.models.decoder import Decoder
 
 
 class LLaDA2(Decoder):
-    """Names and numbers of the Ling 2.0 body."""
+    """Tensor names and layers of Ling 2.0."""
 
     names = NAMES
 

@@ -1,4 +1,4 @@
-"""The names of the Ling 2.0 body's tensors, which schema and model share."""
+"""Names of Ling 2.0's tensors, shared by schema and model."""
 
 from __future__ import annotations
 

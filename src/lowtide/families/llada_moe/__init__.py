@@ -1,7 +1,7 @@
 """LLaDA-MoE (7B-A1B): `config.json`, tensors, sizes.
 
-Its file says the `model_type` of the dense LLaDA; the architectures tell them apart. A converted
-checkpoint (`FusedLLaDAMoEModelLM`) differs only in how experts are stacked.
+Shares its `model_type` with the dense LLaDA; the architectures differ. A converted checkpoint
+(`FusedLLaDAMoEModelLM`) differs only in how experts are stacked.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def read(fields: Fields, origin: Origin) -> ModelConfig:
 
 
 def _refuse_scaling(fields: Fields) -> None:
-    """The published code has the key and does not read it."""
+    """Refuse a scaling factor: the published code has the key but ignores it."""
     factor = fields.optional_number("routed_scaling_factor", low=0.0, high=1e6)
     if factor not in (None, 1.0):
         raise UnsupportedError(

@@ -1,7 +1,7 @@
-"""LLaDA-MoE (7B-A1B): the body of Qwen3-MoE, whose positions all see each other.
+"""LLaDA-MoE (7B-A1B): Qwen3-MoE's layers with bidirectional attention.
 
-Attention with an RMS norm on each query and key head before the rotary embedding; experts chosen
-by a softmax whose top-k weights are not renormalised, without a shared expert.
+An RMS norm on each query and key head before the rotary embedding; softmax routing whose top-k
+weights are not renormalised; no shared expert.
 """
 
 from __future__ import annotations
@@ -10,4 +10,4 @@ from lowtide.models.decoder import Decoder
 
 
 class LLaDAMoE(Decoder):
-    """Names and numbers of LLaDA-MoE."""
+    """Tensor names and layers of LLaDA-MoE."""

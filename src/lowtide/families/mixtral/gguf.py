@@ -1,4 +1,4 @@
-"""Mixtral in GGUF files: "llama" with experts, each of them a tensor in the oldest files."""
+"""Mixtral in GGUF files: "llama" with experts, which are separate tensors in the oldest files."""
 
 from __future__ import annotations
 

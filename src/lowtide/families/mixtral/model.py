@@ -1,7 +1,7 @@
 """Mixtral (8x7B and relatives).
 
-Grouped-query attention without norms or biases; few, large experts, the best two of a softmax,
-their weights renormalised and kept in float32.
+Grouped-query attention without norms or biases; a few large experts, the best two of a softmax,
+with renormalised weights kept in float32.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from lowtide.models.decoder import Decoder
 
 
 class Mixtral(Decoder):
-    """Names and numbers of Mixtral."""
+    """Tensor names and routing of Mixtral."""
 
     def router(self, layer: int) -> SoftmaxRouter:
         return SoftmaxRouter(

@@ -1,7 +1,7 @@
 """OLMoE (1B-7B).
 
-Queries and keys are normalised over all heads together, before they are divided into heads;
-softmax routing whose top-k weights are not renormalised as published; no shared expert.
+Queries and keys are normalised over all heads together; softmax routing whose top-k weights are not
+renormalised as published; no shared expert.
 """
 
 from __future__ import annotations
@@ -10,4 +10,4 @@ from lowtide.models.decoder import Decoder
 
 
 class Olmoe(Decoder):
-    """Names and numbers of OLMoE."""
+    """Tensor names and layers of OLMoE."""

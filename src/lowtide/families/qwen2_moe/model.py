@@ -1,7 +1,7 @@
 """Qwen2-MoE (Qwen1.5-MoE-A2.7B and relatives).
 
 Grouped-query attention with biased query, key and value projections; softmax routing whose top-k
-weights are not renormalised as published, and a shared expert weighed by a sigmoid gate.
+weights are not renormalised as published, and a shared expert weighted by a sigmoid gate.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from lowtide.models.decoder import Decoder
 
 
 class Qwen2Moe(Decoder):
-    """Names and numbers of Qwen2-MoE."""
+    """Tensor names and layers of Qwen2-MoE."""
 
     def shared_expert(self, layer: int) -> tuple[GatedMLP | None, Tensor | None]:
         prefix = f"model.layers.{layer}.mlp."

@@ -1,7 +1,7 @@
 """Qwen3-MoE (Qwen3-30B-A3B and relatives).
 
 Grouped-query attention with an RMS norm on each query and key head before the rotary embedding;
-experts chosen by a softmax whose top-k weights are renormalised, without a shared expert.
+softmax routing whose top-k weights are renormalised; no shared expert.
 """
 
 from __future__ import annotations
@@ -10,4 +10,4 @@ from lowtide.models.decoder import Decoder
 
 
 class Qwen3Moe(Decoder):
-    """Names and numbers of Qwen3-MoE."""
+    """Tensor names and layers of Qwen3-MoE."""

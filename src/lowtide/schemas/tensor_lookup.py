@@ -1,4 +1,4 @@
-"""The tensors that a schema asks for, found among a checkpoint's and compared with it."""
+"""Look up a schema's tensors in a checkpoint and compare types and shapes."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from lowtide.schemas.schema import PartSource, TensorSpec
 
 
 class PartKind(NamedTuple):
-    """What an expert's stored part is."""
+    """Dtype and size of an expert's stored part."""
 
     dtype: str
     part_bytes: int
 
 
 class FoundParts(NamedTuple):
-    """One stored part of every expert of a layer."""
+    """Location of one stored part for every expert of a layer."""
 
     kinds: list[PartKind]
     files: list[int]
@@ -26,8 +26,10 @@ class FoundParts(NamedTuple):
 
 
 def find(spec: TensorSpec, checkpoint: Checkpoint) -> TensorEntry:
-    """Raises CheckpointError where it is missing or has another shape, UnsupportedError for a type
-    that weights cannot be loaded from.
+    """Return a tensor's entry.
+
+    Raises CheckpointError if it is missing or has another shape, UnsupportedError for a type that
+    weights cannot be loaded from.
     """
     entry = checkpoint.tensors.get(spec.name)
     if entry is None and spec.other_name is not None:
@@ -60,7 +62,10 @@ def find(spec: TensorSpec, checkpoint: Checkpoint) -> TensorEntry:
 def find_parts(
     source: PartSource, layer: int, num_experts: int, checkpoint: Checkpoint
 ) -> FoundParts:
-    """Raises as `find`, and UnsupportedError for types of several experts that differ."""
+    """Locate a part of every expert of a layer.
+
+    Raises as `find`, and UnsupportedError if experts differ in type where they may not.
+    """
     first = find(source.spec(layer, 0), checkpoint)
     if first.tensors:
         raise UnsupportedError(
@@ -83,8 +88,10 @@ def find_parts(
 def find_expert(
     spec: TensorSpec, dtype: str, checkpoint: Checkpoint, may_differ: bool = False
 ) -> TensorEntry:
-    """dtype: of the first of its kind, which all others share; with `may_differ` one or the other
-    may be in a type of GGUF files, some of which mix them.
+    """Return an expert tensor's entry and check its dtype.
+
+    dtype: that of the first expert, which all share; with `may_differ` either may be a type of GGUF
+    files, some of which mix them.
     """
     entry = find(spec, checkpoint)
     if entry.dtype == dtype:
