@@ -1,7 +1,7 @@
 """Arrays in a file, written whole or not at all and read without trust.
 
-A numpy archive of plain arrays: no pickle, and every size is checked before a byte of data is
-read. Knows nothing of what the arrays mean.
+A numpy archive of plain arrays: no pickle, and every size is checked before data is read. Knows
+nothing of what the arrays mean.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _MAX_FACTS_BYTES = 1 << 16
 
 
 class Contradiction(Exception):
-    """What a file holds cannot be: raised by its reader, turned into a UsageError with its name."""
+    """Raised by a reader for impossible contents; becomes a UsageError with the file's name."""
 
 
 _DAMAGE = (
@@ -42,13 +42,13 @@ _DAMAGE = (
 
 
 def save_arrays(path: Path, arrays: Mapping[str, Any], noun: str, is_own: IsOwn) -> None:
-    """Writes `arrays` to `path`; `noun` ("trace") names the file in the StorageError raised."""
+    """Write `arrays` to `path`; `noun` ("trace") names the file in a StorageError."""
     with whole_file(Path(path), noun, is_own) as file:
         np.savez_compressed(file, **arrays)
 
 
 def holds_arrays(file: IO[bytes], *names: str) -> bool:
-    """Whether a file is an archive with arrays of these names, whatever they hold."""
+    """Return True if a file is an archive with arrays of these names."""
     try:
         with zipfile.ZipFile(file) as archive:
             return {f"{name}.npy" for name in names} <= set(archive.namelist())
@@ -57,12 +57,12 @@ def holds_arrays(file: IO[bytes], *names: str) -> bool:
 
 
 def facts_array(facts: Mapping[str, object]) -> NDArray[np.uint8]:
-    """Texts and numbers as an array of their JSON."""
+    """Encode texts and numbers as an array of their JSON."""
     return np.frombuffer(json.dumps(dict(facts)).encode(), np.uint8)
 
 
 def read_facts(data: NDArray[Any], kinds: Mapping[str, type], whose: str) -> dict[str, Any]:
-    """What `facts_array` was given: exactly these, of these kinds. Raises Contradiction."""
+    """Decode an array of `facts_array` with exactly these names and kinds. Raises Contradiction."""
     if data.ndim != 1 or data.size > _MAX_FACTS_BYTES:
         raise Contradiction(f"{whose} facts have shape {data.shape}")
     try:
@@ -78,7 +78,7 @@ def read_facts(data: NDArray[Any], kinds: Mapping[str, type], whose: str) -> dic
 def check_values(
     array: NDArray[Any], what: str, shape: tuple[int, ...], low: float = 0, high: float = np.inf
 ) -> None:
-    """Raises Contradiction for another shape, or values that are not from `low` to `high`."""
+    """Raise Contradiction for another shape, or values outside of `low` to `high`."""
     if array.shape != shape:
         raise Contradiction(f"the shape of its {what} is {array.shape}, not {shape}")
     if not (np.isfinite(array) & (array >= low) & (array <= high)).all():
@@ -95,12 +95,13 @@ def load_arrays(
     optional: Sequence[Mapping[str, str]] = (),
     unread: Collection[str] = (),
 ) -> Arrays:
-    """The arrays that `save_arrays` wrote: exactly those named by `dtypes`, of those types, and
-    of each of `optional` all or none; `unread` names those of them that stay in the file.
+    """Load arrays: those named by `dtypes`, and all or none of each `optional`.
 
-    versions: what arrays of these names hold. Raises UsageError, which tells how such a file is
-    made `again`, when it is none, of another version, or holds more than `max_bytes`; StorageError
-    when it cannot be read.
+    Raises UsageError, which tells how such a file is made `again`, for a file that is none, has
+    another version, or holds more than `max_bytes`; StorageError if it cannot be read.
+
+    versions: expected contents of version arrays.
+    unread: names of arrays that stay in the file.
     """
     try:
         with open_regular(Path(path)) as (file, _), zipfile.ZipFile(file) as archive:
@@ -158,7 +159,7 @@ def _read(archive: zipfile.ZipFile, dtypes: Mapping[str, str]) -> Arrays:
 
 
 def _read_array(file: IO[bytes], name: str, dtype: str, size: int) -> NDArray[Any]:
-    """An array whose header agrees with its size: nothing is allocated on a header's word."""
+    """Read an array whose header agrees with its size; a header alone allocates nothing."""
     if npy.read_magic(file) != (1, 0):
         raise Contradiction(f"{name} has an unknown array format")
     shape, is_fortran, found = npy.read_array_header_1_0(file)

@@ -1,4 +1,4 @@
-"""Where lowtide keeps files of its own."""
+"""Folders for lowtide's own files."""
 
 from __future__ import annotations
 
@@ -10,18 +10,19 @@ from lowtide.errors import StorageError
 
 
 def cache_folder() -> Path:
-    """Lowtide's folder in the user's cache (XDG Base Directory Specification).
+    """Return lowtide's folder in the user's cache (XDG Base Directory Specification).
 
-    Raises StorageError where there is no home that it could be in.
+    Raises StorageError if the user has no home.
     """
     given = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    # The specification has relative paths ignored.
+    # The specification says to ignore relative paths.
     return (given if given.is_absolute() else _home("XDG_CACHE_HOME") / ".cache") / "lowtide"
 
 
 def state_folder() -> Path:
-    """Lowtide's folder for what a user did, such as lines typed (same specification). Raises
-    StorageError as `cache_folder` does.
+    """Return lowtide's folder for a user's state, such as typed lines (same specification).
+
+    Raises StorageError as `cache_folder` does.
     """
     given = Path(os.environ.get("XDG_STATE_HOME", ""))
     home = given if given.is_absolute() else _home("XDG_STATE_HOME") / ".local" / "state"
@@ -29,8 +30,10 @@ def state_folder() -> Path:
 
 
 def _home(instead: str) -> Path:
-    """The user's home. `instead`: the variable that does without."""
-    with suppress(RuntimeError):  # such as in a container, as a user that has no name there
-        if (home := Path.home()).is_absolute():  # else it would be another in every folder
+    """Return the user's home; `instead` names the variable to set without one."""
+    with suppress(RuntimeError):  # for example in a container, as a user without a name
+        if (
+            home := Path.home()
+        ).is_absolute():  # a relative home would depend on the current folder
             return home
     raise StorageError(f"This user has no home, where files could be kept: set HOME or {instead}.")

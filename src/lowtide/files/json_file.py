@@ -1,7 +1,7 @@
-"""Reads small JSON files of a model folder, trusting nothing about them.
+"""Read small JSON files of a model folder without trusting them.
 
-Bounds the size, refuses a key that is given twice, and turns every way a file can be wrong into
-one typed error. Knows nothing of what the keys mean.
+Bounds the size, refuses duplicate keys, and turns every defect of a file into one typed error.
+Knows nothing of what the keys mean.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from lowtide.files.mistaken import HEAD_BYTES, mistaken
 from lowtide.files.regular_file import read_regular
 
 MAX_VALUES = 4_000_000
-"""Separators and brackets of one file: half a million tensors. Each may cost 100 bytes parsed."""
+"""Most separators and brackets in a file: half a million tensors, 100 bytes each parsed."""
 
 _SHOWN_CHARS = 120
 _SHOWN_BITS = 256  # a longer integer is described: printing it could cost more than reading it
@@ -30,7 +30,7 @@ _SHOWN_BITS = 256  # a longer integer is described: printing it could cost more 
 def read_object(
     path: Path, max_bytes: int, error: type[LowtideError] = CheckpointError
 ) -> dict[str, Any]:
-    """The JSON object in the file at `path`; raises `error` if there is none to be had."""
+    """Read the JSON object in a file; raises `error` for anything else."""
     data = read_regular(path, max_bytes, error).removeprefix(codecs.BOM_UTF8)
     return parse_object(data, str(path), error)
 
@@ -38,7 +38,7 @@ def read_object(
 def parse_object(
     data: bytes, source: str, error: type[LowtideError] = CheckpointError
 ) -> dict[str, Any]:
-    """The JSON object that `data` is, in UTF-8; `source` names it in the `error` raised if not."""
+    """Parse a JSON object in UTF-8; `source` names it in the `error` raised for anything else."""
     num_values = sum(data.count(mark) for mark in (b",", b"[", b"{"))
     if num_values > MAX_VALUES:
         raise error(f"{source} has about {num_values} values; at most {MAX_VALUES} are read.")
@@ -56,7 +56,7 @@ def parse_object(
 
 
 def shown(value: object) -> str:
-    """`value` as an error message can print it: escaped, and cut where it gets long."""
+    """Format a value for an error message: escaped, and cut if it is long."""
     if isinstance(value, int) and value.bit_length() > _SHOWN_BITS:
         return f"an integer of {value.bit_length()} bits"
     if isinstance(value, str | bytes):
@@ -71,23 +71,23 @@ def shown(value: object) -> str:
 
 
 def meant(name: str, known: Iterable[str]) -> str:
-    """` Did you mean NAME?` of what a user wrote and is not known; nothing where none is near."""
+    """Return ` Did you mean NAME?` for an unknown name, or "" if none is similar."""
     near = difflib.get_close_matches(str(name), [*known], 1)
     return f" Did you mean {near[0]}?" if near else ""
 
 
 def printable(text: str) -> str:
-    """`text` with all that could move a terminal's cursor or colour it escaped."""
+    """Escape characters that could move a terminal's cursor or change its colour."""
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 def as_text(name: str) -> str:
-    """The name of a file in Unicode: what of it is not UTF-8 is replaced."""
+    """Return a file's name in Unicode, with bytes that are not UTF-8 replaced."""
     return os.fsencode(name).decode(errors="replace")
 
 
 def as_json(value: Any) -> Any:
-    """The same as JSON can say it: numpy's numbers as Python's, null for what is no number."""
+    """Convert a value for JSON: numpy's numbers to Python's, infinities and NaN to null."""
     if isinstance(value, Mapping):
         return {str(key): as_json(each) for key, each in value.items()}
     if isinstance(value, list | tuple):

@@ -1,11 +1,11 @@
-"""A file with the keys and values of one sequence: what is where, and what proves it.
+"""File with the keys and values of one sequence, authenticated chunk by chunk.
 
-    head    facts | token ids | MAC | zeros      to a multiple of BORDER_BYTES, where direct reads
-    chunks  keys and values | MAC | zeros        begin; so do those of each chunk
+  head    facts | token ids | MAC | zeros      padded to BORDER_BYTES, where direct reads
+  chunks  keys and values | MAC | zeros        begin; so is each chunk
 
-A chunk has consecutive tokens, [layers, arrays, kv_heads, tokens, width], as they lie in memory. A
-MAC is made with a key that is not in the file; a chunk's also of its head's MAC and of its number,
-so that no other file's and no other place's is believed. Every size is checked before it is used.
+A chunk has consecutive tokens, [layers, arrays, kv_heads, tokens, width], as in memory. MACs are
+made with a key that is not in the file; a chunk's MAC includes its head's MAC and its number, so
+that chunks of other files or positions are rejected. Every size is checked before it is used.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ BORDER_BYTES = 4096
 MAC_BYTES = 32
 MODEL_BYTES = 16
 CHUNK_BYTES = 1 << 20
-"""Size of a chunk of keys and values, or that of `LEAST_TOKENS` where that is more."""
+"""Size of a chunk of keys and values, unless `LEAST_TOKENS` need more."""
 
 LEAST_TOKENS = 16
 MAX_TOKENS = 1 << 28
@@ -37,24 +37,24 @@ _FACTS = struct.Struct(f"<16s16s{MODEL_BYTES}sq128s")  # magic, nonce, model, to
 
 
 class FileHead(NamedTuple):
-    """The tokens [n] whose keys and values a file has, and of which model."""
+    """The tokens [n] whose keys and values a file holds, and their model."""
 
     model: bytes  # a digest of `MODEL_BYTES`
-    name: str  # of the model, for people
+    name: str  # of the model, to be shown
     tokens: IntArray
     facts: bytes  # as stored
     mac: bytes
 
     @classmethod
     def of(cls, model: bytes, name: str, tokens: IntArray, key: bytes) -> FileHead:
-        """That of a new file, which is like no other's."""
+        """Make the head of a new file, with a random nonce."""
         facts = _FACTS.pack(_MAGIC, token_bytes(16), model, len(tokens), name.encode()[:128])
         mac = _mac(key, b"head", facts, tokens.astype("<i4").tobytes())
         return cls(model, name, tokens, facts, mac)
 
     @classmethod
     def read(cls, descriptor: int, key: bytes) -> FileHead:
-        """That of a file. Raises Contradiction for what was not written with this key, OSError."""
+        """Read a file's head. Raises Contradiction if it was not written with this key, OSError."""
         facts = _read(descriptor, 0, _FACTS.size)
         magic, _, model, num_tokens, name = _FACTS.unpack(facts)
         if magic != _MAGIC:
@@ -72,22 +72,22 @@ class FileHead(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Up to the first chunk."""
+        """Bytes before the first chunk."""
         return _head_bytes(len(self.tokens))
 
     @property
     def stored(self) -> bytes:
-        """All of it, as it begins a file."""
+        """The head as it is stored."""
         content = self.facts + self.tokens.astype("<i4").tobytes() + self.mac
         return content.ljust(self.num_bytes, b"\0")
 
     def chunk_mac(self, key: bytes, index: int, content: NDArray[np.uint8]) -> bytes:
-        """What proves the bytes of this file's chunk `index`."""
+        """Compute the MAC of this file's chunk `index`."""
         return _mac(key, b"chunk", self.mac, index.to_bytes(8, "little"), content.data)
 
 
 class KeyLayout(NamedTuple):
-    """A token's keys and values: [layers, arrays, kv_heads, width] of `itemsize` bytes each."""
+    """Shape of a token's keys and values: [layers, arrays, kv_heads, width]."""
 
     shape: tuple[int, int, int, int]
     itemsize: int
@@ -98,42 +98,43 @@ class KeyLayout(NamedTuple):
 
     @property
     def chunk_tokens(self) -> int:
-        """Tokens of every chunk but a file's last."""
+        """Number of tokens of every chunk but a file's last."""
         return max(LEAST_TOKENS, CHUNK_BYTES // self.token_bytes)
 
     def stored_bytes(self, num_tokens: int) -> int:
-        """Size of one chunk in the file."""
+        """Return the size of a chunk in the file."""
         return align_up(num_tokens * self.token_bytes + MAC_BYTES, BORDER_BYTES)
 
     def file_bytes(self, num_tokens: int) -> int:
-        """All that a file of so many tokens has."""
+        """Return the size of a file with `num_tokens` tokens."""
         num_whole, num_left = divmod(num_tokens, self.chunk_tokens)
         last_bytes = self.stored_bytes(num_left) if num_left else 0
         whole_bytes = num_whole * self.stored_bytes(self.chunk_tokens)
         return _head_bytes(num_tokens) + whole_bytes + last_bytes
 
     def chunks(self, num_tokens: int) -> list[range]:
-        """The tokens of each chunk of a file."""
+        """Return the range of tokens of each chunk of a file."""
         step = self.chunk_tokens
         return [range(at, min(at + step, num_tokens)) for at in range(0, num_tokens, step)]
 
     def content(self, stored: NDArray[np.uint8], num_tokens: int) -> NDArray[Any]:
-        """The keys and values in a stored chunk, a view: [layers, arrays, kv_heads, tokens, width]
-        as integers of the same size.
+        """View the keys and values in a stored chunk: [layers, arrays, kv_heads, tokens, width].
+
+        The elements are integers of the same size.
         """
         layers, arrays, heads, width = self.shape
         numbers = stored[: num_tokens * self.token_bytes].view(f"i{self.itemsize}")
         return numbers.reshape(layers, arrays, heads, num_tokens, width)
 
     def seal(self, stored: NDArray[np.uint8], tokens: range, head: FileHead, key: bytes) -> None:
-        """Puts the MAC behind a chunk's content, and zeros behind that."""
+        """Write the MAC behind a chunk's content, and zeros behind it."""
         num_bytes = len(tokens) * self.token_bytes
         mac = head.chunk_mac(key, tokens.start // self.chunk_tokens, stored[:num_bytes])
         stored[num_bytes : num_bytes + MAC_BYTES] = np.frombuffer(mac, np.uint8)
         stored[num_bytes + MAC_BYTES :] = 0
 
     def check(self, stored: NDArray[np.uint8], tokens: range, head: FileHead, key: bytes) -> None:
-        """Raises Contradiction for a stored chunk that `seal` did not leave so."""
+        """Raise Contradiction for a stored chunk that `seal` did not write."""
         num_bytes, index = len(tokens) * self.token_bytes, tokens.start // self.chunk_tokens
         mac = stored[num_bytes : num_bytes + MAC_BYTES].tobytes()
         if not hmac.compare_digest(mac, head.chunk_mac(key, index, stored[:num_bytes])):
@@ -141,7 +142,7 @@ class KeyLayout(NamedTuple):
 
 
 def num_common(one: IntArray, other: IntArray) -> int:
-    """With how many equal tokens both begin."""
+    """Return the length of the common prefix of two sequences."""
     length = min(len(one), len(other))
     is_different = one[:length] != other[:length]
     return int(is_different.argmax()) if is_different.any() else length

@@ -1,7 +1,8 @@
-"""JSON of many values, parsed and written without keeping other threads from running.
+"""Parse and write large JSON values without blocking other threads.
 
-The library's C code holds Python's lock from the first value to the last, a fifth of a second for
-250,000 of them, and a server's event loop stands still meanwhile. Its Python code does not.
+The library's C code holds the interpreter lock from the first value to the last, a fifth of a
+second for 250,000 values, during which a server's event loop stands still. Its Python code does
+not.
 """
 
 from __future__ import annotations
@@ -11,11 +12,11 @@ from collections.abc import Callable
 from typing import Any
 
 FEW_VALUES = 8192
-"""So many are parsed or written at once, which takes some milliseconds."""
+"""Largest number of values handled by C code at once, in a few milliseconds."""
 
 
 def parse_json(text: str, parse_number: Callable[[str], Any] | None = None) -> Any:
-    """As `json.loads`. parse_number: for numbers with a point or an exponent, NaN and Infinity."""
+    """Parse JSON as `json.loads`; parse_number: for floats, NaN and Infinity."""
     decoder = json.JSONDecoder(parse_float=parse_number, parse_constant=parse_number)
     if sum(map(text.count, ",[{")) > FEW_VALUES:
         decoder.scan_once = json.scanner.py_make_scanner(decoder)  # type: ignore[attr-defined]
@@ -23,7 +24,7 @@ def parse_json(text: str, parse_number: Callable[[str], Any] | None = None) -> A
 
 
 def write_json(value: object, *, ensure_ascii: bool = True) -> str:
-    """As `json.dumps`."""
+    """Write JSON as `json.dumps`."""
     encoder = json.JSONEncoder(ensure_ascii=ensure_ascii)
     if has_few_values(value):
         return encoder.encode(value)
@@ -31,7 +32,7 @@ def write_json(value: object, *, ensure_ascii: bool = True) -> str:
 
 
 def has_few_values(value: object) -> bool:
-    """Whether there are no more than `FEW_VALUES` in a value of JSON."""
+    """Return True if a value holds at most `FEW_VALUES` values."""
     num_left, level = FEW_VALUES, [value]
     while level:
         num_left -= len(level)

@@ -1,7 +1,7 @@
-"""What often lies where a model's file should: pointers to it, pages, answers of servers.
+"""Recognise files found in place of a model's: LFS pointers, web pages, archives.
 
-A clone without its large files, a download that was answered by a login page or an error, an
-archive that was not unpacked. Told by the first bytes, which no file of weights begins with.
+They come from a clone without its large files, a download answered by a login page or an error, or
+an archive that was not unpacked. Their first bytes are none that a file of weights begins with.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 
 HEAD_BYTES = 512
-"""As much of a file is looked at."""
+"""Number of first bytes that are looked at."""
 
 _LFS = re.compile(rb"version https://(?:git-lfs|hawser)\.github\.com/spec/")
 _LFS_SIZE = re.compile(rb"^size ([0-9]{1,18})\s*$", re.MULTILINE)
@@ -29,9 +29,9 @@ _BEGINNINGS = {
 
 
 def mistaken(start: bytes) -> str | None:
-    """What a file is that begins so, and what to do, if it is none of a model's own.
+    """Describe a file that is none of a model's own, and what to do; None if it may be one.
 
-    start: its first bytes, `HEAD_BYTES` where it has so many.
+    start: its first bytes, up to `HEAD_BYTES`.
     """
     text = start.removeprefix(b"\xef\xbb\xbf")
     if _LFS.match(text):
@@ -48,7 +48,7 @@ def mistaken(start: bytes) -> str | None:
 
 
 def mistaken_weights(start: bytes) -> str | None:
-    """The same of a file that should hold weights, and no text at all."""
+    """Describe a file, as `mistaken` does, that should hold weights and no text."""
     found = mistaken(start)
     if found is not None or not start:
         return found or "empty; fetch it again"

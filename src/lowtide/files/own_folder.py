@@ -1,5 +1,6 @@
-"""A folder of the user's own: no other user may write to it, and nothing in it is reached through a
-link or made for others to read.
+"""A private folder: no other user may write to it, and links in it are not followed.
+
+Files in it are created for this user alone.
 """
 
 from __future__ import annotations
@@ -22,23 +23,25 @@ _OTHERS = stat.S_IRWXG | stat.S_IRWXO
 
 
 class FolderEntry(NamedTuple):
-    """A regular file as it was when it was looked at."""
+    """A regular file's name and status when it was listed."""
 
     name: str
     num_bytes: int
     inode: int
-    used_ns: int  # when it was written or last used, since the epoch
+    used_ns: int  # last write or use, since the epoch
 
 
 class OwnFolder:
-    """Owns a descriptor: whatever the folder's path comes to mean, files are in that folder.
+    """A folder held by its descriptor, so that a change of its path has no effect.
 
-    Methods take the plain names of files and raise OSError.
+    Methods take plain file names and raise OSError.
     """
 
     def __init__(self, path: Path, is_made: bool = True) -> None:
-        """is_made: for this user alone, where there is none. Raises UsageError for a link and for a
-        folder that is another user's or that others may write to, StorageError for none.
+        """is_made: create the folder, for this user alone, if it is missing.
+
+        Raises UsageError for a link and for a folder that belongs to or is writable by another
+        user, StorageError for a missing one.
         """
         self.path = path
         try:
@@ -57,12 +60,12 @@ class OwnFolder:
             raise
 
     def close(self) -> None:
-        """Nothing may be asked any more."""
+        """Close the folder's descriptor."""
         os.close(self._descriptor)
 
     def entries(self) -> list[FolderEntry]:
-        """The regular files that are there now."""
-        # A descriptor of its own: threads that share one would share its place in the list.
+        """List the regular files."""
+        # A separate descriptor: threads sharing one would share its position in the listing.
         descriptor = os.open(".", os.O_RDONLY | os.O_DIRECTORY, dir_fd=self._descriptor)
         found = []
         try:
@@ -78,8 +81,8 @@ class OwnFolder:
         return found
 
     def open(self, name: str) -> int:
-        """A descriptor for reading; of nothing but a regular file of this user's."""
-        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK  # which never waits for a pipe
+        """Open a regular file of this user for reading; return its descriptor."""
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK  # O_NONBLOCK: never waits for a pipe
         descriptor = os.open(name, flags, dir_fd=self._descriptor)
         status = os.fstat(descriptor)
         if stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid():
@@ -89,9 +92,9 @@ class OwnFolder:
 
     @contextmanager
     def writing(self, name: str, is_new: bool = False) -> Iterator[int]:
-        """A descriptor of a file for this user alone, which takes the place of `name` once all of
-        it is on the disk, or with `is_new` raises FileExistsError where there is one. Where this is
-        left by an exception nothing stays.
+        """Yield the descriptor of a new private file that replaces `name` once it is on the disk.
+
+        With `is_new` raises FileExistsError if `name` exists. An exception leaves nothing behind.
         """
         draft = f"{name}.{token_hex(4)}"
         flags, own = os.O_WRONLY | os.O_CREAT | os.O_EXCL, self._descriptor
@@ -109,17 +112,17 @@ class OwnFolder:
             self.remove(draft)
 
     def touch(self, name: str) -> None:
-        """Says that a file was used now."""
+        """Mark a file as used now."""
         os.utime(name, dir_fd=self._descriptor, follow_symlinks=False)
 
     def remove(self, name: str) -> None:
-        """Removes a file, if it is there yet."""
+        """Remove a file if it exists."""
         with suppress(FileNotFoundError):
             os.unlink(name, dir_fd=self._descriptor)
 
 
 def own_secret(folder: OwnFolder, name: str) -> bytes:
-    """`SECRET_BYTES` in a file that this user alone can read, drawn when they are first asked for.
+    """Return a secret of `SECRET_BYTES` from a private file, creating it at first use.
 
     Raises StorageError for a file that is anything else.
     """

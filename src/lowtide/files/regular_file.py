@@ -1,8 +1,8 @@
-"""Files that others may change at any time: opened without waiting, and told apart when replaced.
+"""Files that may change at any time: opened without blocking, and recognised when replaced.
 
-Whatever lies at a path when it is opened is what is judged: a pipe there never makes a reader
-wait, a device is never read, and a file that was checked is the file that is read later. Links
-are followed: the hub's cache is made of links to blobs.
+What is checked is what was opened: a pipe never blocks a reader, a device is never read, and a
+checked file is the one that is read later. Links are followed, since the hub's cache consists of
+links to blobs.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from lowtide.files.mistaken import HEAD_BYTES, mistaken
 
 
 class RegularFile(NamedTuple):
-    """A file as it was when it was looked at. Holds nothing open."""
+    """Identity of a file when it was checked. Holds nothing open."""
 
     path: Path
     num_bytes: int
@@ -29,14 +29,14 @@ class RegularFile(NamedTuple):
 
     @classmethod
     def at(cls, path: Path, error: type[LowtideError] = StorageError) -> RegularFile:
-        """The one that is there now; raises `error` if there is none."""
+        """Check the file at `path`; raises `error` if there is none."""
         with open_regular(path, error) as (_, file):
             return file
 
     def open(self, flags: int = 0) -> int:
-        """A descriptor of this very file, for reading; `flags` are further ones of `os.open`.
+        """Open this very file for reading; `flags` are further ones of `os.open`.
 
-        Raises StorageError if it cannot be opened or is not what was looked at.
+        Raises StorageError if it cannot be opened or has changed.
         """
         descriptor, now = _open(self.path, StorageError, flags)
         if now != self:
@@ -48,8 +48,9 @@ class RegularFile(NamedTuple):
         return descriptor
 
     def check(self, descriptor: int) -> None:
-        """Raises StorageError where the file, open as `descriptor`, was written to since it was
-        looked at: weights of two versions make no model.
+        """Raise StorageError if the open file was written to since it was checked.
+
+        Weights of two versions make no model.
         """
         now = os.fstat(descriptor)
         if now.st_size < self.num_bytes:
@@ -58,7 +59,7 @@ class RegularFile(NamedTuple):
                 "after it was opened. Fetch it again."
             )
         times = (now.st_mtime_ns, now.st_ctime_ns)
-        if now.st_nlink == 0:  # to delete a file changes the latter, and nothing in the file
+        if now.st_nlink == 0:  # deleting a file changes its ctime, not its contents
             times = (now.st_mtime_ns, self.identity[3])
         if now.st_size != self.num_bytes or times != self.identity[2:]:
             raise StorageError(
@@ -67,7 +68,7 @@ class RegularFile(NamedTuple):
 
 
 def is_in_memory(descriptor: int) -> bool:
-    """Whether an open file lies on a file system without a disk (Linux alone says so)."""
+    """Return True for a file on a file system in memory (only known on Linux)."""
     device = os.fstat(descriptor).st_dev
     number = f"{os.major(device)}:{os.minor(device)}"
     try:
@@ -85,9 +86,9 @@ def is_in_memory(descriptor: int) -> bool:
 def open_regular(
     path: Path, error: type[LowtideError] = StorageError
 ) -> Iterator[tuple[BinaryIO, RegularFile]]:
-    """The file at `path`, open for reading, and what it is.
+    """Open a regular file for reading; yield it and its identity.
 
-    Raises `error` where it is missing, is no regular file or cannot be opened.
+    Raises `error` if it is missing, not regular or cannot be opened.
     """
     descriptor, file = _open(path, error)
     with open(descriptor, "rb") as stream:
@@ -95,7 +96,7 @@ def open_regular(
 
 
 def read_regular(path: Path, max_bytes: int, error: type[LowtideError] = StorageError) -> bytes:
-    """All of a file; raises `error` where it cannot be read or has more than `max_bytes`."""
+    """Read a whole file; raises `error` if it cannot be read or exceeds `max_bytes`."""
     with open_regular(path, error) as (stream, file):
         # It may grow meanwhile, and the size of some files is not known before they are read.
         data = read_from(stream, max_bytes + 1, path, error)
@@ -106,7 +107,7 @@ def read_regular(path: Path, max_bytes: int, error: type[LowtideError] = Storage
 
 
 def read_own(path: Path, max_bytes: int, error: type[LowtideError] = StorageError) -> bytes:
-    """As `read_regular`, of a file of a model; raises `error` for a pointer or a page, too."""
+    """Read a model's file as `read_regular`; also raises `error` for a pointer or a web page."""
     data = read_regular(path, max_bytes, error)
     found = mistaken(data[:HEAD_BYTES])
     if found is not None:
@@ -117,12 +118,12 @@ def read_own(path: Path, max_bytes: int, error: type[LowtideError] = StorageErro
 def read_from(
     stream: IO[bytes], num_bytes: int, path: Path | str, error: type[LowtideError] = StorageError
 ) -> bytes:
-    """The next bytes of an open file; raises `error` where it cannot be read."""
+    """Read the next bytes of an open file; raises `error` if it cannot be read."""
     try:
         data: bytes | None = stream.read(num_bytes)
     except OSError as reason:
         raise error(f"{path} cannot be read: {reason.strerror}.") from reason
-    if data is None:  # what Python makes of EAGAIN, which network file systems may answer
+    if data is None:  # EAGAIN, which network file systems may return
         raise error(
             f"{path} cannot be read: its file system has no bytes of it at present ("
             f"{os.strerror(errno.EAGAIN)}). Try again, or copy it to a local disk."

@@ -1,7 +1,7 @@
-"""Kept sequences in the files of one folder: which there are, and which go when others come.
+"""Files of kept sequences in one folder, and their eviction.
 
-A file's name is a digest of the model and one of the token ids. Other names are left alone, and a
-file that cannot be believed is told once and passed over.
+A file's name is a digest of the model and one of the token ids. Files with other names are left
+alone, and a file that fails its checks is reported once and skipped.
 """
 
 from __future__ import annotations
@@ -33,25 +33,30 @@ _log = logging.getLogger(__name__)
 
 
 class StoredFile(NamedTuple):
-    """A file, and what it begins with; without a head it cannot be believed."""
+    """A file and its head; without a head it is not trusted."""
 
     entry: FolderEntry
     head: FileHead | None
 
 
 class StoredFiles:
-    """Owns the folder, and knows the heads of its files. Any thread may ask."""
+    """Owner of the folder and a cache of its files' heads. Thread-safe."""
 
     def __init__(self, folder: OwnFolder, key: bytes, most_bytes: int) -> None:
-        """key: of all MACs. most_bytes: of all files together."""
+        """key: of all MACs.
+
+        most_bytes: limit for all files together.
+        """
         self.folder, self.key, self.most_bytes = folder, key, most_bytes
         self._heads: dict[FolderEntry, FileHead | None] = {}
         self._gate = threading.Lock()
 
     @classmethod
     def open(cls, path: Path, limit: str | int, is_made: bool = True) -> StoredFiles:
-        """Those of a folder, under a key that lies with this user's state. limit: a size, or a
-        share of the disk. Raises UsageError and StorageError as `OwnFolder` and `own_secret`.
+        """Open a folder's files with a key from this user's state.
+
+        limit: a size, or a share of the disk. Raises UsageError and StorageError as `OwnFolder` and
+        `own_secret`.
         """
         with closing(OwnFolder(state_folder() / "keys")) as secrets:
             key = own_secret(secrets, "kept-sequences")
@@ -59,11 +64,10 @@ class StoredFiles:
         return cls(folder, key, parse_size(limit, shutil.disk_usage(path).total))
 
     def close(self) -> None:
-        """Nothing may be asked any more."""
         self.folder.close()
 
     def listed(self) -> list[StoredFile]:
-        """All of them, also what was left unfinished. Raises OSError."""
+        """List all files, also unfinished ones. Raises OSError."""
         with self._gate:
             entries = self._entries()
             self._heads = {
@@ -72,18 +76,19 @@ class StoredFiles:
             return [StoredFile(*item) for item in self._heads.items()]
 
     def of_model(self, model: bytes) -> list[tuple[FolderEntry, FileHead]]:
-        """Whole ones with sequences of this model. Raises OSError."""
+        """List the complete files of this model. Raises OSError."""
         return [(e, head) for e, head in self.listed() if head is not None and head.model == model]
 
     def distrust(self, entry: FolderEntry, reason: object) -> None:
-        """Says what is wrong with a file, which is not asked about again until it is another."""
+        """Report a defective file and ignore it until it changes."""
         with self._gate:
             self._heads[entry] = None
-        self._tell(entry, reason)
+        self._warn(entry, reason)
 
     def make_room(self, num_bytes: int, first: Collection[str] = ()) -> None:
-        """Removes files, those named `first` and then the longest unused, until so many bytes more
-        are within the limit. Raises OSError.
+        """Remove files until `num_bytes` more fit: those in `first`, then the least recently used.
+
+        Raises OSError.
         """
         entries = sorted(self._entries(), key=lambda e: (e.name not in first, e.used_ns))
         left_bytes = self.most_bytes - num_bytes - sum(entry.num_bytes for entry in entries)
@@ -94,7 +99,7 @@ class StoredFiles:
             left_bytes += entry.num_bytes
 
     def clear(self) -> list[FolderEntry]:
-        """Removes all of them, and says which. Raises OSError."""
+        """Remove all files and return them. Raises OSError."""
         entries = self._entries()
         for entry in entries:
             self.folder.remove(entry.name)
@@ -104,7 +109,7 @@ class StoredFiles:
         return [entry for entry in self.folder.entries() if _NAME.fullmatch(entry.name)]
 
     def _head(self, entry: FolderEntry) -> FileHead | None:
-        if not entry.name.endswith(".keys"):  # it is being written, or that was interrupted
+        if not entry.name.endswith(".keys"):  # being written, or the writing was interrupted
             return None
         try:
             descriptor = self.folder.open(entry.name)
@@ -118,15 +123,15 @@ class StoredFiles:
         except FileNotFoundError:  # removed meanwhile
             return None
         except (Contradiction, OSError) as error:
-            self._tell(entry, error)
+            self._warn(entry, error)
             return None
 
-    def _tell(self, entry: FolderEntry, reason: object) -> None:
+    def _warn(self, entry: FolderEntry, reason: object) -> None:
         text = reason.strerror if isinstance(reason, OSError) else str(reason).rstrip(".")
         _log.warning("%s is ignored: %s.", self.folder.path / entry.name, text)
 
 
 def file_name(model: bytes, tokens: IntArray) -> str:
-    """Name of the file that has this sequence of a model."""
+    """Return the file name of a model's sequence."""
     ids = hashlib.blake2b(tokens.astype("<i4").tobytes(), digest_size=_IDS_BYTES)
     return f"{model.hex()}-{ids.hexdigest()}.keys"

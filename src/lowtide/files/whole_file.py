@@ -1,12 +1,12 @@
-"""Files written whole or not at all: what was at their path before stays until then.
+"""Files written whole or not at all; the previous file stays until then.
 
-Where a user names the path, what is there already is replaced only if it is a file of the same kind
-that lowtide wrote: `IsOwn` tells. `check_writable` asks before the work and `whole_file` before it
+Where a user names the path, an existing file is replaced only if lowtide wrote it as one of the
+same kind, which `IsOwn` tells. `check_writable` checks before the work and `whole_file` before it
 writes.
 
-A link is followed: what it leads to is replaced, and the link stays. /dev/stdout, /dev/stderr, a
-pipe and a device such as /dev/null are not replaced: what is written goes through them once it is
-whole. A named pipe without a reader is waited for then.
+Links are followed: the target is replaced, and the link stays. /dev/stdout, /dev/stderr, a pipe and
+a device such as /dev/null are written through once the contents are complete. A named pipe without
+a reader is waited for then.
 """
 
 from __future__ import annotations
@@ -26,18 +26,17 @@ from typing import IO
 from lowtide.errors import StorageError
 
 IsOwn = Callable[[IO[bytes]], bool]
-"""Whether an open file, which is not empty, was written by lowtide as one of its kind."""
+"""Predicate on an open, non-empty file: True if lowtide wrote it as a file of the same kind."""
 
 _STREAMS = {"/dev/stdout": 1, "/dev/stderr": 2}
 
 
 @contextmanager
 def whole_file(path: Path, noun: str, is_own: IsOwn | None = None) -> Iterator[IO[bytes]]:
-    """A file to write, which takes the place of `path` once all of it is on the disk, or goes
-    through what is there.
+    """Yield a file that replaces `path` once it is on the disk, or is written through `path`.
 
-    `noun` ("trace") names the file in the StorageError that a failing write raises, or what is
-    there already and is not `is_own`. Without `is_own` the path is lowtide's.
+    `noun` ("trace") names the file in the StorageError raised if writing fails or an existing file
+    is not `is_own`. Without `is_own` the path belongs to lowtide.
     """
     if is_own is not None:
         _check_own(path, noun, is_own)
@@ -46,8 +45,9 @@ def whole_file(path: Path, noun: str, is_own: IsOwn | None = None) -> Iterator[I
 
 
 def check_writable(path: Path, noun: str, is_own: IsOwn) -> None:
-    """Makes the folder that `path` names; raises StorageError where that fails, or `whole_file`
-    would: before a long run, not after it.
+    """Make the folder of `path` and check that `whole_file` could write: before a long run.
+
+    Raises StorageError.
     """
     _check_own(path, noun, is_own)
     with _refusing(path, noun):
@@ -59,7 +59,7 @@ def check_writable(path: Path, noun: str, is_own: IsOwn) -> None:
 
 
 def _check_own(path: Path, noun: str, is_own: IsOwn) -> None:
-    """Raises StorageError where there is a file that another program or a user wrote."""
+    """Raise StorageError if another program or a user wrote the existing file."""
     with _refusing(path, noun):
         if not _is_replaced(path) or not path.exists() or not path.stat().st_size:
             return
@@ -82,8 +82,9 @@ def _refusing(path: Path, noun: str) -> Iterator[None]:
 
 
 def _is_replaced(path: Path) -> bool:
-    """Whether a file takes the place of what is at `path`. Raises OSError for what can be neither
-    replaced nor written through.
+    """Return True if writing replaces what is at `path`, False if it goes through it.
+
+    Raises OSError if neither is possible.
     """
     if str(path) in _STREAMS:
         return False
@@ -114,7 +115,7 @@ def _replacing(path: Path) -> Iterator[IO[bytes]]:
 
 @contextmanager
 def _through(path: Path) -> Iterator[IO[bytes]]:
-    """Into what is there, once it is whole; until then it is held in the temporary folder."""
+    """Yield a temporary file and write it through `path` at the end."""
     number = _STREAMS.get(str(path))
     with TemporaryFile() as file:
         yield file

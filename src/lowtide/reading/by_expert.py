@@ -1,9 +1,9 @@
-"""A copy of a GGUF model's experts, each in one piece.
+"""A copy of a GGUF model's experts, each in one contiguous range.
 
-A GGUF file has the gate matrices of all experts of a layer, then their up matrices and so on: to
-read one expert is to read in three places. The copy beside it has an expert's parts one after the
-other, from a multiple of 4,096 bytes on, where direct reads begin. It is a safetensors file with a
-tensor `experts.LAYER` [num_experts, bytes] for each MoE layer, and says which model it is of.
+A GGUF file has the gate matrices of all experts of a layer, then their up matrices and so on: one
+expert takes three reads. In the copy beside it an expert's parts follow each other, aligned to
+4,096 bytes for direct reads. It is a safetensors file with a tensor `experts.LAYER` [num_experts,
+bytes] for each MoE layer and the fingerprint of its model.
 """
 
 from __future__ import annotations
@@ -25,27 +25,27 @@ BORDER_BYTES = 4096
 """Alignment of each copied expert in the file, in bytes."""
 
 SOURCE = "source"
-"""The metadata key of the fingerprint of the model that was copied."""
+"""Metadata key of the fingerprint of the copied model."""
 
 
 def copy_path(model: Path) -> Path:
-    """Where the copy of a GGUF model's experts lies: beside its (first) file."""
+    """Return the path of the copy, beside the model's (first) file."""
     return model.with_name(f"{model.name}.experts")
 
 
 def tensor_name(layer: int) -> str:
-    """The tensor in the copy that holds the experts of a MoE layer, counted from 0."""
+    """Return the name of the tensor with the experts of a MoE layer, counted from 0."""
     return f"experts.{layer}"
 
 
 def expert_bytes(table: ExpertTable, layer: int) -> int:
-    """Bytes in the copy from the start of one expert of a layer to that of the next."""
+    """Return the distance in bytes between two experts of a layer in the copy."""
     kinds = [table.layers[layer], *(each for (own, _), each in table.odd.items() if own == layer)]
     return max(align_up(sum(each.part_bytes), BORDER_BYTES) for each in kinds)
 
 
 def part_starts(table: ExpertTable, layer: int, expert: int) -> list[int]:
-    """Where each stored part of an expert begins in the copy, in bytes from the expert's start."""
+    """Return the start of each stored part in the copy, in bytes from the expert's start."""
     ends = np.cumsum(table.stored(layer, expert).part_bytes).tolist()
     return [0, *ends[:-1]]
 
@@ -53,8 +53,9 @@ def part_starts(table: ExpertTable, layer: int, expert: int) -> list[int]:
 def with_copy(
     model: Path, checkpoint: Checkpoint, weight_map: WeightMap
 ) -> tuple[Checkpoint, WeightMap]:
-    """Those with which experts are read from the copy; as given where there is none. Raises
-    CheckpointError for a copy that is damaged or of another model.
+    """Redirect experts to the copy; returns the arguments if there is none.
+
+    Raises CheckpointError for a copy that is damaged or of another model.
     """
     path = copy_path(model)
     if not path.exists():

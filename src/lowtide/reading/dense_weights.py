@@ -1,4 +1,4 @@
-"""Start-up: dense weights into their arena."""
+"""Load the dense weights into their arena at start-up."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from lowtide.reading.file_reader import (
 
 
 class DenseWeights:
-    """Where every dense weight lies in one arena. Nothing is read until `load`."""
+    """Layout of all dense weights in one arena. Nothing is read until `load`."""
 
     def __init__(
         self,
@@ -40,9 +40,7 @@ class DenseWeights:
         dtypes: Mapping[str, torch.dtype],
         kept: Mapping[str, MatrixFormat] = NOTHING,
     ) -> None:
-        """`dtypes`: the element type in memory of every entry but those that are `kept` in a
-        format of their own, or made into it as they are read.
-        """
+        """dtypes: the element type in memory, except of entries that are `kept` in a format."""
         self._entries = entries
         self._dtypes = dtypes
         self._kept = kept
@@ -57,13 +55,13 @@ class DenseWeights:
         return tuple(self._entries)
 
     def only(self, names: Sequence[str]) -> DenseWeights:
-        """Some of them, by themselves."""
+        """Return the layout of some of the weights."""
         entries = {name: self._entries[name] for name in names}
         return DenseWeights(entries, self._dtypes, self._kept)
 
     @property
     def largest_row_bytes(self) -> int:
-        """Bytes of the largest piece that is read whole, among tensors assembled from others."""
+        """Bytes of the largest piece read at once for tensors assembled from others."""
         parts = (part for entry in self._entries.values() for part in entry.parts)
         rows = (part.num_bytes // part.view.stored_shape[0] for part in parts)
         units = (
@@ -74,7 +72,7 @@ class DenseWeights:
         return max((*rows, *units), default=0)
 
     def meta(self) -> dict[str, Matrix]:
-        """The weights without bytes, for a pass that is only counted."""
+        """Return the weights on the meta device, for a pass that is only counted."""
         return {
             name: self._weight(
                 name, torch.empty(self._num_bytes(name), dtype=torch.uint8, device="meta")
@@ -85,8 +83,9 @@ class DenseWeights:
     def load_onto(
         self, device: torch.device, reader: FileReader, progress: Progress
     ) -> dict[str, Matrix]:
-        """Reads all of them, in no format of their own, onto a GPU, through host memory for one at
-        a time.
+        """Read all weights onto a GPU, one at a time through host memory.
+
+        None of them may be kept in a format.
         """
         weights: dict[str, Matrix] = {}
         done, total = 0, sum(entry.num_bytes for entry in self._entries.values())
@@ -101,7 +100,7 @@ class DenseWeights:
         return weights
 
     def load(self, reader: FileReader, progress: Progress) -> dict[str, Matrix]:
-        """Reads all of them. The tensors share one arena, which lives as long as they do."""
+        """Read all weights. They share one arena, which lives as long as they do."""
         arena = Arena(self.num_bytes)
         array = arena.array()
         weights: dict[str, Matrix] = {}
@@ -130,16 +129,16 @@ class DenseWeights:
         return weights
 
     def _format(self, name: str) -> MatrixFormat:
-        """In memory."""
+        """Return a weight's format in memory."""
         kept = self._kept.get(name)
         return plain_format(self._dtypes[name]) if kept is None else kept
 
     def _num_bytes(self, name: str) -> int:
-        """In memory."""
+        """Return a weight's size in memory."""
         return self._format(name).matrix_bytes(self._entries[name].shape)
 
     def _weight(self, name: str, content: Tensor) -> Matrix:
-        """The weight whose bytes are `content` [num_bytes] uint8."""
+        """Wrap bytes `content` [num_bytes] uint8 as a weight."""
         shape = self._entries[name].shape
         if name in self._kept:
             return self._kept[name].matrix([content], shape)
@@ -147,7 +146,7 @@ class DenseWeights:
 
 
 def _arranged(entry: TensorEntry, target: NDArray[np.uint8], dtype: torch.dtype) -> list[AnyRead]:
-    """The reads into `target` of a tensor that is assembled from others, part by part."""
+    """Return the reads of a tensor that is assembled from others, part by part."""
     elements = target.view(f"u{dtype.itemsize}")
     return [
         ArrayRead(

@@ -1,9 +1,9 @@
-"""Reads byte ranges of checkpoint files into memory, on threads of its own.
+"""Read byte ranges of checkpoint files into memory on reader threads.
 
-Direct reads go past the page cache: the enclosing aligned range is pulled into a small ring of
-huge-page buffers and the wanted bytes are copied (and converted) from there to where they belong.
-Where a file system has no direct reads, buffered ones are used, said once, and the pages are
-dropped again. Makes no torch calls on its threads, and decides nothing.
+Direct reads bypass the page cache: the enclosing aligned range is read into a small ring of
+huge-page buffers, and the wanted bytes are copied (and converted) to their target. Where a file
+system has no direct reads, buffered ones are used, with one warning, and their pages are dropped.
+The threads make no torch calls and take no decisions.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ from lowtide.threads.daemon_pool import DaemonPool
 from lowtide.threads.event import WAIT_LIMIT_S
 
 NUM_READERS = 4
-"""Reads outstanding at a time, each with one buffer of the ring."""
+"""Number of concurrent reads, each with one buffer of the ring."""
 
 SECTOR_BYTES = 4096
-"""Direct reads start, end and land on multiples of this; no block device asks for more."""
+"""Alignment of direct reads in files and memory; no block device needs more."""
 
 CLOSE_LIMIT_S = 1.0
-"""A closed reader waits no longer for reads under way."""
+"""Longest wait for reads under way when a reader is closed."""
 
 MAX_READ_BYTES = 16 << 20
-"""A longer range is read in pieces, so that the ring stays small for the largest experts."""
+"""Longest range read at once, so that the ring stays small for the largest experts."""
 
 
 class Piece(NamedTuple):
-    """Part of a read: bytes `offset` to `offset + num_bytes` of it belong in `target`."""
+    """Part of a read: bytes `offset` to `offset + num_bytes` of it go to `target`."""
 
     offset: int
     num_bytes: int
@@ -56,7 +56,7 @@ class Piece(NamedTuple):
 
 
 class Read(NamedTuple):
-    """One contiguous byte range of one file, and where its pieces go."""
+    """One contiguous byte range of one file, and the targets of its pieces."""
 
     file: int
     start: int
@@ -65,21 +65,21 @@ class Read(NamedTuple):
 
 
 class ArrayRead(NamedTuple):
-    """Byte ranges, one for each tensor of a format, that go into an array of any strides.
+    """Byte ranges, one per tensor of a format, for an array of any strides.
 
     target [rows, ...]: weights of the plain `target_format` as unsigned integers, or bytes of the
-    blocks that the format is kept in; its C order is that of the file. Without a `target_format`
-    what is read goes there as it is.
+    blocks in which the format is kept; its C order is that of the file. Without a `target_format`
+    bytes are copied unchanged.
     """
 
     places: tuple[tuple[int, int], ...]  # file and start
     format: MatrixFormat
     target: NDArray[Any]
     target_format: MatrixFormat | None
-    name: str = ""  # for people, where what is read may be refused
+    name: str = ""  # for error messages
 
     def stored_bytes(self, num_elements: int) -> list[int]:
-        """Bytes that so many elements of the target take in the file, for each of the places."""
+        """Return the bytes in the file, for each place, of `num_elements` target elements."""
         if self.target_format is None:
             return [num_elements * self.target.itemsize]
         num_weights = self.target_format.num_weights(num_elements)
@@ -87,7 +87,7 @@ class ArrayRead(NamedTuple):
 
 
 class Window(NamedTuple):
-    """A byte range of a file that is pulled once for several matrices."""
+    """A byte range of a file, read once for several matrices."""
 
     file: int
     start: int
@@ -95,9 +95,9 @@ class Window(NamedTuple):
 
 
 class MatrixRead(NamedTuple):
-    """A matrix in several tensors, into what it is kept as, or unpacked."""
+    """Read of a matrix in several tensors into its kept format, or unpacked."""
 
-    name: str  # for people
+    name: str  # for error messages
     places: tuple[tuple[int, int], ...]  # file and start of each tensor
     format: Arranged
     shape: tuple[int, ...]
@@ -109,11 +109,11 @@ class MatrixRead(NamedTuple):
 AnyRead = Read | ArrayRead | MatrixRead
 
 Ticket = Future[int]
-"""The answer to a submitted list of reads: bytes read, or the StorageError they ended with."""
+"""Result of submitted reads: bytes read, or the StorageError that ended them."""
 
 
 def read_stalled(what: str) -> StorageError:
-    """What to raise for a read that has not ended within `WAIT_LIMIT_S`."""
+    """Make the error for a read that exceeded `WAIT_LIMIT_S`."""
     return StorageError(
         f"A read of {what} has not ended within {WAIT_LIMIT_S:g} s; the disk or network drive that "
         "holds the checkpoint does not answer."
@@ -121,12 +121,12 @@ def read_stalled(what: str) -> StorageError:
 
 
 def ring_bytes(largest_read_bytes: int) -> int:
-    """Bytes of the ring that reads of at most `largest_read_bytes` need."""
+    """Return the bytes of a ring for reads of at most `largest_read_bytes`."""
     return NUM_READERS * _buffer_bytes(largest_read_bytes)
 
 
 def matrix_bytes_at_once(stored: Arranged, shape: tuple[int, ...]) -> int:
-    """What a buffer has to hold for a matrix to be read unit by unit."""
+    """Return the buffer bytes needed to read a matrix unit by unit."""
     tensors = stored.tensors(shape)
     pieces = [each.num_bytes if each.is_whole else each.unit_bytes for each in tensors]
     return sum(pieces) + 2 * SECTOR_BYTES * len(pieces)
@@ -135,7 +135,7 @@ def matrix_bytes_at_once(stored: Arranged, shape: tuple[int, ...]) -> int:
 class FileReader:
     """Owns the reader threads, the ring and the open files.
 
-    `is_direct` says whether the page cache is bypassed.
+    `is_direct` is True if the page cache is bypassed.
     """
 
     def __init__(
@@ -145,10 +145,10 @@ class FileReader:
         pack: Pack = pack,
         num_readers: int = NUM_READERS,
     ) -> None:
-        """Opens `files`; a Read's `file` is an index into them. pack: for weights that are read
-        into a format which they are not stored in.
+        """Open `files`; a Read's `file` is an index into them.
 
-        Raises StorageError when one cannot be opened or is not what it was.
+        pack: for weights converted to a packed format. Raises StorageError if a file cannot be
+        opened or has changed.
         """
         self.files = tuple(files)
         self._pack = pack
@@ -161,19 +161,20 @@ class FileReader:
         self._threads = DaemonPool(num_readers, "lowtide-read")
 
     def submit(self, reads: Sequence[AnyRead]) -> Ticket:
-        """Starts reads, in order, on one thread; their targets must stay alive until it ends."""
+        """Start reads, in order, on one thread; targets must stay alive until they end."""
         if self._is_lent:
             self._is_lent = False
             self._fill_ring()
         return self.await_work(partial(self._run, reads))
 
     def await_work(self, work: Callable[[], int]) -> Ticket:
-        """Has one of the threads wait for what others read."""
+        """Run `work` on a reader thread, to wait for another reader's reads."""
         return self._threads.submit(work)
 
     def lend(self) -> tuple[list[OpenFile], NDArray[np.uint8] | None]:
-        """The open files, and the ring where reads are direct, for a reader that takes this one's
-        place. A read that is submitted all the same (a measurement) makes this one a new ring.
+        """Lend the open files, and the ring for direct reads, to a reader that replaces this one.
+
+        A read submitted to this one later (for a measurement) allocates a new ring.
         """
         for _ in range(self._num_readers):
             self._buffers.get()
@@ -182,15 +183,14 @@ class FileReader:
         return files, self._ring.array() if self.is_direct else None
 
     def drain(self) -> None:
-        """Waits until every read submitted so far has ended. Raises StorageError where one does
-        not.
-        """
+        """Wait for all submitted reads. Raises StorageError after `WAIT_LIMIT_S`."""
         if not self._threads.drain(WAIT_LIMIT_S):
             raise read_stalled("weights")
 
     def close(self) -> None:
-        """Drops the reads not begun, waits for the others and closes the files; those of a read
-        that does not end within `CLOSE_LIMIT_S` stay open, as its memory stays.
+        """Drop pending reads, wait for running ones and close the files.
+
+        The files and memory of a read that exceeds `CLOSE_LIMIT_S` stay open.
         """
         descriptors = [] if not self._threads.close(CLOSE_LIMIT_S) else self._descriptors
         for descriptor in descriptors:
@@ -266,7 +266,7 @@ class FileReader:
         buffer: NDArray[np.uint8],
         pulled: tuple[Window, NDArray[np.uint8]] | None,
     ) -> int:
-        """Reads from a pulled window, or as many units at a time as the buffer holds."""
+        """Read a matrix from a pulled window, or as many units at a time as the buffer holds."""
         kept, content = read.format.kept, read.target
         if read.target_format is not kept:
             content = np.empty(kept.matrix_bytes(read.shape), np.uint8)
@@ -292,7 +292,7 @@ class FileReader:
         return sum(each.num_bytes for each in read.format.tensors(read.shape))
 
     def _read(self, read: Read | ArrayRead, buffer: NDArray[np.uint8]) -> int:
-        """One pull for all pieces, or, where the buffer is too small for that, piece by piece."""
+        """Read all pieces at once or, if the buffer is too small, one by one."""
         if isinstance(read, ArrayRead):
             return self._read_array(read, buffer)
         if read.num_bytes <= self._payload_bytes:
@@ -315,7 +315,7 @@ class FileReader:
         return piece.num_bytes
 
     def _store(self, piece: Piece, done: int, stored: NDArray[np.uint8]) -> None:
-        """Copies `stored`, the bytes from `done` on of `piece`, to where they belong."""
+        """Copy `stored`, the bytes of `piece` from `done` on, to their target."""
         block_bytes, block_size = piece.format.block_bytes[0], piece.format.block_size
         start, stop = (
             piece.target_format.num_bytes(num_bytes // block_bytes * block_size)
@@ -331,7 +331,7 @@ class FileReader:
         )
 
     def _read_array(self, read: ArrayRead, buffer: NDArray[np.uint8]) -> int:
-        """As many rows at a time as the buffer holds of all places."""
+        """Read as many rows at a time as the buffer holds of all places."""
         row_size = read.target[0].size
         row_bytes = sum(read.stored_bytes(row_size))
         spare_bytes = 2 * SECTOR_BYTES * (len(read.places) - 1)  # each range is pulled by itself
@@ -360,7 +360,7 @@ class FileReader:
     def _pull(
         self, file: int, start: int, num_bytes: int, buffer: NDArray[np.uint8]
     ) -> NDArray[np.uint8]:
-        """Bytes `start` to `start + num_bytes` of a file, as a view of `buffer`."""
+        """Read bytes `start` to `start + num_bytes` of a file; return a view of `buffer`."""
         aligned_start = start - start % SECTOR_BYTES
         skip = start - aligned_start
         wanted = skip + num_bytes

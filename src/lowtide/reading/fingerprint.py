@@ -1,4 +1,4 @@
-"""What tells a model's weights from another's of the same shape, without reading them all."""
+"""Fingerprint of a model's weights that reads only a part of them."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ PART_BYTES = 1024
 
 
 def fingerprint(checkpoint: Checkpoint, names: Iterable[str], is_thorough: bool = False) -> str:
-    """A SHA-256 of the names, types, shapes and first `PART_BYTES` of these tensors.
+    """Return a SHA-256 of the names, types, shapes and first `PART_BYTES` of these tensors.
 
-    is_thorough: of all that is stored of them, and where a tensor is a stack of matrices, such as
-    experts, of the beginning of each. The same whatever type they are computed in, and however
-    they are divided into files. Raises StorageError where they cannot be read.
+    is_thorough: sample everything stored of them, and each matrix of a stack, such as an expert.
+    The result depends neither on the compute dtype nor on the division into files. Raises
+    StorageError if a file cannot be read.
     """
     tensors = {name: checkpoint.tensors[name] for name in sorted(names)}
     samples = {name: list(_samples(entry, is_thorough)) for name, entry in tensors.items()}
@@ -28,7 +28,7 @@ def fingerprint(checkpoint: Checkpoint, names: Iterable[str], is_thorough: bool 
             files[number] = checkpoint.files[number].open()
             stack.callback(os.close, files[number])
         for taken in samples.values():
-            for place, start in taken:  # so that the disk has many to bring at once
+            for place, start in taken:  # let the disk fetch many at once
                 at, advice = place.offset + start, os.POSIX_FADV_WILLNEED
                 os.posix_fadvise(files[place.file], at, PART_BYTES, advice)
         for name, entry in tensors.items():
@@ -42,7 +42,7 @@ def fingerprint(checkpoint: Checkpoint, names: Iterable[str], is_thorough: bool 
 def _samples(
     entry: TensorEntry, is_thorough: bool
 ) -> Iterator[tuple[TensorEntry | StoredPart, int]]:
-    """What is stored of a tensor, and from where in it bytes are taken."""
+    """Yield the places of a tensor, and the offsets in them that are sampled."""
     if not is_thorough:
         yield entry.places[0], 0
         return

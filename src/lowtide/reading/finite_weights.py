@@ -1,4 +1,4 @@
-"""Weights that are not numbers, found in the files and named."""
+"""Find weights that are infinite or NaN in the files."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ def check_finite(
     dtypes: Mapping[str, str] | None = None,
     limit_s: float = math.inf,
 ) -> float:
-    """Reads weights once and raises CheckpointError at an infinity or NaN, by its tensor's name.
+    """Read weights once; raise CheckpointError, with the tensor's name, at an infinity or NaN.
 
-    `dtypes`: the tensors that matter, in order, and what each is converted to when it is loaded:
-    a weight that overflows there counts, too. By default all are read, as they are stored. For
-    MXFP4 weights only the scales are checked. Returns the share that was read within `limit_s`.
+    dtypes: the tensors to check, in order, and their dtype once loaded: an overflow in the
+    conversion counts, too. By default all are read, as stored. For MXFP4 only scales are checked.
+    Returns the share that was read within `limit_s`.
     """
     names = checkpoint.tensors if dtypes is None else dtypes
     checked = [
@@ -66,7 +66,7 @@ def read_part(
     start: int,
     most_bytes: int,
 ) -> NDArray[np.uint8]:
-    """Bytes of a tensor's `place` from `start`, as they are stored; fewer at its end.
+    """Read stored bytes of a tensor's `place` from `start`; fewer at its end.
 
     `descriptor` is of its file. Raises StorageError.
     """
@@ -82,7 +82,7 @@ def read_part(
 
 
 def _stored_as(name: str, dtype: str, shape: Sequence[int]) -> MatrixFormat | None:
-    """The format of what in a tensor may not be finite; None of others."""
+    """Return the format of a tensor that may hold values that are not finite, else None."""
     found = next((known for known in formats().values() if known.has_tensor(name, dtype)), None)
     return found.for_rows(shape[-1]) if found is not None and shape else found
 

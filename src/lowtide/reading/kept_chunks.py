@@ -1,4 +1,4 @@
-"""Reads chunks of kept sequences' files, directly, and checks each on the thread that read it."""
+"""Read chunks of kept sequences' files directly; each thread checks the chunks it reads."""
 
 from __future__ import annotations
 
@@ -24,12 +24,14 @@ from lowtide.threads.daemon_pool import DaemonPool
 from lowtide.threads.event import INTERRUPT_POLL_S, WAIT_LIMIT_S
 
 Place = Callable[[int, NDArray[Any]], None]
-"""Is given a chunk's first token and its keys and values, which are the reader's. Called on several
-threads at once, with chunks of different tokens."""
+"""Callback with a chunk's first token and its keys and values, which stay the reader's.
+
+It is called on several threads at once, with different tokens.
+"""
 
 
 class ChunkReader:
-    """Owns reader threads, which exist from the first file on; one file at a time."""
+    """Owner of reader threads, started with the first file; reads one file at a time."""
 
     def __init__(self, layout: KeyLayout, key: bytes) -> None:
         self._layout, self._key = layout, key
@@ -37,11 +39,11 @@ class ChunkReader:
         self._is_stopped = False
 
     def read(self, descriptor: int, head: FileHead, num_tokens: int, place: Place) -> None:
-        """Reads the chunks of a file's first `num_tokens` tokens; `place` is called on the reader
-        threads with what was proved to be as it was written. Closes the file.
+        """Read the chunks of a file's first `num_tokens` tokens, then close it.
 
-        Raises Contradiction for what was not, OSError, and StorageError for a drive that does not
-        answer; `place` is not called any more then.
+        `place` is called on the reader threads with authenticated content. Raises Contradiction for
+        other content, OSError, and StorageError for a drive that does not answer; `place` is not
+        called afterwards.
         """
         work = _Reading(descriptor, head, self._layout, self._key, num_tokens, place)
         size = self._layout.stored_bytes(self._layout.chunk_tokens)
@@ -54,15 +56,15 @@ class ChunkReader:
             self._wait(tickets)
         finally:
             work.end()
-            if not wait(tickets, CLOSE_LIMIT_S).not_done:  # else a read uses it yet
+            if not wait(tickets, CLOSE_LIMIT_S).not_done:  # otherwise a read still uses it
                 os.close(descriptor)
 
     def stop_waiting(self) -> None:
-        """A read that is waited for fails soon. May be called on any thread."""
+        """Make the current read fail soon. Thread-safe."""
         self._is_stopped = True
 
     def close(self) -> bool:
-        """Ends the threads; False: a read has not ended."""
+        """End the threads; return False if a read has not ended."""
         return self._threads.close(CLOSE_LIMIT_S)
 
     def _wait(self, tickets: list[Ticket]) -> None:
@@ -77,7 +79,7 @@ class ChunkReader:
 
 
 class _Reading:
-    """One file, whose chunks several threads take in turn."""
+    """Reading of one file, whose chunks several threads take in turn."""
 
     def __init__(
         self,
@@ -98,7 +100,7 @@ class _Reading:
         self._is_over = False
 
     def run(self, buffer: NDArray[np.uint8], gate: threading.Lock) -> int:
-        """A thread's part; the bytes that it read."""
+        """Read chunks on one thread; return the bytes read."""
         num_bytes = 0
         while not self._is_over and (tokens := self._take()) is not None:
             stored = buffer[: self._layout.stored_bytes(len(tokens))]
@@ -111,10 +113,10 @@ class _Reading:
         return num_bytes
 
     def end(self) -> None:
-        """Nothing is placed any more."""
+        """Wait for running `place` calls and prevent further ones."""
         self._is_over = True
         for gate in self.gates:
-            with gate:  # until what its thread is placing lies there
+            with gate:  # wait until its thread has placed its chunk
                 pass
 
     def _take(self) -> range | None:
@@ -133,7 +135,7 @@ class _Reading:
 
 
 def _go_direct(descriptor: int, buffer: NDArray[np.uint8]) -> None:
-    """Has reads go past the page cache, where the file system lets them."""
+    """Switch to direct reads if the file system supports them."""
     flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
     with suppress(OSError, AttributeError):
         fcntl.fcntl(descriptor, fcntl.F_SETFL, flags | os.O_DIRECT)

@@ -1,8 +1,8 @@
-"""The cores that this process keeps to, by the option `cores`.
+"""Confine this process to the cores of the option `cores`.
 
-A number takes so many cores that no other process of lowtide on this machine has taken; a list
-names them. The whole process keeps to them: the threads that there are and, since a thread inherits
-the cores of the one that makes it, all threads to come.
+A number takes that many cores that no other lowtide process on this machine has claimed; a list
+names them. The whole process is confined: existing threads and, since a thread inherits its
+creator's cores, all later ones.
 
     keep_to(parse_cores("4"))
 
@@ -23,10 +23,10 @@ from lowtide.errors import UsageError
 from lowtide.files.json_file import shown
 
 Cores = int | frozenset[int]
-"""How many, or which by Linux's numbers."""
+"""A number of cores, or a set of Linux CPU numbers."""
 
 MAX_CPUS = 1 << 16
-"""CPU numbers are below: more than Linux can be built for."""
+"""Upper bound of CPU numbers, beyond any that Linux can be built for."""
 
 CPU_FOLDER = Path("/sys/devices/system/cpu")
 _TASKS = Path("/proc/self/task")
@@ -36,11 +36,11 @@ _NUMBER = re.compile(r"[0-9]{1,9}")
 _RANGE = re.compile(r"([0-9]{1,9})(?:-([0-9]{1,9}))?")
 
 _kept: tuple[Cores, list[socket.socket]] | None = None  # of the process, for its life
-_usable: frozenset[int] | None = None  # before `look_at` kept threads to some of them
+_usable: frozenset[int] | None = None  # CPUs usable before `look_at`
 
 
 def parse_cores(given: object) -> Cores:
-    """Read a number of cores, or a list of them: `4`, `0,2-3`, [0, 2, 3]. Raises UsageError."""
+    """Read a number of cores or a list: `4`, `0,2-3`, [0, 2, 3]. Raises UsageError."""
     if isinstance(given, str) and _NUMBER.fullmatch(given.strip()):
         given = int(given)
     if isinstance(given, int) and not isinstance(given, bool):
@@ -60,10 +60,10 @@ def parse_cores(given: object) -> Cores:
 
 
 def keep_to(cores: Cores) -> None:
-    """Have this process compute and read on these cores alone, until it ends.
+    """Confine this process to these cores until it ends.
 
-    Asking again for the same is no change. Raises UsageError where they cannot be had, or the
-    process keeps to others already.
+    Asking again for the same cores changes nothing. Raises UsageError if they are not available or
+    the process is confined to others.
     """
     global _kept
     if _is_kept(cores):
@@ -80,10 +80,10 @@ def keep_to(cores: Cores) -> None:
 
 
 def look_at(cores: Cores) -> None:
-    """Have this process count on these cores, as a plan does, whoever else has claimed them.
+    """Confine this process to these cores for a plan, without claiming them.
 
-    Nothing is claimed: `look_at` and `keep_to` may ask for others afterwards. Raises UsageError
-    where the process may not use so many, or keeps to others already.
+    Later calls of `look_at` and `keep_to` may ask for others. Raises UsageError if the process may
+    not use as many or is confined to others.
     """
     global _usable
     if _is_kept(cores):
@@ -102,7 +102,7 @@ def look_at(cores: Cores) -> None:
 
 
 def _is_kept(cores: Cores) -> bool:
-    """Return True where the process keeps to just these; raises UsageError where to others."""
+    """Return True if the process is confined to these; raises UsageError if to others."""
     if _kept is None:
         return False
     if _kept[0] != cores:
@@ -121,7 +121,7 @@ def _check_usable(cores: frozenset[int], usable: Iterable[int]) -> None:
 
 
 def _move_threads(cores: Cores, taken: frozenset[int]) -> None:
-    """Have all threads of this process, and those to come, run on the CPUs in `taken`."""
+    """Move all threads of this process to the given CPUs; later threads inherit them."""
     try:
         for task in _TASKS.iterdir():
             with suppress(ProcessLookupError):  # a thread that has ended meanwhile
@@ -134,9 +134,9 @@ def _move_threads(cores: Cores, taken: frozenset[int]) -> None:
 
 
 def by_core(usable: Iterable[int], folder: Path = CPU_FOLDER) -> list[frozenset[int]]:
-    """Group CPUs, by Linux's numbers, into cores: one has several where it has hyper-threads.
+    """Group CPUs into cores: a core with hyper-threads has several CPUs.
 
-    folder: where Linux describes them.
+    folder: Linux's description of them.
     """
     left, cores = set(usable), list[frozenset[int]]()
     while left:
@@ -147,7 +147,7 @@ def by_core(usable: Iterable[int], folder: Path = CPU_FOLDER) -> list[frozenset[
 
 
 def siblings_of(text: str) -> frozenset[int]:
-    """Read the numbers in a text such as `0,8` or `0-1`. Raises ValueError."""
+    """Read CPU numbers from a text such as `0,8` or `0-1`. Raises ValueError."""
     found = [_RANGE.fullmatch(part.strip()) for part in text.split(",")]
     bounds = [(int(each[1]), int(each[2] or each[1])) for each in found if each]
     if len(bounds) < len(found) or any(not low <= high < MAX_CPUS for low, high in bounds):
@@ -156,7 +156,7 @@ def siblings_of(text: str) -> frozenset[int]:
 
 
 def _claimed(num_cores: int, usable: Iterable[int]) -> tuple[frozenset[int], list[socket.socket]]:
-    """Claim so many CPUs that no other process has claimed, whole cores first."""
+    """Claim `num_cores` CPUs that no other process has claimed, whole cores first."""
     cpus = _whole_cores_first(usable)
     taken, claims = list[int](), list[socket.socket]()
     for cpu in cpus:
@@ -179,10 +179,9 @@ def _whole_cores_first(usable: Iterable[int]) -> list[int]:
 
 
 def _claim(cpu: int) -> socket.socket | None:
-    """Claim a CPU among all processes of this machine; None where another one has it.
+    """Claim a CPU among all processes of this machine; None if another one has it.
 
-    The claim is a name of Linux's abstract sockets: the system gives it up with the process,
-    however that ends.
+    The claim is a name of Linux's abstract sockets, which the system releases with the process.
     """
     claim = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     try:
@@ -194,7 +193,7 @@ def _claim(cpu: int) -> socket.socket | None:
 
 
 def _siblings(cpu: int, folder: Path) -> frozenset[int]:
-    """The CPUs of the core that `cpu` is of; itself where the system does not tell."""
+    """Return the CPUs of a CPU's core; only itself if the system does not tell."""
     try:
         text = (folder / f"cpu{cpu}" / "topology" / "thread_siblings_list").read_text()
         return siblings_of(text) | {cpu}

@@ -1,4 +1,4 @@
-"""Threads for work that may never end: a read from a drive that does not answer."""
+"""Threads for work that may never end, such as reads from a drive that does not answer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lowtide.errors import StorageError
 
 
 class DaemonPool:
-    """Owns threads that end with the process, whatever they wait for."""
+    """Pool of daemon threads, which do not keep the process alive."""
 
     def __init__(self, num_threads: int, name: str) -> None:
         self._num_threads, self._name = num_threads, name
@@ -25,8 +25,9 @@ class DaemonPool:
         weakref.finalize(self, _end_threads, self._work, num_threads).atexit = False
 
     def submit(self, work: Callable[[], int]) -> Future[int]:
-        """Has a thread do it, in the order of submission. Raises StorageError once it is closed,
-        or where the system has no thread to give.
+        """Queue work for a thread, in order of submission.
+
+        Raises StorageError if the pool is closed or the system refuses a thread.
         """
         answer: Future[int] = Future()
         with self._gate:
@@ -40,14 +41,15 @@ class DaemonPool:
         return answer
 
     def drain(self, limit_s: float) -> bool:
-        """Waits for all that was submitted so far; False: some has not ended within `limit_s`."""
+        """Wait for all work submitted so far; return False if some exceeds `limit_s`."""
         with self._gate:
             unfinished = list(self._unfinished)
         return not wait(unfinished, limit_s).not_done
 
     def close(self, limit_s: float) -> bool:
-        """Gives up what has not begun and ends the threads; False: some work has not ended within
-        `limit_s`, and uses what it uses yet.
+        """Cancel pending work and end the threads.
+
+        Returns False if running work exceeds `limit_s`; it continues to use its resources.
         """
         end_s = monotonic() + limit_s
         with self._gate:
@@ -73,13 +75,13 @@ class DaemonPool:
 
 
 Works = queue.SimpleQueue[Callable[[], None] | None]
-"""What threads do, in order; None: one of them ends."""
+"""Work items in order; None ends one thread."""
 
 
 def _serve(works: Works) -> None:
     while (work := works.get()) is not None:
         work()
-        del work  # with what it refers to
+        del work  # release what it refers to
 
 
 def _end_threads(works: Works, num_threads: int) -> None:

@@ -1,14 +1,14 @@
-"""Compute threads of the host: whole experts, or large pieces of a layer, side by side.
+"""Compute threads of the host, which run whole experts or large pieces of a layer in parallel.
 
-A step's products are small. Splitting each over all cores would mean a barrier per product, and
-one core that another program is using would hold up every one of them; here threads take the next
-piece as they become free and meet once per layer (docs/log has the measurement). Results do
-not depend on the number of threads.
+A step's products are small. Splitting each over all cores would need a barrier per product, and a
+core used by another program would delay every one of them; here threads take the next piece when
+they are free and meet once per layer (measured in docs/log). Results do not depend on the number of
+threads.
 
-They may depend on how many torch threads one product has: on an AMD Zen 5 float32 products of 5 to
-7 rows have other bits with two than with one, on other machines larger products do. So a product
-has one and the same count wherever it runs, and this file says which: an expert's products
-`cores_per_expert`, all others `CORES_PER_PIECE`.
+They may depend on the torch threads of a single product: on an AMD Zen 5, float32 products of 5 to
+  7 rows have other bits with two threads than with one, on other machines larger products do. Each
+product therefore has a fixed count: an expert's products `cores_per_expert`, all others
+  `CORES_PER_PIECE`.
 """
 
 from __future__ import annotations
@@ -29,18 +29,22 @@ from lowtide.errors import InternalError, PlanError
 from lowtide.threads.cores import CPU_FOLDER, by_core
 
 DRAIN_LIMIT_S = 60.0
-"""After a failure, what is under way may take this long to end."""
+"""Longest time for running work to end after a failure."""
 
 CORES_PER_PIECE = 1
-"""torch threads of everything but experts, on the calling thread and on others: a layer is divided
-among threads instead, at features and heads where that changes no bit, and idle OpenMP threads
-would spin on the cores that the experts want (docs/log)."""
+"""Torch threads of everything but experts, on any thread.
+
+A layer is divided among threads instead, at features and heads where that changes no bit; idle
+OpenMP threads would spin on the cores of experts (docs/log).
+"""
 
 _IMPORTED_BY = os.getpid()
 
 MAX_THREADS = 64
-"""Most threads of a model without experts, which divides all products among as many as there are
-cores. Their pieces are at least 64 features wide."""
+"""Most threads of a model without experts, which divides all products among its cores.
+
+Their pieces are at least 64 features wide.
+"""
 
 Work = Callable[[], None]
 
@@ -54,11 +58,12 @@ class HostExecutor:
         num_cores: int | None = None,
         cores_per_expert: int | None = None,
     ) -> None:
-        """As many threads as one token's experts keep busy; more cores go into each expert's
-        products (torch's, or the compiled operators', which have threads of their own).
+        """Start a thread per expert of a token; further cores serve each expert's products.
 
-        num_cores: what to use of the machine, by default all that this process may use. Then, and
-        where there are more cores than threads, every thread keeps to cores of its own.
+        If there are more cores than threads, each thread is pinned to its own cores, unless
+        `num_cores` is given.
+
+        num_cores: cores to use, by default all that this process may use.
         cores_per_expert: torch threads of an expert's products, by default the cores of a thread.
         """
         division = _Division.of(num_experts_per_token, num_cores)
@@ -67,8 +72,8 @@ class HostExecutor:
         shares = deque(division.shares)
 
         def begin() -> None:
-            """What each thread does first: it takes its share of the cores."""
-            with suppress(IndexError, OSError):  # no shares, or CPUs that were taken away meanwhile
+            """Pin a new thread to its share of the cores."""
+            with suppress(IndexError, OSError):  # no shares, or CPUs no longer available
                 os.sched_setaffinity(0, shares.popleft())  # also of threads that it makes
             set_cores_per_product(CORES_PER_PIECE)
 
@@ -78,24 +83,23 @@ class HostExecutor:
 
     @staticmethod
     def count_threads(num_experts_per_token: int) -> int:
-        """How many it would have."""
+        """Return the number of threads for this number of experts per token."""
         return _Division.of(num_experts_per_token).num_threads
 
     @classmethod
     def beside_emulated(cls, num_experts_per_token: int) -> HostExecutor:
-        """One thread, as an emulated device has, and each expert's products on as many cores as
-        without that device: so they have the same bits.
+        """Make an executor of one thread for the host beside an emulated device.
+
+        Each expert's products use as many cores as without the device, which gives the same bits.
         """
         return cls(num_experts_per_token, 1, _Division.of(num_experts_per_token).cores_per_expert)
 
     def submit(self, work: Work) -> Future[None]:
-        """Starts `work`, an expert's or several experts'; the answer raises what it raised."""
+        """Start the work of one or several experts; the future raises its exception."""
         return self._pool.submit(_compute, work, self.cores_per_expert)
 
     def run(self, works: Sequence[Work]) -> None:
-        """Runs all of `works`, pieces of a layer that share nothing, and waits for them; one of
-        them on the calling thread.
-        """
+        """Run independent pieces of a layer, one on the calling thread, and wait for all."""
         futures = [self._pool.submit(_compute, work, CORES_PER_PIECE) for work in works[1:]]
         try:
             works[0]()
@@ -106,32 +110,32 @@ class HostExecutor:
                 raise error
 
     def drain(self) -> None:
-        """Waits for all submitted work, whether its future was kept or not."""
+        """Wait for all submitted work, including work without a kept future."""
         drain(self._pool, self.num_threads)
 
     @contextmanager
     def in_charge(self) -> Iterator[None]:
-        """Meanwhile the calling thread's own operators stay on that thread."""
+        """Keep the calling thread's own operators single-threaded within the context."""
         with process_threads_kept():
             set_cores_per_product(CORES_PER_PIECE)
             yield
 
     def take_charge(self) -> None:
-        """The calling thread's own operators stay on that thread from now on."""
+        """Keep the calling thread's own operators single-threaded from now on."""
         num_threads = torch.get_num_threads()
         set_cores_per_product(CORES_PER_PIECE)
-        # That was also the default of threads to come: another thread puts it back.
+        # This also set the default for later threads; another thread restores it.
         other = threading.Thread(target=set_cores_per_product, args=(num_threads,))
         other.start()
         other.join()
 
     def close(self) -> None:
-        """Waits for the work under way and ends the threads."""
+        """Wait for running work and end the threads."""
         self._pool.shutdown(wait=True, cancel_futures=True)
 
 
 class _Division(NamedTuple):
-    """Cores divided among compute threads."""
+    """Division of cores among compute threads."""
 
     num_cores: int
     num_threads: int
@@ -139,7 +143,7 @@ class _Division(NamedTuple):
 
     @classmethod
     def of(cls, num_experts_per_token: int, num_cores: int | None = None) -> _Division:
-        """The division of `num_cores` that are not pinned, or of all that this process may use."""
+        """Divide `num_cores` unpinned cores, or all that this process may use."""
         usable = os.sched_getaffinity(0)
         num_usable = num_cores or len(usable)
         num_threads = max(1, min(num_usable, num_experts_per_token))
@@ -148,18 +152,19 @@ class _Division(NamedTuple):
 
     @property
     def cores_per_expert(self) -> int:
-        """The same for all threads, so that it does not matter which of them takes an expert."""
+        """Cores per expert, equal for all threads, so that any of them can take any expert."""
         return min([self.num_cores // self.num_threads, *map(len, self.shares)])
 
 
 def core_shares(
     num_threads: int, usable: Iterable[int], folder: Path = CPU_FOLDER
 ) -> list[frozenset[int]]:
-    """The CPUs that each of `num_threads` threads should keep to, no core in two shares.
+    """Divide CPUs among threads so that no core is in two shares.
 
-    usable: CPUs by Linux's numbers, several to a core that has hyper-threads. folder: where Linux
-    describes them. Empty where there are no more cores than threads: the scheduler then has to
-    move threads out of other programs' way.
+    usable: Linux CPU numbers, several per core with hyper-threads.
+    folder: Linux's description of them.
+
+    Empty if there are no more cores than threads: the scheduler must then be free to move threads.
     """
     cores = by_core(usable, folder)
     if len(cores) <= num_threads:
@@ -172,9 +177,9 @@ def core_shares(
 
 
 class InlineExecutor:
-    """Runs everything at once on the calling thread: for passes that are only counted.
+    """Executor that runs work at once on the calling thread, for passes that are only counted.
 
-    num_threads: those that it stands for.
+    num_threads: the number of threads it stands for.
     """
 
     num_cores = 1
@@ -200,14 +205,14 @@ Executor = HostExecutor | InlineExecutor
 
 
 def _make_threads(pool: ThreadPoolExecutor, num_threads: int) -> None:
-    """Has a pool make all of its threads. Raises PlanError where the system refuses one."""
+    """Make a pool start all of its threads. Raises PlanError if the system refuses one."""
     # A pool makes a thread only while the others are busy: all are held until all exist.
     all_exist = Barrier(num_threads)
     try:
         for future in [pool.submit(all_exist.wait) for _ in range(num_threads)]:
             future.result()
     except BaseException as error:
-        all_exist.abort()  # else those that there are would wait for ever, and the program for them
+        all_exist.abort()  # otherwise the started threads, and the program, would wait for ever
         pool.shutdown(wait=False)
         if not isinstance(error, RuntimeError):
             raise
@@ -218,10 +223,10 @@ def _make_threads(pool: ThreadPoolExecutor, num_threads: int) -> None:
 
 
 def drain(pool: ThreadPoolExecutor, num_threads: int, limit_s: float = DRAIN_LIMIT_S) -> None:
-    """Waits until a pool of `num_threads` has ended all that was submitted to it.
+    """Wait until a pool of `num_threads` has finished all submitted work.
 
-    Needs no list of what that was: once all threads stand at one barrier, none is at work.
-    Raises InternalError after `limit_s`.
+    All threads meet at one barrier, so no list of work is needed. Raises InternalError after
+    `limit_s`.
     """
     barrier = Barrier(num_threads)
     try:
@@ -239,7 +244,7 @@ def drain(pool: ThreadPoolExecutor, num_threads: int, limit_s: float = DRAIN_LIM
 
 @contextmanager
 def process_threads_kept() -> Iterator[None]:
-    """Setting one thread's count also sets the default of the process: put it back."""
+    """Restore the process's default thread count, which setting one thread's count changes."""
     num_threads = torch.get_num_threads()
     try:
         yield
@@ -248,16 +253,17 @@ def process_threads_kept() -> Iterator[None]:
 
 
 def set_cores_per_product(num_cores: int) -> None:
-    """Says how many torch threads the calling thread's products have from now on.
+    """Set the torch threads of the calling thread's products.
 
-    Sets the default of the process, too: see `process_threads_kept`.
+    This also sets the default of the process: see `process_threads_kept`.
     """
     torch.set_num_threads(num_cores)
 
 
 def spare_forked_threads() -> None:
-    """In a fork of a process that has computed, OpenMP waits for ever for threads that stayed
-    behind: the calling thread's operators stay on that thread, as do those of threads made later.
+    """Use single-threaded operators in a fork of a process that has computed.
+
+    OpenMP would wait for ever for threads that the fork does not have.
     """
     if os.getpid() != _IMPORTED_BY:
         set_cores_per_product(CORES_PER_PIECE)

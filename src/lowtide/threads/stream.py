@@ -1,8 +1,7 @@
-"""A stream of work on a thread of its own: what is queued ends in order, or fails, but ends.
+"""A stream of work on its own thread: queued work ends in order, possibly by failing.
 
-Streams wait for each other's events without a turn of the processor. A failure stays with the
-work that failed and with what waited for it, and is remembered until the stream is drained; the
-stream goes on.
+Streams wait for each other's events without involving the thread that queued the work. A failure affects the work
+itself and work waiting for it, and is remembered until the stream is drained; the stream continues.
 """
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ from lowtide.threads.event import WAIT_LIMIT_S, Event
 from lowtide.threads.executor import process_threads_kept, set_cores_per_product
 
 ThreadWork = Callable[[float], None]
-"""Told when it could start, by `perf_counter`: when it was queued, or what it waited for ended."""
+"""Work, given the time (`perf_counter`) at which it could start."""
 
 
 class ThreadEvent:
-    """The end of one piece of a stream's work."""
+    """The end of one work item of a stream."""
 
     def __init__(self, stream: str) -> None:
         self._stream = stream
@@ -33,18 +32,18 @@ class ThreadEvent:
         self._error: BaseException | None = None
 
     def is_done(self) -> bool:
-        """Whether the work has ended, failed or not."""
+        """Return True if the work has ended, failed or not."""
         return self._has_ended.is_set()
 
     def wait(self, limit_s: float = WAIT_LIMIT_S) -> None:
-        """Raises DeviceError after `limit_s`, or when the work failed."""
+        """Wait. Raises DeviceError after `limit_s`, or if the work failed."""
         if not self._has_ended.wait(limit_s):
             raise DeviceError(_stalled(self._stream, limit_s))
         if self._error is not None:
             raise DeviceError(f"Work on {self._stream} failed: {self._error}") from self._error
 
     def end(self, error: BaseException | None) -> None:
-        """Once, by the stream: wakes all who wait."""
+        """Mark the work as ended and wake all waiters; called once, by the stream."""
         self._error = error
         self.end_s = perf_counter()
         self._has_ended.set()
@@ -66,7 +65,7 @@ class _Task(NamedTuple):
 
 
 class ThreadStream:
-    """Owns one thread; does not know what its work is about."""
+    """Owner of one thread; does not know what its work is about."""
 
     def __init__(self, name: str, num_cores: int = 1) -> None:
         """num_cores: torch threads of each of its products."""
@@ -85,9 +84,9 @@ class ThreadStream:
             is_set_up.wait()
 
     def queue(self, work: ThreadWork, after: Event | None = None) -> ThreadEvent:
-        """Work that starts when all queued before has ended and `after` is done.
+        """Queue work that starts after all earlier work and `after`.
 
-        Fails with `after`. Raises DeviceError when the stream has ended.
+        It fails if `after` does. Raises DeviceError if the stream has ended.
         """
         event = ThreadEvent(self.name)
         with self._change:
@@ -98,12 +97,12 @@ class ThreadStream:
         return event
 
     def check(self) -> None:
-        """Raises DeviceError when any work has failed since the last `drain`."""
+        """Raise DeviceError if any work has failed since the last `drain`."""
         if self._failed is not None:
             self._failed.wait()
 
     def drain(self, limit_s: float = WAIT_LIMIT_S) -> None:
-        """Waits until all that was queued has ended, failed or not, and forgets failures.
+        """Wait until all queued work has ended, failed or not, and forget failures.
 
         Raises DeviceError after `limit_s`.
         """
@@ -114,13 +113,13 @@ class ThreadStream:
             self._failed = None
 
     def stop(self) -> None:
-        """Nothing queued starts any more: it fails once the work under way has ended."""
+        """Start no more work; queued work fails once the current one has ended."""
         with self._change:
             self._is_open = False
             self._change.notify_all()
 
     def join(self, limit_s: float = WAIT_LIMIT_S) -> None:
-        """After `stop`: waits for the thread. Raises DeviceError."""
+        """Wait for the thread after `stop`. Raises DeviceError."""
         self._thread.join(limit_s)
         if self._thread.is_alive():
             raise DeviceError(_stalled(self.name, limit_s))
@@ -137,7 +136,7 @@ class ThreadStream:
             self._fail_all()
 
     def _next(self) -> _Task | None:
-        """Waits for a task; None when there is no more to do."""
+        """Wait for a task; None if the stream was stopped."""
         with self._change:
             self._change.wait_for(lambda: self._tasks or not self._is_open)
             return self._tasks[0] if self._is_open else None
@@ -151,7 +150,7 @@ class ThreadStream:
             self._change.notify_all()
 
     def _fail_all(self) -> None:
-        """The thread ends, asked to or not: nothing may wait for what it will not do."""
+        """Fail all queued work when the thread ends, so that nobody waits for it."""
         with self._change:
             self._is_open = False
             for task in self._tasks:
