@@ -1,7 +1,8 @@
 """A stream of work on its own thread: queued work ends in order, possibly by failing.
 
-Streams wait for each other's events without involving the thread that queued the work. A failure affects the work
-itself and work waiting for it, and is remembered until the stream is drained; the stream continues.
+Streams wait for each other's events without involving the thread that queued the work. A failure
+affects the work itself and work waiting for it, and is remembered until the stream is drained; the
+stream continues.
 """
 
 from __future__ import annotations
