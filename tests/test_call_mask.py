@@ -13,7 +13,7 @@ import pytest
 from hash_model import EOS as HASH_EOS
 from hash_model import HashModel, make_kv_cache
 from small_tokenizers import CODER, EOS, FORMATS, GPT_OSS, QWEN, CallFormat
-from test_serve_grammar import COLOUR, STOP, TOOLS, _nested, grammars_of, request_of
+from test_serve_grammar import COLOUR, STOP, TOOLS, grammars_of, nested_schema, request_of
 from whole import decoded
 
 from lowtide.decode.autoregressive import Autoregressive
@@ -155,7 +155,7 @@ def test_a_function_in_the_header_before_its_channel() -> None:
         {"properties": {"a": {"$ref": "http://example.org"}}},
         {"properties": {"a": {"type": "string", "pattern": "(("}}},
         {"properties": {"a": {"type": "string", "allOf": [{"pattern": "(?=a)"}]}}},
-        _nested(70),
+        nested_schema(70),
         {
             "$ref": "#/$defs/d0",
             "$defs": {f"d{i}": {"$ref": f"#/$defs/d{i + 1}"} for i in range(999)},

@@ -37,7 +37,7 @@ from hostile_grammars import (
 )
 from serving import LIMIT_S, Running, ServerProcess, serving, serving_process, talking_folder
 from small_tokenizers import PLAIN
-from test_serve_grammar import EOS, new_grammars, request_of
+from test_serve_grammar import EOS, nested_schema, new_grammars, request_of
 
 from lowtide import AsyncLLM
 from lowtide.errors import UsageError
@@ -286,6 +286,7 @@ def test_a_schema_that_need_not_be_kept_to_is_no_refusal(
         for schema, reason in (
             ({"properties": {"a": {"type": "string", "pattern": "(("}}}, "unclosed group"),
             (schema_chain(300, SCHEMA_LINKS["items"]), "chain of 300 references"),
+            (nested_schema(70), "The schema of 'f' is nested more than 64 deep"),
             ({"properties": {"a": {"type": "string"}}}, ""),
         ):
             path, body = AUTO_DOORS[door](schema)

@@ -364,8 +364,8 @@ def test_nothing_to_form_is_no_mask() -> None:
         (lambda: Constraint.regex("\ud800"), "not valid Unicode"),
         (lambda: Constraint.lark('start: "\ud800"'), "not valid Unicode"),
         (lambda: Constraint.lark("x" * 300_000), "300000 characters; at most 262144"),
-        (lambda: Constraint.json_schema(_nested(100)), "more than 64 deep"),
-        (lambda: Constraint.json_schema(_nested(100_000)), "more than 64 deep"),
+        (lambda: Constraint.json_schema(nested_schema(100)), "more than 64 deep"),
+        (lambda: Constraint.json_schema(nested_schema(100_000)), "more than 64 deep"),
     ],
 )
 def test_what_is_too_large_is_refused(make: Callable[[], object], reason: str) -> None:
@@ -373,7 +373,7 @@ def test_what_is_too_large_is_refused(make: Callable[[], object], reason: str) -
         make()
 
 
-def _nested(depth: int) -> dict[str, Any]:
+def nested_schema(depth: int) -> dict[str, Any]:
     schema: dict[str, Any] = {"type": "string"}
     for _ in range(depth):
         schema = {"properties": {"a": schema}}
@@ -526,9 +526,22 @@ def test_a_tool_with_a_schema_that_is_not_known() -> None:
     with pytest.raises(UsageError, match="cannot be kept to"):
         mask_of(None, tools=(replace(tool, strict=True),))
     with pytest.raises(UsageError, match="schema of 'deep' is nested more than 64"):
-        mask_of(None, tools=(Tool("deep", "", _nested(70)),), tool_choice="required")
+        mask_of(None, tools=(Tool("deep", "", nested_schema(70)),), tool_choice="required")
     with pytest.raises(UsageError, match="no tool for tool_choice 'other'"):
         mask_of(None, tools=(tool,), tool_choice="other")
+
+
+@pytest.mark.parametrize("schema", [{"type": "bogus"}, {"maximum": 2**60}])
+@pytest.mark.parametrize("place", range(5))
+def test_a_refusal_names_the_tool_at_fault(place: int, schema: dict[str, Any]) -> None:
+    fine = {"type": "object", "properties": {"a": {"type": "string"}}}
+    tools = [Tool(f"tool_{i}", "", fine, strict=True) for i in range(5)]
+    bad = {"type": "object", "properties": {"a": {"type": "integer", **schema}}}
+    tools[place] = replace(tools[place], parameters=bad)
+    with pytest.raises(UsageError, match=f"^Tool 'tool_{place}': "):
+        mask_of(None, tools=tuple(tools))
+    with pytest.raises(UsageError, match="^The answer's form cannot be kept to"):
+        mask_of(Constraint.json_schema({"type": "bogus"}), tools=tuple(tools[:place]))
 
 
 ODD: list[dict[str, Any]] = [

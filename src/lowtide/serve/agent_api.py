@@ -64,7 +64,7 @@ class AgentBody(SamplingFields):
     def _not_too_deep(cls, body: Any) -> Any:
         if isinstance(body, dict):
             check_num_fields(body)
-        check_depth(body, "The request")
+            check_request_depth(body)
         return body
 
     def params(self, max_tokens: int | None) -> SamplingParams:
@@ -83,6 +83,15 @@ class AgentBody(SamplingFields):
         """The same of parts of a field that is an object."""
         given = getattr(self, field)
         yield from (f"{field}.{n}" for n in sorted(given) if n not in used and given[n] is not None)
+
+
+def check_request_depth(body: Mapping[str, Any]) -> None:
+    """Raise UsageError for a request that is nested too deeply, apart from its tools.
+
+    A schema need not be kept to where no call must be made; where one must, it is refused by the
+    name of its tool.
+    """
+    check_depth({name: value for name, value in body.items() if name != "tools"}, "The request")
 
 
 def check_sampling(fields: Mapping[str, object]) -> None:

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -31,12 +32,16 @@ from lowtide.serve.grammar_mask import GrammarMask
 from lowtide.serve.grammar_text import (
     AnswerForm,
     Constraint,
+    Opening,
     check_depth,
     check_length,
     enforces_text,
     grammar_text,
     openings,
 )
+
+_BLAME_S = 1.0
+"""Time for finding which of a request's tools is refused."""
 
 
 class Grammars:
@@ -115,9 +120,11 @@ class Grammars:
     ) -> Request:
         for tool in wanted.tools:
             check_depth(tool.parameters, f"The schema of {tool.name!r:.80}")
-        text = grammar_text(tokenizer, request.prompt, wanted)
-        compiled = self._compiled(text, wanted, is_gone)
-        return replace(request, mask=GrammarMask(compiled, self._config.vocab_size))
+        with self._named(tokenizer, wanted, is_gone):
+            text = grammar_text(tokenizer, request.prompt, wanted)
+            made = self._compiled(text, wanted, is_gone)
+            mask = GrammarMask(made, self._config.vocab_size)
+        return replace(request, mask=mask)
 
     def _call_mask(
         self,
@@ -131,12 +138,8 @@ class Grammars:
         for tool in tools:
             check_depth(tool.parameters, f"The schema of {tool.name!r:.80}")
         wanted = AnswerForm(None, tools, False, not parallel_calls)
-        compiled = []
-        for opening in openings(tokenizer, tools, not parallel_calls):
-            made = self._compiled(opening.grammar, wanted, is_gone)
-            if made.refusal:
-                raise UsageError(made.refusal)
-            compiled.append((opening, made))
+        with self._named(tokenizer, wanted, is_gone):
+            compiled = self._compiled_openings(tokenizer, wanted, is_gone)
         return CallMask(
             tokenizer,
             self._vocabulary(),
@@ -144,6 +147,54 @@ class Grammars:
             compiled,
             has_thoughts(tokenizer) and is_thinking(tokenizer, request.prompt),
         )
+
+    def _compiled_openings(
+        self, tokenizer: Tokenizer, wanted: AnswerForm, is_gone: threading.Event | None
+    ) -> list[tuple[Opening, Compiled]]:
+        compiled = []
+        for opening in openings(tokenizer, wanted.tools, wanted.is_single):
+            made = self._compiled(opening.grammar, wanted, is_gone)
+            if made.refusal:
+                raise UsageError(made.refusal)
+            compiled.append((opening, made))
+        return compiled
+
+    @contextmanager
+    def _named(
+        self, tokenizer: Tokenizer, wanted: AnswerForm, is_gone: threading.Event | None
+    ) -> Iterator[None]:
+        """Add to a refusal the name of the tool that is at fault."""
+        try:
+            yield
+        except UsageError as error:
+            name = ""
+            with suppress(Refusal):  # a full queue hides the name, not the reason
+                name = self._at_fault(tokenizer, wanted, is_gone)
+            if not name or f"{name!r:.80}" in str(error):
+                raise
+            raise UsageError(f"Tool {name!r:.80}: {error}") from error
+
+    def _at_fault(
+        self, tokenizer: Tokenizer, wanted: AnswerForm, is_gone: threading.Event | None
+    ) -> str:
+        """Return the name of a tool that is refused by itself, found by halves; "" for none."""
+        end_s = time.monotonic() + _BLAME_S
+
+        def is_refused(tools: Sequence[Tool]) -> bool:
+            only = AnswerForm(None, tools, wanted.must_call, wanted.is_single)
+            try:
+                self._compiled_openings(tokenizer, only, is_gone)
+            except UsageError:
+                return True
+            return False
+
+        found = [wanted.tools] if wanted.tools and is_refused(wanted.tools) else []
+        while found and len(found[0]) > 1:
+            if time.monotonic() > end_s:
+                return ""
+            half = len(found[0]) // 2
+            found = [part for part in (found[0][:half], found[0][half:]) if is_refused(part)]
+        return found[0][0].name if found else ""
 
     def _compiled(self, text: str, wanted: AnswerForm, is_gone: threading.Event | None) -> Compiled:
         check_length(len(text))

@@ -10,10 +10,10 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from lowtide.files.long_json import write_json
 from lowtide.params import SamplingParams
 from lowtide.parsing.tools import Tool
-from lowtide.serve.agent_api import check_sampling, effort_options
+from lowtide.serve.agent_api import check_request_depth, check_sampling, effort_options
 from lowtide.serve.conversation import Conversation, ToolCall, Turn
 from lowtide.serve.errors import Refusal
-from lowtide.serve.grammar_text import Constraint, check_depth
+from lowtide.serve.grammar_text import Constraint
 from lowtide.serve.json_fields import PlacedObject, objects_at
 from lowtide.serve.openai_fields import (
     MAX_CALLS,
@@ -37,7 +37,7 @@ class OllamaFields(BaseModel):
         if not isinstance(body, dict):
             return body
         check_num_fields(body)
-        check_depth(body, "The request")
+        check_request_depth(body)
         return {name: value for name, value in body.items() if value is not None}
 
 
