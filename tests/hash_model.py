@@ -7,7 +7,7 @@ import torch
 from row_model import RowStatisticsFromLogits
 
 from lowtide.core import Step, StepKind
-from lowtide.decode.batch_decoder import LOGIT_ROWS
+from lowtide.decode.logits import LOGIT_ROWS
 from lowtide.errors import InternalError
 from lowtide.layers.batch import Batch, Segment
 from lowtide.memory.kv_cache import KVCache

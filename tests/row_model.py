@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lowtide.decode.batch_decoder import LOGIT_ROWS, Model
+from lowtide.decode.logits import LOGIT_ROWS, Model
 from lowtide.kernels.row_statistics import Form, Guidance, RowStatistics, Wanted
 
 

@@ -18,6 +18,7 @@ from examples import scaled
 from hash_model import EOS, VOCAB, HashModel, is_all_free, make_kv_cache
 from hypothesis import given
 from hypothesis import strategies as st
+from kind_decoders import causal_decoder
 from oracle import GOLDENS
 from stop_strings import cut_at_stop
 from test_llm_oracle import open_oracle, random_config, random_weights, write_model
@@ -27,7 +28,6 @@ from whole import SETTINGS, Setting, check_idle, decoded, make_request, own_even
 from lowtide import LLM, DiffusionParams, SamplingParams
 from lowtide.cli.text import TextWriter
 from lowtide.core import StepKind
-from lowtide.decode.autoregressive import Autoregressive
 from lowtide.decode.penalties import penalise
 from lowtide.decode.request import Committed, Event, Finished, Prefill, Request
 from lowtide.errors import (
@@ -57,7 +57,7 @@ class Run:
     ) -> None:
         self.kv_cache = make_kv_cache(num_tokens)
         self.model = HashModel(self.kv_cache, max_rows)
-        decoder = Autoregressive(self.model, self.kv_cache, max_rows, use_kv_cache)
+        decoder = causal_decoder(self.model, self.kv_cache, max_rows, use_kv_cache)
         self.events = decoded(decoder, requests)
         self.finished = {e.request: e for e in self.events if isinstance(e, Finished)}
 
@@ -134,7 +134,7 @@ def test_a_long_prompt_is_fed_in_chunks() -> None:
 def test_a_long_prompt_starves_no_answer_and_prompts_end_one_by_one() -> None:
     kv_cache = make_kv_cache(1024)
     model = HashModel(kv_cache, 64)
-    decoder = Autoregressive(model, kv_cache, 64)
+    decoder = causal_decoder(model, kv_cache, 64)
     decoder.add(make_request(0, max_tokens=30))
     events = decoder.step()
     for index in (1, 2):

@@ -18,12 +18,12 @@ from examples import examples
 from hash_model import EOS, MASK, VOCAB, HashModel, Stubborn, hash_logits, make_kv_cache
 from hypothesis import given
 from hypothesis import strategies as st
+from kind_decoders import blocks_decoder
 from oracle import GOLDENS, load_oracle
 from safetensors.torch import load_file
 from whole import decoded, own_events, trajectories_noted
 
 from lowtide.core import StepKind
-from lowtide.decode.block_diffusion import BlockDiffusion
 from lowtide.decode.request import Draft, Event, Finished, Prefill, Request
 from lowtide.params import DiffusionParams
 
@@ -55,7 +55,7 @@ class Run:
     ) -> None:
         self.kv_cache = make_kv_cache(num_tokens)
         self.model = HashModel(self.kv_cache, max_rows, can_mask)
-        self.decoder = BlockDiffusion(self.model, self.kv_cache, MASK, max_rows, use_kv_cache)
+        self.decoder = blocks_decoder(self.model, self.kv_cache, MASK, max_rows, use_kv_cache)
         with trajectories_noted() as self.trajectories:
             self.events = decoded(self.decoder, requests)
         self.finished = {e.request: e for e in self.events if isinstance(e, Finished)}
@@ -163,7 +163,7 @@ def test_a_literal_mask_token_in_a_prompt_is_just_a_token() -> None:
 
 def test_predicted_masks_stay_masked_and_the_block_still_ends() -> None:
     kv_cache = make_kv_cache(64)
-    decoder = BlockDiffusion(Stubborn(kv_cache, 64), kv_cache, MASK, 64)
+    decoder = blocks_decoder(Stubborn(kv_cache, 64), kv_cache, MASK, 64)
     events = decoded(decoder, [make_request(prompt=(1, 2, 4, 5), max_tokens=4, eos_token_ids=())])
     drafts = [event for event in events if isinstance(event, Draft)]
     assert [sum(draft.is_masked) for draft in drafts] == [4, 4, 4, 4, 0]

@@ -12,11 +12,11 @@ from examples import examples
 from hash_model import MASK, HashModel, make_kv_cache
 from hypothesis import given
 from hypothesis import strategies as st
+from kind_decoders import canvas_decoder
 from test_masked_diffusion import DREAM, Run, batches, make_request, options, requests
 from whole import decoded
 
 from lowtide.core import CacheMode
-from lowtide.decode.masked_diffusion import MaskedDiffusion
 from lowtide.decode.request import Finished, Request
 from lowtide.errors import PageError
 from lowtide.memory.kv_cache import KVRange
@@ -96,7 +96,7 @@ def test_what_is_kept_moves_with_its_range(mode) -> None:
         make_request(index, prompt=range(8), max_tokens=length - 8, steps=steps)
         for index, (length, steps) in enumerate([(16, 1), (48, 16), (32, 4)])
     ]
-    decoder = MaskedDiffusion(HashModel(kv_cache, 96, False), kv_cache, MASK, 96, cache_mode=mode)
+    decoder = canvas_decoder(HashModel(kv_cache, 96, False), kv_cache, MASK, 96, cache_mode=mode)
     for request in batch:
         decoder.add(request)
     second = []
@@ -113,7 +113,7 @@ def test_who_pauses_for_want_of_memory_writes_the_same_words(
     """Its block begins again: what its first pass kept is gone."""
     kv_cache = make_kv_cache(512)
     model = HashModel(kv_cache, 512, False)
-    decoder = MaskedDiffusion(model, kv_cache, MASK, 512, cache_mode=mode, **options)
+    decoder = canvas_decoder(model, kv_cache, MASK, 512, cache_mode=mode, **options)
     is_refused, prepare = itertools.cycle(refusals), kv_cache.prepare
 
     def prepare_or_refuse(kv_range: KVRange, num_tokens: int) -> None:

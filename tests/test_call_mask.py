@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 from hash_model import EOS as HASH_EOS
 from hash_model import HashModel, make_kv_cache
+from kind_decoders import causal_decoder
 from small_tokenizers import CODER, EOS, FORMATS, GPT_OSS, QWEN, CallFormat
 from test_serve_grammar import COLOUR, STOP, TOOLS, grammars_of, nested_schema, request_of
 from whole import decoded
 
-from lowtide.decode.autoregressive import Autoregressive
 from lowtide.decode.request import Finished, Request
 from lowtide.params import SamplingParams
 from lowtide.parsing import parser_of
@@ -188,7 +188,7 @@ def test_no_mask_is_computed_before_the_mark(monkeypatch: pytest.MonkeyPatch) ->
     ids = []
     for mask in (None, mask_of(QWEN)):
         request = Request(**{**_fields(plain), "mask": mask})
-        decoder = Autoregressive(HashModel(kv_cache, 64), kv_cache, 64)
+        decoder = causal_decoder(HashModel(kv_cache, 64), kv_cache, 64)
         events = decoded(decoder, [request])
         ids += [event.token_ids for event in events if isinstance(event, Finished)]
     assert ids[0] == ids[1] and not num_asked

@@ -27,6 +27,7 @@ from lowtide.cli.turns import Turns
 from lowtide.config import Causal
 from lowtide.config.sampling import PublishedSampling
 from lowtide.decode.intake import Intake
+from lowtide.decode.kinds import make_kind
 from lowtide.decode.request import Committed
 from lowtide.families import families, read_config
 from lowtide.model_folder.model_config import has_chat_template
@@ -294,7 +295,9 @@ class OfAFamily(Words):
     def __init__(self, family: str) -> None:
         super().__init__()
         self.config = read_config(families()[family].sizes()["full"].config)
-        intake = Intake(self.config, None, context=100, max_block_length=1024)
+        intake = Intake(
+            self.config, None, make_kind(self.config.decoding), context=100, max_block_length=1024
+        )
         self.params_in_force = intake.in_force
         self.fields = intake.answer_fields()
         self.resolved = intake._resolved

@@ -16,12 +16,10 @@ from examples import examples
 from hash_model import MASK, HashModel, is_all_free, make_kv_cache
 from hypothesis import given
 from hypothesis import strategies as st
+from kind_decoders import blocks_decoder, canvas_decoder, causal_decoder
 from whole import decoded, own_events
 
 from lowtide.core import CacheMode
-from lowtide.decode.autoregressive import Autoregressive
-from lowtide.decode.block_diffusion import BlockDiffusion
-from lowtide.decode.masked_diffusion import MaskedDiffusion
 from lowtide.decode.request import Committed, Draft, Event, Finished, Request
 from lowtide.errors import InternalError, NumericError, PlanError
 from lowtide.layers.batch import Batch
@@ -41,17 +39,17 @@ class Kind(NamedTuple):
     options: Mapping[str, object] = {}
 
     def decoder(self, model: HashModel, kv_cache: KVCache) -> Any:
-        arguments = () if self.make is Autoregressive else (MASK,)
+        arguments = () if self.make is causal_decoder else (MASK,)
         return self.make(model, kv_cache, *arguments, model.max_rows, **self.options)
 
     def events_alone(self, request: Request) -> list[Event]:
         return own_events(self.tests.Run([request], **self.options).events, request.id)
 
 
-MASKED = (masked_diffusion, MaskedDiffusion, (144, 512))
+MASKED = (masked_diffusion, canvas_decoder, (144, 512))
 KINDS = {
-    "autoregressive": Kind(autoregressive, Autoregressive, (16, 20, 64, 100), (96, 160, 512)),
-    "blocks": Kind(block_diffusion, BlockDiffusion, (64, 200), (96, 160, 512)),
+    "autoregressive": Kind(autoregressive, causal_decoder, (16, 20, 64, 100), (96, 160, 512)),
+    "blocks": Kind(block_diffusion, blocks_decoder, (64, 200), (96, 160, 512)),
     "masked": Kind(*MASKED),
     "moved on": Kind(*MASKED, options={"logits_shift": 1, "is_measured_as_drawn": True}),
     "prefix": Kind(*MASKED, options={"cache_mode": CacheMode.PREFIX}),
@@ -119,7 +117,7 @@ def test_what_is_reported_is_consistent(kind: Kind, data: st.DataObject) -> None
     assert finished.finish_reason == ("stop" if is_stop else "length")
     assert len(finished.token_ids) <= request.params.max_tokens
     assert is_stop or len(finished.token_ids) == request.params.max_tokens
-    if kind.make is Autoregressive:
+    if kind.make is causal_decoder:
         return
     assert MASK not in finished.token_ids
     drafts = [e for e in events if isinstance(e, Draft)]

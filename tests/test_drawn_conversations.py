@@ -32,7 +32,8 @@ from twins import Beside, Subject
 from lowtide import LLM
 from lowtide.core import Reuse
 from lowtide.decode import batch_decoder, sequence_writer
-from lowtide.decode.batch_decoder import BatchDecoder, Model
+from lowtide.decode.batch_decoder import BatchDecoder
+from lowtide.decode.logits import Model
 from lowtide.decode.request import Finished, Request
 from lowtide.decode.stored_sequences import StoredSequences
 from lowtide.engine.planning.elastic_plan import SMALL_GROUP_BYTES

@@ -16,7 +16,7 @@ from family_models import write_model
 from test_elastic_arena import physical_bytes
 
 from lowtide import LLM, SamplingParams
-from lowtide.decode.autoregressive import Autoregressive
+from lowtide.decode.batch_decoder import BatchDecoder
 from lowtide.decode.request import Event
 from lowtide.engine.running.elastic import ElasticMemory
 from lowtide.engine.running.engine import Engine
@@ -90,14 +90,14 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, int]]]:
 def num_running_at_most(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many sequences had room after each pass."""
     counts: list[int] = []
-    step = Autoregressive.step
+    step = BatchDecoder.step
 
-    def watch(self: Autoregressive) -> list[Event]:
+    def watch(self: BatchDecoder) -> list[Event]:
         events = step(self)
         counts.append(self.num_running)
         return events
 
-    monkeypatch.setattr(Autoregressive, "step", watch)
+    monkeypatch.setattr(BatchDecoder, "step", watch)
     return counts
 
 

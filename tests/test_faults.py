@@ -20,7 +20,7 @@ from whole import Setting, check_idle, no_more_threads, reads_counted
 
 from lowtide import SamplingParams
 from lowtide.cli.app import app
-from lowtide.decode.block_diffusion import BlockDiffusion
+from lowtide.decode.batch_decoder import BatchDecoder
 from lowtide.decode.request import Draft, Event
 from lowtide.engine.opening.config import EngineConfig
 from lowtide.engine.opening.model import open_model
@@ -305,9 +305,9 @@ def test_a_file_truncated_while_generating(model: Path, expected: Reference, at:
     """What was written to is not read again, also once it is whole: another object reads it."""
     path = max(shards(model), key=lambda p: "experts.31" in str(p))
     contents = {path: path.read_bytes() for path in shards(model)}
-    steps, seen, step = 0, 0, BlockDiffusion.step
+    steps, seen, step = 0, 0, BatchDecoder.step
 
-    def truncate_after(decoder: BlockDiffusion) -> list[Event]:
+    def truncate_after(decoder: BatchDecoder) -> list[Event]:
         nonlocal steps
         events = step(decoder)
         steps += any(isinstance(event, Draft) for event in events)
@@ -322,7 +322,7 @@ def test_a_file_truncated_while_generating(model: Path, expected: Reference, at:
 
     with nothing_left(model), LEAST.open(model) as llm:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(BlockDiffusion, "step", truncate_after)
+            patch.setattr(BatchDecoder, "step", truncate_after)
             with pytest.raises(StorageError, match=r"ends at byte \d+.*truncated"):
                 llm.generate(PROMPT, PARAMS, count)
         assert seen == steps == at
@@ -341,9 +341,9 @@ def test_a_file_truncated_while_generating(model: Path, expected: Reference, at:
 def test_a_file_rewritten_in_place_while_generating(model: Path, expected: Reference) -> None:
     """With other weights: no answer is made of both."""
 
-    step = BlockDiffusion.step
+    step = BatchDecoder.step
 
-    def rewrite_after(decoder: BlockDiffusion) -> list[Event]:
+    def rewrite_after(decoder: BatchDecoder) -> list[Event]:
         events = step(decoder)
         for path in shards(model):
             with path.open("r+b") as file:
@@ -353,7 +353,7 @@ def test_a_file_rewritten_in_place_while_generating(model: Path, expected: Refer
 
     with LEAST.open(model) as llm:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(BlockDiffusion, "step", rewrite_after)
+            patch.setattr(BatchDecoder, "step", rewrite_after)
             with pytest.raises(StorageError, match="was written to after it was opened"):
                 llm.generate(PROMPT, PARAMS)
         check_idle(llm)
@@ -567,12 +567,12 @@ def test_a_real_ctrl_c_ends_the_program_quietly(whole_model: Path) -> None:
     """SIGINT as soon as it is known to be at work: a progress report comes from inside."""
     program = (
         "import os, signal, sys\n"
-        "from lowtide.decode import block_diffusion\n"
-        "step = block_diffusion.BlockDiffusion.step\n"
+        "from lowtide.decode.batch_decoder import BatchDecoder\n"
+        "step = BatchDecoder.step\n"
         "def interrupted(self):\n"
         "    os.kill(os.getpid(), signal.SIGINT)\n"
         "    return step(self)\n"
-        "block_diffusion.BlockDiffusion.step = interrupted\n"
+        "BatchDecoder.step = interrupted\n"
         f"sys.argv = ['lowtide', 'generate', {str(whole_model)!r}, '--prompt-ids', '5 17 3']\n"
         "from lowtide.cli.main import main\n"
         "main()"

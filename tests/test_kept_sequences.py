@@ -7,13 +7,13 @@ from typing import NamedTuple
 
 import pytest
 from hash_model import MASK, HashModel, make_kv_cache
+from kind_decoders import blocks_decoder, causal_decoder
 
 from lowtide import DiffusionParams, SamplingParams
 from lowtide.core import Reuse
-from lowtide.decode.autoregressive import Autoregressive
-from lowtide.decode.batch_decoder import BatchDecoder, Model
-from lowtide.decode.block_diffusion import BlockDiffusion
+from lowtide.decode.batch_decoder import BatchDecoder
 from lowtide.decode.kept_sequences import MIN_AWAITED_TOKENS
+from lowtide.decode.logits import Model
 from lowtide.decode.request import Finished, Request
 from lowtide.memory.kv_cache import KVCache
 
@@ -39,8 +39,8 @@ def decoder_over(
     model: Model, kv_cache: KVCache, case: Case, reuse: Reuse, mask: int = MASK
 ) -> BatchDecoder:
     if case.block_length == 1:
-        return Autoregressive(model, kv_cache, case.max_rows, reuse=reuse)
-    return BlockDiffusion(model, kv_cache, mask, case.max_rows, reuse=reuse)
+        return causal_decoder(model, kv_cache, case.max_rows, reuse=reuse)
+    return blocks_decoder(model, kv_cache, mask, case.max_rows, reuse=reuse)
 
 
 def make_request(case: Case, prompt: list[int], max_tokens: int, seed: int) -> Request:
@@ -239,7 +239,7 @@ def test_exactly_means_whole_passes_of_a_request_alone() -> None:
 def test_what_a_failed_pass_left_is_not_taken_over() -> None:
     kv_cache = make_kv_cache(1024)
     model = HashModel(kv_cache, 64)
-    decoder = Autoregressive(model, kv_cache, 64, reuse=Reuse.ON)
+    decoder = causal_decoder(model, kv_cache, 64, reuse=Reuse.ON)
     request = make_request(AUTOREGRESSIVE, SYSTEM[:100], 4, 0)
     decoder.add(request)
     decoder.step()

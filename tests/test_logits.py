@@ -16,8 +16,7 @@ from late_cuda import CUDA, CudaTensor, LateGpu, late_cuda
 from torch import Tensor
 
 from lowtide.core import BoolArray, IntArray
-from lowtide.decode.batch_decoder import LOGIT_ROWS
-from lowtide.decode.logits import tiled_logits
+from lowtide.decode.logits import LOGIT_ROWS, tiled_logits
 from lowtide.decode.sampling import ArgMax, Sampling, choose_next, choose_tokens
 from lowtide.devices import cuda
 from lowtide.errors import NumericError

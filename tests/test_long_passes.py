@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lowtide.compute import Compute
 from lowtide.core import Step, StepKind, align_up
-from lowtide.decode.batch_decoder import LOGIT_ROWS
+from lowtide.decode.logits import LOGIT_ROWS
 from lowtide.engine.opening.config import MAX_PASS_ROWS, EngineConfig
 from lowtide.engine.opening.model import OpenModel, open_model
 from lowtide.engine.planning.registering import _forward_sample, plan_long_passes, register

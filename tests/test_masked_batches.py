@@ -11,21 +11,22 @@ import torch
 from examples import examples
 from hash_model import EOS, MASK, HashModel, Stubborn, make_kv_cache
 from hypothesis import given
+from kind_decoders import canvas_decoder
 from test_masked_diffusion import DREAM, Run, make_request, requests, trajectory
 from whole import decoded
 
 from lowtide.core import StepKind
-from lowtide.decode.masked_diffusion import MaskedDiffusion
+from lowtide.decode.batch_decoder import BatchDecoder
 from lowtide.decode.request import Committed, Draft, Finished
 from lowtide.layers.batch import Batch
 
 
 def make_decoder(
     num_tokens: int = 256, max_rows: int = 256, can_mask: bool = True
-) -> tuple[MaskedDiffusion, HashModel]:
+) -> tuple[BatchDecoder, HashModel]:
     kv_cache = make_kv_cache(num_tokens)
     model = HashModel(kv_cache, max_rows, can_mask)
-    return MaskedDiffusion(model, kv_cache, MASK, max_rows), model
+    return canvas_decoder(model, kv_cache, MASK, max_rows), model
 
 
 def test_every_sequence_takes_part_whole_and_guided_ones_twice() -> None:
@@ -56,7 +57,7 @@ def test_logits_are_asked_only_of_what_may_still_change() -> None:
         kv_cache = make_kv_cache(256)
         model = Counting(kv_cache, 256, can_mask=False)
         decoded(
-            MaskedDiffusion(model, kv_cache, MASK, 256),
+            canvas_decoder(model, kv_cache, MASK, 256),
             [make_request(prompt=range(1, 17), max_tokens=64, **params)],
         )
         return model.num_rows
@@ -77,7 +78,7 @@ def test_guidance_moves_away_from_what_is_without_the_prompt() -> None:
             return super().forward(batch)
 
     kv_cache = make_kv_cache(64)
-    events = decoded(MaskedDiffusion(Noting(kv_cache, 64), kv_cache, MASK, 64), [request])
+    events = decoded(canvas_decoder(Noting(kv_cache, 64), kv_cache, MASK, 64), [request])
     rows = trajectory(request, events, MASK)
     for fed, row in zip(batches, rows, strict=False):
         assert fed == row + [MASK] * 3 + row[3:]
@@ -117,7 +118,7 @@ def test_rules_without_a_schedule_make_progress_whatever_is_predicted(rule) -> N
 
 def stubborn(**asked: object) -> list:
     kv_cache = make_kv_cache(64)
-    decoder = MaskedDiffusion(Stubborn(kv_cache, 64), kv_cache, MASK, 64)
+    decoder = canvas_decoder(Stubborn(kv_cache, 64), kv_cache, MASK, 64)
     return decoded(decoder, [make_request(max_tokens=8, **asked)])
 
 

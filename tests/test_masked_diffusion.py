@@ -13,11 +13,11 @@ import torch
 from hash_model import EOS, MASK, VOCAB, HashModel, hash_logits, make_kv_cache
 from hypothesis import given
 from hypothesis import strategies as st
+from kind_decoders import canvas_decoder
 from published_loops import published_rows
 from whole import decoded
 
 from lowtide.config import DecodingDefaults
-from lowtide.decode.masked_diffusion import MaskedDiffusion
 from lowtide.decode.masked_options import resolve
 from lowtide.decode.request import Draft, Event, Finished, Request
 from lowtide.params import REMASKING_RULES, DiffusionParams, SamplingParams
@@ -75,7 +75,7 @@ class Run:
     ) -> None:
         self.kv_cache = make_kv_cache(num_tokens)
         self.model = HashModel(self.kv_cache, max_rows, can_mask, num_layers)
-        self.decoder = MaskedDiffusion(self.model, self.kv_cache, MASK, max_rows, **options)
+        self.decoder = canvas_decoder(self.model, self.kv_cache, MASK, max_rows, **options)
         self.events = decoded(self.decoder, requests)
         self.finished = {e.request: e for e in self.events if isinstance(e, Finished)}
 

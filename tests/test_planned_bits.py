@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lowtide.compute import Compute
 from lowtide.core import Step, StepKind, align_up
-from lowtide.decode.batch_decoder import LOGIT_ROWS
+from lowtide.decode.logits import LOGIT_ROWS
 from lowtide.engine.opening.config import MAX_PASS_ROWS
 from lowtide.engine.planning.registering import plan_long_passes, register
 from lowtide.engine.running.engine import Engine

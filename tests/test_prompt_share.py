@@ -8,11 +8,10 @@ import numpy as np
 import test_autoregressive
 import test_block_diffusion
 from hash_model import MASK, VOCAB, HashModel, make_kv_cache
+from kind_decoders import blocks_decoder, causal_decoder
 
 from lowtide.core import StepKind
-from lowtide.decode.autoregressive import Autoregressive
 from lowtide.decode.batch_decoder import BatchDecoder
-from lowtide.decode.block_diffusion import BlockDiffusion
 from lowtide.decode.prompt_share import PromptShare
 from lowtide.decode.request import Event, Prefill, Request
 
@@ -30,10 +29,10 @@ class RowTime:
         return float(sum(self._model.rows))
 
 
-def autoregressive(answers: int, caller: int) -> tuple[HashModel, Autoregressive, list[Event]]:
+def autoregressive(answers: int, caller: int) -> tuple[HashModel, BatchDecoder, list[Event]]:
     kv_cache = make_kv_cache(4096)
     model = HashModel(kv_cache, ROWS)
-    decoder = Autoregressive(model, kv_cache, ROWS)
+    decoder = causal_decoder(model, kv_cache, ROWS)
     decoder.prompt_share = PromptShare(RowTime(model))
     for index in range(answers):
         request = test_autoregressive.make_request(index, max_tokens=1000, ignore_eos=True)
@@ -66,7 +65,7 @@ def test_the_requests_of_one_call_do_not_wait_for_each_other() -> None:
 def test_a_long_prompt_and_blocks_of_another_caller_take_turns() -> None:
     kv_cache = make_kv_cache(4096)
     model = HashModel(kv_cache, ROWS, can_mask=False)
-    decoder = BlockDiffusion(model, kv_cache, MASK, ROWS)
+    decoder = blocks_decoder(model, kv_cache, MASK, ROWS)
     decoder.prompt_share = PromptShare(RowTime(model))
     options = {"eos_token_ids": (), "threshold": 1.0}
     for index in range(2):
@@ -120,7 +119,7 @@ def test_a_clock_is_asked_only_where_there_is_something_to_share() -> None:
     assert not share.holds_back({1}, {1}) and not share.holds_back({1}, set())
     request = test_autoregressive.make_request(0, PROMPT[:50], max_tokens=3)
     kv_cache = make_kv_cache(512)
-    decoder = Autoregressive(HashModel(kv_cache, ROWS), kv_cache, ROWS)
+    decoder = causal_decoder(HashModel(kv_cache, ROWS), kv_cache, ROWS)
     assert isinstance(request, Request)
     decoder.add(request)
     while decoder.has_work:

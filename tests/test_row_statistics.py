@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from poison import PoisonedWorkspace
 from torch import Tensor
 
-from lowtide.decode.batch_decoder import LOGIT_ROWS
+from lowtide.decode.logits import LOGIT_ROWS
 from lowtide.kernels.reference import REFERENCE
 from lowtide.kernels.row_statistics import (
     TILE_COLUMNS,

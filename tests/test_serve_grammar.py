@@ -22,6 +22,7 @@ import numpy as np
 import pytest
 from hash_model import EOS as HASH_EOS
 from hash_model import VOCAB, HashModel, make_kv_cache
+from kind_decoders import blocks_decoder, causal_decoder
 from small_tokenizers import (
     CODER,
     EOS,
@@ -36,8 +37,6 @@ from whole import decoded, wait_until
 
 from lowtide.config import Blocks, Causal
 from lowtide.core import BoolArray
-from lowtide.decode.autoregressive import Autoregressive
-from lowtide.decode.block_diffusion import BlockDiffusion
 from lowtide.decode.request import Finished, Request
 from lowtide.errors import CheckpointError, UnsupportedError, UsageError
 from lowtide.model_folder.tokenizer import Tokenizer
@@ -627,7 +626,7 @@ class All:
 
 def decode(*requests: Request) -> dict[int, Finished]:
     kv_cache = make_kv_cache(512)
-    decoder = Autoregressive(HashModel(kv_cache, 64), kv_cache, 64)
+    decoder = causal_decoder(HashModel(kv_cache, 64), kv_cache, 64)
     events = decoded(decoder, requests)
     return {event.request: event for event in events if isinstance(event, Finished)}
 
@@ -666,7 +665,7 @@ def test_what_a_mask_refuses_is_never_chosen(params: dict[str, Any]) -> None:
 
 def test_only_autoregressive_decoding_follows_a_mask() -> None:
     kv_cache = make_kv_cache(512)
-    decoder = BlockDiffusion(HashModel(kv_cache, 64), kv_cache, 19, 64)
+    decoder = blocks_decoder(HashModel(kv_cache, 64), kv_cache, 19, 64)
     request = Request(prompt=[1], params=SamplingParams(max_tokens=8), mask=All())
     with pytest.raises(UnsupportedError, match="only autoregressive"):
         decoder.add(request)

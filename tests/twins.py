@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from lowtide.core import IntArray
-from lowtide.decode.batch_decoder import BatchDecoder, Model
+from lowtide.decode.batch_decoder import BatchDecoder
+from lowtide.decode.logits import Model
 from lowtide.engine.running.engine import Engine
 from lowtide.layers.batch import Batch, Segment
 from lowtide.memory.kv_cache import KVCache, KVRange

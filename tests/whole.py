@@ -17,7 +17,7 @@ from torch import Tensor
 from lowtide import AsyncLLM
 from lowtide.core import Step, StepKind
 from lowtide.decode.batch_decoder import BatchDecoder
-from lowtide.decode.block_diffusion import BlockDiffusion
+from lowtide.decode.kind import Schedule
 from lowtide.decode.request import Draft, Event, Finished, Prefill, Request
 from lowtide.engine.running import worker
 from lowtide.engine.running.engine import Engine
@@ -115,16 +115,16 @@ def decoded(decoder: BatchDecoder[Any], requests: Iterable[Request]) -> list[Eve
 def trajectories_noted() -> Iterator[Trajectories]:
     """The trajectories of everything that is generated inside."""
     trajectories: Trajectories = {}
-    batch = BlockDiffusion._batch
+    batch = BatchDecoder._batch
 
-    def noting(decoder: BlockDiffusion, kind: StepKind, turns: Sequence[Any]) -> Batch:
-        for turn in turns if kind is StepKind.DENOISE else ():
+    def noting(decoder: BatchDecoder, schedule: Schedule[Any]) -> Batch:
+        for turn in schedule.turns if schedule.kind is StepKind.DENOISE else ():
             rows = trajectories.setdefault(turn.sequence.request.id, [])
             rows.append(turn.sequence.tokens[: turn.stop].tolist())
-        return batch(decoder, kind, turns)
+        return batch(decoder, schedule)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(BlockDiffusion, "_batch", noting)
+        patch.setattr(BatchDecoder, "_batch", noting)
         yield trajectories
 
 

@@ -29,9 +29,9 @@ from common.memory import (
     storage_read_bytes,
 )
 from common.run import loaded_engine
-from lowtide.decode.autoregressive import Autoregressive
 from lowtide.decode.request import Committed, Request
 from lowtide.engine.opening.config import MAX_PASS_ROWS, EngineConfig
+from lowtide.engine.running.decoding import make_decoder
 from lowtide.engine.running.engine import Engine
 from lowtide.errors import UsageError
 from lowtide.families import read_config_in
@@ -74,7 +74,7 @@ class Lowtide:
 
     def answer(self, prompt: Sequence[int], num_new: int) -> Answer:
         engine = self._engine
-        decoder = Autoregressive(engine.model, engine.kv_cache, MAX_PASS_ROWS)
+        decoder = make_decoder(engine)
         params = SamplingParams(max_tokens=num_new, ignore_eos=True)
         with engine.executor.in_charge():
             decoder.add(Request(id=0, prompt=prompt, params=params))

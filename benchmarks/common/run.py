@@ -5,13 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from lowtide.config import Blocks, ModelConfig
-from lowtide.decode.batch_decoder import Model
-from lowtide.decode.block_diffusion import BlockDiffusion
+from lowtide.decode.batch_decoder import BatchDecoder
+from lowtide.decode.kinds import make_kind
+from lowtide.decode.logits import Model
 from lowtide.decode.request import Committed, Finished, Request
 from lowtide.engine.opening.config import MAX_PASS_ROWS, EngineConfig
 from lowtide.engine.opening.model import open_model
@@ -36,7 +37,9 @@ class Decoded(NamedTuple):
         return self.num_tokens / self.seconds
 
 
-def decode(decoder: BlockDiffusion, request: Request, max_forwards: int | None = None) -> Decoded:
+def decode(
+    decoder: BatchDecoder[Any, Any], request: Request, max_forwards: int | None = None
+) -> Decoded:
     """Runs `request` alone until it is finished, or for `max_forwards` passes."""
     num_tokens = num_forwards = 0
     answer: tuple[int, ...] = ()
@@ -58,11 +61,11 @@ def decode(decoder: BlockDiffusion, request: Request, max_forwards: int | None =
 
 def make_decoder(
     model: Model, kv_cache: KVCache, config: ModelConfig, max_rows: int, use_kv_cache: bool
-) -> BlockDiffusion:
+) -> BatchDecoder[Any, Any]:
     """Lowtide's decoder over `model`. Raises UsageError for a model that is not of its kind."""
-    if config.decoding.mask_token_id is None:
+    if not isinstance(config.decoding, Blocks):
         raise UsageError(f"{config.architecture} is not a block diffusion model.")
-    return BlockDiffusion(model, kv_cache, config.decoding.mask_token_id, max_rows, use_kv_cache)
+    return BatchDecoder(make_kind(config.decoding, use_kv_cache), model, kv_cache, max_rows)
 
 
 def make_request(config: ModelConfig, num_prompt: int, num_new: int, seed: int) -> Request:
@@ -93,7 +96,7 @@ def loaded_engine(model: str, options: EngineConfig) -> Iterator[Engine]:
         engine.close()
 
 
-def engine_decoder(engine: Engine, use_kv_cache: bool = True) -> BlockDiffusion:
+def engine_decoder(engine: Engine, use_kv_cache: bool = True) -> BatchDecoder[Any, Any]:
     """A decoder over a loaded engine, as `LLM` has it."""
     return make_decoder(
         engine.model, engine.kv_cache, engine.opened.config, MAX_PASS_ROWS, use_kv_cache

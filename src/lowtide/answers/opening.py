@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from lowtide.decode.intake import Intake
+from lowtide.decode.kinds import make_kind
 from lowtide.engine.opening.config import MAX_BLOCK_LENGTH, EngineConfig
 from lowtide.engine.opening.model import OpenModel, open_for_plan, open_model
 from lowtide.engine.planning.format_plans import as_stored, opened_with_format
@@ -52,6 +53,7 @@ def intake_of(opened: OpenModel) -> Intake:
     return Intake(
         config=opened.config,
         tokenizer=opened.tokenizer,
+        kind=make_kind(opened.config.decoding),
         context=opened.context,
         max_block_length=MAX_BLOCK_LENGTH,
         seed=opened.options.seed or 0,

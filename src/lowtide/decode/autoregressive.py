@@ -10,93 +10,70 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import torch
 from torch import Tensor
 
-from lowtide.core import Reuse, Step, StepKind
-from lowtide.decode.batch_decoder import BatchDecoder, Model, Scheduled, callers, joined
+from lowtide.config import Causal, ModelConfig
+from lowtide.core import PassRows, StepKind
 from lowtide.decode.causal_sequence import CausalSequence, Choice, choose
-from lowtide.decode.logits import tiled_logits
+from lowtide.decode.forced import ForcedText, OnLogits, whole_rows
+from lowtide.decode.kind import Blame, Kind, Schedule, Scheduled, UsualPass, callers
+from lowtide.decode.logits import Model, tiled_logits
+from lowtide.decode.prompt_share import PromptShare
 from lowtide.decode.request import Event, Request
-from lowtide.decode.sampling import ArgMax, rows_not_finite
+from lowtide.decode.sampling import ArgMax, rows_not_finite, tell_if_never_drawn
 from lowtide.errors import NumericError
-from lowtide.memory.kv_cache import KVCache
+from lowtide.params import DiffusionParams, SamplingParams, field_names, with_published
 
 CHUNK_MULTIPLE = 16
 """A part of a prompt that is not its last has a multiple of so many rows."""
 
 
-class Autoregressive(BatchDecoder[CausalSequence]):
-    """Decodes requests, one forward pass at a time, over one model and one KV cache.
+class Autoregressive(Kind[Causal, CausalSequence, Choice]):
+    """One token per sequence and pass. Its passes have at least `CHUNK_MULTIPLE` rows."""
 
-    With `use_kv_cache=False` everything is computed again for every token: a slow reference.
-    `max_rows` is at least `CHUNK_MULTIPLE`.
-    """
+    absent_fields = frozenset(field_names(DiffusionParams))
 
-    _can_mask = True
+    def resolved(self, asked: SamplingParams, config: ModelConfig) -> SamplingParams:
+        params = with_published(asked, config.sampling)
+        tell_if_never_drawn(params)
+        return params
 
-    def __init__(
-        self,
-        model: Model,
-        kv_cache: KVCache,
-        max_rows: int,
-        use_kv_cache: bool = True,
-        reuse: Reuse = Reuse.OFF,
-    ) -> None:
-        super().__init__(kv_cache, max_rows, reuse)
-        self._model = model
-        self._use_kv_cache = use_kv_cache
+    def usual_pass(self, context: int) -> UsualPass:
+        return UsualPass(1, 1.0)
 
-    def step(self) -> list[Event]:
-        self._admit()
-        turns = self._next_pass()
-        while not self._see_to_memory((turn.sequence, turn.stop) for turn in turns):
-            turns = self._next_pass()
-        if not turns:
-            return []
-        kind = _kind(turns)
-        has_prompts = any(turn.length > 1 for turn in turns)
-        with self.prompt_share.measured(has_prompts), torch.inference_mode():
-            rows = joined([turn.sequence.pass_rows(turn.first, turn.stop) for turn in turns])
-            batch = self._make_batch(turns, Step(kind, self._num_passes, rows))
-            hidden = self._model.forward(batch)
-            choices = self._choose(hidden, turns)
-        self._num_passes += kind is StepKind.DECODE
-        if len(turns) == 1:
-            self._kept.note_pass(turns[0].sequence, turns[0].first, turns[0].stop)
-        events: list[Event] = []
-        for turn, choice in zip(turns, choices, strict=True):
-            if choice is None:
-                events += turn.sequence.prefilled(turn.stop)
-            else:
-                events += turn.sequence.advanced(choice, self._use_kv_cache)
-        # A prompt in progress keeps its place, so that prompts are finished one after the other.
-        advanced = [turn for turn, choice in zip(turns, choices, strict=True) if choice is not None]
-        self._settle(turn.sequence for turn in advanced)
-        return events
-
-    def _begin(self, request: Request) -> CausalSequence:
+    def begin(self, request: Request) -> CausalSequence:
         return CausalSequence(request)
 
-    def _next_pass(self) -> list[Scheduled[CausalSequence]]:
-        """Who takes part in the next pass, with which positions; at most `max_rows` in all."""
+    def schedule(
+        self, running: Sequence[CausalSequence], max_rows: int, share: PromptShare
+    ) -> Schedule[CausalSequence]:
+        """A pass over parts of prompts alone is a prefill; one with an answer decodes."""
         turns: list[Scheduled[CausalSequence]] = []
-        num_free = self._max_rows
-        prompts = [sequence for sequence in self._running if sequence.num_rows > 1]
-        answers = [sequence for sequence in self._running if sequence.num_rows == 1]
-        holds_back = self.prompt_share.holds_back(callers(prompts), callers(answers))
+        num_free = max_rows
+        prompts = [sequence for sequence in running if sequence.num_rows > 1]
+        answers = [sequence for sequence in running if sequence.num_rows == 1]
+        holds_back = share.holds_back(callers(prompts), callers(answers))
         for sequence in answers if holds_back else [*answers, *prompts]:
             num_rows = sequence.num_rows
             if num_rows > num_free:
                 num_rows = num_free // CHUNK_MULTIPLE * CHUNK_MULTIPLE
             if num_rows:
-                first, start = sequence.num_cached, self._max_rows - num_free
+                first, start = sequence.num_cached, max_rows - num_free
                 turns.append(Scheduled(sequence, first, first + num_rows, start))
                 num_free -= num_rows
-        return turns
+        is_decode = any(turn.sequence.has_answer for turn in turns)
+        has_prompts = any(turn.length > 1 for turn in turns)
+        return Schedule(StepKind.DECODE if is_decode else StepKind.PREFILL, turns, has_prompts)
 
-    def _choose(
-        self, hidden: Tensor, turns: Sequence[Scheduled[CausalSequence]]
+    def pass_rows(self, turn: Scheduled[CausalSequence]) -> PassRows:
+        return turn.sequence.pass_rows(turn.first, turn.stop)
+
+    def choose(
+        self,
+        model: Model,
+        hidden: Tensor,
+        turns: Sequence[Scheduled[CausalSequence]],
+        blame: Blame,
     ) -> list[Choice | None]:
         """The next token of every turn that fed all that its sequence knows."""
         wanted = [i for i, turn in enumerate(turns) if turn.stop == turn.sequence.num_known]
@@ -105,11 +82,11 @@ class Autoregressive(BatchDecoder[CausalSequence]):
             sequences = [turns[i].sequence for i in wanted]
             needs_logits = np.array([sequence.needs_logits for sequence in sequences])
             rows = np.array([turns[i].end - 1 for i in wanted])
-            for part, logits in tiled_logits(self._model, hidden, rows, needs_logits):
+            for part, logits in tiled_logits(model, hidden, rows, needs_logits):
                 try:
                     chosen = self._choose_tokens(logits, sequences[part])
                 except NumericError:
-                    self._blame(sequences[part][row] for row in rows_not_finite(logits))
+                    blame(sequences[part][row] for row in rows_not_finite(logits))
                     raise
                 for i, choice in zip(wanted[part], chosen, strict=True):
                     choices[i] = choice
@@ -121,8 +98,27 @@ class Autoregressive(BatchDecoder[CausalSequence]):
         """The next token of each sequence, from its row of logits."""
         return choose(logits, sequences)
 
+    def written(self, turn: Scheduled[CausalSequence], choice: Choice | None) -> list[Event]:
+        if choice is None:
+            return turn.sequence.prefilled(turn.stop)
+        return turn.sequence.advanced(choice, self.use_kv_cache)
 
-def _kind(turns: Sequence[Scheduled[CausalSequence]]) -> StepKind:
-    """A pass over parts of prompts only is a prefill; with one running sequence it decodes."""
-    is_decode = any(turn.sequence.has_answer for turn in turns)
-    return StepKind.DECODE if is_decode else StepKind.PREFILL
+    def forced(self, text: ForcedText, on_logits: OnLogits) -> Autoregressive:
+        return _Forced(text, on_logits, self)
+
+
+class _Forced(Autoregressive):
+    """Reads one text. Its request asks for whole rows of logits (`logprobs`)."""
+
+    def __init__(self, text: ForcedText, on_logits: OnLogits, kind: Autoregressive) -> None:
+        super().__init__(kind.decoding, kind.use_kv_cache, kind.cache_mode)
+        self._text, self._on_logits = text, on_logits
+
+    def _choose_tokens(
+        self, logits: Tensor | ArgMax, sequences: Sequence[CausalSequence]
+    ) -> list[Choice]:
+        [sequence] = sequences
+        position = sequence.num_known
+        if sequence.has_answer:
+            self._on_logits(0, np.array([position]), whole_rows(logits))
+        return [Choice(int(self._text.token_ids[position]), None)]

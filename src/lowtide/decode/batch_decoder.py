@@ -1,117 +1,49 @@
 """What every decoder is: a queue of requests, running sequences, and one KV cache for them all.
 
 Sequences join and leave between passes. What a pass consists of, and what its outcome means, is
-the business of `block_diffusion.py`, `masked_diffusion.py` and `autoregressive.py`.
+the business of the model's `Kind`.
 """
 
 from __future__ import annotations
 
-import abc
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from lowtide.core import IntArray, PassRows, Reuse, RowKind, Step, align_up
+from lowtide.core import PassRows, Reuse, Step, StepKind
 from lowtide.decode.kept_sequences import KeptSequences, Running
+from lowtide.decode.kind import ROOM_TOKENS, C, Kind, S, Schedule, Scheduled
+from lowtide.decode.logits import Model
 from lowtide.decode.prompt_share import PromptShare
 from lowtide.decode.request import Event, Prefill, Request
 from lowtide.decode.stored_sequences import StoredSequences
-from lowtide.errors import NumericError, PageError, PlanError, UnsupportedError
-from lowtide.layers.batch import Batch, Segment
+from lowtide.errors import PageError, PlanError, UnsupportedError
+from lowtide.layers.batch import Batch
 from lowtide.memory.kv_cache import KVCache
 
-ROOM_TOKENS = 256
-"""New tokens that a request has room for when it begins, and that its room grows by."""
 
-LOGIT_ROWS = 32
-"""Rows whose logits exist at a time (and up to 15 more, see `tiles`)."""
-
-
-class Model(Protocol):
-    """What decoding asks of a model."""
-
-    def forward(self, batch: Batch) -> Tensor:
-        """Hidden states [rows, hidden], valid until the next `forward`; keys and values of all
-        rows are written to their sequences' ranges.
-        """
-        ...
-
-    def mixes_rows(self, hidden: Tensor) -> bool:
-        """Whether a row's logits may have other bits among so many, hidden [n, hidden], than among
-        the next multiple of `ROW_MULTIPLE` (`logits.py`).
-        """
-        ...
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Float32 logits [n, vocab] of hidden states [n, hidden], valid until the next call and
-        the caller's to overwrite.
-        """
-        ...
-
-
-S = TypeVar("S", bound=Running)
-
-
-class Scheduled(NamedTuple, Generic[S]):
-    """A sequence's part in a pass: its positions `first` to `stop`, in the rows from `start` on.
-
-    With guidance there is a second copy of the same positions behind the first.
-    """
-
-    sequence: S
-    first: int
-    stop: int
-    start: int
-    num_copies: int = 1
-
-    @property
-    def length(self) -> int:
-        """Rows of a copy."""
-        return self.stop - self.first
-
-    @property
-    def end(self) -> int:
-        """One past the last row."""
-        return self.start + self.num_copies * self.length
-
-    @property
-    def starts(self) -> range:
-        """The first row of each copy."""
-        return range(self.start, self.end, self.length)
-
-
-def rows_of(request: Request, kind: RowKind, num_rows: int) -> PassRows:
-    """Consecutive rows of one request, all for the same."""
-    return PassRows(np.full(num_rows, request.id), np.full(num_rows, kind, np.uint8))
-
-
-def callers(sequences: Iterable[Running]) -> set[int]:
-    """Whose they are."""
-    return {sequence.request.caller for sequence in sequences}
-
-
-def joined(parts: Sequence[PassRows]) -> PassRows:
-    """The rows of a pass, part after part."""
-    return PassRows(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))
-
-
-class BatchDecoder(abc.ABC, Generic[S]):
+class BatchDecoder(Generic[S, C]):
     """Decodes requests, one forward pass at a time, over one KV cache.
 
     Owns the sequences and their KV ranges. `max_rows` is the largest pass; it must not depend on
     any budget, because it decides how rows are divided.
     """
 
-    _can_mask = False  # whether a request's mask is followed
-
-    def __init__(self, kv_cache: KVCache, max_rows: int, reuse: Reuse = Reuse.OFF) -> None:
+    def __init__(
+        self,
+        kind: Kind[Any, S, C],
+        model: Model,
+        kv_cache: KVCache,
+        max_rows: int,
+        reuse: Reuse = Reuse.OFF,
+    ) -> None:
         """reuse: what requests take over of keys and values of those before them."""
+        self._kind = kind
+        self._model = model
         self._kv_cache = kv_cache
         self._kept = KeptSequences(kv_cache, reuse, max_rows)
         self.prompt_share = PromptShare()
@@ -141,14 +73,14 @@ class BatchDecoder(abc.ABC, Generic[S]):
         """Queues a request; it starts when the KV cache has room for its prompt and the answer's
         beginning. Where room runs out later, those that came last pause.
 
-        Raises UnsupportedError for a mask that this decoder does not follow, PlanError for what no
-        range of the KV cache could hold.
+        Raises UnsupportedError for a mask of an answer that is not written in order, PlanError for
+        what no range of the KV cache could hold.
         """
-        if request.mask is not None and not self._can_mask:
+        if request.mask is not None and not self._kind.decoding.writes_in_order:
             raise UnsupportedError(
                 f"Request {request.id} has a mask, and only autoregressive decoding follows one."
             )
-        num_tokens = self._num_tokens(request)
+        num_tokens = self._kind.num_tokens(request)
         if num_tokens > self._kv_cache.max_range_tokens:
             raise PlanError(
                 f"{len(request.prompt)} prompt tokens and {request.max_tokens} new ones "
@@ -160,12 +92,20 @@ class BatchDecoder(abc.ABC, Generic[S]):
             self._num_passes = 0
         self._waiting.append(request)
 
-    @abc.abstractmethod
     def step(self) -> list[Event]:
         """One forward pass: progress of every sequence that took part in it.
 
         If the model raises, nothing but the pass is lost, and `cancel` and `close` work.
         """
+        self._admit()
+        schedule = self._schedule()
+        if not schedule.turns:
+            return []
+        with self.prompt_share.measured(schedule.has_prompts), torch.inference_mode():
+            hidden = self._model.forward(self._batch(schedule))
+            choices = self._kind.choose(self._model, hidden, schedule.turns, self._blame)
+        self._num_passes += schedule.kind is not StepKind.PREFILL
+        return self._settle(schedule.turns, choices)
 
     def cancel(self, request_id: int, is_sound: bool = True) -> bool:
         """Drops a request, between passes, and gives back its room. Whether there was one.
@@ -210,41 +150,40 @@ class BatchDecoder(abc.ABC, Generic[S]):
             self._kept.stored.drain()
         self.forget()
 
-    def _make_batch(self, turns: Sequence[Scheduled[S]], step: Step) -> Batch:
+    def _schedule(self) -> Schedule[S]:
+        """The next pass that there is memory for; while there is not, who came last pauses."""
+        while True:
+            schedule = self._kind.schedule(self._running, self._max_rows, self.prompt_share)
+            turns = schedule.turns
+            if self._see_to_memory((turn.sequence, self._kind.end_tokens(turn)) for turn in turns):
+                return schedule
+
+    def _batch(self, schedule: Schedule[S]) -> Batch:
         """The rows of a pass, turn after turn."""
-        copies = [copy for turn in turns for copy in self._copies(turn)]
+        kind, turns, _ = schedule
+        copies = [copy for turn in turns for copy in self._kind.copies(turn)]
         positions = [np.arange(turn.first, turn.stop) for turn in turns for _ in turn.starts]
+        logit_rows, asked = self._kind.asked(turns)
+        own = turns[0].sequence.num_block_passes if len(self._running) == 1 else None
         return Batch(
             token_ids=torch.from_numpy(np.concatenate([tokens for tokens, _ in copies])),
             positions=torch.from_numpy(np.concatenate(positions)),
             segments=tuple(segment for _, segment in copies),
-            step=step,
+            step=Step(
+                kind,
+                index=self._num_passes if own is None else own,
+                rows=joined([self._kind.pass_rows(turn) for turn in turns]),
+                is_last=kind is not StepKind.PREFILL and self._is_last(turns),
+            ),
+            logit_rows=logit_rows,
+            asked=asked,
         )
-
-    def _copies(self, turn: Scheduled[S]) -> list[tuple[IntArray, Segment]]:
-        """The tokens of each copy of a sequence, and how they see each other."""
-        sequence, first, stop, start, _ = turn
-        segment = Segment(start, turn.end, first, sequence.block_length, sequence.kv)
-        return [(sequence.tokens[first:stop], segment)]
-
-    @abc.abstractmethod
-    def _begin(self, request: Request) -> S:
-        """The sequence of a request, which has no room yet."""
-
-    def _num_tokens(self, request: Request) -> int:
-        """What a request takes of the KV cache at most."""
-        return request.canvas_length
 
     def _is_last(self, turns: Sequence[Scheduled[S]]) -> bool:
         """Whether no pass is expected to follow: all sequences take part, and none goes on."""
         if self._waiting or self._paused or len(turns) < len(self._running):
             return False
         return all(turn.sequence.is_expected_to_end for turn in turns)
-
-    def _room_tokens(self, request: Request, num_known: int) -> int:
-        """The room that a request begins or goes on with when so many of its tokens are known."""
-        first = align_up(num_known + ROOM_TOKENS, request.block_length)
-        return min(self._num_tokens(request), first)
 
     def _admit(self) -> None:
         """Goes on with paused requests and starts waiting ones, each in order, as far as the KV
@@ -254,7 +193,7 @@ class BatchDecoder(abc.ABC, Generic[S]):
         while self._paused:
             sequence = self._paused[0]
             request = sequence.request
-            num_tokens = self._room_tokens(request, sequence.num_known)
+            num_tokens = self._kind.room_tokens(request, sequence.num_known)
             if not self._has_room(num_tokens):
                 return
             known = sequence.tokens[: sequence.num_known].tolist()
@@ -262,11 +201,11 @@ class BatchDecoder(abc.ABC, Generic[S]):
             del self._paused[0]
         for request in list(self._waiting):
             self._taking_part = [request]  # nothing but it fails where there is no memory for it
-            num_tokens = self._room_tokens(request, len(request.prompt))
+            num_tokens = self._kind.room_tokens(request, len(request.prompt))
             if not self._has_room(num_tokens):
                 return
             if not self._kept.is_being_computed(request, self._running):
-                sequence = self._begin(request)
+                sequence = self._kind.begin(request)
                 self._start(sequence, request, num_tokens)
                 sequence.num_resumed = sequence.num_cached
                 self._waiting.remove(request)
@@ -283,9 +222,9 @@ class BatchDecoder(abc.ABC, Generic[S]):
         if not self._running and self._kv_cache.is_unused:
             return True  # there is nothing to wait for: let `allocate` say so
         num_growing = sum(
-            min(ROOM_TOKENS, self._num_tokens(sequence.request) - sequence.kv.capacity)
+            min(ROOM_TOKENS, self._kind.num_tokens(sequence.request) - sequence.kv.capacity)
             for sequence in self._running
-            if self._num_tokens(sequence.request) > sequence.kv.capacity
+            if self._kind.num_tokens(sequence.request) > sequence.kv.capacity
         )
         is_free = num_tokens + num_growing <= self._kv_cache.num_free_tokens
         return is_free and self._kv_cache.can_allocate(num_tokens)
@@ -318,7 +257,7 @@ class BatchDecoder(abc.ABC, Generic[S]):
         """Sees to a sequence's room, and the memory behind it. Raises PageError for one that is
         alone.
         """
-        most = self._num_tokens(sequence.request)
+        most = self._kind.num_tokens(sequence.request)
         wanted = (min(most, stop + ROOM_TOKENS), stop)  # and for what follows, if there is as much
         try:
             if stop > sequence.kv.capacity and not any(
@@ -339,29 +278,36 @@ class BatchDecoder(abc.ABC, Generic[S]):
         self._running.remove(sequence)
         self._kept.end(sequence)
         sequence.num_cached = sequence.num_exact = 0
+        self._kind.paused(sequence)
         self._paused.append(sequence)
         self._paused.sort(key=lambda paused: paused.request.id)
 
-    @contextmanager
-    def _choosing_for(self, sequence: S) -> Iterator[None]:
-        """Around a choice from one sequence's logits: where those are no numbers, the pass has
-        failed for that sequence alone.
-        """
-        try:
-            yield
-        except NumericError:
-            self._blame([sequence])
-            raise
-
-    def _blame(self, sequences: Iterable[S]) -> None:
+    def _blame(self, sequences: Iterable[Running]) -> None:
         """The pass under way has failed for these alone."""
         self._taking_part = [sequence.request for sequence in sequences]
 
-    def _settle(self, served: Iterable[S]) -> None:
-        """Frees those of `served` that are finished; the others go behind those not served."""
-        for sequence in served:
+    def _settle(self, turns: Sequence[Scheduled[S]], choices: Sequence[C | None]) -> list[Event]:
+        """Has the sequences of a pass go on. What is finished gives its room back; who wrote goes
+        behind all others, and a prompt in progress keeps its place, so that prompts are finished
+        one after the other.
+        """
+        if len(turns) == 1 and turns[0].is_final:
+            self._kept.note_pass(turns[0].sequence, turns[0].first, turns[0].stop)
+        events: list[Event] = []
+        for turn, choice in zip(turns, choices, strict=True):
+            events += self._kind.written(turn, choice)
+        for turn, choice in zip(turns, choices, strict=True):
+            if choice is None:
+                continue
+            sequence = turn.sequence
             self._running.remove(sequence)
             if sequence.is_finished:
                 self._kept.end(sequence)
             else:
                 self._running.append(sequence)
+        return events
+
+
+def joined(parts: Sequence[PassRows]) -> PassRows:
+    """The rows of a pass, part after part."""
+    return PassRows(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))

@@ -10,107 +10,88 @@ step, share a pass.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
-import torch
 from torch import Tensor
 
-from lowtide.core import Reuse, Step, StepKind
-from lowtide.decode.batch_decoder import BatchDecoder, Model, Scheduled, callers, joined
+from lowtide.config import Blocks, ModelConfig
+from lowtide.core import BoolArray, IntArray, PassRows, StepKind
 from lowtide.decode.block_sequence import BlockPrediction, BlockSequence
-from lowtide.decode.logits import tiled_logits
+from lowtide.decode.forced import ForcedText, OnLogits, whole_rows
+from lowtide.decode.kind import Blame, Kind, Schedule, Scheduled, UsualPass, callers
+from lowtide.decode.logits import Model, tiled_logits
+from lowtide.decode.masked_options import with_early_stop
+from lowtide.decode.prompt_share import PromptShare
 from lowtide.decode.request import Event, Request
-from lowtide.layers.batch import Batch
-from lowtide.memory.kv_cache import KVCache
+from lowtide.decode.sampling import ArgMax, tell_if_never_drawn
+from lowtide.errors import NumericError, UnsupportedError
+from lowtide.params import AUTOREGRESSIVE_ONLY, DiffusionParams, SamplingParams
+
+_WITHOUT_RULE = ("eps", "alg_temp", "factor")
+"""Fields of bidirectional models' rules, which block diffusion does not have."""
+
+_DEFAULTED = ("block_length", "steps", "threshold", "edit_threshold", "max_post_steps")
 
 
-class BlockDiffusion(BatchDecoder[BlockSequence]):
-    """Decodes requests, one forward pass at a time, over one model and one KV cache.
+class BlockDiffusion(Kind[Blocks, BlockSequence, BlockPrediction]):
+    """Blocks one after the other."""
 
-    With `use_kv_cache=False` everything is computed again for every pass: a slow reference.
-    """
+    absent_fields = frozenset({*AUTOREGRESSIVE_ONLY, *_WITHOUT_RULE, "cfg_scale", "remasking"})
 
-    def __init__(
-        self,
-        model: Model,
-        kv_cache: KVCache,
-        mask_token_id: int,
-        max_rows: int,
-        use_kv_cache: bool = True,
-        reuse: Reuse = Reuse.OFF,
-    ) -> None:
-        super().__init__(kv_cache, max_rows, reuse)
-        self._model = model
-        self._mask_token_id = mask_token_id
-        self._use_kv_cache = use_kv_cache
+    def resolved(self, asked: SamplingParams, config: ModelConfig) -> SamplingParams:
+        tell_if_never_drawn(asked)
+        _check_options(asked.diffusion)
+        names = [name for name in _DEFAULTED if getattr(asked.diffusion, name) is None]
+        unset = {name: getattr(self.decoding.defaults, name) for name in names}
+        return with_early_stop(replace(asked, diffusion=replace(asked.diffusion, **unset)))
 
-    def step(self) -> list[Event]:
-        self._admit()
-        kind, turns = self._next_pass()
-        while not self._see_to_memory((turn.sequence, turn.stop) for turn in turns):
-            kind, turns = self._next_pass()
-        if not turns:
-            return []
-        is_prefill = kind is StepKind.PREFILL
-        with self.prompt_share.measured(is_prefill), torch.inference_mode():
-            hidden = self._model.forward(self._batch(kind, turns))
-            if is_prefill:
-                if len(turns) == 1:
-                    self._kept.note_pass(turns[0].sequence, turns[0].first, turns[0].stop)
-                return [turn.sequence.prefilled(turn.stop) for turn in turns]
-            predictions = self._predict(hidden, turns)
-        self._num_passes += 1
-        events: list[Event] = []
-        for turn, prediction in zip(turns, predictions, strict=True):
-            events += turn.sequence.denoised(prediction, self._use_kv_cache)
-        self._settle(turn.sequence for turn in turns)
-        return events
+    def usual_pass(self, context: int) -> UsualPass:
+        num_rows, defaults = self.decoding.block_length, self.decoding.defaults
+        num_tokens = max(1.0, num_rows / defaults.steps)
+        return UsualPass(num_rows, num_tokens, may_write_more=defaults.threshold is not None)
 
-    def _begin(self, request: Request) -> BlockSequence:
-        return BlockSequence(request, self._mask_token_id)
+    def begin(self, request: Request) -> BlockSequence:
+        return BlockSequence(request, self.mask_token_id)
 
-    def _next_pass(self) -> tuple[StepKind, list[Scheduled[BlockSequence]]]:
-        """Who takes part in the next pass, with which positions; at most `max_rows` in all.
-
-        Sequences with more to feed than a pass holds come first, with whole blocks that are final,
-        but where another caller's answers have to have their share of the time.
+    def schedule(
+        self, running: Sequence[BlockSequence], max_rows: int, share: PromptShare
+    ) -> Schedule[BlockSequence]:
+        """Sequences with more to feed than a pass holds come first, with whole blocks that are
+        final, but where another caller's answers have to have their share of the time.
         """
-        prompts = [sequence for sequence in self._running if sequence.num_rows > self._max_rows]
-        answers = [sequence for sequence in self._running if sequence.num_rows <= self._max_rows]
+        prompts = [sequence for sequence in running if sequence.num_rows > max_rows]
+        answers = [sequence for sequence in running if sequence.num_rows <= max_rows]
         turns: list[Scheduled[BlockSequence]] = []
-        num_free = self._max_rows
-        if not self.prompt_share.holds_back(callers(prompts), callers(answers)):
+        num_free = max_rows
+        if not share.holds_back(callers(prompts), callers(answers)):
             for sequence in prompts:
                 length = sequence.request.block_length
                 num_blocks = min(sequence.num_rows - length, num_free) // length
                 if num_blocks:
-                    turns.append(self._turn(sequence, num_blocks * length, num_free))
+                    turns.append(_turn(sequence, num_blocks * length, max_rows - num_free))
                     num_free -= num_blocks * length
         if turns:
-            return StepKind.PREFILL, turns
+            return Schedule(StepKind.PREFILL, turns, has_prompts=True)
         for sequence in answers:
             if sequence.num_rows <= num_free:
-                turns.append(self._turn(sequence, sequence.num_rows, num_free))
+                turns.append(_turn(sequence, sequence.num_rows, max_rows - num_free))
                 num_free -= sequence.num_rows
-        return StepKind.DENOISE, turns
+        return Schedule(StepKind.DENOISE, turns)
 
-    def _turn(
-        self, sequence: BlockSequence, num_rows: int, num_free: int
-    ) -> Scheduled[BlockSequence]:
-        first = sequence.num_cached
-        return Scheduled(sequence, first, first + num_rows, self._max_rows - num_free)
+    def pass_rows(self, turn: Scheduled[BlockSequence]) -> PassRows:
+        return turn.sequence.pass_rows(turn.first, turn.stop)
 
-    def _batch(self, kind: StepKind, turns: Sequence[Scheduled[BlockSequence]]) -> Batch:
-        is_alone = len(self._running) == 1
-        index = turns[0].sequence.num_block_passes if is_alone else self._num_passes
-        rows = joined([turn.sequence.pass_rows(turn.first, turn.stop) for turn in turns])
-        is_last = kind is StepKind.DENOISE and self._is_last(turns)
-        return self._make_batch(turns, Step(kind, index, rows, is_last))
-
-    def _predict(
-        self, hidden: Tensor, turns: Sequence[Scheduled[BlockSequence]]
-    ) -> list[BlockPrediction]:
+    def choose(
+        self,
+        model: Model,
+        hidden: Tensor,
+        turns: Sequence[Scheduled[BlockSequence]],
+        blame: Blame,
+    ) -> list[BlockPrediction | None]:
         """What the model would write in each turn's block, logits computed tile by tile."""
+        if turns[0].is_final:  # all are: a prefill
+            return [None] * len(turns)
         predictions, rows, needs_logits, starts = [], [], [], [0]
         for sequence, first, _, start, _ in turns:
             wanted = sequence.wanted_positions()
@@ -119,13 +100,111 @@ class BlockDiffusion(BatchDecoder[BlockSequence]):
             starts.append(starts[-1] + len(wanted))
             predictions.append(BlockPrediction.empty(sequence.request.block_length, wanted))
         for tile, logits in tiled_logits(
-            self._model, hidden, np.concatenate(rows), np.concatenate(needs_logits)
+            model, hidden, np.concatenate(rows), np.concatenate(needs_logits)
         ):
             for turn, prediction, start in zip(turns, predictions, starts, strict=False):
                 low = max(start, tile.start)
                 high = min(start + len(prediction.positions), tile.stop)
                 if low < high:
                     part = logits[low - tile.start : high - tile.start]
-                    with self._choosing_for(turn.sequence):
+                    try:
                         turn.sequence.choose(part, prediction, slice(low - start, high - start))
-        return predictions
+                    except NumericError:
+                        blame([turn.sequence])
+                        raise
+        return [*predictions]
+
+    def written(
+        self, turn: Scheduled[BlockSequence], choice: BlockPrediction | None
+    ) -> list[Event]:
+        if choice is None:
+            return turn.sequence.prefilled(turn.stop)
+        return turn.sequence.denoised(choice, self.use_kv_cache)
+
+    def forced(self, text: ForcedText, on_logits: OnLogits) -> BlockDiffusion:
+        return _Forced(text, on_logits, self)
+
+
+def _turn(sequence: BlockSequence, num_rows: int, start: int) -> Scheduled[BlockSequence]:
+    first = sequence.num_cached
+    return Scheduled(sequence, first, first + num_rows, start)
+
+
+def _check_options(asked: DiffusionParams) -> None:
+    """Raises UnsupportedError for what block diffusion does not have, by name."""
+    if asked.cfg_scale:
+        raise UnsupportedError(
+            f"cfg_scale {asked.cfg_scale}: block diffusion models decode without guidance."
+        )
+    if asked.remasking not in (None, "low_confidence"):
+        raise UnsupportedError(
+            f"remasking {asked.remasking!r} is for bidirectional models; block diffusion models "
+            "decode by low_confidence."
+        )
+    for name in _WITHOUT_RULE:
+        if getattr(asked, name) is not None:
+            raise UnsupportedError(
+                f"{name}: block diffusion models have no rule that it is for; leave it out."
+            )
+
+
+class _Forced(BlockDiffusion):
+    """Reads one text."""
+
+    def __init__(self, text: ForcedText, on_logits: OnLogits, kind: BlockDiffusion) -> None:
+        super().__init__(kind.decoding, kind.use_kv_cache, kind.cache_mode)
+        self._text, self._on_logits = text, on_logits
+
+    def begin(self, request: Request) -> BlockSequence:
+        return _ForcedSequence(self._text, self._on_logits, request, self.mask_token_id)
+
+
+class _ForcedSequence(BlockSequence):
+    """A text, block by block. What is behind its end in the last block stays masked."""
+
+    def __init__(
+        self, text: ForcedText, on_logits: OnLogits, request: Request, mask_token_id: int
+    ) -> None:
+        super().__init__(request, mask_token_id)
+        self._text, self._on_logits = text, on_logits
+        self._hide()
+
+    @property
+    def needs_logits(self) -> bool:
+        return True
+
+    @property
+    def is_expected_to_end(self) -> bool:
+        is_last_mask = self._num_steps + 1 == len(self._text.masks)
+        return is_last_mask and self._block_end == len(self.tokens)
+
+    def wanted_positions(self) -> IntArray:
+        masked = super().wanted_positions()
+        return masked[masked < len(self._text.token_ids)]
+
+    def choose(self, logits: Tensor | ArgMax, prediction: BlockPrediction, part: slice) -> None:
+        self._on_logits(self._num_steps, prediction.positions[part], whole_rows(logits))
+
+    def denoised(self, prediction: BlockPrediction, use_kv_cache: bool) -> list[Event]:
+        self._num_forwards += 1
+        self._num_steps += 1
+        self.num_cached = self._block_start if use_kv_cache else 0
+        if self._num_steps < len(self._text.masks):
+            self._hide()
+            return []
+        self._num_steps = 0
+        self._show(np.zeros(len(self._text.token_ids), np.bool_))
+        events = self._finish_block(is_answered=False)
+        if not self.is_finished:
+            self._hide()
+        return events
+
+    def _hide(self) -> None:
+        self._show(self._text.masks[self._num_steps])
+
+    def _show(self, mask: BoolArray) -> None:
+        """The active block, but for what `mask` hides of it."""
+        block = slice(self._block_start, min(self._block_end, len(self._text.token_ids)))
+        given = np.asarray(self._text.token_ids[block], np.int64)
+        self.tokens[block] = np.where(mask[block], self._mask_token_id, given)
+        self._is_masked[block] = mask[block]

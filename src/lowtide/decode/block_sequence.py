@@ -12,7 +12,7 @@ import numpy as np
 from torch import Tensor
 
 from lowtide.core import BoolArray, IntArray, PassRows, RowKind
-from lowtide.decode.canvas import Canvas
+from lowtide.decode.draft_sequence import DraftSequence
 from lowtide.decode.request import Event, Prefill, Request
 from lowtide.decode.sampling import ArgMax, FloatArray, Sampling, choose_tokens
 from lowtide.decode.unmask import choose_edits, choose_fills, num_scheduled
@@ -31,7 +31,7 @@ class BlockPrediction(NamedTuple):
         return cls(positions, np.zeros(block_length, np.int64), zeros)
 
 
-class BlockSequence(Canvas):
+class BlockSequence(DraftSequence):
     """One running request: its tokens, its active block, and how much of it is cached.
 
     Positions before `num_cached` have keys and values of their final tokens; the block at
@@ -106,10 +106,10 @@ class BlockSequence(Canvas):
         block_positions = positions - self._block_start
         prediction.candidates[block_positions], prediction.confidence[block_positions] = chosen
 
-    def prefilled(self, stop: int) -> Event:
+    def prefilled(self, stop: int) -> list[Event]:
         """After a pass over final tokens up to position `stop`."""
         self.num_cached = stop
-        return Prefill(self.request.id, stop, self._block_start)
+        return [Prefill(self.request.id, stop, self._block_start)]
 
     def denoised(self, prediction: BlockPrediction, use_kv_cache: bool) -> list[Event]:
         """After a denoising pass: writes what the rules choose, moves on where they say so."""

@@ -39,6 +39,7 @@ class CausalSequence:
     """
 
     block_length = 1
+    num_block_passes = None
     is_expected_to_end = False  # it may go on after any token
 
     def __init__(self, request: Request) -> None:

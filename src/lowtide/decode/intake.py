@@ -10,41 +10,27 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 
-from lowtide.config import Blocks, Canvas, ModelConfig
+from lowtide.config import ModelConfig
 from lowtide.core import align_up
-from lowtide.decode import masked_options
+from lowtide.decode.kind import Kind
 from lowtide.decode.prompts import Messages, Prompt, TokenIds, is_chat, one_text_of_ids
 from lowtide.decode.request import Request
-from lowtide.errors import PlanError, UnsupportedError, UsageError
-from lowtide.memory.kv_cache import GRANULE_TOKENS
+from lowtide.errors import PlanError, UsageError
 from lowtide.model_folder.tokenizer import NO_TOKENIZER, Tokenizer
 from lowtide.params import (
-    AUTOREGRESSIVE_ONLY,
     MAX_SEED,
     DiffusionParams,
     SamplingParams,
     check_kind,
     field_names,
     listed_params,
-    with_published,
 )
 
 _log = logging.getLogger(__name__)
-
-_WITHOUT_RULE = ("eps", "alg_temp", "factor")
-"""Fields of bidirectional models' rules, which block diffusion does not have."""
-
-_DEFAULTED = (
-    "block_length",
-    "steps",
-    "threshold",
-    "edit_threshold",
-    "max_post_steps",
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +39,7 @@ class Intake:
 
     config: ModelConfig
     tokenizer: Tokenizer | None
+    kind: Kind[Any, Any, Any]  # what the model's decoding does
     context: int  # tokens that room was asked for
     max_block_length: int
     seed: int = 0
@@ -194,32 +181,14 @@ class Intake:
         """How many tokens the context, or the model's positions, leave for an answer to so long a
         prompt; 0 or less where it is too long itself.
         """
-        params = asked.diffusion
-        block_length = params.block_length or self.config.decoding.block_length
-        if self.config.decoding.keeps_keys:
-            canvas = align_up(self.context, block_length)
-            return min(canvas, self.config.max_positions) - num_prompt
-        num_copies = 2 if params.cfg_scale else 1  # see `_check_room`
-        granules = align_up(self.context, GRANULE_TOKENS) // GRANULE_TOKENS // num_copies
-        room = min(self.context, granules * GRANULE_TOKENS) - num_prompt
-        return room - room % (params.block_length or 1)
+        return self.kind.max_new_tokens(
+            num_prompt, asked.diffusion, self.context, self.config.max_positions
+        )
 
     def _check_room(self, num_prompt: int, params: SamplingParams) -> None:
-        """See `check_fits`; guidance takes the room of a second sequence."""
-        if self.config.decoding.keeps_keys:
-            self.check_fits(num_prompt, params.most_tokens, params.diffusion.block_length or 1)
-            return
-        self.check_fits(num_prompt, params.most_tokens, 1)
-        num_tokens = num_prompt + params.most_tokens
-        if params.diffusion.cfg_scale and 2 * align_up(num_tokens, GRANULE_TOKENS) > align_up(
-            self.context, GRANULE_TOKENS
-        ):
-            raise PlanError(
-                f"{num_prompt} prompt tokens and {params.most_tokens} new ones are computed twice "
-                f"for guidance, and the context is {self.context}; raise it to "
-                f"{2 * align_up(num_tokens, GRANULE_TOKENS)}, lower max_tokens or leave cfg_scale "
-                "out."
-            )
+        """Raises PlanError where an answer does not fit."""
+        self.check_fits(num_prompt, params.most_tokens, self.kind.room_unit(params.diffusion))
+        self.kind.check_room(num_prompt, params, self.context)
 
     def in_force(self, asked: SamplingParams) -> SamplingParams:
         """`asked` with the values that hold for this model where nothing was asked, but for the
@@ -233,15 +202,8 @@ class Intake:
     def answer_fields(self) -> tuple[str, ...]:
         """Names of the parameters that an answer of this model has; some belong to one rule."""
         own = [name for name in field_names(SamplingParams) if name != "diffusion"]
-        if self.config.decoding.writes_in_order:
-            return tuple(own)
-        absent = {*AUTOREGRESSIVE_ONLY}
-        if not self.config.decoding.keeps_keys:
-            absent |= {*masked_options.FOR_REWRITING}
-        else:
-            absent |= {*_WITHOUT_RULE, "cfg_scale", "remasking"}
         named = [*own, *field_names(DiffusionParams)]
-        return tuple(name for name in named if name not in absent)
+        return tuple(name for name in named if name not in self.kind.absent_fields)
 
     def _resolved(self, params: SamplingParams) -> SamplingParams:
         """`params` with the family's published defaults where nothing was asked."""
@@ -251,24 +213,11 @@ class Intake:
                 "eos_early_stop ends an answer at its end-of-text token and ignore_eos goes on "
                 "after it: leave one of them out."
             )
-        decoding, asked = self.config.decoding, params.diffusion
-        if decoding.writes_in_order:
-            params = with_published(params, self.config.sampling)
-        if not isinstance(decoding, Canvas) or not decoding.is_measured_as_drawn:
-            _tell_if_never_drawn(params)
-        if isinstance(decoding, Canvas):
-            resolved = masked_options.resolve(
-                asked, decoding.defaults, params.most_tokens, self.config.architecture
-            )
-            return _with_early_stop(replace(params, diffusion=resolved))
-        if not isinstance(decoding, Blocks):
-            return params
-        defaults = decoding.defaults
-        _check_block_options(asked)
-        unset = {n: getattr(defaults, n) for n in _DEFAULTED if getattr(asked, n) is None}
-        diffusion = replace(asked, **unset)
-        self.check_block_length(cast(int, diffusion.block_length))
-        return _with_early_stop(replace(params, diffusion=diffusion))
+        resolved = self.kind.resolved(params, self.config)
+        block_length = resolved.diffusion.block_length
+        if block_length is not None and self.config.decoding.keeps_keys:
+            self.check_block_length(block_length)  # blocks that a pass is made of
+        return resolved
 
     def token_ids(
         self,
@@ -318,35 +267,6 @@ class Intake:
         return self.tokenizer
 
 
-def _with_early_stop(params: SamplingParams) -> SamplingParams:
-    """`params` with `eos_early_stop` where it was left open: passes behind the end token are saved
-    where they could not change the answer, which editing can.
-    """
-    diffusion = params.diffusion
-    if diffusion.eos_early_stop is not None:
-        return params
-    is_early = not (params.ignore_eos or diffusion.can_edit)
-    return replace(params, diffusion=replace(diffusion, eos_early_stop=is_early))
-
-
-def _tell_if_never_drawn(params: SamplingParams) -> None:
-    """Filters at temperature 0, where no token is drawn, are said to have no effect."""
-    off = {"top_k": 0, "top_p": 1, "min_p": 0}
-    given = {name: getattr(params, name) for name in off}
-    filters = ", ".join(f"{n} {value}" for n, value in given.items() if value not in (None, off[n]))
-    if filters and not params.temperature:
-        _warn_of_no_draws(filters)
-
-
-@cache  # once, however many answers are asked for
-def _warn_of_no_draws(filters: str) -> None:
-    _log.warning(
-        "%s: no effect at temperature 0, which always takes the likeliest token; give a "
-        "temperature above 0 to draw.",
-        filters,
-    )
-
-
 def sample_seed(seed: int, sample: int) -> int:
     """The seed of one answer of several to a prompt that draws with `seed`: the first has that."""
     if not sample:
@@ -363,21 +283,3 @@ def _warn_beyond(architecture: str, max_positions: int) -> None:
         architecture,
         max_positions,
     )
-
-
-def _check_block_options(asked: DiffusionParams) -> None:
-    """Raises UnsupportedError for what block diffusion does not have, by name."""
-    if asked.cfg_scale:
-        raise UnsupportedError(
-            f"cfg_scale {asked.cfg_scale}: block diffusion models decode without guidance."
-        )
-    if asked.remasking not in (None, "low_confidence"):
-        raise UnsupportedError(
-            f"remasking {asked.remasking!r} is for bidirectional models; block diffusion models "
-            "decode by low_confidence."
-        )
-    for name in _WITHOUT_RULE:
-        if getattr(asked, name) is not None:
-            raise UnsupportedError(
-                f"{name}: block diffusion models have no rule that it is for; leave it out."
-            )

@@ -61,6 +61,11 @@ class Running(Protocol):
     @property
     def is_expected_to_end(self) -> bool: ...
 
+    @property
+    def num_block_passes(self) -> int | None:
+        """Passes over its active block so far; None where there are no blocks."""
+        ...
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KeptSequence:

@@ -9,20 +9,53 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import pairwise
+from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from lowtide.core import BoolArray, IntArray
-from lowtide.decode.batch_decoder import LOGIT_ROWS, Model
 from lowtide.decode.sampling import ArgMax, find_arg_max
+from lowtide.kernels.row_statistics import Guidance, RowStatistics, Wanted
+from lowtide.layers.batch import Batch
 from lowtide.memory.pinned_copies import to_device, wait_for
 from lowtide.memory.workspace import tiles
+
+LOGIT_ROWS = 32
+"""Rows whose logits exist at a time (and up to 15 more, see `tiles`)."""
 
 ROW_MULTIPLE = 4
 """Logits are computed for such multiples of rows, the last row repeated, where the row counts in
 between may change the last bit of a product: a row's logits could depend on its neighbours."""
+
+
+class Model(Protocol):
+    """What decoding asks of a model."""
+
+    def forward(self, batch: Batch) -> Tensor:
+        """Hidden states [rows, hidden], valid until the next `forward`; keys and values of all
+        rows are written to their sequences' ranges.
+        """
+        ...
+
+    def mixes_rows(self, hidden: Tensor) -> bool:
+        """Whether a row's logits may have other bits among so many, hidden [n, hidden], than among
+        the next multiple of `ROW_MULTIPLE`.
+        """
+        ...
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Float32 logits [n, vocab] of hidden states [n, hidden], valid until the next call and
+        the caller's to overwrite.
+        """
+        ...
+
+    def row_statistics(
+        self, hidden: Tensor, rows: Tensor, wanted: Wanted, guidance: Guidance | None = None
+    ) -> RowStatistics:
+        """Statistics of the logits of hidden[rows], rows [n] int64; valid until the next call."""
+        ...
 
 
 def rows_that_predict(positions: IntArray, logits_shift: int) -> IntArray:

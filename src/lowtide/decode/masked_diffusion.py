@@ -9,126 +9,143 @@ each at its own step, share a pass.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 import numpy as np
-import torch
 from torch import Tensor
 
-from lowtide.core import CacheMode, IntArray, RowKind, Step, StepKind, align_up
-from lowtide.decode.batch_decoder import BatchDecoder, Scheduled, joined, rows_of
-from lowtide.decode.candidates import Candidates
-from lowtide.decode.logits import rows_that_predict
+from lowtide.config import Canvas, ModelConfig
+from lowtide.core import (
+    CacheMode,
+    IntArray,
+    PassRows,
+    RowKind,
+    StepKind,
+    align_up,
+)
+from lowtide.decode import masked_options
+from lowtide.decode.candidates import Candidates, Reading
+from lowtide.decode.forced import ForcedText, OnLogits
+from lowtide.decode.kind import Blame, Kind, Schedule, Scheduled, UsualPass
+from lowtide.decode.logits import Model, rows_that_predict
 from lowtide.decode.masked_sequence import MaskedSequence
+from lowtide.decode.prompt_share import PromptShare
 from lowtide.decode.request import Event, Request
-from lowtide.decode.row_reading import RowModel, Rows, read_logits, read_statistics
+from lowtide.decode.row_reading import Rows, read_logits, read_statistics
+from lowtide.decode.sampling import Sampling, tell_if_never_drawn
+from lowtide.errors import NumericError, PlanError
 from lowtide.kernels.row_statistics import Wanted
-from lowtide.layers.batch import Batch, Segment
+from lowtide.layers.batch import Segment
 from lowtide.memory.chunking import LogitNeeds, bucket
-from lowtide.memory.kv_cache import GRANULE_TOKENS, KVCache
+from lowtide.memory.kv_cache import GRANULE_TOKENS
+from lowtide.params import (
+    AUTOREGRESSIVE_ONLY,
+    DEFAULT_CANVAS_TOKENS,
+    DiffusionParams,
+    SamplingParams,
+)
 
 
-class MaskedDiffusion(BatchDecoder[MaskedSequence]):
-    """Decodes requests, one forward pass at a time, over one bidirectional model.
+class MaskedDiffusion(Kind[Canvas, MaskedSequence, Candidates]):
+    """An answer of masks over a bidirectional model.
 
-    In exact mode its KV cache holds what a layer needs of a pass and nothing longer; in others it
-    has room for all layers. logits_shift: see `logits.rows_that_predict`. is_measured_as_drawn: see
-    `candidates.Reading`.
+    In exact mode the KV cache holds what a layer needs of a pass and nothing longer; in others it
+    has room for all layers.
     """
 
-    def __init__(
-        self,
-        model: RowModel,
-        kv_cache: KVCache,
-        mask_token_id: int,
-        max_rows: int,
-        *,
-        logits_shift: int = 0,
-        is_measured_as_drawn: bool = False,
-        cache_mode: CacheMode = CacheMode.EXACT,
-    ) -> None:
-        super().__init__(kv_cache, max_rows)
-        self._model = model
-        self._mask_token_id = mask_token_id
-        self._logits_shift = logits_shift
-        self._is_measured_as_drawn = is_measured_as_drawn
-        self._cache_mode = cache_mode
+    absent_fields = frozenset({*AUTOREGRESSIVE_ONLY, *masked_options.FOR_REWRITING})
 
-    def step(self) -> list[Event]:
-        self._admit()
-        turns = self._next_pass()
-        while not self._see_to_memory((turn.sequence, turn.sequence.kv.capacity) for turn in turns):
-            turns = self._next_pass()
-        if not turns:
-            return []
-        with torch.inference_mode():
-            hidden = self._model.forward(self._batch(turns))
-            candidates = self._read(hidden, turns)
-        if self._cache_mode is not CacheMode.EXACT:  # what it has of them is wanted again
-            for turn in turns:
-                turn.sequence.kv.num_written = turn.sequence.kv.capacity
-        self._num_passes += 1
-        events: list[Event] = []
-        for turn, found in zip(turns, candidates, strict=True):
-            events += turn.sequence.denoised(found)
-        self._settle(turn.sequence for turn in turns)
-        return events
+    def resolved(self, asked: SamplingParams, config: ModelConfig) -> SamplingParams:
+        if not self.decoding.is_measured_as_drawn:
+            tell_if_never_drawn(asked)
+        diffusion = masked_options.resolve(
+            asked.diffusion, self.decoding.defaults, asked.most_tokens, config.architecture
+        )
+        return masked_options.with_early_stop(replace(asked, diffusion=diffusion))
 
-    def _num_tokens(self, request: Request) -> int:
-        return _num_copies(request) * align_up(_length(request), GRANULE_TOKENS)
+    def room_unit(self, diffusion: DiffusionParams) -> int:
+        return 1  # the last block may be shorter
 
-    def _room_tokens(self, request: Request, num_known: int) -> int:
-        return self._num_tokens(request)  # its first pass is over all of it
+    def max_new_tokens(
+        self, num_prompt: int, diffusion: DiffusionParams, context: int, max_positions: int
+    ) -> int:
+        granules = align_up(context, GRANULE_TOKENS) // GRANULE_TOKENS // _num_copies(diffusion)
+        room = min(context, granules * GRANULE_TOKENS) - num_prompt
+        return room - room % (diffusion.block_length or 1)
 
-    def _begin(self, request: Request) -> MaskedSequence:
-        return MaskedSequence(request, self._mask_token_id, self._is_measured_as_drawn)
+    def check_room(self, num_prompt: int, params: SamplingParams, context: int) -> None:
+        """Guidance takes the room of a second sequence."""
+        needed = 2 * align_up(num_prompt + params.most_tokens, GRANULE_TOKENS)
+        if params.diffusion.cfg_scale and needed > align_up(context, GRANULE_TOKENS):
+            raise PlanError(
+                f"{num_prompt} prompt tokens and {params.most_tokens} new ones are computed twice "
+                f"for guidance, and the context is {context}; raise it to {needed}, lower "
+                "max_tokens or leave cfg_scale out."
+            )
 
-    def _pause(self, sequence: MaskedSequence) -> None:
-        super()._pause(sequence)
-        if self._cache_mode is not CacheMode.EXACT:
+    def logit_needs(self, diffusion: DiffusionParams) -> LogitNeeds:
+        rule = diffusion.remasking or self.decoding.defaults.remasking
+        is_guided = bool(diffusion.cfg_scale)
+        return LogitNeeds(rule == "topk_margin", rule == "entropy", is_guided)
+
+    def usual_pass(self, context: int) -> UsualPass:
+        num_new = min(DEFAULT_CANVAS_TOKENS, context)
+        params = masked_options.resolve(DiffusionParams(), self.decoding.defaults, num_new, "")
+        num_tokens = 1.0 if params.steps is None else max(1.0, num_new / params.steps)
+        is_whole = self.cache_mode is CacheMode.EXACT
+        return UsualPass(context if is_whole else params.block_length or num_new, num_tokens)
+
+    def num_tokens(self, request: Request) -> int:
+        length = len(request.prompt) + request.max_tokens
+        return _num_copies(request.params.diffusion) * align_up(length, GRANULE_TOKENS)
+
+    def room_tokens(self, request: Request, num_known: int) -> int:
+        return self.num_tokens(request)  # its first pass is over all of it
+
+    def begin(self, request: Request) -> MaskedSequence:
+        return MaskedSequence(request, self.mask_token_id, self.decoding.is_measured_as_drawn)
+
+    def paused(self, sequence: MaskedSequence) -> None:
+        if self.cache_mode is not CacheMode.EXACT:
             sequence.restart_block()
 
-    def _next_pass(self) -> list[Scheduled[MaskedSequence]]:
-        """Who takes part in the next pass, with which positions; at most `max_rows` rows in all."""
+    def schedule(
+        self, running: Sequence[MaskedSequence], max_rows: int, share: PromptShare
+    ) -> Schedule[MaskedSequence]:
         turns: list[Scheduled[MaskedSequence]] = []
         num_rows = 0
-        for sequence in self._running:
+        for sequence in running:
             first, stop = self._fed(sequence)
-            length, num_copies = stop - first, _num_copies(sequence.request)
-            if num_rows + num_copies * length <= self._max_rows:
+            length, num_copies = stop - first, _num_copies(sequence.request.params.diffusion)
+            if num_rows + num_copies * length <= max_rows:
                 turns.append(Scheduled(sequence, first, stop, num_rows, num_copies))
                 num_rows += num_copies * length
-        return turns
+        return Schedule(StepKind.DENOISE, turns)
+
+    def end_tokens(self, turn: Scheduled[MaskedSequence]) -> int:
+        return turn.sequence.kv.capacity
 
     def _fed(self, sequence: MaskedSequence) -> tuple[int, int]:
         """The first position of a sequence that its next pass computes, and that behind the last;
         of all others it finds keys and values as the block's first pass left them.
         """
         length, block = len(sequence.tokens), sequence.active_block
-        if self._cache_mode is CacheMode.EXACT or not sequence.num_block_passes:
+        if self.cache_mode is CacheMode.EXACT or not sequence.num_block_passes:
             return 0, length
         # From the hidden state that gives the block's first logits on.
-        first = max(0, block.start - self._logits_shift)
-        return first, block.stop if self._cache_mode is CacheMode.DUAL else length
+        first = max(0, block.start - self.decoding.logits_shift)
+        return first, block.stop if self.cache_mode is CacheMode.DUAL else length
 
-    def _kind(self, turn: Scheduled[MaskedSequence]) -> RowKind:
+    def pass_rows(self, turn: Scheduled[MaskedSequence]) -> PassRows:
         """Keys and values of a block's first pass are kept for those after it."""
-        is_kept = self._cache_mode is not CacheMode.EXACT and not turn.sequence.num_block_passes
-        return RowKind.COMMIT if is_kept else RowKind.DRAFT
+        is_kept = self.cache_mode is not CacheMode.EXACT and not turn.sequence.num_block_passes
+        kind, num_rows = RowKind.COMMIT if is_kept else RowKind.DRAFT, turn.end - turn.start
+        ids = np.full(num_rows, turn.sequence.request.id)
+        return PassRows(ids, np.full(num_rows, kind, np.uint8))
 
-    def _batch(self, turns: Sequence[Scheduled[MaskedSequence]]) -> Batch:
-        is_alone = len(self._running) == 1
-        index = turns[0].sequence.num_block_passes if is_alone else self._num_passes
-        rows = [
-            rows_of(turn.sequence.request, self._kind(turn), turn.end - turn.start)
-            for turn in turns
-        ]
-        step = Step(StepKind.DENOISE, index, joined(rows), self._is_last(turns))
-        logit_rows, asked = _asked(turns)
-        return replace(self._make_batch(turns, step), logit_rows=logit_rows, asked=asked)
-
-    def _copies(self, turn: Scheduled[MaskedSequence]) -> list[tuple[IntArray, Segment]]:
+    def copies(self, turn: Scheduled[MaskedSequence]) -> list[tuple[IntArray, Segment]]:
         """The sequence, and the second time, which guidance asks for, without its prompt."""
         sequence, first, stop, _, num_copies = turn
         texts, length = (sequence.tokens, sequence.unconditional_tokens()), len(sequence.tokens)
@@ -147,42 +164,85 @@ class MaskedDiffusion(BatchDecoder[MaskedSequence]):
             for copy, start in enumerate(turn.starts)
         ]
 
-    def _read(self, hidden: Tensor, turns: Sequence[Scheduled[MaskedSequence]]) -> list[Candidates]:
+    def asked(
+        self, turns: Sequence[Scheduled[MaskedSequence]]
+    ) -> tuple[int, tuple[LogitNeeds, ...]]:
+        """Rows are counted in buckets, so that a request has few sizes of passes."""
+        num_rows, asked = 0, []
+        for (is_guided, needs_logits), indices in _read_alike(turns).items():
+            if not needs_logits:
+                alike = [turns[i] for i in indices]
+                num_read = sum(len(turn.sequence.wanted) for turn in alike)
+                most = sum(turn.sequence.request.max_tokens for turn in alike)
+                num_rows = max(num_rows, bucket(num_read, max(num_read, most)))
+                asked.append(LogitNeeds(*_wanted(alike), is_guided))
+        return num_rows, tuple(sorted(asked))
+
+    def choose(
+        self,
+        model: Model,
+        hidden: Tensor,
+        turns: Sequence[Scheduled[MaskedSequence]],
+        blame: Blame,
+    ) -> list[Candidates | None]:
         """A candidate for every wanted position of each turn."""
         found = [Candidates.empty(len(turn.sequence.wanted)) for turn in turns]
-        for (_, needs_logits), indices in _kinds(turns).items():
+        for (_, needs_logits), indices in _read_alike(turns).items():
             read = self._read_logits if needs_logits else self._read_statistics
-            read(hidden, [turns[i] for i in indices], [found[i] for i in indices])
-        return found
+            read(model, hidden, [turns[i] for i in indices], [found[i] for i in indices], blame)
+        return [*found]
 
     def _read_statistics(
         self,
+        model: Model,
         hidden: Tensor,
         turns: Sequence[Scheduled[MaskedSequence]],
         found: Sequence[Candidates],
+        blame: Blame,
     ) -> None:
-        rows = _joined([_rows(turn, self._logits_shift) for turn in turns])
-        statistics = read_statistics(self._model, hidden, rows, _wanted(turns))
+        rows = _joined([_rows(turn, self.decoding.logits_shift) for turn in turns])
+        statistics = read_statistics(model, hidden, rows, _wanted(turns))
         start = 0
         for turn, candidates in zip(turns, found, strict=True):
             positions = turn.sequence.wanted
             own = statistics.part(start + np.arange(len(positions)))
-            with self._choosing_for(turn.sequence):
+            with _choosing_for(turn.sequence, blame):
                 candidates.put(slice(None), Candidates.likeliest(own, positions))
             start += len(positions)
 
     def _read_logits(
         self,
+        model: Model,
         hidden: Tensor,
         turns: Sequence[Scheduled[MaskedSequence]],
         found: Sequence[Candidates],
+        blame: Blame,
     ) -> None:
         for turn, candidates in zip(turns, found, strict=True):
-            sequence = turn.sequence
-            rows = _rows(turn, self._logits_shift)
-            for part, logits in read_logits(self._model, hidden, rows):
-                with self._choosing_for(sequence):
-                    candidates.put(part, sequence.choose(logits, part))
+            rows = _rows(turn, self.decoding.logits_shift)
+            for part, logits in read_logits(model, hidden, rows):
+                with _choosing_for(turn.sequence, blame):
+                    candidates.put(part, turn.sequence.choose(logits, part))
+
+    def written(self, turn: Scheduled[MaskedSequence], choice: Candidates | None) -> list[Event]:
+        sequence = turn.sequence
+        if self.cache_mode is not CacheMode.EXACT:  # what it has of them is wanted again
+            sequence.kv.num_written = sequence.kv.capacity
+        return [] if choice is None else sequence.denoised(choice)
+
+    def forced(self, text: ForcedText, on_logits: OnLogits) -> MaskedDiffusion:
+        """All of the text behind its prompt is one block."""
+        return _Forced(text, on_logits, self)
+
+
+@contextmanager
+def _choosing_for(sequence: MaskedSequence, blame: Blame) -> Iterator[None]:
+    """Where a sequence's logits are no numbers, the pass has failed for it alone."""
+    try:
+        yield
+    except NumericError:
+        blame([sequence])
+        raise
 
 
 def _rows(turn: Scheduled[MaskedSequence], logits_shift: int) -> Rows:
@@ -193,15 +253,15 @@ def _rows(turn: Scheduled[MaskedSequence], logits_shift: int) -> Rows:
     return Rows(own, own + turn.length, np.full(len(own), turn.sequence.cfg_scale + 1))
 
 
-def _kinds(turns: Sequence[Scheduled[MaskedSequence]]) -> dict[tuple[bool, bool], list[int]]:
+def _read_alike(turns: Sequence[Scheduled[MaskedSequence]]) -> dict[tuple[bool, bool], list[int]]:
     """Those whose logits are looked at together: by whether they are guided, and whether they need
     more than statistics.
     """
-    kinds: dict[tuple[bool, bool], list[int]] = {}
+    alike: dict[tuple[bool, bool], list[int]] = {}
     for index, turn in enumerate(turns):
         kind = (turn.num_copies > 1, turn.sequence.reading.needs_logits)
-        kinds.setdefault(kind, []).append(index)
-    return kinds
+        alike.setdefault(kind, []).append(index)
+    return alike
 
 
 def _wanted(turns: Sequence[Scheduled[MaskedSequence]]) -> Wanted:
@@ -210,21 +270,6 @@ def _wanted(turns: Sequence[Scheduled[MaskedSequence]]) -> Wanted:
         second=any(reading.needs_second for reading in readings),
         entropy=any(reading.needs_entropy for reading in readings),
     )
-
-
-def _asked(turns: Sequence[Scheduled[MaskedSequence]]) -> tuple[int, tuple[LogitNeeds, ...]]:
-    """The rows whose statistics are asked for after a pass, of each kind at most, and the kinds;
-    rows in buckets, so that a request has few.
-    """
-    num_rows, asked = 0, []
-    for (is_guided, needs_logits), indices in _kinds(turns).items():
-        if not needs_logits:
-            of_kind = [turns[i] for i in indices]
-            num_read = sum(len(turn.sequence.wanted) for turn in of_kind)
-            most = sum(turn.sequence.request.max_tokens for turn in of_kind)
-            num_rows = max(num_rows, bucket(num_read, max(num_read, most)))
-            asked.append(LogitNeeds(*_wanted(of_kind), is_guided))
-    return num_rows, tuple(sorted(asked))
 
 
 def _joined(rows: Sequence[Rows]) -> Rows:
@@ -237,10 +282,54 @@ def _joined(rows: Sequence[Rows]) -> Rows:
     return Rows(own, np.concatenate(others), np.concatenate(factors))
 
 
-def _num_copies(request: Request) -> int:
+def _num_copies(diffusion: DiffusionParams) -> int:
     """How often a pass feeds a sequence."""
-    return 2 if request.params.diffusion.cfg_scale else 1
+    return 2 if diffusion.cfg_scale else 1
 
 
-def _length(request: Request) -> int:
-    return len(request.prompt) + request.max_tokens
+class _Forced(MaskedDiffusion):
+    """Reads one text."""
+
+    def __init__(self, text: ForcedText, on_logits: OnLogits, kind: MaskedDiffusion) -> None:
+        super().__init__(kind.decoding, kind.use_kv_cache, kind.cache_mode)
+        self._text, self._on_logits = text, on_logits
+
+    def begin(self, request: Request) -> MaskedSequence:
+        return _ForcedSequence(self._text, self._on_logits, request, self.mask_token_id)
+
+
+class _ForcedSequence(MaskedSequence):
+    """A text whose tokens behind the prompt are hidden by one mask after the other."""
+
+    def __init__(
+        self, text: ForcedText, on_logits: OnLogits, request: Request, mask_token_id: int
+    ) -> None:
+        super().__init__(request, mask_token_id, is_measured_as_drawn=False)
+        self._text, self._on_logits = text, on_logits
+        self._hide()
+
+    @property
+    def reading(self) -> Reading:
+        return Reading(Sampling(), excluded=self._mask_token_id)  # takes whole rows of logits
+
+    @property
+    def is_expected_to_end(self) -> bool:
+        return self.num_block_passes + 1 == len(self._text.masks)
+
+    def choose(self, logits: Tensor, part: slice) -> Candidates:
+        self._on_logits(self.num_block_passes, self.wanted[part], logits)
+        return Candidates.empty(len(logits))
+
+    def denoised(self, candidates: Candidates) -> list[Event]:
+        self._num_forwards += 1
+        self.num_block_passes += 1
+        if self.num_block_passes < len(self._text.masks):
+            self._hide()
+            return []
+        return self._finish(list(self._text.token_ids[self._text.num_context :]), "length")
+
+    def _hide(self) -> None:
+        mask = self._text.masks[self.num_block_passes]
+        self.tokens[:] = np.where(mask, self._mask_token_id, self._text.token_ids)
+        self._is_masked[:] = mask
+        self.wanted = np.flatnonzero(mask)

@@ -10,7 +10,7 @@ from dataclasses import replace
 from lowtide.config import DecodingDefaults
 from lowtide.core import align_up
 from lowtide.errors import UnsupportedError, UsageError
-from lowtide.params import DiffusionParams
+from lowtide.params import DiffusionParams, SamplingParams
 
 COUNT_RULES = ("low_confidence", "random")
 """As many tokens in every step."""
@@ -63,6 +63,17 @@ def resolve(
         eps=_given(asked.eps, defaults.eps or EPS) if rule in SHARE_RULES else None,
         cfg_scale=asked.cfg_scale or 0.0,
     )
+
+
+def with_early_stop(params: SamplingParams) -> SamplingParams:
+    """`params` with `eos_early_stop` where it was left open: passes behind the end token are saved
+    where they could not change the answer, which editing can.
+    """
+    diffusion = params.diffusion
+    if diffusion.eos_early_stop is not None:
+        return params
+    is_early = not (params.ignore_eos or diffusion.can_edit)
+    return replace(params, diffusion=replace(diffusion, eos_early_stop=is_early))
 
 
 def _check_fields(asked: DiffusionParams, rule: str, architecture: str) -> None:

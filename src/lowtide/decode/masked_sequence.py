@@ -13,7 +13,7 @@ from torch import Tensor
 from lowtide.core import BoolArray, FloatArray, IntArray
 from lowtide.decode import remasking
 from lowtide.decode.candidates import Candidates, Reading, read_rows
-from lowtide.decode.canvas import Canvas
+from lowtide.decode.draft_sequence import DraftSequence
 from lowtide.decode.masked_options import (
     COUNT_RULES,
     FACTOR_RULE,
@@ -25,7 +25,7 @@ from lowtide.decode.sampling import Sampling, uniforms
 from lowtide.decode.unmask import num_scheduled
 
 
-class MaskedSequence(Canvas):
+class MaskedSequence(DraftSequence):
     """One running request: its tokens, its active block, and the schedule.
 
     `wanted` are the positions, ascending, that the coming pass may write. Blocks begin with the

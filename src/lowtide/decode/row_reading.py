@@ -3,36 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from lowtide.core import FloatArray, IntArray
-from lowtide.decode.batch_decoder import Model
 from lowtide.decode.candidates import RowChoices
-from lowtide.decode.logits import tiled_logits
-from lowtide.kernels.row_statistics import Guidance, RowStatistics, Wanted
+from lowtide.decode.logits import Model, tiled_logits
+from lowtide.kernels.row_statistics import Guidance, Wanted
 from lowtide.memory.pinned_copies import to_device
 
 PART_ROWS = 8
 """Rows that are looked at together; even, so that both of a pair are. What that takes beside the
 logits is a few arrays of so many rows, and no row depends on the others."""
-
-
-class RowModel(Model, Protocol):
-    """What masked diffusion asks of a model besides."""
-
-    def row_statistics(
-        self,
-        hidden: Tensor,
-        rows: Tensor,
-        wanted: Wanted,
-        guidance: Guidance | None = None,
-    ) -> RowStatistics:
-        """Statistics of the logits of hidden[rows], rows [n] int64; valid until the next call."""
-        ...
 
 
 class Rows(NamedTuple):
@@ -47,7 +32,7 @@ class Rows(NamedTuple):
     factors: FloatArray | None = None  # [n]
 
 
-def read_statistics(model: RowModel, hidden: Tensor, rows: Rows, wanted: Wanted) -> RowChoices:
+def read_statistics(model: Model, hidden: Tensor, rows: Rows, wanted: Wanted) -> RowChoices:
     """Statistics of the logits of each row; the host waits for a GPU once."""
     device = hidden.device
     [own] = to_device(device, torch.from_numpy(rows.own))

@@ -6,8 +6,10 @@ the batch, and in which order rows are looked at, cannot change it.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Sequence
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -20,6 +22,8 @@ from lowtide.errors import InternalError, NumericError
 from lowtide.params import SamplingParams
 
 FloatArray = NDArray[np.float32]
+
+_log = logging.getLogger(__name__)
 
 TINY = torch.finfo(torch.float32).tiny
 
@@ -222,3 +226,21 @@ def _draw(row: Tensor, sampling: Sampling, position: int, num_passes: int) -> tu
     probability = row.softmax(dim=-1)
     choice = invert(probability, number)
     return int(choice if ids is None else ids[choice]), float(probability[choice])
+
+
+def tell_if_never_drawn(params: SamplingParams) -> None:
+    """Filters at temperature 0, where no token is drawn, are said to have no effect."""
+    off = {"top_k": 0, "top_p": 1, "min_p": 0}
+    given = {name: getattr(params, name) for name in off}
+    filters = ", ".join(f"{n} {value}" for n, value in given.items() if value not in (None, off[n]))
+    if filters and not params.temperature:
+        _warn_of_no_draws(filters)
+
+
+@cache  # once, however many answers are asked for
+def _warn_of_no_draws(filters: str) -> None:
+    _log.warning(
+        "%s: no effect at temperature 0, which always takes the likeliest token; give a "
+        "temperature above 0 to draw.",
+        filters,
+    )

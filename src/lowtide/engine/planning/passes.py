@@ -9,13 +9,14 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
-from lowtide.config import Canvas, parse_size
+from lowtide.config import parse_size
 from lowtide.core import CacheMode
+from lowtide.decode.kinds import make_kind
 from lowtide.engine.opening.model import OpenModel
 from lowtide.engine.planning.plan import least_bytes, offered_bytes
 from lowtide.engine.planning.registering import plan_long_passes, planner_of, register
 from lowtide.hardware.memory import total_memory_bytes
-from lowtide.memory.chunking import OPERATOR_TILES, Counts, LogitNeeds
+from lowtide.memory.chunking import OPERATOR_TILES, Counts
 from lowtide.memory.pass_planner import PassPlan, PassPlanner
 from lowtide.params import DiffusionParams
 from lowtide.plan import MemoryPlan
@@ -99,10 +100,7 @@ def plan_steps(
     planner = planner_of(opened)
     if planner is None:  # a workspace for its own passes, which take less than a whole tile
         planner = replace(plan_long_passes(opened), short=register(opened).graph)
-    decoding, wanted = opened.config.decoding, diffusion or DiffusionParams()
-    published = decoding.defaults.remasking if isinstance(decoding, Canvas) else ""
-    rule = wanted.remasking or published
-    asked = LogitNeeds(rule == "topk_margin", rule == "entropy", is_guided=bool(wanted.cfg_scale))
+    asked = make_kind(opened.config.decoding).logit_needs(diffusion or DiffusionParams())
     num_rows = (2 if asked.is_guided else 1) * num_tokens
     steps = []
     for num_masked in dict.fromkeys(max(1, round(share * max_masked)) for share in MASKED_SHARES):

@@ -18,9 +18,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lowtide.config import Blocks, Canvas
-from lowtide.core import CacheMode, MoEShape
-from lowtide.decode.masked_options import resolve
+from lowtide.core import MoEShape
+from lowtide.decode.kinds import make_kind
 from lowtide.engine.opening.model import OpenModel
 from lowtide.errors import StorageError
 from lowtide.hardware.machine import (
@@ -37,7 +36,6 @@ from lowtide.hardware.store import kept_rates, load
 from lowtide.hardware.weight_rates import kind_of, rounding_rate, seconds_per_byte
 from lowtide.kernels.choice import possible_names
 from lowtide.kernels.cpu.packed import MAX_FEW_ROWS
-from lowtide.params import DEFAULT_CANVAS_TOKENS, DiffusionParams
 from lowtide.plan import MemoryPlan, PassTime, Prediction, SpeedRange
 from lowtide.policies.prefetch import Gate
 from lowtide.policies.presets import fetches_all
@@ -167,20 +165,10 @@ def published_pass(opened: OpenModel) -> tuple[int, float, float]:
     """Rows of a pass, and the tokens that it commits at least and at most, of the longest answer
     there is.
     """
-    decoding = opened.config.decoding
-    if isinstance(decoding, Blocks):
-        least = max(1.0, decoding.block_length / decoding.defaults.steps)
-        most = least if decoding.defaults.threshold is None else MOST_SURE * least
-        return decoding.block_length, least, most
-    if not isinstance(decoding, Canvas):
-        return 1, 1.0, 1.0
-    num_tokens = min(DEFAULT_CANVAS_TOKENS, opened.context)
-    architecture = opened.config.architecture
-    params = resolve(DiffusionParams(), decoding.defaults, num_tokens, architecture)
-    tokens_per_pass = 1.0 if params.steps is None else max(1.0, num_tokens / params.steps)
-    is_whole = opened.cache_mode is CacheMode.EXACT
-    block_length = params.block_length or num_tokens
-    return (opened.context if is_whole else block_length), tokens_per_pass, tokens_per_pass
+    kind = make_kind(opened.config.decoding, cache_mode=opened.cache_mode)
+    usual = kind.usual_pass(opened.context)
+    most = MOST_SURE if usual.may_write_more else 1.0
+    return usual.num_rows, usual.num_tokens, most * usual.num_tokens
 
 
 def _host_costs(

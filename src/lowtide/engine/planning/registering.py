@@ -17,7 +17,7 @@ from torch import Tensor
 
 from lowtide.compute import Compute
 from lowtide.core import CacheMode, Step, StepKind
-from lowtide.decode.batch_decoder import LOGIT_ROWS
+from lowtide.decode.logits import LOGIT_ROWS
 from lowtide.engine.opening.config import MAX_PASS_ROWS
 from lowtide.engine.opening.model import OpenModel
 from lowtide.engine.planning.uncomputed import Uncomputed

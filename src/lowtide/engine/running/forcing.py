@@ -7,22 +7,16 @@ answer is touched.
 from __future__ import annotations
 
 from collections.abc import Generator
-from functools import partial
 from time import perf_counter
 from typing import NamedTuple
 
 from torch import Tensor
 
 from lowtide.core import IntArray
-from lowtide.decode.forced import (
-    ForcedAutoregressive,
-    ForcedBlockDiffusion,
-    ForcedMaskedDiffusion,
-    ForcedText,
-    OnLogits,
-)
+from lowtide.decode.batch_decoder import BatchDecoder
+from lowtide.decode.forced import ForcedText, OnLogits
 from lowtide.decode.request import Request
-from lowtide.engine.running.decoding import DecoderKinds, make_decoder, run_pass
+from lowtide.engine.running.decoding import decoding_kind, run_pass
 from lowtide.engine.running.engine import Engine
 from lowtide.engine.running.not_finite import naming_faults
 from lowtide.memory.cuda_streams import device_pass
@@ -61,7 +55,9 @@ def read_forced(
         on_logits(mask, positions, logits)
         looking_s += perf_counter() - begin_s
 
-    decoder = make_decoder(engine, _reading_kinds(text, look))
+    kind = decoding_kind(engine.opened).forced(text, look)
+    # Nothing is taken over of requests before: what a text's passes cost is measured.
+    decoder = BatchDecoder(kind, engine.model, engine.kv_cache, engine.opened.max_pass_rows)
     decoder.add(request)
     try:
         while decoder.has_work:
@@ -77,12 +73,3 @@ def read_forced(
     finally:
         decoder.close()
         engine.experts.take_receipt(request.id)
-
-
-def _reading_kinds(text: ForcedText, on_logits: OnLogits) -> DecoderKinds:
-    return DecoderKinds(
-        partial(ForcedAutoregressive, text, on_logits),
-        partial(ForcedMaskedDiffusion, text, on_logits),
-        partial(ForcedBlockDiffusion, text, on_logits),
-        keeps_keys=False,
-    )

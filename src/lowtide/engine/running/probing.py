@@ -13,9 +13,8 @@ from torch import Tensor
 
 from lowtide.config import ModelConfig
 from lowtide.core import Step, StepKind
-from lowtide.decode.batch_decoder import LOGIT_ROWS
 from lowtide.decode.causal_sequence import logprobs_of
-from lowtide.decode.logits import rows_that_predict
+from lowtide.decode.logits import LOGIT_ROWS, rows_that_predict
 from lowtide.decode.request import TokenLogprobs
 from lowtide.decode.sampling import check_finite
 from lowtide.engine.opening.config import MAX_PASS_ROWS

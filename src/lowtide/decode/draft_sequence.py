@@ -11,7 +11,7 @@ from lowtide.decode.request import Committed, Draft, Event, Finished, Request
 from lowtide.memory.kv_cache import KVRange
 
 
-class Canvas(abc.ABC):
+class DraftSequence(abc.ABC):
     """The tokens of one request, which of them are masked, and what of the answer went out.
 
     Positions from `block_start` to `block_end` are being filled, and all before are as they stay.

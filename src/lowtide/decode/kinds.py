@@ -1,0 +1,37 @@
+"""Which behaviour belongs to which kind of decoding."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lowtide.config import Blocks, Canvas, Causal, Decoding
+from lowtide.core import CacheMode
+from lowtide.decode.autoregressive import Autoregressive
+from lowtide.decode.block_diffusion import BlockDiffusion
+from lowtide.decode.kind import Kind
+from lowtide.decode.masked_diffusion import MaskedDiffusion
+
+_kinds: dict[type[Decoding], type[Kind[Any, Any, Any]]] = {
+    Causal: Autoregressive,
+    Blocks: BlockDiffusion,
+    Canvas: MaskedDiffusion,
+}
+
+
+def register_kind(facts: type[Decoding], kind: type[Kind[Any, Any, Any]]) -> None:
+    """Have models of these facts decode so. Raises ValueError for facts that have a kind."""
+    if facts in _kinds:
+        raise ValueError(f"{facts.__name__} has a kind: {_kinds[facts].__name__}.")
+    _kinds[facts] = kind
+
+
+def unregister_kind(facts: type[Decoding]) -> None:
+    """Forget a kind; raises KeyError where there is none."""
+    del _kinds[facts]
+
+
+def make_kind(
+    decoding: Decoding, use_kv_cache: bool = True, cache_mode: CacheMode = CacheMode.EXACT
+) -> Kind[Any, Any, Any]:
+    """The behaviour of a model of these facts, with its way with keys and values: see `Kind`."""
+    return _kinds[type(decoding)](decoding, use_kv_cache, cache_mode)
