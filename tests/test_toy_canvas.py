@@ -30,9 +30,9 @@ from lowtide.decode.prompt_share import PromptShare
 from lowtide.decode.request import Committed, Draft, Event, Finished, Request
 from lowtide.errors import UnsupportedError
 from lowtide.families import Family, SynthSize, families, register, unregister
-from lowtide.lab.synth import synth
 from lowtide.llm import plan_in_full
 from lowtide.memory.kv_cache import KVRange
+from lowtide.model_writing.synth import synth
 from lowtide.params import AUTOREGRESSIVE_ONLY, DiffusionParams
 
 STEPS = 4

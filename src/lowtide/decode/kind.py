@@ -208,5 +208,4 @@ class Kind(abc.ABC, Generic[D, S, C]):
 
 
 def callers(sequences: Iterable[Running]) -> set[int]:
-    """Whose they are."""
     return {sequence.request.caller for sequence in sequences}
