@@ -232,7 +232,7 @@ def test_commands() -> None:
     assert (params.temperature, params.stop_strings) == (0.5, ("x",))
     assert params.top_k == 4 and params.diffusion.steps == 3
     shown = {line.split()[0]: line for line in talk.says("/set").splitlines() if line.strip()}
-    assert set(SETTABLE) <= set(shown) and "Above 1, makes" in shown["repetition_penalty"]
+    assert set(SETTABLE) <= set(shown) and "Above 1: discourage" in shown["repetition_penalty"]
     assert " 0.5 " in shown["temperature"] and " 3 " in shown["steps"]
     assert "top_k: 4" in talk.says("/set top_k")
     talk.says("/clear")
