@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lowtide.cli.answer import Answer
-from lowtide.cli.generate import line_on
+from lowtide.cli.generate import answer_line
 from lowtide.cli.outlook import outlook, plan_line, prediction_object, speed_text, verdict
 from lowtide.core import MoEShape
 from lowtide.engine.opening.config import EngineConfig
@@ -340,10 +340,11 @@ def test_there_is_one_prediction_for_a_run(folders: dict[str, Path]) -> None:
         [completion] = llm.generate([[1, 2, 3]], max_tokens=4, ignore_eos=True)
         expected = f"{speed_text(prediction.speed)} expected"
         assert plan_line(llm.plan, "m").endswith(expected)
-        after = line_on(Answer([completion], 1.0), llm, is_verbose=True)
+        after = answer_line(Answer([completion], 1.0), llm, is_verbose=True)
         assert expected in after and after.count("expected") == 1
         assert (
-            line_on(Answer([completion], 1.0), llm, is_verbose=False) == "4 tokens · 4.0 tokens/s"
+            answer_line(Answer([completion], 1.0), llm, is_verbose=False)
+            == "4 tokens · 4.0 tokens/s"
         )
 
 
