@@ -9,13 +9,14 @@ from pathlib import Path
 
 from lowtide.lab.bench import Spread
 from lowtide.plan import OWN_FORMAT
-from reporting import evidence, gpu, memory, serving
+from reporting import memory
+from reporting.data import parts
 from reporting.fronts import front_picture
 from reporting.locality import locality
 from reporting.pages import Block
 from reporting.papers import dali, dali_numbers, tide
 from reporting.presets import hindsight, policies, prefetch, validated
-from reporting.quality import buddies, buddies_full, decisions, formats, profiles
+from reporting.quality import buddies, buddies_full
 from reporting.results import Line, Results
 from reporting.tables import (
     Cell,
@@ -56,49 +57,36 @@ PICTURES: Mapping[Path, Callable[[Results], str | None]] = {
 
 
 def blocks(results: Results, page: Path) -> Mapping[str, Block]:
-    """Every part that a page may have, by the name in its mark."""
+    """Return every part that a page may have, by the name in its mark.
+
+    Those of `report.toml` are data; those below compare lines with each other.
+    """
     made = {
         "expected-speed": expected_speed,
-        "full-size": full_size,
-        "block-pass": block_pass,
         "kernels": kernels,
         "offload": offload,
-        "decode": decode,
         "ar-decode": ar_decode,
         "beside-llama-cpp": beside_llama_cpp,
         "larger-than-memory": larger_than_memory,
-        "batching": batching,
-        "served-load": serving.served_load,
-        "served-beside-python": serving.beside_python,
-        "served-disk": serving.served_disk,
         "buddies": buddies,
         "buddies-full": buddies_full,
-        "buddy-decisions": decisions,
-        "buddy-profiles": profiles,
-        "formats": formats,
         "policies": policies,
         "dali": dali,
         "dali-numbers": dali_numbers,
         "tide": tide,
-        "evidence-mosaic": evidence.mosaic,
-        "evidence-tide": evidence.tide,
-        "evidence-dali": evidence.dali,
-        "evidence-buddymoe": evidence.buddymoe,
         "hindsight": hindsight,
         "locality": locality,
         "prefetch": prefetch,
         "validated": validated,
         "longest": memory.longest,
-        "planned": memory.planned,
         "parts": memory.parts,
-        "reserved": memory.reserved,
-        "steps": memory.steps,
         "every-expert": memory.every_expert,
         "elastic": memory.elastic,
-        "gpu-kernels": gpu.kernels,
-        "gpu-layers": gpu.layers,
     }
-    return {name: partial(make, results, page) for name, make in made.items()}
+    return {
+        **parts(results, page),
+        **{name: partial(make, results, page) for name, make in made.items()},
+    }
 
 
 def expected_speed(results: Results, page: Path) -> str:
@@ -116,48 +104,6 @@ def expected_speed(results: Results, page: Path) -> str:
         f"{machine['num_cores']} cores of {machine['cpu']} "
         f"(lines {links([ours, other], page)}, [measured](#measured))."
     )
-
-
-def full_size(results: Results, page: Path) -> str:
-    """A model of 30 GiB in 12: each policy that was run."""
-    head = ("policy", "weights", "tokens/s", "s per pass", "found in memory", "reads", "resident")
-    rows = [
-        (
-            [line],
-            (
-                f"`{line['policy']}`",
-                _weights(line),
-                with_range(turns),
-                number(line["s_per_forward"]),
-                percent(line["hit_rate"]),
-                _reads(line),
-                f"{giga(line['peak_resident_bytes'])} of {giga(line['allowed_bytes'])}",
-            ),
-        )
-        for line, turns in _timed(results, "full size", "lowtide", "tokens_per_s")
-    ]
-    return shown("full_size", head, rows, page)
-
-
-def block_pass(results: Results, page: Path) -> str:
-    """A pass over one diffusion block in each kind of weights, beside what its bytes take."""
-    head = ("weights", "pass, s", "its bytes", "reading them, s", "over that", "over the first")
-    timed = _timed(results, "block pass", "block pass", "s")
-    rows = [
-        (
-            [line],
-            (
-                line["weights"],
-                with_range(turns),
-                giga(line["bytes_per_pass"]),
-                number(line["bound_s"]),
-                number(line["over_bound"]),
-                ratio(turns, timed[0][1]) if line is not timed[0][0] else "",
-            ),
-        )
-        for line, turns in timed
-    ]
-    return shown("block_pass", head, rows, page)
 
 
 def kernels(results: Results, page: Path) -> str:
@@ -209,18 +155,6 @@ def offload(results: Results, page: Path) -> str:
         over = ratio(own[share], turns) if share in own else ""
         rows.append(([line], (*cells, percent(line["resident_share"]), _peak(line), over)))
     return shown("offload", (*head, "lowtide over it"), rows, page)
-
-
-def decode(results: Results, page: Path) -> str:
-    """The exact KV cache against computing everything again, by length of the answer."""
-    head = ("new tokens", "cached, tokens/s", "recomputed, tokens/s", "ratio", "the same tokens")
-    rows = []
-    for line, cached in _timed(results, "decode", "decode", "cached_tokens_per_s"):
-        recomputed = Spread.of(line["each_recompute_tokens_per_s"])
-        speeds = (with_range(cached), with_range(recomputed), ratio(cached, recomputed))
-        same = "yes" if line["same_tokens"] else "no"
-        rows.append(([line], (f"{line['num_new']:,}", *speeds, same)))
-    return shown("decode", head, rows, page)
 
 
 def ar_decode(results: Results, page: Path) -> str:
@@ -323,21 +257,6 @@ def _as_built(lines: Sequence[Line], page: Path) -> list[str]:
         ways.setdefault(way, []).append(line)
     told = "; ".join(f"{way} (line {links(own, page)})" for way, own in ways.items())
     return [f"llama.cpp is {told}."] if told else []
-
-
-def batching(results: Results, page: Path) -> str:
-    """Requests at once and one after another."""
-    head = ("requests", "at once, tokens/s", "one by one, tokens/s", "ratio", "ceiling", "same ids")
-    rows = []
-    for line, together in _timed(results, "batching", "batching", "together_tokens_per_s"):
-        alone = Spread.of(line["each_one_by_one_tokens_per_s"])
-        speeds = (with_range(together), with_range(alone), ratio(together, alone))
-        settings = line["settings"]
-        same = f"{line['num_same_ids']} in {settings['dtype']}"
-        rows.append(
-            ([line], (f"{settings['num_requests']}", *speeds, number(line["ceiling_ratio"]), same))
-        )
-    return shown("batching", head, rows, page)
 
 
 def _timed(

@@ -15,13 +15,10 @@ from reporting.tables import (
     Cell,
     Row,
     by_machine,
-    is_tie,
     not_measured,
     number,
-    percent,
     ratio,
     shown,
-    turns_of,
     with_range,
 )
 
@@ -104,20 +101,6 @@ def longest(results: Results, page: Path) -> str:
     return "\n\n".join(parts)
 
 
-def planned(results: Results, page: Path) -> str:
-    """What steps took beside their plans, and how even their use is."""
-    lines = results.newest_lines("planned_memory", "planned", ("model", "num_tokens", "chunks"))
-    even = results.newest_lines("planned_memory", "evenness", ("model", "num_tokens", "side"))
-    rows: list[Row] = [([line], _planned(line)) for line in lines]
-    parts = [shown("planned_memory", _PLANNED, rows, page)]
-    if even:
-        parts += [
-            "How even: peak over average of live bytes, one step, all layers:",
-            by_machine(_EVEN, [([line], _even(line)) for line in even], page),
-        ]
-    return "\n\n".join(parts)
-
-
 def parts(results: Results, page: Path) -> str:
     """The longest sequence by Mosaic's parts, and what fusing the head gains in time."""
     lines = _part_lines(results)
@@ -135,41 +118,6 @@ def parts(results: Results, page: Path) -> str:
             by_machine(_HEADS, [([line], _heads(line)) for line in timed], page),
         ]
     return "\n\n".join(said)
-
-
-def reserved(results: Results, page: Path) -> str:
-    """What CUDA's allocator would reserve, and the time that lazy chunking saves."""
-    lines = results.newest_lines("mosaic_ablation", "reserved", ("model", "side", "num_tokens"))
-    lazy = results.newest_lines("mosaic_ablation", "lazy over static", ("model", "num_tokens"))
-    rows: list[Row] = [([line], _saved(line)) for line in lazy if "each_lazy_s" in line.row]
-    parts = [
-        "What CUDA's caching rules would reserve for the others' steps (the paper: 21.8 to 78.3% "
-        "more than is alive), and what is resident here:",
-        shown("mosaic_ablation", _RESERVED, [([line], _reserved(line)) for line in lines], page),
-    ]
-    if rows:
-        parts += [
-            "Time that lazy chunking saves of static chunking's (the paper: 5.5 to 21.5%), "
-            "seconds by turns:",
-            by_machine(_LAZY, rows, page),
-        ]
-    return "\n\n".join(parts)
-
-
-def steps(results: Results, page: Path) -> str:
-    """What a step takes beside the others' steps, chunks beside one, and planning."""
-    keys = ("model", "num_tokens", "lane", "depth")
-    timed = results.newest_lines("step_time", "step time", keys)
-    chunked = results.newest_lines("step_time", "chunked", ("model", "num_tokens", "operator"))
-    plans = results.newest_lines("step_time", "planning", ("model", "num_tokens", "prompt_share"))
-    head = ("model", "tokens", "operator", "four chunks over one", "paper")
-    tables: list[tuple[Sequence[Cell], list[Row]]] = [
-        (_STEPS, [([line], _step(line)) for line in timed if turns_of(line, "step_s")]),
-        (head, [([line], _chunked(line)) for line in chunked if turns_of(line, "over_one")]),
-        (_PLANNING, [([line], _planning(line)) for line in plans if turns_of(line, "per_step_s")]),
-    ]
-    parts = [by_machine(head, rows, page) for head, rows in tables if rows]
-    return "\n\n".join(parts) or not_measured("step_time")
 
 
 def every_expert(results: Results, page: Path) -> str:
@@ -233,22 +181,6 @@ def _held(line: Line) -> Sequence[Cell]:
     return (*_length(line), side, *megas, off)
 
 
-def _planned(line: Line) -> Sequence[Cell]:
-    chunks = ", ".join(f"{name} {count}" for name, count in line["chunks"].items() if count > 1)
-    return (
-        *_length(line),
-        chunks or "whole",
-        _mega(line["planned_bytes"]),
-        f"{line['off_bytes'] / 1e6:+.1f}" + ("" if line["is_as_planned"] else ", beyond the aim"),
-        f"{line['arena_off_bytes'] / 1e6:+.1f}",
-    )
-
-
-def _even(line: Line) -> Sequence[Cell]:
-    even, lower = number(line["peak_over_average"]), number(line["lower_by"])
-    return (*_length(line), line["side"], _mega(line["peak_bytes"]), even, lower)
-
-
 def _parts(line: Line, grown: Line) -> Sequence[Cell]:
     """Tokens of each part, and how many more than with those before it."""
     tokens = _tokens_by_part(line, grown)
@@ -291,37 +223,6 @@ def _heads(line: Line) -> Sequence[Cell]:
     kept, fused = (Spread.of(line["times_s"][name]) for name in ("masked", "fused"))
     masked = f"{line['num_masked']:,}"
     return (*_length(line), masked, with_range(kept), with_range(fused), ratio(fused, kept))
-
-
-def _reserved(line: Line) -> Sequence[Cell]:
-    megas = (_mega(line["live_bytes"]), _mega(line["reserved_bytes"]))
-    more, resident = f"{line['inflation']:+.0%}", _mega(line["resident_bytes"])
-    return (line["model"], line["side"], f"{line['num_tokens']:,}", *megas, more, resident)
-
-
-def _saved(line: Line) -> Sequence[Cell]:
-    lazy, static = (Spread.of(line[f"each_{name}_s"]) for name in ("lazy", "static"))
-    saved = percent(1 - lazy.median / static.median) + (", a tie" if is_tie(lazy, static) else "")
-    return (*_length(line), with_range(static), with_range(lazy), saved)
-
-
-def _step(line: Line) -> Sequence[Cell]:
-    own = Spread.of(line["each_step_s"])
-    others = [line.row.get(f"each_{side}_s") for side in _SIDES]
-    share = line["lane"].removeprefix("lowtide r_p ")
-    ratios = ("" if other is None else ratio(own, Spread.of(other)) for other in others)
-    return (*_length(line), share, line["depth"], with_range(own), *ratios)
-
-
-def _chunked(line: Line) -> Sequence[Cell]:
-    paper, over = line["paper"], Spread.of(line["each_over_one"])
-    range_of = f"{over.median:.3f} ({over.least:.3f} to {over.most:.3f})"
-    return (*_length(line), line["operator"], range_of, "" if paper is None else f"{paper:.3f}")
-
-
-def _planning(line: Line) -> Sequence[Cell]:
-    per_step = Spread.of([1e6 * seconds for seconds in line["each_per_step_s"]])
-    return (*_length(line), str(line["prompt_share"]), str(line["num_plans"]), with_range(per_step))
 
 
 def _half(lines: Sequence[Line]) -> Sequence[Cell]:

@@ -4,11 +4,12 @@ and save, and whether a model has anything that can stand in for anything.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import groupby
 from pathlib import Path
 
 from lowtide.lab.bench import Spread
+from reporting.forms import lost
 from reporting.fronts import MIN_ANSWERS, front_picture, shown_share
 from reporting.results import Line, Results
 from reporting.tables import (
@@ -94,11 +95,11 @@ def _lanes(lines: Sequence[Line], chosen_share: float, page: Path) -> str:
     exact = by_lane["exact"][chosen_share]
     rows: list[Row] = []
     for lane, at in by_lane.items():
-        lost = [_lost(at[share]) if share in at else "" for share in shares]
+        losses = [lost(at[share]) if share in at else "" for share in shares]
         more: Sequence[Cell] = [""] * len(names)
         if chosen_share in at:
             more = _lane(at[chosen_share], exact, is_timed)
-        rows.append((list(at.values()), (lane, *lost, *more)))
+        rows.append((list(at.values()), (lane, *losses, *more)))
     return table(("lane", *head), rows, page)
 
 
@@ -113,36 +114,6 @@ def buddies_full(results: Results, page: Path) -> str:
     aims = _aims(lines)
     parts = [shown("buddy_full", _FULL, rows, page)]
     return "\n\n".join([*parts, *([shown("buddy_full", _AIMS, aims, page)] if aims else [])])
-
-
-def decisions(results: Results, page: Path) -> str:
-    """What a substitution itself takes of a layer."""
-    return _newest_with(results, page, "buddy time", "each_substitute_us", _TIMES, _decision)
-
-
-def profiles(results: Results, page: Path) -> str:
-    """Layer by layer what buddies live on; not every machine has the deep demo."""
-    lines = results.newest_of_each("buddy profile", "model")
-    return shown("buddy_profile", _PROFILE, [([line], _profile(line)) for line in lines], page)
-
-
-def formats(results: Results, page: Path) -> str:
-    """Each format at each budget, beside the model as it is stored with everything in memory."""
-    return _newest_with(results, page, "format quality", "kl", _FORMATS, _format)
-
-
-def _newest_with(
-    results: Results,
-    page: Path,
-    benchmark: str,
-    value: str,
-    head: Sequence[Cell],
-    cells: Callable[[Line], Sequence[Cell]],
-) -> str:
-    """The lines of a script's last run that have a value, as a table; or that none was run yet."""
-    lines = results.newest(benchmark).lines if results.has(benchmark) else ()
-    rows: list[Row] = [([line], cells(line)) for line in lines if value in line.row]
-    return shown(benchmark.replace(" ", "_"), head, rows, page)
 
 
 def _lane(line: Line, exact: Line, is_timed: bool) -> tuple[Cell, ...]:
@@ -186,47 +157,6 @@ def _substitution(line: Line) -> tuple[Cell, Cell]:
 
 def _place(line: Line) -> tuple[object, ...]:
     return tuple(line.row.get(name) for name in ("model", "tier", "resident_share"))
-
-
-def _decision(line: Line) -> tuple[Cell, ...]:
-    names = ("each_substitute_us", "each_both_us", "each_settle_us")
-    times = (with_range(Spread.of(line[name])) for name in names)
-    return (line["lane"], line["tier"], str(line["num_rows"]), *times)
-
-
-def _profile(line: Line) -> tuple[Cell, ...]:
-    peers = line["peers_of_alpha"]
-    return (
-        f"`{line['model']}`",
-        str(line["layer"]),
-        f"{line['concentration']:.3f}",
-        f"{line['affinity_nats']:.3f}",
-        f"{line['most_chosen']:.2f}; {line['least_chosen']:.2f}",
-        ", ".join(f"{peers[alpha]:.1f}" for alpha in _ALPHAS) + f" of {line['num_experts'] - 1}",
-    )
-
-
-def _format(line: Line) -> tuple[Cell, ...]:
-    share = line["budget_share"]
-    return (
-        f"`{line['model']}`",
-        "everything" if share == 1 else f"{percent(share)} of the experts as stored",
-        line["what"],
-        number(line["weight_bytes"] / 1e6),
-        percent(line["resident_share"]),
-        f"{line['loss']['mean']:.3f}",
-        _lost(line),
-        f"{line['kl']['mean']:.4f}",
-        f"{line['agreement']['mean']:.1%}",
-        f"{line['accuracy']['mean']:.1%}",
-        number(line["read_bytes_per_pass"] / 1e6),
-        with_range(Spread.of(line["each_tokens_per_s"])),
-    )
-
-
-def _lost(line: Line) -> Cell:
-    lost = line["loss_difference"]
-    return f"{lost['mean']:.3f} ± {lost['error'] or 0:.3f}"
 
 
 def _aims(lines: Sequence[Line]) -> list[Row]:
