@@ -43,6 +43,8 @@ from fit_profiles import TABLE_4 as FITTED_TABLE_4
 from lowtide import LLM
 from lowtide.core import Facts, IntArray, Step, StepKind
 from lowtide.lab.calibrate import foresee, learn, split
+from lowtide.lab.profiles import load_profile
+from lowtide.lab.simulation.simulator import simulate
 from lowtide.policies.assignment import (
     greedy_mask,
     makespan,
@@ -52,9 +54,7 @@ from lowtide.policies.catalogue import NUM_PREFETCH
 from lowtide.policies.placement import Placement
 from lowtide.policies.presets import recipe
 from lowtide.policies.recipe import Recipe, Setting
-from lowtide.profiles import load_profile
 from lowtide.replay.calibration import GATES
-from lowtide.replay.simulator import simulate
 from lowtide.replay.trace import Trace, demand_of
 
 PREFERENCE = 0.5  # of the model and of each sequence, as in `exchange.py`

@@ -21,6 +21,8 @@ from common.record import Recorder, Row, say
 from common.simulated import generating_passes, summary
 
 from lowtide.core import Facts, IntArray, Moves, Step, StepKind
+from lowtide.lab.profiles import load_profile
+from lowtide.lab.simulation.simulator import Report, simulate
 from lowtide.policies.assignment import Assign, Greedy, HybriMoEGreedy, HybriMoEThreshold
 from lowtide.policies.catalogue import NUM_PREFETCH
 from lowtide.policies.placement import Placement
@@ -28,8 +30,6 @@ from lowtide.policies.prefetch import NextGate, Residual
 from lowtide.policies.presets import recipe
 from lowtide.policies.ranks import Ranks
 from lowtide.policies.recipe import Recipe, Setting
-from lowtide.profiles import load_profile
-from lowtide.replay.simulator import Report, simulate
 from lowtide.replay.trace import Trace
 
 MACHINE = "dali-3090"

@@ -31,11 +31,11 @@ from common.simulated import (
 from common.synth_trace import locality_for, synth_decode_trace, synth_trace
 
 from lowtide.core import Costs, Curve, FloatArray, IntArray, MoEShape
+from lowtide.lab.profiles import load_profile
+from lowtide.lab.simulation.simulator import simulate
 from lowtide.policies.assignment import Greedy, HybriMoEThreshold
 from lowtide.policies.placement import Static
 from lowtide.policies.recipe import Recipe, Setting
-from lowtide.profiles import load_profile
-from lowtide.replay.simulator import simulate
 from lowtide.replay.trace import Trace
 
 NOBODY_RESIDENT = {

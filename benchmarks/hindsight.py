@@ -22,10 +22,10 @@ from common.simulated import replay as replay_variants
 from common.traces import RECORDED, record_with_known
 
 from lowtide.core import IntArray
+from lowtide.lab.profiles import load_profile
+from lowtide.lab.simulation.simulator import simulate
 from lowtide.policies.presets import ORACLE
 from lowtide.policies.recipe import Setting
-from lowtide.profiles import load_profile
-from lowtide.replay.simulator import simulate
 from lowtide.replay.trace import Trace
 
 SHARES = (0.25, 0.5, 0.75)

@@ -32,10 +32,10 @@ from common.simulated import make_setting, published, trace_shape
 from common.synth_trace import synth_decode_trace
 
 from lowtide.core import Costs, Curve
+from lowtide.lab.profiles import load_profile
+from lowtide.lab.simulation.host_alone import compare_alone
+from lowtide.lab.simulation.simulator import Report, compare
 from lowtide.policies.presets import candidates
-from lowtide.profiles import load_profile
-from lowtide.replay.host_alone import compare_alone
-from lowtide.replay.simulator import Report, compare
 from lowtide.replay.trace import Trace
 
 SHARES = (0.125, 0.25, 0.5)

@@ -38,9 +38,9 @@ from common.record import Recorder, Row, say
 from common.simulated import VARIANTS, ceilings, make_setting, published, replay, summary
 
 from lowtide.errors import PlanError
+from lowtide.lab.profiles import load_profile
+from lowtide.lab.simulation.simulator import simulate
 from lowtide.policies.presets import ORACLE
-from lowtide.profiles import load_profile
-from lowtide.replay.simulator import simulate
 from lowtide.replay.trace import Trace
 
 MODELS = ("demo:diffusion", "synth:llada2")

@@ -25,6 +25,9 @@ from lowtide import LLM
 from lowtide.core import Facts, FloatArray, IntArray, MoEShape, Step, StepKind
 from lowtide.errors import UsageError
 from lowtide.lab.calibrate import foresee, learn, split, top_share
+from lowtide.lab.profiles import load_profile
+from lowtide.lab.simulation.foresight import GateAccuracies
+from lowtide.lab.simulation.simulator import Report, calibrate, simulate
 from lowtide.policies.catalogue import NUM_PREFETCH
 from lowtide.policies.prefetch import (
     Ahead,
@@ -38,11 +41,9 @@ from lowtide.policies.prefetch import (
     Statistics,
 )
 from lowtide.policies.presets import recipe
+from lowtide.policies.reads_ahead import GATE_ACCURACY
 from lowtide.policies.recipe import Setting
-from lowtide.profiles import load_profile
 from lowtide.replay.calibration import TOP_SIZES, GateAccuracy
-from lowtide.replay.foresight import GATE_ACCURACY, GateAccuracies
-from lowtide.replay.simulator import Report, calibrate, simulate
 from lowtide.replay.trace import Trace, demand_of
 
 MODELS = ("demo:diffusion", "demo:chat", *deep_demos(), "synth")

@@ -42,13 +42,13 @@ from common.record import Recorder, Row, say
 from common.simulated import VARIANTS
 
 from lowtide.core import Costs, Curve
-from lowtide.devices.emulated import HOST
 from lowtide.lab.bench import Spread
+from lowtide.lab.emulated.device import HOST
+from lowtide.lab.simulation.foresight import measured_accuracy
+from lowtide.lab.simulation.host_alone import compare_alone
+from lowtide.lab.simulation.simulator import Report, simulate
 from lowtide.policies.recipe import Setting
 from lowtide.replay.calibration import Calibration
-from lowtide.replay.foresight import measured_accuracy
-from lowtide.replay.host_alone import compare_alone
-from lowtide.replay.simulator import Report, simulate
 from lowtide.replay.trace import Trace
 
 NAMES = ("all-host", "layer-split", "static", "fiddler", "lru", "edgemoe", "moe-lightning")

@@ -33,10 +33,10 @@ from fit_profiles import TIDE_BASELINES, Shipped, tide_anchor, tide_case
 
 from lowtide.core import Costs, MoEShape
 from lowtide.lab.calibration_report import distinct_experts, step_similarity
+from lowtide.lab.profiles import load_profile
+from lowtide.lab.simulation.simulator import Report, fastest_tau, simulate
 from lowtide.policies.recipe import Setting
 from lowtide.policies.tau import FollowDrift, drift, expected_migrations, miss_shares, paper_tau
-from lowtide.profiles import load_profile
-from lowtide.replay.simulator import Report, fastest_tau, simulate
 from lowtide.replay.trace import Trace
 
 SIMILARITY = 0.985  # TIDE, between neighbouring steps

@@ -35,14 +35,14 @@ from lowtide import LLM
 from lowtide.core import MoEShape, Step, StepKind
 from lowtide.engine.opening.config import EngineConfig
 from lowtide.errors import InternalError, PlanError, UsageError
+from lowtide.lab.profiles import load_profile
+from lowtide.lab.simulation.host_alone import compare_alone
+from lowtide.lab.simulation.simulator import simulate
 from lowtide.layers.batch import Batch, KVRange, Segment
 from lowtide.llm import plan_model
 from lowtide.model_writing.synth import synth
 from lowtide.policies.recipe import Setting
-from lowtide.profiles import load_profile
 from lowtide.replay.calibration import Calibration
-from lowtide.replay.host_alone import compare_alone
-from lowtide.replay.simulator import simulate
 
 
 @pytest.fixture(scope="module")

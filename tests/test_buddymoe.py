@@ -22,6 +22,8 @@ from lowtide.buddies import PassAccount
 from lowtide.core import Facts, RoutedTokens, RowKind
 from lowtide.decode.block_sequence import BlockSequence
 from lowtide.errors import NumericError, UsageError
+from lowtide.lab.simulation.host_alone import compare_alone
+from lowtide.lab.simulation.simulator import simulate
 from lowtide.llm import plan_model
 from lowtide.policies import catalogue
 from lowtide.policies.catalogue import CATALOGUE
@@ -31,8 +33,6 @@ from lowtide.policies.receipt import Receipt
 from lowtide.policies.recipe import Setting
 from lowtide.policies.substitution import CountedSubstitution, replaced
 from lowtide.record import Recorder
-from lowtide.replay.host_alone import compare_alone
-from lowtide.replay.simulator import simulate
 
 GOLDENS = Path(__file__).parent / "goldens"
 MODEL = GOLDENS / "llada2-a"

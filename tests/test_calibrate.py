@@ -45,13 +45,13 @@ from lowtide.lab.calibration_report import (
     token_share,
     weigh_budgets,
 )
+from lowtide.lab.simulation.foresight import measured_accuracy
+from lowtide.lab.simulation.simulator import simulate
 from lowtide.model_writing.synth import synth
 from lowtide.policies.prefetch import Gate
 from lowtide.policies.recipe import Setting
 from lowtide.record import recorded
 from lowtide.replay.calibration import GATES, Calibration, GateAccuracy, default_path
-from lowtide.replay.foresight import measured_accuracy
-from lowtide.replay.simulator import simulate
 from lowtide.replay.trace import TraceShape, TraceWriter
 
 SHAPE = TraceShape(3, 8, 2, 4, 6)

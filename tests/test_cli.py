@@ -22,7 +22,7 @@ from programs import python
 from rich.console import Console
 from typer.testing import CliRunner
 
-import lowtide.profiles
+import lowtide.lab.profiles
 from lowtide.cli import chat, command
 from lowtide.cli.answer import ask_showing, make_view
 from lowtide.cli.app import app
@@ -1023,7 +1023,7 @@ def test_simulate_refuses_what_cannot_be(recorded: str, arguments: list[str], sa
 
 
 def test_a_budget_that_the_machine_does_not_have_is_told(recorded: str, tmp_path: Path) -> None:
-    shipped = Path(lowtide.profiles.__file__).parent / "rtx3090.toml"
+    shipped = Path(lowtide.lab.profiles.__file__).parent / "rtx3090.toml"
     assert "The residents take" not in run("simulate", recorded).stderr
     small = tmp_path / "small.toml"
     small.write_text(shipped.read_text().replace("memory_GB = 24", "memory_GB = 0.000001"))

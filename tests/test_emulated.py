@@ -17,16 +17,16 @@ from hypothesis import strategies as st
 from whole import no_more_threads
 
 from lowtide.core import Curve, MoEShape
-from lowtide.devices.emulated import COMPUTE, HOST, LINK, EmulatedDevice, Span
-from lowtide.devices.emulated_speeds import EmulatedSpeeds, check_emulated_options, emulated_speeds
 from lowtide.errors import DeviceError, UsageError
 from lowtide.experts.device import ExpertGroup
 from lowtide.experts.layout import SlotLayout
 from lowtide.experts.rows import ExpertBuffers, ExpertRows
 from lowtide.experts.slots import ExpertSlots
 from lowtide.kernels.reference import REFERENCE
+from lowtide.lab.emulated.device import COMPUTE, HOST, LINK, EmulatedDevice, Span
+from lowtide.lab.emulated.speeds import EmulatedSpeeds, check_emulated_options, emulated_speeds
+from lowtide.lab.profiles import load_profile
 from lowtide.memory.arena import Arena
-from lowtide.profiles import load_profile
 from lowtide.threads.event import Event
 from lowtide.threads.stream import ThreadStream
 

@@ -18,8 +18,6 @@ from gguf_files import add_metadata, finish, packed, tensors_of
 from gguf_oracle import WIDTH, check, random_model
 
 from lowtide.core import Curve, MoEShape
-from lowtide.devices.emulated import EmulatedDevice
-from lowtide.devices.emulated_speeds import EmulatedSpeeds
 from lowtide.engine.opening.config import EngineConfig
 from lowtide.engine.opening.model import open_model
 from lowtide.errors import UnsupportedError
@@ -30,6 +28,8 @@ from lowtide.formats.mixed import mixed
 from lowtide.hardware.cold_weights import ColdWeights
 from lowtide.hardware.streams import DeviceStream
 from lowtide.kernels.compiled import CompiledKernels
+from lowtide.lab.emulated.device import EmulatedDevice
+from lowtide.lab.emulated.speeds import EmulatedSpeeds
 from lowtide.llm import LLM, plan_model
 from lowtide.memory.arena import Arena
 from lowtide.threads.executor import HostExecutor

@@ -23,8 +23,6 @@ from typer.testing import CliRunner
 
 from lowtide.cli.app import app
 from lowtide.core import Curve, IntArray, MoEShape
-from lowtide.devices.emulated import EmulatedDevice
-from lowtide.devices.emulated_speeds import EmulatedSpeeds
 from lowtide.doctor import checkup, doctor
 from lowtide.errors import PlanError, StorageError, UsageError
 from lowtide.experts.at_once import ExpertsAtOnce
@@ -58,6 +56,9 @@ from lowtide.kernels.choice import choose_kernels
 from lowtide.kernels.cpu import reader
 from lowtide.kernels.reference import REFERENCE
 from lowtide.lab import machine_profile
+from lowtide.lab.emulated.device import EmulatedDevice
+from lowtide.lab.emulated.speeds import EmulatedSpeeds
+from lowtide.lab.profiles import load_profile
 from lowtide.layers.batch import Batch
 from lowtide.llm import LLM, plan_model
 from lowtide.memory.arena import Arena
@@ -65,7 +66,6 @@ from lowtide.model_folder.checkpoint import TensorEntry
 from lowtide.model_folder.demos import DEMO_FOLDER
 from lowtide.model_writing.synth import synth
 from lowtide.models.decoder import Decoder
-from lowtide.profiles import load_profile
 from lowtide.threads.executor import HostExecutor
 
 # A temporary folder may be on a file system without them.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,16 +11,15 @@ import pytest
 
 from lowtide import LLM, SamplingParams
 from lowtide.core import Costs, Curve, Step, StepKind
-from lowtide.engine.running import policy_setting
 from lowtide.lab.calibrate import calibrate
+from lowtide.lab.simulation.host_alone import compare_alone
+from lowtide.lab.simulation.host_reads_ahead import AheadSlots
+from lowtide.lab.simulation.simulator import Report
 from lowtide.llm import plan_model
 from lowtide.policies.prefetch import PrefetchOutcome
 from lowtide.policies.presets import candidates
 from lowtide.policies.reads_ahead import NUM_KEPT, NUM_TRIED
 from lowtide.policies.recipe import Setting
-from lowtide.replay.host_alone import compare_alone
-from lowtide.replay.host_reads_ahead import AheadSlots
-from lowtide.replay.simulator import Report
 from lowtide.replay.trace import Trace, TraceShape, TraceWriter
 
 MODEL = Path(__file__).parent / "goldens" / "llada2-a"
@@ -139,38 +137,14 @@ def open_half(**options: Any) -> LLM:
     return LLM(MODEL, host_memory=half, **OPTIONS, **options)
 
 
-def test_auto_goes_by_simulation_on_a_calibration(calibration: Path) -> None:
+def test_auto_is_lowtide_on_the_host_also_with_a_calibration(calibration: Path) -> None:
     with LLM(MODEL, **OPTIONS) as llm:
         expected = llm.generate([PROMPT], PARAMS)[0].token_ids
-    with open_half(calibration=str(calibration)) as llm:
-        assert llm.plan.policy in candidates() and "simulated" in llm.plan.reason
-        assert llm.generate([PROMPT], PARAMS)[0].token_ids == expected
-    with open_half() as llm:
-        assert llm.plan.policy == "lowtide" and "simulated" not in llm.plan.reason
+    for options in ({}, {"calibration": str(calibration)}):
+        with open_half(**options) as llm:
+            assert llm.plan.policy == "lowtide"
+            assert llm.generate([PROMPT], PARAMS)[0].token_ids == expected
     with LLM(MODEL, **OPTIONS, calibration=str(calibration)) as llm:
         assert llm.plan.policy == "resident"
     with open_half(policy="lru", calibration=str(calibration)) as llm:
         assert llm.plan.policy == "lru" and llm.plan.reason == "asked for"
-
-
-def test_auto_adopts_whatever_was_fastest(
-    calibration: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[tuple[Setting, AheadSlots]] = []
-
-    def compare(
-        trace: Trace, presets: Sequence[str], setting: Setting, ahead: AheadSlots
-    ) -> list[Report]:
-        asked.append((setting, ahead))
-        return [
-            Report(name, num_tokens=9 if name == "tide" else 1, total_s=1.0) for name in presets
-        ]
-
-    monkeypatch.setattr(policy_setting, "compare_alone", compare)
-    with open_half(calibration=str(calibration)) as llm:
-        assert llm.plan.policy == "tide" and "9 tokens/s" in llm.plan.reason
-        llm.generate([PROMPT], PARAMS)
-        num_staging = llm.plan.num_staging
-    [(setting, ahead)] = asked
-    assert ahead.num_slots == num_staging > 0
-    assert setting.costs.fetch_s > 0 and setting.frequency is not None

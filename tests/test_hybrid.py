@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,7 +33,7 @@ from lowtide.lab.calibrate import calibrate
 from lowtide.llm import LLM, plan_model
 from lowtide.model_writing.synth import synth
 from lowtide.params import DiffusionParams, SamplingParams
-from lowtide.policies.presets import candidates, fetches_all, options_of, preset_names
+from lowtide.policies.presets import fetches_all, options_of, preset_names
 from lowtide.reading.file_reader import FileReader
 from lowtide.record import recorded
 from lowtide.replay.trace import Trace
@@ -204,12 +205,25 @@ def calibration(diffusion: Case, tmp_path_factory: pytest.TempPathFactory) -> Pa
     return path
 
 
-def test_auto_chooses_by_simulation_and_says_why(diffusion: Case, calibration: Path) -> None:
-    with diffusion.open("auto", 0.4, calibration=str(calibration)) as llm:
-        assert llm.plan.policy in candidates() and "simulated" in llm.plan.reason
-        diffusion.check(llm)
-    with diffusion.open("auto", 0.4) as llm:
-        assert llm.plan.policy == "lowtide"
+def test_auto_tries_two_policies_keeps_the_faster_and_says_so(
+    diffusion: Case, calibration: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also with a calibration, which tells each of the two what it tells it otherwise."""
+    with caplog.at_level(logging.INFO, "lowtide"):
+        for options in ({}, {"calibration": str(calibration)}):
+            caplog.clear()
+            with diffusion.open("auto", 0.4, **options) as llm:
+                assert llm.plan.policy == "lowtide" and "tried for 20 passes" in llm.plan.reason
+                seen = set()
+                while "ms a pass" not in llm.plan.reason:
+                    diffusion.check(llm)
+                    seen.add(llm.plan.policy)
+                    assert llm.stats()["forwards"] < 100
+                assert llm.plan.policy in ("lowtide", "lru") and seen == {"lowtide", "lru"}
+                assert f"auto: {llm.plan.policy} took" in caplog.text
+                llm.adopt_policy("tide")
+                diffusion.check(llm)
+                assert llm.plan.policy == "tide" and llm.plan.reason == "asked for"
 
 
 def test_tau_of_the_paper_needs_a_calibration(diffusion: Case) -> None:
@@ -364,12 +378,10 @@ def test_a_device_that_was_closed_is_an_error(diffusion: Case) -> None:
 def test_memory_that_the_device_does_not_get(
     diffusion: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from lowtide.engine.running import device as wiring
-
     def no_memory(num_bytes: int) -> None:
         raise PlanError(f"The system refuses to reserve {num_bytes} bytes.")
 
-    monkeypatch.setattr(wiring, "Arena", no_memory)
+    monkeypatch.setattr("lowtide.memory.arena.Arena", no_memory)  # as the device's own room
     with no_more_threads(), pytest.raises(PlanError, match="refuses to reserve"):
         diffusion.open("lowtide", 0.3)
 

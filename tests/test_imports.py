@@ -39,7 +39,7 @@ FLOORS = (
 FRONT_DOORS = ("cli", "__main__")
 # Known to every room; they know only each other.
 FACTS = {"core", "option", "params", "errors", "config", "schemas", "formats", "files"}
-FACTS |= {"model_folder", "families", "plan", "profiles", "buddies", "version"}
+FACTS |= {"model_folder", "families", "plan", "buddies", "version", "registry"}
 FACTS |= {"child_process", "progress"}
 # Parts of two rooms: each may use itself and those before it.
 ENGINE_PARTS = ("opening", "planning", "running")
@@ -60,6 +60,8 @@ PURE_LIBRARIES |= {"functools", "heapq", "itertools", "math", "operator", "types
 EXTRA = {"fastapi", "starlette", "uvicorn", "h11", "pydantic", "prometheus_client", "llguidance"}
 WITHOUT_EXTRA = ("serve.settings", "serve.client_configs", "serve.context")
 TORCH_FREE = FACTS | {"cli", "policies", "replay", "__main__", "__init__"}
+TORCH_FREE_PARTS = ("lab.verbs", "lab.simulation", "lab.profiles", "lab.emulated.kind")
+TORCH_FREE_PARTS += ("devices.kind",)
 NEVER = {
     "pickle",
     "dill",
@@ -279,7 +281,7 @@ def test_decisions_are_pure() -> None:
 
 def test_no_torch_at_load() -> None:
     for source in SOURCES:
-        if source.room in TORCH_FREE or source.name.startswith("lab.verbs"):
+        if source.room in TORCH_FREE or source.name.startswith(TORCH_FREE_PARTS):
             assert "torch" not in libraries(source.imports_at_load), source.name
 
 
@@ -304,7 +306,8 @@ def test_a_refusal_does_not_wait_for_torch() -> None:
     modules = [
         f"lowtide.{source.name}".removesuffix(".__init__")
         for source in SOURCES
-        if source.room in TORCH_FREE - {"__main__"} and "template_worker" not in source.name
+        if (source.room in TORCH_FREE - {"__main__"} and "template_worker" not in source.name)
+        or source.name.startswith(TORCH_FREE_PARTS)
     ]
     code = (
         "import importlib, sys\n"

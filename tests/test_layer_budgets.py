@@ -19,6 +19,8 @@ from whole import answer, budget_bytes
 
 from lowtide import SamplingParams
 from lowtide.core import Costs, Curve, Demand, FloatArray, MoEShape, Moves, Step, StepKind
+from lowtide.lab.profiles import load_profile
+from lowtide.lab.simulation.simulator import calibrate, simulate
 from lowtide.llm import LLM, plan_model
 from lowtide.model_writing.synth import synth
 from lowtide.policies import budgets
@@ -27,8 +29,6 @@ from lowtide.policies.catalogue import CATALOGUE
 from lowtide.policies.lowtide import Lowtide
 from lowtide.policies.presets import recipe
 from lowtide.policies.recipe import Setting
-from lowtide.profiles import load_profile
-from lowtide.replay.simulator import calibrate, simulate
 from lowtide.replay.trace import Trace, TraceShape
 
 COSTS = Costs(10, 6.0, Curve([(1, 8.0)]), Curve([(1, 1.0)]), Curve([(1, 2.0)]), 0.0)

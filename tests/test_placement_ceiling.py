@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from lowtide.core import Costs, Curve, Facts, IntArray, Moves, Step, StepKind
 from lowtide.errors import UsageError
+from lowtide.lab.simulation.simulator import simulate
 from lowtide.policies.catalogue import CATALOGUE
 from lowtide.policies.decision import Decision, Policies
 from lowtide.policies.presets import check_policy, preset_names, recipe
 from lowtide.policies.recipe import Setting
-from lowtide.replay.simulator import simulate
 from lowtide.replay.trace import Trace, TraceShape, TraceWriter
 
 COSTS = Costs(

@@ -15,13 +15,13 @@ from typer.testing import CliRunner
 from lowtide import LLM, DiffusionParams, SamplingParams
 from lowtide.cli.app import app
 from lowtide.core import MoEShape, StepKind
+from lowtide.lab.profiles import load_profile
+from lowtide.lab.simulation.simulator import compare
 from lowtide.policies.catalogue import CATALOGUE
 from lowtide.policies.presets import parse_options, register, unregister
 from lowtide.policies.recipe import Setting
-from lowtide.profiles import load_profile
 from lowtide.record import recorded
 from lowtide.replay.calibration import Calibration, GateAccuracy
-from lowtide.replay.simulator import compare
 from lowtide.replay.trace import Trace
 
 MODEL = Path(__file__).parent / "goldens" / "llada2-a"

@@ -1,4 +1,4 @@
-"""The runtime without a device beside `replay/host_alone.py`, decision by decision.
+"""The runtime without a device beside `lab/simulation/host_alone.py`, decision by decision.
 
 A model runs under a preset and a share of its experts; what its routers asked for is replayed under
 the same preset and costs. In every layer of every pass the same experts are absent, admitted and
@@ -29,14 +29,14 @@ from lowtide.engine.running.policy_setting import _setting, adopt_policy
 from lowtide.experts.rows import Routing
 from lowtide.lab.budgets import budget_of_share
 from lowtide.lab.calibrate import calibrate
+from lowtide.lab.simulation.host_alone import _HostReplay
+from lowtide.lab.simulation.simulator import Report
 from lowtide.llm import plan_model
 from lowtide.model_writing.synth import synth
 from lowtide.policies.presets import lossless_presets
 from lowtide.policies.reads_ahead import AheadTrial
 from lowtide.policies.recipe import Setting
 from lowtide.replay.calibration import Calibration
-from lowtide.replay.host_alone import _HostReplay
-from lowtide.replay.simulator import Report
 from lowtide.replay.trace import Trace, TraceShape, TraceWriter
 
 SHARES = (0.25, 0.5, 0.75)

@@ -15,6 +15,8 @@ from policy_facts import COSTS
 from lowtide.core import NO_EXPERTS, Costs, Facts, MoEShape, Moves, Step, StepKind
 from lowtide.errors import UsageError
 from lowtide.lab.calibration_report import step_similarity
+from lowtide.lab.profiles import DataSheet, PaperMachine, load_profile, parse_profile, profile_names
+from lowtide.lab.simulation.simulator import Report, calibrate, compare, fastest_tau, simulate
 from lowtide.policies.assignment import AllFetch, AllHost, Greedy
 from lowtide.policies.catalogue import CATALOGUE, WAITS
 from lowtide.policies.placement import Static, Tide
@@ -22,8 +24,6 @@ from lowtide.policies.prefetch import Gate, NoPrefetch, PreviousStep
 from lowtide.policies.presets import recipe
 from lowtide.policies.recipe import Recipe, Setting
 from lowtide.policies.tau import TAUS, FollowDrift
-from lowtide.profiles import DataSheet, PaperMachine, load_profile, parse_profile, profile_names
-from lowtide.replay.simulator import Report, calibrate, compare, fastest_tau, simulate
 from lowtide.replay.trace import Trace, TraceShape, TraceWriter
 
 FIXED = replace(COSTS, num_staging=1)

@@ -19,10 +19,10 @@ from common.synth_trace import synth_decode_trace, synth_trace
 from policy_facts import COSTS
 
 from lowtide.core import Step, StepKind
+from lowtide.lab.profiles import load_profile
+from lowtide.lab.simulation.simulator import simulate
 from lowtide.policies.catalogue import CATALOGUE
 from lowtide.policies.presets import recipe
-from lowtide.profiles import load_profile
-from lowtide.replay.simulator import simulate
 from lowtide.replay.trace import Trace, TraceShape, TraceWriter
 
 SHAPE = TraceShape(2, 16, 2)

@@ -14,12 +14,12 @@ import pytest
 from lowtide import LLM, SamplingParams
 from lowtide.core import Facts, Moves
 from lowtide.lab.budgets import budget_of_share
+from lowtide.lab.simulation.simulator import Report, simulate
 from lowtide.llm import plan_model
 from lowtide.model_writing.synth import synth
 from lowtide.policies.decision import Decision, Policies
 from lowtide.policies.recipe import Setting
 from lowtide.record import recorded
-from lowtide.replay.simulator import Report, simulate
 from lowtide.replay.trace import Trace
 
 PROMPT = list(range(1, 40))

@@ -10,11 +10,11 @@ from policy_facts import make_facts
 
 from lowtide.core import Costs, Curve, Demand, IntArray, Step, StepKind
 from lowtide.errors import UsageError
+from lowtide.lab.simulation.simulator import simulate
 from lowtide.policies.online_tau import OnlineTau, TauChange, interval_seconds
 from lowtide.policies.placement import Tide
 from lowtide.policies.recipe import Setting
 from lowtide.policies.tau import drift, miss_shares, paper_cost_s, paper_tau
-from lowtide.replay.simulator import simulate
 from lowtide.replay.trace import TraceShape, TraceWriter
 
 

@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 from lowtide import LLM, SamplingParams
 from lowtide.core import Assignment, BoolArray, Facts, IntArray, MoEShape, Step
 from lowtide.errors import UsageError
+from lowtide.lab.profiles import load_profile
+from lowtide.lab.simulation.simulator import simulate
 from lowtide.llm import plan_model
 from lowtide.policies.assignment import divide
 from lowtide.policies.catalogue import CATALOGUE
@@ -30,8 +32,6 @@ from lowtide.policies.presets import (
 )
 from lowtide.policies.ranks import Ranks
 from lowtide.policies.recipe import PolicyOption, Recipe, Setting
-from lowtide.profiles import load_profile
-from lowtide.replay.simulator import simulate
 from lowtide.replay.trace import TraceShape
 
 MODEL = Path(__file__).parent / "goldens" / "llada2-a"

@@ -11,13 +11,13 @@ from typing import Any, NamedTuple
 from common.emulated import Learned, Model, Stretch, Totals
 from lowtide import LLM
 from lowtide.core import Costs, Curve
-from lowtide.engine.running.policy_setting import ahead_slots
 from lowtide.errors import InternalError
+from lowtide.lab.ahead_slots import ahead_slots
 from lowtide.lab.budgets import budget_of_share
+from lowtide.lab.simulation.host_reads_ahead import AheadSlots
 from lowtide.llm import plan_model
 from lowtide.reading.file_reader import Ticket
 from lowtide.replay.calibration import Calibration
-from lowtide.replay.host_reads_ahead import AheadSlots
 
 NUM_MEASURED = 5  # times that costs are measured
 

@@ -18,19 +18,19 @@ from common.record import Row, say
 from common.simulated import published
 from common.texts import text_for, token_ids
 from lowtide import LLM, SamplingParams
-from lowtide.devices.emulated import COMPUTE, HOST, LINK, EmulatedDevice
-from lowtide.devices.emulated_speeds import measure_device_s
 from lowtide.engine.opening.config import EngineConfig
 from lowtide.engine.opening.model import open_model
 from lowtide.engine.running.engine import Engine
 from lowtide.errors import InternalError, PlanError
+from lowtide.hardware.core_speed import measure_device_s
 from lowtide.lab.bench import Spread
 from lowtide.lab.budgets import budget_of_share
 from lowtide.lab.calibrate import calibrate
+from lowtide.lab.emulated.device import COMPUTE, HOST, LINK, EmulatedDevice
+from lowtide.lab.profiles import load_profile
 from lowtide.llm import plan_model
 from lowtide.params import DiffusionParams
 from lowtide.plan import MemoryPlan
-from lowtide.profiles import load_profile
 from lowtide.record import recorded
 from lowtide.replay.trace import Trace
 

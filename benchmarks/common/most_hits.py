@@ -7,7 +7,7 @@ import heapq
 import numpy as np
 
 from lowtide.core import IntArray
-from lowtide.replay.oracle import first_uses, following_uses
+from lowtide.lab.simulation.oracle import first_uses, following_uses
 
 
 def most_hits(hits: IntArray, num_slots: int) -> int:

@@ -13,8 +13,8 @@ import numpy as np
 
 from common.synth_trace import synth_decode_trace
 from lowtide.core import BoolArray, Costs
+from lowtide.lab.simulation.host_alone import compare_alone
 from lowtide.policies.recipe import Setting
-from lowtide.replay.host_alone import compare_alone
 from lowtide.replay.trace import Trace, TraceShape
 
 NUM_LAYERS = 4  # of the synthetic models: all layers are alike in them

@@ -208,7 +208,7 @@ class MemoryPlan:
     over all running sequences, none longer than `context`, while slots give way."""
     kv_cache: str = CacheMode.EXACT.value  # others are approximations, see `CacheMode`
     cache: str = Reuse.ON.value  # what a request takes over of those before it, see `Reuse`
-    prediction: Prediction | None = None  # None: beside an emulated device, whose speed is given
+    prediction: Prediction | None = None  # None: beside a paced device, whose speed is given
     advised_bytes: int = 0
     """The host budget that would serve best here: what everything takes, or all that is free."""
     formats: WeightFormats = field(default_factory=WeightFormats)
@@ -263,8 +263,8 @@ class MemoryPlan:
 def plan_rows(plan: MemoryPlan) -> list[list[str]]:
     """A row of names, then one for each part, of a column for each tier."""
     tiers = list(plan_tiers(plan))
-    is_emulated = plan.device == "emulated"
-    names = ["emulated gpu" if name == "gpu" and is_emulated else name for name, _ in tiers]
+    is_registered = plan.gpu is not None and plan.device != "cuda"  # such as "emulated"
+    names = [f"{plan.device} gpu" if name == "gpu" and is_registered else name for name, _ in tiers]
     rows = [["part", *names]]
     for part in ("dense", "kv_cache", "workspace", "ring"):
         sizes = [getattr(tier, part + "_bytes") for _, tier in tiers]

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from lowtide.engine.opening.config import EngineConfig
+from lowtide.engine.opening.device_choice import check_device
 from lowtide.errors import UsageError
 from lowtide.files.json_file import meant, printable
 from lowtide.files.regular_file import read_from
@@ -222,8 +223,8 @@ class Settings:
 
     def engine_options(self) -> dict[str, Any]:
         """Return keyword arguments of `LLM` and `plan_model`: options given or with a default."""
-        if self.values["device_option"] and self.values["device"] != "emulated":
-            raise UsageError("Device options belong to the emulated device; add --device emulated.")
+        if isinstance(options := self.values["device_option"], Mapping) and options:
+            check_device(str(self.values["device"]), options)
         chosen = {o.keyword: self.values[o.name] for o in ENGINE_OPTIONS}
         chosen["seed"] = self.values["seed"]
         return {name: value for name, value in chosen.items() if value is not None}

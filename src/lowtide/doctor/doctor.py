@@ -1,7 +1,7 @@
 """`lowtide doctor`: what this machine is, and what experts cost on it.
 
 The machine's rates first, from which speeds are predicted; then, of a model that is named, what its
-experts cost. All are kept (`hardware/store.py`), except costs of an emulated device.
+experts cost. All are kept (`hardware/store.py`), except costs of a paced device.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import numpy as np
 
 from lowtide.core import MoEShape
 from lowtide.devices.cuda import CudaDevice
-from lowtide.devices.emulated import EmulatedDevice
-from lowtide.devices.emulated_speeds import emulated_speeds
+from lowtide.devices.kind import KINDS, is_paced
 from lowtide.doctor.diagnosis import Diagnosis, ExpertCosts, Skipped
 from lowtide.engine.opening.config import MAX_PASS_ROWS, EngineConfig
 from lowtide.engine.opening.model import OpenModel, open_model
+from lowtide.engine.running.device import request_of
 from lowtide.engine.running.wiring import make_executor
 from lowtide.errors import PlanError, StorageError
 from lowtide.experts.device import Device
@@ -204,7 +204,7 @@ def _fill(descriptor: int, folder: Path) -> None:
 
 
 def _costs(name: str, opened: OpenModel, machine: Machine, is_fresh: bool) -> ExpertCosts:
-    if opened.device == "emulated":
+    if is_paced(opened.device):
         measured, description = _measure(opened)
         stored = measured_now(measured)
     else:
@@ -261,7 +261,7 @@ _OpenDevice = tuple[Device | None, Callable[[int], Arena], str]
 def _device(opened: OpenModel, cores_per_expert: int) -> Iterator[_OpenDevice]:
     """The device with slots for a measurement, memory that it copies from, and a line on it."""
     name, options = opened.device, opened.options
-    shape, layout, kernels = opened.config.moe_shape, opened.slot_layout, opened.kernels
+    shape, layout = opened.config.moe_shape, opened.slot_layout
     num_slots = _num_slots(shape, layout)
     if name == "cpu":
         yield None, Arena, ""
@@ -271,12 +271,9 @@ def _device(opened: OpenModel, cores_per_expert: int) -> Iterator[_OpenDevice]:
             with closing(device):
                 yield device, pinned.make_arena, name
     else:
-        given = options.device_options
-        speeds = emulated_speeds(given, layout, shape, kernels, cores_per_expert)
-        arena = Arena(num_slots * layout.num_bytes)
-        emulated = EmulatedDevice(arena, layout, num_slots, speeds, kernels, cores_per_expert)
-        with closing(emulated):
-            yield emulated, Arena, emulated.describe()
+        made = KINDS[name].open(request_of(opened, num_slots, cores_per_expert))
+        with closing(made):
+            yield made.device, made.make_arena, made.device.describe()
 
 
 def _num_slots(shape: MoEShape, layout: SlotLayout) -> int:

@@ -19,6 +19,7 @@ import torch
 from lowtide.core import hit_rate
 from lowtide.decode.prompts import Prompt
 from lowtide.decode.request import Prefill
+from lowtide.devices.kind import is_paced
 from lowtide.doctor.diagnosis import Skipped
 from lowtide.doctor.doctor import machine_rates
 from lowtide.engine.opening.config import EngineConfig
@@ -182,7 +183,7 @@ class Result:
         """All but the plan."""
         return {
             "device": self.device,
-            "is_emulated": self.plan.device == "emulated",
+            "is_emulated": is_paced(self.plan.device),
             "is_budget_given": self.is_budget_given,
             "prompt_tokens": self.prompt_tokens,
             "prefill_tokens": self.prefill_tokens,

@@ -28,6 +28,7 @@ from lowtide.experts.rows import Routing
 from lowtide.experts.runtime import ExpertObserver, Observer
 from lowtide.lab.buddies import CoActivations, needed_tokens
 from lowtide.lab.input_squares import InputSquares
+from lowtide.lab.simulation.simulator import calibrate as count_activations
 from lowtide.layers.batch import KVRange, Segment
 from lowtide.llm import LLM
 from lowtide.memory.workspace import Workspace
@@ -37,7 +38,6 @@ from lowtide.policies.prefetch import Gate
 from lowtide.progress import Progress, no_progress
 from lowtide.record import Recorder
 from lowtide.replay.calibration import GATES, TOP_SIZES, Calibration, GateAccuracy
-from lowtide.replay.simulator import calibrate as count_activations
 from lowtide.replay.trace import Trace, TraceShape
 
 NUM_PIECES = 16

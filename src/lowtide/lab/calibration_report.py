@@ -15,10 +15,10 @@ import numpy as np
 from lowtide.cli.plotting import check_plot, save_figure
 from lowtide.core import Costs, FloatArray, IntArray
 from lowtide.lab.calibrate import top_share
+from lowtide.lab.simulation.simulator import fastest_tau
 from lowtide.policies.recipe import Setting
 from lowtide.policies.tau import TAUS, drift, miss_shares, paper_tau
 from lowtide.replay.calibration import GATES, TOP_SIZES, Calibration
-from lowtide.replay.simulator import fastest_tau
 from lowtide.replay.trace import Trace
 
 if TYPE_CHECKING:

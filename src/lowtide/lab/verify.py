@@ -23,11 +23,13 @@ from torch import Tensor
 
 from lowtide.config import ModelConfig
 from lowtide.core import Step, hit_rate
+from lowtide.devices.kind import KINDS, OWN_DEVICES
 from lowtide.engine.opening.config import MAX_PASS_ROWS, EngineConfig
 from lowtide.engine.opening.model import open_model
 from lowtide.errors import PlanError
 from lowtide.experts.rows import Routing, is_long
 from lowtide.lab.budgets import budget_of_share, home_of_share
+from lowtide.lab.emulated.kind import EMULATED
 from lowtide.llm import LLM, plan_model
 from lowtide.memory.chunking import MAX_REMAINDER, OPERATOR_TILES
 from lowtide.params import DiffusionParams, SamplingParams
@@ -225,17 +227,20 @@ def _cases(model: str | Path, options: Mapping[str, Any], gpu_tolerance: float) 
 
 
 def _devices(asked: str) -> list[str]:
-    if asked == "emulated":
-        return ["cpu", "emulated"]
+    if asked not in OWN_DEVICES:
+        return ["cpu", asked]
     has_gpu = asked != "cpu" and torch.cuda.is_available()
     return ["cpu", "cuda"] if has_gpu else ["cpu"]
 
 
 def _on_device(options: Mapping[str, Any], device: str) -> dict[str, Any]:
-    """Options that hold everything there; device options are an emulated device's."""
+    """Options that hold everything there; device options are a registered device's."""
     chosen = {**options, "device": device}
-    speeds = chosen.pop("device_options", None) or EMULATED_SPEEDS
-    return {**chosen, "device_options": speeds} if device == "emulated" else chosen
+    given = chosen.pop("device_options", None)
+    if device in OWN_DEVICES:
+        return chosen
+    speeds = EMULATED_SPEEDS if KINDS[device] is EMULATED else {}
+    return {**chosen, "device_options": given or speeds}
 
 
 def _budgets(plan: MemoryPlan, share: float) -> dict[str, int]:

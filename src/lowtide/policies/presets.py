@@ -12,8 +12,12 @@ from lowtide.files.json_file import meant
 from lowtide.policies.catalogue import CATALOGUE, TAU
 from lowtide.policies.decision import Policies
 from lowtide.policies.recipe import PolicyOption, Recipe, Setting
+from lowtide.policies.trial import NUM_TRIED
 
 AUTO = "auto"
+TRIED = ("lowtide", "lru")
+"""What `auto` tries in turn beside a device, the first where the other cannot run."""
+
 ORACLE = "oracle"
 """A ceiling that knows the future: a replay has it, no engine can."""
 
@@ -132,7 +136,8 @@ def choose_preset(name: str, *, everything_fits: bool, has_device: bool = False)
         if everything_fits:
             return "resident", "all experts fit into the budget"
         if has_device:
-            return "lowtide", "not all experts fit: measured costs decide what computes them"
+            names = " and ".join(TRIED)
+            return TRIED[0], f"not all experts fit: {names} are tried for {NUM_TRIED} passes each"
         return "lowtide", "not all experts fit: those most expensive to reload stay in memory"
     if name == "resident" and not everything_fits:
         raise UsageError(

@@ -4,13 +4,20 @@ whether they stay on. The engine, the replay and the prediction of speed go by t
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import numpy as np
 
+from lowtide.policies.prefetch import Gate
+
 NEARLY_ALL = 0.9
 """A layer's share of demanded experts from which the next layer is expected to ask for all: no
 more than a tenth of the reads ahead are for nothing then, if the layers are alike."""
+
+GATE_ACCURACY: Mapping[Gate, float] = {Gate.RAW: 0.75, Gate.RESIDUAL: 0.86}
+"""About what DALI reports (means of its figures for Qwen and DeepSeek): what is assumed where
+it was not measured."""
 
 NUM_TRIED = 12
 """Passes of a trial with reading ahead, and as many without, in turn."""

@@ -87,12 +87,13 @@ class HostExecutor:
         return _Division.of(num_experts_per_token).num_threads
 
     @classmethod
-    def beside_emulated(cls, num_experts_per_token: int) -> HostExecutor:
-        """Make an executor of one thread for the host beside an emulated device.
+    def of_threads(cls, num_threads: int, num_experts_per_token: int) -> HostExecutor:
+        """Make an executor of that many threads.
 
-        Each expert's products use as many cores as without the device, which gives the same bits.
+        Each expert's products use as many cores as by default, which gives the same bits.
         """
-        return cls(num_experts_per_token, 1, _Division.of(num_experts_per_token).cores_per_expert)
+        cores_per_expert = _Division.of(num_experts_per_token).cores_per_expert
+        return cls(num_experts_per_token, num_threads, cores_per_expert)
 
     def submit(self, work: Work) -> Future[None]:
         """Start the work of one or several experts; the future raises its exception."""

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from lowtide.devices.kind import KINDS, OWN_DEVICES
 from lowtide.errors import UnsupportedError, UsageError
-
-DEVICES = ("auto", "cpu", "cuda", "emulated")
 
 
 def check_device(name: str, options: Mapping[str, str]) -> None:
@@ -16,15 +15,15 @@ def check_device(name: str, options: Mapping[str, str]) -> None:
             f"Device {name!r}: one GPU is used, the first that this process sees. Choose --device "
             "cuda; the environment's CUDA_VISIBLE_DEVICES says which GPUs a process sees."
         )
-    if name not in DEVICES:
-        raise UsageError(f"Device {name!r} is not known; choose one of {', '.join(DEVICES)}.")
-    if name == "emulated":
-        from lowtide.devices.emulated_speeds import check_emulated_options
-
-        check_emulated_options(options)
+    if name not in (*OWN_DEVICES, *KINDS):
+        known = ", ".join([*OWN_DEVICES, *KINDS])
+        raise UsageError(f"Device {name!r} is not known; choose one of {known}.")
+    if name not in OWN_DEVICES:
+        KINDS[name].check_options(options)
     elif options:
+        others = " or ".join(KINDS)
         raise UsageError(
-            f"Device options ({', '.join(options)}) belong to --device emulated, not to {name}."
+            f"Device options ({', '.join(options)}) belong to --device {others}, not to {name}."
         )
     if name == "cuda" and not _has_gpu():
         raise UnsupportedError(
@@ -34,7 +33,7 @@ def check_device(name: str, options: Mapping[str, str]) -> None:
 
 
 def resolve_device(name: str) -> str:
-    """`auto` is the GPU if there is one; an emulated device is never chosen."""
+    """`auto` is the GPU if there is one; no other device is chosen unless it is named."""
     if name == "auto":
         return "cuda" if _has_gpu() else "cpu"
     return name

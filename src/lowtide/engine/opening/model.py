@@ -86,7 +86,7 @@ class OpenModel:
 
     @property
     def device(self) -> str:
-        """`cpu`, `cuda` or `emulated`."""
+        """`cpu`, `cuda`, or the name of a registered kind."""
         return resolve_device(self.options.device)
 
     @property

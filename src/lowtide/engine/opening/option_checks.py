@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from lowtide.config import ModelConfig, parse_size
 from lowtide.core import Reuse
+from lowtide.devices.kind import OWN_DEVICES
 from lowtide.engine.opening.device_choice import resolve_device
 from lowtide.errors import UnsupportedError, UsageError
 from lowtide.policies.presets import substitutes
@@ -48,9 +49,9 @@ def check_without_experts(config: ModelConfig, options: EngineConfig) -> None:
     for option in ("calibration", "expert_dtype"):
         if getattr(options, option) is not None:
             raise UsageError(f"{option}: {name} has no experts; leave this out.")
-    if options.device == "emulated":
+    if options.device not in OWN_DEVICES:
         raise UnsupportedError(
-            f"An emulated device computes experts, and {name} has none; choose --device cpu."
+            f"Device {options.device!r} computes experts, and {name} has none; choose --device cpu."
         )
 
 

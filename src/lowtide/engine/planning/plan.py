@@ -230,7 +230,7 @@ def workspace_bytes(opened: OpenModel) -> tuple[int, int]:
 
 
 def _gpu_bytes(opened: OpenModel, needs: Needs) -> int:
-    """The device's budget. An emulated device has as much as is asked for."""
+    """The device's budget. Any but a GPU has as much as is asked for."""
     gpu_memory, free_bytes = opened.options.gpu_memory, total_memory_bytes()
     if opened.device == "cuda":
         free_bytes = free_memory_bytes()

@@ -20,6 +20,7 @@ import numpy as np
 
 from lowtide.core import MoEShape
 from lowtide.decode.kinds import make_kind
+from lowtide.devices.kind import is_paced
 from lowtide.engine.opening.model import OpenModel
 from lowtide.errors import StorageError
 from lowtide.hardware.machine import (
@@ -39,9 +40,8 @@ from lowtide.kernels.cpu.packed import MAX_FEW_ROWS
 from lowtide.plan import MemoryPlan, PassTime, Prediction, SpeedRange
 from lowtide.policies.prefetch import Gate
 from lowtide.policies.presets import fetches_all
-from lowtide.policies.reads_ahead import NEARLY_ALL, WORTH, read_ahead
+from lowtide.policies.reads_ahead import GATE_ACCURACY, NEARLY_ALL, WORTH, read_ahead
 from lowtide.reading.dense_weights import DenseWeights
-from lowtide.replay.foresight import GATE_ACCURACY
 from lowtide.schemas import model_schema
 
 DISAGREEMENT = 1.4
@@ -157,8 +157,8 @@ class Predictor:
 
 
 def predictor_of(opened: OpenModel, plan: MemoryPlan) -> Predictor | None:
-    """None beside an emulated device: its speeds are what they are told to be."""
-    return None if plan.device == "emulated" else Predictor(opened, plan)
+    """None beside a paced device: its speeds are what they are told to be."""
+    return None if is_paced(plan.device) else Predictor(opened, plan)
 
 
 def published_pass(opened: OpenModel) -> tuple[int, float, float]:

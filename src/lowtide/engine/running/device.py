@@ -5,67 +5,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import ExitStack, closing
-from dataclasses import dataclass
+from dataclasses import replace
 
-from lowtide.core import Costs
 from lowtide.devices.cuda import CudaDevice
-from lowtide.devices.emulated import EmulatedDevice
-from lowtide.devices.emulated_speeds import EmulatedSpeeds, emulated_speeds
+from lowtide.devices.kind import KINDS, DeviceRequest, OpenDevice
 from lowtide.engine.opening.config import MAX_PASS_ROWS
 from lowtide.engine.opening.model import OpenModel
-from lowtide.experts.device import Device
 from lowtide.experts.elastic_slots import ElasticSlots
 from lowtide.hardware.machine import this_machine
 from lowtide.hardware.measure import Measurements, measure_costs
 from lowtide.hardware.store import stored_or_measured
-from lowtide.memory.arena import Arena, Region
 from lowtide.memory.pinned import PinnedMemory
 from lowtide.plan import MemoryPlan
 from lowtide.threads.executor import HostExecutor
 
 
-@dataclass(frozen=True, slots=True)
-class OpenDevice:
-    """A device with its slots, what it costs, and where it copies from fastest."""
-
-    device: Device
-    costs: Costs
-    make_arena: Callable[[int], Arena]
-    close: Callable[[], None]
-
-
 def open_device(
     opened: OpenModel, plan: MemoryPlan, executor: HostExecutor, lent: ElasticSlots | None
 ) -> OpenDevice:
-    """lent: what the slots of an emulated device lie in where their memory comes and goes."""
-    num_slots = plan.fast_tier.num_slots
+    """lent: what the slots of a device on the host lie in where their memory comes and goes."""
+    num_slots = plan.fast_tier.num_slots if lent is None else lent.ledger.num_slots
     if plan.device == "cuda":
         return _open_cuda(opened, num_slots, executor)
-    layout, kernels = opened.slot_layout, opened.kernels
-    shape, cores_per_expert = opened.config.moe_shape, executor.cores_per_expert
-    speeds = emulated_speeds(
-        opened.options.device_options, layout, shape, kernels, cores_per_expert
-    )
-    if lent is None:
-        arena: Region = Arena(num_slots * layout.num_bytes)
-    else:
-        arena, num_slots = lent.arena, lent.ledger.num_slots
-    device = EmulatedDevice(arena, layout, num_slots, speeds, kernels, cores_per_expert)
-    costs = _emulated_costs(speeds, layout.num_bytes, opened.layer_bytes)
-    return OpenDevice(device, costs, Arena, device.close)
+    request = request_of(opened, num_slots, executor.cores_per_expert)
+    if lent is not None:
+        request = replace(request, arena=lent.arena)
+    return KINDS[plan.device].open(request)
 
 
-def _emulated_costs(speeds: EmulatedSpeeds, expert_bytes: int, layer_bytes: int) -> Costs:
-    return Costs(
-        expert_bytes=expert_bytes,
-        link_s=speeds.link_s(expert_bytes),
-        host_s=speeds.host_s,
-        device_s=speeds.device_s,
-        # Dense layers are the caller's own work, at the speed of this machine.
-        dense_s=speeds.device_s.scaled(layer_bytes / expert_bytes / speeds.device_slowdown),
-        sync_s=0.0,
+def request_of(opened: OpenModel, num_slots: int, cores_per_expert: int) -> DeviceRequest:
+    """Return what a device beside the host is made for."""
+    return DeviceRequest(
+        opened.config.moe_shape,
+        opened.slot_layout,
+        opened.kernels,
+        num_slots,
+        cores_per_expert,
+        opened.layer_bytes,
+        opened.options.device_options,
     )
 
 

@@ -13,6 +13,7 @@ from lowtide.memory.kv_cache import KVCache
 from lowtide.memory.pass_plans import PassPlans
 from lowtide.models.decoder import Decoder
 from lowtide.plan import MemoryPlan
+from lowtide.policies.trial import PolicyTrial
 from lowtide.reading.file_reader import FileReader
 from lowtide.threads.executor import HostExecutor
 
@@ -31,6 +32,7 @@ class Engine:
     pass_plans: PassPlans | None = None  # None: all passes have the plan of the largest
     elastic: ElasticMemory | None = None  # None: KV cache and slots keep what the plan gave them
     stored: StoredSequences | None = None  # None: kept sequences are in memory alone
+    trial: PolicyTrial | None = None  # None: the policy stays
 
     def as_dict(self) -> dict[str, float]:
         """What it did since it was loaded, in counts, bytes and seconds; kv_cache_usage: the share

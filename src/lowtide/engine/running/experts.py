@@ -9,9 +9,10 @@ from dataclasses import replace
 from torch import Tensor
 
 from lowtide.core import Costs
+from lowtide.devices.kind import OpenDevice
 from lowtide.engine.opening.config import MAX_PASS_ROWS
 from lowtide.engine.opening.model import OpenModel
-from lowtide.engine.running.device import OpenDevice, open_device
+from lowtide.engine.running.device import open_device
 from lowtide.engine.running.elastic import SharedMemory
 from lowtide.engine.running.policy_setting import make_engine_policies
 from lowtide.experts.at_once import ExpertsAtOnce, cores_beside_device

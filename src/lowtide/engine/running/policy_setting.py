@@ -12,7 +12,6 @@ import torch
 
 from lowtide.buddies import BuddyTwins
 from lowtide.core import Costs, Curve
-from lowtide.devices.emulated_speeds import measure_device_s
 from lowtide.engine.opening.config import MAX_PASS_ROWS
 from lowtide.engine.opening.model import OpenModel
 from lowtide.engine.opening.model_calibration import find_calibration, no_calibration
@@ -23,27 +22,22 @@ from lowtide.engine.running.engine import Engine
 from lowtide.errors import PlanError
 from lowtide.experts.device_tier import DeviceTier
 from lowtide.experts.early_gate import EarlyGate, Route
-from lowtide.experts.host_executor import HostExpertExecutor
 from lowtide.experts.host_tier import HostTier
 from lowtide.experts.none import NoExperts
 from lowtide.experts.runtime import ExpertRuntime
-from lowtide.experts.transfer import DiskTransfer, ticket_result
+from lowtide.experts.transfer import ticket_result
+from lowtide.hardware.core_speed import measure_device_s
 from lowtide.kernels.choice import compiled_buddies
-from lowtide.kernels.cpu.reader import PIECE_BYTES
 from lowtide.layers.router import Router, SigmoidRouter
 from lowtide.plan import MemoryPlan
 from lowtide.policies.decision import Policies
 from lowtide.policies.online_tau import TauChange
 from lowtide.policies.prefetch import Gate
-from lowtide.policies.presets import candidates, choose_preset, make_policies, parse_options, recipe
+from lowtide.policies.presets import TRIED, choose_preset, make_policies, parse_options, recipe
 from lowtide.policies.recipe import Setting
 from lowtide.policies.tau import FollowDrift, SolvedTau, calibrated_tau
+from lowtide.policies.trial import PolicyTrial
 from lowtide.replay.calibration import Calibration
-from lowtide.replay.foresight import measured_accuracy
-from lowtide.replay.host_alone import compare_alone
-from lowtide.replay.host_reads_ahead import AheadSlots
-from lowtide.replay.simulator import compare, fastest_tau
-from lowtide.replay.trace import Trace
 
 _log = logging.getLogger(__name__)
 
@@ -65,7 +59,40 @@ def adopt_policy(engine: Engine, policy: str, policy_options: Mapping[str, str])
         policy, everything_fits=plan.everything_fits, has_device=plan.gpu is not None
     )
     plan = replace(plan, policy=preset, reason=reason)
-    calibration, progress = find_calibration(opened), options.report
+    return with_trial(_adopted(engine, opened, plan))
+
+
+def with_trial(engine: Engine) -> Engine:
+    """The same engine; under `auto` beside a device with a trial of what is faster there."""
+    experts, plan, trial = engine.experts, engine.plan, None
+    if not (isinstance(experts, NoExperts) or experts.device is None or plan.everything_fits):
+        can_fetch = experts.device.costs.num_staging > 0
+        if engine.opened.options.policy == "auto" and can_fetch:
+            trial = PolicyTrial(*TRIED)
+    return replace(engine, trial=trial)
+
+
+def follow_trial(engine: Engine, num_rows: int, seconds: float) -> Engine:
+    """The engine for the next pass, after one that took `seconds`."""
+    trial = engine.trial
+    if trial is None:
+        return engine
+    was_decided, preset = trial.verdict, trial.note_pass(num_rows, seconds)
+    plan = engine.plan
+    if trial.verdict is not None and was_decided is None:
+        plan = replace(plan, reason=str(trial.verdict))
+        _log.info("auto: %s.", trial.verdict)
+    if preset == plan.policy:
+        return engine if plan is engine.plan else replace(engine, plan=plan)
+    return _adopted(engine, engine.opened, replace(plan, policy=preset))
+
+
+def _adopted(engine: Engine, opened: OpenModel, plan: MemoryPlan) -> Engine:
+    """The engine under the plan's policy, made from the options of `opened`."""
+    experts = engine.experts
+    if isinstance(experts, NoExperts):
+        return engine
+    calibration, progress = find_calibration(opened), opened.options.report
     cores_per_expert = engine.executor.cores_per_expert
     policies = make_engine_policies(
         opened, plan, calibration, experts.host, experts.device, cores_per_expert
@@ -90,49 +117,6 @@ def _check_workspace(opened: OpenModel, plan: MemoryPlan) -> None:
         )
 
 
-def choose_by_simulation(engine: Engine, calibration: Calibration | None) -> Engine:
-    """The preset of most simulated tokens per second, on the calibration's routing and the costs
-    measured here; as it is where everything fits or nothing was calibrated.
-    """
-    plan, experts, device = engine.plan, engine.experts, engine.experts.device
-    if calibration is None or isinstance(experts, NoExperts) or plan.everything_fits:
-        return engine
-    trace = _beginning(calibration, plan)
-    if device is None:
-        setting = _setting(engine.opened, plan, calibration, experts.policies.costs)
-        reports = compare_alone(trace, candidates(), setting, ahead_slots(engine, calibration))
-    else:
-        setting = _setting(engine.opened, plan, calibration, device.costs)
-        names = candidates(can_fetch=device.costs.num_staging > 0)
-        reports = compare(trace, names, setting, gate_accuracy=measured_accuracy(calibration))
-    best, second = sorted(reports, key=lambda report: -report.tokens_per_s)[:2]
-    binds = "disk" if device is None and best.binds == "link" else best.binds
-    reason = (
-        f"simulated on the calibration's routing and this machine's costs: "
-        f"{best.tokens_per_s:.3g} tokens/s in the expert layers, {second.preset} "
-        f"{second.tokens_per_s:.3g}; the {binds} binds"
-    )
-    if best.preset != plan.policy:
-        engine = adopt_policy(engine, best.preset, {})
-    return replace(engine, plan=replace(plan, policy=best.preset, reason=reason))
-
-
-def ahead_slots(engine: Engine, calibration: Calibration) -> AheadSlots:
-    """What reads ahead of a layer go by on the host alone, for a replay."""
-    num_slots = engine.plan.num_staging
-    if isinstance(engine.experts, NoExperts):
-        return AheadSlots(num_slots)
-    executor = engine.experts.executor
-    if not isinstance(executor, HostExpertExecutor) or executor.at_once is None:
-        return AheadSlots(num_slots)
-    transfer, accuracy = executor.host.transfer, None
-    compiled = transfer.compiled if isinstance(transfer, DiskTransfer) else None
-    if compiled is not None and compiled.is_direct and engine.model.runs_at_once:
-        accuracy = measured_accuracy(calibration)[Gate.RAW]
-    piece_share = min(1.0, PIECE_BYTES / engine.opened.slot_layout.num_bytes)
-    return AheadSlots(num_slots, executor.at_once.max_rows, accuracy, piece_share)
-
-
 def _setting(
     opened: OpenModel, plan: MemoryPlan, calibration: Calibration | None, costs: Costs
 ) -> Setting:
@@ -153,18 +137,13 @@ def _setting(
     )
     if calibration is None:
         return setting
-    setting = replace(
+    return replace(
         setting,
         frequency=calibration.frequency,
         following=calibration.following,
         hits=calibration.trace.hits(),
         buddies=calibration.buddies,
     )
-    if isinstance(options.get("tau"), FollowDrift):
-        trace = _beginning(calibration, plan)
-        tau = fastest_tau(trace, plan.policy, setting)
-        return setting.having(tau=FollowDrift(tau))
-    return setting
 
 
 def _buddy_twins(opened: OpenModel) -> BuddyTwins | None:
@@ -216,13 +195,6 @@ def set_early_gate(
         residual = torch.tensor(calibration.residual, dtype=opened.dtype, device=torch_device)
     routes = [_route(router) for router in routers]
     experts.device.early_gate = EarlyGate(gate, routes, residual, opened.config.moe.num_experts)
-
-
-def _beginning(calibration: Calibration, plan: MemoryPlan) -> Trace:
-    """As much of the routing as replays in a second or so, under some ten policies: a layer takes
-    about 0.1 ms under each.
-    """
-    return calibration.trace.beginning(max(32, 2000 // len(plan.residents_per_layer)))
 
 
 def _route(router: Router) -> Route:

@@ -10,6 +10,7 @@ from contextlib import ExitStack
 import torch
 
 from lowtide.compute import Compute
+from lowtide.devices.kind import KINDS, OWN_DEVICES
 from lowtide.engine.opening.model import OpenModel
 from lowtide.engine.opening.model_calibration import find_calibration
 from lowtide.engine.planning.elastic_plan import SMALL_GROUP_BYTES
@@ -19,7 +20,7 @@ from lowtide.engine.running.engine import Engine
 from lowtide.engine.running.experts import load_experts
 from lowtide.engine.running.key_store import open_files, stored_sequences
 from lowtide.engine.running.pass_room import open_workspace
-from lowtide.engine.running.policy_setting import choose_by_simulation, set_early_gate
+from lowtide.engine.running.policy_setting import set_early_gate, with_trial
 from lowtide.errors import CheckpointError, PlanError
 from lowtide.experts.none import NoExperts
 from lowtide.experts.runtime import ExpertRuntime
@@ -78,10 +79,8 @@ def load(opened: OpenModel, plan: MemoryPlan) -> Engine:
         engine = Engine(
             plan, opened, model, experts, kv_cache, reader, executor, plans, elastic, stored
         )
-        if opened.options.policy == "auto":
-            engine = choose_by_simulation(engine, calibration)
         undo.pop_all()
-    return engine
+    return with_trial(engine)
 
 
 def _checked(opened: OpenModel, plan: MemoryPlan) -> Checkpoint:
@@ -111,9 +110,12 @@ def make_executor(opened: OpenModel) -> HostExecutor:
     experts = opened.config.experts
     if experts is None:
         return HostExecutor(MAX_THREADS)
-    # An emulated device is one thread, and so is the host beside it.
-    make = HostExecutor.beside_emulated if opened.device == "emulated" else HostExecutor
-    return make(experts.num_experts_per_token)
+    num_threads = None
+    if opened.device not in OWN_DEVICES:
+        num_threads = KINDS[opened.device].num_host_threads
+    if num_threads is None:
+        return HostExecutor(experts.num_experts_per_token)
+    return HostExecutor.of_threads(num_threads, experts.num_experts_per_token)
 
 
 def _load_dense(opened: OpenModel, device: torch.device, reader: FileReader) -> Weights:

@@ -20,6 +20,7 @@ from lowtide.decode.request import Committed, Event, Finished, Request
 from lowtide.engine.running.decoding import make_decoder, run_pass
 from lowtide.engine.running.engine import Engine
 from lowtide.engine.running.not_finite import naming_faults
+from lowtide.engine.running.policy_setting import follow_trial
 from lowtide.errors import InternalError, UsageError
 from lowtide.memory.cuda_streams import device_pass
 from lowtide.models.decoder import Decoder
@@ -250,6 +251,8 @@ class Worker:
                 self.speed.measured(self.engine.model),
             ):
                 events = run_pass(self.engine, self._decoder)
+            if not is_observed:
+                self.engine = follow_trial(self.engine, *self.speed.last_pass)
         except BaseException as error:
             self._fail_pass(error)
             return
@@ -308,14 +311,16 @@ class Speed:
         self._num_forwards = 0
         self._num_rows = 0
         self._seconds = 0.0
+        self.last_pass = (0, 0.0)  # rows and seconds
 
     @contextmanager
     def measured(self, model: Decoder) -> Iterator[None]:
         """Around one forward pass of `model` and the decisions that follow it."""
         start_s, num_rows = time.perf_counter(), model.num_rows
         yield
-        self._seconds += time.perf_counter() - start_s
-        self._num_rows += model.num_rows - num_rows
+        self.last_pass = model.num_rows - num_rows, time.perf_counter() - start_s
+        self._num_rows += self.last_pass[0]
+        self._seconds += self.last_pass[1]
         self._num_forwards += 1
 
     def count(self, events: Iterable[Event]) -> None:

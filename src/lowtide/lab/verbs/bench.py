@@ -23,6 +23,7 @@ from lowtide.cli.prompt import read_prompt
 from lowtide.cli.report import json_line, plan_object, plan_table
 from lowtide.cli.screen import ProgressBars, stdout_console
 from lowtide.config import format_size
+from lowtide.devices.kind import is_paced
 from lowtide.errors import UsageError
 from lowtide.lab.policy_options import options_by_policy
 from lowtide.option import Group
@@ -225,14 +226,14 @@ def _notes(result: Result, model: str) -> list[str]:
         notes.append("No budget was given: half of the experts is resident.")
     if plan.gpu is None and plan.num_experts:
         notes.append("Without a GPU policies differ only in which experts they keep in memory.")
-    if plan.device == "emulated":
+    if is_paced(plan.device):
         notes.append(
             "The device is emulated: speeds are those of scaled time; a higher --device-option "
             "device_slowdown keeps its threads out of each other's way."
         )
     has_run = any(run.turns for run in result.runs)
     is_predicted = any(run.predicted is not None for run in result.runs)
-    if has_run and not is_predicted and plan.device != "emulated":
+    if has_run and not is_predicted and not is_paced(plan.device):
         notes.append(f"No speed is predicted before {doctor_command(plan, model)} has run here.")
     notes.append(f"Prefill: {result.prefill_tokens} tokens, up to the first pass that writes.")
     return [*notes, *(_peak_line(peak) for peak in result.peaks)]

@@ -55,7 +55,7 @@ def calibrate(
     table of intervals is for --machine. --buddies also records which expert can replace which, for
     the policy buddymoe; --inputs records the inputs of experts' matrices, for pack and --format.
     """
-    from lowtide.profiles import load_profile
+    from lowtide.lab.profiles import load_profile
 
     machine = str(settings["machine"])
     text, profile = read_text(model, settings), load_profile(machine)

@@ -21,9 +21,9 @@ from lowtide.policies.presets import AUTO, ORACLE, parse_options
 from lowtide.policies.tau import SolvedTau
 
 if TYPE_CHECKING:
-    from lowtide.profiles import Profile
+    from lowtide.lab.profiles import Profile
+    from lowtide.lab.simulation.simulator import Report
     from lowtide.replay.calibration import Calibration
-    from lowtide.replay.simulator import Report
     from lowtide.replay.trace import Trace
 
 
@@ -52,7 +52,7 @@ def simulate(
     Nothing is computed: time is simulated. Each --policy-option applies to the policies that have
     it.
     """
-    from lowtide.profiles import load_profile
+    from lowtide.lab.profiles import load_profile
     from lowtide.replay.calibration import Calibration
     from lowtide.replay.trace import Trace
 
@@ -106,9 +106,9 @@ def _replay(
     options: Mapping[str, object],
 ) -> list[Report]:
     from lowtide.core import MoEShape
+    from lowtide.lab.simulation.foresight import measured_accuracy
+    from lowtide.lab.simulation.simulator import compare
     from lowtide.policies.recipe import Setting
-    from lowtide.replay.foresight import measured_accuracy
-    from lowtide.replay.simulator import compare
 
     shape = MoEShape(*recorded.shape)
     if not shape.hidden_size or not shape.expert_size:

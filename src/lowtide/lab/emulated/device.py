@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from lowtide.core import IntArray
-from lowtide.devices.emulated_speeds import EmulatedSpeeds
 from lowtide.errors import DeviceError
 from lowtide.experts.at_once import ExpertsAtOnce
 from lowtide.experts.device import ExpertGroup
@@ -27,6 +26,7 @@ from lowtide.experts.layout import SlotLayout
 from lowtide.experts.rows import ExpertBuffers, ExpertRows, row_pieces
 from lowtide.experts.slots import ExpertSlots
 from lowtide.kernels.reference import REFERENCE, Kernels
+from lowtide.lab.emulated.speeds import EmulatedSpeeds
 from lowtide.memory.arena import Region
 from lowtide.threads.event import Event
 from lowtide.threads.executor import Work

@@ -22,10 +22,6 @@ GateAccuracies = Mapping[Gate, float | FloatArray]
 """Share of routed experts that each early gate predicts rightly: of all layers, or of each layer
 after the first [layers - 1]."""
 
-GATE_ACCURACY: GateAccuracies = {Gate.RAW: 0.75, Gate.RESIDUAL: 0.86}
-"""About what DALI reports (means of its figures for Qwen and DeepSeek): what is assumed where
-it was not measured."""
-
 
 class Foresight(enum.Enum):
     """Where an early gate's predictions are from."""

@@ -20,15 +20,16 @@ import numpy as np
 
 from lowtide.core import NOTHING, Assignment, Demand, Facts, FloatArray, IntArray, RoutedTokens
 from lowtide.errors import UsageError
+from lowtide.lab.simulation.foresight import Foresight, GateAccuracies, guesses
+from lowtide.lab.simulation.oracle import oracle
+from lowtide.lab.simulation.simulated_link import Fetched, SimulatedLink
 from lowtide.policies.decision import Policies
 from lowtide.policies.prefetch import Ahead, Gate, PrefetchOutcome, count_following
 from lowtide.policies.presets import ORACLE, recipe
+from lowtide.policies.reads_ahead import GATE_ACCURACY
 from lowtide.policies.receipt import Receipt
 from lowtide.policies.recipe import Recipe, Setting
 from lowtide.policies.tau import TAUS
-from lowtide.replay.foresight import GATE_ACCURACY, Foresight, GateAccuracies, guesses
-from lowtide.replay.oracle import oracle
-from lowtide.replay.simulated_link import Fetched, SimulatedLink
 from lowtide.replay.trace import RoutedPass, Trace, demand_of
 
 _RESOURCES: tuple[str, ...] = ("device", "host", "link")

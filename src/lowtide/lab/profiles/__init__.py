@@ -20,7 +20,7 @@ from lowtide.core import Costs, Curve, MoEShape
 from lowtide.errors import UsageError
 from lowtide.files.json_file import meant
 from lowtide.files.regular_file import read_from
-from lowtide.profiles.paper_machine import (
+from lowtide.lab.profiles.paper_machine import (
     EXPERTS,
     MOST,
     PaperMachine,

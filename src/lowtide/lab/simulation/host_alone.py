@@ -13,11 +13,16 @@ from collections.abc import Sequence
 import numpy as np
 
 from lowtide.core import Demand, Facts, IntArray, Moves, Step
+from lowtide.lab.simulation.foresight import guesses
+from lowtide.lab.simulation.host_reads_ahead import NONE_AHEAD, AheadSlots, ReplayedAhead
+from lowtide.lab.simulation.simulator import (
+    Report,
+    count_substitutions,
+    replayable,
+    substituted_facts,
+)
 from lowtide.policies.presets import recipe
 from lowtide.policies.recipe import Setting
-from lowtide.replay.foresight import guesses
-from lowtide.replay.host_reads_ahead import NONE_AHEAD, AheadSlots, ReplayedAhead
-from lowtide.replay.simulator import Report, count_substitutions, replayable, substituted_facts
 from lowtide.replay.trace import RoutedPass, Trace, demand_of
 
 

@@ -1,0 +1,84 @@
+"""Kinds of devices beside the host, by the name that `--device` takes. Imports no torch.
+
+`cpu` and `cuda` are the engine's own; all others are registered here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from lowtide.core import Costs, MoEShape
+from lowtide.errors import UsageError
+from lowtide.registry import DEVICES, Registry
+
+if TYPE_CHECKING:
+    from lowtide.experts.device import Device
+    from lowtide.experts.layout import SlotLayout
+    from lowtide.kernels.reference import Kernels
+    from lowtide.memory.arena import Arena, Region
+
+OWN_DEVICES = ("auto", "cpu", "cuda")
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceRequest:
+    """What a device is made for: the experts of one model, and slots for some of them."""
+
+    shape: MoEShape
+    layout: SlotLayout  # of a slot
+    kernels: Kernels  # of the host
+    num_slots: int
+    cores_per_expert: int  # of the host: an expert has the same bits on either side
+    layer_bytes: int  # of a layer's weights beside experts
+    options: Mapping[str, str]
+    arena: Region | None = None
+    """Where slots lie if their memory comes and goes; None: the device brings its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class OpenDevice:
+    """A device with its slots, what it costs, and where it copies from fastest."""
+
+    device: Device
+    costs: Costs
+    make_arena: Callable[[int], Arena]
+    close: Callable[[], None]
+
+
+def no_options(options: Mapping[str, str]) -> object:
+    """Raise UsageError for any option: the check of a device that has none."""
+    if options:
+        raise UsageError(f"Device options ({', '.join(options)}): this device has none.")
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceKind:
+    """What a name of `--device` opens. It has the host's tensors: experts alone are its own.
+
+    check_options: raises UsageError for options that it does not have; needs no model, no torch.
+    is_paced: it keeps to speeds that it is given, so none is predicted or kept.
+    num_host_threads: of the host's experts beside it; None: as without a device.
+    """
+
+    open: Callable[[DeviceRequest], OpenDevice]
+    check_options: Callable[[Mapping[str, str]], object] = no_options
+    is_paced: bool = False
+    num_host_threads: int | None = None
+
+
+KINDS: Registry[DeviceKind] = Registry(DEVICES, "device", DeviceKind, {})
+
+
+def register_device(name: str, kind: DeviceKind) -> None:
+    """Add a kind of device. Raises UsageError for a name that is taken."""
+    if name in OWN_DEVICES:
+        raise UsageError(f"There is a device {name!r} already; choose another name.")
+    KINDS.register(name, kind)
+
+
+def is_paced(name: str) -> bool:
+    """Return whether the device of this name keeps to speeds that it is given."""
+    return name not in OWN_DEVICES and KINDS[name].is_paced

@@ -1,0 +1,88 @@
+"""Names that users say, and what they stand for: the package's own, registered ones, entry points.
+
+A distribution adds to a group by an entry point, which is imported when its name is used:
+
+    [project.entry-points."lowtide.policies"]
+    mine = "my_package.policies:MINE"
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
+from typing import Generic, TypeVar
+
+from lowtide.errors import UsageError
+
+T = TypeVar("T")
+
+POLICIES = "lowtide.policies"
+DEVICES = "lowtide.devices"
+VERBS = "lowtide.verbs"
+
+_WORKBENCH: Mapping[str, Mapping[str, str]] = {
+    DEVICES: {"emulated": "lowtide.lab.emulated.kind:EMULATED"},
+}
+"""What `lowtide.lab` adds, as entry points would say it. They stand here because a source tree that
+is run without being installed (`make gpu`) has no metadata."""
+
+
+@cache
+def extensions(group: str) -> Mapping[str, EntryPoint]:
+    """Return the entry points of a group by name, the workbench's first."""
+    own = {
+        name: EntryPoint(name, value, group) for name, value in _WORKBENCH.get(group, {}).items()
+    }
+    return {**{point.name: point for point in entry_points(group=group)}, **own}
+
+
+class Registry(Generic[T]):
+    """One group of names. Knows nothing of what they stand for but its type."""
+
+    def __init__(self, group: str, noun: str, kind: type[T], own: Mapping[str, T]) -> None:
+        """noun: of one entry, for messages."""
+        self._group, self._noun, self._kind = group, noun, kind
+        self._known = dict(own)
+
+    def names(self) -> tuple[str, ...]:
+        """Return every name; nothing is imported."""
+        return tuple(dict.fromkeys([*self._known, *extensions(self._group)]))
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._known or name in extensions(self._group)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names())
+
+    def __getitem__(self, name: str) -> T:
+        """Raises KeyError, or UsageError for an entry point that cannot be imported."""
+        if name not in self._known:
+            self._known[name] = self._loaded(extensions(self._group)[name])
+        return self._known[name]
+
+    def register(self, name: str, value: T) -> None:
+        """Add an entry in this process. Raises UsageError for a name that is taken."""
+        if name in self:
+            raise UsageError(f"There is a {self._noun} {name!r} already; choose another name.")
+        self._known[name] = self._checked(value, name)
+
+    def unregister(self, name: str) -> None:
+        """Remove an entry again."""
+        del self._known[name]
+
+    def _loaded(self, point: EntryPoint) -> T:
+        try:
+            value = point.load()
+        except Exception as error:  # whatever a stranger's module raises
+            raise UsageError(
+                f"The {self._noun} {point.name!r} cannot be imported from {point.value}: {error}"
+            ) from error
+        return self._checked(value, f"{point.name} ({point.value})")
+
+    def _checked(self, value: object, name: str) -> T:
+        if not isinstance(value, self._kind):
+            raise UsageError(
+                f"The {self._noun} {name} must be a {self._kind.__name__}, not {value!r}."
+            )
+        return value
