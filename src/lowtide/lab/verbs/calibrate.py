@@ -85,7 +85,7 @@ def _sentence(model: str, out: str | None) -> str:
     when = "from now on" if out is None else f"given --calibration {out}"
     return (
         f"lowtide has learned which experts of {model} this text uses: {when}, policies choose by "
-        "that what to keep in memory (auto may choose another one), and answers stay the same."
+        "that what to keep in memory, and answers stay the same."
     )
 
 
