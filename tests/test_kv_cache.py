@@ -16,7 +16,7 @@ from lowtide.core import align_up
 from lowtide.errors import InternalError, PageError, PlanError
 from lowtide.hardware.memory import resident_bytes
 from lowtide.memory.kv_cache import GRANULE_TOKENS, KVCache, KVRange, storage_shape
-from lowtide.memory.kv_turns import KVTurns
+from lowtide.memory.transient_kv import TransientKV
 from lowtide.memory.workspace import Workspace
 
 
@@ -183,7 +183,7 @@ def test_storage_is_whole_granules(num_tokens: int) -> None:
 
 def test_keys_of_which_nothing_is_kept_lie_by_the_rows_of_a_pass() -> None:
     """A pass has whole sequences, wherever their ranges are; each row begins on an alignment."""
-    turns = KVTurns(storage_shape(1, 2, 4, 64), torch.float32)
+    turns = TransientKV(storage_shape(1, 2, 4, 64), torch.float32)
     turns.allocate(16)
     kv_range = turns.of_pass(turns.allocate(30), slice(5, 35), 30)
     workspace = Workspace(torch.zeros(1 << 16, dtype=torch.uint8))

@@ -28,8 +28,8 @@ from lowtide.llm import LLM
 from lowtide.memory.arena import Arena
 from lowtide.memory.chunking import OPERATOR_TILES, Counts, LogitNeeds, rows_together
 from lowtide.memory.kv_cache import GRANULE_TOKENS, KVCache
-from lowtide.memory.kv_turns import KVTurns
 from lowtide.memory.pass_planner import PassPlanner
+from lowtide.memory.transient_kv import TransientKV
 from lowtide.memory.workspace import Buffers, Workspace
 from lowtide.model_writing.synth import synth
 
@@ -76,7 +76,7 @@ def outputs(
     shape = engine.opened.kv_shape._replace(num_tokens=num_tokens)
     dtype = engine.opened.dtype
     keeps_keys = engine.opened.keeps_keys
-    cache = KVCache(torch.zeros(shape, dtype=dtype)) if keeps_keys else KVTurns(shape, dtype)
+    cache = KVCache(torch.zeros(shape, dtype=dtype)) if keeps_keys else TransientKV(shape, dtype)
     config, own = engine.opened.config, engine.model
     compute = Compute(engine.executor, own.compute.kernels, buffers)
     model = families()[config.family].model()(config, own.weights, engine.experts, cache, compute)

@@ -26,8 +26,8 @@ from lowtide.layers.batch import Batch, Segment
 from lowtide.llm import LLM
 from lowtide.memory.arena import Arena
 from lowtide.memory.kv_cache import KVCache
-from lowtide.memory.kv_turns import KVTurns
 from lowtide.memory.planner import ArenaPlaces, Graph, Moment, Place, Transient, first_fit
+from lowtide.memory.transient_kv import TransientKV
 from lowtide.memory.workspace import Buffers, Registrar, Workspace
 from lowtide.model_writing.synth import synth
 from lowtide.models.decoder import Decoder
@@ -202,7 +202,7 @@ def test_a_pass_touches_what_was_planned_and_has_the_same_bits(folder: Path, ker
         kv_shape, dtype = engine.opened.kv_shape, engine.opened.dtype
         cache = KVCache(torch.zeros(kv_shape, dtype=dtype))
         if not engine.opened.keeps_keys:
-            cache = KVTurns(kv_shape, dtype)
+            cache = TransientKV(kv_shape, dtype)
         compute = Compute(engine.executor, engine.model.compute.kernels, poisoned)
         weights = engine.model.weights
         model = families()[config.family].model()(config, weights, engine.experts, cache, compute)

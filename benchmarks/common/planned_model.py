@@ -31,9 +31,9 @@ from lowtide.layers.batch import Batch, Segment
 from lowtide.memory.arena import Arena
 from lowtide.memory.chunking import OPERATOR_TILES, Counts, LogitNeeds
 from lowtide.memory.kv_cache import GRANULE_TOKENS, KVRange
-from lowtide.memory.kv_turns import KVTurns
 from lowtide.memory.pass_planner import PassPlan
 from lowtide.memory.template import bounds
+from lowtide.memory.transient_kv import TransientKV
 from lowtide.memory.workspace import Workspace
 
 LEAST_TOKENS = 640
@@ -187,6 +187,6 @@ def _batch(token_ids: Tensor, kv: KVRange) -> Batch:
     return Batch(token_ids, torch.arange(num_rows), (segment,), step)
 
 
-def _kv_cache(opened: OpenModel, num_tokens: int) -> KVTurns:
+def _kv_cache(opened: OpenModel, num_tokens: int) -> TransientKV:
     shape = opened.kv_shape._replace(num_tokens=align_up(num_tokens, GRANULE_TOKENS))
-    return KVTurns(shape, opened.dtype)
+    return TransientKV(shape, opened.dtype)

@@ -1,9 +1,9 @@
-"""Ranges of memory that tensors lie over, on huge pages where they pay.
+"""Memory ranges for tensors, on huge pages where they pay.
 
-The pages under a buffer decide what a disk read into it costs: huge pages reach two to three
-times the speed of 4 KiB pages (docs/log). An `Arena` has all its memory for good; an
-`ElasticArena` takes and gives back parts of it while its addresses, and tensors over them, stay.
-Knows nothing of what is stored.
+The pages under a buffer decide the cost of disk reads into it: huge pages reach two to three times
+the speed of 4 KiB pages (docs/log). An `Arena` keeps all its memory; an `ElasticArena` acquires and
+releases parts of it while its addresses, and tensors over them, stay. Knows nothing of its
+contents.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from lowtide.memory.pages import PageAccount
 __all__ = ["HUGE_PAGE_BYTES", "Arena", "ElasticArena", "Region"]
 
 Span = tuple[int, int]
-"""Bytes of a range, from the first to before the second."""
+"""Start and end of a byte range."""
 
 
 class Region:
-    """Tensors and arrays over a range of bytes, without copies."""
+    """Tensors and arrays over a byte range, without copies."""
 
     def __init__(self, memory: Tensor) -> None:
         """memory: uint8, of one dimension."""
@@ -36,12 +36,12 @@ class Region:
         self.num_bytes = memory.numel()
 
     def array(self) -> NDArray[np.uint8]:
-        """The whole range, of host memory, as a numpy array of bytes (shared, not copied)."""
+        """Return the whole range of host memory as a numpy array of bytes (shared, not copied)."""
         array: NDArray[np.uint8] = self.bytes.numpy()
         return array
 
     def tensor(self, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """A tensor of `shape` and `dtype` over the bytes from `offset`."""
+        """Return a tensor over the bytes from `offset`."""
         num_bytes = math.prod(shape) * dtype.itemsize
         return self.bytes[offset : offset + num_bytes].view(dtype).view(shape)
 
@@ -49,9 +49,9 @@ class Region:
 class Arena(Region):
     """`num_bytes` of zeroed host memory, starting on a huge-page boundary.
 
-    Pages become physical when they are first touched: with `grows_slowly` small ones, for what is
-    filled in many places a little at a time. The memory lives until the last tensor or array over
-    it is gone. Raises PlanError where the system refuses it.
+    Pages become physical when first touched: small ones with `grows_slowly`, for memory filled in
+    many places a little at a time. The memory lives until the last tensor or array over it is gone.
+    Raises PlanError if the system refuses it.
     """
 
     def __init__(self, num_bytes: int, grows_slowly: bool = False) -> None:
@@ -60,11 +60,11 @@ class Arena(Region):
 
 
 class ElasticArena(Region):
-    """A range of addresses whose memory grows and shrinks on account of a budget.
+    """Address range whose memory grows and shrinks on account of a budget.
 
-    It may be of several equal parts, whose bytes come and go alike: what is said of bytes from
-    `start` to `stop` is said of every part. What is asked for is rounded to whole groups: outwards
-    when it is committed, inwards when it is released, so that neighbours may share one.
+    It may have several equal parts, whose bytes are committed and released alike: bytes `start` to
+    `stop` mean those of every part. Sizes are rounded to whole groups, outwards for a commit and
+    inwards for a release, so that neighbours may share a group.
     """
 
     def __init__(
@@ -74,8 +74,10 @@ class ElasticArena(Region):
         num_parts: int = 1,
         free_bytes: Callable[[], int] | None = None,
     ) -> None:
-        """free_bytes: memory that the system has for this process now, asked before any is taken:
-        who takes more of the host's than a control group's limit is killed, not refused.
+        """free_bytes: returns the memory that the system has for this process now.
+
+        It is called before each commit: a process that exceeds a control group's limit is killed,
+        not refused.
         """
         super().__init__(pages.bytes)
         self.group_bytes = pages.group_bytes
@@ -89,18 +91,18 @@ class ElasticArena(Region):
 
     @property
     def committed_bytes(self) -> int:
-        """Memory that it has now."""
+        """Memory committed now."""
         return self._num_bytes(self._is_committed)
 
     def missing_bytes(self, start: int, stop: int) -> int:
-        """What `commit` would draw: nothing where all of it can be used."""
+        """Return the bytes that `commit` would draw; 0 if all are usable."""
         return self._num_bytes(self._missing(start, stop))
 
     def commit(self, start: int, stop: int) -> None:
-        """Makes bytes `start` to `stop` usable: all of them, or none that was not before.
+        """Make bytes `start` to `stop` usable, all of them or none.
 
-        What the budget or the system lacks, owners who can are asked to give up, once. Raises
-        PageError where they do not, with the numbers.
+        If the budget or the system lacks memory, other owners are asked once to release some.
+        Raises PageError, with the numbers, if that is not enough.
         """
         is_missing = self._missing(start, stop)
         missing_bytes = self._num_bytes(is_missing)
@@ -115,10 +117,9 @@ class ElasticArena(Region):
         self._is_committed |= is_missing
 
     def release(self, start: int, stop: int) -> int:
-        """Gives back the groups that lie within bytes `start` to `stop`; returns their bytes.
+        """Release the groups that lie within bytes `start` to `stop`; return their bytes.
 
-        Nothing may use them any more, now or later: reads into them have ended, and so has queued
-        work.
+        They must be unused from now on: reads into them and queued work have ended.
         """
         self._check_inside(start, stop)
         is_freed = np.zeros_like(self._is_committed)
@@ -132,13 +133,14 @@ class ElasticArena(Region):
         return freed_bytes
 
     def close(self) -> None:
-        """Gives back everything; nothing may use it any more."""
+        """Release everything; the arena must not be used afterwards."""
         self.release(0, self.part_bytes)
         self._pages.close()
 
     def _take_or_ask(self, groups: BoolArray) -> None:
-        """Puts memory behind groups that have none. Another process may have taken what the
-        budget promises: then others' pages are as good.
+        """Commit groups; if the system refuses, ask other owners once and try again.
+
+        Another process may have taken memory that the budget promises.
         """
         try:
             self._take(groups)
@@ -169,7 +171,7 @@ class ElasticArena(Region):
             )
 
     def _missing(self, start: int, stop: int) -> BoolArray:
-        """The groups of a part that some byte lies in and that have no memory."""
+        """Return the groups of a part that overlap the range and have no memory."""
         self._check_inside(start, stop)
         is_missing = np.zeros_like(self._is_committed)
         if start < stop:
@@ -180,7 +182,7 @@ class ElasticArena(Region):
         return int(np.count_nonzero(groups)) * self.num_parts * self.group_bytes
 
     def _spans(self, groups: BoolArray) -> Iterator[Span]:
-        """The bytes of such groups in all parts, as few spans."""
+        """Yield the byte spans of groups in all parts, merging adjacent ones."""
         edges = np.flatnonzero(np.diff(groups, prepend=False, append=False)) * self.group_bytes
         for first in range(0, self.num_parts * self.part_bytes, self.part_bytes or 1):
             for start, stop in edges.reshape(-1, 2).tolist():

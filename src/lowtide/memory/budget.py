@@ -1,7 +1,7 @@
-"""The plan: what one byte budget is spent on, decided before anything is loaded.
+"""Division of a byte budget, decided before anything is loaded.
 
-Pure arithmetic. What cannot shrink (dense weights, KV cache, workspace, read ring) comes first,
-expert slots get all that is left, and a budget that is too small is refused with the numbers.
+Pure arithmetic. Fixed parts (dense weights, KV cache, workspace, read ring) come first, expert
+slots get the rest, and a budget that is too small is refused with the numbers.
 """
 
 from __future__ import annotations
@@ -15,26 +15,26 @@ from lowtide.plan import TierPlan
 LARGE_SLOT_BYTES = 64 << 20
 
 DEVICE_STAGING_SLOTS = 8
-"""Half of them for experts that a step demands, half for experts fetched ahead."""
+"""Half for experts that a step demands, half for prefetched ones."""
 
 
 def host_staging_slots(slot_bytes: int, num_experts: int) -> int:
-    """Host slots that experts pass through on their way from disk; `num_experts` of all layers."""
+    """Return the host slots for experts in transit from disk; `num_experts` counts all layers."""
     # Four readers stay busy only while twice as many slots wait for their use (docs/log).
     return min(12 if slot_bytes <= LARGE_SLOT_BYTES else 2, num_experts)
 
 
 def device_staging_slots(num_experts: int) -> int:
-    """Device slots for experts that come for a step or ahead of one."""
+    """Return the device slots for experts fetched for a step or ahead of one."""
     return min(DEVICE_STAGING_SLOTS, num_experts)
 
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """What a model asks of the tier that it computes with, in bytes and counts.
+    """Demands of a model on the tier that it computes with, in bytes and counts.
 
-    On a device it runs without any slot, experts being computed at home, unless every absent one is
-    fetched.
+    A device needs no slot, since experts can be computed at home, unless it fetches every absent
+    one.
     """
 
     dense_bytes: int
@@ -45,13 +45,13 @@ class Needs:
     num_layers: int  # MoE layers
     num_experts: int  # routed experts per MoE layer
     unused_slot_bytes: int = 0  # see TierPlan
-    whole_workspace_bytes: int = 0  # with no operator divided, where that is more
+    whole_workspace_bytes: int = 0  # with no operator divided, if that is more
     is_device: bool = False
-    fetches_all: bool = False  # by a device, of the experts that are absent
+    fetches_all: bool = False  # the device fetches every absent expert
 
     @property
     def fixed_bytes(self) -> int:
-        """What every budget must hold, expert slots aside."""
+        """Bytes that every budget must hold, expert slots aside."""
         return self.dense_bytes + self.kv_cache_bytes + self.workspace_bytes + self.ring_bytes
 
     @property
@@ -61,7 +61,7 @@ class Needs:
 
     @property
     def num_staging_slots(self) -> int:
-        """Slots that absent experts stream through: enough to read ahead of the computation."""
+        """Slots through which absent experts stream: enough to read ahead of the computation."""
         num_experts = self.num_layers * self.num_experts
         if self.is_device:
             return device_staging_slots(num_experts)
@@ -74,7 +74,7 @@ class Needs:
 
     @property
     def minimum_bytes(self) -> int:
-        """The least budget that runs: nothing is resident, every expert streams."""
+        """The least budget that runs: no expert is resident, all stream."""
         return self.fixed_bytes + self.num_least_slots * self.slot_bytes
 
     @property
@@ -84,11 +84,10 @@ class Needs:
 
 
 def spend(needs: Needs, budget_bytes: int, context: int) -> tuple[TierPlan, tuple[int, ...]]:
-    """Divides `budget_bytes`; returns the tier's plan and the residents of each MoE layer.
+    """Divide `budget_bytes`; return the tier's plan and the residents of each MoE layer.
 
-    Layers get equal shares, earlier ones the remainder; what is left once all are resident makes
-    the workspace larger, up to where no operator is divided. Raises PlanError below
-    `minimum_bytes`.
+    Layers get equal shares, earlier ones the remainder. Bytes left once all experts are resident
+    enlarge the workspace until no operator is divided. Raises PlanError below `minimum_bytes`.
     """
     if budget_bytes < needs.minimum_bytes:
         raise PlanError(_refusal(needs, budget_bytes, context))

@@ -1,4 +1,4 @@
-"""CUDA as lowtide uses it: streams, events that end within a limit, pinned rows, typed errors."""
+"""CUDA streams, events with a time limit, pinned rows and typed errors."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from lowtide.config import format_size
 from lowtide.errors import DeviceError, PlanError
 from lowtide.threads.event import WAIT_LIMIT_S, Event
 
-_SPIN_S = 2e-3  # a layer's synchronisation is shorter; any sleep takes 60 us at least
+_SPIN_S = 2e-3  # a layer's synchronisation is shorter; any sleep takes at least 60 us
 _PAUSE_S = 1e-4
 
 
 class RecordedEvent(Protocol):
-    """A recorded event, as CUDA has it."""
+    """A recorded CUDA event."""
 
     def query(self) -> bool: ...
 
 
 class Stream(Protocol):
-    """A stream, as CUDA has it."""
+    """A CUDA stream."""
 
     def wait_event(self, event: Any) -> None: ...
 
@@ -35,7 +35,7 @@ class Stream(Protocol):
 
 
 class Streams(Protocol):
-    """All that a device needs of CUDA."""
+    """The interface to CUDA that a device needs."""
 
     torch_device: torch.device
     copies: Stream
@@ -46,15 +46,15 @@ class Streams(Protocol):
         ...
 
     def use(self, stream: Stream) -> AbstractContextManager[None]:
-        """Makes `stream` the current one for a while."""
+        """Make `stream` current within the context."""
         ...
 
     def pinned(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Uninitialised pinned host memory. Raises RuntimeError where it is refused."""
+        """Allocate uninitialised pinned host memory. Raises RuntimeError if it is refused."""
         ...
 
     def release(self) -> None:
-        """Gives the device memory that torch keeps for later, but nothing uses, back to CUDA."""
+        """Return unused device memory from torch's cache to CUDA."""
         ...
 
 
@@ -81,8 +81,8 @@ class CudaStreams:
 
 
 def free_memory_bytes() -> int:
-    """GPU memory that can be taken now, by this process or any other."""
-    torch.cuda.empty_cache()  # CUDA does not know what torch only keeps for later
+    """Return the GPU memory available now to this process or any other."""
+    torch.cuda.empty_cache()  # CUDA counts torch's cached memory as used
     return torch.cuda.mem_get_info()[0]
 
 
@@ -105,7 +105,7 @@ class CudaEvent:
             _wait_until(self.recorded.query, limit_s)
 
     def wait_until_ended(self, limit_s: float = WAIT_LIMIT_S) -> None:
-        """As `wait`, whether the work failed or not."""
+        """Wait as `wait` does, but ignore failures of the work."""
         _wait_until(self.is_done, limit_s)
 
 
@@ -125,7 +125,7 @@ def _wait_until(is_done: Callable[[], bool], limit_s: float) -> None:
 
 
 class PinnedRow(NamedTuple):
-    """The same memory for torch and for numpy, whose small operations cost far less."""
+    """The same memory as a tensor and as a numpy array, whose small operations cost far less."""
 
     tensor: Tensor
     array: NDArray[Any]
@@ -143,14 +143,14 @@ class PinnedRing:
         self.num_columns = shape[1]
 
     def take(self) -> PinnedRow:
-        """The next row, once its last use has ended; `used` follows."""
+        """Return the next row once its last use has ended; call `used` afterwards."""
         use = self._uses[self._next]
         if use is not None:
             use.wait()
         return self._rows[self._next]
 
     def used(self, stream: Stream) -> None:
-        """The row taken last is free after what has been queued on `stream`."""
+        """Mark the latest row as free after the work queued on `stream`."""
         self._uses[self._next] = CudaEvent(stream.record_event())
         self._next = (self._next + 1) % len(self._uses)
 
@@ -172,13 +172,12 @@ def device_errors(doing: str) -> Iterator[None]:
 
 @contextmanager
 def device_pass() -> Iterator[None]:
-    """Around passes of a model, on whatever device: settles how a GPU attends and multiplies, and
-    makes what torch raises of one that fails a DeviceError.
+    """Context of passes on any device: sets GPU options and converts torch's errors to DeviceError.
 
-    cuDNN's attention, torch's first choice on some GPUs, builds a plan of its own for every number
-    of keys, for some 30 ms on the host, and there is another number in every block. Products in
-    float32, routers' above all, are not to be TF32's, which some containers choose. Both are
-    settings of the process, put back afterwards.
+    cuDNN's attention, torch's first choice on some GPUs, builds a plan for every number of keys,
+    for about 30 ms on the host, and every block has another number. Float32 products, above all
+    routers', must not use TF32, which some containers enable. Both settings belong to the process
+    and are restored afterwards.
     """
     attention, products = torch.backends.cuda, torch.backends.cuda.matmul
     uses_cudnn = attention.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
@@ -201,7 +200,7 @@ def device_pass() -> Iterator[None]:
 
 @contextmanager
 def plan_errors(num_bytes: int, what: str) -> Iterator[None]:
-    """What torch says of memory that it does not get becomes a PlanError."""
+    """Convert torch's refusals of memory to PlanError."""
     try:
         yield
     except RuntimeError as error:

@@ -1,7 +1,7 @@
-"""Host memory as ranges of addresses: mapped once, physical where it is wanted.
+"""Host memory as address ranges that are mapped once and made physical on demand.
 
-The mechanism under `arena.py`, by Python's own `mmap`: private anonymous mappings, and advice to
-the kernel about their pages.
+The mechanism under `arena.py`, by Python's `mmap`: private anonymous mappings, and advice to the
+kernel about their pages.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class HostMapping:
     """
 
     def __init__(self, num_bytes: int, has_huge_pages: bool, is_promised: bool) -> None:
-        """is_promised: the system refuses at once what it could never hold."""
+        """is_promised: the system refuses at once more than it can ever hold."""
         # The kernel aligns a mapping to 4 KiB only, so one huge page more is reserved (never
         # touched) and the range starts at the first boundary inside.
         reserved = align_up(max(num_bytes, 1), mmap.PAGESIZE) + HUGE_PAGE_BYTES
@@ -57,23 +57,22 @@ class HostMapping:
         )[:num_bytes]
 
     def advise(self, advice: int, start: int, stop: int) -> None:
-        """Tells the kernel something about bytes `start` to `stop`. Raises OSError."""
+        """Advise the kernel about bytes `start` to `stop`. Raises OSError."""
         self._map.madvise(advice, self._start + start, stop - start)
 
 
 class HostPages:
-    """Pages of host memory: a range of addresses, reserved without any memory behind it.
+    """Pages of host memory: an address range reserved without memory.
 
-    A group that is committed is physical and zero; one that was released takes no memory. Groups
-    are whole huge pages where those are wanted, so that the kernel has no part of a huge page to
-    fill up on its own.
+    A committed group is physical and zero; a released one takes no memory. Groups are whole huge
+    pages if those are wanted, so that the kernel never has to fill a part of one.
     """
 
     def __init__(self, num_bytes: int, group_bytes: int = HUGE_PAGE_BYTES) -> None:
-        """group_bytes: whole pages; huge ones are asked for where it is whole huge pages.
+        """group_bytes: whole pages; huge pages are used if it is a multiple of their size.
 
-        Raises PlanError where there are not as many addresses, UnsupportedError on a system that
-        is not Linux.
+        Raises PlanError if there are too few addresses, UnsupportedError on systems other than
+        Linux.
         """
         if not sys.platform.startswith("linux"):
             raise UnsupportedError(
@@ -90,36 +89,36 @@ class HostPages:
         self.bytes = self._mapping.bytes
 
     def commit(self, start: int, stop: int) -> None:
-        """Makes bytes `start` to `stop`, whole groups that are not physical, physical.
+        """Make bytes `start` to `stop`, whole groups without memory, physical.
 
-        Raises PageError when the system refuses, and then none of them is.
+        Raises PageError if the system refuses; none of them is physical then.
         """
         try:
             self._populate(start, stop)
         except OSError as error:
-            self.release(start, stop)  # what had come already
+            self.release(start, stop)  # pages that were already populated
             raise PageError(
                 f"The system refuses {stop - start} bytes of host memory: {error}. Free memory "
                 "that other programs hold, or lower --host-memory."
             ) from error
 
     def release(self, start: int, stop: int) -> None:
-        """Gives the memory of bytes `start` to `stop`, whole groups, back to the system at once.
+        """Return the memory of bytes `start` to `stop`, whole groups, to the system at once.
 
-        Nothing may write to them any more: that would bring their pages back, uncounted.
+        A later write would bring pages back, uncounted.
         """
         self._mapping.advise(mmap.MADV_DONTNEED, start, stop)
 
     def close(self) -> None:
-        """Gives all memory back; the addresses stay as long as a tensor over them."""
+        """Release all memory; the addresses stay as long as a tensor over them."""
         if self.num_bytes:
             self.release(0, self.num_bytes)
 
     def _populate(self, start: int, stop: int) -> None:
-        """In one call, at several times the speed of touching small pages one by one."""
+        """Populate pages in one call, several times as fast as touching small pages."""
         try:
             self._mapping.advise(_MADV_POPULATE_WRITE, start, stop)
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise
-            self.bytes[start : stop : mmap.PAGESIZE] = 0  # a kernel that does not know it
+            self.bytes[start : stop : mmap.PAGESIZE] = 0  # for kernels without this advice

@@ -1,4 +1,4 @@
-"""Whether a kept range of a KV cache gives way early; in which order is `KVCache`'s list."""
+"""Rule for dropping kept ranges of a KV cache early; `KVCache` keeps their order."""
 
 from __future__ import annotations
 
@@ -9,19 +9,20 @@ if TYPE_CHECKING:
 
 
 class KeptRule:
-    """By default no range gives way early. Called on the engine's thread for each kept range."""
+    """Base rule, which drops no range early. Called on the engine's thread for each kept range."""
 
     def kept(self, kv_range: KVRange) -> None:
-        """A sequence has ended."""
+        """Note that a sequence ended and its range is kept."""
 
     def copied(self, kv_range: KVRange) -> None:
-        """A request went on from a copy of it."""
+        """Note that a request continued from a copy of the range."""
 
     def ended(self, kv_range: KVRange, is_continued: bool) -> None:
-        """It is kept no longer. is_continued: because a request went on from it."""
+        """Note that the range is no longer kept; is_continued: a request continued in it."""
 
     def gives_way(self, kv_range: KVRange, num_tokens: int) -> bool:
-        """Whether the range that was longest not used is given up, while `num_tokens` of all
-        ranges, running ones included, have or want memory.
+        """Return True to drop the least recently used range.
+
+        num_tokens: tokens with memory, or asking for it, of all ranges, running ones included.
         """
         return False

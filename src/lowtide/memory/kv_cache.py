@@ -1,4 +1,4 @@
-"""Keys and values of running sequences, one contiguous token range for each sequence."""
+"""Keys and values of running sequences, one contiguous token range per sequence."""
 
 from __future__ import annotations
 
@@ -17,37 +17,40 @@ from lowtide.memory.kv_pages import KVPages, StorageShape
 from lowtide.memory.workspace import Buffers
 
 GRANULE_TOKENS = 16
-"""Ranges start on such multiples, so that a sequence's place never changes an alignment."""
+"""Ranges start on such multiples, so that a sequence's position never changes an alignment."""
 
 GROWTH_TOKENS = 256
-"""A range's memory grows by so many tokens at a time, as far as it reaches."""
+"""Step in which a range's memory grows, up to its capacity."""
 
 
 def storage_shape(
     num_layers: int, num_kv_heads: int, head_dim: int, num_tokens: int, num_arrays: int = 2
 ) -> StorageShape:
-    """The shape of a cache for `num_tokens` tokens."""
+    """Return the shape of a cache for `num_tokens` tokens."""
     num_tokens = align_up(num_tokens, GRANULE_TOKENS)
     return StorageShape(num_layers, num_arrays, num_kv_heads, num_tokens, head_dim)
 
 
 @dataclass(eq=False, slots=True)
 class KVRange:
-    """Where a sequence's keys and values lie: tokens `start` to `start + capacity` of the cache,
-    which moves it when it makes room, between passes: keep the range, not its numbers.
+    """A sequence's place in the cache: tokens `start` to `start + capacity`.
+
+    The cache changes these numbers when it moves ranges between passes: keep the range, not its
+    numbers.
     """
 
     start: int
     capacity: int
-    num_written: int = 0  # leading tokens that may hold something
-    num_usable: int = 0  # leading tokens with memory behind them, where that comes and goes
-    num_kept: int = 0  # times that it was kept
-    num_stored: int = 0  # of these, the last that a file has all of: its writer says so
-    is_mixed: bool = False  # written under two policies, of which one changes words
+    num_written: int = 0  # leading tokens that may hold values
+    num_usable: int = 0  # leading tokens with committed memory, if memory is elastic
+    num_kept: int = 0  # how often it was kept
+    num_stored: int = 0  # the latest keeping stored completely in a file, as noted by the writer
+    is_mixed: bool = False  # written under two policies, one of which changes tokens
 
     def part(self, index: int, num_parts: int) -> KVRange:
-        """One of so many equal parts of a range whose memory is seen to, good for one pass: it
-        does not follow the whole, and the whole does not hear of what is written to it.
+        """Return one of `num_parts` equal parts of a committed range, for one pass.
+
+        It does not follow moves of the whole range, and its writes are not noted there.
         """
         capacity = self.capacity // num_parts
         return KVRange(self.start + index * capacity, capacity, num_usable=capacity)
@@ -56,9 +59,9 @@ class KVRange:
 class KVCache:
     """Owns the token ranges; does not know what a sequence is.
 
-    `storage` is of a `storage_shape`, in the compute dtype. Only what was written of a range is
-    ever touched, so that memory which is physical from its first use grows with the sequences. With
-    `pages` it is asked for before it is used, and given back. See `memory/kv_turns.py`, too.
+    `storage` has a `storage_shape` and the compute dtype. Only written tokens are ever touched, so
+    that memory which becomes physical on first use grows with the sequences. With `pages` memory is
+    committed before use, and released. See also `memory/transient_kv.py`.
     """
 
     def __init__(
@@ -68,8 +71,10 @@ class KVCache:
         max_range_tokens: int | None = None,
         rule: KeptRule | None = None,
     ) -> None:
-        """pages: what puts memory behind `storage`; without, it is all there for good.
-        max_range_tokens: of one range, by default as many as there are. rule: for `apply_rule`.
+        """pages: provides memory behind `storage`; by default it is all there.
+
+        max_range_tokens: limit of one range, by default the whole cache.
+        rule: for `apply_rule`.
         """
         self._storage = storage
         self._pages = pages
@@ -79,39 +84,38 @@ class KVCache:
         self.max_range_tokens = max_range_tokens or self.num_tokens
         self._rule = rule or KeptRule()
         self._taken: list[KVRange] = []  # ascending by start, kept ones included
-        self._kept: list[KVRange] = []  # the one that goes first in front
-        self._gate = threading.RLock()  # while kept ranges move or go, or are copied from
+        self._kept: list[KVRange] = []  # the first one is dropped first
+        self._gate = threading.RLock()  # held while kept ranges are moved, dropped or copied
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of keys and values, which is the compute dtype."""
+        """Dtype of keys and values: the compute dtype."""
         return self._storage.dtype
 
     def place(self, layer: int) -> int:
-        """Which of the storage's layers has a model's layer."""
+        """Return the index in the storage of a model's layer."""
         return layer
 
     @property
     def num_free_tokens(self) -> int:
-        """Tokens that can be had: no range's, or a kept one's."""
+        """Number of tokens that are unused or in kept ranges."""
         return self._num_unused_tokens + sum(kept.capacity for kept in self._kept)
 
     @property
     def is_unused(self) -> bool:
-        """Whether all ranges are kept ones."""
+        """True if all ranges are kept ones."""
         return len(self._taken) == len(self._kept)
 
     def can_allocate(self, num_tokens: int) -> bool:
-        """Whether `allocate(num_tokens)` would succeed now."""
+        """Return True if `allocate(num_tokens)` would succeed now."""
         capacity = align_up(num_tokens, GRANULE_TOKENS)
         return capacity <= min(self.num_free_tokens, self.max_range_tokens)
 
     def allocate(self, num_tokens: int) -> KVRange:
-        """A free range of at least `num_tokens` tokens, first fit; kept ranges give way to it,
-        oldest first.
+        """Allocate a range of at least `num_tokens` tokens, dropping the oldest kept ones.
 
-        Between passes only: where the free tokens are in pieces, other ranges move together.
-        Raises PlanError when there are not as many, PageError where moving finds no memory.
+        Takes the first fit. Between passes only: fragmented free tokens are joined by moving other
+        ranges. Raises PlanError if there are too few tokens, PageError if a move finds no memory.
         """
         if not self.can_allocate(num_tokens):
             raise self._refusal(num_tokens)
@@ -124,7 +128,7 @@ class KVCache:
         return kv_range
 
     def free(self, kv_range: KVRange) -> None:
-        """Gives a range back; its contents are forgotten."""
+        """Free a range; its contents are lost."""
         if kv_range not in self._taken:
             raise InternalError(f"{kv_range} was freed but is not taken.")
         with self._gate:
@@ -135,8 +139,9 @@ class KVCache:
             self._release_unused()
 
     def keep(self, kv_range: KVRange, num_tokens: int) -> None:
-        """Instead of `free`: the first `num_tokens` tokens of a range stay until others need the
-        room (`is_kept` says whether they are still there); the rest is given back.
+        """Keep the first `num_tokens` tokens of an ended sequence until others need the room.
+
+        The rest of the range is freed. `is_kept` tells if the range still exists.
         """
         kv_range.num_written = num_tokens
         kv_range.capacity = align_up(num_tokens, GRANULE_TOKENS)
@@ -148,14 +153,14 @@ class KVCache:
         self.apply_rule()
 
     def is_kept(self, kv_range: KVRange) -> bool:
-        with self._gate:  # while one is copied from it is not among them
+        with self._gate:  # a range being copied is briefly not in the list
             return kv_range in self._kept
 
     def resume(self, kv_range: KVRange, num_tokens: int, capacity: int) -> None:
-        """A kept range is a sequence's again, of at least `capacity` tokens, of which the first
-        `num_tokens` stay as they are: in place, where those behind it leave room.
+        """Give a kept range back to a sequence, with at least `capacity` tokens.
 
-        Raises as `allocate`; the range is kept then.
+        The first `num_tokens` tokens stay, in place if there is room behind them. Raises as
+        `allocate`; the range then stays kept.
         """
         if not self.can_allocate(capacity):
             raise self._refusal(capacity)
@@ -172,10 +177,10 @@ class KVCache:
         kv_range.num_usable = min(kv_range.num_usable, kv_range.capacity)
 
     def grow(self, kv_range: KVRange, num_tokens: int) -> bool:
-        """Gives a range room for `num_tokens` tokens, in place where those behind it leave some;
-        kept ranges give way, oldest first. Whether there was as much: else nothing changes.
+        """Extend a range to `num_tokens` tokens, dropping the oldest kept ranges.
 
-        Between passes only. Raises PageError where moving others finds no memory.
+        Returns False, and changes nothing, if there are too few tokens. Between passes only. Raises
+        PageError if moving other ranges finds no memory.
         """
         num_more = align_up(num_tokens, GRANULE_TOKENS) - kv_range.capacity
         if num_more <= 0:
@@ -189,18 +194,20 @@ class KVCache:
         return True
 
     def can_branch(self, kv_range: KVRange, capacity: int) -> bool:
-        """Whether `branch` would find room."""
+        """Return True if `branch` would find room."""
         room = self.num_free_tokens - (kv_range.capacity if self.is_kept(kv_range) else 0)
         return align_up(capacity, GRANULE_TOKENS) <= min(room, self.max_range_tokens)
 
     def branch(self, kv_range: KVRange, num_tokens: int, capacity: int) -> KVRange:
-        """A new range of at least `capacity` tokens, the first `num_tokens` of them copied from
-        another, which stays: a kept one counts as used now. Raises as `allocate`.
+        """Allocate a range and copy the first `num_tokens` tokens of another to it.
+
+        It has at least `capacity` tokens. The source stays; a kept one counts as used now. Raises
+        as `allocate`.
         """
         is_kept, made = kv_range in self._kept, None
         with self._gate:  # another thread still finds it kept
             if is_kept:
-                self._kept.remove(kv_range)  # it does not give way meanwhile
+                self._kept.remove(kv_range)  # so that allocating does not drop it
             try:
                 made = self.allocate(capacity)
                 self.prepare(made, num_tokens)
@@ -214,13 +221,15 @@ class KVCache:
                     self._kept.append(kv_range)
             if is_kept:
                 self._rule.copied(kv_range)
-                self.apply_rule()  # what was copied can give way again
+                self.apply_rule()  # the source may be dropped again
         return made
 
     def copy_kept(self, kv_range: KVRange, num_kept: int, first: int, target: NDArray[Any]) -> bool:
-        """On any thread: copies tokens from `first` on of a range that is kept for the
-        `num_kept`th time into `target` [layers, arrays, kv_heads, tokens, head_dim], integers of
-        the dtype's size, in host memory. False, and nothing copied, where it has gone.
+        """Copy tokens of a range in its `num_kept`th keeping to `target`. Thread-safe.
+
+        target: [layers, arrays, kv_heads, tokens, head_dim], integers of the dtype's size, in host
+        memory, filled with tokens from `first` on. Returns False, without copying, if the range is
+        gone.
         """
         with self._gate:
             is_there = self.is_kept(kv_range) and kv_range.num_kept == num_kept
@@ -229,8 +238,9 @@ class KVCache:
             return is_there
 
     def rows(self, kv_range: KVRange, first: int, num_tokens: int) -> NDArray[Any]:
-        """Host memory of tokens from `first` on, as `copy_kept` copies it: to be written in a range
-        that no pass has seen, before `claim`.
+        """Return host memory of tokens from `first` on, in the layout of `copy_kept`.
+
+        It may be written in a range that no pass has seen, before `claim`.
         """
         integers: torch.dtype = getattr(torch, f"int{8 * self.dtype.itemsize}")
         wanted = self._storage.narrow(3, kv_range.start + first, num_tokens)
@@ -238,7 +248,7 @@ class KVCache:
         return rows
 
     def give_way(self, num_bytes: int) -> None:
-        """Kept ranges go, oldest first, until their pages have given so many bytes back."""
+        """Drop kept ranges, oldest first, until their pages have released `num_bytes`."""
         if self._pages is None:
             return
         left_bytes = self._pages.arena.committed_bytes - num_bytes
@@ -246,16 +256,16 @@ class KVCache:
             self.free(self._kept[0])
 
     def apply_rule(self, num_more: int = 0) -> None:
-        """Kept ranges give way, oldest first, while the rule says so of so many tokens more."""
+        """Drop kept ranges, oldest first, while the rule says so for `num_more` further tokens."""
         num_tokens = num_more + sum(taken.num_usable for taken in self._taken)
         while self._kept and self._rule.gives_way(self._kept[0], num_tokens):
             num_tokens -= self._kept[0].num_usable
             self.free(self._kept[0])
 
     def prepare(self, kv_range: KVRange, num_tokens: int) -> None:
-        """Before a pass writes up to `num_tokens` tokens of a range: sees to their memory.
+        """Commit memory before a pass writes up to `num_tokens` tokens of a range.
 
-        Raises PageError, changing nothing but kept ranges, where it is not to be had.
+        Raises PageError, changing nothing but kept ranges, if there is none.
         """
         if self._pages is None or num_tokens <= kv_range.num_usable:
             return
@@ -265,21 +275,22 @@ class KVCache:
         kv_range.num_usable = num_usable
 
     def of_pass(self, kv_range: KVRange, rows: slice, num_tokens: int) -> KVRange:
-        """Where a pass, of which these rows are the range's, has its first `num_tokens` tokens."""
+        """Return the range in which a pass finds the first `num_tokens` tokens; rows: its rows."""
         self.prepare(kv_range, num_tokens)
         return kv_range
 
     def open_layer(self, num_rows: int, workspace: Buffers) -> None:
-        """Before a layer of a pass of so many rows writes anything; until its scope ends."""
+        """Prepare for a layer of a pass with `num_rows` rows, until its scope ends."""
 
     def arrays(self, layer: int) -> tuple[Tensor, Tensor] | None:
-        """All keys and values of a layer, each [kv_heads, tokens, head_dim], which stay where they
-        are; None where nothing is kept.
+        """Return all keys and values of a layer, each [kv_heads, tokens, head_dim].
+
+        They stay in place; None if nothing is kept between passes.
         """
         return self._arrays[layer]
 
     def claim(self, kv_range: KVRange, position: int, num_rows: int) -> int:
-        """Where rows from `position` on are to be written: the first one's token of the cache."""
+        """Mark rows from `position` on as written; return the cache's token of the first."""
         stop, rows = position + num_rows, f"{num_rows} rows from position {position} on"
         if stop > kv_range.capacity:
             raise InternalError(f"{rows} leave a KV range of {kv_range.capacity} tokens.")
@@ -292,7 +303,7 @@ class KVCache:
     def write(
         self, layer: int, kv_range: KVRange, position: int, key: Tensor, value: Tensor
     ) -> None:
-        """Stores rows of keys and values, each [rows, kv_heads, head_dim], from `position` on.
+        """Store rows of keys and values, each [rows, kv_heads, head_dim], from `position` on.
 
         A cache of one array stores the keys only.
         """
@@ -304,7 +315,7 @@ class KVCache:
             values.narrow(1, start, num_rows).copy_(value.transpose(0, 1))
 
     def read(self, layer: int, kv_range: KVRange, num_tokens: int) -> tuple[Tensor, Tensor]:
-        """Views of the first `num_tokens` keys and values, each [kv_heads, tokens, head_dim]."""
+        """View the first `num_tokens` keys and values, each [kv_heads, tokens, head_dim]."""
         keys, values = self._arrays[layer]
         start = kv_range.start
         return keys.narrow(1, start, num_tokens), values.narrow(1, start, num_tokens)
@@ -321,7 +332,7 @@ class KVCache:
         )
 
     def _drop_until_unused(self, num_tokens: int) -> None:
-        """Kept ranges give way, oldest first, until so many tokens are no range's."""
+        """Drop kept ranges, oldest first, until `num_tokens` tokens are unused."""
         while self._kept and self._num_unused_tokens < num_tokens:
             self.free(self._kept[0])
 
@@ -334,12 +345,12 @@ class KVCache:
         return start if self.num_tokens - start >= capacity else None
 
     def _gap_behind(self, kv_range: KVRange) -> int:
-        """Unused tokens between a range and the next."""
+        """Return the unused tokens between a range and the next."""
         starts = [*(taken.start for taken in self._taken), self.num_tokens]
         return starts[self._taken.index(kv_range) + 1] - (kv_range.start + kv_range.capacity)
 
     def _part_behind(self, kv_range: KVRange) -> None:
-        """Moves a range and all before it to the front, all behind it to the end."""
+        """Move a range and all before it to the front, all behind it to the end."""
         index = self._taken.index(kv_range) + 1
         behind = self._taken[index:]  # before kept ranges give way, where moving wants memory
         self._compact(index)
@@ -350,9 +361,7 @@ class KVCache:
         self._release_unused()
 
     def _compact(self, count: int | None = None) -> int:
-        """Moves the first `count` ranges, by default all, together at the front; returns where
-        they end.
-        """
+        """Move the first `count` ranges (by default all) to the front; return where they end."""
         end = 0
         for taken in self._taken[:count]:
             self._move(taken, end)
@@ -361,7 +370,7 @@ class KVCache:
         return end
 
     def _release_unused(self) -> None:
-        """Gives back all memory that no range counts on."""
+        """Release all memory that no range uses."""
         if self._pages is None:
             return
         end = 0
@@ -371,7 +380,7 @@ class KVCache:
         self._pages.release(end, self.num_tokens)
 
     def _move(self, kv_range: KVRange, start: int) -> None:
-        """Moves a range and what is written in it to `start`, before or behind where it is."""
+        """Move a range and its written tokens to `start`."""
         before = replace(kv_range)
         if start == before.start or kv_range not in self._taken:
             return
@@ -387,7 +396,7 @@ class KVCache:
             self._release_unused()
 
     def _copy(self, source: int, target: int, num_tokens: int) -> None:
-        """Copies tokens of all layers to another place, which may overlap."""
+        """Copy tokens of all layers to a place that may overlap the source."""
         # A piece may be as long as the distance: then no copy overlaps its source.
         distance = abs(target - source)
         firsts = range(0, num_tokens, distance)
@@ -397,7 +406,7 @@ class KVCache:
             self._storage.narrow(3, target + first, length).copy_(piece)
 
     def _commit(self, start: int, stop: int) -> None:
-        """Sees to the memory of tokens; kept ranges give way where it is not to be had."""
+        """Commit memory of tokens, dropping kept ranges if there is none."""
         while self._pages is not None:
             try:
                 return self._pages.commit(start, stop)

@@ -1,9 +1,9 @@
-"""One budget of memory that changes hands while a model runs.
+"""A memory budget divided among accounts while a model runs.
 
-Pure arithmetic. KV cache, workspace and expert slots each have an account; what one draws no other
-has, and all of them together never draw more than the budget, whatever the order of their asking.
-Knows nothing of addresses: `ElasticArena` makes physical what its account has drawn, and gives
-back only what is physical no more, so that shrinking completes before another account grows.
+Pure arithmetic. KV cache, workspace and expert slots each have an account; together they never draw
+more than the budget. Knows nothing of addresses: `ElasticArena` makes drawn bytes physical, and
+gives bytes back only when they are no longer physical, so that shrinking completes before another
+account grows.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from lowtide.errors import InternalError, PageError
 
 
 class PageBudget:
-    """Owns `num_bytes`, divided among accounts; what none of them has drawn is free."""
+    """Owns `num_bytes`, divided among accounts; bytes that none has drawn are free."""
 
     def __init__(self, num_bytes: int) -> None:
         self.num_bytes = num_bytes
@@ -26,15 +26,13 @@ class PageBudget:
         return self.num_bytes - sum(account.num_bytes for account in self.accounts)
 
     def open(self, owner: str) -> PageAccount:
-        """A new account with nothing in it; `owner` names it in refusals and tables."""
+        """Open an empty account; `owner` names it in refusals and tables."""
         account = PageAccount(self, owner)
         self.accounts.append(account)
         return account
 
     def ask(self, num_bytes: int, asking: PageAccount | None = None) -> int:
-        """Has all but who asks give so many bytes up, in the order of their accounts; how many they
-        gave.
-        """
+        """Ask other accounts, in order, to release `num_bytes`; return the bytes released."""
         before = self.num_free_bytes
         for account in self.accounts:
             num_wanted = num_bytes + before - self.num_free_bytes
@@ -43,15 +41,15 @@ class PageBudget:
         return self.num_free_bytes - before
 
     def shares(self) -> dict[str, int]:
-        """Bytes that each owner has drawn."""
+        """Return the bytes that each owner has drawn."""
         return {account.owner: account.num_bytes for account in self.accounts}
 
 
 class PageAccount:
-    """What one owner has drawn from a budget.
+    """Bytes that one owner has drawn from a budget.
 
-    give_way: gives memory up when others want so many bytes, as far as the owner can do without;
-    it gives back before it returns. None for an owner who never does.
+    give_way: releases memory on request, as far as the owner can do without, before it returns.
+    None for an owner that never does.
     """
 
     def __init__(self, budget: PageBudget, owner: str) -> None:
@@ -61,9 +59,9 @@ class PageAccount:
         self.give_way: Callable[[int], None] | None = None
 
     def draw(self, num_bytes: int) -> None:
-        """Takes bytes of the budget that are free, or that others give up for it.
+        """Take bytes that are free, or that others release on request.
 
-        Raises PageError, taking none, where there are too few.
+        Raises PageError, taking none, if there are too few.
         """
         num_short = num_bytes - self.budget.num_free_bytes
         if num_short > 0:
@@ -79,7 +77,7 @@ class PageAccount:
         self.num_bytes += num_bytes
 
     def give_back(self, num_bytes: int) -> None:
-        """Frees bytes that were drawn and are physical no more."""
+        """Return drawn bytes that are no longer physical."""
         if num_bytes > self.num_bytes:
             raise InternalError(
                 f"{self.owner} gives back {num_bytes} bytes and has drawn {self.num_bytes}."

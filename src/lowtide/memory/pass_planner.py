@@ -1,4 +1,4 @@
-"""The plan of a step of some shape: chunk counts, places, and what they need. Pure."""
+"""Plans of passes by their counts: chunks, placement and memory. Pure."""
 
 from __future__ import annotations
 
@@ -20,13 +20,14 @@ from lowtide.memory.planner import ArenaPlaces, Graph
 from lowtide.memory.template import Template, bounds
 
 MAX_PLANS = 128
-"""Plans that are remembered; a request needs 16 at most."""
+"""Number of cached plans; a request needs at most 16."""
 
 
 @dataclass(frozen=True)
 class PassPlan:
-    """How passes of up to some counts run. `binding`: the operator whose rows make the peak of the
-    range, or the name of the largest of what is needed.
+    """Execution of passes of up to some counts.
+
+    `binding`: the operator whose rows cause the peak of the range, or the name of the largest part.
     """
 
     counts: Counts
@@ -43,25 +44,26 @@ class PassPlan:
 
 @dataclass(frozen=True, repr=False, eq=False)
 class PassPlanner:
-    """Plans of one model's bidirectional passes, remembered by what they were asked for.
+    """Cached plans of one model's bidirectional passes.
 
-    short: of all passes that are no longer than a tile. head_of: what is taken after a pass for
-    rows of logits of one kind, with the hidden states.
+    short: graph of all passes no longer than a tile.
+    head_of: makes the template of the logits of one kind, computed from hidden states after a pass.
     """
 
     short: Graph
     forward: Template
     head_of: Callable[[LogitNeeds], Template]
     by_tile: frozenset[str] = frozenset()
-    """Operators that take each tile by itself, however much room there is."""
+    """Operators that take each tile by itself, however much memory there is."""
     _templates: dict[tuple[LogitNeeds, ...], Template] = field(default_factory=dict)
     _plans: dict[tuple[Counts, int, int], PassPlan] = field(default_factory=dict)
     _least_bytes: dict[Counts, int] = field(default_factory=dict)
 
     def plan(self, counts: Counts, free_bytes: int, range_bytes: int | None = None) -> PassPlan:
-        """With the fewest chunks that fit. Raises PlanError, with the numbers, where none does.
+        """Return the plan with the fewest chunks that fits.
 
-        range_bytes: how much of `free_bytes` the range may be, by default all of it.
+        Raises PlanError, with the numbers, if none does. range_bytes: share of `free_bytes` for the
+        range, by default all.
         """
         key = (counts, free_bytes, free_bytes if range_bytes is None else range_bytes)
         if key not in self._plans:
@@ -71,13 +73,13 @@ class PassPlanner:
         return self._plans[key]
 
     def held(self, plan: PassPlan) -> tuple[tuple[str, int], ...]:
-        """What a plan needs memory for, by name, with its bytes."""
+        """List the parts of a plan's memory by name, with their bytes."""
         if plan.counts.tokens <= TILE_ROWS:
             return self.short.needed_parts
         return self._template(plan.counts).at(bounds(plan.counts, plan.chunks)).needed_parts
 
     def least_bytes(self, counts: Counts) -> int:
-        """Needed by all passes of up to such counts, where every tile is by itself."""
+        """Return the bytes needed by all passes of up to these counts, with one tile per chunk."""
         if counts not in self._least_bytes:
             if len(self._least_bytes) == MAX_PLANS:
                 self._least_bytes.clear()
@@ -86,7 +88,7 @@ class PassPlanner:
         return self._least_bytes[counts]
 
     def whole_bytes(self, counts: Counts) -> int:
-        """Needed where every operator takes all rows together."""
+        """Return the bytes needed if every operator takes all rows at once."""
         return self._needed(counts, self._fewest_chunks()).needed_bytes
 
     def _search(self, counts: Counts, free_bytes: int, range_bytes: int) -> PassPlan:
@@ -123,7 +125,7 @@ class PassPlanner:
         return self._templates[counts.asked]
 
     def _needed(self, counts: Counts, chunks: Mapping[str, int]) -> Graph:
-        """The graph of the short passes or of the long one, whichever needs more."""
+        """Return the graph of the short passes or of the long one, whichever needs more."""
         if counts.tokens <= TILE_ROWS:
             return self.short
         graph = self._template(counts).at(bounds(counts, chunks))
@@ -132,7 +134,7 @@ class PassPlanner:
     def _divisible(
         self, template: Template, counts: Counts, chunks: Mapping[str, int], moment: int
     ) -> str | None:
-        """The operator whose rows are alive at the moment, where they can be fewer."""
+        """Return the operator whose rows are alive at the moment, if they can be fewer."""
         for operator in chunks:
             if template.grows_with(moment, operator) and one_more(counts, operator, chunks):
                 return operator
@@ -169,9 +171,9 @@ def _divided(
     moment: int,
     range_bytes: int,
 ) -> int:
-    """The least count of an operator's chunks, one more than now at least, for which what is alive
-    at a moment fits; the greatest where none does. All between would be divided further: chunks of
-    other operators only add to what is alive then.
+    """Return the least larger number of chunks that fits at a moment, else the greatest.
+
+    Smaller numbers would be divided further: chunks of other operators only add to that memory.
     """
     most = num_tiles(counts.rows_of(operator), OPERATOR_TILES[operator])
 

@@ -1,4 +1,4 @@
-"""A plan for each pass, and the memory that it says: what a workspace asks before a pass begins."""
+"""Choice of a plan for each pass, and its memory, before the pass begins."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lowtide.memory.chunking import Counts
 from lowtide.memory.pass_planner import PassPlan, PassPlanner
 
 REMEMBERED_PASSES = 16
-"""How many passes' memory is kept for the next one: those of requests that take turns."""
+"""Number of recent passes whose memory is kept for the next: those of requests taking turns."""
 
 
 class PassPlans:
@@ -20,11 +20,13 @@ class PassPlans:
     def __init__(self, planner: PassPlanner, room: FixedRoom | PagedRoom) -> None:
         self.planner = planner
         self._room = room
-        self.current: PassPlan | None = None  # of the pass under way, or the last one
+        self.current: PassPlan | None = None  # of the current or latest pass
 
     def for_pass(self, counts: Counts) -> PassPlan:
-        """Raises PlanError where the pass cannot be divided into so little, PageError where
-        nothing gives way or the system refuses; the next pass may be another.
+        """Plan a pass and provide its memory.
+
+        Raises PlanError if the pass cannot be divided finely enough, PageError if no memory can be
+        had; the next pass may differ.
         """
         plan = self._plan(counts)
         self._room.hold(plan)
@@ -32,7 +34,7 @@ class PassPlans:
         return plan
 
     def rest(self) -> None:
-        """With nothing to do: gives memory back, where that is wanted."""
+        """Return memory while idle, if that is wanted."""
         self._room.rest()
 
     def _plan(self, counts: Counts) -> PassPlan:
@@ -47,12 +49,12 @@ class PassPlans:
 
 
 class FixedRoom:
-    """A range whose memory is there all the time."""
+    """A range whose memory is always there."""
 
     can_ask = is_wanted = False
 
     def __init__(self, num_bytes: int, range_bytes: int) -> None:
-        """Bytes of the range and of what libraries take beside it together, and of the range."""
+        """num_bytes: of the range and of libraries together; range_bytes: of the range."""
         self.free_bytes = num_bytes
         self._range_bytes = range_bytes
 
@@ -60,14 +62,14 @@ class FixedRoom:
         return self._range_bytes
 
     def hold(self, plan: PassPlan) -> None:
-        """It is there."""
+        """Do nothing: the memory is there."""
 
     def rest(self) -> None:
-        """It stays."""
+        """Do nothing: the memory stays."""
 
 
 class PagedRoom:
-    """A range whose memory comes and goes on account of a budget, with what libraries take."""
+    """A range whose memory grows and shrinks on account of a budget, with that of libraries."""
 
     def __init__(
         self,
@@ -75,9 +77,10 @@ class PagedRoom:
         is_wanted: Callable[[], bool] | None = None,
         is_bound: bool = False,
     ) -> None:
-        """is_wanted: whether others have a better use for what a pass can do without; by default
-        they have none. is_bound: a pass has the memory of its own plan and no more; the rest, and
-        all of it between requests, is the system's.
+        """is_wanted: returns True if others have a better use for memory that a pass can spare.
+
+        is_bound: a pass has only the memory of its own plan; the rest, and all of it between
+        requests, goes to the system.
         """
         self._arena = arena
         self._account = arena.account
@@ -90,31 +93,31 @@ class PagedRoom:
 
     @property
     def free_bytes(self) -> int:
-        """For the next pass, range and libraries together, without asking other accounts."""
+        """Bytes for the next pass, range and libraries together, without asking other accounts."""
         free_bytes = self._account.num_bytes + self._account.budget.num_free_bytes
         return free_bytes - (self._arena.group_bytes - 1)
 
     @property
     def can_ask(self) -> bool:
-        """Whether others may give way for more."""
+        """True if other accounts may release memory."""
         others = self._account.budget.accounts
         return any(other is not self._account and other.give_way is not None for other in others)
 
     @property
     def is_wanted(self) -> bool:
-        """Whether others have a better use for what a pass can do without."""
+        """True if others have a better use for memory that a pass can spare."""
         return self._is_wanted is not None and self._is_wanted()
 
     def gives_way(self) -> None:
-        """Lets others of the budget have its memory between passes."""
+        """Let other accounts take this memory between passes."""
         self._account.give_way = self._give_way
 
     def range_bytes(self, free_bytes: int) -> int:
-        """How much of that the range may be."""
+        """Return the share of `free_bytes` that the range may have."""
         return min(free_bytes, self._arena.part_bytes)
 
     def hold(self, plan: PassPlan) -> None:
-        """Has the memory of a pass ready. Nothing of the range is alive."""
+        """Provide the memory of a pass. Nothing of the range is alive."""
         arena, range_bytes = self._arena, plan.placement.arena_bytes
         library_more = max(0, plan.library_bytes - self._library_bytes)
         num_more = arena.missing_bytes(0, range_bytes) + library_more
@@ -127,24 +130,24 @@ class PagedRoom:
         self._held.append((range_bytes, plan.library_bytes))
 
     def rest(self) -> None:
-        """Told that no pass is to come soon. Nothing of the range is alive."""
+        """Release memory when no pass is expected soon. Nothing of the range is alive."""
         if self._is_bound:
             self.shrink()
 
     def shrink(self, range_bytes: int = 0, library_bytes: int = 0) -> None:
-        """Gives back all but so many bytes of the range, and of what libraries take."""
+        """Release all but these bytes of the range and of libraries."""
         self._arena.release(range_bytes, self._arena.part_bytes)
         if library_bytes < self._library_bytes:
             self._account.give_back(self._library_bytes - library_bytes)
             self._library_bytes = library_bytes
 
     def trim(self) -> None:
-        """Gives back, between passes, what none of the last ones had need of."""
+        """Release, between passes, memory that none of the recent ones needed."""
         if self._held:
             self.shrink(*map(max, zip(*self._held, strict=True)))
 
     def close(self) -> None:
-        """Gives back everything; nothing may use it any more."""
+        """Release everything; the range must not be used afterwards."""
         self._account.give_way = None
         self.shrink()
         self._arena.close()

@@ -1,4 +1,4 @@
-"""Page-locked host memory: what a GPU copies from and into at the speed of its link.
+"""Page-locked host memory, which a GPU copies at the speed of its link.
 
 The system cannot swap or move pinned bytes, and may refuse to pin more.
 """
@@ -22,20 +22,20 @@ class PinnedMemory:
     """Owns the registration of arenas with CUDA. Knows nothing of their use."""
 
     def __init__(self, cudart: Any = None) -> None:
-        """`cudart`: by default torch's own."""
+        """cudart: by default torch's own."""
         self._cudart = cudart or torch.cuda.cudart()  # type: ignore[no-untyped-call]
         self._arenas: list[Arena] = []
         # Memory that is unmapped while it is registered could never be registered again.
         weakref.finalize(self, _unpin_all, self._cudart, self._arenas)
 
     def make_arena(self, num_bytes: int) -> Arena:
-        """An arena, pinned unless that is refused."""
+        """Make an arena, pinned unless that is refused."""
         arena = Arena(num_bytes)
         self.register(arena)
         return arena
 
     def register(self, arena: Arena) -> bool:
-        """Pins an arena at its exact size; False, with a warning, where that is refused.
+        """Pin an arena at its exact size; return False, with a warning, if that is refused.
 
         All its pages become physical. It stays pinned until `close`.
         """
@@ -54,7 +54,7 @@ class PinnedMemory:
         return False
 
     def holds(self, tensor: Tensor) -> bool:
-        """Whether all bytes of a contiguous tensor are in a registered arena."""
+        """Return True if all bytes of a contiguous tensor are in a registered arena."""
         start = tensor.data_ptr()
         stop = start + tensor.nbytes
         return any(
@@ -65,10 +65,7 @@ class PinnedMemory:
 
     @contextmanager
     def lent(self) -> Iterator[None]:
-        """Unpins and lets go, at its end, what is registered meanwhile.
-
-        No copy may be under way then.
-        """
+        """Unpin at the end all arenas registered within the context, without copies running."""
         before = len(self._arenas)
         try:
             yield
@@ -76,7 +73,7 @@ class PinnedMemory:
             _unpin_all(self._cudart, self._arenas, before)
 
     def close(self) -> None:
-        """Unpins everything; no copy may be under way."""
+        """Unpin everything; no copy may be under way."""
         _unpin_all(self._cudart, self._arenas)
 
 
@@ -87,7 +84,7 @@ def _unpin_all(cudart: Any, arenas: list[Arena], first: int = 0) -> None:
 
 
 def _forget_last_error() -> None:
-    """CUDA keeps a refusal as its last error and torch would raise it at the next launch."""
+    """Clear CUDA's last error, which torch would raise at the next launch."""
     if torch.cuda.is_available():
         with suppress(RuntimeError):
             torch.ones(1, device="cuda")

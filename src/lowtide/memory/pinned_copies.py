@@ -1,7 +1,7 @@
-"""What every pass sends to a GPU and asks back beside its experts: small, through pinned memory.
+"""Small copies to and from a GPU in every pass, through pinned memory.
 
-torch keeps pinned memory for its next use, and does not hand it out while a copy that was queued
-from it or into it is under way: it needs no ring here, and no owner.
+torch caches pinned memory and does not reuse it while a queued copy from or into it is under way:
+no ring and no owner are needed here.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from lowtide.memory.cuda_streams import CudaEvent
 
 
 def to_device(device: torch.device, *rows: Tensor) -> tuple[Tensor, ...]:
-    """Rows in host memory, of one length and type, on a GPU: one copy, for which nothing waits.
+    """Copy rows of equal length and type from host memory to a GPU in one asynchronous copy.
 
-    For any other device they are handed back as they are.
+    Other devices get the rows themselves.
     """
     if device.type != "cuda":
         return rows
@@ -26,9 +26,9 @@ def to_device(device: torch.device, *rows: Tensor) -> tuple[Tensor, ...]:
 
 
 def to_host(values: Tensor) -> Tensor:
-    """Values of a GPU in host memory once what is queued there has ended; nothing waits.
+    """Copy a GPU's values to host memory asynchronously, after its queued work.
 
-    Those of any other device are handed back as they are.
+    Values of other devices are returned as they are.
     """
     if values.device.type != "cuda":
         return values
@@ -37,8 +37,9 @@ def to_host(values: Tensor) -> Tensor:
 
 
 def wait_for(device: torch.device) -> None:
-    """Waits for a GPU until what was queued on its current stream has ended, copies to the host
-    included. Raises DeviceError when that failed or takes far too long.
+    """Wait until the work queued on a GPU's current stream has ended, including copies.
+
+    Raises DeviceError if it failed or takes far too long.
     """
     stream = torch.cuda.current_stream(device)
     CudaEvent(stream.record_event()).wait()

@@ -1,9 +1,9 @@
-"""Where the transients of a forward pass lie in one range of memory.
+"""Placement of a pass's transients in one memory range.
 
-A pass is a graph: its transients, which of them are alive together, and the moments at which
-something is added to what is alive. A registrar draws it from one run of the model's own forward
-(`memory/workspace.py`); here it is only numbers. Offsets are by first fit, as Mosaic's planner has
-them: each transient at the lowest place that nothing alive beside it has.
+A pass is a graph: its transients, those alive together, and the moments at which something is
+added. A registrar draws it from one run of the model's own forward (`memory/workspace.py`); here it
+is only numbers. Offsets are by first fit, as in Mosaic's planner: each transient gets the lowest
+place that nothing alive beside it has.
 """
 
 from __future__ import annotations
@@ -16,12 +16,14 @@ from typing import NamedTuple
 from lowtide.core import align_up
 
 Path = tuple[str, ...]
-"""What a pass took, and with a minus gave back, up to here in the scopes that are open: the name
-of a transient. Layers that are alike have the same names, and so share their places."""
+"""Identity of a transient: names taken, and with a minus released, in the open scopes so far.
+
+Equal layers have equal paths, and so share their places.
+"""
 
 
 class Transient(NamedTuple):
-    """A buffer. `beside`: what is alive when it is taken, ascending; all taken before it."""
+    """A buffer. `beside`: indices of buffers alive when it is taken, ascending."""
 
     path: Path
     num_bytes: int
@@ -33,21 +35,21 @@ class Transient(NamedTuple):
 
 
 class LibraryOutput(NamedTuple):
-    """What an operator without an `out=` form allocates for itself, outside the range."""
+    """Memory that an operator without an `out=` form allocates itself, outside the range."""
 
     name: str
     num_bytes: int
 
 
 class Moment(NamedTuple):
-    """What is alive, just after something was added to it."""
+    """Everything alive just after an addition."""
 
     alive: tuple[int, ...]
     library: tuple[LibraryOutput, ...]
 
 
 class Place(NamedTuple):
-    """Bytes `start` to `start + num_bytes` of the range, for a transient of at most so many."""
+    """Bytes `start` to `start + num_bytes` of the range, for a transient of at most this size."""
 
     start: int
     num_bytes: int
@@ -59,7 +61,7 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class ArenaPlaces:
-    """Places for all transients of a graph, by their paths, in a range of `arena_bytes`."""
+    """Places of a graph's transients, by path, in a range of `arena_bytes`."""
 
     places: Mapping[Path, Place]
     arena_bytes: int
@@ -72,9 +74,9 @@ MAX_TRIES = 8
 
 
 class Recording:
-    """What a registrar saw of a pass, or of several that share one plan.
+    """Record of one pass, or of several that share a plan, by a registrar.
 
-    A transient that is taken in several sizes has the largest, and has all beside it that ever was.
+    A transient taken in several sizes has the largest, and is beside all that it ever was beside.
     """
 
     def __init__(self) -> None:
@@ -84,7 +86,7 @@ class Recording:
         self._moments: dict[tuple[tuple[int, ...], tuple[str, ...]], list[int]] = {}
 
     def note(self, alive: Sequence[tuple[Path, int]], library: Sequence[LibraryOutput]) -> None:
-        """What is alive, with its bytes, in the order of taking; after each change."""
+        """Note what is alive, with its bytes, in the order of taking; called after each change."""
         indexes = [self._index(path) for path, _ in alive]
         for position, (i, (_, num_bytes)) in enumerate(zip(indexes, alive, strict=True)):
             self._num_bytes[i] = max(self._num_bytes[i], num_bytes)
@@ -123,8 +125,9 @@ class Graph:
 
     @cached_property
     def placement(self) -> ArenaPlaces:
-        """By first fit in the order of taking, or with the largest first; what then ends too high
-        is placed sooner, a few times.
+        """First-fit placement in the order of taking or by size.
+
+        Transients that end too high are moved to earlier in the order, a few times.
         """
         indexes = range(len(self.transients))
         largest_first = sorted(indexes, key=lambda i: -self.transients[i].num_bytes)
@@ -140,7 +143,7 @@ class Graph:
 
     @cached_property
     def beside(self) -> list[set[int]]:
-        """What each is alive beside at some time, taken before or after it."""
+        """Transients alive together with each one at some time, taken before or after it."""
         beside = [set(transient.beside) for transient in self.transients]
         for i, transient in enumerate(self.transients):
             for other in transient.beside:
@@ -149,25 +152,25 @@ class Graph:
 
     @cached_property
     def least_bytes(self) -> int:
-        """What is alive together at most, which no placement can be below."""
+        """Most bytes alive together, the lower bound of every placement."""
         return max((self.alive_bytes(moment) for moment in self.moments), default=0)
 
     @cached_property
     def library_bytes(self) -> int:
-        """What libraries hold together at most."""
+        """Most bytes that libraries hold together."""
         return max((_library_bytes(moment) for moment in self.moments), default=0)
 
     @property
     def needed_bytes(self) -> int:
-        """What a plan has to have room for: of the range all stays in memory that was touched once,
-        and what libraries hold comes on top.
-        """
+        """Bytes that a plan needs: the range, all of which stays in memory, and libraries."""
         return self.placement.arena_bytes + self.library_bytes
 
     @property
     def needed_parts(self) -> tuple[tuple[str, int], ...]:
-        """What `needed_bytes` are, by name, but for gaps in the range: what is alive of it when
-        that is most, and what libraries hold when that is most, perhaps at another moment.
+        """Parts of `needed_bytes` by name, without gaps in the range.
+
+        They are the transients at the range's peak, and the library outputs at theirs, perhaps
+        another moment.
         """
         nothing = Moment((), ())
         range_peak = max(self.moments, key=self.alive_bytes, default=nothing)
@@ -179,11 +182,11 @@ class Graph:
         )
 
     def alive_bytes(self, moment: Moment) -> int:
-        """Bytes of the range that are alive at a moment, without libraries' outputs."""
+        """Return the bytes of the range alive at a moment, without libraries' outputs."""
         return sum(align_up(self.transients[i].num_bytes) for i in moment.alive)
 
     def _sooner(self, order: list[int], placement: ArenaPlaces) -> list[int]:
-        """Half as late, all that ends beyond what the graph could do with."""
+        """Move transients that end above the lower bound to half their position in the order."""
         order = list(order)
         stops = [placement.places[transient.path].stop for transient in self.transients]
         for i in [i for i in order if stops[i] > self.least_bytes]:
@@ -193,7 +196,7 @@ class Graph:
 
 
 def first_fit(graph: Graph, order: Sequence[int]) -> ArenaPlaces:
-    """Each transient, in this order, at the lowest place that none beside it has."""
+    """Place each transient, in this order, at the lowest place that none beside it has."""
     places: dict[int, Place] = {}
     for i in order:
         num_bytes = align_up(graph.transients[i].num_bytes)
@@ -206,7 +209,7 @@ def first_fit(graph: Graph, order: Sequence[int]) -> ArenaPlaces:
 
 
 def lowest_gap(taken: Iterable[Place], num_bytes: int) -> int:
-    """Where so many bytes begin at the lowest, beside what is taken."""
+    """Return the lowest start of `num_bytes` free bytes between taken places."""
     start = 0
     for place in sorted(taken):
         if place.start - start >= num_bytes:

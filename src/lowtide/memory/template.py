@@ -1,8 +1,8 @@
-"""The graph of a pass of any counts: sizes as sums of counts times bytes.
+"""Graph of a pass for any counts, with sizes as sums of counts times bytes.
 
-A model's own forward is registered at a few concrete counts. What is taken has to be the same each
-time, and each size a whole number of bytes for each count: that is looked for and then checked, by
-every sample. Pure.
+A model's own forward is registered at a few concrete counts. Each time it must take the same
+transients, and each size must be a whole number of bytes per count: coefficients are solved for and
+  checked against every sample. Pure.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ _SYMBOLS_OF = {
     operator: (operator, "attention window") if operator == "attention" else (operator,)
     for operator in OPERATOR_TILES
 }
-"""Those that are less in shorter chunks of an operator."""
+"""Symbols that decrease with shorter chunks of an operator."""
 
 HEAD_ROWS = 16
-"""Rows of logits are computed in such multiples."""
+"""Rows of logits are computed in multiples of this."""
 
 
 def symbols(counts: Counts, chunks: Mapping[str, int]) -> IntArray:
-    """The value of each of `SYMBOLS` in a pass of just these counts."""
+    """Return the value of each of `SYMBOLS` in a pass of exactly these counts."""
     tiles = [
         longest_tile(counts.tokens, TILE_ROWS),
         longest_tile(counts.block, OPERATOR_TILES["attention"]),
@@ -52,7 +52,7 @@ def symbols(counts: Counts, chunks: Mapping[str, int]) -> IntArray:
 
 
 def bounds(counts: Counts, chunks: Mapping[str, int]) -> IntArray:
-    """What no pass of up to such counts is beyond, however its rows are divided among tiles."""
+    """Return upper bounds of `SYMBOLS` for all passes of up to these counts."""
     tiles = [at_most(counts.tokens, TILE_ROWS), at_most(counts.block, OPERATOR_TILES["attention"])]
     longest = {
         op: at_most(counts.rows_at_once(op), chunk_rows(counts, op, chunks))
@@ -73,7 +73,7 @@ def _values(
 
 @dataclass(frozen=True)
 class Sample:
-    """A pass that was registered."""
+    """A registered pass."""
 
     counts: Counts
     chunks: Mapping[str, int]
@@ -82,9 +82,10 @@ class Sample:
 
 @dataclass(frozen=True)
 class Template:
-    """A graph whose sizes are symbolic. `sizes` [transients, symbols] and `library` [outputs of
-    all moments, symbols] in bytes; `alive` [moments, transients] and `holds` [moments, outputs]
-    are 1 where a moment has it.
+    """A graph with symbolic sizes.
+
+    `sizes` [transients, symbols] and `library` [outputs of all moments, symbols] in bytes; `alive`
+    [moments, transients] and `holds` [moments, outputs] are 1 where a moment has it.
     """
 
     graph: Graph  # of the first sample
@@ -95,8 +96,10 @@ class Template:
 
     @classmethod
     def fit(cls, samples: Sequence[Sample]) -> Template:
-        """Raises InternalError where passes differ in more than counts, or sizes do not grow with
-        counts in proportion.
+        """Fit a template to registered passes.
+
+        Raises InternalError if passes differ in more than counts, or sizes are not proportional to
+        counts.
         """
         first = samples[0].graph
         for sample in samples:
@@ -121,7 +124,7 @@ class Template:
         )
 
     def joined(self, other: Template) -> Template:
-        """The template of passes that do what both describe, one after the other."""
+        """Return the template of passes that do both, one after the other."""
         first = list(self.graph.transients)
         indexes: list[int] = []  # in the joined graph, of the transients of `other`
         known = {transient.path: i for i, transient in enumerate(first)}
@@ -153,7 +156,7 @@ class Template:
         )
 
     def at(self, values: IntArray) -> Graph:
-        """The graph for the values of `SYMBOLS`."""
+        """Return the graph for values of `SYMBOLS`."""
         sizes, library = (self.sizes @ values).tolist(), (self.library @ values).tolist()
         transients = tuple(
             Transient(old.path, num_bytes, old.beside)
@@ -173,19 +176,20 @@ class Template:
         return Graph(transients, moments)
 
     def peak(self, values: IntArray) -> tuple[int, int]:
-        """Most bytes of the range that are alive together, and at which moment; quicker than `at`,
-        and no more than `at` takes.
+        """Return the most bytes of the range alive together, and the moment; quicker than `at`.
+
+        The result is a lower bound of the placement of `at`.
         """
         in_range = self.alive @ self._aligned(values)
         moment = int(in_range.argmax())
         return int(in_range[moment]), moment
 
     def alive_bytes(self, moment: int, values: IntArray) -> int:
-        """Bytes of the range that are alive at a moment."""
+        """Return the bytes of the range alive at a moment."""
         return int(self.alive[moment] @ self._aligned(values))
 
     def library_bytes(self, values: IntArray) -> int:
-        """What libraries hold together at most, however many tiles run together."""
+        """Return the most bytes that libraries hold together, for any number of tiles per chunk."""
         return int((self.holds @ (self.library @ values)).max())
 
     def _aligned(self, values: IntArray) -> IntArray:
@@ -193,13 +197,13 @@ class Template:
         return aligned
 
     def grows_with(self, moment: int, operator: str) -> bool:
-        """Whether what is alive of the range then is more for longer chunks of an operator."""
+        """Return True if longer chunks of an operator increase the memory at a moment."""
         columns = [i for i, symbol in enumerate(SYMBOLS) if symbol in _SYMBOLS_OF[operator]]
         return bool((self.alive[moment] @ self.sizes[:, columns] > 0).any())
 
 
 def _form(graph: Graph) -> object:
-    """All but the sizes."""
+    """Return everything but the sizes."""
     return (
         [(transient.path, transient.beside) for transient in graph.transients],
         [(moment.alive, _names(moment)) for moment in graph.moments],
@@ -215,7 +219,7 @@ def _outputs(graph: Graph) -> list[int]:
 
 
 def _numbered(moments: Sequence[Moment]) -> list[range]:
-    """The outputs of each moment, numbered through."""
+    """Number the outputs of all moments consecutively."""
     numbers, start = [], 0
     for moment in moments:
         numbers.append(range(start, start + len(moment.library)))
@@ -231,7 +235,10 @@ def _membership(rows: Sequence[Sequence[int]], num_columns: int) -> IntArray:
 
 
 def _solve(values: IntArray, sizes: IntArray, names: Sequence[str]) -> IntArray:
-    """Bytes for each symbol: [symbols, sizes]. values [samples, symbols], sizes [samples, ...]."""
+    """Solve for the bytes per symbol: [symbols, sizes].
+
+    values: [samples, symbols]; sizes: [samples, ...].
+    """
     varied = np.flatnonzero((values != values[0]).any(0) | (np.arange(values.shape[1]) == 0))
     if np.linalg.matrix_rank(values[:, varied]) < len(varied):
         raise InternalError("The registered passes do not tell what sizes depend on.")

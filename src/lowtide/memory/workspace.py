@@ -1,10 +1,9 @@
-"""Where a forward pass puts its intermediate results.
+"""Workspace: memory for a forward pass's intermediate results.
 
-A model never allocates a transient: it takes named buffers from a workspace, inside scopes, and
-may give one back before its scope ends. The same forward pass runs over two kinds of workspace: a
-`Registrar`, in which nothing is computed (tensors are on the meta device) and which draws the
-pass's graph (`memory/planner.py`), and a `Workspace`, which hands out views of one buffer at the
-places that were planned.
+A model never allocates a transient: it takes named buffers from a workspace, inside scopes, and may
+give one back before its scope ends. The same forward pass runs over two kinds of workspace: a
+`Registrar`, which computes nothing (tensors are on the meta device) and draws the pass's graph
+(`memory/planner.py`), and a `Workspace`, which hands out views of one buffer at planned places.
 """
 
 from __future__ import annotations
@@ -44,11 +43,11 @@ from lowtide.memory.planner import (
 __all__ = ["TILE_ROWS", "Buffers", "Registrar", "State", "Workspace", "tiles"]
 
 MAX_STATES = 4096
-"""States kept; a model's decoding passes need some hundred, prompts of all lengths many."""
+"""Number of cached states; decoding needs some hundred, prompts of all lengths many."""
 
 
 class Alive(NamedTuple):
-    """A buffer that is alive."""
+    """A live buffer."""
 
     path: Path
     place: Place
@@ -56,10 +55,10 @@ class Alive(NamedTuple):
 
 
 class State:
-    """What is alive at a point of a pass, and by what way it came to be so.
+    """A node of the allocation trie: live buffers and the sequence of calls that led here.
 
-    The states of all passes are a tree, whose branches are what passes did next; so what a pass
-    does again costs one look-up, where making a view costs as much as a small operator.
+    The states of all passes form a tree whose branches are the next calls, so repeated calls cost
+    one look-up; creating a view costs as much as a small operator.
     """
 
     __slots__ = ("after", "alive", "is_planned", "library", "path", "top", "view")
@@ -71,27 +70,29 @@ class State:
         library: tuple[LibraryOutput, ...] = (),
         is_planned: bool = True,
     ) -> None:
-        """is_planned: whether the plan knows the way here."""
+        """is_planned: True if the plan contains the path to this state."""
         self.path = path
         self.alive = alive
         self.library = library
         self.is_planned = is_planned
-        self.top = max((one.place.stop for one in alive), default=0)  # where what is alive ends
-        self.view = alive[-1].view if alive else torch.empty(0)  # what was taken last
+        self.top = max(
+            (one.place.stop for one in alive), default=0
+        )  # end of the highest live buffer
+        self.view = alive[-1].view if alive else torch.empty(0)  # of the latest buffer
         self.after: dict[object, State] = {}
 
 
 class Buffers(ABC):
-    """What a model sees of its workspace: what is alive, and how that changes."""
+    """A model's view of its workspace: live buffers, and calls that change them."""
 
     def __init__(self, chunks: Mapping[str, int] = EACH_TILE) -> None:
-        """chunks: how many each operator divides its rows into; others take each tile by itself."""
+        """chunks: number of chunks per operator; other operators take each tile by itself."""
         self._chunks = chunks
-        self._start = self.state = State((), ())  # the present one may be kept, for `reset`
+        self._start = self.state = State((), ())  # callers may keep a state, for `reset`
         self._num_states = 0
 
     def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """An uninitialised buffer that lives until the enclosing scope ends."""
+        """Take an uninitialised buffer that lives until the enclosing scope ends."""
         try:
             self.state = state = self.state.after[name, shape, dtype]
         except KeyError:
@@ -100,9 +101,9 @@ class Buffers(ABC):
         return state.view
 
     def give_back(self, *buffers: Tensor) -> None:
-        """Ends what was taken before the enclosing scope does; of other tensors nothing.
+        """Release buffers before their scope ends; other tensors are ignored.
 
-        Of a buffer of an outer scope: what it held is lost, its place is its own again when this
+        A buffer of an outer scope loses its contents, and its place is reserved again when this
         scope ends.
         """
         for buffer in buffers:
@@ -115,29 +116,29 @@ class Buffers(ABC):
                     self.state = self._keep(id(buffer), self._given_back(dead))
 
     def together(self, operator: str, num_rows: int) -> int:
-        """Rows of a chunk: those that an operator takes together, whole tiles of its own."""
+        """Return the rows of a chunk: the whole tiles that an operator takes together."""
         tile_rows = OPERATOR_TILES[operator]
         num_chunks = self._chunks.get(operator) or num_tiles(num_rows, tile_rows)
         return rows_together(num_rows, tile_rows, num_chunks)
 
     def scope(self) -> AbstractContextManager[None]:
-        """`with workspace.scope():` gives back at its end what was taken inside."""
+        """Return a context that releases, at its end, what was taken inside."""
         return _Scope(self)
 
     def begin(self, counts: Counts) -> None:
-        """Gives back everything; what is taken from now on is a pass's of up to such counts.
+        """Release everything and begin a pass of up to these counts.
 
-        Raises PlanError where there is no room for one.
+        Raises PlanError if there is no room for it.
         """
         self.reset()
 
     def reset(self, mark: State | None = None) -> None:
-        """Gives back all that was taken since the state `mark`; everything without one."""
+        """Release all that was taken since the state `mark`, or everything."""
         self.state = self._start if mark is None else mark
 
     @abstractmethod
     def library(self, name: str, num_bytes: int) -> None:
-        """Declares what an operator without an `out=` form allocates until the scope ends."""
+        """Declare memory that an operator without an `out=` form allocates until the scope ends."""
 
     def _keep(self, step: object, state: State) -> State:
         if self._num_states == MAX_STATES:
@@ -165,7 +166,7 @@ class Buffers(ABC):
         return State((*before.path, f"-{dead}"), alive, before.library, before.is_planned)
 
     def _planned_start(self, path: Path, num_bytes: int) -> int | None:
-        """Where the plan has room for so many bytes of what is taken on this way."""
+        """Return the planned start for `num_bytes` on this path, or None."""
         return None
 
     @abstractmethod
@@ -177,15 +178,16 @@ class Buffers(ABC):
 class Workspace(Buffers):
     """Hands out 64-byte-aligned views of one buffer; allocates nothing.
 
-    What the plan does not know lies by first fit beside what is alive, and so does all that is
-    taken while it is.
+    Buffers unknown to the plan are placed by first fit beside live ones, and so are all taken while
+    they live.
     """
 
     def __init__(
         self, buffer: Tensor, plan: ArenaPlaces = UNPLANNED, plans: PassPlans | None = None
     ) -> None:
-        """`buffer`: uint8, of the plan's size or of what a `Registrar` counted for a pass. plans:
-        where each pass has its own, and the memory for it in `buffer`.
+        """buffer: uint8, of the plan's size or of the size counted by a `Registrar` for a pass.
+
+        plans: gives each pass its own plan, and its memory in `buffer`.
         """
         super().__init__()
         self._buffer = buffer
@@ -201,10 +203,10 @@ class Workspace(Buffers):
         self.reset()
 
     def library(self, name: str, num_bytes: int) -> None:
-        """Library outputs come from the library's allocator; only the registrar counts them."""
+        """Do nothing: only the registrar counts library outputs."""
 
     def adopt(self, placement: ArenaPlaces, chunks: Mapping[str, int]) -> None:
-        """Goes on by another plan, with nothing alive. Between passes only."""
+        """Switch to another plan, with nothing alive. Between passes only."""
         if placement.arena_bytes > self._buffer.numel():
             raise InternalError(
                 f"A plan of {placement.arena_bytes} bytes is adopted in a workspace of "
@@ -231,7 +233,7 @@ class Workspace(Buffers):
 
 
 class Registrar(Buffers):
-    """Draws the graph of a forward pass, computing nothing.
+    """Draws the graph of a forward pass without computing.
 
     `arena_bytes` is the size that a `Workspace` without a plan must have.
     """
@@ -243,7 +245,7 @@ class Registrar(Buffers):
 
     @property
     def graph(self) -> Graph:
-        """The graph of all that was run so far."""
+        """The graph of everything run so far."""
         return self._recording.graph()
 
     def library(self, name: str, num_bytes: int) -> None:
@@ -264,7 +266,7 @@ class Registrar(Buffers):
 
 
 class _Scope:
-    """`Workspace.scope` without a generator: the hot path opens some ten of them per layer."""
+    """Context of `Workspace.scope` without a generator: layers open some ten scopes each."""
 
     __slots__ = ("_mark", "_owner")
 

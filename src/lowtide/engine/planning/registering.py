@@ -30,9 +30,9 @@ from lowtide.layers.batch import Batch, KVRange, Segment
 from lowtide.layers.causal_attention import CAUSAL_ROWS
 from lowtide.memory.chunking import MAX_REMAINDER, TILE_ROWS, Counts, LogitNeeds
 from lowtide.memory.kv_cache import KVCache
-from lowtide.memory.kv_turns import KVTurns
 from lowtide.memory.pass_planner import PassPlanner
 from lowtide.memory.template import Sample, Template
+from lowtide.memory.transient_kv import TransientKV
 from lowtide.memory.workspace import Registrar
 from lowtide.models.decoder import Decoder
 from lowtide.policies.presets import asks_scores
@@ -173,7 +173,7 @@ def _run_forward(
 def _meta_cache(opened: OpenModel, num_tokens: int) -> KVCache:
     shape = opened.kv_shape._replace(num_tokens=num_tokens)
     if not opened.keeps_keys:
-        return KVTurns(shape, opened.dtype)
+        return TransientKV(shape, opened.dtype)
     return KVCache(torch.empty(shape, dtype=opened.dtype, device=META))
 
 

@@ -31,8 +31,8 @@ from lowtide.memory.arena import Arena
 from lowtide.memory.cuda_streams import plan_errors
 from lowtide.memory.kv_cache import KVCache
 from lowtide.memory.kv_pages import KVLayout
-from lowtide.memory.kv_turns import KVTurns
 from lowtide.memory.pages import PageBudget
+from lowtide.memory.transient_kv import TransientKV
 from lowtide.model_folder.checkpoint import Checkpoint
 from lowtide.models.decoder import Weights
 from lowtide.plan import MemoryPlan
@@ -133,7 +133,7 @@ def _dense_device(plan: MemoryPlan) -> torch.device:
 
 def _kv_cache(opened: OpenModel, shared: SharedMemory | None, device: torch.device) -> KVCache:
     if not opened.keeps_keys:
-        return KVTurns(opened.kv_shape, opened.dtype)
+        return TransientKV(opened.kv_shape, opened.dtype)
     if shared is not None and shared.kv is not None:
         return shared.make_cache(shared.kv)
     if device == HOST and opened.options.elastic:  # what sequences do not need is the system's

@@ -1,4 +1,4 @@
-"""Keys and values of which nothing is kept from pass to pass: a transient of the workspace."""
+"""Keys and values that exist for one layer at a time: transients of the workspace."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from lowtide.memory.kv_pages import StorageShape
 from lowtide.memory.workspace import Buffers
 
 
-class KVTurns(KVCache):
-    """The KV cache of a bidirectional model whose passes compute everything again.
+class TransientKV(KVCache):
+    """KV cache of a bidirectional model whose passes recompute everything.
 
-    While a layer attends, keys and values of the pass's rows lie in the workspace, in the order of
-    the rows; then the next layer's do. Sequences only keep ranges of token numbers, which bound how
-    many rows a pass has.
+    While a layer attends, its keys and values lie in the workspace, in the order of the rows; then
+    those of the next layer replace them. Sequences only hold ranges of token numbers, which bound
+    the rows of a pass.
     """
 
     def __init__(self, shape: StorageShape, dtype: torch.dtype) -> None:
-        """shape: of one layer, for as many tokens as a pass may have."""
-        # On the meta device: the ranges move in it as in any cache, and nothing is there.
+        """shape: of one layer, for the most tokens of a pass."""
+        # On the meta device: ranges move as in any cache, but without data.
         super().__init__(torch.empty(shape, dtype=dtype, device="meta"))
 
     def place(self, layer: int) -> int:
@@ -41,7 +41,7 @@ class KVTurns(KVCache):
 
     def open_layer(self, num_rows: int, workspace: Buffers) -> None:
         _, num_arrays, num_heads, _, width = self._storage.shape
-        # Whole units of alignment per row: where a sequence lies then never changes one.
+        # Rows are padded to the alignment, which then does not depend on a sequence's position.
         itemsize = self._storage.dtype.itemsize
         row_width = align_up(width * itemsize, ALIGNMENT) // itemsize
         shape = (num_arrays, num_heads, num_rows, row_width)
