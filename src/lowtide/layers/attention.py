@@ -19,27 +19,31 @@ from lowtide.memory.chunking import OPERATOR_TILES, TILE_ROWS, longest_tile, pie
 from lowtide.memory.kv_cache import KVCache
 
 QUERY_ROWS = OPERATOR_TILES["attention"]
-"""Rows of a tile that sees whole blocks (and up to 15 more). Fixed, because it decides bits."""
+"""Rows per tile (and up to 15 more) of attention over whole blocks.
+
+Fixed, because it decides bits.
+"""
 
 
 class Run(NamedTuple):
-    """Queries of one block: tiles of it, one after the other."""
+    """Queries of one block, in consecutive tiles."""
 
     kv: KVRange
     block: slice
     rows: slice
-    end_position: int  # of what they see
+    end_position: int  # end of the positions that they see
 
     @property
     def is_shared(self) -> bool:
-        """Whether key heads are divided among the executor's threads, each of which takes one head
-        of one tile after the other: SDPA copies keys and values of no more than that for each.
+        """True if threads split by key head (bounds SDPA's copies of K and V).
+
+        Each thread then takes one head of one tile after the other.
         """
         return num_rows_of(self.block) > TILE_ROWS
 
 
 def blocks(segment: Segment) -> Iterator[Run]:
-    """The whole blocks of a segment."""
+    """Yield the whole blocks of a segment."""
     row, position = segment.start, segment.first_position
     while row < segment.stop:
         block_end = (position // segment.block_length + 1) * segment.block_length
@@ -51,8 +55,9 @@ def blocks(segment: Segment) -> Iterator[Run]:
 
 
 class CachedAttention(NamedTuple):
-    """The attention of one layer, whose keys and values it writes and reads; does not know where
-    queries, keys and values come from. All are [rows, heads, head_dim].
+    """Attention of one layer over its keys and values in the cache.
+
+    It does not know where queries, keys and values come from; all are [rows, heads, head_dim].
     """
 
     layer: int  # of the cache
@@ -63,8 +68,9 @@ class CachedAttention(NamedTuple):
     def store(
         self, key: Tensor, value: Tensor, segments: Sequence[Segment], first_row: int = 0
     ) -> None:
-        """Writes a batch's rows from `first_row` on, before any of the batch's queries attend.
-        Values of keys that are not finite become NaN, in place.
+        """Write a batch's rows from `first_row` on, before any of its queries attend.
+
+        Values are replaced by NaN, in place, where keys are not finite.
         """
         spread_not_finite(key, value)
         stop_row = first_row + len(key)
@@ -76,7 +82,7 @@ class CachedAttention(NamedTuple):
                 self.kv_cache.write(self.layer, segment.kv, position, key[rows], value[rows])
 
     def attend(self, query: Tensor, segments: Sequence[Segment], out: Tensor) -> None:
-        """All rows of a batch, segment by segment."""
+        """Attend with all rows of a batch, segment by segment."""
         for segment in segments:
             if segment.block_length == 1:
                 read = partial(self.kv_cache.read, self.layer, segment.kv)
@@ -87,7 +93,7 @@ class CachedAttention(NamedTuple):
                 in_chunks("attention", self.compute.workspace, attend, query[rows], out[rows])
 
     def attend_run(self, run: Run, query: Tensor, out: Tensor) -> None:
-        """Every row of a chunk of a run's tiles sees all keys; `out` may be `query`.
+        """Attend with a chunk of a run's tiles, each row to all keys; `out` may be `query`.
 
         Nothing is masked, so the query heads that share a key head are simply more rows of it:
         grouped-query attention without repeating a key. Copies of all queries exist together.
@@ -123,8 +129,10 @@ def _attend_heads(
     num_together: int,
     part: slice,
 ) -> None:
-    """Some key heads of tiles, so many in a call: queries and where their outputs go, each
-    [kv_heads, group, rows, head_dim]; keys and values [kv_heads, tokens, head_dim].
+    """Attend with some key heads of tiles, `num_together` per call.
+
+    tiles: queries and outputs, each [kv_heads, group, rows, head_dim].
+    keys, values: [kv_heads, tokens, head_dim].
     """
     for query, out in tiles:
         for start in range(part.start, part.stop, num_together):

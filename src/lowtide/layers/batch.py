@@ -1,4 +1,4 @@
-"""The flat token batch: rows of several sequences, one after the other, no padding."""
+"""The flat token batch: consecutive rows of several sequences, without padding."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class Segment:
     """One sequence's rows of a batch: consecutive positions, written to its KV range.
 
     Position p belongs to block `p // block_length`; a row sees every position of its own and of
-    earlier blocks. `block_length` 1 is causal attention. What lies before `first_position` must
-    be in the KV cache already, and so must what lies behind the last row, where that is seen too.
+    earlier blocks. `block_length` 1 is causal attention. Positions before `first_position` must be
+    in the KV cache already, and so must positions behind the last row that rows see.
     """
 
     start: int  # first row in the batch
@@ -27,7 +27,7 @@ class Segment:
     first_position: int  # absolute position of row `start`
     block_length: int
     kv: KVRange
-    sees_to: int = 0  # where what the rows of a whole block see ends, if behind the last of them
+    sees_to: int = 0  # end of the positions that a whole block sees, if behind its last row
 
     @property
     def end_position(self) -> int:
@@ -36,18 +36,18 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One forward pass: its rows, the sequences they belong to, and what it is for."""
+    """One forward pass: its rows, their sequences and its purpose."""
 
     token_ids: Tensor  # [rows] int64
     positions: Tensor  # [rows] int64, absolute
     segments: tuple[Segment, ...]
     step: Step
-    logit_rows: int = 0  # whose statistics are asked for after it at most, of each kind
+    logit_rows: int = 0  # most rows whose statistics are requested afterwards, of each kind
     asked: tuple[LogitNeeds, ...] = ()  # the kinds
 
     @property
     def counts(self) -> Counts:
-        """What its transients' sizes depend on."""
+        """Counts that determine the sizes of the pass's transients."""
         return Counts(
             len(self.token_ids),
             max(min(one.stop - one.start, one.block_length) for one in self.segments),
@@ -57,9 +57,9 @@ class Batch:
         )
 
     def placed(self, kv_cache: KVCache) -> Batch:
-        """The same, with keys and values where they are in this pass; sees to their memory.
+        """Return the batch with keys and values at their places in this pass.
 
-        Raises PageError where none is to be had.
+        Commits their memory; raises PageError if there is none.
         """
         ranges = [
             kv_cache.of_pass(one.kv, slice(one.start, one.stop), one.end_position)

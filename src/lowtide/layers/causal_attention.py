@@ -1,4 +1,4 @@
-"""Attention of rows that see what came before them, perhaps in a window, perhaps with sinks."""
+"""Causal attention, optionally with a sliding window or sinks."""
 
 from __future__ import annotations
 
@@ -16,21 +16,24 @@ from lowtide.memory.chunking import pieces
 from lowtide.memory.workspace import Buffers, tiles
 
 CAUSAL_ROWS = 128
-"""Rows of a causal tile (and up to 15 more): bounds what its products allocate."""
+"""Rows per causal tile (and up to 15 more): bounds the allocations of its products."""
 
 MAX_GROUP = 8
-"""Query heads of one key head that are computed together at most: a latent has one key head for
-all of them, and they shall not all be one piece of work. Fixed, because it decides bits."""
+"""Most query heads of one key head that are computed together.
+
+A latent has one key head for all query heads, which would otherwise be one work item. Fixed,
+because it decides bits.
+"""
 
 SPLIT_OPERATIONS = 1 << 23
-"""Multiplications and additions; less is not worth handing to another thread."""
+"""Multiplications and additions below which another thread is not worth its cost."""
 
 Read = Callable[[int], tuple[Tensor, Tensor]]
-"""A segment's first so many keys and values in one layer, each [kv_heads, tokens, head_dim]."""
+"""Reads a segment's first n keys and values of one layer, each [kv_heads, tokens, head_dim]."""
 
 
 class _Tile(NamedTuple):
-    """Rows one after the other, of some key heads and of each one's query heads some."""
+    """Consecutive rows of some key heads, with some query heads of each."""
 
     query: Tensor  # [kv_heads, group, rows, head_dim]
     out: Tensor  # as query
@@ -39,7 +42,7 @@ class _Tile(NamedTuple):
     position: int
     scale: float | None
     sinks: Tensor | None  # [kv_heads, group, 1]
-    band: Tensor | None = None  # see `_band`; with one, all is one product
+    band: Tensor | None = None  # see `_band`; with a band there is only one product
 
     def part(self, heads: slice, group: slice) -> _Tile:
         return self._replace(
@@ -54,7 +57,7 @@ class _Tile(NamedTuple):
 def attend_causal_segment(
     query: Tensor, segment: Segment, read: Read, scores: Scores, compute: Compute, out: Tensor
 ) -> None:
-    """Tile by tile; single rows by the kernels' own operator, where they have one."""
+    """Attend tile by tile; single rows use the kernels' own operator if there is one."""
     kernels, num_cores = compute.kernels, compute.executor.num_cores
     scale, window, sinks = scores
     has_row_kernel = sinks is None and kernels.attends_rows(query)
@@ -62,7 +65,7 @@ def attend_causal_segment(
         rows = slice(segment.start + tile.start, segment.start + tile.stop)
         position = segment.first_position + tile.start
         keys, values = read(segment.first_position + tile.stop)
-        first = max(0, position - window + 1) if window else 0  # that the tile sees
+        first = max(0, position - window + 1) if window else 0  # first position that the tile sees
         if first:  # a view costs as much as a small operator
             keys, values = keys[:, first:], values[:, first:]
         if has_row_kernel and rows.stop - rows.start == 1:
@@ -77,7 +80,7 @@ def attend_causal_segment(
 
 
 def _attend_tile(tile: _Tile, window: int, compute: Compute) -> None:
-    """All heads, in pieces on the executor's threads where there is much to do."""
+    """Attend with all heads, on the executor's threads if there is enough work."""
     workspace, executor, position = compute.workspace, compute.executor, tile.position
     kv_heads, group, rows, _ = tile.query.shape
     with workspace.scope():
@@ -104,9 +107,9 @@ def _attend_tile(tile: _Tile, window: int, compute: Compute) -> None:
 
 
 def _band(rows: int, position: int, window: int, dtype: torch.dtype, workspace: Buffers) -> Tensor:
-    """What is added to the scores of a tile [rows, position + rows]: -inf outside the window.
+    """Make the addend of a tile's scores [rows, position + rows]: -inf outside the window.
 
-    As a tile is short, this is no more than the window and a square of the tile.
+    A tile is short, so its width is at most the window plus the tile.
     """
     shape = (rows, position + rows)
     band, later, all_hidden = (
@@ -136,11 +139,11 @@ def _attend_heads(tile: _Tile) -> None:
 
 
 def _attend_square(tile: _Tile) -> tuple[Tensor, Tensor]:
-    """As `_flash_folded`. The tile itself is a causal square whose keys a group shares through a
-    stride of zero.
+    """Attend as `_flash_folded`, with a causal square of the tile's own keys.
 
-    What came before it is seen by all its rows. The two are joined by the weight of each in the
-    whole softmax, which their log-sum-exps give.
+    The keys before it are seen by all rows. The two results are joined by their weights in the
+    whole softmax, which follow from their log-sum-exps. A group shares its keys by a stride of
+    zero.
     """
     query, keys, values, position = tile.query, tile.keys, tile.values, tile.position
     own_keys, own_values = (x[:, None, position:].expand(query.shape) for x in (keys, values))
@@ -157,9 +160,11 @@ def _attend_square(tile: _Tile) -> tuple[Tensor, Tensor]:
 def _flash_folded(
     query: Tensor, keys: Tensor, values: Tensor, scale: float | None
 ) -> tuple[Tensor, Tensor]:
-    """`flash` of rows that all see the same keys and values: the heads of a group are more rows
-    there, as in `attention`. Outputs [kv_heads, group, rows, head_dim]; sums float32 of any shape
-    that can be viewed as [kv_heads, group, rows]: views cost as much as small operators.
+    """Run `flash` for rows that all see the same keys and values.
+
+    The heads of a group are more rows, as in `attention`. Outputs [kv_heads, group, rows,
+    head_dim]; float32 sums that can be viewed as [kv_heads, group, rows]: views cost as much as
+    small operators.
     """
     kv_heads, group, rows, head_dim = query.shape
     folded = query.view(1, kv_heads, group * rows, head_dim)
@@ -168,8 +173,10 @@ def _flash_folded(
 
 
 def _causal_bytes(tile: _Tile) -> int:
-    """The same for both parts of a tile, for joining them in float32, and for what narrow types
-    are packed into: keys and values of the square, or of all with a band, per query head.
+    """Bound the bytes that SDPA allocates for both parts of a tile.
+
+    Includes joining them in float32 and the packed copies of narrow types: keys and values of the
+    square, or of everything with a band, per query head.
     """
     query, keys = tile.query, tile.keys
     kv_heads, group, _, head_dim = query.shape

@@ -1,9 +1,9 @@
-"""Passes of a few rows: the kernels run all layers in one call, absent experts included.
+"""Short passes: the kernels run all layers in one call, absent experts included.
 
-Where attention is torch's, each layer's rest is a call. Only where something is asked between a
-layer's router and its experts (a substitution, an observer) is it two calls, and the experts are
-run by the runtime. Buffers are those of the layers' own operators, drawn in the same order, once
-for all layers, and for all passes over the same memory.
+Where attention is torch's, one call runs the rest of each layer. If a substitution or an observer
+acts between a layer's router and its experts, there are two calls, and the runtime runs the
+experts. Buffers are those of the layers' own operators, taken in the same order, once for all
+layers and for all passes over the same memory.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from lowtide.memory.workspace import State
 
 
 class Widths(NamedTuple):
-    """What a layer's buffers depend on, beside the rows; 0 where there is no such part."""
+    """Sizes that determine a layer's buffers, beside the rows; 0 for absent parts."""
 
     heads: tuple[int, int, int]  # query heads, key heads, their dimension
     num_experts: int
     router_dtype: torch.dtype
     num_chosen: int
-    expert_size: int  # 0, too, where the experts are not run in the call
+    expert_size: int  # also 0 if the call does not run the experts
     shared_size: int
     has_share: bool
 
@@ -62,8 +62,8 @@ class Widths(NamedTuple):
         )
 
 
-class Drawn(NamedTuple):
-    """The buffers of layers of some widths, and where the workspace stood as experts run."""
+class LayerBuffers(NamedTuple):
+    """Buffers of layers of equal widths, and the workspace's state when experts run."""
 
     bound: CompiledPass
     at_experts: State
@@ -71,10 +71,10 @@ class Drawn(NamedTuple):
 
 
 class ShortPass:
-    """What the layers of one pass share, and what they compute in."""
+    """State and buffers shared by the layers of one short pass."""
 
     def __init__(self, x: Tensor, compute: Compute) -> None:
-        """X [rows, hidden], which the kernels take; `begin` follows."""
+        """x: [rows, hidden], accepted by the kernels; call `begin` next."""
         self.x = x
         self.num_rows = x.shape[0]
         self.workspace = compute.workspace
@@ -82,10 +82,10 @@ class ShortPass:
         self.layers: dict[object, CompiledLayers] = {}  # by what binds them
         self._num_threads = compute.executor.num_cores
         self._facts: PassFacts
-        self._drawn: dict[Widths, Drawn] = {}
+        self._drawn: dict[Widths, LayerBuffers] = {}
 
     def begin(self, batch: Batch, rotations: Rotations, kv_cache: KVCache) -> None:
-        """Another pass over the same memory."""
+        """Begin another pass over the same memory."""
         rotation = rotations.whole
         # Rows of one sequence, which see each other, go the long way.
         self.attends = rotation.cos.dtype == self.x.dtype and all(
@@ -96,18 +96,18 @@ class ShortPass:
         for drawn in self._drawn.values():
             drawn.bound.begin(self._facts)
 
-    def drawn(self, widths: Widths, layer: CompiledLayer) -> Drawn:
-        """The buffers of layers of such widths, of which `layer` is one."""
+    def drawn(self, widths: Widths, layer: CompiledLayer) -> LayerBuffers:
+        """Return the buffers for layers of these widths, of which `layer` is one."""
         found = self._drawn.get(widths)
         if found is None:
             buffers, at_experts = self._draw(widths)
             scratch = Scratch(*map(buffers.get, Scratch._fields))
             bound = layer.bind(self._facts, scratch, self._num_threads)
-            self._drawn[widths] = found = Drawn(bound, at_experts, buffers)
+            self._drawn[widths] = found = LayerBuffers(bound, at_experts, buffers)
         return found
 
     def _draw(self, widths: Widths) -> tuple[dict[str, Tensor], State]:
-        """In the order of the layers' own operators, whose buffers have the same lives."""
+        """Take buffers in the order of the layers' own operators, which have the same lifetimes."""
         workspace, hidden = self.workspace, self.x.shape[1]
         drawn: dict[str, Tensor] = {}
         with workspace.scope():
@@ -162,7 +162,7 @@ class ShortPass:
 
 
 class WholeLayer:
-    """One layer of such passes. Does not know how its parts compute."""
+    """One layer of a short pass; does not know how its parts compute."""
 
     def __init__(self, compiled: CompiledLayer, parts: LayerParts, moe: MoELayer | None) -> None:
         self.compiled = compiled
@@ -180,7 +180,7 @@ class WholeLayer:
         dense: GatedMLP | None,
         compute: Compute,
     ) -> WholeLayer | None:
-        """None where the kernels have no such call, or experts are chosen by more than logits."""
+        """Make a compiled layer; None if the kernels lack it, or routing needs more than logits."""
         if moe is None:
             router, experts, shared = None, None, None if dense is None else dense.parts()
         else:
@@ -193,19 +193,19 @@ class WholeLayer:
         return None if compiled is None else cls(compiled, parts, moe)
 
     def takes(self, short: ShortPass) -> bool:
-        """Whether `forward` can be asked: some formats' products take fewer rows than others'."""
+        """Return True if `forward` accepts the rows; some formats' products take fewer rows."""
         return short.num_rows <= self.compiled.max_rows
 
     def attends(self, short: ShortPass) -> bool:
-        """Whether `forward` runs the attention, too."""
+        """Return True if `forward` includes the attention."""
         return self.has_attention and short.attends
 
     def bound(self, short: ShortPass) -> CompiledPass:
-        """What `compiled` is told of the pass."""
+        """Return the compiled layer's binding to the pass."""
         return short.drawn(self._widths, self.compiled).bound
 
     def forward(self, short: ShortPass, batch: Batch) -> None:
-        """The whole layer, or what comes after its attention."""
+        """Run the whole layer, or the part after its attention."""
         attends, residents = self.attends(short), None
         if self._moe is not None and short.num_rows <= self.compiled.max_expert_rows:
             residents = self._moe.experts.residents()
@@ -220,7 +220,7 @@ class WholeLayer:
         return short.layers[self]
 
     def _run_in_parts(self, moe: MoELayer, short: ShortPass, batch: Batch, attends: bool) -> None:
-        """Up to the router, the experts by the runtime, and the rest."""
+        """Run up to the router, then the experts by the runtime, then the rest."""
         drawn, workspace = short.drawn(self._widths, self.compiled), short.workspace
         routing = _routing(short.num_rows, self._widths.num_chosen)
         self.compiled.run_to_router(drawn.bound, attends, *routing)
@@ -245,12 +245,12 @@ class WholeModel:
 
     @classmethod
     def of(cls, layers: Sequence[WholeLayer | None], experts: ModelExperts) -> WholeModel | None:
-        """None where one of them is nothing, or without its attention."""
+        """Make a whole model; None if a layer is missing or lacks its attention."""
         found = [layer for layer in layers if layer is not None and layer.has_attention]
         return cls(found, experts) if len(found) == len(layers) > 0 else None
 
     def run(self, short: ShortPass) -> bool:
-        """Runs all of them; False where that takes a call for each: `WholeLayer.forward`."""
+        """Run all layers; return False if each needs its own call (`WholeLayer.forward`)."""
         if not short.attends or short.num_rows > self._max_rows:
             return False
         residents = self._experts.residents() if self._has_experts else None
@@ -264,13 +264,13 @@ class WholeModel:
 
 
 def _routing(num_rows: int, num_chosen: int) -> Routing:
-    """To be filled; fresh, since policies keep what they are told."""
+    """Allocate a routing to be filled; new each time, since policies keep it."""
     shape = (num_rows, num_chosen)
     return Routing(torch.empty(shape, dtype=torch.int64), torch.empty(shape, dtype=torch.float32))
 
 
 def _tokens(batch: Batch, kv_cache: KVCache) -> IntArray:
-    """`PassFacts.tokens` of sequences with a row each, whose place in the cache is theirs now."""
+    """Return `PassFacts.tokens` of one row per sequence, claiming the rows in the cache."""
     tokens = np.empty((len(batch.segments), 2), np.int64)
     for row, segment in enumerate(batch.segments):
         last = kv_cache.claim(segment.kv, segment.first_position, 1)

@@ -1,4 +1,4 @@
-"""From the last hidden states to logits, or to what a decoder asks of them."""
+"""Logits, or statistics of them, from the last hidden states."""
 
 from __future__ import annotations
 
@@ -16,25 +16,26 @@ class LogitsHead:
     """The last norm and the product with the vocabulary."""
 
     def __init__(self, norm: Tensor, eps: float, vocabulary: Matrix, compute: Compute) -> None:
-        """norm: [hidden]. vocabulary: [vocab, hidden]."""
+        """norm: [hidden]; vocabulary: [vocab, hidden]."""
         self._head = Head(norm, eps, vocabulary)
         self._product = Linear(vocabulary, compute)
         self._compute = compute
 
     def logits(self, hidden: Tensor, out: Tensor) -> None:
-        """Hidden [n, hidden], out [n, vocab] float32."""
+        """Compute logits: hidden [n, hidden], out [n, vocab] float32."""
         in_tiles(self._run, hidden, out)
 
     def divides(self, hidden: Tensor) -> bool:
-        """Whether `logits` of these rows [n, hidden] are of a compiled product: see
-        `Kernels.divides`.
+        """Return True if `logits` of these rows [n, hidden] use a compiled product.
+
+        See `Kernels.divides`.
         """
         return self._compute.kernels.divides(hidden, self._head.vocabulary)
 
     def statistics(
         self, hidden: Tensor, rows: Tensor, wanted: Wanted, guidance: Guidance | None, form: Form
     ) -> RowStatistics:
-        """See `Kernels.row_statistics`; hidden [tokens, hidden]."""
+        """Compute `Kernels.row_statistics`; hidden [tokens, hidden]."""
         kernels, workspace = self._compute.kernels, self._compute.workspace
         return kernels.row_statistics(
             hidden, rows, self._head, wanted, guidance, form, workspace, self._compute.executor.run

@@ -1,4 +1,4 @@
-"""Matrix products with stored weights, and the gated MLP made of them."""
+"""Matrix products with stored weights, and the gated MLP."""
 
 from __future__ import annotations
 
@@ -17,22 +17,24 @@ from lowtide.layers.rows import num_rows_of, tiles_of
 from lowtide.memory.workspace import TILE_ROWS, tiles
 
 SPLIT_BYTES = 4 << 20
-"""Larger weights are always worth handing to another thread: reading them is the work."""
+"""Weights above this size are always divided among threads: reading them is the work."""
 
 SPLIT_OPERATIONS = 1 << 24
-"""Multiplications and additions from which smaller weights are worth it, too (docs/log)."""
+"""Multiplications and additions above which smaller weights are divided, too (docs/log)."""
 
 PRODUCT_ROWS = 256
-"""Rows of a product, and up to 15 more. Fixed, because it decides bits. Products of up to 256 rows
-had the same bits however features were divided, also with AMX (257 to 271 were not measured), and
-256 was the fastest size tried for most shapes, not for all (docs/log)."""
+"""Rows per product (and up to 15 more). Fixed, because it decides bits.
+
+Products of up to 256 rows had the same bits however features were divided, also with AMX (257 to
+271 were not measured), and 256 was the fastest size tried for most shapes (docs/log).
+"""
 
 
 class Linear:
-    """`out = x @ weight.T + bias`, its output features divided among the compute threads."""
+    """`out = x @ weight.T + bias`, with output features divided among the compute threads."""
 
     def __init__(self, weight: Matrix, compute: Compute, bias: Tensor | None = None) -> None:
-        """weight: [out, in]. bias: [out]."""
+        """weight: [out, in]; bias: [out]."""
         self._compute = compute
         self._bias = bias
         self._weight = weight
@@ -40,14 +42,13 @@ class Linear:
 
     @property
     def product(self) -> Product:
-        """What it multiplies with and adds."""
         return Product(self._weight, self._bias)
 
     def forward(self, x: Tensor, out: Tensor) -> None:
-        """X [rows, in], out [rows, out]; of weights that are unpacked for it a tile is larger.
+        """Compute out [rows, out] from x [rows, in]; unpacked weights use larger tiles.
 
-        Tiles of equally many rows are handed over together: how a product is divided goes by its
-        tile alone, because features decide bits of more rows than `PRODUCT_ROWS`.
+        Tiles of equal length are queued together. A product is divided by its tile alone, because
+        beyond `PRODUCT_ROWS` rows the division of features decides bits.
         """
         tile_rows = PRODUCT_ROWS if isinstance(self._weight, Tensor) else TILE_ROWS
         for _, parts in groupby(tiles_of(x, tile_rows), num_rows_of):
@@ -90,22 +91,24 @@ class Linear:
 
 
 class GatedMLP:
-    """down(silu(gate x) * up x): a dense layer's MLP, or experts that every token uses."""
+    """Gated MLP, down(silu(gate x) * up x), of a dense layer or a shared expert."""
 
     def __init__(self, gate: Matrix, up: Matrix, down: Matrix, compute: Compute) -> None:
-        """gate, up: [width, hidden]. down: [hidden, width]."""
+        """gate, up: [width, hidden]; down: [hidden, width]."""
         self._width = gate.shape[0]
         self._gate, self._up, self._down = (Linear(each, compute) for each in (gate, up, down))
         self._compute = compute
 
     def parts(self, share: Tensor | None = None) -> MLPParts:
-        """For kernels that run whole layers."""
+        """Return the matrices for kernels that run whole layers."""
         gate, up, down = (each.product.weight for each in (self._gate, self._up, self._down))
         return MLPParts(gate, up, down, share)
 
     def forward(self, x: Tensor, out: Tensor) -> None:
-        """x, out [rows, hidden]; `out` may be `x`. Intermediate results of all rows exist at the
-        same time: a caller with many rows divides them (`in_chunks`).
+        """Compute out [rows, hidden] from x [rows, hidden]; `out` may be `x`.
+
+        Intermediate results of all rows exist together: callers with many rows divide them
+        (`in_chunks`).
         """
         workspace = self._compute.workspace
         with workspace.scope():
@@ -118,10 +121,10 @@ class GatedMLP:
 
 
 def _pieces(weight: Matrix, num_pieces: int) -> list[tuple[slice, Matrix]]:
-    """Ranges of output features, each with its rows of `weight`.
+    """Divide output features into ranges, each with its rows of `weight`.
 
-    They begin at multiples of 64, and none is narrower than 16: a product's bits would depend on
-    the number of pieces otherwise (measured, float32).
+    Ranges begin at multiples of 64, and none is narrower than 16; otherwise a product's bits would
+    depend on the number of ranges (measured, float32).
     """
     num_features = weight.shape[0]
     length = align_up(-(-num_features // num_pieces), 64)

@@ -19,7 +19,7 @@ from lowtide.layers.router import Router
 from lowtide.layers.rows import in_chunks, in_tiles
 
 ModelExperts = ExpertRuntime | NoExperts
-"""What a layer asks to run its experts."""
+"""Runs the routed experts of all layers."""
 
 
 class MoELayer:
@@ -34,8 +34,10 @@ class MoELayer:
         shared: GatedMLP | None = None,
         shared_gate: Tensor | None = None,
     ) -> None:
-        """`index` counts MoE layers. shared_gate: [1, hidden], weighs the shared expert's output
-        for each token by the sigmoid of a product.
+        """index: counts MoE layers.
+
+        shared_gate: [1, hidden]; the sigmoid of its product weighs the shared expert's output per
+        token.
         """
         self.index = index
         self.router = router
@@ -46,11 +48,11 @@ class MoELayer:
 
     @property
     def shared_parts(self) -> MLPParts | None:
-        """For kernels that run whole layers."""
+        """Parts of the shared expert for kernels that run whole layers."""
         return None if self._shared is None else self._shared.parts(self._shared_gate)
 
     def forward(self, x: Tensor, batch: Batch, out: Tensor) -> None:
-        """x, out [rows, hidden] compute dtype; `out` may be `x`."""
+        """Compute x, out [rows, hidden] compute dtype; `out` may be `x`."""
         workspace = self._compute.workspace
         with workspace.scope():
             routing = self.router.route(x, batch.segments)
@@ -63,14 +65,14 @@ class MoELayer:
                 in_chunks("mlp", workspace, add_shared, x, routed, out)
 
     def run_experts(self, x: Tensor, routing: Routing, step: Step, out: Tensor) -> None:
-        """The routed experts' sum: out [rows, hidden] float32."""
+        """Compute the weighted sum of routed experts: out [rows, hidden] float32."""
         workspace = self._compute.workspace
         scores = self.router.scores(x) if self.experts.asks_scores else None
         with workspace.scope():
             self.experts.forward(LayerCall(self.index, x, routing, step, workspace, out, scores))
 
     def _add_shared(self, expert: GatedMLP, x: Tensor, routed: Tensor, out: Tensor) -> None:
-        """`out = routed + expert(x)`; `out` may be `x`."""
+        """Compute `out = routed + expert(x)`; `out` may be `x`."""
         workspace = self._compute.workspace
         with workspace.scope():
             shared = workspace.take("shared", tuple(x.shape), x.dtype)

@@ -9,7 +9,7 @@ from lowtide.layers.rows import in_tiles
 
 
 class Norm:
-    """A weight [hidden] and what computes with it."""
+    """RMS norm with a weight [hidden]."""
 
     def __init__(self, weight: Tensor, eps: float, compute: Compute) -> None:
         self.weight = weight
@@ -17,7 +17,7 @@ class Norm:
         self._compute = compute
 
     def of(self, x: Tensor) -> Tensor:
-        """X [rows, hidden] normalised: a buffer that is alive until the enclosing scope ends."""
+        """Normalise x [rows, hidden] into a buffer that lives until the enclosing scope ends."""
         normed = self._compute.workspace.take("normed", tuple(x.shape), x.dtype)
         in_tiles(self._run, x, normed)
         return normed

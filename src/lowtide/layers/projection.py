@@ -1,4 +1,4 @@
-"""From hidden states to queries, keys and values."""
+"""Projection of hidden states to queries, keys and values."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lowtide.layers.linear import Linear
 
 
 class SideBySide:
-    """Products of the same inputs, each into its columns."""
+    """Products of the same inputs, each into its own columns."""
 
     def __init__(self, *linears: Linear) -> None:
         self._linears = linears
@@ -27,7 +27,7 @@ class SideBySide:
         return tuple(linear.product for linear in self._linears)
 
     def forward(self, x: Tensor, out: Tensor) -> None:
-        """X [rows, in]; out [rows, the sum of all widths]."""
+        """Compute x [rows, in] into out [rows, the sum of all widths]."""
         for linear, columns in zip(
             self._linears, torch.split(out, self._widths, dim=1), strict=True
         ):
@@ -35,7 +35,7 @@ class SideBySide:
 
 
 class Projection(NamedTuple):
-    """Projects hidden states [rows, hidden] to a column for each element of each head."""
+    """Projections of hidden states [rows, hidden] to the elements of all heads."""
 
     whole: SideBySide  # queries, then keys, then values
     queries: SideBySide
@@ -43,15 +43,16 @@ class Projection(NamedTuple):
 
     @classmethod
     def separate(cls, query: Linear, key: Linear, value: Linear) -> Projection:
-        """Three products."""
+        """Make a projection of three products."""
         return cls(SideBySide(query, key, value), SideBySide(query), SideBySide(key, value))
 
     @classmethod
     def fused(
         cls, weight: Matrix, bias: Tensor | None, config: ModelConfig, compute: Compute
     ) -> Projection:
-        """One product, of a weight [query_size + 2 * kv_size, hidden]; two of its parts where they
-        are asked for one by one.
+        """Make one product of a weight [query_size + 2 * kv_size, hidden].
+
+        Long passes use two parts of it: queries, and keys with values.
         """
         widths = [config.attention.query_size, 2 * config.attention.kv_size]
         biases: Sequence[Tensor | None] = (None, None)

@@ -1,7 +1,7 @@
-"""How the queries of a pass of many rows are divided into chunks, which exist one after the other.
+"""Division of a long pass's queries into chunks that exist one after the other.
 
-Products have tiles of their own (`layers/rows.py`), others than SDPA's queries: where a chunk ends
-within one of them, its queries, and what has been attended to, wait for the next chunk. Pure.
+Products have other tiles (`layers/rows.py`) than SDPA's queries: where a chunk ends within a
+product tile, its queries and attended rows wait for the next chunk. Pure.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from lowtide.memory.chunking import TILE_ROWS, longest_tile, tiles
 
 
 class Chunk(NamedTuple):
-    """Runs of queries that exist together, and the tiles of products that they lie in."""
+    """Runs of queries that exist together, and the product tiles that contain them."""
 
     runs: list[Run]
     start: int  # the first row of those tiles
-    projected: list[slice]  # whose queries it needs and no chunk before it did
-    finished: list[slice]  # whose last rows are attended to in it
-    waiting: slice  # of its last tile, if that is not finished
+    projected: list[slice]  # tiles whose queries are first needed here
+    finished: list[slice]  # tiles whose last rows are attended here
+    waiting: slice  # rows of the last tile, if it is unfinished
 
 
 def chunks_of(segments: Sequence[Segment], num_rows: int, max_rows: int) -> Iterator[Chunk]:
-    """All tiles of queries of a batch of so many rows, in chunks of up to `max_rows`.
+    """Divide all query tiles of a batch of `num_rows` rows into chunks of up to `max_rows`.
 
     Raises InternalError for causal segments, whose passes are short.
     """
@@ -45,9 +45,7 @@ def chunks_of(segments: Sequence[Segment], num_rows: int, max_rows: int) -> Iter
 
 
 def longest_of(chunks: Sequence[Chunk], num_rows: int) -> Chunk:
-    """A chunk that stands for all, where nothing is computed, only counted: the longest run of
-    queries, and the longest tile.
-    """
+    """Return a chunk that stands for all in a counted pass: the longest run and tile."""
     runs = max(
         (chunk.runs for chunk in chunks),
         key=lambda runs: sum(num_rows_of(run.rows) for run in runs),
@@ -58,7 +56,7 @@ def longest_of(chunks: Sequence[Chunk], num_rows: int) -> Chunk:
 
 
 def _runs(segments: Sequence[Segment], max_rows: int) -> Iterator[list[Run]]:
-    """Each of up to `max_rows` together, or of one tile."""
+    """Group runs of up to `max_rows` rows, or of one tile."""
     runs: list[Run] = []
     for segment in segments:
         if segment.block_length == 1:

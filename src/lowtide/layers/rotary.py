@@ -13,7 +13,7 @@ from lowtide.memory.workspace import TILE_ROWS, Buffers
 
 
 class Rotary:
-    """The angles of `rotary_dim / 2` pairs of dimensions, at any position.
+    """Angles of `rotary_dim / 2` pairs of dimensions at any position.
 
     inv_freq_i = theta ** (-2 i / rotary_dim), perhaps stretched; angles are computed in float32.
     """
@@ -26,7 +26,7 @@ class Rotary:
         yarn: Yarn | None = None,
         divisors: tuple[float, ...] = (),
     ) -> None:
-        """divisors: of the frequencies, one of all or of each pair its own."""
+        """divisors: of the frequencies, one for all or one per pair."""
         self._half = rotary_dim // 2
         exponents = torch.arange(0, rotary_dim, 2, dtype=torch.float32, device=device) / rotary_dim
         self._inv_freq = 1.0 / (theta**exponents)  # [rotary_dim / 2]
@@ -38,7 +38,7 @@ class Rotary:
             self._amplitude = yarn.amplitude
 
     def rotation(self, positions: Tensor, dtype: torch.dtype, workspace: Buffers) -> Rotation:
-        """For `positions` [rows] int64, in `dtype`."""
+        """Return the rotation of `positions` [rows] int64, in `dtype`."""
         workspace.library("rotation", 4 * 4 * positions.shape[0] * self._half)
         angles = positions[:, None, None].float() * self._inv_freq
         cos, sin = angles.cos(), angles.sin()
@@ -48,8 +48,9 @@ class Rotary:
 
 
 class Rotations:
-    """The rotations of one pass's rows: computed once and shared by all layers; in a long pass for
-    each tile in each layer, which takes less time than anything else that a layer does.
+    """Rotations of one pass's rows, computed once and shared by all layers.
+
+    In a long pass they are recomputed per tile and layer, the cheapest part of a layer.
     """
 
     def __init__(
@@ -69,8 +70,9 @@ class Rotations:
         return self.of(slice(0, len(self._positions)))
 
     def of(self, rows: slice) -> Rotation:
-        """The rotation of a tile's rows; in a long pass it is valid until the enclosing scope ends.
-        A short pass is one tile.
+        """Return the rotation of a tile's rows.
+
+        A short pass is one tile; in a long one the result lives until the enclosing scope ends.
         """
         if self._shared is not None:
             return self._shared
@@ -78,7 +80,7 @@ class Rotations:
 
 
 def _stretched(inv_freq: Tensor, theta: float, yarn: Yarn) -> Tensor:
-    """YaRN's frequencies: see `Yarn`. A ramp over the index of a pair joins the two ends."""
+    """Compute YaRN's frequencies (see `Yarn`), with a ramp over pairs between its two ends."""
     half = inv_freq.shape[0]
     fast, slow = (_pair_of(beta, half, theta, yarn) for beta in (yarn.beta_fast, yarn.beta_slow))
     if yarn.is_rounded:
@@ -91,6 +93,6 @@ def _stretched(inv_freq: Tensor, theta: float, yarn: Yarn) -> Tensor:
 
 
 def _pair_of(num_turns: float, half: int, theta: float, yarn: Yarn) -> float:
-    """The (fractional) pair that turns so often in the original positions."""
+    """Return the (fractional) pair that makes `num_turns` turns in the original positions."""
     turns_at_one = yarn.original_positions / (2 * math.pi * num_turns)
     return half * math.log(turns_at_one) / math.log(theta)

@@ -1,4 +1,4 @@
-"""Routers: which experts a token goes to, and with what weights. Never dependent on placement."""
+"""Routers: choose experts and weights for each token, independent of placement."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from lowtide.memory.workspace import TILE_ROWS, Buffers, tiles
 
 @dataclass(frozen=True)
 class Router:
-    """Chooses each token's experts. What computes, and the matrix of its product."""
+    """Base of routers: the matrix of the product, and the means to compute it."""
 
     compute: Compute
     weight: Tensor  # [num_experts, hidden]
 
     def route(self, x: Tensor, segments: Sequence[Segment]) -> Routing:
-        """For x [rows, hidden] in the compute dtype. Never depends on placement."""
+        """Route x [rows, hidden] in the compute dtype, independent of placement."""
         if x.shape[0] <= TILE_ROWS:
             return self._choose(x)
         found, workspace = [], self.compute.workspace
@@ -41,16 +41,17 @@ class Router:
         return Routing(experts, weights)
 
     def parts(self) -> RouterParts | None:
-        """For kernels that run whole layers; None where more than `RouterParts` decides."""
+        """Return parts for kernels of whole layers; None if `RouterParts` do not suffice."""
         return None
 
     def within(self, workspace: Buffers) -> Self:
-        """The same router with scratch of its own: for a guess beside a pass."""
+        """Return the router with its own scratch, for a guess beside a pass."""
         return replace(self, compute=replace(self.compute, workspace=workspace))
 
     def scores(self, x: Tensor) -> Tensor:
-        """The logits that `route` chooses by, without a bias that only chooses: a product of its
-        own, for those who ask. [rows, num_experts] float32.
+        """Compute the logits that `route` chooses by, without a selection-only bias.
+
+        A separate product, for policies that ask. [rows, num_experts] float32.
         """
         shape = (len(x), len(self.weight))
         self.compute.workspace.library("router scores", 4 * math.prod(shape))
@@ -59,7 +60,7 @@ class Router:
         return scores
 
     def _choose(self, x: Tensor) -> Routing:
-        """For a tile of rows."""
+        """Route one tile of rows."""
         raise NotImplementedError
 
     def _score(self, x: Tensor, scores: Tensor) -> None:
@@ -67,7 +68,7 @@ class Router:
             scores.copy_(self._logits(x))
 
     def _logits(self, x: Tensor) -> Tensor:
-        """In the dtype of `weight`: a buffer that is alive until the enclosing scope ends."""
+        """Compute logits in the dtype of `weight`, in a buffer of the enclosing scope."""
         workspace, dtype = self.compute.workspace, self.weight.dtype
         logits = workspace.take("router logits", (len(x), len(self.weight)), dtype)
         if dtype != x.dtype:
@@ -77,7 +78,7 @@ class Router:
 
     @property
     def _logit_bias(self) -> Tensor | None:
-        """A bias that is part of the logits. [num_experts]."""
+        """Bias of the logits. [num_experts]."""
         return None
 
 
@@ -89,6 +90,7 @@ class SigmoidRouter(Router):
     restricted either to the best groups (a group ranks by the sum of its two best) or, with
     `capacity`, to the experts that rank best in the token's routing window (LLaDA2.2: the maximum
     over the window's tokens).
+
     Their weights are the scores without bias, normalised over the chosen and scaled.
     """
 
@@ -116,7 +118,7 @@ class SigmoidRouter(Router):
             return Routing(*self.compute.kernels.choose_experts(logits, self.bias, self._choice))
 
     def _declare(self, x: Tensor) -> None:
-        """Scores, ranks, masks and top-k results: small, and without `out=` forms."""
+        """Declare scores, ranks, masks and top-k results: small, and without `out=` forms."""
         self.compute.workspace.library("router", 5 * 4 * x.shape[0] * self.weight.shape[0])
 
     def _choose_by_windows(self, x: Tensor, segments: Sequence[Segment]) -> Routing:
@@ -151,7 +153,7 @@ class SigmoidRouter(Router):
         return limited
 
     def _windows(self, segments: Sequence[Segment]) -> list[slice]:
-        """Row ranges of the routing windows: aligned to absolute positions of one sequence."""
+        """Return the row ranges of routing windows, aligned to each sequence's positions."""
         windows = []
         for segment in segments:
             row, position = segment.start, segment.first_position
@@ -164,11 +166,11 @@ class SigmoidRouter(Router):
 
 @dataclass(frozen=True)
 class SoftmaxRouter(Router):
-    """The likeliest experts of a softmax over all of them (Mixtral, Qwen, OLMoE, DeepSeek-V2).
+    """Most likely experts of a softmax over all (Mixtral, Qwen, OLMoE, DeepSeek-V2).
 
-    The product has the precision of `weight`: the compute dtype, or float32; the softmax is in
-    float32. With several groups only the experts of the best ones may be chosen (a group ranks
-    by its best). Weights are the probabilities, normalised over the chosen or not, and scaled.
+    The product has the precision of `weight`, compute dtype or float32; the softmax is in float32.
+    With several groups only experts of the best ones may be chosen (a group ranks by its best).
+    Weights are the probabilities, optionally normalised over the chosen, and scaled.
     """
 
     num_experts_per_token: int
@@ -204,7 +206,7 @@ class SoftmaxRouter(Router):
 
 @dataclass(frozen=True)
 class TopSoftmaxRouter(Router):
-    """The experts of the highest logits, weighed by a softmax over those alone (gpt-oss).
+    """Experts of the highest logits, weighted by a softmax over those alone (gpt-oss).
 
     Logits and weights are in the compute dtype.
     """

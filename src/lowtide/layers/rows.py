@@ -1,7 +1,7 @@
-"""Passes of any length, worked through in tiles of rows.
+"""Tiles of rows, which bound the memory of passes of any length.
 
-A causal or block-causal pass is one tile. A bidirectional one is as long as its sequence, and what
-its operators take beside their inputs and outputs is bounded by a tile all the same.
+A causal or block-causal pass is one tile. A bidirectional one is as long as its sequence, and its
+operators' memory beside inputs and outputs is bounded by a tile.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from lowtide.memory.workspace import TILE_ROWS, Buffers, tiles
 
 
 def in_tiles(run: Callable[..., object], *rows: Tensor) -> None:
-    """`run(*rows)`, or of many rows one tile after the other.
+    """Call `run(*rows)`, tile by tile if there are many rows.
 
-    rows: tensors of equally many rows. Each row has the same bits in whatever tile (see `tiles`).
+    rows: tensors with equal numbers of rows. A row has the same bits in any tile (see `tiles`).
     """
     if rows[0].shape[0] <= TILE_ROWS:
         run(*rows)
@@ -25,10 +25,10 @@ def in_tiles(run: Callable[..., object], *rows: Tensor) -> None:
 
 
 def in_chunks(operator: str, workspace: Buffers, run: Callable[..., object], *rows: Tensor) -> None:
-    """`run(*rows)` of as many tiles at a time as the plan has the operator take together.
+    """Call `run(*rows)` for as many tiles at a time as the plan allows the operator.
 
-    `run` gives each row the bits of its tile: its products go by tiles of their own, none of which
-    such a chunk cuts.
+    `run` gives each row the bits of its tile: its products use their own tiles, which chunks never
+    cut.
     """
     num_rows = rows[0].shape[0]
     if num_rows <= TILE_ROWS:
@@ -38,9 +38,7 @@ def in_chunks(operator: str, workspace: Buffers, run: Callable[..., object], *ro
 
 
 def tiles_of(rows: Tensor, tile_rows: int = TILE_ROWS) -> list[slice]:
-    """The tiles of a tensor's rows; where nothing is computed, only counted, the longest alone,
-    which stands for all.
-    """
+    """List the tiles of a tensor's rows; a counted pass gets the longest one, for all."""
     parts = list(tiles(rows.shape[0], tile_rows))
     return [max(parts, key=num_rows_of)] if rows.is_meta else parts
 

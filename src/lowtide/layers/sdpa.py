@@ -1,4 +1,4 @@
-"""torch's scaled dot product attention: its log-sum-exps, and what it allocates."""
+"""torch's scaled dot product attention: log-sum-exps and allocated bytes."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from torch import Tensor
 
 
 class Scores(NamedTuple):
-    """What becomes of a layer's scores. Causal attention alone has windows or sinks."""
+    """Treatment of a layer's scores. Windows and sinks are for causal attention alone."""
 
     scale: float | None = None  # by default head_dim ** -0.5
-    window: int = 0  # positions that a row sees, its own included; 0 for all
+    window: int = 0  # positions that a row sees, including its own; 0: all
     # [heads] float32: a score for each head that takes its share of the softmax and adds nothing.
     sinks: Tensor | None = None
 
@@ -26,7 +26,7 @@ PLAIN = Scores()
 
 
 def by_head(x: Tensor, kv_heads: int) -> Tensor:
-    """X [rows, heads, head_dim] as [kv_heads, group, rows, head_dim], a view."""
+    """View x [rows, heads, head_dim] as [kv_heads, group, rows, head_dim]."""
     rows, heads, head_dim = x.shape
     return x.view(rows, kv_heads, heads // kv_heads, head_dim).permute(1, 2, 0, 3)
 
@@ -39,10 +39,11 @@ def flash(
     scale: float | None,
     mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """SDPA with the log-sum-exp of every row's scores in float32 [batch, heads, rows].
+    """Run SDPA and return every row's log-sum-exp in float32 [batch, heads, rows].
 
-    Called by the names of its kernels because `scaled_dot_product_attention` keeps that number to
-    itself. Outputs of queries that are not finite are not, either; of keys see `spread_not_finite`.
+    The kernels are called by name because `scaled_dot_product_attention` does not return that
+    number. Outputs of queries that are not finite are not finite either; for keys see
+    `spread_not_finite`.
     """
     if query.is_cuda:
         if mask is not None:
@@ -60,25 +61,26 @@ def flash(
 
 
 def spread_not_finite(source: Tensor, target: Tensor) -> None:
-    """Makes NaN of each head of `target` [..., dim] whose `source` [..., dim] is not finite.
+    """Set each head of `target` [..., dim] to NaN where `source` [..., dim] is not finite.
 
-    torch's CPU kernel gives zeros where all scores are NaN, of fewer than 16 keys, or -infinity.
-    Made of a key's value and of a query's output, NaN reaches the logits, where it is an error.
+    torch's CPU kernel returns zeros if all scores are NaN, with fewer than 16 keys, or -infinity.
+    NaN in a key's value or a query's output reaches the logits, where it is an error.
     """
-    # A head's sum: that of all heads could leave float16's range. -0.0 times it changes no number.
+    # Per head, since the sum over heads could exceed float16. Adding -0.0 times it changes nothing.
     target.add_(source.sum(-1, keepdim=True), alpha=-0.0)
 
 
 def _with_aligned_rows(mask: Tensor) -> Tensor:
-    """The same values [rows, tokens], each row from 16 bytes on, as the CUDA kernel wants them."""
+    """Copy a mask [rows, tokens] with rows aligned to 16 bytes, as CUDA's kernel requires."""
     num_tokens = mask.shape[1]
     return F.pad(mask, (0, -num_tokens % 8))[:, :num_tokens]
 
 
 def sdpa_bytes(query: Tensor, keys: Tensor) -> int:
-    """What SDPA allocates on a CPU, heads of a group being rows of a key head: its output, a
-    log-sum-exp per row, tiles of scores, and for narrow types, where it chooses to, a packed copy
-    of the keys [kv_heads, tokens, head_dim] and values.
+    """Bound the bytes that SDPA allocates on a CPU, with a group's heads as rows of a key head.
+
+    They are its output, a log-sum-exp per row, tiles of scores, and for narrow types sometimes
+    packed copies of the keys [kv_heads, tokens, head_dim] and values.
     """
     output_bytes: int = query.numel() * query.dtype.itemsize
     packed_bytes: int = 2 * keys.numel() * keys.dtype.itemsize if keys.dtype.itemsize < 4 else 0
@@ -87,7 +89,7 @@ def sdpa_bytes(query: Tensor, keys: Tensor) -> int:
 
 
 def scores_bytes(query: Tensor, keys: Tensor) -> int:
-    """One thread's tiles: scores in float32 and in the compute type, and outputs in float32.
+    """Bound the bytes of one thread's tiles: scores in two types, and float32 outputs.
 
     The CPU kernel takes 32, 64 or 256 rows at a time, by their number, and 512 keys.
     """

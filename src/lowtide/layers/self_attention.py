@@ -1,8 +1,8 @@
 """Self-attention of a layer with grouped query heads: projections, norms, rotation, output.
 
-A short pass is one tile. In a longer one nothing but keys and values exists for all rows at once:
-they are computed first, tile by tile, straight into the KV cache. Then chunks of tiles of queries
-(`layers/query_chunks.py`) are projected and attended, and the outputs added to the hidden states.
+A short pass is one tile. In a longer one only keys and values exist for all rows at once: they are
+computed first, tile by tile, straight into the KV cache. Then chunks of query tiles
+(`layers/query_chunks.py`) are projected and attended, and their outputs added to the hidden states.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from lowtide.memory.workspace import TILE_ROWS
 
 
 class _Inputs(NamedTuple):
-    """What one layer attends with in one pass."""
+    """Inputs of one layer's attention in one pass."""
 
-    x: Tensor  # [rows, hidden], which is added to
+    x: Tensor  # [rows, hidden], updated in place
     norm: Norm
     segments: Sequence[Segment]
     rotations: Rotations
@@ -66,7 +66,7 @@ class GroupedAttention:
         self._attention = CachedAttention(layer, kv_cache, compute, scores)
 
     def parts(self, norm: Norm) -> AttentionParts | None:
-        """For kernels that run whole layers; None with windows or sinks, or without a cache."""
+        """Return parts for kernels that run whole layers; None with windows, sinks or no cache."""
         layer, kv_cache, _, scores = self._attention
         arrays = kv_cache.arrays(layer)
         if not scores.are_plain or arrays is None:
@@ -81,13 +81,13 @@ class GroupedAttention:
         )
 
     def forward(self, x: Tensor, norm: Norm, batch: Batch, rotations: Rotations) -> None:
-        """`x += attention(norm(x))`, x [rows, hidden] in the compute dtype."""
+        """Compute `x += attention(norm(x))`, x [rows, hidden] in the compute dtype."""
         self._attention.kv_cache.open_layer(len(x), self._compute.workspace)
         run = self._run_tile if len(x) <= TILE_ROWS else self._run_tiles
         run(_Inputs(x, norm, batch.segments, rotations))
 
     def _run_tile(self, inputs: _Inputs) -> None:
-        """All rows: queries, keys and values exist together."""
+        """Process all rows at once: queries, keys and values exist together."""
         x, workspace, spec = inputs.x, self._compute.workspace, self._spec
         heads, kv_heads = spec.num_heads, spec.num_kv_heads
         qkv = workspace.take("qkv", (len(x), heads + 2 * kv_heads, spec.head_dim), x.dtype)
@@ -111,7 +111,7 @@ class GroupedAttention:
             self._run_chunk(chunk, inputs, window)
 
     def _store(self, inputs: _Inputs, tile: slice) -> None:
-        """Keys and values of a tile, into the KV cache."""
+        """Write keys and values of a tile to the KV cache."""
         x, workspace, spec = inputs.x, self._compute.workspace, self._spec
         with workspace.scope():
             shape = (num_rows_of(tile), 2 * spec.num_kv_heads, spec.head_dim)
@@ -121,8 +121,10 @@ class GroupedAttention:
             self._attention.store(key, value, inputs.segments, tile.start)
 
     def _run_chunk(self, chunk: Chunk, inputs: _Inputs, window: Tensor) -> None:
-        """window: queries from the chunk's first tile on, [rows, heads, head_dim], and in the
-        place of each what it has attended to.
+        """Attend with one chunk of queries.
+
+        window: queries from the chunk's first tile on, [rows, heads, head_dim], replaced in place
+        by their attention outputs.
         """
 
         def own(rows: slice) -> Tensor:
@@ -147,10 +149,9 @@ class GroupedAttention:
         num_queries: int,
         out: Tensor,
     ) -> None:
-        """Queries, keys or both of a tile, normalised and rotated, and perhaps values.
+        """Project a tile to queries, keys or both, normalised and rotated, and perhaps values.
 
-        out [rows, heads, head_dim]: `num_queries` heads of queries, then keys, then values, as far
-        as there are such.
+        out [rows, heads, head_dim]: `num_queries` heads of queries, then keys, then values, if any.
         """
         kernels, workspace = self._compute.kernels, self._compute.workspace
         num_cores = self._compute.executor.num_cores
@@ -167,7 +168,7 @@ class GroupedAttention:
                 )
 
     def _add(self, attended: Tensor, x: Tensor) -> None:
-        """`x += output(attended)`."""
+        """Compute `x += output(attended)`."""
         workspace = self._compute.workspace
         with workspace.scope():
             update = workspace.take("update", tuple(x.shape), x.dtype)
@@ -176,7 +177,7 @@ class GroupedAttention:
 
 
 def _move(window: Tensor, start: int, num_rows: int) -> None:
-    """So many rows from `start` on, to the front; no piece overlaps its source."""
+    """Move `num_rows` rows from `start` to the front, in pieces that do not overlap."""
     for first in range(0, num_rows, max(1, start)):
         length = min(start, num_rows - first)
         window[first : first + length].copy_(window[start + first : start + first + length])

@@ -1,8 +1,8 @@
-"""The frame of every family here: embedding, pre-norm layers, last norm, head.
+"""The decoder that all families share: embedding, pre-norm layers, last norm, head.
 
-    x += attention(norm(x)), then x += mlp(norm(x))
+  x += attention(norm(x)), then x += mlp(norm(x))
 
-A family says what its attention, its router and its shared expert are, and what they are called.
+A family defines its attention, router and shared expert, and their tensor names.
 """
 
 from __future__ import annotations
@@ -39,25 +39,26 @@ from lowtide.memory.kv_cache import KVCache
 from lowtide.schemas.names import PROJECTIONS, USUAL, Names
 
 Weights = Mapping[str, Matrix]
-"""Dense weights by their checkpoint names; those that models only multiply with in any format."""
+"""Dense weights by checkpoint names; those only used in products may have any format."""
 
 
 class Attention(Protocol):
-    """A layer's attention, projections included."""
+    """A layer's attention, including its projections."""
 
     def parts(self, norm: Norm) -> AttentionParts | None:
-        """For kernels that run whole layers; None where it is more than `AttentionParts`."""
+        """Return parts for kernels of whole layers; None if `AttentionParts` do not suffice."""
         ...
 
     def forward(self, x: Tensor, norm: Norm, batch: Batch, rotations: Rotations) -> None:
-        """`x += attention(norm(x))`, x [rows, hidden] in the compute dtype; writes all rows' keys
-        and values.
+        """Compute `x += attention(norm(x))`, x [rows, hidden] in the compute dtype.
+
+        Writes all rows' keys and values.
         """
         ...
 
 
 class Decoder:
-    """The model: `forward` for hidden states, `logits` for the rows that are wanted."""
+    """The model: `forward` computes hidden states, `logits` the rows that are wanted."""
 
     names: ClassVar[Names] = USUAL
     rotation_dtype: ClassVar[torch.dtype | None] = None  # None: the compute dtype
@@ -75,8 +76,8 @@ class Decoder:
         self.kv_cache = kv_cache
         self.compute = compute
         self._experts = experts
-        self.num_rows = 0  # of all passes so far
-        self.num_prompt_rows, self.prompt_s = 0, 0.0  # of those over prompts alone
+        self.num_rows = 0  # in all passes so far
+        self.num_prompt_rows, self.prompt_s = 0, 0.0  # in passes over prompts alone
         names, is_tied = self.names, config.tie_word_embeddings
         self._embedding = weights[f"{names.embedding}.weight"]
         head = self._embedding if is_tied else weights[f"{names.head}.weight"]
@@ -93,16 +94,16 @@ class Decoder:
 
     @property
     def device(self) -> torch.device:
-        """Where its dense weights are, and what it computes on."""
+        """Device of the dense weights and of the computation."""
         return self._embedding.device
 
     @property
     def runs_at_once(self) -> bool:
-        """Whether a pass of a row from each sequence is one compiled call over all layers."""
+        """True if a pass of one row per sequence is one compiled call over all layers."""
         return self._whole_model is not None
 
     def tensor(self, name: str) -> Tensor:
-        """A weight that has no other format than its type's."""
+        """Return a weight that must be a plain tensor."""
         weight = self.weights[name]
         if not isinstance(weight, Tensor):
             raise InternalError(f"{name} is kept in a format that only products know.")
@@ -110,12 +111,14 @@ class Decoder:
 
     @staticmethod
     def is_float32(name: str) -> bool:
-        """Whether a dense weight is kept in float32 whatever the compute dtype."""
+        """Return True if a dense weight is kept in float32 for any compute dtype."""
         return False
 
     def attention(self, layer: int) -> Attention:
-        """The attention of a layer: by default over separate projections, with the norms of queries
-        and keys, if any, before the rotation: of each head [head_dim], or of all together.
+        """Make the attention of a layer, by default over separate projections.
+
+        Norms of queries and keys, if any, come before the rotation: per head [head_dim], or over
+        all heads.
         """
         prefix = self.names.layer(layer)
         norms = None
@@ -132,8 +135,10 @@ class Decoder:
         )
 
     def router(self, layer: int) -> Router:
-        """The router of a layer that has experts: by default a linear one at `mlp.gate` under a
-        softmax, whose weights are rounded to the compute dtype.
+        """Make the router of a layer with experts.
+
+        By default it is linear at `mlp.gate`, under a softmax whose weights are rounded to the
+        compute dtype.
         """
         return SoftmaxRouter(
             self.compute,
@@ -144,42 +149,43 @@ class Decoder:
         )
 
     def shared_expert(self, layer: int) -> tuple[GatedMLP | None, Tensor | None]:
-        """The expert that every token of a layer uses, and the gate [1, hidden] on its output."""
+        """Return the shared expert of a layer and the gate [1, hidden] of its output, if any."""
         if self.config.experts is None or not self.config.experts.shared_size:
             return None, None
         return self.mlp(f"model.layers.{layer}.mlp.shared_experts."), None
 
     def linear(self, name: str) -> Linear:
-        """The product with the weight `name.weight`, plus `name.bias` where there is one."""
+        """Make the product with `name.weight`, plus `name.bias` if it exists."""
         return Linear(self.weights[f"{name}.weight"], self.compute, self._bias(name))
 
     def mlp(self, prefix: str, names: tuple[str, str, str] = PROJECTIONS) -> GatedMLP:
-        """The gated MLP whose weights' names begin with `prefix`."""
+        """Make the gated MLP of the weights whose names begin with `prefix`."""
         gate, up, down = (self.weights[f"{prefix}{name}.weight"] for name in names)
         return GatedMLP(gate, up, down, self.compute)
 
     @final
     def norm(self, name: str) -> Norm:
-        """The RMS norm with the weight of this name. No family has another one: compiled layers
-        and the head take its weight and epsilon alone.
+        """Make the RMS norm with the named weight.
+
+        Families cannot replace it: compiled layers and the head use only its weight and epsilon.
         """
         return Norm(self.tensor(name), self.config.rms_norm_eps, self.compute)
 
     def fused_qkv(self, name: str) -> Projection:
-        """The projection of queries, keys and values by one weight, `name.weight`."""
+        """Make the projection of queries, keys and values by one weight, `name.weight`."""
         weight = self.weights[f"{name}.weight"]
         return Projection.fused(weight, self._bias(name), self.config, self.compute)
 
     def separate_qkv(self, layer: int) -> Projection:
-        """The projections of queries, keys and values, each by itself."""
+        """Make the separate projections of queries, keys and values."""
         prefix = self.names.layer(layer)
         return Projection.separate(*(self.linear(prefix + name) for name in self.names.qkv))
 
     def forward(self, batch: Batch) -> Tensor:
-        """Hidden states of every row before the last norm, valid until the next `forward`.
+        """Compute every row's hidden states before the last norm, valid until the next `forward`.
 
         Returns [rows, hidden] in the compute dtype; writes all rows' keys and values. Raises
-        PlanError where there is no room for such a pass.
+        PlanError if there is no room for the pass.
         """
         start_s, batch = perf_counter(), batch.placed(self.kv_cache)
         workspace = self.compute.workspace
@@ -204,10 +210,10 @@ class Decoder:
         return x
 
     def run_experts(self, layer: int, x: Tensor, routing: Routing, step: Step) -> Tensor:
-        """A MoE layer's routed experts alone, for given rows.
+        """Compute a MoE layer's routed experts alone, for given rows.
 
         `layer` counts MoE layers; x [rows, hidden] compute dtype. Returns float32 [rows, hidden],
-        valid until the next call of anything.
+        valid until the next call.
         """
         workspace = self.compute.workspace
         workspace.begin(Counts(tokens=len(x), block=len(x), keys=0))
@@ -218,13 +224,14 @@ class Decoder:
         return out
 
     def mixes_rows(self, hidden: Tensor) -> bool:
-        """Whether a row's logits may have other bits among so many rows [n, hidden] than among a
-        few more: torch's products may, compiled ones do not.
+        """Return True if a row's logits may depend on the number of rows [n, hidden].
+
+        torch's products may, compiled ones do not.
         """
         return not self._head.divides(hidden)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Float32 logits [n, vocab] of hidden states [n, hidden], valid until the next call."""
+        """Compute float32 logits [n, vocab] of hidden [n, hidden], valid until the next call."""
         workspace = self.compute.workspace
         workspace.reset(self._hidden_end)
         shape = (hidden.shape[0], self.config.vocab_size)
@@ -240,19 +247,20 @@ class Decoder:
         guidance: Guidance | None = None,
         form: Form = Form.FUSED,
     ) -> RowStatistics:
-        """What is asked of the logits of hidden[rows], valid until the next call.
+        """Compute statistics of the logits of hidden[rows], valid until the next call.
 
-        hidden [tokens, hidden]; rows [n] int64 and guidance where it is. The logits are those of
-        `logits`, and no row's bits depend on which others are asked for. Unless they are to be
-        materialised, only tiles of them ever exist.
+        hidden [tokens, hidden]; rows [n] int64 and guidance on the same device. The logits are
+        those of `logits`, and no row's bits depend on which others are asked for. Unless they must
+        be materialised, only tiles of them ever exist.
         """
         self.compute.workspace.reset(self._hidden_end)
         return self._head.statistics(hidden, rows, wanted, guidance, form)
 
     def _begin_short_pass(self, x: Tensor, batch: Batch, rotations: Rotations) -> ShortPass | None:
-        """The pass of x [rows, hidden]; None where the kernels do not take the rows. It stays as
-        long as the workspace hands out the same memory for the rows, which it does unless its plan
-        or their number changes.
+        """Return the short pass of x [rows, hidden], or None if the kernels do not take the rows.
+
+        It is reused as long as the workspace hands out the same memory for the rows, that is until
+        its plan or their number changes.
         """
         if not self.compute.kernels.takes_rows(x):
             return None
@@ -286,7 +294,7 @@ class Decoder:
 
 
 class _Block:
-    """One layer. Exactly one of `moe` and `dense` is there."""
+    """One layer, with either `moe` or `dense`."""
 
     def __init__(
         self,
@@ -309,7 +317,7 @@ class _Block:
     def forward(
         self, x: Tensor, batch: Batch, rotations: Rotations, short: ShortPass | None
     ) -> None:
-        """short: where the kernels take the rows."""
+        """Compute the layer; short: the short pass, if the kernels take the rows."""
         if short is None or self.whole is None or not self.whole.takes(short):
             self._attend(x, batch, rotations)
             self._run_mlp(x, batch)
