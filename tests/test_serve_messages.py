@@ -26,7 +26,7 @@ from scripted_serving import (
 from lowtide.errors import StorageError
 from lowtide.parsing.pieces import Piece, Text
 from lowtide.serve import sse
-from lowtide.serve.anthropic_events import MessageEvents
+from lowtide.serve.anthropic_messages import MessageReply
 from lowtide.serve.errors import Draining, TooLong
 
 ANSWER = answer_of(("call_1", "Tool1", '{"path": "a.py"}'), ("call_2", "Tool2", "{}"))
@@ -363,6 +363,6 @@ def test_anthropics_client_reads_the_same_streamed_and_not() -> None:
 @given(drawn_pieces(), st.sampled_from(["stop", "length"]))
 @examples(100)
 def test_streamed_is_not_streamed(pieces: list[Piece], reason: str) -> None:
-    writer = MessageEvents("org/tiny")
+    writer = MessageReply("org/tiny")
     events = [json.loads(json.dumps(e)) for p in [*pieces, done(reason)] for e in writer.frames(p)]
     assert assembled(events) == writer.whole()
