@@ -26,8 +26,7 @@ from scripted_serving import (
 from lowtide.parsing.pieces import CallArguments, CallBegun, Piece, Prefilled, Text
 from lowtide.serve import sse
 from lowtide.serve.custom_tools import CustomInput
-from lowtide.serve.responses_events import ResponseEvents
-from lowtide.serve.responses_items import ToolForm
+from lowtide.serve.responses import ResponseReply, ToolForm
 
 PATCH = "*** Begin Patch\n*** Update File: a.py\n-x\n+y\n*** End Patch\n"
 
@@ -378,7 +377,7 @@ _INPUTS = st.fixed_dictionaries({"input": st.text(max_size=5)})  # as a custom t
 @given(drawn_pieces(_INPUTS), st.sampled_from(["stop", "length"]), st.booleans())
 @examples(100)
 def test_streamed_is_not_streamed(pieces: list[Piece], reason: str, is_custom: bool) -> None:
-    writer = ResponseEvents({"id": "resp_1"}, {"tool": ToolForm("tool", None, is_custom)})
+    writer = ResponseReply({"id": "resp_1"}, {"tool": ToolForm("tool", None, is_custom)})
     events = [json.loads(json.dumps(e)) for p in [*pieces, done(reason)] for e in writer.frames(p)]
     whole = writer.whole()
     assert [event["sequence_number"] for event in events] == list(range(len(events)))
@@ -428,7 +427,7 @@ def test_a_custom_tool_s_text_as_its_arguments_come(arguments: str, expected: st
 
 def test_calls_are_told_as_their_arguments_come() -> None:
     forms = {"apply_patch": ToolForm("apply_patch", is_custom=True)}
-    writer = ResponseEvents({"id": "resp_1"}, forms)
+    writer = ResponseReply({"id": "resp_1"}, forms)
     patch = CallBegun(2, "call_d", "apply_patch")
     parts = ['{"input": "*** Be', "gin\\", 'n+a"}']
     found = [writer.frames(piece) for piece in (patch, *(CallArguments(2, p) for p in parts))]
