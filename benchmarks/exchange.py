@@ -21,9 +21,10 @@ from common.record import Recorder, Row, say
 from common.simulated import generating_passes, summary
 
 from lowtide.core import Facts, IntArray, Moves, Step, StepKind
+from lowtide.lab.baselines import HybriMoEGreedy, HybriMoEThreshold
 from lowtide.lab.profiles import load_profile
 from lowtide.lab.simulation.simulator import Report, simulate
-from lowtide.policies.assignment import Assign, Greedy, HybriMoEGreedy, HybriMoEThreshold
+from lowtide.policies.assignment import Assign, Greedy
 from lowtide.policies.catalogue import NUM_PREFETCH
 from lowtide.policies.placement import Placement
 from lowtide.policies.prefetch import NextGate, Residual

@@ -31,9 +31,10 @@ from common.simulated import (
 from common.synth_trace import locality_for, synth_decode_trace, synth_trace
 
 from lowtide.core import Costs, Curve, FloatArray, IntArray, MoEShape
+from lowtide.lab.baselines import HybriMoEThreshold
 from lowtide.lab.profiles import load_profile
 from lowtide.lab.simulation.simulator import simulate
-from lowtide.policies.assignment import Greedy, HybriMoEThreshold
+from lowtide.policies.assignment import Greedy
 from lowtide.policies.placement import Static
 from lowtide.policies.recipe import Recipe, Setting
 from lowtide.replay.trace import Trace

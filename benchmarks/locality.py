@@ -32,10 +32,10 @@ from common.simulated import make_setting, published, trace_shape
 from common.synth_trace import synth_decode_trace
 
 from lowtide.core import Costs, Curve
+from lowtide.lab.baselines import COMPARED
 from lowtide.lab.profiles import load_profile
 from lowtide.lab.simulation.host_alone import compare_alone
 from lowtide.lab.simulation.simulator import Report, compare
-from lowtide.policies.presets import candidates
 from lowtide.replay.trace import Trace
 
 SHARES = (0.125, 0.25, 0.5)
@@ -146,7 +146,7 @@ def _reports(trace: Trace, known: Trace, home: str, share: float) -> dict[str, R
     if home == "disk":
         costs = _without_device(costs)
     setting = make_setting(trace, costs, round(share * trace.shape.num_experts), known)
-    names = candidates()
+    names = COMPARED
     replay = compare_alone if home == "disk" else compare
     return dict(zip(names, replay(trace, names, setting), strict=True))
 

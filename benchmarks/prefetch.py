@@ -24,6 +24,7 @@ from common.texts import text_for
 from lowtide import LLM
 from lowtide.core import Facts, FloatArray, IntArray, MoEShape, Step, StepKind
 from lowtide.errors import UsageError
+from lowtide.lab.baselines import Statistics
 from lowtide.lab.calibrate import foresee, learn, split, top_share
 from lowtide.lab.profiles import load_profile
 from lowtide.lab.simulation.foresight import GateAccuracies
@@ -38,7 +39,6 @@ from lowtide.policies.prefetch import (
     Prefetch,
     PreviousStep,
     Residual,
-    Statistics,
 )
 from lowtide.policies.presets import recipe
 from lowtide.policies.reads_ahead import GATE_ACCURACY

@@ -13,19 +13,22 @@ from policy_facts import make_facts
 
 from lowtide.core import Assignment, Costs, Curve, Demand
 from lowtide.errors import PlanError, UsageError
+from lowtide.lab.baselines import (
+    Fiddler,
+    FixedShare,
+    HybriMoEGreedy,
+    HybriMoEThreshold,
+    LayerSplit,
+    break_even_tokens,
+)
 from lowtide.policies.assignment import (
     AllFetch,
     AllHost,
     Assign,
     Balance,
-    Fiddler,
     Greedy,
     HostAlone,
-    HybriMoEGreedy,
-    HybriMoEThreshold,
-    LayerSplit,
     Prices,
-    break_even_tokens,
     greedy_mask,
     makespan,
     prices,
@@ -33,7 +36,6 @@ from lowtide.policies.assignment import (
 from lowtide.policies.catalogue import CATALOGUE
 from lowtide.policies.presets import fetches_all
 from lowtide.policies.recipe import Setting
-from lowtide.policies.split import FixedShare
 
 
 def make_costs(

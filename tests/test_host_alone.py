@@ -11,13 +11,13 @@ import pytest
 
 from lowtide import LLM, SamplingParams
 from lowtide.core import Costs, Curve, Step, StepKind
+from lowtide.lab.baselines import COMPARED
 from lowtide.lab.calibrate import calibrate
 from lowtide.lab.simulation.host_alone import compare_alone
 from lowtide.lab.simulation.host_reads_ahead import AheadSlots
 from lowtide.lab.simulation.simulator import Report
 from lowtide.llm import plan_model
 from lowtide.policies.prefetch import PrefetchOutcome
-from lowtide.policies.presets import candidates
 from lowtide.policies.reads_ahead import NUM_KEPT, NUM_TRIED
 from lowtide.policies.recipe import Setting
 from lowtide.replay.trace import Trace, TraceShape, TraceWriter
@@ -57,7 +57,7 @@ def test_layers_by_hand() -> None:
 def test_no_more_are_resident_than_there_is_room_for() -> None:
     draw = np.random.default_rng(3)
     trace = make_trace([draw.permutation(8)[:3].tolist() for _ in range(40)])
-    reports = compare_alone(trace, candidates(), Setting([3], 8, COSTS))
+    reports = compare_alone(trace, COMPARED, Setting([3], 8, COSTS))
     # Three of eight at random: no policy can know whom.
     assert all(report.hit_rate < 0.7 for report in reports)
 

@@ -52,7 +52,7 @@ ON_EXPERTS = ("devices", "hardware")
 HANDED_COMPUTE = ("models", "layers")
 NOT_FOR_THEM = ("threads", "devices", "kernels.choice", "memory.pinned_copies")
 # What `policies` and the planning half of `memory` may import besides the facts.
-PURE_FILES = ("policies", "memory.budget", "memory.pages", "memory.planner")
+PURE_FILES = ("policies", "lab.baselines", "memory.budget", "memory.pages", "memory.planner")
 PURE_FILES += ("memory.chunking", "memory.template", "memory.pass_planner")
 PURE_LIBRARIES = {"numpy", "__future__", "abc", "bisect", "collections", "dataclasses", "enum"}
 PURE_LIBRARIES |= {"functools", "heapq", "itertools", "math", "operator", "types", "typing"}

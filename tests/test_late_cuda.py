@@ -32,6 +32,7 @@ from lowtide.families import families
 from lowtide.hardware import measure, store, streams
 from lowtide.kernels import choice
 from lowtide.lab import verify as verify_module
+from lowtide.lab.baselines import COMPARED
 from lowtide.lab.verify import verify
 from lowtide.llm import LLM, plan_model
 from lowtide.memory.arena import Arena
@@ -41,7 +42,7 @@ from lowtide.model_writing.synth import synth
 from lowtide.params import DiffusionParams, SamplingParams
 from lowtide.plan import WeightFormats
 from lowtide.policies.catalogue import CATALOGUE
-from lowtide.policies.presets import candidates, register, unregister
+from lowtide.policies.presets import register, unregister
 from lowtide.threads.executor import HostExecutor
 
 OPTIONS: dict[str, Any] = {"context": 128}
@@ -121,7 +122,7 @@ def small_case(tmp_path_factory: pytest.TempPathFactory) -> Case:
 @pytest.mark.parametrize("seed", [0, *(pytest.param(i, marks=pytest.mark.slow) for i in (1, 2, 3))])
 def test_every_family_says_the_same(case: Case, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     draw = random.Random(f"{case.folder.parent.name} {seed}")
-    share, policy = draw.choice([0.0, draw.random(), 1.0]), draw.choice(candidates())
+    share, policy = draw.choice([0.0, draw.random(), 1.0]), draw.choice(COMPARED)
     with late_cuda(monkeypatch, seed, haste=0.25 * seed):
         try:
             llm = case.open(share, policy)
@@ -136,7 +137,7 @@ def test_every_family_says_the_same(case: Case, seed: int, monkeypatch: pytest.M
 @pytest.mark.filterwarnings("ignore:Experts on the GPU run one by one")
 @pytest.mark.filterwarnings("ignore:.*cannot be pinned")
 @pytest.mark.parametrize(
-    "policy", ["dali", *(pytest.param(p, marks=pytest.mark.slow) for p in candidates())]
+    "policy", ["dali", *(pytest.param(p, marks=pytest.mark.slow) for p in COMPARED)]
 )
 @pytest.mark.parametrize("is_pinned", [True, False])
 def test_every_policy_says_the_same(

@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 from policy_facts import make_facts
 
 from lowtide.core import NO_EXPERTS, Costs, Curve, Demand, Moves, Step, StepKind
+from lowtide.lab.baselines import ScoreCache
 from lowtide.policies.division import layer_budgets
 from lowtide.policies.lowtide import Lowtide
 from lowtide.policies.online_tau import OnlineTau
-from lowtide.policies.placement import DaliWindow, Placement, ScoreCache
+from lowtide.policies.placement import DaliWindow, Placement
 
 COSTS = Costs(
     expert_bytes=10,

@@ -10,6 +10,7 @@ from policy_facts import make_facts
 
 from lowtide.core import Demand, Facts
 from lowtide.errors import UsageError
+from lowtide.lab.baselines import Statistics
 from lowtide.policies.prefetch import (
     Ahead,
     Combined,
@@ -20,7 +21,6 @@ from lowtide.policies.prefetch import (
     PrefetchOutcome,
     PreviousStep,
     Residual,
-    Statistics,
     count_following,
 )
 

@@ -14,15 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lowtide.core import BoolArray, FloatArray, IntArray, Step, StepKind
-from lowtide.policies.placement import (
-    LRU,
-    DaliWindow,
-    Frequency,
-    Placement,
-    ScoreCache,
-    Static,
-    Tide,
-)
+from lowtide.lab.baselines import Frequency, ScoreCache
+from lowtide.policies.placement import LRU, DaliWindow, Placement, Static, Tide
 from lowtide.policies.ranks import admit
 
 NUM_LAYERS, NUM_EXPERTS = 2, 8

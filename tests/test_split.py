@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 from policy_facts import make_facts
 
 from lowtide.core import Costs, Curve, Demand
+from lowtide.lab.baselines import Favourites, FixedShare, best_split
 from lowtide.policies.prefetch import Ahead
 from lowtide.policies.presets import recipe
 from lowtide.policies.recipe import Setting
-from lowtide.policies.split import Favourites, FixedShare, Split, best_split, split_s
+from lowtide.policies.split import Split, split_s
 
 COSTS = Costs(
     expert_bytes=10,

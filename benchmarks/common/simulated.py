@@ -12,8 +12,8 @@ import numpy as np
 from common.record import Row
 from lowtide.core import Costs, Facts, FloatArray, IntArray, MoEShape, StepKind
 from lowtide.families import families, read_config
+from lowtide.lab.baselines import break_even_tokens
 from lowtide.lab.simulation.simulator import Report, calibrate, simulate
-from lowtide.policies.assignment import break_even_tokens
 from lowtide.policies.prefetch import Ahead
 from lowtide.policies.recipe import Recipe, Setting
 from lowtide.replay.trace import Trace, TraceShape, demand_of

@@ -8,10 +8,10 @@ A distribution adds to a group by an entry point, which is imported when its nam
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
-from typing import Generic, TypeVar
+from typing import TypeVar
 
 from lowtide.errors import UsageError
 
@@ -23,6 +23,16 @@ VERBS = "lowtide.verbs"
 
 _WORKBENCH: Mapping[str, Mapping[str, str]] = {
     DEVICES: {"emulated": "lowtide.lab.emulated.kind:EMULATED"},
+    POLICIES: {
+        "all-host": "lowtide.lab.baselines:ALL_HOST",
+        "on-demand": "lowtide.lab.baselines:ON_DEMAND",
+        "static": "lowtide.lab.baselines:STATIC",
+        "fiddler": "lowtide.lab.baselines:FIDDLER",
+        "hybrimoe": "lowtide.lab.baselines:HYBRIMOE",
+        "layer-split": "lowtide.lab.baselines:LAYER_SPLIT",
+        "edgemoe": "lowtide.lab.baselines:EDGEMOE",
+        "moe-lightning": "lowtide.lab.baselines:MOE_LIGHTNING",
+    },
 }
 """What `lowtide.lab` adds, as entry points would say it. They stand here because a source tree that
 is run without being installed (`make gpu`) has no metadata."""
@@ -37,7 +47,7 @@ def extensions(group: str) -> Mapping[str, EntryPoint]:
     return {**{point.name: point for point in entry_points(group=group)}, **own}
 
 
-class Registry(Generic[T]):
+class Registry(MutableMapping[str, T]):
     """One group of names. Knows nothing of what they stand for but its type."""
 
     def __init__(self, group: str, noun: str, kind: type[T], own: Mapping[str, T]) -> None:
@@ -45,15 +55,15 @@ class Registry(Generic[T]):
         self._group, self._noun, self._kind = group, noun, kind
         self._known = dict(own)
 
-    def names(self) -> tuple[str, ...]:
-        """Return every name; nothing is imported."""
-        return tuple(dict.fromkeys([*self._known, *extensions(self._group)]))
-
     def __contains__(self, name: object) -> bool:
         return name in self._known or name in extensions(self._group)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self.names())
+        """Iterate over every name; nothing is imported."""
+        return iter(dict.fromkeys([*self._known, *extensions(self._group)]))
+
+    def __len__(self) -> int:
+        return len(list(iter(self)))
 
     def __getitem__(self, name: str) -> T:
         """Raises KeyError, or UsageError for an entry point that cannot be imported."""
@@ -67,8 +77,10 @@ class Registry(Generic[T]):
             raise UsageError(f"There is a {self._noun} {name!r} already; choose another name.")
         self._known[name] = self._checked(value, name)
 
-    def unregister(self, name: str) -> None:
-        """Remove an entry again."""
+    def __setitem__(self, name: str, value: T) -> None:
+        self._known[name] = self._checked(value, name)
+
+    def __delitem__(self, name: str) -> None:
         del self._known[name]
 
     def _loaded(self, point: EntryPoint) -> T:

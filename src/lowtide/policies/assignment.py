@@ -17,7 +17,6 @@ from lowtide.core import (
     NO_EXPERTS,
     Assignment,
     BoolArray,
-    Costs,
     Demand,
     Facts,
     FloatArray,
@@ -63,22 +62,6 @@ def is_here(facts: Facts) -> BoolArray:
     """Per activated expert: whether it is resident, or prefetched and arrived."""
     is_resident, arriving_s = facts.demand.is_resident, facts.arriving_s
     return is_resident if arriving_s is None else is_resident | (arriving_s <= 0.0)
-
-
-MOST_TOKENS = 1 << 14
-"""The most tokens of an expert that `break_even_tokens` looks at."""
-
-
-def break_even_tokens(costs: Costs) -> int:
-    """The least count from which fetching an expert is not slower than computing it at home.
-
-    `MOST_TOKENS + 1` when there is none: nothing is ever fetched.
-    """
-    num_tokens = np.arange(1, MOST_TOKENS + 1)
-    fetched_s = np.maximum(costs.fetch_s, costs.device_s(num_tokens))
-    can_fetch = costs.num_staging > 0
-    pays = can_fetch & (fetched_s <= costs.at_home_s(num_tokens))
-    return int(pays.argmax()) + 1 if pays.any() else MOST_TOKENS + 1
 
 
 class Greedy:
@@ -179,82 +162,11 @@ class HostAlone:
 class AllHost:
     """Residents on the device, absent experts on the host (TIDE, at every step).
 
-    A prefetched expert that has arrived counts as resident, here and for the thresholds below.
+    A prefetched expert that has arrived counts as resident, as for every assignment.
     """
 
     def __call__(self, facts: Facts) -> Assignment:
         return divide(facts.demand, is_here(facts))
-
-
-class Fiddler:
-    """Residents on the device; an absent expert on the host, or wherever it alone ends sooner.
-
-    With `by_threshold` each absent expert is compared by itself: transfer, then computation on
-    the device, against the host. What the others do is not considered.
-    """
-
-    def __init__(self, by_threshold: bool = False) -> None:
-        self._by_threshold = by_threshold
-
-    def __call__(self, facts: Facts) -> Assignment:
-        demand, mask = facts.demand, is_here(facts)
-        if self._by_threshold and facts.can_fetch:
-            costs = facts.costs
-            device_s = costs.device_s(demand.num_tokens) + costs.fetch_s
-            mask = mask | (device_s < costs.host_s(demand.num_tokens))
-        return divide(demand, mask)
-
-
-class HybriMoEThreshold:
-    """Residents on the device; an absent expert is fetched from `min_tokens` tokens upwards.
-
-    The static threshold that DALI compares itself with. By default the count from which a fetch
-    is not slower than the host.
-    """
-
-    def __init__(self, costs: Costs, min_tokens: int | None = None) -> None:
-        self.min_tokens = break_even_tokens(costs) if min_tokens is None else min_tokens
-
-    def __call__(self, facts: Facts) -> Assignment:
-        mask = is_here(facts)
-        if facts.can_fetch:
-            mask = mask | (facts.demand.num_tokens >= self.min_tokens)
-        return divide(facts.demand, mask)
-
-
-class HybriMoEGreedy:
-    """HybriMoE's released code: one queue, which the device empties from its front and the host
-    from its back, the side that would end sooner taking its next.
-
-    In the queue stand residents, then absent experts, each with most tokens first. An absent
-    expert on the device waits for the link, which brings one after another. Ties go to the device.
-    """
-
-    def __call__(self, facts: Facts) -> Assignment:
-        here, costs, demand = is_here(facts), facts.costs, facts.demand
-        queue = np.lexsort((-demand.num_tokens, ~here))
-        fetch_s = costs.fetch_s if facts.can_fetch else np.inf
-        num_taken = _two_ended(
-            costs.device_s(demand.num_tokens)[queue].tolist(),
-            costs.host_s(demand.num_tokens)[queue].tolist(),
-            np.where(here, 0.0, fetch_s)[queue].tolist(),
-        )
-        mask = np.zeros(len(queue), np.bool_)
-        mask[queue[:num_taken]] = True
-        return divide(demand, mask)
-
-
-class LayerSplit:
-    """Whole layers on one side (llama.cpp, KTransformers), whatever each expert would cost.
-
-    The device's are those that have room for all their experts.
-    """
-
-    def __call__(self, facts: Facts) -> Assignment:
-        is_whole = facts.room == len(facts.is_kept)
-        if is_whole and not facts.can_fetch:  # its experts are not all here yet
-            return divide(facts.demand, is_here(facts))
-        return divide(facts.demand, np.full(len(facts.demand.experts), is_whole, np.bool_))
 
 
 def _transfer_s(facts: Facts) -> FloatArray:
@@ -278,7 +190,7 @@ def _shared(
     fetch_s: float,
 ) -> tuple[int, float, float]:
     """How many absent experts go to the device, from the front; when it and the host end."""
-    rest_s = _from_the_back(host_s)
+    rest_s = from_the_back(host_s)
     for front, expert_s in enumerate(compute_s):
         is_coming = due_s[front] < np.inf
         here_s = due_s[front] if is_coming else link_end_s + fetch_s
@@ -291,20 +203,7 @@ def _shared(
     return len(compute_s), device_end_s, 0.0
 
 
-def _two_ended(device_s: list[float], host_s: list[float], fetch_s: list[float]) -> int:
-    """How many of a queue the device has taken from the front when it meets the host."""
-    device_end_s = link_end_s = 0.0
-    rest_s = _from_the_back(host_s)
-    for front, expert_s in enumerate(device_s):
-        link_end_s += fetch_s[front]
-        start_s = max(device_end_s, link_end_s) if fetch_s[front] else device_end_s
-        device_end_s = start_s + expert_s
-        if device_end_s > rest_s[front]:
-            return front
-    return len(device_s)
-
-
-def _from_the_back(host_s: list[float]) -> list[float]:
+def from_the_back(host_s: list[float]) -> list[float]:
     """When the host, working from the end of a queue, would be through with each of it.
 
     The device, working from the front, takes an expert if it is done with it by then: until then

@@ -5,7 +5,7 @@ Its options, what they stand for, and how the miss policy is made of them and of
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -79,10 +79,27 @@ class Buddies(CountedSubstitution):
         return self._layers[facts.layer](facts, account, waits)
 
 
+class _Names(Mapping[str, str]):
+    """The names of presets that this one can be over, each for itself; none is imported."""
+
+    def __init__(self, bases: Mapping[str, Recipe]) -> None:
+        self._bases = bases
+
+    def __getitem__(self, name: str) -> str:
+        if name in (NAME, "resident") or name not in self._bases:
+            raise KeyError(name)
+        return name
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for name in self._bases if name not in (NAME, "resident"))
+
+    def __len__(self) -> int:
+        return len(list(iter(self)))
+
+
 def over(bases: Mapping[str, Recipe]) -> Recipe:
-    """The preset, over any of `bases`, by the option `placement`."""
-    words = {name: name for name in bases if name != "resident"}
-    placement = PolicyOption("placement", "lowtide", words=words)
+    """The preset, over any of `bases`, by the option `placement`; they may grow afterwards."""
+    placement = PolicyOption("placement", "lowtide", words=_Names(bases))
 
     def base(setting: Setting) -> Recipe:
         return bases[placement.of(setting)]
@@ -92,12 +109,15 @@ def over(bases: Mapping[str, Recipe]) -> Recipe:
         others = [option.name for option in bases[name].options]
         return _stray({placement.name, *others}, options, f"placement={name}", others)
 
-    borrowed = {option.name: option for made in bases.values() for option in made.options}
+    def borrowed() -> list[PolicyOption[object]]:
+        return [option for name in _Names(bases) for option in bases[name].options]
+
     return Recipe(
         lambda s: base(s).placement(s),
         lambda s: base(s).assignment(s),
         lambda s: base(s).prefetch(s),
-        options=(placement, *_OWN, *borrowed.values()),
+        options=(placement, *_OWN),
+        borrowed=borrowed,
         capacity=lambda s: base(s).capacity(s),
         waits=lambda s: base(s).waits(s),
         fetches_all=True,

@@ -32,13 +32,6 @@ def divided(setting: Setting) -> Sequence[int]:
     return ways[seconds.index(least)] if is_faster else setting.capacity
 
 
-def whole_layers(setting: Setting) -> list[int]:
-    """The last layers whole, as many as there is room for; nothing in the first."""
-    num_layers, num_experts = setting.num_layers, setting.num_experts
-    num_whole = min(num_layers, sum(setting.capacity) // num_experts)
-    return [0] * (num_layers - num_whole) + [num_experts] * num_whole
-
-
 def use_of(load: IntArray) -> FloatArray:
     """Passes in which each expert is active. [layers, experts].
 

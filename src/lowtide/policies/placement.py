@@ -194,53 +194,6 @@ class Tide(Placement):
             self._tau.observe(step, hits)
 
 
-class Frequency(Placement):
-    """The experts used most, by a calibration and since (EdgeMoE).
-
-    EdgeMoE evicts by activation frequency and by how soon a layer comes round again; the slots
-    of a layer are its own here, so only the frequency is left. An expert of this step that is used
-    more often than a resident takes its place.
-    """
-
-    def __init__(self, capacity: Sequence[int], frequency: FloatArray) -> None:
-        """`frequency` [layers, experts]: of one activation, 1."""
-        super().__init__(*frequency.shape)
-        self._capacity = capacity
-        self._rank[:] = frequency
-
-    def initial(self, layer: int) -> IntArray:
-        return favourites(self._rank[layer], self._capacity[layer])
-
-    def begin_pass(self, step: Step, num_residents: IntArray, capacity: IntArray) -> Ranks:
-        return Ranks(self._rank, capacity, per_expert=1)
-
-
-class ScoreCache(Placement):
-    """Keeps the experts with the highest running score of activation (HybriMoE).
-
-    The score is an exponential mean of an expert's share of the step's hits, half of it the
-    newest. (HybriMoE averages router scores; hits are what every router shows.) It starts
-    with the first experts by id; only experts that this step fetches may enter. Residents win
-    ties.
-    """
-
-    def __init__(self, capacity: Sequence[int], num_experts: int) -> None:
-        super().__init__(len(capacity), num_experts)
-        self._capacity = capacity
-
-    def initial(self, layer: int) -> IntArray:
-        return np.arange(self._capacity[layer])
-
-    def begin_pass(self, step: Step, num_residents: IntArray, capacity: IntArray) -> Ranks:
-        self._rank *= 0.5
-        return Ranks(self._rank, capacity, per_share=0.5)
-
-    def may_enter(self, facts: Facts) -> BoolArray:
-        is_fetched = np.zeros(len(facts.is_kept), np.bool_)
-        is_fetched[facts.fetched] = True
-        return is_fetched
-
-
 class DaliWindow(Placement):
     """DALI, Algorithm 2: every `w_size` steps `u_size` residents give way to the hottest others.
 

@@ -117,35 +117,6 @@ class Residual(NextGate):
     gate = Gate.RESIDUAL
 
 
-class Statistics(Prefetch):
-    """What usually follows: experts that a calibration saw active together with the last layer's.
-
-    EdgeMoE's activation statistics, as a first-order chain from one layer to the next.
-    """
-
-    def __init__(self, num_experts_ahead: int, following: FloatArray) -> None:
-        """`following` [layers - 1, experts, experts]: from `count_following`."""
-        super().__init__(num_experts_ahead)
-        total = following.sum(axis=2, keepdims=True)
-        self._chance = following / np.maximum(total, 1e-30)
-        num_experts = following.shape[1]
-        self._num_tokens = np.zeros(num_experts)
-        self._last = (-1, np.zeros(num_experts))
-
-    def observe(self, facts: Facts) -> None:
-        layer, demand = facts.layer, facts.demand
-        if layer < len(self._chance):
-            # With the experts that were not active: faster than picking the others' rows.
-            num_tokens = self._num_tokens
-            num_tokens.fill(0.0)
-            num_tokens[demand.experts] = demand.num_tokens
-            self._last = (layer, num_tokens.dot(self._chance[layer]))
-
-    def score(self, ahead: Ahead) -> FloatArray:
-        last_layer, expected = self._last
-        return expected if last_layer == ahead.layer - 1 else np.zeros_like(expected)
-
-
 def count_following(ids: Sequence[IntArray], num_experts: int) -> FloatArray:
     """How often a token's experts of one layer were followed by each of the next layer's.
 

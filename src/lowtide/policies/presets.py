@@ -37,9 +37,9 @@ def recipe(name: str) -> Recipe:
 
 def register(name: str, made: Recipe) -> None:
     """Adds a preset. Raises UsageError for a name that is taken."""
-    if name in (*preset_names(), ORACLE):
+    if name in (AUTO, ORACLE):
         raise UsageError(f"There is a preset {name!r} already; choose another name.")
-    CATALOGUE[name] = made
+    CATALOGUE.register(name, made)
 
 
 def unregister(name: str) -> None:
@@ -52,7 +52,10 @@ def options_of(name: str) -> Mapping[str, PolicyOption[object]]:
     """The options of a policy by name, none for one that is not known."""
     if name == AUTO:
         return {TAU.name: TAU}
-    return {option.name: option for option in CATALOGUE[name].options} if name in CATALOGUE else {}
+    if name not in CATALOGUE:
+        return {}
+    made = CATALOGUE[name]
+    return {option.name: option for option in (*made.borrowed(), *made.options)}
 
 
 def fetches_all(name: str) -> bool:
@@ -70,15 +73,6 @@ def substitutes(name: str, options: Mapping[str, str]) -> bool:
 def asks_scores(name: str) -> bool:
     """Whether a policy wants the router's scores in its facts."""
     return name in CATALOGUE and CATALOGUE[name].asks_scores
-
-
-def candidates(*, can_fetch: bool = True) -> tuple[str, ...]:
-    """Presets that `auto` compares where it can simulate them; of equals the first."""
-    return tuple(
-        name
-        for name, made in CATALOGUE.items()
-        if made.is_candidate and (can_fetch or made.fetches_none)
-    )
 
 
 def is_lossless(name: str) -> bool:

@@ -7,7 +7,7 @@ about it: who compares it, who must make room for its fetches, whether it change
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Generic, TypeVar, cast
 
@@ -150,12 +150,11 @@ class Recipe:
 
     prefetch: beside a device alone; where there is none the next layer's experts are read ahead
     under every preset.
+    borrowed: further options, other presets', looked up when they are asked for.
     capacity: residents of each layer at the start, which the placement's setting has.
     waits: whether a step waits for the experts it admits.
-    fetches_all: every absent expert is fetched, so that it cannot be without a staging slot;
-    fetches_none: none is, unless an option says so.
+    fetches_all: every absent expert is fetched, so that it cannot be without a staging slot.
     weighs_moves: the placement asks what a move costs.
-    is_candidate: `auto` compares it where it can simulate; of equals the first is taken.
     is_lossless: no token depends on what it decides.
     substitution: what may have other experts run than the router chose, if its setting says so;
     not lossless then. substitutes: whether these options do; max_mass: what bounds it, for each
@@ -168,12 +167,11 @@ class Recipe:
     assignment: Callable[[Setting], Assign] = _all_host
     prefetch: Callable[[Setting], Prefetch] = _no_prefetch
     options: tuple[PolicyOption[object], ...] = ()
+    borrowed: Callable[[], Iterable[PolicyOption[object]]] = tuple
     capacity: Callable[[Setting], Sequence[int]] = lambda setting: setting.capacity
     waits: Callable[[Setting], bool] = lambda setting: False
     fetches_all: bool = False
-    fetches_none: bool = False
     weighs_moves: bool = False
-    is_candidate: bool = False
     is_lossless: bool = True
     substitution: Callable[[Setting], Substitution | CountedSubstitution | None] | None = None
     substitutes: Callable[[Mapping[str, object]], bool] = lambda options: True
