@@ -20,8 +20,8 @@ from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
 
 from lowtide.errors import CheckpointError, UnsupportedError, UsageError
 from lowtide.model_folder.gguf_header import GgufHeader
+from lowtide.model_folder.gguf_pretokenizers import WORD_RULES
 from lowtide.model_folder.gguf_tokenizer import gguf_tokenizer
-from lowtide.model_folder.gguf_words import WORDS
 from lowtide.model_folder.tokenizer import Tokenizer
 from lowtide.model_writing.synth_tokenizer import tokenizer_json
 
@@ -238,7 +238,7 @@ def test_pieces_are_merged_as_sentence_piece_does(
 @examples(60)
 @given(text=st.text() | st.text("aA\u00e9 '\u2019s1234\r\n\t.,/", max_size=60))
 def test_words_of_qwen_are_transformers(text: str) -> None:
-    ours = WORDS["qwen2"].pre_tokenizer()
+    ours = WORD_RULES["qwen2"].pre_tokenizer()
     theirs = pre_tokenizers.Sequence(
         [
             pre_tokenizers.Split(Regex(PRETOKENIZE_REGEX), "isolated"),
@@ -271,9 +271,9 @@ DEEPSEEK = ["It", "'", "s", " ", "1", "2", "3", "4", " caf\u00e9", "\n", "\n", "
 )
 def test_words_by_name(name: str, words: list[str]) -> None:
     text = "It's 1234 caf\u00e9\n\n x"
-    cuts = [span for _, span in WORDS[name].pre_tokenizer().pre_tokenize_str(text)]
+    cuts = [span for _, span in WORD_RULES[name].pre_tokenizer().pre_tokenize_str(text)]
     assert [text[start:stop] for start, stop in cuts] == words
-    assert set(WORDS) == {case[0] for case in test_words_by_name.pytestmark[0].args[1]}
+    assert set(WORD_RULES) == {case[0] for case in test_words_by_name.pytestmark[0].args[1]}
 
 
 def test_what_makes_no_tokenizer_is_refused(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 from lowtide import AsyncLLM
 from lowtide.model_folder import text_pieces, tokenizer
 from lowtide.model_folder.demos import DEMO_FOLDER
-from lowtide.model_folder.gguf_words import WORDS
+from lowtide.model_folder.gguf_pretokenizers import WORD_RULES
 from lowtide.model_folder.text_pieces import TextPieces
 from lowtide.model_folder.tokenizer import Tokenizer, TooManyTokens, begin_texts
 
@@ -160,11 +160,11 @@ def _trained(backend: tokenizers.Tokenizer, **options: Any) -> Tokenizer:
 
 
 def _by_words(name: str) -> Tokenizer:
-    backend = tokenizers.Tokenizer(models.BPE(ignore_merges=WORDS[name].ignores_merges))
-    normalizer = WORDS[name].normalizer()
+    backend = tokenizers.Tokenizer(models.BPE(ignore_merges=WORD_RULES[name].ignores_merges))
+    normalizer = WORD_RULES[name].normalizer()
     if normalizer is not None:
         backend.normalizer = normalizer
-    backend.pre_tokenizer = WORDS[name].pre_tokenizer()
+    backend.pre_tokenizer = WORD_RULES[name].pre_tokenizer()
     backend.decoder = decoders.ByteLevel()
     return _trained(backend, initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
 
@@ -200,7 +200,7 @@ def _demo(kind: str) -> Tokenizer:
 VOCABULARIES = {
     **{f"demo {kind}": _demo(kind) for kind in ("autoregressive", "diffusion")},
     **{form.name: form.tokenizer for form in FORMATS},
-    **{name: _by_words(name) for name in WORDS},
+    **{name: _by_words(name) for name in WORD_RULES},
     **{kind: _by_pieces(kind) for kind in ("prefix", "no prefix", "first", "always", "never")},
 }
 

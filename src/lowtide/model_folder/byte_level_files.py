@@ -1,7 +1,7 @@
-"""The tokenizer of a folder that has `vocab.json` and `merges.txt` in place of `tokenizer.json`.
+"""The tokenizer of a folder with `vocab.json` and `merges.txt` instead of `tokenizer.json`.
 
-So Dream and its kin are published, with a class in Python that is not run: what it does is
-byte-level BPE by a rule for words that is known, here by the name of the class.
+Dream and relatives are published so, with a Python class that is not run: it is byte-level BPE with
+a word rule known by the class's name.
 """
 
 from __future__ import annotations
@@ -17,20 +17,23 @@ import tokenizers
 from lowtide.errors import CheckpointError
 from lowtide.files.json_file import read_object, shown
 from lowtide.files.regular_file import read_own
-from lowtide.model_folder.gguf_words import WORDS, merged_pair
+from lowtide.model_folder.gguf_pretokenizers import WORD_RULES, merged_pair
 
 VOCABULARY_NAME, MERGES_NAME = "vocab.json", "merges.txt"
 
 _MAX_FILE_BYTES = 16 << 20
 _MAX_TOKENS = 1 << 21
-_WORDS = dict.fromkeys(("DreamTokenizer", "Qwen2Tokenizer", "Qwen2TokenizerFast"), WORDS["qwen2"])
+_RULES = dict.fromkeys(
+    ("DreamTokenizer", "Qwen2Tokenizer", "Qwen2TokenizerFast"), WORD_RULES["qwen2"]
+)
 _FLAGS = ("special", "normalized", "lstrip", "rstrip", "single_word")
 
 
 @cache
 def byte_alphabet() -> Mapping[str, int]:
-    """The byte that each character of a byte-level vocabulary stands for: GPT-2's table, in which
-    those that can be seen stand for themselves, and the others follow from 256 on.
+    """Map each character of a byte-level vocabulary to its byte (GPT-2's table).
+
+    Visible characters stand for themselves, the other bytes follow from 256 on.
     """
     seen = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(0x100) if byte not in seen]
@@ -38,16 +41,16 @@ def byte_alphabet() -> Mapping[str, int]:
 
 
 def has_byte_level_files(folder: Path, config: Mapping[str, Any]) -> bool:
-    """Whether a folder has both files, and its `tokenizer_config.json` a class that is known."""
+    """Return True if a folder has both files, and a known class in `tokenizer_config.json`."""
     are_there = all(os.path.lexists(folder / name) for name in (VOCABULARY_NAME, MERGES_NAME))
-    return are_there and str(config.get("tokenizer_class")) in _WORDS
+    return are_there and str(config.get("tokenizer_class")) in _RULES
 
 
 def read_byte_level_files(folder: Path, config: Mapping[str, Any]) -> tokenizers.Tokenizer:
-    """What its `tokenizer.json` would be, where `has_byte_level_files`.
+    """Build the tokenizer of the two files, where `has_byte_level_files`.
 
-    Raises CheckpointError for files that are too large or not what they should be; the tokenizers
-    library raises what it likes for numbers and merges that do not fit together.
+    Raises CheckpointError for files that are too large or malformed; the tokenizers library raises
+    other errors for numbers and merges that do not fit together.
     """
     path = folder / VOCABULARY_NAME
     vocabulary = read_object(path, _MAX_FILE_BYTES)
@@ -57,7 +60,7 @@ def read_byte_level_files(folder: Path, config: Mapping[str, Any]) -> tokenizers
                 f"{path}: token {shown(token)} has {shown(number)}, which is no number from 0 to "
                 f"{_MAX_TOKENS - 1}."
             )
-    words = _WORDS[config["tokenizer_class"]]
+    words = _RULES[config["tokenizer_class"]]
     backend = words.byte_level(vocabulary, _read_merges(folder / MERGES_NAME))
     _add_tokens(backend, config.get("added_tokens_decoder") or {}, folder)
     return backend
@@ -81,7 +84,7 @@ def _read_merges(path: Path) -> list[tuple[str, str]]:
 
 
 def _add_tokens(backend: tokenizers.Tokenizer, listed: object, folder: Path) -> None:
-    """Those of `tokenizer_config.json`, whose numbers follow those of the vocabulary."""
+    """Add the tokens of `tokenizer_config.json`, whose ids follow the vocabulary's."""
     where = f"{folder}: added_tokens_decoder of tokenizer_config.json"
     if not isinstance(listed, dict) or len(listed) > _MAX_TOKENS:
         raise CheckpointError(f"{where} must map numbers to tokens.")

@@ -1,7 +1,7 @@
-"""What the messages of a conversation may hold, as a model's chat template reads them.
+"""Messages of a conversation, checked and prepared for a chat template.
 
-Plain ones have a role and a content. An assistant's may have the thoughts before it
-(`reasoning_content`) and calls of tools (`tool_calls`), a tool's the call that it answers.
+Plain messages have a role and a content. An assistant's may also have thoughts
+(`reasoning_content`) and tool calls (`tool_calls`), a tool's the call that it answers.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ Message = Mapping[str, Any]
 
 
 def checked_messages(messages: object) -> list[dict[str, Any]]:
-    """A conversation in one form: contents are texts, calls' arguments mappings, and nothing is
-    None. Raises UsageError for what no template could read.
+    """Check a conversation and normalise it: contents are texts, calls' arguments mappings.
+
+    None values are dropped. Raises UsageError for messages that no template could read.
     """
     if not isinstance(messages, list | tuple) or not messages:
         raise UsageError("A conversation must be a list of at least one message.")
@@ -28,10 +29,11 @@ def checked_messages(messages: object) -> list[dict[str, Any]]:
 
 
 def forms(messages: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
-    """The conversation as it is, then as templates may want it that have fewer roles or take them
-    in turn only: each form once, those that change least first.
+    """Return the conversation in forms for templates with fewer roles or strict turns.
 
-    Later system turns may be the user's, and the first one, too; turns of one role may be joined.
+    The first is the conversation itself; each form occurs once, those with fewer changes first.
+    Later system turns may become the user's, then also the first one; adjacent turns of one role
+    may be joined.
     """
     later, every = _as_users(messages, 1), _as_users(messages, 0)
     found: list[list[dict[str, Any]]] = []
@@ -43,7 +45,7 @@ def forms(messages: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
 
 
 def in_short(message: dict[str, Any], mark: str) -> dict[str, Any]:
-    """A message of the same kind that says `mark` alone, to see what a template does with it."""
+    """Replace a message's texts by `mark`, to test what a template does with it."""
     short = {**message, "content": mark if message["content"] else ""}
     if "reasoning_content" in message:
         short["reasoning_content"] = mark
@@ -58,16 +60,16 @@ def in_short(message: dict[str, Any], mark: str) -> dict[str, Any]:
 def with_thinking(
     messages: list[dict[str, Any]], in_place_of_content: bool = False
 ) -> list[dict[str, Any]]:
-    """Thoughts also by gpt-oss's name for them. in_place_of_content: beside a call the content is
-    the end of the thoughts, for its template, which takes one of both there.
+    """Add gpt-oss's name for thoughts.
+
+    in_place_of_content: with a call, the content becomes the end of the thoughts, since the
+    template takes only one of them there.
     """
     return [_with_thinking(message, in_place_of_content) for message in messages]
 
 
 def without_empty_end(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The conversation without a last answer that says nothing yet. Raises UsageError for one that
-    cannot be continued.
-    """
+    """Drop a last answer that is empty. Raises UsageError if it cannot be continued."""
     *before, last = messages
     if last["role"] != "assistant":
         return messages
@@ -89,11 +91,9 @@ def without_empty_end(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _as_users(messages: list[dict[str, Any]], start: int) -> list[dict[str, Any]]:
-    """From message `start` on what the system says is the user's, joined to what users say beside
-    it.
-    """
+    """Turn system messages from `start` on into the user's, joined to adjacent user messages."""
     found: list[dict[str, Any]] = []
-    run: list[str] = []  # what one user's turn says
+    run: list[str] = []  # texts of one user turn
     was_system = False
     for i, message in enumerate(messages):
         is_system = i >= start and message["role"] == "system"
@@ -101,7 +101,7 @@ def _as_users(messages: list[dict[str, Any]], start: int) -> list[dict[str, Any]
         if run and not (is_user and (is_system or was_system)):
             found.append({"role": "user", "content": "".join(run)})
             run = []
-        if run:  # behind the first system turn as llama.cpp has it
+        if run:  # one newline after the first system turn, as in llama.cpp
             run.append("\n" if i == 1 and was_system else "\n\n")
         if is_user:
             run.append(message["content"])
@@ -112,7 +112,7 @@ def _as_users(messages: list[dict[str, Any]], start: int) -> list[dict[str, Any]
 
 
 def _in_turn(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The same words in as few turns as there can be; tools' results stay apart."""
+    """Join adjacent messages of one role; tools' results stay separate."""
     found: list[dict[str, Any]] = []
     for role, turns in groupby(messages, lambda message: message["role"]):
         same = list(turns)
@@ -162,7 +162,7 @@ def _checked_message(message: object, index: int) -> dict[str, Any]:
 
 
 def _checked_texts(given: Mapping[object, object], role: object, index: int) -> dict[str, str]:
-    """The other fields of a message, which are texts."""
+    """Check the remaining fields of a message, which are texts."""
     names = {
         "assistant": ("reasoning_content", "reasoning"),
         "tool": ("tool_call_id", "name"),
@@ -181,7 +181,7 @@ def _checked_texts(given: Mapping[object, object], role: object, index: int) -> 
 
 
 def _joined_parts(content: object, index: int) -> object:
-    """The text of OpenAI's content parts, part by line; anything else as it is."""
+    """Join the text of OpenAI's content parts by lines; return anything else unchanged."""
     if not isinstance(content, list | tuple):
         return content
     texts = []

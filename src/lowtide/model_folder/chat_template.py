@@ -1,7 +1,7 @@
-"""A model's chat templates: which there are, and the prompt that one makes of a conversation.
+"""A model's chat templates, and rendering of a conversation to a prompt.
 
-A template is a program out of a model folder, run by `template_worker.py` in a bounded process.
-What messages may hold is in `chat_messages.py`.
+A template is a program from a model folder, run by `template_worker.py` in a bounded process.
+Messages are checked in `chat_messages.py`.
 """
 
 from __future__ import annotations
@@ -42,30 +42,30 @@ _READS_THINKING = re.compile(r"""\.thinking\b|["']thinking["']""")
 _SAID = ("system", "user")
 """Roles whose turns are never left out."""
 
-_NAMED = ("name", "template")  # of several chat templates each has these
+_NAMED = ("name", "template")  # fields of each of several templates
 
 
 class _Refusal(UsageError):
-    """A chat template that fails on a conversation, or refuses it."""
+    """Raised if a chat template fails on a conversation or refuses it."""
 
 
 @dataclass(frozen=True)
 class ChatTemplates:
-    """A model's templates. with_tools: of conversations with tools, where there is one for them."""
+    """A model's templates. with_tools: for conversations with tools, if separate."""
 
     default: str
     with_tools: str | None = None
 
     def names(self, variable: str) -> bool:
-        """Whether one of them speaks of a variable."""
+        """Return True if a template mentions a variable."""
         return variable in self.default or variable in (self.with_tools or "")
 
     def render(self, messages: object, options: Mapping[str, object]) -> str:
-        """The prompt of a conversation, in the first of its `forms` that the template takes and
-        nothing of which it leaves out. An answer that is begun is the prompt's end.
+        """Render a conversation in the first of its `forms` that the template takes completely.
 
-        Raises UsageError for bad messages, options that are no JSON, a template that fails, and an
-        answer that cannot be continued; UnsupportedError for tools that no template shows.
+        A last answer that has begun ends the prompt. Raises UsageError for bad messages, options
+        that are no JSON, a template that fails, and an answer that cannot be continued;
+        UnsupportedError for tools that no template shows.
         """
         template = self.default
         if options.get("tools"):
@@ -79,10 +79,9 @@ class ChatTemplates:
 
 
 def read_templates(folder: Path, config: Mapping[str, Any]) -> ChatTemplates | None:
-    """The folder's `chat_template.jinja` and the one for tools beside it, else what
-    `tokenizer_config.json` holds; None without any.
+    """Read `chat_template.jinja` and its tool template, or those of the tokenizer's config.
 
-    Raises CheckpointError for one of a wrong type or too long.
+    Returns None without any. Raises CheckpointError for one of a wrong type or too long.
     """
     given = config.get("chat_template")
     named: dict[str, object] = {"default": given}
@@ -96,8 +95,9 @@ def read_templates(folder: Path, config: Mapping[str, Any]) -> ChatTemplates | N
 
 
 def checked_templates(default: object, with_tools: object, where: Path) -> ChatTemplates | None:
-    """What a model has; one alone is for all conversations. Raises CheckpointError for a wrong type
-    or a text too long.
+    """Check templates; a single one serves all conversations.
+
+    Raises CheckpointError for a wrong type or a text that is too long.
     """
     texts = [_checked_template(each, where) for each in (default, with_tools)]
     if texts[0] is None:
@@ -118,18 +118,18 @@ def _checked_template(template: object, where: Path) -> str | None:
             f"{where}: the chat template has {len(template)} characters; "
             f"at most {MAX_TEMPLATE_CHARS} are accepted."
         )
-    return template.removeprefix("\ufeff")  # an editor's mark of UTF-8, and no part of a prompt
+    return template.removeprefix("\ufeff")  # a byte order mark is no part of a prompt
 
 
 @dataclass(frozen=True)
 class _Conversation:
-    """A template with the variables that it has beside the messages."""
+    """A template with its variables beside the messages."""
 
     template: str
     options: Mapping[str, object]
 
     def prompt(self, messages: list[dict[str, Any]]) -> str:
-        """See `ChatTemplates.render`."""
+        """Render as `ChatTemplates.render`."""
         messages = without_empty_end(messages)
         refusal, found = None, []
         candidates = forms(messages)
@@ -147,11 +147,11 @@ class _Conversation:
         raise refusal or UsageError("A conversation must be a list of at least one message.")
 
     def _text(self, messages: list[dict[str, Any]]) -> str:
-        """The prompt up to an answer, or to the end of one that is begun."""
+        """Render the prompt up to an answer, or to the end of one that has begun."""
         if messages[-1]["role"] != "assistant":
             return self._rendered(messages, is_begun=False)
-        # As transformers does it: what the template writes behind the text is cut at a mark. A
-        # template that trims takes the mark's space, and the text's with it.
+        # As in transformers: a mark shows where the template's text behind the answer begins. A
+        # template that trims removes the mark's space; then the text's is removed, too.
         mark = f"{secrets.token_hex(12)} "
         last = messages[-1] | {"content": messages[-1]["content"] + mark}
         text = self._rendered([*messages[:-1], last], is_begun=True)
@@ -164,8 +164,9 @@ class _Conversation:
         return text[:end] if text.startswith(mark, end) else text[:end].rstrip()
 
     def _is_whole(self, messages: list[dict[str, Any]]) -> bool:
-        """Whether each turn of system and users is in the prompt: seen by marks in place of what is
-        said, as the same words may stand elsewhere.
+        """Return True if each system and user turn is in the prompt.
+
+        Turns are found by marks that replace their texts, since equal words may occur elsewhere.
         """
         common = secrets.token_hex(8)
         marks = [f"{common}{place:08x}" for place in range(len(messages))]
@@ -188,7 +189,7 @@ class _Conversation:
         return has_role or not left_out
 
     def _has_system_role(self) -> bool:
-        """Whether a first system turn before a user's is in the prompt."""
+        """Return True if a first system turn before a user's appears in the prompt."""
         mark = secrets.token_hex(8)
         turns = [{"role": "system", "content": mark}, {"role": "user", "content": "hello"}]
         try:
@@ -211,7 +212,7 @@ class _Conversation:
 
 
 def _rendered(template: str, variables: Mapping[str, object]) -> str:
-    """Renders in the bounded process (why: see `template_worker`)."""
+    """Render in the bounded process (see `template_worker`)."""
     try:
         size = len(write_json(variables))
     except (TypeError, ValueError) as error:
@@ -234,7 +235,7 @@ def _rendered(template: str, variables: Mapping[str, object]) -> str:
 
 
 def _named_templates(named: list[Any], folder: Path) -> dict[str, object]:
-    """By name; the only one is the default, whatever it is called."""
+    """Map names to templates; a single one is the default under any name."""
     for i, entry in enumerate(named):
         values = [entry.get(key) for key in _NAMED] if isinstance(entry, dict) else [None]
         if not all(isinstance(value, str) for value in values):

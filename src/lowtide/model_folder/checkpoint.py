@@ -1,15 +1,16 @@
-"""What lies where in a model folder's safetensors files.
+"""Tensors in a model folder's safetensors files: names, shapes and byte ranges.
 
-Reads headers only, and believes none of them: every offset is checked against the file before
-anything else sees it. Knows names, shapes and byte ranges; not what the tensors mean.
+Reads headers only, without trusting them: every offset is checked against the file first. Knows
+nothing of what tensors mean.
 
     checkpoint = Checkpoint.open(folder)
     checkpoint.tensors["lm_head.weight"]  # TensorEntry(file=0, offset=..., num_bytes=..., ...)
     checkpoint.files[0].open()  # the file that was checked, or a StorageError
 
-The accepted files are those that the safetensors library accepts (compared with 0.8.0): tensors
-fill the data section without holes, overlaps or trailing bytes, in any order. Two
-things that the library lets pass are refused: a name given twice, and unprintable names.
+Accepts the files that the safetensors library accepts (compared with 0.8.0): tensors fill the data
+  section without holes, overlaps or trailing bytes, in any order. Two things that the library
+  accepts
+are refused: a duplicate name, and unprintable names.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from lowtide.files.mistaken import HEAD_BYTES, mistaken_weights
 from lowtide.files.regular_file import RegularFile, open_regular, read_from
 
 MAX_HEADER_BYTES = 100_000_000
-"""The limit of the safetensors format; an index file is held to it too."""
+"""Limit of the safetensors format; also applied to index files."""
 
 SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
@@ -47,16 +48,16 @@ DTYPE_BITS = {
     **dict.fromkeys(("U32", "I32", "F32"), 32),
     **dict.fromkeys(("U64", "I64", "F64", "C64"), 64),
 }
-"""Bits per element of every type the format has; not all of them can be computed with."""
+"""Bits per element of every type in the format; not all of them are supported."""
 
 _SHARD = re.compile(r"model-([0-9]{5})-of-([0-9]{5})\.safetensors")
 _MAX_ELEMENTS = 2**63
 
 
 class ArrayView(NamedTuple):
-    """What of a tensor something stored fills, in the order of the file.
+    """The part of a tensor that stored data fills, in the order of the file.
 
-    That of the tensor in `shape`, from `start` to `stop` of its `axis`, axes in this `order`.
+    It is the tensor in `shape`, from `start` to `stop` of its `axis`, with axes in this `order`.
     """
 
     shape: tuple[int, ...]
@@ -67,19 +68,19 @@ class ArrayView(NamedTuple):
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
-        """In the order of the file."""
+        """Shape in the order of the file."""
         chosen = list(self.shape)
         chosen[self.axis] = len(range(*slice(self.start, self.stop).indices(chosen[self.axis])))
         return tuple(chosen[axis] for axis in self.order)
 
     def of(self, array: NDArray[Any]) -> NDArray[Any]:
-        """A view of a contiguous array of the tensor's elements."""
+        """View the part of a contiguous array of the tensor's elements."""
         chosen = (slice(None),) * self.axis + (slice(self.start, self.stop),)
         return array.reshape(self.shape)[chosen].transpose(self.order)
 
 
 class StoredPart(NamedTuple):
-    """A stored tensor that is not one of the model's as it lies there."""
+    """A stored tensor that must be rearranged to become one of the model's, or part of one."""
 
     file: int
     offset: int
@@ -89,19 +90,23 @@ class StoredPart(NamedTuple):
 
 
 class TensorEntry(NamedTuple):
-    """One tensor's place."""
+    """Place and type of one tensor."""
 
     file: int  # index into Checkpoint.files
     offset: int  # of its first byte, from the start of the file; aligned to nothing
     num_bytes: int
     dtype: str  # the format's name: "BF16"
     shape: tuple[int, ...]
-    parts: tuple[StoredPart, ...] = ()  # what it is put together of; its place is the first's
-    tensors: tuple[TensorEntry, ...] = ()  # that a format has it in; its place is the first's
+    parts: tuple[
+        StoredPart, ...
+    ] = ()  # parts that it is assembled from; its place is that of the first
+    tensors: tuple[
+        TensorEntry, ...
+    ] = ()  # tensors of a multi-tensor format; its place is that of the first
 
     @property
     def places(self) -> Sequence[TensorEntry | StoredPart]:
-        """All that is stored of it."""
+        """Everything stored of the tensor."""
         return self.parts or self.tensors or (self,)
 
 
@@ -114,10 +119,10 @@ class Checkpoint:
 
     @classmethod
     def open(cls, folder: Path) -> Checkpoint:
-        """Reads the headers in `folder`: `model.safetensors`, or an index and its shards.
+        """Read the headers in `folder`: `model.safetensors`, or an index and its shards.
 
         Shards named `model-00001-of-00003.safetensors` need no index. Raises CheckpointError,
-        naming the file and the numbers, if anything is missing, damaged or contradictory.
+        naming the file and the numbers, for anything missing, damaged or contradictory.
         """
         names, weight_map = _find_files(folder)
         headers = [read_header(folder / name) for name in names]
@@ -127,7 +132,7 @@ class Checkpoint:
 
     @classmethod
     def of_headers(cls, headers: Sequence[tuple[RegularFile, bytes]]) -> Checkpoint:
-        """From files and the JSON of their headers; of the files, path and size are looked at.
+        """Make a checkpoint of files (path and size) and the JSON of their headers.
 
         Raises CheckpointError as `open` does.
         """
@@ -144,7 +149,7 @@ class Checkpoint:
 
 
 def read_header(path: Path) -> tuple[RegularFile, bytes]:
-    """A safetensors file and the JSON of its header. Raises CheckpointError."""
+    """Read a safetensors file's header as JSON. Raises CheckpointError."""
     with open_regular(path, CheckpointError) as (stream, file):
         start = read_from(stream, HEAD_BYTES, path, CheckpointError)
         header_bytes = header_num_bytes(start, file.num_bytes, path)
@@ -157,8 +162,9 @@ def read_header(path: Path) -> tuple[RegularFile, bytes]:
 
 
 def header_num_bytes(start: bytes, file_bytes: int, path: Path) -> int:
-    """Bytes of a header, from the file's first ones, `LENGTH_BYTES` at least. Raises
-    CheckpointError.
+    """Return the size of a header from the file's first `LENGTH_BYTES` or more.
+
+    Raises CheckpointError.
     """
     if start[LENGTH_BYTES : LENGTH_BYTES + 1] not in (b"", b"{"):
         found = mistaken_weights(start)
@@ -180,9 +186,9 @@ def header_num_bytes(start: bytes, file_bytes: int, path: Path) -> int:
 
 
 def shard_names(names: Collection[str], where: str) -> tuple[str, ...]:
-    """The weight files among those of a folder, in order, where no index is needed to know them.
+    """Return a folder's weight files, in order, if their names need no index.
 
-    Raises CheckpointError, saying `where`, if there are none, or not all of them.
+    Raises CheckpointError, naming `where`, if there are none, or not all of them.
     """
     if SINGLE_NAME in names:
         return (SINGLE_NAME,)
@@ -208,7 +214,7 @@ def shard_names(names: Collection[str], where: str) -> tuple[str, ...]:
 
 
 def checked_weight_map(index: Mapping[str, Any], source: str) -> dict[str, str]:
-    """An index's map from tensor to file name. Raises CheckpointError naming `source`."""
+    """Return an index's map from tensor to file name. Raises CheckpointError naming `source`."""
     weight_map = index.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{source} has no weight_map, or an empty one.")
@@ -222,7 +228,7 @@ def checked_weight_map(index: Mapping[str, Any], source: str) -> dict[str, str]:
 
 
 def _find_files(folder: Path) -> tuple[tuple[str, ...], dict[str, str]]:
-    """File names in order, and the index's map from tensor to file name (empty without one)."""
+    """Return file names in order, and the index's map from tensor to file (or an empty one)."""
     if not os.path.isdir(folder):
         raise CheckpointError(f"{folder} is not a folder.")
     if os.path.lexists(folder / SINGLE_NAME):
@@ -257,7 +263,7 @@ def _check_index(
 
 
 def _entries(file: RegularFile, data: bytes, index: int) -> dict[str, TensorEntry]:
-    """A file's tensors by name, from its header."""
+    """Read a file's tensors by name from its header."""
     path, size = file.path, file.num_bytes
     header = parse_object(data, f"The header of {path}")
     metadata = header.pop("__metadata__", None)
@@ -284,7 +290,7 @@ def _entry(
     size: int,
     shapes: dict[tuple[int, ...], tuple[int, ...]],
 ) -> TensorEntry:
-    """One checked entry; ValueError says what is wrong with it."""
+    """Check one entry; raises ValueError with the reason."""
     if not name.isprintable():
         raise ValueError(f"tensor name {shown(name)} has unprintable characters")
     if not isinstance(item, dict):
@@ -347,7 +353,7 @@ def _check_coverage(entries: Iterable[TensorEntry], start: int, file: RegularFil
 
 
 def _begins_another(file: RegularFile, offset: int) -> bool:
-    """Whether a header begins there; not of a file on the hub, which is not here."""
+    """Return True if another header begins there; False for a hub file that is not here."""
     try:
         with open_regular(file.path) as (stream, _):
             stream.seek(offset)

@@ -1,6 +1,6 @@
-"""What demo models are trained on: tasks with one right answer each, drawn from a seed.
+"""Training tasks of the demo models: questions with one right answer, drawn from a seed.
 
-One question of ten is held out, by a hash of it; training never sees one, in whatever words.
+One question of ten is held out, by its hash; training never sees it in any wording.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Example(NamedTuple):
 
 
 def draw(task: str, source: random.Random, is_held_out: bool) -> Example:
-    """An example of one task, of what training sees or of what it does not."""
+    """Draw an example of one task, from the training or the held-out questions."""
     make, phrases = TASKS[task]
     while True:
         question, answer = make(source)
@@ -33,17 +33,17 @@ def draw(task: str, source: random.Random, is_held_out: bool) -> Example:
 
 
 def held_out(task: str, question: str) -> bool:
-    """Whether training leaves a question out."""
+    """Return True if training leaves a question out."""
     return int(hashlib.sha256(f"{task} {question}".encode()).hexdigest(), 16) % 10 == 0
 
 
 def as_turn(example: Example) -> str:
-    """A question and its answer as the demo models' chat template writes them."""
+    """Format an example by the demo models' chat template."""
     return f"<|user|>{example.prompt}<|role_end|><|assistant|>{example.answer}<|role_end|>"
 
 
 def held_out_text() -> str:
-    """A conversation of questions that training left out, about 60,000 characters."""
+    """Make a conversation of held-out questions, about 60,000 characters."""
     source = random.Random(0)
     turns = (draw(source.choice(SHORT_TASKS), source, True) for _ in range(NUM_TEXT_TURNS))
     return "".join(map(as_turn, turns))
@@ -69,7 +69,7 @@ def _roman(source: random.Random) -> Example:
 
 
 def _json_end(source: random.Random) -> Example:
-    """What closes every bracket that is open."""
+    """Draw a JSON text with open brackets, and the text that closes them."""
     text, end = "", ""
     for _ in range(source.randint(1, 4)):
         if source.random() < 0.5:
@@ -80,7 +80,7 @@ def _json_end(source: random.Random) -> Example:
 
 
 def _json_value(source: random.Random) -> Example:
-    """One key's value."""
+    """Draw a JSON object and a question for one key's value."""
     values = {key: source.randrange(1000) for key in source.sample(KEYS, source.randint(2, 4))}
     key = source.choice(list(values))
     return Example(f"{key} of {json.dumps(values)}", str(values[key]))
@@ -90,7 +90,7 @@ def _json_value(source: random.Random) -> Example:
 
 
 def _sudoku(source: random.Random) -> Example:
-    """10 to 14 blanks, each of which follows from the digits around it, one after the other."""
+    """Draw a grid of 10 to 14 blanks, each of which follows from the digits around it in turn."""
     grid = _shuffled(source.choice(_full_grids()), source)
     while True:
         blanks = set(source.sample(range(36), source.randint(10, 14)))
@@ -110,7 +110,7 @@ def _full_grids() -> list[list[int]]:
 
 
 def _filled(grid: list[int], source: random.Random) -> list[int]:
-    """The grid with its blanks filled at random; empty where that cannot be done."""
+    """Fill a grid's blanks at random; return an empty list if that is impossible."""
     blanks = [cell for cell, digit in enumerate(grid) if not digit]
     if not blanks:
         return grid
@@ -123,7 +123,7 @@ def _filled(grid: list[int], source: random.Random) -> list[int]:
 
 
 def _shuffled(grid: Sequence[int], source: random.Random) -> list[int]:
-    """Another full grid: other digits, and rows and columns in another order."""
+    """Permute digits, rows and columns of a full grid."""
     bands = source.sample((0, 2, 4), 3)
     rows = [band + row for band in bands for row in source.sample((0, 1), 2)]
     stacks = source.sample((0, 3), 2)
@@ -133,7 +133,7 @@ def _shuffled(grid: Sequence[int], source: random.Random) -> list[int]:
 
 
 def _options(grid: Sequence[int], cell: int) -> list[int]:
-    """What a cell may be, by its row, its column and its box."""
+    """Return the digits allowed in a cell by its row, column and box."""
     seen = {grid[other] for other in _peers()[cell]}
     return [digit for digit in range(1, 7) if digit not in seen]
 
@@ -170,6 +170,6 @@ TASKS: dict[str, tuple[Callable[[random.Random], Example], tuple[str, ...]]] = {
     "json value": (_json_value, ("Get {}", "What is {}?")),
     "sudoku": (_sudoku, ("Solve sudoku:\n{}",)),
 }
-"""How each task draws a question with its answer, and the words that may ask for it."""
+"""By task: the function that draws a question and answer, and phrases that ask it."""
 
 SHORT_TASKS = [task for task in TASKS if task != "sudoku"]

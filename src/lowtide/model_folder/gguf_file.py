@@ -1,4 +1,4 @@
-"""Which GGUF file is meant: by its path, as the only model of a folder, by its tag on the hub."""
+"""Choice of a GGUF file: by path, as a folder's only model, or by tag on the hub."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ from lowtide.files.regular_file import open_regular, read_from
 
 MAGIC = b"GGUF"
 SPLIT = re.compile(r"(.*)-([0-9]{5})-of-([0-9]{5})\.gguf")
-"""The name of one of several files: the first has number 1."""
+"""Name of one of several files; the first has number 1."""
 
 USUAL_TAGS = ("Q4_K_M", "Q4_0", "Q8_0", "MXFP4")
-"""What is taken, in this order, of a repository with several models where no tag says which."""
+"""Quantisations chosen, in this order, from a repository if no tag is given."""
 
 _TAG = re.compile(r"(?:UD-)?(?:I?Q[0-9]\w*|BF16|F16|F32|MXFP4\w*)$", re.IGNORECASE | re.ASCII)
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether a model's path is that of a GGUF file: by its name, or by its first bytes, for files
-    that are kept without one. Raises CheckpointError for one that cannot be read.
+    """Return True if a path is a GGUF file, by its name or, for files without suffix, first bytes.
+
+    Raises CheckpointError for a file that cannot be read.
     """
     if path.is_dir() or not path.exists():
         return False
@@ -34,7 +35,7 @@ def is_gguf(path: Path) -> bool:
 
 
 def first_gguf(folder: Path) -> Path | None:
-    """The one GGUF model in a folder; None if there is none. Raises CheckpointError for several."""
+    """Return a folder's only GGUF model, or None. Raises CheckpointError for several."""
     models = gguf_models(path.name for path in folder.glob("*.gguf"))
     if len(models) > 1:
         names = ", ".join(files[0] for files in list(models.values())[:4])
@@ -50,8 +51,10 @@ def first_gguf(folder: Path) -> Path | None:
 
 
 def gguf_models(names: Iterable[str]) -> dict[str, tuple[str, ...]]:
-    """The GGUF models among files: all files of each, in order, by its path without number and
-    suffix. Files that accompany models (of images, importance matrices) are left out.
+    """Group files into GGUF models by their path without number and suffix.
+
+    Each has all its files in order. Files that accompany models (image projectors, importance
+    matrices) are left out.
     """
     models: dict[str, list[str]] = {}
     for name in sorted(names):
@@ -63,13 +66,13 @@ def gguf_models(names: Iterable[str]) -> dict[str, tuple[str, ...]]:
 
 
 def is_whole(files: tuple[str, ...]) -> bool:
-    """Whether a model's files are all that their names announce."""
+    """Return True if a model's files are complete by their numbering."""
     split = SPLIT.fullmatch(files[0])
     return split is None or len(files) == int(split[3])
 
 
 def tag_of(stem: str) -> str:
-    """What tells a model from the others of its repository: its quantisation, or its name."""
+    """Return the tag of a model in its repository: its quantisation, or its name."""
     found = _TAG.search(stem)
     return found[0] if found else f"{stem.rpartition('/')[2]}.gguf"
 
@@ -77,10 +80,11 @@ def tag_of(stem: str) -> str:
 def choose_gguf(
     models: Mapping[str, tuple[str, ...]], tag: str | None, where: str
 ) -> tuple[str, ...]:
-    """The files of the model that a tag names; without one the only model, or a usual one.
+    """Return the files of the model that a tag names, or without one the only or a usual model.
 
-    tag: a quantisation, in any case, or a file's path. Raises CheckpointError, naming the tags
-    that there are, where none or several are meant.
+    tag: a quantisation, in any case, or a file's path.
+
+    Raises CheckpointError, naming the available tags, if none or several match.
     """
     if tag is None and len(models) == 1:
         return next(iter(models.values()))

@@ -1,8 +1,8 @@
-"""What one GGUF file says of itself: its metadata, and where its tensors lie.
+"""Header of one GGUF file: its metadata and the places of its tensors.
 
-Reads the header only, and believes none of it: every length and count is checked against the file
-before anything is made of it. Arrays stay bytes until their elements are asked for. Knows
-nothing of what keys and tensors mean. The format is ggml's, versions 2 and 3, little-endian.
+Reads the header only, without trusting it: every length and count is checked against the file
+first. Arrays stay bytes until their elements are asked for. Knows nothing of what keys and tensors
+mean. The format is ggml's, versions 2 and 3, little-endian.
 
     header = GgufHeader.read(path)
     header.metadata["general.architecture"], header.tensors["token_embd.weight"].offset
@@ -33,10 +33,10 @@ from lowtide.formats.plain import FORMATS as PLAIN
 from lowtide.model_folder.gguf_file import MAGIC
 
 MAX_HEADER_BYTES = 64 << 20
-"""Vocabularies of a few hundred thousand tokens and their merges take some ten MB."""
+"""Limit of a header; vocabularies of a few hundred thousand tokens take some ten MB."""
 
 MAX_ENTRIES = 1 << 20
-"""Keys, and tensors, of one file."""
+"""Most keys, and most tensors, of one file."""
 
 MAX_NAME_BYTES = 65535
 
@@ -52,14 +52,14 @@ _STRING, _ARRAY, _FLOAT32 = 8, 9, 6
 Value = int | float | bool | str
 
 ReadAt = Callable[[int, int], bytes]
-"""Bytes of a file from an offset on, where the last ones ended; at most so many."""
+"""Reads up to n bytes of a file from an offset on, where the previous read ended."""
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class GgufArray:
-    """An array of metadata, still as it is stored."""
+    """An array of metadata, still as stored."""
 
-    kind: int  # of its elements, by the format's number
+    kind: int  # number of the element type
     num_elements: int
     data: bytes
 
@@ -68,7 +68,7 @@ class GgufArray:
         return self.kind == _STRING
 
     def strings(self) -> Iterator[str]:
-        """Its texts; what is not UTF-8 is replaced. Raises CheckpointError for other kinds."""
+        """Yield the texts, with invalid UTF-8 replaced. Raises CheckpointError for other kinds."""
         if self.kind != _STRING:
             raise CheckpointError(f"An array of {self.num_elements} values holds no texts.")
         start = 0
@@ -78,7 +78,7 @@ class GgufArray:
             start = stop
 
     def numbers(self) -> list[int | float]:
-        """Its numbers. Raises CheckpointError for texts."""
+        """Return the numbers. Raises CheckpointError for texts."""
         if self.kind == _STRING:
             raise CheckpointError(f"An array of {self.num_elements} texts holds no numbers.")
         dtype = np.dtype(_SCALARS[self.kind])
@@ -89,10 +89,10 @@ class GgufArray:
 
 
 class GgufTensor(NamedTuple):
-    """One tensor's place."""
+    """Place and type of one tensor."""
 
     format: MatrixFormat
-    shape: tuple[int, ...]  # rows first, as everywhere but in the file
+    shape: tuple[int, ...]  # rows first, unlike in the file
     offset: int  # of its first byte, from the start of the file
     num_bytes: int
 
@@ -111,8 +111,10 @@ class GgufHeader:
 
     @classmethod
     def read(cls, path: Path) -> GgufHeader:
-        """Raises CheckpointError, naming the file and the numbers, for a file that is truncated,
-        damaged or contradictory, UnsupportedError for a type that weights are not read from.
+        """Read a file's header.
+
+        Raises CheckpointError, naming the file and the numbers, for a file that is truncated,
+        damaged or contradictory, UnsupportedError for an unsupported type of weights.
         """
         with open_regular(path, CheckpointError) as (stream, file):
             return cls.parse(
@@ -121,7 +123,7 @@ class GgufHeader:
 
     @classmethod
     def parse(cls, read: ReadAt, file: RegularFile) -> GgufHeader:
-        """The header of a file of which `read` has the bytes; raises as `GgufHeader.read` does."""
+        """Parse the header of a file whose bytes `read` returns; raises as `GgufHeader.read`."""
         cursor = _Cursor(read, file)
         num_tensors, num_keys = _counts(cursor)
         values = [_key_and_value(cursor) for _ in range(num_keys)]
@@ -137,7 +139,7 @@ class GgufHeader:
 
 
 class _Entry(NamedTuple):
-    """A tensor as the header has it: `offset` is from the start of the data."""
+    """A tensor in the header; `offset` is from the start of the data."""
 
     name: str
     format: MatrixFormat
@@ -147,7 +149,7 @@ class _Entry(NamedTuple):
 
 
 class _Cursor:
-    """Reads on through a header, as much of the file as it needs."""
+    """Sequential reader of a header, which reads as much of the file as needed."""
 
     def __init__(self, read: ReadAt, file: RegularFile) -> None:
         self.buffer = bytearray()
@@ -159,7 +161,7 @@ class _Cursor:
         raise CheckpointError(f"{self.file.path}: {problem}.")
 
     def need(self, stop: int) -> None:
-        """Has the file's bytes up to `stop` in the buffer."""
+        """Read the file's bytes up to `stop` into the buffer."""
         if stop <= len(self.buffer):
             return
         if stop > self.file.num_bytes:
@@ -210,7 +212,7 @@ class _Cursor:
 
 
 def _counts(cursor: _Cursor) -> tuple[int, int]:
-    """The numbers of tensors and of metadata keys; checks the magic and the version first."""
+    """Check the magic and version; return the numbers of tensors and metadata keys."""
     cursor.need(min(HEAD_BYTES, cursor.file.num_bytes))
     if cursor.buffer[: len(MAGIC)] != MAGIC:
         _fail_without_magic(cursor)
@@ -241,7 +243,7 @@ def _fail_without_magic(cursor: _Cursor) -> NoReturn:
 
 
 def _of_pieces(path: Path) -> str:
-    """For the end of a message about a file that may be one of several that were cut apart."""
+    """Return the end of a message about a file that may be one piece of a cut file."""
     if not _PIECE.search(path.name):
         return ""
     return "; its name is that of one piece of a file: join the pieces in order with cat"
@@ -257,7 +259,7 @@ def _key_and_value(cursor: _Cursor) -> tuple[str, Value | GgufArray]:
     if kind not in _SCALARS:
         cursor.fail(f"the key {shown(key)} has a value of the unknown kind {kind}")
     value = cursor.scalar(_SCALARS[kind])
-    # The shortest decimal that it is in float32: what a config.json had said.
+    # The shortest decimal of the float32, as config.json would have it.
     return key, float(str(np.float32(value))) if kind == _FLOAT32 else value
 
 
@@ -311,7 +313,7 @@ def _tensor(cursor: _Cursor) -> _Entry:
 
 
 def _format(cursor: _Cursor, tensor: str, number: int) -> MatrixFormat:
-    """The format of a ggml type's number. Raises UnsupportedError, with the type's name."""
+    """Return the format of a ggml type's number. Raises UnsupportedError naming the type."""
     name, supported = TYPE_NAMES.get(number, f"number {number}"), _supported()
     if name not in supported:
         raise UnsupportedError(
@@ -323,7 +325,7 @@ def _format(cursor: _Cursor, tensor: str, number: int) -> MatrixFormat:
 
 @functools.cache
 def _supported() -> Mapping[str, MatrixFormat]:
-    """By ggml's name."""
+    """Map ggml's names to supported formats."""
     packed = {each.ggml_name: each for each in PACKED}
     return {**packed, **{each.name: each for each in PLAIN}}
 
@@ -336,8 +338,10 @@ def _alignment(cursor: _Cursor, metadata: Metadata) -> int:
 
 
 def _placed(entries: list[_Entry], alignment: int, cursor: _Cursor) -> dict[str, GgufTensor]:
-    """Tensors by name. As ggml demands, each begins where the one before it ends, so that a type
-    that takes other bytes than a tensor has is found by the next offset or the file's end.
+    """Place tensors by name.
+
+    ggml requires each to begin where the previous one ends, so a type of another size is detected
+    by the next offset or the file's end.
     """
     start, end, last = align_up(cursor.position, alignment), 0, ""
     tensors: dict[str, GgufTensor] = {}

@@ -1,4 +1,4 @@
-"""A GGUF file, or a set of them, as a model: its `config.json` and its tensors, by our names.
+"""A model in one or several GGUF files: its `config.json` and its tensors, by our names.
 
 model = GgufModel.open(path)  # the file, or the first of a split
 config = model.config()
@@ -32,8 +32,8 @@ from lowtide.families.unsupported import SOME_THAT_RUN
 from lowtide.files.json_file import shown
 from lowtide.files.regular_file import RegularFile
 from lowtide.model_folder.checkpoint import Checkpoint, StoredPart, TensorEntry
-from lowtide.model_folder.further_layers import warn_of_further_layers
-from lowtide.model_folder.gguf_ends import ending_ids
+from lowtide.model_folder.extra_layers import warn_of_extra_layers
+from lowtide.model_folder.gguf_eos import ending_ids
 from lowtide.model_folder.gguf_file import MAGIC, SPLIT
 from lowtide.model_folder.gguf_header import GgufArray, GgufHeader, GgufTensor, Metadata
 from lowtide.model_folder.gguf_tokenizer import gguf_tokenizer
@@ -43,11 +43,11 @@ _MAX_FILES = 4096
 _MAX_VECTOR_BYTES = 65536
 
 ReadPart = Callable[[RegularFile, int, int], bytes]
-"""Bytes of a file from an offset on, so many; fewer only where it ends."""
+"""Reads n bytes of a file from an offset on; fewer only at its end."""
 
 
 def _local_part(file: RegularFile, offset: int, num_bytes: int) -> bytes:
-    """A `ReadPart` of this machine. Raises StorageError where it cannot be read."""
+    """Read part of a local file. Raises StorageError."""
     descriptor = file.open()
     try:
         return os.pread(descriptor, num_bytes, offset)
@@ -59,7 +59,7 @@ def _local_part(file: RegularFile, offset: int, num_bytes: int) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class GgufModel:
-    """The headers of a model's files, the first of which has its metadata."""
+    """The headers of a model's files; the first one has its metadata."""
 
     headers: tuple[GgufHeader, ...]
     architecture: GgufArchitecture
@@ -72,9 +72,10 @@ class GgufModel:
         read_header: Callable[[Path], GgufHeader] = GgufHeader.read,
         read_part: ReadPart = _local_part,
     ) -> GgufModel:
-        """read_header, read_part: of files that are elsewhere. Raises CheckpointError for files
-        that are damaged, missing or contradict each other, UnsupportedError for an architecture or
-        type that is not read.
+        """Open a model; read_header, read_part: for files elsewhere.
+
+        Raises CheckpointError for files that are damaged, missing or contradictory,
+        UnsupportedError for an unsupported architecture or type.
         """
         first = read_header(path)
         try:
@@ -96,7 +97,7 @@ class GgufModel:
         return self.headers[0].metadata
 
     def config(self, overrides: Mapping[str, object] = NOTHING) -> ModelConfig:
-        """What the model is; `overrides` as in `read_config_in`, whose errors it raises."""
+        """Return the model's configuration; `overrides` and errors as in `read_config_in`."""
         shapes = {n: t.shape for header in self.headers for n, t in header.tensors.items()}
         keys = GgufKeys(self.architecture.name, self.metadata, shapes, self._vector)
         try:
@@ -111,9 +112,9 @@ class GgufModel:
             ) from None
 
     def _vector(self, name: str) -> list[float]:
-        """The numbers of a short tensor.
+        """Read the numbers of a short tensor.
 
-        Raises CheckpointError for another, StorageError where it cannot be read.
+        Raises CheckpointError for other tensors, StorageError if it cannot be read.
         """
         header = next(each for each in self.headers if name in each.tensors)
         tensor = header.tensors[name]
@@ -129,7 +130,7 @@ class GgufModel:
         return numbers
 
     def tokenizer(self) -> Tokenizer | None:
-        """None where the file has none. Raises CheckpointError or UnsupportedError."""
+        """Return the tokenizer, or None without one. Raises CheckpointError or UnsupportedError."""
         tokens, embedding = self.metadata.get("tokenizer.ggml.tokens"), "token_embd.weight"
         rows = [h.tensors[embedding].shape[0] for h in self.headers if embedding in h.tensors]
         # Before anything is made of them: millions take a minute.
@@ -141,19 +142,19 @@ class GgufModel:
         return gguf_tokenizer(self.metadata, self.path)
 
     def checkpoint(self, config: ModelConfig) -> Checkpoint:
-        """Where its tensors lie, by the names of the family's schema.
+        """Locate the tensors by the names of the family's schema.
 
-        Raises CheckpointError for two of one name or parts that do not fit their tensor, and
-        UnsupportedError for a tensor that is not known: without it the answers would be wrong.
+        Raises CheckpointError for duplicate names or parts that do not fit their tensor, and
+        UnsupportedError for an unknown tensor, without which answers would be wrong.
         """
         tensors: dict[str, TensorEntry] = {}
         arranged: list[_Found] = []
         names = (name for header in self.headers for name in header.tensors)
-        warn_of_further_layers(names, "blk.", config.num_layers)
+        warn_of_extra_layers(names, "blk.", config.num_layers)
         for file, header in enumerate(self.headers):
             for name, tensor in self._divided(header, config):
                 if layer_of(name) >= config.num_layers:
-                    continue  # for the prediction of further tokens
+                    continue  # predicts further tokens; not computed
                 ours, found = self.architecture.name_of(name), _Found(name, tensor, file)
                 if ours is None:
                     raise UnsupportedError(
@@ -170,7 +171,7 @@ class GgufModel:
         return Checkpoint(tuple(header.file for header in self.headers), tensors)
 
     def _divided(self, header: GgufHeader, config: ModelConfig) -> Iterator[tuple[str, GgufTensor]]:
-        """A file's tensors, queries, keys and values apart where the family has them so."""
+        """Yield a file's tensors, dividing fused queries, keys and values if necessary."""
         spec = config.attention
         for name, tensor in header.tensors.items():
             if FUSED_QKV not in name or self.architecture.name_of(name) is not None:
@@ -190,7 +191,7 @@ class GgufModel:
 
 
 class _Found(NamedTuple):
-    """A tensor in a file of the set."""
+    """A tensor in one of the files."""
 
     name: str
     tensor: GgufTensor
@@ -206,8 +207,9 @@ class _Found(NamedTuple):
 def _put_together(
     found: Sequence[_Found], whole: Collection[str], config: ModelConfig
 ) -> dict[str, TensorEntry]:
-    """What lies otherwise in the files than in memory; parts of what is there `whole`, too, are
-    left out. Raises CheckpointError for parts that do not fill their tensor.
+    """Assemble tensors whose layout differs in memory, except those also present `whole`.
+
+    Raises CheckpointError for parts that do not fill their tensor.
     """
     parts: dict[str, list[StoredPart]] = {}
     for each in found:
@@ -247,7 +249,7 @@ def _check_not_joined(header: GgufHeader, read_part: ReadPart) -> None:
 
 
 def _others(path: Path, first: GgufHeader) -> list[Path]:
-    """The other files of a split, in order. Raises CheckpointError for a wrong name."""
+    """Return the other files of a split, in order. Raises CheckpointError for a wrong name."""
     count = first.metadata.get("split.count", 1)
     if not isinstance(count, int) or not 0 <= count <= _MAX_FILES:
         raise CheckpointError(f"{path}: split.count is {shown(count)}.")
@@ -290,7 +292,7 @@ def _check_split(headers: Sequence[GgufHeader]) -> None:
 
 
 def _token_ids(metadata: Metadata) -> dict[str, object]:
-    """The ids that end a text or a turn, as `config.json` has them."""
+    """Return the special token ids as `config.json` has them."""
     ends = ending_ids(metadata)
     ids: dict[str, object] = {"eos_token_id": ends} if ends else {}
     pad = metadata.get("tokenizer.ggml.padding_token_id")

@@ -1,7 +1,7 @@
-"""The tokenizer and chat template that a GGUF file has in its metadata.
+"""The tokenizer and chat template in a GGUF file's metadata.
 
-Made into what a `tokenizer.json` would be, with the tokenizers library: byte-level BPE ("gpt2"), or
-the pieces of a sentence-piece model ("llama"), whose merges follow from their scores.
+Converted to a `tokenizer.json` of the tokenizers library: byte-level BPE ("gpt2"), or the pieces of
+a sentence-piece model ("llama"), whose merges follow from their scores.
 """
 
 from __future__ import annotations
@@ -17,22 +17,25 @@ from lowtide.errors import CheckpointError, UnsupportedError
 from lowtide.families.unsupported import SOME_THAT_RUN
 from lowtide.files.json_file import shown
 from lowtide.model_folder.chat_template import checked_templates
-from lowtide.model_folder.gguf_ends import CONTROL
+from lowtide.model_folder.gguf_eos import CONTROL
 from lowtide.model_folder.gguf_header import GgufArray, Metadata
-from lowtide.model_folder.gguf_words import WORDS, merged_pair
+from lowtide.model_folder.gguf_pretokenizers import WORD_RULES, merged_pair
 from lowtide.model_folder.tokenizer import Tokenizer, begin_texts, blamed
 
 MAX_TOKENS = 1 << 21
 MAX_MERGES_PER_TOKEN = 16
-"""Llama 3 and gpt-oss have two, as every way to make a token is listed."""
+"""Llama 3 and gpt-oss have two per token, since every way to make a token is listed."""
 
 MOST_TEXT_BYTES = 1 << 20
 BYTES_PER_TEXT = 64
-"""So many bytes have texts of an array, on average, beyond the first MiB: the tokenizers library
-takes a hundred times a long token's bytes. Published ones have 10 to 20, lengths included."""
+"""Limit of average bytes per text of an array, beyond the first MiB.
+
+The tokenizers library takes a hundred times a long token's bytes. Published arrays have 10 to 20,
+lengths included.
+"""
 
 MAX_PIECE_CHARS = 128
-"""Longest piece whose merges are looked for. Published pieces have 16, runs of spaces more."""
+"""Longest piece whose merges are searched. Published pieces have 16, runs of spaces more."""
 
 _TEMPLATE_KEY = "tokenizer.chat_template"
 _USER_DEFINED = 4
@@ -41,12 +44,12 @@ _SPECIAL = {"bos": "bos_token", "eos": "eos_token", "padding": "pad_token", "mas
 
 
 def gguf_tokenizer(metadata: Metadata, path: Path) -> Tokenizer | None:
-    """None for a file without one, or whose kind is called "none".
+    """Build the tokenizer, or return None for a file without one.
 
-    Raises CheckpointError for one that is damaged, UnsupportedError for a kind by its name.
+    Raises CheckpointError for one that is damaged, UnsupportedError for an unsupported kind.
     """
     kind = metadata.get("tokenizer.ggml.model")
-    if kind is None or kind == "none":  # llama.cpp's word for it
+    if kind is None or kind == "none":  # llama.cpp's name for no tokenizer
         return None
     kinds = {"gpt2": _byte_level, "llama": _sentence_pieces}
     if not isinstance(kind, str) or kind not in kinds:
@@ -68,19 +71,19 @@ def gguf_tokenizer(metadata: Metadata, path: Path) -> Tokenizer | None:
 
 
 def _adds_bos(metadata: Metadata, kind: str) -> bool:
-    """Whether a text begins with a token for that where the file does not say."""
-    words = WORDS.get(str(metadata.get("tokenizer.ggml.pre")))
+    """Return True if a text begins with a BOS token by default."""
+    words = WORD_RULES.get(str(metadata.get("tokenizer.ggml.pre")))
     return kind == "llama" or (words is not None and words.adds_bos)
 
 
 def _byte_level(metadata: Metadata, tokens: Sequence[str], path: Path) -> tokenizers.Tokenizer:
     name = metadata.get("tokenizer.ggml.pre", "default")
-    words = WORDS.get(name) if isinstance(name, str) else None
+    words = WORD_RULES.get(name) if isinstance(name, str) else None
     if words is None:
         raise UnsupportedError(
             f"{path}: its tokenizer cuts words by the rule {shown(name)}, which is not known; "
-            f"known: {', '.join(WORDS)}. Choose another file of the model, converted again: old "
-            "ones do not say their rule."
+            f"known: {', '.join(WORD_RULES)}. Choose another file of the model, converted again: "
+            "old ones do not say their rule."
         )
     pairs, most = [], MAX_MERGES_PER_TOKEN * len(tokens)
     for merge in _strings(metadata, "tokenizer.ggml.merges", path, most):
@@ -122,7 +125,7 @@ def _sentence_pieces(metadata: Metadata, tokens: Sequence[str], path: Path) -> t
 
 
 def _merges(vocabulary: Mapping[str, int], scores: Sequence[float]) -> list[tuple[str, str]]:
-    """Every pair of pieces whose text is a piece, too: best score of that first."""
+    """Return all pairs of pieces that form a piece, best score first."""
     found = []
     for piece, number in vocabulary.items():
         if len(piece) > MAX_PIECE_CHARS:
@@ -135,7 +138,7 @@ def _merges(vocabulary: Mapping[str, int], scores: Sequence[float]) -> list[tupl
 
 
 def _vocabulary(tokens: Sequence[str]) -> dict[str, int]:
-    """The id of each token; the first one where a token is listed twice."""
+    """Map tokens to ids, the first id of a duplicate."""
     vocabulary: dict[str, int] = {}
     for number, token in enumerate(tokens):
         vocabulary.setdefault(token, number)
@@ -145,13 +148,13 @@ def _vocabulary(tokens: Sequence[str]) -> dict[str, int]:
 def _add_tokens(
     backend: tokenizers.Tokenizer, kinds: Sequence[float], tokens: Sequence[str]
 ) -> None:
-    """Those that are found in a text before it is cut into words; they have their ids already."""
+    """Add the tokens that are found before a text is split into words; they keep their ids."""
     added = [
         tokenizers.AddedToken(token, special=kind == CONTROL, normalized=False)
         for token, kind in zip(tokens, kinds, strict=False)
         if kind in (CONTROL, _USER_DEFINED) and token
     ]
-    backend.add_tokens(added)  # at once: every call makes its search for all of them again
+    backend.add_tokens(added)  # all at once: every call rebuilds the search for all of them
 
 
 def _special_tokens(metadata: Metadata, tokens: Sequence[str], path: Path) -> dict[str, Any]:
@@ -170,7 +173,8 @@ def _special_tokens(metadata: Metadata, tokens: Sequence[str], path: Path) -> di
 
 
 def _strings(metadata: Metadata, key: str, path: Path, most: int) -> list[str]:
-    """At most so many texts, within `BYTES_PER_TEXT`: what is made of them takes far more memory.
+    """Return at most `most` texts, within `BYTES_PER_TEXT`, to bound the tokenizer's memory.
+
     Raises CheckpointError.
     """
     value = metadata.get(key)
@@ -190,7 +194,7 @@ def _strings(metadata: Metadata, key: str, path: Path, most: int) -> list[str]:
 
 
 def _numbers(metadata: Metadata, key: str, tokens: Sequence[str], path: Path) -> list[int | float]:
-    """One for each token, or none where there is no such key. Raises CheckpointError."""
+    """Return one number per token, or none without the key. Raises CheckpointError."""
     value = metadata.get(key)
     if value is None:
         return []

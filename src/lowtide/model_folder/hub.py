@@ -1,9 +1,9 @@
-"""From the name of a model to the folder it lies in: `resolve_model`, `pull`, `list_models`.
+"""Find models by reference: `resolve_model`, `pull`, `list_models`.
 
 A reference is a folder, a GGUF file, `demo:NAME`, or on the hub `org/name[@revision][:TAG]` or the
-address of its page; TAG is of a GGUF file, such as Q4_K_M. Only weights and data files are ever
-fetched, every file from one commit, and nothing of a model that lowtide does not run. Imports no
-torch, and huggingface-hub only when a reference needs it.
+address of its page; TAG names a GGUF file, such as Q4_K_M. Only weights and data files are fetched,
+all from one commit, and none of a model that lowtide does not run. Imports no torch, and
+huggingface-hub only when a reference needs it.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class LocalModel:
-    """One model that is on this machine. `revision` is a commit of the hub; demos have none."""
+    """One local model. `revision` is a commit of the hub; demos have none."""
 
     name: str
     revision: str
@@ -68,7 +68,7 @@ def resolve_model(
     overrides: Mapping[str, object] = NOTHING,
     progress: Progress = no_progress,
 ) -> Path:
-    """The folder of a model, or its GGUF file, fetched from the hub if it is not here yet.
+    """Return a model's folder or GGUF file, fetching it from the hub if needed.
 
     Raises as `locate_model` and `fetch_model` do.
     """
@@ -84,26 +84,28 @@ def fetch_model(
     overrides: Mapping[str, object] = NOTHING,
     progress: Progress = no_progress,
 ) -> Path:
-    """A model whose files are fetched, as far as they are not here.
+    """Fetch a model's missing files.
 
-    overrides: values that replace `config.json`'s. Raises ConfigError or UnsupportedError for a
-    model that lowtide does not run and CheckpointError for one whose shards are not all there,
-    both before any weight is fetched, and HubError as `fetch` does.
+    overrides: values that replace `config.json`'s.
+
+    Raises ConfigError or UnsupportedError for a model that lowtide does not run and CheckpointError
+    for missing shards, both before any weight is fetched, and HubError as `fetch` does.
     """
     model.model_config(overrides)
     return fetch(model, progress)
 
 
 def locate_model(reference: str, *, offline: bool = False) -> Path | HubModel:
-    """Where a model is that is whole on this machine, or what the hub says of it.
+    """Return a complete local model, or the hub's description of it.
 
-    reference: a folder; a GGUF file (of several the first), for which a folder with no other
-    weights may stand; `demo:diffusion` or `demo:autoregressive`; `org/name[@revision][:TAG]`.
-    offline: look into the hub's cache only (also when HF_HUB_OFFLINE is set). A model that is
-    whole in the cache is used, with a notice, where the hub cannot be asked.
-    Raises HubError if there is no such model or the hub cannot be asked, UsageError for a
-    reference that is none of these, CheckpointError for a folder with several GGUF models or one
-    that this user must not look into.
+    reference: a folder; a GGUF file (the first of several), or a folder with only that;
+      `demo:diffusion` or `demo:autoregressive`; `org/name[@revision][:TAG]`.
+    offline: use only the hub's cache (also if HF_HUB_OFFLINE is set).
+
+    If the hub cannot be asked, a complete model in the cache is used, with a notice. Raises
+    HubError if there is no such model or the hub cannot be asked, UsageError for any other
+    reference, CheckpointError for a folder with several GGUF models or one that this user cannot
+    read.
     """
     if reference.startswith("demo:"):
         return _demo(reference.removeprefix("demo:"))
@@ -134,7 +136,7 @@ def locate_model(reference: str, *, offline: bool = False) -> Path | HubModel:
 
 
 def pull(reference: str, progress: Progress = no_progress) -> Path:
-    """Fetches a model of the hub, or completes what an interrupted fetch left.
+    """Fetch a model from the hub, or complete an interrupted fetch.
 
     Raises UsageError for a reference that is not on the hub, and as `resolve_model` does.
     """
@@ -146,7 +148,7 @@ def pull(reference: str, progress: Progress = no_progress) -> Path:
 
 
 def list_models() -> list[LocalModel]:
-    """Every model on this machine that a reference can name: demos, then the hub's cache by name.
+    """List local models: demos, then the hub's cache by name.
 
     Raises HubError if the cache cannot be read.
     """
@@ -159,16 +161,16 @@ def list_models() -> list[LocalModel]:
 
 
 def has_weights(folder: Path) -> bool:
-    """Whether a folder holds any weights at all, or an index of them; whole or not."""
+    """Return True if a folder holds weights or an index of them, complete or not."""
     return any(folder.glob("*.safetensors")) or any(folder.glob("*.safetensors.index.json"))
 
 
 def _path(reference: str) -> Path:
-    """A reference as the path that it may be, which can be asked whether it exists.
+    """Return a reference as a path that can be tested for existence.
 
-    Raises UsageError for what no path can be, CheckpointError for one that is not for this user.
+    Raises UsageError for an impossible path, CheckpointError for one that this user cannot read.
     """
-    if not reference.strip():  # such as "$MODEL" where it is not set: not the present folder
+    if not reference.strip():  # for example an unset "$MODEL"; it must not mean the current folder
         raise UsageError("The model has no name; give a folder, a GGUF file or org/name.")
     path = Path(reference)
     try:
@@ -178,7 +180,7 @@ def _path(reference: str) -> Path:
             next(path.iterdir(), None)
     except (FileNotFoundError, NotADirectoryError):
         pass
-    except (RuntimeError, ValueError) as error:  # a home of no user, a character of none
+    except (RuntimeError, ValueError) as error:  # an unknown user's home, an invalid character
         raise UsageError(f"There is no model {shown(reference)}: {error}.") from error
     except OSError as error:
         if error.errno == errno.ENAMETOOLONG:
@@ -255,7 +257,7 @@ def _locate_on_hub(reference: HubReference, *, offline: bool) -> Path | HubModel
 
 
 def _kept_copy(reference: HubReference) -> tuple[Path | None, list[str]]:
-    """A model that is whole in the cache, as it was last fetched; or what is missing there."""
+    """Return a complete model in the cache, as last fetched, or the names of missing files."""
     commit = cached_commit(reference.repo_id, reference.revision)
     folder = None if commit is None else snapshot_folder(reference.repo_id, commit)
     if folder is None or not folder.is_dir():
@@ -273,26 +275,27 @@ def _kept_copy(reference: HubReference) -> tuple[Path | None, list[str]]:
 
 
 def _gguf_models(folder: Path) -> dict[str, tuple[str, ...]]:
-    """The GGUF models of a snapshot; a link into the cache whose target is gone is no file."""
+    """Return the GGUF models of a snapshot, ignoring links whose target is gone."""
     files = [path for path in folder.glob("**/*.gguf") if path.exists()]
     return gguf_models(path.relative_to(folder).as_posix() for path in files)
 
 
 def _newest(model: HubModel) -> Path | HubModel:
-    """What the hub has now, if all of it is here."""
+    """Return the hub's current model, as a path if all of it is in the cache."""
     folder = model.folder
     needed = [name for name in model.files if model.gguf_files or is_small(name)]
     is_here = all((folder / name).exists() for name in needed)
     if not is_here or (not model.gguf_files and missing_files(folder)):
         return model
-    with contextlib.suppress(HubError):  # a cache that is only read is as good
+    with contextlib.suppress(HubError):  # a read-only cache is enough
         remember_revision(model.reference, model.commit)
     return model.path
 
 
 def _cached_models(name: str, folder: Path) -> Iterator[LocalModel]:
-    """The models of one commit: a checkpoint, and each GGUF model under its tag; none, with a
-    notice, of a folder that this user cannot read or that goes meanwhile.
+    """Yield the models of one commit: a checkpoint, and each GGUF model with its tag.
+
+    A folder that this user cannot read, or that disappears, is skipped with a notice.
     """
     try:
         if (folder / "config.json").exists():

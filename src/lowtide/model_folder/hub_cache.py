@@ -1,8 +1,8 @@
-"""The hub's cache on this machine: where a model's commits lie, and whether one is whole.
+"""The hub's cache on this machine: folders of commits, and their completeness.
 
-    hub/models--org--name/  blobs/ETAG   snapshots/COMMIT/NAME -> ../../blobs/ETAG   refs/main
+  hub/models--org--name/  blobs/ETAG   snapshots/COMMIT/NAME -> ../../blobs/ETAG   refs/main
 
-The layout is huggingface-hub's, which other programs share. Asks no network.
+The layout is huggingface-hub's, shared with other programs. Uses no network.
 """
 
 from __future__ import annotations
@@ -26,12 +26,13 @@ _MAX_REF_BYTES = 1 << 10
 
 
 def hub_constants() -> ModuleType:
-    """huggingface-hub's, which it makes of the environment as it is imported. Raises HubError for a
-    variable that cannot be.
+    """Return huggingface-hub's constants, read from the environment when imported.
+
+    Raises HubError for an invalid variable.
     """
     try:
         from huggingface_hub import constants
-    except ValueError as error:  # its two that are numbers
+    except ValueError as error:  # from its two numeric variables
         raise HubError(
             "HF_HUB_DOWNLOAD_TIMEOUT and HF_HUB_ETAG_TIMEOUT must be whole seconds, where they are "
             f"set: {error}."
@@ -40,11 +41,11 @@ def hub_constants() -> ModuleType:
 
 
 def cache_folder() -> Path:
-    """Where HF_HUB_CACHE or HF_HOME put it. Raises HubError where there is no such place."""
+    """Return the folder of HF_HUB_CACHE or HF_HOME. Raises HubError if there is none."""
     folder = Path(hub_constants().HF_HUB_CACHE)
     try:
         return folder.expanduser()
-    except RuntimeError as error:  # such as in a container, as a user that has no name there
+    except RuntimeError as error:  # for example in a container, as a user without a name
         raise HubError(
             f"This user has no home, where models could be kept ({folder}): set HOME or HF_HOME."
         ) from error
@@ -55,17 +56,17 @@ def repo_folder(repo_id: str) -> Path:
 
 
 def snapshot_folder(repo_id: str, commit: str) -> Path:
-    """Where a commit's files are, or would be."""
+    """Return the folder of a commit's files, whether it exists or not."""
     return repo_folder(repo_id) / "snapshots" / commit
 
 
 def is_commit(revision: str) -> bool:
-    """Whether this is a commit's full name: what it stands for never changes."""
+    """Return True for a full commit id, whose contents never change."""
     return _COMMIT.fullmatch(revision) is not None
 
 
 def cached_commit(repo_id: str, revision: str) -> str | None:
-    """The commit that a revision was when it was last fetched; None if it never was."""
+    """Return the commit of a revision when it was last fetched; None if it never was."""
     if is_commit(revision):
         return revision
     path = repo_folder(repo_id) / "refs" / revision
@@ -77,7 +78,7 @@ def cached_commit(repo_id: str, revision: str) -> str | None:
 
 
 def remember_revision(reference: HubReference, commit: str) -> None:
-    """Notes the name that a commit has: offline use looks that up. Raises HubError."""
+    """Record a commit's revision for offline use. Raises HubError."""
     repo_id, revision, _ = reference
     if revision == cached_commit(repo_id, revision) or commit == cached_commit(repo_id, revision):
         return
@@ -94,7 +95,7 @@ def remember_revision(reference: HubReference, commit: str) -> None:
 
 
 def cached_snapshots() -> Iterator[tuple[str, Path]]:
-    """Names and folders of all commits. Raises HubError if the cache cannot be read."""
+    """Yield names and folders of all commits. Raises HubError if the cache cannot be read."""
     cache = cache_folder()
     try:
         for repo in cache.glob("models--*--*"):
@@ -106,9 +107,9 @@ def cached_snapshots() -> Iterator[tuple[str, Path]]:
 
 
 def missing_files(folder: Path) -> list[str]:
-    """Names of the files that a whole checkpoint would have and this folder has not.
+    """List the files that a complete checkpoint needs and this folder lacks.
 
-    An empty list says that all files are there, not that they are valid.
+    An empty list means that all files exist, not that they are valid.
     """
     present = {p.name for p in folder.iterdir()} if folder.is_dir() else set()
     # A link into the cache whose target is gone is not a file.
@@ -124,7 +125,7 @@ def missing_files(folder: Path) -> list[str]:
 
 
 def listed(names: list[str]) -> str:
-    """A few of the names, for a message."""
+    """Format a few of the names for a message."""
     shown = ", ".join(names[:3])
     return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
 

@@ -1,8 +1,8 @@
-"""A model's files from the hub into its cache: told before, resumed after a break, checked.
+"""Download a model's files to the hub's cache: announced first, resumable, verified.
 
-Weights are written to `blobs/SHA256.lowtide`, which the next attempt continues, and take their
-place in the cache once their bytes have that digest. Small files are begun again. Links from the
-snapshot are made here, too: huggingface-hub's own download makes paths of what a server says.
+Weights are written to `blobs/SHA256.lowtide`, which the next attempt continues, and are renamed
+once their digest matches. Small files start again. The snapshot's links are also made here:
+huggingface-hub's own download derives paths from what a server says.
 """
 
 from __future__ import annotations
@@ -39,11 +39,10 @@ _log = logging.getLogger(__name__)
 
 
 def fetch(model: HubModel, progress: Progress = no_progress) -> Path:
-    """The folder of a model, or its GGUF file, with all files fetched that were not here.
+    """Fetch a model's missing files; return its folder or GGUF file.
 
-    Says what is fetched, where to, and what is free there. Raises CheckpointError if not all
-    shards are on the hub, HubError if it does not fit, and for what breaks it off; what has come
-    by then is kept.
+    Announces the size, target and free space. Raises CheckpointError if shards are missing on the
+    hub, HubError if the model does not fit or a transfer fails; received bytes are kept.
     """
     shards = model.shards()
     try:
@@ -60,7 +59,7 @@ def fetch(model: HubModel, progress: Progress = no_progress) -> Path:
 
 
 class _Download:
-    """The files that are not in the cache yet."""
+    """Download of the files that are not in the cache."""
 
     def __init__(self, model: HubModel, shards: Sequence[str], progress: Progress) -> None:
         self._model = model
@@ -74,7 +73,7 @@ class _Download:
         self._done_bytes = 0
 
     def announce(self) -> None:
-        """One line, where there is anything to fetch. Raises HubError if it does not fit."""
+        """Announce the download in one line, if any. Raises HubError if it does not fit."""
         kept_bytes = sum(self._kept_bytes(name) for name in self._names)
         needed_bytes, cache = self._total_bytes - kept_bytes, cache_folder()
         if needed_bytes <= 0:
@@ -94,20 +93,23 @@ class _Download:
         )
 
     def run(self) -> None:
-        """Fetches and links them. Raises what the first failure was, and HubError for an index of
-        files that are not on the hub before any weights are fetched.
+        """Fetch and link the files.
+
+        Raises the first failure, and, before weights are fetched, HubError for an index that names
+        files missing on the hub.
         """
         self._blobs.mkdir(parents=True, exist_ok=True)
         self._model.folder.mkdir(parents=True, exist_ok=True)
-        # First what is small: a snapshot that has all its weights is then whole.
+        # Small files first: a snapshot with all its weights is then complete.
         self._fetch_all([name for name in self._wanted if is_small(name)])
         more = [name for name in self._indexed() if name not in self._wanted]
         self._total_bytes += sum(self._model.files[name].num_bytes for name in more)
         self._fetch_all([*(name for name in self._wanted if not is_small(name)), *more])
 
     def _indexed(self) -> list[str]:
-        """What is not here of the files that the index names, which `Checkpoint.open` looks at
-        where no file has all weights. Raises HubError for one that is not on the hub.
+        """List missing files that the index names, if no single file has all weights.
+
+        Raises HubError for one that is not on the hub.
         """
         if INDEX_NAME not in self._model.files or SINGLE_NAME in self._model.files:
             return []
@@ -121,7 +123,7 @@ class _Download:
         return named
 
     def _fetch_all(self, names: Sequence[str]) -> None:
-        """Several at once."""
+        """Fetch several files concurrently."""
         with ThreadPoolExecutor(NUM_CONNECTIONS, "lowtide-hub") as pool:
             try:
                 futures = [pool.submit(self._fetch, name) for name in names]
@@ -147,13 +149,13 @@ class _Download:
             raise
 
     def _fetch_large(self, name: str) -> Path:
-        """Goes on where an earlier run ended; the file in the cache."""
+        """Fetch a large file, resuming an earlier run; return its place in the cache."""
         blob, partial = self._blob(name), self._partial(name)
         if blob.exists():
             return blob
         with open(partial, "a+b") as file:
             self._lock_alone(file, name)
-            if blob.exists():  # another process's has just become whole
+            if blob.exists():  # another process has just completed it
                 return blob
             digest = self._read_again(file)
             self._append(file, name, digest)
@@ -167,7 +169,7 @@ class _Download:
         return blob
 
     def _fetch_small(self, name: str) -> Path:
-        """The file in the cache, by the name that git has for its bytes, as the hub's ETags are."""
+        """Fetch a small file to the cache, named by its git hash like the hub's ETags."""
         num_bytes = self._model.files[name].num_bytes
         digest = hashlib.sha1(b"blob %d\0" % num_bytes, usedforsecurity=False)
         partial = self._blobs / f"{token_hex(8)}.lowtide"
@@ -179,7 +181,7 @@ class _Download:
             partial.unlink(missing_ok=True)
 
     def _read_again(self, file: BinaryIO) -> hashlib._Hash:
-        """The digest of what a file has, which is at its end then."""
+        """Compute the digest of a file's bytes so far, leaving it at its end."""
         digest = hashlib.sha256()
         file.seek(0)
         while piece := file.read(_READ_BYTES):
@@ -188,7 +190,7 @@ class _Download:
         return digest
 
     def _append(self, file: BinaryIO, name: str, digest: hashlib._Hash) -> None:
-        """Fetches what a file lacks, to the disk and into its digest."""
+        """Fetch the rest of a file, updating its digest."""
         num_bytes = self._model.files[name].num_bytes
         for piece in file_part(self._model.url(name), file.tell(), num_bytes, self._stopped):
             file.write(piece)
@@ -223,7 +225,7 @@ class _Download:
         return self._model.files[name].sha256
 
     def _blob(self, name: str) -> Path:
-        """Where the cache keeps a large file, by its SHA-256."""
+        """Return the cache's path of a large file, by its SHA-256."""
         return self._blobs / str(self._sha256(name))
 
     def _partial(self, name: str) -> Path:
@@ -231,7 +233,7 @@ class _Download:
 
 
 def _link(place: Path, blob: Path) -> None:
-    """Has `place` lead to `blob`, wherever it led; where there are no links, it takes its place."""
+    """Link `place` to `blob`, replacing any link; without links the file itself is moved."""
     place.parent.mkdir(parents=True, exist_ok=True)
     link = place.with_name(f".{token_hex(8)}.lowtide")
     try:
@@ -243,7 +245,7 @@ def _link(place: Path, blob: Path) -> None:
 
 
 def _free_bytes(folder: Path) -> int:
-    """Free bytes of the disk that a folder is on, or would be. Raises HubError if it is unknown."""
+    """Return the free bytes of a folder's disk. Raises HubError if they are unknown."""
     while not folder.exists() and folder != folder.parent:
         folder = folder.parent
     try:

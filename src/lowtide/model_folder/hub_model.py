@@ -1,10 +1,10 @@
-"""A model on the hub, known without its weights: which files, how large, what their headers say.
+"""A model on the hub before its weights are fetched: file names, sizes and headers.
 
     model = HubModel.ask(HubReference("org/name"))  # one request
     model.config(), model.checkpoint()  # config.json; 8 bytes of each shard, then its header
     model.gguf  # in place of both, of a GGUF model: its headers
 
-Everything is of one commit, the one that the revision stood for when the hub was asked.
+Everything is from one commit, that of the revision when the hub was asked.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from lowtide.model_folder.gguf_model import GgufModel
 
 _SMALL_ENDS = (".json", ".jinja", "merges.txt")
-"""What is fetched beside weights ends so: configuration, tokenizer. Never code, nor pickles."""
+"""Endings of files fetched beside weights: configuration, tokenizer. Never code, nor pickles."""
 NUM_CONNECTIONS = 8
 MAX_CONFIG_BYTES = 16 << 20
 MAX_LISTING_BYTES = 64 << 20  # of 160,000 files; the hub advises fewer than 100,000
@@ -55,7 +55,7 @@ _UNFIT = re.compile(r"(?:^|/)(?:\.|/|$)|\\")  # folders above, hidden ones, no n
 _OTHER_FORMATS = {".bin": "PyTorch's pickled weights", ".pth": "pickled weights"}
 
 Siblings = Mapping[str, Mapping[str, object]]
-"""What the hub says of a repository's files, by name."""
+"""The hub's description of a repository's files, by name."""
 
 
 class HubFile(NamedTuple):
@@ -67,17 +67,19 @@ class HubFile(NamedTuple):
 
 @dataclass(frozen=True)
 class HubModel:
-    """The files of one commit of a model, and how to read of them."""
+    """The files of one commit of a model, and access to parts of them."""
 
     reference: HubReference  # as it was asked for
     commit: str
-    files: Mapping[str, HubFile]  # weights, configuration, tokenizer; by name, in its order
-    gguf_files: tuple[str, ...] = ()  # of a GGUF model, in order: then they are all its files
+    files: Mapping[str, HubFile]  # weights, configuration, tokenizer; by name, in the hub's order
+    gguf_files: tuple[str, ...] = ()  # of a GGUF model, in order; then there are no other files
 
     @classmethod
     def ask(cls, reference: HubReference) -> HubModel:
-        """Raises HubError where the hub cannot be asked, or has no such model to be read,
-        CheckpointError where it is not clear which of several GGUF models is meant.
+        """Ask the hub for a model.
+
+        Raises HubError if the hub cannot be asked or has no such model, CheckpointError if several
+        GGUF models match.
         """
         name = reference.name
         path = f"api/models/{reference.repo_id}/revision/{quote(reference.revision, safe='')}"
@@ -108,31 +110,32 @@ class HubModel:
 
     @property
     def folder(self) -> Path:
-        """Where its files are once they are fetched."""
+        """Folder of the files once they are fetched."""
         return snapshot_folder(self.reference.repo_id, self.commit)
 
     @property
     def path(self) -> Path:
-        """The model once it is fetched: its folder, or its first GGUF file."""
+        """Path of the model once it is fetched: its folder, or its first GGUF file."""
         return self.folder / self.gguf_files[0] if self.gguf_files else self.folder
 
     @cached_property
     def gguf(self) -> GgufModel:
-        """The headers of a GGUF model. Raises as `GgufModel.open` does, and HubError."""
+        """Headers of a GGUF model. Raises as `GgufModel.open` does, and HubError."""
         from lowtide.model_folder.gguf_model import GgufModel  # with every family
 
         return GgufModel.open(self.path, self.header, self.part)
 
     def model_config(self, overrides: Mapping[str, object]) -> ModelConfig:
-        """What the model is; `overrides` replace values of `config.json`. Raises HubError,
-        ConfigError, UnsupportedError.
+        """Return the model's configuration; `overrides` replace values of `config.json`.
+
+        Raises HubError, ConfigError, UnsupportedError.
         """
         if self.gguf_files:
             return self.gguf.config(overrides)
         return read_config(self.config(), overrides=overrides)
 
     def config(self) -> dict[str, Any]:
-        """What `config.json` holds. Raises HubError, ConfigError."""
+        """Return the contents of `config.json`. Raises HubError, ConfigError."""
         config = self._object("config.json", MAX_CONFIG_BYTES, ConfigError)
         if MODELOPT_NAME not in self.files:
             return config
@@ -140,7 +143,7 @@ class HubModel:
         return dict(with_modelopt(config, modelopt))
 
     def checkpoint(self) -> Checkpoint:
-        """Its tensors, from the headers of its shards alone. Raises HubError, CheckpointError."""
+        """Return the tensors, from the shards' headers alone. Raises HubError, CheckpointError."""
         names = self.shards()
         with ThreadPoolExecutor(NUM_CONNECTIONS, "lowtide-hub") as pool:
             return Checkpoint.of_headers(list(pool.map(self._header, names)))
@@ -151,9 +154,9 @@ class HubModel:
         return huggingface_hub.hf_hub_url(self.reference.repo_id, name, revision=self.commit)
 
     def shards(self) -> tuple[str, ...]:
-        """The weight files, told by their names; by the index where those do not tell.
+        """Return the weight files, known by their names or else by the index.
 
-        Raises CheckpointError where not all are there, HubError.
+        Raises CheckpointError if some are missing, HubError.
         """
         if self.gguf_files:
             return self.gguf_files
@@ -170,7 +173,7 @@ class HubModel:
         return tuple(shards)
 
     def header(self, path: Path) -> GgufHeader:
-        """The header of the GGUF file that will be at `path`, read from the hub."""
+        """Read from the hub the header of the GGUF file that will be at `path`."""
         name = path.relative_to(self.folder).as_posix()
         if name not in self.files:
             raise CheckpointError(f"{self.name}: {name} belongs to it and is not on the hub.")
@@ -206,7 +209,7 @@ class HubModel:
             raise failure(f"{self.name}: {name}", error) from error
 
     def _check_whole(self, all_names: list[str]) -> None:
-        """Raises HubError where there is nothing that could be loaded."""
+        """Raise HubError if there is nothing that can be loaded."""
         missing = [] if "config.json" in self.files else ["config.json"]
         if not any(name.endswith(".safetensors") for name in self.files):
             missing.append("*.safetensors")
@@ -222,9 +225,9 @@ class HubModel:
 
 
 def _gguf_files(names: Collection[str], reference: HubReference) -> tuple[str, ...]:
-    """Those of the GGUF model that is asked for, which is none where there is a checkpoint and no
-    tag. Raises HubError for a tag where there is no GGUF model, CheckpointError where not all of
-    its files are there.
+    """Return the files of the requested GGUF model; none for a checkpoint without a tag.
+
+    Raises HubError for a tag without GGUF models, CheckpointError for missing files.
     """
     if reference.tag is None and any(name.endswith(".safetensors") for name in names):
         return ()
@@ -243,7 +246,7 @@ def _gguf_files(names: Collection[str], reference: HubReference) -> tuple[str, .
 
 
 def _checked_name(file: object, model: str) -> str:
-    """Raises HubError for what is no text, or fetched and unfit for a name of a file."""
+    """Check a file's name; raises HubError if it is no text, or will be fetched and is unsafe."""
     if isinstance(file, str) and not _is_fetched(file) and not file.endswith(".gguf"):
         return file
     if not isinstance(file, str) or not _is_fit(file):
@@ -259,7 +262,7 @@ def _is_fit(path: str) -> bool:
 
 
 def _siblings(listed: object, model: str) -> Siblings:
-    """What the hub says of each file, by name. Raises HubError for what is no list of files."""
+    """Map names to the hub's description of files. Raises HubError for anything else."""
     files: list[Any] = listed if isinstance(listed, list) else [listed]
     if not all(isinstance(file, dict) for file in files):
         raise HubError(f"{model}: the hub lists {shown(listed)}, which are no files.")
@@ -267,7 +270,7 @@ def _siblings(listed: object, model: str) -> Siblings:
 
 
 def _num_bytes(name: str, siblings: Siblings, model: str) -> int:
-    """Raises HubError for what is no size."""
+    """Return a file's size. Raises HubError for an invalid one."""
     size = siblings[name].get("size") or 0
     if not isinstance(size, int) or isinstance(size, bool) or size < 0:
         raise HubError(f"{model}: the hub says {shown(size)} bytes of {shown(name)}.")
@@ -275,7 +278,7 @@ def _num_bytes(name: str, siblings: Siblings, model: str) -> int:
 
 
 def _sha256(name: str, siblings: Siblings, model: str) -> str | None:
-    """A large file's SHA-256, its name in the cache. Raises HubError for what is no SHA-256."""
+    """Return a large file's SHA-256, its name in the cache. Raises HubError for an invalid one."""
     lfs = siblings[name].get("lfs")
     if lfs is None:
         return None
@@ -287,11 +290,11 @@ def _sha256(name: str, siblings: Siblings, model: str) -> str | None:
 
 
 def is_small(name: str) -> bool:
-    """Whether this is a file beside the weights that is fetched."""
+    """Return True for a fetched file beside the weights."""
     return _is_fetched(name) and name.endswith(_SMALL_ENDS)
 
 
 def _is_fetched(name: str) -> bool:
-    """Folders hold other formats of the same model, but for one."""
+    """Return True for a fetched file; subfolders, except one, hold other formats of the model."""
     is_own = "/" not in name or name == TOOL_TEMPLATE_NAME
     return is_own and name.endswith((*_SMALL_ENDS, ".safetensors"))

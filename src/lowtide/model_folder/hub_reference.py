@@ -1,4 +1,4 @@
-"""How a user names a model of the hub: by its id, by the address of its page, by a GGUF's tag.
+"""Parse references to models of the hub: ids, page addresses and GGUF tags.
 
 parse("org/name"), parse("org/name@revision"), parse("org/name:Q4_K_M")
 parse("https://huggingface.co/org/name/blob/main/name-Q4_K_M.gguf")
@@ -30,7 +30,7 @@ _FILE = re.compile(
 
 
 class HubReference(NamedTuple):
-    """A model of the hub, as it was asked for."""
+    """A reference to a model of the hub."""
 
     repo_id: str
     revision: str = DEFAULT_REVISION
@@ -43,9 +43,9 @@ class HubReference(NamedTuple):
 
 
 def parse(reference: str) -> HubReference | None:
-    """What a reference names on the hub; None for one that names nothing there.
+    """Parse a reference; return None if it names nothing on the hub.
 
-    Raises UsageError for an id whose revision can be none.
+    Raises UsageError for an id with an invalid revision.
     """
     if page := _PAGE.fullmatch(reference):
         reference = unquote(page["name"])

@@ -1,7 +1,7 @@
-"""Requests to the hub: parts of files, asked for again where they break off, and why one failed.
+"""Requests to the hub: file parts with retries, and reasons of failures.
 
-Goes through huggingface-hub's own session, headers and addresses, so that HF_ENDPOINT, HF_TOKEN,
-HF_HUB_DOWNLOAD_TIMEOUT and proxies mean what they mean there. Knows nothing of models.
+Uses huggingface-hub's session, headers and addresses, so that HF_ENDPOINT, HF_TOKEN,
+HF_HUB_DOWNLOAD_TIMEOUT and proxies work as usual. Knows nothing of models.
 """
 
 from __future__ import annotations
@@ -16,14 +16,12 @@ from typing import Any, TypeVar
 from lowtide.errors import HubError
 
 WAITS_S = (1.0, 2.0, 4.0, 8.0)
-"""Before each further attempt of a request that failed; bytes that came begin the row again."""
+"""Pauses before further attempts of a failed request; received bytes restart the sequence."""
 MAX_RETRY_AFTER_S = 60.0
-"""A server that asks for a longer pause is not waited for."""
+"""Longest pause that a server may ask for; longer ones are not waited for."""
 PIECE_BYTES = 1 << 20
 
-_PASSING = frozenset(
-    {408, 425, 429, 500, 502, 503, 504}
-)  # states that another attempt may not meet
+_PASSING = frozenset({408, 425, 429, 500, 502, 503, 504})  # statuses that may pass
 _FULL_DISK = (errno.ENOSPC, errno.EDQUOT)
 _NEVER = Event()
 _SPENT = re.compile(r"r=0;\s*t=([0-9]{1,6})")
@@ -32,23 +30,23 @@ T = TypeVar("T")
 
 
 class Stopped(Exception):
-    """Another caller's failure, or Ctrl-C, ended this transfer."""
+    """Raised in a transfer that another one's failure or Ctrl-C ended."""
 
 
 class NotWhole(OSError):
-    """A transfer that ended before its last byte, or had other bytes than were asked for."""
+    """A transfer that ended early or had other bytes than requested."""
 
 
 class TooManyBytes(Exception):
-    """An answer of more bytes than are read."""
+    """An answer with more bytes than are read."""
 
 
 def file_part(url: str, start: int, stop: int, stopped: Event = _NEVER) -> Iterator[bytes]:
-    """Bytes [start, stop) of a file on the hub, in pieces.
+    """Yield bytes [start, stop) of a file on the hub, in pieces.
 
-    Where the connection breaks, is silent or is refused for the moment, the rest is asked for
-    again, as often as `WAITS_S` says without a byte in between. Raises `Stopped`, or what
-    huggingface-hub raises; `HubError`s are made of that by `failure`.
+    If the connection breaks, stalls or is refused for the moment, the rest is requested again, up
+    to `WAITS_S` attempts without a byte. Raises `Stopped`, or huggingface-hub's errors, which
+    `failure` turns into `HubError`.
     """
     num_failures = 0
     while start < stop:
@@ -67,8 +65,9 @@ def file_part(url: str, start: int, stop: int, stopped: Event = _NEVER) -> Itera
 
 
 def answer_to(path: str, max_bytes: int) -> bytes:
-    """All that the hub answers to a path of its own. Raises TooManyBytes for more than `max_bytes`,
-    or what huggingface-hub raises.
+    """Return the hub's whole answer to a path.
+
+    Raises TooManyBytes for more than `max_bytes`, or huggingface-hub's errors.
     """
     from huggingface_hub import constants
     from huggingface_hub.utils import build_hf_headers
@@ -83,9 +82,9 @@ def answer_to(path: str, max_bytes: int) -> bytes:
 
 
 def asked(request: Callable[[], T]) -> T:
-    """What `request` returns, made again where the server says: not now.
+    """Call `request`, again if the server asks to retry later.
 
-    A server that cannot be reached is not asked again: who has no network should not wait.
+    An unreachable server is not retried: without a network nobody should wait.
     """
     num_failures = 0
     while True:
@@ -99,12 +98,12 @@ def asked(request: Callable[[], T]) -> T:
 
 
 def failure(name: str, error: Exception) -> HubError:
-    """The error to raise for what huggingface-hub raised about the model `name`."""
+    """Make the error for what huggingface-hub raised about the model `name`."""
     return HubError(f"{name} could not be fetched: {_reason(error, name)}")
 
 
 def brief(error: BaseException | None) -> str:
-    """An error's kind and first line."""
+    """Return an error's type and first line."""
     text = f"{type(error).__name__}: {error}".strip()
     return text.splitlines()[0][:300].rstrip(" .:")
 
@@ -129,18 +128,21 @@ def _pieces(url: str, start: int, stop: int) -> Iterator[bytes]:
 
 @contextmanager
 def _response(url: str, headers: dict[str, str], timeout_s: float) -> Iterator[Any]:
-    """An answer whose body can be read. Raises what huggingface-hub raises."""
+    """Yield a readable answer. Raises huggingface-hub's errors."""
     from huggingface_hub.utils import get_session, hf_raise_for_status
 
     with get_session().stream("GET", url, headers=headers, timeout=timeout_s) as response:
-        if response.is_error:  # huggingface-hub would read all of it, which has no bound
+        if response.is_error:  # huggingface-hub would read all of it, without a bound
             response.close()
         hf_raise_for_status(response)
         yield response
 
 
 def _first_byte(status: int, content_range: str | None, start: int) -> int:
-    """Where the bytes of an answer begin in the file. Raises NotWhole if elsewhere than asked."""
+    """Return the start in the file of an answer's bytes.
+
+    Raises NotWhole if it is not as requested.
+    """
     if status != 206:
         return 0
     if content_range is None or not content_range.startswith(f"bytes {start}-"):
@@ -149,7 +151,7 @@ def _first_byte(status: int, content_range: str | None, start: int) -> int:
 
 
 def _wait(error: Exception, num_failures: int, stopped: Event) -> None:
-    """Until the next attempt; raises `error` where there is to be none."""
+    """Wait for the next attempt; raises `error` if there is none."""
     wait_s = _wait_s(error, num_failures)
     if wait_s is None or isinstance(error, Stopped):
         raise error
@@ -158,7 +160,7 @@ def _wait(error: Exception, num_failures: int, stopped: Event) -> None:
 
 
 def _wait_s(error: Exception, num_failures: int) -> float | None:
-    """None: this error will be met again, or has been met often enough."""
+    """Return the pause before the next attempt; None for a permanent or repeated error."""
     status = _status(error)
     if num_failures >= len(WAITS_S) or (status is not None and status not in _PASSING):
         return None
@@ -167,17 +169,17 @@ def _wait_s(error: Exception, num_failures: int) -> float | None:
 
 
 def _status(error: Exception) -> int | None:
-    """The HTTP status that an error stands for; None if there was no answer."""
+    """Return an error's HTTP status, or None if there was no answer."""
     from huggingface_hub.errors import HfHubHTTPError
 
     return error.response.status_code if isinstance(error, HfHubHTTPError) else None
 
 
 def _retry_after_s(error: Exception) -> float:
-    """Seconds that the server asked to wait; 0 where it did not say.
+    """Return the seconds that the server asked to wait, or 0.
 
-    From Retry-After (RFC 9110, 10.2.3; a date counts as nothing said) or the hub's own
-    `RateLimit: "api";r=0;t=55`, which counts once nothing remains.
+    From Retry-After (RFC 9110, 10.2.3; dates are ignored) or the hub's own `RateLimit:
+    "api";r=0;t=55`, which counts once nothing remains.
     """
     from huggingface_hub.errors import HfHubHTTPError
 
@@ -190,7 +192,7 @@ def _retry_after_s(error: Exception) -> float:
 
 
 def _reason(error: Exception, name: str) -> str:
-    """What went wrong and the way out."""
+    """Describe the failure and the way out."""
     from huggingface_hub import constants, errors
 
     if isinstance(error, errors.GatedRepoError):
@@ -221,7 +223,7 @@ def _reason(error: Exception, name: str) -> str:
 
 
 def _refusal(error: Exception, endpoint: str) -> str:
-    """What the hub's status says and the way out; nothing of another status, or of none."""
+    """Describe the hub's status and the way out; "" for other statuses or none."""
     status = _status(error)
     if status == 401:
         return f"{endpoint} wants a login (401); set HF_TOKEN to a valid token of yours."

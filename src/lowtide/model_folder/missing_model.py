@@ -1,4 +1,4 @@
-"""What to say of a path where no model lies: names near it, and what a folder holds instead."""
+"""Messages about paths without a model: similar names, and the folder's contents."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ENDINGS = (".gguf", ".safetensors", ".json", ".bin", ".pth", ".pt", ".ckpt", ".onnx")
-"""How names of files end that people give as models."""
+"""Endings of files that are given as models."""
 
 _MAX_NAMES = 10_000
 _NEAR = 0.6
@@ -17,14 +17,14 @@ _WEIGHTS = ("*.safetensors", "*.bin", "*.pth", "*.pt")
 
 
 def is_path(reference: str) -> bool:
-    """Whether a reference can only be a path: by where it begins, how it ends, how deep it is."""
+    """Return True if a reference can only be a path, by its beginning, ending or depth."""
     begins = reference.startswith(("/", "./", "../", "~"))
     ends = reference.lower().endswith((*ENDINGS, "/"))
     return begins or ends or "\\" in reference or reference.count("/") > 1
 
 
 def no_file_told(path: Path) -> str:
-    """Say that there is no file at a path, with names near it."""
+    """Say that there is no file at a path, with similar names."""
     first = next((p for p in (*reversed(path.parents), path) if not p.exists()), path)
     if first != path:
         told = f"There is no file {path}: the folder {first} does not exist."
@@ -38,7 +38,7 @@ def no_file_told(path: Path) -> str:
 
 
 def no_model_told(folder: Path) -> str:
-    """Say what a folder without a model holds, and what is one."""
+    """Say what a folder without a model holds, and what a model is."""
     told = (
         f"{folder} holds no model: neither config.json, beside *.safetensors, nor a GGUF file. "
         "Give a model's folder, a GGUF file, or org/name of the hub."
@@ -57,7 +57,7 @@ def no_model_told(folder: Path) -> str:
 def _names(folder: Path) -> list[str]:
     try:
         return [path.name for path in itertools.islice(folder.iterdir(), _MAX_NAMES)]
-    except OSError:  # not for this user
+    except OSError:  # not readable for this user
         return []
 
 

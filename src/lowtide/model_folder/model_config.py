@@ -1,4 +1,4 @@
-"""What a model on this machine is, whichever files it comes in."""
+"""Configuration of a local model, from a folder or a GGUF file."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lowtide.model_folder.gguf_file import is_gguf
 
 
 def load_config(path: Path, overrides: Mapping[str, object] = NOTHING) -> ModelConfig:
-    """The configuration of a model: a folder's `config.json`, or a GGUF file's metadata.
+    """Load a model's configuration: a folder's `config.json`, or a GGUF file's metadata.
 
     Raises as `read_config_in` and `GgufModel.open` do.
     """
@@ -25,7 +25,7 @@ def load_config(path: Path, overrides: Mapping[str, object] = NOTHING) -> ModelC
 
 
 def has_chat_template(path: Path) -> bool:
-    """Whether a model folder or a GGUF file has a chat template. Raises CheckpointError."""
+    """Return True if a model folder or a GGUF file has a chat template. Raises CheckpointError."""
     if not is_gguf(path):
         return tokenizer.has_chat_template(path)
     from lowtide.model_folder.gguf_model import GgufModel  # with every family

@@ -1,7 +1,7 @@
-"""Names of Ollama's library: which model of the hub one means, and where Ollama keeps its file.
+"""Names of Ollama's library: their model on the hub, and Ollama's local file.
 
-Ollama's names (`qwen3:30b`, `llama3`) are not the hub's. Its files are GGUF, under names that are
-digests; a manifest for each tag says which.
+Ollama's names (`qwen3:30b`, `llama3`) differ from the hub's. Its files are GGUF, named by digest; a
+manifest for each tag lists them.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ RUN: Mapping[str, Mapping[str, str]] = {
         "480b": "Qwen/Qwen3-Coder-480B-A35B-Instruct",
     },
 }
-"""What runs here, by name and how tags begin; the empty one is `latest`."""
+"""Supported models by name and beginning of the tag; the empty tag is `latest`."""
 
 OTHERS: Mapping[str, str] = {
     "codellama": "codellama/CodeLlama-7b-Instruct-hf",
@@ -77,11 +77,11 @@ OTHERS: Mapping[str, str] = {
     "smollm2": "HuggingFaceTB/SmolLM2-1.7B-Instruct",
     "tinyllama": "TinyLlama/TinyLlama-1.1B-Chat-v1.0",
 }
-"""What people ask for and does not run, by name."""
+"""Popular models that are not supported, by name."""
 
 
 def ollama_told(reference: str) -> str | None:
-    """What to do about a name of Ollama's library; None for what is none."""
+    """Explain a name of Ollama's library; None for any other name."""
     match = _NAME.fullmatch(reference)
     if match is None:
         return None
@@ -104,7 +104,7 @@ def ollama_told(reference: str) -> str | None:
 
 
 def model_folders() -> list[Path]:
-    """Where Ollama keeps models: what OLLAMA_MODELS names, the user's folder, the service's."""
+    """List Ollama's model folders: OLLAMA_MODELS, the user's and the service's."""
     told = os.environ.get("OLLAMA_MODELS")
     places = [Path(told)] if told else []
     try:
@@ -115,8 +115,9 @@ def model_folders() -> list[Path]:
 
 
 def ollama_files(folder: Path) -> Iterator[tuple[str, Path]]:
-    """Names and files of the models in one of `model_folders`; nothing of one that is another
-    user's, or not there.
+    """Yield names and files of the models in one of `model_folders`.
+
+    A folder that is missing or belongs to another user yields nothing.
     """
     try:
         manifests = sorted(folder.glob("manifests/*/*/*/*"))
@@ -128,7 +129,7 @@ def ollama_files(folder: Path) -> Iterator[tuple[str, Path]]:
 
 
 def _blobs(name: str, tag: str) -> Iterator[Path]:
-    """Files of a model in Ollama's folders."""
+    """Yield the files of a model in Ollama's folders."""
     for folder in model_folders():
         try:
             manifests = list(folder.glob(f"manifests/*/*/{name}/{tag}"))

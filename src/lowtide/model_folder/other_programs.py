@@ -1,4 +1,4 @@
-"""GGUF files that other programs keep: LM Studio's and Ollama's folders, which are only read."""
+"""GGUF files in the folders of LM Studio and Ollama, which are only read."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lowtide.model_folder.ollama_names import model_folders, ollama_files
 
 @dataclass(frozen=True, slots=True)
 class OtherFile:
-    """A model that another program fetched, of which the path is the name here."""
+    """A model fetched by another program, known here by its path."""
 
     name: str
     program: str
@@ -22,7 +22,7 @@ class OtherFile:
 
 
 def other_files() -> list[OtherFile]:
-    """All that lies in these folders, by program and name, each once."""
+    """List all models in these folders once, by program and name."""
     found: dict[Path, OtherFile] = {}
     for folder in lm_studio_folders():
         for each in _lm_studio_files(folder):
@@ -36,7 +36,7 @@ def other_files() -> list[OtherFile]:
 
 
 def lm_studio_folders() -> list[Path]:
-    """Where LM Studio keeps models: its folder, and the one of older versions."""
+    """List LM Studio's model folders: the current one and that of older versions."""
     try:
         home = Path.home()
     except RuntimeError:  # a user without a home
@@ -45,8 +45,9 @@ def lm_studio_folders() -> list[Path]:
 
 
 def _lm_studio_files(folder: Path) -> Iterator[OtherFile]:
-    """PUBLISHER/REPOSITORY/NAME.gguf; of a model in parts the first. What is another user's, or
-    goes meanwhile, is left out.
+    """Yield PUBLISHER/REPOSITORY/NAME.gguf, for a split model its first file.
+
+    Files that are unreadable or disappear are skipped.
     """
     with suppress(OSError):
         for repository in sorted(folder.glob("*/*")):

@@ -1,4 +1,4 @@
-"""The process that renders chat templates (`template_worker.py`): one for the whole program."""
+"""The process that renders chat templates (`template_worker.py`), one per program."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from lowtide.files.json_file import printable
 
 
 class TemplateProcess(ChildProcess):
-    """Says in a user's words why a template was not rendered."""
+    """Child process whose errors are explained to users."""
 
     def __init__(self) -> None:
         super().__init__(Path(__file__).with_name("template_worker.py"))
 
     def ask(self, request: Mapping[str, object], wall_s: float, lane: int = 0) -> dict[str, Any]:
-        """See `ChildProcess`. Raises UsageError."""
+        """Ask as `ChildProcess`. Raises UsageError."""
         try:
             return super().ask(request, wall_s, lane)
         except ChildError as error:
@@ -40,4 +40,4 @@ def _reason(error: ChildError) -> str:
 
 
 TEMPLATES = TemplateProcess()
-"""The program's only one: a model's template is run for whole conversations, a few in a second."""
+"""The only instance; a template renders whole conversations, a few per second."""

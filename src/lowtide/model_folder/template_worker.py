@@ -1,13 +1,13 @@
-"""The child process that renders chat templates; a script, never imported by the parent.
+"""Child process that renders chat templates; a script, never imported by the parent.
 
-A chat template is a program out of a model folder. The sandbox takes Python's objects away from
-it, but no setting bounds its loops or the strings it builds (`{{ 'a' * 10**10 }}`, doubling a
-variable, nested ranges), and a thread inside one long string operation cannot be stopped. A
-process can: the operating system bounds its memory and processor time, and the parent its wall
-time. Needs the standard library and jinja2 only, so that it starts in a tenth of a second.
+A chat template is a program from a model folder. The sandbox keeps Python's objects from it, but no
+setting bounds its loops or the strings it builds (`{{ 'a' * 10**10 }}`, doubling a variable, nested
+ranges), and a thread inside one long string operation cannot be stopped. A process can: the
+operating system bounds its memory and processor time, and the parent its wall time. It needs only
+the standard library and jinja2, so that it starts in a tenth of a second.
 
-Reads a JSON object from each line of standard input and writes one: `{"text"}` or `{"error"}`.
-Ends with its input, and after an answer that `is_last`: what ran out of memory is not used again.
+Reads a JSON object from each line of standard input and writes one: `{"text"}` or `{"error"}`. Ends
+with its input, and after an answer with `is_last`: a process that ran out of memory is not reused.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-# What expressions and filters raise for values of a wrong kind.
+# Raised by expressions and filters for values of a wrong kind.
 _FAULTS = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 
 
@@ -38,7 +38,7 @@ def main() -> None:
 
 
 def answer_to(request: dict[str, Any]) -> dict[str, object]:
-    """Renders one template within its own bounds."""
+    """Render one template within its own bounds."""
     limit_resources(request["max_memory_bytes"], request["max_cpu_s"])
     try:
         text = render(request["template"], request["variables"], request["max_output_chars"])
@@ -55,7 +55,7 @@ def answer_to(request: dict[str, Any]) -> dict[str, object]:
 
 
 def limit_resources(max_memory_bytes: int | None = None, max_cpu_s: int | None = None) -> None:
-    """Asks the operating system to stop this process at these bounds, where it can; None: at none.
+    """Set limits of the operating system on this process, if it can; None removes them.
 
     Only soft limits, which can be raised again: reading the next request is not the template's.
     """
@@ -73,7 +73,7 @@ def limit_resources(max_memory_bytes: int | None = None, max_cpu_s: int | None =
 
 
 def render(template: str, variables: dict[str, Any], max_output_chars: int) -> str:
-    """The text of a template, counted as it comes. Raises TemplateError when it grows too long."""
+    """Render a template, counting characters. Raises TemplateError if there are too many."""
     parts: list[str] = []
     num_chars = 0
     name_arguments(variables.get("messages"))
@@ -86,9 +86,7 @@ def render(template: str, variables: dict[str, Any], max_output_chars: int) -> s
 
 
 class Arguments(dict[str, Any]):
-    """A call's arguments: an object for templates that read it, its JSON where one writes it as
-    text, alone or behind another.
-    """
+    """A call's arguments: an object for templates that read it, JSON for those that print it."""
 
     def __str__(self) -> str:
         return to_json(self)
@@ -101,7 +99,7 @@ class Arguments(dict[str, Any]):
 
 
 def name_arguments(messages: Any) -> None:
-    """Makes `Arguments` of those in messages, in place."""
+    """Convert the arguments in messages to `Arguments`, in place."""
     for message in messages if isinstance(messages, list) else ():
         for call in message.get("tool_calls", ()):
             call["function"]["arguments"] = Arguments(call["function"]["arguments"])
@@ -109,12 +107,12 @@ def name_arguments(messages: Any) -> None:
 
 @lru_cache(maxsize=4)  # a process has one model, or a few
 def compiled(template: str) -> Template:
-    """Kept: compiling a published template takes longer than rendering it."""
+    """Compile a template, cached: compiling takes longer than rendering."""
     return environment().from_string(template)
 
 
 def environment() -> ImmutableSandboxedEnvironment:
-    """The dialect that published chat templates are written in."""
+    """Make the environment of published chat templates."""
     made = ImmutableSandboxedEnvironment(
         trim_blocks=True,
         lstrip_blocks=True,
@@ -127,7 +125,7 @@ def environment() -> ImmutableSandboxedEnvironment:
 
 
 class GenerationBlock(Extension):
-    """`{% generation %}...{% endgeneration %}` marks answers for training: here, its content."""
+    """Renders the content of `{% generation %}...{% endgeneration %}`, a mark for training."""
 
     tags = {"generation"}
 
@@ -137,7 +135,7 @@ class GenerationBlock(Extension):
 
 
 def to_json(value: Any, indent: int | None = None, **options: Any) -> str:
-    """JSON as it is, where Jinja's own filter would escape it for HTML."""
+    """Write JSON unescaped, unlike Jinja's own filter, which escapes it for HTML."""
     return json.dumps(value, **({"ensure_ascii": False, "indent": indent} | options))
 
 

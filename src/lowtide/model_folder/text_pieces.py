@@ -1,9 +1,9 @@
-"""Where a long text can be cut so that the ids of its pieces are the ids of the whole.
+"""Cut a long text so that its pieces' token ids are the ids of the whole.
 
-A tokenizer takes `WORK_BYTES` for each byte of a text while it works. `TextPieces` cuts where its
-own rule for words always does, whatever stands around: between a letter or digit and the space or
-punctuation behind it, in the scripts for which that holds, and behind an added token that no other
-can be in the place of. Rules that it does not know are cut nowhere.
+A tokenizer takes `WORK_BYTES` per byte of a text while it works. `TextPieces` cuts where the word
+rule always does, in any surroundings: between a letter or digit and the following space or
+  punctuation, in scripts for which that holds, and behind an added token that no other can overlap.
+  Texts with unknown rules are not cut.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from tokenizers import models
 from lowtide.model_folder.byte_level_files import byte_alphabet
 
 WORK_BYTES = 350
-"""What a tokenizer takes for each byte of a text while it works, as measured."""
+"""Measured memory of a tokenizer per byte of a text."""
 
 PIECE_CHARS = 16 << 10
-"""Of a piece, where a text can be cut: at most 64 KiB in UTF-8."""
+"""Most characters of a piece, if the text can be cut: at most 64 KiB in UTF-8."""
 
 _ASCII = ("AZ", "az", "09")
 _SCRIPTS = (
@@ -32,11 +32,13 @@ _SCRIPTS = (
     *("\u0915\u0939", "\u0995\u09a8", "\u0bae\u0bb9", "\u0e01\u0e30", "\u1208\u1246"),
     *("\u3041\u3096", "\u30a1\u30fa", "\u4e00\u9fa5", "\uac00\ud7a3"),
 )
-"""Letters from the first to the last that have been letters for long, and that no normal form
-changes: of which of them words end, a tokenizer is asked."""
+"""Ranges of letters that have long been letters and that no normal form changes.
+
+The tokenizer is asked in which of them words end.
+"""
 
 _BEHIND = '\t\n\r !"#$%&()*+,-./:;<=>?@[\\]^_`{|}~\u3001\u3002\uff01\uff0c\uff1a\uff1b\uff1f'
-"""No apostrophe: a contraction goes on behind it."""
+"""Characters behind which a word ends. No apostrophe: a contraction continues after it."""
 
 _LONE_SPACE = re.compile(
     "(?<=[{0}]) (?=[{0}])".format("".join(map("-".join, (*_ASCII, *_SCRIPTS))))
@@ -59,18 +61,21 @@ _ALTERNATIVES = {
     r" ?[^\s\p{L}\p{N}]++[\r\n]*",
     *(r"\s*[\r\n]+", r"\s*[\r\n]", r"[\r\n]", r"\s+(?!\S)", r"\s+", r"\s+$"),
 }
-"""What rules for words are made of. None of these matches a letter or a digit together with the
-space or punctuation behind it, and none looks further than that for where it ends."""
+"""Known alternatives of word rules.
+
+None of them matches a letter or digit together with the following space or punctuation, and none
+looks further than that for its end.
+"""
 
 
 _Places = Callable[[str, int, int], list[tuple[int, int]]]
-"""Finds places to cut at in a part of a text: where a piece ends, and where the next begins."""
+"""Finds cuts in a part of a text: the end of a piece, and the start of the next."""
 
 
 class TextPieces:
-    """Cuts texts for one tokenizer.
+    """Cutter of texts for one tokenizer.
 
-    is_known: whether its rule for words is, so that there are such places at all.
+    is_known: its word rule is known, so there are places to cut at.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
@@ -96,14 +101,12 @@ class TextPieces:
         self._bytes_of_token = _most_of_token(backend, added, normalizer, _is_bytes(words))
 
     def least_tokens(self, text: str) -> int:
-        """Return a number of tokens that the text has at least; 0 where none is known."""
+        """Return a lower bound of a text's number of tokens; 0 if none is known."""
         most = self._bytes_of_token
         return 0 if most is None else len(text) // most
 
     def most_chars(self, num_tokens: int) -> int | None:
-        """Return a number of characters that more than `num_tokens` tokens certainly are for; None
-        where none is known.
-        """
+        """Return characters that certainly need more than `num_tokens` tokens; None if unknown."""
         most = self._bytes_of_token
         return None if most is None else (num_tokens + 1) * most
 
@@ -112,8 +115,9 @@ class TextPieces:
         return self._find is not None
 
     def __call__(self, text: str) -> Iterator[tuple[int, str]]:
-        """The pieces, in order, each behind its place in the text. One is longer where there is no
-        place to cut at for `PIECE_CHARS`.
+        """Yield the pieces in order, each with its place in the text.
+
+        A piece is longer if there is no place to cut within `PIECE_CHARS`.
         """
         start = 0
         while self._find is not None and len(text) - start > PIECE_CHARS:
@@ -125,8 +129,9 @@ class TextPieces:
         yield start, text[start:]
 
     def _place(self, text: str, start: int) -> tuple[int, int] | None:
-        """Where a piece ends, and where the next begins: the last place within `PIECE_CHARS`, or
-        else the first behind.
+        """Return the end of a piece and the start of the next.
+
+        This is the last place within `PIECE_CHARS`, or else the first behind it.
         """
         end = start + PIECE_CHARS
         for low in range(end - _STEP, start, -_STEP):
@@ -139,9 +144,7 @@ class TextPieces:
         return None
 
     def _free(self, text: str, start: int, end: int) -> list[tuple[int, int]]:
-        """The places from `start` to before `end` that no added token is near, or right behind
-        one.
-        """
+        """Return places in a range that are not near an added token, or directly behind one."""
         if self._find is None:
             return []
         found = self._find(text, start, end)
@@ -163,8 +166,9 @@ _STEP = 1 << 10
 
 
 def _word_ends(backend: tokenizers.Tokenizer) -> _Places | None:
-    """What finds the ends of words, as far as they are ends in short texts, too: `_is_known` looks
-    at each rule on its own.
+    """Make a finder of word ends that also hold in short texts.
+
+    `_is_known` checks each rule alone.
     """
     scripts = [each for each in (*_ASCII, *_SCRIPTS) if _ends_words(backend, each)]
     if not set(_ASCII) <= set(scripts):
@@ -177,7 +181,7 @@ def _word_ends(backend: tokenizers.Tokenizer) -> _Places | None:
 
 
 def _ends_words(backend: tokenizers.Tokenizer, script: str) -> bool:
-    """Whether words end behind letters of a script."""
+    """Return True if words end behind letters of a script."""
     if backend.pre_tokenizer is None:
         return False
     for letter in script:
@@ -194,9 +198,7 @@ def _lone_spaces(text: str, start: int, end: int) -> list[tuple[int, int]]:
 
 
 def _taken_first(added: list[tokenizers.AddedToken]) -> re.Pattern[str] | None:
-    """What finds added tokens that are taken out of a text before all else, and that no other can
-    be in the place of: none is in another one or overlaps with its ends.
-    """
+    """Make a pattern of added tokens that are extracted first and cannot overlap another."""
     first = [token for token in added if not token.normalized]
     texts = {token.content for token in first}
     begins = {text[:n] for text in texts for n in range(1, len(text))}
@@ -215,14 +217,14 @@ def _taken_first(added: list[tokenizers.AddedToken]) -> re.Pattern[str] | None:
 
 
 def _inner(text: str) -> Iterator[str]:
-    """The shorter texts in a text."""
+    """Yield the shorter substrings of a text."""
     for start in range(len(text)):
         for end in range(start + 1, len(text) + (start > 0)):
             yield text[start:end]
 
 
 def _is_bytes(words: dict[str, Any]) -> bool:
-    """Whether words are written in bytes, in the end, and nothing is put before a text."""
+    """Return True if words end as bytes, and nothing is put before a text."""
     last = _steps(words)[-1]
     return last.get("type") == "ByteLevel" and not last.get("add_prefix_space")
 
@@ -232,7 +234,7 @@ def _steps(words: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _cuts_word_ends(words: dict[str, Any]) -> bool:
-    """Whether words always end where `_WORD_END` is."""
+    """Return True if words always end at `_word_ends`."""
     *cuts, last = _steps(words)
     patterns = []
     for cut in cuts:
@@ -247,7 +249,7 @@ def _cuts_word_ends(words: dict[str, Any]) -> bool:
 
 
 def _is_known(pattern: str) -> bool:
-    """Whether a rule is made of what is known alone."""
+    """Return True if a rule has only known parts."""
     members = re.fullmatch(r"(?:\\s\?)?(\[[^\[\]\\^]+\])\+", pattern)
     if members is None:
         return all(each in _ALTERNATIVES for each in _alternatives(pattern))
@@ -257,7 +259,7 @@ def _is_known(pattern: str) -> bool:
 
 
 def _alternatives(pattern: str) -> list[str]:
-    """A pattern's own alternatives, not those inside of its groups."""
+    """Return a pattern's top-level alternatives."""
     found, depth, start, in_class, place = [], 0, 0, False, 0
     while place < len(pattern):
         mark = pattern[place]
@@ -277,7 +279,7 @@ def _alternatives(pattern: str) -> list[str]:
 
 
 def _is_sentence_pieces(backend: tokenizers.Tokenizer) -> bool:
-    """Whether texts are merged from characters, and spaces written as `_SPACE`."""
+    """Return True if texts are merged from characters, with spaces as `_SPACE`."""
     normalizer, words, model = (
         _state(backend.normalizer),
         _state(backend.pre_tokenizer),
@@ -298,8 +300,9 @@ def _is_sentence_pieces(backend: tokenizers.Tokenizer) -> bool:
 
 
 def _has_prefix(normalizer: dict[str, Any], words: dict[str, Any]) -> bool:
-    """Whether a space is put before a text: then it stands for the one that is left out between
-    two pieces.
+    """Return True if a space is put before a text.
+
+    It then replaces the one that is left out between two pieces.
     """
     if words:
         return words.get("prepend_scheme") != "never"
@@ -307,7 +310,7 @@ def _has_prefix(normalizer: dict[str, Any], words: dict[str, Any]) -> bool:
 
 
 def _never_before_space(backend: tokenizers.Tokenizer) -> set[str]:
-    """Letters and digits that no token has before a space: none is merged across."""
+    """Return letters and digits that no token has before a space: none is merged across it."""
     tokens = backend.get_vocab(with_added_tokens=False)
     before = {token[i - 1] for token in tokens for i in range(1, len(token)) if token[i] == _SPACE}
     ranges = (range(ord(each[0]), ord(each[1]) + 1) for each in (*_ASCII, *_SCRIPTS))
@@ -316,8 +319,9 @@ def _never_before_space(backend: tokenizers.Tokenizer) -> set[str]:
 
 
 def _is_found_as_it_is(content: str) -> bool:
-    """Whether an added token is found in a text with its spaces replaced as in any other, and never
-    at `_LONE_SPACE`.
+    """Return True if an added token is found unchanged when spaces are replaced.
+
+    It then never lies at `_LONE_SPACE`.
     """
     return content.isascii() and not content[:1].isalnum() and " " not in content
 
@@ -328,21 +332,21 @@ def _most_of_token(
     normalizer: dict[str, Any],
     is_bytes: bool,
 ) -> int | None:
-    """Return how many characters of a text one token can stand for; None: any number."""
+    """Return the most characters that one token can stand for; None if unbounded."""
     if any(token.lstrip or token.rstrip for token in added):
-        return None  # it takes all blanks beside it
+        return None  # it absorbs all blanks beside it
     tokens = backend.get_vocab(with_added_tokens=False)
     longest = max(map(len, tokens), default=0)
     longest = max([longest, *(len(token.content) for token in added)])
     if is_bytes and normalizer.get("type", "NFC") == "NFC":
-        composed = 4 if normalizer else 1  # characters at most that NFC makes one of
+        composed = 4 if normalizer else 1  # most characters that NFC composes into one
         return longest * composed if all(each in tokens for each in byte_alphabet()) else None
     has_bytes = all(f"<0x{byte:02X}>" in tokens for byte in range(256))
     return longest if has_bytes and _is_sentence_pieces(backend) else None
 
 
 def _state(part: Any) -> dict[str, Any]:
-    """A part's entry in tokenizer.json; empty for none."""
+    """Return a part's entry in tokenizer.json; empty for None."""
     if part is None:
         return {}
     state = json.loads(part.__getstate__())

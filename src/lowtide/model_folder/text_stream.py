@@ -1,4 +1,4 @@
-"""From token ids that come a few at a time to text, and what decoders allow of that."""
+"""Convert token ids to text as they come, as far as the decoder allows."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-"""How vocabularies of sentence pieces name the tokens of single bytes."""
+"""Names of single-byte tokens in sentence-piece vocabularies."""
 
 _CHARACTER = re.compile(
     rb"[\x00-\x7f]|[\xc2-\xdf][\x80-\xbf]|\xe0[\xa0-\xbf][\x80-\xbf]|\xed[\x80-\x9f][\x80-\xbf]"
@@ -21,28 +21,30 @@ _NAME_CHARS = frozenset("<0x123456789ABCDEFabcdef>")
 
 
 class Decoding(Protocol):
-    """What makes text of ids."""
+    """Decoder of token ids."""
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of all of them."""
+        """Return the text of all ids."""
         ...
 
 
 class TextStream:
-    """Decodes ids as they come and hands out what is certain: complete characters.
+    """Decoder of ids as they come, which returns complete characters only.
 
-    The texts of all `push` calls and of `finish`, joined, are the text of all ids together. Where
-    later ids may change any text before them (`is_local` is False), all of it comes at the end.
-    is_text: False of an id that makes no text.
+    The texts of all `push` calls and of `finish`, joined, are the text of all ids. If later ids may
+    change any earlier text (`is_local` is False), all of it comes at the end. is_text: returns
+    False for an id that makes no text.
     """
 
     _MAX_HELD_CHARS = 3
-    """Replacement characters that an unfinished character may be shown as, one for each byte."""
+    """Replacement characters of an unfinished character, one per byte."""
 
     _WINDOW_TOKENS = 64
     _KEPT_TOKENS = 16
-    """Of a window that is cut: a decoder treats a text's first word differently, and no character
-    has so many tokens."""
+    """Ids kept of a window that is cut.
+
+    A decoder treats a text's first word differently, and no character has as many tokens.
+    """
 
     def __init__(
         self,
@@ -55,13 +57,13 @@ class TextStream:
         self._num_sent = 0  # characters of the window's text that were handed out
 
     def begin_behind(self, ids: Sequence[int]) -> None:
-        """Begins a text that goes on behind these ids, so that its first word keeps its space."""
+        """Begin a text that continues these ids, so that its first word keeps its space."""
         self._window = self._texts(ids)[-self._KEPT_TOKENS :]
         text = self._tokenizer.decode(self._window)
         self._num_sent = len(text) - self._num_open(text)  # half a character is still to come
 
     def push(self, ids: Sequence[int]) -> str:
-        """The new text that is certain after these ids; may be empty."""
+        """Return the new text that is certain after these ids; may be empty."""
         self._window += self._texts(ids)
         if not self._is_local:
             return ""
@@ -72,7 +74,7 @@ class TextStream:
         return new
 
     def finish(self) -> str:
-        """What was held back. The stream can go on afterwards with a new text."""
+        """Return the text held back. The stream can then begin a new text."""
         new = self._take(self._tokenizer.decode(self._window))
         self._window, self._num_sent = [], 0
         return new
@@ -81,7 +83,7 @@ class TextStream:
         return list(ids) if self._is_text is None else [i for i in ids if self._is_text(i)]
 
     def _num_open(self, text: str) -> int:
-        """How many characters at the end may become others."""
+        """Return the number of characters at the end that may still change."""
         return min(len(text) - len(text.rstrip("\ufffd")), self._MAX_HELD_CHARS)
 
     def _take(self, text: str) -> str:
@@ -90,7 +92,7 @@ class TextStream:
         return new
 
     def _shorten(self, text: str) -> None:
-        """Keeps the last ids of a window with this text, unless they begin within a character."""
+        """Keep the last ids of a window, unless they begin within a character."""
         head, tail = self._window[: -self._KEPT_TOKENS], self._window[-self._KEPT_TOKENS :]
         before, behind = self._tokenizer.decode(head), self._tokenizer.decode(tail)
         num_held = len(text) - self._num_sent
@@ -101,9 +103,7 @@ class TextStream:
 
 
 def steps_of(part: Any) -> list[Mapping[str, Any]]:
-    """The steps of a decoder or normalizer of the tokenizers library, in order, as they stand in
-    `tokenizer.json`.
-    """
+    """Return the steps of a decoder or normalizer, in order, as in `tokenizer.json`."""
     if part is None:
         return []
     found: list[Mapping[str, Any]] = []
@@ -118,8 +118,9 @@ def steps_of(part: Any) -> list[Mapping[str, Any]]:
 
 
 def is_local(steps: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether a decoder of these steps changes no text by tokens behind it, but for the last
-    character: what is done to tokens one by one, and to all of a text at its ends alone.
+    """Return True if later tokens change no earlier text, except the last character.
+
+    True of steps on single tokens, and of steps on the ends of a text.
     """
     is_joined = False
     for place, step in enumerate(steps):
@@ -135,14 +136,15 @@ def is_local(steps: Sequence[Mapping[str, Any]]) -> bool:
 
 
 def _keeps_bytes(step: Mapping[str, Any]) -> bool:
-    """Whether a step before `ByteFallback` leaves the names of byte tokens as they are."""
+    """Return True if a step before `ByteFallback` leaves byte tokens unchanged."""
     pattern = step.get("pattern", {}).get("String", "")
     return step.get("type") == "Replace" and bool(pattern) and _NAME_CHARS.isdisjoint(pattern)
 
 
 def with_valid_bytes(tokens: list[str]) -> list[str]:
-    """The same tokens, and those of bytes that are of no character replaced: as sentencepiece
-    reads them. The tokenizers library gives up all characters of such a run.
+    """Replace byte tokens that form no character, as sentencepiece does.
+
+    The tokenizers library would drop all characters of such a run.
     """
     found = list(tokens)
     values = [BYTE_TOKEN.fullmatch(token) for token in tokens]

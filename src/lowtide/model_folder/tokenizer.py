@@ -1,4 +1,4 @@
-"""Text to token ids and back, and chat messages to a prompt: `Tokenizer`.
+"""`Tokenizer`: text to token ids and back, and chat messages to a prompt.
 
 Everything comes from `tokenizer.json` (or `vocab.json` and `merges.txt`), `tokenizer_config.json`
 and `chat_template.jinja`; a model's own Python code is never run. Knows nothing of models and
@@ -47,13 +47,13 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 MAX_TOKENIZER_BYTES = 128 << 20
 MAX_CONFIG_BYTES = 16 << 20
 MAX_TOKEN_ID = 2**31 - 1
-MAX_ADDED_TOKENS = 4096  # to every text, such as the one that begins it
-MAX_GROWTH = 1024  # characters that one may be replaced with
-MAX_TURNS = 4  # pieces of texts that are encoded at once
+MAX_ADDED_TOKENS = 4096  # added to every text, such as BOS
+MAX_GROWTH = 1024  # most characters that replace one
+MAX_TURNS = 4  # pieces encoded concurrently
 
 
 class TooManyTokens(UsageError):
-    """A text of more tokens than were wanted. num_tokens: that it has at least."""
+    """Raised for a text with too many tokens. num_tokens: a lower bound of their number."""
 
     def __init__(self, num_tokens: int, most: int) -> None:
         super().__init__(
@@ -67,14 +67,14 @@ class Tokenizer:
 
     vocab_size: its largest token id plus one (a model's vocabulary may be padded beyond it).
     eos_token_ids: ids that end a text, as far as the tokenizer knows them.
-    bos_token_id: None where the folder names none.
+    bos_token_id: None if the folder names none.
     """
 
     @classmethod
     def load(cls, folder: Path) -> Tokenizer | None:
-        """The tokenizer of a model folder; None if it has none that is read.
+        """Load the tokenizer of a model folder; None if it has none that is supported.
 
-        Raises CheckpointError for files that are too large or not what they should be.
+        Raises CheckpointError for files that are too large or malformed.
         """
         config = _read_config(folder)
         if not _has_tokenizer(folder, config):
@@ -91,7 +91,7 @@ class Tokenizer:
         templates: ChatTemplates | None,
         no_template: str = NO_TEMPLATE,
     ) -> None:
-        """no_template: why there is none, where there is none."""
+        """no_template: the reason why there is no template."""
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
@@ -105,7 +105,7 @@ class Tokenizer:
         self.eos_token_ids = () if eos is None else (eos,)
         self.bos_token_id = self._special_id("bos_token")
         self._begins_texts = backend.encode("").ids[:1] == [self.bos_token_id]
-        # Of texts that are encoded at once, so that what they take beside themselves is bounded.
+        # Bound concurrent encodings, and so their memory.
         self._turns = (BoundedSemaphore(MAX_TURNS), BoundedSemaphore(1))
 
     @property
@@ -113,17 +113,16 @@ class Tokenizer:
         return self._templates is not None
 
     def template_names(self, variable: str) -> bool:
-        """Whether the chat template speaks of a variable."""
+        """Return True if the chat template mentions a variable."""
         return self._templates is not None and self._templates.names(variable)
 
     def encode(self, text: str, *, add_special: bool = True, most: int | None = None) -> list[int]:
-        """Token ids of a text; `add_special` lets the tokenizer add what it adds to a prompt, but
-        for a token that the text begins with by itself.
+        """Encode a text; `add_special` adds the tokenizer's tokens for prompts.
 
-        A long text is cut where that changes no id (`text_pieces.py`), so that little memory is
-        taken beside it. Raises UsageError for text that is too long or not valid Unicode,
-        TooManyTokens as soon as there are more than `most`, CheckpointError where the tokenizer
-        fails.
+        A token that already begins the text is not added again. A long text is cut where that
+        changes no id (`text_pieces.py`), to save memory. Raises UsageError for text that is too
+        long or not valid Unicode, TooManyTokens as soon as there are more than `most`,
+        CheckpointError if the tokenizer fails.
         """
         ids: list[int] = []
         for _, part in self._parts(text, add_special, most):
@@ -132,8 +131,10 @@ class Tokenizer:
         return ids[self._num_doubled(ids, add_special) :]
 
     def places(self, text: str, *, add_special: bool = True) -> list[int]:
-        """Where in a text the tokens of `encode` begin, in characters; those of one character
-        with it, and one that was added with the next. Raises as `encode`.
+        """Return the character positions at which the tokens of `encode` begin.
+
+        Tokens of one character share its position; an added token has that of the next. Raises as
+        `encode`.
         """
         ids: list[int] = []
         offsets: list[tuple[int, int]] = []
@@ -148,13 +149,13 @@ class Tokenizer:
         return places
 
     def _num_doubled(self, ids: Sequence[int], add_special: bool) -> int:
-        """How many of the first tokens were added to a text that begins with them."""
+        """Return the number of first tokens that the text already began with."""
         return int(add_special and self._begins_texts and ids[1:2] == [self.bos_token_id])
 
     def _parts(
         self, text: str, add_special: bool, most: int | None = None
     ) -> Iterator[tuple[list[tuple[int, int]], list[int]]]:
-        """The tokens of a text, part by part: from which character to which, and their ids."""
+        """Yield character ranges and ids of the tokens, part by part."""
         if len(text) > MAX_TEXT_CHARS:
             raise UsageError(
                 f"The text has {len(text)} characters, more than {MAX_TEXT_CHARS}; shorten it."
@@ -184,8 +185,9 @@ class Tokenizer:
         return found
 
     def work_bytes(self, num_bytes: int, num_tokens: int) -> int:
-        """Return what texts of `num_bytes` may take while they are encoded, of which at most
-        `num_tokens` are wanted: one without a place to cut, and pieces of others.
+        """Bound the memory for encoding texts of `num_bytes`, at most `num_tokens` tokens each.
+
+        This covers one text that cannot be cut, and pieces of others.
         """
         most = self._pieces.most_chars(num_tokens)
         whole = num_bytes if most is None else min(num_bytes, most * 4)
@@ -197,16 +199,16 @@ class Tokenizer:
 
     @cached_property
     def _added_ids(self) -> tuple[list[int], list[int]]:
-        """What stands before and behind the ids of every text."""
+        """Ids added before and behind every text."""
         [alone] = self._encoding("a", False).ids[:1] or [-1]
         whole = self._encoding("a", True).ids
         place = whole.index(alone) if alone in whole else len(whole)
         return whole[:place], whole[place + 1 :]
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
-        """Text of token ids; ids without a token (a padded vocabulary's) are nothing.
+        """Decode token ids; ids without a token (of a padded vocabulary) are skipped.
 
-        Raises UsageError for ids that no vocabulary can have, CheckpointError where the tokenizer
+        Raises UsageError for ids that no vocabulary can have, CheckpointError if the tokenizer
         fails.
         """
         for i in ids:
@@ -222,7 +224,7 @@ class Tokenizer:
             return str(self._backend.decoder.decode(with_valid_bytes(known)))
 
     def token_id(self, text: str) -> int | None:
-        """The id of exactly this token, or None."""
+        """Return the id of exactly this token, or None."""
         found = self._backend.token_to_id(text)
         return None if found is None else int(found)
 
@@ -233,13 +235,13 @@ class Tokenizer:
         return {token_id: str(token) for token_id, token in added.items() if token.special}
 
     def as_json(self) -> str:
-        """What a `tokenizer.json` of it holds."""
+        """Return the tokenizer as the contents of a `tokenizer.json`."""
         return str(self._backend.to_str())
 
     def piece(self, token_id: int) -> str:
-        """One token for display, on its own: never empty, leading space kept.
+        """Return one token for display: never empty, leading space kept.
 
-        A token that is part of a character appears as the tokenizer spells it.
+        Part of a character appears as the tokenizer spells it.
         """
         raw = self._backend.id_to_token(token_id) if 0 <= token_id <= MAX_TOKEN_ID else None
         if raw is None:
@@ -252,7 +254,7 @@ class Tokenizer:
         return text or str(raw)
 
     def piece_bytes(self, token_id: int) -> bytes | None:
-        """One token's bytes, which may be a part of a character; None where they are not known."""
+        """Return one token's bytes, perhaps part of a character; None if they are not known."""
         text = self.decode([token_id], skip_special=False) if 0 <= token_id <= MAX_TOKEN_ID else ""
         if text and "\ufffd" not in text:
             return self.piece(token_id).encode()
@@ -265,15 +267,15 @@ class Tokenizer:
         return bytes(known[c] for c in raw) if all(c in known for c in raw) else None
 
     def stream(self) -> TextStream:
-        """A decoder for ids that come a few at a time."""
+        """Make a decoder for ids that come a few at a time."""
         return TextStream(self, self._is_local, self.is_text)
 
     def is_text(self, token_id: int) -> bool:
-        """Whether an id makes text: neither a special token nor one beyond the vocabulary."""
+        """Return True if an id makes text: no special token and within the vocabulary."""
         return token_id < self.vocab_size and token_id not in self.special_texts
 
     def check_vocabulary(self, config_vocab_size: int) -> None:
-        """Raises CheckpointError if the tokenizer has ids that the model has no row for."""
+        """Raise CheckpointError if the tokenizer has ids beyond the model's vocabulary."""
         if self.vocab_size > config_vocab_size:
             raise CheckpointError(
                 f"The tokenizer has ids up to {self.vocab_size - 1}, but the model's vocabulary "
@@ -287,20 +289,19 @@ class Tokenizer:
         options: Mapping[str, object] | None = None,
         most: int | None = None,
     ) -> list[int]:
-        """Token ids of a conversation; special tokens are those the template writes. most: see
-        `encode`.
-        """
+        """Encode a conversation, with the template's special tokens; most: see `encode`."""
         return self.encode(self.render_chat(messages, options), add_special=False, most=most)
 
     def render_chat(
         self, messages: Sequence[Message], options: Mapping[str, object] | None = None
     ) -> str:
-        """The prompt of a conversation, by the model's own template in a bounded process.
+        """Render a conversation by the model's own template in a bounded process.
 
-        messages: see `chat_messages.py`; an assistant's last one is an answer that is begun, and to
-        be continued. options: further variables of the template, such as `enable_thinking`, or
-        `tools`, the declarations of functions that may be called.
-        Raises UsageError without a template, for bad messages, and when the template fails.
+        messages: see `chat_messages.py`; a last one by the assistant is to be continued.
+        options: further variables of the template, such as `enable_thinking`, or `tools`, the
+          declarations of functions that may be called.
+
+        Raises UsageError without a template, for bad messages, and if the template fails.
         """
         if self._templates is None:
             raise UsageError(
@@ -315,7 +316,7 @@ class Tokenizer:
 
 
 def has_chat_template(folder: Path) -> bool:
-    """Whether a folder's tokenizer has a chat template; the tokenizer itself is not read.
+    """Return True if a folder has a chat template, without reading its tokenizer.
 
     Raises CheckpointError as `Tokenizer.load`.
     """
@@ -324,16 +325,16 @@ def has_chat_template(folder: Path) -> bool:
 
 
 def num_begun(text: str, stop: str) -> int:
-    """With how many of its last characters `text` may have begun a stop string or a mark."""
+    """Return the length of the longest end of `text` that may begin a stop string or mark."""
     lengths = range(min(len(text), len(stop) - 1), 0, -1)
     return next((n for n in lengths if text.endswith(stop[:n])), 0)
 
 
 @contextmanager
 def blamed(failure: str, way_out: str) -> Iterator[None]:
-    """Around calls of the tokenizers library: whatever it fails with is a CheckpointError.
+    """Convert any failure of the tokenizers library to CheckpointError.
 
-    Not all of it is an Exception: a panic of Rust code derives from BaseException alone.
+    A panic of Rust code derives from BaseException alone.
     """
     try:
         yield
@@ -350,9 +351,7 @@ def _check_most(num_tokens: int, most: int | None) -> None:
 
 
 def begin_texts(backend: tokenizers.Tokenizer, bos: str) -> None:
-    """From now on a text begins with this token, if there is one, unless no special ones are
-    wanted.
-    """
+    """Make texts begin with this token, if it exists, unless no special tokens are wanted."""
     number = backend.token_to_id(bos)
     if number is not None:
         backend.post_processor = processors.TemplateProcessing(
@@ -371,7 +370,7 @@ def _read_backend(folder: Path, config: Mapping[str, Any]) -> tokenizers.Tokeniz
     bos = _special_tokens(config).get("bos_token")
     adds_nothing = not backend.num_special_tokens_to_add(is_pair=False)
     if bos and config.get("add_bos_token") is True and adds_nothing:
-        begin_texts(backend, bos)  # as transformers does, for DeepSeek's above all
+        begin_texts(backend, bos)  # as transformers does, above all for DeepSeek
     return backend
 
 
@@ -399,7 +398,7 @@ def _read_tokenizer(path: Path) -> tokenizers.Tokenizer:
 
 
 def _growth(part: Any) -> int:
-    """Characters that one may become in a normalizer's or decoder's replacements, one by one."""
+    """Return the factor by which replacements may lengthen a text."""
     growth = 1
     for step in steps_of(part):
         if step.get("type") == "Replace":
@@ -413,13 +412,13 @@ def _has_byte_tokens(steps: Sequence[Mapping[str, Any]]) -> bool:
 
 
 def _byte_ids(backend: tokenizers.Tokenizer) -> frozenset[int]:
-    """Ids of the tokens of single bytes."""
+    """Return the ids of single-byte tokens."""
     names = (f"<0x{value:{form}}>" for value in range(0x100) for form in ("02X", "02x"))
     return frozenset(i for name in names if (i := backend.token_to_id(name)) is not None)
 
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    """`eos_token` and its like, as plain strings: the file has strings or objects."""
+    """Read `eos_token` and others as plain strings: the file has strings or objects."""
     special = {}
     for name, value in config.items():
         if not name.endswith("_token"):

@@ -13,7 +13,7 @@ from lowtide.errors import CheckpointError
 from lowtide.families.registry import families
 from lowtide.formats.plain import ITEM_BYTES, SAFETENSORS_NAME
 from lowtide.model_folder.checkpoint import Checkpoint
-from lowtide.model_folder.further_layers import warn_of_further_layers
+from lowtide.model_folder.extra_layers import warn_of_extra_layers
 from lowtide.schemas.packed import with_packed
 from lowtide.schemas.quantised import with_quantised
 from lowtide.schemas.schema import ExpertStorage, ModelSchema, PartSource, SlotTarget, TensorSpec
@@ -64,7 +64,7 @@ def bind(config: ModelConfig, checkpoint: Checkpoint) -> WeightMap:
     UnsupportedError for a type that weights cannot be loaded from.
     """
     schema = model_schema(config)
-    warn_of_further_layers(checkpoint.tensors, f"{schema.names.layers}.", config.num_layers)
+    warn_of_extra_layers(checkpoint.tensors, f"{schema.names.layers}.", config.num_layers)
     return bind_schema(schema, checkpoint)
 
 

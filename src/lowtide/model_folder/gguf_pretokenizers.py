@@ -1,6 +1,6 @@
-"""How byte-level tokenizers cut a text into words, by the names that GGUF files have for it.
+"""Word rules of byte-level tokenizers, by their names in GGUF files.
 
-The files say a name only; what it stands for is in the `tokenizer.json` of the models it is from.
+Files contain only a name; its meaning is in the `tokenizer.json` of the models that use it.
 """
 
 from __future__ import annotations
@@ -26,20 +26,22 @@ _CASED = (
     "a640-a66d a680-a69b a722-a76f a771-a787 a78b-a78e ab70-abbf fb00-fb06 fb13-fb17 ff21-ff3a "
     "ff41-ff5a 10400-1044f 104b0-104d3 104d8-104fb 10c80-10cb2 10cc0-10cf2 118a0-118df 1e900-1e943"
 )
-"""Code points of DeepSeek's letters: those that had an upper and a lower case when it was made."""
+"""Code points of DeepSeek's letters: those with upper and lower case when it was made."""
 
 
 def _letters(ranges: str) -> str:
-    """Inside of a character class."""
+    """Write ranges of code points as the inside of a character class."""
     return "".join(
         "-".join(chr(int(code, 16)) for code in each.split("-")) for each in ranges.split()
     )
 
 
-class Words(NamedTuple):
-    """Patterns that cut one after the other; none: those of GPT-2. The text may be composed first
-    (NFC), a word that is a token may be taken whole, before any merge, and a text may begin with
-    the token for that where the file does not say.
+class WordRule(NamedTuple):
+    """Rule that splits a text into words by consecutive patterns; by default GPT-2's.
+
+    is_composed: the text is composed (NFC) first.
+    ignores_merges: a word that is a token is taken whole.
+    adds_bos: a text begins with a BOS token unless the file says otherwise.
     """
 
     patterns: tuple[str, ...] = ()
@@ -50,7 +52,7 @@ class Words(NamedTuple):
     def byte_level(
         self, vocabulary: Mapping[str, int], merges: Sequence[tuple[str, str]]
     ) -> tokenizers.Tokenizer:
-        """Byte-level BPE of texts that are cut so; the merge that goes first in front."""
+        """Build byte-level BPE with this rule; merges are in order of priority."""
         model = models.BPE(dict(vocabulary), list(merges), ignore_merges=self.ignores_merges)
         backend = tokenizers.Tokenizer(model)
         normalizer = self.normalizer()
@@ -75,7 +77,7 @@ class Words(NamedTuple):
 
 
 def merged_pair(merge: str) -> tuple[str, str] | None:
-    """The two tokens of a merge as files have it, with a space between them; None for no such."""
+    """Split a merge of a file into its two tokens; None if it is malformed."""
     left, space, right = merge[1:].partition(" ")
     return (merge[:1] + left, right) if space else None
 
@@ -105,19 +107,19 @@ _DEEPSEEK = (
 )
 _DEEPSEEK_CODER = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", rf"[{_CHINESE}]+", r"\p{N}")
 
-_LLAMA3_WORDS = Words((_LLAMA3,), ignores_merges=True, adds_bos=True)
+_LLAMA3_RULE = WordRule((_LLAMA3,), ignores_merges=True, adds_bos=True)
 
-WORDS = {
-    "gpt-2": Words(),
-    "olmo": Words(is_composed=True),
-    "qwen2": Words((_QWEN2,), is_composed=True),
-    "deepseek-llm": Words(_DEEPSEEK),
-    "deepseek-coder": Words(_DEEPSEEK_CODER),
-    "gpt-4o": Words((_GPT4O,)),
-    "bailingmoe": Words((_BAILING,)),
-    "bailingmoe2": Words((_BAILING,)),
-    "dbrx": Words((_LLAMA3,)),
-    "glm4": Words((_LLAMA3,), ignores_merges=True),
-    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3"), _LLAMA3_WORDS),
+WORD_RULES = {
+    "gpt-2": WordRule(),
+    "olmo": WordRule(is_composed=True),
+    "qwen2": WordRule((_QWEN2,), is_composed=True),
+    "deepseek-llm": WordRule(_DEEPSEEK),
+    "deepseek-coder": WordRule(_DEEPSEEK_CODER),
+    "gpt-4o": WordRule((_GPT4O,)),
+    "bailingmoe": WordRule((_BAILING,)),
+    "bailingmoe2": WordRule((_BAILING,)),
+    "dbrx": WordRule((_LLAMA3,)),
+    "glm4": WordRule((_LLAMA3,), ignores_merges=True),
+    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3"), _LLAMA3_RULE),
 }
-"""By `tokenizer.ggml.pre`."""
+"""Rules by `tokenizer.ggml.pre`."""

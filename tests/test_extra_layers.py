@@ -11,8 +11,8 @@ import pytest
 from typer.testing import CliRunner
 
 from lowtide.cli.app import app
-from lowtide.model_folder import further_layers
-from lowtide.model_folder.further_layers import warn_of_further_layers
+from lowtide.model_folder import extra_layers
+from lowtide.model_folder.extra_layers import warn_of_extra_layers
 from lowtide.model_writing.synth import synth
 
 SAID = "The weights also have"
@@ -20,9 +20,9 @@ SAID = "The weights also have"
 
 @pytest.fixture(autouse=True)
 def never_said() -> Iterator[None]:
-    further_layers._warn.cache_clear()
+    extra_layers._warn.cache_clear()
     yield
-    further_layers._warn.cache_clear()
+    extra_layers._warn.cache_clear()
 
 
 @pytest.fixture(scope="module")
@@ -66,5 +66,5 @@ def test_layers_for_prediction_are_known(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(logging.getLogger("lowtide"), "propagate", True)  # a command ends that
-    warn_of_further_layers(names, "a.", 2)
+    warn_of_extra_layers(names, "a.", 2)
     assert (said in caplog.text) if said else not caplog.text

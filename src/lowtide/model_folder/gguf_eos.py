@@ -1,4 +1,4 @@
-"""Which tokens of a GGUF file end a text or a turn."""
+"""Tokens of a GGUF file that end a text or a turn."""
 
 from __future__ import annotations
 
@@ -20,15 +20,18 @@ ENDS = frozenset(
         "<\uff5cend\u2581of\u2581sentence\uff5c>",
     )
 )
-"""Control tokens that end an answer in every model that has them. Files name one or two, where a
-model's `generation_config.json` has all: gpt-oss also stops at its calls of tools."""
+"""Control tokens that end an answer in every model that has them.
+
+Files name one or two, while a model's `generation_config.json` has all: gpt-oss also stops at its
+tool calls.
+"""
 
 CONTROL = 3
-"""The value in `tokenizer.ggml.token_type` of a token that is not text."""
+"""Value in `tokenizer.ggml.token_type` of a control token."""
 
 
 def ending_ids(metadata: Metadata) -> list[object]:
-    """The ids that the file names, then those of its control tokens in `ENDS`, each id once."""
+    """List the ids named by the file, then those of its control tokens in `ENDS`, each once."""
     keys = [f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom")]
     said: list[object] = [metadata[key] for key in keys if key in metadata]
     return list(dict.fromkeys([*said, *_named(metadata)]))

@@ -1,5 +1,7 @@
-"""Layers that weights have beyond those of their model: said, since a model may be shortened for a
-trial, and with a `config.json` of another model answers make no sense.
+"""Warn of layers in the weights beyond those of the configuration.
+
+A model may be shortened for a trial; otherwise the `config.json` belongs to another model, and
+answers make no sense.
 """
 
 from __future__ import annotations
@@ -10,24 +12,26 @@ from functools import cache
 
 _log = logging.getLogger(__name__)
 
-_OF_PREDICTION = "eh_proj"
-"""In the name of a tensor of each layer for the prediction of further tokens, which families have
-behind their last one and lowtide does not compute."""
+_PREDICTION_MARK = "eh_proj"
+"""Marks a layer that predicts further tokens, which lowtide does not compute.
+
+Families have such layers behind their last one.
+"""
 
 _MAX_DIGITS = 6
 
 
-def warn_of_further_layers(names: Iterable[str], layers: str, num_layers: int) -> None:
-    """A warning, once, where tensors are of layers from `num_layers` on, other than for prediction.
+def warn_of_extra_layers(names: Iterable[str], layers: str, num_layers: int) -> None:
+    """Warn once of tensors in layers from `num_layers` on, except prediction layers.
 
-    layers: what precedes a layer's number in a name, such as `model.layers.`.
+    layers: prefix of a layer's number in names, such as `model.layers.`.
     """
-    found: dict[int, bool] = {}  # whether it is one for prediction
+    found: dict[int, bool] = {}  # True for a prediction layer
     for name in names:
         if name.startswith(layers):
             number = name[len(layers) :].partition(".")[0]
             if number.isdecimal() and len(number) <= _MAX_DIGITS and int(number) >= num_layers:
-                found[int(number)] = found.get(int(number), False) or _OF_PREDICTION in name
+                found[int(number)] = found.get(int(number), False) or _PREDICTION_MARK in name
     left_out = tuple(sorted(number for number, predicts in found.items() if not predicts))
     if left_out:
         _warn(left_out[0], left_out[-1], num_layers)
