@@ -47,7 +47,7 @@ class Autoregressive(Kind[Causal, CausalSequence, Choice]):
     def schedule(
         self, running: Sequence[CausalSequence], max_rows: int, share: PromptShare
     ) -> Schedule[CausalSequence]:
-        """A pass over parts of prompts alone is a prefill; one with an answer decodes."""
+        """Take answers first, then prompts; a pass over parts of prompts alone is a prefill."""
         turns: list[Scheduled[CausalSequence]] = []
         num_free = max_rows
         prompts = [sequence for sequence in running if sequence.num_rows > 1]
@@ -75,7 +75,7 @@ class Autoregressive(Kind[Causal, CausalSequence, Choice]):
         turns: Sequence[Scheduled[CausalSequence]],
         blame: Blame,
     ) -> list[Choice | None]:
-        """The next token of every turn that fed all that its sequence knows."""
+        """Choose the next token of every turn that fed all that its sequence knows."""
         wanted = [i for i, turn in enumerate(turns) if turn.stop == turn.sequence.num_known]
         choices: list[Choice | None] = [None] * len(turns)
         if wanted:
@@ -95,7 +95,7 @@ class Autoregressive(Kind[Causal, CausalSequence, Choice]):
     def _choose_tokens(
         self, logits: Tensor | ArgMax, sequences: Sequence[CausalSequence]
     ) -> list[Choice]:
-        """The next token of each sequence, from its row of logits."""
+        """Choose each sequence's next token from its row of logits."""
         return choose(logits, sequences)
 
     def written(self, turn: Scheduled[CausalSequence], choice: Choice | None) -> list[Event]:
@@ -108,7 +108,7 @@ class Autoregressive(Kind[Causal, CausalSequence, Choice]):
 
 
 class _Forced(Autoregressive):
-    """Reads one text. Its request asks for whole rows of logits (`logprobs`)."""
+    """Reads one given text. Its request asks for whole rows of logits (`logprobs`)."""
 
     def __init__(self, text: ForcedText, on_logits: OnLogits, kind: Autoregressive) -> None:
         super().__init__(kind.decoding, kind.use_kv_cache, kind.cache_mode)

@@ -1,7 +1,7 @@
-"""What every decoder is: a queue of requests, running sequences, and one KV cache for them all.
+"""The decoder: a queue of requests, running sequences, and one KV cache for them all.
 
-Sequences join and leave between passes. What a pass consists of, and what its outcome means, is
-the business of the model's `Kind`.
+Sequences join and leave between passes. Which rows a pass has, and what comes of them, is up to the
+model's `Kind`.
 """
 
 from __future__ import annotations
@@ -29,8 +29,7 @@ from lowtide.memory.kv_cache import KVCache
 class BatchDecoder(Generic[S, C]):
     """Decodes requests, one forward pass at a time, over one KV cache.
 
-    Owns the sequences and their KV ranges. `max_rows` is the largest pass; it must not depend on
-    any budget, because it decides how rows are divided.
+    Owns the sequences and their KV ranges; knows no kind of decoding.
     """
 
     def __init__(
@@ -41,7 +40,12 @@ class BatchDecoder(Generic[S, C]):
         max_rows: int,
         reuse: Reuse = Reuse.OFF,
     ) -> None:
-        """reuse: what requests take over of keys and values of those before them."""
+        """Begin with an empty queue.
+
+        max_rows: rows of the largest pass. It must not depend on any budget, because it decides how
+            rows are divided, and so their bits.
+        reuse: how much of the keys and values of earlier requests a new one takes over.
+        """
         self._kind = kind
         self._model = model
         self._kv_cache = kv_cache
@@ -61,20 +65,22 @@ class BatchDecoder(Generic[S, C]):
 
     @property
     def num_running(self) -> int:
-        """Sequences that have their room in the KV cache."""
+        """Return the number of sequences that have room in the KV cache."""
         return len(self._running)
 
     @property
     def taking_part(self) -> Sequence[Request]:
-        """Which requests the last `step` was for: if it failed, it failed for them."""
+        """Return the requests of the last `step`; if it failed, it failed for these alone."""
         return self._taking_part
 
     def add(self, request: Request) -> None:
-        """Queues a request; it starts when the KV cache has room for its prompt and the answer's
-        beginning. Where room runs out later, those that came last pause.
+        """Queue a request.
 
-        Raises UnsupportedError for a mask of an answer that is not written in order, PlanError for
-        what no range of the KV cache could hold.
+        It starts when the KV cache has room for its prompt and the beginning of its answer. If room
+        runs out later, the requests that came last pause.
+
+        Raises UnsupportedError for a grammar's mask on an answer that is not written in order, and
+        PlanError for a request that no range of the KV cache could hold.
         """
         if request.mask is not None and not self._kind.decoding.writes_in_order:
             raise UnsupportedError(
@@ -93,9 +99,9 @@ class BatchDecoder(Generic[S, C]):
         self._waiting.append(request)
 
     def step(self) -> list[Event]:
-        """One forward pass: progress of every sequence that took part in it.
+        """Run one forward pass and return the progress of every sequence in it.
 
-        If the model raises, nothing but the pass is lost, and `cancel` and `close` work.
+        If the model raises, only this pass is lost; `cancel` and `close` still work.
         """
         self._admit()
         schedule = self._schedule()
@@ -108,9 +114,9 @@ class BatchDecoder(Generic[S, C]):
         return self._settle(schedule.turns, choices)
 
     def cancel(self, request_id: int, is_sound: bool = True) -> bool:
-        """Drops a request, between passes, and gives back its room. Whether there was one.
+        """Drop a request between passes and free its room; return False if there is none.
 
-        is_sound: its keys and values are as good as those of a request that finished.
+        is_sound: its keys and values are as good as those of a finished request, and may be kept.
         """
         for request in self._waiting:
             if request.id == request_id:
@@ -131,19 +137,21 @@ class BatchDecoder(Generic[S, C]):
         return False
 
     def store_in(self, stored: StoredSequences | None) -> None:
-        """From now on what is kept is written there, too, and looked for; None: in memory alone."""
+        """Also write kept sequences to files and look for them there; None: memory alone."""
         self._kept.stored = stored
 
     def forget(self, is_mixed: bool = False) -> None:
-        """Keeps nothing of finished requests any longer. is_mixed: nor, when they finish, of those
-        that run now under a policy that changes words and go on under another one.
+        """Drop everything kept of finished requests.
+
+        is_mixed: running requests are not kept either once they finish, because they began under a
+            policy that changes words and go on under another one.
         """
         self._kept.clear()
         for sequence in self._running:
             sequence.kv.is_mixed |= is_mixed
 
     def close(self) -> None:
-        """Drops every request, and what is kept once it is written."""
+        """Drop every request; write kept sequences to their files, then drop them too."""
         for request in [*self._waiting, *(s.request for s in [*self._paused, *self._running])]:
             self.cancel(request.id)
         if self._kept.stored is not None:
@@ -151,7 +159,7 @@ class BatchDecoder(Generic[S, C]):
         self.forget()
 
     def _schedule(self) -> Schedule[S]:
-        """The next pass that there is memory for; while there is not, who came last pauses."""
+        """Return the next pass that has memory, pausing the latest sequence while there is none."""
         while True:
             schedule = self._kind.schedule(self._running, self._max_rows, self.prompt_share)
             turns = schedule.turns
@@ -159,7 +167,7 @@ class BatchDecoder(Generic[S, C]):
                 return schedule
 
     def _batch(self, schedule: Schedule[S]) -> Batch:
-        """The rows of a pass, turn after turn."""
+        """Put the rows of a pass together, turn after turn."""
         kind, turns, _ = schedule
         copies = [copy for turn in turns for copy in self._kind.copies(turn)]
         positions = [np.arange(turn.first, turn.stop) for turn in turns for _ in turn.starts]
@@ -180,15 +188,15 @@ class BatchDecoder(Generic[S, C]):
         )
 
     def _is_last(self, turns: Sequence[Scheduled[S]]) -> bool:
-        """Whether no pass is expected to follow: all sequences take part, and none goes on."""
+        """Return True if no pass is expected to follow: all sequences take part and end."""
         if self._waiting or self._paused or len(turns) < len(self._running):
             return False
         return all(turn.sequence.is_expected_to_end for turn in turns)
 
     def _admit(self) -> None:
-        """Goes on with paused requests and starts waiting ones, each in order, as far as the KV
-        cache has room. Those whose beginning another one is computing are passed over until it is
-        there.
+        """Resume paused requests, then start waiting ones, in order, as far as there is room.
+
+        A request whose beginning another one is computing is passed over until it is there.
         """
         while self._paused:
             sequence = self._paused[0]
@@ -211,14 +219,14 @@ class BatchDecoder(Generic[S, C]):
                 self._waiting.remove(request)
 
     def _start(self, sequence: S, known: Request, num_tokens: int) -> None:
-        """Gives a sequence its room, and what is kept of its known tokens' keys and values."""
+        """Give a sequence its room, with the kept keys and values of its known tokens."""
         self._taking_part = [sequence.request]
         sequence.kv, num_resumed = self._kept.begin(known, num_tokens, self._running)
         sequence.num_cached = sequence.num_exact = num_resumed
         self._running.append(sequence)
 
     def _has_room(self, num_tokens: int) -> bool:
-        """Whether there is, beside what running sequences will soon grow by."""
+        """Return True if tokens fit beside what the running sequences will soon grow by."""
         if not self._running and self._kv_cache.is_unused:
             return True  # there is nothing to wait for: let `allocate` say so
         num_growing = sum(
@@ -230,9 +238,10 @@ class BatchDecoder(Generic[S, C]):
         return is_free and self._kv_cache.can_allocate(num_tokens)
 
     def _see_to_memory(self, ends: Iterable[tuple[S, int]]) -> bool:
-        """Before a pass: room and memory for the keys and values of those who take part, up to
-        where each ends. False where there was not as much, and the sequence that came last was
-        paused: then the pass is another. What runs alone fails.
+        """Provide room and memory for the keys and values of a pass, up to each sequence's end.
+
+        Returns False once the sequence that came last was paused for want of it; the pass must then
+        be scheduled again. Raises PageError for a sequence that runs alone.
         """
         taking_part: list[S] = []
         for sequence, stop in ends:
@@ -246,7 +255,7 @@ class BatchDecoder(Generic[S, C]):
         return True
 
     def _tell_begun(self, sequences: Iterable[S]) -> None:
-        """Those of which the pass is the first have begun."""
+        """Report the sequences whose first pass this is."""
         for sequence in sequences:
             if not sequence.has_begun:
                 sequence.has_begun = True
@@ -254,8 +263,9 @@ class BatchDecoder(Generic[S, C]):
                 self.on_begin(Prefill(request.id, sequence.num_resumed, len(request.prompt)))
 
     def _has_memory(self, sequence: S, stop: int) -> bool:
-        """Sees to a sequence's room, and the memory behind it. Raises PageError for one that is
-        alone.
+        """Grow a sequence's room and provide the memory behind it; return False if there is none.
+
+        Raises PageError for a sequence that runs alone.
         """
         most = self._kind.num_tokens(sequence.request)
         wanted = (min(most, stop + ROOM_TOKENS), stop)  # and for what follows, if there is as much
@@ -272,8 +282,9 @@ class BatchDecoder(Generic[S, C]):
         return True
 
     def _pause(self, sequence: S) -> None:
-        """A sequence without room, until there is some: its keys and values are kept as long as
-        nothing else needs theirs, and computed again after that.
+        """Take a sequence's room away until there is some again.
+
+        Its keys and values are kept while nothing else needs their memory, else computed again.
         """
         self._running.remove(sequence)
         self._kept.end(sequence)
@@ -283,13 +294,14 @@ class BatchDecoder(Generic[S, C]):
         self._paused.sort(key=lambda paused: paused.request.id)
 
     def _blame(self, sequences: Iterable[Running]) -> None:
-        """The pass under way has failed for these alone."""
+        """Note that the pass under way failed for these sequences alone."""
         self._taking_part = [sequence.request for sequence in sequences]
 
     def _settle(self, turns: Sequence[Scheduled[S]], choices: Sequence[C | None]) -> list[Event]:
-        """Has the sequences of a pass go on. What is finished gives its room back; who wrote goes
-        behind all others, and a prompt in progress keeps its place, so that prompts are finished
-        one after the other.
+        """Advance the sequences of a pass and free the finished ones.
+
+        A sequence that wrote goes behind all others. A prompt in progress keeps its place, so that
+        prompts are finished one after the other.
         """
         if len(turns) == 1 and turns[0].is_final:
             self._kept.note_pass(turns[0].sequence, turns[0].first, turns[0].stop)
@@ -309,5 +321,5 @@ class BatchDecoder(Generic[S, C]):
 
 
 def joined(parts: Sequence[PassRows]) -> PassRows:
-    """The rows of a pass, part after part."""
+    """Join the rows of a pass, part after part."""
     return PassRows(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))

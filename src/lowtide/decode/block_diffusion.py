@@ -57,8 +57,9 @@ class BlockDiffusion(Kind[Blocks, BlockSequence, BlockPrediction]):
     def schedule(
         self, running: Sequence[BlockSequence], max_rows: int, share: PromptShare
     ) -> Schedule[BlockSequence]:
-        """Sequences with more to feed than a pass holds come first, with whole blocks that are
-        final, but where another caller's answers have to have their share of the time.
+        """Take long prompts first, in whole blocks, else every sequence's active block.
+
+        Answers go before prompts while another caller's answers are owed time.
         """
         prompts = [sequence for sequence in running if sequence.num_rows > max_rows]
         answers = [sequence for sequence in running if sequence.num_rows <= max_rows]
@@ -89,7 +90,7 @@ class BlockDiffusion(Kind[Blocks, BlockSequence, BlockPrediction]):
         turns: Sequence[Scheduled[BlockSequence]],
         blame: Blame,
     ) -> list[BlockPrediction | None]:
-        """What the model would write in each turn's block, logits computed tile by tile."""
+        """Predict each turn's block, computing logits tile by tile."""
         if turns[0].is_final:  # all are: a prefill
             return [None] * len(turns)
         predictions, rows, needs_logits, starts = [], [], [], [0]
@@ -131,7 +132,7 @@ def _turn(sequence: BlockSequence, num_rows: int, start: int) -> Scheduled[Block
 
 
 def _check_options(asked: DiffusionParams) -> None:
-    """Raises UnsupportedError for what block diffusion does not have, by name."""
+    """Refuse, by name, what block diffusion does not have. Raises UnsupportedError."""
     if asked.cfg_scale:
         raise UnsupportedError(
             f"cfg_scale {asked.cfg_scale}: block diffusion models decode without guidance."
@@ -149,7 +150,7 @@ def _check_options(asked: DiffusionParams) -> None:
 
 
 class _Forced(BlockDiffusion):
-    """Reads one text."""
+    """Reads one given text."""
 
     def __init__(self, text: ForcedText, on_logits: OnLogits, kind: BlockDiffusion) -> None:
         super().__init__(kind.decoding, kind.use_kv_cache, kind.cache_mode)

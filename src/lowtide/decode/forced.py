@@ -1,7 +1,7 @@
 """Teacher forcing: a text that is there already goes through decoding's own passes.
 
-`Kind.forced` makes a kind that writes answers into one that reads a text, with the same passes,
-positions and steps; only what a pass would have chosen is given, and the logits that it would have
+`Kind.forced` turns a kind that writes answers into one that reads a text, with the same passes,
+positions and steps. Tokens are given instead of chosen, and the logits that they would have been
 chosen from are handed out. An autoregressive model is given the next token after every pass. A
 diffusion model gets each block several times over its cached prefix, with fewer and fewer of its
 tokens masked, and then whole.
@@ -19,8 +19,8 @@ from lowtide.decode.sampling import ArgMax
 from lowtide.errors import InternalError, UsageError
 
 OnLogits = Callable[[int, IntArray, Tensor], None]
-"""Looks at what tokens would have been chosen from: which of the text's masks hid them (0 in an
-autoregressive model), their positions [n], and logits, float32 [n, vocab] in host memory, valid
+"""Called with what tokens would have been chosen from: the number of the mask that hid them (0 in
+an autoregressive model), their positions [n], and logits, float32 [n, vocab] in host memory, valid
 until this returns and not to be changed."""
 
 
@@ -41,7 +41,7 @@ class ForcedText:
     masks: tuple[BoolArray, ...] = ()
 
     def check(self, writes_in_order: bool) -> None:
-        """Raises UsageError for a text that cannot be read so."""
+        """Raise UsageError for a text that a model of this kind cannot read."""
         num_tokens = len(self.token_ids)
         num_least = self.num_context + (2 if writes_in_order else 1)
         if self.num_context < 1 or num_tokens < num_least:

@@ -1,8 +1,8 @@
-"""`Kind`: what one kind of decoding does, where `config.Decoding` says what it is.
+"""`Kind`: the behaviour of one kind of decoding, whose facts are `config.Decoding`.
 
-A kind is asked for the room and the parameters of an answer before a model is loaded, and by
-`BatchDecoder` who takes part in a pass, with which rows, and what comes of its outcome. It owns no
-sequence and no memory.
+Intake asks a kind for the parameters and the room of an answer, before a model is loaded.
+`BatchDecoder` asks it which rows a pass has and what comes of them. It owns no sequence and no
+memory.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ S = TypeVar("S", bound=Running)
 C = TypeVar("C")  # what a pass chose for one sequence
 
 Blame = Callable[[Iterable[Running]], None]
-"""Told, before NumericError is raised, for which sequences alone the pass has failed."""
+"""Called before NumericError is raised, with the sequences for which alone the pass failed."""
 
 
 class Scheduled(NamedTuple, Generic[S]):
-    """A sequence's part in a pass: its positions `first` to `stop`, in the rows from `start` on.
+    """One sequence's part of a pass: positions `first` to `stop`, in the rows from `start` on.
 
-    With guidance there is a second copy of the same positions behind the first.
+    With guidance a second copy of the same positions follows the first.
     """
 
     sequence: S
@@ -67,12 +67,12 @@ class Scheduled(NamedTuple, Generic[S]):
 
     @property
     def is_final(self) -> bool:
-        """True where all of its tokens stay as they are."""
+        """Return True if none of its tokens can change any more."""
         return self.stop <= self.sequence.num_known
 
 
 class Schedule(NamedTuple, Generic[S]):
-    """The next pass. has_prompts: its time is taken from the share of prompts."""
+    """The next pass. has_prompts: its time counts as time for prompts (`PromptShare`)."""
 
     kind: StepKind
     turns: list[Scheduled[S]]
@@ -80,9 +80,9 @@ class Schedule(NamedTuple, Generic[S]):
 
 
 class UsualPass(NamedTuple):
-    """A pass of a long answer by the published defaults, as its speed is foretold.
+    """A pass of a long answer under the published defaults, from which speed is predicted.
 
-    num_tokens: written at least. may_write_more: all that are sure enough are written.
+    num_tokens: the least it writes. may_write_more: it writes all tokens that are sure enough.
     """
 
     num_rows: int
@@ -91,10 +91,10 @@ class UsualPass(NamedTuple):
 
 
 class Kind(abc.ABC, Generic[D, S, C]):
-    """One kind of decoding, by the facts of a model and its way with keys and values.
+    """One kind of decoding, for a model's facts and its use of the KV cache.
 
-    use_kv_cache: False computes everything again in every pass, a slow reference. cache_mode:
-    which keys and values outlast a pass where, in exact mode, none do.
+    use_kv_cache: False computes everything again in every pass, as a slow reference.
+    cache_mode: which keys and values outlast a pass of a kind that, in exact mode, keeps none.
     """
 
     absent_fields: frozenset[str]
@@ -112,47 +112,47 @@ class Kind(abc.ABC, Generic[D, S, C]):
 
     @property
     def mask_token_id(self) -> int:
-        """The model's mask token, for kinds that cannot do without one."""
+        """Return the model's mask token, for kinds that need one."""
         if self.decoding.mask_token_id is None:
             raise InternalError(f"{type(self).__name__} needs a mask token, and there is none.")
         return self.decoding.mask_token_id
 
-    # What an answer may ask, and the room it takes.
+    # An answer's parameters and room.
 
     @abc.abstractmethod
     def resolved(self, asked: SamplingParams, config: ModelConfig) -> SamplingParams:
-        """`asked` with the model's own values where nothing was asked.
+        """Return the parameters with the model's own values where none were asked for.
 
         Raises UsageError or UnsupportedError for what this kind does not have.
         """
 
     def room_unit(self, diffusion: DiffusionParams) -> int:
-        """Tokens that an answer's room is taken in whole multiples of."""
+        """Return the number of tokens that an answer's room is a multiple of."""
         return diffusion.block_length or self.decoding.block_length
 
     def max_new_tokens(
         self, num_prompt: int, diffusion: DiffusionParams, context: int, max_positions: int
     ) -> int:
-        """The longest answer that the context, or the model's positions, leave; may be below 0."""
+        """Return the longest answer that context and positions leave; below 0 if none."""
         return min(align_up(context, self.room_unit(diffusion)), max_positions) - num_prompt
 
     def check_room(self, num_prompt: int, params: SamplingParams, context: int) -> None:
-        """Refuse an answer that takes more than its own tokens' room. Raises PlanError."""
+        """Check room that an answer takes beside its own tokens; raise PlanError if it is short."""
 
     def logit_needs(self, diffusion: DiffusionParams) -> LogitNeeds:
-        """What a pass asks of its rows beside their arg-max."""
+        """Return the statistics that a pass needs of its rows beside their arg-max."""
         return LogitNeeds(False, False, False)
 
     @abc.abstractmethod
     def usual_pass(self, context: int) -> UsualPass:
-        """The pass by which the speed of answers is foretold."""
+        """Return the pass from which the speed of answers is predicted."""
 
     def num_tokens(self, request: Request) -> int:
-        """Tokens of the KV cache that a request takes at most."""
+        """Return the most tokens of the KV cache that a request can take."""
         return request.canvas_length
 
     def room_tokens(self, request: Request, num_known: int) -> int:
-        """The room that a request begins or goes on with when `num_known` tokens are known."""
+        """Return the room that a request with `num_known` known tokens begins or resumes with."""
         first = align_up(num_known + ROOM_TOKENS, request.block_length)
         return min(self.num_tokens(request), first)
 
@@ -160,51 +160,51 @@ class Kind(abc.ABC, Generic[D, S, C]):
 
     @abc.abstractmethod
     def begin(self, request: Request) -> S:
-        """The sequence of a request, which has no room yet."""
+        """Make the sequence of a request, which has no room yet."""
 
     @abc.abstractmethod
     def schedule(self, running: Sequence[S], max_rows: int, share: PromptShare) -> Schedule[S]:
-        """The next pass of those that run, with at most `max_rows` rows; perhaps without any."""
+        """Choose which sequences take part in the next pass, with at most `max_rows` rows."""
 
     def end_tokens(self, turn: Scheduled[S]) -> int:
-        """Tokens of its range whose keys and values a turn writes or sees."""
+        """Return the number of tokens whose keys and values a turn writes or sees."""
         return turn.stop
 
     @abc.abstractmethod
     def pass_rows(self, turn: Scheduled[S]) -> PassRows:
-        """What becomes of a turn's rows, of all its copies."""
+        """Say what each row of a turn is for, for all its copies."""
 
     def copies(self, turn: Scheduled[S]) -> list[tuple[IntArray, Segment]]:
-        """The tokens of each copy of a turn, and how they see each other."""
+        """Return each copy's tokens with the segment that says what they see."""
         sequence, first, stop, start, _ = turn
         segment = Segment(start, turn.end, first, sequence.block_length, sequence.kv)
         return [(sequence.tokens[first:stop], segment)]
 
     def asked(self, turns: Sequence[Scheduled[S]]) -> tuple[int, tuple[LogitNeeds, ...]]:
-        """The rows whose statistics are asked for after a pass, of each kind, and the kinds."""
+        """Return the most rows whose statistics are needed at once, and the kinds of statistics."""
         return 0, ()
 
     @abc.abstractmethod
     def choose(
         self, model: Model, hidden: Tensor, turns: Sequence[Scheduled[S]], blame: Blame
     ) -> list[C | None]:
-        """What each turn's sequence goes on with; None where it only filled the cache.
+        """Choose what each turn's sequence writes; None for a turn that only filled the cache.
 
-        Raises NumericError for logits that are not finite, once `blame` is told whose.
+        Raises NumericError for logits that are not finite, after calling `blame`.
         """
 
     @abc.abstractmethod
     def written(self, turn: Scheduled[S], choice: C | None) -> list[Event]:
-        """Have a sequence go on by what was chosen, after its pass."""
+        """Advance a turn's sequence after its pass, by what was chosen."""
 
     def paused(self, sequence: S) -> None:
-        """Have a sequence forget what is gone with its keys and values."""
+        """Reset what a sequence knew from keys and values that it has lost."""
 
     # Texts that are there already.
 
     @abc.abstractmethod
     def forced(self, text: ForcedText, on_logits: OnLogits) -> Kind[D, S, C]:
-        """The same kind, for one request whose tokens are given instead of chosen."""
+        """Return this kind for a single request whose tokens are given instead of chosen."""
 
 
 def callers(sequences: Iterable[Running]) -> set[int]:

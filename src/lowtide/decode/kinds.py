@@ -1,4 +1,4 @@
-"""Which behaviour belongs to which kind of decoding."""
+"""The table of kinds: facts in `config.Decoding`, behaviour in a `Kind`."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ _kinds: dict[type[Decoding], type[Kind[Any, Any, Any]]] = {
 
 
 def register_kind(facts: type[Decoding], kind: type[Kind[Any, Any, Any]]) -> None:
-    """Have models of these facts decode so. Raises ValueError for facts that have a kind."""
+    """Have models with these facts decode so; raise ValueError for facts that have a kind."""
     if facts in _kinds:
         raise ValueError(f"{facts.__name__} has a kind: {_kinds[facts].__name__}.")
     _kinds[facts] = kind
 
 
 def unregister_kind(facts: type[Decoding]) -> None:
-    """Forget a kind; raises KeyError where there is none."""
+    """Forget the kind of these facts; raise KeyError if there is none."""
     del _kinds[facts]
 
 
 def make_kind(
     decoding: Decoding, use_kv_cache: bool = True, cache_mode: CacheMode = CacheMode.EXACT
 ) -> Kind[Any, Any, Any]:
-    """The behaviour of a model of these facts, with its way with keys and values: see `Kind`."""
+    """Make the behaviour for a model's facts; see `Kind` for the other parameters."""
     return _kinds[type(decoding)](decoding, use_kv_cache, cache_mode)

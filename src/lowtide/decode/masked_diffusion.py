@@ -76,7 +76,7 @@ class MaskedDiffusion(Kind[Canvas, MaskedSequence, Candidates]):
         return room - room % (diffusion.block_length or 1)
 
     def check_room(self, num_prompt: int, params: SamplingParams, context: int) -> None:
-        """Guidance takes the room of a second sequence."""
+        """Check the room of the second sequence that guidance computes."""
         needed = 2 * align_up(num_prompt + params.most_tokens, GRANULE_TOKENS)
         if params.diffusion.cfg_scale and needed > align_up(context, GRANULE_TOKENS):
             raise PlanError(
@@ -128,8 +128,9 @@ class MaskedDiffusion(Kind[Canvas, MaskedSequence, Candidates]):
         return turn.sequence.kv.capacity
 
     def _fed(self, sequence: MaskedSequence) -> tuple[int, int]:
-        """The first position of a sequence that its next pass computes, and that behind the last;
-        of all others it finds keys and values as the block's first pass left them.
+        """Return the range of positions that a sequence's next pass computes.
+
+        Of all others it finds keys and values as the block's first pass left them.
         """
         length, block = len(sequence.tokens), sequence.active_block
         if self.cache_mode is CacheMode.EXACT or not sequence.num_block_passes:
@@ -139,14 +140,14 @@ class MaskedDiffusion(Kind[Canvas, MaskedSequence, Candidates]):
         return first, block.stop if self.cache_mode is CacheMode.DUAL else length
 
     def pass_rows(self, turn: Scheduled[MaskedSequence]) -> PassRows:
-        """Keys and values of a block's first pass are kept for those after it."""
+        """Mark a block's first pass as kept where its keys and values serve the later ones."""
         is_kept = self.cache_mode is not CacheMode.EXACT and not turn.sequence.num_block_passes
         kind, num_rows = RowKind.COMMIT if is_kept else RowKind.DRAFT, turn.end - turn.start
         ids = np.full(num_rows, turn.sequence.request.id)
         return PassRows(ids, np.full(num_rows, kind, np.uint8))
 
     def copies(self, turn: Scheduled[MaskedSequence]) -> list[tuple[IntArray, Segment]]:
-        """The sequence, and the second time, which guidance asks for, without its prompt."""
+        """Return the sequence and, under guidance, the sequence without its prompt."""
         sequence, first, stop, _, num_copies = turn
         texts, length = (sequence.tokens, sequence.unconditional_tokens()), len(sequence.tokens)
         return [
@@ -167,7 +168,7 @@ class MaskedDiffusion(Kind[Canvas, MaskedSequence, Candidates]):
     def asked(
         self, turns: Sequence[Scheduled[MaskedSequence]]
     ) -> tuple[int, tuple[LogitNeeds, ...]]:
-        """Rows are counted in buckets, so that a request has few sizes of passes."""
+        """Count rows in buckets, so that a request has few sizes of passes."""
         num_rows, asked = 0, []
         for (is_guided, needs_logits), indices in _read_alike(turns).items():
             if not needs_logits:
@@ -185,7 +186,7 @@ class MaskedDiffusion(Kind[Canvas, MaskedSequence, Candidates]):
         turns: Sequence[Scheduled[MaskedSequence]],
         blame: Blame,
     ) -> list[Candidates | None]:
-        """A candidate for every wanted position of each turn."""
+        """Choose a candidate for every wanted position of each turn."""
         found = [Candidates.empty(len(turn.sequence.wanted)) for turn in turns]
         for (_, needs_logits), indices in _read_alike(turns).items():
             read = self._read_logits if needs_logits else self._read_statistics
@@ -231,13 +232,13 @@ class MaskedDiffusion(Kind[Canvas, MaskedSequence, Candidates]):
         return [] if choice is None else sequence.denoised(choice)
 
     def forced(self, text: ForcedText, on_logits: OnLogits) -> MaskedDiffusion:
-        """All of the text behind its prompt is one block."""
+        """Read the text behind its prompt as one block."""
         return _Forced(text, on_logits, self)
 
 
 @contextmanager
 def _choosing_for(sequence: MaskedSequence, blame: Blame) -> Iterator[None]:
-    """Where a sequence's logits are no numbers, the pass has failed for it alone."""
+    """Blame this sequence alone for logits that are not finite."""
     try:
         yield
     except NumericError:
@@ -246,7 +247,7 @@ def _choosing_for(sequence: MaskedSequence, blame: Blame) -> Iterator[None]:
 
 
 def _rows(turn: Scheduled[MaskedSequence], logits_shift: int) -> Rows:
-    """The hidden states that the logits of the wanted positions come from."""
+    """Return the rows whose hidden states give the logits of the wanted positions."""
     own = rows_that_predict(turn.sequence.wanted - turn.first, logits_shift) + turn.start
     if turn.num_copies == 1:
         return Rows(own)
@@ -254,9 +255,7 @@ def _rows(turn: Scheduled[MaskedSequence], logits_shift: int) -> Rows:
 
 
 def _read_alike(turns: Sequence[Scheduled[MaskedSequence]]) -> dict[tuple[bool, bool], list[int]]:
-    """Those whose logits are looked at together: by whether they are guided, and whether they need
-    more than statistics.
-    """
+    """Group turns whose logits are read alike: (is guided, needs whole logits) to turns."""
     alike: dict[tuple[bool, bool], list[int]] = {}
     for index, turn in enumerate(turns):
         kind = (turn.num_copies > 1, turn.sequence.reading.needs_logits)
@@ -273,7 +272,7 @@ def _wanted(turns: Sequence[Scheduled[MaskedSequence]]) -> Wanted:
 
 
 def _joined(rows: Sequence[Rows]) -> Rows:
-    """All of them; guidance is for all or none."""
+    """Join rows that are all guided, or none of them."""
     own = np.concatenate([each.own for each in rows])
     others = [each.other for each in rows if each.other is not None]
     factors = [each.factors for each in rows if each.factors is not None]
@@ -283,12 +282,12 @@ def _joined(rows: Sequence[Rows]) -> Rows:
 
 
 def _num_copies(diffusion: DiffusionParams) -> int:
-    """How often a pass feeds a sequence."""
+    """Return how often a pass feeds a sequence: twice under guidance."""
     return 2 if diffusion.cfg_scale else 1
 
 
 class _Forced(MaskedDiffusion):
-    """Reads one text."""
+    """Reads one given text."""
 
     def __init__(self, text: ForcedText, on_logits: OnLogits, kind: MaskedDiffusion) -> None:
         super().__init__(kind.decoding, kind.use_kv_cache, kind.cache_mode)

@@ -18,7 +18,7 @@ from lowtide.engine.opening.device_choice import resolve_device
 from lowtide.engine.opening.named_inputs import named_inputs, rounds_experts
 from lowtide.engine.opening.option_checks import (
     as_reference,
-    check_not_bidirectional,
+    check_exact_keys,
     check_without_experts,
 )
 from lowtide.errors import UnsupportedError, UsageError
@@ -329,7 +329,7 @@ def _checked(config: ModelConfig, options: EngineConfig) -> ModelConfig:
     if config.experts is None:
         check_without_experts(config, options)
     if config.decoding.keeps_keys:
-        check_not_bidirectional(config, options)
+        check_exact_keys(config, options)
     return config
 
 

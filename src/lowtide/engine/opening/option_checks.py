@@ -55,10 +55,8 @@ def check_without_experts(config: ModelConfig, options: EngineConfig) -> None:
         )
 
 
-def check_not_bidirectional(config: ModelConfig, options: EngineConfig) -> None:
-    """Raises UnsupportedError for options that are about models whose positions all see each
-    other.
-    """
+def check_exact_keys(config: ModelConfig, options: EngineConfig) -> None:
+    """Refuse approximate keys for a model that keeps exact ones. Raises UnsupportedError."""
     name = config.architecture
     if isinstance(options.kv_cache, str):
         raise UnsupportedError(
