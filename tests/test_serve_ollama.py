@@ -31,8 +31,7 @@ from lowtide.model_writing.synth import synth
 from lowtide.parsing.pieces import Piece, Prefilled, Text
 from lowtide.plan import WeightFormats
 from lowtide.serve import sse
-from lowtide.serve.ollama import parameter_size
-from lowtide.serve.ollama_lines import OllamaLines
+from lowtide.serve.ollama import OllamaReply, parameter_size
 
 MODEL = ScriptedService.model_name
 
@@ -265,9 +264,9 @@ def test_errors_and_silence_are_lines(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_time_in_the_queue_is_not_the_prompt_s() -> None:
     times_ns = iter((0, 100, 130, 200))  # it comes, is read, writes, ends
-    lines = OllamaLines("org/tiny", True, times_ns.__next__)
+    lines = OllamaReply("org/tiny", True, times_ns.__next__)
     waited, begun = Prefilled(0, NUM_PROMPT), Prefilled(16, NUM_PROMPT)
-    *_, [end] = map(lines.frames, (waited, begun, Text("a"), done()))
+    *_, [end] = (list(lines.frames(p)) for p in (waited, begun, Text("a"), done()))
     assert (end["prompt_eval_duration"], end["eval_duration"]) == (30, 70)
     assert end["total_duration"] == 200
 
@@ -275,7 +274,7 @@ def test_time_in_the_queue_is_not_the_prompt_s() -> None:
 @given(drawn_pieces(), st.booleans())
 @examples(100)
 def test_streamed_is_not_streamed(pieces: list[Piece], is_chat: bool) -> None:
-    lines = OllamaLines("org/tiny", is_chat, itertools.count(1).__next__)
+    lines = OllamaReply("org/tiny", is_chat, itertools.count(1).__next__)
     sent = [line for piece in [*pieces, done()] for line in lines.frames(piece)]
     whole = lines.whole()
     words, text = ("message", "content") if is_chat else (None, "response")
