@@ -100,13 +100,13 @@ class Lane:
         self._options = options
         self._engine: Engine = stack.enter_context(loaded_engine(str(model), config))
         self.num_layers = len(self._engine.plan.residents_per_layer)
-        self.expert_bytes = self._engine.opened.weight_map.experts.largest_expert_bytes
+        self.expert_bytes = self._engine.facts.weight_map.experts.largest_expert_bytes
 
     def answer(self, seed: int) -> Pass:
         """The passes of an answer after its first token, or first draft of a block."""
         engine, num_passes = self._engine, 0
         with engine.executor.in_charge(), closing(make_decoder(engine)) as decoder:
-            decoder.add(_request(engine.opened.config, self._options, seed))
+            decoder.add(_request(engine.model.config, self._options, seed))
             while not any(isinstance(event, Committed | Draft) for event in decoder.step()):
                 pass
             before = self._state()

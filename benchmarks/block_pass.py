@@ -97,7 +97,7 @@ class _Lane:
 
     def _run(self, seed: int) -> Decoded:
         engine, options = self._engine, self._options
-        request = make_request(engine.opened.config, options.prompt, options.new, seed)
+        request = make_request(engine.model.config, options.prompt, options.new, seed)
         with engine.executor.in_charge():
             return decode(engine_decoder(engine), request)
 

@@ -122,7 +122,7 @@ def _measure(
     opened = open_model(model, EngineConfig(**shared))
     work = QualityWork(
         scope=Scope(options.tokens, 256), max_tokens=options.new, repeats=options.repeats
-    ).with_text(opened.tokenizer, text)
+    ).with_text(opened.facts.tokenizer, text)
     report = quality(model, [lane.setting(share) for lane in wanted], work, **shared)
     names = [lane.name for lane in wanted]
     return Cell(model, tier, share, dict(zip(names, report.rows, strict=True)), report)

@@ -63,7 +63,7 @@ def main() -> None:
     canvas = options.prompt + max(options.new) + 32  # in whole blocks
     config = EngineConfig(context=2 * canvas, policy="resident")
     with loaded_engine(str(folder), config) as engine, engine.executor.in_charge():
-        warm_up = make_request(engine.opened.config, options.prompt, 32, seed=1)
+        warm_up = make_request(engine.model.config, options.prompt, 32, seed=1)
         for use_kv_cache in (True, False):
             decode(engine_decoder(engine, use_kv_cache), warm_up)
         repeats = [_race(engine, options) for _ in range(options.repeats)]
@@ -73,7 +73,7 @@ def main() -> None:
 
 def _race(engine: Engine, options: argparse.Namespace) -> dict[int, dict[str, float]]:
     """One generation both ways; what each had taken at every answer length asked for."""
-    request = make_request(engine.opened.config, options.prompt, max(options.new), seed=0)
+    request = make_request(engine.model.config, options.prompt, max(options.new), seed=0)
     cached, recomputed = Lane(engine, True, request), Lane(engine, False, request)
     wanted, rows = sorted(options.new), {}
     while cached.has_work or recomputed.has_work:

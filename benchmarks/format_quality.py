@@ -71,7 +71,7 @@ def _measure(recorder: Recorder, model: str, text: str, options: argparse.Namesp
     opened = open_model(model, EngineConfig(**shared))
     weight_bytes = {row.format: row.weight_bytes for row in plan_by_format(opened)}
     work = QualityWork(scope=Scope(options.tokens, 256), repeats=0).with_text(
-        opened.tokenizer, text
+        opened.facts.tokenizer, text
     )
     report = quality(
         model, [QualitySetting(options=each) for each in lanes.values()], work, **shared

@@ -84,7 +84,7 @@ def _time_sides(
     and prompt's share.
     """
     steps_s = {}
-    config, weights = engine.opened.config, read_weights(engine.opened.folder)
+    config, weights = engine.model.config, read_weights(engine.facts.folder)
     sides = {
         num_layers: open_sides(config, weights, options.sides, num_layers)
         for num_layers in sorted(LAYERS, reverse=True)

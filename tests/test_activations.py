@@ -125,7 +125,7 @@ def test_safetensors_are_computed_as_they_are(tmp_path: Path, format: str | None
 def test_mxfp4_of_safetensors_is_computed_as_it_is(tmp_path: Path) -> None:
     folder = synth("gpt_oss", "tiny", tmp_path / "model", seed=3)
     opened = open_model(folder, EngineConfig(context=64))
-    assert "MXFP4" in opened.formats.experts and not opened.rounded
+    assert "MXFP4" in opened.memory.formats.experts and not opened.memory.rounded
 
 
 @pytest.mark.invariant

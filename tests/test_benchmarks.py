@@ -190,7 +190,7 @@ def test_ceilings_are_positive(tiny: Path) -> None:
 def test_cached_and_recomputed_runs_write_the_same(tiny: Path) -> None:
     options = EngineConfig(context=128, dtype="float32")
     with run.loaded_engine(str(tiny), options) as engine, engine.executor.in_charge():
-        config = engine.opened.config
+        config = engine.model.config
         done = [
             run.decode(run.engine_decoder(engine, use), run.make_request(config, 40, 64, seed=0))
             for use in (True, False)

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from lowtide import LLM
 from lowtide.cli.app import app
 from lowtide.engine.opening.config import EngineConfig
-from lowtide.engine.opening.model import OpenModel
+from lowtide.engine.opening.facts import RunOptions
 from lowtide.engine.running.engine import Engine
 from lowtide.errors import UsageError
 from lowtide.families import SynthSize, register, unregister
@@ -212,8 +212,8 @@ def test_a_policy_that_changes_words_ends_it(
         worker = llm._loop._worker
         llm.adopt_policy("lru")
         assert worker._stored is not None
-        is_static = property(lambda opened: opened.options.policy == "static")
-        monkeypatch.setattr(OpenModel, "changes_words", is_static)
+        is_static = property(lambda options: options.asked.policy == "static")
+        monkeypatch.setattr(RunOptions, "changes_words", is_static)
         llm.adopt_policy("static")
         llm.adopt_policy("lru")
         assert worker._stored is None

@@ -15,9 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lowtide.engine.opening.config import EngineConfig
-from lowtide.engine.opening.model import OpenModel, open_model
+from lowtide.engine.opening.model import open_model
 from lowtide.engine.planning import registering
-from lowtide.engine.planning.registering import EVERY_KIND, plan_long_passes
+from lowtide.engine.planning.registering import EVERY_KIND, Planner
 from lowtide.errors import InternalError, PlanError
 from lowtide.families import families
 from lowtide.kernels.row_statistics import Form
@@ -90,25 +90,29 @@ def test_masks_come_in_few_buckets(max_masked: int) -> None:
 
 
 @pytest.fixture(scope="module", params=["deepseek_v2", "llada2", "llada_moe", "dream"])
-def opened(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> OpenModel:
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Planner:
+    """Of a model that nothing was counted of yet."""
     folder = tmp_path_factory.mktemp("model") / request.param
-    return open_model(synth(request.param, "tiny", folder, seed=1), EngineConfig(context=256))
+    synth(request.param, "tiny", folder, seed=1)
+    return Planner.of(open_model(folder, EngineConfig(context=256)))
 
 
 @pytest.fixture(scope="module")
-def planner(opened: OpenModel) -> PassPlanner:
-    return plan_long_passes(opened)
+def planner(model: Planner) -> PassPlanner:
+    return model.plan_long_passes()
 
 
-def test_a_template_is_the_graph_of_any_counts(opened: OpenModel, planner: PassPlanner) -> None:
+def test_a_template_is_the_graph_of_any_counts(model: Planner, planner: PassPlanner) -> None:
     rng = np.random.default_rng(1)
     for _ in range(4):
         tokens, logit_rows = int(rng.integers(768, 6000)), int(rng.integers(1, 6000))
         asked = (EVERY_KIND[int(rng.integers(8))],)
-        more = int(rng.integers(0, 500)) if opened.keeps_keys else 0  # keys from passes before
+        more = (
+            int(rng.integers(0, 500)) if model.memory.context.keeps_keys else 0
+        )  # keys from passes before
         counts = Counts(tokens, tokens, tokens + more, min(tokens, logit_rows), asked)
         chunks = {operator: int(rng.integers(1, 9)) for operator in OPERATOR_TILES}
-        registered = registered_graph(opened, counts, chunks)
+        registered = registered_graph(model, counts, chunks)
         template = planner._template(counts)
         assert set(template.at(symbols(counts, chunks)).transients) == set(registered.transients)
         values = symbols(counts, chunks)
@@ -122,14 +126,14 @@ def test_a_template_is_the_graph_of_any_counts(opened: OpenModel, planner: PassP
 
 
 def test_a_pass_of_two_sequences_takes_no_more_than_its_template_says(
-    opened: OpenModel, planner: PassPlanner
+    model: Planner, planner: PassPlanner
 ) -> None:
     rng = np.random.default_rng(2)
     for _ in range(4):
         longer, shorter = int(rng.integers(768, 4000)), int(rng.integers(1, 768))
         counts = Counts(longer + shorter, longer, longer, longer, EVERY_KIND[:1])
         chunks = {operator: int(rng.integers(1, 9)) for operator in OPERATOR_TILES}
-        registered = registered_graph(opened, counts, chunks)
+        registered = registered_graph(model, counts, chunks)
         planned = planner._template(counts).at(bounds(counts, chunks))
         room = {one.path: one.num_bytes for one in planned.transients}
         assert all(one.num_bytes <= room[one.path] for one in registered.transients)
@@ -137,25 +141,25 @@ def test_a_pass_of_two_sequences_takes_no_more_than_its_template_says(
 
 
 def test_queries_of_several_sequences_are_those_of_the_longest(
-    opened: OpenModel, planner: PassPlanner
+    model: Planner, planner: PassPlanner
 ) -> None:
     counts = Counts(4000, 1000, 1000, 1000, EVERY_KIND[:1])
     planned = planner._template(counts).at(bounds(counts, dict.fromkeys(OPERATOR_TILES, 1)))
-    spec = opened.config.attention
-    row_bytes = spec.num_heads * spec.head_dim * opened.dtype.itemsize
+    spec = model.config.attention
+    row_bytes = spec.num_heads * spec.head_dim * model.memory.dtype.itemsize
     for one in planned.transients:
         if one.path[-2:] == ("queries", "query"):
             assert one.num_bytes == 1000 * row_bytes
 
 
-def registered_graph(opened: OpenModel, counts: Counts, chunks: Mapping[str, int]) -> Graph:
+def registered_graph(planner: Planner, counts: Counts, chunks: Mapping[str, int]) -> Graph:
     num_keys, num_others = counts.keys, counts.tokens - counts.block
     segments = [Segment(0, counts.block, num_keys - counts.block, num_keys, KVRange(0, num_keys))]
     if num_others:
         others = KVRange(num_keys, num_others)
         segments.append(Segment(counts.block, counts.tokens, 0, num_others, others))
     registrar = Registrar(chunks)
-    model, hidden = registering._run_forward(opened, registrar, segments)
+    model, hidden = planner.run_forward(registrar, segments)
     registering._run_head(model, hidden, counts.logit_rows, counts.asked, Form.FUSED)
     return registrar.graph
 
@@ -223,8 +227,8 @@ def sample(graph: Any, counts: Counts) -> Sample:
     return Sample(counts, {}, graph)
 
 
-def test_passes_that_are_not_alike_are_refused(opened: OpenModel) -> None:
-    samples = [registering._forward_sample(opened, *each) for each in registering._samples(opened)]
+def test_passes_that_are_not_alike_are_refused(model: Planner) -> None:
+    samples = [model.forward_sample(*each) for each in model.samples()]
     graph = samples[4].graph
     with pytest.raises(InternalError, match="do not tell what sizes depend on"):
         Template.fit(samples[:4])
@@ -260,7 +264,9 @@ def test_kernels_without_scratch_touch_a_plan_but_for_half_a_huge_page(
     """Published shapes, divided as far as it takes: a plan is for whatever kernels there are."""
     config = families()[family].sizes()["full"].config
     (tmp_path / "config.json").write_text(json.dumps(config))
-    planner = plan_long_passes(open_model(tmp_path, EngineConfig(context=64, device="cpu")))
+    planner = Planner.of(
+        open_model(tmp_path, EngineConfig(context=64, device="cpu"))
+    ).plan_long_passes()
     for num_tokens in (600, 1024, 4096, 16384):
         counts = Counts(num_tokens, num_tokens, num_tokens, num_tokens // 2, EVERY_KIND[:1])
         placement = planner.plan(counts, planner.least_bytes(counts)).placement

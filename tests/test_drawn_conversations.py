@@ -170,7 +170,7 @@ class Talk:
         self._case = Case(block_length, kind.reuse, CONTEXT, rng.choice(most_rows))
         self._mask = MASK
         if subject.engine is not None:
-            self._mask = subject.engine.opened.config.decoding.mask_token_id or 0
+            self._mask = subject.engine.model.config.decoding.mask_token_id or 0
         self._beside = Beside(subject)
         self._decoder = self._decoder_over(self._beside, subject.kv_cache, kind.reuse)
         self._beside.decoder = self._decoder

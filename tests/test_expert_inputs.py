@@ -296,7 +296,7 @@ def test_a_trained_model_s_experts_answer_nearer_on_another_text(tmp_path: Path)
         calibrate(llm, text[:half], "demo", inputs=True).save(path)
         ids = llm.token_ids(text[half:])[:400]
         _, rows = recorded(llm, lambda llm: llm.logits(ids))
-        folder = llm._engine.opened.folder
+        folder = llm._engine.facts.folder
         wanted = outputs_of(llm, rows)
     errors = {}
     for name, calibration in (("plain", None), ("calibrated", path)):
@@ -352,7 +352,7 @@ def test_another_calibration_does_not_go_on_with_this_one_s(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr("lowtide.model_writing.pack._write_texts", stop)
+        patch.setattr("lowtide.model_writing.pack._copy_texts", stop)
         with pytest.raises(KeyboardInterrupt):
             pack(model, tmp_path / "packed", "q4", calibration=calibrated)
     with pytest.raises(UsageError, match="not of this packing"):
@@ -423,8 +423,9 @@ def test_each_format_s_plan_is_that_of_a_run_in_it(
     plans: dict[str | None, MemoryPlan] = {}
 
     def keep(opened: OpenModel) -> MemoryPlan:
-        plans[opened.options.format] = make_plan(opened)
-        return plans[opened.options.format]
+        name = opened.options.asked.format
+        plans[name] = make_plan(opened)
+        return plans[name]
 
     monkeypatch.setattr(format_plans, "make_plan", keep)
     options: dict[str, Any] = {"context": 64, "calibration": str(calibrated), "device": "cpu"}

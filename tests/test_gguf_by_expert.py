@@ -123,7 +123,7 @@ def test_kernels_are_the_compiled_ones(tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     write_by_expert(path, as_published)
     with LLM(path, context=64) as llm, LLM(path, context=64, kernels="reference") as reference:
-        if not isinstance(llm._engine.opened.kernels, CompiledKernels):
+        if not isinstance(llm._engine.kernels, CompiledKernels):
             pytest.skip("nothing is compiled here")
         ours, theirs = (each.logits(list(range(30))) for each in (llm, reference))
     assert (ours - theirs).abs().max() <= 0.05 * theirs.abs().max()
@@ -133,7 +133,7 @@ def test_costs_of_such_experts_can_be_measured(tmp_path: Path) -> None:
     """Of any bytes, as doctor has them."""
     path = tmp_path / "model.gguf"
     write_by_expert(path, as_published)
-    layout = open_model(path, EngineConfig(context=64)).slot_layout
+    layout = open_model(path, EngineConfig(context=64)).memory.experts.layout
     with closing(HostExecutor(2)) as executor:
         cold = ColdWeights(layout, executor, 1)
     for layer, slot in itertools.product(range(2), range(cold.num_slots)):
@@ -182,5 +182,5 @@ def test_layers_with_the_same_types_are_alike(tmp_path: Path) -> None:
     orders = {"blk.0.": (Type.Q8_0, Type.Q4_0), "blk.1.": (Type.Q4_0, Type.Q8_0)}
     path = tmp_path / "model.gguf"
     write_by_expert(path, lambda name, expert: orders[name[:6]][expert % 2])
-    first, second = open_model(path, EngineConfig(context=64)).slot_layout.layers
+    first, second = open_model(path, EngineConfig(context=64)).memory.experts.layout.layers
     assert first is second

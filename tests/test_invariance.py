@@ -59,7 +59,7 @@ def resident(request: pytest.FixtureRequest, model: Path) -> Iterator[LLM]:
 
 
 def dtype_of(llm: LLM) -> str | None:
-    return llm._engine.opened.options.dtype
+    return llm._engine.options.asked.dtype
 
 
 # Budgets, policies, order of reads: strict

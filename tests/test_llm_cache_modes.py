@@ -26,7 +26,7 @@ from lowtide.decode import masked_options
 from lowtide.decode.forced import ForcedText
 from lowtide.engine.opening.config import EngineConfig
 from lowtide.engine.opening.model import open_model
-from lowtide.engine.planning.registering import register
+from lowtide.engine.planning.registering import Planner
 from lowtide.errors import PlanError, UnsupportedError, UsageError
 from lowtide.kernels.row_statistics import Form
 from lowtide.llm import plan_model
@@ -104,7 +104,8 @@ def test_all_layers_are_planned(name, mode) -> None:
     folder, context = GOLDENS / name, 256
     exact, kept = (plan_model(folder, context=context, kv_cache=kv) for kv in (True, mode))
     opened = open_model(folder, EngineConfig(context=context))
-    layer_bytes = math.prod(opened.kv_shape) * opened.dtype.itemsize
+    memory = opened.memory
+    layer_bytes = math.prod(memory.context.kv_shape) * memory.dtype.itemsize
     assert kept.host.kv_cache_bytes == NUM_LAYERS * layer_bytes
     assert exact.host.kv_cache_bytes == 0  # layers take turns in the workspace
     more_bytes = kept.minimum_bytes - exact.minimum_bytes
@@ -167,9 +168,9 @@ def test_unknown_modes_are_refused(value) -> None:
 
 def test_the_papers_form_of_the_head_is_planned_for_ablations(name) -> None:
     """All logits of the rows that are read exist; both copies of guidance, in float32."""
-    opened = open_model(GOLDENS / name, EngineConfig(context=128))
-    fused, whole = (register(opened, 128, form).graph.needed_bytes for form in Form)
-    assert whole - fused > 128 * opened.config.vocab_size * 4
+    planner = Planner.of(open_model(GOLDENS / name, EngineConfig(context=128)))
+    fused, whole = (planner.registrar(128, form).graph.needed_bytes for form in Form)
+    assert whole - fused > 128 * planner.config.vocab_size * 4
 
 
 def test_the_command_line_names_the_mode_or_refuses_it(mode) -> None:

@@ -274,7 +274,7 @@ class LongCase(Case):
 
     def _run(self, llm: LLM) -> list[Tensor]:
         engine, outs = llm._engine, []
-        shape, dtype = engine.opened.config.moe_shape, engine.opened.dtype
+        shape, dtype = engine.model.config.moe_shape, engine.kv_cache.dtype
         for index, num_tokens in enumerate((260, 20, 90)):
             draw = torch.Generator().manual_seed(index)
             for layer in range(shape.num_layers):

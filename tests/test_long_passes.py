@@ -21,8 +21,8 @@ from lowtide.compute import Compute
 from lowtide.core import Step, StepKind, align_up
 from lowtide.decode.logits import LOGIT_ROWS
 from lowtide.engine.opening.config import MAX_PASS_ROWS, EngineConfig
-from lowtide.engine.opening.model import OpenModel, open_model
-from lowtide.engine.planning.registering import _forward_sample, plan_long_passes, register
+from lowtide.engine.opening.model import open_model
+from lowtide.engine.planning.registering import Planner
 from lowtide.families import families
 from lowtide.kernels.operands import Matrix
 from lowtide.kernels.reference import REFERENCE, Kernels
@@ -88,9 +88,9 @@ def test_a_long_pass_is_the_models() -> None:
     folder = GOLDENS / "llada2-a"
     with LLM(folder, context=64, dtype="float32") as llm:
         engine = llm._engine
-        config, registrar = engine.opened.config, register(engine.opened, NUM_ROWS)
+        config, registrar = engine.model.config, engine.planner.registrar(NUM_ROWS)
         num_tokens = align_up(NUM_ROWS, GRANULE_TOKENS)
-        shape = engine.opened.kv_shape._replace(num_tokens=num_tokens)
+        shape = engine.planner.memory.context.kv_shape._replace(num_tokens=num_tokens)
         cache, workspace = KVCache(torch.zeros(shape)), Watched(Arena(registrar.arena_bytes).bytes)
         compute = Compute(engine.executor, REFERENCE, workspace)
         weights = engine.model.weights
@@ -106,19 +106,23 @@ def test_a_long_pass_is_the_models() -> None:
 
 
 @pytest.fixture(scope="module", params=["llada2", "qwen2_moe", "deepseek_v2"])
-def opened(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> OpenModel:
+def planner(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Planner:
     folder = tmp_path_factory.mktemp("model") / request.param
-    return open_model(synth(request.param, "tiny", folder, seed=1), EngineConfig(context=256))
+    return planner_for(synth(request.param, "tiny", folder, seed=1))
 
 
-def test_bytes_grow_with_the_rows_by_what_a_layer_must_hold(opened: OpenModel) -> None:
+def planner_for(folder: Path) -> Planner:
+    return Planner.of(open_model(folder, EngineConfig(context=256)))
+
+
+def test_bytes_grow_with_the_rows_by_what_a_layer_must_hold(planner: Planner) -> None:
     """Hidden states of a layer, its queries, keys and values, what was routed and its order."""
-    peaks = [peak_bytes(register(opened, n).graph) for n in (2048, 4096, 6144, 8192)]
+    peaks = [peak_bytes(planner.registrar(n).graph) for n in (2048, 4096, 6144, 8192)]
     growth = [later - sooner for sooner, later in pairwise(peaks)]
     # Up to 4,096 rows the peak may still be where a tile of experts computes.
     assert growth[0] <= growth[1] == pytest.approx(growth[2], rel=0.05)
-    config, item_bytes = opened.config, opened.dtype.itemsize
-    _, num_heads, head_dim = opened.config.attention.cache_shape
+    config, item_bytes = planner.config, planner.memory.dtype.itemsize
+    _, num_heads, head_dim = config.attention.cache_shape
     row_elements = (
         4 * config.hidden_size
         + 2 * config.attention.num_heads * head_dim
@@ -143,10 +147,10 @@ def test_little_is_whole(family: str, whole_buffers: set[str], tmp_path: Path) -
     """In attention nothing but hidden states, keys and values grows with the rows, in a dense MLP
     only the first; experts need all rows' inputs and sums.
     """
-    opened = open_model(synth(family, "tiny", tmp_path / "m", seed=1), EngineConfig(context=256))
+    planner = planner_for(synth(family, "tiny", tmp_path / "m", seed=1))
     sizes = []
     for num_rows in (4608, 9216):  # no remainders
-        graph = _forward_sample(opened, Counts(num_rows, num_rows, num_rows), EACH_TILE).graph
+        graph = planner.forward_sample(Counts(num_rows, num_rows, num_rows), EACH_TILE).graph
         sizes.append({transient.path: transient.num_bytes for transient in graph.transients})
     assert sizes[0].keys() == sizes[1].keys()
     assert {path[-1] for path in sizes[0] if sizes[0][path] != sizes[1][path]} == whole_buffers
@@ -193,14 +197,14 @@ def test_several_sequences_in_chunks(family: str, tmp_path: Path) -> None:
     model = synth(family, "tiny", tmp_path / "m")
     with LLM(model, context=64, dtype="float32", kv_cache="prefix") as llm:
         engine = llm._engine
-        opened, planner = engine.opened, plan_long_passes(engine.opened)
-        shape = opened.kv_shape._replace(num_tokens=2048)
+        planner = engine.planner.plan_long_passes()
+        shape = engine.planner.memory.context.kv_shape._replace(num_tokens=2048)
         lengths, answers = (700, 130, 900), []
 
         def forward(batch: Batch, workspace: Workspace, cache: KVCache) -> Tensor:
             compute = Compute(engine.executor, REFERENCE, workspace)
             model_class, weights = type(engine.model), engine.model.weights
-            model = model_class(opened.config, weights, engine.experts, cache, compute)
+            model = model_class(engine.model.config, weights, engine.experts, cache, compute)
             with engine.executor.in_charge(), torch.inference_mode():
                 return model.forward(batch).clone()
 
@@ -243,10 +247,10 @@ def joined(batches: Sequence[Batch]) -> Batch:
     )
 
 
-def test_a_length_is_counted_once(opened: OpenModel) -> None:
-    assert register(opened, NUM_ROWS) is register(opened, NUM_ROWS)
-    assert register(opened) is register(opened, MAX_PASS_ROWS)
-    assert peak_bytes(register(opened).graph) < peak_bytes(register(opened, NUM_ROWS).graph)
+def test_a_length_is_counted_once(planner: Planner) -> None:
+    assert planner.registrar(NUM_ROWS) is planner.registrar(NUM_ROWS)
+    assert planner.registrar() is planner.registrar(MAX_PASS_ROWS)
+    assert peak_bytes(planner.registrar().graph) < peak_bytes(planner.registrar(NUM_ROWS).graph)
 
 
 # Single operators

@@ -102,9 +102,9 @@ def test_the_plan_counts_the_longest_pass(made: Path, monkeypatch: pytest.Monkey
 
 def test_keys_and_values_are_those_of_one_layer(made: Path) -> None:
     opened = open_model(made, EngineConfig(context=100))
-    arrays, heads, width = opened.config.attention.cache_shape
-    assert opened.kv_shape == (1, arrays, heads, 112, width)
-    assert opened.config.num_layers > 1
+    arrays, heads, width = opened.facts.config.attention.cache_shape
+    assert opened.memory.context.kv_shape == (1, arrays, heads, 112, width)
+    assert opened.facts.config.num_layers > 1
 
 
 def test_budgets_of_llada_moe_change_no_bit(

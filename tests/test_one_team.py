@@ -26,7 +26,7 @@ def open_half(folder: Path, policy: str) -> LLM:
     plan = plan_model(folder, **OPTIONS)
     half = (plan.minimum_bytes + plan.full_bytes) // 2
     llm = LLM(folder, host_memory=half, policy=policy, **OPTIONS)
-    if llm._engine.opened.kernels.library is None:
+    if llm._engine.kernels.library is None:
         llm.close()
         pytest.skip("no compiled kernels here")
     return llm
@@ -66,7 +66,7 @@ def test_experts_of_few_rows_are_computed_before_or_after_torch_s_and_never_besi
     with LLM(
         folder, cache="off", **OPTIONS
     ) as llm:  # an expert that waits for a slot has all go one by one
-        if llm._engine.opened.kernels.library is None:
+        if llm._engine.kernels.library is None:
             pytest.skip("no compiled kernels here")
         executor = llm._engine.experts.executor
         assert isinstance(executor, HostExpertExecutor)

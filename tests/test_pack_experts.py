@@ -83,7 +83,7 @@ def test_the_copy_is_read_and_has_the_same_bits(model: Path) -> None:
     assert copy == copy_path(model) and copy.is_file()
     found = answers(model)
     assert found[0] == words and torch.equal(found[1], logits) and found[2] > 0
-    table = open_model(model, EngineConfig(device="cpu")).weight_map.experts
+    table = open_model(model, EngineConfig(device="cpu")).facts.weight_map.experts
     for layer, expert in torch.cartesian_prod(*map(torch.arange, table.files.shape[:2])).tolist():
         [read] = table.ranges(layer, expert)
         assert read.start % BORDER_BYTES == 0 and read.num_bytes == sum(

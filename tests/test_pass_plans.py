@@ -11,7 +11,6 @@ import pytest
 import torch
 from poison import PoisonedWorkspace
 
-from lowtide.engine.planning.registering import largest_counts, planner_of
 from lowtide.engine.running import pass_room
 from lowtide.engine.running.pass_room import paged_room
 from lowtide.errors import PageError, PlanError
@@ -115,7 +114,7 @@ def test_a_request_has_few_plans_and_each_has_room(
 @pytest.fixture(scope="module")
 def planner(folder: Path) -> PassPlanner:
     with LLM(folder, context=CONTEXT) as llm:
-        planner = planner_of(llm._engine.opened)
+        planner = llm._engine.planner.pass_planner
         assert planner is not None
         return planner
 
@@ -197,5 +196,5 @@ def test_a_plan_that_is_known_is_not_searched_again(planner: PassPlanner, room: 
 
 def test_largest_counts_are_the_whole_cache(folder: Path) -> None:
     with LLM(folder, context=CONTEXT) as llm:
-        counts = largest_counts(llm._engine.opened)
+        counts = llm._engine.planner.largest_counts
         assert counts.tokens == counts.logit_rows == llm.plan.max_rows

@@ -19,7 +19,6 @@ from lowtide.compute import Compute
 from lowtide.core import Step, StepKind, align_up
 from lowtide.decode.logits import LOGIT_ROWS
 from lowtide.engine.opening.config import MAX_PASS_ROWS
-from lowtide.engine.planning.registering import plan_long_passes, register
 from lowtide.engine.running.engine import Engine
 from lowtide.families import families
 from lowtide.kernels.row_statistics import Guidance, Wanted
@@ -73,11 +72,11 @@ def outputs(
 ) -> list[Tensor]:
     """Hidden states of sequences of one pass, logits and statistics of some of its rows."""
     num_tokens = sum(align_up(length, GRANULE_TOKENS) for length in lengths)
-    shape = engine.opened.kv_shape._replace(num_tokens=num_tokens)
-    dtype = engine.opened.dtype
-    keeps_keys = engine.opened.keeps_keys
+    shape = engine.planner.memory.context.kv_shape._replace(num_tokens=num_tokens)
+    dtype = engine.kv_cache.dtype
+    keeps_keys = engine.planner.memory.context.keeps_keys
     cache = KVCache(torch.zeros(shape, dtype=dtype)) if keeps_keys else TransientKV(shape, dtype)
-    config, own = engine.opened.config, engine.model
+    config, own = engine.model.config, engine.model
     compute = Compute(engine.executor, own.compute.kernels, buffers)
     model = families()[config.family].model()(config, own.weights, engine.experts, cache, compute)
     segments, positions, start = [], [], 0
@@ -130,11 +129,11 @@ def test_long_passes_of_any_chunks_have_the_bits_of_those_without_a_plan(
     NaN wherever nothing is alive.
     """
     engine = llm._engine
-    if engine.opened.config.family == "gpt_oss":
+    if engine.model.config.family == "gpt_oss":
         return  # whose windows are of causal passes, of a tile at most
     lengths, rows = drawn
     longest = max(lengths)
-    asked = () if engine.opened.config.decoding.keeps_keys else ASKED
+    asked = () if engine.model.config.decoding.keeps_keys else ASKED
     counts = Counts(sum(lengths), longest, longest, len(rows), asked)
     planner = planner_of(engine)
     expected = outputs(engine, Eager(), lengths, rows, is_block=True)
@@ -153,7 +152,7 @@ _planners: dict[int, PassPlanner] = {}
 
 def planner_of(engine: Engine) -> PassPlanner:
     """Made once for each model, since it is not what is tested."""
-    return _planners.setdefault(id(engine), plan_long_passes(engine.opened))
+    return _planners.setdefault(id(engine), engine.planner.plan_long_passes())
 
 
 @examples(4)
@@ -164,9 +163,9 @@ def test_short_passes_have_the_bits_of_those_without_a_plan(
     """Causal rows and blocks, in the workspace that the engine itself has planned."""
     engine = llm._engine
     lengths, rows = drawn
-    config = engine.opened.config
+    config = engine.model.config
     is_block = not config.decoding.keeps_keys or (is_block and not config.decoding.writes_in_order)
     expected = outputs(engine, Eager(), lengths, rows, is_block)
-    placement = register(engine.opened, MAX_PASS_ROWS).graph.placement
+    placement = engine.planner.registrar(MAX_PASS_ROWS).graph.placement
     planned = PoisonedWorkspace(Arena(placement.arena_bytes).bytes, placement)
     check_same(expected, outputs(engine, planned, lengths, rows, is_block))

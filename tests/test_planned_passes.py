@@ -21,12 +21,19 @@ from lowtide.cli.passes_picture import draw, parts
 from lowtide.cli.plotting import check_plot
 from lowtide.engine.opening.config import EngineConfig
 from lowtide.engine.opening.model import OpenModel, open_model
-from lowtide.engine.planning.passes import MASKED_SHARES, longest_context, plan_passes
+from lowtide.engine.planning.passes import (
+    MASKED_SHARES,
+    PlannedPasses,
+    longest_context,
+    plan_passes,
+)
 from lowtide.engine.planning.plan import make_plan
+from lowtide.engine.planning.registering import Planner
 from lowtide.engine.running import pass_room
 from lowtide.errors import PlanError, UnsupportedError
 from lowtide.memory.pass_planner import PassPlan
 from lowtide.model_writing.synth import synth
+from lowtide.plan import MemoryPlan
 
 FAMILIES = ("llada", "llada_moe", "dream")
 CONTEXT = 3000
@@ -45,8 +52,15 @@ def opened(folder: Path, **options: object) -> OpenModel:
 
 
 def with_budget(model: OpenModel, num_bytes: int, context: int = CONTEXT) -> OpenModel:
-    options = dataclasses.replace(model.options, host_memory=num_bytes, context=context)
-    return dataclasses.replace(model, options=options, context=context)
+    return opened(model.facts.folder, host_memory=num_bytes, context=context)
+
+
+def longest_within(model: OpenModel, num_bytes: int) -> int:
+    return longest_context(Planner.of(model), "auto", num_bytes)
+
+
+def passes_of(model: OpenModel, plan: MemoryPlan) -> PlannedPasses:
+    return plan_passes(Planner.of(model), plan, "auto", model.options.asked.host_memory)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -55,7 +69,7 @@ def test_the_longest_context_is_planned_and_the_next_refused(
     models: dict[str, OpenModel], family: str, num_bytes: int
 ) -> None:
     model = models[family]
-    longest = longest_context(model, num_bytes)
+    longest = longest_within(model, num_bytes)
     if longest:
         make_plan(with_budget(model, num_bytes, longest))
     with pytest.raises(PlanError):
@@ -71,9 +85,9 @@ def test_the_longest_context_runs(
     monkeypatch.setattr(pass_room, "Workspace", PoisonedWorkspace)
     model = models[family]
     num_bytes = make_plan(with_budget(model, 64 * MIB, 810)).minimum_bytes
-    longest = longest_context(model, num_bytes)
+    longest = longest_within(model, num_bytes)
     assert longest >= 810
-    with LLM(model.folder, device="cpu", context=longest, host_memory=num_bytes) as llm:
+    with LLM(model.facts.folder, device="cpu", context=longest, host_memory=num_bytes) as llm:
         for cfg_scale, num_tokens in ((0.0, longest), (1.0, longest // 32 * 16)):
             wishes = {"remasking": rule, "cfg_scale": cfg_scale, "steps": 2, "block_length": 700}
             asked = {"max_tokens": 700, "ignore_eos": True}
@@ -97,7 +111,7 @@ def test_passes_are_told_as_an_answer_will_have_them(
     num_bytes = make_plan(with_budget(model, 64 * MIB)).minimum_bytes
     diffusion = DiffusionParams(remasking="entropy", cfg_scale=0.5, steps=1, block_length=100)
     params = SamplingParams(max_tokens=100, ignore_eos=True, diffusion=diffusion)
-    with LLM(model.folder, device="cpu", context=CONTEXT, host_memory=num_bytes) as llm:
+    with LLM(model.facts.folder, device="cpu", context=CONTEXT, host_memory=num_bytes) as llm:
         llm.generate([[7] * 1300], params)
         current, told = llm.current_pass, llm.planned_passes(1400, params)
         assert llm.planned_passes(1400)[0].num_masked == 1400
@@ -113,7 +127,7 @@ def test_fewer_masks_never_divide_more(models: dict[str, OpenModel], family: str
     model = models[family]
     least = make_plan(model).minimum_bytes
     plan = make_plan(with_budget(model, least))
-    passes = plan_passes(with_budget(model, least), plan)
+    passes = passes_of(with_budget(model, least), plan)
     assert len(passes.steps) == len(MASKED_SHARES)
     assert any(step.is_divided for step in passes.steps)
     for more, fewer in zip(passes.steps, passes.steps[1:], strict=False):
@@ -122,7 +136,7 @@ def test_fewer_masks_never_divide_more(models: dict[str, OpenModel], family: str
     for step in passes.steps:
         assert step.needed_bytes <= plan.host.workspace_bytes
         assert sum(num_bytes for _, num_bytes in step.held) == step.needed_bytes
-        assert ("experts" in step.chunks) == (model.config.experts is not None)
+        assert ("experts" in step.chunks) == (model.facts.config.experts is not None)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -130,9 +144,9 @@ def test_fewer_masks_never_divide_more(models: dict[str, OpenModel], family: str
 def test_the_passes_of_a_short_context_fit_into_its_plan(
     models: dict[str, OpenModel], family: str, context: int
 ) -> None:
-    model = dataclasses.replace(models[family], context=context)
+    model = opened(models[family].facts.folder, context=context)
     plan = make_plan(with_budget(model, make_plan(model).minimum_bytes, context))
-    for step in plan_passes(model, plan).steps:
+    for step in passes_of(model, plan).steps:
         assert step.num_tokens == context and not step.is_divided
         assert 0 < step.needed_bytes <= plan.host.workspace_bytes
 
@@ -147,7 +161,7 @@ def test_the_command_line_answers_in_a_short_context(tmp_path: Path) -> None:
 
 def test_what_is_said_is_what_runs(models: dict[str, OpenModel]) -> None:
     model = models["llada"]
-    with LLM(model.folder, device="cpu", host_memory="4M", context=1200) as llm:
+    with LLM(model.facts.folder, device="cpu", host_memory="4M", context=1200) as llm:
         assert llm.current_pass is None
         prompt = [3] * 1100
         llm.generate([prompt], SamplingParams(max_tokens=64))
@@ -179,7 +193,7 @@ def run(*arguments: str) -> str:
 def test_plan_tells_chunks_what_binds_and_the_longest_context(
     models: dict[str, OpenModel], tmp_path: Path
 ) -> None:
-    folder, picture = str(models["llada"].folder), tmp_path / "passes.svg"
+    folder, picture = str(models["llada"].facts.folder), tmp_path / "passes.svg"
     arguments = (folder, "--memory", "8M", "--context", str(CONTEXT))
     text = run(*arguments, "--plot", str(picture))
     for said in ("passes over 3000 tokens", "3000 (100%)", "300 (10%)", "logits chunks", "binds"):
@@ -192,13 +206,15 @@ def test_plan_tells_chunks_what_binds_and_the_longest_context(
 
 
 def test_a_refusal_names_the_longest_context(models: dict[str, OpenModel]) -> None:
-    folder = str(models["llada"].folder)
+    folder = str(models["llada"].facts.folder)
     result = CliRunner().invoke(app, ["plan", folder, "--memory", "3M", "--context", "9000"])
     assert result.exit_code == 1 and "The longest context in it is " in result.stderr
 
 
 def test_an_approximate_cache_has_no_longest_context(models: dict[str, OpenModel]) -> None:
-    assert "known only without --kv-cache" in run(str(models["llada"].folder), "--kv-cache", "dual")
+    assert "known only without --kv-cache" in run(
+        str(models["llada"].facts.folder), "--kv-cache", "dual"
+    )
 
 
 def test_other_models_have_no_picture_of_passes(tmp_path: Path) -> None:
@@ -214,7 +230,7 @@ def test_a_picture_is_whole_and_its_bars_are_the_peaks(
     models: dict[str, OpenModel], tmp_path: Path
 ) -> None:
     model = models["llada_moe"]
-    passes = plan_passes(model, make_plan(model))
+    passes = passes_of(model, make_plan(model))
     sizes = parts(passes.steps).values()
     for bar, step in zip(zip(*sizes, strict=True), passes.steps, strict=True):
         assert sum(bar) == step.needed_bytes

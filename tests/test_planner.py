@@ -18,7 +18,7 @@ from lowtide.compute import Compute
 from lowtide.core import ALIGNMENT, Step, StepKind, align_up
 from lowtide.engine.opening.config import MAX_PASS_ROWS, EngineConfig
 from lowtide.engine.opening.model import open_model
-from lowtide.engine.planning.registering import register
+from lowtide.engine.planning.registering import Planner
 from lowtide.errors import InternalError
 from lowtide.families import families
 from lowtide.kernels.row_statistics import Guidance, Wanted
@@ -165,14 +165,15 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 def test_first_fit_needs_no_more_than_is_alive_together_on_the_models(folder: Path) -> None:
     for context in (64, 4096):
-        graph = register(open_model(folder, EngineConfig(context=context))).graph
+        planner = Planner.of(open_model(folder, EngineConfig(context=context)))
+        graph = planner.registrar().graph
         assert graph.placement.arena_bytes == graph.least_bytes
 
 
 def test_the_longest_pass_is_as_well_placed(folder: Path) -> None:
-    opened = open_model(folder, EngineConfig(context=64))
-    if opened.config.family != "gpt_oss":  # whose windows are of causal passes
-        graph = register(opened, 1111).graph
+    planner = Planner.of(open_model(folder, EngineConfig(context=64)))
+    if planner.config.family != "gpt_oss":  # whose windows are of causal passes
+        graph = planner.registrar(1111).graph
         assert graph.placement.arena_bytes == graph.least_bytes
 
 
@@ -197,11 +198,11 @@ def test_a_pass_touches_what_was_planned_and_has_the_same_bits(folder: Path, ker
     """
     with LLM(folder, context=768, kernels=kernels) as llm:
         engine = llm._engine
-        config, placement = engine.opened.config, register(engine.opened).graph.placement
+        config, placement = engine.model.config, engine.planner.registrar().graph.placement
         poisoned = PoisonedWorkspace(Arena(placement.arena_bytes).bytes, placement)
-        kv_shape, dtype = engine.opened.kv_shape, engine.opened.dtype
+        kv_shape, dtype = engine.planner.memory.context.kv_shape, engine.kv_cache.dtype
         cache = KVCache(torch.zeros(kv_shape, dtype=dtype))
-        if not engine.opened.keeps_keys:
+        if not engine.planner.memory.context.keeps_keys:
             cache = TransientKV(kv_shape, dtype)
         compute = Compute(engine.executor, engine.model.compute.kernels, poisoned)
         weights = engine.model.weights

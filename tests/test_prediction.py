@@ -27,6 +27,7 @@ from lowtide.engine.planning.prediction import (
     DISAGREEMENT,
     ExpertCounts,
     PassCosts,
+    Predictor,
     even_demand,
     predictor_of,
     published_pass,
@@ -179,7 +180,7 @@ def test_a_pass_goes_through_its_weights_once(folders: dict[str, Path]) -> None:
     found = make_plan(model).prediction
     assert found is not None and found.pass_time is not None
     assert found.num_rows == 1 and found.read_bytes == 0
-    expected = model.config.num_layers / 1e3 + found.memory_bytes * PER_BYTE_S
+    expected = model.facts.config.num_layers / 1e3 + found.memory_bytes * PER_BYTE_S
     assert found.pass_time.likely_s == pytest.approx(expected)
 
 
@@ -222,7 +223,7 @@ def test_a_model_s_layers_take_as_long_as_a_tiny_one_s_of_its_kind(
         return found.likely_s
 
     more_s = taken_s(names[32]) - taken_s("")
-    assert more_s == pytest.approx(this.config.num_layers * 2e-3)
+    assert more_s == pytest.approx(this.facts.config.num_layers * 2e-3)
     assert taken_s(others[32]) == taken_s(names[8]) == taken_s("")
 
 
@@ -279,10 +280,10 @@ def test_an_expert_costs_what_its_own_format_does(folders: dict[str, Path]) -> N
     keep_rates(this_machine(), slow)
     model = opened(folders["qwen3_moe"], expert_dtype="q4")
     plan = make_plan(model)
-    found, demand = plan.prediction, even_demand(model.config.moe_shape, plan, 1)
+    found, demand = plan.prediction, even_demand(model.facts.config.moe_shape, plan, 1)
     assert found is not None and found.pass_time is not None
-    more_bytes = 2 * demand.num_run * model.slot_layout.num_bytes
-    expected = model.config.num_layers / 1e3 + (found.memory_bytes + more_bytes) * PER_BYTE_S
+    more_bytes = 2 * demand.num_run * model.memory.experts.layout.num_bytes
+    expected = model.facts.config.num_layers / 1e3 + (found.memory_bytes + more_bytes) * PER_BYTE_S
     assert found.pass_time.likely_s == pytest.approx(expected, rel=0.02)
 
 
@@ -313,9 +314,9 @@ def test_reads_ahead_count_where_they_save_enough(
     model = opened(folders["qwen3_moe"], host_memory=budget)
     plan = make_plan(model)
     costs = PassCosts(dense_s=0.1, expert_s=1e-3, absent_s=0.0, read_s=1.0)
-    monkeypatch.setattr(prediction, "_host_costs", lambda *args: costs)
+    monkeypatch.setattr(Predictor, "_host_costs", lambda *args: costs)
     found = predictor_of(model, plan)
-    demand = even_demand(model.config.moe_shape, plan, 1)
+    demand = even_demand(model.facts.config.moe_shape, plan, 1)
     assert found is not None and demand.num_on_disk and plan.num_staging > 2
     # Three quarters of what is read meanwhile is asked for.
     expected = costs.dense_s + demand.num_on_disk - 0.75 * costs.dense_s
@@ -406,9 +407,14 @@ def test_what_was_disturbed_is_measured_again(rounds: list[list[float]]) -> None
 
 
 def test_a_bidirectional_pass_has_the_whole_context(folders: dict[str, Path]) -> None:
-    assert published_pass(opened(folders["llada"], context=300)) == (300, 2.0, 2.0)
-    assert published_pass(opened(folders["llada"], context=300, kv_cache="dual"))[0] == 128
-    assert published_pass(opened(folders["qwen3_moe"])) == (1, 1.0, 1.0)
+    def published(name: str, **options: object) -> tuple[int, float, float]:
+        model = opened(folders[name], **options)
+        cache_mode, context = model.options.asked.cache_mode, model.memory.context.num_tokens
+        return published_pass(model.facts.config.decoding, cache_mode, context)
+
+    assert published("llada", context=300) == (300, 2.0, 2.0)
+    assert published("llada", context=300, kv_cache="dual")[0] == 128
+    assert published("qwen3_moe") == (1, 1.0, 1.0)
 
 
 # What is said.

@@ -31,7 +31,8 @@ QUESTIONS = [FOR, ChoiceQuestion("def add(a, b):\n    return", (" a + b\n", " im
 
 def questions(model: str, asked: list[ChoiceQuestion], context: int = 128) -> Questions:
     opened = open_model(model, EngineConfig(context=context))
-    return Questions(asked, opened.tokenizer, opened.config, opened.context)
+    facts = opened.facts
+    return Questions(asked, facts.tokenizer, facts.config, opened.memory.context.num_tokens)
 
 
 def test_an_autoregressive_choice_is_the_sum_of_its_tokens() -> None:

@@ -81,7 +81,7 @@ def test_the_curve_is_of_what_was_measured_and_is_kept(
     assert curve.kl.tolist() == [kl for _, kl in wanted]
     assert curve.text_sha256 == report.text_sha256
     opened = open_model(model, EngineConfig(context=128, calibration=str(calibration)))
-    assert curve_path(opened) == calibration
+    assert curve_path(opened.facts, calibration) == calibration
     keep_curve(calibration, curve)
     kept = Calibration.load(calibration).buddies
     assert kept is not None and kept.curve is not None

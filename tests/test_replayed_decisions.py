@@ -25,7 +25,7 @@ from lowtide.decode.request import Finished, Request
 from lowtide.engine.opening.config import EngineConfig
 from lowtide.engine.running.decoding import make_decoder
 from lowtide.engine.running.engine import Engine
-from lowtide.engine.running.policy_setting import _setting, adopt_policy
+from lowtide.engine.running.policy_setting import PolicyChoice, _setting, adopt_policy
 from lowtide.experts.rows import Routing
 from lowtide.lab.budgets import budget_of_share
 from lowtide.lab.calibrate import calibrate
@@ -83,7 +83,7 @@ class Watcher:
 
     def __init__(self, engine: Engine) -> None:
         self.layers: list[Layer] = []
-        self.writer = TraceWriter("m", TraceShape(*engine.opened.config.moe_shape))
+        self.writer = TraceWriter("m", TraceShape(*engine.model.config.moe_shape))
         self._engine = engine
         self._state = State.of(engine)
 
@@ -110,7 +110,7 @@ class State(NamedTuple):
         is_resident = np.stack(
             [host.ledger.is_resident(i).copy() for i in range(host.ledger.num_layers)]
         )
-        num_bytes = engine.opened.weight_map.experts.largest_expert_bytes
+        num_bytes = engine.facts.weight_map.experts.largest_expert_bytes
         num_read = int(told["read_bytes"]) // num_bytes
         for layer, expert in coming(engine):
             is_resident[layer, expert] = True
@@ -241,7 +241,9 @@ def answered(
 def replay_setting(engine: Engine, model: Model) -> Setting:
     """What the policies in force were made from."""
     calibration = Calibration.load(model.calibration, has_inputs=False)
-    return _setting(engine.opened, engine.plan, calibration, engine.experts.policies.costs)
+    choice, num_experts = PolicyChoice.of(engine.options), engine.model.config.moe.num_experts
+    costs = engine.experts.policies.costs
+    return _setting(choice, engine.plan, num_experts, calibration, costs)
 
 
 def test_every_layer_is_decided_alike(case: tuple[Model, float]) -> None:

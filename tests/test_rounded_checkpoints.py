@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from typing import NoReturn
 
 import numpy as np
 import pytest
@@ -21,14 +22,13 @@ from safetensors.torch import load_file, save_file
 
 from lowtide import LLM
 from lowtide.doctor import doctor
-from lowtide.engine.opening.config import EngineConfig
-from lowtide.engine.opening.model import open_model
-from lowtide.errors import CheckpointError, LowtideError, UnsupportedError
+from lowtide.errors import CheckpointError, LowtideError, PlanError, UnsupportedError
 from lowtide.families import read_config
 from lowtide.formats import format_of
 from lowtide.formats.arranged import Arranged
 from lowtide.formats.plain import plain_format
 from lowtide.kernels.compiled import CompiledKernels
+from lowtide.kernels.reference import Kernels
 from lowtide.llm import plan_model
 from lowtide.memory.arena import Arena
 from lowtide.model_folder.checkpoint import Checkpoint
@@ -238,7 +238,7 @@ def test_compiled_kernels_have_the_bits_of_the_same_weights(
     found = []
     for folder in rounded(name):
         with LLM(folder, context=64, dtype="bfloat16") as llm:
-            if not isinstance(llm._engine.opened.kernels, CompiledKernels):
+            if not isinstance(llm._engine.kernels, CompiledKernels):
                 pytest.skip("nothing can be compiled here")
             found.append(llm.logits(list(range(2, 9))))
     assert torch.equal(*found)
@@ -248,11 +248,19 @@ def test_doctor_measures_with_the_kernels_of_the_engine(
     rounded: Callable[[str], list[Path]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, _ = rounded("awq")
-    opened = open_model(folder, EngineConfig(dtype="bfloat16"))
     asked = []
-    monkeypatch.setattr(doctor, "measure_costs", lambda *_, kernels, **__: asked.append(kernels))
-    doctor._measure(opened)
-    assert asked == [opened.kernels]
+
+    def measure(*_: object, kernels: Kernels, **__: object) -> NoReturn:
+        asked.append(kernels)
+        raise PlanError("That was enough.")
+
+    monkeypatch.setattr(doctor, "measure_costs", measure)
+    for name in ("machine_rates", "_weight_rates", "_demo_rates"):
+        monkeypatch.setattr(doctor, name, lambda *_: [])
+    with pytest.raises(PlanError, match="enough"):
+        doctor.diagnose(folder, dtype="bfloat16", device="cpu", is_fresh=True)
+    with LLM(folder, context=64, dtype="bfloat16", device="cpu") as llm:
+        assert [kernels.name for kernels in asked] == [llm.kernels]
 
 
 def without(name: str) -> Callable[[dict[str, torch.Tensor]], None]:

@@ -12,20 +12,18 @@ from programs import python
 from lowtide.engine.opening.config import EngineConfig
 from lowtide.engine.opening.model import open_model
 from lowtide.engine.planning import registering
-from lowtide.engine.planning.registering import largest_counts, planner_of, register
+from lowtide.engine.planning.registering import Planner
 from lowtide.engine.planning.uncomputed import Uncomputed
 from lowtide.families import families
 from lowtide.model_writing.synth import synth
 
 
 def counted(folder: Path) -> object:
-    opened = open_model(folder, EngineConfig(context=64))
-    graph = register(opened).graph
-    if opened.config.decoding.keeps_keys:
+    planner = Planner.of(open_model(folder, EngineConfig(context=64)))
+    graph = planner.registrar().graph
+    if planner.config.decoding.keeps_keys:
         return graph
-    opened = open_model(folder, EngineConfig(context=2048))
-    planner, counts = planner_of(opened), largest_counts(opened)
-    return graph, planner.least_bytes(counts), planner.whole_bytes(counts)
+    return graph, Planner.of(open_model(folder, EngineConfig(context=2048))).workspace_bytes()
 
 
 @pytest.mark.parametrize("family", sorted(families()))

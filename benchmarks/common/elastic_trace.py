@@ -117,7 +117,7 @@ class _Run:
     def __init__(self, engine: Engine, trace: Sequence[Arrival]) -> None:
         self._engine = engine
         self._decoder = make_decoder(engine)
-        self._waiting = deque(zip(trace, requests_of(engine.opened.config, trace), strict=True))
+        self._waiting = deque(zip(trace, requests_of(engine.model.config, trace), strict=True))
         self._passes: list[_Pass] = []
         self._num_finished = self._num_tokens = 0
 

@@ -149,8 +149,9 @@ def device_options(model: Model, least_slowdown: float = SLOWDOWN) -> dict[str, 
     least_slowdown: of the device; the more, the less what else runs here counts.
     """
     opened = open_model(model.reference, EngineConfig(device="emulated", **model.options))
-    layout = opened.slot_layout
-    core_s = measure_device_s(layout, opened.config.moe_shape, opened.kernels).at(1)
+    experts = opened.memory.experts
+    layout = experts.layout
+    core_s = measure_device_s(layout, experts.shape, opened.kernels()).at(1)
     slowdown = max(least_slowdown, _LEAST_EXPERT_S / core_s)
     costs = load_profile(PROFILE).costs(published(FAMILY))
     link_s = costs.link_s / costs.device_s.at(1) * core_s * slowdown

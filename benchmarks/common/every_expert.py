@@ -57,7 +57,7 @@ def _steps(engine: Engine, num_tokens: int, num_steps: int) -> list[_Step]:
     num_new = num_steps + NUM_WARM
     arrival = Arrival(0, num_tokens - num_new, num_new, num_new)
     decoder = make_decoder(engine)
-    [request] = requests_of(engine.opened.config, [arrival])
+    [request] = requests_of(engine.model.config, [arrival])
     decoder.add(request)
     steps = []
     while decoder.has_work:

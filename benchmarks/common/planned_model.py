@@ -21,9 +21,10 @@ from common.masked_sides import canvas, layers_only
 from lowtide.compute import Compute
 from lowtide.core import Step, StepKind, align_up
 from lowtide.engine.opening.config import EngineConfig
-from lowtide.engine.opening.model import OpenModel, open_model
+from lowtide.engine.opening.facts import MemoryFacts
+from lowtide.engine.opening.model import open_model
 from lowtide.engine.planning.plan import make_plan
-from lowtide.engine.planning.registering import plan_long_passes
+from lowtide.engine.planning.registering import Planner
 from lowtide.engine.running.engine import Engine
 from lowtide.engine.running.wiring import load
 from lowtide.kernels.row_statistics import Form, Wanted
@@ -77,7 +78,7 @@ class StepModel:
         )
         self.opened = open_model(folder, options)
         self.form = form
-        self.planner = plan_long_passes(self.opened, form.of_rows)
+        self.planner = Planner.of(self.opened).plan_long_passes(form.of_rows)
         self.template = self.planner.forward.joined(self.planner.head_of(_ASKED))
 
     def counts(self, num_tokens: int, num_masked: int) -> Counts:
@@ -137,15 +138,15 @@ class PlannedStep:
     arena: Arena | None = None  # by default one of its own
 
     def __post_init__(self) -> None:
-        opened, config = self.engine.opened, self.engine.opened.config
+        config = self.engine.model.config
         if self.num_layers is not None:
             config = replace(config, num_layers=self.num_layers)
         num_tokens = self.plan.counts.tokens
         self.memory = self.arena or Arena(self.plan.placement.arena_bytes)
         self.workspace = self.make_workspace(self.memory.bytes)
         self.workspace.adopt(self.plan.placement, self.plan.chunks)
-        kv_cache = _kv_cache(opened, num_tokens)
-        compute = Compute(self.engine.executor, opened.kernels, self.workspace)
+        kv_cache = _kv_cache(self.engine.planner.memory, num_tokens)
+        compute = Compute(self.engine.executor, self.engine.kernels, self.workspace)
         self.model = type(self.engine.model)(
             config, self.engine.model.weights, self.engine.experts, kv_cache, compute
         )
@@ -187,6 +188,6 @@ def _batch(token_ids: Tensor, kv: KVRange) -> Batch:
     return Batch(token_ids, torch.arange(num_rows), (segment,), step)
 
 
-def _kv_cache(opened: OpenModel, num_tokens: int) -> TransientKV:
-    shape = opened.kv_shape._replace(num_tokens=align_up(num_tokens, GRANULE_TOKENS))
-    return TransientKV(shape, opened.dtype)
+def _kv_cache(memory: MemoryFacts, num_tokens: int) -> TransientKV:
+    rounded = align_up(num_tokens, GRANULE_TOKENS)
+    return TransientKV(memory.context.kv_shape._replace(num_tokens=rounded), memory.dtype)

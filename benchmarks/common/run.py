@@ -99,5 +99,5 @@ def loaded_engine(model: str, options: EngineConfig) -> Iterator[Engine]:
 def engine_decoder(engine: Engine, use_kv_cache: bool = True) -> BatchDecoder[Any, Any]:
     """A decoder over a loaded engine, as `LLM` has it."""
     return make_decoder(
-        engine.model, engine.kv_cache, engine.opened.config, MAX_PASS_ROWS, use_kv_cache
+        engine.model, engine.kv_cache, engine.model.config, MAX_PASS_ROWS, use_kv_cache
     )

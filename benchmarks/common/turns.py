@@ -49,13 +49,13 @@ def bare_pass_s(llm: LLM, prompt: list[int], num_cached: int | None = None) -> f
     """
 
     def work(engine: Engine) -> float:
-        cache, block_length = engine.kv_cache, engine.opened.config.decoding.block_length
+        cache, block_length = engine.kv_cache, engine.model.config.decoding.block_length
         kept = cache._kept[-1]
         first = min(num_cached or kept.num_written, kept.num_written)
         ids = list(prompt)
         if block_length > 1:  # the block that is filled next, masked
             first = first // block_length * block_length
-            mask = engine.opened.config.decoding.mask_token_id or 0
+            mask = engine.model.config.decoding.mask_token_id or 0
             ids += [mask] * (block_length - len(ids) % block_length)
         kv = cache.branch(kept, first, len(ids))
         rows = len(ids) - first

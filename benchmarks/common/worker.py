@@ -83,7 +83,7 @@ def run_lowtide(settings: Settings) -> dict[str, Any]:
     start_s = time.perf_counter()
     with loaded_engine(settings["model"], options) as engine:
         load_s = time.perf_counter() - start_s
-        config, plan, experts = engine.opened.config, engine.plan, engine.experts
+        config, plan, experts = engine.model.config, engine.plan, engine.experts
         decoder = engine_decoder(engine)
         with engine.executor.in_charge():
             # One block first: residents settle, memory has been touched.

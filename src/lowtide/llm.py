@@ -29,10 +29,11 @@ from lowtide.decode.forced import ForcedText, OnLogits
 from lowtide.decode.prompts import Messages, Prompt, TokenIds, as_prompts, one_prompt
 from lowtide.decode.request import Event, Finished, Request
 from lowtide.engine.opening.model import OpenModel
-from lowtide.engine.opening.model_calibration import check_calibration
+from lowtide.engine.opening.model_calibration import check_calibrated, find_calibration
 from lowtide.engine.planning.format_plans import plan_by_format
 from lowtide.engine.planning.passes import PlannedPasses, longest_context_of, plan_passes
 from lowtide.engine.planning.plan import excess_of, make_plan, shortage_of
+from lowtide.engine.planning.registering import Planner
 from lowtide.engine.running import probing
 from lowtide.engine.running.engine import Engine
 from lowtide.engine.running.forcing import ForcedRun, forced_params, read_forced
@@ -156,9 +157,7 @@ class LLM(LoadedModel):
         experts per token], ids ascending. Returns float32 [rows, hidden] on the CPU. Raises
         UsageError for anything else.
         """
-        x, routing = probing.checked_rows(
-            self.config, self._engine.opened.dtype, layer, x, routing, step
-        )
+        x, routing = probing.checked_rows(self.config, self.dtype, layer, x, routing, step)
         work = partial(probing.run_experts, layer=layer, x=x, routing=routing, step=step)
         return self._loop.run(work)
 
@@ -275,7 +274,7 @@ def check_request(
     No weight is read. `prompt_for` makes the prompt from the model's tokenizer.
     """
     opened = opened_for_request(model, options)
-    intake_of(opened).requests([prompt_for(opened.tokenizer)], params, raw)
+    intake_of(opened).requests([prompt_for(opened.facts.tokenizer)], params, raw)
 
 
 def plan_model(model: str | Path | HubModel, **options: Unpack[ModelKeywords]) -> MemoryPlan:
@@ -298,22 +297,26 @@ class FullPlan(NamedTuple):
 def plan_in_full(model: str | Path | HubModel, **options: Unpack[ModelKeywords]) -> FullPlan:
     """Plan a model, the passes of a bidirectional one, and the other formats."""
     opened = opened_for_plan(model, options)
-    if opened.config.decoding.keeps_keys:
-        return FullPlan(_planned(opened), None, plan_by_format(opened))
+    planner, asked = Planner.of(opened), opened.options.asked
+    if opened.facts.config.decoding.keeps_keys:
+        return FullPlan(_planned(opened, planner), None, plan_by_format(opened))
     try:
-        plan = _planned(opened)
+        plan = _planned(opened, planner)
     except PlanError as error:
-        longest = longest_context_of(opened)
+        longest = longest_context_of(planner, asked.policy, asked.host_memory)
         if not longest:
             raise
         raise PlanError(f"{error} The longest context in it is {longest} tokens.") from error
-    return FullPlan(plan, plan_passes(opened, plan), plan_by_format(opened))
+    passes = plan_passes(planner, plan, asked.policy, asked.host_memory)
+    return FullPlan(plan, passes, plan_by_format(opened))
 
 
-def _planned(opened: OpenModel) -> MemoryPlan:
-    check_calibration(opened)
-    plan = make_plan(opened)
-    warnings = (shortage_of(plan, opened.options), excess_of(plan, opened.options))
+def _planned(opened: OpenModel, planner: Planner | None = None) -> MemoryPlan:
+    asked = opened.options.asked
+    calibration = find_calibration(opened.facts, asked.calibration)
+    check_calibrated(calibration, asked.policy, asked.policy_options)
+    plan = make_plan(opened, planner)
+    warnings = (shortage_of(plan, asked.host_memory), excess_of(plan, asked.host_memory))
     return replace(plan, reason="\n".join([plan.reason, *filter(None, warnings)]))
 
 

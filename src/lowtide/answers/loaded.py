@@ -27,6 +27,7 @@ from lowtide.decode.request import Finished, Request
 from lowtide.engine.opening.config import EngineConfig
 from lowtide.engine.planning.passes import PlannedPass, plan_steps
 from lowtide.engine.planning.plan import make_plan
+from lowtide.engine.planning.registering import Planner
 from lowtide.engine.running import probing
 from lowtide.engine.running.engine import Engine
 from lowtide.engine.running.loop import EngineLoop
@@ -65,7 +66,9 @@ class LoadedModel:
         self._name = str(model)
         with _shown(options.get("progress")) as progress:
             opened = opened_model(model, {**options, "progress": progress})
-            self._loop = EngineLoop(load(opened, make_plan(opened)))
+            planner = Planner.of(opened)
+            plan = make_plan(opened, planner)
+            self._loop = EngineLoop(load(opened, plan, planner))
         self._intake = intake_of(opened)
 
     @property
@@ -76,7 +79,7 @@ class LoadedModel:
     @property
     def path(self) -> Path:
         """The folder, or (first) GGUF file, that weights are read from."""
-        return self._engine.opened.folder
+        return self._engine.facts.folder
 
     @property
     def is_closed(self) -> bool:
@@ -89,12 +92,12 @@ class LoadedModel:
 
     @property
     def config(self) -> ModelConfig:
-        return self._engine.opened.config
+        return self._engine.facts.config
 
     @property
     def tokenizer(self) -> Tokenizer | None:
         """The tokenizer, or None without `tokenizer.json`: prompts are then token ids."""
-        return self._engine.opened.tokenizer
+        return self._engine.facts.tokenizer
 
     @property
     def has_chat_template(self) -> bool:
@@ -110,17 +113,17 @@ class LoadedModel:
     @property
     def kernels(self) -> str:
         """The host's kernels: `torch`, or `compiled` and the processor's instructions in use."""
-        return self._engine.opened.kernels.name
+        return self._engine.kernels.name
 
     @property
     def dtype(self) -> torch.dtype:
         """The compute dtype."""
-        return self._engine.opened.dtype
+        return self._engine.kv_cache.dtype
 
     @property
     def fingerprint(self) -> str:
         """Identifier of the weights, independent of compute dtype; buddy profiles refer to it."""
-        return self._engine.opened.fingerprint
+        return self._engine.facts.fingerprint()
 
     @property
     def routers(self) -> list[Router]:
@@ -174,7 +177,7 @@ class LoadedModel:
         max_masked, diffusion = num_tokens, None
         if params is not None:
             max_masked, diffusion = min(num_tokens, params.most_tokens), params.diffusion
-        return plan_steps(self._engine.opened, self.plan, num_tokens, max_masked, diffusion)
+        return plan_steps(self._engine.planner, self.plan, num_tokens, max_masked, diffusion)
 
     def __reduce__(self) -> NoReturn:
         """Refuse to be pickled or copied: threads and memory belong to one process.
@@ -231,7 +234,8 @@ class LoadedModel:
         Raises like `logits`.
         """
         ids = self._text_ids(token_ids)
-        block_length = self._engine.opened.options.block_length or self.config.decoding.block_length
+        asked = self._engine.options.asked.block_length
+        block_length = asked or self.config.decoding.block_length
         self._intake.check_block_length(block_length)
         if not self.config.decoding.keeps_keys:
             block_length = len(ids)

@@ -33,8 +33,8 @@ def opened_for_request(model: str | Path, options: Mapping[str, object]) -> Open
 
 def _checked(opened: OpenModel) -> OpenModel:
     """Raise UnsupportedError for options that this kind of model does not have."""
-    block_length = opened.options.block_length
-    config = opened.config
+    block_length = opened.options.asked.block_length
+    config = opened.facts.config
     if block_length not in (None, 1) and config.decoding.writes_in_order:
         raise UnsupportedError(
             f"block_length {block_length}: {config.architecture} is autoregressive, its "
@@ -51,12 +51,12 @@ def _checked(opened: OpenModel) -> OpenModel:
 def intake_of(opened: OpenModel) -> Intake:
     """Make the intake that turns prompts for this model into requests."""
     return Intake(
-        config=opened.config,
-        tokenizer=opened.tokenizer,
-        kind=make_kind(opened.config.decoding),
-        context=opened.context,
+        config=opened.facts.config,
+        tokenizer=opened.facts.tokenizer,
+        kind=make_kind(opened.facts.config.decoding),
+        context=opened.memory.context.num_tokens,
         max_block_length=MAX_BLOCK_LENGTH,
-        seed=opened.options.seed or 0,
+        seed=opened.options.asked.seed or 0,
     )
 
 

@@ -84,7 +84,7 @@ def _served_options(
 ) -> dict[str, Any]:
     """Return a model's options with a context; raises for options that cannot be planned."""
     options = settings.engine_options()
-    from lowtide.engine.opening.model import DEFAULT_CONTEXT
+    from lowtide.engine.opening.facts import DEFAULT_CONTEXT
     from lowtide.llm import plan_model
     from lowtide.serve.context import served_context
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -20,7 +21,8 @@ from lowtide.devices.cuda import CudaDevice
 from lowtide.devices.kind import KINDS, is_paced
 from lowtide.doctor.diagnosis import Diagnosis, ExpertCosts, Skipped
 from lowtide.engine.opening.config import MAX_PASS_ROWS, EngineConfig
-from lowtide.engine.opening.model import OpenModel, open_model
+from lowtide.engine.opening.facts import ExpertFacts
+from lowtide.engine.opening.model import open_model
 from lowtide.engine.running.device import request_of
 from lowtide.engine.running.wiring import make_executor
 from lowtide.errors import PlanError, StorageError
@@ -42,6 +44,7 @@ from lowtide.hardware.measure import DiskSource, Measurements, measure_costs
 from lowtide.hardware.store import keep_rates, measured_now, stored_or_measured
 from lowtide.hardware.weight_rates import measure_weight_rates
 from lowtide.kernels.library_cache import limit_library_cache
+from lowtide.kernels.reference import Kernels
 from lowtide.llm import LLM
 from lowtide.memory.arena import Arena
 from lowtide.memory.pinned import PinnedMemory
@@ -85,35 +88,42 @@ def diagnose(
     opened = None if model is None else open_model(model, config)
     skipped: list[Skipped] = []
     named = name or str(model)
-    with_experts = None if opened is None or opened.config.experts is None else opened
-    if opened is not with_experts:
+    experts = None if opened is None else opened.memory.experts
+    if opened is not None and experts is None:
         skipped.append(Skipped(named, "it has no experts"))
-    total = 1 if with_experts is None else 2
+    total = 1 if experts is None else 2
+    checkpoint = None if opened is None else opened.facts.checkpoint
     progress("measuring", 0, total)
     machine = this_machine()
     rates = [
-        *machine_rates(machine, opened, skipped),
+        *machine_rates(machine, checkpoint, skipped),
         *_weight_rates(skipped),
         *_demo_rates(),
     ]
     keep_rates(machine, rates)
     costs: list[ExpertCosts] = []
-    if with_experts is not None:
+    if opened is not None and experts is not None:
         progress("measuring", 1, total)
-        costs.append(_costs(named, with_experts, machine, is_fresh))
+        kernels, device = opened.kernels(), opened.memory.device
+        # With a GPU reads are no part of the costs, as in the engine, which looks for these when it
+        # loads a model; the disk's rate is among the machine's.
+        source = None if device == "cuda" else checkpoint
+        measured = _Measured(experts, kernels, device, config, source)
+        costs.append(measured.costs(named, machine, is_fresh))
     progress("measuring", total, total)
     return Diagnosis(machine, tuple(rates), tuple(costs), tuple(skipped))
 
 
-def machine_rates(machine: Machine, opened: OpenModel | None, skipped: list[Skipped]) -> list[Rate]:
+def machine_rates(
+    machine: Machine, checkpoint: Checkpoint | None, skipped: list[Skipped]
+) -> list[Rate]:
     """Ceilings of the machine's parts; what cannot be measured is added to `skipped`.
 
-    opened: the model from whose files the disk is read; without one, or without its weights, a
-    file in the cache folder.
+    checkpoint: from whose files the disk is read; without one, from a file in the cache folder.
     """
     executor = HostExecutor(machine.num_cores)
     try:
-        with _disk_file(opened) as file:
+        with _disk_file(checkpoint) as file:
             return measure_rates(executor, file)
     except StorageError as error:
         skipped.append(Skipped("disk", str(error)))
@@ -168,9 +178,8 @@ def _pass_s(llm: LLM, num_prompts: int, params: SamplingParams) -> float:
 
 
 @contextmanager
-def _disk_file(opened: OpenModel | None) -> Iterator[Path]:
+def _disk_file(checkpoint: Checkpoint | None) -> Iterator[Path]:
     """The model's largest file, or one in the cache folder that goes again."""
-    checkpoint = None if opened is None else opened.checkpoint
     if checkpoint is not None:
         largest = max(checkpoint.files, key=lambda file: file.num_bytes)
         if largest.num_bytes >= SCRATCH_BYTES // 4:
@@ -203,77 +212,77 @@ def _fill(descriptor: int, folder: Path) -> None:
         os.posix_fadvise(descriptor, 0, SCRATCH_BYTES, os.POSIX_FADV_DONTNEED)
 
 
-def _costs(name: str, opened: OpenModel, machine: Machine, is_fresh: bool) -> ExpertCosts:
-    if is_paced(opened.device):
-        measured, description = _measure(opened)
-        stored = measured_now(measured)
-    else:
-        checkpoint = _checkpoint(opened)
-        folder = None if checkpoint is None else checkpoint.files[0].path.parent
-        key = opened.cost_key(machine, opened.kernels.name, folder)
-        stored = stored_or_measured(key, lambda: _measure(opened)[0], is_fresh=is_fresh)
-        description = key.device
-    shape, dtype = opened.config.moe_shape, opened.slot_layout.describe()
-    return ExpertCosts(name, shape, dtype, opened.layer_bytes, description, stored)
-
-
-def _measure(opened: OpenModel) -> tuple[Measurements, str]:
-    """The costs, and a line on the device that they were measured with."""
-    with closing(make_executor(opened)) as executor:
-        opening = _device(opened, executor.cores_per_expert)
-        with opening as (device, make_arena, description), _disk_source(opened) as disk:
-            measured = measure_costs(
-                opened.config.moe_shape,
-                opened.slot_layout,
-                executor,
-                opened.layer_bytes,
-                device=device,
-                disk=disk,
-                make_arena=make_arena,
-                kernels=opened.kernels,
-            )
-    return measured, description
-
-
-def _checkpoint(opened: OpenModel) -> Checkpoint | None:
-    """The files that experts are read from, if reads are a part of what they cost.
-
-    With a GPU they are not, as in the engine, which looks for these costs when it loads a model;
-    the disk's rate is among the machine's.
-    """
-    return None if opened.device == "cuda" else opened.checkpoint
-
-
-@contextmanager
-def _disk_source(opened: OpenModel) -> Iterator[DiskSource | None]:
-    checkpoint, table = _checkpoint(opened), opened.weight_map.experts
-    if checkpoint is None:
-        yield None
-        return
-    with closing(FileReader(checkpoint.files, largest_read_bytes(table))) as reader:
-        yield DiskSource(reader, table)
-
-
 _OpenDevice = tuple[Device | None, Callable[[int], Arena], str]
 
 
-@contextmanager
-def _device(opened: OpenModel, cores_per_expert: int) -> Iterator[_OpenDevice]:
-    """The device with slots for a measurement, memory that it copies from, and a line on it."""
-    name, options = opened.device, opened.options
-    shape, layout = opened.config.moe_shape, opened.slot_layout
-    num_slots = _num_slots(shape, layout)
-    if name == "cpu":
-        yield None, Arena, ""
-    elif name == "cuda":
-        with closing(PinnedMemory()) as pinned:
-            device = CudaDevice(shape, layout, num_slots, MAX_PASS_ROWS, pinned, options.kernels)
-            with closing(device):
-                yield device, pinned.make_arena, name
-    else:
-        made = KINDS[name].open(request_of(opened, num_slots, cores_per_expert))
-        with closing(made):
-            yield made.device, made.make_arena, made.device.describe()
+class _Measured(NamedTuple):
+    """What a model's experts cost on a device, or on the host alone."""
+
+    facts: ExpertFacts
+    kernels: Kernels  # the host's
+    device: str
+    asked: EngineConfig
+    checkpoint: Checkpoint | None  # that experts are read from, if reads are a part of the costs
+
+    def costs(self, name: str, machine: Machine, is_fresh: bool) -> ExpertCosts:
+        facts = self.facts
+        if is_paced(self.device):
+            measured, description = self.measure()
+            stored = measured_now(measured)
+        else:
+            folder = None if self.checkpoint is None else self.checkpoint.files[0].path.parent
+            key = facts.cost_key(
+                machine, self.kernels.name, self.device, self.asked.kernels, folder
+            )
+            stored = stored_or_measured(key, lambda: self.measure()[0], is_fresh=is_fresh)
+            description = key.device
+        dtype = facts.layout.describe()
+        return ExpertCosts(name, facts.shape, dtype, facts.layer_bytes, description, stored)
+
+    def measure(self) -> tuple[Measurements, str]:
+        """The costs, and a line on the device that they were measured with."""
+        with closing(make_executor(self.facts.shape, self.device)) as executor:
+            opening = self._open_device(executor.cores_per_expert)
+            with opening as (device, make_arena, description), self._disk_source() as disk:
+                measured = measure_costs(
+                    self.facts.shape,
+                    self.facts.layout,
+                    executor,
+                    self.facts.layer_bytes,
+                    device=device,
+                    disk=disk,
+                    make_arena=make_arena,
+                    kernels=self.kernels,
+                )
+        return measured, description
+
+    @contextmanager
+    def _disk_source(self) -> Iterator[DiskSource | None]:
+        checkpoint, table = self.checkpoint, self.facts.table
+        if checkpoint is None:
+            yield None
+            return
+        with closing(FileReader(checkpoint.files, largest_read_bytes(table))) as reader:
+            yield DiskSource(reader, table)
+
+    @contextmanager
+    def _open_device(self, cores_per_expert: int) -> Iterator[_OpenDevice]:
+        """The device with slots for a measurement, memory that it copies from, and a line on it."""
+        shape, layout = self.facts.shape, self.facts.layout
+        num_slots = _num_slots(shape, layout)
+        if self.device == "cpu":
+            yield None, Arena, ""
+        elif self.device == "cuda":
+            asked = self.asked.kernels
+            with closing(PinnedMemory()) as pinned:
+                device = CudaDevice(shape, layout, num_slots, MAX_PASS_ROWS, pinned, asked)
+                with closing(device):
+                    yield device, pinned.make_arena, self.device
+        else:
+            given = self.asked.device_options
+            request = request_of(self.facts, num_slots, self.kernels, cores_per_expert, given)
+            with closing(KINDS[self.device].open(request)) as made:
+                yield made.device, made.make_arena, made.device.describe()
 
 
 def _num_slots(shape: MoEShape, layout: SlotLayout) -> int:

@@ -25,5 +25,5 @@ def ahead_slots(engine: Engine, calibration: Calibration) -> AheadSlots:
     compiled = transfer.compiled if isinstance(transfer, DiskTransfer) else None
     if compiled is not None and compiled.is_direct and engine.model.runs_at_once:
         accuracy = measured_accuracy(calibration)[Gate.RAW]
-    piece_share = min(1.0, PIECE_BYTES / engine.opened.slot_layout.num_bytes)
+    piece_share = min(1.0, PIECE_BYTES / executor.host.slots.layout.num_bytes)
     return AheadSlots(num_slots, executor.at_once.max_rows, accuracy, piece_share)

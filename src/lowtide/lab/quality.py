@@ -14,9 +14,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from lowtide.config import ModelConfig
 from lowtide.core import hit_rate
 from lowtide.engine.opening.config import EngineConfig
-from lowtide.engine.opening.model import OpenModel, open_model
+from lowtide.engine.opening.model import open_model
 from lowtide.engine.running.forcing import ForcedRun
 from lowtide.errors import PlanError, UsageError
 from lowtide.files.folders import cache_folder
@@ -189,13 +190,15 @@ def quality(
     with its reason, the reference excepted.
     """
     opened = open_model(model, EngineConfig(**options))
-    sample = _sample(opened, work)
+    config, asked = opened.facts.config, opened.options.asked
+    sample = _sample(config, opened.memory.context.num_tokens, asked.seed or 0, work)
     judge = _Judge(model, options, work, sample, progress)
+    rounds_by_default = asked.activations == AUTO_FORMAT and bool(opened.memory.rounded)
     num_rows = sample.num_rows if sample is not None else 0
-    groups = list(grouped(_with_own_rows(opened, settings)))
+    groups = list(grouped(_with_own_rows(settings, rounds_by_default)))
     judge.check_answers()
     folder = cache_folder()  # on a disk, as `/tmp` often is not
-    with ReferenceLogits(num_rows, opened.config.vocab_size, folder) as reference:
+    with ReferenceLogits(num_rows, config.vocab_size, folder) as reference:
         for group in groups:
             judge.measure(group, reference)
     return QualityReport(
@@ -203,7 +206,7 @@ def quality(
         sample,
         judge.scored,
         work.text_sha256,
-        opened.config.architecture,
+        config.architecture,
         judge.plan.device if judge.plan is not None else "",
     )
 
@@ -295,26 +298,24 @@ class _Judge:
 
 
 def _with_own_rows(
-    opened: OpenModel, settings: Sequence[QualitySetting]
+    settings: Sequence[QualitySetting], rounds_by_default: bool
 ) -> Sequence[QualitySetting]:
     """With a first setting whose products round no rows, where `activations` left to lowtide would
     make a rounded one the reference.
     """
     first = settings[0]
-    is_open = opened.options.activations == AUTO_FORMAT and "activations" not in first.options
-    if not (is_open and opened.rounded):
+    if not rounds_by_default or "activations" in first.options:
         return settings
     own = {**first.options, "activations": OWN_FORMAT}
     return [QualitySetting(options=own, residents=first.residents), *settings]
 
 
-def _sample(opened: OpenModel, work: QualityWork) -> TextSample | None:
+def _sample(config: ModelConfig, context: int, seed: int, work: QualityWork) -> TextSample | None:
     if not len(work.token_ids):
         if work.questions is None:
             raise UsageError("The text has no tokens, and there are no questions to answer.")
         return None
-    seed = opened.options.seed or 0
-    return make_sample(opened.config, opened.context, work.token_ids, work.bos, work.scope, seed)
+    return make_sample(config, context, work.token_ids, work.bos, work.scope, seed)
 
 
 def _passes(

@@ -1,6 +1,6 @@
 """The curve by which a bound of KL becomes one of router mass: measured, and kept with the buddies.
 
-    path = curve_path(opened)  # of the calibration that has the buddy profile
+    path = curve_path(opened.facts, given)  # of the calibration that has the buddy profile
     keep_curve(path, measured_curve(report))
 
 An estimate everywhere but on the text that it was measured on.
@@ -8,11 +8,12 @@ An estimate everywhere but on the text that it was measured on.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import numpy as np
 
-from lowtide.engine.opening.model import OpenModel
+from lowtide.engine.opening.facts import ModelFacts
 from lowtide.engine.opening.model_calibration import find_calibration
 from lowtide.errors import UsageError
 from lowtide.files.whole_file import check_writable
@@ -42,15 +43,16 @@ def measured_curve(report: QualityReport) -> QualityCurve:
     return QualityCurve(mass, kl.clip(min=0), report.text_sha256)
 
 
-def curve_path(opened: OpenModel) -> Path:
-    """The calibration that is to keep a model's curve. Raises UsageError where there is none with
+def curve_path(facts: ModelFacts, given: str | os.PathLike[str] | None) -> Path:
+    """The calibration that is to keep a model's curve: the one that was given, or that in the
+    default place. Raises UsageError where there is none with
     buddies, StorageError where it cannot be written.
     """
-    config, given = opened.config, opened.options.calibration
+    config = facts.config
     config.check_experts("A curve is of substituted experts")
-    calibration = find_calibration(opened)
+    calibration = find_calibration(facts, given)
     shape = TraceShape(*config.moe_shape)
-    path = Path(given or default_path(opened.folder, config.architecture, shape))
+    path = Path(given or default_path(facts.folder, config.architecture, shape))
     if calibration is None or calibration.buddies is None:
         raise UsageError(
             f"There is no buddy profile in {path} to keep a curve with; run lowtide calibrate "

@@ -165,11 +165,11 @@ def verify(
     """
     options = {**options, "cache_dir": None}  # every run computes everything
     opened = open_model(model, EngineConfig(**options))
-    task = _task(opened.config, prompt, max_tokens, options.get("context"))
+    task = _task(opened.facts.config, prompt, max_tokens, options.get("context"))
     if is_long(len(task.text)):
         options = {"context": len(task.text), **options}
     verdicts, references = [], dict[str, _Run]()
-    for case in _cases(model, options, TOLERANCES[opened.dtype]):
+    for case in _cases(model, options, TOLERANCES[opened.memory.dtype]):
         compared_with = "cuda" if case.device == "cuda" else "cpu"
         if compared_with not in references:
             whole = _on_device(options, compared_with)

@@ -20,7 +20,8 @@ import numpy as np
 
 from lowtide.config.quantisation import PACKED_METHOD
 from lowtide.engine.opening.config import EngineConfig
-from lowtide.engine.opening.model import OpenModel, open_model
+from lowtide.engine.opening.facts import ModelFacts
+from lowtide.engine.opening.model import open_model
 from lowtide.engine.opening.weight_formats import QUANTISED
 from lowtide.errors import CheckpointError, StorageError, UnsupportedError, UsageError
 from lowtide.files.whole_file import whole_file
@@ -33,7 +34,7 @@ from lowtide.model_folder.chat_template import TOOL_TEMPLATE_NAME
 from lowtide.model_folder.checkpoint import INDEX_NAME, Checkpoint, TensorEntry
 from lowtide.model_writing.pack_folder import config_of, reserved
 from lowtide.model_writing.safetensors_writer import OutputTensor, SafetensorsWriter
-from lowtide.plan import OWN_FORMAT
+from lowtide.plan import OWN_FORMAT, WeightFormats
 from lowtide.progress import Progress, no_progress
 from lowtide.reading.file_reader import AnyRead, ArrayRead, FileReader, Piece, Read, Ticket
 from lowtide.schemas import model_schema
@@ -79,19 +80,31 @@ def pack(
         calibration=None if calibration is None else str(calibration),
     )
     opened = open_model(model, options)
-    checkpoint = _packable(opened)
-    chosen = _chosen(opened, checkpoint)
-    notes = _notes(opened, checkpoint, chosen)
-    packer = _Packer(checkpoint, chosen, out, choose_pack(kernels), progress, opened.inputs)
-    texts_bytes = sum(path.stat().st_size for path in _copied(opened))
+    facts, memory, _ = opened
+    checkpoint = _packable(facts.checkpoint, facts.folder, memory.is_rounded_as_read)
+    inputs = None if memory.experts is None else memory.experts.inputs
+    if calibration is not None and inputs is None:
+        raise UsageError(
+            f"{calibration} has nothing for these formats: no experts are rounded, or it has no "
+            "inputs of theirs (lowtide calibrate --inputs). Leave --calibration out."
+        )
+    chosen = _chosen(facts, checkpoint, memory.dense_formats, options.formats.experts)
+    notes = _notes(checkpoint, chosen, inputs)
+    packer = _Packer(checkpoint, chosen, out, choose_pack(kernels), progress, inputs)
+    texts = _copied(facts.folder)
+    texts_bytes = sum(path.stat().st_size for path in texts)
     with reserved(out, notes, packer.missing_bytes + texts_bytes):
         try:
             packer.run()
         except StorageError:
-            _check_unchanged(notes, checkpoint, opened.folder, out)
+            _check_unchanged(notes, checkpoint, facts.folder, out)
             raise
-        _check_unchanged(notes, checkpoint, opened.folder, out)
-        _write_texts(opened, out, packer.weight_map())
+        _check_unchanged(notes, checkpoint, facts.folder, out)
+        _copy_texts(texts, facts.folder, out)
+        _write_index(out, packer.weight_map())
+        packed = _packed_as(memory.formats, inputs)
+        own = {**config_of(facts.folder), "quantization_config": packed}
+        _write_json(out / "config.json", own)  # last: the folder is a model now
     return out
 
 
@@ -102,30 +115,24 @@ def _check_unchanged(
         raise StorageError(f"{folder} changed while it was packed; remove {out} and begin again.")
 
 
-def _packable(opened: OpenModel) -> Checkpoint:
-    if opened.checkpoint is None:
-        raise CheckpointError(f"{opened.folder} has no weights to pack.")
-    if not opened.folder.is_dir() or not (opened.folder / "config.json").is_file():
+def _packable(checkpoint: Checkpoint | None, folder: Path, is_rounded: bool) -> Checkpoint:
+    if checkpoint is None:
+        raise CheckpointError(f"{folder} has no weights to pack.")
+    if not folder.is_dir() or not (folder / "config.json").is_file():
         raise UnsupportedError(
-            f"{opened.folder} is no folder of safetensors; only those are packed. Pack the folder "
+            f"{folder} is no folder of safetensors; only those are packed. Pack the folder "
             "that it was made of, or have --format round it each time it is read."
         )
-    if not opened.is_rounded_as_read:
+    if not is_rounded:
         raise UsageError(
             f"There is nothing to pack: give --format {' or '.join(QUANTISED)}, and a model whose "
             "weights are not stored so already."
         )
-    if "quantization_config" in config_of(opened.folder):
+    if "quantization_config" in config_of(folder):
         raise UnsupportedError(
-            f"{opened.folder} is quantised already (quantization_config); pack the model it was "
-            "made of."
+            f"{folder} is quantised already (quantization_config); pack the model it was made of."
         )
-    if opened.options.calibration is not None and opened.inputs is None:
-        raise UsageError(
-            f"{opened.options.calibration} has nothing for these formats: no experts are rounded, "
-            "or it has no inputs of theirs (lowtide calibrate --inputs). Leave --calibration out."
-        )
-    return opened.checkpoint
+    return checkpoint
 
 
 class _Target(NamedTuple):
@@ -135,30 +142,37 @@ class _Target(NamedTuple):
     of_experts: ExpertTensor | None = None
 
 
-def _chosen(opened: OpenModel, checkpoint: Checkpoint) -> dict[str, _Target]:
-    """The target of each tensor that is packed, by its name in the checkpoint."""
-    dense = opened.weight_map.dense
+def _chosen(
+    facts: ModelFacts,
+    checkpoint: Checkpoint,
+    dense_formats: Mapping[str, MatrixFormat],
+    asked: str,
+) -> dict[str, _Target]:
+    """The target of each tensor that is packed, by its name in the checkpoint.
+
+    asked: the format of experts.
+    """
+    dense = facts.weight_map.dense
     places = {(e.file, e.offset): name for name, e in checkpoint.tensors.items() if e.num_bytes}
     chosen = {
         places[dense[name].file, dense[name].offset]: _Target(each)
-        for name, each in opened.dense_formats.items()
+        for name, each in dense_formats.items()
     }
-    asked = opened.options.formats.experts
-    if opened.config.experts is not None and asked != OWN_FORMAT and asked in QUANTISED:
-        for tensor in expert_tensors(model_schema(opened.config), checkpoint):
+    if facts.config.experts is not None and asked != OWN_FORMAT and asked in QUANTISED:
+        for tensor in expert_tensors(model_schema(facts.config), checkpoint):
             to = formats()[asked].for_rows(tensor.spec.shape[-1])
             chosen[tensor.spec.name] = _Target(to, tensor)
     return chosen
 
 
 def _notes(
-    opened: OpenModel, checkpoint: Checkpoint, chosen: Mapping[str, _Target]
+    checkpoint: Checkpoint, chosen: Mapping[str, _Target], inputs: ExpertInputs | None
 ) -> dict[str, object]:
     """What a packing is of: one with other notes does not go on where it was interrupted."""
     return {
         "source": _source(checkpoint),
         "formats": {name: each.format.name for name, each in chosen.items()},
-        "inputs": None if opened.inputs is None else opened.inputs.digest,
+        "inputs": None if inputs is None else inputs.digest,
     }
 
 
@@ -302,30 +316,35 @@ def _ranges(entry: TensorEntry) -> Iterator[tuple[int, int]]:
             yield first + start, min(step, matrix_bytes - start)
 
 
-def _write_texts(opened: OpenModel, out: Path, weight_map: Mapping[str, str]) -> None:
-    """All that is not weights, `config.json` last."""
-    for path in _copied(opened):
-        copy = out / path.relative_to(opened.folder)
+def _copy_texts(texts: Sequence[Path], folder: Path, out: Path) -> None:
+    for path in texts:
+        copy = out / path.relative_to(folder)
         copy.parent.mkdir(exist_ok=True)
         with whole_file(copy, "file") as file:
             file.write(path.read_bytes())
+
+
+def _write_index(out: Path, weight_map: Mapping[str, str]) -> None:
+    """Of a model of several files."""
     shards = sorted(set(weight_map.values()))
     if len(shards) > 1 or shards != ["model.safetensors"]:
         total_bytes = sum((out / shard).stat().st_size for shard in shards)
         index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
         _write_json(out / INDEX_NAME, index)
-    own = opened.formats
+
+
+def _packed_as(own: WeightFormats, inputs: ExpertInputs | None) -> dict[str, object]:
     of_parts = {"experts": own.experts, "dense": own.dense, "head": own.head}
     packed: dict[str, object] = {"quant_method": PACKED_METHOD, "version": 1, "formats": of_parts}
-    if opened.inputs is not None:
-        packed["inputs_sha256"] = opened.inputs.digest
-    _write_json(out / "config.json", {**config_of(opened.folder), "quantization_config": packed})
+    if inputs is not None:
+        packed["inputs_sha256"] = inputs.digest
+    return packed
 
 
-def _copied(opened: OpenModel) -> list[Path]:
+def _copied(folder: Path) -> list[Path]:
     """The files of a model that are the same in the new folder."""
     own = ("config.json", INDEX_NAME)
-    found = [*opened.folder.iterdir(), opened.folder / TOOL_TEMPLATE_NAME]
+    found = [*folder.iterdir(), folder / TOOL_TEMPLATE_NAME]
     return sorted(p for p in found if p.suffix in _COPIED and p.is_file() and p.name not in own)
 
 

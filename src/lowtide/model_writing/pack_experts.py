@@ -11,7 +11,8 @@ from pathlib import Path
 import numpy as np
 
 from lowtide.engine.opening.config import EngineConfig
-from lowtide.engine.opening.model import OpenModel, open_model
+from lowtide.engine.opening.facts import ModelFacts
+from lowtide.engine.opening.model import open_model
 from lowtide.errors import StorageError, UsageError
 from lowtide.files.regular_file import RegularFile
 from lowtide.formats.matrix import Bytes
@@ -42,8 +43,8 @@ def pack_experts(model: str | Path, progress: Progress = no_progress) -> Path:
     for a disk that is full or a source that changes meanwhile, and what opening a model raises.
     """
     opened = open_model(model, EngineConfig(device="cpu"))
-    checkpoint, path = _source(opened)
-    table = opened.weight_map.experts
+    checkpoint, path = _source(opened.facts)
+    table = opened.facts.weight_map.experts
     num_layers, num_experts, _ = table.files.shape
     widths = [expert_bytes(table, layer) for layer in range(num_layers)]
     entries = [
@@ -64,19 +65,19 @@ def pack_experts(model: str | Path, progress: Progress = no_progress) -> Path:
     return path
 
 
-def _source(opened: OpenModel) -> tuple[Checkpoint, Path]:
+def _source(facts: ModelFacts) -> tuple[Checkpoint, Path]:
     """What is copied, and where to."""
-    model = opened.folder
-    if opened.checkpoint is None or not is_gguf(model):
+    model = facts.folder
+    if facts.checkpoint is None or not is_gguf(model):
         raise UsageError(
             f"{model} is no GGUF file: in other files an expert lies in one piece already. Leave "
             "--by-expert out."
         )
-    if opened.config.experts is None:
+    if facts.config.experts is None:
         raise UsageError(f"{model} has no experts to copy.")
     if copy_path(model).exists():
         raise UsageError(f"{copy_path(model)} is there already, and in use.")
-    return opened.checkpoint, copy_path(model)
+    return facts.checkpoint, copy_path(model)
 
 
 @contextmanager

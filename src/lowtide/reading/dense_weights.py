@@ -54,10 +54,18 @@ class DenseWeights:
     def names(self) -> tuple[str, ...]:
         return tuple(self._entries)
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._entries[name].shape
+
     def only(self, names: Sequence[str]) -> DenseWeights:
         """Return the layout of some of the weights."""
         entries = {name: self._entries[name] for name in names}
         return DenseWeights(entries, self._dtypes, self._kept)
+
+    @property
+    def largest_stored_bytes(self) -> int:
+        """Bytes of the largest of them in the files."""
+        return max(entry.num_bytes for entry in self._entries.values())
 
     @property
     def largest_row_bytes(self) -> int:

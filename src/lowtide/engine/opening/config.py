@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from lowtide.core import Reuse
+from lowtide.core import CacheMode, Reuse
 from lowtide.engine.opening.device_choice import check_device, resolve_device
 from lowtide.engine.opening.option_checks import check_cache
 from lowtide.engine.opening.weight_formats import FormatWishes
@@ -162,6 +162,10 @@ class EngineConfig:
     @property
     def formats(self) -> FormatWishes:
         return FormatWishes.of(self.format, self.expert_dtype, self.dense_dtype)
+
+    @property
+    def cache_mode(self) -> CacheMode:
+        return CacheMode(self.kv_cache) if isinstance(self.kv_cache, str) else CacheMode.EXACT
 
     @property
     def kept_cores(self) -> Cores | None:

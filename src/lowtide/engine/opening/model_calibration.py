@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
-from lowtide.engine.opening.model import OpenModel
+from lowtide.engine.opening.facts import ModelFacts
 from lowtide.errors import StorageError, UsageError
 from lowtide.policies.presets import parse_options
 from lowtide.policies.tau import SolvedTau
@@ -13,39 +14,40 @@ from lowtide.replay.calibration import Calibration, default_path
 from lowtide.replay.trace import TraceShape
 
 
-def find_calibration(opened: OpenModel) -> Calibration | None:
-    """The calibration that was asked for, or the one in the default place, if there is one.
+def find_calibration(facts: ModelFacts, given: str | os.PathLike[str] | None) -> Calibration | None:
+    """Load the calibration `given`, or the one in the default place, if there is one.
 
     Without experts' inputs, which are weights' alone (`named_inputs.py`). Raises UsageError for
     one that is damaged or of another model.
     """
-    config, given = opened.config, opened.options.calibration
+    config = facts.config
     if config.experts is None:
         return None
     shape = TraceShape(*config.moe_shape)
-    path = _kept(opened, shape) if given is None else Path(given)
+    path = Path(given) if given is not None else _kept(facts.folder, config.architecture, shape)
     if path is None:
         return None
     calibration = Calibration.load(path, has_inputs=False)
     calibration.check(config.architecture, shape)
-    if calibration.buddies is not None and opened.checkpoint is not None:
-        calibration.buddies.check(opened.fingerprint, str(path))
+    if calibration.buddies is not None and facts.checkpoint is not None:
+        calibration.buddies.check(facts.fingerprint(), str(path))
     return calibration
 
 
-def _kept(opened: OpenModel, shape: TraceShape) -> Path | None:
+def _kept(folder: Path, architecture: str, shape: TraceShape) -> Path | None:
     """The file in the default place, if this user has such a place and there is one."""
     try:
-        path = default_path(opened.folder, opened.config.architecture, shape)
+        path = default_path(folder, architecture, shape)
     except StorageError:
         return None
     return path if os.path.exists(path) else None
 
 
-def check_calibration(opened: OpenModel) -> None:
-    """Raises UsageError where loading would, for what the options say of a calibration."""
-    calibration, options = find_calibration(opened), opened.options
-    tau = parse_options(options.policy, options.policy_options).get("tau")
+def check_calibrated(
+    calibration: Calibration | None, policy: str, policy_options: Mapping[str, str]
+) -> None:
+    """Raises UsageError for a policy that is made from a calibration where there is none."""
+    tau = parse_options(policy, policy_options).get("tau")
     if calibration is None and tau is SolvedTau.PAPER:
         raise no_calibration()
 

@@ -5,35 +5,33 @@ One that merely lies in its default place serves policies alone: it changes no w
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from lowtide.engine.opening.weight_formats import QUANTISED
+from lowtide.engine.opening.facts import MemoryFacts, ModelFacts
+from lowtide.engine.opening.weight_formats import QUANTISED, FormatWishes
 from lowtide.formats.expert_inputs import ExpertInputs
 from lowtide.replay.calibration import load_inputs
 from lowtide.replay.trace import TraceShape
 
-if TYPE_CHECKING:
-    from lowtide.engine.opening.model import OpenModel
+
+def rounds_experts(asked: FormatWishes, memory: MemoryFacts) -> bool:
+    """Return True if experts are made into q8 or q4 as they are read."""
+    is_wanted = memory.experts is not None and asked.experts in QUANTISED
+    return is_wanted and memory.is_rounded_as_read
 
 
-def rounds_experts(opened: OpenModel) -> bool:
-    """Whether experts are made into q8 or q4 as they are read."""
-    has_experts = opened.config.experts is not None
-    is_wanted = has_experts and opened.options.formats.experts in QUANTISED
-    return is_wanted and opened.is_rounded_as_read
-
-
-def named_inputs(opened: OpenModel) -> ExpertInputs | None:
-    """None where no calibration is named, or it has no inputs.
+def named_inputs(
+    facts: ModelFacts, calibration: str | os.PathLike[str] | None
+) -> ExpertInputs | None:
+    """Read the experts' inputs of the calibration that was named, if it has some.
 
     Raises UsageError for one that is damaged or of another model, StorageError.
     """
-    options, config = opened.options, opened.config
-    if options.calibration is None:
+    if calibration is None:
         return None
-    path = Path(options.calibration)
+    path, config = Path(calibration), facts.config
     inputs = load_inputs(path, config.architecture, TraceShape(*config.moe_shape))
-    if inputs is not None and opened.checkpoint is not None:
-        inputs.check(opened.fingerprint, str(path))
+    if inputs is not None and facts.checkpoint is not None:
+        inputs.check(facts.fingerprint(), str(path))
     return inputs

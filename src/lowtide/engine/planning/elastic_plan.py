@@ -9,8 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from lowtide.core import align_up
-from lowtide.engine.opening.model import OpenModel
-from lowtide.engine.planning.registering import largest_counts, planner_of
+from lowtide.engine.planning.registering import Planner
 from lowtide.memory.arena import HUGE_PAGE_BYTES
 from lowtide.memory.kv_cache import GRANULE_TOKENS
 from lowtide.memory.kv_pages import KVLayout
@@ -34,38 +33,36 @@ class Division(NamedTuple):
     workspace_bytes: int  # of the largest pass, with no operator divided where that can be; or 0
 
     @classmethod
-    def of(cls, opened: OpenModel, plan: MemoryPlan) -> Division:
+    def of(cls, planner: Planner, plan: MemoryPlan) -> Division:
         """The planned division is within the budget, and so is every other one."""
-        tier, planner = plan.fast_tier, planner_of(opened)
+        tier, long_passes, context = plan.fast_tier, planner.pass_planner, planner.memory.context
         slot_group_bytes = group_bytes(tier.num_slots * tier.slot_bytes)
         fixed_bytes = tier.dense_bytes + tier.ring_bytes
         planned_bytes = align_up(tier.num_slots * tier.slot_bytes, slot_group_bytes)
         whole_bytes = 0
-        if planner is None:
+        if long_passes is None:
             fixed_bytes += tier.workspace_bytes
         else:
-            whole_bytes = planner.whole_bytes(largest_counts(opened))
+            whole_bytes = long_passes.whole_bytes(planner.largest_counts)
             planned_bytes += tier.workspace_bytes + group_bytes(tier.workspace_bytes) - 1
-        kv = KVLayout(opened.kv_shape, opened.dtype) if opened.keeps_keys else None
+        kv = KVLayout(context.kv_shape, planner.memory.dtype) if context.keeps_keys else None
         planned_bytes += 0 if kv is None else kv.address_bytes(SMALL_GROUP_BYTES)
         # Whole pages may be a little more than the plan has: its overhead names some.
         budget_bytes = max(tier.budget_bytes - fixed_bytes, planned_bytes)
         num_slots = min(plan.num_experts, budget_bytes // tier.slot_bytes)
         least_bytes = align_up(plan.num_staging * tier.slot_bytes, slot_group_bytes)
-        if kv is not None and opened.config.decoding.keeps_keys:  # or passes are as long as it
+        if kv is not None and planner.config.decoding.keeps_keys:  # or passes are as long as it
             kv = kv.longest(budget_bytes - least_bytes, SMALL_GROUP_BYTES, GRANULE_TOKENS)
         workspace_bytes = min(whole_bytes, budget_bytes)
         return cls(budget_bytes, slot_group_bytes, num_slots, kv, workspace_bytes)
 
 
-def elastic_tokens(opened: OpenModel, plan: MemoryPlan) -> int:
-    """`MemoryPlan.elastic_tokens`; 0 where nothing is shared: `elastic` is not asked for, or all
-    experts have slots for good.
-    """
-    if not opened.options.elastic or plan.everything_fits:
+def elastic_tokens(planner: Planner, plan: MemoryPlan) -> int:
+    """`MemoryPlan.elastic_tokens` with `elastic`; 0 where all experts have slots for good."""
+    if plan.everything_fits:
         return 0
-    kv = Division.of(opened, plan).kv
-    return (opened.kv_shape if kv is None else kv.shape).num_tokens
+    kv = Division.of(planner, plan).kv
+    return (planner.memory.context.kv_shape if kv is None else kv.shape).num_tokens
 
 
 def group_bytes(num_bytes: int) -> int:

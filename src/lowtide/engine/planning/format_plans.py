@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from lowtide.engine.opening.config import EngineConfig
+from lowtide.engine.opening.facts import MemoryFacts, RunOptions
 from lowtide.engine.opening.model import OpenModel
 from lowtide.engine.opening.named_inputs import named_inputs, rounds_experts
 from lowtide.engine.opening.weight_formats import QUANTISED
@@ -27,10 +28,11 @@ def plan_by_format(opened: OpenModel) -> tuple[FormatPlan, ...]:
     With a calibration that is another model's, whose inputs nothing is rounded for, that is their
     own alone.
     """
-    inputs, names = opened.inputs, [*FORMATS]
+    experts, names = opened.memory.experts, [*FORMATS]
+    inputs = None if experts is None else experts.inputs
     if inputs is None:
         try:
-            inputs = named_inputs(opened)
+            inputs = named_inputs(opened.facts, opened.options.asked.calibration)
         except UsageError:
             names = [OWN_FORMAT]
     rows = (_in_format(opened, name, inputs) for name in names)
@@ -47,7 +49,7 @@ def opened_with_format(
     opened = opens(as_stored(options))
     if options.format != AUTO_FORMAT:
         return opened
-    faster = faster_format(plan_by_format(opened), opened.formats)
+    faster = faster_format(plan_by_format(opened), opened.memory.formats)
     return opened if faster is None else opens(replace(options, format=faster.format))
 
 
@@ -61,25 +63,26 @@ def _in_format(opened: OpenModel, name: str, inputs: ExpertInputs | None) -> For
 
     inputs: of experts that are rounded.
     """
-    asked = opened.options.activations
-    activations = OWN_FORMAT if asked == INT8_ROWS else asked  # which not every format has
-    options = replace(
-        opened.options, format=name, expert_dtype=None, dense_dtype=None, activations=activations
+    given, config = opened.options.asked, opened.facts.config
+    # Rounded rows are not for every format.
+    activations = OWN_FORMAT if given.activations == INT8_ROWS else given.activations
+    asked = replace(
+        given, format=name, expert_dtype=None, dense_dtype=None, activations=activations
     )
-    opened = replace(opened, options=options, inputs=None)
     try:
-        options.formats.check(str(opened.dtype).removeprefix("torch."), opened.device)
-        num_experts = opened.config.moe_shape.num_experts * opened.config.num_moe_layers
-        slot_bytes = 0 if opened.config.experts is None else opened.slot_layout.num_bytes
-        weight_bytes = opened.dense.num_bytes + num_experts * slot_bytes
-        if name != OWN_FORMAT and not opened.is_rounded_as_read:
-            return None
-        if rounds_experts(opened):
-            opened = replace(opened, inputs=inputs)
+        memory = MemoryFacts.of(config, opened.facts.weight_map, asked)
     except UnsupportedError:
         return None
+    if name != OWN_FORMAT and not memory.is_rounded_as_read:
+        return None
+    if rounds_experts(asked.formats, memory):
+        memory = memory.with_inputs(inputs)
+    shape = config.moe_shape
+    num_experts = shape.num_experts * shape.num_layers
+    slot_bytes = 0 if memory.experts is None else memory.experts.layout.num_bytes
+    weight_bytes = memory.dense.num_bytes + num_experts * slot_bytes
     try:
-        plan = make_plan(opened)
+        plan = make_plan(OpenModel(opened.facts, memory, RunOptions.of(asked, config)))
     except PlanError:  # not even the least fits
         return FormatPlan(name, weight_bytes, None, None)
     share = sum(plan.residents_per_layer) / num_experts if num_experts else 1.0

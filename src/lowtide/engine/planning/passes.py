@@ -12,12 +12,11 @@ from typing import NamedTuple
 from lowtide.config import parse_size
 from lowtide.core import CacheMode
 from lowtide.decode.kinds import make_kind
-from lowtide.engine.opening.model import OpenModel
+from lowtide.engine.opening.facts import ContextFacts
 from lowtide.engine.planning.plan import least_bytes, offered_bytes
-from lowtide.engine.planning.registering import plan_long_passes, planner_of, register
+from lowtide.engine.planning.registering import Planner
 from lowtide.hardware.memory import total_memory_bytes
 from lowtide.memory.chunking import OPERATOR_TILES, Counts
-from lowtide.memory.pass_planner import PassPlan, PassPlanner
 from lowtide.params import DiffusionParams
 from lowtide.plan import MemoryPlan
 
@@ -57,15 +56,21 @@ class PlannedPasses(NamedTuple):
     steps: tuple[PlannedPass, ...]
 
 
-def plan_passes(opened: OpenModel, plan: MemoryPlan) -> PlannedPasses:
-    """The passes of a bidirectional model: steps of one request that fills the context."""
-    tier, is_exact = plan.fast_tier, opened.cache_mode is CacheMode.EXACT
-    num_offered = offered_bytes(opened, plan)
+def plan_passes(
+    planner: Planner, plan: MemoryPlan, policy: str, host_memory: str | int
+) -> PlannedPasses:
+    """The passes of a bidirectional model: steps of one request that fills the context.
+
+    policy, host_memory: as they were asked for.
+    """
+    tier, context = plan.fast_tier, planner.memory.context
+    num_offered = offered_bytes(plan, host_memory, planner.memory.dtype)
+    longest = None if context.keeps_keys else longest_context(planner, policy, num_offered)
     return PlannedPasses(
-        longest_context=longest_context(opened, num_offered) if is_exact else None,
+        longest_context=longest,
         most_tried=MAX_CONTEXT,
         offered_bytes=num_offered,
-        max_positions=opened.config.max_positions,
+        max_positions=planner.config.max_positions,
         workspace_bytes=tier.workspace_bytes,
         budget_bytes=tier.budget_bytes,
         fixed=(
@@ -74,21 +79,20 @@ def plan_passes(opened: OpenModel, plan: MemoryPlan) -> PlannedPasses:
             ("read ring", tier.ring_bytes),
             ("expert slots", tier.num_slots * tier.slot_bytes),
         ),
-        steps=tuple(plan_steps(opened, plan, opened.context, opened.context)),
+        steps=tuple(plan_steps(planner, plan, context.num_tokens, context.num_tokens)),
     )
 
 
-def longest_context_of(opened: OpenModel) -> int:
+def longest_context_of(planner: Planner, policy: str, host_memory: str | int) -> int:
     """Within a host budget that was given; 0 where none was, or where there is no telling."""
-    given = opened.options.host_memory
-    is_host = opened.device == "cpu"
-    if given == "auto" or not is_host or opened.cache_mode is not CacheMode.EXACT:
+    is_host = planner.memory.device == "cpu"
+    if host_memory == "auto" or not is_host or planner.memory.context.keeps_keys:
         return 0
-    return longest_context(opened, parse_size(given, total_memory_bytes()))
+    return longest_context(planner, policy, parse_size(host_memory, total_memory_bytes()))
 
 
 def plan_steps(
-    opened: OpenModel,
+    planner: Planner,
     plan: MemoryPlan,
     num_tokens: int,
     max_masked: int,
@@ -97,43 +101,42 @@ def plan_steps(
     """Passes over a sequence of so many tokens, in the plan's workspace: with `MASKED_SHARES` of so
     many masks, the rule and the guidance of `diffusion`.
     """
-    planner = planner_of(opened)
-    if planner is None:  # a workspace for its own passes, which take less than a whole tile
-        planner = replace(plan_long_passes(opened), short=register(opened).graph)
-    asked = make_kind(opened.config.decoding).logit_needs(diffusion or DiffusionParams())
+    passes = planner.pass_planner
+    if passes is None:  # a workspace for its own passes, which take less than a whole tile
+        passes = replace(planner.plan_long_passes(), short=planner.registrar().graph)
+    asked = make_kind(planner.config.decoding).logit_needs(diffusion or DiffusionParams())
     num_rows = (2 if asked.is_guided else 1) * num_tokens
+    has_experts = planner.memory.experts is not None
+    operators = [op for op in OPERATOR_TILES if op != "experts" or has_experts]
     steps = []
     for num_masked in dict.fromkeys(max(1, round(share * max_masked)) for share in MASKED_SHARES):
         counts = Counts(num_rows, num_tokens, num_tokens, num_masked, (asked,))
+        found = passes.plan(counts, plan.fast_tier.workspace_bytes)
         steps.append(
-            _planned(opened, planner, planner.plan(counts, plan.fast_tier.workspace_bytes))
+            PlannedPass(
+                num_tokens=num_rows,
+                num_masked=num_masked,
+                chunks={op: found.chunks[op] for op in operators if op in found.chunks},
+                needed_bytes=found.needed_bytes,
+                binding=found.binding,
+                held=tuple(sorted(passes.held(found), key=lambda held: -held[1])),
+            )
         )
     return steps
 
 
-def longest_context(opened: OpenModel, budget_bytes: int) -> int:
+def longest_context(planner: Planner, policy: str, budget_bytes: int) -> int:
     """The most tokens of context for which a budget is enough; 0 where none is.
 
     In exact mode: other caches have rows of a pass and the keys that it sees grow apart.
     """
 
     def fits(num_tokens: int) -> bool:
-        return least_bytes(replace(opened, context=num_tokens)) <= budget_bytes
+        context = ContextFacts.of(planner.config, num_tokens, CacheMode.EXACT)
+        return least_bytes(planner.at_context(context), policy) <= budget_bytes
 
     low, high = 0, 1  # fits, is to be tried
     while high <= MAX_CONTEXT and fits(high):
         low, high = high, 2 * high
     longer = range(low + 1, min(high, MAX_CONTEXT + 1))
     return low + bisect_left(longer, True, key=lambda num_tokens: not fits(num_tokens))
-
-
-def _planned(opened: OpenModel, planner: PassPlanner, found: PassPlan) -> PlannedPass:
-    operators = [op for op in OPERATOR_TILES if op != "experts" or opened.config.experts]
-    return PlannedPass(
-        num_tokens=found.counts.tokens,
-        num_masked=found.counts.logit_rows,
-        chunks={op: found.chunks[op] for op in operators if op in found.chunks},
-        needed_bytes=found.needed_bytes,
-        binding=found.binding,
-        held=tuple(sorted(planner.held(found), key=lambda held: -held[1])),
-    )

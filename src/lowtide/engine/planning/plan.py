@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import functools
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 
 from lowtide.config import format_size, parse_size
 from lowtide.devices.cuda import pinned_bytes
-from lowtide.engine.opening.config import MAX_PASS_ROWS, EngineConfig
+from lowtide.engine.opening.config import MAX_PASS_ROWS
+from lowtide.engine.opening.facts import MemoryFacts, RunOptions
 from lowtide.engine.opening.model import OpenModel
 from lowtide.engine.planning.elastic_plan import elastic_tokens
 from lowtide.engine.planning.prediction import predictor_of
-from lowtide.engine.planning.registering import largest_counts, num_threads, planner_of, register
+from lowtide.engine.planning.registering import Planner, num_threads
 from lowtide.formats.plain import SAFETENSORS_NAME
 from lowtide.hardware.memory import available_memory_bytes, resident_bytes, total_memory_bytes
 from lowtide.kernels.int8_rows import product_bytes
@@ -33,107 +35,105 @@ OVERHEAD_ALLOWANCE_BYTES = 128 << 20
 code paged in on first use, Python objects of running requests, the allocator's slack."""
 
 
-def make_plan(opened: OpenModel) -> MemoryPlan:
-    """Every byte the model will use. Raises PlanError when a budget is too small."""
-    shape, device = opened.config.moe_shape, opened.device
-    needs = _needs(opened)
-    budget_bytes = _budget_bytes(opened, needs) if device == "cpu" else _gpu_bytes(opened, needs)
-    tier, residents = spend(needs, budget_bytes, opened.context)
+def make_plan(opened: OpenModel, planner: Planner | None = None) -> MemoryPlan:
+    """Plan every byte that the model will use. Raises PlanError when a budget is too small.
+
+    planner: counts its passes; one that is loaded with, too, counts them once.
+    """
+    facts, memory, options = opened
+    asked, planner = options.asked, planner or Planner.of(opened)
+    context, is_host = memory.context, memory.device == "cpu"
+    needs = _needs(planner, asked.policy)
+    if is_host:
+        budget_bytes = _budget_bytes(needs, asked.host_memory, memory.dtype)
+    else:
+        budget_bytes = _device_bytes(needs, asked.gpu_memory, memory.device)
+    tier, residents = spend(needs, budget_bytes, context.num_tokens)
     fits = budget_bytes >= needs.full_bytes
-    preset, reason = _preset(opened, fits, has_device=device != "cpu")
+    if memory.experts is None:
+        preset, reason = "none", "the model has no experts: there is nothing to place"
+    else:
+        preset, reason = choose_preset(asked.policy, everything_fits=fits, has_device=not is_host)
+    remarks = [*_what_packing_saves(facts.folder, memory), *_where_keys_lie(options)]
+    if asked.elastic and fits:
+        owner = "sequence" if planner.pass_planner is None else "pass or a sequence"
+        remarks.append(f"Memory that a {owner} does not need goes back to the system.")
     plan = MemoryPlan(
         host=tier,
-        context=opened.context,
-        max_rows=opened.max_pass_rows,
+        context=context.num_tokens,
+        max_rows=context.max_pass_rows,
         minimum_bytes=needs.minimum_bytes,
         full_bytes=needs.full_bytes,
-        overhead_bytes=_outside_bytes(opened),
-        num_experts=shape.num_layers * shape.num_experts,
+        overhead_bytes=_outside_bytes(memory),
+        num_experts=needs.num_layers * needs.num_experts,
         residents_per_layer=residents,
         policy=preset,
-        reason="\n".join([reason, *_remarks(opened, fits)]),
-        device=device,
-        kv_cache=opened.cache_mode.value,
-        cache=opened.reuse.value,
-        advised_bytes=_advised_bytes(opened, needs),
-        formats=opened.formats,
+        reason="\n".join([reason, *remarks]),
+        device=memory.device,
+        kv_cache=asked.cache_mode.value,
+        cache=options.reuse.value,
+        advised_bytes=_advised_bytes(needs, memory.dtype),
+        formats=memory.formats,
     )
-    if device != "cpu":
-        home_needs = _home_needs(opened)
-        home, at_home = spend(home_needs, _budget_bytes(opened, home_needs), opened.context)
+    if not is_host:
+        home_needs = _home_needs(needs, memory)
+        home_bytes = _budget_bytes(home_needs, asked.host_memory, memory.dtype)
+        home, at_home = spend(home_needs, home_bytes, context.num_tokens)
         plan = replace(
             plan,
             host=home,
             gpu=tier,
             host_residents_per_layer=at_home,
-            advised_bytes=_advised_bytes(opened, home_needs),
+            advised_bytes=_advised_bytes(home_needs, memory.dtype),
         )
+    if asked.elastic:
+        plan = replace(plan, elastic_tokens=elastic_tokens(planner, plan))
     predictor = predictor_of(opened, plan)
-    prediction = None if predictor is None else predictor.prediction()
-    return replace(plan, elastic_tokens=elastic_tokens(opened, plan), prediction=prediction)
+    return plan if predictor is None else replace(plan, prediction=predictor.prediction())
 
 
-def least_bytes(opened: OpenModel) -> int:
+def least_bytes(planner: Planner, policy: str) -> int:
     """The least budget of the fast tier that runs one sequence as long as the context."""
-    return _needs(opened).minimum_bytes
+    return _needs(planner, policy).minimum_bytes
 
 
-def offered_bytes(opened: OpenModel, plan: MemoryPlan) -> int:
+def offered_bytes(plan: MemoryPlan, host_memory: str | int, dtype: torch.dtype) -> int:
     """Bytes of the fast tier that are on offer: the budget that was given, or all there are."""
-    is_given = opened.options.host_memory != "auto" or plan.gpu is not None
-    return plan.budget_bytes if is_given else max(plan.budget_bytes, _usable_bytes(opened))
+    is_given = host_memory != "auto" or plan.gpu is not None
+    return plan.budget_bytes if is_given else max(plan.budget_bytes, _usable_bytes(dtype))
 
 
-def _remarks(opened: OpenModel, everything_fits: bool) -> list[str]:
-    """Lines that follow the reason."""
-    lines = [*_what_packing_saves(opened), *_where_keys_lie(opened)]
-    if opened.options.elastic and everything_fits:
-        owner = "sequence" if planner_of(opened) is None else "pass or a sequence"
-        lines.append(f"Memory that a {owner} does not need goes back to the system.")
-    return lines
-
-
-def _what_packing_saves(opened: OpenModel) -> list[str]:
+def _what_packing_saves(folder: Path, memory: MemoryFacts) -> list[str]:
     """A line, where experts are read in more bytes than they are kept in."""
-    if opened.config.experts is None or not opened.is_rounded_as_read:
+    if memory.experts is None or not memory.is_rounded_as_read:
         return []
-    stored, kept = opened.weight_map.experts.largest_expert_bytes, opened.slot_layout.num_bytes
+    stored, kept = memory.experts.table.largest_expert_bytes, memory.experts.layout.num_bytes
     if stored <= kept:
         return []
-    is_packable = (opened.folder / "config.json").is_file()
-    source = "" if is_packable else " of the model's safetensors"
+    source = "" if (folder / "config.json").is_file() else " of the model's safetensors"
     return [
         f"Weights are rounded as they are read, {format_size(stored)} for an expert; from a folder "
         f"that lowtide pack wrote{source} it would be {format_size(kept)}."
     ]
 
 
-def _where_keys_lie(opened: OpenModel) -> list[str]:
+def _where_keys_lie(options: RunOptions) -> list[str]:
     """A line, where `cache_dir` is given."""
-    options = opened.options
-    if options.cache_dir is None:
+    asked = options.asked
+    if asked.cache_dir is None:
         return []
-    if opened.stores_keys:
-        return [f"Kept keys are also written to {options.cache_dir}, {options.cache_disk} at most."]
-    why = "its policy may change words" if opened.changes_words else "no keys are kept"
-    return [f"Nothing is written to {options.cache_dir}: {why}."]
+    if options.keys_folder is not None:
+        return [f"Kept keys are also written to {asked.cache_dir}, {asked.cache_disk} at most."]
+    why = "its policy may change words" if options.changes_words else "no keys are kept"
+    return [f"Nothing is written to {asked.cache_dir}: {why}."]
 
 
-def _preset(opened: OpenModel, everything_fits: bool, has_device: bool) -> tuple[str, str]:
-    """The policy's name and why it is that."""
-    if opened.config.experts is None:
-        return "none", "the model has no experts: there is nothing to place"
-    return choose_preset(
-        opened.options.policy, everything_fits=everything_fits, has_device=has_device
-    )
-
-
-def shortage_of(plan: MemoryPlan, options: EngineConfig) -> str:
+def shortage_of(plan: MemoryPlan, host_memory: str | int) -> str:
     """Why this machine cannot hold the plan now, or nothing; a budget that was given is the
     user's own word.
     """
     needed_bytes, available_bytes = plan.host.budget_bytes, available_memory_bytes()
-    if options.host_memory != "auto" or needed_bytes <= available_bytes:
+    if host_memory != "auto" or needed_bytes <= available_bytes:
         return ""
     return (
         f"At least {format_size(needed_bytes)} of memory are needed, and "
@@ -142,12 +142,12 @@ def shortage_of(plan: MemoryPlan, options: EngineConfig) -> str:
     )
 
 
-def excess_of(plan: MemoryPlan, options: EngineConfig) -> str:
+def excess_of(plan: MemoryPlan, host_memory: str | int) -> str:
     """What is to be said of a host budget above the memory that there is, or nothing."""
-    if options.host_memory == "auto":
+    if host_memory == "auto":
         return ""
     total_bytes, available_bytes = total_memory_bytes(), available_memory_bytes()
-    budget_bytes = parse_size(options.host_memory, total_bytes)
+    budget_bytes = parse_size(host_memory, total_bytes)
     if budget_bytes > total_bytes:
         return (
             f"host_memory {format_size(budget_bytes)} is more than there is: this machine has "
@@ -163,102 +163,96 @@ def excess_of(plan: MemoryPlan, options: EngineConfig) -> str:
     return ""
 
 
-def _needs(opened: OpenModel) -> Needs:
+def _needs(planner: Planner, policy: str) -> Needs:
     """Those of the tier that computes: of a device all but what its experts need at home."""
-    shape, is_device = opened.config.moe_shape, opened.device != "cpu"
-    least_bytes, whole_bytes = workspace_bytes(opened)
+    memory, is_device = planner.memory, planner.memory.device != "cpu"
+    least_bytes, whole_bytes = planner.workspace_bytes()
+    shape = planner.config.moe_shape
     needs = Needs(
-        dense_bytes=opened.dense.num_bytes,
-        kv_cache_bytes=opened.kv_cache_bytes,
+        dense_bytes=memory.dense.num_bytes,
+        kv_cache_bytes=memory.kv_cache_bytes,
         workspace_bytes=least_bytes,
         whole_workspace_bytes=whole_bytes,
-        ring_bytes=0 if is_device else ring_bytes(opened.largest_read_bytes),
+        ring_bytes=0 if is_device else ring_bytes(memory.largest_read_bytes),
         slot_bytes=0,
         num_layers=shape.num_layers,
         num_experts=shape.num_experts,
         is_device=is_device,
-        fetches_all=is_device and fetches_all(opened.options.policy),
+        fetches_all=is_device and fetches_all(policy),
     )
-    if opened.config.experts is None:
+    if memory.experts is None:
         return needs
-    layout = opened.slot_layout
+    layout = memory.experts.layout
     return replace(needs, slot_bytes=layout.num_bytes, unused_slot_bytes=layout.num_unused_bytes)
 
 
-def _home_needs(opened: OpenModel) -> Needs:
-    """The host's experts, the scratch they compute in, and the ring they are read through."""
-    scratch_bytes = 0
-    if opened.config.experts is not None:
-        scratch_bytes = opened.host_scratch_bytes
-        if opened.device == "cuda":
-            shape, layout = opened.config.moe_shape, opened.slot_layout
-            scratch_bytes += pinned_bytes(shape, layout, MAX_PASS_ROWS)
+def _home_needs(needs: Needs, memory: MemoryFacts) -> Needs:
+    """The host's experts, the scratch they compute in, and the ring they are read through.
+
+    needs: the device's.
+    """
+    scratch_bytes, experts = 0, memory.experts
+    if experts is not None:
+        scratch_bytes = experts.scratch_bytes
+        if memory.device == "cuda":
+            scratch_bytes += pinned_bytes(experts.shape, experts.layout, MAX_PASS_ROWS)
     return replace(
-        _needs(opened),
+        needs,
         dense_bytes=0,
         kv_cache_bytes=0,
         workspace_bytes=scratch_bytes,
         whole_workspace_bytes=scratch_bytes,
-        ring_bytes=ring_bytes(opened.largest_read_bytes),
+        ring_bytes=ring_bytes(memory.largest_read_bytes),
         is_device=False,
     )
 
 
-def _outside_bytes(opened: OpenModel) -> int:
+def _outside_bytes(memory: MemoryFacts) -> int:
     """What the process holds outside the budget."""
-    num_bytes = _overhead_bytes() + library_cache_bytes(opened.dtype) + _unpacking_bytes(opened)
-    return num_bytes + (0 if opened.inputs is None else opened.inputs.nbytes)
+    inputs = None if memory.experts is None else memory.experts.inputs
+    num_bytes = _overhead_bytes() + library_cache_bytes(memory.dtype) + _unpacking_bytes(memory)
+    return num_bytes + (0 if inputs is None else inputs.nbytes)
 
 
-def _unpacking_bytes(opened: OpenModel) -> int:
+def _unpacking_bytes(memory: MemoryFacts) -> int:
     """That threads multiply by weights of other formats in, a tile at a time."""
-    shapes = [opened.weight_map.dense[name].shape for name in opened.dense_formats]
-    if opened.config.experts is not None and not opened.slot_layout.is_plain:
-        shapes += [part.shape for part in opened.slot_layout.largest.parts[:3]]
-    names, rounded = opened.formats.names - {OWN_FORMAT}, opened.rounded
+    shapes, experts_per_token = [memory.dense.shape(name) for name in memory.dense_formats], 0
+    if memory.experts is not None:
+        experts_per_token = memory.experts.shape.num_experts_per_token
+        if not memory.experts.layout.is_plain:
+            shapes += [part.shape for part in memory.experts.layout.largest.parts[:3]]
+    names, rounded = memory.formats.names - {OWN_FORMAT}, memory.rounded
     takes = [product_bytes] * bool(names & rounded) + [unpacking_bytes] * bool(names - rounded)
-    return num_threads(opened) * max((take(s) for take in takes for s in shapes), default=0)
+    most_bytes = max((take(s) for take in takes for s in shapes), default=0)
+    return num_threads(memory.device, experts_per_token) * most_bytes
 
 
-def workspace_bytes(opened: OpenModel) -> tuple[int, int]:
-    """Workspace of the largest pass with its operators divided as far as possible, and whole."""
-    planner = planner_of(opened)
-    if planner is None:
-        return (needed_bytes := register(opened).graph.needed_bytes), needed_bytes
-    counts = largest_counts(opened)
-    return planner.least_bytes(counts), planner.whole_bytes(counts)
-
-
-def _gpu_bytes(opened: OpenModel, needs: Needs) -> int:
+def _device_bytes(needs: Needs, gpu_memory: str | int, device: str) -> int:
     """The device's budget. Any but a GPU has as much as is asked for."""
-    gpu_memory, free_bytes = opened.options.gpu_memory, total_memory_bytes()
-    if opened.device == "cuda":
-        free_bytes = free_memory_bytes()
-        needed = needs.whole_bytes
-        if gpu_memory == "auto":  # a tenth is left to the driver, libraries and others
-            return max(needs.minimum_bytes, min(free_bytes * 9 // 10, needed))
-    elif gpu_memory == "auto":
-        return needs.whole_bytes
-    return parse_size(gpu_memory, free_bytes)
+    free_bytes = free_memory_bytes() if device == "cuda" else total_memory_bytes()
+    if gpu_memory != "auto":
+        return parse_size(gpu_memory, free_bytes)
+    if device == "cuda":  # a tenth is left to the driver, libraries and others
+        return max(needs.minimum_bytes, min(free_bytes * 9 // 10, needs.whole_bytes))
+    return needs.whole_bytes
 
 
-def _budget_bytes(opened: OpenModel, needs: Needs) -> int:
-    host_memory = opened.options.host_memory
+def _budget_bytes(needs: Needs, host_memory: str | int, dtype: torch.dtype) -> int:
     if host_memory != "auto":
         return parse_size(host_memory, total_memory_bytes())
-    return max(needs.minimum_bytes, min(_usable_bytes(opened), needs.whole_bytes))
+    return max(needs.minimum_bytes, min(_usable_bytes(dtype), needs.whole_bytes))
 
 
-def _advised_bytes(opened: OpenModel, needs: Needs) -> int:
+def _advised_bytes(needs: Needs, dtype: torch.dtype) -> int:
     """Host memory for everything, or all that is usable; 0 where even that is too little."""
-    usable_bytes = min(_usable_bytes(opened), needs.whole_bytes)
+    usable_bytes = min(_usable_bytes(dtype), needs.whole_bytes)
     return usable_bytes if usable_bytes >= needs.minimum_bytes else 0
 
 
-def _usable_bytes(opened: OpenModel) -> int:
+def _usable_bytes(dtype: torch.dtype) -> int:
     """Bytes of memory usable now: a tenth is left to other processes and to the page cache."""
     usable = available_memory_bytes() * 9 // 10 - OVERHEAD_ALLOWANCE_BYTES
-    return usable - library_cache_bytes(opened.dtype)
+    return usable - library_cache_bytes(dtype)
 
 
 @functools.cache

@@ -11,18 +11,21 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import NamedTuple
 
 import numpy as np
 
-from lowtide.core import MoEShape
+from lowtide.config import Decoding, ModelConfig
+from lowtide.core import CacheMode, MoEShape
 from lowtide.decode.kinds import make_kind
 from lowtide.devices.kind import is_paced
+from lowtide.engine.opening.facts import ExpertFacts, MemoryFacts
 from lowtide.engine.opening.model import OpenModel
 from lowtide.errors import StorageError
+from lowtide.formats import MatrixFormat
 from lowtide.hardware.machine import (
     LAYERS_OF_BLOCKS,
     LAYERS_OF_TOKENS,
@@ -108,17 +111,24 @@ class PassCosts(NamedTuple):
 
 @dataclass(frozen=True)
 class Predictor:
-    """The speed of a loaded model, or of one that is planned."""
+    """The speed of a loaded model, or of one that is planned.
 
-    opened: OpenModel
+    kernels: as they were asked for; rounded_to: the format that experts are asked to be made into.
+    """
+
+    config: ModelConfig
+    memory: MemoryFacts
     plan: MemoryPlan
+    published: tuple[int, float, float]  # of `published_pass`
+    kernels: str
+    rounded_to: str
 
     def prediction(self) -> Prediction:
         """The speed of the passes that the family's published decoding takes."""
-        num_rows, tokens_per_pass, most_tokens = published_pass(self.opened)
+        num_rows, tokens_per_pass, most_tokens = self.published
         demand = self._demand(num_rows)
-        expert_bytes, read_bytes = _expert_bytes(self.opened)
-        memory_bytes = _multiplied(self.opened).num_bytes + demand.num_run * expert_bytes
+        expert_bytes, read_bytes = _expert_bytes(self.memory.experts)
+        memory_bytes = self._multiplied.num_bytes + demand.num_run * expert_bytes
         return Prediction(
             num_rows=num_rows,
             tokens_per_pass=tokens_per_pass,
@@ -131,16 +141,14 @@ class Predictor:
 
     def pass_time(self, num_rows: int) -> PassTime | None:
         """What a pass of so many rows takes; None where nothing was measured."""
-        demand = self._demand(num_rows)
-        machine = this_machine()
+        demand, machine = self._demand(num_rows), this_machine()
         if self.plan.gpu is None:
-            costs = _host_costs(self.opened, machine, num_rows, demand)
+            costs = self._host_costs(machine, num_rows, demand)
         else:
-            costs = _gpu_costs(self.opened, self.plan, machine, num_rows, demand)
+            costs = self._gpu_costs(machine, num_rows, demand)
         if costs is None:
             return None
-        saved_s = _saved_by_reads_ahead(self.opened, self.plan, num_rows, costs, demand)
-        return costs.pass_time(demand, saved_s)
+        return costs.pass_time(demand, self._saved_by_reads_ahead(num_rows, costs, demand))
 
     def speed(self, num_tokens: int, num_passes: int, num_rows: int) -> SpeedRange | None:
         """Speed of a run that committed `num_tokens`, its passes having `num_rows` together."""
@@ -153,126 +161,130 @@ class Predictor:
         return SpeedRange(num_tokens / most_s, num_tokens / likely_s, num_tokens / least_s)
 
     def _demand(self, num_rows: int) -> ExpertCounts:
-        return even_demand(self.opened.config.moe_shape, self.plan, num_rows)
+        return even_demand(self.config.moe_shape, self.plan, num_rows)
+
+    @property
+    def _multiplied(self) -> DenseWeights:
+        """The dense weights that every pass multiplies with: an embedding is one of them only where
+        it is the head too, as its rows are otherwise looked up.
+        """
+        dense = self.memory.dense
+        if self.config.tie_word_embeddings:
+            return dense
+        looked_up = f"{model_schema(self.config).names.embedding}.weight"
+        return dense.only([name for name in dense.names if name != looked_up])
+
+    def _host_costs(
+        self, machine: Machine, num_rows: int, demand: ExpertCounts
+    ) -> PassCosts | None:
+        rates = kept_rates(machine)
+        rows = LAYERS_OF_TOKENS if self.config.decoding.writes_in_order else LAYERS_OF_BLOCKS
+        per_layer, per_byte = seconds_per_layer(rates, rows), seconds_per_byte(rates)
+        disk_bytes_per_s = disk_rate(rates)
+        if per_layer is None or not per_byte or (demand.num_on_disk and disk_bytes_per_s is None):
+            return None
+
+        def taken_s(part: _Weights, num_tokens: float) -> float:
+            bits = 8 * part.num_bytes / part.num_elements
+            is_rounded = part.format in self.memory.rounded
+            kind = kind_of(part.format, bits, self.memory.dtype, is_rounded)
+            return part.num_bytes * per_byte[kind.name].at(max(1, round(num_tokens)))
+
+        experts, formats = self.memory.experts, self.memory.dense_formats
+        dense_s = sum(taken_s(part, num_rows) for part in _by_format(self._multiplied, formats))
+        _, read_bytes = _expert_bytes(experts)
+        return PassCosts(
+            dense_s=self.config.num_layers * per_layer.at(num_rows) + dense_s,
+            expert_s=sum(taken_s(part, demand.num_tokens) for part in _expert_weights(experts)),
+            absent_s=0.0,
+            read_s=read_bytes / (disk_bytes_per_s or math.inf),
+            rounded_s=read_bytes / self._rounded_bytes_per_s(machine, rates),
+            doubt=_doubt(median(rate.spread for rate in rates)),
+        )
+
+    def _rounded_bytes_per_s(self, machine: Machine, rates: Sequence[Rate]) -> float:
+        """All cores' rate of rounding experts as they are read; infinite where none are."""
+        is_rounded = self.memory.is_rounded_as_read
+        per_s = rounding_rate(rates, self.rounded_to) if is_rounded else None
+        return math.inf if per_s is None else per_s * machine.num_cores
+
+    def _gpu_costs(self, machine: Machine, num_rows: int, demand: ExpertCounts) -> PassCosts | None:
+        experts = self.memory.experts
+        measured = None if experts is None else self._kept_costs(experts, machine)
+        disk_bytes_per_s = disk_rate(kept_rates(machine))
+        if experts is None or measured is None or (demand.num_on_disk and disk_bytes_per_s is None):
+            return None
+        costs = measured.costs()
+        num_tokens = max(1, round(demand.num_tokens))
+        dense_share = self._multiplied.num_bytes / experts.layer_bytes
+        absent_s = costs.link_s
+        if not fetches_all(self.plan.policy):  # the host and the link share them
+            host_s = costs.host_s.at(num_tokens)
+            absent_s = 1 / (1 / max(costs.link_s, 1e-9) + 1 / max(host_s, 1e-9))
+        synchronised_s = costs.sync_s * self.config.num_moe_layers
+        return PassCosts(
+            dense_s=costs.dense_s.at(num_rows) * dense_share + synchronised_s,
+            expert_s=costs.device_s.at(num_tokens),
+            absent_s=absent_s,
+            read_s=_expert_bytes(experts)[1] / (disk_bytes_per_s or math.inf),
+            doubt=_doubt(measured.spread),
+        )
+
+    def _kept_costs(self, experts: ExpertFacts, machine: Machine) -> Measurements | None:
+        """What these experts cost with the GPU, as loading them or `lowtide doctor` stores it."""
+        for name in possible_names(self.kernels, self.memory.dtype):
+            try:
+                stored = load(experts.cost_key(machine, name, self.memory.device, self.kernels))
+            except StorageError:  # measuring says so, and replaces it
+                continue
+            if stored is not None:
+                return stored.measurements
+        return None
+
+    def _saved_by_reads_ahead(self, num_rows: int, costs: PassCosts, demand: ExpertCounts) -> float:
+        """Seconds of reads that the host's passes of so many rows begin ahead of their layer."""
+        plan, config = self.plan, self.config
+        num_layers = config.num_moe_layers
+        if plan.gpu is not None or not demand.num_on_disk or not num_layers:
+            return 0.0
+        absent, num_slots = demand.num_on_disk / num_layers, float(plan.num_staging)
+        accuracy = 1.0 if demand.num_run >= NEARLY_ALL * plan.num_experts else 0.0
+        if num_rows <= MAX_FEW_ROWS:  # compiled code runs such passes by itself
+            in_order = config.decoding.writes_in_order
+            accuracy = float(np.mean(GATE_ACCURACY[Gate.RAW])) if in_order else 0.0
+            num_slots = max(0.0, num_slots - absent)
+        num_read = min(absent, num_slots) * num_layers
+        right, wrong = accuracy * num_read, (1 - accuracy) * num_read
+        return read_ahead(right, wrong, costs.dense_s, costs.read_s).saved_s if accuracy else 0.0
 
 
 def predictor_of(opened: OpenModel, plan: MemoryPlan) -> Predictor | None:
     """None beside a paced device: its speeds are what they are told to be."""
-    return None if is_paced(plan.device) else Predictor(opened, plan)
+    if is_paced(plan.device):
+        return None
+    facts, memory, options = opened
+    asked = options.asked
+    config, context = facts.config, memory.context.num_tokens
+    published = published_pass(config.decoding, asked.cache_mode, context)
+    return Predictor(config, memory, plan, published, asked.kernels, asked.formats.experts)
 
 
-def published_pass(opened: OpenModel) -> tuple[int, float, float]:
+def published_pass(
+    decoding: Decoding, cache_mode: CacheMode, context: int
+) -> tuple[int, float, float]:
     """Rows of a pass, and the tokens that it commits at least and at most, of the longest answer
     there is.
     """
-    kind = make_kind(opened.config.decoding, cache_mode=opened.cache_mode)
-    usual = kind.usual_pass(opened.context)
+    usual = make_kind(decoding, cache_mode=cache_mode).usual_pass(context)
     most = MOST_SURE if usual.may_write_more else 1.0
     return usual.num_rows, usual.num_tokens, most * usual.num_tokens
 
 
-def _host_costs(
-    opened: OpenModel, machine: Machine, num_rows: int, demand: ExpertCounts
-) -> PassCosts | None:
-    rates = kept_rates(machine)
-    rows = LAYERS_OF_TOKENS if opened.config.decoding.writes_in_order else LAYERS_OF_BLOCKS
-    per_layer, per_byte = seconds_per_layer(rates, rows), seconds_per_byte(rates)
-    disk_bytes_per_s = disk_rate(rates)
-    if per_layer is None or not per_byte or (demand.num_on_disk and disk_bytes_per_s is None):
-        return None
-
-    def taken_s(part: _Weights, num_tokens: float) -> float:
-        bits = 8 * part.num_bytes / part.num_elements
-        kind = kind_of(part.format, bits, opened.dtype, part.format in opened.rounded)
-        return part.num_bytes * per_byte[kind.name].at(max(1, round(num_tokens)))
-
-    dense_s = sum(taken_s(part, num_rows) for part in _dense_weights(opened))
-    _, read_bytes = _expert_bytes(opened)
-    return PassCosts(
-        dense_s=opened.config.num_layers * per_layer.at(num_rows) + dense_s,
-        expert_s=sum(taken_s(part, demand.num_tokens) for part in _expert_weights(opened)),
-        absent_s=0.0,
-        read_s=read_bytes / (disk_bytes_per_s or math.inf),
-        rounded_s=read_bytes / _rounded_bytes_per_s(opened, machine, rates),
-        doubt=_doubt(median(rate.spread for rate in rates)),
-    )
-
-
-def _rounded_bytes_per_s(opened: OpenModel, machine: Machine, rates: Sequence[Rate]) -> float:
-    """All cores' rate of rounding experts as they are read; infinite where none are."""
-    asked = opened.options.formats.experts
-    per_s = rounding_rate(rates, asked) if opened.is_rounded_as_read else None
-    return math.inf if per_s is None else per_s * machine.num_cores
-
-
-def _gpu_costs(
-    opened: OpenModel, plan: MemoryPlan, machine: Machine, num_rows: int, demand: ExpertCounts
-) -> PassCosts | None:
-    measured = None if opened.config.experts is None else _kept_costs(opened, machine)
-    disk_bytes_per_s = disk_rate(kept_rates(machine))
-    if measured is None or (demand.num_on_disk and disk_bytes_per_s is None):
-        return None
-    costs = measured.costs()
-    num_tokens = max(1, round(demand.num_tokens))
-    dense_share = _multiplied(opened).num_bytes / opened.layer_bytes
-    absent_s = costs.link_s
-    if not fetches_all(plan.policy):  # the host and the link share them
-        absent_s = 1 / (1 / max(costs.link_s, 1e-9) + 1 / max(costs.host_s.at(num_tokens), 1e-9))
-    synchronised_s = costs.sync_s * opened.config.num_moe_layers
-    return PassCosts(
-        dense_s=costs.dense_s.at(num_rows) * dense_share + synchronised_s,
-        expert_s=costs.device_s.at(num_tokens),
-        absent_s=absent_s,
-        read_s=_expert_bytes(opened)[1] / (disk_bytes_per_s or math.inf),
-        doubt=_doubt(measured.spread),
-    )
-
-
-def _kept_costs(opened: OpenModel, machine: Machine) -> Measurements | None:
-    """What this model's experts cost with the GPU, as loading it or `lowtide doctor` stores it."""
-    for name in possible_names(opened.options.kernels, opened.dtype):
-        try:
-            stored = load(opened.cost_key(machine, name))
-        except StorageError:  # measuring says so, and replaces it
-            continue
-        if stored is not None:
-            return stored.measurements
-    return None
-
-
-def _saved_by_reads_ahead(
-    opened: OpenModel, plan: MemoryPlan, num_rows: int, costs: PassCosts, demand: ExpertCounts
-) -> float:
-    """Seconds of reads that the host's passes of so many rows begin ahead of their layer."""
-    num_layers = opened.config.num_moe_layers
-    if plan.gpu is not None or not demand.num_on_disk or not num_layers:
-        return 0.0
-    absent, num_slots = demand.num_on_disk / num_layers, float(plan.num_staging)
-    accuracy = 1.0 if demand.num_run >= NEARLY_ALL * plan.num_experts else 0.0
-    if num_rows <= MAX_FEW_ROWS:  # compiled code runs such passes by itself
-        in_order = opened.config.decoding.writes_in_order
-        accuracy = float(np.mean(GATE_ACCURACY[Gate.RAW])) if in_order else 0.0
-        num_slots = max(0.0, num_slots - absent)
-    num_read = min(absent, num_slots) * num_layers
-    right, wrong = accuracy * num_read, (1 - accuracy) * num_read
-    return read_ahead(right, wrong, costs.dense_s, costs.read_s).saved_s if accuracy else 0.0
-
-
-def _expert_bytes(opened: OpenModel) -> tuple[int, int]:
+def _expert_bytes(experts: ExpertFacts | None) -> tuple[int, int]:
     """Bytes of an expert in a slot, and as it is read."""
-    if opened.config.experts is None:
+    if experts is None:
         return 0, 0
-    return opened.slot_layout.num_bytes, opened.weight_map.experts.largest_expert_bytes
-
-
-def _multiplied(opened: OpenModel) -> DenseWeights:
-    """The dense weights that every pass multiplies with: an embedding is one of them only where it
-    is the head too, as its rows are otherwise looked up.
-    """
-    dense, looked_up = opened.dense, f"{model_schema(opened.config).names.embedding}.weight"
-    if opened.config.tie_word_embeddings:
-        return dense
-    return dense.only([name for name in dense.names if name != looked_up])
+    return experts.layout.num_bytes, experts.table.largest_expert_bytes
 
 
 class _Weights(NamedTuple):
@@ -283,24 +295,22 @@ class _Weights(NamedTuple):
     num_elements: float
 
 
-def _dense_weights(opened: OpenModel) -> Iterator[_Weights]:
-    """Those of `_multiplied`, by format."""
-    dense, kept = _multiplied(opened), opened.dense_formats
+def _by_format(dense: DenseWeights, kept: Mapping[str, MatrixFormat]) -> Iterator[_Weights]:
     by_format: defaultdict[str, list[str]] = defaultdict(list)
     for name in dense.names:
         by_format[kept[name].name if name in kept else ""].append(name)
     for format_name, names in by_format.items():
-        shapes = [opened.weight_map.dense[name].shape for name in names]
-        yield _Weights(format_name, dense.only(names).num_bytes, sum(map(math.prod, shapes)))
+        num_elements = sum(math.prod(dense.shape(name)) for name in names)
+        yield _Weights(format_name, dense.only(names).num_bytes, num_elements)
 
 
-def _expert_weights(opened: OpenModel) -> Iterator[_Weights]:
+def _expert_weights(experts: ExpertFacts | None) -> Iterator[_Weights]:
     """Those of an average expert, by format: layers and parts may differ; where experts of a layer
     do, as the largest is.
     """
-    if opened.config.experts is None:
+    if experts is None:
         return
-    layers = opened.slot_layout.layers
+    layers = experts.layout.layers
     counts = Counter(
         _Weights(own.name, sum(part.num_bytes), math.prod(part.shape))
         for layer in layers

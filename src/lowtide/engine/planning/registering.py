@@ -8,17 +8,20 @@ any of them is planned.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import product
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from lowtide.compute import Compute
-from lowtide.core import CacheMode, Step, StepKind
+from lowtide.config import ModelConfig
+from lowtide.core import Step, StepKind
 from lowtide.decode.logits import LOGIT_ROWS
 from lowtide.engine.opening.config import MAX_PASS_ROWS
+from lowtide.engine.opening.facts import ContextFacts, MemoryFacts
 from lowtide.engine.opening.model import OpenModel
 from lowtide.engine.planning.uncomputed import Uncomputed
 from lowtide.experts.registrar import ExpertRegistrar
@@ -35,7 +38,7 @@ from lowtide.memory.template import Sample, Template
 from lowtide.memory.transient_kv import TransientKV
 from lowtide.memory.workspace import Registrar
 from lowtide.models.decoder import Decoder
-from lowtide.policies.presets import asks_scores
+from lowtide.policies.presets import asks_scores, substitutes
 from lowtide.threads.executor import MAX_THREADS, HostExecutor, InlineExecutor
 
 EVERY_KIND = tuple(LogitNeeds(*flags) for flags in product((False, True), repeat=3))
@@ -44,74 +47,208 @@ EVERY_KIND = tuple(LogitNeeds(*flags) for flags in product((False, True), repeat
 META = torch.device("meta")
 
 
-def register(opened: OpenModel, num_rows: int | None = None, form: Form = Form.FUSED) -> Registrar:
-    """What forward passes of up to so many rows take: counted once and remembered.
+class PassWants(NamedTuple):
+    """What a policy wants of every pass, which takes more of the workspace."""
 
-    num_rows: by default those of the largest pass. Layers give back what they take, so those up to
-    the first with experts stand for all. A pass of more than `MAX_PASS_ROWS` rows is bidirectional,
-    over one whole sequence. form: how the logits that a bidirectional pass reads are computed.
+    substitutes: bool = False
+    asks_scores: bool = False
+
+    @classmethod
+    def of(cls, policy: str, policy_options: Mapping[str, str]) -> PassWants:
+        return cls(substitutes(policy, policy_options), asks_scores(policy))
+
+
+@dataclass(frozen=True, slots=True)
+class _Counted:
+    """What was counted of a model's passes, by what it depends on."""
+
+    registrars: dict[tuple[object, ...], Registrar] = field(default_factory=dict)
+    pass_planners: dict[tuple[object, ...], PassPlanner] = field(default_factory=dict)
+
+
+class Planner:
+    """Counts what passes of a model take, by running them without computing; owns the counts.
+
+    Knows nothing of budgets.
     """
-    num_rows = num_rows or opened.max_pass_rows
-    key = (num_rows, form, *_wanted_of_passes(opened))
-    if key not in opened.passes:
-        opened.passes[key] = registrar = Registrar()
-        for segment in _largest_segments(opened, num_rows):
-            model, hidden = _run_forward(opened, registrar, [segment])
-            if not opened.config.decoding.keeps_keys:
-                _run_head(model, hidden, len(hidden), EVERY_KIND, form)
-    return opened.passes[key]
 
+    def __init__(self, config: ModelConfig, memory: MemoryFacts, wants: PassWants) -> None:
+        self.config = config
+        self.memory = memory
+        self.wants = wants
+        self._counted = _Counted()
 
-def planner_of(opened: OpenModel) -> PassPlanner | None:
-    """Plans a model's passes by what is free for them; None where none is longer than a tile, and
-    all have what the largest takes. Made once and remembered.
-    """
-    if opened.max_pass_rows <= MAX_PASS_ROWS:
-        return None
-    key = _wanted_of_passes(opened)
-    if key not in opened.planners:
-        opened.planners[key] = plan_long_passes(opened)
-    return opened.planners[key]
+    @classmethod
+    def of(cls, opened: OpenModel) -> Planner:
+        asked = opened.options.asked
+        wants = PassWants.of(asked.policy, asked.policy_options)
+        return cls(opened.facts.config, opened.memory, wants)
 
+    def wanting(self, wants: PassWants) -> Planner:
+        """The planner of the same model under another policy; what was counted is shared."""
+        return self._sharing(self.memory, wants)
 
-def plan_long_passes(opened: OpenModel, form: Form = Form.FUSED) -> PassPlanner:
-    """Plans bidirectional passes, also of more than `MAX_PASS_ROWS` rows. form: as in `register`;
-    another than the engine's is for ablations.
-    """
-    # Beside a device the host has room for one tile of its experts' rows.
-    is_divided = opened.device != "cpu"
-    return PassPlanner(
-        register(opened, MAX_PASS_ROWS, form).graph,
-        Template.fit([_forward_sample(opened, *sample) for sample in _samples(opened)]),
-        partial(_head_template, opened, form),
-        frozenset({"experts"} if is_divided else ()),
-    )
+    def at_context(self, context: ContextFacts) -> Planner:
+        """The planner of the same model with another context; what was counted is shared."""
+        return self._sharing(replace(self.memory, context=context), self.wants)
 
+    def registrar(self, num_rows: int | None = None, form: Form = Form.FUSED) -> Registrar:
+        """What forward passes of up to so many rows take: counted once and remembered.
 
-def largest_counts(opened: OpenModel) -> Counts:
-    """A bidirectional model's largest pass: a sequence that fills the KV cache, all of it asked."""
-    num_rows = opened.max_pass_rows
-    return Counts(num_rows, num_rows, num_rows, num_rows, (EVERY_KIND[-1],))
+        num_rows: by default those of the largest pass. Layers give back what they take, so those up
+        to the first with experts stand for all. A pass of more than `MAX_PASS_ROWS` rows is
+        bidirectional, over one whole sequence. form: how the logits that a bidirectional pass reads
+        are computed.
+        """
+        segments = self._largest_segments(num_rows or self.memory.context.max_pass_rows)
+        key = (form, self.wants, *map(_sizes, segments))
+        if key not in self._counted.registrars:
+            self._counted.registrars[key] = registrar = Registrar()
+            for segment in segments:
+                model, hidden = self.run_forward(registrar, [segment])
+                if not self.config.decoding.keeps_keys:
+                    _run_head(model, hidden, len(hidden), EVERY_KIND, form)
+        return self._counted.registrars[key]
 
+    @property
+    def pass_planner(self) -> PassPlanner | None:
+        """Plans passes by what is free for them; None where none is longer than a tile, and all
+        have what the largest takes. Made once and remembered.
+        """
+        if self.memory.context.max_pass_rows <= MAX_PASS_ROWS:
+            return None
+        key = (self.wants, *map(_sizes, self._largest_segments(MAX_PASS_ROWS)))
+        if key not in self._counted.pass_planners:
+            self._counted.pass_planners[key] = self.plan_long_passes()
+        return self._counted.pass_planners[key]
 
-def _samples(opened: OpenModel) -> list[tuple[Counts, Mapping[str, int]]]:
-    """Tokens, those of a block, keys; chunks. Together they tell apart all that sizes depend on,
-    tiles with remainders included; the last ones check.
-    """
-    # Keys that are there already, or where none are ever a second sequence beside a longer one.
-    others = Counts(3072, 3072, 3600) if opened.keeps_keys else Counts(3600, 3072, 3072)
-    return [
-        (Counts(3072, 3072, 3072), {}),
-        (Counts(4608, 4608, 4608), {}),
-        (others, {}),
-        (Counts(3080, 3080, 3080), {}),  # a remainder after tiles of 512 and of 768
-        (Counts(2568, 2568, 2568), {}),  # of 512 alone
-        (Counts(3072, 3072, 3072), {"mlp": 2}),
-        (Counts(3072, 3072, 3072), {"experts": 2}),
-        (Counts(3072, 3072, 3072), {"attention": 2}),
-        (others._replace(tokens=3850, block=3072), {"mlp": 1, "experts": 3, "attention": 3}),
-        (Counts(2600, 2600, 2600), {"mlp": 3, "experts": 1, "attention": 2}),
-    ]
+    def plan_long_passes(self, form: Form = Form.FUSED) -> PassPlanner:
+        """Plans bidirectional passes, also of more than `MAX_PASS_ROWS` rows. form: as in
+        `registrar`; another than the engine's is for ablations.
+        """
+        # Beside a device the host has room for one tile of its experts' rows.
+        is_divided = self.memory.device != "cpu"
+        return PassPlanner(
+            self.registrar(MAX_PASS_ROWS, form).graph,
+            Template.fit([self.forward_sample(*sample) for sample in self.samples()]),
+            partial(self._head_template, form),
+            frozenset({"experts"} if is_divided else ()),
+        )
+
+    @property
+    def largest_counts(self) -> Counts:
+        """A bidirectional model's largest pass: a sequence that fills the KV cache, all of it
+        asked.
+        """
+        num_rows = self.memory.context.max_pass_rows
+        return Counts(num_rows, num_rows, num_rows, num_rows, (EVERY_KIND[-1],))
+
+    def workspace_bytes(self) -> tuple[int, int]:
+        """Workspace of the largest pass with its operators divided as far as possible, and
+        whole.
+        """
+        planner = self.pass_planner
+        if planner is None:
+            return (needed_bytes := self.registrar().graph.needed_bytes), needed_bytes
+        return planner.least_bytes(self.largest_counts), planner.whole_bytes(self.largest_counts)
+
+    def samples(self) -> list[tuple[Counts, Mapping[str, int]]]:
+        """Tokens, those of a block, keys; chunks. Together they tell apart all that sizes depend
+        on, tiles with remainders included; the last ones check.
+        """
+        # Keys that are there already, or where none are ever a second sequence beside a longer one.
+        others = Counts(3600, 3072, 3072)
+        if self.memory.context.keeps_keys:
+            others = Counts(3072, 3072, 3600)
+        return [
+            (Counts(3072, 3072, 3072), {}),
+            (Counts(4608, 4608, 4608), {}),
+            (others, {}),
+            (Counts(3080, 3080, 3080), {}),  # a remainder after tiles of 512 and of 768
+            (Counts(2568, 2568, 2568), {}),  # of 512 alone
+            (Counts(3072, 3072, 3072), {"mlp": 2}),
+            (Counts(3072, 3072, 3072), {"experts": 2}),
+            (Counts(3072, 3072, 3072), {"attention": 2}),
+            (others._replace(tokens=3850, block=3072), {"mlp": 1, "experts": 3, "attention": 3}),
+            (Counts(2600, 2600, 2600), {"mlp": 3, "experts": 1, "attention": 2}),
+        ]
+
+    def forward_sample(self, counts: Counts, chunks: Mapping[str, int]) -> Sample:
+        block, num_keys, num_others = counts.block, counts.keys, counts.tokens - counts.block
+        segments = [Segment(0, block, num_keys - block, num_keys, KVRange(0, num_keys))]
+        if num_others:
+            others = KVRange(num_keys, num_others)
+            segments.append(Segment(block, counts.tokens, 0, num_others, others))
+        registrar = Registrar(chunks)
+        self.run_forward(registrar, segments)
+        return Sample(counts, chunks, registrar.graph)
+
+    def run_forward(
+        self, registrar: Registrar, segments: Sequence[Segment], has_layers: bool = True
+    ) -> tuple[Decoder, Tensor]:
+        """Runs a pass, and logits of a tile of rows after it; the model and its hidden states."""
+        memory = self.memory
+        config = replace(self.config, num_layers=self.config.num_leading_layers)
+        if not has_layers:
+            config = replace(config, num_layers=0, experts=None)
+        num_rows, num_tokens = segments[-1].stop, sum(one.kv.capacity for one in segments)
+        kv_cache = _meta_cache(memory.context, memory.dtype, num_tokens)
+        shape = self.config.moe_shape
+        threads = InlineExecutor(num_threads(memory.device, shape.num_experts_per_token))
+        compute = Compute(threads, REFERENCE, registrar, META)
+        model_class = families()[config.family].model()
+        rows = torch.empty(num_rows, dtype=torch.int64, device=META)
+        with Uncomputed():
+            experts = ExpertRegistrar(shape, *self.wants)
+            model = model_class(config, memory.dense.meta(), experts, kv_cache, compute)
+            hidden = model.forward(Batch(rows, rows, tuple(segments), Step(StepKind.DENOISE, 0)))
+            model.logits(hidden[: LOGIT_ROWS + MAX_REMAINDER])
+        return model, hidden
+
+    def _sharing(self, memory: MemoryFacts, wants: PassWants) -> Planner:
+        planner = Planner(self.config, memory, wants)
+        planner._counted = self._counted
+        return planner
+
+    def _head_template(self, form: Form, asked: LogitNeeds) -> Template:
+        samples = []
+        for num_rows, chunks in _HEAD_SAMPLES:
+            registrar = Registrar(chunks)
+            segment = Segment(0, _HEAD_TOKENS, 0, _HEAD_TOKENS, KVRange(0, _HEAD_TOKENS))
+            model, hidden = self.run_forward(registrar, [segment], has_layers=False)
+            _run_head(model, hidden, num_rows, [asked], form)
+            counts = Counts(_HEAD_TOKENS, _HEAD_TOKENS, _HEAD_TOKENS, num_rows, (asked,))
+            samples.append(Sample(counts, chunks, registrar.graph))
+        return Template.fit(samples)
+
+    def _largest_segments(self, num_rows: int) -> list[Segment]:
+        """Each a pass: none of no more rows has a transient that is larger than all of theirs."""
+        context, decoding = self.memory.context, self.config.decoding
+        if not decoding.keeps_keys or num_rows > MAX_PASS_ROWS:
+            # Where keys are kept, shorter passes see as many as the longest.
+            is_whole = decoding.keeps_keys or not context.keeps_keys
+            num_keys = num_rows if is_whole else max(num_rows, context.max_pass_rows)
+            return [
+                Segment(
+                    start=0,
+                    stop=rows,
+                    first_position=0 if is_whole else num_keys - rows,
+                    block_length=rows if is_whole else num_keys,
+                    kv=KVRange(0, num_keys),
+                )
+                for rows in _longest_in_tiles(num_rows)
+            ]
+        # At the end of the longest sequence: causal, also with a remainder that joins its tile,
+        # which is longer than any of all rows, or one block of all rows.
+        num_tokens = max(context.max_sequence_tokens, num_rows)
+        longest_tile = min(num_rows, CAUSAL_ROWS + MAX_REMAINDER)
+        passes = [(longest_tile, 1), (num_rows, 1)]
+        if not decoding.writes_in_order:
+            passes.append((num_rows, num_tokens))
+        return [
+            Segment(0, rows, num_tokens - rows, block_length, KVRange(0, num_tokens))
+            for rows, block_length in passes
+        ]
 
 
 # Rows of logits, and chunks of them, of a pass of so many rows.
@@ -122,68 +259,21 @@ _HEAD_SAMPLES: tuple[tuple[int, Mapping[str, int]], ...] = (
 )
 
 
-def _wanted_of_passes(opened: OpenModel) -> tuple[bool, bool]:
-    return opened.changes_words, asks_scores(opened.options.policy)
-
-
-def _forward_sample(opened: OpenModel, counts: Counts, chunks: Mapping[str, int]) -> Sample:
-    block, num_keys, num_others = counts.block, counts.keys, counts.tokens - counts.block
-    segments = [Segment(0, block, num_keys - block, num_keys, KVRange(0, num_keys))]
-    if num_others:
-        others = KVRange(num_keys, num_others)
-        segments.append(Segment(block, counts.tokens, 0, num_others, others))
-    registrar = Registrar(chunks)
-    _run_forward(opened, registrar, segments)
-    return Sample(counts, chunks, registrar.graph)
-
-
-def _head_template(opened: OpenModel, form: Form, asked: LogitNeeds) -> Template:
-    samples = []
-    for num_rows, chunks in _HEAD_SAMPLES:
-        registrar = Registrar(chunks)
-        segment = Segment(0, _HEAD_TOKENS, 0, _HEAD_TOKENS, KVRange(0, _HEAD_TOKENS))
-        model, hidden = _run_forward(opened, registrar, [segment], has_layers=False)
-        _run_head(model, hidden, num_rows, [asked], form)
-        counts = Counts(_HEAD_TOKENS, _HEAD_TOKENS, _HEAD_TOKENS, num_rows, (asked,))
-        samples.append(Sample(counts, chunks, registrar.graph))
-    return Template.fit(samples)
-
-
-def _run_forward(
-    opened: OpenModel, registrar: Registrar, segments: Sequence[Segment], has_layers: bool = True
-) -> tuple[Decoder, Tensor]:
-    """Runs a pass, and logits of a tile of rows after it; the model and its hidden states."""
-    config = replace(opened.config, num_layers=opened.config.num_leading_layers)
-    if not has_layers:
-        config = replace(config, num_layers=0, experts=None)
-    num_rows, num_tokens = segments[-1].stop, sum(one.kv.capacity for one in segments)
-    kv_cache = _meta_cache(opened, num_tokens)
-    wanted = _wanted_of_passes(opened)
-    experts = ExpertRegistrar(opened.config.moe_shape, *wanted)
-    compute = Compute(InlineExecutor(num_threads(opened)), REFERENCE, registrar, META)
-    model_class = families()[config.family].model()
-    rows = torch.empty(num_rows, dtype=torch.int64, device=META)
-    with Uncomputed():
-        model = model_class(config, opened.dense.meta(), experts, kv_cache, compute)
-        hidden = model.forward(Batch(rows, rows, tuple(segments), Step(StepKind.DENOISE, 0)))
-        model.logits(hidden[: LOGIT_ROWS + MAX_REMAINDER])
-    return model, hidden
-
-
-def _meta_cache(opened: OpenModel, num_tokens: int) -> KVCache:
-    shape = opened.kv_shape._replace(num_tokens=num_tokens)
-    if not opened.keeps_keys:
-        return TransientKV(shape, opened.dtype)
-    return KVCache(torch.empty(shape, dtype=opened.dtype, device=META))
-
-
-def num_threads(opened: OpenModel) -> int:
+def num_threads(device: str, experts_per_token: int) -> int:
     """That a pass's dense operators are divided among: beside a device they are not."""
-    if opened.device != "cpu":
-        return 1
-    experts = opened.config.experts
-    per_token = MAX_THREADS if experts is None else experts.num_experts_per_token
-    return HostExecutor.count_threads(per_token)
+    return 1 if device != "cpu" else HostExecutor.count_threads(experts_per_token or MAX_THREADS)
+
+
+def _sizes(segment: Segment) -> tuple[int, int, int]:
+    """All that what a pass over `segment` takes depends on."""
+    return segment.stop, segment.block_length, segment.kv.capacity
+
+
+def _meta_cache(context: ContextFacts, dtype: torch.dtype, num_tokens: int) -> KVCache:
+    shape = context.kv_shape._replace(num_tokens=num_tokens)
+    if not context.keeps_keys:
+        return TransientKV(shape, dtype)
+    return KVCache(torch.empty(shape, dtype=dtype, device=META))
 
 
 def _run_head(
@@ -195,35 +285,6 @@ def _run_head(
         for asked in kinds:
             wanted = Wanted(asked.second, asked.entropy)
             model.row_statistics(hidden, rows, wanted, guidance if asked.is_guided else None, form)
-
-
-def _largest_segments(opened: OpenModel, num_rows: int) -> list[Segment]:
-    """Each a pass: none of no more rows has a transient that is larger than all of theirs."""
-    if not opened.config.decoding.keeps_keys or num_rows > MAX_PASS_ROWS:
-        # Where keys are kept, shorter passes see as many as the longest.
-        is_whole = opened.cache_mode is CacheMode.EXACT
-        num_keys = num_rows if is_whole else max(num_rows, opened.max_pass_rows)
-        return [
-            Segment(
-                start=0,
-                stop=rows,
-                first_position=0 if is_whole else num_keys - rows,
-                block_length=rows if is_whole else num_keys,
-                kv=KVRange(0, num_keys),
-            )
-            for rows in _longest_in_tiles(num_rows)
-        ]
-    # At the end of the longest sequence: causal, also with a remainder that joins its tile, which
-    # is longer than any of all rows, or one block of all rows.
-    num_tokens = max(opened.max_sequence_tokens, num_rows)
-    longest_tile = min(num_rows, CAUSAL_ROWS + MAX_REMAINDER)
-    passes = [(longest_tile, 1), (num_rows, 1)]
-    if not opened.config.decoding.writes_in_order:
-        passes.append((num_rows, num_tokens))
-    return [
-        Segment(0, rows, num_tokens - rows, block_length, KVRange(0, num_tokens))
-        for rows, block_length in passes
-    ]
 
 
 def _longest_in_tiles(num_rows: int) -> list[int]:

@@ -8,21 +8,19 @@ from lowtide.decode.batch_decoder import BatchDecoder
 from lowtide.decode.kind import Kind
 from lowtide.decode.kinds import make_kind
 from lowtide.decode.request import Event
-from lowtide.engine.opening.model import OpenModel
 from lowtide.engine.running.engine import Engine
 
 
 def make_decoder(engine: Engine) -> BatchDecoder[Any, Any]:
     """What decodes requests over a loaded model."""
-    opened = engine.opened
-    return BatchDecoder(
-        decoding_kind(opened), engine.model, engine.kv_cache, opened.max_pass_rows, opened.reuse
-    )
+    kind, reuse = decoding_kind(engine), engine.options.reuse
+    return BatchDecoder(kind, engine.model, engine.kv_cache, engine.plan.max_rows, reuse)
 
 
-def decoding_kind(opened: OpenModel) -> Kind[Any, Any, Any]:
+def decoding_kind(engine: Engine) -> Kind[Any, Any, Any]:
     """What a model's decoding does, with its way with keys and values."""
-    return make_kind(opened.config.decoding, bool(opened.options.kv_cache), opened.cache_mode)
+    asked = engine.options.asked
+    return make_kind(engine.model.config.decoding, bool(asked.kv_cache), asked.cache_mode)
 
 
 def run_pass(engine: Engine, decoder: BatchDecoder[Any, Any]) -> list[Event]:

@@ -1,56 +1,76 @@
 """Wiring of a machine with a compute device: the device itself, and what it costs.
 
-`experts.py` comes here when there is a device. Knows nothing of requests.
+`wiring.py` comes here when there is a device. Knows nothing of requests.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import replace
+from functools import partial
 
 from lowtide.devices.cuda import CudaDevice
 from lowtide.devices.kind import KINDS, DeviceRequest, OpenDevice
 from lowtide.engine.opening.config import MAX_PASS_ROWS
-from lowtide.engine.opening.model import OpenModel
-from lowtide.experts.elastic_slots import ElasticSlots
+from lowtide.engine.opening.facts import ExpertFacts
+from lowtide.engine.running.experts import ExpertParts
 from lowtide.hardware.machine import this_machine
 from lowtide.hardware.measure import Measurements, measure_costs
 from lowtide.hardware.store import stored_or_measured
+from lowtide.kernels.reference import Kernels
 from lowtide.memory.pinned import PinnedMemory
-from lowtide.plan import MemoryPlan
 from lowtide.threads.executor import HostExecutor
 
 
-def open_device(
-    opened: OpenModel, plan: MemoryPlan, executor: HostExecutor, lent: ElasticSlots | None
-) -> OpenDevice:
-    """lent: what the slots of a device on the host lie in where their memory comes and goes."""
+def device_opener(
+    parts: ExpertParts, kernels: str, options: Mapping[str, str]
+) -> Callable[[], OpenDevice] | None:
+    """What opens the device of the plan, if it has one.
+
+    kernels: as they were asked for; options: of the device.
+    """
+    facts, plan, executor, lent = parts.facts, parts.plan, parts.executor, parts.lent
     num_slots = plan.fast_tier.num_slots if lent is None else lent.ledger.num_slots
     if plan.device == "cuda":
-        return _open_cuda(opened, num_slots, executor)
-    request = request_of(opened, num_slots, executor.cores_per_expert)
+        return partial(_open_cuda, facts, num_slots, kernels, parts.kernels, executor)
+    if plan.device == "cpu":
+        return None
+    cores = executor.cores_per_expert
+    request = request_of(facts, num_slots, parts.kernels, cores, options)
     if lent is not None:
         request = replace(request, arena=lent.arena)
-    return KINDS[plan.device].open(request)
+    return partial(KINDS[plan.device].open, request)
 
 
-def request_of(opened: OpenModel, num_slots: int, cores_per_expert: int) -> DeviceRequest:
-    """Return what a device beside the host is made for."""
+def request_of(
+    experts: ExpertFacts,
+    num_slots: int,
+    kernels: Kernels,
+    cores_per_expert: int,
+    options: Mapping[str, str],
+) -> DeviceRequest:
+    """Return what a device beside the host is made for; kernels: the host's."""
     return DeviceRequest(
-        opened.config.moe_shape,
-        opened.slot_layout,
-        opened.kernels,
+        experts.shape,
+        experts.layout,
+        kernels,
         num_slots,
         cores_per_expert,
-        opened.layer_bytes,
-        opened.options.device_options,
+        experts.layer_bytes,
+        options,
     )
 
 
-def _open_cuda(opened: OpenModel, num_slots: int, executor: HostExecutor) -> OpenDevice:
-    """The GPU; what it costs is measured once per model and machine."""
-    shape, layout, host_kernels = opened.config.moe_shape, opened.slot_layout, opened.kernels
-    kernels = opened.options.kernels
+def _open_cuda(
+    experts: ExpertFacts,
+    num_slots: int,
+    kernels: str,
+    host_kernels: Kernels,
+    executor: HostExecutor,
+) -> OpenDevice:
+    """The GPU; what it costs is measured once per model and machine. kernels: asked for."""
+    shape, layout = experts.shape, experts.layout
 
     def make_device(count: int) -> CudaDevice:
         return CudaDevice(shape, layout, count, MAX_PASS_ROWS, pinned, kernels)
@@ -66,7 +86,7 @@ def _open_cuda(opened: OpenModel, num_slots: int, executor: HostExecutor) -> Ope
                 shape,
                 layout,
                 executor,
-                opened.layer_bytes,
+                experts.layer_bytes,
                 device=measured,
                 make_arena=pinned.make_arena,
                 kernels=host_kernels,
@@ -75,7 +95,7 @@ def _open_cuda(opened: OpenModel, num_slots: int, executor: HostExecutor) -> Ope
     with ExitStack() as undo:
         pinned = undo.enter_context(closing(PinnedMemory()))
         device = undo.enter_context(closing(make_device(num_slots)))
-        key = opened.cost_key(this_machine(), host_kernels.name)
+        key = experts.cost_key(this_machine(), host_kernels.name, "cuda", kernels)
         costs = stored_or_measured(key, measure).costs
         close = undo.pop_all().close
     return OpenDevice(device, costs, pinned.make_arena, close)

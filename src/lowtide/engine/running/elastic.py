@@ -14,7 +14,7 @@ import time
 import numpy as np
 
 from lowtide.core import BoolArray, MoEShape
-from lowtide.engine.opening.model import OpenModel
+from lowtide.engine.opening.facts import ContextFacts
 from lowtide.engine.planning.elastic_plan import SMALL_GROUP_BYTES, Division
 from lowtide.engine.running.kept_room import KeptRoom
 from lowtide.engine.running.pass_room import paged_room
@@ -31,7 +31,7 @@ from lowtide.memory.kv_cache import KVCache
 from lowtide.memory.kv_pages import KVLayout, KVPages
 from lowtide.memory.pages import PageBudget
 from lowtide.memory.pass_plans import PagedRoom
-from lowtide.plan import MemoryPlan
+from lowtide.plan import MemoryPlan, TierPlan
 from lowtide.policies.lending import ExpertUse, grown, shrunk, worth_lending
 
 _NEWEST = 1 / 8
@@ -59,19 +59,18 @@ class SharedMemory:
     `kv`, `kept` and `room` are None where there is no such thing, or its memory does not move.
     """
 
-    def __init__(self, opened: OpenModel, plan: MemoryPlan) -> None:
+    def __init__(self, division: Division, tier: TierPlan, context: ContextFacts) -> None:
         """Raises PlanError where there are not as many addresses."""
-        division = Division.of(opened, plan)
-        self.tier = plan.fast_tier
+        self.tier = tier
         self.num_slots = division.num_slots
-        self.max_range_tokens = opened.max_sequence_tokens
+        self.max_range_tokens = context.max_sequence_tokens
         self.budget = PageBudget(division.budget_bytes)
         self.kv: KVPages | None = None
         self.kept: KeptRoom | None = None
         if division.kv is not None:
             token_bytes = division.kv.token_bytes
             self.kv = kv_pages(self.budget, division.kv)
-            self.kept = KeptRoom(opened.kv_shape.num_tokens, token_bytes, self.tier.slot_bytes)
+            self.kept = KeptRoom(context.kv_shape.num_tokens, token_bytes, self.tier.slot_bytes)
         self.room: PagedRoom | None = None
         if division.workspace_bytes:
             self.room = paged_room(

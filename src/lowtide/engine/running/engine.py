@@ -5,10 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lowtide.decode.stored_sequences import StoredSequences
-from lowtide.engine.opening.model import OpenModel
+from lowtide.engine.opening.facts import ModelFacts, RunOptions
+from lowtide.engine.planning.registering import Planner
 from lowtide.engine.running.elastic import ElasticMemory
+from lowtide.engine.running.not_finite import FaultSearch
 from lowtide.experts.none import NoExperts
 from lowtide.experts.runtime import ExpertRuntime
+from lowtide.kernels.reference import Kernels
 from lowtide.memory.kv_cache import KVCache
 from lowtide.memory.pass_plans import PassPlans
 from lowtide.models.decoder import Decoder
@@ -23,7 +26,11 @@ class Engine:
     """A loaded model and everything it runs on."""
 
     plan: MemoryPlan
-    opened: OpenModel
+    facts: ModelFacts
+    options: RunOptions
+    planner: Planner
+    faults: FaultSearch
+    kernels: Kernels  # the host's
     model: Decoder
     experts: ExpertRuntime | NoExperts
     kv_cache: KVCache

@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
+from typing import NamedTuple
 
 from torch import Tensor
 
 from lowtide.core import Costs
 from lowtide.devices.kind import OpenDevice
 from lowtide.engine.opening.config import MAX_PASS_ROWS
-from lowtide.engine.opening.model import OpenModel
-from lowtide.engine.running.device import open_device
-from lowtide.engine.running.elastic import SharedMemory
-from lowtide.engine.running.policy_setting import make_engine_policies
+from lowtide.engine.opening.facts import ExpertFacts
 from lowtide.experts.at_once import ExpertsAtOnce, cores_beside_device
 from lowtide.experts.device_executor import DeviceExpertExecutor
 from lowtide.experts.device_tier import DeviceTier
@@ -30,68 +28,72 @@ from lowtide.hardware.store import kept_rates
 from lowtide.kernels.reference import Kernels
 from lowtide.memory.arena import Arena
 from lowtide.plan import MemoryPlan
+from lowtide.policies.decision import Policies
 from lowtide.policies.presets import recipe
 from lowtide.policies.recipe import Setting
+from lowtide.progress import Progress
 from lowtide.reading.file_reader import FileReader
-from lowtide.replay.calibration import Calibration
 from lowtide.threads.executor import Executor, HostExecutor
 
 
-def load_experts(
-    opened: OpenModel,
-    plan: MemoryPlan,
-    calibration: Calibration | None,
-    reader: FileReader,
-    executor: HostExecutor,
-    shared: SharedMemory | None,
-) -> ExpertRuntime:
-    """The experts of `plan`, the policy's first residents in their slots.
+class ExpertParts(NamedTuple):
+    """What a model's experts are wired of."""
 
-    shared: what the fast tier's slots lie in where their memory comes and goes. Raises
-    StorageError, DeviceError, or PlanError when the policy needs more than the plan has.
+    facts: ExpertFacts
+    plan: MemoryPlan
+    kernels: Kernels  # the host's
+    reader: FileReader
+    executor: HostExecutor
+    lent: ElasticSlots | None  # the fast tier's, where their memory comes and goes
+
+
+MakePolicies = Callable[[HostTier, DeviceTier | None], Policies]
+
+
+def load_experts(
+    parts: ExpertParts,
+    open_device: Callable[[], OpenDevice] | None,
+    make_policies: MakePolicies,
+    progress: Progress,
+) -> ExpertRuntime:
+    """The experts of a plan, the policy's first residents in their slots.
+
+    open_device: of a plan with a device. Raises StorageError, DeviceError, or PlanError when the
+    policy needs more than the plan has.
     """
-    shape, kernels, progress = opened.config.moe_shape, opened.kernels, opened.options.report
-    lent = None if shared is None else shared.open_slots(shape)
     with ExitStack() as undo:
-        if plan.gpu is None:
-            host, device = _host_tier(opened, plan, Arena, reader, lent), None
-            experts: HostExpertExecutor | DeviceExpertExecutor
-            experts = _host_executor(host, kernels, executor)
+        experts: HostExpertExecutor | DeviceExpertExecutor
+        if open_device is None:
+            host, device = _host_tier(parts, Arena), None
+            experts = _host_executor(host, parts.kernels, parts.executor)
         else:
-            made = open_device(opened, plan, executor, lent)
+            made = open_device()
             undo.callback(made.close)
-            host = _host_tier(opened, plan, made.make_arena, reader)
+            host = _host_tier(parts, made.make_arena)
             if host.is_permanent:
                 host.load_all(progress)
-            device = _device_tier(plan, made, host, lent)
-            beside = _host_executor(host, kernels, executor, made)
-            experts = DeviceExpertExecutor(device, beside, _scratch(opened))
-        policies = make_engine_policies(
-            opened, plan, calibration, host, device, executor.cores_per_expert
-        )
-        runtime = ExpertRuntime(shape, policies, experts)
+            device = _device_tier(parts.plan, made, host, parts.lent)
+            beside = _host_executor(host, parts.kernels, parts.executor, made)
+            experts = DeviceExpertExecutor(device, beside, _scratch(parts.facts))
+        runtime = ExpertRuntime(parts.facts.shape, make_policies(host, device), experts)
         runtime.load(progress)
         undo.pop_all()
     return runtime
 
 
-def _host_tier(
-    opened: OpenModel,
-    plan: MemoryPlan,
-    make_arena: Callable[[int], Arena],
-    reader: FileReader,
-    lent: ElasticSlots | None = None,
-) -> HostTier:
+def _host_tier(parts: ExpertParts, make_arena: Callable[[int], Arena]) -> HostTier:
     """Beside a device it keeps every expert if all have a slot, else those used last."""
-    tier, shape, layout = plan.host, opened.config.moe_shape, opened.slot_layout
-    if lent is None:
+    facts, plan = parts.facts, parts.plan
+    tier, shape, layout = plan.host, facts.shape, facts.layout
+    if plan.gpu is not None or parts.lent is None:
         ledger = SlotLedger(shape.num_layers, shape.num_experts, tier.num_slots)
         slots = ExpertSlots(make_arena(tier.slot_bytes * tier.num_slots), layout)
     else:
-        ledger, slots = lent.ledger, ExpertSlots(lent.arena, layout)
-    table, library = opened.weight_map.experts, opened.kernels.library
+        ledger, slots = parts.lent.ledger, ExpertSlots(parts.lent.arena, layout)
     num_at_once = best_at_once(kept_rates(this_machine()))
-    transfer = DiskTransfer(reader, table, slots, opened.inputs, library, num_at_once)
+    transfer = DiskTransfer(
+        parts.reader, facts.table, slots, facts.inputs, parts.kernels.library, num_at_once
+    )
     if plan.gpu is None:
         return HostTier(slots, ledger, transfer)
     if tier.num_slots == plan.num_experts:
@@ -122,9 +124,8 @@ def _host_executor(
     return HostExpertExecutor(host, executor, kernels, at_once, made.device.host_work)
 
 
-def _scratch(opened: OpenModel) -> tuple[Tensor, Tensor]:
-    shape = opened.config.moe_shape
+def _scratch(facts: ExpertFacts) -> tuple[Tensor, Tensor]:
+    shape, dtype = facts.shape, facts.layout.dtype
     size = (MAX_PASS_ROWS * shape.num_experts_per_token, shape.expert_size)
-    half_bytes = opened.host_scratch_bytes // 2
-    arena = Arena(opened.host_scratch_bytes)
-    return arena.tensor(0, size, opened.dtype), arena.tensor(half_bytes, size, opened.dtype)
+    arena = Arena(facts.scratch_bytes)
+    return arena.tensor(0, size, dtype), arena.tensor(facts.scratch_bytes // 2, size, dtype)

@@ -18,7 +18,6 @@ from lowtide.decode.forced import ForcedText, OnLogits
 from lowtide.decode.request import Request
 from lowtide.engine.running.decoding import decoding_kind, run_pass
 from lowtide.engine.running.engine import Engine
-from lowtide.engine.running.not_finite import naming_faults
 from lowtide.memory.cuda_streams import device_pass
 from lowtide.params import SamplingParams
 from lowtide.policies.receipt import Receipt
@@ -55,16 +54,16 @@ def read_forced(
         on_logits(mask, positions, logits)
         looking_s += perf_counter() - begin_s
 
-    kind = decoding_kind(engine.opened).forced(text, look)
+    kind = decoding_kind(engine).forced(text, look)
     # Nothing is taken over of requests before: what a text's passes cost is measured.
-    decoder = BatchDecoder(kind, engine.model, engine.kv_cache, engine.opened.max_pass_rows)
+    decoder = BatchDecoder(kind, engine.model, engine.kv_cache, engine.plan.max_rows)
     decoder.add(request)
     try:
         while decoder.has_work:
             if num_passes:
                 yield
             begin_s = perf_counter()
-            with naming_faults(engine.opened), device_pass():
+            with engine.faults.naming_faults(), device_pass():
                 run_pass(engine, decoder)
             passes_s += perf_counter() - begin_s
             num_passes += 1

@@ -10,26 +10,23 @@ from pathlib import Path
 import torch
 
 from lowtide.decode.stored_sequences import StoredSequences
-from lowtide.engine.opening.model import OpenModel
 from lowtide.files.json_file import as_text
 from lowtide.files.kept_file import KeyLayout
 from lowtide.files.stored_files import StoredFiles
 from lowtide.hardware.machine import cpu_model
 from lowtide.memory.kv_cache import KVCache
+from lowtide.memory.kv_pages import StorageShape
 from lowtide.model_folder.checkpoint import Checkpoint
 from lowtide.reading.fingerprint import fingerprint
 from lowtide.version import __version__
 
 
-def open_files(opened: OpenModel, undo: ExitStack) -> StoredFiles | None:
-    """Before anything is loaded; None where nothing is to be kept there. `undo` closes them.
+def open_files(folder: Path, most: str | int, undo: ExitStack) -> StoredFiles:
+    """Open the folder before anything is loaded; `undo` closes it. most: what it may hold.
 
     Raises UsageError for a folder that cannot be trusted, StorageError.
     """
-    options = opened.options
-    if options.cache_dir is None or not opened.stores_keys:
-        return None
-    files = StoredFiles.open(Path(options.cache_dir), options.cache_disk)
+    files = StoredFiles.open(folder, most)
     undo.callback(files.close)
     with suppress(OSError):  # where nothing can be removed nothing can be written, which is told
         files.make_room(0)
@@ -37,29 +34,27 @@ def open_files(opened: OpenModel, undo: ExitStack) -> StoredFiles | None:
 
 
 def stored_sequences(
-    opened: OpenModel, checkpoint: Checkpoint, files: StoredFiles, kv_cache: KVCache
+    files: StoredFiles, digest: bytes, model: Path, kv_cache: KVCache, shape: StorageShape
 ) -> StoredSequences:
     """Open the model's sequences in `files`, which are closed with them.
 
+    digest: of all that decides which bits they have; shape: of the KV cache.
+    """
+    layers, arrays, heads, _, width = shape
+    layout = KeyLayout((layers, arrays, heads, width), kv_cache.dtype.itemsize)
+    return StoredSequences(files, digest, _name(model), kv_cache, layout)
+
+
+def digest_of(checkpoint: Checkpoint, *facts: object) -> bytes:
+    """Digest what decides which bits keys and values have, and which of them are kept: the weights,
+    this machine and version, and `facts`.
+
     Raises StorageError where weights cannot be read.
     """
-    layers, arrays, heads, _, width = opened.kv_shape
-    layout = KeyLayout((layers, arrays, heads, width), opened.dtype.itemsize)
-    digest, name = _digest(opened, checkpoint), _name(opened.folder)
-    return StoredSequences(files, digest, name, kv_cache, layout)
-
-
-def _digest(opened: OpenModel, checkpoint: Checkpoint) -> bytes:
-    """Digest of all that decides which bits keys and values have, and which of them are kept."""
-    options, inputs = opened.options, opened.inputs
     weights = fingerprint(checkpoint, checkpoint.tensors, is_thorough=True)
-    facts = (
-        *(__version__, torch.__version__, weights, opened.config, opened.dtype, opened.reuse),
-        *(opened.formats, options.formats, None if inputs is None else inputs.digest),
-        *(opened.device, opened.kernels.name, sorted(opened.rounded)),
-        *(cpu_model(), len(os.sched_getaffinity(0))),
-    )
-    return hashlib.sha256(repr(facts).encode()).digest()
+    machine = (cpu_model(), len(os.sched_getaffinity(0)))
+    everything = (__version__, torch.__version__, weights, *facts, *machine)
+    return hashlib.sha256(repr(everything).encode()).digest()
 
 
 def _name(path: Path) -> str:

@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
 from torch import Tensor
 
-from lowtide.engine.opening.model import OpenModel
 from lowtide.errors import CheckpointError, NumericError
 from lowtide.formats.plain import plain_format
 from lowtide.model_folder.checkpoint import Checkpoint
+from lowtide.progress import Progress
+from lowtide.reading.dense_weights import DenseWeights
 from lowtide.reading.finite_weights import check_finite
+from lowtide.schemas import WeightMap
 
 SEARCH_S = 60.0
 """Looked for a broken weight at most: some models take an hour to read."""
@@ -23,53 +26,74 @@ _WAY_OUT = {
 }
 
 
-@contextmanager
-def naming_faults(opened: OpenModel) -> Iterator[None]:
-    """Around a pass and what is chosen from its logits.
+class FaultSearch:
+    """Finds whose fault a pass without finite logits is; owns what it found, for good.
 
-    Where those are not finite, looks through the weights, once and for at most `SEARCH_S`, and
-    raises CheckpointError naming the tensor and file at fault, or NumericError with a way out.
+    dense: in which types dense weights are loaded, by name; dtype: that the model computes in.
     """
-    try:
-        yield
-    except NumericError as error:
-        if opened.checkpoint is None:
-            raise
-        raise _exonerate(opened, opened.checkpoint, error) from error
 
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        weight_map: WeightMap,
+        dense: DenseWeights,
+        dtype: torch.dtype,
+        report: Progress,
+    ) -> None:
+        self._checkpoint = checkpoint
+        self._weight_map = weight_map
+        self._dense = dense
+        self._dtype = dtype
+        self._report = report
+        self._found: float | str | None = None  # the finite share, or what is wrong with a weight
 
-def _exonerate(opened: OpenModel, checkpoint: Checkpoint, error: NumericError) -> NumericError:
-    """The error of weights that are finite; raises CheckpointError if they are not."""
-    if not opened.weights_searched:  # once: what else is asked waits meanwhile
-        dtypes, report = _loaded_dtypes(opened, checkpoint), opened.options.report
+    @contextmanager
+    def naming_faults(self) -> Iterator[None]:
+        """Around a pass and what is chosen from its logits.
+
+        Where those are not finite, looks through the weights, once and for at most `SEARCH_S`, and
+        raises CheckpointError naming the tensor and file at fault, or NumericError with a way out.
+        """
         try:
-            opened.weights_searched.append(check_finite(checkpoint, report, dtypes, SEARCH_S))
+            yield
+        except NumericError as error:
+            raise self._exonerate(error) from error
+
+    def _exonerate(self, error: NumericError) -> NumericError:
+        """The error of weights that are finite; raises CheckpointError if they are not."""
+        if self._found is None:  # once: what else is asked waits meanwhile
+            self._found = self._search()
+        if isinstance(self._found, str):
+            raise CheckpointError(self._found)
+        dtype, found = str(self._dtype).removeprefix("torch."), "all weights are finite"
+        if self._found < 1:
+            found = (
+                f"the {self._found:.0%} of weights that were read are finite "
+                "(check_weights reads all)"
+            )
+        return NumericError(f"{error} But {found}: {dtype} overflowed. {_WAY_OUT[dtype]}.")
+
+    def _search(self) -> float | str:
+        try:
+            return check_finite(self._checkpoint, self._report, self._loaded_dtypes(), SEARCH_S)
         except CheckpointError as fault:
-            opened.weights_searched.append(str(fault))
-    [share] = opened.weights_searched
-    if isinstance(share, str):
-        raise CheckpointError(share)
-    dtype = str(opened.dtype).removeprefix("torch.")
-    found = "all weights are finite"
-    if share < 1:
-        found = f"the {share:.0%} of weights that were read are finite (check_weights reads all)"
-    return NumericError(f"{error} But {found}: {dtype} overflowed. {_WAY_OUT[dtype]}.")
+            return str(fault)
 
+    def _loaded_dtypes(self) -> dict[str, str]:
+        """What each tensor of the model is converted to; dense ones, which every pass uses, first.
 
-def _loaded_dtypes(opened: OpenModel, checkpoint: Checkpoint) -> dict[str, str]:
-    """What each tensor of the model is converted to; dense ones, which every pass uses, first.
-
-    Others of the checkpoint, such as a head for training, are not used.
-    """
-    places = {(e.file, e.offset): name for name, e in checkpoint.tensors.items() if e.num_bytes}
-    dense, table = opened.weight_map.dense, opened.weight_map.experts
-    dtypes = {}
-    for name, weight in opened.dense.meta().items():
-        # A weight in another format is checked in the type that it is unpacked into.
-        dtype = weight.dtype if isinstance(weight, Tensor) else opened.dtype
-        dtypes[places[dense[name].file, dense[name].offset]] = plain_format(dtype).name
-    starts = set(zip(table.files.ravel().tolist(), table.offsets.ravel().tolist(), strict=True))
-    for place, name in places.items():
-        if place in starts:
-            dtypes.setdefault(name, plain_format(opened.dtype).name)
-    return dtypes
+        Others of the checkpoint, such as a head for training, are not used.
+        """
+        tensors = self._checkpoint.tensors
+        places = {(e.file, e.offset): name for name, e in tensors.items() if e.num_bytes}
+        dense, table = self._weight_map.dense, self._weight_map.experts
+        dtypes = {}
+        for name, weight in self._dense.meta().items():
+            # A weight in another format is checked in the type that it is unpacked into.
+            dtype = weight.dtype if isinstance(weight, Tensor) else self._dtype
+            dtypes[places[dense[name].file, dense[name].offset]] = plain_format(dtype).name
+        starts = set(zip(table.files.ravel().tolist(), table.offsets.ravel().tolist(), strict=True))
+        for place, name in places.items():
+            if place in starts:
+                dtypes.setdefault(name, plain_format(self._dtype).name)
+        return dtypes

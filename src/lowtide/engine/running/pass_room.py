@@ -7,9 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from lowtide.engine.opening.model import OpenModel
 from lowtide.engine.planning.elastic_plan import group_bytes
-from lowtide.engine.planning.registering import largest_counts, planner_of, register
+from lowtide.engine.planning.registering import Planner
 from lowtide.hardware.memory import available_memory_bytes
 from lowtide.kernels.choice import HOST
 from lowtide.memory.arena import Arena, ElasticArena
@@ -18,27 +17,33 @@ from lowtide.memory.host_pages import HostPages
 from lowtide.memory.pages import PageBudget
 from lowtide.memory.pass_plans import FixedRoom, PagedRoom, PassPlans
 from lowtide.memory.workspace import Workspace
-from lowtide.plan import MemoryPlan
 
 
 def open_workspace(
-    opened: OpenModel, plan: MemoryPlan, device: torch.device, shared: PagedRoom | None = None
+    planner: Planner,
+    num_bytes: int,
+    device: torch.device,
+    *,
+    is_bound: bool = False,
+    shared: PagedRoom | None = None,
 ) -> Workspace:
-    """A workspace of the planned size, or `shared` memory. Raises PlanError if it is refused."""
-    num_bytes, planner = plan.fast_tier.workspace_bytes, planner_of(opened)
-    if planner is None:
-        placement = register(opened).graph.placement
+    """A workspace of the planned size, or `shared` memory. Raises PlanError if it is refused.
+
+    is_bound: what a pass does not need goes back to the system.
+    """
+    passes = planner.pass_planner
+    if passes is None:
+        placement = planner.registrar().graph.placement
         return Workspace(_range(placement.arena_bytes, device), placement)
     if shared is not None:
-        return Workspace(shared.bytes, plans=PassPlans(planner, shared))
+        return Workspace(shared.bytes, plans=PassPlans(passes, shared))
     if device == HOST:
-        is_bound = opened.options.elastic
         budget = PageBudget(num_bytes + group_bytes(num_bytes) - 1)
         room = paged_room(num_bytes, budget, is_bound=is_bound)
-        return Workspace(room.bytes, plans=PassPlans(planner, room))
-    largest = planner.plan(largest_counts(opened), num_bytes)
+        return Workspace(room.bytes, plans=PassPlans(passes, room))
+    largest = passes.plan(planner.largest_counts, num_bytes)
     buffer = _range(num_bytes - largest.library_bytes, device)
-    return Workspace(buffer, plans=PassPlans(planner, FixedRoom(num_bytes, buffer.numel())))
+    return Workspace(buffer, plans=PassPlans(passes, FixedRoom(num_bytes, buffer.numel())))
 
 
 def paged_room(

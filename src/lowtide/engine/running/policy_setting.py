@@ -3,31 +3,33 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from time import perf_counter
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from lowtide.buddies import BuddyTwins
-from lowtide.core import Costs, Curve
+from lowtide.core import Costs, Curve, MoEShape
 from lowtide.engine.opening.config import MAX_PASS_ROWS
-from lowtide.engine.opening.model import OpenModel
+from lowtide.engine.opening.facts import RunOptions
 from lowtide.engine.opening.model_calibration import find_calibration, no_calibration
 from lowtide.engine.opening.option_checks import check_without_experts
-from lowtide.engine.planning.plan import workspace_bytes
-from lowtide.engine.planning.registering import planner_of
+from lowtide.engine.planning.registering import PassWants, Planner
 from lowtide.engine.running.engine import Engine
 from lowtide.errors import PlanError
 from lowtide.experts.device_tier import DeviceTier
 from lowtide.experts.early_gate import EarlyGate, Route
 from lowtide.experts.host_tier import HostTier
+from lowtide.experts.layout import SlotLayout
 from lowtide.experts.none import NoExperts
 from lowtide.experts.runtime import ExpertRuntime
 from lowtide.experts.transfer import ticket_result
 from lowtide.hardware.core_speed import measure_device_s
 from lowtide.kernels.choice import compiled_buddies
+from lowtide.kernels.reference import Kernels
 from lowtide.layers.router import Router, SigmoidRouter
 from lowtide.plan import MemoryPlan
 from lowtide.policies.decision import Policies
@@ -49,17 +51,21 @@ def adopt_policy(engine: Engine, policy: str, policy_options: Mapping[str, str])
     option that there is not, PlanError for a policy that needs more than the plan has: `engine`
     then goes on as before.
     """
-    options = replace(engine.opened.options, policy=policy, policy_options=policy_options)
-    opened, plan, experts = replace(engine.opened, options=options), engine.plan, engine.experts
+    options, plan, experts = (
+        engine.options.with_policy(policy, policy_options),
+        engine.plan,
+        engine.experts,
+    )
     if isinstance(experts, NoExperts):
-        check_without_experts(opened.config, options)
+        check_without_experts(engine.model.config, options.asked)
         return engine
-    _check_workspace(opened, plan)
+    planner = engine.planner.wanting(PassWants.of(policy, policy_options))
+    _check_workspace(planner, plan, policy)
     preset, reason = choose_preset(
         policy, everything_fits=plan.everything_fits, has_device=plan.gpu is not None
     )
     plan = replace(plan, policy=preset, reason=reason)
-    return with_trial(_adopted(engine, opened, plan))
+    return with_trial(_adopted(replace(engine, options=options, planner=planner), plan))
 
 
 def with_trial(engine: Engine) -> Engine:
@@ -67,7 +73,7 @@ def with_trial(engine: Engine) -> Engine:
     experts, plan, trial = engine.experts, engine.plan, None
     if not (isinstance(experts, NoExperts) or experts.device is None or plan.everything_fits):
         can_fetch = experts.device.costs.num_staging > 0
-        if engine.opened.options.policy == "auto" and can_fetch:
+        if engine.options.asked.policy == "auto" and can_fetch:
             trial = PolicyTrial(*TRIED)
     return replace(engine, trial=trial)
 
@@ -84,56 +90,76 @@ def follow_trial(engine: Engine, num_rows: int, seconds: float) -> Engine:
         _log.info("auto: %s.", trial.verdict)
     if preset == plan.policy:
         return engine if plan is engine.plan else replace(engine, plan=plan)
-    return _adopted(engine, engine.opened, replace(plan, policy=preset))
+    return _adopted(engine, replace(plan, policy=preset))
 
 
-def _adopted(engine: Engine, opened: OpenModel, plan: MemoryPlan) -> Engine:
-    """The engine under the plan's policy, made from the options of `opened`."""
-    experts = engine.experts
+def _adopted(engine: Engine, plan: MemoryPlan) -> Engine:
+    """The engine under the plan's policy, made from its own options."""
+    experts, options, planner = engine.experts, engine.options, engine.planner
     if isinstance(experts, NoExperts):
         return engine
-    calibration, progress = find_calibration(opened), opened.options.report
-    cores_per_expert = engine.executor.cores_per_expert
-    policies = make_engine_policies(
-        opened, plan, calibration, experts.host, experts.device, cores_per_expert
-    )
+    calibration = find_calibration(engine.facts, options.asked.calibration)
+    host, device = experts.host, experts.device
+    shape, cores_per_expert = engine.model.config.moe_shape, engine.executor.cores_per_expert
+    compute_s = measure_compute(host.slots.layout, shape, engine.kernels, cores_per_expert)
+    choice = PolicyChoice.of(options)
+    policies = make_engine_policies(choice, plan, calibration, compute_s, host, device)
     if engine.elastic is not None:
         engine.elastic.restore()
-    experts.adopt(policies, progress)
-    planner = planner_of(opened)
-    if engine.pass_plans is not None and planner is not None:
-        engine.pass_plans.planner = planner
-    set_early_gate(opened, experts, engine.model.routers, calibration)
-    return replace(engine, opened=opened, plan=plan)
+    experts.adopt(policies, options.asked.report)
+    if engine.pass_plans is not None and planner.pass_planner is not None:
+        engine.pass_plans.planner = planner.pass_planner
+    set_early_gate(experts, engine.model.routers, calibration, engine.kv_cache.dtype)
+    return replace(engine, plan=plan)
 
 
-def _check_workspace(opened: OpenModel, plan: MemoryPlan) -> None:
+class PolicyChoice(NamedTuple):
+    """The policy that was asked for, with what no fact of the model or the machine decides."""
+
+    policy: str
+    options: Mapping[str, str]
+    seed: int
+    twins: BuddyTwins | None  # compiled, where kernels may be and the policy substitutes
+
+    @classmethod
+    def of(cls, options: RunOptions) -> PolicyChoice:
+        asked = options.asked
+        is_compiled = options.changes_words and asked.kernels != "reference"
+        twins = compiled_buddies() if is_compiled else None
+        return cls(asked.policy, asked.policy_options, asked.seed or 0, twins)
+
+
+def _check_workspace(planner: Planner, plan: MemoryPlan, policy: str) -> None:
     """Raises PlanError for a policy that wants more of a pass than was planned for."""
-    needed_bytes, planned_bytes = workspace_bytes(opened)[0], plan.fast_tier.workspace_bytes
+    needed_bytes, planned_bytes = planner.workspace_bytes()[0], plan.fast_tier.workspace_bytes
     if needed_bytes > planned_bytes:
         raise PlanError(
-            f"Policy {opened.options.policy!r} needs a workspace of {needed_bytes} bytes for the "
+            f"Policy {policy!r} needs a workspace of {needed_bytes} bytes for the "
             f"routing that it asks for, and {planned_bytes} are planned; open the model with it."
         )
 
 
 def _setting(
-    opened: OpenModel, plan: MemoryPlan, calibration: Calibration | None, costs: Costs
+    choice: PolicyChoice,
+    plan: MemoryPlan,
+    num_experts: int,
+    calibration: Calibration | None,
+    costs: Costs,
 ) -> Setting:
     """What the preset's policies are made from. Raises UsageError for `tau=paper` without a
     calibration.
     """
-    options = parse_options(opened.options.policy, opened.options.policy_options)
+    options = parse_options(choice.policy, choice.options)
     if options.get("tau") is SolvedTau.PAPER:
         options["tau"] = _paper_tau(plan, calibration, costs)
     setting = Setting(
         plan.residents_per_layer,
-        opened.config.moe.num_experts,
+        num_experts,
         costs,
         options=options,
         on_tau_change=_log_tau,
-        seed=opened.options.seed or 0,
-        twins=_buddy_twins(opened),
+        seed=choice.seed,
+        twins=choice.twins,
     )
     if calibration is None:
         return setting
@@ -146,55 +172,58 @@ def _setting(
     )
 
 
-def _buddy_twins(opened: OpenModel) -> BuddyTwins | None:
-    """Compiled where kernels may be and the policy substitutes; None: the plain ones."""
-    if opened.options.kernels == "reference" or not opened.changes_words:
-        return None
-    return compiled_buddies()
+def measure_compute(
+    layout: SlotLayout, shape: MoEShape, kernels: Kernels, cores_per_expert: int
+) -> Callable[[], Curve]:
+    """What measures, once it is called, how long an expert in memory takes, by its tokens."""
+    return lambda: measure_device_s(layout, shape, kernels, cores_per_expert)
 
 
 def make_engine_policies(
-    opened: OpenModel,
+    choice: PolicyChoice,
     plan: MemoryPlan,
     calibration: Calibration | None,
+    compute_s: Callable[[], Curve],
     host: HostTier,
     device: DeviceTier | None,
-    cores_per_expert: int,
 ) -> Policies:
-    """The plan's preset at work on these tiers. Raises UsageError for `tau=paper` without a
-    calibration, StorageError when an expert cannot be read.
+    """The plan's preset at work on these tiers.
+
+    compute_s: of `measure_compute`. Raises UsageError for
+    `tau=paper` without a calibration, StorageError when an expert cannot be read.
     """
+    num_experts = host.ledger.num_experts
     if device is None:
-        costs = _disk_costs(opened, host, plan.policy, cores_per_expert)
-        setting = _setting(opened, plan, calibration, costs)
+        costs = _disk_costs(choice, host, plan.policy, compute_s)
+        setting = _setting(choice, plan, num_experts, calibration, costs)
         unused = recipe(plan.policy).unused_without_device
-        if unused and opened.options.policy == plan.policy and not plan.everything_fits:
+        if unused and choice.policy == plan.policy and not plan.everything_fits:
             _log.warning(
                 "Without a device %s is its placement alone: its %s %s not used.",
                 *(plan.policy, " and its ".join(unused), "are" if len(unused) > 1 else "is"),
             )
         return recipe(plan.policy).policies_without_device(setting)
-    setting = _setting(opened, plan, calibration, device.costs)
+    setting = _setting(choice, plan, num_experts, calibration, device.costs)
     return make_policies(plan.policy, setting, everything_fits=plan.everything_fits)
 
 
 def set_early_gate(
-    opened: OpenModel,
     experts: ExpertRuntime | NoExperts,
     routers: Sequence[Router],
     calibration: Calibration | None,
+    dtype: torch.dtype,
 ) -> None:
     """Gives a device what its prefetch policy predicts by; without a calibration the features are
-    taken as they are.
+    taken as they are. dtype: that the model computes in.
     """
-    if experts.device is None:
+    if isinstance(experts, NoExperts) or experts.device is None:
         return
     residual, gate = None, experts.policies.prefetch.gate
     if gate is Gate.RESIDUAL and calibration is not None:
         torch_device = experts.device.device.torch_device
-        residual = torch.tensor(calibration.residual, dtype=opened.dtype, device=torch_device)
+        residual = torch.tensor(calibration.residual, dtype=dtype, device=torch_device)
     routes = [_route(router) for router in routers]
-    experts.device.early_gate = EarlyGate(gate, routes, residual, opened.config.moe.num_experts)
+    experts.device.early_gate = EarlyGate(gate, routes, residual, experts.host.ledger.num_experts)
 
 
 def _route(router: Router) -> Route:
@@ -223,23 +252,24 @@ def _paper_tau(plan: MemoryPlan, calibration: Calibration | None, costs: Costs) 
     return calibrated_tau(blocks, budget, costs.fetch_s, costs.host_s.at(1))
 
 
-def _disk_costs(opened: OpenModel, host: HostTier, preset: str, cores_per_expert: int) -> Costs:
+def _disk_costs(
+    choice: PolicyChoice, host: HostTier, preset: str, compute_s: Callable[[], Curve]
+) -> Costs:
     """What an absent expert costs where it is always read: measured on the first experts.
 
     For policies that do not ask nothing is measured and every time is 0.
     """
-    slot_bytes, options = opened.slot_layout.num_bytes, opened.options
-    tau = parse_options(options.policy, options.policy_options).get("tau")
+    slot_bytes = host.slots.layout.num_bytes
+    tau = parse_options(choice.policy, choice.options).get("tau")
     if not (recipe(preset).weighs_moves or isinstance(tau, FollowDrift | SolvedTau)):
         return Costs.unknown(slot_bytes)
     host.pause()  # reads that were begun for a coming layer have slots
     if not host.ledger.num_free:
         host.keep(0, np.empty(0, np.int64))  # another policy's, who may want them read again
     read_s = _read_s(host, min(8, host.ledger.num_experts, host.ledger.num_free))
-    shape, kernels = opened.config.moe_shape, opened.kernels
-    compute_s = measure_device_s(opened.slot_layout, shape, kernels, cores_per_expert)
-    absent_s = Curve([(n, max(read_s, compute_s.at(n))) for n in (1, MAX_PASS_ROWS)])
-    return Costs(slot_bytes, read_s, absent_s, compute_s, compute_s, 0.0)
+    in_memory_s = compute_s()
+    absent_s = Curve([(n, max(read_s, in_memory_s.at(n))) for n in (1, MAX_PASS_ROWS)])
+    return Costs(slot_bytes, read_s, absent_s, in_memory_s, in_memory_s, 0.0)
 
 
 def _read_s(host: HostTier, num_probes: int) -> float:

@@ -18,14 +18,13 @@ from lowtide.decode.logits import LOGIT_ROWS, rows_that_predict
 from lowtide.decode.request import TokenLogprobs
 from lowtide.decode.sampling import check_finite
 from lowtide.engine.opening.config import MAX_PASS_ROWS
-from lowtide.engine.opening.model import OpenModel
 from lowtide.engine.running.engine import Engine
-from lowtide.engine.running.not_finite import naming_faults
-from lowtide.errors import UsageError
+from lowtide.errors import InternalError, UsageError
 from lowtide.experts.rows import Routing
 from lowtide.experts.slots import ExpertSlots
 from lowtide.experts.transfer import DiskTransfer, ticket_result
 from lowtide.kernels.operands import Matrix
+from lowtide.kernels.reference import Kernels
 from lowtide.layers.batch import Batch, KVRange, Segment
 from lowtide.memory.arena import Arena
 from lowtide.memory.cuda_streams import device_pass
@@ -41,10 +40,10 @@ def logits(
 ) -> Generator[None, None, Tensor]:
     """Float32 logits [len, vocab] of every position, on the CPU; yields between its passes.
 
-    No block is divided: one as long as the sequence is one pass. Raises as `naming_faults` does
-    where they are not finite.
+    No block is divided: one as long as the sequence is one pass. Raises as
+    `FaultSearch.naming_faults` does where they are not finite.
     """
-    result = torch.empty(len(token_ids), engine.opened.config.vocab_size)
+    result = torch.empty(len(token_ids), engine.model.config.vocab_size)
 
     def take(first: int, rows: Tensor) -> None:
         result[first : first + len(rows)].copy_(rows)
@@ -83,7 +82,7 @@ def _passes(
             if start:
                 yield
             part = token_ids[start : start + pass_rows]
-            with naming_faults(engine.opened), device_pass(), torch.inference_mode():
+            with engine.faults.naming_faults(), device_pass(), torch.inference_mode():
                 _logits_pass(engine, part, start, block_length, kv_range, take)
     finally:
         engine.kv_cache.free(kv_range)
@@ -105,14 +104,16 @@ def expert_columns(engine: Engine, layer: int, expert: int, num_columns: int) ->
     """Evenly spread columns of an expert's gate, up and down matrices, one after the other, as
     they are multiplied with: float32 on the CPU. Read again into memory of its own. 1-D.
     """
-    opened = engine.opened
-    layout = opened.slot_layout
+    facts = engine.planner.memory.experts
+    if facts is None:
+        raise InternalError("a column of an expert was asked of a model without experts.")
+    layout = facts.layout
     slots = ExpertSlots(Arena(layout.num_bytes), layout)
-    transfer = DiskTransfer(engine.reader, opened.weight_map.experts, slots, opened.inputs)
+    transfer = DiskTransfer(engine.reader, facts.table, slots, facts.inputs)
     ticket_result(transfer.start(layer, expert, 0))
     return torch.cat(
         [
-            _columns(opened, matrix, part.shape, num_columns)
+            _columns(engine.kernels, layout.dtype, matrix, part.shape, num_columns)
             for matrix, part in zip(
                 slots.weights(layer, 0)[:3], layout.layers[layer].parts, strict=False
             )
@@ -165,16 +166,22 @@ def checked_rows(
     return x.clone(), Routing(experts, routing.weights.clone())
 
 
-def _columns(opened: OpenModel, matrix: Matrix, shape: tuple[int, ...], num_columns: int) -> Tensor:
+def _columns(
+    kernels: Kernels,
+    dtype: torch.dtype,
+    matrix: Matrix,
+    shape: tuple[int, ...],
+    num_columns: int,
+) -> Tensor:
     """Some columns of a matrix [out, in], as products with unit vectors: any format has those."""
     num_rows, width = shape
     chosen = torch.linspace(0, width - 1, min(num_columns, width)).long()
     if isinstance(matrix, Tensor):
         return matrix[:, chosen].t().float().flatten()
-    units = torch.zeros(len(chosen), width, dtype=opened.dtype)
+    units = torch.zeros(len(chosen), width, dtype=dtype)
     units[torch.arange(len(chosen)), chosen] = 1
-    out = torch.empty(len(chosen), num_rows, dtype=opened.dtype)
-    opened.kernels_on(units.device).multiply_by(units, matrix, out)
+    out = torch.empty(len(chosen), num_rows, dtype=dtype)
+    kernels.multiply_by(units, matrix, out)
     return out.float().flatten()
 
 
@@ -217,7 +224,7 @@ def _logits_pass(
         step=Step(StepKind.PREFILL, 0),
     )
     hidden = engine.model.forward(batch)
-    own = rows_that_predict(np.arange(len(token_ids)), engine.opened.config.decoding.logits_shift)
+    own = rows_that_predict(np.arange(len(token_ids)), engine.model.config.decoding.logits_shift)
     [there] = to_device(hidden.device, torch.from_numpy(own))
     for rows in tiles(len(token_ids), LOGIT_ROWS):
         own_logits = engine.model.logits(hidden.index_select(0, there[rows])).cpu()

@@ -5,27 +5,41 @@ for its experts. Knows nothing of prompts.
 from __future__ import annotations
 
 import logging
+import math
 from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
 
 import torch
 
 from lowtide.compute import Compute
+from lowtide.core import MoEShape
 from lowtide.devices.kind import KINDS, OWN_DEVICES
+from lowtide.engine.opening.facts import ContextFacts
 from lowtide.engine.opening.model import OpenModel
 from lowtide.engine.opening.model_calibration import find_calibration
-from lowtide.engine.planning.elastic_plan import SMALL_GROUP_BYTES
+from lowtide.engine.planning.elastic_plan import SMALL_GROUP_BYTES, Division
 from lowtide.engine.planning.plan import excess_of, shortage_of
+from lowtide.engine.planning.registering import Planner
+from lowtide.engine.running.device import device_opener
 from lowtide.engine.running.elastic import ElasticMemory, SharedMemory, kv_pages
 from lowtide.engine.running.engine import Engine
-from lowtide.engine.running.experts import load_experts
-from lowtide.engine.running.key_store import open_files, stored_sequences
+from lowtide.engine.running.experts import ExpertParts, load_experts
+from lowtide.engine.running.key_store import digest_of, open_files, stored_sequences
+from lowtide.engine.running.not_finite import FaultSearch
 from lowtide.engine.running.pass_room import open_workspace
-from lowtide.engine.running.policy_setting import set_early_gate, with_trial
+from lowtide.engine.running.policy_setting import (
+    PolicyChoice,
+    make_engine_policies,
+    measure_compute,
+    set_early_gate,
+    with_trial,
+)
 from lowtide.errors import CheckpointError, PlanError
 from lowtide.experts.none import NoExperts
 from lowtide.experts.runtime import ExpertRuntime
 from lowtide.families import families
-from lowtide.formats.convert import Pack, pack
+from lowtide.formats.convert import pack
 from lowtide.kernels.choice import HOST, choose_pack
 from lowtide.memory.arena import Arena
 from lowtide.memory.cuda_streams import plan_errors
@@ -36,6 +50,8 @@ from lowtide.memory.transient_kv import TransientKV
 from lowtide.model_folder.checkpoint import Checkpoint
 from lowtide.models.decoder import Weights
 from lowtide.plan import MemoryPlan
+from lowtide.progress import Progress
+from lowtide.reading.dense_weights import DenseWeights
 from lowtide.reading.file_reader import FileReader
 from lowtide.reading.finite_weights import check_finite
 from lowtide.threads.executor import MAX_THREADS, HostExecutor, InlineExecutor, spare_forked_threads
@@ -43,87 +59,130 @@ from lowtide.threads.executor import MAX_THREADS, HostExecutor, InlineExecutor, 
 _log = logging.getLogger(__name__)
 
 
-def load(opened: OpenModel, plan: MemoryPlan) -> Engine:
+def load(opened: OpenModel, plan: MemoryPlan, planner: Planner | None = None) -> Engine:
     """Reads the weights that the plan has room for.
 
-    Raises CheckpointError for a folder without weights.
+    planner: that the plan was made with, so that passes are counted once. Raises CheckpointError
+    for a folder without weights.
     """
+    facts, memory, options = opened
+    asked, context, planner = options.asked, memory.context, planner or Planner.of(opened)
+    config, device, shape = facts.config, _dense_device(plan), facts.config.moe_shape
     spare_forked_threads()
-    config, device = opened.config, _dense_device(plan)
-    checkpoint = _checked(opened, plan)
+    checkpoint = _found(facts.checkpoint, facts.folder)
+    _check_machine(plan, asked.host_memory)
+    if asked.check_weights:
+        check_finite(checkpoint, asked.report)
     with ExitStack() as undo:
-        files = open_files(opened, undo)
-        reader = FileReader(checkpoint.files, opened.largest_read_bytes, _pack(opened))
+        files = None
+        if options.keys_folder is not None:
+            files = open_files(options.keys_folder, asked.cache_disk, undo)
+        # What makes weights into formats that they are not stored in.
+        rounds = choose_pack(asked.kernels) if memory.is_rounded_as_read else pack
+        reader = FileReader(checkpoint.files, memory.largest_read_bytes, rounds)
         undo.callback(reader.close)
-        executor = make_executor(opened)
+        executor = make_executor(shape, memory.device)
         undo.callback(executor.close)
-        shared = SharedMemory(opened, plan) if plan.elastic_tokens else None
-        room = None if shared is None else shared.room
-        workspace = open_workspace(opened, plan, device, room)
-        weights, kv_cache = _load_dense(opened, device, reader), _kv_cache(opened, shared, device)
+        shared = None
+        if plan.elastic_tokens:
+            shared = SharedMemory(Division.of(planner, plan), plan.fast_tier, context)
+        workspace = open_workspace(
+            planner,
+            plan.fast_tier.workspace_bytes,
+            device,
+            is_bound=asked.elastic,
+            shared=None if shared is None else shared.room,
+        )
+        weights = _load_dense(memory.dense, device, reader, asked.report)
+        kv_cache = _kv_cache(context, memory.dtype, device, asked.elastic, shared)
+        kernels = opened.kernels()
         # Beside a device the host's threads are its experts'.
         threads = executor if plan.gpu is None else InlineExecutor()
-        compute = Compute(threads, opened.kernels_on(device), workspace, device)
-        calibration = find_calibration(opened)
+        compute = Compute(threads, opened.kernels(device), workspace, device)
+        calibration = find_calibration(facts, asked.calibration)
         experts: ExpertRuntime | NoExperts = NoExperts()
         elastic = None
-        if config.experts is not None:
-            experts = load_experts(opened, plan, calibration, reader, executor, shared)
+        if memory.experts is not None:
+            lent = None if shared is None else shared.open_slots(shape)
+            parts = ExpertParts(memory.experts, plan, kernels, reader, executor, lent)
+            choice, cores = PolicyChoice.of(options), executor.cores_per_expert
+            compute_s = measure_compute(memory.experts.layout, shape, kernels, cores)
+            experts = load_experts(
+                parts,
+                device_opener(parts, asked.kernels, asked.device_options),
+                partial(make_engine_policies, choice, plan, calibration, compute_s),
+                asked.report,
+            )
             elastic = None if shared is None else ElasticMemory(shared, experts, plan)
         undo.callback(experts.close)
         model_class = families()[config.family].model()
         model = model_class(config, weights, experts, kv_cache, compute)
-        stored = None if files is None else stored_sequences(opened, checkpoint, files, kv_cache)
-        set_early_gate(opened, experts, model.routers, calibration)
-        plans = workspace.plans
+        stored = None
+        if files is not None:
+            inputs = None if memory.experts is None else memory.experts.inputs
+            digest = digest_of(
+                *(checkpoint, config, memory.dtype, options.reuse, memory.formats, asked.formats),
+                *(None if inputs is None else inputs.digest, memory.device, kernels.name),
+                sorted(memory.rounded),
+            )
+            stored = stored_sequences(files, digest, facts.folder, kv_cache, context.kv_shape)
+        set_early_gate(experts, model.routers, calibration, memory.dtype)
         engine = Engine(
-            plan, opened, model, experts, kv_cache, reader, executor, plans, elastic, stored
+            plan=plan,
+            facts=facts,
+            options=options,
+            planner=planner,
+            faults=FaultSearch(
+                checkpoint, facts.weight_map, memory.dense, memory.dtype, asked.report
+            ),
+            kernels=kernels,
+            model=model,
+            experts=experts,
+            kv_cache=kv_cache,
+            reader=reader,
+            executor=executor,
+            pass_plans=workspace.plans,
+            elastic=elastic,
+            stored=stored,
         )
         undo.pop_all()
     return with_trial(engine)
 
 
-def _checked(opened: OpenModel, plan: MemoryPlan) -> Checkpoint:
-    """What is to be loaded, where this machine can hold it."""
-    options, checkpoint = opened.options, opened.checkpoint
+def _found(checkpoint: Checkpoint | None, folder: Path) -> Checkpoint:
     if checkpoint is None:
         raise CheckpointError(
-            f"{opened.folder} holds a config.json but no *.safetensors: the model can be planned, "
+            f"{folder} holds a config.json but no *.safetensors: the model can be planned, "
             "not loaded. Fetch its weights into this folder."
         )
-    if shortage := shortage_of(plan, options):
-        raise PlanError(shortage)
-    if excess := excess_of(plan, options):
-        _log.warning("%s", excess)
-    if options.check_weights:
-        check_finite(checkpoint, options.report)
     return checkpoint
 
 
-def _pack(opened: OpenModel) -> Pack:
-    """What makes weights into formats that they are not stored in."""
-    return choose_pack(opened.options.kernels) if opened.is_rounded_as_read else pack
+def _check_machine(plan: MemoryPlan, host_memory: str | int) -> None:
+    """Raises PlanError where this machine cannot hold the plan now."""
+    if shortage := shortage_of(plan, host_memory):
+        raise PlanError(shortage)
+    if excess := excess_of(plan, host_memory):
+        _log.warning("%s", excess)
 
 
-def make_executor(opened: OpenModel) -> HostExecutor:
+def make_executor(shape: MoEShape, device: str) -> HostExecutor:
     """The threads that a model's host computes on."""
-    experts = opened.config.experts
-    if experts is None:
-        return HostExecutor(MAX_THREADS)
-    num_threads = None
-    if opened.device not in OWN_DEVICES:
-        num_threads = KINDS[opened.device].num_host_threads
+    experts_per_token = shape.num_experts_per_token or MAX_THREADS
+    num_threads = None if device in OWN_DEVICES else KINDS[device].num_host_threads
     if num_threads is None:
-        return HostExecutor(experts.num_experts_per_token)
-    return HostExecutor.of_threads(num_threads, experts.num_experts_per_token)
+        return HostExecutor(experts_per_token)
+    return HostExecutor.of_threads(num_threads, experts_per_token)
 
 
-def _load_dense(opened: OpenModel, device: torch.device, reader: FileReader) -> Weights:
+def _load_dense(
+    dense: DenseWeights, device: torch.device, reader: FileReader, report: Progress
+) -> Weights:
     """What the model has beside its experts."""
     if device == HOST:
-        return opened.dense.load(reader, opened.options.report)
-    with plan_errors(opened.dense.num_bytes, "GPU memory for dense weights"):
-        return opened.dense.load_onto(device, reader, opened.options.report)
+        return dense.load(reader, report)
+    with plan_errors(dense.num_bytes, "GPU memory for dense weights"):
+        return dense.load_onto(device, reader, report)
 
 
 def _dense_device(plan: MemoryPlan) -> torch.device:
@@ -131,19 +190,26 @@ def _dense_device(plan: MemoryPlan) -> torch.device:
     return torch.device("cuda") if plan.device == "cuda" else HOST
 
 
-def _kv_cache(opened: OpenModel, shared: SharedMemory | None, device: torch.device) -> KVCache:
-    if not opened.keeps_keys:
-        return TransientKV(opened.kv_shape, opened.dtype)
+def _kv_cache(
+    context: ContextFacts,
+    dtype: torch.dtype,
+    device: torch.device,
+    is_elastic: bool,
+    shared: SharedMemory | None,
+) -> KVCache:
+    shape, max_range_tokens = context.kv_shape, context.max_sequence_tokens
+    if not context.keeps_keys:
+        return TransientKV(shape, dtype)
     if shared is not None and shared.kv is not None:
         return shared.make_cache(shared.kv)
-    if device == HOST and opened.options.elastic:  # what sequences do not need is the system's
-        layout = KVLayout(opened.kv_shape, opened.dtype)
+    if device == HOST and is_elastic:  # what sequences do not need is the system's
+        layout = KVLayout(shape, dtype)
         pages = kv_pages(PageBudget(layout.address_bytes(SMALL_GROUP_BYTES)), layout)
-        return KVCache(pages.storage, pages, opened.max_sequence_tokens)
+        return KVCache(pages.storage, pages, max_range_tokens)
+    num_bytes = math.prod(shape) * dtype.itemsize
     if device == HOST:
-        arena = Arena(opened.kv_cache_bytes, grows_slowly=True)
-        storage = arena.tensor(0, opened.kv_shape, opened.dtype)
+        storage = Arena(num_bytes, grows_slowly=True).tensor(0, shape, dtype)
     else:
-        with plan_errors(opened.kv_cache_bytes, "GPU memory for keys and values"):
-            storage = torch.zeros(opened.kv_shape, dtype=opened.dtype, device=device)
-    return KVCache(storage, max_range_tokens=opened.max_sequence_tokens)
+        with plan_errors(num_bytes, "GPU memory for keys and values"):
+            storage = torch.zeros(shape, dtype=dtype, device=device)
+    return KVCache(storage, max_range_tokens=max_range_tokens)

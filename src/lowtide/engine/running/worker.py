@@ -19,7 +19,6 @@ import torch
 from lowtide.decode.request import Committed, Event, Finished, Request
 from lowtide.engine.running.decoding import make_decoder, run_pass
 from lowtide.engine.running.engine import Engine
-from lowtide.engine.running.not_finite import naming_faults
 from lowtide.engine.running.policy_setting import follow_trial
 from lowtide.errors import InternalError, UsageError
 from lowtide.memory.cuda_streams import device_pass
@@ -185,9 +184,10 @@ class Worker:
 
     def adopt(self, engine: Engine) -> None:
         """Goes on with the same model in another state, in which nothing was computed so far."""
-        self._decoder.forget(is_mixed=self.engine.opened.changes_words)
+        self._decoder.forget(is_mixed=self.engine.options.changes_words)
         self.engine = engine
-        if engine.opened.changes_words:  # also those of what begins under it and ends under another
+        if engine.options.changes_words:
+            # Also those of what begins under it and ends under another.
             self._stored = None
             self._decoder.store_in(None)
 
@@ -245,7 +245,7 @@ class Worker:
                 self._decoder.forget()  # an observer sees all rows of a request
             self._decoder.store_in(None if is_observed else self._stored)
             with (
-                naming_faults(self.engine.opened),
+                self.engine.faults.naming_faults(),
                 device_pass(),
                 self.engine.experts.whole_pass(),
                 self.speed.measured(self.engine.model),

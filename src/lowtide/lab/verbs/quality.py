@@ -183,7 +183,11 @@ def _measured(
     if picture is not None:
         check_plot(Path(picture))
     opened = open_model(folder, EngineConfig(**options))  # type: ignore[arg-type]
-    path = curve_path(opened) if settings.flag("save_curve") else None
+    path = (
+        curve_path(opened.facts, opened.options.asked.calibration)
+        if settings.flag("save_curve")
+        else None
+    )
     work = _work(opened, settings, text, ratios, asked)
     with ProgressBars() as progress:
         report = measure(folder, rows, work, progress=progress, **options)
@@ -227,13 +231,15 @@ def _work(
     given = settings["max_tokens"] if settings.is_given("max_tokens") else DEFAULT_MAX_TOKENS
     repeats = cast(int, settings["repeats"])
     scope = Scope(cast(int, settings["tokens"]), cast(int, settings["window"]), ratios)
-    questions = None
+    questions, facts = None, opened.facts
     if asked:
-        questions = Questions(asked, opened.tokenizer, opened.config, opened.context)
+        questions = Questions(
+            asked, facts.tokenizer, facts.config, opened.memory.context.num_tokens
+        )
     work = QualityWork(
         questions=questions, max_tokens=cast(int, given), repeats=repeats, scope=scope
     )
-    return work if text is None else work.with_text(opened.tokenizer, text)
+    return work if text is None else work.with_text(facts.tokenizer, text)
 
 
 def _print(model: str, report: QualityReport) -> None:

@@ -1,0 +1,264 @@
+"""What is known of an open model, in three records. Nothing of its weights is read for them.
+
+`ModelFacts` is what its files say, `MemoryFacts` what it has in memory, `RunOptions` how it is run.
+A function takes the fields that it reads, or one record: they meet where a model is planned
+(`planning/plan.py`) and loaded (`running/wiring.py`), and are taken apart there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from lowtide.config import ModelConfig
+from lowtide.core import CacheMode, MoEShape, Reuse, align_up
+from lowtide.engine.opening import weight_formats
+from lowtide.engine.opening.config import MAX_BLOCK_LENGTH, MAX_PASS_ROWS, EngineConfig
+from lowtide.engine.opening.device_choice import resolve_device
+from lowtide.errors import UsageError
+from lowtide.experts.layout import SlotLayout
+from lowtide.experts.transfer import largest_read_bytes
+from lowtide.families import families
+from lowtide.formats import MatrixFormat
+from lowtide.formats.expert_inputs import ExpertInputs
+from lowtide.hardware.machine import Machine
+from lowtide.hardware.measure import layer_dense_bytes
+from lowtide.hardware.store import CostKey
+from lowtide.kernels.operands import ClampedWeights, ExpertWeights
+from lowtide.memory.kv_cache import storage_shape
+from lowtide.memory.kv_pages import StorageShape
+from lowtide.model_folder.checkpoint import Checkpoint
+from lowtide.model_folder.tokenizer import Tokenizer
+from lowtide.plan import WeightFormats
+from lowtide.policies.presets import substitutes
+from lowtide.reading.dense_weights import DenseWeights
+from lowtide.reading.fingerprint import fingerprint
+from lowtide.schemas import WeightMap, model_schema
+from lowtide.schemas.weights import ExpertTable
+
+DEFAULT_CONTEXT = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """A model as its files describe it, however it is run.
+
+    `folder` is where they are, or would be, or the first GGUF file. `checkpoint` is None for a
+    folder that has a `config.json` and no weights, and for a model that is on the hub only: it can
+    be planned (`weight_map` says where they would lie), not loaded.
+    """
+
+    folder: Path
+    config: ModelConfig
+    weight_map: WeightMap
+    checkpoint: Checkpoint | None = None
+    tokenizer: Tokenizer | None = None
+
+    def fingerprint(self) -> str:
+        """Read what identifies the model: a few hundred short pieces of its dense weights.
+
+        Raises StorageError, and UsageError for a folder without weights.
+        """
+        if self.checkpoint is None:
+            raise UsageError(f"{self.folder} has no weights that could be told from others.")
+        return fingerprint(self.checkpoint, self.weight_map.dense)
+
+
+class ContextFacts(NamedTuple):
+    """What a context of `num_tokens`, which all running sequences share, takes of keys and rows."""
+
+    num_tokens: int
+    kv_shape: StorageShape  # where none is kept, of the layer whose turn it is
+    keeps_keys: bool  # from pass to pass; otherwise layers take turns in the workspace
+    max_pass_rows: int
+    max_sequence_tokens: int  # of one sequence in the KV cache
+
+    @classmethod
+    def of(cls, config: ModelConfig, num_tokens: int, cache_mode: CacheMode) -> ContextFacts:
+        # In exact mode nothing of a bidirectional pass holds for the next.
+        keeps_keys = config.decoding.keeps_keys or cache_mode is not CacheMode.EXACT
+        num_arrays, num_heads, width = config.attention.cache_shape
+        kv_shape = storage_shape(
+            config.num_layers if keeps_keys else 1,
+            num_heads,
+            width,
+            align_up(num_tokens, config.decoding.block_length),
+            num_arrays,
+        )
+        max_pass_rows, max_sequence_tokens = MAX_PASS_ROWS, kv_shape.num_tokens
+        if config.decoding.keeps_keys:
+            longest = align_up(config.max_positions, MAX_BLOCK_LENGTH)
+            max_sequence_tokens = min(kv_shape.num_tokens, longest)
+        else:  # passes of whole sequences; under guidance two in a range
+            max_pass_rows = kv_shape.num_tokens
+        return cls(num_tokens, kv_shape, keeps_keys, max_pass_rows, max_sequence_tokens)
+
+
+class ExpertFacts(NamedTuple):
+    """A model's experts: where they lie in its files, and how in a slot."""
+
+    shape: MoEShape
+    table: ExpertTable
+    layout: SlotLayout
+    layer_bytes: int  # of the dense weights of a layer with experts, as costs are measured
+    inputs: ExpertInputs | None = None  # of a named calibration, where experts are rounded as read
+
+    def cost_key(
+        self, machine: Machine, products: str, device: str, kernels: str, folder: Path | None = None
+    ) -> CostKey:
+        """Return what the costs of these experts are stored under.
+
+        products: the host's kernels, by name; kernels: those that were asked for, of the device
+        if there is one; folder: where experts are read from, if reads are a part of what they cost.
+        """
+        beside = "" if device == "cpu" else f"{device}, {kernels} kernels"
+        return CostKey.of(
+            machine, self.shape, self.layout, self.layer_bytes, beside, folder, products
+        )
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Bytes of gate and up of a tile's experts, where the host computes beside a device."""
+        num_pairs = MAX_PASS_ROWS * self.shape.num_experts_per_token
+        return 2 * num_pairs * self.shape.expert_size * self.layout.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryFacts:
+    """Shapes, formats and bytes of what a model has in memory as it is run."""
+
+    device: str  # `cpu`, `cuda`, or the name of a registered kind
+    dtype: torch.dtype  # that it computes in
+    context: ContextFacts
+    dense: DenseWeights
+    dense_formats: Mapping[str, MatrixFormat]  # by name, of those not in their type's own format
+    experts: ExpertFacts | None
+    formats: WeightFormats  # in force, by part
+    rounded: frozenset[str]  # names of the formats whose products round rows to int8
+    is_rounded_as_read: bool  # weights are made into q8 or q4 that are not stored so
+
+    @classmethod
+    def of(cls, config: ModelConfig, weight_map: WeightMap, asked: EngineConfig) -> MemoryFacts:
+        """Raises UnsupportedError for formats that these weights are not made into."""
+        device, schema = resolve_device(asked.device), model_schema(config)
+        dtype_name = asked.dtype or config.dtype
+        dtype = getattr(torch, dtype_name)
+        asked.formats.check(dtype_name, device)
+        has_gpu = device == "cuda"
+        dense_formats = weight_formats.dense_formats(asked.formats, schema, weight_map, has_gpu)
+        of_experts: list[tuple[MatrixFormat | None, ...]] = []
+        if config.experts is not None:
+            of_experts = weight_formats.expert_formats(asked.formats, weight_map, has_gpu)
+        rounded = weight_formats.rounded_formats(
+            asked.activations, weight_formats.stored_formats(weight_map), dtype_name, device
+        )
+        parts = weight_formats.describe(config, schema, of_experts, dense_formats)
+        activations = weight_formats.describe_activations(asked.activations, parts, rounded)
+        return cls(
+            device=device,
+            dtype=dtype,
+            context=ContextFacts.of(config, _context(config, asked.context), asked.cache_mode),
+            dense=_dense(config, weight_map, dtype, dense_formats),
+            dense_formats=dense_formats,
+            experts=_experts(config, weight_map, dtype, of_experts),
+            formats=replace(parts, activations=activations),
+            rounded=rounded,
+            is_rounded_as_read=weight_formats.rounds(asked.formats, dense_formats, weight_map),
+        )
+
+    def with_inputs(self, inputs: ExpertInputs | None) -> MemoryFacts:
+        """The same, with experts that are rounded for the least error on `inputs`."""
+        if self.experts is None or inputs is None:
+            return self
+        formats = replace(self.formats, is_calibrated=True)
+        return replace(self, experts=self.experts._replace(inputs=inputs), formats=formats)
+
+    @property
+    def kept_formats(self) -> list[MatrixFormat]:
+        """The formats of weights that are not in their type's own."""
+        layers = [] if self.experts is None else self.experts.layout.layers
+        of_experts = [each for layer in layers for each in layer.formats]
+        return [*self.dense_formats.values(), *of_experts]
+
+    @property
+    def kv_cache_bytes(self) -> int:
+        """Bytes of the keys and values that are kept from pass to pass."""
+        context = self.context
+        return math.prod(context.kv_shape) * self.dtype.itemsize if context.keeps_keys else 0
+
+    @property
+    def largest_read_bytes(self) -> int:
+        """Bytes of the largest single read of an expert; without experts, of a dense weight."""
+        if self.experts is None:
+            return self.dense.largest_stored_bytes
+        return max(largest_read_bytes(self.experts.table), self.dense.largest_row_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class RunOptions:
+    """How a model is run: what was asked, as far as a model of its kind can do it."""
+
+    asked: EngineConfig
+    reuse: Reuse
+
+    @classmethod
+    def of(cls, asked: EngineConfig, config: ModelConfig) -> RunOptions:
+        # Nothing is taken over where passes see the whole sequence, or compute it each time.
+        is_kept = bool(asked.kv_cache) and config.decoding.keeps_keys
+        return cls(asked, Reuse(asked.cache) if is_kept else Reuse.OFF)
+
+    def with_policy(self, policy: str, policy_options: Mapping[str, str]) -> RunOptions:
+        asked = replace(self.asked, policy=policy, policy_options=policy_options)
+        return replace(self, asked=asked)
+
+    @property
+    def changes_words(self) -> bool:
+        """Whether the policy may have other experts run than the router chose."""
+        return substitutes(self.asked.policy, self.asked.policy_options)
+
+    @property
+    def keys_folder(self) -> Path | None:
+        """Where kept keys are written, too; None where they are in memory alone."""
+        folder, is_kept = self.asked.cache_dir, self.reuse is not Reuse.OFF
+        return Path(folder) if folder is not None and is_kept and not self.changes_words else None
+
+
+def _context(config: ModelConfig, asked: int | None) -> int:
+    """Whole blocks where a model writes by blocks. May be more than the model's positions: all
+    running sequences share it.
+    """
+    context = asked or min(config.max_positions, DEFAULT_CONTEXT)
+    return align_up(context, config.decoding.block_length)
+
+
+def _dense(
+    config: ModelConfig,
+    weight_map: WeightMap,
+    dtype: torch.dtype,
+    kept: Mapping[str, MatrixFormat],
+) -> DenseWeights:
+    is_float32 = families()[config.family].model().is_float32
+    dtypes = {name: torch.float32 if is_float32(name) else dtype for name in weight_map.dense}
+    return DenseWeights(weight_map.dense, dtypes, kept)
+
+
+def _experts(
+    config: ModelConfig,
+    weight_map: WeightMap,
+    dtype: torch.dtype,
+    kept: list[tuple[MatrixFormat | None, ...]],
+) -> ExpertFacts | None:
+    if config.experts is None:
+        return None
+    weights = ClampedWeights if config.moe.is_clamped else ExpertWeights
+    return ExpertFacts(
+        shape=config.moe_shape,
+        table=weight_map.experts,
+        layout=SlotLayout.of(config.moe_shape, dtype, weights, kept),
+        layer_bytes=layer_dense_bytes(weight_map.dense, config.moe_layers[-1], dtype.itemsize),
+    )
