@@ -1,4 +1,4 @@
-"""What all plots need: matplotlib, which is not installed with lowtide alone."""
+"""Import of matplotlib, which lowtide alone does not install."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which kernels a model computes with: chosen once, here, and handed to all that compute."""
+"""Choice of the kernels that a model computes with."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _log = logging.getLogger(__name__)
 
 HOST = torch.device("cpu")
 
-_why_not: dict[tuple[str, ...], str] = {}  # parts that this process cannot load; told once
+_why_not: dict[tuple[str, ...], str] = {}  # parts that this process cannot load; logged once
 
 
 def choose_kernels(
@@ -37,14 +37,14 @@ def choose_kernels(
     formats: Iterable[MatrixFormat] = (),
     report: Progress = no_progress,
 ) -> Kernels:
-    """Choose the kernels of what computes in `dtype` on `device`; option: `auto` or `reference`.
+    """Choose the kernels for computation in `dtype` on `device`; option: `auto` or `reference`.
 
-    rounded: the names of the formats whose products round rows to int8. formats: that weights are
-    in, whose parts of the compiled kernels are loaded now, or built (`report` is told); any other's
-    are when they are first used.
+    rounded: names of the formats whose products round rows to int8. formats: those of the weights;
+    their parts of the compiled kernels are loaded, or built, now (progress goes to `report`). Parts
+    of other formats are loaded at first use.
 
-    On the host, where nothing can be compiled, `auto` is the reference too, with one notice in
-    the log. On a GPU the option is about its experts alone, which its device chooses.
+    On a CPU where nothing can be compiled, `auto` is the reference too, with one warning in the
+    log. On a GPU the option concerns only the experts, and their device chooses.
     """
     if device.type == "cuda":
         return REFERENCE if why_no_triton(device) else _triton()
@@ -55,13 +55,13 @@ def choose_kernels(
 
 
 def choose_pack(option: str) -> Pack:
-    """What makes weights into q8 or q4 as they are read."""
+    """Choose the function that rounds weights to q8 or q4 as they are read."""
     compiled = None if option == "reference" else _compiled_pack()
     return pack if compiled is None else compiled
 
 
 def possible_names(option: str, dtype: torch.dtype) -> tuple[str, ...]:
-    """Names of the host's kernels that `choose_kernels` may give, best first; compiles nothing."""
+    """List the CPU kernels that `choose_kernels` may return, best first; compiles nothing."""
     if option == "reference" or dtype != torch.bfloat16:
         return (REFERENCE.name,)
     return *map(compiled_name, reversed(VARIANTS)), REFERENCE.name
@@ -69,10 +69,10 @@ def possible_names(option: str, dtype: torch.dtype) -> tuple[str, ...]:
 
 @functools.cache
 def why_no_triton(device: torch.device) -> str | None:
-    """Why Triton's kernels cannot be used on a GPU; None where they can.
+    """Return the reason why Triton's kernels cannot be used on a GPU, or None.
 
-    Triton builds a part of itself with a C compiler, into a cache folder, when it is first used:
-    the first call tries that out.
+    Triton compiles a part of itself with a C compiler into a cache folder at first use: the first
+    call tries that.
     """
     if importlib.util.find_spec("triton") is None:
         return "this torch has no Triton"
@@ -85,7 +85,7 @@ def why_no_triton(device: torch.device) -> str | None:
 
 @functools.cache
 def compiled_buddies() -> CompiledBuddies | None:
-    """What substitutes; None where nothing can be compiled, with one notice in the log."""
+    """Load the compiled substitution; None, with one warning, where it cannot be compiled."""
     try:
         return CompiledBuddies(load_part(DECISIONS))
     except (StorageError, UnsupportedError) as error:
@@ -100,7 +100,7 @@ def _triton() -> Kernels:
 
 
 def _are_loaded(parts: tuple[str, ...], report: Progress) -> bool:
-    """Load parts of the kernels; False where they cannot be, with one notice in the log."""
+    """Load parts of the kernels; return False, with one warning, where that is impossible."""
     if parts in _why_not:
         return False
     try:
@@ -126,7 +126,7 @@ def _compiled(rounded: frozenset[str]) -> Kernels:
 
 @functools.cache
 def _compiled_pack() -> Pack | None:
-    """None where nothing can be compiled, with one notice in the log."""
+    """Load the compiled packing; None, with one warning, where it cannot be compiled."""
     try:
         load_part(PACKING)
         return CompiledPacking(load_kernels())

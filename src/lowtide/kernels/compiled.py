@@ -1,12 +1,12 @@
-"""The compiled variant of a host that computes in bfloat16, with weights in any format.
+"""Kernels of a CPU that computes in bfloat16, compiled from C++, with weights in any format.
 
-Few rows' products go to the compiled operators, more to torch's; how many are few goes by the
-processor (`FewRows.max_rows`). Unlike routing's, the two give different bits, because sums are
-added in another order, so an engine uses one variant throughout. What comes between products is
-compiled for any number of rows.
+Products of few rows go to the compiled operators, products of more rows to torch; the limit depends
+on the processor (`FewRows.max_rows`). The two add sums in another order and so give different bits;
+therefore an engine uses one variant throughout. Operators between products are compiled for any
+number of rows.
 
-Few rows are multiplied with packed weights as they are stored, more with tiles of them; rows that
-are rounded to int8 all with weights as they are stored.
+Few rows are multiplied with packed weights as stored, more rows with unpacked tiles. Rows rounded
+to int8 are always multiplied with weights as stored.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from lowtide.memory.workspace import Buffers
 
 
 def compiled_name(variant: str) -> str:
-    """`Kernels.name` of one of `VARIANTS`."""
+    """Return the `Kernels.name` of one of `VARIANTS`."""
     return f"compiled, {variant}"
 
 
 class CompiledKernels(Kernels):
-    """Operators of C++ wherever `FewRows` takes them."""
+    """Kernels that use compiled operators wherever `FewRows` supports the operands."""
 
     def __init__(
         self,
@@ -51,8 +51,10 @@ class CompiledKernels(Kernels):
         rounding: PackedOperators | None = None,
         rounded: Collection[str] = (),
     ) -> None:
-        """rounding: of rows that are rounded to int8, those of products with weights in the formats
-        that `rounded` names; None: no rows are.
+        """Wrap the operators.
+
+        rounding: operators that round rows to int8, for weights in the formats that `rounded`
+        names; None: no rows are rounded.
         """
         super().__init__(rounded, compiled_name(few_rows.variant))
         self._few_rows, self._packed, self._rounding = few_rows, packed, rounding
@@ -69,8 +71,9 @@ class CompiledKernels(Kernels):
             super().multiply(x, weight_t, bias, out)
 
     def matrix_call(self, matrix: Matrix, is_rounded: bool | None = None) -> MatrixCall | None:
-        """What multiplies few rows with a matrix; None where nothing compiled does. is_rounded: see
-        `multiply_by`.
+        """Return the call that multiplies few rows with a matrix; None if no compiled one can.
+
+        is_rounded: see `multiply_by`.
         """
         if isinstance(matrix, Tensor):
             return self._few_rows.matrix_call(matrix)
@@ -201,7 +204,7 @@ class CompiledKernels(Kernels):
     def _one_expert(
         self, weights: ExpertWeights | ClampedWeights
     ) -> tuple[CompiledExperts, SlotPlaces] | None:
-        """What computes an expert, as if it were in a slot."""
+        """Return the call that computes one expert, addressed as if it were in a slot."""
         if isinstance(weights, ClampedWeights):
             return None
         are_rounded = self.rounds(*weights)

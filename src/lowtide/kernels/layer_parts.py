@@ -1,4 +1,4 @@
-"""What layers are made of, for kernels that run each in a call or two, or all of them in one."""
+"""Weights and buffers of layers, for kernels that run whole layers in a call."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from lowtide.kernels.operands import ExpertChoice, HeadNorms, Matrix, Rotation, 
 
 
 class Product(NamedTuple):
-    """A matrix [out, in] and what is added to its product, [out]."""
+    """Matrix [out, in] and the bias [out] of its product."""
 
     weight: Matrix
     bias: Tensor | None = None
 
 
 class AttentionParts(NamedTuple):
-    """Attention with grouped query heads, over all that came before."""
+    """Grouped-query attention over all earlier tokens."""
 
     norm: Tensor
     projections: tuple[Product, ...]  # queries, keys and values, or all of them in one
@@ -32,7 +32,7 @@ class AttentionParts(NamedTuple):
 
 
 class RouterParts(NamedTuple):
-    """How a layer's experts are chosen."""
+    """Weights and rule by which a layer chooses its experts."""
 
     weight: Tensor  # [num_experts, hidden], float32 or the compute dtype, as the logits are
     bias: Tensor | None  # [num_experts] float32, which ranks and does not weigh
@@ -40,7 +40,7 @@ class RouterParts(NamedTuple):
 
 
 class MLPParts(NamedTuple):
-    """A gated MLP that all rows use."""
+    """Gated MLP that all rows use."""
 
     gate: Matrix
     up: Matrix
@@ -49,7 +49,7 @@ class MLPParts(NamedTuple):
 
 
 class ExpertParts(NamedTuple):
-    """A layer's routed experts in the slots of the host."""
+    """Routed experts of a layer in the host's slots."""
 
     kernels: CompiledExperts  # what runs those of few rows
     places: SlotPlaces
@@ -58,7 +58,7 @@ class ExpertParts(NamedTuple):
 
 
 class LayerParts(NamedTuple):
-    """A layer, one of whose `router` and `shared` is there at least."""
+    """Layer with at least one of `router` and `shared`."""
 
     attention: AttentionParts | None  # None: it is computed by itself
     mlp_norm: Tensor
@@ -69,8 +69,9 @@ class LayerParts(NamedTuple):
 
     @property
     def products(self) -> list[Product]:
-        """With matrices of any format: attention's projections and output, then the gate, up and
-        down of what all rows use.
+        """List the products with matrices of any format.
+
+        These are attention's projections and output, then gate, up and down of the shared MLP.
         """
         found: list[Product] = []
         if self.attention is not None:
@@ -81,8 +82,9 @@ class LayerParts(NamedTuple):
 
     @property
     def tensors(self) -> list[Tensor]:
-        """What is in the compute dtype whatever the matrices are in, but for a router that is in
-        float32.
+        """List the tensors that are in the compute dtype whatever the matrices' format.
+
+        A router may be in float32 instead.
         """
         found: list[Tensor | None] = [self.mlp_norm, *(each.bias for each in self.products)]
         if self.attention is not None:
@@ -96,10 +98,10 @@ class LayerParts(NamedTuple):
 
 
 class Scratch(NamedTuple):
-    """What a layer's operators need beside its weights: as they take it one by one.
+    """Scratch of a layer's operators.
 
-    Rows are those of the pass, or pairs of a row and one of its experts; None is what a layer of
-    such parts has no use for.
+    Rows are those of the pass, or pairs of a row and one of its experts; None: a layer of these
+    parts does not need it.
     """
 
     normed: Tensor | None  # [rows, hidden]: attention's input
@@ -120,7 +122,7 @@ class Scratch(NamedTuple):
 
 
 class PassFacts(NamedTuple):
-    """What all layers of a pass share."""
+    """Arguments that all layers of a pass share."""
 
     x: Tensor  # [rows, hidden], which every layer adds to
     rotation: Rotation
@@ -129,7 +131,7 @@ class PassFacts(NamedTuple):
 
 
 class Status(IntEnum):
-    """How a call over layers ended: `Status` of residency.hpp."""
+    """End of a call over layers: `Status` of residency.hpp."""
 
     DONE = 0
     WAITS = 1  # for a read, for longer than one call may
@@ -139,16 +141,17 @@ class Status(IntEnum):
 
 
 class Residents(Protocol):
-    """Who is resident while layers run, and what becomes of it."""
+    """Residency of experts while layers run."""
 
     address: int  # of what the call is told
 
     def serve(self, status: Status) -> None:
-        """What a call waits for that is not DONE; it goes on afterwards. Raises StorageError where
-        an expert cannot be read.
+        """Do what a call that ended with `status`, not DONE, waits for, so that it can go on.
+
+        Raises StorageError if an expert cannot be read.
         """
         ...
 
     def give_up(self) -> None:
-        """The call does not go on: slots come free once nothing fills them."""
+        """Give up a call that will not go on: slots become free once nothing fills them."""
         ...

@@ -1,4 +1,4 @@
-"""What kernels are given and what they answer, whichever variant runs."""
+"""Arguments and results of the kernels, common to all variants."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from torch import Tensor
 from lowtide.formats import StoredMatrix
 
 Matrix = Tensor | StoredMatrix
-"""[out, in], in the compute dtype or as its format has it."""
+"""Matrix [out, in], in the compute dtype or as its format stores it."""
 
 
 def rows_of(matrix: Matrix, features: slice) -> Matrix:
-    """Some of a matrix's rows, as a view."""
+    """Return some of a matrix's rows, as a view."""
     return matrix[features] if isinstance(matrix, Tensor) else matrix.rows(features)
 
 
 class ExpertWeights(NamedTuple):
-    """One expert's matrices."""
+    """Matrices of one expert."""
 
     gate: Matrix  # [expert_size, hidden]
     up: Matrix  # [expert_size, hidden]
@@ -26,7 +26,7 @@ class ExpertWeights(NamedTuple):
 
 
 class ClampedWeights(NamedTuple):
-    """One expert of gpt-oss: biased, and gated by `reference.clamped_swiglu`."""
+    """Matrices of one gpt-oss expert: biased, and gated by `reference.clamped_swiglu`."""
 
     gate: Matrix  # [expert_size, hidden]
     up: Matrix  # [expert_size, hidden]
@@ -37,9 +37,9 @@ class ClampedWeights(NamedTuple):
 
 
 class HeadNorms(NamedTuple):
-    """Weights of the RMS norms of queries and keys before they are rotated.
+    """Weights of the RMS norms of queries and keys before rotation.
 
-    [head_dim], each head by itself, or as wide as all heads, which are one then.
+    [head_dim] if each head is normalised by itself, or the width of all heads together.
     """
 
     query: Tensor
@@ -54,7 +54,7 @@ class Rotation(NamedTuple):
 
 
 class ExpertChoice(NamedTuple):
-    """How experts are chosen by their logits, and weighed."""
+    """Rule by which experts are chosen by their logits, and weighted."""
 
     num_chosen: int
     is_sigmoid: bool  # scores by sigmoid, else by softmax
@@ -67,7 +67,7 @@ class ExpertChoice(NamedTuple):
 
 
 class SortedPairs(NamedTuple):
-    """The (token, expert) pairs of a step, sorted by expert, tokens ascending within one."""
+    """(token, expert) pairs of a step, sorted by expert, tokens ascending within one."""
 
     token_of: Tensor  # [tokens * k] int64: the token of each sorted pair
     part_of: Tensor  # [tokens, k] int64: where a token's j-th pair went
@@ -75,7 +75,7 @@ class SortedPairs(NamedTuple):
 
 
 class SlotPlaces(NamedTuple):
-    """Where experts' weights are: those of slot s at `s * slot_bytes` beyond these addresses."""
+    """Addresses of experts' weights: those of slot s are `s * slot_bytes` beyond these."""
 
     gate: int
     up: int

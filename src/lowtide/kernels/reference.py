@@ -1,7 +1,8 @@
-"""The kernels in plain torch, on any processor: what every faster variant must equal.
+"""Reference kernels in plain torch, for any processor; every faster variant must equal them.
 
-`Kernels` is the base of all variants, and each of its methods the plain twin of theirs. They
-write into buffers that they are given or take from the workspace, and allocate nothing of size.
+`Kernels` is the base class of all variants, and each of its methods the plain twin of theirs. The
+methods write into buffers that they are given or take from the workspace, and allocate nothing
+large.
 """
 
 from __future__ import annotations
@@ -39,17 +40,20 @@ CLAMP_SLOPE = 1.702
 
 
 class Kernels:
-    """What computes on one kind of processor, in one compute dtype: chosen once for a model.
+    """Operators for one kind of processor, in one compute dtype; chosen once for a model.
 
-    Which rows a variant takes itself and which it leaves to its plain twin is its own business.
+    A variant decides for itself which rows it computes and which it leaves to its plain twin.
     """
 
     name = "torch"
-    library: ctypes.CDLL | None = None  # of compiled layers, where there are such
+    library: ctypes.CDLL | None = None  # of compiled layers, if any
 
     def __init__(self, rounded: Collection[str] = (), name: str = name) -> None:
-        """rounded: the names of the formats of weights whose products round rows to int8 first
-        (`int8_rows.py`). name: for people and stored costs.
+        """Set the options.
+
+        rounded: names of the weight formats whose products round rows to int8 first
+          (`int8_rows.py`).
+        name: for people and stored costs.
         """
         self.rounded = frozenset(rounded)
         self.name = f"{name}, {INT8_ROWS} rows" if rounded else name
@@ -59,9 +63,10 @@ class Kernels:
     def multiply(
         self, x: Tensor, weight_t: Tensor, bias: Tensor | None, out: Tensor, num_threads: int = 1
     ) -> None:
-        """`out = x @ weight_t + bias` for x [n, in], weight_t [in, out], bias [out], out [n, out].
+        """Compute `out = x @ weight_t + bias`.
 
-        num_threads: of the kernel's own, where `divides` says so of the matrix.
+        x [n, in], weight_t [in, out], bias [out], out [n, out]. num_threads: of the kernel's own;
+        used if `divides` is True for the matrix.
         """
         if bias is None:
             torch.mm(x, weight_t, out=out)
@@ -77,11 +82,12 @@ class Kernels:
         num_threads: int = 1,
         is_rounded: bool | None = None,
     ) -> None:
-        """`out = x @ matrix.t() + bias` for x [n, in], a matrix [out, in] of any format, out
-        [n, out]. Each weight is rounded once to the compute dtype, whatever n is; where rows are
-        rounded, see `int8_rows.py`.
+        """Compute `out = x @ matrix.t() + bias` with a matrix of any format.
 
-        is_rounded: of an expert's matrix, whether its rows are; by default as `rounds` says.
+        x [n, in], matrix [out, in], out [n, out].
+        Each weight is rounded once to the compute dtype, whatever n is; for rows rounded to int8
+        see `int8_rows.py`. is_rounded: whether the rows of an expert's matrix are; by default as
+        `rounds` says.
         """
         if isinstance(matrix, Tensor):
             self.multiply(x, matrix.t(), bias, out, num_threads)
@@ -95,31 +101,33 @@ class Kernels:
             stored.multiply(self, x, matrix, bias, out)
 
     def rounds(self, *matrices: Matrix) -> bool:
-        """Whether rows are rounded to int8 before they are multiplied with a matrix, or with those
-        of an expert: either with all that are in groups or with none. A rounded row's bits do not
-        depend on how many there are.
+        """Return True if rows are rounded to int8 before products with a matrix.
+
+        An expert's matrices are decided together: either all that are in groups or none. A rounded
+        row's bits do not depend on the number of rows.
         """
         names = {int8_rows.format_name(m) for m in matrices if isinstance(m, GroupedMatrix)}
         return bool(names) and names <= self.rounded
 
     def unpack(self, matrix: StoredMatrix, out: Tensor) -> None:
-        """`StoredMatrix.unpack`."""
+        """Compute `StoredMatrix.unpack`."""
         matrix.unpack(out)
 
     def select_rows(self, matrix: Matrix, rows: Tensor, out: Tensor) -> None:
-        """`out = matrix[rows]` for rows [n] int64 and out [n, in] in the compute dtype."""
+        """Compute `out = matrix[rows]` for rows [n] int64 and out [n, in] in the compute dtype."""
         if isinstance(matrix, Tensor):
             torch.index_select(matrix, 0, rows, out=out)
         elif not out.is_meta:
             self.unpack(matrix.rows(rows), out)
 
     def divides(self, x: Tensor, matrix: Matrix) -> bool:
-        """Whether `multiply_by` divides a product with these rows among threads of its own."""
+        """Return True if `multiply_by` divides this product among threads of its own."""
         return False
 
     def several_experts(self, formats: Sequence[MatrixFormat]) -> CompiledExperts | None:
-        """What computes several experts of few rows in one call, whose gate, up and down are in
-        these formats; None where nothing does.
+        """Return the operator that computes several experts of few rows in one call.
+
+        formats: of gate, up and down; None if there is no such operator.
         """
         return None
 
@@ -131,12 +139,12 @@ class Kernels:
         up: Tensor,
         out: Tensor,
     ) -> None:
-        """`out = down(silu(gate(x)) * up(x))` for x [n, hidden]; gate, up [n, expert_size] are
-        scratch; `out` may be `x`.
+        """Compute `out = down(silu(gate(x)) * up(x))` for x [n, hidden].
 
-        Rounds where the families' own code does: after each matrix product, SiLU and product.
-        Clamped weights make it `out = down(clamped_swiglu(gate(x), up(x)))`, every product biased,
-        rounded before and after each bias.
+        gate, up [n, expert_size] are scratch; `out` may be `x`. Rounds where the families' own code
+        does: after each matrix product, SiLU and product. Clamped weights make it `out =
+        down(clamped_swiglu(gate(x), up(x)))`, every product biased, rounded before and after each
+        bias.
         """
         is_rounded = self.rounds(*weights[:3])
         self.multiply_by(x, weights.gate, gate, is_rounded=is_rounded)
@@ -160,24 +168,26 @@ class Kernels:
         workspace: Buffers,
         run: tiled_head.Run,
     ) -> RowStatistics:
-        """What `wanted` asks of the logits of hidden[rows], before the last norm.
+        """Compute the `wanted` statistics of the logits of hidden[rows], from before the last norm.
 
-        hidden [tokens, hidden]; rows [n] int64. run: for works that may go to several threads.
-        The answer lies in the workspace. Logits are rounded to the compute dtype, as those of
-        whole rows are, then guided and reduced in float32.
+        hidden [tokens, hidden]; rows [n] int64. run: runs works, possibly on several threads. The
+        result is in the workspace. Logits are rounded to the compute dtype, as those of whole rows
+        are, then guided and reduced in float32.
         """
         return tiled_head.row_statistics(
             self, hidden, rows, head, wanted, guidance, form, workspace, run
         )
 
     def whole_layer(self, parts: LayerParts) -> CompiledLayer | None:
-        """What runs such a layer in one call, or in one up to the router's choice and another one
-        after the experts, with the bits of these operators one by one; None where nothing does.
+        """Return the compiled layer of these parts, or None.
+
+        It runs in one call, or in one up to the router's choice and another after the experts, with
+        the bits of these operators run one by one.
         """
         return None
 
     def takes_rows(self, x: Tensor) -> bool:
-        """Whether `whole_layer`'s answers take these rows, [rows, hidden]."""
+        """Return True if the layers of `whole_layer` support these rows, [rows, hidden]."""
         return False
 
     # Rows between products. num_threads: of the kernel's own, where it divides rows among some.
@@ -191,31 +201,29 @@ class Kernels:
         out: Tensor,
         num_threads: int = 1,
     ) -> None:
-        """`out = weight * (x / rms(x))` over the last dimension; `out` may be `x`.
+        """Compute `out = weight * (x / rms(x))` over the last dimension; `out` may be `x`.
 
         x, out [rows, length] or [rows, heads, length], the elements of a row and its heads
-        adjacent.
-
-        Normalises in float32, rounds to the compute dtype, then multiplies by `weight` (the order
-        of Llama and of most families here), so bfloat16 results round where the original's do. A
-        float32 weight multiplies before that (gpt-oss).
+        adjacent. Normalises in float32, rounds to the compute dtype, then multiplies by `weight`
+        (the order of Llama and most families here), so bfloat16 results round where the original's
+        do. A float32 weight multiplies before rounding (gpt-oss).
         """
         reference_rows.rms_norm(x, weight, eps, workspace, out)
 
     def rotate(
         self, x: Tensor, rotation: Rotation, workspace: Buffers, num_threads: int = 1
     ) -> None:
-        """Turns x [rows, heads, head_dim] in place: dimension i with i + rotary_dim / 2.
+        """Rotate x [rows, heads, head_dim] in place: dimension i with i + rotary_dim / 2.
 
-        Computed in the type of `rotation`: the compute dtype, or float32 and rounded once.
-        Dimensions past rotary_dim pass through.
+        Computed in the dtype of `rotation`: the compute dtype, or float32 and rounded once.
+        Dimensions past rotary_dim stay unchanged.
         """
         reference_rows.rotate(x, rotation, workspace)
 
     def rotate_pairs(self, x: Tensor, rotation: Rotation, workspace: Buffers) -> None:
-        """Turns x [rows, heads, rotary_dim] in place: dimension 2 i with dimension 2 i + 1.
+        """Rotate x [rows, heads, rotary_dim] in place: dimension 2 i with dimension 2 i + 1.
 
-        Computed in float32, as `rotation` has to be, and rounded once.
+        Computed in float32, which must be the dtype of `rotation`, and rounded once.
         """
         reference_rows.rotate_pairs(x, rotation, workspace)
 
@@ -229,10 +237,10 @@ class Kernels:
         workspace: Buffers,
         num_threads: int = 1,
     ) -> None:
-        """`rms_norm` of queries and of keys, then `rotate`, in place.
+        """Apply `rms_norm` to queries and keys, then `rotate`, in place.
 
-        x [rows, heads, head_dim]: heads of `num_queries` queries, then of keys, or of either
-        alone; heads adjacent.
+        x [rows, heads, head_dim]: heads of `num_queries` queries, then of keys, or of either alone;
+        heads adjacent.
         """
         for heads, weight in ((x[:, :num_queries], norms.query), (x[:, num_queries:], norms.key)):
             if not heads.shape[1]:
@@ -243,21 +251,24 @@ class Kernels:
         self.rotate(x, rotation, workspace, num_threads)
 
     def silu_times(self, gate: Tensor, up: Tensor, num_threads: int = 1) -> None:
-        """`gate = silu(gate) * up`, in place, rounded after each of the two. Both contiguous."""
+        """Compute `gate = silu(gate) * up` in place, rounded after each of the two.
+
+        Both are contiguous.
+        """
         F.silu(gate, inplace=True)
         gate.mul_(up)
 
     def weigh_rows(self, x: Tensor, gates: Tensor) -> None:
-        """`x *= sigmoid(gates)`, in place, rounded after each of the two; `gates` are used up.
+        """Compute `x *= sigmoid(gates)` in place, rounded after each of the two.
 
-        x [rows, length], gates [rows, 1], both contiguous.
+        x [rows, length], gates [rows, 1], both contiguous; `gates` is overwritten.
         """
         x.mul_(gates.sigmoid_())
 
     # Attention of a single row
 
     def attends_rows(self, query: Tensor) -> bool:
-        """Whether `attend_row` is the way for single rows of query [rows, heads, head_dim]."""
+        """Return True if single rows of query [rows, heads, head_dim] should use `attend_row`."""
         return False
 
     def attend_row(
@@ -269,7 +280,7 @@ class Kernels:
         out: Tensor,
         num_threads: int,
     ) -> None:
-        """One row's heads over all of keys and values.
+        """Compute attention of one row's heads over all of keys and values.
 
         query, out [heads, head_dim] contiguous; keys, values [kv_heads, tokens, head_dim], rows
         adjacent, the same stride of heads; scale: by default head_dim ** -0.5.
@@ -281,20 +292,20 @@ class Kernels:
     # Routing
 
     def top_experts(self, rank: Tensor, num_chosen: int) -> Tensor:
-        """The experts of highest rank for each token: [tokens, num_chosen] int64, ascending ids.
+        """Return each token's experts of highest rank: [tokens, num_chosen] int64, ascending ids.
 
-        rank [tokens, num_experts], floating point. Which of several equal ones is chosen is left
-        open.
+        rank [tokens, num_experts], floating point. Ties are broken arbitrarily.
         """
         return rank.topk(num_chosen, sorted=False).indices.sort().values
 
     def choose_experts(
         self, logits: Tensor, bias: Tensor | None, choice: ExpertChoice
     ) -> tuple[Tensor, Tensor]:
-        """Each token's experts [tokens, num_chosen] int64, ascending, and their float32 weights.
+        """Return each token's experts and their weights.
 
-        logits [tokens, num_experts] contiguous, which are used up; bias [num_experts] float32
-        ranks and does not weigh.
+        Experts [tokens, num_chosen] int64, ascending; weights of the same shape, float32. logits
+        [tokens, num_experts] contiguous, overwritten; bias [num_experts] float32 affects the choice
+        and not the weights.
         """
         if choice.is_sigmoid:
             scores = logits.sigmoid_()
@@ -307,7 +318,7 @@ class Kernels:
         return experts, weights_of(scores, experts, choice, logits.dtype)
 
     def sort_pairs(self, experts: Tensor, num_experts: int) -> SortedPairs:
-        """Sorts the pairs of experts [tokens, k] int64 by expert; waits for no device."""
+        """Sort the pairs of experts [tokens, k] int64 by expert, without device synchronisation."""
         flat = experts.reshape(-1)
         order = torch.argsort(flat, stable=True)
         part_of = torch.empty_like(flat)
@@ -326,12 +337,12 @@ class Kernels:
         term_fp32: Tensor,
         out: Tensor,
     ) -> None:
-        """Sums each token's expert outputs in ascending expert id, in float32.
+        """Sum each token's expert outputs in ascending expert id, in float32.
 
         parts [tokens * k, hidden]: expert outputs in the compute dtype; part_of [tokens, k] int64:
-        the row of `parts` that holds a token's j-th expert, ascending by expert id; weights
-        [tokens, k] float32 in the same order; term [tokens, hidden] compute dtype and term_fp32
-        are scratch; out [tokens, hidden] float32.
+        the row of `parts` with a token's j-th expert, ascending by expert id; weights [tokens, k]
+        float32 in the same order; term [tokens, hidden] compute dtype and term_fp32 are scratch;
+        out [tokens, hidden] float32.
 
         One multiply, then one add per expert: never fused, so the bits do not depend on which
         expert's output arrived first.
@@ -348,10 +359,10 @@ REFERENCE = Kernels()
 
 
 def clamped_swiglu(gate: Tensor, up: Tensor) -> None:
-    """`gate = (up + 1) * gate * sigmoid(slope * gate)`, in place, of clamped inputs.
+    """Compute `gate = (up + 1) * gate * sigmoid(slope * gate)` of clamped inputs, in place.
 
-    gate is clamped from above, up on both sides; `up` is used up. gate * sigmoid(slope * gate) is
-    computed as silu(slope * gate) / slope, which needs no scratch and rounds as often.
+    gate is clamped from above, up on both sides; `up` is overwritten. gate * sigmoid(slope * gate)
+    is computed as silu(slope * gate) / slope, which needs no scratch and rounds as often.
     """
     gate.clamp_(max=CLAMP_LIMIT).mul_(CLAMP_SLOPE)
     F.silu(gate, inplace=True)

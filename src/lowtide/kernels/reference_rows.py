@@ -1,7 +1,7 @@
 """Norms and rotations of rows in plain torch, a few rows at a time.
 
-What they compute in has to be in the plan of every pass, and kernels that keep a row in registers
-never touch it: so it is little, whatever the rows.
+The plan of every pass includes their scratch, though kernels that keep a row in registers never use
+it; a few rows at a time keep it small.
 """
 
 from __future__ import annotations
@@ -17,31 +17,33 @@ from lowtide.memory.chunking import pieces
 from lowtide.memory.workspace import Buffers
 
 SCRATCH_ROWS = 32
-"""Rows whose scratch exists together. Fewer than any pass that a template is fitted to has, so that
-of all longer ones it is the same."""
+"""Rows whose scratch exists at once.
+
+Fewer than any pass that a template is fitted to has, so longer passes need the same.
+"""
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, workspace: Buffers, out: Tensor) -> None:
-    """See `Kernels.rms_norm`."""
+    """Compute `Kernels.rms_norm`."""
     _by_few(partial(_normalise, weight, eps, workspace), x, out)
 
 
 def rotate(x: Tensor, rotation: Rotation, workspace: Buffers) -> None:
-    """See `Kernels.rotate`."""
+    """Compute `Kernels.rotate`."""
     half = rotation.cos.shape[-1]
     first, second = x[..., :half], x[..., half : 2 * half]
     is_narrow = rotation.cos.dtype == x.dtype
-    turn = partial(_turn if is_narrow else _turn_in_float32, workspace)
+    turn = partial(_rotate_parts if is_narrow else _rotate_parts_in_float32, workspace)
     _by_few(turn, first, second, *rotation)
 
 
 def rotate_pairs(x: Tensor, rotation: Rotation, workspace: Buffers) -> None:
-    """See `Kernels.rotate_pairs`."""
-    _by_few(partial(_turn_in_float32, workspace), x[..., 0::2], x[..., 1::2], *rotation)
+    """Compute `Kernels.rotate_pairs`."""
+    _by_few(partial(_rotate_parts_in_float32, workspace), x[..., 0::2], x[..., 1::2], *rotation)
 
 
 def _by_few(run: Callable[..., None], *rows: Tensor) -> None:
-    """`run` for `SCRATCH_ROWS` at a time; no row's bits depend on the others."""
+    """Call `run` for `SCRATCH_ROWS` at a time; no row's bits depend on the others."""
     num_rows = rows[0].shape[0]
     if num_rows <= SCRATCH_ROWS:
         run(*rows)
@@ -68,8 +70,10 @@ def _normalise(weight: Tensor, eps: float, workspace: Buffers, x: Tensor, out: T
             out.mul_(weight)
 
 
-def _turn(workspace: Buffers, first: Tensor, second: Tensor, cos: Tensor, sin: Tensor) -> None:
-    """Halves [rows, heads, rotary_dim / 2] in place, in their own type."""
+def _rotate_parts(
+    workspace: Buffers, first: Tensor, second: Tensor, cos: Tensor, sin: Tensor
+) -> None:
+    """Rotate halves [rows, heads, rotary_dim / 2] in place, in their own dtype."""
     shape = tuple(first.shape)
     with workspace.scope():
         first_sin = workspace.take("rotary first", shape, first.dtype)
@@ -80,10 +84,10 @@ def _turn(workspace: Buffers, first: Tensor, second: Tensor, cos: Tensor, sin: T
         second.mul_(cos).add_(first_sin)
 
 
-def _turn_in_float32(
+def _rotate_parts_in_float32(
     workspace: Buffers, first: Tensor, second: Tensor, cos: Tensor, sin: Tensor
 ) -> None:
-    """Pairs [rows, heads, rotary_dim / 2] in place; cos and sin are float32."""
+    """Rotate pairs [rows, heads, rotary_dim / 2] in place; cos and sin are float32."""
     shape = tuple(first.shape)
     with workspace.scope():
         names = ("rotary first", "rotary second", "rotary first fp32", "rotary second fp32")

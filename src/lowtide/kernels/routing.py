@@ -1,4 +1,4 @@
-"""How tokens' experts are ranked and weighed, in plain torch."""
+"""Ranking and weighting of tokens' experts, in plain torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from lowtide.kernels.operands import ExpertChoice
 
 
 def limit_to_groups(rank: Tensor, choice: ExpertChoice) -> Tensor:
-    """Ranks [tokens, experts]: -inf but in the best groups."""
+    """Return ranks [tokens, experts] with -inf outside the best groups."""
     groups = rank.view(rank.shape[0], choice.num_groups, -1)
     if choice.num_group_best == 1:
         group_rank = groups.amax(-1)  # [tokens, groups]
@@ -24,7 +24,10 @@ def limit_to_groups(rank: Tensor, choice: ExpertChoice) -> Tensor:
 def weights_of(
     scores: Tensor, experts: Tensor, choice: ExpertChoice, logits_dtype: torch.dtype
 ) -> Tensor:
-    """The float32 weights [tokens, num_chosen] of chosen experts, of scores [tokens, experts]."""
+    """Return the float32 weights [tokens, num_chosen] of chosen experts.
+
+    scores: [tokens, experts].
+    """
     weights = scores.gather(1, experts)
     if choice.normalise:
         total = weights.sum(-1, keepdim=True)

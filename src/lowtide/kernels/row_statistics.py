@@ -1,6 +1,6 @@
-"""What a diffusion decoder asks of rows of logits: nouns, and how tiles' parts are joined.
+"""Statistics of rows of logits that a diffusion decoder needs, and the joining of tiles.
 
-The head's product is computed in tiles of the vocabulary, and of each only some numbers per row
+The head's product is computed in tiles of the vocabulary; of each tile only a few numbers per row
 are kept, its partials. `tiled_head` computes them in plain torch, `triton_head` on a GPU.
 """
 
@@ -16,30 +16,32 @@ from lowtide.kernels.operands import Matrix
 from lowtide.memory.workspace import Buffers
 
 TILE_COLUMNS = 1024
-"""Vocabulary entries of a tile. Fixed, never a matter of the budget or of the rows: it decides
-bits. float32 logits of a few rows stay in a core's cache, and on a GPU one row has enough tiles
-to keep every processor busy."""
+"""Vocabulary entries of a tile.
+
+Fixed whatever the budget or the rows, because it decides bits. float32 logits of a few rows stay in
+a core's cache, and on a GPU one row has enough tiles to keep every processor busy.
+"""
 
 LEAST_EXPONENT = -1e4
-"""Stands for what is lower: its exponential is 0, and unlike -inf it may be multiplied by that."""
+"""Replacement for lower values: its exponential is 0, and unlike -inf it can be multiplied by 0."""
 
 
 class Form(enum.Enum):
-    """Whether the logits of all rows exist at some time. The numbers are the same."""
+    """Form of the logits: whether those of all rows exist at once. The numbers are the same."""
 
     FUSED = "fused"
     MATERIALISED = "materialised"  # [rows, vocab] in the compute dtype, as in Mosaic
 
 
 class Wanted(NamedTuple):
-    """What is asked beside the arg-max and its probability."""
+    """Statistics to compute beside the arg-max and its probability."""
 
     second: bool = False
     entropy: bool = False
 
 
 class Head(NamedTuple):
-    """The weights between the last hidden states and logits."""
+    """Weights between the last hidden states and the logits."""
 
     norm: Tensor  # [hidden]
     eps: float
@@ -49,21 +51,21 @@ class Head(NamedTuple):
 class Guidance(NamedTuple):
     """Classifier-free guidance: `logits = other + factor * (logits - other)`, in float32.
 
-    LLaDA's `cfg_scale` is the factor less 1; its other rows are those of the masked prompt.
+    The factor is LLaDA's `cfg_scale` plus 1; the other rows are those of the masked prompt.
     """
 
     rows: Tensor  # [n] int64: of the same hidden states
     factors: Tensor  # [n] float32
 
     def part(self, rows: slice) -> Guidance:
-        """That of some of the n rows."""
+        """Return the guidance of some of the n rows."""
         return Guidance(self.rows[rows], self.factors[rows])
 
 
 class RowStatistics(NamedTuple):
-    """Statistics of n rows of logits. Where the greatest is not finite, what follows it is NaN.
+    """Statistics of n rows of logits; where the greatest logit is not finite, the rest is NaN.
 
-    Probabilities are exact near 1, too: what is left of a row is summed up apart from its best.
+    Probabilities are exact near 1, too: the best entry is left out of the sum of the others.
     """
 
     best: Tensor  # [n] int64: the arg-max, the lowest id on ties; of NaNs the first
@@ -74,7 +76,7 @@ class RowStatistics(NamedTuple):
 
     @classmethod
     def take(cls, num_rows: int, wanted: Wanted, workspace: Buffers) -> RowStatistics:
-        """Room for them."""
+        """Allocate n rows from the workspace."""
 
         def taken(name: str, dtype: torch.dtype = torch.float64) -> Tensor:
             return workspace.take(name, (num_rows,), dtype)
@@ -88,12 +90,12 @@ class RowStatistics(NamedTuple):
         )
 
     def part(self, rows: slice) -> RowStatistics:
-        """Those of some of the rows."""
+        """Return a view of some of the rows."""
         return RowStatistics._make(None if each is None else each[rows] for each in self)
 
 
 class Partials(NamedTuple):
-    """What is kept of each vocabulary tile of each row: [rows, tiles]."""
+    """Numbers kept for each vocabulary tile of each row: [rows, tiles]."""
 
     best: Tensor  # int32
     greatest: Tensor  # float32, as all that follow
@@ -103,7 +105,7 @@ class Partials(NamedTuple):
 
     @classmethod
     def take(cls, num_rows: int, num_tiles: int, wanted: Wanted, workspace: Buffers) -> Partials:
-        """Room for them."""
+        """Allocate partials from the workspace."""
 
         def taken(name: str, dtype: torch.dtype = torch.float32) -> Tensor:
             return workspace.take(name, (num_rows, num_tiles), dtype)
@@ -117,11 +119,11 @@ class Partials(NamedTuple):
         )
 
     def part(self, rows: slice) -> Partials:
-        """Those of some of the rows."""
+        """Return a view of some of the rows."""
         return Partials._make(None if each is None else each[rows] for each in self)
 
     def join(self, out: RowStatistics) -> None:
-        """The first rows' statistics, in float64 and in the tiles' order.
+        """Compute the first rows' statistics, in float64 and in the tiles' order.
 
         With the greatest logit of all tiles M, of each tile m, and w = exp(m - M), the sum of
         exponentials is S = sum w (1 + rest), in which the best tile's w is 1. Then p = 1 / S, and

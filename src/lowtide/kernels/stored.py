@@ -1,7 +1,7 @@
-"""Products with matrices that are not in the compute dtype: some of their rows at a time.
+"""Products with matrices that are not in the compute dtype, a tile of rows at a time.
 
-A tile of weights is unpacked into a core's cache and multiplied with there, so that a matrix in the
-compute dtype never exists.
+A tile of weights is unpacked into a core's cache and multiplied there, so that the matrix never
+exists in the compute dtype.
 """
 
 from __future__ import annotations
@@ -18,19 +18,21 @@ if TYPE_CHECKING:
     from lowtide.kernels.reference import Kernels
 
 TILE_WEIGHTS = 1 << 17
-"""Weights of a tile, about: 256 KiB in bfloat16. Fixed, because it decides bits."""
+"""Approximate weights of a tile: 256 KiB in bfloat16. Fixed, because it decides bits."""
 
-_ROWS_UNIT = 64  # a product's bits do not depend on where pieces begin that are multiples of it
+_ROWS_UNIT = 64  # a product's bits are the same however its rows are cut at multiples of it
 
 
 def tile_rows(num_columns: int) -> int:
-    """Rows of a tile of a matrix [.., num_columns]."""
+    """Return the rows of a tile of a matrix [.., num_columns]."""
     return max(_ROWS_UNIT, TILE_WEIGHTS // num_columns // _ROWS_UNIT * _ROWS_UNIT)
 
 
 def unpacking_bytes(shape: tuple[int, ...]) -> int:
-    """What a thread takes at most to multiply by a matrix of this shape: a tile of its weights in
-    float32, twice, its codes and a copy, and the tile in the compute dtype.
+    """Return the most scratch bytes that a thread needs to multiply by a matrix of this shape.
+
+    It is a tile of its weights in float32, twice, its codes and a copy, and the tile in the compute
+    dtype.
     """
     num_rows = min(shape[0], tile_rows(shape[1]) + MAX_REMAINDER)
     return num_rows * shape[1] * 16
@@ -39,7 +41,7 @@ def unpacking_bytes(shape: tuple[int, ...]) -> int:
 def multiply(
     kernels: Kernels, x: Tensor, matrix: StoredMatrix, bias: Tensor | None, out: Tensor
 ) -> None:
-    """`out = x @ matrix.t() + bias`; see `Kernels.multiply_by`."""
+    """Compute `out = x @ matrix.t() + bias`; see `Kernels.multiply_by`."""
     num_rows, num_columns = matrix.shape
     length = tile_rows(num_columns)
     shape = (min(num_rows, length + MAX_REMAINDER), num_columns)

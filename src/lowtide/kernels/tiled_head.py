@@ -1,8 +1,8 @@
-"""Statistics of rows of logits in plain torch: the head's product tile by tile, kept nowhere.
+"""Statistics of rows of logits in plain torch: the head's product tile by tile, discarded at once.
 
-Rows are gathered and normalised in groups, as many rows as the plan takes together; for each group
-the vocabulary is walked through once, its tiles divided among threads, and each tile of logits is
-reduced where it was computed. A row's bits depend neither on the other rows nor on the threads.
+Rows are gathered and normalised in groups, as large as the plan allows. For each group the
+vocabulary is passed once, its tiles divided among threads, and each tile of logits is reduced where
+it was computed. A row's bits depend neither on the other rows nor on the threads.
 """
 
 from __future__ import annotations
@@ -34,8 +34,11 @@ if TYPE_CHECKING:
     from lowtide.kernels.reference import Kernels
 
 HEAD_ROWS = 32
-"""Rows of a product; the last has half as many where that is enough. Fewer than 16 have other
-float32 bits, and more than 32 other bfloat16 bits where the processor has AMX (docs/log)."""
+"""Rows of a product; the last has half as many where that suffices.
+
+Fewer than 16 have other float32 bits, and more than 32 other bfloat16 bits where the processor has
+AMX (docs/log).
+"""
 
 REDUCED_ROWS = 2 * HEAD_ROWS
 """Rows of products that are reduced together: calls of small operators are a fifth of the work."""
@@ -44,14 +47,16 @@ NORM_ROWS = OPERATOR_TILES["logits"]
 """Rows that are normalised together, and whose tiles are joined together."""
 
 MAX_WORKS = 8
-"""Works that a group is divided into, of as many tiles each. Fixed: a plan counts what all of them
-compute in, on whatever machine."""
+"""Works that a group is divided into, with equally many tiles each.
+
+Fixed, because a plan counts the scratch of all of them, on any machine.
+"""
 
 _SEARCH_COLUMNS = 32  # torch is ten times slower at finding a maximum's place than the maximum
 _LEAST = torch.finfo(torch.float32).min
 
 Run = Callable[[Sequence[Callable[[], None]]], None]
-"""Runs works that share nothing, and waits for them: `Executor.run`."""
+"""Function that runs independent works and waits for them: `Executor.run`."""
 
 
 def row_statistics(
@@ -65,11 +70,11 @@ def row_statistics(
     workspace: Buffers,
     run: Run,
 ) -> RowStatistics:
-    """See `Kernels.row_statistics`."""
+    """Compute `Kernels.row_statistics`."""
     num_rows = rows.shape[0]
     out = RowStatistics.take(num_rows, wanted, workspace)
     groups = list(tiles(num_rows, workspace.together("logits", num_rows)))
-    if hidden.is_meta:  # nothing is computed, only counted: the longest stands for all
+    if hidden.is_meta:  # only memory is counted: the longest group stands for all
         groups = [max(groups, key=lambda group: group.stop - group.start)]
     for group in groups:
         with workspace.scope():
@@ -92,7 +97,7 @@ def _join(partials: Partials, out: RowStatistics) -> None:
 
 
 class HeadRows(NamedTuple):
-    """A group's rows after the last norm, their number rounded up by repeating the last."""
+    """Rows of a group after the last norm, padded by repeating the last row."""
 
     x: Tensor  # [rows, hidden]
     other: Tensor | None = None  # [rows, hidden], of guidance
@@ -108,8 +113,9 @@ class HeadRows(NamedTuple):
         guidance: Guidance | None,
         workspace: Buffers,
     ) -> HeadRows:
-        """Hidden [tokens, hidden] from before the norm; rows [n] int64. All is taken from
-        `workspace`: these are the only copies of hidden states that a head needs.
+        """Gather and normalise rows of hidden [tokens, hidden]; rows [n] int64.
+
+        All is taken from `workspace`: these are the only copies of hidden states that a head needs.
         """
 
         def normalised(name: str, rows: Tensor) -> Tensor:
@@ -134,7 +140,7 @@ def _padded(rows: Tensor) -> Tensor:
 
 
 class _Scratch(NamedTuple):
-    """What a work reduces: flat, [REDUCED_ROWS * columns of the widest tile] each."""
+    """Scratch of one work: flat, [REDUCED_ROWS * columns of the widest tile] each."""
 
     logits: Tensor  # float32
     other: Tensor | None  # float32, with guidance
@@ -151,7 +157,7 @@ class _Scratch(NamedTuple):
         dtype: torch.dtype,
         workspace: Buffers,
     ) -> list[_Scratch]:
-        """One for each work."""
+        """Allocate the scratch of each work."""
 
         def taken(name: str, dtype: torch.dtype = torch.float32) -> Tensor:
             return workspace.take(name, (num_works, size), dtype)
@@ -169,7 +175,7 @@ class _Scratch(NamedTuple):
 
 
 class _Reduction:
-    """A group's logits, reduced to partials as they come."""
+    """Reduction of a group's logits to partials, tile by tile."""
 
     def __init__(
         self,
@@ -200,7 +206,7 @@ class _Reduction:
         workspace.library("joined tiles", 6 * 8 * min(num_rows, NORM_ROWS) * len(self._tiles))
 
     def materialise(self) -> None:
-        """Computes all logits first, in the compute dtype."""
+        """Compute all logits first, in the compute dtype."""
         shape = (self._inputs.x.shape[0], self._weight.shape[0])
         self._whole = self._workspace.take("logits", shape, self._inputs.x.dtype)
         self._in_works(partial(self._fill, self._inputs.x, self._whole))
@@ -213,7 +219,7 @@ class _Reduction:
         return self._partials
 
     def _in_works(self, run_tile: Callable[[slice, int, _Scratch], None]) -> None:
-        """`run_tile` for every tile; each work has tiles that follow each other."""
+        """Call `run_tile` for every tile; each work has consecutive tiles."""
         num_tiles, num_works = len(self._tiles), len(self._scratch)
         bounds = [work * num_tiles // num_works for work in range(num_works + 1)]
 
@@ -222,7 +228,7 @@ class _Reduction:
                 for rows in self._row_tiles:
                     run_tile(rows, tile, self._scratch[work])
 
-        if not self._inputs.x.is_meta:  # all has been taken: there is nothing to count
+        if not self._inputs.x.is_meta:  # all buffers are taken: there is nothing more to count
             self._run([partial(run_range, work) for work in range(num_works)])
 
     def _fill(self, x: Tensor, out: Tensor, rows: slice, tile: int, scratch: _Scratch) -> None:
@@ -230,13 +236,13 @@ class _Reduction:
         self._multiply(x[rows], columns, out[rows, columns])
 
     def _reduce(self, rows: slice, tile: int, scratch: _Scratch) -> None:
-        """One tile's partials of one tile of rows."""
+        """Compute one tile's partials of one tile of rows."""
         columns, partials = self._tiles[tile], self._partials
         logits = self._logits(rows, tile, scratch)  # [rows, columns and some of -inf]
         greatest, best = _arg_max(logits)
         partials.greatest[rows, tile] = greatest[:, 0]
         partials.best[rows, tile] = best[:, 0] + columns.start
-        logits.scatter_(1, best, -torch.inf)  # what is left is summed
+        logits.scatter_(1, best, -torch.inf)  # the others are summed
         if partials.second is not None:
             partials.second[rows, tile] = logits.amax(1)
         logits.sub_(greatest.clamp_(min=_LEAST))
@@ -270,7 +276,7 @@ class _Reduction:
         scratch: _Scratch,
         out: Tensor,
     ) -> None:
-        """Float32 logits, from the product or from where it lies already."""
+        """Return float32 logits, computed now or taken from `computed`."""
         if computed is not None:
             out.copy_(computed[rows, columns])
             return
@@ -286,12 +292,12 @@ class _Reduction:
         for rows in pieces(x.shape[0], HEAD_ROWS):
             if isinstance(weight, Tensor) or self._kernels.rounds(weight):
                 self._kernels.multiply_by(x[rows], weight, out[rows])
-            else:  # never by what takes few rows: 16 and 32 are rounded alike
+            else:  # never by operators of few rows: 16 and 32 are rounded alike
                 stored.multiply(self._kernels, x[rows], weight, None, out[rows])
 
 
 def _arg_max(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """The greatest of each row [n, 1] and the first place of it [n, 1]; a NaN is the greatest."""
+    """Return the greatest of each row [n, 1] and its first place [n, 1]; a NaN is the greatest."""
     num_rows = logits.shape[0]
     blocks = logits.view(num_rows, -1, _SEARCH_COLUMNS)
     greatest, block = blocks.amax(2).max(1, keepdim=True)

@@ -1,6 +1,6 @@
-"""The gated MLPs of many experts at once, in Triton, from slots that are named by their number.
+"""Gated MLPs of many experts at once in Triton, with weights in numbered slots.
 
-Pairs of (token, expert) are sorted by expert. A tile is up to `BLOCK_M` pairs of one expert; one
+Pairs of (token, expert) are sorted by expert. A tile is up to `BLOCK_M` pairs of one expert. One
 small launch turns counts and slots into a table of tiles on the device, then two launches compute:
 
     gate[pair]  = silu(parts[pair] @ gate_e^T) * (parts[pair] @ up_e^T)
@@ -8,8 +8,8 @@ small launch turns counts and slots into a table of tiles on the device, then tw
 
 or, for clamped experts, with biases and `reference.clamped_swiglu`. Weights may be packed
 (`triton_weights`). Products accumulate in float32 and are rounded where `Kernels.gated_mlp` rounds:
-after each product, bias, SiLU and multiplication. The order of a sum is that of the columns (of
-packed ones half of each group after the other), whatever the tile, so which experts share a launch
+after each product, bias, SiLU and multiplication. Sums go in the order of the columns (of packed
+ones one half of each group after the other), whatever the tile, so which experts share a launch
 changes no bit.
 """
 
@@ -41,27 +41,28 @@ from lowtide.kernels.triton_weights import (
 _SMALL_TILE = 16
 _LARGE_TILE = 64
 TILE_SIZES = (_SMALL_TILE, _LARGE_TILE)
-"""Pairs of a tile: the two that `tile_rows` chooses from."""
+"""Pairs of a tile: the two sizes that `tile_rows` chooses from."""
 
 # A block's shape depends on the tile alone, so that an expert's sums never depend on what runs
 # beside it. Small tiles read each weight once, so what counts is bytes under way: one token's 8
 # experts of LLaDA2.0-mini make 128 programs of the first launch, about one for each processor of a
 # large GPU, with two stages of 16 KiB of weights under way in each. In float32 that is 80 KiB of
 # shared memory with the inputs, of the 99 that a consumer GPU's block may have.
-_NUM_STAGES = 3  # one computed, two under way
-_PLACED_ELEMENTS = 4096  # that a program of `place_rows` has under way
+_NUM_STAGES = 3  # one computed, two in flight
+_PLACED_ELEMENTS = 4096  # in flight in a program of `place_rows`
 PLACED_ROWS = 16
-"""Pairs of such a program."""
+"""Pairs of one program of `place_rows`."""
 
 _LIMIT, _SLOPE = tl.constexpr(CLAMP_LIMIT), tl.constexpr(CLAMP_SLOPE)
 
-# The interpreter multiplies bfloat16 wrongly, without a word.
+# The interpreter multiplies bfloat16 wrongly, without an error.
 _UPCAST = triton.knobs.runtime.interpret
 
 
 class SlotImage(NamedTuple):
-    """Where the parts of one expert lie in a slot: in elements of the compute dtype, or of slots
-    with something packed in bytes.
+    """Offsets of an expert's parts in a slot.
+
+    In elements of the compute dtype; in bytes if anything is packed.
     """
 
     stride: int  # from slot to slot
@@ -69,15 +70,15 @@ class SlotImage(NamedTuple):
     up: int  # [expert_size, hidden]
     down: int  # [hidden, expert_size]
     biases: tuple[int, int, int] | None = None  # of clamped experts: gate's, up's and down's
-    inward: str = PLAIN.value  # what gate and up are in: the compute dtype, or one of `PACKED`
-    outward: str = PLAIN.value  # and down
+    inward: str = PLAIN.value  # format of gate and up: the compute dtype, or one of `PACKED`
+    outward: str = PLAIN.value  # format of down
 
 
 class Tiles(NamedTuple):
-    """The table of a launch's tiles: room for the largest, filled on the device.
+    """Table of a launch's tiles, allocated for the most tiles and filled on the device.
 
-    The first `num_tiles` of each hold the slot of the tile's expert, its first pair and the pair
-    after its last.
+    The first `num_tiles` of each tensor hold the slot of the tile's expert, its first pair and the
+    pair after its last.
     """
 
     slot: Tensor  # [max_tiles] int32
@@ -87,30 +88,30 @@ class Tiles(NamedTuple):
 
     @classmethod
     def empty(cls, max_pairs: int, num_experts: int, device: torch.device) -> Tiles:
-        """Room for steps of up to `max_pairs` pairs."""
+        """Allocate a table for steps of up to `max_pairs` pairs."""
         room = max_tiles(max_pairs, num_experts, _SMALL_TILE)
         slot, start, stop = torch.empty((3, room), dtype=torch.int32, device=device)
         return cls(slot, start, stop, torch.empty(1, dtype=torch.int32, device=device))
 
 
 def tile_rows(num_pairs: int, num_experts: int) -> int:
-    """Pairs of a tile: few where experts have few pairs each, many where they have many.
+    """Choose the pairs of a tile: few if experts have few pairs each, many if they have many.
 
-    Depends on the step's size only, not on what is resident.
+    Depends only on the step's size, not on which experts are resident.
     """
     return _SMALL_TILE if num_pairs <= 2 * _SMALL_TILE * num_experts else _LARGE_TILE
 
 
 def max_tiles(num_pairs: int, num_experts: int, rows: int) -> int:
-    """Tiles of `rows` pairs that `num_pairs` of `num_experts` experts can come to, at most."""
+    """Return the most tiles of `rows` pairs that `num_pairs` of `num_experts` experts can need."""
     return min(num_pairs, num_pairs // rows + num_experts)
 
 
 def plan_tiles(counts: Tensor, slot_of: Tensor, rows: int, tiles: Tiles) -> None:
-    """Fills `tiles` for the experts whose slot is not negative.
+    """Fill `tiles` for the experts whose slot is not negative.
 
-    counts [num_experts] int64: pairs of each expert; slot_of [num_experts] int32, on the device
-    or in pinned host memory (it is read once, in place).
+    counts [num_experts] int64: pairs of each expert; slot_of [num_experts] int32, on the device or
+    in pinned host memory (it is read once, in place).
     """
     num_experts = len(counts)
     _plan_tiles[(1,)](
@@ -124,7 +125,7 @@ def plan_tiles(counts: Tensor, slot_of: Tensor, rows: int, tiles: Tiles) -> None
 
 
 class Blocks(NamedTuple):
-    """What one program computes of a product, how much of the sum at a time, and its warps."""
+    """Block sizes of one program of a product, and its warps."""
 
     columns: int
     depth: int
@@ -132,7 +133,7 @@ class Blocks(NamedTuple):
 
 
 def _blocks(columns: int, depth: int, num_warps: int = 4) -> dict[int, Blocks]:
-    """The blocks of small tiles, and of large ones, which are half as deep in every dtype."""
+    """Return the blocks of small tiles and of large ones; these are half as deep in every dtype."""
     small = Blocks(columns, depth, num_warps)
     return {_SMALL_TILE: small, _LARGE_TILE: Blocks(64, depth // 2, 4)}
 
@@ -152,7 +153,7 @@ DOWN_BLOCKS = {
     Q4.value: _blocks(64, 256, 2),
     MXFP4.value: _blocks(64, 256),
 }
-"""By the format and the pairs of a tile."""
+"""Block sizes by the format and the pairs of a tile."""
 
 
 def gated_mlps(
@@ -164,11 +165,11 @@ def gated_mlps(
     parts: Tensor,
     gate: Tensor,
 ) -> None:
-    """Runs the gated MLPs of the planned tiles: `parts` from inputs to outputs, in place.
+    """Compute the gated MLPs of the planned tiles: `parts` from inputs to outputs, in place.
 
     slots [num_slots, image.stride] compute dtype, or uint8 if anything is packed; rows: pairs of a
-    tile; max_tiles: a bound of the planned tiles, known on the host; parts [pairs, hidden];
-    gate [pairs, expert_size] scratch.
+    tile; max_tiles: a bound of the planned tiles, known on the host; parts [pairs, hidden]; gate
+    [pairs, expert_size] scratch.
     """
     hidden, width = parts.shape[1], gate.shape[1]
     is_clamped = image.biases is not None
@@ -201,10 +202,10 @@ def _settings(rows: int, blocks: Blocks, form: str, length: int) -> dict[str, in
 
 
 def place_rows(source: Tensor, pairs: Tensor, parts: Tensor) -> None:
-    """`parts[pair] = source[pair]` for each of `pairs` [a multiple of PLACED_ROWS] int32 from 0 on.
+    """Compute `parts[pair] = source[pair]` for `pairs` [a multiple of PLACED_ROWS] int32 >= 0.
 
     source [pairs, hidden] and pairs: on the device or in pinned host memory, which is then read in
-    place, and only where it is wanted.
+    place, and only the rows of `pairs`.
     """
     hidden = parts.shape[1]
     block = min(_PLACED_ELEMENTS // PLACED_ROWS, triton.next_power_of_2(hidden))
@@ -395,5 +396,5 @@ def _place_rows(source, pairs, out, hidden, BLOCK_M: tl.constexpr, BLOCK_H: tl.c
     columns = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     is_in = (pair >= 0)[:, None] & (columns < hidden)[None, :]
     offset = pair[:, None] * hidden + columns[None, :]
-    # All at once: a row from the host takes as long to come as all of them.
+    # All at once: reading one row from the host takes as long as reading all.
     tl.store(out + offset, tl.load(source + offset, mask=is_in), mask=is_in)

@@ -1,12 +1,11 @@
-"""Statistics of rows of logits in Triton: a product that keeps no logits.
+"""Statistics of rows of logits in Triton, by a product that keeps no logits.
 
     logits = x @ vocabulary^T
 
-A program has `_BLOCK_ROWS` rows and one tile of the vocabulary, which it walks through block by
-block: a block of logits is rounded to the compute dtype, as those of whole rows are, guided, and
-reduced where it was computed. A second, small launch joins the tiles of each row. No array holds
-logits. Blocks have one shape, however many rows there are, so that a row's bits never depend on
-them.
+A program has `_BLOCK_ROWS` rows and one tile of the vocabulary, which it passes block by block: a
+block of logits is rounded to the compute dtype, as those of whole rows are, guided, and reduced
+where it was computed. A second, small launch joins the tiles of each row. No array holds logits.
+Blocks have one shape, however many rows there are, so that a row's bits never depend on them.
 """
 
 from __future__ import annotations
@@ -33,19 +32,19 @@ _DEPTH_BYTES = 128
 _NUM_STAGES = 3
 _JOINED_ROWS = 8  # of a program
 
-# The interpreter multiplies bfloat16 wrongly, without a word.
+# The interpreter multiplies bfloat16 wrongly, without an error.
 _UPCAST = triton.knobs.runtime.interpret
 _NOWHERE = tl.constexpr(1 << 30)  # beyond any id
 _LEAST = tl.constexpr(LEAST_EXPONENT)
 
 
 def num_tiles(vocab_size: int) -> int:
-    """Tiles that `reduce_tiles` divides a vocabulary into."""
+    """Return the number of tiles that `reduce_tiles` divides a vocabulary into."""
     return -(-vocab_size // TILE_COLUMNS)
 
 
 def reduce_tiles(inputs: HeadRows, vocabulary: Tensor, out: Partials) -> None:
-    """Partials of each tile of the logits of the first n rows of `inputs`.
+    """Compute the partials of each tile of the logits of the first n rows of `inputs`.
 
     vocabulary [vocab, hidden]; all contiguous. out: [n, num_tiles(vocab)].
     """
@@ -70,14 +69,14 @@ def reduce_tiles(inputs: HeadRows, vocabulary: Tensor, out: Partials) -> None:
 
 
 def launch_options(is_guided: bool) -> dict[str, int]:
-    """How `reduce_tiles` is compiled."""
+    """Return the compile options of `reduce_tiles`."""
     # Guidance is a difference, a product and a sum, each rounded: never fused.
     options = {"num_warps": 4, "num_stages": _NUM_STAGES, "enable_fp_fusion": False}
     return {**options, "num_warps": 8, "num_stages": _NUM_STAGES - 1} if is_guided else options
 
 
 def join_tiles(partials: Partials, out: RowStatistics) -> None:
-    """As `Partials.join`, but that tiles are added up in float32."""
+    """Compute `Partials.join`, but add up tiles in float32."""
     num_rows, num_tiles = partials.best.shape
     _join_tiles[(triton.cdiv(num_rows, _JOINED_ROWS),)](
         *partials,
@@ -145,7 +144,7 @@ def _reduce_tiles(
         before = greatest
         best = tl.where(is_new, block_best, best)
         greatest = tl.where(is_new, block_greatest, greatest)
-        # Where all is -inf so far, that is not subtracted: exponentials are 0.
+        # Where all values so far are -inf, -inf is not subtracted: exponentials are 0.
         level = tl.where(greatest == -float("inf"), 0.0, greatest)
         below = logits - level[:, None]
         terms = tl.where(columns[None, :] == best[:, None], 0.0, tl.exp(below))
@@ -153,7 +152,7 @@ def _reduce_tiles(
         if moments is not None:
             moment = scale * (moment + tl.maximum(before - level, _LEAST) * (1.0 + rest))
             moment += tl.sum(terms * tl.maximum(below, _LEAST), 1)
-        # The best so far is one of the rest when there is a better one.
+        # A better one makes the best so far one of the rest.
         rest = rest * scale + tl.where(is_new, scale, 0.0) + tl.sum(terms, 1)
     place = row.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
     tl.store(bests + place, best, mask=is_row)
@@ -177,7 +176,7 @@ def _product(
     BLOCK_K: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """A block of logits, rounded to the type of what `source` points to."""
+    """Compute a block of logits, rounded to the dtype of `source`."""
     dtype = source.dtype.element_ty
     k = tl.arange(0, BLOCK_K)
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
@@ -208,7 +207,7 @@ def _products(
     BLOCK_K: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """Two blocks of logits, of rows that share each block of weights."""
+    """Compute two blocks of logits, of rows that share each block of weights."""
     dtype = source.dtype.element_ty
     k = tl.arange(0, BLOCK_K)
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
@@ -230,7 +229,10 @@ def _products(
 
 @triton.jit
 def _arg_max(values, ids):
-    """The first id [rows] of the greatest of values [rows, ids], and that. NaN is the greatest."""
+    """Return the first id [rows] of the greatest of values [rows, ids], and the value.
+
+    NaN is the greatest.
+    """
     is_nan = values != values
     greatest = tl.max(tl.where(is_nan, -float("inf"), values), 1)
     nan_id = tl.min(tl.where(is_nan, ids[None, :], _NOWHERE), 1)
@@ -241,7 +243,7 @@ def _arg_max(values, ids):
 
 @triton.jit
 def _is_above(value, greatest):
-    """Whether `value` becomes the greatest: the first of equals stays, and the first NaN does."""
+    """Return True where `value` is the new greatest; the first of equals and the first NaN stay."""
     return (value > greatest) | ((value != value) & (greatest == greatest))
 
 
@@ -262,7 +264,7 @@ def _join_tiles(
     BLOCK_R: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):
-    # Beyond the last row, that one again.
+    # Beyond the last row, the last row again.
     row = tl.minimum(tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R), num_rows - 1)
     tiles = tl.arange(0, BLOCK_T)
     places = row.to(tl.int64)[:, None] * num_tiles + tiles[None, :]

@@ -1,8 +1,8 @@
-"""The variant of a GPU that has Triton: norms, rotations and routing in a launch or two each.
+"""Kernels of a GPU that has Triton: norms, rotations and routing in one or two launches each.
 
-Its products are torch's, as its twins are, but for that of `row_statistics`; experts are computed
-from a device's slots by `triton_experts`. Sorting and summing up have the plain bits, the rest
-differs in rounding.
+Its products are torch's, except that of `row_statistics`; experts are computed from a device's
+slots by `triton_experts`. Sorting and summing have the bits of the reference, the others differ in
+rounding.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from lowtide.memory.workspace import Buffers, tiles
 
 
 class TritonKernels(Kernels):
-    """What lies between products, for tensors on the GPU."""
+    """Kernels for tensors on the GPU."""
 
     name = "triton"
 

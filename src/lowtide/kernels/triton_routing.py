@@ -1,7 +1,7 @@
-"""Choosing, sorting and summing up experts in Triton: one launch each, no host synchronisation.
+"""Choosing, sorting and summing of experts in Triton: one launch each, no host synchronisation.
 
-The bits are those of the plain twins in `reference.py`, but for those of `choose_experts`: all that
-a router does after its product, from whose scores and weights its own differ in rounding.
+The bits are those of the plain twins in `reference.py`, except for `choose_experts` (all of a
+router after its product), whose scores and weights differ in rounding.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _IS_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
 def top_experts(rank: Tensor, num_chosen: int) -> Tensor:
-    """As `Kernels.top_experts`."""
+    """Compute `Kernels.top_experts`."""
     num_tokens, num_experts = rank.shape
     experts = torch.empty((num_tokens, num_chosen), dtype=torch.int64, device=rank.device)
     _top_experts[(num_tokens,)](
@@ -36,10 +36,10 @@ def top_experts(rank: Tensor, num_chosen: int) -> Tensor:
 def choose_experts(
     logits: Tensor, bias: Tensor | None, choice: ExpertChoice
 ) -> tuple[Tensor, Tensor]:
-    """Each token's experts [tokens, num_chosen] int64, ascending, and their float32 weights.
+    """Return each token's experts [tokens, num_chosen] int64, ascending, and their float32 weights.
 
-    logits [tokens, num_experts] contiguous; bias [num_experts] float32 ranks and does not weigh.
-    Of equal ranks the first expert's or group's is the higher.
+    logits [tokens, num_experts] contiguous; bias [num_experts] float32 affects the choice and not
+    the weights. Of equal ranks the first expert's or group's wins.
     """
     num_tokens, num_experts = logits.shape
     group_size = num_experts // choice.num_groups
@@ -68,12 +68,12 @@ def choose_experts(
 
 
 def sort_pairs(experts: Tensor, num_experts: int) -> SortedPairs:
-    """As `Kernels.sort_pairs`."""
+    """Compute `Kernels.sort_pairs`."""
     num_pairs = experts.numel()
     token_of = torch.empty(num_pairs, dtype=torch.int64, device=experts.device)
     part_of = torch.empty_like(experts, memory_format=torch.contiguous_format)
     counts = torch.empty(num_experts, dtype=torch.int64, device=experts.device)
-    # A block of one size, and numbers that are not specialised on: every step's size would
+    # One block size, and numbers that are not specialised on: every step's size would
     # otherwise compile a kernel of its own, for half a second, when it is first seen.
     _sort_pairs[(num_experts,)](
         experts.contiguous(), token_of, part_of, counts, num_pairs, experts.shape[1], BLOCK=_BLOCK
@@ -82,7 +82,7 @@ def sort_pairs(experts: Tensor, num_experts: int) -> SortedPairs:
 
 
 def combine(parts: Tensor, part_of: Tensor, weights: Tensor, out: Tensor) -> None:
-    """As `Kernels.combine`, without its scratch."""
+    """Compute `Kernels.combine`, without its scratch."""
     num_tokens, hidden = out.shape
     block = min(_BLOCK, triton.next_power_of_2(hidden))
     # Each product is rounded before it is added: a fused one would differ in the last bit.
@@ -104,7 +104,7 @@ def _top_experts(rank, chosen, num_experts, num_chosen, BLOCK_E: tl.constexpr):
     experts = tl.arange(0, BLOCK_E)
     is_expert = experts < num_experts
     value = tl.load(rank + token * num_experts + experts, mask=is_expert, other=-float("inf"))
-    # Not a number ranks first, as in torch.
+    # NaN ranks first, as in torch.
     value = tl.where(value != value, float("inf"), value.to(tl.float32))
     is_chosen = _best(value, is_expert, num_chosen, BLOCK_E)
     place = tl.cumsum(is_chosen.to(tl.int32), 0) - 1
@@ -129,7 +129,7 @@ def _choose_experts(
     BLOCK_G: tl.constexpr,
     BLOCK_S: tl.constexpr,
 ):
-    """One token's. Experts lie group after group, each group in a block of its own."""
+    """Choose one token's experts; each group of experts is in a block of its own."""
     token = tl.program_id(0).to(tl.int64)
     group_size = num_experts // num_groups
     places = tl.arange(0, BLOCK_G * BLOCK_S)
@@ -141,7 +141,7 @@ def _choose_experts(
     rank = score
     if bias is not None:
         rank += tl.load(bias + experts, mask=is_expert, other=0.0)
-    # Not a number ranks first, as in torch.
+    # NaN ranks first, as in torch.
     rank = tl.where(rank != rank, float("inf"), rank)
     if BLOCK_G > 1:
         rank = tl.where(is_expert, rank, -float("inf"))
@@ -188,7 +188,7 @@ def _limit_to_groups(
     BLOCK_G: tl.constexpr,
     BLOCK_S: tl.constexpr,
 ):
-    """`rank`, -inf but in the best groups."""
+    """Return `rank` with -inf outside the best groups."""
     ranks = tl.reshape(rank, (BLOCK_G, BLOCK_S))
     group_rank = tl.max(ranks, 1)
     if NUM_GROUP_BEST > 1:
@@ -203,7 +203,7 @@ def _limit_to_groups(
 
 @triton.jit
 def _best(rank, is_there, num_best, BLOCK: tl.constexpr):
-    """Which of those there have the highest ranks; of equal ones the first."""
+    """Mark the highest ranks of those that exist; of equal ones the first."""
     index = tl.arange(0, BLOCK)
     is_free = is_there
     for _ in range(num_best):
@@ -215,7 +215,7 @@ def _best(rank, is_there, num_best, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_pairs", "k"])
 def _sort_pairs(experts, token_of, part_of, counts, num_pairs, k, BLOCK: tl.constexpr):
-    """A counting sort in which every program places one expert's pairs, in order."""
+    """Sort by counting; every program places one expert's pairs, in order."""
     expert = tl.program_id(0)
     offsets = tl.arange(0, BLOCK)
     num_before = tl.zeros((BLOCK,), tl.int32)

@@ -1,7 +1,7 @@
-"""What happens to rows between products, in Triton: normalised, and turned by their position.
+"""Norms and rotations of rows in Triton, one launch each, or one for both.
 
-One launch each, where torch takes six or eight, or one for both. They round where their plain
-twins in `reference.py` do; a norm's sum has another order.
+torch takes six or eight. They round where their plain twins in `reference.py` do; the sum of a norm
+has another order.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _MAX_WARPS = 8
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
-    """As `Kernels.rms_norm`; the elements of a row and its heads are adjacent."""
+    """Compute `Kernels.rms_norm`; the elements of a row and its heads are adjacent."""
     length = weight.shape[0]
     num_heads = x.shape[1] if x.dim() == 3 else 1
     block = triton.next_power_of_2(length)
@@ -33,7 +33,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, is_interleaved: bool = False) -> None:
-    """As `Kernels.rotate`, or as `rotate_pairs` where `is_interleaved`, with their bits.
+    """Compute `Kernels.rotate`, or `rotate_pairs` if `is_interleaved`, bit for bit.
 
     x [rows, heads, at least rotary_dim], the elements of a head adjacent; cos, sin [rows, 1,
     rotary_dim / 2] contiguous.
@@ -65,10 +65,11 @@ def normalise_and_rotate(
     cos: Tensor,
     sin: Tensor,
 ) -> None:
-    """`rms_norm` of every head, the first `num_queries` by `query_weight`, then `rotate`; in place.
+    """Apply `rms_norm` to every head, then `rotate`, in place.
 
-    x [rows, heads, head_dim], heads adjacent; query_weight, key_weight [head_dim]; cos, sin
-    [rows, 1, rotary_dim / 2] contiguous.
+    The first `num_queries` heads are normalised by `query_weight`, the others by `key_weight`. x
+    [rows, heads, head_dim], heads adjacent; query_weight, key_weight [head_dim]; cos, sin [rows, 1,
+    rotary_dim / 2] contiguous.
     """
     num_rows, num_heads, head_dim = x.shape
     half = cos.shape[-1]
@@ -106,7 +107,7 @@ def _rms_norm(x, x_stride, weight, eps, out, out_stride, length, BLOCK: tl.const
 
 @triton.jit
 def _rotate(x, row_stride, head_stride, cos, sin, half, pair_step, partner, BLOCK: tl.constexpr):
-    """Element `i * pair_step` with the one `partner` elements later, each step in cos's dtype."""
+    """Rotate element `i * pair_step` with the one `partner` later; each step in cos's dtype."""
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)
     is_pair = i < half
@@ -134,7 +135,7 @@ def _normalise_and_rotate(
     BLOCK_HALF: tl.constexpr,
     BLOCK_REST: tl.constexpr,
 ):
-    """One head: its two halves that turn, and the rest of it."""
+    """Normalise and rotate one head: its two rotated halves, and the rest of it."""
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     i, j = tl.arange(0, BLOCK_HALF), 2 * half + tl.arange(0, BLOCK_REST)
     is_pair, is_rest = i < half, j < head_dim

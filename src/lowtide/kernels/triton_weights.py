@@ -1,11 +1,11 @@
-"""Tiles of weights in Triton: read as a slot has them, unpacked where they are multiplied with.
+"""Tiles of weights in Triton: read as stored in a slot, unpacked where they are multiplied.
 
 A tile is [depth, columns], some neighbours of some rows of a matrix [out, in], transposed. A plain
-one is read in the compute dtype. A packed one is read as words of four bytes; a byte of 4 bits has
-one weight of each half of a group. Each half makes a tile of its own, for which the inputs are read
-in the same order, so that no byte is read twice and none is moved between threads. Each weight is
-unpacked in float32, as its format says, and rounded once to the compute dtype. The bytes are those
-of `formats/quantised.py` and `formats/ggml`.
+one is read in the compute dtype. A packed one is read as words of four bytes; a byte of 4-bit
+weights has one weight of each half of a group. Each half makes a tile of its own, for which the
+inputs are read in the same order, so that no byte is read twice and none moves between threads.
+Each weight is unpacked in float32, as its format says, and rounded once to the compute dtype. The
+bytes are those of `formats/quantised.py` and `formats/ggml`.
 """
 
 from __future__ import annotations
@@ -17,31 +17,32 @@ PLAIN = tl.constexpr("plain")
 Q8, Q4, MXFP4 = tl.constexpr("q8"), tl.constexpr("q4"), tl.constexpr("MXFP4")
 
 PACKED = (Q8.value, Q4.value, MXFP4.value)
-"""Names of the formats of which tiles are unpacked here."""
+"""Names of the formats whose tiles are unpacked here."""
 
 
 @triton.constexpr_function
 def num_halves(form):
-    """Tiles that one reading gives."""
+    """Return the number of tiles that one read gives."""
     return 2 if form in (Q4.value, MXFP4.value) else 1
 
 
 @triton.constexpr_function
 def group_size(form):
-    """Weights that share a scale."""
+    """Return the number of weights that share a scale."""
     return 32 if form == MXFP4.value else 64
 
 
 @triton.constexpr_function
 def unit_size(form):
-    """Codes of a group in one half: neighbours in both."""
+    """Return the number of a group's codes in one half; they are neighbours in both."""
     return group_size(form) // num_halves(form)
 
 
 @triton.jit
 def depth_of_half(BLOCK_K: tl.constexpr, FORMAT: tl.constexpr):
-    """Where, in a block of BLOCK_K inputs, those of the first half are; of the second, one
-    `unit_size` further.
+    """Return the places of the first half's inputs in a block of BLOCK_K inputs.
+
+    Those of the second half are one `unit_size` further.
     """
     HALVES: tl.constexpr = num_halves(FORMAT)
     k = tl.arange(0, BLOCK_K // HALVES)
@@ -53,7 +54,7 @@ def depth_of_half(BLOCK_K: tl.constexpr, FORMAT: tl.constexpr):
 
 @triton.jit
 def elements(place, dtype: tl.constexpr):
-    """A place in a slot, which may be one of bytes, as one of numbers."""
+    """Cast a pointer into a slot, possibly one to bytes, to a pointer to `dtype`."""
     return place.to(tl.pointer_type(dtype), bitcast=True)
 
 
@@ -66,10 +67,10 @@ def ahead(
     FORMAT: tl.constexpr,
     LENGTH: tl.constexpr,
 ):
-    """What `take_tile` begins with: in MXFP4 the first tile.
+    """Return the initial state of `take_tile`: in MXFP4 the first tile.
 
-    The compiler copies the others' tiles into shared memory ahead of their use. A block of 17
-    bytes it would copy 4 bytes at a time, which takes longer than computing with them.
+    The compiler copies later tiles of other formats into shared memory ahead of use. It would copy
+    a block of 17 bytes 4 bytes at a time, which takes longer than computing with it.
     """
     if FORMAT == MXFP4:
         found = _load_words(matrix, columns, is_column, 0, BLOCK_K, FORMAT, LENGTH)
@@ -91,12 +92,11 @@ def take_tile(
     FORMAT: tl.constexpr,
     LENGTH: tl.constexpr,
 ):
-    """Weights `first` to `first + BLOCK_K` of rows `columns` of a matrix: codes, scales, zeros;
-    and what to hold until the next call.
+    """Read the codes, scales and zeros of weights `first` to `first + BLOCK_K` of rows `columns`.
 
-    length: weights of a row; LENGTH: the same for a packed one, a constant, so that the compiler
-    knows how rows are aligned. Plain: the weights themselves. Packed: words [words, columns] and
-    twice [groups, 1, columns].
+    Also returns the state for the next call. length: weights of a row; LENGTH: the same for a
+    packed one, a constant, so that the compiler knows the rows' alignment. Plain: the weights
+    themselves. Packed: words [words, columns] and twice [groups, 1, columns].
     """
     if FORMAT == PLAIN:
         k = tl.arange(0, BLOCK_K)
@@ -162,7 +162,7 @@ def _load_words(
 def weights_of(
     tile, half: tl.constexpr, is_k, dtype: tl.constexpr, FORMAT: tl.constexpr, LENGTH: tl.constexpr
 ):
-    """One half of what `take_tile` has read, [depth, columns] in the compute dtype."""
+    """Unpack one half of a tile of `take_tile`, [depth, columns] in the compute dtype."""
     if FORMAT == PLAIN:
         found = tile[0]
     else:
@@ -182,10 +182,10 @@ def weights_of(
 
 @triton.jit
 def _unpacked(words, scales, zeros, byte: tl.constexpr, half: tl.constexpr, FORMAT: tl.constexpr):
-    """[words, columns] weights of one byte of each word, in float32.
+    """Unpack one byte of each word into float32 weights [words, columns].
 
     Codes are not converted but placed, two at a time, in the bits of two float16: those of an
-    integer in the lowest, which is code * 2 ** -24, exactly, and so is what is made of it.
+    integer in the lowest bits, which gives code * 2 ** -24 exactly, and so exact results.
     """
     WORDS: tl.constexpr = unit_size(FORMAT) // 4
     if FORMAT == MXFP4:
@@ -204,8 +204,9 @@ def _unpacked(words, scales, zeros, byte: tl.constexpr, half: tl.constexpr, FORM
 
 @triton.jit
 def _placed_fp4(words, PLACE: tl.constexpr):
-    """The four bits at PLACE, and 16 further, as sign, exponent and mantissa of two float16:
-    2 ** -14 times the numbers.
+    """Place the four bits at PLACE, and 16 further, as sign, exponent and mantissa of two float16.
+
+    They are 2 ** -14 times the numbers.
     """
     signs = (words << (12 - PLACE)) & 0x80008000
     if PLACE <= 9:
@@ -217,13 +218,13 @@ def _placed_fp4(words, PLACE: tl.constexpr):
 
 @triton.jit
 def _float16(words, upper: tl.constexpr):
-    """The number in the lower or the upper half of a word."""
+    """Return the float16 number in the lower or upper half of a word."""
     return (words >> (16 * upper)).to(tl.uint16).to(tl.float16, bitcast=True)
 
 
 @triton.jit
 def _spread(numbers, WORDS: tl.constexpr):
-    """[groups, 1, columns] -> [groups * WORDS, columns]."""
+    """Repeat [groups, 1, columns] to [groups * WORDS, columns]."""
     GROUPS: tl.constexpr = numbers.shape[0]
     COLUMNS: tl.constexpr = numbers.shape[2]
     spread = tl.broadcast_to(numbers, (GROUPS, WORDS, COLUMNS))
@@ -232,7 +233,7 @@ def _spread(numbers, WORDS: tl.constexpr):
 
 @triton.jit
 def _power_of_two(exponents):
-    """2 ** (exponent - 128), of which the two least are below the normal numbers."""
+    """Return 2 ** (exponent - 128); the two least are subnormal numbers."""
     exponents = exponents.to(tl.int32)
     bits = tl.where(exponents < 2, (1 << 21) << exponents, (exponents - 1) << 23)
     return bits.to(tl.float32, bitcast=True)
@@ -240,7 +241,7 @@ def _power_of_two(exponents):
 
 @triton.jit
 def add_product(a, b, total, UPCAST: tl.constexpr):
-    """Total + a @ b, of rows and weights alike; in float32 where UPCAST says so."""
+    """Return `total + a @ b`; a and b have one dtype, and are cast to float32 if UPCAST."""
     if UPCAST:
         a, b = a.to(tl.float32), b.to(tl.float32)
     # "ieee": float32 stays float32, not TF32.

@@ -118,7 +118,7 @@ class Recording:
 
 @dataclass(frozen=True)
 class Graph:
-    """All transients of a pass, in the order in which they are first taken."""
+    """Transients of a pass, in the order in which they are first taken."""
 
     transients: tuple[Transient, ...]
     moments: tuple[Moment, ...]

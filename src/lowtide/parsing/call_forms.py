@@ -83,7 +83,6 @@ class CallForm(ABC):
 
     @property
     def marks(self) -> list[str]:
-        """All marks of this form."""
         marks = [*self.ends, *self.ends.values(), *self.inner]
         return [mark for mark in dict.fromkeys(marks) if mark]
 

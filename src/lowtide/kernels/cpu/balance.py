@@ -1,4 +1,4 @@
-"""The compiled twin of `policies.assignment.Balance`: one call for a layer's experts."""
+"""Compiled twin of `policies.assignment.Balance`: one call per layer."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ _FUNCTIONS = {"balance": (None, *6 * (_P,), _LONG, *2 * (_DOUBLE,), *2 * (_P,))}
 
 
 class CompiledBalance:
-    """Assigns as `Balance` does, to the last bit of every sum. Each engine has its own: it keeps
-    what else a call answered.
+    """Compiled assignment, equal to `Balance` to the last bit of every sum.
+
+    Each engine needs its own instance, which holds an output buffer.
     """
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        """library: the kernels, loaded."""
         self._balance = functions_of(library, _FUNCTIONS)["balance"]
         self._ends = (ctypes.c_int64 * 2)()
 

@@ -1,8 +1,8 @@
-"""The compiled twin of substitution: one call decides for all tokens of a layer and counts.
+"""Compiled twin of substitution: one call decides and counts for all tokens of a layer.
 
-A decision at one token may take little longer than a few calls of numpy. So arrays are handed over
-as bytes, which ctypes takes as they are (an array's address costs it more than copying hundreds of
-bytes), and what stays from call to call is kept here.
+For one token a decision must not take longer than a few numpy calls. Therefore arrays are passed as
+bytes, which ctypes takes directly (taking an array's address costs more than copying hundreds of
+bytes), and constant arguments are kept here.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _FUNCTIONS = {
 
 
 class _Rules(ctypes.Structure):
-    """As in `buddies.hpp`."""
+    """`Rules` of buddies.hpp."""
 
     _fields_ = (
         ("lists", _P),
@@ -42,7 +42,7 @@ class _Rules(ctypes.Structure):
 
 
 class _Queues(ctypes.Structure):
-    """As in `buddies.hpp`."""
+    """`Queues` of buddies.hpp."""
 
     _fields_ = (
         *((name, ctypes.c_char_p) for name in ("queue_of", "host_s")),
@@ -52,7 +52,7 @@ class _Queues(ctypes.Structure):
 
 
 class CompiledBuddies:
-    """Substitutes and counts as `policies.plain_buddies.PlainBuddies` does."""
+    """Compiled substitution and counting, equal to `policies.plain_buddies.PlainBuddies`."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         # Microseconds each: a thread that lets the GIL go for that may have to wait for it.
@@ -74,7 +74,7 @@ class CompiledBuddies:
 
 
 class _BuddyLayer:
-    """See `LayerTwin`."""
+    """Compiled `LayerTwin`."""
 
     def __init__(self, rules: LayerRules, substitute: _Function) -> None:
         self._lists = np.ascontiguousarray(rules.lists, np.int32)  # what `_rules` points to
@@ -118,7 +118,7 @@ class _BuddyLayer:
 
 
 class _Book(ctypes.Structure):
-    """As `Account` in `buddies.hpp`; owns what it points to."""
+    """`Account` of buddies.hpp; owns the arrays that it points to."""
 
     _fields_ = (
         ("owner", ctypes.c_char_p),
@@ -148,7 +148,7 @@ class _Book(ctypes.Structure):
 
 
 class _Account:
-    """See `PassAccount`."""
+    """Compiled `PassAccount`."""
 
     def __init__(
         self, book: _Book, owner: IntArray, route: _Function, count_moved: _Function

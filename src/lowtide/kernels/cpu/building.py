@@ -1,9 +1,9 @@
-"""Compiles files of the kernels and keeps them, each once on a machine.
+"""Compilation of the kernels' files, each once per machine, into the user's cache.
 
-What is kept is code that this process will run: its folder and files must belong to this user
-alone, no other user may be able to replace the folder, and a digest at a file's end says that it is
-whole. An object is kept as soon as it is compiled, so that nothing is lost where others are not,
-and a lock is held meanwhile, which ends with its process.
+This process will run the cached code. So its folder and files must belong to this user alone, no
+other user may be able to replace the folder, and a digest at the end of each file shows that it is
+whole. An object is stored as soon as it is compiled, so it survives a failure of others. A lock is
+held during compilation and ends with its process.
 """
 
 from __future__ import annotations
@@ -28,30 +28,30 @@ from lowtide.kernels.cpu.sources import PACKED, ROUNDED, Digests, Part
 from lowtide.progress import Progress, no_progress
 
 _LIMIT_S = 120.0  # of a file
-_WHEEL_LIMIT_S = 900.0  # the same: no answer waits, and other builds may have the cores
-_TOLD_S = 0.5  # between two reports
+_WHEEL_LIMIT_S = 900.0  # the same for a wheel: no answer waits, and other builds may use the cores
+_REPORT_S = 0.5  # between two reports
 _DAY_S = 86400.0
-_OLD_S = {  # what is that old goes: see `_remove_old`
+_OLD_S = {  # older files are removed: see `_remove_old`
     **dict.fromkeys(("build-*", "*.lock"), _DAY_S),
     **dict.fromkeys(("*.so", "*.o"), 30 * _DAY_S),
 }
 _DIGEST_BYTES = hashlib.sha256().digest_size
 _SYSTEM_FOLDERS = tuple(map(Path, ("/", "/home", "/tmp", "/var", "/var/tmp")))
-"""Root's on every Linux, whatever number root has in a container's user namespace."""
+"""Folders that belong to root on every Linux, whatever root's number in a container."""
 
 _TYPE_S = {f"{PACKED}/": 2.5, f"{ROUNDED}/": 3.5}
 _FILE_S = {"products": 4.0, "quantised_pack": 4.0, "int8_columns": 3.5, "packed": 2.5}
 _OTHER_FILE_S = 1.0
-"""What compiling a file takes a core, by its part or name, so that the time left can be guessed."""
+"""Seconds of one core that compiling a file takes, by its part or name; for the time estimate."""
 
 _log = logging.getLogger(__name__)
 
 
 def kept_libraries(parts: Sequence[Part], report: Progress = no_progress) -> list[Path]:
-    """The libraries of these parts in the user's cache, compiled where they are not there yet.
+    """Return the libraries of these parts in the user's cache; compile the missing ones.
 
-    Raises UnsupportedError where they cannot be compiled, StorageError where the cache cannot be
-    written or is not this user's own.
+    Raises UnsupportedError if they cannot be compiled, StorageError if the cache cannot be written
+    or is not this user's own.
     """
     compiler = find_compiler()
     try:
@@ -59,7 +59,7 @@ def kept_libraries(parts: Sequence[Part], report: Progress = no_progress) -> lis
         folder = _private_folder()
         paths = [folder / library_name(each, digests) for each in parts]
         for path in paths:
-            _note_use(path)  # first: then no other process takes it for an old one
+            _note_use(path)  # first, so that no other process removes it as old
         missing = [
             each for each, path in zip(parts, paths, strict=True) if _whole_image(path) is None
         ]
@@ -75,7 +75,7 @@ def kept_libraries(parts: Sequence[Part], report: Progress = no_progress) -> lis
 
 
 def build_libraries(parts: Sequence[Part], folder: Path) -> None:
-    """Compiles parts into a folder of a wheel, named by their sources alone.
+    """Compile parts into a folder of a wheel, named by their sources alone.
 
     Raises UnsupportedError if there is no compiler or it fails.
     """
@@ -88,12 +88,12 @@ def build_libraries(parts: Sequence[Part], folder: Path) -> None:
 
 
 def library_name(part: Part, digests: Digests) -> str:
-    """The name of a part's file."""
+    """Return the file name of a part."""
     return f"{part.name.replace('/', '-')}-{digests.of(part.sources, part.folder)}.so"
 
 
 class _File(NamedTuple):
-    """A source, where its object is kept, and about what compiling it takes."""
+    """Source file, the path of its object, and the expected seconds of compilation."""
 
     source: Path
     object: Path
@@ -102,7 +102,7 @@ class _File(NamedTuple):
 
 
 class _Build:
-    """Makes libraries in a folder that it shares with other processes."""
+    """Build of libraries in a folder that other processes share."""
 
     def __init__(
         self,
@@ -120,7 +120,7 @@ class _Build:
         files = [file for of_part in of_parts for file in of_part]
         missing = [file for file in files if _whole_image(file.object) is None]
         if missing:
-            _tell_what_begins(missing)
+            _log_start(missing)
         with tempfile.TemporaryDirectory(dir=self._folder, prefix="build-") as scratch:
             self._compile(missing, Path(scratch))
             for each, of_part in zip(parts, of_parts, strict=True):
@@ -134,8 +134,9 @@ class _Build:
         return _File(source, self._folder / name, part.folder, expected_s)
 
     def _compile(self, files: Sequence[_File], scratch: Path) -> None:
-        """As many at once as there are cores, those that take longest first. A file that another
-        process is at is waited for.
+        """Compile files, one per core at a time, the longest first.
+
+        Files that another process is compiling are waited for.
         """
         watch = _Watch(files, self._report)
         waiting = sorted(files, key=lambda file: -file.expected_s)
@@ -187,7 +188,7 @@ class _Build:
         _keep(made, path)
 
 
-def _tell_what_begins(files: Sequence[_File]) -> None:
+def _log_start(files: Sequence[_File]) -> None:
     count = "1 file" if len(files) == 1 else f"{len(files)} files"
     left_s = max(sum(file.expected_s for file in files) / _num_at_once(files), 1)
     _log.warning("Compiling kernels for this processor (once): %s, about %.0f s.", count, left_s)
@@ -198,23 +199,23 @@ def _num_at_once(files: Sequence[_File]) -> int:
 
 
 class _Watch:
-    """Says how many files are compiled, and about how long the others take."""
+    """Progress report of a compilation, with an estimate of the time left."""
 
     def __init__(self, files: Sequence[_File], report: Progress) -> None:
         self._files, self._report = files, report
         self._start_s = self._told_s = time.monotonic()
 
     def tell(self, running: Mapping[_File, float], waiting: Sequence[_File]) -> None:
-        """running: for how long each has been."""
+        """Report progress; running: elapsed seconds of each file."""
         now_s, left = time.monotonic(), {*running, *waiting}
-        if left and now_s - self._told_s < _TOLD_S:
+        if left and now_s - self._told_s < _REPORT_S:
             return
         self._told_s = now_s
         all_s = sum(file.expected_s for file in self._files)
         left_s = sum(file.expected_s for file in left)
         left_s -= sum(min(s, 0.9 * file.expected_s) for file, s in running.items())
         done_s, elapsed_s = all_s - left_s, now_s - self._start_s
-        # As expected at first, then as it went.
+        # The expected speed at first, then the measured one.
         per_s = (done_s + _num_at_once(self._files)) / (elapsed_s + 1)
         more_s = max(left_s / per_s, 1)
         num_done, total = len(self._files) - len(left), len(self._files)
@@ -223,14 +224,14 @@ class _Watch:
 
 
 class _Lock:
-    """The right to compile a file. Who holds it and ends, however that be, holds it no more."""
+    """Lock on the compilation of a file; released when the process ends."""
 
     def __init__(self, path: Path, descriptor: int) -> None:
         self._path, self._descriptor = path, descriptor
 
     @classmethod
     def take(cls, path: Path) -> Self | None:
-        """None while another has it."""
+        """Take the lock; None if another process holds it."""
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -248,21 +249,21 @@ class _Lock:
         self.release()
 
     def release(self) -> None:
-        # Whoever opened the file before it went finds what this one has compiled.
+        # A process that opened the file before it was removed finds the compiled object.
         self._path.unlink(missing_ok=True)
         os.close(self._descriptor)
 
 
 def _keep(made: Path, path: Path) -> None:
-    """Moves a file to its place, whole or not at all."""
-    with made.open("ab") as file:  # what follows its sections is nothing to a loader
+    """Append the digest to a file and move it to `path` atomically."""
+    with made.open("ab") as file:  # loaders ignore what follows the sections
         file.write(hashlib.sha256(made.read_bytes()).digest())
     made.chmod(0o700)
     made.replace(path)
 
 
 def _private_folder() -> Path:
-    """Raises StorageError if others could put something there."""
+    """Return the folder of cached kernels; StorageError if others could write into it."""
     folder = cache_folder() / "kernels"
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     if folder.is_symlink() or not _is_private(folder.stat()):
@@ -275,10 +276,10 @@ def _private_folder() -> Path:
 
 
 def _check_parent(parent: Path, folder: Path) -> None:
-    """Who may rename what is in `parent` may put another folder in this one's place.
+    """Check that no other user can replace `folder` by renaming entries of `parent`.
 
-    Raises StorageError if that is a user beside this one and root. A group is believed: many
-    systems give every user one of their own.
+    Raises StorageError if a user other than this one and root can. Groups are trusted: many systems
+    give every user one of their own.
     """
     facts = parent.stat()
     is_open = facts.st_mode & stat.S_IWOTH and not facts.st_mode & stat.S_ISVTX
@@ -298,9 +299,7 @@ def _is_private(facts: os.stat_result) -> bool:
 
 
 def _whole_image(path: Path) -> bytes | None:
-    """What was kept there; None unless it is this user's file and ends with the digest of what is
-    before.
-    """
+    """Read a cached file; None unless it is this user's and its digest is right."""
     try:
         facts = path.lstat()
         if not stat.S_ISREG(facts.st_mode) or not _is_private(facts):
@@ -318,7 +317,7 @@ def _note_use(path: Path) -> None:
 
 
 def _remove_old(folder: Path) -> None:
-    """What killed compilations left, and files of other sources that nothing loads any more."""
+    """Remove what killed compilations left, and files of old sources."""
     for pattern, limit_s in _OLD_S.items():
         for path in folder.glob(pattern):
             with suppress(OSError):  # another process is at it, too

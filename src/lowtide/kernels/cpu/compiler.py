@@ -1,4 +1,4 @@
-"""The system's C++ compiler, and commands that are run and watched."""
+"""The system's C++ compiler, and commands with a time limit."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lowtide.errors import UnsupportedError
 from lowtide.files.json_file import printable
 
 _COMPILERS = ("c++", "g++", "clang++")
-# Nothing of this machine: variants are chosen at run time. Nothing that changes arithmetic either.
+# No flag of this machine: variants are chosen at run time. None that changes arithmetic either.
 FLAGS = ("-std=c++17", "-O3", "-ffp-contract=off", "-fPIC", "-pthread")
 POLL_S = 0.005
 _LIMIT_S = 120.0
@@ -24,7 +24,7 @@ _MOST_CHARS = 500  # of a compiler's error
 
 
 def find_compiler() -> str:
-    """The path of a C++ compiler; raises UnsupportedError where there is none."""
+    """Return the path of a C++ compiler; UnsupportedError if there is none."""
     for name in _COMPILERS:
         path = shutil.which(name)
         if path is not None:
@@ -33,12 +33,12 @@ def find_compiler() -> str:
 
 
 def version_of(compiler: str) -> bytes:
-    """What a compiler says of itself."""
+    """Return the output of the compiler's `--version`."""
     return run([compiler, "--version"])
 
 
 def run(command: Sequence[str], scratch: Path | None = None, limit_s: float = _LIMIT_S) -> bytes:
-    """Waits for what a command writes to its output; see `Running`."""
+    """Run a command to its end and return its output; see `Running`."""
     running = Running(command, scratch, limit_s)
     try:
         while not running.has_ended():
@@ -50,12 +50,12 @@ def run(command: Sequence[str], scratch: Path | None = None, limit_s: float = _L
 
 
 class Running:
-    """A command. Its caller asks until it has ended, and stops it otherwise."""
+    """Running command; callers poll `has_ended`, or stop it."""
 
     def __init__(
         self, command: Sequence[str], scratch: Path | None = None, limit_s: float = _LIMIT_S
     ) -> None:
-        """scratch: for its temporary files, by default the system's."""
+        """Start the command; scratch: its folder of temporary files, by default the system's."""
         self._name, self._limit_s, self._start_s = command[0], limit_s, time.monotonic()
         self._output, self._errors = tempfile.TemporaryFile(), tempfile.TemporaryFile()
         self._process = subprocess.Popen(
@@ -71,7 +71,7 @@ class Running:
         return time.monotonic() - self._start_s
 
     def has_ended(self) -> bool:
-        """Raises UnsupportedError beyond the limit."""
+        """Return True once it has ended; UnsupportedError beyond the time limit."""
         if self._process.poll() is not None:
             return True
         if self.elapsed_s > self._limit_s:
@@ -79,7 +79,7 @@ class Running:
         return False
 
     def output(self) -> bytes:
-        """Raises UnsupportedError where it failed."""
+        """Return the output; UnsupportedError if the command failed."""
         with self._output, self._errors:
             if self._process.returncode:
                 self._errors.seek(0)
@@ -89,7 +89,7 @@ class Running:
             return self._output.read()
 
     def stop(self) -> None:
-        """Ends its whole group of processes: a compiler's own do the work."""
+        """Stop its whole process group: the compiler's children do the work."""
         with self._output, self._errors, suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
@@ -101,7 +101,7 @@ def _environment(scratch: Path | None) -> Mapping[str, str]:
 
 
 def _telling_line(errors: bytes) -> str:
-    """The first line of an error in a compiler's output: hundreds may follow from it."""
+    """Return the first error line of a compiler's output; hundreds may follow from it."""
     lines = errors.decode(errors="replace").strip().splitlines()
     telling = [line for line in lines if "error:" in line] or lines[-1:]
     return (

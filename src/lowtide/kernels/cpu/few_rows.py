@@ -1,12 +1,12 @@
-"""Operators of a few bfloat16 rows on the CPU: decoding one token, or a handful.
+"""CPU operators over a few bfloat16 rows, for decoding of one token or a handful.
 
-A product of one row is a matter of reading its weight, which torch's does at half the speed of
-memory; between products an operator of torch takes longer to call than to run (docs/log). The
-C++ beside this file does both, and shares a product or a layer's experts among threads.
+A product of one row is limited by reading its weight, which torch does at half the speed of memory;
+between products an operator of torch takes longer to call than to run (docs/log). The C++ beside
+this file solves both, and divides a product or a layer's experts among threads.
 
-`takes` tells which rows are few. What comes between products takes many, too, and shares those
-among threads. A row's bits depend on the row, what it is used with and the variant alone: not on
-other rows or on the number of threads.
+`takes` says which rows are few. Operators between products take any number of rows, and divide them
+among threads. A row's bits depend only on the row, its operands and the variant: not on other rows
+or the number of threads.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MAX_HEAD_DIM = 1024
 """`MAX_DIM` of attention.cpp; a latent of DeepSeek-V2 is 576 wide."""
 
 _NO_TYPE = 0
-"""The type number of weights in bfloat16, which have only one type."""
+"""Type number of bfloat16 weights, which have one type only."""
 
 _INT, _FLOAT = ctypes.c_int, ctypes.c_float
 _P, _LONG = ctypes.c_void_p, ctypes.c_long
@@ -43,45 +43,47 @@ _FUNCTIONS = {
 
 
 VARIANTS = ("portable", "AVX2", "AVX-512", "AVX512-BF16", "AMX")
-"""`Variant` of numbers.hpp. Each has all that is before it. The first three compute in float32 and
-give the same bits (above the least normal numbers), the others by the processor's own dot products
-of bfloat16 numbers, each with bits of its own."""
+"""`Variant` of numbers.hpp; each includes the instructions of those before it.
+
+The first three compute in float32 and give the same bits (above the least normal numbers). The
+others use the processor's own bfloat16 dot products, each with bits of its own.
+"""
 
 WITHOUT_DOTS = 2
-"""The last of those that compute in float32."""
+"""Last variant that computes in float32."""
 
 
 def num_variants(library: ctypes.CDLL) -> int:
-    """How many of `VARIANTS` this processor runs."""
+    """Return the number of `VARIANTS` that this processor runs."""
     best: int = library.lowtide_best_variant()
     return best + 1
 
 
 class FewRows:
-    """The compiled operators in one of their variants."""
+    """Compiled operators in one variant."""
 
     def __init__(self, library: ctypes.CDLL, variant: int | None = None) -> None:
-        """variant: of `VARIANTS` one that runs here, by default the last of them."""
+        """Bind the operators; variant: index in `VARIANTS`, by default the last that runs here."""
         self.library = library
         self.number = num_variants(library) - 1 if variant is None else variant
         self.variant = VARIANTS[self.number]
-        # With more rows computing is the work, and torch's products are faster (docs/log).
+        # With more rows computation dominates, and torch's products are faster (docs/log).
         self.max_rows: int = library.lowtide_max_rows(self.number)
         self.calls = WeightCalls(library, "plain", self.number, self.max_rows)
         self.experts = CompiledExperts(self.calls, 3 * (_NO_TYPE,))
         self._functions = functions_of(library, _FUNCTIONS)
 
     def takes(self, x: Tensor) -> bool:
-        """Whether the rows of `x` [rows, ...] are few, of the right type and in host memory."""
+        """Return True if `x` [rows, ...] has few rows, bfloat16, in host memory."""
         return self.calls.takes(x)
 
     def takes_product(self, x: Tensor, weight_t: Tensor, out: Tensor) -> bool:
-        """Whether `multiply` takes these."""
+        """Return True if `multiply` supports these operands."""
         is_stored = weight_t.stride() == (1, x.shape[1])
         return self.takes(x) and is_stored and _has_rows(x, out)
 
     def takes_float32(self, x: Tensor, weight_t: Tensor, out: Tensor) -> bool:
-        """Whether `multiply_float32` takes these."""
+        """Return True if `multiply_float32` supports these operands."""
         is_float32 = x.dtype is weight_t.dtype is torch.float32
         is_stored = weight_t.stride() == (1, x.shape[1])
         return (
@@ -96,13 +98,14 @@ class FewRows:
         out: Tensor,
         num_threads: int = 1,
     ) -> None:
-        """See `Kernels.multiply`; rounds once, after the bias."""
+        """Compute `Kernels.multiply`, rounded once, after the bias."""
         call = MatrixCall(self.calls, _NO_TYPE, weight_t.data_ptr())
         call.multiply(x, bias, out, num_threads)
 
     def matrix_call(self, weight: Tensor) -> MatrixCall | None:
-        """What multiplies with `weight` [out, in]; None where it has not its rows one after the
-        other in host memory, in bfloat16.
+        """Return the call that multiplies with `weight` [out, in].
+
+        None unless the weight is bfloat16 in host memory with contiguous rows.
         """
         is_taken = weight.dtype is torch.bfloat16 and weight.is_cpu and weight.is_contiguous()
         return MatrixCall(self.calls, _NO_TYPE, weight.data_ptr()) if is_taken else None
@@ -110,7 +113,7 @@ class FewRows:
     def multiply_float32(
         self, x: Tensor, weight_t: Tensor, out: Tensor, num_threads: int = 1
     ) -> None:
-        """See `Kernels.multiply`; all in float32."""
+        """Compute `Kernels.multiply` in float32 throughout."""
         num_rows, num_k = x.shape
         self._functions["multiply_float32"](
             self.number,
@@ -134,7 +137,7 @@ class FewRows:
         out: Tensor,
         num_threads: int,
     ) -> None:
-        """See `Kernels.attend_row`; softmax and sums in float32."""
+        """Compute `Kernels.attend_row`, softmax and sums in float32."""
         kv_heads, num_tokens, head_dim = keys.shape
         self._functions["attend"](
             self.number,
@@ -154,8 +157,9 @@ class FewRows:
     def rms_norm(
         self, x: Tensor, weight: Tensor, eps: float, out: Tensor, num_threads: int = 1
     ) -> None:
-        """See `Kernels.rms_norm`, of any number of rows. x, out [rows, length] or [rows, heads,
-        length], heads adjacent; weight [length] bfloat16.
+        """Compute `Kernels.rms_norm` of any number of rows.
+
+        x, out [rows, length] or [rows, heads, length], heads adjacent; weight [length] bfloat16.
         """
         length = weight.shape[0]
         self._functions["rms_norm"](
@@ -173,8 +177,9 @@ class FewRows:
         )
 
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor, num_threads: int = 1) -> None:
-        """See `Kernels.rotate`, whose bits these are, of any number of rows. Heads are adjacent,
-        cos and sin bfloat16 or float32 and contiguous.
+        """Compute `Kernels.rotate` of any number of rows, bit for bit.
+
+        Heads are adjacent; cos and sin are contiguous, bfloat16 or float32.
         """
         is_wide = cos.dtype is torch.float32
         self._functions["rotate_in_float32" if is_wide else "rotate"](
@@ -189,21 +194,21 @@ class FewRows:
         )
 
     def silu_times(self, gate: Tensor, up: Tensor, num_threads: int = 1) -> None:
-        """See `Kernels.silu_times`, of any number of rows."""
+        """Compute `Kernels.silu_times` of any number of rows."""
         addresses = gate.data_ptr(), up.data_ptr()
         self._functions["silu_times"](self.number, num_threads, *addresses, gate.numel())
 
     def weigh_rows(self, x: Tensor, gates: Tensor) -> None:
-        """See `Kernels.weigh_rows`; gates stay as they are."""
+        """Compute `Kernels.weigh_rows`; gates stay unchanged."""
         addresses = x.data_ptr(), gates.data_ptr()
         self._functions["weigh_rows"](self.number, *addresses, *x.shape)
 
     def choose_experts(
         self, logits: Tensor, bias: Tensor | None, choice: ExpertChoice
     ) -> tuple[Tensor, Tensor]:
-        """See `Kernels.choose_experts`, of any number of rows; of equal ranks the first experts.
+        """Compute `Kernels.choose_experts` of any number of rows; ties go to the first expert.
 
-        logits: bfloat16 or float32, contiguous, which stay as they are.
+        logits: bfloat16 or float32, contiguous; they stay unchanged.
         """
         num_rows, num_experts = logits.shape
         experts = torch.empty((num_rows, choice.num_chosen), dtype=torch.int64)
@@ -222,7 +227,7 @@ class FewRows:
 
 
 def is_on_host(x: Tensor) -> bool:
-    """Whether x is bfloat16 in host memory."""
+    """Return True if x is bfloat16 in host memory."""
     return x.dtype is torch.bfloat16 and x.is_cpu
 
 
@@ -244,7 +249,7 @@ class ChoiceStruct(ctypes.Structure):
 
 @functools.cache
 def choice_struct(choice: ExpertChoice, num_experts: int) -> ChoiceStruct:
-    """As C++ takes it; kept, since every layer of every pass asks for it."""
+    """Convert a choice for C++; cached, since every layer of every pass asks for it."""
     return ChoiceStruct(
         num_experts,
         choice.num_chosen,
@@ -259,5 +264,5 @@ def choice_struct(choice: ExpertChoice, num_experts: int) -> ChoiceStruct:
 
 
 def _has_rows(x: Tensor, out: Tensor) -> bool:
-    """Whether the elements of each row are adjacent."""
+    """Return True if the elements of each row are adjacent."""
     return x.stride(1) == 1 and out.stride(1) == 1

@@ -1,7 +1,6 @@
-"""Layers of a few bfloat16 rows in a call or two each, or all in one: see layer.cpp, whose structs
-are here.
+"""Compiled layers: a layer of a few bfloat16 rows in one or two calls, or all layers in one.
 
-Its matrices may be in any format whose products are compiled, each in its own.
+The structs mirror those of layer.cpp. Each matrix may be in any format with compiled products.
 """
 
 from __future__ import annotations
@@ -122,8 +121,9 @@ class _Turn(ctypes.Structure):
 
 
 class CompiledPass:
-    """One pass after the other over the same rows' memory, and the scratch of its layers; keeps all
-    of it alive.
+    """Arguments of a pass and scratch of its layers; keeps all of it alive.
+
+    It is reused for later passes over the same memory of rows.
     """
 
     def __init__(self, variant: int, facts: PassFacts, scratch: Scratch, num_threads: int) -> None:
@@ -136,7 +136,7 @@ class CompiledPass:
         self.begin(facts)
 
     def begin(self, facts: PassFacts) -> None:
-        """Another pass, whose `x` is the same memory."""
+        """Begin another pass, whose `x` must be the same memory."""
         struct, (cos, sin) = self._struct, facts.rotation
         self._facts = facts
         struct.cos, struct.sin, struct.half = cos.data_ptr(), sin.data_ptr(), cos.shape[-1]
@@ -144,14 +144,14 @@ class CompiledPass:
 
 
 class CompiledLayer:
-    """A layer of a few rows, with the bits of its operators one by one. Keeps the weights alive
-    that its struct points to.
+    """Layer of few rows, with the bits of its operators run one by one.
 
-    attends: whether attention is to be run, or was.
+    Keeps alive the weights that its struct points to. `attends`: run attention in the call; False
+    if it has been run already.
     """
 
     def __init__(self, few_rows: FewRows, parts: LayerParts, calls: Sequence[MatrixCall]) -> None:
-        """parts: which `takes_layer` takes. calls: what multiplies with each of its `products`."""
+        """Build the struct; parts: accepted by `takes_layer`; calls: one for each of `products`."""
         self.functions = _functions(few_rows.library)
         self._variant = few_rows.number
         self._parts = parts
@@ -167,8 +167,10 @@ class CompiledLayer:
         parts: LayerParts,
         matrix_call: Callable[[Matrix], MatrixCall | None],
     ) -> CompiledLayer | None:
-        """The one rule for which layers run in one call: something compiled multiplies with each
-        of their matrices, which `matrix_call` knows, and `takes_layer` the rest.
+        """Build a compiled layer; None if a layer of these parts cannot run in one call.
+
+        It can if `matrix_call` has a compiled product for each matrix, and `takes_layer` accepts
+        the rest.
         """
         found = [matrix_call(product.weight) for product in parts.products]
         calls = [each for each in found if each is not None]
@@ -176,31 +178,33 @@ class CompiledLayer:
         return cls(few_rows, parts, calls) if is_taken else None
 
     def bind(self, facts: PassFacts, scratch: Scratch, num_threads: int) -> CompiledPass:
-        """A pass for this layer and all like it."""
+        """Prepare a pass for this layer and all like it."""
         return CompiledPass(self._variant, facts, scratch, num_threads)
 
     def run_to_router(
         self, bound: CompiledPass, attends: bool, experts: Tensor, weights: Tensor
     ) -> None:
-        """Up to the router's choice: experts [rows, k] int64, ascending, and float32 weights. What
-        the experts are to be given is in `Scratch.mlp_input`.
+        """Run the layer up to the router's choice.
+
+        experts [rows, k] int64, ascending, and float32 weights are written. The experts' input is
+        `Scratch.mlp_input`.
         """
         self.functions["run_to_router"](
             self._address, bound.address, attends, experts.data_ptr(), weights.data_ptr()
         )
 
     def run_from_experts(self, bound: CompiledPass) -> None:
-        """The rest, once the experts' sum is in `Scratch.routed`."""
+        """Run the rest of the layer; `Scratch.routed` must hold the experts' sum."""
         self.functions["run_from_experts"](self._address, bound.address)
 
     def turn(self, bound: CompiledPass) -> _Turn:
-        """In a call of several layers; this one and `bound` have to outlive it."""
+        """Return an entry for a call over several layers; `self` and `bound` have to outlive it."""
         experts = self._parts.experts
         return _Turn(self._address, bound.address, -1 if experts is None else experts.number)
 
 
 class CompiledLayers:
-    """Some layers one after the other in one call, each with its pass; keeps them alive."""
+    """Several layers in one call, each with its pass; keeps them alive."""
 
     def __init__(self, layers: Sequence[CompiledLayer], bounds: Sequence[CompiledPass]) -> None:
         self._kept = (layers, bounds)
@@ -214,8 +218,9 @@ class CompiledLayers:
         self._call = self._run, ctypes.addressof(self._turns), len(layers)
 
     def run(self, attends: bool, residents: Residents | None) -> None:
-        """All of each layer, whichever of its experts are resident. residents: None where none
-        has experts. Raises what `Residents.serve` does.
+        """Run the layers completely, whichever of their experts are resident.
+
+        residents: None if no layer has experts. Raises what `Residents.serve` raises.
         """
         address = None if residents is None else residents.address
         try:
@@ -248,9 +253,10 @@ def _functions(library: ctypes.CDLL) -> dict[str, ctypes._NamedFuncPointer]:
 
 
 def takes_layer(parts: LayerParts) -> bool:
-    """Whether all that a layer normalises, chooses and weighs with is bfloat16 in host memory as
-    it is, but for a router, which may be float32, and heads are as short as attention takes
-    them.
+    """Return True if the layer's tensors other than matrices are supported.
+
+    All must be bfloat16 in host memory, except a router, which may be float32; heads must be short
+    enough for attention.
     """
     router, attention = parts.router, parts.attention
     own = [] if router is None else [router.weight, *([] if router.bias is None else [router.bias])]
@@ -266,14 +272,17 @@ def takes_layer(parts: LayerParts) -> bool:
 
 
 def _is_plain(tensor: Tensor, dtype: torch.dtype) -> bool:
-    """Whether its rows are adjacent, or, of a cache, those of each head."""
+    """Return True if the rows of `tensor` are adjacent, or those of each head of a cache."""
     if tensor.dtype is not dtype or not tensor.is_cpu:
         return False
     return tensor.is_contiguous() or (tensor.dim() == 3 and tensor[0].is_contiguous())
 
 
 def _max_expert_rows(parts: LayerParts, max_rows: int) -> int:
-    """With how many rows the whole layer can be run, which takes `max_rows` beside its experts."""
+    """Return the most rows with which the whole layer, experts included, can run.
+
+    max_rows: the limit without experts.
+    """
     if parts.router is None:
         return max_rows
     return 0 if parts.experts is None else min(max_rows, parts.experts.kernels.max_rows)
@@ -293,7 +302,7 @@ def _layer_struct(parts: LayerParts, calls: Sequence[MatrixCall]) -> _Layer:
 
 
 def _attention(parts: AttentionParts, matrices: Sequence[_Matrix]) -> _Attention:
-    """matrices: projections, output, and others."""
+    """Build the struct; matrices: projections, output, and others."""
     norms, (num_key_heads, _, head_dim) = parts.head_norms, parts.keys.shape
     num_projections = len(parts.projections)
     return _Attention(

@@ -1,7 +1,7 @@
-"""Compiled kernels, loaded part by part: those of a wheel, or built at first use and kept.
+"""Loader of the compiled kernels: a wheel's own, or built at first use and cached.
 
-A wheel has them in `built/`, named by their sources: others than those that lie beside them are
-not loaded. Elsewhere they are in the user's cache (building.py).
+A wheel has them in `built/`, named by their sources; libraries of other sources than those beside
+them are not loaded. Elsewhere they are in the user's cache (building.py).
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ _loading = threading.Lock()
 
 
 def load_kernels() -> ctypes.CDLL:
-    """Load the core of the kernels, once in a process; see `load_parts`."""
+    """Load the core of the kernels, once per process; see `load_parts`."""
     return load_part(CORE)
 
 
 def load_part(name: str) -> ctypes.CDLL:
-    """Load a part of the kernels and what it needs, once in a process; see `load_parts`."""
+    """Load a part of the kernels and its dependencies, once per process; see `load_parts`."""
     if name not in _loaded:
         load_parts([name])
     return _loaded[name]
 
 
 def load_parts(names: Sequence[str], report: Progress = no_progress) -> None:
-    """Load these parts of the kernels and what they need, each once in a process; those that are
-    nowhere yet are compiled together, which `report` is told of.
+    """Load these parts of the kernels and their dependencies, each once per process.
 
-    Raises UnsupportedError where one cannot be compiled or loaded, StorageError where the cache
-    cannot be written or is not this user's own.
+    Missing ones are compiled together, with progress to `report`. Raises UnsupportedError if one
+    cannot be compiled or loaded, StorageError if the cache cannot be written or is not this user's
+    own.
     """
     with _loading:  # later parts find the functions of earlier ones
         wanted = [part(name) for name in with_needed(names) if name not in _loaded]
@@ -55,13 +55,13 @@ def load_parts(names: Sequence[str], report: Progress = no_progress) -> None:
 
 
 def load_library(source: Path) -> ctypes.CDLL:
-    """Load a C++ file that is compiled alone; raises what `load_parts` does."""
+    """Load a C++ file that is compiled alone; raises what `load_parts` raises."""
     alone = Part(source.stem, (source,), source.parent)
     return _load([alone], no_progress, ctypes.DEFAULT_MODE)[alone.name]
 
 
 def _load(parts: Sequence[Part], report: Progress, mode: int) -> dict[str, ctypes.CDLL]:
-    """In this order; calls into them do not hold the GIL."""
+    """Load parts in this order; calls into them release the GIL."""
     found, digests = dict[str, ctypes.CDLL](), Digests()
     for each in parts:
         built = _built_folder(each) / library_name(each, digests)
@@ -82,7 +82,7 @@ def _load(parts: Sequence[Part], report: Progress, mode: int) -> dict[str, ctype
 
 
 def _built_folder(of: Part) -> Path:
-    """Where a wheel has it compiled."""
+    """Return the folder of a wheel's compiled part."""
     return of.folder / "built"
 
 
@@ -99,9 +99,10 @@ def build_kernels(package: Path) -> None:
 def functions_of(
     library: ctypes.CDLL, types: Mapping[str, tuple[Any, ...]]
 ) -> dict[str, ctypes._NamedFuncPointer]:
-    """`lowtide_` functions of a library by name, of their own: those of its attributes are shared.
+    """Bind `lowtide_` functions of a library, by name, as objects of their own.
 
-    types: of each name, what the function answers and, after it, what it takes.
+    Attributes of the library are shared and stay unchanged. types: result type, then argument
+    types, by name.
     """
     functions = {name: library[f"lowtide_{name}"] for name in types}
     for name, function in functions.items():
@@ -110,12 +111,13 @@ def functions_of(
 
 
 Places = Sequence[tuple[str, int, int]]
-"""Name, offset and bytes of each field; or name, weights and bytes of each type of blocks."""
+"""Name, offset and bytes of each field; or name, weights and bytes of each block type."""
 
 
 def check_layouts(library: ctypes.CDLL, structs: Mapping[str, type[ctypes.Structure]]) -> None:
-    """Raises InternalError where a struct that the library is handed is another there: of other
-    fields, or these at other places.
+    """Check that the library's structs have the same fields at the same offsets.
+
+    Raises InternalError where one differs.
     """
     for name, struct in structs.items():
         own = [
@@ -126,7 +128,7 @@ def check_layouts(library: ctypes.CDLL, structs: Mapping[str, type[ctypes.Struct
 
 
 def places_of(library: ctypes.CDLL, name: str) -> Places:
-    """What a library has of a struct, or of "BlockType" (layouts.cpp)."""
+    """Return the layout of a library's struct, or of its "BlockType" (layouts.cpp)."""
     types = ctypes.c_char_p, ctypes.c_char_p, ctypes.c_long, ctypes.c_void_p
     layout = functions_of(library, {"layout": types})["layout"]
     place = (ctypes.c_long * 2)()
@@ -137,7 +139,7 @@ def places_of(library: ctypes.CDLL, name: str) -> Places:
 
 
 def check_places(name: str, own: Places, found: Places) -> None:
-    """Raises InternalError where these are not those that the library has."""
+    """Check a layout against the library's; InternalError if they differ."""
     for ours, theirs in zip_longest(own, found):
         if ours != theirs:
             raise InternalError(

@@ -1,12 +1,12 @@
-"""Operators over packed weights on the CPU: few bfloat16 rows, rows rounded to int8, and unpacking.
+"""CPU operators over packed weights: few bfloat16 rows, rows rounded to int8, and unpacking.
 
-Each weight is unpacked to float32 with the bits of its format and rounded once to bfloat16; or rows
-are rounded to int8 (`kernels/int8_rows.py`), then any number of them is taken. A row's bits depend
-on the row, the matrix and the variant alone; rounded, on no variant either.
+Each weight is unpacked to float32 as its format says, and rounded once to bfloat16. Or rows are
+rounded to int8 (`kernels/int8_rows.py`), any number of them. A row's bits depend only on the row,
+the matrix and the variant; those of rounded rows not even on the variant.
 
-A type is the number by which the library knows a format: that of block_types.hpp; or `SECTIONS`
-and, from the lowest bit on, 2 bits of form (bfloat16, integers of 4 bits, of 8, FP8), 2 of the
-scales' type, 1 for zeros, then the logarithm of a group's size.
+A type number is the library's number of a format: that of block_types.hpp; or `SECTIONS` plus, from
+the lowest bit on, 2 bits of form (bfloat16, 4-bit integers, 8-bit integers, FP8), 2 of the scales'
+type, 1 for zeros, then the logarithm of the group size.
 """
 
 from __future__ import annotations
@@ -39,28 +39,29 @@ from lowtide.kernels.cpu.weight_calls import CompiledExperts, MatrixCall, Weight
 
 SECTIONS = 1 << 16
 PLAIN = SECTIONS
-"""The type of what is bfloat16 already."""
+"""Type number of bfloat16 weights."""
 
 _OF_4_BITS, _OF_8_BITS, _FP8 = 1, 2, 3
 
 MAX_FEW_ROWS = 32
-"""So many rows of an expert, which a block of diffusion has, are taken in a call over several."""
+"""Most rows per expert in a call over several experts; enough for a diffusion block."""
 
 INT8_VARIANTS = (*VARIANTS[:2], "AVX-VNNI", "AVX-512 with VNNI", "AMX in int8")
-"""The same as `VARIANTS` where rows are rounded. All have the same bits."""
+"""Variants of int8 rows, like `VARIANTS`; all have the same bits."""
 
 _INT, _LONG, _P = ctypes.c_int, ctypes.c_long, ctypes.c_void_p
 _FUNCTIONS = {"packed_unpack": (None, _INT, _INT, _P, _LONG, _LONG, _P, _LONG, _LONG, _P)}
 
 
 class PackedOperators:
-    """The compiled operators in one of their variants, over every packed format."""
+    """Compiled operators in one variant, over every packed format."""
 
     def __init__(
         self, library: ctypes.CDLL, variant: int | None = None, rounds_rows: bool = False
     ) -> None:
-        """variant: of `VARIANTS`, or where rows are rounded to int8 of `INT8_VARIANTS`; by default
-        the best of this processor.
+        """Bind the operators; variant: index in `VARIANTS`, or for int8 rows in `INT8_VARIANTS`.
+
+        By default the best of this processor.
         """
         self.rounds_rows, self._library = rounds_rows, library
         self._kind = ROUNDED if rounds_rows else PACKED
@@ -74,11 +75,11 @@ class PackedOperators:
         numbers = block_numbers(library)
         self._names = {number: name for name, number in numbers.items()}
         self._own_types = {numbers[own.name] for own in quantised.FORMATS}
-        self._ready: set[tuple[str, int]] = set()  # parts that are loaded, by kind and type
+        self._ready: set[tuple[str, int]] = set()  # loaded parts, by kind and type
 
     @functools.cached_property
     def calls(self) -> WeightCalls:
-        """Of all types but q8 and q4; their part is loaded first."""
+        """Return the operators of all types but q8 and q4; their part is loaded first."""
         most = sys.maxsize if self.rounds_rows else self._library.lowtide_max_rows(self.variant)
         return WeightCalls(load_part(self._kind), self._kind, self.variant, most)
 
@@ -94,12 +95,13 @@ class PackedOperators:
         return functions_of(load_part(PACKED), _FUNCTIONS)["packed_unpack"]
 
     def has(self, matrix: object) -> bool:
-        """Whether `unpack` takes a matrix."""
+        """Return True if `unpack` supports a matrix."""
         return self._place_of(matrix) is not None
 
     def matrix_call(self, matrix: StoredMatrix) -> MatrixCall | None:
-        """What multiplies with it; None where nothing compiled does, or only with the whole matrix
-        whose rows these are: its sections lie apart.
+        """Return the call that multiplies with a matrix; None if no compiled one can.
+
+        Views of some of a matrix's rows have none: their sections lie apart.
         """
         place = self._place_of(matrix)
         if place is None or (self.rounds_rows and place.type >= SECTIONS):
@@ -110,9 +112,7 @@ class PackedOperators:
         return MatrixCall(self._calls_of(place.type), place.type, place.address)
 
     def experts(self, types: Sequence[int]) -> CompiledExperts | None:
-        """The compiled experts of slots whose gate, up and down are of these types; None where
-        there are none.
-        """
+        """Return the compiled experts of slots with gate, up and down of these types, or None."""
         if self.rounds_rows and max(types) >= SECTIONS:
             return None
         are_own = {each in self._own_types for each in types}
@@ -124,8 +124,9 @@ class PackedOperators:
         return CompiledExperts(calls, types, min(MAX_FEW_ROWS, calls.max_rows))
 
     def unpack(self, matrix: StoredMatrix, out: Tensor) -> None:
-        """See `StoredMatrix.unpack`, for a contiguous bfloat16 out [out, in] and a matrix that it
-        `has`. The same bits in every variant.
+        """Compute `StoredMatrix.unpack` for a matrix that it `has`.
+
+        out: contiguous bfloat16 [out, in]. All variants have the same bits.
         """
         place = self._place_of(matrix)
         assert place is not None, f"{type(matrix).__name__} is in no packed format"
@@ -155,7 +156,7 @@ class PackedOperators:
         return self._own_calls if number in self._own_types else self.calls
 
     def _need(self, kind: str, number: int) -> None:
-        """Load the part of a type, if it has one; a model that is opened has asked for its own."""
+        """Load the part of a type, if it has one; opening a model has loaded its own already."""
         if (kind, number) in self._ready:
             return
         if number in self._names:
@@ -163,7 +164,7 @@ class PackedOperators:
         self._ready.add((kind, number))
 
     def _place_of(self, matrix: object) -> _Place | None:
-        """Where a matrix in host memory is, if it is in a packed format."""
+        """Return the address and type of a packed matrix in host memory, or None."""
         if isinstance(matrix, PackedMatrix):
             number, bytes_of = type_number(self._library, matrix.format), matrix.stored
         elif isinstance(matrix, SectionedMatrix):
@@ -177,8 +178,9 @@ class PackedOperators:
 
 @functools.cache
 def block_numbers(library: ctypes.CDLL) -> Mapping[str, int]:
-    """The types of blocks that a library has, by their formats' names; raises InternalError where
-    a format has other blocks here.
+    """Return the library's block types by their formats' names.
+
+    Raises InternalError where a format has another layout here.
     """
     formats = {each.name: each for each in (*ggml.FORMATS, *quantised.FORMATS)}
     found = places_of(library, "BlockType")
@@ -190,7 +192,7 @@ def block_numbers(library: ctypes.CDLL) -> Mapping[str, int]:
 
 @functools.cache
 def type_number(library: ctypes.CDLL, stored: MatrixFormat) -> int | None:
-    """The type of a format; None where no compiled operator knows it."""
+    """Return the type number of a format; None if no compiled operator knows it."""
     if stored.name == "BF16":
         return PLAIN
     if isinstance(stored, GgmlFormat | Quantised):
@@ -207,11 +209,10 @@ def type_number(library: ctypes.CDLL, stored: MatrixFormat) -> int | None:
 
 
 def parts_of(formats: Iterable[MatrixFormat], rounded: Collection[str]) -> tuple[str, ...]:
-    """The parts of the kernels that weights in these formats are computed with; rounded: the names
-    of those whose products round rows to int8.
+    """List the parts of the kernels that weights in these formats need.
 
-    Such rows are multiplied with weights as they are stored; an embedding's rows are unpacked all
-    the same.
+    rounded: names of the formats whose products round rows to int8. Such rows are multiplied with
+    weights as stored; an embedding's rows are unpacked in any case.
     """
     compiled = block_types()
     found = dict[str, None]()

@@ -1,4 +1,4 @@
-"""Rounding of weights to 8 or 4 bits, compiled: `formats.convert.pack`, the same bytes."""
+"""Compiled twin of `formats.convert.pack`, which rounds weights to 8 or 4 bits."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _FUNCTIONS = {"quantised_pack": (None, _INT, _INT, _INT, _P, _P, _P, _LONG, _LON
 
 
 class CompiledPacking:
-    """A `Pack`."""
+    """Compiled `Pack`, with the same bytes."""
 
     def __init__(self, library: ctypes.CDLL, variant: int | None = None) -> None:
-        """variant: of `VARIANTS`, by default the best of those that compute in float32."""
+        """Bind the function; variant: index in `VARIANTS`, by default the best in float32."""
         best = min(library.lowtide_best_variant(), WITHOUT_DOTS)
         self._variant = best if variant is None else variant
         self._pack = functions_of(load_part(PACKING), _FUNCTIONS)["quantised_pack"]
@@ -43,7 +43,7 @@ class CompiledPacking:
             wide = np.empty(4 * (len(source) // ITEM_BYTES[name]), np.uint8)
             convert_plain(source, name, wide, "F32")
             source, name = wide, "F32"
-        # Bytes of a file may lie at any address: numpy copies where it has to.
+        # A file's bytes may be unaligned: numpy copies them if they are.
         weights = np.require(
             source.view(np.uint16 if name == "BF16" else np.float32), None, ("C", "A")
         )

@@ -1,4 +1,7 @@
-"""Reads of whole experts into slots by compiled threads: see reader.hpp, whose structs are here."""
+"""Compiled reader: threads that read whole experts into slots.
+
+The structs mirror those of reader.hpp.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ from lowtide.kernels.cpu.library import check_layouts, functions_of
 from lowtide.threads.event import INTERRUPT_POLL_S
 
 PIECE_BYTES = 1 << 20
-"""Bytes of a file that one thread reads at once: several threads read one absent expert."""
+"""Bytes of a file that one thread reads at once; several threads share one expert."""
 
 SECTOR_BYTES = 4096
 
@@ -43,11 +46,11 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {
 }
 
 _never_freed: list[object] = []
-"""What reads use that did not end."""
+"""Objects of reads that did not end, kept alive."""
 
 
 class Readiness:
-    """Which slots have all of the bytes that are read into them. Any thread may ask and tell."""
+    """Readiness of each slot: whether all of its bytes have been read. Thread-safe."""
 
     def __init__(self, library: ctypes.CDLL, num_slots: int) -> None:
         self._functions = _bound(library)
@@ -56,19 +59,17 @@ class Readiness:
         weakref.finalize(self, close, self.address).atexit = False
 
     def begin(self, slot: int) -> int:
-        """A slot is filled from now on; the number of the filling, for `end`."""
+        """Mark a slot as being filled; returns the number of the filling, for `end`."""
         filling: int = self._functions["begin_slot"](self.address, slot, 1)
         return filling
 
     def end(self, slot: int, filling: int, has_failed: bool = False) -> None:
-        """A filling has ended; one that is not the slot's last changes nothing."""
+        """Mark a filling as ended; ignored unless it is the slot's latest."""
         error = _CANCELLED if has_failed else _READY
         self._functions["end_piece"](self.address, slot, filling, error)
 
     def wait(self, slot: int, limit_s: float) -> int | None:
-        """What became of a slot's filling, 0 if all is well; None: it has not ended within
-        `limit_s`.
-        """
+        """Wait for a slot's filling and return its state, 0 on success; None after `limit_s`."""
         state: int = self._functions["wait_for_slot"](self.address, slot, limit_s)
         return None if state == _PENDING else state
 
@@ -82,14 +83,14 @@ class SlotSegment(NamedTuple):
 
 
 class Range(NamedTuple):
-    """What is read at a stretch: segments of one file, in order, with small gaps."""
+    """Segments of one file that are read together, in order, with small gaps."""
 
     file: int
     segments: Sequence[SlotSegment]
 
 
 class OpenFile(NamedTuple):
-    """A file that experts are read from."""
+    """File that experts are read from."""
 
     file: RegularFile
     descriptor: int
@@ -105,9 +106,9 @@ class _Source(ctypes.Structure):
 
 
 class CompiledReader:
-    """Reads experts, numbered through all layers, into slots.
+    """Reader of experts, numbered through all layers, into slots.
 
-    A file that was written to since it was opened is not read.
+    Refuses to read a file that was modified since it was opened.
     """
 
     def __init__(
@@ -120,9 +121,12 @@ class CompiledReader:
         buffers: NDArray[np.uint8] | None,
         num_at_once: int | None = None,
     ) -> None:
-        """slots: the memory of all slots. buffers: what direct reads go through; None where reads
-        are not direct. num_at_once: of those, under way at a time, by default `NUM_DIRECT`. Raises
-        StorageError where the system has no thread to give.
+        """Start the threads.
+
+        slots: the memory of all slots. buffers: bounce buffers of direct reads; None: reads are not
+          direct.
+        num_at_once: direct reads in flight, by default `NUM_DIRECT`. Raises StorageError if the
+          system cannot start a thread.
         """
         self._functions = _bound(library)
         self._is_closing = False
@@ -147,8 +151,10 @@ class CompiledReader:
         weakref.finalize(self, self._functions["free_reader"], opened).atexit = False
 
     def read(self, expert: int, slot: int, limit_s: float) -> int:
-        """Fills a slot; the bytes read. Raises StorageError where they cannot be read, or not
-        within `limit_s`: the slot may be written to as long as `is_filling`.
+        """Fill a slot and return the number of bytes read.
+
+        Raises StorageError if they cannot be read, or not within `limit_s`; the slot may then be
+        written to until `is_filling` is False.
         """
         self._functions["start_read"](self.address, expert, slot)
         state, end_s = None, monotonic() + limit_s
@@ -160,8 +166,9 @@ class CompiledReader:
         return self.num_bytes(expert)
 
     def when_over(self, slot: int) -> Future[int]:
-        """Answered once no read into the slot is under way; never, where the reader is closed
-        before.
+        """Return a future that completes once no read into the slot is in flight.
+
+        It never completes if the reader is closed first.
         """
         over: Future[int] = Future()
 
@@ -178,11 +185,11 @@ class CompiledReader:
         return sum(_end(each) - each.segments[0].start for each in self._experts[expert])
 
     def is_filling(self, slot: int) -> bool:
-        """Whether a read into the slot has not ended."""
+        """Return True while a read into the slot is in flight."""
         return self.readiness.wait(slot, 0.0) is None
 
     def error(self, expert: int, state: int | None, limit_s: float = 0.0) -> StorageError:
-        """What to raise for a read that ended with `state`, None: not within `limit_s`."""
+        """Return the error of a read that ended with `state`; None: not within `limit_s`."""
         files = [self._files[number] for number in {one.file for one in self._experts[expert]}]
         names = ", ".join(str(each.file.path) for each in files)
         what = f"{self.num_bytes(expert)} bytes of expert weights of {names}"
@@ -201,12 +208,13 @@ class CompiledReader:
         return StorageError(f"The read of {what} was given up.")
 
     def drain(self, limit_s: float) -> bool:
-        """Gives up what has not begun and waits for the rest; whether all has ended."""
+        """Cancel reads that have not begun and wait for the others; True if all have ended."""
         return bool(self._functions["drain_reader"](self.address, limit_s))
 
     def close(self, limit_s: float) -> bool:
-        """Ends its threads. False where a read has not ended: memory and files that it uses must
-        stay, and do as far as they are this reader's.
+        """Stop the threads; False if a read has not ended.
+
+        The memory and files that such a read uses must then be kept; this reader keeps its own.
         """
         self._is_closing = True
         has_ended = bool(self._functions["close_reader"](self.address, limit_s))
@@ -221,8 +229,9 @@ def _bound(library: ctypes.CDLL) -> dict[str, ctypes._NamedFuncPointer]:
 
 
 def _division(buffers: NDArray[np.uint8] | None, num_direct: int) -> tuple[int, int]:
-    """Bytes of a piece and threads, each with a buffer. Without buffers reading is a copy: as many
-    threads as a machine that computes beside them can spare.
+    """Return the bytes of a piece and the number of threads, each with a buffer.
+
+    Without buffers a read is a copy, for which a busy machine can spare a few threads.
     """
     if buffers is None:
         return PIECE_BYTES, NUM_BUFFERED
@@ -232,18 +241,17 @@ def _division(buffers: NDArray[np.uint8] | None, num_direct: int) -> tuple[int, 
 
 
 NUM_DIRECT, NUM_BUFFERED = 4, 2
-"""Direct reads under way at a time on a disk that was not measured, and copies out of the page
-cache."""
+"""Direct reads in flight on a disk that was not measured, and copies out of the page cache."""
 
 
 def _facts(files: Sequence[OpenFile]) -> IntArray:
-    """`files` of reader.hpp."""
+    """Return `files` of reader.hpp."""
     facts = [(descriptor, each.num_bytes, *each.identity[2:]) for each, descriptor in files]
     return np.array(facts, np.int64)
 
 
 def _tables(experts: Sequence[Sequence[Range]]) -> tuple[IntArray, IntArray, IntArray]:
-    """`first_range`, `ranges` and `segments` of reader.hpp."""
+    """Return `first_range`, `ranges` and `segments` of reader.hpp."""
     first, ranges = [0], []
     segments: list[SlotSegment] = []
     for of_expert in experts:

@@ -1,6 +1,4 @@
-"""Who is resident, as compiled passes are told it, and a layer's experts of which some are not: the
-struct and the class of residency.hpp.
-"""
+"""ctypes mirror of residency.hpp: the residency table that Python shares with C++."""
 
 from __future__ import annotations
 
@@ -26,7 +24,7 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {
 
 
 class ResidencyStruct(ctypes.Structure):
-    """`Residency`; the code that fills it in keeps alive what it points to."""
+    """`Residency` of residency.hpp; whoever fills it in keeps alive what it points to."""
 
     _fields_: ClassVar = [
         *((name, _P) for name in ("table", "owner", "free", "free_state")),
@@ -50,7 +48,7 @@ class ResidencyStruct(ctypes.Structure):
 
 
 class LayerExperts:
-    """The experts of one layer after the other, whose rows were routed elsewhere."""
+    """Compiled run of one layer's experts, for rows that have been routed elsewhere."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         check_layouts(library, {"ExpertCall": ExpertCallStruct})
@@ -62,9 +60,10 @@ class LayerExperts:
     def run(
         self, residents: int, layer: int, call: ExpertCallStruct, experts: Tensor, weights: Tensor
     ) -> Iterator[Status]:
-        """Computes their sum; gives what is to be done before it goes on. residents: the address of
-        a `ResidencyStruct`. experts [tokens, k] int64, ascending for each token; weights
-        [tokens, k] float32.
+        """Compute the sum of the experts; yields whenever the call waits for the caller.
+
+        residents: the address of a `ResidencyStruct`. experts [tokens, k] int64, ascending for each
+        token; weights [tokens, k] float32.
         """
         routing = experts.data_ptr(), weights.data_ptr()
         self._begin(self._run, residents, layer, ctypes.addressof(call), *routing)

@@ -1,7 +1,7 @@
-"""The kernels' C++: the parts that are loaded by themselves, and what their files are made of.
+"""Source files of the compiled kernels, and the parts that they are built into.
 
-The core is all that weights in bfloat16 need. What multiplies with another format is a part for
-each of its types, which registers itself with the part that its folder is.
+The core suffices for weights in bfloat16. Products with other formats are in one part per type,
+which registers itself with the part of its folder.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import NamedTuple
 from lowtide.kernels.cpu.compiler import FLAGS
 
 KERNELS_FOLDER = Path(__file__).parent
-"""Where their includes begin."""
+"""Folder that the sources' includes are relative to."""
 
 CORE, DECISIONS, PACKING, PACKED, ROUNDED = "core", "decisions", "packing", "packed", "rounded"
 _CORE_FOLDERS = ("team", "dense", "experts", "layer")
@@ -25,7 +25,7 @@ _INCLUDE = re.compile(rb'^#include "([^"]+)"', re.MULTILINE)
 
 
 class Part(NamedTuple):
-    """Files that become one library."""
+    """Source files that become one library."""
 
     name: str
     sources: tuple[Path, ...]
@@ -33,7 +33,7 @@ class Part(NamedTuple):
 
 
 def part(name: str) -> Part:
-    """The part of that name: a folder's, or FOLDER/TYPE."""
+    """Return the part of a name: a folder, or FOLDER/TYPE."""
     folder, _, of_type = name.partition("/")
     if of_type:
         return Part(name, (KERNELS_FOLDER / folder / "types" / f"{of_type}.cpp",))
@@ -43,32 +43,32 @@ def part(name: str) -> Part:
 
 
 def block_types() -> list[str]:
-    """Names of the formats in blocks that there are compiled products with."""
+    """List the block formats that have compiled products."""
     return sorted(path.stem for path in (KERNELS_FOLDER / PACKED / "types").glob("*.cpp"))
 
 
 def all_parts() -> list[str]:
-    """Names of all parts, each behind what it needs."""
+    """List the names of all parts, each after its dependencies."""
     types = block_types()
     of_types = [f"{folder}/{name}" for folder in (PACKED, ROUNDED) for name in types]
     return [CORE, DECISIONS, PACKING, PACKED, ROUNDED, *of_types]
 
 
 def with_needed(names: Iterable[str]) -> list[str]:
-    """These parts and those that they need, which come before them."""
+    """List these parts and their dependencies, which come first."""
     needed = [(CORE, name.partition("/")[0], name) for name in names]
     return list(dict.fromkeys(each for of_one in needed for each in of_one))
 
 
 class Digests:
-    """Of what files are compiled from: their own bytes, headers', flags, and what else is named."""
+    """Digests of sources, their headers, compiler flags, and `more`."""
 
     def __init__(self, *more: bytes) -> None:
         self._more = (*more, " ".join(FLAGS).encode(), platform.machine().encode())
         self._contents: dict[Path, bytes] = {}
 
     def of(self, sources: Sequence[Path], folder: Path) -> str:
-        """folder: where their includes begin."""
+        """Return the digest of `sources`, whose includes are relative to `folder`."""
         files = [(path.relative_to(folder), self._content(path)) for path in sources]
         files += [(path, self._content(folder / path)) for path in self._headers(sources, folder)]
         parts = [part for path, content in files for part in (str(path).encode(), content)]

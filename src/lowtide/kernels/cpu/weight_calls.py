@@ -1,7 +1,7 @@
-"""Operators over weights on the CPU, whatever these are stored in: what every kind has.
+"""CPU operators over weights, common to all kinds of storage.
 
-`signatures.hpp` says what the functions are given. A kind has types of its own, numbered; a row's
-bits depend on the row, what it is used with and the variant alone.
+The functions have the signatures of `signatures.hpp`. Each kind numbers its own types. A row's bits
+depend only on the row, its operands and the variant.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class PlacesStruct(ctypes.Structure):
 
 
 class ExpertCallStruct(ctypes.Structure):
-    """`ExpertCall` of residency.hpp; the code that fills it in keeps alive what it points to."""
+    """`ExpertCall` of residency.hpp; whoever fills it in keeps alive what it points to."""
 
     _fields_: ClassVar = [
         *((name, _P) for name in ("run", "mlps")),
@@ -50,10 +50,13 @@ class ExpertCallStruct(ctypes.Structure):
 
 
 class WeightCalls:
-    """A library's operators over weights of one kind, in one variant."""
+    """Operators of a library over one kind of weights, in one variant."""
 
     def __init__(self, library: ctypes.CDLL, kind: str, variant: int, max_rows: int) -> None:
-        """kind: in the functions' names. max_rows: that a product takes."""
+        """Bind the operators.
+
+        kind: part of the functions' names. max_rows: most rows of a product.
+        """
         self.variant, self.max_rows = variant, max_rows
         types = {f"{kind}_{name}": each for name, each in _TYPES.items()}
         self.multiply, self.mlps, self.experts = functions_of(library, types).values()
@@ -62,20 +65,22 @@ class WeightCalls:
         self.experts_address = ctypes.cast(self.experts, _P).value
 
     def takes(self, x: Tensor) -> bool:
-        """Whether the rows of `x` [rows, ...] are few, of the right type and in host memory."""
+        """Return True if `x` [rows, ...] has few rows, bfloat16, in host memory."""
         return x.shape[0] <= self.max_rows and x.dtype is torch.bfloat16 and x.is_cpu
 
 
 class MatrixCall(NamedTuple):
-    """A matrix, and what multiplies few rows with it."""
+    """Matrix with the operators that multiply few rows with it."""
 
     calls: WeightCalls
     type: int  # of the kind's
     address: int
 
     def multiply(self, x: Tensor, bias: Tensor | None, out: Tensor, num_threads: int = 1) -> None:
-        """`out = x @ matrix.t() + bias` for rows x [n, in] that `calls` take and out [n, out],
-        bfloat16, the elements of a row adjacent; rounds once, after the bias.
+        """Compute `out = x @ matrix.t() + bias`, rounded once, after the bias.
+
+        x [n, in] must be accepted by `calls.takes`; out [n, out]; bfloat16, the elements of a row
+        adjacent.
         """
         num_rows, num_k = x.shape
         self.calls.multiply(
@@ -95,20 +100,24 @@ class MatrixCall(NamedTuple):
 
 
 class CompiledExperts:
-    """Several experts of few rows each in one call, over slots whose matrices are of
-    types of one kind.
+    """Several experts of few rows each in one call.
+
+    The slots' matrices have types of one kind.
     """
 
     def __init__(
         self, calls: WeightCalls, types: Sequence[int], max_rows: int | None = None
     ) -> None:
-        """types: of gate, up and down. max_rows: of one expert, by default a product's."""
+        """Bind the operators; types: of gate, up and down; max_rows: most rows of one expert.
+
+        By default as many as a product's.
+        """
         self.calls = calls
         self.types = np.array(types, np.int32)
         self.max_rows = calls.max_rows if max_rows is None else max_rows
 
     def takes(self, x: Tensor) -> bool:
-        """Whether `layer_call` takes these rows."""
+        """Return True if `layer_call` supports these rows."""
         return self.calls.takes(x) and x.shape[0] <= self.max_rows
 
     def gated_mlps(
@@ -120,11 +129,11 @@ class CompiledExperts:
         up: Tensor,
         num_threads: int,
     ) -> None:
-        """`Kernels.gated_mlp` of several experts over their rows of `parts`, in place, bit for bit.
+        """Compute `Kernels.gated_mlp` of several experts on their rows of `parts`, in place.
 
-        groups [experts, 3] int64: each expert's slot, its first row and its number of rows, at
-        most `max_rows`; no two share a row. parts [rows, hidden], which become outputs, and
-        gate and up [rows, expert_size], scratch, are bfloat16. All of them contiguous.
+        The bits are the same. groups [experts, 3] int64: each expert's slot, first row and number
+        of rows, at most `max_rows`; no two share a row. parts [rows, hidden] become the outputs;
+        gate and up [rows, expert_size] are scratch. All are bfloat16 and contiguous.
         """
         of_slots = PlacesStruct(*places)
         self.calls.mlps(
@@ -152,12 +161,12 @@ class CompiledExperts:
         out: Tensor,
         num_threads: int,
     ) -> ExpertCallStruct:
-        """`Kernels.gated_mlp` of all experts of the tokens and `Kernels.combine`, bit for bit, but
-        for which experts were chosen, of each token `num_chosen`, and their slots.
+        """Prepare the call for `gated_mlp` of all experts of the tokens and `combine`, bit for bit.
 
-        x [tokens, hidden], which it `takes`; parts [tokens * num_chosen, hidden] and gate and up
-        [tokens * num_chosen, expert_size] bfloat16 are scratch; out [tokens, hidden] float32. All
-        of them contiguous; the caller keeps them while the experts run.
+        The experts and their slots are given later; each token has `num_chosen`. x [tokens,
+        hidden], accepted by `takes`; parts [tokens * num_chosen, hidden] and gate and up [tokens *
+        num_chosen, expert_size] are bfloat16 scratch; out [tokens, hidden] float32. All are
+        contiguous; the caller keeps them alive while the experts run.
         """
         return ExpertCallStruct(
             self.calls.experts_address,
