@@ -94,9 +94,15 @@ class AsyncLLM(LoadedModel):
         """
         return self._requests(as_prompts(prompts), params, keywords, raw)
 
-    def events(self, requests: Sequence[Request]) -> AsyncGenerator[Event, None]:
-        """Yield events of `requests`, named by request id, without text."""
-        return async_loop.answers(self._loop, requests)
+    def events(
+        self, requests: Sequence[Request], *, is_whole: bool = False
+    ) -> AsyncGenerator[Event, None]:
+        """Yield events of `requests`, named by request id, without text.
+
+        is_whole: tokens come together in few events, and drafts not at all, which costs less where
+        nothing is shown before the end.
+        """
+        return async_loop.answers(self._loop, requests, is_whole)
 
     async def logits(self, token_ids: TokenIds) -> Tensor:
         """Return logits as `LLM.logits`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -62,9 +63,13 @@ class TextStream:
         text = self._tokenizer.decode(self._window)
         self._num_sent = len(text) - self._num_open(text)  # half a character is still to come
 
+    def copy(self) -> TextStream:
+        """Return a stream that goes on from here, while this one does not."""
+        return copy.copy(self)
+
     def push(self, ids: Sequence[int]) -> str:
         """Return the new text that is certain after these ids; may be empty."""
-        self._window += self._texts(ids)
+        self._window = [*self._window, *self._texts(ids)]  # copies share the list
         if not self._is_local:
             return ""
         text = self._tokenizer.decode(self._window)

@@ -37,10 +37,10 @@ class AnswerParser:
 
     def feed(self, token_ids: Sequence[int]) -> list[Piece]:
         """Return the pieces that are certain after these tokens."""
-        for token_id in token_ids:
-            for item in self._marked.push(token_id):
+        for items, num_tokens in self._marked.parts(token_ids):
+            for item in items:
                 self._reader.take(item)
-            self.num_reasoning += self._out.is_reasoning
+            self.num_reasoning += num_tokens * self._out.is_reasoning
         return self._out.take()
 
     def finish(self, is_cut: bool = False) -> list[Piece]:

@@ -59,6 +59,40 @@ class MarkedText:
         self._held = ""
         self._last = ""  # a special token, if another one follows
 
+    def parts(self, token_ids: Sequence[int]) -> Iterator[tuple[list[Item], int]]:
+        """Yield what is certain after more tokens, and how many tokens each part is of.
+
+        Tokens between which no mark begins or ends are one part: to decode them one by one takes
+        longer than to compute the pass of a small model.
+        """
+        place = 0
+        while place < len(token_ids):
+            num_plain = self._num_plain(token_ids[place:])
+            text = self._plain_text(token_ids[place : place + num_plain])
+            if text is not None:
+                yield ([text] if text else []), num_plain
+            else:
+                num_plain = max(1, num_plain)
+                for token_id in token_ids[place : place + num_plain]:
+                    yield list(self.push(token_id)), 1
+            place += num_plain
+
+    def _num_plain(self, token_ids: Sequence[int]) -> int:
+        """How many tokens there are before the first that is a mark or special."""
+        places = (i for i, t in enumerate(token_ids) if t in self._by_id or t in self._special)
+        return next(places, len(token_ids))
+
+    def _plain_text(self, token_ids: Sequence[int]) -> str | None:
+        """What is certain of a text without marks; None, and nothing changed, where it has some."""
+        if self._last or len(token_ids) < 2:
+            return None
+        stream = self._stream.copy()
+        text = self._held + stream.push(token_ids)
+        if any(mark in text for mark in self._written):
+            return None
+        self._stream, self._held = stream, ""
+        return "".join(str(item) for item in self._divided(text))
+
     def push(self, token_id: int) -> Iterator[Item]:
         """Yield the items that are certain after one more token."""
         if self._last:

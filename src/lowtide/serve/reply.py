@@ -102,7 +102,8 @@ def answered(
         body = await _written(reply.whole())
         return Response(body, headers=all_headers(), media_type="application/json")
 
-    return WatchedAnswer(merged([service.answer(ask) for ask in asks]), respond)
+    answers = [service.answer(ask, is_whole=not is_streamed) for ask in asks]
+    return WatchedAnswer(merged(answers), respond)
 
 
 async def _streamed(

@@ -13,6 +13,7 @@ import logging
 import math
 import re
 import secrets
+import sys
 import threading
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
@@ -60,6 +61,9 @@ LAST_WORDS_S = 2.0
 
 SPARE_THREADS = 16
 """Beside one for each request: for what counts tokens, looks at counters and gives memory back."""
+
+SWITCH_S = 0.0005
+"""How long a thread may keep Python's lock while another waits for it."""
 
 IDLE_S = 2.0
 """Between two looks at the system's memory."""
@@ -137,10 +141,14 @@ class Service:
         # What is there now stays: to look through it takes Python's lock for a tenth of a second.
         gc.collect()
         gc.freeze()
+        # The engine's thread takes that lock between products: a busy loop would keep it 5 ms.
+        interval_s = sys.getswitchinterval()
+        sys.setswitchinterval(min(interval_s, SWITCH_S))
         idling = asyncio.create_task(self._idle())
         try:
             yield
         finally:
+            sys.setswitchinterval(interval_s)
             gc.unfreeze()
             idling.cancel()
             self.drain(SHUTDOWN_S - LAST_WORDS_S)
@@ -253,12 +261,12 @@ class Service:
         finally:
             self._waits.discard(wait)
 
-    async def answer(self, ask: Ask) -> AsyncGenerator[Piece, None]:
+    async def answer(self, ask: Ask, *, is_whole: bool = False) -> AsyncGenerator[Piece, None]:
         """The pieces of one answer: `Prefilled` first, once all is checked, `Done` last.
 
         Where a form takes longer than `PING_S` to compile, `Prefilled` comes then, so that a stream
-        begins, and a refusal after it. Closing it ends the answer between two passes. Raises
-        Refusal or LowtideError.
+        begins, and a refusal after it. Closing it ends the answer between two passes. is_whole:
+        nobody reads before the end, so pieces come late and few. Raises Refusal or LowtideError.
         """
         watch = _Watch()
         try:
@@ -274,7 +282,7 @@ class Service:
                 place.wait_with(len(prompt_ids))
                 if made:
                     yield Prefilled(0, len(prompt_ids))
-                async with aclosing(self._events(request, watch)) as events:
+                async with aclosing(self._events(request, is_whole, watch)) as events:
                     async for event in events:
                         watch.note(event, place)
                         for piece in self._pieces(ask, event, request, pieces):
@@ -350,9 +358,11 @@ class Service:
             raise TooLong(num_prompt, wanted or 1, self.context)
         return params if wanted is None else replace(params, max_tokens=min(wanted, room))
 
-    async def _events(self, request: Request, watch: _Watch) -> AsyncGenerator[Event, None]:
+    async def _events(
+        self, request: Request, is_whole: bool, watch: _Watch
+    ) -> AsyncGenerator[Event, None]:
         """What happens to a request, until it is over or out of time."""
-        async with aclosing(self.llm.events([request])) as events:
+        async with aclosing(self.llm.events([request], is_whole=is_whole)) as events:
             while True:
                 try:
                     event = await self.in_time(watch.start_s, anext(events))

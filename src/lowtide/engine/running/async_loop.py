@@ -13,11 +13,14 @@ from contextlib import suppress
 from functools import partial
 from typing import TypeVar
 
-from lowtide.decode.request import Event, Request
+from lowtide.decode.request import Committed, Draft, Event, Finished, Request
 from lowtide.engine.running.loop import EngineLoop
 from lowtide.engine.running.worker import Answers, Job, News, Passes
 
 T = TypeVar("T")
+
+NUM_TOGETHER = 64
+"""Tokens of an answer that is told whole; more would hold the event loop up when they are read."""
 
 
 class AsyncAnswers(Answers):
@@ -36,9 +39,58 @@ class AsyncAnswers(Answers):
         _call(self._loop, partial(self._awaited.put_nowait, news))
 
 
-async def answers(loop: EngineLoop, requests: Sequence[Request]) -> AsyncGenerator[Event, None]:
-    """As `EngineLoop.answers`, for a coroutine."""
-    asked = AsyncAnswers(requests)
+class WholeAnswers(AsyncAnswers):
+    """Answers that nobody reads before their end: the event loop is woken for few events.
+
+    A request's first tokens are told at once, which is the time of its first token, then
+    `NUM_TOGETHER` or more together; drafts are not told.
+    """
+
+    def __init__(self, requests: Sequence[Request]) -> None:
+        super().__init__(requests)
+        self._held: dict[int, list[Committed]] = {}  # by request, once its first were told
+
+    def put(self, news: News) -> None:
+        if isinstance(news, BaseException):
+            super().put(news)
+            return
+        told: list[Event] = []
+        for event in news:
+            if isinstance(event, Committed):
+                told += self._told_with(event)
+            elif isinstance(event, Finished):
+                told += [*_together(self._held.pop(event.request, [])), event]
+            elif not isinstance(event, Draft):
+                told.append(event)
+        if told:
+            super().put(told)
+
+    def _told_with(self, event: Committed) -> list[Committed]:
+        held = self._held.get(event.request)
+        if held is None:
+            self._held[event.request] = []
+            return [event]
+        held.append(event)
+        if sum(len(each.tokens) for each in held) < NUM_TOGETHER:
+            return []
+        self._held[event.request] = []
+        return _together(held)
+
+
+def _together(events: Sequence[Committed]) -> list[Committed]:
+    """One event in place of several of one request."""
+    if not events:
+        return []
+    tokens = tuple(token for event in events for token in event.tokens)
+    logprobs = tuple(each for event in events for each in event.logprobs)
+    return [Committed(events[0].request, tokens, logprobs)]
+
+
+async def answers(
+    loop: EngineLoop, requests: Sequence[Request], is_whole: bool = False
+) -> AsyncGenerator[Event, None]:
+    """As `EngineLoop.answers`, for a coroutine; is_whole: see `WholeAnswers`."""
+    asked = WholeAnswers(requests) if is_whole else AsyncAnswers(requests)
     try:
         loop.ask(asked)
         while not asked.is_over:
