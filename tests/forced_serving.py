@@ -116,7 +116,7 @@ class ForcedService(Service):
         """Answers that their request's own grammar does not allow."""
         return sum(tokens.is_refused for tokens in self._forced)
 
-    async def answer(self, ask: Ask) -> AsyncGenerator[Piece, None]:
+    async def answer(self, ask: Ask, *, is_whole: bool = False) -> AsyncGenerator[Piece, None]:
         async with aclosing(super().answer(ask)) as pieces:
             async for piece in pieces:
                 if isinstance(piece, Done):

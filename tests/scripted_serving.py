@@ -113,7 +113,7 @@ class ScriptedService:
     def check_num_answers(self, num_answers: int, param: str) -> None:
         pass
 
-    async def answer(self, ask: Ask) -> AsyncGenerator[Piece, None]:
+    async def answer(self, ask: Ask, *, is_whole: bool = False) -> AsyncGenerator[Piece, None]:
         self.asks.append(ask)
         try:
             if self.script and isinstance(self.script[0], Exception):

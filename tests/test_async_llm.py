@@ -6,6 +6,7 @@ import asyncio
 import gc
 from collections.abc import Iterator
 from contextlib import aclosing, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ import torch
 from whole import LIMIT_S, check_idle, no_more_threads, passes_that_wait
 
 from lowtide import LLM, AsyncLLM, SamplingParams
-from lowtide.decode.request import Finished
+from lowtide.decode.request import Committed, Draft, Event, Finished
+from lowtide.engine.running.async_loop import NUM_TOGETHER
 from lowtide.errors import InternalError, UsageError
 from lowtide.model_writing.synth import synth
 
@@ -87,6 +89,40 @@ def test_many_at_once_get_the_answers_they_get_alone(llm: AsyncLLM, expected: An
             assert repr(llm).startswith("AsyncLLM(")
         with pytest.raises(UsageError, match="closed"):
             await llm.generate(PROMPTS[0])
+
+    run(ask())
+
+
+def test_an_answer_told_whole_is_the_same_in_few_events(llm: AsyncLLM) -> None:
+    params = SamplingParams(max_tokens=200, ignore_eos=True, logprobs=2)
+    if llm.config.decoding.redraws:
+        params = replace(params, logprobs=None)
+
+    async def told(is_whole: bool) -> list[Event]:
+        events = llm.events(llm.requests(PROMPTS, params), is_whole=is_whole)
+        async with aclosing(events):
+            return [event async for event in events]
+
+    def joined(events: list[Event]) -> list[list[int]]:
+        tokens: dict[int, list[int]] = {}
+        for event in events:
+            if isinstance(event, Committed):
+                tokens.setdefault(event.request, []).extend(event.tokens)
+                told = [each.token_id for each in event.logprobs]
+                assert told == (list(event.tokens) if params.logprobs else [])
+        return [tokens[request] for request in sorted(tokens)]
+
+    async def ask() -> None:
+        async with llm:
+            streamed, whole = await told(False), await told(True)
+            assert joined(streamed) == joined(whole)
+            committed = [event for event in whole if isinstance(event, Committed)]
+            assert len(committed) <= len(PROMPTS) * (2 + 200 // NUM_TOGETHER)
+            assert not any(isinstance(event, Draft) for event in whole)
+            ends = [event for event in whole if isinstance(event, Finished)]
+            assert sorted(event.token_ids for event in ends) == sorted(
+                tuple(each) for each in joined(whole)
+            )
 
     run(ask())
 

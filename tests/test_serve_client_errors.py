@@ -29,7 +29,7 @@ SAID: list[Any] = [{"role": "user", "content": "x"}]
 class FullOnce(ScriptedService):
     """Its queue is full when the first request comes."""
 
-    async def answer(self, ask: Ask) -> AsyncGenerator[Piece, None]:
+    async def answer(self, ask: Ask, *, is_whole: bool = False) -> AsyncGenerator[Piece, None]:
         if not self.asks:
             self.asks.append(ask)
             raise QueueFull("Too many requests.", 1)

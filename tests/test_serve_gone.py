@@ -101,7 +101,7 @@ def engine_that_waits(service: Service, monkeypatch: pytest.MonkeyPatch) -> Wait
     """It has no room for another request."""
     waits = asyncio.Event()
 
-    async def events(_: list[Request]) -> AsyncGenerator[Event, None]:
+    async def events(_: list[Request], is_whole: bool) -> AsyncGenerator[Event, None]:
         waits.set()
         await asyncio.Event().wait()
         yield Committed(0, (5,))

@@ -458,7 +458,7 @@ class UnevenService(ScriptedService):
         super().__init__([])
         self._ends = [asyncio.Event() for _ in range(3)]
 
-    async def answer(self, ask: Ask) -> AsyncGenerator[Piece, None]:
+    async def answer(self, ask: Ask, *, is_whole: bool = False) -> AsyncGenerator[Piece, None]:
         place = len(self.asks)
         self.asks.append(ask)
         yield Prefilled(0, 40)

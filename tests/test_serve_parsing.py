@@ -391,6 +391,13 @@ def test_the_same_streamed_and_not(
     assert read_ids(form.tokenizer, parts, tools, form.prompt) == whole
     if not has_tools:
         assert all(kind != "call" for kind, *_ in whole)
+    numbers = set()
+    for division in ([ids], parts, [[token] for token in ids]):
+        parser = parser_of(form.tokenizer, form.tokenizer.encode(form.prompt), tools)
+        for part in division:
+            parser.feed(part)
+        numbers.add(parser.num_reasoning)
+    assert len(numbers) == 1
 
 
 def read_items(form: CallFormat, items: Iterable[str | Mark]) -> list[tuple[str, ...]]:

@@ -182,7 +182,7 @@ def test_an_answer_that_waits_is_told_so_by_a_server_that_ends(
     async def ask() -> None:
         waits = asyncio.Event()
 
-        async def events(_: list[Request]) -> AsyncGenerator[Event, None]:
+        async def events(_: list[Request], is_whole: bool) -> AsyncGenerator[Event, None]:
             waits.set()
             await asyncio.Event().wait()
             yield Committed(0, (5,))
@@ -231,7 +231,7 @@ def test_an_answer_that_is_left_as_an_event_comes_ends(
     async def ask() -> None:
         waits, coming = asyncio.Event(), asyncio.Event()
 
-        async def events(_: list[Request]) -> AsyncGenerator[Event, None]:
+        async def events(_: list[Request], is_whole: bool) -> AsyncGenerator[Event, None]:
             waits.set()
             await coming.wait()
             yield Committed(0, (5,))
@@ -261,7 +261,7 @@ def test_events_that_end_before_their_answer_are_a_fault(
     llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def ask() -> None:
-        async def events(_: list[Request]) -> AsyncGenerator[Event, None]:
+        async def events(_: list[Request], is_whole: bool) -> AsyncGenerator[Event, None]:
             yield Committed(0, (5,))
 
         monkeypatch.setattr(llm, "events", events)

@@ -50,7 +50,7 @@ def test_a_token_takes_one_turn_from_the_queue_to_its_client(
         coming: asyncio.Queue[Event] = asyncio.Queue()
         waits = asyncio.Event()
 
-        async def events(_: list[Request]) -> AsyncGenerator[Event, None]:
+        async def events(_: list[Request], is_whole: bool) -> AsyncGenerator[Event, None]:
             while True:
                 waits.set()
                 yield await coming.get()
