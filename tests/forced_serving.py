@@ -117,7 +117,7 @@ class ForcedService(Service):
         return sum(tokens.is_refused for tokens in self._forced)
 
     async def answer(self, ask: Ask, *, is_whole: bool = False) -> AsyncGenerator[Piece, None]:
-        async with aclosing(super().answer(ask)) as pieces:
+        async with aclosing(super().answer(ask, is_whole=is_whole)) as pieces:
             async for piece in pieces:
                 if isinstance(piece, Done):
                     self.answered.append(Answered(ask, piece))

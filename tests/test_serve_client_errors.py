@@ -33,7 +33,7 @@ class FullOnce(ScriptedService):
         if not self.asks:
             self.asks.append(ask)
             raise QueueFull("Too many requests.", 1)
-        async with aclosing(super().answer(ask)) as pieces:
+        async with aclosing(super().answer(ask, is_whole=is_whole)) as pieces:
             async for piece in pieces:
                 yield piece
 
