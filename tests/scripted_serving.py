@@ -14,6 +14,7 @@ from fastapi import FastAPI
 from hypothesis import strategies as st
 from serving import serving_app
 
+from lowtide.config.decoding import Causal
 from lowtide.config.sampling import PublishedSampling
 from lowtide.parsing.pieces import (
     CallArguments,
@@ -105,7 +106,7 @@ class ScriptedService:
         self.script = list(script)
         self.asks: list[Ask] = []
         self.num_closed = 0
-        config = config or SimpleNamespace(sampling=PublishedSampling())
+        config = config or SimpleNamespace(sampling=PublishedSampling(), decoding=Causal())
         self.llm = SimpleNamespace(config=config, tokenizer=None, has_chat_template=False)
 
     check_model = Service.check_model
