@@ -68,6 +68,15 @@ def _load_kernels() -> None:
         load_parts(all_parts())
 
 
+def _measure_no_models() -> None:
+    """Loads measure nothing and no run is kept: tests of that put it back."""
+    with suppress(ImportError):  # a bare machine with a GPU
+        from lowtide.answers import loaded
+
+        patch = pytest.MonkeyPatch()
+        patch.setattr(loaded, "with_prediction", lambda engine, opened, ask: engine)
+
+
 def pytest_sessionstart() -> None:
     """Matrices of tests are small: more threads of torch would only wait for each other.
 
@@ -76,6 +85,7 @@ def pytest_sessionstart() -> None:
     import torch
 
     _load_kernels()
+    _measure_no_models()
     torch.set_num_threads(1)
     torch.set_float32_matmul_precision("highest")
     # A shell has what it runs in the background ignore Ctrl-C, and so would programs under test.

@@ -11,10 +11,12 @@ from typer.testing import CliRunner
 
 from lowtide import LLM, SamplingParams
 from lowtide.cli.app import app
+from lowtide.engine.opening.config import EngineConfig
+from lowtide.engine.opening.model import open_model
+from lowtide.engine.planning.prediction import speed_key
 from lowtide.errors import PlanError, UsageError
-from lowtide.hardware.machine import LAYERS_OF_BLOCKS, PIECES_AT_ONCE, Rate, this_machine
-from lowtide.hardware.store import keep_rates
-from lowtide.hardware.weight_rates import KINDS, NUM_TOKENS
+from lowtide.hardware.machine import Rate, this_machine
+from lowtide.hardware.model_speeds import ModelSpeeds, keep_speeds
 from lowtide.lab import bench as bench_module
 from lowtide.lab.bench import Ceilings, Preset, PresetRun, Result, bench
 from lowtide.lab.budgets import budget_of_share, home_of_share
@@ -68,13 +70,6 @@ def test_reads_from_disk_are_counted_per_token() -> None:
     assert three_tiers.read_bytes_per_token > 0
 
 
-RATES = (
-    *(Rate(kind.rate_name(count), "B", 1e9, 0.1, 1e9) for kind in KINDS for count in NUM_TOKENS),
-    *(Rate(name, "B", 1e9, 0.1, 1e9) for name in PIECES_AT_ONCE),
-    *(Rate(name, "layers", 1e4, 0.1, 1e4) for name in LAYERS_OF_BLOCKS.values()),
-)
-
-
 def test_a_prediction_stands_beside_the_measured_speed(
     quick: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -82,12 +77,14 @@ def test_a_prediction_stands_beside_the_measured_speed(
     [unknown] = run([Preset("tide")]).runs
     assert unknown.predicted is None and unknown.as_dict()["predicted_tokens_per_s"] is None
     result = CliRunner().invoke(app, [*ARGUMENTS, "--policy", "tide"])
-    assert "unknown" in result.stdout and "lowtide doctor" in result.stdout
-    keep_rates(this_machine(), RATES)
+    assert "unknown" in result.stdout
+    speeds = ModelSpeeds(passes=((1, 1e-3), (99, 1e-2)), reads=((1, 1e-4),))
+    opened = open_model(MODEL, EngineConfig(device="cpu", context=128))
+    keep_speeds(speed_key(opened, opened.kernels().name), lambda _: speeds)
     [known] = run([Preset("tide")]).runs
     assert known.predicted is not None and known.predicted.least < known.predicted.most
     result = CliRunner().invoke(app, [*ARGUMENTS, "--policy", "tide"])
-    assert " to " in result.stdout and "lowtide doctor" not in result.stdout
+    assert " to " in result.stdout and "unknown" not in result.stdout
 
 
 def test_what_cannot_run_here_is_a_row_with_its_reason() -> None:

@@ -16,7 +16,6 @@ from lowtide.doctor.diagnosis import Diagnosis, Skipped
 from lowtide.errors import UnsupportedError
 from lowtide.hardware.machine import PIECES_AT_ONCE, Machine, Rate
 from lowtide.kernels.reference import REFERENCE
-from lowtide.plan import SpeedRange
 
 GIB = 1 << 30
 
@@ -60,13 +59,9 @@ def test_each_fault_comes_with_its_remedy(tmp_path: Path, monkeypatch: pytest.Mo
         assert words in fault
     [rate] = diagnosis().rates
     restless = Diagnosis(diagnosis().machine, (rate._replace(spread=0.9),), (), ())
-    assert "ranges of predicted speeds are wide" in faults(restless)[-1]
+    assert "may be faster than these" in faults(restless)[-1]
     disturbed = Diagnosis(diagnosis().machine, (rate._replace(ceiling=9 * rate.per_s),), (), ())
     assert "of 1 rates out of 1 half" in faults(disturbed)[-1]
-    # Rates that no table shows do not outweigh those that it shows.
-    hidden = [rate._replace(name=f"weights {n}, 8 tokens") for n in range(9)]
-    told = faults(Diagnosis(diagnosis().machine, (rate._replace(spread=0.9), *hidden), (), ()))
-    assert "when it is quiet" in told[-1]
     lines = list(_verdict(diagnosis(), found, None))
     assert lines[0] == "6 things to fix:" and lines[1] == f"- {found[0]}"
     assert next(_verdict(diagnosis(), found[:1], None)) == f"To fix: {found[0]}"
@@ -116,11 +111,11 @@ def test_a_machine_that_is_too_small_for_all_of_them(monkeypatch: pytest.MonkeyP
 
 
 def test_what_is_said_of_a_suggestion_and_of_what_was_not_measured() -> None:
-    suggested = Suggestion("org/name", "q4", 2 * GIB, SpeedRange(10, 14, 18))
+    suggested = Suggestion("org/name", "q4", 2 * GIB, 14.0)
     without_disk = Diagnosis(diagnosis().machine, (), (), (Skipped("disk", "it is full"),))
     lines = list(_verdict(without_disk, [], suggested))
     assert lines == [
         "disk was not measured: it is full",
-        "Runs well here: org/name with --format q4, all of it in memory (2.0 GiB), about 14 "
-        "tokens/s (10 to 18).",
+        "Runs well here: org/name with --format q4, all of it in memory (2.0 GiB), at most 14 "
+        "tokens/s.",
     ]

@@ -91,8 +91,8 @@ def test_the_plan_says_that_no_cache_helps(model: Path) -> None:
     plan = plan_model(model, context=1024)
     half = plan_model(model, context=1024, host_memory=budget_of_share(plan, 0.5))
     assert half.prediction is not None and half.prediction.asks_for_all
-    assert "only a larger budget reads less" in outlook(half, "m")
-    assert "every pass asks" not in outlook(plan, "m")
+    assert "only a larger budget reads less" in outlook(half)
+    assert "every pass asks" not in outlook(plan)
     few = plan_model(model, context=8, host_memory=budget_of_share(plan, 0.5))
     assert few.prediction is not None and not few.prediction.asks_for_all
-    assert "every pass asks" not in outlook(few, "m")
+    assert "every pass asks" not in outlook(few)

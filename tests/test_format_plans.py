@@ -14,6 +14,9 @@ from lowtide.answers import opening
 from lowtide.cli.app import app
 from lowtide.engine.opening import model as engine_opening
 from lowtide.engine.opening.config import EngineConfig
+from lowtide.engine.opening.facts import MemoryFacts
+from lowtide.engine.planning import one_expert
+from lowtide.engine.planning.prediction import known_speeds
 from lowtide.errors import UsageError
 from lowtide.lab.verbs.quality import parse_settings
 from lowtide.llm import LLM, check_request, plan_in_full, plan_model
@@ -98,6 +101,7 @@ def test_auto_is_what_the_first_line_names(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(one_expert, "_expert_s", lambda *_: 1e-6)
     least = plan_model(folder, context=64).minimum_bytes
     options: dict[str, Any] = {"context": 64, "host_memory": least}
     named = faster_format(plan_in_full(folder, **options).by_format, WeightFormats())
@@ -111,6 +115,34 @@ def test_auto_is_what_the_first_line_names(
             assert not llm.plan.formats.is_own
             words.append(llm.generate([prompt], max_tokens=8, progress=False)[0].token_ids)
     assert words[0] == words[1]
+
+
+def test_auto_leaves_what_takes_long_to_round(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An expert's rounding is timed beside its read, once, before the format is chosen."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    timed = []
+
+    def slow(memory: MemoryFacts, *_: object) -> float:
+        timed.append(memory.formats.experts)
+        return 1.0 if memory.is_rounded_as_read else 1e-6
+
+    monkeypatch.setattr(one_expert, "_expert_s", slow)
+    least = plan_model(folder, context=64).minimum_bytes
+    for _ in range(2):
+        plan = plan_model(folder, context=64, host_memory=least, format="auto")
+        assert plan.formats.is_own and timed == ["own", "q8", "own", "q4"]
+
+
+def test_an_expert_is_timed_as_it_is_read_and_rounded(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    own, q4 = (opening.opened_model(folder, {"format": name}) for name in ("own", "q4"))
+    one_expert.keep_rounding(own, q4)
+    found = known_speeds(q4).rounding_s
+    assert found is not None and found > 0 and known_speeds(own).rounding_s is None
 
 
 def test_auto_leaves_what_fits_as_it_is_stored(

@@ -29,12 +29,10 @@ from lowtide.experts.at_once import ExpertsAtOnce
 from lowtide.experts.layout import SlotLayout
 from lowtide.files.folders import cache_folder
 from lowtide.formats.plain import plain_format
-from lowtide.hardware import machine, measure, memory, store, streams, weight_rates
+from lowtide.hardware import machine, measure, memory, store, streams
 from lowtide.hardware.cold_weights import last_level_cache_bytes
 from lowtide.hardware.control_group import group_limit_bytes
 from lowtide.hardware.machine import (
-    LAYERS_OF_BLOCKS,
-    LAYERS_OF_TOKENS,
     PIECES_AT_ONCE,
     Machine,
     Rate,
@@ -59,13 +57,11 @@ from lowtide.lab import machine_profile
 from lowtide.lab.emulated.device import EmulatedDevice
 from lowtide.lab.emulated.speeds import EmulatedSpeeds
 from lowtide.lab.profiles import load_profile
-from lowtide.layers.batch import Batch
 from lowtide.llm import LLM, plan_model
 from lowtide.memory.arena import Arena
 from lowtide.model_folder.checkpoint import TensorEntry
 from lowtide.model_folder.demos import DEMO_FOLDER
 from lowtide.model_writing.synth import synth
-from lowtide.models.decoder import Decoder
 from lowtide.threads.executor import HostExecutor
 
 # A temporary folder may be on a file system without them.
@@ -84,8 +80,6 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "WARM_UP_LIMIT_S", 0.0)
     monkeypatch.setattr(measure, "cold_bytes", lambda: 1 << 20)
     monkeypatch.setattr(machine, "cold_bytes", lambda: 1 << 20)
-    monkeypatch.setattr(weight_rates, "cold_bytes", lambda: 1 << 20)
-    monkeypatch.setattr(weight_rates, "EXPERT", MoEShape(1, 8, 2, 256, 256))
     monkeypatch.setattr(machine, "RATE_LIMIT_S", 0.0)
     monkeypatch.setattr(machine, "_PRODUCT_SIZE", 64)
     monkeypatch.setattr(doctor, "SCRATCH_BYTES", machine.READ_BYTES)
@@ -520,7 +514,7 @@ def run(*arguments: str) -> str:
 def test_doctor_says_what_a_model_costs_and_keeps_it(quick: None, cache: Path) -> None:
     told = json.loads(run("demo:diffusion", "--json"))
     assert told["machine"]["cpu"] == this_machine().cpu
-    assert [rate["unit"] for rate in told["rates"][:4]] == ["B", "B", "FLOP", "FLOP"]
+    assert {rate["unit"] for rate in told["rates"]} == {"B"}
     assert all(rate["per_s"] > 0 for rate in told["rates"])
     [costs] = told["costs"]
     assert costs["name"] == "demo:diffusion" and costs["link"] is None
@@ -532,27 +526,6 @@ def test_doctor_says_what_a_model_costs_and_keeps_it(quick: None, cache: Path) -
     assert {path.name for path in cache.iterdir()} <= {"costs", "kernels", "rates"}
     assert json.loads(run("demo:diffusion", "--json"))["costs"] == [costs]
     assert json.loads(run("demo:diffusion", "--fresh", "--json"))["costs"] != [costs]
-
-
-def test_layers_are_measured_in_passes_of_as_many_rows_as_they_are_named(
-    quick: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    passes: set[tuple[int, int]] = set()
-    different: list[int] = []
-    forward = Decoder.forward
-
-    def seen(model: Decoder, batch: Batch) -> torch.Tensor:
-        if not batch.token_ids.is_meta:  # a plan's
-            passes.add((len(batch.token_ids), len(batch.segments)))
-            different.append(len(batch.token_ids.unique()))
-        return forward(model, batch)
-
-    monkeypatch.setattr(Decoder, "forward", seen)
-    rates = doctor._demo_rates()
-    names = [*LAYERS_OF_TOKENS.values(), *LAYERS_OF_BLOCKS.values()]
-    assert [rate.name for rate in rates] == names
-    assert passes == {(n, n) for n in LAYERS_OF_TOKENS} | {(n, 1) for n in LAYERS_OF_BLOCKS}
-    assert set(LAYERS_OF_TOKENS) <= set(different)  # tokens, which ask for experts of their own
 
 
 def test_a_disk_is_read_with_as_few_reads_at_once_as_are_as_fast() -> None:
@@ -594,7 +567,7 @@ def test_doctor_in_words(quick: None) -> None:
     assert "Runs well here: " in short or "No published model fits" in short
     assert "memory read" not in short and text.startswith(("Nothing is wrong", "To fix", "2 "))
     assert this_machine().cpu in text
-    for said in ("memory read", "memory copy", "disk, sequential", "layers/s", "best repeat"):
+    for said in ("memory read", "memory copy", "disk, sequential", "best repeat"):
         assert said in text
     assert "not known" not in text
     assert "demo:diffusion: experts of 48.0 KiB, bfloat16" in text
@@ -657,20 +630,33 @@ def test_a_profile_is_refused_before_anything_is_measured(place: str, tmp_path: 
     assert result.exit_code == 2 and "emulated" in result.stderr
 
 
-def test_without_a_model_the_machine_is_measured(
+def test_without_a_model_memory_and_disk_are_measured(quick: None) -> None:
+    told = json.loads(run("--json"))
+    names = [rate["name"] for rate in told["rates"]]
+    assert told["costs"] == [] == told["skipped"]
+    assert names[:2] == ["memory read", "memory copy, read and written"]
+    assert names[2].startswith("disk, sequential") and names[3:] == list(PIECES_AT_ONCE)
+
+
+def test_doctor_ends_on_a_busy_machine_and_says_what_it_skipped(
     quick: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(doctor, "LIMIT_S", -1.0)
+    told = json.loads(run("demo:diffusion", "--json"))
+    assert told["rates"] == told["costs"] == []
+    skipped = [each["name"] for each in told["skipped"]]
+    assert skipped[:2] == ["memory", "disk"] and skipped[-1] == "demo:diffusion"
+    assert "memory was not measured: there was no time left" in run()
+
+
+def test_a_disk_that_does_not_answer_is_skipped(
+    quick: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "READ_LIMIT_S", 0.0)
     told = json.loads(run("--json"))
-    rates = [Rate(**rate) for rate in told["rates"]]
-    assert told["costs"] == [] == told["skipped"]
-    assert len(weight_rates.seconds_per_byte(rates)) == len(weight_rates.KINDS)
-    assert weight_rates.rounding_rate(rates, "q4") and not weight_rates.rounding_rate(rates, "own")
-
-    def none_free(*args: object, **options: object) -> object:
-        raise PlanError("too little memory")
-
-    monkeypatch.setattr(weight_rates, "ColdWeights", none_free)
-    assert "reading weights was not measured: too little memory" in run()
+    assert [rate["name"] for rate in told["rates"]][0] == "memory read"
+    [skipped] = told["skipped"]
+    assert skipped["name"] == "disk" and "has not ended within" in skipped["reason"]
 
 
 def test_doctor_refuses_what_is_not_there() -> None:

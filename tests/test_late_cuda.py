@@ -401,7 +401,7 @@ def test_what_doctor_measured_is_not_measured_again(
     small_case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(doctor, "machine_rates", lambda *_: [])
+    monkeypatch.setattr(doctor, "machine_rates", lambda *_, **__: [])
     monkeypatch.setattr(device_engine, "stored_or_measured", lambda key, measure: store.load(key))
     with late_cuda(monkeypatch, haste=0.5):
         [measured] = doctor.diagnose(small_case.folder, device="cuda", dtype="float32").costs

@@ -135,7 +135,7 @@ def test_bench_has_one_policy(folder: Path) -> None:
 def test_doctor_says_that_there_is_nothing_to_measure(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(doctor, "machine_rates", lambda *_: [])
+    monkeypatch.setattr(doctor, "machine_rates", lambda *_, **__: [])
     diagnosis = diagnose(folder, name="toy", device="cpu")
     assert diagnosis.costs == () and diagnosis.skipped == (("toy", "it has no experts"),)
 

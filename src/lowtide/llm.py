@@ -214,8 +214,7 @@ class LLM(LoadedModel):
     def stats(self) -> dict[str, float]:
         """Return counters since loading: hits and misses of experts, bytes read, tokens, seconds.
 
-        Where `lowtide doctor` has measured this machine, `predicted_tokens_per_s` is the plan's
-        speed.
+        `predicted_tokens_per_s` is the speed that the plan predicts, by what loading measured.
         """
         return self._loop.stats()
 

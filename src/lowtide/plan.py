@@ -26,6 +26,10 @@ AUTO_FORMAT = "auto"
 activations (`engine/opening/weight_formats.py`)."""
 
 
+NOTABLE = 1.2
+"""A format is named as faster from so many times the speed on."""
+
+
 @dataclass(frozen=True, slots=True)
 class WeightFormats:
     """Formats in which weights are kept in memory, by part, and what rows are rounded to before
@@ -80,7 +84,7 @@ class TierPlan:
 
 
 class SpeedRange(NamedTuple):
-    """Tokens per second to expect, and between which they will lie."""
+    """Tokens per second to expect, and the ends of the range in which nine of ten runs lie."""
 
     least: float
     likely: float
@@ -103,12 +107,12 @@ class Prediction:
     """
 
     num_rows: int  # of a pass
-    tokens_per_pass: float  # that it commits at least, as the family is published
-    most_tokens_per_pass: float  # of texts that the model is sure of
+    tokens_per_pass: float  # that it commits, as in the model's last run or as it is published
     read_bytes: float  # of experts, from disk
     memory_bytes: float  # of weights that are gone through in memory
-    pass_time: PassTime | None  # None: nothing that it could follow from was measured
+    pass_time: PassTime | None  # None: the model was not loaded here yet
     asked_share: float  # of all experts, that a pass asks for
+    at_most: float | None = None  # tokens/s, by the rates of memory and disk
 
     @property
     def asks_for_all(self) -> bool:
@@ -123,12 +127,11 @@ class Prediction:
 
     @property
     def speed(self) -> SpeedRange | None:
-        """None where nothing was measured that it could follow from."""
+        """None of a model that was not loaded here yet."""
         if self.pass_time is None:
             return None
         num_tokens, (least_s, likely_s, most_s) = self.tokens_per_pass, self.pass_time
-        most = self.most_tokens_per_pass / least_s
-        return SpeedRange(num_tokens / most_s, num_tokens / likely_s, most)
+        return SpeedRange(num_tokens / most_s, num_tokens / likely_s, num_tokens / least_s)
 
 
 def predicted(plan: MemoryPlan) -> dict[str, float]:
@@ -150,7 +153,8 @@ class FormatPlan:
     format: str
     weight_bytes: int  # of all weights in memory, experts and dense
     resident_share: float | None  # of experts, in the fast tier; None: not even the least fits
-    speed: SpeedRange | None  # predicted; None: nothing that it could follow from was measured
+    speed: SpeedRange | None  # predicted; None: not loaded here in this format yet
+    at_most: float | None = None  # tokens/s, by the rates of memory and disk
 
 
 def check_is_named(format: object) -> None:
@@ -166,18 +170,33 @@ def faster_format(rows: Sequence[FormatPlan], weights: WeightFormats) -> FormatP
     """The format that a slow plan's reader should know of; None for a plan that is not slow.
 
     weights: of the plan in force. It is slow where some experts are not resident in it as they are
-    stored; faster is what is predicted to be 1.2 times as fast, or, with nothing measured, has
-    more of them resident.
+    stored; faster is what is `NOTABLE` times as fast, by predicted speeds where both have one, else
+    by what both reach at most, or, with neither known, has more of them resident.
     """
     own = next((row for row in rows if row.format == OWN_FORMAT), None)
-    if own is None or own.resident_share == 1.0 or not weights.names.isdisjoint(("q8", "q4")):
+    if own is None:
         return None
-    others = [row for row in rows if row is not own and row.resident_share is not None]
-    if own.speed is None:
-        known = [row for row in others if (row.resident_share or 0) > (own.resident_share or 0)]
-        return max(known, key=lambda row: row.resident_share or 0.0, default=None)
-    faster = [row for row in others if row.speed and row.speed.likely >= 1.2 * own.speed.likely]
-    return max(faster, key=lambda row: row.speed.likely if row.speed else 0.0, default=None)
+    gains = [(_gain(row, own), row) for row in other_formats(rows, weights)]
+    best, row = max(gains, key=lambda gain: gain[0], default=(0.0, None))
+    return row if best >= NOTABLE else None
+
+
+def other_formats(rows: Sequence[FormatPlan], weights: WeightFormats) -> list[FormatPlan]:
+    """Return the formats that fit and that a slow plan could have instead; none for another."""
+    own = next((row for row in rows if row.format == OWN_FORMAT), None)
+    if own is None or own.resident_share == 1.0 or not weights.names.isdisjoint(("q8", "q4")):
+        return []
+    return [row for row in rows if row is not own and row.resident_share is not None]
+
+
+def _gain(row: FormatPlan, own: FormatPlan) -> float:
+    """By what factor a row is better."""
+    if row.speed is not None and own.speed is not None:
+        return row.speed.likely / own.speed.likely
+    if row.at_most is not None and own.at_most is not None:
+        return row.at_most / own.at_most
+    share, own_share = row.resident_share or 0.0, own.resident_share or 0.0
+    return NOTABLE + share if share > own_share else 0.0
 
 
 @dataclass(frozen=True, slots=True, repr=False)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lowtide.answers.completion import Completion, completion_of
 from lowtide.answers.keywords import AnswerKeywords, ModelKeywords
-from lowtide.answers.opening import intake_of, opened_model
+from lowtide.answers.opening import first_requests, intake_of, opened_model
 from lowtide.answers.progress_line import LoadingLine, is_watched
 from lowtide.config import ModelConfig, format_size
 from lowtide.decode.prompts import Messages, Prompt, TokenIds, is_chat, listed, one_text_of_ids
@@ -30,6 +30,7 @@ from lowtide.engine.planning.plan import make_plan
 from lowtide.engine.planning.registering import Planner
 from lowtide.engine.running import probing
 from lowtide.engine.running.engine import Engine
+from lowtide.engine.running.first_passes import with_prediction
 from lowtide.engine.running.loop import EngineLoop
 from lowtide.engine.running.wiring import load
 from lowtide.engine.running.worker import Passes
@@ -67,8 +68,9 @@ class LoadedModel:
         with _shown(options.get("progress")) as progress:
             opened = opened_model(model, {**options, "progress": progress})
             planner = Planner.of(opened)
-            plan = make_plan(opened, planner)
-            self._loop = EngineLoop(load(opened, plan, planner))
+            engine = load(opened, make_plan(opened, planner), planner)
+            ask = partial(first_requests, opened)
+            self._loop = EngineLoop(with_prediction(engine, opened, ask))
         self._intake = intake_of(opened)
 
     @property

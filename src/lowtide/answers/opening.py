@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from random import Random
 
 from lowtide.decode.intake import Intake
 from lowtide.decode.kinds import make_kind
+from lowtide.decode.request import Request
 from lowtide.engine.opening.config import MAX_BLOCK_LENGTH, EngineConfig
 from lowtide.engine.opening.model import OpenModel, open_for_plan, open_model
 from lowtide.engine.planning.format_plans import as_stored, opened_with_format
 from lowtide.errors import UnsupportedError, UsageError
 from lowtide.model_folder.hub_model import HubModel
-from lowtide.params import hint
+from lowtide.params import SamplingParams, hint
+
+FIRST_PROMPT_TOKENS = 4
+FIRST_ANSWER_TOKENS = 64
+"""Of requests that a model is measured with."""
 
 
 def opened_model(model: str | Path, options: Mapping[str, object]) -> OpenModel:
@@ -58,6 +65,23 @@ def intake_of(opened: OpenModel) -> Intake:
         max_block_length=MAX_BLOCK_LENGTH,
         seed=opened.options.asked.seed or 0,
     )
+
+
+def first_requests(opened: OpenModel, count: int) -> list[Request]:
+    """Return so many requests that a model is measured with as it is loaded; none without room."""
+    intake, config = intake_of(opened), opened.facts.config
+    mask = config.decoding.mask_token_id
+    ids = [each for each in range(3, min(config.vocab_size, 4096)) if each != mask]
+    drawn = Random(0)
+    prompts = [drawn.choices(ids, k=FIRST_PROMPT_TOKENS) for _ in range(count)]
+    asked = SamplingParams(temperature=0.0, ignore_eos=True)
+    room = intake.max_new_tokens(FIRST_PROMPT_TOKENS, asked) // count
+    if room < 1:
+        return []
+    # A canvas is computed whole: as long a one as answers have.
+    most = FIRST_ANSWER_TOKENS if config.decoding.keeps_keys else asked.most_tokens
+    num_new = min(room, most)
+    return intake.requests(prompts, replace(asked, max_tokens=num_new))
 
 
 def engine_config(options: Mapping[str, object]) -> EngineConfig:

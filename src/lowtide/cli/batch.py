@@ -153,7 +153,7 @@ def _answered(
 
     llm = open_async(model, settings)
     reraise_signal()  # an import may have dropped what a signal raised
-    show_plan(llm, model, settings)
+    show_plan(llm, settings)
     given = settings["at_once"]
     at_once = given if isinstance(given, int) else default_at_once(llm)
 

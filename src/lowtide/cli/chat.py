@@ -123,7 +123,7 @@ def talk(model: str, settings: Settings, history: Path | None) -> None:
         has_template = llm.tokenizer.has_chat_template and not settings.flag("raw")
         think = think_options(settings.choice("think"), llm.tokenizer if has_template else None)
         turns = Turns(has_template, settings.text("system"), think)
-        show_plan(llm, model, settings)
+        show_plan(llm, settings)
         show_tasks(llm, settings)
         show_sampling(llm, params, settings)
         io = ChatIO(stdout_console(), stderr_console(), history)

@@ -15,7 +15,7 @@ from lowtide.cli.command import takes
 from lowtide.cli.generate import model_names
 from lowtide.cli.opening import find_model
 from lowtide.cli.options import Settings
-from lowtide.cli.outlook import speed_text
+from lowtide.cli.outlook import per_second
 from lowtide.cli.report import json_line
 from lowtide.cli.screen import ProgressBars, number_table, stdout_console
 from lowtide.config import format_size
@@ -48,9 +48,9 @@ def doctor(
     *,
     settings: Settings,
 ) -> None:
-    """Check this machine for faults and measure it; -v shows the numbers.
+    """Check this machine for faults; -v shows how fast its memory and disk are.
 
-    With MODEL the costs of its experts here are measured, too; its plans then use them.
+    With MODEL the costs of its experts here are measured, too; with a GPU its plans use them.
     """
     options = settings.engine_options()
     with redirect_stdout(sys.stderr):
@@ -105,7 +105,8 @@ def _suggestion_line(suggested: Suggestion | None) -> str:
             "will be read from disk (lowtide plan MODEL)."
         )
     way = "" if suggested.format == OWN_FORMAT else f" with --format {suggested.format}"
-    speed = "" if suggested.speed is None else f", {speed_text(suggested.speed)}"
+    at_most = suggested.at_most
+    speed = "" if at_most is None else f", at most {per_second(at_most)} tokens/s"
     memory = format_size(suggested.memory_bytes)
     return f"Runs well here: {suggested.hub_id}{way}, all of it in memory ({memory}){speed}."
 
@@ -131,12 +132,10 @@ def machine_line(machine: Machine) -> str:
 
 
 def rates_table(rates: Sequence[Rate]) -> Table:
-    """Make a table of the machine's rates and ceilings; weights' rates are for one token."""
-    from lowtide.doctor.checkup import shown_rates
-
+    """Make a table of the machine's rates and ceilings."""
     columns = ("what", "measured", "repeats within", "ceiling")
     table = number_table("this machine at its best", columns, left=["what"])
-    for rate in shown_rates(rates):
+    for rate in rates:
         how = "specified" if rate.is_specified else "best repeat"
         ceiling = f"{_per_s(rate.ceiling, rate.unit)}, {how}"
         table.add_row(rate.name, _per_s(rate.per_s, rate.unit), f"{rate.spread:.0%}", ceiling)
@@ -192,6 +191,4 @@ def _milliseconds(seconds: float) -> str:
 
 
 def _per_s(per_s: float, unit: str) -> str:
-    if unit == "layers":
-        return f"{per_s:.0f} {unit}/s"
     return f"{per_s / 1e9:.3g} G{unit}/s"

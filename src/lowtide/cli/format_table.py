@@ -35,9 +35,10 @@ def formats_table(rows: Sequence[FormatPlan], plan: MemoryPlan) -> Group:
 
 def format_object(row: FormatPlan) -> dict[str, object]:
     """Return a format's row for `--json`."""
-    told = asdict(row) | {"tokens_per_s": row.speed and row.speed._asdict()}
-    del told["speed"]
-    return told
+    told = asdict(row)
+    del told["speed"], told["at_most"]
+    speeds = {"tokens_per_s": row.speed and row.speed._asdict()}
+    return told | speeds | {"at_most_tokens_per_s": row.at_most}
 
 
 def _fits(row: FormatPlan) -> str:
@@ -51,4 +52,6 @@ def _share(row: FormatPlan) -> str:
 def _speed(row: FormatPlan) -> str:
     if row.resident_share is None:
         return "-"
-    return "unknown" if row.speed is None else per_second(row.speed.likely)
+    if row.speed is not None:
+        return per_second(row.speed.likely)
+    return "unknown" if row.at_most is None else f"at most {per_second(row.at_most)}"

@@ -126,7 +126,7 @@ def _on_screen(
     """Show the answer; return it and the line about its speed."""
     console = stdout_console()
     with open_llm(model, settings, question) as llm:
-        show_plan(llm, model, settings)
+        show_plan(llm, settings)
         tasks = tasks_of(llm.path)
         is_known = isinstance(question.content, str) and can_answer(tasks, question.content)
         if tasks and not is_known and not settings.flag("quiet"):
@@ -153,9 +153,7 @@ def answer_line(answer: Answer, llm: LLM, is_verbose: bool) -> str:
     return speed_line(answer.usage, answer.generation_s, llm.stats(), expected)
 
 
-def show_plan(
-    llm: LoadedModel, model: str, settings: Settings, served: MemoryPlan | None = None
-) -> None:
+def show_plan(llm: LoadedModel, settings: Settings, served: MemoryPlan | None = None) -> None:
     """Print the plan to standard error.
 
     One line; with `-v` the whole table and the kernels, with `--quiet` nothing.
@@ -166,9 +164,9 @@ def show_plan(
     if settings.flag("verbose"):
         console.print(plan_table(served or llm.plan))
         console.print(f"kernels: {llm.kernels}")
-        console.print(outlook(llm.plan, model))
+        console.print(outlook(llm.plan))
     elif not settings.flag("quiet"):
-        console.print(plan_line(llm.plan, model))
+        console.print(plan_line(llm.plan))
     if not settings.flag("quiet") and (note := context_note(llm.plan, llm.config)):
         console.print(note)
 

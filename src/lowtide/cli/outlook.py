@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import shlex
 from collections.abc import Sequence
 
 from lowtide.config import ModelConfig, format_size
@@ -12,17 +11,17 @@ from lowtide.plan import FormatPlan, MemoryPlan, Prediction, SpeedRange, faster_
 SHORT_CONTEXT = 64
 
 
-def outlook(plan: MemoryPlan, model: str) -> str:
+def outlook(plan: MemoryPlan) -> str:
     """Return the lines below a plan's table: bytes read, expected speed, advised budget."""
     lines = []
     if plan.prediction is not None:
         lines += [_bytes_line(plan, plan.prediction), *_no_cache_line(plan.prediction)]
-        lines.append(_speed_line(plan, plan.prediction, model))
+        lines.append(_speed_line(plan.prediction))
     lines += [advice] if (advice := _advice(plan)) else []
     return "\n".join(lines)
 
 
-def plan_line(plan: MemoryPlan, model: str) -> str:
+def plan_line(plan: MemoryPlan) -> str:
     """Describe the plan in one line, as printed before an answer."""
     tier = plan.fast_tier
     parts = [f"{plan.device}: {format_size(tier.used_bytes)} of {format_size(tier.budget_bytes)}"]
@@ -32,10 +31,10 @@ def plan_line(plan: MemoryPlan, model: str) -> str:
         parts.append("all experts in memory" if residents == plan.num_experts else placed)
     parts.append(f"context {plan.context}")
     prediction = plan.prediction
-    if prediction is not None and prediction.speed is None:
-        parts.append(f"speed unknown until {doctor_command(plan, model)} has run")
-    elif prediction is not None and prediction.speed is not None:
+    if prediction is not None and prediction.speed is not None:
         parts.append(f"{speed_text(prediction.speed)} expected")
+    elif prediction is not None and prediction.at_most is not None:
+        parts.append(f"at most {per_second(prediction.at_most)} tokens/s")
     return " · ".join(parts)
 
 
@@ -57,29 +56,26 @@ def context_note(plan: MemoryPlan, config: ModelConfig) -> str:
     return ""
 
 
-def verdict(plan: MemoryPlan, by_format: Sequence[FormatPlan], model: str) -> str:
+def verdict(plan: MemoryPlan, by_format: Sequence[FormatPlan]) -> str:
     """Sum up the plan in a few sentences: fit, speed, and a faster format."""
     resident, num_experts = sum(plan.residents_per_layer), plan.num_experts
     parts = ["Fits."]
     if resident < num_experts:
         parts = [f"Runs, with {resident / num_experts:.0%} of the experts in memory."]
-    speed = None if plan.prediction is None else plan.prediction.speed
-    if speed is not None:
-        parts.append(f"{speed_text(speed).capitalize()}.")
-    elif plan.prediction is not None:
-        parts.append(f"How fast, {doctor_command(plan, model)} finds out.")
+    prediction = plan.prediction
+    if prediction is not None and prediction.speed is not None:
+        parts.append(f"{speed_text(prediction.speed).capitalize()}.")
+    elif prediction is not None and prediction.at_most is not None:
+        parts.append(f"At most {per_second(prediction.at_most)} tokens/s.")
     faster = faster_format(by_format, plan.formats)
     if faster is not None:
         gives = f"{faster.resident_share:.0%} of the experts in memory"
         if faster.speed is not None:
             gives = f"about {per_second(faster.speed.likely)}"
+        elif faster.at_most is not None:
+            gives += f", at most {per_second(faster.at_most)} tokens/s"
         parts.append(f"With --format {faster.format} {gives}; it may change answers.")
     return " ".join(parts)
-
-
-def doctor_command(plan: MemoryPlan, model: str) -> str:
-    """Return the `lowtide doctor` command that measures this machine (and the model on a GPU)."""
-    return "`lowtide doctor`" if plan.gpu is None else f"`lowtide doctor {shlex.quote(model)}`"
 
 
 def speed_text(speed: SpeedRange) -> str:
@@ -97,9 +93,12 @@ def prediction_object(prediction: Prediction | None) -> dict[str, object] | None
     """Return a prediction and its derived values for `--json`."""
     if prediction is None:
         return None
-    return dataclasses.asdict(prediction) | {
+    told = dataclasses.asdict(prediction)
+    del told["at_most"]
+    return told | {
         "pass_time": prediction.pass_time and prediction.pass_time._asdict(),
         "tokens_per_s": prediction.speed and prediction.speed._asdict(),
+        "at_most_tokens_per_s": prediction.at_most,
         "read_bytes_per_token": prediction.read_bytes_per_token,
         "asks_for_all": prediction.asks_for_all,
     }
@@ -125,13 +124,17 @@ def _no_cache_line(prediction: Prediction) -> list[str]:
     ]
 
 
-def _speed_line(plan: MemoryPlan, prediction: Prediction, model: str) -> str:
+def _speed_line(prediction: Prediction) -> str:
     if prediction.speed is None or prediction.pass_time is None:
-        return f"tokens/s: unknown until {doctor_command(plan, model)} has measured this machine"
+        bound = ""
+        if prediction.at_most is not None:
+            bound = f"at most {per_second(prediction.at_most)} tokens/s, by bytes alone; "
+        return f"{bound}the first load measures the model and predicts its speed"
     rows = f"{prediction.num_rows} row{'s' * (prediction.num_rows > 1)}"
     return (
         f"expected: {speed_text(prediction.speed)}, passes of {rows} in "
-        f"{prediction.pass_time.likely_s:.3g} s, from what lowtide doctor measured here"
+        f"{prediction.pass_time.likely_s:.3g} s with {prediction.tokens_per_pass:.3g} tokens each, "
+        "as this model was measured here"
     )
 
 

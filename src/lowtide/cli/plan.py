@@ -64,9 +64,9 @@ def plan(model: ModelName, *, settings: Settings) -> None:
 
 def _print(planned: Planned, model: str) -> None:
     console = stdout_console()
-    console.print(verdict(planned.memory, planned.by_format, model))
+    console.print(verdict(planned.memory, planned.by_format))
     console.print(plan_table(planned.memory))
-    console.print(outlook(planned.memory, model))
+    console.print(outlook(planned.memory))
     if note := context_note(planned.memory, planned.config):
         console.print(note)
     if planned.passes is not None:

@@ -58,7 +58,7 @@ def serve(
 
     with bound_socket(asked) as bound:
         llm = open_async(model, settings)
-        show_plan(llm, model, settings, served_plan(llm))
+        show_plan(llm, settings, served_plan(llm))
         show_tasks(llm, settings)
         asked = replace(asked, served_name=asked.served_name or name_of(model))
 

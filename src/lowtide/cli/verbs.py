@@ -32,7 +32,7 @@ _LINES = {
     "generate": "Write one answer; notes on the plan and the speed go to standard error.",
     "chat": "Talk with a model, turn by turn; a model without a chat template continues the text.",
     "plan": "Show the memory that a model needs and would get here, and why.",
-    "doctor": "Check this machine for faults and measure it; -v shows the numbers.",
+    "doctor": "Check this machine for faults; -v shows how fast its memory and disk are.",
     "serve": "Answer OpenAI, Anthropic and Ollama clients over HTTP, until Ctrl-C or SIGTERM.",
     "batch": "Answer a file of requests, one per line; an interrupted run resumes.",
     "bench": "Measure the machine, then a model's speed, under one policy or several.",

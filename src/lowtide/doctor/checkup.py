@@ -23,7 +23,7 @@ from lowtide.kernels.cpu.compiler import find_compiler
 from lowtide.kernels.reference import REFERENCE
 from lowtide.llm import plan_model
 from lowtide.model_folder.hub_cache import cache_folder
-from lowtide.plan import OWN_FORMAT, MemoryPlan, SpeedRange
+from lowtide.plan import OWN_FORMAT, MemoryPlan
 
 LEAST_MEMORY_BYTES = 3 << 30
 LEAST_DISK_BYTES = 5 << 30
@@ -50,12 +50,12 @@ _NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 
 
 class Suggestion(NamedTuple):
-    """A published model that fits wholly into free memory; speed: to expect of the processor."""
+    """A published model that fits wholly into free memory; at_most: tokens/s of the processor."""
 
     hub_id: str
     format: str
     memory_bytes: int
-    speed: SpeedRange | None
+    at_most: float | None
 
 
 def faults(diagnosis: Diagnosis) -> list[str]:
@@ -78,8 +78,8 @@ def suggestion() -> Suggestion | None:
     for hub_id, format in SUGGESTED:
         plan = _planned(sizes[hub_id].config, format)
         if plan is not None and plan.budget_bytes >= plan.full_bytes:
-            speed = None if plan.prediction is None else plan.prediction.speed
-            return Suggestion(hub_id, format, plan.full_bytes, speed)
+            at_most = None if plan.prediction is None else plan.prediction.at_most
+            return Suggestion(hub_id, format, plan.full_bytes, at_most)
     return None
 
 
@@ -170,13 +170,8 @@ def _old_torch(version: str) -> str | None:
     return f"torch {version} is too old. Install {oldest} or newer."
 
 
-def shown_rates(rates: Sequence[Rate]) -> list[Rate]:
-    """Those that a table has: of weights those of a single token."""
-    return [rate for rate in rates if not rate.name.endswith("tokens")]
-
-
 def _busy(rates: Sequence[Rate]) -> str | None:
-    """By the rates that are shown, so that no verdict contradicts its table, and those not kept."""
+    """By rates that were not kept, and those whose repeats lie far apart."""
     again = "Run lowtide doctor again when it is quiet."
     num_disturbed = sum(rate.is_disturbed for rate in rates)
     if num_disturbed:
@@ -185,10 +180,9 @@ def _busy(rates: Sequence[Rate]) -> str | None:
             f"of {len(rates)} half of the repeats took more than {DISTURBED:g} times as long as "
             f"the best one, so these are not kept. {again}"
         )
-    shown = shown_rates(rates)
-    if not shown or median(rate.spread for rate in shown) <= BUSY_SPREAD:
+    if not rates or median(rate.spread for rate in rates) <= BUSY_SPREAD:
         return None
     return (
-        "Other programs used this machine while it was measured, so the ranges of predicted speeds "
-        f"are wide. {again}"
+        "Other programs used this machine while it was measured, so it may be faster than these "
+        f"rates. {again}"
     )

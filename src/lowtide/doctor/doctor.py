@@ -1,17 +1,19 @@
 """`lowtide doctor`: what this machine is, and what experts cost on it.
 
-The machine's rates first, from which speeds are predicted; then, of a model that is named, what its
-experts cost. All are kept (`hardware/store.py`), except costs of a paced device.
+The machine's rates first, memory and disk; then, of a model that is named, what its experts cost.
+All are kept (`hardware/store.py`), except costs of a paced device. It ends soon after `LIMIT_S`
+however busy the machine is, and says what it skipped.
 """
 
 from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing, contextmanager
-from functools import partial
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager
+from math import inf
 from pathlib import Path
+from time import perf_counter
 from typing import NamedTuple
 
 import numpy as np
@@ -25,31 +27,26 @@ from lowtide.engine.opening.facts import ExpertFacts
 from lowtide.engine.opening.model import open_model
 from lowtide.engine.running.device import request_of
 from lowtide.engine.running.wiring import make_executor
-from lowtide.errors import PlanError, StorageError
+from lowtide.errors import StorageError
 from lowtide.experts.device import Device
 from lowtide.experts.layout import SlotLayout
 from lowtide.experts.transfer import largest_read_bytes
 from lowtide.files.folders import cache_folder
 from lowtide.hardware.machine import (
-    LAYERS_OF_BLOCKS,
-    LAYERS_OF_TOKENS,
+    OUT_OF_TIME,
     READ_BYTES,
     Machine,
     Rate,
     measure_rates,
-    rates_of,
     this_machine,
 )
 from lowtide.hardware.measure import DiskSource, Measurements, measure_costs
 from lowtide.hardware.store import keep_rates, measured_now, stored_or_measured
-from lowtide.hardware.weight_rates import measure_weight_rates
 from lowtide.kernels.library_cache import limit_library_cache
 from lowtide.kernels.reference import Kernels
-from lowtide.llm import LLM
 from lowtide.memory.arena import Arena
 from lowtide.memory.pinned import PinnedMemory
 from lowtide.model_folder.checkpoint import Checkpoint
-from lowtide.params import DiffusionParams, SamplingParams
 from lowtide.progress import Progress, no_progress
 from lowtide.reading.file_reader import FileReader
 from lowtide.threads.executor import HostExecutor
@@ -57,11 +54,11 @@ from lowtide.threads.executor import HostExecutor
 SCRATCH_BYTES = 256 << 20
 """Bytes of the file that the disk is measured with where no model is given."""
 
-DEMO_TOKENS = 16
-"""Tokens of each sequence written in a sample of the time that a layer takes beside its weights."""
+LIMIT_S = 30.0
+"""After so long nothing else begins to be measured: a busy machine ends no later."""
 
-BLOCK_STEPS = 4
-"""Passes over a block in such a sample."""
+FILL_LIMIT_S = 5.0
+"""What that file may take to be written; where that is longer, it is shorter."""
 
 _DEVICE_BYTES = 256 << 20  # of slots: more than a GPU's cache holds
 
@@ -83,6 +80,7 @@ def diagnose(
     Raises as `open_model` does, StorageError when the checkpoint cannot be read, DeviceError when
     a device fails, and PlanError when there is too little memory to measure the model named.
     """
+    end_s = perf_counter() + LIMIT_S
     limit_library_cache()
     config = EngineConfig(**options)  # type: ignore[arg-type]
     opened = None if model is None else open_model(model, config)
@@ -95,86 +93,46 @@ def diagnose(
     checkpoint = None if opened is None else opened.facts.checkpoint
     progress("measuring", 0, total)
     machine = this_machine()
-    rates = [
-        *machine_rates(machine, checkpoint, skipped),
-        *_weight_rates(skipped),
-        *_demo_rates(),
-    ]
+    rates = machine_rates(machine, checkpoint, skipped, end_s=end_s)
     keep_rates(machine, rates)
     costs: list[ExpertCosts] = []
     if opened is not None and experts is not None:
         progress("measuring", 1, total)
-        kernels, device = opened.kernels(), opened.memory.device
-        # With a GPU reads are no part of the costs, as in the engine, which looks for these when it
-        # loads a model; the disk's rate is among the machine's.
-        source = None if device == "cuda" else checkpoint
-        measured = _Measured(experts, kernels, device, config, source)
-        costs.append(measured.costs(named, machine, is_fresh))
+        if perf_counter() < end_s:
+            kernels, device = opened.kernels(), opened.memory.device
+            # With a GPU reads are no part of the costs, as in the engine, which looks for these
+            # when it loads a model; the disk's rate is among the machine's.
+            source = None if device == "cuda" else checkpoint
+            measured = _Measured(experts, kernels, device, config, source)
+            costs.append(measured.costs(named, machine, is_fresh))
+        else:
+            skipped.append(Skipped(named, OUT_OF_TIME))
     progress("measuring", total, total)
     return Diagnosis(machine, tuple(rates), tuple(costs), tuple(skipped))
 
 
 def machine_rates(
-    machine: Machine, checkpoint: Checkpoint | None, skipped: list[Skipped]
+    machine: Machine,
+    checkpoint: Checkpoint | None,
+    skipped: list[Skipped],
+    *,
+    with_products: bool = False,
+    end_s: float = inf,
 ) -> list[Rate]:
     """Ceilings of the machine's parts; what cannot be measured is added to `skipped`.
 
     checkpoint: from whose files the disk is read; without one, from a file in the cache folder.
+    with_products, end_s: see `measure_rates`.
     """
-    executor = HostExecutor(machine.num_cores)
-    try:
-        with _disk_file(checkpoint) as file:
-            return measure_rates(executor, file)
-    except StorageError as error:
-        skipped.append(Skipped("disk", str(error)))
-        return measure_rates(executor, None)
-    finally:
-        executor.close()
-
-
-def _weight_rates(skipped: list[Skipped]) -> list[Rate]:
-    try:
-        return measure_weight_rates()
-    except PlanError as error:
-        skipped.append(Skipped("reading weights", str(error)))
-        return []
-
-
-def _demo_rates() -> list[Rate]:
-    """Rates of the demos' layers, whose weights are tiny, by the rows of a pass."""
-    params = SamplingParams(max_tokens=DEMO_TOKENS, ignore_eos=True)
-    with _demo("autoregressive") as llm:
-        rates = _layer_rates(llm, {name: (n, params) for n, name in LAYERS_OF_TOKENS.items()})
-    with _demo("diffusion") as llm:
-        rates += _layer_rates(llm, {name: (1, _block(n)) for n, name in LAYERS_OF_BLOCKS.items()})
-    return rates
-
-
-def _demo(name: str) -> LLM:
-    """All in memory; answers take over nothing of those before."""
-    return LLM(f"demo:{name}", device="cpu", policy="resident", cache="off", progress=False)
-
-
-def _layer_rates(llm: LLM, asked: Mapping[str, tuple[int, SamplingParams]]) -> list[Rate]:
-    """asked: by a rate's name, how many prompts of a token are answered at once, and how."""
-    samples = {name: partial(_pass_s, llm, *each) for name, each in asked.items()}
-    return list(rates_of(samples, "layers", llm.config.num_layers))
-
-
-def _block(num_rows: int) -> SamplingParams:
-    """An answer that is one block with its prompt of a token, in passes of its `num_rows` rows."""
-    given = DiffusionParams(block_length=num_rows, steps=BLOCK_STEPS, threshold=1.0)
-    return SamplingParams(max_tokens=num_rows - 1, ignore_eos=True, diffusion=given)
-
-
-def _pass_s(llm: LLM, num_prompts: int, params: SamplingParams) -> float:
-    """Seconds that each pass of the answers takes."""
-    before = llm.stats()
-    # Unlike each other, so that they ask for as many experts as texts do.
-    llm.generate([[3 + i] for i in range(num_prompts)], params, progress=False)
-    after = llm.stats()
-    num_passes = after["forwards"] - before["forwards"]
-    return (after["generation_s"] - before["generation_s"]) / num_passes
+    with closing(HostExecutor(machine.num_cores)) as executor, ExitStack() as stack:
+        file = None
+        try:
+            file = stack.enter_context(_disk_file(checkpoint))
+        except StorageError as error:
+            skipped.append(Skipped("disk", str(error)))
+        measured = measure_rates(executor, file, with_products=with_products, end_s=end_s)
+    skipped += [Skipped(*each) for each in measured.skipped]
+    return list(measured.rates)
 
 
 @contextmanager
@@ -199,10 +157,13 @@ def _disk_file(checkpoint: Checkpoint | None) -> Iterator[Path]:
 def _fill(descriptor: int, folder: Path) -> None:
     """Bytes that do not compress, on the disk and out of the page cache."""
     block = np.random.default_rng(0).bytes(READ_BYTES)
+    end_s = perf_counter() + FILL_LIMIT_S
     try:
         for _ in range(0, SCRATCH_BYTES, READ_BYTES):
             os.write(descriptor, block)
-        os.fsync(descriptor)
+            os.fsync(descriptor)
+            if perf_counter() > end_s:
+                break
     except OSError as error:
         raise StorageError(
             f"A scratch file of {SCRATCH_BYTES} bytes cannot be written to {folder}: "

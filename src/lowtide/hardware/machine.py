@@ -1,18 +1,20 @@
 """Which machine this is, and how fast its parts are at what they do best.
 
-These rates are the ceilings beside which a model's costs are read; predictions use them
-(`engine/planning/prediction.py`), no policy does.
+These rates are the ceilings beside which a model's costs are read; bounds of predicted speeds use
+them (`engine/planning/prediction.py`), no policy does.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 import platform
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
+from math import inf
 from pathlib import Path
 from time import perf_counter
 from typing import NamedTuple
@@ -20,7 +22,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from lowtide.core import ALIGNMENT, Curve
+from lowtide.core import ALIGNMENT
+from lowtide.errors import PlanError, StorageError
 from lowtide.files.regular_file import RegularFile
 from lowtide.formats import format_of
 from lowtide.hardware.cold_weights import cold_bytes
@@ -29,11 +32,17 @@ from lowtide.hardware.timing import Sample, repeat_interleaved
 from lowtide.kernels.cpu.reader import PIECE_BYTES
 from lowtide.memory.arena import Arena
 from lowtide.reading.file_reader import FileReader, Piece, Read
-from lowtide.threads.executor import Executor, HostExecutor, Work
+from lowtide.threads.executor import MAX_THREADS, Executor, HostExecutor, Work
 
 RATE_LIMIT_S = 1.0
 READ_BYTES = 16 << 20
 """Bytes of one sequential read; the reader has several under way."""
+
+QUICK_BYTES = 64 << 20
+QUICK_READS = 3
+
+READ_LIMIT_S = 10.0
+"""What a read may take that a disk is measured with."""
 
 _MAX_READS = 32  # of one sample: half a GiB
 _MAX_PIECES = 128
@@ -41,7 +50,7 @@ _NEARLY = 0.97  # of the best rate: fewer reads at once leave the processor more
 _PRODUCT_SIZE = 2048
 _LINK_BYTES = 256 << 20
 
-RATES_METHOD = 5
+RATES_METHOD = 6
 """Raised when something else is measured under the same name, which makes kept rates useless."""
 
 MEMORY_READ = "memory read"
@@ -50,12 +59,6 @@ DISK_READ = "disk, sequential"
 
 PIECES_AT_ONCE = {f"disk, pieces of 1 MiB, {n} at once": n for n in (1, 2, 4, 8)}
 """The names of these rates, and how many reads are under way: experts are read so."""
-
-LAYERS_OF_TOKENS = {n: f"layers of a tiny model, {n} token{'s' * (n > 1)}" for n in (1, 8, 32)}
-LAYERS_OF_BLOCKS = {n: f"layers of a tiny model, a block of {n}" for n in (8, 32, 64, 256)}
-"""The names, by the rows of a pass, of rates of what a layer takes beside its weights: operators of
-hardly any size, one after the other. Tokens are of so many sequences; those of a block see each
-other, and what a pass writes is chosen among them."""
 
 DISTURBED = 1.5
 """How many times as long as the best repeat half of them take where a machine is not quiet."""
@@ -83,7 +86,7 @@ class Rate(NamedTuple):
     """
 
     name: str
-    unit: str  # "B", "FLOP" or "layers"
+    unit: str  # "B" or "FLOP"
     per_s: float
     spread: float  # of the repeats, as a share of the median
     ceiling: float
@@ -128,19 +131,44 @@ def cpu_model(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
     return f"{name} (family {facts['cpu family']}, model {facts['model']})"
 
 
-def measure_rates(executor: HostExecutor, file: Path | None) -> list[Rate]:
-    """Memory, arithmetic and disk, then the GPU's memory and link if there is one.
+OUT_OF_TIME = "there was no time left; measure again when the machine is less busy."
 
-    executor: with a thread for each core. file: what the disk's rate is read from, sequentially
-    and past the page cache where that is possible; at least `READ_BYTES` long. None leaves the
-    disk out. Raises StorageError when it cannot be read.
+
+class Measured(NamedTuple):
+    """Rates, and parts that were not measured, each with the reason."""
+
+    rates: tuple[Rate, ...]
+    skipped: tuple[tuple[str, str], ...] = ()
+
+
+def measure_rates(
+    executor: HostExecutor, file: Path | None, *, with_products: bool = False, end_s: float = inf
+) -> Measured:
+    """Measure memory and disk, then the GPU's memory and link if there is one.
+
+    executor: with a thread for each core. file: what the disk's rate is read from, past the page
+    cache where that is possible; at least `READ_BYTES` long. None leaves the disk out.
+    with_products: arithmetic, too. end_s: by `perf_counter`; no part begins after it. A disk that
+    cannot be read is skipped.
     """
+    parts: dict[str, Callable[[], list[Rate]]] = {"memory": partial(_memory_rates, executor)}
+    if with_products:
+        parts["arithmetic"] = partial(_product_rates, executor)
+    if file is not None:
+        parts["disk"] = lambda: [_disk_rate(file), *_piece_rates(file)]
+    if torch.cuda.is_available():
+        parts["GPU"] = partial(_gpu_rates, torch.device("cuda", 0))
+    rates, skipped = list[Rate](), list[tuple[str, str]]()
     with executor.in_charge(), torch.inference_mode():
-        rates = [*_memory_rates(executor), *_product_rates(executor)]
-        rates += [] if file is None else [_disk_rate(file), *_piece_rates(file)]
-        if torch.cuda.is_available():
-            rates += _gpu_rates(torch.device("cuda", 0))
-    return rates
+        for name, measure in parts.items():
+            if perf_counter() > end_s:
+                skipped.append((name, OUT_OF_TIME))
+                continue
+            try:
+                rates += measure()
+            except StorageError as error:
+                skipped.append((name, str(error)))
+    return Measured(tuple(rates), tuple(skipped))
 
 
 def best_at_once(rates: Sequence[Rate]) -> int | None:
@@ -157,14 +185,23 @@ def disk_rate(rates: Sequence[Rate]) -> float | None:
     return max((each.per_s for each in rates if each.name in PIECES_AT_ONCE), default=None)
 
 
-def seconds_per_layer(rates: Sequence[Rate], names: Mapping[int, str]) -> Curve | None:
-    """What a layer takes beside its weights, from the rows of a pass; None where not all were
-    measured. names: `LAYERS_OF_TOKENS` or `LAYERS_OF_BLOCKS`.
+def memory_rate(rates: Sequence[Rate]) -> float | None:
+    """Bytes per second that all threads read together; None where that was not measured."""
+    return next((each.per_s for each in rates if each.name == MEMORY_READ), None)
+
+
+@functools.cache
+def quick_memory_rate() -> float | None:
+    """The same by the best of a few reads of `QUICK_BYTES`: caches may make it more, never less.
+
+    None where there is no memory for that.
     """
-    per_s = {rate.name: rate.per_s for rate in rates}
-    if any(name not in per_s for name in names.values()):
+    try:
+        with closing(HostExecutor(MAX_THREADS)) as executor, executor.in_charge():
+            reads = _reads(Arena(QUICK_BYTES).bytes.fill_(1), executor.num_threads)
+            return QUICK_BYTES / min(_time(executor, reads) for _ in range(QUICK_READS))
+    except PlanError:
         return None
-    return Curve([(num_rows, 1 / per_s[name]) for num_rows, name in names.items()])
 
 
 def rate_of(
@@ -215,9 +252,8 @@ def _memory_rates(executor: Executor) -> list[Rate]:
     num_bytes = cold_bytes() // 2
     source, target = Arena(num_bytes).bytes, Arena(num_bytes).bytes
     source.fill_(1)
-    step = -(-num_bytes // executor.num_threads // ALIGNMENT) * ALIGNMENT
-    parts = list(zip(torch.split(source, step), torch.split(target, step), strict=True))
-    reads = [partial(_read, one.view(torch.float32)) for one, _ in parts]
+    reads = _reads(source, executor.num_threads)
+    parts = zip(*(_parts(each, executor.num_threads) for each in (source, target)), strict=True)
     copies = [partial(_copy, one, other) for one, other in parts]
     return [
         rate_of(MEMORY_READ, "B", num_bytes, partial(_time, executor, reads)),
@@ -225,6 +261,16 @@ def _memory_rates(executor: Executor) -> list[Rate]:
             "memory copy, read and written", "B", 2 * num_bytes, partial(_time, executor, copies)
         ),
     ]
+
+
+def _reads(source: torch.Tensor, num_threads: int) -> list[Work]:
+    return [partial(_read, part.view(torch.float32)) for part in _parts(source, num_threads)]
+
+
+def _parts(memory: torch.Tensor, num_threads: int) -> Sequence[torch.Tensor]:
+    """Aligned parts of equal size, one for each thread."""
+    step = -(-len(memory) // num_threads // ALIGNMENT) * ALIGNMENT
+    return torch.split(memory, step)
 
 
 def _product_rates(executor: Executor) -> list[Rate]:
@@ -242,27 +288,24 @@ def _product_rates(executor: Executor) -> list[Rate]:
 
 
 def _disk_rate(path: Path) -> Rate:
-    file = RegularFile.at(path)
-    num_reads = min(_MAX_READS, file.num_bytes // READ_BYTES)
+    """Large reads one behind the other."""
+    file, as_is = RegularFile.at(path), format_of("BF16")
     with closing(FileReader([file], READ_BYTES)) as reader:
-        targets = [Arena(READ_BYTES).array() for _ in range(min(num_reads, 4))]
-        as_is = format_of("BF16")
+        targets = [Arena(READ_BYTES).array() for _ in range(4)]
         reads = [
             Read(0, i * READ_BYTES, READ_BYTES, (piece,))
-            for i in range(num_reads)
+            for i in range(min(_MAX_READS, file.num_bytes // READ_BYTES))
             for piece in [Piece(0, READ_BYTES, as_is, targets[i % len(targets)], as_is)]
         ]
         how = "direct" if reader.is_direct else "through the page cache"
-        sample = partial(_time_reads, reader, reads)
-        return rate_of(f"{DISK_READ}, {how}", "B", num_reads * READ_BYTES, sample)
+        return _rate_of_reads(f"{DISK_READ}, {how}", reader, reads)
 
 
 def _piece_rates(path: Path) -> list[Rate]:
     """Pieces in no order that a disk could foresee, by so many threads."""
-    file = RegularFile.at(path)
+    file, as_is = RegularFile.at(path), format_of("BF16")
     num_pieces = min(_MAX_PIECES, file.num_bytes // PIECE_BYTES)
     starts = np.random.default_rng(0).permutation(file.num_bytes // PIECE_BYTES) * PIECE_BYTES
-    as_is = format_of("BF16")
     rates = []
     for name, at_once in PIECES_AT_ONCE.items():
         targets = [Arena(PIECE_BYTES).array() for _ in range(at_once)]
@@ -271,9 +314,17 @@ def _piece_rates(path: Path) -> list[Rate]:
             for start, target in zip(starts[:num_pieces].tolist(), itertools.cycle(targets))
         ]
         with closing(FileReader([file], PIECE_BYTES, num_readers=at_once)) as reader:
-            sample = partial(_time_reads, reader, reads)
-            rates.append(rate_of(name, "B", num_pieces * PIECE_BYTES, sample))
+            rates.append(_rate_of_reads(name, reader, reads))
     return rates
+
+
+def _rate_of_reads(name: str, reader: FileReader, reads: Sequence[Read]) -> Rate:
+    """Of as many of `reads` as take a quarter of `RATE_LIMIT_S` together, four at least."""
+    few = reads[:4]
+    enough = int(len(few) * RATE_LIMIT_S / 4 / _time_reads(reader, few))
+    reads = reads[: max(len(few), enough)]
+    num_bytes = sum(read.num_bytes for read in reads)
+    return rate_of(name, "B", num_bytes, partial(_time_reads, reader, reads))
 
 
 def _gpu_rates(device: torch.device) -> list[Rate]:
@@ -305,8 +356,13 @@ def _time(executor: Executor, works: Sequence[Work]) -> float:
 
 def _time_reads(reader: FileReader, reads: Sequence[Read]) -> float:
     start_s = perf_counter()
-    for ticket in [reader.submit([read]) for read in reads]:
-        ticket.result()
+    try:
+        for ticket in [reader.submit([read]) for read in reads]:
+            ticket.result(READ_LIMIT_S)
+    except TimeoutError as error:
+        raise StorageError(
+            f"A read of {reads[0].num_bytes >> 20} MiB has not ended within {READ_LIMIT_S:g} s."
+        ) from error
     return perf_counter() - start_s
 
 

@@ -81,7 +81,7 @@ class CostKey:
     @property
     def path(self) -> Path:
         """Where its file is, or would be."""
-        name = f"{self.hidden_size}x{self.expert_size}-{self.dtype}-{_digest(self._identity())}"
+        name = f"{self.hidden_size}x{self.expert_size}-{self.dtype}-{digest(self._identity())}"
         return cache_folder() / "costs" / f"{name}.json"
 
     def _identity(self) -> dict[str, Any]:
@@ -137,7 +137,7 @@ def load(key: CostKey) -> Stored | None:
     if not os.path.lexists(path):
         return None
     try:
-        content = _content(path, key._identity())
+        content = read_kept(path, key._identity())
         measurements = _read_measurements(content["measurements"], key.expert_bytes)
         return Stored(measurements, datetime.fromisoformat(content["date"]).isoformat())
     except CheckpointError as error:
@@ -149,7 +149,7 @@ def load(key: CostKey) -> Stored | None:
 def save(key: CostKey, stored: Stored) -> None:
     """Writes the file, whole or not at all. Raises StorageError."""
     measured = {"date": stored.date, "measurements": asdict(stored.measurements)}
-    _write(key.path, key._identity(), measured, "costs")
+    write_kept(key.path, key._identity(), measured, "costs")
 
 
 def keep_rates(machine: Machine, rates: Sequence[Rate]) -> None:
@@ -162,7 +162,7 @@ def keep_rates(machine: Machine, rates: Sequence[Rate]) -> None:
     kept = [*(rate for rate in rates if rate.name not in disturbed), *before]
     try:
         measured = {"rates": [rate._asdict() for rate in kept]}
-        _write(rates_path(machine), _machine_identity(machine), measured, "rates")
+        write_kept(rates_path(machine), _machine_identity(machine), measured, "rates")
     except StorageError as error:
         _log.warning("%s The measured rates are not kept.", error)
 
@@ -178,7 +178,7 @@ def kept_rates(machine: Machine) -> tuple[Rate, ...]:
     if not os.path.lexists(path):
         return ()
     try:
-        content = _content(path, _machine_identity(machine))
+        content = read_kept(path, _machine_identity(machine))
         rates = (_read_rate(value) for value in content["rates"])
         return tuple(rate for rate in rates if not rate.is_disturbed)
     except CheckpointError as error:  # which names the file
@@ -190,27 +190,34 @@ def kept_rates(machine: Machine) -> tuple[Rate, ...]:
 
 def rates_path(machine: Machine) -> Path:
     """Where a machine's file is, or would be. Raises StorageError where there is no such folder."""
-    return cache_folder() / "rates" / f"{_digest(_machine_identity(machine))}.json"
+    return cache_folder() / "rates" / f"{digest(_machine_identity(machine))}.json"
 
 
 def _machine_identity(machine: Machine) -> dict[str, Any]:
     return {"version": __version__, "method": RATES_METHOD, **asdict(machine)}
 
 
-def _digest(identity: Mapping[str, Any]) -> str:
+def digest(identity: Mapping[str, Any]) -> str:
+    """Name what a file is of, in 16 hexadecimal digits."""
     text = json.dumps(identity, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _content(path: Path, identity: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Raises CheckpointError, and ValueError for a file that is of something else."""
+def read_kept(path: Path, identity: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Read a file of `write_kept`.
+
+    Raises CheckpointError, and ValueError for a file that is of something else.
+    """
     content = read_object(path, MAX_FILE_BYTES)
     if content.get("of") != json.loads(json.dumps(identity)):
         raise ValueError("it is of another machine, model or version")
     return content
 
 
-def _write(path: Path, identity: Mapping[str, Any], measured: Mapping[str, Any], what: str) -> None:
+def write_kept(
+    path: Path, identity: Mapping[str, Any], measured: Mapping[str, Any], what: str
+) -> None:
+    """Write what was measured and what it is of, whole or not at all. Raises StorageError."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -201,7 +201,8 @@ def measure_ceilings(model: str | Path, **options: Any) -> Ceilings:
     machine, skipped = this_machine(), list[Skipped]()
     opened = open_model(model, EngineConfig(**options))
     make_plan(opened)
-    rates = machine_rates(machine, opened.facts.checkpoint, skipped)
+    checkpoint = opened.facts.checkpoint
+    rates = machine_rates(machine, checkpoint, skipped, with_products=True)
     return Ceilings(machine, tuple(rates), tuple(skipped))
 
 

@@ -91,6 +91,7 @@ class Decoder:
         self._blocks = [self._block(layer) for layer in range(config.num_layers)]
         self._short_pass: ShortPass | None = None  # the last
         self._whole_model = WholeModel.of([block.whole for block in self._blocks], experts)
+        self.run_layers = range(config.num_layers)  # a measurement of speed runs the last few
 
     @property
     def device(self) -> torch.device:
@@ -199,9 +200,9 @@ class Decoder:
         rotations = Rotations(self._rotary, positions, self.rotation_dtype or dtype, workspace)
         short = self._begin_short_pass(x, batch, rotations)
         self._experts.begin_pass(batch.step)
-        if short is None or self._whole_model is None or not self._whole_model.run(short):
-            for block in self._blocks:
-                block.forward(x, batch, rotations, short)
+        if not self._runs_whole(short):
+            for layer in self.run_layers:
+                self._blocks[layer].forward(x, batch, rotations, short)
         self._experts.end_pass()
         workspace.reset(self._hidden_end)
         if batch.step.kind is StepKind.PREFILL:
@@ -268,6 +269,12 @@ class Decoder:
             self._short_pass = ShortPass(x, self.compute)
         self._short_pass.begin(batch, rotations, self.kv_cache)
         return self._short_pass
+
+    def _runs_whole(self, short: ShortPass | None) -> bool:
+        """Run all layers in one call; False where they are to be called one by one."""
+        if short is None or self._whole_model is None or len(self.run_layers) < len(self._blocks):
+            return False
+        return self._whole_model.run(short)
 
     def _bias(self, name: str) -> Tensor | None:
         return self.tensor(f"{name}.bias") if f"{name}.bias" in self.weights else None

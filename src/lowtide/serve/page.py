@@ -42,7 +42,7 @@ def page_of(service: Service, stats: Mapping[str, float]) -> str:
 
 def _facts(service: Service, stats: Mapping[str, float]) -> dict[str, str]:
     admission, prediction = service.admission, service.llm.plan.prediction
-    predicted, measured, binding = "not measured (lowtide doctor)", "nothing yet", "the device"
+    predicted, measured, binding = "not measured yet", "nothing yet", "the device"
     hit_rate = stats["hit_rate"]
     if prediction is not None and prediction.speed is not None:
         least, likely, most = prediction.speed

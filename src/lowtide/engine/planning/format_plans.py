@@ -1,7 +1,8 @@
 """The same model and budget in each format that weights can be made into: what it would be like.
 
 `format="auto"` is the one that the first line of a plan would name, else the weights as they are
-stored. Opt-in, since the words then depend on the budget and on what was measured of the machine.
+stored; what rounding adds to an expert's read is timed before. Opt-in, since the words then depend
+on the budget and on what was measured.
 """
 
 from __future__ import annotations
@@ -14,10 +15,18 @@ from lowtide.engine.opening.facts import MemoryFacts, RunOptions
 from lowtide.engine.opening.model import OpenModel
 from lowtide.engine.opening.named_inputs import named_inputs, rounds_experts
 from lowtide.engine.opening.weight_formats import QUANTISED
+from lowtide.engine.planning.one_expert import keep_rounding
 from lowtide.engine.planning.plan import make_plan
 from lowtide.errors import PlanError, UnsupportedError, UsageError
 from lowtide.formats.expert_inputs import ExpertInputs
-from lowtide.plan import AUTO_FORMAT, INT8_ROWS, OWN_FORMAT, FormatPlan, faster_format
+from lowtide.plan import (
+    AUTO_FORMAT,
+    INT8_ROWS,
+    OWN_FORMAT,
+    FormatPlan,
+    faster_format,
+    other_formats,
+)
 
 FORMATS = (OWN_FORMAT, *QUANTISED)
 
@@ -49,6 +58,8 @@ def opened_with_format(
     opened = opens(as_stored(options))
     if options.format != AUTO_FORMAT:
         return opened
+    for row in other_formats(plan_by_format(opened), opened.memory.formats):
+        keep_rounding(opened, opens(replace(options, format=row.format)))
     faster = faster_format(plan_by_format(opened), opened.memory.formats)
     return opened if faster is None else opens(replace(options, format=faster.format))
 
@@ -86,5 +97,6 @@ def _in_format(opened: OpenModel, name: str, inputs: ExpertInputs | None) -> For
     except PlanError:  # not even the least fits
         return FormatPlan(name, weight_bytes, None, None)
     share = sum(plan.residents_per_layer) / num_experts if num_experts else 1.0
-    speed = None if plan.prediction is None else plan.prediction.speed
-    return FormatPlan(name, weight_bytes, share, speed)
+    if plan.prediction is None:
+        return FormatPlan(name, weight_bytes, share, None)
+    return FormatPlan(name, weight_bytes, share, plan.prediction.speed, plan.prediction.at_most)

@@ -1,60 +1,61 @@
-"""How long a pass of a plan will take on this machine, by what `lowtide doctor` has kept.
+"""How long a pass of a plan takes: by this model's own layers and its own last runs.
 
-Each pass goes through its weights once, at the rate of their kind and of the rows they are
-multiplied with, and absent experts are read beside the computation. A layer takes, on top, the time
-of one with hardly any weights in a pass of as many rows, of single tokens or of a block. With a GPU
-the times are those of the model's own experts, measured as it is loaded. Attention's scores are not
-counted. Reads ahead of a layer are, where passes of so many rows begin them and they save enough.
+A model that was loaded here has kept how long its passes take with every expert in memory, how
+long its experts' reads take, and how its last runs went (`hardware/model_speeds.py`). With a GPU
+the times are those of the model's own experts, measured as it is loaded. Before the first load
+there is a bound alone: bytes a token, at the rates of memory and disk.
 """
 
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from statistics import median
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from hashlib import sha256
 from typing import NamedTuple
 
-import numpy as np
-
 from lowtide.config import Decoding, ModelConfig
-from lowtide.core import CacheMode, MoEShape
+from lowtide.core import CacheMode, Curve, MoEShape
 from lowtide.decode.kinds import make_kind
 from lowtide.devices.kind import is_paced
 from lowtide.engine.opening.facts import ExpertFacts, MemoryFacts
 from lowtide.engine.opening.model import OpenModel
 from lowtide.errors import StorageError
-from lowtide.formats import MatrixFormat
 from lowtide.hardware.machine import (
-    LAYERS_OF_BLOCKS,
-    LAYERS_OF_TOKENS,
     Machine,
-    Rate,
     disk_rate,
-    seconds_per_layer,
+    memory_rate,
+    quick_memory_rate,
     this_machine,
 )
 from lowtide.hardware.measure import Measurements
+from lowtide.hardware.model_speeds import ModelSpeeds, OwnRun, SpeedKey, kept_speeds
 from lowtide.hardware.store import kept_rates, load
-from lowtide.hardware.weight_rates import kind_of, rounding_rate, seconds_per_byte
 from lowtide.kernels.choice import possible_names
-from lowtide.kernels.cpu.packed import MAX_FEW_ROWS
+from lowtide.params import DEFAULT_CANVAS_TOKENS
 from lowtide.plan import MemoryPlan, PassTime, Prediction, SpeedRange
-from lowtide.policies.prefetch import Gate
 from lowtide.policies.presets import fetches_all
-from lowtide.policies.reads_ahead import GATE_ACCURACY, NEARLY_ALL, WORTH, read_ahead
 from lowtide.reading.dense_weights import DenseWeights
 from lowtide.schemas import model_schema
 
-DISAGREEMENT = 1.4
-"""How far a machine is from its own measurements, from one hour to the next."""
+DOUBT = 1.4
+"""The factor by which a run may be slower or faster than what is likely."""
+
+READ_SHARE = 0.75
+"""Experts that are read, as a share of an even demand, before a run of the model has shown it:
+texts ask for some experts again and again."""
 
 LEAST_READ_SHARE = 0.5
-"""Experts that are read where some are asked for again and again, as a share of an even demand."""
+"""The same at the least, for a bound."""
+
+COMPUTED_MEANWHILE = 0.5
+"""Share of a layer's time in which its absent experts are read: that of the experts at hand."""
 
 MOST_SURE = 4.0
 """Times as many tokens of a block in one pass, where all above a threshold are committed."""
+
+PROMPT_TOKENS = 64
+"""Of a likely prompt: a bidirectional model's passes have it, too."""
 
 
 class ExpertCounts(NamedTuple):
@@ -66,13 +67,20 @@ class ExpertCounts(NamedTuple):
     num_on_disk: float  # of the absent, not in host memory either
 
 
-def even_demand(shape: MoEShape, plan: MemoryPlan, num_rows: int) -> ExpertCounts:
-    """The counts of a pass in which every expert is as likely as any other, token by token."""
+def even_demand(
+    shape: MoEShape, plan: MemoryPlan, num_rows: float, num_residents: int | None = None
+) -> ExpertCounts:
+    """The counts of a pass in which every expert is as likely as any other, token by token.
+
+    num_residents: in the plan's stead.
+    """
     if not shape.num_experts:
         return ExpertCounts(0.0, 0.0, 0.0, 0.0)
     share = shape.num_experts_per_token / shape.num_experts
     num_run = shape.num_experts * (1 - (1 - share) ** num_rows) * shape.num_layers
-    absent_share = 1 - sum(plan.residents_per_layer) / plan.num_experts
+    if num_residents is None:
+        num_residents = sum(plan.residents_per_layer)
+    absent_share = 1 - num_residents / plan.num_experts
     disk_share = absent_share
     if plan.gpu is not None:
         disk_share *= 1 - sum(plan.host_residents_per_layer) / plan.num_experts
@@ -80,40 +88,11 @@ def even_demand(shape: MoEShape, plan: MemoryPlan, num_rows: int) -> ExpertCount
     return ExpertCounts(num_run, num_tokens, num_run * absent_share, num_run * disk_share)
 
 
-class PassCosts(NamedTuple):
-    """Seconds of the parts of a pass of so many rows."""
-
-    dense_s: float  # all but experts
-    expert_s: float  # one expert where the pass computes
-    absent_s: float  # one expert that is in host memory and not there
-    read_s: float  # one expert from disk
-    rounded_s: float = 0.0  # one expert by all cores, where it is rounded as it is read
-    doubt: float = DISAGREEMENT  # the factor by which a pass may take longer, or shorter
-
-    def pass_time(self, demand: ExpertCounts, saved_s: float = 0.0) -> PassTime:
-        """saved_s: of reads, by those that began ahead of their layer.
-
-        The least with few reads, all hidden; the most with reads beside which nothing is
-        computed.
-        """
-        compute_s = demand.num_run * self.expert_s + demand.num_on_disk * self.rounded_s
-        moved_s = max(demand.num_on_disk * self.read_s, demand.num_absent * self.absent_s)
-        least_s = max(self.dense_s + compute_s, LEAST_READ_SHARE * moved_s)
-        without_s, ahead_s = (
-            self.dense_s + max(compute_s, moved_s - each) for each in (0.0, saved_s)
-        )
-        return PassTime(
-            least_s=least_s / self.doubt,
-            likely_s=ahead_s if ahead_s < WORTH * without_s else without_s,
-            most_s=(self.dense_s + compute_s + moved_s) * self.doubt,
-        )
-
-
 @dataclass(frozen=True)
 class Predictor:
     """The speed of a loaded model, or of one that is planned.
 
-    kernels: as they were asked for; rounded_to: the format that experts are asked to be made into.
+    kernels: as they were asked for; speeds: what is known of the model here.
     """
 
     config: ModelConfig
@@ -121,34 +100,34 @@ class Predictor:
     plan: MemoryPlan
     published: tuple[int, float, float]  # of `published_pass`
     kernels: str
-    rounded_to: str
+    speeds: ModelSpeeds
 
     def prediction(self) -> Prediction:
         """The speed of the passes that the family's published decoding takes."""
-        num_rows, tokens_per_pass, most_tokens = self.published
+        num_rows, least_tokens, most_tokens = self.published
         demand = self._demand(num_rows)
+        run = self._run
+        likely_tokens = math.sqrt(least_tokens * most_tokens) if run is None else run.num_tokens
         expert_bytes, read_bytes = _expert_bytes(self.memory.experts)
-        memory_bytes = self._multiplied.num_bytes + demand.num_run * expert_bytes
-        return Prediction(
+        prediction = Prediction(
             num_rows=num_rows,
-            tokens_per_pass=tokens_per_pass,
-            most_tokens_per_pass=most_tokens,
+            tokens_per_pass=likely_tokens,
             read_bytes=demand.num_on_disk * read_bytes,
-            memory_bytes=memory_bytes,
+            memory_bytes=self._multiplied.num_bytes + demand.num_run * expert_bytes,
             pass_time=self.pass_time(num_rows),
             asked_share=demand.num_run / max(1, self.plan.num_experts),
         )
+        least_s = self._least_pass_s(prediction, demand)
+        at_most = None if least_s is None else max(likely_tokens, most_tokens) / least_s
+        return replace(prediction, at_most=at_most)
 
     def pass_time(self, num_rows: int) -> PassTime | None:
         """What a pass of so many rows takes; None where nothing was measured."""
-        demand, machine = self._demand(num_rows), this_machine()
         if self.plan.gpu is None:
-            costs = self._host_costs(machine, num_rows, demand)
+            likely_s = self._host_pass_s(num_rows)
         else:
-            costs = self._gpu_costs(machine, num_rows, demand)
-        if costs is None:
-            return None
-        return costs.pass_time(demand, self._saved_by_reads_ahead(num_rows, costs, demand))
+            likely_s = self._gpu_pass_s(num_rows)
+        return None if likely_s is None else PassTime(likely_s / DOUBT, likely_s, likely_s * DOUBT)
 
     def speed(self, num_tokens: int, num_passes: int, num_rows: int) -> SpeedRange | None:
         """Speed of a run that committed `num_tokens`, its passes having `num_rows` together."""
@@ -160,75 +139,99 @@ class Predictor:
         least_s, likely_s, most_s = (num_passes * each_s for each_s in found)
         return SpeedRange(num_tokens / most_s, num_tokens / likely_s, num_tokens / least_s)
 
-    def _demand(self, num_rows: int) -> ExpertCounts:
-        return even_demand(self.config.moe_shape, self.plan, num_rows)
-
     @property
-    def _multiplied(self) -> DenseWeights:
-        """The dense weights that every pass multiplies with: an embedding is one of them only where
-        it is the head too, as its rows are otherwise looked up.
-        """
-        dense = self.memory.dense
-        if self.config.tie_word_embeddings:
-            return dense
-        looked_up = f"{model_schema(self.config).names.embedding}.weight"
-        return dense.only([name for name in dense.names if name != looked_up])
+    def _run(self) -> OwnRun | None:
+        return self.speeds.run_like(sum(self.plan.residents_per_layer))
 
-    def _host_costs(
-        self, machine: Machine, num_rows: int, demand: ExpertCounts
-    ) -> PassCosts | None:
-        rates = kept_rates(machine)
-        rows = LAYERS_OF_TOKENS if self.config.decoding.writes_in_order else LAYERS_OF_BLOCKS
-        per_layer, per_byte = seconds_per_layer(rates, rows), seconds_per_byte(rates)
-        disk_bytes_per_s = disk_rate(rates)
-        if per_layer is None or not per_byte or (demand.num_on_disk and disk_bytes_per_s is None):
+    def _demand(self, num_rows: float, num_residents: int | None = None) -> ExpertCounts:
+        return even_demand(self.config.moe_shape, self.plan, num_rows, num_residents)
+
+    def _host_pass_s(self, num_rows: float) -> float | None:
+        """By what was measured, corrected by what the last run took of each part."""
+        parts = self._parts(num_rows)
+        if parts is None:
             return None
+        compute_s, wait_s = parts
+        run = self._run
+        if run is None:
+            return compute_s + wait_s
+        then = self._parts(run.num_rows, run.num_residents, run.num_missed)
+        if then is None or not then[0]:
+            return compute_s + wait_s
+        if then[1] and run.wait_s:
+            wait_s *= run.wait_s / then[1]
+        return compute_s * run.compute_s / then[0] + wait_s
 
-        def taken_s(part: _Weights, num_tokens: float) -> float:
-            bits = 8 * part.num_bytes / part.num_elements
-            is_rounded = part.format in self.memory.rounded
-            kind = kind_of(part.format, bits, self.memory.dtype, is_rounded)
-            return part.num_bytes * per_byte[kind.name].at(max(1, round(num_tokens)))
+    def _parts(
+        self, num_rows: float, num_residents: int | None = None, num_missed: float | None = None
+    ) -> tuple[float, float] | None:
+        """Seconds of a pass's computation, and of waiting for experts; None without either.
 
-        experts, formats = self.memory.experts, self.memory.dense_formats
-        dense_s = sum(taken_s(part, num_rows) for part in _by_format(self._multiplied, formats))
-        _, read_bytes = _expert_bytes(experts)
-        return PassCosts(
-            dense_s=self.config.num_layers * per_layer.at(num_rows) + dense_s,
-            expert_s=sum(taken_s(part, demand.num_tokens) for part in _expert_weights(experts)),
-            absent_s=0.0,
-            read_s=read_bytes / (disk_bytes_per_s or math.inf),
-            rounded_s=read_bytes / self._rounded_bytes_per_s(machine, rates),
-            doubt=_doubt(median(rate.spread for rate in rates)),
+        num_missed: experts that have to be read, by default as many as the last run's share.
+        """
+        curve, reads_s = self.speeds.pass_s, self.speeds.reads_s
+        if curve is None:
+            return None
+        compute_s = _at(curve, num_rows)
+        if num_missed is None:
+            num_missed = self._missed(num_rows, num_residents)
+        if not num_missed:
+            return compute_s, 0.0
+        if reads_s is None:
+            return None
+        num_layers = max(1, self.config.num_moe_layers)
+        of_layer = num_missed / num_layers
+        meanwhile_s = COMPUTED_MEANWHILE * compute_s / num_layers * min(1.0, of_layer)
+        read_s = of_layer * reads_s.at(1) if of_layer < 1 else _at(reads_s, of_layer)
+        return compute_s, num_layers * max(0.0, read_s - meanwhile_s)
+
+    def _missed(self, num_rows: float, num_residents: int | None) -> float:
+        """Experts that a pass has to read."""
+        even, run = self._demand(num_rows, num_residents).num_on_disk, self._run
+        if run is None:
+            return READ_SHARE * even
+        then = self._demand(run.num_rows, run.num_residents).num_on_disk
+        if not then:
+            return READ_SHARE * even
+        return min(self._demand(num_rows).num_run, even * run.num_missed / then)
+
+    def _least_pass_s(self, prediction: Prediction, demand: ExpertCounts) -> float | None:
+        """Seconds that a pass takes at least, by the rates of memory and disk."""
+        rates = kept_rates(this_machine())
+        memory_bytes_per_s = memory_rate(rates) or quick_memory_rate()
+        if self.plan.gpu is not None or memory_bytes_per_s is None:
+            return None
+        disk_bytes_per_s, reads_s = disk_rate(rates), self.speeds.reads_s
+        read_s = 0.0
+        if reads_s is not None:
+            count = self.speeds.reads[-1][0]
+            read_s = reads_s.at(count) / count
+        elif disk_bytes_per_s is not None:
+            read_s = _expert_bytes(self.memory.experts)[1] / disk_bytes_per_s
+        rounded_s = (self.speeds.rounding_s or 0.0) / this_machine().num_cores
+        return max(
+            prediction.memory_bytes / memory_bytes_per_s
+            + LEAST_READ_SHARE * demand.num_on_disk * rounded_s,
+            LEAST_READ_SHARE * demand.num_on_disk * read_s,
         )
 
-    def _rounded_bytes_per_s(self, machine: Machine, rates: Sequence[Rate]) -> float:
-        """All cores' rate of rounding experts as they are read; infinite where none are."""
-        is_rounded = self.memory.is_rounded_as_read
-        per_s = rounding_rate(rates, self.rounded_to) if is_rounded else None
-        return math.inf if per_s is None else per_s * machine.num_cores
-
-    def _gpu_costs(self, machine: Machine, num_rows: int, demand: ExpertCounts) -> PassCosts | None:
-        experts = self.memory.experts
+    def _gpu_pass_s(self, num_rows: int) -> float | None:
+        experts, machine = self.memory.experts, this_machine()
+        demand, disk_bytes_per_s = self._demand(num_rows), disk_rate(kept_rates(machine))
         measured = None if experts is None else self._kept_costs(experts, machine)
-        disk_bytes_per_s = disk_rate(kept_rates(machine))
         if experts is None or measured is None or (demand.num_on_disk and disk_bytes_per_s is None):
             return None
         costs = measured.costs()
         num_tokens = max(1, round(demand.num_tokens))
-        dense_share = self._multiplied.num_bytes / experts.layer_bytes
         absent_s = costs.link_s
         if not fetches_all(self.plan.policy):  # the host and the link share them
             host_s = costs.host_s.at(num_tokens)
             absent_s = 1 / (1 / max(costs.link_s, 1e-9) + 1 / max(host_s, 1e-9))
-        synchronised_s = costs.sync_s * self.config.num_moe_layers
-        return PassCosts(
-            dense_s=costs.dense_s.at(num_rows) * dense_share + synchronised_s,
-            expert_s=costs.device_s.at(num_tokens),
-            absent_s=absent_s,
-            read_s=_expert_bytes(experts)[1] / (disk_bytes_per_s or math.inf),
-            doubt=_doubt(measured.spread),
-        )
+        dense_s = costs.dense_s.at(num_rows) * self._multiplied.num_bytes / experts.layer_bytes
+        dense_s += costs.sync_s * self.config.num_moe_layers
+        read_s = _expert_bytes(experts)[1] / (disk_bytes_per_s or math.inf)
+        moved_s = max(demand.num_on_disk * read_s, demand.num_absent * absent_s)
+        return dense_s + max(demand.num_run * costs.device_s.at(num_tokens), moved_s)
 
     def _kept_costs(self, experts: ExpertFacts, machine: Machine) -> Measurements | None:
         """What these experts cost with the GPU, as loading them or `lowtide doctor` stores it."""
@@ -241,41 +244,77 @@ class Predictor:
                 return stored.measurements
         return None
 
-    def _saved_by_reads_ahead(self, num_rows: int, costs: PassCosts, demand: ExpertCounts) -> float:
-        """Seconds of reads that the host's passes of so many rows begin ahead of their layer."""
-        plan, config = self.plan, self.config
-        num_layers = config.num_moe_layers
-        if plan.gpu is not None or not demand.num_on_disk or not num_layers:
-            return 0.0
-        absent, num_slots = demand.num_on_disk / num_layers, float(plan.num_staging)
-        accuracy = 1.0 if demand.num_run >= NEARLY_ALL * plan.num_experts else 0.0
-        if num_rows <= MAX_FEW_ROWS:  # compiled code runs such passes by itself
-            in_order = config.decoding.writes_in_order
-            accuracy = float(np.mean(GATE_ACCURACY[Gate.RAW])) if in_order else 0.0
-            num_slots = max(0.0, num_slots - absent)
-        num_read = min(absent, num_slots) * num_layers
-        right, wrong = accuracy * num_read, (1 - accuracy) * num_read
-        return read_ahead(right, wrong, costs.dense_s, costs.read_s).saved_s if accuracy else 0.0
+    @property
+    def _multiplied(self) -> DenseWeights:
+        """The dense weights that every pass multiplies with: an embedding is one of them only where
+        it is the head too, as its rows are otherwise looked up.
+        """
+        dense = self.memory.dense
+        if self.config.tie_word_embeddings:
+            return dense
+        looked_up = f"{model_schema(self.config).names.embedding}.weight"
+        return dense.only([name for name in dense.names if name != looked_up])
 
 
-def predictor_of(opened: OpenModel, plan: MemoryPlan) -> Predictor | None:
-    """None beside a paced device: its speeds are what they are told to be."""
+def predictor_of(
+    opened: OpenModel, plan: MemoryPlan, speeds: ModelSpeeds | None = None
+) -> Predictor | None:
+    """None beside a paced device: its speeds are what they are told to be.
+
+    speeds: of the model, by default those that are kept.
+    """
     if is_paced(plan.device):
         return None
     facts, memory, options = opened
-    asked = options.asked
-    config, context = facts.config, memory.context.num_tokens
-    published = published_pass(config.decoding, asked.cache_mode, context)
-    return Predictor(config, memory, plan, published, asked.kernels, asked.formats.experts)
+    context, asked = memory.context.num_tokens, options.asked
+    published = published_pass(facts.config.decoding, asked.cache_mode, context)
+    speeds = speeds or known_speeds(opened)
+    return Predictor(facts.config, memory, plan, published, asked.kernels, speeds)
+
+
+def known_speeds(opened: OpenModel) -> ModelSpeeds:
+    """Return what is kept of this model's speed, as it was loaded here last."""
+    found = [kept_speeds(speed_key(opened, name)) for name in kernel_names(opened)]
+    return ModelSpeeds(
+        passes=next((each.passes for each in found if each.passes), ()),
+        reads=next((each.reads for each in found if each.reads), ()),
+        rounding_s=next((each.rounding_s for each in found if each.rounding_s), None),
+        runs=next((each.runs for each in found if each.runs), ()),
+    )
+
+
+def speed_key(opened: OpenModel, kernels: str) -> SpeedKey:
+    """Under which this model's speed is kept. kernels: the host's, by name."""
+    facts, memory, options = opened
+    return SpeedKey(
+        machine=this_machine(),
+        model=str(facts.folder.resolve()),
+        config=sha256(repr(facts.config).encode()).hexdigest()[:16],
+        dtype=str(memory.dtype),
+        formats=str(memory.formats),
+        kernels=kernels,
+        kv_cache=str(options.asked.kv_cache),
+    )
+
+
+def kernel_names(opened: OpenModel) -> Sequence[str]:
+    """Names of the host's kernels that the model may run on, best first; compiles nothing."""
+    return possible_names(opened.options.asked.kernels, opened.memory.dtype)
+
+
+def _at(curve: Curve, number: float) -> float:
+    """Between whole numbers, too."""
+    low = math.floor(number)
+    low_s = curve.at(low)
+    return low_s + (number - low) * (curve.at(low + 1) - low_s)
 
 
 def published_pass(
     decoding: Decoding, cache_mode: CacheMode, context: int
 ) -> tuple[int, float, float]:
-    """Rows of a pass, and the tokens that it commits at least and at most, of the longest answer
-    there is.
-    """
-    usual = make_kind(decoding, cache_mode=cache_mode).usual_pass(context)
+    """Rows of a pass of a likely answer, and the tokens that it commits at least and at most."""
+    kind = make_kind(decoding, cache_mode=cache_mode)
+    usual = kind.usual_pass(min(context, PROMPT_TOKENS + DEFAULT_CANVAS_TOKENS))
     most = MOST_SURE if usual.may_write_more else 1.0
     return usual.num_rows, usual.num_tokens, most * usual.num_tokens
 
@@ -285,42 +324,3 @@ def _expert_bytes(experts: ExpertFacts | None) -> tuple[int, int]:
     if experts is None:
         return 0, 0
     return experts.layout.num_bytes, experts.table.largest_expert_bytes
-
-
-class _Weights(NamedTuple):
-    """Weights in one format. format: its name, or "" for the compute dtype."""
-
-    format: str
-    num_bytes: float
-    num_elements: float
-
-
-def _by_format(dense: DenseWeights, kept: Mapping[str, MatrixFormat]) -> Iterator[_Weights]:
-    by_format: defaultdict[str, list[str]] = defaultdict(list)
-    for name in dense.names:
-        by_format[kept[name].name if name in kept else ""].append(name)
-    for format_name, names in by_format.items():
-        num_elements = sum(math.prod(dense.shape(name)) for name in names)
-        yield _Weights(format_name, dense.only(names).num_bytes, num_elements)
-
-
-def _expert_weights(experts: ExpertFacts | None) -> Iterator[_Weights]:
-    """Those of an average expert, by format: layers and parts may differ; where experts of a layer
-    do, as the largest is.
-    """
-    if experts is None:
-        return
-    layers = experts.layout.layers
-    counts = Counter(
-        _Weights(own.name, sum(part.num_bytes), math.prod(part.shape))
-        for layer in layers
-        for part, own in zip(layer.parts, layer.largest_formats, strict=True)
-    )
-    for part, count in counts.items():
-        share = count / len(layers)
-        yield _Weights(part.format, share * part.num_bytes, share * part.num_elements)
-
-
-def _doubt(spread: float) -> float:
-    """By what factor a time may be wrong that follows from measurements with such a spread."""
-    return max(DISAGREEMENT, 1 + spread)

@@ -11,6 +11,7 @@ from lowtide.engine.running.elastic import ElasticMemory
 from lowtide.engine.running.not_finite import FaultSearch
 from lowtide.experts.none import NoExperts
 from lowtide.experts.runtime import ExpertRuntime
+from lowtide.hardware.model_speeds import SpeedKey
 from lowtide.kernels.reference import Kernels
 from lowtide.memory.kv_cache import KVCache
 from lowtide.memory.pass_plans import PassPlans
@@ -40,6 +41,7 @@ class Engine:
     elastic: ElasticMemory | None = None  # None: KV cache and slots keep what the plan gave them
     stored: StoredSequences | None = None  # None: kept sequences are in memory alone
     trial: PolicyTrial | None = None  # None: the policy stays
+    speed_key: SpeedKey | None = None  # that its run is kept under; None: it is not kept
 
     def as_dict(self) -> dict[str, float]:
         """What it did since it was loaded, in counts, bytes and seconds; kv_cache_usage: the share

@@ -19,10 +19,10 @@ import torch
 from lowtide.decode.request import Committed, Event, Finished, Request
 from lowtide.engine.running.decoding import make_decoder, run_pass
 from lowtide.engine.running.engine import Engine
+from lowtide.engine.running.own_run import MAX_PASSES, TimedPass, keep_run, waits
 from lowtide.engine.running.policy_setting import follow_trial
 from lowtide.errors import InternalError, UsageError
 from lowtide.memory.cuda_streams import device_pass
-from lowtide.models.decoder import Decoder
 from lowtide.threads.event import INTERRUPT_POLL_S
 
 T = TypeVar("T")
@@ -181,11 +181,14 @@ class Worker:
             for asked in dict.fromkeys(unfinished):
                 asked.fail(self.end_error())
             self.engine.close()
+        if self._fault is None:
+            keep_run(self.engine, self.speed.passes)
 
     def adopt(self, engine: Engine) -> None:
         """Goes on with the same model in another state, in which nothing was computed so far."""
         self._decoder.forget(is_mixed=self.engine.options.changes_words)
         self.engine = engine
+        self.speed.passes.clear()
         if engine.options.changes_words:
             # Also those of what begins under it and ends under another.
             self._stored = None
@@ -248,7 +251,7 @@ class Worker:
                 self.engine.faults.naming_faults(),
                 device_pass(),
                 self.engine.experts.whole_pass(),
-                self.speed.measured(self.engine.model),
+                self.speed.measured(self.engine, is_kept=not is_observed),
             ):
                 events = run_pass(self.engine, self._decoder)
             if not is_observed:
@@ -304,6 +307,8 @@ Mailbox = SimpleQueue[Callable[[Worker], None]]
 class Speed:
     """Committed answer tokens, and the passes they took, with their rows and seconds. Other passes,
     such as those of `logits`, do not count.
+
+    passes: the last of them, of which the run's averages are made.
     """
 
     def __init__(self) -> None:
@@ -312,19 +317,30 @@ class Speed:
         self._num_rows = 0
         self._seconds = 0.0
         self.last_pass = (0, 0.0)  # rows and seconds
+        self.passes: deque[TimedPass] = deque(maxlen=MAX_PASSES)
+        self._last: TimedPass | None = None  # whose tokens are not counted yet
 
     @contextmanager
-    def measured(self, model: Decoder) -> Iterator[None]:
-        """Around one forward pass of `model` and the decisions that follow it."""
-        start_s, num_rows = time.perf_counter(), model.num_rows
+    def measured(self, engine: Engine, is_kept: bool = True) -> Iterator[None]:
+        """Around one forward pass and the decisions that follow it. is_kept: among `passes`."""
+        model, experts, start_s = engine.model, engine.experts, time.perf_counter()
+        num_rows, waited_s, num_misses = model.num_rows, *waits(experts)
+        self._last = None
         yield
-        self.last_pass = model.num_rows - num_rows, time.perf_counter() - start_s
-        self._num_rows += self.last_pass[0]
-        self._seconds += self.last_pass[1]
+        num_rows, seconds = model.num_rows - num_rows, time.perf_counter() - start_s
+        self.last_pass = num_rows, seconds
+        self._num_rows += num_rows
+        self._seconds += seconds
         self._num_forwards += 1
+        if is_kept:
+            wait_s, num_missed = waits(experts)
+            self._last = TimedPass(num_rows, 0, seconds, wait_s - waited_s, num_missed - num_misses)
 
     def count(self, events: Iterable[Event]) -> None:
-        self._num_tokens += sum(len(e.tokens) for e in events if isinstance(e, Committed))
+        num_tokens = sum(len(e.tokens) for e in events if isinstance(e, Committed))
+        self._num_tokens += num_tokens
+        if self._last is not None:
+            self.passes.append(self._last._replace(num_tokens=num_tokens))
 
     def as_dict(self) -> dict[str, float]:
         return {

@@ -18,7 +18,7 @@ from lowtide.cli.doctor import machine_line, rates_table
 from lowtide.cli.generate import ModelName
 from lowtide.cli.opening import find_model
 from lowtide.cli.options import Settings
-from lowtide.cli.outlook import doctor_command, per_second
+from lowtide.cli.outlook import per_second
 from lowtide.cli.prompt import read_prompt
 from lowtide.cli.report import json_line, plan_object, plan_table
 from lowtide.cli.screen import ProgressBars, stdout_console
@@ -164,7 +164,7 @@ def _print(model: str, repeats: int, ceilings: Ceilings, result: Result) -> None
         f"{result.prompt_tokens} · medians of {repeats}"
     )
     console.print(_table(title, result.runs, bool(result.plan.num_experts)))
-    for line in _notes(result, model):
+    for line in _notes(result):
         console.print(Text(line))
 
 
@@ -217,7 +217,7 @@ def _row(run: PresetRun) -> list[str]:
     ]
 
 
-def _notes(result: Result, model: str) -> list[str]:
+def _notes(result: Result) -> list[str]:
     plan = result.plan
     notes = [f"{run.preset.label} cannot run: {run.reason}" for run in result.runs if run.reason]
     if not plan.num_experts:
@@ -231,10 +231,6 @@ def _notes(result: Result, model: str) -> list[str]:
             "The device is emulated: speeds are those of scaled time; a higher --device-option "
             "device_slowdown keeps its threads out of each other's way."
         )
-    has_run = any(run.turns for run in result.runs)
-    is_predicted = any(run.predicted is not None for run in result.runs)
-    if has_run and not is_predicted and not is_paced(plan.device):
-        notes.append(f"No speed is predicted before {doctor_command(plan, model)} has run here.")
     notes.append(f"Prefill: {result.prefill_tokens} tokens, up to the first pass that writes.")
     return [*notes, *(_peak_line(peak) for peak in result.peaks)]
 

@@ -1,0 +1,67 @@
+"""Times one expert's read beside its rounding to another format, before a format is chosen."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from dataclasses import replace
+from functools import partial
+from statistics import median
+from time import perf_counter
+
+from lowtide.engine.opening.facts import ExpertFacts, MemoryFacts
+from lowtide.engine.opening.model import OpenModel
+from lowtide.engine.planning.prediction import kernel_names, known_speeds, speed_key
+from lowtide.experts.slots import ExpertSlots
+from lowtide.experts.transfer import DiskTransfer, ticket_result
+from lowtide.formats.convert import pack
+from lowtide.hardware.model_speeds import ModelSpeeds, keep_speeds
+from lowtide.kernels.choice import choose_pack
+from lowtide.memory.arena import Arena
+from lowtide.model_folder.checkpoint import Checkpoint
+from lowtide.reading.file_reader import FileReader
+
+NUM_EXPERTS = 3
+"""Read one after the other; their median counts."""
+
+
+def keep_rounding(own: OpenModel, rounded: OpenModel) -> None:
+    """Time what rounding adds to an expert's read, once for a model and format.
+
+    own: the model as it is stored; rounded: the same in a format that its experts are rounded to as
+    they are read. Raises StorageError when an expert cannot be read.
+    """
+    checkpoint = rounded.facts.checkpoint
+    if checkpoint is None or not rounded.memory.is_rounded_as_read:
+        return
+    if known_speeds(rounded).rounding_s is not None:
+        return
+    if own.memory.experts is None or rounded.memory.experts is None:
+        return
+    kernels = rounded.options.asked.kernels
+    read_s, rounded_s = (
+        _expert_s(each.memory, experts, checkpoint, kernels)
+        for each, experts in ((own, own.memory.experts), (rounded, rounded.memory.experts))
+    )
+    added = partial(_having, rounding_s=max(1e-9, rounded_s - read_s))
+    keep_speeds(speed_key(rounded, kernel_names(rounded)[0]), added)
+
+
+def _having(speeds: ModelSpeeds, rounding_s: float) -> ModelSpeeds:
+    return replace(speeds, rounding_s=rounding_s)
+
+
+def _expert_s(
+    memory: MemoryFacts, experts: ExpertFacts, checkpoint: Checkpoint, kernels: str
+) -> float:
+    """Seconds until an expert is in a slot, no other being read."""
+    layout = experts.layout
+    packs = choose_pack(kernels) if memory.is_rounded_as_read else pack
+    slots = ExpertSlots(Arena(layout.num_bytes), layout)
+    times = []
+    with closing(FileReader(checkpoint.files, memory.largest_read_bytes, packs)) as reader:
+        transfer = DiskTransfer(reader, experts.table, slots, experts.inputs)
+        for expert in range(min(NUM_EXPERTS, experts.shape.num_experts)):
+            start_s = perf_counter()
+            ticket_result(transfer.start(0, expert, 0))
+            times.append(perf_counter() - start_s)
+    return median(times)
