@@ -318,6 +318,7 @@ def test_every_architecture_has_a_family() -> None:
         "DeepseekV2ForCausalLM",
         "DreamModel",
         "FusedLLaDAMoEModelLM",
+        "Glm4MoeForCausalLM",
         "GptOssForCausalLM",
         "LLaDA2MoeModelLM",
         "LLaDAMoEModel",

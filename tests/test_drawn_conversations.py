@@ -332,8 +332,8 @@ def subjects(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Subjects]:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_drawn_conversations(family: str, subjects: Subjects) -> None:
-    """Two hundred of all families."""
-    numbers = [i for i in range(200) if KINDS[i % len(KINDS)].family == family]
+    """Two hundred and forty of all families."""
+    numbers = [i for i in range(240) if KINDS[i % len(KINDS)].family == family]
     check_conversations(numbers, subjects)
 
 

@@ -108,7 +108,7 @@ class Redrawing(Kind[Redrawn, RedrawnSequence, Kept]):
     def usual_pass(self, context: int) -> UsualPass:
         return UsualPass(context, context / self.decoding.defaults.steps)
 
-    def room_tokens(self, request: Request, num_known: int) -> int:
+    def room_tokens(self, request: Request, num_first: int) -> int:
         return self.num_tokens(request)
 
     def begin(self, request: Request) -> RedrawnSequence:

@@ -16,7 +16,7 @@ import torch
 
 from lowtide.core import PassRows, Reuse, Step, StepKind
 from lowtide.decode.kept_sequences import KeptSequences, Running
-from lowtide.decode.kind import ROOM_TOKENS, C, Kind, S, Schedule, Scheduled
+from lowtide.decode.kind import C, Kind, S, Schedule, Scheduled
 from lowtide.decode.logits import Model
 from lowtide.decode.prompt_share import PromptShare
 from lowtide.decode.request import Event, Prefill, Request
@@ -24,6 +24,9 @@ from lowtide.decode.stored_sequences import StoredSequences
 from lowtide.errors import PageError, PlanError, UnsupportedError
 from lowtide.layers.batch import Batch
 from lowtide.memory.kv_cache import KVCache
+
+ROOM_TOKENS = 256
+"""New tokens that a request has room for when it begins, and that its room grows by."""
 
 
 class BatchDecoder(Generic[S, C]):
@@ -201,7 +204,7 @@ class BatchDecoder(Generic[S, C]):
         while self._paused:
             sequence = self._paused[0]
             request = sequence.request
-            num_tokens = self._kind.room_tokens(request, sequence.num_known)
+            num_tokens = self._kind.room_tokens(request, sequence.num_known + ROOM_TOKENS)
             if not self._has_room(num_tokens):
                 return
             known = sequence.tokens[: sequence.num_known].tolist()
@@ -209,7 +212,7 @@ class BatchDecoder(Generic[S, C]):
             del self._paused[0]
         for request in list(self._waiting):
             self._taking_part = [request]  # nothing but it fails where there is no memory for it
-            num_tokens = self._kind.room_tokens(request, len(request.prompt))
+            num_tokens = self._kind.room_tokens(request, len(request.prompt) + ROOM_TOKENS)
             if not self._has_room(num_tokens):
                 return
             if not self._kept.is_being_computed(request, self._running):

@@ -27,9 +27,6 @@ from lowtide.params import DiffusionParams, SamplingParams
 if TYPE_CHECKING:
     from lowtide.decode.forced import ForcedText, OnLogits
 
-ROOM_TOKENS = 256
-"""New tokens that a request has room for when it begins, and that its room grows by."""
-
 D = TypeVar("D", bound=Decoding)
 S = TypeVar("S", bound=Running)
 C = TypeVar("C")  # what a pass chose for one sequence
@@ -151,10 +148,9 @@ class Kind(abc.ABC, Generic[D, S, C]):
         """Return the most tokens of the KV cache that a request can take."""
         return request.canvas_length
 
-    def room_tokens(self, request: Request, num_known: int) -> int:
-        """Return the room that a request with `num_known` known tokens begins or resumes with."""
-        first = align_up(num_known + ROOM_TOKENS, request.block_length)
-        return min(self.num_tokens(request), first)
+    def room_tokens(self, request: Request, num_first: int) -> int:
+        """Return the room that a request takes at once for its first `num_first` tokens."""
+        return min(self.num_tokens(request), align_up(num_first, request.block_length))
 
     # Passes.
 

@@ -101,7 +101,7 @@ class MaskedDiffusion(Kind[Canvas, MaskedSequence, Candidates]):
         length = len(request.prompt) + request.max_tokens
         return _num_copies(request.params.diffusion) * align_up(length, GRANULE_TOKENS)
 
-    def room_tokens(self, request: Request, num_known: int) -> int:
+    def room_tokens(self, request: Request, num_first: int) -> int:
         return self.num_tokens(request)  # its first pass is over all of it
 
     def begin(self, request: Request) -> MaskedSequence:

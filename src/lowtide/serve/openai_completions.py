@@ -131,8 +131,8 @@ def router_of(service: Service) -> APIRouter:
         service.check_model(body.model)
         asks = body.asks()
         service.check_num_answers(len(asks), "prompt" if body.n == 1 else "n")
-        writes_in_order = service.llm.config.decoding.writes_in_order
-        if body.echo and body.logprobs is not None and not writes_in_order:
+        scores_text = body.echo and body.logprobs is not None
+        if scores_text and not service.llm.config.decoding.writes_in_order:
             raise UnsupportedError("echo with logprobs needs an autoregressive model.")
         return CompletionReply(service, body, asks).response()
 
