@@ -185,8 +185,10 @@ def _row(run: PresetRun, exact: PresetRun) -> Row:
 
 
 def _watched(llm: LLM, lane: Lane, load: Load) -> Row:
-    """More answers, after one that finds the residents: times by part and waits per miss, turn by
-    turn and their medians. Every lane's are drawn with the same seeds.
+    """Measure further answers turn by turn, after one that finds the residents.
+
+    Returns times by part and waits per miss: the medians, and under `each_` each turn's. Every lane
+    draws with the same seeds.
     """
     llm.adopt_policy(lane.policy, lane.options)
     llm.generate([load.prompt], replace(load.params, seed=0))
@@ -238,8 +240,9 @@ def _lanes(placement: str, scale: Scale) -> list[Lane]:
 
 
 def _load(config: ModelConfig, options: argparse.Namespace) -> Load:
-    """An answer of tokens that are drawn again each time: of random weights the likeliest ones come
-    again and again, and residents would be found once for all.
+    """Build a load whose answers draw new tokens each time.
+
+    With random weights the likeliest tokens repeat, and residents would be found once for all.
 
     A block model writes twice as many, two blocks with the prompt: the first one's tokens, exact by
     default, are put into the cache with the second one's first pass, as in any longer answer.

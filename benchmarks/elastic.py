@@ -138,8 +138,10 @@ def _median(runs: Sequence[dict[str, Any]], what: str) -> float:
 
 
 def _contexts(folder: Path, budget_bytes: int, longest: int, at_once: int) -> list[int]:
-    """Five constant caches that hold the longest request: one of it, one of all that ask at once
-    (what foresight would choose), the most that a plan within the budget has, and between.
+    """Return five constant caches that hold the longest request, smallest first.
+
+    The sizes: one longest request, all requests at once (the choice of foresight), the largest that
+    a plan within the budget has, and two between them.
     """
     most = _most_tokens(folder, budget_bytes, longest)
     at_once = min(max(at_once, longest), most)

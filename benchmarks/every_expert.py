@@ -85,8 +85,10 @@ def _record(
 def _row(
     half: Row, whole: Row, num_experts: int, num_residents: int, slot_bytes: int, read_GBps: float
 ) -> dict[str, float]:
-    """Medians of steps; bytes are all steps' mean, beside those of all absent experts and of the
-    absent ones that the steps asked for (random weights may ask for a few less than all).
+    """Return the medians of steps, and their mean bytes over two totals of absent experts.
+
+    The totals are all absent experts and the absent ones that the steps asked for (random weights
+    may ask for a few less than all).
     """
     absent_bytes = (num_experts - num_residents) * slot_bytes
     asked_bytes = statistics.mean(half["num_absent"]) * slot_bytes

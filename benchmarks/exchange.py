@@ -144,8 +144,9 @@ def _measure(
 
 
 def other_hybrimoes(part: Trace, setting: Setting, hits: IntArray) -> dict[str, float]:
-    """`dali` over HybriMoE as DALI may have run it: with other thresholds, or with none of its
-    cache in use.
+    """Return DALI's time over HybriMoE's, for HybriMoE as DALI's authors may have run it.
+
+    It runs with other thresholds, or with none of its cache in use.
     """
     dali_s = simulate(part, "dali", setting, hits=hits).total_s
     found = {}

@@ -211,8 +211,9 @@ def tide_case(name: str) -> Case:
 
 
 def tide_machine(name: str, host_rate: float) -> Machine:
-    """host_rate: operations per second of the host, whose memory keeps up at one token; both as far
-    as such hardware goes.
+    """Return the machine of a published comparison, as fast as its hardware allows.
+
+    host_rate: operations per second of the host, whose memory keeps up at one token.
     """
     top = HARDWARE[name]
     operations_per_s = min(host_rate, HOST_SHARE * top.host_operations)

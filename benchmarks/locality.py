@@ -72,9 +72,7 @@ def main() -> None:
 
 
 def fitted(model: PublishedModel, names: Sequence[str]) -> Preference:
-    """Where the squares of differences from the model's rates are least, by ever smaller steps of
-    the parameters of these names.
-    """
+    """Fit the named parameters to a model's rates by least squares, with ever smaller steps."""
     best = Preference(**dict.fromkeys(names, 0.5))
     least, step = _loss(model, best), FIRST_STEP
     while step >= LAST_STEP:
@@ -163,8 +161,10 @@ def verdict(
     routings: Sequence[str],
     speeds: Mapping[tuple[str, str], Sequence[Mapping[str, float]]],
 ) -> dict[str, object]:
-    """Each preset's mean over shares and batches (geometric) under each routing, and the presets'
-    order by the worse of them. speeds: by home and routing, cells of speeds over the best one.
+    """Average each preset's speeds by routing and order the presets by their worse average.
+
+    The averages are geometric, over shares and batches. speeds: by home and routing, cells of
+    speeds over the best one.
     """
     means = {
         name: {

@@ -1,13 +1,12 @@
-"""The longest sequence of LLaDA-8B, Dream-7B and LLaDA-MoE within 24 and 40 GB, and one that is
-run.
+"""Longest sequence of LLaDA-8B, Dream-7B and LLaDA-MoE within 24 and 40 GB, and a run of one.
 
-The sides take one denoising step as published, lowtide the same by its plan: (a) the family's
-class in transformers, (b) the official forward for a flat batch, (c) that compiled, sampling
-included. Every side's line, and every step that is run, has a process of its own.
+The sides take one denoising step as published, lowtide the same by its plan: (a) the family's class
+in transformers, (b) the official forward for a flat batch, (c) that compiled, sampling included.
+Every side's line, and every step that is run, has a process of its own.
 
 Caps: models have the published shapes and two layers; the bytes of all other layers are charged
-against the cap. What the others take grows in a straight line with the sequence: it is measured at
-three lengths or more (glibc gives back at once what a side frees, or what its heaps keep would bend
+against the cap. The other sides' memory grows in a straight line with the sequence: it is measured
+at three lengths or more (glibc returns freed memory at once, since heaps that keep it would bend
 the line), and the longest sequence is where the line meets the cap. lowtide's is the longest that
 there is a plan for. The published step computes all logits, so only lowtide's depends on r_p, the
 prompt's share of all tokens.

@@ -242,8 +242,10 @@ def _answer(track: Track, learned: Learned, name: str) -> Stretch:
 
 
 def _measure_costs(track: Track, learned: Learned) -> MeasuredCosts:
-    """Experts and the link as they are emulated, to the tick: a sample of one expert would add a
-    thread's wake-up to each. What is computed by this machine is from a run without a device.
+    """Return the costs of experts and the link as they are emulated, to the tick.
+
+    A sample of one expert would add a thread's wake-up to each. The costs of this machine's own
+    computing come from a run without a device.
     """
     runtime, speeds = track.runtime, track.device.speeds
     _answer(track, learned, "all-host")  # warms

@@ -1,5 +1,4 @@
-"""What a denoising step takes: lowtide by its plan, the published forward ported, compiled, and in
-transformers.
+"""Time of a denoising step: lowtide, the published forward ported, compiled, and transformers.
 
 LLaDA-8B, Dream-7B and LLaDA-MoE, published shapes, bfloat16; two and four layers are measured and
 continued to all of them, because the head is a third of a model of two layers and a twentieth of
@@ -7,8 +6,8 @@ the whole one. All sides are in one process over the same weights and take turns
 ratios to the ported forward, 0.77 (LLaDA-MoE at r_p 0.9) and 0.96 (Dream at 0.1), are of whole
 models; the rows of two layers beside them are labelled.
 
-Then chunking by operator, one chunk against four, in turn; and what planning takes: the search at
-each distinct step shape, and whether a search through all chunk counts reaches any further.
+Then chunking by operator, one chunk against four, in turn; and the time of planning: the search at
+each distinct step shape, and a search through all chunk counts, to see if it reaches any further.
 """
 
 from __future__ import annotations
@@ -80,8 +79,9 @@ def _time_sides(
     engine: Engine,
     options: argparse.Namespace,
 ) -> dict[tuple[int, float], float]:
-    """All lanes at every length, two and four layers. Seconds of lowtide's whole steps, by tokens
-    and prompt's share.
+    """Time all lanes at every length, with two and four layers.
+
+    Returns seconds of lowtide's whole steps, by tokens and prompt's share.
     """
     steps_s = {}
     config, weights = engine.model.config, read_weights(engine.facts.folder)

@@ -31,8 +31,9 @@ PRIOR = PolicyOption("prior", 1.0, 0, 1e6)
 
 
 def register_baselines(placement: str, spec: ExpertSpec) -> None:
-    """The three over a preset's placement, for a model whose router weighs by `spec`; in place of
-    those that were registered before.
+    """Register the three baselines over a preset's placement, in place of earlier ones.
+
+    spec: how the model's router weighs its experts.
     """
     made: Mapping[str, Callable[[Setting], Substitution]] = {
         "random": lambda s: RandomBuddy(RHO.of(s), s.seed),
@@ -84,11 +85,11 @@ class Drop:
 
 @dataclass(frozen=True, slots=True)
 class CachePrior:
-    """The router's logits of residents are raised by a constant, and the best chosen again; the
-    weights are of the logits as they were (cache-conditional routing).
+    """Cache-conditional routing: raises residents' logits by a constant and chooses the best again.
 
-    A router that chooses by more than its logits (a bias, groups) keeps what it chose unless a
-    resident's raised logit beats that of an absent choice: without those that is the same.
+    The weights come from the logits as they were. A router that chooses by more than its logits (a
+    bias, groups) keeps its choice unless a resident's raised logit beats that of an absent choice:
+    without those that is the same.
     """
 
     prior: float

@@ -42,8 +42,9 @@ _LLAMA_NAMES = (
 
 
 def stack_experts(config: ModelConfig, weights: Weights) -> None:
-    """Puts a layer's experts into one tensor for gate and up and one for down, as transformers has
-    them and by its names. Those that were there become views of them.
+    """Put each layer's experts into the two tensors that transformers has, by its names.
+
+    One holds gate and up, one holds down. The tensors of single experts become views of them.
     """
     for layer in range(config.num_layers if config.experts is not None else 0):
         prefix = f"model.layers.{layer}.mlp.experts."

@@ -58,11 +58,11 @@ class Scale(NamedTuple):
 
 
 def lanes(scale: Scale, placement: str) -> list[Lane]:
-    """Exact, the baselines (over the placement that they were registered with), BuddyMoE as in the
-    paper's tables and with its gates on, and ours.
+    """Return the lanes: exact, the baselines, BuddyMoE with its gates off and on, and ours.
 
-    Without a bound of mass, unless that is what a lane is about. Gates: the paper's 15th percentile
-    of the entropy, bypassed where 9 of 10 experts are absent.
+    The baselines stand over the placement that they were registered with; BuddyMoE without gates is
+    that of the paper's tables. Only lanes that are about the bound of mass have one. Gates: the
+    paper's 15th percentile of the entropy, bypassed where 9 of 10 experts are absent.
     """
     half, _, unbounded = rhos = scale.rhos()
     paper = {"alpha": "0.95", "k_max": scale.k_max(16), "tae": "off", "beta": "off"}

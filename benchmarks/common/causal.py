@@ -182,8 +182,10 @@ def open_lowtide(
 def open_transformers(
     model: Path, budget_bytes: int | None, drops_pages: bool = False
 ) -> Iterator[Lane]:
-    """With a budget, what accelerate does not fit into it is on disk; drops_pages: and without a
-    page cache, which would hold it in memory outside the budget.
+    """Open a model in transformers, with a memory budget or all of it in memory.
+
+    With a budget, accelerate keeps on disk the parameters that do not fit into it. drops_pages: the
+    files leave the page cache, which would hold them in memory outside the budget.
     """
     from transformers import Qwen3MoeForCausalLM
     from transformers.utils import logging
@@ -317,8 +319,9 @@ def make_prompt(model: Path, num_tokens: int, seed: int) -> list[int]:
 
 
 def offloaded_share(model: Any, part: str = "") -> float:
-    """Of the bytes of a transformers model's parameters with `part` in their names the share that
-    accelerate has not in memory; 0 where there are none.
+    """Return the share of a transformers model's bytes that accelerate holds outside memory.
+
+    Counts the parameters with `part` in their names; 0 where there are none.
     """
     sizes = [
         (tensor.nbytes, tensor.device.type == "meta")

@@ -43,8 +43,9 @@ class Disk:
 
 
 class SlotReads:
-    """Two threads that read whole experts straight into slots, and do nothing else: what absent
-    experts cost at least.
+    """Two threads that read whole experts straight into slots and do nothing else.
+
+    Their rate is the least that absent experts cost.
     """
 
     def __init__(self, files: Sequence[Path], expert_bytes: int) -> None:

@@ -48,8 +48,9 @@ class DiskTrack:
         self.llm.close()
 
     def measure(self) -> Costs:
-        """Of an expert, as the engine measures them for a preset that asks; of several times that
-        with the median read. `lowtide` is in force then.
+        """Measure an expert's costs several times; return those with the median read.
+
+        The engine measures them as for a preset that asks, and `lowtide` is in force then.
         """
         found = []
         for _ in range(NUM_MEASURED):
@@ -58,8 +59,9 @@ class DiskTrack:
         return sorted(found, key=lambda costs: costs.link_s)[NUM_MEASURED // 2]
 
     def around_reads_s(self, learned: Learned) -> float:
-        """Of a layer that reads, under residents that stay: what its reads leave to be done before
-        the first and after the last of them.
+        """Measure a reading layer's time before its first read and after its last one.
+
+        The residents stay (`static`).
         """
         self.adopt("static", {})
         with LayerClock(self.llm) as clock:
@@ -114,8 +116,9 @@ def measure_in_memory(model: Model, learned: Learned) -> InMemory:
 
 
 class LayerClock:
-    """Times the layers' experts of an engine without a device, and what of that is around reads:
-    before the first of a layer begins and after the last has ended.
+    """Clock of the experts' time in an engine without a device, and of its part around reads.
+
+    Around reads: before the first of a layer begins and after the last has ended.
     """
 
     def __init__(self, llm: LLM) -> None:
@@ -166,11 +169,12 @@ class LayerClock:
 def replay_costs(
     measured: Costs, memory: InMemory, one_by_one_s: float, around_s: float, num_layers: int
 ) -> Costs:
-    """Costs with which a layer takes what one takes in memory, and where something is read what
-    is around its reads.
+    """Return costs with which each replayed layer takes the time that one takes in memory.
 
-    one_by_one_s: a pass's experts by `measured`, each by itself: a layer's in one call take less,
-    or more where threads are waited for.
+    A layer that reads takes `around_s` more.
+
+    one_by_one_s: a pass's experts by `measured`, each by itself; the experts of a layer in one call
+    take less, or more where threads are waited for.
     """
     return Costs(
         measured.expert_bytes,

@@ -24,8 +24,9 @@ from lowtide.params import SamplingParams
 
 
 class Arrival(NamedTuple):
-    """A request. It comes when so many others have finished, allows for `max_tokens` new ones and
-    ends after `num_new`, as a chat does with its end token.
+    """Request of a trace: comes once `after` others have finished, ends after `num_new` tokens.
+
+    It allows for `max_tokens` new ones, but may end before, as a chat does with its end token.
     """
 
     after: int
@@ -35,8 +36,9 @@ class Arrival(NamedTuple):
 
 
 def mixed_trace(longest: int, num_new: int) -> list[Arrival]:
-    """Chats one after the other, many at once, one of the greatest length among some, and chats
-    again; whole sequences are `longest` tokens at most.
+    """Return single chats, many at once, one of the greatest length among some, and chats again.
+
+    Whole sequences have `longest` tokens at most.
     """
     short, room = max(16, longest // 64), longest // 4
     chat = Arrival(0, short, room - short, num_new)
@@ -51,9 +53,11 @@ def mixed_trace(longest: int, num_new: int) -> list[Arrival]:
 
 
 def bidirectional_trace(longest: int, num_new: int) -> list[Arrival]:
-    """The same where every pass has whole sequences and an answer is as long as was asked for; many
-    at once are half as many rows again as the longest, and chats alone take four times as many
-    passes: more than a workspace is kept for after the last long one.
+    """Return the mixed trace for models in which every pass has whole sequences.
+
+    An answer is as long as was asked for. Many at once are half as many rows again as the longest,
+    and single chats take four times as many passes: more than a workspace is kept for after the
+    last long one.
     """
     short = longest // 16
     chat = Arrival(0, short, 4 * num_new, 4 * num_new)
@@ -69,8 +73,9 @@ def bidirectional_trace(longest: int, num_new: int) -> list[Arrival]:
 
 
 def documents_trace(longest: int, num_new: int) -> list[Arrival]:
-    """Documents, all at once, each of which allows for just what it uses: nothing that is planned
-    for them is ever empty, and those that wait for the others hold memory meanwhile.
+    """Return documents that arrive together, each of which allows for exactly the tokens it uses.
+
+    Nothing that is planned for them is ever empty, and those that wait hold memory meanwhile.
     """
     return [Arrival(0, longest // 4 - num_new, num_new, num_new) for _ in range(14)]
 
@@ -131,8 +136,10 @@ class _Run:
             self._num_finished += sum(isinstance(event, Finished) for event in events)
 
     def as_dict(self, read_GBps: float) -> dict[str, Any]:
-        """`ideal_s`: what the passes would take if reads came at the disk's ceiling, all cores
-        were ours, and the longer of the two hid the other; for machines that others use too.
+        """Return the rates, seconds and bytes of the passes.
+
+        `ideal_s` is the passes' time if reads came at the disk's ceiling, all cores were ours, and
+        the longer of the two hid the other; it is for machines that others use too.
         """
         passes, plan = self._passes, self._engine.plan
         seconds, cpu_s, read_bytes, peak_bytes, running = map(np.array, zip(*passes, strict=True))

@@ -26,8 +26,10 @@ class _Step(NamedTuple):
 
 
 def measure(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """A task of `common.worker`. settings: model, budget_bytes, context, policy, lengths (tokens
-    of one sequence, each by itself), num_steps of each.
+    """Run steps of one sequence at each length: a task of `common.worker`.
+
+    settings: model, budget_bytes, context, policy, lengths (tokens of one sequence), num_steps of
+    each length.
     """
     options = EngineConfig(
         host_memory=settings["budget_bytes"],

@@ -17,8 +17,9 @@ _PS = 1e12  # picoseconds in a second
 
 
 def beam_mask(price: Prices, width: int) -> BoolArray:
-    """The greedy order with the `width` best partial splits kept instead of one, never worse than
-    `greedy_mask`.
+    """Split experts in the greedy order, keeping the `width` best partial splits instead of one.
+
+    The split is never worse than that of `greedy_mask`.
     """
     order = lopsided_first(price)
     states: list[tuple[float, float, int]] = [(0.0, 0.0, 0)]  # device_s, host_s, bits

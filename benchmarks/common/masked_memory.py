@@ -107,8 +107,9 @@ def plan_of(model: StepModel, settings: Mapping[str, Any]) -> PassPlan:
 
 
 def resident_within(start: int, num_bytes: int, path: Path = Path("/proc/self/pagemap")) -> int:
-    """Physical bytes of the pages in a range of addresses: unlike smaps this does not count what
-    shares a mapping with them.
+    """Return the physical bytes of the pages in a range of addresses.
+
+    Unlike smaps, this leaves out other pages of the same mapping.
     """
     page = mmap.PAGESIZE
     first, stop = start // page, -(-(start + num_bytes) // page)

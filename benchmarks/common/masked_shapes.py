@@ -25,8 +25,9 @@ _LAYERS = {"llada": "n_layers", "llada_moe": "num_hidden_layers", "dream": "num_
 
 @dataclass(frozen=True)
 class MaskedShape:
-    """A family at one of its sizes: the published one, the tiny one of a test, or one as narrow
-    that a long step of it can be run anywhere.
+    """A family at one of three sizes: published, tiny for tests, or narrow.
+
+    A long step of the narrow one can be run on any machine.
     """
 
     name: str

@@ -44,8 +44,10 @@ class TimedWorkspace(Workspace):
 
 
 def measure(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """settings: as of `masked_memory.measure`, and the side. The peak, the average over the step's
-    time, and of sides that use torch's allocator what CUDA's would reserve.
+    """Measure a step's peak of memory and its average over the step's time.
+
+    settings: as of `masked_memory.measure`, and the side. Sides with torch's allocator also have
+    the bytes that CUDA's would reserve.
     """
     shape = MaskedShape(**settings["shape"])
     folder = shape.folder(settings["num_layers"])
@@ -76,8 +78,9 @@ def _trace_side(folder: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _trace_ours(folder: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Its workspace, and what libraries allocate besides. The two peaks are added up, whether they
-    are at one time or not.
+    """Trace lowtide's workspace and the memory that libraries allocate besides.
+
+    The two peaks are added up, even where they are at different times.
     """
     model = StepModel(folder)
     plan = plan_of(model, settings)

@@ -47,8 +47,9 @@ class Official(nn.Module):
         self.rotation_dtype = torch.float32 if config.family == "llada" else self.embedding.dtype
 
     def forward(self, token_ids: Tensor, lengths: Sequence[int]) -> Tensor:
-        """token_ids: [rows] int64, sequences of `lengths` behind each other. Logits [rows, vocab]
-        in the compute dtype.
+        """Return the logits [rows, vocab], in the compute dtype.
+
+        token_ids: [rows] int64, sequences of `lengths` behind each other.
         """
         x = F.embedding(token_ids, self.embedding)
         cos, sin = self._rotation(lengths)

@@ -20,9 +20,10 @@ NUM_GRANULES = 4
 def plan_request(
     model: StepModel, num_tokens: int, max_masked: int, free_bytes: int
 ) -> dict[str, Any]:
-    """All plans of one request, whose masks become fewer one by one: how many, and how long each
-    takes that was not known, and what planning takes of a step in the mean over all of them.
-    Seconds are processor time: nothing in it waits.
+    """Plan every step of one request, whose masks become fewer one by one.
+
+    Returns the number of distinct plans, the longest and mean time of making one, and the mean time
+    of planning over all steps. Seconds are processor time: nothing in it waits.
     """
     planner = _forgetful(model.planner, model.counts(num_tokens, max_masked))
     plans, seconds, total_s = {}, [], 0.0
@@ -44,8 +45,10 @@ def plan_request(
 
 
 def compare_search(model: StepModel, num_tokens: int) -> dict[str, Any]:
-    """The longest sequence in the memory that one of `num_tokens` takes at least: by the planner,
-    and by trying all chunk counts of somewhat longer ones.
+    """Compare the longest sequence by the planner with that of a search through all chunk counts.
+
+    The memory is the least that a sequence of `num_tokens` takes; the search tries somewhat longer
+    ones.
     """
     planner = model.planner
     free_bytes = planner.least_bytes(model.counts(num_tokens, num_tokens // 2))
@@ -73,8 +76,9 @@ def compare_search(model: StepModel, num_tokens: int) -> dict[str, Any]:
 
 
 def any_fits(model: StepModel, counts: Counts, free_bytes: int) -> bool:
-    """Whether some chunk counts, of all there are, need no more than this. Only the bytes that are
-    alive together are asked for: less than any placement takes.
+    """Return True if some choice of chunk counts needs no more than `free_bytes`.
+
+    Counts only the bytes that are alive together, which is less than any placement takes.
     """
     choices = [
         range(1, 1 + num_tiles(counts.rows_of(operator), tile_rows))

@@ -1,7 +1,6 @@
-"""How alike the tokens of published models are routed, as others measured it, and the same of
-synthetic routing.
+"""Similarity of the routing of one request's tokens: published measurements, and synthetic traces.
 
-All of one request at a time. The sources are public threads, named as OWNER/REPOSITORY#NUMBER.
+The sources are public threads, named as OWNER/REPOSITORY#NUMBER.
 """
 
 from __future__ import annotations

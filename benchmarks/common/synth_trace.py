@@ -68,12 +68,13 @@ def synth_decode_trace(
     seed: int = 0,
     text: int = 0,
 ) -> Trace:
-    """A prefill of `num_sequences` prompts, then `num_new` passes of one token per sequence; then
-    other sequences, `num_rounds` times in all.
+    """Draw a prefill of `num_sequences` prompts, then `num_new` passes of one token per sequence.
+
+    This is repeated `num_rounds` times, with other sequences each time.
 
     num_prompt: tokens of each prompt. locality, skew: as `synth_trace`'s, from token to token.
-    taste: standard deviation of what a sequence prefers throughout, in the same units as `skew`.
-    seed, text: of the popularity, which is the model's; of the sequences.
+    taste: standard deviation of a sequence's lasting preferences, in the same units as `skew`.
+    seed, text: seeds of the popularity, which is the model's, and of the sequences.
     """
     _check_run(locality, min(skew, taste), num_new, num_sequences, num_rounds)
     popularity = _popularity(shape, skew, np.random.default_rng(seed))

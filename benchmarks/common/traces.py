@@ -117,8 +117,9 @@ def _model(name: str) -> str | Path:
 
 
 def _prompts(llm: LLM, run: Run) -> list[list[list[int]]]:
-    """Pieces of one half of a text for each round, every one from another place; a calibration's
-    are of the other half.
+    """Return each round's prompts: pieces of one half of a text, each from another place.
+
+    A calibration's are from the other half.
     """
     text = text_for(run.model)
     half = len(text) // 2

@@ -35,10 +35,11 @@ def in_process(
     limit_bytes: int,
     variables: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
-    """The answer of `task`, run in a fresh process under `limit`; variables: of its environment,
-    beside those of this one.
+    """Run `task` in a fresh process under `limit` and return its answer.
 
-    Raises InternalError with what the process said when it fails.
+    variables: of the process's environment, beside those of this one.
+
+    Raises InternalError when the process fails; its own message is on standard error.
     """
     command = [sys.executable, "-m", "common.worker", task, json.dumps(dict(settings))]
     paths = [str(Path(__file__).resolve().parents[1]), os.environ.get("PYTHONPATH", "")]

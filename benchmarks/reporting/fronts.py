@@ -42,8 +42,9 @@ class Mark(NamedTuple):
     error: float
 
     def may_match(self, other: Mark) -> bool:
-        """Whether it may gain as much as another and lose as little: within the ranges of turns and
-        two standard errors of each.
+        """Return True if this mark may gain as much as `other` and lose as little.
+
+        The ranges of turns and two standard errors of each decide.
         """
         least_lost, most_lost = self.lost - 2 * self.error, other.lost + 2 * other.error
         return self.gain.most >= other.gain.least and least_lost <= most_lost

@@ -82,8 +82,9 @@ _ELASTIC = (
 
 
 def longest(results: Results, page: Path) -> str:
-    """The longest sequence under a cap, by the others' lines and by plans; and a step that was run
-    beside its line or plan.
+    """Show the longest sequence under a cap, by the others' lines and by plans.
+
+    A step that was run stands beside its line or plan.
     """
     if not results.has("max_context"):
         return not_measured("max_context")
@@ -132,8 +133,10 @@ def every_expert(results: Results, page: Path) -> str:
 
 
 def elastic(results: Results, page: Path) -> str:
-    """Pages that move against constant divisions of the same budget, by model, trace and length;
-    every turn has a line for each side.
+    """Compare pages that move with constant divisions of the same budget.
+
+    Rows are by model, trace and length; every turn has a line for each side, and runs of fewer than
+    `MIN_TURNS` turns are left out.
     """
     found: dict[tuple[Cell, ...], dict[str, list[Line]]] = {}
     for run in sorted(results.runs, key=lambda run: run.ended):
@@ -203,8 +206,9 @@ def _grown(results: Results) -> Mapping[str, Line]:
 
 
 def part_gains(results: Results) -> tuple[dict[str, list[float]], list[Line]]:
-    """By part of Mosaic what it adds to the longest sequence in each row, and the rows' lines with
-    those of plain torch's growth.
+    """Return the gain in the longest sequence by part of Mosaic, a number for each row.
+
+    The lines are those of the rows and of plain torch's growth.
     """
     lines, grown = _part_lines(results), _grown(results)
     gains: dict[str, list[float]] = {name: [] for name in _PAPER_GAINS}

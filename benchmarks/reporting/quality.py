@@ -1,5 +1,7 @@
-"""The measured parts of docs/quality.md and docs/buddymoe.md: what settings that change words cost
-and save, and whether a model has anything that can stand in for anything.
+"""Measured parts of docs/quality.md and docs/buddymoe.md.
+
+They show the cost and the saving of settings that change words, and test if a model has any experts
+that can stand in for others.
 """
 
 from __future__ import annotations
@@ -68,8 +70,10 @@ _FORMATS = (
 
 
 def buddies(results: Results, page: Path) -> str:
-    """A table for each model and tier: what lanes lose at every share of residents, and the rest
-    at the share nearest to 3 of 8; then what was expected of all cells and how many met it.
+    """Show a table of the lanes for each model and tier, and one of the expectations.
+
+    A lane has its loss at every share of residents, and the rest at the share nearest to 3 of 8.
+    The last table counts the cells that met each expectation.
     """
     if not results.has("buddy"):
         return not_measured("buddy")
@@ -160,8 +164,9 @@ def _place(line: Line) -> tuple[object, ...]:
 
 
 def _aims(lines: Sequence[Line]) -> list[Row]:
-    """In how many cells (model, tier, share) each expectation was met, and which missed it; those
-    of speed only where lanes had their turns.
+    """Count the cells (model, tier, share) that met each expectation and name those that missed it.
+
+    Expectations of speed count only where lanes had their turns.
     """
     by_claim: dict[str, dict[tuple[object, ...], Line]] = {}
     for line in lines:

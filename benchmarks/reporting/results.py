@@ -48,8 +48,9 @@ class Line:
 
     @property
     def counts(self) -> bool:
-        """Whether a page may show it: a commit's own, not refused by its script, and of a call that
-        `make bench` or `make bench-large` makes again.
+        """True if a page may show it: a commit's own, not refused, and of a repeatable call.
+
+        Its script refuses a line; `make bench` and `make bench-large` make a repeatable call again.
         """
         return self.is_clean and "refused" not in self.row and is_repeatable(self.row)
 

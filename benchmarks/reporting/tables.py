@@ -27,8 +27,10 @@ MOST_LINKS = 4
 
 
 def turns_of(line: Line, name: str, at_least: int = MIN_TURNS) -> Spread | None:
-    """What a line has of `name` in turns: each of them (`each_...`), or their median beside `least`
-    and `most`. None for fewer than `at_least` and for a line that does not say the range.
+    """Return the spread of a line's turns, from all of them or from their median and range.
+
+    A line has all turns under `each_...`, or their median beside `least` and `most`. Returns None
+    for fewer than `at_least` turns and for a line without a range.
     """
     each = line.row.get(f"each_{name}")
     if each is not None:
@@ -108,8 +110,9 @@ def link(line: Line, page: Path) -> Cell:
 
 
 def links(lines: Sequence[Line], page: Path) -> Cell:
-    """Links to all of them; of three and more that follow each other to the first and the last, and
-    so of many that do not: they are all between these.
+    """Link all lines; of a run of three and more, link only its first and last.
+
+    Many runs in one file also become two links: the others lie between these.
     """
     ordered = sorted({(line.path, line.number): line for line in lines}.items())
     told = []
