@@ -115,6 +115,18 @@ def test_the_structure_has_every_room_and_names_files_that_exist() -> None:
             assert any(list(place.glob(name)) for place in places), name
 
 
+@pytest.mark.parametrize("page", sorted((DOCS / "how").glob("*.md")), ids=lambda path: path.stem)
+def test_files_that_rooms_name_are_there(page: Path) -> None:
+    files = [
+        path
+        for folder in ("src", "tests", "benchmarks", "tools", "examples")
+        for path in (ROOT / folder).rglob("*.*")
+    ]
+    named = re.findall(r"`([\w./*-]+/[\w*-]+\.(?:py|cpp|hpp))`", page.read_text(encoding="utf-8"))
+    gone = [name for name in set(named) if not any(path.match(name) for path in files)]
+    assert not [name for name in gone if "NAME" not in name]
+
+
 # What a reader meets first
 
 
