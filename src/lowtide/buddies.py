@@ -62,8 +62,9 @@ class PassAccount(Protocol):
     """Bounds and counts what is replaced in one pass, for each owner of its tokens."""
 
     def route(self, weights: WeightArray) -> Left | None:
-        """Adds what a layer's router gave [tokens, k]; what each owner may still have moved, None
-        where nothing bounds that.
+        """Add a layer's router weights [tokens, k].
+
+        Returns how much weight each owner may still move; None where nothing bounds it.
         """
         ...
 
