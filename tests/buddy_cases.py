@@ -74,8 +74,10 @@ def arriving(facts: Facts, is_coming: BoolArray) -> Facts:
 
 
 def edge_searches() -> Iterator[tuple[LayerRules, Facts]]:
-    """What a test of the middle leaves out: one expert in all, one for each token, all of them
-    chosen, no resident, all resident, weights alike, none or huge, `rho` above k, empty lists.
+    """Yield the searches at the edges, which a test of drawn cases leaves out.
+
+    One expert in all, one for each token, all of them chosen; no resident, all resident; weights
+    alike, zero or huge; `rho` above k; empty lists.
     """
     draw = np.random.default_rng(11)
     for num_experts, k in ((1, 1), (2, 1), (2, 2), (5, 1), (5, 3), (8, 8), (9, 4)):
@@ -98,8 +100,9 @@ def _edge_weights(draw: np.random.Generator, num_tokens: int, k: int) -> Iterato
 
 
 def slow_search(rules: LayerRules, facts: Facts) -> IntArray:
-    """Algorithm 1 once more, from its text and without anything of ours: ids in the places of
-    those they stand in for. [tokens, k].
+    """Run Algorithm 1 from its text, without anything of ours.
+
+    Returns ids in the places of the experts that they stand in for, [tokens, k].
     """
     assert facts.routing is not None and facts.is_here is not None
     experts, weights, _ = facts.routing
@@ -124,10 +127,11 @@ def slow_search(rules: LayerRules, facts: Facts) -> IntArray:
 
 
 def slow_late(rules: LayerRules, facts: Facts, num_in_time: int, share: float | None) -> IntArray:
-    """`miss=late` without a device, from docs/policies.md and without anything of ours: of absent
-    experts those of least router weight are given up, until no more are left than are read in time,
-    each by all of its tokens or by none. One owner's tokens, of whose weight `share` may be moved;
-    ids in the places of those they stand in for. [tokens, k].
+    """Run `miss=late` without a device from docs/policies.md, without anything of ours.
+
+    The absent experts of least router weight are given up until no more are left than are read in
+    time, each by all of its tokens or by none. One owner's tokens, of whose weight `share` may be
+    moved. Returns ids in the places of the experts that they stand in for, [tokens, k].
     """
     assert facts.routing is not None and facts.is_here is not None
     experts, weights, _ = facts.routing

@@ -1,5 +1,6 @@
-"""Fast-dLLM's prefix and dual caches over transformers' models, one request at a time, and the
-published loop over blocks: what a trajectory with kept keys and values must be.
+"""Fast-dLLM's prefix and dual caches over transformers' models, and the published loop over blocks.
+
+Trajectories with kept keys and values are compared with these, one request at a time.
 """
 
 from __future__ import annotations
@@ -41,8 +42,10 @@ def cached_trajectory(
     mode: str,
     logits_shift: int,
 ) -> list[list[int]]:
-    """As `published_rows`. Each block's first step computes everything, as all do under
-    `exact`; the others the block and, under `prefix`, what follows it; with shifted logits also the
+    """Return the rows of tokens as `published_rows` does, with kept keys and values.
+
+    Each block's first step computes everything, as every step does under `exact`. Later steps
+    compute the block and, under `prefix`, the tokens behind it; with shifted logits also the
     position before the block, whose hidden state gives the first logits.
     """
     caches: tuple[KeptKeys, KeptKeys]

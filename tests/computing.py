@@ -57,8 +57,9 @@ def peak_bytes(graph: Graph) -> int:
 def summed_at_once(
     at_once: ExpertsAtOnce, x: Tensor, routing: Routing, width: int, layer: int, num_threads: int
 ) -> Tensor:
-    """All experts of some tokens, expert e in slot e, and their sum: in one call for each of the
-    two, and in one for both.
+    """Run all experts of some tokens and sum them, in one call each and in one call for both.
+
+    Expert e is in slot e.
     """
     shape = (routing.experts.numel(), x.shape[1])
     num_experts = int(routing.experts.max()) + 1
@@ -85,8 +86,10 @@ def run_experts(
     buffers: tuple[Tensor, ...],
     num_threads: int,
 ) -> None:
-    """What compiled layers do where all experts are there. slots: of each distinct expert,
-    ascending by expert; buffers: parts, gate, up and out of `CompiledExperts.layer_call`.
+    """Run experts as compiled layers do where all of them are resident.
+
+    slots: of each distinct expert, ascending by expert. buffers: parts, gate, up and out of
+    `CompiledExperts.layer_call`.
     """
     call = kernels.layer_call(x, routing.experts.shape[1], places, *buffers, num_threads)
     chosen, of_slots = (routing.experts, routing.weights), PlacesStruct(*places)

@@ -1,8 +1,8 @@
-"""A service whose answers follow a script, token by token through the real engine, and a tiny model
-for it whose context is long enough for coding agents.
+"""Service with scripted answers through the real engine, and a tiny model of long context for it.
 
-The template, the ids, the kept keys, the grammar, the parser and the stream are those of any model;
-only what would have been chosen is given.
+The answers are forced token by token, and the context is long enough for coding agents. The
+template, the ids, the kept keys, the grammar, the parser and the stream are those of any model;
+only the choice of each token is given.
 """
 
 from __future__ import annotations
@@ -99,8 +99,10 @@ class Answered(NamedTuple):
 
 
 class ForcedService(Service):
-    """Answers each conversation that has tools with the script's text for its turn, the last one
-    again behind its end, and others with `ASIDE`. answered: in their order.
+    """Service that answers conversations with tools by a script, and others with `ASIDE`.
+
+    Each turn has a text of its own; turns behind the script's end repeat its last one. answered:
+    requests and their ends, in order.
     """
 
     ASIDE = "A repair."
@@ -139,8 +141,9 @@ class ForcedService(Service):
 
 
 class ForcedTokens:
-    """A `TokenMask` of one answer, over the one that its request has. is_refused: whether that one
-    did not allow a token.
+    """`TokenMask` that forces one answer, over the mask that the request has by itself.
+
+    is_refused: the request's own mask did not allow one of the tokens.
     """
 
     def __init__(self, token_ids: Sequence[int], vocab_size: int, own: TokenMask | None) -> None:

@@ -265,9 +265,7 @@ def is_expanded_once(config: Any) -> bool:
 def tensors_of(
     family: str, model: torch.nn.Module
 ) -> Iterator[tuple[str, Tensor, tuple[int, ...]]]:
-    """Views of a model's parameters in the order of the file, and their shapes there, by the
-    file's names.
-    """
+    """Yield views of a model's parameters in the file's order, with their names and shapes."""
     names = gguf.get_tensor_name_map(ARCHITECTURES[family], model.config.num_hidden_layers)
     for name, parameter in model.named_parameters():
         for own_name, view in _views(family, name, parameter.data, model.config):

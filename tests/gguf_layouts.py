@@ -1,5 +1,6 @@
-"""GGUF files taken apart and put together otherwise: the format itself, since the `gguf` package's
-writer knows one order and one alignment.
+"""GGUF files taken apart and put together in other ways, by the format itself.
+
+The writer of the `gguf` package knows one order and one alignment.
 """
 
 from __future__ import annotations
@@ -108,8 +109,10 @@ _LIES = (0, 1, 2, 3, 7, 31, 33, 255, 2**16, 2**31, 2**32 - 1, 2**32, 2**40, 2**6
 
 
 def mutated(data: bytes, parts: Parts, rng: random.Random) -> bytes:
-    """One field that lies, an entry that is missing, twice or elsewhere, texts and items that are
-    others, or a header that is longer, shorter or cut off.
+    """Return a file that is damaged in one place.
+
+    A field lies; an entry is missing, there twice or in another place; bytes differ; or the header
+    is longer, shorter or cut off.
     """
     changed = bytearray(data)
     what = rng.choice(("lie", "lie", "entry", "swap", "bytes", "shift", "cut"))

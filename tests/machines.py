@@ -1,7 +1,7 @@
-"""Machines that lack something which this one has: the tests of what no machine may change run once
-more on each (`make test-machines`).
+"""Machines that lack something, for tests of facts that no machine may change.
 
-A process becomes such a machine before anything of lowtide is imported, and stays it.
+These tests run once more on each (`make test-machines`). A process becomes such a machine before it
+imports anything of lowtide, and stays it.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""An independent bidirectional model for tests: goldens of LLaDA, LLaDA-MoE and Dream in
-transformers' Llama, Qwen3-MoE and Qwen2, with a mask that hides nothing.
+"""Independent bidirectional model for tests: transformers' classes with a mask that hides nothing.
+
+Goldens of LLaDA, LLaDA-MoE and Dream come from its Llama, Qwen3-MoE and Qwen2.
 """
 
 from __future__ import annotations

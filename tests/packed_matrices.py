@@ -155,10 +155,10 @@ def check_experts(
     shape: tuple[int, int, int],
     share: float = 5e-3,
 ) -> Tensor:
-    """Experts in one call have the bits of one by one, whose sum is returned, and each is near
-    what `twin` computes.
+    """Assert that experts in one call have the bits of one by one and are near those of `twin`.
 
-    shape: tokens, experts, experts of a token. share: of the largest number that is near.
+    Returns their sum. shape: tokens, experts, experts of a token. share: of the largest number, the
+    difference that still is near.
     """
     num_tokens, num_experts, k = shape
     slots, routing = filled_slots(kinds, num_experts, k), routed(num_tokens, num_experts, k)

@@ -10,8 +10,9 @@ from typing import Any
 def python(
     *arguments: str, timeout: float | None = 120, **options: Any
 ) -> subprocess.CompletedProcess[str]:
-    """A Python that has ended. What it wrote is text; unless `options` give it `input`, there is
-    nothing on its standard input.
+    """Run a Python to its end and return the process, with its output as text.
+
+    Its standard input is empty unless `options` give it `input`.
     """
     if "input" not in options:
         options["stdin"] = subprocess.DEVNULL

@@ -1,5 +1,6 @@
-"""Matrices as other tools' checkpoints have them, and what they stand for: plain loops over the
-published layouts, one number at a time.
+"""Matrices in the formats of other tools' checkpoints, and the weights that they stand for.
+
+Plain loops over the published layouts compute them, one number at a time.
 """
 
 from __future__ import annotations
@@ -159,8 +160,9 @@ QUANTISATIONS: dict[str, tuple[dict[str, Any], Callable[[tuple[int, int], int], 
 def write_rounded(
     source: Path, folder: Path, name: str, endings: tuple[str, ...] = ("_proj.weight",)
 ) -> tuple[Path, Path]:
-    """A model of one file with its projections rounded, whose names have one of these endings, and
-    its twin of what those stand for.
+    """Write a model with rounded projections, and its twin with the weights that those stand for.
+
+    The model is one file; projections whose names have one of `endings` are rounded.
     """
     said, rounded = QUANTISATIONS[name]
     weights: dict[str, Tensor] = {}

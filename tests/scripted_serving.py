@@ -70,8 +70,9 @@ _ARGUMENTS = st.dictionaries(_TEXTS, _TEXTS, max_size=2)
 def drawn_pieces(
     draw: st.DrawFn, arguments: st.SearchStrategy[dict[str, str]] = _ARGUMENTS
 ) -> list[Piece]:
-    """An answer without its end: texts, thoughts and calls in any order. arguments: what draws a
-    call's.
+    """Draw an answer without its end: texts, thoughts and calls in any order.
+
+    arguments: strategy for the arguments of a call.
     """
     parts = st.one_of(st.builds(Text, _TEXTS), st.builds(Reasoning, _TEXTS), arguments)
     pieces: list[Piece] = [Prefilled(0, NUM_PROMPT)]

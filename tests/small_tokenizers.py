@@ -1,6 +1,4 @@
-"""Tokenizers of bytes with the marks and templates of published models, for tests of what they
-write.
-"""
+"""Tokenizers of bytes with the marks and templates of published models, for tests of output."""
 
 from __future__ import annotations
 

@@ -143,8 +143,9 @@ def test_budgets_and_policies_change_no_bit(files, name) -> None:
 
 @pytest.mark.parametrize("num_tokens", [1, 5, 40])
 def test_an_expert_is_rounded_whole_or_not_at_all(num_tokens: int) -> None:
-    """Where one of its matrices is in a type whose products round no rows, none do; and the layer
-    still runs its experts in one call.
+    """If one of its matrices has a type whose products round no rows, none of them rounds.
+
+    The layer still runs its experts in one call.
     """
     kinds = ("Q4_K", "Q4_K", KEPT[0])
     of_expert = [formats()[name] for name in kinds]

@@ -1,5 +1,7 @@
-"""Coding agents' turns over the real engine: answers in the model's own form, forced token
-by token, come as each agent's calls, and a turn begins with the keys of the one before.
+"""Coding agents' turns over the real engine.
+
+Answers in the model's own form, forced token by token, come as each agent's calls, and a turn
+begins with the keys of the one before.
 """
 
 from __future__ import annotations

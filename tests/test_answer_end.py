@@ -1,5 +1,6 @@
-"""The end of a diffusion model's answer ends its passes: same ids, fewer passes, and nothing shown
-that the answer will not have.
+"""The end of a diffusion model's answer ends its passes.
+
+Same ids, fewer passes, and no text is shown that the answer will not have.
 """
 
 from __future__ import annotations

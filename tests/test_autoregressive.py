@@ -1,5 +1,7 @@
-"""The decoder over a model of hashes (exact, so everything is compared exactly), and the whole
-engine against transformers' own generation on small checkpoints of the Ling body.
+"""The autoregressive decoder and engine, against hashes and against transformers.
+
+The decoder runs over a model of hashes (exact, so everything is compared exactly); the whole engine
+is compared with transformers' own generation on small checkpoints of the Ling body.
 """
 
 from __future__ import annotations

@@ -1,5 +1,7 @@
-"""The decoder over a model of hashes (exact, so everything is compared exactly, with the published
-loop, too). Published trajectories over a real model are in test_llm_goldens.
+"""The block decoder over a model of hashes, held against the published loop.
+
+Hashes are exact, so everything is compared exactly. Published trajectories over a real model are in
+test_llm_goldens.
 """
 
 from __future__ import annotations

@@ -60,8 +60,9 @@ def check_algorithm_1(compiled: CompiledBuddies, rules: LayerRules, facts: Facts
 def check_runs(
     answer: RoutedTokens | None, wanted: IntArray, rules: LayerRules, facts: Facts
 ) -> None:
-    """The ids of `wanted` [tokens, k] run, ascending, each with the weight of its place; there is
-    no answer where they are those that the router chose.
+    """Assert that the ids of `wanted` [tokens, k] run, each with the weight of its place.
+
+    The answer has them in ascending order; it is None where they are the router's own choice.
     """
     assert facts.routing is not None
     assert (answer is None) == np.array_equal(wanted, facts.routing.experts), (rules, facts)
@@ -161,8 +162,9 @@ def test_late_experts_are_given_up_and_counted_alike(compiled: CompiledBuddies) 
 
 
 def test_late_experts_in_every_small_case(compiled: CompiledBuddies) -> None:
-    """Two tokens of two of four experts, every set of residents, every number that is late: both
-    twins by what is said of `late`.
+    """Compare both twins with the description of `late` in every case of a small layer.
+
+    Two tokens of two of four experts, every set of residents, every number of late experts.
     """
     lists = np.array([[1, 2, 3], [0, 3, -1], [3, -1, -1], [2, 1, 0]], np.int32)
     weights = np.array([[0.3, 0.7], [0.5, 0.5]], np.float32)

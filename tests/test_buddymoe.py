@@ -232,8 +232,9 @@ def test_residents_keep_adapting(device: str) -> None:
 @pytest.mark.parametrize("share", [0.4, 0.95])
 @pytest.mark.parametrize("placement", ["lru", "lowtide"])
 def test_nothing_is_read_ahead_that_is_replaced(placement: str, share: float) -> None:
-    """A block asks for nearly every expert and runs residents alone, layer after layer; these may
-    be nearly all, too.
+    """A block asks for nearly every expert and runs residents alone, layer after layer.
+
+    These may be nearly all of them, too.
     """
     options = {**EVERY_ABSENT, "in_prefill": "true", "in_commit": "true", "placement": placement}
     with profiled() as seen, open_half(share=share, **options) as llm:

@@ -1,5 +1,7 @@
-"""Keys and values that are kept while a block is filled, over a model of hashes: what a step
-finds, what company changes (nothing), and where keeping is no approximation.
+"""Keys and values that are kept while a block is filled, over a model of hashes.
+
+Held against the hashes: the keys that a step finds, that company changes nothing, and the cases in
+which kept keys are no approximation.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""A model's call reaches the client whole, typed, or not as a call: marks inside values, forgotten
-marks, calls in thoughts, answers that are cut.
+"""A model's call reaches the client whole and typed, or not as a call.
+
+Marks inside values, forgotten marks, calls in thoughts, answers that are cut.
 """
 
 from __future__ import annotations

@@ -335,8 +335,9 @@ TRIED = {
 
 @pytest.mark.parametrize("family", families())
 def test_what_is_set_is_what_an_answer_may_be_asked(family: str) -> None:
-    """One at a time and all in a row, every parameter of every kind: whatever was set, the next
-    message is not refused, and each can be taken back.
+    """Set every parameter of every kind, one at a time and all in a row.
+
+    The next message is never refused, and each setting can be taken back.
     """
     assert set(TRIED) == set(SETTABLE)
     talk = Talk()

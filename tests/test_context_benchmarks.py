@@ -1,5 +1,6 @@
-"""The other sides of the benchmarks of long contexts, and what is computed of their figures; no
-speed is judged here.
+"""The other sides of the benchmarks of long contexts, and the computing of their figures.
+
+No speed is judged here.
 """
 
 from __future__ import annotations

@@ -103,8 +103,10 @@ def test_exactly_gives_the_ids_of_a_cold_run_in_bfloat16(
 def test_several_at_once_and_n_answers_stay_within_the_plan(
     models: dict[str, Path], is_measured: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Elastic, in a budget that few experts fit in. Before anything was measured kept keys take no
-    planned slot; after that they may, where they save more, and never the last ones.
+    """Elastic, in a budget that few experts fit in.
+
+    Before anything was measured kept keys take no planned slot; after that they may, where they
+    save more, and never the last ones.
     """
     monkeypatch.setattr(KeptRoom, "_prices", lambda room: DEAR_KEYS if is_measured else None)
     options: dict[str, Any] = {"context": 512, "dtype": "float32"}

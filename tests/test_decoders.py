@@ -1,5 +1,6 @@
-"""What every decoder promises of requests in company, over a model of hashes (exact, so everything
-is compared exactly).
+"""The promises of every decoder to requests in company, over a model of hashes.
+
+Hashes are exact, so everything is compared exactly.
 """
 
 from __future__ import annotations

@@ -143,9 +143,10 @@ def linked(row: str, page: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("page", PAGES, ids=str)
 def test_every_row_leads_to_lines_that_count(page: Path) -> None:
-    """A row of a table between marks, and in the README a sentence there too, links lines of
-    `docs/results/`: a commit's own, not refused, and of a call of `make bench` or
-    `make bench-large`. A table has one machine.
+    """Every row links lines of `docs/results/` that count, and a table has one machine.
+
+    Rows are those of tables between marks, and in the README sentences there too. A line counts if
+    it is a commit's own, not refused, and of a call of `make bench` or `make bench-large`.
     """
     for part in PARTS.findall((ROOT / page).read_text(encoding="utf-8")):
         machines: set[str] = set()

@@ -1,6 +1,7 @@
-"""Drawn conversations with every family that keeps keys: branches, edits in the middle, two at
-once, `n` answers, cancelled and forgotten ones; in memory that comes and goes or not, on disk or
-not.
+"""Drawn conversations with every family that keeps keys.
+
+Branches, edits in the middle, two at once, `n` answers, cancelled and forgotten ones; in memory
+that comes and goes or not, on disk or not.
 
 Each pass has the bits that it has over keys of sequences that never end (`twins.py`). Where keys
 are exact, and with a model of hashes in any case, an answer is that of its request alone with
@@ -316,8 +317,10 @@ def check_conversations(numbers: Iterable[int], subjects: Subjects) -> None:
 
 @pytest.fixture(scope="module")
 def subjects(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Subjects]:
-    """Little is much here: of rows in a chunk, of memory that a range grows by, of passes that
-    keys have to wait. Nothing is waited for before it is written, nor while it is.
+    """Models under limits so small that short conversations reach them.
+
+    A chunk of the file has one row, memory grows by 32 tokens, and keys wait for four passes.
+    Nothing waits before it is written or while it is.
     """
     register(FAMILY)
     with ExitStack() as stack, pytest.MonkeyPatch.context() as monkeypatch:

@@ -1,5 +1,6 @@
-"""A drive that stops answering: the request fails and is told of which file, others are answered,
-a model can be closed, a program can end.
+"""A drive that stops answering: the request fails with the file's name, and others are answered.
+
+A model can still be closed, and a program can end.
 """
 
 from __future__ import annotations

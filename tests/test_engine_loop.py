@@ -1,5 +1,7 @@
-"""The loop that runs a loaded model for several threads: who asks gets the answer it would get
-alone, or its own error; nothing hangs, nothing is left behind.
+"""The loop that runs a loaded model for several threads.
+
+Each thread gets the answer that it would get alone, or its own error; nothing hangs, nothing is
+left behind.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""Layers of a few rows in a call or two: the bits of their operators one by one, wherever Python
-is asked in between and wherever it is not.
+"""Layers of a few rows in a call or two have the bits of their operators one by one.
+
+This holds with and without a policy that Python is asked for in between.
 """
 
 from __future__ import annotations
@@ -83,8 +84,9 @@ def one_by_one() -> Iterator[None]:
 def decoded(
     engine: Engine, num_sequences: int, num_rows: int = 1, prompt: int = PROMPT
 ) -> list[Tensor]:
-    """Hidden states of some passes of sequences that had a prompt, of which the first feeds
-    `num_rows` and the others one row each.
+    """Return the hidden states of some passes of sequences that had a prompt.
+
+    The first sequence feeds `num_rows` rows, the others one each.
     """
     cache, found = engine.kv_cache, []
     ranges = [cache.allocate(prompt + 3 * num_rows) for _ in range(num_sequences)]
@@ -123,8 +125,9 @@ def are_equal(first: Sequence[Tensor], second: Sequence[Tensor]) -> bool:
 
 @pytest.mark.parametrize("family", [*AT_ONCE, *BEHIND_ATTENTION, "gpt_oss"])
 def test_the_bits_of_one_by_one(folders: dict[str, Path], family: str) -> None:
-    """At once where everything is resident, in two calls where policies are asked; of one
-    sequence, of several, and of one that feeds two rows.
+    """One call where everything is resident, two where policies are asked.
+
+    With one sequence, with several, and with one that feeds two rows.
     """
     found = []
     with opened(folders[family]) as engine:
@@ -193,8 +196,9 @@ def check_poisoned(
 def test_all_layers_are_one_call_where_no_policy_is_asked(
     folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Passes of as many rows compute in what the first of them drew; layer by layer has the same
-    bits, and counts the same experts.
+    """Passes of as many rows compute in the memory that the first of them drew.
+
+    Layer by layer has the same bits, and counts the same experts.
     """
     with opened(folders["qwen2_moe"]) as engine:
         expected, before = decoded(engine, 2), engine.as_dict()["num_hits"]
@@ -249,8 +253,10 @@ def decided_in_python() -> Iterator[None]:
 def test_experts_behind_torchs_router(
     tmp_path: Path, is_packed: bool, policy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Who is absent changes no bit, nor does a compiled call what hits and what becomes of it, by
-    the same costs: `lowtide` measures them.
+    """Absent experts change no bit.
+
+    Nor does a compiled call change the hits and their consequences, by the same costs: `lowtide`
+    measures them.
     """
     monkeypatch.setattr(policy_setting, "_read_s", lambda *_: 1e-3)
     monkeypatch.setattr(policy_setting, "measure_device_s", lambda *_: Curve([(1, 1e-4)]))

@@ -1,5 +1,6 @@
-"""Ten people's habits: what somebody who knows another program types first works, or is answered
-with the line that does.
+"""Habits from ten other programs: the first command that their users type works, or is corrected.
+
+The correction is the line that works.
 """
 
 from __future__ import annotations

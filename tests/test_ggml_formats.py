@@ -147,8 +147,10 @@ def test_compiled_bits_of_any_blocks(library: ctypes.CDLL) -> None:
 
 
 def extreme_blocks(stored: GgmlFormat) -> np.ndarray:
-    """Random bytes for 100 rows of 1,024 weights, most of them with a scale that is a zero, the
-    least or largest number, an infinity or no number; MXFP4 with every scale that there is.
+    """Draw random bytes for 100 rows of 1,024 weights, most of them with an extreme scale.
+
+    Extreme: a zero, the least or largest number, an infinity or NaN; MXFP4 has every scale that
+    there is.
     """
     rng, kind = np.random.default_rng(4), kind_of(stored)
     num_blocks, size = 100 * 1024 // stored.block_size, stored.block_bytes[0]

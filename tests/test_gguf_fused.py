@@ -1,5 +1,7 @@
-"""GGUF files whose gate and up, or queries, keys and values, are one tensor: the logits of those
-that have them apart, which are compared with transformers in test_gguf_models.py.
+"""GGUF files whose gate and up, or queries, keys and values, are one tensor.
+
+Their logits are those of files that have them apart, which test_gguf_models.py compares with
+transformers.
 """
 
 from __future__ import annotations

@@ -189,8 +189,10 @@ def test_pieces_are_those_of_their_scores(
 
 
 def merged(text: str, scores: dict[str, float]) -> list[str]:
-    """As sentence-piece merges: of all neighbours the pair whose text has the best score, the first
-    of equal ones, until there is none; what is left and no piece becomes bytes.
+    """Merge pieces as sentence-piece does.
+
+    Of all neighbours the pair whose text has the best score merges first, the first of equal ones,
+    until there is none; the rest that is no piece becomes bytes.
     """
     found = list(text)
     while True:

@@ -63,8 +63,9 @@ def test_no_more_are_resident_than_there_is_room_for() -> None:
 
 
 def two_layers(num_passes: int) -> Trace:
-    """Passes of one row that ask for experts 0 and 1 of the first layer, and in turn for 2 and 3,
-    4 and 5 of the second.
+    """Return a trace of passes of one row, whose first layer always asks for experts 0 and 1.
+
+    The second layer asks for 2 and 3, and for 4 and 5, in turn.
     """
     writer = TraceWriter("m", TraceShape(2, 8, 2))
     for index in range(num_passes):

@@ -1,5 +1,6 @@
-"""Bodies of many values and of long texts, beside a ticker on the event loop: what they hold up is
-bounded, and nobody else's answer is another one.
+"""Bodies of many values and of long texts hold up the event loop for a bounded time.
+
+A ticker on the loop measures it, and other clients' answers do not change.
 """
 
 from __future__ import annotations

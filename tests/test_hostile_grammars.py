@@ -1,5 +1,6 @@
-"""Grammars that would end or starve a server are refused with their reason, whatever they are made
-of and by whatever door they come; another client's is answered all the while.
+"""Grammars that would end or starve a server are refused with their reason.
+
+Their form and their API do not matter; another client is answered all the while.
 
 A third of a minute: a grammar that takes too much is known by the two seconds that it took.
 """

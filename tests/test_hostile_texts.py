@@ -1,5 +1,6 @@
-"""Text that cannot fit, through every road to the tokenizer: refused early, in little memory, and
-nobody else's answer is another one.
+"""Text that cannot fit is refused early and in little memory, through every road to the tokenizer.
+
+Other clients' answers do not change.
 """
 
 from __future__ import annotations

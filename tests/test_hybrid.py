@@ -457,8 +457,9 @@ def moves_of(case: Case, home_share: float, tau: str) -> tuple[int, int, int, in
 @pytest.mark.parametrize("tau", ["2", "4", "8"])
 @pytest.mark.parametrize("home_share", [0.0, 0.3])
 def test_moves_of_experts_on_disk_are_done(diffusion: Case, home_share: float, tau: str) -> None:
-    """One that has to wait for its expert's bytes is not forgotten when their host slot goes to
-    another: the next read of the expert brings it.
+    """A move that has to wait for its expert's bytes survives the loss of their host slot.
+
+    The next read of the expert does it.
     """
     _, _, _, hits_at_home = moves_of(diffusion, 1.0, tau)
     asked, done, num_waiting, hits = moves_of(diffusion, home_share, tau)

@@ -309,8 +309,9 @@ class Machine:
                 self.running.append(made)
 
     def check(self) -> None:
-        """Running ranges have all that was written to them, and so have kept ones or they are gone;
-        all have memory, and no more than there is; none lies over another.
+        """Assert that every range has all that was written to it, or was kept and is gone.
+
+        All ranges have memory, no more than there is, and none lies over another.
         """
         self.kept = [each for each in self.kept if self.cache.is_kept(each.kv)]
         assert set(self.rule.told) == set(self.cache._kept) == {each.kv for each in self.kept}

@@ -154,8 +154,9 @@ def test_several_answers_compute_their_prompt_once(case: Case) -> None:
 @pytest.mark.parametrize("block_length", [1, 4])
 @pytest.mark.parametrize("reuse", [Reuse.ON, Reuse.OFF])
 def test_room_is_taken_as_it_is_written(block_length: int, reuse: Reuse) -> None:
-    """Each of three answers could take all the room there is: two begin together, and the later
-    one pauses where it runs out.
+    """Each of three answers could take all the room there is.
+
+    Two begin together, and the later one pauses where it runs out.
     """
     case = Case(block_length, reuse, 1024, 64)
     decoder, kv_cache = make_decoder(case, reuse)

@@ -1,5 +1,6 @@
-"""Layers in a call or two whose matrices are in 8 or 4 bits or in ggml's packed types, and in
-bfloat16 beside them: the bits of their operators one by one.
+"""Layers in a call or two over quantised matrices have the bits of their operators one by one.
+
+The matrices are in 8 or 4 bits or in ggml's packed types, with bfloat16 beside them.
 """
 
 from __future__ import annotations
@@ -78,8 +79,10 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def check(path: Path, shapes: Sequence[tuple[int, int]], **options: object) -> None:
-    """Where everything is resident, and where policies are asked: some sequences and rows of the
-    first of them.
+    """Compare layers in a call with their operators one by one, in each of `shapes`.
+
+    Once where everything is resident, and once where policies are asked. shapes: sequences, and
+    rows of the first of them.
     """
     with opened(path, **options) as engine:
         assert all(isinstance(each, WholeLayer) for each in layers_of(engine))
@@ -121,8 +124,10 @@ def test_the_bits_of_rounded_rows_one_by_one_from_a_file(
     "name", ["q4", "q8 rounded", "q4 experts", "file", "file rounded", "file by default"]
 )
 def test_any_number_of_rows(folders: dict[str, Path], files: dict[str, Path], name: str) -> None:
-    """Up to what each part takes, and beyond: a dense part in bfloat16 may take more rows than
-    experts of few bits, and rows that are rounded have no limit of their own.
+    """The numbers reach each part's limit and go beyond it.
+
+    A dense part in bfloat16 may take more rows than experts of few bits, and rows that are rounded
+    have no limit of their own.
     """
     plain = 3 * [plain_format(torch.bfloat16)]
     most = choice.choose_kernels("auto", torch.bfloat16).several_experts(plain).max_rows

@@ -1,5 +1,6 @@
-"""The whole engine with prefix and dual caches: trajectories of an independent implementation, what
-is planned for them, and who is refused them.
+"""The whole engine with prefix and dual caches.
+
+Trajectories of an independent implementation, the plans for them, and the models that refuse them.
 """
 
 from __future__ import annotations

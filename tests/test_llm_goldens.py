@@ -72,8 +72,10 @@ def test_logits_and_router_choices(name: str, setting: Setting) -> None:
 
 
 def check_passes(case: Case, rows: list[list[int]], num_forwards: int) -> None:
-    """Those of the published decoder; where the end of the text ends them, no more than those: it
-    looks for an end in a pass that writes one, and may then go on behind an earlier one.
+    """Assert that the passes are those of the published decoder.
+
+    Where the end of the text ends them, there are no more than those: the published one looks for
+    an end in a pass that writes one, and may then go on behind an earlier one.
     """
     assert rows == case["trajectory"][: len(rows)] and len(rows) == num_forwards
     missing = case["forwards"] - num_forwards

@@ -158,8 +158,9 @@ def test_residents_of_a_tile_are_computed_while_others_are_read() -> None:
 def test_admitted_experts_make_room_where_those_they_replace_come_later(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """0 and 1 are to replace 4 and 5, whose rows are in the last of several tiles, and one slot is
-    left for all others.
+    """Experts 0 and 1 replace 4 and 5, whose rows are in the last of several tiles.
+
+    One slot is left for all others.
     """
     rig = Rig("static", [2, 0], num_staging=1)
     rig.host.keep(0, np.empty(0, np.int64))

@@ -144,8 +144,9 @@ def test_bytes_grow_with_the_rows_by_what_a_layer_must_hold(planner: Planner) ->
     ],
 )
 def test_little_is_whole(family: str, whole_buffers: set[str], tmp_path: Path) -> None:
-    """In attention nothing but hidden states, keys and values grows with the rows, in a dense MLP
-    only the first; experts need all rows' inputs and sums.
+    """In attention nothing but hidden states, keys and values grows with the rows.
+
+    In a dense MLP only the first of these does; experts need all rows' inputs and sums.
     """
     planner = planner_for(synth(family, "tiny", tmp_path / "m", seed=1))
     sizes = []

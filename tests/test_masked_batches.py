@@ -1,5 +1,6 @@
-"""Requests of a bidirectional model that come, go and fail in the midst of others; guidance, ends
-and what a decoder refuses.
+"""Requests of a bidirectional model that come, go and fail in the midst of others.
+
+Guidance, ends, and the requests that a decoder refuses.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""Random models answer alone, at ease, what they answer in any company at the least budget: every
-rule, guidance, draws and filters, with streams that begin and are left at random steps.
+"""Random models answer alone, at ease, as they do in any company at the least budget.
+
+Every rule, guidance, draws and filters, with streams that begin and are left at random steps.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""The decoder of bidirectional models over a model of hashes (exact, so everything is compared
-exactly, with the published loops, too). Recorded trajectories are in test_llm_masked.
+"""The decoder of bidirectional models over a model of hashes, held against published loops.
+
+Hashes are exact, so everything is compared exactly. Recorded trajectories are in test_llm_masked.
 """
 
 from __future__ import annotations

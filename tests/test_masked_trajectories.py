@@ -1,5 +1,6 @@
-"""Random models of random configs, random requests in one batch, any budget: every token row on the
-way is what the published loop writes over transformers' logits.
+"""Random models of random configs, with random requests in one batch and any budget.
+
+Every row of tokens on the way is the one that the published loop writes over transformers' logits.
 """
 
 from __future__ import annotations

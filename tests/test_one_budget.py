@@ -28,8 +28,10 @@ WORKSPACE_BYTES = 24 * PAGE
 
 
 class Machine:
-    """Memory for 96 tokens in two parts of 24 pages, for twelve slots of a page and a half, and for
-    passes of up to 24 pages; what it has is counted at every single call of the system.
+    """Memory for a cache, slots and passes, counted at every single call of the system.
+
+    It has 96 tokens in two parts of 24 pages, twelve slots of a page and a half, and passes of up
+    to 24 pages.
     """
 
     def __init__(self, budget_bytes: int) -> None:

@@ -1,5 +1,7 @@
-"""One rule for what a verb is told to write: its folder is made, what lowtide did not write stays,
-and a place where nothing can be written is refused before the work.
+"""One rule for the files that a verb is told to write.
+
+Its folder is made, files that lowtide did not write stay, and a place where nothing can be written
+is refused before the work.
 """
 
 from __future__ import annotations
@@ -148,8 +150,9 @@ def test_a_file_of_the_user_is_refused_before_the_work(verb: str, tmp_path: Path
 
 
 def test_every_file_at_a_users_path_is_written_under_the_rule() -> None:
-    """A module that writes without asking whose the file is writes into lowtide's own folders, or
-    into one that it made.
+    """Modules that write without the check write into lowtide's own folders, or into one they made.
+
+    The check asks if lowtide wrote the file that is there.
     """
     root, own = (
         Path(lowtide.__file__).parent,

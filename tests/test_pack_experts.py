@@ -1,5 +1,6 @@
-"""A copy of a GGUF model's experts, each in one piece: the same bits, and refused where it is of
-another model.
+"""A copy of a GGUF model's experts, each in one piece.
+
+It has the same bits, and is refused where it is of another model.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""Compiled operators over packed weights: every format, in every variant that this processor
-runs.
-"""
+"""Compiled operators over packed weights: every format, in every variant of this processor."""
 
 from __future__ import annotations
 

@@ -51,8 +51,9 @@ def make_trace(seed: int) -> Trace:
 
 
 class Ahead:
-    """Experts that are resident though no step has asked for them yet, and how often the first
-    step that asks for one finds it.
+    """Experts that are resident though no step has asked for them yet.
+
+    num_hits: experts that the first step to ask for them finds resident.
     """
 
     def __init__(self) -> None:

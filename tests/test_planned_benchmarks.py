@@ -167,8 +167,9 @@ def test_a_workspace_notes_what_is_alive_when() -> None:
 def test_lines_and_plans_have_their_longest_and_a_step_is_held_against_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of steps that take 1,000 bytes and 2,000 for each token; lowtide's takes a tenth more than
-    its plan says.
+    """Steps take 1,000 bytes and 2,000 for each token.
+
+    lowtide's takes a tenth more than its plan says.
     """
 
     def measure(line: Any, lengths: list[int]) -> list[dict[str, Any]]:

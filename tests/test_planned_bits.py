@@ -125,8 +125,9 @@ def passes(draw: st.DrawFn, most: int) -> tuple[list[int], Tensor]:
 def test_long_passes_of_any_chunks_have_the_bits_of_those_without_a_plan(
     llm: LLM, drawn: tuple[list[int], Tensor], share: float, chunks: dict[str, int]
 ) -> None:
-    """In a plan for a share of what it takes whole, and in any number of chunks of each operator;
-    NaN wherever nothing is alive.
+    """The plan has a share of the whole pass's bytes, and each operator any number of chunks.
+
+    Memory holds NaN wherever nothing is alive.
     """
     engine = llm._engine
     if engine.model.config.family == "gpt_oss":

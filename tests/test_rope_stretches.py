@@ -1,5 +1,6 @@
-"""Rotary embeddings made for longer contexts: linearly, and as Llama 3.1's, which GGUF files have
-as numbers of each pair of dimensions.
+"""Rotary embeddings made for longer contexts: linearly, and as Llama 3.1's.
+
+GGUF files have the latter as numbers of each pair of dimensions.
 """
 
 from __future__ import annotations

@@ -430,8 +430,9 @@ def test_bits_never_depend_on_placement_or_on_the_order_of_reads(
 def test_compiled_experts_have_the_same_bits_at_once_and_one_by_one(
     numbers: list[tuple[int, int, int]], capacity: list[int], policy: str, executor: Executor
 ) -> None:
-    """A step of few tokens and all experts resident is one call; so are residents of few tokens,
-    unless somebody waits for a slot; others run each by itself.
+    """A step of few tokens and all experts resident is one call.
+
+    So are residents of few tokens, unless an expert waits for a slot; others run each by itself.
     """
     kernels = choose_kernels("auto", torch.bfloat16)
     make = partial(Rig, dtype=torch.bfloat16, executor=executor, kernels=kernels)
@@ -1093,9 +1094,7 @@ def test_a_runtime_closes_beside_a_read_that_never_ends() -> None:
 
 
 def test_there_are_two_executors() -> None:
-    """Whatever a pass's rows are and wherever its experts lie: the host's, and a device's beside
-    it.
-    """
+    """The host's, and a device's beside it, for any rows of a pass and any place of its experts."""
     modules = Path(host_tier.__file__).parent.glob("*.py")
     names = [f"lowtide.experts.{module.stem}" for module in modules]
     known = [each for name in names for each in vars(import_module(name)).values()]

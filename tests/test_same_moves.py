@@ -1,5 +1,6 @@
-"""Each placement's decisions without a device, against the rule it had while it was asked layer by
-layer, as its paper or its docstring has it: sets, sorted for each layer.
+"""Each placement's decisions without a device, against a rule that is asked layer by layer.
+
+The rule is that of its paper or its docstring: sets, sorted for each layer.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""What the APIs' own clients make of failures: they ask again where that may help, and raise their
-own errors where it does not.
+"""The APIs' own clients and failures: they try again where that may help, and raise where not.
+
+They raise errors of their own.
 """
 
 from __future__ import annotations

@@ -1,5 +1,7 @@
-"""Faults of the machine under a server: a request that meets one fails in its API's form, the next
-is answered, and `/health` tells the truth.
+"""Faults of the machine under a server.
+
+A request that meets one fails in its API's form, the next is answered, and `/health` tells the
+truth.
 """
 
 from __future__ import annotations

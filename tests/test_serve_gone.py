@@ -1,5 +1,6 @@
-"""A client that goes while its request waits: in every API, and whatever the request waits for, its
-place is free at once.
+"""A client that goes while its request waits frees its place at once.
+
+In every API, whatever the request waits for.
 """
 
 from __future__ import annotations

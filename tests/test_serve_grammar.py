@@ -1,5 +1,7 @@
-"""Answers that must have a form: what a drawn walk through the allowed tokens writes, what is
-refused, and that a mask changes nothing else.
+"""Answers that must have a form.
+
+Drawn walks through the allowed tokens write that form, impossible forms are refused, and a mask
+changes nothing else.
 """
 
 from __future__ import annotations

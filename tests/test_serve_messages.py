@@ -1,5 +1,6 @@
-"""`/v1/messages`: what Claude Code sends is read whole, and what is answered is what Anthropic's
-client reads, the same streamed and not.
+"""`/v1/messages` reads all of Claude Code's requests, and Anthropic's client reads its answers.
+
+The answers are the same streamed and not.
 """
 
 from __future__ import annotations

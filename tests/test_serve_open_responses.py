@@ -1,5 +1,6 @@
-"""Streams and responses of `/v1/responses` have the fields that the Open Responses specification
-(openresponses.org, version 2026-04-24) requires, each of its kind.
+"""Streams and responses of `/v1/responses` have the fields that Open Responses requires.
+
+Each kind has its own (openresponses.org, version 2026-04-24).
 
 Thoughts come as `response.reasoning_text.*`, which OpenAI's own clients read; the specification
 calls these events `response.reasoning.*`. Custom tools and namespaces are OpenAI's alone.

@@ -1,5 +1,6 @@
-"""`/v1/responses`: what Codex sends is read whole, and what is answered is what OpenAI's client and
-Codex read, the same streamed and not.
+"""`/v1/responses` reads all of Codex's requests, and OpenAI's client and Codex read its answers.
+
+The answers are the same streamed and not.
 """
 
 from __future__ import annotations

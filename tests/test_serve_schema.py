@@ -1,5 +1,6 @@
-"""Requests drawn from the server's OpenAPI document, and by changing whole ones at drawn places:
-none is a 500, every refusal has its API's form, and none changes what another is answered.
+"""Requests drawn from the server's OpenAPI document, and whole ones changed at drawn places.
+
+None is a 500, every refusal has its API's form, and none changes another's answer.
 """
 
 from __future__ import annotations

@@ -1,5 +1,7 @@
-"""How often the event loop turns for a token: with each turn the interpreter's lock changes hands,
-which the engine's thread wants between its passes.
+"""Turns of the event loop for a token.
+
+With each turn the interpreter's lock changes hands, which the engine's thread wants between its
+passes.
 """
 
 from __future__ import annotations

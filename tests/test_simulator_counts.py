@@ -1,5 +1,6 @@
-"""The runtime and the simulator, step by step and layer by layer: the same routing, the same
-decisions.
+"""The runtime and the simulator make the same decisions for the same routing.
+
+They are compared step by step and layer by layer.
 """
 
 from __future__ import annotations

@@ -92,8 +92,9 @@ def streamed(tokenizer: Tokenizer, ids: Sequence[int], cuts: Sequence[int]) -> l
 
 @st.composite
 def divisions(draw: st.DrawFn, tokenizer: Tokenizer) -> Division:
-    """Words, long runs of bytes that are characters or half ones, special tokens, ids without a
-    token; cut anywhere.
+    """Draw ids of texts, cut anywhere.
+
+    Words, long runs of bytes that are characters or half ones, special tokens, ids without a token.
     """
     byte_ids = [tokenizer.token_id(name) for name in BYTES]
     run = st.text("\u732b\u00e9a\U0001f44d", min_size=1, max_size=60).map(str.encode)

@@ -1,5 +1,4 @@
-"""A kind of decoding is facts and a behaviour: this file alone makes one up, and all of lowtide
-knows it.
+"""A kind of decoding is facts and a behaviour; this file makes one up that all of lowtide knows.
 
 Its models have no mask token. An answer begins as random tokens; a step keeps the surest ones and
 draws all others anew. Intake, plan and server hear of it by its facts and its `Kind`.

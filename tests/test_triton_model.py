@@ -44,8 +44,9 @@ USED_BY_DENOISING = {
 
 @pytest.fixture
 def used(monkeypatch: pytest.MonkeyPatch) -> set[str]:
-    """Names of `KERNELS` that have run. Experts and their sums are torch's: they have tests of
-    their own, and take long.
+    """Names of `KERNELS` that have run.
+
+    Experts and their sums are torch's: they have tests of their own, and take long.
     """
     curve = Curve([(1, 1e-4), (512, 1e-3)])
     stored = SimpleNamespace(costs=Costs(1, 2e-4, curve, curve, curve, 1e-5))

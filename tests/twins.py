@@ -1,8 +1,7 @@
-"""A model with a twin over a cache of its own, in which no sequence ends, moves or gives way: each
-pass is run by both, and both have the same bits.
+"""A model with a twin over a cache of its own, in which no sequence ends, moves or gives way.
 
-So what a request takes over of others' keys, from wherever it is kept, is what it would have if one
-sequence had never ended.
+Both run each pass and have the same bits. So the keys that a request takes over from others,
+wherever they are kept, are those of one sequence that had never ended.
 """
 
 from __future__ import annotations
@@ -34,8 +33,9 @@ class Subject(NamedTuple):
 
 @dataclass(eq=False)
 class Lineage:
-    """A sequence that never ends: its tokens [n], as they were fed, and where the twin has their
-    keys. `held`: the range that it stands for, and how often that was kept by then.
+    """A sequence that never ends: its tokens [n], as they were fed, and the twin's range of keys.
+
+    held: the range that it stands for, and how often that was kept by then.
     """
 
     tokens: IntArray

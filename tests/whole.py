@@ -206,8 +206,10 @@ def wait_until(is_so: Callable[[], object]) -> None:
 
 @contextmanager
 def passes_that_wait(llm: LLM | AsyncLLM) -> Iterator[None]:
-    """Inside, 40 passes after something was asked, a block and more, each waits until the engine is
-    told something: so no long answer ends before its reader has gone, on a machine of any speed.
+    """Let each pass wait until the engine is told something, from the 40th after a request on.
+
+    40 passes are a block and more. So no long answer ends before its reader has gone, on a machine
+    of any speed.
     """
     mailbox, is_over, num_free = llm._loop._worker.mailbox, threading.Event(), 40
     accept, run_pass = worker.Worker.accept, worker.run_pass

@@ -65,8 +65,10 @@ END = "The test passes."
 
 
 class Agent(NamedTuple):
-    """A program of npm's. name: as `--print-config` has it; arguments: before the prompt; script:
-    what the model is to answer, turn by turn, in a repository that lies in a folder.
+    """Program of npm's that is to work with lowtide.
+
+    name: as `--print-config` has it. arguments: before the prompt. script: the model's answers,
+    turn by turn, in a repository that lies in a folder.
     """
 
     name: str
@@ -150,8 +152,10 @@ def _install(folder: Path) -> None:
 
 
 def _namespace() -> list[str]:
-    """What runs a command with the loopback alone: as root, or else in a namespace where this user
-    counts as root. Ends the program where neither is allowed.
+    """Return the command that runs another with the loopback alone.
+
+    It works as root, or else in a namespace where this user counts as root. Ends the program where
+    neither is allowed.
     """
     for options in ([], ["--map-root-user"]):
         command = ["unshare", "--net", *options]
@@ -224,8 +228,9 @@ def _config(agent: Agent, model: Path, url: str) -> str:
 
 
 def _run(agent: Agent, programs: Path, home: Path, repository: Path, config: str) -> str:
-    """Runs an agent to its end, or for `LIMIT_S`; returns what it printed. config: files, each
-    behind its name, or lines for a shell.
+    """Run an agent to its end, or for `LIMIT_S`, and return its output.
+
+    config: files, each behind its name, or lines for a shell.
     """
     files = re.split(r"^# ~/(.+)\n", config, flags=re.MULTILINE)
     for name, text in zip(files[1::2], files[2::2], strict=True):

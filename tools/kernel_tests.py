@@ -54,8 +54,10 @@ def main() -> int:
 
 
 def digest(root: Path) -> str:
-    """What the kernels' tests depend on: code, tests with what they share, versions, machine, and
-    how many examples are drawn.
+    """Return a digest of everything that the kernels' tests depend on.
+
+    That is code, tests with their shared modules, versions, machine, and the number of drawn
+    examples.
     """
     told = [os.environ.get(name, "") for name in _VARIABLES]
     machine = (platform.python_version(), _processor(), _compiler(), *told)

@@ -1,5 +1,7 @@
-"""Write what is made of the declared options: docs/options.md, the tables of docs/python.md, and
-answers/keywords.py for type checkers and editors. A test compares them.
+"""Write the pages and the module that are made of the declared options.
+
+These are docs/options.md, the tables of docs/python.md, and answers/keywords.py for type checkers
+and editors. A test compares them.
 
 python tools/options_page.py
 """
@@ -107,8 +109,10 @@ def keywords() -> str:
 
 
 def _typed_dict(name: str, says: str, classes: list[Any]) -> list[str]:
-    """A class's lines; a mapping may be None, which is the same as empty. Editors show the text
-    under a key as its documentation.
+    """Return a class's lines.
+
+    A mapping may be None, which is the same as empty. Editors show the text under a key as its
+    documentation.
     """
     lines = ["", f"class {name}(TypedDict, total=False):", f'    """{says}"""']
     for declared in classes:

@@ -147,8 +147,10 @@ def _compared(template: str, case: Case) -> str:
 
 
 def _theirs(template: str, case: Case, is_text: bool) -> str | None:
-    """As transformers renders it; None where it refuses. is_text: arguments are JSON, as OpenAI's
-    clients send them, and not objects, as transformers' pages have them.
+    """Render a case as transformers does; return None where it refuses.
+
+    is_text: arguments are JSON, as OpenAI's clients send them, and not objects, as transformers'
+    pages have them.
     """
     messages = json.loads(json.dumps(case.messages))
     for message in messages:
@@ -191,8 +193,9 @@ _FIELD = re.compile(r"/\* \.(\w+)=? ?\*/\s*((?:U8C\()?(?:u8)?\"(?:[^\"\\]|\\.)*\
 def _llama_cases(
     llama: Path,
 ) -> Iterator[tuple[str, str, Case, Mapping[str, str], str]]:
-    """Those of its test-chat-template.cpp: names, templates, conversations, special tokens and
-    what it renders.
+    """Yield the cases of llama.cpp's test-chat-template.cpp.
+
+    Each has its name, template, conversation, special tokens and rendered text.
     """
     source = (llama / "tests" / "test-chat-template.cpp").read_text(encoding="utf-8")
     body = source[source.index("std::vector<TestCase> test_cases") :]

@@ -67,8 +67,9 @@ def fresh_clone(folder: Path) -> Path:
 
 
 def walked(some: Iterable[Step], columns: int, source: Path | None = None) -> list[str]:
-    """What each step prints on a terminal of so many columns, in a home that is empty before the
-    first one. source: where lowtide is imported from, if not as this process does.
+    """Return each step's output on a terminal of `columns`, in a home that is empty at first.
+
+    source: the folder that lowtide is imported from, if not this process's own.
     """
     with tempfile.TemporaryDirectory(prefix="walk-") as name:
         home = Path(name)
