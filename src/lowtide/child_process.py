@@ -1,5 +1,4 @@
-"""A child process with bounds of its own, as its parent sees it: for work that may take more than
-this process can lose.
+"""A child process with limits of its own, for work that may take more than this process can lose.
 
 The child is a script that is asked in lines of JSON and answers each with one. It is started by the
 first question, kept for the next, and started again after it ended. It ends with the program.
@@ -27,8 +26,10 @@ START_S = 120.0
 
 
 class ChildError(Exception):
-    """There was no answer. late_s: the limit after which the child was stopped; signal: that ended
-    it, 0 for none; said: the end of its standard error, or why it could not be started.
+    """A question that got no answer.
+
+    late_s: the limit after which the child was stopped. signal: the signal that ended it, 0 for
+    none. said: the end of its standard error, or why it could not be started.
     """
 
     def __init__(self, said: str = "", signal: int = 0, late_s: float | None = None) -> None:
@@ -37,12 +38,11 @@ class ChildError(Exception):
 
 
 class ChildProcess:
-    """Owns the child, and for each lane the turns of the threads that ask. Knows nothing of what it
-    is asked.
+    """Owner of the child, and of the turns of the threads that ask on each lane.
 
-    Lanes are pairs of pipes: the first is the child's standard input and output, the numbers of the
-    others are its arguments. greeting: asked once of every new child, on the first lane. env: what
-    its environment has beside this process's.
+    Knows nothing of the questions. Lanes are pairs of pipes: the first is the child's standard
+    input and output, the numbers of the others are its arguments. greeting: asked once of every new
+    child, on the first lane. env: variables that the child has beside this process's.
     """
 
     def __init__(

@@ -1,5 +1,4 @@
-"""The plan's nouns: what every byte of a loaded model is for, and what a pass of it will take;
-and a plan as text.
+"""The plan's nouns: the purpose of every byte of a loaded model, its passes' sizes, and its text.
 
 Plain data. Knows nothing of files, devices or models.
 """
@@ -32,8 +31,10 @@ NOTABLE = 1.2
 
 @dataclass(frozen=True, slots=True)
 class WeightFormats:
-    """Formats in which weights are kept in memory, by part, and what rows are rounded to before
-    they are multiplied with them; others than `own` may have changed outputs.
+    """Formats in which weights are kept in memory, by part, and to which rows are rounded.
+
+    Rows are rounded before they are multiplied with weights. Formats other than `own` may change
+    outputs.
     """
 
     experts: str = OWN_FORMAT
@@ -116,9 +117,7 @@ class Prediction:
 
     @property
     def asks_for_all(self) -> bool:
-        """Whether a pass asks for as good as every expert: then which are kept makes no
-        difference, only how many.
-        """
+        """True if a pass uses nearly every expert: then only the number of residents matters."""
         return self.asked_share >= 0.99
 
     @property

@@ -80,10 +80,11 @@ class CudaDevice:
         kernels: str = "auto",
         streams: Streams | None = None,
     ) -> None:
-        """`max_rows`: token rows of the largest step. `pinned`: where sources may lie.
-        `kernels`: `auto` (Triton's where there are any for these experts) or `reference`.
+        """Reserve the device's memory.
 
-        Raises PlanError when the GPU or the system has too little memory.
+        max_rows: token rows of the largest step. pinned: memory where sources may lie. kernels:
+        `auto` (Triton's where these experts have any) or `reference`. Raises PlanError when the GPU
+        or the system has too little memory.
         """
         self._streams = CudaStreams() if streams is None else streams
         self.torch_device = self._streams.torch_device
@@ -241,9 +242,11 @@ class TritonExperts:
             )
 
     def place(self, host_parts: Tensor, experts: IntArray, rows: ExpertRows, parts: Tensor) -> None:
-        """The GPU reads the pinned rows in place: they do not queue behind fetches. Which ones it
-        reads likewise, and has done so when `host_parts` are another's: the calling thread waits
-        for the GPU before it writes the next layer's or the next tile's.
+        """Let the GPU read the host's pinned rows in place, so that they do not wait for fetches.
+
+        It reads the list of rows likewise, and has read it when `host_parts` belong to another
+        call: the calling thread waits for the GPU before it writes the next layer's or the next
+        tile's.
         """
         is_placed = np.zeros(len(rows.counts), np.bool_)
         is_placed[experts] = True

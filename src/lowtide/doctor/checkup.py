@@ -84,8 +84,9 @@ def suggestion() -> Suggestion | None:
 
 
 def _planned(config: Mapping[str, Any], format: str) -> MemoryPlan | None:
-    """The plan for all memory that is free here; None where it is too little. Raises StorageError
-    where there is no folder for temporary files.
+    """Return the plan for all memory that is free here; None where that is too little.
+
+    Raises StorageError where there is no folder for temporary files.
     """
     try:
         with tempfile.TemporaryDirectory() as name:

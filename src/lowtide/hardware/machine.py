@@ -94,9 +94,7 @@ class Rate(NamedTuple):
 
     @property
     def is_disturbed(self) -> bool:
-        """Whether most repeats took much longer than the best one: something else used the
-        machine.
-        """
+        """True if most repeats took much longer than the best one: the machine was in use."""
         return not self.is_specified and self.ceiling > DISTURBED * self.per_s
 
 
@@ -179,9 +177,7 @@ def best_at_once(rates: Sequence[Rate]) -> int | None:
 
 
 def disk_rate(rates: Sequence[Rate]) -> float | None:
-    """Bytes per second of reads as experts are read, in pieces side by side; None where that was
-    not measured.
-    """
+    """Return bytes per second of side-by-side reads in an expert's pieces; None if not measured."""
     return max((each.per_s for each in rates if each.name in PIECES_AT_ONCE), default=None)
 
 

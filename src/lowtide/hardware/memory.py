@@ -15,8 +15,9 @@ ADDRESS_BYTES = 1 << 30
 
 
 def total_memory_bytes() -> int:
-    """Host memory that this process could ever have: the machine's, or its job's by the least
-    limit of the control groups around it.
+    """Return the host memory that this process could ever have.
+
+    It is the machine's, or the least limit of the control groups around the process.
     """
     machine_bytes, limit = _host_memory()[0], group_limit_bytes()
     return machine_bytes if limit is None else min(machine_bytes, limit)

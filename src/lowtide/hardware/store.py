@@ -62,8 +62,9 @@ class CostKey:
         checkpoint: Path | None = None,
         products: str = REFERENCE.name,
     ) -> CostKey:
-        """The key of `measure_costs` with these arguments. device: its name, and what of it may
-        change.
+        """Return the key of `measure_costs` with these arguments.
+
+        device: its name, and the part of its state that may change.
         """
         return cls(
             machine=machine,
@@ -168,8 +169,9 @@ def keep_rates(machine: Machine, rates: Sequence[Rate]) -> None:
 
 
 def kept_rates(machine: Machine) -> tuple[Rate, ...]:
-    """What is kept of a machine; nothing where it was never measured. A file that is damaged is a
-    notice in the log.
+    """Return the kept rates of a machine; none where it was never measured.
+
+    A damaged file is a notice in the log.
     """
     try:
         path = rates_path(machine)

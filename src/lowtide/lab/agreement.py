@@ -73,8 +73,9 @@ def agreement(
 def _num_likeliest(
     llm: LLM, prompt: Sequence[int], drafts: Sequence[Draft], max_tokens: int
 ) -> int:
-    """How many of the tokens written from draft to draft are the arg-max of `llm.logits`, which
-    caches nothing, in the text as it was before.
+    """Count the tokens of all drafts that are the arg-max of `llm.logits` in the draft before.
+
+    `llm.logits` caches nothing.
     """
     mask_token_id = llm.config.decoding.mask_token_id or 0
     row = torch.tensor([*prompt, *[mask_token_id] * max_tokens])

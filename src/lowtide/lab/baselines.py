@@ -82,11 +82,12 @@ class HybriMoEThreshold:
 
 
 class HybriMoEGreedy:
-    """HybriMoE's released code: one queue, which the device empties from its front and the host
-    from its back, the side that would end sooner taking its next.
+    """HybriMoE's released code: one queue that device and host empty from its two ends.
 
-    In the queue stand residents, then absent experts, each with most tokens first. An absent
-    expert on the device waits for the link, which brings one after another. Ties go to the device.
+    The device takes from the front and the host from the back; the side that would end sooner takes
+    its next. In the queue stand residents, then absent experts, each with most tokens first. An
+    absent expert on the device waits for the link, which brings one after another. Ties go to the
+    device.
     """
 
     def __call__(self, facts: Facts) -> Assignment:

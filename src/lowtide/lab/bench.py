@@ -260,8 +260,9 @@ class Load(NamedTuple):
 
     @classmethod
     def of(cls, llm: LLM, prompt: Prompt | None, params: SamplingParams) -> Load:
-        """The end of the text does not end an answer: all have the same number of tokens. The
-        likeliest are taken unless a temperature is asked for.
+        """Make a load in which all answers have the same number of tokens.
+
+        No end of text ends one; the likeliest tokens are taken unless a temperature is asked for.
         """
         params = replace(params, temperature=params.temperature or 0.0)
         ids = _own_prompt(llm, params) if prompt is None else llm.token_ids(prompt)

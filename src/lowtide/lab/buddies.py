@@ -107,8 +107,9 @@ def shares(weights: WeightArray) -> FloatArray:
 
 
 def needed_tokens(shape: TraceShape) -> int:
-    """Tokens that a profile takes at least: each expert chosen 16 times in the mean, and each pair
-    of experts together once.
+    """Return the number of tokens that a profile needs at least.
+
+    Each expert is chosen 16 times in the mean, and each pair of experts together once.
     """
     experts, k = shape.num_experts, shape.num_experts_per_token
     by_pair = experts * (experts - 1) / (k * (k - 1))

@@ -309,8 +309,9 @@ def _length(llm: LLM) -> Length:
 
 
 def check_length(shape: TraceShape, num_tokens: int, num_pieces: int, length: Length) -> None:
-    """Raises UsageError, which says what would do, where a text of `num_tokens` is too short for
-    buddies. What it asks for does for all that a calibration finds out.
+    """Check that a text of `num_tokens` is long enough for buddies, which need the longest text.
+
+    Raises UsageError with the length that would do.
     """
     needed, stride = needed_tokens(shape), num_tokens // max(1, num_pieces)
     most, learning = sum(length), max(0, num_learning(num_pieces))

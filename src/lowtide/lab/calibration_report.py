@@ -66,11 +66,12 @@ def distinct_experts(blocks: Sequence[IntArray]) -> FloatArray:
 
 
 def previous_step(trace: Trace) -> FloatArray:
-    """How well a step names the next one's experts in the same layer: of the n with most tokens in
-    the one the share that is among the n of the other (`top_share`), for each n of `TOP_SIZES`.
+    """Measure how well a step predicts the next one's experts in the same layer.
 
-    Means over the steps of blocks and answers after their first; nothing is learnt, so the text
-    that was calibrated on does. 0 where no step follows another. [layers, 4]
+    Of the n experts with most tokens in one step, the share that is among the n of the next
+    (`top_share`), for each n of `TOP_SIZES`: means over the steps of blocks and answers after their
+    first. Nothing is learnt, so the text that was calibrated on does. 0 where no step follows
+    another. [layers, 4]
     """
     pairs = [pair for block in trace.blocks() for pair in pairwise(block)]
     shares = np.zeros((trace.shape.num_layers, len(TOP_SIZES)))

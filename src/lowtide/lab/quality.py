@@ -181,13 +181,13 @@ def quality(
     progress: Progress = lambda what, done, total: None,
     **options: Any,
 ) -> QualityReport:
-    """Measures every setting; the first one, or a lossless one in its place, is the reference.
-    Where rows are rounded by default that is a setting more, with rows as they are.
+    """Measure every setting against the first one, or against a lossless one in its place.
 
-    options: of `LLM`, those that all settings share, without a policy. Raises what `LLM` raises,
-    UsageError for work that there is none of, and PlanError for answers that no context has room
-    for, before anything is measured; a setting that cannot run at its budget is a row
-    with its reason, the reference excepted.
+    Where rows are rounded by default, rows as they are make one more setting. options: of `LLM`,
+    those that all settings share, without a policy. A setting that cannot run at its budget is a
+    row with its reason, the reference excepted. Raises what `LLM` raises, UsageError where there is
+    nothing to measure, and PlanError for answers that no context has room for, before anything is
+    measured.
     """
     opened = open_model(model, EngineConfig(**options))
     config, asked = opened.facts.config, opened.options.asked
@@ -300,9 +300,7 @@ class _Judge:
 def _with_own_rows(
     settings: Sequence[QualitySetting], rounds_by_default: bool
 ) -> Sequence[QualitySetting]:
-    """With a first setting whose products round no rows, where `activations` left to lowtide would
-    make a rounded one the reference.
-    """
+    """Put a setting whose products round no rows first where the default would round them."""
     first = settings[0]
     if not rounds_by_default or "activations" in first.options:
         return settings

@@ -44,9 +44,9 @@ def measured_curve(report: QualityReport) -> QualityCurve:
 
 
 def curve_path(facts: ModelFacts, given: str | os.PathLike[str] | None) -> Path:
-    """The calibration that is to keep a model's curve: the one that was given, or that in the
-    default place. Raises UsageError where there is none with
-    buddies, StorageError where it cannot be written.
+    """Return the calibration file that keeps a model's curve: the given or the default one.
+
+    Raises UsageError where there is none with buddies, StorageError where it cannot be written.
     """
     config = facts.config
     config.check_experts("A curve is of substituted experts")
@@ -63,7 +63,8 @@ def curve_path(facts: ModelFacts, given: str | os.PathLike[str] | None) -> Path:
 
 
 def keep_curve(path: Path, curve: QualityCurve) -> None:
-    """Puts a curve in the place of the one that a calibration's buddies have, if any. Raises what
-    reading and writing a calibration do.
+    """Replace the curve of a calibration's buddies, if any.
+
+    Raises the errors of reading and writing a calibration.
     """
     Calibration.load(path).with_curve(curve).save(path)

@@ -29,8 +29,9 @@ class ChoiceQuestion(NamedTuple):
 
 
 def read_questions(path: Path) -> list[ChoiceQuestion]:
-    """The questions of a file. Raises StorageError where it cannot be read, UsageError with the
-    line for what is no question.
+    """Read the questions of a file.
+
+    Raises StorageError where it cannot be read, UsageError with the line that is no question.
     """
     try:
         with path.open("rb") as file:

@@ -75,8 +75,9 @@ class QualitySetting:
 
 
 def grouped(settings: Sequence[QualitySetting]) -> Iterator[list[QualitySetting]]:
-    """Settings of one loaded model each, in the order in which they first come, with one in front
-    that changes no token where a group has none.
+    """Group settings by loaded model, in the order in which they first come.
+
+    A group without a setting that changes no token gets one in front.
     """
     groups: dict[tuple[tuple[str, str], ...], list[QualitySetting]] = {}
     for setting in settings:
@@ -96,8 +97,10 @@ def curve_settings(policy_options: Mapping[str, str]) -> list[QualitySetting]:
 def opening_options(
     model: str | Path, group: Sequence[QualitySetting], shared: Mapping[str, object]
 ) -> dict[str, Any]:
-    """Options of the one `LLM` on which a group's settings take turns: with the policy that is told
-    most of a pass, so that all of them find their room. Raises what `plan_model` raises.
+    """Return options of the one `LLM` on which a group's settings take turns.
+
+    Its policy is the one that is told most of a pass, so that all of them find their room. Raises
+    the errors of `plan_model`.
     """
     from lowtide.lab.budgets import budget_of_share
     from lowtide.llm import plan_model

@@ -87,10 +87,10 @@ def make_sample(
     scope: Scope,
     seed: int = 0,
 ) -> TextSample:
-    """Windows that are evenly spaced in a text, each beginning with `bos`; fewer or shorter ones
-    where it has not as many tokens. context: tokens that the KV cache holds.
+    """Cut evenly spaced windows from a text, each beginning with `bos`.
 
-    Raises UsageError for a text that is too short, with what it takes.
+    They are fewer or shorter where the text has too few tokens. context: tokens that the KV cache
+    holds. Raises UsageError for a text that is too short, with the length needed.
     """
     layout = _Layout.of(config)
     most = min(scope.window_tokens, context, config.max_positions)
@@ -159,8 +159,10 @@ class _Layout:
 def nested_masks(
     num_tokens: int, spans: Sequence[tuple[int, int]], ratios: Sequence[float], seed: Sequence[int]
 ) -> tuple[BoolArray, ...]:
-    """Masks [num_tokens] that each hide a share of every span (from, to), at least one token of it,
-    and only what the one before hides. ratios descend.
+    """Make masks [num_tokens] that each hide a share of every span (from, to).
+
+    Each hides at least one token of a span, and only tokens that the mask before it hides. ratios
+    descend.
     """
     random = np.random.default_rng(list(seed))
     masks = tuple(np.zeros(num_tokens, np.bool_) for _ in ratios)

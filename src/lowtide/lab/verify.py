@@ -205,8 +205,9 @@ def _reference(model: str | Path, options: Mapping[str, Any], task: _RunTask) ->
 
 
 def random_prompt(config: ModelConfig, num_tokens: int = NUM_PROMPT_TOKENS) -> list[int]:
-    """Seeded ids of text, not of special tokens: those lie at the end of the vocabulary or are
-    named in the config.
+    """Draw seeded ids of text tokens.
+
+    Special tokens lie at the end of the vocabulary or are named in the config.
     """
     special = {config.decoding.mask_token_id, config.pad_token_id, *config.eos_token_ids}
     ordinary = [i for i in range(config.vocab_size) if i not in special]
@@ -215,8 +216,9 @@ def random_prompt(config: ModelConfig, num_tokens: int = NUM_PROMPT_TOKENS) -> l
 
 
 def _cases(model: str | Path, options: Mapping[str, Any], gpu_tolerance: float) -> Iterator[_Case]:
-    """Every device with every budget. The least device budget has half of the experts on disk;
-    without experts it is the only one.
+    """Yield every device with every budget.
+
+    The least device budget has half of the experts on disk; without experts it is the only one.
     """
     for device in _devices(str(options.get("device", "auto"))):
         whole = _on_device(options, device)
@@ -319,8 +321,10 @@ def _run(llm: LLM, task: _RunTask) -> _Run:
 
 
 def _some_rows(logits: Tensor) -> Tensor:
-    """A copy of at most `MAX_LOGIT_ROWS` of them, evenly: two runs are kept beside a model that may
-    fill the memory, and a vocabulary's worth of 800 tokens are 0.4 GB.
+    """Copy at most `MAX_LOGIT_ROWS` rows, evenly spaced.
+
+    Two runs are kept beside a model that may fill the memory, and a vocabulary's worth of 800
+    tokens takes 0.4 GB.
     """
     num_rows = len(logits)
     rows = torch.linspace(0, num_rows - 1, min(num_rows, MAX_LOGIT_ROWS)).long()

@@ -288,8 +288,9 @@ class _Packer:
 def in_order(
     reader: FileReader, reads: Iterable[tuple[Sequence[AnyRead], Bytes]], num_ahead: int
 ) -> Iterator[tuple[Bytes, int]]:
-    """Each target once its reads have ended, and the bytes that were read, with so many reads under
-    way behind it.
+    """Yield each target once its reads have ended, with the bytes read.
+
+    Later reads stay under way behind it.
     """
     waiting: deque[tuple[Ticket, Bytes]] = deque()
     for asked, target in reads:

@@ -58,8 +58,9 @@ def reserved(out: Path, notes: Mapping[str, object], needed_bytes: int) -> Itera
 
 
 def _opened_notes(out: Path) -> FileIO:
-    """The notes in a folder, empty where there were none. Raises UsageError where something else
-    has their name, StorageError where they cannot be made.
+    """Open the notes in a folder, empty where there were none.
+
+    Raises UsageError where something else has their name, StorageError where they cannot be made.
     """
     # A link would have another file written, a pipe would be waited for.
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY

@@ -62,8 +62,10 @@ class SafetensorsWriter:
         metadata: Mapping[str, str] | None = None,
         alignment: int = _LEAST_ALIGNMENT,
     ) -> None:
-        """Nothing is written yet. alignment: of the data in the file, in bytes. Raises
-        InternalError for two tensors of one name.
+        """Lay out the file; nothing is written yet.
+
+        alignment: of the data in the file, in bytes. Raises InternalError for two tensors of one
+        name.
         """
         if len({e.name for e in entries}) != len(entries):
             raise InternalError(f"{path.name} would hold two tensors of one name.")
@@ -77,15 +79,17 @@ class SafetensorsWriter:
 
     @property
     def is_whole(self) -> bool:
-        """Whether a file of that size is there: it appears under its name only when it is whole.
-        Raises StorageError where it cannot be known.
+        """True if a file of the right size is there: it gets its name only when it is whole.
+
+        Raises StorageError where that cannot be known.
         """
         return _file_bytes(self.path) == self.num_bytes
 
     @property
     def missing_bytes(self) -> int:
-        """What is left to write, with what an earlier run was killed over given back. Raises
-        StorageError.
+        """Return the bytes left to write, after a killed run's remains are given back.
+
+        Raises StorageError.
         """
         return 0 if self.is_whole else self.num_bytes - (_file_bytes(self._partial) or 0)
 
@@ -180,8 +184,9 @@ def header_bytes(
 
 
 def check_disk_space(folder: Path, need_bytes: int) -> None:
-    """Raises StorageError if a folder's disk has less free space than this, also of a folder that
-    is still to be made.
+    """Raise StorageError if a folder's disk has less than `need_bytes` free.
+
+    The folder may not exist yet.
     """
     try:
         present = next((each for each in (folder, *folder.parents) if each.exists()), folder)
@@ -196,8 +201,9 @@ def check_disk_space(folder: Path, need_bytes: int) -> None:
 
 
 def _file_bytes(path: Path) -> int | None:
-    """Size of the file at `path`, None where there is none. Raises StorageError where it cannot be
-    known: the folder is closed, or a name too long.
+    """Return the size of the file at `path`, None where there is none.
+
+    Raises StorageError where it cannot be known: the folder is closed, or a name too long.
     """
     try:
         facts = path.stat()

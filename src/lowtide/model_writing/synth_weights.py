@@ -227,8 +227,9 @@ def zipf_bias(num_experts: int, depth: float, rng: np.random.Generator) -> NDArr
 def rank_stds(
     num_experts: int, std: float, skew: float, rng: np.random.Generator
 ) -> NDArray[np.float64]:
-    """The spread of each expert's router logits: `std * (1 + skew)` for the first of a random
-    order, down to `std * (1 - skew)`.
+    """Draw the spread of each expert's router logits.
+
+    It falls from `std * (1 + skew)` for the first of a random order to `std * (1 - skew)`.
     """
     ranks = rng.permutation(num_experts) + 1
     return std * (1 + skew * (1 - 2 * np.log(ranks) / math.log(max(num_experts, 2))))

@@ -118,8 +118,9 @@ class Calibration:
         _check_model((self.architecture, self.shape), (architecture, shape))
 
     def with_curve(self, curve: QualityCurve) -> Calibration:
-        """The same with what `lowtide quality` measured of its buddies, in place of what was
-        measured before. Raises UsageError where it has no buddies.
+        """Return the calibration with this curve of its buddies in place of an older one.
+
+        Raises UsageError where it has no buddies.
         """
         if self.buddies is None:
             raise UsageError(
@@ -159,8 +160,9 @@ class Calibration:
 
 
 def load_inputs(path: Path, architecture: str, shape: TraceShape) -> ExpertInputs | None:
-    """The experts' inputs of such a model's calibration, of which nothing else is read; None where
-    it has none. Raises what `Calibration.load` and `check` do.
+    """Load only the experts' inputs of a model's calibration; None where it has none.
+
+    Raises the errors of `Calibration.load` and `check`.
     """
     wanted = {*INPUT_DTYPES, "facts", _SHAPE}
     arrays = _load(path, ({*_DTYPES} | {*BUDDY_DTYPES}) - wanted)

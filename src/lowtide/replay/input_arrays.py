@@ -39,8 +39,9 @@ def arrays_of_inputs(inputs: ExpertInputs) -> dict[str, Any]:
 def inputs_of(
     arrays: Arrays, num_layers: int, num_experts: int, sizes: tuple[int, int]
 ) -> ExpertInputs:
-    """The inputs whose `arrays_of_inputs` these are. sizes: of hidden and of activated rows.
-    Raises Contradiction.
+    """Return the inputs whose `arrays_of_inputs` these are.
+
+    sizes: widths of hidden and of activated rows. Raises Contradiction.
     """
     num_rows = arrays[PREFIX + "num_rows"]
     check_values(num_rows, "rows", (num_layers, num_experts))

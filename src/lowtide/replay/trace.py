@@ -95,9 +95,10 @@ class RoutedPass(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Trace:
-    """What was routed where, with what weight and for which request, pass by pass: the
-    router's own choice, whatever ran instead. Knows nothing of an expert's
-    weights, of scores or time.
+    """A record of routing, pass by pass: each token's experts, their weights, and its request.
+
+    It holds the router's own choice, whatever ran instead, and nothing of an expert's weights, of
+    scores or time.
     """
 
     model: str  # the model's name or fingerprint, as its recorder gave it
@@ -225,8 +226,9 @@ class TraceWriter:
         self._rows.append(step.rows_of(num_rows))
 
     def record(self, layer: int, ids: IntArray, weights: WeightArray | None = None) -> None:
-        """One layer's choice in the pass that has begun. ids, weights [rows, k]; all experts count
-        the same where their weights are not known.
+        """Record one layer's choice in the pass that has begun. ids, weights [rows, k].
+
+        Without weights all experts of a token count the same.
         """
         self._ids[-1][:, layer] = ids
         if weights is not None:

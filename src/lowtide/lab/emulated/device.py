@@ -65,8 +65,9 @@ class EmulatedDevice:
         kernels: Kernels = REFERENCE,
         cores_per_expert: int = 1,
     ) -> None:
-        """`arena` holds `num_slots` slots of `layout`. cores_per_expert: the host's, so that
-        an expert has the same bits on either side.
+        """Take `num_slots` slots of `layout` in `arena`.
+
+        cores_per_expert: as on the host, so that an expert has the same bits on either side.
         """
         self.num_slots = num_slots
         self.speeds = speeds

@@ -76,8 +76,9 @@ class DataSheet:
         return self.host.memory_bytes
 
     def costs(self, shape: MoEShape, weight_bytes: float = 2.0) -> Costs:
-        """The costs of a model's experts here, of so many bytes per weight; the rest of a layer is
-        taken as four square projections and one shared expert.
+        """Return the costs of a model's experts on this machine.
+
+        The rest of a layer counts as four square projections and one shared expert.
         """
         num_weights = 3 * shape.hidden_size * shape.expert_size
         expert_bytes = round(weight_bytes * num_weights)

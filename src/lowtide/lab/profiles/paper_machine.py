@@ -69,10 +69,11 @@ class PaperMachine:
     sync_s: float
 
     def costs(self, shape: MoEShape, weight_bytes: float | None = None) -> Costs:
-        """The costs of a model's experts here: curves of its size, between the nearest two, in
-        proportion beyond them.
+        """Return the costs of a model's experts on this machine.
 
-        weight_bytes: what is counted as moved, if not what the paper ran; time is by weights.
+        They are interpolated between the two curves of the nearest sizes, and in proportion beyond
+        them. weight_bytes: bytes per weight that moves, if not as the paper ran it; time is by
+        weights.
         """
         num_weights = 3 * shape.hidden_size * shape.expert_size
         curves = self._curves(num_weights)

@@ -19,8 +19,10 @@ from lowtide.policies.recipe import Recipe, Setting
 
 
 def oracle(hits: IntArray) -> Recipe:
-    """The preset of a replay of these passes [passes, layers, experts]: each layer keeps, of its
-    own slots, those wanted soonest; the absent are divided as `lowtide` does.
+    """Make the preset that knows these passes [passes, layers, experts] in advance.
+
+    Each layer keeps, in its own slots, the experts wanted soonest; the absent are divided as
+    `lowtide` divides them.
     """
 
     def place(setting: Setting) -> Placement:

@@ -93,10 +93,10 @@ class SimulatedLink:
         return staged
 
     def carry_out(self, layer: int, moves: Moves, at_hand: set[int], now_s: float) -> None:
-        """Carries out moves: experts `at_hand` (just fetched) at once, the others when idle, or at
-        the pass's end if they are owed.
+        """Carry out moves: experts `at_hand` (just fetched) at once, others when the link is idle.
 
-        New moves of a layer replace those of its old ones that have not begun.
+        Moves that are owed are made at the pass's end. New moves of a layer replace its old ones
+        that have not begun.
         """
         if not len(moves.admit) and not len(moves.evict):
             return

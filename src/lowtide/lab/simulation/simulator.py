@@ -142,10 +142,10 @@ def compare(
 
 
 def fastest_tau(trace: Trace, preset: str, setting: Setting) -> int:
-    """The tau with the least simulated time, among those of `TAUS` that are below a block's mean
-    length and the first beyond, with which a block is refreshed once.
+    """Return the tau of `TAUS` with the least simulated time.
 
-    The interval is fixed while one is tried, whatever `setting` says of following the drift.
+    Those below a block's mean length are tried, and the first beyond it, with which a block is
+    refreshed once. Each try has a fixed interval, whatever `setting` says of following the drift.
     """
     hits = trace.hits()
     num_steps = [len(block) for block in trace.blocks(hits)]
