@@ -84,6 +84,7 @@ clients: $(VENV)/.lowtide-dev
 check: $(VENV)/.lowtide-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+	$(BIN)/lint-imports
 	$(BIN)/mypy
 
 # A wheel with the compiled kernels inside, and the sources, in dist/.

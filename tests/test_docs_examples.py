@@ -15,6 +15,7 @@ SAYS = {
     "answer": ["12 21 40 57 93", "CXLVIII", "of the experts asked for were in memory"],
     "diffusion_live": ["░", "12 21 40 5", "15 tokens in 15 passes"],
     "own_format": ["12 21 40 57 93"],
+    "own_policy": ["fair 12 21 40 57 93", "lru 12 21 40 57 93"],
     "serve_openai": ["12 21 40 57 93"],
     "stream": ["132", "36 tokens of the prompt were computed for the first answer"],
 }

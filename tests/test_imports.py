@@ -16,6 +16,7 @@ PACKAGE = Path(__file__).parent.parent / "src" / "lowtide"
 # A room may import itself and the rooms after it.
 FLOORS = (
     "lab",
+    "extend",
     "front",
     "serve",
     "doctor",
@@ -59,7 +60,7 @@ PURE_LIBRARIES |= {"functools", "heapq", "itertools", "math", "operator", "types
 # Of the `serve` extra, and those rooms of the server that the command line uses without it.
 EXTRA = {"fastapi", "starlette", "uvicorn", "h11", "pydantic", "prometheus_client", "llguidance"}
 WITHOUT_EXTRA = ("serve.settings", "serve.client_configs", "serve.context")
-TORCH_FREE = FACTS | {"cli", "policies", "replay", "__main__", "__init__"}
+TORCH_FREE = FACTS | {"extend", "cli", "policies", "replay", "__main__", "__init__"}
 TORCH_FREE_PARTS = ("lab.verbs", "lab.simulation", "lab.profiles", "lab.emulated.kind")
 TORCH_FREE_PARTS += ("devices.kind",)
 NEVER = {
@@ -162,7 +163,7 @@ SOURCES = [Source.of(path) for path in sorted(PACKAGE.rglob("*.py"))]
 
 def may_import(importer: str, imported: str) -> bool:
     """Whether a file of one room may import from another."""
-    if importer == imported or importer == "__init__":
+    if importer == imported or importer in ("__init__", "extend"):
         return True
     if imported in FACTS:
         return True

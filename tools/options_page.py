@@ -51,6 +51,7 @@ from collections.abc import Mapping, Sequence
 from typing import TypedDict
 
 from lowtide.params import DiffusionParams
+from lowtide.policies.recipe import Recipe
 from lowtide.progress import Progress
 '''
 
@@ -118,7 +119,8 @@ def _typed_dict(name: str, says: str, classes: list[Any]) -> list[str]:
     for declared in classes:
         types = {field.name: field.type for field in fields(declared)}
         for option in options_of(declared):
-            key, kind = option.keyword, types[option.keyword]
+            key = option.keyword
+            kind = "str | Recipe" if key == "policy" else types[key]
             optional = " | None" if kind.startswith("Mapping") else ""
             told = textwrap.wrap(f'"""{_in_python(option.help)}"""', width=96)
             lines += ["", f"    {key}: {kind}{optional}", *(f"    {line}" for line in told)]

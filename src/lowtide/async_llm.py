@@ -27,6 +27,7 @@ from lowtide.engine.running.policy_setting import adopt_policy
 from lowtide.errors import UnsupportedError
 from lowtide.option import check_int
 from lowtide.params import MAX_TOP_LOGPROBS, SamplingParams
+from lowtide.policies.recipe import Recipe
 
 
 class AsyncLLM(LoadedModel):
@@ -146,7 +147,7 @@ class AsyncLLM(LoadedModel):
         )
 
     async def adopt_policy(
-        self, policy: str, policy_options: Mapping[str, str] | None = None
+        self, policy: str | Recipe, policy_options: Mapping[str, str] | None = None
     ) -> None:
         """Switch policies as `LLM.adopt_policy`."""
         change = partial(adopt_policy, policy=policy, policy_options=policy_options or {})

@@ -45,6 +45,7 @@ from lowtide.model_folder.hub_model import HubModel
 from lowtide.model_folder.tokenizer import Tokenizer
 from lowtide.params import SamplingParams
 from lowtide.plan import FormatPlan, MemoryPlan
+from lowtide.policies.recipe import Recipe
 
 
 class LLM(LoadedModel):
@@ -201,7 +202,9 @@ class LLM(LoadedModel):
         """
         return self._intake.token_ids(prompt, raw, template_options, add_special_tokens)
 
-    def adopt_policy(self, policy: str, policy_options: Mapping[str, str] | None = None) -> None:
+    def adopt_policy(
+        self, policy: str | Recipe, policy_options: Mapping[str, str] | None = None
+    ) -> None:
         """Switch to another policy without loading again, from its own first residents.
 
         Running answers continue with the same tokens, and counters continue. Raises UsageError for

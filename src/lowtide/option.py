@@ -88,6 +88,7 @@ class Group(enum.Enum):
     BENCH = "Measurement"
     QUALITY = "Quality"
     DOCTOR = "Diagnosis"
+    POLICY = "Policy"
     SERVE = "Server"
     BATCH = "Batch"
     PYTHON = "Python"  # a keyword only: no flag, variable or key

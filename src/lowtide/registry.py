@@ -71,6 +71,10 @@ class Registry(MutableMapping[str, T]):
             self._known[name] = self._loaded(extensions(self._group)[name])
         return self._known[name]
 
+    def name_of(self, value: T) -> str | None:
+        """Return the name under which this very value is known here, or None."""
+        return next((name for name, known in self._known.items() if known is value), None)
+
     def register(self, name: str, value: T) -> None:
         """Add an entry in this process. Raises UsageError for a name that is taken."""
         if name in self:

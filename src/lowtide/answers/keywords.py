@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import TypedDict
 
 from lowtide.params import DiffusionParams
+from lowtide.policies.recipe import Recipe
 from lowtide.progress import Progress
 
 
@@ -22,7 +23,7 @@ class ModelKeywords(TypedDict, total=False):
     gpu_memory: str | int
     """GPU memory to use: 12G, 80%, or auto."""
 
-    policy: str
+    policy: str | Recipe
     """Policy that keeps experts in memory; auto chooses one."""
 
     policy_options: Mapping[str, str] | None

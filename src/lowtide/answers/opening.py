@@ -17,6 +17,8 @@ from lowtide.engine.planning.format_plans import as_stored, opened_with_format
 from lowtide.errors import UnsupportedError, UsageError
 from lowtide.model_folder.hub_model import HubModel
 from lowtide.params import SamplingParams, hint
+from lowtide.policies.presets import name_of
+from lowtide.policies.recipe import Recipe
 
 FIRST_PROMPT_TOKENS = 4
 FIRST_ANSWER_TOKENS = 64
@@ -91,6 +93,8 @@ def engine_config(options: Mapping[str, object]) -> EngineConfig:
         if name not in known:
             way_out = hint(name, known, _ELSEWHERE)
             raise UsageError(f"{name!r} is not an option of a model. {way_out}")
+    if isinstance(policy := options.get("policy"), Recipe):
+        options = {**options, "policy": name_of(policy)}
     return EngineConfig(**options)  # type: ignore[arg-type]
 
 

@@ -21,6 +21,7 @@ import typer
 
 from lowtide.cli import EXIT_INTERRUPTED, EXIT_USAGE
 from lowtide.cli.options import OPTIONS, Settings, resolve
+from lowtide.cli.policy_file import load_policy_file
 from lowtide.cli.screen import printable, stderr_console
 from lowtide.errors import ConfigError, LowtideError, UsageError
 from lowtide.option import Group, Kind, Option
@@ -85,6 +86,8 @@ def takes(
     its own. help_texts: help of options in this verb, in place of their usual help.
     """
     options = [o for each in wanted for o in OPTIONS if each in (o.group, o.name)]
+    if any(option.name == "policy" for option in options):
+        options += [option for option in OPTIONS if option.name == "policy_file"]
 
     def decorate(verb: Verb) -> Verb:
         own = inspect.signature(verb, eval_str=True).parameters.values()
@@ -110,6 +113,8 @@ def takes(
                     _start_log(settings)
                     for notice in settings.notices:
                         _log.warning("%s", notice)
+                    if (path := settings.text("policy_file")) is not None:
+                        load_policy_file(Path(path))
                     verb(settings=settings, **arguments)
 
         command.unlisted = unlisted  # type: ignore[attr-defined]

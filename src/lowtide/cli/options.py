@@ -83,10 +83,13 @@ def _shared(params: Any) -> tuple[Option, ...]:
     return tuple(option for option in options_of(params) if option.group is not Group.PYTHON)
 
 
+_policy = partial(_own, Group.POLICY, is_common=False)
+
 ENGINE_OPTIONS = _shared(EngineConfig)
 
 OPTIONS: tuple[Option, ...] = (
     *ENGINE_OPTIONS,
+    _policy("policy_file", "Python file with policies of your own, known to --policy by name."),
     _prompt(
         "raw",
         "Send the text as it is, without the chat template.",

@@ -11,6 +11,7 @@ from typer.core import TyperCommand
 
 from lowtide.cli.foreign_flags import Verb, Verbs
 from lowtide.cli.interrupts import reraise_signal
+from lowtide.registry import VERBS, extensions
 
 
 class VerbEntry(NamedTuple):
@@ -24,7 +25,7 @@ class VerbEntry(NamedTuple):
     def load(self) -> Callable[..., None]:
         module = import_module(self.module)
         reraise_signal()
-        found: Callable[..., None] = module.__dict__[self.function]
+        found: Callable[..., None] = getattr(module, self.function)
         return found
 
 
@@ -92,6 +93,23 @@ class LazyVerbs(Verbs):
         for name, known in OWN_VERBS.items():
             self.add_command(_LazyVerb(name, known))
 
+    def list_commands(self, ctx: Any) -> list[str]:
+        self._add_extensions()
+        return super().list_commands(ctx)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        if cmd_name not in self.commands:
+            self._add_extensions()
+        return super().get_command(ctx, cmd_name)
+
+    def _add_extensions(self) -> None:
+        """Add other distributions' verbs: not for one of the package's own, as it takes time."""
+        for said, point in extensions(VERBS).items():
+            name, _, line = said.partition(":")
+            if name not in self.commands:
+                known = VerbEntry(point.module, line.strip(), point.attr, "")
+                self.add_command(_LazyVerb(name, known))
+
 
 class _LazyVerb(TyperCommand):
     """A verb's name and help line; the verb itself is imported for everything else."""
@@ -105,7 +123,7 @@ class _LazyVerb(TyperCommand):
     ) -> Any:
         """Import the verb and make a context of it, in place of this stand-in."""
         one = typer.Typer(add_completion=False)
-        epilog = f"For example: {self.known.example}"
+        epilog = f"For example: {self.known.example}" if self.known.example else None
         one.command(self.name, cls=Verb, epilog=epilog)(self.known.load())
         verb: Any = typer.main.get_command(one)
         return verb.make_context(info_name, args, parent=parent, **extra)

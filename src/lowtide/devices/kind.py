@@ -16,6 +16,7 @@ from lowtide.registry import DEVICES, Registry
 if TYPE_CHECKING:
     from lowtide.experts.device import Device
     from lowtide.experts.layout import SlotLayout
+    from lowtide.experts.slots import ExpertSlots
     from lowtide.kernels.reference import Kernels
     from lowtide.memory.arena import Arena, Region
 
@@ -35,6 +36,20 @@ class DeviceRequest:
     options: Mapping[str, str]
     arena: Region | None = None
     """Where slots lie if their memory comes and goes; None: the device brings its own."""
+
+    def open_slots(self) -> ExpertSlots:
+        """Return the slots, in memory of the host."""
+        from lowtide.experts.slots import ExpertSlots
+
+        num_bytes = self.num_slots * self.layout.num_bytes
+        return ExpertSlots(self.arena or self.make_arena(num_bytes), self.layout)
+
+    @staticmethod
+    def make_arena(num_bytes: int) -> Arena:
+        """Return memory of the host, such as experts are copied from."""
+        from lowtide.memory.arena import Arena
+
+        return Arena(num_bytes)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ All of it is asked of the catalogue, in which `auto` is not: it stands for one o
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import count
 
 from lowtide.errors import UsageError
 from lowtide.files.json_file import meant
@@ -40,6 +41,18 @@ def register(name: str, made: Recipe) -> None:
     if name in (AUTO, ORACLE):
         raise UsageError(f"There is a preset {name!r} already; choose another name.")
     CATALOGUE.register(name, made)
+
+
+def name_of(policy: str | Recipe) -> str:
+    """Return a policy's name; a recipe that has none is registered as `recipe-1` and so on."""
+    if isinstance(policy, str):
+        return policy
+    name = CATALOGUE.name_of(policy)
+    if name is None:
+        numbers = (f"recipe-{number}" for number in count(1))
+        name = next(name for name in numbers if name not in CATALOGUE)
+        register(name, policy)
+    return name
 
 
 def unregister(name: str) -> None:
@@ -92,9 +105,8 @@ def check_policy(name: str, options: Mapping[str, str]) -> None:
     _refuse_oracle(name)
     if name not in preset_names():
         raise UsageError(
-            f"Policy {name!r} is not known; choose one of {', '.join(preset_names())}. One of your "
-            "own is known to a script that registers it and then runs lowtide.cli.main.main()."
-            f"{meant(name, preset_names())}"
+            f"Policy {name!r} is not known; choose one of {', '.join(preset_names())}. For one of "
+            f"your own add --policy-file FILE.py.{meant(name, preset_names())}"
         )
     parse_options(name, options)
 

@@ -35,8 +35,15 @@ from lowtide.plan import MemoryPlan
 from lowtide.policies.decision import Policies
 from lowtide.policies.online_tau import TauChange
 from lowtide.policies.prefetch import Gate
-from lowtide.policies.presets import TRIED, choose_preset, make_policies, parse_options, recipe
-from lowtide.policies.recipe import Setting
+from lowtide.policies.presets import (
+    TRIED,
+    choose_preset,
+    make_policies,
+    name_of,
+    parse_options,
+    recipe,
+)
+from lowtide.policies.recipe import Recipe, Setting
 from lowtide.policies.tau import FollowDrift, SolvedTau, calibrated_tau
 from lowtide.policies.trial import PolicyTrial
 from lowtide.replay.calibration import Calibration
@@ -44,13 +51,14 @@ from lowtide.replay.calibration import Calibration
 _log = logging.getLogger(__name__)
 
 
-def adopt_policy(engine: Engine, policy: str, policy_options: Mapping[str, str]) -> Engine:
+def adopt_policy(engine: Engine, policy: str | Recipe, policy_options: Mapping[str, str]) -> Engine:
     """The same engine under another policy, which starts from its own first residents.
 
     Between passes only; `engine` itself is to be forgotten. Raises UsageError for a policy or an
     option that there is not, PlanError for a policy that needs more than the plan has: `engine`
     then goes on as before.
     """
+    policy = name_of(policy)
     options, plan, experts = (
         engine.options.with_policy(policy, policy_options),
         engine.plan,

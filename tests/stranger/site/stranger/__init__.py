@@ -1,0 +1,1 @@
+"""A distribution of somebody else, which adds to lowtide by entry points."""
