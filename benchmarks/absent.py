@@ -1,4 +1,4 @@
-"""What an absent expert costs: passes with a share of the experts resident, beside all of them.
+"""Cost of an absent expert: passes with a share of the experts resident, beside all of them.
 
 Lanes take turns, answer by answer: everything resident, then each share under each policy. Before
 every round two threads read whole experts straight into slots, the least that absent ones take. A
@@ -76,7 +76,7 @@ def main() -> None:
 
 
 class Pass(NamedTuple):
-    """What each pass of an answer took."""
+    """Times and counts of one pass of an answer."""
 
     s: float
     cpu_s: float  # of all threads
@@ -216,7 +216,10 @@ def _line(row: Mapping[str, Any]) -> str:
 
 @contextmanager
 def _models(part: str, options: argparse.Namespace) -> Iterator[list[Path]]:
-    """What a part measures, on tmpfs unless it is of the disk; none where it cannot be written."""
+    """Yield a part's models.
+
+    They are on tmpfs unless the part is of the disk; none where they cannot be written.
+    """
     if part in ("gguf", "by_expert") and find_spec("gguf") is None:
         yield []
         return

@@ -32,7 +32,7 @@ class Load(NamedTuple):
 
 
 class Answers(NamedTuple):
-    """What one way of running a load gave."""
+    """Answers and cost of one way of running a load."""
 
     token_ids: list[list[int]]
     seconds: float

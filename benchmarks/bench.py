@@ -221,7 +221,7 @@ def chosen(names: Sequence[str] | None, *, is_large: bool) -> tuple[Script, ...]
 
 
 def listed(scripts: Sequence[Script]) -> str:
-    """What is called, for how many minutes each and all."""
+    """List the calls, with the minutes of each and of all."""
     lines = []
     for script in scripts:
         call = " ".join((f"{script.name}.py", *script.arguments))

@@ -83,7 +83,7 @@ class _Lane:
         return statistics.median(self._pass_s)
 
     def row(self, read_Bps: float) -> dict[str, Any]:
-        """What a pass took and went through."""
+        """Return a pass's time and bytes."""
         num_bytes = self._pass_bytes()
         return {
             "s": self.pass_s,

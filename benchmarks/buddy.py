@@ -141,7 +141,7 @@ def _record(
 
 
 def _row(cell: Cell, lane: Lane) -> Row:
-    """What one lane did, beside the exact one."""
+    """Return one lane's row, beside the exact one."""
     row = cell.rows[lane.name]
     if row.comparison is None or row.passes is None:
         return {"reason": row.reason}
@@ -169,7 +169,7 @@ def _range_of(row: Scored) -> Row:
 
 
 def _expectations(cell: Cell, wanted: Sequence[Lane]) -> list[Row]:
-    """What the issue asks of this cell, and what came of it."""
+    """Return the expectations of this cell and their results."""
     ran = {lane.name: lane for lane in wanted if not cell.rows[lane.name].reason}
     found = []
     for lane in ran.values():

@@ -58,7 +58,7 @@ WATCHED = 3
 """Answers per lane whose layers are timed, beside those whose speed counts."""
 
 OWN_SHARE, OWN_S = 0.01, 20e-6
-"""What substitution may take: of a layer at 32 rows, seconds at one."""
+"""Ceilings of a substitution's cost: share of a layer at 32 rows, seconds at one."""
 
 
 class Watch:

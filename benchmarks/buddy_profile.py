@@ -1,4 +1,4 @@
-"""Whether a model has buddies at all, layer by layer: what any substitution lives on.
+"""Buddies of a model, layer by layer: any substitution needs them, and a model may have none.
 
 How unevenly experts are chosen (BuddyMoE's Figure 6), how few peers they are chosen with, and how
 many peers cover how much of that.
@@ -40,7 +40,7 @@ def main() -> None:
 
 
 def layer_rows(profile: BuddyProfile) -> Iterator[Row]:
-    """What is known of every MoE layer."""
+    """Yield the row of each MoE layer."""
     peers = {alpha: profile.peers_that_cover(alpha) for alpha in ALPHAS}
     for layer, report in enumerate(layer_reports(profile)):
         counts = profile.activations[layer] / profile.activations[layer].mean()

@@ -1,4 +1,4 @@
-"""What a substitution itself takes of a layer of 256 experts, 8 a token, half of them resident.
+"""Cost of a substitution itself in a layer of 256 experts, 8 a token, half of them resident.
 
 Decided twice, on the router's demand and on what is run in its place, before the layer's work can
 start; what it saved is counted beside that work. On the host alone and beside a device, where the
@@ -53,7 +53,7 @@ LANES: Mapping[str, Mapping[str, str]] = {
 TIERS = {"host alone": False, "beside a device": True}
 
 AT_ONE_S, LATE_S = 20e-6, 100e-6
-"""What a decision of one row may take; and `late`'s two together."""
+"""Ceilings of a decision of one row, and of `late`'s two together."""
 
 
 class Case(NamedTuple):

@@ -80,7 +80,7 @@ class Experts(Protocol):
     memory: Arena
 
     def takes(self, num_rows: int) -> bool:
-        """Whether its kernels take so many rows of an expert."""
+        """Return True if its kernels take `num_rows` rows of an expert."""
         ...
 
     def run(self, first: int, count: int, num_rows: int, num_threads: int) -> None:

@@ -132,7 +132,7 @@ def parts_one_by_one(numbers: Numbers, options: argparse.Namespace) -> None:
 
 
 def _stage_gains(name: str, case: Case) -> dict[str, float]:
-    """What each stage gains over the one before."""
+    """Return each stage's gain over the one before."""
     setting = case.setting
     num_ahead = STAGE_PREFETCH.get(name, NUM_PREFETCH.of(setting))
     own = case.having(STAGE_SHARE, num_prefetch=num_ahead)

@@ -150,7 +150,7 @@ def _contexts(folder: Path, budget_bytes: int, longest: int, at_once: int) -> li
 
 
 def _spread(contexts: Sequence[int], number: int) -> list[int]:
-    """So many of them, the least and the one in the middle (foresight's) among them."""
+    """Return `number` of the contexts, the least and the middle one (foresight's) among them."""
     if number >= len(contexts):
         return list(contexts)
     order = [0, len(contexts) // 2, len(contexts) - 1, 1, 3]

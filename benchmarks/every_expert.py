@@ -109,7 +109,7 @@ def _row(
 
 
 def _judged(length: int, row: dict[str, float]) -> dict[str, bool]:
-    """What a length is held to."""
+    """Return the expectations of a length, each with its result."""
     judged = {"reads_the_absent": abs(row["over_absent_asked"] - 1) <= OFF_BYTES}
     if length <= READING_TOKENS:
         return {**judged, "is_at_the_ceiling": row["of_ceiling"] >= OF_CEILING}

@@ -74,7 +74,7 @@ SYNC_S = 15e-6
 
 
 class Hardware(NamedTuple):
-    """What nothing on a machine can be faster than, by data sheets: per second."""
+    """Ceilings of a machine's speeds, from data sheets: per second."""
 
     device_bytes: float
     device_operations: float

@@ -1,4 +1,4 @@
-"""What weights of fewer bits cost the trained demo models, and what they give.
+"""Cost and gain of weights of fewer bits in the trained demo models.
 
 Rows of lowtide quality: likelihood, agreement and KL beside the model as it is stored, on the same
 questions that training left out and in decoding's own passes; with them the bytes of all weights,
@@ -90,7 +90,7 @@ def _measure(recorder: Recorder, model: str, text: str, options: argparse.Namesp
 
 
 def _row(scored: Scored) -> Row:
-    """What one lane did, beside the model as it is stored with everything in memory."""
+    """Return one lane's row, beside the model as it is stored with everything in memory."""
     assert scored.comparison is not None and scored.passes is not None
     return {
         "budget_bytes": scored.budget_bytes,

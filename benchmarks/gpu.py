@@ -148,7 +148,7 @@ class Report:
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """What fails inside is reported, and the next part begins."""
+        """Run a part; report its failure, so that the next part can begin."""
         try:
             yield
             self.done(name)
@@ -203,7 +203,7 @@ def main() -> int:
 
 
 def find_caches() -> None:
-    """What is compiled or measured goes to temporary folders where the home cannot be written."""
+    """Send caches to temporary folders where the home cannot be written."""
     for name, place in _CACHES.items():
         if name not in os.environ and not _can_write(Path(place).expanduser()):
             os.environ[name] = tempfile.mkdtemp(prefix="lowtide-")
@@ -562,7 +562,7 @@ class LayerInput:
 
 
 def measure_expert_costs(executor: HostExecutor, pinned: PinnedMemory, report: Report) -> Costs:
-    """What policies are told, measured as `lowtide doctor` does it."""
+    """Measure the costs that policies are given, as `lowtide doctor` does."""
     from lowtide.hardware.measure import measure_costs
 
     def pinned_arena(num_bytes: int) -> Arena:

@@ -69,7 +69,7 @@ def main() -> None:
 
 
 class _Bench(NamedTuple):
-    """What all parts are measured with."""
+    """Options, folder and recorder of all parts."""
 
     options: argparse.Namespace
     folder: Path
@@ -111,7 +111,7 @@ class _Bench(NamedTuple):
 
 
 def judged(row: Mapping[str, Any], limit_bytes: int | None) -> dict[str, Any]:
-    """Whether a lane had the same memory during all its answers, and why it is refused if not.
+    """Judge if a lane had the same memory during all its answers; name the reason if not.
 
     limit_bytes: None where there is no limit but what was available when the lane started.
     """

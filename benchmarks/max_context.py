@@ -55,7 +55,7 @@ NO_LIMIT = MemoryLimit("none", "a step's memory is measured, not limited")
 
 @dataclass
 class Line:
-    """What another side's step takes, by length."""
+    """Memory of another side's step, by length."""
 
     shape: MaskedShape
     side: str

@@ -1,4 +1,4 @@
-"""What each part of Mosaic gives: the longest sequence at r_p 0.5, part by part, and what it costs.
+"""Gain and cost of each part of Mosaic: the longest sequence at r_p 0.5, part by part.
 
 Cumulative: its manager (one plan for all transients in one arena, results in their inputs' places,
 no concatenation; logits of all rows materialised), mask-only logits (those of masked rows,
@@ -133,7 +133,7 @@ def _time_head(recorder: Recorder, shape: MaskedShape, options: argparse.Namespa
 
 
 def _reserve(recorder: Recorder, shape: MaskedShape, side: str, num_tokens: int) -> None:
-    """What CUDA's caching allocator would reserve for this side's step."""
+    """Record the bytes that CUDA's caching allocator would reserve for this side's step."""
     task = {
         "shape": settings_of(shape),
         "side": side,

@@ -1,4 +1,4 @@
-"""What a plan of a bidirectional pass says, and what the process then takes; how even its use is.
+"""Memory of a bidirectional pass: its plan beside the process, and how even its use is.
 
 LLaDA-8B, Dream-7B and LLaDA-MoE with published shapes and two layers, lengths from 1,024 to 32,768
 tokens, operators divided as far as it takes and not at all. After a step to warm up the process's

@@ -121,7 +121,7 @@ def _measure(
 
 
 def contenders(names: Sequence[str], taken: Mapping[str, Sequence[Stretch]]) -> list[str]:
-    """Who has another turn: all at first, then those that an expectation still hangs on."""
+    """Return the presets of the next turn: all at first, then those with an open expectation."""
     if not taken:
         return list(names)
     speeds = {name: median_speed(stretches, "seconds") for name, stretches in taken.items()}

@@ -35,7 +35,7 @@ def main() -> None:
 
 
 def _report(page: Path, results: Results, is_check: bool) -> bool:
-    """Whether the page was otherwise; it is written unless this only checks."""
+    """Return True if the page was out of date; write it unless this only checks."""
     path = REPOSITORY / page
     text = path.read_text(encoding="utf-8")
     new = rewritten(text, blocks(results, page))
@@ -45,7 +45,10 @@ def _report(page: Path, results: Results, is_check: bool) -> bool:
 
 
 def _draw(path: Path, results: Results, is_check: bool) -> bool:
-    """Whether the picture was another; it is written, where there is one, unless this checks."""
+    """Return True if the picture was out of date.
+
+    Writes it, where there is one, unless this only checks.
+    """
     picture, file = PICTURES[path](results), REPOSITORY / path
     old = file.read_text(encoding="utf-8") if file.exists() else None
     if picture is not None and picture != old and not is_check:

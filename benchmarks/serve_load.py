@@ -156,7 +156,7 @@ def _loaded(
     look: Look = float,
     **more: object,
 ) -> tuple[dict[str, Any], Load]:
-    """What so many clients get; more: fields of their requests."""
+    """Load a server with `num_clients` clients; more: fields of their requests."""
 
     def body_of(number: int) -> Body:
         return _body(_words(num_words, num_clients, number), options.new, **more)
@@ -288,7 +288,7 @@ def _words(count: int, *seed: int) -> str:
 
 
 def _lowtide(model: Path, context: int, budget: int | None = None) -> Sequence[str]:
-    """What `serving` starts; without a budget with the default one."""
+    """Return the command for `serving`; without a budget, lowtide takes its default."""
     memory = () if budget is None else ("--host-memory", str(budget))
     return ("lowtide", "serve", str(model), "--context", str(context), *memory)
 

@@ -64,12 +64,12 @@ COUNTED = {
     "moves_asked": "num_moves_asked",
     "moves_done": "num_moves_done",
 }
-"""What is counted, by its name in the runtime's counts and in a report."""
+"""Counts of a run: name in a report, and name in the runtime's counts."""
 COUNTED_ON_DISK = {"hits": "num_hits", "reads": "num_fetched"}
 
 
 class MeasuredCosts(NamedTuple):
-    """What the replay is made with."""
+    """Costs of the replay, measured on this machine."""
 
     costs: Costs
     pass_s: float  # of each pass, besides its MoE layers

@@ -42,7 +42,7 @@ PLANNING_SHARE, PLANNING_S = 0.01, 0.2e-3
 """Of a step, and at least so long: what planning may take of each in the mean."""
 
 PLAN_S = 5e-3
-"""What a plan may take that was not known."""
+"""Ceiling of the time for a plan that was not known."""
 
 UNDIVIDED = {"mlp": 1, "experts": 1, "attention": 1, "logits": 1}
 

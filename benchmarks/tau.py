@@ -79,7 +79,7 @@ def main() -> None:
 
 
 def _anchors(recorder: Recorder) -> None:
-    """What each machine has for the one number that it was fitted to."""
+    """Compare each machine with the one number that it was fitted to."""
     for name, published_ratio in TIDE_BASELINES.items():
         here = tide_anchor(tide_case(name), Shipped(name))
         row: Row = {"machine_profile": name, "published": published_ratio, "here": here}

@@ -79,7 +79,7 @@ class Agent(NamedTuple):
 
     @property
     def is_oss(self) -> bool:
-        """Whether it asks for an Ollama instead of a server that it is told of."""
+        """True if the agent asks for an Ollama, not for a server that it is told of."""
         return "--oss" in self.arguments
 
 
@@ -218,7 +218,7 @@ def _wrong(
 
 
 def _config(agent: Agent, model: Path, url: str) -> str:
-    """What a user would be told."""
+    """Return the lines that a user would be told to use."""
     if agent.is_oss:
         return f"export CODEX_OSS_BASE_URL={url}/v1\n"
     options = ["--port", url.rpartition(":")[2], "--context", str(AGENT_TOKENS)]

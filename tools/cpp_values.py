@@ -64,6 +64,6 @@ class _Reader:
 
 
 def _object_or_list(values: list[Any]) -> Any:
-    """What a list in braces becomes: an object of pairs whose first is a name, else an array."""
+    """Convert a list in braces: an object of pairs whose first is a name, else an array."""
     is_object = all(isinstance(v, list) and len(v) == 2 and isinstance(v[0], str) for v in values)
     return dict(values) if values and is_object else values

@@ -33,7 +33,7 @@ def by_task(llm: LLM) -> Iterator[tuple[str, list[bool]]]:
 
 
 def in_conversations(llm: LLM) -> list[bool]:
-    """Whether each answer but the first was right, in conversations of several tasks."""
+    """Judge each answer but the first in conversations of several tasks; True for right ones."""
     source = random.Random("conversation")
     conversations: list[list[dict[str, str]]] = [[] for _ in range(NUM_CONVERSATIONS)]
     right: list[bool] = []

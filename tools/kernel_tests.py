@@ -1,4 +1,4 @@
-"""Whether `make test-kernels` has passed here with all that it depends on as it is now.
+"""Record of a pass of `make test-kernels` with everything that it depends on as it is now.
 
     python tools/kernel_tests.py passed   # 0: it has, so that `.ci/run` may leave it out
     python tools/kernel_tests.py record   # it just did
@@ -79,7 +79,7 @@ def files(root: Path) -> Iterator[Path]:
 
 
 def _compiler() -> str:
-    """Which one the kernels are compiled with: none, or what it says of itself."""
+    """Return the version that the kernels' compiler prints; "" without one."""
     try:
         return subprocess.check_output([find_compiler(), "--version"], text=True)
     except UnsupportedError:

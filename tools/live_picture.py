@@ -39,7 +39,7 @@ Lines = tuple[tuple[Cell, ...], ...]
 
 
 class Frame(NamedTuple):
-    """What was on the screen from one moment on."""
+    """Screen from one moment on."""
 
     time_s: float
     lines: Lines

@@ -30,7 +30,7 @@ _PLENTY_BYTES = 1 << 43  # a budget that nothing is refused for
 
 
 class Needs(NamedTuple):
-    """What a model takes in one format, in bytes."""
+    """Bytes that a model needs in one format."""
 
     disk_bytes: int  # its own files, or those that `lowtide pack` writes
     least_bytes: int  # of budget that runs

@@ -51,7 +51,7 @@ CHANGES = {
     " - 1": "",
     "std::min": "std::max",
 }
-"""What is put in place of what, once in a line."""
+"""Replacements of a mutant, each made once in a line."""
 # Faults in them are faults of tests, of words or of a machine that is not here.
 _LEFT_OUT = re.compile(r"cuda|triton|_text|errors|__main__|/cli/|/lab/|schemas|unruly")
 

@@ -67,7 +67,7 @@ _TEXT = re.compile(r"(?:const )?(?:static )?std::string\s+(\w+)\s*=\s*(?=R?\")")
 
 
 class Message(NamedTuple):
-    """What an answer is. calls: names, arguments and ids."""
+    """Parsed answer; calls: names, arguments and ids."""
 
     content: str = ""
     reasoning: str = ""
@@ -268,7 +268,7 @@ def _expected(settings: dict[str, Any]) -> Message:
 
 
 def _made_message(made: Made) -> Message:
-    """What one of the tests' functions makes."""
+    """Return the message that one of the tests' functions makes."""
     if made.name == "simple_assist_msg":
         content, reasoning, name, arguments, call_id = _texts(made.parts, 5)
         calls = ((name, arguments, call_id),) if name or call_id else ()
@@ -293,6 +293,6 @@ def _made_message(made: Made) -> Message:
 
 
 def _texts(parts: list[Any], num: int) -> list[str]:
-    """So many texts; what is left out, or an empty list, is none."""
+    """Return `num` texts; one that is left out, or an empty list, is ""."""
     texts = [part if isinstance(part, str) else "" for part in parts]
     return [*texts, *[""] * (num - len(texts))]

@@ -53,7 +53,7 @@ class Reader:
         return found
 
     def arguments(self) -> list[Any]:
-        """What stands in parentheses, of which the first is next."""
+        """Return the values in parentheses, of which the first is next."""
         return self._list("(", ")")
 
     def chain(self) -> Iterator[tuple[str, list[Any]]]:

@@ -34,7 +34,7 @@ SANITIZERS: Mapping[str, Mapping[str, str]] = {
     "undefined": {"UBSAN_OPTIONS": "print_stacktrace=1"},
     "thread": {"TSAN_OPTIONS": "halt_on_error=1:second_deadlock_stack=1"},
 }
-"""What their environments have."""
+"""Environments of the sanitizers' programs."""
 
 _FLAGS = (
     *("-std=c++17", "-O1", "-g", "-ffp-contract=off", "-pthread", "-fno-omit-frame-pointer"),
@@ -98,7 +98,10 @@ def _passes(name: str, compiler: str, folder: Path, num_jobs: int) -> bool:
 
 
 def _is_there(name: str, compiler: str, folder: Path) -> bool:
-    """Whether a program built with it runs: its library may be missing, or the kernel refuse it."""
+    """Return True if a program built with the sanitizer runs.
+
+    Its library may be missing, or the kernel refuse it.
+    """
     source, program = folder / "probe.cpp", folder / "probe"
     source.write_text("int main() { return 0; }\n")
     try:
@@ -110,7 +113,7 @@ def _is_there(name: str, compiler: str, folder: Path) -> bool:
 
 
 def _run(command: list[str], environment: Mapping[str, str] | None = None) -> str:
-    """What it says, to either output."""
+    """Run a command; return its output, standard error included."""
     done = subprocess.run(
         command,
         env={**os.environ, **(environment or {})},

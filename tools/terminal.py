@@ -28,7 +28,7 @@ _QUIET_S = 0.4  # without output: it waits for what is typed
 
 
 class Written(NamedTuple):
-    """What came at one moment."""
+    """Text that came at one moment."""
 
     time_s: float
     text: str
@@ -41,7 +41,7 @@ class Recording(NamedTuple):
     exit_code: int
 
     def screen(self, columns: int) -> Screen:
-        """What the terminal shows at the end."""
+        """Return the terminal's screen at the end."""
         screen = Screen(columns)
         for written in self.written:
             screen.feed(written.text)
@@ -190,5 +190,5 @@ def _written(master: int, typed: list[str], limit_s: float) -> list[Written]:
 
 
 def _is_prompt(text: str) -> bool:
-    """Whether a line is waited for: a prompt, or an editor that takes pasted text from now on."""
+    """Return True if the text asks for a line: a prompt, or an editor that takes pasted text."""
     return text.endswith("> ") or "\x1b[?2004h" in text

@@ -44,7 +44,7 @@ MACHINES: Mapping[str, Mapping[str, str]] = {
     # SSE4.2's float32 products differ between one and several threads from 4 rows up.
     "many-cores": {_MACHINE: "many-cores", "MKL_CBWR": "SSE4_2"},
 }
-"""What their environments have; whatever else decides the same is taken out."""
+"""Environments of the machines; other variables that decide the same are taken out."""
 
 _VARIABLES = {name for environment in MACHINES.values() for name in environment}
 

@@ -116,7 +116,7 @@ class Conversations:
 
 
 def draw_noise(tokens: Tensor) -> Tensor:
-    """What is masked [batch, seq]: of each block another share of its answers."""
+    """Draw the masked places [batch, seq]: of each block another share of its answers."""
     shape = (len(tokens), tokens.shape[1] // BLOCK, 1)
     share = torch.rand(shape).masked_fill(torch.rand(shape) < 0.2, 1.0)  # as decoding begins
     # Now and then questions too, so that any such text can be scored.
@@ -485,7 +485,7 @@ def weighted_loss(logits: Tensor, target: Tensor, is_answer: Tensor) -> tuple[Te
 
 
 def answers(tokens: Tensor) -> Tensor:
-    """Which tokens belong to answers, their ends included.  [batch, seq] bool."""
+    """Mark the tokens of answers, their ends included.  [batch, seq] bool."""
     is_answer = (tokens == ASSISTANT).cumsum(1) == (tokens == USER).cumsum(1)
     return is_answer & (tokens != ASSISTANT) & (tokens != ENDOFTEXT)
 

@@ -80,7 +80,7 @@ def walked(some: Iterable[Step], columns: int, source: Path | None = None) -> li
 
 
 def normalised(text: str) -> str:
-    """What stays the same from machine to machine and from run to run: no numbers, no frames."""
+    """Remove the numbers and frames, which differ between machines and runs."""
     text = re.sub(r"\d[\d.,]*(?:e[-+]?\d+)?", "N", text)
     return re.sub(r"[\s━─┏┳┓┃┡╇┩│├┼┤└┴┘]+", " ", text).strip()
 

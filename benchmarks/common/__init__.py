@@ -1,1 +1,1 @@
-"""What the benchmark scripts share: records, memory limits, ceilings, runs and the peer."""
+"""Shared modules of the benchmarks: records, memory limits, ceilings, runs and the peer."""

@@ -1,4 +1,4 @@
-"""What a piece of work allocates through torch, and when: from torch's profiler."""
+"""Allocations of a piece of work through torch, with their times, from torch's profiler."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ def touched(num_bytes: int) -> mmap.mmap:
 
 
 def _is_wanted() -> bool:
-    """Whether standard input is still open; nothing is ever written to it."""
+    """Return True while standard input is open; nothing is ever written to it."""
     return not select.select([sys.stdin], [], [], 0)[0]
 
 

@@ -27,7 +27,7 @@ from lowtide.policies.substitution import (
 
 BASELINES = ("random", "drop", "cache-prior")
 PRIOR = PolicyOption("prior", 1.0, 0, 1e6)
-"""What cache-prior adds to residents' logits."""
+"""Constant that cache-prior adds to residents' logits."""
 
 
 def register_baselines(placement: str, spec: ExpertSpec) -> None:

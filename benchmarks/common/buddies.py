@@ -1,4 +1,4 @@
-"""What the benchmarks of substitution share: the lanes that are compared, and calibrated models."""
+"""Shared parts of the benchmarks of substitution: the compared lanes, and calibrated models."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ class Lane(Protocol):
 
     @property
     def facts(self) -> Mapping[str, Any]:
-        """What it is and has in memory now, for the record."""
+        """Return the lane's description and its memory now, for the record."""
         ...
 
     def answer(self, prompt: Sequence[int], num_new: int) -> Answer: ...
@@ -359,7 +359,7 @@ def _rates(num_prompt: int, answers: Sequence[Answer]) -> tuple[list[float], lis
 
 
 def _build_flags() -> str:
-    """What `make peers` built llama.cpp with, which it leaves in its environment."""
+    """Return the flags of llama.cpp's build, which `make peers` leaves in its environment."""
     file = Path(sys.prefix) / "llama-cpp-flags"
     return file.read_text().strip() if file.exists() else "not built by `make peers`"
 

@@ -1,4 +1,4 @@
-"""What the machine can do at best, measured beside everything that is compared with it."""
+"""Ceilings of the machine, measured beside everything that is compared with them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What torch's CUDA caching allocator would reserve for a trace of allocations: its rules.
+"""Rules of torch's CUDA caching allocator: its reserved bytes for a trace of allocations.
 
 A request is rounded up to 512 bytes. Up to 1 MiB it comes from the pool of small blocks, whose
 segments are 2 MiB; more from that of large ones, whose segments are 20 MiB up to 10 MiB, and above
@@ -154,7 +154,7 @@ class CachingAllocator:
 
 
 def segment_bytes(size: int) -> int:
-    """What is asked of the device for a rounded request that no free block can take."""
+    """Return the bytes asked of the device for a rounded request that no free block can take."""
     if size <= SMALL_BYTES:
         return SMALL_SEGMENT_BYTES
     if size < LEAST_OWN_SEGMENT_BYTES:
@@ -163,9 +163,10 @@ def segment_bytes(size: int) -> int:
 
 
 def replay(changes: Iterable[Change], capacity_bytes: int | None = None) -> Peaks:
-    """What a trace makes the allocator reserve. What is freed but was there before is left out.
+    """Replay a trace through the allocator; return its peaks.
 
-    Raises OutOfMemory where that is more than there is.
+    A free of memory that was there before the trace is left out. Raises OutOfMemory where the
+    device has too little.
     """
     allocator = CachingAllocator(capacity_bytes)
     held: dict[Hashable, tuple[_Block, int]] = {}

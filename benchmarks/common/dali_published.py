@@ -1,4 +1,4 @@
-"""What DALI's figures and tables say."""
+"""Numbers of DALI's figures and tables."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ FIGURE_18: Mapping[tuple[tuple[int, int], tuple[int, int]], float] = {
     ((2, 16), (2, 8)): 0.042,
     ((4, 8), (8, 8)): 0.071,
 }
-"""What the hit rate of one (w_size, u_size) is above that of another; DeepSeek, batch 4."""
+"""Lead in hit rate of one (w_size, u_size) over another; DeepSeek, batch 4."""
 FIGURE_19: Mapping[str, float] = {"+ greedy": 4.1, "+ prefetch": 1.09, "+ cache": 1.38}
-"""What each part gains over those before it, on Mixtral and Qwen."""
+"""Gain of each part over those before it, on Mixtral and Qwen."""
 FIGURE_22: Mapping[str, tuple[str, float]] = {
     "over llama.cpp": ("layer-split", 2.78),
     "over KTransformers": ("layer-split", 1.96),

@@ -69,7 +69,7 @@ class DiskTrack:
         return clock.around_reads_s
 
     def ahead_slots(self, calibration: Calibration) -> AheadSlots:
-        """What reads ahead of a layer go by."""
+        """Return the slots that reads ahead of a layer are decided by."""
         return ahead_slots(self.llm._engine, calibration)
 
     def adopt(self, preset: str, options: Mapping[str, Any]) -> None:

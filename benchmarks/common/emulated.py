@@ -71,7 +71,7 @@ class Model(NamedTuple):
 
 
 class Learned(NamedTuple):
-    """What a run with every expert in its place tells of a model, before presets take turns."""
+    """A model's facts from a run with every expert in its place, before presets take turns."""
 
     prompts: list[list[int]]  # the last one is measured, the others warm
     params: SamplingParams
@@ -81,7 +81,7 @@ class Learned(NamedTuple):
 
 
 class Totals:
-    """What an engine has done since it was watched; the difference of two is a stretch of it."""
+    """Counts of an engine since it was watched; the difference of two is a stretch."""
 
     def __init__(self, values: Mapping[str, float]) -> None:
         self._values = values
@@ -94,7 +94,7 @@ class Totals:
 
 
 class Stretch(NamedTuple):
-    """What a preset did in a stretch of time."""
+    """Work of a preset in a stretch of time."""
 
     num_tokens: int
     totals: Totals
@@ -256,7 +256,7 @@ class Track:
         )
 
     def describe(self) -> Row:
-        """What the machine is made to be, in milliseconds per expert."""
+        """Return the emulated machine's speeds, in milliseconds per expert."""
         costs = self.costs
         return {
             "device": self.llm.device,

@@ -102,7 +102,7 @@ def _bound_weight(device_ps: IntArray, host_ps: IntArray, forced_ps: int) -> flo
 
 
 def _is_new_minimum(values: IntArray) -> BoolArray:
-    """Whether each value is below all before it: the states that no other one dominates."""
+    """Mark the values below all before them: the states that no other one dominates."""
     is_new = np.ones(len(values), np.bool_)
     is_new[1:] = values[1:] < np.minimum.accumulate(values)[:-1]
     return is_new

@@ -1,4 +1,4 @@
-"""What grows with the length of a sequence or the number of layers: straight lines.
+"""Straight lines over the length of a sequence or the number of layers.
 
 Pure: numbers in, numbers out.
 """
@@ -49,6 +49,6 @@ class Growth(NamedTuple):
 
 
 def at_full_depth(by_layers: Mapping[int, float], num_layers: int) -> float:
-    """What a model of all its layers takes, from models of two numbers of layers."""
+    """Continue a measurement at two numbers of layers to all layers of a model."""
     (fewer, least), (more, most) = sorted(by_layers.items())
     return least + (num_layers - fewer) * (most - least) / (more - fewer)

@@ -1,4 +1,4 @@
-"""What one denoising step takes beside the weights: for a process of its own.
+"""Memory of one denoising step beside the weights: for a process of its own.
 
 The process loads a cut model, takes steps so that libraries have what they keep, the last one as
 long as the one that counts, and notes what it holds. Then its peak starts again (`clear_refs`), one
@@ -120,7 +120,7 @@ def resident_within(start: int, num_bytes: int, path: Path = Path("/proc/self/pa
 
 
 def restart_peak() -> int:
-    """What the process holds now; its peak starts again from here."""
+    """Return the process's resident bytes; its peak starts again from here."""
     gc.collect()
     with suppress(OSError, AttributeError):  # glibc's: what is free in its heap would be used again
         ctypes.CDLL(None).malloc_trim(0)

@@ -96,5 +96,5 @@ def num_masked(num_tokens: int, prompt_share: float) -> int:
 
 
 def settings_of(shape: MaskedShape) -> Mapping[str, str]:
-    """What another process makes the shape of."""
+    """Return the settings that another process makes the shape of."""
     return {"name": shape.name, "family": shape.family, "size": shape.size}

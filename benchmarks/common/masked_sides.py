@@ -114,7 +114,7 @@ def open_sides(
 
 
 def layers_only(folder: Path, num_layers: int) -> dict[str, object]:
-    """What overrides `config.json` so that a model has fewer layers."""
+    """Return the overrides of `config.json` that leave a model fewer layers."""
     name = "n_layers" if read_config_in(folder).family == "llada" else "num_hidden_layers"
     return {name: num_layers}
 

@@ -1,4 +1,4 @@
-"""What is alive during one denoising step, moment by moment: for a process of its own."""
+"""Live memory during one denoising step, moment by moment: for a process of its own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What hindsight knows: the most hits of any placement (Belady's replacement, with bypass)."""
+"""Most hits of any placement, with hindsight (Belady's replacement, with bypass)."""
 
 from __future__ import annotations
 

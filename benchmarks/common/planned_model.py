@@ -47,7 +47,7 @@ _ASKED = LogitNeeds()
 """The arg-max and its probability alone."""
 
 _OPENED_TOKENS = 64
-"""What the engine itself is opened for: its own workspace is never used."""
+"""Context that the engine itself is opened for: its own workspace is never used."""
 
 
 class HeadForm(enum.Enum):
@@ -64,7 +64,7 @@ class HeadForm(enum.Enum):
 
 
 class StepModel:
-    """What a model and its plans have in common, however long the passes."""
+    """Model and planner of steps of any length."""
 
     def __init__(
         self, folder: Path, num_layers: int | None = None, form: HeadForm = HeadForm.FUSED
@@ -161,7 +161,7 @@ class PlannedStep:
             return self._choose(self.model.forward(self._batch))
 
     def head_alone(self) -> Callable[[], object]:
-        """What reads the logits once more, after a step."""
+        """Return a call that reads the logits once more, after a step."""
         with self.engine.executor.in_charge():
             hidden = self.model.forward(self._batch)
 

@@ -1,4 +1,4 @@
-"""What planning takes, and whether a search through all chunk counts finds anything better."""
+"""Time of planning, beside a search through all chunk counts that may find a better plan."""
 
 from __future__ import annotations
 

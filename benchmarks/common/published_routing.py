@@ -20,7 +20,7 @@ NUM_LAYERS = 4  # of the synthetic models: all layers are alike in them
 
 
 class Preference(NamedTuple):
-    """What synthetic routing is drawn by: the arguments of `synth_decode_trace`."""
+    """Preferences of synthetic routing: the arguments of `synth_decode_trace`."""
 
     skew: float = 0.0
     taste: float = 0.0
@@ -46,7 +46,7 @@ class PublishedModel(NamedTuple):
     rates: tuple[HitRate, ...]
 
     def reached(self, preference: Preference, seed: int = 0) -> list[float]:
-        """What synthetic routing of this shape has for each of the rates."""
+        """Return each of the rates as synthetic routing of this shape has it."""
         trace, other = (
             synth_decode_trace(
                 self.shape,
@@ -123,7 +123,7 @@ FITTED = PublishedModel(
         HitRate("among another answer's favourites", 0.4, 0.676, "kekzl/imp#1358"),
     ),
 )
-"""What a routing is fitted to; three prompts' mean where there are three."""
+"""Published rates that a routing is fitted to; the mean of three prompts where there are three."""
 
 HELD_OUT = (
     PublishedModel(
@@ -146,4 +146,4 @@ HELD_OUT = (
         rates=(HitRate("in an LRU cache", 0.25, 0.514, "JustVugg/colibri#1092"),),
     ),
 )
-"""What the fitted routing is held against, with the models' own numbers of experts."""
+"""Published rates to hold fitted routing against, with the models' own numbers of experts."""

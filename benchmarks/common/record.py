@@ -57,7 +57,7 @@ def say(text: str) -> None:
 
 @functools.cache
 def machine() -> Mapping[str, object]:
-    """What the numbers were measured on."""
+    """Return the facts of this machine that stand beside its numbers."""
     return {
         "cpu": cpu_model(),
         "num_cores": len(os.sched_getaffinity(0)),

@@ -25,7 +25,7 @@ from lowtide.params import DiffusionParams, SamplingParams
 
 
 class Decoded(NamedTuple):
-    """What one generation took."""
+    """Tokens and cost of one generation."""
 
     num_tokens: int  # committed
     num_forwards: int  # passes through the model, prefill included

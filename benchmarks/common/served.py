@@ -148,7 +148,7 @@ class Stretch(NamedTuple):
 
 
 class Load(NamedTuple):
-    """What so many clients got, each asking again as soon as it was answered."""
+    """Replies to `num_clients` clients, each asking again as soon as it was answered."""
 
     num_clients: int
     replies: Sequence[Reply]

@@ -1,4 +1,4 @@
-"""What the simulated benchmarks share: published shapes, presets with options, and records."""
+"""Shared parts of the simulated benchmarks: published shapes, presets with options, and records."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def make_setting(
 def replay(
     trace: Trace, hits: IntArray, setting: Setting, names: Iterable[str]
 ) -> dict[str, Report]:
-    """What each of `VARIANTS` named would have done; hits: `trace.hits()`."""
+    """Simulate each of the named `VARIANTS` over a trace; hits: `trace.hits()`."""
     return {
         name: simulate(
             trace,

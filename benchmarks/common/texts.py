@@ -1,4 +1,4 @@
-"""What models read: a demo questions like those of its training, others our own sources."""
+"""Texts for models: a demo gets questions like those of its training, others our own sources."""
 
 from __future__ import annotations
 

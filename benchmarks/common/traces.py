@@ -86,7 +86,7 @@ def record_all(runs: list[Run]) -> list[Trace]:
 
 
 def moe_shape(trace: Trace) -> MoEShape:
-    """What the trace's own experts cost is computed from."""
+    """Return the shape that the trace's own experts' costs are computed from."""
     return MoEShape(*trace.shape)
 
 

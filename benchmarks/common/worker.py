@@ -25,7 +25,7 @@ from lowtide.plan import OWN_FORMAT
 Settings = Mapping[str, Any]
 
 LIMIT_SLACK_BYTES = 1 << 30
-"""What a memory limit leaves above the budget: the process itself and some page cache."""
+"""Room of a memory limit above the budget: for the process itself and some page cache."""
 
 
 def in_process(
@@ -165,7 +165,7 @@ def run_side_steps(settings: Settings) -> dict[str, Any]:
 
 
 def run_masked_trace(settings: Settings) -> dict[str, Any]:
-    """What one such step allocates, and when."""
+    """Trace the allocations of one such step."""
     from common.masked_trace import measure
 
     return measure(settings)

@@ -1,4 +1,4 @@
-"""Which results are older than the code that they measure."""
+"""Results that are older than the code that they measure."""
 
 from __future__ import annotations
 

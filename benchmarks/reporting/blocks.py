@@ -41,7 +41,7 @@ PAGES = (
         for name in ("buddymoe", "evidence", "formats", "measured", "memory", "policies", "quality")
     ),
 )
-"""What is rewritten, relative to the repository."""
+"""Pages to rewrite, relative to the repository."""
 _LARGER = {
     "bf16": "bfloat16, 1.3 times the memory",
     "q4": "4 bits, all in memory",
@@ -53,7 +53,7 @@ _TYPES = ("Q8_0", "Q4_0", "Q4_K_M")  # llama.cpp's, of one request in memory
 PICTURES: Mapping[Path, Callable[[Results], str | None]] = {
     Path("docs/buddymoe.svg"): front_picture,
 }
-"""What is drawn, where there is something to draw."""
+"""Pictures to draw, by path; a function returns None where there is nothing to draw."""
 
 
 def blocks(results: Results, page: Path) -> Mapping[str, Block]:
@@ -90,7 +90,7 @@ def blocks(results: Results, page: Path) -> Mapping[str, Block]:
 
 
 def expected_speed(results: Results, page: Path) -> str:
-    """What there is to gain: a GGUF file larger than memory, here and in llama.cpp."""
+    """Show the possible gain: a GGUF file larger than memory, here and in llama.cpp."""
     lanes = {line["lane"]: line for line in _larger_lines(results, "mapped")}
     ours, other = lanes.get("lowtide"), lanes.get("llama.cpp")
     if ours is None or other is None:
@@ -238,13 +238,13 @@ def _is_under_its_limit(line: Line) -> bool:
 
 
 def _limit(line: Line) -> Cell:
-    """What was set, and what there was while answers were timed."""
+    """Show the limit that was set, and the memory available while answers were timed."""
     least, most = (number(line[f"room_{which}_bytes"] / 1e9) for which in ("least", "most"))
     return f"{giga(line['limit_bytes'])} ({least} to {most})"
 
 
 def _as_built(lines: Sequence[Line], page: Path) -> list[str]:
-    """What llama.cpp was, for each way in which it ran."""
+    """Return llama.cpp's build for each way in which it ran."""
     ways: dict[str, list[Line]] = {}
     for line in lines:
         packed = "repacked" if line["repacks"] else "not repacked"

@@ -1,4 +1,4 @@
-"""What `{key:form}` in a cell of `report.toml` writes of a line."""
+"""Forms of a line's values in the cells of `report.toml`, `{key:form}`."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ KINDS = {
     "buddy": ("BuddyMoE", "#4477aa"),
     "late": ("ours", "#ee6677"),
 }
-"""What a lane does with absent experts (its option `miss`): its name here, and its colour."""
+"""Kinds of lanes, by the option `miss`: name on the page, and colour."""
 
 # Text as text, and the same names of parts in every run.
 _STYLE = {"svg.fonttype": "none", "svg.hashsalt": "lowtide", "font.size": 8}

@@ -14,7 +14,7 @@ _RATES = ("model", "share of a token's experts", "measured", "local", "static", 
 
 
 def locality(results: Results, page: Path) -> str:
-    """What the routings have of the published rates, and who is fastest under each."""
+    """Show the routings' rates beside the published ones, and the fastest presets under each."""
     if not results.has("locality"):
         return not_measured("locality")
     run = results.newest("locality")

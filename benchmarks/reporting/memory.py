@@ -164,7 +164,7 @@ def _longest(cells: Sequence[Line], grown: Mapping[tuple[str, str], Line]) -> Ro
 
 
 def _same_baselines(models: Iterable[str], grown: Mapping[tuple[str, str], Line]) -> str:
-    """What the other baselines take over plain torch: where it is the same, they are one result."""
+    """Show the other baselines' memory over plain torch's; equal ones are one result."""
     told = []
     for side in ("transformers", "compiled"):
         over = [grown[one, side]["slope"] / grown[one, "ported"]["slope"] for one in models]
@@ -244,7 +244,7 @@ def _half(lines: Sequence[Line]) -> Sequence[Cell]:
 
 
 def _has_missed(lines: Sequence[Line], aim: str) -> bool:
-    """Whether a turn of a length that is held to an aim missed it."""
+    """Return True if a turn of a length that is held to an aim missed it."""
     return any(line.row.get(aim) is False for line in lines)
 
 

@@ -68,7 +68,7 @@ def dali_numbers(results: Results, page: Path) -> str:
 
 
 def _planned(lines: Sequence[Line]) -> str:
-    """What a layer's planning takes here, and would take by Table 6: of lines that tell."""
+    """Return a layer's planning time here beside Table 6's, over the lines that have it."""
     taken: dict[str, list[float]] = {}
     needed: dict[str, list[float]] = {}
     for line in lines:
@@ -95,7 +95,7 @@ def _order(place: str) -> tuple[str, int]:
 
 
 def effect(line: Line) -> float:
-    """What is found over what is published, each less what it is without any effect."""
+    """Return the found effect over the published one, each less its neutral value."""
     neutral: float = line["neutral"]
     return (line["here"] - neutral) / (line["published"] - neutral)
 

@@ -37,7 +37,7 @@ _HOMES = {
 }
 _VALIDATED = ("policy", "predicted, ms a pass", "measured", "predicted over measured", "holds")
 _OFF = 0.05
-"""What a prediction may be off; it may lie within turns that are further apart."""
+"""Largest error of a prediction; it may also lie within turns that are further apart."""
 _COUNTS = ("hits", "fetched", "reads", "moved", "prefetched", "moves_asked", "moves_done")
 _RUNS = ("demo:diffusion", "demo:chat", "demo-12-layers", "synth")
 _TOPS = ("top_1", "top_2", "top_4", "top_8")
@@ -129,7 +129,7 @@ def _measured(line: Line) -> Spread | None:
 
 
 def prefetch(results: Results, page: Path) -> str:
-    """What predictors name of the next layer, and what that is worth in the simulator."""
+    """Show the predictors' names for the next layer, and their worth in the simulator."""
     runs = [results.newest("prefetch", model=m) for m in _RUNS if results.has("prefetch", model=m)]
     if not runs:
         return not_measured("prefetch")

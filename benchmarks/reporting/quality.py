@@ -181,7 +181,7 @@ def _aims(lines: Sequence[Line]) -> list[Row]:
 
 
 def _is_of_few_turns(line: Line) -> bool:
-    """Whether it is about a speed of fewer turns than pages show."""
+    """Return True if the line is about a speed of fewer turns than pages show."""
     is_of_speed = "as fast" in line["claim"] or "on the front" in line["claim"]
     return is_of_speed and line["settings"]["repeats"] < MIN_ANSWERS
 

@@ -1,4 +1,4 @@
-"""Which lines `make bench`, `make bench-large` or `make gpu` would measure again."""
+"""Lines that `make bench`, `make bench-large` or `make gpu` would measure again."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _NOT_COMPARED = ("repeats", "limit")  # tables look at turns themselves; a limit
 
 
 def is_repeatable(row: Mapping[str, Any]) -> bool:
-    """Whether a call in `bench.py` has the settings of a line, or `make gpu` measured it.
+    """Return True if a call in `bench.py` has a line's settings, or `make gpu` measured it.
 
     An option that a call leaves to its script is no difference. A call measures what lines of fewer
     shares have, too, and a line of one length is that of any call with this length.

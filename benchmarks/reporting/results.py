@@ -1,4 +1,4 @@
-"""What was measured: the lines of `docs/results/`, checked, and the runs that they make up."""
+"""Results: the lines of `docs/results/`, checked, and the runs that they make up."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ REQUIRED: Mapping[str, type] = {
     "commit": str,
     "date": str,
 }
-"""What every line says, and as what: a text or an object, neither empty."""
+"""Fields of every line, with their types; a text or an object is never empty."""
 MACHINE = ("cpu", "num_cores", "memory_bytes")
 
 
@@ -43,7 +43,7 @@ class Line:
 
     @property
     def is_clean(self) -> bool:
-        """Whether the tree was a commit's (files in `docs/` aside)."""
+        """True if the tree was a commit's (files in `docs/` aside)."""
         return not self["commit"].endswith("+")
 
     @property
@@ -93,7 +93,7 @@ class Results:
         return cls([line for path in paths for line in _read(path, folder / path.name)])
 
     def has(self, benchmark: str, **settings: object) -> bool:
-        """Whether there is a run that counts, with these settings among others."""
+        """Return True if a run that counts has these settings among its own."""
         return any(_is_of(run, benchmark, settings) and run.first.counts for run in self.runs)
 
     def newest(
@@ -177,7 +177,7 @@ def _read(file: Path, path: Path) -> Iterator[Line]:
 
 
 def _missing(row: Mapping[str, Any]) -> list[str]:
-    """What it takes to judge a line and is not there, or is something else than it should be."""
+    """Return the names of required fields that a line lacks or has in another type."""
     missing = [
         f"{name} ({'an object' if kind is dict else 'a text'})"
         for name, kind in REQUIRED.items()

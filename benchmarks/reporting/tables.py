@@ -152,7 +152,7 @@ def with_range(turns: Spread) -> Cell:
 
 
 def is_tie(one: Spread, other: Spread) -> bool:
-    """Whether their ranges overlap."""
+    """Return True if their ranges overlap."""
     return one.least <= other.most and other.least <= one.most
 
 
