@@ -170,8 +170,9 @@ class BlockSequence(DraftSequence):
         return is_final or self.request.edit_threshold is None
 
     def _is_answered_early(self, written: BoolArray) -> bool:
-        """Whether the block need not be finished: `eos_early_stop`, and nothing before the first
-        end token is masked.
+        """Return True if the block need not be finished.
+
+        That is so under `eos_early_stop` once nothing before the first end token is masked.
         """
         if not self.request.params.diffusion.eos_early_stop:
             return False

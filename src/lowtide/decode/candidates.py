@@ -57,8 +57,9 @@ class Candidates(NamedTuple):
 
     @classmethod
     def likeliest(cls, statistics: RowChoices, positions: IntArray) -> Candidates:
-        """The arg-max of each row; positions: [n], where the rows lie in their sequence. Raises
-        NumericError for one that is not finite.
+        """Take the arg-max of each row. Raises NumericError for a row that is not finite.
+
+        positions: [n], where the rows lie in their sequence.
         """
         best, greatest, probability, second, entropy = statistics
         check_finite(torch.from_numpy(greatest), positions)

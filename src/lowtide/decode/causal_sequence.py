@@ -82,8 +82,9 @@ class CausalSequence:
         return PassRows(np.full(stop - first, self.request.id), kinds)
 
     def prepare(self, logits: Tensor) -> Tensor | None:
-        """Changes logits [vocab], in host memory, in place as penalties say, and leaves the tokens
-        that the answer may go on with; their log-probabilities before that, if asked for.
+        """Apply penalties and allowed tokens to logits [vocab], in host memory and in place.
+
+        Returns the log-probabilities before that, if asked for.
         """
         params, mask = self.request.params, self.request.mask
         raw = None if params.logprobs is None else logits.log_softmax(dim=-1)

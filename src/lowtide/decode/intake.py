@@ -50,13 +50,12 @@ class Intake:
         params: SamplingParams | Sequence[SamplingParams],
         is_raw: bool = False,
     ) -> list[Request]:
-        """A request for each answer, `n` to each prompt, prompt by prompt. is_raw: no template for
-        prompts, no thoughts told apart from answers.
+        """Make a request for each answer, `n` to each prompt, prompt by prompt.
 
-        Under one `params` for all, prompt i draws with `seed + i`, so that equal prompts differ;
-        of a list of them, one for each prompt, each has its own seed. The first answer draws with
-        that, the others with seeds made of it. Raises UsageError or PlanError for what cannot be
-        honoured.
+        is_raw: prompts get no template, and thoughts are not told apart from answers. Under one
+        `params` for all, prompt i draws with `seed + i`, so that equal prompts differ; in a list of
+        them each prompt has its own seed. The first answer draws with that seed, the others with
+        seeds made of it. Raises UsageError or PlanError for what cannot be honoured.
         """
         if isinstance(params, SamplingParams):
             first = self.seed if params.seed is None else params.seed
@@ -83,11 +82,10 @@ class Intake:
                 raise UsageError(f"Prompt id {token_id!r} is not one of 0 to {vocab_size - 1}.")
 
     def check_fits(self, num_prompt: int, max_tokens: int, block_length: int) -> None:
-        """Raises PlanError where prompt and new tokens exceed the model's positions or, in whole
-        blocks, the context.
+        """Raise PlanError where prompt and new tokens exceed the context or the model's positions.
 
-        The published code of bidirectional models takes texts of any length: of those that is
-        said once, and nothing refused.
+        A context is counted in whole blocks. The published code of bidirectional models takes texts
+        of any length: beyond their positions this is said once, and nothing is refused.
         """
         if (
             num_prompt + max_tokens > self.config.max_positions
@@ -149,10 +147,10 @@ class Intake:
         ]
 
     def _with_length(self, asked: SamplingParams, num_prompt: int) -> SamplingParams:
-        """`asked` with as many new tokens as the context leaves, if it names no number; a canvas,
-        which is computed whole, is no longer than its default.
+        """Return `asked` with as many new tokens as the context leaves, if it names no number.
 
-        Raises PlanError for a prompt that leaves no room for any.
+        A canvas, which is computed whole, is no longer than its default. Raises PlanError for a
+        prompt that leaves no room for any.
         """
         if asked.max_tokens is not None:
             return asked
@@ -178,8 +176,9 @@ class Intake:
             )
 
     def max_new_tokens(self, num_prompt: int, asked: SamplingParams) -> int:
-        """How many tokens the context, or the model's positions, leave for an answer to so long a
-        prompt; 0 or less where it is too long itself.
+        """Return how many tokens context and positions leave for an answer behind a prompt.
+
+        0 or less for a prompt that is too long itself.
         """
         return self.kind.max_new_tokens(
             num_prompt, asked.diffusion, self.context, self.config.max_positions
@@ -191,10 +190,9 @@ class Intake:
         self.kind.check_room(num_prompt, params, self.context)
 
     def in_force(self, asked: SamplingParams) -> SamplingParams:
-        """`asked` with the values that hold for this model where nothing was asked, but for the
-        answer's length, which its prompt decides.
+        """Return `asked` with this model's defaults where nothing was asked, the length excepted.
 
-        Raises UsageError or UnsupportedError for what this model does not have.
+        Raises UsageError or UnsupportedError for options that this model does not have.
         """
         seed = self.seed if asked.seed is None else asked.seed
         return replace(self._resolved(asked), seed=seed)
@@ -227,8 +225,10 @@ class Intake:
         adds_special: bool = True,
         most: int | None = None,
     ) -> list[int]:
-        """A prompt's ids. A text is what a user says, where the model has a chat template; with
-        `is_raw` it is taken as it is, behind what the tokenizer adds. Raises UsageError for none,
+        """Return a prompt's ids.
+
+        A text is a user's message, where the model has a chat template; with `is_raw` it is taken
+        as it is, behind the tokens that the tokenizer adds. Raises UsageError for an empty prompt,
         for text without a tokenizer and, as soon as it is certain, for text of more than `most`
         tokens.
         """

@@ -32,9 +32,10 @@ TEMPLATE_TOKENS = 8
 
 
 class Running(Protocol):
-    """A sequence, of whose tokens the first `num_cached` have keys and values. `num_exact` of them
-    have those of a request that is alone: whole passes of the most rows. `num_resumed` were there
-    when it was started; `has_begun` with its first pass.
+    """A sequence of which the first `num_cached` tokens have keys and values.
+
+    num_exact: those computed as for a request that is alone, in whole passes of the most rows.
+    num_resumed: those that were there when it was started. has_begun: set by its first pass.
     """
 
     kv: KVRange
@@ -111,8 +112,9 @@ class KeptSequences:
     def begin(
         self, request: Request, num_tokens: int, running: Sequence[Running]
     ) -> tuple[KVRange, int]:
-        """A range of at least `num_tokens` tokens for a request, and how many of them are there
-        already. Raises as `KVCache.allocate`.
+        """Return a range of at least `num_tokens` tokens, and how many of them are computed.
+
+        Raises as `KVCache.allocate`.
         """
         with suppress(PageError):  # where ranges can move no more, the beginning is computed
             if restored := self._restored(request, num_tokens, running):
@@ -122,8 +124,9 @@ class KeptSequences:
         return self._kv_cache.allocate(num_tokens), 0
 
     def is_being_computed(self, request: Request, running: Sequence[Running]) -> bool:
-        """Whether a running request is about to compute more of this one's beginning than can be
-        taken over yet: of several answers to one prompt, all but the first wait for it.
+        """Return True if a running request will soon have computed more of this one's beginning.
+
+        Of several answers to one prompt, all but the first wait for that.
         """
         if self._reuse is Reuse.OFF:
             return False

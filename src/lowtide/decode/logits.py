@@ -34,20 +34,23 @@ class Model(Protocol):
     """What decoding asks of a model."""
 
     def forward(self, batch: Batch) -> Tensor:
-        """Hidden states [rows, hidden], valid until the next `forward`; keys and values of all
-        rows are written to their sequences' ranges.
+        """Return hidden states [rows, hidden], valid until the next `forward`.
+
+        Keys and values of all rows are written to their sequences' ranges.
         """
         ...
 
     def mixes_rows(self, hidden: Tensor) -> bool:
-        """Whether a row's logits may have other bits among so many, hidden [n, hidden], than among
-        the next multiple of `ROW_MULTIPLE`.
+        """Return True if the bits of a row's logits may depend on the number of rows.
+
+        Compared are hidden [n, hidden] and the next multiple of `ROW_MULTIPLE` rows.
         """
         ...
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Float32 logits [n, vocab] of hidden states [n, hidden], valid until the next call and
-        the caller's to overwrite.
+        """Return float32 logits [n, vocab] of hidden states [n, hidden].
+
+        They are valid until the next call, and the caller may overwrite them.
         """
         ...
 
@@ -71,12 +74,12 @@ def rows_that_predict(positions: IntArray, logits_shift: int) -> IntArray:
 def tiled_logits(
     model: Model, hidden: Tensor, rows: IntArray, needs_logits: BoolArray
 ) -> Iterator[tuple[slice, Tensor | ArgMax]]:
-    """What is chosen from at `hidden[rows]`, part by part: (which of `rows`, what), each valid
-    until the next.
+    """Yield logits of `hidden[rows]` part by part: (a slice of `rows`, logits or arg-max).
 
-    That is float32 logits [part, vocab] in host memory, the caller's to overwrite. For rows on a
-    GPU that are not `needs_logits`, bool [rows], it is their arg-max. The host waits for a GPU
-    once, and once more for every tile of rows but the last in which logits are needed.
+    Logits are float32 [part, vocab] in host memory, valid until the next part, and the caller may
+    overwrite them. Rows on a GPU that are not `needs_logits`, bool [rows], get their arg-max. The
+    host waits for a GPU once, and once more for every tile of rows but the last in which logits are
+    needed.
     """
     computed = _computed(model, hidden, rows)
     if hidden.device.type == "cuda":
@@ -122,8 +125,9 @@ def _on_host(
 def _copied(
     logits: Tensor, host_tile: Tensor | None, first: int, is_needed: BoolArray
 ) -> list[tuple[slice, Tensor | None]]:
-    """Runs of a tile's rows, of which row 0 is row `first` of all; with their logits, on the way
-    to `host_tile`, where those are needed.
+    """Divide a tile's rows into runs, and copy the logits of needed runs to `host_tile`.
+
+    Row 0 of the tile is row `first` of all.
     """
     num_rows = len(is_needed)
     if host_tile is None or not is_needed.any():

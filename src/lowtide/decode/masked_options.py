@@ -66,8 +66,9 @@ def resolve(
 
 
 def with_early_stop(params: SamplingParams) -> SamplingParams:
-    """`params` with `eos_early_stop` where it was left open: passes behind the end token are saved
-    where they could not change the answer, which editing can.
+    """Return `params` with `eos_early_stop` set where it was left open.
+
+    It saves passes behind the end token where they cannot change the answer, which editing can.
     """
     diffusion = params.diffusion
     if diffusion.eos_early_stop is not None:

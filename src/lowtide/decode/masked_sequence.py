@@ -128,9 +128,10 @@ class MaskedSequence(DraftSequence):
 
     @property
     def _is_over(self) -> bool:
-        """Whether the block has had its steps. Masks are left where the model predicted masks,
-        which the published decoders hand out; here one more pass writes them, without the mask id
-        among its candidates.
+        """Return True if the block has had its steps.
+
+        Masks are left where the model predicted masks, which the published decoders hand out; here
+        one more pass writes them, without the mask id among its candidates.
         """
         return self._has_schedule and self._num_steps >= (self._steps or 0)
 
@@ -142,8 +143,9 @@ class MaskedSequence(DraftSequence):
         return torch.linspace(1, eps, self._steps + 1, dtype=torch.float32).double().numpy()
 
     def _next_wanted(self) -> IntArray:
-        """The masked positions of the block, or of these already those that will be written, where
-        no look at the model's output is needed to choose them.
+        """Return the block's masked positions that the next pass computes.
+
+        They are those that will be written, where the choice needs no output of the model.
         """
         while True:
             masked = np.flatnonzero(self._is_masked[self.active_block]) + self._block_start
@@ -179,8 +181,10 @@ class MaskedSequence(DraftSequence):
         return remasking.choose_surest(confidence, self._num_due())
 
     def _confidence(self, candidates: Candidates) -> FloatArray:
-        """What the rule goes by: Dream's `topk_margin` is the distance from the second best
-        probability, its `entropy` the negative entropy, all others are the probability.
+        """Return the numbers by which the rule ranks candidates.
+
+        Dream's `topk_margin` is the distance from the second best probability, its `entropy` the
+        negative entropy; all other rules take the probability.
         """
         if self._rule == "topk_margin":
             return candidates.margin

@@ -8,11 +8,10 @@ from contextlib import contextmanager
 
 
 class PromptShare:
-    """Says which passes are without prompts, so that a long prompt of one caller does not hold up
-    the answers of another.
+    """Chooses passes without prompts, so that one caller's long prompt delays no other's answers.
 
-    The requests of one call hold up each other only: their passes are what they would be without a
-    clock, so the words of a batch never depend on time.
+    Requests of one call delay only each other: their passes are the same as without a clock, so a
+    batch's words never depend on time.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -21,8 +20,9 @@ class PromptShare:
         self._is_contended = False
 
     def holds_back(self, prompts: Collection[int], answers: Collection[int]) -> bool:
-        """Whether the next pass is one without prompts. prompts, answers: the callers of those
-        that have a prompt left, and of those that write.
+        """Return True if the next pass should have no prompt rows.
+
+        prompts, answers: the callers of requests that have a prompt left, and of those that write.
         """
         self._is_contended = bool(prompts and answers) and len({*prompts, *answers}) > 1
         if not self._is_contended:

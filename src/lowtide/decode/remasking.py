@@ -57,8 +57,9 @@ def choose_tempered(
 def choose_above(
     confidence: FloatArray, threshold: float, num_tokens: int | None = None
 ) -> BoolArray:
-    """Those at least as sure as `threshold` among the `num_tokens` surest (`None`: among all);
-    in any case the surest.
+    """Choose the candidates at least as sure as `threshold`, and the surest in any case.
+
+    Only the `num_tokens` surest are looked at (`None`: all).
     """
     chosen = confidence >= threshold
     if num_tokens is not None:
@@ -67,10 +68,10 @@ def choose_above(
 
 
 def choose_by_factor(confidence: FloatArray, factor: float) -> BoolArray:
-    """The n surest for the greatest n with (n + 1) * (1 - confidence of the n-th) <= factor; in
-    any case the surest (Fast-dLLM, section 3.3).
+    """Choose the n surest for the greatest n with (n + 1) * (1 - confidence of the n-th) <= factor.
 
-    Their released code also writes the last position if it is the only one to fail; this does not.
+    The surest is chosen in any case (Fast-dLLM, section 3.3). Their released code also writes the
+    last position if it is the only one to fail; this does not.
     """
     ordered = confidence[_descending(confidence)]
     bounds = 1 - factor / np.arange(2, len(ordered) + 2)

@@ -29,14 +29,16 @@ class TokenMask(Protocol):
         ...
 
     def allowed(self) -> BoolArray:
-        """Bool [vocab], at least one of them true: the end-of-text token where the answer may end.
-        Asked again before `take` it says the same.
+        """Return bool [vocab], at least one of them true; end of text where the answer may end.
+
+        Asked again before `take`, it returns the same.
         """
         ...
 
     def permits(self, token_id: int) -> bool:
-        """Whether this one, which the model would choose, may come without `allowed` being asked;
-        it may also where that has another way to write the same text.
+        """Return True if the model's choice may come without `allowed` being asked.
+
+        It may also come where `allowed` has another way to write the same text.
         """
         ...
 
@@ -114,8 +116,9 @@ class TokenLogprobs(NamedTuple):
 
 
 class Prefill(NamedTuple):
-    """Progress before a request's next tokens: final tokens cached, of how many. The first is told
-    when the request begins, before its first pass: with what was kept of its prompt.
+    """Progress before a request's next tokens: the number of final tokens cached, and their total.
+
+    The first is told when the request begins, before its first pass, and counts the reused tokens.
     """
 
     request: int

@@ -52,8 +52,9 @@ def read_statistics(model: Model, hidden: Tensor, rows: Rows, wanted: Wanted) ->
 
 
 def read_logits(model: Model, hidden: Tensor, rows: Rows) -> Iterator[tuple[slice, Tensor]]:
-    """Float32 logits [part, vocab] in host memory, part by part: (which of the rows, logits), each
-    valid until the next and the caller's to overwrite.
+    """Yield float32 logits [part, vocab] in host memory, part by part: (slice of rows, logits).
+
+    Each is valid until the next, and the caller may overwrite it.
     """
     if rows.other is None or rows.factors is None:
         yield from _tiles(model, hidden, rows.own)

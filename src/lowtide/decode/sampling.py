@@ -147,8 +147,9 @@ def uniform(seed: int, position: int, num_passes: int) -> float:
 
 
 def uniforms(seed: int, num_positions: int, num_passes: int) -> NDArray[np.float64]:
-    """Other random numbers in [0, 1), one for each of the first positions, for choosing among
-    positions in a pass. [num_positions].
+    """Draw numbers in [0, 1) for choosing among positions in a pass: [num_positions].
+
+    They are independent of those that choose tokens.
     """
     counter = (num_passes << 128) | (1 << 127)  # no position is as high
     return np.random.Generator(np.random.Philox(key=seed, counter=counter)).random(num_positions)

@@ -68,8 +68,9 @@ class StoredSequences:
         return best
 
     def restore(self, found: StoredBeginning, kv: KVRange) -> bool:
-        """Reads keys and values into a new range, whose memory is seen to; False where the file
-        turns out to be damaged or gone: `find` gives another then.
+        """Read keys and values into a new range, whose memory is there.
+
+        Returns False where the file is damaged or gone: `find` returns another then.
         """
         folder, name, num_tokens = self._files.folder, found.entry.name, found.num_tokens
         rows = self._kv_cache.rows(kv, 0, num_tokens)

@@ -229,8 +229,9 @@ class RunOptions:
 
 
 def _context(config: ModelConfig, asked: int | None) -> int:
-    """Whole blocks where a model writes by blocks. May be more than the model's positions: all
-    running sequences share it.
+    """Return the context in tokens; whole blocks where a model writes by blocks.
+
+    It may exceed the model's positions: all running sequences share it.
     """
     context = asked or min(config.max_positions, DEFAULT_CONTEXT)
     return align_up(context, config.decoding.block_length)

@@ -70,8 +70,10 @@ def open_model(reference: str | Path, options: EngineConfig) -> OpenModel:
 
 
 def open_for_plan(reference: str | Path | HubModel, options: EngineConfig) -> OpenModel:
-    """As `open_model`; of a model that is on the hub only its config and headers are fetched, and
-    cores are counted on, not claimed.
+    """Open as `open_model`, for a plan alone.
+
+    Of a model on the hub only config and headers are fetched, and cores are counted on, not
+    claimed.
     """
     _use_cores(options, look_at)
     check_is_named(options.format)

@@ -34,8 +34,10 @@ _OF_HEAD = {"q4": "q8"}  # others: as the rest
 
 
 class FormatWishes(NamedTuple):
-    """By part: `own`, a format that weights are made into, or a compute dtype, into which whatever
-    is stored in another way is unpacked.
+    """The format asked for, by part.
+
+    `own`, a format that weights are made into, or a compute dtype, into which weights stored in any
+    other way are unpacked.
     """
 
     experts: str
@@ -59,8 +61,9 @@ class FormatWishes(NamedTuple):
         )
 
     def check(self, dtype: str, device: str) -> None:
-        """Raises UnsupportedError for what cannot be: another plain type than `dtype`, that of
-        computing, or dense weights in a quantised one on a GPU.
+        """Raise UnsupportedError for formats that cannot be computed with.
+
+        Those are a plain type other than `dtype`, and dense weights in a quantised one on a GPU.
         """
         for option, asked in (("expert_dtype", self.experts), ("dense_dtype", self.dense)):
             if asked in SAFETENSORS_NAME and asked != dtype:
@@ -79,8 +82,9 @@ class FormatWishes(NamedTuple):
 def expert_formats(
     asked: FormatWishes, weight_map: WeightMap, has_gpu: bool
 ) -> list[tuple[MatrixFormat | None, ...]]:
-    """By layer, of an expert's parts; see `SlotLayout.of`. Raises UnsupportedError for stored
-    weights that are not made into what was asked for.
+    """Return the formats of an expert's parts by layer; see `SlotLayout.of`.
+
+    Raises UnsupportedError for stored weights that cannot be made into the format asked for.
     """
     table = weight_map.experts
     if asked.experts == OWN_FORMAT:
@@ -100,7 +104,8 @@ def expert_formats(
 def dense_formats(
     asked: FormatWishes, schema: ModelSchema, weight_map: WeightMap, has_gpu: bool
 ) -> dict[str, MatrixFormat]:
-    """The formats, by name, of dense weights that are kept in another format than their type's.
+    """Return, by name, the formats of dense weights that are not kept in their type's own.
+
     Raises UnsupportedError as `expert_formats` does.
     """
     kept = {}
@@ -125,8 +130,9 @@ def dense_formats(
 
 
 def rounds(asked: FormatWishes, dense: Mapping[str, MatrixFormat], weight_map: WeightMap) -> bool:
-    """Whether weights are rounded as they are read, to the formats asked for and `dense`, the
-    answer of `dense_formats`.
+    """Return True if weights are rounded as they are read.
+
+    dense: the answer of `dense_formats`.
     """
     is_changed = any(weight_map.dense[name].dtype != each.name for name, each in dense.items())
     if asked.dense in QUANTISED and is_changed:
@@ -196,8 +202,9 @@ def describe_activations(asked: str, parts: WeightFormats, rounded: frozenset[st
 
 
 def check_rounded_rows(formats: WeightFormats, device: str) -> None:
-    """Raises UnsupportedError where rows cannot be rounded to int8: on a GPU, and where no weights
-    are in a format that is multiplied with so.
+    """Raise UnsupportedError where rows cannot be rounded to int8.
+
+    That is on a GPU, and where no weights are in a format that is multiplied with such rows.
     """
     if device == "cuda":
         raise UnsupportedError(

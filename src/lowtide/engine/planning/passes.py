@@ -1,5 +1,6 @@
-"""How the passes of a bidirectional model fit into a plan: what operators take together at each
-share of masks, what binds, and how long a context can be.
+"""How the passes of a bidirectional model fit into a plan.
+
+What operators take together at each share of masks, what binds, and how long a context can be.
 """
 
 from __future__ import annotations
@@ -26,9 +27,11 @@ MAX_CONTEXT = 1 << 24
 
 
 class PlannedPass(NamedTuple):
-    """A pass over a whole sequence. `chunks`: into how many each operator divides its rows, of
-    those that take more than a tile together; `held`: what is alive when most of the range is, and
-    what libraries hold at most, the largest first: together what the pass needs.
+    """A pass over a whole sequence.
+
+    chunks: the number of parts into which each operator divides its rows, of those that take more
+    than a tile together. held: the buffers alive when most of the range is, and the most that
+    libraries hold, the largest first: together the memory that the pass needs.
     """
 
     num_tokens: int  # with guidance those of both sequences
@@ -98,8 +101,10 @@ def plan_steps(
     max_masked: int,
     diffusion: DiffusionParams | None = None,
 ) -> list[PlannedPass]:
-    """Passes over a sequence of so many tokens, in the plan's workspace: with `MASKED_SHARES` of so
-    many masks, the rule and the guidance of `diffusion`.
+    """Plan passes over a sequence of `num_tokens`, in the plan's workspace.
+
+    One for each of `MASKED_SHARES` of `max_masked` masks, with the rule and guidance of
+    `diffusion`.
     """
     passes = planner.pass_planner
     if passes is None:  # a workspace for its own passes, which take less than a whole tile

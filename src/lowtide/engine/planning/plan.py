@@ -129,8 +129,9 @@ def _where_keys_lie(options: RunOptions) -> list[str]:
 
 
 def shortage_of(plan: MemoryPlan, host_memory: str | int) -> str:
-    """Why this machine cannot hold the plan now, or nothing; a budget that was given is the
-    user's own word.
+    """Explain why this machine cannot hold the plan now; empty where it can.
+
+    A budget that was given is the user's own word.
     """
     needed_bytes, available_bytes = plan.host.budget_bytes, available_memory_bytes()
     if host_memory != "auto" or needed_bytes <= available_bytes:

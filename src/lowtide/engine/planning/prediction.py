@@ -246,8 +246,9 @@ class Predictor:
 
     @property
     def _multiplied(self) -> DenseWeights:
-        """The dense weights that every pass multiplies with: an embedding is one of them only where
-        it is the head too, as its rows are otherwise looked up.
+        """Return the dense weights that every pass multiplies with.
+
+        An embedding is among them only where it is the head, too: else its rows are looked up.
         """
         dense = self.memory.dense
         if self.config.tie_word_embeddings:

@@ -112,8 +112,9 @@ class Planner:
 
     @property
     def pass_planner(self) -> PassPlanner | None:
-        """Plans passes by what is free for them; None where none is longer than a tile, and all
-        have what the largest takes. Made once and remembered.
+        """Plan passes by the memory that is free for them; made once and remembered.
+
+        None where no pass is longer than a tile, and all get the memory of the largest.
         """
         if self.memory.context.max_pass_rows <= MAX_PASS_ROWS:
             return None
@@ -123,8 +124,9 @@ class Planner:
         return self._counted.pass_planners[key]
 
     def plan_long_passes(self, form: Form = Form.FUSED) -> PassPlanner:
-        """Plans bidirectional passes, also of more than `MAX_PASS_ROWS` rows. form: as in
-        `registrar`; another than the engine's is for ablations.
+        """Plan bidirectional passes, also of more than `MAX_PASS_ROWS` rows.
+
+        form: as in `registrar`; one that is not the engine's is for ablations.
         """
         # Beside a device the host has room for one tile of its experts' rows.
         is_divided = self.memory.device != "cpu"
@@ -137,24 +139,22 @@ class Planner:
 
     @property
     def largest_counts(self) -> Counts:
-        """A bidirectional model's largest pass: a sequence that fills the KV cache, all of it
-        asked.
-        """
+        """Return a bidirectional model's largest pass: one sequence that fills the KV cache."""
         num_rows = self.memory.context.max_pass_rows
         return Counts(num_rows, num_rows, num_rows, num_rows, (EVERY_KIND[-1],))
 
     def workspace_bytes(self) -> tuple[int, int]:
-        """Workspace of the largest pass with its operators divided as far as possible, and
-        whole.
-        """
+        """Return the largest pass's workspace, with its operators divided most, and whole."""
         planner = self.pass_planner
         if planner is None:
             return (needed_bytes := self.registrar().graph.needed_bytes), needed_bytes
         return planner.least_bytes(self.largest_counts), planner.whole_bytes(self.largest_counts)
 
     def samples(self) -> list[tuple[Counts, Mapping[str, int]]]:
-        """Tokens, those of a block, keys; chunks. Together they tell apart all that sizes depend
-        on, tiles with remainders included; the last ones check.
+        """Return sample passes: counts of tokens, of a block, of keys; and chunks.
+
+        Together they tell apart all that sizes depend on, tiles with remainders included; the last
+        ones check.
         """
         # Keys that are there already, or where none are ever a second sequence beside a longer one.
         others = Counts(3600, 3072, 3072)

@@ -15,8 +15,10 @@ from torch.overrides import TorchFunctionMode
 
 
 class Uncomputed(TorchFunctionMode):
-    """Meanwhile operators on the meta device whose results have a place do nothing, and those of a
-    model's passes make an empty tensor of the right shape and type. All others are torch's.
+    """Mode in which a model's operators on the meta device compute nothing.
+
+    Operators whose results have a place do nothing, and the others of a pass make an empty tensor
+    of the right shape and type. All other operators are torch's.
     """
 
     def __torch_function__(

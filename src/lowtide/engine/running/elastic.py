@@ -1,10 +1,9 @@
-"""Memory that a KV cache, a workspace and expert slots share: the host's, or that of an emulated
-device.
+"""Memory that a KV cache, a workspace and expert slots share, on the host or an emulated device.
 
-A plan has room for a whole context and for so many slots. As long as sequences are short, what the
-KV cache does not use, and the workspace of bidirectional passes, holds more experts; when a
+A plan has room for a whole context and for a number of slots. As long as sequences are short, the
+memory that the KV cache and the workspace of bidirectional passes leave holds more experts; when a
 sequence grows or joins, the coldest of them give way. So the plan's promise is the worst case, and
-every step has all of the budget.
+every step uses the whole budget.
 """
 
 from __future__ import annotations
@@ -157,9 +156,7 @@ class ElasticMemory:
         }
 
     def give_way(self, num_bytes: int) -> None:
-        """Takes memory from the slots of the coldest experts, but not the last that every step
-        needs.
-        """
+        """Take memory from the coldest experts' slots, down to those that every step needs."""
         slots = self._slots
         left_bytes = max(0, slots.num_bytes(slots.num_live) - num_bytes)
         num_live = max(self._num_staging, slots.num_within(left_bytes))
@@ -172,8 +169,9 @@ class ElasticMemory:
         self.num_given += count
 
     def note_pass(self, num_prompt_rows: int, prompt_s: float) -> None:
-        """Before `settle`: rows and seconds of passes over prompts alone, by which kept keys are
-        weighed against slots.
+        """Note rows and seconds of passes over prompts alone; called before `settle`.
+
+        By them kept keys are weighed against slots.
         """
         if (kept := self._shared.kept) is None:
             return
@@ -200,8 +198,10 @@ class ElasticMemory:
         self._fill()
 
     def follow_free_memory(self) -> None:
-        """Between passes, and while a server is idle: gives memory back where the system runs short
-        of it, kept keys first, then the coldest experts' slots; and draws on it again later.
+        """Give memory back where the system runs short of it, and draw on it again later.
+
+        Runs between passes and while a server is idle. Kept keys go first, then the coldest
+        experts' slots.
         """
         if time.monotonic() < self._looked_s + _LOOK_S:
             return

@@ -44,8 +44,9 @@ class Engine:
     speed_key: SpeedKey | None = None  # that its run is kept under; None: it is not kept
 
     def as_dict(self) -> dict[str, float]:
-        """What it did since it was loaded, in counts, bytes and seconds; kv_cache_usage: the share
-        of the KV cache that running requests have.
+        """Return counters since loading, in counts, bytes and seconds.
+
+        kv_cache_usage: the share of the KV cache that running requests use.
         """
         moved = {} if self.elastic is None else self.elastic.as_dict()
         usage = 1 - self.kv_cache.num_free_tokens / self.kv_cache.num_tokens
@@ -57,8 +58,9 @@ class Engine:
             self.elastic.follow_free_memory()
 
     def rest(self) -> None:
-        """With nothing to do: gives the memory of passes back, if it moves and experts have no use
-        for it.
+        """Give back the memory of passes while there is nothing to do.
+
+        Only where memory is elastic and experts have no use for it.
         """
         if self.pass_plans is not None:
             self.pass_plans.rest()

@@ -268,8 +268,10 @@ def _all_resident(engine: Engine, experts: ExpertRuntime) -> ExpertRuntime | Non
 
 
 def _slots_by_layer(host: HostTier) -> list[IntArray]:
-    """Slots whose bytes can be computed with as an expert's of each layer: those of residents of
-    layers with the same formats, else free ones into which some are read.
+    """Return, by layer, slots whose bytes can be computed with as an expert's of that layer.
+
+    They are slots of residents of layers with the same formats, else free ones into which some are
+    read.
     """
     layouts, table = host.slots.layout.layers, host.ledger.table
     found: dict[ExpertLayout, IntArray] = {}

@@ -43,8 +43,9 @@ class KeptRoom(KeptRule):
     def note_pass(
         self, num_prompt_rows: int, prompt_s: float, num_misses: int, wait_s: float
     ) -> None:
-        """Told of a pass: rows and seconds of a prompt, and how many experts were absent, and for
-        how long passes waited for them, in all passes so far.
+        """Note a pass: rows and seconds of a prompt, absent experts, and seconds waited for them.
+
+        The latter two count all passes so far.
         """
         self.num_passes += 1
         if num_prompt_rows >= PROMPT_ROWS:

@@ -46,10 +46,10 @@ def stored_sequences(
 
 
 def digest_of(checkpoint: Checkpoint, *facts: object) -> bytes:
-    """Digest what decides which bits keys and values have, and which of them are kept: the weights,
-    this machine and version, and `facts`.
+    """Digest all that decides the bits of keys and values, and which of them are kept.
 
-    Raises StorageError where weights cannot be read.
+    That is the weights, this machine and version, and `facts`. Raises StorageError where weights
+    cannot be read.
     """
     weights = fingerprint(checkpoint, checkpoint.tensors, is_thorough=True)
     machine = (cpu_model(), len(os.sched_getaffinity(0)))

@@ -154,8 +154,9 @@ def _setting(
     calibration: Calibration | None,
     costs: Costs,
 ) -> Setting:
-    """What the preset's policies are made from. Raises UsageError for `tau=paper` without a
-    calibration.
+    """Make the inputs of the preset's policies.
+
+    Raises UsageError for `tau=paper` without a calibration.
     """
     options = parse_options(choice.policy, choice.options)
     if options.get("tau") is SolvedTau.PAPER:
@@ -221,8 +222,9 @@ def set_early_gate(
     calibration: Calibration | None,
     dtype: torch.dtype,
 ) -> None:
-    """Gives a device what its prefetch policy predicts by; without a calibration the features are
-    taken as they are. dtype: that the model computes in.
+    """Give a device the features that its prefetch policy predicts by.
+
+    Without a calibration they are taken as they are. dtype: the type that the model computes in.
     """
     if isinstance(experts, NoExperts) or experts.device is None:
         return

@@ -55,9 +55,10 @@ def logits(
 def logprobs(
     engine: Engine, token_ids: Sequence[int], num_top: int
 ) -> Generator[None, None, list[TokenLogprobs]]:
-    """Log-probabilities of every token but the first of an autoregressive model's text, after those
-    before it, and of the `num_top` likeliest at its place; yields between its passes. Raises as
-    `logits`.
+    """Compute log-probabilities of every token of a text but the first, after those before it.
+
+    Each has the `num_top` likeliest at its place. For autoregressive models; yields between its
+    passes. Raises as `logits`.
     """
     found: list[TokenLogprobs] = []
 
@@ -89,8 +90,9 @@ def _passes(
 
 
 def run_experts(engine: Engine, layer: int, x: Tensor, routing: Routing, step: Step) -> Tensor:
-    """What the experts of MoE layer `layer` make of rows x [rows, hidden], which have been checked:
-    float32 [rows, hidden] on the CPU.
+    """Run MoE layer `layer`'s experts on checked rows x [rows, hidden].
+
+    Returns float32 [rows, hidden] on the CPU.
     """
     device = engine.model.device
     rows = x.to(device).contiguous()
@@ -101,8 +103,10 @@ def run_experts(engine: Engine, layer: int, x: Tensor, routing: Routing, step: S
 
 
 def expert_columns(engine: Engine, layer: int, expert: int, num_columns: int) -> Tensor:
-    """Evenly spread columns of an expert's gate, up and down matrices, one after the other, as
-    they are multiplied with: float32 on the CPU. Read again into memory of its own. 1-D.
+    """Return evenly spread columns of an expert's gate, up and down matrices, one after the other.
+
+    They are the numbers that are multiplied with: float32 on the CPU, 1-D, read again into memory
+    of their own.
     """
     facts = engine.planner.memory.experts
     if facts is None:
@@ -135,8 +139,9 @@ def check_expert(config: ModelConfig, layer: int, expert: int, num_columns: int)
 def checked_rows(
     config: ModelConfig, dtype: torch.dtype, layer: int, x: Tensor, routing: Routing, step: Step
 ) -> tuple[Tensor, Routing]:
-    """Copies of rows and routing that a MoE layer of `config` can be given, whatever becomes of
-    the originals. Raises UsageError for others.
+    """Copy rows and routing that a MoE layer of `config` can be given.
+
+    The originals may change afterwards. Raises UsageError for others.
     """
     config.check_experts("run_experts")
     shape = config.moe_shape

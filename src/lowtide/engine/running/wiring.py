@@ -1,5 +1,6 @@
-"""Loading: makes what a model runs on as the plan says, and wires it together; `experts.py` does so
-for its experts. Knows nothing of prompts.
+"""Loading: makes the parts that a model runs on as the plan says, and wires them together.
+
+`experts.py` does so for its experts. Knows nothing of prompts.
 """
 
 from __future__ import annotations

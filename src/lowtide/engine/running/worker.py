@@ -305,10 +305,10 @@ Mailbox = SimpleQueue[Callable[[Worker], None]]
 
 
 class Speed:
-    """Committed answer tokens, and the passes they took, with their rows and seconds. Other passes,
-    such as those of `logits`, do not count.
+    """Counter of committed answer tokens, and of their passes, with rows and seconds.
 
-    passes: the last of them, of which the run's averages are made.
+    Other passes, such as those of `logits`, do not count. passes: the last of them, of which the
+    run's averages are made.
     """
 
     def __init__(self) -> None:
