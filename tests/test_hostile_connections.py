@@ -123,6 +123,32 @@ def test_a_client_that_sends_no_more_is_answered(running: Running, stream: bool)
         assert len(ids_in(said[said.index(b"HTTP/1.1 200 ") :])) == 60
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_of_http_1_0_that_sends_no_more_is_answered(
+    running: Running, stream: bool
+) -> None:
+    asked = completion(stream=stream, max_tokens=60).replace(b"HTTP/1.1", b"HTTP/1.0", 1)
+    said = said_to(running, asked, is_half=True)
+    assert said.startswith(b"HTTP/1.1 200 ")  # without an interim answer
+    assert b"[DONE]" in said if stream else len(ids_in(said)) == 60
+
+
+def test_a_client_of_http_1_0_that_has_gone_is_not_answered(
+    running: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection, "KEEPALIVE_S", 1)
+    monkeypatch.setattr(connection, "PROBE_S", (0.1, 0.1))
+    ended: list[Served] = []
+    running.service.on_served.append(ended.append)
+    with connected(running) as client:
+        # Its kernel forgets the connection in a second instead of a minute.
+        client.setsockopt(socket.IPPROTO_TCP, socket.TCP_LINGER2, 1)
+        client.sendall(completion(max_tokens=1900).replace(b"HTTP/1.1", b"HTTP/1.0", 1))
+        wait_until(lambda: running.service.admission.num_running)
+    wait_until(lambda: ended)
+    assert [served.reason for served in ended] == ["abort"]
+
+
 def test_a_client_that_has_gone_is_not_answered(running: Running) -> None:
     ended: list[Served] = []
     running.service.on_served.append(ended.append)

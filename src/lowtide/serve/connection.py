@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
+from contextlib import suppress
 from typing import Any
 
 import h11
@@ -32,7 +34,12 @@ PART_BYTES = 16 << 10
 chunks."""
 
 PROBE_S = 0.1, 5.0
-"""When it is looked whether a client that sends no more is still there: first, and from then on."""
+"""Time to the first look whether a client that sends no more is still there, and between looks."""
+
+KEEPALIVE_S = 5
+"""Silence after which the kernel asks the client's (HTTP/1.0, which has no interim answers)."""
+
+_TCP_CLOSE = 7  # a state of Linux's tcp_info
 
 _log = logging.getLogger(__name__)
 
@@ -81,11 +88,16 @@ class Connection(H11Protocol):
             self._feed(data)
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """The client sends no more; whether it has gone, only writing tells. So the answer to a
-        whole request goes on, and until it begins it is preceded by interim ones.
+        """Go on with the answer to a whole request: the client sends no more, but may still read.
+
+        Only writing tells whether it has gone, so interim answers precede one that has not begun.
+        Over HTTP/1.0 the kernel's probes tell, once the client's kernel has forgotten it: within
+        about a minute.
         """
-        self._is_half = self._is_answering and self.scope["http_version"] != "1.0"
+        self._is_half = self._is_answering
         if self._is_half and self._probing is None:
+            if self.scope["http_version"] == "1.0":
+                self._keep_alive()
             self._probe(PROBE_S[0])
         return self._is_half
 
@@ -161,14 +173,38 @@ class Connection(H11Protocol):
             self._limit_request(RECEIVE_S)
 
     def _probe(self, wait_s: float) -> None:
-        """Writes what a client that is there skips, and one that has gone answers with a reset."""
+        """Write what a client that is there skips, and one that has gone answers with a reset."""
         self._probing = None
         if self.transport.is_closing() or not self._is_answering:
             return
-        if not self.cycle.response_started:
+        if self.scope["http_version"] == "1.0":
+            if self._is_reset():
+                self.transport.abort()
+                return
+        elif not self.cycle.response_started:
             event = h11.InformationalResponse(status_code=102, headers=[], reason=b"Processing")
             self.transport.write(self.conn.send(event) or b"")
         self._probing = self.loop.call_later(wait_s, self._probe, PROBE_S[1])
+
+    def _keep_alive(self) -> None:
+        """Have the kernel probe the client."""
+        tcp, peer = socket.IPPROTO_TCP, self.transport.get_extra_info("socket")
+        with suppress(OSError):  # no TCP
+            peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            for name in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL):
+                peer.setsockopt(tcp, name, KEEPALIVE_S)
+
+    def _is_reset(self) -> bool:
+        """Return whether the client's kernel knows the connection no more.
+
+        The event loop does not see it: it no longer reads from this socket.
+        """
+        peer = self.transport.get_extra_info("socket")
+        try:
+            state = peer.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)
+        except OSError:  # no TCP
+            return False
+        return bool(state[0] == _TCP_CLOSE)
 
     def _limit_request(self, limit_s: float) -> None:
         if self._receiving is not None:
