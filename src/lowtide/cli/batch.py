@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -58,7 +59,8 @@ def batch(model: ModelName, *, settings: Settings) -> None:
             stopped = 0
             if pending:
                 try:
-                    stopped = _answered(model, served_name, lines, pending, results, settings)
+                    run = _Run(model, served_name, lines, pending, results, settings)
+                    stopped = _answered(run)
                 except KeyboardInterrupt:
                     stopped = signal.SIGINT
                 except Terminated as ended:
@@ -138,48 +140,57 @@ def _check_stdout(source: IO[bytes]) -> None:
         raise UsageError("Standard output is the input: name another file for the answers.")
 
 
-def _answered(
-    model: str,
-    served_name: str,
-    lines: AskedLines,
-    pending: list[Asked],
-    results: Results | Stream,
-    settings: Settings,
-) -> int:
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """The pending lines of a batch, the model that answers them, and where answers go."""
+
+    model: str
+    served_name: str
+    lines: AskedLines
+    pending: list[Asked]
+    results: Results | Stream
+    settings: Settings
+
+    @property
+    def at_once(self) -> int | None:
+        """Number of lines that run at once; None: not given."""
+        given = self.settings["at_once"]
+        return given if isinstance(given, int) else None
+
+
+def _answered(run: _Run) -> int:
     """Answer the pending lines; return the signal that stopped the run, or 0."""
-    if settings.flag("ray"):
-        return _answered_on_cluster(model, served_name, lines, pending, results, settings)
+    if run.settings.flag("ray"):
+        return _answered_on_cluster(run)
     from lowtide.serve.batch import answer_all, answering, default_at_once
 
-    llm = open_async(model, settings)
+    llm = open_async(run.model, run.settings)
     reraise_signal()  # an import may have dropped what a signal raised
-    show_plan(llm, settings)
-    given = settings["at_once"]
-    at_once = given if isinstance(given, int) else default_at_once(llm)
+    show_plan(llm, run.settings)
+    at_once = default_at_once(llm) if run.at_once is None else run.at_once
 
-    async def run() -> int:
+    async def answer() -> int:
         with _progress() as progress, _signals() as signals:
             try:
-                async with llm, answering(llm, served_name, at_once) as answerer:
+                async with llm, answering(llm, run.served_name, at_once) as answerer:
                     await answer_all(
-                        answerer, lines, pending, results, at_once, signals.stop, progress
+                        answerer,
+                        run.lines,
+                        run.pending,
+                        run.results,
+                        at_once,
+                        signals.stop,
+                        progress,
                     )
             except asyncio.CancelledError:
                 if not signals.number:
                     raise
         return signals.number
 
-    return asyncio.run(run())
+    return asyncio.run(answer())
 
 
-def _answered_on_cluster(
-    model: str,
-    served_name: str,
-    lines: AskedLines,
-    pending: list[Asked],
-    results: Results | Stream,
-    settings: Settings,
-) -> int:
+def _answered_on_cluster(run: _Run) -> int:
     """Answer the pending lines on a Ray cluster.
 
     Lines that were under way when a signal came are answered again by the next run.
@@ -187,10 +198,17 @@ def _answered_on_cluster(
     check_extra("batch --ray", ("ray",), "ray")
     from lowtide.serve.batch_ray import answer_on_cluster
 
-    given, options = settings["at_once"], settings.engine_options()
-    at_once = given if isinstance(given, int) else None
     with _progress() as progress:
-        answer_on_cluster(model, options, served_name, lines, pending, results, at_once, progress)
+        answer_on_cluster(
+            run.model,
+            run.settings.engine_options(),
+            run.served_name,
+            run.lines,
+            run.pending,
+            run.results,
+            run.at_once,
+            progress,
+        )
     return 0
 
 
