@@ -1,4 +1,4 @@
-"""What layers compute with in tests."""
+"""Pieces that layers compute with in tests."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def on_this_thread(
 
 
 def peak_bytes(graph: Graph) -> int:
-    """What is alive at most, together with what libraries hold at the same time."""
+    """Return the most bytes alive at once, with those that libraries hold at the same time."""
     return max(
         graph.alive_bytes(moment) + sum(output.num_bytes for output in moment.library)
         for moment in graph.moments

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import settings
 
 NORMAL_EXAMPLES = 50
-"""What a property without a number of its own gets when nothing else is asked for."""
+"""Examples of a property without a number of its own, unless another number is asked for."""
 
 
 def examples(count: int) -> settings:

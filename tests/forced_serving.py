@@ -28,7 +28,7 @@ from lowtide.parsing.pieces import Done, Piece
 from lowtide.serve.service import Ask, Service
 
 PAGES = sorted((Path(__file__).parents[1] / "docs").glob("*.md"))
-"""What the tokenizer is trained on, as agents write English and JSON; and on `words`."""
+"""Texts that the tokenizer is trained on, as agents write English and JSON; with `words`."""
 
 NUM_MERGED = 4096  # of its tokens, bytes among them
 MARKS = ("<tool_call>", "</tool_call>", "<think>", "</think>")

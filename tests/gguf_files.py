@@ -130,7 +130,7 @@ def finish(writer: gguf.GGUFWriter) -> None:
 
 
 def add_metadata(writer: gguf.GGUFWriter, family: str, config: Any) -> None:
-    """What llama.cpp's converter writes of a config."""
+    """Write a config's metadata as llama.cpp's converter does."""
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers + getattr(config, "num_predicting", 0))
@@ -258,7 +258,7 @@ ARCHITECTURES = {
 
 
 def is_expanded_once(config: Any) -> bool:
-    """Whether DeepSeek's keys and values come of one matrix, as in older files; half of them."""
+    """Return True if half of DeepSeek's keys and values come of one matrix, as in older files."""
     return config.v_head_dim == config.qk_nope_head_dim
 
 

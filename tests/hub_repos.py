@@ -22,7 +22,7 @@ def whole_repo(folder: Path = GOLDEN) -> dict[str, bytes | Content]:
 
 
 def published_repo(family: str) -> dict[str, bytes | Content]:
-    """What is published of a family's largest model that `synth` knows, in files of 5 GB.
+    """Return the published files of a family's largest model that `synth` knows, in files of 5 GB.
 
     Headers and sizes are right; the weights are zeros that no disk holds.
     """

@@ -42,7 +42,7 @@ class Content(NamedTuple):
 
 @dataclass
 class Fault:
-    """What goes wrong with requests whose path holds `part`, `times` times."""
+    """Fault of requests whose path holds `part`, `times` times."""
 
     part: str
     times: int = 1

@@ -192,7 +192,7 @@ class LateGpu:
 
 
 class _Functions(TorchFunctionMode):
-    """What a torch without CUDA refuses before an operator is reached."""
+    """Functions that a torch without CUDA refuses before an operator is reached."""
 
     def __init__(self, gpu: LateGpu) -> None:
         super().__init__()

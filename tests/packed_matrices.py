@@ -30,7 +30,7 @@ from lowtide.memory.arena import Arena
 
 OWN = (formats()["q8"], formats()["q4"])
 BLOCKS = (*OWN, *ggml.FORMATS)
-"""What rows in int8 are multiplied with, too."""
+"""Formats that rows in int8 are multiplied with, too."""
 INTS = tuple(grouped_ints.FORMATS.values())
 FP8 = tuple(each.in_memory for each in fp8.FORMATS.values())
 SECTIONED: tuple[Sectioned, ...] = (*INTS, *FP8)
@@ -111,7 +111,7 @@ def unpacked(matrix: StoredMatrix) -> Tensor:
 
 
 def unit_of(stored: MatrixFormat) -> int:
-    """What a row's length is a multiple of."""
+    """Return the number that a row's length is a multiple of."""
     if isinstance(stored, GroupedInts):
         return stored.group
     return stored.block_size if isinstance(stored, GgmlFormat) else 1

@@ -1,4 +1,4 @@
-"""Which tests `make test` leaves to `make check-pages` and `make test-kernels`: by their files."""
+"""Tests that `make test` leaves to `make check-pages` and `make test-kernels`, by their files."""
 
 from __future__ import annotations
 

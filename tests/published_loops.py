@@ -56,7 +56,7 @@ def published_choice(
     length: int,
     num_left_over: int,
 ) -> tuple[Tensor, int]:
-    """Which of the masked places `surest` are written, and what a bound step leaves over."""
+    """Choose the places of `surest` to write; return them and the rest of a bound step."""
     num_masked = len(surest)
     if diffusion.remasking == "low_confidence":
         return surest[: length // steps + (step < length % steps)], 0

@@ -19,5 +19,5 @@ def num_parameters_of(schema: ModelSchema) -> int:
 
 
 def kv_elements_of(config: ModelConfig) -> int:
-    """What is cached of one token in all layers."""
+    """Return the number of cached elements of one token in all layers."""
     return config.num_layers * math.prod(config.attention.cache_shape)

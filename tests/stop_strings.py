@@ -1,4 +1,4 @@
-"""What stop strings leave of a text, said plainly."""
+"""Plain model of stop strings: the text that they leave."""
 
 from __future__ import annotations
 

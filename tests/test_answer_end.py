@@ -98,7 +98,7 @@ def drafts_of(request: Request, events: Sequence[Event]) -> list[tuple[Draft, Fi
 
 
 def is_answered(draft: Draft, request: Request) -> bool:
-    """Whether the block has an end token of the answer, and nothing masked before it."""
+    """Return True if the block has an end token of the answer and nothing masked before it."""
     ends = () if request.params.ignore_eos else request.eos_token_ids
     first = max(0, len(request.prompt) - draft.block_start)
     for token, masked_here in zip(draft.tokens[first:], draft.is_masked[first:], strict=True):
@@ -185,7 +185,7 @@ def test_frames_of_the_demo_end_with_the_answer(demo) -> None:
 
 
 def test_the_next_turn_computes_the_last_blocks_keys(demo) -> None:
-    """What an early end left of its block is not kept: a next turn reads as if nothing were."""
+    """Nothing of a block that ended early is kept: the next turn answers as without a cache."""
     messages = [{"role": "user", "content": SORT[0]}]
     [first] = demo.chat(messages)
     messages += [

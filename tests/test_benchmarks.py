@@ -1,4 +1,4 @@
-"""What the benchmark scripts share; no speed is judged here."""
+"""Shared parts of the benchmark scripts; no speed is judged here."""
 
 from __future__ import annotations
 

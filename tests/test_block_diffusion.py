@@ -63,7 +63,10 @@ class Run:
         self.finished = {e.request: e for e in self.events if isinstance(e, Finished)}
 
     def of(self, index: int) -> tuple[list[Event], list[list[int]]]:
-        """What must not depend on neighbours, caching, or the division into passes."""
+        """Return a request's events and rows.
+
+        They must not depend on neighbours, caching, or the division into passes.
+        """
         return own_events(self.events, index), self.trajectories[index]
 
 

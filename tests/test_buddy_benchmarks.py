@@ -1,4 +1,4 @@
-"""What the benchmarks of substitution compare, and how they judge it; no speed is measured here."""
+"""Comparisons and judgements of the benchmarks of substitution; no speed is measured here."""
 
 from __future__ import annotations
 

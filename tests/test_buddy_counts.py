@@ -1,4 +1,4 @@
-"""What `calibrate --buddies` counts is what a slow direct count finds, and files keep it."""
+"""The counts of `calibrate --buddies` are those of a slow direct count, and files keep them."""
 
 from __future__ import annotations
 

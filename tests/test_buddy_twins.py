@@ -115,7 +115,7 @@ class Case:
         self.waits = random_waits(draw, num_experts)
 
     def decided(self, twins: BuddyTwins, waits: Waits | None) -> tuple[RoutedTokens | None, object]:
-        """What runs, and the account of it."""
+        """Return the routing that runs, and the account of it."""
         before = Masses([0.0, 2.0, 3.0], [0.0, 0.05, 3.5])
         own = twins.of_pass(self.owner, before, 2, self.share)
         answer = twins.of_layer(self.rules)(self.facts, own, waits)
@@ -136,7 +136,7 @@ def random_cases(num_cases: int, most_tokens: int) -> Iterator[Case]:
 
 
 def check_equal(compiled: CompiledBuddies, case: Case, waits: Waits | None) -> bool:
-    """Whether there is an answer at all."""
+    """Assert that both twins decide the same; return True if they have an answer at all."""
     (answer, counts), (other, other_counts) = (
         case.decided(twins, waits) for twins in (PLAIN, compiled)
     )

@@ -307,7 +307,7 @@ def test_a_replay_decides_as_the_runtime_did(
 
 
 def check_the_same(runtime: Seen, replay: Seen) -> None:
-    """What was asked of both, and what they answered."""
+    """Assert that runtime and replay were asked the same and gave the same answers."""
     assert len(runtime.asked) == len(replay.asked) > 0
     for (asked, answered), (again, replayed) in zip(runtime.asked, replay.asked, strict=True):
         assert asked.layer == again.layer and np.array_equal(asked.is_kept, again.is_kept)

@@ -1,4 +1,4 @@
-"""What an answer's calls and parts become at each API's door, streamed and whole."""
+"""Calls and parts of an answer in each API's form, streamed and whole."""
 
 from __future__ import annotations
 

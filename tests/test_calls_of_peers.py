@@ -1,4 +1,4 @@
-"""What llama.cpp's, vLLM's and SGLang's tests of parsers say of the families here, in our words."""
+"""Cases of llama.cpp's, vLLM's and SGLang's tests of parsers, for the families here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What rows of logits say, against torch's softmax in float64 and the published samplers."""
+"""Candidates from rows of logits, against torch's softmax in float64 and the published samplers."""
 
 from __future__ import annotations
 

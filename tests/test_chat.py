@@ -103,7 +103,7 @@ class Talk:
         )
 
     def says(self, *lines: str) -> str:
-        """What is said to these lines on standard error."""
+        """Return the conversation's output on standard error for these lines."""
         self.err.truncate(0)
         self.err.seek(0)
         stdin, sys.stdin = sys.stdin, io.StringIO("\n".join([*lines, ""]))
@@ -471,7 +471,7 @@ while (line := editor.read()) is not None:
 def typed(
     history: Path | str, keys: bytes, *later: tuple[bytes, bytes], is_full: bool = False
 ) -> str:
-    """What a program that reads lines shows a user who types `keys` on a terminal.
+    """Return the terminal's output of a program that reads lines, for a user who types `keys`.
 
     later: further keys, each after what has to be shown before them. is_full: its disk.
     """

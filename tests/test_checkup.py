@@ -1,4 +1,4 @@
-"""What `lowtide doctor` finds wrong with a machine, and which model it says runs well there."""
+"""Faults that `lowtide doctor` finds in a machine, and the model that it says runs well there."""
 
 from __future__ import annotations
 

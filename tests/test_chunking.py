@@ -254,7 +254,7 @@ def test_a_workspace_adopts_only_what_fits() -> None:
 
 
 SCRATCH = "norm fp32", "norm squares", "rotary first", "rotary second"
-"""What norms and rotations of the reference kernels compute in; compiled ones use registers."""
+"""Scratch of the reference kernels' norms and rotations; compiled ones use registers."""
 
 
 @pytest.mark.parametrize("family", ["llada", "llada_moe", "dream"])

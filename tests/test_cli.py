@@ -740,7 +740,7 @@ def test_tables_have_room_where_there_is_no_terminal(monkeypatch: pytest.MonkeyP
     [("<&-", "the prompt is empty"), (">&-", "empty"), ("2>&-", ""), ("<&- >&- 2>&-", "")],
 )
 def test_streams_may_be_closed(closed: str, said: str, tmp_path: Path) -> None:
-    """What would print into them meets nothing, and no file that is opened later."""
+    """Output for a closed stream is dropped, and never reaches a file that is opened later."""
     command = f"{sys.executable} -m lowtide generate {MODEL} {closed}"
     result = subprocess.run(
         ["sh", "-c", command],

@@ -1,4 +1,4 @@
-"""What `--print-config` prints is what each client reads."""
+"""Each client reads the output of `--print-config`."""
 
 from __future__ import annotations
 

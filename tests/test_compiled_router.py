@@ -78,7 +78,7 @@ def test_experts_and_weights_are_the_references(
 
 
 def _is_clear(logits: Tensor, bias: Tensor | None, choice: ExpertChoice) -> bool:
-    """Whether no sum of ranks is so near another that roundings decide."""
+    """Return True if all sums of ranks are so far apart that roundings decide nothing."""
     scores = logits.sigmoid() if choice.is_sigmoid else logits.softmax(-1)
     rank = scores if bias is None else scores + bias
     groups = rank.view(len(rank), choice.num_groups, -1)

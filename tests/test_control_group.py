@@ -1,4 +1,4 @@
-"""What a process's control groups leave it, from folders like the kernel's."""
+"""Room that control groups leave a process, from folders like the kernel's."""
 
 from __future__ import annotations
 

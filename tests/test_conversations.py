@@ -24,7 +24,7 @@ BLOCK_LENGTH = 8
 
 DEAR_KEYS = MemoryPrices(token_s=1.0, token_bytes=1, read_s=1e-6, slot_bytes=1 << 20)
 DEAR_SLOTS = MemoryPrices(token_s=1e-6, token_bytes=1 << 20, read_s=1.0, slot_bytes=1)
-"""What passes may have been measured to take."""
+"""Prices that passes may have been measured to have."""
 
 
 @pytest.fixture(scope="module")

@@ -78,12 +78,15 @@ def product(kernel: FewRows, x: Tensor, weight: Tensor, bias: Tensor | None = No
 
 
 def are_alike(answers: list[Tensor]) -> bool:
-    """Whether the variants that compute in float32 have the same bits."""
+    """Return True if the variants that compute in float32 have the same bits."""
     return all(torch.equal(answer, answers[0]) for answer in answers[:NUM_IN_FLOAT32])
 
 
 def is_rounded(out: Tensor, exact: Tensor, terms: Tensor) -> bool:
-    """Whether `out` is `exact` but for its rounding and float32's, which goes with the terms."""
+    """Return True if `out` is `exact` but for its rounding and float32's.
+
+    float32's goes with the terms.
+    """
     error = (out.double() - exact).abs()
     return bool((error <= STEP * exact.abs() + 1e-5 * terms).all())
 

@@ -185,7 +185,7 @@ class Layer:
         REFERENCE.gated_mlp(parts[pairs], home.weights(0, expert), gate, up, parts[pairs])
 
     def expected(self, home: HostExperts) -> Tensor:
-        """What `parts` must become."""
+        """Return the expected `parts`."""
         parts = self.x.cpu()[self.rows.token_of.cpu()]
         for expert in range(len(self.rows.counts)):
             self.on_host(expert, home, parts)

@@ -1,4 +1,4 @@
-"""What a layer's work waits for, and what is decided while it is under way."""
+"""Waits of a layer's work, and decisions while it is under way."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the demo models are asked: answers are right, and what is held out is never trained on."""
+"""Tasks of the demo models: answers are right, and held-out tasks are never trained on."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ SAYS = {
     "serve_openai": ["12 21 40 57 93"],
     "stream": ["132", "36 tokens of the prompt were computed for the first answer"],
 }
-"""What each prints, among other things and in this order."""
+"""Pieces of each example's output, in this order."""
 
 
 def test_every_example_is_tried_and_short() -> None:

@@ -22,7 +22,7 @@ UNITS = r"%|tokens/s|[kMGT]i?B/s|µs|us\b|ms\b|s\b|seconds|times\b|nats\b|x\b"
 MEASURED = re.compile(
     rf"{NUMBER}(?:(?:,| to| and) {NUMBER})* ?(?:{UNITS})|(?<![\w.]){NUMBER}\.\d\d+|\b\d\.\d\d+\b"
 )
-"""What looks like a speed, a time, a share or a ratio."""
+"""Pattern of a speed, a time, a share or a ratio."""
 MADE = "Measured 20"  # when, on what: the last line of a part
 LEFT_OUT = (
     r"<!-- measured: \S+ -->.*?<!-- end of measured -->",
@@ -92,7 +92,7 @@ ALLOWED = {
 
 
 def measured_numbers(page: str, allowed: tuple[str, ...] = ()) -> list[str]:
-    """What looks measured outside of marks, with some words around it."""
+    """Return the numbers outside of marks that look measured, with some words around them."""
     for pattern in LEFT_OUT:
         page = re.sub(pattern, lambda left_out: "`" * bool(left_out), page, flags=re.S | re.M)
     for phrase in allowed:

@@ -83,7 +83,7 @@ FEW = {
 
 
 class Kind(NamedTuple):
-    """What a conversation is held with, and how its keys are kept."""
+    """Model of a conversation, and the way in which its keys are kept."""
 
     family: str
     dtype: str

@@ -39,7 +39,7 @@ def make_arena(
 
 
 def physical_pages(arena: ElasticArena) -> np.ndarray:
-    """Which pages of an arena have memory behind them, says the kernel's page table."""
+    """Mark the pages of an arena that have memory behind them, by the kernel's page table."""
     with open("/proc/self/pagemap", "rb", buffering=0) as file:
         file.seek(arena.bytes.data_ptr() // PAGE * 8)
         entries = np.frombuffer(file.read(arena.num_bytes // PAGE * 8), np.uint64)

@@ -74,7 +74,7 @@ def test_layers_are_cut_until_the_model_is_small_enough(
 
 
 def _layers(config: Any) -> dict[str, Any]:
-    """What says how many layers there are."""
+    """Return the entries of a config that say how many layers there are."""
     return {
         name: config[name] for name in ("num_hidden_layers", "moe_layer_freq") if name in config
     }

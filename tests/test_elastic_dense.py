@@ -147,7 +147,7 @@ def test_words_are_the_same_and_no_page_is_held_between_requests(
 
 
 def test_a_budget_holds_what_it_did(wide: Path) -> None:
-    """What is given back is not planned with: the least budget is the same."""
+    """A plan ignores memory that is given back: the least budget is the same."""
     least, elastic = (plan_model(wide, context=1024, elastic=each) for each in (False, True))
     assert least.minimum_bytes == elastic.minimum_bytes
     with LLM(wide, context=1024, elastic=True, host_memory=elastic.minimum_bytes) as llm:

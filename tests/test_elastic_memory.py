@@ -65,7 +65,7 @@ def elastic_of(llm: LLM) -> ElasticMemory:
 
 @pytest.fixture
 def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, int]]]:
-    """Who had what after every pass; the parts must never be more than the budget."""
+    """Record the memory of each part after every pass; together they must not exceed the budget."""
     shares: list[dict[str, int]] = []
     settle = ElasticMemory.settle
 

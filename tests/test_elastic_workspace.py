@@ -51,7 +51,10 @@ def expected(model: Path) -> tuple[list[list[int]], torch.Tensor]:
 
 @pytest.fixture
 def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, int]]]:
-    """Who had what after every pass: never more than the budget, every page somebody's."""
+    """Record the memory of each part after every pass.
+
+    The budget is never exceeded, and every page has an owner.
+    """
     shares: list[dict[str, int]] = []
     settle = ElasticMemory.settle
 

@@ -537,7 +537,7 @@ def test_what_reads_take_is_measured_whatever_is_read_and_if_it_fails(
 
 
 class Script(NamedTuple):
-    """What one thread does, in order: a verb and a prompt's number."""
+    """Steps of one thread, in order: a verb and a prompt's number."""
 
     steps: list[tuple[str, int]]
 

@@ -310,7 +310,7 @@ def test_a_trained_model_s_experts_answer_nearer_on_another_text(tmp_path: Path)
 
 
 def outputs_of(llm: LLM, rows: Rows) -> list[Tensor]:
-    """What each layer's experts make of rows, all of a row alike in weight."""
+    """Run each layer's experts on rows, all experts of a row alike in weight."""
     outputs = []
     for layer in range(llm.config.num_moe_layers):
         x, chosen = (each[:256] for each in rows.of(layer))

@@ -302,7 +302,7 @@ def check_still_right(llm: LLM, expected: Reference) -> None:
 
 @pytest.mark.parametrize("at", [1, 4])
 def test_a_file_truncated_while_generating(model: Path, expected: Reference, at: int) -> None:
-    """What was written to is not read again, also once it is whole: another object reads it."""
+    """A file that was written to is not read again, even once whole: another object reads it."""
     path = max(shards(model), key=lambda p: "experts.31" in str(p))
     contents = {path: path.read_bytes() for path in shards(model)}
     steps, seen, step = 0, 0, BatchDecoder.step
@@ -362,7 +362,7 @@ def test_a_file_rewritten_in_place_while_generating(model: Path, expected: Refer
 def test_a_checkpoint_deleted_while_generating_is_read_to_the_end(
     model: Path, expected: Reference
 ) -> None:
-    """What is open stays: only the next one to open it finds nothing."""
+    """An open file stays; only the next open finds nothing."""
 
     def delete(event: Event) -> None:
         shutil.rmtree(model, ignore_errors=True)

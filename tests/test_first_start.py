@@ -1,4 +1,4 @@
-"""What somebody sees who starts for the first time; no speed is judged here."""
+"""A user's first start; no speed is judged here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What residency will be worth, where routing stays, has favourites, or changes."""
+"""Forecasts of residency's worth, where routing stays, has favourites, or changes."""
 
 from __future__ import annotations
 

@@ -149,7 +149,7 @@ def test_every_verb_has_an_example_that_it_takes(name: str) -> None:
 
 
 def completed(*words: str) -> set[str]:
-    """What fish offers for the last of the words."""
+    """Return fish's completions of the last word."""
     env = {"_LOWTIDE_COMPLETE": "complete_fish", "_TYPER_COMPLETE_FISH_ACTION": "get-args"}
     env["_TYPER_COMPLETE_ARGS"] = " ".join(("lowtide", *words))
     result = CliRunner().invoke(app, env=env, prog_name="lowtide")

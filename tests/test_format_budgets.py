@@ -23,7 +23,7 @@ GGUF_FILES: dict[str, Callable[[Path], object]] = {
     "experts of one layer differ": lambda path: write_by_expert(path, as_published),
 }
 PRESETS = ("dali", "lowtide")
-"""Which move between steps, and beside them; both divide a layer's work."""
+"""Presets that move between steps, and beside them; both divide a layer's work."""
 
 SHARES = (0.0, 0.5)
 """Of the experts that are resident, from the least budget."""

@@ -1,4 +1,4 @@
-"""What a GGUF file's metadata says beside sizes: rotary embeddings, tokens that end a text."""
+"""Metadata of a GGUF file beside sizes: rotary embeddings, tokens that end a text."""
 
 from __future__ import annotations
 

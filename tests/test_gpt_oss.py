@@ -1,4 +1,4 @@
-"""What gpt-oss has and no other family: windows, sinks, clamped experts, its config.json."""
+"""Parts of gpt-oss alone: windows, sinks, clamped experts, its config.json."""
 
 from __future__ import annotations
 

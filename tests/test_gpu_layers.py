@@ -54,7 +54,7 @@ def computing_on(device: str) -> Compute:
 
 
 def attended(case: Case, device: str, dtype: torch.dtype) -> Tensor:
-    """What the rows of one sequence get, all that came before being cached."""
+    """Return the attention of one sequence's rows, with everything before them cached."""
     draw = torch.Generator().manual_seed(0)
     num_tokens = case.first_position + case.num_rows
     query = torch.randn(case.num_rows, case.heads, case.head_dim, generator=draw)

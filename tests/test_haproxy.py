@@ -118,7 +118,7 @@ def test_conversations_stay_without_any_header(running: Site, system: str | None
 
 
 def where(asked: httpx.Client, servers: list[str], **request: Any) -> int:
-    """Which server a request comes to, by its own count of passes."""
+    """Return the index of the server that a request reaches, by its own count of passes."""
 
     def counts() -> list[int]:
         return [httpx.get(f"{url}/v1/lowtide/stats").json()["forwards"] for url in servers]
@@ -183,7 +183,7 @@ def test_what_bodies_say_comes_before_their_words(running: Site, kind: str) -> N
 def test_input_items_stay_by_the_first_of_the_user(
     running: Site, role: str, has_parts: bool
 ) -> None:
-    """What all conversations begin with sends none to a server of its own choice."""
+    """An item that all conversations begin with sends none to a server of its own choice."""
     servers, found = [url for _, url, _ in running.servers], set()
 
     def item(role: str, text: str) -> dict[str, Any]:

@@ -278,7 +278,7 @@ def test_the_spread_is_that_of_most_timings() -> None:
 
 
 def test_times_of_a_device_are_its_own(quick: None, executor: HostExecutor) -> None:
-    """What an emulated device is told to take is the least that can be measured."""
+    """The times that an emulated device is given are the least that can be measured."""
     speeds = EmulatedSpeeds(
         1e12, link_latency_s=5e-4, host_slowdown=3.0, device_s=Curve([(1, 1e-4)])
     )

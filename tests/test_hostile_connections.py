@@ -47,7 +47,10 @@ def connected(running: Running) -> socket.socket:
 
 
 def said_to(running: Running, data: bytes, is_half: bool = False) -> bytes:
-    """What the server says until it closes. is_half: the client closes its sending half."""
+    """Return the server's output until it closes.
+
+    is_half: the client closes its sending half.
+    """
     with connected(running) as client:
         client.sendall(data)
         if is_half:

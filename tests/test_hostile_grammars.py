@@ -57,7 +57,7 @@ TEMPLATE = """\
 {%- for message in messages -%}{{ message.role }}: {{ message.content }}
 {% endfor -%}
 assistant:"""
-"""What a tool takes is not shown: a prompt of it would be too long before its grammar is read."""
+"""The template leaves out tools' parameters: a prompt of them would be too long."""
 
 CANARY = {
     "messages": MESSAGES,
@@ -181,7 +181,7 @@ def test_a_chain_of_too_many_references_is_refused_by_name(kind: str, grammars: 
 def test_a_chain_that_is_not_seen_ends_no_process_but_the_child(
     kind: str, grammars: Grammars, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What passes there is compiled here, and its masks and its end take little stack."""
+    """A grammar that passes there is compiled here, and its masks and its end take little stack."""
     monkeypatch.setattr(grammar_chains, "MAX_CHAIN", 10**9)
     request = request_of(PLAIN.tokenizer)
     try:

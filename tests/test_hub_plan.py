@@ -1,4 +1,4 @@
-"""What a plan asks of the hub: config, file list and headers, whatever goes wrong."""
+"""A plan's requests to the hub: config, file list and headers, whatever goes wrong."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ def runtime_of(llm: LLM) -> ExpertRuntime:
 
 
 def beside_of(llm: LLM) -> HostExpertExecutor:
-    """What runs the host's experts beside the device."""
+    """Return the executor that runs the host's experts beside the device."""
     executor = runtime_of(llm).executor
     assert isinstance(executor, DeviceExpertExecutor)
     return executor._beside

@@ -143,7 +143,7 @@ def statements_at_run_time(node: ast.AST) -> Iterator[ast.AST]:
 
 
 def statements_at_load(node: ast.AST) -> Iterator[ast.AST]:
-    """What runs when a module is imported: not functions, not `if TYPE_CHECKING`."""
+    """Yield the statements that run at import: not functions, not `if TYPE_CHECKING`."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
             continue
@@ -162,7 +162,7 @@ SOURCES = [Source.of(path) for path in sorted(PACKAGE.rglob("*.py"))]
 
 
 def may_import(importer: str, imported: str) -> bool:
-    """Whether a file of one room may import from another."""
+    """Return True if a file of one room may import from another."""
     if importer == imported or importer in ("__init__", "extend"):
         return True
     if imported in FACTS:

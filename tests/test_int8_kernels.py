@@ -193,7 +193,7 @@ def test_experts_at_once_are_experts_one_by_one(
 def test_an_expert_of_many_rows_gives_each_what_it_has_alone(
     variants: list[PackedOperators], kinds: Kept
 ) -> None:
-    """So many that they are not rounded all at once."""
+    """The rows are too many to be rounded all at once."""
     slots = filled_slots(kinds, 1, 1)
     weights_of = slots.weights(0, 0)
     assert isinstance(weights_of, ExpertWeights)

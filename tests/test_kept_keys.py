@@ -1,4 +1,4 @@
-"""Which kept keys give way to expert slots: pure decisions, in seconds."""
+"""Kept keys that give way to expert slots: pure decisions, in seconds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What later requests take over of earlier ones: the words of a run that computes everything."""
+"""Keys that later requests take over from earlier ones: the words of a run that computes all."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lowtide.decode.request import Finished, Request
 from lowtide.memory.kv_cache import KVCache
 
 SYSTEM = [(5 * i + i // 7) % MASK for i in range(200)]
-"""What conversations begin with."""
+"""Tokens that conversations begin with."""
 
 
 class Case(NamedTuple):

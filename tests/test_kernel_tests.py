@@ -66,7 +66,7 @@ def imported(text: str) -> set[str]:
 
 
 def test_they_import_nothing_else() -> None:
-    """What is left out no other room imports: `test_imports.py`."""
+    """No other room imports the modules that are left out: `test_imports.py`."""
     root = kernel_tests.ROOT
     tests = {path.stem: path.read_text() for path in (root / "tests").glob("*.py")}
     imports = {name: imported(text) & tests.keys() for name, text in tests.items()}

@@ -1,4 +1,4 @@
-"""Which expert slots come and go: pure decisions."""
+"""Expert slots that come and go: pure decisions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a system refuses (memory, files, /proc, an output) ends in one line that says what to do."""
+"""Refusals of a system (memory, files, /proc, an output) end in one line with a way out."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ def test_goldens_streamed(name, llm) -> None:
 
 
 def test_an_answer_ends_at_its_end_token(name) -> None:
-    """What the golden has in the middle is made the end: the answer is cut after its first."""
+    """A token from the golden's middle is made the end: the answer is cut after its first."""
     case = golden_cases(name)[0]
     end = case["output"][len(case["output"]) // 2]
     expected = case["output"][: case["output"].index(end) + 1]
@@ -122,7 +122,7 @@ ALONE, IN_COMPANY = 1e-3, 2.0**-7
     ("indices", "margin"), [((0,), ALONE), ((1,), ALONE), ((0, 1), IN_COMPANY)]
 )
 def test_bfloat16_decides_by_its_own_logits(golden, indices, margin) -> None:
-    """What is written is the arg-max and the surest of what `logits` says, but for ties."""
+    """The written tokens are the surest arg-maxes of `logits`, but for ties."""
     cases = [golden_cases(golden)[index] for index in indices]
     asked, drafts = [params_of(case) for case in cases], [[] for _ in cases]
     with LLM(GOLDENS / golden, dtype="bfloat16") as llm:
@@ -205,7 +205,7 @@ def test_texts_beyond_the_positions_of_other_models_are_refused() -> None:
 
 
 def test_a_budget_below_what_cannot_be_divided_is_refused_with_the_numbers(name) -> None:
-    """What one pass over the whole context takes, every operator a tile at a time."""
+    """The least budget is that of one whole context's pass, every operator a tile at a time."""
     folder, context = GOLDENS / name, 2048
     plan = plan_model(folder, context=context)
     with pytest.raises(PlanError) as refused:

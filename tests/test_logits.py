@@ -1,4 +1,4 @@
-"""What crosses from a GPU to the host before tokens are chosen, on one that works late."""
+"""Transfers from a GPU to the host before tokens are chosen, on one that works late."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What crosses between the host and a real GPU in every pass, queued far ahead."""
+"""Transfers between the host and a real GPU in every pass, queued far ahead."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ VOCAB = 50_000
 
 @pytest.fixture
 def is_busy() -> None:
-    """What is queued next begins some 100 ms later."""
+    """Queue work on the GPU that delays further work by some 100 ms."""
     matrix = torch.randn(8192, 8192, device=GPU)
     for _ in range(20):
         matrix = matrix @ matrix

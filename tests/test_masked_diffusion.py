@@ -81,7 +81,7 @@ class Run:
         self.finished = {e.request: e for e in self.events if isinstance(e, Finished)}
 
     def of(self, index: int) -> list[Event]:
-        """What must not depend on neighbours, or on who takes part when."""
+        """Return a request's events, which must not depend on neighbours or on timing."""
         return [e for e in self.events if e.request == index]
 
 

@@ -1,4 +1,4 @@
-"""What a request may ask of a bidirectional model's decoder, and what it is refused."""
+"""Requests that a bidirectional model's decoder accepts, and those that it refuses."""
 
 from __future__ import annotations
 

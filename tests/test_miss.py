@@ -47,7 +47,7 @@ KEPT = 1 << RowKind.PROMPT | 1 << RowKind.COMMIT
 
 
 def experts(facts: Facts = FACTS, assign: Assign | None = None, **rules: Any) -> Any:
-    """Who runs by these rules; None where that is the router's choice."""
+    """Return the experts that run by these rules; None where that is the router's choice."""
     policy = Buddies([OPEN._replace(**rules)], PLAIN, assign)
     assert facts.routing is not None
     answer = policy.counted(facts, account(len(facts.routing.weights)))
@@ -231,7 +231,7 @@ def test_a_pass_that_fails_counts_nothing() -> None:
 
 
 def test_a_share_of_what_was_routed_may_be_moved() -> None:
-    """What a request may still have moved is a share of what was routed, less what was moved."""
+    """A request may still move its share of the routed weight, less the weight already moved."""
     own = PLAIN.of_pass(np.array([0, 0]), Masses([2.0], [0.5]), 1, 0.25)
     left = own.route(ROUTING.weights)
     assert left is not None and left.mass.tolist() == pytest.approx([0.25 * 4 - 0.5])

@@ -1,4 +1,4 @@
-"""What lies where a model's file should, and paths where nothing lies: told as what they are."""
+"""Files and folders in the place of a model's file, and missing paths: each is named as it is."""
 
 from __future__ import annotations
 
@@ -194,7 +194,7 @@ def test_a_read_that_has_nothing_yet_is_an_error(
 
 
 class _Nothing:
-    """What `open` gives where every read answers EAGAIN."""
+    """File of `open` whose every read answers EAGAIN."""
 
     def __init__(self, descriptor: int, mode: str) -> None:
         self._descriptor = descriptor

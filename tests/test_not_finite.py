@@ -23,7 +23,7 @@ PARTS = {
     "llada2": ("attention.query_key_value",),
     "llada": ("q_proj", "k_proj"),
 }
-"""What makes queries and keys."""
+"""Matrices that make queries and keys."""
 
 
 @pytest.fixture(scope="module", params=PARTS)

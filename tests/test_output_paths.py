@@ -237,7 +237,7 @@ def test_a_link_to_itself_is_refused_and_stays(tmp_path: Path) -> None:
 
 
 def test_a_link_is_followed(tmp_path: Path) -> None:
-    """What it leads to is written, be it there already or not, and the link stays."""
+    """The link's target is written, be it there already or not, and the link stays."""
     path, target = tmp_path / "link", tmp_path / "elsewhere" / "it"
     target.parent.mkdir()
     path.symlink_to(target)

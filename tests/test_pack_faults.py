@@ -1,4 +1,4 @@
-"""What goes wrong while a model is packed: nothing that is not whole is ever a model."""
+"""Faults while a model is packed: an incomplete copy never counts as a model."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def after_pieces(monkeypatch: pytest.MonkeyPatch, num: int, happens: Callable[[]
 
 @contextmanager
 def files_of_at_most(num_bytes: int) -> Iterator[None]:
-    """What a full disk does to a file, for this process."""
+    """Limit the size of this process's files, so that writes fail as on a full disk."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))

@@ -156,7 +156,7 @@ def test_memory_comes_and_goes_with_the_passes(
 def test_what_libraries_held_is_given_back_for_a_larger_range(
     budget: PageBudget, room: PagedRoom
 ) -> None:
-    """What one pass needs less of does not pay for what the next one needs before it is free."""
+    """Memory that one pass no longer needs pays for the next one's only once it is free."""
 
     def plan(range_bytes: int, library_bytes: int) -> PassPlan:
         return PassPlan(Counts(1, 1, 1), {}, ArenaPlaces({}, range_bytes), library_bytes, "")

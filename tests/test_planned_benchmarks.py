@@ -83,7 +83,7 @@ def test_a_planned_step_is_the_published_one_by_any_plan(
 
 @pytest.mark.parametrize("family", ["llada", "llada_moe", "dream"])
 def test_libraries_allocate_what_was_declared(family: str, tiny: Callable[[str], Path]) -> None:
-    """What torch itself allocates in a planned step on this thread, as its profiler sees it."""
+    """The declared bytes are torch's own in a planned step on this thread, by its profiler."""
     model = planned_model.StepModel(tiny(family), 2)
     plan = model.least_plan(1600, 800)
     with torch.inference_mode(), model.loaded() as engine:
@@ -95,7 +95,7 @@ def test_libraries_allocate_what_was_declared(family: str, tiny: Callable[[str],
 
 @pytest.mark.parametrize("family", ["llada", "llada_moe"])
 def test_nothing_holds_a_steps_memory_after_it(family: str, tiny: Callable[[str], Path]) -> None:
-    """What a step takes is measured in the second one, from when the first one's memory is gone."""
+    """The second step is measured, from when the first one's memory is gone."""
     model = planned_model.StepModel(tiny(family), 2)
     plan = model.least_plan(1600, 800)
     with torch.inference_mode(), model.loaded() as engine:

@@ -1,4 +1,4 @@
-"""What `plan` says of bidirectional models' passes: the longest context, chunks, pictures."""
+"""Bidirectional models' passes in `plan`: the longest context, chunks, pictures."""
 
 from __future__ import annotations
 

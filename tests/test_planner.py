@@ -186,7 +186,7 @@ def statistics(model: Decoder, hidden: Tensor) -> list[Tensor]:
 
 
 KEPT = ("norm ", "rotary ")
-"""What the reference kernels' norms and rotation take."""
+"""Buffers of the reference kernels' norms and rotation, by the beginnings of their names."""
 
 
 @pytest.mark.parametrize("kernels", ["auto", "reference"])

@@ -1,4 +1,4 @@
-"""What `auto` does beside a device: two policies in turn, the faster one stays, and again later."""
+"""`auto` beside a device: two policies in turn, the faster one stays, and again later."""
 
 from __future__ import annotations
 

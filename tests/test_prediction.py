@@ -436,7 +436,7 @@ def test_a_run_is_kept_as_the_model_is_closed(
 
 
 def test_there_is_one_prediction_for_a_run(folders: dict[str, Path]) -> None:
-    """What is said before an answer is what is said after it, whatever was asked."""
+    """The prediction before an answer is the one after it, whatever was asked."""
     keep(opened(folders["qwen3_moe"]), SPEEDS)
     with LLM(folders["qwen3_moe"], device="cpu") as llm:
         prediction = llm.plan.prediction

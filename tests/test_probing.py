@@ -33,7 +33,7 @@ def test_experts_give_what_an_observer_saw(llm: LLM) -> None:
 
 
 class Wild(NamedTuple):
-    """What differs from two good rows, and what is said of it."""
+    """Difference from two good rows, and the message about it."""
 
     said: str
     given: dict[str, Any]

@@ -55,7 +55,7 @@ def num_threads_here() -> int:
 
 
 class Told:
-    """What products told: their counts by kind and thread."""
+    """Thread counts of the products, by kind and thread."""
 
     def __init__(self) -> None:
         self.counts: dict[tuple[str, str], set[int]] = defaultdict(set)

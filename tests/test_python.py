@@ -1,4 +1,4 @@
-"""What somebody who writes Python sees: names, keywords, prompts of every kind, texts of events."""
+"""The Python interface: names, keywords, prompts of every kind, texts of events."""
 
 from __future__ import annotations
 

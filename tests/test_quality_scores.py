@@ -1,4 +1,4 @@
-"""What is measured of logits, against direct computations; samples of a text, their masks."""
+"""Scores of logits, against direct computations; samples of a text, their masks."""
 
 from __future__ import annotations
 

@@ -90,7 +90,7 @@ def simulated(trace: Path, options: list[str], *others: str) -> Result:
 def test_buddies_are_simulated_with_the_calibrations_profile(
     trace_file: Path, calibration: Path
 ) -> None:
-    """What the policies themselves do with the same trace, setting and profile."""
+    """The policies themselves do the same with this trace, setting and profile."""
     options = {"miss": "buddy", "rho": "none", "placement": "lru", "max_mass": "off"}
     given = [f"{name}={value}" for name, value in options.items()]
     told = simulated(trace_file, given, "--calibration", str(calibration), "--json")

@@ -1,4 +1,4 @@
-"""What lowtide does not run is named, with models that do run."""
+"""Models that lowtide does not run are named, with models that do run."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from lowtide.model_folder.hub_cache import _indexed_shards
 
 @contextmanager
 def at_once(limit_s: float = 60) -> Iterator[None]:
-    """What is done inside must not wait for anything."""
+    """Fail if the body waits for anything."""
 
     def stop(number: int, frame: FrameType | None) -> None:
         raise AssertionError(f"it waited for {limit_s} s")

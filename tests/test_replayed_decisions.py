@@ -54,7 +54,7 @@ SUBSTITUTING: list[tuple[str, dict[str, str]]] = [
 
 
 class Counts(NamedTuple):
-    """What a layer, or a pass, added to the counters."""
+    """Counts that a layer, or a pass, added to the counters."""
 
     num_misses: int  # of the experts that the router asked for
     num_moves_asked: int
@@ -63,7 +63,7 @@ class Counts(NamedTuple):
 
 
 class Layer(NamedTuple):
-    """What was decided of one layer of one pass, and who is resident after it."""
+    """Decisions about one layer of one pass, and its residents afterwards."""
 
     absent: list[int]  # of the experts that the router asked for
     admitted: list[int]
@@ -99,7 +99,7 @@ class Watcher:
 
 
 class State(NamedTuple):
-    """Who is resident in an engine or on the way to it, and its counters."""
+    """Experts that are resident in an engine or on the way to it, and its counters."""
 
     is_resident: BoolArray  # [layers, experts]
     counts: Counts
@@ -131,7 +131,7 @@ def coming(engine: Engine) -> list[tuple[int, int]]:
 
 
 def replayed(trace: Trace, preset: str, setting: Setting) -> tuple[BoolArray, list[Layer]]:
-    """Who is resident at first, and what is decided of each layer of each pass."""
+    """Replay a trace; return the first residents and each pass's decisions, layer by layer."""
     run, layers = _HostReplay(preset, setting), list[Layer]()
     first = run._is_resident.copy()
     for routed, hits in zip(trace.iter_routed(), trace.hits(), strict=True):
@@ -239,7 +239,7 @@ def answered(
 
 
 def replay_setting(engine: Engine, model: Model) -> Setting:
-    """What the policies in force were made from."""
+    """Return the setting that the policies in force were made from."""
     calibration = Calibration.load(model.calibration, has_inputs=False)
     choice, num_experts = PolicyChoice.of(engine.options), engine.model.config.moe.num_experts
     costs = engine.experts.policies.costs

@@ -113,7 +113,7 @@ def test_files_are_stretched_linearly(family: str, key: str, tmp_path: Path) -> 
 
 
 def divisors(num_pairs: int) -> list[float]:
-    """What llama.cpp's converter writes of LLAMA3: by wavelength."""
+    """Return the divisors that llama.cpp's converter writes for LLAMA3: by wavelength."""
     low, high, length = 1.0, 4.0, 64
     found = []
     for pair in range(num_pairs):

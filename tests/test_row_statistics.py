@@ -1,4 +1,4 @@
-"""What decoders ask of logits that never exist: against float64, and the bits of whole rows."""
+"""Statistics of logits that never exist: against float64, and the bits of whole rows."""
 
 from __future__ import annotations
 

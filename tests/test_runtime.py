@@ -191,7 +191,7 @@ class Disorder:
             self.finish_one()
 
     def finish_one(self) -> bool:
-        """Whether one was under way."""
+        """Finish one of the reads under way; return False if there was none."""
         if not self._under_way:
             return False
         i = self._random.randrange(len(self._under_way))
@@ -300,7 +300,7 @@ def fill(slots: ExpertSlots, slot: int, weights: ExpertWeights) -> int:
 
 
 class Experts:
-    """What runs the experts of every rig; some tests have something else do it."""
+    """Owner of the product that runs every rig's experts; some tests replace it."""
 
     product = staticmethod(REFERENCE.gated_mlp)
 

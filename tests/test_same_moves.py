@@ -24,7 +24,7 @@ COUNTS = np.array([[5, 0, 9, 9, 1, 2, 2, 0], [0, 0, 0, 0, 0, 0, 0, 0]], np.float
 
 
 class Asked(NamedTuple):
-    """What an old rule was told: of one layer in one pass."""
+    """Facts given to an old rule: of one layer in one pass."""
 
     step: Step
     number: int  # of the pass, from 0

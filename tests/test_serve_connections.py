@@ -69,7 +69,7 @@ def request(**body: object) -> bytes:
 
 
 def until_closed(client: socket.socket) -> bytes:
-    """What the server says until it closes, while a byte is sent to it now and then."""
+    """Read from the server until it closes, while a byte is sent to it now and then."""
     said, end_s = b"", time.monotonic() + LIMIT_S
     client.settimeout(0.02)
     while time.monotonic() < end_s:
@@ -182,7 +182,7 @@ def read_slowly(client: socket.socket) -> Iterator[None]:
 
 @pytest.fixture
 def waiting_bytes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """What waits in the process whenever the kernel's buffer is full."""
+    """Bytes that wait in the process, each time that the kernel's buffer is full."""
     noted: list[int] = []
     pause_writing = Connection.pause_writing
 

@@ -65,7 +65,7 @@ def begun_stream(client: httpx.Client, path: str) -> Iterator[httpx.Response]:
 
 
 def told(path: str, answer: httpx.Response) -> str:
-    """What an error says in its API's form: the whole answer, or the last event of a stream."""
+    """Return an error's message in its API's form: the whole answer, or a stream's last event."""
     found = json.loads(answer.text.strip().split("\n")[-1].removeprefix("data: "))
     message: Any = found["error"] if "error" in found else found["response"]["error"]
     if path.startswith("/api/"):

@@ -1,4 +1,4 @@
-"""Who may ask: keys, Host and Origin, sizes; and the settings that say so."""
+"""Guard of the server: keys, Host and Origin, sizes; and the settings of these."""
 
 from __future__ import annotations
 

@@ -401,7 +401,7 @@ SAMPLING: list[dict[str, Any]] = [
 
 
 def test_every_sampling_field_in_every_kind_of_model(running: Running) -> None:
-    """What is off is left out; a diffusion model refuses by name what it has not."""
+    """Fields that are off are left out; a diffusion model refuses by name those that it lacks."""
     body = {"messages": MESSAGES, "max_tokens": 4, "temperature": 0.7}
     with running.client() as client:
         for fields in SAMPLING:

@@ -1,4 +1,4 @@
-"""What an answer's tokens are read as: text, thoughts and tool calls, in every published form."""
+"""Reading of an answer's tokens: text, thoughts and tool calls, in every published form."""
 
 from __future__ import annotations
 

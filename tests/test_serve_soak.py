@@ -30,7 +30,7 @@ MOST_PAUSE_S = 0.5
 CONTEXT = 2048
 MEMORY = "32MiB"
 GROWTH_BYTES = 32 << 20
-"""What is not yet touched of the plan's memory when the soak begins; a leak would soon be more."""
+"""Growth by the plan's pages that the soak touches first; a leak would soon be more."""
 
 POOL_THREADS = 32
 """Those that asyncio makes for work outside its loop, as far as it needs them."""
@@ -62,7 +62,7 @@ PAGES = ("/", "/health", "/ready", "/metrics", "/v1/models", "/v1/lowtide/stats"
 
 
 class Held(NamedTuple):
-    """What a process holds."""
+    """Resources that a process holds."""
 
     resident_bytes: int
     num_threads: int
@@ -154,7 +154,7 @@ def named(model: str, path: str) -> dict[str, str]:
 
 
 def ask_for_each_once(client: httpx.Client, model: str) -> None:
-    """What a server makes for the first of a kind is there then."""
+    """Ask for each kind once, so that the server has made what the first of a kind needs."""
     for path, body in BODIES:
         asked = {**body, **named(model, path), "stream": False}
         assert client.post(path, json=asked).status_code == 200
@@ -183,7 +183,7 @@ def canary(client: httpx.Client) -> list[int]:
 
 
 def settled(server: ServerProcess, is_so: Callable[[Held], bool]) -> Held:
-    """What an idle server holds, once that is as it should be."""
+    """Wait until an idle server's resources satisfy `is_so`; return them."""
     with httpx.Client(base_url=server.url, timeout=LIMIT_S) as client:
         wait_until(lambda: is_idle(client))
     wait_until(lambda: is_so(held_by(server)))

@@ -1,4 +1,4 @@
-"""What the simulated benchmark scripts compute beside the simulator; no result is judged here."""
+"""Figures of the simulated benchmark scripts beside the simulator; no result is judged here."""
 
 from __future__ import annotations
 

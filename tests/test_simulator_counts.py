@@ -40,7 +40,7 @@ TIMELESS = {
 
 
 class Decided(NamedTuple):
-    """What was decided about one layer of one pass, in order."""
+    """Decisions about one layer of one pass, in order."""
 
     layer: int
     demanded: list[int]

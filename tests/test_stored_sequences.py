@@ -305,7 +305,7 @@ def test_a_folder_that_is_removed_is_a_line(tmp_path: Path) -> None:
 
 
 class Damage(NamedTuple):
-    """What is done to the file of one of two conversations, or in its place."""
+    """Damage to the file of one of two conversations, or a thing in its place."""
 
     kind: str
     place: float  # where in the file, from 0 to 1
@@ -343,7 +343,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
 
 
 def damaged(whole: dict[str, bytes], damage: Damage) -> bytes:
-    """What the file of "own" holds then."""
+    """Return the content of the file of "own" after the damage."""
     content, chunk_bytes = bytearray(whole["own"]), LAYOUT.stored_bytes(16)
     at = int(damage.place * len(content))
     if damage.kind == "flip":
@@ -367,7 +367,7 @@ def damaged(whole: dict[str, bytes], damage: Damage) -> bytes:
 
 
 def is_proved(content: bytes, expected: bytes) -> bool:
-    """Whether the two differ in zeros behind a MAC alone, which mean nothing."""
+    """Return True if the two differ only in zeros behind a MAC, which mean nothing."""
     if len(content) != len(expected):
         return False
     num_tokens = NUM_PROMPT + 7

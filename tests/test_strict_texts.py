@@ -24,7 +24,7 @@ def tool_of(schema: object, **more: Any) -> Tool:
 
 
 def is_allowed(schema: object, text: str) -> bool:
-    """Whether the grammar lets a value be written; what it lets through is read as it stands."""
+    """Return True if the grammar lets a value be written; such a value is read as it stands."""
     tool = tool_of(schema)
     mask = mask_of(None, CODER, tools=(tool,), tool_choice="f")
     call = xml(parameter("a", text), name="f")

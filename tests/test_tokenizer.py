@@ -406,7 +406,7 @@ def test_a_tokenizer_that_makes_texts_very_long(tmp_path: Path, kind: str) -> No
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"])
 def test_a_file_that_is_none(tmp_path: Path, name: str) -> None:
-    """Who opens a pipe for reading waits for a writer; a dangling link is not an absent file."""
+    """Opening a pipe for reading would wait for a writer; a dangling link is not an absent file."""
     path = make_folder(tmp_path) / name
     path.unlink(missing_ok=True)
     os.mkfifo(path)

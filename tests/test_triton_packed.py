@@ -30,7 +30,7 @@ BLOCKS = [Size(7, 6, 3, 96, 32), Size(33, 4, 2, 288, 96)]
 
 CASES = [(name, size) for name in NAMES for size in (BLOCKS if name == "MXFP4" else ODD)]
 OTHERS = (torch.float32, torch.float16)
-"""What weights are unpacked into on a GPU besides bfloat16."""
+"""Types that weights are unpacked into on a GPU besides bfloat16."""
 
 LARGE = [Size(1, 64, 8, 2048, 512), Size(517, 16, 6, 2048, 1408), Size(63, 8, 4, 2880, 2880)]
 

@@ -90,7 +90,7 @@ NOT_KEPT = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "build", "d
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the sdist of a clean checkout unpacks to."""
+    """Sources in the sdist of a clean checkout, unpacked."""
     made = tmp_path_factory.mktemp("sources")
     checkout = shutil.copytree(REPOSITORY, made / "checkout", ignore=NOT_KEPT)
     command = [sys.executable, "-c", SDIST, str(made)]

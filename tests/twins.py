@@ -100,7 +100,7 @@ class Beside:
         return made
 
     def _has(self, one: Lineage, segment: Segment, known: IntArray) -> bool:
-        """Whether its keys are those that the segment begins with, and of the same tokens."""
+        """Return True if `one` has the segment's first keys, and of the same tokens."""
         first = segment.first_position
         if not np.array_equal(one.tokens[:first], known[:first]):
             return False

@@ -1,4 +1,4 @@
-"""What the tests of the whole engine share: budgets, routing and trajectories, made visible."""
+"""Shared parts of the tests of the whole engine: visible budgets, routing and trajectories."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from lowtide.plan import MemoryPlan
 from lowtide.reading.file_reader import FileReader, Read, Ticket
 
 LIMIT_S = 60.0
-"""What takes longer hangs; nothing that is waited for takes more than moments."""
+"""Waiting longer than this means a hang; nothing that tests wait for takes more than moments."""
 
 Trajectories = dict[int, list[list[int]]]
 """By request: the token row of every denoising pass, as it went in."""
@@ -99,7 +99,7 @@ def answers(llm: LLM, requests: Sequence[Request]) -> tuple[list[Finished], Traj
 
 
 def decoded(decoder: BatchDecoder[Any], requests: Iterable[Request]) -> list[Event]:
-    """What a decoder makes of requests; gives all room back however it ends."""
+    """Run requests through a decoder; free all room however it ends."""
     events: list[Event] = []
     try:
         for request in requests:
@@ -280,12 +280,12 @@ def reads_counted() -> Iterator[list[Sequence[Read]]]:
 
 
 def same_bits(first: Tensor, second: Tensor) -> bool:
-    """Whether two float32 tensors are equal bit by bit."""
+    """Return True if two float32 tensors are equal bit by bit."""
     return torch.equal(first.view(torch.int32), second.view(torch.int32))
 
 
 def answer(llm: LLM, prompt: list[int], params: SamplingParams) -> tuple[list[int], Tensor]:
-    """What the model writes, and the logits of prompt and answer."""
+    """Return the model's answer, and the logits of prompt and answer."""
     [completion] = llm.generate([prompt], params)
     return completion.token_ids, llm.logits([*prompt, *completion.token_ids])
 
@@ -298,7 +298,10 @@ def residents(llm: LLM) -> list[list[int]]:
 
 
 def own_events(events: Iterable[Event], index: int) -> list[Event]:
-    """What must not depend on neighbours, caching, or the division into passes."""
+    """Return a request's events.
+
+    They must not depend on neighbours, caching, or the division into passes.
+    """
     return [e for e in events if e.request == index and not isinstance(e, Prefill)]
 
 

@@ -1,5 +1,6 @@
-"""What is promised to those who add something, used as a stranger would: from a distribution of its
-own with entry points, imported in a process of its own, by the names of `lowtide.extend` alone.
+"""Promises to those who add something, held from a distribution of its own with entry points.
+
+A process of its own imports it, and it uses the names of `lowtide.extend` alone.
 """
 
 from __future__ import annotations
