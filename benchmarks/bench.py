@@ -72,6 +72,12 @@ SMALL = (
     Script("absent", 3, ("--parts", "tmpfs", "block", "gguf"), cut="the disk; `--large` has it"),
     Script("batching", 1),
     Script(
+        "predictions",
+        5,
+        ("--models", "demo:autoregressive", "demo:diffusion", "qwen3_moe", "--runs", "3"),
+        cut="larger families, whose models take minutes to make",
+    ),
+    Script(
         "conversation",
         1,
         ("--restarts", "3"),

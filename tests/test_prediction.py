@@ -24,7 +24,7 @@ from lowtide.engine.planning import plan as planning
 from lowtide.engine.planning.plan import make_plan
 from lowtide.engine.planning.prediction import (
     DOUBT,
-    READ_SHARE,
+    MISS_POWER,
     even_demand,
     kernel_names,
     published_pass,
@@ -300,7 +300,8 @@ def test_absent_experts_take_their_reads(folders: dict[str, Path]) -> None:
     demand = even_demand(model.facts.config.moe_shape, plan, 1)
     assert plan.prediction is not None and plan.prediction.pass_time is not None
     num_layers = model.facts.config.num_moe_layers
-    of_layer = READ_SHARE * demand.num_on_disk / num_layers
+    absent = 1 - sum(plan.residents_per_layer) / plan.num_experts
+    of_layer = demand.num_run * absent**MISS_POWER / num_layers
     assert slow.reads_s is not None
     lowest, highest = (slow.reads_s.at(round(of_layer + more)) for more in (-0.5, 0.5))
     waited_s = plan.prediction.pass_time.likely_s - 0.01

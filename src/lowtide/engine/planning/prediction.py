@@ -41,12 +41,19 @@ from lowtide.schemas import model_schema
 DOUBT = 1.4
 """The factor by which a run may be slower or faster than what is likely."""
 
-READ_SHARE = 0.75
-"""Experts that are read, as a share of an even demand, before a run of the model has shown it:
-texts ask for some experts again and again."""
+MISS_POWER = 2.0
+"""How fast misses fall with residents before a run of the model has shown it: of the experts that a
+pass asks for, the share that is not in memory, to this power, is missed. Texts ask for some experts
+again and again, and these stay."""
+
+MISS_POWERS = (0.5, 6.0)
+"""Ends of what a run may say of that."""
+
+MOST_CORRECTION = 4.0
+"""By which factor a run of another budget corrects waiting at the most."""
 
 LEAST_READ_SHARE = 0.5
-"""The same at the least, for a bound."""
+"""Absent experts that are read at the least, for a bound, as a share of an even demand."""
 
 COMPUTED_MEANWHILE = 0.5
 """Share of a layer's time in which its absent experts are read: that of the experts at hand."""
@@ -67,20 +74,13 @@ class ExpertCounts(NamedTuple):
     num_on_disk: float  # of the absent, not in host memory either
 
 
-def even_demand(
-    shape: MoEShape, plan: MemoryPlan, num_rows: float, num_residents: int | None = None
-) -> ExpertCounts:
-    """The counts of a pass in which every expert is as likely as any other, token by token.
-
-    num_residents: in the plan's stead.
-    """
+def even_demand(shape: MoEShape, plan: MemoryPlan, num_rows: float) -> ExpertCounts:
+    """The counts of a pass in which every expert is as likely as any other, token by token."""
     if not shape.num_experts:
         return ExpertCounts(0.0, 0.0, 0.0, 0.0)
     share = shape.num_experts_per_token / shape.num_experts
     num_run = shape.num_experts * (1 - (1 - share) ** num_rows) * shape.num_layers
-    if num_residents is None:
-        num_residents = sum(plan.residents_per_layer)
-    absent_share = 1 - num_residents / plan.num_experts
+    absent_share = 1 - sum(plan.residents_per_layer) / plan.num_experts
     disk_share = absent_share
     if plan.gpu is not None:
         disk_share *= 1 - sum(plan.host_residents_per_layer) / plan.num_experts
@@ -141,40 +141,40 @@ class Predictor:
 
     @property
     def _run(self) -> OwnRun | None:
-        return self.speeds.run_like(sum(self.plan.residents_per_layer))
+        return self.speeds.run_like(self._num_residents)
 
-    def _demand(self, num_rows: float, num_residents: int | None = None) -> ExpertCounts:
-        return even_demand(self.config.moe_shape, self.plan, num_rows, num_residents)
+    @property
+    def _num_residents(self) -> int:
+        return sum(self.plan.residents_per_layer)
+
+    def _demand(self, num_rows: float) -> ExpertCounts:
+        return even_demand(self.config.moe_shape, self.plan, num_rows)
 
     def _host_pass_s(self, num_rows: float) -> float | None:
         """By what was measured, corrected by what the last run took of each part."""
-        parts = self._parts(num_rows)
-        if parts is None:
-            return None
+        parts, run = self._parts(num_rows, self._missed(num_rows)), self._run
+        if parts is None or run is None:
+            return None if parts is None else sum(parts)
         compute_s, wait_s = parts
-        run = self._run
-        if run is None:
-            return compute_s + wait_s
-        then = self._parts(run.num_rows, run.num_residents, run.num_missed)
+        then = self._parts(run.num_rows, run.num_missed)
         if then is None or not then[0]:
             return compute_s + wait_s
-        if then[1] and run.wait_s:
-            wait_s *= run.wait_s / then[1]
+        if run.num_residents == self._num_residents:
+            wait_s = run.wait_s
+        elif then[1] and run.wait_s:
+            factor = run.wait_s / then[1]
+            wait_s *= min(MOST_CORRECTION, max(1 / MOST_CORRECTION, factor))
         return compute_s * run.compute_s / then[0] + wait_s
 
-    def _parts(
-        self, num_rows: float, num_residents: int | None = None, num_missed: float | None = None
-    ) -> tuple[float, float] | None:
-        """Seconds of a pass's computation, and of waiting for experts; None without either.
+    def _parts(self, num_rows: float, num_missed: float) -> tuple[float, float] | None:
+        """Seconds of a pass's computation, and of waiting for the experts that it misses.
 
-        num_missed: experts that have to be read, by default as many as the last run's share.
+        None without what they follow from.
         """
         curve, reads_s = self.speeds.pass_s, self.speeds.reads_s
         if curve is None:
             return None
         compute_s = _at(curve, num_rows)
-        if num_missed is None:
-            num_missed = self._missed(num_rows, num_residents)
         if not num_missed:
             return compute_s, 0.0
         if reads_s is None:
@@ -185,15 +185,21 @@ class Predictor:
         read_s = of_layer * reads_s.at(1) if of_layer < 1 else _at(reads_s, of_layer)
         return compute_s, num_layers * max(0.0, read_s - meanwhile_s)
 
-    def _missed(self, num_rows: float, num_residents: int | None) -> float:
+    def _missed(self, num_rows: float) -> float:
         """Experts that a pass has to read."""
-        even, run = self._demand(num_rows, num_residents).num_on_disk, self._run
-        if run is None:
-            return READ_SHARE * even
-        then = self._demand(run.num_rows, run.num_residents).num_on_disk
-        if not then:
-            return READ_SHARE * even
-        return min(self._demand(num_rows).num_run, even * run.num_missed / then)
+        num_run, run = self._demand(num_rows).num_run, self._run
+        power = MISS_POWER
+        if run is not None and run.num_missed:
+            then, absent = self._demand(run.num_rows).num_run, self._absent(run.num_residents)
+            if 0 < absent < 1 and run.num_missed < then:
+                power = math.log(run.num_missed / then) / math.log(absent)
+        low, high = MISS_POWERS
+        share = self._absent(self._num_residents)
+        return num_run * math.pow(share, min(high, max(low, power)))
+
+    def _absent(self, num_residents: int) -> float:
+        """The share of all experts that is not in memory."""
+        return 1 - num_residents / max(1, self.plan.num_experts)
 
     def _least_pass_s(self, prediction: Prediction, demand: ExpertCounts) -> float | None:
         """Seconds that a pass takes at least, by the rates of memory and disk."""
