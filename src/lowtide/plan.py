@@ -45,6 +45,7 @@ class WeightFormats:
 
     @property
     def is_own(self) -> bool:
+        """True if nothing is rounded."""
         return self == WeightFormats()
 
     @property
@@ -80,6 +81,7 @@ class TierPlan:
 
     @property
     def used_bytes(self) -> int:
+        """Bytes that the plan uses of this tier."""
         fixed = self.dense_bytes + self.kv_cache_bytes + self.workspace_bytes + self.ring_bytes
         return fixed + self.slot_bytes * self.num_slots
 
@@ -122,6 +124,7 @@ class Prediction:
 
     @property
     def read_bytes_per_token(self) -> float:
+        """Bytes read from disk for each token."""
         return self.read_bytes / self.tokens_per_pass
 
     @property
@@ -134,7 +137,7 @@ class Prediction:
 
 
 def predicted(plan: MemoryPlan) -> dict[str, float]:
-    """The plan's speed for `LLM.stats()`; nothing where it has none."""
+    """Return the plan's predicted speed for `LLM.stats()`; empty where it has none."""
     speed = None if plan.prediction is None else plan.prediction.speed
     if speed is None:
         return {}
@@ -157,7 +160,7 @@ class FormatPlan:
 
 
 def check_is_named(format: object) -> None:
-    """Raises UsageError for a format that was left to be chosen, where plans are compared."""
+    """Raise UsageError for a format left to be chosen, where plans are compared."""
     if format == AUTO_FORMAT:
         raise UsageError(
             "format 'auto' is for plans and answers, and may differ from budget to budget; name "
@@ -166,7 +169,7 @@ def check_is_named(format: object) -> None:
 
 
 def faster_format(rows: Sequence[FormatPlan], weights: WeightFormats) -> FormatPlan | None:
-    """The format that a slow plan's reader should know of; None for a plan that is not slow.
+    """Return a faster format, which a slow plan's reader should know of; None for other plans.
 
     weights: of the plan in force. It is slow where some experts are not resident in it as they are
     stored; faster is what is `NOTABLE` times as fast, by predicted speeds where both have one, else
@@ -243,6 +246,7 @@ class MemoryPlan:
 
     @property
     def fast_tier(self) -> TierPlan:
+        """The GPU's tier where there is one, else the host's."""
         return self.host if self.gpu is None else self.gpu
 
     @property
@@ -256,7 +260,7 @@ class MemoryPlan:
         return self.fast_tier.num_slots - sum(self.residents_per_layer)
 
     def __repr__(self) -> str:
-        """The table and what is said below it, in plain characters."""
+        """Return the table and the facts below it in plain characters."""
         rows = plan_rows(self)
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = [
@@ -267,7 +271,7 @@ class MemoryPlan:
         return "\n".join(["memory plan", *lines, plan_facts(self), self.reason])
 
     def _repr_html_(self) -> str:
-        """The same as an HTML fragment, for notebooks."""
+        """Return the table and the facts as an HTML fragment, for notebooks."""
         header, *rows = plan_rows(self)
         head = "".join(f"<th>{html.escape(cell)}</th>" for cell in header)
         body = "".join(
@@ -279,7 +283,7 @@ class MemoryPlan:
 
 
 def plan_rows(plan: MemoryPlan) -> list[list[str]]:
-    """A row of names, then one for each part, of a column for each tier."""
+    """Return a row of names, then one for each part, with a column for each tier."""
     tiers = list(plan_tiers(plan))
     is_registered = plan.gpu is not None and plan.device != "cuda"  # such as "emulated"
     names = [f"{plan.device} gpu" if name == "gpu" and is_registered else name for name, _ in tiers]
@@ -295,7 +299,7 @@ def plan_rows(plan: MemoryPlan) -> list[list[str]]:
 
 
 def plan_facts(plan: MemoryPlan) -> str:
-    """What the table does not say: device, policy, context, the budgets between which it lies."""
+    """Describe device, policy, context and the budgets between which the plan lies."""
     placed = f"policy {plan.policy}"
     sizes = [f"least that runs {format_size(plan.minimum_bytes)}"]
     if plan.num_experts:
@@ -328,7 +332,7 @@ def plan_facts(plan: MemoryPlan) -> str:
 
 
 def plan_tiers(plan: MemoryPlan) -> Iterator[tuple[str, TierPlan]]:
-    """The tiers that there are, by name."""
+    """Yield the tiers by name."""
     yield "host", plan.host
     if plan.gpu is not None:
         yield "gpu", plan.gpu

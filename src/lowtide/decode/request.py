@@ -43,7 +43,7 @@ class TokenMask(Protocol):
         ...
 
     def take(self, token_id: int) -> None:
-        """The answer has gone on with this one."""
+        """Note the token with which the answer has gone on."""
         ...
 
 
@@ -85,6 +85,7 @@ class Request:
 
     @property
     def threshold(self) -> float:
+        """Confidence from which a token is written."""
         return self.params.diffusion.threshold or 0.0
 
     @property
@@ -95,6 +96,7 @@ class Request:
 
     @property
     def max_post_steps(self) -> int:
+        """Passes that may edit a block without masks."""
         return self.params.diffusion.max_post_steps or 0
 
     @property
@@ -127,6 +129,7 @@ class Prefill(NamedTuple):
 
     @property
     def text(self) -> str:
+        """Empty: progress brings no text."""
         return ""
 
 
@@ -201,7 +204,7 @@ Event = Prefill | Draft | Committed | Finished
 
 
 def named(event: Event, request: int) -> Event:
-    """The same event under another name of its request."""
+    """Return the event with another id of its request."""
     if isinstance(event, Prefill):
         return event._replace(request=request)
     return replace(event, request=request)
