@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 from lowtide.engine.opening.config import EngineConfig
 from lowtide.engine.opening.model import open_model
-from lowtide.engine.planning import registering
-from lowtide.engine.planning.registering import EVERY_KIND, Planner
+from lowtide.engine.planning import planner as counting
+from lowtide.engine.planning.planner import EVERY_KIND, Planner
 from lowtide.errors import InternalError, PlanError
 from lowtide.families import families
 from lowtide.kernels.row_statistics import Form
@@ -160,7 +160,7 @@ def registered_graph(planner: Planner, counts: Counts, chunks: Mapping[str, int]
         segments.append(Segment(counts.block, counts.tokens, 0, num_others, others))
     registrar = Registrar(chunks)
     model, hidden = planner.run_forward(registrar, segments)
-    registering._run_head(model, hidden, counts.logit_rows, counts.asked, Form.FUSED)
+    counting._run_head(model, hidden, counts.logit_rows, counts.asked, Form.FUSED)
     return registrar.graph
 
 

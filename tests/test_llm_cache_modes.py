@@ -27,7 +27,7 @@ from lowtide.decode import masked_options
 from lowtide.decode.forced import ForcedText
 from lowtide.engine.opening.config import EngineConfig
 from lowtide.engine.opening.model import open_model
-from lowtide.engine.planning.registering import Planner
+from lowtide.engine.planning.planner import Planner
 from lowtide.errors import PlanError, UnsupportedError, UsageError
 from lowtide.kernels.row_statistics import Form
 from lowtide.llm import plan_model

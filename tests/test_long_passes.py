@@ -22,7 +22,7 @@ from lowtide.core import Step, StepKind, align_up
 from lowtide.decode.logits import LOGIT_ROWS
 from lowtide.engine.opening.config import MAX_PASS_ROWS, EngineConfig
 from lowtide.engine.opening.model import open_model
-from lowtide.engine.planning.registering import Planner
+from lowtide.engine.planning.planner import Planner
 from lowtide.families import families
 from lowtide.kernels.operands import Matrix
 from lowtide.kernels.reference import REFERENCE, Kernels

@@ -28,7 +28,7 @@ from lowtide.engine.planning.passes import (
     plan_passes,
 )
 from lowtide.engine.planning.plan import make_plan
-from lowtide.engine.planning.registering import Planner
+from lowtide.engine.planning.planner import Planner
 from lowtide.engine.running import pass_room
 from lowtide.errors import PlanError, UnsupportedError
 from lowtide.memory.pass_planner import PassPlan

@@ -18,7 +18,7 @@ from lowtide.compute import Compute
 from lowtide.core import ALIGNMENT, Step, StepKind, align_up
 from lowtide.engine.opening.config import MAX_PASS_ROWS, EngineConfig
 from lowtide.engine.opening.model import open_model
-from lowtide.engine.planning.registering import Planner
+from lowtide.engine.planning.planner import Planner
 from lowtide.errors import InternalError
 from lowtide.families import families
 from lowtide.kernels.row_statistics import Guidance, Wanted

@@ -11,8 +11,8 @@ from programs import python
 
 from lowtide.engine.opening.config import EngineConfig
 from lowtide.engine.opening.model import open_model
-from lowtide.engine.planning import registering
-from lowtide.engine.planning.registering import Planner
+from lowtide.engine.planning import planner as counting
+from lowtide.engine.planning.planner import Planner
 from lowtide.engine.planning.uncomputed import Uncomputed
 from lowtide.families import families
 from lowtide.model_writing.synth import synth
@@ -32,7 +32,7 @@ def test_what_is_counted_is_the_same(
 ) -> None:
     folder = synth(family, "tiny", tmp_path / "model", seed=0)
     found = counted(folder)
-    monkeypatch.setattr(registering, "Uncomputed", contextlib.nullcontext)
+    monkeypatch.setattr(counting, "Uncomputed", contextlib.nullcontext)
     assert found == counted(folder)
 
 

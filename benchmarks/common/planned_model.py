@@ -24,7 +24,7 @@ from lowtide.engine.opening.config import EngineConfig
 from lowtide.engine.opening.facts import MemoryFacts
 from lowtide.engine.opening.model import open_model
 from lowtide.engine.planning.plan import make_plan
-from lowtide.engine.planning.registering import Planner
+from lowtide.engine.planning.planner import Planner
 from lowtide.engine.running.engine import Engine
 from lowtide.engine.running.wiring import load
 from lowtide.kernels.row_statistics import Form, Wanted

@@ -33,7 +33,7 @@ from lowtide.engine.opening.model_calibration import check_calibrated, find_cali
 from lowtide.engine.planning.format_plans import plan_by_format
 from lowtide.engine.planning.passes import PlannedPasses, longest_context_of, plan_passes
 from lowtide.engine.planning.plan import excess_of, make_plan, shortage_of
-from lowtide.engine.planning.registering import Planner
+from lowtide.engine.planning.planner import Planner
 from lowtide.engine.running import probing
 from lowtide.engine.running.engine import Engine
 from lowtide.engine.running.forcing import ForcedRun, forced_params, read_forced
@@ -276,7 +276,9 @@ def check_request(
     No weight is read. `prompt_for` makes the prompt from the model's tokenizer.
     """
     opened = opened_for_request(model, options)
-    intake_of(opened).requests([prompt_for(opened.facts.tokenizer)], params, raw)
+    facts, seed = opened.facts, opened.options.asked.seed
+    intake = intake_of(facts, opened.memory.context.num_tokens, seed)
+    intake.requests([prompt_for(facts.tokenizer)], params, raw)
 
 
 def plan_model(model: str | Path | HubModel, **options: Unpack[ModelKeywords]) -> MemoryPlan:

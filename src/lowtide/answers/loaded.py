@@ -27,7 +27,7 @@ from lowtide.decode.request import Finished, Request
 from lowtide.engine.opening.config import EngineConfig
 from lowtide.engine.planning.passes import PlannedPass, plan_steps
 from lowtide.engine.planning.plan import make_plan
-from lowtide.engine.planning.registering import Planner
+from lowtide.engine.planning.planner import Planner
 from lowtide.engine.running import probing
 from lowtide.engine.running.engine import Engine
 from lowtide.engine.running.first_passes import with_prediction
@@ -67,11 +67,12 @@ class LoadedModel:
         self._name = str(model)
         with _shown(options.get("progress")) as progress:
             opened = opened_model(model, {**options, "progress": progress})
+            context, seed = opened.memory.context.num_tokens, opened.options.asked.seed
+            self._intake = intake_of(opened.facts, context, seed)
             planner = Planner.of(opened)
             engine = load(opened, make_plan(opened, planner), planner)
-            ask = partial(first_requests, opened)
+            ask = partial(first_requests, self._intake, opened.facts.config)
             self._loop = EngineLoop(with_prediction(engine, opened, ask))
-        self._intake = intake_of(opened)
 
     @property
     def name(self) -> str:

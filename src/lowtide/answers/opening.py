@@ -8,10 +8,12 @@ from functools import partial
 from pathlib import Path
 from random import Random
 
+from lowtide.config import ModelConfig
 from lowtide.decode.intake import Intake
 from lowtide.decode.kinds import make_kind
 from lowtide.decode.request import Request
 from lowtide.engine.opening.config import MAX_BLOCK_LENGTH, EngineConfig
+from lowtide.engine.opening.facts import ModelFacts
 from lowtide.engine.opening.model import OpenModel, open_for_plan, open_model
 from lowtide.engine.planning.format_plans import as_stored, opened_with_format
 from lowtide.errors import UnsupportedError, UsageError
@@ -42,8 +44,7 @@ def opened_for_request(model: str | Path, options: Mapping[str, object]) -> Open
 
 def _checked(opened: OpenModel) -> OpenModel:
     """Raise UnsupportedError for options that this kind of model does not have."""
-    block_length = opened.options.asked.block_length
-    config = opened.facts.config
+    block_length, config = opened.options.asked.block_length, opened.facts.config
     if block_length not in (None, 1) and config.decoding.writes_in_order:
         raise UnsupportedError(
             f"block_length {block_length}: {config.architecture} is autoregressive, its "
@@ -57,21 +58,20 @@ def _checked(opened: OpenModel) -> OpenModel:
     return opened
 
 
-def intake_of(opened: OpenModel) -> Intake:
+def intake_of(facts: ModelFacts, context: int, seed: int | None) -> Intake:
     """Make the intake that turns prompts for this model into requests."""
     return Intake(
-        config=opened.facts.config,
-        tokenizer=opened.facts.tokenizer,
-        kind=make_kind(opened.facts.config.decoding),
-        context=opened.memory.context.num_tokens,
+        config=facts.config,
+        tokenizer=facts.tokenizer,
+        kind=make_kind(facts.config.decoding),
+        context=context,
         max_block_length=MAX_BLOCK_LENGTH,
-        seed=opened.options.asked.seed or 0,
+        seed=seed or 0,
     )
 
 
-def first_requests(opened: OpenModel, count: int) -> list[Request]:
+def first_requests(intake: Intake, config: ModelConfig, count: int) -> list[Request]:
     """Return so many requests that a model is measured with as it is loaded; none without room."""
-    intake, config = intake_of(opened), opened.facts.config
     mask = config.decoding.mask_token_id
     ids = [each for each in range(3, min(config.vocab_size, 4096)) if each != mask]
     drawn = Random(0)

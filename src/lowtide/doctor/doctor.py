@@ -103,7 +103,7 @@ def diagnose(
             # With a GPU reads are no part of the costs, as in the engine, which looks for these
             # when it loads a model; the disk's rate is among the machine's.
             source = None if device == "cuda" else checkpoint
-            measured = _Measured(experts, kernels, device, config, source)
+            measured = _ExpertMeasurement(experts, kernels, device, config, source)
             costs.append(measured.costs(named, machine, is_fresh))
         else:
             skipped.append(Skipped(named, OUT_OF_TIME))
@@ -176,8 +176,8 @@ def _fill(descriptor: int, folder: Path) -> None:
 _OpenDevice = tuple[Device | None, Callable[[int], Arena], str]
 
 
-class _Measured(NamedTuple):
-    """What a model's experts cost on a device, or on the host alone."""
+class _ExpertMeasurement(NamedTuple):
+    """A measurement of a model's experts on a device, or on the host alone."""
 
     facts: ExpertFacts
     kernels: Kernels  # the host's
@@ -201,7 +201,7 @@ class _Measured(NamedTuple):
         return ExpertCosts(name, facts.shape, dtype, facts.layer_bytes, description, stored)
 
     def measure(self) -> tuple[Measurements, str]:
-        """The costs, and a line on the device that they were measured with."""
+        """Measure; return the costs and a line on the device."""
         with closing(make_executor(self.facts.shape, self.device)) as executor:
             opening = self._open_device(executor.cores_per_expert)
             with opening as (device, make_arena, description), self._disk_source() as disk:

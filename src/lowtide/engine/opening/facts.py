@@ -1,4 +1,4 @@
-"""What is known of an open model, in three records. Nothing of its weights is read for them.
+"""Facts of an open model, in three records. No weight is read for them.
 
 `ModelFacts` is what its files say, `MemoryFacts` what it has in memory, `RunOptions` how it is run.
 A function takes the fields that it reads, or one record: they meet where a model is planned
@@ -70,7 +70,7 @@ class ModelFacts:
 
 
 class ContextFacts(NamedTuple):
-    """What a context of `num_tokens`, which all running sequences share, takes of keys and rows."""
+    """KV cache and limits of a context of `num_tokens`, which all running sequences share."""
 
     num_tokens: int
     kv_shape: StorageShape  # where none is kept, of the layer whose turn it is
@@ -100,7 +100,7 @@ class ContextFacts(NamedTuple):
 
 
 class ExpertFacts(NamedTuple):
-    """A model's experts: where they lie in its files, and how in a slot."""
+    """A model's experts: where they lie in its files, and their layout in a slot."""
 
     shape: MoEShape
     table: ExpertTable
@@ -111,7 +111,7 @@ class ExpertFacts(NamedTuple):
     def cost_key(
         self, machine: Machine, products: str, device: str, kernels: str, folder: Path | None = None
     ) -> CostKey:
-        """Return what the costs of these experts are stored under.
+        """Return the key that the costs of these experts are stored under.
 
         products: the host's kernels, by name; kernels: those that were asked for, of the device
         if there is one; folder: where experts are read from, if reads are a part of what they cost.
@@ -130,7 +130,7 @@ class ExpertFacts(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class MemoryFacts:
-    """Shapes, formats and bytes of what a model has in memory as it is run."""
+    """Shapes, formats and bytes of everything that a running model has in memory."""
 
     device: str  # `cpu`, `cuda`, or the name of a registered kind
     dtype: torch.dtype  # that it computes in
@@ -172,7 +172,7 @@ class MemoryFacts:
         )
 
     def with_inputs(self, inputs: ExpertInputs | None) -> MemoryFacts:
-        """The same, with experts that are rounded for the least error on `inputs`."""
+        """Return the same facts with experts rounded for the least error on `inputs`."""
         if self.experts is None or inputs is None:
             return self
         formats = replace(self.formats, is_calibrated=True)
@@ -201,7 +201,7 @@ class MemoryFacts:
 
 @dataclass(frozen=True, slots=True)
 class RunOptions:
-    """How a model is run: what was asked, as far as a model of its kind can do it."""
+    """How a model is run: the options asked for, as far as its kind has them."""
 
     asked: EngineConfig
     reuse: Reuse
@@ -218,12 +218,12 @@ class RunOptions:
 
     @property
     def changes_words(self) -> bool:
-        """Whether the policy may have other experts run than the router chose."""
+        """True if the policy may run other experts than the router chose."""
         return substitutes(self.asked.policy, self.asked.policy_options)
 
     @property
     def keys_folder(self) -> Path | None:
-        """Where kept keys are written, too; None where they are in memory alone."""
+        """The folder that kept keys are also written to, or None if they stay in memory."""
         folder, is_kept = self.asked.cache_dir, self.reuse is not Reuse.OFF
         return Path(folder) if folder is not None and is_kept and not self.changes_words else None
 

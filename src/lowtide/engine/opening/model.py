@@ -38,7 +38,7 @@ from lowtide.threads.executor import set_cores_per_product
 
 
 class OpenModel(NamedTuple):
-    """What opening a model gives: loading takes it apart."""
+    """The three records of an open model; planning and loading take them apart."""
 
     facts: ModelFacts
     memory: MemoryFacts

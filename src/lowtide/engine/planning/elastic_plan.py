@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from lowtide.core import align_up
-from lowtide.engine.planning.registering import Planner
+from lowtide.engine.planning.planner import Planner
 from lowtide.memory.arena import HUGE_PAGE_BYTES
 from lowtide.memory.kv_cache import GRANULE_TOKENS
 from lowtide.memory.kv_pages import KVLayout

@@ -15,7 +15,7 @@ from lowtide.core import CacheMode
 from lowtide.decode.kinds import make_kind
 from lowtide.engine.opening.facts import ContextFacts
 from lowtide.engine.planning.plan import least_bytes, offered_bytes
-from lowtide.engine.planning.registering import Planner
+from lowtide.engine.planning.planner import Planner
 from lowtide.hardware.memory import total_memory_bytes
 from lowtide.memory.chunking import OPERATOR_TILES, Counts
 from lowtide.params import DiffusionParams
@@ -62,7 +62,7 @@ class PlannedPasses(NamedTuple):
 def plan_passes(
     planner: Planner, plan: MemoryPlan, policy: str, host_memory: str | int
 ) -> PlannedPasses:
-    """The passes of a bidirectional model: steps of one request that fills the context.
+    """Plan the passes of a bidirectional model: steps of one request that fills the context.
 
     policy, host_memory: as they were asked for.
     """
@@ -87,7 +87,7 @@ def plan_passes(
 
 
 def longest_context_of(planner: Planner, policy: str, host_memory: str | int) -> int:
-    """Within a host budget that was given; 0 where none was, or where there is no telling."""
+    """Return the longest context within a host budget, or 0 without one or if it is unknown."""
     is_host = planner.memory.device == "cpu"
     if host_memory == "auto" or not is_host or planner.memory.context.keeps_keys:
         return 0

@@ -17,8 +17,8 @@ from lowtide.engine.opening.config import MAX_PASS_ROWS
 from lowtide.engine.opening.facts import MemoryFacts, RunOptions
 from lowtide.engine.opening.model import OpenModel
 from lowtide.engine.planning.elastic_plan import elastic_tokens
+from lowtide.engine.planning.planner import Planner, num_threads
 from lowtide.engine.planning.prediction import predictor_of
-from lowtide.engine.planning.registering import Planner, num_threads
 from lowtide.formats.plain import SAFETENSORS_NAME
 from lowtide.hardware.memory import available_memory_bytes, resident_bytes, total_memory_bytes
 from lowtide.kernels.int8_rows import product_bytes

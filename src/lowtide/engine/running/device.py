@@ -26,7 +26,7 @@ from lowtide.threads.executor import HostExecutor
 def device_opener(
     parts: ExpertParts, kernels: str, options: Mapping[str, str]
 ) -> Callable[[], OpenDevice] | None:
-    """What opens the device of the plan, if it has one.
+    """Return a function that opens the plan's device, or None if the plan has none.
 
     kernels: as they were asked for; options: of the device.
     """
@@ -50,7 +50,7 @@ def request_of(
     cores_per_expert: int,
     options: Mapping[str, str],
 ) -> DeviceRequest:
-    """Return what a device beside the host is made for; kernels: the host's."""
+    """Describe the experts and slots that a device is made for; kernels: the host's."""
     return DeviceRequest(
         experts.shape,
         experts.layout,

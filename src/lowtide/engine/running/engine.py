@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from lowtide.decode.stored_sequences import StoredSequences
 from lowtide.engine.opening.facts import ModelFacts, RunOptions
-from lowtide.engine.planning.registering import Planner
+from lowtide.engine.planning.planner import Planner
 from lowtide.engine.running.elastic import ElasticMemory
 from lowtide.engine.running.not_finite import FaultSearch
 from lowtide.experts.none import NoExperts

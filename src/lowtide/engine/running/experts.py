@@ -37,7 +37,7 @@ from lowtide.threads.executor import Executor, HostExecutor
 
 
 class ExpertParts(NamedTuple):
-    """What a model's experts are wired of."""
+    """Parts that a model's experts are wired from."""
 
     facts: ExpertFacts
     plan: MemoryPlan
@@ -56,7 +56,7 @@ def load_experts(
     make_policies: MakePolicies,
     progress: Progress,
 ) -> ExpertRuntime:
-    """The experts of a plan, the policy's first residents in their slots.
+    """Load the experts of a plan, the policy's first residents in their slots.
 
     open_device: of a plan with a device. Raises StorageError, DeviceError, or PlanError when the
     policy needs more than the plan has.

@@ -27,7 +27,7 @@ _WAY_OUT = {
 
 
 class FaultSearch:
-    """Finds whose fault a pass without finite logits is; owns what it found, for good.
+    """The search for the cause of logits that are not finite, made once for a loaded model.
 
     dense: in which types dense weights are loaded, by name; dtype: that the model computes in.
     """
@@ -49,10 +49,10 @@ class FaultSearch:
 
     @contextmanager
     def naming_faults(self) -> Iterator[None]:
-        """Around a pass and what is chosen from its logits.
+        """Guard a pass and the choice from its logits.
 
-        Where those are not finite, looks through the weights, once and for at most `SEARCH_S`, and
-        raises CheckpointError naming the tensor and file at fault, or NumericError with a way out.
+        If those are not finite, search the weights, once and for at most `SEARCH_S`, and raise
+        CheckpointError naming the tensor and file at fault, or NumericError with a way out.
         """
         try:
             yield
@@ -60,7 +60,7 @@ class FaultSearch:
             raise self._exonerate(error) from error
 
     def _exonerate(self, error: NumericError) -> NumericError:
-        """The error of weights that are finite; raises CheckpointError if they are not."""
+        """Return the error of finite weights; raise CheckpointError if they are not finite."""
         if self._found is None:  # once: what else is asked waits meanwhile
             self._found = self._search()
         if isinstance(self._found, str):
@@ -80,7 +80,7 @@ class FaultSearch:
             return str(fault)
 
     def _loaded_dtypes(self) -> dict[str, str]:
-        """What each tensor of the model is converted to; dense ones, which every pass uses, first.
+        """Map each tensor to the type it is loaded in; dense ones, which every pass uses, first.
 
         Others of the checkpoint, such as a head for training, are not used.
         """

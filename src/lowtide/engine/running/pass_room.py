@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lowtide.engine.planning.elastic_plan import group_bytes
-from lowtide.engine.planning.registering import Planner
+from lowtide.engine.planning.planner import Planner
 from lowtide.hardware.memory import available_memory_bytes
 from lowtide.kernels.choice import HOST
 from lowtide.memory.arena import Arena, ElasticArena

@@ -17,7 +17,7 @@ from lowtide.engine.opening.config import MAX_PASS_ROWS
 from lowtide.engine.opening.facts import RunOptions
 from lowtide.engine.opening.model_calibration import find_calibration, no_calibration
 from lowtide.engine.opening.option_checks import check_without_experts
-from lowtide.engine.planning.registering import PassWants, Planner
+from lowtide.engine.planning.planner import PassWants, Planner
 from lowtide.engine.running.engine import Engine
 from lowtide.errors import PlanError
 from lowtide.experts.device_tier import DeviceTier
@@ -122,7 +122,7 @@ def _adopted(engine: Engine, plan: MemoryPlan) -> Engine:
 
 
 class PolicyChoice(NamedTuple):
-    """The policy that was asked for, with what no fact of the model or the machine decides."""
+    """A policy as it was asked for."""
 
     policy: str
     options: Mapping[str, str]
@@ -184,7 +184,7 @@ def _setting(
 def measure_compute(
     layout: SlotLayout, shape: MoEShape, kernels: Kernels, cores_per_expert: int
 ) -> Callable[[], Curve]:
-    """What measures, once it is called, how long an expert in memory takes, by its tokens."""
+    """Return a function that measures how long an expert in memory takes, by its tokens."""
     return lambda: measure_device_s(layout, shape, kernels, cores_per_expert)
 
 
@@ -196,7 +196,7 @@ def make_engine_policies(
     host: HostTier,
     device: DeviceTier | None,
 ) -> Policies:
-    """The plan's preset at work on these tiers.
+    """Make the policies of the plan's preset for these tiers.
 
     compute_s: of `measure_compute`. Raises UsageError for
     `tau=paper` without a calibration, StorageError when an expert cannot be read.

@@ -21,7 +21,7 @@ from lowtide.engine.opening.model import OpenModel
 from lowtide.engine.opening.model_calibration import find_calibration
 from lowtide.engine.planning.elastic_plan import SMALL_GROUP_BYTES, Division
 from lowtide.engine.planning.plan import excess_of, shortage_of
-from lowtide.engine.planning.registering import Planner
+from lowtide.engine.planning.planner import Planner
 from lowtide.engine.running.device import device_opener
 from lowtide.engine.running.elastic import ElasticMemory, SharedMemory, kv_pages
 from lowtide.engine.running.engine import Engine
@@ -63,7 +63,7 @@ _log = logging.getLogger(__name__)
 def load(opened: OpenModel, plan: MemoryPlan, planner: Planner | None = None) -> Engine:
     """Reads the weights that the plan has room for.
 
-    planner: that the plan was made with, so that passes are counted once. Raises CheckpointError
+    planner: the one that made the plan, so that passes are counted once. Raises CheckpointError
     for a folder without weights.
     """
     facts, memory, options = opened
@@ -168,7 +168,7 @@ def _check_machine(plan: MemoryPlan, host_memory: str | int) -> None:
 
 
 def make_executor(shape: MoEShape, device: str) -> HostExecutor:
-    """The threads that a model's host computes on."""
+    """Make the threads that a model's host computes on."""
     experts_per_token = shape.num_experts_per_token or MAX_THREADS
     num_threads = None if device in OWN_DEVICES else KINDS[device].num_host_threads
     if num_threads is None:

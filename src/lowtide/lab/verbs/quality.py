@@ -30,7 +30,7 @@ from lowtide.policies.presets import options_of, preset_names
 from lowtide.version import __version__
 
 if TYPE_CHECKING:
-    from lowtide.engine.opening.model import OpenModel
+    from lowtide.engine.opening.facts import ModelFacts
     from lowtide.lab.quality import QualityReport, QualityWork, Row
 
 DEFAULT_MAX_TOKENS = 64
@@ -188,7 +188,8 @@ def _measured(
         if settings.flag("save_curve")
         else None
     )
-    work = _work(opened, settings, text, ratios, asked)
+    context = opened.memory.context.num_tokens
+    work = _work(opened.facts, context, settings, text, ratios, asked)
     with ProgressBars() as progress:
         report = measure(folder, rows, work, progress=progress, **options)
     return report, path
@@ -218,7 +219,8 @@ def _draw(report: QualityReport, path: str | None) -> None:
 
 
 def _work(
-    opened: OpenModel,
+    facts: ModelFacts,
+    context: int,
     settings: Settings,
     text: str | None,
     ratios: tuple[float, ...],
@@ -231,11 +233,9 @@ def _work(
     given = settings["max_tokens"] if settings.is_given("max_tokens") else DEFAULT_MAX_TOKENS
     repeats = cast(int, settings["repeats"])
     scope = Scope(cast(int, settings["tokens"]), cast(int, settings["window"]), ratios)
-    questions, facts = None, opened.facts
+    questions = None
     if asked:
-        questions = Questions(
-            asked, facts.tokenizer, facts.config, opened.memory.context.num_tokens
-        )
+        questions = Questions(asked, facts.tokenizer, facts.config, context)
     work = QualityWork(
         questions=questions, max_tokens=cast(int, given), repeats=repeats, scope=scope
     )

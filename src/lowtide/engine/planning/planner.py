@@ -48,7 +48,7 @@ META = torch.device("meta")
 
 
 class PassWants(NamedTuple):
-    """What a policy wants of every pass, which takes more of the workspace."""
+    """Wishes of a policy that make every pass take more of the workspace."""
 
     substitutes: bool = False
     asks_scores: bool = False
@@ -60,7 +60,7 @@ class PassWants(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Counted:
-    """What was counted of a model's passes, by what it depends on."""
+    """Counts of a model's passes, by everything that they depend on."""
 
     registrars: dict[tuple[object, ...], Registrar] = field(default_factory=dict)
     pass_planners: dict[tuple[object, ...], PassPlanner] = field(default_factory=dict)
@@ -93,7 +93,7 @@ class Planner:
         return self._sharing(replace(self.memory, context=context), self.wants)
 
     def registrar(self, num_rows: int | None = None, form: Form = Form.FUSED) -> Registrar:
-        """What forward passes of up to so many rows take: counted once and remembered.
+        """Count, once, what forward passes of up to `num_rows` rows take.
 
         num_rows: by default those of the largest pass. Layers give back what they take, so those up
         to the first with experts stand for all. A pass of more than `MAX_PASS_ROWS` rows is
@@ -186,7 +186,7 @@ class Planner:
     def run_forward(
         self, registrar: Registrar, segments: Sequence[Segment], has_layers: bool = True
     ) -> tuple[Decoder, Tensor]:
-        """Runs a pass, and logits of a tile of rows after it; the model and its hidden states."""
+        """Run a pass and the logits of a tile; return the model and its hidden states."""
         memory = self.memory
         config = replace(self.config, num_layers=self.config.num_leading_layers)
         if not has_layers:
@@ -222,7 +222,7 @@ class Planner:
         return Template.fit(samples)
 
     def _largest_segments(self, num_rows: int) -> list[Segment]:
-        """Each a pass: none of no more rows has a transient that is larger than all of theirs."""
+        """Return passes whose transients no other pass of at most `num_rows` rows exceeds."""
         context, decoding = self.memory.context, self.config.decoding
         if not decoding.keeps_keys or num_rows > MAX_PASS_ROWS:
             # Where keys are kept, shorter passes see as many as the longest.
@@ -260,12 +260,12 @@ _HEAD_SAMPLES: tuple[tuple[int, Mapping[str, int]], ...] = (
 
 
 def num_threads(device: str, experts_per_token: int) -> int:
-    """That a pass's dense operators are divided among: beside a device they are not."""
+    """Return how many threads share a pass's dense operators: beside a device one."""
     return 1 if device != "cpu" else HostExecutor.count_threads(experts_per_token or MAX_THREADS)
 
 
 def _sizes(segment: Segment) -> tuple[int, int, int]:
-    """All that what a pass over `segment` takes depends on."""
+    """Return everything that the workspace of a pass over `segment` depends on."""
     return segment.stop, segment.block_length, segment.kv.capacity
 
 
