@@ -44,8 +44,10 @@ _HOMES = {
     "Usage": "answers.completion",
     "plan_model": "llm",
 }
-"""Where each name is made; imported when it is first asked for: `LLM` brings torch with it, and the
-command line has to understand Ctrl-C before it imports anything."""
+"""Module of each public name, imported at its first use.
+
+`LLM` imports torch, and the command line has to handle Ctrl-C before it imports anything.
+"""
 
 __all__ = [  # noqa: F822 - those of `_HOMES`, as a test promises
     "LLM",

@@ -1,4 +1,4 @@
-"""What a model computes with: threads, kernels, and where its intermediate results go."""
+"""Resources that a model computes with: threads, kernels, workspace and device."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lowtide.threads.executor import Executor
 
 @dataclass(frozen=True, slots=True)
 class Compute:
-    """Handed to models, layers and expert runtimes, which know no more of the machine than this."""
+    """Resources of models, layers and expert runtimes, which know no more of the machine."""
 
     executor: Executor
     kernels: Kernels
@@ -23,5 +23,5 @@ class Compute:
     device: torch.device = torch.device("cpu")
 
     def to_device(self, *rows: Tensor) -> tuple[Tensor, ...]:
-        """Rows in host memory, of one length and type, where this computes; nothing waits."""
+        """Copy rows in host memory, of one length and type, to the device without waiting."""
         return pinned_copies.to_device(self.device, *rows)

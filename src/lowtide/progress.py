@@ -1,13 +1,15 @@
-"""How what takes long tells how far it is. Imports nothing: an installation compiles by it."""
+"""Progress reports of long work. Imports nothing, because an installation compiles with it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 Progress = Callable[[str, int, int], None]
-"""Called with what is being done, the units done (bytes, passes) and the units in all. What stands
-behind a ": " changes as it goes, and says these numbers in words of its own."""
+"""Callback with a description, the units done (bytes, passes) and the total.
+
+The text after a ": " changes as it goes, and gives these numbers in words of its own.
+"""
 
 
 def no_progress(what: str, done: int, total: int) -> None:
-    """The `Progress` that shows nothing."""
+    """Ignore progress; a `Progress` that shows nothing."""

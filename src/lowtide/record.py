@@ -1,4 +1,4 @@
-"""Records the routing of a run: what `simulate` replays."""
+"""Recording of a run's routing, which `simulate` replays."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _MOVES = ("num_moves_asked", "num_moves_done")
 
 @contextmanager
 def recorded(llm: LLM, path: Path, model: str) -> Iterator[None]:
-    """Writes the routing of every pass inside to `path`, when the last one is done.
+    """Record the routing of every pass of the block, and write it to `path` at the end.
 
-    `model`: the name that the trace will carry. Raises StorageError if it cannot be written,
+    `model`: the model's name in the trace. Raises StorageError if it cannot be written,
     UnsupportedError for a model without experts.
     """
     recorder = Recorder(llm, model)
@@ -31,7 +31,7 @@ def recorded(llm: LLM, path: Path, model: str) -> Iterator[None]:
 
 
 class Recorder:
-    """Watches an `LLM` and writes down who was routed where; `writer` has the trace.
+    """Observer of an `LLM` that records its routing; `writer` has the trace.
 
     A diffusion block begins where the step counter restarts.
     """
@@ -55,7 +55,7 @@ class Recorder:
             self._count_moves()
 
     def finish(self) -> None:
-        """Counts the answer's tokens that the last pass made final."""
+        """Count the tokens that the last pass committed."""
         if self._num_passes:
             num_committed = self._total("committed_tokens")
             self.writer.commit(num_committed - self._num_committed)

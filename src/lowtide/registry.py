@@ -1,4 +1,4 @@
-"""Names that users say, and what they stand for: the package's own, registered ones, entry points.
+"""Registries of names that users give: built-in, registered, and from entry points.
 
 A distribution adds to a group by an entry point, which is imported when its name is used:
 
@@ -34,8 +34,11 @@ _WORKBENCH: Mapping[str, Mapping[str, str]] = {
         "moe-lightning": "lowtide.lab.baselines:MOE_LIGHTNING",
     },
 }
-"""What `lowtide.lab` adds, as entry points would say it. They stand here because a source tree that
-is run without being installed (`make gpu`) has no metadata."""
+"""Entry points of `lowtide.lab`.
+
+They are listed here because a source tree that is run without being installed (`make gpu`) has no
+metadata.
+"""
 
 
 @cache
@@ -48,10 +51,10 @@ def extensions(group: str) -> Mapping[str, EntryPoint]:
 
 
 class Registry(MutableMapping[str, T]):
-    """One group of names. Knows nothing of what they stand for but its type."""
+    """Registry of one group of names and their values, all of one type."""
 
     def __init__(self, group: str, noun: str, kind: type[T], own: Mapping[str, T]) -> None:
-        """noun: of one entry, for messages."""
+        """Create the registry; noun: of one entry, for messages."""
         self._group, self._noun, self._kind = group, noun, kind
         self._known = dict(own)
 
@@ -66,7 +69,10 @@ class Registry(MutableMapping[str, T]):
         return len(list(iter(self)))
 
     def __getitem__(self, name: str) -> T:
-        """Raises KeyError, or UsageError for an entry point that cannot be imported."""
+        """Return a value.
+
+        Raises KeyError, or UsageError for an entry point that cannot be imported.
+        """
         if name not in self._known:
             self._known[name] = self._loaded(extensions(self._group)[name])
         return self._known[name]
@@ -76,7 +82,7 @@ class Registry(MutableMapping[str, T]):
         return next((name for name, known in self._known.items() if known is value), None)
 
     def register(self, name: str, value: T) -> None:
-        """Add an entry in this process. Raises UsageError for a name that is taken."""
+        """Add an entry in this process; raises UsageError for a name that is taken."""
         if name in self:
             raise UsageError(f"There is a {self._noun} {name!r} already; choose another name.")
         self._known[name] = self._checked(value, name)

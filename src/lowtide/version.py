@@ -1,4 +1,4 @@
-"""The version: of results that are kept, too, as another may compute or measure differently."""
+"""Version of lowtide; stored with results, since another may compute or measure differently."""
 
 from __future__ import annotations
 
