@@ -1,4 +1,4 @@
-"""Kinds of devices beside the host, by the name that `--device` takes. Imports no torch.
+"""Kinds of devices beside the host, by their `--device` names. Imports no torch.
 
 `cpu` and `cuda` are the engine's own; all others are registered here.
 """
@@ -25,7 +25,7 @@ OWN_DEVICES = ("auto", "cpu", "cuda")
 
 @dataclass(frozen=True, slots=True)
 class DeviceRequest:
-    """What a device is made for: the experts of one model, and slots for some of them."""
+    """Request for a device: the experts of one model, and slots for some of them."""
 
     shape: MoEShape
     layout: SlotLayout  # of a slot
@@ -35,7 +35,7 @@ class DeviceRequest:
     layer_bytes: int  # of a layer's weights beside experts
     options: Mapping[str, str]
     arena: Region | None = None
-    """Where slots lie if their memory comes and goes; None: the device brings its own."""
+    """Memory of the slots if its size varies; None: the device allocates its own."""
 
     def open_slots(self) -> ExpertSlots:
         """Return the slots, in memory of the host."""
@@ -54,7 +54,7 @@ class DeviceRequest:
 
 @dataclass(frozen=True, slots=True)
 class OpenDevice:
-    """A device with its slots, what it costs, and where it copies from fastest."""
+    """Device with its slots, its costs, and the memory that it copies from fastest."""
 
     device: Device
     costs: Costs
@@ -63,7 +63,7 @@ class OpenDevice:
 
 
 def no_options(options: Mapping[str, str]) -> object:
-    """Raise UsageError for any option: the check of a device that has none."""
+    """Raise UsageError for any option; the check of a device that has none."""
     if options:
         raise UsageError(f"Device options ({', '.join(options)}): this device has none.")
     return None
@@ -71,11 +71,11 @@ def no_options(options: Mapping[str, str]) -> object:
 
 @dataclass(frozen=True, slots=True)
 class DeviceKind:
-    """What a name of `--device` opens. It has the host's tensors: experts alone are its own.
+    """Kind of device, by a name of `--device`; it runs experts only, and has the host's tensors.
 
-    check_options: raises UsageError for options that it does not have; needs no model, no torch.
-    is_paced: it keeps to speeds that it is given, so none is predicted or kept.
-    num_host_threads: of the host's experts beside it; None: as without a device.
+    check_options: raises UsageError for unknown options; needs no model and no torch. is_paced: it
+    keeps to given speeds, so none is predicted or stored. num_host_threads: threads of the host's
+    experts beside it; None: as without a device.
     """
 
     open: Callable[[DeviceRequest], OpenDevice]
@@ -88,12 +88,12 @@ KINDS: Registry[DeviceKind] = Registry(DEVICES, "device", DeviceKind, {})
 
 
 def register_device(name: str, kind: DeviceKind) -> None:
-    """Add a kind of device. Raises UsageError for a name that is taken."""
+    """Add a kind of device; raises UsageError for a name that is taken."""
     if name in OWN_DEVICES:
         raise UsageError(f"There is a device {name!r} already; choose another name.")
     KINDS.register(name, kind)
 
 
 def is_paced(name: str) -> bool:
-    """Return whether the device of this name keeps to speeds that it is given."""
+    """Return True if the device of this name keeps to given speeds."""
     return name not in OWN_DEVICES and KINDS[name].is_paced

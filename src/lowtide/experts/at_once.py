@@ -1,4 +1,4 @@
-"""Several experts of a few tokens each in one call on the host, where its kernels can.
+"""Calls that compute several experts of a few tokens each on the host.
 
 Handing one expert to a thread takes Python as long as a machine of many cores takes to compute it.
 One call has that cost once, and all cores share each expert's weights, however few experts there
@@ -23,12 +23,12 @@ from lowtide.threads.executor import Executor
 
 
 def cores_beside_device(executor: Executor) -> int:
-    """All but one, which is the calling thread's: it queues the device's work meanwhile."""
+    """Return the number of cores without the calling thread's, which queues the device's work."""
     return max(1, executor.num_cores - 1)
 
 
 class ExpertsAtOnce:
-    """Calls over experts in some slots, each of them over those of one layer.
+    """Calls over experts in given slots, each over those of one layer.
 
     Does not know which expert is in which slot, nor how long it stays there.
     """
@@ -36,8 +36,9 @@ class ExpertsAtOnce:
     def __init__(
         self, layers: Sequence[CompiledExperts], slots: ExpertSlots, num_threads: int
     ) -> None:
-        """layers: what calls over each layer's experts. The memory of `slots` has to last as long
-        as this is used.
+        """Prepare the calls; layers: the compiled experts of each layer.
+
+        The memory of `slots` must outlive this object.
         """
         places = [_places(layout, slots) for layout in slots.layout.layers]
         self._layers = list(zip(layers, places, strict=True))
@@ -47,7 +48,7 @@ class ExpertsAtOnce:
 
     @classmethod
     def of(cls, slots: ExpertSlots, kernels: Kernels, num_threads: int) -> ExpertsAtOnce | None:
-        """None where `kernels` have no call for the experts in `slots`."""
+        """Create the calls; None if `kernels` have none for the experts in `slots`."""
         layouts = slots.layout.layers
         # Biases are in the compute dtype.
         of_layout = {each: kernels.several_experts(each.formats[:3]) for each in {*layouts}}
@@ -56,30 +57,32 @@ class ExpertsAtOnce:
         return cls(taken, slots, num_threads) if len(taken) == len(layouts) else None
 
     def parts(self, layer: int) -> ExpertParts:
-        """For kernels that run whole layers."""
+        """Return a layer's experts, for kernels that run whole layers."""
         kernels, places = self._layers[layer]
         return ExpertParts(kernels, places, layer, self._layouts[layer].parts[0].shape[0])
 
     def takes_experts(self, num_tokens: IntArray) -> BoolArray:
-        """Which experts `run` takes, by their tokens."""
+        """Return which experts `run` supports, by their number of tokens."""
         return num_tokens <= self.max_rows
 
     def run(self, groups: IntArray, parts: Tensor, gate: Tensor, up: Tensor, layer: int) -> None:
-        """Gated MLPs over their groups' rows of `parts`, in place, with the bits of one by one.
+        """Compute gated MLPs on their groups' rows of `parts`, in place.
 
-        groups [experts, 3]: see `ExpertRows.groups`; parts [pairs, hidden]; gate, up [pairs,
-        expert_size]: scratch. All of them contiguous.
+        The bits are those of one expert at a time. groups [experts, 3]: see `ExpertRows.groups`;
+        parts [pairs, hidden]; gate, up [pairs, expert_size]: scratch. All are contiguous.
         """
         kernels, places = self._layers[layer]
         kernels.gated_mlps(groups, places, parts, gate, up, self._num_threads)
 
     def takes(self, call: LayerCall) -> bool:
-        """Whether `layer_call` takes a layer's rows."""
+        """Return True if `layer_call` supports a layer's rows."""
         return self._layers[call.layer][0].takes(call.x)
 
     def layer_call(self, call: LayerCall) -> tuple[ExpertCallStruct, ExpertBuffers]:
-        """All of a layer's experts and their sum, for a caller that knows which are in which slots;
-        and scratch of the workspace for them, to be kept, as is `call`, while they run.
+        """Prepare a call for all of a layer's experts and their sum; the slots are given later.
+
+        Also returns its scratch from the workspace, to be kept, as is `call`, while the experts
+        run.
         """
         kernels, places = self._layers[call.layer]
         num_pairs, k = call.routing.experts.numel(), call.routing.experts.shape[1]

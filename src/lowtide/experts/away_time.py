@@ -1,4 +1,4 @@
-"""How long a layer's caller stays away: time in which the link to a device has nothing demanded."""
+"""Idle time of the link to a device between one layer's work and the next layer's demand."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from time import perf_counter
 
 
 class AwayTime:
-    """Times from the end of each layer's work to the next layer's demand: attention and router,
-    behind the last layer also the head, sampling and the embedding.
+    """Measured times from the end of each layer's work to the next layer's demand.
 
-    Seconds of the clock, whatever computes meanwhile. The lesser of the last two counts, so that a
-    pause between two requests is taken for no pass's end.
+    They include attention and router, after the last layer also the head, sampling and the
+    embedding, in wall-clock seconds. The lesser of the last two counts, so that a pause between two
+    requests is not taken for the end of a pass.
     """
 
     def __init__(self, num_layers: int) -> None:
@@ -18,17 +18,17 @@ class AwayTime:
         self._left: tuple[int, float] | None = None
 
     def leave(self, layer: int) -> None:
-        """A layer's work has been queued: its caller goes on."""
+        """Note that a layer's work has been queued."""
         self._left = (layer, perf_counter())
 
     def come_back(self) -> None:
-        """The next layer's demand is known."""
+        """Note that the next layer's demand is known."""
         if self._left is not None:
             layer, left_s = self._left
             self._last_s[layer] = (*self._last_s[layer][-1:], perf_counter() - left_s)
             self._left = None
 
     def expected_s(self, layer: int, known_s: float) -> float:
-        """What is to be expected behind a layer; `known_s` until it has been seen twice."""
+        """Return the expected time after a layer; `known_s` until it has been measured twice."""
         seen = self._last_s[layer]
         return min(seen) if len(seen) == 2 else known_s

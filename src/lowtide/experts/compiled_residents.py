@@ -1,7 +1,7 @@
-"""The host's residents as compiled passes see and change them: Python is not asked in between.
+"""Residency on the host, shared with compiled passes, which do not call Python in between.
 
-What a placement says before a pass (`policies/ranks.py`) and the ledger's own arrays are handed
-over by address; what was demanded and what became of it is taken back when the pass has ended.
+The placement's ranks for a pass (`policies/ranks.py`) and the ledger's own arrays are passed by
+address; demands and their outcome are collected after the pass.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from lowtide.threads.event import INTERRUPT_POLL_S, WAIT_LIMIT_S
 
 
 class CompiledResidents:
-    """Owns the struct that compiled passes are told, and starts the reads that they cannot."""
+    """Owner of the struct that compiled passes share, and of the reads that they cannot start."""
 
     def __init__(
         self,
@@ -45,8 +45,10 @@ class CompiledResidents:
         hits: IntArray,
         abandon: Callable[[], None],
     ) -> None:
-        """at_once: what computes with the host's slots. hits [num_layers, num_experts]: where
-        tokens of each expert are counted. abandon: ends what a pass had begun that failed.
+        """Fill in the struct.
+
+        at_once: computes experts in the host's slots. hits [num_layers, num_experts]: counts of
+        each expert's tokens. abandon: cleans up after a failed pass.
         """
         ledger, transfer = host.ledger, host.transfer
         compiled = transfer.compiled if isinstance(transfer, DiskTransfer) else None
@@ -54,7 +56,7 @@ class CompiledResidents:
         self._at_once = at_once
         self._experts = LayerExperts(library)
         self._compiled = compiled
-        self._hits, self.give_up = hits, abandon  # `hits` has to outlast the struct
+        self._hits, self.give_up = hits, abandon  # `hits` has to outlive the struct
         self._readiness = (
             Readiness(library, ledger.num_slots) if compiled is None else compiled.readiness
         )
@@ -65,7 +67,7 @@ class CompiledResidents:
         # A copy out of the page cache takes a core from computing, whenever it is made.
         self._trial = AheadTrial() if compiled is not None and compiled.is_direct else None
         self._begin_s = 0.0  # when the pass began
-        self._is_waiting: tuple[int, int, float] | None = None  # for which expert, since when
+        self._is_waiting: tuple[int, int, float] | None = None  # layer, expert, and since when
         free = ledger.free
         self._struct = ResidencyStruct(
             *map(_address, (ledger.table, ledger.owner, free.ring, free.state)),
@@ -79,7 +81,7 @@ class CompiledResidents:
         self.address = ctypes.addressof(self._struct)
 
     def begin_pass(self, ranks: Ranks) -> None:
-        """What is admitted from now on, and in whose place."""
+        """Set the ranks that decide who is admitted from now on, and who is evicted."""
         struct = self._struct
         self._is_waiting = None
         self._ranks = ranks  # which has to outlive the pass
@@ -95,7 +97,7 @@ class CompiledResidents:
         struct.is_forced = ranks.is_forced
 
     def serve(self, status: Status) -> None:
-        """See `Residents`."""
+        """Implement `Residents.serve`."""
         if status is Status.READS:
             self._start_reads()
         elif status is Status.WAITS:
@@ -106,24 +108,22 @@ class CompiledResidents:
             raise InternalError("An expert waits for a slot and none will come free.")
 
     def takes(self, call: LayerCall) -> bool:
-        """Whether `run_layer` takes a layer's rows."""
+        """Return True if `run_layer` supports a layer's rows."""
         return self._at_once.takes(call)
 
     def run_layer(self, call: LayerCall) -> None:
-        """The experts of a layer whose router is not compiled, and their sum."""
+        """Compute the experts of a layer whose router is not compiled, and their sum."""
         with call.workspace.scope():
             experts, _pairs = self._at_once.layer_call(call)
             for status in self._experts.run(self.address, call.layer, experts, *call.routing):
                 self.serve(status)
 
     def count_outcome(self, asked: ExpertStats) -> None:
-        """Adds to `asked` and to the host's counts what became of all that was demanded since the
-        last time.
-        """
+        """Add the outcome of all demands since the last call to `asked` and the host's counts."""
         struct, stats = self._struct, self._host.stats
         asked.num_hits += struct.num_hits
         asked.num_misses += struct.num_misses
-        # Left out: they were to come, and the pass did not ask for them.
+        # Dropped: they were expected, and the pass did not ask for them.
         asked.num_moves_asked += struct.num_admitted + struct.num_left_out
         stats.num_moves_done += struct.num_admitted
         if struct.num_misses and self._trial is not None:
@@ -143,9 +143,7 @@ class CompiledResidents:
         struct.wait_s = 0.0
 
     def reset(self) -> None:
-        """After a failure: forgets what was to be read, and sets the slots aside that are written
-        to yet.
-        """
+        """Recover from a failure: forget reads, and set aside slots that are still written to."""
         begun = [ticket for ticket in self._tickets.values() if not ticket.cancel()]
         wait(begun, self._host.end_limit_s)
         for slot, ticket in self._tickets.items():
@@ -169,7 +167,7 @@ class CompiledResidents:
         struct.num_asked = 0
 
     def _end(self, slot: int, filling: int, ticket: Future[int]) -> None:
-        """On whatever thread has read."""
+        """Record the end of a read; runs on the thread that has read."""
         has_failed = ticket.cancelled() or ticket.exception() is not None
         if not has_failed:
             self._read_bytes.append(ticket.result())

@@ -1,7 +1,8 @@
-"""Experts on a device: residents, then fetched ones in waves as they arrive; and the host's beside.
+"""Execution of experts on a device, with the host's share computed beside it.
 
-The host's share of a tile is handed over first, then the device's is queued, and both run at once
-while the policies say what is to move.
+Residents run first, then fetched experts in waves as they arrive. The host's share of a tile is
+handed over first, then the device's is queued, and both run at once while the policies decide what
+moves.
 """
 
 from __future__ import annotations
@@ -26,15 +27,17 @@ from lowtide.threads.event import WAIT_LIMIT_S, Event
 
 
 class DeviceExpertExecutor:
-    """Owns the order of a layer's copies and runs on a device. What the host computes is its
-    executor's; what stays is the policies' choice.
+    """Order of a layer's copies and runs on a device.
+
+    The host's share is its executor's; what stays is the policies' choice.
     """
 
     def __init__(
         self, device: DeviceTier, beside: HostExpertExecutor, scratch: tuple[Tensor, Tensor]
     ) -> None:
-        """beside: what the host runs. scratch: where it keeps gate and up of a tile, each [rows of
-        the largest * k, expert_size].
+        """Combine the two; beside: the host's executor.
+
+        scratch: its gate and up of a tile, each [rows of the largest * k, expert_size].
         """
         self.device = device
         self.host = beside.host
@@ -46,21 +49,21 @@ class DeviceExpertExecutor:
         self._link = device.link
 
     def load(self, initial: Sequence[IntArray], progress: Progress) -> None:
-        """Makes `initial[layer]` resident on the device and no others."""
+        """Make exactly `initial[layer]` resident on the device."""
         self.device.load(self.host, initial, progress)
 
     def parts(self, layer: int) -> None:
-        """Kernels run no whole layers of these."""
+        """Return None: kernels run no whole layers here."""
 
     def compiled_residents(self, hits: IntArray, abandon: Callable[[], None]) -> None:
-        """Each layer is asked for."""
+        """Return None: each layer calls Python."""
 
     def look(self, call: LayerCall, policies: Policies) -> HostInputs:
-        """A layer's input and routing in host memory: its one synchronisation."""
+        """Copy a layer's input and routing to host memory: its one synchronisation."""
         return self.device.look(call, policies)
 
     def facts(self, call: LayerCall, inputs: HostInputs, capacity: IntArray, costs: Costs) -> Facts:
-        """What policies are told. capacity: [num_layers]."""
+        """Collect the facts for policies; capacity: [num_layers]."""
         link, host, layer = self._link, self.host, call.layer
         link.bind_arrived()
         is_here = link.ledger.is_resident(layer)
@@ -81,12 +84,12 @@ class DeviceExpertExecutor:
         )
 
     def begin_reads(self, layer: int, experts: IntArray) -> None:
-        """Who runs an expert says whether its bytes are wanted in host memory: not decided yet."""
+        """Do nothing: it is not decided yet which experts the host needs."""
 
     def open(self, work: Work, plan: Plan | None) -> None:
-        """Starts the reads of a layer; `run_tile` of each of its tiles follows.
+        """Start the reads of a layer; call `run_tile` for each of its tiles afterwards.
 
-        plan: None where every expert is resident and stays.
+        plan: None if every expert is resident and stays.
         """
         self._work = work
         self._plan = plan
@@ -98,7 +101,7 @@ class DeviceExpertExecutor:
         self._moves: Moves | None = None
         self._outcome = self._link.end_prefetch(work.layer, assignment.fetch)
         self._link.begin_layer(work.layer)
-        # By expert to fetch: its copy, if one has begun.
+        # By expert to fetch: its copy, if begun.
         self._arrivals = {expert: self._link.take_arrival(work.layer, expert) for expert in fetch}
         self._host_rows = work.rows
         if not work.rows.counts.is_cpu:
@@ -111,7 +114,7 @@ class DeviceExpertExecutor:
         self._beside.follow(plan, moves)
 
     def run_tile(self, work: Work, tile: Tile) -> None:
-        """The outputs of both shares, in `work.buffers` when what is queued on the device ends."""
+        """Compute both shares of a tile; in `work.buffers` when the device's queue ends."""
         self._tile = tile
         work.gather(tile)
         if self._plan is None:
@@ -126,13 +129,13 @@ class DeviceExpertExecutor:
             self.device.device.join()
 
     def abandon(self) -> None:
-        """After a failure: gives all slots back, once nothing uses or fills them."""
+        """Recover from a failure: free all slots, once nothing uses or fills them."""
         self._beside.stop()
         self.device.abandon()
         self.host.abandon()
 
     def as_dict(self) -> dict[str, float]:
-        """What it and the link, which carries out moves here, count."""
+        """Return the counters, with those of the link, which carries out moves here."""
         stats = self._link.stats
         link_bytes = stats.num_copies * self.host.slots.layout.num_bytes
         return {"num_on_host": self.num_on_host, **stats.as_dict(), "link_bytes": link_bytes}
@@ -148,7 +151,7 @@ class DeviceExpertExecutor:
         to_fetch = [expert for expert, arrival in arrivals if arrival is None]
         here = [expert for expert in to_fetch if expert in host.reads.slots]
         self._begin_waves(len(fetch))
-        # While policies are asked. Before the residents: one copy takes as long as many of them.
+        # While policies decide. Before the residents: one copy takes as long as many of them.
         num_first = self.device.wave_size if self._moves is None else 0
         begun = [(expert, self._begin_copy(expert)) for expert in here[:num_first]]
         self._run_residents(resident)
@@ -172,12 +175,12 @@ class DeviceExpertExecutor:
             self.device.device.from_host(host_tile.buffers.parts, tile.rows, experts, parts)
 
     def _in_tile(self, experts: IntArray) -> IntArray:
-        """Those with rows in the tile."""
+        """Return the experts with rows in the tile."""
         rows = self._tile.rows
         return experts if rows is self._work.rows else experts[rows.num_tokens(experts) > 0]
 
     def _host_tile(self, plan: Plan, experts: Sequence[int]) -> HostTile:
-        """The tile as the host's executor takes it: its inputs in place, or at the host."""
+        """Return the tile for the host's executor, with inputs in place or at the host."""
         work, tile, inputs = self._work, self._tile, None
         parts, rows = work.buffers.parts, self._host_rows.tile(tile.pairs)
         host_parts = self.device.device.host_parts(parts)
@@ -189,10 +192,7 @@ class DeviceExpertExecutor:
         return HostTile(work.layer, rows, buffers, inputs, partial(work.is_finished, tile=tile))
 
     def _follow(self, plan: Plan, fetch: Sequence[int]) -> None:
-        """Has the link obey the moves that are due with the tile.
-
-        fetch: those of its experts.
-        """
+        """Let the link carry out the moves due with the tile; fetch: the tile's experts."""
         work, tile = self._work, self._tile
         moves = plan.ask_moves() if self._moves is None else self._moves
         at_hand = {e: self._arrivals[e] for e in fetch if work.is_finished(e, tile)}
@@ -202,13 +202,15 @@ class DeviceExpertExecutor:
         self._keep |= self._link.obey(work.layer, due, at_hand)
 
     def _due(self, moves: Moves, at_hand: Collection[int]) -> Moves:
-        """Those that can be made before the last tile, and are left out of `_moves`: who comes has
-        arrived and has the last of its rows in this one, who goes has none after it.
+        """Return the moves that can be made before the last tile; they leave `_moves`.
+
+        An admitted expert must have arrived and have its last rows in this tile; a victim must have
+        no rows after it.
         """
         work, tile = self._work, self._tile
         admit = np.array([e for e in moves.admit.tolist() if e in at_hand], np.int64)
         evict = np.array([e for e in moves.evict.tolist() if work.is_finished(e, tile)], np.int64)
-        num_spare = max(0, len(moves.admit) - len(moves.evict))  # in no resident's place
+        num_spare = max(0, len(moves.admit) - len(moves.evict))  # that replace no resident
         admit = admit[: num_spare + len(evict)]
         evict = evict[: max(0, len(admit) - num_spare)]
         self._moves = moves._replace(
@@ -224,16 +226,14 @@ class DeviceExpertExecutor:
         self.device.look_ahead(plan.facts, plan.at_host, plan.prefetch)
 
     def _pump(self) -> float:
-        """The link goes on while the host is waited for: one copy behind the one under way, so that
-        it does not wait for the next look.
-        """
+        """Keep the link busy while waiting for the host, by one copy behind the running one."""
         if not self._link.has_waiting:
             return WAIT_LIMIT_S
         self._link.pump(self._link.link_s)
         return self._link.link_s
 
     def _fetch(self, expert: int) -> None:
-        """Queues the copy of an expert that is in host memory, and its run behind it."""
+        """Queue the copy of an expert in host memory, and its run after it."""
         self._add_to_wave(expert, self._begin_copy(expert))
 
     def _begin_copy(self, expert: int) -> Arrival:
@@ -242,8 +242,10 @@ class DeviceExpertExecutor:
         return arrival
 
     def _begin_waves(self, num_fetched: int) -> None:
-        """So many are fetched: no wave is small, since each has launches of its own, nor twice as
-        large as `wave_size`, for which there are slots.
+        """Divide `num_fetched` experts into waves.
+
+        No wave is small, since each has launches of its own, nor twice as large as `wave_size`, for
+        which there are slots.
         """
         num_waves = max(1, num_fetched // self.device.wave_size)
         self._wave_size = -(-num_fetched // num_waves)
@@ -255,9 +257,9 @@ class DeviceExpertExecutor:
             self._run_wave()
 
     def _run_wave(self) -> None:
-        """Queues the experts of a wave behind the last of their arrivals.
+        """Queue the experts of a wave after the last of their arrivals.
 
-        Each is resident then, or its slot is free again, unless it has rows in the next tile.
+        Each becomes resident, or its slot free, unless it has rows in the next tile.
         """
         if not self._wave:
             return

@@ -1,7 +1,7 @@
-"""The device tier: expert slots behind a link, on top of the host tier that feeds it.
+"""Device tier: expert slots behind a link, fed by the host tier.
 
-Everything is queued and nothing waited for, but for a layer's one synchronisation. Decides
-nothing: who runs here, who is fetched and who stays are the policies' choices.
+Everything is queued and nothing waited for, except in a layer's one synchronisation. The tier
+decides nothing: policies choose who runs here, who is fetched and who stays.
 """
 
 from __future__ import annotations
@@ -31,32 +31,32 @@ _MAX_COUNTS = 64  # kept until they are added up together: small operators cost 
 
 
 class DeviceTier:
-    """Owns a device and the link to it; knows how many experts of whole layers were asked for."""
+    """Device with its link; counts the demand of layers that are wholly resident."""
 
     def __init__(
         self, device: Device, link: Link, costs: Costs, close: Callable[[], None] | None = None
     ) -> None:
-        """`close`: gives back the device and what it was given; by default the device alone."""
+        """Combine the two; `close`: frees device and resources, by default the device only."""
         self.device = device
         self.link = link
         self.ledger = link.ledger
         self.costs = costs
         self.close = device.close if close is None else close
         self.early_gate: EarlyGate | None = None
-        self.wave_size = max(1, costs.num_staging // 2)  # others arrive meanwhile
+        self.wave_size = max(1, costs.num_staging // 2)  # the other half arrives meanwhile
         self._away = AwayTime(link.ledger.num_layers)
         # Hits in layers whose experts are all resident: counted where nothing waits for the count.
         self._num_hits = torch.zeros((), dtype=torch.int64, device=device.torch_device)
         self._counts: list[Tensor] = []  # of the last such layers, each [num_experts]
 
     def stays_whole(self, layer: int, room: Room) -> bool:
-        """Whether every expert of a layer is resident and may stay: nothing has to be decided."""
+        """Return True if every expert of a layer is resident and may stay without a decision."""
         ledger = self.link.ledger
         is_whole = bool(ledger.is_resident(layer).all())
         return is_whole and not room.is_short(layer, ledger.num_resident)
 
     def begin_whole(self, counts: Tensor) -> None:
-        """A layer runs whose experts are all resident, without any synchronisation.
+        """Begin a layer whose experts are all resident, without any synchronisation.
 
         counts [num_experts], on the device: pairs of each expert.
         """
@@ -67,13 +67,14 @@ class DeviceTier:
 
     @property
     def num_hits(self) -> int:
-        """Activated experts of layers that were whole."""
+        """Return the number of activated experts in such layers."""
         self._add_counts()
         return int(self._num_hits)
 
     def look(self, call: LayerCall, policies: Policies) -> HostInputs:
-        """A layer's input and routing in host memory, and what the early gate says of the next:
-        the layer's one synchronisation. A long pass leaves its input on the device.
+        """Copy a layer's input, routing and prediction of the next layer to host memory.
+
+        It is the layer's one synchronisation. A long pass leaves its input on the device.
         """
         x, (experts, weights), scores = call.x, call.routing, call.scores
         if is_long(len(x)):
@@ -91,7 +92,7 @@ class DeviceTier:
         return HostInputs(host_x, experts, routed, None if predicted is None else predicted.numpy())
 
     def look_ahead(self, facts: Facts, at_host: HostInputs, prefetch: Prefetch) -> None:
-        """Told what a layer asked for: queues what the policy wants of the next one."""
+        """Queue the prefetches that the policy wants for the next layer."""
         following = facts.layer + 1
         prefetch.observe(facts)
         if following < self.link.ledger.num_layers:
@@ -100,14 +101,14 @@ class DeviceTier:
             self.link.look_ahead(following, prefetch.choose(ahead))
 
     def finish(self, layer: int, num_rows: int) -> None:
-        """What the caller does next sees all outputs; the link goes on while it is away."""
+        """Make all outputs visible to the caller's next work; the link goes on meanwhile."""
         self.link.pump(self._away.expected_s(layer, self.costs.dense_s.at(num_rows)))
         self._away.leave(layer)
         self.device.join()
         self.link.confirm()
 
     def end_pass(self, host: HostTier) -> None:
-        """After the last layer: brings the moves that are owed, and waits for them."""
+        """End a pass: carry out the moves that are owed, and wait for them."""
         owed = self.link.take_owed()
         for layer, experts in owed.items():
             for expert, host_slot in self._in_host_memory(host, layer, experts):
@@ -116,7 +117,7 @@ class DeviceTier:
             self.link.wait_for_moves()
 
     def load(self, host: HostTier, initial: Sequence[IntArray], progress: Progress) -> None:
-        """Makes `initial[layer]` resident and no others, through host memory."""
+        """Make exactly `initial[layer]` resident, through host memory."""
         absent = [self.link.keep(layer, experts) for layer, experts in enumerate(initial)]
         slot_bytes = host.slots.layout.num_bytes
         total_bytes, done_bytes = sum(map(len, absent)) * slot_bytes, 0
@@ -127,9 +128,9 @@ class DeviceTier:
                 progress("loading experts onto the device", done_bytes, total_bytes)
 
     def pause(self) -> None:
-        """Between passes: ends all work and all copies, so that slots may be emptied and moved.
+        """Between passes: end all work and all copies, so that slots may be emptied and moved.
 
-        Raises DeviceError where a copy failed, when nothing that was coming is any more.
+        Raises DeviceError if a copy failed; then nothing is in flight.
         """
         self.device.drain()
         try:
@@ -139,11 +140,11 @@ class DeviceTier:
             raise
 
     def evict(self, layer: int, expert: int) -> None:
-        """A resident, after `pause`."""
+        """Evict a resident, after `pause`."""
         self.ledger.evict(layer, expert)
 
     def abandon(self) -> None:
-        """After a failure: gives all slots back, once nothing uses or fills them."""
+        """Recover from a failure: free all slots, once nothing uses or fills them."""
         self.device.drain()
         self.link.abandon()
 
@@ -154,7 +155,7 @@ class DeviceTier:
         return reads
 
     def _predict(self, call: LayerCall, prefetch: Prefetch) -> Tensor | None:
-        """What the early gate says of the next layer, in host memory after `to_host`."""
+        """Queue the early gate's prediction of the next layer; in host memory after `to_host`."""
         if self.early_gate is None or not prefetch.wants_prediction(call.layer + 1):
             return None
         predicted = self.early_gate.predict(call.layer, call.x, call.workspace)

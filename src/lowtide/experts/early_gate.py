@@ -1,4 +1,4 @@
-"""The next layer's router, run on this layer's features: what a prefetch goes by."""
+"""Early gate: the next layer's router, run on this layer's features, for prefetching."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from lowtide.memory.workspace import Buffers
 from lowtide.policies.prefetch import Gate
 
 Route = Callable[[Tensor], Tensor]
-"""A layer's router: features [tokens, hidden] to expert ids [tokens, k] int64."""
+"""Router of a layer: features [tokens, hidden] to expert ids [tokens, k] int64."""
 
 
 @dataclass(frozen=True, slots=True)
 class EarlyGate:
-    """Predicts how many tokens the next MoE layer will send to each of its experts.
+    """Prediction of how many tokens the next MoE layer sends to each of its experts.
 
     DALI, Eqs. 10-11: the gate input moves little from one MoE layer to the next, by a mean that a
-    calibration knows. HybriMoE takes it as it is.
+    calibration knows. HybriMoE assumes it unchanged.
     """
 
     gate: Gate
@@ -29,9 +29,10 @@ class EarlyGate:
     num_experts: int
 
     def predict(self, layer: int, x: Tensor, workspace: Buffers) -> Tensor | None:
-        """Tokens per expert of `layer + 1`, [num_experts] int64; None where nothing is asked.
+        """Predict tokens per expert of `layer + 1`, [num_experts] int64.
 
-        x [tokens, hidden]: the gate input of `layer`, not changed.
+        None without a gate or after the last layer. x [tokens, hidden]: the gate input of `layer`,
+        not changed.
         """
         if self.gate is Gate.NONE or layer + 1 >= len(self.routes):
             return None

@@ -1,9 +1,9 @@
-"""As many expert slots of a tier as its memory holds at the moment.
+"""Number of expert slots of a tier, limited by its present memory.
 
-Slots are seldom whole groups of pages, so which of them share one matters: those in use are always
-the first so many, and only the last group of theirs is shared with slots that are not. Shrinking
-costs a copy within memory for each resident that has to leave the end (6 MiB take some 0.3 ms,
-reading them again 2 ms), growing costs no copies; at most one group is held for nothing.
+Slots are seldom whole groups of pages, so which of them share one matters: the slots in use are
+always the first ones, and only their last group is shared with slots that are not. Shrinking costs
+a copy within memory for each resident that has to leave the end (6 MiB take some 0.3 ms, reading
+them again 2 ms), growing costs no copies; at most one group is wasted.
 """
 
 from __future__ import annotations
@@ -17,18 +17,19 @@ from lowtide.memory.arena import ElasticArena
 
 
 class ElasticSlots:
-    """Owns how many of a tier's slots are live, and has memory behind exactly those.
+    """Live slots of a tier, with memory for exactly those.
 
-    Does not choose what is evicted: its caller makes room before it shrinks. Changes between
-    steps only, on the thread that owns the slots.
+    Does not choose what is evicted: its caller frees slots before it shrinks. Changes between steps
+    only, on the thread that owns the slots.
     """
 
     def __init__(
         self, arena: ElasticArena, slot_bytes: int, ledger: SlotLedger, num_live: int
     ) -> None:
-        """ledger: its slots, all of them free, are as many as there can ever be.
+        """Allocate memory for `num_live` slots.
 
-        Raises PageError where there is no memory for `num_live` of them.
+        ledger: its slots, all free, are as many as there can ever be. Raises PageError if there is
+        too little memory.
         """
         self.arena = arena
         self._slot_bytes = slot_bytes
@@ -39,18 +40,18 @@ class ElasticSlots:
             ledger.retire(slot)
 
     def num_bytes(self, num_slots: int) -> int:
-        """Memory that so many live slots take, in whole groups."""
+        """Return the memory of so many live slots, in whole groups."""
         return align_up(num_slots * self._slot_bytes, self.arena.group_bytes)
 
     def num_within(self, num_bytes: int) -> int:
-        """Slots that can be live in so much memory."""
+        """Return the number of slots that can be live in so much memory."""
         whole_bytes = num_bytes // self.arena.group_bytes * self.arena.group_bytes
         return min(self.ledger.num_slots, whole_bytes // self._slot_bytes)
 
     def grow(self, num_slots: int) -> None:
-        """Makes the first `num_slots` live; the new ones are free.
+        """Make the first `num_slots` live; the new ones are free.
 
-        Raises PageError, changing nothing, where there is no memory for them.
+        Raises PageError, changing nothing, if there is no memory for them.
         """
         self.arena.commit(0, num_slots * self._slot_bytes)
         for slot in range(self.num_live, num_slots):
@@ -58,11 +59,11 @@ class ElasticSlots:
             self.num_live = slot + 1
 
     def shrink(self, num_slots: int) -> int:
-        """Leaves the first `num_slots` live and gives the others' memory back; returns how many
-        residents were copied out of its way.
+        """Keep the first `num_slots` live and free the others' memory; return the residents copied.
 
-        Nothing may use or fill a slot beyond them, and as many must be free before them as there
-        are residents beyond: InternalError otherwise, before anything has changed.
+        Nothing may use or fill a slot beyond them, and there must be as many free slots before them
+          as
+        residents beyond: InternalError otherwise, before anything has changed.
         """
         leaving = range(num_slots, self.num_live)
         self._check_can_leave(leaving)
@@ -93,7 +94,7 @@ class ElasticSlots:
             )
 
     def _move(self, slot: int) -> None:
-        """Out of a slot, which is retired, into one that stays."""
+        """Move an expert out of a slot, which is retired, into one that stays."""
         target = self.ledger.take()
         self._image(target).copy_(self._image(slot))
         self.ledger.move(slot, target)

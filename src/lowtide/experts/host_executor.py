@@ -1,7 +1,7 @@
-"""Experts on the host: computed on threads, in whatever order their weights come.
+"""Execution of experts on the host's threads, in the order in which their weights arrive.
 
-The calling thread hands experts over and goes on; threads take what is ready, those first whose
-slots others wait for. Experts of few rows are one compiled call where the kernels have one; the
+The calling thread hands experts over and goes on; threads take what is ready, first those whose
+slots others wait for. Experts of few rows are one compiled call if the kernels have one; the
 others, and all without a compiler, are products of a piece of rows each. An expert's outputs
 replace its inputs, and no two share a row.
 """
@@ -36,11 +36,11 @@ from lowtide.threads.executor import Executor
 from lowtide.threads.executor import Work as Call
 
 Paced = Callable[[Sequence[int], Call], Call]
-"""What a call over experts of so many tokens becomes: see `Device.host_work`."""
+"""Wrapper of a call over experts of so many tokens: see `Device.host_work`."""
 
 
 class HostTile(NamedTuple):
-    """What the host computes of a tile, all of it in host memory."""
+    """Host's share of a tile, all of it in host memory."""
 
     layer: int
     rows: ExpertRows
@@ -50,7 +50,7 @@ class HostTile(NamedTuple):
 
 
 class HostExpertExecutor:
-    """Owns the host's share of a layer. Does not know who else computes beside it."""
+    """Host's share of a layer; does not know who else computes beside it."""
 
     device = None
 
@@ -62,43 +62,46 @@ class HostExpertExecutor:
         at_once: ExpertsAtOnce | None,
         paced: Paced = lambda num_tokens, call: call,
     ) -> None:
-        """at_once: calls over several experts of few rows, where there are any."""
+        """Bind the executor; at_once: calls over several experts of few rows, if any."""
         self.host = host
         self.threads = threads
         self.kernels = kernels
         self.at_once = at_once
         self._paced = paced
-        # With what is to be done when it has ended: its slot is given back.
+        # With its follow-up, which frees its slot.
         self._ready: deque[tuple[Call, Call]] = deque()
         self._working: deque[Future[None]] = deque()
 
     # A layer, from its routing to its outputs, where there is no device
 
     def load(self, initial: Sequence[IntArray], progress: Progress) -> None:
-        """Makes `initial[layer]` resident and no others."""
+        """Make exactly `initial[layer]` resident."""
         self.host.load(initial, progress)
 
     def parts(self, layer: int) -> ExpertParts | None:
-        """A layer's experts, for kernels that run whole layers; None where they cannot."""
+        """Return a layer's experts, for kernels that run whole layers; None if they cannot."""
         return None if self.at_once is None else self.at_once.parts(layer)
 
     def compiled_residents(
         self, hits: IntArray, abandon: Callable[[], None]
     ) -> CompiledResidents | None:
-        """For passes that kernels run by themselves; None where none do. See there."""
+        """Return the residency for passes that kernels run by themselves; None if they cannot.
+
+        hits and abandon: see `CompiledResidents`.
+        """
         library = self.kernels.library
         if library is None or self.at_once is None:
             return None
         return CompiledResidents(self.host, self.at_once, library, hits, abandon)
 
     def look(self, call: LayerCall, policies: Policies) -> HostInputs:
-        """A layer's input and routing in host memory."""
+        """Return a layer's input and routing in host memory."""
         self.host.arrive(call.layer)
         routed = routed_tokens(*call.routing, call.scores) if policies.asks_routing else None
         return HostInputs(call.x, call.routing.experts, routed)
 
     def facts(self, call: LayerCall, inputs: HostInputs, capacity: IntArray, costs: Costs) -> Facts:
-        """What policies are told. capacity: [num_layers]."""
+        """Collect the facts for policies; capacity: [num_layers]."""
         is_kept = self.host.ledger.is_resident(call.layer)
         return Facts(
             call.step,
@@ -114,20 +117,24 @@ class HostExpertExecutor:
         )
 
     def begin_reads(self, layer: int, experts: IntArray) -> None:
-        """Those of `experts` that are absent have to come, whatever is decided of who stays:
-        deciding takes a share of a millisecond, in which the disk would have nothing to do.
+        """Start reads of the absent ones of `experts`, before it is decided who stays.
+
+        They are needed in any case, and a decision takes a share of a millisecond, in which the
+        disk would be idle.
         """
         self.reads = HostReads(self.host, layer, experts)
         self.reads.start()
 
     def open(self, work: Work, plan: Plan | None) -> None:
-        """Starts the other reads of a layer; `run_tile` of each of its tiles follows."""
+        """Start the other reads of a layer; call `run_tile` for each of its tiles afterwards."""
         assert plan is not None, "no policy was asked of a layer of the host's"
         self.follow(plan, plan.ask_moves())  # which slots are given to which experts
 
     def run_tile(self, work: Work, tile: Tile) -> None:
-        """Experts of few rows in one call on this thread, unless an expert waits for a slot, which
-        only this thread gives to others; the others on threads, as they are read.
+        """Compute a tile's experts: those of few rows in one call, the others as they arrive.
+
+        The call is made on this thread, unless an expert waits for a slot, which only this thread
+        gives away.
         """
         is_finished = partial(work.is_finished, tile=tile)
         self._tile = HostTile(work.layer, tile.rows, work.buffers, work.x, is_finished)
@@ -140,34 +147,34 @@ class HostExpertExecutor:
         for expert in self.reads.arriving(demanded, self.is_busy):
             self.submit_first(expert)
         self.collect()
-        del self._tile  # its buffers are views into a workspace, which may be gone after the pass
+        del self._tile  # its buffers are views into a workspace, which may be freed after the pass
 
     def stop(self) -> None:
-        """After a failure: nothing more begins, and nothing is under way."""
+        """Recover from a failure: begin nothing more, and wait for what runs."""
         self._ready.clear()
         self.threads.drain()
         self._working.clear()
 
     def abandon(self) -> None:
-        """After a failure: gives all slots back, once nothing uses or fills them."""
+        """Recover from a failure: free all slots, once nothing uses or fills them."""
         self.stop()
         self.host.abandon()
 
     def as_dict(self) -> dict[str, float]:
-        """What it counts by itself."""
+        """Return the executor's own counters."""
         return {}
 
-    # The same in parts, for who has a device beside it
+    # The same in parts, for a host beside a device
 
     def follow(self, plan: Plan, moves: Moves) -> None:
-        """Has the reads go on by what was decided, those ahead after a layer's own."""
+        """Carry out moves by reads: those ahead after the layer's own."""
         self.reads.obey(moves)
         if self.host.reads_ahead:
             self.host.read_ahead.expect(plan.facts, plan.decision.run)
         self.reads.start()
 
     def submit(self, tile: HostTile, experts: list[int]) -> None:
-        """Hands over experts of a tile that are in memory; those of few rows in one call.
+        """Hand over experts of a tile that are in memory; those of few rows in one call.
 
         That call comes last: all cores share it, so it fills the time that the others leave.
         """
@@ -178,27 +185,27 @@ class HostExpertExecutor:
             self._start(self._few(tile, few))
 
     def submit_first(self, expert: int) -> None:
-        """Hands over one that goes before all others: its slot is wanted."""
+        """Hand over an expert before all others, because its slot is wanted."""
         pieces = self._pieces(expert)
         self._ready.extendleft(reversed(pieces))
         for _ in pieces:
             self._start(self._run_ready)
 
     def collect(self, pump: Callable[[], float] = lambda: WAIT_LIMIT_S) -> None:
-        """Waits for what was handed over; reads go on meanwhile.
+        """Wait for what was handed over; reads go on meanwhile.
 
-        pump: called before each wait, says how long that may be.
+        pump: called before each wait; returns the longest time to wait.
         """
         while True:
             self.host.news.clear()
             is_busy = self.is_busy()
-            self.reads.start()  # gives slots back, and the last of them to reads ahead
+            self.reads.start()  # frees slots, and gives the last of them to reads ahead
             if not is_busy:
                 return
             self.host.wait(compute_stalled, pump())
 
     def is_busy(self) -> bool:
-        """Whether something handed over has not ended. Raises what it failed with."""
+        """Return True while something handed over runs; raises its error."""
         while self._working and self._working[0].done():
             self._working.popleft().result()
         return bool(self._working)
@@ -215,7 +222,7 @@ class HostExpertExecutor:
         future.add_done_callback(lambda _: self.host.news.set())
 
     def _divided(self, experts: list[int]) -> tuple[list[int], list[int]]:
-        """Those that one call takes, and those that it does not."""
+        """Divide experts into those of one call, and the others."""
         if self.at_once is None or not experts:
             return [], experts
         is_few = self.at_once.takes_experts(self._tile.rows.num_tokens(experts)).tolist()
@@ -223,7 +230,7 @@ class HostExpertExecutor:
         return [e for e, few in pairs if few], [e for e, few in pairs if not few]
 
     def _pieces(self, expert: int) -> list[tuple[Call, Call]]:
-        """The calls of an expert's rows, and what follows each: the last gives its slot back."""
+        """List the calls of an expert's rows, each with its follow-up; the last frees its slot."""
         tile, slot, num_ended = self._tile, self.reads.slots[expert], itertools.count(1)
         pieces = tile.rows.pieces(expert)
 
@@ -242,7 +249,7 @@ class HostExpertExecutor:
                 self.host.give_back(self.reads.slots[expert])
 
     def _run_ready(self) -> None:
-        """On a compute thread: runs experts until none is ready."""
+        """Run experts until none is ready; on a compute thread."""
         while True:
             try:
                 call, end = self._ready.popleft()
@@ -260,8 +267,10 @@ class HostExpertExecutor:
         self.kernels.gated_mlp(parts, weights, gate, up, parts)
 
     def _few(self, tile: HostTile, experts: list[int]) -> Call:
-        """One call over all of them. Its Python runs here, but for the least: a thread that wants
-        the interpreter beside this one waits for it at every step, and this one at every operator.
+        """Prepare one call over all of `experts`.
+
+        Most of its Python runs here: a thread that wants the interpreter beside this one waits for
+        it at every step, and this one at every operator.
         """
         self._gather(tile, [tile.rows.pairs(expert) for expert in experts])
         groups = tile.rows.groups(experts, [self.reads.slots[expert] for expert in experts])
@@ -273,7 +282,7 @@ class HostExpertExecutor:
         self._give_back(tile, experts)
 
     def _gather(self, tile: HostTile, pairs: Sequence[slice]) -> None:
-        """Experts' inputs, where they are not in place yet; by numpy, whose calls cost least."""
+        """Gather experts' inputs if they are not in place; by numpy, whose calls cost least."""
         if tile.inputs is None:
             return
         num_pairs = sum(part.stop - part.start for part in pairs)

@@ -1,4 +1,4 @@
-"""One layer's experts in host memory: those that are there, and the others as they are read."""
+"""Reads of one layer's absent experts into host memory, and leases on those present."""
 
 from __future__ import annotations
 
@@ -13,13 +13,15 @@ from lowtide.experts.read_ahead import PendingRead
 
 
 class HostReads:
-    """Owns a layer's reads, each into a slot that is taken, and leases on the slots of those here.
-    A caller that gets an expert says when its use ends, by `HostTier.used_by` or `give_back`.
+    """Reads of a layer, each into a taken slot, and leases on the slots of its present experts.
+
+    A caller that gets an expert reports the end of its use by `HostTier.used_by` or `give_back`.
     """
 
     def __init__(self, tier: HostTier, layer: int, wanted: IntArray) -> None:
-        """wanted: ascending. Those that are absent have to come, whatever is decided of who stays;
-        `start` begins their reads.
+        """Lease the present experts; wanted: ascending.
+
+        The absent ones must be read, whoever is decided to stay; `start` begins their reads.
         """
         self._tier = tier
         self._layer = layer
@@ -33,7 +35,7 @@ class HostReads:
         self._waiting = deque(expert for expert in absent if expert not in begun)
 
     def obey(self, moves: Moves) -> None:
-        """Who leaves gives up his slot now, or after his use; who stays does so once he is here."""
+        """Carry out moves: victims leave now or after use, and admitted experts stay once read."""
         tier = self._tier
         self._admit = frozenset(moves.admit.tolist())
         tier.stats.num_moves_done += len(moves.admit) + len(moves.later)
@@ -43,11 +45,11 @@ class HostReads:
 
     @property
     def num_waiting(self) -> int:
-        """Experts that wait for a slot."""
+        """Return the number of experts that wait for a slot."""
         return len(self._waiting)
 
     def start(self) -> None:
-        """Gives every free slot to an expert that waits for one, then to the next layer's."""
+        """Give every free slot to an expert that waits for one, then to the next layer's."""
         tier = self._tier
         tier.wants_slots = True  # first: what is given back from now on is news, or settled here
         tier.settle()
@@ -58,9 +60,9 @@ class HostReads:
     def arriving(
         self, experts: Collection[int], is_used: Callable[[], bool] = lambda: False
     ) -> Iterator[int]:
-        """Those of `experts` that are not here, as they come into `slots`.
+        """Iterate over absent ones of `experts` as they arrive in `slots`.
 
-        is_used: whether some slot is in use yet, and will be given back. Slots that come free
+        is_used: returns whether a slot is in use and will be freed. Slots that become free
         meanwhile are given away, as by `start`. Raises StorageError when one cannot be read.
         """
         missing = set(experts).difference(self.slots)
@@ -80,7 +82,7 @@ class HostReads:
                 self._wait_for_slot(will_be_free)
 
     def __iter__(self) -> Iterator[tuple[int, int]]:
-        """All of them, for a caller that tells of every use by `used_by`."""
+        """Iterate over all experts, for a caller that reports every use by `used_by`."""
         yield from list(self.slots.items())
         absent = [*self._waiting, *(read.expert for read in self._pending)]
         for expert in self.arriving(absent):
@@ -108,9 +110,9 @@ class HostReads:
             raise InternalError(f"{len(self._waiting)} experts wait and no slot is free.")
 
     def _give_up_one(self) -> bool:
-        """Evicts one that was admitted and used, for those that wait for a slot; whether it did.
+        """Evict an admitted and used expert in favour of those that wait; True if there was one.
 
-        Where experts come in ascending order the residents that they replace may be in use for
+        When experts arrive in ascending order, the residents that they replace may be in use for
         longer than there are slots for both.
         """
         tier = self._tier

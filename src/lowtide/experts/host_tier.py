@@ -1,7 +1,7 @@
-"""The host tier: which experts are in host memory, who uses them, and reads of the others.
+"""Host tier: the experts in host memory, their uses, and reads of the others.
 
-The same with a device above it and without one. All experts may lie in host memory for ever; else
-some do, and the others are read from disk when a layer wants them.
+It works alike with a device above it and without one. Either all experts stay in host memory, or
+some do, and the others are read from disk when a layer needs them.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from lowtide.reading.file_reader import Ticket, read_stalled
 from lowtide.threads.event import INTERRUPT_POLL_S, WAIT_LIMIT_S, Event
 
 USE_POLL_S = 1e-3
-"""How often the uses of slots are looked at that do not say when they have ended: a device's."""
+"""Interval of polling for the end of uses that do not report it: a device's."""
 
 CLOSING_PASS_S = 1.0
-"""How long a pass that is under way may wait for reads as its model is closed."""
+"""Seconds that a running pass may wait for reads while its model is closed."""
 
 END_LIMIT_S = 2.0
-"""After a failure: a read that takes longer keeps its slot until it has ended."""
+"""Seconds to wait for reads after a failure; longer reads keep their slots until they end."""
 
 
 class HostTier:
-    """Owns host slots and the reads into them; a slot changes hands on the calling thread only.
+    """Host slots and the reads into them; slots change owner on the calling thread only.
 
-    With a device above it, it has policies of its own, or every expert stays for ever; without
-    one it is told the moves.
+    With a device above it, it has policies of its own, or keeps every expert; without one it is
+    given the moves.
     """
 
     def __init__(
@@ -51,7 +51,10 @@ class HostTier:
         policies: Policies | None = None,
         is_permanent: bool = False,
     ) -> None:
-        """is_permanent: once loaded, every expert stays; the end of a use need not be told."""
+        """Combine slots and transfer; is_permanent: once loaded, every expert stays.
+
+        Then the end of a use need not be reported.
+        """
         self.slots = slots
         self.ledger = ledger
         self.transfer = transfer
@@ -65,7 +68,7 @@ class HostTier:
         self._filling: dict[int, Ticket | None] = {}
         self._set_aside: dict[int, Ticket] = {}  # of them, those that nothing waits for
         self.news = threading.Event()  # a read or a computation has ended since it was cleared
-        self.idle_s = 0.0  # waited without any, and nothing that will be news has got on
+        self.idle_s = 0.0  # waited without news and without progress
         self.wants_slots = False  # whether a slot that is given back is news
         self._uses: deque[tuple[int, Event]] = deque()
         self._returned: deque[int] = deque()  # slots whose use on another thread has ended
@@ -75,18 +78,18 @@ class HostTier:
 
     @property
     def num_set_aside(self) -> int:
-        """Slots that are not used until reads into them have ended, for which nothing waits."""
+        """Return the number of abandoned slots that are blocked until reads into them end."""
         return len(self._set_aside)
 
     def lease(self, layer: int, expert: int) -> int:
-        """The slot of an expert that is here; `used_by` or `give_back` follows."""
+        """Return the slot of a present expert; `used_by` or `give_back` must follow."""
         slot = self.ledger.slot_of(layer, expert)
         if not self.is_permanent:
             self.ledger.lease(slot)
         return slot
 
     def share(self, slot: int) -> None:
-        """A slot that is in use has one use more; `used_by` or `give_back` follows for each."""
+        """Add a use to a used slot; `used_by` or `give_back` must follow for each."""
         if self.is_permanent:
             return
         if self.ledger.is_bound(slot):
@@ -95,12 +98,12 @@ class HostTier:
             self._shared[slot] = self._shared.get(slot, 0) + 1
 
     def used_by(self, slot: int, use: Event) -> None:
-        """The slot's bytes must stay as they are until `use` is done."""
+        """Keep the slot's bytes unchanged until `use` is done."""
         if not self.is_permanent:
             self._uses.append((slot, use))
 
     def give_back(self, slot: int) -> None:
-        """The use of a slot has ended; may be said on any thread."""
+        """Note the end of a slot's use; thread-safe."""
         if not self.is_permanent:
             self._returned.append(slot)
         self.idle_s = 0.0
@@ -108,10 +111,11 @@ class HostTier:
             self.news.set()
 
     def wait(self, stalled: Callable[[], LowtideError], limit_s: float = WAIT_LIMIT_S) -> None:
-        """Waits for `news`, for `limit_s` at most. Raises `stalled` when there is none for long,
-        UsageError some time after `stop_waiting`.
+        """Wait for `news`, at most `limit_s`.
+
+        Raises `stalled` when there is none for long, UsageError some time after `stop_waiting`.
         """
-        # Several waits: one may have passed while the process was stopped.
+        # Several waits: one may have elapsed while the process was stopped.
         limit_s = min(
             limit_s, USE_POLL_S if self._uses else min(INTERRUPT_POLL_S, WAIT_LIMIT_S / 2)
         )
@@ -121,8 +125,9 @@ class HostTier:
             raise stalled()
 
     def own_moves(self, step: Step, layer: int, wanted: IntArray) -> Moves:
-        """The moves of the tier's own policies for those whose bytes are wanted here, ascending;
-        none where it has none.
+        """Return the moves of the tier's own policies; empty if it has none.
+
+        wanted: experts whose bytes are needed here, ascending.
         """
         self.settle()
         if self._policies is None:
@@ -136,7 +141,7 @@ class HostTier:
         return self._policies.placement.update(facts)
 
     def arrive(self, layer: int) -> None:
-        """Before a layer's step: who was to come for later is there. Waits for their reads."""
+        """Finish the reads of experts that were admitted for this layer's step."""
         for read in self.late.end(layer):
             self.take_in(read)
             if self.ledger.has(layer, read.expert):
@@ -145,7 +150,7 @@ class HostTier:
                 self.bind(read)
 
     def settle(self) -> None:
-        """Gives back the slots whose uses are done, and those of reads that nothing waits for."""
+        """Free the slots whose uses are done, and those of ended reads that nothing waits for."""
         while self._returned:
             self._release(self._returned.popleft())
         for slot in [slot for slot, ticket in self._set_aside.items() if ticket.done()]:
@@ -159,7 +164,7 @@ class HostTier:
                 self._uses.append((slot, use))
 
     def pause(self) -> None:
-        """Between passes: ends reads for a coming layer, so that no slot is being filled.
+        """Between passes: end reads for a coming layer, so that no slot is being filled.
 
         Raises StorageError when one does not end.
         """
@@ -171,8 +176,9 @@ class HostTier:
         self.settle()
 
     def wait_for_use(self) -> bool:
-        """Waits for the end of a use that was told by `used_by`, or of a read that nothing waits
-        for; False where there is nothing to wait for.
+        """Wait for the end of a use reported by `used_by`, or of a read that nothing waits for.
+
+        False if there is nothing to wait for.
         """
         if self._uses:
             self._uses[0][1].wait()
@@ -181,9 +187,9 @@ class HostTier:
         return bool(self._uses or self._set_aside)
 
     def load(self, initial: Sequence[IntArray], progress: Progress) -> None:
-        """Makes `initial[layer]` resident and no others, before the first step.
+        """Make exactly `initial[layer]` resident, before the first step.
 
-        Raises StorageError when an expert cannot be read; `abandon` follows then.
+        Raises StorageError when an expert cannot be read; `abandon` must follow then.
         """
         missing = [(i, expert) for i, kept in enumerate(initial) for expert in self.keep(i, kept)]
         total_bytes, done_bytes = len(missing) * self.slots.layout.num_bytes, 0
@@ -194,12 +200,12 @@ class HostTier:
             progress("loading experts", done_bytes, total_bytes)
 
     def load_all(self, progress: Progress) -> None:
-        """Makes every expert resident; raises as `load` does."""
+        """Make every expert resident; raises what `load` raises."""
         everyone = np.arange(self.ledger.num_experts)
         self.load([everyone] * self.ledger.num_layers, progress)
 
     def keep(self, layer: int, experts: IntArray) -> list[int]:
-        """Evicts all residents of a layer but `experts`; returns those of `experts` not here."""
+        """Evict all residents of a layer but `experts`; return those of them that are absent."""
         is_resident = self.ledger.is_resident(layer)
         for expert in np.setdiff1d(np.flatnonzero(is_resident), experts).tolist():
             self.evict(layer, expert)
@@ -207,12 +213,12 @@ class HostTier:
         return absent
 
     def bind(self, read: PendingRead) -> None:
-        """What was read is resident from now on."""
+        """Make an expert resident that has been read."""
         self.ledger.bind(read.layer, read.expert, read.slot)
         self.stats.num_admitted += 1
 
     def evict(self, layer: int, expert: int) -> None:
-        """Now, or after its last use."""
+        """Evict an expert, now or after its last use."""
         slot = self.ledger.slot_of(layer, expert)
         if self.ledger.is_leased(slot):
             self._evict_after[slot] = (layer, expert)
@@ -221,8 +227,9 @@ class HostTier:
             self.stats.num_evicted += 1
 
     def abandon(self) -> None:
-        """After a failure, when nothing uses a slot any more: gives all back but residents', and
-        those of reads that do not end within `END_LIMIT_S`.
+        """Recover from a failure, when nothing uses a slot: free all slots but the residents'.
+
+        Slots of reads that do not end within `END_LIMIT_S` stay blocked.
         """
         self.read_ahead.claim()
         self.late.forget()
@@ -242,33 +249,31 @@ class HostTier:
         self._filling.clear()
 
     def start_for_later(self) -> bool:
-        """Gives free slots to experts read for another step; whether that takes more of them."""
+        """Give free slots to experts read for another step; True if that needs more of them."""
         is_late = self.late.start_reads(self.start_read)
         return self.read_ahead.start_reads(self.start_read) or is_late
 
     def stop_waiting(self) -> None:
-        """`close` comes next: a pass that waits for reads has `CLOSING_PASS_S` yet. May be said on
-        any thread.
-        """
+        """Announce `close`: a pass may wait for reads for `CLOSING_PASS_S` more; thread-safe."""
         self._waits_until_s = monotonic() + CLOSING_PASS_S
 
     def check_open(self) -> None:
-        """Raises UsageError some time after `stop_waiting`."""
+        """Raise UsageError some time after `stop_waiting`."""
         if monotonic() > self._waits_until_s:
             raise UsageError("This LLM is closed; make another one.")
 
     @property
     def end_limit_s(self) -> float:
-        """After a failure: how long reads are waited for."""
+        """Return how long to wait for reads after a failure."""
         return END_LIMIT_S if self._waits_until_s == math.inf else 0.0
 
     def close(self) -> None:
-        """Waits for the reads under way, for `END_LIMIT_S` at most; no other begins."""
+        """Wait for running reads, at most `END_LIMIT_S`; no other begins."""
         self.transfer.close()
         self._end_reads(END_LIMIT_S)
 
     def start_read(self, layer: int, expert: int) -> PendingRead:
-        """Begins to read an expert into a free slot, which is taken until it is given back."""
+        """Begin to read an expert into a free slot, which is then taken."""
         slot = self.ledger.take()
         self._filling[slot] = None
         self._filling[slot] = ticket = self.transfer.start(layer, expert, slot)
@@ -276,7 +281,7 @@ class HostTier:
         return PendingRead(layer, expert, slot, ticket)
 
     def take_in(self, read: PendingRead) -> None:
-        """Waits for a read. Raises StorageError when it failed, or does not end."""
+        """Wait for a read; StorageError if it fails, or does not end."""
         end_s = monotonic() + WAIT_LIMIT_S
         while read.slot in self._filling:
             try:
@@ -288,12 +293,13 @@ class HostTier:
                     raise self.stalled(read) from None
 
     def set_aside(self, slot: int, ticket: Ticket) -> None:
-        """Gives up a slot for whose read nothing waits any more: it is free once that has ended."""
+        """Abandon a slot for whose read nothing waits; it is free once the read has ended."""
         self._set_aside[slot] = ticket
 
     def claim(self, layer: int, absent: Collection[int]) -> list[PendingRead]:
-        """Those of `absent` whose reads began before their layer did, oldest first. What was read
-        ahead for nothing is dropped: all of it where a pass was interrupted.
+        """Return the reads of `absent` experts that began before their layer, oldest first.
+
+        Other early reads are dropped: all of them if a pass was interrupted.
         """
         ahead = self.read_ahead.claim()
         begun = [read for read in ahead if read.layer == layer and read.expert in absent]
@@ -309,8 +315,9 @@ class HostTier:
         return begun
 
     def _end_reads(self, limit_s: float) -> bool:
-        """Cancels those that have not begun; whether no slot is being filled any more. The slots of
-        those that do not end are set aside.
+        """Cancel reads that have not begun; True if no slot is being filled.
+
+        The slots of those that do not end are set aside.
         """
         filling = {slot: ticket for slot, ticket in self._filling.items() if ticket is not None}
         stuck = wait([each for each in filling.values() if not each.cancel()], limit_s).not_done
@@ -319,7 +326,7 @@ class HostTier:
         return not self._set_aside
 
     def stalled(self, read: PendingRead) -> StorageError:
-        """What to raise for a read that does not end."""
+        """Return the error of a read that does not end."""
         return read_stalled(self.transfer.describe(read.layer, read.expert))
 
     def _stalled_aside(self) -> StorageError:

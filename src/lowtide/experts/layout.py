@@ -1,6 +1,6 @@
-"""How an expert lies in a slot: its parts, each in a format of its own.
+"""Layout of experts in slots: their parts, each in a format of its own.
 
-Layers may differ, as published files that mix formats do; slots are all as large as the largest.
+Layers may differ, as published files that mix formats do; all slots are as large as the largest.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from lowtide.formats.plain import plain_format
 from lowtide.kernels.operands import ClampedWeights, ExpertWeights, Matrix
 
 Formats = tuple[MatrixFormat | None, ...]
-"""The format of each part of an expert; None: the compute dtype."""
+"""Format of each part of an expert; None: the compute dtype."""
 
 
 class PartLayout(NamedTuple):
-    """Where one matrix or bias of an expert lies in its slot."""
+    """Layout of one matrix or bias of an expert in its slot."""
 
     shape: tuple[int, ...]
     format: MatrixFormat
@@ -33,13 +33,13 @@ class PartLayout(NamedTuple):
 
 
 class ExpertLayout(NamedTuple):
-    """One layer's experts: gate, up and down, and of clamped ones the biases of the three."""
+    """Layout of one layer's experts: gate, up and down, and of clamped ones their biases."""
 
     weights: type[ExpertWeights] | type[ClampedWeights]
     parts: tuple[PartLayout, ...]
     dtype: torch.dtype  # that they compute in
     num_bytes: int
-    tags: int | None = None  # where parts say which variant they are, a byte each, if they differ
+    tags: int | None = None  # offset of the parts' format tags, a byte each, if experts differ
 
     @classmethod
     def of(
@@ -50,7 +50,7 @@ class ExpertLayout(NamedTuple):
         weights: type[ExpertWeights] | type[ClampedWeights] = ExpertWeights,
         kept: Formats = (),
     ) -> ExpertLayout:
-        """kept: formats of the parts, those left out in the compute dtype."""
+        """Lay out the parts; kept: their formats, by default the compute dtype."""
         inward, outward = (expert_size, hidden_size), (hidden_size, expert_size)
         shapes: list[tuple[int, ...]] = [inward, inward, outward]
         if weights is ClampedWeights:
@@ -67,7 +67,7 @@ class ExpertLayout(NamedTuple):
 
     @property
     def is_plain(self) -> bool:
-        """Whether all parts are in the compute dtype."""
+        """Return True if all parts are in the compute dtype."""
         return all(part.format is plain_format(self.dtype) for part in self.parts)
 
     @property
@@ -76,7 +76,7 @@ class ExpertLayout(NamedTuple):
 
     @property
     def largest_formats(self) -> tuple[MatrixFormat, ...]:
-        """For each part the format that takes most bytes, of those that experts have it in."""
+        """Return, for each part, the largest format that any expert has it in."""
         found = []
         for part in self.parts:
             sizes = {each.matrix_bytes(part.shape): each for each in part.format.variants}
@@ -84,13 +84,13 @@ class ExpertLayout(NamedTuple):
         return tuple(found)
 
     def mark_largest(self, slot: Tensor) -> None:
-        """Makes what is in `slot` an expert in `largest_formats`, whatever its bytes are."""
+        """Tag the bytes in `slot` as an expert in `largest_formats`, whatever they are."""
         for number, own in enumerate(self.largest_formats):
             if self.tags is not None:
                 slot[self.tags + number] = self.parts[number].format.variants.index(own)
 
     def weights_in(self, slot: Tensor) -> ExpertWeights | ClampedWeights:
-        """The parts of the expert in `slot` [num_bytes or more] uint8, as views of it."""
+        """Return the parts of the expert in `slot` [num_bytes or more] uint8, as views."""
         gate, up, down = (self._matrix(number, slot) for number in range(3))
         if self.weights is ExpertWeights:
             return ExpertWeights(gate, up, down)
@@ -98,7 +98,7 @@ class ExpertLayout(NamedTuple):
         return ClampedWeights(gate, up, down, *biases)
 
     def variant(self, part: int, stored: MatrixFormat) -> int | None:
-        """The tag of a part that is stored so; None of one that is the same in all experts."""
+        """Return the tag of a part's format; None if the part has the same in all experts."""
         kinds = self.parts[part].format.variants
         return kinds.index(stored) if len(kinds) > 1 else None
 
@@ -119,10 +119,10 @@ class ExpertLayout(NamedTuple):
 
 
 class SlotLayout:
-    """The layouts of all MoE layers; every slot holds an expert of any."""
+    """Layouts of all MoE layers; every slot can hold an expert of any."""
 
     def __init__(self, layers: Sequence[ExpertLayout]) -> None:
-        """layers: of one compute dtype, at least one."""
+        """Combine the layouts of at least one layer, of one compute dtype."""
         self.layers = tuple(layers)
         self.dtype = layers[0].dtype
         self.largest = max(layers, key=lambda layout: layout.num_bytes)
@@ -136,7 +136,7 @@ class SlotLayout:
         weights: type[ExpertWeights] | type[ClampedWeights] = ExpertWeights,
         kept: Sequence[Formats] = (),
     ) -> SlotLayout:
-        """kept: by layer, see `ExpertLayout.of`; by default nothing but the compute dtype."""
+        """Lay out all layers; kept: by layer, see `ExpertLayout.of`."""
         made: dict[Formats, ExpertLayout] = {}
         layers = []
         for formats_of_layer in kept or [()] * shape.num_layers:
@@ -149,16 +149,16 @@ class SlotLayout:
 
     @cached_property
     def is_plain(self) -> bool:
-        """Whether all parts of all layers are in the compute dtype."""
+        """Return True if all parts of all layers are in the compute dtype."""
         return all(layout.is_plain for layout in self.layers)
 
     @property
     def num_unused_bytes(self) -> int:
-        """Bytes of an average slot that its layer does not use, because layers differ."""
+        """Return the unused bytes of an average slot, which there are because layers differ."""
         return self.num_bytes - sum(layer.num_bytes for layer in self.layers) // len(self.layers)
 
     def describe(self) -> str:
-        """The formats in use, for people and stored costs."""
+        """Return the formats in use, for people and stored costs."""
         found = [each for layout in self.layers for each in layout.formats]
         names = {own.name: None for each in found for own in each.variants}
         dtype = str(self.dtype).removeprefix("torch.")

@@ -1,7 +1,7 @@
-"""The link to a device and the slots behind it: who is there, who is coming, who comes next.
+"""Link to a device: queues copies of experts into its slots.
 
-What a step demands is queued at once. Prefetches and moves wait until the link would stand idle,
-go one at a time, and are finished once begun. Decides nothing: policies say what to bring.
+What a step demands is queued at once. Prefetches and moves wait until the link would be idle, go
+one at a time, and are finished once begun. The link decides nothing: policies choose what to copy.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from lowtide.threads.event import Event
 
 
 class Arrival(NamedTuple):
-    """An expert that is in a taken slot, or on its way into it."""
+    """Expert in a taken slot, or on its way into it."""
 
     slot: int
     event: Event
@@ -31,7 +31,7 @@ class Arrival(NamedTuple):
 
 
 class _Wanted(NamedTuple):
-    """An expert that waits for an idle link."""
+    """Expert that waits for an idle link."""
 
     layer: int
     expert: int
@@ -39,10 +39,10 @@ class _Wanted(NamedTuple):
 
 
 class Link:
-    """Owns the ledger of a device's slots and the order of copies into them.
+    """Ledger of a device's slots and order of the copies into them.
 
-    A slot changes owner at once, in the ledger; its next copy waits for the event of its last
-    use, so bytes change only when nothing needs them.
+    A slot changes owner at once, in the ledger; its next copy waits for the event of its last use,
+    so bytes change only when nothing needs them.
     """
 
     def __init__(
@@ -53,7 +53,10 @@ class Link:
         link_s: float,
         num_demand_slots: int,
     ) -> None:
-        """`link_s`: seconds of one copy. `num_demand_slots`: slots that prefetches leave free."""
+        """Bind the link; `link_s`: seconds of one copy.
+
+        `num_demand_slots`: slots that prefetches leave free.
+        """
         self.ledger = ledger
         self.link_s = link_s
         self.stats = LinkStats()
@@ -65,14 +68,14 @@ class Link:
         self._ahead: deque[_Wanted] = deque()
         self._moves: dict[tuple[int, int], _Wanted] = {}  # by layer and expert, in their order
         self._under_way: int | None = None  # the layer whose residents may still be run
-        self._waits = np.zeros((ledger.num_layers, ledger.num_experts), bool)  # who is in `_moves`
+        self._waits = np.zeros((ledger.num_layers, ledger.num_experts), bool)  # experts in `_moves`
         self._owed: dict[int, list[_Wanted]] = {}  # by layer: moves that this pass ends with
         self._in_flight: deque[Event] = deque()
         self._num_copies = 0
         self._unproven: list[tuple[int, int]] = []  # residents whose copies may have failed
 
     def is_kept(self, layer: int) -> BoolArray:
-        """Residents, and those on their way to be. [num_experts]."""
+        """Return residents, and experts that are becoming resident: [num_experts]."""
         kept = self.ledger.is_resident(layer)
         for (its_layer, expert), arrival in self._coming.items():
             if its_layer == layer and arrival.is_move:
@@ -80,8 +83,9 @@ class Link:
         return kept
 
     def arriving_s(self, layer: int, experts: IntArray) -> FloatArray:
-        """Seconds until each can be used from the slot it is coming to; infinite if it is not. As
-        `bind_arrived` saw it.
+        """Return seconds until each expert can be used; infinite if it is not coming.
+
+        As of the last `bind_arrived`.
         """
         left_s = np.full(self.ledger.num_experts, np.inf)
         first = self._num_copies - len(self._in_flight)
@@ -91,49 +95,48 @@ class Link:
         return left_s[experts]
 
     def note_use(self, group: ExpertGroup, use: Event) -> None:
-        """Copies into the group's slots wait for `use` from now on."""
+        """Make copies into the group's slots wait for `use` from now on."""
         for slot in group.slots.tolist():
             self._last_use[slot] = use
 
     def begin_layer(self, layer: int) -> None:
-        """No resident of the layer goes before `obey` is told the last moves of its pass."""
+        """Protect the layer's residents until `obey` has the last moves of its pass."""
         self._under_way = layer
 
     def end_layer(self) -> None:
         self._under_way = None
 
     def take_arrival(self, layer: int, expert: int) -> Arrival | None:
-        """An expert that is in a slot already, or coming to one; the caller settles it."""
+        """Return an expert that is in a slot or coming to one; the caller must settle it."""
         return self._coming.pop((layer, expert), None)
 
     def fetch(self, host_slot: int) -> Arrival:
-        """Queues the copy of an expert into a slot taken for it; the caller settles it."""
+        """Queue the copy of an expert into a newly taken slot; the caller must settle it."""
         self.stats.num_fetched += 1
         return self._copy(host_slot, is_move=False)
 
     def keep(self, layer: int, experts: IntArray) -> IntArray:
-        """Evicts all residents but `experts`; returns those of `experts` that are absent."""
+        """Evict all residents but `experts`; returns those of `experts` that are absent."""
         is_resident = self.ledger.is_resident(layer)
         for expert in np.setdiff1d(np.flatnonzero(is_resident), experts).tolist():
             self.ledger.evict(layer, expert)
         return experts[~is_resident[experts]]
 
     def load(self, layer: int, expert: int, host_slot: int) -> None:
-        """Makes an absent expert resident at once, before the first step."""
+        """Make an absent expert resident at once, before the first step."""
         arrival = self._copy(host_slot, is_move=True)
         arrival.event.wait()
         self.ledger.bind(layer, expert, arrival.slot)
 
     def obey(self, layer: int, moves: Moves, at_hand: Mapping[int, Arrival | None]) -> set[int]:
-        """Carries out moves; returns those of `at_hand` to keep, which `settle` is told.
+        """Carry out moves; returns those of `at_hand` to keep, for `settle`.
 
-        `at_hand`: absent experts that the device runs this step, with the arrivals that the
-        caller took. Others wait for an idle link, or for the end of the pass if they are owed,
-        and their victims stay until then. New moves of a layer replace those of its old ones that
-        have not begun.
+        `at_hand`: absent experts that the device runs this step, with the arrivals that the caller
+        took. Others wait for an idle link, or for the end of the pass if they are owed, and their
+        victims stay until then. New moves of a layer replace its old ones that have not begun.
         """
         keep = {expert for expert, arrival in at_hand.items() if arrival and arrival.is_move}
-        self._owed.pop(layer, None)  # of a pass that was broken off
+        self._owed.pop(layer, None)  # of an interrupted pass
         if not len(moves.admit) and not len(moves.evict):
             return keep
         for key in [key for key in self._moves if key[0] == layer]:
@@ -161,7 +164,7 @@ class Link:
         return keep.difference(leaving)
 
     def settle(self, layer: int, expert: int, slot: int, keep: bool) -> None:
-        """After the use of a fetched expert was queued: resident, or its slot is free again."""
+        """Make a fetched expert resident, or free its slot, after its use was queued."""
         if keep:
             self._unproven.append((layer, expert))  # first: Ctrl-C may come in between
             self.ledger.bind(layer, expert, slot)
@@ -169,18 +172,18 @@ class Link:
             self.ledger.drop(slot)
 
     def confirm(self) -> None:
-        """The device has joined: what was bound since the last time did arrive."""
+        """Note that the device has joined: what was bound since the last call did arrive."""
         self._unproven.clear()
 
     def look_ahead(self, layer: int, experts: IntArray) -> None:
-        """Queues prefetches for `layer`, the most wanted first."""
+        """Queue prefetches for `layer`, the most wanted first."""
         self._ahead.extend(_Wanted(layer, expert, None) for expert in experts.tolist())
 
     def end_prefetch(self, layer: int, fetch: IntArray) -> PrefetchOutcome | None:
-        """What became of the experts prefetched for a layer, of which the device runs `fetch`.
+        """Return the outcome of a layer's prefetches; fetch: the experts that the device runs.
 
-        Forgets those that had not begun and frees the slots of those not used, also where a pass
-        was broken off before it came to their layer: what follows needs the slots.
+        Forgets those that had not begun and frees the slots of those not used, also if a pass was
+        interrupted before their layer: later work needs the slots.
         """
         self._ahead.clear()
         staged = {key: arrival for key, arrival in self._coming.items() if not arrival.is_move}
@@ -199,9 +202,9 @@ class Link:
         return outcome
 
     def pump(self, idle_s: float = 0.0) -> None:
-        """Makes arrived moves resident; begins waiting transfers while the link would be idle.
+        """Make arrived moves resident; begin waiting transfers while the link would be idle.
 
-        `idle_s`: how long the caller is away with nothing to demand; at least one is begun.
+        `idle_s`: how long the caller will demand nothing; at least one transfer is begun.
         """
         self.bind_arrived()
         while self.has_waiting and self.busy_s <= idle_s:
@@ -209,8 +212,10 @@ class Link:
                 return
 
     def offer(self, layer: int, expert: int, host_slot: int) -> None:
-        """An expert has just been read for a use at the host: its move, if one waits, need not find
-        it in host memory again. Begins it while the link is idle, or about to be.
+        """Offer an expert that has just been read for a use at the host: its move may begin now.
+
+        It then need not be found in host memory again. It begins if the link is idle, or about to
+        be.
         """
         wanted = self._moves.get((layer, expert))
         if layer == self._under_way or wanted is None:
@@ -222,7 +227,7 @@ class Link:
         self._begin_move(wanted, host_slot)
 
     def take_owed(self) -> dict[int, IntArray]:
-        """Who is to come before the next pass, ascending, by layer; their victims go now."""
+        """Return the owed experts by layer, ascending, and evict their victims."""
         owed, self._owed = self._owed, {}
         for wanted in (one for of_layer in owed.values() for one in of_layer):
             self._evict(wanted.layer, wanted.victim)
@@ -230,20 +235,21 @@ class Link:
         return {layer: np.array(ids, np.int64) for layer, ids in experts.items() if ids}
 
     def move(self, layer: int, expert: int, host_slot: int) -> None:
-        """Begins a move that is owed, into a slot that is free; `wait_for_moves` follows."""
+        """Begin an owed move, into a free slot; `wait_for_moves` must follow."""
         self._coming[(layer, expert)] = self._copy(host_slot, is_move=True)
         self._count_move()
 
     def wait_for_moves(self) -> None:
-        """Returns when every move under way has arrived. Raises DeviceError when one has failed."""
+        """Wait until every running move has arrived; DeviceError if one failed."""
         for arrival in self._coming.values():
             if arrival.is_move:
                 arrival.event.wait()
         self.bind_arrived()
 
     def bind_arrived(self) -> None:
-        """Looks which copies have ended, in their order, and makes arrived moves resident. Raises
-        DeviceError when one has failed.
+        """Check which copies have ended, in their order, and make arrived moves resident.
+
+        Raises DeviceError when one has failed.
         """
         while self._in_flight and self._in_flight[0].is_done():
             self._in_flight.popleft()
@@ -255,7 +261,7 @@ class Link:
 
     @property
     def busy_s(self) -> float:
-        """Seconds until the link is free for the next copy, at most, as `bind_arrived` saw it."""
+        """Return at most how long the link is busy, as of the last `bind_arrived`."""
         return len(self._in_flight) * self.link_s
 
     @property
@@ -263,10 +269,9 @@ class Link:
         return bool(self._ahead) or self._has_movable()
 
     def pause(self) -> None:
-        """Between passes, when both streams have ended everything: what was to stay is resident,
-        what came for one step or has not begun is forgotten, and no slot is being filled.
+        """Between passes, when both streams are idle: finish moves, and forget all other copies.
 
-        Raises DeviceError where a copy failed.
+        No slot is being filled afterwards. Raises DeviceError if a copy failed.
         """
         self.bind_arrived()
         for key in list(self._coming):
@@ -275,7 +280,7 @@ class Link:
         self._last_use = [None] * self.ledger.num_slots
 
     def abandon(self) -> None:
-        """After a failure, when both streams have ended everything: forgets what was coming."""
+        """Recover from a failure, when both streams are idle: forget what was coming."""
         for layer, expert in self._unproven:
             self._evict(layer, expert)
         self._unproven.clear()
@@ -285,7 +290,7 @@ class Link:
         self.ledger.reclaim()
 
     def _forget_copies(self) -> None:
-        """Copies have ended, and none waits."""
+        """Forget copies, which have all ended."""
         self._ahead.clear()
         self._moves.clear()
         self._waits[:] = False
@@ -304,7 +309,7 @@ class Link:
         return Arrival(slot, event, self._num_copies - 1, is_move)
 
     def _begin_next(self) -> bool:
-        """Begins the next waiting transfer that can be; whether there was one."""
+        """Begin the next possible waiting transfer; True if there was one."""
         while self._ahead:
             wanted = self._ahead.popleft()
             if self._can_come(wanted) and self.ledger.num_free > self._num_demand_slots:
@@ -318,7 +323,7 @@ class Link:
         return move is not None
 
     def _has_movable(self) -> bool:
-        """Whether an expert that waits to become resident is in host memory."""
+        """Return True if an expert that waits to become resident is in host memory."""
         host = self._host
         at_host = True if host.is_permanent else host.ledger.table != NO_SLOT
         if not self._moves:
@@ -329,8 +334,10 @@ class Link:
         return bool(is_movable.any())
 
     def _next_move(self) -> _Wanted | None:
-        """The first that can begin. Those that are not in host memory, or have no room, wait on:
-        their layer's next pass may read them, and other copies end. Who came otherwise is left out.
+        """Return the first move that can begin, or None.
+
+        Experts that are not in host memory, or have no free slot, keep waiting: their layer's next
+        pass may read them, and other copies end. Experts that arrived otherwise are dropped.
         """
         for key, wanted in list(self._moves.items()):
             if self.ledger.has(*key) or key in self._coming:
@@ -363,7 +370,7 @@ class Link:
         return not self.ledger.has(*key) and key not in self._coming and self._host.ledger.has(*key)
 
     def _keeps(self, layer: int, expert: int) -> bool:
-        """Whether an expert is resident or on its way to be."""
+        """Return True if an expert is resident or becoming so."""
         arrival = self._coming.get((layer, expert))
         return self.ledger.has(layer, expert) or (arrival is not None and arrival.is_move)
 
@@ -372,7 +379,7 @@ class Link:
         self.stats.num_moves_done += 1
 
     def _evict(self, layer: int, expert: int | None) -> None:
-        """A resident, or one that is on its way to be."""
+        """Evict a resident, or an expert that is becoming one."""
         if expert is None:
             return
         if self.ledger.has(layer, expert):
@@ -381,10 +388,10 @@ class Link:
             self._drop_arrival(layer, expert)
 
     def _drop_arrival(self, layer: int, expert: int) -> None:
-        # Its copy may be under way: the slot's next copy is queued behind it.
+        # Its copy may be running: the slot's next copy is queued after it.
         self.ledger.drop(self._coming.pop((layer, expert)).slot)
 
     @staticmethod
     def _paired(victims: list[int | None], num_admitted: int) -> list[int | None]:
-        """A victim for each admitted expert, none for the first where there are too few."""
+        """Pair a victim with each admitted expert, none with the first if there are too few."""
         return [None] * (num_admitted - len(victims)) + victims

@@ -1,4 +1,4 @@
-"""What stands where the expert runtime is, in a model that has no experts."""
+"""Substitute for the expert runtime in a model without experts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from lowtide.policies.receipt import Receipt
 
 
 class NoExperts:
-    """Nothing is placed, read or counted; an observer sees no layer."""
+    """Runtime of no experts: nothing is placed, read or counted."""
 
     device = None
     asks_scores = False
@@ -26,31 +26,31 @@ class NoExperts:
         raise InternalError(f"MoE layer {call.layer} of a model without experts.")
 
     def parts(self, layer: int) -> None:
-        """None that kernels could run."""
+        """Return None: there is nothing that kernels could run."""
 
     def residents(self) -> None:
-        """None."""
+        """Return None."""
 
     def begin_pass(self, step: Step) -> None:
-        """Nothing is decided."""
+        """Do nothing."""
 
     def end_pass(self) -> None:
-        """Nothing is learnt."""
+        """Do nothing."""
 
     def whole_pass(self) -> AbstractContextManager[None]:
-        """Nothing is counted."""
+        """Do nothing."""
         return nullcontext()
 
     def take_receipt(self, request: int) -> Receipt | None:
-        """Nothing is replaced."""
+        """Return None: nothing is replaced."""
         return None
 
     def as_dict(self) -> dict[str, float]:
-        """The counters of the runtime without a device, which stay where they are; no hit rate."""
+        """Return the counters of a runtime without a device, all at their start; no hit rate."""
         return {**asdict(ExpertStats()), **asdict(HostStats()), "hit_rate": math.nan}
 
     def stop_waiting(self) -> None:
-        """Reads nothing."""
+        """Do nothing."""
 
     def close(self) -> None:
-        """Holds nothing."""
+        """Do nothing."""

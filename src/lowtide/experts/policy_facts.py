@@ -1,4 +1,4 @@
-"""What policies are told of a layer's input and routing, and the routing that they may answer."""
+"""Facts about a layer's input and routing for policies, and the routing that they may return."""
 
 from __future__ import annotations
 
@@ -15,24 +15,25 @@ from lowtide.memory.workspace import Buffers
 
 
 class HostInputs(NamedTuple):
-    """A layer's input and routing in host memory, until the next step."""
+    """Input and routing of a layer in host memory, valid until the next step."""
 
-    x: Tensor | None  # [tokens, hidden]; None of a pass that has more rows than there is room for
+    x: Tensor | None  # [tokens, hidden]; None of a pass with more rows than fit
     experts: Tensor  # [tokens, k] int64
     routed: RoutedTokens | None = None  # the routing, for policies that ask for it
     predicted: IntArray | None = None  # tokens per expert of the next layer, by the early gate
 
 
 def routed_tokens(experts: Tensor, weights: Tensor, scores: Tensor | None) -> RoutedTokens:
-    """A routing in host memory as arrays over the same memory, for policies."""
+    """View a routing in host memory as arrays, for policies."""
     return RoutedTokens(
         experts.numpy(), weights.numpy(), None if scores is None else scores.numpy()
     )
 
 
 def demand_of(chosen: Tensor, is_resident: BoolArray) -> Demand:
-    """What a layer's router asks for. chosen [tokens, k]: experts, in host memory; is_resident:
-    [num_experts].
+    """Count the demand of a layer's router.
+
+    chosen [tokens, k]: experts, in host memory; is_resident: [num_experts].
     """
     num_tokens = np.bincount(chosen.numpy().ravel())
     experts = np.flatnonzero(num_tokens)
@@ -40,16 +41,16 @@ def demand_of(chosen: Tensor, is_resident: BoolArray) -> Demand:
 
 
 def take_substituted(workspace: Buffers, num_pairs: int) -> None:
-    """Declares what `substituted_routing` makes for so many (token, expert) pairs."""
+    """Declare the scratch of `substituted_routing` for so many (token, expert) pairs."""
     workspace.library("substituted routing", num_pairs * (8 + 4))
 
 
 def substituted_routing(
     answer: RoutedTokens, router: Routing, workspace: Buffers
 ) -> tuple[Routing, Tensor]:
-    """What a substitution answered, where the router's choice is, and its ids in host memory.
+    """Return a substitution's routing on the router's device, and its ids in host memory.
 
-    Copies: the router's own choice stays as it is.
+    Both are copies: the router's own choice stays unchanged.
     """
     take_substituted(workspace, router.experts.numel())
     experts = torch.from_numpy(np.array(answer.experts, order="C"))

@@ -1,9 +1,9 @@
-"""Reads of the next layer's experts, begun under the present layer's computation.
+"""Reads of the next layer's experts during the present layer's computation.
 
-A pass over hundreds of tokens hits nearly every expert of every layer, so what the next layer will
-ask for is known before its router has run; and so is what the next pass's first layer will, where
-passes go over the same tokens again and again. Decides nothing about residence: what arrives is
-that layer's to use, keep or drop, as any other read.
+A pass over hundreds of tokens hits nearly every expert of every layer, so the next layer's demand
+is known before its router has run; and so is that of the next pass's first layer, if passes go over
+the same tokens again and again. Residence is decided elsewhere: the layer uses, keeps or drops what
+arrives like any other read.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _NO_LAYER = -1
 
 
 class PendingRead(NamedTuple):
-    """An expert on its way from disk into a taken slot."""
+    """Read of an expert from disk into a taken slot."""
 
     layer: int
     expert: int
@@ -32,14 +32,14 @@ class PendingRead(NamedTuple):
 
 
 StartRead = Callable[[int, int], PendingRead]
-"""Begins the read of a layer's expert into a free slot."""
+"""Function that begins the read of a layer's expert into a free slot."""
 
 
 class ReadAhead:
-    """Owns reads for one coming layer, each in a taken slot, until they are claimed.
+    """Reads for one coming layer, each in a taken slot, until they are claimed.
 
-    Takes free slots only: nothing is evicted for a guess, and no demanded expert waits for one
-    (the layer that runs has started all its reads by then).
+    They use free slots only: nothing is evicted for a guess, and no demanded expert waits for one
+    (the running layer has started all its reads by then).
     """
 
     def __init__(self, ledger: SlotLedger) -> None:
@@ -49,32 +49,32 @@ class ReadAhead:
         self._pending: deque[PendingRead] = deque()
 
     def __len__(self) -> int:
-        """Slots that are taken."""
+        """Return the number of taken slots."""
         return len(self._pending)
 
     def expect(self, facts: Facts, run: Facts | None = None) -> None:
-        """Told of the layer that runs now: what to read of the next one while it is computed.
+        """Note the running layer's demand, to predict what the next one will read.
 
-        facts: of what its router asked for; run: of what a substitution made of that, if one did.
-        So it will in the next layer.
+        facts: the demand of its router; run: the demand after a substitution, if any, which is
+        expected in the next layer, too.
         """
         self._layer = self._next_layer(facts)
         self._waiting = deque(self._expected(facts, run).tolist())
 
     def start_reads(self, start: StartRead) -> bool:
-        """Gives every free slot to an expert that is expected to be demanded; whether some wait."""
+        """Start reads of expected experts into free slots; True if some still wait for a slot."""
         while self._waiting and self._ledger.num_free:
             self._pending.append(start(self._layer, self._waiting.popleft()))
         return bool(self._waiting)
 
     def claim(self) -> list[PendingRead]:
-        """Hands over all its reads, oldest first; their slots stay taken."""
+        """Hand over all reads, oldest first; their slots stay taken."""
         pending, self._pending = self._pending, deque()
         self._waiting.clear()
         return list(pending)
 
     def _next_layer(self, facts: Facts) -> int:
-        """After the last one the first one again, where passes are repeated."""
+        """Return the next layer; after the last one the first, if passes are repeated."""
         num_layers = self._ledger.num_layers
         if facts.layer + 1 < num_layers:
             return facts.layer + 1
@@ -93,8 +93,9 @@ class ReadAhead:
 
 
 class LateReads:
-    """Owns reads of experts that are to be resident when their layer comes again, and that nothing
-    waits for meanwhile. Each has the slot that its layer gave up for it.
+    """Reads of experts that will be resident in their layer's next step; nothing waits for them.
+
+    Each has the slot that its layer gave up for it.
     """
 
     def __init__(self, ledger: SlotLedger) -> None:
@@ -104,28 +105,26 @@ class LateReads:
 
     @property
     def layers(self) -> list[int]:
-        """That have a read under way."""
+        """List the layers with running reads."""
         return list(self._pending)
 
     def expect(self, layer: int, experts: IntArray) -> None:
-        """Who is to come for a layer's next step."""
+        """Add the experts that are to come for a layer's next step."""
         self._waiting.extend((layer, expert) for expert in experts.tolist())
 
     def start_reads(self, start: StartRead) -> bool:
-        """Gives free slots to those that wait for one, which no demanded expert does; whether
-        some wait yet.
-        """
+        """Give free slots that no demanded expert needs to waiting reads; True if some wait still."""
         while self._waiting and self._ledger.num_free:
             read = start(*self._waiting.popleft())
             self._pending.setdefault(read.layer, []).append(read)
         return bool(self._waiting)
 
     def end(self, layer: int) -> list[PendingRead]:
-        """A layer's reads, for the caller to wait for; those without a slot are forgotten."""
+        """Return a layer's reads, for the caller to wait for; forgets those without a slot."""
         self._waiting = deque(each for each in self._waiting if each[0] != layer)
         return self._pending.pop(layer, [])
 
     def forget(self) -> None:
-        """After a failure: those under way are the caller's to wait for."""
+        """Recover from a failure: forget all; the caller waits for running reads."""
         self._waiting.clear()
         self._pending.clear()

@@ -1,4 +1,4 @@
-"""What stands in for the expert runtime while a forward pass is only counted."""
+"""Substitute for the expert runtime while a forward pass is only counted."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from lowtide.experts.rows import LayerCall, take_buffers, take_terms
 
 
 class ExpertRegistrar(NoExperts):
-    """Takes what a layer's experts take of the workspace, and computes nothing."""
+    """Runtime that takes the workspace of a layer's experts, and computes nothing."""
 
     def __init__(
         self, shape: MoEShape, substitutes: bool = False, asks_scores: bool = False
     ) -> None:
-        """substitutes, asks_scores: as the policies of the runtime do that it stands for."""
+        """Create it for a runtime whose policies substitute or ask for scores, or neither."""
         self._shape = shape
         self._substitutes = substitutes
         self.asks_scores = asks_scores

@@ -1,4 +1,4 @@
-"""What one MoE layer works on in one step: its routing, sorted by expert, and its scratch."""
+"""Routing of one MoE layer in one step, sorted by expert, and its scratch."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from lowtide.kernels.operands import SortedPairs
 from lowtide.memory.workspace import TILE_ROWS, Buffers
 
 _LEAST_ROWS = 16
-"""Fewest rows of a piece where an expert has several: fewer would go to other kernels."""
+"""Fewest rows of a piece of several; fewer rows would go to other kernels."""
 
 
 class Routing(NamedTuple):
-    """The router's choice for each token, experts in ascending id."""
+    """Choice of the router for each token, experts by ascending id."""
 
     experts: Tensor  # [tokens, k] int64
     weights: Tensor  # [tokens, k] float32
 
 
 class LayerCall(NamedTuple):
-    """What one layer of one step is asked for."""
+    """Call of one layer's experts in one step."""
 
     layer: int  # among MoE layers
     x: Tensor  # [tokens, hidden] compute dtype
@@ -37,16 +37,16 @@ class LayerCall(NamedTuple):
 
 
 def is_long(num_tokens: int) -> bool:
-    """Whether a pass of so many rows is worked through in tiles: see `work.py`."""
+    """Return True if a pass of so many rows is computed in tiles: see `work.py`."""
     return num_tokens > TILE_ROWS
 
 
 def row_pieces(num_rows: int) -> Iterator[slice]:
-    """The products that an expert's rows are computed in: one, or of more than `TILE_ROWS` several.
+    """Divide an expert's rows into products: one, or several if there are more than `TILE_ROWS`.
 
-    By the number of rows alone, whatever the budget, since it decides bits. None has fewer than 16
-    rows, and all but the last have a multiple of 16; what is left after a piece is divided as
-    rows of that number would be.
+    The division depends on the number of rows only, whatever the budget, since it decides bits. No
+    piece has fewer than 16 rows, and all but the last have a multiple of 16; the rows left after a
+    piece are divided as that number of rows would be.
     """
     start = 0
     while start < num_rows:
@@ -58,10 +58,10 @@ def row_pieces(num_rows: int) -> Iterator[slice]:
 
 
 class ExpertRows:
-    """The (token, expert) pairs of a step, sorted by expert, tokens ascending within one.
+    """(token, expert) pairs of a step, sorted by expert, tokens ascending within one.
 
-    token_of [tokens * k]: the token of each sorted pair. part_of [tokens, k]: where a token's
-    j-th pair went. counts [num_experts]: pairs of each expert. All int64, on the device of the
+    token_of [tokens * k]: the token of each sorted pair. part_of [tokens, k]: the sorted place of a
+    token's j-th pair. counts [num_experts]: pairs of each expert. All int64, on the device of the
     routing.
     """
 
@@ -73,8 +73,9 @@ class ExpertRows:
 
     @classmethod
     def at_host(cls, experts: Tensor, num_experts: int) -> ExpertRows:
-        """The rows of experts [tokens, k] in host memory, by numpy, whose calls cost least; their
-        `part_of` has no meaning.
+        """Sort experts [tokens, k] in host memory, by numpy, whose calls cost least.
+
+        `part_of` is then undefined.
         """
         chosen = experts.numpy().ravel()
         counts = np.bincount(chosen, minlength=num_experts)
@@ -86,7 +87,7 @@ class ExpertRows:
 
     @property
     def bounds(self) -> IntArray:
-        """Expert e has sorted pairs bounds[e] to bounds[e + 1]. [num_experts + 1].
+        """Return bounds: expert e has sorted pairs bounds[e] to bounds[e + 1]. [num_experts + 1].
 
         The first use is the layer's one device-to-host synchronisation.
         """
@@ -95,7 +96,7 @@ class ExpertRows:
         return self._bounds
 
     def learn(self, host_counts: IntArray) -> IntArray:
-        """Makes `bounds` known from a copy of `counts` in host memory."""
+        """Compute `bounds` from a copy of `counts` in host memory."""
         bounds = np.zeros(len(host_counts) + 1, np.int64)
         host_counts.cumsum(out=bounds[1:])
         self._bounds = bounds
@@ -103,22 +104,22 @@ class ExpertRows:
 
     @property
     def is_known(self) -> bool:
-        """Whether `bounds` needs no synchronisation any more."""
+        """Return True if `bounds` needs no more synchronisation."""
         return self._bounds is not None
 
     def pairs(self, expert: int) -> slice:
-        """The sorted pairs of one expert."""
+        """Return the sorted pairs of one expert."""
         bounds = self.bounds
         return slice(int(bounds[expert]), int(bounds[expert + 1]))
 
     @property
     def demanded(self) -> list[int]:
-        """Experts with pairs, ascending."""
+        """List the experts with pairs, ascending."""
         experts: list[int] = np.flatnonzero(np.diff(self.bounds)).tolist()
         return experts
 
     def pieces(self, expert: int) -> list[slice]:
-        """`pairs`, in the products that they are computed in."""
+        """Divide an expert's pairs into its products."""
         pairs = self.pairs(expert)
         return [
             slice(pairs.start + piece.start, pairs.start + piece.stop)
@@ -126,7 +127,7 @@ class ExpertRows:
         ]
 
     def tiles(self, max_pairs: int) -> Iterator[slice]:
-        """All sorted pairs, at most `max_pairs` at a time, no piece in two tiles.
+        """Iterate over all sorted pairs, at most `max_pairs` at a time, no piece in two tiles.
 
         `max_pairs` is at least `TILE_ROWS`. Only the last expert of a tile may have more pairs, in
         the next tile.
@@ -143,8 +144,9 @@ class ExpertRows:
             yield slice(start, stop)
 
     def tile(self, pairs: slice) -> ExpertRows:
-        """Some of the sorted pairs, as if there were no others; `part_of` has no meaning there.
-        All of them waits for no device.
+        """Return some of the sorted pairs, as if there were no others; `part_of` is then undefined.
+
+        The tile of all pairs needs no synchronisation.
         """
         if pairs.stop - pairs.start == len(self.token_of):
             return self
@@ -155,13 +157,13 @@ class ExpertRows:
         return rows
 
     def num_tokens(self, experts: IntArray | list[int]) -> IntArray:
-        """Pairs of each of some experts."""
+        """Return the number of pairs of some experts."""
         experts = np.asarray(experts, np.int64)
         num_tokens: IntArray = self.bounds[experts + 1] - self.bounds[experts]
         return num_tokens
 
     def groups(self, experts: IntArray | list[int], slots: IntArray | list[int]) -> IntArray:
-        """The slot, first sorted pair and number of pairs of each expert. [experts, 3]."""
+        """Return the slot, first sorted pair and number of pairs of each expert: [experts, 3]."""
         experts = np.asarray(experts, np.int64)
         groups = np.empty((len(experts), 3), np.int64)
         groups[:, 0] = slots
@@ -171,7 +173,7 @@ class ExpertRows:
 
 
 class ExpertBuffers(NamedTuple):
-    """What the experts of a tile's pairs compute in."""
+    """Buffers in which the experts of a tile's pairs are computed."""
 
     parts: Tensor  # [pairs, hidden]: inputs of each pair, then its expert's output
     gate: Tensor  # [pairs, expert_size]: each expert its own rows, threads share nothing
@@ -181,7 +183,7 @@ class ExpertBuffers(NamedTuple):
     def of_pairs(
         cls, workspace: Buffers, num_pairs: int, expert_size: int, x: Tensor
     ) -> ExpertBuffers:
-        """For so many pairs at a time, of rows x [rows, hidden]."""
+        """Take buffers for so many pairs at a time, of rows x [rows, hidden]."""
         return cls(
             parts=workspace.take("expert parts", (num_pairs, x.shape[1]), x.dtype),
             gate=workspace.take("expert gate", (num_pairs, expert_size), x.dtype),
@@ -190,14 +192,14 @@ class ExpertBuffers(NamedTuple):
 
 
 class Terms(NamedTuple):
-    """What outputs are summed through."""
+    """Buffers through which outputs are summed."""
 
     term: Tensor  # [tokens, hidden]
     fp32: Tensor  # [tokens, hidden] float32
 
     @classmethod
     def take(cls, workspace: Buffers, num_tokens: int, x: Tensor) -> Terms:
-        """For so many tokens at a time, of rows x [rows, hidden]."""
+        """Take buffers for so many tokens at a time, of rows x [rows, hidden]."""
         shape = (num_tokens, x.shape[1])
         return cls(
             workspace.take("combine term", shape, x.dtype),
@@ -208,8 +210,10 @@ class Terms(NamedTuple):
 def take_buffers(
     workspace: Buffers, shape: MoEShape, x: Tensor
 ) -> tuple[ExpertBuffers, Terms | None]:
-    """What one layer's experts take for rows x [rows, hidden]: of a long pass as many tiles' as the
-    plan takes together, and what it sums through between them.
+    """Take the buffers of one layer's experts for rows x [rows, hidden].
+
+    A long pass gets those of as many tiles as the plan allows, and buffers for the sum between
+    them.
     """
     num_rows, k = x.shape[0], shape.num_experts_per_token
     workspace.library("expert rows", 6 * 8 * k * num_rows)
@@ -222,6 +226,6 @@ def take_buffers(
 
 
 def take_terms(workspace: Buffers, buffers: ExpertBuffers, x: Tensor) -> Terms:
-    """What a short pass sums through, in the place of gate and up, which are given back."""
+    """Take a short pass's sum buffers in the place of gate and up, which are freed."""
     workspace.give_back(buffers.gate, buffers.up)
     return Terms.take(workspace, x.shape[0], x)

@@ -1,10 +1,10 @@
-"""Runs one layer's routed experts, wherever they lie: in passes that are no one compiled call.
+"""Expert runtime: runs one layer's routed experts, on host and device.
 
-A layer is a list of experts to run, each on one side: the host's executor runs them where their
-bytes have been read, a device's beside it what is in its slots or fetched into them. Decides
-nothing: who runs where, what stays and what comes next are the policies' choices. An expert's
-products and the order of the sum are the same wherever it runs and whatever is resident, so the
-result's bits never depend on placement.
+A layer is a list of experts to run, each on one side: the host's executor runs them once their
+  bytes have been read, a device's runs those in its slots or fetched into them. The runtime decides
+nothing: policies choose who runs where, what stays and what comes next. An expert's products and
+  the order of the sum are the same wherever it runs and whatever is resident, so the result's bits
+  never depend on placement.
 """
 
 from __future__ import annotations
@@ -35,30 +35,33 @@ from lowtide.progress import Progress, no_progress
 
 
 class Observer(Protocol):
-    """Called after each layer, read-only: a trace, a comparison."""
+    """Observer called after each layer, read-only, for example by a trace or a comparison."""
 
     def saw_layer(self, layer: int, step: Step, x: Tensor, routing: Routing, out: Tensor) -> None:
-        """After a layer's experts were summed: `x` [tokens, hidden] compute dtype, what its router
-        and its experts were given, and `out` [tokens, hidden] float32, valid until the call
-        returns.
+        """Observe a layer after its experts were summed.
+
+        `x` [tokens, hidden] compute dtype is the input of its router and experts, `out` [tokens,
+        hidden] float32 their sum; both are valid until the call returns.
         """
         ...
 
 
 class ExpertObserver(Protocol):
-    """Called with what experts' matrices are multiplied with, where the host has all."""
+    """Observer of the inputs of experts' matrices, if the host runs all experts."""
 
     def saw_experts(self, layer: int, x: Tensor, rows: ExpertRows, activated: Tensor) -> None:
-        """After experts of a layer were run, all or a tile's, each for itself: `x` [tokens, hidden]
-        compute dtype; `activated` [pairs, expert_size], what down was given, in the order of the
-        sorted pairs of `rows`. Valid until the call returns.
+        """Observe experts of a layer, all or a tile's, after they were run.
+
+        `x` [tokens, hidden] compute dtype; `activated` [pairs, expert_size]: the input of down, in
+        the order of the sorted pairs of `rows`. Valid until the call returns.
         """
         ...
 
 
 class ExpertRuntime:
-    """Owns the policies that decide about a model's experts, and asks them. Does not know how
-    experts are run, nor where from.
+    """Runtime of a model's experts, with the policies that decide about them.
+
+    Does not know how experts are run, nor where from.
     """
 
     def __init__(
@@ -73,8 +76,8 @@ class ExpertRuntime:
         self.host, self.device = executor.host, executor.device
         self.room = Room(policies.capacity)
         self.observer: Observer | None = None
-        self.expert_observer: ExpertObserver | None = None  # never beside a device
-        self.use: ExpertUse | None = None  # told of every demand, where that is wanted
+        self.expert_observer: ExpertObserver | None = None  # never with a device
+        self.use: ExpertUse | None = None  # counts every demand, if set
         self.stats = ExpertStats()
         self._is_under_way = False  # a step, or what has to be cleared up after one
         self._hits: IntArray = np.zeros((shape.num_layers, shape.num_experts), np.int64)
@@ -82,14 +85,14 @@ class ExpertRuntime:
 
     @property
     def asks_scores(self) -> bool:
-        """Whether `forward` is to be told the router's scores."""
+        """Return True if `forward` needs the router's scores."""
         return self.policies.asks_scores
 
     def forward(self, call: LayerCall) -> None:
-        """`out[t] = sum over t's experts e of weight * expert_e(x[t])`, in ascending e.
+        """Compute `out[t] = sum over t's experts e of weight * expert_e(x[t])`, in ascending e.
 
         x, out and the routing are contiguous. Raises StorageError or DeviceError when an expert
-        cannot be had; the runtime stays usable.
+        cannot be read or copied; the runtime stays usable.
         """
         if self._is_under_way:  # Ctrl-C came again while the last failure was cleared up
             self._abandon()
@@ -110,11 +113,11 @@ class ExpertRuntime:
             self.observer.saw_layer(call.layer, call.step, call.x, call.routing, call.out)
 
     def parts(self, layer: int) -> ExpertParts | None:
-        """A layer's experts, for kernels that run whole layers; None where they cannot."""
+        """Return a layer's experts, for kernels that run whole layers; None if they cannot."""
         return self.executor.parts(layer)
 
     def begin_pass(self, step: Step) -> None:
-        """Before a pass's first layer: on the host alone, who may become resident in it."""
+        """Begin a pass; on the host alone, policies rank who may become resident in it."""
         self._step = step
         self._hits.fill(0)
         if self.device is None:
@@ -124,8 +127,10 @@ class ExpertRuntime:
                 self._compiled.begin_pass(ranks)
 
     def residents(self) -> CompiledResidents | None:
-        """For compiled layers of the pass that has begun; None where something is to be asked
-        between a layer's router and its experts: a substitution, or an observer.
+        """Return the residency for compiled layers of the pass that has begun.
+
+        None if Python must be called between a layer's router and its experts: for a substitution,
+        or an observer.
         """
         is_watched = self.observer is not None or self.expert_observer is not None
         if is_watched or self.policies.substitution is not None:
@@ -137,7 +142,7 @@ class ExpertRuntime:
         return self._compiled
 
     def end_pass(self) -> None:
-        """After a pass's last layer: what was asked of its layers is learnt from."""
+        """End a pass; policies learn from its demands."""
         if self.device is None:
             if self._compiled is not None:
                 self._compiled.count_outcome(self.stats)
@@ -146,15 +151,15 @@ class ExpertRuntime:
             self.use.saw(self._hits)
 
     def load(self, progress: Progress = no_progress) -> None:
-        """Makes the policies' first residents resident, and no others. Between passes only."""
+        """Make exactly the policies' first residents resident; between passes only."""
         self._is_under_way = True
         initial = [self.policies.placement.initial(i) for i in range(self._shape.num_layers)]
         self.executor.load(initial, progress)
         self._is_under_way = False
 
     def adopt(self, policies: Policies, progress: Progress = no_progress) -> None:
-        """Goes on under other policies, from their own first residents. Between passes only."""
-        self._abandon()  # nothing is demanded: ends what was begun for later
+        """Switch to other policies and their first residents; between passes only."""
+        self._abandon()  # nothing is demanded: end what was begun for later
         if policies.receipts is not None and self.policies.receipts is not None:
             policies.receipts.take_over(self.policies.receipts)
         self.policies = policies
@@ -162,17 +167,17 @@ class ExpertRuntime:
         self.load(progress)
 
     def stop_waiting(self) -> None:
-        """A pass that waits for reads fails soon. May be called on any thread."""
+        """Make a pass that waits for reads fail soon; thread-safe."""
         self.host.stop_waiting()
 
     def close(self) -> None:
-        """Ends reads and gives back the device; the host's threads and files are others'."""
+        """Stop reads and close the device; the host's threads and files have other owners."""
         self.host.close()
         if self.device is not None:
             self.device.close()
 
     def as_dict(self) -> dict[str, float]:
-        """What it did since it was made."""
+        """Return the counters since the runtime was made."""
         num_hits = self.stats.num_hits + (0 if self.device is None else self.device.num_hits)
         num_activated = num_hits + self.stats.num_misses
         return {
@@ -185,8 +190,9 @@ class ExpertRuntime:
 
     @contextmanager
     def whole_pass(self) -> Iterator[None]:
-        """Around a pass of requests: receipts count nothing of one that fails, since it is run
-        again for those who did not make it fail.
+        """Guard a pass of requests: if it fails, receipts count nothing of it.
+
+        It is run again for those requests that did not make it fail.
         """
         receipts = self.policies.receipts
         if receipts is None:
@@ -200,12 +206,12 @@ class ExpertRuntime:
             raise
 
     def take_receipt(self, request: int) -> Receipt | None:
-        """What was done to a request's words, once it has ended; None where nothing may be."""
+        """Return a request's receipt once it has ended; None if nothing may be replaced."""
         receipts = self.policies.receipts
         return None if receipts is None else receipts.take(request)
 
     def _run(self, call: LayerCall) -> None:
-        """Demand, substitute, decide, work, start reads, run, settle."""
+        """Run a layer: demand, substitute, decide, work, start reads, run, settle."""
         executor, plan = self.executor, None
         if not self._stays_whole(call.layer):
             call, plan = self._decide(call)
@@ -221,7 +227,7 @@ class ExpertRuntime:
             work.add(tile, executor.threads)
 
     def _decide(self, call: LayerCall) -> tuple[LayerCall, Plan]:
-        """What is to be run, which a substitution may have changed, and what runs it."""
+        """Return the call to run, which a substitution may have changed, and its plan."""
         at_host = self.executor.look(call, self.policies)
         facts, run = self._facts(call, at_host), None
         self._count(call.layer, facts.demand)
@@ -237,7 +243,7 @@ class ExpertRuntime:
         return call, Plan(facts, decision, at_host, self.policies.prefetch, moves)
 
     def _stays_whole(self, layer: int) -> bool:
-        """Whether a layer needs no policy; its router's weights are counted for receipts, too."""
+        """Return True if a layer needs no policy; receipts need router weights in any case."""
         if self.device is None or self.policies.receipts is not None:
             return False
         return self.device.stays_whole(layer, self.room)
@@ -251,13 +257,13 @@ class ExpertRuntime:
         self.stats.num_misses += len(demand.experts) - num_hits
 
     def _moves(self, facts: Facts, decision: Decision) -> Moves:
-        """What the policies want to move, counted."""
+        """Return the policies' moves, and count them."""
         moves = self.policies.moves(facts, decision)
         self.stats.num_moves_asked += moves.num_asked
         return moves
 
     def _abandon(self) -> None:
-        """After a failure: gives all slots back, once nothing uses or fills them."""
+        """Recover from a failure: free all slots, once nothing uses or fills them."""
         self._is_under_way = True
         if self._compiled is not None:
             self._compiled.reset()

@@ -1,7 +1,7 @@
-"""Expert slots of one tier: which expert lies where, and who is using it.
+"""Expert slots of one tier: their experts and uses.
 
-`SlotLedger` is the bookkeeping, `ExpertSlots` the bytes. Neither decides what to keep: that is a
-placement policy's; and neither moves bytes: that is a transfer's.
+`SlotLedger` is the bookkeeping, `ExpertSlots` the bytes. A placement policy decides what to keep,
+and a transfer moves bytes.
 """
 
 from __future__ import annotations
@@ -22,19 +22,17 @@ from lowtide.memory.arena import Region
 from lowtide.schemas.schema import SlotTarget
 
 NO_SLOT = -1
-"""Where an expert is that is in none."""
+"""Slot number of an expert that is in none."""
 
 FREE, TAKEN, RETIRED = -1, -2, -3
-"""What a slot is that holds no resident expert: `residency.hpp` knows the first two."""
+"""State of a slot without a resident expert; `residency.hpp` shares the first two."""
 
 
 class FreeSlots:
-    """A queue of free slots, the one that was freed first in front, in memory that compiled code
-    takes from and adds to as well.
-    """
+    """Queue of free slots, the first freed in front, in memory that compiled code uses, too."""
 
     def __init__(self, slots: Sequence[int]) -> None:
-        """slots: all that can ever be in it at once, in order."""
+        """Fill the queue in order; slots: all that can ever be in it at once."""
         self.ring: IntArray = np.array(slots, np.int64)
         # The first one's place, and how many there are.
         self.state: IntArray = np.array([0, len(slots)], np.int64)
@@ -47,7 +45,7 @@ class FreeSlots:
         return iter(np.roll(self.ring, -first)[:count].tolist())
 
     def take(self) -> int:
-        """The first one, out of the queue, which has one."""
+        """Remove and return the first slot; there must be one."""
         first, count = self.state.tolist()
         self.state[:] = (first + 1) % len(self.ring), count - 1
         return int(self.ring[first])
@@ -58,17 +56,17 @@ class FreeSlots:
         self.state[1] = count + 1
 
     def fill(self, slots: Sequence[int]) -> None:
-        """Exactly these, in order."""
+        """Replace the queue by these slots, in order."""
         self.ring[: len(slots)] = slots
         self.state[:] = 0, len(slots)
 
 
 class SlotLedger:
-    """Who owns each slot. A leased slot cannot be evicted; all changes are checked.
+    """Ledger of slots and their owners. A leased slot cannot be evicted; all changes are checked.
 
-    A slot is free, taken (its bytes are arriving or it will be dropped after use), or bound to
-    an expert, which is then resident; or it is retired, when there is no memory behind it. `table`,
-    `owner` and `free` are what a compiled pass reads and changes (`residency.hpp`).
+    A slot is free, taken (its bytes are arriving or it will be dropped after use), or bound to an
+    expert, which is then resident; or it is retired, when it has no memory. A compiled pass reads
+    and changes `table`, `owner` and `free` (`residency.hpp`).
     """
 
     def __init__(self, num_layers: int, num_experts: int, num_slots: int) -> None:
@@ -90,28 +88,28 @@ class SlotLedger:
 
     @property
     def residents(self) -> BoolArray:
-        """Which experts are in a slot. [num_layers, num_experts]."""
+        """Return which experts are in a slot: [num_layers, num_experts]."""
         residents: BoolArray = self.table != NO_SLOT
         return residents
 
     def is_resident(self, layer: int) -> BoolArray:
-        """Per expert of `layer`: whether its weights are in a slot. [num_experts]."""
+        """Return which experts of `layer` are in a slot: [num_experts]."""
         is_resident: BoolArray = self.table[layer] != NO_SLOT
         return is_resident
 
     def has(self, layer: int, expert: int) -> bool:
-        """Whether an expert is resident."""
+        """Return True if an expert is resident."""
         return bool(self.table[layer, expert] != NO_SLOT)
 
     def slot_of(self, layer: int, expert: int) -> int:
-        """The slot of a resident expert."""
+        """Return the slot of a resident expert."""
         slot = int(self.table[layer, expert])
         if slot == NO_SLOT:
             raise InternalError(f"Expert {expert} of MoE layer {layer} is in no slot.")
         return slot
 
     def take(self) -> int:
-        """A free slot, now taken."""
+        """Take a free slot."""
         if not len(self.free):
             num_slots = np.count_nonzero(self.owner != RETIRED)
             raise InternalError(f"All {num_slots} expert slots are in use.")
@@ -120,7 +118,7 @@ class SlotLedger:
         return slot
 
     def bind(self, layer: int, expert: int, slot: int) -> None:
-        """Makes a taken slot the place of `expert`, which becomes resident."""
+        """Bind `expert` to a taken slot, which makes it resident."""
         self._check_taken(slot)
         if self.table[layer, expert] != NO_SLOT:
             raise InternalError(f"Expert {expert} of MoE layer {layer} is in a slot already.")
@@ -128,27 +126,25 @@ class SlotLedger:
         self.table[layer, expert] = slot
 
     def drop(self, slot: int) -> None:
-        """Frees a taken slot: what was in it is forgotten."""
+        """Free a taken slot: its content is forgotten."""
         self._check_taken(slot)
         self._free_again(slot)
 
     def retire(self, slot: int) -> None:
-        """Takes a free slot out of use: its memory may go."""
+        """Retire a free slot: its memory may be freed."""
         if not self.is_free(slot):
             raise InternalError(f"Slot {slot} is not free to be retired.")
         self.free.fill([each for each in self.free if each != slot])
         self.owner[slot] = RETIRED
 
     def restore(self, slot: int) -> None:
-        """Frees a retired slot, which has memory again."""
+        """Free a retired slot, which has memory again."""
         if self.owner[slot] != RETIRED:
             raise InternalError(f"Slot {slot} is not retired.")
         self._free_again(slot)
 
     def move(self, slot: int, target: int) -> None:
-        """The expert bound to `slot` is in the taken slot `target`, to which its bytes were
-        copied, from now on; `slot` is free.
-        """
+        """Bind the expert of `slot` to the taken slot `target`, its new copy, and free `slot`."""
         if not self.is_bound(slot):
             raise InternalError(f"Slot {slot} holds no expert to move.")
         layer, expert = divmod(int(self.owner[slot]), self.num_experts)
@@ -157,26 +153,26 @@ class SlotLedger:
         self.bind(layer, expert, target)
 
     def is_free(self, slot: int) -> bool:
-        """Whether nothing uses the slot, and it is not retired."""
+        """Return True if nothing uses the slot, and it is not retired."""
         return bool(self.owner[slot] == FREE)
 
     def is_bound(self, slot: int) -> bool:
-        """Whether a slot holds a resident expert (and is not free or taken)."""
+        """Return True if the slot has a resident expert (and is not free or taken)."""
         return bool(self.owner[slot] >= 0)
 
     def is_leased(self, slot: int) -> bool:
-        """Whether the expert in `slot` is in use."""
+        """Return True if the expert in `slot` is in use."""
         return self._num_leases[slot] > 0
 
     def slots_of(self, layer: int, experts: IntArray) -> IntArray:
-        """The slots of resident experts."""
+        """Return the slots of resident experts."""
         slots: IntArray = self.table[layer, experts]
         if len(slots) and slots.min() == NO_SLOT:
             raise InternalError(f"Some of experts {experts} of MoE layer {layer} are in no slot.")
         return slots
 
     def lease(self, slot: int) -> None:
-        """Forbids the eviction of the expert bound to `slot` until the matching `release`."""
+        """Forbid the eviction of the expert bound to `slot` until the matching `release`."""
         if not self.is_bound(slot):
             raise InternalError(f"Slot {slot} holds no expert to lease.")
         self._num_leases[slot] += 1
@@ -187,7 +183,7 @@ class SlotLedger:
         self._num_leases[slot] -= 1
 
     def evict(self, layer: int, expert: int) -> None:
-        """Frees the slot of a resident expert.
+        """Evict a resident expert and free its slot.
 
         Weights are read-only, so nothing is copied back.
         """
@@ -198,10 +194,9 @@ class SlotLedger:
         self._free_again(slot)
 
     def reclaim(self, set_aside: Collection[int] = ()) -> None:
-        """Frees every taken slot but those `set_aside`, and ends every lease: nothing uses any of
-        them any more. What is retired stays so.
+        """Free every taken slot except `set_aside`, and end all leases, since nothing uses them.
 
-        Also undoes a change that Ctrl-C left half made.
+        Retired slots stay retired. Also undoes a change that Ctrl-C interrupted.
         """
         bound = np.flatnonzero(self.owner >= 0)
         is_lost = self.table.flat[self.owner[bound]] != bound
@@ -212,7 +207,7 @@ class SlotLedger:
         self.free.fill(np.flatnonzero(self.owner == FREE).tolist())
 
     def check_integrity(self) -> None:
-        """Recounts every slot; raises InternalError if one is lost, shared or still leased."""
+        """Recount every slot; InternalError if one is lost, shared or still leased."""
         free = list(self.free)
         bound = np.flatnonzero(self.owner >= 0)
         if sorted(free) != np.flatnonzero(self.owner == FREE).tolist():
@@ -242,11 +237,11 @@ class SlotLedger:
 
 
 class ExpertSlots:
-    """The bytes of a tier's slots, in one arena, addressed by slot number."""
+    """Bytes of a tier's slots, in one arena, addressed by slot number."""
 
     def __init__(self, arena: Region, layout: SlotLayout) -> None:
         self._arena = arena
-        self.memory = arena.array()  # the bytes of all slots, one after the other
+        self.memory = arena.array()  # all slots, consecutive
         self.layout = layout
         # By slot, and shared by layers of one layout.
         made: dict[ExpertLayout, dict[int, ExpertWeights | ClampedWeights]] = {}
@@ -254,8 +249,9 @@ class ExpertSlots:
         self._images: dict[int, Tensor] = {}
 
     def weights(self, layer: int, slot: int) -> ExpertWeights | ClampedWeights:
-        """The weights of an expert of `layer` in a slot: made once, since a slot never moves, but
-        where experts of a layer differ.
+        """Return the weights of an expert of `layer` in a slot.
+
+        They are made once, since a slot never moves, unless experts of a layer differ.
         """
         layout, made = self.layout.layers[layer], self._weights[layer]
         if layout.tags is not None:
@@ -267,8 +263,9 @@ class ExpertSlots:
     def part_as(
         self, layer: int, slot: int, part: int, stored: MatrixFormat
     ) -> tuple[NDArray[np.uint8], MatrixFormat]:
-        """Where an expert's part that is stored so goes, and the format that it has there; notes
-        which one, where experts of a layer differ.
+        """Return the bytes of an expert's part that is stored as `stored`, and its format there.
+
+        Tags the slot with the format if experts of a layer differ.
         """
         layout, target = self.layout.layers[layer], self.part(layer, slot, part)
         place, tag = layout.parts[part], layout.variant(part, stored)
@@ -278,9 +275,7 @@ class ExpertSlots:
         return target[: stored.matrix_bytes(place.shape)], stored
 
     def part(self, layer: int, slot: int, part: int) -> NDArray[np.uint8]:
-        """The bytes of one part (0 gate, 1 up, 2 down, then their biases) of a slot, without
-        padding; the part is of one tensor.
-        """
+        """Return the bytes of a one-tensor part: 0 gate, 1 up, 2 down, then biases."""
         place = self.layout.layers[layer].parts[part]
         start = slot * self.layout.num_bytes + place.offsets[0]
         return self.memory[start : start + place.num_bytes[0]]
@@ -288,10 +283,10 @@ class ExpertSlots:
     def in_file_order(
         self, layer: int, slot: int, target: SlotTarget, tensor: int = 0
     ) -> NDArray[Any]:
-        """The bits of the elements of a target's parts, in the order in which they are stored.
+        """View the bits of a target's parts in the order in which a file stores them.
 
-        [rows, parts, columns], or [columns, rows, parts] where that is transposed; a bias has
-        one column. Formats of blocks have bytes in place of elements. tensor: which of the format.
+        [rows, parts, columns], or [columns, rows, parts] if that is transposed; a bias has one
+        column. Formats of blocks have bytes in place of elements. tensor: which of the format.
         """
         places = self.layout.layers[layer].parts[target.first : target.first + target.num_parts]
         first, num_rows = places[0], places[0].shape[0]
@@ -308,7 +303,7 @@ class ExpertSlots:
         return parts.transpose((2, 1, 0) if target.is_transposed else (1, 0, 2))
 
     def image(self, slot: int) -> Tensor:
-        """All bytes of a slot, as one contiguous tensor, made once. [slot_bytes] uint8."""
+        """Return all bytes of a slot as one contiguous tensor, made once: [slot_bytes] uint8."""
         if slot not in self._images:
             start = slot * self.layout.num_bytes
             self._images[slot] = self._arena.bytes[start : start + self.layout.num_bytes]

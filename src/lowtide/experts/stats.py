@@ -1,4 +1,4 @@
-"""What is counted of experts: hits, what became of host slots, what crossed a link."""
+"""Counters of experts: hits, uses of host slots, copies across a link."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from lowtide.policies.prefetch import PrefetchOutcome
 
 @dataclass
 class ExpertStats:
-    """Activated experts, counted since the runtime was made."""
+    """Counts of activated experts since the runtime was made."""
 
     num_hits: int = 0  # those that were resident in the fast tier
     num_misses: int = 0  # those that were not
@@ -18,7 +18,7 @@ class ExpertStats:
 
 @dataclass
 class HostStats:
-    """What became of host slots, in counts, bytes and seconds since the tier was made."""
+    """Counts, bytes and seconds of host slots since the tier was made."""
 
     num_moves_done: int = 0  # experts that became resident by a move; others were dropped
     num_admitted: int = 0
@@ -27,12 +27,12 @@ class HostStats:
     num_late: int = 0  # of those, the ones that the layer had to wait for
     num_wasted: int = 0  # reads that began before their layer did, for nothing
     read_bytes: int = 0
-    wait_s: float = 0.0  # the calling thread stood still for a read
+    wait_s: float = 0.0  # the calling thread waited for a read
 
 
 @dataclass
 class LinkStats:
-    """Experts that crossed the link, by reason."""
+    """Counts of experts that crossed the link, by reason."""
 
     num_fetched: int = 0  # on demand
     num_moved: int = 0  # to be resident, for later

@@ -1,7 +1,7 @@
-"""Moves one expert's weights into a slot of the tier below which it lies.
+"""Transfers of one expert's weights into a slot of the tier above.
 
-A transfer is started and answered with a ticket; it knows nothing of layers' order, demand or
-what else is resident. Disk to host is here; what moves on to a device is `link.py`'s business.
+A transfer returns a ticket when started; it is independent of layers' order, demand and residency.
+Disk to host is here; copies to a device are in `link.py`.
 """
 
 from __future__ import annotations
@@ -33,37 +33,37 @@ from lowtide.schemas.weights import MAX_GAP_BYTES, ExpertRange, ExpertTable
 from lowtide.threads.event import WAIT_LIMIT_S
 
 CLOSE_LIMIT_S = 2.0
-"""How long the end of reads is waited for as a model is closed."""
+"""Seconds to wait for the end of reads when a model is closed."""
 
 
 class Transfer(Protocol):
-    """One link of the chain of tiers."""
+    """Link between two tiers."""
 
     def start(self, layer: int, expert: int, slot: int) -> Ticket:
-        """Begins to fill `slot` (taken, not yet bound) with an expert's weights.
+        """Begin to fill `slot` (taken, not yet bound) with an expert's weights; returns at once.
 
-        Returns at once. The ticket's result is the number of bytes moved; it raises StorageError
-        if they could not be. The slot must stay taken until the ticket is answered.
+        The ticket's result is the number of bytes moved; it raises StorageError if they could not
+        be. The slot must stay taken until the ticket is done.
         """
         ...
 
     def describe(self, layer: int, expert: int) -> str:
-        """What `start` reads, for people."""
+        """Describe what `start` reads, for people."""
         ...
 
     def drain(self) -> None:
-        """Waits until no slot is being filled."""
+        """Wait until no slot is being filled."""
         ...
 
     def close(self) -> None:
-        """Ends its own threads."""
+        """Stop its own threads."""
         ...
 
 
 class DiskTransfer:
-    """Reads experts from the checkpoint's own files into host slots.
+    """Reader of experts from the checkpoint's files into host slots.
 
-    Those that slots keep as they are stored are read by compiled threads, where there are such.
+    Compiled threads, if available, read those that slots keep as stored.
     """
 
     def __init__(
@@ -75,8 +75,10 @@ class DiskTransfer:
         library: ctypes.CDLL | None = None,
         num_at_once: int | None = None,
     ) -> None:
-        """What is not in a slot's own format is converted; where it is rounded, for the least
-        error on `inputs`. library: of compiled kernels. num_at_once: see `CompiledReader`.
+        """Prepare the reads.
+
+        Weights that are not in a slot's own format are converted; if rounded, for the least error
+        on `inputs`. library: of compiled kernels. num_at_once: see `CompiledReader`.
         """
         self._reader = reader
         self._table = table
@@ -98,7 +100,7 @@ class DiskTransfer:
         self._reader.drain()
 
     def close(self) -> None:
-        """Ends its own threads; what they read into stays where a read has not ended."""
+        """Stop its own threads; the targets of reads that have not ended are kept."""
         if self.compiled is not None:
             self.compiled.close(CLOSE_LIMIT_S)
             self.compiled = None
@@ -107,7 +109,7 @@ class DiskTransfer:
         if self.compiled is None:
             return self._reader.submit(self._reads(layer, expert, slot))
         number = layer * self._num_experts + expert
-        # Answered once nothing writes to the slot any more; who waits has a limit of its own.
+        # Done once nothing writes to the slot any more; callers wait with a limit of their own.
         return self._reader.await_work(partial(self.compiled.read, number, slot, math.inf))
 
     def describe(self, layer: int, expert: int) -> str:
@@ -168,7 +170,7 @@ class DiskTransfer:
 
 
 def _kept_ranges(table: ExpertTable, layout: SlotLayout) -> list[list[Range]] | None:
-    """What to read of each expert, layer by layer; None where one is not kept as it is stored."""
+    """List the ranges to read of each expert, layer by layer; None if one is not kept as stored."""
     if table.targets is not None or table.odd:
         return None
     places = []
@@ -196,7 +198,7 @@ def _range(stored: ExpertRange, part_bytes: Sequence[int], places: Sequence[int]
 
 
 def ticket_result(ticket: Ticket) -> int:
-    """The bytes moved. Raises StorageError when they were not, or not within `WAIT_LIMIT_S`."""
+    """Return the bytes moved; StorageError if they were not, or not within `WAIT_LIMIT_S`."""
     try:
         return ticket.result(WAIT_LIMIT_S)
     except TimeoutError as error:
@@ -204,5 +206,5 @@ def ticket_result(ticket: Ticket) -> int:
 
 
 def largest_read_bytes(table: ExpertTable) -> int:
-    """An upper bound of one expert's contiguous read, gaps between its parts included."""
+    """Return an upper bound of one expert's contiguous read, gaps between its parts included."""
     return table.largest_expert_bytes + 2 * MAX_GAP_BYTES

@@ -1,9 +1,10 @@
-"""What one MoE layer works on in one step: its pairs sorted by expert, in tiles, and their sum.
+"""Work of one MoE layer in one step: its pairs sorted by expert, in tiles, and their sum.
 
 A short pass is one tile. A long one, such as a bidirectional pass over a whole sequence, is
-computed in tiles of as many pairs as the buffers hold. Each tile's outputs are added to the layer's
+  computed in tiles of as many pairs as the buffers hold. Each tile's outputs are added to the
+  layer's
 sum: for every token in ascending order of experts, one multiply and one add per expert, as
-`Kernels.combine` does. So neither budget nor threads nor tiles change a bit.
+  `Kernels.combine` does. So neither budget nor threads nor tiles change a bit.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from lowtide.threads.executor import Executor
 
 
 class Plan(NamedTuple):
-    """What was decided of a layer's step: the side of each expert, and who stays."""
+    """Decision about a layer's step: the side of each expert, and the moves."""
 
     facts: Facts  # of what the router demanded
     decision: Decision
@@ -35,7 +36,7 @@ class Plan(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """Some of a layer's sorted pairs: those that its buffers hold at a time."""
+    """Part of a layer's sorted pairs: as many as its buffers hold at a time."""
 
     rows: ExpertRows  # as if there were no others
     pairs: slice  # of all
@@ -43,10 +44,10 @@ class Tile(NamedTuple):
 
 
 class Work:
-    """One layer's tokens and their experts, and where the experts' outputs are summed."""
+    """Tokens of one layer, their experts, and the sum of the experts' outputs."""
 
     def __init__(self, call: LayerCall, shape: MoEShape, kernels: Kernels) -> None:
-        """kernels: of the device that the rows are on."""
+        """Sort the pairs; kernels: of the device that the rows are on."""
         self.layer, self.x = call.layer, call.x
         self._routing, self._out, self._workspace = call.routing, call.out, call.workspace
         self._kernels = kernels
@@ -54,23 +55,23 @@ class Work:
         self.rows = ExpertRows(kernels.sort_pairs(call.routing.experts, shape.num_experts))
 
     def tiles(self) -> Iterator[Tile]:
-        """All pairs, ascending by expert. An only tile waits for no device."""
+        """Iterate over all pairs, ascending by expert; a single tile needs no synchronisation."""
         num_pairs, most = len(self.rows.token_of), len(self.buffers.parts)
         for pairs in [slice(0, num_pairs)] if num_pairs <= most else self.rows.tiles(most):
             yield Tile(self.rows.tile(pairs), pairs, pairs.stop == num_pairs)
 
     def is_finished(self, expert: int, tile: Tile) -> bool:
-        """Whether a tile has the last of an expert's rows, or they were before, if it has any."""
+        """Return True if no later tile has rows of the expert."""
         pairs = self.rows.pairs(expert)
         return pairs.start == pairs.stop or bool(pairs.stop <= tile.pairs.stop)
 
     def gather(self, tile: Tile) -> None:
-        """The inputs of a tile's pairs, to where their outputs will be."""
+        """Gather the inputs of a tile's pairs into the buffer of their outputs."""
         token_of = tile.rows.token_of
         torch.index_select(self.x, 0, token_of, out=self.buffers.parts[: len(token_of)])
 
     def add(self, tile: Tile, threads: Executor) -> None:
-        """Adds what a tile has computed; the last one completes the sum."""
+        """Add a tile's outputs to the sum; the last tile completes it."""
         terms = self._terms
         if terms is None:
             terms = take_terms(self._workspace, self.buffers, self.x)
@@ -88,7 +89,7 @@ class Work:
         threads.run([partial(self._add, tile.rows, weights, terms.fp32, part) for part in columns])
 
     def _add(self, rows: ExpertRows, weights: Tensor, term_fp32: Tensor, columns: slice) -> None:
-        """Adds a tile's outputs to some columns, expert by expert."""
+        """Add a tile's outputs to some columns, expert by expert."""
         parts = self.buffers.parts
         for expert in rows.demanded:
             of_expert = rows.pairs(expert)
@@ -102,7 +103,7 @@ class Work:
 
     @cached_property
     def _pair_weights(self) -> Tensor:
-        """The router's weights, in the order of the sorted pairs. [tokens * k] float32."""
+        """Return the router's weights in the order of the sorted pairs: [tokens * k] float32."""
         weights = torch.empty_like(self._routing.weights).flatten()
         weights[self.rows.part_of.flatten()] = self._routing.weights.flatten()
         return weights
