@@ -47,7 +47,7 @@ from torch import Tensor
 from lowtide.core import Costs, Curve, MoEShape, Step
 from lowtide.devices.cuda import CudaDevice, slot_image
 from lowtide.errors import PlanError
-from lowtide.experts.at_once import ExpertsAtOnce, cores_beside_device
+from lowtide.experts.batched_experts import BatchedExperts, cores_beside_device
 from lowtide.experts.device import ExpertGroup
 from lowtide.experts.device_executor import DeviceExpertExecutor
 from lowtide.experts.device_tier import DeviceTier
@@ -623,10 +623,10 @@ class HybridBench:
         ledger = SlotLedger(shape.num_layers, shape.num_experts, num_slots)
         link = Link(device, ledger, home, costs.link_s, self._costs.num_staging)
         kernels = choose_kernels("auto", DTYPE)
-        at_once = ExpertsAtOnce.of(home.slots, kernels, cores_beside_device(executor))
+        batched = BatchedExperts.of(home.slots, kernels, cores_beside_device(executor))
         experts = DeviceExpertExecutor(
             DeviceTier(device, link, self._costs),
-            HostExpertExecutor(home, executor, kernels, at_once, device.host_work),
+            HostExpertExecutor(home, executor, kernels, batched, device.host_work),
             tuple(torch.empty((2, num_pairs, shape.expert_size), dtype=DTYPE)),
         )
         policies = _without_gates(make_policies(preset, setting, everything_fits=False))

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lowtide.compute import Compute
-from lowtide.experts.at_once import ExpertsAtOnce
+from lowtide.experts.batched_experts import BatchedExperts
 from lowtide.experts.rows import ExpertRows, Routing
 from lowtide.kernels.cpu.weight_calls import CompiledExperts, PlacesStruct
 from lowtide.kernels.operands import SlotPlaces
@@ -55,7 +55,7 @@ def peak_bytes(graph: Graph) -> int:
 
 
 def summed_at_once(
-    at_once: ExpertsAtOnce, x: Tensor, routing: Routing, width: int, layer: int, num_threads: int
+    batched: BatchedExperts, x: Tensor, routing: Routing, width: int, layer: int, num_threads: int
 ) -> Tensor:
     """Run all experts of some tokens and sum them, in one call each and in one call for both.
 
@@ -66,11 +66,11 @@ def summed_at_once(
     rows = ExpertRows(REFERENCE.sort_pairs(routing.experts, num_experts))
     parts, scratch = x[rows.token_of], torch.empty(2, shape[0], width, dtype=x.dtype)
     used = np.array(rows.demanded)
-    at_once.run(rows.groups(used, used), parts, *scratch, layer)
-    at_once.run(rows.groups(used[:0], used[:0]), parts, *scratch, layer)  # does nothing
+    batched.run(rows.groups(used, used), parts, *scratch, layer)
+    batched.run(rows.groups(used[:0], used[:0]), parts, *scratch, layer)  # does nothing
     out, whole, term = torch.empty(x.shape), torch.empty(x.shape), torch.empty_like(x)
     REFERENCE.combine(parts, rows.part_of, routing.weights, term, torch.empty(x.shape), out)
-    kernels, places, _, _ = at_once.parts(layer)
+    kernels, places, _, _ = batched.parts(layer)
     assert isinstance(kernels, CompiledExperts)
     run_experts(kernels, x, routing, used, places, (parts, *scratch, whole), num_threads)
     assert torch.equal(out, whole)

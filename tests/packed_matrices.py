@@ -12,7 +12,7 @@ from gguf_files import random_blocks
 from torch import Tensor
 
 from lowtide.core import MoEShape
-from lowtide.experts.at_once import ExpertsAtOnce
+from lowtide.experts.batched_experts import BatchedExperts
 from lowtide.experts.layout import SlotLayout
 from lowtide.experts.rows import Routing
 from lowtide.experts.slots import ExpertSlots
@@ -179,8 +179,8 @@ def check_experts(
                 torch.testing.assert_close(one, plain[2], atol=limit, rtol=2**-6)
             wanted[token] += weight * one[0].float()
     for num_threads in (1, 3):
-        at_once = ExpertsAtOnce.of(slots, kernels, num_threads)
-        assert at_once is not None
-        out = summed_at_once(at_once, x, routing, width, 0, num_threads)
+        batched = BatchedExperts.of(slots, kernels, num_threads)
+        assert batched is not None
+        out = summed_at_once(batched, x, routing, width, 0, num_threads)
         assert torch.equal(out, wanted)
     return wanted

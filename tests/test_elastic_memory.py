@@ -81,7 +81,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, int]]]:
             ledger.check_integrity()
             assert ledger.num_resident + self._num_staging <= self._slots.num_live
         assert ledger.num_resident <= self._slots.num_live
-        assert self._experts.room.capacity.sum() + self._num_staging <= self._slots.num_live
+        assert self._experts.capacity.per_layer.sum() + self._num_staging <= self._slots.num_live
 
     monkeypatch.setattr(ElasticMemory, "settle", watch)
     yield shares

@@ -25,7 +25,7 @@ from lowtide.cli.app import app
 from lowtide.core import Curve, IntArray, MoEShape
 from lowtide.doctor import checkup, doctor
 from lowtide.errors import PlanError, StorageError, UsageError
-from lowtide.experts.at_once import ExpertsAtOnce
+from lowtide.experts.batched_experts import BatchedExperts
 from lowtide.experts.layout import SlotLayout
 from lowtide.files.folders import cache_folder
 from lowtide.formats.plain import plain_format
@@ -255,13 +255,13 @@ def test_few_tokens_on_the_host_are_measured_in_the_call_that_will_run(
     if compiled is None:
         pytest.skip("nothing can be compiled here")
     calls: list[list[int]] = []
-    run = ExpertsAtOnce.run
+    run = BatchedExperts.run
 
-    def noted(at_once: ExpertsAtOnce, groups: IntArray, *scratch: torch.Tensor) -> None:
+    def noted(batched: BatchedExperts, groups: IntArray, *scratch: torch.Tensor) -> None:
         calls.append(groups[:, 2].tolist())
-        run(at_once, groups, *scratch)
+        run(batched, groups, *scratch)
 
-    monkeypatch.setattr(ExpertsAtOnce, "run", noted)
+    monkeypatch.setattr(BatchedExperts, "run", noted)
     layout = SlotLayout.of(SHAPE, torch.bfloat16)
     measurements = measure_costs(SHAPE, layout, executor, DENSE_BYTES, kernels=kernels)
     assert measurements.costs().host_s.at(1) > 0

@@ -20,7 +20,7 @@ from lowtide.core import IntArray, Step
 from lowtide.decode.request import Request
 from lowtide.errors import DeviceError, PlanError, StorageError, UnsupportedError, UsageError
 from lowtide.experts import device_tier, host_tier
-from lowtide.experts.at_once import ExpertsAtOnce
+from lowtide.experts.batched_experts import BatchedExperts
 from lowtide.experts.device_executor import DeviceExpertExecutor
 from lowtide.experts.device_tier import DeviceTier
 from lowtide.experts.host_executor import HostExpertExecutor
@@ -257,7 +257,7 @@ def refuse(*_: object, **__: object) -> None:
 
 def one_by_one(patch: pytest.MonkeyPatch) -> None:
     """As if every expert had more rows than one call over several takes."""
-    patch.setattr(ExpertsAtOnce, "takes_experts", lambda _, num_tokens: num_tokens < 0)
+    patch.setattr(BatchedExperts, "takes_experts", lambda _, num_tokens: num_tokens < 0)
 
 
 def check_fails_once(case: Case, llm: LLM, error: type[Exception], match: str) -> None:
@@ -293,17 +293,17 @@ def test_a_failing_call_over_several_experts(
     diffusion: Case, home_share: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sizes: list[int] = []
-    run = ExpertsAtOnce.run
+    run = BatchedExperts.run
 
-    def run_and_fail(at_once: ExpertsAtOnce, groups: IntArray, *scratch: torch.Tensor) -> None:
-        run(at_once, groups, *scratch)
+    def run_and_fail(batched: BatchedExperts, groups: IntArray, *scratch: torch.Tensor) -> None:
+        run(batched, groups, *scratch)
         sizes.append(len(groups))
         if len(sizes) == 7:
             raise Broken("on purpose")
 
     with diffusion.open("all-host", 0.3, home_share) as llm:
         with monkeypatch.context() as patch:
-            patch.setattr(ExpertsAtOnce, "run", run_and_fail)
+            patch.setattr(BatchedExperts, "run", run_and_fail)
             check_fails_once(diffusion, llm, Broken, "on purpose")
         diffusion.check(llm)
     assert len(sizes) == 7 and max(sizes) > 1
@@ -314,11 +314,11 @@ def test_an_interrupt_while_a_call_over_several_experts_is_under_way(
 ) -> None:
     """It reads its slots for a while yet."""
     is_interrupted = threading.Event()
-    run = ExpertsAtOnce.run
+    run = BatchedExperts.run
 
-    def run_late(at_once: ExpertsAtOnce, *arguments: Any) -> None:
+    def run_late(batched: BatchedExperts, *arguments: Any) -> None:
         is_interrupted.wait(LIMIT_S)
-        run(at_once, *arguments)
+        run(batched, *arguments)
 
     def interrupt(*_: Any) -> None:
         is_interrupted.set()
@@ -326,7 +326,7 @@ def test_an_interrupt_while_a_call_over_several_experts_is_under_way(
 
     with diffusion.open("all-host", 0.3, 0.3) as llm:
         with monkeypatch.context() as patch:
-            patch.setattr(ExpertsAtOnce, "run", run_late)
+            patch.setattr(BatchedExperts, "run", run_late)
             patch.setattr(HostTier, "wait", interrupt)
             with pytest.raises(KeyboardInterrupt):
                 diffusion.answer(llm)

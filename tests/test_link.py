@@ -312,7 +312,7 @@ class WhoseWeights(Kernels):
         out[:] = weights
 
 
-class FakeAtOnce:
+class FakeBatchedExperts:
     """Any experts of few tokens in one call, which reads all their slots."""
 
     def __init__(self, random: Random, slots: FakeSlots) -> None:
@@ -564,13 +564,15 @@ def make_runtime(
 ) -> ExpertRuntime:
     device = FakeDevice(world, num_slots)
     ledger = SlotLedger(shape.num_layers, shape.num_experts, num_slots)
-    at_once: Any = FakeAtOnce(world.random, host.slots) if world.random.random() < 0.7 else None
+    batched: Any = (
+        FakeBatchedExperts(world.random, host.slots) if world.random.random() < 0.7 else None
+    )
     threads, kernels = FakeExecutor(world), WhoseWeights()
     link = Link(device, ledger, host, its_costs.link_s, its_costs.num_staging)
     host.news = FakeNews(world)
     executor = DeviceExpertExecutor(
         DeviceTier(device, link, its_costs),
-        HostExpertExecutor(host, threads, kernels, at_once, device.host_work),
+        HostExpertExecutor(host, threads, kernels, batched, device.host_work),
         (torch.empty(64, HIDDEN), torch.empty(64, HIDDEN)),
     )
     return ExpertRuntime(shape, policies, executor)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from lowtide import LLM, SamplingParams
-from lowtide.experts.at_once import ExpertsAtOnce
+from lowtide.experts.batched_experts import BatchedExperts
 from lowtide.experts.host_executor import HostExpertExecutor
 from lowtide.llm import plan_model
 from lowtide.model_writing.synth import synth
@@ -52,9 +52,9 @@ def test_experts_of_few_rows_are_computed_before_or_after_torch_s_and_never_besi
     """Of a prompt: those of few rows are one compiled call, the others torch's products."""
     executors: list[HostExpertExecutor] = []
     num_handed: list[int] = []
-    run, submit = ExpertsAtOnce.run, HostExecutor.submit
+    run, submit = BatchedExperts.run, HostExecutor.submit
 
-    def watched(self: ExpertsAtOnce, *arguments: Any) -> None:
+    def watched(self: BatchedExperts, *arguments: Any) -> None:
         assert not executors[0].is_busy(), "torch's threads are at work"
         run(self, *arguments)
         num_handed.append(0)
@@ -71,7 +71,7 @@ def test_experts_of_few_rows_are_computed_before_or_after_torch_s_and_never_besi
         executor = llm._engine.experts.executor
         assert isinstance(executor, HostExpertExecutor)
         executors.append(executor)
-        monkeypatch.setattr(ExpertsAtOnce, "run", watched)
+        monkeypatch.setattr(BatchedExperts, "run", watched)
         monkeypatch.setattr(HostExecutor, "submit", counted)
         for num_tokens in (48, 96, 144, 192):
             prompt = [3 + i * i % 60 for i in range(num_tokens)]

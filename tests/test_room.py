@@ -9,7 +9,7 @@ import torch
 from whole import settle
 
 from lowtide import LLM, SamplingParams
-from lowtide.experts.room import Room
+from lowtide.experts.capacity import Capacity
 
 MODEL = Path(__file__).parent / "goldens" / "llada2-a"
 PROMPT = [7, 3, 20, 9, 4]
@@ -37,12 +37,12 @@ def test_layers_that_have_all_their_experts_give_some_up_and_get_them_back() -> 
         ids, logits = answer(llm)
         assert num_residents(llm) == everybody and llm.stats()["num_misses"] == 0
         for capacity in ([3] * len(everybody), [everybody[0], *[0] * (len(everybody) - 1)]):
-            experts.room.change(np.array(capacity))
+            experts.capacity.change(np.array(capacity))
             found = answer(llm)
             assert found[0] == ids and torch.equal(found[1], logits)
             assert all(n <= room for n, room in zip(num_residents(llm), capacity, strict=True))
             assert llm.stats()["num_misses"] > 0
-        experts.room.change(np.array(everybody))
+        experts.capacity.change(np.array(everybody))
         for _ in range(20):
             found = answer(llm)
             assert found[0] == ids and torch.equal(found[1], logits)
@@ -54,12 +54,12 @@ def test_layers_that_have_all_their_experts_give_some_up_and_get_them_back() -> 
 
 
 def test_a_layer_is_short_of_what_it_once_had_or_where_there_are_too_many_in_all() -> None:
-    room = Room(np.array([4, 4]))
+    capacity = Capacity(np.array([4, 4]))
     # A policy gave the first layer all of them: nobody has to go.
-    assert not room.is_short(0, 8) and not room.is_short(1, 8)
-    room.change(np.array([4, 2]))
-    assert room.is_short(0, 8) and not room.is_short(0, 6) and room.is_short(1, 6)
-    room.change(np.array([8, 4]))
-    assert not room.is_short(0, 8) and not room.is_short(1, 8)
-    room.change(np.array([6, 4]))
-    assert room.is_short(0, 8) and not room.is_short(1, 8)
+    assert not capacity.is_short(0, 8) and not capacity.is_short(1, 8)
+    capacity.change(np.array([4, 2]))
+    assert capacity.is_short(0, 8) and not capacity.is_short(0, 6) and capacity.is_short(1, 6)
+    capacity.change(np.array([8, 4]))
+    assert not capacity.is_short(0, 8) and not capacity.is_short(1, 8)
+    capacity.change(np.array([6, 4]))
+    assert capacity.is_short(0, 8) and not capacity.is_short(1, 8)

@@ -24,7 +24,7 @@ from torch import Tensor
 from lowtide.core import Costs, MoEShape, Step, StepKind
 from lowtide.errors import InternalError, StorageError
 from lowtide.experts import host_tier, rows
-from lowtide.experts.at_once import ExpertsAtOnce
+from lowtide.experts.batched_experts import BatchedExperts
 from lowtide.experts.compiled_residents import CompiledResidents
 from lowtide.experts.device_executor import DeviceExpertExecutor
 from lowtide.experts.host_executor import HostExpertExecutor
@@ -340,8 +340,8 @@ class Rig:
         self.host = HostTier(self.slots, ledger, self.transfer)
         if isinstance(self.transfer, Disorder):
             self.host.news = DisorderlyNews(self.transfer)
-        at_once = ExpertsAtOnce.of(self.slots, kernels, executor.num_cores)
-        experts = HostExpertExecutor(self.host, executor, kernels, at_once)
+        batched = BatchedExperts.of(self.slots, kernels, executor.num_cores)
+        experts = HostExpertExecutor(self.host, executor, kernels, batched)
         self.runtime = ExpertRuntime(SHAPE, self.policies, experts)
         if isinstance(self.transfer, Disorder) and self.runtime._compiled is not None:
             wait_for_disorder(self.runtime._compiled, self.transfer)
@@ -653,18 +653,18 @@ def test_an_interrupt_at_any_call_over_several_leaves_a_usable_runtime(
     kernels = choose_kernels("auto", torch.bfloat16)
     make = partial(Rig, dtype=torch.bfloat16, executor=POOL, kernels=kernels)
     rig, everything = make(policy, capacity), make("static", [SHAPE.num_experts] * SHAPE.num_layers)
-    count, run = itertools.count(), ExpertsAtOnce.run
+    count, run = itertools.count(), BatchedExperts.run
 
-    def run_or_stop(at_once: ExpertsAtOnce, *arguments: Any) -> None:
+    def run_or_stop(batched: BatchedExperts, *arguments: Any) -> None:
         is_due = next(count) == at
         if is_due and not is_after:
             raise KeyboardInterrupt
-        run(at_once, *arguments)
+        run(batched, *arguments)
         if is_due:
             raise KeyboardInterrupt
 
     with pytest.MonkeyPatch.context() as patch, suppress(KeyboardInterrupt):
-        patch.setattr(ExpertsAtOnce, "run", run_or_stop)
+        patch.setattr(BatchedExperts, "run", run_or_stop)
         for call in steps:
             rig.run(call)
     rig.check()

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from lowtide.core import IntArray
 from lowtide.errors import InternalError, StorageError
-from lowtide.experts.at_once import ExpertsAtOnce
+from lowtide.experts.batched_experts import BatchedExperts
 from lowtide.experts.host_tier import HostTier
 from lowtide.experts.rows import LayerCall
 from lowtide.experts.slots import TAKEN
@@ -40,20 +40,20 @@ class CompiledResidents:
     def __init__(
         self,
         host: HostTier,
-        at_once: ExpertsAtOnce,
+        batched: BatchedExperts,
         library: ctypes.CDLL,
         hits: IntArray,
         abandon: Callable[[], None],
     ) -> None:
         """Fill in the struct.
 
-        at_once: computes experts in the host's slots. hits [num_layers, num_experts]: counts of
+        batched: computes experts in the host's slots. hits [num_layers, num_experts]: counts of
         each expert's tokens. abandon: cleans up after a failed pass.
         """
         ledger, transfer = host.ledger, host.transfer
         compiled = transfer.compiled if isinstance(transfer, DiskTransfer) else None
         self._host = host
-        self._at_once = at_once
+        self._batched = batched
         self._experts = LayerExperts(library)
         self._compiled = compiled
         self._hits, self.give_up = hits, abandon  # `hits` has to outlive the struct
@@ -109,12 +109,12 @@ class CompiledResidents:
 
     def takes(self, call: LayerCall) -> bool:
         """Return True if `run_layer` supports a layer's rows."""
-        return self._at_once.takes(call)
+        return self._batched.takes(call)
 
     def run_layer(self, call: LayerCall) -> None:
         """Compute the experts of a layer whose router is not compiled, and their sum."""
         with call.workspace.scope():
-            experts, _pairs = self._at_once.layer_call(call)
+            experts, _pairs = self._batched.layer_call(call)
             for status in self._experts.run(self.address, call.layer, experts, *call.routing):
                 self.serve(status)
 

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 from lowtide.core import Costs, Facts, IntArray, Step, StepKind
-from lowtide.experts.away_time import AwayTime
+from lowtide.experts.capacity import Capacity
 from lowtide.experts.device import Device
 from lowtide.experts.early_gate import EarlyGate
 from lowtide.experts.host_reads import HostReads
 from lowtide.experts.host_tier import HostTier
+from lowtide.experts.idle_time import IdleTime
 from lowtide.experts.link import Link
 from lowtide.experts.policy_facts import HostInputs, routed_tokens
-from lowtide.experts.room import Room
 from lowtide.experts.rows import LayerCall, is_long
 from lowtide.memory.pinned_copies import to_host
 from lowtide.policies.decision import Policies
@@ -44,23 +44,23 @@ class DeviceTier:
         self.close = device.close if close is None else close
         self.early_gate: EarlyGate | None = None
         self.wave_size = max(1, costs.num_staging // 2)  # the other half arrives meanwhile
-        self._away = AwayTime(link.ledger.num_layers)
+        self._idle = IdleTime(link.ledger.num_layers)
         # Hits in layers whose experts are all resident: counted where nothing waits for the count.
         self._num_hits = torch.zeros((), dtype=torch.int64, device=device.torch_device)
         self._counts: list[Tensor] = []  # of the last such layers, each [num_experts]
 
-    def stays_whole(self, layer: int, room: Room) -> bool:
+    def stays_whole(self, layer: int, capacity: Capacity) -> bool:
         """Return True if every expert of a layer is resident and may stay without a decision."""
         ledger = self.link.ledger
         is_whole = bool(ledger.is_resident(layer).all())
-        return is_whole and not room.is_short(layer, ledger.num_resident)
+        return is_whole and not capacity.is_short(layer, ledger.num_resident)
 
     def begin_whole(self, counts: Tensor) -> None:
         """Begin a layer whose experts are all resident, without any synchronisation.
 
         counts [num_experts], on the device: pairs of each expert.
         """
-        self._away.come_back()
+        self._idle.end()
         self._counts.append(counts)
         if len(self._counts) == _MAX_COUNTS:
             self._add_counts()
@@ -87,7 +87,7 @@ class DeviceTier:
         weights = to_host(weights) if policies.asks_routing else weights
         scores = None if scores is None else to_host(scores)
         host_x, experts = self.device.to_host(x, experts)
-        self._away.come_back()
+        self._idle.end()
         routed = routed_tokens(experts, weights, scores) if policies.asks_routing else None
         return HostInputs(host_x, experts, routed, None if predicted is None else predicted.numpy())
 
@@ -102,8 +102,8 @@ class DeviceTier:
 
     def finish(self, layer: int, num_rows: int) -> None:
         """Make all outputs visible to the caller's next work; the link goes on meanwhile."""
-        self.link.pump(self._away.expected_s(layer, self.costs.dense_s.at(num_rows)))
-        self._away.leave(layer)
+        self.link.pump(self._idle.expected_s(layer, self.costs.dense_s.at(num_rows)))
+        self._idle.begin(layer)
         self.device.join()
         self.link.confirm()
 

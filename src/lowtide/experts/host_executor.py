@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from lowtide.core import Costs, Facts, IntArray, Moves
-from lowtide.experts.at_once import ExpertsAtOnce
+from lowtide.experts.batched_experts import BatchedExperts
 from lowtide.experts.compiled_residents import CompiledResidents
 from lowtide.experts.host_reads import HostReads
 from lowtide.experts.host_tier import HostTier, compute_stalled
@@ -59,14 +59,14 @@ class HostExpertExecutor:
         host: HostTier,
         threads: Executor,
         kernels: Kernels,
-        at_once: ExpertsAtOnce | None,
+        batched: BatchedExperts | None,
         paced: Paced = lambda num_tokens, call: call,
     ) -> None:
-        """Bind the executor; at_once: calls over several experts of few rows, if any."""
+        """Bind the executor; batched: calls over several experts of few rows, if any."""
         self.host = host
         self.threads = threads
         self.kernels = kernels
-        self.at_once = at_once
+        self.batched = batched
         self._paced = paced
         # With its follow-up, which frees its slot.
         self._ready: deque[tuple[Call, Call]] = deque()
@@ -80,7 +80,7 @@ class HostExpertExecutor:
 
     def parts(self, layer: int) -> ExpertParts | None:
         """Return a layer's experts, for kernels that run whole layers; None if they cannot."""
-        return None if self.at_once is None else self.at_once.parts(layer)
+        return None if self.batched is None else self.batched.parts(layer)
 
     def compiled_residents(
         self, hits: IntArray, abandon: Callable[[], None]
@@ -90,9 +90,9 @@ class HostExpertExecutor:
         hits and abandon: see `CompiledResidents`.
         """
         library = self.kernels.library
-        if library is None or self.at_once is None:
+        if library is None or self.batched is None:
             return None
-        return CompiledResidents(self.host, self.at_once, library, hits, abandon)
+        return CompiledResidents(self.host, self.batched, library, hits, abandon)
 
     def look(self, call: LayerCall, policies: Policies) -> HostInputs:
         """Return a layer's input and routing in host memory."""
@@ -223,9 +223,9 @@ class HostExpertExecutor:
 
     def _divided(self, experts: list[int]) -> tuple[list[int], list[int]]:
         """Divide experts into those of one call, and the others."""
-        if self.at_once is None or not experts:
+        if self.batched is None or not experts:
             return [], experts
-        is_few = self.at_once.takes_experts(self._tile.rows.num_tokens(experts)).tolist()
+        is_few = self.batched.takes_experts(self._tile.rows.num_tokens(experts)).tolist()
         pairs = list(zip(experts, is_few, strict=True))
         return [e for e, few in pairs if few], [e for e, few in pairs if not few]
 
@@ -277,8 +277,8 @@ class HostExpertExecutor:
         return self._paced(groups[:, 2].tolist(), partial(self._run_few, tile, groups, experts))
 
     def _run_few(self, tile: HostTile, groups: IntArray, experts: list[int]) -> None:
-        if self.at_once is not None:
-            self.at_once.run(groups, *tile.buffers, tile.layer)
+        if self.batched is not None:
+            self.batched.run(groups, *tile.buffers, tile.layer)
         self._give_back(tile, experts)
 
     def _gather(self, tile: HostTile, pairs: Sequence[slice]) -> None:

@@ -113,7 +113,7 @@ class LateReads:
         self._waiting.extend((layer, expert) for expert in experts.tolist())
 
     def start_reads(self, start: StartRead) -> bool:
-        """Give free slots that no demanded expert needs to waiting reads; True if some wait still."""
+        """Give free slots that no demanded expert needs to waiting reads; True if some wait on."""
         while self._waiting and self._ledger.num_free:
             read = start(*self._waiting.popleft())
             self._pending.setdefault(read.layer, []).append(read)

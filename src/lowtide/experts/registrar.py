@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from lowtide.core import MoEShape
-from lowtide.experts.none import NoExperts
+from lowtide.experts.no_experts import NoExperts
 from lowtide.experts.policy_facts import take_substituted
 from lowtide.experts.rows import LayerCall, take_buffers, take_terms
 

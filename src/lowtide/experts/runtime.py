@@ -19,11 +19,11 @@ import numpy as np
 from torch import Tensor
 
 from lowtide.core import Demand, Facts, IntArray, MoEShape, Moves, Step
+from lowtide.experts.capacity import Capacity
 from lowtide.experts.compiled_residents import CompiledResidents
 from lowtide.experts.device_executor import DeviceExpertExecutor
 from lowtide.experts.host_executor import HostExpertExecutor
 from lowtide.experts.policy_facts import HostInputs, substituted_routing
-from lowtide.experts.room import Room
 from lowtide.experts.rows import ExpertRows, LayerCall, Routing
 from lowtide.experts.stats import ExpertStats
 from lowtide.experts.work import Plan, Work
@@ -74,7 +74,7 @@ class ExpertRuntime:
         self.policies = policies
         self.executor = executor
         self.host, self.device = executor.host, executor.device
-        self.room = Room(policies.capacity)
+        self.capacity = Capacity(policies.capacity)
         self.observer: Observer | None = None
         self.expert_observer: ExpertObserver | None = None  # never with a device
         self.use: ExpertUse | None = None  # counts every demand, if set
@@ -122,7 +122,7 @@ class ExpertRuntime:
         self._hits.fill(0)
         if self.device is None:
             num_residents = self.host.ledger.residents.sum(axis=1)
-            ranks = self.policies.begin_pass(step, num_residents, self.room.capacity)
+            ranks = self.policies.begin_pass(step, num_residents, self.capacity.per_layer)
             if self._compiled is not None:
                 self._compiled.begin_pass(ranks)
 
@@ -163,7 +163,7 @@ class ExpertRuntime:
         if policies.receipts is not None and self.policies.receipts is not None:
             policies.receipts.take_over(self.policies.receipts)
         self.policies = policies
-        self.room = Room(policies.capacity)
+        self.capacity = Capacity(policies.capacity)
         self.load(progress)
 
     def stop_waiting(self) -> None:
@@ -246,10 +246,10 @@ class ExpertRuntime:
         """Return True if a layer needs no policy; receipts need router weights in any case."""
         if self.device is None or self.policies.receipts is not None:
             return False
-        return self.device.stays_whole(layer, self.room)
+        return self.device.stays_whole(layer, self.capacity)
 
     def _facts(self, call: LayerCall, at_host: HostInputs) -> Facts:
-        return self.executor.facts(call, at_host, self.room.capacity, self.policies.costs)
+        return self.executor.facts(call, at_host, self.capacity.per_layer, self.policies.costs)
 
     def _count(self, layer: int, demand: Demand) -> None:
         self._hits[layer, demand.experts] += demand.num_tokens

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lowtide.core import MoEShape, align_up
-from lowtide.experts.at_once import ExpertsAtOnce, cores_beside_device
+from lowtide.experts.batched_experts import BatchedExperts, cores_beside_device
 from lowtide.experts.device import Device, ExpertGroup
 from lowtide.experts.rows import ExpertBuffers, ExpertRows
 from lowtide.experts.transfer import DiskTransfer, ticket_result
@@ -67,7 +67,7 @@ class HostStream:
         self._kernels = kernels
         self._device = device
         num_cores = executor.num_cores if device is None else cores_beside_device(executor)
-        self._at_once = ExpertsAtOnce.of(weights.slots, kernels, num_cores)
+        self._batched = BatchedExperts.of(weights.slots, kernels, num_cores)
         layout = weights.slots.layout
         per_thread = min(_MAX_EXPERTS, STREAM_BYTES // layout.num_bytes) // executor.num_threads
         self._most_experts = executor.num_threads * max(1, per_thread)
@@ -91,9 +91,9 @@ class HostStream:
         return (perf_counter() - start_s) / num_experts
 
     def _works(self, num_experts: int, num_tokens: int) -> list[Work]:
-        at_once = self._at_once
-        if at_once is not None and at_once.takes_experts(np.array(num_tokens)):
-            return [self._shared_work(at_once, num_experts, num_tokens)]
+        batched = self._batched
+        if batched is not None and batched.takes_experts(np.array(num_tokens)):
+            return [self._shared_work(batched, num_experts, num_tokens)]
         return [self._work(place, num_tokens) for place in range(num_experts)]
 
     def _work(self, place: int, num_tokens: int) -> Work:
@@ -103,14 +103,14 @@ class HostStream:
         work = partial(self._kernels.gated_mlp, self._x[rows], expert, *buffers)
         return self._beside_device([num_tokens], work)
 
-    def _shared_work(self, at_once: ExpertsAtOnce, num_experts: int, num_tokens: int) -> Work:
+    def _shared_work(self, batched: BatchedExperts, num_experts: int, num_tokens: int) -> Work:
         """All experts in one call."""
         slots = [self._weights.next_slot() for _ in range(num_experts)]
         groups = np.array([(slot, i * num_tokens, num_tokens) for i, slot in enumerate(slots)])
         num_rows = num_experts * num_tokens
         self._out[:num_rows] = self._x[:num_rows]  # outputs replace inputs
         layer = self._weights.layer
-        work = partial(at_once.run, groups, self._out, self._gate, self._up, layer)
+        work = partial(batched.run, groups, self._out, self._gate, self._up, layer)
         return self._beside_device([num_tokens] * num_experts, work)
 
     def _beside_device(self, num_tokens: Sequence[int], work: Work) -> Work:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lowtide.compute import Compute
 from lowtide.core import Step
-from lowtide.experts.none import NoExperts
+from lowtide.experts.no_experts import NoExperts
 from lowtide.experts.rows import LayerCall, Routing
 from lowtide.experts.runtime import ExpertRuntime
 from lowtide.kernels.layer_parts import MLPParts

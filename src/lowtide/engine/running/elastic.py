@@ -235,11 +235,11 @@ class ElasticMemory:
 
     def _fill(self) -> None:
         """Lets residents have what slots there are beside those that experts pass through."""
-        room = self._experts.room
-        num_residents = int(room.capacity.sum())
+        capacity = self._experts.capacity
+        num_residents = int(capacity.per_layer.sum())
         count = min(self._slots.num_live - self._num_staging, self._use.mean.size) - num_residents
         if count > 0:
-            room.change(grown(room.capacity, self._residents(), self._use.mean, count))
+            capacity.change(grown(capacity.per_layer, self._residents(), self._use.mean, count))
 
     def _num_worth_having(self) -> int:
         """Live slots that would pay now."""
@@ -268,13 +268,13 @@ class ElasticMemory:
 
     def _make_room(self, num_live: int) -> None:
         """Leaves no more residents than so many slots have room for."""
-        room = self._experts.room
-        count = int(room.capacity.sum()) - (num_live - self._num_staging)
+        capacity = self._experts.capacity
+        count = int(capacity.per_layer.sum()) - (num_live - self._num_staging)
         if count > 0:
-            capacity, evict = shrunk(room.capacity, self._residents(), self._use.mean, count)
+            per_layer, evict = shrunk(capacity.per_layer, self._residents(), self._use.mean, count)
             for layer, expert in evict:
                 self._tier.evict(layer, expert)
-            room.change(capacity)
+            capacity.change(per_layer)
 
     def _residents(self) -> BoolArray:
         """[layers, experts]."""

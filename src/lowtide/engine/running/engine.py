@@ -9,7 +9,7 @@ from lowtide.engine.opening.facts import ModelFacts, RunOptions
 from lowtide.engine.planning.planner import Planner
 from lowtide.engine.running.elastic import ElasticMemory
 from lowtide.engine.running.not_finite import FaultSearch
-from lowtide.experts.none import NoExperts
+from lowtide.experts.no_experts import NoExperts
 from lowtide.experts.runtime import ExpertRuntime
 from lowtide.hardware.model_speeds import SpeedKey
 from lowtide.kernels.reference import Kernels

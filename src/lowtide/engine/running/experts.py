@@ -13,7 +13,7 @@ from lowtide.core import Costs
 from lowtide.devices.kind import OpenDevice
 from lowtide.engine.opening.config import MAX_PASS_ROWS
 from lowtide.engine.opening.facts import ExpertFacts
-from lowtide.experts.at_once import ExpertsAtOnce, cores_beside_device
+from lowtide.experts.batched_experts import BatchedExperts, cores_beside_device
 from lowtide.experts.device_executor import DeviceExpertExecutor
 from lowtide.experts.device_tier import DeviceTier
 from lowtide.experts.elastic_slots import ElasticSlots
@@ -118,10 +118,10 @@ def _host_executor(
     host: HostTier, kernels: Kernels, executor: Executor, made: OpenDevice | None = None
 ) -> HostExpertExecutor:
     if made is None:
-        at_once = ExpertsAtOnce.of(host.slots, kernels, executor.num_cores)
-        return HostExpertExecutor(host, executor, kernels, at_once)
-    at_once = ExpertsAtOnce.of(host.slots, kernels, cores_beside_device(executor))
-    return HostExpertExecutor(host, executor, kernels, at_once, made.device.host_work)
+        batched = BatchedExperts.of(host.slots, kernels, executor.num_cores)
+        return HostExpertExecutor(host, executor, kernels, batched)
+    batched = BatchedExperts.of(host.slots, kernels, cores_beside_device(executor))
+    return HostExpertExecutor(host, executor, kernels, batched, made.device.host_work)
 
 
 def _scratch(facts: ExpertFacts) -> tuple[Tensor, Tensor]:

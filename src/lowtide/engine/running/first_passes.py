@@ -29,7 +29,7 @@ from lowtide.errors import LowtideError
 from lowtide.experts.host_executor import HostExpertExecutor
 from lowtide.experts.host_tier import HostTier
 from lowtide.experts.layout import ExpertLayout
-from lowtide.experts.none import NoExperts
+from lowtide.experts.no_experts import NoExperts
 from lowtide.experts.runtime import ExpertRuntime
 from lowtide.experts.slots import SlotLedger
 from lowtide.experts.transfer import ticket_result
@@ -263,7 +263,7 @@ def _all_resident(engine: Engine, experts: ExpertRuntime) -> ExpertRuntime | Non
     setting = Setting(capacity, shape.num_experts, costs)
     policies = recipe("resident").policies_without_device(setting)
     tier = HostTier(host.slots, ledger, host.transfer)
-    beside = HostExpertExecutor(tier, executor.threads, executor.kernels, executor.at_once)
+    beside = HostExpertExecutor(tier, executor.threads, executor.kernels, executor.batched)
     return ExpertRuntime(shape, policies, beside)
 
 

@@ -7,7 +7,7 @@ from statistics import fmean, median
 from typing import NamedTuple
 
 from lowtide.engine.running.engine import Engine
-from lowtide.experts.none import NoExperts
+from lowtide.experts.no_experts import NoExperts
 from lowtide.experts.runtime import ExpertRuntime
 from lowtide.hardware.machine import DISTURBED
 from lowtide.hardware.model_speeds import OwnRun, keep_speeds

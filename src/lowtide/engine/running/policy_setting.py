@@ -24,7 +24,7 @@ from lowtide.experts.device_tier import DeviceTier
 from lowtide.experts.early_gate import EarlyGate, Route
 from lowtide.experts.host_tier import HostTier
 from lowtide.experts.layout import SlotLayout
-from lowtide.experts.none import NoExperts
+from lowtide.experts.no_experts import NoExperts
 from lowtide.experts.runtime import ExpertRuntime
 from lowtide.experts.transfer import ticket_result
 from lowtide.hardware.core_speed import measure_device_s

@@ -37,7 +37,7 @@ from lowtide.engine.running.policy_setting import (
     with_trial,
 )
 from lowtide.errors import CheckpointError, PlanError
-from lowtide.experts.none import NoExperts
+from lowtide.experts.no_experts import NoExperts
 from lowtide.experts.runtime import ExpertRuntime
 from lowtide.families import families
 from lowtide.formats.convert import pack

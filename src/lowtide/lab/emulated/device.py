@@ -20,7 +20,7 @@ from torch import Tensor
 
 from lowtide.core import IntArray
 from lowtide.errors import DeviceError
-from lowtide.experts.at_once import ExpertsAtOnce
+from lowtide.experts.batched_experts import BatchedExperts
 from lowtide.experts.device import ExpertGroup
 from lowtide.experts.layout import SlotLayout
 from lowtide.experts.rows import ExpertBuffers, ExpertRows, row_pieces
@@ -74,7 +74,7 @@ class EmulatedDevice:
         self.kernels = kernels
         self.timeline: list[Span] | None = None
         self._slots = ExpertSlots(arena, layout)
-        self._at_once = ExpertsAtOnce.of(self._slots, kernels, num_threads=1)
+        self._batched = BatchedExperts.of(self._slots, kernels, num_threads=1)
         self._is_closing = threading.Event()
         self._link_pace, self._compute_pace, self._host_pace = (
             _Pace(self._is_closing) for _ in range(3)
@@ -166,13 +166,13 @@ class EmulatedDevice:
             stream.stop()  # both, before either is waited for: one may wait for the other
         for stream in (self._link, self._compute):
             stream.join()
-        del self._slots, self._at_once
+        del self._slots, self._batched
 
     def _run_groups(self, layer: int, groups: IntArray, buffers: ExpertBuffers) -> None:
         """Most in one call, where there is one: a real device leaves the interpreter alone."""
-        if self._at_once is not None:
-            is_few = self._at_once.takes_experts(groups[:, 2])
-            self._at_once.run(groups[is_few], buffers.parts, buffers.gate, buffers.up, layer)
+        if self._batched is not None:
+            is_few = self._batched.takes_experts(groups[:, 2])
+            self._batched.run(groups[is_few], buffers.parts, buffers.gate, buffers.up, layer)
             groups = groups[~is_few]
         for slot, first, num_pairs in groups.tolist():
             weights = self._slots.weights(layer, slot)

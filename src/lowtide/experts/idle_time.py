@@ -5,7 +5,7 @@ from __future__ import annotations
 from time import perf_counter
 
 
-class AwayTime:
+class IdleTime:
     """Measured times from the end of each layer's work to the next layer's demand.
 
     They include attention and router, after the last layer also the head, sampling and the
@@ -15,18 +15,18 @@ class AwayTime:
 
     def __init__(self, num_layers: int) -> None:
         self._last_s: list[tuple[float, ...]] = [()] * num_layers
-        self._left: tuple[int, float] | None = None
+        self._begun: tuple[int, float] | None = None
 
-    def leave(self, layer: int) -> None:
+    def begin(self, layer: int) -> None:
         """Note that a layer's work has been queued."""
-        self._left = (layer, perf_counter())
+        self._begun = (layer, perf_counter())
 
-    def come_back(self) -> None:
+    def end(self) -> None:
         """Note that the next layer's demand is known."""
-        if self._left is not None:
-            layer, left_s = self._left
+        if self._begun is not None:
+            layer, left_s = self._begun
             self._last_s[layer] = (*self._last_s[layer][-1:], perf_counter() - left_s)
-            self._left = None
+            self._begun = None
 
     def expected_s(self, layer: int, known_s: float) -> float:
         """Return the expected time after a layer; `known_s` until it has been measured twice."""

@@ -27,7 +27,7 @@ def cores_beside_device(executor: Executor) -> int:
     return max(1, executor.num_cores - 1)
 
 
-class ExpertsAtOnce:
+class BatchedExperts:
     """Calls over experts in given slots, each over those of one layer.
 
     Does not know which expert is in which slot, nor how long it stays there.
@@ -47,7 +47,7 @@ class ExpertsAtOnce:
         self._num_threads = num_threads
 
     @classmethod
-    def of(cls, slots: ExpertSlots, kernels: Kernels, num_threads: int) -> ExpertsAtOnce | None:
+    def of(cls, slots: ExpertSlots, kernels: Kernels, num_threads: int) -> BatchedExperts | None:
         """Create the calls; None if `kernels` have none for the experts in `slots`."""
         layouts = slots.layout.layers
         # Biases are in the compute dtype.

@@ -7,16 +7,16 @@ import numpy as np
 from lowtide.core import IntArray
 
 
-class Room:
+class Capacity:
     """Present capacity, and the most that there has been."""
 
     def __init__(self, capacity: IntArray) -> None:
-        self.capacity = capacity
+        self.per_layer = capacity
         self._most = capacity
 
     def change(self, capacity: IntArray) -> None:
         """Set the capacity; surplus residents leave as their layers run."""
-        self.capacity = capacity
+        self.per_layer = capacity
         self._most = np.maximum(self._most, capacity)
 
     def is_short(self, layer: int, num_residents: int) -> bool:
@@ -26,7 +26,7 @@ class Room:
         its capacity are no sign; a capacity that was larger once is, and so are too many residents
         in all.
         """
-        if self.capacity is self._most:
+        if self.per_layer is self._most:
             return False
-        is_less = bool(self.capacity[layer] < self._most[layer])
-        return is_less or num_residents > int(self.capacity.sum())
+        is_less = bool(self.per_layer[layer] < self._most[layer])
+        return is_less or num_residents > int(self.per_layer.sum())
