@@ -1,5 +1,7 @@
-"""`POST /v1/completions`: texts and token ids as they are, streamed and whole.
+"""`POST /v1/completions`: texts and token ids as they are.
 
+`CompletionBody` is the table of a request's fields: `asks()` puts each into an `Ask`.
+`CompletionReply` is the table of an answer's pieces: `choices()` says what each kind adds.
 `echo` with `logprobs` tells how likely the prompt itself is, which evaluation harnesses ask for.
 """
 
@@ -57,7 +59,7 @@ class CompletionBody(SamplingFields):
         return list(self.prompt)
 
     def asks(self) -> list[Ask]:
-        """One for each answer, prompt by prompt. Raises UsageError for what cannot be asked."""
+        """Return an ask for each answer, prompt by prompt. Raises UsageError."""
         params = self.sampling(self.max_tokens or DEFAULT_TOKENS, self.logprobs)
         asks: list[Ask] = []
         for index, prompt in enumerate(self.prompts):
@@ -122,12 +124,12 @@ class Places:
 
 
 def router_of(service: Service) -> APIRouter:
-    """The route, over one service."""
+    """Make the route."""
     router = APIRouter(route_class=JsonRoute)
 
     @router.post(CompletionReply.path)
     def completions(body: CompletionBody) -> Response:
-        """Answers to prompts as they are."""
+        """Answer prompts as they are."""
         service.check_model(body.model)
         asks = body.asks()
         service.check_num_answers(len(asks), "prompt" if body.n == 1 else "n")
