@@ -6,10 +6,10 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 import lowtide
-from lowtide.formats import MatrixFormat, register
-from lowtide.formats.matrix import Bytes
+from lowtide.extend import MatrixFormat, register_format
 
 
 class Swapped(MatrixFormat):
@@ -18,11 +18,11 @@ class Swapped(MatrixFormat):
     name, unpacked = "swapped", "BF16"
     dtypes, block_bytes = ("U16",), (2,)  # each weight is a block of two bytes
 
-    def unpack(self, *stored: Bytes) -> Bytes:
+    def unpack(self, *stored: NDArray[np.uint8]) -> NDArray[np.uint8]:
         return stored[0].reshape(-1, 2)[:, ::-1].reshape(-1)
 
 
-register(Swapped())
+register_format(Swapped())
 with tempfile.TemporaryDirectory() as folder:
     copy = Path(folder) / "model"
     shutil.copytree(Path(lowtide.__file__).parent / "demo" / "autoregressive", copy)
