@@ -258,7 +258,7 @@ class TritonExperts:
             self._kernels.place_rows(host_parts, self._pairs.tensor[:num_listed], parts)
 
     def _plan(self, group: ExpertGroup, rows: ExpertRows) -> tuple[int, int]:
-        """Plans the tiles of a group; returns the pairs of a tile and a bound of their number."""
+        """Plan a group's tiles; return the pairs of a tile and a bound of the number of tiles."""
         num_pairs, num_experts = len(rows.token_of), len(rows.counts)
         tile_rows = self._kernels.tile_rows(num_pairs, num_experts)
         if rows.is_known:

@@ -13,7 +13,7 @@ from functools import partial
 from lowtide.core import CacheMode, Reuse
 from lowtide.engine.opening.device_choice import check_device, resolve_device
 from lowtide.engine.opening.option_checks import check_cache
-from lowtide.engine.opening.weight_formats import FormatWishes
+from lowtide.engine.opening.weight_formats import FormatRequest
 from lowtide.errors import UnsupportedError, UsageError
 from lowtide.formats.plain import SAFETENSORS_NAME
 from lowtide.option import Group, check_options, option
@@ -160,8 +160,8 @@ class EngineConfig:
         check_cache(self)
 
     @property
-    def formats(self) -> FormatWishes:
-        return FormatWishes.of(self.format, self.expert_dtype, self.dense_dtype)
+    def formats(self) -> FormatRequest:
+        return FormatRequest.of(self.format, self.expert_dtype, self.dense_dtype)
 
     @property
     def cache_mode(self) -> CacheMode:

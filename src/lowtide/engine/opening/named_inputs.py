@@ -9,13 +9,13 @@ import os
 from pathlib import Path
 
 from lowtide.engine.opening.facts import MemoryFacts, ModelFacts
-from lowtide.engine.opening.weight_formats import QUANTISED, FormatWishes
+from lowtide.engine.opening.weight_formats import QUANTISED, FormatRequest
 from lowtide.formats.expert_inputs import ExpertInputs
 from lowtide.replay.calibration import load_inputs
 from lowtide.replay.trace import TraceShape
 
 
-def rounds_experts(asked: FormatWishes, memory: MemoryFacts) -> bool:
+def rounds_experts(asked: FormatRequest, memory: MemoryFacts) -> bool:
     """Return True if experts are made into q8 or q4 as they are read."""
     is_wanted = memory.experts is not None and asked.experts in QUANTISED
     return is_wanted and memory.is_rounded_as_read

@@ -33,7 +33,7 @@ _OTHER_NAMES = {"int8": "q8", "int4": "q4"}
 _OF_HEAD = {"q4": "q8"}  # others: as the rest
 
 
-class FormatWishes(NamedTuple):
+class FormatRequest(NamedTuple):
     """The format asked for, by part.
 
     `own`, a format that weights are made into, or a compute dtype, into which weights stored in any
@@ -44,7 +44,7 @@ class FormatWishes(NamedTuple):
     dense: str
 
     @classmethod
-    def of(cls, all_parts: str | None, experts: str | None, dense: str | None) -> FormatWishes:
+    def of(cls, all_parts: str | None, experts: str | None, dense: str | None) -> FormatRequest:
         """From the options `format`, `expert_dtype` and `dense_dtype`. Raises UsageError."""
         whole = _checked("format", all_parts or OWN_FORMAT, (OWN_FORMAT, *QUANTISED, AUTO_FORMAT))
         if whole == AUTO_FORMAT:
@@ -80,7 +80,7 @@ class FormatWishes(NamedTuple):
 
 
 def expert_formats(
-    asked: FormatWishes, weight_map: WeightMap, has_gpu: bool
+    asked: FormatRequest, weight_map: WeightMap, has_gpu: bool
 ) -> list[tuple[MatrixFormat | None, ...]]:
     """Return the formats of an expert's parts by layer; see `SlotLayout.of`.
 
@@ -102,7 +102,7 @@ def expert_formats(
 
 
 def dense_formats(
-    asked: FormatWishes, schema: ModelSchema, weight_map: WeightMap, has_gpu: bool
+    asked: FormatRequest, schema: ModelSchema, weight_map: WeightMap, has_gpu: bool
 ) -> dict[str, MatrixFormat]:
     """Return, by name, the formats of dense weights that are not kept in their type's own.
 
@@ -129,7 +129,7 @@ def dense_formats(
     return kept
 
 
-def rounds(asked: FormatWishes, dense: Mapping[str, MatrixFormat], weight_map: WeightMap) -> bool:
+def rounds(asked: FormatRequest, dense: Mapping[str, MatrixFormat], weight_map: WeightMap) -> bool:
     """Return True if weights are rounded as they are read.
 
     dense: the answer of `dense_formats`.
