@@ -285,7 +285,7 @@ class MemoryPlan:
 def plan_rows(plan: MemoryPlan) -> list[list[str]]:
     """Return a row of names, then one for each part, with a column for each tier."""
     tiers = list(plan_tiers(plan))
-    is_registered = plan.gpu is not None and plan.device != "cuda"  # such as "emulated"
+    is_registered = plan.gpu is not None and plan.device != "cuda"
     names = [f"{plan.device} gpu" if name == "gpu" and is_registered else name for name, _ in tiers]
     rows = [["part", *names]]
     for part in ("dense", "kv_cache", "workspace", "ring"):
