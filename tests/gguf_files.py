@@ -267,7 +267,8 @@ def tensors_of(
 ) -> Iterator[tuple[str, Tensor, tuple[int, ...]]]:
     """Yield views of a model's parameters in the file's order, with their names and shapes."""
     names = gguf.get_tensor_name_map(ARCHITECTURES[family], model.config.num_hidden_layers)
-    for name, parameter in model.named_parameters():
+    routers = [each for each in model.named_buffers() if "correction_bias" in each[0]]
+    for name, parameter in [*model.named_parameters(), *routers]:
         for own_name, view in _views(family, name, parameter.data, model.config):
             stored = names.get_name(own_name, try_suffixes=(".weight", ".bias"))
             assert stored is not None, own_name
@@ -288,6 +289,8 @@ def _views(family: str, name: str, weights: Tensor, config: Any) -> Iterator[tup
         fixed_dim = config.qk_nope_head_dim
         yield name.replace("kv_b", "k_b"), heads[:, :fixed_dim].transpose(1, 2)
         yield name.replace("kv_b", "v_b"), heads[:, fixed_dim:]
+    elif name.endswith("correction_bias"):
+        yield name.replace("correction_bias", "correction.bias"), weights
     elif name.endswith("sinks"):
         yield f"{name}.weight", weights
     else:

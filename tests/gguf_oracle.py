@@ -38,6 +38,7 @@ SIZES: Mapping[str, Mapping[str, Any]] = {
     },
     "mixtral": {"num_local_experts": 6, "head_dim": None},
     "deepseek_v2": {"moe_intermediate_size": WIDTH, "n_shared_experts": 1},
+    "glm4_moe": {"moe_intermediate_size": WIDTH, "n_shared_experts": 1},
     "gpt_oss": {"num_local_experts": 6, "layer_types": None},
 }
 

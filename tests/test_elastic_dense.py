@@ -120,7 +120,8 @@ def test_without_elastic_the_longest_pass_stays_and_words_are_the_same(wide: Pat
     found = {elastic: measure(wide, 0, 0, elastic) for elastic in (False, True)}
     assert found[False]["ids"] == found[True]["ids"]
     longest_bytes = found[False]["passes"][0]["arena_bytes"]
-    kept = found[False]["at_last_bytes"] - found[False]["started_bytes"]
+    # The first load's own passes have used the arena before it is started.
+    kept = found[False]["at_last_bytes"] - found[True]["at_last_bytes"]
     assert kept >= longest_bytes - SLACK_BYTES
 
 

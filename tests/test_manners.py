@@ -21,8 +21,8 @@ from lowtide.cli.live import LiveView
 from lowtide.cli.prompt import think_options
 from lowtide.cli.text import TextWriter
 from lowtide.config.sampling import PublishedSampling, read_sampling
-from lowtide.decode.intake import _warn_of_no_draws
 from lowtide.decode.request import Request
+from lowtide.decode.sampling import _warn_of_no_draws
 from lowtide.errors import ConfigError, UsageError
 from lowtide.model_folder.tokenizer import TextStream
 from lowtide.model_writing.synth import synth

@@ -16,6 +16,7 @@ from common.memory import drop_pages, peak_resident_bytes, reset_peak
 from common.run import loaded_engine
 from lowtide.config import ModelConfig
 from lowtide.decode.intake import Intake
+from lowtide.decode.kinds import make_kind
 from lowtide.decode.request import Committed, Finished, Request
 from lowtide.engine.opening.config import MAX_BLOCK_LENGTH, EngineConfig
 from lowtide.engine.running.decoding import make_decoder, run_pass
@@ -197,7 +198,7 @@ def _counts(engine: Engine) -> dict[str, Any]:
 def requests_of(config: ModelConfig, trace: Sequence[Arrival]) -> list[Request]:
     """Random prompts, answers that end after as many tokens as each has."""
     context = max(each.num_prompt + each.max_tokens for each in trace)
-    intake = Intake(config, None, context, MAX_BLOCK_LENGTH)
+    intake = Intake(config, None, make_kind(config.decoding), context, MAX_BLOCK_LENGTH)
     draw = np.random.default_rng(0)
     ordinary = min((config.vocab_size, *config.eos_token_ids))  # special ids are the last ones
     requests = []
