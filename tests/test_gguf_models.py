@@ -51,6 +51,7 @@ SEEDS = {
     "qwen2_moe": (3, 1),  # YaRN
     "mixtral": (0, 1),  # tied
     "deepseek_v2": (0, 2),  # YaRN, keys and values in two matrices
+    "glm4_moe": (0, 2),  # groups of experts, and norms of queries and keys
     "gpt_oss": (0, 1),  # YaRN
 }
 
@@ -72,7 +73,7 @@ def choosing(types: tuple[Type, ...]) -> Choose:
     kinds = iter(types * 99)
 
     def choose(name: str, shape: tuple[int, ...]) -> Type:
-        if "norm" in name or "gate_inp" in name:
+        if "norm" in name or "gate_inp" in name or "exp_probs" in name:
             return Type.F32
         kind = next(kinds)
         fits = [k for k in (kind, Type.Q8_0, Type.F16) if shape[-1] % GGML_QUANT_SIZES[k][0] == 0]

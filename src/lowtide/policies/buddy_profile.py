@@ -28,11 +28,10 @@ MAX_K_MAX = 64
 
 @dataclass(frozen=True, slots=True, eq=False)
 class QualityCurve:
-    """What replacing router mass did to a model's words: measured on one text, elsewhere an
-    estimate.
+    """A measurement of how replaced router mass changed a model's words, on one text.
 
-    `mass` ascends from above 0 to 1 at most, `kl` is nowhere negative, both are as long and not
-    empty; else UsageError.
+    Elsewhere it is an estimate. `mass` ascends from above 0 to 1 at most, `kl` is nowhere negative,
+    both are as long and not empty; else UsageError.
     """
 
     mass: FloatArray  # [points] replaced weight over routed weight, in (0, 1]

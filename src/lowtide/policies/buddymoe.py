@@ -173,10 +173,10 @@ def layer_rules(setting: Setting, profile: BuddyProfile) -> list[LayerRules]:
 
 
 def max_mass(setting: Setting) -> float | None:
-    """What the profile's curve estimates for `max_kl`, if that is given, and no more than
-    `max_mass`, if that is; else the latter's default.
+    """Return the router mass that may be replaced: by the profile's curve for `max_kl`, if given.
 
-    Raises UsageError where there is no curve.
+    `max_mass` bounds it, if given, and its default holds without `max_kl`. Raises UsageError where
+    there is no curve.
     """
     mass, max_kl = MAX_MASS.of(setting), MAX_KL.of(setting)
     if max_kl is None:

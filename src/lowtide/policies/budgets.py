@@ -15,13 +15,12 @@ _SHARE = 32  # of a layer's experts, one in so many changes layers at once
 
 
 class Budgets:
-    """Residents per layer, which move from where the last one is worth least to where the next
-    one would be worth most.
+    """Residents per layer, which move from where the last is worth least to where the next is most.
 
     A layer that is to shrink may keep less at once; a layer that is to grow waits until those
-    experts have left. So all layers together never have more than the total. Only
-    layers that are full take part: the others wait for the link, and what is on its way counts.
-    A layer with all its experts stays so, and none becomes it: nothing is decided for such layers.
+    experts have left. So all layers together never have more than the total. Only layers that are
+    full take part: the others wait for the link, and experts on their way count. A layer with all
+    its experts stays so, and none becomes it: nothing is decided for such layers.
     """
 
     def __init__(self, capacity: Sequence[int], num_experts: int) -> None:
@@ -38,10 +37,10 @@ class Budgets:
         self._num_steps = 0
 
     def resize(self, given: IntArray) -> None:
-        """Tells how many residents the layers were given, of which each keeps what it has come by
-        since the start. given [num_layers].
+        """Tell how many residents the layers were given [num_layers].
 
-        What is lost is to be evicted at once; what is won has to come free first.
+        Each keeps what it has won since the start. A loss is to be evicted at once; a gain has to
+        come free first.
         """
         if np.array_equal(given, self._given):
             return

@@ -62,16 +62,15 @@ class Policies:
     _ranks: Ranks | None = field(default=None, init=False)
 
     def begin_pass(self, step: Step, num_residents: IntArray, capacity: IntArray) -> Ranks:
-        """Without a device, before a pass: what its moves go by. [num_layers]: residents that each
-        layer has, and may have now.
+        """Return the ranks of the pass that begins, without a device.
+
+        num_residents, capacity [num_layers]: residents that each layer has, and may have now.
         """
         self._ranks = self.placement.begin_pass(step, num_residents, capacity)
         return self._ranks
 
     def end_pass(self, step: Step, hits: IntArray) -> None:
-        """Without a device, after a pass: tells what it asked for, tokens of each expert.
-        [num_layers, num_experts].
-        """
+        """Note the pass's demand, without a device: tokens of each expert [layers, experts]."""
         self.placement.end_pass(step, hits)
 
     def substitute(self, facts: Facts) -> RoutedTokens | None:

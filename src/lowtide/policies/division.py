@@ -15,8 +15,9 @@ _LEAST_GAIN = 1.02  # less may be chance: another text has other favourites (doc
 
 
 def divided(setting: Setting) -> Sequence[int]:
-    """Residents of each layer by marginal benefit, or with some layers whole, where the
-    calibration would run faster so.
+    """Divide residents among layers by marginal benefit.
+
+    Some layers are whole instead where the calibration would run faster so.
     """
     if setting.hits is None:
         return setting.capacity
@@ -57,8 +58,9 @@ def layer_budgets(frequency: FloatArray, total: int) -> IntArray:
 
 
 def _with_whole_layers(setting: Setting) -> Iterator[list[int]]:
-    """As many residents, with some of the last layers whole: nothing has to be decided about
-    such layers, nor be waited for. The others have equal shares of the rest.
+    """Yield divisions of the same total with some of the last layers whole.
+
+    Nothing has to be decided about whole layers, nor waited for. The others share the rest equally.
     """
     num_layers, num_experts = setting.num_layers, setting.num_experts
     total = sum(setting.capacity)

@@ -78,9 +78,10 @@ class Forecast:
         self._rates[-1] = 1 / (self._num_steps + 1)
 
     def before(self, shares: FloatArray) -> float:
-        """Before a step: writes to `shares` [num_layers, num_experts] what is known of the one
-        after it, as shares of a layer's worth, and returns the weight that this step's own shares
-        will have beside that.
+        """Forecast the next step's shares of a layer's worth, before a step.
+
+        They are written to `shares` [num_layers, num_experts]. Returns the weight of this step's
+        own shares beside them.
         """
         own = self._weights * self._rates
         np.dot(self._weights - own, self._flat, out=shares.reshape(-1))
@@ -93,8 +94,10 @@ class Forecast:
         return np.maximum(worth_s, 0.0, out=worth_s)
 
     def _learn(self, worth_s: FloatArray, silent: IntArray) -> None:
-        """The mixture that would have forecast the watched steps with the least squared error; as
-        long as little is known, equal weights. worth_s [layers, experts]; silent: others.
+        """Find the mixture that would have forecast the watched steps with the least squared error.
+
+        As long as little is known, weights are equal. worth_s [layers, experts]; silent: other
+        steps.
         """
         total_s, memories = self.worth_s, self._memories
         if len(silent):

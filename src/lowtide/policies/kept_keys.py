@@ -35,8 +35,9 @@ class Continuations:
         self._num_continued = [0] * _NUM_CLASSES
 
     def ended(self, age_passes: int, is_continued: bool) -> None:
-        """Keys are kept no longer: a request went on from them, or they were given up, after which
-        nothing more is known of them.
+        """Note that keys are kept no longer.
+
+        A request went on from them, or they were given up and nothing more is known of them.
         """
         reached = _age_class(age_passes)
         for outlived in range(reached):
@@ -61,17 +62,18 @@ class MemoryPrices(NamedTuple):
     slot_bytes: int
 
     def of_stored_keys(self) -> MemoryPrices:
-        """Those of keys that also lie on disk: they are read back as experts are, where that takes
-        less than computing them.
+        """Return the prices of keys that also lie on disk.
+
+        They are read back as experts are, where that takes less than computing them.
         """
         read_s = self.token_bytes * self.read_s / self.slot_bytes
         return self._replace(token_s=min(self.token_s, read_s))
 
     def keys_save_more(self, chance: float, age_passes: int, slot_use: float) -> bool:
-        """Whether kept keys save at least as much as the slots that their memory would make: a
-        sequence's length is in both, and does not matter.
+        """Return True if kept keys save at least as much as the slots that their memory would make.
 
-        slot_use: in which share of passes one more resident saves a read.
+        A sequence's length is in both, and does not matter. slot_use: the share of passes in which
+        one more resident saves a read.
         """
         num_reads = max(0.0, age_passes * slot_use - MOVE_READS)
         kept_s = chance * self.token_s / self.token_bytes

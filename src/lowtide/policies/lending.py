@@ -40,10 +40,10 @@ class Shrunk(NamedTuple):
 
 
 def shrunk(capacity: IntArray, is_resident: BoolArray, use: FloatArray, count: int) -> Shrunk:
-    """Room for `count` residents less over all layers: what is not filled goes first, then the
-    coldest residents, lower layers and ids first where they are alike.
+    """Shrink the room by `count` residents over all layers.
 
-    capacity [layers]; is_resident, use [layers, experts].
+    Empty room goes first, then the coldest residents, lower layers and ids first where they are
+    alike. capacity [layers]; is_resident, use [layers, experts].
     """
     layers, experts = is_resident.nonzero()
     num_leaving = max(0, len(layers) - int(capacity.sum()) + count)
@@ -60,8 +60,9 @@ def shrunk(capacity: IntArray, is_resident: BoolArray, use: FloatArray, count: i
 
 
 def grown(capacity: IntArray, is_resident: BoolArray, use: FloatArray, count: int) -> IntArray:
-    """Room for `count` residents more, in the layers whose absent experts are used most; as much
-    as there are experts. Arguments as for `shrunk`.
+    """Grow the room by `count` residents, up to the number of experts.
+
+    It goes to the layers whose absent experts are used most. Arguments as for `shrunk`.
     """
     more = capacity.copy()
     worth = np.where(is_resident, -1.0, use)

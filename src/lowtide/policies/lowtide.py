@@ -43,8 +43,9 @@ class Lowtide(Placement):
         max_step_bytes: int | None = None,
         frequency: FloatArray | None = None,
     ) -> None:
-        """`frequency` [layers, experts]: steps of a calibration in which each was active; its most
-        active start, else the first by id.
+        """Begin with the experts that a calibration found most active, else with the first by id.
+
+        frequency [layers, experts]: steps of the calibration in which each expert was active.
         """
         num_layers = len(capacity)
         super().__init__(num_layers, num_experts)
@@ -122,8 +123,9 @@ class Lowtide(Placement):
         return np.stack([device_s, host_s, saved_s], axis=-1)
 
     def _watch_link(self, facts: Facts) -> float:
-        """Learns how busy demand keeps the link, and grants moves for the time it leaves; what the
-        residency of all activated experts is worth.
+        """Learn how busy demand keeps the link, and grant moves for the time it leaves.
+
+        Returns the worth of having all activated experts resident.
         """
         layer, demand, costs = facts.layer, facts.demand, facts.costs
         num_tokens, fetch_s = demand.num_tokens, costs.fetch_s
@@ -145,8 +147,9 @@ class Lowtide(Placement):
         return float(worth_s)
 
     def _affordable(self, facts: Facts, ranks: Ranks, worth_s: float) -> Moves:
-        """The moves that pay within the rest of the interval: those that cost nothing, and of the
-        others, best first, as many as there is credit.
+        """Return the moves that pay within the rest of the interval.
+
+        Those that cost nothing, and of the others, best first, as many as there is credit.
         """
         step, layer = facts.step, facts.layer
         is_prefill = step.kind is StepKind.PREFILL

@@ -30,10 +30,10 @@ class TauChange(NamedTuple):
 
 
 class OnlineTau:
-    """Keeps the demand of the last steps of a few layers, and from time to time takes the interval
-    that would have been fastest over them, if it is so by enough.
+    """Chooser of the interval by the demand of the last steps of a few layers.
 
-    Knows nothing of what is resident: it replays from the first kept step's best residents.
+    From time to time it takes the interval that would have been fastest over them, if it is faster
+    by enough. Knows nothing of residents: it replays from the first kept step's best ones.
     """
 
     def __init__(
@@ -151,9 +151,10 @@ class _TauReplay:
     def _with_fetches(
         self, device_s: FloatArray, num_fetched: IntArray, fetched_s: FloatArray
     ) -> FloatArray:
-        """When the device ends, if its experts' `device_s` begin with the residents and end with
-        the fetched ones, of which only as many as there are staging slots come beside the
-        residents. Each [taus, layers].
+        """Return when the device ends, with residents' `device_s` first and fetched experts last.
+
+        Of fetched experts only as many as there are staging slots come beside the residents. Each
+        [taus, layers].
         """
         costs = self._costs
         num_beside = np.minimum(num_fetched, costs.num_staging + costs.num_ahead)

@@ -45,8 +45,9 @@ class Heard:
 
 
 class Placement:
-    """Chooses the residents of every layer, within the room that it has now, by its ranks. Asked
-    layer by layer, it finds the passes by itself.
+    """Chooser of the residents of every layer, within its present room, by ranks.
+
+    It is asked layer by layer, and finds the passes by itself.
     """
 
     is_owed = False  # of its moves beside a device
@@ -62,14 +63,18 @@ class Placement:
         return np.empty(0, np.int64)
 
     def begin_pass(self, step: Step, num_residents: IntArray, capacity: IntArray) -> Ranks:
-        """What holds for the pass that begins, of all layers: [num_layers], those that each has
-        and the room that it is given now.
+        """Return the ranks for the pass that begins, of all layers.
+
+        num_residents, capacity [num_layers]: residents that each layer has, and the room that it
+        has now.
         """
         raise NotImplementedError
 
     def end_pass(self, step: Step, hits: IntArray) -> None:
-        """Told what the pass asked for: tokens of each expert, 0 in layers that are not heard of.
-        [num_layers, num_experts]. It has raised the ranks: often there is nothing else to learn.
+        """Note the pass's demand: tokens of each expert [num_layers, num_experts].
+
+        Layers that are not reported have 0. The pass has raised the ranks: often nothing else is to
+        learn.
         """
 
     def update(self, facts: Facts) -> Moves:
@@ -112,7 +117,9 @@ class Static(Placement):
     def __init__(
         self, orders: Sequence[IntArray], num_experts: int, capacity: Sequence[int] | None = None
     ) -> None:
-        """orders: per layer, the experts that may ever be kept, the first ones first; capacity: how
+        """Keep only experts of `orders`, from the first.
+
+        orders: per layer, the experts that may ever be kept, the first ones first. capacity: how
         many of them at the start, by default all.
         """
         super().__init__(len(orders), num_experts)

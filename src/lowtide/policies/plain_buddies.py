@@ -91,8 +91,10 @@ class _LayerTokens:
         return answer_of(self._asked, self._found, self._left)
 
     def _substitute_token(self, token: int, places: list[int]) -> None:
-        """The paper's lines 11 to 20, with a budget of `rho`: no expert comes twice for a token,
-        not even one that was replaced. places: of absent experts, the most weight first.
+        """Replace a token's absent experts: the paper's lines 11 to 20, with a budget of `rho`.
+
+        No expert comes twice for a token, not even one that was replaced. places: of absent
+        experts, the most weight first.
         """
         in_use = set(self._asked.experts[token].tolist())
         num_left = self._rules.rho
@@ -215,9 +217,10 @@ class PlainAccount:
 def open_tokens(
     rules: LayerRules, kinds: NDArray[np.uint8], weights: WeightArray, absent_share: float
 ) -> BoolArray:
-    """Tokens that may have experts replaced, by the paper's gates (3.1): a token's activating
-    entropy and margin, then the layer's share of absent experts. Before them, ours: rows whose
-    outcome lasts are exact unless asked otherwise. [tokens].
+    """Choose the tokens [tokens] that may have experts replaced, by the paper's gates (3.1).
+
+    A token's activating entropy and margin, then the layer's share of absent experts. Before them
+    comes ours: rows whose outcome lasts are exact unless asked otherwise.
     """
     is_open: BoolArray = (rules.exact_kinds >> kinds.astype(np.int64)) & 1 == 0
     if rules.entropy >= 0:

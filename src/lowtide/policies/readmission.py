@@ -22,8 +22,10 @@ class Readmission:
         self._num_passes = np.arange(num_layers) % EVERY
 
     def choose(self, facts: Facts, run: Facts | None, moves: Moves) -> IntArray:
-        """When it is the layer's turn, the expert with most tokens among those that the router
-        asked for, that the placement admits and that do not run; else none.
+        """Choose an expert to admit when it is the layer's turn, else none.
+
+        It is the one with most tokens among those that the router asked for, that the placement
+        admits and that do not run.
         """
         self._num_passes[facts.layer] += 1
         if run is None or self._num_passes[facts.layer] % EVERY:

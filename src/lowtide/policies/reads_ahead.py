@@ -1,5 +1,6 @@
-"""Reads ahead of a layer where the host runs all experts: what begins them, what they save, and
-whether they stay on. The engine, the replay and the prediction of speed go by the same.
+"""Reads ahead of a layer where the host runs all experts: when they begin, save and stay on.
+
+The engine, the replay and the prediction of speed go by the same rules.
 """
 
 from __future__ import annotations

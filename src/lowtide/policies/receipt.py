@@ -97,8 +97,10 @@ class Receipts:
     def __init__(
         self, num_layers: int, max_mass: float | None = None, twins: BuddyTwins | None = None
     ) -> None:
-        """max_mass: replaced over routed mass of a request, at most, at any time. twins: what
-        counts, by default the plain ones.
+        """Begin without accounts.
+
+        max_mass: replaced over routed mass of a request, at most, at any time. twins: the counters,
+        by default the plain ones.
         """
         self._num_layers = num_layers
         self._share = None if max_mass is None else max_mass * (1 - _SLACK)
@@ -115,8 +117,9 @@ class Receipts:
         self._num_rows = 0
 
     def route(self, facts: Facts, routing: RoutedTokens) -> Left | None:
-        """Adds what a layer's router gave; what each request may have moved of it, and before,
-        where something bounds that.
+        """Add a layer's router weights; return the mass that requests may still move.
+
+        None where nothing bounds it.
         """
         return self.account(facts, routing).route(routing.weights)
 
@@ -179,8 +182,9 @@ class Receipts:
         others._running, others._before, others._rows = [], [], None
 
     def account(self, facts: Facts, routing: RoutedTokens) -> PassAccount:
-        """The account of the pass under way, for callers that count by themselves. At a pass's
-        first layer it begins a new account, with the owners of the pass's rows.
+        """Return the account of the pass under way, for callers that count by themselves.
+
+        At a pass's first layer it begins a new account, with the owners of the pass's rows.
         """
         rows, num_rows = facts.step.rows, len(routing.weights)
         is_same = rows is self._rows and facts.layer > self._last_layer

@@ -71,12 +71,11 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class PolicyOption(Generic[T_co]):
-    """Something about a preset that a user may say: a number in a range, or a word. What each is
-    for stands in docs/policies.md.
+    """An option of a preset: a number in a range, or a word; docs/policies.md describes each.
 
     default: where it is a float, or none of a number and an end of the range is one, numbers need
-    not be whole, and may be told to be above `low`. words: what each of them stands for; a switch
-    has `true` and `false` and no range.
+    not be whole, and may be told to be above `low`. words: the value of each; a switch has `true`
+    and `false` and no range.
     """
 
     name: str

@@ -106,8 +106,10 @@ def is_runnable(answer: RoutedTokens, num_experts: int) -> bool:
 
 
 def answer_of(routing: RoutedTokens, found: IntArray, left: Left | None) -> RoutedTokens | None:
-    """`found` [tokens, k] in place of the router's choice, as far as the mass allows, with the
-    weights of the experts replaced; None where that is nothing.
+    """Return the routing with `found` [tokens, k] in place of the router's choice.
+
+    Replaced is what the mass allows, with the weights of the experts replaced; None where that is
+    nothing.
     """
     is_moved = found != routing.experts
     if left is not None and not keep_within(is_moved, routing.weights, left):
@@ -116,8 +118,9 @@ def answer_of(routing: RoutedTokens, found: IntArray, left: Left | None) -> Rout
 
 
 def keep_within(is_moved: BoolArray, weights: WeightArray, left: Left) -> bool:
-    """Takes out of `is_moved` [tokens, k] what a request has no mass left for; whether nothing had
-    to be. Pairs come in order of tokens, of one token by rank.
+    """Take out of `is_moved` [tokens, k] the pairs for which a request has no mass left.
+
+    Returns True if none had to go. Pairs come in order of tokens, of one token by rank.
     """
     if np.isinf(left.mass).all():
         return True

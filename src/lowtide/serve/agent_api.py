@@ -102,9 +102,7 @@ def check_sampling(fields: Mapping[str, object]) -> None:
 
 
 def effort_options(effort: object) -> dict[str, object]:
-    """Variables of chat templates that say how much a model is to think; of an effort that is not
-    known none.
-    """
+    """Return the variables of chat templates for a thinking effort; none for an unknown effort."""
     if effort == "none":
         return {"enable_thinking": False}
     known = _EFFORTS.get(effort) if isinstance(effort, str) else None
@@ -112,8 +110,9 @@ def effort_options(effort: object) -> dict[str, object]:
 
 
 def headers_of(service: Service, asked_model: str | None, ignored: Iterable[str]) -> dict[str, str]:
-    """What an answer discloses: the model that gives it, where another one was asked for, and what
-    was taken and not used.
+    """Return headers that name the answering model and the ignored fields.
+
+    The model is named where another one was asked for.
     """
     headers = {}
     if asked_model != service.model_name:

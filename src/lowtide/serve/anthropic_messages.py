@@ -330,8 +330,9 @@ class MessageReply(Reply):
         return self._of_block("content_block_delta", delta={"type": kind, field: text})
 
     def _close(self, is_cut: bool = False) -> Iterator[JsonObject]:
-        """End the last block. is_cut: by the answer's length; a call that is not whole then has no
-        arguments.
+        """End the last block.
+
+        is_cut: by the answer's length; a call that is not whole then has no arguments.
         """
         if not self._is_open:
             return

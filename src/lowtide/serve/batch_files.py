@@ -49,10 +49,10 @@ class AskedLines:
     """Index of the lines of an input file, which stays open until `close`."""
 
     def __init__(self, file: IO[bytes], served_name: str | None = None) -> None:
-        """Read and check all lines. Raises UsageError with the number of the first that is wrong,
-        StorageError where they cannot be read.
+        """Read and check all lines.
 
-        served_name: of the only model that may be asked for; None: any.
+        Raises UsageError with the number of the first wrong line, StorageError where they cannot be
+        read. served_name: the only model that may be asked for; None: any.
         """
         self._file = file
         try:

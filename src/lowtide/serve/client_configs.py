@@ -30,8 +30,9 @@ _CODEX_INSTRUCTIONS = (
 
 
 class ServedModel(NamedTuple):
-    """A server, as its clients know it. url: without a path. context: tokens. api_key: None where
-    it needs none.
+    """A server, as its clients know it.
+
+    url: without a path. context: tokens. api_key: None where it needs none.
     """
 
     url: str
@@ -67,8 +68,10 @@ stream_idle_timeout_ms = {_HOURS_MS}
 
 
 def codex_catalog(served: ServedModel) -> dict[str, object]:
-    """What Codex asks of a model that it does not know. Tools come one by one, as this server
-    reads them, and `apply_patch` as a text of its own grammar.
+    """Describe a model that Codex does not know.
+
+    Tools come one by one, as this server reads them, and `apply_patch` as a text of its own
+    grammar.
     """
     model: dict[str, object] = {
         "slug": served.model,

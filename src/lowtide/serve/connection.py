@@ -1,5 +1,6 @@
-"""One client's connection, with time limits that uvicorn lacks: for requests that stay incomplete
-and answers that are not read.
+"""One client's connection, with time limits that uvicorn lacks.
+
+They hold for requests that stay incomplete and answers that are not read.
 """
 
 from __future__ import annotations

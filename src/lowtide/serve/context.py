@@ -1,6 +1,4 @@
-"""How long a text a server takes, where nothing is said: as long as the model, within a share of
-the memory.
-"""
+"""The context of a server that was given none: the model's, within a share of the memory."""
 
 from __future__ import annotations
 
@@ -22,8 +20,9 @@ _STEP_TOKENS = 256
 def served_context(
     plan_with: Callable[[int], MemoryPlan], config: ModelConfig, least_tokens: int
 ) -> int:
-    """The model's positions, or what keys and values of a share of the budget are for, and no less
-    than `least_tokens`. Raises what `plan_with` raises of that.
+    """Return the model's positions, or as many as a share of the budget has keys and values for.
+
+    At least `least_tokens`. Raises the errors of `plan_with` for that many.
     """
     least = min(least_tokens, config.max_positions)
     tier = plan_with(least).fast_tier

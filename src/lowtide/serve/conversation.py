@@ -27,8 +27,10 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One message. role: system, user, assistant or tool; tool_call_id: of a tool's, which call
-    it answers. reasoning: the thoughts before an assistant's text.
+    """One message of a conversation.
+
+    role: system, user, assistant or tool. tool_call_id: the call that a tool's message answers.
+    reasoning: the thoughts before an assistant's text.
     """
 
     role: str
@@ -91,8 +93,10 @@ def checked_choice(
 
 
 def arguments_of(call: ToolCall) -> Mapping[str, Any]:
-    """A call's arguments, none where nothing is written; a text that is no JSON object, not even
-    with Python's words (a model may write anything), is the one value of `input`.
+    """Return a call's arguments, none where nothing is written.
+
+    A text that is no JSON object, not even with Python's words (a model may write anything), is the
+    one value of `input`.
     """
     try:
         value = loose_json(call.arguments or "{}")
@@ -109,8 +113,10 @@ def joined(texts: Sequence[str]) -> str:
 
 
 def merged(turns: Iterable[Turn]) -> tuple[Turn, ...]:
-    """The same words in as few turns as there can be; a tool's outputs stay apart. APIs divide what
-    a model wrote as one turn into items or messages, and templates want roles in turn.
+    """Merge neighbouring turns of one role; a tool's outputs stay apart.
+
+    APIs divide what a model wrote as one turn into items or messages, and templates want roles in
+    turn.
     """
     runs: list[list[Turn]] = []
     for turn in turns:

@@ -24,8 +24,9 @@ _CLOSED = re.compile(r'(?:"\s*\}?\s*|\\[\\u0-9a-fA-F]*)\Z')
 
 
 def custom_tool(name: str, description: str, grammar: tuple[str, str] | None) -> Tool:
-    """A function of one text. grammar: its syntax and definition; the model is told it, and held to
-    it.
+    """Make a function that takes one text.
+
+    grammar: its syntax and definition; the model is told it, and held to it.
     """
     lark = ""
     if grammar is not None:
@@ -49,9 +50,7 @@ def custom_arguments(text: str) -> str:
 
 
 class CustomInput:
-    """The text of a custom tool's call, from the arguments with which its function is called, as
-    they come.
-    """
+    """Reader of the text of a custom tool's call from its function's arguments, as they come."""
 
     def __init__(self) -> None:
         self._arguments = self._sent = ""
@@ -82,8 +81,10 @@ class CustomInput:
 
 
 def _decoded(text: str) -> str:
-    """What stands in JSON between quotes. A backslash that escapes nothing is one, and line breaks
-    are taken: models forget to escape them.
+    """Decode what stands in JSON between quotes.
+
+    A backslash that escapes nothing is one, and line breaks are taken: models forget to escape
+    them.
     """
     escaped = re.sub(
         r'(\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4}))|\\', lambda found: found[1] or r"\\", text

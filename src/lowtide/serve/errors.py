@@ -61,8 +61,9 @@ class Refusal(Exception):
 
 
 class TooLong(Refusal):
-    """A prompt that leaves no room for the answer that is asked for. is_counted: whether it has
-    no more tokens than that; what is too long is not read to its end.
+    """A prompt that leaves no room for the answer that is asked for.
+
+    is_counted: False for a prompt that was not read to its end, because it is too long anyway.
     """
 
     def __init__(
@@ -212,8 +213,10 @@ def _handle_invalid(request: Request, error: Exception) -> Response:
 
 
 def _fitting(faults: Sequence[Mapping[str, Any]], body: object) -> Mapping[str, Any]:
-    """The first field's fault. Where a value may be of several kinds pydantic finds one for each:
-    the first of the value's own kind is told, or else the innermost.
+    """Choose the fault to tell of the first field.
+
+    Where a value may be of several kinds pydantic finds one for each: the first of the value's own
+    kind is told, or else the innermost.
     """
     of_field = [fault for fault in faults if fault["loc"][:2] == faults[0]["loc"][:2]]
     of_kind = [fault for fault in of_field if not _is_of_another_kind(fault)]

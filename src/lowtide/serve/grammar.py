@@ -45,8 +45,9 @@ _BLAME_S = 1.0
 
 
 class Grammars:
-    """Makes masks for the requests of one model. Owns llguidance's form of its vocabulary, which
-    takes a second to make of a large one.
+    """Maker of masks for the requests of one model.
+
+    Owns llguidance's form of its vocabulary, which takes a second to make of a large one.
     """
 
     def __init__(self, config: ModelConfig, tokenizer: Tokenizer | None) -> None:

@@ -60,8 +60,10 @@ Part = int | str
 
 @dataclass(slots=True)
 class _Visit:
-    """Of a part: the links not followed yet, the most references behind it so far, and whether a
-    reference led to it (1).
+    """The state of a part under way.
+
+    The links not followed yet, the most references behind it so far, and whether a reference led to
+    it (1).
     """
 
     part: Part
@@ -71,8 +73,9 @@ class _Visit:
 
 
 class Links:
-    """What each part of a schema or a grammar leads to: by a reference (1), or as what stands
-    inside it (0).
+    """The parts to which each part of a schema or a grammar leads.
+
+    By a reference (1), or by standing inside it (0).
     """
 
     def __init__(self) -> None:
@@ -207,8 +210,9 @@ def _target(
 
 
 def _json_at(grammar: str, place: int) -> tuple[object, int]:
-    """The JSON value that begins behind `place`, and where it ends; llguidance says of what is none
-    what is wrong with it.
+    """Read the JSON value that begins behind `place`; return it and its end.
+
+    llguidance tells of other text what is wrong with it.
     """
     blanks = _BLANKS.match(grammar, place)
     try:

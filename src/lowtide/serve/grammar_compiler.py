@@ -231,8 +231,9 @@ class GrammarCompiler:
                 self._kept.popitem(last=False)
 
     def _has_room(self, num_bytes: int, end_s: float, is_gone: threading.Event) -> bool:
-        """Whether there is room for a grammar more, once what is only kept gives way and others
-        were waited for.
+        """Return True if there is room for one more grammar.
+
+        Grammars that are only kept give way, and those in use are waited for.
         """
         while sum(each.num_bytes for each in list(self._living)) + num_bytes > MAX_COMPILED_BYTES:
             with self._change:

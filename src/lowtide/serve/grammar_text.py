@@ -97,8 +97,9 @@ class Constraint:
 
 
 class AnswerForm(NamedTuple):
-    """What an answer must be. text: what its text must be, None: any; tools: that it may call, and
-    with `must_call` does.
+    """The form that an answer must have.
+
+    text: of its text, None: any. tools: that it may call, and with `must_call` does.
     """
 
     text: Constraint | None
@@ -140,8 +141,10 @@ class LarkText:
         return name
 
     def schema(self, schema: Mapping[str, Any], is_lenient: bool = False) -> str:
-        """JSON of a schema; lenient: what is not known of it is not enforced. Raises UsageError for
-        integers that would not be kept to exactly.
+        """Write the JSON of a schema as a grammar.
+
+        is_lenient: unknown keywords are not enforced. Raises UsageError for integers that would not
+        be kept to exactly.
         """
         if is_lenient:
             schema = without_inexact(schema)
@@ -170,8 +173,7 @@ class LarkText:
 
 
 class Opening(NamedTuple):
-    """How a call may begin in an answer that need not make one, and the grammar of that one call,
-    from there on.
+    """A way in which a call may begin in an answer that need not make one, and that call's grammar.
 
     mark: a token where `token_id` is given, else letters, and the grammar begins with the token
     that the first of them is in. in_header: of a message in channels; elsewhere it is text.
@@ -310,8 +312,10 @@ def _inline(lark: LarkText, form: CallForm, wanted: AnswerForm) -> str:
 
 
 def _behind_text(lark: LarkText, form: CallForm, ones: Sequence[str], calls: str) -> str:
-    """Text, and calls whose first mark is written as text: a lazy rule has it before any other can
-    go on. Where each call has a mark of its own there is one call.
+    """Write text and calls whose first mark is written as text.
+
+    A lazy rule has it before any other can go on. Where each call has a mark of its own there is
+    one call.
     """
     begin = form.mark(form.begin)
     if not calls.startswith(begin):
@@ -345,8 +349,9 @@ def _raw_arguments(lark: LarkText, tool: Tool) -> str:
 
 
 def _raw_value(lark: LarkText, types: SchemaTypes, schema: object, is_strict: bool) -> str:
-    """A value as it stands, and its end. Strict: Raises UsageError for what a text cannot be held
-    to.
+    """Write a raw value and its end.
+
+    is_strict: raises UsageError for a schema that a text cannot be held to.
     """
     kind = types.of(schema)
     if not kind.is_text or kind.kinds == ALL_KINDS:
@@ -371,8 +376,9 @@ def _mark(tokenizer: Tokenizer, text: str) -> str:
 
 
 def _in_channels(lark: LarkText, tokenizer: Tokenizer, wanted: AnswerForm) -> str:
-    """gpt-oss: analysis as long as it likes, then a call or the final message. The prompt ends with
-    the beginning of a header.
+    """Write gpt-oss's channels: analysis of any length, then a call or the final message.
+
+    The prompt ends with the beginning of a header.
     """
 
     mark = partial(_mark, tokenizer)

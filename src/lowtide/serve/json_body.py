@@ -42,8 +42,10 @@ class JsonRoute(APIRoute):
 
 
 class _JsonRequest(Request):
-    """Its body is parsed and checked before FastAPI looks at it, on the loop, for a second time:
-    what is of the right type by then is taken as it is.
+    """A request whose body is parsed and checked before FastAPI looks at it.
+
+    FastAPI does so on the loop, for a second time: values of the right type by then are taken as
+    they are.
     """
 
     _value: Any = None

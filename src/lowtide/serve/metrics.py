@@ -1,5 +1,6 @@
-"""`/metrics` for Prometheus: vLLM's names with `lowtide:` for `vllm:`, so that its dashboards need
-another prefix alone; the experts' and the queue's besides.
+"""`/metrics` for Prometheus: vLLM's names with `lowtide:` for `vllm:`.
+
+Its dashboards need another prefix alone. The experts' and the queue's metrics come besides.
 """
 
 from __future__ import annotations

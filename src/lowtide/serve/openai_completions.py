@@ -77,9 +77,10 @@ class CompletionBody(SamplingFields):
 
 @dataclass(frozen=True)
 class Placed:
-    """A token whose probability is told. place: where it begins in the text; is_first: of the
-    tokens of a prompt or an answer, whose first space decoders drop; logprobs: None of a prompt's
-    first token, which has no probability.
+    """A token whose probability is told.
+
+    place: where it begins in the text. is_first: of the tokens of a prompt or an answer, whose
+    first space decoders drop. logprobs: None of a prompt's first token, which has no probability.
     """
 
     token_id: int
@@ -90,8 +91,9 @@ class Placed:
 
 @dataclass(frozen=True)
 class Echo:
-    """A prompt that is sent before its answers. tokens: empty where no probabilities are asked
-    for.
+    """A prompt that is sent before its answers.
+
+    tokens: empty where no probabilities are asked for.
     """
 
     text: str
@@ -99,8 +101,9 @@ class Echo:
 
 
 class Places:
-    """Owns where an answer's next token begins. start: characters before the answer; behind: the
-    end of its prompt.
+    """Owner of the place where an answer's next token begins.
+
+    start: characters before the answer. behind: the end of its prompt.
     """
 
     def __init__(

@@ -36,8 +36,9 @@ class _NotQuotable(Exception):
 
 
 def quoted_lark(grammar: str) -> str | None:
-    """The grammar of the inside of a JSON string whose text is of `grammar`; None where that is
-    not certain.
+    """Return the grammar of the inside of a JSON string whose text is of `grammar`.
+
+    None where that is not certain.
     """
     try:
         rules = _PART.sub(_rewritten, grammar)

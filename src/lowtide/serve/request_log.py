@@ -29,8 +29,10 @@ _HIDDEN = re.compile(r"[^A-Za-z0-9_.:/\[\]-]")
 
 @dataclass(frozen=True)
 class Served:
-    """One request that has ended, for those who count. first_s, total_s: since it came; reason:
-    of its end, or abort or error; num_kept: tokens of the prompt whose keys were kept.
+    """One request that has ended, for counters.
+
+    first_s, total_s: since it came. reason: of its end, or abort or error. num_kept: tokens of the
+    prompt whose keys were kept.
     """
 
     reason: str

@@ -24,8 +24,9 @@ SEND_BUFFER_BYTES = 64 << 10
 
 
 def bound_socket(settings: ServeSettings) -> socket.socket:
-    """A socket at the address that will be listened at, so that it is refused before a model is
-    loaded. Raises UsageError.
+    """Bind the server's address, so that it is refused before a model is loaded.
+
+    Raises UsageError.
     """
     host, port = settings.host, settings.port
     try:

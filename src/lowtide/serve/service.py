@@ -221,8 +221,9 @@ class Service:
             )
 
     async def prompt_ids(self, ask: Ask) -> list[int]:
-        """The token ids of what is asked, which has a place in the queue. Raises UsageError, and
-        TooLong as soon as there are more than any prompt may have.
+        """Return the token ids of a request, which has a place in the queue.
+
+        Raises UsageError, and TooLong as soon as there are more than any prompt may have.
         """
         most = self.llm.max_new_tokens(0, ask.params)  # the whole room
         try:
@@ -245,8 +246,9 @@ class Service:
             return len(await self.prompt_ids(ask))
 
     async def in_time(self, start_s: float, work: Awaitable[T]) -> T:
-        """What is awaited for a request that came at `start_s` on the monotonic clock. Raises
-        TimedOut or Draining once nothing more is awaited for it.
+        """Await work for a request that came at `start_s` on the monotonic clock.
+
+        Raises TimedOut or Draining once nothing more is awaited for it.
         """
         limit_s = self.settings.request_timeout_s
         end_s = min(start_s + limit_s, self._end_s)
@@ -313,8 +315,10 @@ class Service:
             await asyncio.gather(making, return_exceptions=True)
 
     def _request(self, ask: Ask, prompt_ids: list[int], is_gone: threading.Event) -> Request:
-        """What the engine is asked; a grammar may take seconds, and is not begun for a client that
-        is gone. Raises TooLong or LowtideError.
+        """Make the engine's request.
+
+        A grammar may take seconds, and is not begun for a client that is gone. Raises TooLong or
+        LowtideError.
         """
         if ask.constraint is not None and ask.conversation is not None:
             _check_is_not_begun(ask.conversation)
@@ -443,8 +447,9 @@ def _check_is_not_begun(conversation: Conversation) -> None:
 
 
 def served_plan(llm: AsyncLLM) -> MemoryPlan:
-    """The plan of a model, and what serving it takes beside: for the process that tries grammars,
-    and for texts as they are tokenised.
+    """Return the plan of a model with the memory that serving it takes beside.
+
+    That is for the process that tries grammars, and for texts as they are tokenised.
     """
     if llm.tokenizer is None:
         return llm.plan

@@ -1,5 +1,6 @@
-"""How answers leave: streams of events, and whole ones; both end what they asked when their client
-goes.
+"""How answers leave: streams of events, and whole ones.
+
+Both end what they asked when their client goes.
 
     async def respond(pieces: AsyncGenerator[Piece, None]) -> Response:
         return EventStream(_events(pieces), ping)
@@ -32,11 +33,10 @@ _HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
 
 class WatchedAnswer(Response, Generic[T]):
-    """A response that is made of pieces and sent, while its client is there; when it goes, both
-    are cancelled and the pieces are closed.
+    """A response that is made of pieces and sent while its client is there.
 
-    respond: is given the pieces once the first is there: what is refused raises before, while a
-    status can still be sent.
+    When the client goes, both are cancelled and the pieces are closed. respond: is given the pieces
+    once the first is there: a refusal is raised before, while a status can still be sent.
     """
 
     def __init__(
@@ -58,10 +58,10 @@ class WatchedAnswer(Response, Generic[T]):
 
 
 class EventStream(StreamingResponse):
-    """Parts as they come, and pings where none come, until there are no more or the client goes;
-    then they are closed.
+    """Stream that sends parts as they come, and pings in silence.
 
-    ping: makes what stands in place of silence, between two parts.
+    It ends with the parts or when the client goes; then they are closed. ping: makes what stands in
+    place of silence, between two parts.
     """
 
     def __init__(
