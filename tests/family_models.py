@@ -322,6 +322,9 @@ def _flatten_config(folder: Path) -> None:
     config["rope_theta"] = rope.pop("rope_theta")
     kind = rope.pop("rope_type")
     rope.pop("type", None)
+    factor = rope.pop("partial_rotary_factor", 0.5)
+    if factor != 0.5:  # GLM's where its config names none
+        config["partial_rotary_factor"] = factor
     config["rope_scaling"] = None if kind == "default" else {"type": kind, **rope}
     config["torch_dtype"] = config.pop("dtype")
     path.write_text(json.dumps(config))

@@ -73,14 +73,14 @@ def grouped_attention(
     fields: Fields,
     *,
     can_stretch: bool = False,
-    can_be_partial: bool = False,
+    usual_factor: float | None = None,
     has_qk_norm: bool = False,
     has_qkv_bias: bool = False,
     windows: tuple[int, ...] = (),
 ) -> AttentionSpec:
     """Read attention whose heads share keys and values in groups.
 
-    can_stretch, can_be_partial: see `read_rope`.
+    can_stretch, usual_factor: see `read_rope`.
     """
     num_heads = fields.integer("num_attention_heads", low=1, high=MAX_HEADS)
     head_dim = _head_dim(fields, width(fields, "hidden_size"), num_heads)
@@ -90,7 +90,7 @@ def grouped_attention(
             "num_key_value_heads", low=1, high=MAX_HEADS, default=num_heads
         ),
         head_dim=head_dim,
-        rope=read_rope(fields, head_dim, max_positions(fields), can_stretch, can_be_partial),
+        rope=read_rope(fields, head_dim, max_positions(fields), can_stretch, usual_factor),
         has_qk_norm=has_qk_norm,
         has_qkv_bias=has_qkv_bias,
         windows=windows,

@@ -52,12 +52,13 @@ def read_rope(
     head_dim: int,
     max_positions: int,
     can_stretch: bool = False,
-    can_be_partial: bool = False,
+    usual_factor: float | None = None,
 ) -> Rope:
     """Read the rotary embedding of a family that rotates heads of `head_dim`.
 
     With `can_stretch` it may be made for longer contexts than it was trained on, in one of the ways
-    of `_STRETCHES`; with `can_be_partial` some dimensions may stay unrotated.
+    of `_STRETCHES`. usual_factor: the share of dimensions that rotate where the config names none;
+    without it all have to.
     """
     said = [
         _Said(
@@ -78,8 +79,8 @@ def read_rope(
     if stretch.yarn is not None and theta == 1:
         raise ConfigError("config.json: a rope_theta of 1 has no frequencies for YaRN to stretch.")
     factor = _agreed("partial_rotary_factor", [each.factor for each in said])
-    rotary_dim = _rotary_dim(fields, head_dim, factor)
-    if rotary_dim != head_dim and not can_be_partial:
+    rotary_dim = _rotary_dim(fields, head_dim, factor, usual_factor or 1.0)
+    if rotary_dim != head_dim and usual_factor is None:
         raise UnsupportedError(
             f"config.json: {rotary_dim} of {head_dim} dimensions rotate (partial_rotary_factor, "
             "rotary_dim); in this family all do."
@@ -150,11 +151,11 @@ def _nested(fields: Fields, name: str, max_positions: int, can_stretch: bool) ->
     return said
 
 
-def _rotary_dim(fields: Fields, head_dim: int, factor: float | None) -> int:
+def _rotary_dim(fields: Fields, head_dim: int, factor: float | None, usual: float) -> int:
     rotary_dim = fields.optional_integer("rotary_dim", low=2, high=MAX_HEADS)
     from_factor = None if factor is None else float(int(head_dim * factor))
     rotating = _agreed("rotary_dim (partial_rotary_factor * head_dim)", [rotary_dim, from_factor])
-    return head_dim if rotating is None else int(rotating)
+    return int(head_dim * usual) if rotating is None else int(rotating)
 
 
 def _linear(inner: Fields, max_positions: int) -> _Stretch:

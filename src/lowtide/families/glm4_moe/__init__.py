@@ -17,7 +17,7 @@ def read(fields: Fields, origin: Origin) -> ModelConfig:
     attention = keys.grouped_attention(
         fields,
         can_stretch=True,
-        can_be_partial=True,
+        usual_factor=0.5,
         has_qk_norm=fields.boolean("use_qk_norm", default=False),
         has_qkv_bias=fields.boolean("attention_bias", default=False),
     )

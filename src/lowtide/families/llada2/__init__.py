@@ -37,7 +37,7 @@ def read(fields: Fields, origin: Origin, can_stretch: bool = False) -> ModelConf
         fields,
         origin,
         keys.grouped_attention(
-            fields, can_stretch=can_stretch, can_be_partial=True, has_qk_norm=has_qk_norm
+            fields, can_stretch=can_stretch, usual_factor=1.0, has_qk_norm=has_qk_norm
         ),
         experts,
         dense_size=keys.width(fields, "intermediate_size"),
