@@ -13,7 +13,6 @@ import logging
 import math
 import re
 import secrets
-import sys
 import threading
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
@@ -61,9 +60,6 @@ LAST_WORDS_S = 2.0
 
 SPARE_THREADS = 16
 """Beside one for each request: for what counts tokens, looks at counters and gives memory back."""
-
-SWITCH_S = 0.0005
-"""How long a thread may keep Python's lock while another waits for it."""
 
 IDLE_S = 2.0
 """Between two looks at the system's memory."""
@@ -141,14 +137,10 @@ class Service:
         # What is there now stays: to look through it takes Python's lock for a tenth of a second.
         gc.collect()
         gc.freeze()
-        # The engine's thread takes that lock between products: a busy loop would keep it 5 ms.
-        interval_s = sys.getswitchinterval()
-        sys.setswitchinterval(min(interval_s, SWITCH_S))
         idling = asyncio.create_task(self._idle())
         try:
             yield
         finally:
-            sys.setswitchinterval(interval_s)
             gc.unfreeze()
             idling.cancel()
             self.drain(SHUTDOWN_S - LAST_WORDS_S)
