@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -11,6 +10,7 @@ from lowtide.lab.bench import Spread
 from lowtide.plan import OWN_FORMAT
 from reporting import memory
 from reporting.data import parts
+from reporting.forms import reads
 from reporting.fronts import front_picture
 from reporting.locality import locality
 from reporting.pages import Block
@@ -147,7 +147,7 @@ def offload(results: Results, page: Path) -> str:
     own = {_share(line): turns for line, turns in ours if _weights(line) == OWN_FORMAT}
     rows: list[Row] = []
     for line, turns in ours:
-        cells = (_share(line), "lowtide", _weights(line), with_range(turns), _reads(line))
+        cells = (_share(line), "lowtide", _weights(line), with_range(turns), reads(line))
         rows.append(([line], (*cells, percent(line["resident_share"]), _peak(line), "")))
     for line, turns in _timed(results, "offload", peer, "tokens_per_s"):
         share, engine = _share(line), f"{peer}, page cache {line['page_cache']}"
@@ -272,15 +272,6 @@ def _timed(
 
 def _engine(line: Line) -> Cell:
     return line["lane"] if line["lane"] in ("lowtide", "llama.cpp") else f"lowtide, {line['lane']}"
-
-
-def _reads(line: Line) -> Cell:
-    """Bytes over the whole time, computing included, and the share of what the disk gave then."""
-    if not line["read_bytes"]:
-        return "none"
-    rate = line["read_bytes"] / (line["num_forwards"] * line["s_per_forward"]) / 1e9
-    ceiling = statistics.mean(line[f"random_read_{when}_GBps"] for when in ("before", "after"))
-    return f"{number(rate)} GB/s, {percent(rate / ceiling)} of the ceiling"
 
 
 def _weights(line: Line) -> Cell:

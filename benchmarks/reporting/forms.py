@@ -78,7 +78,7 @@ def _of_two(line: Line, one: str, other: str, form: str) -> Cell:
     return tie if form == "tie" else percent(1 - ours.median / theirs.median) + tie
 
 
-def _reads(line: Line) -> Cell:
+def reads(line: Line) -> Cell:
     """Bytes over the whole time, computing included, and the share of what the disk gave then."""
     if not line["read_bytes"]:
         return "none"
@@ -128,7 +128,7 @@ FORMS = {
 }
 """Forms of one value."""
 OF_LINES = {
-    "reads": _reads,
+    "reads": reads,
     "without token": _without_token,
     "peers": _peers,
     "lost": lost,
