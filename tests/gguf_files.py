@@ -199,18 +199,22 @@ def _of_deepseek(writer: gguf.GGUFWriter, config: Any) -> None:
         writer.add_rope_scaling_yarn_log_mul(0.1 * rope["mscale_all_dim"])
 
 
-def _of_glm(writer: gguf.GGUFWriter, config: Any) -> None:
-    writer.add_expert_count(config.n_routed_experts)
-    rotary = config.head_dim * config.rope_parameters["partial_rotary_factor"]
-    writer.add_rope_dimension_count(int(rotary))
+def _of_sigmoid_router(writer: gguf.GGUFWriter, config: Any) -> None:
     writer.add_leading_dense_block_count(config.first_k_dense_replace)
     writer.add_expert_feed_forward_length(config.moe_intermediate_size)
-    writer.add_expert_shared_count(config.n_shared_experts)
     writer.add_expert_weights_scale(config.routed_scaling_factor)
     writer.add_expert_weights_norm(config.norm_topk_prob)
     writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
     writer.add_expert_group_count(config.n_group)
     writer.add_expert_group_used_count(config.topk_group)
+
+
+def _of_glm(writer: gguf.GGUFWriter, config: Any) -> None:
+    writer.add_expert_count(config.n_routed_experts)
+    rotary = config.head_dim * config.rope_parameters["partial_rotary_factor"]
+    writer.add_rope_dimension_count(int(rotary))
+    writer.add_expert_shared_count(config.n_shared_experts)
+    _of_sigmoid_router(writer, config)
 
 
 def _of_gpt_oss(writer: gguf.GGUFWriter, config: Any) -> None:
@@ -222,15 +226,9 @@ def _of_gpt_oss(writer: gguf.GGUFWriter, config: Any) -> None:
 def _of_ling(writer: gguf.GGUFWriter, config: Any) -> None:
     writer.add_expert_count(config.num_experts)
     writer.add_rope_dimension_count(config.rotary_dim)
-    writer.add_leading_dense_block_count(config.first_k_dense_replace)
-    writer.add_expert_feed_forward_length(config.moe_intermediate_size)
     writer.add_expert_shared_feed_forward_length(config.moe_intermediate_size)
     writer.add_expert_shared_count(config.num_shared_experts)
-    writer.add_expert_weights_scale(config.routed_scaling_factor)
-    writer.add_expert_weights_norm(config.norm_topk_prob)
-    writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
-    writer.add_expert_group_count(config.n_group)
-    writer.add_expert_group_used_count(config.topk_group)
+    _of_sigmoid_router(writer, config)
     if config.num_predicting:
         writer.add_nextn_predict_layers(config.num_predicting)
 
