@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import gguf
@@ -13,9 +15,10 @@ from gguf_files import copy_metadata, finish, write_gguf
 from gguf_oracle import random_model
 
 from lowtide.config import ModelConfig
-from lowtide.errors import ConfigError, UnsupportedError
+from lowtide.errors import ConfigError, InternalError, UnsupportedError
+from lowtide.families import Family, families, gguf_architecture, register, unregister
 from lowtide.families.deepseek_v2.gguf import GGUF
-from lowtide.families.gguf import GgufKeys
+from lowtide.families.gguf import GgufArchitecture, GgufKeys
 from lowtide.families.gpt_oss.gguf import GGUF as GPT_OSS
 from lowtide.llm import LLM, plan_model
 from lowtide.model_folder.gguf_model import GgufModel
@@ -146,6 +149,40 @@ def test_groups_of_deepseek_v2_are_those_that_it_has(
     metadata = {f"deepseek2.{key}": value for key, value in values.items()}
     config = GGUF.config(GgufKeys("deepseek2", metadata, {}))
     assert (config["topk_method"], config.get("topk_group")) == groups
+
+
+def test_families_may_share_a_name_in_gguf_files() -> None:
+    gguf_of = partial(GgufArchitecture, name="shared", config=lambda keys: {}, names={})
+    sparse = gguf_of(suits=lambda keys: keys.get("expert_count") is not None)
+    tensor = gguf_of(suits=lambda keys: "blk.0.attn_x.weight" in keys.shapes)
+    rest = gguf_of()
+
+    def chosen(shapes: dict[str, tuple[int, ...]], **said: int) -> GgufArchitecture:
+        values = {f"shared.{key}": value for key, value in said.items()}
+        metadata = {"general.architecture": "shared", **values}
+        return gguf_architecture(metadata, GgufKeys("shared", metadata, shapes))
+
+    def family(name: str, architecture: GgufArchitecture) -> Family:
+        return replace(families()["mixtral"], name=name, architectures=(name,), gguf=architecture)
+
+    made = {"t": tensor, "s": sparse}
+    try:
+        for name, architecture in made.items():
+            register(family(name, architecture))
+        with pytest.raises(UnsupportedError, match="'shared' is computed for other models, not "):
+            chosen({})
+        register(family("r", rest))
+        made["r"] = rest
+        assert chosen({}) is rest
+        assert chosen({}, expert_count=8) is sparse
+        assert chosen({"blk.0.attn_x.weight": (4, 4)}) is tensor
+        with pytest.raises(InternalError, match="2 families take the same shared model"):
+            chosen({"blk.0.attn_x.weight": (4, 4)}, expert_count=8)
+        with pytest.raises(ValueError, match="The family q: GGUF's shared is taken"):
+            register(family("q", rest))
+    finally:
+        for name in made:
+            unregister(name)
 
 
 def test_layers_with_a_window_are_those_that_the_file_says(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from lowtide.cli.app import app
 from lowtide.errors import CheckpointError, ConfigError, UnsupportedError, UsageError
 from lowtide.families import (
     families,
-    gguf_architecture,
+    gguf_architectures,
     read_config,
     read_config_in,
     supported_architectures,
@@ -100,7 +100,7 @@ def test_every_other_model_has_a_name_a_reason_and_a_way_out(
 def test_every_other_gguf_architecture_too(name: str) -> None:
     metadata = {"general.architecture": name, f"{name}.block_count": 2}
     try:
-        gguf_architecture(metadata)
+        gguf_architectures(metadata)
     except UnsupportedError as refusal:
         named = re.search(r"It is ([^:]+): (.+?)\. Models that do run: [\w-]+/", str(refusal))
         assert named is not None, refusal

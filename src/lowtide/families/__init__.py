@@ -12,6 +12,7 @@ from lowtide.families.family import Family
 from lowtide.families.registry import (
     families,
     gguf_architecture,
+    gguf_architectures,
     read_config,
     read_config_in,
     register,
@@ -25,6 +26,7 @@ __all__ = [
     "SynthSize",
     "families",
     "gguf_architecture",
+    "gguf_architectures",
     "read_config",
     "read_config_in",
     "register",

@@ -165,11 +165,16 @@ Config = dict[str, object]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GgufArchitecture:
-    """A family under its GGUF name. config: converts metadata to the keys of `config.json`."""
+    """A family under its GGUF name, which other families may share.
+
+    config: converts metadata to the keys of `config.json`.
+    suits: tells a model of this family from others of the name; None: all that suit no other.
+    """
 
     name: str
     config: Callable[[GgufKeys], Config]
     names: Names
+    suits: Callable[[GgufKeys], bool] | None = None
 
     def name_of(self, tensor: str) -> str | RearrangedTensor | None:
         """Return our name of a file's tensor, or None if it is unknown."""

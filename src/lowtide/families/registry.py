@@ -18,10 +18,10 @@ from lowtide.config.quantisation import MODELOPT_NAME, with_modelopt
 from lowtide.config.sampling import read_sampling
 from lowtide.config.token_ids import read_eos_token_ids
 from lowtide.core import NOTHING
-from lowtide.errors import ConfigError, UnsupportedError
+from lowtide.errors import ConfigError, InternalError, UnsupportedError
 from lowtide.families.family import Family
-from lowtide.families.gguf import GgufArchitecture
-from lowtide.families.unsupported import runs, why_unsupported
+from lowtide.families.gguf import GgufArchitecture, GgufKeys
+from lowtide.families.unsupported import SOME_THAT_RUN, runs, why_unsupported
 from lowtide.files.json_file import read_object, shown
 
 MAX_CONFIG_BYTES = 16 << 20
@@ -43,12 +43,19 @@ def own_names() -> tuple[str, ...]:
 
 def register(family: Family) -> None:
     """Register a family; raises ValueError if a name or architecture is taken."""
-    taken = {family.name, *family.architectures} & {
-        name for other in _registered.values() for name in (other.name, *other.architectures)
+    taken = _taken_by(family) & {
+        name for other in _registered.values() for name in _taken_by(other)
     }
     if taken:
         raise ValueError(f"The family {family.name}: {', '.join(sorted(taken))} is taken.")
     _registered[family.name] = family
+
+
+def _taken_by(family: Family) -> set[str]:
+    """Return all names that no other family may have."""
+    gguf = family.gguf
+    of_gguf = {f"GGUF's {gguf.name}"} if gguf is not None and gguf.suits is None else set()
+    return {family.name, *family.architectures, *of_gguf}
 
 
 def unregister(name: str) -> None:
@@ -61,21 +68,40 @@ def supported_architectures() -> tuple[str, ...]:
     return tuple(sorted(name for each in families().values() for name in each.architectures))
 
 
-def gguf_architecture(metadata: Mapping[str, object]) -> GgufArchitecture:
-    """Return the architecture of a GGUF file's metadata.
+def gguf_architectures(metadata: Mapping[str, object]) -> tuple[GgufArchitecture, ...]:
+    """Return the architectures that a GGUF file's metadata may mean by their name.
 
     Raises UnsupportedError for an unsupported one, ConfigError if none is named.
     """
     name = metadata.get("general.architecture")
     if not isinstance(name, str):
         raise ConfigError("it names no general.architecture.")
-    known = {each.gguf.name: each.gguf for each in families().values() if each.gguf is not None}
-    if name not in known:
+    known = [each.gguf for each in families().values() if each.gguf is not None]
+    found = tuple(each for each in known if each.name == name)
+    if not found:
         raise UnsupportedError(
             f"the architecture {shown(name)} is not read from GGUF files. "
             f"{why_unsupported([name], metadata)}"
         )
-    return known[name]
+    return found
+
+
+def gguf_architecture(metadata: Mapping[str, object], keys: GgufKeys) -> GgufArchitecture:
+    """Return the one of `gguf_architectures` that suits the model; keys: of the same metadata.
+
+    Raises UnsupportedError if none does.
+    """
+    known = gguf_architectures(metadata)
+    suited = [each for each in known if each.suits is not None and each.suits(keys)]
+    rest = [each for each in known if each.suits is None]
+    if len(suited) > 1:
+        raise InternalError(f"{len(suited)} families take the same {known[0].name} model.")
+    if not suited and not rest:
+        raise UnsupportedError(
+            f"the architecture {shown(known[0].name)} is computed for other models, not for this "
+            f"one. {SOME_THAT_RUN}"
+        )
+    return (suited or rest)[0]
 
 
 def read_config_in(folder: Path, overrides: Mapping[str, object] = NOTHING) -> ModelConfig:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -19,7 +20,7 @@ import numpy as np
 from lowtide.config import ModelConfig
 from lowtide.core import NOTHING
 from lowtide.errors import CheckpointError, ConfigError, StorageError, UnsupportedError
-from lowtide.families import gguf_architecture, read_config
+from lowtide.families import gguf_architecture, gguf_architectures, read_config
 from lowtide.families.gguf import (
     FUSED_QKV,
     GgufArchitecture,
@@ -78,14 +79,14 @@ class GgufModel:
         UnsupportedError for an unsupported architecture or type.
         """
         first = read_header(path)
-        try:
-            architecture = gguf_architecture(first.metadata)
-        except (ConfigError, UnsupportedError) as error:
-            raise type(error)(f"{path}: {error}{own_name(first.metadata)}") from None
+        with _named(path, first.metadata):
+            gguf_architectures(first.metadata)  # refused before the other files are read
         if first.file.num_bytes > first.num_bytes:
             _check_not_joined(first, read_part)
         headers = (first, *map(read_header, _others(path, first)))
         _check_split(headers)
+        with _named(path, first.metadata):
+            architecture = gguf_architecture(first.metadata, _keys(headers, read_part))
         return cls(headers, architecture, read_part)
 
     @property
@@ -98,8 +99,7 @@ class GgufModel:
 
     def config(self, overrides: Mapping[str, object] = NOTHING) -> ModelConfig:
         """Return the model's configuration; `overrides` and errors as in `read_config_in`."""
-        shapes = {n: t.shape for header in self.headers for n, t in header.tensors.items()}
-        keys = GgufKeys(self.architecture.name, self.metadata, shapes, self._vector)
+        keys = _keys(self.headers, self.read_part)
         try:
             config = {**self.architecture.config(keys), **_token_ids(self.metadata)}
             return read_config(config, overrides=overrides)
@@ -110,24 +110,6 @@ class GgufModel:
             raise UnsupportedError(
                 f"{self.path}, as a config.json: {error}{name} {SOME_THAT_RUN}"
             ) from None
-
-    def _vector(self, name: str) -> list[float]:
-        """Read the numbers of a short tensor.
-
-        Raises CheckpointError for other tensors, StorageError if it cannot be read.
-        """
-        header = next(each for each in self.headers if name in each.tensors)
-        tensor = header.tensors[name]
-        if tensor.format.name != "F32" or tensor.num_bytes > _MAX_VECTOR_BYTES:
-            raise CheckpointError(
-                f"{header.file.path}: tensor {shown(name)} is {tensor.format.name} of shape "
-                f"{list(tensor.shape)}, not a short vector of float32."
-            )
-        data = self.read_part(header.file, tensor.offset, tensor.num_bytes)
-        if len(data) < tensor.num_bytes:
-            raise StorageError(f"{header.file.path} ends inside {shown(name)}; fetch it again.")
-        numbers: list[float] = np.frombuffer(data, "<f4").tolist()
-        return numbers
 
     def tokenizer(self) -> Tokenizer | None:
         """Return the tokenizer, or None without one. Raises CheckpointError or UnsupportedError."""
@@ -188,6 +170,44 @@ class GgufModel:
                 place = (tensor.format, (count, *tensor.shape[1:]), offset, count * row_bytes)
                 yield name.replace(FUSED_QKV, f".attn_{part}."), GgufTensor(*place)
                 offset += count * row_bytes
+
+
+@contextmanager
+def _named(path: Path, metadata: Metadata) -> Iterator[None]:
+    """Name the file in errors about its architecture."""
+    try:
+        yield
+    except (ConfigError, UnsupportedError) as error:
+        raise type(error)(f"{path}: {error}{own_name(metadata)}") from None
+
+
+def _keys(headers: Sequence[GgufHeader], read_part: ReadPart) -> GgufKeys:
+    metadata = headers[0].metadata
+    shapes = {name: tensor.shape for each in headers for name, tensor in each.tensors.items()}
+
+    def vector(name: str) -> list[float]:
+        header = next(each for each in headers if name in each.tensors)
+        return _short_vector(header, name, read_part)
+
+    return GgufKeys(str(metadata["general.architecture"]), metadata, shapes, vector)
+
+
+def _short_vector(header: GgufHeader, name: str, read_part: ReadPart) -> list[float]:
+    """Read the numbers of a short tensor.
+
+    Raises CheckpointError for other tensors, StorageError if it cannot be read.
+    """
+    tensor = header.tensors[name]
+    if tensor.format.name != "F32" or tensor.num_bytes > _MAX_VECTOR_BYTES:
+        raise CheckpointError(
+            f"{header.file.path}: tensor {shown(name)} is {tensor.format.name} of shape "
+            f"{list(tensor.shape)}, not a short vector of float32."
+        )
+    data = read_part(header.file, tensor.offset, tensor.num_bytes)
+    if len(data) < tensor.num_bytes:
+        raise StorageError(f"{header.file.path} ends inside {shown(name)}; fetch it again.")
+    numbers: list[float] = np.frombuffer(data, "<f4").tolist()
+    return numbers
 
 
 class _Found(NamedTuple):
