@@ -16,10 +16,16 @@ from torch import Tensor
 from transformers import (
     DeepseekV2Config,
     DeepseekV2ForCausalLM,
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
+    Glm4MoeLiteConfig,
+    Glm4MoeLiteForCausalLM,
     GptOssConfig,
     GptOssForCausalLM,
+    MiniMaxM2Config,
+    MiniMaxM2ForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
     OlmoeConfig,
@@ -199,6 +205,40 @@ def _glm4_moe(rng: random.Random) -> tuple[type, type, dict[str, Any]]:
     return Glm4MoeConfig, Glm4MoeForCausalLM, values
 
 
+def _deepseek_v3(rng: random.Random) -> tuple[type, type, dict[str, Any]]:
+    _, _, latent = _deepseek_v2(rng)
+    num_layers, num_dense = rng.choice([(2, 0), (3, 1), (4, 2)])
+    values: dict[str, Any] = {
+        **{name: value for name, value in latent.items() if name != "topk_method"},
+        "num_hidden_layers": num_layers,
+        "first_k_dense_replace": num_dense,
+        "norm_topk_prob": rng.random() < 0.8,
+        "rope_interleave": rng.random() < 0.8,
+    }
+    return DeepseekV3Config, DeepseekV3ForCausalLM, values
+
+
+def _glm4_moe_lite(rng: random.Random) -> tuple[type, type, dict[str, Any]]:
+    _, _, values = _deepseek_v3(rng)
+    num_dense = values.pop("first_k_dense_replace")
+    kinds = ["dense"] * num_dense + ["sparse"] * (values["num_hidden_layers"] - num_dense)
+    heads = dict.fromkeys(("num_attention_heads", "num_key_value_heads"), rng.choice([2, 3]))
+    values = {**values, **heads, "mlp_layer_types": kinds}
+    return Glm4MoeLiteConfig, Glm4MoeLiteForCausalLM, values
+
+
+def _minimax_m2(rng: random.Random) -> tuple[type, type, dict[str, Any]]:
+    values: dict[str, Any] = {
+        "head_dim": rng.choice([8, 16]),
+        "num_local_experts": rng.choice([4, 9, 16]),
+        "rope_parameters": {
+            **(_yarn(rng) if rng.random() < 0.3 else common(rng)["rope_parameters"]),
+            "partial_rotary_factor": rng.choice([0.5, 0.5, 1.0]),
+        },
+    }
+    return MiniMaxM2Config, MiniMaxM2ForCausalLM, values
+
+
 def _gpt_oss(rng: random.Random) -> tuple[type, type, dict[str, Any]]:
     num_layers = rng.choice([2, 3])
     kinds = [rng.choice(["sliding_attention", "full_attention"]) for _ in range(num_layers)]
@@ -224,6 +264,9 @@ FAMILIES: Mapping[str, Callable[[random.Random], tuple[type, type, dict[str, Any
     "olmoe": _olmoe,
     "deepseek_v2": _deepseek_v2,
     "glm4_moe": _glm4_moe,
+    "deepseek_v3": _deepseek_v3,
+    "glm4_moe_lite": _glm4_moe_lite,
+    "minimax_m2": _minimax_m2,
     "gpt_oss": _gpt_oss,
 }
 
@@ -323,7 +366,9 @@ def _flatten_config(folder: Path) -> None:
     kind = rope.pop("rope_type")
     rope.pop("type", None)
     factor = rope.pop("partial_rotary_factor", 0.5)
-    if factor != 0.5:  # GLM's where its config names none
+    if config["model_type"] == "minimax_m2":
+        config["rotary_dim"] = int(factor * config["head_dim"])
+    elif factor != 0.5:  # GLM's where its config names none
         config["partial_rotary_factor"] = factor
     config["rope_scaling"] = None if kind == "default" else {"type": kind, **rope}
     config["torch_dtype"] = config.pop("dtype")

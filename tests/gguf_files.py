@@ -171,8 +171,7 @@ def _of_mixtral(writer: gguf.GGUFWriter, config: Any) -> None:
     writer.add_rope_dimension_count(config.hidden_size // config.num_attention_heads)
 
 
-def _of_deepseek(writer: gguf.GGUFWriter, config: Any) -> None:
-    writer.add_leading_dense_block_count(config.first_k_dense_replace)
+def _of_latent_attention(writer: gguf.GGUFWriter, config: Any) -> None:
     if config.q_lora_rank:
         writer.add_q_lora_rank(config.q_lora_rank)
     writer.add_kv_lora_rank(config.kv_lora_rank)
@@ -185,22 +184,29 @@ def _of_deepseek(writer: gguf.GGUFWriter, config: Any) -> None:
         writer.add_value_length(config.kv_lora_rank)
         writer.add_key_length_mla(head_dim)
         writer.add_value_length_mla(config.v_head_dim)
-    writer.add_expert_count(config.n_routed_experts)
-    writer.add_expert_feed_forward_length(config.moe_intermediate_size)
-    writer.add_expert_shared_count(config.n_shared_experts)
-    writer.add_expert_weights_scale(config.routed_scaling_factor)
-    writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SOFTMAX)
     writer.add_rope_dimension_count(config.qk_rope_head_dim)
-    if config.topk_method != "greedy":
-        writer.add_expert_group_count(config.n_group)
-        writer.add_expert_group_used_count(config.topk_group)
     rope = config.rope_parameters
     if rope["rope_type"] == "yarn":
         writer.add_rope_scaling_yarn_log_mul(0.1 * rope["mscale_all_dim"])
 
 
-def _of_sigmoid_router(writer: gguf.GGUFWriter, config: Any) -> None:
+def _of_deepseek(writer: gguf.GGUFWriter, config: Any) -> None:
+    _of_latent_attention(writer, config)
     writer.add_leading_dense_block_count(config.first_k_dense_replace)
+    writer.add_expert_count(config.n_routed_experts)
+    writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    writer.add_expert_shared_count(config.n_shared_experts)
+    writer.add_expert_weights_scale(config.routed_scaling_factor)
+    writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SOFTMAX)
+    if config.topk_method != "greedy":
+        writer.add_expert_group_count(config.n_group)
+        writer.add_expert_group_used_count(config.topk_group)
+
+
+def _of_sigmoid_router(writer: gguf.GGUFWriter, config: Any) -> None:
+    kinds = getattr(config, "mlp_layer_types", None) or []
+    num_dense = kinds.count("dense") if kinds else config.first_k_dense_replace
+    writer.add_leading_dense_block_count(num_dense)
     writer.add_expert_feed_forward_length(config.moe_intermediate_size)
     writer.add_expert_weights_scale(config.routed_scaling_factor)
     writer.add_expert_weights_norm(config.norm_topk_prob)
@@ -215,6 +221,21 @@ def _of_glm(writer: gguf.GGUFWriter, config: Any) -> None:
     writer.add_rope_dimension_count(int(rotary))
     writer.add_expert_shared_count(config.n_shared_experts)
     _of_sigmoid_router(writer, config)
+
+
+def _of_deepseek_v3(writer: gguf.GGUFWriter, config: Any) -> None:
+    _of_latent_attention(writer, config)
+    writer.add_expert_count(config.n_routed_experts)
+    writer.add_expert_shared_count(config.n_shared_experts)
+    _of_sigmoid_router(writer, config)
+
+
+def _of_minimax(writer: gguf.GGUFWriter, config: Any) -> None:
+    writer.add_expert_count(config.num_local_experts)
+    writer.add_expert_feed_forward_length(config.intermediate_size)
+    writer.add_expert_gating_func(gguf.ExpertGatingFuncType.SIGMOID)
+    rotary = config.head_dim * config.rope_parameters["partial_rotary_factor"]
+    writer.add_rope_dimension_count(int(rotary))
 
 
 def _of_gpt_oss(writer: gguf.GGUFWriter, config: Any) -> None:
@@ -240,6 +261,9 @@ _OF_FAMILY: dict[str, Callable[[gguf.GGUFWriter, Any], None]] = {
     "mixtral": _of_mixtral,
     "deepseek_v2": _of_deepseek,
     "glm4_moe": _of_glm,
+    "deepseek_v3": _of_deepseek_v3,
+    "glm4_moe_lite": _of_deepseek_v3,
+    "minimax_m2": _of_minimax,
     "gpt_oss": _of_gpt_oss,
     "bailing_moe_v2": _of_ling,
 }
@@ -251,6 +275,9 @@ ARCHITECTURES = {
     "mixtral": gguf.MODEL_ARCH.LLAMA,
     "deepseek_v2": gguf.MODEL_ARCH.DEEPSEEK2,
     "glm4_moe": gguf.MODEL_ARCH.GLM4_MOE,
+    "deepseek_v3": gguf.MODEL_ARCH.DEEPSEEK2,
+    "glm4_moe_lite": gguf.MODEL_ARCH.DEEPSEEK2,
+    "minimax_m2": gguf.MODEL_ARCH.MINIMAXM2,
     "gpt_oss": gguf.MODEL_ARCH.GPT_OSS,
 }
 

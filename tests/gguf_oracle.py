@@ -39,6 +39,9 @@ SIZES: Mapping[str, Mapping[str, Any]] = {
     "mixtral": {"num_local_experts": 6, "head_dim": None},
     "deepseek_v2": {"moe_intermediate_size": WIDTH, "n_shared_experts": 1},
     "glm4_moe": {"moe_intermediate_size": WIDTH, "n_shared_experts": 1},
+    "deepseek_v3": {"moe_intermediate_size": WIDTH, "rope_interleave": True},
+    "glm4_moe_lite": {"moe_intermediate_size": WIDTH, "rope_interleave": True},
+    "minimax_m2": {"num_local_experts": 6},
     "gpt_oss": {"num_local_experts": 6, "layer_types": None},
 }
 

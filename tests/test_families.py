@@ -209,6 +209,9 @@ PUBLISHED = {
     "deepseek_v2": (5_291, 15.706, 31_104),
     "bailing_moe_v2": (14_813, 16.256, 40_960),
     "glm4_moe": (17_925, 106.852, 188_416),
+    "deepseek_v3": (5_317, 15.960, 31_104),
+    "glm4_moe_lite": (9_491, 29.943, 54_144),
+    "minimax_m2": (48_239, 228.690, 253_952),
     "gpt_oss": (459, 20.915, 49_152),
 }
 """Tensors, parameters in units of 10**9, bytes of KV cache per token in bfloat16."""
@@ -393,8 +396,10 @@ def test_a_bias_that_the_config_denies_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("family", NAMES)
 def test_routers_keep_the_precision_of_their_family(family: str) -> None:
     is_float32 = families()[family].model().is_float32
-    has_fp32_router = family in ("deepseek_v2", "bailing_moe_v2", "glm4_moe")
-    assert is_float32("model.layers.1.mlp.gate.weight") == has_fp32_router
+    layer = "block_sparse_moe" if family == "minimax_m2" else "mlp"
+    of_float32 = ("deepseek_v2", "bailing_moe_v2", "glm4_moe", "deepseek_v3", "glm4_moe_lite")
+    has_fp32_router = family in (*of_float32, "minimax_m2")
+    assert is_float32(f"model.layers.1.{layer}.gate.weight") == has_fp32_router
     assert not is_float32("model.layers.1.mlp.gate_proj.weight")
 
 

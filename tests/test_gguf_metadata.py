@@ -185,6 +185,44 @@ def test_families_may_share_a_name_in_gguf_files() -> None:
             unregister(name)
 
 
+@pytest.mark.parametrize(
+    ("said", "shapes", "family"),
+    [
+        ({}, {}, "deepseek_v2"),
+        ({"expert_gating_func": 1}, {}, "deepseek_v2"),
+        ({"expert_gating_func": 1, "vocab_size": 154880}, {}, "deepseek_v2"),
+        ({"expert_gating_func": 2}, {}, "deepseek_v3"),
+        ({"expert_gating_func": 2, "vocab_size": 154880}, {}, "glm4_moe_lite"),
+        # Of January 2026, which do not name the function.
+        ({"vocab_size": 154880}, {}, "glm4_moe_lite"),
+        ({}, {"token_embd.weight": (154880, 64)}, "glm4_moe_lite"),
+        ({}, {"token_embd.weight": (64, 64), "blk.1.exp_probs_b.bias": (64,)}, "deepseek_v3"),
+    ],
+    ids=str,
+)
+def test_metadata_tell_the_models_of_deepseek2_apart(
+    said: dict[str, int], shapes: dict[str, tuple[int, ...]], family: str
+) -> None:
+    metadata = {f"deepseek2.{key}": value for key, value in said.items()}
+    keys = GgufKeys("deepseek2", metadata, shapes)
+    chosen = gguf_architecture({"general.architecture": "deepseek2", **metadata}, keys)
+    assert chosen is families()[family].gguf
+
+
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        ({"expert_gating_func": 4}, "deepseek2.expert_gating_func 4 is not supported, only 0 and"),
+        ({"expert_weights_norm": True}, "expert_weights_norm True is not supported, only False"),
+    ],
+)
+def test_routing_that_no_deepseek_has_is_refused(said: dict[str, object], message: str) -> None:
+    metadata = {f"deepseek2.{key}": value for key, value in said.items()}
+    keys = GgufKeys("deepseek2", metadata, {})
+    with pytest.raises(UnsupportedError, match=message):
+        gguf_architecture({"general.architecture": "deepseek2"}, keys).config(keys)
+
+
 def test_layers_with_a_window_are_those_that_the_file_says(tmp_path: Path) -> None:
     path, count = tmp_path / "model.gguf", random_model("gpt_oss", 1).config.num_hidden_layers
 
@@ -237,10 +275,6 @@ def test_frequencies_of_their_own_and_a_stretch_are_refused(tmp_path: Path) -> N
         (["<|im_end|>", "<|endoftext|>", "<|fim_pad|>"], 0, {0, 1}),  # Qwen's
         (["<|return|>", "<|end|>", "<|call|>", "<|endoftext|>"], 0, {0, 2, 3}),  # gpt-oss's
         (["<|endoftext|>", "<|role_end|>"], 0, {0, 1}),  # Ling's
-        (["<|endoftext|>", "<|user|>", "<|observation|>", "<|system|>"], 0, {0, 1, 2}),  # GLM's
-        (["<eos>", "<turn|>", "<|turn>"], 0, {0, 1}),  # Gemma's
-        (["[EOS]", "[EOT]", "<|im_end|>"], 0, {0, 1, 2}),  # Kimi's
-        (["[e~[", "]~b]"], 0, {0}),  # MiniMax's
         (["<s>", "</s>"], 1, {1}),
         (["a", "b"], 1, {1}),  # a name of its own
     ],
@@ -256,16 +290,6 @@ def test_what_ends_a_text_is_all_that_models_of_the_kind_end_with(
 
     found = config_of(tmp_path / "model.gguf", add).eos_token_ids
     assert found[0] == eos and set(found) == ends
-
-
-def test_gemma_s_answer_ends_where_the_result_of_a_call_begins(tmp_path: Path) -> None:
-    def add(writer: gguf.GGUFWriter) -> None:
-        writer.add_tokenizer_model("gemma4")
-        writer.add_token_list(["<eos>", "<|tool_response>", "<|tool_call>"])
-        writer.add_token_types([3, 4, 4])
-        writer.add_eos_token_id(0)
-
-    assert config_of(tmp_path / "model.gguf", add).eos_token_ids == (0, 1)
 
 
 def test_the_first_file_of_a_split_may_hold_metadata_alone(tmp_path: Path) -> None:

@@ -52,6 +52,9 @@ SEEDS = {
     "mixtral": (0, 1),  # tied
     "deepseek_v2": (0, 2),  # YaRN, keys and values in two matrices
     "glm4_moe": (0, 2),  # groups of experts, and norms of queries and keys
+    "deepseek_v3": (6, 2),  # YaRN; groups of experts, keys and values in two matrices
+    "glm4_moe_lite": (1, 4),  # keys and values in two matrices
+    "minimax_m2": (0, 2),  # half of a head rotates
     "gpt_oss": (0, 1),  # YaRN
 }
 

@@ -17,12 +17,12 @@ from lowtide.cli.app import app
 from lowtide.errors import CheckpointError, ConfigError, UnsupportedError, UsageError
 from lowtide.families import (
     families,
+    gguf_architecture,
     gguf_architectures,
     read_config,
     read_config_in,
     supported_architectures,
 )
-from lowtide.families.deepseek_v2.gguf import GGUF as DEEPSEEK
 from lowtide.families.gguf import GgufKeys
 from lowtide.families.mixtral.gguf import GGUF as MIXTRAL
 from lowtide.families.registry import own_names
@@ -60,7 +60,7 @@ def run(*arguments: str) -> Any:
         ("Gemma4ForConditionalGeneration", "It is Gemma 4: .*Models that do run: "),
         ("MistralForCausalLM", "It is Mistral: a dense .*Mixtral-8x7B"),
         ("Llama4ForConditionalGeneration", "It is Llama 4: a mixture of experts"),
-        ("DeepseekV3ForCausalLM", "It is DeepSeek-V3, V3.2 or R1: .*DeepSeek-V2-Lite"),
+        ("DeepseekV32ForCausalLM", "It is DeepSeek-V3.2: .*DeepSeek-V2-Lite"),
         ("SDARMoeForCausalLM", "It is SDAR: .*LLaDA2.0-mini"),
     ],
 )
@@ -137,10 +137,9 @@ def test_the_reason_is_in_the_keys_of_a_model_never_heard_of(
 @pytest.mark.parametrize(
     ("model_type", "architecture", "name"),
     [
-        ("kimi_k2", "DeepseekV3ForCausalLM", "Kimi-K2"),
         ("kimi_k25", "KimiK25ForConditionalGeneration", "Kimi-K2.5"),
         ("internlm3", "LlamaForCausalLM", "InternLM"),
-        ("glm4_moe_lite", "Glm4MoeLiteForCausalLM", "GLM-4.7-Flash"),
+        ("glm_moe_dsa", "GlmMoeDsaForCausalLM", "GLM-5"),
         ("my_own", "MistralForCausalLM", "Mistral"),
     ],
 )
@@ -153,25 +152,28 @@ def test_model_types_tell_more_than_architectures(
         read_config({"model_type": model_type})
 
 
-@pytest.mark.parametrize("said", [{"expert_gating_func": 2}, {"expert_weights_norm": True}, None])
+@pytest.mark.parametrize("said", [{}, {"expert_gating_func": 2}])
 @pytest.mark.parametrize(
     ("names", "series"),
     [
-        ({}, "DeepSeek-V3, V3.2 or R1"),
-        ({"name": "Kimi K2 Instruct"}, "Kimi-K2"),
-        ({"basename": "GLM-4.7-Flash", "name": "mine"}, "GLM-4.7-Flash"),
-        ({"name": "Moonlight 16B A3B"}, "Moonlight"),
-        ({"name": "DeepSeek-V2.5"}, "DeepSeek-V3, V3.2 or R1"),
+        ({}, "Mistral Large 3"),
+        ({"name": "Mistral Large 3 675B"}, "Mistral Large 3"),
+        ({"basename": "Mistral-Small-4", "name": "mine"}, "Mistral Small 4"),
+        ({"name": "DeepSeek-V2.5"}, "Mistral Large 3"),
     ],
 )
 def test_models_that_share_a_gguf_architecture_are_told_apart(
-    said: dict[str, object] | None, names: dict[str, str], series: str
+    said: dict[str, object], names: dict[str, str], series: str
 ) -> None:
-    shapes = {"blk.1.exp_probs_b.bias": (64,)} if said is None else {}
-    keys = {f"deepseek2.{key}": value for key, value in (said or {}).items()}
-    metadata = {**keys, **{f"general.{key}": value for key, value in names.items()}}
+    said = {**said, "attention.temperature_scale": 0.1}
+    metadata = {
+        "general.architecture": "deepseek2",
+        **{f"deepseek2.{key}": value for key, value in said.items()},
+        **{f"general.{key}": value for key, value in names.items()},
+    }
+    keys = GgufKeys("deepseek2", metadata, {})
     with pytest.raises(UnsupportedError, match=f"It is {series}: a mixture of .*do run: "):
-        DEEPSEEK.config(GgufKeys("deepseek2", metadata, shapes))
+        gguf_architecture(metadata, keys).config(keys)
 
 
 @pytest.mark.parametrize(

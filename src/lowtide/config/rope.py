@@ -37,6 +37,7 @@ class Rope(NamedTuple):
     yarn: Yarn | None = None
     mscale_all_dim: float = 0.0  # YaRN of DeepSeek: the softmax scale grows too, see `mscale`
     divisors: tuple[float, ...] = ()  # of the frequencies: one for all, or one for each pair
+    is_interleaved: bool = False  # dimension 2 i rotates with 2 i + 1, not with one half apart
 
 
 def mscale(factor: float, weight: float) -> float:

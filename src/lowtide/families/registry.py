@@ -149,7 +149,7 @@ def _family_of(fields: Fields) -> tuple[Family, str]:
     for family in families().values():
         if isinstance(architecture, str) and architecture in family.architectures:
             return family, architecture
-    # Kimi-K2 has DeepSeek-V3's architecture: `model_type` tells more than it.
+    # Several series have one architecture: `model_type` tells more than it.
     named = [name for name in (model_type, architecture) if isinstance(name, str)]
     told = str(why_unsupported(named, fields.values)) if named else ""
     if not named or runs(named[0]):

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lowtide.compute import Compute
+from lowtide.config import ExpertSpec
 from lowtide.experts.rows import Routing
 from lowtide.kernels.layer_parts import RouterParts
 from lowtide.kernels.operands import ExpertChoice
@@ -102,6 +103,21 @@ class SigmoidRouter(Router):
     window_tokens: int
     normalise: bool
     scaling_factor: float
+
+    @classmethod
+    def of(cls, compute: Compute, spec: ExpertSpec, weight: Tensor, bias: Tensor | None) -> Self:
+        return cls(
+            compute,
+            weight,
+            bias,
+            num_experts_per_token=spec.num_experts_per_token,
+            num_groups=spec.num_groups,
+            num_groups_per_token=spec.num_groups_per_token,
+            capacity=spec.capacity,
+            window_tokens=spec.window_tokens,
+            normalise=spec.norm_topk_prob,
+            scaling_factor=spec.scaling_factor,
+        )
 
     def route(self, x: Tensor, segments: Sequence[Segment]) -> Routing:
         if self.capacity:  # windows are of block-causal passes, which are one tile

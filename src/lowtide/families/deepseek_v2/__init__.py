@@ -21,7 +21,7 @@ def read(fields: Fields, origin: Origin) -> ModelConfig:
     for name in ("attention_bias", "mlp_bias", "norm_topk_prob"):
         fields.only(name, False)
     dense_size = keys.width(fields, "intermediate_size")
-    return keys.decoder(fields, origin, _read_attention(fields), _read_experts(fields), dense_size)
+    return keys.decoder(fields, origin, read_attention(fields), _read_experts(fields), dense_size)
 
 
 def _read_experts(fields: Fields) -> ExpertSpec:
@@ -54,8 +54,11 @@ def _read_groups(fields: Fields, num_experts: int) -> tuple[int, int]:
     return num_groups, per_token
 
 
-def _read_attention(fields: Fields) -> AttentionSpec:
-    """Read multi-head latent attention; queries and keys are [without rotation | rotating]."""
+def read_attention(fields: Fields, is_interleaved: bool = True) -> AttentionSpec:
+    """Read multi-head latent attention; queries and keys are [without rotation | rotating].
+
+    is_interleaved: see `Rope`.
+    """
     num_heads = fields.integer("num_attention_heads", low=1, high=MAX_HEADS)
     fixed_dim = fields.integer("qk_nope_head_dim", low=1, high=MAX_HEADS)
     rotary_dim = fields.integer("qk_rope_head_dim", low=2, high=MAX_HEADS)
@@ -67,7 +70,7 @@ def _read_attention(fields: Fields) -> AttentionSpec:
         num_heads=num_heads,
         num_kv_heads=num_heads,
         head_dim=fixed_dim + rotary_dim,
-        rope=rope,
+        rope=rope._replace(is_interleaved=is_interleaved),
         kv_lora_rank=keys.width(fields, "kv_lora_rank"),
         q_lora_rank=fields.optional_integer("q_lora_rank", low=0, high=MAX_WIDTH) or 0,
         value_head_dim=fields.integer("v_head_dim", low=1, high=MAX_HEADS),
@@ -76,10 +79,10 @@ def _read_attention(fields: Fields) -> AttentionSpec:
 
 
 def schema(config: ModelConfig) -> ModelSchema:
-    return decoder(config, _attention, _moe)
+    return decoder(config, attention, _moe)
 
 
-def _attention(config: ModelConfig, prefix: str) -> list[TensorSpec]:
+def attention(config: ModelConfig, prefix: str) -> list[TensorSpec]:
     prefix += "self_attn."
     spec, hidden = config.attention, config.hidden_size
     rank, heads, rotary_dim = spec.kv_lora_rank, spec.num_heads, spec.rope.rotary_dim

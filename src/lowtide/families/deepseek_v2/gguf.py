@@ -12,6 +12,7 @@ from lowtide.families.gguf import (
     Config,
     GgufArchitecture,
     GgufKeys,
+    Names,
     RearrangedTensor,
     Value,
     mlp,
@@ -20,31 +21,35 @@ from lowtide.families.gguf import (
 from lowtide.model_folder.checkpoint import ArrayView
 
 _ATTENTION = "model.layers.#.self_attn."
-_SOFTMAX = (None, 0, 1)  # absent in older files; DeepSeek-V3 and similar models have another value
 _NUM_EXPERTS_OF_V2 = 160
 
 
 def _config(keys: GgufKeys) -> Config:
-    if keys.get("attention.temperature_scale"):
-        keys.refuse("mistrallarge3")
-    has_bias = any(name.endswith(".exp_probs_b.bias") for name in keys.shapes)
-    is_softmax = keys.get("expert_gating_func") in _SOFTMAX
-    if has_bias or not is_softmax or keys.get("expert_weights_norm"):
-        keys.refuse("deepseekv3")
-    rotary_dim = keys.integer("rope.dimension_count")
-    config: Config = {
-        **usual_config(keys, "DeepseekV2ForCausalLM", can_group=True),
+    keys.only("expert_gating_func", 0, 1)  # softmax; absent in older files
+    keys.only("expert_weights_norm", False)
+    return {
+        **latent_config(keys, "DeepseekV2ForCausalLM"),
         **_groups(keys),
-        "intermediate_size": keys.need("feed_forward_length"),
         "n_shared_experts": keys.get("expert_shared_count") or 0,
         "first_k_dense_replace": keys.get("leading_dense_block_count") or 0,
         "routed_scaling_factor": keys.get("expert_weights_scale") or 1.0,
+        "norm_topk_prob": False,
+    }
+
+
+def latent_config(keys: GgufKeys, architecture: str) -> Config:
+    """Convert the metadata of models with latent attention, all but their experts."""
+    if keys.get("attention.temperature_scale"):
+        keys.refuse("mistrallarge3")
+    rotary_dim = keys.integer("rope.dimension_count")
+    config: Config = {
+        **usual_config(keys, architecture, can_group=True),
+        "intermediate_size": keys.need("feed_forward_length"),
         "kv_lora_rank": keys.need("attention.kv_lora_rank"),
         "q_lora_rank": keys.get("attention.q_lora_rank"),
         "qk_rope_head_dim": rotary_dim,
         "qk_nope_head_dim": _integer_of_a_head(keys, "key_length") - rotary_dim,
         "v_head_dim": _integer_of_a_head(keys, "value_length"),
-        "norm_topk_prob": False,
     }
     return {**config, "rope_scaling": _rope_scaling(keys, config.get("rope_scaling"))}
 
@@ -99,25 +104,23 @@ def _expansion(config: ModelConfig) -> tuple[int, int, int]:
     return spec.num_heads, _fixed_dim(config) + spec.value_head_dim, spec.kv_lora_rank
 
 
-GGUF = GgufArchitecture(
-    name="deepseek2",
-    config=_config,
-    names={
-        **ENDS,
-        **NORMS,
-        **OUTPUT,
-        **ROUTER,
-        **EXPERTS,
-        **mlp("", "mlp."),
-        **mlp("_shexp", "mlp.shared_experts."),
-        "blk.#.attn_q.weight": _ATTENTION + "q_proj.weight",
-        "blk.#.attn_q_a.weight": _ATTENTION + "q_a_proj.weight",
-        "blk.#.attn_q_a_norm.weight": _ATTENTION + "q_a_layernorm.weight",
-        "blk.#.attn_q_b.weight": _ATTENTION + "q_b_proj.weight",
-        "blk.#.attn_kv_a_mqa.weight": _ATTENTION + "kv_a_proj_with_mqa.weight",
-        "blk.#.attn_kv_a_norm.weight": _ATTENTION + "kv_a_layernorm.weight",
-        "blk.#.attn_kv_b.weight": _ATTENTION + "kv_b_proj.weight",
-        "blk.#.attn_k_b.weight": RearrangedTensor(_ATTENTION + "kv_b_proj.weight", _keys),
-        "blk.#.attn_v_b.weight": RearrangedTensor(_ATTENTION + "kv_b_proj.weight", _values),
-    },
-)
+NAMES: Names = {
+    **ENDS,
+    **NORMS,
+    **OUTPUT,
+    **ROUTER,
+    **EXPERTS,
+    **mlp("", "mlp."),
+    **mlp("_shexp", "mlp.shared_experts."),
+    "blk.#.attn_q.weight": _ATTENTION + "q_proj.weight",
+    "blk.#.attn_q_a.weight": _ATTENTION + "q_a_proj.weight",
+    "blk.#.attn_q_a_norm.weight": _ATTENTION + "q_a_layernorm.weight",
+    "blk.#.attn_q_b.weight": _ATTENTION + "q_b_proj.weight",
+    "blk.#.attn_kv_a_mqa.weight": _ATTENTION + "kv_a_proj_with_mqa.weight",
+    "blk.#.attn_kv_a_norm.weight": _ATTENTION + "kv_a_layernorm.weight",
+    "blk.#.attn_kv_b.weight": _ATTENTION + "kv_b_proj.weight",
+    "blk.#.attn_k_b.weight": RearrangedTensor(_ATTENTION + "kv_b_proj.weight", _keys),
+    "blk.#.attn_v_b.weight": RearrangedTensor(_ATTENTION + "kv_b_proj.weight", _values),
+}
+
+GGUF = GgufArchitecture(name="deepseek2", config=_config, names=NAMES)

@@ -25,7 +25,7 @@ from lowtide.layers.batch import Batch
 from lowtide.layers.linear import Linear
 from lowtide.layers.norm import Norm
 from lowtide.layers.rotary import Rotations
-from lowtide.layers.router import SoftmaxRouter
+from lowtide.layers.router import Router, SoftmaxRouter
 from lowtide.layers.rows import in_tiles
 from lowtide.layers.sdpa import Scores
 from lowtide.memory.kv_cache import KVCache
@@ -67,7 +67,7 @@ class DeepseekV2(Decoder):
             self.compute,
         )
 
-    def router(self, layer: int) -> SoftmaxRouter:
+    def router(self, layer: int) -> Router:
         experts = self.config.moe
         return SoftmaxRouter(
             self.compute,
@@ -123,6 +123,8 @@ class LatentAttention:
         self._latent = latent
         self._latent_norm = latent_norm
         self._fixed_dim = spec.head_dim - spec.rope.rotary_dim
+        kernels = compute.kernels
+        self._rotate = kernels.rotate_pairs if spec.rope.is_interleaved else kernels.rotate
         by_head = expansion.view(spec.num_heads, -1, spec.kv_lora_rank)
         self._to_key = by_head[:, : self._fixed_dim]  # [heads, fixed, rank]
         self._to_value = by_head[:, self._fixed_dim :].transpose(1, 2)  # [heads, rank, value]
@@ -144,7 +146,7 @@ class LatentAttention:
         latent, rotating_key = cached[..., :rank], cached[..., rank:]
         in_tiles(lambda x: kernels.rms_norm(x, self._latent_norm, LATENT_EPS, workspace, x), latent)
         in_tiles(
-            lambda x, *angles: kernels.rotate_pairs(x, Rotation(*angles), workspace),
+            lambda x, *angles: self._rotate(x, Rotation(*angles), workspace),
             rotating_key,
             *rotation,
         )
@@ -173,13 +175,13 @@ class LatentAttention:
     def _query(self, x: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> None:
         """Compute queries for cached latents: out [rows, heads, rank + rotary_dim]."""
         spec, num_rows, rank = self._spec, x.shape[0], self._spec.kv_lora_rank
-        kernels, workspace = self._compute.kernels, self._compute.workspace
+        workspace = self._compute.workspace
         with workspace.scope():
             shape = (num_rows, spec.num_heads, spec.head_dim)
             query = workspace.take("query", shape, x.dtype)
             self._queries.forward(x, query.view(num_rows, -1))
             rotating = query[..., self._fixed_dim :]
-            kernels.rotate_pairs(rotating, Rotation(cos, sin), workspace)
+            self._rotate(rotating, Rotation(cos, sin), workspace)
             out[..., rank:].copy_(rotating)
             self._by_head(self._to_key, query[..., : self._fixed_dim], out[..., :rank])
 

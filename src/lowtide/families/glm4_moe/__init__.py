@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from lowtide.config import ModelConfig, Published, keys
-from lowtide.config.fields import MAX_EXPERTS, MAX_LAYERS, Fields
+from lowtide.config.fields import MAX_LAYERS, Fields
 from lowtide.config.keys import Origin
 from lowtide.families.family import Family
 from lowtide.families.glm4_moe.gguf import GGUF
-from lowtide.schemas.parts import decoder, in_layers, mlp, normed_qkv, router, vector
-from lowtide.schemas.schema import ModelSchema, TensorSpec
+from lowtide.families.sigmoid_experts import read_sigmoid_experts, sigmoid_moe
+from lowtide.schemas.parts import decoder, in_layers, normed_qkv
+from lowtide.schemas.schema import ModelSchema
 
 
 def read(fields: Fields, origin: Origin) -> ModelConfig:
-    fields.only("scoring_func", "sigmoid")
-    fields.only("topk_method", "noaux_tc")
     attention = keys.grouped_attention(
         fields,
         can_stretch=True,
@@ -21,19 +20,8 @@ def read(fields: Fields, origin: Origin) -> ModelConfig:
         has_qk_norm=fields.boolean("use_qk_norm", default=False),
         has_qkv_bias=fields.boolean("attention_bias", default=False),
     )
-    each, count = keys.expert_size(fields), keys.num_experts(fields)
-    experts = keys.experts(
-        fields,
-        each,
-        norm_topk_prob=fields.boolean("norm_topk_prob", default=True),
-        first_layer=fields.integer("first_k_dense_replace", low=0, high=MAX_LAYERS, default=1),
-        shared_size=each * fields.integer("n_shared_experts", low=0, high=64, default=1),
-        num_groups=fields.integer("n_group", low=1, high=count, default=1),
-        num_groups_per_token=fields.integer("topk_group", low=1, high=MAX_EXPERTS, default=1),
-        scaling_factor=fields.number("routed_scaling_factor", low=1e-6, high=1e6),
-        score_function="sigmoid",
-        has_bias=True,
-    )
+    first_layer = fields.integer("first_k_dense_replace", low=0, high=MAX_LAYERS, default=1)
+    experts = read_sigmoid_experts(fields, first_layer)
     dense_size = keys.width(fields, "intermediate_size")
     return keys.decoder(fields, origin, attention, experts, dense_size)
 
@@ -45,15 +33,7 @@ def schema(config: ModelConfig) -> ModelSchema:
         absent += in_layers(config, "self_attn.q_proj.bias")
     if not attention.has_qk_norm:
         absent += in_layers(config, "self_attn.q_norm.weight")
-    return decoder(config, normed_qkv, _moe, absent=absent)
-
-
-def _moe(config: ModelConfig, prefix: str) -> list[TensorSpec]:
-    specs = router(config, prefix)
-    specs.append(vector(prefix + "mlp.gate.e_score_correction_bias", config.moe.num_experts))
-    if config.moe.shared_size:
-        specs += mlp(prefix + "mlp.shared_experts.", config.moe.shared_size, config.hidden_size)
-    return specs
+    return decoder(config, normed_qkv, sigmoid_moe, absent=absent)
 
 
 FAMILY = Family(

@@ -19,16 +19,6 @@ class Glm4Moe(Decoder):
         return name.endswith((".mlp.gate.weight", ".e_score_correction_bias"))
 
     def router(self, layer: int) -> SigmoidRouter:
-        experts, prefix = self.config.moe, f"model.layers.{layer}.mlp.gate."
-        return SigmoidRouter(
-            self.compute,
-            weight=self.tensor(prefix + "weight"),
-            bias=self.tensor(prefix + "e_score_correction_bias"),
-            num_experts_per_token=experts.num_experts_per_token,
-            num_groups=experts.num_groups,
-            num_groups_per_token=experts.num_groups_per_token,
-            capacity=0,
-            window_tokens=0,
-            normalise=experts.norm_topk_prob,
-            scaling_factor=experts.scaling_factor,
-        )
+        gate = f"model.layers.{layer}.mlp.gate."
+        weight, bias = (self.tensor(gate + x) for x in ("weight", "e_score_correction_bias"))
+        return SigmoidRouter.of(self.compute, self.config.moe, weight, bias)

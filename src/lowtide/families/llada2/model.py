@@ -44,15 +44,5 @@ class LLaDA2(Decoder):
 
     def router(self, layer: int) -> SigmoidRouter:
         experts, prefix = self.config.moe, f"model.layers.{layer}.mlp.gate."
-        return SigmoidRouter(
-            self.compute,
-            weight=self.tensor(prefix + "weight"),
-            bias=self.tensor(prefix + "expert_bias") if experts.has_bias else None,
-            num_experts_per_token=experts.num_experts_per_token,
-            num_groups=experts.num_groups,
-            num_groups_per_token=experts.num_groups_per_token,
-            capacity=experts.capacity,
-            window_tokens=experts.window_tokens,
-            normalise=experts.norm_topk_prob,
-            scaling_factor=experts.scaling_factor,
-        )
+        bias = self.tensor(prefix + "expert_bias") if experts.has_bias else None
+        return SigmoidRouter.of(self.compute, experts, self.tensor(prefix + "weight"), bias)

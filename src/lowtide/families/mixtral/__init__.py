@@ -8,7 +8,7 @@ from lowtide.config.keys import Origin
 from lowtide.families.family import Family
 from lowtide.families.mixtral.gguf import GGUF
 from lowtide.schemas.parts import decoder, separate_qkv, storages_of
-from lowtide.schemas.schema import ModelSchema, TensorSpec
+from lowtide.schemas.schema import ExpertStorage, ModelSchema, TensorSpec
 
 
 def read(fields: Fields, origin: Origin) -> ModelConfig:
@@ -18,8 +18,13 @@ def read(fields: Fields, origin: Origin) -> ModelConfig:
 
 
 def schema(config: ModelConfig) -> ModelSchema:
+    return decoder(config, separate_qkv, _moe, storages=storages(config))
+
+
+def storages(config: ModelConfig) -> tuple[ExpertStorage, ...]:
+    """List the ways to store the experts, Mixtral's own first."""
     per_expert, published, *others = storages_of(config)
-    return decoder(config, separate_qkv, _moe, storages=(published, per_expert, *others))
+    return published, per_expert, *others
 
 
 def _moe(config: ModelConfig, prefix: str) -> list[TensorSpec]:

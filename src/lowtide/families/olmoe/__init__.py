@@ -16,15 +16,15 @@ def read(fields: Fields, origin: Origin) -> ModelConfig:
     fields.refuse("clip_qkv")
     is_normalised = fields.boolean("norm_topk_prob", default=False)
     experts = keys.experts(fields, keys.width(fields, "intermediate_size"), is_normalised)
-    attention = keys.grouped_attention(fields, can_stretch=True, has_qk_norm=True)
-    return keys.decoder(fields, origin, attention, experts)
+    grouped = keys.grouped_attention(fields, can_stretch=True, has_qk_norm=True)
+    return keys.decoder(fields, origin, grouped, experts)
 
 
 def schema(config: ModelConfig) -> ModelSchema:
-    return decoder(config, _attention, router)
+    return decoder(config, attention, router)
 
 
-def _attention(config: ModelConfig, prefix: str) -> list[TensorSpec]:
+def attention(config: ModelConfig, prefix: str) -> list[TensorSpec]:
     # The norms are as wide as all heads together.
     norms = [
         vector(prefix + "self_attn.q_norm.weight", config.attention.query_size),

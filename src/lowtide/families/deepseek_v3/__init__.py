@@ -1,0 +1,43 @@
+"""DeepSeek-V3 and R1, Kimi-K2, Moonlight, GigaChat 3, Kanana-2: `config.json`, tensors, sizes."""
+
+from __future__ import annotations
+
+from lowtide.config import ModelConfig, Published, keys
+from lowtide.config.fields import MAX_LAYERS, Fields
+from lowtide.config.keys import Origin
+from lowtide.config.specs import ExpertSpec
+from lowtide.families.deepseek_v2 import attention, read_attention
+from lowtide.families.deepseek_v3.gguf import GGUF
+from lowtide.families.family import Family
+from lowtide.families.sigmoid_experts import read_sigmoid_experts, sigmoid_moe
+from lowtide.schemas.parts import decoder
+from lowtide.schemas.schema import ModelSchema
+
+
+def read(fields: Fields, origin: Origin) -> ModelConfig:
+    fields.only("moe_layer_freq", 1)
+    first_layer = fields.integer("first_k_dense_replace", low=0, high=MAX_LAYERS, default=3)
+    return read_with(fields, origin, read_sigmoid_experts(fields, first_layer))
+
+
+def read_with(fields: Fields, origin: Origin, experts: ExpertSpec) -> ModelConfig:
+    """Read a model of latent attention and these experts."""
+    fields.only("attention_bias", False)
+    is_interleaved = fields.boolean("rope_interleave", default=True)
+    dense_size = keys.width(fields, "intermediate_size")
+    return keys.decoder(fields, origin, read_attention(fields, is_interleaved), experts, dense_size)
+
+
+def schema(config: ModelConfig) -> ModelSchema:
+    return decoder(config, attention, sigmoid_moe)
+
+
+FAMILY = Family(
+    name="deepseek_v3",
+    architectures=("DeepseekV3ForCausalLM",),
+    published=Published(eos_token_ids=(1,)),
+    read=read,
+    schema=schema,
+    decoder=f"{__name__}.model:DeepseekV3",
+    gguf=GGUF,
+)
