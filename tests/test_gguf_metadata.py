@@ -275,6 +275,10 @@ def test_frequencies_of_their_own_and_a_stretch_are_refused(tmp_path: Path) -> N
         (["<|im_end|>", "<|endoftext|>", "<|fim_pad|>"], 0, {0, 1}),  # Qwen's
         (["<|return|>", "<|end|>", "<|call|>", "<|endoftext|>"], 0, {0, 2, 3}),  # gpt-oss's
         (["<|endoftext|>", "<|role_end|>"], 0, {0, 1}),  # Ling's
+        (["<|endoftext|>", "<|user|>", "<|observation|>", "<|system|>"], 0, {0, 1, 2}),  # GLM's
+        (["<eos>", "<turn|>", "<|turn>"], 0, {0, 1}),  # Gemma's
+        (["[EOS]", "[EOT]", "<|im_end|>"], 0, {0, 1, 2}),  # Kimi's
+        (["[e~[", "]~b]"], 0, {0}),  # MiniMax's
         (["<s>", "</s>"], 1, {1}),
         (["a", "b"], 1, {1}),  # a name of its own
     ],
@@ -290,6 +294,16 @@ def test_what_ends_a_text_is_all_that_models_of_the_kind_end_with(
 
     found = config_of(tmp_path / "model.gguf", add).eos_token_ids
     assert found[0] == eos and set(found) == ends
+
+
+def test_gemma_s_answer_ends_where_the_result_of_a_call_begins(tmp_path: Path) -> None:
+    def add(writer: gguf.GGUFWriter) -> None:
+        writer.add_tokenizer_model("gemma4")
+        writer.add_token_list(["<eos>", "<|tool_response>", "<|tool_call>"])
+        writer.add_token_types([3, 4, 4])
+        writer.add_eos_token_id(0)
+
+    assert config_of(tmp_path / "model.gguf", add).eos_token_ids == (0, 1)
 
 
 def test_the_first_file_of_a_split_may_hold_metadata_alone(tmp_path: Path) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import json
 import random
+import re
+import unicodedata
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,11 @@ from gguf_files import finish
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, trainers
-from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
+from transformers.integrations.gguf.gguf_tokenizer_mapping import (
+    GGUF_PRE_TOKENIZER_SPLITS,
+    convert_gguf_tokenizer,
+    get_gguf_tokenizer,
+)
 
 from lowtide.errors import CheckpointError, UnsupportedError, UsageError
 from lowtide.model_folder.gguf_header import GgufHeader
@@ -237,36 +243,153 @@ def test_pieces_are_merged_as_sentence_piece_does(
         assert ours.decode(ids) == text
 
 
-@examples(60)
-@given(text=st.text() | st.text("aA\u00e9 '\u2019s1234\r\n\t.,/", max_size=60))
-def test_words_of_qwen_are_transformers(text: str) -> None:
-    ours = WORD_RULES["qwen2"].pre_tokenizer()
+SYNONYMS = {
+    "gpt-2": "phi-2 jina-es jina-de jina-v2-es jina-v2-de gigachat a.x-4.0 mellum modern-bert "
+    "exaone4 jais trillion granite-docling",
+    "olmo": "mpt",
+    "starcoder": "refact command-r codeshell exaone minerva-7b mellum2",
+    "falcon": "",
+    "llama-bpe": "llama3 llama-v3 falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano",
+    "glm4": "glm5",
+    "chatglm-bpe": "dbrx smaug-bpe",
+    "qwen2": "deepseek-r1-qwen kormo f2llmv2 megrez",
+    "hunyuan": "grok-2 solar-open",
+    "qwen35": "",
+    "tekken": "",
+    "gpt-4o": "llama4 kanana2 talkie minimax-m2",
+    "kimi-k2": "",
+    "bailingmoe": "bailingmoe2 llada-moe",
+    "deepseek-llm": "",
+    "deepseek-coder": "",
+    "deepseek-v3": "hunyuan-dense hy_v4 joyai-llm",
+}
+"""Names of rules in files, as llama.cpp groups them."""
+
+
+def test_names_that_mean_one_rule() -> None:
+    for name, others in SYNONYMS.items():
+        assert all(WORD_RULES[other] is WORD_RULES[name] for other in others.split())
+    assert set(WORD_RULES) == {*SYNONYMS, *" ".join(SYNONYMS.values()).split()}
+
+
+@examples(30)
+@given(text=st.text() | st.text("aA\u00e9\u4e2d '\u2019s1234\r\n\t.,/\u0301", max_size=60))
+@pytest.mark.parametrize("name", GGUF_PRE_TOKENIZER_SPLITS)
+def test_words_are_those_of_transformers(name: str, text: str) -> None:
     theirs = pre_tokenizers.Sequence(
         [
-            pre_tokenizers.Split(Regex(PRETOKENIZE_REGEX), "isolated"),
+            pre_tokenizers.Split(Regex(GGUF_PRE_TOKENIZER_SPLITS[name]), "isolated"),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
-    assert ours.pre_tokenize_str(text) == theirs.pre_tokenize_str(text)
+    assert WORD_RULES[name].pre_tokenizer().pre_tokenize_str(text) == theirs.pre_tokenize_str(text)
+
+
+ALPHABET = (
+    "aZs tldmrevTS \r\n\t\u3000\xa0 0129\u0663\xb2\u2167 '\"!#$%&()*+,-./:;<=>?@[\\]^_`{|}~ \u2019"
+    "\u3002\uff0c\u20ac\xb5\xe9\xc9\u01c5\u02b0\u0301\u093f \u0915\u0436\u0416\u05d0\u4e2d\u56fd"
+    "\u9fff\u304b\u30ab\u30fc\u30fb\ud55c \U0001f642\U0001d400"
+)
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?[\p{L}]+| ?[\p{N}]+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_SHORT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_LAST = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+_UP, _LOW = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
+_BEFORE = r"[^\r\n\p{L}\p{N}]?"
+_KANA = "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+"
+
+
+def _cased(end: str, up: str = _UP, low: str = _LOW) -> str:
+    return f"{_BEFORE}[{up}]*[{low}]+{end}|{_BEFORE}[{up}]+[{low}]*{end}"
+
+
+PUBLISHED = {
+    "gpt-2": [_GPT2],
+    "starcoder": [r"[\p{N}]", _GPT2],
+    "falcon": [r"[\p{P}$+<=>^~|`]+", _GPT2, "[0-9]{3}"],
+    "llama-bpe": [
+        rf"{_SHORT}|{_BEFORE}[\p{{L}}]+|[\p{{N}}]{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_LAST}"
+    ],
+    "hunyuan": [rf"{_SHORT}|{_BEFORE}[\p{{L}}]+|[\p{{N}}]| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_LAST}"],
+    "qwen35": [
+        rf"{_SHORT}|{_BEFORE}[\p{{L}}\p{{M}}]+|[\p{{N}}]"
+        rf"| ?[^\s\p{{L}}\p{{M}}\p{{N}}]+[\r\n]*|{_LAST}"
+    ],
+    "tekken": [rf"{_cased('')}|[\p{{N}}]| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_LAST}"],
+    "gpt-4o": [rf"{_cased(_SHORT + '?')}|[\p{{N}}]{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_LAST}"],
+    "kimi-k2": [
+        r"[\p{Han}]+|"
+        + _cased(_SHORT + "?", _UP.replace("Lo", "Lo-Han"), _LOW.replace("Lo", "Lo-Han"))
+        + rf"|[\p{{N}}]{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_LAST}"
+    ],
+    "deepseek-v3": [
+        r"[\p{N}]{1,3}",
+        _KANA,
+        r"[!-/:-@\[-`{-~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|"
+        + _LAST,
+    ],
+}
+"""Rules as the models' own tokenizers have them, each by one of its names."""
+
+
+def _members(kind: str) -> str:
+    """List the letters of the tests' alphabet that have a Unicode property."""
+    if kind == "Han":
+        return "".join(char for char in ALPHABET if "\u4e00" <= char <= "\u9fff")
+    if kind == "Lo-Han":
+        return "".join(sorted(set(_members("Lo")) - set(_members("Han"))))
+    found = {char for char in ALPHABET if unicodedata.category(char).startswith(kind)}
+    return re.escape("".join(sorted(found)))
+
+
+def _cut(patterns: list[str], text: str) -> list[str]:
+    """Cut by one pattern after the other; what none of them matches stays whole."""
+    words = [text]
+    for pattern in patterns:
+        matcher = re.compile(re.sub(r"\\p{([\w-]+)}", lambda m: _members(m[1]), pattern))
+        pieces = []
+        for word in words:
+            end = 0
+            for found in matcher.finditer(word):
+                pieces += [word[end : found.start()], found[0]]
+                end = found.end()
+            pieces.append(word[end:])
+        words = [piece for piece in pieces if piece]
+    return words
+
+
+@examples(60)
+@given(text=st.text(ALPHABET, max_size=40))
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_words_are_those_of_the_published_rule(name: str, text: str) -> None:
+    """Python's expressions over an alphabet whose properties `unicodedata` says."""
+    cuts = [span for _, span in WORD_RULES[name].pre_tokenizer().pre_tokenize_str(text)]
+    assert [text[start:stop] for start, stop in cuts] == _cut(PUBLISHED[name], text)
 
 
 DEEPSEEK = ["It", "'", "s", " ", "1", "2", "3", "4", " caf\u00e9", "\n", "\n", " x"]
+LLAMA3 = ["It", "'s", " ", "123", "4", " caf\u00e9", "\n\n", " x"]
+QWEN2 = ["It", "'s", " ", "1", "2", "3", "4", " caf\u00e9", "\n\n", " x"]
+GPT2 = ["It", "'s", " 1234", " caf\u00e9", "\n\n", " x"]
 
 
 @pytest.mark.parametrize(
     "name,words",
     [
-        ("gpt-2", ["It", "'s", " 1234", " caf\u00e9", "\n\n", " x"]),
-        ("olmo", ["It", "'s", " 1234", " caf\u00e9", "\n\n", " x"]),
-        ("qwen2", ["It", "'s", " ", "1", "2", "3", "4", " caf\u00e9", "\n\n", " x"]),
-        ("llama-bpe", ["It", "'s", " ", "123", "4", " caf\u00e9", "\n\n", " x"]),
-        ("llama3", ["It", "'s", " ", "123", "4", " caf\u00e9", "\n\n", " x"]),
-        ("llama-v3", ["It", "'s", " ", "123", "4", " caf\u00e9", "\n\n", " x"]),
-        ("glm4", ["It", "'s", " ", "123", "4", " caf\u00e9", "\n\n", " x"]),
-        ("dbrx", ["It", "'s", " ", "123", "4", " caf\u00e9", "\n\n", " x"]),
+        ("gpt-2", GPT2),
+        ("olmo", GPT2),
+        ("starcoder", QWEN2),
+        ("falcon", ["It", "'", "s", " ", "123", "4", " caf\u00e9", "\n\n", " x"]),
+        ("qwen2", QWEN2),
+        ("hunyuan", QWEN2),
+        ("qwen35", QWEN2),
+        ("llama-bpe", LLAMA3),
+        ("glm4", LLAMA3),
+        ("chatglm-bpe", LLAMA3),
+        ("tekken", ["It", "'s", " ", "1", "2", "3", "4", " caf\u00e9", "\n\n", " x"]),
         ("gpt-4o", ["It's", " ", "123", "4", " caf\u00e9", "\n\n", " x"]),
-        ("bailingmoe2", ["It", "'s", " ", "1", "2", "3", "4", " caf\u00e9", "\n\n", " x"]),
-        ("bailingmoe", ["It", "'s", " ", "1", "2", "3", "4", " caf\u00e9", "\n\n", " x"]),
+        ("kimi-k2", ["It's", " ", "123", "4", " caf\u00e9", "\n\n", " x"]),
+        ("bailingmoe", QWEN2),
+        ("deepseek-v3", LLAMA3),
         # Its punctuation has a range with letters in it, which cuts words once more.
         ("deepseek-llm", [*DEEPSEEK[:8], " caf", "\u00e9", *DEEPSEEK[9:]]),
         ("deepseek-coder", DEEPSEEK),
@@ -276,7 +399,39 @@ def test_words_by_name(name: str, words: list[str]) -> None:
     text = "It's 1234 caf\u00e9\n\n x"
     cuts = [span for _, span in WORD_RULES[name].pre_tokenizer().pre_tokenize_str(text)]
     assert [text[start:stop] for start, stop in cuts] == words
-    assert set(WORD_RULES) == {case[0] for case in test_words_by_name.pytestmark[0].args[1]}
+    assert set(SYNONYMS) == {case[0] for case in test_words_by_name.pytestmark[0].args[1]}
+
+
+@pytest.mark.parametrize("denies", [None, False])
+def test_pieces_with_merges_of_their_own(denies: bool | None, tmp_path: Path) -> None:
+    """Gemma 4's kind, beside transformers' reading of the file."""
+    bytes_ = [f"<0x{byte:02X}>" for byte in range(256)]
+    lines = ["\n" * n for n in range(1, 5)]
+    words = ["a", "b", "ab", "\u2581", "\u2581\u2581", "\u2581a", "\u2581ab", "b\u2581a", "\xe9"]
+    tokens = ["<pad>", "<eos>", "<bos>", "<unk>", "<|turn>", '<|"|>', *bytes_, *words, *lines]
+    pairs = ["\n\n\n \n", "\n\n \n\n", "\n\n \n", "\n \n", "\u2581 \u2581", "b \u2581a", "\u2581 a"]
+    path = written(
+        tmp_path / "gemma.gguf",
+        "gemma4",
+        tokens,
+        token_merges=[*pairs, "a b", "\u2581a b"],
+        token_types=[3, 3, 3, 3, 3, 4, *[6] * 256, *[1] * (len(words) + len(lines))],
+        bos_token_id=2,
+        eos_token_id=1,
+        unk_token_id=3,
+        **({} if denies is None else {"add_bos_token": denies}),
+    )
+    ours = tokenizer_of(path)
+    theirs, _ = convert_gguf_tokenizer(*get_gguf_tokenizer(str(path))[:2])
+    rng = random.Random(7)
+    for _ in range(300):
+        parts = ["a", "b", " ", "  ", "\n", "\n\n\n", "\xe9", "\u4e2d", '<|"|>', "<|turn>", "ab"]
+        text = "".join(rng.choice(parts) for _ in range(rng.randrange(12)))
+        ids = ours.encode(text)
+        assert ids == [2, *theirs.encode(text, add_special_tokens=False).ids]
+        assert ours.decode(ids, skip_special=False) == f"<bos>{text}"
+    assert ours.encode("\n\n\n\n ab") == [2, tokens.index("\n\n\n\n"), tokens.index("\u2581ab")]
+    assert ours.special_texts.keys() == {0, 1, 2, 3, 4}
 
 
 def test_what_makes_no_tokenizer_is_refused(tmp_path: Path) -> None:
@@ -285,7 +440,7 @@ def test_what_makes_no_tokenizer_is_refused(tmp_path: Path) -> None:
     assert gguf_tokenizer({"tokenizer.ggml.model": "none"}, path) is None
     good: dict[str, Any] = {"tokenizer_pre": "qwen2", "token_merges": ["a b"]}
     cases: list[tuple[str, list[str], dict[str, Any], type[Exception], str]] = [
-        ("t5", ["a"], {}, UnsupportedError, "of the kind 't5'.*supported: gpt2, llama"),
+        ("t5", ["a"], {}, UnsupportedError, "of the kind 't5'.*supported: gpt2, llama, gemma4"),
         ("gpt2", ["a"], {**good, "tokenizer_pre": "new"}, UnsupportedError, "rule 'new'.*gpt-2"),
         ("gpt2", ["a"], good, CheckpointError, "does not make a tokenizer"),
         ("gpt2", ["a"], {**good, "token_merges": ["ab"]}, CheckpointError, "merge 'ab'"),

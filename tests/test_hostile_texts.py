@@ -160,6 +160,10 @@ def _trained(backend: tokenizers.Tokenizer, **options: Any) -> Tokenizer:
     return Tokenizer(backend, {}, None)
 
 
+RULES = {rule: name for name, rule in reversed(WORD_RULES.items())}.values()
+"""The first name of each."""
+
+
 def _by_words(name: str) -> Tokenizer:
     backend = tokenizers.Tokenizer(models.BPE(ignore_merges=WORD_RULES[name].ignores_merges))
     normalizer = WORD_RULES[name].normalizer()
@@ -201,7 +205,7 @@ def _demo(kind: str) -> Tokenizer:
 VOCABULARIES = {
     **{f"demo {kind}": _demo(kind) for kind in ("autoregressive", "diffusion")},
     **{form.name: form.tokenizer for form in FORMATS},
-    **{name: _by_words(name) for name in WORD_RULES},
+    **{name: _by_words(name) for name in RULES},
     **{kind: _by_pieces(kind) for kind in ("prefix", "no prefix", "first", "always", "never")},
 }
 

@@ -3,38 +3,58 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import NamedTuple
 
-from lowtide.errors import LowtideError
+from lowtide.errors import UnsupportedError
 from lowtide.model_folder.gguf_header import GgufHeader
 from lowtide.model_folder.gguf_tokenizer import gguf_tokenizer
+from lowtide.model_folder.tokenizer import Tokenizer
 
 BETWEEN = "\n__ggml_vocab_test__\n"
 
 
 def run(llama: Path) -> int:
-    """1 where a vocabulary that is read gives other ids, else 0."""
-    paths = sorted((llama / "models").glob("ggml-vocab-*.gguf"))
-    return int(any([_run_one(path) for path in paths]))
+    """Print each vocabulary; return 1 where one that is read gives other ids, else 0."""
+    found = [_read(path) for path in sorted((llama / "models").glob("ggml-vocab-*.gguf"))]
+    unread = [f"{one.name} ({one.reason})" for one in found if one.reason]
+    print(f"{len(found) - len(unread)} of {len(found)} compared; not: {', '.join(unread)}")
+    return int(any(one.num_different for one in found))
 
 
-def _run_one(path: Path) -> int:
-    """The number of texts with other ids."""
-    texts_at = path.with_name(f"{path.name}.inp")
+class _Found(NamedTuple):
+    """A vocabulary. reason: why its texts are not compared, or ""."""
+
+    name: str
+    reason: str = ""
+    num_different: int = 0
+
+
+def _read(path: Path) -> _Found:
+    name, texts_at = path.stem.removeprefix("ggml-vocab-"), path.with_name(f"{path.name}.inp")
+    if not texts_at.exists():
+        return _Found(name, "without texts")
+    metadata = GgufHeader.read(path).metadata
     try:
-        tokenizer = gguf_tokenizer(GgufHeader.read(path).metadata, path)
-    except LowtideError as error:
-        print(f"{path.name}: not read: {str(error).removeprefix(f'{path}: ')}")
-        return 0
-    if tokenizer is None or not texts_at.exists():
-        print(f"{path.name}: no texts")
-        return 0
+        tokenizer = gguf_tokenizer(metadata, path)
+    except UnsupportedError:
+        kind, rule = (metadata.get(f"tokenizer.ggml.{key}") for key in ("model", "pre"))
+        return _Found(name, f"kind {kind}, rule {rule}: not read")
+    if tokenizer is None:
+        return _Found(name, "no tokenizer")
+    return _Found(name, num_different=_num_different(name, tokenizer, texts_at))
+
+
+def _num_different(name: str, tokenizer: Tokenizer, texts_at: Path) -> int:
+    """Count the texts with other ids."""
     texts = texts_at.read_text(encoding="utf-8").split(BETWEEN)
-    lines = path.with_name(f"{path.name}.out").read_text().split("\n")
+    lines = texts_at.with_suffix(".out").read_text().split("\n")
+    if len(lines) == len(texts) + 1 and not lines[-1]:
+        lines.pop()  # some files end their last line
     num_different = 0
     for text, line in zip(texts, lines, strict=True):
         found, expected = tokenizer.encode(text, add_special=False), list(map(int, line.split()))
         if found != expected:
             num_different += 1
-            print(f"{path.name} | {text!r} | {found} for {expected}")
-    print(f"{path.name}: {len(texts) - num_different} of {len(texts)} the same")
+            print(f"{name} | {text!r} | {found} for {expected}")
+    print(f"{name}: {len(texts) - num_different} of {len(texts)} the same")
     return num_different

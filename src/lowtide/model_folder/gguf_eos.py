@@ -18,6 +18,10 @@ ENDS = frozenset(
         "<|call|>",
         "<|role_end|>",
         "<\uff5cend\u2581of\u2581sentence\uff5c>",
+        *("<|user|>", "<|observation|>"),  # GLM begins the next turn itself
+        *("<eos>", "<turn|>"),  # Gemma
+        *("[EOS]", "[EOT]"),  # Kimi
+        "[e~[",  # MiniMax
     )
 )
 """Control tokens that end an answer in every model that has them.
@@ -26,12 +30,15 @@ Files name one or two, while a model's `generation_config.json` has all: gpt-oss
 tool calls.
 """
 
-CONTROL = 3
-"""Value in `tokenizer.ggml.token_type` of a control token."""
+TOOL_RESPONSE = "<|tool_response>"
+"""Token behind Gemma 4's calls, where the client's part begins; text in its files' own words."""
+
+CONTROL, USER_DEFINED = 3, 4
+"""Values in `tokenizer.ggml.token_type` of tokens that are found before a text is split."""
 
 
 def ending_ids(metadata: Metadata) -> list[object]:
-    """List the ids named by the file, then those of its control tokens in `ENDS`, each once."""
+    """List the ids named by the file, then those of its tokens that are `ENDS`, each once."""
     keys = [f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom")]
     said: list[object] = [metadata[key] for key in keys if key in metadata]
     return list(dict.fromkeys([*said, *_named(metadata)]))
@@ -45,4 +52,6 @@ def _named(metadata: Metadata) -> Iterator[int]:
     if not tokens.is_text or kinds.is_text or kinds.num_elements != tokens.num_elements:
         return
     pairs = zip(tokens.strings(), kinds.numbers(), strict=True)
-    yield from (n for n, (text, kind) in enumerate(pairs) if kind == CONTROL and text in ENDS)
+    for number, (text, kind) in enumerate(pairs):
+        if kind == CONTROL and text in ENDS or kind == USER_DEFINED and text == TOOL_RESPONSE:
+            yield number

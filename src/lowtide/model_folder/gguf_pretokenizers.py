@@ -87,10 +87,21 @@ _LLAMA3 = (
     rf"|\s*[\r\n]+|{_SPACES}"
 )
 _QWEN2 = _LLAMA3.replace("{1,3}", "")
+_QWEN35 = _QWEN2.replace(r"?\p{L}+", r"?[\p{L}\p{M}]+").replace(r"\s\p{L}", r"\s\p{L}\p{M}")
+_TEKKEN = (
+    rf"{_BEFORE_LETTERS}[{_UPPER}]*[{_LOWER}]+|{_BEFORE_LETTERS}[{_UPPER}]+[{_LOWER}]*"
+    rf"|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|\s*[\r\n]+|{_SPACES}"
+)
 _GPT4O = (
     rf"{_BEFORE_LETTERS}[{_UPPER}]*[{_LOWER}]+{_CONTRACTIONS}?"
     rf"|{_BEFORE_LETTERS}[{_UPPER}]+[{_LOWER}]*{_CONTRACTIONS}?"
     rf"|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|\s*[\r\n]+|{_SPACES}"
+)
+_NO_HAN = r"&&[^\p{Han}]"
+_KIMI = (
+    rf"[\p{{Han}}]+|{_BEFORE_LETTERS}[{_UPPER}{_NO_HAN}]*[{_LOWER}{_NO_HAN}]+{_CONTRACTIONS}?"
+    rf"|{_BEFORE_LETTERS}[{_UPPER}{_NO_HAN}]+[{_LOWER}{_NO_HAN}]*{_CONTRACTIONS}?"
+    rf"|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|{_SPACES}"
 )
 _BAILING = (
     r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]"
@@ -106,20 +117,39 @@ _DEEPSEEK = (
     r"\p{N}",
 )
 _DEEPSEEK_CODER = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", rf"[{_CHINESE}]+", r"\p{N}")
+_DEEPSEEK3 = (
+    r"\p{N}{1,3}",
+    rf"[{_letters('4e00-9fa5 3040-309f 30a0-30ff')}]+",
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+    rf"| ?[\p{{P}}\p{{S}}]+[\r\n]*|\s*[\r\n]+|{_SPACES}",
+)
+_GPT2 = rf"'s|'t|'re|'ve|'m|'ll|'d| ?\p{{L}}+| ?\p{{N}}+| ?[^\s\p{{L}}\p{{N}}]+|{_SPACES}"
+_FALCON = (r"[\p{P}\$\+<=>\^~\|`]+", _GPT2, "[0-9][0-9][0-9]")
 
+_GPT2_RULE = WordRule()
 _LLAMA3_RULE = WordRule((_LLAMA3,), ignores_merges=True, adds_bos=True)
 
-WORD_RULES = {
-    "gpt-2": WordRule(),
-    "olmo": WordRule(is_composed=True),
-    "qwen2": WordRule((_QWEN2,), is_composed=True),
+_NAMES = {
+    "gpt-2 phi-2 jina-es jina-de jina-v2-es jina-v2-de gigachat a.x-4.0 mellum modern-bert exaone4 "
+    "jais trillion granite-docling": _GPT2_RULE,
+    "olmo mpt": WordRule(is_composed=True),
+    "starcoder refact command-r codeshell exaone minerva-7b mellum2": WordRule((r"\p{N}", _GPT2)),
+    "falcon": WordRule(_FALCON),
+    "llama-bpe llama3 llama-v3 falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano": _LLAMA3_RULE,
+    "glm4 glm5": WordRule((_LLAMA3,), ignores_merges=True),
+    "chatglm-bpe dbrx smaug-bpe": WordRule((_LLAMA3,)),
+    "qwen2 deepseek-r1-qwen kormo f2llmv2 megrez": WordRule((_QWEN2,), is_composed=True),
+    "hunyuan grok-2 solar-open": WordRule((_QWEN2,)),
+    "qwen35": WordRule((_QWEN35,)),
+    "tekken": WordRule((_TEKKEN,), ignores_merges=True, adds_bos=True),
+    "gpt-4o llama4 kanana2 talkie minimax-m2": WordRule((_GPT4O,)),
+    "kimi-k2": WordRule((_KIMI,)),
+    "bailingmoe bailingmoe2 llada-moe": WordRule((_BAILING,)),
     "deepseek-llm": WordRule(_DEEPSEEK),
     "deepseek-coder": WordRule(_DEEPSEEK_CODER),
-    "gpt-4o": WordRule((_GPT4O,)),
-    "bailingmoe": WordRule((_BAILING,)),
-    "bailingmoe2": WordRule((_BAILING,)),
-    "dbrx": WordRule((_LLAMA3,)),
-    "glm4": WordRule((_LLAMA3,), ignores_merges=True),
-    **dict.fromkeys(("llama-bpe", "llama3", "llama-v3"), _LLAMA3_RULE),
+    "deepseek-v3 hunyuan-dense hy_v4 joyai-llm": WordRule(_DEEPSEEK3),
 }
+"""Names in files, which llama.cpp gave, by the rule that they stand for."""
+
+WORD_RULES = {name: rule for names, rule in _NAMES.items() for name in names.split()}
 """Rules by `tokenizer.ggml.pre`."""

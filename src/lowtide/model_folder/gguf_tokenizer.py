@@ -1,7 +1,8 @@
 """The tokenizer and chat template in a GGUF file's metadata.
 
-Converted to a `tokenizer.json` of the tokenizers library: byte-level BPE ("gpt2"), or the pieces of
-a sentence-piece model ("llama"), whose merges follow from their scores.
+Converted to a `tokenizer.json` of the tokenizers library: byte-level BPE ("gpt2"), the pieces of a
+sentence-piece model ("llama"), whose merges follow from their scores, or such pieces with merges of
+their own ("gemma4").
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from lowtide.errors import CheckpointError, UnsupportedError
 from lowtide.families.unsupported import SOME_THAT_RUN
 from lowtide.files.json_file import shown
 from lowtide.model_folder.chat_template import checked_templates
-from lowtide.model_folder.gguf_eos import CONTROL
+from lowtide.model_folder.gguf_eos import CONTROL, USER_DEFINED
 from lowtide.model_folder.gguf_header import GgufArray, Metadata
 from lowtide.model_folder.gguf_pretokenizers import WORD_RULES, merged_pair
 from lowtide.model_folder.tokenizer import Tokenizer, begin_texts, blamed
@@ -38,7 +39,6 @@ MAX_PIECE_CHARS = 128
 """Longest piece whose merges are searched. Published pieces have 16, runs of spaces more."""
 
 _TEMPLATE_KEY = "tokenizer.chat_template"
-_USER_DEFINED = 4
 _SPACE = "\u2581"
 _SPECIAL = {"bos": "bos_token", "eos": "eos_token", "padding": "pad_token", "mask": "mask_token"}
 
@@ -51,7 +51,7 @@ def gguf_tokenizer(metadata: Metadata, path: Path) -> Tokenizer | None:
     kind = metadata.get("tokenizer.ggml.model")
     if kind is None or kind == "none":  # llama.cpp's name for no tokenizer
         return None
-    kinds = {"gpt2": _byte_level, "llama": _sentence_pieces}
+    kinds = {"gpt2": _byte_level, "llama": _sentence_pieces, "gemma4": _merged_pieces}
     if not isinstance(kind, str) or kind not in kinds:
         raise UnsupportedError(
             f"{path}: its tokenizer is of the kind {shown(kind)}, which is not read; supported: "
@@ -64,16 +64,18 @@ def gguf_tokenizer(metadata: Metadata, path: Path) -> Tokenizer | None:
     with blamed(f"{path}: its metadata does not make a tokenizer", "Fetch the file again"):
         backend = kinds[kind](metadata, tokens, path)
         _add_tokens(backend, _numbers(metadata, "tokenizer.ggml.token_type", tokens, path), tokens)
-        adds_bos = metadata.get("tokenizer.ggml.add_bos_token", _adds_bos(metadata, kind))
-        if adds_bos and "bos_token" in special:
+        if _adds_bos(metadata, kind) and "bos_token" in special:
             begin_texts(backend, special["bos_token"])
         return Tokenizer(backend, special, templates, f"{path.name} has no {_TEMPLATE_KEY}")
 
 
 def _adds_bos(metadata: Metadata, kind: str) -> bool:
-    """Return True if a text begins with a BOS token by default."""
+    """Return True if a text begins with a BOS token."""
+    if kind == "gemma4":
+        return True  # early files deny it
     words = WORD_RULES.get(str(metadata.get("tokenizer.ggml.pre")))
-    return kind == "llama" or (words is not None and words.adds_bos)
+    usual = kind == "llama" or (words is not None and words.adds_bos)
+    return bool(metadata.get("tokenizer.ggml.add_bos_token", usual))
 
 
 def _byte_level(metadata: Metadata, tokens: Sequence[str], path: Path) -> tokenizers.Tokenizer:
@@ -85,32 +87,56 @@ def _byte_level(metadata: Metadata, tokens: Sequence[str], path: Path) -> tokeni
             f"known: {', '.join(WORD_RULES)}. Choose another file of the model, converted again: "
             "old ones do not say their rule."
         )
+    return words.byte_level(_vocabulary(tokens), _listed_merges(metadata, tokens, path))
+
+
+def _listed_merges(metadata: Metadata, tokens: Sequence[str], path: Path) -> list[tuple[str, str]]:
+    """Read the file's merges. Raises CheckpointError for one that is malformed."""
     pairs, most = [], MAX_MERGES_PER_TOKEN * len(tokens)
     for merge in _strings(metadata, "tokenizer.ggml.merges", path, most):
         pair = merged_pair(merge)
         if pair is None:
             raise CheckpointError(f"{path}: the merge {shown(merge)} is not one of two tokens.")
         pairs.append(pair)
-    return words.byte_level(_vocabulary(tokens), pairs)
+    return pairs
 
 
 def _sentence_pieces(metadata: Metadata, tokens: Sequence[str], path: Path) -> tokenizers.Tokenizer:
     scores = _numbers(metadata, "tokenizer.ggml.scores", tokens, path)
     if not scores:
         raise CheckpointError(f"{path}: its {len(tokens)} tokens have no scores.")
-    vocabulary = _vocabulary(tokens)
+    has_prefix = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
+    merges = _merges(_vocabulary(tokens), scores)
+    return _pieces(metadata, tokens, path, merges, has_prefix)
+
+
+def _merged_pieces(metadata: Metadata, tokens: Sequence[str], path: Path) -> tokenizers.Tokenizer:
+    return _pieces(metadata, tokens, path, _listed_merges(metadata, tokens, path), has_prefix=False)
+
+
+def _pieces(
+    metadata: Metadata,
+    tokens: Sequence[str],
+    path: Path,
+    merges: Sequence[tuple[str, str]],
+    has_prefix: bool,
+) -> tokenizers.Tokenizer:
+    """Build BPE over a text whose spaces are written as `_SPACE`, with a byte as the last resort.
+
+    has_prefix: a space is put before a text.
+    """
     unknown = metadata.get("tokenizer.ggml.unknown_token_id", 0)
     if not isinstance(unknown, int) or not 0 <= unknown < len(tokens):
         raise CheckpointError(f"{path}: there is no token {shown(unknown)} for unknown text.")
-    model = models.BPE(
-        vocabulary,
-        _merges(vocabulary, scores),
-        unk_token=tokens[unknown],
-        fuse_unk=True,
-        byte_fallback=True,
+    backend = tokenizers.Tokenizer(
+        models.BPE(
+            _vocabulary(tokens),
+            list(merges),
+            unk_token=tokens[unknown],
+            fuse_unk=True,
+            byte_fallback=True,
+        )
     )
-    backend = tokenizers.Tokenizer(model)
-    has_prefix = metadata.get("tokenizer.ggml.add_space_prefix", True)
     first = [normalizers.Prepend(_SPACE)] if has_prefix else []
     backend.normalizer = normalizers.Sequence([*first, normalizers.Replace(" ", _SPACE)])
     parts: list[decoders.Decoder] = [
@@ -152,7 +178,7 @@ def _add_tokens(
     added = [
         tokenizers.AddedToken(token, special=kind == CONTROL, normalized=False)
         for token, kind in zip(tokens, kinds, strict=False)
-        if kind in (CONTROL, _USER_DEFINED) and token
+        if kind in (CONTROL, USER_DEFINED) and token
     ]
     backend.add_tokens(added)  # all at once: every call rebuilds the search for all of them
 

@@ -51,14 +51,22 @@ _CASED = (
     r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*",
 )
 _BEFORE = r"[^\r\n\p{L}\p{N}]?"
+_CASED_WORDS = [
+    _BEFORE + cased.replace("]", f"{but}]") + contractions
+    for cased in _CASED
+    for but in ("", r"&&[^\p{Han}]")
+    for contractions in ("", f"{_CONTRACTIONS}?")
+]
 _ALTERNATIVES = {
+    *_CASED_WORDS,
     *("'s", "'t", "'re", "'ve", "'m", "'ll", "'d", _CONTRACTIONS, r"'(?i:[sdmt]|ll|ve|re)"),
     *(r" ?\p{L}+", r"\s?\p{L}+", rf"{_BEFORE}\p{{L}}+", rf"{_BEFORE}+\p{{L}}+"),
-    *(_BEFORE + cased + f"{_CONTRACTIONS}?" for cased in _CASED),
-    *(_BEFORE + cased for cased in _CASED),
+    *(r"[\p{Han}]+", rf"{_BEFORE}[\p{{L}}\p{{M}}]+", r"[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"),
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+",
     *(r" ?\p{N}+", r"\p{N}+", r"\p{N}{1,3}", r"\p{N}", r"\s?\p{P}+", r"\p{P}+"),
     *(rf" ?[^\s\p{{L}}\p{{N}}]+{end}" for end in ("", r"[\r\n]*", r"[\r\n/]*")),
-    r" ?[^\s\p{L}\p{N}]++[\r\n]*",
+    *(r" ?[^\s\p{L}\p{N}]++[\r\n]*", r" ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*"),
+    *(r" ?[\p{P}\p{S}]+[\r\n]*", r"[\p{P}\$\+<=>\^~\|`]+", "[0-9][0-9][0-9]"),
     *(r"\s*[\r\n]+", r"\s*[\r\n]", r"[\r\n]", r"\s+(?!\S)", r"\s+", r"\s+$"),
 }
 """Known alternatives of word rules.
