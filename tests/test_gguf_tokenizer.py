@@ -247,7 +247,7 @@ SYNONYMS = {
     "gpt-2": "phi-2 jina-es jina-de jina-v2-es jina-v2-de gigachat a.x-4.0 mellum modern-bert "
     "exaone4 jais trillion granite-docling",
     "olmo": "mpt",
-    "starcoder": "refact command-r codeshell exaone minerva-7b mellum2",
+    "starcoder": "refact command-r smollm codeshell exaone minerva-7b mellum2",
     "falcon": "",
     "llama-bpe": "llama3 llama-v3 falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano",
     "glm4": "glm5",

@@ -133,7 +133,9 @@ _NAMES = {
     "gpt-2 phi-2 jina-es jina-de jina-v2-es jina-v2-de gigachat a.x-4.0 mellum modern-bert exaone4 "
     "jais trillion granite-docling": _GPT2_RULE,
     "olmo mpt": WordRule(is_composed=True),
-    "starcoder refact command-r codeshell exaone minerva-7b mellum2": WordRule((r"\p{N}", _GPT2)),
+    "starcoder refact command-r smollm codeshell exaone minerva-7b mellum2": WordRule(
+        (r"\p{N}", _GPT2)
+    ),
     "falcon": WordRule(_FALCON),
     "llama-bpe llama3 llama-v3 falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano": _LLAMA3_RULE,
     "glm4 glm5": WordRule((_LLAMA3,), ignores_merges=True),
