@@ -64,8 +64,8 @@ HASHES = ("tokens", "blocks")
 DENSE = "dense"
 FAMILIES = (
     *HASHES,
-    *("qwen3_moe", "qwen2_moe", "mixtral", "olmoe", "bailing_moe_v2", "glm4_moe"),
-    "deepseek_v2",  # latent keys
+    *("qwen3_moe", "qwen2_moe", "mixtral", "olmoe", "bailing_moe_v2", "glm4_moe", "minimax_m2"),
+    *("deepseek_v2", "deepseek_v3", "glm4_moe_lite"),  # latent keys
     "gpt_oss",  # windows
     "llada2",  # blocks
     DENSE,

@@ -7,10 +7,14 @@ import logging
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
+from checkpoint_files import write_arrays, write_index
 from typer.testing import CliRunner
 
 from lowtide.cli.app import app
+from lowtide.llm import LLM
 from lowtide.model_folder import extra_layers
 from lowtide.model_folder.extra_layers import warn_of_extra_layers
 from lowtide.model_writing.synth import synth
@@ -46,6 +50,21 @@ def test_a_configuration_with_fewer_layers_is_told(model: Path) -> None:
     assert plan(model).count(said) == 1
     fewer = plan(model, "--config-override", "num_hidden_layers=1")
     assert f"{SAID} layers 1 to {first + 1}, and the configuration 1 layers" in fewer
+
+
+def test_layers_that_predict_further_tokens_change_nothing(tmp_path: Path) -> None:
+    folder = synth("deepseek_v3", "tiny", tmp_path / "model")
+    with LLM(folder, context=64) as llm:
+        expected = llm.logits([1, 2, 3])
+    plain = plan(folder)
+    names = ("eh_proj", "enorm", "embed_tokens", "shared_head.head", "self_attn.q_a_proj")
+    more = {f"model.layers.4.{name}.weight": np.zeros((4, 8), np.float32) for name in names}
+    index = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
+    write_arrays(folder / "further.safetensors", more)
+    write_index(folder, {**index, **dict.fromkeys(more, "further.safetensors")})
+    assert plan(folder) == plain and SAID not in plain
+    with LLM(folder, context=64) as llm:
+        assert torch.equal(llm.logits([1, 2, 3]), expected)
 
 
 @pytest.mark.parametrize(

@@ -37,10 +37,10 @@ from lowtide.layers.few_rows import ShortPass, WholeLayer, WholeModel
 from lowtide.llm import plan_model
 from lowtide.model_writing.synth import synth
 
-AT_ONCE = ("qwen3_moe", "qwen2_moe", "mixtral", "olmoe", "bailing_moe_v2", "glm4_moe")
+AT_ONCE = ("qwen3_moe", "qwen2_moe", "mixtral", "olmoe", "bailing_moe_v2", "glm4_moe", "minimax_m2")
 """Families whose layers are one call."""
 
-BEHIND_ATTENTION = ("deepseek_v2",)
+BEHIND_ATTENTION = ("deepseek_v2", "deepseek_v3")
 """Families of which only what follows the attention is."""
 
 PROMPT = 20

@@ -103,6 +103,20 @@ def test_ling_is_that_of_its_safetensors(num_predicting: int, tmp_path: Path) ->
     assert words == expected
 
 
+def test_layers_that_predict_further_tokens_are_passed_over(tmp_path: Path) -> None:
+    path, model = tmp_path / "model.gguf", random_model("glm4_moe_lite", 1)
+    model.config.num_predicting = 1
+    prefix = f"blk.{model.config.num_hidden_layers}."
+
+    def add(writer: gguf.GGUFWriter) -> None:
+        writer.add_nextn_predict_layers(1)
+        for name in ("nextn.eh_proj", "nextn.shared_head_norm", "attn_norm", "ffn_gate_inp"):
+            writer.add_tensor(f"{prefix}{name}.weight", np.zeros((4, 8), np.float32))
+
+    write_gguf(path, "glm4_moe_lite", model, choosing(SMALL), add)
+    check(path, model)
+
+
 @pytest.fixture(scope="module")
 def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("small") / "model.gguf"

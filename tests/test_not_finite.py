@@ -20,6 +20,7 @@ PARTS = {
     "mixtral": ("self_attn.q_proj", "self_attn.k_proj"),
     "gpt_oss": ("self_attn.q_proj", "self_attn.k_proj"),
     "deepseek_v2": ("self_attn.q_proj", "self_attn.kv_a_proj_with_mqa"),
+    "deepseek_v3": ("self_attn.q_a_proj", "self_attn.q_b_proj"),
     "llada2": ("attention.query_key_value",),
     "llada": ("q_proj", "k_proj"),
 }

@@ -217,6 +217,8 @@ def test_a_model_has_the_logits_of_its_dequantised_weights(
         ("deepseek_v2", "compressed-tensors", ("_proj.weight", "_mqa.weight")),
         ("bailing_moe_v2", "fp8", ("_proj.weight", "key_value.weight", "dense.weight")),
         ("qwen2_moe", "fp8", ("_proj.weight", "shared_expert_gate.weight")),
+        ("deepseek_v3", "fp8", ("_proj.weight", "_mqa.weight")),
+        ("minimax_m2", "fp8", ("_proj.weight", ".w1.weight", ".w2.weight", ".w3.weight")),
     ],
 )
 def test_models_of_other_families_have_the_logits_of_their_dequantised_weights(

@@ -153,7 +153,7 @@ def _scheme(scheme: object, name: str) -> Quantisation:
 
 
 def _fp8(said: Mapping[str, object]) -> Quantisation:
-    if said.get("fmt", "e4m3") != "e4m3":
+    if said.get("fmt", "e4m3") not in ("e4m3", "float8_e4m3fn"):
         raise _refusal(f"FP8 of kind {shown(said['fmt'])}")
     blocks = said.get("weight_block_size")
     if blocks != [128, 128]:
