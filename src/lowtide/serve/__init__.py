@@ -1,1 +1,1 @@
-"""`lowtide serve`: a model behind HTTP, in the forms of OpenAI, Anthropic and Ollama."""
+"""`lowtide serve`: one model behind the HTTP APIs of OpenAI, Anthropic and Ollama."""

@@ -1,4 +1,4 @@
-"""Who is let in: a queue bounded by requests and by the tokens of prompts that wait."""
+"""Admission control: a queue bounded by the number of requests and by waiting prompt tokens."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Self
 from lowtide.serve.errors import Draining, QueueFull
 
 _RETRY_S = (1, 60)
-"""What `Retry-After` is never below and above."""
+"""Bounds of the `Retry-After` header."""
 
 
 class Admission:
-    """Counts who runs and who waits; knows nothing of the engine.
+    """Counts running and waiting requests; does not know the engine.
 
-    A prompt is let in whatever its length where no other waits.
+    A prompt of any length is admitted while no other prompt waits.
     """
 
     def __init__(self, max_requests: int, max_queued_tokens: int) -> None:
@@ -26,7 +26,7 @@ class Admission:
         self.is_draining = False
 
     def enter(self) -> QueuePlace:
-        """A place for a request, to be left. Raises Draining or QueueFull."""
+        """Admit a request. Raise Draining or QueueFull."""
         if self.is_draining:
             raise Draining
         num_there = self.num_running + self.num_waiting
@@ -35,7 +35,7 @@ class Admission:
         return QueuePlace(self)
 
     def check_tokens(self, num_tokens: int) -> None:
-        """Raises QueueFull where prompts of so many more tokens would be too much."""
+        """Raise QueueFull if `num_tokens` more would exceed the waiting tokens' limit."""
         num_there = self.num_waiting_tokens
         if num_there and num_there + num_tokens > self._max_queued_tokens:
             self._refuse(
@@ -44,7 +44,7 @@ class Admission:
             )
 
     def note_duration(self, seconds: float) -> None:
-        """Counts the seconds of an answer that has ended."""
+        """Record how long a finished answer took; `Retry-After` is the mean of recent answers."""
         self._mean_s = seconds if not self._mean_s else 0.8 * self._mean_s + 0.2 * seconds
 
     def _refuse(self, reason: str) -> None:
@@ -55,7 +55,7 @@ class Admission:
 
 
 class QueuePlace:
-    """A request's place: it waits until `begin`, and is gone at the end of the `with`."""
+    """One request's place in the queue: waiting until `begin`, freed at the end of `with`."""
 
     def __init__(self, admission: Admission) -> None:
         self._admission = admission
@@ -68,13 +68,13 @@ class QueuePlace:
         return self
 
     def wait_with(self, num_tokens: int) -> None:
-        """Its prompt's tokens wait, too. Raises QueueFull."""
+        """Count the prompt's tokens as waiting. Raise QueueFull."""
         self._admission.check_tokens(num_tokens)
         self._num_tokens = num_tokens
         self._admission.num_waiting_tokens += num_tokens
 
     def begin(self) -> None:
-        """The engine has begun with it."""
+        """Count the request as running: the engine has started it."""
         if not self._has_begun:
             self._has_begun = True
             self._admission.num_waiting -= 1

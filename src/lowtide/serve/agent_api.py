@@ -1,8 +1,8 @@
-"""What the APIs of coding agents share.
+"""Shared parts of the APIs that coding agents use.
 
-An agent whose request is refused for a field that it always sends does nothing at all. So fields
-that are not known are taken and named in a header of the answer, and the loaded model answers under
-whatever name it is asked by. Only what would change words without being supported is refused.
+An agent stops working if a field that it always sends is refused. So unknown fields are accepted
+and named in a response header, and the loaded model answers under any name. Only unsupported
+fields that would change the answer's words are refused.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ _UNSUPPORTED_SAMPLING: Mapping[str, object] = {
     "typical_p": 1,
     "use_beam_search": False,
 }
-"""Fields that other servers have and that would change words, with the values that change none."""
+"""Other servers' fields that would change words, with the values that change nothing."""
 
 _UNUSED = {name for name, field in SamplingFields.model_fields.items() if field.annotation is Any}
 _UNUSED |= {"return_progress", "return_token_ids", "stream_options"}
-"""Fields of `SamplingFields` that no token of an agent's answer depends on."""
+"""Fields of `SamplingFields` that do not affect the tokens of an agent's answer."""
 
 _EFFORTS = {
     "minimal": "low",
@@ -48,14 +48,14 @@ _EFFORTS = {
     "xhigh": "high",
     "max": "high",
 }
-"""What chat templates call them."""
+"""Client's name of a thinking effort -> the chat templates' name."""
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
-"""How much a model is to think: what clients call it."""
+"""How much the model should think, in the clients' words."""
 
 
 class AgentBody(SamplingFields):
-    """The fields of an agent's request that say which model answers and how it draws tokens."""
+    """Fields of an agent's request that choose the model and how tokens are drawn."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -68,41 +68,40 @@ class AgentBody(SamplingFields):
         return body
 
     def params(self, max_tokens: int | None) -> SamplingParams:
-        """What is asked of the tokens. Raises Refusal or UsageError for what cannot be."""
+        """Return the sampling parameters. Raise Refusal or UsageError for unsupported values."""
         check_sampling(self.model_extra or {})
         if self.n > 1:
             raise Refusal("n: one answer is given to a request.", param="n", code="unsupported")
         return self.sampling(max_tokens, None)
 
     def ignored(self, used: Iterable[str] = ()) -> Iterator[str]:
-        """Fields that are taken and not used, but for those that this API uses."""
+        """Yield fields that are accepted and ignored, except those in `used`."""
         yield from sorted((self.model_fields_set & _UNUSED) - set(used))
         yield from self.model_extra or {}
 
     def unused_parts(self, field: str, used: Collection[str]) -> Iterator[str]:
-        """The same of parts of a field that is an object."""
+        """Yield `field.part` for each ignored part of an object field."""
         given = getattr(self, field)
         yield from (f"{field}.{n}" for n in sorted(given) if n not in used and given[n] is not None)
 
 
 def check_request_depth(body: Mapping[str, Any]) -> None:
-    """Raise UsageError for a request that is nested too deeply, apart from its tools.
+    """Raise UsageError if the request is nested too deeply anywhere but in its tools.
 
-    A schema need not be kept to where no call must be made; where one must, it is refused by the
-    name of its tool.
+    A tool's schema is checked later, by the tool's name, and only if a call must fit it.
     """
     check_depth({name: value for name, value in body.items() if name != "tools"}, "The request")
 
 
 def check_sampling(fields: Mapping[str, object]) -> None:
-    """Raises Refusal for a field that would change words and is not supported."""
+    """Raise Refusal for an unsupported field that would change words."""
     for name, neutral in _UNSUPPORTED_SAMPLING.items():
         if fields.get(name) not in (None, neutral):
             raise Refusal(f"{name} is not supported; leave it out.", param=name, code="unsupported")
 
 
 def effort_options(effort: object) -> dict[str, object]:
-    """Return the variables of chat templates for a thinking effort; none for an unknown effort."""
+    """Return the chat template's variables for a thinking effort; empty if it is unknown."""
     if effort == "none":
         return {"enable_thinking": False}
     known = _EFFORTS.get(effort) if isinstance(effort, str) else None
@@ -110,10 +109,7 @@ def effort_options(effort: object) -> dict[str, object]:
 
 
 def headers_of(service: Service, asked_model: str | None, ignored: Iterable[str]) -> dict[str, str]:
-    """Return headers that name the answering model and the ignored fields.
-
-    The model is named where another one was asked for.
-    """
+    """Return headers that name the ignored fields and, if another was asked for, the model."""
     headers = {}
     if asked_model != service.model_name:
         headers["x-lowtide-model"] = _shown(service.model_name)
@@ -125,5 +121,5 @@ def headers_of(service: Service, asked_model: str | None, ignored: Iterable[str]
 
 
 def _shown(name: str) -> str:
-    """A name as a header may carry it, whatever a request calls its field."""
+    """Replace characters that a header cannot carry."""
     return _NOT_SHOWN.sub("-", name)[:128]

@@ -1,7 +1,7 @@
-"""`/v1/messages`: Anthropic's API, which Claude Code speaks.
+"""`/v1/messages`: Anthropic's API, which Claude Code uses.
 
-`_asked` is the table of a request's fields: each goes into an `Ask`. `MessageReply` is the table of
-an answer's pieces: `frames` says which events each kind makes.
+`_asked` maps a request's fields to an `Ask`. `MessageReply.frames` maps each kind of piece of an
+answer to the API's events.
 """
 
 from __future__ import annotations
@@ -62,20 +62,19 @@ _HOSTED_BLOCKS = (
     "web_fetch_tool_result",
     "web_search_tool_result",
 )
-"""Traces of tools that run at a provider."""
+"""Blocks left by tools that ran at a provider."""
 
 _DELTAS = {
     "text": ("text_delta", "text"),
     "thinking": ("thinking_delta", "thinking"),
     "tool_use": ("input_json_delta", "partial_json"),
 }
-"""By the type of a block: the type of a delta, and the field that holds its text."""
+"""Type of a block -> type of its deltas, and the field that holds their text."""
 
 _REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
 def router_of(service: Service) -> APIRouter:
-    """Make the routes of this API."""
     router = APIRouter(route_class=JsonRoute)
 
     @router.head("/api/hello")
@@ -100,7 +99,7 @@ def router_of(service: Service) -> APIRouter:
 
 
 class MessagesBody(AgentBody):
-    """A request; `AgentBody` has the fields that other APIs share."""
+    """A request; `AgentBody` has the fields shared with other APIs."""
 
     messages: list[Any] = Field(max_length=MAX_MESSAGES)
     system: str | list[Any] = ""
@@ -113,7 +112,7 @@ class MessagesBody(AgentBody):
 
 
 def _asked(service: Service, body: MessagesBody) -> tuple[Ask, dict[str, str]]:
-    """Return what is asked, and headers that name what is ignored. Raises Refusal or UsageError."""
+    """Return the Ask, and headers naming ignored fields. Raise Refusal or UsageError."""
     reader, effort = _MessageReader(), effort_options(body.output_config.get("effort"))
     conversation = reader.conversation(body.system, body.messages, body.tools)
     ignored = [
@@ -138,7 +137,7 @@ def _asked(service: Service, body: MessagesBody) -> tuple[Ask, dict[str, str]]:
 
 
 def _tool_choice(choice: Mapping[str, Any], tools: tuple[Tool, ...]) -> str:
-    """Return the choice in `Ask`'s terms. Raises Refusal where no tool is left for it."""
+    """Return the tool choice as `Ask` has it. Raise Refusal if no tool remains for it."""
     given = PlacedObject(choice, "tool_choice")
     kind = given.one_of("type", ("auto", "none", "any", "tool"))
     names = {tool.name for tool in tools}
@@ -148,10 +147,10 @@ def _tool_choice(choice: Mapping[str, Any], tools: tuple[Tool, ...]) -> str:
 
 
 def _constraint(service: Service, body: MessagesBody, ignored: list[str]) -> Constraint | None:
-    """Return the form of the answer's text.
+    """Return the constraint on the answer's text.
 
-    A diffusion model, which no grammar guides, has none: an agent asks for it in passing, and a
-    refusal would end it.
+    A diffusion model cannot be constrained. The field is then ignored: agents send it in passing,
+    and a refusal would end them.
     """
     format = body.output_config.get("format") or body.output_format
     if format is None:
@@ -164,12 +163,12 @@ def _constraint(service: Service, body: MessagesBody, ignored: list[str]) -> Con
 
 @dataclass(slots=True)
 class _MessageReader:
-    """Reads a request's words. ignored: the places of what was left out of them."""
+    """Reads a request's messages. ignored: paths of parts that were left out."""
 
     ignored: list[str] = field(default_factory=list)
 
     def conversation(self, system: object, messages: object, tools: object) -> Conversation:
-        """Raise Refusal, with the place, for what cannot be read."""
+        """Return the conversation. Raise Refusal, with the path, for anything unreadable."""
         turns = [*_system_turns(system)]
         for message in objects_at(messages, "messages", MAX_MESSAGES):
             turns += self._turns(message)
@@ -193,7 +192,7 @@ class _MessageReader:
                 yield turn
 
     def _turn(self, role: str, block: PlacedObject) -> Turn | None:
-        """Return the turn of one block, or None for one without words."""
+        """Return one block as a turn, or None if it has no text."""
         match block.text("type"), role:
             case "text", _:
                 return Turn(role, block.text("text"))
@@ -216,9 +215,9 @@ class _MessageReader:
                 raise unsupported(block.where, f"blocks of type {kind[:80]!r:.80}")
 
     def _document(self, block: PlacedObject) -> str:
-        """Return its words, or a note that it was left out.
+        """Return a document's text, or a note that it was left out.
 
-        It is no refusal: a client that opened a file by itself sends it at every further turn.
+        It is not refused: a client that opened the file itself sends it again at every turn.
         """
         source = block.object("source", {})
         if source.get("type") == "text":
@@ -227,7 +226,7 @@ class _MessageReader:
         return left_out("document")
 
     def _tools(self, declared: object) -> list[Tool]:
-        """Return the tools that a client runs; one that comes again replaces the earlier."""
+        """Return the tools that the client runs; a later declaration replaces an earlier one."""
         tools: dict[str, Tool] = {}
         for tool in objects_at(declared, "tools", MAX_TOOLS):
             kind = tool.get("type", "custom")
@@ -241,9 +240,9 @@ class _MessageReader:
 
 
 def _system_turns(system: object) -> Iterator[Turn]:
-    """Yield the system's words without the line that a client bills by.
+    """Yield the system prompt without the client's billing line.
 
-    That line differs in every request: no kept key would ever be found again behind it.
+    That line differs in every request, so no cached prefix behind it would ever be reused.
     """
     text = _text(system, "system")
     if _BILLING in text:
@@ -261,10 +260,10 @@ def _text(value: object, where: str, ignored: list[str] | None = None) -> str:
 
 
 class MessageReply(Reply):
-    """Owns one message and its events.
+    """Builds one message and its events.
 
-    A call's arguments are sent once they are whole: clients fail on a stream of what is no JSON,
-    and take a beginning for all of it.
+    A call's arguments are sent only once complete: clients fail on invalid JSON, and take a
+    beginning for the whole.
     """
 
     def __init__(self, model: str) -> None:
@@ -313,7 +312,7 @@ class MessageReply(Reply):
         return self._message | {"content": self._blocks}
 
     def _in_block(self, kind: str, more: Text | Reasoning, **fields: str) -> Iterator[JsonObject]:
-        """Add to a block of text, which may be a new one."""
+        """Add to the open block of this kind, or open a new one."""
         if not self._is_open or self._blocks[-1]["type"] != kind or more.is_new_part:
             yield from self._open({"type": kind, **fields})
         self._texts.append(more.text)
@@ -330,9 +329,9 @@ class MessageReply(Reply):
         return self._of_block("content_block_delta", delta={"type": kind, field: text})
 
     def _close(self, is_cut: bool = False) -> Iterator[JsonObject]:
-        """End the last block.
+        """End the open block.
 
-        is_cut: by the answer's length; a call that is not whole then has no arguments.
+        is_cut: the answer reached its maximum length; an unfinished call then has no arguments.
         """
         if not self._is_open:
             return
@@ -364,7 +363,7 @@ class MessageReply(Reply):
 
 
 def _usage(num_prompt: int, num_resumed: int, num_new: int) -> JsonObject:
-    """Count tokens: in Anthropic's API those read from a cache are not among the input's."""
+    """Count tokens. Anthropic's `input_tokens` exclude those read from the cache."""
     return {
         "input_tokens": num_prompt - num_resumed,
         "cache_creation_input_tokens": 0,

@@ -1,4 +1,4 @@
-"""`build_app`: all routes over one service. No globals, no signals, nothing is loaded here.
+"""The ASGI app: all routes over one service, without globals or signal handlers.
 
 app = build_app(Service(llm, ServeSettings()))
 """
@@ -33,7 +33,7 @@ _ROUTERS = (openai_chat, openai_completions, responses, anthropic_messages, olla
 
 
 def build_app(service: Service) -> FastAPI:
-    """The ASGI app of a server; whatever hosts it enters `Service.running` by its lifespan."""
+    """Return the server's ASGI app; its lifespan enters `Service.running`."""
     app = FastAPI(
         title="lowtide",
         version=__version__,
@@ -59,7 +59,7 @@ def build_app(service: Service) -> FastAPI:
 
 
 class JsonBodies:
-    """Around the app: every body is JSON, whatever it is called (`curl -d` calls it a form)."""
+    """Middleware that treats every body as JSON, since `curl -d` labels it a form."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -72,23 +72,23 @@ class JsonBodies:
 
 
 def _models(service: Service) -> APIRouter:
-    """The one model, and what it cannot do."""
+    """Make the routes that list the loaded model and refuse embeddings."""
     router = APIRouter()
 
     @router.get("/v1/models")
     async def models() -> dict[str, Any]:
-        """The model that is loaded."""
+        """List the loaded model."""
         return {"object": "list", "data": [_model_object(service)]}
 
     @router.get("/v1/models/{name:path}")
     async def model(name: str) -> dict[str, Any]:
-        """The model that is loaded, by its name."""
+        """Describe the loaded model. Raise Refusal for another name."""
         service.check_model(name)
         return _model_object(service)
 
     @router.post("/v1/embeddings")
     async def embeddings() -> Response:
-        """Not supported: clients that ask are told so by name."""
+        """Refuse with a reason instead of a plain 404."""
         raise NoEmbeddings
 
     return router
@@ -97,44 +97,44 @@ def _models(service: Service) -> APIRouter:
 def _add_health(router: APIRouter, service: Service) -> None:
     @router.get("/health")
     async def health() -> JSONResponse:
-        """Whether the engine can be asked: it was not closed, and no fault has ended its thread.
+        """Report that the engine accepts work: 503 once it is closed or its thread has failed.
 
-        Monitors compare with `ok`, which llama.cpp's server answers.
+        The body says `ok`, as llama.cpp's server does, because monitors compare it.
         """
         is_alive = service.state != "ended"
         return JSONResponse({"status": "ok" if is_alive else "ended"}, 200 if is_alive else 503)
 
     @router.get("/ready")
     async def ready() -> JSONResponse:
-        """Whether requests are taken."""
+        """Report whether new requests are accepted."""
         state = service.state
         return JSONResponse({"status": state}, 200 if state == "ready" else 503)
 
 
 def _state(service: Service, metrics: Metrics) -> APIRouter:
-    """What runs here, for programs and for people."""
+    """Make the routes for health, counters, plan, statistics and the status page."""
     router = APIRouter()
     _add_health(router, service)
 
     @router.get("/metrics")
     async def counters() -> Response:
-        """Counters for Prometheus."""
+        """Serve counters in Prometheus' format."""
         page = metrics.page(await service.llm.stats())
         return Response(page, media_type="text/plain; version=0.0.4")
 
     @router.get("/v1/lowtide/plan")
     async def plan() -> JSONResponse:
-        """Every byte in use."""
+        """Serve the memory plan."""
         return JSONResponse(as_json(asdict(service.plan)))
 
     @router.get("/v1/lowtide/stats")
     async def stats() -> JSONResponse:
-        """What was done since loading."""
+        """Serve the engine's statistics since loading."""
         return JSONResponse(as_json(await service.llm.stats()))
 
     @router.get("/", response_class=HTMLResponse)
     async def page() -> HTMLResponse:
-        """What runs, for a browser."""
+        """Serve the status page."""
         return HTMLResponse(page_of(service, await service.llm.stats()), headers=HEADERS)
 
     return router

@@ -1,7 +1,7 @@
-"""A grammar that begins with a call: of answers that may call a tool and need not.
+"""Token mask for answers that may call a tool but need not.
 
-Until the mark that begins a call is written no token is looked at but by its number or its letters;
-from there to the call's end the answer is held to the tools' schemas, and is free again behind it.
+Before a call the mask only watches for the mark that begins one. From the mark to the call's end it
+enforces the tools' schemas; after that the answer is free again.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ class _Written(NamedTuple):
 
 
 class CallMask:
-    """Decoding's `TokenMask` for one answer. Calls in its thoughts are not held to anything.
+    """`TokenMask` of one answer. Calls inside the model's thoughts are not constrained.
 
-    A token that holds more than the end of a mark's letters may go on in a way that no tool's call
-    does: that one call is as the model writes it, as is one that becomes too complex.
+    Two calls escape the schemas: one whose mark ends within a token that already contains an
+    unfitting continuation, and one whose grammar becomes too complex.
     """
 
     failure = ""
@@ -54,11 +54,9 @@ class CallMask:
 
     @property
     def is_free(self) -> bool:
-        """See `TokenMask`."""
         return self._call is None
 
     def allowed(self) -> BoolArray:
-        """See `TokenMask`."""
         if self._call is not None:
             allowed = self._call.allowed()
             if not self._call.failure:
@@ -67,11 +65,9 @@ class CallMask:
         return np.ones(self._vocab_size, np.bool_)
 
     def permits(self, token_id: int) -> bool:
-        """See `TokenMask`."""
         return self._call is None or self._call.fits(token_id)
 
     def take(self, token_id: int) -> None:
-        """See `TokenMask`."""
         if self._call is None:
             self._look(token_id)
             return
@@ -80,7 +76,7 @@ class CallMask:
             self._call = None
 
     def _look(self, token_id: int) -> None:
-        """Begins a call where this token does."""
+        """Start enforcing a call if this token completes a call's mark."""
         self._is_thinking = self._thoughts.get(token_id, self._is_thinking)
         special = self._special.get(token_id)
         if special is not None:
@@ -110,7 +106,7 @@ class CallMask:
         self._drop(self._num_held)
 
     def _drop(self, num_bytes: int) -> None:
-        """All tokens but those that hold the last so many bytes."""
+        """Remove tokens, except as many as hold the last `num_bytes` bytes."""
         left = sum(len(each.text) for each in self._written)
         while self._written and left - len(self._written[0].text) >= num_bytes:
             left -= len(self._written.pop(0).text)

@@ -1,7 +1,7 @@
-"""What clients need to know of a server: the text that `--print-config CLIENT` prints.
+"""Configuration files of clients, as printed by `--print-config CLIENT`.
 
-Pure: from an address, a model's name and its context to a text. Imports nothing of the `serve`
-extra, so that it can be printed by itself.
+Pure functions of an address, a model name and a context length. They import nothing of the `serve`
+extra, so a configuration can be printed without it.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 _KEY = "lowtide"
-"""What is sent in place of a key where the server has none: clients want something."""
+"""Placeholder key for a server without one, since clients require some key."""
 
 _HOURS_MS = 7_200_000
 """An answer may take hours where most experts are on disk."""
 
 _COMPACTED_CONTEXT = 49_152
-"""Claude Code compacts a conversation 13,000 tokens below what the context leaves beside an answer;
-of a shorter context that is less than it begins with, and it would compact at every turn."""
+"""Below this context Claude Code would compact at every turn: it compacts 13,000 tokens below the
+space that the answer leaves, which is less than a conversation's start."""
 
 _CODEX_INSTRUCTIONS = (
     "You are a coding agent in a terminal on the user's computer. Work in the current folder: read "
@@ -30,9 +30,9 @@ _CODEX_INSTRUCTIONS = (
 
 
 class ServedModel(NamedTuple):
-    """A server, as its clients know it.
+    """A server as its clients see it.
 
-    url: without a path. context: tokens. api_key: None where it needs none.
+    url: without a path. context: tokens. api_key: None if the server needs none.
     """
 
     url: str
@@ -42,12 +42,12 @@ class ServedModel(NamedTuple):
 
     @property
     def max_answer_tokens(self) -> int:
-        """What an answer may take of the context: the rest is for the conversation."""
+        """The share of the context that an answer may take; the rest is for the conversation."""
         return max(1, self.context // 4)
 
 
 def codex_config(served: ServedModel) -> str:
-    """Two files: config.toml and the catalog that it names."""
+    """Return two files: config.toml and the model catalog that it names."""
     key = 'env_key = "LOWTIDE_API_KEY"\n' if served.api_key else ""
     return f"""\
 # ~/.codex/config.toml
@@ -68,10 +68,10 @@ stream_idle_timeout_ms = {_HOURS_MS}
 
 
 def codex_catalog(served: ServedModel) -> dict[str, object]:
-    """Describe a model that Codex does not know.
+    """Return a model catalog entry, since Codex does not know the model.
 
-    Tools come one by one, as this server reads them, and `apply_patch` as a text of its own
-    grammar.
+    It makes Codex send tools in the two forms that this server reads: one by one, and `apply_patch`
+    as a text with a grammar.
     """
     model: dict[str, object] = {
         "slug": served.model,
@@ -104,7 +104,7 @@ def codex_catalog(served: ServedModel) -> dict[str, object]:
 
 
 def claude_config(served: ServedModel) -> str:
-    """Environment variables of Claude Code. Its helper is the same model: there is no other."""
+    """Return environment variables for Claude Code. Its small helper model is the same model."""
     variables = {
         "ANTHROPIC_BASE_URL": served.url,
         "ANTHROPIC_MODEL": served.model,
@@ -125,7 +125,7 @@ def claude_config(served: ServedModel) -> str:
 
 
 def continue_config(served: ServedModel) -> str:
-    """Continue's config.yaml; JSON's texts are YAML's, too."""
+    """Return Continue's config.yaml. Strings are quoted as JSON, which is valid YAML."""
     return f"""\
 # ~/.continue/config.yaml
 name: lowtide
@@ -148,7 +148,7 @@ models:
 
 
 def open_webui_config(served: ServedModel) -> str:
-    """Environment variables of Open WebUI."""
+    """Return environment variables for Open WebUI."""
     variables = {
         "OPENAI_API_BASE_URL": served.url + "/v1",
         "ENABLE_OLLAMA_API": "false",
@@ -166,14 +166,14 @@ CLIENTS: Mapping[str, Callable[[ServedModel], str]] = {
 
 
 AGENTS = ("codex", "claude")
-"""Those that begin with more than a short context has room for."""
+"""Clients whose first prompt exceeds a short context."""
 
 
 def _exports(variables: Mapping[str, str]) -> str:
-    """For a POSIX shell."""
+    """Return `export` lines for a POSIX shell."""
     return "".join(f"export {name}={shlex.quote(value)}\n" for name, value in variables.items())
 
 
 def _quoted(text: str) -> str:
-    """A text as TOML, JSON and YAML all write it."""
+    """Quote a text in a form that TOML, JSON and YAML all accept."""
     return json.dumps(text)

@@ -1,6 +1,6 @@
-"""One client's connection, with time limits that uvicorn lacks.
+"""A client connection with time limits that uvicorn lacks.
 
-They hold for requests that stay incomplete and answers that are not read.
+The limits cover incomplete requests and answers that the client does not read.
 """
 
 from __future__ import annotations
@@ -17,28 +17,27 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from lowtide.serve.request_log import LIMIT, LimitedLog
 
 MAX_CONNECTIONS = 1024
-"""For one more the longest silent one goes that waits for nothing but its client."""
+"""A connection beyond this replaces the longest idle one that waits for its client."""
 
 FIRST_BYTE_S = 10.0
-"""The first byte has come by then."""
+"""Time limit for a connection's first byte."""
 
 RECEIVE_S = 75.0
-"""A request, headers and body, is whole by then. A late body is refused before, by the guard."""
+"""Time limit for a whole request. The guard refuses a late body earlier, with an answer."""
 
 UNREAD_S = 60.0
 MIN_READ_BYTES = 16 << 10
-"""An answer that waits goes on while all of it, or so much, enters the kernel's buffer in every
-`UNREAD_S`. The kernel takes more only once a part of its buffer has been read."""
+"""A blocked answer continues if all of it, or this much, enters the kernel's buffer in each
+`UNREAD_S`. The kernel accepts more only after the client has read part of its buffer."""
 
 PART_BYTES = 16 << 10
-"""What is read of a request before the event loop has another turn: it may be in thousands of
-chunks."""
+"""Bytes of a request parsed in one turn of the event loop; they may hold thousands of chunks."""
 
 PROBE_S = 0.1, 5.0
-"""Time to the first look whether a client that sends no more is still there, and between looks."""
+"""Delay of the first and of later checks that a half-closed client is still there."""
 
 KEEPALIVE_S = 5
-"""Silence after which the kernel asks the client's (HTTP/1.0, which has no interim answers)."""
+"""Silence before TCP keep-alive probes; for HTTP/1.0, which has no interim answers."""
 
 _TCP_CLOSE = 7  # a state of Linux's tcp_info
 
@@ -46,19 +45,19 @@ _log = logging.getLogger(__name__)
 
 
 class Connection(H11Protocol):
-    """Ends with a client that is too slow, and its request with it.
+    """HTTP connection that aborts, with its request, if the client is too slow.
 
-    What an answer sends waits until all before it is in the kernel's buffer, so at most one part of
-    an answer is buffered in this process.
+    An answer's next part waits until all earlier ones are in the kernel's buffer, so this process
+    buffers at most one part.
     """
 
     _receiving: asyncio.TimerHandle | None = None  # while there is no whole request
     _sending: asyncio.TimerHandle | None = None  # while the kernel's buffer is full
-    _probing: asyncio.TimerHandle | None = None  # while its client sends no more
+    _probing: asyncio.TimerHandle | None = None  # while half-closed
     _feeding: asyncio.Handle | None = None  # while there is `_unread`
-    _heard_s = 0.0  # of its last bytes, on the loop's clock
+    _heard_s = 0.0  # when the last bytes came, on the loop's clock
     _heard_any = False
-    _is_half = False  # its client sends no more
+    _is_half = False  # the client has closed its sending half
 
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
         super().__init__(*arguments, **keywords)
@@ -67,7 +66,7 @@ class Connection(H11Protocol):
         self.access_log = False  # where the program that hosts it has a log, too: it shows queries
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """As a base class of uvicorn's has it, for transports that write."""
+        """Start the time limits, and make room if there are too many connections."""
         super().connection_made(transport)
         self._heard_s = self.loop.time()
         if len(self.connections) > MAX_CONNECTIONS and not self._make_room():
@@ -77,7 +76,7 @@ class Connection(H11Protocol):
         self._limit_request(min(FIRST_BYTE_S, RECEIVE_S))
 
     def data_received(self, data: bytes) -> None:
-        """Further bytes give a request no further time."""
+        """Parse bytes in parts; further bytes do not extend the request's time limit."""
         if not self._heard_any:
             self._heard_any = True
             self._limit_request(RECEIVE_S)
@@ -89,11 +88,10 @@ class Connection(H11Protocol):
             self._feed(data)
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """Go on with the answer to a whole request: the client sends no more, but may still read.
+        """Keep answering a whole request: a client that sends no more may still read.
 
-        Only writing tells whether it has gone, so interim answers precede one that has not begun.
-        Over HTTP/1.0 the kernel's probes tell, once the client's kernel has forgotten it: within
-        about a minute.
+        Only writing shows that the client has gone. So interim (102) answers are written until the
+        real one begins. HTTP/1.0 has none; there TCP keep-alive notices within about a minute.
         """
         self._is_half = self._is_answering
         if self._is_half and self._probing is None:
@@ -103,24 +101,24 @@ class Connection(H11Protocol):
         return self._is_half
 
     def on_response_complete(self) -> None:
-        """What sends no more asks no more."""
+        """Close a half-closed connection: no further request can come."""
         super().on_response_complete()
         if self._is_half:
             self.transport.close()
 
     def pause_writing(self) -> None:
-        """The kernel's buffer is full."""
+        """Start the time limit for reading the answer: the kernel's buffer is full."""
         super().pause_writing()
         self._limit_answer()
 
     def resume_writing(self) -> None:
-        """All has left."""
+        """Stop the time limit: everything has been handed to the kernel."""
         super().resume_writing()
         if self._sending is not None:
             self._sending.cancel()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Nothing is waited for any more."""
+        """Cancel all timers."""
         super().connection_lost(exc)
         self._unread.clear()
         for timer in (self._receiving, self._sending, self._probing, self._feeding):
@@ -129,12 +127,12 @@ class Connection(H11Protocol):
 
     @property
     def _is_answering(self) -> bool:
-        """Whether it has brought a whole request whose answer is not complete."""
+        """True while a whole request has come and its answer is not complete."""
         cycle = self.cycle
         return cycle is not None and not (cycle.response_complete or cycle.more_body)
 
     def _make_room(self) -> bool:
-        """Ends the longest silent of the others. False: each waits for an answer."""
+        """Abort the longest idle connection. Return False if all are being answered."""
         silent = [
             each
             for each in self.connections
@@ -174,7 +172,7 @@ class Connection(H11Protocol):
             self._limit_request(RECEIVE_S)
 
     def _probe(self, wait_s: float) -> None:
-        """Write what a client that is there skips, and one that has gone answers with a reset."""
+        """Write an interim answer, which a client skips, and which fails if the client has gone."""
         self._probing = None
         if self.transport.is_closing() or not self._is_answering:
             return
@@ -188,7 +186,7 @@ class Connection(H11Protocol):
         self._probing = self.loop.call_later(wait_s, self._probe, PROBE_S[1])
 
     def _keep_alive(self) -> None:
-        """Have the kernel probe the client."""
+        """Turn on TCP keep-alive."""
         tcp, peer = socket.IPPROTO_TCP, self.transport.get_extra_info("socket")
         with suppress(OSError):  # no TCP
             peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -196,9 +194,9 @@ class Connection(H11Protocol):
                 peer.setsockopt(tcp, name, KEEPALIVE_S)
 
     def _is_reset(self) -> bool:
-        """Return whether the client's kernel knows the connection no more.
+        """Return True if the client's kernel has reset the connection.
 
-        The event loop does not see it: it no longer reads from this socket.
+        The event loop cannot see that, because it no longer reads from this socket.
         """
         peer = self.transport.get_extra_info("socket")
         try:

@@ -1,4 +1,4 @@
-"""The context of a server that was given none: the model's, within a share of the memory."""
+"""Default context of a server: the model's own, if its KV cache fits a share of the memory."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from lowtide.errors import PlanError
 from lowtide.plan import MemoryPlan
 
 KV_SHARE = 4
-"""Keys and values may take one part of so many of the budget."""
+"""The KV cache may take one part in this many of the memory budget."""
 
 AGENT_TOKENS = 32_768
-"""Coding agents begin with 10,000 to 20,000 tokens and add to them at every turn."""
+"""Coding agents start with 10,000 to 20,000 tokens and add to them at every turn."""
 
 _STEP_TOKENS = 256
 
@@ -20,7 +20,7 @@ _STEP_TOKENS = 256
 def served_context(
     plan_with: Callable[[int], MemoryPlan], config: ModelConfig, least_tokens: int
 ) -> int:
-    """Return the model's positions, or as many as a share of the budget has keys and values for.
+    """Return the model's maximum context, or the largest that fits a share of the budget.
 
     At least `least_tokens`. Raises the errors of `plan_with` for that many.
     """
@@ -41,7 +41,7 @@ def served_context(
 
 
 def agent_note(context: int) -> str:
-    """Which clients so short a context is too short for; empty for none."""
+    """Return a warning naming the agents that need a longer context; empty if none does."""
     if context >= AGENT_TOKENS:
         return ""
     return (

@@ -1,7 +1,7 @@
-"""A conversation as every API's requests are read into it, and the tools that it may call.
+"""A conversation in one form for all APIs, with the tools that the model may call.
 
-Equal content makes equal values, whatever its JSON looked like (a text or a list of parts): token
-ids are made of these values alone, so that kept keys are found again at the next turn.
+Equal content makes equal values, whether the JSON had a text or a list of parts. Token ids depend
+on these values alone, so the next turn finds the KV cache of the turns before.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from lowtide.serve.errors import Refusal
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A call that a model made. arguments: a JSON object as text."""
+    """A tool call made by a model. arguments: a JSON object as text."""
 
     id: str
     name: str
@@ -40,7 +40,7 @@ class Turn:
     tool_call_id: str = ""
 
     def message(self) -> dict[str, Any]:
-        """As chat templates read it."""
+        """Return the message as chat templates read it."""
         message: dict[str, Any] = {"role": self.role, "content": self.text}
         if self.reasoning:
             message["reasoning_content"] = self.reasoning
@@ -60,14 +60,17 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """What a model is to continue with an assistant's turn, or in the one that ends it."""
+    """The turns that a model answers, and the tools it may call.
+
+    If the last turn is an assistant's, the model continues that turn.
+    """
 
     turns: tuple[Turn, ...]
     tools: tuple[Tool, ...] = ()
 
     @property
     def is_begun(self) -> bool:
-        """Whether an answer is begun that is to be continued."""
+        """True if the last turn is an assistant's, which the answer continues."""
         return bool(self.turns) and self.turns[-1].role == "assistant" and bool(self.turns[-1].text)
 
     def messages(self) -> list[dict[str, Any]]:
@@ -77,9 +80,9 @@ class Conversation:
 def checked_choice(
     choice: str, is_name: bool, tools: Collection[str], left_out: Sequence[str] = ()
 ) -> str:
-    """A choice among tools, as `Ask` has it: auto, none, required or, if `is_name`, a function's.
+    """Return the choice among tools as `Ask` has it: auto, none, required or a function's name.
 
-    left_out: what a provider would run itself. Raises Refusal where no tool is there for it.
+    left_out: tools that the provider would run itself. Raises Refusal if no tool fits the choice.
     """
     is_mode = choice in ("auto", "none") or (choice == "required" and bool(tools))
     if choice in tools if is_name else is_mode:
@@ -93,10 +96,10 @@ def checked_choice(
 
 
 def arguments_of(call: ToolCall) -> Mapping[str, Any]:
-    """Return a call's arguments, none where nothing is written.
+    """Return a call's arguments as an object, which chat templates expect.
 
-    A text that is no JSON object, not even with Python's words (a model may write anything), is the
-    one value of `input`.
+    Models may write anything: a text that is not a JSON object, even read leniently, becomes
+    `{"input": text}`.
     """
     try:
         value = loose_json(call.arguments or "{}")
@@ -108,15 +111,14 @@ def arguments_of(call: ToolCall) -> Mapping[str, Any]:
 
 
 def joined(texts: Sequence[str]) -> str:
-    """The text of several parts of one message."""
+    """Join the texts of a message's parts."""
     return "\n".join(text for text in texts if text)
 
 
 def merged(turns: Iterable[Turn]) -> tuple[Turn, ...]:
-    """Merge neighbouring turns of one role; a tool's outputs stay apart.
+    """Merge neighbouring turns of one role, except tools' outputs.
 
-    APIs divide what a model wrote as one turn into items or messages, and templates want roles in
-    turn.
+    APIs split one model turn into several items, but chat templates want roles to alternate.
     """
     runs: list[list[Turn]] = []
     for turn in turns:
@@ -137,7 +139,7 @@ def _one_turn(turns: Sequence[Turn]) -> Turn:
 
 
 def calls_in(pieces: Iterable[Piece]) -> list[ToolCall]:
-    """The calls of an answer, in order."""
+    """Collect the tool calls of an answer, in order."""
     begun: list[CallBegun] = []
     arguments: list[list[str]] = []
     for piece in pieces:

@@ -1,4 +1,4 @@
-"""Custom tools: what an API's client knows as a tool of one text, and the model as a function."""
+"""Custom tools: one text for the API's client, a function of one parameter for the model."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ _CHARACTERS = re.compile(
     r"|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}"
     r"|\\u(?=[0-9a-fA-F]{0,3}[^0-9a-fA-F]))*"
 )
-"""Whole characters of a JSON text: neither half an escape nor half of a surrogate pair."""
+"""Complete characters inside a JSON string: no partial escape or surrogate pair at the end."""
 
 _CLOSED = re.compile(r'(?:"\s*\}?\s*|\\[\\u0-9a-fA-F]*)\Z')
-"""The end of such a text: its quote and brace, or an escape that was cut."""
+"""The end of the JSON string: its quote and brace, or an escape that was cut off."""
 
 
 def custom_tool(name: str, description: str, grammar: tuple[str, str] | None) -> Tool:
-    """Make a function that takes one text.
+    """Make a function tool with one text parameter, `input`.
 
-    grammar: its syntax and definition; the model is told it, and held to it.
+    grammar: syntax and definition of the text; shown to the model and, if Lark or regex, enforced.
     """
     lark = ""
     if grammar is not None:
@@ -45,19 +45,19 @@ def custom_tool(name: str, description: str, grammar: tuple[str, str] | None) ->
 
 
 def custom_arguments(text: str) -> str:
-    """The arguments of the function, from the text that a call of the tool has."""
+    """Return the function's JSON arguments for a custom call's text."""
     return json.dumps({"input": text}, ensure_ascii=False)
 
 
 class CustomInput:
-    """Reader of the text of a custom tool's call from its function's arguments, as they come."""
+    """Extracts a custom call's text from streamed JSON arguments."""
 
     def __init__(self) -> None:
         self._arguments = self._sent = ""
         self._place = 0  # in the arguments, behind what was sent; 0: the text has not begun
 
     def push(self, arguments: str) -> str:
-        """What is certain of the text with more of the arguments."""
+        """Add arguments; return the new text that is certain."""
         self._arguments += arguments
         begin = None if self._place else _INPUT.match(self._arguments)
         self._place = begin.end() if begin else self._place
@@ -70,7 +70,7 @@ class CustomInput:
         return text
 
     def finish(self) -> str:
-        """What is left of it: all, where the arguments have another form."""
+        """Return the rest of the text; all arguments as they are if they have another form."""
         value = parsed(self._arguments)
         text = value.get("input") if isinstance(value, Mapping) else None
         if isinstance(text, str) and text.startswith(self._sent):
@@ -81,10 +81,9 @@ class CustomInput:
 
 
 def _decoded(text: str) -> str:
-    """Decode what stands in JSON between quotes.
+    """Decode the inside of a JSON string leniently.
 
-    A backslash that escapes nothing is one, and line breaks are taken: models forget to escape
-    them.
+    Models forget escapes: a lone backslash stands for itself, and raw line breaks are accepted.
     """
     escaped = re.sub(
         r'(\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4}))|\\', lambda found: found[1] or r"\\", text

@@ -1,7 +1,7 @@
-"""What goes wrong, in the form of the API that it goes wrong in.
+"""Errors as answers in the form of each API.
 
-A refusal raised anywhere below a router, or an error of the engine, becomes an answer with a status
-here; in the midst of a stream `body_of` is what is sent in place of a status.
+Exceptions raised below a route become an HTTP status and a body here. Once a stream has begun,
+`body_of` makes its error event.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ _ANTHROPIC_TYPES = {
 
 @dataclass(eq=False)
 class Refusal(Exception):
-    """A request that is not answered, or not to its end: an HTTP status and what to tell.
+    """An error answer: HTTP status, message and machine-readable fields.
 
-    kind: as OpenAI names it. param: the field that is at fault. code: for programs.
+    kind: OpenAI's error type. param: the field at fault. code: for programs.
     """
 
     message: str
@@ -61,9 +61,9 @@ class Refusal(Exception):
 
 
 class TooLong(Refusal):
-    """A prompt that leaves no room for the answer that is asked for.
+    """The prompt leaves no room in the context for the requested answer.
 
-    is_counted: False for a prompt that was not read to its end, because it is too long anyway.
+    is_counted: False if counting stopped early, so `num_prompt` is a lower bound.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class TooLong(Refusal):
 
 
 class UnclearLength(Refusal):
-    """A body whose end is said in two ways: a proxy before the server may have read another one."""
+    """The request states its length twice; a proxy in front may have read another body."""
 
     def __init__(self) -> None:
         super().__init__("Content-Length and Transfer-Encoding exclude each other; leave one out.")
@@ -96,7 +96,7 @@ class UnclearLength(Refusal):
 
 
 class NoEmbeddings(Refusal):
-    """What clients of several models ask each of them for."""
+    """Embeddings are not supported."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -108,14 +108,14 @@ class NoEmbeddings(Refusal):
 
 
 class QueueFull(Refusal):
-    """Too much waits already."""
+    """Too many requests are waiting."""
 
     def __init__(self, message: str, retry_after_s: int) -> None:
         super().__init__(message, 429, "rate_limit_error", None, "queue_full", retry_after_s)
 
 
 class Draining(Refusal):
-    """The server is about to end."""
+    """The server is shutting down."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -124,7 +124,7 @@ class Draining(Refusal):
 
 
 class TimedOut(Refusal):
-    """An answer that took longer than the server gives one."""
+    """The answer took longer than `--request-timeout`."""
 
     def __init__(self, limit_s: float) -> None:
         super().__init__(
@@ -136,7 +136,7 @@ class TimedOut(Refusal):
 
 
 def refusal_of(error: BaseException) -> Refusal:
-    """What to tell of any error. What is not the request's own fault is logged."""
+    """Turn any exception into a Refusal; log it if the request is not at fault."""
     if isinstance(error, Refusal):
         return error
     if isinstance(error, HTTPException):
@@ -153,7 +153,7 @@ def refusal_of(error: BaseException) -> Refusal:
 
 
 def body_of(refusal: Refusal, path: str) -> dict[str, Any]:
-    """The refusal in the form of the API that `path` belongs to."""
+    """Return the error's JSON in the form of the API that `path` belongs to."""
     if path.startswith("/api/") and path != "/api/hello":
         return {"error": refusal.message}
     if path.startswith(("/v1/messages", "/api/hello")):
@@ -167,7 +167,7 @@ def body_of(refusal: Refusal, path: str) -> dict[str, Any]:
 
 
 def response_of(error: BaseException, path: str) -> Response:
-    """The answer to a request that failed before anything was sent."""
+    """Return the error answer of a request of which nothing has been sent yet."""
     refusal = refusal_of(error)
     note_refusal(refusal.code or refusal.kind, refusal.param)
     # ASCII: a name that a request sent and is told of may be no valid Unicode.
@@ -176,7 +176,7 @@ def response_of(error: BaseException, path: str) -> Response:
 
 
 def add_handlers(app: FastAPI) -> None:
-    """Every error of a route, and of there being none, in the form of its API."""
+    """Make the app answer every error, unknown paths included, in its API's form."""
     for kind in (Refusal, LowtideError, Exception):
         app.add_exception_handler(kind, _handle)
     app.add_exception_handler(RequestValidationError, _handle_invalid)
@@ -186,7 +186,7 @@ def add_handlers(app: FastAPI) -> None:
 def _handle(request: Request, error: Exception) -> Response:
     path, address = request.url.path, str(request.base_url).rstrip("/")
     if isinstance(error, HTTPException) and error.status_code == 404:
-        error = Refusal(no_such_path.told(path, address), 404, code="not_found")
+        error = Refusal(no_such_path.unknown_path_message(path, address), 404, code="not_found")
     elif isinstance(error, HTTPException) and error.status_code == 405:
         allowed = (error.headers or {}).get("allow", "another method")
         error = Refusal(f"{request.method} is not answered here; send {allowed}.", 405)
@@ -194,7 +194,7 @@ def _handle(request: Request, error: Exception) -> Response:
 
 
 def _handle_invalid(request: Request, error: Exception) -> Response:
-    """What is not as it should be in the first field of which that is so, by name."""
+    """Answer a body that failed validation by naming its first wrong field."""
     faults: list[Mapping[str, Any]] = list(error.errors())  # type: ignore[attr-defined]
     body: object = error.body  # type: ignore[attr-defined]
     fault = _fitting(faults, body)
@@ -213,10 +213,10 @@ def _handle_invalid(request: Request, error: Exception) -> Response:
 
 
 def _fitting(faults: Sequence[Mapping[str, Any]], body: object) -> Mapping[str, Any]:
-    """Choose the fault to tell of the first field.
+    """Choose one of pydantic's faults to report, all of the first wrong field.
 
-    Where a value may be of several kinds pydantic finds one for each: the first of the value's own
-    kind is told, or else the innermost.
+    A union yields a fault for each member: prefer the member of the value's own type, else the
+    innermost fault.
     """
     of_field = [fault for fault in faults if fault["loc"][:2] == faults[0]["loc"][:2]]
     of_kind = [fault for fault in of_field if not _is_of_another_kind(fault)]
@@ -229,7 +229,7 @@ def _is_of_another_kind(fault: Mapping[str, Any]) -> bool:
 
 
 def _place(fault: Mapping[str, Any], body: object) -> list[str | int]:
-    """The keys that lead to a fault in the body; pydantic names the kinds that it tried, too."""
+    """Return the keys that lead to a fault; pydantic's own path also names union members."""
     place: list[str | int] = []
     _, *keys = fault["loc"]
     for key in keys:

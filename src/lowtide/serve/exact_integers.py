@@ -1,4 +1,4 @@
-"""Integers in schemas that a grammar would not keep to exactly."""
+"""Integers in JSON schemas that are too large for a grammar to enforce exactly."""
 
 from __future__ import annotations
 
@@ -25,17 +25,16 @@ _KEYWORDS = {
 }
 
 MAX_EXACT = 2**53
-"""llguidance holds numbers as doubles: beyond this a bound is another one, and `const` no value."""
+"""llguidance stores numbers as doubles, so larger bounds and constants would be rounded."""
 
 
 def without_inexact(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """The schema without what it says of integers that are too large."""
+    """Return the schema without keywords whose integers are too large."""
     exact: dict[str, Any] = json.loads(json.dumps(schema), object_hook=_exact)
     return exact
 
 
 def _exact(part: dict[str, Any]) -> dict[str, Any]:
-    """A part of a schema, whose own parts are exact already."""
     for name in _KEYWORDS & part.keys():
         try:
             check_integers({name: part[name]})
@@ -45,7 +44,7 @@ def _exact(part: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_integers(schema: object) -> None:
-    """Raises UsageError for the first integer of a schema that is too large, by its keyword."""
+    """Raise UsageError for the first integer that is too large, naming its keyword."""
     left: list[tuple[object, str]] = [(schema, "")]
     while left:
         value, keyword = left.pop()

@@ -1,4 +1,4 @@
-"""A diffusion model's active block as text, for clients that draw it."""
+"""Text of a diffusion model's active block, for clients that draw it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MASK = "▁"
 
 
 def frame_of(draft: Draft, num_prompt: int, tokenizer: Tokenizer | None) -> Frame:
-    """The active block of a draft as text: what it has of the answer."""
+    """Return the answer's part of the active block as text, with a sign for each masked token."""
     own = slice(max(0, num_prompt - draft.block_start), draft.num_shown)
     places = list(zip(draft.tokens[own], draft.is_masked[own], strict=True))
     text = ""

@@ -1,8 +1,8 @@
-"""Answers that are certain to have a form: JSON of a schema, a regular expression, a grammar.
+"""Constrained answers: JSON of a schema, a regular expression, a grammar or a tool call.
 
-llguidance says before each token which ones may come. What a request brings is bounded in size and
-in its chains of references, what it compiles to in time and room (`grammar_compiler.py`). Diffusion
-models, which write many tokens at a time and in any order, have none of it.
+llguidance computes the allowed tokens before each token. A request's form is bounded in size and in
+its chains of references, its compilation in time and memory (`grammar_compiler.py`). Diffusion
+models have no constrained answers: they write many tokens at a time, in any order.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ from lowtide.serve.grammar_text import (
 )
 
 _BLAME_S = 1.0
-"""Time for finding which of a request's tools is refused."""
+"""Time limit for finding out which of a request's tools is refused."""
 
 
 class Grammars:
-    """Maker of masks for the requests of one model.
+    """Makes the token masks of one model's requests.
 
-    Owns llguidance's form of its vocabulary, which takes a second to make of a large one.
+    Owns the vocabulary in llguidance's form, which takes a second to build for a large model.
     """
 
     def __init__(self, config: ModelConfig, tokenizer: Tokenizer | None) -> None:
@@ -57,7 +57,10 @@ class Grammars:
         self._compiler = GrammarCompiler(self._vocabulary, self._vocabulary_facts)
 
     def warm_up(self) -> None:
-        """Makes ready what the first grammar would wait for. It holds the interpreter's lock."""
+        """Build the vocabulary and start the compiler, so that the first grammar need not wait.
+
+        This holds Python's interpreter lock.
+        """
         if self._config.decoding.writes_in_order and self._tokenizer is not None:
             with suppress(LowtideError):  # the first grammar is told of it
                 self._vocabulary()
@@ -73,13 +76,16 @@ class Grammars:
         is_gone: threading.Event | None = None,
         on_unguided: Callable[[str], None] = lambda reason: None,
     ) -> Request:
-        """The request with a mask, or as it is where any answer will do; compiles meanwhile.
+        """Return the request with a token mask if its answer is constrained; compile as needed.
 
-        tools: that may be called; tool_choice: auto, required, or the name of one that must be.
-        A call is of its tool's schema: where none need be made, from its beginning on. is_gone:
-        once it is set nothing is begun any more. on_unguided: told why calls that need not be made
-        are not held to their schemas. Raises UsageError for what cannot be compiled within the
-        bounds and must be, UnsupportedError for a diffusion model, QueueFull.
+        tools: the tools that may be called.
+        tool_choice: auto, required, or the name of the tool that must be called.
+        is_gone: once set, no further compilation starts.
+        on_unguided: receives the reason if optional calls cannot be held to their schemas.
+
+        With `auto`, a call is held to its tool's schema from its beginning on. Raises UsageError
+        for a required form that does not compile within the bounds, UnsupportedError for a
+        diffusion model, and QueueFull.
         """
         is_free = tool_choice in ("auto", "none")
         chosen = [t for t in tools if tool_choice in ("auto", "required", t.name)]
@@ -94,7 +100,7 @@ class Grammars:
                 return request
             try:
                 mask = self._call_mask(request, tokenizer, chosen, parallel_calls, is_gone)
-            except (LowtideError, Refusal) as error:
+            except (LowtideError, Refusal) as error:  # such calls may also go unguided
                 on_unguided(str(error))
                 return request
             return replace(request, mask=mask)
@@ -102,15 +108,15 @@ class Grammars:
             raise UsageError("ignore_eos goes on behind an answer's form: leave one of them out.")
         wanted = AnswerForm(constraint, chosen, not is_free, not parallel_calls)
         lenient = [_as_enforced(tool, is_free) for tool in chosen]
-        if lenient != chosen:
-            try:
-                return self._masked(request, tokenizer, wanted, is_gone)
-            except (LowtideError, Refusal) as error:
-                wanted, reason = wanted._replace(tools=lenient), str(error)
-            masked = self._masked(request, tokenizer, wanted, is_gone)
-            on_unguided(reason)
-            return masked
-        return self._masked(request, tokenizer, wanted, is_gone)
+        if lenient == chosen:
+            return self._masked(request, tokenizer, wanted, is_gone)
+        try:
+            return self._masked(request, tokenizer, wanted, is_gone)
+        except (LowtideError, Refusal) as error:
+            reason = str(error)
+        masked = self._masked(request, tokenizer, wanted._replace(tools=lenient), is_gone)
+        on_unguided(reason)
+        return masked
 
     def _masked(
         self,
@@ -135,7 +141,7 @@ class Grammars:
         parallel_calls: bool,
         is_gone: threading.Event | None,
     ) -> CallMask:
-        """Raises UsageError for what cannot be compiled, Refusal where nothing can be."""
+        """Make the mask of optional calls. Raise UsageError or Refusal if it cannot be compiled."""
         for tool in tools:
             check_depth(tool.parameters, f"The schema of {tool.name!r:.80}")
         wanted = AnswerForm(None, tools, False, not parallel_calls)
@@ -164,7 +170,7 @@ class Grammars:
     def _named(
         self, tokenizer: Tokenizer, wanted: AnswerForm, is_gone: threading.Event | None
     ) -> Iterator[None]:
-        """Add to a refusal the name of the tool that is at fault."""
+        """Add the name of the tool at fault to a refusal."""
         try:
             yield
         except UsageError as error:
@@ -178,7 +184,7 @@ class Grammars:
     def _at_fault(
         self, tokenizer: Tokenizer, wanted: AnswerForm, is_gone: threading.Event | None
     ) -> str:
-        """Return the name of a tool that is refused by itself, found by halves; "" for none."""
+        """Return the name of a tool that is refused on its own, found by bisection, or ""."""
         end_s = time.monotonic() + _BLAME_S
 
         def is_refused(tools: Sequence[Tool]) -> bool:
@@ -207,7 +213,7 @@ class Grammars:
     def _check(
         self, constraint: Constraint | None, choice: str, chosen: Sequence[Tool], is_strict: bool
     ) -> None:
-        """Raises UnsupportedError or UsageError for what is asked and cannot be kept to."""
+        """Raise UnsupportedError or UsageError for a form that cannot be enforced."""
         asked = [] if constraint is None else ["response_format"]
         if choice not in ("auto", "none"):
             asked.append(f"tool_choice {choice!r:.80}")
@@ -224,7 +230,7 @@ class Grammars:
             raise UnsupportedError(f"{', '.join(asked)}: this model has no tokenizer.")
 
     def _vocabulary(self) -> LLTokenizer:
-        """Llguidance's form of the tokenizer. Raises UnsupportedError or CheckpointError."""
+        """Return llguidance's form of the tokenizer. Raise UnsupportedError or CheckpointError."""
         with self._making:
             if self._made_vocabulary is None:
                 facts = self._vocabulary_facts()
@@ -236,7 +242,7 @@ class Grammars:
             return self._made_vocabulary
 
     def _vocabulary_facts(self) -> dict[str, Any]:
-        """What it is made of, here and in the compiler's child. Raises UnsupportedError."""
+        """Return what both processes build the vocabulary from. Raise UnsupportedError."""
         ends, tokenizer = list(self._config.eos_token_ids), self._tokenizer
         if tokenizer is None:
             raise UnsupportedError("This model has no tokenizer, so there is no text to form.")
@@ -251,20 +257,20 @@ class Grammars:
 
 
 def check_kept(request: Request) -> None:
-    """After an answer: raises UsageError where its form became too complex to be kept to."""
+    """Raise UsageError if the finished answer's grammar became too complex to enforce."""
     if isinstance(request.mask, GrammarMask) and request.mask.failure:
         raise UsageError(f"The answer's form could not be kept to: {request.mask.failure}.")
 
 
 def _as_enforced(tool: Tool, is_free: bool) -> Tool:
-    """A tool that may be called, and need not be strict about it, takes any object."""
+    """Accept any object as arguments of an optional, non-strict tool."""
     if not is_free or tool.strict or tool.grammar:
         return tool
     return replace(tool, parameters={"type": "object"})
 
 
 def _check_chains(wanted: AnswerForm) -> None:
-    """Raises UsageError for one that is too long, in what the request itself brings."""
+    """Raise UsageError if the request's own schemas and grammars have too long reference chains."""
     form = wanted.text
     if form is not None and form.kind == "json_schema":
         check_schema(json.loads(form.text), "The JSON schema")

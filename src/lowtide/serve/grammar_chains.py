@@ -1,6 +1,6 @@
-"""How long the chains of references in a schema or a grammar are, counted before it is compiled.
+"""Bounds the chains of references in a schema or a grammar before it is compiled.
 
-llguidance calls itself for every link, and takes minutes where there are some thousands.
+llguidance recurses once per link, and takes minutes for chains of some thousand links.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ MAX_CHAIN = 256
 _REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
 _MAPS = ("properties", "patternProperties", "dependentSchemas")
 _NOT_INSIDE = ("$defs", "definitions", "enum", "const", "default", "examples")
-"""Keywords whose schemas, if any, no value is compared with until they are referred to."""
+"""Keywords whose content is not applied to a value unless a reference leads there."""
 
 _LARK = re.compile(
     r'"(?:\\.|[^"\\\n])*+"i?|(?:#|//)[^\n]*+|/(?:\\.|[^/\\])++/[imslux]*+|<[^<>\s]++>'
     r"|(?P<json>%(?:json|llguidance|regex)\b)|(?P<statement>%\w++)|(?P<name>@?+[\w-]++)",
     re.DOTALL,
 )
-"""The parts of a Lark grammar among which a name is a rule's or a terminal's."""
+"""Tokens of a Lark grammar, so that names of rules are not sought in strings or comments."""
 
 _IS_DEFINED = re.compile(
     r"[ \t]*+(?:\{[^{}\n]*+\}[ \t]*+)?(?:\.[ \t]*+[+-]?\d++[ \t]*+)?(?:\[[^\[\]\n]*+\][ \t]*+)?:"
@@ -35,13 +35,13 @@ _BLANKS = re.compile(r"\s*+")
 
 
 def check_schema(schema: Mapping[str, Any], what: str) -> None:
-    """Raises UsageError for a JSON schema with a chain of too many references."""
+    """Raise UsageError if a JSON schema has too long a chain of references."""
     links = Links()
     _check(links.longest([links.add_schema(schema)]), what)
 
 
 def check_lark(grammar: str, what: str) -> None:
-    """The same for a Lark grammar, with the schemas in it."""
+    """Raise UsageError if a Lark grammar, with the schemas in it, has too long a chain."""
     links = Links()
     _check(links.longest(links.add_grammar(grammar)), what)
 
@@ -60,10 +60,10 @@ Part = int | str
 
 @dataclass(slots=True)
 class _Visit:
-    """The state of a part under way.
+    """State of one part in the depth-first search.
 
-    The links not followed yet, the most references behind it so far, and whether a reference led to
-    it (1).
+    left: links not followed yet. longest: most references found behind the part. cost: 1 if a
+    reference led to it, else 0.
     """
 
     part: Part
@@ -73,9 +73,9 @@ class _Visit:
 
 
 class Links:
-    """The parts to which each part of a schema or a grammar leads.
+    """Graph of a schema's or grammar's parts.
 
-    By a reference (1), or by standing inside it (0).
+    An edge costs 1 for a reference and 0 for containment.
     """
 
     def __init__(self) -> None:
@@ -83,12 +83,12 @@ class Links:
         self._schemas: list[Mapping[str, Any]] = []  # held: an id is another object's later
 
     def longest(self, starts: Iterable[Part]) -> int:
-        """The most references on a way from one of `starts`.
+        """Return the most references on a path from any of `starts`.
 
-        Where parts refer to each other in a circle it is the longest way that one search finds, on
-        which no part comes twice.
+        Where parts refer to each other in a cycle, this is the longest path that one depth-first
+        search finds without visiting a part twice.
         """
-        lengths: dict[Part, int] = {}  # of the ways behind parts
+        lengths: dict[Part, int] = {}  # longest path from each part
         for start in starts:
             if start not in lengths:
                 self._visit(start, lengths)
@@ -116,7 +116,7 @@ class Links:
         return _Visit(part, iter(self._links.get(part, ())), 0, cost)
 
     def add_schema(self, root: Mapping[str, Any]) -> Part:
-        """A JSON schema, as far as its root leads to."""
+        """Add a JSON schema, as far as references lead from its root."""
         named: dict[str, Mapping[str, Any]] | None = None
         left = [root]
         while left:
@@ -138,9 +138,9 @@ class Links:
         return id(root)
 
     def add_grammar(self, grammar: str) -> list[Part]:
-        """The rules and terminals of a Lark grammar."""
+        """Add the rules and terminals of a Lark grammar."""
         uses: dict[str, list[Part]] = {}
-        user: list[Part] = []  # of the rule that is read
+        user: list[Part] = []  # names that the current rule uses
         place = 0
         while part := _LARK.search(grammar, place):
             place = part.end()
@@ -161,7 +161,7 @@ class Links:
 
 
 def _inside(schema: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """The schemas that stand inside another."""
+    """Yield the schemas that a schema contains."""
     for key, value in schema.items():
         if key in _NOT_INSIDE:
             continue
@@ -174,7 +174,7 @@ def _inside(schema: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 
 
 def _named(root: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-    """Schemas by their identifiers and, behind a #, their anchors."""
+    """Map identifiers, and anchors after a #, to their schemas."""
     named: dict[str, Mapping[str, Any]] = {}
     left: list[Any] = [root]
     while left:
@@ -192,7 +192,7 @@ def _named(root: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
 def _target(
     root: Mapping[str, Any], named: Mapping[str, Mapping[str, Any]], reference: str
 ) -> Mapping[str, Any] | None:
-    """The schema that is referred to; None where it is not found here."""
+    """Return the schema that a reference names, or None if it is not in this document."""
     base, _, fragment = unquote(reference).partition("#")
     value: Any = named.get(base.rpartition("/")[2]) if base else root
     if fragment and not fragment.startswith("/"):
@@ -210,9 +210,9 @@ def _target(
 
 
 def _json_at(grammar: str, place: int) -> tuple[object, int]:
-    """Read the JSON value that begins behind `place`; return it and its end.
+    """Read the JSON value after `place`; return it and its end.
 
-    llguidance tells of other text what is wrong with it.
+    Invalid JSON is left for llguidance to report.
     """
     blanks = _BLANKS.match(grammar, place)
     try:

@@ -1,8 +1,9 @@
-"""Compiles grammars, each of them first on trial in a process that may be lost.
+"""Compiles grammars after a trial in a child process.
 
-What a request brings may take gigabytes, minutes or all of the stack to compile: a child process
-(`grammar_worker.py`) tries it within bounds. What passed is compiled again here, in a thread with
-as much stack, since what is compiled cannot be handed over; it is kept for the next request.
+A request's grammar may take gigabytes, minutes or the whole stack to compile. So a child process
+(`grammar_worker.py`) tries it within bounds. A grammar that passed is compiled again here, in a
+thread with as large a stack, since the result cannot be sent between processes; it is kept for
+later requests.
 """
 
 from __future__ import annotations
@@ -30,31 +31,31 @@ from lowtide.serve.grammar_reasons import reason_of
 T = TypeVar("T")
 
 MAX_CPU_S = 2.0
-"""Of compiling one grammar, with its first mask."""
+"""Processor time for compiling one grammar and its first mask."""
 
 MAX_WALL_S = 10.0
 MAX_TURN_S = 60.0
-"""How long a request waits in all for grammars of others to be compiled and freed."""
+"""How long a request waits in total for other requests' grammars to compile or be freed."""
 
 POLL_S = 0.5
-"""How soon one that waits hears that its client is gone."""
+"""Interval at which a waiting request checks that its client is still there."""
 
 STACK_BYTES = 256 << 20
 SPARE_STACK_BYTES = 32 << 20
-"""More of it here than on trial: what passed there cannot end this process."""
+"""Extra stack beyond the trial's, so that a grammar that passed cannot overflow it here."""
 
 MAX_GRAMMAR_BYTES = 24 << 20
-"""Of one compiled grammar; a schema of 2,000 properties takes 20 MiB."""
+"""Largest compiled grammar; a schema of 2,000 properties takes 20 MiB."""
 
 MAX_COMPILED_BYTES = 40 << 20
-"""Of all that are kept or in use."""
+"""Limit for all compiled grammars that are cached or in use."""
 
 MAX_KEPT = 256
-"""Grammars that are remembered, those that were refused among them."""
+"""Cached grammars, refused ones included."""
 
 CHILD_BYTES = 1 << 30
-"""What the child may come to hold in all: its vocabulary, once for all its processes, and what
-those of both lanes may take to find that a grammar takes too much."""
+"""Most memory of the child: one vocabulary, shared by its processes, and what the trials of both
+lanes may take before a grammar counts as too large."""
 
 LIMITS: Mapping[str, Any] = {
     "initial_lexer_fuel": 1_000_000,
@@ -67,7 +68,7 @@ LIMITS: Mapping[str, Any] = {
 
 
 class Bounds(NamedTuple):
-    """Of one lane's trials. passed_bytes: with more than that a grammar has not passed here."""
+    """Limits of one lane's trials. passed_bytes: the most that a passing grammar may take."""
 
     max_cpu_s: float
     max_bytes: int
@@ -77,8 +78,8 @@ class Bounds(NamedTuple):
 QUICK = Bounds(0.05, 64 << 20, 4 << 20)
 SLOW = Bounds(MAX_CPU_S, 512 << 20, MAX_GRAMMAR_BYTES)
 LANES = (QUICK, SLOW)
-"""A grammar that does not pass in the first tries the second. So an ordinary one waits for no more
-than the first fraction of those that take seconds."""
+"""A grammar that fails in the first lane is tried in the second. So an ordinary grammar waits only
+for the first 0.05 s of a slow one."""
 
 _TOO_LONG = f"it takes more than {MAX_CPU_S:g} s of processor time to compile; make it simpler"
 _TOO_LARGE = (
@@ -95,25 +96,25 @@ _BY_SIGNAL = {
 
 
 class Compiled:
-    """A grammar, for any number of answers. refusal: why there is none, or ""."""
+    """A compiled grammar for any number of answers. refusal: the reason if it failed, else ""."""
 
     def __init__(self, matcher: LLMatcher | None, num_bytes: int, refusal: str = "") -> None:
         self._matcher, self.num_bytes, self.refusal = matcher, num_bytes, refusal
 
     def matcher(self) -> LLMatcher:
-        """A new one, at the beginning. Raises UsageError for what was refused."""
+        """Return a matcher at the grammar's start. Raise UsageError if the grammar was refused."""
         if self._matcher is None:
             raise UsageError(f"The answer's form cannot be kept to: {self.refusal}.")
         return self._matcher.deep_copy()
 
 
 class GrammarCompiler:
-    """Owns the child, and what was compiled. One grammar is compiled at a time in each lane."""
+    """Owns the child process and the cache. Each lane compiles one grammar at a time."""
 
     def __init__(
         self, vocabulary: Callable[[], LLTokenizer], greeting: Callable[[], Mapping[str, object]]
     ) -> None:
-        """greeting: of the vocabulary, as the child takes it."""
+        """greeting: the vocabulary as the child reads it."""
         self._vocabulary = vocabulary
         bounds = {
             "limits": dict(LIMITS),
@@ -132,21 +133,21 @@ class GrammarCompiler:
         self._living: weakref.WeakSet[Compiled] = weakref.WeakSet()
 
     def warm_up(self) -> None:
-        """Starts the child; where that fails, the first grammar says so."""
+        """Start the child. A failure is reported with the first grammar."""
         try:
             self._child.start()
         except ChildError:
             return
 
     def is_known(self, text: str) -> bool:
-        """Whether it need not be compiled."""
+        """Return True if the grammar is in the cache."""
         return self._found(_digest(text)) is not None
 
     def compiled(self, text: str, is_gone: threading.Event | None = None) -> Compiled:
-        """What a grammar compiles to, or why it is refused.
+        """Compile a grammar, or return why it is refused.
 
-        is_gone: once it is set nothing is begun any more. Raises QueueFull, or Refusal where there
-        is no child.
+        is_gone: once set, no further compilation starts. Raises QueueFull, or Refusal if the child
+        cannot be started.
         """
         digest, is_gone = _digest(text), is_gone or threading.Event()
         end_s = time.monotonic() + MAX_TURN_S
@@ -163,7 +164,7 @@ class GrammarCompiler:
     def _tried(
         self, text: str, lane: Bounds, end_s: float, is_gone: threading.Event
     ) -> Compiled | None:
-        """None where this lane is too narrow."""
+        """Compile a grammar within one lane's bounds; return None if they are too narrow."""
         answer = self._answer(text, lane)
         if "error" in answer:
             return Compiled(None, 0, reason_of(str(answer["error"])))
@@ -188,7 +189,7 @@ class GrammarCompiler:
         return made
 
     def _answer(self, text: str, lane: Bounds) -> dict[str, Any]:
-        """The child's. Raises Refusal."""
+        """Have the child try a grammar. Raise Refusal."""
         asked = {"grammar": text, "max_cpu_s": lane.max_cpu_s, "max_wall_s": MAX_WALL_S}
         try:
             answer = self._child.ask(asked, 2 * MAX_WALL_S, LANES.index(lane))
@@ -231,9 +232,9 @@ class GrammarCompiler:
                 self._kept.popitem(last=False)
 
     def _has_room(self, num_bytes: int, end_s: float, is_gone: threading.Event) -> bool:
-        """Return True if there is room for one more grammar.
+        """Return True once there is room for another grammar.
 
-        Grammars that are only kept give way, and those in use are waited for.
+        Cached grammars are dropped; for grammars in use it waits until `end_s`.
         """
         while sum(each.num_bytes for each in list(self._living)) + num_bytes > MAX_COMPILED_BYTES:
             with self._change:
@@ -250,7 +251,7 @@ def _digest(text: str) -> bytes:
 
 
 class _Turns:
-    """Turns of threads, first come, first served."""
+    """A lock that serves threads first come, first served."""
 
     def __init__(self) -> None:
         self._waiting: deque[object] = deque()  # the first has the turn
@@ -270,7 +271,7 @@ class _Turns:
                         break
                 has_turn = self._waiting[0] is mine
             if is_gone.is_set():
-                raise QueueFull("Who asked for this form is gone.", 10)
+                raise QueueFull("The client that asked for this form is gone.", 10)
             if not has_turn:
                 raise QueueFull(
                     "Forms of other requests are being compiled. Ask again in 10 s.", 10
@@ -286,7 +287,7 @@ _stack_size = threading.Lock()
 
 
 def _in_deep_thread(work: Callable[[], T]) -> T:
-    """What `work` returns or raises, in a thread with a large stack, which then ends."""
+    """Call `work` in a new thread with a large stack; return or raise its result."""
     done: Future[T] = Future()
 
     def run() -> None:
@@ -296,7 +297,7 @@ def _in_deep_thread(work: Callable[[], T]) -> T:
             done.set_exception(error)
 
     thread = threading.Thread(target=run, name="lowtide-grammar", daemon=True)
-    with _stack_size:  # of all threads that are started meanwhile, which it costs addresses alone
+    with _stack_size:  # other threads started now get it, too, which costs address space alone
         before = threading.stack_size(STACK_BYTES + SPARE_STACK_BYTES)
         try:
             thread.start()

@@ -1,4 +1,4 @@
-"""`GrammarMask`: which tokens of one answer's grammar may come next."""
+"""Token mask of an answer that follows a grammar."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from lowtide.serve.grammar_reasons import reason_of
 
 
 class GrammarMask:
-    """Which tokens one answer may go on with: decoding's `TokenMask`.
+    """`TokenMask` that allows the tokens with which one answer's grammar can continue.
 
-    failure: why the form could not be kept to, or "". The answer then ends.
+    failure: why the grammar could not be enforced, or "". The answer then ends.
     """
 
     def __init__(self, compiled: Compiled, vocab_size: int) -> None:
@@ -25,16 +25,14 @@ class GrammarMask:
 
     @property
     def is_free(self) -> bool:
-        """See `TokenMask`."""
         return False
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing more can come, or the form cannot be kept to."""
+        """True if the grammar has ended or cannot be enforced."""
         return self._matcher.is_stopped()
 
     def allowed(self) -> BoolArray:
-        """See `TokenMask`."""
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         self._note_failure()
         is_allowed: BoolArray = np.unpackbits(bits, count=self._vocab_size, bitorder="little").view(
@@ -43,20 +41,19 @@ class GrammarMask:
         return is_allowed
 
     def permits(self, token_id: int) -> bool:
-        """See `TokenMask`: never, so that a text that is certain is written in its usual tokens."""
+        """Return False: only `allowed` decides, so that forced text gets its usual tokens."""
         return False
 
     def fits(self, token_id: int) -> bool:
-        """Whether a text of the grammar may go on with this token, usual or not."""
+        """Return True if the grammar allows this token next, even if it is not the usual one."""
         return self._matcher.validate_tokens([token_id]) == 1
 
     def take(self, token_id: int) -> None:
-        """See `TokenMask`."""
         self._matcher.consume_token(token_id)
         self._note_failure()
 
     def try_take(self, token_ids: Sequence[int]) -> bool:
-        """Goes on with all of them, or says that it cannot."""
+        """Consume all of the tokens. Return False if they do not fit."""
         return self._matcher.try_consume_tokens(list(token_ids)) == len(token_ids)
 
     def _note_failure(self) -> None:

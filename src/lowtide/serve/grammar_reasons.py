@@ -1,7 +1,7 @@
-"""Why a grammar cannot be kept to, in words for the client that sent it.
+"""Rewrites llguidance's errors for the client that sent the grammar.
 
-llguidance tells it with an excerpt of the grammar that lowtide made, names of its own options, and
-all special tokens of the model. The client knows none of them.
+llguidance quotes the grammar that lowtide generated, its own options and all special tokens of the
+model, none of which the client knows.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _WORDS = (
 
 
 def reason_of(error: str) -> str:
-    """What llguidance says is wrong, without its dumps: a part of a sentence, on one line."""
+    """Return llguidance's reason without its dumps: part of a sentence, on one line."""
     text = _EXCERPT.sub("", error)
     place = _PLACE.match(text)
     text = _PLACE.sub("", text)

@@ -1,7 +1,7 @@
-"""The grammar of a whole answer in llguidance's Lark: its thoughts, its text and its calls.
+"""Writes the grammar of a whole answer in llguidance's Lark: thoughts, text and calls.
 
-What a model is to write is put into the form that it writes: thoughts before, calls between their
-marks, messages in channels.
+The grammar follows the model's own format: thoughts first, calls between their marks, or messages
+in channels.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from lowtide.serve.quoted_lark import quoted_lark
 from lowtide.serve.text_pattern import text_pattern
 
 BLANKS = r"[ \t\r\n]{1,64}"
-"""Between the parts of JSON: without a bound a model may write line breaks until it is cut."""
+"""White space between JSON's parts: without a bound a model may write line breaks to the limit."""
 
 
 MAX_GRAMMAR_CHARS = 256 << 10
@@ -50,7 +50,7 @@ MAX_DEPTH = 64
 
 @dataclass(frozen=True, slots=True)
 class Constraint:
-    """What the text of an answer must be. Raises UsageError for what is too large.
+    """The required form of an answer's text. Raises UsageError if it is too large.
 
     kind: json_schema or lark.
     """
@@ -68,7 +68,7 @@ class Constraint:
 
     @classmethod
     def json_schema(cls, schema: object) -> Constraint:
-        """JSON that a schema allows."""
+        """Require JSON that fits a schema."""
         if not isinstance(schema, Mapping):
             raise UsageError(f"A JSON schema is an object, not {type(schema).__name__}.")
         check_depth(schema, "The JSON schema")
@@ -76,12 +76,12 @@ class Constraint:
 
     @classmethod
     def json_object(cls) -> Constraint:
-        """Any JSON object."""
+        """Require any JSON object."""
         return cls.json_schema({"type": "object"})
 
     @classmethod
     def regex(cls, pattern: str) -> Constraint:
-        """A text that a regular expression of Rust's matches from end to end."""
+        """Require a text that matches a regular expression, in Rust's syntax, from end to end."""
         if not 0 < len(pattern) <= MAX_REGEX_CHARS:
             raise UsageError(
                 f"The regular expression has {len(pattern)} characters; 1 to {MAX_REGEX_CHARS} "
@@ -92,14 +92,14 @@ class Constraint:
 
     @classmethod
     def lark(cls, grammar: str) -> Constraint:
-        """A text of a Lark grammar, whose first rule is `start`."""
+        """Require a text of a Lark grammar, whose first rule is `start`."""
         return cls("lark", grammar)
 
 
 class AnswerForm(NamedTuple):
-    """The form that an answer must have.
+    """The required form of an answer.
 
-    text: of its text, None: any. tools: that it may call, and with `must_call` does.
+    text: form of its text; None: any. tools: may be called; with `must_call` one must be.
     """
 
     text: Constraint | None
@@ -109,10 +109,10 @@ class AnswerForm(NamedTuple):
 
 
 class LarkText:
-    """Rules by number, and the grammars of others that they refer to.
+    """Collects numbered rules and the other grammars that they use.
 
-    Raises UsageError once they are too long: each of some thousand parameters may bring a copy of
-    the whole schema that it refers to.
+    Raises UsageError once they are too long: each of a thousand parameters may bring a copy of the
+    schema that it refers to.
     """
 
     def __init__(self) -> None:
@@ -121,7 +121,7 @@ class LarkText:
         self._num_chars = 0
 
     def rule(self, body: str, option: str = "") -> str:
-        """The name of a new rule."""
+        """Add a rule; return its name."""
         self._num_chars += len(body)
         check_length(self._num_chars)
         name = f"rule_{len(self._rules)}"
@@ -129,22 +129,22 @@ class LarkText:
         return name
 
     def text_without(self, mark: str) -> str:
-        """Any text that a mark is nowhere in; "": any."""
+        """Return the name of a terminal for text without a mark; for any text if the mark is ""."""
         if not mark:
             return "TEXT"
         return self.terminal(rf"TEXT & ~/(.|\n)*{re.escape(mark)}(.|\n)*/")
 
     def terminal(self, body: str) -> str:
-        """The name of a new terminal."""
+        """Add a terminal; return its name."""
         name = f"TERMINAL_{len(self._rules)}"
         self._rules.append(f"{name}: {body}")
         return name
 
     def schema(self, schema: Mapping[str, Any], is_lenient: bool = False) -> str:
-        """Write the JSON of a schema as a grammar.
+        """Add a rule for JSON that fits a schema; return its name.
 
-        is_lenient: unknown keywords are not enforced. Raises UsageError for integers that would not
-        be kept to exactly.
+        is_lenient: ignore unsupported keywords. Raises UsageError for integers that the grammar
+        cannot enforce exactly.
         """
         if is_lenient:
             schema = without_inexact(schema)
@@ -153,13 +153,13 @@ class LarkText:
         return self.rule(f"%json {write_json({**schema, 'x-guidance': options})}")
 
     def grammar(self, lark: str) -> str:
-        """Another whole grammar."""
+        """Add a complete grammar; return its name."""
         name = f"other_{len(self._others)}"
         self._others.append({"name": name, "lark_grammar": lark})
         return f"@{name}"
 
     def expression(self, wanted: Constraint | None) -> str:
-        """What a text must be."""
+        """Return the expression that a text must match."""
         if wanted is None:
             return "TEXT"
         if wanted.kind == "json_schema":
@@ -167,16 +167,17 @@ class LarkText:
         return self.grammar(wanted.text)
 
     def whole(self, start: str) -> str:
-        """All of it, as llguidance takes it."""
+        """Return all grammars in llguidance's JSON form."""
         lark = "\n".join([f"start: {start}", *self._rules])
         return json.dumps({"grammars": [{"lark_grammar": lark}, *self._others]})
 
 
 class Opening(NamedTuple):
-    """A way in which a call may begin in an answer that need not make one, and that call's grammar.
+    """One way in which an optional call may begin, with the call's grammar.
 
-    mark: a token where `token_id` is given, else letters, and the grammar begins with the token
-    that the first of them is in. in_header: of a message in channels; elsewhere it is text.
+    mark: one token if `token_id` is given, else letters; the grammar then begins with the token
+    that contains the first of them. in_header: the mark stands in a channel message's header, else
+    in text.
     """
 
     mark: str
@@ -186,7 +187,7 @@ class Opening(NamedTuple):
 
 
 def openings(tokenizer: Tokenizer, tools: Sequence[Tool], is_single: bool) -> list[Opening]:
-    """All of a model's form of calls, of which each ends where other text may follow."""
+    """Return all ways in which a model's calls may begin; each grammar ends where text may follow."""
     if has_channels(tokenizer):
         return [_header_opening(tokenizer, tools)]
     form = call_form_of(tokenizer)
@@ -211,7 +212,7 @@ def _opening(form: CallForm, tools: Sequence[Tool], is_single: bool) -> Opening:
 
 
 def _bare_opening(form: CallForm, tools: Sequence[Tool]) -> Opening:
-    """Where a model forgets the first mark."""
+    """Return the opening of calls whose first mark a model forgets."""
     lark = LarkText()
     head = lark.rule(f"TEXT {literal(FUNCTION)}", "[lazy]")
     end = literal(FUNCTION_END)
@@ -222,7 +223,7 @@ def _bare_opening(form: CallForm, tools: Sequence[Tool]) -> Opening:
 
 
 def _header_opening(tokenizer: Tokenizer, tools: Sequence[Tool]) -> Opening:
-    """gpt-oss: the function stands in the header, before the channel or behind it."""
+    """Return gpt-oss' opening: the header names the function, before or after the channel."""
     lark, to = LarkText(), f"to={FUNCTIONS}"
     channel, constrain, message, call = (
         _mark(tokenizer, mark) for mark in (CHANNEL, CONSTRAIN, MESSAGE, CALL)
@@ -237,7 +238,7 @@ def _header_opening(tokenizer: Tokenizer, tools: Sequence[Tool]) -> Opening:
 
 
 def grammar_text(tokenizer: Tokenizer, prompt_ids: Sequence[int], wanted: AnswerForm) -> str:
-    """The grammar of the answer to a prompt."""
+    """Return the grammar of the answer to a prompt."""
     lark = LarkText()
     if has_channels(tokenizer):
         return lark.whole(_in_channels(lark, tokenizer, wanted))
@@ -246,7 +247,7 @@ def grammar_text(tokenizer: Tokenizer, prompt_ids: Sequence[int], wanted: Answer
 
 
 def check_length(num_chars: int) -> None:
-    """Raises UsageError for a grammar that is too long."""
+    """Raise UsageError for a grammar that is too long."""
     if num_chars > MAX_GRAMMAR_CHARS:
         raise UsageError(
             f"The form and its tools make a grammar of at least {num_chars} characters; at most "
@@ -255,7 +256,7 @@ def check_length(num_chars: int) -> None:
 
 
 def check_unicode(text: str, what: str) -> None:
-    """Raises UsageError for half a surrogate pair."""
+    """Raise UsageError for half a surrogate pair."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -263,7 +264,7 @@ def check_unicode(text: str, what: str) -> None:
 
 
 def check_depth(value: object, what: str) -> None:
-    """Raises UsageError for JSON that is nested too deeply."""
+    """Raise UsageError for JSON that is nested too deeply."""
     level = [value]
     for _ in range(MAX_DEPTH):
         level = [part for each in level for part in _parts(each)]
@@ -279,7 +280,7 @@ def _parts(value: object) -> list[object]:
 
 
 def enforces_text(tokenizer: Tokenizer, tool: Tool) -> bool:
-    """Whether the grammar of a tool's one text can be kept to in the form that a model writes."""
+    """Return True if the model's call format lets a tool's text be held to its grammar."""
     if only_text(tool) is None or not tool.grammar:
         return False
     is_raw = not has_channels(tokenizer) and call_form_of(tokenizer).has_raw_texts
@@ -287,7 +288,7 @@ def enforces_text(tokenizer: Tokenizer, tool: Tool) -> bool:
 
 
 def _thoughts(tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> str:
-    """The thoughts before an answer: those that the prompt began, or those that the model may."""
+    """Return the grammar of an answer's thoughts: those begun by the prompt, or optional ones."""
     if not has_thoughts(tokenizer):
         return ""
     begin, end = (f"<[{tokenizer.token_id(mark)}]>" for mark in THOUGHT_MARKS)
@@ -312,10 +313,10 @@ def _inline(lark: LarkText, form: CallForm, wanted: AnswerForm) -> str:
 
 
 def _behind_text(lark: LarkText, form: CallForm, ones: Sequence[str], calls: str) -> str:
-    """Write text and calls whose first mark is written as text.
+    """Return text followed by optional calls, for models whose first mark is plain text.
 
-    A lazy rule has it before any other can go on. Where each call has a mark of its own there is
-    one call.
+    A lazy rule matches the mark before text can continue. If each call has its own mark, only one
+    call is possible.
     """
     begin = form.mark(form.begin)
     if not calls.startswith(begin):
@@ -333,7 +334,7 @@ def _json_arguments(lark: LarkText, tool: Tool) -> str:
 
 
 def _raw_arguments(lark: LarkText, tool: Tool) -> str:
-    """Qwen3-Coder's parameters, in their order; texts are not in quotes."""
+    """Return Qwen3-Coder's parameters, in their order, with unquoted texts."""
     types = SchemaTypes(tool.parameters)
     if not types.names_members():
         text_end = lark.rule(f"TEXT {_VALUE_END}", "[lazy]")
@@ -349,9 +350,9 @@ def _raw_arguments(lark: LarkText, tool: Tool) -> str:
 
 
 def _raw_value(lark: LarkText, types: SchemaTypes, schema: object, is_strict: bool) -> str:
-    """Write a raw value and its end.
+    """Return a raw value and its end.
 
-    is_strict: raises UsageError for a schema that a text cannot be held to.
+    is_strict: raise UsageError for a schema that cannot be enforced on a text.
     """
     kind = types.of(schema)
     if not kind.is_text or kind.kinds == ALL_KINDS:
@@ -376,7 +377,7 @@ def _mark(tokenizer: Tokenizer, text: str) -> str:
 
 
 def _in_channels(lark: LarkText, tokenizer: Tokenizer, wanted: AnswerForm) -> str:
-    """Write gpt-oss's channels: analysis of any length, then a call or the final message.
+    """Return gpt-oss' channels: analysis of any length, then a call or the final message.
 
     The prompt ends with the beginning of a header.
     """

@@ -1,15 +1,14 @@
-"""The child process that compiles grammars on trial; a script, never imported by the parent.
+"""Child process that tries to compile grammars; a script, never imported by the parent.
 
-A grammar of a few kB may take gigabytes and minutes to compile, or more stack than there is, and
-nothing stops a thread in it. A process can be stopped: by the operating system, at bounds of
-memory, stack and processor time. Needs llguidance alone.
+A grammar of a few kB may take gigabytes, minutes or the whole stack to compile, and a thread doing
+so cannot be stopped. A process can: the operating system enforces its limits of memory, stack and
+processor time. Needs llguidance alone.
 
-The first process makes the vocabulary, which takes a second of a large one, and forks one for each
-lane: those compile, and another takes the place of one that a grammar has ended. It is never in a
-grammar itself.
+The first process builds the vocabulary, which takes a second for a large model, and forks one
+process for each lane. It never compiles, and replaces a lane's process that a grammar has ended.
 
-Each lane reads a JSON object from each line and writes one: `{"num_bytes"}` of what the grammar
-took, `{"error"}`, or `{"signal"}` that ended its process. All ends with the input.
+Each lane reads one JSON object per line and answers with one: `{"num_bytes"}`, the grammar's
+memory; `{"error"}`; or `{"signal"}`, which ended the process. All processes end with the input.
 """
 
 from __future__ import annotations
@@ -29,13 +28,13 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 WARM_UP = json.dumps({"grammars": [{"lark_grammar": "start: /[a-z]+/"}]})
 
 AGAIN = 3
-"""Exit code of a process that has grown: another one begins with the memory of the first."""
+"""Exit code of a process that has grown too large and is replaced by a fresh fork."""
 
 GROWN_BYTES = 8 << 20
 
 
 class Lane(NamedTuple):
-    """Pipes, and a byte that all processes see: 1 while a grammar is compiled."""
+    """Pipes of one lane, and a byte in shared memory: 1 while a grammar is compiled."""
 
     questions: int
     answers: int
@@ -65,7 +64,7 @@ def main() -> None:
 def keep(
     lanes: list[Lane], vocabulary: LLTokenizer, limits: LLParserLimits, stack_bytes: int
 ) -> None:
-    """Has a process in every lane until their input ends."""
+    """Keep one process running in each lane until their input ends."""
 
     def forked(lane: Lane) -> int:
         pid = os.fork()
@@ -96,7 +95,7 @@ def keep(
 def work_through(
     lane: Lane, vocabulary: LLTokenizer, limits: LLParserLimits, stack_bytes: int
 ) -> None:
-    """Compiles what comes, in a thread with a stack of its own size; ends the process."""
+    """Answer a lane's questions in a thread with a stack of `stack_bytes`, then end the process."""
 
     def work() -> None:
         code = 1
@@ -114,7 +113,7 @@ def work_through(
 
 
 def answer_all(lane: Lane, vocabulary: LLTokenizer, limits: LLParserLimits) -> int:
-    """The exit code, once the input has ended or this process has grown."""
+    """Try grammars until the input ends or this process has grown; return the exit code."""
     first_bytes = peak_bytes()
     while line := read_line(lane.questions):
         lane.is_busy[0] = 1
@@ -134,7 +133,7 @@ def answer_all(lane: Lane, vocabulary: LLTokenizer, limits: LLParserLimits) -> i
 
 
 def compile_grammar(vocabulary: LLTokenizer, limits: LLParserLimits, grammar: str) -> str:
-    """Why it cannot be: "" where it can, its first mask included."""
+    """Compile a grammar and its first mask; return the error, or ""."""
     matcher = LLMatcher(vocabulary, grammar, log_level=0, limits=limits)
     if not matcher.is_error():
         matcher.compute_bitmask()
@@ -142,7 +141,7 @@ def compile_grammar(vocabulary: LLTokenizer, limits: LLParserLimits, grammar: st
 
 
 def limit_memory(max_bytes: int) -> None:
-    """Has the system refuse this process more than so much beside what it has."""
+    """Limit this process to `max_bytes` beyond its present memory."""
     with suppress(OSError, ValueError):  # no /proc, or a lower bound already
         with open("/proc/self/statm") as file:
             has_bytes = int(file.read().split()[0]) * resource.getpagesize()
@@ -157,7 +156,7 @@ def peak_bytes() -> int:
 
 
 def read_line(pipe: int) -> bytes:
-    """The next one, or nothing at the end; unbuffered, as the pipe is another process's next."""
+    """Read a line, or b"" at the end. Unbuffered: a fork may read the next line."""
     parts = []
     while part := os.read(pipe, 1 << 20):
         parts.append(part)
@@ -167,7 +166,7 @@ def read_line(pipe: int) -> bytes:
 
 
 def write(pipe: int, answer: dict[str, Any]) -> None:
-    """At once: an answer is smaller than what a pipe takes whole."""
+    """Write an answer in one call: it fits into a pipe's buffer."""
     os.write(pipe, json.dumps(answer).encode() + b"\n")
 
 

@@ -1,7 +1,7 @@
-"""Who may ask, and how much: keys, the Host and Origin headers, sizes and times of bodies.
+"""Access control: keys, Host and Origin headers, sizes and times of bodies.
 
-Pages in a browser of this machine can reach its loopback. A name of the attacker's own that points
-here (DNS rebinding) betrays itself by the Host header, another page by its Origin.
+Web pages in a browser on this machine can reach its loopback addresses. DNS rebinding shows in the
+Host header, a request from another site in the Origin header.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from lowtide.serve.settings import ServeSettings, is_loopback
 
 MAX_BODY_BYTES = 8 << 20
 BODY_TIMEOUT_S = 60.0
-"""A whole body has come by then."""
+"""Time limit for a whole body."""
 
 MAX_HEADER_BYTES = 64 << 10
 
 WATCHED_PATHS = ("/health", "/ready")
-"""What load balancers ask."""
+"""Paths that load balancers poll."""
 
 OPEN_PATHS = ("/health",)
-"""What needs no key, so that what watches over the process needs none."""
+"""Paths that need no key, so that a process monitor needs none."""
 
 
 class Guard:
-    """Around the app: refuses before anything is parsed. Knows nothing of models."""
+    """Middleware that refuses requests before their bodies are parsed. Knows nothing of models."""
 
     def __init__(self, app: ASGIApp, settings: ServeSettings) -> None:
         self._app = app
@@ -53,7 +53,7 @@ class Guard:
             await response_of(error, scope["path"])(scope, receive, send)
 
     def _check(self, scope: Scope, headers: Headers) -> None:
-        """Raises Refusal for a request that is not let in."""
+        """Raise Refusal for a request that is not admitted."""
         _check_head(scope, headers)
         path = scope["path"]
         # HAProxy asks so; a browser, whose pages are to be kept out, always names the host.
@@ -79,7 +79,10 @@ class Guard:
             )
 
     def _is_known(self, name: str) -> bool:
-        """Whether a Host header may name it: an address cannot be another's name for this one."""
+        """Return True if a Host header may name it.
+
+        Any IP address may: DNS rebinding needs a name.
+        """
         if is_loopback(name) or name in (
             self._settings.host,
             *(self._settings.allowed_hosts or ()),
@@ -117,7 +120,7 @@ class Guard:
 
 
 def _check_head(scope: Scope, headers: Headers) -> None:
-    """Raises Refusal for headers that are too large, or disagree about the body's end."""
+    """Raise Refusal for headers that are too large or state the body's length twice."""
     sizes = (len(name) + len(value) + 4 for name, value in headers.raw)
     path = scope.get("raw_path") or b""
     num_bytes = sum(sizes) + len(path) + len(scope.get("query_string", b""))
@@ -128,7 +131,7 @@ def _check_head(scope: Scope, headers: Headers) -> None:
 
 
 class _Body:
-    """A request's body as it comes, of bounded size and within bounded time."""
+    """Receives a request's body within a size and a time limit."""
 
     def __init__(self, receive: Receive) -> None:
         self._receive = receive
@@ -153,7 +156,7 @@ class _Body:
 
 
 def host_name(header: str) -> str | None:
-    """The name or address in a Host header, in lower case; None for what is none."""
+    """Return the name or address in a Host header, in lower case; None if it is malformed."""
     with suppress(ValueError):
         parts = urlsplit(f"//{header}")
         _ = parts.port  # a ValueError for what is no number
@@ -163,5 +166,5 @@ def host_name(header: str) -> str | None:
 
 
 def _too_large() -> HTTPException:
-    """Not a Refusal: FastAPI hands on no other error of a body that it reads."""
+    # An HTTPException, since FastAPI replaces any other error raised while it reads a body.
     return HTTPException(413, f"The body is above {MAX_BODY_BYTES} bytes.")

@@ -1,7 +1,8 @@
-"""How a request's body is read: JSON of bounded size, beside the event loop.
+"""Request bodies: JSON of bounded size, parsed without blocking the event loop.
 
-Whatever holds Python's lock holds the loop, in a thread, too. So values are counted before they
-are parsed, a few are parsed at once, and many by a parser that lets other threads run.
+Whatever holds Python's interpreter lock blocks the event loop, even from another thread. So values
+are counted before they are parsed. A small body is parsed on the loop, a large one in a thread, by
+a parser that releases the lock.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ from lowtide.parsing.call_json import NotFinite, parse_json
 MAX_VALUES = 250_000
 
 SMALL_BYTES = 16 << 10
-"""What has no more is read on the loop: a thread would take longer to begin."""
+"""Bodies up to this size are parsed on the loop: starting a thread would take longer."""
 
 _CHUNK_BYTES = 64 << 10
 
 
 class JsonRoute(APIRoute):
-    """A route with such a body: `APIRouter(route_class=JsonRoute)`."""
+    """A route that reads bounded JSON: `APIRouter(route_class=JsonRoute)`."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
@@ -42,16 +43,15 @@ class JsonRoute(APIRoute):
 
 
 class _JsonRequest(Request):
-    """A request whose body is parsed and checked before FastAPI looks at it.
+    """A request whose body is parsed and validated before FastAPI handles it.
 
-    FastAPI does so on the loop, for a second time: values of the right type by then are taken as
-    they are.
+    FastAPI would do both on the loop. It accepts values that already have the right type.
     """
 
     _value: Any = None
 
     async def read_as(self, route: APIRoute) -> None:
-        """Raises HTTPException, RequestValidationError or what a body's own checks raise."""
+        """Parse and validate the body. Raise HTTPException or the body's own errors."""
         try:
             body = await self.body()
         except ClientDisconnect:
@@ -68,7 +68,7 @@ class _JsonRequest(Request):
 
 
 def _checked(body: bytes, route: APIRoute) -> Any:
-    """The value that a route is given."""
+    """Parse a body and return the validated value for the route."""
     value = parse_body(body)
     if route.body_field is None:
         return value
@@ -79,7 +79,7 @@ def _checked(body: bytes, route: APIRoute) -> Any:
 
 
 def parse_body(body: bytes) -> Any:
-    """The value of a body. Raises HTTPException or RequestValidationError."""
+    """Parse JSON. Raise HTTPException or RequestValidationError."""
     try:
         encoding = json.detect_encoding(body)
         if not encoding.startswith("utf-8"):
@@ -101,7 +101,7 @@ def parse_body(body: bytes) -> Any:
 
 
 def count_values(body: bytes, most: int) -> int:
-    """Return how many values JSON in UTF-8 has, or a number above `most` once there are more."""
+    """Count the values of JSON in UTF-8, stopping above `most`."""
     num_values, in_string, last, place = 1, False, b"", 0
     while place < len(body) and num_values <= most:
         end = place + _CHUNK_BYTES

@@ -1,6 +1,6 @@
-"""Objects of a request's JSON: their values are refused by place where they are of another kind.
+"""Typed access to JSON objects of a request; errors name the field.
 
-Where a body's schema ends, because its form follows from a `type` that may be unknown.
+Used where no schema can be declared, because the form depends on a `type` that may be unknown.
 """
 
 from __future__ import annotations
@@ -15,67 +15,65 @@ from lowtide.serve.errors import Refusal
 MAX_NAME_CHARS = 256
 
 MAX_PARTS = 1024
-"""Of one message, or of one tool's output."""
+"""Most parts in one message or one tool's output."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlacedObject:
-    """An object and its place in a request. What reads a field raises Refusal for another kind.
+    """An object and its path in a request. Its getters raise Refusal for a wrong type.
 
-    default: in place of a value that is missing, null or empty.
+    default: used if the value is missing, null or empty.
     """
 
     fields: Mapping[str, Any]
     where: str
 
     def at(self, name: str) -> str:
-        """The place of a field."""
+        """Return the path of a field."""
         return f"{self.where}.{name}"
 
     def get(self, name: str, default: Any = None) -> Any:
-        """A value of any kind."""
         value = self.fields.get(name)
         return value if default is None else value or default
 
     def text(self, name: str, default: str | None = None) -> str:
-        """A text, perhaps empty."""
+        """Return a text, which may be empty."""
         value = self.get(name, default)
         if not isinstance(value, str):
             raise _refused(self.at(name), "a text", value)
         return value
 
     def name(self, name: str, default: str | None = None) -> str:
-        """The name of a tool or a call: not empty, at most `MAX_NAME_CHARS` long."""
+        """Return a tool's or call's name: not empty, at most `MAX_NAME_CHARS` long."""
         found, place = self.text(name, default), self.at(name)
         if not 0 < len(found) <= MAX_NAME_CHARS:
             raise Refusal(f"{place} must have 1 to {MAX_NAME_CHARS} characters.", param=place)
         return found
 
     def one_of(self, name: str, known: Collection[str]) -> str:
-        """A text among those that are known."""
+        """Return a text that is one of `known`."""
         found, place = self.text(name), self.at(name)
         if found not in known:
             raise Refusal(f"{place} {found[:80]!r:.80} is not known.", param=place)
         return found
 
     def object(self, name: str, default: Mapping[str, Any] | None = None) -> PlacedObject:
-        """An object in this one."""
         return object_at(self.get(name, default), self.at(name))
 
     def objects(self, name: str, most: int, default: list[Any] | None = None) -> list[PlacedObject]:
-        """A list of at most so many objects."""
+        """Return a list of at most `most` objects."""
         return objects_at(self.get(name, default), self.at(name), most)
 
 
 def object_at(value: object, where: str) -> PlacedObject:
-    """Raises Refusal for anything else."""
+    """Check that a value is an object. Raise Refusal."""
     if not isinstance(value, dict):
         raise _refused(where, "an object", value)
     return PlacedObject(value, where)
 
 
 def objects_at(value: object, where: str, most: int) -> list[PlacedObject]:
-    """Raises Refusal for anything but a list of at most so many objects."""
+    """Check that a value is a list of at most `most` objects. Raise Refusal."""
     if not isinstance(value, list):
         raise _refused(where, "a list", value)
     if len(value) > most:
@@ -90,11 +88,12 @@ def words_of(
     fields: Mapping[str, str],
     ignored: list[str] | None = None,
 ) -> str:
-    """The words of a message or of a tool's output: a text, or a list of parts that have one.
+    """Return the text of a message or a tool's output: a text, or a list of text parts.
 
-    parts: what the API calls them; fields: by a part's type, where its text is. ignored: gets the
-    places of other parts, of which the model is told, because an agent sends such an output at
-    every further turn; without it they are refused.
+    parts: the API's name for parts, for messages.
+    fields: type of part -> the field with its text.
+    ignored: collects the paths of other parts, which are replaced by a note to the model, because
+    an agent sends such an output again at every turn. None: they are refused.
     """
     if isinstance(value, str):
         return value
@@ -112,12 +111,12 @@ def words_of(
 
 
 def left_out(kind: str) -> str:
-    """What a model is told in the place of a part that is no text."""
+    """Return the note that replaces a part that is not text."""
     return f"[{kind:.80} left out: this model reads text alone]"
 
 
 def unsupported(where: str, what: str) -> Refusal:
-    """For words that no model here reads."""
+    """Return a refusal of content that is not text."""
     return Refusal(
         f"{where}: {what} are not supported; models read text here.",
         param=where,

@@ -1,6 +1,6 @@
-"""`/metrics` for Prometheus: vLLM's names with `lowtide:` for `vllm:`.
+"""`/metrics` for Prometheus: vLLM's names with the prefix `lowtide:`.
 
-Its dashboards need another prefix alone. The experts' and the queue's metrics come besides.
+So vLLM's dashboards only need another prefix. Metrics of experts and of the queue are added.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _ENGINE_COUNTERS = {
     "forwards": ("forward_passes", "Passes that read prompts or write answers."),
     "generation_s": ("forward_seconds", "Seconds in these passes."),
 }
-"""The engine's counters, by what it calls them."""
+"""Engine's name of a counter -> its Prometheus name and description."""
 
 
 class Metrics:
-    """Counts what a service answers, in a registry of its own."""
+    """Counts a service's answers in a registry of its own."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
@@ -54,7 +54,7 @@ class Metrics:
         service.on_served.append(self._note)
 
     def page(self, stats: Mapping[str, float]) -> bytes:
-        """All of them as Prometheus reads them, with what the engine and the queue say now."""
+        """Return all metrics in Prometheus' format, with present values of engine and queue."""
         now = CollectorRegistry()
         now.register(_Now(self._service, stats))
         return generate_latest(self.registry) + generate_latest(now)
@@ -85,14 +85,13 @@ class Metrics:
 
 
 class _Now(Collector):
-    """What is read when it is asked for: the queue, and the engine's own counters."""
+    """Collector of values read on demand: the queue and the engine's own counters."""
 
     def __init__(self, service: Service, stats: Mapping[str, float]) -> None:
         self._service = service
         self._stats = stats
 
     def collect(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
-        """See `Collector`."""
         admission = self._service.admission
         gauges = {
             "num_requests_running": admission.num_running,

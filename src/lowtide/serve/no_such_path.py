@@ -1,4 +1,4 @@
-"""What a request to a path that there is not is told: where its API is, or what is in its place."""
+"""Messages for unknown paths: where the API is, or what to use instead."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _BASES: Mapping[tuple[str, ...], tuple[str, str]] = {
     _ANTHROPIC: ("Anthropic", ""),
     _OLLAMA: ("Ollama", ""),
 }
-"""By the ends of an API's paths: whose clients ask for them, and behind which base address."""
+"""Ends of an API's paths -> the API and the path of its base address."""
 
 _NOT_SERVED: Mapping[str, str] = {
     "/apply-template": "templates are applied to the messages of /v1/chat/completions",
@@ -30,11 +30,11 @@ _NOT_SERVED: Mapping[str, str] = {
     "/slots": "what runs is at /v1/lowtide/stats",
     "/tokenize": "tokens of a conversation are counted at /v1/messages/count_tokens",
 }
-"""Paths of other servers, and what there is in place of them."""
+"""Paths of other servers -> what to use instead."""
 
 
-def told(path: str, address: str) -> str:
-    """What to tell. address: of this server, as http://127.0.0.1:8000."""
+def unknown_path_message(path: str, address: str) -> str:
+    """Return the message for an unknown path. address: this server's, as http://127.0.0.1:8000."""
     shown, found = f"No such path {path[:80]!r:.80}", path.rstrip("/")
     for other, instead in _NOT_SERVED.items():
         if found.endswith(other):

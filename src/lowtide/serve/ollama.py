@@ -1,7 +1,7 @@
 """Ollama's API, as far as its clients need it to talk to the loaded model.
 
-`OllamaBody.ask` is the table of a request's fields: each goes into an `Ask`. `OllamaReply` is the
-table of an answer's pieces: `frames` says which lines of JSON each kind makes.
+`OllamaBody.ask` maps a request's fields to an `Ask`. `OllamaReply.frames` maps each kind of piece
+of an answer to lines of JSON.
 """
 
 from __future__ import annotations
@@ -54,7 +54,6 @@ _NEVER = "2318-01-01T00:00:00Z"
 
 
 def router_of(service: Service) -> APIRouter:
-    """Make the routes of this API."""
     router = APIRouter(route_class=JsonRoute)
     _add_answers(router, service)
     _add_facts(router, service)
@@ -76,7 +75,7 @@ def router_of(service: Service) -> APIRouter:
 
 
 def _check_model(service: Service, name: str) -> None:
-    """Raise Refusal for another model than is loaded, and for none."""
+    """Raise Refusal if the name is missing or not the loaded model's."""
     if not name:
         raise Refusal("The request names no model.", param="model")
     service.check_model(name)
@@ -99,7 +98,7 @@ def _add_answers(router: APIRouter, service: Service) -> None:
 
 
 def _answered(service: Service, body: OllamaBody, ask: Ask | None, is_chat: bool) -> Response:
-    """Answer; nothing asked means that the model is to be loaded, and it is."""
+    """Answer a request; without an Ask it only wants the model loaded, which it is."""
     reply = OllamaReply(service.model_name, is_chat)
     if ask is None:
         return json_response(reply.loaded())
@@ -111,7 +110,7 @@ def _answered(service: Service, body: OllamaBody, ask: Ask | None, is_chat: bool
 
 
 class OllamaFields(BaseModel):
-    """Fields of a request. Null is the same as left out: clients send all fields they know."""
+    """A request's fields. Null counts as left out: clients send every field they know."""
 
     model_config = ConfigDict(extra="allow", strict=True)
 
@@ -126,20 +125,20 @@ class OllamaFields(BaseModel):
 
 
 class OllamaOptions(OllamaFields, DrawFields):
-    """Options that choose words; unknown ones are about memory and threads, and ignored."""
+    """Options that affect words. Unknown ones concern memory and threads, and are ignored."""
 
     num_predict: int | None = Field(None, ge=-2, le=MAX_INTEGER)
     repetition_penalty: float | None = Field(None, ge=0.01, le=100, alias="repeat_penalty")
 
     def params(self) -> SamplingParams:
-        """Return the parameters; a length of -1 or -2 gets the default. Raises Refusal."""
+        """Return the sampling parameters; a length of -1 or -2 means the default. Raise Refusal."""
         check_sampling(self.model_extra or {})
         length = self.num_predict or 0
         return self.drawn(length if length > 0 else None)
 
 
 class OllamaBody(OllamaFields):
-    """Fields that `chat` and `generate` share."""
+    """Fields shared by `/api/chat` and `/api/generate`."""
 
     model: str = Field(max_length=512)
     stream: bool | None = None
@@ -149,7 +148,7 @@ class OllamaBody(OllamaFields):
     keep_alive: Any = None
 
     def ask(self, conversation: Conversation | None, prompt: str | None = None) -> Ask:
-        """Return what is asked. Raises Refusal or UsageError."""
+        """Return the Ask. Raise Refusal or UsageError."""
         thinking = {} if self.think is None else {"enable_thinking": self.think is not False}
         return Ask(
             conversation=conversation,
@@ -168,7 +167,7 @@ class OllamaBody(OllamaFields):
         return [*unused, *options, *(self.model_extra or {})]
 
     def _constraint(self) -> Constraint | None:
-        """Return the form of the answer's text. Raises Refusal or UsageError."""
+        """Return the constraint on the answer's text. Raise Refusal or UsageError."""
         if self.format in (None, ""):
             return None
         if self.format == "json":
@@ -185,7 +184,7 @@ class OllamaChatBody(OllamaBody):
     tools: list[Any] = Field([], max_length=MAX_TOOLS)
 
     def conversation(self) -> Conversation:
-        """Raise Refusal, with the place, for what cannot be read."""
+        """Return the conversation. Raise Refusal, with the path, for anything unreadable."""
         tools = tuple(map(_tool, objects_at(self.tools, "tools", MAX_TOOLS)))
         return Conversation(_MessageReader().turns(self.messages), tools)
 
@@ -208,7 +207,7 @@ class OllamaGenerateBody(OllamaBody):
                 raise Refusal(f"{name} is not supported; leave it out.", param=name)
 
     def asked(self, has_template: bool) -> Ask:
-        """Ask with the prompt as a user's words, or, without a template, as it is."""
+        """Return an Ask with the prompt as a user message or, without a template, as it is."""
         if has_template and not self.raw:
             system = (Turn("system", self.system),) if self.system else ()
             return self.ask(Conversation((*system, Turn("user", self.prompt))))
@@ -226,8 +225,8 @@ class OllamaGenerateBody(OllamaBody):
 class _MessageReader:
     """Reads messages.
 
-    Calls need no ids in this API: they get one by their place, and a tool's outputs answer the
-    calls before them in order.
+    Calls have no ids in this API. They get one from their position, and tool outputs are matched to
+    the calls before them in order.
     """
 
     num_calls: int = 0
@@ -260,7 +259,10 @@ class _MessageReader:
         return ToolCall(call_id, function.name("name"), arguments)
 
     def _answered(self, message: PlacedObject) -> str:
-        """Return the id of the call that an output answers: the named, its tool's, or the first."""
+        """Return the id of the call that an output answers.
+
+        It is the named one, else the named tool's first, else the first unanswered.
+        """
         if message.get("tool_call_id"):
             return message.name("tool_call_id")
         tool = message.get("tool_name") or message.get("name")
@@ -282,9 +284,9 @@ def _tool(tool: PlacedObject) -> Tool:
 
 @dataclass(slots=True)
 class OllamaReply(Reply):
-    """Owns the lines of one answer.
+    """Builds the lines of one answer.
 
-    is_chat: whether words stand in a `message`, or in `response`. clock: nanoseconds.
+    is_chat: text stands in a `message`, else in `response`. clock: nanoseconds.
     """
 
     media_type = NDJSON
@@ -348,11 +350,11 @@ class OllamaReply(Reply):
         return self._line("".join(self._texts), **words) | self._end
 
     def loaded(self) -> JsonObject:
-        """Return the answer to nothing: the model is loaded."""
+        """Return the answer to a request that only loads the model."""
         return self._line("") | {"done": True, "done_reason": "load"}
 
     def _ended_call(self, piece: Piece) -> Iterator[JsonObject]:
-        """Yield the line of the call that a piece ends. One that the length has cut is left out."""
+        """Yield the line of the call that a piece ends; none if the maximum length cut it."""
         call, self._call = self._call, None
         if call is None:
             return
@@ -383,12 +385,12 @@ class OllamaReply(Reply):
 
 
 def json_line(value: JsonObject) -> bytes:
-    """Return a line of NDJSON."""
+    """Encode a line of NDJSON."""
     return compact_json(value).encode() + b"\n"
 
 
 def timestamp(time_s: float) -> str:
-    """Return a time as this API writes it."""
+    """Format a time as Ollama does."""
     return datetime.fromtimestamp(time_s, UTC).isoformat().replace("+00:00", "Z")
 
 
@@ -400,7 +402,7 @@ def _call_object(call: ToolCall) -> JsonObject:
 
 
 class OllamaModelBody(OllamaFields):
-    """A request about a model; the field has had two names."""
+    """A request about a model; the field's older name is accepted, too."""
 
     model: str = Field("", max_length=512)
     name: str = Field("", max_length=512)
@@ -447,7 +449,7 @@ def _add_facts(router: APIRouter, service: Service) -> None:
 
 
 def _model(service: Service) -> JsonObject:
-    """Return the model's entry in lists. Its digest is of its name: no weights are read for it."""
+    """Return the model's list entry. Its digest is of the name: no weights are read."""
     return {
         "name": service.model_name,
         "model": service.model_name,
@@ -490,7 +492,7 @@ def _model_info(service: Service) -> dict[str, Any]:
 
 
 def parameter_size(num_parameters: int) -> str:
-    """Return a number as Ollama writes it: `30.5B`, `3.8M`."""
+    """Format a number of parameters as Ollama does: `30.5B`, `3.8M`."""
     for unit, name in ((10**9, "B"), (10**6, "M"), (10**3, "K")):
         if num_parameters >= unit:
             return f"{num_parameters / unit:.1f}{name}"

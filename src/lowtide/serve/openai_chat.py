@@ -1,7 +1,7 @@
 """`POST /v1/chat/completions`: OpenAI's chat completions.
 
-`ChatBody` is the table of a request's fields: `asks()` puts each into an `Ask`. `ChatReply` is the
-table of an answer's pieces: `choices()` says what each kind adds to a stream.
+`ChatBody.asks` maps a request's fields to `Ask`s. `ChatReply.choices` maps each kind of piece of an
+answer to a stream's choices.
 """
 
 from __future__ import annotations
@@ -54,18 +54,16 @@ from lowtide.serve.service import Ask, Service
 _RESERVED = ("messages", "tools", "add_generation_prompt", "chat_template")
 
 _THOUGHT_PARTS = {"thinking": "thinking", "reasoning": "text", "redacted_thinking": ""}
-"""Parts of an assistant's message that are its thoughts, and where their text is."""
+"""Type of a part with an assistant's thoughts -> the field with its text."""
 
 _TEXT_FIELDS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 
 
 def router_of(service: Service) -> APIRouter:
-    """Make the route."""
     router = APIRouter(route_class=JsonRoute)
 
     @router.post(ChatReply.path)
     def chat_completions(body: ChatBody) -> Response:
-        """Answer a conversation."""
         service.check_model(body.model)
         service.check_num_answers(body.n, "n")
         return ChatReply(service, body, body.asks()).response()
@@ -77,25 +75,25 @@ def router_of(service: Service) -> APIRouter:
 
 
 class NamedFunction(BaseModel):
-    """A function, by its name."""
+    """A function's name."""
 
     name: str = Field(min_length=1, max_length=MAX_NAME_CHARS)
 
 
 class CalledFunction(NamedFunction):
-    """The function that a call is of."""
+    """A function's name and a call's arguments."""
 
     arguments: str = ""
 
 
 class CalledCustom(NamedFunction):
-    """The custom tool that a call is of."""
+    """A custom tool's name and a call's input."""
 
     input: str = ""
 
 
 class CallField(BaseModel):
-    """A call that an assistant made, of a function or of a custom tool."""
+    """An assistant's call of a function or a custom tool."""
 
     id: str = Field("", max_length=MAX_NAME_CHARS)
     type: Literal["function", "custom"] = "function"
@@ -103,7 +101,7 @@ class CallField(BaseModel):
     custom: CalledCustom | None = None
 
     def call(self, where: str) -> ToolCall:
-        """Return the call. Raises Refusal for one of nothing."""
+        """Return the call. Raise Refusal if it names no tool."""
         if self.type == "custom" and self.custom is not None:
             return ToolCall(self.id, self.custom.name, custom_arguments(self.custom.input))
         if self.type == "custom" or self.function is None:
@@ -112,7 +110,7 @@ class CallField(BaseModel):
 
 
 class ChatMessage(BaseModel):
-    """One message. Fields without a meaning here are left out, unless they hold words."""
+    """One message. Unknown fields are ignored unless they contain text."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -124,7 +122,7 @@ class ChatMessage(BaseModel):
     tool_call_id: str | None = Field(None, max_length=MAX_NAME_CHARS)
 
     def turn(self, where: str) -> Turn:
-        """Return the turn. Raises Refusal, with the place, for what is no text."""
+        """Return the message as a turn. Raise Refusal, with the path, for non-text content."""
         for name in ("function_call", "audio", "images"):
             if (self.model_extra or {}).get(name):
                 raise unsupported(f"{where}.{name}", "such fields")
@@ -144,7 +142,7 @@ class ChatMessage(BaseModel):
 
 
 def _thought(part: Mapping[str, Any]) -> str:
-    """Return the thoughts in a part of an assistant's message: a text, or parts of one."""
+    """Return the thoughts in a part of an assistant's message: a text, or a list of texts."""
     told = part.get(_THOUGHT_PARTS.get(part.get("type", ""), ""))
     if isinstance(told, list):
         told = joined(
@@ -154,7 +152,7 @@ def _thought(part: Mapping[str, Any]) -> str:
 
 
 class DeclaredFunction(NamedFunction):
-    """A function's declaration. With `strict` its arguments are certain to fit the schema."""
+    """A function's declaration. With `strict`, its arguments always fit the schema."""
 
     description: str | None = None
     parameters: dict[str, Any] | None = None
@@ -162,21 +160,21 @@ class DeclaredFunction(NamedFunction):
 
 
 class GrammarField(BaseModel):
-    """A grammar that a custom tool's text fits."""
+    """The grammar of a custom tool's text."""
 
     syntax: str = Field(max_length=MAX_NAME_CHARS)
     definition: str
 
 
 class CustomFormat(BaseModel):
-    """The form of a custom tool's text."""
+    """The format of a custom tool's text."""
 
     type: Literal["text", "grammar"]
     grammar: GrammarField | None = None
 
 
 class DeclaredCustom(NamedFunction):
-    """A custom tool's declaration: it is called with one text."""
+    """A custom tool's declaration; the tool takes one text."""
 
     description: str | None = None
     format: CustomFormat | None = None
@@ -190,7 +188,7 @@ class ToolField(BaseModel):
     custom: DeclaredCustom | None = None
 
     def tool(self, where: str) -> Tool:
-        """Return the tool. Raises Refusal for one that is not declared."""
+        """Return the tool. Raise Refusal if its declaration is missing."""
         function, custom = self.function, self.custom
         if self.type == "custom" and custom is not None:
             format = custom.format
@@ -207,14 +205,14 @@ class ToolField(BaseModel):
 
 
 class NamedChoice(BaseModel):
-    """The one tool that must be called, or that may be."""
+    """A tool named in `tool_choice` or `allowed_tools`."""
 
     type: Literal["function", "custom"]
     function: NamedFunction | None = None
     custom: NamedFunction | None = None
 
     def name(self) -> str:
-        """Return the tool's name. Raises Refusal where there is none."""
+        """The tool's name. Raises Refusal if it is missing."""
         named = self.custom if self.type == "custom" else self.function
         if named is None:
             raise Refusal(f"tool_choice.{self.type}: Field required", param="tool_choice")
@@ -222,14 +220,14 @@ class NamedChoice(BaseModel):
 
 
 class AllowedTools(BaseModel):
-    """The tools that may be called. mode: whether one of them must be."""
+    """The tools that may be called. mode: `required` if one of them must be."""
 
     mode: Literal["auto", "required"] = "auto"
     tools: list[NamedChoice] = Field(max_length=MAX_TOOLS)
 
 
 class AllowedChoice(BaseModel):
-    """Some of the tools."""
+    """A `tool_choice` that allows only some of the tools."""
 
     type: Literal["allowed_tools"]
     allowed_tools: AllowedTools
@@ -239,7 +237,7 @@ ToolChoice = Literal["none", "auto", "required"] | NamedChoice | AllowedChoice
 
 
 class SchemaFormat(BaseModel):
-    """A JSON schema that the answer fits."""
+    """A JSON schema that the answer must fit."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -250,7 +248,7 @@ class SchemaFormat(BaseModel):
 
 
 class ResponseFormat(BaseModel):
-    """The form of the answer's text."""
+    """The required format of the answer's text."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -258,7 +256,7 @@ class ResponseFormat(BaseModel):
     json_schema: SchemaFormat | None = None
 
     def constraint(self) -> Constraint | None:
-        """Return None for plain text. Raises Refusal or UsageError."""
+        """Return the constraint, None for plain text. Raise Refusal or UsageError."""
         if self.type == "text":
             return None
         if self.type == "json_object":
@@ -269,7 +267,7 @@ class ResponseFormat(BaseModel):
 
 
 class StructuredOutputs(BaseModel):
-    """The form of the answer's text as vLLM's clients ask for it; one field is set.
+    """The answer's format in vLLM's form; one field is set.
 
     regex: in Rust's syntax. grammar: in Lark.
     """
@@ -281,7 +279,7 @@ class StructuredOutputs(BaseModel):
     grammar: str | None = None
 
     def constraint(self) -> Constraint:
-        """Return the form. Raises Refusal or UsageError."""
+        """Return the constraint. Raise Refusal or UsageError."""
         forms = [
             None if self.json_ is None else Constraint.json_schema(self.json_),
             None if self.regex is None else Constraint.regex(self.regex),
@@ -296,7 +294,7 @@ class StructuredOutputs(BaseModel):
 
 
 class ChatBody(SamplingFields):
-    """A request; `SamplingFields` has the fields that completions share."""
+    """A request; `SamplingFields` has the fields shared with completions."""
 
     messages: list[ChatMessage] = Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
     max_completion_tokens: int | None = Field(None, ge=1, le=MAX_INTEGER)
@@ -313,7 +311,7 @@ class ChatBody(SamplingFields):
     add_generation_prompt: bool | None = None
 
     def asks(self) -> list[Ask]:
-        """Return an ask for each answer. Raises Refusal or UsageError."""
+        """Return one Ask per answer. Raise Refusal or UsageError."""
         conversation, tool_choice = self._conversation_and_choice()
         self._check_end(conversation)
         ask = Ask(
@@ -329,7 +327,7 @@ class ChatBody(SamplingFields):
         return several(ask, self.n)
 
     def _conversation_and_choice(self) -> tuple[Conversation, str]:
-        """Return the conversation with the tools that may be called, and the choice among them."""
+        """Return the conversation with its callable tools, and the choice among them."""
         turns = tuple(each.turn(f"messages[{i}]") for i, each in enumerate(self.messages))
         tools = tuple(each.tool(f"tools[{i}]") for i, each in enumerate(self.tools))
         names, choice = {tool.name for tool in tools}, self.tool_choice
@@ -343,9 +341,10 @@ class ChatBody(SamplingFields):
         return Conversation(turns, tools), mode
 
     def _check_end(self, conversation: Conversation) -> None:
-        """Raise Refusal where vLLM's two fields contradict how the conversation ends.
+        """Raise Refusal if vLLM's two fields contradict the end of the conversation.
 
-        An answer that is begun is continued; any other follows a generation prompt.
+        If the last message is an assistant's, it is continued. Otherwise a generation prompt
+        follows.
         """
         is_begun = conversation.is_begun
         for name, wanted in (
@@ -391,7 +390,7 @@ class ChatBody(SamplingFields):
 
 
 class ChatReply(OpenAIReply[ChatBody]):
-    """Owns log-probabilities until the words that they belong to."""
+    """Builds chunks and choices; holds log-probabilities back until their text comes."""
 
     path = "/v1/chat/completions"
     id_prefix = "chatcmpl-"
@@ -466,15 +465,15 @@ class ChatReply(OpenAIReply[ChatBody]):
         return choice
 
     def _worded(self, index: int, delta: JsonObject) -> JsonObject:
-        """Return a choice with the log-probabilities that were held for it."""
+        """Return a choice with the log-probabilities held back for it."""
         return self.choice(index, delta, logprobs=self._held.pop(index, ()))
 
     def _called(self, index: int, place: int, **fields: Any) -> JsonObject:
-        """Return a choice that adds to the call at a place among its answer's."""
+        """Return a choice that adds to the answer's call number `place`."""
         return self._worded(index, {"tool_calls": [{"index": place, **fields}]})
 
     def _end_of_input(self, index: int) -> Iterator[JsonObject]:
-        """Yield what is left of a custom tool's text whose call has ended."""
+        """Yield the rest of a finished custom call's text."""
         place, custom = self._inputs.pop(index, (0, None))
         rest = "" if custom is None else custom.finish()
         if rest:
@@ -491,7 +490,7 @@ class ChatReply(OpenAIReply[ChatBody]):
 
 
 def logprob_content(tokens: Sequence[TokenLogprobs], tokenizer: Tokenizer | None) -> dict[str, Any]:
-    """Return log-probabilities in chat completions' form."""
+    """Return log-probabilities in the form of chat completions."""
 
     def entry(token_id: int, logprob: float) -> dict[str, Any]:
         data = None if tokenizer is None else tokenizer.piece_bytes(token_id)

@@ -1,8 +1,8 @@
-"""`POST /v1/completions`: texts and token ids as they are.
+"""`POST /v1/completions`: completes texts and token ids without a chat template.
 
-`CompletionBody` is the table of a request's fields: `asks()` puts each into an `Ask`.
-`CompletionReply` is the table of an answer's pieces: `choices()` says what each kind adds.
-`echo` with `logprobs` tells how likely the prompt itself is, which evaluation harnesses ask for.
+`CompletionBody.asks` maps a request's fields to `Ask`s. `CompletionReply.choices` maps each kind of
+piece of an answer to choices. `echo` with `logprobs` scores the prompt itself, as evaluation
+harnesses need.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from lowtide.serve.reply import JsonObject
 from lowtide.serve.service import Ask, Service
 
 DEFAULT_TOKENS = 16
-"""Length of an answer whose request names none, as OpenAI has it."""
+"""OpenAI's default `max_tokens` for completions."""
 
 _END_CHARS = 32
-"""Of a prompt, or tokens: enough to see what its last word is."""
+"""Characters or tokens of a prompt's end that are enough to contain its last word."""
 
 MAX_PROMPTS = 64
 MAX_PROMPT_TOKENS = 2**22
@@ -44,8 +44,6 @@ ManyIds = Annotated[list[Ids], Field(min_length=1, max_length=MAX_PROMPTS, fail_
 
 
 class CompletionBody(SamplingFields):
-    """A request of completions."""
-
     prompt: str | Texts | Ids | ManyIds
     echo: bool | None = None
     add_special_tokens: bool = True
@@ -53,13 +51,13 @@ class CompletionBody(SamplingFields):
 
     @property
     def prompts(self) -> list[str | Sequence[int]]:
-        """One by one."""
+        """Return the prompts as a list."""
         if isinstance(self.prompt, str) or isinstance(self.prompt[0], int):
             return [self.prompt]
         return list(self.prompt)
 
     def asks(self) -> list[Ask]:
-        """Return an ask for each answer, prompt by prompt. Raises UsageError."""
+        """Return one Ask per answer, prompt by prompt. Raise UsageError."""
         params = self.sampling(self.max_tokens or DEFAULT_TOKENS, self.logprobs)
         asks: list[Ask] = []
         for index, prompt in enumerate(self.prompts):
@@ -77,10 +75,10 @@ class CompletionBody(SamplingFields):
 
 @dataclass(frozen=True)
 class Placed:
-    """A token whose probability is told.
+    """A token whose probability is reported.
 
-    place: where it begins in the text. is_first: of the tokens of a prompt or an answer, whose
-    first space decoders drop. logprobs: None of a prompt's first token, which has no probability.
+    place: offset of its text. is_first: the first token of a prompt or an answer, whose leading
+    space decoders drop. logprobs: None for a prompt's first token, which has no probability.
     """
 
     token_id: int
@@ -91,9 +89,9 @@ class Placed:
 
 @dataclass(frozen=True)
 class Echo:
-    """A prompt that is sent before its answers.
+    """A prompt that is repeated before its answers.
 
-    tokens: empty where no probabilities are asked for.
+    tokens: empty if no probabilities are requested.
     """
 
     text: str
@@ -101,7 +99,7 @@ class Echo:
 
 
 class Places:
-    """Owner of the place where an answer's next token begins.
+    """Tracks the text offset at which an answer's next token begins.
 
     start: characters before the answer. behind: the end of its prompt.
     """
@@ -118,7 +116,7 @@ class Places:
     def placed(
         self, token_id: int, logprobs: TokenLogprobs | None, place: int | None = None
     ) -> Placed:
-        """The next token; place: where that is known."""
+        """Return the next token with its offset. place: the offset, if known."""
         found = Placed(token_id, self._place if place is None else place, self._is_first, logprobs)
         if self._tokenizer is not None and self._stream is not None:
             self._is_first &= not self._tokenizer.is_text(token_id)
@@ -127,12 +125,10 @@ class Places:
 
 
 def router_of(service: Service) -> APIRouter:
-    """Make the route."""
     router = APIRouter(route_class=JsonRoute)
 
     @router.post(CompletionReply.path)
     def completions(body: CompletionBody) -> Response:
-        """Answer prompts as they are."""
         service.check_model(body.model)
         asks = body.asks()
         service.check_num_answers(len(asks), "prompt" if body.n == 1 else "n")
@@ -145,7 +141,7 @@ def router_of(service: Service) -> APIRouter:
 
 
 class CompletionReply(OpenAIReply[CompletionBody]):
-    """Owns the echoes, one for each prompt, and where each answer's next token begins."""
+    """Builds completions; owns each prompt's echo and each answer's text offsets."""
 
     path = "/v1/completions"
     id_prefix = "cmpl-"
@@ -207,7 +203,7 @@ class CompletionReply(OpenAIReply[CompletionBody]):
         return self.choice(index, text, tokens, end)
 
     def _end(self, ask: Ask) -> Sequence[int]:
-        """The last ids of a prompt: whether its text has a word before the answer's."""
+        """Return a prompt's last ids, which decide how the answer's first token decodes."""
         if self.tokenizer is None or self.body.logprobs is None or ask.prompt is None:
             return ()
         if isinstance(ask.prompt, str):
@@ -227,7 +223,10 @@ class CompletionReply(OpenAIReply[CompletionBody]):
         }
 
     def _top(self, token: Placed) -> dict[str, float] | None:
-        """The likeliest tokens and the token itself, by text: of two alike the likelier."""
+        """Return the likeliest tokens and the token itself, by text.
+
+        Of two tokens with the same text the likelier is kept.
+        """
         found = token.logprobs
         if found is None:
             return None
@@ -257,7 +256,7 @@ class CompletionReply(OpenAIReply[CompletionBody]):
 
 
 def token_name(token_id: int, tokenizer: Tokenizer | None, is_first: bool) -> str:
-    """A token as OpenAI has it here: its text, or where it is a part of a character its bytes."""
+    """Return a token as this API writes it: its text, or its bytes if it is part of a character."""
     if tokenizer is None:
         return token_text(token_id, tokenizer)
     text = tokenizer.decode([token_id], skip_special=False)

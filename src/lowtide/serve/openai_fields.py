@@ -1,7 +1,7 @@
-"""Fields of requests that several APIs share, with their bounds.
+"""Request fields that several APIs share, with their bounds.
 
-In OpenAI's two older APIs an unknown field is refused by its name, because it might change words;
-one that changes none is accepted and ignored.
+OpenAI's two older APIs refuse an unknown field by name, since it might change words. Known fields
+that change no word are accepted and ignored.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from lowtide.params import MAX_SEED, DiffusionParams, SamplingParams
 from lowtide.serve.errors import Refusal
 
 MAX_ANSWERS = 16
-"""Answers to one request, which all run at once."""
+"""Most answers to one request; they all run at once."""
 
 MAX_MESSAGES, MAX_TOOLS, MAX_CALLS = 8192, 512, 256  # of a request, of a message
 
 MAX_STOPS, MAX_STOP_CHARS = 16, 1024
 
 MAX_FIELDS = 1024
-"""Most fields of a request, or of an object in it: each unknown one makes an error."""
+"""Most fields of a request or of an object in it: each unknown field makes an error."""
 
 MAX_INTEGER = 2**31 - 1
 MIN_TOP_P = 1e-6  # 0 asks for the likeliest token alone
@@ -40,7 +40,7 @@ _NEUTRAL: Mapping[str, object] = {
     "modalities": ["text"],
     "suffix": "",
 }
-"""Unsupported fields, with the values that ask for nothing."""
+"""Unsupported fields, with the values that have no effect."""
 
 
 class StreamOptions(BaseModel):
@@ -55,7 +55,7 @@ class StreamOptions(BaseModel):
 
 
 class DrawFields(BaseModel):
-    """How tokens are drawn, in every API."""
+    """Fields that control how tokens are drawn, in every API."""
 
     model_config = ConfigDict(strict=True)
 
@@ -70,7 +70,7 @@ class DrawFields(BaseModel):
     stop: Stop | None = None
 
     def drawn(self, max_tokens: int | None, **more: Any) -> SamplingParams:
-        """Return the parameters of an answer; more: further ones. Raises UsageError."""
+        """Return the sampling parameters; `more`: further fields. Raise UsageError."""
         stop = [self.stop] if isinstance(self.stop, str) else self.stop or []
         return SamplingParams(
             max_tokens=max_tokens,
@@ -89,7 +89,7 @@ class DrawFields(BaseModel):
 
 
 class DiffusionFields(BaseModel):
-    """`DiffusionParams`, by the same names."""
+    """The fields of `DiffusionParams`, by the same names."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -107,7 +107,7 @@ class DiffusionFields(BaseModel):
 
 
 class SamplingFields(DrawFields):
-    """Fields of OpenAI's older APIs, and of those that extend them."""
+    """Fields of OpenAI's older APIs, and of the APIs that extend them."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -146,7 +146,7 @@ class SamplingFields(DrawFields):
         }
 
     def sampling(self, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
-        """Return the parameters of an answer. Raises UsageError."""
+        """Return the sampling parameters of an answer. Raise UsageError."""
         return self.drawn(
             max_tokens,
             ignore_eos=self.ignore_eos,
@@ -156,13 +156,13 @@ class SamplingFields(DrawFields):
 
 
 def check_num_fields(fields: dict[str, Any]) -> None:
-    """Raise Refusal for an object of too many fields."""
+    """Raise Refusal for an object with too many fields."""
     if len(fields) > MAX_FIELDS:
         raise Refusal(f"An object has {len(fields)} fields; at most {MAX_FIELDS} are accepted.")
 
 
 def _objects(body: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield a request and the objects in it, two deep."""
+    """Yield the request and its nested objects, down to the second level."""
     yield body
     for value in body.values():
         if isinstance(value, dict):
@@ -175,5 +175,5 @@ _ids = random.Random(secrets.randbits(256))
 
 
 def new_id(prefix: str) -> str:
-    """Return an id that no other answer has: agents merge messages of one id."""
+    """Return a unique id: agents merge messages that share one."""
     return f"{prefix}{_ids.getrandbits(128):032x}"

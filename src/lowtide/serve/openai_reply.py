@@ -1,4 +1,4 @@
-"""Replies of OpenAI's two older APIs: several answers to one request, as chunks or as choices."""
+"""Replies of OpenAI's two older APIs: several answers to one request, streamed or whole."""
 
 from __future__ import annotations
 
@@ -23,10 +23,11 @@ Body = TypeVar("Body", bound=SamplingFields)
 
 
 class OpenAIReply(Reply, Generic[Body]):
-    """Owns the envelope of chunks and choices; what a choice holds, each API says.
+    """Builds the envelope of chunks and choices; each API fills in its choices.
 
-    asks: one for each answer, prompt by prompt. path: whose form errors have. kind, chunk_kind:
-    what `object` is of a whole answer and of a stream's chunks.
+    asks: one per answer, prompt by prompt.
+    path: the API whose error form is used.
+    kind, chunk_kind: values of `object` in a whole answer and in a chunk.
     """
 
     has_named_events = False
@@ -49,7 +50,7 @@ class OpenAIReply(Reply, Generic[Body]):
         self._ends: dict[int, Done] = {}
 
     def response(self) -> Response:
-        """Ask, and answer once the first piece is there."""
+        """Send the asks, and respond once the first piece is there."""
         return answered(self.service, self.asks, self, self.body.stream)
 
     def opening(self) -> Iterator[JsonObject]:
@@ -102,17 +103,17 @@ class OpenAIReply(Reply, Generic[Body]):
 
     @abc.abstractmethod
     def choices(self, piece: Piece, index: int) -> Iterable[JsonObject]:
-        """Return what a piece adds to an answer that is streamed."""
+        """Return a piece of a streamed answer as choices."""
 
     @abc.abstractmethod
     def whole_choice(self, index: int, pieces: Sequence[Piece], end: Done) -> JsonObject:
-        """Return all of an answer."""
+        """Return a complete answer as one choice."""
 
     def _object(self, choices: Sequence[JsonObject], **more: Any) -> JsonObject:
         return {**self._head, "choices": choices, **more}
 
     def _usage(self) -> JsonObject:
-        """Count the tokens of a request, whose prompts have `n` answers each."""
+        """Count the tokens of a request; each prompt has `n` answers."""
         ends = [self._ends[index] for index in sorted(self._ends)]
         prompts = ends[:: self.body.n]
         num_prompt = sum(end.num_prompt for end in prompts)
@@ -128,7 +129,7 @@ class OpenAIReply(Reply, Generic[Body]):
 
 
 def several(ask: Ask, num_answers: int) -> list[Ask]:
-    """Repeat an ask; with a seed its answers draw as those of the Python API with `n`."""
+    """Repeat an Ask. With a seed, the answers draw as with `n` in the Python API."""
     seed = ask.params.seed
     if seed is None:
         return [ask] * num_answers
@@ -137,12 +138,12 @@ def several(ask: Ask, num_answers: int) -> list[Ask]:
 
 
 def token_text(token_id: int, tokenizer: Tokenizer | None) -> str:
-    """Return one token for display."""
+    """Decode one token for display."""
     return f"<{token_id}>" if tokenizer is None else tokenizer.piece(token_id)
 
 
 def _draft(frame: Frame) -> JsonObject:
-    """Return a diffusion model's draft, which stands beside an empty choice."""
+    """Return a diffusion model's draft, which is sent beside an empty choice."""
     return {
         "type": "diffusion_frame",
         "text": frame.text,
@@ -152,6 +153,6 @@ def _draft(frame: Frame) -> JsonObject:
 
 
 def _progress(progress: Prefilled) -> JsonObject:
-    """Return how much of the prompt is read, in llama.cpp's form."""
+    """Return the progress of reading the prompt, in llama.cpp's form."""
     counts = {"total": progress.num_total, "processed": progress.num_done}
     return {"prompt_progress": counts}

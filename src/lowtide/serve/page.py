@@ -1,4 +1,4 @@
-"""The page at `/`: what runs, in what memory, how fast, and what binds it."""
+"""Status page at `/`: model, memory, speed, and the resource that limits it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ td:first-child, th:first-child { text-align: left }
 
 
 def page_of(service: Service, stats: Mapping[str, float]) -> str:
-    """The page as it is now; it asks again every five seconds."""
+    """Render the status page, which reloads every five seconds."""
     name = html.escape(service.model_name)
     rows = "".join(
         f"<tr><td>{html.escape(key)}</td><td>{html.escape(value)}</td></tr>"

@@ -1,9 +1,9 @@
-"""A Lark grammar of a text, made one of that text inside a JSON string.
+"""Turns the Lark grammar of a text into the grammar of that text inside a JSON string.
 
-JSON writes each character on its own, most as they are: so the strings and expressions of a
-grammar can be rewritten one by one. Its rules become terminals, of which there is one in the end:
-between two terminals llguidance looks one byte ahead, and JSON's escapes are longer. So no rule
-may refer to itself. What cannot be rewritten surely is refused.
+JSON escapes single characters and leaves most as they are, so a grammar's strings and expressions
+can be rewritten one at a time. Its rules become terminals, used by a single rule: between two
+terminals llguidance looks only one byte ahead, and JSON's escapes are longer. So no rule may refer
+to itself. A grammar that cannot be rewritten with certainty is refused.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _LINE_BREAKS = {"LF": r"\\n", "CR": r"\\r", "NEWLINE": r"(?:(?:\\r)?\\n)+"}
 _SAME = {"DIGIT", "HEXDIGIT", "INT", "LETTER", "LCASE_LETTER", "UCASE_LETTER", "WORD", "CNAME"}
 
 _NAMED = {'"': '"', "\\": "\\", "\b": "b", "\f": "f", "\n": "n", "\r": "r", "\t": "t"}
-"""Characters that JSON writes as a backslash and another one."""
+"""Characters that JSON writes as a backslash and a letter or sign."""
 
 _ESCAPES = {"n": "\n", "r": "\r", "t": "\t", "f": "\f"}
 _CONTROL = r"\x00-\x1F"
@@ -32,14 +32,11 @@ _PLAIN_RANGES = (("0", "9"), ("A", "Z"), ("a", "z"), ("\x80", "\U0010ffff"))
 
 
 class _NotQuotable(Exception):
-    """Something that this does not rewrite."""
+    """The grammar has a part that cannot be rewritten."""
 
 
 def quoted_lark(grammar: str) -> str | None:
-    """Return the grammar of the inside of a JSON string whose text is of `grammar`.
-
-    None where that is not certain.
-    """
+    """Return the grammar of the inside of a JSON string, or None if it cannot be rewritten."""
     try:
         rules = _PART.sub(_rewritten, grammar)
     except (_NotQuotable, ValueError):
@@ -48,7 +45,7 @@ def quoted_lark(grammar: str) -> str | None:
 
 
 def _is_recursive(rules: str) -> bool:
-    """Whether a rule refers to itself, by others or not."""
+    """Return True if a rule refers to itself, directly or through others."""
     parts = _RULE.split(re.sub(r'"(?:\\.|[^"\\])*"|/(?:\\.|[^/\\])+/', "", rules))
     uses = {
         name: set(re.findall(r"\w+", body))
@@ -92,7 +89,7 @@ def _rewritten(part: re.Match[str]) -> str:
 
 
 def _quoted(body: str) -> Iterator[str]:
-    """A regular expression, character by character."""
+    """Rewrite a regular expression, piece by piece."""
     place = 0
     while place < len(body):
         char = body[place]
@@ -124,7 +121,7 @@ def _quoted_escape(char: str) -> str:
 
 
 def _quoted_class(body: str, place: int) -> tuple[str, int]:
-    """A class in brackets, from behind the first, and the place behind the last."""
+    """Rewrite a bracketed class from after its `[`; return it and the place after its `]`."""
     is_negated = body.startswith("^", place)
     chars, place = _class_chars(body, place + is_negated)
     members, escapes, index = "", "", 0
@@ -146,7 +143,7 @@ def _quoted_class(body: str, place: int) -> tuple[str, int]:
 
 
 def _class_chars(body: str, place: int) -> tuple[list[tuple[str, bool]], int]:
-    """What a class lists, each with whether it is escaped, and the place behind its end."""
+    """List a class's characters, each with True if escaped; return the place after its end, too."""
     chars: list[tuple[str, bool]] = []
     while body[place : place + 1] != "]" or not chars:
         is_escaped = body.startswith("\\", place)
@@ -162,7 +159,10 @@ def _class_chars(body: str, place: int) -> tuple[list[tuple[str, bool]], int]:
 
 
 def _one_of(members: str, is_negated: bool, escapes: str) -> str:
-    """One character: of some, or of all others, of which JSON escapes a few."""
+    """Return an expression for one of the members or, if negated, for any other character.
+
+    escapes: members that JSON writes as an escape.
+    """
     if is_negated:
         others = "".join(re.escape(_NAMED[char]) for char in _NAMED if char not in escapes)
         return rf'(?:[^{members}"\\{_CONTROL}]|\\[{others}])'

@@ -1,11 +1,11 @@
-"""Replicas of a model under Ray Serve, each the server's own app in an engine of its own.
+"""Replicas of a model under Ray Serve; each runs the server's own app on its own engine.
 
     # serve run mine:served
     from lowtide.serve.ray import app
 
     served = app("org/name", settings={"api_key": "..."}, replicas=3)
 
-A conversation stays with the replica that keeps its keys, by the headers that agents send.
+A conversation stays with the replica that has its KV cache, found by the headers that agents send.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ SESSION_HEADERS = (
     b"session_id",
     b"x-session-affinity",  # opencode
 )
-"""What tells a conversation from others, the first that is there."""
+"""Headers that identify a conversation; the first one present is used."""
 
 SPARE_REQUESTS = 64
-"""Beyond those that an engine admits: they are refused by it, with a status and a time to wait."""
+"""Requests passed to an engine beyond its queue: the engine refuses them, with a time to wait."""
 
 _HEALTH_PERIOD_S = 5.0
 
@@ -45,7 +45,7 @@ _log = logging.getLogger("ray.serve")
 
 
 class SessionRouter(ConsistentHashRouter):  # type: ignore[misc]  # Ray has no types
-    """Sends a conversation's requests to one replica, all others to each in turn."""
+    """Sends a conversation's requests to one replica, other requests to each in turn."""
 
     def initialize_state(self, **options: Any) -> None:
         super().initialize_state(**options)
@@ -58,7 +58,7 @@ class SessionRouter(ConsistentHashRouter):  # type: ignore[misc]  # Ray has no t
     async def choose_replicas(
         self, candidate_replicas: list[Any], pending_request: Any = None
     ) -> list[list[Any]]:
-        """Rank the replicas for a request: those that refuse it are passed over."""
+        """Rank the replicas for a request; a replica that refuses it is followed by the next."""
         if not candidate_replicas or session_of(pending_request) is not None:
             chosen: list[list[Any]] = await super().choose_replicas(
                 candidate_replicas, pending_request
@@ -78,10 +78,10 @@ class SessionRouter(ConsistentHashRouter):  # type: ignore[misc]  # Ray has no t
 
 
 def session_of(pending_request: Any) -> str | None:
-    """Return which conversation a request of Ray's HTTP proxy belongs to; None: it does not say.
+    """Return the conversation that a request of Ray's HTTP proxy belongs to, or None if unnamed.
 
-    The proxy hands headers to routers nowhere but in its own first argument, whose scope is a
-    private field of Ray's (tests/test_ray.py fails where that moves).
+    The proxy passes headers to a router only in its own first argument, whose scope is a private
+    field of Ray's (tests/test_ray.py fails if that moves).
     """
     if pending_request is None or not pending_request.args:
         return None
@@ -97,7 +97,7 @@ def session_of(pending_request: Any) -> str | None:
 @serve.deployment
 @serve.ingress()
 class Replica:
-    """Owns an engine; its app is the server's."""
+    """One engine with the server's app."""
 
     def __init__(self, model: str, options: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
         self._llm = AsyncLLM(model, **with_own_cores(options))
@@ -107,7 +107,7 @@ class Replica:
         return build_app(self._service)
 
     async def check_health(self) -> None:
-        """Raises RuntimeError once the engine has ended: Ray then makes another replica."""
+        """Raise RuntimeError once the engine has ended, so that Ray starts another replica."""
         if self._service.state == "ended":
             raise RuntimeError("The engine has ended.")
 
@@ -126,13 +126,15 @@ def app(
     cores: int | None = None,
     memory: str | int | None = None,
 ) -> serve.Application:
-    """Return a Ray Serve application of engines with one model, for `serve run` or `serve.run`.
+    """Return a Ray Serve application for `serve run` or `serve.run`.
 
-    model, options: as `LLM` takes them; every node must find the model. settings: of
-    `ServeSettings`; who may ask is checked by each replica. replicas: one unless it is said.
-    autoscaling: Ray's `AutoscalingConfig` in place of it. cores, memory: of each replica, by
-    default of the smallest node all; memory is all that its process takes, such as `"12GiB"`.
-    Raises UsageError or PlanError for what no node can hold.
+    model, options: as for `LLM`; every node must find the model.
+    settings: fields of `ServeSettings`; each replica checks access itself.
+    replicas: one by default. autoscaling: Ray's `AutoscalingConfig` instead.
+    cores, memory: of each replica, by default all of the smallest node. memory is the whole
+    process's, such as `"12GiB"`.
+
+    Raises UsageError or PlanError if no node can hold the model.
     """
     if replicas is not None and autoscaling is not None:
         raise UsageError("replicas and autoscaling: give one of them.")

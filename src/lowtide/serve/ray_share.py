@@ -1,6 +1,6 @@
-"""What one engine takes of a Ray node: memory and cores, as Ray and as lowtide are told.
+"""An engine's share of a Ray node: memory and cores, for Ray's resources and lowtide's options.
 
-Ray knows amounts and counts them; the budget and the option `cores` keep to them.
+Ray only counts resources; the memory budget and the option `cores` enforce them.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from lowtide.threads.cores import keep_to
 _log = logging.getLogger(__name__)
 
 RAY_BYTES = 160 << 20
-"""What Ray's own code takes of a process that has an engine, beside `MemoryPlan.overhead_bytes`:
-150 MiB measured (docs/scale.md)."""
+"""Memory of Ray's own code in an engine's process, beside `MemoryPlan.overhead_bytes`: 150 MiB
+measured (docs/scale.md)."""
 
 
 class Share(NamedTuple):
-    """The part of a node that one engine takes."""
+    """The share of a node that one engine takes."""
 
     options: dict[str, Any]  # of `LLM`, with budget and cores
     num_cpus: int
     memory_bytes: int
 
     def num_on(self, nodes: Sequence[Mapping[str, float]]) -> int:
-        """Return how many engines have room on nodes of these resources."""
+        """Return how many engines fit on nodes with these resources."""
         return sum(
             min(
                 int(node.get("CPU", 0)) // self.num_cpus,
@@ -42,7 +42,7 @@ class Share(NamedTuple):
 
 
 def node_resources() -> list[Mapping[str, float]]:
-    """Return what Ray's living nodes have that can compute. Raises UsageError where none has."""
+    """Return the resources of Ray's living compute nodes. Raise UsageError if there are none."""
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     found = [node for node in nodes if node.get("CPU", 0) >= 1]
     if not found:
@@ -51,10 +51,10 @@ def node_resources() -> list[Mapping[str, float]]:
 
 
 def with_own_cores(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Keep this process to the cores of its share, which no other engine here has.
+    """Bind this process to its share's cores, which no other engine here uses.
 
-    Where Ray was told of more CPUs than are free it computes on all, and says so; returns the
-    options that are left.
+    If Ray was told of more CPUs than are free, it computes on all cores and warns. Returns the
+    remaining options.
     """
     left = {name: each for name, each in options.items() if name != "cores"}
     try:
@@ -70,11 +70,13 @@ def share_of(
     cores: int | None = None,
     memory: str | int | None = None,
 ) -> Share:
-    """Plan an engine's share of each node of the cluster that this process is connected to.
+    """Plan one engine's share of each node in the connected cluster.
 
-    cores: by default all of the smallest node. memory: what Ray counts for the engine, all that its
-    process takes; by default what the budget in `options` needs or, without one, all of the
-    smallest node's. Raises PlanError where the model does not fit.
+    cores: by default all of the smallest node.
+    memory: the whole process's, as Ray counts it; by default what the budget in `options` needs or,
+    without a budget, all of the smallest node's.
+
+    Raises PlanError if the model does not fit.
     """
     nodes = node_resources()
     if options.get("cores") is not None:

@@ -1,9 +1,9 @@
-"""Replies: the pieces of answers, put into one API's form and sent, streamed or whole.
+"""Replies: pieces of answers in one API's form, sent as a stream or whole.
 
     def create_message(body: MessagesBody) -> Response:
         return answered(service, [ask], MessageReply(model), body.stream)
 
-Each API has one `Reply`, whose `frames` is its table: of each kind of piece, what is sent.
+Each API has one `Reply`; its `frames` says what is sent for each kind of piece.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from lowtide.serve.service import Ask, Service
 from lowtide.serve.sse import EventStream, WatchedAnswer, event
 
 PROGRESS_S = 1.0
-"""Least time between two pings that tell how far a prompt is."""
+"""Least time between two pings that report progress with a prompt."""
 
 JsonObject = dict[str, Any]
 
@@ -33,48 +33,49 @@ T = TypeVar("T")
 
 
 class Reply(abc.ABC):
-    """The answers to one request in an API's form. The first piece of each is a `Prefilled`.
+    """Builds the answers to one request in an API's form.
 
-    media_type: of a stream. has_named_events: whether its frames are events named by their `type`.
+    Each answer's first piece is a `Prefilled`. media_type: of a stream. has_named_events: True if
+    events are named by their frame's `type`.
     """
 
     media_type = "text/event-stream"
     has_named_events = True
 
     async def prepare(self) -> None:  # noqa: B027
-        """Compute what must be there before the first frame."""
+        """Compute anything needed before the first frame."""
 
     def opening(self) -> Iterable[JsonObject]:
-        """Return the frames before those of any piece."""
+        """Return the frames that begin a stream."""
         return ()
 
     @abc.abstractmethod
     def frames(self, piece: Piece, index: int = 0) -> Iterable[JsonObject]:
-        """Return the frames of one piece. index: its answer's, of several."""
+        """Return the frames of one piece. index: number of its answer, if there are several."""
 
     @abc.abstractmethod
     def ping(self) -> JsonObject:
-        """Return the frame that breaks a silence."""
+        """Return the frame sent during silence."""
 
     @abc.abstractmethod
     def failed(self, refusal: Refusal) -> JsonObject:
-        """Return the last frame of a stream that cannot be completed."""
+        """Return the last frame of a stream that failed."""
 
     def ending(self) -> Iterable[bytes]:
-        """Return what follows the last frame of a stream that is complete."""
+        """Return bytes that follow the last frame of a complete stream."""
         return ()
 
     def keep(self, piece: Piece, index: int = 0) -> None:
-        """Take a piece of an answer that is not streamed."""
+        """Collect a piece of an answer that is not streamed."""
         for _ in self.frames(piece, index):
             pass
 
     @abc.abstractmethod
     def whole(self) -> JsonObject:
-        """Return the answer that is not streamed, once all pieces are kept."""
+        """Return the complete answer from all collected pieces."""
 
     def encode(self, frame: JsonObject) -> bytes:
-        """Return a frame as a stream sends it."""
+        """Encode a frame for a stream."""
         return event(frame, frame["type"] if self.has_named_events else None)
 
 
@@ -85,7 +86,7 @@ def answered(
     is_streamed: bool | None,
     headers: Mapping[str, str] | None = None,
 ) -> Response:
-    """Ask for each answer, and send the reply once the first piece is there."""
+    """Start all answers, and send the reply once the first piece is there."""
 
     def all_headers() -> dict[str, str]:  # an ask's are complete with its first piece
         disclosed = {name: text for ask in asks for name, text in ask.disclosed.items()}
@@ -132,20 +133,20 @@ async def _streamed(
 
 
 def _frames(reply: Reply, piece: Piece, index: int, is_due: bool) -> Sequence[JsonObject]:
-    """Return a piece's frames; is_due: progress without any is told by a ping."""
+    """Return a piece's frames. is_due: report progress by a ping if the piece has no frame."""
     frames = list(reply.frames(piece, index))
     return frames or ([reply.ping()] if is_due and isinstance(piece, Prefilled) else [])
 
 
 async def _written(value: JsonObject) -> str:
-    """Return JSON, ASCII alone; a long value is written by a thread."""
+    """Encode JSON as ASCII, in a thread if it is long."""
     if has_few_values(value):
         return json.dumps(value)
     return await asyncio.to_thread(write_json, value)
 
 
 def json_response(value: JsonObject, headers: Mapping[str, str] | None = None) -> Response:
-    """Return JSON in ASCII: what a request sent and gets back may be no valid Unicode."""
+    """Return a JSON response in ASCII: a request's text, sent back, may be invalid Unicode."""
     return Response(json.dumps(value), headers=headers, media_type="application/json")
 
 
@@ -154,7 +155,7 @@ async def merged(
 ) -> AsyncGenerator[tuple[int, T], None]:
     """Yield the items of all sources as they come, each with its source's index.
 
-    All sources end when one fails.
+    If one source fails, the others are closed.
     """
     if len(sources) == 1:
         async with aclosing(sources[0]) as source:

@@ -1,6 +1,6 @@
-"""What the server's log says of requests: a line for each at `-v`, and refusals always.
+"""The server's log of requests: one line each at `-v`; refusals always.
 
-Of what a client sent there is a path and the place of a field: no text, and no key.
+From a client's data it logs only the path and the name of a field: no text, and no key.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 _log = logging.getLogger(__name__)
 
 MAX_LINES = 10
-"""Of a kind in `WINDOW_S`; what more there are is counted."""
+"""Lines of one kind logged in `WINDOW_S`; further ones are counted."""
 
 WINDOW_S = 60.0
 MAX_KINDS = 256
@@ -29,10 +29,10 @@ _HIDDEN = re.compile(r"[^A-Za-z0-9_.:/\[\]-]")
 
 @dataclass(frozen=True)
 class Served:
-    """One request that has ended, for counters.
+    """A finished request, for metrics and log.
 
-    first_s, total_s: since it came. reason: of its end, or abort or error. num_kept: tokens of the
-    prompt whose keys were kept.
+    first_s, total_s: since the request came. reason: the finish reason, or abort or error.
+    num_kept: prompt tokens whose KV cache was reused.
     """
 
     reason: str
@@ -51,13 +51,13 @@ class _Window:
 
 
 class LineLimit:
-    """Counts lines of each kind, so that no client fills the log."""
+    """Limits log lines of each kind, so that no client can flood the log."""
 
     def __init__(self) -> None:
         self._windows: dict[str, _Window] = {}
 
     def allows(self, kind: str) -> bool:
-        """Whether one more may be written; if not, it is counted and told of later."""
+        """Return True if the line may be written; otherwise count it for a later summary."""
         now_s = time.monotonic()
         if kind not in self._windows and len(self._windows) >= MAX_KINDS:
             for other in [k for k, window in self._windows.items() if now_s >= window.end_s]:
@@ -81,7 +81,7 @@ class LineLimit:
         running.call_later(wait_s, self._tell, kind)
 
     def _tell(self, kind: str) -> None:
-        """Ends a kind's window."""
+        """End a kind's window and log how many lines were left out."""
         window = self._windows.pop(kind, None)
         if window is not None and window.num_lines > MAX_LINES:
             num_more = window.num_lines - MAX_LINES
@@ -89,11 +89,11 @@ class LineLimit:
 
 
 LIMIT = LineLimit()
-"""The process's, as its log is."""
+"""One for the process, as there is one log."""
 
 
 class LimitedLog(logging.LoggerAdapter[logging.Logger]):
-    """uvicorn's log of connections, within the bound."""
+    """Rate-limited log of uvicorn's connections."""
 
     @property
     def level(self) -> int:
@@ -109,7 +109,7 @@ class LimitedLog(logging.LoggerAdapter[logging.Logger]):
 
 @dataclass(slots=True)
 class _Noted:
-    """What became known of a request on its way."""
+    """Facts for a request's log line, collected while it is handled."""
 
     served: list[Served] = field(default_factory=list)
     refused: tuple[str, str | None] | None = None  # a code, and the place of a field
@@ -119,21 +119,21 @@ _NOTED: ContextVar[_Noted | None] = ContextVar("noted", default=None)
 
 
 def note_served(served: Served) -> None:
-    """An answer of the request under way has ended."""
+    """Add a finished answer to the current request's log line."""
     noted = _NOTED.get()
     if noted is not None:
         noted.served.append(served)
 
 
 def note_refusal(code: str, param: str | None) -> None:
-    """The request under way is refused, for the field `param`."""
+    """Add a refusal, and the field at fault, to the current request's log line."""
     noted = _NOTED.get()
     if noted is not None:
         noted.refused = code, param
 
 
 class RequestLog:
-    """Around the app and its guard: writes the lines."""
+    """Outermost middleware, which writes a log line for each request."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -172,7 +172,7 @@ def _write(asked: str, status: int, noted: _Noted) -> None:
 
 
 def tokens_of(served: list[Served]) -> str:
-    """Tokens of a request's answers: of its prompt, of that kept from before, new, and how fast."""
+    """Describe a request's tokens: prompt, reused, new, and tokens per second."""
     num_prompt, num_kept = sum(s.num_prompt for s in served), sum(s.num_kept for s in served)
     num_new = sum(s.num_new for s in served)
     parts = [f"{num_prompt} prompt", f"{num_kept} kept", f"{num_new} new"]
@@ -185,5 +185,5 @@ def tokens_of(served: list[Served]) -> str:
 
 
 def shown(text: str) -> str:
-    """A path or the place of a field, of letters that cannot be taken for anything else."""
+    """Cut a path or field name, and replace characters that could forge log lines."""
     return _HIDDEN.sub("?", text[:100])

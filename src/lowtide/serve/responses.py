@@ -1,11 +1,11 @@
-"""`/v1/responses`: OpenAI's newer API, which Codex speaks.
+"""`/v1/responses`: OpenAI's newer API, which Codex uses.
 
-Stateless: nothing is stored between requests, and the whole conversation comes with each.
-`_asked` is the table of a request's fields: each goes into an `Ask`. `ResponseReply` is the table
-of an answer's pieces: `frames` says which events each kind makes.
+Stateless: nothing is stored between requests, and each request brings the whole conversation.
+`_asked` maps a request's fields to an `Ask`. `ResponseReply.frames` maps each kind of piece of an
+answer to events.
 
-Tools have two names: the flat one that the model calls them by, and the form that the API's client
-knows (in a namespace, or as a custom tool whose input is a text and not JSON).
+A tool has two names: the flat one that the model uses, and the client's, which may have a namespace
+or be a custom tool with a text as input.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ MAX_INCLUDED = 64
 _SEALED_THOUGHTS = "reasoning.encrypted_content"
 
 _STORED = ("previous_response_id", "conversation", "background", "prompt")
-"""Fields that only a server that stores things can answer."""
+"""Fields that only a server with stored responses can answer."""
 
 _SEALED = "lowtide:"
 
@@ -64,13 +64,12 @@ _HOSTED_ITEMS = {
     "tool_search_output",
     "web_search_call",
 }
-"""Traces of tools that run at a provider: a model that knows its answer needs none of them."""
+"""Items left by tools that ran at a provider; the model has their answer and does not need them."""
 
 _ROLES = {"user": "user", "assistant": "assistant", "system": "system", "developer": "system"}
 
 
 def router_of(service: Service) -> APIRouter:
-    """Make the routes of this API."""
     router = APIRouter(route_class=JsonRoute)
 
     @router.post("/v1/responses")
@@ -85,7 +84,7 @@ def router_of(service: Service) -> APIRouter:
 
 
 class ResponsesBody(AgentBody):
-    """A request; `AgentBody` has the fields that other APIs share."""
+    """A request; `AgentBody` has the fields shared with other APIs."""
 
     input: str | Annotated[list[Any], Field(max_length=MAX_MESSAGES)]
     instructions: str | None = None
@@ -103,7 +102,7 @@ class ResponsesBody(AgentBody):
 
 
 def _asked(service: Service, body: ResponsesBody) -> tuple[Ask, ResponseReply, dict[str, str]]:
-    """Return what is asked, its reply, and headers that name what is ignored.
+    """Return the Ask, its reply, and headers naming ignored fields.
 
     Raises Refusal or UsageError.
     """
@@ -145,7 +144,7 @@ def _check_stateless(body: ResponsesBody) -> None:
 
 
 def _tool_choice(choice: str | dict[str, Any], tools: ToolSet) -> str:
-    """Return the choice in `Ask`'s terms, and drop tools that are not allowed. Raises Refusal."""
+    """Return the tool choice as `Ask` has it; drop tools that are not allowed. Raise Refusal."""
     if isinstance(choice, dict):
         given = PlacedObject(choice, "tool_choice")
         if given.get("type") == "allowed_tools":
@@ -158,13 +157,13 @@ def _tool_choice(choice: str | dict[str, Any], tools: ToolSet) -> str:
 
 
 def _chosen(choice: PlacedObject) -> str:
-    """Return the flat name of a chosen tool, or the type of a provider's own."""
+    """Return the flat name of a chosen tool, or the type of a provider's own tool."""
     is_ours = choice.get("type") in ("function", "custom")
     return called_name(choice) if is_ours else choice.text("type")
 
 
 def _constraint(text: PlacedObject) -> Constraint | None:
-    """Return the form of the answer's text."""
+    """Return the constraint on the answer's text."""
     format = text.object("format", {"type": "text"})
     kind = format.one_of("type", ("text", "json_object", "json_schema"))
     if kind == "text":
@@ -175,7 +174,7 @@ def _constraint(text: PlacedObject) -> Constraint | None:
 
 
 def _ignored(body: ResponsesBody) -> Iterator[str]:
-    """Yield fields, and parts of fields, that are accepted and ignored."""
+    """Yield the fields, and parts of fields, that are accepted and ignored."""
     yield from body.ignored(["metadata", *([] if body.store else ["store"])])
     yield from body.unused_parts("text", ("format",))
     effort = effort_options(body.reasoning.get("effort"))
@@ -185,7 +184,7 @@ def _ignored(body: ResponsesBody) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True)
 class ToolForm:
-    """How a tool is called in the API. is_custom: with a text in place of JSON arguments."""
+    """How the client names a tool. is_custom: it takes a text instead of JSON arguments."""
 
     name: str
     namespace: str | None = None
@@ -194,9 +193,9 @@ class ToolForm:
 
 @dataclass(slots=True)
 class ToolSet:
-    """A request's tools by flat name: as the model is shown them, and their forms in the API.
+    """A request's tools by flat name, as the model sees them, and their forms for the client.
 
-    ignored: types of tools that only a provider runs.
+    ignored: types of tools that only a provider can run.
     """
 
     tools: dict[str, Tool] = field(default_factory=dict)
@@ -204,7 +203,7 @@ class ToolSet:
     ignored: list[str] = field(default_factory=list)
 
     def add(self, declared: object, where: str, namespace: str | None = None) -> None:
-        """Add a list of tools in the API's form; one that comes again replaces the earlier."""
+        """Add a list of tools in the API's form; a later declaration replaces an earlier one."""
         for tool in objects_at(declared, where, MAX_TOOLS):
             kind = tool.text("type")
             if kind == "namespace" and namespace is None:
@@ -231,23 +230,23 @@ class ToolSet:
 
 
 def flat_name(name: str, namespace: str | None) -> str:
-    """Return the name that the model calls a tool by: a chat template knows no namespaces."""
+    """Return the name by which the model calls a tool: chat templates know no namespaces."""
     return name if not namespace else f"{namespace.rstrip('_')}__{name.lstrip('_')}"
 
 
 def called_name(item: PlacedObject) -> str:
-    """Return the flat name of the tool that a call, or a choice, names."""
+    """Return the flat name of the tool in a call or choice."""
     namespace = None if item.get("namespace") is None else item.name("namespace")
     return flat_name(item.name("name"), namespace)
 
 
 def sealed(reasoning: str) -> str:
-    """Encode thoughts, not encrypted, for the field that clients send back unread."""
+    """Encode thoughts, without encryption, for the field that clients return unread."""
     return _SEALED + base64.b64encode(reasoning.encode()).decode()
 
 
 def _unsealed(text: str) -> str:
-    """Decode sealed thoughts; those of another server are empty."""
+    """Decode sealed thoughts; return "" for another server's."""
     if not text.startswith(_SEALED):
         return ""
     try:
@@ -258,23 +257,23 @@ def _unsealed(text: str) -> str:
 
 @dataclass(slots=True)
 class _ItemReader:
-    """Reads a request's input.
+    """Reads a request's input items.
 
-    tools: also those that came among the items. ignored: what was left out.
+    tools: collects tools declared among the items. ignored: paths of parts that were left out.
     """
 
     tools: ToolSet
     ignored: list[str] = field(default_factory=list)
 
     def turns(self, items: object) -> list[Turn]:
-        """Raise Refusal, with the place, for items that cannot be read."""
+        """Return the items as turns. Raise Refusal, with the path, for anything unreadable."""
         if isinstance(items, str):
             return [Turn("user", items)]
         read = map(self._turn, objects_at(items, "input", MAX_MESSAGES))
         return [turn for turn in read if turn is not None]
 
     def _turn(self, item: PlacedObject) -> Turn | None:
-        """Return the turn of one item, or None for one without words."""
+        """Return one item as a turn, or None if it has no text."""
         kind = item.text("type") if "type" in item.fields else "message"
         if kind == "message":
             role = _ROLES[item.one_of("role", _ROLES)]
@@ -309,7 +308,7 @@ def _call(item: PlacedObject) -> ToolCall:
 
 
 def _thoughts(item: PlacedObject) -> str:
-    """Return thoughts as they were written, if they come back at all; else their summary."""
+    """Return the sealed thoughts of an item or, if there are none, their summary."""
     for name in ("content", "summary"):
         if text := _words(item.get(name, []), item.at(name)):
             return text
@@ -324,10 +323,10 @@ def _words(value: object, where: str, ignored: list[str] | None = None) -> str:
 
 
 class _ItemType(NamedTuple):
-    """The form of a type of output items.
+    """Description of a type of output items.
 
-    prefix: of their ids. events: the name of their text's events. field: the field of that text;
-    `text` is in a part of the item. of_part, of_event: further fields of parts and events.
+    prefix: of their ids. events: name of their text's events. field: field of that text; `text` is
+    inside a part of the item. of_part, of_event: further fields of parts and events.
     """
 
     prefix: str
@@ -351,10 +350,10 @@ _ITEM_TYPES = {
 
 
 class ResponseReply(Reply):
-    """Owns one response and the order of its events, each with a `sequence_number`.
+    """Builds one response and its events, each with a `sequence_number`.
 
-    response: the response without output. forms: of the tools that may be called. seals: whether
-    thoughts also stand in the field that clients send back unread.
+    response: the response without output. forms: the tools' forms for the client. seals: thoughts
+    also go into the field that clients return unread.
     """
 
     def __init__(
@@ -402,7 +401,7 @@ class ResponseReply(Reply):
         return self.response
 
     def _in_item(self, kind: str, more: Text | Reasoning, **fields: Any) -> Iterator[JsonObject]:
-        """Add to an item of text, which may be a new one."""
+        """Add to the open item of this kind, or open a new one."""
         if self._item.get("type") != kind or more.is_new_part:
             yield from self._open(kind, **fields)
         yield from self._delta(more.text)
@@ -462,7 +461,7 @@ class ResponseReply(Reply):
         return self._numbered({"type": kind, "response": shown})
 
     def _of_part(self, ending: str) -> Iterator[JsonObject]:
-        """Yield an event of an item's one part, which only items of text have."""
+        """Yield an event of a text item's only part."""
         form = _ITEM_TYPES[self._item["type"]]
         if form.field == "text":
             part = {"type": form.events, "text": "".join(self._texts), **form.of_part}
@@ -496,7 +495,7 @@ def _usage(done: Done) -> JsonObject:
 
 
 def _response(service: Service, body: ResponsesBody, params: SamplingParams) -> JsonObject:
-    """Return the response before its answer: what was asked, as it is understood."""
+    """Return the response before its output: the request as it was understood."""
     drawn = with_published(params, service.llm.config.sampling)
     return {
         "id": new_id("resp_"),
@@ -533,6 +532,6 @@ def _response(service: Service, body: ResponsesBody, params: SamplingParams) -> 
 
 
 def _tool_object(tool: JsonObject) -> JsonObject:
-    """Return a tool in a response's form: a function with all its fields."""
+    """Return a tool in a response's form, with all fields of a function."""
     unset = {"description": None, "parameters": None, "strict": None}
     return unset | tool if tool["type"] == "function" else tool

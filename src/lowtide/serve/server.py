@@ -1,4 +1,4 @@
-"""Runs the app: a socket, uvicorn, and an end by signal that lets answers finish."""
+"""Runs the app: a socket, uvicorn, and a shutdown by signal that lets answers finish."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from lowtide.serve.settings import ServeSettings
 KEEP_ALIVE_S = 30
 
 SEND_BUFFER_BYTES = 64 << 10
-"""Kernel buffer of a connection, which takes twice as much: some hundred tokens of a stream."""
+"""Requested kernel send buffer (Linux doubles it): holds some hundred tokens of a stream."""
 
 
 def bound_socket(settings: ServeSettings) -> socket.socket:
-    """Bind the server's address, so that it is refused before a model is loaded.
+    """Bind the server's address before a model is loaded, so that a bad one fails early.
 
     Raises UsageError.
     """
@@ -50,7 +50,7 @@ def bound_socket(settings: ServeSettings) -> socket.socket:
 
 
 def url_of(bound: socket.socket) -> str:
-    """Where clients on this machine find the server."""
+    """Return the URL by which clients on this machine reach the server."""
     host, port = bound.getsockname()[:2]
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
@@ -59,9 +59,9 @@ def url_of(bound: socket.socket) -> str:
 async def run_server(
     llm: AsyncLLM, settings: ServeSettings, bound: socket.socket, on_ready: Callable[[str], None]
 ) -> None:
-    """Answers until a signal comes, which is raised again once all answers have ended.
+    """Serve until a signal comes, which is raised again once all answers have ended.
 
-    on_ready: told the server's address when it listens.
+    on_ready: called with the server's URL once it listens.
     """
     service = Service(llm, settings)
     server = _Server(config_of(build_app(service)), service, on_ready)
@@ -70,7 +70,7 @@ async def run_server(
 
 
 def config_of(app: ASGIApp) -> uvicorn.Config:
-    """How uvicorn serves an app: bounds and times of connections, no logs of requests."""
+    """Return uvicorn's configuration: limits of connections, and no access log."""
     return uvicorn.Config(
         app,
         http=Connection,
@@ -87,7 +87,7 @@ def config_of(app: ASGIApp) -> uvicorn.Config:
 
 
 class _Server(uvicorn.Server):
-    """Takes no more requests from the first signal on."""
+    """uvicorn's server, which accepts no more requests after the first signal."""
 
     def __init__(
         self, config: uvicorn.Config, service: Service, on_ready: Callable[[str], None]
@@ -102,7 +102,7 @@ class _Server(uvicorn.Server):
             self._on_ready(url_of(sockets[0]))
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """From here on answers have `SHUTDOWN_S`."""
+        """Give running answers `SHUTDOWN_S` to finish."""
         self._service.drain(SHUTDOWN_S - LAST_WORDS_S)
         await super().shutdown(sockets)
 

@@ -1,4 +1,4 @@
-"""`Service`: one loaded model for all APIs. What is asked is an `Ask`, what is answered are pieces.
+"""One loaded model for all APIs: takes an `Ask`, yields pieces of an answer.
 
 async with aclosing(service.answer(Ask(conversation, params=params))) as pieces:
     async for piece in pieces:
@@ -50,39 +50,41 @@ T = TypeVar("T")
 _log = logging.getLogger(__name__)
 
 State = Literal["ready", "draining", "ended"]
-"""What a server is: it takes requests, takes no more of them, or its engine has ended."""
+"""ready: accepts requests. draining: accepts no more. ended: the engine has stopped."""
 
 SHUTDOWN_S = 30.0
-"""What answers have to come to their end once a server is to end."""
+"""Time that running answers have to finish at shutdown."""
 
 LAST_WORDS_S = 2.0
-"""The part of it for telling clients whose answers have not."""
+"""Part of `SHUTDOWN_S` kept for telling clients of unfinished answers."""
 
 SPARE_THREADS = 16
-"""Beside one for each request: for what counts tokens, looks at counters and gives memory back."""
+"""Threads beside one per request: for counting tokens, statistics and returning memory."""
 
 IDLE_S = 2.0
-"""Between two looks at the system's memory."""
+"""Interval at which an idle server checks the system's free memory."""
 
 MAX_DISCLOSED = 400
-"""Characters of a header that says why calls are not held to their tools' schemas."""
+"""Longest header that says why calls are not held to their tools' schemas."""
 
 _NOT_SHOWN = re.compile(r"[^ -~]")
 
 _DRAIN_POLL_S = 0.05
 
 QUEUED_CONTEXTS = 8
-"""Prompt tokens that may wait by default, in contexts."""
+"""Default limit of waiting prompt tokens, in contexts."""
 
 
 @dataclass(frozen=True)
 class Ask:
-    """One answer that is asked for: to a conversation, or to a prompt of text or token ids.
+    """A request for one answer, to a conversation or to a prompt of text or token ids.
 
-    params: of one answer (`n` is 1). adds_special: whether the tokenizer adds to a text what it
-    begins texts with. tool_choice: auto, none, required or a function's name.
-    cut_to_room: `max_tokens` above the room is cut to it, not refused. parallel_calls: whether an
-    answer may make several calls. disclosed: headers of the answer, complete with its first piece.
+    params: sampling parameters with `n` = 1.
+    adds_special: the tokenizer adds its beginning-of-text token to a text prompt.
+    tool_choice: auto, none, required or a function's name.
+    cut_to_room: reduce a `max_tokens` that does not fit, instead of refusing it.
+    parallel_calls: the answer may make several calls.
+    disclosed: response headers, complete once the first piece has come.
     """
 
     conversation: Conversation | None = None
@@ -100,14 +102,14 @@ class Ask:
 
     @property
     def tools(self) -> tuple[Tool, ...]:
-        """Those that may be called."""
+        """The tools that may be called."""
         if self.conversation is None or self.tool_choice == "none":
             return ()
         return self.conversation.tools
 
 
 class Service:
-    """Answers for a loaded model, which it does not close."""
+    """Answers requests with a loaded model, which it does not close."""
 
     def __init__(self, llm: AsyncLLM, settings: ServeSettings | None = None) -> None:
         self.llm = llm
@@ -125,11 +127,11 @@ class Service:
 
     @asynccontextmanager
     async def running(self) -> AsyncGenerator[None, None]:
-        """Do what a server does while it lives, whatever hosts its app.
+        """Run a server's background work for the lifetime of its app.
 
-        Requests wait in threads of their own, which the event loop's `to_thread` takes from then
-        on; memory is given back while there is no request. At the end no more requests are taken,
-        and those there are have `SHUTDOWN_S`.
+        Requests wait in a thread pool of their own, which becomes the event loop's default. While
+        no request is running, memory is returned to the system. On exit the service drains, and
+        running answers have `SHUTDOWN_S`.
         """
         # asyncio has few threads by default: requests that wait in them would hold up all others.
         threads = ThreadPoolExecutor(self.settings.max_requests + SPARE_THREADS, "lowtide-request")
@@ -149,7 +151,7 @@ class Service:
                 await asyncio.sleep(_DRAIN_POLL_S)
 
     async def _idle(self) -> None:
-        """Between requests no pass looks at the system's memory."""
+        """Return memory between requests, when no forward pass does it."""
         while True:
             await asyncio.sleep(IDLE_S)
             if self.is_idle:
@@ -160,29 +162,29 @@ class Service:
 
     @property
     def state(self) -> State:
-        """Whether requests are taken."""
+        """The server's state, as health checks see it."""
         if self.llm.is_closed:
             return "ended"
         return "draining" if self.admission.is_draining else "ready"
 
     @property
     def is_idle(self) -> bool:
-        """Whether there is no request."""
+        """True if no request is running or waiting."""
         return not (self.admission.num_running or self.admission.num_waiting)
 
     def warm_up(self) -> None:
-        """Makes ready what the first grammar would wait for."""
+        """Prepare for the first grammar, which would otherwise wait."""
         self._grammars.warm_up()
 
     async def release_memory(self) -> None:
-        """Gives memory back to a system that runs short of it, where the plan is elastic."""
+        """Return memory if the system runs short of it and the plan is elastic."""
         if self.state != "ended":
             await self.llm.release_memory()
 
     def drain(self, limit_s: float = math.inf) -> None:
-        """Takes no more requests; those there are go on for so long, and fail then.
+        """Accept no more requests; running ones fail after `limit_s`.
 
-        From any thread, and with a limit on the event loop's.
+        May be called from any thread; with a limit, only on the event loop's.
         """
         self.admission.is_draining = True
         if limit_s == math.inf:
@@ -194,7 +196,7 @@ class Service:
                 wait.reschedule(end_s)
 
     def check_model(self, name: str | None) -> None:
-        """Raises Refusal (404) for another model than is loaded, which may be called `:latest`."""
+        """Raise Refusal (404) unless the name is the loaded model's; `:latest` may follow it."""
         if name and name.removesuffix(":latest") != self.model_name.removesuffix(":latest"):
             raise Refusal(
                 f"The model {name!r:.80} does not exist; this server has {self.model_name!r}.",
@@ -204,7 +206,7 @@ class Service:
             )
 
     def check_num_answers(self, num_answers: int, param: str) -> None:
-        """Raises Refusal for more answers of one request than may ever run and wait at once."""
+        """Raise Refusal if a request wants more answers than may ever run and wait at once."""
         most = self.settings.max_requests
         if num_answers > most:
             raise Refusal(
@@ -213,9 +215,9 @@ class Service:
             )
 
     async def prompt_ids(self, ask: Ask) -> list[int]:
-        """Return the token ids of a request, which has a place in the queue.
+        """Return the token ids of an admitted request's prompt.
 
-        Raises UsageError, and TooLong as soon as there are more than any prompt may have.
+        Raises UsageError, and TooLong as soon as the count exceeds any possible prompt.
         """
         most = self.llm.max_new_tokens(0, ask.params)  # the whole room
         try:
@@ -233,14 +235,14 @@ class Service:
             raise TooLong(error.num_tokens, wanted, self.context, is_counted=False) from None
 
     async def count(self, ask: Ask) -> int:
-        """The number of a prompt's tokens. Raises UsageError, TooLong, Draining or QueueFull."""
+        """Count a prompt's tokens. Raise UsageError, TooLong, Draining or QueueFull."""
         with self.admission.enter():
             return len(await self.prompt_ids(ask))
 
     async def in_time(self, start_s: float, work: Awaitable[T]) -> T:
         """Await work for a request that came at `start_s` on the monotonic clock.
 
-        Raises TimedOut or Draining once nothing more is awaited for it.
+        Raises TimedOut or Draining once the request's or the server's time is over.
         """
         limit_s = self.settings.request_timeout_s
         end_s = min(start_s + limit_s, self._end_s)
@@ -256,11 +258,12 @@ class Service:
             self._waits.discard(wait)
 
     async def answer(self, ask: Ask, *, is_whole: bool = False) -> AsyncGenerator[Piece, None]:
-        """The pieces of one answer: `Prefilled` first, once all is checked, `Done` last.
+        """Yield the pieces of one answer: first `Prefilled`, last `Done`.
 
-        Where a form takes longer than `PING_S` to compile, `Prefilled` comes then, so that a stream
-        begins, and a refusal after it. Closing it ends the answer between two passes. is_whole:
-        nobody reads before the end, so pieces come late and few. Raises Refusal or LowtideError.
+        `Prefilled` follows all checks, except that a stream begins after `PING_S` if a grammar is
+        still compiling; a refusal may follow then. Closing the generator ends the answer between
+        two passes. is_whole: the answer is read only at its end, so pieces come late and few.
+        Raises Refusal or LowtideError.
         """
         watch = _Watch()
         try:
@@ -296,7 +299,7 @@ class Service:
     async def _making(
         self, ask: Ask, prompt_ids: list[int]
     ) -> AsyncGenerator[asyncio.Future[Request], None]:
-        """The engine's request, which a thread makes; behind the `with` it is not waited for."""
+        """Make the engine's request in a thread; leaving the context abandons it."""
         is_gone = threading.Event()
         making = asyncio.ensure_future(asyncio.to_thread(self._request, ask, prompt_ids, is_gone))
         try:
@@ -309,8 +312,8 @@ class Service:
     def _request(self, ask: Ask, prompt_ids: list[int], is_gone: threading.Event) -> Request:
         """Make the engine's request.
 
-        A grammar may take seconds, and is not begun for a client that is gone. Raises TooLong or
-        LowtideError.
+        A grammar may take seconds to compile, and is not begun once the client has gone. Raises
+        TooLong or LowtideError.
         """
         if ask.constraint is not None and ask.conversation is not None:
             _check_is_not_begun(ask.conversation)
@@ -337,7 +340,7 @@ class Service:
         )
 
     def _reader(self, ask: Ask, prompt_ids: Sequence[int]) -> AnswerPieces:
-        """What an answer's tokens are read with."""
+        """Return the parser of an answer's tokens."""
         tokenizer, stop = self.llm.tokenizer, ask.params.stop_strings
         if tokenizer is None or ask.conversation is None:
             return AnswerPieces(PlainText(tokenizer, prompt_ids), stop)
@@ -345,7 +348,7 @@ class Service:
         return AnswerPieces(parser, stop, ask.parallel_calls)
 
     def _fitted(self, ask: Ask, num_prompt: int) -> SamplingParams:
-        """Parameters with a length that there is room for, and a seed. Raises TooLong."""
+        """Return the parameters with a seed, and a length that fits the context. Raise TooLong."""
         params = ask.params
         if params.seed is None:
             params = replace(params, seed=secrets.randbelow(MAX_SEED))
@@ -357,7 +360,7 @@ class Service:
     async def _events(
         self, request: Request, is_whole: bool, watch: _Watch
     ) -> AsyncGenerator[Event, None]:
-        """What happens to a request, until it is over or out of time."""
+        """Yield the engine's events for a request until it ends or times out."""
         async with aclosing(self.llm.events([request], is_whole=is_whole)) as events:
             while True:
                 try:
@@ -369,7 +372,7 @@ class Service:
     def _pieces(
         self, ask: Ask, event: Event, request: Request, pieces: AnswerPieces
     ) -> list[Piece]:
-        """What one event of the engine tells."""
+        """Translate one engine event into pieces."""
         if isinstance(event, Prefill):
             prefilled = Prefilled(event.num_done, event.num_total)
             return [prefilled] if ask.wants_progress else []
@@ -389,7 +392,7 @@ class Service:
 
 
 def _rendered_with(ask: Ask) -> tuple[list[dict[str, Any]], dict[str, object]]:
-    """What a chat template makes a prompt of: messages, and its further variables."""
+    """Return the messages and further variables for the chat template."""
     options = dict(ask.template_options)
     if ask.tools:
         options["tools"] = [tool.declaration() for tool in ask.tools]
@@ -397,7 +400,7 @@ def _rendered_with(ask: Ask) -> tuple[list[dict[str, Any]], dict[str, object]]:
 
 
 class _Watch:
-    """Times of one request, and how it ended."""
+    """Measures one request: its times, counts and end."""
 
     def __init__(self) -> None:
         self.start_s = time.monotonic()
@@ -407,7 +410,7 @@ class _Watch:
         self._first_s: float | None = None
 
     def note(self, event: Event, place: QueuePlace) -> None:
-        """Something happened to it."""
+        """Record an event of the engine."""
         now_s = time.monotonic() - self.start_s
         if self._begun_s is None:
             self._begun_s = now_s
@@ -420,7 +423,7 @@ class _Watch:
             self.reason, self._num_kept = event.finish_reason, event.num_resumed
 
     def served(self) -> Served:
-        """What there is to count once it has ended."""
+        """Return the measurements of a finished request."""
         total_s = time.monotonic() - self.start_s
         queue_s = total_s if self._begun_s is None else self._begun_s
         counts = (self.num_prompt, self.num_new)
@@ -428,8 +431,7 @@ class _Watch:
 
 
 def _check_is_not_begun(conversation: Conversation) -> None:
-    """Raises Refusal: a form is of whole answers."""
-    if conversation.is_begun:
+    if conversation.is_begun:  # a form holds for a whole answer
         raise Refusal(
             "The last message is an answer that is begun, and the form that is asked for would "
             "hold for its continuation alone: leave one of them out.",
@@ -439,9 +441,9 @@ def _check_is_not_begun(conversation: Conversation) -> None:
 
 
 def served_plan(llm: AsyncLLM) -> MemoryPlan:
-    """Return the plan of a model with the memory that serving it takes beside.
+    """Return the model's plan with the memory of a server added.
 
-    That is for the process that tries grammars, and for texts as they are tokenised.
+    It is for the process that tries grammars, and for texts while they are tokenised.
     """
     if llm.tokenizer is None:
         return llm.plan
@@ -454,7 +456,7 @@ def served_plan(llm: AsyncLLM) -> MemoryPlan:
 
 
 def name_of(model: str) -> str:
-    """What clients call a model: of a path its end, else as it was asked for."""
+    """Return the name by which clients call a model: a path's last part, or the name as given."""
     path = Path(model)
     if not path.exists():
         return model

@@ -1,6 +1,6 @@
 """`ServeSettings`: address, access and limits of `lowtide serve`.
 
-Imports no torch and nothing of the `serve` extra: the command line makes its flags from it.
+Imports neither torch nor the `serve` extra, since the command line makes its flags from it.
 """
 
 from __future__ import annotations
@@ -19,16 +19,7 @@ _serve = partial(option, Group.SERVE)
 
 @dataclass(frozen=True, kw_only=True)
 class ServeSettings:
-    """Options of a server.
-
-    host, port: where it listens; 0 is any free port. api_key: what every request must bring, but
-    those to /health. auth: whether a key is needed where other machines can reach the server.
-    served_name: the model's name in answers, by default the end of its path or its hub id.
-    max_requests: running and waiting at once. max_queued_tokens: of prompts that wait, by default
-    eight times the context. request_timeout_s: of one answer, waiting included. allowed_hosts:
-    names in the Host header besides loopback's and addresses. allowed_origins: of pages in
-    browsers that may ask, such as http://localhost:3000.
-    """
+    """Options of a server; each field's help text is its documentation."""
 
     host: str = _serve("Address to listen on.", "127.0.0.1", is_common=True)
     port: int = _serve("Port to listen on; 0 picks a free one.", 8000, high=65535, is_common=True)
@@ -78,7 +69,7 @@ class ServeSettings:
 
 
 def is_loopback(host: str) -> bool:
-    """Return True if a name or an address belongs to this machine alone."""
+    """Return True if a name or an address is this machine's loopback."""
     with suppress(ValueError):
         return ipaddress.ip_address(host).is_loopback
     return host == "localhost" or host.endswith(".localhost")

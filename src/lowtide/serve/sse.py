@@ -1,11 +1,9 @@
-"""How answers leave: streams of events, and whole ones.
+"""Responses that end when their client goes: event streams and whole answers.
 
-Both end what they asked when their client goes.
+async def respond(pieces: AsyncGenerator[Piece, None]) -> Response:
+    return EventStream(_events(pieces), ping)
 
-    async def respond(pieces: AsyncGenerator[Piece, None]) -> Response:
-        return EventStream(_events(pieces), ping)
-
-    return WatchedAnswer(service.answer(ask), respond)
+return WatchedAnswer(service.answer(ask), respond)
 """
 
 from __future__ import annotations
@@ -33,10 +31,10 @@ _HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
 
 class WatchedAnswer(Response, Generic[T]):
-    """A response that is made of pieces and sent while its client is there.
+    """A response made from pieces while its client is connected.
 
-    When the client goes, both are cancelled and the pieces are closed. respond: is given the pieces
-    once the first is there: a refusal is raised before, while a status can still be sent.
+    If the client goes, the response is cancelled and the pieces are closed. respond: called with
+    the pieces once the first has come, so that an earlier refusal still gets an HTTP status.
     """
 
     def __init__(
@@ -58,10 +56,10 @@ class WatchedAnswer(Response, Generic[T]):
 
 
 class EventStream(StreamingResponse):
-    """Stream that sends parts as they come, and pings in silence.
+    """Streams parts as they come, with pings during silence.
 
-    It ends with the parts or when the client goes; then they are closed. ping: makes what stands in
-    place of silence, between two parts.
+    Closes the parts at the end, or when the client goes. ping: makes the bytes sent after a
+    silence, always between two parts.
     """
 
     def __init__(
@@ -104,14 +102,14 @@ class EventStream(StreamingResponse):
 
 
 def event(data: Mapping[str, Any] | str, name: str | None = None) -> bytes:
-    """One event of a stream: JSON, or a text as it is (`[DONE]`)."""
+    """Encode one server-sent event: JSON, or a plain text (`[DONE]`)."""
     text = data if isinstance(data, str) else compact_json(data)
     head = "" if name is None else f"event: {name}\n"
     return f"{head}data: {text}\n\n".encode()
 
 
 async def begun(pieces: AsyncGenerator[T, None]) -> AsyncGenerator[T, None]:
-    """The same pieces, once the first is there; what its coming raises is raised here."""
+    """Wait for the first piece, raising its error here; then return all pieces."""
     first = await anext(pieces)
 
     async def all_of_them() -> AsyncGenerator[T, None]:
@@ -124,7 +122,7 @@ async def begun(pieces: AsyncGenerator[T, None]) -> AsyncGenerator[T, None]:
 
 
 async def until_gone(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
-    """Does `work`, which is cancelled if the client goes. Raises what it raises."""
+    """Run `work` until it ends or the client disconnects; raise its errors."""
     working, gone = asyncio.ensure_future(work), asyncio.ensure_future(_gone(receive))
     try:
         await asyncio.wait({working, gone}, return_when=asyncio.FIRST_COMPLETED)

@@ -1,4 +1,4 @@
-"""What a schema says of a text, as a Lark terminal: for texts that stand without quotes."""
+"""Lark terminals from a JSON schema's string keywords, for texts written without quotes."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ FORMATS = {
     "uuid": rf"{_HEX}{{8}}-{_HEX}{{4}}-{_HEX}{{4}}-{_HEX}{{4}}-{_HEX}{{12}}",
     "uri": r"[A-Za-z][A-Za-z0-9+.-]*:[A-Za-z0-9._~:/?#\[\]@!$&'()*+,;=%-]+",
 }
-"""Expressions of formats, as Rust writes them."""
+"""Regular expressions of formats, in Rust's syntax."""
 
 _KEYWORDS = ("pattern", "minLength", "maxLength", "format")
 
 
 def text_pattern(types: SchemaTypes, schema: object) -> str:
-    """Return the terminals that a text must be of all, joined by `&`; "" for any text.
+    """Return the terminals that a text must match, joined by `&`; "" for any text.
 
-    Raises UsageError for what is not known.
+    Raises UsageError for unsupported keywords.
     """
     alternatives = types.alternatives(schema)
     if not alternatives:
@@ -68,7 +68,7 @@ def text_pattern(types: SchemaTypes, schema: object) -> str:
 
 
 def _terminals(types: SchemaTypes, schema: object) -> list[str]:
-    """One for each keyword."""
+    """Return one terminal per keyword."""
     found = []
     shortest, longest = 0, None
     for name, value in types.keywords(schema, _KEYWORDS):
@@ -91,7 +91,7 @@ def _terminals(types: SchemaTypes, schema: object) -> list[str]:
 
 
 def _searched(pattern: str) -> str:
-    """An expression of a whole text in which a schema's pattern is found."""
+    """Return an expression for a whole text that contains a match of a schema's `pattern`."""
     has_end = pattern.endswith("$") and not re.search(r"(?<!\\)(\\\\)*\\\$\Z", pattern)
     begin = "" if pattern.startswith("^") else r"(.|\n)*"
     end = "" if has_end else r"(.|\n)*"
