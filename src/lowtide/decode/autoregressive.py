@@ -1,8 +1,8 @@
-"""Autoregressive decoding: one token per sequence and pass, long prompts in chunks beside them.
+"""Autoregressive decoding: one token per sequence and pass, long prompts in chunks.
 
-A sequence feeds what it knows and has not cached: first its prompt, then each new token. Those
-that feed one token come first in every pass, prompts take the rows that are left, in the order in
-which they came: a long prompt starves no other, and running sequences ride along with its chunks.
+A sequence feeds its known tokens that are not cached: first its prompt, then each new token. In
+each pass, sequences that feed one token come first; prompts take the remaining rows in order of
+arrival. So a long prompt starves no other sequence, and running ones share its passes.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from lowtide.errors import NumericError
 from lowtide.params import DiffusionParams, SamplingParams, field_names, with_published
 
 CHUNK_MULTIPLE = 16
-"""A part of a prompt that is not its last has a multiple of so many rows."""
+"""Chunks of a prompt, except its last, have a multiple of this many rows."""
 
 
 class Autoregressive(Kind[Causal, CausalSequence, Choice]):
-    """One token per sequence and pass. Its passes have at least `CHUNK_MULTIPLE` rows."""
+    """Writes one token per sequence and pass. A pass has at least `CHUNK_MULTIPLE` rows."""
 
     absent_fields = frozenset(field_names(DiffusionParams))
 
@@ -47,7 +47,7 @@ class Autoregressive(Kind[Causal, CausalSequence, Choice]):
     def schedule(
         self, running: Sequence[CausalSequence], max_rows: int, share: PromptShare
     ) -> Schedule[CausalSequence]:
-        """Take answers first, then prompts; a pass over parts of prompts alone is a prefill."""
+        """Schedule answers first, then prompts; a pass with only partial prompts is a prefill."""
         turns: list[Scheduled[CausalSequence]] = []
         num_free = max_rows
         prompts = [sequence for sequence in running if sequence.num_rows > 1]
@@ -75,7 +75,7 @@ class Autoregressive(Kind[Causal, CausalSequence, Choice]):
         turns: Sequence[Scheduled[CausalSequence]],
         blame: Blame,
     ) -> list[Choice | None]:
-        """Choose the next token of every turn that fed all that its sequence knows."""
+        """Choose the next token of each turn that fed all known tokens of its sequence."""
         wanted = [i for i, turn in enumerate(turns) if turn.stop == turn.sequence.num_known]
         choices: list[Choice | None] = [None] * len(turns)
         if wanted:
@@ -108,7 +108,7 @@ class Autoregressive(Kind[Causal, CausalSequence, Choice]):
 
 
 class _Forced(Autoregressive):
-    """Reads one given text. Its request asks for whole rows of logits (`logprobs`)."""
+    """Reads a given text. Its request asks for whole rows of logits (`logprobs`)."""
 
     def __init__(self, text: ForcedText, on_logits: OnLogits, kind: Autoregressive) -> None:
         super().__init__(kind.decoding, kind.use_kv_cache, kind.cache_mode)

@@ -1,7 +1,7 @@
-"""The decoder: a queue of requests, running sequences, and one KV cache for them all.
+"""The batch decoder: a queue of requests, running sequences, and their common KV cache.
 
-Sequences join and leave between passes. Which rows a pass has, and what comes of them, is up to the
-model's `Kind`.
+Sequences join and leave between passes. The model's `Kind` chooses the rows of a pass and uses its
+results.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from lowtide.layers.batch import Batch
 from lowtide.memory.kv_cache import KVCache
 
 ROOM_TOKENS = 256
-"""New tokens that a request has room for when it begins, and that its room grows by."""
+"""New tokens for which a sequence gets room at its start and whenever its room grows."""
 
 
 class BatchDecoder(Generic[S, C]):
@@ -47,7 +47,7 @@ class BatchDecoder(Generic[S, C]):
 
         max_rows: rows of the largest pass. It must not depend on any budget, because it decides how
             rows are divided, and so their bits.
-        reuse: how much of the keys and values of earlier requests a new one takes over.
+        reuse: how much of earlier requests' KV cache a new request may use.
         """
         self._kind = kind
         self._model = model
@@ -68,22 +68,22 @@ class BatchDecoder(Generic[S, C]):
 
     @property
     def num_running(self) -> int:
-        """Return the number of sequences that have room in the KV cache."""
+        """Return the number of sequences with room in the KV cache."""
         return len(self._running)
 
     @property
     def taking_part(self) -> Sequence[Request]:
-        """Return the requests of the last `step`; if it failed, it failed for these alone."""
+        """Return the requests of the last `step`. If it failed, only they failed."""
         return self._taking_part
 
     def add(self, request: Request) -> None:
         """Queue a request.
 
-        It starts when the KV cache has room for its prompt and the beginning of its answer. If room
-        runs out later, the requests that came last pause.
+        It starts once the KV cache has room for its prompt and the beginning of its answer. If room
+        runs out later, the newest requests are paused.
 
-        Raises UnsupportedError for a grammar's mask on an answer that is not written in order, and
-        PlanError for a request that no range of the KV cache could hold.
+        Raises UnsupportedError for a token mask on a model that does not write in order, and
+        PlanError for a request that does not fit into an empty KV cache.
         """
         if request.mask is not None and not self._kind.decoding.writes_in_order:
             raise UnsupportedError(
@@ -117,9 +117,9 @@ class BatchDecoder(Generic[S, C]):
         return self._settle(schedule.turns, choices)
 
     def cancel(self, request_id: int, is_sound: bool = True) -> bool:
-        """Drop a request between passes and free its room; return False if there is none.
+        """Drop a request between passes and free its room; return False if it is unknown.
 
-        is_sound: its keys and values are as good as those of a finished request, and may be kept.
+        is_sound: its KV cache is correct and may be kept for later requests.
         """
         for request in self._waiting:
             if request.id == request_id:
@@ -140,14 +140,14 @@ class BatchDecoder(Generic[S, C]):
         return False
 
     def store_in(self, stored: StoredSequences | None) -> None:
-        """Also write kept sequences to files and look for them there; None: memory alone."""
+        """Also store kept sequences in files and restore them from there; None: in memory only."""
         self._kept.stored = stored
 
     def forget(self, is_mixed: bool = False) -> None:
         """Drop everything kept of finished requests.
 
-        is_mixed: running requests are not kept either once they finish, because they began under a
-            policy that changes words and go on under another one.
+        is_mixed: do not keep running requests either once they finish, because they began under a
+            policy that changes words and continue under another.
         """
         self._kept.clear()
         for sequence in self._running:
@@ -162,7 +162,7 @@ class BatchDecoder(Generic[S, C]):
         self.forget()
 
     def _schedule(self) -> Schedule[S]:
-        """Return the next pass that has memory, pausing the latest sequence while there is none."""
+        """Return the next pass that fits in memory, pausing the newest sequences if needed."""
         while True:
             schedule = self._kind.schedule(self._running, self._max_rows, self.prompt_share)
             turns = schedule.turns
@@ -170,7 +170,7 @@ class BatchDecoder(Generic[S, C]):
                 return schedule
 
     def _batch(self, schedule: Schedule[S]) -> Batch:
-        """Put the rows of a pass together, turn after turn."""
+        """Concatenate the rows of a pass, turn by turn."""
         kind, turns, _ = schedule
         copies = [copy for turn in turns for copy in self._kind.copies(turn)]
         positions = [np.arange(turn.first, turn.stop) for turn in turns for _ in turn.starts]
@@ -191,15 +191,15 @@ class BatchDecoder(Generic[S, C]):
         )
 
     def _is_last(self, turns: Sequence[Scheduled[S]]) -> bool:
-        """Return True if no pass is expected to follow: all sequences take part and end."""
+        """Return True if every sequence takes part and is expected to end with this pass."""
         if self._waiting or self._paused or len(turns) < len(self._running):
             return False
         return all(turn.sequence.is_expected_to_end for turn in turns)
 
     def _admit(self) -> None:
-        """Resume paused requests, then start waiting ones, in order, as far as there is room.
+        """Resume paused requests, then start waiting ones, in order, until room runs out.
 
-        A request whose beginning another one is computing is passed over until it is there.
+        A request whose beginning is being computed by another request waits for it.
         """
         while self._paused:
             sequence = self._paused[0]
@@ -222,14 +222,14 @@ class BatchDecoder(Generic[S, C]):
                 self._waiting.remove(request)
 
     def _start(self, sequence: S, known: Request, num_tokens: int) -> None:
-        """Give a sequence its room, with the kept keys and values of its known tokens."""
+        """Give a sequence its room, reusing the kept KV cache of its known tokens."""
         self._taking_part = [sequence.request]
         sequence.kv, num_resumed = self._kept.begin(known, num_tokens, self._running)
         sequence.num_cached = sequence.num_exact = num_resumed
         self._running.append(sequence)
 
     def _has_room(self, num_tokens: int) -> bool:
-        """Return True if tokens fit beside what the running sequences will soon grow by."""
+        """Return True if tokens fit beside the running sequences and their next growth."""
         if not self._running and self._kv_cache.is_unused:
             return True  # there is nothing to wait for: let `allocate` say so
         num_growing = sum(
@@ -241,10 +241,10 @@ class BatchDecoder(Generic[S, C]):
         return is_free and self._kv_cache.can_allocate(num_tokens)
 
     def _see_to_memory(self, ends: Iterable[tuple[S, int]]) -> bool:
-        """Provide room and memory for the keys and values of a pass, up to each sequence's end.
+        """Provide KV cache memory for a pass, up to each sequence's end.
 
-        Returns False once the sequence that came last was paused for want of it; the pass must then
-        be scheduled again. Raises PageError for a sequence that runs alone.
+        Returns False if the newest sequence had to be paused; the pass must then be scheduled
+        again. Raises PageError for a sequence that runs alone.
         """
         taking_part: list[S] = []
         for sequence, stop in ends:
@@ -258,7 +258,7 @@ class BatchDecoder(Generic[S, C]):
         return True
 
     def _tell_begun(self, sequences: Iterable[S]) -> None:
-        """Report the sequences whose first pass this is."""
+        """Report sequences that are in their first pass."""
         for sequence in sequences:
             if not sequence.has_begun:
                 sequence.has_begun = True
@@ -266,7 +266,7 @@ class BatchDecoder(Generic[S, C]):
                 self.on_begin(Prefill(request.id, sequence.num_resumed, len(request.prompt)))
 
     def _has_memory(self, sequence: S, stop: int) -> bool:
-        """Grow a sequence's room and provide the memory behind it; return False if there is none.
+        """Grow a sequence's room and back it with memory; return False if none is left.
 
         Raises PageError for a sequence that runs alone.
         """
@@ -285,9 +285,9 @@ class BatchDecoder(Generic[S, C]):
         return True
 
     def _pause(self, sequence: S) -> None:
-        """Take a sequence's room away until there is some again.
+        """Take a sequence's room until there is room again.
 
-        Its keys and values are kept while nothing else needs their memory, else computed again.
+        Its KV cache is kept until the memory is needed, else computed again.
         """
         self._running.remove(sequence)
         self._kept.end(sequence)
@@ -297,14 +297,14 @@ class BatchDecoder(Generic[S, C]):
         self._paused.sort(key=lambda paused: paused.request.id)
 
     def _blame(self, sequences: Iterable[Running]) -> None:
-        """Note that the pass under way failed for these sequences alone."""
+        """Record that the current pass failed for these sequences only."""
         self._taking_part = [sequence.request for sequence in sequences]
 
     def _settle(self, turns: Sequence[Scheduled[S]], choices: Sequence[C | None]) -> list[Event]:
         """Advance the sequences of a pass and free the finished ones.
 
-        A sequence that wrote goes behind all others. A prompt in progress keeps its place, so that
-        prompts are finished one after the other.
+        A sequence that wrote moves behind all others. A prompt in progress keeps its place, so that
+        prompts finish one after another.
         """
         if len(turns) == 1 and turns[0].is_final:
             self._kept.note_pass(turns[0].sequence, turns[0].first, turns[0].stop)
@@ -324,5 +324,5 @@ class BatchDecoder(Generic[S, C]):
 
 
 def joined(parts: Sequence[PassRows]) -> PassRows:
-    """Join the rows of a pass, part after part."""
+    """Concatenate the row kinds of a pass."""
     return PassRows(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))

@@ -1,10 +1,9 @@
-"""Block diffusion: blocks one after the other, the tokens inside a block in order of confidence.
+"""Block diffusion: blocks in order; tokens within a block by confidence.
 
-A model of this kind sees a block of masked positions whole and everything before it, so what is
-before can be cached exactly, once it has been through the model as it finally is. A pass of a
-sequence feeds everything that is not so cached, up to the end of its active block: finished
-blocks become cached in the first pass of the next one. Many sequences, each at its own block and
-step, share a pass.
+Such a model sees a masked block whole, and everything before it. So earlier tokens can be cached
+exactly once they have passed through the model in their final form. A pass feeds everything from
+the first uncached token to the end of the active block; a finished block is cached by the first
+pass of the next. Sequences at different blocks and steps share a pass.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ _DEFAULTED = ("block_length", "steps", "threshold", "edit_threshold", "max_post_
 
 
 class BlockDiffusion(Kind[Blocks, BlockSequence, BlockPrediction]):
-    """Blocks one after the other."""
+    """Fills blocks one after another."""
 
     absent_fields = frozenset({*AUTOREGRESSIVE_ONLY, *_WITHOUT_RULE, "cfg_scale", "remasking"})
 
@@ -57,9 +56,9 @@ class BlockDiffusion(Kind[Blocks, BlockSequence, BlockPrediction]):
     def schedule(
         self, running: Sequence[BlockSequence], max_rows: int, share: PromptShare
     ) -> Schedule[BlockSequence]:
-        """Take long prompts first, in whole blocks, else every sequence's active block.
+        """Schedule long prompts first, in whole blocks; otherwise every sequence's active block.
 
-        Answers go before prompts while another caller's answers are owed time.
+        Answers come before prompts while another caller's answers are owed time.
         """
         prompts = [sequence for sequence in running if sequence.num_rows > max_rows]
         answers = [sequence for sequence in running if sequence.num_rows <= max_rows]
@@ -132,7 +131,7 @@ def _turn(sequence: BlockSequence, num_rows: int, start: int) -> Scheduled[Block
 
 
 def _check_options(asked: DiffusionParams) -> None:
-    """Refuse, by name, what block diffusion does not have. Raises UnsupportedError."""
+    """Raise UnsupportedError, by name, for options that block diffusion does not have."""
     if asked.cfg_scale:
         raise UnsupportedError(
             f"cfg_scale {asked.cfg_scale}: block diffusion models decode without guidance."
@@ -150,7 +149,7 @@ def _check_options(asked: DiffusionParams) -> None:
 
 
 class _Forced(BlockDiffusion):
-    """Reads one given text."""
+    """Reads a given text."""
 
     def __init__(self, text: ForcedText, on_logits: OnLogits, kind: BlockDiffusion) -> None:
         super().__init__(kind.decoding, kind.use_kv_cache, kind.cache_mode)
@@ -161,7 +160,7 @@ class _Forced(BlockDiffusion):
 
 
 class _ForcedSequence(BlockSequence):
-    """A text, block by block. What is behind its end in the last block stays masked."""
+    """A given text, read block by block. Positions after its end stay masked."""
 
     def __init__(
         self, text: ForcedText, on_logits: OnLogits, request: Request, mask_token_id: int
@@ -204,7 +203,7 @@ class _ForcedSequence(BlockSequence):
         self._show(self._text.masks[self._num_steps])
 
     def _show(self, mask: BoolArray) -> None:
-        """The active block, but for what `mask` hides of it."""
+        """Show the active block with the positions in `mask` hidden."""
         block = slice(self._block_start, min(self._block_end, len(self._text.token_ids)))
         given = np.asarray(self._text.token_ids[block], np.int64)
         self.tokens[block] = np.where(mask[block], self._mask_token_id, given)

@@ -1,7 +1,7 @@
-"""One request of block diffusion: its state on the way.
+"""State of one block diffusion request.
 
-Which tokens are written when is decided here (by the rules of `unmask.py`), for one sequence,
-without knowing the model, the KV cache or other sequences.
+Applies the rules of `unmask.py` to one sequence; knows nothing of the model, the KV cache or other
+sequences.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from lowtide.decode.unmask import choose_edits, choose_fills, num_scheduled
 
 
 class BlockPrediction(NamedTuple):
-    """Candidates and their confidence in a block; only those at `positions` mean anything."""
+    """Candidates and their confidence in a block; valid only at `positions`."""
 
     positions: IntArray  # absolute
     candidates: IntArray  # [block_length]
@@ -32,10 +32,10 @@ class BlockPrediction(NamedTuple):
 
 
 class BlockSequence(DraftSequence):
-    """One running request: its tokens, its active block, and how much of it is cached.
+    """One running request: its tokens, its active block and its number of cached tokens.
 
-    Positions before `num_cached` have keys and values of their final tokens; the block at
-    `block_start` is being filled. Knows nothing of other sequences or of the model.
+    Positions before `num_cached` have the keys and values of their final tokens. The block at
+    `block_start` is being filled.
     """
 
     def __init__(self, request: Request, mask_token_id: int) -> None:
@@ -52,7 +52,7 @@ class BlockSequence(DraftSequence):
 
     @property
     def num_rows(self) -> int:
-        """Rows of the next denoising pass, what is final and not cached included."""
+        """Rows of the next denoising pass, including final tokens that are not cached."""
         return self._block_end - self.num_cached
 
     @property
@@ -62,9 +62,9 @@ class BlockSequence(DraftSequence):
 
     @property
     def is_expected_to_end(self) -> bool:
-        """Whether the coming denoising pass is the last one whatever it predicts, a mask excepted.
+        """True if the next denoising pass ends the answer whatever it predicts, except masks.
 
-        Sure tokens, an end of text and a pass that edits nothing may end the answer sooner.
+        Confident tokens, an end token or a pass without edits may end it sooner.
         """
         if self._block_end < len(self.tokens):
             return False
@@ -75,7 +75,7 @@ class BlockSequence(DraftSequence):
         return self.request.edit_threshold is None or num_post_steps >= self.request.max_post_steps
 
     def pass_rows(self, first: int, stop: int) -> PassRows:
-        """What becomes of the rows of positions `first` to `stop` in a pass."""
+        """Return the kinds of the rows of positions `first` to `stop`."""
         kinds = np.full(stop - first, RowKind.COMMIT, np.uint8)
         kinds[: max(0, len(self.request.prompt) - first)] = RowKind.PROMPT
         # A pass over a block without masks may leave it as it is, and then commits it.
@@ -84,17 +84,17 @@ class BlockSequence(DraftSequence):
         return PassRows(np.full(stop - first, self.request.id), kinds)
 
     def wanted_positions(self) -> IntArray:
-        """The positions [n] of the active block whose logits matter."""
+        """Positions [n] of the active block whose logits are needed."""
         is_wanted = self._is_masked[self.active_block] | self._is_editable()
         return np.flatnonzero(is_wanted) + self._block_start
 
     @property
     def needs_logits(self) -> bool:
-        """Whether candidates are chosen from whole rows of logits, not from their arg-max."""
+        """True if candidates are chosen from whole rows of logits instead of their arg-max."""
         return self._sampling.temperature > 0 or self._num_to_fill() is None
 
     def choose(self, logits: Tensor | ArgMax, prediction: BlockPrediction, part: slice) -> None:
-        """Candidates at `prediction.positions[part]`, from their logits [n, vocab]."""
+        """Set the candidates at `prediction.positions[part]` from their logits [n, vocab]."""
         positions = prediction.positions[part]
         chosen = choose_tokens(
             logits,
@@ -107,12 +107,12 @@ class BlockSequence(DraftSequence):
         prediction.candidates[block_positions], prediction.confidence[block_positions] = chosen
 
     def prefilled(self, stop: int) -> list[Event]:
-        """After a pass over final tokens up to position `stop`."""
+        """Advance after a pass over final tokens up to position `stop`."""
         self.num_cached = stop
         return [Prefill(self.request.id, stop, self._block_start)]
 
     def denoised(self, prediction: BlockPrediction, use_kv_cache: bool) -> list[Event]:
-        """After a denoising pass: writes what the rules choose, moves on where they say so."""
+        """Advance after a denoising pass: write tokens, and finish the block if rules say so."""
         had_masks = bool(self._is_masked[self.active_block].any())
         written = self._write(prediction)
         self._num_forwards += 1
@@ -131,7 +131,7 @@ class BlockSequence(DraftSequence):
         return events
 
     def _write(self, prediction: BlockPrediction) -> BoolArray:
-        """Fills and edits the active block; which positions [block_length] were written."""
+        """Fill and edit the active block; return the written positions, bool [block_length]."""
         request, tokens = self.request, self.tokens[self.active_block]
         is_masked = self._is_masked[self.active_block]
         _, candidates, confidence = prediction
@@ -170,9 +170,9 @@ class BlockSequence(DraftSequence):
         return is_final or self.request.edit_threshold is None
 
     def _is_answered_early(self, written: BoolArray) -> bool:
-        """Return True if the block need not be finished.
+        """Return True if the block may be left unfinished.
 
-        That is so under `eos_early_stop` once nothing before the first end token is masked.
+        That requires `eos_early_stop` and no mask before the first end token.
         """
         if not self.request.params.diffusion.eos_early_stop:
             return False

@@ -1,7 +1,7 @@
-"""What masked diffusion asks of rows of logits: a candidate for each, and how sure the model is.
+"""Masked diffusion's candidates: a token for each row of logits, and the model's confidence in it.
 
-Statistics are all that the rules need at temperature 0. Where tokens are drawn, or filtered before
-they are measured, whole rows are looked at.
+At temperature 0 a few statistics of each row suffice. Drawing, or filtering before probabilities
+are measured, needs whole rows.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from lowtide.decode.sampling import (
 )
 
 LOG_OFFSET = 1e-10
-"""Inside the logarithm of an entropy, as Dream publishes it."""
+"""Added inside the logarithm of an entropy, as published by Dream."""
 
 
 class RowChoices(NamedTuple):
@@ -37,12 +37,12 @@ class RowChoices(NamedTuple):
     entropy: FloatArray  # [rows] -sum p log(p + LOG_OFFSET); zeros where it was not asked for
 
     def part(self, rows: slice | IntArray) -> RowChoices:
-        """Those of some of the rows."""
+        """Return the statistics of some rows."""
         return RowChoices._make(values[rows] for values in self)
 
 
 class Candidates(NamedTuple):
-    """What may be written at some positions, and all that a rule may ask of it."""
+    """Candidate tokens at some positions, with the facts that rules use."""
 
     tokens: IntArray  # [n]
     probability: FloatArray  # [n] of the token
@@ -51,22 +51,22 @@ class Candidates(NamedTuple):
 
     @classmethod
     def empty(cls, num_positions: int) -> Candidates:
-        """Candidates for `num_positions` positions, all still to be filled in."""
+        """Make unset candidates for `num_positions` positions."""
         tokens = np.zeros(num_positions, np.int64)
         return cls(tokens, *(np.zeros(num_positions) for _ in range(3)))
 
     @classmethod
     def likeliest(cls, statistics: RowChoices, positions: IntArray) -> Candidates:
-        """Take the arg-max of each row. Raises NumericError for a row that is not finite.
+        """Take each row's arg-max. Raise NumericError for a row that is not finite.
 
-        positions: [n], where the rows lie in their sequence.
+        positions: [n], the rows' positions in their sequence.
         """
         best, greatest, probability, second, entropy = statistics
         check_finite(torch.from_numpy(greatest), positions)
         return cls(best.copy(), probability.copy(), probability - second, entropy)
 
     def put(self, part: slice, others: Candidates) -> None:
-        """Copies `others` to `part` of these."""
+        """Copy `others` into `part` of these candidates."""
         for mine, theirs in zip(self, others, strict=True):
             mine[part] = theirs
 
@@ -74,8 +74,8 @@ class Candidates(NamedTuple):
 class Reading(NamedTuple):
     """How a request's rows are read.
 
-    is_measured_as_drawn: temperature and filters shape what probabilities are measured, at
-    temperature 0 too, as in Dream; else they are those of the model's own softmax, as in LLaDA.
+    is_measured_as_drawn: probabilities are measured after temperature and filters, also at
+    temperature 0, as in Dream; otherwise by the model's own softmax, as in LLaDA.
     """
 
     sampling: Sampling
@@ -86,24 +86,26 @@ class Reading(NamedTuple):
 
     @property
     def needs_logits(self) -> bool:
-        """Whether whole rows of logits are needed, not only their statistics."""
+        """True if statistics do not suffice and whole rows are needed."""
         is_changed = self.is_filtered or self.excluded is not None
         return self.sampling.temperature > 0 or is_changed
 
     @property
     def is_filtered(self) -> bool:
-        """Whether less than the whole vocabulary is measured."""
+        """True if filters reduce the vocabulary before probabilities are measured."""
         sampling = self.sampling
         has_filter = bool(sampling.top_k or sampling.min_p) or (sampling.top_p or 1) < 1
         return self.is_measured_as_drawn and has_filter
 
 
 def read_rows(logits: Tensor, reading: Reading, positions: IntArray, num_steps: int) -> Candidates:
-    """A candidate for each row.
+    """Return a candidate for each row.
 
-    logits: float32 [n, vocab] in host memory; overwritten. positions: [n], where the rows lie in
-    their sequence. num_steps: steps that this sequence has had before; with the seed and the
-    position they decide what is drawn. Raises NumericError for a row that is not finite.
+    logits: float32 [n, vocab] in host memory; overwritten.
+    positions: [n], the rows' positions in their sequence.
+    num_steps: the sequence's steps so far; with seed and position they determine the draw.
+
+    Raises NumericError for a row that is not finite.
     """
     if reading.excluded is not None:
         logits[:, reading.excluded] = -math.inf
@@ -120,10 +122,10 @@ def read_rows(logits: Tensor, reading: Reading, positions: IntArray, num_steps: 
 
 
 def row_statistics(logits: Tensor, needs_entropy: bool) -> RowChoices:
-    """Statistics of the rows of logits, float32 [n, vocab] in host memory, which are overwritten.
+    """Return statistics of the rows of logits, float32 [n, vocab] in host memory; overwritten.
 
-    Probabilities in double precision where it matters: all but the likeliest are added up apart,
-    so that two that are nearly 1 are told from each other.
+    The probabilities of all but the likeliest token are added in double precision, so that two
+    confidences close to 1 stay distinguishable.
     """
     best, greatest = find_best(logits)
     own = greatest[:, 0].double()
@@ -149,9 +151,10 @@ def _draw_rows(
     statistics: RowChoices,
     candidates: Candidates,
 ) -> None:
-    """Puts a drawn token and its probability into each of the candidates.
+    """Draw a token for each candidate and set its probability.
 
-    logits [n, vocab]: as `statistics` saw them; shaped here unless they were before that.
+    logits [n, vocab]: those of `statistics`; temperature and filters are applied here unless they
+    were applied before.
     """
     sampling = reading.sampling
     for index, (row, position) in enumerate(zip(logits, positions.tolist(), strict=True)):
@@ -164,9 +167,9 @@ def _draw_rows(
 
 
 def _shape(row: Tensor, sampling: Sampling) -> Tensor:
-    """Temperature and filters on one row [vocab], in place; what is filtered out becomes -inf.
+    """Apply temperature and filters to one row [vocab] in place; filtered logits become -inf.
 
-    In Dream's order: temperature, top-p, top-k; then min-p, which it does not have.
+    In Dream's order: temperature, top-p, top-k; then min-p, which Dream does not have.
     """
     row.sub_(row.max())
     if sampling.temperature > 0:

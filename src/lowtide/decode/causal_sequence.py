@@ -1,4 +1,4 @@
-"""One request of autoregressive decoding: its tokens so far, and how the next one is chosen."""
+"""State of one autoregressive request, and the choice of its next token."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from lowtide.memory.kv_cache import KVRange
 
 
 class Choice(NamedTuple):
-    """A next token, with its log-probabilities where they were asked for."""
+    """A next token, with its log-probabilities if requested."""
 
     token: int
     logprobs: TokenLogprobs | None
 
 
 class CausalSequence:
-    """One running request: the tokens known so far, and how many of them are cached.
+    """One running request: its known tokens and its number of cached tokens.
 
     Knows nothing of other sequences or of the model.
     """
@@ -58,33 +58,33 @@ class CausalSequence:
 
     @property
     def num_rows(self) -> int:
-        """Rows to feed until the next token can be chosen: 1, once the prompt is cached."""
+        """Rows to feed before the next token can be chosen: 1 once the prompt is cached."""
         return self.num_known - self.num_cached
 
     @property
     def has_answer(self) -> bool:
-        """Whether it has a token of its own already."""
+        """True once at least one new token is known."""
         return bool(self._answer)
 
     @property
     def needs_logits(self) -> bool:
-        """Whether its next token is chosen from a whole row of logits, not from the arg-max."""
+        """True if the next token is chosen from a whole row of logits instead of its arg-max."""
         params, mask = self.request.params, self.request.mask
         if (mask is not None and not mask.is_free) or params.logprobs is not None:
             return True
         return self.sampling.temperature > 0 or has_penalties(params)
 
     def pass_rows(self, first: int, stop: int) -> PassRows:
-        """What becomes of the rows of positions `first` to `stop` in a pass."""
+        """Return the kinds of the rows of positions `first` to `stop`."""
         num_given = min(max(0, len(self.request.prompt) - first), stop - first)
         kinds = np.full(stop - first, RowKind.DECODE, np.uint8)
         kinds[:num_given] = RowKind.PROMPT
         return PassRows(np.full(stop - first, self.request.id), kinds)
 
     def prepare(self, logits: Tensor) -> Tensor | None:
-        """Apply penalties and allowed tokens to logits [vocab], in host memory and in place.
+        """Apply penalties and the token mask to logits [vocab] in host memory, in place.
 
-        Returns the log-probabilities before that, if asked for.
+        Returns the log-probabilities before that, if requested.
         """
         params, mask = self.request.params, self.request.mask
         raw = None if params.logprobs is None else logits.log_softmax(dim=-1)
@@ -94,18 +94,18 @@ class CausalSequence:
         return raw
 
     def _is_permitted(self, logits: Tensor, mask: TokenMask) -> bool:
-        """Whether no more than the arg-max is asked, and it may come: a mask costs more."""
+        """Return True if the arg-max suffices and the mask permits it: the cheaper test."""
         if self.sampling.temperature > 0:
             return False
         return mask.permits(int(logits.numpy().argmax()))
 
     def prefilled(self, stop: int) -> list[Event]:
-        """After a pass up to position `stop`, with more known tokens to feed."""
+        """Advance after a pass up to position `stop` with known tokens left to feed."""
         self.num_cached = stop
         return [Prefill(self.request.id, stop, self.num_known)]
 
     def advanced(self, choice: Choice, use_kv_cache: bool) -> list[Event]:
-        """After a pass over all known tokens: the answer grows by one, and may end."""
+        """Advance after a pass over all known tokens: add the new token, and end if due."""
         self.num_cached = self.num_known if use_kv_cache else 0
         self.tokens[self.num_known] = choice.token
         self.num_known += 1
@@ -137,9 +137,9 @@ class CausalSequence:
 
 
 def choose(logits: Tensor | ArgMax, sequences: Sequence[CausalSequence]) -> list[Choice]:
-    """The next token of each sequence, from its row of logits, float32 [n, vocab]; overwritten.
+    """Choose each sequence's next token from its row of logits, float32 [n, vocab]; overwritten.
 
-    The arg-max alone is enough for sequences that are not `needs_logits`.
+    Sequences that do not `needs_logits` need only the arg-max.
     """
     raw: list[Tensor | None] = [None] * len(sequences)
     if not isinstance(logits, ArgMax):
@@ -154,7 +154,7 @@ def choose(logits: Tensor | ArgMax, sequences: Sequence[CausalSequence]) -> list
 
 
 def logprobs_of(row: Tensor, token: int, num_top: int) -> TokenLogprobs:
-    """What log-probabilities [vocab] say of a token, and of the likeliest ones."""
+    """Return the log-probabilities of a token and of the likeliest tokens. row: [vocab]."""
     values, ids = torch.topk(row, min(num_top, row.shape[0]))
     top = tuple(zip(ids.tolist(), values.tolist(), strict=True))
     return TokenLogprobs(token, float(row[token]), top)

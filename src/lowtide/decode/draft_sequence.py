@@ -1,4 +1,4 @@
-"""A prompt and its answer while a diffusion model fills it, block by block, for one request."""
+"""State of one diffusion request: prompt and answer, filled block by block."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ from lowtide.memory.kv_cache import KVRange
 
 
 class DraftSequence(abc.ABC):
-    """The tokens of one request, which of them are masked, and what of the answer went out.
+    """Tokens of one request, their masks, and the part of the answer that was reported.
 
-    Positions from `block_start` to `block_end` are being filled, and all before are as they stay.
-    Which are written when is for subclasses to say. What is masked is a boolean array, never
-    "equal to the mask id".
+    Positions from `block_start` to `block_end` are being filled; earlier ones are final. Subclasses
+    decide when each is written. Masks are a boolean array, never "equal to the mask id".
     """
 
     def __init__(
@@ -41,11 +40,11 @@ class DraftSequence(abc.ABC):
     @property
     @abc.abstractmethod
     def block_length(self) -> int:
-        """Tokens of a block; the last one may be shorter."""
+        """Tokens of a block; the last block may be shorter."""
 
     @property
     def num_known(self) -> int:
-        """Tokens before the active block, which stay as they are."""
+        """Tokens before the active block, which are final."""
         return self._block_start
 
     @property
@@ -54,18 +53,18 @@ class DraftSequence(abc.ABC):
 
     @property
     def active_block(self) -> slice:
-        """The positions that are being filled."""
+        """The positions being filled."""
         return slice(self._block_start, self._block_end)
 
     def _is_answered(self) -> bool:
-        """Whether the answer has its end: an end token before which nothing is masked."""
+        """Return True if an end token is written with no mask before it."""
         start = len(self.request.prompt)
         is_masked = self._is_masked[start : self._block_end]
         is_eos = np.isin(self.tokens[start : self._block_end], self._eos) & ~is_masked
         return bool(is_eos.any()) and not is_masked[: int(is_eos.argmax())].any()
 
     def _finish_block(self, is_answered: bool) -> list[Event]:
-        """Goes on to the next block, or ends; `is_answered` leaves masks behind the end token."""
+        """Move to the next block, or end. is_answered: leave masks after the end token."""
         self._block_start = self._block_end
         answer, is_stopped = self._answer(), self.request.is_stopped
         is_ended = bool(answer) and answer[-1] in self._eos
@@ -88,7 +87,10 @@ class DraftSequence(abc.ABC):
         return [Committed(self.request.id, tokens)] if tokens else []
 
     def _answer(self) -> list[int]:
-        """The new tokens before the active block, cut at `max_tokens` and after the first eos."""
+        """Return the new tokens before the active block.
+
+        They are cut at `max_tokens` and after the first end token.
+        """
         start = len(self.request.prompt)
         stop = min(self._block_start, start + self.request.max_tokens)
         answer = self.tokens[start:stop]
@@ -107,7 +109,7 @@ class DraftSequence(abc.ABC):
         )
 
     def _num_shown(self) -> int:
-        """Positions of the active block up to the answer's end, as far as it is written."""
+        """Return the number of active positions up to the answer's end as written so far."""
         num_prompt = len(self.request.prompt)
         first = max(self._block_start, num_prompt)
         stop = min(self._block_end, num_prompt + self.request.max_tokens)

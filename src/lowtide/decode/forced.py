@@ -1,10 +1,11 @@
-"""Teacher forcing: a text that is there already goes through decoding's own passes.
+"""Teacher forcing: reads a given text by the passes of decoding.
 
-`Kind.forced` turns a kind that writes answers into one that reads a text, with the same passes,
-positions and steps. Tokens are given instead of chosen, and the logits that they would have been
-chosen from are handed out. An autoregressive model is given the next token after every pass. A
-diffusion model gets each block several times over its cached prefix, with fewer and fewer of its
-tokens masked, and then whole.
+`Kind.forced` turns a kind that writes answers into one that reads a text with the same passes,
+positions and steps. Tokens are given instead of chosen, and the logits for each choice are passed
+out.
+
+An autoregressive model receives the next token after each pass. A diffusion model reads each block
+several times over its cached prefix, with ever fewer tokens masked, and finally unmasked.
 """
 
 from __future__ import annotations
@@ -19,21 +20,20 @@ from lowtide.decode.sampling import ArgMax
 from lowtide.errors import InternalError, UsageError
 
 OnLogits = Callable[[int, IntArray, Tensor], None]
-"""Called with what tokens would have been chosen from: the number of the mask that hid them (0 in
-an autoregressive model), their positions [n], and logits, float32 [n, vocab] in host memory, valid
-until this returns and not to be changed."""
+"""Receives the logits of a choice: the mask's number (0 for an autoregressive model), positions
+[n], and logits, float32 [n, vocab] in host memory, read-only and valid during the call."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ForcedText:
     """A text and how it is read.
 
-    token_ids [n]; the first `num_context` of them, at least one, are a prompt. masks: for diffusion
-    models, bool [n] each, in the order in which they hide the text, block by block; none of them
-    hides a token of the prompt.
+    token_ids: [n]; the first `num_context`, at least one, are the prompt.
+    masks: for diffusion models, bool [n] each; they hide the text in this order, block by block,
+    and never the prompt.
 
-    An autoregressive model's first token behind the prompt is chosen in a pass over the prompt,
-    not in one of decoding, and its logits are not handed out.
+    An autoregressive model's first token after the prompt is chosen in the pass over the prompt,
+    not in a decoding pass, so its logits are not reported.
     """
 
     token_ids: Sequence[int]
@@ -41,7 +41,7 @@ class ForcedText:
     masks: tuple[BoolArray, ...] = ()
 
     def check(self, writes_in_order: bool) -> None:
-        """Raise UsageError for a text that a model of this kind cannot read."""
+        """Raise UsageError for a text that such a model cannot read."""
         num_tokens = len(self.token_ids)
         num_least = self.num_context + (2 if writes_in_order else 1)
         if self.num_context < 1 or num_tokens < num_least:

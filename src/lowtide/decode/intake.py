@@ -1,7 +1,7 @@
-"""From what a user asks to requests that a decoder can run, or a refusal.
+"""Turns prompts and parameters into requests that a decoder can run, or refuses them.
 
-Prompts become token ids, parameters get the family's published defaults. Nothing here touches a
-weight or a running sequence.
+Prompts become token ids; parameters get the family's published defaults. No weight and no running
+sequence is used.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Intake:
-    """Makes requests for one model. `seed` is for those that bring none."""
+    """Makes requests for one model. seed: used where parameters have none."""
 
     config: ModelConfig
     tokenizer: Tokenizer | None
@@ -50,12 +50,12 @@ class Intake:
         params: SamplingParams | Sequence[SamplingParams],
         is_raw: bool = False,
     ) -> list[Request]:
-        """Make a request for each answer, `n` to each prompt, prompt by prompt.
+        """Make `n` requests for each prompt, prompt by prompt.
 
-        is_raw: prompts get no template, and thoughts are not told apart from answers. Under one
-        `params` for all, prompt i draws with `seed + i`, so that equal prompts differ; in a list of
-        them each prompt has its own seed. The first answer draws with that seed, the others with
-        seeds made of it. Raises UsageError or PlanError for what cannot be honoured.
+        is_raw: no chat template, and thoughts are not separated from answers. With one `params` for
+        all, prompt i draws with `seed + i`, so that equal prompts differ; in a list each prompt has
+        its own seed. A prompt's first answer uses its seed, the others seeds derived from it.
+        Raises UsageError or PlanError for a request that cannot be fulfilled.
         """
         if isinstance(params, SamplingParams):
             first = self.seed if params.seed is None else params.seed
@@ -72,7 +72,7 @@ class Intake:
         ]
 
     def check_ids(self, token_ids: Sequence[int]) -> None:
-        """Raises UsageError for no ids, or one that is out of range."""
+        """Raise UsageError for an empty list or an id out of range."""
         vocab_size = self.config.vocab_size
         if not len(token_ids):
             raise UsageError("The prompt is empty; give at least one token.")
@@ -82,10 +82,10 @@ class Intake:
                 raise UsageError(f"Prompt id {token_id!r} is not one of 0 to {vocab_size - 1}.")
 
     def check_fits(self, num_prompt: int, max_tokens: int, block_length: int) -> None:
-        """Raise PlanError where prompt and new tokens exceed the context or the model's positions.
+        """Raise PlanError if prompt and new tokens exceed the context or the model's positions.
 
-        A context is counted in whole blocks. The published code of bidirectional models takes texts
-        of any length: beyond their positions this is said once, and nothing is refused.
+        The context is counted in whole blocks. Bidirectional models' published code accepts texts
+        of any length, so exceeding their positions only causes a warning.
         """
         if (
             num_prompt + max_tokens > self.config.max_positions
@@ -115,7 +115,7 @@ class Intake:
             )
 
     def check_block_length(self, block_length: int) -> None:
-        """Raises UsageError for one that a pass or the model's routing does not allow."""
+        """Raise UsageError for a block length that a pass or the model's routing does not allow."""
         experts = self.config.experts
         window = experts.window_tokens if experts and experts.capacity else 1
         if block_length > self.max_block_length:
@@ -129,7 +129,7 @@ class Intake:
             )
 
     def _samples(self, token_ids: list[int], asked: SamplingParams, is_raw: bool) -> list[Request]:
-        """The `n` requests of one prompt."""
+        """Return the `n` requests of one prompt."""
         params = self._resolved(self._with_length(asked, len(token_ids)))
         self._check_room(len(token_ids), params)
         if params.stop_strings:
@@ -147,10 +147,10 @@ class Intake:
         ]
 
     def _with_length(self, asked: SamplingParams, num_prompt: int) -> SamplingParams:
-        """Return `asked` with as many new tokens as the context leaves, if it names no number.
+        """Return `asked` with `max_tokens` set: by default all that the context leaves.
 
-        A canvas, which is computed whole, is no longer than its default. Raises PlanError for a
-        prompt that leaves no room for any.
+        A canvas is computed whole, so its default is the published length. Raises PlanError for a
+        prompt that leaves no room.
         """
         if asked.max_tokens is not None:
             return asked
@@ -165,7 +165,7 @@ class Intake:
         return replace(asked, max_tokens=min(canvas, room))
 
     def _check_block_fits(self, num_prompt: int, asked: SamplingParams) -> None:
-        """Raises PlanError where there is room for new tokens, and not for a block of them."""
+        """Raise PlanError if there is room for new tokens but not for a whole block."""
         unset = replace(asked.diffusion, block_length=None)
         free = self.max_new_tokens(num_prompt, replace(asked, diffusion=unset))
         if free > 0:
@@ -176,21 +176,21 @@ class Intake:
             )
 
     def max_new_tokens(self, num_prompt: int, asked: SamplingParams) -> int:
-        """Return how many tokens context and positions leave for an answer behind a prompt.
+        """Return the number of tokens that context and positions leave for an answer.
 
-        0 or less for a prompt that is too long itself.
+        It is 0 or less if the prompt itself is too long.
         """
         return self.kind.max_new_tokens(
             num_prompt, asked.diffusion, self.context, self.config.max_positions
         )
 
     def _check_room(self, num_prompt: int, params: SamplingParams) -> None:
-        """Raises PlanError where an answer does not fit."""
+        """Raise PlanError if an answer does not fit."""
         self.check_fits(num_prompt, params.most_tokens, self.kind.room_unit(params.diffusion))
         self.kind.check_room(num_prompt, params, self.context)
 
     def in_force(self, asked: SamplingParams) -> SamplingParams:
-        """Return `asked` with this model's defaults where nothing was asked, the length excepted.
+        """Return `asked` with the model's defaults for unset parameters, except the length.
 
         Raises UsageError or UnsupportedError for options that this model does not have.
         """
@@ -198,13 +198,13 @@ class Intake:
         return replace(self._resolved(asked), seed=seed)
 
     def answer_fields(self) -> tuple[str, ...]:
-        """Names of the parameters that an answer of this model has; some belong to one rule."""
+        """Return the names of the parameters that this model has; some belong to one rule."""
         own = [name for name in field_names(SamplingParams) if name != "diffusion"]
         named = [*own, *field_names(DiffusionParams)]
         return tuple(name for name in named if name not in self.kind.absent_fields)
 
     def _resolved(self, params: SamplingParams) -> SamplingParams:
-        """`params` with the family's published defaults where nothing was asked."""
+        """Return `params` with the family's published defaults for unset parameters."""
         check_kind(params, self.config.architecture, self.config.decoding.writes_in_order)
         if params.ignore_eos and params.diffusion.eos_early_stop:
             raise UsageError(
@@ -225,12 +225,11 @@ class Intake:
         adds_special: bool = True,
         most: int | None = None,
     ) -> list[int]:
-        """Return a prompt's ids.
+        """Return a prompt's token ids.
 
-        A text is a user's message, where the model has a chat template; with `is_raw` it is taken
-        as it is, behind the tokens that the tokenizer adds. Raises UsageError for an empty prompt,
-        for text without a tokenizer and, as soon as it is certain, for text of more than `most`
-        tokens.
+        A text becomes a user message if the model has a chat template. With `is_raw` it is encoded
+        as it is, after the tokens that the tokenizer adds. Raises UsageError for an empty prompt,
+        for text without a tokenizer, and as soon as a text certainly exceeds `most` tokens.
         """
         if isinstance(prompt, str):
             tokenizer = self._needed_tokenizer()
@@ -249,7 +248,7 @@ class Intake:
     def chat(
         self, messages: Messages, template_options: Mapping[str, object], most: int | None = None
     ) -> list[int]:
-        """A conversation's ids, by the model's chat template. Raises UsageError, also without one.
+        """Encode a conversation by the model's chat template. Raise UsageError, also without one.
 
         template_options: further variables of the template, such as `enable_thinking`.
         """
@@ -268,7 +267,7 @@ class Intake:
 
 
 def sample_seed(seed: int, sample: int) -> int:
-    """The seed of one answer of several to a prompt that draws with `seed`: the first has that."""
+    """Return the seed of one of several answers to a prompt; the first uses `seed` itself."""
     if not sample:
         return seed
     [word] = np.random.SeedSequence((seed, sample)).generate_state(1, np.uint64)

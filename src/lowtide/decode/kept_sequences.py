@@ -1,8 +1,8 @@
-"""Finished sequences whose keys and values are kept, and what a new request takes over of them.
+"""Reuse of finished sequences' KV cache by new requests.
 
-A conversation's next turn begins with all of the turn before: it takes that range over in place.
-One that shares only a beginning with another, such as a system prompt, gets a copy of it, so that
-both go on. Ranges are dropped by `KVCache`, the conversation that was longest not used first.
+A conversation's next turn begins with the whole previous turn and takes over its range in place. A
+request that shares only a beginning, such as a system prompt, gets a copy, so that both remain
+usable. `KVCache` drops ranges, least recently used first.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from lowtide.files.kept_file import num_common
 from lowtide.memory.kv_cache import KVCache, KVRange
 
 MIN_SHARED_TOKENS = 16
-"""Fewer, such as a beginning-of-text token, are computed rather than copied."""
+"""Shorter common beginnings are computed again: a copy would not pay."""
 
 MIN_AWAITED_TOKENS = 64
-"""Fewer are computed rather than waited for, while another request computes them."""
+"""A request waits if another one is computing at least this many common tokens."""
 
 TEMPLATE_TOKENS = 8
-"""At the end of a prompt, that a chat template may leave out once there is an answer behind it."""
+"""Tokens at a prompt's end that a chat template may drop once an answer follows."""
 
 
 class Running(Protocol):
-    """A sequence of which the first `num_cached` tokens have keys and values.
+    """A sequence whose first `num_cached` tokens have keys and values.
 
-    num_exact: those computed as for a request that is alone, in whole passes of the most rows.
-    num_resumed: those that were there when it was started. has_begun: set by its first pass.
+    num_exact: tokens computed as for a request alone, in whole passes of the most rows.
+    num_resumed: tokens reused at its start. has_begun: set by its first pass.
     """
 
     kv: KVRange
@@ -50,7 +50,7 @@ class Running(Protocol):
 
     @property
     def num_known(self) -> int:
-        """Its first tokens that will not change any more."""
+        """Leading tokens that are final."""
         ...
 
     @property
@@ -64,13 +64,13 @@ class Running(Protocol):
 
     @property
     def num_block_passes(self) -> int | None:
-        """Passes over its active block so far; None where there are no blocks."""
+        """Passes over the active block so far; None if the kind has no blocks."""
         ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KeptSequence:
-    """The tokens [n] of a finished sequence, whose keys and values are in `kv`."""
+    """Tokens [n] of a finished sequence; their keys and values are in `kv`."""
 
     tokens: IntArray
     num_prompt: int
@@ -79,7 +79,7 @@ class KeptSequence:
 
 
 class _Beginning(NamedTuple):
-    """What a request may begin with: `num_tokens` of a range. kept: whose it is, if finished."""
+    """A reusable beginning: `num_tokens` of a range. kept: its finished owner, if any."""
 
     num_tokens: int
     kv: KVRange
@@ -87,7 +87,7 @@ class _Beginning(NamedTuple):
 
     @property
     def is_same_conversation(self) -> bool:
-        """Whether nothing of the kept one is lost but its last answer."""
+        """True if reuse in place would lose nothing but the kept sequence's last answer."""
         if self.kept is None:
             return False
         num_own = min(self.kept.num_prompt, len(self.kept.tokens))
@@ -96,9 +96,9 @@ class _Beginning(NamedTuple):
 
 
 class KeptSequences:
-    """Owns what is kept beyond the requests of one decoder. Between passes only.
+    """Owns the finished sequences that one decoder keeps. Used between passes only.
 
-    stored: where it is also written to and looked for; None: in memory alone.
+    stored: also keeps them in files; None: in memory only.
     """
 
     stored: StoredSequences | None = None
@@ -112,7 +112,7 @@ class KeptSequences:
     def begin(
         self, request: Request, num_tokens: int, running: Sequence[Running]
     ) -> tuple[KVRange, int]:
-        """Return a range of at least `num_tokens` tokens, and how many of them are computed.
+        """Return a range for at least `num_tokens` tokens and the number already computed.
 
         Raises as `KVCache.allocate`.
         """
@@ -124,9 +124,9 @@ class KeptSequences:
         return self._kv_cache.allocate(num_tokens), 0
 
     def is_being_computed(self, request: Request, running: Sequence[Running]) -> bool:
-        """Return True if a running request will soon have computed more of this one's beginning.
+        """Return True if a running request will soon have more of this request's beginning.
 
-        Of several answers to one prompt, all but the first wait for that.
+        So of several answers to one prompt, all but the first wait.
         """
         if self._reuse is Reuse.OFF:
             return False
@@ -143,7 +143,7 @@ class KeptSequences:
         return any(num_common(tokens, prompt) >= worth for tokens, worth in unread)
 
     def end(self, sequence: Running) -> None:
-        """Keeps what of a sequence may be of use, in place of what it makes superfluous."""
+        """Keep a finished sequence if it may be useful, replacing sequences it contains."""
         tokens = sequence.tokens[: self._num_reusable(sequence)].copy()
         if self._reuse is Reuse.OFF or len(tokens) < MIN_SHARED_TOKENS:
             self._kv_cache.free(sequence.kv)
@@ -163,18 +163,18 @@ class KeptSequences:
             self.stored.offer(tokens, block_length, sequence.kv)
 
     def clear(self) -> None:
-        """Gives back all that is kept."""
+        """Free everything kept."""
         for kept in self._living():
             self._kv_cache.free(kept.kv)
         self._kept.clear()
 
     def note_pass(self, sequence: Running, first: int, stop: int) -> None:
-        """After a pass of this sequence alone, over final tokens from `first` to `stop`."""
+        """Record a pass of this sequence alone over final tokens from `first` to `stop`."""
         if first == sequence.num_exact and stop - first == self._whole_rows(sequence.request):
             sequence.num_exact = stop
 
     def _taken_over(self, source: _Beginning, num_tokens: int) -> KVRange:
-        """A range of at least `num_tokens` tokens that begins as `source` does."""
+        """Return a range of at least `num_tokens` tokens that begins like `source`."""
         cache, shared, kv, kept = self._kv_cache, *source
         if kept is not None and (
             source.is_same_conversation or not cache.can_branch(kv, num_tokens)
@@ -185,7 +185,7 @@ class KeptSequences:
         return cache.branch(kv, shared, num_tokens)
 
     def _best_source(self, request: Request, running: Sequence[Running]) -> _Beginning | None:
-        """Where most of a request's beginning is: where several have as much, the last used."""
+        """Return the longest reusable beginning; of equals, the last used."""
         if self._reuse is Reuse.OFF:
             return None
         prompt, unit = self._beginning(request)
@@ -199,7 +199,7 @@ class KeptSequences:
     def _restored(
         self, request: Request, num_tokens: int, running: Sequence[Running]
     ) -> tuple[KVRange, int] | None:
-        """As `begin`, from a file that has more of the beginning than memory."""
+        """Do as `begin`, from a file that has more of the beginning than memory has."""
         if self.stored is None or self._reuse is Reuse.OFF:
             return None
         here = self._best_source(request, running)
@@ -220,7 +220,7 @@ class KeptSequences:
         return None
 
     def _beginning(self, request: Request) -> tuple[IntArray, int]:
-        """What may be taken over of a prompt, in multiples of how many tokens."""
+        """Return the reusable part of a prompt, and the unit in which it may be cut."""
         prompt = np.asarray(request.prompt, np.int64)
         # A causal model's last token is fed in any case: the next one is chosen by it.
         prompt = prompt[: len(prompt) - (request.block_length == 1)]
@@ -230,7 +230,7 @@ class KeptSequences:
     def _candidates(
         self, block_length: int, running: Sequence[Running]
     ) -> Iterator[tuple[IntArray, KVRange, KeptSequence | None]]:
-        """Tokens whose keys and values are somewhere, and fit blocks of that length."""
+        """Yield the tokens and ranges whose blocks have that length."""
         for sequence in running:
             if sequence.request.block_length == block_length:
                 yield sequence.tokens[: self._num_reusable(sequence)], sequence.kv, None
@@ -239,7 +239,7 @@ class KeptSequences:
                 yield kept.tokens, kept.kv, kept
 
     def _living(self) -> list[KeptSequence]:
-        """Those whose ranges have not given way, oldest first."""
+        """Return the kept sequences whose ranges still exist, oldest first."""
         self._kept = [kept for kept in self._kept if self._kv_cache.is_kept(kept.kv)]
         return self._kept
 
@@ -250,5 +250,5 @@ class KeptSequences:
         return sequence.num_exact if is_exact else sequence.num_cached
 
     def _whole_rows(self, request: Request) -> int:
-        """Rows of the longest pass of such a request alone, in whole blocks."""
+        """Return the rows of the longest pass of such a request alone, in whole blocks."""
         return self._max_rows // request.block_length * request.block_length

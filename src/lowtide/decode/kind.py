@@ -1,8 +1,7 @@
-"""`Kind`: the behaviour of one kind of decoding, whose facts are `config.Decoding`.
+"""Behaviour of one kind of decoding; its facts are `config.Decoding`.
 
-Intake asks a kind for the parameters and the room of an answer, before a model is loaded.
-`BatchDecoder` asks it which rows a pass has and what comes of them. It owns no sequence and no
-memory.
+`Intake` asks a `Kind` for an answer's parameters and room before a model is loaded. `BatchDecoder`
+asks it for the rows of a pass and passes it the results. It owns no sequence and no memory.
 """
 
 from __future__ import annotations
@@ -32,13 +31,13 @@ S = TypeVar("S", bound=Running)
 C = TypeVar("C")  # what a pass chose for one sequence
 
 Blame = Callable[[Iterable[Running]], None]
-"""Called before NumericError is raised, with the sequences for which alone the pass failed."""
+"""Called before NumericError is raised, with the only sequences for which the pass failed."""
 
 
 class Scheduled(NamedTuple, Generic[S]):
-    """One sequence's part of a pass: positions `first` to `stop`, in the rows from `start` on.
+    """One sequence's part of a pass: positions `first` to `stop`, in rows from `start` on.
 
-    With guidance a second copy of the same positions follows the first.
+    With guidance, a second copy of the same positions follows the first.
     """
 
     sequence: S
@@ -49,7 +48,7 @@ class Scheduled(NamedTuple, Generic[S]):
 
     @property
     def length(self) -> int:
-        """Rows of a copy."""
+        """Rows of one copy."""
         return self.stop - self.first
 
     @property
@@ -64,7 +63,7 @@ class Scheduled(NamedTuple, Generic[S]):
 
     @property
     def is_final(self) -> bool:
-        """Return True if none of its tokens can change any more."""
+        """True if all of its tokens are final."""
         return self.stop <= self.sequence.num_known
 
 
@@ -77,9 +76,9 @@ class Schedule(NamedTuple, Generic[S]):
 
 
 class UsualPass(NamedTuple):
-    """A pass of a long answer under the published defaults, from which speed is predicted.
+    """A typical pass of a long answer with published defaults, used to predict speed.
 
-    num_tokens: the least it writes. may_write_more: it writes all tokens that are sure enough.
+    num_tokens: tokens written at least. may_write_more: it writes all confident tokens.
     """
 
     num_rows: int
@@ -90,12 +89,12 @@ class UsualPass(NamedTuple):
 class Kind(abc.ABC, Generic[D, S, C]):
     """One kind of decoding, for a model's facts and its use of the KV cache.
 
-    use_kv_cache: False computes everything again in every pass, as a slow reference.
-    cache_mode: which keys and values outlast a pass of a kind that, in exact mode, keeps none.
+    use_kv_cache: False computes everything in every pass, as a slow reference.
+    cache_mode: which keys and values outlast a pass of a kind that keeps none in exact mode.
     """
 
     absent_fields: frozenset[str]
-    """Parameters that an answer of this kind does not have."""
+    """Parameters that this kind does not have."""
 
     def __init__(
         self,
@@ -109,7 +108,7 @@ class Kind(abc.ABC, Generic[D, S, C]):
 
     @property
     def mask_token_id(self) -> int:
-        """Return the model's mask token, for kinds that need one."""
+        """The model's mask token, for kinds that need one."""
         if self.decoding.mask_token_id is None:
             raise InternalError(f"{type(self).__name__} needs a mask token, and there is none.")
         return self.decoding.mask_token_id
@@ -118,60 +117,60 @@ class Kind(abc.ABC, Generic[D, S, C]):
 
     @abc.abstractmethod
     def resolved(self, asked: SamplingParams, config: ModelConfig) -> SamplingParams:
-        """Return the parameters with the model's own values where none were asked for.
+        """Return the parameters with the model's values for unset ones.
 
-        Raises UsageError or UnsupportedError for what this kind does not have.
+        Raises UsageError or UnsupportedError for parameters that this kind does not have.
         """
 
     def room_unit(self, diffusion: DiffusionParams) -> int:
-        """Return the number of tokens that an answer's room is a multiple of."""
+        """Return the unit, in tokens, in which an answer takes room."""
         return diffusion.block_length or self.decoding.block_length
 
     def max_new_tokens(
         self, num_prompt: int, diffusion: DiffusionParams, context: int, max_positions: int
     ) -> int:
-        """Return the longest answer that context and positions leave; below 0 if none."""
+        """Return the longest answer that context and positions allow; negative if none."""
         return min(align_up(context, self.room_unit(diffusion)), max_positions) - num_prompt
 
     def check_room(self, num_prompt: int, params: SamplingParams, context: int) -> None:
-        """Check room that an answer takes beside its own tokens; raise PlanError if it is short."""
+        """Raise PlanError if there is no room for what an answer needs beside its own tokens."""
 
     def logit_needs(self, diffusion: DiffusionParams) -> LogitNeeds:
-        """Return the statistics that a pass needs of its rows beside their arg-max."""
+        """Return the statistics of logits that a pass needs beside the arg-max."""
         return LogitNeeds(False, False, False)
 
     @abc.abstractmethod
     def usual_pass(self, context: int) -> UsualPass:
-        """Return the pass from which the speed of answers is predicted."""
+        """Return the pass by which the speed of answers is predicted."""
 
     def num_tokens(self, request: Request) -> int:
         """Return the most tokens of the KV cache that a request can take."""
         return request.canvas_length
 
     def room_tokens(self, request: Request, num_first: int) -> int:
-        """Return the room that a request takes at once for its first `num_first` tokens."""
+        """Return the tokens that a request occupies at once for its first `num_first` tokens."""
         return min(self.num_tokens(request), align_up(num_first, request.block_length))
 
     # Passes.
 
     @abc.abstractmethod
     def begin(self, request: Request) -> S:
-        """Make the sequence of a request, which has no room yet."""
+        """Make a request's sequence, without room in the KV cache yet."""
 
     @abc.abstractmethod
     def schedule(self, running: Sequence[S], max_rows: int, share: PromptShare) -> Schedule[S]:
-        """Choose which sequences take part in the next pass, with at most `max_rows` rows."""
+        """Choose the sequences of the next pass, with at most `max_rows` rows."""
 
     def end_tokens(self, turn: Scheduled[S]) -> int:
-        """Return the number of tokens whose keys and values a turn writes or sees."""
+        """Return the number of tokens whose keys and values a turn writes or reads."""
         return turn.stop
 
     @abc.abstractmethod
     def pass_rows(self, turn: Scheduled[S]) -> PassRows:
-        """Say what each row of a turn is for, for all its copies."""
+        """Return the kind of each row of a turn, for all its copies."""
 
     def copies(self, turn: Scheduled[S]) -> list[tuple[IntArray, Segment]]:
-        """Return each copy's tokens with the segment that says what they see."""
+        """Return each copy's tokens, with the segment that says which tokens they attend to."""
         sequence, first, stop, start, _ = turn
         segment = Segment(start, turn.end, first, sequence.block_length, sequence.kv)
         return [(sequence.tokens[first:stop], segment)]
@@ -184,23 +183,23 @@ class Kind(abc.ABC, Generic[D, S, C]):
     def choose(
         self, model: Model, hidden: Tensor, turns: Sequence[Scheduled[S]], blame: Blame
     ) -> list[C | None]:
-        """Choose what each turn's sequence writes; None for a turn that only filled the cache.
+        """Choose what each turn's sequence writes; None if the turn only filled the cache.
 
         Raises NumericError for logits that are not finite, after calling `blame`.
         """
 
     @abc.abstractmethod
     def written(self, turn: Scheduled[S], choice: C | None) -> list[Event]:
-        """Advance a turn's sequence after its pass, by what was chosen."""
+        """Advance a turn's sequence by its choice after the pass."""
 
     def paused(self, sequence: S) -> None:
-        """Reset what a sequence knew from keys and values that it has lost."""
+        """Reset what a sequence derived from keys and values that it has lost."""
 
     # Texts that are there already.
 
     @abc.abstractmethod
     def forced(self, text: ForcedText, on_logits: OnLogits) -> Kind[D, S, C]:
-        """Return this kind for a single request whose tokens are given instead of chosen."""
+        """Return this kind for one request whose tokens are given instead of chosen."""
 
 
 def callers(sequences: Iterable[Running]) -> set[int]:

@@ -1,4 +1,4 @@
-"""The table of kinds: facts in `config.Decoding`, behaviour in a `Kind`."""
+"""Table of the kinds of decoding: facts in `config.Decoding` -> behaviour in a `Kind`."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ _kinds: dict[type[Decoding], type[Kind[Any, Any, Any]]] = {
 
 
 def register_kind(facts: type[Decoding], kind: type[Kind[Any, Any, Any]]) -> None:
-    """Have models with these facts decode so; raise ValueError for facts that have a kind."""
+    """Register the kind for models with these facts; raise ValueError if they have one."""
     if facts in _kinds:
         raise ValueError(f"{facts.__name__} has a kind: {_kinds[facts].__name__}.")
     _kinds[facts] = kind
 
 
 def unregister_kind(facts: type[Decoding]) -> None:
-    """Forget the kind of these facts; raise KeyError if there is none."""
+    """Remove the kind of these facts; raise KeyError if there is none."""
     del _kinds[facts]
 
 
 def make_kind(
     decoding: Decoding, use_kv_cache: bool = True, cache_mode: CacheMode = CacheMode.EXACT
 ) -> Kind[Any, Any, Any]:
-    """Make the behaviour for a model's facts; see `Kind` for the other parameters."""
+    """Make the kind for a model's facts; `Kind` explains the other parameters."""
     return _kinds[type(decoding)](decoding, use_kv_cache, cache_mode)

@@ -1,8 +1,9 @@
-"""What tokens are chosen from: rows of logits in host memory, or no more than their arg-max.
+"""Rows of logits from which tokens are chosen, or only their arg-max, in host memory.
 
-A pass of a large vocabulary makes more bytes of logits than it reads of most layers, and the host
-is slow with them: 16 rows of 157,184 tokens take it 3 ms to fetch and 11 ms to look through. So
-logits of a GPU stay there, and only rows that are drawn from or changed on the host cross.
+For a large vocabulary a pass makes more bytes of logits than most layers' weights have, and the
+host
+is slow with them: 16 rows of 157,184 tokens take 3 ms to fetch and 11 ms to search. So a GPU's
+logits stay there; only rows that the host draws from or changes are copied.
 """
 
 from __future__ import annotations
@@ -23,27 +24,27 @@ from lowtide.memory.pinned_copies import to_device, wait_for
 from lowtide.memory.workspace import tiles
 
 LOGIT_ROWS = 32
-"""Rows whose logits exist at a time (and up to 15 more, see `tiles`)."""
+"""Rows whose logits exist at once (and up to 15 more, see `tiles`)."""
 
 ROW_MULTIPLE = 4
-"""Logits are computed for such multiples of rows, the last row repeated, where the row counts in
-between may change the last bit of a product: a row's logits could depend on its neighbours."""
+"""Logits are computed for multiples of this many rows, repeating the last, where a row's last bit
+may otherwise depend on the number of rows and so on its neighbours."""
 
 
 class Model(Protocol):
-    """What decoding asks of a model."""
+    """The model as decoding sees it."""
 
     def forward(self, batch: Batch) -> Tensor:
         """Return hidden states [rows, hidden], valid until the next `forward`.
 
-        Keys and values of all rows are written to their sequences' ranges.
+        Writes the keys and values of all rows to their sequences' ranges.
         """
         ...
 
     def mixes_rows(self, hidden: Tensor) -> bool:
-        """Return True if the bits of a row's logits may depend on the number of rows.
+        """Return True if a row's logit bits may depend on the number of rows.
 
-        Compared are hidden [n, hidden] and the next multiple of `ROW_MULTIPLE` rows.
+        Compares hidden [n, hidden] with the next multiple of `ROW_MULTIPLE` rows.
         """
         ...
 
@@ -57,15 +58,15 @@ class Model(Protocol):
     def row_statistics(
         self, hidden: Tensor, rows: Tensor, wanted: Wanted, guidance: Guidance | None = None
     ) -> RowStatistics:
-        """Statistics of the logits of hidden[rows], rows [n] int64; valid until the next call."""
+        """Return statistics of hidden[rows]' logits, rows [n] int64; valid until the next call."""
         ...
 
 
 def rows_that_predict(positions: IntArray, logits_shift: int) -> IntArray:
-    """The positions whose hidden states give the logits of `positions`.
+    """Return the positions whose hidden states give the logits of `positions`.
 
-    With a shift of 1 that is the one before; the first has only itself. Source: Dream's published
-    code, which shifts the logits of a whole sequence: [l_0, l_0, l_1, ...].
+    With a shift of 1 it is the position before; the first has only itself. Source: Dream's
+    published code, which shifts the logits of a whole sequence: [l_0, l_0, l_1, ...].
     """
     rows: IntArray = np.maximum(positions - logits_shift, 0)
     return rows
@@ -74,12 +75,11 @@ def rows_that_predict(positions: IntArray, logits_shift: int) -> IntArray:
 def tiled_logits(
     model: Model, hidden: Tensor, rows: IntArray, needs_logits: BoolArray
 ) -> Iterator[tuple[slice, Tensor | ArgMax]]:
-    """Yield logits of `hidden[rows]` part by part: (a slice of `rows`, logits or arg-max).
+    """Yield logits of `hidden[rows]` in parts: (a slice of `rows`, logits or arg-max).
 
-    Logits are float32 [part, vocab] in host memory, valid until the next part, and the caller may
-    overwrite them. Rows on a GPU that are not `needs_logits`, bool [rows], get their arg-max. The
-    host waits for a GPU once, and once more for every tile of rows but the last in which logits are
-    needed.
+    Logits are float32 [part, vocab] in host memory, valid until the next part; they may be
+    overwritten. On a GPU, rows not marked in `needs_logits`, bool [rows], get only their arg-max.
+    The host waits for the GPU once, and once more for each further tile with marked rows.
     """
     computed = _computed(model, hidden, rows)
     if hidden.device.type == "cuda":
@@ -88,7 +88,7 @@ def tiled_logits(
 
 
 def _computed(model: Model, hidden: Tensor, rows: IntArray) -> Iterator[tuple[slice, Tensor]]:
-    """Logits of `hidden[rows]`, where the model computes, tile by tile."""
+    """Yield the logits of `hidden[rows]` tile by tile, on the model's device."""
     num_more = -len(rows) % ROW_MULTIPLE if model.mixes_rows(hidden[: len(rows)]) else 0
     padded = np.pad(rows, (0, num_more), mode="edge") if num_more else rows
     [there] = to_device(hidden.device, torch.from_numpy(padded))
@@ -101,7 +101,7 @@ def _computed(model: Model, hidden: Tensor, rows: IntArray) -> Iterator[tuple[sl
 def _on_host(
     computed: Iterator[tuple[slice, Tensor]], device: torch.device, needs_logits: BoolArray
 ) -> Iterator[tuple[slice, Tensor | ArgMax]]:
-    """What the host needs of a GPU's logits, with as few waits as the room for logits allows."""
+    """Copy the needed part of a GPU's logits, with as few waits as the buffer allows."""
     num_rows = len(needs_logits)
     best = torch.empty((num_rows, 3), dtype=torch.float64, device=device)
     host_best = torch.empty((num_rows, 3), dtype=torch.float64, pin_memory=True)

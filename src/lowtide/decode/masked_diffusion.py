@@ -1,10 +1,13 @@
-"""Masked diffusion: an answer of masks, filled in any order by a model that sees all of it.
+"""Masked diffusion: a masked answer, filled in any order by a model that sees all of it.
 
-Every position of such a model sees every other, so nothing of a pass can be kept for the next:
-each feeds a sequence whole, and with guidance a second time without its prompt. Keeping keys and
-values nevertheless, while a block is filled, is an approximation (`core.CacheMode`): then only the
-first pass of a block is whole. Logits are computed only of what may still change. Many sequences,
-each at its own step, share a pass.
+Every position of such a model sees every other, so nothing of a pass is valid in the next. Each
+pass computes the whole sequence, and with guidance a second copy without the prompt.
+
+Other cache modes (`core.CacheMode`) approximate: they keep keys and values while a block is filled,
+and only the block's first pass is whole.
+
+Logits are computed only for positions that may still change. Sequences at different steps share a
+pass.
 """
 
 from __future__ import annotations
@@ -49,10 +52,10 @@ from lowtide.params import (
 
 
 class MaskedDiffusion(Kind[Canvas, MaskedSequence, Candidates]):
-    """An answer of masks over a bidirectional model.
+    """Fills a masked answer with a bidirectional model.
 
-    In exact mode the KV cache holds what a layer needs of a pass and nothing longer; in others it
-    has room for all layers.
+    In exact mode the KV cache holds only what one layer needs during a pass; in other modes it has
+    room for all layers.
     """
 
     absent_fields = frozenset({*AUTOREGRESSIVE_ONLY, *masked_options.FOR_REWRITING})
@@ -76,7 +79,7 @@ class MaskedDiffusion(Kind[Canvas, MaskedSequence, Candidates]):
         return room - room % (diffusion.block_length or 1)
 
     def check_room(self, num_prompt: int, params: SamplingParams, context: int) -> None:
-        """Check the room of the second sequence that guidance computes."""
+        """Raise PlanError if the second sequence that guidance computes does not fit."""
         needed = 2 * align_up(num_prompt + params.most_tokens, GRANULE_TOKENS)
         if params.diffusion.cfg_scale and needed > align_up(context, GRANULE_TOKENS):
             raise PlanError(
@@ -130,7 +133,7 @@ class MaskedDiffusion(Kind[Canvas, MaskedSequence, Candidates]):
     def _fed(self, sequence: MaskedSequence) -> tuple[int, int]:
         """Return the range of positions that a sequence's next pass computes.
 
-        Of all others it finds keys and values as the block's first pass left them.
+        Other positions keep the keys and values from the block's first pass.
         """
         length, block = len(sequence.tokens), sequence.active_block
         if self.cache_mode is CacheMode.EXACT or not sequence.num_block_passes:
@@ -140,14 +143,14 @@ class MaskedDiffusion(Kind[Canvas, MaskedSequence, Candidates]):
         return first, block.stop if self.cache_mode is CacheMode.DUAL else length
 
     def pass_rows(self, turn: Scheduled[MaskedSequence]) -> PassRows:
-        """Mark a block's first pass as kept where its keys and values serve the later ones."""
+        """Mark a block's first pass as kept if later passes use its keys and values."""
         is_kept = self.cache_mode is not CacheMode.EXACT and not turn.sequence.num_block_passes
         kind, num_rows = RowKind.COMMIT if is_kept else RowKind.DRAFT, turn.end - turn.start
         ids = np.full(num_rows, turn.sequence.request.id)
         return PassRows(ids, np.full(num_rows, kind, np.uint8))
 
     def copies(self, turn: Scheduled[MaskedSequence]) -> list[tuple[IntArray, Segment]]:
-        """Return the sequence and, under guidance, the sequence without its prompt."""
+        """Return the sequence and, with guidance, the sequence without its prompt."""
         sequence, first, stop, _, num_copies = turn
         texts, length = (sequence.tokens, sequence.unconditional_tokens()), len(sequence.tokens)
         return [
@@ -238,7 +241,7 @@ class MaskedDiffusion(Kind[Canvas, MaskedSequence, Candidates]):
 
 @contextmanager
 def _choosing_for(sequence: MaskedSequence, blame: Blame) -> Iterator[None]:
-    """Blame this sequence alone for logits that are not finite."""
+    """Blame only this sequence for logits that are not finite."""
     try:
         yield
     except NumericError:
@@ -255,7 +258,7 @@ def _rows(turn: Scheduled[MaskedSequence], logits_shift: int) -> Rows:
 
 
 def _read_alike(turns: Sequence[Scheduled[MaskedSequence]]) -> dict[tuple[bool, bool], list[int]]:
-    """Group turns whose logits are read alike: (is guided, needs whole logits) to turns."""
+    """Group turns whose logits are read alike: (is guided, needs whole logits) -> turns."""
     alike: dict[tuple[bool, bool], list[int]] = {}
     for index, turn in enumerate(turns):
         kind = (turn.num_copies > 1, turn.sequence.reading.needs_logits)
@@ -272,7 +275,7 @@ def _wanted(turns: Sequence[Scheduled[MaskedSequence]]) -> Wanted:
 
 
 def _joined(rows: Sequence[Rows]) -> Rows:
-    """Join rows that are all guided, or none of them."""
+    """Concatenate rows that are all guided or all not."""
     own = np.concatenate([each.own for each in rows])
     others = [each.other for each in rows if each.other is not None]
     factors = [each.factors for each in rows if each.factors is not None]
@@ -282,12 +285,12 @@ def _joined(rows: Sequence[Rows]) -> Rows:
 
 
 def _num_copies(diffusion: DiffusionParams) -> int:
-    """Return how often a pass feeds a sequence: twice under guidance."""
+    """Return the copies of a sequence in a pass: two with guidance."""
     return 2 if diffusion.cfg_scale else 1
 
 
 class _Forced(MaskedDiffusion):
-    """Reads one given text."""
+    """Reads a given text."""
 
     def __init__(self, text: ForcedText, on_logits: OnLogits, kind: MaskedDiffusion) -> None:
         super().__init__(kind.decoding, kind.use_kv_cache, kind.cache_mode)
@@ -298,7 +301,7 @@ class _Forced(MaskedDiffusion):
 
 
 class _ForcedSequence(MaskedSequence):
-    """A text whose tokens behind the prompt are hidden by one mask after the other."""
+    """A given text whose tokens after the prompt are hidden by one mask after another."""
 
     def __init__(
         self, text: ForcedText, on_logits: OnLogits, request: Request, mask_token_id: int

@@ -1,6 +1,6 @@
-"""What a request asks of a bidirectional diffusion model's decoder, with every default filled in.
+"""Complete options of masked diffusion: a request's own, with defaults filled in.
 
-Options that contradict each other, or that mean nothing to these models, are refused by name.
+Options that contradict each other, or have no meaning for these models, are refused by name.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from lowtide.errors import UnsupportedError, UsageError
 from lowtide.params import DiffusionParams, SamplingParams
 
 COUNT_RULES = ("low_confidence", "random")
-"""As many tokens in every step."""
+"""Rules that write equally many tokens in every step."""
 
 RANKED_SHARE_RULES = ("maskgit_plus", "topk_margin", "entropy")
 SHARE_RULES = ("origin", *RANKED_SHARE_RULES)
-"""As many as Dream's falling masked share says."""
+"""Rules that write as many tokens as Dream's falling masked share requires."""
 
 THRESHOLD_RULE = "confidence_threshold"
 FACTOR_RULE = "factor"
@@ -28,26 +28,26 @@ _RULES_OF = {
     "eps": SHARE_RULES,
     "alg_temp": RANKED_SHARE_RULES,
 }
-"""The rules that use each field."""
+"""Field -> the rules that use it."""
 
 FOR_REWRITING = ("edit_threshold", "max_post_steps")
-"""Fields of models that rewrite tokens, which these do not."""
+"""Fields of models that rewrite tokens, which these models do not."""
 
 THRESHOLD, FACTOR, EPS = 0.9, 1.0, 1e-3
 """The values published by Fast-dLLM and Dream, for families that give none themselves."""
 
 MAX_STEPS = 2**16
-"""Most steps of Dream's schedule, unless more tokens are new: the schedule stores each step."""
+"""Most steps of Dream's schedule unless more tokens are new: the schedule stores each step."""
 
 
 def resolve(
     asked: DiffusionParams, defaults: DecodingDefaults, max_tokens: int, architecture: str
 ) -> DiffusionParams:
-    """`asked` with all that its rule needs; what it does not need is `None`.
+    """Return `asked` with all fields that its rule uses; other fields are None.
 
-    `steps` are over the whole answer, a multiple of the number of its blocks, `None` where nothing
-    bounds them. Raises UnsupportedError for what these models cannot do, UsageError for a
-    contradiction.
+    `steps` cover the whole answer and are a multiple of its number of blocks; None if unlimited.
+    Raises UnsupportedError for options that these models do not have, UsageError for contradictory
+    ones.
     """
     rule = asked.remasking or defaults.remasking
     _check_fields(asked, rule, architecture)
@@ -66,9 +66,9 @@ def resolve(
 
 
 def with_early_stop(params: SamplingParams) -> SamplingParams:
-    """Return `params` with `eos_early_stop` set where it was left open.
+    """Return `params` with `eos_early_stop` set if it was unset.
 
-    It saves passes behind the end token where they cannot change the answer, which editing can.
+    It saves passes after the end token where they cannot change the answer; editing can.
     """
     diffusion = params.diffusion
     if diffusion.eos_early_stop is not None:

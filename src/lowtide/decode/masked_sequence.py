@@ -1,7 +1,6 @@
-"""One request of masked diffusion: its state on the way.
+"""State of one masked diffusion request.
 
-Which tokens are written when is decided here (by the rules of `remasking.py`), for one sequence,
-without knowing the model or other sequences.
+Applies the rules of `remasking.py` to one sequence; knows nothing of the model or other sequences.
 """
 
 from __future__ import annotations
@@ -26,10 +25,10 @@ from lowtide.decode.unmask import num_scheduled
 
 
 class MaskedSequence(DraftSequence):
-    """One running request: its tokens, its active block, and the schedule.
+    """One running request: its tokens, its active block and its schedule.
 
-    `wanted` are the positions, ascending, that the coming pass may write. Blocks begin with the
-    answer. Its parameters are those that `masked_options.resolve` makes.
+    `wanted` are the positions, ascending, that the next pass may write. Blocks begin with the
+    answer. Its parameters come from `masked_options.resolve`.
     """
 
     def __init__(self, request: Request, mask_token_id: int, is_measured_as_drawn: bool) -> None:
@@ -54,17 +53,17 @@ class MaskedSequence(DraftSequence):
 
     @property
     def cfg_scale(self) -> float:
-        """0 is no guidance."""
+        """Strength of guidance; 0 is none."""
         return self.request.params.diffusion.cfg_scale or 0.0
 
     @property
     def num_steps(self) -> int:
-        """Steps taken so far; those of `origin` that write nothing need no pass."""
+        """Steps taken so far, including steps of `origin` that write nothing and need no pass."""
         return self._num_past_steps + self._num_steps
 
     @property
     def reading(self) -> Reading:
-        """What the coming pass asks of its rows."""
+        """How the next pass reads its rows."""
         return Reading(
             self._sampling,
             self._is_measured_as_drawn,
@@ -74,17 +73,17 @@ class MaskedSequence(DraftSequence):
         )
 
     def unconditional_tokens(self) -> IntArray:
-        """The row of tokens without its prompt, for guidance."""
+        """The tokens without the prompt, for guidance."""
         tokens = self.tokens.copy()
         tokens[: len(self.request.prompt)] = self._mask_token_id
         return tokens
 
     def choose(self, logits: Tensor, part: slice) -> Candidates:
-        """Candidates at `wanted[part]`, from their logits [n, vocab]; overwritten."""
+        """Return candidates at `wanted[part]` from their logits [n, vocab]; overwritten."""
         return read_rows(logits, self.reading, self.wanted[part], self.num_steps)
 
     def denoised(self, candidates: Candidates) -> list[Event]:
-        """After a pass: writes what the rule chooses of the candidates at `wanted`."""
+        """Advance after a pass: write the rule's choice of the candidates at `wanted`."""
         is_chosen = self._choose(candidates)
         is_written = is_chosen & (candidates.tokens != self._mask_token_id)
         positions = self.wanted[is_written]
@@ -105,7 +104,7 @@ class MaskedSequence(DraftSequence):
         return events
 
     def restart_block(self) -> None:
-        """As if no pass over the active block had been, whose keys and values are gone."""
+        """Begin the active block's passes again, since its keys and values are gone."""
         self.tokens[self.active_block] = self._mask_token_id
         self._is_masked[self.active_block] = True
         self._num_steps = self.num_block_passes = 0
@@ -114,7 +113,7 @@ class MaskedSequence(DraftSequence):
 
     @property
     def is_expected_to_end(self) -> bool:
-        """Whether the coming pass writes all that is left, as far as its rule alone can say."""
+        """True if the next pass writes everything left, by the rule alone."""
         if self._block_end < len(self.tokens):
             return False
         if self._rule in ("origin", "random") or self._is_over:
@@ -130,22 +129,22 @@ class MaskedSequence(DraftSequence):
     def _is_over(self) -> bool:
         """Return True if the block has had its steps.
 
-        Masks are left where the model predicted masks, which the published decoders hand out; here
-        one more pass writes them, without the mask id among its candidates.
+        The published decoders may leave masks where the model predicted masks. Here one more pass
+        writes them, with the mask id excluded from the candidates.
         """
         return self._has_schedule and self._num_steps >= (self._steps or 0)
 
     def _make_times(self) -> FloatArray:
-        """A block's times in Dream's schedule; torch's rounding decides how many are written."""
+        """Return the times of a block in Dream's schedule; torch's rounding decides the counts."""
         eps = self.request.params.diffusion.eps
         if self._steps is None or eps is None:
             return np.ones(1)
         return torch.linspace(1, eps, self._steps + 1, dtype=torch.float32).double().numpy()
 
     def _next_wanted(self) -> IntArray:
-        """Return the block's masked positions that the next pass computes.
+        """Return the masked positions of the block that the next pass computes.
 
-        They are those that will be written, where the choice needs no output of the model.
+        Only the positions that will be written, if the choice needs no output of the model.
         """
         while True:
             masked = np.flatnonzero(self._is_masked[self.active_block]) + self._block_start
@@ -164,7 +163,7 @@ class MaskedSequence(DraftSequence):
         return remasking.choose_surest(numbers, self._num_due())
 
     def _choose(self, candidates: Candidates) -> BoolArray:
-        """Which of the candidates at `wanted` are written."""
+        """Return which candidates at `wanted` are written, bool [n]."""
         diffusion, rule = self.request.params.diffusion, self._rule
         if self._is_over or rule in ("origin", "random"):
             return np.ones(len(self.wanted), np.bool_)
@@ -183,8 +182,8 @@ class MaskedSequence(DraftSequence):
     def _confidence(self, candidates: Candidates) -> FloatArray:
         """Return the numbers by which the rule ranks candidates.
 
-        Dream's `topk_margin` is the distance from the second best probability, its `entropy` the
-        negative entropy; all other rules take the probability.
+        For Dream's `topk_margin` it is the distance to the second best probability, for `entropy`
+        the negative entropy, else the probability.
         """
         if self._rule == "topk_margin":
             return candidates.margin
@@ -197,13 +196,13 @@ class MaskedSequence(DraftSequence):
         return np.where(is_mask, -np.inf, candidates.probability)
 
     def _num_due(self) -> int:
-        """Tokens that a step of the schedule writes."""
+        """Return the number of tokens that a step of the schedule writes."""
         if self._rule in COUNT_RULES:
             return num_scheduled(self._num_tokens, self._steps or 1, self._num_steps) or 0
         return remasking.num_by_share(self._num_masked, self._times, self._num_steps)
 
     def _num_most(self) -> int | None:
-        """Tokens that a step may write under `confidence_threshold`; `None`: any number."""
+        """Return the most tokens that a `confidence_threshold` step may write; None: no limit."""
         if self._steps is None:
             return None
         num_written = self._num_tokens - self._num_masked
@@ -219,5 +218,5 @@ class MaskedSequence(DraftSequence):
         return int(np.count_nonzero(self._is_masked[self.active_block]))
 
     def _numbers(self, positions: IntArray) -> FloatArray:
-        """Random numbers in [0, 1) of this step, one for each position."""
+        """Return this step's random numbers in [0, 1), one for each position."""
         return uniforms(self._sampling.seed, len(self.tokens), self.num_steps)[positions]

@@ -1,4 +1,4 @@
-"""Penalties: what a text has said already is made less (or more) likely to be said again."""
+"""Penalties that make tokens of the text so far less (or more) likely."""
 
 from __future__ import annotations
 
@@ -11,18 +11,20 @@ from lowtide.params import SamplingParams
 
 
 def has_penalties(params: SamplingParams) -> bool:
-    """Whether `penalise` would change anything."""
+    """Return True if `penalise` would change anything."""
     is_counted = params.presence_penalty or params.frequency_penalty
     return params.repetition_penalty not in (None, 1) or bool(is_counted)
 
 
 def penalise(logits: Tensor, tokens: IntArray, num_prompt: int, params: SamplingParams) -> None:
-    """Changes one row of logits, float32 [vocab], in place.
+    """Apply the penalties to one row of logits, float32 [vocab], in place.
 
-    tokens: the text so far, of which `num_prompt` are the prompt. First the repetition penalty
-    (CTRL, section 4.1), over prompt and answer: divides positive logits and multiplies negative
-    ones; then OpenAI's presence and frequency penalties, over the answer: subtracted once, and
-    once per use.
+    tokens: the text so far; its first `num_prompt` tokens are the prompt.
+
+    First the repetition penalty (CTRL, section 4.1), over prompt and answer, divides positive and
+    multiplies negative logits. Then OpenAI's presence and frequency penalties, over the answer
+    only,
+    are subtracted: once per token, and once per use.
     """
     if params.repetition_penalty is not None:
         said = torch.from_numpy(np.unique(tokens)).to(logits.device)

@@ -1,4 +1,4 @@
-"""Time for prompts beside answers: half of it at most, where they are of different callers."""
+"""Shares time between prompts and answers of different callers: at most half for prompts."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from contextlib import contextmanager
 
 
 class PromptShare:
-    """Chooses passes without prompts, so that one caller's long prompt delays no other's answers.
+    """Chooses passes without prompts, so that a long prompt does not delay other callers' answers.
 
-    Requests of one call delay only each other: their passes are the same as without a clock, so a
-    batch's words never depend on time.
+    Requests of one call share passes without a clock, so a batch's words never depend on time.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -22,7 +21,7 @@ class PromptShare:
     def holds_back(self, prompts: Collection[int], answers: Collection[int]) -> bool:
         """Return True if the next pass should have no prompt rows.
 
-        prompts, answers: the callers of requests that have a prompt left, and of those that write.
+        prompts: callers of requests with a prompt left. answers: callers of requests that write.
         """
         self._is_contended = bool(prompts and answers) and len({*prompts, *answers}) > 1
         if not self._is_contended:
@@ -31,7 +30,7 @@ class PromptShare:
 
     @contextmanager
     def measured(self, has_prompts: bool) -> Iterator[None]:
-        """Around a pass."""
+        """Measure the pass in this context."""
         if not self._is_contended:
             yield
             return

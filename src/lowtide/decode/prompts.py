@@ -1,4 +1,4 @@
-"""What may be given as a prompt, or as several, and how one is told from the other."""
+"""Accepted forms of prompts, and how one prompt is told from a list."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Prompt = str | TokenIds | Messages
 
 
 def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """A list of prompts, from one or from a list of them; a 2-D array has one in each row.
+    """Return a list of prompts, from one or from a list; a 2-D array has one in each row.
 
     Raises UsageError for anything else.
     """
@@ -29,7 +29,7 @@ def as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 
 
 def one_prompt(prompt: Prompt) -> Prompt:
-    """The prompt itself. Raises UsageError for a list of them."""
+    """Return a single prompt. Raise UsageError for a list of prompts."""
     if is_one(prompt):
         return prompt
     raise UsageError(
@@ -39,7 +39,7 @@ def one_prompt(prompt: Prompt) -> Prompt:
 
 
 def one_text_of_ids(token_ids: TokenIds | str) -> list[int]:
-    """Ids as a list. Raises UsageError for text, and for lists of ids where one is meant."""
+    """Return ids as a list. Raise UsageError for text and for several lists of ids."""
     if isinstance(token_ids, str):
         raise UsageError(
             f"Token ids are wanted here, not the text {token_ids[:40]!r}: give llm.token_ids(text)."
@@ -54,7 +54,7 @@ def one_text_of_ids(token_ids: TokenIds | str) -> list[int]:
 
 
 def is_one(prompt: object) -> bool:
-    """Whether this is one prompt. Raises UsageError for what is neither that nor a list."""
+    """Return True for one prompt, False for a list. Raise UsageError for anything else."""
     if isinstance(prompt, str) or is_chat(prompt):
         return True
     if isinstance(prompt, np.ndarray | Tensor):
@@ -64,13 +64,13 @@ def is_one(prompt: object) -> bool:
 
 
 def is_chat(prompt: object) -> bool:
-    """Whether a prompt is a list of chat messages."""
+    """Return True if a prompt is a list of chat messages."""
     is_list = isinstance(prompt, Sequence) and not isinstance(prompt, str) and bool(prompt)
     return is_list and isinstance(cast(Sequence[object], prompt)[0], Mapping)
 
 
 def listed(value: object) -> list[object]:
-    """A list of whatever is listed, or in an array of integers. Raises UsageError."""
+    """Return the items of a list or of an array of integers. Raise UsageError."""
     if isinstance(value, np.ndarray):
         _check_array(value.ndim, np.issubdtype(value.dtype, np.integer), str(value.dtype))
         return cast(list[object], value.tolist())
@@ -95,7 +95,7 @@ def _check_array(num_dims: int, is_integer: bool, dtype: str) -> None:
 
 
 def _way_out(value: object) -> str:
-    """For what other libraries pass around."""
+    """Return a hint for objects that other libraries pass as prompts."""
     names = [str(name) for name in value] if isinstance(value, Mapping) else []
     for name in ("input_ids", "prompt_token_ids", "prompt", "messages"):
         if name in names:

@@ -1,11 +1,11 @@
-"""Which masked positions are written in a step of masked diffusion. Pure functions of numpy arrays.
+"""Rules that choose which masked positions a step of masked diffusion writes.
 
-Arrays are of the positions that may still change, ascending: `confidence` [n] float64, and what is
-returned, [n] bool, is true for those that are written. Where confidences are equal the lower
-position comes first. What is masked is known by its position, never by "equal to the mask id".
+Pure functions of numpy arrays over the positions that may still change, ascending. `confidence` is
+float64 [n]; the result, bool [n], is true for written positions. Of equal confidences the lower
+position comes first. Masks are known by position, never by "equal to the mask id".
 
-Sources: fixed counts are LLaDA's `generate`; the decreasing share, its independent draws and its
-tempered choice are Dream's `diffusion_generate`; threshold and factor are Fast-dLLM's.
+Sources: fixed counts are from LLaDA's `generate`; the decreasing share, its independent draws and
+its tempered choice from Dream's `diffusion_generate`; threshold and factor from Fast-dLLM.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from lowtide.core import BoolArray, FloatArray, IntArray
 
 
 def num_by_share(num_masked: int, times: FloatArray, step: int) -> int:
-    """Tokens that step `step` (from 0) of Dream's schedule writes.
+    """Return the number of tokens that step `step` (from 0) of Dream's schedule writes.
 
-    times: [steps + 1] float32, falling from 1 to `eps`: of what is masked at time t the share
-    s / t still is at the next time s. The last step writes all. In float32, whose rounding decides
-    where the product is nearly whole.
+    times: float32 [steps + 1], falling from 1 to `eps`. Of the tokens masked at time t, the share s
+    / t stays masked at the next time s; the last step writes all. In float32, because its rounding
+    decides where the product is almost whole.
     """
     if step >= len(times) - 2:
         return num_masked
@@ -28,7 +28,7 @@ def num_by_share(num_masked: int, times: FloatArray, step: int) -> int:
 
 
 def written_share(times: FloatArray, step: int) -> np.float32:
-    """The probability with which `origin` writes a masked position in a step; 1 in the last."""
+    """Return the probability with which `origin` writes a masked position; 1 in the last step."""
     if step >= len(times) - 2:
         return np.float32(1)
     share: np.float32 = np.float32(1) - np.float32(times[step + 1]) / np.float32(times[step])
@@ -36,7 +36,7 @@ def written_share(times: FloatArray, step: int) -> np.float32:
 
 
 def choose_surest(confidence: FloatArray, num_tokens: int) -> BoolArray:
-    """The `num_tokens` surest, or all."""
+    """Choose the `num_tokens` most confident positions, or all if there are fewer."""
     chosen = np.zeros(len(confidence), np.bool_)
     chosen[_descending(confidence)[:num_tokens]] = True
     return chosen
@@ -45,9 +45,10 @@ def choose_surest(confidence: FloatArray, num_tokens: int) -> BoolArray:
 def choose_tempered(
     confidence: FloatArray, num_tokens: int, temperature: float, numbers: FloatArray
 ) -> BoolArray:
-    """`num_tokens` positions, or all, drawn without replacement from softmax(confidence / T).
+    """Draw `num_tokens` positions, or all, without replacement from softmax(confidence / T).
 
-    numbers: [n] random, in [0, 1). By Gumbel's trick: the surest after noise are such a draw.
+    numbers: random, [n] in [0, 1). Gumbel's trick: the most confident after adding noise are such a
+    draw.
     """
     tiny = np.finfo(np.float64).tiny
     noise = -np.log(-np.log(np.maximum(numbers, tiny)))
@@ -57,9 +58,9 @@ def choose_tempered(
 def choose_above(
     confidence: FloatArray, threshold: float, num_tokens: int | None = None
 ) -> BoolArray:
-    """Choose the candidates at least as sure as `threshold`, and the surest in any case.
+    """Choose candidates with at least confidence `threshold`, and always the most confident.
 
-    Only the `num_tokens` surest are looked at (`None`: all).
+    num_tokens: only this many of the most confident are considered; None: all.
     """
     chosen = confidence >= threshold
     if num_tokens is not None:
@@ -68,10 +69,10 @@ def choose_above(
 
 
 def choose_by_factor(confidence: FloatArray, factor: float) -> BoolArray:
-    """Choose the n surest for the greatest n with (n + 1) * (1 - confidence of the n-th) <= factor.
+    """Choose the n most confident, for the largest n with (n + 1) * (1 - confidence_n) <= factor.
 
-    The surest is chosen in any case (Fast-dLLM, section 3.3). Their released code also writes the
-    last position if it is the only one to fail; this does not.
+    The most confident is always chosen (Fast-dLLM, section 3.3). Their released code also writes
+    the last position if only that one fails; this does not.
     """
     ordered = confidence[_descending(confidence)]
     bounds = 1 - factor / np.arange(2, len(ordered) + 2)
@@ -81,10 +82,10 @@ def choose_by_factor(confidence: FloatArray, factor: float) -> BoolArray:
 
 
 def num_allowed(num_tokens: int, steps: int, step: int, num_written: int) -> int:
-    """Tokens that `confidence_threshold` may write in a step where `steps` bound it, 1 at least.
+    """Return the most tokens, at least 1, that `confidence_threshold` may write in a step.
 
-    As in Fast-dLLM's decoder of Dream: what earlier steps have left of their even share is
-    allowed besides; after the last step, all that is left.
+    As in Fast-dLLM's decoder of Dream: `steps` give each step an even share, and tokens that
+    earlier steps left of theirs are added; after the last step, everything left is allowed.
     """
     share, rest = divmod(num_tokens, steps)
     num_due = num_tokens if step >= steps else share * (step + 1) + min(rest, step + 1)
@@ -92,5 +93,5 @@ def num_allowed(num_tokens: int, steps: int, step: int, num_written: int) -> int
 
 
 def _descending(confidence: FloatArray) -> IntArray:
-    """Indices [n] from the surest on; the sort is stable, so of equals the lower comes first."""
+    """Return indices [n] by falling confidence; a stable sort keeps the lower of equals first."""
     return np.argsort(-confidence, kind="stable")

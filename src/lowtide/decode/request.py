@@ -1,6 +1,6 @@
-"""What a decoder is asked, `Request`, and what it reports, the events.
+"""A decoder's input, `Request`, and its output, the events.
 
-Plain data, the same for every kind of decoding; who fills what in when is the decoder's business.
+Plain data, the same for every kind of decoding.
 """
 
 from __future__ import annotations
@@ -18,32 +18,32 @@ _ids = itertools.count()
 
 
 class TokenMask(Protocol):
-    """Which tokens an answer may go on with: one answer's own, asked on the thread that decodes.
+    """The tokens with which one answer may continue; called on the decoding thread.
 
-    It raises nothing, for a pass has other answers, too: where it cannot go on it ends the answer.
+    It never raises, because other answers share the pass: an answer that cannot continue ends.
     """
 
     @property
     def is_free(self) -> bool:
-        """Whether any token may come next: it is not asked which, then."""
+        """True if any token may come next; `allowed` is then not called."""
         ...
 
     def allowed(self) -> BoolArray:
-        """Return bool [vocab], at least one of them true; end of text where the answer may end.
+        """Return bool [vocab] with at least one true; an end token where the answer may end.
 
-        Asked again before `take`, it returns the same.
+        Called again before `take`, it returns the same.
         """
         ...
 
     def permits(self, token_id: int) -> bool:
-        """Return True if the model's choice may come without `allowed` being asked.
+        """Return True if the model's choice may be taken without calling `allowed`.
 
-        It may also come where `allowed` has another way to write the same text.
+        It may be true of a token that `allowed` would write in another way.
         """
         ...
 
     def take(self, token_id: int) -> None:
-        """Note the token with which the answer has gone on."""
+        """Record the token with which the answer has continued."""
         ...
 
 
@@ -51,11 +51,14 @@ class TokenMask(Protocol):
 class Request:
     """A prompt and how to continue it.
 
-    id: names the request in its events; no other of this process has it. params: with the
-    family's defaults filled in. eos_token_ids end the answer, which keeps the first of them.
-    is_stopped: asked, with the new tokens so far, whether they are enough: after every token, or
-    at each finished block. mask: of an autoregressive answer that is not free. is_raw: all of the
-    answer is its text, thoughts included. caller: the same for requests that were asked together.
+    id: unique in this process; names the request in its events.
+    params: with the family's defaults filled in.
+    eos_token_ids: end the answer, which keeps the first of them.
+    is_stopped: called with the new tokens, after each token or finished block; True ends the
+    answer.
+    mask: constrains an autoregressive answer.
+    is_raw: thoughts are part of the answer's text.
+    caller: the same for requests of one call.
     """
 
     prompt: Sequence[int]
@@ -70,46 +73,46 @@ class Request:
 
     @property
     def max_tokens(self) -> int:
-        """New tokens at most."""
+        """The most new tokens."""
         return self.params.most_tokens
 
     @property
     def block_length(self) -> int:
-        """Tokens that are written together; 1 for an autoregressive model."""
+        """Tokens written together; 1 for an autoregressive model."""
         return self.params.diffusion.block_length or 1
 
     @property
     def steps(self) -> int:
-        """Denoising steps per block; as published, no more than new tokens."""
+        """Denoising steps per block; as published, at most the number of new tokens."""
         return min(self.params.diffusion.steps or 1, self.max_tokens)
 
     @property
     def threshold(self) -> float:
-        """Confidence from which a token is written."""
+        """Confidence above which a token is written."""
         return self.params.diffusion.threshold or 0.0
 
     @property
     def edit_threshold(self) -> float | None:
-        """`None` where written tokens are never replaced."""
+        """Confidence above which a written token is replaced; None: never."""
         diffusion = self.params.diffusion
         return diffusion.edit_threshold if diffusion.can_edit else None
 
     @property
     def max_post_steps(self) -> int:
-        """Passes that may edit a block without masks."""
+        """Most passes that may edit a block without masks."""
         return self.params.diffusion.max_post_steps or 0
 
     @property
     def canvas_length(self) -> int:
-        """Prompt and new tokens, in whole blocks: the KV cache that the request may need."""
+        """Prompt and new tokens in whole blocks: the most of the KV cache that it needs."""
         return align_up(len(self.prompt) + self.max_tokens, self.block_length)
 
 
 class TokenLogprobs(NamedTuple):
-    """Natural logarithms of the model's own probabilities at one new token's place.
+    """The model's log-probabilities at one new token's position.
 
-    Before temperature, penalties and filters. `top` are the likeliest (token id, logarithm)
-    pairs, likeliest first.
+    Natural logarithms, before temperature, penalties and filters. `top` are the likeliest (token
+    id, logarithm) pairs, likeliest first.
     """
 
     token_id: int
@@ -118,9 +121,9 @@ class TokenLogprobs(NamedTuple):
 
 
 class Prefill(NamedTuple):
-    """Progress before a request's next tokens: the number of final tokens cached, and their total.
+    """Progress with a prompt: the number of final tokens in the KV cache, and their total.
 
-    The first is told when the request begins, before its first pass, and counts the reused tokens.
+    The first one comes when the request begins, before its first pass, and counts reused tokens.
     """
 
     request: int
@@ -129,7 +132,7 @@ class Prefill(NamedTuple):
 
     @property
     def text(self) -> str:
-        """Empty: progress brings no text."""
+        """Always empty: progress has no text."""
         return ""
 
 
@@ -137,8 +140,8 @@ class Prefill(NamedTuple):
 class Draft:
     """The active block after a denoising pass. Masked positions hold the mask id.
 
-    Its first `num_shown` positions are of the prompt and of the answer as it stands, which a
-    written end token ends, or `max_tokens`.
+    Its first `num_shown` positions belong to the prompt and to the answer as written so far, which
+    ends at an end token or after `max_tokens`.
     """
 
     request: int
@@ -150,7 +153,7 @@ class Draft:
 
     @property
     def text(self) -> str:
-        """None of it is final."""
+        """Always empty: no text of a draft is final."""
         return ""
 
     def __repr__(self) -> str:
@@ -160,11 +163,11 @@ class Draft:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Committed:
-    """New tokens of the answer that will not change any more; `logprobs` for each, if asked.
+    """New final tokens of the answer, with `logprobs` for each if requested.
 
-    `text` is what is certain with them: whole characters, and none with which a stop string may
-    have begun; `reasoning` the same of the thoughts before it, where the model marks them. A
-    decoder leaves both empty; `answers.reporter` fills them in.
+    `text` is the text that is certain with them: whole characters, and nothing that may be the
+    beginning of a stop string. `reasoning` is the same of the thoughts before the answer, if the
+    model marks them. A decoder leaves both empty; `answers.reporter` fills them in.
     """
 
     request: int
@@ -179,19 +182,18 @@ class Committed:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Finished:
-    """A request's last event: the whole answer, and why it ends ("stop" or "length").
+    """A request's last event: the whole answer, and why it ended ("stop" or "length").
 
-    `text` and `reasoning` are what was held back until now: those of all events, joined, are the
-    answer's.
+    `text` and `reasoning` are the parts held back so far; joined over all events they are complete.
     """
 
     request: int
     token_ids: tuple[int, ...]
     finish_reason: str
     num_forwards: int  # passes that could write tokens; those that only filled the cache are not
-    num_resumed: int = 0  # tokens of its prompt that were not computed: their keys were kept
+    num_resumed: int = 0  # tokens of its prompt reused from the KV cache
     logprobs: tuple[TokenLogprobs, ...] = ()
-    receipt: Receipt | None = None  # what a policy that may change words did to them
+    receipt: Receipt | None = None  # from a policy that may change words
     text: str = ""
     reasoning: str = ""
 
@@ -204,7 +206,7 @@ Event = Prefill | Draft | Committed | Finished
 
 
 def named(event: Event, request: int) -> Event:
-    """Return the event with another id of its request."""
+    """Return the event with another request id."""
     if isinstance(event, Prefill):
         return event._replace(request=request)
     return replace(event, request=request)

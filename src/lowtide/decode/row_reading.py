@@ -1,4 +1,4 @@
-"""From hidden states of a pass to what is asked of their logits, in tiles of bounded size."""
+"""Reads logits, or statistics of them, from a pass' hidden states, in tiles of bounded size."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from lowtide.kernels.row_statistics import Guidance, Wanted
 from lowtide.memory.pinned_copies import to_device
 
 PART_ROWS = 8
-"""Rows that are looked at together; even, so that both of a pair are. What that takes beside the
-logits is a few arrays of so many rows, and no row depends on the others."""
+"""Rows read together. Even, so that both rows of a guided pair are. The memory beside the logits is
+a few arrays of this many rows; no row depends on the others."""
 
 
 class Rows(NamedTuple):
-    """Rows of hidden states whose logits are looked at.
+    """Rows of hidden states whose logits are read.
 
-    With guidance there is another row for each, of the same text without its prompt, and logits
-    are `other + factor * (logits - other)`; LLaDA's `cfg_scale` is the factor less 1.
+    With guidance each has another row, of the same text without its prompt, and the logits are
+    `other + factor * (logits - other)`. LLaDA's `cfg_scale` is the factor less 1.
     """
 
     own: IntArray  # [n]
@@ -33,7 +33,7 @@ class Rows(NamedTuple):
 
 
 def read_statistics(model: Model, hidden: Tensor, rows: Rows, wanted: Wanted) -> RowChoices:
-    """Statistics of the logits of each row; the host waits for a GPU once."""
+    """Return statistics of the logits of each row; the host waits for a GPU once."""
     device = hidden.device
     [own] = to_device(device, torch.from_numpy(rows.own))
     guidance = None
@@ -54,7 +54,7 @@ def read_statistics(model: Model, hidden: Tensor, rows: Rows, wanted: Wanted) ->
 def read_logits(model: Model, hidden: Tensor, rows: Rows) -> Iterator[tuple[slice, Tensor]]:
     """Yield float32 logits [part, vocab] in host memory, part by part: (slice of rows, logits).
 
-    Each is valid until the next, and the caller may overwrite it.
+    Each part is valid until the next, and may be overwritten.
     """
     if rows.other is None or rows.factors is None:
         yield from _tiles(model, hidden, rows.own)
@@ -66,7 +66,7 @@ def read_logits(model: Model, hidden: Tensor, rows: Rows) -> Iterator[tuple[slic
 
 
 def guided(own: Tensor, other: Tensor, factors: FloatArray) -> Tensor:
-    """Logits [n, vocab] under classifier-free guidance, as LLaDA's `generate` has it, in `own`."""
+    """Apply classifier-free guidance to logits [n, vocab] in `own`, as LLaDA's `generate` does."""
     own.sub_(other)
     for row, factor in zip(own, factors.tolist(), strict=True):
         row.mul_(factor)

@@ -1,7 +1,7 @@
-"""From logits to tokens: the arg-max, or a seeded draw, and how sure the model is of it.
+"""Chooses tokens from logits: the arg-max or a seeded draw, with its confidence.
 
-A draw is a pure function of (seed, position, number of the sequence's pass): what else runs in
-the batch, and in which order rows are looked at, cannot change it.
+A draw is a pure function of (seed, position, number of the sequence's pass). The rest of the batch
+and the order of rows cannot change it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ TINY = torch.finfo(torch.float32).tiny
 
 
 class Sampling(NamedTuple):
-    """How a request's tokens are chosen. `top_k`, `top_p` and `min_p` matter to draws only."""
+    """How a request's tokens are chosen. `top_k`, `top_p` and `min_p` affect draws only."""
 
     temperature: float = 0.0  # 0 is the arg-max
     top_k: int | None = None
@@ -43,7 +43,7 @@ class Sampling(NamedTuple):
 
 
 class ArgMax:
-    """All that a choice at temperature 0 asks of rows of logits; in host memory."""
+    """Arg-max of rows of logits, in host memory; all that a choice at temperature 0 needs."""
 
     __slots__ = ("_rows",)
 
@@ -56,27 +56,27 @@ class ArgMax:
 
     @property
     def tokens(self) -> IntArray:
-        """The likeliest token of each row, the lowest id on ties. [n]."""
+        """The likeliest token of each row, [n]; the lowest id on ties."""
         tokens: IntArray = self._rows[:, 0].long().numpy()
         return tokens
 
     @property
     def greatest(self) -> Tensor:
-        """Its logit. float32 [n]."""
+        """Its logit, float32 [n]."""
         return self._rows[:, 1].float()
 
     @property
     def confidence(self) -> FloatArray:
-        """Its softmax probability. [n]."""
+        """Its softmax probability, [n]."""
         confidence: FloatArray = self._rows[:, 2].float().numpy()
         return confidence
 
 
 def find_arg_max(logits: Tensor, out: Tensor) -> None:
-    """The arg-max of each row, its logit and its probability, on the device of the logits.
+    """Write each row's arg-max, its logit and its probability to `out`, on the logits' device.
 
     logits: float32 [n, vocab]; overwritten. out: float64 [n, 3], which holds ids and float32
-    exactly: everything crosses to the host in one copy, and is looked at there.
+    exactly, so that one copy to the host suffices.
     """
     best, greatest = find_best(logits)
     out[:, 0] = best
@@ -91,15 +91,18 @@ def choose_tokens(
     num_passes: int,
     excluded: int | None = None,
 ) -> tuple[IntArray, FloatArray]:
-    """A token for each row, and its confidence.
+    """Choose a token for each row; return the tokens and their confidence.
 
-    logits: float32 [n, vocab] in host memory; overwritten. Their arg-max is enough at temperature
-    0 where nothing is excluded. positions: [n], where the rows lie in their sequence. num_passes:
-    passes that this sequence has had before. excluded: a token that is not chosen.
+    logits: float32 [n, vocab] in host memory; overwritten. At temperature 0 without `excluded`
+    their arg-max suffices.
+    positions: [n], the rows' positions in their sequence.
+    num_passes: the sequence's passes so far.
+    excluded: a token that is never chosen.
+
     At temperature 0 the confidence is the softmax probability of the arg-max (the lowest id on
-    ties). Above 0 it is the probability of the drawn token among those that it was drawn from,
-    after temperature, top-k, top-p and min-p, as in the published decoder of LLaDA2.
-    Raises NumericError when a row has a NaN, an infinity, or nothing to choose.
+    ties). Above 0 it is the drawn token's probability among the tokens it was drawn from, after
+    temperature, top-k, top-p and min-p, as in LLaDA2's published decoder. Raises NumericError if a
+    row has a NaN, an infinity or no token to choose.
     """
     if isinstance(logits, ArgMax):
         if excluded is not None or sampling.temperature > 0:
@@ -119,12 +122,14 @@ def choose_tokens(
 def choose_next(
     logits: Tensor | ArgMax, samplings: Sequence[Sampling], positions: Sequence[int]
 ) -> IntArray:
-    """The next token [n] of n sequences, each by its own `Sampling`.
+    """Choose the next token [n] of n sequences, each by its own `Sampling`.
 
-    logits: float32 [n, vocab] in host memory; overwritten. Their arg-max is enough where every
-    temperature is 0. positions: [n], where the tokens will lie.
-    The arg-max (the lowest id on ties) at temperature 0, else a draw that depends on seed and
-    position only. Raises NumericError as `choose_tokens` does.
+    logits: float32 [n, vocab] in host memory; overwritten. If every temperature is 0 their arg-max
+    suffices.
+    positions: [n], the positions of the new tokens.
+
+    At temperature 0 it is the arg-max (the lowest id on ties), else a draw that depends only on
+    seed and position. Raises NumericError as `choose_tokens` does.
     """
     if isinstance(logits, ArgMax):
         check_finite(logits.greatest, positions)
@@ -141,22 +146,22 @@ def choose_next(
 
 
 def uniform(seed: int, position: int, num_passes: int) -> float:
-    """The random number in [0, 1) of a position in a pass, by counter (Philox)."""
+    """Return the random number in [0, 1) of a position and pass, by counter (Philox)."""
     counter = (num_passes << 128) | (position << 64)
     return float(np.random.Generator(np.random.Philox(key=seed, counter=counter)).random())
 
 
 def uniforms(seed: int, num_positions: int, num_passes: int) -> NDArray[np.float64]:
-    """Draw numbers in [0, 1) for choosing among positions in a pass: [num_positions].
+    """Return random numbers in [0, 1), [num_positions], for choosing among positions in a pass.
 
-    They are independent of those that choose tokens.
+    They are independent of the numbers that choose tokens.
     """
     counter = (num_passes << 128) | (1 << 127)  # no position is as high
     return np.random.Generator(np.random.Philox(key=seed, counter=counter)).random(num_positions)
 
 
 def invert(probability: Tensor, number: float) -> int:
-    """The index at which a distribution [n], float32, has reached the share `number` in [0, 1)."""
+    """Return the index at which a distribution [n], float32, reaches `number` in [0, 1)."""
     mass = probability.cumsum(dim=-1, dtype=torch.float64)
     total = float(mass[-1])
     target = min(number * total, math.nextafter(total, 0.0))
@@ -164,7 +169,7 @@ def invert(probability: Tensor, number: float) -> int:
 
 
 def check_finite(greatest: Tensor, positions: Sequence[int] | IntArray) -> None:
-    """Raises NumericError unless the greatest logit of each position's row is finite."""
+    """Raise NumericError unless the greatest logit of each position's row is finite."""
     is_finite = greatest.isfinite().flatten()
     if not is_finite.all():
         row = int(is_finite.int().argmin())
@@ -175,21 +180,21 @@ def check_finite(greatest: Tensor, positions: Sequence[int] | IntArray) -> None:
 
 
 def rows_not_finite(logits: Tensor | ArgMax) -> list[int]:
-    """The rows of which `check_finite` raises, while their logits are as they came."""
+    """Return the rows for which `check_finite` raises; call before logits are overwritten."""
     greatest = logits.greatest if isinstance(logits, ArgMax) else logits.amax(-1)
     rows: list[int] = (~greatest.isfinite()).nonzero().flatten().tolist()
     return rows
 
 
 def find_best(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """The arg-max [n] of each row and its logit [n, 1]."""
+    """Return the arg-max [n] of each row and its logit [n, 1]."""
     # Both name the first of equals, and a NaN as the greatest; numpy's is the faster one.
     best = torch.from_numpy(logits.numpy().argmax(-1)) if logits.is_cpu else logits.argmax(dim=-1)
     return best, logits.gather(-1, best[:, None])
 
 
 def _confidence(logits: Tensor) -> Tensor:
-    """The probability [n] of each row's arg-max, whose logit is 0; overwrites the logits."""
+    """Return the probability [n] of each row's arg-max, whose logit is 0; overwrites the logits."""
     return logits.exp_().sum(dim=-1).reciprocal_()  # exp of the arg-max's logit is 1
 
 
@@ -204,9 +209,9 @@ def _draw_rows(
 
 
 def _draw(row: Tensor, sampling: Sampling, position: int, num_passes: int) -> tuple[int, float]:
-    """One token of a row [vocab], whose greatest logit is 0, and its probability.
+    """Draw a token from a row [vocab] whose greatest logit is 0; return it and its probability.
 
-    Filters in transformers' order: temperature, top-k, top-p, min-p. Then the distribution is
+    Filters apply in transformers' order: temperature, top-k, top-p, min-p. Then the distribution is
     inverted at a random number.
     """
     number = uniform(sampling.seed, position, num_passes)
@@ -230,7 +235,7 @@ def _draw(row: Tensor, sampling: Sampling, position: int, num_passes: int) -> tu
 
 
 def tell_if_never_drawn(params: SamplingParams) -> None:
-    """Filters at temperature 0, where no token is drawn, are said to have no effect."""
+    """Warn that filters have no effect at temperature 0, where no token is drawn."""
     off = {"top_k": 0, "top_p": 1, "min_p": 0}
     given = {name: getattr(params, name) for name in off}
     filters = ", ".join(f"{n} {value}" for n, value in given.items() if value not in (None, off[n]))

@@ -1,6 +1,6 @@
-"""Writes kept sequences to files, beside passes, on a thread of its own.
+"""Writes kept sequences to files, in a thread of its own, while passes run.
 
-What is kept can go at any time: what was written of it is thrown away then.
+A kept sequence may be evicted at any time; a partly written file is then discarded.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from lowtide.memory.kv_cache import KVCache, KVRange
 from lowtide.threads.daemon_pool import DaemonPool
 
 SETTLE_S = 2.0
-"""A conversation that goes on within this time is not written in between."""
+"""Delay before writing, so that a conversation that continues meanwhile is not written twice."""
 
 DRAIN_LIMIT_S = 30.0
 CLOSE_LIMIT_S = 1.0
@@ -34,7 +34,7 @@ _log = logging.getLogger(__name__)
 
 
 class _Kept(NamedTuple):
-    """A sequence that is to be written, if it stays until `due_s`."""
+    """A sequence to write at `due_s`, if it is still kept then."""
 
     model: bytes
     tokens: IntArray
@@ -44,11 +44,11 @@ class _Kept(NamedTuple):
 
 
 class _Gone(Exception):
-    """The range has been given to others."""
+    """The sequence's range has been given to another one."""
 
 
 class SequenceWriter:
-    """Owns the thread, which exists from the first sequence on."""
+    """Owns the writing thread, which starts with the first sequence."""
 
     def __init__(
         self, files: StoredFiles, kv_cache: KVCache, layout: KeyLayout, model_name: str
@@ -60,7 +60,7 @@ class SequenceWriter:
         self._stored: dict[str, KVRange] = {}  # by the name of the file that has all of it
 
     def offer(self, model: bytes, tokens: IntArray, kv: KVRange) -> None:
-        """Has a range that was just kept written, in its turn."""
+        """Queue a newly kept range for writing."""
         kept = _Kept(model, tokens, kv, kv.num_kept, monotonic() + SETTLE_S)
         try:
             self._thread.submit(partial(self._write_or_tell, kept))
@@ -68,24 +68,24 @@ class SequenceWriter:
             self._tell(error)
 
     def drain(self) -> None:
-        """Waits until all that was offered and is kept yet is written, within `DRAIN_LIMIT_S`."""
+        """Wait until all queued ranges that are still kept are written, at most `DRAIN_LIMIT_S`."""
         self._is_hurried.set()
         if not self._thread.drain(DRAIN_LIMIT_S):
             self._tell(f"the disk has taken {DRAIN_LIMIT_S:g} s")
 
     def close(self) -> bool:
-        """Ends the thread; False: it writes yet, and uses the folder."""
+        """End the thread. Return False if it is still writing and uses the folder."""
         self._is_hurried.set()
         return self._thread.close(CLOSE_LIMIT_S)
 
     def _write_or_tell(self, kept: _Kept) -> int:
-        """Bytes that were written."""
+        """Write a sequence, or log why not; return the bytes written."""
         self._is_hurried.wait(max(0.0, kept.due_s - monotonic()))
         try:
             return self._write(kept)
         except _Gone:
             return 0
-        except Exception as error:  # whatever it is, a request is none of its business
+        except Exception as error:  # no fault of writing may fail a request
             self._tell(error)
             return 0
 
@@ -120,7 +120,7 @@ class SequenceWriter:
         return num_bytes
 
     def _note_stored(self, name: str, kept: _Kept) -> None:
-        """Tells a range that a file has all of it, and others that theirs are gone."""
+        """Mark a range as completely stored, and unmark ranges whose files are gone."""
         names = {entry.name for entry, _ in self._files.of_model(kept.model)}
         for gone in self._stored.keys() - names:
             kv = self._stored.pop(gone)
@@ -130,7 +130,7 @@ class SequenceWriter:
         kept.kv.num_stored = kept.num_kept
 
     def _chunks(self, kept: _Kept, head: FileHead) -> Iterator[NDArray[np.uint8]]:
-        """The chunks as they are stored, each good until the next. Raises _Gone."""
+        """Yield the chunks in stored form, each valid until the next. Raise _Gone."""
         layout = self._layout
         buffer = np.empty(layout.stored_bytes(layout.chunk_tokens), np.uint8)
         for tokens in layout.chunks(len(kept.tokens)):

@@ -1,4 +1,4 @@
-"""Kept sequences on disk: what of a request's beginning is in a file, and what goes into one."""
+"""Kept sequences on disk: finds and restores the beginning of a prompt, and writes new ones."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _log = logging.getLogger(__name__)
 
 
 class StoredBeginning(NamedTuple):
-    """A file that has keys and values of a request's first `num_tokens` tokens."""
+    """A file with the keys and values of a prompt's first `num_tokens` tokens."""
 
     entry: FolderEntry
     head: FileHead
@@ -31,9 +31,9 @@ class StoredBeginning(NamedTuple):
 
 
 class StoredSequences:
-    """Those of one model, in its KV cache and in files. On the engine's thread, between passes.
+    """One model's stored sequences. Used on the engine's thread, between passes.
 
-    Whatever is wrong with a file or the disk is a line in the log, never an error of a request.
+    Faults of files or the disk are logged; they are never a request's error.
     """
 
     def __init__(
@@ -44,14 +44,14 @@ class StoredSequences:
         kv_cache: KVCache,
         layout: KeyLayout,
     ) -> None:
-        """digest: of all that decides what keys and values a token has."""
+        """digest: of everything that determines a token's keys and values."""
         self._files, self._digest, self._layout = files, digest, layout
         self._kv_cache = kv_cache
         self._reader = ChunkReader(layout, files.key)
         self._writer = SequenceWriter(files, kv_cache, layout, model_name)
 
     def find(self, prompt: IntArray, block_length: int, unit: int) -> StoredBeginning | None:
-        """The file with most of a prompt's beginning, in multiples of `unit` tokens."""
+        """Return the file with the longest beginning of a prompt, in multiples of `unit` tokens."""
         best = None
         try:
             stored = self._files.of_model(self._model(block_length))
@@ -68,9 +68,9 @@ class StoredSequences:
         return best
 
     def restore(self, found: StoredBeginning, kv: KVRange) -> bool:
-        """Read keys and values into a new range, whose memory is there.
+        """Read keys and values into a new range with memory.
 
-        Returns False where the file is damaged or gone: `find` returns another then.
+        Returns False if the file is damaged or gone; `find` then returns another.
         """
         folder, name, num_tokens = self._files.folder, found.entry.name, found.num_tokens
         rows = self._kv_cache.rows(kv, 0, num_tokens)
@@ -90,23 +90,26 @@ class StoredSequences:
         return True
 
     def offer(self, tokens: IntArray, block_length: int, kv: KVRange) -> None:
-        """Has a range that was just kept written, beside passes."""
+        """Queue a newly kept range for writing, beside passes."""
         self._writer.offer(self._model(block_length), tokens, kv)
 
     def drain(self) -> None:
-        """Waits until what is kept is written."""
+        """Wait until everything kept is written."""
         self._writer.drain()
 
     def stop_waiting(self) -> None:
-        """A read that is waited for fails soon. May be called on any thread."""
+        """Make a pending read fail soon. May be called on any thread."""
         self._reader.stop_waiting()
 
     def close(self) -> None:
-        """Ends all threads and closes the folder, unless a thread uses it yet."""
+        """End all threads, and close the folder unless one still uses it."""
         if all([self._writer.close(), self._reader.close()]):
             self._files.close()
 
     def _model(self, block_length: int) -> bytes:
-        """What names files: a block's tokens see each other, so its length decides, too."""
+        """Return the digest that names files.
+
+        It includes the block length, because tokens of a block see each other.
+        """
         content = self._digest + block_length.to_bytes(8, "little")
         return hashlib.blake2b(content, digest_size=MODEL_BYTES).digest()

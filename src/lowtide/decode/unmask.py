@@ -1,8 +1,8 @@
-"""Which positions of a diffusion block are written in a step. Pure functions of numpy arrays.
+"""Rules that choose which positions of a diffusion block a step writes.
 
-Arrays are of one block: `is_masked` [block_length] bool, `tokens` and `candidates` int64,
-`confidence` float32, the probability of each candidate. What is masked is a boolean array, never
-"equal to the mask id".
+Pure functions of numpy arrays over one block: `is_masked` bool [block_length], `tokens` and
+`candidates` int64, `confidence` float32, each candidate's probability. Masks are a boolean array,
+never "equal to the mask id".
 
 Sources: the threshold rule is LLaDA2.0's published decoder, token editing is LLaDA2.1's.
 """
@@ -18,9 +18,9 @@ from lowtide.decode.sampling import FloatArray
 
 
 def num_scheduled(block_length: int, steps: int, step: int) -> int | None:
-    """Tokens that step `step` (from 0) writes at least; `None` once the schedule is over.
+    """Return the least number of tokens that step `step` (from 0) writes; None after the schedule.
 
-    `block_length` spread evenly over `steps`, the first ones taking the remainder.
+    `block_length` is spread evenly over `steps`; the first steps take the remainder.
     """
     if step >= steps:
         return None
@@ -30,16 +30,15 @@ def num_scheduled(block_length: int, steps: int, step: int) -> int | None:
 def choose_fills(
     is_masked: BoolArray, confidence: FloatArray, num_tokens: int | None, threshold: float
 ) -> BoolArray:
-    """The masked positions whose candidates are written: [block_length] bool.
+    """Choose the masked positions that get their candidates: bool [block_length].
 
-    All that are surer than `threshold` if those are `num_tokens` or more, else the `num_tokens`
-    surest, the earlier of equals. `num_tokens` `None` writes all.
+    All with confidence above `threshold` if they are at least `num_tokens`, else the `num_tokens`
+    most confident, the earlier of equals. `num_tokens` None writes all.
 
-    A chosen position whose candidate is the mask id has used its turn and stays masked: that is
-    the published decoder's behaviour, which hands out mask ids if any are left when its schedule
-    ends. The caller then makes one more pass, with the mask id excluded from the candidates and
-    `None` here: every block ends within its steps and one, and where the published decoder fills
-    its block the two are the same.
+    If the candidate of a chosen position is the mask id, the position stays masked and has used its
+    turn. The published decoder does so, and hands out mask ids left at the end of its schedule. Our
+    caller makes one more pass, with the mask id excluded and `num_tokens` None. So every block ends
+    within its steps and one, and equals the published result wherever that has no masks left.
     """
     if num_tokens is None:
         return is_masked.copy()
@@ -61,11 +60,11 @@ def choose_edits(
     threshold: float,
     mask_token_id: int,
 ) -> BoolArray:
-    """The written positions whose token is replaced by another candidate: [block_length] bool.
+    """Choose written positions whose token is replaced by another candidate: bool [block_length].
 
-    `is_editable` are those that are neither masked nor of the prompt; a candidate must be surer
-    than `threshold`. Writing never undoes itself: a candidate that is the mask id is no edit
-    (the published decoder has no such guard and could go on until its last pass).
+    `is_editable` are positions neither masked nor in the prompt. The candidate's confidence must
+    exceed `threshold`. A candidate that is the mask id is no edit, so that writing is never undone;
+    the published decoder lacks this guard and could continue to its last pass.
     """
     is_other = (candidates != tokens) & (candidates != mask_token_id)
     is_sure = confidence > np.float32(threshold)

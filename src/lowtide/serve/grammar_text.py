@@ -187,7 +187,7 @@ class Opening(NamedTuple):
 
 
 def openings(tokenizer: Tokenizer, tools: Sequence[Tool], is_single: bool) -> list[Opening]:
-    """Return all ways in which a model's calls may begin; each grammar ends where text may follow."""
+    """Return every way in which a model's calls may begin; text may follow each call."""
     if has_channels(tokenizer):
         return [_header_opening(tokenizer, tools)]
     form = call_form_of(tokenizer)
