@@ -38,7 +38,7 @@ from lowtide.kernels.cpu.sources import DECISIONS
 from lowtide.policies.buddy_profile import BuddyProfile
 from lowtide.policies.decision import Policies
 from lowtide.policies.presets import make_policies, parse_options
-from lowtide.policies.recipe import Setting
+from lowtide.policies.recipe import PolicyInputs
 
 NUM_EXPERTS, K = 256, 8
 NUM_LAYERS = 24
@@ -137,7 +137,7 @@ def _case(
     twins: CompiledBuddies,
 ) -> Case:
     """Routings of each of which something is replaced."""
-    setting = Setting(
+    setting = PolicyInputs(
         [NUM_EXPERTS // 2] * NUM_LAYERS,
         NUM_EXPERTS,
         _costs(),

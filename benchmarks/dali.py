@@ -53,7 +53,7 @@ from lowtide.policies.assignment import (
 from lowtide.policies.catalogue import NUM_PREFETCH
 from lowtide.policies.placement import Placement
 from lowtide.policies.presets import recipe
-from lowtide.policies.recipe import Recipe, Setting
+from lowtide.policies.recipe import PolicyInputs, Recipe
 from lowtide.replay.calibration import GATES
 from lowtide.replay.trace import Trace, demand_of
 
@@ -73,7 +73,7 @@ class Case(NamedTuple):
     """One model and batch in one phase."""
 
     part: Trace
-    setting: Setting
+    setting: PolicyInputs
     hits: IntArray
 
     def seconds(self, made: str | Recipe) -> float:
@@ -283,7 +283,7 @@ def _windowed(window: tuple[int, int] | None) -> Recipe:
         return recipe("hybrimoe")
     dali, (w_size, u_size) = recipe("dali"), window
 
-    def place(setting: Setting) -> Placement:
+    def place(setting: PolicyInputs) -> Placement:
         return dali.placement(setting.having(w_size=w_size, u_size=u_size))
 
     return replace(dali, placement=place)

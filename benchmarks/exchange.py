@@ -30,7 +30,7 @@ from lowtide.policies.placement import Placement
 from lowtide.policies.prefetch import NextGate, Residual
 from lowtide.policies.presets import recipe
 from lowtide.policies.ranks import Ranks
-from lowtide.policies.recipe import Recipe, Setting
+from lowtide.policies.recipe import PolicyInputs, Recipe
 from lowtide.replay.trace import Trace
 
 MACHINE = "dali-3090"
@@ -86,7 +86,7 @@ def combined(names: Combination) -> Recipe:
     """The preset of these parts, with DALI's first residents."""
     placement, assignment, prefetch = names
 
-    def place(setting: Setting) -> Placement:
+    def place(setting: PolicyInputs) -> Placement:
         dali = recipe("dali").placement(setting)
         first = [dali.initial(layer) for layer in range(setting.num_layers)]
         return Started(recipe(placement).placement(setting), first)
@@ -143,7 +143,7 @@ def _measure(
         recorder.write("other hybrimoes", row)
 
 
-def other_hybrimoes(part: Trace, setting: Setting, hits: IntArray) -> dict[str, float]:
+def other_hybrimoes(part: Trace, setting: PolicyInputs, hits: IntArray) -> dict[str, float]:
     """Return DALI's time over HybriMoE's, for HybriMoE as DALI's authors may have run it.
 
     It runs with other thresholds, or with none of its cache in use.
@@ -158,11 +158,11 @@ def other_hybrimoes(part: Trace, setting: Setting, hits: IntArray) -> dict[str, 
     return {name: round(value, 3) for name, value in found.items()}
 
 
-def simulate_without(part: Trace, setting: Setting, hits: IntArray) -> float:
+def simulate_without(part: Trace, setting: PolicyInputs, hits: IntArray) -> float:
     """Seconds of `dali` where its swaps cost nothing to wait for: moves in idle link time."""
     made = recipe("dali")
 
-    def place(setting: Setting) -> Placement:
+    def place(setting: PolicyInputs) -> Placement:
         return _Unowed(made.placement(setting))
 
     return simulate(part, replace(made, placement=place), setting, hits=hits).total_s
@@ -195,7 +195,7 @@ def _summarise(
     say(f"{facts['model']}, batch {facts['batch']}, {facts['phase']}: {shown}")
 
 
-def _from_tokens(tokens: int) -> Callable[[Setting], Assign]:
+def _from_tokens(tokens: int) -> Callable[[PolicyInputs], Assign]:
     """HybriMoE's assignment with another threshold."""
     return lambda setting: HybriMoEThreshold(setting.costs, tokens)
 

@@ -36,7 +36,7 @@ from lowtide.lab.profiles import load_profile
 from lowtide.lab.simulation.simulator import simulate
 from lowtide.policies.assignment import Greedy
 from lowtide.policies.placement import Static
-from lowtide.policies.recipe import Recipe, Setting
+from lowtide.policies.recipe import PolicyInputs, Recipe
 from lowtide.replay.trace import Trace
 
 NOBODY_RESIDENT = {
@@ -148,7 +148,7 @@ class Case:
         setting = make_setting(self.trace, costs, num_residents, self.known)
         return self._seconds(made, setting)
 
-    def _seconds(self, made: Recipe | str, setting: Setting) -> float:
+    def _seconds(self, made: Recipe | str, setting: PolicyInputs) -> float:
         report = simulate(self.trace, made, setting, hits=self.hits)
         return report.total_s / report.num_passes * self.shape.num_layers / setting.num_layers
 

@@ -68,7 +68,7 @@ from lowtide.memory.workspace import Workspace
 from lowtide.policies.decision import Policies
 from lowtide.policies.prefetch import Gate, NoPrefetch
 from lowtide.policies.presets import make_policies
-from lowtide.policies.recipe import Setting
+from lowtide.policies.recipe import PolicyInputs
 from lowtide.reading.file_reader import Ticket
 from lowtide.replay.trace import TraceShape
 from lowtide.threads.executor import HostExecutor
@@ -617,7 +617,7 @@ class HybridBench:
         num_slots = shape.num_layers * budget + NUM_STAGING
         # Nothing comes between two layers here: no time in which the link is left alone.
         self._costs = replace(costs, num_staging=NUM_STAGING // 2, dense_s=Curve([(1, 0.0)]))
-        setting = Setting([budget] * shape.num_layers, shape.num_experts, self._costs)
+        setting = PolicyInputs([budget] * shape.num_layers, shape.num_experts, self._costs)
         device = CudaDevice(shape, home.slots.layout, num_slots, BLOCK_TOKENS, pinned)
         num_pairs = BLOCK_TOKENS * shape.num_experts_per_token
         ledger = SlotLedger(shape.num_layers, shape.num_experts, num_slots)

@@ -25,7 +25,7 @@ from lowtide.core import IntArray
 from lowtide.lab.profiles import load_profile
 from lowtide.lab.simulation.simulator import simulate
 from lowtide.policies.presets import ORACLE
-from lowtide.policies.recipe import Setting
+from lowtide.policies.recipe import PolicyInputs
 from lowtide.replay.trace import Trace
 
 SHARES = (0.25, 0.5, 0.75)
@@ -41,7 +41,7 @@ class Run(NamedTuple):
     name: str
     routing: str  # "recorded" or "synthetic"
     trace: Trace
-    settings: dict[tuple[str, float], Setting]
+    settings: dict[tuple[str, float], PolicyInputs]
 
 
 def main() -> None:
@@ -84,7 +84,7 @@ def _runs() -> Iterator[Run]:
             yield Run(f"{name}, batch {batch}", "synthetic", generating_passes(trace), settings)
 
 
-def _cell(trace: Trace, hits: IntArray, setting: Setting) -> dict[str, dict[str, float]]:
+def _cell(trace: Trace, hits: IntArray, setting: PolicyInputs) -> dict[str, dict[str, float]]:
     """Each preset's shares, and its speed over the best other preset's."""
     reports = replay_variants(trace, hits, setting, VARIANTS)
     oracle = simulate(trace, ORACLE, setting, hits=hits)

@@ -42,7 +42,7 @@ from lowtide.policies.prefetch import (
 )
 from lowtide.policies.presets import recipe
 from lowtide.policies.reads_ahead import GATE_ACCURACY
-from lowtide.policies.recipe import Setting
+from lowtide.policies.recipe import PolicyInputs
 from lowtide.replay.calibration import TOP_SIZES, GateAccuracy
 from lowtide.replay.trace import Trace, demand_of
 
@@ -60,7 +60,7 @@ class Run:
     predicted: Mapping[Gate, list[IntArray]]
     accuracy: GateAccuracy  # of the gates, on this run
     measured: GateAccuracies  # of the gates, on another text
-    setting: Setting
+    setting: PolicyInputs
 
     @property
     def truth(self) -> Mapping[Gate, list[IntArray]]:
@@ -68,13 +68,13 @@ class Run:
         return {Gate.RAW: list(self.trace.hits())}
 
 
-def _combined(setting: Setting) -> Prefetch:
+def _combined(setting: PolicyInputs) -> Prefetch:
     num_ahead = NUM_PREFETCH.of(setting)
     last = PreviousStep(num_ahead, setting.num_layers, setting.num_experts)
     return Combined(num_ahead, Residual(num_ahead), last)
 
 
-def _statistics(setting: Setting) -> Prefetch:
+def _statistics(setting: PolicyInputs) -> Prefetch:
     return Statistics(NUM_PREFETCH.of(setting), np.asarray(setting.following))
 
 
@@ -92,7 +92,7 @@ class RandomPrefetch(Prefetch):
 
 _STEP = Step(StepKind.DECODE, 0)
 
-PREDICTORS: Mapping[str, Callable[[Setting], Prefetch]] = {
+PREDICTORS: Mapping[str, Callable[[PolicyInputs], Prefetch]] = {
     "random": lambda s: RandomPrefetch(NUM_PREFETCH.of(s), s.num_experts, s.seed),
     "statistics": _statistics,
     "previous step": lambda s: PreviousStep(NUM_PREFETCH.of(s), s.num_layers, s.num_experts),
@@ -143,7 +143,7 @@ def _record(name: str, num_pieces: int) -> Run:
         then.predicted,
         then.accuracy,
         dict(zip(before.predicted, before.accuracy.routed, strict=True)),
-        Setting(
+        PolicyInputs(
             capacity=[0] * shape.num_layers,
             num_experts=shape.num_experts,
             costs=load_profile("rtx3090").costs(MoEShape(*shape)),
@@ -192,7 +192,7 @@ def _facts(run: Run, layer: int, hits: IntArray) -> Facts:
     return Facts(_STEP, layer, demand, no_residents, capacity, run.setting.costs)
 
 
-def _write_gains(recorder: Recorder, run: Run, setting: Setting) -> None:
+def _write_gains(recorder: Recorder, run: Run, setting: PolicyInputs) -> None:
     none = _replay(run, setting, lambda s: NoPrefetch())
     perfect = _replay(run, setting, lambda s: NextGate(NUM_PREFETCH.of(s)), predictions=run.truth)
     _write_gain(recorder, setting, none, "the truth", "perfect", perfect)
@@ -206,14 +206,19 @@ def _write_gains(recorder: Recorder, run: Run, setting: Setting) -> None:
 
 
 def _replay(
-    run: Run, setting: Setting, make: Callable[[Setting], Prefetch], **options: object
+    run: Run, setting: PolicyInputs, make: Callable[[PolicyInputs], Prefetch], **options: object
 ) -> Report:
     made = replace(recipe("dali"), prefetch=make)
     return simulate(run.trace, made, setting, hits=run.trace.hits(), **options)  # type: ignore[arg-type]
 
 
 def _write_gain(
-    recorder: Recorder, setting: Setting, none: Report, name: str, foresight: str, report: Report
+    recorder: Recorder,
+    setting: PolicyInputs,
+    none: Report,
+    name: str,
+    foresight: str,
+    report: Report,
 ) -> None:
     outcome, num = report.prefetch, max(1, report.num_prefetched)
     values = {

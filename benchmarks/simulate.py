@@ -47,7 +47,7 @@ from lowtide.lab.emulated.device import HOST
 from lowtide.lab.simulation.foresight import measured_accuracy
 from lowtide.lab.simulation.host_alone import compare_alone
 from lowtide.lab.simulation.simulator import Report, simulate
-from lowtide.policies.recipe import Setting
+from lowtide.policies.recipe import PolicyInputs
 from lowtide.replay.calibration import Calibration
 from lowtide.replay.trace import Trace
 
@@ -121,7 +121,7 @@ def _validate_device(
         report = simulate(
             trace,
             VARIANTS[name].preset,
-            _setting(calibration, capacity, measured.costs, name),
+            _policy_inputs(calibration, capacity, measured.costs, name),
             pass_s=measured.pass_s,
             gate_accuracy=measured_accuracy(calibration),
         )
@@ -146,13 +146,15 @@ def _validate_disk(
     row |= {"one_by_one_ms": 1e3 * one_by_one_s, "around_reads_ms": 1e3 * around_s}
     recorder.write("costs", {**row, "layer_besides_ms": 1e3 * costs.dense_s.at(1)})
     for name, stretches in taken.items():
-        setting = _setting(calibration, capacity, costs, name)
+        setting = _policy_inputs(calibration, capacity, costs, name)
         [report] = compare_alone(trace, [VARIANTS[name].preset], setting, ahead)
         _write(recorder, name, report, stretches, COUNTED_ON_DISK)
 
 
-def _setting(calibration: Calibration, capacity: Sequence[int], costs: Costs, name: str) -> Setting:
-    setting = Setting(
+def _policy_inputs(
+    calibration: Calibration, capacity: Sequence[int], costs: Costs, name: str
+) -> PolicyInputs:
+    setting = PolicyInputs(
         capacity,
         calibration.shape.num_experts,
         costs,

@@ -35,7 +35,7 @@ from lowtide.core import Costs, MoEShape
 from lowtide.lab.calibration_report import distinct_experts, step_similarity
 from lowtide.lab.profiles import load_profile
 from lowtide.lab.simulation.simulator import Report, fastest_tau, simulate
-from lowtide.policies.recipe import Setting
+from lowtide.policies.recipe import PolicyInputs
 from lowtide.policies.tau import FollowDrift, drift, expected_migrations, miss_shares, paper_tau
 from lowtide.replay.trace import Trace
 
@@ -168,7 +168,7 @@ def _measure(recorder: Recorder, case: Case) -> None:
         recorder.write("others", {**facts, "residents": num_residents, **speeds})
 
 
-def _sweep(case: Case, setting: Setting, hits: np.ndarray) -> Row:
+def _sweep(case: Case, setting: PolicyInputs, hits: np.ndarray) -> Row:
     """tokens/s of every tau, and of the ways to choose one."""
     blocks, costs, budget = case.trace.blocks(), case.costs, setting.capacity[0]
     num_steps = max(map(len, blocks))
@@ -201,7 +201,7 @@ def _sweep(case: Case, setting: Setting, hits: np.ndarray) -> Row:
     }
 
 
-def _start(case: Case, setting: Setting) -> int:
+def _start(case: Case, setting: PolicyInputs) -> int:
     """Where `tau=auto` starts: the fastest of the other run's routing."""
     return fastest_tau(case.known, "tide", setting)
 

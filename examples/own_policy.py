@@ -4,15 +4,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lowtide import LLM
-from lowtide.extend import Placement, Ranks, Recipe, Setting, Step, register_policy
+from lowtide.extend import Placement, PolicyInputs, Ranks, Recipe, Step, register_policy
 
 
 class Fair(Placement):
     """Experts stay by the passes in which they were used, not by their tokens."""
 
-    def __init__(self, setting: Setting) -> None:
-        super().__init__(setting.num_layers, setting.num_experts)
-        self.ranks = np.zeros((setting.num_layers, setting.num_experts))
+    def __init__(self, inputs: PolicyInputs) -> None:
+        super().__init__(inputs.num_layers, inputs.num_experts)
+        self.ranks = np.zeros((inputs.num_layers, inputs.num_experts))
 
     def begin_pass(
         self, step: Step, num_residents: NDArray[np.int64], capacity: NDArray[np.int64]

@@ -35,7 +35,7 @@ from lowtide.policies.assignment import (
 )
 from lowtide.policies.catalogue import CATALOGUE
 from lowtide.policies.presets import fetches_all
-from lowtide.policies.recipe import Setting
+from lowtide.policies.recipe import PolicyInputs
 
 
 def make_costs(
@@ -139,7 +139,7 @@ def test_without_staging_nothing_is_fetched() -> None:
 
 
 def test_presets_that_need_a_staging_slot_are_those_that_fetch_everything() -> None:
-    setting = Setting([0], 4, make_costs(num_staging=0))
+    setting = PolicyInputs([0], 4, make_costs(num_staging=0))
     for name in CATALOGUE:
         if fetches_all(name):
             with pytest.raises(PlanError, match="staging.*--gpu-memory"):

@@ -41,7 +41,7 @@ from lowtide.lab.simulation.simulator import simulate
 from lowtide.layers.batch import Batch, KVRange, Segment
 from lowtide.llm import plan_model
 from lowtide.model_writing.synth import synth
-from lowtide.policies.recipe import Setting
+from lowtide.policies.recipe import PolicyInputs
 from lowtide.replay.calibration import Calibration
 
 
@@ -324,7 +324,7 @@ def test_presets_take_turns_on_one_emulated_engine(tiny: Path, tmp_path: Path) -
     validate = import_module("simulate")
     first = validate.first_answer(learned.trace)
     assert first.num_committed == 8 and len(first.passes) < len(learned.trace.passes)
-    setting = Setting([32] * 3, 64, load_profile("rtx3090").costs(MoEShape(*first.shape)))
+    setting = PolicyInputs([32] * 3, 64, load_profile("rtx3090").costs(MoEShape(*first.shape)))
     report = simulate(first, "tide", setting)
     assert report.num_passes == stretch.totals["num_passes"]
     predicted_s = stretch.s_per_pass

@@ -30,7 +30,7 @@ from lowtide.policies.catalogue import CATALOGUE
 from lowtide.policies.presets import parse_options
 from lowtide.policies.reads_ahead import NEARLY_ALL
 from lowtide.policies.receipt import Receipt
-from lowtide.policies.recipe import Setting
+from lowtide.policies.recipe import PolicyInputs
 from lowtide.policies.substitution import CountedSubstitution, replaced
 from lowtide.record import Recorder
 
@@ -62,11 +62,11 @@ def profiled() -> Iterator[list[Seen]]:
     """`buddymoe` with a profile of chance, and what its substitutions did."""
     plain, seen = CATALOGUE["buddymoe"], []
 
-    def having(setting: Setting) -> Setting:
+    def having(setting: PolicyInputs) -> PolicyInputs:
         profile = random_profile(setting.num_layers, setting.num_experts, 2)
         return replace(setting, buddies=profile)
 
-    def substitution(setting: Setting) -> Seen | None:
+    def substitution(setting: PolicyInputs) -> Seen | None:
         assert plain.substitution is not None
         made = plain.substitution(having(setting))
         if made is None:
@@ -284,7 +284,7 @@ def test_a_replay_decides_as_the_runtime_did(
             completions = llm.generate([PROMPT, PROMPT[::-1]], PARAMS)
         recorder.finish()
         policies, capacity = llm._engine.experts.policies, llm.plan.residents_per_layer
-        setting = Setting(
+        setting = PolicyInputs(
             capacity,
             llm.config.moe.num_experts,
             policies.costs,

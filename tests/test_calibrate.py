@@ -49,7 +49,7 @@ from lowtide.lab.simulation.foresight import measured_accuracy
 from lowtide.lab.simulation.simulator import simulate
 from lowtide.model_writing.synth import synth
 from lowtide.policies.prefetch import Gate
-from lowtide.policies.recipe import Setting
+from lowtide.policies.recipe import PolicyInputs
 from lowtide.record import recorded
 from lowtide.replay.calibration import GATES, Calibration, GateAccuracy, default_path
 from lowtide.replay.trace import TraceShape, TraceWriter
@@ -340,7 +340,7 @@ def test_budgets_are_weighed_by_the_tau_solvers() -> None:
             tau: simulate(
                 calibration.trace,
                 "tide",
-                Setting([budget.num_residents] * 3, 8, COSTS, options={"tau": tau}),
+                PolicyInputs([budget.num_residents] * 3, 8, COSTS, options={"tau": tau}),
             ).total_s
             for tau in (1, 2, 3)
         }
@@ -351,7 +351,7 @@ def test_budgets_are_weighed_by_the_tau_solvers() -> None:
 def test_the_simulator_takes_measured_gates() -> None:
     calibration = make_calibration()
     trace = calibration.trace
-    setting = Setting([2] * 3, 8, COSTS)
+    setting = PolicyInputs([2] * 3, 8, COSTS)
 
     def wasted(**options: Any) -> int:
         return simulate(trace, "hybrimoe", setting, **options).prefetch.num_wasted
@@ -484,7 +484,9 @@ def test_the_benchmark_ranks_predictors(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[1] / "benchmarks"))
     prefetch = importlib.import_module("prefetch")
     known = make_calibration()
-    setting = Setting([0] * 3, 8, COSTS, following=known.following, options={"num_prefetch": 8})
+    setting = PolicyInputs(
+        [0] * 3, 8, COSTS, following=known.following, options={"num_prefetch": 8}
+    )
     truth = list(known.trace.hits())
     predicted = {Gate.RAW: truth, Gate.RESIDUAL: [np.roll(hits, 1, axis=1) for hits in truth]}
     run = prefetch.Run(known.trace, predicted, known.accuracy, measured_accuracy(known), setting)

@@ -17,7 +17,7 @@ from lowtide.policies.budgets import Budgets
 from lowtide.policies.catalogue import CATALOGUE
 from lowtide.policies.decision import Policies
 from lowtide.policies.presets import recipe
-from lowtide.policies.recipe import Setting
+from lowtide.policies.recipe import PolicyInputs
 from lowtide.policies.tau import FollowDrift
 
 COSTS = Costs(10, 6.0, Curve([(1, 8.0)]), Curve([(1, 1.0)]), Curve([(1, 2.0)]), 0.0)
@@ -96,7 +96,7 @@ def test_no_more_stays_than_there_is_room_for_now(
     hits = draw.poisson(0.7, (5, num_layers, num_experts)) if is_calibrated else None
     frequency = None if hits is None else (hits > 0).sum(axis=0).astype(np.float64)
     capacity = draw.integers(0, num_experts + 1, num_layers).tolist()
-    setting = Setting(capacity, num_experts, COSTS, frequency, hits=hits, options=options)
+    setting = PolicyInputs(capacity, num_experts, COSTS, frequency, hits=hits, options=options)
     made = recipe(preset)
     policies = made.policies(setting) if has_device else made.policies_without_device(setting)
     machine = Machine(policies, num_experts, has_idle_link=has_device)
@@ -112,7 +112,7 @@ def test_no_more_stays_than_there_is_room_for_now(
 
 @pytest.mark.parametrize("preset", ["resident", "static", "fiddler", "layer-split"])
 def test_what_was_lost_comes_back_with_the_room(preset: str) -> None:
-    policies = recipe(preset).policies(Setting([3, 5], 5, COSTS))
+    policies = recipe(preset).policies(PolicyInputs([3, 5], 5, COSTS))
     machine = Machine(policies, 5, has_idle_link=True)
     before, all_hit = machine.is_kept.copy(), np.ones(5, np.int64)
     for capacity in ([1, 0], policies.capacity):

@@ -33,7 +33,7 @@ from lowtide.decode.request import Event, Finished, Prefill, Request
 from lowtide.engine.running import policy_setting, probing
 from lowtide.engine.running.engine import Engine
 from lowtide.engine.running.loop import QueuedAnswers
-from lowtide.engine.running.worker import Job
+from lowtide.engine.running.worker import WorkItem
 from lowtide.errors import InternalError, LowtideError, PlanError, StorageError, UsageError
 from lowtide.llm import LLM, plan_model
 from lowtide.model_writing.synth import synth
@@ -226,7 +226,7 @@ def test_ctrl_c_is_heard_at_once_and_ends_its_own_call_only(
         assert ask(llm, 0) == model.answers[0]
 
 
-WAITS = {QueuedAnswers._next_news.__code__, Job.result.__code__}
+WAITS = {QueuedAnswers._next_delivery.__code__, WorkItem.result.__code__}
 
 
 def interrupt_once_it_waits() -> threading.Thread:
@@ -618,7 +618,7 @@ def test_threads_that_ask_at_random(
             gc.collect()
             settle(llm)
             worker = llm._loop._worker
-            assert not worker._answers and not worker._jobs and not worker._waiting
+            assert not worker._answers and not worker._work and not worker._waiting
             check_idle(llm)
             assert ask(llm, 1) == model.answers[1]
     assert is_all_free(llm._engine.kv_cache)

@@ -19,7 +19,7 @@ from lowtide.lab.simulation.simulator import Report
 from lowtide.llm import plan_model
 from lowtide.policies.prefetch import PrefetchOutcome
 from lowtide.policies.reads_ahead import NUM_KEPT, NUM_TRIED
-from lowtide.policies.recipe import Setting
+from lowtide.policies.recipe import PolicyInputs
 from lowtide.replay.trace import Trace, TraceShape, TraceWriter
 
 MODEL = Path(__file__).parent / "goldens" / "llada2-a"
@@ -40,24 +40,24 @@ def make_trace(passes: list[list[int]]) -> Trace:
 
 def test_layers_by_hand() -> None:
     trace = make_trace([[0, 1], [0, 2], [0, 1]])
-    static, lru = compare_alone(trace, ("static", "lru"), Setting([2], 8, COSTS))
+    static, lru = compare_alone(trace, ("static", "lru"), PolicyInputs([2], 8, COSTS))
     # Dense 1; both there: two computed in 6. One absent: read in 10.
     assert static.total_s == 7 + 11 + 7 and static.num_fetched == 1
     assert static.hit_rate == 5 / 6 and static.num_tokens == 3
     # Empty at first: two reads; then 2 in place of 1, and the other way round.
     assert lru.total_s == 21 + 11 + 11 and lru.num_fetched == 4 and lru.binds == "link"
     assert lru.link_s == 40 and lru.host_s == 3 * 7
-    around = Setting([2], 8, replace(COSTS, sync_s=0.5))
+    around = PolicyInputs([2], 8, replace(COSTS, sync_s=0.5))
     [static] = compare_alone(trace, ["static"], around)
     assert static.total_s == 7 + 11.5 + 7, "of the layer that reads"
-    [slow] = compare_alone(trace, ["static"], Setting([8], 8, COSTS))
+    [slow] = compare_alone(trace, ["static"], PolicyInputs([8], 8, COSTS))
     assert slow.binds == "host" and slow.num_fetched == 0 and slow.total_s == 21
 
 
 def test_no_more_are_resident_than_there_is_room_for() -> None:
     draw = np.random.default_rng(3)
     trace = make_trace([draw.permutation(8)[:3].tolist() for _ in range(40)])
-    reports = compare_alone(trace, COMPARED, Setting([3], 8, COSTS))
+    reports = compare_alone(trace, COMPARED, PolicyInputs([3], 8, COSTS))
     # Three of eight at random: no policy can know whom.
     assert all(report.hit_rate < 0.7 for report in reports)
 
@@ -79,7 +79,7 @@ def replay_ahead(num_passes: int, ahead: AheadSlots, read_s: float = 10.0) -> Re
     costs = replace(COSTS, link_s=read_s)
     resident = np.zeros((2, 8))
     resident[0] = 1.0
-    setting = replace(Setting([8, 0], 8, costs), frequency=resident)
+    setting = replace(PolicyInputs([8, 0], 8, costs), frequency=resident)
     [report] = compare_alone(two_layers(num_passes), ["static"], setting, ahead)
     return report
 
@@ -113,7 +113,7 @@ def test_reads_ahead_of_layers_that_ask_for_nearly_all() -> None:
     for index in range(2):
         ids = np.tile(np.arange(4), (1, 2, 1))
         writer.append(Step(StepKind.DENOISE, index), 0, ids, num_committed=1)
-    setting = replace(Setting([2, 2], 4, COSTS))
+    setting = replace(PolicyInputs([2, 2], 4, COSTS))
     [plain] = compare_alone(writer.trace(), ["static"], setting)
     # Two are read in 20 while four are computed in 12: the disk is not idle but for the dense 1.
     assert plain.total_s == 4 * 21

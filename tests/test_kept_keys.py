@@ -33,7 +33,7 @@ from lowtide.policies.kept_keys import (
     MemoryPrices,
     gives_way,
 )
-from lowtide.policies.lending import MOVE_READS
+from lowtide.policies.slot_lending import MOVE_READS
 
 PRICES = MemoryPrices(token_s=0.01, token_bytes=1000, read_s=0.002, slot_bytes=100_000)
 """A slot's memory holds 100 tokens, which take a second to compute again: 500 reads."""

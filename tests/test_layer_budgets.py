@@ -28,7 +28,7 @@ from lowtide.policies.budgets import Budgets
 from lowtide.policies.catalogue import CATALOGUE
 from lowtide.policies.lowtide import Lowtide
 from lowtide.policies.presets import recipe
-from lowtide.policies.recipe import Setting
+from lowtide.policies.recipe import PolicyInputs
 from lowtide.replay.trace import Trace, TraceShape
 
 COSTS = Costs(10, 6.0, Curve([(1, 8.0)]), Curve([(1, 1.0)]), Curve([(1, 2.0)]), 0.0)
@@ -213,15 +213,15 @@ def decoding(skews: tuple[float, ...], text: int) -> Trace:
     )
 
 
-def calibrated(trace: Trace, known: Trace, share: float = 0.5) -> Setting:
+def calibrated(trace: Trace, known: Trace, share: float = 0.5) -> PolicyInputs:
     layers, experts, k = trace.shape[:3]
     costs = load_profile("rtx3090").costs(MoEShape(layers, experts, k, 2048, 512))
     frequency, following = calibrate(known)
     capacity = [round(share * experts)] * layers
-    return Setting(capacity, experts, costs, frequency, following, known.hits())
+    return PolicyInputs(capacity, experts, costs, frequency, following, known.hits())
 
 
-def first_residents(setting: Setting) -> list[int]:
+def first_residents(setting: PolicyInputs) -> list[int]:
     policies = recipe("lowtide").policies(setting)
     initial = [len(policies.placement.initial(layer)) for layer in range(setting.num_layers)]
     assert initial == policies.capacity.tolist()
@@ -267,7 +267,7 @@ def test_dividing_keeps_the_total(
     costs = load_profile("rtx3090").costs(MoEShape(num_layers, num_experts, 1, 256, 128))
     capacity = draw.integers(0, num_experts + 1, num_layers).tolist()
     frequency = (hits > 0).sum(axis=0).astype(np.float64)
-    made = Setting(capacity, num_experts, replace(costs, sync_s=sync_s), frequency, hits=hits)
+    made = PolicyInputs(capacity, num_experts, replace(costs, sync_s=sync_s), frequency, hits=hits)
     divided = first_residents(made)
     assert sum(divided) == sum(capacity) and max(divided) <= num_experts
 
@@ -320,7 +320,7 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         return Case(folder, answer(llm, PROMPT, PARAMS))
 
 
-def lopsided(setting: Setting) -> list[int]:
+def lopsided(setting: PolicyInputs) -> list[int]:
     """All experts of some layers, none of others, and what is left over in one."""
     left, capacity = sum(setting.capacity), [0] * setting.num_layers
     for layer in reversed(range(setting.num_layers)):

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lowtide.policies.lending import MOVE_READS, ExpertUse, grown, shrunk, worth_lending
+from lowtide.policies.slot_lending import MOVE_READS, ExpertUse, grown, shrunk, worth_lending
 
 
 @given(st.integers(0, 10**6), st.integers(1, 4), st.integers(1, 8))

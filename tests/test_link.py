@@ -68,7 +68,7 @@ from lowtide.memory.workspace import Workspace
 from lowtide.policies.decision import Policies
 from lowtide.policies.prefetch import Ahead, Gate, PrefetchOutcome
 from lowtide.policies.presets import recipe
-from lowtide.policies.recipe import Setting
+from lowtide.policies.recipe import PolicyInputs
 
 GARBAGE = -1.0
 HIDDEN = 2
@@ -483,7 +483,7 @@ class Machine:
         num_layers, num_experts = self.shape[:2]
         capacity = [self.random.randint(0, num_experts) for _ in range(num_layers)]
         self.host_capacity = capacity
-        setting = Setting(capacity, num_experts, Costs.unknown(1))
+        setting = PolicyInputs(capacity, num_experts, Costs.unknown(1))
         num_slots = sum(capacity) + self.random.randint(1, 4)
         slots: Any = FakeSlots(num_slots)
         return HostTier(
@@ -836,7 +836,7 @@ def test_a_host_tier_that_is_abandoned_still_evicts_what_was_in_use() -> None:
     host_slots: Any = FakeSlots(2)
     ledger = SlotLedger(1, 3, 2)
     transfer: Any = FakeTransfer(world, host_slots.values, 3)
-    policies = recipe("lru").policies_without_device(Setting([1], 3, Costs.unknown(1)))
+    policies = recipe("lru").policies_without_device(PolicyInputs([1], 3, Costs.unknown(1)))
     host = HostTier(host_slots, ledger, transfer, policies)
     host.news = FakeNews(world)
     step = Step(StepKind.DENOISE, 0)

@@ -32,7 +32,7 @@ from lowtide.policies.placement import LRU, DaliWindow, Tide
 from lowtide.policies.plain_buddies import token_margins
 from lowtide.policies.presets import lossless_presets, parse_options
 from lowtide.policies.receipt import Receipts
-from lowtide.policies.recipe import Setting
+from lowtide.policies.recipe import PolicyInputs
 from lowtide.policies.substitution import check_substituted, replaced
 
 # Experts 0, 1 and 2 are here; 3, 4 and 5 are not.
@@ -237,9 +237,9 @@ def test_a_share_of_what_was_routed_may_be_moved() -> None:
     assert left is not None and left.mass.tolist() == pytest.approx([0.25 * 4 - 0.5])
 
 
-def setting(**options: str) -> Setting:
+def setting(**options: str) -> PolicyInputs:
     made = parse_options("buddymoe", {"miss": "buddy", **options})
-    return Setting([4, 4], 8, Costs.unknown(10), options=made, buddies=random_profile(2, 8, 3))
+    return PolicyInputs([4, 4], 8, Costs.unknown(10), options=made, buddies=random_profile(2, 8, 3))
 
 
 def made(**options: str) -> Any:
@@ -277,7 +277,7 @@ def test_mass_is_bounded_unless_it_is_said_otherwise() -> None:
     assert bound(setting(max_mass="off")) is None and bound(setting(max_mass="0.4")) == 0.4
     curve = QualityCurve(np.array([0.1, 0.2]), np.array([0.01, 0.1]), "1" * 64)
 
-    def measured(**options: str) -> Setting:
+    def measured(**options: str) -> PolicyInputs:
         one = setting(**options)
         assert one.buddies is not None
         return replace(one, buddies=replace(one.buddies, curve=curve))

@@ -18,7 +18,7 @@ from lowtide.policies.presets import (
     preset_names,
     recipe,
 )
-from lowtide.policies.recipe import Setting
+from lowtide.policies.recipe import PolicyInputs
 from lowtide.policies.tau import FollowDrift, SolvedTau
 
 NUM_EXPERTS = 12
@@ -26,7 +26,7 @@ COSTS = Costs(100, 4.0, Curve([(1, 3.0)]), Curve([(1, 1.0)]), Curve([(1, 1.0)]),
 
 
 def make_placement(preset: str, options: Mapping[str, str], capacity: Sequence[int]) -> Placement:
-    setting = Setting(capacity, NUM_EXPERTS, COSTS, options=parse_options(preset, options))
+    setting = PolicyInputs(capacity, NUM_EXPERTS, COSTS, options=parse_options(preset, options))
     return recipe(preset).policies_without_device(setting).placement
 
 

@@ -16,7 +16,7 @@ from lowtide.lab.simulation.simulator import simulate
 from lowtide.policies.catalogue import CATALOGUE
 from lowtide.policies.decision import Decision, Policies
 from lowtide.policies.presets import check_policy, preset_names, recipe
-from lowtide.policies.recipe import Setting
+from lowtide.policies.recipe import PolicyInputs
 from lowtide.replay.trace import Trace, TraceShape, TraceWriter
 
 COSTS = Costs(
@@ -102,7 +102,7 @@ def test_no_preset_without_prefetch_has_more_hits_on_1000_traces(
         capacity = draw.integers(0, trace.shape.num_experts + 1, several).tolist()
         capacity = capacity if several == num_layers else capacity * num_layers
         ceiling = most_hits(hits, sum(capacity))
-        setting = Setting(capacity, trace.shape.num_experts, COSTS, hits=hits)
+        setting = PolicyInputs(capacity, trace.shape.num_experts, COSTS, hits=hits)
         setting = setting.having(num_prefetch=0, w_size=2, u_size=2)
         for place in range(num_presets):
             name = PRESETS[(seed * num_presets + place) % len(PRESETS)]

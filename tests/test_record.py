@@ -19,7 +19,7 @@ from lowtide.lab.profiles import load_profile
 from lowtide.lab.simulation.simulator import compare
 from lowtide.policies.catalogue import CATALOGUE
 from lowtide.policies.presets import parse_options, register, unregister
-from lowtide.policies.recipe import Setting
+from lowtide.policies.recipe import PolicyInputs
 from lowtide.record import recorded
 from lowtide.replay.calibration import Calibration, GateAccuracy
 from lowtide.replay.trace import Trace
@@ -97,7 +97,7 @@ def test_buddies_are_simulated_with_the_calibrations_profile(
     assert told.exit_code == 0, told.stderr
     buddymoe, lru = json.loads(told.stdout)["runs"]
     trace, profile = Trace.load(trace_file), Calibration.load(calibration).buddies
-    setting = Setting(
+    setting = PolicyInputs(
         [16] * trace.shape.num_layers,
         trace.shape.num_experts,
         load_profile("rtx3090").costs(MoEShape(*trace.shape)),

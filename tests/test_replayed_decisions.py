@@ -35,7 +35,7 @@ from lowtide.llm import plan_model
 from lowtide.model_writing.synth import synth
 from lowtide.policies.presets import lossless_presets
 from lowtide.policies.reads_ahead import AheadTrial
-from lowtide.policies.recipe import Setting
+from lowtide.policies.recipe import PolicyInputs
 from lowtide.replay.calibration import Calibration
 from lowtide.replay.trace import Trace, TraceShape, TraceWriter
 
@@ -130,7 +130,7 @@ def coming(engine: Engine) -> list[tuple[int, int]]:
     return [*late._waiting, *under_way]
 
 
-def replayed(trace: Trace, preset: str, setting: Setting) -> tuple[BoolArray, list[Layer]]:
+def replayed(trace: Trace, preset: str, setting: PolicyInputs) -> tuple[BoolArray, list[Layer]]:
     """Replay a trace; return the first residents and each pass's decisions, layer by layer."""
     run, layers = _HostReplay(preset, setting), list[Layer]()
     first = run._is_resident.copy()
@@ -238,7 +238,7 @@ def answered(
     return [found[one.id] for one in requests]
 
 
-def replay_setting(engine: Engine, model: Model) -> Setting:
+def replay_setting(engine: Engine, model: Model) -> PolicyInputs:
     """Return the setting that the policies in force were made from."""
     calibration = Calibration.load(model.calibration, has_inputs=False)
     choice, num_experts = PolicyChoice.of(engine.options), engine.model.config.moe.num_experts

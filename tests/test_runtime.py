@@ -43,7 +43,7 @@ from lowtide.memory.arena import Arena
 from lowtide.memory.workspace import Registrar, Workspace
 from lowtide.policies.decision import Decision, Policies
 from lowtide.policies.presets import recipe
-from lowtide.policies.recipe import Setting
+from lowtide.policies.recipe import PolicyInputs
 from lowtide.reading import file_reader
 from lowtide.reading.file_reader import Ticket
 from lowtide.threads.executor import Executor, InlineExecutor, drain
@@ -371,7 +371,7 @@ class Rig:
 def make_policies(name: str, capacity: Sequence[int]) -> Policies:
     options = {"tau": 2} if name == "tide" else {}
     costs = Costs.unknown(1)
-    setting = Setting(capacity, SHAPE.num_experts, costs, options=options)
+    setting = PolicyInputs(capacity, SHAPE.num_experts, costs, options=options)
     return recipe(name).policies_without_device(setting)
 
 

@@ -22,7 +22,7 @@ from lowtide.policies.catalogue import CATALOGUE, WAITS
 from lowtide.policies.placement import Static, Tide
 from lowtide.policies.prefetch import Gate, NoPrefetch, PreviousStep
 from lowtide.policies.presets import recipe
-from lowtide.policies.recipe import Recipe, Setting
+from lowtide.policies.recipe import PolicyInputs, Recipe
 from lowtide.policies.tau import TAUS, FollowDrift
 from lowtide.replay.trace import Trace, TraceShape, TraceWriter
 
@@ -40,9 +40,9 @@ def make_trace(passes: list[list[list[int]]], num_experts: int = 8) -> Trace:
     return writer.trace()
 
 
-def make_setting(trace: Trace, capacity: int, costs: Costs = FIXED) -> Setting:
+def make_setting(trace: Trace, capacity: int, costs: Costs = FIXED) -> PolicyInputs:
     layers, experts, _ = trace.shape[:3]
-    return Setting([capacity] * layers, experts, costs)
+    return PolicyInputs([capacity] * layers, experts, costs)
 
 
 def test_one_layer_by_hand() -> None:
@@ -86,7 +86,7 @@ def test_moves_ride_in_idle_link_time() -> None:
     assert report.total_s == pytest.approx(9.5 + 9.5 + 5.5 + 7)
 
 
-def _tide_once(setting: Setting) -> Tide:
+def _tide_once(setting: PolicyInputs) -> Tide:
     return Tide(setting.num_layers, setting.num_experts, 100)
 
 
@@ -151,7 +151,7 @@ def test_every_preset_at_every_budget(seed: int, capacity: int, locality: float)
         seed=seed,
     )
     known = calibrate(trace)
-    setting = Setting([capacity] * 3, 16, FIXED, known.frequency, known.following).having(
+    setting = PolicyInputs([capacity] * 3, 16, FIXED, known.frequency, known.following).having(
         tau=FollowDrift()
     )
     reports = compare(trace, presets, setting)
@@ -184,7 +184,7 @@ def test_locality_is_what_tide_lives_on() -> None:
         trace = synth_trace(
             FULL, num_blocks=3, steps_per_block=12, block_length=8, locality=locality, skew=0.0
         )
-        return simulate(trace, "tide", Setting([24, 24], 64, costs))
+        return simulate(trace, "tide", PolicyInputs([24, 24], 64, costs))
 
     restless, frozen = run(0.0), run(1.0)
     assert frozen.hit_rate > restless.hit_rate + 0.2
@@ -196,7 +196,7 @@ def test_locality_is_what_tide_lives_on() -> None:
 def test_lowtide_is_not_behind_the_others(capacity: int) -> None:
     shape = MoEShape(2, 64, 4, 2048, 512)
     trace = synth_trace(FULL, num_blocks=4, steps_per_block=10, locality=0.97)
-    setting = Setting([capacity] * 2, 64, load_profile("a100-40gb").costs(shape))
+    setting = PolicyInputs([capacity] * 2, 64, load_profile("a100-40gb").costs(shape))
     others = sorted(CATALOGUE.keys() - {"resident", "lowtide"})
     ours, *rest = compare(trace, ["lowtide", *others], setting)
     rest.append(simulate(trace, "hybrimoe", setting.having(by_greedy=True)))
@@ -222,9 +222,9 @@ def test_the_fastest_tau_by_simulation() -> None:
     costs = load_profile("rtx3090").costs(shape)
     trace = synth_trace(FULL, num_blocks=3, steps_per_block=8, locality=0.9)
 
-    settings = {tau: Setting([24, 24], 64, costs, options={"tau": tau}) for tau in TAUS}
+    settings = {tau: PolicyInputs([24, 24], 64, costs, options={"tau": tau}) for tau in TAUS}
     times = {tau: simulate(trace, "tide", each).total_s for tau, each in settings.items()}
-    follows = Setting([24, 24], 64, costs, options={"tau": FollowDrift(5)})
+    follows = PolicyInputs([24, 24], 64, costs, options={"tau": FollowDrift(5)})
     tried = [tau for tau in TAUS if tau <= 8]  # the last one once a block
     assert fastest_tau(trace, "tide", follows) == min(tried, key=lambda tau: times[tau])
 
@@ -257,9 +257,9 @@ def test_a_report_says_where_an_early_gates_predictions_are_from() -> None:
 def test_mismatches_are_refused() -> None:
     trace = synth_trace(SHAPE, num_blocks=1, steps_per_block=1)
     with pytest.raises(UsageError, match="3 MoE layers of 16"):
-        simulate(trace, "tide", Setting([1] * 3, 17, FIXED))
+        simulate(trace, "tide", PolicyInputs([1] * 3, 17, FIXED))
     with pytest.raises(UsageError, match="from 0 to 16"):
-        simulate(trace, "tide", Setting([17] * 3, 16, FIXED))
+        simulate(trace, "tide", PolicyInputs([17] * 3, 16, FIXED))
     with pytest.raises(UsageError, match="not known; choose one of"):
         recipe("nothing")
     with pytest.raises(UsageError, match="locality"):

@@ -19,7 +19,7 @@ from lowtide.lab.simulation.simulator import Report, simulate
 from lowtide.llm import plan_model
 from lowtide.model_writing.synth import synth
 from lowtide.policies.decision import Decision, Policies
-from lowtide.policies.recipe import Setting
+from lowtide.policies.recipe import PolicyInputs
 from lowtide.record import recorded
 from lowtide.replay.trace import Trace
 
@@ -96,7 +96,7 @@ def test_the_same_decisions_and_the_same_counts(
     decided.clear()
     trace = Trace.load(path)
     policies = llm._engine.experts.policies
-    setting = Setting(policies.capacity.tolist(), trace.shape.num_experts, policies.costs)
+    setting = PolicyInputs(policies.capacity.tolist(), trace.shape.num_experts, policies.costs)
     report = simulate(trace, preset, setting.having(**options))
     # About a layer that has every expert the runtime asks nobody.
     asked = {one.layer for one, _ in ran}

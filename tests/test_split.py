@@ -15,7 +15,7 @@ from lowtide.core import Costs, Curve, Demand
 from lowtide.lab.baselines import Favourites, FixedShare, best_split
 from lowtide.policies.prefetch import Ahead
 from lowtide.policies.presets import recipe
-from lowtide.policies.recipe import Setting
+from lowtide.policies.recipe import PolicyInputs
 from lowtide.policies.split import Split, split_s
 
 COSTS = Costs(
@@ -86,7 +86,7 @@ def test_favourites_come_ahead() -> None:
 
 
 def test_the_preset_holds_to_its_plan() -> None:
-    setting = Setting([2], 4, COSTS, hits=HITS)
+    setting = PolicyInputs([2], 4, COSTS, hits=HITS)
     policies = recipe("moe-lightning").policies(setting)
     assert policies.placement.initial(0).tolist() == [0, 3]
     assert policies.capacity.tolist() == [2]
@@ -94,5 +94,5 @@ def test_the_preset_holds_to_its_plan() -> None:
     is_kept = np.array([True, False, False, True])
     moves = policies.placement.update(make_facts(demand, is_kept=is_kept))
     assert not len(moves.admit) and not len(moves.evict)
-    blank = recipe("moe-lightning").policies(Setting([2], 4, COSTS))
+    blank = recipe("moe-lightning").policies(PolicyInputs([2], 4, COSTS))
     assert blank.placement.initial(0).tolist() == [0, 1]

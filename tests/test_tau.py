@@ -13,7 +13,7 @@ from lowtide.errors import UsageError
 from lowtide.lab.simulation.simulator import simulate
 from lowtide.policies.online_tau import OnlineTau, TauChange, interval_seconds
 from lowtide.policies.placement import Tide
-from lowtide.policies.recipe import Setting
+from lowtide.policies.recipe import PolicyInputs
 from lowtide.policies.tau import drift, miss_shares, paper_cost_s, paper_tau
 from lowtide.replay.trace import TraceShape, TraceWriter
 
@@ -147,7 +147,7 @@ def test_the_estimate_is_nearly_what_the_simulator_says(
     trace = writer.trace()
     taus = [1, 2, 4, 8, 16]
     seconds = interval_seconds(trace.hits(), np.arange(64), taus, 8, costs, waits)
-    setting = Setting([8], 32, costs).having(waits=waits)
+    setting = PolicyInputs([8], 32, costs).having(waits=waits)
     simulated = [simulate(trace, "tide", setting.having(tau=tau)).total_s for tau in taus]
     assert simulated[int(seconds.argmin())] <= 1.03 * min(simulated)
 

@@ -30,7 +30,7 @@ from lowtide.policies.presets import (
     unregister,
 )
 from lowtide.policies.ranks import Ranks
-from lowtide.policies.recipe import PolicyOption, Recipe, Setting
+from lowtide.policies.recipe import PolicyInputs, PolicyOption, Recipe
 from lowtide.replay.trace import TraceShape
 
 MODEL = Path(__file__).parent / "goldens" / "llada2-a"
@@ -131,7 +131,7 @@ def test_an_option_takes_its_type_from_its_default(
 def test_it_is_simulated(toy: str) -> None:
     shape = TraceShape(2, 16, 2, 64, 32)
     trace = synth_trace(shape, num_blocks=2, steps_per_block=3, num_prompt_rows=4)
-    setting = Setting([8, 8], 16, load_profile("rtx3090").costs(MoEShape(*shape)))
+    setting = PolicyInputs([8, 8], 16, load_profile("rtx3090").costs(MoEShape(*shape)))
     reports = [simulate(trace, toy, setting.having(stride=n)) for n in (1, 2, 9)]
     assert all(report.num_tokens == trace.num_committed for report in reports)
     assert len({report.num_moved for report in reports}) == 3

@@ -27,7 +27,7 @@ from lowtide.policies.catalogue import CATALOGUE
 from lowtide.policies.placement import Placement
 from lowtide.policies.presets import lossless_presets, register, unregister
 from lowtide.policies.ranks import Ranks
-from lowtide.policies.recipe import Setting
+from lowtide.policies.recipe import PolicyInputs
 from lowtide.policies.substitution import Substitution, check_substituted, in_order
 
 MODEL = Path(__file__).parent / "goldens" / "llada2-a"
@@ -123,7 +123,7 @@ def preset(base: str, **changes: Any) -> Iterator[str]:
         unregister("toy")
 
 
-def with_one(substitution: Substitution) -> Callable[[Setting], Substitution]:
+def with_one(substitution: Substitution) -> Callable[[PolicyInputs], Substitution]:
     return lambda setting: substitution
 
 
@@ -189,7 +189,7 @@ def test_what_runs_is_the_other_routing_and_residents_go_by_the_routers(
     resident, watched = Resident(most_per_token), []
     changes = {"waits": lambda setting: True} if waits else {}
 
-    def placement(setting: Setting) -> Placement:
+    def placement(setting: PolicyInputs) -> Placement:
         watched.append(Watched(CATALOGUE[base].placement(setting)))
         return watched[-1]
 

@@ -214,10 +214,10 @@ def passes_that_wait(llm: LLM | AsyncLLM) -> Iterator[None]:
     mailbox, is_over, num_free = llm._loop._worker.mailbox, threading.Event(), 40
     accept, run_pass = worker.Worker.accept, worker.run_pass
 
-    def accepting(own: worker.Worker, asked: worker.Asked) -> None:
+    def accepting(own: worker.Worker, queued: worker.Queued) -> None:
         nonlocal num_free
         num_free = 40
-        accept(own, asked)
+        accept(own, queued)
 
     def waiting(engine: Engine, decoder: BatchDecoder[Any]) -> list[Event]:
         nonlocal num_free

@@ -15,7 +15,7 @@ from lowtide.config import ExpertSpec
 from lowtide.core import BoolArray, Facts, FloatArray, IntArray, RoutedTokens, RowKind, WeightArray
 from lowtide.policies.buddymoe import MAX_MASS, RHO
 from lowtide.policies.presets import preset_names, recipe, register, unregister
-from lowtide.policies.recipe import PolicyOption, Setting
+from lowtide.policies.recipe import PolicyInputs, PolicyOption
 from lowtide.policies.substitution import (
     Substitution,
     absent_experts,
@@ -35,7 +35,7 @@ def register_baselines(placement: str, spec: ExpertSpec) -> None:
 
     spec: how the model's router weighs its experts.
     """
-    made: Mapping[str, Callable[[Setting], Substitution]] = {
+    made: Mapping[str, Callable[[PolicyInputs], Substitution]] = {
         "random": lambda s: RandomBuddy(RHO.of(s), s.seed),
         "drop": lambda s: Drop(RHO.of(s)),
         "cache-prior": lambda s: CachePrior(PRIOR.of(s), spec),

@@ -17,7 +17,7 @@ from lowtide.policies.catalogue import NUM_PREFETCH
 from lowtide.policies.placement import Static
 from lowtide.policies.prefetch import Residual
 from lowtide.policies.presets import recipe
-from lowtide.policies.recipe import Recipe, Setting
+from lowtide.policies.recipe import PolicyInputs, Recipe
 from lowtide.replay.trace import Trace
 
 RESIDENT_SHARE = 0.5
@@ -44,7 +44,7 @@ STAGE_PREFETCH = {"Qwen3-30B-A3B": 8, "Mixtral-8x7B": 1}
 """Figure 19's cache ratio and prefetch sizes; DeepSeek-V2-Lite keeps those of Figure 12."""
 
 
-def _no_residents(setting: Setting) -> list[int]:
+def _no_residents(setting: PolicyInputs) -> list[int]:
     return [0] * setting.num_layers
 
 
@@ -76,7 +76,7 @@ class Load(NamedTuple):
 
 def make_case(
     model: Model, costs: Costs, load: Load, preference: float, num_layers: int | None = None
-) -> tuple[Trace, Setting]:
+) -> tuple[Trace, PolicyInputs]:
     """A run, and the setting that other sequences of the same model calibrate."""
     shape = trace_shape(model.shape)
     if num_layers is not None:

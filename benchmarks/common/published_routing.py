@@ -13,7 +13,7 @@ import numpy as np
 from common.synth_trace import synth_decode_trace
 from lowtide.core import BoolArray, Costs
 from lowtide.lab.simulation.host_alone import compare_alone
-from lowtide.policies.recipe import Setting
+from lowtide.policies.recipe import PolicyInputs
 from lowtide.replay.trace import Trace, TraceShape
 
 NUM_LAYERS = 4  # of the synthetic models: all layers are alike in them
@@ -74,7 +74,7 @@ def _repeated(trace: Trace, other: Trace, at: float, num_skipped: int) -> float:
 def _lru(trace: Trace, other: Trace, at: float, num_skipped: int) -> float:
     """Hits of the preset `lru`, each layer with its own slots."""
     num_layers, num_experts = trace.shape[:2]
-    setting = Setting([round(at * num_experts)] * num_layers, num_experts, Costs.unknown(1))
+    setting = PolicyInputs([round(at * num_experts)] * num_layers, num_experts, Costs.unknown(1))
     [whole], [start] = (
         compare_alone(part, ["lru"], setting) for part in (trace, trace.beginning(num_skipped))
     )

@@ -15,7 +15,7 @@ from lowtide.families import families, read_config
 from lowtide.lab.baselines import break_even_tokens
 from lowtide.lab.simulation.simulator import Report, calibrate, simulate
 from lowtide.policies.prefetch import Ahead
-from lowtide.policies.recipe import Recipe, Setting
+from lowtide.policies.recipe import PolicyInputs, Recipe
 from lowtide.replay.trace import Trace, TraceShape, demand_of
 
 
@@ -68,9 +68,9 @@ def make_setting(
     num_residents: int,
     known: Trace | None = None,
     known_hits: IntArray | None = None,
-) -> Setting:
+) -> PolicyInputs:
     """`num_residents` in every layer; `known`: another trace of the model, to calibrate on."""
-    setting = Setting([num_residents] * trace.shape.num_layers, trace.shape.num_experts, costs)
+    setting = PolicyInputs([num_residents] * trace.shape.num_layers, trace.shape.num_experts, costs)
     if known is None:
         return setting
     calibration = calibrate(known)
@@ -81,7 +81,7 @@ def make_setting(
 
 
 def replay(
-    trace: Trace, hits: IntArray, setting: Setting, names: Iterable[str]
+    trace: Trace, hits: IntArray, setting: PolicyInputs, names: Iterable[str]
 ) -> dict[str, Report]:
     """Simulate each of the named `VARIANTS` over a trace; hits: `trace.hits()`."""
     return {
@@ -148,7 +148,7 @@ def generating_passes(trace: Trace) -> Trace:
 
 def policy_s(
     made: Recipe,
-    setting: Setting,
+    setting: PolicyInputs,
     trace: Trace,
     clock: Callable[[], float] = time.perf_counter,
 ) -> FloatArray:

@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from lowtide.policies.placement import Placement as Placement
     from lowtide.policies.presets import register as register_policy
     from lowtide.policies.ranks import Ranks as Ranks
+    from lowtide.policies.recipe import PolicyInputs as PolicyInputs
     from lowtide.policies.recipe import PolicyOption as PolicyOption
     from lowtide.policies.recipe import Recipe as Recipe
-    from lowtide.policies.recipe import Setting as Setting
     from lowtide.policies.substitution import Substitution as Substitution
 
 _HOMES = {
@@ -49,7 +49,7 @@ _HOMES = {
     "Ranks": "policies.ranks.Ranks",
     "Recipe": "policies.recipe.Recipe",
     "RoutedTokens": "core.RoutedTokens",
-    "Setting": "policies.recipe.Setting",
+    "PolicyInputs": "policies.recipe.PolicyInputs",
     "Step": "core.Step",
     "Substitution": "policies.substitution.Substitution",
     "register_device": "devices.kind.register_device",
@@ -76,7 +76,7 @@ __all__ = [  # noqa: F822 - those of `_HOMES`, as a test promises
     "Ranks",
     "Recipe",
     "RoutedTokens",
-    "Setting",
+    "PolicyInputs",
     "Step",
     "Substitution",
     "register_device",

@@ -29,9 +29,9 @@ class Nobody(Placement):
     def begin_pass(self, step, num_residents, capacity):
         return Ranks(np.zeros((len(capacity), self.num_experts)), capacity)
 
-    def __init__(self, setting):
-        super().__init__(setting.num_layers, setting.num_experts)
-        self.num_experts = setting.num_experts
+    def __init__(self, inputs):
+        super().__init__(inputs.num_layers, inputs.num_experts)
+        self.num_experts = inputs.num_experts
 
 register_policy("nobody", Recipe(Nobody))
 """

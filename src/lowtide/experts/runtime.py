@@ -29,8 +29,8 @@ from lowtide.experts.stats import ExpertStats
 from lowtide.experts.work import Plan, Work
 from lowtide.kernels.layer_parts import ExpertParts
 from lowtide.policies.decision import Decision, Policies
-from lowtide.policies.lending import ExpertUse
 from lowtide.policies.receipt import Receipt
+from lowtide.policies.slot_lending import ExpertUse
 from lowtide.progress import Progress, no_progress
 
 

@@ -18,7 +18,7 @@ from lowtide.policies.division import use_of
 from lowtide.policies.placement import Placement, Static, favourites
 from lowtide.policies.prefetch import Ahead, NextGate, NoPrefetch, Prefetch
 from lowtide.policies.ranks import Ranks
-from lowtide.policies.recipe import Recipe, Setting, switch
+from lowtide.policies.recipe import PolicyInputs, Recipe, switch
 from lowtide.policies.split import SHARES, Split, evenly, split_s
 
 BY_THRESHOLD = switch("by_threshold")  # an expert that alone would end sooner is fetched
@@ -256,61 +256,61 @@ def best_split(
 
 
 @lru_cache(maxsize=1)  # asked for by each of the preset's policies
-def _best_split(setting: Setting) -> Split:
-    load, num_ahead = _load(setting), NUM_PREFETCH.of(setting)
-    return best_split(load, setting.capacity, use_of(load), setting.costs, num_ahead)
+def _best_split(inputs: PolicyInputs) -> Split:
+    load, num_ahead = _load(inputs), NUM_PREFETCH.of(inputs)
+    return best_split(load, inputs.capacity, use_of(load), inputs.costs, num_ahead)
 
 
-def _load(setting: Setting) -> IntArray:
-    if setting.hits is not None:
-        return setting.hits
-    return np.ones((1, setting.num_layers, setting.num_experts), np.int64)
+def _load(inputs: PolicyInputs) -> IntArray:
+    if inputs.hits is not None:
+        return inputs.hits
+    return np.ones((1, inputs.num_layers, inputs.num_experts), np.int64)
 
 
-def _planned_capacity(setting: Setting) -> list[int]:
-    share = _best_split(setting).resident_share
-    return [round(share * slots) for slots in setting.capacity]
+def _planned_capacity(inputs: PolicyInputs) -> list[int]:
+    share = _best_split(inputs).resident_share
+    return [round(share * slots) for slots in inputs.capacity]
 
 
-def _planned_residents(setting: Setting) -> Placement:
-    return Static.favourites(setting.capacity, use_of(_load(setting)))
+def _planned_residents(inputs: PolicyInputs) -> Placement:
+    return Static.favourites(inputs.capacity, use_of(_load(inputs)))
 
 
-def _planned_prefetch(setting: Setting) -> Prefetch:
-    return Favourites(_best_split(setting).num_ahead, use_of(_load(setting)))
+def _planned_prefetch(inputs: PolicyInputs) -> Prefetch:
+    return Favourites(_best_split(inputs).num_ahead, use_of(_load(inputs)))
 
 
 # Presets
 
 
-def _no_experts(setting: Setting) -> list[int]:
-    return [0] * setting.num_layers
+def _no_experts(inputs: PolicyInputs) -> list[int]:
+    return [0] * inputs.num_layers
 
 
-def _best_known(setting: Setting) -> Placement:
+def _best_known(inputs: PolicyInputs) -> Placement:
     """The most used experts of the calibration, else the first."""
-    if setting.frequency is None:
-        return first_experts(setting)
-    return Static.favourites(setting.capacity, setting.frequency)
+    if inputs.frequency is None:
+        return first_experts(inputs)
+    return Static.favourites(inputs.capacity, inputs.frequency)
 
 
-def _edgemoe(setting: Setting) -> Placement:
-    frequency = setting.frequency
+def _edgemoe(inputs: PolicyInputs) -> Placement:
+    frequency = inputs.frequency
     if frequency is None:
-        frequency = np.zeros((setting.num_layers, setting.num_experts))
-    return Frequency(setting.capacity, frequency)
+        frequency = np.zeros((inputs.num_layers, inputs.num_experts))
+    return Frequency(inputs.capacity, frequency)
 
 
-def _statistics(setting: Setting) -> Prefetch:
-    if setting.following is None:
+def _statistics(inputs: PolicyInputs) -> Prefetch:
+    if inputs.following is None:
         return NoPrefetch()
-    return Statistics(NUM_PREFETCH.of(setting), setting.following)
+    return Statistics(NUM_PREFETCH.of(inputs), inputs.following)
 
 
-def whole_layers(setting: Setting) -> list[int]:
+def whole_layers(inputs: PolicyInputs) -> list[int]:
     """The last layers whole, as many as there is room for; nothing in the first."""
-    num_layers, num_experts = setting.num_layers, setting.num_experts
-    num_whole = min(num_layers, sum(setting.capacity) // num_experts)
+    num_layers, num_experts = inputs.num_layers, inputs.num_experts
+    num_whole = min(num_layers, sum(inputs.capacity) // num_experts)
     return [0] * (num_layers - num_whole) + [num_experts] * num_whole
 
 

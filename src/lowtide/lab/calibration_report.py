@@ -16,7 +16,7 @@ from lowtide.cli.plotting import check_plot, save_figure
 from lowtide.core import Costs, FloatArray, IntArray
 from lowtide.lab.calibrate import top_share
 from lowtide.lab.simulation.simulator import fastest_tau
-from lowtide.policies.recipe import Setting
+from lowtide.policies.recipe import PolicyInputs
 from lowtide.policies.tau import TAUS, drift, miss_shares, paper_tau
 from lowtide.replay.calibration import GATES, TOP_SIZES, Calibration
 from lowtide.replay.trace import Trace
@@ -139,7 +139,7 @@ def _budget(trace: Trace, hits: IntArray, num_residents: int, costs: Costs) -> B
     layers, experts = trace.shape[:2]
     blocks = trace.blocks(hits)
     num_steps = round(float(np.mean([len(block) for block in blocks]))) if blocks else 1
-    setting = Setting([num_residents] * layers, experts, costs)
+    policy_inputs = PolicyInputs([num_residents] * layers, experts, costs)
     max_tau = min(max(TAUS), max(4, num_steps - 1))
     d, misses = drift(blocks, num_residents), miss_shares(blocks, num_residents, max_tau)
     return Budget(
@@ -147,7 +147,7 @@ def _budget(trace: Trace, hits: IntArray, num_residents: int, costs: Costs) -> B
         d,
         misses.tolist(),
         paper_tau(d, misses, num_steps, num_residents, costs.fetch_s, costs.host_s.at(1)),
-        fastest_tau(trace, "tide", setting),
+        fastest_tau(trace, "tide", policy_inputs),
     )
 
 

@@ -20,9 +20,9 @@ from lowtide.policies.buddy_profile import (
     MAX_K_MAX,
     BuddyProfile,
 )
-from lowtide.policies.late import waits_of
+from lowtide.policies.deadlines import waits_of
 from lowtide.policies.plain_buddies import PlainBuddies
-from lowtide.policies.recipe import PolicyOption, Recipe, Setting, switch
+from lowtide.policies.recipe import PolicyInputs, PolicyOption, Recipe, switch
 from lowtide.policies.substitution import CountedSubstitution
 
 NAME = "buddymoe"
@@ -63,7 +63,7 @@ class Buddies(CountedSubstitution):
     """BuddyMoE: an absent expert's first buddy that is here takes its place and its weight.
 
     rules: of each layer. assign: where given, only experts that come too late are replaced
-    (`policies/late.py`); it says who would compute what if none were.
+    (`policies/deadlines.py`); it says who would compute what if none were.
     """
 
     def __init__(
@@ -101,8 +101,8 @@ def over(bases: Mapping[str, Recipe]) -> Recipe:
     """The preset, over any of `bases`, by the option `placement`; they may grow afterwards."""
     placement = PolicyOption("placement", "lowtide", words=_Names(bases))
 
-    def base(setting: Setting) -> Recipe:
-        return bases[placement.of(setting)]
+    def base(inputs: PolicyInputs) -> Recipe:
+        return bases[placement.of(inputs)]
 
     def contradiction(options: Mapping[str, object]) -> str | None:
         name = str(options.get(placement.name, placement.default))
@@ -130,33 +130,33 @@ def over(bases: Mapping[str, Recipe]) -> Recipe:
     )
 
 
-def miss_policy(setting: Setting, base: Recipe) -> Buddies | None:
+def miss_policy(inputs: PolicyInputs, base: Recipe) -> Buddies | None:
     """What the option `miss` says, or nothing where nothing could be replaced.
 
     Raises UsageError for options that want a profile where there is none, or another model's.
     """
-    miss, profile = MISS.of(setting), setting.buddies
+    miss, profile = MISS.of(inputs), inputs.buddies
     if profile is not None:
-        _check_profile(profile, setting)
-    if miss == "wait" or RHO.of(setting) == 0:
+        _check_profile(profile, inputs)
+    if miss == "wait" or RHO.of(inputs) == 0:
         return None
     if profile is None:
         raise UsageError(
             f"Policy {NAME!r} with miss={miss} needs a buddy profile and there is none for this "
             "model: run lowtide calibrate --buddies first."
         )
-    assign = base.assignment(setting) if miss == "late" else None
-    return Buddies(layer_rules(setting, profile), setting.twins or PlainBuddies(), assign)
+    assign = base.assignment(inputs) if miss == "late" else None
+    return Buddies(layer_rules(inputs, profile), inputs.twins or PlainBuddies(), assign)
 
 
-def layer_rules(setting: Setting, profile: BuddyProfile) -> list[LayerRules]:
+def layer_rules(inputs: PolicyInputs, profile: BuddyProfile) -> list[LayerRules]:
     """The options, layer by layer."""
-    tae, margin, beta = TAE.of(setting), MARGIN.of(setting), BETA.of(setting)
-    entropies = np.full(setting.num_layers, -1.0) if tae is None else profile.entropy_threshold(tae)
-    rho = RHO.of(setting)
+    tae, margin, beta = TAE.of(inputs), MARGIN.of(inputs), BETA.of(inputs)
+    entropies = np.full(inputs.num_layers, -1.0) if tae is None else profile.entropy_threshold(tae)
+    rho = RHO.of(inputs)
     is_exact = {
-        RowKind.PROMPT: not IN_PREFILL.of(setting),
-        RowKind.COMMIT: not IN_COMMIT.of(setting),
+        RowKind.PROMPT: not IN_PREFILL.of(inputs),
+        RowKind.COMMIT: not IN_COMMIT.of(inputs),
     }
     return [
         LayerRules(
@@ -168,36 +168,36 @@ def layer_rules(setting: Setting, profile: BuddyProfile) -> list[LayerRules]:
             np.inf if margin is None else margin,
             np.inf if beta is None else beta,
         )
-        for layer, lists in enumerate(profile.lists(ALPHA.of(setting), K_MAX.of(setting)))
+        for layer, lists in enumerate(profile.lists(ALPHA.of(inputs), K_MAX.of(inputs)))
     ]
 
 
-def max_mass(setting: Setting) -> float | None:
+def max_mass(inputs: PolicyInputs) -> float | None:
     """Return the router mass that may be replaced: by the profile's curve for `max_kl`, if given.
 
     `max_mass` bounds it, if given, and its default holds without `max_kl`. Raises UsageError where
     there is no curve.
     """
-    mass, max_kl = MAX_MASS.of(setting), MAX_KL.of(setting)
+    mass, max_kl = MAX_MASS.of(inputs), MAX_KL.of(inputs)
     if max_kl is None:
         return mass
-    curve = None if setting.buddies is None else setting.buddies.curve
+    curve = None if inputs.buddies is None else inputs.buddies.curve
     if curve is None:
         raise UsageError(
             "max_kl is estimated from a curve that lowtide quality --save-curve measures, and this "
             "model's buddy profile has none: run that, or give max_mass."
         )
     estimated = curve.max_mass(max_kl)
-    is_given = MAX_MASS.name in setting.options
+    is_given = MAX_MASS.name in inputs.options
     return min(mass, estimated) if is_given and mass is not None else estimated
 
 
-def _check_profile(profile: BuddyProfile, setting: Setting) -> None:
+def _check_profile(profile: BuddyProfile, inputs: PolicyInputs) -> None:
     shape = profile.num_layers, profile.num_experts
-    if shape != (setting.num_layers, setting.num_experts):
+    if shape != (inputs.num_layers, inputs.num_experts):
         raise UsageError(
             f"The buddy profile is of another model: {shape[0]} MoE layers of {shape[1]} experts, "
-            f"and this has {setting.num_layers} of {setting.num_experts}."
+            f"and this has {inputs.num_layers} of {inputs.num_experts}."
         )
 
 

@@ -21,7 +21,7 @@ from lowtide.policies.prefetch import (
     PreviousStep,
     Residual,
 )
-from lowtide.policies.recipe import MAX_WHOLE, PolicyOption, Recipe, Setting, switch
+from lowtide.policies.recipe import MAX_WHOLE, PolicyInputs, PolicyOption, Recipe, switch
 from lowtide.policies.tau import FollowDrift, SolvedTau
 from lowtide.registry import POLICIES, Registry
 
@@ -40,69 +40,69 @@ NUM_PREFETCH = PolicyOption("num_prefetch", 4, 0, MAX_WHOLE)  # of a layer, at m
 MAX_STEP_BYTES: PolicyOption[int | None] = PolicyOption("max_step_bytes", None, 1, 10**15)
 
 
-def first_experts(setting: Setting) -> Placement:
-    return Static.first(setting.capacity, setting.num_experts)
+def first_experts(inputs: PolicyInputs) -> Placement:
+    return Static.first(inputs.capacity, inputs.num_experts)
 
 
-def _all_experts(setting: Setting) -> list[int]:
-    return [setting.num_experts] * setting.num_layers
+def _all_experts(inputs: PolicyInputs) -> list[int]:
+    return [inputs.num_experts] * inputs.num_layers
 
 
-def _lru(setting: Setting) -> Placement:
-    return LRU(setting.num_layers, setting.num_experts)
+def _lru(inputs: PolicyInputs) -> Placement:
+    return LRU(inputs.num_layers, inputs.num_experts)
 
 
-def _tide(setting: Setting) -> Placement:
-    starts_empty = STARTS_EMPTY.of(setting)
-    return Tide(setting.num_layers, setting.num_experts, _tau(setting), starts_empty)
+def _tide(inputs: PolicyInputs) -> Placement:
+    starts_empty = STARTS_EMPTY.of(inputs)
+    return Tide(inputs.num_layers, inputs.num_experts, _tau(inputs), starts_empty)
 
 
-def _dali(setting: Setting) -> Placement:
-    w_size, u_size = W_SIZE.of(setting), U_SIZE.of(setting)
-    capacity, always = setting.capacity, SWAP.of(setting)
-    return DaliWindow(capacity, setting.num_experts, w_size, u_size, setting.seed, always)
+def _dali(inputs: PolicyInputs) -> Placement:
+    w_size, u_size = W_SIZE.of(inputs), U_SIZE.of(inputs)
+    capacity, always = inputs.capacity, SWAP.of(inputs)
+    return DaliWindow(capacity, inputs.num_experts, w_size, u_size, inputs.seed, always)
 
 
-def _lowtide(setting: Setting) -> Placement:
+def _lowtide(inputs: PolicyInputs) -> Placement:
     return Lowtide(
-        setting.capacity,
-        setting.num_experts,
-        setting.costs,
-        tau=_tau(setting),
-        max_step_bytes=MAX_STEP_BYTES.of(setting),
-        frequency=setting.frequency,
+        inputs.capacity,
+        inputs.num_experts,
+        inputs.costs,
+        tau=_tau(inputs),
+        max_step_bytes=MAX_STEP_BYTES.of(inputs),
+        frequency=inputs.frequency,
     )
 
 
-def _tau(setting: Setting) -> int | OnlineTau:
-    tau = TAU.of(setting)
+def _tau(inputs: PolicyInputs) -> int | OnlineTau:
+    tau = TAU.of(inputs)
     if isinstance(tau, SolvedTau):
         raise UsageError(f"tau={tau.value} is to be solved from a calibration first.")
     if isinstance(tau, int):
         return tau
-    num_layers = setting.num_layers  # of which four are watched
+    num_layers = inputs.num_layers  # of which four are watched
     return OnlineTau(
-        setting.num_experts,
-        max(1, round(sum(setting.capacity) / num_layers)),
-        setting.costs,
-        waits=WAITS.of(setting),
+        inputs.num_experts,
+        max(1, round(sum(inputs.capacity) / num_layers)),
+        inputs.costs,
+        waits=WAITS.of(inputs),
         tau=tau.start,
         watched=range(0, num_layers, max(1, num_layers // 4)),
-        on_change=setting.on_tau_change,
+        on_change=inputs.on_tau_change,
     )
 
 
-def _what_pays(setting: Setting) -> Prefetch:
+def _what_pays(inputs: PolicyInputs) -> Prefetch:
     """The next gate and the step before together, while they pay."""
-    num_ahead = NUM_PREFETCH.of(setting)
-    is_calibrated = setting.frequency is not None  # and so has residual vectors
+    num_ahead = NUM_PREFETCH.of(inputs)
+    is_calibrated = inputs.frequency is not None  # and so has residual vectors
     gate = Residual(num_ahead) if is_calibrated else NextGate(num_ahead)
-    last = PreviousStep(num_ahead, setting.num_layers, setting.num_experts)
+    last = PreviousStep(num_ahead, inputs.num_layers, inputs.num_experts)
     return PaysOff(Combined(num_ahead, gate, last))
 
 
-def _balance(setting: Setting) -> Assign:
-    return Balance() if setting.twins is None else setting.twins.balance()
+def _balance(inputs: PolicyInputs) -> Assign:
+    return Balance() if inputs.twins is None else inputs.twins.balance()
 
 
 _OWN: dict[str, Recipe] = {

@@ -7,30 +7,29 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from lowtide.core import FloatArray, IntArray
-from lowtide.policies.recipe import Setting
+from lowtide.policies.recipe import PolicyInputs
 from lowtide.policies.split import least_s
 
 _NUM_WHOLE = 4  # numbers of whole layers that are compared
 _LEAST_GAIN = 1.02  # less may be chance: another text has other favourites (docs/log)
 
 
-def divided(setting: Setting) -> Sequence[int]:
+def divided(inputs: PolicyInputs) -> Sequence[int]:
     """Divide residents among layers by marginal benefit.
 
     Some layers are whole instead where the calibration would run faster so.
     """
-    if setting.hits is None:
-        return setting.capacity
-    use, total = use_of(setting.hits), sum(setting.capacity)
+    if inputs.hits is None:
+        return inputs.capacity
+    use, total = use_of(inputs.hits), sum(inputs.capacity)
     by_benefit: list[int] = layer_budgets(use, total).tolist()
-    ways = [by_benefit, *_with_whole_layers(setting)]
+    ways = [by_benefit, *_with_whole_layers(inputs)]
     as_given_s, *seconds = (
-        least_s(setting.hits, capacity, use, setting.costs)
-        for capacity in (setting.capacity, *ways)
+        least_s(inputs.hits, capacity, use, inputs.costs) for capacity in (inputs.capacity, *ways)
     )
     least = min(seconds)
     is_faster = as_given_s > _LEAST_GAIN * least
-    return ways[seconds.index(least)] if is_faster else setting.capacity
+    return ways[seconds.index(least)] if is_faster else inputs.capacity
 
 
 def use_of(load: IntArray) -> FloatArray:
@@ -57,13 +56,13 @@ def layer_budgets(frequency: FloatArray, total: int) -> IntArray:
     return budgets
 
 
-def _with_whole_layers(setting: Setting) -> Iterator[list[int]]:
+def _with_whole_layers(inputs: PolicyInputs) -> Iterator[list[int]]:
     """Yield divisions of the same total with some of the last layers whole.
 
     Nothing has to be decided about whole layers, nor waited for. The others share the rest equally.
     """
-    num_layers, num_experts = setting.num_layers, setting.num_experts
-    total = sum(setting.capacity)
+    num_layers, num_experts = inputs.num_layers, inputs.num_experts
+    total = sum(inputs.capacity)
     most = min(num_layers - 1, total // num_experts)
     for num_whole in np.unique(np.linspace(0, most, 1 + _NUM_WHOLE).astype(int))[1:].tolist():
         num_others = num_layers - num_whole

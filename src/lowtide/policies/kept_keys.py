@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from lowtide.policies.lending import MOVE_READS
+from lowtide.policies.slot_lending import MOVE_READS
 
 PRIOR_CHANCE = 0.25
 """That a request goes on from kept keys before they have waited twice as long, if none was seen."""

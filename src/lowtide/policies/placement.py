@@ -1,11 +1,14 @@
-"""Placement: which experts of a layer stay resident from one step to the next.
+"""Placement: decides which experts of a layer stay resident from step to step.
 
-Pure decisions from facts: no tensors, clocks or I/O, and no randomness but what is drawn from a
-seed at the start. Before a pass a placement says by `Ranks` who may become resident in whose
-place, and after it learns what the pass asked for; the runtime, or a simulator, obeys. Beside a
-device it is asked layer by layer instead, and answers with moves: there `DaliWindow` and `Lowtide`
-also bring experts that the step does not ask for, in idle link time. Room may shrink and grow from
-one pass to the next: whatever was kept before, no more stays than there is room for now.
+Placements are pure: no tensors, clocks or I/O, and randomness only from a seed at the start. Before
+a pass a placement returns `Ranks`, which say which experts may become resident and which they
+replace; after it, it learns the pass' demand. The runtime or a simulator applies them.
+
+Beside a device it is called layer by layer and returns moves. There `DaliWindow` and `Lowtide` also
+fetch experts that the step does not demand, while the link is idle.
+
+The number of residents may shrink and grow between passes; never more experts stay than there is
+room for.
 """
 
 from __future__ import annotations
@@ -20,8 +23,8 @@ from lowtide.policies.online_tau import OnlineTau, interval
 from lowtide.policies.ranks import Ranks, bump, choose
 
 
-class Heard:
-    """What a pass asked for, where it is told layer by layer; it ends when the next one begins."""
+class PassDemand:
+    """Demand of the current pass, collected layer by layer; ends when the next pass begins."""
 
     def __init__(self, num_layers: int, num_experts: int) -> None:
         self.hits = np.zeros((num_layers, num_experts), np.int64)
@@ -29,33 +32,36 @@ class Heard:
         self._layer = 0
 
     def begins(self, step: Step, layer: int) -> bool:
-        """Whether a pass begins with this layer: not by layer 0, which may not be heard of."""
+        """Return True if a new pass begins with this layer.
+
+        It need not be layer 0, which is not reported while it is fully resident.
+        """
         is_first = self.step is None or layer <= self._layer or step != self.step
         self._layer = layer
         return is_first
 
     def begin(self, step: Step) -> None:
-        """Forgets the last pass."""
+        """Start a pass, forgetting the last one."""
         self.step = step
         self.hits.fill(0)
 
     def note(self, layer: int, demand: Demand) -> None:
-        """What the layer asks for."""
+        """Record a layer's demand."""
         self.hits[layer, demand.experts] = demand.num_tokens
 
 
 class Placement:
-    """Chooser of the residents of every layer, within its present room, by ranks.
+    """Chooses the residents of every layer by ranks, within its present room.
 
-    It is asked layer by layer, and finds the passes by itself.
+    Beside a device it is called layer by layer, and detects the passes itself.
     """
 
     is_owed = False  # of its moves beside a device
 
     def __init__(self, num_layers: int, num_experts: int) -> None:
         self._rank = np.zeros((num_layers, num_experts))
-        self._heard = Heard(num_layers, num_experts)
-        self._num_residents = np.zeros(num_layers, np.int64)  # of each layer when last heard of
+        self._demanded = PassDemand(num_layers, num_experts)
+        self._num_residents = np.zeros(num_layers, np.int64)  # by layer, when last reported
         self._ranks: Ranks
 
     def initial(self, layer: int) -> IntArray:
@@ -63,45 +69,44 @@ class Placement:
         return np.empty(0, np.int64)
 
     def begin_pass(self, step: Step, num_residents: IntArray, capacity: IntArray) -> Ranks:
-        """Return the ranks for the pass that begins, of all layers.
+        """Return the ranks of all layers for the pass that begins.
 
-        num_residents, capacity [num_layers]: residents that each layer has, and the room that it
-        has now.
+        num_residents, capacity: [num_layers], each layer's residents and its present room.
         """
         raise NotImplementedError
 
     def end_pass(self, step: Step, hits: IntArray) -> None:
-        """Note the pass's demand: tokens of each expert [num_layers, num_experts].
+        """Learn the pass' demand: tokens of each expert [num_layers, num_experts].
 
-        Layers that are not reported have 0. The pass has raised the ranks: often nothing else is to
+        Unreported layers have 0. The pass has already raised the ranks, so often nothing is left to
         learn.
         """
 
     def update(self, facts: Facts) -> Moves:
-        """Beside a device: what to admit and evict, told after the layer's router has spoken.
+        """Return what to admit and evict beside a device, after the layer's router has run.
 
-        After the moves the layer has at most `facts.room` residents. Where no layer has more than
-        that, admitting and evicting nothing is always safe.
+        After the moves the layer has at most `facts.room` residents. If no layer has more than
+        that, moving nothing is always safe.
         """
         ranks = self.ranks_for(facts)
         moves = choose(ranks, facts.layer, self.may_enter(facts), facts.is_kept)
         return moves._replace(is_owed=True) if self.is_owed else moves
 
     def may_enter(self, facts: Facts) -> BoolArray:
-        """Who of the absent is considered beside a device: those that the step asks for."""
+        """Return the absent experts considered beside a device: by default the demanded ones."""
         is_demanded = np.zeros(len(facts.is_kept), np.bool_)
         is_demanded[facts.demand.experts] = True
         return is_demanded
 
     def ranks_for(self, facts: Facts) -> Ranks:
-        """Those of the pass, raised by what the layer asks for."""
-        heard, layer, demand = self._heard, facts.layer, facts.demand
-        if heard.begins(facts.step, layer):
-            if heard.step is not None:
-                self.end_pass(heard.step, heard.hits)
-            heard.begin(facts.step)
+        """Return the pass' ranks, raised by the layer's demand."""
+        demanded, layer, demand = self._demanded, facts.layer, facts.demand
+        if demanded.begins(facts.step, layer):
+            if demanded.step is not None:
+                self.end_pass(demanded.step, demanded.hits)
+            demanded.begin(facts.step)
             self._ranks = self.begin_pass(facts.step, self._num_residents, facts.capacity)
-        heard.note(layer, demand)
+        demanded.note(layer, demand)
         self._num_residents[layer] = np.count_nonzero(facts.is_kept)
         bump(self._ranks, layer, demand.experts, demand.num_tokens)
         return self._ranks

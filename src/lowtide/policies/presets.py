@@ -12,7 +12,7 @@ from lowtide.errors import UsageError
 from lowtide.files.json_file import meant
 from lowtide.policies.catalogue import CATALOGUE, TAU
 from lowtide.policies.decision import Policies
-from lowtide.policies.recipe import PolicyOption, Recipe, Setting
+from lowtide.policies.recipe import PolicyInputs, PolicyOption, Recipe
 from lowtide.policies.trial import NUM_TRIED
 
 AUTO = "auto"
@@ -120,7 +120,10 @@ def _refuse_oracle(name: str) -> None:
 
 
 def parse_options(name: str, options: Mapping[str, str]) -> dict[str, object]:
-    """Values for `Setting.options`; a `SolvedTau` is the caller's to solve. Raises UsageError."""
+    """Return values for `PolicyInputs.options`; a `SolvedTau` is left to the caller.
+
+    Raises UsageError.
+    """
     known = options_of(name)
     for option in options:
         if option not in known:
@@ -155,6 +158,6 @@ def choose_preset(name: str, *, everything_fits: bool, has_device: bool = False)
     return name, "asked for"
 
 
-def make_policies(preset: str, setting: Setting, *, everything_fits: bool) -> Policies:
+def make_policies(preset: str, inputs: PolicyInputs, *, everything_fits: bool) -> Policies:
     """The policies of a preset; with room for every expert there is nothing to decide."""
-    return recipe("resident" if everything_fits else preset).policies(setting)
+    return recipe("resident" if everything_fits else preset).policies(inputs)

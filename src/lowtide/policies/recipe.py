@@ -32,7 +32,7 @@ MAX_WHOLE = 999_999
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Setting:
+class PolicyInputs:
     """What the policies of a preset are made from.
 
     capacity: residents per MoE layer; a preset may divide as many in all otherwise.
@@ -64,7 +64,7 @@ class Setting:
     def num_layers(self) -> int:
         return len(self.capacity)
 
-    def having(self, **options: object) -> Setting:
+    def having(self, **options: object) -> PolicyInputs:
         """The same with these options, too."""
         return replace(self, options={**self.options, **options})
 
@@ -93,9 +93,9 @@ class PolicyOption(Generic[T_co]):
             return kind is int
         return float not in (type(self.low), type(self.high))
 
-    def of(self, setting: Setting) -> T_co:
+    def of(self, inputs: PolicyInputs) -> T_co:
         """The value in force."""
-        return cast(T_co, setting.options.get(self.name, self.default))
+        return cast(T_co, inputs.options.get(self.name, self.default))
 
     def parse(self, text: str) -> T_co:
         """Raises UsageError for what is neither a number in the range nor one of the words."""
@@ -135,46 +135,46 @@ def switch(name: str) -> PolicyOption[bool]:
     return PolicyOption(name, False, words={"true": True, "false": False})
 
 
-def _all_host(setting: Setting) -> Assign:
+def _all_host(inputs: PolicyInputs) -> Assign:
     return AllHost()
 
 
-def _no_prefetch(setting: Setting) -> Prefetch:
+def _no_prefetch(inputs: PolicyInputs) -> Prefetch:
     return NoPrefetch()
 
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """A preset: how each of its three policies is made from a setting, and what is true of it.
+    """A preset: how each of its three policies is made from `PolicyInputs`, with its properties.
 
     prefetch: beside a device alone; where there is none the next layer's experts are read ahead
     under every preset.
     borrowed: further options, other presets', looked up when they are asked for.
-    capacity: residents of each layer at the start, which the placement's setting has.
+    capacity: residents of each layer at the start, which the placement gets.
     waits: whether a step waits for the experts it admits.
     fetches_all: every absent expert is fetched, so that it cannot be without a staging slot.
     weighs_moves: the placement asks what a move costs.
     is_lossless: no token depends on what it decides.
-    substitution: what may have other experts run than the router chose, if its setting says so;
+    substitution: what may have other experts run than the router chose, if its inputs says so;
     not lossless then. substitutes: whether these options do; max_mass: what bounds it, for each
     request.
     asks_scores: its substitution wants the router's scores in its facts, too.
     contradiction: what of these options contradicts another, as a sentence.
     """
 
-    placement: Callable[[Setting], Placement]
-    assignment: Callable[[Setting], Assign] = _all_host
-    prefetch: Callable[[Setting], Prefetch] = _no_prefetch
+    placement: Callable[[PolicyInputs], Placement]
+    assignment: Callable[[PolicyInputs], Assign] = _all_host
+    prefetch: Callable[[PolicyInputs], Prefetch] = _no_prefetch
     options: tuple[PolicyOption[object], ...] = ()
     borrowed: Callable[[], Iterable[PolicyOption[object]]] = tuple
-    capacity: Callable[[Setting], Sequence[int]] = lambda setting: setting.capacity
-    waits: Callable[[Setting], bool] = lambda setting: False
+    capacity: Callable[[PolicyInputs], Sequence[int]] = lambda inputs: inputs.capacity
+    waits: Callable[[PolicyInputs], bool] = lambda inputs: False
     fetches_all: bool = False
     weighs_moves: bool = False
     is_lossless: bool = True
-    substitution: Callable[[Setting], Substitution | CountedSubstitution | None] | None = None
+    substitution: Callable[[PolicyInputs], Substitution | CountedSubstitution | None] | None = None
     substitutes: Callable[[Mapping[str, object]], bool] = lambda options: True
-    max_mass: Callable[[Setting], float | None] = lambda setting: None
+    max_mass: Callable[[PolicyInputs], float | None] = lambda inputs: None
     asks_scores: bool = False
     contradiction: Callable[[Mapping[str, object]], str | None] = lambda options: None
 
@@ -187,38 +187,38 @@ class Recipe:
         }
         return tuple(name for name, is_own in own.items() if is_own)
 
-    def policies(self, setting: Setting) -> Policies:
+    def policies(self, inputs: PolicyInputs) -> Policies:
         """The preset at work, for one model, budget and machine.
 
         Raises PlanError where it fetches everything and there is no slot to fetch into.
         """
-        if self.fetches_all and not setting.costs.num_staging:
+        if self.fetches_all and not inputs.costs.num_staging:
             raise PlanError(
                 "Fetching absent experts needs at least 1 staging slot and there is none; raise "
                 "--gpu-memory or choose a policy that computes them on the host, such as tide."
             )
-        alone = self.policies_without_device(setting)
+        alone = self.policies_without_device(inputs)
         return replace(
             alone,
-            assign=self.assignment(setting),
-            prefetch=self.prefetch(setting),
-            waits=self.waits(setting),
+            assign=self.assignment(inputs),
+            prefetch=self.prefetch(inputs),
+            waits=self.waits(inputs),
         )
 
-    def policies_without_device(self, setting: Setting) -> Policies:
+    def policies_without_device(self, inputs: PolicyInputs) -> Policies:
         """Its placement, where the host runs every expert and reads each that is absent."""
-        divided = replace(setting, capacity=self.capacity(setting))
-        substitution = None if self.substitution is None else self.substitution(setting)
+        divided = replace(inputs, capacity=self.capacity(inputs))
+        substitution = None if self.substitution is None else self.substitution(inputs)
         receipts, readmission = None, None
         if substitution is not None:
-            receipts = Receipts(setting.num_layers, self.max_mass(setting), setting.twins)
-            readmission = Readmission(setting.num_layers)
+            receipts = Receipts(inputs.num_layers, self.max_mass(inputs), inputs.twins)
+            readmission = Readmission(inputs.num_layers)
         return Policies(
             self.placement(divided),
             HostAlone(),
             NoPrefetch(),
             np.array(divided.capacity, np.int64),
-            setting.costs,
+            inputs.costs,
             substitution=substitution,
             receipts=receipts,
             readmission=readmission,

@@ -1,6 +1,6 @@
-"""`EngineConfig`: how a model is opened and run, declared and checked in one place.
+"""`EngineConfig`: options of opening and running a model, declared and checked in one place.
 
-Imports no torch: the command line makes its flags of it.
+Imports no torch, since the command line makes its flags from it.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from lowtide.progress import Progress, no_progress
 from lowtide.threads.cores import Cores, parse_cores
 
 MAX_PASS_ROWS = 512
-"""Rows of the largest forward pass. Never a function of the budget: how rows are divided into
-passes must not depend on it."""
+"""Rows of the largest forward pass. Independent of the budget, because the division of rows into
+passes must be."""
 
 MAX_BLOCK_LENGTH = MAX_PASS_ROWS // 2
 """A block's first step also carries the block before it."""
@@ -169,10 +169,10 @@ class EngineConfig:
 
     @property
     def kept_cores(self) -> Cores | None:
-        """Which cores, or how many, the process keeps to; None: all that it may use."""
+        """The cores, or their number, that the process is bound to; None: all it may use."""
         return None if self.cores is None else parse_cores(self.cores)
 
     @property
     def report(self) -> Progress:
-        """Is called with how far loading is."""
+        """Callback for progress of loading."""
         return self.progress if callable(self.progress) else no_progress

@@ -1,4 +1,4 @@
-"""Which device a name means. Imports torch when first asked."""
+"""Maps a device's name to a device. Imports torch only when called."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from lowtide.errors import UnsupportedError, UsageError
 
 
 def check_device(name: str, options: Mapping[str, str]) -> None:
-    """Raises UsageError for a device or an option of one that there is not; needs no model."""
+    """Raise UsageError for an unknown device or device option; needs no model."""
     if name.startswith("cuda:"):
         raise UnsupportedError(
             f"Device {name!r}: one GPU is used, the first that this process sees. Choose --device "
@@ -33,7 +33,7 @@ def check_device(name: str, options: Mapping[str, str]) -> None:
 
 
 def resolve_device(name: str) -> str:
-    """`auto` is the GPU if there is one; no other device is chosen unless it is named."""
+    """Return the device's name; `auto` is the GPU if there is one, else the CPU."""
     if name == "auto":
         return "cuda" if _has_gpu() else "cpu"
     return name

@@ -1,8 +1,8 @@
-"""Facts of an open model, in three records. No weight is read for them.
+"""Facts of an open model, in three records; no weight is read for them.
 
-`ModelFacts` is what its files say, `MemoryFacts` what it has in memory, `RunOptions` how it is run.
-A function takes the fields that it reads, or one record: they meet where a model is planned
-(`planning/plan.py`) and loaded (`running/wiring.py`), and are taken apart there.
+`ModelFacts` describes its files, `MemoryFacts` its contents in memory, `RunOptions` the way it is
+run. A function takes the fields it reads, or one record. Only planning (`planning/plan.py`) and
+loading (`running/wiring.py`) take several records, and pass their fields on.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ DEFAULT_CONTEXT = 4096
 class ModelFacts:
     """A model as its files describe it, however it is run.
 
-    `folder` is where they are, or would be, or the first GGUF file. `checkpoint` is None for a
-    folder that has a `config.json` and no weights, and for a model that is on the hub only: it can
-    be planned (`weight_map` says where they would lie), not loaded.
+    `folder` is the files' folder, or the first GGUF file. `checkpoint` is None for a folder with
+    only a `config.json`, and for a model on the hub: it can be planned (`weight_map` has the
+    tensors' places), but not loaded.
     """
 
     folder: Path
@@ -60,7 +60,7 @@ class ModelFacts:
     tokenizer: Tokenizer | None = None
 
     def fingerprint(self) -> str:
-        """Read what identifies the model: a few hundred short pieces of its dense weights.
+        """Return the model's identity: a hash of a few hundred short pieces of its dense weights.
 
         Raises StorageError, and UsageError for a folder without weights.
         """
@@ -70,7 +70,7 @@ class ModelFacts:
 
 
 class ContextFacts(NamedTuple):
-    """KV cache and limits of a context of `num_tokens`, which all running sequences share."""
+    """KV cache and limits of a context of `num_tokens`, shared by all running sequences."""
 
     num_tokens: int
     kv_shape: StorageShape  # where none is kept, of the layer whose turn it is
@@ -100,7 +100,7 @@ class ContextFacts(NamedTuple):
 
 
 class ExpertFacts(NamedTuple):
-    """A model's experts: where they lie in its files, and their layout in a slot."""
+    """A model's experts: their places in the files, and their layout in a slot."""
 
     shape: MoEShape
     table: ExpertTable
@@ -111,10 +111,10 @@ class ExpertFacts(NamedTuple):
     def cost_key(
         self, machine: Machine, products: str, device: str, kernels: str, folder: Path | None = None
     ) -> CostKey:
-        """Return the key that the costs of these experts are stored under.
+        """Return the key under which these experts' costs are stored.
 
-        products: the host's kernels, by name; kernels: those that were asked for, of the device
-        if there is one; folder: where experts are read from, if reads are a part of what they cost.
+        products: names of the host's kernels. kernels: the option, if there is a device. folder:
+        where experts are read from, if the costs include reads.
         """
         beside = "" if device == "cpu" else f"{device}, {kernels} kernels"
         return CostKey.of(
@@ -123,7 +123,7 @@ class ExpertFacts(NamedTuple):
 
     @property
     def scratch_bytes(self) -> int:
-        """Bytes of gate and up of a tile's experts, where the host computes beside a device."""
+        """Bytes of gate and up for a tile, where the host computes experts beside a device."""
         num_pairs = MAX_PASS_ROWS * self.shape.num_experts_per_token
         return 2 * num_pairs * self.shape.expert_size * self.layout.dtype.itemsize
 
@@ -144,7 +144,7 @@ class MemoryFacts:
 
     @classmethod
     def of(cls, config: ModelConfig, weight_map: WeightMap, asked: EngineConfig) -> MemoryFacts:
-        """Raises UnsupportedError for formats that these weights are not made into."""
+        """Derive the facts. Raise UnsupportedError for formats that are not possible."""
         device, schema = resolve_device(asked.device), model_schema(config)
         dtype_name = asked.dtype or config.dtype
         dtype = getattr(torch, dtype_name)
@@ -180,20 +180,20 @@ class MemoryFacts:
 
     @property
     def kept_formats(self) -> list[MatrixFormat]:
-        """The formats of weights that are not in their type's own."""
+        """The formats of weights that are not in their type's own format."""
         layers = [] if self.experts is None else self.experts.layout.layers
         of_experts = [each for layer in layers for each in layer.formats]
         return [*self.dense_formats.values(), *of_experts]
 
     @property
     def kv_cache_bytes(self) -> int:
-        """Bytes of the keys and values that are kept from pass to pass."""
+        """Bytes of the keys and values kept from pass to pass."""
         context = self.context
         return math.prod(context.kv_shape) * self.dtype.itemsize if context.keeps_keys else 0
 
     @property
     def largest_read_bytes(self) -> int:
-        """Bytes of the largest single read of an expert; without experts, of a dense weight."""
+        """Bytes of an expert's largest single read or, without experts, of a dense weight's."""
         if self.experts is None:
             return self.dense.largest_stored_bytes
         return max(largest_read_bytes(self.experts.table), self.dense.largest_row_bytes)
@@ -201,7 +201,7 @@ class MemoryFacts:
 
 @dataclass(frozen=True, slots=True)
 class RunOptions:
-    """How a model is run: the options asked for, as far as its kind has them."""
+    """Options of running a model, limited to those that its kind has."""
 
     asked: EngineConfig
     reuse: Reuse
@@ -223,15 +223,15 @@ class RunOptions:
 
     @property
     def keys_folder(self) -> Path | None:
-        """The folder that kept keys are also written to, or None if they stay in memory."""
+        """The folder to which kept KV caches are also written; None: memory only."""
         folder, is_kept = self.asked.cache_dir, self.reuse is not Reuse.OFF
         return Path(folder) if folder is not None and is_kept and not self.changes_words else None
 
 
 def _context(config: ModelConfig, asked: int | None) -> int:
-    """Return the context in tokens; whole blocks where a model writes by blocks.
+    """Return the context in tokens, in whole blocks if the model writes by blocks.
 
-    It may exceed the model's positions: all running sequences share it.
+    It may exceed the model's positions, because all running sequences share it.
     """
     context = asked or min(config.max_positions, DEFAULT_CONTEXT)
     return align_up(context, config.decoding.block_length)

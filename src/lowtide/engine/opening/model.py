@@ -1,4 +1,4 @@
-"""Opening a model: its options and its facts, or a refusal. Nothing of its weights is read."""
+"""Opens a model: its options and facts, or a refusal. Reads no weight."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ from lowtide.threads.executor import set_cores_per_product
 
 
 class OpenModel(NamedTuple):
-    """The three records of an open model; planning and loading take them apart."""
+    """The three records of an open model, which planning and loading take apart."""
 
     facts: ModelFacts
     memory: MemoryFacts
     options: RunOptions
 
     def kernels(self, device: torch.device = HOST) -> Kernels:
-        """Choose the kernels of what computes on `device`.
+        """Choose the kernels for computing on `device`.
 
         The first use in a process loads or compiles the parts that the weights' formats need.
         """
@@ -57,7 +57,7 @@ class OpenModel(NamedTuple):
 
 
 def open_model(reference: str | Path, options: EngineConfig) -> OpenModel:
-    """Finds a model, fetched if need be, and checks all that can be without reading a weight."""
+    """Find a model, fetching it if needed, and check everything that needs no weight."""
     _use_cores(options, keep_to)
     check_is_named(options.format)  # before anything is fetched
     path = resolve_model(
@@ -70,10 +70,9 @@ def open_model(reference: str | Path, options: EngineConfig) -> OpenModel:
 
 
 def open_for_plan(reference: str | Path | HubModel, options: EngineConfig) -> OpenModel:
-    """Open as `open_model`, for a plan alone.
+    """Open a model, as `open_model` does, only to plan it.
 
-    Of a model on the hub only config and headers are fetched, and cores are counted on, not
-    claimed.
+    For a model on the hub only the config and headers are fetched. Cores are counted, not bound.
     """
     _use_cores(options, look_at)
     check_is_named(options.format)
@@ -91,7 +90,7 @@ def open_for_plan(reference: str | Path | HubModel, options: EngineConfig) -> Op
 
 
 def _use_cores(options: EngineConfig, take: Callable[[Cores], None]) -> None:
-    """Before anything is counted or compiled: plans and costs are of these cores."""
+    """Bind the cores before anything is measured or compiled: plans and costs depend on them."""
     if options.kept_cores is not None:
         take(options.kept_cores)
         set_cores_per_product(min(torch.get_num_threads(), len(os.sched_getaffinity(0))))

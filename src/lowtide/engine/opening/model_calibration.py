@@ -1,4 +1,4 @@
-"""The calibration that a model is opened with."""
+"""Finds the calibration of a model that is opened."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from lowtide.replay.trace import TraceShape
 
 
 def find_calibration(facts: ModelFacts, given: str | os.PathLike[str] | None) -> Calibration | None:
-    """Load the calibration `given`, or the one in the default place, if there is one.
+    """Load the calibration `given`, or the one in the default place if there is one.
 
-    Without experts' inputs, which are weights' alone (`named_inputs.py`). Raises UsageError for
-    one that is damaged or of another model.
+    Experts' inputs are not loaded; they are only for rounding weights (`named_inputs.py`). Raises
+    UsageError for a calibration that is damaged or of another model.
     """
     config = facts.config
     if config.experts is None:
@@ -35,7 +35,7 @@ def find_calibration(facts: ModelFacts, given: str | os.PathLike[str] | None) ->
 
 
 def _kept(folder: Path, architecture: str, shape: TraceShape) -> Path | None:
-    """The file in the default place, if this user has such a place and there is one."""
+    """Return the calibration's file in the default place, if it exists."""
     try:
         path = default_path(folder, architecture, shape)
     except StorageError:
@@ -46,7 +46,7 @@ def _kept(folder: Path, architecture: str, shape: TraceShape) -> Path | None:
 def check_calibrated(
     calibration: Calibration | None, policy: str, policy_options: Mapping[str, str]
 ) -> None:
-    """Raises UsageError for a policy that is made from a calibration where there is none."""
+    """Raise UsageError if the policy needs a calibration and there is none."""
     tau = parse_options(policy, policy_options).get("tau")
     if calibration is None and tau is SolvedTau.PAPER:
         raise no_calibration()

@@ -1,6 +1,6 @@
-"""The experts' inputs that weights are rounded for: those of a calibration that was named.
+"""Experts' inputs for rounding weights, from a calibration that the user named.
 
-One that merely lies in its default place serves policies alone: it changes no words.
+A calibration merely found in its default place serves only policies: it must not change words.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from lowtide.replay.trace import TraceShape
 
 
 def rounds_experts(asked: FormatRequest, memory: MemoryFacts) -> bool:
-    """Return True if experts are made into q8 or q4 as they are read."""
+    """Return True if experts are rounded to q8 or q4 when they are read."""
     is_wanted = memory.experts is not None and asked.experts in QUANTISED
     return is_wanted and memory.is_rounded_as_read
 
@@ -24,9 +24,9 @@ def rounds_experts(asked: FormatRequest, memory: MemoryFacts) -> bool:
 def named_inputs(
     facts: ModelFacts, calibration: str | os.PathLike[str] | None
 ) -> ExpertInputs | None:
-    """Read the experts' inputs of the calibration that was named, if it has some.
+    """Read the experts' inputs of the named calibration, if it has any.
 
-    Raises UsageError for one that is damaged or of another model, StorageError.
+    Raises UsageError for a calibration that is damaged or of another model, StorageError.
     """
     if calibration is None:
         return None

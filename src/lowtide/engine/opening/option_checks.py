@@ -1,4 +1,4 @@
-"""Refuses, by name, options that mean nothing to a kind of model."""
+"""Refuses, by name, options that have no meaning for a kind of model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def as_reference(model: object) -> str | os.PathLike[str]:
-    """What names a model. Raises UsageError for what names nothing."""
+    """Return a model's name or path. Raise UsageError for anything else."""
     if not isinstance(model, str | os.PathLike):
         raise UsageError(
             f"A model is a folder, a GGUF file, a hub id or a demo's name, not {model!r}."
@@ -26,7 +26,7 @@ def as_reference(model: object) -> str | os.PathLike[str]:
 
 
 def check_cache(options: EngineConfig) -> None:
-    """Raises UsageError for kept keys that could not be what is asked for; needs no model."""
+    """Raise UsageError for contradictory options of kept KV caches; needs no model."""
     if options.cache == Reuse.EXACT.value and substitutes(options.policy, options.policy_options):
         raise UsageError(
             "cache 'exact' gives the ids of a run that computes everything, and policy "
@@ -39,7 +39,7 @@ def check_cache(options: EngineConfig) -> None:
 
 
 def check_without_experts(config: ModelConfig, options: EngineConfig) -> None:
-    """Raises UsageError or UnsupportedError for options that are about experts."""
+    """Raise UsageError or UnsupportedError for options about experts."""
     name = config.architecture
     if options.policy != "auto" or options.policy_options:
         raise UsageError(
@@ -56,7 +56,7 @@ def check_without_experts(config: ModelConfig, options: EngineConfig) -> None:
 
 
 def check_exact_keys(config: ModelConfig, options: EngineConfig) -> None:
-    """Refuse approximate keys for a model that keeps exact ones. Raises UnsupportedError."""
+    """Raise UnsupportedError for an approximate KV cache if the model's is exact."""
     name = config.architecture
     if isinstance(options.kv_cache, str):
         raise UnsupportedError(

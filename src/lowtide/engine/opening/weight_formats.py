@@ -1,12 +1,12 @@
-"""Which format each part of a model's weights has in memory: the options, and the rule they go by.
+"""Format of each part of a model's weights in memory: options and rules.
 
     format   experts   other matrices   embedding and head
     own      as stored, or in the compute dtype
     q8       q8        q8               q8
     q4       q4        q4               q8
 
-`expert_dtype` and `dense_dtype` say it of one part, with the same rule for the head. Routers,
-norms, biases and whatever else is not multiplied with as it is stored keep their own type.
+`expert_dtype` and `dense_dtype` set one part, with the same rule for the head. Routers, norms,
+biases and other weights that are not multiplied in their stored form keep their own type.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ QUANTISED = ("q8", "q4")
 _PACKED = tuple(each.name for each in ggml.FORMATS)
 
 ROUNDABLE = frozenset((*QUANTISED, *_PACKED))
-"""The formats whose products can round rows to int8."""
+"""Formats whose products can round rows to int8."""
 
 _OTHER_NAMES = {"int8": "q8", "int4": "q4"}
 _OF_HEAD = {"q4": "q8"}  # others: as the rest
 
 
 class FormatRequest(NamedTuple):
-    """The format asked for, by part.
+    """The requested format of each part.
 
-    `own`, a format that weights are made into, or a compute dtype, into which weights stored in any
-    other way are unpacked.
+    `own`; a format to which weights are converted; or a compute dtype, to which weights stored in
+    another form are unpacked.
     """
 
     experts: str
@@ -45,7 +45,7 @@ class FormatRequest(NamedTuple):
 
     @classmethod
     def of(cls, all_parts: str | None, experts: str | None, dense: str | None) -> FormatRequest:
-        """From the options `format`, `expert_dtype` and `dense_dtype`. Raises UsageError."""
+        """Combine the options `format`, `expert_dtype` and `dense_dtype`. Raise UsageError."""
         whole = _checked("format", all_parts or OWN_FORMAT, (OWN_FORMAT, *QUANTISED, AUTO_FORMAT))
         if whole == AUTO_FORMAT:
             if experts or dense:
@@ -61,9 +61,9 @@ class FormatRequest(NamedTuple):
         )
 
     def check(self, dtype: str, device: str) -> None:
-        """Raise UnsupportedError for formats that cannot be computed with.
+        """Raise UnsupportedError for formats that cannot be used in products.
 
-        Those are a plain type other than `dtype`, and dense weights in a quantised one on a GPU.
+        These are a plain type other than `dtype`, and quantised dense weights on a GPU.
         """
         for option, asked in (("expert_dtype", self.experts), ("dense_dtype", self.dense)):
             if asked in SAFETENSORS_NAME and asked != dtype:
@@ -82,9 +82,9 @@ class FormatRequest(NamedTuple):
 def expert_formats(
     asked: FormatRequest, weight_map: WeightMap, has_gpu: bool
 ) -> list[tuple[MatrixFormat | None, ...]]:
-    """Return the formats of an expert's parts by layer; see `SlotLayout.of`.
+    """Return the formats of an expert's parts, by layer; see `SlotLayout.of`.
 
-    Raises UnsupportedError for stored weights that cannot be made into the format asked for.
+    Raises UnsupportedError for weights that cannot be converted to the requested format.
     """
     table = weight_map.experts
     if asked.experts == OWN_FORMAT:
@@ -104,7 +104,7 @@ def expert_formats(
 def dense_formats(
     asked: FormatRequest, schema: ModelSchema, weight_map: WeightMap, has_gpu: bool
 ) -> dict[str, MatrixFormat]:
-    """Return, by name, the formats of dense weights that are not kept in their type's own.
+    """Return, by name, the formats of dense weights that are not in their type's own format.
 
     Raises UnsupportedError as `expert_formats` does.
     """
@@ -130,10 +130,7 @@ def dense_formats(
 
 
 def rounds(asked: FormatRequest, dense: Mapping[str, MatrixFormat], weight_map: WeightMap) -> bool:
-    """Return True if weights are rounded as they are read.
-
-    dense: the answer of `dense_formats`.
-    """
+    """Return True if weights are rounded when they are read. dense: from `dense_formats`."""
     is_changed = any(weight_map.dense[name].dtype != each.name for name, each in dense.items())
     if asked.dense in QUANTISED and is_changed:
         return True
@@ -147,7 +144,7 @@ def describe(
     experts: Iterable[tuple[MatrixFormat | None, ...]],
     dense: dict[str, MatrixFormat],
 ) -> WeightFormats:
-    """What is in force, part by part: from the answers of the two above."""
+    """Return the formats in force, part by part, from the two functions above."""
     head = schema.names.embedding if config.tie_word_embeddings else schema.names.head
     ends = {f"{name}.weight" for name in (schema.names.embedding, schema.names.head)}
     of_head = {each.name for name, each in dense.items() if name == f"{head}.weight"}
@@ -164,11 +161,11 @@ ROUNDED_BY_DEFAULT = frozenset(
     ("Q4_0", "Q4_1", "Q4_K", "Q3_K", "Q2_K", "MXFP4", "IQ4_NL", "IQ4_XS")
     + ("IQ3_S", "IQ3_XXS", "IQ2_S", "IQ2_XS", "IQ2_XXS")
 )
-"""GGML's types with which rounded rows cost next to nothing beside the type's own rounding."""
+"""GGML's types for which rounding rows adds almost nothing to the type's own rounding error."""
 
 
 def stored_formats(weight_map: WeightMap) -> set[MatrixFormat]:
-    """Those of all matrices in the files."""
+    """Return the formats of all matrices in the files."""
     return {
         format_of(each.dtype) for each in weight_map.dense.values()
     } | weight_map.experts.formats
@@ -177,10 +174,10 @@ def stored_formats(weight_map: WeightMap) -> set[MatrixFormat]:
 def rounded_formats(
     activations: str, stored: Iterable[MatrixFormat], dtype: str, device: str
 ) -> frozenset[str]:
-    """The names of the formats whose products round rows to int8.
+    """Return the names of the formats whose products round rows to int8.
 
-    stored: in the files; device: `cpu`, `cuda` or `emulated`. By `auto` they are those of a GGUF
-    file that are rounded by default, where the host computes in bfloat16, as llama.cpp does.
+    stored: formats in the files. device: `cpu`, `cuda` or `emulated`. With `auto` they are the GGUF
+    types rounded by default where the host computes in bfloat16, as in llama.cpp.
     """
     if activations == INT8_ROWS:
         return ROUNDABLE
@@ -191,7 +188,7 @@ def rounded_formats(
 
 
 def describe_activations(asked: str, parts: WeightFormats, rounded: frozenset[str]) -> str:
-    """What is in force of `activations`, with the weights in memory in these formats."""
+    """Describe the activations in force, for weights in these formats."""
     found = parts.names.intersection(_PACKED)
     if asked != AUTO_FORMAT or not found:
         return OWN_FORMAT if asked == AUTO_FORMAT else asked
@@ -204,7 +201,7 @@ def describe_activations(asked: str, parts: WeightFormats, rounded: frozenset[st
 def check_rounded_rows(formats: WeightFormats, device: str) -> None:
     """Raise UnsupportedError where rows cannot be rounded to int8.
 
-    That is on a GPU, and where no weights are in a format that is multiplied with such rows.
+    That is on a GPU, and where no format is multiplied with int8 rows.
     """
     if device == "cuda":
         raise UnsupportedError(

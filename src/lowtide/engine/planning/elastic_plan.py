@@ -1,7 +1,7 @@
-"""How far the budget of a tier may be divided while it is in use: what `elastic` plans.
+"""Plans for `elastic`: the ways in which a tier's budget may be divided while in use.
 
-A plan has room for a whole context and for so many slots; what a KV cache and a workspace leave of
-theirs may hold more experts (`running/elastic.py`).
+A plan has room for a whole context and a number of slots. Memory that the KV cache and the
+workspace do not use can hold more experts (`running/elastic.py`).
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ SMALL_GROUP_BYTES = 4096
 
 
 class Division(NamedTuple):
-    """How far the budget of a tier may be divided among a KV cache, a workspace and expert slots.
+    """Bounds of dividing a tier's budget among KV cache, workspace and expert slots.
 
-    Only passes that have plans of their own have a workspace whose memory moves, only what is kept
-    from pass to pass a cache.
+    Only passes with plans of their own have a workspace whose memory moves; only kinds that keep
+    keys from pass to pass have a KV cache.
     """
 
     budget_bytes: int  # for all of them
@@ -34,7 +34,7 @@ class Division(NamedTuple):
 
     @classmethod
     def of(cls, planner: Planner, plan: MemoryPlan) -> Division:
-        """The planned division is within the budget, and so is every other one."""
+        """Derive the bounds. The planned division, and every other, is within the budget."""
         tier, long_passes, context = plan.fast_tier, planner.pass_planner, planner.memory.context
         slot_group_bytes = group_bytes(tier.num_slots * tier.slot_bytes)
         fixed_bytes = tier.dense_bytes + tier.ring_bytes
@@ -58,7 +58,7 @@ class Division(NamedTuple):
 
 
 def elastic_tokens(planner: Planner, plan: MemoryPlan) -> int:
-    """`MemoryPlan.elastic_tokens` with `elastic`; 0 where all experts have slots for good."""
+    """Return `MemoryPlan.elastic_tokens`; 0 if all experts have permanent slots."""
     if plan.everything_fits:
         return 0
     kv = Division.of(planner, plan).kv
@@ -66,5 +66,5 @@ def elastic_tokens(planner: Planner, plan: MemoryPlan) -> int:
 
 
 def group_bytes(num_bytes: int) -> int:
-    """Huge pages, but where one more of them would be a thing to notice."""
+    """Return the unit in which memory moves: huge pages unless one would be a noticeable share."""
     return HUGE_PAGE_BYTES if num_bytes >= 32 * HUGE_PAGE_BYTES else SMALL_GROUP_BYTES

@@ -1,8 +1,8 @@
-"""The same model and budget in each format that weights can be made into: what it would be like.
+"""Plans of one model and budget in each format that its weights can be converted to.
 
-`format="auto"` is the one that the first line of a plan would name, else the weights as they are
-stored; what rounding adds to an expert's read is timed before. Opt-in, since the words then depend
-on the budget and on what was measured.
+`format="auto"` is the first plan's format, else the stored one; the time that rounding adds to an
+expert's read is measured first. It is opt-in, because the words then depend on the budget and the
+measurement.
 """
 
 from __future__ import annotations
@@ -32,10 +32,9 @@ FORMATS = (OWN_FORMAT, *QUANTISED)
 
 
 def plan_by_format(opened: OpenModel) -> tuple[FormatPlan, ...]:
-    """For each format that this model's weights can be in; no weight is read.
+    """Plan each format that this model's weights can have, without reading a weight.
 
-    With a calibration that is another model's, whose inputs nothing is rounded for, that is their
-    own alone.
+    If the named calibration cannot be used for rounding, only the stored format is planned.
     """
     experts, names = opened.memory.experts, [*FORMATS]
     inputs = None if experts is None else experts.inputs
@@ -51,9 +50,9 @@ def plan_by_format(opened: OpenModel) -> tuple[FormatPlan, ...]:
 def opened_with_format(
     opens: Callable[[EngineConfig], OpenModel], options: EngineConfig
 ) -> OpenModel:
-    """A model opened in the format that `options` name or leave to be chosen.
+    """Open a model in the format that `options` name or leave to be chosen.
 
-    opens: with a format that is named. Raises what it raises.
+    opens: opens with a named format; its exceptions are passed on.
     """
     opened = opens(as_stored(options))
     if options.format != AUTO_FORMAT:
@@ -65,14 +64,14 @@ def opened_with_format(
 
 
 def as_stored(options: EngineConfig) -> EngineConfig:
-    """`options`, or what is known of a model before its format is chosen."""
+    """Return `options` with the stored format, for use before a format is chosen."""
     return replace(options, format=OWN_FORMAT) if options.format == AUTO_FORMAT else options
 
 
 def _in_format(opened: OpenModel, name: str, inputs: ExpertInputs | None) -> FormatPlan | None:
-    """None where the weights are not made into this format, or are stored in it.
+    """Plan one format; None if the weights cannot have it or are stored in it.
 
-    inputs: of experts that are rounded.
+    inputs: experts' inputs for rounding.
     """
     given, config = opened.options.asked, opened.facts.config
     # Rounded rows are not for every format.

@@ -1,4 +1,4 @@
-"""Times one expert's read beside its rounding to another format, before a format is chosen."""
+"""Times reading one expert against reading and rounding it, before a format is chosen."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from lowtide.model_folder.checkpoint import Checkpoint
 from lowtide.reading.file_reader import FileReader
 
 NUM_EXPERTS = 3
-"""Read one after the other; their median counts."""
+"""Experts read one after another; their median counts."""
 
 
 def keep_rounding(own: OpenModel, rounded: OpenModel) -> None:
-    """Time what rounding adds to an expert's read, once for a model and format.
+    """Measure the time that rounding adds to an expert's read, once per model and format.
 
-    own: the model as it is stored; rounded: the same in a format that its experts are rounded to as
-    they are read. Raises StorageError when an expert cannot be read.
+    own: the model as stored. rounded: the same model in a format to which experts are rounded when
+    read. Raises StorageError if an expert cannot be read.
     """
     checkpoint = rounded.facts.checkpoint
     if checkpoint is None or not rounded.memory.is_rounded_as_read:
@@ -53,7 +53,7 @@ def _having(speeds: ModelSpeeds, rounding_s: float) -> ModelSpeeds:
 def _expert_s(
     memory: MemoryFacts, experts: ExpertFacts, checkpoint: Checkpoint, kernels: str
 ) -> float:
-    """Seconds until an expert is in a slot, no other being read."""
+    """Return the seconds until an expert is in a slot, with no other read in progress."""
     layout = experts.layout
     packs = choose_pack(kernels) if memory.is_rounded_as_read else pack
     slots = ExpertSlots(Arena(layout.num_bytes), layout)

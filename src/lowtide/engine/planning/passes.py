@@ -1,6 +1,6 @@
-"""How the passes of a bidirectional model fit into a plan.
+"""Describes how a bidirectional model's passes fit into a plan.
 
-What operators take together at each share of masks, what binds, and how long a context can be.
+For each share of masks: the memory of all operators, the limiting buffers, and the longest context.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from lowtide.plan import MemoryPlan
 
 MASKED_SHARES = (1.0, 0.75, 0.5, 0.25, 0.1)
 MAX_CONTEXT = 1 << 24
-"""No longer context is looked for."""
+"""Longest context considered."""
 
 
 class PlannedPass(NamedTuple):
     """A pass over a whole sequence.
 
-    chunks: the number of parts into which each operator divides its rows, of those that take more
-    than a tile together. held: the buffers alive when most of the range is, and the most that
-    libraries hold, the largest first: together the memory that the pass needs.
+    chunks: operators that need more than a tile -> the number of parts of their rows.
+    held: buffers alive at the peak, and the largest libraries' memory, largest first. Together they
+    are the memory that the pass needs.
     """
 
     num_tokens: int  # with guidance those of both sequences
@@ -47,7 +47,7 @@ class PlannedPass(NamedTuple):
 
 
 class PlannedPasses(NamedTuple):
-    """What a plan's passes come to. `fixed`: what lies beside them in the budget, by name."""
+    """A plan's passes. fixed: other memory in the budget, by name."""
 
     longest_context: int | None  # within `offered_bytes`; None: with an approximate cache
     most_tried: int  # no longer one was looked for
@@ -62,9 +62,9 @@ class PlannedPasses(NamedTuple):
 def plan_passes(
     planner: Planner, plan: MemoryPlan, policy: str, host_memory: str | int
 ) -> PlannedPasses:
-    """Plan the passes of a bidirectional model: steps of one request that fills the context.
+    """Plan a bidirectional model's passes, for one request that fills the context.
 
-    policy, host_memory: as they were asked for.
+    policy, host_memory: the options as given.
     """
     tier, context = plan.fast_tier, planner.memory.context
     num_offered = offered_bytes(plan, host_memory, planner.memory.dtype)
@@ -101,7 +101,7 @@ def plan_steps(
     max_masked: int,
     diffusion: DiffusionParams | None = None,
 ) -> list[PlannedPass]:
-    """Plan passes over a sequence of `num_tokens`, in the plan's workspace.
+    """Plan passes over a sequence of `num_tokens` in the plan's workspace.
 
     One for each of `MASKED_SHARES` of `max_masked` masks, with the rule and guidance of
     `diffusion`.
@@ -131,9 +131,9 @@ def plan_steps(
 
 
 def longest_context(planner: Planner, policy: str, budget_bytes: int) -> int:
-    """The most tokens of context for which a budget is enough; 0 where none is.
+    """Return the longest context that fits a budget; 0 if none does.
 
-    In exact mode: other caches have rows of a pass and the keys that it sees grow apart.
+    In exact mode only: other modes' memory grows by rows and keys separately.
     """
 
     def fits(num_tokens: int) -> bool:

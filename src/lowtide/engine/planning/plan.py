@@ -1,4 +1,4 @@
-"""The plan of every byte of an open model, and the refusal of a budget that is too small.
+"""Plans every byte of an open model, and refuses a budget that is too small.
 
 No weight is read.
 """
@@ -31,14 +31,14 @@ from lowtide.policies.presets import choose_preset, fetches_all
 from lowtide.reading.file_reader import ring_bytes
 
 OVERHEAD_ALLOWANCE_BYTES = 128 << 20
-"""What the process may come to hold beyond what it holds after its imports and a warm-up: library
-code paged in on first use, Python objects of running requests, the allocator's slack."""
+"""Memory that the process may use beyond its imports and a warm-up: library code paged in on first
+use, Python objects of running requests, the allocator's slack."""
 
 
 def make_plan(opened: OpenModel, planner: Planner | None = None) -> MemoryPlan:
-    """Plan every byte that the model will use. Raises PlanError when a budget is too small.
+    """Plan every byte that the model will use. Raise PlanError if a budget is too small.
 
-    planner: counts its passes; one that is loaded with, too, counts them once.
+    planner: counts the passes; loading with the same planner does not count them again.
     """
     facts, memory, options = opened
     asked, planner = options.asked, planner or Planner.of(opened)
@@ -93,18 +93,18 @@ def make_plan(opened: OpenModel, planner: Planner | None = None) -> MemoryPlan:
 
 
 def least_bytes(planner: Planner, policy: str) -> int:
-    """The least budget of the fast tier that runs one sequence as long as the context."""
+    """Return the least budget of the fast tier for one sequence as long as the context."""
     return _needs(planner, policy).minimum_bytes
 
 
 def offered_bytes(plan: MemoryPlan, host_memory: str | int, dtype: torch.dtype) -> int:
-    """Bytes of the fast tier that are on offer: the budget that was given, or all there are."""
+    """Return the fast tier's budget as given, or all available memory."""
     is_given = host_memory != "auto" or plan.gpu is not None
     return plan.budget_bytes if is_given else max(plan.budget_bytes, _usable_bytes(dtype))
 
 
 def _what_packing_saves(folder: Path, memory: MemoryFacts) -> list[str]:
-    """A line, where experts are read in more bytes than they are kept in."""
+    """Return a line of advice if experts take more bytes to read than in memory."""
     if memory.experts is None or not memory.is_rounded_as_read:
         return []
     stored, kept = memory.experts.table.largest_expert_bytes, memory.experts.layout.num_bytes
@@ -118,7 +118,7 @@ def _what_packing_saves(folder: Path, memory: MemoryFacts) -> list[str]:
 
 
 def _where_keys_lie(options: RunOptions) -> list[str]:
-    """A line, where `cache_dir` is given."""
+    """Return a line naming `cache_dir`, if it is given."""
     asked = options.asked
     if asked.cache_dir is None:
         return []
@@ -129,9 +129,9 @@ def _where_keys_lie(options: RunOptions) -> list[str]:
 
 
 def shortage_of(plan: MemoryPlan, host_memory: str | int) -> str:
-    """Explain why this machine cannot hold the plan now; empty where it can.
+    """Explain why this machine cannot hold the plan now; "" if it can.
 
-    A budget that was given is the user's own word.
+    A budget given by the user is not questioned.
     """
     needed_bytes, available_bytes = plan.host.budget_bytes, available_memory_bytes()
     if host_memory != "auto" or needed_bytes <= available_bytes:
@@ -144,7 +144,7 @@ def shortage_of(plan: MemoryPlan, host_memory: str | int) -> str:
 
 
 def excess_of(plan: MemoryPlan, host_memory: str | int) -> str:
-    """What is to be said of a host budget above the memory that there is, or nothing."""
+    """Return a warning about a host budget above this machine's memory, or ""."""
     if host_memory == "auto":
         return ""
     total_bytes, available_bytes = total_memory_bytes(), available_memory_bytes()
@@ -165,7 +165,7 @@ def excess_of(plan: MemoryPlan, host_memory: str | int) -> str:
 
 
 def _needs(planner: Planner, policy: str) -> Needs:
-    """Those of the tier that computes: of a device all but what its experts need at home."""
+    """Return the needs of the computing tier: for a device, everything but experts at home."""
     memory, is_device = planner.memory, planner.memory.device != "cpu"
     least_bytes, whole_bytes = planner.workspace_bytes()
     shape = planner.config.moe_shape
@@ -188,7 +188,7 @@ def _needs(planner: Planner, policy: str) -> Needs:
 
 
 def _home_needs(needs: Needs, memory: MemoryFacts) -> Needs:
-    """The host's experts, the scratch they compute in, and the ring they are read through.
+    """Return the host's needs beside a device: experts, their scratch and the read ring.
 
     needs: the device's.
     """
@@ -209,14 +209,14 @@ def _home_needs(needs: Needs, memory: MemoryFacts) -> Needs:
 
 
 def _outside_bytes(memory: MemoryFacts) -> int:
-    """What the process holds outside the budget."""
+    """Return the process' memory outside the budget."""
     inputs = None if memory.experts is None else memory.experts.inputs
     num_bytes = _overhead_bytes() + library_cache_bytes(memory.dtype) + _unpacking_bytes(memory)
     return num_bytes + (0 if inputs is None else inputs.nbytes)
 
 
 def _unpacking_bytes(memory: MemoryFacts) -> int:
-    """That threads multiply by weights of other formats in, a tile at a time."""
+    """Return the bytes in which threads unpack a tile of weights before multiplying."""
     shapes, experts_per_token = [memory.dense.shape(name) for name in memory.dense_formats], 0
     if memory.experts is not None:
         experts_per_token = memory.experts.shape.num_experts_per_token
@@ -229,7 +229,7 @@ def _unpacking_bytes(memory: MemoryFacts) -> int:
 
 
 def _device_bytes(needs: Needs, gpu_memory: str | int, device: str) -> int:
-    """The device's budget. Any but a GPU has as much as is asked for."""
+    """Return the device's budget; a device that is not a GPU has as much as requested."""
     free_bytes = free_memory_bytes() if device == "cuda" else total_memory_bytes()
     if gpu_memory != "auto":
         return parse_size(gpu_memory, free_bytes)
@@ -245,20 +245,20 @@ def _budget_bytes(needs: Needs, host_memory: str | int, dtype: torch.dtype) -> i
 
 
 def _advised_bytes(needs: Needs, dtype: torch.dtype) -> int:
-    """Host memory for everything, or all that is usable; 0 where even that is too little."""
+    """Return host memory for everything, or all that is usable; 0 if that is too little."""
     usable_bytes = min(_usable_bytes(dtype), needs.whole_bytes)
     return usable_bytes if usable_bytes >= needs.minimum_bytes else 0
 
 
 def _usable_bytes(dtype: torch.dtype) -> int:
-    """Bytes of memory usable now: a tenth is left to other processes and to the page cache."""
+    """Return the bytes usable now; a tenth is left for other processes and the page cache."""
     usable = available_memory_bytes() * 9 // 10 - OVERHEAD_ALLOWANCE_BYTES
     return usable - library_cache_bytes(dtype)
 
 
 @functools.cache
 def _overhead_bytes() -> int:
-    """What this process holds outside the budget, after one product of each compute type."""
+    """Return the process' memory after one product of each compute type."""
     limit_library_cache()
     for name in SAFETENSORS_NAME:
         matrix = torch.ones(64, 64, dtype=getattr(torch, name))

@@ -1,8 +1,7 @@
-"""What passes take of their workspace: the model's own forward, run in register mode.
+"""Counts the workspace of passes by running the model's own forward without computing.
 
-Nothing is computed: tensors are on the meta device, and no weight is read. Passes of up to a tile
-of rows are registered as the largest are; of longer ones a template is fitted to a few, by which
-any of them is planned.
+Tensors are on the meta device, and no weight is read. Passes of up to a tile of rows are registered
+like the largest. For longer passes a template is fitted to a few samples; it plans any length.
 """
 
 from __future__ import annotations
@@ -42,13 +41,13 @@ from lowtide.policies.presets import asks_scores, substitutes
 from lowtide.threads.executor import MAX_THREADS, HostExecutor, InlineExecutor
 
 EVERY_KIND = tuple(LogitNeeds(*flags) for flags in product((False, True), repeat=3))
-"""All that can be asked of logits."""
+"""All combinations of statistics of logits."""
 
 META = torch.device("meta")
 
 
 class PassWants(NamedTuple):
-    """Wishes of a policy that make every pass take more of the workspace."""
+    """A policy's requirements that enlarge every pass' workspace."""
 
     substitutes: bool = False
     asks_scores: bool = False
@@ -60,14 +59,14 @@ class PassWants(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Counted:
-    """Counts of a model's passes, by everything that they depend on."""
+    """Cached counts of a model's passes, by everything they depend on."""
 
     registrars: dict[tuple[object, ...], Registrar] = field(default_factory=dict)
     pass_planners: dict[tuple[object, ...], PassPlanner] = field(default_factory=dict)
 
 
 class Planner:
-    """Counts what passes of a model take, by running them without computing; owns the counts.
+    """Counts the memory of a model's passes, by running them without computing; caches the counts.
 
     Knows nothing of budgets.
     """
@@ -85,20 +84,19 @@ class Planner:
         return cls(opened.facts.config, opened.memory, wants)
 
     def wanting(self, wants: PassWants) -> Planner:
-        """The planner of the same model under another policy; what was counted is shared."""
+        """Return the same model's planner for another policy, sharing the cache."""
         return self._sharing(self.memory, wants)
 
     def at_context(self, context: ContextFacts) -> Planner:
-        """The planner of the same model with another context; what was counted is shared."""
+        """Return the same model's planner for another context, sharing the cache."""
         return self._sharing(replace(self.memory, context=context), self.wants)
 
     def registrar(self, num_rows: int | None = None, form: Form = Form.FUSED) -> Registrar:
-        """Count, once, what forward passes of up to `num_rows` rows take.
+        """Count, once, the memory of passes of up to `num_rows` rows.
 
-        num_rows: by default those of the largest pass. Layers give back what they take, so those up
-        to the first with experts stand for all. A pass of more than `MAX_PASS_ROWS` rows is
-        bidirectional, over one whole sequence. form: how the logits that a bidirectional pass reads
-        are computed.
+        num_rows: by default the largest pass'. Layers free what they take, so the layers up to the
+        first with experts represent all. A pass of more than `MAX_PASS_ROWS` rows is bidirectional,
+        over one whole sequence. form: how a bidirectional pass computes its logits.
         """
         segments = self._largest_segments(num_rows or self.memory.context.max_pass_rows)
         key = (form, self.wants, *map(_sizes, segments))
@@ -112,9 +110,9 @@ class Planner:
 
     @property
     def pass_planner(self) -> PassPlanner | None:
-        """Plan passes by the memory that is free for them; made once and remembered.
+        """The planner of passes by the memory that is free for them, made once.
 
-        None where no pass is longer than a tile, and all get the memory of the largest.
+        None if no pass is longer than a tile; then all passes get the memory of the largest.
         """
         if self.memory.context.max_pass_rows <= MAX_PASS_ROWS:
             return None
@@ -124,9 +122,9 @@ class Planner:
         return self._counted.pass_planners[key]
 
     def plan_long_passes(self, form: Form = Form.FUSED) -> PassPlanner:
-        """Plan bidirectional passes, also of more than `MAX_PASS_ROWS` rows.
+        """Make a planner of bidirectional passes, also of more than `MAX_PASS_ROWS` rows.
 
-        form: as in `registrar`; one that is not the engine's is for ablations.
+        form: as in `registrar`; forms other than the engine's are for ablations.
         """
         # Beside a device the host has room for one tile of its experts' rows.
         is_divided = self.memory.device != "cpu"
@@ -139,22 +137,22 @@ class Planner:
 
     @property
     def largest_counts(self) -> Counts:
-        """Return a bidirectional model's largest pass: one sequence that fills the KV cache."""
+        """Return the counts of a bidirectional model's largest pass, which fills the KV cache."""
         num_rows = self.memory.context.max_pass_rows
         return Counts(num_rows, num_rows, num_rows, num_rows, (EVERY_KIND[-1],))
 
     def workspace_bytes(self) -> tuple[int, int]:
-        """Return the largest pass's workspace, with its operators divided most, and whole."""
+        """Return the largest pass' workspace: with its operators fully divided, and undivided."""
         planner = self.pass_planner
         if planner is None:
             return (needed_bytes := self.registrar().graph.needed_bytes), needed_bytes
         return planner.least_bytes(self.largest_counts), planner.whole_bytes(self.largest_counts)
 
     def samples(self) -> list[tuple[Counts, Mapping[str, int]]]:
-        """Return sample passes: counts of tokens, of a block, of keys; and chunks.
+        """Return sample passes: counts of tokens, of a block and of keys; and chunks.
 
-        Together they tell apart all that sizes depend on, tiles with remainders included; the last
-        ones check.
+        Together they separate all terms that sizes depend on, tiles with remainders included; the
+        last samples are checks.
         """
         # Keys that are there already, or where none are ever a second sequence beside a longer one.
         others = Counts(3600, 3072, 3072)
@@ -222,7 +220,7 @@ class Planner:
         return Template.fit(samples)
 
     def _largest_segments(self, num_rows: int) -> list[Segment]:
-        """Return passes whose transients no other pass of at most `num_rows` rows exceeds."""
+        """Return passes whose transient memory no other pass of at most `num_rows` rows exceeds."""
         context, decoding = self.memory.context, self.config.decoding
         if not decoding.keeps_keys or num_rows > MAX_PASS_ROWS:
             # Where keys are kept, shorter passes see as many as the longest.
@@ -260,7 +258,7 @@ _HEAD_SAMPLES: tuple[tuple[int, Mapping[str, int]], ...] = (
 
 
 def num_threads(device: str, experts_per_token: int) -> int:
-    """Return how many threads share a pass's dense operators: beside a device one."""
+    """Return the number of threads for a pass' dense operators; one beside a device."""
     return 1 if device != "cpu" else HostExecutor.count_threads(experts_per_token or MAX_THREADS)
 
 
@@ -288,7 +286,7 @@ def _run_head(
 
 
 def _longest_in_tiles(num_rows: int) -> list[int]:
-    """Passes of up to so many rows: the longest, and those with the longest tiles."""
+    """Return passes of up to `num_rows` rows: the longest, and those with the longest tiles."""
     most = num_rows - MAX_REMAINDER
     in_tiles = {
         most // tile_rows * tile_rows + MAX_REMAINDER for tile_rows in (TILE_ROWS, QUERY_ROWS)

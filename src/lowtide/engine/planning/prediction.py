@@ -1,9 +1,9 @@
-"""How long a pass of a plan takes: by this model's own layers and its own last runs.
+"""Predicts a plan's speed from this model's own layers and last runs.
 
-A model that was loaded here has kept how long its passes take with every expert in memory, how
-long its experts' reads take, and how its last runs went (`hardware/model_speeds.py`). With a GPU
-the times are those of the model's own experts, measured as it is loaded. Before the first load
-there is a bound alone: bytes a token, at the rates of memory and disk.
+A model loaded here before has stored the time of its passes with all experts in memory, the time of
+its experts' reads, and its last runs (`hardware/model_speeds.py`). With a GPU, the model's experts
+are timed as it is loaded. Before the first load there is only a bound: bytes per token at the rates
+of memory and disk.
 """
 
 from __future__ import annotations
@@ -39,34 +39,34 @@ from lowtide.reading.dense_weights import DenseWeights
 from lowtide.schemas import model_schema
 
 DOUBT = 1.4
-"""The factor by which a run may be slower or faster than what is likely."""
+"""Factor by which a run may be slower or faster than the likely speed."""
 
 MISS_POWER = 2.0
-"""How fast misses fall with residents before a run of the model has shown it: of the experts that a
-pass asks for, the share that is not in memory, to this power, is missed. Texts ask for some experts
-again and again, and these stay."""
+"""How quickly misses fall with residents, until a run has shown it. A pass misses the share of
+experts that is not in memory, to this power: above 1, because texts use some experts again and
+again, and these stay in memory."""
 
 MISS_POWERS = (0.5, 6.0)
-"""Ends of what a run may say of that."""
+"""Bounds of the power that a run may show."""
 
 MOST_CORRECTION = 4.0
-"""By which factor a run of another budget corrects waiting at the most."""
+"""Largest factor by which a run at another budget corrects the waiting time."""
 
 LEAST_READ_SHARE = 0.5
-"""Absent experts that are read at the least, for a bound, as a share of an even demand."""
+"""For a bound: the least share of absent experts that is read, at even demand."""
 
 COMPUTED_MEANWHILE = 0.5
-"""Share of a layer's time in which its absent experts are read: that of the experts at hand."""
+"""Share of a layer's time during which its absent experts are read: that of resident experts."""
 
 MOST_SURE = 4.0
-"""Times as many tokens of a block in one pass, where all above a threshold are committed."""
+"""Most tokens of a pass that commits all confident ones, as a multiple of the schedule's."""
 
 PROMPT_TOKENS = 64
-"""Of a likely prompt: a bidirectional model's passes have it, too."""
+"""Length of a typical prompt, which a bidirectional model's passes contain."""
 
 
 class ExpertCounts(NamedTuple):
-    """How many experts one pass runs, over all layers, and how many of these are absent."""
+    """Number of experts that one pass runs, over all layers, and of those that are absent."""
 
     num_run: float
     num_tokens: float  # of each
@@ -75,7 +75,7 @@ class ExpertCounts(NamedTuple):
 
 
 def even_demand(shape: MoEShape, plan: MemoryPlan, num_rows: float) -> ExpertCounts:
-    """The counts of a pass in which every expert is as likely as any other, token by token."""
+    """Return the counts of a pass in which every expert is equally likely for each token."""
     if not shape.num_experts:
         return ExpertCounts(0.0, 0.0, 0.0, 0.0)
     share = shape.num_experts_per_token / shape.num_experts
@@ -90,9 +90,9 @@ def even_demand(shape: MoEShape, plan: MemoryPlan, num_rows: float) -> ExpertCou
 
 @dataclass(frozen=True)
 class Predictor:
-    """The speed of a loaded model, or of one that is planned.
+    """Predicts the speed of a loaded or planned model.
 
-    kernels: as they were asked for; speeds: what is known of the model here.
+    kernels: the option. speeds: stored measurements of the model.
     """
 
     config: ModelConfig
@@ -103,7 +103,7 @@ class Predictor:
     speeds: ModelSpeeds
 
     def prediction(self) -> Prediction:
-        """The speed of the passes that the family's published decoding takes."""
+        """Predict the speed of the family's published decoding."""
         num_rows, least_tokens, most_tokens = self.published
         demand = self._demand(num_rows)
         run = self._run
@@ -122,7 +122,7 @@ class Predictor:
         return replace(prediction, at_most=at_most)
 
     def pass_time(self, num_rows: int) -> PassTime | None:
-        """What a pass of so many rows takes; None where nothing was measured."""
+        """Return the time of a pass of `num_rows` rows; None if nothing was measured."""
         if self.plan.gpu is None:
             likely_s = self._host_pass_s(num_rows)
         else:
@@ -130,7 +130,7 @@ class Predictor:
         return None if likely_s is None else PassTime(likely_s / DOUBT, likely_s, likely_s * DOUBT)
 
     def speed(self, num_tokens: int, num_passes: int, num_rows: int) -> SpeedRange | None:
-        """Speed of a run that committed `num_tokens`, its passes having `num_rows` together."""
+        """Predict the speed of a run of `num_tokens`, whose passes have `num_rows` together."""
         if not num_passes:
             return self.prediction().speed
         found = self.pass_time(max(1, round(num_rows / num_passes)))
@@ -151,7 +151,7 @@ class Predictor:
         return even_demand(self.config.moe_shape, self.plan, num_rows)
 
     def _host_pass_s(self, num_rows: float) -> float | None:
-        """By what was measured, corrected by what the last run took of each part."""
+        """Return the measured time of a pass, corrected by the last run's parts."""
         parts, run = self._parts(num_rows, self._missed(num_rows)), self._run
         if parts is None or run is None:
             return None if parts is None else sum(parts)
@@ -167,9 +167,9 @@ class Predictor:
         return compute_s * run.compute_s / then[0] + wait_s
 
     def _parts(self, num_rows: float, num_missed: float) -> tuple[float, float] | None:
-        """Seconds of a pass's computation, and of waiting for the experts that it misses.
+        """Return the seconds of a pass' computation, and of waiting for missed experts.
 
-        None without what they follow from.
+        None if the measurements are missing.
         """
         curve, reads_s = self.speeds.pass_s, self.speeds.reads_s
         if curve is None:
@@ -186,7 +186,7 @@ class Predictor:
         return compute_s, num_layers * max(0.0, read_s - meanwhile_s)
 
     def _missed(self, num_rows: float) -> float:
-        """Experts that a pass has to read."""
+        """Return the number of experts that a pass reads."""
         num_run, run = self._demand(num_rows).num_run, self._run
         power = MISS_POWER
         if run is not None and run.num_missed:
@@ -198,11 +198,11 @@ class Predictor:
         return num_run * math.pow(share, min(high, max(low, power)))
 
     def _absent(self, num_residents: int) -> float:
-        """The share of all experts that is not in memory."""
+        """Return the share of all experts that is not in memory."""
         return 1 - num_residents / max(1, self.plan.num_experts)
 
     def _least_pass_s(self, prediction: Prediction, demand: ExpertCounts) -> float | None:
-        """Seconds that a pass takes at least, by the rates of memory and disk."""
+        """Return the least seconds of a pass, by the rates of memory and disk."""
         rates = kept_rates(this_machine())
         memory_bytes_per_s = memory_rate(rates) or quick_memory_rate()
         if self.plan.gpu is not None or memory_bytes_per_s is None:
@@ -240,7 +240,7 @@ class Predictor:
         return dense_s + max(demand.num_run * costs.device_s.at(num_tokens), moved_s)
 
     def _kept_costs(self, experts: ExpertFacts, machine: Machine) -> Measurements | None:
-        """What these experts cost with the GPU, as loading them or `lowtide doctor` stores it."""
+        """Return the experts' stored costs with the GPU, from loading or `lowtide doctor`."""
         for name in possible_names(self.kernels, self.memory.dtype):
             try:
                 stored = load(experts.cost_key(machine, name, self.memory.device, self.kernels))
@@ -254,7 +254,7 @@ class Predictor:
     def _multiplied(self) -> DenseWeights:
         """Return the dense weights that every pass multiplies with.
 
-        An embedding is among them only where it is the head, too: else its rows are looked up.
+        An embedding counts only if it is also the head; otherwise only its rows are looked up.
         """
         dense = self.memory.dense
         if self.config.tie_word_embeddings:
@@ -266,9 +266,9 @@ class Predictor:
 def predictor_of(
     opened: OpenModel, plan: MemoryPlan, speeds: ModelSpeeds | None = None
 ) -> Predictor | None:
-    """None beside a paced device: its speeds are what they are told to be.
+    """Return a predictor, or None beside an emulated device, whose speeds are given.
 
-    speeds: of the model, by default those that are kept.
+    speeds: of the model, by default the stored ones.
     """
     if is_paced(plan.device):
         return None
@@ -280,7 +280,7 @@ def predictor_of(
 
 
 def known_speeds(opened: OpenModel) -> ModelSpeeds:
-    """Return what is kept of this model's speed, as it was loaded here last."""
+    """Return this model's stored speeds, from its last load."""
     found = [kept_speeds(speed_key(opened, name)) for name in kernel_names(opened)]
     return ModelSpeeds(
         passes=next((each.passes for each in found if each.passes), ()),
@@ -291,7 +291,7 @@ def known_speeds(opened: OpenModel) -> ModelSpeeds:
 
 
 def speed_key(opened: OpenModel, kernels: str) -> SpeedKey:
-    """Under which this model's speed is kept. kernels: the host's, by name."""
+    """Return the key under which this model's speeds are stored. kernels: names of the host's."""
     facts, memory, options = opened
     return SpeedKey(
         machine=this_machine(),
@@ -305,12 +305,12 @@ def speed_key(opened: OpenModel, kernels: str) -> SpeedKey:
 
 
 def kernel_names(opened: OpenModel) -> Sequence[str]:
-    """Names of the host's kernels that the model may run on, best first; compiles nothing."""
+    """Return the names of the host's kernels for this model, best first; compiles nothing."""
     return possible_names(opened.options.asked.kernels, opened.memory.dtype)
 
 
 def _at(curve: Curve, number: float) -> float:
-    """Between whole numbers, too."""
+    """Evaluate a curve, interpolating between whole numbers."""
     low = math.floor(number)
     low_s = curve.at(low)
     return low_s + (number - low) * (curve.at(low + 1) - low_s)
@@ -319,7 +319,7 @@ def _at(curve: Curve, number: float) -> float:
 def published_pass(
     decoding: Decoding, cache_mode: CacheMode, context: int
 ) -> tuple[int, float, float]:
-    """Rows of a pass of a likely answer, and the tokens that it commits at least and at most."""
+    """Return a typical pass' rows, and the least and most tokens that it commits."""
     kind = make_kind(decoding, cache_mode=cache_mode)
     usual = kind.usual_pass(min(context, PROMPT_TOKENS + DEFAULT_CANVAS_TOKENS))
     most = MOST_SURE if usual.may_write_more else 1.0
@@ -327,7 +327,7 @@ def published_pass(
 
 
 def _expert_bytes(experts: ExpertFacts | None) -> tuple[int, int]:
-    """Bytes of an expert in a slot, and as it is read."""
+    """Return an expert's bytes in a slot and its bytes on disk."""
     if experts is None:
         return 0, 0
     return experts.layout.num_bytes, experts.table.largest_expert_bytes

@@ -1,7 +1,7 @@
-"""Operators on the meta device, of which only the shape of what they make is wanted.
+"""Operators on the meta device that return only shapes.
 
-torch answers most of them with code of its compiler, whose import takes seconds. A pass in register
-mode needs none of it: most results have a place already, and the others' shapes are simple.
+torch answers most of them by code of its compiler, whose import takes seconds. A pass in register
+mode needs none of it: most results already have a place, and the others' shapes are simple.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from torch.overrides import TorchFunctionMode
 class Uncomputed(TorchFunctionMode):
     """Mode in which a model's operators on the meta device compute nothing.
 
-    Operators whose results have a place do nothing, and the others of a pass make an empty tensor
-    of the right shape and type. All other operators are torch's.
+    Operators with an output buffer do nothing; the others of a pass make an empty tensor of the
+    right shape and type. All other operators are torch's.
     """
 
     def __torch_function__(
@@ -54,7 +54,7 @@ def _arange(*bounds: int, dtype: torch.dtype = torch.int64, device: object) -> T
 
 
 def _elementwise(x: Tensor, *others: object) -> Tensor:
-    """The result of an operator on one tensor, two, or a tensor and a number: the wider type."""
+    """Return an empty result of an elementwise operator: of the wider type."""
     dtype, shapes = x.dtype, [x.shape]
     for other in others:
         if isinstance(other, Tensor):

@@ -1,8 +1,7 @@
-"""The engine's loop for coroutines: what is asked of it is awaited, nothing waits in a thread.
+"""The engine's loop for coroutines: awaits results without blocking a thread.
 
-News of the engine's thread come by `call_soon_threadsafe` into a queue without a bound: a slow
-reader delays neither the engine nor another. A task that is cancelled drops what it
-asked.
+The engine's thread delivers events by `call_soon_threadsafe` into unbounded queues, so a slow
+reader delays neither the engine nor other readers. Cancelling a task drops its requests.
 """
 
 from __future__ import annotations
@@ -15,47 +14,47 @@ from typing import TypeVar
 
 from lowtide.decode.request import Committed, Draft, Event, Finished, Request
 from lowtide.engine.running.loop import EngineLoop
-from lowtide.engine.running.worker import Answers, Job, News, Passes
+from lowtide.engine.running.worker import Answers, Delivery, Passes, WorkItem
 
 T = TypeVar("T")
 
 NUM_TOGETHER = 64
-"""Tokens of an answer that is told whole; more would hold the event loop up when they are read."""
+"""Tokens delivered together to a reader of whole answers: more would block its event loop."""
 
 
 class AsyncAnswers(Answers):
-    """Answers whose events are awaited in the event loop that is running now."""
+    """Events of some requests, awaited in the running event loop."""
 
     def __init__(self, requests: Sequence[Request]) -> None:
         super().__init__(requests)
         self._loop = asyncio.get_running_loop()
-        self._awaited: asyncio.Queue[News] = asyncio.Queue()
+        self._awaited: asyncio.Queue[Delivery] = asyncio.Queue()
 
     async def next_events(self) -> list[Event]:
-        """What comes next; raises what `fail` was told."""
+        """Return the next events; raise the error passed to `fail`."""
         return self._read(await self._awaited.get())
 
-    def put(self, news: News) -> None:
-        _call(self._loop, partial(self._awaited.put_nowait, news))
+    def put(self, delivery: Delivery) -> None:
+        _call(self._loop, partial(self._awaited.put_nowait, delivery))
 
 
 class WholeAnswers(AsyncAnswers):
-    """Answers that nobody reads before their end: the event loop is woken for few events.
+    """Events for a reader that needs only whole answers, delivered in few batches.
 
-    A request's first tokens are told at once, which is the time of its first token, then
-    `NUM_TOGETHER` or more together; drafts are not told.
+    A request's first tokens are delivered at once, to time the first token; then `NUM_TOGETHER` or
+    more together. Drafts are left out.
     """
 
     def __init__(self, requests: Sequence[Request]) -> None:
         super().__init__(requests)
         self._held: dict[int, list[Committed]] = {}  # by request, once its first were told
 
-    def put(self, news: News) -> None:
-        if isinstance(news, BaseException):
-            super().put(news)
+    def put(self, delivery: Delivery) -> None:
+        if isinstance(delivery, BaseException):
+            super().put(delivery)
             return
         told: list[Event] = []
-        for event in news:
+        for event in delivery:
             if isinstance(event, Committed):
                 told += self._told_with(event)
             elif isinstance(event, Finished):
@@ -78,7 +77,7 @@ class WholeAnswers(AsyncAnswers):
 
 
 def _together(events: Sequence[Committed]) -> list[Committed]:
-    """One event in place of several of one request."""
+    """Merge consecutive token events of a request into one."""
     if not events:
         return []
     tokens = tuple(token for event in events for token in event.tokens)
@@ -89,7 +88,7 @@ def _together(events: Sequence[Committed]) -> list[Committed]:
 async def answers(
     loop: EngineLoop, requests: Sequence[Request], is_whole: bool = False
 ) -> AsyncGenerator[Event, None]:
-    """As `EngineLoop.answers`, for a coroutine; is_whole: see `WholeAnswers`."""
+    """Yield events as `EngineLoop.answers` does. is_whole: deliver them as `WholeAnswers`."""
     asked = WholeAnswers(requests) if is_whole else AsyncAnswers(requests)
     try:
         loop.ask(asked)
@@ -102,21 +101,21 @@ async def answers(
 
 
 async def run_passes(loop: EngineLoop, work: Passes[T], num_tokens: int) -> T:
-    """As `EngineLoop.run_passes`, for a coroutine."""
-    job = Job(work, num_tokens)
+    """Run work with passes of its own, as `EngineLoop.run_passes` does."""
+    item = WorkItem(work, num_tokens)
     running = asyncio.get_running_loop()
     is_done = asyncio.Event()
-    job.outcome.add_done_callback(lambda _: _call(running, is_done.set))
+    item.outcome.add_done_callback(lambda _: _call(running, is_done.set))
     try:
-        loop.ask(job)
+        loop.ask(item)
         await is_done.wait()
-        return job.outcome.result()
+        return item.outcome.result()
     finally:
-        if not job.outcome.done():
-            loop.drop(job)
+        if not item.outcome.done():
+            loop.drop(item)
 
 
 def _call(running: asyncio.AbstractEventLoop, function: Callable[[], None]) -> None:
-    """On the event loop's thread, soon; nowhere once that loop is closed: nothing waits there."""
+    """Call a function on the event loop's thread; do nothing if that loop is closed."""
     with suppress(RuntimeError):
         running.call_soon_threadsafe(function)

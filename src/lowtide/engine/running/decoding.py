@@ -1,4 +1,4 @@
-"""The decoder of a loaded model, and one pass of it."""
+"""Makes a loaded model's decoder, and runs one pass of it."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from lowtide.engine.running.engine import Engine
 
 
 def make_decoder(engine: Engine) -> BatchDecoder[Any, Any]:
-    """What decodes requests over a loaded model."""
+    """Make the decoder of a loaded model."""
     kind, reuse = decoding_kind(engine), engine.options.reuse
     return BatchDecoder(kind, engine.model, engine.kv_cache, engine.plan.max_rows, reuse)
 
 
 def decoding_kind(engine: Engine) -> Kind[Any, Any, Any]:
-    """What a model's decoding does, with its way with keys and values."""
+    """Return the model's kind of decoding, for its use of the KV cache."""
     asked = engine.options.asked
     return make_kind(engine.model.config.decoding, bool(asked.kv_cache), asked.cache_mode)
 
 
 def run_pass(engine: Engine, decoder: BatchDecoder[Any, Any]) -> list[Event]:
-    """One step of a decoder, after which memory moves."""
+    """Run one step of a decoder, then move memory."""
     model, elastic = engine.model, engine.elastic
     num_rows, start_s = model.num_prompt_rows, model.prompt_s
     events = decoder.step()

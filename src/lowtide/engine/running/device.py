@@ -1,6 +1,6 @@
-"""Wiring of a machine with a compute device: the device itself, and what it costs.
+"""Opens a compute device, and measures its costs.
 
-`wiring.py` comes here when there is a device. Knows nothing of requests.
+`wiring.py` uses this if the plan has a device. Knows nothing of requests.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from lowtide.threads.executor import HostExecutor
 def device_opener(
     parts: ExpertParts, kernels: str, options: Mapping[str, str]
 ) -> Callable[[], OpenDevice] | None:
-    """Return a function that opens the plan's device, or None if the plan has none.
+    """Return a function that opens the plan's device, or None if there is none.
 
-    kernels: as they were asked for; options: of the device.
+    kernels: the option. options: of the device.
     """
     facts, plan, executor, lent = parts.facts, parts.plan, parts.executor, parts.lent
     num_slots = plan.fast_tier.num_slots if lent is None else lent.ledger.num_slots
@@ -50,7 +50,7 @@ def request_of(
     cores_per_expert: int,
     options: Mapping[str, str],
 ) -> DeviceRequest:
-    """Describe the experts and slots that a device is made for; kernels: the host's."""
+    """Describe the experts and slots for which a device is made. kernels: the host's."""
     return DeviceRequest(
         experts.shape,
         experts.layout,
@@ -69,7 +69,7 @@ def _open_cuda(
     host_kernels: Kernels,
     executor: HostExecutor,
 ) -> OpenDevice:
-    """The GPU; what it costs is measured once per model and machine. kernels: asked for."""
+    """Open the GPU; measure its costs once per model and machine. kernels: the option."""
     shape, layout = experts.shape, experts.layout
 
     def make_device(count: int) -> CudaDevice:

@@ -1,9 +1,9 @@
-"""Memory that a KV cache, a workspace and expert slots share, on the host or an emulated device.
+"""Memory shared by KV cache, workspace and expert slots, on the host or an emulated device.
 
-A plan has room for a whole context and for a number of slots. As long as sequences are short, the
-memory that the KV cache and the workspace of bidirectional passes leave holds more experts; when a
-sequence grows or joins, the coldest of them give way. So the plan's promise is the worst case, and
-every step uses the whole budget.
+A plan has room for a whole context and a number of slots. While sequences are short, memory not
+used by the KV cache and by bidirectional passes holds more experts. When a sequence grows or joins,
+the coldest experts are evicted. So the plan is the worst case, and every step uses the whole
+budget.
 """
 
 from __future__ import annotations
@@ -31,35 +31,35 @@ from lowtide.memory.kv_pages import KVLayout, KVPages
 from lowtide.memory.pages import PageBudget
 from lowtide.memory.pass_plans import PagedRoom
 from lowtide.plan import MemoryPlan, TierPlan
-from lowtide.policies.lending import ExpertUse, grown, shrunk, worth_lending
+from lowtide.policies.slot_lending import ExpertUse, grown, shrunk, worth_lending
 
 _NEWEST = 1 / 8
-"""Weight of the last step in what sequences are thought to take per step."""
+"""Weight of the newest step in the mean growth of sequences."""
 
 _PATIENCE_STEPS = 64
-"""Steps without asking again where the system has refused memory for slots."""
+"""Steps to wait after the system has refused memory for slots."""
 
 
 SYSTEM_BYTES = 256 << 20
-"""Free memory that is left to other programs: below it some is given back to the system, and above
-twice as much taken again."""
+"""Free memory left to other programs: below it memory is returned to the system; above twice as
+much, memory is taken again."""
 
 _LOOK_S = 1.0
-"""How often that is looked at."""
+"""Interval between checks of free memory."""
 
 _LOOK_PASSES = 16
-"""How often the oldest kept keys are weighed against slots: the use of experts is known for about
-sixteen passes."""
+"""Passes between weighing the oldest kept keys against slots, about as many as the use of experts
+is averaged over."""
 
 
 class SharedMemory:
-    """Addresses for a KV cache, for a workspace and for expert slots, which draw on one budget.
+    """Address ranges of a KV cache, a workspace and expert slots under one budget.
 
-    `kv`, `kept` and `room` are None where there is no such thing, or its memory does not move.
+    `kv`, `kept` and `room` are None if absent, or if their memory does not move.
     """
 
     def __init__(self, division: Division, tier: TierPlan, context: ContextFacts) -> None:
-        """Raises PlanError where there are not as many addresses."""
+        """Raises PlanError if the address space is too small."""
         self.tier = tier
         self.num_slots = division.num_slots
         self.max_range_tokens = context.max_sequence_tokens
@@ -87,17 +87,20 @@ class SharedMemory:
 
     @property
     def others_bytes(self) -> int:
-        """What all have together but the slots."""
+        """Bytes in use by everything but the slots."""
         return self.budget.num_bytes - self.budget.num_free_bytes - self.slots_account.num_bytes
 
     def make_cache(self, kv: KVPages) -> KVCache:
-        """Its kept ranges give way as `kept` says, and where the budget has no more."""
+        """Make the KV cache.
+
+        Its kept ranges are dropped by the rule `kept`, and whenever the budget is used up.
+        """
         self.cache = KVCache(kv.storage, kv, self.max_range_tokens, self.kept)
         kv.arena.account.give_way = self.cache.give_way
         return self.cache
 
     def close(self) -> None:
-        """Gives all memory back; nothing uses any of it any more."""
+        """Free all memory, which must no longer be in use."""
         self.slots_account.give_way = None
         if self.kv is not None:
             self.kv.arena.close()
@@ -106,20 +109,20 @@ class SharedMemory:
         self.arena.close()
 
     def open_slots(self, shape: MoEShape) -> ElasticSlots:
-        """As many as there can ever be, with memory behind the planned ones."""
+        """Make the most slots that there can be, with memory for the planned ones."""
         ledger = SlotLedger(shape.num_layers, shape.num_experts, self.num_slots)
         self.slots = ElasticSlots(self.arena, self.tier.slot_bytes, ledger, self.tier.num_slots)
         return self.slots
 
 
 class ElasticMemory:
-    """Decides when memory moves to and from the expert slots, and has it moved.
+    """Moves memory to and from the expert slots.
 
-    On the engine's thread, between passes or at the beginning of one.
+    Used on the engine's thread, between passes or at the beginning of one.
     """
 
     def __init__(self, shared: SharedMemory, experts: ExpertRuntime, plan: MemoryPlan) -> None:
-        """experts: whose fast tier has the slots of `shared`."""
+        """experts: their fast tier uses the slots of `shared`."""
         self._shared = shared
         self._slots = shared.slots
         self._experts = experts
@@ -141,11 +144,11 @@ class ElasticMemory:
         shared.slots_account.give_way = self.give_way
 
     def close(self) -> None:
-        """Gives all memory back, at once, also where tensors over it are left."""
+        """Free all memory at once, even if tensors over it remain."""
         self._shared.close()
 
     def as_dict(self) -> dict[str, float]:
-        """What it did since it was made, and the slots that there are now."""
+        """Return counters since loading, and the present number of slots."""
         kept = {} if self._shared.kept is None else self._shared.kept.as_dict()
         return {
             **kept,
@@ -169,9 +172,9 @@ class ElasticMemory:
         self.num_given += count
 
     def note_pass(self, num_prompt_rows: int, prompt_s: float) -> None:
-        """Note rows and seconds of passes over prompts alone; called before `settle`.
+        """Record rows and seconds of a pass with only prompts; call before `settle`.
 
-        By them kept keys are weighed against slots.
+        They are the price of computing dropped keys again, weighed against slots.
         """
         if (kept := self._shared.kept) is None:
             return
@@ -183,7 +186,7 @@ class ElasticMemory:
             self._shared.cache.apply_rule()
 
     def settle(self) -> None:
-        """After a pass: lends to the slots what sequences will not want soon."""
+        """Adjust after a pass: lend memory to slots that sequences will not need soon."""
         self.follow_free_memory()
         if self._shared.room is not None:
             self._shared.room.trim()
@@ -198,10 +201,10 @@ class ElasticMemory:
         self._fill()
 
     def follow_free_memory(self) -> None:
-        """Give memory back where the system runs short of it, and draw on it again later.
+        """Return memory if the system runs short of it, and take it again later.
 
-        Runs between passes and while a server is idle. Kept keys go first, then the coldest
-        experts' slots.
+        Runs between passes and while a server is idle. Kept keys are dropped first, then the
+        coldest experts.
         """
         if time.monotonic() < self._looked_s + _LOOK_S:
             return
@@ -217,9 +220,9 @@ class ElasticMemory:
             budget.num_bytes = min(self._most_bytes, budget.num_bytes + spare_bytes - SYSTEM_BYTES)
 
     def restore(self) -> None:
-        """Brings the planned slots back, for a policy that begins again with as many.
+        """Restore the planned slots, for a policy that starts anew.
 
-        Raises PageError where the system has less than the budget.
+        Raises PageError if the system has less memory than the budget.
         """
         if self._slots.num_live < self._shared.tier.num_slots:
             self._slots.grow(self._shared.tier.num_slots)
@@ -234,7 +237,7 @@ class ElasticMemory:
             self.num_lent += count
 
     def _fill(self) -> None:
-        """Lets residents have what slots there are beside those that experts pass through."""
+        """Give residents all slots beyond the staging slots."""
         capacity = self._experts.capacity
         num_residents = int(capacity.per_layer.sum())
         count = min(self._slots.num_live - self._num_staging, self._use.mean.size) - num_residents
@@ -242,7 +245,7 @@ class ElasticMemory:
             capacity.change(grown(capacity.per_layer, self._residents(), self._use.mean, count))
 
     def _num_worth_having(self) -> int:
-        """Live slots that would pay now."""
+        """Return the number of slots that would pay now."""
         slots, free_bytes = self._slots, self._shared.budget.num_free_bytes
         num_new = free_bytes // self._shared.tier.slot_bytes
         if not num_new or slots.num_live == self._shared.num_slots:
@@ -251,7 +254,6 @@ class ElasticMemory:
         return slots.num_within(slots.num_bytes(slots.num_live) + lent_bytes)
 
     def _slot_use(self, num_bytes: int) -> float:
-        """See `KeptRoom`."""
         shared, slot_bytes = self._shared, self._shared.tier.slot_bytes
         if self._is_short or self._patient_steps_left:  # no slot can be made now
             return 0.0
@@ -260,14 +262,14 @@ class ElasticMemory:
         return self._absent_use(max(1, num_bytes // slot_bytes))
 
     def _absent_use(self, num_new: int) -> float:
-        """In which share of passes each of so many more residents would save a read."""
+        """Return the share of passes in which each of `num_new` residents would save a read."""
         absent = self._use.mean[~self._residents()]
         num_cold = max(0, len(absent) - num_new)
         hottest = np.partition(absent, num_cold)[num_cold:] if num_cold else absent
         return float(hottest.mean())
 
     def _make_room(self, num_live: int) -> None:
-        """Leaves no more residents than so many slots have room for."""
+        """Evict residents until they fit beside the staging slots."""
         capacity = self._experts.capacity
         count = int(capacity.per_layer.sum()) - (num_live - self._num_staging)
         if count > 0:
@@ -277,13 +279,13 @@ class ElasticMemory:
             capacity.change(per_layer)
 
     def _residents(self) -> BoolArray:
-        """[layers, experts]."""
+        """Return the residents, bool [layers, experts]."""
         ledger = self._tier.ledger
         return np.stack([ledger.is_resident(layer) for layer in range(ledger.num_layers)])
 
 
 def kv_pages(budget: PageBudget, layout: KVLayout) -> KVPages:
-    """Addresses for a KV cache, whose memory the budget has."""
+    """Reserve a KV cache's addresses, with memory from the budget."""
     pages = HostPages(layout.address_bytes(SMALL_GROUP_BYTES), SMALL_GROUP_BYTES)
     account = budget.open("KV cache")
     return KVPages(ElasticArena(pages, account, layout.num_parts, available_memory_bytes), layout)

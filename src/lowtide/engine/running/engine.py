@@ -1,4 +1,4 @@
-"""What a loaded model is made of."""
+"""A loaded model and its parts."""
 
 from __future__ import annotations
 
@@ -46,33 +46,33 @@ class Engine:
     def as_dict(self) -> dict[str, float]:
         """Return counters since loading, in counts, bytes and seconds.
 
-        kv_cache_usage: the share of the KV cache that running requests use.
+        kv_cache_usage: the share of the KV cache used by running requests.
         """
         moved = {} if self.elastic is None else self.elastic.as_dict()
         usage = 1 - self.kv_cache.num_free_tokens / self.kv_cache.num_tokens
         return {**self.experts.as_dict(), **moved, "kv_cache_usage": usage}
 
     def release_memory(self) -> None:
-        """Between passes: gives memory back where the system runs short of it, if it can."""
+        """Return memory between passes if the system runs short and memory is elastic."""
         if self.elastic is not None:
             self.elastic.follow_free_memory()
 
     def rest(self) -> None:
-        """Give back the memory of passes while there is nothing to do.
+        """Free the passes' memory while the engine is idle.
 
-        Only where memory is elastic and experts have no use for it.
+        Only if memory is elastic and experts cannot use it.
         """
         if self.pass_plans is not None:
             self.pass_plans.rest()
 
     def stop_waiting(self) -> None:
-        """A pass that waits for reads fails soon. May be called on any thread."""
+        """Make a pass that waits for reads fail soon. May be called on any thread."""
         self.experts.stop_waiting()
         if self.stored is not None:
             self.stored.stop_waiting()
 
     def close(self) -> None:
-        """Ends all threads and closes the checkpoint's files."""
+        """End all threads and close the checkpoint's files."""
         self.executor.close()
         self.experts.close()
         self.reader.close()

@@ -1,4 +1,4 @@
-"""Wiring of a model's experts: the host tier, the device's on top of it, and what runs them."""
+"""Wires a model's experts: host tier, device tier and runtime."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ from lowtide.memory.arena import Arena
 from lowtide.plan import MemoryPlan
 from lowtide.policies.decision import Policies
 from lowtide.policies.presets import recipe
-from lowtide.policies.recipe import Setting
+from lowtide.policies.recipe import PolicyInputs
 from lowtide.progress import Progress
 from lowtide.reading.file_reader import FileReader
 from lowtide.threads.executor import Executor, HostExecutor
 
 
 class ExpertParts(NamedTuple):
-    """Parts that a model's experts are wired from."""
+    """Parts from which a model's experts are wired."""
 
     facts: ExpertFacts
     plan: MemoryPlan
@@ -56,10 +56,10 @@ def load_experts(
     make_policies: MakePolicies,
     progress: Progress,
 ) -> ExpertRuntime:
-    """Load the experts of a plan, the policy's first residents in their slots.
+    """Load a plan's experts, with the policy's first residents in their slots.
 
-    open_device: of a plan with a device. Raises StorageError, DeviceError, or PlanError when the
-    policy needs more than the plan has.
+    open_device: opens the plan's device, if any. Raises StorageError, DeviceError, or PlanError if
+    the policy needs more than the plan has.
     """
     with ExitStack() as undo:
         experts: HostExpertExecutor | DeviceExpertExecutor
@@ -82,7 +82,7 @@ def load_experts(
 
 
 def _host_tier(parts: ExpertParts, make_arena: Callable[[int], Arena]) -> HostTier:
-    """Beside a device it keeps every expert if all have a slot, else those used last."""
+    """Make the host tier. Beside a device it holds all experts if they fit, else the last used."""
     facts, plan = parts.facts, parts.plan
     tier, shape, layout = plan.host, facts.shape, facts.layout
     if plan.gpu is not None or parts.lent is None:
@@ -99,8 +99,8 @@ def _host_tier(parts: ExpertParts, make_arena: Callable[[int], Arena]) -> HostTi
     if tier.num_slots == plan.num_experts:
         return HostTier(slots, ledger, transfer, is_permanent=True)
     costs = Costs.unknown(layout.num_bytes)
-    setting = Setting(plan.host_residents_per_layer, shape.num_experts, costs)
-    return HostTier(slots, ledger, transfer, recipe("lru").policies_without_device(setting))
+    inputs = PolicyInputs(plan.host_residents_per_layer, shape.num_experts, costs)
+    return HostTier(slots, ledger, transfer, recipe("lru").policies_without_device(inputs))
 
 
 def _device_tier(

@@ -1,8 +1,8 @@
-"""Measures a model at its first load: passes of one layer, then of as many as there is time for.
+"""Measures a model at its first load: passes of one layer, then of more layers while time is left.
 
-Passes are a decoder's own, over the loaded weights, the plan's workspace and its KV cache. All
-experts count as resident: those that are not are computed with the weights of others, so nothing is
-read, and the policies, counters and residents of the engine stay as they are.
+A decoder runs over the loaded weights, the plan's workspace and its KV cache. Absent experts are
+computed with other experts' weights, so nothing is read, and the engine's policies, counters and
+residents do not change.
 """
 
 from __future__ import annotations
@@ -39,27 +39,27 @@ from lowtide.hardware.model_speeds import ModelSpeeds, keep_speeds
 from lowtide.memory.cuda_streams import device_pass
 from lowtide.models.decoder import Decoder
 from lowtide.policies.presets import recipe
-from lowtide.policies.recipe import Setting
+from lowtide.policies.recipe import PolicyInputs
 
 LIMIT_S = 2.0
-"""All that a first load may take longer; passes and reads that are under way are finished."""
+"""Extra time of a first load; passes and reads in progress are finished."""
 
 COMPANIES = (1, 4)
-"""Requests that are answered side by side, one measurement each."""
+"""Numbers of requests answered together, one measurement each."""
 
 MIN_PASSES = 5
 MAX_PASSES = 15
 
 Ask = Callable[[int], Sequence[Request]]
-"""Makes so many requests, of as many tokens each as there is room for."""
+"""Makes this many requests, each as long as there is room for."""
 
 _log = logging.getLogger(__name__)
 
 
 def with_prediction(engine: Engine, opened: OpenModel, ask: Ask) -> Engine:
-    """Return a loaded engine whose plan predicts its speed; what that takes is measured once.
+    """Return a loaded engine whose plan predicts its speed, measuring once if needed.
 
-    Its own run will be kept where the host computes. Closes the engine where that is interrupted.
+    On the host, its own run will be stored. Closes the engine if interrupted.
     """
     known, key = known_speeds(opened), speed_key(opened, engine.kernels.name)
     try:
@@ -77,10 +77,10 @@ def with_prediction(engine: Engine, opened: OpenModel, ask: Ask) -> Engine:
 
 
 def measured_speeds(engine: Engine, known: ModelSpeeds, ask: Ask) -> ModelSpeeds:
-    """Return `known` with what it lacks, measured on a loaded model that answers nothing yet.
+    """Return `known` with missing speeds measured on a loaded, idle model.
 
-    Nothing is measured beside a device, whose costs are measured as it is opened, nor where memory
-    moves between experts and keys. What other programs disturbed is left out.
+    Nothing is measured beside a device, whose costs are measured as it is opened, or with elastic
+    memory. Disturbed measurements are left out.
     """
     if engine.plan.gpu is not None or engine.options.asked.elastic:
         return known
@@ -100,7 +100,7 @@ def measured_speeds(engine: Engine, known: ModelSpeeds, ask: Ask) -> ModelSpeeds
 
 
 def _measured_reads(engine: Engine, end_s: float) -> tuple[tuple[int, float], ...]:
-    """Seconds of one expert's read, and of as many together as there are free slots."""
+    """Return seconds of reading one expert, and as many together as there are free slots."""
     if isinstance(engine.experts, NoExperts):
         return ()
     host = engine.experts.host
@@ -123,7 +123,7 @@ def _measured_reads(engine: Engine, end_s: float) -> tuple[tuple[int, float], ..
 
 
 def _read(host: HostTier, experts: Sequence[int]) -> tuple[float, list[int]]:
-    """Read experts, by layer * num_experts + expert, into free slots; return seconds and slots."""
+    """Read experts (layer * num_experts + expert) into free slots; return seconds and slots."""
     slots = [host.ledger.take() for _ in experts]
     start_s = perf_counter()
     tickets = [
@@ -144,7 +144,7 @@ def _read(host: HostTier, experts: Sequence[int]) -> tuple[float, list[int]]:
 
 
 def _measured_passes(engine: Engine, ask: Ask, end_s: float) -> tuple[tuple[int, float], ...]:
-    """Seconds of a whole pass, by its rows: of one request, and of several."""
+    """Return seconds of whole passes by their rows, for one request and for several."""
     with _stand_in(engine) as beside:
         if beside is None:
             return ()
@@ -162,7 +162,7 @@ def _measured_passes(engine: Engine, ask: Ask, end_s: float) -> tuple[tuple[int,
 def _pass_of(
     beside: Engine, ask: Callable[[], Sequence[Request]], limit_s: float
 ) -> tuple[int, float] | None:
-    """Rows and seconds of a pass through all layers; None where none could be timed in time."""
+    """Return rows and seconds of a pass through all layers; None if time ran out."""
     num_layers, end_s = beside.model.config.num_layers, perf_counter() + limit_s
     if limit_s <= 0:
         return None
@@ -186,9 +186,9 @@ def _pass_of(
 def _timed(
     beside: Engine, ask: Callable[[], Sequence[Request]], num_layers: int, limit_s: float
 ) -> tuple[int, float] | None:
-    """Rows and median seconds of most passes over the last `num_layers`, the first left out.
+    """Time passes over the last `num_layers`; return rows and median seconds, the first left out.
 
-    None where they were disturbed, or there was none.
+    None if there was no pass, or it was disturbed.
     """
     model, total = beside.model, beside.model.config.num_layers
     model.run_layers = range(total - num_layers, total)
@@ -219,15 +219,15 @@ def _timed(
 
 
 def _is_quiet(times: Sequence[float]) -> bool:
-    """Return False where half of the repeats took much longer than the best one."""
+    """Return False if half of the repeats took much longer than the best."""
     return median(times) <= DISTURBED * min(times)
 
 
 @contextmanager
 def _stand_in(engine: Engine) -> Iterator[Engine | None]:
-    """The engine with another runtime for its experts, which finds all of them resident.
+    """Provide the engine with an expert runtime that finds every expert resident.
 
-    None where memory holds no expert's weights.
+    None if memory holds no expert's weights.
     """
     experts: ExpertRuntime | NoExperts = engine.experts
     if isinstance(experts, ExpertRuntime):
@@ -244,7 +244,7 @@ def _stand_in(engine: Engine) -> Iterator[Engine | None]:
 
 
 def _all_resident(engine: Engine, experts: ExpertRuntime) -> ExpertRuntime | None:
-    """A runtime over the same slots, in which every expert has one: its own, or another's."""
+    """Return a runtime over the same slots that gives every expert one, its own or another's."""
     executor, host, shape = experts.executor, experts.host, engine.model.config.moe_shape
     if not isinstance(executor, HostExpertExecutor):
         return None
@@ -260,17 +260,17 @@ def _all_resident(engine: Engine, experts: ExpertRuntime) -> ExpertRuntime | Non
     ledger.free.fill([])
     capacity = [shape.num_experts] * shape.num_layers
     costs = Costs.unknown(host.slots.layout.num_bytes)
-    setting = Setting(capacity, shape.num_experts, costs)
-    policies = recipe("resident").policies_without_device(setting)
+    inputs = PolicyInputs(capacity, shape.num_experts, costs)
+    policies = recipe("resident").policies_without_device(inputs)
     tier = HostTier(host.slots, ledger, host.transfer)
     beside = HostExpertExecutor(tier, executor.threads, executor.kernels, executor.batched)
     return ExpertRuntime(shape, policies, beside)
 
 
 def _slots_by_layer(host: HostTier) -> list[IntArray]:
-    """Return, by layer, slots whose bytes can be computed with as an expert's of that layer.
+    """Return, by layer, slots whose bytes are valid as an expert of that layer.
 
-    They are slots of residents of layers with the same formats, else free ones into which some are
+    They are slots of residents of layers with the same formats, else free slots into which some are
     read.
     """
     layouts, table = host.slots.layout.layers, host.ledger.table

@@ -1,7 +1,7 @@
-"""A text through a loaded model in decoding's own passes: work for the engine's thread.
+"""Reads a given text through a loaded model in decoding's passes, on the engine's thread.
 
-The decoder is one of its own over the engine's model and KV cache, so that nothing of those that
-answer is touched.
+It uses a decoder of its own over the engine's model and KV cache, so that running answers are not
+affected.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from lowtide.policies.receipt import Receipt
 
 
 class ForcedRun(NamedTuple):
-    """What reading a text took. Passes that only fill the KV cache are among them."""
+    """Costs of reading a text. Passes that only fill the KV cache are included."""
 
     num_passes: int
     seconds: float  # of passes and their logits; what looks at those is left out
@@ -32,7 +32,7 @@ class ForcedRun(NamedTuple):
 
 
 def forced_params(text: ForcedText, writes_in_order: bool) -> SamplingParams:
-    """What a request must ask so that the text is read, and whole rows of logits come."""
+    """Return the parameters with which a text is read and whole rows of logits are computed."""
     num_new = len(text.token_ids) - text.num_context
     logprobs = 0 if writes_in_order else None
     return SamplingParams(max_tokens=num_new, ignore_eos=True, logprobs=logprobs, temperature=0.0)
@@ -41,9 +41,9 @@ def forced_params(text: ForcedText, writes_in_order: bool) -> SamplingParams:
 def read_forced(
     engine: Engine, request: Request, text: ForcedText, on_logits: OnLogits
 ) -> Generator[None, None, ForcedRun]:
-    """Reads `text`, whose prompt and parameters `request` has; yields between its passes.
+    """Read `text` with the request's prompt and parameters; yield between passes.
 
-    `on_logits` is called on this thread, in the midst of a pass; what it raises ends the reading.
+    `on_logits` is called on this thread during a pass; an exception from it ends the reading.
     """
     passes_s = looking_s = 0.0
     num_passes = 0

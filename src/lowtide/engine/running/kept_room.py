@@ -1,6 +1,6 @@
-"""Kept keys beside expert slots: how long each has waited, and what passes were measured to take.
+"""Weighs kept KV caches against expert slots, by their ages and measured times.
 
-Decides by `policies/kept_keys.py` which of the two has the memory that both could use.
+`policies/kept_keys.py` decides which of the two gets memory that both could use.
 """
 
 from __future__ import annotations
@@ -12,23 +12,23 @@ from lowtide.memory.kv_cache import KVRange
 from lowtide.policies.kept_keys import Continuations, MemoryPrices, gives_way
 
 PROMPT_ROWS = 64
-"""Fewer rows of a prompt are not timed: what a pass takes by itself would count for too much."""
+"""Prompts with fewer rows are not timed: a pass' fixed time would dominate."""
 
 _NEWEST = 1 / 16
-"""Weight of the last pass in what passes take."""
+"""Weight of the newest pass in mean times."""
 
 
 class KeptRoom(KeptRule):
-    """Owns the ages of kept ranges, in passes, and measured seconds. Moves no memory.
+    """Owns the ages of kept ranges, in passes, and mean times. Moves no memory.
 
-    Where nothing was measured yet, or `slot_use` is None, kept ranges have the plan's room.
+    Until times are measured, or if `slot_use` is None, kept ranges have the planned room.
     """
 
     def __init__(self, planned_tokens: int, token_bytes: int, slot_bytes: int) -> None:
         """token_bytes: of keys and values in all layers.
 
-        slot_use: told bytes, says in which share of passes each slot that they would make saves a
-        read; 0 where slots need no more memory.
+        slot_use: number of bytes -> share of passes in which each slot made from them would save a
+        read; 0 if slots need no more memory.
         """
         self.slot_use: Callable[[int], float] | None = None
         self._planned_tokens = planned_tokens
@@ -43,9 +43,9 @@ class KeptRoom(KeptRule):
     def note_pass(
         self, num_prompt_rows: int, prompt_s: float, num_misses: int, wait_s: float
     ) -> None:
-        """Note a pass: rows and seconds of a prompt, absent experts, and seconds waited for them.
+        """Record a pass: a prompt's rows and seconds, absent experts, and seconds waited for them.
 
-        The latter two count all passes so far.
+        The last two count all passes so far.
         """
         self.num_passes += 1
         if num_prompt_rows >= PROMPT_ROWS:
@@ -84,7 +84,7 @@ class KeptRoom(KeptRule):
         return is_given_up
 
     def as_dict(self) -> dict[str, float]:
-        """Kept sequences now, and those that were given up, by the plan or for slots, so far."""
+        """Return the number of kept sequences, and of those given up so far."""
         return {"num_kept": len(self._kept_at), "num_kept_given_up": self.num_given_up}
 
     def _prices(self) -> MemoryPrices | None:
@@ -95,7 +95,7 @@ class KeptRoom(KeptRule):
 
 
 class _MeanSeconds:
-    """Seconds for each of what passes count, the last passes above all."""
+    """Mean seconds per counted item, weighted towards the newest passes."""
 
     def __init__(self) -> None:
         self._seconds = self._count = 0.0
@@ -106,5 +106,5 @@ class _MeanSeconds:
 
     @property
     def each_s(self) -> float | None:
-        """None where there was nothing to count."""
+        """Mean seconds per item; None if there was none."""
         return self._seconds / self._count if self._count else None

@@ -1,4 +1,4 @@
-"""`cache_dir`: where kept sequences lie on disk, and what decides that they are of this model."""
+"""Opens `cache_dir`, where kept KV caches lie on disk, and identifies the model's own."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from lowtide.version import __version__
 
 
 def open_files(folder: Path, most: str | int, undo: ExitStack) -> StoredFiles:
-    """Open the folder before anything is loaded; `undo` closes it. most: what it may hold.
+    """Open the folder before anything is loaded; `undo` closes it. most: its size limit.
 
     Raises UsageError for a folder that cannot be trusted, StorageError.
     """
@@ -38,7 +38,7 @@ def stored_sequences(
 ) -> StoredSequences:
     """Open the model's sequences in `files`, which are closed with them.
 
-    digest: of all that decides which bits they have; shape: of the KV cache.
+    digest: of everything that determines their bits. shape: of the KV cache.
     """
     layers, arrays, heads, _, width = shape
     layout = KeyLayout((layers, arrays, heads, width), kv_cache.dtype.itemsize)
@@ -46,9 +46,9 @@ def stored_sequences(
 
 
 def digest_of(checkpoint: Checkpoint, *facts: object) -> bytes:
-    """Digest all that decides the bits of keys and values, and which of them are kept.
+    """Digest everything that determines the bits of keys and values, and which are kept.
 
-    That is the weights, this machine and version, and `facts`. Raises StorageError where weights
+    These are the weights, this machine and version, and `facts`. Raises StorageError if weights
     cannot be read.
     """
     weights = fingerprint(checkpoint, checkpoint.tensors, is_thorough=True)
@@ -58,7 +58,7 @@ def digest_of(checkpoint: Checkpoint, *facts: object) -> bytes:
 
 
 def _name(path: Path) -> str:
-    """What people call a model: a repository in the hub's cache, a folder or a file."""
+    """Return a model's name for people: a hub repository, a folder or a file."""
     for part in path.parts:
         if part.startswith("models--"):
             return part.removeprefix("models--").replace("--", "/", 1)

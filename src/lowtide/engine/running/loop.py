@@ -1,9 +1,11 @@
 """One thread that runs a loaded model for all callers.
 
-Requests, cancellations and jobs reach it through a mailbox that it reads between two passes;
-events leave through a queue for each who asked. So a slow reader delays no other, an
-exception in one thread ends nothing of another's, and what belongs to a thread (torch's number of
-threads, its inference mode, CUDA's current device) is always the same thread's.
+Requests, cancellations and work items reach it through a mailbox, read between two passes. Events
+leave through one queue per caller.
+
+So a slow reader delays no other, an exception in one caller's thread ends nothing of another's, and
+state that belongs to a thread (torch's number of threads, inference mode, CUDA's current device) is
+always on the same thread.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from typing import Any, TypeVar
 
 from lowtide.decode.request import Event, Request
 from lowtide.engine.running.engine import Engine
-from lowtide.engine.running.worker import Answers, Job, Mailbox, News, Passes, Worker
+from lowtide.engine.running.worker import Answers, Delivery, Mailbox, Passes, Worker, WorkItem
 from lowtide.errors import InternalError, UsageError
 from lowtide.plan import predicted
 from lowtide.threads.event import INTERRUPT_POLL_S
@@ -30,8 +32,8 @@ T = TypeVar("T")
 class EngineLoop:
     """Owns a loaded model and the thread that runs it; knows nothing of prompts and text.
 
-    Its methods are for any thread, all at once. The thread is made by the first request, is named
-    `lowtide-engine`, and ends at `close`, with the last reference to this object, or at exit.
+    All methods may be called from any thread at the same time. The first request starts the thread,
+    `lowtide-engine`; it ends at `close`, with the last reference to this object, or at exit.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -43,26 +45,26 @@ class EngineLoop:
 
     @property
     def engine(self) -> Engine:
-        """The model in its present state; what belongs to passes is the loop's to touch."""
+        """The model in its present state; only the loop may run passes on it."""
         return self._worker.engine
 
     @property
     def is_closed(self) -> bool:
-        """Whether nothing can be asked any more: it was closed, or its thread has ended."""
+        """True once the loop is closed or its thread has ended."""
         return self._worker.is_closed
 
     def stats(self) -> dict[str, float]:
-        """What was done since loading, how fast, and how fast it was to be."""
+        """Return counters since loading, and measured and predicted speed."""
         speed = self._worker.speed
         return self.look(
             lambda engine: {**engine.as_dict(), **speed.as_dict(), **predicted(engine.plan)}
         )
 
     def answers(self, requests: Sequence[Request]) -> Generator[Event, None, None]:
-        """Events of `requests`, which begin together, until all have finished.
+        """Yield the events of `requests`, which begin together, until all have finished.
 
-        Asked at the first `next`. Dropping the generator ends what has not finished, as does an
-        error of a pass: it is raised here if one of `requests` took part.
+        They are queued at the first `next`. Closing the generator cancels unfinished requests. An
+        error of a pass is raised here if one of `requests` took part in it.
         """
         answers = QueuedAnswers(requests)
         try:
@@ -73,29 +75,29 @@ class EngineLoop:
                 self.drop(answers)
 
     def run(self, work: Callable[[Engine], T]) -> T:
-        """Does `work` between two passes, on the loop's thread; its answer or its error."""
+        """Run `work` between two passes, on the loop's thread; return or raise its result."""
         return self.run_passes(partial(_at_once, work), 0)
 
     def run_passes(self, work: Passes[T], num_tokens: int) -> T:
-        """As `run`, for work with passes of its own: it yields wherever others may have one.
+        """Run work with passes of its own, which yields where other passes may run.
 
-        It begins when the KV cache has `num_tokens` free; requests that are asked later wait until
-        then. It is closed at a `yield` if the caller is interrupted.
+        It begins once the KV cache has `num_tokens` free; later requests wait for it. If the caller
+        is interrupted, it is closed at a `yield`.
         """
-        job = Job(work, num_tokens)
+        item = WorkItem(work, num_tokens)
         try:
-            self.ask(job)
-            return job.result()
+            self.ask(item)
+            return item.result()
         finally:
-            if not job.outcome.done():
-                self.drop(job)
+            if not item.outcome.done():
+                self.drop(item)
 
     def replace(self, change: Callable[[Engine], Engine]) -> None:
-        """Goes on with what `change` makes of the engine, from the next pass on."""
+        """Replace the engine by `change(engine)`, from the next pass on."""
         self.run(lambda engine: self._worker.adopt(change(engine)))
 
     def look(self, work: Callable[[Engine], T]) -> T:
-        """As `run`, also of a loop that is closed, and from the midst of a pass (an observer)."""
+        """Run `work` as `run` does, but also on a closed loop and within an observer's call."""
         self._check_process()
         worker = self._worker
         if self._is_own_thread:
@@ -109,9 +111,9 @@ class EngineLoop:
         return self.run(work)
 
     def close(self) -> None:
-        """Ends the pass under way, all requests and the thread; then the engine is closed.
+        """End the pass in progress, all requests and the thread; then close the engine.
 
-        Who waits for an answer gets a UsageError. Called by an observer it does not wait.
+        Callers that wait for an answer get a UsageError. Does not wait if called by an observer.
         """
         if os.getpid() != self._process:
             return
@@ -126,8 +128,8 @@ class EngineLoop:
         if not self._is_own_thread:
             _join(self._thread)
 
-    def ask(self, asked: Answers | Job[T]) -> None:
-        """Has something done; who asks waits for it itself. Raises UsageError where it cannot."""
+    def ask(self, queued: Answers | WorkItem[T]) -> None:
+        """Queue requests or work; the caller waits for the result. Raise UsageError if closed."""
         self._check_process()
         if self._is_own_thread:
             raise UsageError("An observer is called in the midst of a pass: it cannot ask for one.")
@@ -136,11 +138,11 @@ class EngineLoop:
                 raise self._worker.end_error()
             if self._thread is None:
                 self._begin_thread()
-            self._worker.mailbox.put(partial(Worker.accept, asked=asked))
+            self._worker.mailbox.put(partial(Worker.accept, queued=queued))
 
-    def drop(self, asked: Answers | Job[Any]) -> None:
-        """Ends what was asked, wherever it is: nothing waits for it any more."""
-        self._worker.mailbox.put(partial(Worker.drop, asked=asked))
+    def drop(self, queued: Answers | WorkItem[Any]) -> None:
+        """Cancel requests or work, queued or running."""
+        self._worker.mailbox.put(partial(Worker.drop, queued=queued))
 
     @property
     def _is_own_thread(self) -> bool:
@@ -166,24 +168,24 @@ class EngineLoop:
 
 
 class QueuedAnswers(Answers):
-    """Answers whose events are waited for by the thread that asked."""
+    """Events of some requests, awaited by the thread that made them."""
 
     def __init__(self, requests: Sequence[Request]) -> None:
         super().__init__(requests)
-        self._news: SimpleQueue[News] = SimpleQueue()
+        self._deliveries: SimpleQueue[Delivery] = SimpleQueue()
 
-    def put(self, news: News) -> None:
-        self._news.put(news)
+    def put(self, delivery: Delivery) -> None:
+        self._deliveries.put(delivery)
 
     def events(self) -> Iterator[Event]:
-        """In the order in which they happened; raises what `fail` was told."""
+        """Yield events in order; raise the error passed to `fail`."""
         while not self.is_over:
-            yield from self._read(self._next_news())
+            yield from self._read(self._next_delivery())
 
-    def _next_news(self) -> News:
+    def _next_delivery(self) -> Delivery:
         while True:
             with suppress(Empty):
-                return self._news.get(timeout=INTERRUPT_POLL_S)
+                return self._deliveries.get(timeout=INTERRUPT_POLL_S)
 
 
 def _end_at_exit(mailbox: Mailbox, thread: threading.Thread) -> None:

@@ -1,4 +1,4 @@
-"""Whose fault it is when a pass ends in an infinity or NaN: the weights', or the arithmetic's."""
+"""Finds the cause of an infinity or NaN in a pass: a weight or the arithmetic."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lowtide.reading.finite_weights import check_finite
 from lowtide.schemas import WeightMap
 
 SEARCH_S = 60.0
-"""Looked for a broken weight at most: some models take an hour to read."""
+"""Time limit of the search for a broken weight: some models take an hour to read."""
 
 _WAY_OUT = {
     "float16": "Choose dtype bfloat16 or float32, whose range is wider",
@@ -27,9 +27,9 @@ _WAY_OUT = {
 
 
 class FaultSearch:
-    """The search for the cause of logits that are not finite, made once for a loaded model.
+    """Finds the cause of logits that are not finite, once per loaded model.
 
-    dense: in which types dense weights are loaded, by name; dtype: that the model computes in.
+    dense: name of a dense weight -> type in which it is loaded. dtype: the compute type.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class FaultSearch:
     def naming_faults(self) -> Iterator[None]:
         """Guard a pass and the choice from its logits.
 
-        If those are not finite, search the weights, once and for at most `SEARCH_S`, and raise
+        If they are not finite, search the weights, once and for at most `SEARCH_S`, and raise
         CheckpointError naming the tensor and file at fault, or NumericError with a way out.
         """
         try:
@@ -60,7 +60,7 @@ class FaultSearch:
             raise self._exonerate(error) from error
 
     def _exonerate(self, error: NumericError) -> NumericError:
-        """Return the error of finite weights; raise CheckpointError if they are not finite."""
+        """Return the error to raise if the weights are finite; raise CheckpointError if not."""
         if self._found is None:  # once: what else is asked waits meanwhile
             self._found = self._search()
         if isinstance(self._found, str):
@@ -80,9 +80,9 @@ class FaultSearch:
             return str(fault)
 
     def _loaded_dtypes(self) -> dict[str, str]:
-        """Map each tensor to the type it is loaded in; dense ones, which every pass uses, first.
+        """Map tensors to the types they are loaded in; dense ones, used by every pass, come first.
 
-        Others of the checkpoint, such as a head for training, are not used.
+        Other tensors of the checkpoint, such as a head for training, are left out.
         """
         tensors = self._checkpoint.tensors
         places = {(e.file, e.offset): name for name, e in tensors.items() if e.num_bytes}

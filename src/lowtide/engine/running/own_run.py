@@ -1,4 +1,4 @@
-"""The model's own last run: averages of its passes, by which the next run is predicted."""
+"""Averages of the model's last run, by which the next run is predicted."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from lowtide.hardware.model_speeds import OwnRun, keep_speeds
 MAX_PASSES = 4096
 MIN_PASSES = 16
 MIN_RUN_S = 0.03
-"""A shorter run is kept of no model: its first passes are slower than others."""
+"""A shorter run is not stored: its first passes are slower than later ones."""
 
 
 class TimedPass(NamedTuple):
-    """One pass of answers."""
+    """Measurements of one pass of answers."""
 
     num_rows: int
     num_tokens: int  # committed
@@ -29,23 +29,23 @@ class TimedPass(NamedTuple):
 
 
 def waits(experts: ExpertRuntime | NoExperts) -> tuple[float, int]:
-    """Seconds waited for experts since loading, and how many were missed."""
+    """Return the seconds waited for experts since loading, and the number missed."""
     if isinstance(experts, NoExperts):
         return 0.0, 0
     return experts.host.stats.wait_s, experts.stats.num_misses
 
 
 def keep_run(engine: Engine, passes: Sequence[TimedPass]) -> None:
-    """Keep the averages of a run's passes, unless it was too short or disturbed."""
+    """Store a run's averages unless it was too short or disturbed."""
     run = own_run(sum(engine.plan.residents_per_layer), passes)
     if run is not None and engine.speed_key is not None:
         keep_speeds(engine.speed_key, lambda speeds: speeds.having_run(run))
 
 
 def own_run(num_residents: int, passes: Sequence[TimedPass]) -> OwnRun | None:
-    """Return the averages of passes with about as many rows as most: prompts are left out.
+    """Return the averages of passes with about the usual number of rows; prompts are left out.
 
-    None where there are few, or half of them computed for much longer than the quickest tenth.
+    None if there are few, or if half of them computed much longer than the quickest tenth.
     """
     if not passes:
         return None

@@ -1,4 +1,4 @@
-"""The memory that passes compute in, and who plans it while the model runs."""
+"""Makes the memory in which passes compute."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def open_workspace(
     is_bound: bool = False,
     shared: PagedRoom | None = None,
 ) -> Workspace:
-    """A workspace of the planned size, or `shared` memory. Raises PlanError if it is refused.
+    """Make a workspace of the planned size, or over `shared` memory. Raise PlanError if refused.
 
-    is_bound: what a pass does not need goes back to the system.
+    is_bound: memory that a pass does not need is returned to the system.
     """
     passes = planner.pass_planner
     if passes is None:
@@ -52,7 +52,7 @@ def paged_room(
     is_wanted: Callable[[], bool] | None = None,
     is_bound: bool = False,
 ) -> PagedRoom:
-    """Addresses for so many bytes, with an account of the budget; the rest as in `PagedRoom`."""
+    """Reserve addresses for `num_bytes`, with an account of the budget; else as `PagedRoom`."""
     account, pages = budget.open("workspace"), HostPages(num_bytes, group_bytes(num_bytes))
     moves = is_bound or is_wanted is not None
     arena = ElasticArena(pages, account, free_bytes=available_memory_bytes if moves else None)

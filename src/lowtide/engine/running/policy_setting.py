@@ -1,4 +1,4 @@
-"""Which policies a loaded engine runs under: made from its options, costs and calibration."""
+"""Makes the policies of a loaded engine from its options, costs and calibration."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from lowtide.policies.presets import (
     parse_options,
     recipe,
 )
-from lowtide.policies.recipe import Recipe, Setting
+from lowtide.policies.recipe import PolicyInputs, Recipe
 from lowtide.policies.tau import FollowDrift, SolvedTau, calibrated_tau
 from lowtide.policies.trial import PolicyTrial
 from lowtide.replay.calibration import Calibration
@@ -52,11 +52,11 @@ _log = logging.getLogger(__name__)
 
 
 def adopt_policy(engine: Engine, policy: str | Recipe, policy_options: Mapping[str, str]) -> Engine:
-    """The same engine under another policy, which starts from its own first residents.
+    """Return the engine under another policy, which starts with its own first residents.
 
-    Between passes only; `engine` itself is to be forgotten. Raises UsageError for a policy or an
-    option that there is not, PlanError for a policy that needs more than the plan has: `engine`
-    then goes on as before.
+    Call between passes only; `engine` must not be used afterwards. Raises UsageError for an unknown
+    policy or option, PlanError if the policy needs more than the plan has; `engine` then stays
+    valid.
     """
     policy = name_of(policy)
     options, plan, experts = (
@@ -77,7 +77,7 @@ def adopt_policy(engine: Engine, policy: str | Recipe, policy_options: Mapping[s
 
 
 def with_trial(engine: Engine) -> Engine:
-    """The same engine; under `auto` beside a device with a trial of what is faster there."""
+    """Return the engine; with `auto` beside a device it tries which policy is faster."""
     experts, plan, trial = engine.experts, engine.plan, None
     if not (isinstance(experts, NoExperts) or experts.device is None or plan.everything_fits):
         can_fetch = experts.device.costs.num_staging > 0
@@ -87,7 +87,7 @@ def with_trial(engine: Engine) -> Engine:
 
 
 def follow_trial(engine: Engine, num_rows: int, seconds: float) -> Engine:
-    """The engine for the next pass, after one that took `seconds`."""
+    """Return the engine for the next pass, after a pass of `num_rows` rows that took `seconds`."""
     trial = engine.trial
     if trial is None:
         return engine
@@ -102,7 +102,7 @@ def follow_trial(engine: Engine, num_rows: int, seconds: float) -> Engine:
 
 
 def _adopted(engine: Engine, plan: MemoryPlan) -> Engine:
-    """The engine under the plan's policy, made from its own options."""
+    """Return the engine under the plan's policy, made from the engine's options."""
     experts, options, planner = engine.experts, engine.options, engine.planner
     if isinstance(experts, NoExperts):
         return engine
@@ -122,7 +122,7 @@ def _adopted(engine: Engine, plan: MemoryPlan) -> Engine:
 
 
 class PolicyChoice(NamedTuple):
-    """A policy as it was asked for."""
+    """A policy and its options, as requested."""
 
     policy: str
     options: Mapping[str, str]
@@ -138,7 +138,7 @@ class PolicyChoice(NamedTuple):
 
 
 def _check_workspace(planner: Planner, plan: MemoryPlan, policy: str) -> None:
-    """Raises PlanError for a policy that wants more of a pass than was planned for."""
+    """Raise PlanError if a policy needs a larger workspace than was planned."""
     needed_bytes, planned_bytes = planner.workspace_bytes()[0], plan.fast_tier.workspace_bytes
     if needed_bytes > planned_bytes:
         raise PlanError(
@@ -147,13 +147,13 @@ def _check_workspace(planner: Planner, plan: MemoryPlan, policy: str) -> None:
         )
 
 
-def _setting(
+def _policy_inputs(
     choice: PolicyChoice,
     plan: MemoryPlan,
     num_experts: int,
     calibration: Calibration | None,
     costs: Costs,
-) -> Setting:
+) -> PolicyInputs:
     """Make the inputs of the preset's policies.
 
     Raises UsageError for `tau=paper` without a calibration.
@@ -161,7 +161,7 @@ def _setting(
     options = parse_options(choice.policy, choice.options)
     if options.get("tau") is SolvedTau.PAPER:
         options["tau"] = _paper_tau(plan, calibration, costs)
-    setting = Setting(
+    inputs = PolicyInputs(
         plan.residents_per_layer,
         num_experts,
         costs,
@@ -171,9 +171,9 @@ def _setting(
         twins=choice.twins,
     )
     if calibration is None:
-        return setting
+        return inputs
     return replace(
-        setting,
+        inputs,
         frequency=calibration.frequency,
         following=calibration.following,
         hits=calibration.trace.hits(),
@@ -198,22 +198,22 @@ def make_engine_policies(
 ) -> Policies:
     """Make the policies of the plan's preset for these tiers.
 
-    compute_s: of `measure_compute`. Raises UsageError for
-    `tau=paper` without a calibration, StorageError when an expert cannot be read.
+    compute_s: from `measure_compute`. Raises UsageError for `tau=paper` without a calibration,
+    StorageError if an expert cannot be read.
     """
     num_experts = host.ledger.num_experts
     if device is None:
         costs = _disk_costs(choice, host, plan.policy, compute_s)
-        setting = _setting(choice, plan, num_experts, calibration, costs)
+        inputs = _policy_inputs(choice, plan, num_experts, calibration, costs)
         unused = recipe(plan.policy).unused_without_device
         if unused and choice.policy == plan.policy and not plan.everything_fits:
             _log.warning(
                 "Without a device %s is its placement alone: its %s %s not used.",
                 *(plan.policy, " and its ".join(unused), "are" if len(unused) > 1 else "is"),
             )
-        return recipe(plan.policy).policies_without_device(setting)
-    setting = _setting(choice, plan, num_experts, calibration, device.costs)
-    return make_policies(plan.policy, setting, everything_fits=plan.everything_fits)
+        return recipe(plan.policy).policies_without_device(inputs)
+    inputs = _policy_inputs(choice, plan, num_experts, calibration, device.costs)
+    return make_policies(plan.policy, inputs, everything_fits=plan.everything_fits)
 
 
 def set_early_gate(
@@ -222,9 +222,9 @@ def set_early_gate(
     calibration: Calibration | None,
     dtype: torch.dtype,
 ) -> None:
-    """Give a device the features that its prefetch policy predicts by.
+    """Give a device the features by which its prefetch policy predicts.
 
-    Without a calibration they are taken as they are. dtype: the type that the model computes in.
+    Without a calibration they are used uncorrected. dtype: the compute type.
     """
     if isinstance(experts, NoExperts) or experts.device is None:
         return
@@ -237,7 +237,7 @@ def set_early_gate(
 
 
 def _route(router: Router) -> Route:
-    """A router by itself, for a guess: without the windows that tokens of a block share."""
+    """Return a router for predictions: without the window that tokens of a block share."""
     if isinstance(router, SigmoidRouter) and router.capacity:
         router = replace(router, capacity=0)
     return lambda x: router.route(x, ()).experts
@@ -265,9 +265,9 @@ def _paper_tau(plan: MemoryPlan, calibration: Calibration | None, costs: Costs) 
 def _disk_costs(
     choice: PolicyChoice, host: HostTier, preset: str, compute_s: Callable[[], Curve]
 ) -> Costs:
-    """What an absent expert costs where it is always read: measured on the first experts.
+    """Measure an absent expert's costs where it is always read, on the first experts.
 
-    For policies that do not ask nothing is measured and every time is 0.
+    For policies that do not use costs nothing is measured, and every time is 0.
     """
     slot_bytes = host.slots.layout.num_bytes
     tau = parse_options(choice.policy, choice.options).get("tau")
@@ -283,7 +283,7 @@ def _disk_costs(
 
 
 def _read_s(host: HostTier, num_probes: int) -> float:
-    """Seconds per expert, of so many read at once."""
+    """Return the seconds per expert when `num_probes` are read at once."""
     slots = [host.ledger.take() for _ in range(num_probes)]
     start_s = perf_counter()
     tickets = [host.transfer.start(0, expert, slot) for expert, slot in enumerate(slots)]

@@ -1,6 +1,6 @@
-"""What is asked of a loaded model besides answers: logits of given tokens, experts of given rows.
+"""Computes logits of given tokens and experts of given rows with a loaded model.
 
-Work for the engine's thread. What it is given is checked here, before compiled code sees it.
+Runs on the engine's thread. Inputs are checked here, before compiled code uses them.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from lowtide.memory.pinned_copies import to_device
 from lowtide.memory.workspace import tiles
 
 TakeLogits = Callable[[int, Tensor], None]
-"""Told the first position and float32 logits [n, vocab] from it on, valid until it returns."""
+"""Receives the first position, and float32 logits [n, vocab] from it on, valid during the call."""
 
 
 def logits(
     engine: Engine, token_ids: Sequence[int], block_length: int
 ) -> Generator[None, None, Tensor]:
-    """Float32 logits [len, vocab] of every position, on the CPU; yields between its passes.
+    """Compute float32 logits [len, vocab] of every position, on the CPU; yield between passes.
 
-    No block is divided: one as long as the sequence is one pass. Raises as
-    `FaultSearch.naming_faults` does where they are not finite.
+    No block is divided: a block as long as the sequence is one pass. Raises as
+    `FaultSearch.naming_faults` does.
     """
     result = torch.empty(len(token_ids), engine.model.config.vocab_size)
 
@@ -55,10 +55,10 @@ def logits(
 def logprobs(
     engine: Engine, token_ids: Sequence[int], num_top: int
 ) -> Generator[None, None, list[TokenLogprobs]]:
-    """Compute log-probabilities of every token of a text but the first, after those before it.
+    """Compute log-probabilities of a text's tokens, except the first, after those before each.
 
-    Each has the `num_top` likeliest at its place. For autoregressive models; yields between its
-    passes. Raises as `logits`.
+    Each has the `num_top` likeliest tokens at its position. For autoregressive models; yields
+    between passes. Raises as `logits`.
     """
     found: list[TokenLogprobs] = []
 
@@ -74,7 +74,7 @@ def logprobs(
 def _passes(
     engine: Engine, token_ids: Sequence[int], block_length: int, take: TakeLogits
 ) -> Generator[None, None, None]:
-    """Passes over a text, whose logits are handed to `take` a few rows at a time."""
+    """Run passes over a text, passing their logits to `take` a few rows at a time."""
     num_tokens = len(token_ids)
     kv_range = engine.kv_cache.allocate(num_tokens)
     try:
@@ -103,10 +103,10 @@ def run_experts(engine: Engine, layer: int, x: Tensor, routing: Routing, step: S
 
 
 def expert_columns(engine: Engine, layer: int, expert: int, num_columns: int) -> Tensor:
-    """Return evenly spread columns of an expert's gate, up and down matrices, one after the other.
+    """Return evenly spaced columns of an expert's gate, up and down matrices, concatenated.
 
-    They are the numbers that are multiplied with: float32 on the CPU, 1-D, read again into memory
-    of their own.
+    They are the numbers used in products: float32, 1-D, on the CPU, read again into memory of their
+    own.
     """
     facts = engine.planner.memory.experts
     if facts is None:
@@ -126,7 +126,7 @@ def expert_columns(engine: Engine, layer: int, expert: int, num_columns: int) ->
 
 
 def check_expert(config: ModelConfig, layer: int, expert: int, num_columns: int) -> None:
-    """Raises UsageError for what `expert_columns` cannot be asked for."""
+    """Raise UsageError for arguments outside the range of `expert_columns`."""
     config.check_experts("expert_columns")
     _check_layer(layer, config.moe_shape.num_layers)
     if not 0 <= expert < config.moe_shape.num_experts or num_columns < 1:
@@ -139,9 +139,9 @@ def check_expert(config: ModelConfig, layer: int, expert: int, num_columns: int)
 def checked_rows(
     config: ModelConfig, dtype: torch.dtype, layer: int, x: Tensor, routing: Routing, step: Step
 ) -> tuple[Tensor, Routing]:
-    """Copy rows and routing that a MoE layer of `config` can be given.
+    """Copy rows and routing for a MoE layer of `config`, after checking them.
 
-    The originals may change afterwards. Raises UsageError for others.
+    The originals may change afterwards. Raises UsageError.
     """
     config.check_experts("run_experts")
     shape = config.moe_shape
@@ -178,7 +178,7 @@ def _columns(
     shape: tuple[int, ...],
     num_columns: int,
 ) -> Tensor:
-    """Some columns of a matrix [out, in], as products with unit vectors: any format has those."""
+    """Return columns of a matrix [out, in], as products with unit vectors, which any format has."""
     num_rows, width = shape
     chosen = torch.linspace(0, width - 1, min(num_columns, width)).long()
     if isinstance(matrix, Tensor):

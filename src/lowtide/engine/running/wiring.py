@@ -1,4 +1,4 @@
-"""Loading: makes the parts that a model runs on as the plan says, and wires them together.
+"""Loads a model: makes the parts of the plan and wires them together.
 
 `experts.py` does so for its experts. Knows nothing of prompts.
 """
@@ -61,10 +61,10 @@ _log = logging.getLogger(__name__)
 
 
 def load(opened: OpenModel, plan: MemoryPlan, planner: Planner | None = None) -> Engine:
-    """Reads the weights that the plan has room for.
+    """Read the weights for which the plan has room.
 
-    planner: the one that made the plan, so that passes are counted once. Raises CheckpointError
-    for a folder without weights.
+    planner: the one that made the plan, so that passes are counted once. Raises CheckpointError for
+    a folder without weights.
     """
     facts, memory, options = opened
     asked, context, planner = options.asked, memory.context, planner or Planner.of(opened)
@@ -160,7 +160,7 @@ def _found(checkpoint: Checkpoint | None, folder: Path) -> Checkpoint:
 
 
 def _check_machine(plan: MemoryPlan, host_memory: str | int) -> None:
-    """Raises PlanError where this machine cannot hold the plan now."""
+    """Raise PlanError if this machine cannot hold the plan now."""
     if shortage := shortage_of(plan, host_memory):
         raise PlanError(shortage)
     if excess := excess_of(plan, host_memory):
@@ -168,7 +168,7 @@ def _check_machine(plan: MemoryPlan, host_memory: str | int) -> None:
 
 
 def make_executor(shape: MoEShape, device: str) -> HostExecutor:
-    """Make the threads that a model's host computes on."""
+    """Make the threads on which a model's host computes."""
     experts_per_token = shape.num_experts_per_token or MAX_THREADS
     num_threads = None if device in OWN_DEVICES else KINDS[device].num_host_threads
     if num_threads is None:
@@ -179,7 +179,7 @@ def make_executor(shape: MoEShape, device: str) -> HostExecutor:
 def _load_dense(
     dense: DenseWeights, device: torch.device, reader: FileReader, report: Progress
 ) -> Weights:
-    """What the model has beside its experts."""
+    """Load all weights but the experts."""
     if device == HOST:
         return dense.load(reader, report)
     with plan_errors(dense.num_bytes, "GPU memory for dense weights"):
@@ -187,7 +187,7 @@ def _load_dense(
 
 
 def _dense_device(plan: MemoryPlan) -> torch.device:
-    """Where all but the experts is."""
+    """Return the device of all weights but the experts."""
     return torch.device("cuda") if plan.device == "cuda" else HOST
 
 

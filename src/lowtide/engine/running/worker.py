@@ -1,4 +1,4 @@
-"""What the engine's thread does: reads its mail, runs a pass, hands out what came of it."""
+"""The engine's thread: reads its mailbox, runs a pass, and delivers the events."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ from lowtide.threads.event import INTERRUPT_POLL_S
 
 T = TypeVar("T")
 
-News = list[Event] | BaseException
-"""Events of requests that were asked together, or the error that ends them."""
+Delivery = list[Event] | BaseException
+"""Events of requests queued together, or the error that ends them."""
 
 Passes = Callable[[Engine], Generator[None, None, T]]
-"""Work with passes of its own, which yields between them."""
+"""Work with passes of its own; it yields between them."""
 
 
 class Answers(abc.ABC):
-    """Some requests that were asked together. How their events are waited for, a subclass says."""
+    """Events of requests queued together. Subclasses say how they are awaited."""
 
-    num_tokens = 0  # of KV cache, to begin with: a decoder's requests wait in the decoder
+    num_tokens = 0  # no room of its own to wait for: the decoder queues its requests
 
     def __init__(self, requests: Sequence[Request]) -> None:
         self.requests = requests
@@ -45,25 +45,25 @@ class Answers(abc.ABC):
         self._num_unfinished = len(requests)
 
     @abc.abstractmethod
-    def put(self, news: News) -> None:
-        """Events, or the error that ends all; on the engine's thread."""
+    def put(self, delivery: Delivery) -> None:
+        """Deliver events, or the error that ends all; called on the engine's thread."""
 
     def fail(self, error: BaseException) -> None:
-        """Ends them with an error; on the engine's thread."""
+        """End the requests with an error; called on the engine's thread."""
         self.put(error)
 
-    def _read(self, news: News) -> list[Event]:
-        """The events of some news, counted. Raises what is none."""
-        if isinstance(news, BaseException):
+    def _read(self, delivery: Delivery) -> list[Event]:
+        """Return delivered events after counting the finished requests; raise a delivered error."""
+        if isinstance(delivery, BaseException):
             self.is_over = True
-            raise _twin(news) from news
-        self._num_unfinished -= sum(isinstance(event, Finished) for event in news)
+            raise _copied(delivery) from delivery
+        self._num_unfinished -= sum(isinstance(event, Finished) for event in delivery)
         self.is_over = not self._num_unfinished
-        return news
+        return delivery
 
 
-class Job(Generic[T]):
-    """Work between the passes of requests, and the place where its outcome will be."""
+class WorkItem(Generic[T]):
+    """Work to do between the passes of requests, and its future result."""
 
     def __init__(self, work: Passes[T], num_tokens: int) -> None:
         self.work = work
@@ -72,13 +72,13 @@ class Job(Generic[T]):
         self._passes: Generator[None, None, T] | None = None
 
     def result(self) -> T:
-        """The outcome, once there is one."""
+        """Wait for the result."""
         while wait([self.outcome], INTERRUPT_POLL_S).not_done:
             pass
         return self.outcome.result()
 
     def advance(self, engine: Engine) -> bool:
-        """Goes on to the next `yield`; False when there is no more to do."""
+        """Run to the next `yield`; return False once the work is done."""
         if self._passes is None:
             self._passes = self.work(engine)
         try:
@@ -92,22 +92,22 @@ class Job(Generic[T]):
         return True
 
     def fail(self, error: BaseException) -> None:
-        """Ends it with an error, on the engine's thread; what the work holds is given back."""
+        """End the work with an error, on the engine's thread, and free what it holds."""
         if self._passes is not None:
             self._passes.close()
         self.outcome.set_exception(error)
 
 
-Asked = Answers | Job[Any]
+Queued = Answers | WorkItem[Any]
 
 
 class Worker:
-    """The engine, its decoder and who waits for what of it.
+    """Owns engine and decoder; delivers their events to callers.
 
-    Any thread may use `gate`, `mailbox` and `is_closed`, look at `engine` and `speed`, and ask
-    `end_error` once this is closed; all else belongs to the engine's thread once there is one.
+    Any thread may use `gate`, `mailbox` and `is_closed`, read `engine` and `speed`, and call
+    `end_error` once this is closed. Everything else belongs to the engine's thread once it runs.
 
-    gate: held where it matters whether the loop is closed. A message is a method of this class.
+    gate: lock for checking or changing `is_closed`. Messages in the mailbox are calls of methods.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -118,33 +118,33 @@ class Worker:
         self.is_closed = False
         self._decoder = make_decoder(engine)
         self._stored = engine.stored
-        self._waiting: deque[Asked] = deque()  # in the order in which they came
-        self._jobs: list[Job[Any]] = []  # that have begun
+        self._waiting: deque[Queued] = deque()  # in the order in which they came
+        self._work: list[WorkItem[Any]] = []  # that have begun
         self._answers: dict[int, Answers] = {}  # by request, of those that the decoder has
-        self._decoder.on_begin = partial(_tell, self._answers)
+        self._decoder.on_begin = partial(_deliver, self._answers)
         self._num_calls = 0
         self._is_stopped = self._has_ended = False
         self._fault: BaseException | None = None
 
     # Messages
 
-    def accept(self, asked: Asked) -> None:
-        if isinstance(asked, Job) and not asked.num_tokens:
-            self._jobs.append(asked)
+    def accept(self, queued: Queued) -> None:
+        if isinstance(queued, WorkItem) and not queued.num_tokens:
+            self._work.append(queued)
         else:
-            self._waiting.append(asked)
+            self._waiting.append(queued)
 
-    def drop(self, asked: Asked) -> None:
-        """Ends what was asked, wherever it is; nothing waits for it any more."""
-        error = UsageError("This was cancelled.")
-        if asked in self._waiting:
-            self._waiting.remove(asked)
-            asked.fail(error)
-        elif isinstance(asked, Answers):
-            self._cancel(asked)
-        elif asked in self._jobs:
-            self._jobs.remove(asked)
-            asked.fail(error)
+    def drop(self, queued: Queued) -> None:
+        """Cancel requests or work, queued or running."""
+        error = UsageError("The request was cancelled.")
+        if queued in self._waiting:
+            self._waiting.remove(queued)
+            queued.fail(error)
+        elif isinstance(queued, Answers):
+            self._cancel(queued)
+        elif queued in self._work:
+            self._work.remove(queued)
+            queued.fail(error)
 
     def stop(self) -> None:
         self._is_stopped = True
@@ -152,11 +152,11 @@ class Worker:
     # The thread
 
     def serve(self) -> None:
-        """What the thread runs, from its beginning to its end."""
+        """Run the engine's thread, from beginning to end."""
         try:
             self._take_charge()
             while self._read_mail():
-                self._jobs = [job for job in self._jobs if job.advance(self.engine)]
+                self._work = [item for item in self._work if item.advance(self.engine)]
                 self._begin_waiting()
                 if self._decoder.has_work:
                     self._step()
@@ -165,7 +165,7 @@ class Worker:
         self.end()
 
     def end(self) -> None:
-        """Fails all that is unfinished, and closes the engine."""
+        """Fail everything unfinished and close the engine."""
         with self.gate:
             self.is_closed = True
             if self._has_ended:
@@ -173,19 +173,19 @@ class Worker:
             self._has_ended = True
             while not self.mailbox.empty():
                 self.mailbox.get()(self)
-        unfinished: list[Asked] = [*self._answers.values(), *self._jobs, *self._waiting]
+        unfinished: list[Queued] = [*self._answers.values(), *self._work, *self._waiting]
         try:
             self._decoder.store_in(None if self._fault else self._stored)
             self._decoder.close()
         finally:  # whatever fails there
-            for asked in dict.fromkeys(unfinished):
-                asked.fail(self.end_error())
+            for queued in dict.fromkeys(unfinished):
+                queued.fail(self.end_error())
             self.engine.close()
         if self._fault is None:
             keep_run(self.engine, self.speed.passes)
 
     def adopt(self, engine: Engine) -> None:
-        """Goes on with the same model in another state, in which nothing was computed so far."""
+        """Continue with the same model in another state, whose kept KV caches are not valid."""
         self._decoder.forget(is_mixed=self.engine.options.changes_words)
         self.engine = engine
         self.speed.passes.clear()
@@ -195,15 +195,15 @@ class Worker:
             self._decoder.store_in(None)
 
     def _take_charge(self) -> None:
-        """Settings of this thread, for good."""
+        """Bind torch's number of threads and its device to this thread."""
         self.engine.executor.take_charge()
         device = self.engine.model.device
         if device.type == "cuda":
             torch.cuda.set_device(device)
 
     def _read_mail(self) -> bool:
-        """Drains the mailbox, blocking while there is nothing to do. Returns False once stopped."""
-        is_idle = not (self._decoder.has_work or self._jobs or self._waiting)
+        """Drain the mailbox, blocking while idle. Return False once stopped."""
+        is_idle = not (self._decoder.has_work or self._work or self._waiting)
         if is_idle:
             self.engine.rest()
         while is_idle or not self.mailbox.empty():
@@ -212,17 +212,17 @@ class Worker:
         return not self._is_stopped
 
     def _begin_waiting(self) -> None:
-        """Starts waiting work in its order: what has no room yet holds back what came later."""
+        """Start queued work first come, first served; stop at the first without room."""
         while self._waiting and self._has_room(self._waiting[0].num_tokens):
-            asked = self._waiting.popleft()
-            if not isinstance(asked, Job):
-                self._add(asked)
-            elif asked.advance(self.engine):  # it holds its room before the next is asked about
-                self._jobs.append(asked)
+            queued = self._waiting.popleft()
+            if not isinstance(queued, WorkItem):
+                self._add(queued)
+            elif queued.advance(self.engine):  # it holds its room before the next one is considered
+                self._work.append(queued)
 
     def _has_room(self, num_tokens: int) -> bool:
-        # With nothing running there is nothing to wait for: let the job itself find out.
-        is_idle = not (self._decoder.has_work or self._jobs)
+        # With nothing running there is nothing to wait for: let the work itself find out.
+        is_idle = not (self._decoder.has_work or self._work)
         return not num_tokens or is_idle or self.engine.kv_cache.can_allocate(num_tokens)
 
     def _add(self, answers: Answers) -> None:
@@ -241,7 +241,7 @@ class Worker:
             answers.fail(error)
 
     def _step(self) -> None:
-        """One pass of the decoder; its events go to those who asked."""
+        """Run one pass of the decoder, and deliver its events."""
         try:
             is_observed = self.engine.experts.observer is not None
             if is_observed:
@@ -261,23 +261,23 @@ class Worker:
             return
         events = [self._with_receipt(event) for event in events]
         self.speed.count(events)
-        news: dict[Answers, list[Event]] = {}
+        delivery: dict[Answers, list[Event]] = {}
         for event in events:
-            news.setdefault(self._answers[event.request], []).append(event)
+            delivery.setdefault(self._answers[event.request], []).append(event)
             if isinstance(event, Finished):
                 del self._answers[event.request]
-        for answers, part in news.items():
+        for answers, part in delivery.items():
             answers.put(part)
 
     def _with_receipt(self, event: Event) -> Event:
-        """An answer's last event says what was done to its words, if anything may be."""
+        """Attach the policy's receipt to an answer's last event."""
         if not isinstance(event, Finished):
             return event
         receipt = self.engine.experts.take_receipt(event.request)
         return event if receipt is None else replace(event, receipt=receipt)
 
     def _fail_pass(self, error: BaseException) -> None:
-        """Ends those whose pass it was; others, and who asks later, go on."""
+        """Fail only the requests in this pass."""
         ids = [request.id for request in self._decoder.taking_part]
         concerned = [self._answers[i] for i in ids if i in self._answers]
         for answers in dict.fromkeys(concerned or self._answers.values()):
@@ -292,7 +292,7 @@ class Worker:
                 self.engine.experts.take_receipt(request.id)
 
     def end_error(self) -> Exception:
-        """UsageError once the loop was closed, InternalError once it broke."""
+        """Return a UsageError once the loop was closed, an InternalError once it broke."""
         if self._fault is None:
             return UsageError("This LLM is closed; make another one.")
         error = InternalError(f"The engine's thread has ended: {self._fault!r}. Load it again.")
@@ -301,14 +301,14 @@ class Worker:
 
 
 Mailbox = SimpleQueue[Callable[[Worker], None]]
-"""Filled without a lock: also while garbage is collected, on whatever thread that happens."""
+"""A queue without locks, since garbage collection may fill it on any thread."""
 
 
 class Speed:
-    """Counter of committed answer tokens, and of their passes, with rows and seconds.
+    """Counts committed answer tokens, and their passes, rows and seconds.
 
-    Other passes, such as those of `logits`, do not count. passes: the last of them, of which the
-    run's averages are made.
+    Other passes, such as those of `logits`, do not count. passes: the latest, for the run's
+    averages.
     """
 
     def __init__(self) -> None:
@@ -322,7 +322,7 @@ class Speed:
 
     @contextmanager
     def measured(self, engine: Engine, is_kept: bool = True) -> Iterator[None]:
-        """Around one forward pass and the decisions that follow it. is_kept: among `passes`."""
+        """Measure a forward pass and the decisions after it. is_kept: add it to `passes`."""
         model, experts, start_s = engine.model, engine.experts, time.perf_counter()
         num_rows, waited_s, num_misses = model.num_rows, *waits(experts)
         self._last = None
@@ -352,13 +352,13 @@ class Speed:
         }
 
 
-def _tell(answers: Mapping[int, Answers], event: Event) -> None:
-    """Who asked, of one event. No method: decoder and worker would keep each other in memory."""
+def _deliver(answers: Mapping[int, Answers], event: Event) -> None:
+    # Not a method of Worker: decoder and worker would then keep each other in memory.
     answers[event.request].put([event])
 
 
-def _twin(error: BaseException) -> BaseException:
-    """The same error for one thread alone: raising adds to a traceback."""
+def _copied(error: BaseException) -> BaseException:
+    """Copy an error for one thread, because raising it extends its traceback."""
     try:
         return type(error)(*error.args)
     except TypeError:

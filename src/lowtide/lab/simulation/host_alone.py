@@ -22,30 +22,30 @@ from lowtide.lab.simulation.simulator import (
     substituted_facts,
 )
 from lowtide.policies.presets import recipe
-from lowtide.policies.recipe import Setting
+from lowtide.policies.recipe import PolicyInputs
 from lowtide.replay.trace import RoutedPass, Trace, demand_of
 
 
 def compare_alone(
-    trace: Trace, presets: Sequence[str], setting: Setting, ahead: AheadSlots = NONE_AHEAD
+    trace: Trace, presets: Sequence[str], inputs: PolicyInputs, ahead: AheadSlots = NONE_AHEAD
 ) -> list[Report]:
     """Replays `trace` under each preset's placement; the reports in that order.
 
-    setting.costs: `link_s` is a read, `device_s` an expert in memory, as lowtide's own placement
+    inputs.costs: `link_s` is a read, `device_s` an expert in memory, as lowtide's own placement
     takes them where there is no device; `sync_s` is of a layer that waits for reads, before the
     first and after the last of them. A report's link is the disk, its prefetches reads ahead.
     """
     hits = trace.hits()
     foreseen: Sequence[IntArray | None] = [None] * len(trace.passes)
     if ahead.gate_accuracy is not None:
-        foreseen = list(guesses(trace, ahead.gate_accuracy, setting.seed))
+        foreseen = list(guesses(trace, ahead.gate_accuracy, inputs.seed))
     reports = []
     for preset in presets:
-        run = _HostReplay(preset, setting, ahead)
+        run = _HostReplay(preset, inputs, ahead)
         passes = zip(trace.passes, hits, trace.iter_routed(), foreseen, strict=True)
         for one, pass_hits, of_rows, predicted in passes:
             run.begin_pass(one.step)
-            for layer in range(setting.num_layers):
+            for layer in range(inputs.num_layers):
                 run.layer(layer, of_rows, one.num_rows, pass_hits[layer], predicted)
             run.end_pass(one.step, pass_hits, one.num_committed)
         count_substitutions(run.report, run.policies)
@@ -56,13 +56,13 @@ def compare_alone(
 class _HostReplay:
     """Who is resident, moved on layer by layer."""
 
-    def __init__(self, preset: str, setting: Setting, ahead: AheadSlots = NONE_AHEAD) -> None:
-        self.report = Report(preset, expert_bytes=setting.costs.expert_bytes)
-        self.policies = replayable(recipe(preset).policies_without_device(setting))
-        self._is_resident = np.zeros((setting.num_layers, setting.num_experts), np.bool_)
+    def __init__(self, preset: str, inputs: PolicyInputs, ahead: AheadSlots = NONE_AHEAD) -> None:
+        self.report = Report(preset, expert_bytes=inputs.costs.expert_bytes)
+        self.policies = replayable(recipe(preset).policies_without_device(inputs))
+        self._is_resident = np.zeros((inputs.num_layers, inputs.num_experts), np.bool_)
         for layer, is_resident in enumerate(self._is_resident):
             is_resident[self.policies.placement.initial(layer)] = True
-        self._ahead = ReplayedAhead(ahead, self._is_resident, setting.costs.fetch_s)
+        self._ahead = ReplayedAhead(ahead, self._is_resident, inputs.costs.fetch_s)
         self._idle_s = 0.0  # the disk's, from a layer's last read to its end
         self._began_s, self._num_read = 0.0, 0  # when the pass began, and what was read in it
         self._is_compiled = False  # the pass

@@ -15,7 +15,7 @@ from lowtide.core import BoolArray, Facts, FloatArray, IntArray, Step
 from lowtide.policies.assignment import Balance
 from lowtide.policies.placement import Placement, favourites
 from lowtide.policies.ranks import Ranks
-from lowtide.policies.recipe import Recipe, Setting
+from lowtide.policies.recipe import PolicyInputs, Recipe
 
 
 def oracle(hits: IntArray) -> Recipe:
@@ -25,8 +25,8 @@ def oracle(hits: IntArray) -> Recipe:
     `lowtide` divides them.
     """
 
-    def place(setting: Setting) -> Placement:
-        return Oracle(hits, setting.capacity)
+    def place(inputs: PolicyInputs) -> Placement:
+        return Oracle(hits, inputs.capacity)
 
     return Recipe(place, lambda s: Balance())
 

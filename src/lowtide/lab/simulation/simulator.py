@@ -28,7 +28,7 @@ from lowtide.policies.prefetch import Ahead, Gate, PrefetchOutcome, count_follow
 from lowtide.policies.presets import ORACLE, recipe
 from lowtide.policies.reads_ahead import GATE_ACCURACY
 from lowtide.policies.receipt import Receipt
-from lowtide.policies.recipe import Recipe, Setting
+from lowtide.policies.recipe import PolicyInputs, Recipe
 from lowtide.policies.tau import TAUS
 from lowtide.replay.trace import RoutedPass, Trace, demand_of
 
@@ -86,7 +86,7 @@ class Report:
 def simulate(
     trace: Trace,
     preset: str | Recipe,
-    setting: Setting,
+    inputs: PolicyInputs,
     *,
     pass_s: float = 0.0,
     gate_accuracy: GateAccuracies | None = None,
@@ -99,15 +99,15 @@ def simulate(
     predictions: what early gates did predict, tokens per expert of each pass [layers, experts];
     a gate that is not in it guesses with its `gate_accuracy`, as a calibration measured it, and
     without any at the published rate; the report says which (`foresight`).
-    hits: `trace.hits()`, if it is at hand. Raises UsageError when setting and trace disagree, or
+    hits: `trace.hits()`, if it is at hand. Raises UsageError when inputs and trace disagree, or
     where the accuracies lack the preset's gate.
     """
-    _check(trace, setting)
+    _check(trace, inputs)
     all_hits = trace.hits() if hits is None else hits
     name = preset if isinstance(preset, str) else "custom"
     if isinstance(preset, str):
         preset = oracle(all_hits) if preset == ORACLE else recipe(preset)
-    run = _Replay(name, preset, setting)
+    run = _Replay(name, preset, inputs)
     gate = run.policies.prefetch.gate
     foresight = Foresight.of(gate, gate_accuracy, predictions)
     run.report.foresight = foresight.value
@@ -115,7 +115,7 @@ def simulate(
     if foresight is Foresight.RECORDED:
         foreseen = predictions[gate]
     elif foresight is not Foresight.NONE:
-        foreseen = guesses(trace, (gate_accuracy or GATE_ACCURACY)[gate], setting.seed)
+        foreseen = guesses(trace, (gate_accuracy or GATE_ACCURACY)[gate], inputs.seed)
     passes = zip(trace.passes, trace.iter_routed(), all_hits, foreseen, strict=True)
     for one, routed, pass_hits, predicted in passes:
         for layer in range(trace.shape.num_layers):
@@ -128,7 +128,7 @@ def simulate(
 def compare(
     trace: Trace,
     presets: Sequence[str],
-    setting: Setting,
+    inputs: PolicyInputs,
     *,
     pass_s: float = 0.0,
     gate_accuracy: GateAccuracies | None = None,
@@ -136,16 +136,16 @@ def compare(
     """Replays `trace` under each preset; the reports in that order."""
     hits = trace.hits()
     return [
-        simulate(trace, preset, setting, pass_s=pass_s, gate_accuracy=gate_accuracy, hits=hits)
+        simulate(trace, preset, inputs, pass_s=pass_s, gate_accuracy=gate_accuracy, hits=hits)
         for preset in presets
     ]
 
 
-def fastest_tau(trace: Trace, preset: str, setting: Setting) -> int:
+def fastest_tau(trace: Trace, preset: str, inputs: PolicyInputs) -> int:
     """Return the tau of `TAUS` with the least simulated time.
 
     Those below a block's mean length are tried, and the first beyond it, with which a block is
-    refreshed once. Each try has a fixed interval, whatever `setting` says of following the drift.
+    refreshed once. Each try has a fixed interval, whatever `inputs` says of following the drift.
     """
     hits = trace.hits()
     num_steps = [len(block) for block in trace.blocks(hits)]
@@ -153,13 +153,13 @@ def fastest_tau(trace: Trace, preset: str, setting: Setting) -> int:
     tried = TAUS[: sum(tau < length for tau in TAUS) + 1]
 
     def simulated_s(tau: int) -> float:
-        return simulate(trace, preset, setting.having(tau=tau), hits=hits).total_s
+        return simulate(trace, preset, inputs.having(tau=tau), hits=hits).total_s
 
     return min(tried, key=simulated_s)
 
 
 class Activations(NamedTuple):
-    """What static presets are made from: `Setting`'s fields of these names."""
+    """What static presets are made from: `PolicyInputs`'s fields of these names."""
 
     frequency: FloatArray  # [layers, experts]
     following: FloatArray  # [layers - 1, experts, experts]
@@ -175,17 +175,17 @@ def calibrate(trace: Trace) -> Activations:
 class _Replay:
     """The state of a simulated machine, moved on layer by layer."""
 
-    def __init__(self, name: str, made: Recipe, setting: Setting) -> None:
-        self.report = Report(name, expert_bytes=setting.costs.expert_bytes)
-        self.policies = replayable(made.policies(setting))
-        self._costs = setting.costs
-        self._num_layers = setting.num_layers
+    def __init__(self, name: str, made: Recipe, inputs: PolicyInputs) -> None:
+        self.report = Report(name, expert_bytes=inputs.costs.expert_bytes)
+        self.policies = replayable(made.policies(inputs))
+        self._costs = inputs.costs
+        self._num_layers = inputs.num_layers
         self._now_s = 0.0
         placement = self.policies.placement
-        initial = [placement.initial(layer) for layer in range(setting.num_layers)]
+        initial = [placement.initial(layer) for layer in range(inputs.num_layers)]
         # What a preset starts with it may keep: `resident` has all, `layer-split` whole layers.
-        capacity = [max(c, len(i)) for c, i in zip(setting.capacity, initial, strict=True)]
-        self._link = SimulatedLink(capacity, setting.num_experts, setting.costs.fetch_s)
+        capacity = [max(c, len(i)) for c, i in zip(inputs.capacity, initial, strict=True)]
+        self._link = SimulatedLink(capacity, inputs.num_experts, inputs.costs.fetch_s)
         for layer, experts in enumerate(initial):
             self._link.ready_s[layer, experts] = 0.0
 
@@ -356,12 +356,12 @@ def count_substitutions(report: Report, policies: Policies) -> None:
     report.num_substituted, report.moved_share = total.num_substituted, total.moved_share
 
 
-def _check(trace: Trace, setting: Setting) -> None:
+def _check(trace: Trace, inputs: PolicyInputs) -> None:
     layers, experts, _ = trace.shape[:3]
-    if (setting.num_layers, setting.num_experts) != (layers, experts):
+    if (inputs.num_layers, inputs.num_experts) != (layers, experts):
         raise UsageError(
             f"The trace has {layers} MoE layers of {experts} experts, the setting "
-            f"{setting.num_layers} of {setting.num_experts}; they must agree."
+            f"{inputs.num_layers} of {inputs.num_experts}; they must agree."
         )
-    if any(not 0 <= slots <= experts for slots in setting.capacity):
+    if any(not 0 <= slots <= experts for slots in inputs.capacity):
         raise UsageError(f"Residents per layer must be from 0 to {experts} experts.")

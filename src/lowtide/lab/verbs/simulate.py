@@ -108,14 +108,14 @@ def _replay(
     from lowtide.core import MoEShape
     from lowtide.lab.simulation.foresight import measured_accuracy
     from lowtide.lab.simulation.simulator import compare
-    from lowtide.policies.recipe import Setting
+    from lowtide.policies.recipe import PolicyInputs
 
     shape = MoEShape(*recorded.shape)
     if not shape.hidden_size or not shape.expert_size:
         raise UsageError("The trace does not say how large an expert is; record it again.")
     if known is not None:
         check_same_shape(recorded, known)
-    setting = Setting(
+    inputs = PolicyInputs(
         capacity=[round(residents * shape.num_experts)] * shape.num_layers,
         num_experts=shape.num_experts,
         costs=profile.costs(shape),
@@ -126,7 +126,7 @@ def _replay(
         buddies=known.buddies if known else None,
     )
     accuracy = measured_accuracy(known) if known else None
-    return compare(recorded, presets, setting, gate_accuracy=accuracy)
+    return compare(recorded, presets, inputs, gate_accuracy=accuracy)
 
 
 def _capacity_notes(recorded: Trace, profile: Profile, residents: float) -> list[str]:

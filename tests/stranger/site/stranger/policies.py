@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from lowtide.extend import Placement, PolicyOption, Ranks, Recipe, Setting, Step
+from lowtide.extend import Placement, PolicyInputs, PolicyOption, Ranks, Recipe, Step
 
 GAIN = PolicyOption("gain", 1, 1, 9)
 
@@ -22,8 +22,8 @@ class Newest(Placement):
         return Ranks(self._numbers, capacity, per_expert=self._gain)
 
 
-def _placement(setting: Setting) -> Placement:
-    return Newest(setting.capacity, setting.num_experts, GAIN.of(setting))
+def _placement(inputs: PolicyInputs) -> Placement:
+    return Newest(inputs.capacity, inputs.num_experts, GAIN.of(inputs))
 
 
 NEWEST = Recipe(_placement, options=(GAIN,))
