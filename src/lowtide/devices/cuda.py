@@ -1,8 +1,8 @@
-"""A CUDA device: expert slots in its memory, a stream that fills them, experts run from them.
+"""A CUDA device: expert slots in its memory, a copy stream, and experts computed from slots.
 
-Copies have a stream of their own; experts are computed on the stream of the caller, between what
-it queued before and what it queues next. Streams wait for each other's events on the device. The
-calling thread waits in `to_host`, and where it has run so far ahead that a ring is used up.
+Copies have a stream of their own. Experts run on the caller's stream, between the work that it
+queues before and after. Streams wait for each other's events on the device. The calling thread
+waits only in `to_host`, or when a ring buffer is used up.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ _PIECE_BYTES = 4 << 20
 
 
 def pinned_bytes(shape: MoEShape, layout: SlotLayout, max_rows: int) -> int:
-    """Pinned host memory of a device for steps of up to `max_rows` token rows.
+    """Return a device's pinned host memory for steps of up to `max_rows` token rows.
 
-    That is with the ring that copies go through where the experts' own memory cannot be pinned.
+    It includes the ring through which copies go if the experts' own memory cannot be pinned.
     """
     num_pairs = max_rows * shape.num_experts_per_token
     row_bytes = shape.hidden_size * layout.dtype.itemsize
@@ -82,9 +82,9 @@ class CudaDevice:
     ) -> None:
         """Reserve the device's memory.
 
-        max_rows: token rows of the largest step. pinned: memory where sources may lie. kernels:
-        `auto` (Triton's where these experts have any) or `reference`. Raises PlanError when the GPU
-        or the system has too little memory.
+        max_rows: token rows of the largest step. pinned: memory that copies read from. kernels:
+        `auto` (Triton's if these experts have any) or `reference`. Raises PlanError if the GPU or
+        the system has too little memory.
         """
         self._streams = CudaStreams() if streams is None else streams
         self.torch_device = self._streams.torch_device
@@ -123,7 +123,7 @@ class CudaDevice:
             return CudaEvent(stream.record_event())
 
     def describe(self) -> str:
-        """The GPU's name, and that others are not used."""
+        """Return the GPU's name, noting other GPUs that are not used."""
         name, num_gpus = torch.cuda.get_device_name(self.torch_device), torch.cuda.device_count()
         return name if num_gpus == 1 else f"{name}, the first of {num_gpus} GPUs, used alone"
 
@@ -163,7 +163,7 @@ class CudaDevice:
         return work
 
     def join(self) -> None:
-        """Nothing to do: experts run on the caller's own stream."""
+        """Do nothing: experts run on the caller's own stream."""
 
     def drain(self) -> None:
         for stream in (self._streams.copies, self._streams.current):
@@ -171,7 +171,7 @@ class CudaDevice:
                 CudaEvent(stream.record_event()).wait_until_ended()
 
     def close(self) -> None:
-        """May be called again."""
+        """Free the memory; may be called again."""
         if not self._is_closed:
             self.drain()
             self._is_closed = True
@@ -193,7 +193,7 @@ class CudaDevice:
 
 
 class TritonExperts:
-    """All experts of a group in one go; no loop over them on the host."""
+    """Runs all experts of a group in one launch, without a loop on the host."""
 
     def __init__(
         self, streams: Streams, slots: Tensor, layout: SlotLayout, shape: MoEShape, num_pairs: int
@@ -212,7 +212,7 @@ class TritonExperts:
         self._tiles = triton_experts.Tiles.empty(num_pairs, shape.num_experts, slots.device)
 
     def try_out(self, host_parts: Tensor) -> None:
-        """Launches every kernel over no pairs: compiles them, and raises what they fail with."""
+        """Launch every kernel over no pairs, which compiles it; raise its errors."""
         width, hidden = self._layout.largest.parts[0].shape
         counts = self._slots.new_zeros(self._tables.num_columns, dtype=torch.int64)
         parts, gate = (
@@ -242,11 +242,10 @@ class TritonExperts:
             )
 
     def place(self, host_parts: Tensor, experts: IntArray, rows: ExpertRows, parts: Tensor) -> None:
-        """Let the GPU read the host's pinned rows in place, so that they do not wait for fetches.
+        """Have the GPU read the host's pinned rows in place, so that they do not wait for fetches.
 
-        It reads the list of rows likewise, and has read it when `host_parts` belong to another
-        call: the calling thread waits for the GPU before it writes the next layer's or the next
-        tile's.
+        It reads the list of rows in the same way. The calling thread waits for the GPU before it
+        writes the next layer's or tile's rows, so the GPU has read them by then.
         """
         is_placed = np.zeros(len(rows.counts), np.bool_)
         is_placed[experts] = True
@@ -280,7 +279,7 @@ class TritonExperts:
 
 
 def slot_image(layout: ExpertLayout, slots: SlotLayout) -> SlotImage:
-    """Where Triton's kernels find a layer's experts in the slots of a model."""
+    """Return the places of a layer's expert parts in slots, for Triton's kernels."""
     from lowtide.kernels.triton_experts import SlotImage
     from lowtide.kernels.triton_weights import PLAIN
 
@@ -301,7 +300,7 @@ def _has_kernel(layout: SlotLayout) -> bool:
 
 
 class ReferenceExperts:
-    """One expert after the other, in plain torch."""
+    """Runs one expert after another, in plain torch."""
 
     def __init__(self, slots: Tensor, layout: SlotLayout) -> None:
         self._slots = slots
@@ -330,7 +329,7 @@ def _choose_computation(
     shape: MoEShape,
     host_parts: Tensor,
 ) -> TritonExperts | ReferenceExperts:
-    """Triton's kernels unless `reference` is asked for; where they cannot be used it says why."""
+    """Choose Triton's kernels unless `reference` is requested; if unusable, warn why."""
     if kernels == "reference":
         return ReferenceExperts(slots, layout)
     why = why_no_triton(slots.device)

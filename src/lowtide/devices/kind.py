@@ -1,6 +1,6 @@
 """Kinds of devices beside the host, by their `--device` names. Imports no torch.
 
-`cpu` and `cuda` are the engine's own; all others are registered here.
+`cpu` and `cuda` are built in; all others are registered here.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class DeviceRequest:
 
 @dataclass(frozen=True, slots=True)
 class OpenDevice:
-    """Device with its slots, its costs, and the memory that it copies from fastest."""
+    """A device with its slots and costs, and the host memory from which it copies fastest."""
 
     device: Device
     costs: Costs
@@ -71,10 +71,10 @@ def no_options(options: Mapping[str, str]) -> object:
 
 @dataclass(frozen=True, slots=True)
 class DeviceKind:
-    """Kind of device, by a name of `--device`; it runs experts only, and has the host's tensors.
+    """A kind of device, by its `--device` name; it runs experts only and uses the host's tensors.
 
-    check_options: raises UsageError for unknown options; needs no model and no torch. is_paced: it
-    keeps to given speeds, so none is predicted or stored. num_host_threads: threads of the host's
+    check_options: raises UsageError for unknown options; needs no model and no torch. is_paced:
+    speeds are given, so none is predicted or stored. num_host_threads: threads of the host's
     experts beside it; None: as without a device.
     """
 

@@ -1,8 +1,8 @@
 """Calls that compute several experts of a few tokens each on the host.
 
-Handing one expert to a thread takes Python as long as a machine of many cores takes to compute it.
-One call has that cost once, and all cores share each expert's weights, however few experts there
-are.
+Handing one expert to a thread costs as much Python time as computing it takes on a machine with
+many cores. A call over several experts has that cost once, and all cores share each expert's
+weights, so even few experts keep them busy.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from lowtide.threads.executor import Executor
 
 
 def cores_beside_device(executor: Executor) -> int:
-    """Return the number of cores without the calling thread's, which queues the device's work."""
+    """Return the number of cores except the calling thread's, which queues the device's work."""
     return max(1, executor.num_cores - 1)
 
 
 class BatchedExperts:
-    """Calls over experts in given slots, each over those of one layer.
+    """Calls over experts in given slots, all of one layer.
 
-    Does not know which expert is in which slot, nor how long it stays there.
+    Does not know which expert is in which slot, nor for how long.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Capacity for residents of each layer, which may change between two passes."""
+"""Number of residents allowed in each layer, which may change between two passes."""
 
 from __future__ import annotations
 
@@ -22,9 +22,8 @@ class Capacity:
     def is_short(self, layer: int, num_residents: int) -> bool:
         """Return True if a layer may have to evict, with `num_residents` in all layers.
 
-        A policy may divide the capacity among layers otherwise, so more residents in a layer than
-        its capacity are no sign; a capacity that was larger once is, and so are too many residents
-        in all.
+        It may if the capacity has been larger, or if there are too many residents in all. More
+        residents than one layer's capacity prove nothing: a policy may divide the total otherwise.
         """
         if self.per_layer is self._most:
             return False

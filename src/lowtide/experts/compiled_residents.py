@@ -35,7 +35,7 @@ from lowtide.threads.event import INTERRUPT_POLL_S, WAIT_LIMIT_S
 
 
 class CompiledResidents:
-    """Owner of the struct that compiled passes share, and of the reads that they cannot start."""
+    """Owns the struct shared with compiled passes, and starts reads that they cannot start."""
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class CompiledResidents:
         self.address = ctypes.addressof(self._struct)
 
     def begin_pass(self, ranks: Ranks) -> None:
-        """Set the ranks that decide who is admitted from now on, and who is evicted."""
+        """Set the ranks that decide from now on which experts are admitted and evicted."""
         struct = self._struct
         self._is_waiting = None
         self._ranks = ranks  # which has to outlive the pass
@@ -167,7 +167,7 @@ class CompiledResidents:
         struct.num_asked = 0
 
     def _end(self, slot: int, filling: int, ticket: Future[int]) -> None:
-        """Record the end of a read; runs on the thread that has read."""
+        """Record the end of a read; called on the reading thread."""
         has_failed = ticket.cancelled() or ticket.exception() is not None
         if not has_failed:
             self._read_bytes.append(ticket.result())

@@ -1,8 +1,8 @@
-"""Interface of a compute device with memory of its own, for the expert runtime.
+"""Interface between the expert runtime and a compute device with memory of its own.
 
-Two streams of work, each in its own order: copies into slots, and experts computed from slots.
-Streams wait for each other's events, never for the calling thread, which only queues. A device
-decides nothing.
+A device has two streams of work, each in its own order: copies into slots, and experts computed
+from slots. Streams wait for each other's events; the calling thread only queues work and never
+waits. A device decides nothing.
 """
 
 from __future__ import annotations

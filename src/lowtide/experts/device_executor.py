@@ -1,7 +1,7 @@
-"""Execution of experts on a device, with the host's share computed beside it.
+"""Runs experts on a device, with the host's share computed at the same time.
 
-Residents run first, then fetched experts in waves as they arrive. The host's share of a tile is
-handed over first, then the device's is queued, and both run at once while the policies decide what
+Residents run first, then fetched experts in waves as they arrive. For each tile the host's share is
+handed to its threads before the device's is queued, so both run while the policies decide the
 moves.
 """
 
@@ -27,17 +27,17 @@ from lowtide.threads.event import WAIT_LIMIT_S, Event
 
 
 class DeviceExpertExecutor:
-    """Order of a layer's copies and runs on a device.
+    """Orders a layer's copies and runs on a device.
 
-    The host's share is its executor's; what stays is the policies' choice.
+    The host's executor runs the host's share; policies choose what stays.
     """
 
     def __init__(
         self, device: DeviceTier, beside: HostExpertExecutor, scratch: tuple[Tensor, Tensor]
     ) -> None:
-        """Combine the two; beside: the host's executor.
+        """Combine device and host. beside: the host's executor.
 
-        scratch: its gate and up of a tile, each [rows of the largest * k, expert_size].
+        scratch: the host's gate and up of a tile, each [rows of the largest * k, expert_size].
         """
         self.device = device
         self.host = beside.host
@@ -114,7 +114,7 @@ class DeviceExpertExecutor:
         self._beside.follow(plan, moves)
 
     def run_tile(self, work: Work, tile: Tile) -> None:
-        """Compute both shares of a tile; in `work.buffers` when the device's queue ends."""
+        """Compute both shares of a tile, which `work.buffers` has once the device's queue ends."""
         self._tile = tile
         work.gather(tile)
         if self._plan is None:
@@ -244,8 +244,8 @@ class DeviceExpertExecutor:
     def _begin_waves(self, num_fetched: int) -> None:
         """Divide `num_fetched` experts into waves.
 
-        No wave is small, since each has launches of its own, nor twice as large as `wave_size`, for
-        which there are slots.
+        No wave is small, since each has kernel launches of its own, and none is twice as large as
+        `wave_size`, the number of slots.
         """
         num_waves = max(1, num_fetched // self.device.wave_size)
         self._wave_size = -(-num_fetched // num_waves)

@@ -1,7 +1,7 @@
-"""Device tier: expert slots behind a link, fed by the host tier.
+"""Device tier: expert slots behind a link, filled from the host tier.
 
-Everything is queued and nothing waited for, except in a layer's one synchronisation. The tier
-decides nothing: policies choose who runs here, who is fetched and who stays.
+Work is queued without waiting, except at a layer's one synchronisation. The tier decides nothing:
+policies choose which experts run here, are fetched and stay.
 """
 
 from __future__ import annotations

@@ -17,10 +17,10 @@ Route = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True, slots=True)
 class EarlyGate:
-    """Prediction of how many tokens the next MoE layer sends to each of its experts.
+    """Predicts how many tokens the next MoE layer sends to each of its experts.
 
-    DALI, Eqs. 10-11: the gate input moves little from one MoE layer to the next, by a mean that a
-    calibration knows. HybriMoE assumes it unchanged.
+    DALI, Eqs. 10-11: the gate input changes little from one MoE layer to the next, by a mean that a
+    calibration measures. HybriMoE assumes no change.
     """
 
     gate: Gate
@@ -31,8 +31,8 @@ class EarlyGate:
     def predict(self, layer: int, x: Tensor, workspace: Buffers) -> Tensor | None:
         """Predict tokens per expert of `layer + 1`, [num_experts] int64.
 
-        None without a gate or after the last layer. x [tokens, hidden]: the gate input of `layer`,
-        not changed.
+        None without a gate or after the last layer. x [tokens, hidden]: the gate input of `layer`;
+        unchanged.
         """
         if self.gate is Gate.NONE or layer + 1 >= len(self.routes):
             return None

@@ -1,9 +1,10 @@
-"""Number of expert slots of a tier, limited by its present memory.
+"""A tier's expert slots, whose number follows its present memory.
 
-Slots are seldom whole groups of pages, so which of them share one matters: the slots in use are
-always the first ones, and only their last group is shared with slots that are not. Shrinking costs
-a copy within memory for each resident that has to leave the end (6 MiB take some 0.3 ms, reading
-them again 2 ms), growing costs no copies; at most one group is wasted.
+A slot is seldom a whole number of page groups, so two slots may share a group. Live slots are
+therefore always the first ones, and at most one group is shared with slots that are not live.
+
+Shrinking copies each resident at the end within memory (6 MiB take about 0.3 ms, reading them again
+2 ms). Growing copies nothing.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from lowtide.memory.arena import ElasticArena
 class ElasticSlots:
     """Live slots of a tier, with memory for exactly those.
 
-    Does not choose what is evicted: its caller frees slots before it shrinks. Changes between steps
-    only, on the thread that owns the slots.
+    Does not choose which experts are evicted: its caller frees slots before it shrinks. Used
+    between steps only, on the thread that owns the slots.
     """
 
     def __init__(
@@ -28,8 +29,8 @@ class ElasticSlots:
     ) -> None:
         """Allocate memory for `num_live` slots.
 
-        ledger: its slots, all free, are as many as there can ever be. Raises PageError if there is
-        too little memory.
+        ledger: has as many slots, all free, as there can ever be. Raises PageError if there is too
+        little memory.
         """
         self.arena = arena
         self._slot_bytes = slot_bytes
@@ -40,11 +41,11 @@ class ElasticSlots:
             ledger.retire(slot)
 
     def num_bytes(self, num_slots: int) -> int:
-        """Return the memory of so many live slots, in whole groups."""
+        """Return the memory of `num_slots` live slots, in whole groups."""
         return align_up(num_slots * self._slot_bytes, self.arena.group_bytes)
 
     def num_within(self, num_bytes: int) -> int:
-        """Return the number of slots that can be live in so much memory."""
+        """Return the number of slots that fit into `num_bytes`."""
         whole_bytes = num_bytes // self.arena.group_bytes * self.arena.group_bytes
         return min(self.ledger.num_slots, whole_bytes // self._slot_bytes)
 
@@ -59,11 +60,10 @@ class ElasticSlots:
             self.num_live = slot + 1
 
     def shrink(self, num_slots: int) -> int:
-        """Keep the first `num_slots` live and free the others' memory; return the residents copied.
+        """Keep the first `num_slots` live, free the others' memory; return the residents copied.
 
-        Nothing may use or fill a slot beyond them, and there must be as many free slots before them
-          as
-        residents beyond: InternalError otherwise, before anything has changed.
+        Slots beyond them must not be in use or being filled, and there must be as many free slots
+        before them as residents beyond. Otherwise raises InternalError before anything has changed.
         """
         leaving = range(num_slots, self.num_live)
         self._check_can_leave(leaving)
@@ -94,7 +94,7 @@ class ElasticSlots:
             )
 
     def _move(self, slot: int) -> None:
-        """Move an expert out of a slot, which is retired, into one that stays."""
+        """Move an expert out of a slot that is retired, into one that stays."""
         target = self.ledger.take()
         self._image(target).copy_(self._image(slot))
         self.ledger.move(slot, target)

@@ -1,9 +1,11 @@
-"""Execution of experts on the host's threads, in the order in which their weights arrive.
+"""Runs experts on the host's threads, in the order in which their weights arrive.
 
-The calling thread hands experts over and goes on; threads take what is ready, first those whose
-slots others wait for. Experts of few rows are one compiled call if the kernels have one; the
-others, and all without a compiler, are products of a piece of rows each. An expert's outputs
-replace its inputs, and no two share a row.
+The calling thread hands experts over and continues. Threads take the ready ones, first those whose
+slots are needed.
+
+Experts of few rows are computed in one compiled call, if the kernels have one. Others, and all
+experts without a compiler, are computed as products of pieces of rows. Outputs replace inputs, and
+no two experts share a row.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ from lowtide.threads.executor import Executor
 from lowtide.threads.executor import Work as Call
 
 Paced = Callable[[Sequence[int], Call], Call]
-"""Wrapper of a call over experts of so many tokens: see `Device.host_work`."""
+"""Wraps a call over experts with these numbers of tokens: see `Device.host_work`."""
 
 
 class HostTile(NamedTuple):
@@ -50,7 +52,7 @@ class HostTile(NamedTuple):
 
 
 class HostExpertExecutor:
-    """Host's share of a layer; does not know who else computes beside it."""
+    """Runs the host's share of a layer; does not know whether a device computes the rest."""
 
     device = None
 
@@ -117,9 +119,9 @@ class HostExpertExecutor:
         )
 
     def begin_reads(self, layer: int, experts: IntArray) -> None:
-        """Start reads of the absent ones of `experts`, before it is decided who stays.
+        """Start reads of the absent ones of `experts` before the policies decide.
 
-        They are needed in any case, and a decision takes a share of a millisecond, in which the
+        They are read in any case, and the decision takes a fraction of a millisecond in which the
         disk would be idle.
         """
         self.reads = HostReads(self.host, layer, experts)
@@ -133,8 +135,8 @@ class HostExpertExecutor:
     def run_tile(self, work: Work, tile: Tile) -> None:
         """Compute a tile's experts: those of few rows in one call, the others as they arrive.
 
-        The call is made on this thread, unless an expert waits for a slot, which only this thread
-        gives away.
+        The call runs on this thread unless an expert waits for a slot, because only this thread
+        frees slots.
         """
         is_finished = partial(work.is_finished, tile=tile)
         self._tile = HostTile(work.layer, tile.rows, work.buffers, work.x, is_finished)
@@ -150,7 +152,7 @@ class HostExpertExecutor:
         del self._tile  # its buffers are views into a workspace, which may be freed after the pass
 
     def stop(self) -> None:
-        """Recover from a failure: begin nothing more, and wait for what runs."""
+        """Recover from a failure: start nothing more, and wait for running work."""
         self._ready.clear()
         self.threads.drain()
         self._working.clear()
@@ -167,16 +169,16 @@ class HostExpertExecutor:
     # The same in parts, for a host beside a device
 
     def follow(self, plan: Plan, moves: Moves) -> None:
-        """Carry out moves by reads: those ahead after the layer's own."""
+        """Carry out moves by reads; reads ahead come after the layer's own."""
         self.reads.obey(moves)
         if self.host.reads_ahead:
             self.host.read_ahead.expect(plan.facts, plan.decision.run)
         self.reads.start()
 
     def submit(self, tile: HostTile, experts: list[int]) -> None:
-        """Hand over experts of a tile that are in memory; those of few rows in one call.
+        """Hand over a tile's experts that are in memory; those of few rows in one call.
 
-        That call comes last: all cores share it, so it fills the time that the others leave.
+        That call comes last: all cores share it, so it fills the time that the others leave idle.
         """
         self._tile = tile
         few, many = self._divided(experts)
@@ -185,7 +187,7 @@ class HostExpertExecutor:
             self._start(self._few(tile, few))
 
     def submit_first(self, expert: int) -> None:
-        """Hand over an expert before all others, because its slot is wanted."""
+        """Hand over an expert before all others, because its slot is needed."""
         pieces = self._pieces(expert)
         self._ready.extendleft(reversed(pieces))
         for _ in pieces:
@@ -222,7 +224,7 @@ class HostExpertExecutor:
         future.add_done_callback(lambda _: self.host.news.set())
 
     def _divided(self, experts: list[int]) -> tuple[list[int], list[int]]:
-        """Divide experts into those of one call, and the others."""
+        """Split experts into those of one common call and the others."""
         if self.batched is None or not experts:
             return [], experts
         is_few = self.batched.takes_experts(self._tile.rows.num_tokens(experts)).tolist()
@@ -269,8 +271,8 @@ class HostExpertExecutor:
     def _few(self, tile: HostTile, experts: list[int]) -> Call:
         """Prepare one call over all of `experts`.
 
-        Most of its Python runs here: a thread that wants the interpreter beside this one waits for
-        it at every step, and this one at every operator.
+        Most of the Python work happens here, on one thread: while threads compete for the
+        interpreter, each operator waits for it.
         """
         self._gather(tile, [tile.rows.pairs(expert) for expert in experts])
         groups = tile.rows.groups(experts, [self.reads.slots[expert] for expert in experts])

@@ -13,7 +13,7 @@ from lowtide.experts.read_ahead import PendingRead
 
 
 class HostReads:
-    """Reads of a layer, each into a taken slot, and leases on the slots of its present experts.
+    """Reads a layer's absent experts, each into a taken slot, and leases its present experts.
 
     A caller that gets an expert reports the end of its use by `HostTier.used_by` or `give_back`.
     """
@@ -21,7 +21,7 @@ class HostReads:
     def __init__(self, tier: HostTier, layer: int, wanted: IntArray) -> None:
         """Lease the present experts; wanted: ascending.
 
-        The absent ones must be read, whoever is decided to stay; `start` begins their reads.
+        The absent ones must be read whatever the policies decide; `start` begins their reads.
         """
         self._tier = tier
         self._layer = layer
@@ -49,7 +49,7 @@ class HostReads:
         return len(self._waiting)
 
     def start(self) -> None:
-        """Give every free slot to an expert that waits for one, then to the next layer's."""
+        """Give free slots to waiting experts, then to the next layer's."""
         tier = self._tier
         tier.wants_slots = True  # first: what is given back from now on is news, or settled here
         tier.settle()
@@ -60,10 +60,10 @@ class HostReads:
     def arriving(
         self, experts: Collection[int], is_used: Callable[[], bool] = lambda: False
     ) -> Iterator[int]:
-        """Iterate over absent ones of `experts` as they arrive in `slots`.
+        """Yield absent ones of `experts` as they arrive in slots.
 
-        is_used: returns whether a slot is in use and will be freed. Slots that become free
-        meanwhile are given away, as by `start`. Raises StorageError when one cannot be read.
+        is_used: returns True if a slot is in use and will be freed. Slots that become free
+        meanwhile are given away as by `start`. Raises StorageError if one cannot be read.
         """
         missing = set(experts).difference(self.slots)
         while missing:
@@ -82,7 +82,7 @@ class HostReads:
                 self._wait_for_slot(will_be_free)
 
     def __iter__(self) -> Iterator[tuple[int, int]]:
-        """Iterate over all experts, for a caller that reports every use by `used_by`."""
+        """Yield all experts, for a caller that reports every use by `used_by`."""
         yield from list(self.slots.items())
         absent = [*self._waiting, *(read.expert for read in self._pending)]
         for expert in self.arriving(absent):
@@ -110,10 +110,10 @@ class HostReads:
             raise InternalError(f"{len(self._waiting)} experts wait and no slot is free.")
 
     def _give_up_one(self) -> bool:
-        """Evict an admitted and used expert in favour of those that wait; True if there was one.
+        """Evict an admitted and used expert for a waiting one; return True if there was one.
 
-        When experts arrive in ascending order, the residents that they replace may be in use for
-        longer than there are slots for both.
+        When experts arrive in ascending order, the residents that they replace may stay in use
+        until there are too few slots for both.
         """
         tier = self._tier
         for expert in self._admitted:

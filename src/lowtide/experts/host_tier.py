@@ -1,6 +1,6 @@
-"""Host tier: the experts in host memory, their uses, and reads of the others.
+"""Host tier: experts in host memory, their uses, and reads of absent experts.
 
-It works alike with a device above it and without one. Either all experts stay in host memory, or
+It works the same with and without a device above it. Either all experts stay in host memory, or
 some do, and the others are read from disk when a layer needs them.
 """
 
@@ -39,8 +39,8 @@ END_LIMIT_S = 2.0
 class HostTier:
     """Host slots and the reads into them; slots change owner on the calling thread only.
 
-    With a device above it, it has policies of its own, or keeps every expert; without one it is
-    given the moves.
+    With a device above it, it has policies of its own or keeps every expert. Without one, moves
+    come from the runtime.
     """
 
     def __init__(
@@ -51,9 +51,9 @@ class HostTier:
         policies: Policies | None = None,
         is_permanent: bool = False,
     ) -> None:
-        """Combine slots and transfer; is_permanent: once loaded, every expert stays.
+        """Combine slots and transfer. is_permanent: once loaded, every expert stays.
 
-        Then the end of a use need not be reported.
+        The end of a use then need not be reported.
         """
         self.slots = slots
         self.ledger = ledger
@@ -103,7 +103,7 @@ class HostTier:
             self._uses.append((slot, use))
 
     def give_back(self, slot: int) -> None:
-        """Note the end of a slot's use; thread-safe."""
+        """Record the end of a slot's use; thread-safe."""
         if not self.is_permanent:
             self._returned.append(slot)
         self.idle_s = 0.0
@@ -113,7 +113,7 @@ class HostTier:
     def wait(self, stalled: Callable[[], LowtideError], limit_s: float = WAIT_LIMIT_S) -> None:
         """Wait for `news`, at most `limit_s`.
 
-        Raises `stalled` when there is none for long, UsageError some time after `stop_waiting`.
+        Raises `stalled` if none comes for long, and UsageError some time after `stop_waiting`.
         """
         # Several waits: one may have elapsed while the process was stopped.
         limit_s = min(
@@ -254,7 +254,7 @@ class HostTier:
         return self.read_ahead.start_reads(self.start_read) or is_late
 
     def stop_waiting(self) -> None:
-        """Announce `close`: a pass may wait for reads for `CLOSING_PASS_S` more; thread-safe."""
+        """Announce `close`: a pass may wait at most `CLOSING_PASS_S` more for reads; thread-safe."""
         self._waits_until_s = monotonic() + CLOSING_PASS_S
 
     def check_open(self) -> None:

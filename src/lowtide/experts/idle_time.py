@@ -6,10 +6,10 @@ from time import perf_counter
 
 
 class IdleTime:
-    """Measured times from the end of each layer's work to the next layer's demand.
+    """Measures the time from the end of each layer's work to the next layer's demand.
 
-    They include attention and router, after the last layer also the head, sampling and the
-    embedding, in wall-clock seconds. The lesser of the last two counts, so that a pause between two
+    It includes attention and router and, after the last layer, the head, sampling and the
+    embedding, in wall-clock seconds. The shorter of the last two counts, so that a pause between
     requests is not taken for the end of a pass.
     """
 
@@ -18,11 +18,11 @@ class IdleTime:
         self._begun: tuple[int, float] | None = None
 
     def begin(self, layer: int) -> None:
-        """Note that a layer's work has been queued."""
+        """Record that a layer's work has been queued."""
         self._begun = (layer, perf_counter())
 
     def end(self) -> None:
-        """Note that the next layer's demand is known."""
+        """Record that the next layer's demand is known."""
         if self._begun is not None:
             layer, left_s = self._begun
             self._last_s[layer] = (*self._last_s[layer][-1:], perf_counter() - left_s)

@@ -1,6 +1,7 @@
-"""Layout of experts in slots: their parts, each in a format of its own.
+"""Layout of experts in slots: their parts, each in its own format.
 
-Layers may differ, as published files that mix formats do; all slots are as large as the largest.
+Layers may differ, because published files mix formats; all slots are as large as the largest
+expert.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class PartLayout(NamedTuple):
 
 
 class ExpertLayout(NamedTuple):
-    """Layout of one layer's experts: gate, up and down, and of clamped ones their biases."""
+    """Layout of one layer's experts: gate, up and down, and the biases of clamped experts."""
 
     weights: type[ExpertWeights] | type[ClampedWeights]
     parts: tuple[PartLayout, ...]
@@ -84,7 +85,7 @@ class ExpertLayout(NamedTuple):
         return tuple(found)
 
     def mark_largest(self, slot: Tensor) -> None:
-        """Tag the bytes in `slot` as an expert in `largest_formats`, whatever they are."""
+        """Tag the bytes in `slot` as an expert in `largest_formats`, whatever they contain."""
         for number, own in enumerate(self.largest_formats):
             if self.tags is not None:
                 slot[self.tags + number] = self.parts[number].format.variants.index(own)
@@ -154,7 +155,7 @@ class SlotLayout:
 
     @property
     def num_unused_bytes(self) -> int:
-        """Return the unused bytes of an average slot, which there are because layers differ."""
+        """Return the unused bytes of an average slot; layers of different sizes leave some."""
         return self.num_bytes - sum(layer.num_bytes for layer in self.layers) // len(self.layers)
 
     def describe(self) -> str:

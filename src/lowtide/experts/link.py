@@ -1,7 +1,7 @@
 """Link to a device: queues copies of experts into its slots.
 
-What a step demands is queued at once. Prefetches and moves wait until the link would be idle, go
-one at a time, and are finished once begun. The link decides nothing: policies choose what to copy.
+A step's demands are queued at once. Prefetches and moves wait until the link would be idle, go one
+at a time, and are never interrupted. The link decides nothing: policies choose what to copy.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ class _Wanted(NamedTuple):
 
 
 class Link:
-    """Ledger of a device's slots and order of the copies into them.
+    """Owns the ledger of a device's slots, and the order of the copies into them.
 
-    A slot changes owner at once, in the ledger; its next copy waits for the event of its last use,
+    A slot changes owner at once in the ledger. Its next copy waits for the event of its last use,
     so bytes change only when nothing needs them.
     """
 
@@ -172,7 +172,7 @@ class Link:
             self.ledger.drop(slot)
 
     def confirm(self) -> None:
-        """Note that the device has joined: what was bound since the last call did arrive."""
+        """Record that the device has joined: everything bound since the last call has arrived."""
         self._unproven.clear()
 
     def look_ahead(self, layer: int, experts: IntArray) -> None:
@@ -182,8 +182,8 @@ class Link:
     def end_prefetch(self, layer: int, fetch: IntArray) -> PrefetchOutcome | None:
         """Return the outcome of a layer's prefetches; fetch: the experts that the device runs.
 
-        Forgets those that had not begun and frees the slots of those not used, also if a pass was
-        interrupted before their layer: later work needs the slots.
+        Forgets prefetches that had not begun and frees unused slots, also if a pass was interrupted
+        before their layer: later work needs the slots.
         """
         self._ahead.clear()
         staged = {key: arrival for key, arrival in self._coming.items() if not arrival.is_move}
@@ -212,10 +212,10 @@ class Link:
                 return
 
     def offer(self, layer: int, expert: int, host_slot: int) -> None:
-        """Offer an expert that has just been read for a use at the host: its move may begin now.
+        """Offer an expert just read for use on the host: its move may begin now.
 
-        It then need not be found in host memory again. It begins if the link is idle, or about to
-        be.
+        So it need not be found in host memory again. The move begins if the link is idle or about
+        to be.
         """
         wanted = self._moves.get((layer, expert))
         if layer == self._under_way or wanted is None:
@@ -261,7 +261,7 @@ class Link:
 
     @property
     def busy_s(self) -> float:
-        """Return at most how long the link is busy, as of the last `bind_arrived`."""
+        """Return an upper bound of the time the link is busy, as of the last `bind_arrived`."""
         return len(self._in_flight) * self.link_s
 
     @property
@@ -280,7 +280,7 @@ class Link:
         self._last_use = [None] * self.ledger.num_slots
 
     def abandon(self) -> None:
-        """Recover from a failure, when both streams are idle: forget what was coming."""
+        """Recover from a failure, when both streams are idle: forget arriving experts."""
         for layer, expert in self._unproven:
             self._evict(layer, expert)
         self._unproven.clear()
@@ -336,8 +336,8 @@ class Link:
     def _next_move(self) -> _Wanted | None:
         """Return the first move that can begin, or None.
 
-        Experts that are not in host memory, or have no free slot, keep waiting: their layer's next
-        pass may read them, and other copies end. Experts that arrived otherwise are dropped.
+        Experts that are not in host memory or have no free slot keep waiting: their layer's next
+        pass may read them, or a copy may end. Experts that arrived in another way are dropped.
         """
         for key, wanted in list(self._moves.items()):
             if self.ledger.has(*key) or key in self._coming:
@@ -393,5 +393,5 @@ class Link:
 
     @staticmethod
     def _paired(victims: list[int | None], num_admitted: int) -> list[int | None]:
-        """Pair a victim with each admitted expert, none with the first if there are too few."""
+        """Pair a victim with each admitted expert; the first have none if there are too few."""
         return [None] * (num_admitted - len(victims)) + victims

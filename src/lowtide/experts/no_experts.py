@@ -15,7 +15,7 @@ from lowtide.policies.receipt import Receipt
 
 
 class NoExperts:
-    """Runtime of no experts: nothing is placed, read or counted."""
+    """Expert runtime without experts: nothing is placed, read or counted."""
 
     device = None
     asks_scores = False
@@ -26,7 +26,7 @@ class NoExperts:
         raise InternalError(f"MoE layer {call.layer} of a model without experts.")
 
     def parts(self, layer: int) -> None:
-        """Return None: there is nothing that kernels could run."""
+        """Return None: kernels have no experts to run."""
 
     def residents(self) -> None:
         """Return None."""

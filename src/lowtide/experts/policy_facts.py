@@ -1,4 +1,4 @@
-"""Facts about a layer's input and routing for policies, and the routing that they may return."""
+"""A layer's input and routing as facts for policies, and the routing that they may return."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def demand_of(chosen: Tensor, is_resident: BoolArray) -> Demand:
 
 
 def take_substituted(workspace: Buffers, num_pairs: int) -> None:
-    """Declare the scratch of `substituted_routing` for so many (token, expert) pairs."""
+    """Declare the scratch of `substituted_routing` for `num_pairs` (token, expert) pairs."""
     workspace.library("substituted routing", num_pairs * (8 + 4))
 
 

@@ -1,9 +1,8 @@
-"""Reads of the next layer's experts during the present layer's computation.
+"""Reads the next layer's experts during the present layer's computation.
 
-A pass over hundreds of tokens hits nearly every expert of every layer, so the next layer's demand
-is known before its router has run; and so is that of the next pass's first layer, if passes go over
-the same tokens again and again. Residence is decided elsewhere: the layer uses, keeps or drops what
-arrives like any other read.
+A pass over hundreds of tokens demands nearly every expert of every layer, so the next layer's
+demand is known before its router has run. The same holds for the next pass' first layer, if passes
+repeat over the same tokens. Arriving experts are used, kept or dropped like any other read.
 """
 
 from __future__ import annotations
@@ -38,8 +37,8 @@ StartRead = Callable[[int, int], PendingRead]
 class ReadAhead:
     """Reads for one coming layer, each in a taken slot, until they are claimed.
 
-    They use free slots only: nothing is evicted for a guess, and no demanded expert waits for one
-    (the running layer has started all its reads by then).
+    They use free slots only: nothing is evicted for a guess, and no demanded expert waits for one,
+    since the running layer has started all its reads by then.
     """
 
     def __init__(self, ledger: SlotLedger) -> None:
@@ -53,10 +52,10 @@ class ReadAhead:
         return len(self._pending)
 
     def expect(self, facts: Facts, run: Facts | None = None) -> None:
-        """Note the running layer's demand, to predict what the next one will read.
+        """Record the running layer's demand, to predict the next layer's reads.
 
-        facts: the demand of its router; run: the demand after a substitution, if any, which is
-        expected in the next layer, too.
+        facts: the demand of its router. run: the demand after a substitution, if any, which is
+        expected of the next layer, too.
         """
         self._layer = self._next_layer(facts)
         self._waiting = deque(self._expected(facts, run).tolist())
@@ -93,9 +92,9 @@ class ReadAhead:
 
 
 class LateReads:
-    """Reads of experts that will be resident in their layer's next step; nothing waits for them.
+    """Reads of experts to be resident in their layer's next step; nothing waits for them.
 
-    Each has the slot that its layer gave up for it.
+    Each uses the slot that its layer gave up for it.
     """
 
     def __init__(self, ledger: SlotLedger) -> None:
@@ -109,7 +108,7 @@ class LateReads:
         return list(self._pending)
 
     def expect(self, layer: int, experts: IntArray) -> None:
-        """Add the experts that are to come for a layer's next step."""
+        """Add experts for a layer's next step."""
         self._waiting.extend((layer, expert) for expert in experts.tolist())
 
     def start_reads(self, start: StartRead) -> bool:

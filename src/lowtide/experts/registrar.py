@@ -1,4 +1,4 @@
-"""Substitute for the expert runtime while a forward pass is only counted."""
+"""Stand-in for the expert runtime while a forward pass is only counted."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from lowtide.experts.rows import LayerCall, take_buffers, take_terms
 
 
 class ExpertRegistrar(NoExperts):
-    """Runtime that takes the workspace of a layer's experts, and computes nothing."""
+    """Runtime that takes the workspace of a layer's experts and computes nothing."""
 
     def __init__(
         self, shape: MoEShape, substitutes: bool = False, asks_scores: bool = False

@@ -37,16 +37,16 @@ class LayerCall(NamedTuple):
 
 
 def is_long(num_tokens: int) -> bool:
-    """Return True if a pass of so many rows is computed in tiles: see `work.py`."""
+    """Return True if a pass of `num_tokens` rows is computed in tiles; see `work.py`."""
     return num_tokens > TILE_ROWS
 
 
 def row_pieces(num_rows: int) -> Iterator[slice]:
     """Divide an expert's rows into products: one, or several if there are more than `TILE_ROWS`.
 
-    The division depends on the number of rows only, whatever the budget, since it decides bits. No
-    piece has fewer than 16 rows, and all but the last have a multiple of 16; the rows left after a
-    piece are divided as that number of rows would be.
+    The division depends only on the number of rows, never on the budget, since it affects bits. No
+    piece has fewer than 16 rows; all but the last have a multiple of 16. The rows left after a
+    piece are divided as that number of rows alone would be.
     """
     start = 0
     while start < num_rows:
@@ -58,11 +58,11 @@ def row_pieces(num_rows: int) -> Iterator[slice]:
 
 
 class ExpertRows:
-    """(token, expert) pairs of a step, sorted by expert, tokens ascending within one.
+    """(token, expert) pairs of a step, sorted by expert, then by token.
 
-    token_of [tokens * k]: the token of each sorted pair. part_of [tokens, k]: the sorted place of a
-    token's j-th pair. counts [num_experts]: pairs of each expert. All int64, on the device of the
-    routing.
+    token_of [tokens * k]: each sorted pair's token. part_of [tokens, k]: the sorted position of a
+    token's j-th pair. counts [num_experts]: each expert's pairs. All int64, on the routing's
+    device.
     """
 
     __slots__ = ("_bounds", "counts", "part_of", "token_of")
@@ -73,7 +73,7 @@ class ExpertRows:
 
     @classmethod
     def at_host(cls, experts: Tensor, num_experts: int) -> ExpertRows:
-        """Sort experts [tokens, k] in host memory, by numpy, whose calls cost least.
+        """Sort experts [tokens, k] in host memory, by numpy, which has the least overhead per call.
 
         `part_of` is then undefined.
         """
@@ -127,10 +127,10 @@ class ExpertRows:
         ]
 
     def tiles(self, max_pairs: int) -> Iterator[slice]:
-        """Iterate over all sorted pairs, at most `max_pairs` at a time, no piece in two tiles.
+        """Divide all sorted pairs into parts of at most `max_pairs`, without splitting a piece.
 
-        `max_pairs` is at least `TILE_ROWS`. Only the last expert of a tile may have more pairs, in
-        the next tile.
+        `max_pairs` is at least `TILE_ROWS`. Only a tile's last expert may have more pairs in the
+        next.
         """
         start = stop = 0
         for num_pairs in np.diff(self.bounds).tolist():
@@ -183,7 +183,7 @@ class ExpertBuffers(NamedTuple):
     def of_pairs(
         cls, workspace: Buffers, num_pairs: int, expert_size: int, x: Tensor
     ) -> ExpertBuffers:
-        """Take buffers for so many pairs at a time, of rows x [rows, hidden]."""
+        """Take buffers for `num_pairs` pairs at a time, of rows x [rows, hidden]."""
         return cls(
             parts=workspace.take("expert parts", (num_pairs, x.shape[1]), x.dtype),
             gate=workspace.take("expert gate", (num_pairs, expert_size), x.dtype),
@@ -199,7 +199,7 @@ class Terms(NamedTuple):
 
     @classmethod
     def take(cls, workspace: Buffers, num_tokens: int, x: Tensor) -> Terms:
-        """Take buffers for so many tokens at a time, of rows x [rows, hidden]."""
+        """Take buffers for `num_tokens` tokens at a time, of rows x [rows, hidden]."""
         shape = (num_tokens, x.shape[1])
         return cls(
             workspace.take("combine term", shape, x.dtype),
@@ -226,6 +226,6 @@ def take_buffers(
 
 
 def take_terms(workspace: Buffers, buffers: ExpertBuffers, x: Tensor) -> Terms:
-    """Take a short pass's sum buffers in the place of gate and up, which are freed."""
+    """Take a short pass' sum buffers in place of gate and up, which are freed."""
     workspace.give_back(buffers.gate, buffers.up)
     return Terms.take(workspace, x.shape[0], x)

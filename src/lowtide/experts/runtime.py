@@ -1,10 +1,11 @@
 """Expert runtime: runs one layer's routed experts, on host and device.
 
-A layer is a list of experts to run, each on one side: the host's executor runs them once their
-  bytes have been read, a device's runs those in its slots or fetched into them. The runtime decides
-nothing: policies choose who runs where, what stays and what comes next. An expert's products and
-  the order of the sum are the same wherever it runs and whatever is resident, so the result's bits
-  never depend on placement.
+Each expert of a layer runs on one side. The host's executor runs experts once their bytes have been
+read; a device's executor runs those in its slots or fetched into them. The runtime decides nothing:
+policies choose where experts run, which stay and which come next.
+
+An expert's products and the order of the sum are the same wherever it runs and whatever is
+resident. So the bits of the result never depend on placement.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from lowtide.progress import Progress, no_progress
 
 
 class Observer(Protocol):
-    """Observer called after each layer, read-only, for example by a trace or a comparison."""
+    """Read-only hook, called after each layer, for example by a trace or a comparison."""
 
     def saw_layer(self, layer: int, step: Step, x: Tensor, routing: Routing, out: Tensor) -> None:
         """Observe a layer after its experts were summed.
@@ -117,7 +118,7 @@ class ExpertRuntime:
         return self.executor.parts(layer)
 
     def begin_pass(self, step: Step) -> None:
-        """Begin a pass; on the host alone, policies rank who may become resident in it."""
+        """Begin a pass; on the host alone, policies rank the experts that may become resident."""
         self._step = step
         self._hits.fill(0)
         if self.device is None:
@@ -127,9 +128,9 @@ class ExpertRuntime:
                 self._compiled.begin_pass(ranks)
 
     def residents(self) -> CompiledResidents | None:
-        """Return the residency for compiled layers of the pass that has begun.
+        """Return the residency for the compiled layers of this pass.
 
-        None if Python must be called between a layer's router and its experts: for a substitution,
+        None if Python must be called between a layer's router and its experts: for a substitution
         or an observer.
         """
         is_watched = self.observer is not None or self.expert_observer is not None

@@ -29,7 +29,7 @@ FREE, TAKEN, RETIRED = -1, -2, -3
 
 
 class FreeSlots:
-    """Queue of free slots, the first freed in front, in memory that compiled code uses, too."""
+    """Queue of free slots, first freed first, in memory shared with compiled code."""
 
     def __init__(self, slots: Sequence[int]) -> None:
         """Fill the queue in order; slots: all that can ever be in it at once."""
@@ -285,8 +285,8 @@ class ExpertSlots:
     ) -> NDArray[Any]:
         """View the bits of a target's parts in the order in which a file stores them.
 
-        [rows, parts, columns], or [columns, rows, parts] if that is transposed; a bias has one
-        column. Formats of blocks have bytes in place of elements. tensor: which of the format.
+        [rows, parts, columns], or [columns, rows, parts] if transposed; a bias has one column.
+        Block formats have bytes instead of elements. tensor: which of the format's.
         """
         places = self.layout.layers[layer].parts[target.first : target.first + target.num_parts]
         first, num_rows = places[0], places[0].shape[0]

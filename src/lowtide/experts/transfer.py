@@ -40,10 +40,10 @@ class Transfer(Protocol):
     """Link between two tiers."""
 
     def start(self, layer: int, expert: int, slot: int) -> Ticket:
-        """Begin to fill `slot` (taken, not yet bound) with an expert's weights; returns at once.
+        """Begin to fill `slot` (taken, not yet bound) with an expert's weights; return at once.
 
-        The ticket's result is the number of bytes moved; it raises StorageError if they could not
-        be. The slot must stay taken until the ticket is done.
+        The ticket's result is the number of bytes moved; it raises StorageError on failure. The
+        slot must stay taken until the ticket is done.
         """
         ...
 
@@ -61,9 +61,9 @@ class Transfer(Protocol):
 
 
 class DiskTransfer:
-    """Reader of experts from the checkpoint's files into host slots.
+    """Reads experts from the checkpoint's files into host slots.
 
-    Compiled threads, if available, read those that slots keep as stored.
+    Compiled threads, if available, read parts that slots keep as stored.
     """
 
     def __init__(
@@ -198,7 +198,7 @@ def _range(stored: ExpertRange, part_bytes: Sequence[int], places: Sequence[int]
 
 
 def ticket_result(ticket: Ticket) -> int:
-    """Return the bytes moved; StorageError if they were not, or not within `WAIT_LIMIT_S`."""
+    """Return the bytes moved; raise StorageError on failure or after `WAIT_LIMIT_S`."""
     try:
         return ticket.result(WAIT_LIMIT_S)
     except TimeoutError as error:
@@ -206,5 +206,5 @@ def ticket_result(ticket: Ticket) -> int:
 
 
 def largest_read_bytes(table: ExpertTable) -> int:
-    """Return an upper bound of one expert's contiguous read, gaps between its parts included."""
+    """Return an upper bound of an expert's contiguous read, including gaps between its parts."""
     return table.largest_expert_bytes + 2 * MAX_GAP_BYTES

@@ -1,10 +1,11 @@
 """Work of one MoE layer in one step: its pairs sorted by expert, in tiles, and their sum.
 
 A short pass is one tile. A long one, such as a bidirectional pass over a whole sequence, is
-  computed in tiles of as many pairs as the buffers hold. Each tile's outputs are added to the
-  layer's
-sum: for every token in ascending order of experts, one multiply and one add per expert, as
-  `Kernels.combine` does. So neither budget nor threads nor tiles change a bit.
+computed in tiles of as many pairs as the buffers hold.
+
+Each tile's outputs are added to the layer's sum as `Kernels.combine` does: for every token in
+ascending order of experts, one multiply and one add per expert. So budget, threads and tiles change
+no bit.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from lowtide.threads.executor import Executor
 
 
 class Plan(NamedTuple):
-    """Decision about a layer's step: the side of each expert, and the moves."""
+    """Decision for a layer's step: where each expert runs, and the moves."""
 
     facts: Facts  # of what the router demanded
     decision: Decision
@@ -36,7 +37,7 @@ class Plan(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """Part of a layer's sorted pairs: as many as its buffers hold at a time."""
+    """Part of a layer's sorted pairs, at most as many as its buffers hold."""
 
     rows: ExpertRows  # as if there were no others
     pairs: slice  # of all
