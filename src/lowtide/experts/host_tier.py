@@ -254,7 +254,7 @@ class HostTier:
         return self.read_ahead.start_reads(self.start_read) or is_late
 
     def stop_waiting(self) -> None:
-        """Announce `close`: a pass may wait at most `CLOSING_PASS_S` more for reads; thread-safe."""
+        """Announce `close`: a pass may wait only `CLOSING_PASS_S` more for reads; thread-safe."""
         self._waits_until_s = monotonic() + CLOSING_PASS_S
 
     def check_open(self) -> None:

@@ -172,12 +172,12 @@ def device_errors(doing: str) -> Iterator[None]:
 
 @contextmanager
 def device_pass() -> Iterator[None]:
-    """Context of passes on any device: sets GPU options and converts torch's errors to DeviceError.
+    """Set GPU options for passes, and convert torch's errors to DeviceError.
 
     cuDNN's attention, torch's first choice on some GPUs, builds a plan for every number of keys,
-    for about 30 ms on the host, and every block has another number. Float32 products, above all
-    routers', must not use TF32, which some containers enable. Both settings belong to the process
-    and are restored afterwards.
+    which takes about 30 ms on the host, and every block has another number. Float32 products, above
+    all routers', must not use TF32, which some containers enable. Both settings belong to the
+    process and are restored afterwards.
     """
     attention, products = torch.backends.cuda, torch.backends.cuda.matmul
     uses_cudnn = attention.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]

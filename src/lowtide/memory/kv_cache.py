@@ -275,7 +275,7 @@ class KVCache:
         kv_range.num_usable = num_usable
 
     def of_pass(self, kv_range: KVRange, rows: slice, num_tokens: int) -> KVRange:
-        """Return the range in which a pass finds the first `num_tokens` tokens; rows: its rows."""
+        """Return the range that a pass uses for the first `num_tokens` tokens; rows: its rows."""
         self.prepare(kv_range, num_tokens)
         return kv_range
 

@@ -1,4 +1,4 @@
-"""Choice of a plan for each pass, and its memory, before the pass begins."""
+"""Chooses a plan for each pass, and provides its memory before the pass begins."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ REMEMBERED_PASSES = 16
 
 
 class PassPlans:
-    """The plans of a model's passes as they come."""
+    """Plans a model's passes as they come."""
 
     def __init__(self, planner: PassPlanner, room: FixedRoom | PagedRoom) -> None:
         self.planner = planner
@@ -69,7 +69,7 @@ class FixedRoom:
 
 
 class PagedRoom:
-    """A range whose memory grows and shrinks on account of a budget, with that of libraries."""
+    """A range whose memory, with that of libraries, grows and shrinks within a budget."""
 
     def __init__(
         self,
@@ -77,10 +77,10 @@ class PagedRoom:
         is_wanted: Callable[[], bool] | None = None,
         is_bound: bool = False,
     ) -> None:
-        """is_wanted: returns True if others have a better use for memory that a pass can spare.
+        """is_wanted: returns True if another account could use memory that a pass can spare.
 
-        is_bound: a pass has only the memory of its own plan; the rest, and all of it between
-        requests, goes to the system.
+        is_bound: a pass has only the memory of its own plan; the rest, and everything between
+        requests, is returned to the system.
         """
         self._arena = arena
         self._account = arena.account
@@ -105,7 +105,7 @@ class PagedRoom:
 
     @property
     def is_wanted(self) -> bool:
-        """True if others have a better use for memory that a pass can spare."""
+        """True if another account could use memory that a pass can spare."""
         return self._is_wanted is not None and self._is_wanted()
 
     def gives_way(self) -> None:

@@ -65,7 +65,7 @@ class PinnedMemory:
 
     @contextmanager
     def lent(self) -> Iterator[None]:
-        """Unpin at the end all arenas registered within the context, without copies running."""
+        """Unpin at the end all arenas registered within the context, once no copies run."""
         before = len(self._arenas)
         try:
             yield

@@ -1,9 +1,9 @@
-"""Placement of a pass's transients in one memory range.
+"""Places a pass' transient buffers in one memory range.
 
-A pass is a graph: its transients, those alive together, and the moments at which something is
-added. A registrar draws it from one run of the model's own forward (`memory/workspace.py`); here it
-is only numbers. Offsets are by first fit, as in Mosaic's planner: each transient gets the lowest
-place that nothing alive beside it has.
+A pass is a graph of numbers: its transients, the sets of transients alive together, and the moments
+at which one is added. A registrar draws it from one run of the model's own forward
+(`memory/workspace.py`). Offsets are by first fit, as in Mosaic's planner: each transient gets the
+lowest place free of all transients that are alive with it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Equal layers have equal paths, and so share their places.
 
 
 class Transient(NamedTuple):
-    """A buffer. `beside`: indices of buffers alive when it is taken, ascending."""
+    """A buffer. `beside`: indices, ascending, of buffers alive when it is taken."""
 
     path: Path
     num_bytes: int
@@ -76,7 +76,8 @@ MAX_TRIES = 8
 class Recording:
     """Record of one pass, or of several that share a plan, by a registrar.
 
-    A transient taken in several sizes has the largest, and is beside all that it ever was beside.
+    A transient taken in several sizes gets the largest, and conflicts with every buffer that was
+    ever alive with it.
     """
 
     def __init__(self) -> None:
@@ -86,7 +87,7 @@ class Recording:
         self._moments: dict[tuple[tuple[int, ...], tuple[str, ...]], list[int]] = {}
 
     def note(self, alive: Sequence[tuple[Path, int]], library: Sequence[LibraryOutput]) -> None:
-        """Note what is alive, with its bytes, in the order of taking; called after each change."""
+        """Record the live buffers and their bytes, in the order of taking; called after each change."""
         indexes = [self._index(path) for path, _ in alive]
         for position, (i, (_, num_bytes)) in enumerate(zip(indexes, alive, strict=True)):
             self._num_bytes[i] = max(self._num_bytes[i], num_bytes)

@@ -1,8 +1,8 @@
-"""Graph of a pass for any counts, with sizes as sums of counts times bytes.
+"""A pass' graph for any counts, with sizes as sums of counts times bytes.
 
-A model's own forward is registered at a few concrete counts. Each time it must take the same
-transients, and each size must be a whole number of bytes per count: coefficients are solved for and
-  checked against every sample. Pure.
+The model's own forward is registered at a few concrete counts. Each time it must take the same
+transients, and each size must be a whole number of bytes per count. The coefficients are solved for
+and checked against every sample. Pure.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ class Template:
         )
 
     def joined(self, other: Template) -> Template:
-        """Return the template of passes that do both, one after the other."""
+        """Return the template of a pass that does both, one after the other."""
         first = list(self.graph.transients)
         indexes: list[int] = []  # in the joined graph, of the transients of `other`
         known = {transient.path: i for i, transient in enumerate(first)}
