@@ -87,7 +87,7 @@ class Recording:
         self._moments: dict[tuple[tuple[int, ...], tuple[str, ...]], list[int]] = {}
 
     def note(self, alive: Sequence[tuple[Path, int]], library: Sequence[LibraryOutput]) -> None:
-        """Record the live buffers and their bytes, in the order of taking; called after each change."""
+        """Record the live buffers and their bytes, in the order of taking, after each change."""
         indexes = [self._index(path) for path, _ in alive]
         for position, (i, (_, num_bytes)) in enumerate(zip(indexes, alive, strict=True)):
             self._num_bytes[i] = max(self._num_bytes[i], num_bytes)

@@ -1,8 +1,8 @@
-"""Assignment: who computes each activated expert of a layer, the device or the host.
+"""Assignment: decides whether the device or the host computes each activated expert.
 
-Pure decisions. All of these share one cost model (DALI, Eqs. 3-6): a side's time is the sum over
-its experts, the layer's time is the slower side's, and an expert on the device takes the longer
-of its transfer and its computation, since the two overlap along a stream of experts.
+Pure decisions. All share one cost model (DALI, Eqs. 3-6). A side's time is the sum over its
+experts, and the layer's time is the slower side's. An expert on the device takes the longer of its
+transfer and its computation, since the two overlap along a stream of experts.
 """
 
 from __future__ import annotations
@@ -24,34 +24,34 @@ from lowtide.core import (
 )
 
 Assign = Callable[[Facts], Assignment]
-"""Decides for one layer's step: every activated expert once."""
+"""Decides one layer's step: assigns every activated expert once."""
 
 
 class Prices(NamedTuple):
-    """Seconds that each activated expert would add to either side. [num_activated]."""
+    """Seconds that each activated expert would add to either side, [num_activated]."""
 
     device_s: FloatArray  # infinite where the device cannot have the expert
     host_s: FloatArray
 
 
 def prices(facts: Facts) -> Prices:
-    """DALI's t_gpu (with Eq. 6's transfer: none for residents) and t_cpu.
+    """Return DALI's t_gpu (with Eq. 6's transfer, none for residents) and t_cpu.
 
-    An expert on its way costs what remains of its transfer. Without staging slots an absent
-    expert cannot come to the device. On a machine whose experts live on disk, a read runs beside
-    the transfer or the computation that it feeds.
+    An arriving expert costs the rest of its transfer. Without staging slots an absent expert cannot
+    come to the device. On a machine whose experts live on disk, a read overlaps with the transfer
+    or computation that it feeds.
     """
     costs, demand = facts.costs, facts.demand
     return Prices(np.maximum(_transfer_s(facts), costs.device_s(demand.num_tokens)), _host_s(facts))
 
 
 def makespan(price: Prices, mask: BoolArray) -> float:
-    """Seconds of the slower side; `mask` [num_activated]: who is on the device."""
+    """Return the slower side's seconds; `mask` [num_activated]: experts on the device."""
     return max(float(price.device_s[mask].sum()), float(price.host_s[~mask].sum()))
 
 
 def divide(demand: Demand, mask: BoolArray) -> Assignment:
-    """The experts under `mask` [num_activated] to the device, the others to the host."""
+    """Assign the experts under `mask` [num_activated] to the device, the others to the host."""
     experts = demand.experts
     return Assignment(
         experts[mask & demand.is_resident], experts[mask & ~demand.is_resident], experts[~mask]
@@ -59,7 +59,7 @@ def divide(demand: Demand, mask: BoolArray) -> Assignment:
 
 
 def is_here(facts: Facts) -> BoolArray:
-    """Per activated expert: whether it is resident, or prefetched and arrived."""
+    """Return which activated experts are resident, or prefetched and arrived."""
     is_resident, arriving_s = facts.demand.is_resident, facts.arriving_s
     return is_resident if arriving_s is None else is_resident | (arriving_s <= 0.0)
 
@@ -67,10 +67,11 @@ def is_here(facts: Facts) -> BoolArray:
 class Greedy:
     """DALI, Algorithm 1: the most lopsided experts first, each to the side that ends sooner.
 
-    Sorted by |t_gpu - t_cpu|, largest first (equals by id); ties between the sides go to the
-    device. No memory limit, as printed: staging slots come free as experts finish. Never slower
-    than twice the optimum: each choice adds at most min(t_gpu, t_cpu), and the sum of those is at
-    most twice the optimum (Ibarra and Kim, 1977, for unrelated machines).
+    Experts are sorted by |t_gpu - t_cpu|, largest first (equals by id); the device wins ties. As
+    printed, there is no memory limit: staging slots become free as experts finish. Never slower
+    than
+    twice the optimum: each choice adds at most min(t_gpu, t_cpu), and their sum is at most twice
+    the optimum (Ibarra and Kim, 1977, for unrelated machines).
     """
 
     def __call__(self, facts: Facts) -> Assignment:
@@ -78,7 +79,7 @@ class Greedy:
 
 
 def greedy_mask(price: Prices) -> BoolArray:
-    """Algorithm 1 on prices: True where the device gets the expert."""
+    """Apply Algorithm 1 to prices; True where the device gets the expert."""
     order = lopsided_first(price)
     device_s = host_s = 0.0
     picks = bytearray(len(order))
@@ -98,21 +99,21 @@ def greedy_mask(price: Prices) -> BoolArray:
 
 
 def lopsided_first(price: Prices) -> IntArray:
-    """Places of the experts in Algorithm 1's order."""
+    """Return the experts' positions in Algorithm 1's order."""
     order: IntArray = np.argsort(-np.abs(price.device_s - price.host_s), kind="stable")
     return order
 
 
 class Balance:
-    """Ours: like `Greedy`, but the link works beside the device instead of being added to it.
+    """Ours: like `Greedy`, but the link works in parallel to the device.
 
-    Residents start on the device. Absent experts stand in a queue, those on their way first, then
-    by tokens: a transfer costs the same for many tokens as for one, the host does not. The device
-    takes from the front what the link, after all it has begun, brings; the host takes from the
-    back; whichever would be done sooner takes next. At last residents that cost the host least
-    for what they spare the device go over to a host that is idle.
+    Residents start on the device. Absent experts form a queue: arriving ones first, then by falling
+    number of tokens, because a transfer costs the same for any number and the host's computation
+    does not. The device takes from the front as the link delivers, the host from the back; the side
+    that would finish sooner takes the next. Finally, if the host is idle, it takes over residents,
+    cheapest first for what they save the device.
 
-    The compiled twin is `kernels/cpu/balance.py`: sums are taken in order, as it takes them.
+    The compiled twin is `kernels/cpu/balance.py`; both add in the same order.
     """
 
     def __call__(self, facts: Facts) -> Assignment:
@@ -146,14 +147,14 @@ class Balance:
 
 
 class AllFetch:
-    """Everything on the device: residents where they are, absent experts fetched."""
+    """Everything on the device: residents in place, absent experts fetched."""
 
     def __call__(self, facts: Facts) -> Assignment:
         return divide(facts.demand, np.ones(len(facts.demand.experts), np.bool_))
 
 
 class HostAlone:
-    """Everything on the host, from wherever it is: a machine without a device."""
+    """Everything on the host, for a machine without a device."""
 
     def __call__(self, facts: Facts) -> Assignment:
         return Assignment(NO_EXPERTS, NO_EXPERTS, facts.demand.experts)
@@ -170,14 +171,14 @@ class AllHost:
 
 
 def _transfer_s(facts: Facts) -> FloatArray:
-    """Seconds until each activated expert is on the device; infinite if it cannot come there."""
+    """Return the seconds until each activated expert is on the device; infinite if never."""
     absent_s = facts.costs.fetch_s if facts.can_fetch else np.inf
     transfer_s: FloatArray = np.where(facts.demand.is_resident, 0.0, absent_s)
     return transfer_s if facts.arriving_s is None else np.minimum(transfer_s, facts.arriving_s)
 
 
 def _host_s(facts: Facts) -> FloatArray:
-    """Seconds of each activated expert on the host."""
+    """Return the seconds of each activated expert on the host."""
     return facts.costs.at_home_s(facts.demand.num_tokens)
 
 
@@ -189,7 +190,7 @@ def _shared(
     link_end_s: float,
     fetch_s: float,
 ) -> tuple[int, float, float]:
-    """How many absent experts go to the device, from the front; when it and the host end."""
+    """Return how many absent experts, from the front, the device takes; and both sides' ends."""
     rest_s = from_the_back(host_s)
     for front, expert_s in enumerate(compute_s):
         is_coming = due_s[front] < np.inf
@@ -204,10 +205,10 @@ def _shared(
 
 
 def from_the_back(host_s: list[float]) -> list[float]:
-    """When the host, working from the end of a queue, would be through with each of it.
+    """Return when a host that works from a queue's end would finish each expert.
 
-    The device, working from the front, takes an expert if it is done with it by then: until then
-    the host takes the others, and never comes to this one.
+    The device, working from the front, takes an expert if it finishes it by then: until then the
+    host is busy with the others, and never reaches this one.
     """
     rest_s = list(accumulate(reversed(host_s)))
     rest_s.reverse()
@@ -217,7 +218,7 @@ def from_the_back(host_s: list[float]) -> list[float]:
 def _queued(
     absent: IntArray, num_tokens: IntArray, due_s: FloatArray
 ) -> tuple[IntArray, FloatArray]:
-    """Absent experts as `Balance` queues them: the soonest due, then those with most tokens."""
+    """Order absent experts for `Balance`: the soonest due, then those with most tokens."""
     order = (-num_tokens[absent]).argsort(kind="stable")
     if len(due_s) and due_s[due_s.argmin()] < np.inf:  # is any on its way
         order = order[due_s[order].argsort(kind="stable")]
@@ -227,7 +228,7 @@ def _queued(
 def _num_relieved(
     device_s: list[float], host_s: list[float], device_end_s: float, host_end_s: float
 ) -> int:
-    """How many residents, in order, to move to the host while the layer ends sooner by it."""
+    """Return how many residents, in order, to move to the host while the layer ends sooner."""
     for place, (spared_s, added_s) in enumerate(zip(device_s, host_s, strict=True)):
         host_end_s += added_s
         if host_end_s >= device_end_s:

@@ -1,9 +1,9 @@
-"""Which experts may stand in for which, by what a calibration saw of a router (BuddyMoE, 3.2, 3.3).
+"""Buddies: which experts can replace which, from a calibration's routing (BuddyMoE, 3.2, 3.3).
 
     lists = profile.lists(alpha=0.95, k_max=16)
     lists[layer, expert]  # buddies, best first, then -1
 
-Counts are kept, lists are made of them when they are asked for, so that `alpha` and `k_max` are
+Counts are stored, and lists are made from them on demand, so that `alpha` and `k_max` can be
 options of a policy. Knows nothing of files and residents.
 """
 
@@ -19,19 +19,19 @@ from lowtide.core import FloatArray, IntArray, WeightArray
 from lowtide.errors import UsageError
 
 SMOOTHING = 1.0
-"""Laplace's: added to the co-activations of every pair. The paper names no value."""
+"""Laplace's smoothing: added to the co-activations of every pair. The paper gives no value."""
 DEFAULT_ALPHA = 0.95
 DEFAULT_K_MAX = 16
 MAX_K_MAX = 64
-"""Beyond the paper's 5 to 20, and a list that long is no list of buddies."""
+"""Longest list of buddies; the paper uses 5 to 20."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class QualityCurve:
-    """A measurement of how replaced router mass changed a model's words, on one text.
+    """Measured change of a model's words by replaced router mass, on one text.
 
-    Elsewhere it is an estimate. `mass` ascends from above 0 to 1 at most, `kl` is nowhere negative,
-    both are as long and not empty; else UsageError.
+    On other texts it is an estimate. `mass` ascends within (0, 1], `kl` is not negative; both have
+    the same length, at least 1. Otherwise raises UsageError.
     """
 
     mass: FloatArray  # [points] replaced weight over routed weight, in (0, 1]
@@ -49,11 +49,10 @@ class QualityCurve:
             )
 
     def max_mass(self, max_kl: float) -> float:
-        """The most mass whose estimated KL is at most `max_kl`; never beyond what was measured.
+        """Return the most mass with an estimated KL of at most `max_kl`, within the measurements.
 
-        Straight lines through no harm at no mass and the measured points; where the curve falls,
-        what lies below counts as high as the highest so far. Raises UsageError for a KL that is
-        not at least 0.
+        Interpolates linearly from (0, 0) through the measured points; where the curve falls, the
+        highest value so far is used. Raises UsageError for a negative KL.
         """
         if not max_kl >= 0:
             raise UsageError(f"max_kl must be at least 0, not {max_kl:g}: it is in nats.")
@@ -69,13 +68,13 @@ class QualityCurve:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BuddyProfile:
-    """Statistics of a router on one text, for every MoE layer.
+    """Routing statistics of one text, for every MoE layer.
 
-    Raises UsageError when they contradict each other, or for a layer without activity.
+    Raises UsageError if they contradict each other, or for a layer without activity.
     """
 
     fingerprint: str
-    """Identifies the weights, and so models that differ in nothing else (`LLM.fingerprint`)."""
+    """Identifies the weights, for models that differ in nothing else (`LLM.fingerprint`)."""
     num_tokens: int  # rows that were routed, each by every layer
     activations: IntArray  # [layers, experts] A(i): tokens that chose i
     together: IntArray  # [layers, experts, experts] M(i, j): tokens that chose both; M(i, i) = 0
@@ -100,7 +99,7 @@ class BuddyProfile:
         return len(self.sample[0, 0])
 
     def check(self, fingerprint: str, where: str) -> None:
-        """Raises UsageError for weights that this is not a profile of; `where`: its file."""
+        """Raise UsageError if this is a profile of other weights; `where`: its file."""
         if self.fingerprint != fingerprint:
             raise UsageError(
                 f"The buddy profile in {where} is another model's: of the same shape and with "
@@ -109,7 +108,7 @@ class BuddyProfile:
             )
 
     def lists(self, alpha: float = DEFAULT_ALPHA, k_max: int = DEFAULT_K_MAX) -> NDArray[np.int32]:
-        """The buddies of every expert, best first, -1 behind the last. [layers, experts, length].
+        """Return every expert's buddies, best first, then -1: [layers, experts, length].
 
         The paper's cumulative frequency threshold (CFT, Eqs. 5 and 6): the shortest prefix of an
         expert's peers, sorted by q, that covers a share alpha of its co-activations, cut at
@@ -121,14 +120,14 @@ class BuddyProfile:
         return np.where(is_listed, peers[:, :, :width], -1).astype(np.int32)
 
     def peers_that_cover(self, alpha: float) -> IntArray:
-        """How many peers of every expert cover a share alpha, before lists are cut.
+        """Return how many peers of every expert cover a share alpha, before lists are cut.
 
         [layers, experts]
         """
         return self._prefixes(alpha)[1]
 
     def _prefixes(self, alpha: float) -> tuple[IntArray, IntArray]:
-        """Peers sorted by q, ties by id [layers, experts, experts - 1]; how many reach alpha."""
+        """Return peers by q, ties by id [layers, experts, experts - 1]; how many reach alpha."""
         q = self.q()
         masked = np.where(np.eye(self.num_experts, dtype=bool), -1.0, q)
         peers = np.argsort(-masked, axis=2, kind="stable")[:, :, :-1]
@@ -139,7 +138,7 @@ class BuddyProfile:
         return peers, np.where(total[:, :, 0] > 0, reaches.argmax(axis=2) + 1, 0)
 
     def q(self, smoothing: float = SMOOTHING) -> FloatArray:
-        """q(j|i) as [layers, i, j] (Eq. 4), smoothed; rows of experts never seen are 0."""
+        """Return q(j|i) as [layers, i, j] (Eq. 4), smoothed; rows of experts never seen are 0."""
         smoothed = (self.together.astype(np.float64) + smoothing) * ~np.eye(
             self.num_experts, dtype=bool
         )
@@ -149,24 +148,24 @@ class BuddyProfile:
         return q
 
     def entropy_threshold(self, percentile: float) -> FloatArray:
-        """The TAE (Eq. 1) below which so many percent of the sample's tokens lie. [layers]."""
+        """Return the TAE (Eq. 1) below which `percentile` percent of the tokens lie, [layers]."""
         return np.percentile(token_entropy(self.sample), percentile, axis=1)
 
     def concentration(self) -> FloatArray:
-        """How few peers an expert's co-activations fall on. [layers].
+        """Return how concentrated experts' co-activations are on few peers, [layers].
 
-        1 - H(q(.|i)) / log(experts - 1), without smoothing, in the mean over experts weighed by
-        their co-activations: 0 where all peers are alike, 1 where each expert has one.
+        1 - H(q(.|i)) / log(experts - 1), without smoothing, averaged over experts weighted by their
+        co-activations: 0 if all peers are alike, 1 if each expert has one.
         """
         plain = self.q(smoothing=0.0)
         return self._mean_of_experts(1 - _shannon(plain) / np.log(self.num_experts - 1))
 
     def affinity(self) -> FloatArray:
-        """What co-activation says beyond popularity, in nats. [layers].
+        """Return how much co-activation says beyond popularity, in nats, [layers].
 
-        KL of q(.|i) from the distribution that popularity alone would give, in the mean over
-        experts: near 0 where experts come together as often as they come at all, and then the
-        buddies of all experts are the same popular ones. A short text makes it greater.
+        The KL divergence of q(.|i) from the distribution by popularity alone, averaged over
+        experts. Near 0 the buddies of all experts are the same popular ones. A short text increases
+        it.
         """
         popularity = self.activations / self.activations.sum(axis=1, keepdims=True)
         expected = popularity[:, None, :] * ~np.eye(self.num_experts, dtype=bool)
@@ -176,22 +175,22 @@ class BuddyProfile:
         return self._mean_of_experts((q * np.log(ratio)).sum(axis=2))
 
     def top_peers(self, num_peers: int) -> FloatArray:
-        """Share of an expert's co-activations with its foremost peers. [layers]."""
+        """Return the share of co-activations with an expert's first `num_peers` peers: [layers]."""
         q = -np.sort(-self.q(smoothing=0.0), axis=2)[:, :, :num_peers].sum(axis=2)
         return self._mean_of_experts(q)
 
     def _mean_of_experts(self, values: FloatArray) -> FloatArray:
-        """[layers, experts] -> [layers], each expert by its co-activations."""
+        """Average [layers, experts] to [layers], weighting each expert by its co-activations."""
         mass = self.together.sum(axis=2)
         mean: FloatArray = (values * mass).sum(axis=1) / mass.sum(axis=1)
         return mean
 
 
 def token_entropy(weights: NDArray[np.floating]) -> FloatArray:
-    """Token activating entropy (TAE, Eq. 1) of each token, in [0, 1].
+    """Return the token activating entropy (TAE, Eq. 1) of each token, in [0, 1].
 
-    weights [..., k]: of a token's chosen experts, not negative, of any positive sum. One expert
-    per token has no entropy.
+    weights [..., k]: of a token's chosen experts, not negative, of any positive sum. With one
+    expert per token it is 0.
     """
     p = weights.astype(np.float64)
     p = p / p.max(axis=-1, keepdims=True)
@@ -200,7 +199,7 @@ def token_entropy(weights: NDArray[np.floating]) -> FloatArray:
 
 
 def _shannon(p: FloatArray) -> FloatArray:
-    """-sum p log p over the last axis, in nats."""
+    """Return -sum p log p over the last axis, in nats."""
     logs = np.log(p, out=np.zeros_like(p), where=p > 0)
     entropies: FloatArray = -(p * logs).sum(axis=-1)
     return entropies

@@ -1,6 +1,6 @@
-"""The preset `buddymoe`: any other preset's placement, and a miss policy that changes words.
+"""The preset `buddymoe`: another preset's placement, and a miss policy that changes words.
 
-Its options, what they stand for, and how the miss policy is made of them and of a buddy profile.
+Declares its options, and makes the miss policy from them and a buddy profile.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from lowtide.policies.substitution import CountedSubstitution
 
 NAME = "buddymoe"
 _UNBOUNDED = 1 << 30
-"""Substitutions of a token where nothing limits them."""
+"""Limit of a token's substitutions that is never reached."""
 
 
 def _up_to(name: str, high: float, default: float | None = None) -> PolicyOption[float | None]:
-    """A number from 0 to `high`, or `off`."""
+    """Make an option that is a number from 0 to `high`, or `off`."""
     return PolicyOption(name, default, 0.0, high, {"off": None})
 
 
@@ -60,10 +60,10 @@ _OWN: tuple[PolicyOption[object], ...] = (
 
 
 class Buddies(CountedSubstitution):
-    """BuddyMoE: an absent expert's first buddy that is here takes its place and its weight.
+    """BuddyMoE: an absent expert is replaced by its first buddy that is here, with its weight.
 
-    rules: of each layer. assign: where given, only experts that come too late are replaced
-    (`policies/deadlines.py`); it says who would compute what if none were.
+    rules: of each layer. assign: if given, only experts that arrive too late are replaced
+    (`policies/deadlines.py`); it says where each expert would be computed without replacements.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class Buddies(CountedSubstitution):
 
 
 class _Names(Mapping[str, str]):
-    """The names of presets that this one can be over, each for itself; none is imported."""
+    """Names of the presets whose placement this one can use; imports none of them."""
 
     def __init__(self, bases: Mapping[str, Recipe]) -> None:
         self._bases = bases
@@ -98,7 +98,7 @@ class _Names(Mapping[str, str]):
 
 
 def over(bases: Mapping[str, Recipe]) -> Recipe:
-    """The preset, over any of `bases`, by the option `placement`; they may grow afterwards."""
+    """Make the preset for the placements of `bases`, chosen by `placement`; they may grow later."""
     placement = PolicyOption("placement", "lowtide", words=_Names(bases))
 
     def base(inputs: PolicyInputs) -> Recipe:
@@ -131,9 +131,9 @@ def over(bases: Mapping[str, Recipe]) -> Recipe:
 
 
 def miss_policy(inputs: PolicyInputs, base: Recipe) -> Buddies | None:
-    """What the option `miss` says, or nothing where nothing could be replaced.
+    """Make the policy named by `miss`; None if nothing can be replaced.
 
-    Raises UsageError for options that want a profile where there is none, or another model's.
+    Raises UsageError for options that need a profile if there is none or it is another model's.
     """
     miss, profile = MISS.of(inputs), inputs.buddies
     if profile is not None:
@@ -150,7 +150,7 @@ def miss_policy(inputs: PolicyInputs, base: Recipe) -> Buddies | None:
 
 
 def layer_rules(inputs: PolicyInputs, profile: BuddyProfile) -> list[LayerRules]:
-    """The options, layer by layer."""
+    """Return the options for each layer."""
     tae, margin, beta = TAE.of(inputs), MARGIN.of(inputs), BETA.of(inputs)
     entropies = np.full(inputs.num_layers, -1.0) if tae is None else profile.entropy_threshold(tae)
     rho = RHO.of(inputs)
@@ -173,10 +173,10 @@ def layer_rules(inputs: PolicyInputs, profile: BuddyProfile) -> list[LayerRules]
 
 
 def max_mass(inputs: PolicyInputs) -> float | None:
-    """Return the router mass that may be replaced: by the profile's curve for `max_kl`, if given.
+    """Return the router mass that may be replaced, from the profile's curve if `max_kl` is given.
 
-    `max_mass` bounds it, if given, and its default holds without `max_kl`. Raises UsageError where
-    there is no curve.
+    `max_mass` limits it if given; without `max_kl` its default applies. Raises UsageError if the
+    profile has no curve.
     """
     mass, max_kl = MAX_MASS.of(inputs), MAX_KL.of(inputs)
     if max_kl is None:
@@ -204,7 +204,7 @@ def _check_profile(profile: BuddyProfile, inputs: PolicyInputs) -> None:
 def _stray(
     taken: Collection[str], options: Mapping[str, object], over: str, others: Sequence[str]
 ) -> str | None:
-    """What to say of an option that is neither ours nor `taken`; others: of what this is over."""
+    """Explain an option that neither this preset nor `taken` has; others: options of `over`."""
     own = {option.name for option in _OWN}
     for option in options:
         if option not in own and option not in taken:

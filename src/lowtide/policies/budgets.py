@@ -1,4 +1,4 @@
-"""Budgets: how many residents each layer may have, of as many as there is room for in all."""
+"""Budgets: the number of residents allowed in each layer, within a total."""
 
 from __future__ import annotations
 
@@ -15,18 +15,20 @@ _SHARE = 32  # of a layer's experts, one in so many changes layers at once
 
 
 class Budgets:
-    """Residents per layer, which move from where the last is worth least to where the next is most.
+    """Residents per layer, moved to where one more is worth most.
 
-    A layer that is to shrink may keep less at once; a layer that is to grow waits until those
-    experts have left. So all layers together never have more than the total. Only layers that are
-    full take part: the others wait for the link, and experts on their way count. A layer with all
-    its experts stays so, and none becomes it: nothing is decided for such layers.
+    A shrinking layer keeps fewer at once; a growing layer waits until those experts have left. So
+    the sum never exceeds the total.
+
+    Only full layers take part: the others are waiting for the link, and arriving experts count. A
+    layer with all its experts keeps them, and no layer becomes complete, because nothing is decided
+    for complete layers.
     """
 
     def __init__(self, capacity: Sequence[int], num_experts: int) -> None:
-        """`capacity`: of each layer, at the start."""
+        """capacity: of each layer, at the start."""
         self.capacity = np.array(capacity, np.int64)
-        """What each layer may keep now."""
+        """Residents that each layer may have now."""
         self._given = self.capacity.copy()
         self._held = self.capacity.copy()  # residents of each layer, at most
         self._due = np.zeros_like(self._given)  # what each gets when others have evicted it
@@ -37,10 +39,10 @@ class Budgets:
         self._num_steps = 0
 
     def resize(self, given: IntArray) -> None:
-        """Tell how many residents the layers were given [num_layers].
+        """Take over new numbers of residents, [num_layers].
 
-        Each keeps what it has won since the start. A loss is to be evicted at once; a gain has to
-        come free first.
+        Each layer keeps its gains since the start. A loss is evicted at once; a gain must become
+        free first.
         """
         if np.array_equal(given, self._given):
             return
@@ -54,16 +56,16 @@ class Budgets:
         self._given = given.copy()
 
     def begin_step(self, worth_s: Callable[[], FloatArray]) -> None:
-        """At every second step decides which layer gives slots to which.
+        """Decide, at every second step, which layers give slots to which.
 
-        worth_s: tells what residency is worth in a step. [layers, experts]
+        worth_s: returns the seconds that residency saves in a step, [layers, experts].
         """
         self._num_steps += 1
         if self._num_steps % _PERIOD == 0:
             self._divide(worth_s())
 
     def settle(self, num_residents: IntArray) -> None:
-        """Tells how many residents the layers have, and gives what has come free. [num_layers]."""
+        """Record the layers' residents, [num_layers], and hand out slots that became free."""
         self._held[:] = num_residents
         if self._due.any():
             num_free = self._given.sum() - np.maximum(self.capacity, self._held).sum()
@@ -83,7 +85,7 @@ class Budgets:
         self._due[growing[:num_pairs]] = self._num_moved
 
     def _gains_s(self) -> FloatArray:
-        """Worth of the last expert that each layer would get; below 0 if it gets none."""
+        """Return the worth of one more expert in each layer; negative if it gets none."""
         num_kept = self.capacity + self._num_moved
         gains_s = np.full(len(num_kept), -1.0)
         layers = (self._is_full() & (num_kept < self._num_experts)).nonzero()[0]
@@ -91,7 +93,7 @@ class Budgets:
         return gains_s
 
     def _losses_s(self) -> FloatArray:
-        """Worth of the best expert that each layer would give; infinite if it gives none."""
+        """Return the worth of the expert that each layer would give up; infinite if none."""
         num_kept = self.capacity - self._num_moved
         is_whole = self.capacity == self._num_experts
         losses_s = np.full(len(num_kept), np.inf)

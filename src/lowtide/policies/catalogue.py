@@ -1,7 +1,7 @@
-"""The catalogue: every preset, each with all that it is.
+"""The catalogue: every preset with its complete recipe.
 
-Presets share all mechanisms, so comparing presets compares policies. Here are the engine's own;
-others are registered (`lowtide.extend`), the baselines by `lowtide.lab.baselines`.
+All presets share the mechanisms, so comparing presets compares policies. These are the engine's
+own; others are registered (`lowtide.extend`), baselines by `lowtide.lab.baselines`.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def _tau(inputs: PolicyInputs) -> int | OnlineTau:
 
 
 def _what_pays(inputs: PolicyInputs) -> Prefetch:
-    """The next gate and the step before together, while they pay."""
+    """Combine the next gate with the previous step, as long as prefetching pays."""
     num_ahead = NUM_PREFETCH.of(inputs)
     is_calibrated = inputs.frequency is not None  # and so has residual vectors
     gate = Residual(num_ahead) if is_calibrated else NextGate(num_ahead)

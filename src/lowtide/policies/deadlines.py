@@ -1,6 +1,6 @@
-"""`miss=late`, ours: which absent experts come too late for their layer.
+"""Deadlines for `miss=late`, ours: finds absent experts that come too late for their layer.
 
-An expert is late when the cost model has it ready after the residents' computation has ended: the
+An expert is late if, by the cost model, it is ready after the residents' computation has ended: the
 layer's deadline. Experts queue for the disk, the link or the host's threads.
 """
 
@@ -13,16 +13,16 @@ from lowtide.core import Facts, FloatArray
 from lowtide.policies.assignment import Assign
 
 _SLACK = 1 + 1e-9
-"""The slack of a deadline, as a factor: sums of the same times in another order differ by less."""
+"""Slack of a deadline, as a factor, for rounding: the same times are added in another order."""
 
 DISK, LINK, THREADS = 1, 2, 3
-"""What `Waits.queue_of` has."""
+"""Queues in `Waits.queue_of`."""
 
 
 def waits_of(facts: Facts, assign: Assign) -> Waits:
-    """What absent experts wait for, until the residents' computation has ended.
+    """Return the queues of absent experts, and the deadline.
 
-    The host alone reads what is absent. Beside a device `assign` says where each expert would be
+    The host alone reads absent experts. Beside a device `assign` says where each expert would be
     computed; an expert that the host holds and computes in time is not late.
     """
     costs, demand = facts.costs, facts.demand
@@ -43,5 +43,5 @@ def waits_of(facts: Facts, assign: Assign) -> Waits:
 
 
 def _end_s(seconds: FloatArray) -> float:
-    """One after the other, summed in order."""
+    """Return the sum, added in order."""
     return float(seconds.cumsum()[-1]) if len(seconds) else 0.0

@@ -1,6 +1,6 @@
-"""What the policies of one preset decide together, for one layer of one step.
+"""Decisions that a preset's policies make together for one layer of one step.
 
-The same object is driven by the runtime and by the simulator.
+The runtime and the simulator use the same object.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from lowtide.policies.substitution import CountedSubstitution, Substitution
 
 
 class Decision(NamedTuple):
-    """What has to be known before a layer's work starts."""
+    """The part of a decision that must be known before a layer's work starts."""
 
     assignment: Assignment
     moves: Moves | None  # None: nothing waits for them, `Policies.moves` will tell
@@ -31,21 +31,20 @@ class Decision(NamedTuple):
 
 @dataclass(slots=True)
 class Policies:
-    """A preset at work: its policies, made for one model and one budget.
+    """A preset's policies, made for one model and one budget.
 
-    Without a device the runtime says where passes begin and end; within one the placement's `Ranks`
-    say who moves, in compiled code or by `moves`.
+    Without a device the runtime announces the beginning and end of passes; within a pass the
+    placement's `Ranks` determine the moves, in compiled code or by `moves`.
 
-    capacity: [num_layers], residents of each layer at the start, as the preset divides them; what
-    `Facts.capacity` is until there is more room or less. costs: what the policies were made for,
-    and are told of in every step.
-    waits: whether a step waits for the experts its placement admits (TIDE's Eq. 3) and runs them
-    on the device, or computes them where they are and lets the moves follow (TIDE's Algorithm 1).
-    substitution: what may have other experts run than the router chose, if anything; receipts:
-    what it did to each request, and what bounds it; readmission: of replaced experts, where there
-    is no device.
-    asks_routing: whether the facts are to have each token's experts and weights; asks_scores: and
-    its router's scores.
+    capacity: [num_layers], residents of each layer at the start, as the preset divides them.
+    costs: used to make the policies, and reported to them in every step.
+    waits: True if a step waits for admitted experts and runs them on the device (TIDE's Eq. 3);
+        False if it computes them where they are, and the moves follow (TIDE's Algorithm 1).
+    substitution: may run other experts than the router chose.
+    receipts: records its effect on each request, and limits it.
+    readmission: of replaced experts, without a device.
+    asks_routing: facts include each token's experts and weights.
+    asks_scores: facts also include the router's scores.
     """
 
     placement: Placement
@@ -64,19 +63,19 @@ class Policies:
     def begin_pass(self, step: Step, num_residents: IntArray, capacity: IntArray) -> Ranks:
         """Return the ranks of the pass that begins, without a device.
 
-        num_residents, capacity [num_layers]: residents that each layer has, and may have now.
+        num_residents, capacity: [num_layers], each layer's residents and its present room.
         """
         self._ranks = self.placement.begin_pass(step, num_residents, capacity)
         return self._ranks
 
     def end_pass(self, step: Step, hits: IntArray) -> None:
-        """Note the pass's demand, without a device: tokens of each expert [layers, experts]."""
+        """Learn a pass' demand, without a device: tokens of each expert [layers, experts]."""
         self.placement.end_pass(step, hits)
 
     def substitute(self, facts: Facts) -> RoutedTokens | None:
-        """What is to run instead of what the router chose, if anything else is.
+        """Return the routing to run instead of the router's choice; None to keep it.
 
-        Raises InternalError for a substitution's answer that cannot be run.
+        Raises InternalError for a routing that cannot be run.
         """
         asked = facts.routing
         if self.substitution is None or self.receipts is None or asked is None:
@@ -92,10 +91,9 @@ class Policies:
         return answer
 
     def decide(self, facts: Facts, run: Facts | None = None) -> Decision:
-        """Who computes what, after a layer's router.
+        """Decide where each expert is computed, after a layer's router.
 
-        run: the facts of what is run, where that is not what the router demanded; they matter for
-        the assignment alone.
+        run: facts of the routing after a substitution; used by the assignment only.
         """
         known = facts if run is None else run
         if not self.waits:
@@ -106,9 +104,9 @@ class Policies:
         return Decision(assignment, moves, run)
 
     def moves(self, facts: Facts, decision: Decision) -> Moves:
-        """What is resident from now on; asked once, when the work of `decision` is under way.
+        """Return the moves of residents; called once, after the work of `decision` has started.
 
-        `facts` are those that `decide` was told of the router's demand.
+        facts: those of the router's demand, as given to `decide`.
         """
         moves = decision.moves
         if moves is None:
@@ -132,7 +130,7 @@ class Policies:
         return chosen._replace(admit=chosen.admit[~np.isin(chosen.admit, later)], later=later)
 
     def _settle(self, facts: Facts, decision: Decision, moves: Moves) -> None:
-        """What a substitution saved: of the router's choice as it would have been assigned."""
+        """Record a substitution's savings against the assignment of the router's choice."""
         run = decision.run
         if self.receipts is None or run is None or facts.routing is None or run.routing is None:
             return
@@ -146,7 +144,7 @@ class Policies:
 
 
 def brought_bytes(facts: Facts, assignment: Assignment) -> FloatArray:
-    """What each expert of an assignment takes of the link and of the disk. [num_experts]."""
+    """Return the bytes over link and disk for each expert of an assignment, [num_experts]."""
     size, demand = facts.costs.expert_bytes, facts.demand
     num_bytes = np.zeros(len(facts.is_kept))
     is_absent = np.zeros(len(facts.is_kept), np.bool_)
@@ -163,7 +161,7 @@ def brought_bytes(facts: Facts, assignment: Assignment) -> FloatArray:
 
 
 def _promoted(assignment: Assignment, admit: IntArray) -> Assignment:
-    """The host's experts that become resident now are waited for instead."""
+    """Return the assignment with the host's experts that become resident fetched instead."""
     is_promoted = np.isin(assignment.host, admit)
     fetch = np.sort(np.concatenate([assignment.fetch, assignment.host[is_promoted]]))
     return Assignment(assignment.resident, fetch, assignment.host[~is_promoted])

@@ -1,4 +1,4 @@
-"""Division: residents of each layer at the start, by what a calibration says they are worth."""
+"""Division of residents among layers at the start, by their worth in a calibration."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _LEAST_GAIN = 1.02  # less may be chance: another text has other favourites (doc
 def divided(inputs: PolicyInputs) -> Sequence[int]:
     """Divide residents among layers by marginal benefit.
 
-    Some layers are whole instead where the calibration would run faster so.
+    Some layers become complete instead if the calibration would run faster so.
     """
     if inputs.hits is None:
         return inputs.capacity
@@ -33,7 +33,7 @@ def divided(inputs: PolicyInputs) -> Sequence[int]:
 
 
 def use_of(load: IntArray) -> FloatArray:
-    """Passes in which each expert is active. [layers, experts].
+    """Return the number of passes in which each expert is active, [layers, experts].
 
     load [passes, layers, experts]: tokens.
     """
@@ -42,11 +42,10 @@ def use_of(load: IntArray) -> FloatArray:
 
 
 def layer_budgets(frequency: FloatArray, total: int) -> IntArray:
-    """Residents per layer, `total` in all, where they do most: by marginal benefit.
+    """Return residents per layer, `total` in all, by marginal benefit: [layers].
 
-    frequency [layers, experts]: what an expert's residency is worth, in any one unit; the best
-    `total` experts of the whole model are counted by layer. Equal worth goes round the layers,
-    the next best expert of each in turn. [layers]
+    frequency [layers, experts]: the worth of an expert's residency, in any unit. The best `total`
+    experts of the whole model are counted by layer; equal worths go round the layers.
     """
     num_layers, num_experts = frequency.shape
     worth = -np.sort(-frequency, axis=1)  # a layer's marginal benefit of one more resident
@@ -57,9 +56,9 @@ def layer_budgets(frequency: FloatArray, total: int) -> IntArray:
 
 
 def _with_whole_layers(inputs: PolicyInputs) -> Iterator[list[int]]:
-    """Yield divisions of the same total with some of the last layers whole.
+    """Yield divisions of the same total in which some of the last layers are complete.
 
-    Nothing has to be decided about whole layers, nor waited for. The others share the rest equally.
+    Complete layers need no decisions and no waiting. The other layers share the rest equally.
     """
     num_layers, num_experts = inputs.num_layers, inputs.num_experts
     total = sum(inputs.capacity)

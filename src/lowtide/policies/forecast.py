@@ -1,4 +1,4 @@
-"""Forecast: which experts the next steps of a layer will want, from what its last steps wanted."""
+"""Forecast of the experts that a layer's next steps demand, from its last steps."""
 
 from __future__ import annotations
 
@@ -17,25 +17,29 @@ _STAYS = 1.0 - np.exp2(-np.arange(54.0))
 
 
 def stays(num_tokens: IntArray) -> FloatArray:
-    """The chance that an expert with so many tokens is wanted again."""
+    """Return the probability that an expert with this many tokens is demanded again."""
     chance: FloatArray = _STAYS.take(num_tokens, mode="clip")
     return chance
 
 
 class Forecast:
-    """Each expert's worth in the next step of its layer, by the best mixture of several memories.
+    """Forecasts each expert's worth in its layer's next step, by a learned mixture of memories.
 
-    A step's worth is a share: all experts of a layer sum to one, so that a prefill pass, which
-    wants every expert, teaches as much as any other. Every layer remembers the last step, two
-    exponential means and the mean of all steps, which a calibration starts. How much each memory
-    says about the next step is learnt while running, by least squares over some steps: routing
-    that stays (a diffusion block), that drifts and that only has favourites want other mixtures.
+    A step's worth is a share: a layer's experts sum to one, so a prefill pass, which demands every
+    expert, teaches as much as any other. Each layer remembers the last step, two exponential means
+    and the mean of all steps, which a calibration initialises.
+
+    The weights of the memories are learned while running, by least squares over some steps: routing
+    that stays (a diffusion block), drifts, or only has favourites needs different mixtures.
     """
 
     def __init__(
         self, num_layers: int, num_experts: int, frequency: FloatArray | None = None
     ) -> None:
-        """`frequency` [layers, experts]: the steps of a calibration in which each was active."""
+        """Begin with a calibration's activity, if given.
+
+        frequency: [layers, experts], number of its steps in which each expert was active.
+        """
         num_memories = len(_DECAYS) + 1
         self._memories = np.zeros((num_memories, num_layers, num_experts))
         self._change = np.empty_like(self._memories)
@@ -51,13 +55,12 @@ class Forecast:
         self._products = np.zeros((num_memories, num_memories + 1))
         self._weights = np.full(num_memories, 1 / num_memories)
         self.worth_s = np.zeros(num_layers)
-        """The worth of all experts of each layer together, in the last step."""
+        """Worth of each layer's experts together, in the last step."""
 
     def observe(self, num_tokens: IntArray, worth_s: FloatArray) -> None:
-        """Tells what each expert's residency was worth in a step, in seconds.
+        """Learn the seconds that each expert's residency was worth in a step.
 
-        num_tokens, worth_s [num_layers, num_experts]. A layer in which nothing was worth anything
-        is passed over.
+        num_tokens, worth_s [num_layers, num_experts]. Layers without any worth are skipped.
         """
         total_s = worth_s.sum(axis=1)
         silent = (total_s <= 0).nonzero()[0]
@@ -80,24 +83,23 @@ class Forecast:
     def before(self, shares: FloatArray) -> float:
         """Forecast the next step's shares of a layer's worth, before a step.
 
-        They are written to `shares` [num_layers, num_experts]. Returns the weight of this step's
-        own shares beside them.
+        Writes them to `shares` [num_layers, num_experts]; returns the weight of the step's own
+        shares.
         """
         own = self._weights * self._rates
         np.dot(self._weights - own, self._flat, out=shares.reshape(-1))
         return float(own.sum())
 
     def __call__(self) -> FloatArray:
-        """Seconds that residency will be worth in the next step. [num_layers, num_experts]."""
+        """Return the seconds that residency will be worth next, [num_layers, num_experts]."""
         worth_s: FloatArray = self._weights.dot(self._flat).reshape(self._memories.shape[1:])
         worth_s *= self.worth_s[:, None]
         return np.maximum(worth_s, 0.0, out=worth_s)
 
     def _learn(self, worth_s: FloatArray, silent: IntArray) -> None:
-        """Find the mixture that would have forecast the watched steps with the least squared error.
+        """Find the mixture that would have forecast the recent steps with the least squared error.
 
-        As long as little is known, weights are equal. worth_s [layers, experts]; silent: other
-        steps.
+        Weights are equal until enough is known. worth_s [layers, experts]; silent: other steps.
         """
         total_s, memories = self.worth_s, self._memories
         if len(silent):

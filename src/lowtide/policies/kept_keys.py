@@ -1,8 +1,8 @@
-"""Whether memory saves more as kept keys or as expert slots, in seconds.
+"""Decides, in seconds, whether memory saves more as kept KV cache or as expert slots.
 
-Kept keys save the passes over their tokens, if a request goes on from them; where they also lie on
-disk, only reading them again. A slot saves reads of an expert, pass after pass. What both save is
-compared over as many passes as the keys have waited.
+A kept KV cache saves the passes over its tokens if a request continues from it or, if it is also on
+disk, the difference to reading it. A slot saves reads of an expert in pass after pass. Both savings
+are compared over as many passes as the cache has waited.
 """
 
 from __future__ import annotations
@@ -12,22 +12,22 @@ from typing import NamedTuple
 from lowtide.policies.slot_lending import MOVE_READS
 
 PRIOR_CHANCE = 0.25
-"""That a request goes on from kept keys before they have waited twice as long, if none was seen."""
+"""Assumed chance that a request continues from a kept cache before its age doubles."""
 
 PRIOR_SEQUENCES = 4
-"""Kept sequences that have to be seen until they count as much as that."""
+"""Number of observed sequences that weigh as much as the assumption."""
 
 YOUNG_PASSES = 64
-"""Within the plan no keys give way that have waited for fewer: until then neither how often experts
-are asked for nor whether a request goes on is known."""
+"""Within the plan, younger caches are never dropped: until then neither the use of experts nor the
+chance of a continuation is known."""
 
 _NUM_CLASSES = 48  # of ages, which double from class to class
 
 
 class Continuations:
-    """The share of kept sequences that requests went on from, by how long they had waited.
+    """Share of kept sequences from which requests continued, by age.
 
-    Ages are in passes: 0, 1, 2 to 3, 4 to 7 and so on are a class each.
+    Ages are in passes, in classes of 0, 1, 2 to 3, 4 to 7 and so on.
     """
 
     def __init__(self) -> None:
@@ -35,9 +35,9 @@ class Continuations:
         self._num_continued = [0] * _NUM_CLASSES
 
     def ended(self, age_passes: int, is_continued: bool) -> None:
-        """Note that keys are kept no longer.
+        """Record that a KV cache is no longer kept.
 
-        A request went on from them, or they were given up and nothing more is known of them.
+        Either a request continued from it, or it was dropped and nothing more is known.
         """
         reached = _age_class(age_passes)
         for outlived in range(reached):
@@ -47,7 +47,7 @@ class Continuations:
             self._num_continued[reached] += 1
 
     def chance(self, age_passes: int) -> float:
-        """That a request goes on from keys of this age before it has doubled, 0 to 1."""
+        """Return the chance, 0 to 1, that a request continues before the age has doubled."""
         reached = _age_class(age_passes)
         num_continued = PRIOR_SEQUENCES * PRIOR_CHANCE + self._num_continued[reached]
         return num_continued / (PRIOR_SEQUENCES + self._num_seen[reached])
@@ -62,18 +62,18 @@ class MemoryPrices(NamedTuple):
     slot_bytes: int
 
     def of_stored_keys(self) -> MemoryPrices:
-        """Return the prices of keys that also lie on disk.
+        """Return the prices of a KV cache that is also on disk.
 
-        They are read back as experts are, where that takes less than computing them.
+        It is read back as experts are, if that is faster than computing it.
         """
         read_s = self.token_bytes * self.read_s / self.slot_bytes
         return self._replace(token_s=min(self.token_s, read_s))
 
     def keys_save_more(self, chance: float, age_passes: int, slot_use: float) -> bool:
-        """Return True if kept keys save at least as much as the slots that their memory would make.
+        """Return True if a kept cache saves at least as much as slots made from its memory.
 
-        A sequence's length is in both, and does not matter. slot_use: the share of passes in which
-        one more resident saves a read.
+        The sequence's length cancels out. slot_use: the share of passes in which one more resident
+        saves a read.
         """
         num_reads = max(0.0, age_passes * slot_use - MOVE_READS)
         kept_s = chance * self.token_s / self.token_bytes
@@ -83,10 +83,10 @@ class MemoryPrices(NamedTuple):
 def gives_way(
     is_planned: bool, age_passes: int, chance: float, slot_use: float, prices: MemoryPrices | None
 ) -> bool:
-    """Whether keys of this age are to be given up.
+    """Return True if a cache of this age should be dropped.
 
-    is_planned: all keys and values are within what the plan has for them. prices: None where
-    nothing was measured yet, so that the plan alone decides.
+    is_planned: all KV caches fit into the planned size. prices: None until measured; the plan alone
+    then decides.
     """
     if prices is None:
         return not is_planned

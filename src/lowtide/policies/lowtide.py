@@ -1,4 +1,4 @@
-"""Lowtide's own placement: moves that pay for themselves, in time that the link has left."""
+"""Lowtide's own placement: moves that pay for themselves, made while the link is idle."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ _NUM_KNOWN = 1025  # token counts whose worth is looked up
 class Lowtide(Placement):
     """TIDE's interval with a memory, and only moves that pay for themselves.
 
-    For each expert it forecasts the seconds per step that residency would save: the cheaper way
-    of running it absent, less its time when resident. At each step the rest of the interval,
-    `tau - t % tau` steps, is what a move can still earn: an expert enters only where its saving
-    over that time, less its cost, exceeds that of the resident it replaces. Experts that this
-    step fetches anyway cost nothing. Another move costs the time it takes from demand on the
-    link: its transfer times the share of time the link is busy with demand. And such moves ride
-    in idle link time: per layer as many as fit into what demand left idle, at most
-    `max_step_bytes` per step over all layers; what a layer does not use it may use within `tau`
-    steps.
+    For each expert it forecasts the seconds per step that residency would save: the cheaper way of
+    running it absent, less its time when resident. A move can earn that for the rest of the
+    interval, `tau - t % tau` steps. An expert enters only if its saving over that time, less the
+    move's cost, exceeds the saving of the resident it replaces.
 
-    `Budgets` moves residents between layers, as many in all as there is room for. A layer that has
-    too many by that evicts those that are worth least. Both go by what is known before a pass; its
-    own demand counts as it will in the forecast's memories. Without a device every move is free.
+    Experts that this step fetches anyway cost nothing. Another move costs the time it takes from
+    demand: its transfer times the share of time the link is busy with demand. Such moves are made
+    in idle link time, at most as many per layer as fit into it, and at most `max_step_bytes` per
+    step over all layers. A layer may use unused idle time within `tau` steps.
+
+    `Budgets` moves residents between layers within the total room; a layer with too many evicts the
+    least valuable. Both use facts from before the pass; a pass' own demand counts as much as in the
+    forecast's memories. Without a device every move is free.
     """
 
     def __init__(
@@ -43,13 +43,13 @@ class Lowtide(Placement):
         max_step_bytes: int | None = None,
         frequency: FloatArray | None = None,
     ) -> None:
-        """Begin with the experts that a calibration found most active, else with the first by id.
+        """Begin with the experts most active in a calibration, else with the first by id.
 
-        frequency [layers, experts]: steps of the calibration in which each expert was active.
+        frequency [layers, experts]: number of the calibration's steps in which each was active.
         """
         num_layers = len(capacity)
         super().__init__(num_layers, num_experts)
-        self._num_residents[:] = capacity  # a layer that has all its experts is not heard of
+        self._num_residents[:] = capacity  # complete layers are never reported
         self._budgets = Budgets(capacity, num_experts)
         self._costs = costs
         self._tau = tau
@@ -67,7 +67,7 @@ class Lowtide(Placement):
 
     @property
     def tau(self) -> int:
-        """The interval in force, in steps."""
+        """The present interval, in steps."""
         return interval(self._tau)
 
     def initial(self, layer: int) -> IntArray:
@@ -108,14 +108,14 @@ class Lowtide(Placement):
         return moves
 
     def _of(self, num_tokens: IntArray) -> FloatArray:
-        """`_seconds`, looked up where it can be."""
+        """Return `_seconds`, from a table if possible."""
         try:
             return self._known_s[num_tokens]
         except IndexError:
             return self._seconds(num_tokens)
 
     def _seconds(self, num_tokens: IntArray) -> FloatArray:
-        """On the device, on the host, and saved by residency. [..., 3]."""
+        """Return seconds on the device, on the host, and saved by residency: [..., 3]."""
         costs = self._costs
         device_s, host_s = costs.device_s(num_tokens), costs.host_s(num_tokens)
         absent_s = np.maximum(device_s, costs.fetch_s) if costs.num_staging else host_s
@@ -123,7 +123,7 @@ class Lowtide(Placement):
         return np.stack([device_s, host_s, saved_s], axis=-1)
 
     def _watch_link(self, facts: Facts) -> float:
-        """Learn how busy demand keeps the link, and grant moves for the time it leaves.
+        """Learn how busy demand keeps the link, and grant moves for its idle time.
 
         Returns the worth of having all activated experts resident.
         """
@@ -149,7 +149,7 @@ class Lowtide(Placement):
     def _affordable(self, facts: Facts, ranks: Ranks, worth_s: float) -> Moves:
         """Return the moves that pay within the rest of the interval.
 
-        Those that cost nothing, and of the others, best first, as many as there is credit.
+        These are the moves that cost nothing and, best first, as many others as the credit allows.
         """
         step, layer = facts.step, facts.layer
         is_prefill = step.kind is StepKind.PREFILL

@@ -1,8 +1,8 @@
-"""`tau=auto`: the interval that would have taken least time over the last steps' own demand.
+"""`tau=auto`: the interval that would have been fastest over the last steps.
 
-TIDE solves for its interval beforehand, from a drift and a miss rate; Eq. 7 of it adds what runs
-side by side. Here the last steps are replayed as `Tide` would place their experts, at every
-candidate interval at once, by the machine's costs.
+TIDE computes its interval beforehand, from a drift and a miss rate; its Eq. 7 adds times that in
+fact overlap. Here the last steps' demand is replayed with the machine's costs, as `Tide` would
+place experts, at all candidate intervals at once.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _HYSTERESIS = 0.01  # share of the time that another interval has to save
 
 
 class TauChange(NamedTuple):
-    """What `OnlineTau` tells of a change."""
+    """A change of the interval, as `OnlineTau` reports it."""
 
     num_steps: int  # seen until then
     old: int
@@ -30,10 +30,11 @@ class TauChange(NamedTuple):
 
 
 class OnlineTau:
-    """Chooser of the interval by the demand of the last steps of a few layers.
+    """Chooses the interval from the demand of the last steps in a few layers.
 
-    From time to time it takes the interval that would have been fastest over them, if it is faster
-    by enough. Knows nothing of residents: it replays from the first kept step's best ones.
+    From time to time it switches to the interval that would have been fastest, if that is fast
+    enough to matter. Knows nothing of residents: the replay starts with the best ones of its first
+    step.
     """
 
     def __init__(
@@ -47,7 +48,7 @@ class OnlineTau:
         watched: Iterable[int] = (0,),
         on_change: Callable[[TauChange], None] = lambda change: None,
     ) -> None:
-        """budget: residents of a layer. waits: whether a refresh waits for what it admits."""
+        """budget: residents of a layer. waits: a refresh waits for the experts it admits."""
         self.tau = tau
         self._budget = min(budget, num_experts)
         self._costs = costs
@@ -59,7 +60,7 @@ class OnlineTau:
         self._num_steps = 0
 
     def observe(self, step: Step, hits: IntArray) -> None:
-        """Tells what a pass asked for; prefill passes and layers that are not watched are ignored.
+        """Learn a pass' demand; prefill passes and unwatched layers are ignored.
 
         hits [num_layers, num_experts]
         """
@@ -92,7 +93,7 @@ class OnlineTau:
 
 
 def interval(tau: int | OnlineTau) -> int:
-    """The refresh interval in force, in steps."""
+    """Return the present refresh interval, in steps."""
     return tau.tau if isinstance(tau, OnlineTau) else tau
 
 
@@ -104,10 +105,10 @@ def interval_seconds(
     costs: Costs,
     waits: bool,
 ) -> FloatArray:
-    """Seconds of these steps' layers at each interval, as `Tide` would place their experts.
+    """Return the seconds of these steps' layers at each interval, placed as `Tide` does: [taus].
 
-    hits [steps, layers, experts]; index [steps]: of each step in its block. Each layer has the
-    link for as long as it takes, on average what it has where layers come one after another. [taus]
+    hits [steps, layers, experts]; index [steps]: each step's number in its block. Each layer has
+    the link for its own duration, which on average is its share when layers follow one another.
     """
     replay = _TauReplay(hits[0], np.array(taus), budget, costs, waits)
     seconds = [replay.step(*one) for one in zip(hits, index.tolist(), strict=True)]
@@ -116,7 +117,7 @@ def interval_seconds(
 
 
 class _TauReplay:
-    """Residents [taus, layers, experts] at every interval, moved on step by step."""
+    """Replayed residents [taus, layers, experts] at every interval."""
 
     def __init__(
         self, first: IntArray, taus: IntArray, budget: int, costs: Costs, waits: bool
@@ -129,7 +130,7 @@ class _TauReplay:
         self._credit = np.zeros(shape[:2])  # of transfers
 
     def step(self, hits: IntArray, index: int) -> FloatArray:
-        """Seconds of all layers. [taus]."""
+        """Replay a step; return its seconds over all layers, [taus]."""
         costs, is_fetched = self._costs, None
         is_refresh = index % self._taus == 0
         if is_refresh.any():
@@ -151,10 +152,10 @@ class _TauReplay:
     def _with_fetches(
         self, device_s: FloatArray, num_fetched: IntArray, fetched_s: FloatArray
     ) -> FloatArray:
-        """Return when the device ends, with residents' `device_s` first and fetched experts last.
+        """Return when the device ends: residents' `device_s` first, fetched experts last.
 
-        Of fetched experts only as many as there are staging slots come beside the residents. Each
-        [taus, layers].
+        Only as many fetched experts as there are staging slots overlap with residents. All arrays
+        are [taus, layers].
         """
         costs = self._costs
         num_beside = np.minimum(num_fetched, costs.num_staging + costs.num_ahead)
@@ -165,7 +166,7 @@ class _TauReplay:
         return end_s
 
     def _refresh(self, hits: IntArray, is_refresh: BoolArray) -> BoolArray | None:
-        """Experts that the step waits for, if it does. [taus, layers, experts]."""
+        """Refresh residents; return experts the step waits for, [taus, layers, experts]."""
         best = np.where(is_refresh[:, None, None], self._best(hits, self._is_resident), False)
         is_of_it = is_refresh[:, None, None]
         new, old = best & ~self._is_resident, self._is_resident & ~best & is_of_it
@@ -178,7 +179,7 @@ class _TauReplay:
         return None
 
     def _arrive(self, layer_s: FloatArray) -> None:
-        """Moves that the link has time for, in the order of their ids."""
+        """Finish the moves for which the link has time, in the order of their ids."""
         is_waiting = self._is_coming.any(axis=2)
         self._credit = np.where(is_waiting, self._credit + layer_s / self._costs.fetch_s, 0.0)
         room = np.floor(self._credit)[:, :, None]
@@ -191,7 +192,7 @@ class _TauReplay:
         self._credit -= num_arrived
 
     def _best(self, hits: IntArray, is_resident: BoolArray) -> BoolArray:
-        """Those of most hits; residents, then lower ids, win ties. The shape of `is_resident`."""
+        """Return the experts with most hits; residents, then lower ids, win ties."""
         num_experts = hits.shape[-1]
         rank = (2 * hits + is_resident) * num_experts + np.arange(num_experts)[::-1]
         if self._budget < num_experts:

@@ -65,7 +65,7 @@ class Placement:
         self._ranks: Ranks
 
     def initial(self, layer: int) -> IntArray:
-        """Experts to make resident before the first step, ascending."""
+        """Return the experts to make resident before the first step, ascending."""
         return np.empty(0, np.int64)
 
     def begin_pass(self, step: Step, num_residents: IntArray, capacity: IntArray) -> Ranks:
@@ -113,19 +113,19 @@ class Placement:
 
 
 class Static(Placement):
-    """The same experts for ever, as many of them as there is room for.
+    """Keeps the same experts, as many as there is room for.
 
-    Without a calibration the first experts by id are kept. `Static` of all experts is the
-    `resident` preset.
+    Without a calibration these are the first by id. `Static` of all experts is the `resident`
+    preset.
     """
 
     def __init__(
         self, orders: Sequence[IntArray], num_experts: int, capacity: Sequence[int] | None = None
     ) -> None:
-        """Keep only experts of `orders`, from the first.
+        """Keep only experts of `orders`.
 
-        orders: per layer, the experts that may ever be kept, the first ones first. capacity: how
-        many of them at the start, by default all.
+        orders: per layer, the experts that may be kept, best first. capacity: their number at the
+        start, by default all.
         """
         super().__init__(len(orders), num_experts)
         self._initial = [np.sort(order) for order in orders]
@@ -139,12 +139,12 @@ class Static(Placement):
 
     @classmethod
     def first(cls, capacity: Sequence[int], num_experts: int) -> Static:
-        """Experts 0 to `capacity[layer]` of each layer."""
+        """Keep experts 0 to `capacity[layer]` of each layer."""
         return cls([np.arange(count) for count in capacity], num_experts)
 
     @classmethod
     def favourites(cls, capacity: Sequence[int], frequency: FloatArray) -> Static:
-        """The experts used most, lower ids first among equals. frequency [layers, experts]."""
+        """Keep the experts used most, lower ids first among equals. frequency [layers, experts]."""
         orders = list((-frequency).argsort(axis=1, kind="stable"))
         return cls(orders, frequency.shape[1], capacity)
 
@@ -165,7 +165,7 @@ class Static(Placement):
 class LRU(Placement):
     """Keeps the experts used last, admitting each on demand (Mixtral-Offloading, per layer).
 
-    Within a step experts count as used in ascending id.
+    Within a step experts count as used in ascending order of ids.
     """
 
     def __init__(self, num_layers: int, num_experts: int) -> None:
@@ -179,17 +179,17 @@ class LRU(Placement):
 class Tide(Placement):
     """Refreshes a layer's residents at every `tau`-th denoising step, and never in between.
 
-    TIDE, Algorithm 1 as its text has it: at steps with `t % tau == 0` the experts with most hits
-    in this very step become resident; residents that are not displaced stay. Prefill does not
-    count as a step, but refreshes where the step that follows it does: so the first pass says who
-    is resident first, unless it `starts_empty`. Among equals residents stay, then lower ids win.
-    Where room is lost in between, those with least hits in this step leave.
+    TIDE, Algorithm 1, as its text says: at steps with `t % tau == 0` the experts with most hits in
+    this step become resident, and residents that are not displaced stay. Prefill is not counted as
+    a step, but refreshes if the following step does; so the first pass chooses the first residents,
+    unless it `starts_empty`. Among equals residents stay, then lower ids win. If room shrinks in
+    between, the experts with least hits in this step leave.
     """
 
     def __init__(
         self, num_layers: int, num_experts: int, tau: int | OnlineTau, starts_empty: bool = False
     ) -> None:
-        """starts_empty: no expert is resident before the first step that is no prefill."""
+        """starts_empty: no expert is resident before the first step other than prefill."""
         super().__init__(num_layers, num_experts)
         self._tau = tau
         self._starts_empty = starts_empty
@@ -207,15 +207,16 @@ class Tide(Placement):
 
 
 class DaliWindow(Placement):
-    """DALI, Algorithm 2: every `w_size` steps `u_size` residents give way to the hottest others.
+    """DALI, Algorithm 2: every `w_size` steps the hottest others replace `u_size` residents.
 
-    Scores sum tokens over the window and start again after it. Where the paper contradicts itself,
-    its text counts: the swap comes after a full window and the *lowest* residents leave. As it is
-    printed all `u_size` of them are swapped; with `always` false, only where the score rises.
-    Readings of ours: every forward pass is a step, prefill too; the
-    cache changes at no other time, unless room is lost; residents start at random, drawn from
-    `seed`. A swap is owed: its transfer lies between two steps, as in the algorithm, and only an
-    expert that the step itself has fetched stays without one.
+    Scores sum tokens over the window, and restart after it. Where the paper contradicts itself, we
+    follow its text: the swap comes after a full window, and the *lowest* residents leave. As
+    printed, all `u_size` are swapped; with `always` false, only where the score rises.
+
+    Our readings: every forward pass is a step, prefill too. The cache changes at no other time
+    unless room shrinks. Residents start at random, drawn from `seed`. A swap is owed: its transfer
+    lies between two steps, as in the algorithm; only an expert that the step itself fetched stays
+    without one.
     """
 
     is_owed = True
@@ -260,5 +261,5 @@ class DaliWindow(Placement):
 
 
 def favourites(worth: FloatArray, count: int) -> IntArray:
-    """The `count` experts of most worth, ascending; lower ids win ties."""
+    """Return the `count` most valuable experts, ascending; lower ids win ties."""
     return np.sort((-worth).argsort(kind="stable")[:count])

@@ -1,8 +1,8 @@
-"""BuddyMoE's substitution in plain Python: gates, Algorithm 1, late experts, the bound on mass.
+"""BuddyMoE's substitution in plain Python: gates, Algorithm 1, late experts, bound on mass.
 
-The reference of `kernels/cpu/decisions/buddies.cpp`. Sums that something is compared with are taken
-in the order of tokens and places, as the compiled twin takes them, so that both decide the same to
-the last bit.
+The reference of `kernels/cpu/decisions/buddies.cpp`. Sums used in comparisons are added in the
+order of tokens and places, as in the compiled twin, so that both decide identically to the last
+bit.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from lowtide.policies.substitution import (
 )
 
 _SLACK = 1e-12
-"""The slack of entropies and margins: sums of the same weights in another order differ by less."""
+"""Slack of entropies and margins for rounding: the same weights are added in another order."""
 
 
 class PlainBuddies:
-    """The plain twins."""
+    """Plain implementations of BuddyMoE's steps."""
 
     def balance(self) -> Assign:
         return Balance()
@@ -48,8 +48,6 @@ class PlainBuddies:
 
 
 class PlainLayer:
-    """See `LayerTwin`."""
-
     def __init__(self, rules: LayerRules) -> None:
         self._rules = rules
 
@@ -68,7 +66,7 @@ class PlainLayer:
 
 
 class _LayerTokens:
-    """One layer's tokens, and which expert runs in place of each of theirs so far."""
+    """One layer's tokens, and the expert that runs for each of their places so far."""
 
     def __init__(
         self, rules: LayerRules, facts: Facts, asked: RoutedTokens, left: Left | None
@@ -82,7 +80,7 @@ class _LayerTokens:
         self._found = asked.experts.copy()
 
     def without_absent(self) -> RoutedTokens | None:
-        """Algorithm 1."""
+        """Replace absent experts by Algorithm 1."""
         may: BoolArray = self._is_open[:, None] & self._absent[self._asked.experts]
         ranks = np.argsort(-self._asked.weights, axis=1, kind="stable")
         for token in np.flatnonzero(may.any(axis=1)).tolist():
@@ -93,8 +91,8 @@ class _LayerTokens:
     def _substitute_token(self, token: int, places: list[int]) -> None:
         """Replace a token's absent experts: the paper's lines 11 to 20, with a budget of `rho`.
 
-        No expert comes twice for a token, not even one that was replaced. places: of absent
-        experts, the most weight first.
+        No expert appears twice for a token, not even a replaced one. places: of absent experts, the
+        largest weight first.
         """
         in_use = set(self._asked.experts[token].tolist())
         num_left = self._rules.rho
@@ -111,7 +109,10 @@ class _LayerTokens:
                     break
 
     def without_late(self, waits: Waits) -> RoutedTokens | None:
-        """Each late expert by all its tokens or by none: one that needs it has it brought."""
+        """Replace late experts, each for all of its tokens or none.
+
+        A single remaining token would still need the expert's bytes.
+        """
         queues = [queue for queue in self._queues(waits) if queue.num_late]
         if not queues:
             return None
@@ -126,7 +127,7 @@ class _LayerTokens:
         return in_order(self._found, self._asked.weights)
 
     def _queues(self, waits: Waits) -> Iterator[_Queue]:
-        """For the disk, then the link, then the host's threads."""
+        """Yield the queues for the disk, then the link, then the host's threads."""
         queue_of = waits.queue_of
         number_of = np.ones(len(self._absent), np.uint8) if queue_of is None else queue_of
         mass = router_mass(self._asked, len(self._absent))
@@ -142,7 +143,7 @@ class _LayerTokens:
         yield _Queue(experts, int(np.count_nonzero(ends_s > waits.deadline_s)))
 
     def _give_up(self, expert: int) -> bool:
-        """All tokens of an expert get a buddy, or none does; which of the two."""
+        """Replace an expert for all of its tokens; return False, changing nothing, if it fails."""
         tokens, places = (self._asked.experts == expert).nonzero()
         if (self._num_left[tokens] < 1).any():
             return False
@@ -166,15 +167,13 @@ class _LayerTokens:
 
 
 class _Queue(NamedTuple):
-    """Absent experts that wait for the same thing, and for how many of them it is too slow."""
+    """Absent experts in one queue, and the number of them for which it is too slow."""
 
     experts: IntArray  # by router mass, least first
     num_late: int
 
 
 class PlainAccount:
-    """See `PassAccount`."""
-
     def __init__(
         self, owner: IntArray, before: Masses, num_layers: int, share: float | None
     ) -> None:
@@ -217,10 +216,10 @@ class PlainAccount:
 def open_tokens(
     rules: LayerRules, kinds: NDArray[np.uint8], weights: WeightArray, absent_share: float
 ) -> BoolArray:
-    """Choose the tokens [tokens] that may have experts replaced, by the paper's gates (3.1).
+    """Return which tokens may have experts replaced, by the paper's gates (3.1): [tokens].
 
-    A token's activating entropy and margin, then the layer's share of absent experts. Before them
-    comes ours: rows whose outcome lasts are exact unless asked otherwise.
+    The gates are a token's activating entropy and margin, and the layer's share of absent experts.
+    Before them, ours: rows with lasting results stay exact unless an option says otherwise.
     """
     is_open: BoolArray = (rules.exact_kinds >> kinds.astype(np.int64)) & 1 == 0
     if rules.entropy >= 0:
@@ -231,7 +230,7 @@ def open_tokens(
 
 
 def token_margins(weights: WeightArray) -> FloatArray:
-    """A token's best p less its second best, its weights made to sum to 1. [tokens]."""
+    """Return a token's best p less its second best, with weights normalised to 1: [tokens]."""
     if weights.shape[1] < 2:
         return np.ones(len(weights))
     best = -np.partition(-weights.astype(np.float64), 1, axis=1)
@@ -240,7 +239,7 @@ def token_margins(weights: WeightArray) -> FloatArray:
 
 
 def by_mass(which: BoolArray, mass: FloatArray) -> IntArray:
-    """Experts of `which` [num_experts], those of least router mass first, ties by id."""
+    """Return the experts of `which` [num_experts], by rising router mass, ties by id."""
     experts = which.nonzero()[0]
     ordered: IntArray = experts[np.argsort(mass[experts], kind="stable")]
     return ordered

@@ -1,7 +1,7 @@
-"""Prefetch: which absent experts of the next layer to fetch before its router has spoken.
+"""Prefetch: chooses absent experts of the next layer to fetch before its router has run.
 
-Pure decisions. A mechanism may run the next layer's gate early and hand over what it predicts;
-a policy ranks. What is chosen here is fetched into separate slots, in idle link time only.
+Pure decisions. A mechanism may run the next layer's gate early and pass on its prediction; a policy
+ranks. Chosen experts are fetched into separate slots, in idle link time only.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from lowtide.errors import UsageError
 
 
 class Gate(enum.Enum):
-    """What the mechanism feeds to the next layer's gate, to predict its routing."""
+    """Features given to the next layer's gate, to predict its routing."""
 
     NONE = "none"  # nothing: no prediction is wanted
     RAW = "raw"  # this layer's gate input as it is
@@ -27,38 +27,38 @@ class Gate(enum.Enum):
 
 
 class Ahead(NamedTuple):
-    """What is known of a layer before its router has spoken."""
+    """Facts about a layer before its router has run."""
 
     layer: int
     is_kept: BoolArray  # [num_experts]: residents, and those on their way to be
     predicted: IntArray | None = None
-    """[num_experts]: tokens that an early gate sends to each expert; None without."""
+    """[num_experts]: tokens that an early gate predicts for each expert; None without a gate."""
     is_long: bool = False
-    """Whether the pass has more rows than an early gate is asked about."""
+    """True if the pass has too many rows for an early gate."""
 
 
 class Prefetch(ABC):
-    """Ranks the experts of a layer ahead of time, and names the best of those absent."""
+    """Ranks the experts of a layer ahead of time, and names the best absent ones."""
 
     gate: Gate = Gate.NONE
 
     def __init__(self, num_experts_ahead: int) -> None:
-        """`num_experts_ahead`: experts prefetched per layer, at most."""
+        """num_experts_ahead: most experts prefetched per layer."""
         self.num_experts_ahead = num_experts_ahead
 
     @abstractmethod
     def score(self, ahead: Ahead) -> FloatArray | IntArray:
-        """How much each expert is expected to be wanted; 0 is not at all. [num_experts]."""
+        """Return the expected demand of each expert, [num_experts]; 0 is none."""
 
     def wants_prediction(self, layer: int) -> bool:
-        """Whether `choose` will go by an early gate's prediction of `layer`: they cost time."""
+        """Return True if `choose` will use a prediction of `layer` by an early gate."""
         return self.gate is not Gate.NONE
 
     def observe(self, facts: Facts) -> None:  # noqa: B027 (most have no memory)
-        """Tells what a layer did ask for, before `choose` is asked for the next one."""
+        """Learn a layer's demand, before `choose` is called for the next layer."""
 
     def choose(self, ahead: Ahead) -> IntArray:
-        """Absent experts to fetch ahead, the most wanted first; lower ids win ties."""
+        """Return absent experts to fetch ahead, the most wanted first; lower ids win ties."""
         if ahead.is_long and self.gate is not Gate.NONE:
             return NO_EXPERTS
         score = self.score(ahead)
@@ -68,7 +68,7 @@ class Prefetch(ABC):
         return chosen
 
     def record(self, outcome: PrefetchOutcome) -> None:  # noqa: B027
-        """Tells what became of the experts prefetched for one layer."""
+        """Learn the outcome of one layer's prefetches."""
 
 
 @dataclass(slots=True)
@@ -99,7 +99,7 @@ class NoPrefetch(Prefetch):
 
 
 class NextGate(Prefetch):
-    """The next layer's gate on this layer's features (HybriMoE), ranked by predicted tokens."""
+    """Ranks by the next layer's gate on this layer's features (HybriMoE): predicted tokens."""
 
     gate = Gate.RAW
 
@@ -112,13 +112,13 @@ class NextGate(Prefetch):
 
 
 class Residual(NextGate):
-    """The next layer's gate on features moved by the mean residual (DALI, Eqs. 10-11)."""
+    """Ranks by the next layer's gate on features moved by the mean residual (DALI, Eqs. 10-11)."""
 
     gate = Gate.RESIDUAL
 
 
 def count_following(ids: Sequence[IntArray], num_experts: int) -> FloatArray:
-    """How often a token's experts of one layer were followed by each of the next layer's.
+    """Count how often each expert of a layer is followed by each of the next layer's, per token.
 
     `ids`: arrays [rows, layers, k] of expert ids. Returns [layers - 1, experts, experts].
     """
@@ -132,7 +132,7 @@ def count_following(ids: Sequence[IntArray], num_experts: int) -> FloatArray:
 
 
 class PreviousStep(Prefetch):
-    """What the same layer asked for one step ago: within a diffusion block it hardly changes."""
+    """Ranks by the layer's demand one step ago, which hardly changes in a diffusion block."""
 
     def __init__(self, num_experts_ahead: int, num_layers: int, num_experts: int) -> None:
         super().__init__(num_experts_ahead)
@@ -149,7 +149,7 @@ class PreviousStep(Prefetch):
 
 
 class Combined(Prefetch):
-    """The sum of an early gate's ranking and another one, each scaled to sum to one."""
+    """Adds an early gate's ranking and another one, each normalised to sum 1."""
 
     def __init__(self, num_experts_ahead: int, of_gate: NextGate, other: Prefetch) -> None:
         super().__init__(num_experts_ahead)
@@ -174,12 +174,12 @@ _DECAY = 0.98  # of the sums, from one layer to the next
 
 
 class PaysOff(Prefetch):
-    """Lets a prefetcher act while it earns its keep, and watches it in silence while it does not.
+    """Uses a prefetcher while it pays, and otherwise only observes its forecasts.
 
-    A hit saves the transfer that a wasted expert costs; both are exponential sums over layers. It
-    is switched off when fewer hit than are wasted, and on again when of its silent forecasts
-    `_MARGIN` times as many would hit. A late expert counts neither way: its bytes were used.
-    Forecasts cost time too: in silence few are made.
+    A hit saves the transfer that a wasted expert costs; both are counted as exponential sums over
+    layers. Prefetching stops when there are fewer hits than wasted experts, and resumes when
+    `_MARGIN` times as many of its silent forecasts would hit. A late expert counts neither way,
+    since its bytes were used. Forecasts cost time, so few are made in silence.
     """
 
     def __init__(self, inner: Prefetch) -> None:
@@ -222,7 +222,7 @@ class PaysOff(Prefetch):
         return chosen[:0]
 
     def _is_watched(self, layer: int) -> bool:
-        """Whether a forecast of `layer` is made when it is its turn next."""
+        """Return True if a forecast of `layer` is made the next time."""
         num_steps = self._num_steps + (layer <= self._last_layer)
         return self.is_on or (num_steps + layer) % _WATCH_STRIDE == 0
 

@@ -1,6 +1,6 @@
-"""Presets: the names a user gives to policies, and what a name says about them.
+"""Presets: users' names of policies, and the facts behind a name.
 
-All of it is asked of the catalogue, in which `auto` is not: it stands for one of the others.
+All facts come from the catalogue, except for `auto`, which stands for one of the others.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from lowtide.policies.trial import NUM_TRIED
 
 AUTO = "auto"
 TRIED = ("lowtide", "lru")
-"""What `auto` tries in turn beside a device, the first where the other cannot run."""
+"""Presets that `auto` tries in turn beside a device; the first one if they cannot be compared."""
 
 ORACLE = "oracle"
-"""A ceiling that knows the future: a replay has it, no engine can."""
+"""A ceiling that knows the future: only a replay can have it."""
 
 
 def preset_names() -> tuple[str, ...]:
-    """Every name that a policy may be given by."""
+    """Return every name of a policy."""
     return (AUTO, *CATALOGUE)
 
 
 def recipe(name: str) -> Recipe:
-    """The preset called `name`; raises UsageError when there is none."""
+    """Return the preset called `name`; raise UsageError if there is none."""
     _refuse_oracle(name)
     if name not in CATALOGUE:
         raise UsageError(f"Preset {name!r} is not known; choose one of {', '.join(CATALOGUE)}.")
@@ -37,7 +37,7 @@ def recipe(name: str) -> Recipe:
 
 
 def register(name: str, made: Recipe) -> None:
-    """Adds a preset. Raises UsageError for a name that is taken."""
+    """Add a preset. Raise UsageError for a name that is taken."""
     if name in (AUTO, ORACLE):
         raise UsageError(f"There is a preset {name!r} already; choose another name.")
     CATALOGUE.register(name, made)
@@ -56,13 +56,13 @@ def name_of(policy: str | Recipe) -> str:
 
 
 def unregister(name: str) -> None:
-    """Takes a preset out again. Raises UsageError when there is none."""
+    """Remove a preset. Raise UsageError if there is none."""
     recipe(name)
     del CATALOGUE[name]
 
 
 def options_of(name: str) -> Mapping[str, PolicyOption[object]]:
-    """The options of a policy by name, none for one that is not known."""
+    """Return a policy's options by name; none for an unknown policy."""
     if name == AUTO:
         return {TAU.name: TAU}
     if name not in CATALOGUE:
@@ -72,36 +72,36 @@ def options_of(name: str) -> Mapping[str, PolicyOption[object]]:
 
 
 def fetches_all(name: str) -> bool:
-    """Whether a policy fetches every absent expert, and so cannot be without a staging slot."""
+    """Return True if a policy fetches every absent expert and so needs a staging slot."""
     return name in CATALOGUE and CATALOGUE[name].fetches_all
 
 
 def substitutes(name: str, options: Mapping[str, str]) -> bool:
-    """Whether a policy with these options may have other experts run than the router chose."""
+    """Return True if a policy with these options may run other experts than the router chose."""
     if name not in CATALOGUE or CATALOGUE[name].substitution is None:
         return False
     return CATALOGUE[name].substitutes(parse_options(name, options))
 
 
 def asks_scores(name: str) -> bool:
-    """Whether a policy wants the router's scores in its facts."""
+    """Return True if a policy needs the router's scores in its facts."""
     return name in CATALOGUE and CATALOGUE[name].asks_scores
 
 
 def is_lossless(name: str) -> bool:
-    """Whether a policy changes no token; so of `auto`, and where a name is not known."""
+    """Return True if a policy changes no token; also for `auto` and unknown names."""
     return name not in CATALOGUE or CATALOGUE[name].is_lossless
 
 
 def lossless_presets() -> tuple[str, ...]:
-    """Presets that change no token, but for `resident`, with which they are compared."""
+    """Return presets that change no token, without `resident`, with which they are compared."""
     return tuple(
         name for name, made in CATALOGUE.items() if made.is_lossless and name != "resident"
     )
 
 
 def check_policy(name: str, options: Mapping[str, str]) -> None:
-    """Raises UsageError for an unknown preset, option or value; needs no model."""
+    """Raise UsageError for an unknown preset, option or value; needs no model."""
     _refuse_oracle(name)
     if name not in preset_names():
         raise UsageError(
@@ -140,7 +140,7 @@ def parse_options(name: str, options: Mapping[str, str]) -> dict[str, object]:
 
 
 def choose_preset(name: str, *, everything_fits: bool, has_device: bool = False) -> tuple[str, str]:
-    """The preset that `name` stands for here, and the reason."""
+    """Return the preset that `name` stands for here, and the reason."""
     if name == AUTO:
         if everything_fits:
             return "resident", "all experts fit into the budget"
@@ -159,5 +159,5 @@ def choose_preset(name: str, *, everything_fits: bool, has_device: bool = False)
 
 
 def make_policies(preset: str, inputs: PolicyInputs, *, everything_fits: bool) -> Policies:
-    """The policies of a preset; with room for every expert there is nothing to decide."""
+    """Make a preset's policies; with room for every expert, those of `resident`."""
     return recipe("resident" if everything_fits else preset).policies(inputs)

@@ -1,8 +1,7 @@
-"""Ranks: what a placement says before a pass, and the moves that follow from it.
+"""Ranks: a placement's numbers before a pass, and the moves that follow from them.
 
-Without a device policies are not asked within a pass: which expert becomes resident in place of
-which follows from numbers that were written down before. `admit` is the plain twin of
-what compiled code does.
+Without a device policies are not called within a pass: numbers fixed before it determine which
+expert becomes resident in place of which. `admit` is the plain twin of the compiled code.
 """
 
 from __future__ import annotations
@@ -14,11 +13,11 @@ import numpy as np
 from lowtide.core import NO_MOVES, BoolArray, FloatArray, IntArray, Moves
 
 NO_LIMIT = 2**31 - 1
-"""More than any layer has experts."""
+"""More experts than any layer has."""
 
 
 class Ranks(NamedTuple):
-    """Which absent experts may become resident in each layer, and in whose place."""
+    """Numbers that determine which absent experts may become resident, and which they replace."""
 
     rank: FloatArray  # [num_layers, num_experts] the placement's own memory: bumps change it
     room: IntArray  # [num_layers]: residents that each layer may have
@@ -38,11 +37,12 @@ class Ranks(NamedTuple):
 def admit(
     ranks: Ranks, layer: int, experts: IntArray, num_tokens: IntArray, is_resident: BoolArray
 ) -> Moves:
-    """A layer's moves when its router has asked for `experts`, ascending; raises their ranks.
+    """Return a layer's moves for the demanded `experts`, ascending, and raise their ranks.
 
-    Absent demanded experts come in order of rank, lower ids first among equals, while there is
-    free room or a resident of less rank. A demanded resident may leave as well, after its use.
-    Those that are not demanded are not read: where they compete, those they would replace stay.
+    Absent demanded experts are admitted by rank, lower ids first among equals, while there is free
+    room or a resident of lower rank. A demanded resident may leave as well, after its use. Experts
+    that are
+    not demanded are not read: if they outrank a resident, it stays.
     """
     bump(ranks, layer, experts, num_tokens)
     is_demanded = np.zeros(len(is_resident), np.bool_)
@@ -52,7 +52,7 @@ def admit(
 
 
 def bump(ranks: Ranks, layer: int, experts: IntArray, num_tokens: IntArray) -> None:
-    """Raises the ranks of demanded experts."""
+    """Raise the ranks of demanded experts."""
     rank = ranks.rank[layer]
     if ranks.clock is not None:
         rank[experts] = ranks.clock[0] + np.arange(1, len(experts) + 1)
@@ -67,9 +67,9 @@ def bump(ranks: Ranks, layer: int, experts: IntArray, num_tokens: IntArray) -> N
 
 
 def choose(ranks: Ranks, layer: int, may_enter: BoolArray, is_resident: BoolArray) -> Moves:
-    """The moves of `admit` by the ranks as they are, all to be admitted at once.
+    """Return the moves of `admit` for the ranks as they are, all admitted at once.
 
-    may_enter [num_experts]: who is considered, if absent.
+    may_enter [num_experts]: absent experts that are considered.
     """
     rank, room = ranks.rank[layer], int(ranks.room[layer])
     residents = is_resident.nonzero()[0]
@@ -93,7 +93,7 @@ def choose(ranks: Ranks, layer: int, may_enter: BoolArray, is_resident: BoolArra
 
 
 def of_those(moves: Moves, experts: IntArray) -> Moves:
-    """Those of `moves` that admit one of `experts`, and none in place of the others."""
+    """Return only those of `moves` that admit one of `experts`."""
     if not len(moves.admit):
         return moves
     admit = moves.admit[np.isin(moves.admit, experts)]

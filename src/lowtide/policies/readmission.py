@@ -1,7 +1,7 @@
-"""Readmission: replaced experts that are read all the same, so that residents keep adapting.
+"""Readmission: reads some replaced experts after all, so that residents keep adapting.
 
-Without a device only experts that run are read, and a replaced one does not. Were all absent ones
-replaced for ever, the model would be pruned to the first residents, and look fast.
+Without a device only experts that run are read, and replaced ones do not run. If all absent experts
+were always replaced, the model would in effect be pruned to its first residents, and look fast.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import numpy as np
 from lowtide.core import NO_EXPERTS, Facts, IntArray, Moves
 
 EVERY = 8
-"""Passes in which a layer may have one such read: an eighth of a read per layer and pass is little
-beside what substitution saves, and a layer's residents are new after a few hundred tokens."""
+"""A layer has one such read in this many passes. That is little beside the savings of substitution,
+and still renews a layer's residents within a few hundred tokens."""
 
 
 class Readmission:
@@ -22,10 +22,9 @@ class Readmission:
         self._num_passes = np.arange(num_layers) % EVERY
 
     def choose(self, facts: Facts, run: Facts | None, moves: Moves) -> IntArray:
-        """Choose an expert to admit when it is the layer's turn, else none.
+        """Return an expert to admit if it is the layer's turn, else none.
 
-        It is the one with most tokens among those that the router asked for, that the placement
-        admits and that do not run.
+        It is the demanded expert with most tokens that the placement admits and that does not run.
         """
         self._num_passes[facts.layer] += 1
         if run is None or self._num_passes[facts.layer] % EVERY:

@@ -1,6 +1,6 @@
-"""Reads ahead of a layer where the host runs all experts: when they begin, save and stay on.
+"""Rules for reading experts ahead of their layer, where the host runs all experts.
 
-The engine, the replay and the prediction of speed go by the same rules.
+The engine, the replay and the prediction of speed use the same rules.
 """
 
 from __future__ import annotations
@@ -13,25 +13,26 @@ import numpy as np
 from lowtide.policies.prefetch import Gate
 
 NEARLY_ALL = 0.9
-"""A layer's share of demanded experts from which the next layer is expected to ask for all: no
-more than a tenth of the reads ahead are for nothing then, if the layers are alike."""
+"""Share of a layer's experts above which the next layer is expected to demand all; at most a tenth
+of the reads ahead are then wasted, if the layers are alike."""
 
 GATE_ACCURACY: Mapping[Gate, float] = {Gate.RAW: 0.75, Gate.RESIDUAL: 0.86}
-"""About what DALI reports (means of its figures for Qwen and DeepSeek): what is assumed where
-it was not measured."""
+"""Assumed accuracy if it was not measured: about DALI's (means of its figures for Qwen and
+DeepSeek)."""
 
 NUM_TRIED = 12
 """Passes of a trial with reading ahead, and as many without, in turn."""
 
 NUM_KEPT = 500
-"""Passes until the next trial, which so takes a twentieth of all passes."""
+"""Passes until the next trial, so that trials take a twentieth of all passes."""
 
 WORTH = 0.98
-"""Reading ahead stays on below this share of the time without it: a smaller gain may be chance."""
+"""Reading ahead stays on if it takes less than this share of the time without it: a smaller gain
+may be chance."""
 
 
 class AheadTrial:
-    """Decides whether the next pass reads ahead. Knows nothing of what passes do."""
+    """Decides by trial whether the next pass reads ahead. Knows nothing of the passes' work."""
 
     def __init__(self) -> None:
         self.is_on = False
@@ -39,7 +40,7 @@ class AheadTrial:
         self._seconds: dict[bool, list[float]] = {False: [], True: []}
 
     def note_seconds(self, seconds: float) -> None:
-        """Counts a pass that waited for reads, or would have."""
+        """Count a pass that waited for reads, or would have."""
         if self._num_kept:
             self._num_kept -= 1
             return
@@ -52,7 +53,7 @@ class AheadTrial:
 
 
 class AheadReads(NamedTuple):
-    """What became of a layer's experts that were expected."""
+    """Outcome of a layer's reads ahead."""
 
     saved_s: float  # of the layer's own reads; below 0 where a read that is given up is waited for
     done_s: float  # the disk was busy with them before the layer asked
@@ -62,10 +63,10 @@ class AheadReads(NamedTuple):
 def read_ahead(
     num_right: float, num_wrong: float, window_s: float, read_s: float, piece_s: float = 0.0
 ) -> AheadReads:
-    """Reads of absent experts, some that the layer will ask for among some that it will not.
+    """Model reads of absent experts ahead of a layer, of which some are right and some wrong.
 
-    window_s: from the last read of the layer before to this layer's demand. read_s: of an expert;
-    piece_s: of the part of it after which a read can be given up.
+    window_s: from the last read of the layer before to this layer's demand.
+    read_s: of an expert. piece_s: of the part after which a read can be stopped.
     """
     num_expected = num_right + num_wrong
     if not num_expected:

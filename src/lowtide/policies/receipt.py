@@ -1,7 +1,7 @@
-"""What substitution did to each request: the receipt, and what a request may still have moved.
+"""Receipts: what substitution did to each request, and how much more it may do.
 
-*Router mass* is the weight that the router gave; mass is moved where its expert is replaced.
-Counted here alone, so that what bounds a request and what it is told are the same numbers.
+*Router mass* is the weight that the router gave an expert; it is moved if the expert is replaced.
+It is counted only here, so that limits and receipts use the same numbers.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from lowtide.policies.plain_buddies import PlainBuddies
 from lowtide.policies.substitution import check_substituted, replaced
 
 _SLACK = 1e-9
-"""The slack of a bound, as a share: sums of the same weights in another order differ by less."""
+"""Slack of a bound, as a share, for rounding: the same weights are added in another order."""
 
 
 @dataclass(frozen=True, slots=True)
 class Receipt:
-    """What a policy that changes words did to one request.
+    """Effect of a policy that changes words on one request.
 
-    A token counts once for each pass that computed it; a pass that failed for another request, and
-    is run again, counts once. The share of the mass is at most the request's `max_mass`, where
-    there is one.
+    A token counts once for each pass that computed it. A pass that failed because of another
+    request and is run again counts once. The moved share of the mass is at most the request's
+    `max_mass`, if set.
     """
 
     num_tokens: int  # computed in all, prompt included
@@ -39,7 +39,7 @@ class Receipt:
 
     @classmethod
     def total(cls, receipts: Sequence[Receipt]) -> Receipt:
-        """What was done to several requests, as one."""
+        """Sum the receipts of several requests."""
         sums = {
             name: sum(getattr(each, name) for each in receipts)
             for name in cls.__slots__
@@ -57,7 +57,7 @@ class Receipt:
         return self.moved_mass / self.routed_mass if self.routed_mass else 0.0
 
     def as_dict(self) -> dict[str, object]:
-        """The fields, and what follows from them."""
+        """Return the fields and the figures derived from them."""
         fields: dict[str, object] = {name: getattr(self, name) for name in self.__slots__}
         return {
             **fields,
@@ -69,7 +69,7 @@ class Receipt:
 
 @dataclass(slots=True)
 class _Tally:
-    """A receipt in the making."""
+    """A receipt in progress."""
 
     substitutions: Sequence[int]  # in each layer
     num_tokens: int = 0
@@ -92,14 +92,14 @@ class _Tally:
 
 
 class Receipts:
-    """Owns every request's tally; is told of each layer that policies asked the routing of."""
+    """Owns every request's tally, updated with each layer's routing."""
 
     def __init__(
         self, num_layers: int, max_mass: float | None = None, twins: BuddyTwins | None = None
     ) -> None:
         """Begin without accounts.
 
-        max_mass: replaced over routed mass of a request, at most, at any time. twins: the counters,
+        max_mass: limit of a request's replaced over routed mass, at any time. twins: the counters,
         by default the plain ones.
         """
         self._num_layers = num_layers
@@ -119,14 +119,14 @@ class Receipts:
     def route(self, facts: Facts, routing: RoutedTokens) -> Left | None:
         """Add a layer's router weights; return the mass that requests may still move.
 
-        None where nothing bounds it.
+        None if there is no limit.
         """
         return self.account(facts, routing).route(routing.weights)
 
     def substitute(self, facts: Facts, asked: RoutedTokens, run: RoutedTokens) -> None:
-        """Adds what a layer runs in place of what its router chose.
+        """Record the routing that runs in place of the router's choice.
 
-        Raises InternalError for what cannot be run.
+        Raises InternalError for a routing that cannot be run.
         """
         check_substituted(run, asked, len(facts.is_kept))
         self._account.move(facts.layer, asked, run, len(facts.is_kept))
@@ -134,10 +134,11 @@ class Receipts:
     def settle(
         self, asked: RoutedTokens, run: RoutedTokens, expert_bytes: FloatArray, net_bytes: float
     ) -> None:
-        """Adds what a layer's substitutions saved.
+        """Record the savings of a layer's substitutions.
 
-        expert_bytes [num_experts]: what the replacement of each expert saved by itself, 0 where it
-        came anyway; net_bytes: what the layer as a whole did, which requests share by their pairs.
+        expert_bytes [num_experts]: saved by the replacement of each expert, 0 if it was brought
+        anyway.
+        net_bytes: saved by the whole layer, which requests share by their pairs.
         """
         is_moved = replaced(asked, run)
         owners = np.repeat(self._owner, is_moved.sum(axis=1))
@@ -153,38 +154,38 @@ class Receipts:
             tally.num_in_vain += num_in_vain
 
     def mark(self) -> None:
-        """Keeps the counts as they are before a pass, for `take_back`."""
+        """Save the counts before a pass, for `take_back`."""
         self._write_down()
         self._marked = {name: replace(tally) for name, tally in self._tallies.items()}
 
     def take_back(self) -> None:
-        """Counts nothing since `mark`: the pass has failed."""
+        """Restore the counts of `mark`, because the pass has failed."""
         self._tallies, self._running, self._before = self._marked, [], []
         self._rows, self._last_layer = None, self._num_layers
 
     def take(self, request: int) -> Receipt | None:
-        """The receipt of a request that has ended; None where nothing was counted of it."""
+        """Return the receipt of a request that has ended; None if nothing was counted."""
         self._write_down()
         tally = self._tallies.pop(request, None)
         self._rows, self._last_layer = None, self._num_layers
         return None if tally is None else tally.receipt()
 
     def all(self) -> list[Receipt]:
-        """The receipts of all requests so far."""
+        """Return the receipts of all requests so far."""
         self._write_down()
         return [tally.receipt() for tally in self._tallies.values()]
 
     def take_over(self, others: Receipts) -> None:
-        """Takes over the tallies of `others`, which counted until now."""
+        """Take over the tallies of `others`, which counted until now."""
         others._write_down()
         self._tallies.update(others._tallies)
         # Otherwise `others` would write their old counts into the tallies.
         others._running, others._before, others._rows = [], [], None
 
     def account(self, facts: Facts, routing: RoutedTokens) -> PassAccount:
-        """Return the account of the pass under way, for callers that count by themselves.
+        """Return the account of the current pass, for callers that count by themselves.
 
-        At a pass's first layer it begins a new account, with the owners of the pass's rows.
+        At a pass' first layer it begins a new account, with the owners of the pass' rows.
         """
         rows, num_rows = facts.step.rows, len(routing.weights)
         is_same = rows is self._rows and facts.layer > self._last_layer
@@ -211,7 +212,7 @@ class Receipts:
             tally.num_tokens += count
 
     def _write_down(self) -> None:
-        """What the pass under way came to so far, in every tally."""
+        """Add the current pass' counts to every tally."""
         masses, (pairs, tokens) = self._account.masses, self._account.moved
         for i, (tally, (substitutions, num_affected)) in enumerate(
             zip(self._running, self._before, strict=True)

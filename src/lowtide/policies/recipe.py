@@ -1,7 +1,7 @@
-"""A recipe: everything that a preset is, in one place.
+"""A recipe: the complete description of a preset.
 
-Its three policies and how they are made, the options that a user may give, and what others ask
-about it: who compares it, who must make room for its fetches, whether it changes a token.
+It has the preset's three policies and how to make them, its options, and facts about it: whether it
+is compared, needs a slot for fetches, or may change a token.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ MAX_WHOLE = 999_999
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PolicyInputs:
-    """What the policies of a preset are made from.
+    """Inputs from which the policies of a preset are made.
 
-    capacity: residents per MoE layer; a preset may divide as many in all otherwise.
-    options: values by name; each recipe takes those of its own, defaults for the others.
+    capacity: residents per MoE layer; a preset may divide the total otherwise.
+    options: values by name; a recipe uses its own options, with defaults for missing ones.
     frequency: [layers, experts], a calibration's activations; without one static presets keep the
         first experts by id.
-    following: [layers - 1, experts, experts], from `count_following`; without one no statistics.
-    hits: [passes, layers, experts], a calibration's tokens per expert, the load that
-        `moe-lightning` plans for and `lowtide` divides its residents for; without one every
-        expert is given one token, and all layers what `capacity` says.
-    on_tau_change: is told of an interval that follows the drift.
-    buddies: which experts may stand in for which, from a calibration; twins: what substitutes,
-        counts and balances beside that, the plain ones by default.
+    following: [layers - 1, experts, experts], from `count_following`; None without a calibration.
+    hits: [passes, layers, experts], a calibration's tokens per expert: the load that
+        `moe-lightning` plans for and by which `lowtide` divides its residents. Without one every
+        expert counts one token, and layers keep `capacity`.
+    on_tau_change: called when an interval that follows the drift changes.
+    buddies: a calibration's buddy profile. twins: implementations of substitution, counting and
+        balancing; by default the plain ones.
     """
 
     capacity: Sequence[int]
@@ -65,7 +65,7 @@ class PolicyInputs:
         return len(self.capacity)
 
     def having(self, **options: object) -> PolicyInputs:
-        """The same with these options, too."""
+        """Return the same inputs with further options."""
         return replace(self, options={**self.options, **options})
 
 
@@ -73,9 +73,9 @@ class PolicyInputs:
 class PolicyOption(Generic[T_co]):
     """An option of a preset: a number in a range, or a word; docs/policies.md describes each.
 
-    default: where it is a float, or none of a number and an end of the range is one, numbers need
-    not be whole, and may be told to be above `low`. words: the value of each; a switch has `true`
-    and `false` and no range.
+    Numbers need not be whole if the default is a float or, for a default that is no number, if an
+    end of the range is one. is_above_low: `low` itself is excluded. words: word -> value; a switch
+    has `true` and `false` and no range.
     """
 
     name: str
@@ -87,18 +87,18 @@ class PolicyOption(Generic[T_co]):
 
     @property
     def is_whole(self) -> bool:
-        """Whether only whole numbers will do."""
+        """True if numbers must be whole."""
         kind = type(self.default)
         if kind in (int, float):
             return kind is int
         return float not in (type(self.low), type(self.high))
 
     def of(self, inputs: PolicyInputs) -> T_co:
-        """The value in force."""
+        """Return the option's value."""
         return cast(T_co, inputs.options.get(self.name, self.default))
 
     def parse(self, text: str) -> T_co:
-        """Raises UsageError for what is neither a number in the range nor one of the words."""
+        """Parse a value. Raise UsageError unless it is in the range or one of the words."""
         if text in self.words:
             return self.words[text]
         number = _number(text, self.is_whole)
@@ -109,7 +109,7 @@ class PolicyOption(Generic[T_co]):
 
     @property
     def choices(self) -> str:
-        """What may be said, in words."""
+        """The accepted values, in words."""
         if self.high < self.low:
             return " or ".join(self.words)
         kind = "a whole number" if self.is_whole else "a number"
@@ -118,7 +118,7 @@ class PolicyOption(Generic[T_co]):
 
 
 def _number(text: str, is_whole: bool) -> float | None:
-    """None for what is not a plain finite number."""
+    """Parse a plain finite number, or return None."""
     if not text.isascii() or len(text) > 24:
         return None
     if is_whole:
@@ -131,7 +131,7 @@ def _number(text: str, is_whole: bool) -> float | None:
 
 
 def switch(name: str) -> PolicyOption[bool]:
-    """An option that is `true` or `false`, false unless it is given."""
+    """Make an option that is `true` or `false`, by default false."""
     return PolicyOption(name, False, words={"true": True, "false": False})
 
 
@@ -145,21 +145,19 @@ def _no_prefetch(inputs: PolicyInputs) -> Prefetch:
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """A preset: how each of its three policies is made from `PolicyInputs`, with its properties.
+    """A preset: how its three policies are made from `PolicyInputs`, and facts about it.
 
-    prefetch: beside a device alone; where there is none the next layer's experts are read ahead
-    under every preset.
-    borrowed: further options, other presets', looked up when they are asked for.
-    capacity: residents of each layer at the start, which the placement gets.
-    waits: whether a step waits for the experts it admits.
-    fetches_all: every absent expert is fetched, so that it cannot be without a staging slot.
-    weighs_moves: the placement asks what a move costs.
-    is_lossless: no token depends on what it decides.
-    substitution: what may have other experts run than the router chose, if its inputs says so;
-    not lossless then. substitutes: whether these options do; max_mass: what bounds it, for each
-    request.
-    asks_scores: its substitution wants the router's scores in its facts, too.
-    contradiction: what of these options contradicts another, as a sentence.
+    prefetch: used only beside a device; without one every preset reads ahead alike.
+    borrowed: other presets' options that it also takes, looked up on demand.
+    capacity: residents of each layer at the start.
+    waits: True if a step waits for the experts it admits.
+    fetches_all: fetches every absent expert, so it needs a staging slot.
+    weighs_moves: its placement uses the cost of moves.
+    is_lossless: changes no token.
+    substitution: may run other experts than the router chose, if its options say so; not lossless.
+    substitutes: True if these options do. max_mass: limit for each request.
+    asks_scores: its substitution needs the router's scores in its facts.
+    contradiction: returns an error message for contradictory options, or None.
     """
 
     placement: Callable[[PolicyInputs], Placement]
@@ -180,7 +178,7 @@ class Recipe:
 
     @property
     def unused_without_device(self) -> tuple[str, ...]:
-        """What of it the host alone does not use."""
+        """Names of its policies that the host alone does not use."""
         own = {
             "assignment": self.assignment is not _all_host,
             "prefetch": self.prefetch is not _no_prefetch,
@@ -188,9 +186,9 @@ class Recipe:
         return tuple(name for name, is_own in own.items() if is_own)
 
     def policies(self, inputs: PolicyInputs) -> Policies:
-        """The preset at work, for one model, budget and machine.
+        """Make the preset's policies for one model, budget and machine.
 
-        Raises PlanError where it fetches everything and there is no slot to fetch into.
+        Raises PlanError if it fetches everything and there is no slot to fetch into.
         """
         if self.fetches_all and not inputs.costs.num_staging:
             raise PlanError(
@@ -206,7 +204,7 @@ class Recipe:
         )
 
     def policies_without_device(self, inputs: PolicyInputs) -> Policies:
-        """Its placement, where the host runs every expert and reads each that is absent."""
+        """Make its placement for a host that runs every expert and reads absent ones."""
         divided = replace(inputs, capacity=self.capacity(inputs))
         substitution = None if self.substitution is None else self.substitution(inputs)
         receipts, readmission = None, None

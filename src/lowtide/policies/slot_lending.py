@@ -1,7 +1,7 @@
-"""Which expert slots come and go when memory is lent to them and taken back.
+"""Lending memory to expert slots: which experts come and go with it.
 
-A KV cache uses its memory only as its sequences grow. What it does not use holds experts
-meanwhile, and the coldest of them leave when it is wanted.
+A KV cache uses its memory only as its sequences grow. Meanwhile the rest holds experts; the coldest
+leave when the memory is needed.
 """
 
 from __future__ import annotations
@@ -13,37 +13,37 @@ import numpy as np
 from lowtide.core import BoolArray, FloatArray, IntArray
 
 _FORGET = 1 / 16
-"""Weight of the newest step in an expert's use: some sixteen steps are remembered."""
+"""Weight of the newest step in an expert's use, which averages about sixteen steps."""
 
 MOVE_READS = 1.5
-"""What it costs to make a slot and to take it away again, in reads of an expert: new pages, a copy
-within memory, and another read when it comes back (docs/log)."""
+"""Cost of making a slot and taking it away again, in reads of an expert: new pages, a copy within
+memory, and another read when the expert comes back (docs/log)."""
 
 
 class ExpertUse:
-    """How often each expert was asked for lately, in shares of steps. `mean` [layers, experts]."""
+    """How often each expert was demanded lately, as shares of steps: `mean` [layers, experts]."""
 
     def __init__(self, num_layers: int, num_experts: int) -> None:
         self.mean: FloatArray = np.zeros((num_layers, num_experts))
 
     def saw(self, hits: IntArray) -> None:
-        """Told what a step asked of all layers. hits [layers, experts]."""
+        """Record a step's demand in all layers: hits [layers, experts]."""
         self.mean *= 1 - _FORGET
         self.mean += _FORGET * (hits > 0)
 
 
 class Shrunk(NamedTuple):
-    """Fewer residents than before."""
+    """Reduced capacity, and the experts to evict."""
 
     capacity: IntArray  # [num_layers]
     evict: list[tuple[int, int]]  # (layer, expert)
 
 
 def shrunk(capacity: IntArray, is_resident: BoolArray, use: FloatArray, count: int) -> Shrunk:
-    """Shrink the room by `count` residents over all layers.
+    """Reduce the room by `count` residents over all layers.
 
-    Empty room goes first, then the coldest residents, lower layers and ids first where they are
-    alike. capacity [layers]; is_resident, use [layers, experts].
+    Empty room goes first, then the coldest residents; among equals lower layers and ids first.
+    capacity [layers]; is_resident, use [layers, experts].
     """
     layers, experts = is_resident.nonzero()
     num_leaving = max(0, len(layers) - int(capacity.sum()) + count)
@@ -60,7 +60,7 @@ def shrunk(capacity: IntArray, is_resident: BoolArray, use: FloatArray, count: i
 
 
 def grown(capacity: IntArray, is_resident: BoolArray, use: FloatArray, count: int) -> IntArray:
-    """Grow the room by `count` residents, up to the number of experts.
+    """Add room for `count` residents, up to the number of experts.
 
     It goes to the layers whose absent experts are used most. Arguments as for `shrunk`.
     """
@@ -75,11 +75,11 @@ def grown(capacity: IntArray, is_resident: BoolArray, use: FloatArray, count: in
 
 
 def worth_lending(num_free_bytes: int, growth_bytes: float, absent_use: float) -> int:
-    """How many of the free bytes are better lent to expert slots than kept for sequences.
+    """Return how many of the free bytes to lend to expert slots rather than keep for sequences.
 
-    growth_bytes: what sequences take per step; absent_use: in which share of steps one more
-    resident saves a read. A slot that is taken back after n steps has saved `n * absent_use` reads
-    and must have saved `MOVE_READS`, so what sequences will want by then stays free.
+    growth_bytes: taken by sequences per step. absent_use: share of steps in which one more resident
+    saves a read. A slot taken back after n steps has saved `n * absent_use` reads and must have
+    saved `MOVE_READS`, so the memory that sequences will need by then stays free.
     """
     if absent_use <= 0.0:
         return 0

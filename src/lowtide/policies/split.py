@@ -1,6 +1,6 @@
-"""What a fixed split of the experts takes: residents, a share of fetches, experts brought ahead.
+"""Seconds of passes under a fixed split of experts: residents, fetches, and experts brought ahead.
 
-A model of seconds by a load and costs; `division.py` compares ways to divide residents by it.
+`division.py` compares ways to divide residents by this model.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _COMPARED_PASSES = 128  # where two ways differ by little (docs/log)
 
 
 class Split(NamedTuple):
-    """A plan, for all layers and steps."""
+    """A plan for all layers and steps."""
 
     resident_share: float  # of each layer's capacity
     fetch_share: float  # of a step's absent experts; the others run on the host
@@ -25,7 +25,7 @@ class Split(NamedTuple):
 
 
 def least_s(hits: IntArray, capacity: Sequence[int], frequency: FloatArray, costs: Costs) -> float:
-    """`split_s` of some passes of `hits` with all residents, at the best share of fetches."""
+    """Return `split_s` of some passes of `hits` at the best share of fetches."""
     some = evenly(hits, _COMPARED_PASSES)
     splits = [Split(1.0, share, 0) for share in SHARES]
     return min(split_s(split, some, capacity, frequency, costs) for split in splits)
@@ -34,10 +34,10 @@ def least_s(hits: IntArray, capacity: Sequence[int], frequency: FloatArray, cost
 def split_s(
     split: Split, hits: IntArray, capacity: Sequence[int], frequency: FloatArray, costs: Costs
 ) -> float:
-    """Seconds that the passes of `hits` would take: device, host and link work side by side.
+    """Return the seconds of the passes in `hits`, with device, host and link working in parallel.
 
     A layer takes its dense part, a synchronisation unless all its experts are resident, and the
-    slowest of the three, or the time of all its transfers, where those brought ahead make that
+    slowest of the three; or the time of all its transfers, if experts brought ahead make that
     longer.
     """
     if split.fetch_share and not costs.num_staging:
@@ -59,14 +59,14 @@ def split_s(
 
 
 def evenly(hits: IntArray, most: int) -> IntArray:
-    """At most `most` of the passes."""
+    """Return at most `most` of the passes, evenly spaced."""
     chosen = np.unique(np.linspace(0, len(hits) - 1, min(len(hits), most)).astype(int))
     some: IntArray = hits[chosen]
     return some
 
 
 def most_used(frequency: FloatArray, num_kept: Sequence[int] | int) -> BoolArray:
-    """The `num_kept` most used experts of each layer; lower ids win ties. [layers, experts]."""
+    """Return each layer's `num_kept` most used experts: [layers, experts]; lower ids win ties."""
     rank = np.argsort(np.argsort(-frequency, axis=1, kind="stable"), axis=1, kind="stable")
     mask: BoolArray = rank < np.asarray(num_kept).reshape(-1, 1)
     return mask

@@ -1,8 +1,8 @@
-"""Substitution: other experts than the router chose, where some of those are absent.
+"""Substitution: runs other experts than the router chose, where some of those are absent.
 
-The only decision that changes what a model says. It is made between the router's demand and the
-assignment: who runs where goes by the answer, while placement and prefetch go on by what the
-router asked for, so that the experts it wants do come.
+The only decision that changes a model's words. It is made between the router's demand and the
+assignment. The assignment uses the substituted routing; placement and prefetch continue with the
+router's demand, so that the experts it wants are brought.
 """
 
 from __future__ import annotations
@@ -26,30 +26,27 @@ from lowtide.errors import InternalError
 
 
 class Substitution(Protocol):
-    """Chooses other experts for some tokens. Asked only where a demanded expert is absent."""
+    """Chooses other experts for some tokens. Called only if a demanded expert is absent."""
 
     def __call__(self, facts: Facts) -> RoutedTokens | None:
-        """What is to run instead of `facts.routing`; None leaves it as it is.
+        """Return the routing to run instead of `facts.routing`, or None to keep it.
 
-        The answer has as many tokens and experts per token; ids ascend in each row (`in_order`
-        sees to it), none of them twice. Its scores are not looked at.
+        It has as many tokens and experts per token; ids ascend in each row without repeats
+        (`in_order` sorts them). Its scores are ignored.
         """
         ...
 
 
 class CountedSubstitution(ABC):
-    """One that tells the account itself, in the call that decides."""
+    """A substitution that updates the account itself, in the same call."""
 
     @abstractmethod
     def counted(self, facts: Facts, account: PassAccount) -> RoutedTokens | None:
-        """As `Substitution`, but bounded by the account; asked in every layer."""
+        """Substitute like `Substitution`, within the account's limit; called in every layer."""
 
 
 def absent_experts(facts: Facts) -> BoolArray:
-    """Experts that are asked for and neither here nor on their way: what there is to save.
-
-    [num_experts]
-    """
+    """Return the demanded experts that are neither here nor arriving, [num_experts]."""
     demand = facts.demand
     is_absent = ~stand_ins(facts)[demand.experts]
     if facts.arriving_s is not None:
@@ -60,12 +57,12 @@ def absent_experts(facts: Facts) -> BoolArray:
 
 
 def stand_ins(facts: Facts) -> BoolArray:
-    """Residents that nothing has to be brought for. [num_experts]."""
+    """Return the residents that can be used without bringing anything, [num_experts]."""
     return facts.is_kept if facts.is_here is None else facts.is_here
 
 
 def in_order(experts: IntArray, weights: WeightArray) -> RoutedTokens:
-    """Ids [tokens, k] in any order, made to ascend in each row, and their weights with them."""
+    """Sort ids [tokens, k] within each row, and their weights with them."""
     order = experts.argsort(axis=1, kind="stable")
     return RoutedTokens(
         np.take_along_axis(experts, order, axis=1), np.take_along_axis(weights, order, axis=1)
@@ -73,7 +70,7 @@ def in_order(experts: IntArray, weights: WeightArray) -> RoutedTokens:
 
 
 def check_substituted(answer: RoutedTokens, asked: RoutedTokens, num_experts: int) -> None:
-    """Raises InternalError for an answer that could not be run where `asked` could."""
+    """Raise InternalError for a routing that cannot be run in place of `asked`."""
     for given, wanted in ((answer.experts, asked.experts), (answer.weights, asked.weights)):
         if given.shape != wanted.shape or given.dtype != wanted.dtype:
             raise InternalError(
@@ -98,7 +95,7 @@ def check_substituted(answer: RoutedTokens, asked: RoutedTokens, num_experts: in
 
 
 def is_runnable(answer: RoutedTokens, num_experts: int) -> bool:
-    """Whether ids are known and ascend in each row, and weights are finite."""
+    """Return True if ids are known and ascend in each row, and weights are finite."""
     experts = answer.experts
     is_known = bool(((experts >= 0) & (experts < num_experts)).all())
     ascends = bool((experts[:, 1:] > experts[:, :-1]).all())
@@ -108,7 +105,7 @@ def is_runnable(answer: RoutedTokens, num_experts: int) -> bool:
 def answer_of(routing: RoutedTokens, found: IntArray, left: Left | None) -> RoutedTokens | None:
     """Return the routing with `found` [tokens, k] in place of the router's choice.
 
-    Replaced is what the mass allows, with the weights of the experts replaced; None where that is
+    Replaces as much as the mass allows, keeping the replaced experts' weights; None if that is
     nothing.
     """
     is_moved = found != routing.experts
@@ -118,9 +115,9 @@ def answer_of(routing: RoutedTokens, found: IntArray, left: Left | None) -> Rout
 
 
 def keep_within(is_moved: BoolArray, weights: WeightArray, left: Left) -> bool:
-    """Take out of `is_moved` [tokens, k] the pairs for which a request has no mass left.
+    """Remove from `is_moved` [tokens, k] the pairs for which a request has no mass left.
 
-    Returns True if none had to go. Pairs come in order of tokens, of one token by rank.
+    Returns True if none was removed. Pairs are taken in order of tokens, within a token by rank.
     """
     if np.isinf(left.mass).all():
         return True
@@ -139,12 +136,12 @@ def keep_within(is_moved: BoolArray, weights: WeightArray, left: Left) -> bool:
 
 
 def router_mass(asked: RoutedTokens, num_experts: int) -> FloatArray:
-    """The router's weight on each expert, over all tokens. [num_experts]."""
+    """Return the router's weight on each expert, summed over all tokens, [num_experts]."""
     mass = np.bincount(asked.experts.ravel(), asked.weights.ravel(), minlength=num_experts)
     return mass.astype(np.float64, copy=False)
 
 
 def replaced(asked: RoutedTokens, run: RoutedTokens) -> BoolArray:
-    """Which of the router's choices are not run. [tokens, k]."""
+    """Return which of the router's choices are not run, [tokens, k]."""
     is_run: BoolArray = (asked.experts[:, :, None] == run.experts[:, None, :]).any(axis=2)
     return ~is_run

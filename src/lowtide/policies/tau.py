@@ -1,8 +1,8 @@
-"""The refresh interval tau: how far routing drifts, and how often a refresh pays for itself.
+"""The refresh interval tau: how far routing drifts, and how often a refresh pays.
 
 Works on hits [steps, layers, experts], tokens routed to each expert, one array per block (or one
-for a whole autoregressive answer). Residents are chosen as `Tide` chooses them. Symbols are those
-of TIDE: B residents per layer, T steps, d the drift, f(tau) the misses.
+for a whole autoregressive answer). Residents are chosen as `Tide` does. Symbols are TIDE's: B
+residents per layer, T steps, d the drift, f(tau) the misses.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from lowtide.core import BoolArray, FloatArray, IntArray
 from lowtide.errors import UsageError
 
 TAUS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
-"""Intervals that are tried, in steps, while a model runs or in a simulation."""
+"""Intervals considered while a model runs or in a simulation, in steps."""
 
 
 def drift(blocks: Sequence[IntArray], budget: int) -> float:
-    """TIDE's d: the share of the best resident set that changes from one step to the next.
+    """Return TIDE's d: the share of the best resident set that changes from step to step.
 
-    The mean over steps, layers and blocks of |best(t) - best(t - 1)| / `budget`; 0 when no block
-    has two steps. Raises UsageError for a budget of no resident.
+    The mean over steps, layers and blocks of |best(t) - best(t - 1)| / `budget`; 0 if no block has
+    two steps. Raises UsageError for a budget without residents.
     """
     if budget < 1:
         raise UsageError(f"tau needs a budget of at least 1 resident per layer, not {budget}.")
@@ -40,10 +40,10 @@ def drift(blocks: Sequence[IntArray], budget: int) -> float:
 
 
 def miss_shares(blocks: Sequence[IntArray], budget: int, max_tau: int) -> FloatArray:
-    """TIDE's f(tau) for tau = 1..`max_tau`: activated experts that are absent, over `budget`.
+    """Return TIDE's f(tau) for tau = 1..`max_tau`: absent activated experts, over `budget`.
 
-    The mean over the steps of all intervals, refresh steps included, and over layers; the
-    interval starts again with each block. [max_tau]
+    Shape [max_tau]. The mean over the steps of all intervals, refresh steps included, and over
+    layers; the interval restarts with each block.
     """
     num_steps = sum(hits.shape[0] * hits.shape[1] for hits in blocks)
     taus = range(1, max_tau + 1)
@@ -53,9 +53,9 @@ def miss_shares(blocks: Sequence[IntArray], budget: int, max_tau: int) -> FloatA
 
 
 def best_residents(hits: IntArray, is_resident: BoolArray, budget: int) -> BoolArray:
-    """The `budget` experts of each layer with most hits; residents, then lower ids, win ties.
+    """Return each layer's `budget` experts with most hits; residents, then lower ids, win ties.
 
-    hits, is_resident and the result [layers, experts].
+    hits, is_resident and the result are [layers, experts].
     """
     rank = 2 * hits.astype(np.int64) + is_resident
     order = np.argsort(-rank, axis=1, kind="stable")[:, :budget]
@@ -65,7 +65,7 @@ def best_residents(hits: IntArray, is_resident: BoolArray, budget: int) -> BoolA
 
 
 def expected_migrations(d: float, num_steps: int, budget: int, tau: int) -> float:
-    """Experts moved per layer in `num_steps` steps: (B T / tau) (1 - (1 - d)^tau), TIDE's Eq. 5.
+    """Return experts moved per layer in `num_steps`: (B T / tau) (1 - (1 - d)^tau), TIDE's Eq. 5.
 
     The exponent is tau: with the printed tau - 1 nothing would move at tau = 1.
     """
@@ -81,9 +81,9 @@ def paper_cost_s(
     link_s: float,
     host_s: float,
 ) -> float:
-    """TIDE's Eq. 7 with C_io restored, seconds of transfers and of host computation per layer.
+    """Return TIDE's Eq. 7 with C_io restored: seconds of transfers and host computation per layer.
 
-    `misses`: f(1), f(2), ...; `link_s` (C_io) per expert moved, `host_s` (C_cpu) per missed one.
+    misses: f(1), f(2), ... link_s (C_io): per moved expert. host_s (C_cpu): per missed one.
     """
     moves_s = link_s * expected_migrations(d, num_steps, budget, tau)
     return moves_s + host_s * num_steps * budget * float(misses[tau - 1])
@@ -92,9 +92,9 @@ def paper_cost_s(
 def paper_tau(
     d: float, misses: FloatArray, num_steps: int, budget: int, link_s: float, host_s: float
 ) -> int:
-    """The tau in 1..T-1 (as far as `misses` reaches) of least `paper_cost_s`; the lesser of equals.
+    """Return the tau in 1..T-1 with the least `paper_cost_s`; of equals the lesser.
 
-    A block of one step has tau 1.
+    T is limited by the length of `misses`. A block of one step has tau 1.
     """
     taus = range(1, max(1, min(num_steps - 1, len(misses))) + 1)
     return min(
@@ -103,7 +103,7 @@ def paper_tau(
 
 
 def calibrated_tau(blocks: Sequence[IntArray], budget: int, link_s: float, host_s: float) -> int:
-    """`paper_tau` with the drift and the misses of recorded blocks, of their mean length."""
+    """Return `paper_tau` for the drift and misses of recorded blocks, at their mean length."""
     if not blocks:
         raise UsageError("tau=paper needs a calibration with at least one block of steps.")
     num_steps = max(1, round(float(np.mean([len(hits) for hits in blocks]))))
@@ -112,19 +112,19 @@ def calibrated_tau(blocks: Sequence[IntArray], budget: int, link_s: float, host_
 
 
 class FollowDrift(NamedTuple):
-    """The interval that follows the demand while a model runs (`online_tau.py`)."""
+    """An interval that follows the demand while a model runs (`online_tau.py`)."""
 
     start: int = 4
 
 
 class SolvedTau(enum.Enum):
-    """An interval that is solved for before policies are made."""
+    """An interval that is computed before policies are made."""
 
     PAPER = "paper"  # TIDE's Eq. 7, from a calibration
 
 
 def _num_misses(hits: IntArray, budget: int, tau: int) -> int:
-    """Activated experts that are absent in one block, refreshed every `tau` steps."""
+    """Count absent activated experts in one block, refreshed every `tau` steps."""
     is_resident = np.zeros(hits.shape[1:], np.bool_)
     num_misses = 0
     for step, now in enumerate(hits):

@@ -1,6 +1,6 @@
-"""A trial of two policies by the clock: which of them is faster on this machine, for these passes.
+"""Times two policies against each other, for these passes on this machine.
 
-Beside a device no model of costs decided as well as twenty passes under each.
+Beside a device, twenty passes under each decided better than any cost model.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ NUM_KEPT = 500
 """Passes under the faster policy until the next trial."""
 
 _MIN_COMPARED = 5
-"""Passes of a size that each policy needs before the two are compared by them."""
+"""Passes of one size needed under each policy before they are compared."""
 
 
 class Verdict(NamedTuple):
-    """Which policy goes on, and the medians of comparable passes where there were enough."""
+    """The policy that was chosen, and the medians of comparable passes if there were enough."""
 
     faster: str
     slower: str
@@ -39,10 +39,10 @@ class Verdict(NamedTuple):
 
 
 class PolicyTrial:
-    """Names the policy for the next pass. Knows nothing of what policies and passes do."""
+    """Names the policy for the next pass. Knows nothing of the work of policies and passes."""
 
     def __init__(self, first: str, second: str) -> None:
-        """`first` goes on where the two cannot be compared."""
+        """Begin a trial; `first` is chosen if the two cannot be compared."""
         self.current = first
         self.verdict: Verdict | None = None
         self._default, self._other = first, second
