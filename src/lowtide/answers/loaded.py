@@ -1,6 +1,6 @@
-"""Shared parts of `LLM` and `AsyncLLM`: a loaded model, its facts, and prompts made into requests.
+"""Shared base of `LLM` and `AsyncLLM`: a loaded model, its facts, and prompts as requests.
 
-Assembling the engine is the business of `engine/`.
+`engine/` assembles the model's parts.
 """
 
 from __future__ import annotations

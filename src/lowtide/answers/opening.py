@@ -24,7 +24,7 @@ from lowtide.policies.recipe import Recipe
 
 FIRST_PROMPT_TOKENS = 4
 FIRST_ANSWER_TOKENS = 64
-"""Of requests that a model is measured with."""
+"""Length of the requests by which a model is measured at its first load."""
 
 
 def opened_model(model: str | Path, options: Mapping[str, object]) -> OpenModel:
@@ -71,7 +71,7 @@ def intake_of(facts: ModelFacts, context: int, seed: int | None) -> Intake:
 
 
 def first_requests(intake: Intake, config: ModelConfig, count: int) -> list[Request]:
-    """Return so many requests that a model is measured with as it is loaded; none without room."""
+    """Return `count` requests for measuring a model as it is loaded; none if there is no room."""
     mask = config.decoding.mask_token_id
     ids = [each for each in range(3, min(config.vocab_size, 4096)) if each != mask]
     drawn = Random(0)
@@ -110,4 +110,4 @@ _ELSEWHERE = {
     "torch_dtype": "dtype",
     "trust_remote_code": "nothing, for no code of a model's repository is ever run,",
 }
-"""Options of other libraries, and their name here."""
+"""Other libraries' names of options -> their names here."""

@@ -1,4 +1,4 @@
-"""A picture of what passes hold at their peak: a stacked bar for each share of masks."""
+"""Picture of passes' memory at its peak: a stacked bar for each share of masks."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ if TYPE_CHECKING:
     from lowtide.engine.planning.passes import PlannedPass, PlannedPasses
 
 NUM_NAMED = 7
-"""Buffers with a colour of their own, the largest; all others are one part."""
+"""Number of buffers, the largest, with a colour of their own; all others are one part."""
 
 OTHERS = "all other buffers"
 
 
 def draw(passes: PlannedPasses, model: str, path: Path) -> None:
-    """Draws the largest buffers by name, the others as one. Raises as `check_plot` does."""
+    """Draw the largest buffers by name and the others as one. Raises as `check_plot` does."""
     check_plot(path)
     from matplotlib.figure import Figure
 
@@ -43,7 +43,7 @@ def draw(passes: PlannedPasses, model: str, path: Path) -> None:
 
 
 def parts(steps: Sequence[PlannedPass]) -> dict[str, list[int]]:
-    """Bytes of each part of each step's bar, from below; buffers of one name are one part."""
+    """Return the bytes of each part of each step's bar, from below; same names are one part."""
     held_of = [_by_name(step.held) for step in steps]
     most: Counter[str] = Counter()
     for held in held_of:

@@ -18,7 +18,7 @@ _DRAWN_BY = "drawn by lowtide"  # in a plot's own metadata
 
 
 def check_plot(path: Path) -> None:
-    """Makes the folder; raises UnsupportedError or StorageError where no plot can be drawn."""
+    """Make the folder; raise UnsupportedError or StorageError if no plot can be drawn."""
     if find_spec("matplotlib") is None:
         raise UnsupportedError(
             "--plot draws with matplotlib, which is not installed: pip install 'lowtide[plot]'."
@@ -31,7 +31,7 @@ def check_plot(path: Path) -> None:
 
 
 def save_figure(figure: Figure, path: Path) -> None:
-    """Writes a plot, whole or not at all. Raises StorageError."""
+    """Write a plot completely or not at all. Raise StorageError."""
     form = path.suffix.removeprefix(".")
     metadata = {"Software" if form == "png" else "Creator": _DRAWN_BY}
     with whole_file(path, "plot", _is_drawn_here) as file:

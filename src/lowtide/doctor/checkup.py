@@ -1,4 +1,4 @@
-"""What is wrong with this machine and how to mend it, and which published model runs well on it."""
+"""Finds faults of this machine with their remedies, and a published model that runs well on it."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from lowtide.plan import OWN_FORMAT, MemoryPlan
 
 LEAST_MEMORY_BYTES = 3 << 30
 LEAST_DISK_BYTES = 5 << 30
-"""What a small model in 4 bits needs: memory that is free, and room on the disk."""
+"""Free memory and disk space that a small model in 4 bits needs."""
 
 SLOW_DISK_BYTES_PER_S = 5e8
-"""Below this, as hard disks and network folders are, what has to be read decides every speed."""
+"""Below this, as for hard disks and network folders, reads determine every speed."""
 
 BUSY_SPREAD = 0.5
-"""Repeats of most rates that lie further apart than this share were not alone on the machine."""
+"""If repeats of most rates spread further than this share, other programs were running."""
 
 OLDEST_TORCH = (2, 9)
 CONTEXT_TOKENS = 4096
@@ -44,13 +44,13 @@ SUGGESTED = (
     ("inclusionAI/Ling-mini-2.0", "q4"),
     ("allenai/OLMoE-1B-7B-0924-Instruct", "q4"),
 )
-"""Hub ids and formats, the largest first: the first that fits into memory is suggested."""
+"""Hub ids and formats, largest first; the first that fits into memory is suggested."""
 
 _NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 
 
 class Suggestion(NamedTuple):
-    """A published model that fits wholly into free memory; at_most: tokens/s of the processor."""
+    """A published model that fits into free memory; at_most: tokens/s that the processor allows."""
 
     hub_id: str
     format: str
@@ -59,7 +59,7 @@ class Suggestion(NamedTuple):
 
 
 def faults(diagnosis: Diagnosis) -> list[str]:
-    """What keeps models from running well, each with its remedy. Empty: nothing does."""
+    """Return the machine's faults, each with its remedy; empty if there are none."""
     found = (
         _without_compiler(),
         _little_memory(diagnosis.machine.memory_bytes),
@@ -73,7 +73,7 @@ def faults(diagnosis: Diagnosis) -> list[str]:
 
 
 def suggestion() -> Suggestion | None:
-    """None where not even the smallest of `SUGGESTED` fits into the memory that is free."""
+    """Return a model that fits into free memory; None if not even the smallest does."""
     sizes = {size.hub_id: size for each in families().values() for size in each.sizes().values()}
     for hub_id, format in SUGGESTED:
         plan = _planned(sizes[hub_id].config, format)
@@ -84,9 +84,9 @@ def suggestion() -> Suggestion | None:
 
 
 def _planned(config: Mapping[str, Any], format: str) -> MemoryPlan | None:
-    """Return the plan for all memory that is free here; None where that is too little.
+    """Plan for all free memory here; None if that is too little.
 
-    Raises StorageError where there is no folder for temporary files.
+    Raises StorageError if there is no folder for temporary files.
     """
     try:
         with tempfile.TemporaryDirectory() as name:
@@ -172,7 +172,7 @@ def _old_torch(version: str) -> str | None:
 
 
 def _busy(rates: Sequence[Rate]) -> str | None:
-    """By rates that were not kept, and those whose repeats lie far apart."""
+    """Return a fault if rates were discarded, or repeats spread far apart."""
     again = "Run lowtide doctor again when it is quiet."
     num_disturbed = sum(rate.is_disturbed for rate in rates)
     if num_disturbed:

@@ -1,4 +1,4 @@
-"""What `lowtide doctor` found: the machine, its rates, and what experts cost on it."""
+"""Result of `lowtide doctor`: the machine, its rates, and the costs of experts on it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lowtide.hardware.timing import Timing
 
 
 class ExpertCosts(NamedTuple):
-    """What one model's experts cost here."""
+    """Costs of one model's experts on this machine."""
 
     name: str
     shape: MoEShape
@@ -24,7 +24,7 @@ class ExpertCosts(NamedTuple):
 
 
 class Skipped(NamedTuple):
-    """What was not measured, and why."""
+    """A measurement that was skipped, and the reason."""
 
     name: str
     reason: str
@@ -32,7 +32,7 @@ class Skipped(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """The machine, its rates, and what experts cost on it."""
+    """The machine, its rates, and the costs of experts on it."""
 
     machine: Machine
     rates: tuple[Rate, ...]
@@ -40,7 +40,7 @@ class Diagnosis:
     skipped: tuple[Skipped, ...]
 
     def as_dict(self) -> dict[str, Any]:
-        """As `--json` prints it: seconds, bytes and rates per second."""
+        """Return the object that `--json` prints: seconds, bytes and rates per second."""
         return {
             "machine": asdict(self.machine),
             "rates": [rate._asdict() for rate in self.rates],

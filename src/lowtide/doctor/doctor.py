@@ -1,8 +1,8 @@
-"""`lowtide doctor`: what this machine is, and what experts cost on it.
+"""`lowtide doctor`: measures this machine, and the costs of experts on it.
 
-The machine's rates first, memory and disk; then, of a model that is named, what its experts cost.
-All are kept (`hardware/store.py`), except costs of a paced device. It ends soon after `LIMIT_S`
-however busy the machine is, and says what it skipped.
+First the rates of memory and disk; then, if a model is named, its experts' costs. Results are
+stored (`hardware/store.py`), except costs of an emulated device. It ends soon after `LIMIT_S` even
+on a busy machine, and reports skipped measurements.
 """
 
 from __future__ import annotations
@@ -52,13 +52,13 @@ from lowtide.reading.file_reader import FileReader
 from lowtide.threads.executor import HostExecutor
 
 SCRATCH_BYTES = 256 << 20
-"""Bytes of the file that the disk is measured with where no model is given."""
+"""Size of the file for measuring the disk if no model is given."""
 
 LIMIT_S = 30.0
-"""After so long nothing else begins to be measured: a busy machine ends no later."""
+"""No further measurement starts after this time, so that a busy machine also ends in time."""
 
 FILL_LIMIT_S = 5.0
-"""What that file may take to be written; where that is longer, it is shorter."""
+"""Time limit for writing that file; if it is exceeded, the file is shorter."""
 
 _DEVICE_BYTES = 256 << 20  # of slots: more than a GPU's cache holds
 
@@ -71,14 +71,14 @@ def diagnose(
     progress: Progress = no_progress,
     **options: object,
 ) -> Diagnosis:
-    """Measures the machine, and what is not stored of a model's costs.
+    """Measure the machine, and those costs of a model that are not stored.
 
-    model: a folder, a hub id or a demo. name: what to call it, if not that. is_fresh: measures
-    costs that are stored, too. options: fields of `EngineConfig`, of which `device`,
-    `device_options`, `dtype`, `kernels` and `config_overrides` have a part in costs.
+    model: a folder, a hub id or a demo. name: the model's name, if another. is_fresh: also measure
+    stored costs again. options: fields of `EngineConfig`; `device`, `device_options`, `dtype`,
+    `kernels` and `config_overrides` affect costs.
 
-    Raises as `open_model` does, StorageError when the checkpoint cannot be read, DeviceError when
-    a device fails, and PlanError when there is too little memory to measure the model named.
+    Raises as `open_model` does, StorageError if the checkpoint cannot be read, DeviceError if a
+    device fails, and PlanError if there is too little memory to measure the model.
     """
     end_s = perf_counter() + LIMIT_S
     limit_library_cache()
@@ -119,9 +119,9 @@ def machine_rates(
     with_products: bool = False,
     end_s: float = inf,
 ) -> list[Rate]:
-    """Ceilings of the machine's parts; what cannot be measured is added to `skipped`.
+    """Measure ceilings of the machine's parts; add what cannot be measured to `skipped`.
 
-    checkpoint: from whose files the disk is read; without one, from a file in the cache folder.
+    checkpoint: its files are read to measure the disk; without one, a file in the cache folder.
     with_products, end_s: see `measure_rates`.
     """
     with closing(HostExecutor(machine.num_cores)) as executor, ExitStack() as stack:
@@ -137,7 +137,7 @@ def machine_rates(
 
 @contextmanager
 def _disk_file(checkpoint: Checkpoint | None) -> Iterator[Path]:
-    """The model's largest file, or one in the cache folder that goes again."""
+    """Provide the model's largest file, or a temporary one in the cache folder."""
     if checkpoint is not None:
         largest = max(checkpoint.files, key=lambda file: file.num_bytes)
         if largest.num_bytes >= SCRATCH_BYTES // 4:
@@ -155,7 +155,7 @@ def _disk_file(checkpoint: Checkpoint | None) -> Iterator[Path]:
 
 
 def _fill(descriptor: int, folder: Path) -> None:
-    """Bytes that do not compress, on the disk and out of the page cache."""
+    """Write incompressible bytes to disk, and drop them from the page cache."""
     block = np.random.default_rng(0).bytes(READ_BYTES)
     end_s = perf_counter() + FILL_LIMIT_S
     try:
@@ -228,7 +228,7 @@ class _ExpertMeasurement(NamedTuple):
 
     @contextmanager
     def _open_device(self, cores_per_expert: int) -> Iterator[_OpenDevice]:
-        """The device with slots for a measurement, memory that it copies from, and a line on it."""
+        """Open the device with slots for a measurement; yield it, a source and a description."""
         shape, layout = self.facts.shape, self.facts.layout
         num_slots = _num_slots(shape, layout)
         if self.device == "cpu":
@@ -247,6 +247,6 @@ class _ExpertMeasurement(NamedTuple):
 
 
 def _num_slots(shape: MoEShape, layout: SlotLayout) -> int:
-    """Enough for the groups that are measured, and for none to stay in a cache."""
+    """Return enough slots for the measured groups, and too many to stay in a cache."""
     num_slots = max(4 * shape.num_experts_per_token, -(-_DEVICE_BYTES // layout.num_bytes))
     return min(num_slots, shape.num_layers * shape.num_experts)

@@ -1,8 +1,8 @@
-"""What a prefix or dual cache costs: how far its answers agree with exact ones.
+"""Measures the error of prefix and dual caches: how far their answers agree with exact ones.
 
-The same prompt is answered with keys and values kept and with all of them computed again. Answers
-soon go separate ways, so every token that was written is also judged where it was written: is it
-what the exact model thinks likeliest in the same text?
+The same prompt is answered with the cache and with everything recomputed. The two answers soon
+diverge, so each written token is also judged at its place: is it the exact model's likeliest token
+in the same text?
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from lowtide.params import DiffusionParams, SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """One answer with an approximate cache, at temperature 0, beside the exact one."""
+    """An answer with an approximate cache, at temperature 0, compared with the exact one."""
 
     kv_cache: str
     num_tokens: int  # of each answer
@@ -45,9 +45,10 @@ def agreement(
     max_tokens: int = 24,
     **options: Any,
 ) -> Agreement:
-    """kv_cache: `prefix` or `dual`; options: `LLM`'s. Raises what `LLM` raises.
+    """Compare an approximate cache with the exact run.
 
-    The answer is several blocks, so that there is something before and behind one.
+    kv_cache: `prefix` or `dual`; options: `LLM`'s. The answer has several blocks, so that one has
+    others before and after it. Raises as `LLM` does.
     """
     num_blocks = max(n for n in (1, 2, 3) if max_tokens % n == 0)
     diffusion = DiffusionParams(block_length=max_tokens // num_blocks, remasking="low_confidence")

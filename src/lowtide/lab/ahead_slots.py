@@ -1,4 +1,4 @@
-"""Reads ahead as a loaded engine makes them on the host alone, for a replay beside it."""
+"""A loaded engine's reads ahead on the host alone, as inputs of a replay."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lowtide.replay.calibration import Calibration
 
 
 def ahead_slots(engine: Engine, calibration: Calibration) -> AheadSlots:
-    """What reads ahead of a layer go by on the host alone, for a replay."""
+    """Return the facts by which the engine reads ahead of a layer, for a replay."""
     num_slots = engine.plan.num_staging
     if isinstance(engine.experts, NoExperts):
         return AheadSlots(num_slots)

@@ -30,13 +30,13 @@ _SEARCH_PASSES = 32  # of a calibration, evenly spaced: enough to see the load
 
 
 MOST_TOKENS = 1 << 14
-"""The most tokens of an expert that `break_even_tokens` looks at."""
+"""Most tokens of an expert considered by `break_even_tokens`."""
 
 
 def break_even_tokens(costs: Costs) -> int:
-    """The least count from which fetching an expert is not slower than computing it at home.
+    """Return the least token count at which fetching is not slower than computing at home.
 
-    `MOST_TOKENS + 1` when there is none: nothing is ever fetched.
+    `MOST_TOKENS + 1` if there is none: nothing is ever fetched.
     """
     num_tokens = np.arange(1, MOST_TOKENS + 1)
     fetched_s = np.maximum(costs.fetch_s, costs.device_s(num_tokens))
@@ -48,8 +48,8 @@ def break_even_tokens(costs: Costs) -> int:
 class Fiddler:
     """Residents on the device; an absent expert on the host, or wherever it alone ends sooner.
 
-    With `by_threshold` each absent expert is compared by itself: transfer, then computation on
-    the device, against the host. What the others do is not considered.
+    With `by_threshold` each absent expert is judged alone: transfer and computation on the device
+    against computation on the host, ignoring the other experts.
     """
 
     def __init__(self, by_threshold: bool = False) -> None:
@@ -82,12 +82,11 @@ class HybriMoEThreshold:
 
 
 class HybriMoEGreedy:
-    """HybriMoE's released code: one queue that device and host empty from its two ends.
+    """HybriMoE's released code: device and host empty one queue from its two ends.
 
-    The device takes from the front and the host from the back; the side that would end sooner takes
-    its next. In the queue stand residents, then absent experts, each with most tokens first. An
-    absent expert on the device waits for the link, which brings one after another. Ties go to the
-    device.
+    The queue has residents, then absent experts, each by falling tokens. The device takes from the
+    front, the host from the back; the side that would end sooner takes the next, and the device
+    wins ties. An absent expert on the device waits for the link, which transfers one at a time.
     """
 
     def __call__(self, facts: Facts) -> Assignment:
@@ -118,7 +117,7 @@ class LayerSplit:
 
 
 def _two_ended(device_s: list[float], host_s: list[float], fetch_s: list[float]) -> int:
-    """How many of a queue the device has taken from the front when it meets the host."""
+    """Return how many experts the device has taken from the front when it meets the host."""
     device_end_s = link_end_s = 0.0
     rest_s = from_the_back(host_s)
     for front, expert_s in enumerate(device_s):
@@ -163,11 +162,11 @@ class Favourites(Prefetch):
 
 
 class Frequency(Placement):
-    """The experts used most, by a calibration and since (EdgeMoE).
+    """Keeps the experts used most, in a calibration and since (EdgeMoE).
 
-    EdgeMoE evicts by activation frequency and by how soon a layer comes round again; the slots
-    of a layer are its own here, so only the frequency is left. An expert of this step that is used
-    more often than a resident takes its place.
+    EdgeMoE evicts by activation frequency and by how soon a layer runs again. Here each layer has
+    slots of its own, so only the frequency matters. An expert of this step replaces a resident that
+    is used less.
     """
 
     def __init__(self, capacity: Sequence[int], frequency: FloatArray) -> None:
@@ -186,10 +185,9 @@ class Frequency(Placement):
 class ScoreCache(Placement):
     """Keeps the experts with the highest running score of activation (HybriMoE).
 
-    The score is an exponential mean of an expert's share of the step's hits, half of it the
-    newest. (HybriMoE averages router scores; hits are what every router shows.) It starts
-    with the first experts by id; only experts that this step fetches may enter. Residents win
-    ties.
+    The score is an exponential mean of an expert's share of the step's hits, with weight one half
+    for the newest. (HybriMoE averages router scores; every router shows hits.) It starts with the
+    first experts by id. Only experts that this step fetches may enter. Residents win ties.
     """
 
     def __init__(self, capacity: Sequence[int], num_experts: int) -> None:
@@ -210,9 +208,9 @@ class ScoreCache(Placement):
 
 
 class Statistics(Prefetch):
-    """What usually follows: experts that a calibration saw active together with the last layer's.
+    """Predicts experts that a calibration saw active together with the last layer's.
 
-    EdgeMoE's activation statistics, as a first-order chain from one layer to the next.
+    EdgeMoE's activation statistics, as a first-order chain from layer to layer.
     """
 
     def __init__(self, num_experts_ahead: int, following: FloatArray) -> None:
@@ -245,10 +243,10 @@ class Statistics(Prefetch):
 def best_split(
     hits: IntArray, capacity: Sequence[int], frequency: FloatArray, costs: Costs, max_ahead: int
 ) -> Split:
-    """The split of least `split_s` over all shares in quarters, with `max_ahead` and without.
+    """Return the split with least `split_s`, over shares in quarters, with and without `max_ahead`.
 
-    Among equals the one with most residents and least transfers. hits [passes, layers, experts]:
-    the load; frequency [layers, experts]: who is kept and brought.
+    Among equals, the one with most residents and least transfers. hits [passes, layers, experts]:
+    the load; frequency [layers, experts]: the order in which experts are kept and brought.
     """
     some, aheads = evenly(hits, _SEARCH_PASSES), sorted({0, max_ahead})
     splits = [Split(*parts) for parts in product(SHARES[::-1], SHARES, aheads)]
@@ -288,7 +286,7 @@ def _no_experts(inputs: PolicyInputs) -> list[int]:
 
 
 def _best_known(inputs: PolicyInputs) -> Placement:
-    """The most used experts of the calibration, else the first."""
+    """Keep the calibration's most used experts, else the first ones."""
     if inputs.frequency is None:
         return first_experts(inputs)
     return Static.favourites(inputs.capacity, inputs.frequency)
@@ -308,7 +306,7 @@ def _statistics(inputs: PolicyInputs) -> Prefetch:
 
 
 def whole_layers(inputs: PolicyInputs) -> list[int]:
-    """The last layers whole, as many as there is room for; nothing in the first."""
+    """Make as many of the last layers complete as fit; the others keep nothing."""
     num_layers, num_experts = inputs.num_layers, inputs.num_experts
     num_whole = min(num_layers, sum(inputs.capacity) // num_experts)
     return [0] * (num_layers - num_whole) + [num_experts] * num_whole

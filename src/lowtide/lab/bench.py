@@ -1,7 +1,7 @@
-"""`lowtide bench`: how fast a model writes here, under one preset or several.
+"""`lowtide bench`: measures how fast a model writes here, under one or several presets.
 
-One engine is loaded and handed from preset to preset, round by round, so that all of them have
-the same bytes, the same device and the same moments of the machine: what is compared is policies.
+One engine is loaded, and the presets take turns on it round by round. So all have the same bytes,
+device and state of the machine, and only policies are compared.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from lowtide.plan import MemoryPlan, SpeedRange
 from lowtide.progress import Progress, no_progress
 
 DEFAULT_SHARE = 0.5
-"""The share of experts that are resident where no budget is given."""
+"""Share of experts that are resident if no budget is given."""
 
 PREFILL_TOKENS = 256
-"""Tokens of the prompt that prefill is timed with, or as many as the context has room for."""
+"""Prompt length for timing prefill, or as many tokens as the context has room for."""
 
 MAX_NEW_TOKENS = 64
-"""Tokens of an answer whose length is not given, or as many as the context has room for."""
+"""Default length of an answer, or as many tokens as the context has room for."""
 
 
 class Preset(NamedTuple):
@@ -70,7 +70,7 @@ class Spread(NamedTuple):
 
 
 class BenchTurn(NamedTuple):
-    """One answer: committed tokens and seconds, and what the experts did meanwhile."""
+    """One answer: committed tokens, seconds, and counters of experts."""
 
     num_tokens: float
     seconds: float
@@ -106,7 +106,7 @@ class PresetRun:
 
     @property
     def predicted(self) -> SpeedRange | None:
-        """The predicted speed for the turns' passes, their median; None where nothing is known."""
+        """The median predicted speed for the turns' passes; None if unknown."""
         found = [turn.predicted for turn in self.turns if turn.predicted is not None]
         return SpeedRange(*map(median, zip(*found, strict=True))) if found else None
 
@@ -123,7 +123,7 @@ class PresetRun:
         return self._total("read_bytes") / self._total("num_tokens")
 
     def as_dict(self) -> dict[str, Any]:
-        """Rates per second; for a preset that cannot run its name and the reason."""
+        """Return rates per second; for a preset that cannot run, its name and the reason."""
         named = {"preset": self.preset.name, "policy_options": dict(self.preset.options)}
         if not self.turns:
             return {**named, "reason": self.reason}
@@ -144,7 +144,7 @@ class PresetRun:
 
 
 class Ceilings(NamedTuple):
-    """What the machine can do at best; what could not be measured, and why."""
+    """The machine's best rates, and which could not be measured and why."""
 
     machine: Machine
     rates: tuple[Rate, ...]
@@ -159,7 +159,7 @@ class Ceilings(NamedTuple):
 
 
 class Peak(NamedTuple):
-    """The most memory that was held of one tier, and what the plan says; None: not known."""
+    """A tier's peak memory, and its planned memory; None if unknown."""
 
     tier: str
     peak_bytes: int | None
@@ -194,9 +194,9 @@ class Result:
 
 
 def measure_ceilings(model: str | Path, **options: Any) -> Ceilings:
-    """The machine's rates, the disk's from the model's files.
+    """Measure the machine's rates; the disk's from the model's files.
 
-    Raises what `plan_model` raises, before anything is measured.
+    Raises as `plan_model` does, before measuring.
     """
     machine, skipped = this_machine(), list[Skipped]()
     opened = open_model(model, EngineConfig(**options))
@@ -216,12 +216,12 @@ def bench(
     progress: Progress = no_progress,
     **options: Any,
 ) -> Result:
-    """Loads a model and measures every preset.
+    """Load a model and measure every preset.
 
-    prompt: seeded random ids if None, and fewer of them than usual in a small context. Without
-    `max_tokens` answers have `MAX_NEW_TOKENS`, or what the context leaves. options: `LLM`'s but for
-    the policy; without a budget for the fast tier, `DEFAULT_SHARE` of the experts is resident.
-    Raises what `LLM` raises; a preset that cannot run at this budget is a run with its reason.
+    prompt: seeded random ids if None, fewer than usual in a small context. Without `max_tokens`
+    answers have `MAX_NEW_TOKENS`, or all that the context leaves. options: `LLM`'s, except the
+    policy; without a budget for the fast tier, `DEFAULT_SHARE` of the experts is resident. Raises
+    as `LLM` does; a preset that cannot run at this budget is reported with its reason.
     """
     budget = "host_memory" if plan_model(model, **options).gpu is None else "gpu_memory"
     is_given = options.get(budget, "auto") != "auto"
@@ -249,7 +249,7 @@ def bench(
 
 
 class Load(NamedTuple):
-    """What every turn answers."""
+    """The prompt and parameters of every turn."""
 
     prompt: list[int]
     prefill: list[int]  # the prompt that prefill is timed with
@@ -262,7 +262,7 @@ class Load(NamedTuple):
     def of(cls, llm: LLM, prompt: Prompt | None, params: SamplingParams) -> Load:
         """Make a load in which all answers have the same number of tokens.
 
-        No end of text ends one; the likeliest tokens are taken unless a temperature is asked for.
+        No end token ends them; the likeliest tokens are taken unless a temperature is set.
         """
         params = replace(params, temperature=params.temperature or 0.0)
         ids = _own_prompt(llm, params) if prompt is None else llm.token_ids(prompt)
@@ -276,7 +276,7 @@ class Load(NamedTuple):
 
 
 def _own_prompt(llm: LLM, params: SamplingParams) -> list[int]:
-    """Random ids: half of a small context at most, or what an answer of the asked length leaves."""
+    """Return random ids: half of a small context at most, leaving room for the answer."""
     context = llm.plan.context
     room = context - (params.max_tokens or context // 2)
     return random_prompt(llm.config, max(1, min(NUM_PROMPT_TOKENS, room)))
@@ -289,10 +289,10 @@ def take_turns(
     repeats: int,
     progress: Progress = no_progress,
 ) -> list[PresetRun]:
-    """`repeats` rounds, in each of which every preset has one turn.
+    """Run `repeats` rounds, in each of which every preset has one turn.
 
-    It starts a turn from its own first residents, is timed with a long prompt, and answers twice:
-    the first time to find its residents, which does not count.
+    A turn starts from the preset's first residents, is timed with a long prompt, and answers twice;
+    the first answer only warms up the residents.
     """
     runs = [PresetRun(preset) for preset in presets]
     total = repeats * len(runs)
@@ -334,7 +334,7 @@ def _take_turn(llm: LLM, run: PresetRun, load: Load) -> None:
 
 
 def _predicted(opened: OpenModel, plan: MemoryPlan, done: Mapping[str, float]) -> SpeedRange | None:
-    """The speed to expect of the passes that were `done` under `plan`."""
+    """Return the speed expected under `plan` for the passes counted in `done`."""
     predictor = predictor_of(opened, plan)
     if predictor is None:
         return None
@@ -343,7 +343,10 @@ def _predicted(opened: OpenModel, plan: MemoryPlan, done: Mapping[str, float]) -
 
 
 def _prefill_s(llm: LLM, load: Load) -> float:
-    """Until the first pass that can write has ended: it has the prompt's last tokens in it."""
+    """Return the seconds until the end of the first pass that can write.
+
+    That pass has the prompt's last tokens.
+    """
     start_s = perf_counter()
     events = llm.stream(load.prefill, load.params)
     while isinstance(next(events), Prefill):
@@ -354,7 +357,7 @@ def _prefill_s(llm: LLM, load: Load) -> float:
 
 
 def _reset_peaks() -> bool:
-    """Whether the process's peak memory could be made to start again."""
+    """Reset the process' peak memory; return False if that is not possible."""
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
     try:

@@ -1,4 +1,4 @@
-"""Counts of which experts are chosen together, while a model runs: what a buddy profile is made of.
+"""Counts which experts are chosen together while a model runs, for a buddy profile.
 
     counts = CoActivations(TraceShape(*llm.config.moe_shape))
     with llm.observed(counts):
@@ -21,7 +21,7 @@ from lowtide.policies.buddy_profile import BuddyProfile
 from lowtide.replay.trace import TraceShape
 
 SAMPLE_TOKENS = 2048
-"""Tokens of each layer whose weights are kept for the percentiles of the entropy gate."""
+"""Tokens of each layer whose weights are kept, for percentiles of the entropy gate."""
 _PAIR_ROWS = 1024  # counted at a time
 
 
@@ -35,7 +35,7 @@ class EvenSample:
         self._rows: list[NDArray[np.generic]] = []
 
     def see(self, rows: NDArray[np.generic]) -> None:
-        """Rows [n, ...]: the next of the stream."""
+        """Add rows [n, ...], the next of the stream."""
         first = -self._num_seen % self._stride
         self._rows.extend(row.copy() for row in rows[first :: self._stride])
         self._num_seen += len(rows)
@@ -47,7 +47,7 @@ class EvenSample:
         return len(self._rows)
 
     def rows(self, count: int) -> NDArray[np.generic]:
-        """The first `count` of them, or all. [count, ...]."""
+        """Return the first `count` rows, or all: [count, ...]."""
         return np.stack(self._rows[:count])
 
 
@@ -55,7 +55,7 @@ class CoActivations:
     """An observer that counts the choices of every layer's router, row by row."""
 
     def __init__(self, shape: TraceShape) -> None:
-        """Raises UnsupportedError for a model whose tokens choose one expert."""
+        """Raises UnsupportedError for a model whose tokens choose only one expert."""
         if shape.num_experts_per_token < 2:
             raise UnsupportedError(
                 "Buddies are experts that a token chooses together, and this model's tokens choose "
@@ -70,13 +70,13 @@ class CoActivations:
         self.count(layer, *(tensor.cpu().numpy() for tensor in routing))
 
     def count(self, layer: int, experts: IntArray, weights: WeightArray) -> None:
-        """More rows that a layer's router has chosen for: experts, weights [rows, k]."""
+        """Count a layer's routing of further rows: experts, weights [rows, k]."""
         for start in range(0, len(experts), _PAIR_ROWS):
             rows = slice(start, start + _PAIR_ROWS)
             self._count(layer, experts[rows], shares(weights[rows]))
 
     def profile(self, fingerprint: str) -> BuddyProfile:
-        """What was counted so far. Raises UsageError for too little of it."""
+        """Return the profile so far. Raise UsageError if too little was counted."""
         count = min(map(len, self._weights))
         if not count:
             raise UsageError("No token was routed in every MoE layer: there are no buddies.")
@@ -99,7 +99,7 @@ class CoActivations:
 
 
 def shares(weights: WeightArray) -> FloatArray:
-    """Weights of chosen experts [rows, k], made to sum to 1; alike where all of a row are 0."""
+    """Normalise weights of chosen experts [rows, k] to sum 1; equal shares if a row is all 0."""
     total = weights.sum(axis=1, keepdims=True, dtype=np.float64)
     even = np.full(weights.shape, 1 / weights.shape[1])
     share: FloatArray = np.divide(weights, total, out=even, where=total > 0)

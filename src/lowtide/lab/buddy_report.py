@@ -1,4 +1,4 @@
-"""What a buddy profile says, layer by layer: lists, and how concentrated co-activation is."""
+"""Summary of a buddy profile, layer by layer: lists, and concentration of co-activation."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from lowtide.policies.buddy_profile import DEFAULT_ALPHA, BuddyProfile
 
 TOP_PEERS = 4
 ENTROPY_PERCENTILES = (10, 20)
-"""That the paper picks the entropy gate's threshold from (section 3.1)."""
+"""Percentiles from which the paper chooses the entropy gate's threshold (section 3.1)."""
 
 
 class LayerReport(NamedTuple):
-    """What the buddy profile says of one MoE layer; means are over experts that were seen."""
+    """Summary of one MoE layer's buddies; means are over experts that were seen."""
 
     reaches_alpha: float  # peers that cover the default alpha
     list_length: float  # of them in the list, which the default `k_max` cuts
@@ -24,7 +24,6 @@ class LayerReport(NamedTuple):
 
 
 def layer_reports(profile: BuddyProfile) -> list[LayerReport]:
-    """A report for each layer."""
     num_peers, lengths = profile.peers_that_cover(DEFAULT_ALPHA), (profile.lists() >= 0).sum(axis=2)
     concentration, affinity = profile.concentration(), profile.affinity()
     tops = profile.top_peers(TOP_PEERS)
@@ -44,7 +43,7 @@ def layer_reports(profile: BuddyProfile) -> list[LayerReport]:
 
 
 def as_object(profile: BuddyProfile) -> dict[str, object]:
-    """All of it for `--json`."""
+    """Return everything for `--json`."""
     return {
         "fingerprint": profile.fingerprint,
         "num_tokens": profile.num_tokens,

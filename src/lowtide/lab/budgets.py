@@ -1,4 +1,4 @@
-"""Budgets by the share of a model's experts that they hold: what benchmarks and proofs choose."""
+"""Budgets that hold a given share of a model's experts, for benchmarks and proofs."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from lowtide.plan import MemoryPlan, TierPlan
 
 
 def budget_of_share(plan: MemoryPlan, share: float) -> int:
-    """The fast tier's budget in bytes with which `share` of all experts is resident.
+    """Return the fast tier's budget in bytes that keeps `share` of all experts resident.
 
-    plan: of the same model and options, with any budget. Slots that experts only pass through
-    come on top; a share of 1 is the plan's `full_bytes`.
+    plan: of the same model and options, with any budget. Staging slots are added; for a share of 1
+    it is the plan's `full_bytes`.
     """
     num_staging = device_staging_slots(plan.num_experts)
     if plan.gpu is None:
@@ -19,7 +19,7 @@ def budget_of_share(plan: MemoryPlan, share: float) -> int:
 
 
 def home_of_share(plan: MemoryPlan, share: float) -> int:
-    """With a device: the host's budget with which `share` of all experts is in host memory."""
+    """Return the host's budget that, beside a device, has `share` of all experts in memory."""
     num_staging = host_staging_slots(plan.host.slot_bytes, plan.num_experts)
     return _with_slots(plan.host, num_staging, share, plan)
 

@@ -1,10 +1,9 @@
-"""`lowtide calibrate`: how a model routes on a text, and how well that can be foreseen.
+"""`lowtide calibrate`: records a model's routing on a text, and how well it can be predicted.
 
-Pieces of the text go through the model as prompts of short answers: an autoregressive model reads
-each in one pass and then writes token by token, a diffusion model denoises blocks behind it, so
-that the routing from step to step is real. The first three quarters of the pieces are calibrated
-on, the others test what was learnt. Prompts are run one at a time and answered greedily: equal
-texts give equal calibrations.
+Pieces of the text are prompts of short answers. An autoregressive model reads each in one pass and
+then writes token by token; a diffusion model denoises blocks after it. So routing from step to step
+is realistic. The first three quarters of the pieces calibrate; the others test the predictions.
+Prompts run one at a time and are answered greedily, so equal texts give equal calibrations.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ DIFFUSION = Length(64, 64)  # most of its rows are of blocks being filled, as in
 
 @dataclass(frozen=True, slots=True)
 class GateRecord:
-    """What early gates predicted of a run, beside what was asked for."""
+    """Predictions of early gates during a run, and the demand that followed."""
 
     trace: Trace
     predicted: dict[Gate, list[IntArray]]  # tokens per expert of each pass [layers, experts]
@@ -75,12 +74,12 @@ def calibrate(
     inputs: bool = False,
     progress: Progress = no_progress,
 ) -> Calibration:
-    """The calibration of `llm` on a text, or on token ids.
+    """Calibrate `llm` on a text or on token ids.
 
-    model: the name that the trace will carry; buddies: whether it has a buddy profile;
-    inputs: whether experts' inputs are recorded, which takes a model without a device. Raises
-    UsageError for a text that is too short or a model without a tokenizer, UnsupportedError for one
-    without experts, and what `LLM.generate` raises.
+    model: the trace's model name. buddies: also make a buddy profile. inputs: also record experts'
+    inputs, which needs a model without a device. Raises UsageError for a text that is too short or
+    a model without a tokenizer, UnsupportedError for a model without experts, and as `LLM.generate`
+    does.
     """
     llm.config.check_experts("A calibration is of experts")
     token_ids, shape = _token_ids(llm, text), TraceShape(*llm.config.moe_shape)
@@ -110,7 +109,7 @@ def calibrate(
 def split(
     llm: LLM, text: str | Sequence[int], num_pieces: int = NUM_PIECES
 ) -> tuple[list[list[int]], list[list[int]]]:
-    """Prompts to calibrate on, and later ones to test on, evenly spaced in the text."""
+    """Return prompts to calibrate on, and later ones for the test, evenly spaced in the text."""
     token_ids = _token_ids(llm, text)
     if num_pieces < 2 or len(token_ids) < MIN_PIECE_TOKENS * num_pieces:
         raise UsageError(
@@ -125,7 +124,7 @@ def split(
 
 
 def num_learning(num_pieces: int) -> int:
-    """How many of so many pieces are calibrated on; the rest are for the test."""
+    """Return how many of the pieces are calibrated on; the rest are for the test."""
     return num_pieces - max(1, round(TEST_SHARE * num_pieces))
 
 
@@ -137,11 +136,10 @@ def learn(
     beside: Sequence[Observer] = (),
     experts: ExpertObserver | None = None,
 ) -> tuple[Trace, NDArray[np.float32]]:
-    """The routing of the prompts and their answers, and the residual vectors [layers - 1, hidden].
+    """Record the routing of prompts and answers, and residual vectors [layers - 1, hidden].
 
-    beside, experts: who else watches.
-    A residual vector is the mean over all rows of the next MoE layer's gate input less this
-    one's, both after their norms (DALI, Eq. 10).
+    beside, experts: further observers. A residual vector is the mean over all rows of the next MoE
+    layer's gate input less this one's, both after their norms (DALI, Eq. 10).
     """
     mean = _ResidualMean(*llm.config.moe_shape[:1], llm.config.hidden_size)
     observers = (mean, *beside)
@@ -156,17 +154,17 @@ def foresee(
     residual: NDArray[np.float32],
     progress: Progress = no_progress,
 ) -> GateRecord:
-    """Runs every layer's gate one layer early beside the prompts and their answers."""
+    """Run every layer's gate one layer early during the prompts and their answers."""
     gates = _EarlyGates(llm, residual)
     trace = _run(llm, prompts, model, (gates,), "testing", progress)
     return GateRecord(trace, gates.predicted, _accuracy(trace, gates))
 
 
 def top_share(score: IntArray | FloatArray, hits: IntArray, num_top: int) -> float:
-    """The share of the `num_top` experts of best score that is among those with most hits.
+    """Return the share of the `num_top` best scored experts that is among those with most hits.
 
-    Experts with as many hits as the last of those count too, and where fewer were activated these
-    are all; of equal scores the lower id is taken. score, hits [experts], hits not all 0.
+    Experts with as many hits as the last of those count, too; if fewer were activated, these are
+    all. Of equal scores the lower id is taken. score, hits [experts]; hits are not all 0.
     """
     num_top = min(num_top, len(hits))
     chosen = np.argsort(-score, kind="stable")[:num_top]
@@ -274,7 +272,7 @@ def _run(
     progress: Progress,
     experts: ExpertObserver | None = None,
 ) -> Trace:
-    """Answers the prompts one after the other under the eyes of `observers`; their trace."""
+    """Answer the prompts one by one, watched by `observers`; return the trace."""
     recorder = Recorder(llm, model)
     params = SamplingParams(max_tokens=_length(llm).new_tokens, ignore_eos=True, temperature=0.0)
     with llm.observed(_All((recorder, *observers)), experts):
@@ -297,7 +295,7 @@ def _accuracy(trace: Trace, gates: _EarlyGates) -> GateAccuracy:
 
 
 def _length(llm: LLM) -> Length:
-    """What a piece takes: less than usual where the context is short."""
+    """Return the lengths of a piece and its answer, shorter in a short context."""
     usual = AUTOREGRESSIVE if llm.config.decoding.writes_in_order else DIFFUSION
     room = min(llm.plan.context, llm.config.max_positions)
     block_length = llm.config.decoding.block_length

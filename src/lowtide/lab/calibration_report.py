@@ -1,6 +1,6 @@
-"""What a calibration says: drift, the refresh interval that pays, how steps resemble each other.
+"""Summary of a calibration: drift, the best refresh interval, and the similarity of steps.
 
-Everything is computed from the calibration's trace; times are those of a machine's costs.
+Everything is computed from the calibration's trace, times with a machine's costs.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 
 RESIDENT_SHARES = (0.25, 0.5, 0.75)
 INTERVALS = (1, 2, 5)
-"""Steps apart, of those that are compared."""
+"""Distances, in steps, at which steps are compared."""
 
 STEP_SIMILARITY, DISTINCT_EXPERTS = "step-similarity.png", "distinct-experts.png"
 
 
 class Budget(NamedTuple):
-    """What so many residents per layer mean for TIDE's interval."""
+    """TIDE's interval at a number of residents per layer."""
 
     num_residents: int
     drift: float  # TIDE's d
@@ -42,7 +42,7 @@ class Budget(NamedTuple):
 
 
 def weigh_budgets(calibration: Calibration, costs: Costs) -> list[Budget]:
-    """Drift and intervals with each of `RESIDENT_SHARES` of the experts, at least one."""
+    """Return drift and intervals with each of `RESIDENT_SHARES` of the experts, at least one."""
     num_experts = calibration.shape.num_experts
     hits = calibration.trace.hits()
     return [
@@ -52,26 +52,25 @@ def weigh_budgets(calibration: Calibration, costs: Costs) -> list[Budget]:
 
 
 def step_similarity(blocks: Sequence[IntArray], interval: int = 1) -> FloatArray:
-    """Cosine of a step's hits with those `interval` steps before, step by step (TIDE's Fig. 2b).
+    """Return the cosine of a step's hits with those `interval` steps before (TIDE's Fig. 2b).
 
-    The mean over layers and over the blocks that are long enough; `blocks` as `Trace.blocks`
-    gives them. [most steps - interval]
+    By step, as a mean over layers and sufficiently long blocks; `blocks` as from `Trace.blocks`.
+    [most steps - interval]
     """
     return _by_step([_cosines(block[interval:], block[:-interval]) for block in blocks])
 
 
 def distinct_experts(blocks: Sequence[IntArray]) -> FloatArray:
-    """Experts of a layer that are activated, step by step (TIDE's Fig. 2a): means as above."""
+    """Return a layer's activated experts, by step (TIDE's Fig. 2a); means as above."""
     return _by_step([(block > 0).sum(2).mean(1) for block in blocks])
 
 
 def previous_step(trace: Trace) -> FloatArray:
     """Measure how well a step predicts the next one's experts in the same layer.
 
-    Of the n experts with most tokens in one step, the share that is among the n of the next
-    (`top_share`), for each n of `TOP_SIZES`: means over the steps of blocks and answers after their
-    first. Nothing is learnt, so the text that was calibrated on does. 0 where no step follows
-    another. [layers, 4]
+    For each n of `TOP_SIZES`: of the n experts with most tokens in a step, the share that is among
+    the n of the next (`top_share`), averaged over all steps with a predecessor. Nothing is learned,
+    so the calibration's own text may be used. 0 if no step follows another. [layers, 4]
     """
     pairs = [pair for block in trace.blocks() for pair in pairwise(block)]
     shares = np.zeros((trace.shape.num_layers, len(TOP_SIZES)))
@@ -82,7 +81,7 @@ def previous_step(trace: Trace) -> FloatArray:
 
 
 def as_object(calibration: Calibration, budgets: Sequence[Budget]) -> dict[str, object]:
-    """All of it for `--json`."""
+    """Return everything for `--json`."""
     trace, blocks, inputs = calibration.trace, calibration.trace.blocks(), calibration.inputs
     of_inputs = {}
     if inputs is not None:
@@ -105,22 +104,22 @@ def as_object(calibration: Calibration, budgets: Sequence[Budget]) -> dict[str, 
 
 
 def token_share(calibration: Calibration) -> FloatArray:
-    """Each expert's share of a layer's (token, expert) pairs. [layers, experts]."""
+    """Return each expert's share of a layer's (token, expert) pairs, [layers, experts]."""
     num_tokens = calibration.trace.hits().sum(axis=0)
     share: FloatArray = num_tokens / np.maximum(1, num_tokens.sum(axis=1, keepdims=True))
     return share
 
 
 def check_plots(folder: Path) -> None:
-    """Makes the folder; raises UnsupportedError or StorageError where nothing can be drawn."""
+    """Make the folder; raise UnsupportedError or StorageError if nothing can be drawn."""
     for name in (STEP_SIMILARITY, DISTINCT_EXPERTS):
         check_plot(folder / name)
 
 
 def plot(calibration: Calibration, folder: Path) -> list[Path]:
-    """Draws similarity and distinct experts step by step into `folder`; the files.
+    """Draw similarity and distinct experts by step into `folder`; return the files.
 
-    Raises UnsupportedError without matplotlib, StorageError when a file cannot be written.
+    Raises UnsupportedError without matplotlib, StorageError if a file cannot be written.
     """
     check_plots(folder)
     blocks = calibration.trace.blocks()
@@ -152,7 +151,7 @@ def _budget(trace: Trace, hits: IntArray, num_residents: int, costs: Costs) -> B
 
 
 def _figure(label: str, curves: dict[str, tuple[int, FloatArray]]) -> Figure:
-    """Curves over a block's steps, each from the step it begins at."""
+    """Draw curves over a block's steps, each from its first step on."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(6, 4), layout="constrained")
@@ -172,12 +171,12 @@ def _gate(calibration: Calibration, gate: int) -> dict[str, object]:
 
 
 def _by_size(tops: FloatArray) -> dict[str, FloatArray]:
-    """Each of `TOP_SIZES` by layer."""
+    """Map each of `TOP_SIZES` to its values by layer."""
     return {f"top_{n}": tops[:, i] for i, n in enumerate(TOP_SIZES)}
 
 
 def _by_step(curves: Sequence[FloatArray]) -> FloatArray:
-    """The mean of curves of different lengths, over those that reach a step."""
+    """Average curves of different lengths, at each step over those that reach it."""
     longest = max(map(len, curves), default=0)
     total, count = np.zeros(longest), np.zeros(longest)
     for curve in curves:
@@ -187,7 +186,7 @@ def _by_step(curves: Sequence[FloatArray]) -> FloatArray:
 
 
 def _cosines(a: IntArray, b: IntArray) -> FloatArray:
-    """Mean over layers of the cosine of hits [steps, layers, experts]. [steps]."""
+    """Return the cosine of hits [steps, layers, experts], averaged over layers, [steps]."""
     lengths = np.linalg.norm(a, axis=2) * np.linalg.norm(b, axis=2)
     cosines: FloatArray = ((a * b).sum(2) / lengths).mean(1)
     return cosines

@@ -1,4 +1,4 @@
-"""Sums of the squares of experts' inputs, while a model runs: what `calibrate --inputs` keeps.
+"""Sums the squares of experts' inputs while a model runs, for `calibrate --inputs`.
 
     squares = InputSquares(TraceShape(*llm.config.moe_shape))
     with llm.observed(observer, experts=squares):
@@ -21,7 +21,7 @@ from lowtide.replay.trace import TraceShape
 
 
 class InputSquares:
-    """An observer of experts that sums what they are given, expert by expert."""
+    """Observer of experts that sums squares of their inputs, expert by expert."""
 
     def __init__(self, shape: TraceShape) -> None:
         layers, experts = shape[:2]
@@ -38,7 +38,10 @@ class InputSquares:
             self._activated[layer, expert] += activated[pairs].float().square().sum(0)
 
     def inputs(self, fingerprint: str) -> ExpertInputs:
-        """The means so far; of an expert without rows its layer's. fingerprint: of the model."""
+        """Return the means so far; experts without rows have their layer's mean.
+
+        fingerprint: of the model.
+        """
         hidden, activated = (self._means(sums) for sums in (self._hidden, self._activated))
         return ExpertInputs(fingerprint, self._num_rows.copy(), hidden, activated)
 

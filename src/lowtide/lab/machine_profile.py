@@ -30,7 +30,7 @@ def check_profile(path: Path, device: str) -> None:
 
 
 def save_profile(diagnosis: Diagnosis, path: Path) -> None:
-    """Writes the profile to `path`. Raises StorageError."""
+    """Write the profile to `path`. Raise StorageError."""
     text = profile_text(diagnosis)
     with whole_file(path, "profile", _is_profile) as file:
         file.write(text.encode())
@@ -41,10 +41,11 @@ def _is_profile(file: IO[bytes]) -> bool:
 
 
 def profile_text(diagnosis: Diagnosis) -> str:
-    """In TOML, from the first model's experts: the more they are like those replayed, the better.
+    """Return the profile in TOML, from the first model's experts.
 
-    An expert of one token shows how fast weights are read, of most tokens how fast is computed.
-    Raises StorageError where no experts or no device were measured.
+    The more they resemble the experts to be replayed, the better. An expert with one token shows
+    the speed of reading weights, one with most tokens the speed of computing. Raises StorageError
+    if no experts or no device were measured.
     """
     if not diagnosis.costs:
         raise StorageError("A profile is made of a model's experts, and this model has none.")
@@ -86,5 +87,5 @@ def _engine(costs: ExpertCosts, curve: tuple[Point, ...], memory_bytes: int) -> 
 
 
 def _quoted(text: str) -> str:
-    """A TOML string of one line."""
+    """Return a TOML string of one line."""
     return '"' + text.replace("\\", "/").replace('"', "'") + '"'

@@ -1,9 +1,10 @@
-"""`lowtide quality`: what a setting does to a model's words, beside what it does to its speed.
+"""`lowtide quality`: measures the effect of settings on a model's words and speed.
 
-A text goes through the model in decoding's own passes under every setting: what differs is who is
-resident and what is done about who is not, never the tokens. Every row is compared with the first
-setting's, which is exact: likelihood, the likeliest token, and KL of the whole distribution. Then
-settings of one loaded model take turns at writing, and their speed is taken.
+A text goes through the model in decoding's own passes under every setting. The tokens are the same;
+residents, and the handling of absent experts, differ. Every row is compared with the first
+setting's,
+which is exact: likelihood, the likeliest token, and KL of the whole distribution. Then settings of
+one loaded model take turns at writing, for their speed.
 """
 
 from __future__ import annotations
@@ -43,11 +44,11 @@ from lowtide.progress import Progress
 SPEED_PROMPT_TOKENS = 64
 
 NOT_OF_PASSES = ("hit_rate", "committed_tokens", "forwards", "generation_s", "tokens_per_s")
-"""Counters of an engine that do not add up, or count answers."""
+"""Engine counters that do not add up over passes, or that count answers."""
 
 
 class QualityWork(NamedTuple):
-    """What is to be measured of every setting."""
+    """The measurements to make of every setting."""
 
     token_ids: Sequence[int] = ()  # of the text; none: it is not scored
     bos: Sequence[int] = ()
@@ -58,7 +59,7 @@ class QualityWork(NamedTuple):
     text_sha256: str = ""
 
     def with_text(self, tokenizer: Tokenizer | None, text: str) -> QualityWork:
-        """The same with a text to score. Raises UsageError for a model without a tokenizer."""
+        """Return the same work with a text to score. Raise UsageError without a tokenizer."""
         ids, bos = encode(tokenizer, text)
         if not ids:
             raise UsageError("The text is empty; give one with some pages.")
@@ -67,7 +68,7 @@ class QualityWork(NamedTuple):
 
 
 class Passes(NamedTuple):
-    """What the passes over the scored windows took, prompts included."""
+    """Counters of the passes over the scored windows, prompts included."""
 
     num_tokens: int  # scored
     num_passes: int
@@ -98,7 +99,7 @@ class Passes(NamedTuple):
 
 @dataclass(slots=True)
 class Row:
-    """One setting, and all that was measured of it; or why it cannot run."""
+    """One setting's measurements, or the reason why it cannot run."""
 
     setting: QualitySetting
     policy: str = ""  # in force
@@ -114,14 +115,14 @@ class Row:
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Committed answer tokens, the median of turns."""
+        """Committed answer tokens per second, the median of turns."""
         if self.speed is None or not self.speed.turns:
             return None
         return self.speed.tokens_per_s.median
 
     @property
     def moved_share(self) -> float:
-        """The share of the router's mass over the text that was replaced."""
+        """The replaced share of the router's mass over the text."""
         replaced = None if self.passes is None else self.passes.replaced
         return 0.0 if replaced is None else replaced.moved_share
 
@@ -157,7 +158,7 @@ class QualityReport:
 
     @property
     def has_masks(self) -> bool:
-        """Whether tokens were hidden and foretold, not each by those before it."""
+        """True if masked tokens were predicted, instead of each token from those before it."""
         return self.sample is not None and bool(self.sample.mask_ratios)
 
     def as_dict(self) -> dict[str, Any]:
@@ -181,13 +182,12 @@ def quality(
     progress: Progress = lambda what, done, total: None,
     **options: Any,
 ) -> QualityReport:
-    """Measure every setting against the first one, or against a lossless one in its place.
+    """Measure every setting against the first one, or against a lossless one added before it.
 
-    Where rows are rounded by default, rows as they are make one more setting. options: of `LLM`,
-    those that all settings share, without a policy. A setting that cannot run at its budget is a
-    row with its reason, the reference excepted. Raises what `LLM` raises, UsageError where there is
-    nothing to measure, and PlanError for answers that no context has room for, before anything is
-    measured.
+    If rows are rounded by default, unrounded rows are an additional setting. options: `LLM`'s,
+    shared by all settings, without a policy. A setting that cannot run at its budget is a row with
+    its reason, except the reference. Raises as `LLM` does, UsageError if there is nothing to
+    measure, and PlanError if answers do not fit into a context, before measuring.
     """
     opened = open_model(model, EngineConfig(**options))
     config, asked = opened.facts.config, opened.options.asked
@@ -213,7 +213,7 @@ def quality(
 
 @dataclass(slots=True)
 class _Judge:
-    """Measures settings group by group, each beside the first of all."""
+    """Measures settings group by group, each against the first of all."""
 
     model: str | Path
     options: Mapping[str, Any]  # of the model, those that all settings share
@@ -225,12 +225,12 @@ class _Judge:
     plan: MemoryPlan | None = None
 
     def check_answers(self) -> None:
-        """Raises UsageError or PlanError for those that could not be timed, once all is scored."""
+        """Raise UsageError or PlanError, after scoring, if answers could not be timed."""
         if self.work.repeats:
             check_request(self.model, lambda _: self._prompt(), self._params(), **self.options)
 
     def measure(self, group: Sequence[QualitySetting], reference: ReferenceLogits) -> None:
-        """The settings of one loaded model."""
+        """Measure the settings of one loaded model."""
         options = opening_options(self.model, group, self.options)
         options = {**options, "cache_dir": None}  # every setting computes everything
         with LLM(self.model, progress=self.progress, **options) as llm:
@@ -279,7 +279,7 @@ class _Judge:
         row.of_ratio = by_mask(row.scores, exact, self.scored, sample.mask_ratios)
 
     def _time(self, llm: LLM, rows: Sequence[Row]) -> None:
-        """Settings take turns at answering the same prompt."""
+        """Time the settings, which take turns at answering one prompt."""
         prompt = self._prompt()
         presets = [Preset(row.setting.policy, row.setting.policy_options) for row in rows]
         load = Load(prompt, prompt, self._params())
@@ -300,7 +300,7 @@ class _Judge:
 def _with_own_rows(
     settings: Sequence[QualitySetting], rounds_by_default: bool
 ) -> Sequence[QualitySetting]:
-    """Put a setting whose products round no rows first where the default would round them."""
+    """Put a setting with unrounded rows first if rows are rounded by default."""
     first = settings[0]
     if not rounds_by_default or "activations" in first.options:
         return settings
@@ -333,4 +333,4 @@ def _passes(
 
 
 def _look_away(mask: int, positions: object, logits: object) -> None:
-    """The warm-up is not scored."""
+    """Ignore the logits: the warm-up is not scored."""

@@ -1,12 +1,12 @@
-"""Multiple choice by likelihood: which of several continuations a model finds likeliest.
+"""Multiple choice by likelihood: which continuation a model finds likeliest.
 
-The last token of the context and all of a choice go through decoding's own passes, so that a policy
-that spares prompts is asked about every token that counts.
+The context's last token and all of a choice go through decoding's own passes, so that a policy
+which spares prompts still acts on every token that counts.
 
-A diffusion model's likelihood of a choice is estimated block by block as it is trained: with a
-part of the choice hidden, its loss there times the share that it is of the whole, in the mean over
-`NUM_MASKS` parts from all of it downwards (LLaDA, section 2.4 and appendix B.5, with a fixed
-number of parts in place of draws).
+A diffusion model's likelihood of a choice is estimated block by block, as in training: with part of
+the choice hidden, its loss there times that part's share of the whole, averaged over `NUM_MASKS`
+parts from the whole downwards (LLaDA, section 2.4 and appendix B.5, with fixed parts instead of
+draws).
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Shares(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ChoiceScores:
-    """What a setting made of the questions."""
+    """A setting's answers to the questions."""
 
     log_likelihood: tuple[FloatArray, ...]  # [choices] of each question, nats
     accuracy: Shares
@@ -70,7 +70,7 @@ class _Encoded(NamedTuple):
 
 
 class Questions:
-    """Questions in tokens of one model. Raises UsageError where one of them cannot be asked."""
+    """Questions encoded for one model. Raises UsageError if one of them does not fit."""
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class Questions:
         config: ModelConfig,
         context: int,
     ) -> None:
-        """context: tokens that the KV cache holds."""
+        """context: the KV cache's size in tokens."""
         self._questions = questions
         self._config = config
         room = min(context, config.max_positions)
@@ -90,14 +90,14 @@ class Questions:
         return len(self._questions)
 
     def prompt(self) -> list[int]:
-        """The prompt of the first question."""
+        """Return the prompt of the first question."""
         first = self._encoded[0][0]
         return first.token_ids[: first.num_context]
 
     def score(
         self, llm: LLM, label: str, progress: Progress, beside: ChoiceScores | None = None
     ) -> ChoiceScores:
-        """Asks all of them, one after the other; beside: the reference's."""
+        """Ask all questions in order. beside: the reference's scores."""
         found: list[FloatArray] = []
         for index, choices in enumerate(self._encoded):
             progress(f"{label}: questions", index, len(self))
@@ -109,7 +109,7 @@ class Questions:
         return self._judged(found, beside)
 
     def _read(self, llm: LLM, encoded: _Encoded, seed: Sequence[int]) -> float:
-        """The log-likelihood of a choice, in nats."""
+        """Return the log-likelihood of a choice, in nats."""
         text = self._text(encoded, seed)
         ids = np.asarray(encoded.token_ids)
         weights = _weights(text, self._spans(encoded))
@@ -134,7 +134,7 @@ class Questions:
         )
 
     def _spans(self, encoded: _Encoded) -> list[tuple[int, int]]:
-        """The choice's tokens, block by block."""
+        """Return the choice's token ranges, block by block."""
         num_tokens, num_context = len(encoded.token_ids), encoded.num_context
         decoding = self._config.decoding
         if decoding.writes_in_order or not decoding.keeps_keys:
@@ -165,7 +165,7 @@ class Questions:
 
 
 def _encode(question: ChoiceQuestion, tokenizer: Tokenizer | None, room: int) -> list[_Encoded]:
-    """Each choice behind its context. A token that context and choice share is the choice's."""
+    """Encode each choice after its context. A token spanning both belongs to the choice."""
     encoded = []
     alone, bos = encode(tokenizer, question.context)
     for choice in question.choices:
@@ -197,7 +197,7 @@ def _unaskable(
 
 
 def _weights(text: ForcedText, spans: Sequence[tuple[int, int]]) -> list[FloatArray]:
-    """What a row's logarithm counts for, by mask and position. Each [tokens]."""
+    """Return the weight of each row's log-probability, by mask and position, each [tokens]."""
     if not text.masks:
         return [np.ones(len(text.token_ids))]
     weights = []

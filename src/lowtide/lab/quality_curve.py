@@ -24,9 +24,9 @@ from lowtide.replay.trace import TraceShape
 
 
 def measured_curve(report: QualityReport) -> QualityCurve:
-    """Replaced mass and KL of the rows that replaced any.
+    """Return replaced mass and KL of the rows with replacements.
 
-    Of rows with the same mass the greatest KL counts. Raises UsageError where no row replaced any.
+    Of rows with the same mass the greatest KL counts. Raises UsageError if no row has replacements.
     """
     points: dict[float, float] = {}
     for row in report.rows:
@@ -44,9 +44,9 @@ def measured_curve(report: QualityReport) -> QualityCurve:
 
 
 def curve_path(facts: ModelFacts, given: str | os.PathLike[str] | None) -> Path:
-    """Return the calibration file that keeps a model's curve: the given or the default one.
+    """Return the calibration file that stores a model's curve: the given or the default one.
 
-    Raises UsageError where there is none with buddies, StorageError where it cannot be written.
+    Raises UsageError if there is none with buddies, StorageError if it cannot be written.
     """
     config = facts.config
     config.check_experts("A curve is of substituted experts")

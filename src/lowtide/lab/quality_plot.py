@@ -11,7 +11,7 @@ from lowtide.lab.quality import QualityReport, Row
 
 
 class QualityPoint(NamedTuple):
-    """A setting that ran: its speed, and what it loses beside the reference."""
+    """A setting that ran: its speed, and its loss against the reference."""
 
     label: str
     speed: float  # tokens/s, or passes/s where no answers were timed
@@ -21,7 +21,7 @@ class QualityPoint(NamedTuple):
 
 
 def points(rows: Sequence[Row]) -> list[QualityPoint]:
-    """The settings that ran, in order."""
+    """Return the settings that ran, in order."""
     measured = [(row, _speed(row), *_harm(row)) for row in rows if not row.reason]
     pairs = [(speed, harm) for _, speed, harm, _ in measured]
     return [
@@ -31,7 +31,7 @@ def points(rows: Sequence[Row]) -> list[QualityPoint]:
 
 
 def front(pairs: Sequence[tuple[float, float]]) -> list[bool]:
-    """Which (speed, harm) no other beats: none is at least as good at both and better at one."""
+    """Return which (speed, harm) pairs are on the Pareto front."""
     return [
         not any(
             other[0] >= speed and other[1] <= harm and other != (speed, harm) for other in pairs
@@ -41,7 +41,7 @@ def front(pairs: Sequence[tuple[float, float]]) -> list[bool]:
 
 
 def plot(report: QualityReport, path: Path) -> None:
-    """Draws every setting, the best ones joined. Raises as `check_plot` does."""
+    """Draw every setting, with a line through the best ones. Raise as `check_plot` does."""
     check_plot(path)
     from matplotlib.figure import Figure
 

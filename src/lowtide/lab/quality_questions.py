@@ -29,9 +29,9 @@ class ChoiceQuestion(NamedTuple):
 
 
 def read_questions(path: Path) -> list[ChoiceQuestion]:
-    """Read the questions of a file.
+    """Read a file's questions.
 
-    Raises StorageError where it cannot be read, UsageError with the line that is no question.
+    Raises StorageError if it cannot be read, UsageError with the line of an invalid question.
     """
     try:
         with path.open("rb") as file:

@@ -1,7 +1,7 @@
-"""What is measured of logits beside a reference's, and how sure one can be of the means.
+"""Scores of logits against a reference's, with standard errors.
 
-All runs score the same rows in the same order, so that every difference is one of pairs. Standard
-errors take a stretch of neighbouring tokens as one observation.
+All runs score the same rows in the same order, so that differences are paired. Standard errors
+treat a stretch of neighbouring tokens as one observation.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from lowtide.errors import StorageError
 from lowtide.lab.quality_text import TextSample
 
 MAX_HELD_BYTES = 1 << 26
-"""Most bytes of the reference's logits in memory; more of them are kept in a nameless file."""
+"""Most bytes of the reference's logits in memory; more are kept in an unnamed file."""
 
 
 class Estimate(NamedTuple):
@@ -45,11 +45,11 @@ class RowScores(NamedTuple):
 
     @classmethod
     def none(cls) -> RowScores:
-        """The scores of no rows."""
+        """Return the scores of no rows."""
         return cls(*(np.empty(0) for _ in range(4)))
 
     def part(self, rows: BoolArray) -> RowScores:
-        """Those of some rows."""
+        """Return the scores of some rows."""
         return RowScores(*(values[rows] for values in self))
 
 
@@ -61,13 +61,13 @@ class ScoredRows(NamedTuple):
 
     @property
     def weights(self) -> FloatArray:
-        """Each row's weight in a mean that counts all masks alike; they sum to 1. [rows]."""
+        """Weights [rows], summing to 1, with which every mask counts equally in a mean."""
         masks, counts = np.unique(self.mask, return_counts=True)
         weights: FloatArray = 1 / (len(masks) * counts[np.searchsorted(masks, self.mask)])
         return weights
 
     def estimate(self, values: FloatArray) -> Estimate:
-        """The mean of values [rows], by `weights`, with the error of stretches as observations."""
+        """Return the weighted mean of values [rows], with its standard error."""
         # Each mask's mean by itself: that of equal values is exact.
         mean = float(np.mean([values[self.mask == mask].mean() for mask in np.unique(self.mask)]))
         weights = self.weights
@@ -78,13 +78,13 @@ class ScoredRows(NamedTuple):
         return Estimate(mean, math.sqrt(float((sums**2).sum()) * len(sums) / (len(sums) - 1)))
 
     def of_mask(self, mask: int) -> tuple[BoolArray, ScoredRows]:
-        """Which rows a mask hid, and those alone."""
+        """Return which rows a mask hid, and only those."""
         is_its: BoolArray = self.mask == mask
         return is_its, ScoredRows(self.mask[is_its], self.stretch[is_its])
 
 
 class Comparison(NamedTuple):
-    """A run beside the reference."""
+    """A run compared with the reference."""
 
     num_rows: int
     loss: Estimate
@@ -108,7 +108,7 @@ class Comparison(NamedTuple):
 
     @property
     def perplexity(self) -> float:
-        """The exponential of the mean loss; for a diffusion model, of that of a masked token."""
+        """Exponential of the mean loss; for a diffusion model, of a masked token's."""
         return math.exp(min(self.loss.mean, 700.0))
 
     def as_dict(self) -> dict[str, object]:
@@ -121,32 +121,32 @@ class Comparison(NamedTuple):
 
 
 class ReferenceLogits:
-    """Rows of the reference's logits, written once and then read in order by every other run.
+    """The reference's logits, written once and then read in order by every other run.
 
-    They are in memory as far as that is little, else in a file that has no name: nothing is left
-    of it, however the process ends. Raises StorageError where there is no room for it.
+    They are in memory if small, else in an unnamed file, of which nothing remains however the
+    process ends. Raises StorageError if there is no room for it.
     """
 
     def __init__(self, num_rows: int, vocab_size: int, folder: Path) -> None:
-        """folder: on a disk, not in memory; made where it does not exist."""
+        """folder: on a disk, not in memory; created if missing."""
         self._row_bytes = 4 * vocab_size
         self._num_bytes = num_rows * self._row_bytes
         self._folder = folder
         self._file = self._open()
 
     def write(self, logits: Tensor) -> None:
-        """Adds rows, float32 [n, vocab] in host memory."""
+        """Append rows, float32 [n, vocab] in host memory."""
         try:
             self._file.write(logits.contiguous().numpy().tobytes())
         except OSError as reason:
             raise self._refusal(reason.strerror or "it cannot be written") from reason
 
     def rewind(self) -> None:
-        """From here the rows are read again from the first one."""
+        """Start reading again from the first row."""
         self._file.seek(0)
 
     def read(self, num_rows: int) -> Tensor:
-        """The next rows, float32 [n, vocab]."""
+        """Return the next rows, float32 [n, vocab]."""
         data = self._file.read(num_rows * self._row_bytes)
         return torch.frombuffer(bytearray(data), dtype=torch.float32).view(num_rows, -1)
 
@@ -176,9 +176,9 @@ class ReferenceLogits:
 
 
 class Scorer:
-    """Looks at every row's logits beside the reference's; is an `OnLogits`.
+    """Compares every row's logits with the reference's; is an `OnLogits`.
 
-    The reference's own run writes its logits, all others read them.
+    The reference's own run writes its logits; all others read them.
     """
 
     def __init__(
@@ -194,7 +194,7 @@ class Scorer:
         reference.rewind()
 
     def begin(self, text: ForcedText) -> None:
-        """The next rows are of this text."""
+        """Start a text, to which the next rows belong."""
         self._text = text
         self._num_texts += 1
 
@@ -209,7 +209,7 @@ class Scorer:
         self._places.append((mask, self._stretches(positions)))
 
     def finish(self) -> tuple[RowScores, ScoredRows]:
-        """All that was scored."""
+        """Return everything scored."""
         scores = RowScores(*(np.concatenate(values) for values in zip(*self._parts, strict=True)))
         masks = np.concatenate([np.full(len(of), mask) for mask, of in self._places])
         return scores, ScoredRows(masks, np.concatenate([of for _, of in self._places]))
@@ -224,7 +224,7 @@ class Scorer:
 
 
 def _scores(logits: Tensor, reference: Tensor, wanted: IntArray, positions: IntArray) -> RowScores:
-    """Row by row, in double precision: equal logits have a KL of exactly 0."""
+    """Score row by row, in double precision: equal logits have a KL of exactly 0."""
     check_finite(logits.max(dim=-1).values, positions)
     loss, kl = np.empty(len(wanted)), np.empty(len(wanted))
     for place, (row, other) in enumerate(zip(logits, reference, strict=True)):
@@ -239,7 +239,7 @@ def _scores(logits: Tensor, reference: Tensor, wanted: IntArray, positions: IntA
 def by_mask(
     scores: RowScores, reference: RowScores, rows: ScoredRows, ratios: Sequence[float]
 ) -> dict[float, Comparison]:
-    """A comparison for each mask, by its ratio."""
+    """Return a comparison for each mask, by its ratio."""
     compared = {}
     for mask, ratio in enumerate(ratios):
         is_its, own = rows.of_mask(mask)

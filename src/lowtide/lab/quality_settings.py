@@ -1,4 +1,4 @@
-"""Settings: what rows of a table of quality differ in, policies and options of the model alike."""
+"""Settings of `lowtide quality`: policies and model options that differ between rows."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from lowtide.plan import check_is_named
 from lowtide.policies.presets import AUTO, asks_scores, check_policy, substitutes
 
 RESIDENTS = "residents"
-"""A setting's share of the experts that is resident, in place of a budget."""
+"""Name of the share of experts that are resident, instead of a budget."""
 
 BUDDYMOE = "buddymoe"
 MASSES = ("0.01", "0.02", "0.05", "0.1", "0.2", "0.4", "1")
-"""Bounds of the share of router mass that may be replaced, from which a curve is measured."""
+"""Limits of the replaced router mass at which a curve is measured."""
 
 
 @dataclass(frozen=True, slots=True)
 class QualitySetting:
-    """A policy with its options, and what is different about the model that it is asked of.
+    """A policy with its options, and model options that differ from the others'.
 
-    options: of `LLM`, on top of those that all settings share. residents: the share of the experts
-    that is resident, in place of a budget.
+    options: `LLM`'s, beyond those that all settings share. residents: the share of experts that are
+    resident, instead of a budget.
     """
 
     policy: str = AUTO
@@ -47,18 +47,18 @@ class QualitySetting:
 
     @property
     def is_lossless(self) -> bool:
-        """Whether its policy changes no token; a format may."""
+        """True if its policy changes no token; its format may."""
         return not substitutes(self.policy, self.policy_options)
 
     @property
     def of_model(self) -> tuple[tuple[str, str], ...]:
-        """What settings of one loaded model have in common."""
+        """The part that settings of one loaded model have in common."""
         options = {**self.options, RESIDENTS: self.residents}
         return tuple(sorted((name, str(value)) for name, value in options.items()))
 
     @property
     def label(self) -> str:
-        """For people: `buddymoe rho=3, residents=0.5`."""
+        """Name for people: `buddymoe rho=3, residents=0.5`."""
         policy = " ".join([self.policy, *(f"{n}={v}" for n, v in self.policy_options.items())])
         shown = dict(self.options)
         if self.residents is not None:
@@ -75,9 +75,9 @@ class QualitySetting:
 
 
 def grouped(settings: Sequence[QualitySetting]) -> Iterator[list[QualitySetting]]:
-    """Group settings by loaded model, in the order in which they first come.
+    """Group settings by loaded model, in the order of their first appearance.
 
-    A group without a setting that changes no token gets one in front.
+    A lossless setting is added in front of a group that has none.
     """
     groups: dict[tuple[tuple[str, str], ...], list[QualitySetting]] = {}
     for setting in settings:
@@ -89,7 +89,7 @@ def grouped(settings: Sequence[QualitySetting]) -> Iterator[list[QualitySetting]
 
 
 def curve_settings(policy_options: Mapping[str, str]) -> list[QualitySetting]:
-    """Settings that replace from little of the router's mass to all that they can."""
+    """Return settings that replace from little to all of the replaceable router mass."""
     options = {"miss": "buddy", **policy_options}
     return [QualitySetting(BUDDYMOE, {**options, "max_mass": mass}) for mass in MASSES]
 
@@ -99,8 +99,8 @@ def opening_options(
 ) -> dict[str, Any]:
     """Return options of the one `LLM` on which a group's settings take turns.
 
-    Its policy is the one that is told most of a pass, so that all of them find their room. Raises
-    the errors of `plan_model`.
+    Its policy is the one with the largest workspace, so that all of them fit. Raises as
+    `plan_model` does.
     """
     from lowtide.lab.budgets import budget_of_share
     from lowtide.llm import plan_model

@@ -1,4 +1,4 @@
-"""What of a text is scored, and how: windows of it, their prompts, and what masks hide of them."""
+"""Selects what is scored of a text: windows, their prompts, and masks."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from lowtide.errors import UsageError
 from lowtide.model_folder.tokenizer import NO_TOKENIZER, Tokenizer
 
 CONTEXT_TOKENS = 32
-"""Tokens of an autoregressive model's window that are its prompt."""
+"""Prompt tokens of an autoregressive model's window."""
 
 CLUSTER_TOKENS = 32
-"""Neighbours in a text are alike: so many of them are one observation of a standard error. For a
-block diffusion model a block is."""
+"""Neighbouring tokens counted as one observation of a standard error, since they are correlated;
+for block diffusion it is a block."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,26 +51,26 @@ class TextSample(NamedTuple):
 
     @property
     def num_rows(self) -> int:
-        """Logits that are scored, each a token under a mask."""
+        """Scored rows of logits: each token under each mask that hides it."""
         return sum(num_rows(text) for text in self.scored)
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that are scored, or that masks hide a share of."""
+        """Scored tokens, or tokens of which masks hide a share."""
         if self.mask_ratios:
             return sum(len(text.token_ids) - text.num_context for text in self.scored)
         return self.num_rows
 
 
 def num_rows(text: ForcedText) -> int:
-    """Logits that reading a text hands out."""
+    """Return the number of logit rows that reading a text yields."""
     if text.masks:
         return sum(int(mask.sum()) for mask in text.masks)
     return len(text.token_ids) - text.num_context - 1
 
 
 def encode(tokenizer: Tokenizer | None, text: str) -> tuple[list[int], list[int]]:
-    """A text's ids, and what this tokenizer begins every text with. Raises UsageError."""
+    """Return a text's ids, and the ids that begin every text. Raise UsageError."""
     if tokenizer is None:
         raise UsageError(f"{NO_TOKENIZER}: it can be judged by token ids only.")
     ids = tokenizer.encode(text, add_special=False)
@@ -89,8 +89,8 @@ def make_sample(
 ) -> TextSample:
     """Cut evenly spaced windows from a text, each beginning with `bos`.
 
-    They are fewer or shorter where the text has too few tokens. context: tokens that the KV cache
-    holds. Raises UsageError for a text that is too short, with the length needed.
+    They are fewer or shorter if the text has too few tokens. context: the KV cache's size in
+    tokens. Raises UsageError for a text that is too short, naming the length needed.
     """
     layout = _Layout.of(config)
     most = min(scope.window_tokens, context, config.max_positions)

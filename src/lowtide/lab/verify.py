@@ -1,11 +1,12 @@
-"""`lowtide verify`: proof that placement decides only speed.
+"""`lowtide verify`: proves that placement affects only speed.
 
-The same text goes through a model with every expert resident (or as many as this machine holds)
-and through runs that hold fewer, on every device and under every lossless preset: each MoE
-layer's output and the logits are compared, and so are the tokens of a whole answer. A bidirectional
-model's text is longer than a tile of any operator, so that its passes are divided further at the
-least budget than in the reference. A policy that changes words may be asked for beside them: by how
-much it does is shown, and not judged.
+The same text goes through a model with every expert resident (or as many as this machine holds),
+and through runs that hold fewer, on every device and under every lossless preset. Each MoE layer's
+output, the logits, and the tokens of a whole answer are compared.
+
+A bidirectional model's text is longer than a tile of any operator, so that its passes are divided
+further at the least budget than in the reference. A policy that changes words may be added; its
+difference is shown, not judged.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from lowtide.plan import MemoryPlan, WeightFormats
 from lowtide.policies.presets import AUTO, lossless_presets
 
 SHARES = (0.0, 1 / 3, 2 / 3)
-"""Shares of experts that are resident, in ascending order; none with the least budget."""
+"""Shares of experts that are resident, ascending; none with the least budget."""
 
 NUM_PROMPT_TOKENS = 40
 
@@ -48,7 +49,7 @@ LONG_ANSWER_TOKENS = OPERATOR_TILES["logits"] + 2 * (MAX_REMAINDER + 1)
 """Masks in that text, written in one step."""
 
 MAX_LOGIT_ROWS = 64
-"""Rows of the text whose logits are kept from every run."""
+"""Rows of the text whose logits are kept of every run."""
 
 EMULATED_SPEEDS = {"link_GBps": "2", "link_latency_us": "20", "host_slowdown": "1"}
 """Default speeds of an emulated device, which need not be slow: they do not change results."""
@@ -58,20 +59,20 @@ TOLERANCES: Mapping[torch.dtype, float] = {
     torch.float16: 5e-3,
     torch.bfloat16: 2e-2,
 }
-"""Where a GPU shares the work: how far a layer's values may lie from the reference's, as a share of
-its largest. Its sums go in another order than the CPU's; elsewhere every bit is the same.
+"""Allowed difference of a layer's values from the reference's, as a share of the largest, if a GPU
+takes part: its sums have another order than the CPU's. Elsewhere every bit is equal.
 
-There every layer is given the reference's input and routing. Left to itself a model goes on from
-its own roundings: a token in a hundred is then sent to another expert, and differs by far more
-(docs/log). So its logits and tokens are shown, not judged."""
+With a GPU every layer gets the reference's input and routing. A free-running model would continue
+from its own rounding: a token in a hundred then goes to another expert, and differs by far more
+(docs/log). So logits and tokens are shown, not judged."""
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """One offloaded run beside the reference run.
+    """One offloaded run compared with the reference run.
 
-    Differences are the largest of any element, as a share of the reference's largest element;
-    0.0 is bit-identical.
+    Differences are the largest of any element, as a share of the reference's largest element; 0.0
+    is bit-identical.
     """
 
     device: str
@@ -91,12 +92,12 @@ class Verdict:
     formats: WeightFormats = field(default_factory=WeightFormats)  # of both runs' weights
     num_long_tokens: int = 0  # of a pass of more rows than a tile has; 0: there was none
     divided: Mapping[str, int] = field(default_factory=dict)
-    """Operators that this run took in more chunks in that pass than the reference run did."""
+    """Operators that this run divided into more chunks in that pass than the reference did."""
     reason: str = ""  # why the policy cannot run at this budget: then nothing was compared
 
     @property
     def is_same(self) -> bool:
-        """All layers within the tolerance and, where that is 0, logits and the whole answer."""
+        """True if all layers are within the tolerance; if that is 0, also logits and answer."""
         if self.first_layer is not None:
             return False
         is_all_same = not self.largest_logit_difference and self.first_token is None
@@ -119,7 +120,7 @@ class _Case(NamedTuple):
 
 
 class _LayerCopy(NamedTuple):
-    """What a MoE layer was given, and what it made of it: copies on the CPU."""
+    """Input and output of a MoE layer, as copies on the CPU."""
 
     layer: int
     step: Step
@@ -129,7 +130,7 @@ class _LayerCopy(NamedTuple):
 
 
 class _RunTask(NamedTuple):
-    """What every run is given."""
+    """Inputs of every run."""
 
     text: Sequence[int]  # whose logits are asked for
     prompt: Sequence[int]
@@ -137,7 +138,7 @@ class _RunTask(NamedTuple):
 
 
 class _Run(NamedTuple):
-    """What a run of the model showed."""
+    """Recorded results of a run."""
 
     layers: list[_LayerCopy]  # of the text
     logits: Tensor  # float32 [rows, vocab]; of a long text some of its rows
@@ -155,13 +156,15 @@ def verify(
     lossy: Lossy | None = None,
     **options: Any,
 ) -> list[Verdict]:
-    """Compares runs at several budgets, the least among them, with reference runs.
+    """Compare runs at several budgets, the least included, with reference runs.
 
-    On the CPU, on the GPU if there is one, and on an emulated device if that is asked for; a GPU
-    is compared with itself holding every expert it can. `options` are `LLM`'s, except the budgets
-    and the policy. prompt: token ids, by default seeded random ones. lossy: a policy that changes
-    words, to be shown at every budget too. Without a context, a bidirectional model's is its text:
-    only then are its passes divided at the least budget. Raises what `LLM` raises.
+    On the CPU, on the GPU if there is one, and on an emulated device if requested; a GPU is
+    compared with itself holding as many experts as possible.
+
+    prompt: token ids, by default seeded random ones. lossy: a policy that changes words, shown at
+    every budget too. options: `LLM`'s, except budgets and policy. Without a context, a
+    bidirectional model's is its text; only then are its passes divided at the least budget. Raises
+    as `LLM` does.
     """
     options = {**options, "cache_dir": None}  # every run computes everything
     opened = open_model(model, EngineConfig(**options))
@@ -199,7 +202,7 @@ def _task(
 
 
 def _reference(model: str | Path, options: Mapping[str, Any], task: _RunTask) -> _Run:
-    """The weights are gone when it returns: the next run has its own."""
+    """Run the reference; its weights are freed at the end, so that the next run has room."""
     with LLM(model, **options) as llm:
         return _run(llm, task)
 
@@ -207,7 +210,7 @@ def _reference(model: str | Path, options: Mapping[str, Any], task: _RunTask) ->
 def random_prompt(config: ModelConfig, num_tokens: int = NUM_PROMPT_TOKENS) -> list[int]:
     """Draw seeded ids of text tokens.
 
-    Special tokens lie at the end of the vocabulary or are named in the config.
+    Special tokens are at the end of the vocabulary, or named in the config.
     """
     special = {config.decoding.mask_token_id, config.pad_token_id, *config.eos_token_ids}
     ordinary = [i for i in range(config.vocab_size) if i not in special]
@@ -236,7 +239,7 @@ def _devices(asked: str) -> list[str]:
 
 
 def _on_device(options: Mapping[str, Any], device: str) -> dict[str, Any]:
-    """Options that hold everything there; device options are a registered device's."""
+    """Return options that hold everything there; device options only for a registered device."""
     chosen = {**options, "device": device}
     given = chosen.pop("device_options", None)
     if device in OWN_DEVICES:
@@ -254,7 +257,7 @@ def _budgets(plan: MemoryPlan, share: float) -> dict[str, int]:
 
 
 def _verdicts(model: str | Path, case: _Case, reference: _Run, task: _RunTask) -> Iterator[Verdict]:
-    """One for each preset; the model is loaded once."""
+    """Yield a verdict for each preset; the model is loaded once."""
     with LLM(model, **case.options) as llm:
         for policy in lossless_presets() if llm.plan.num_experts else (AUTO,):
             verdict = _verdict(case, llm.plan, policy)
@@ -278,7 +281,7 @@ def _lossy(
     reference: _Run,
     task: _RunTask,
 ) -> Iterator[Verdict]:
-    """One: a policy whose passes may want more room is there from the start."""
+    """Yield the verdict of a policy whose passes may need more room, so it is loaded with it."""
     options = {**case.options, "policy": lossy.policy, "policy_options": lossy.options}
     plan = plan_model(model, **case.options)
     if not plan.num_experts:
@@ -293,7 +296,7 @@ def _lossy(
 
 
 def _verdict(case: _Case, plan: MemoryPlan, policy: str) -> Verdict:
-    """The verdict of a run that was not compared yet."""
+    """Return the verdict of a run, before comparison."""
     return Verdict(
         device=case.device,
         policy=policy,
@@ -323,8 +326,8 @@ def _run(llm: LLM, task: _RunTask) -> _Run:
 def _some_rows(logits: Tensor) -> Tensor:
     """Copy at most `MAX_LOGIT_ROWS` rows, evenly spaced.
 
-    Two runs are kept beside a model that may fill the memory, and a vocabulary's worth of 800
-    tokens takes 0.4 GB.
+    Two runs are kept beside a model that may fill the memory, and the logits of 800 tokens take 0.4
+    GB.
     """
     num_rows = len(logits)
     rows = torch.linspace(0, num_rows - 1, min(num_rows, MAX_LOGIT_ROWS)).long()
@@ -332,7 +335,7 @@ def _some_rows(logits: Tensor) -> Tensor:
 
 
 def _long_step(llm: LLM, text: Sequence[int]) -> list[int]:
-    """What one step writes behind the start of a text, as many tokens in all."""
+    """Return what one step writes after the start of a text, of the same total length."""
     num_new = min(LONG_ANSWER_TOKENS, len(text) - 1)
     diffusion = DiffusionParams(steps=1, block_length=num_new, remasking="low_confidence")
     params = SamplingParams(max_tokens=num_new, ignore_eos=True, diffusion=diffusion)
@@ -341,7 +344,7 @@ def _long_step(llm: LLM, text: Sequence[int]) -> list[int]:
 
 
 def _experts_of(llm: LLM, seen: _LayerCopy) -> Tensor:
-    """A pass's rows at a time."""
+    """Compute a layer's experts, a pass' rows at a time."""
     parts = zip(*(torch.split(t, MAX_PASS_ROWS) for t in (seen.x, *seen.routing)), strict=True)
     outs = [
         llm.run_experts(seen.layer, x, Routing(experts, weights), seen.step)
@@ -351,7 +354,7 @@ def _experts_of(llm: LLM, seen: _LayerCopy) -> Tensor:
 
 
 class _Layers:
-    """Keeps a copy of what every MoE layer was given and made of it."""
+    """Observer that copies every MoE layer's input and output."""
 
     def __init__(self) -> None:
         self.seen: list[_LayerCopy] = []
@@ -380,7 +383,7 @@ def _compared(verdict: Verdict, run: _Run, reference: _Run) -> Verdict:
 
 
 def _difference(found: Tensor, wanted: Tensor) -> float:
-    """The largest difference as a share of the largest value; infinite where one is NaN."""
+    """Return the largest difference as a share of the largest value; infinite if one is NaN."""
     if torch.equal(found, wanted):
         return 0.0
     largest = float((found - wanted).abs().nan_to_num(torch.inf).max())

@@ -49,9 +49,9 @@ class Span(NamedTuple):
 class EmulatedDevice:
     """Owns the device's slots and its two threads; the host's threads are an executor's.
 
-    The methods are those of `Device`. Copies really copy, then last as long as on the link, and
-    experts as long as its speeds say; products are the host's, so their bits are those of a run
-    there. `timeline`, where set, receives a span per copy, run and host expert.
+    The methods are those of `Device`. Copies really copy, then last as long as on the emulated
+    link; experts last as long as the emulated speeds say. Products are the host's, so their bits
+    equal a run on the host. `timeline`, if set, receives a span per copy, run and host expert.
     """
 
     torch_device = torch.device("cpu")
@@ -84,7 +84,7 @@ class EmulatedDevice:
         self._last_run: ThreadEvent | None = None
 
     def describe(self) -> str:
-        """One line on its speeds, for people."""
+        """Describe its speeds in one line, for people."""
         return self.speeds.describe()
 
     def copy(self, source: Tensor, slot: int, after: Event | None) -> ThreadEvent:
@@ -124,13 +124,13 @@ class EmulatedDevice:
     def from_host(
         self, host_parts: Tensor, rows: ExpertRows, experts: IntArray, parts: Tensor
     ) -> None:
-        """Nothing: the host has written into `parts` itself."""
+        """Do nothing: the host has written into `parts` itself."""
 
     def host_work(self, num_tokens: Sequence[int], work: Work) -> Work:
-        """`work`, ended when the emulated host would have; call it on any thread.
+        """Return `work` stretched to the emulated host's speed; callable on any thread.
 
-        The host is one processor: it computes one expert at a time, on all its cores, whatever
-        the number of threads that call. It could begin from now on.
+        The host is one processor that computes one expert at a time on all its cores, for any
+        number of calling threads. It could begin from now on.
         """
         ready_s = perf_counter()
 
@@ -143,9 +143,9 @@ class EmulatedDevice:
         return stretched
 
     def join(self) -> None:
-        """Raises DeviceError when the outputs have not come, or anything failed since a drain.
+        """Raise DeviceError if outputs are missing or anything failed since a drain.
 
-        Also for a copy whose own event was not asked: its expert would be computed from old bytes.
+        This includes copies whose events nobody waited for: their experts would use old bytes.
         """
         if self._last_run is not None:
             self._last_run.wait()
@@ -158,7 +158,7 @@ class EmulatedDevice:
         self._last_run = None  # it may have failed, and what comes next need not run anything
 
     def close(self) -> None:
-        """What is queued fails; what is under way is waited for. Again: does nothing."""
+        """Fail what is queued and wait for what runs; may be called again."""
         if self._is_closing.is_set():
             return
         self._is_closing.set()
@@ -169,7 +169,7 @@ class EmulatedDevice:
         del self._slots, self._batched
 
     def _run_groups(self, layer: int, groups: IntArray, buffers: ExpertBuffers) -> None:
-        """Most in one call, where there is one: a real device leaves the interpreter alone."""
+        """Run most experts in one call if possible: a real device leaves the interpreter free."""
         if self._batched is not None:
             is_few = self._batched.takes_experts(groups[:, 2])
             self._batched.run(groups[is_few], buffers.parts, buffers.gate, buffers.up, layer)
@@ -188,9 +188,9 @@ class EmulatedDevice:
 
 
 class _Pace:
-    """Something that does one thing at a time, each for as long as is emulated.
+    """A resource that does one thing at a time, each for its emulated duration.
 
-    Goes by deadlines: that a thread wakes up late does not delay what comes next.
+    It works by deadlines, so a thread that wakes up late does not delay what follows.
     """
 
     def __init__(self, is_closing: threading.Event) -> None:
@@ -199,9 +199,9 @@ class _Pace:
         self._end_s = 0.0
 
     def stretch(self, ready_s: float, duration_s: float) -> tuple[float, float]:
-        """Called when the real work is done; returns when the emulated work is.
+        """Wait, after the real work, until the emulated work ends; return its beginning and end.
 
-        The answer is when that began and ended. Raises DeviceError when the device is closed.
+        Raises DeviceError if the device is closed.
         """
         with self._lock:
             start_s = max(ready_s, self._end_s)

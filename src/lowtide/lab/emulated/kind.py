@@ -1,4 +1,4 @@
-"""`--device emulated`: a second tier whose link and speeds are given, for tests and comparisons."""
+"""`--device emulated`: a second tier with given link and speeds, for tests and comparisons."""
 
 from __future__ import annotations
 
@@ -40,4 +40,4 @@ def _open(request: DeviceRequest) -> OpenDevice:
 
 
 EMULATED = DeviceKind(_open, _check_options, is_paced=True, num_host_threads=1)
-"""One thread computes as the device, and one as the host beside it."""
+"""One thread computes as the device, and one beside it as the host."""

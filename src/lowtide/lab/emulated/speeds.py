@@ -1,4 +1,4 @@
-"""What an emulated device pretends to be: speeds measured here, stretched to a profile's ratios."""
+"""Speeds of an emulated device: measured here, and stretched to a profile's ratios."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _OPTIONS: Mapping[str, float] = {
 
 @dataclass(frozen=True)
 class EmulatedSpeeds:
-    """What an emulated device pretends to be, in the scaled time that starts from `device_s`."""
+    """Speeds of an emulated device, in a scaled time that starts from `device_s`."""
 
     link_bytes_per_s: float
     link_latency_s: float  # of each copy
@@ -38,7 +38,7 @@ class EmulatedSpeeds:
     device_slowdown: float = 1.0  # the device's time over that of a core of this machine
 
     def link_s(self, num_bytes: int) -> float:
-        """Seconds of one copy."""
+        """Return the seconds of one copy."""
         return self.link_latency_s + num_bytes / self.link_bytes_per_s
 
     @cached_property
@@ -56,11 +56,11 @@ class EmulatedSpeeds:
 
 
 def check_emulated_options(options: Mapping[str, str]) -> dict[str, float]:
-    """The values of `device_options` that are speeds, by name; needs no model.
+    """Parse `device_options` to speeds by name; needs no model.
 
-    Known are `link_GBps` and `link_latency_us` of the emulated link; `host_slowdown`, the host's
-    time for an expert over the device's at any token count; `device_slowdown`, the device's over
-    that of a core of this machine. Raises UsageError.
+    `link_GBps` and `link_latency_us`: of the emulated link. `host_slowdown`: the host's time for an
+    expert over the device's, at any token count. `device_slowdown`: the device's over that of a
+    core of this machine. Raises UsageError.
     """
     values = {}
     for name, text in options.items():
@@ -89,13 +89,12 @@ def emulated_speeds(
     kernels: Kernels = REFERENCE,
     cores_per_expert: int = 1,
 ) -> EmulatedSpeeds:
-    """Speeds for a model's experts: the device's measured here, the rest by the profile's ratios.
+    """Return speeds for a model's experts: the device's measured here, others by the profile.
 
-    All of the profile's times are stretched by one factor, which makes its device's time for an
-    expert with one token what it is on a core of this machine, or `device_slowdown` times that.
-    With more tokens the host falls behind as it does in the profile, where its arithmetic is the
-    limit before the device's. `options` replace parts (see `check_emulated_options`). Takes about
-    0.3 s. Raises UsageError.
+    All of the profile's times are stretched by one factor, so that the device's time for an expert
+    with one token is that of a core of this machine, or `device_slowdown` times that. With more
+    tokens the host falls behind as in the profile, where arithmetic limits it before the device.
+    `options` replace parts (see `check_emulated_options`). Takes about 0.3 s. Raises UsageError.
     """
     given = check_emulated_options(options)
     device_slowdown = given.get("device_slowdown", 1.0)

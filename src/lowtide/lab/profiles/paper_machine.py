@@ -1,7 +1,7 @@
 """A paper's machine as its figures show it: measured or fitted curves of one expert, by its size.
 
-Nothing of a data sheet is mixed in. What a curve was fitted to is named in `source`, and results
-that it was fitted to do not count as reproduced.
+Nothing from a data sheet is mixed in. `source` names what a curve was fitted to; results it was
+fitted to do not count as reproduced.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from lowtide.errors import UsageError
 from lowtide.files.json_file import shown
 
 EXPERTS = "expert"
-"""The table that says that a profile is of this kind."""
+"""Name of the table that marks a profile of this kind."""
 
 MOST = 1e9
-"""No value is above it."""
+"""Upper bound of all values."""
 
 _LEAST_MS = 1e-9
 _MOST_POINTS = 64
@@ -31,7 +31,7 @@ Points = tuple[tuple[float, float], ...]  # (tokens, seconds)
 
 @dataclass(frozen=True, slots=True)
 class ExpertCurves:
-    """What one expert of so many weights takes."""
+    """Seconds of one expert with a given number of weights."""
 
     num_weights: int
     link_s: float
@@ -39,13 +39,13 @@ class ExpertCurves:
     device_s: Points
 
     def scaled(self, num_weights: int) -> ExpertCurves:
-        """One of another size, in proportion."""
+        """Return the curves of another size, in proportion."""
         factor = num_weights / self.num_weights
         host, device = (tuple((n, factor * s) for n, s in p) for p in (self.host_s, self.device_s))
         return ExpertCurves(num_weights, factor * self.link_s, host, device)
 
     def mixed(self, other: ExpertCurves, num_weights: int) -> ExpertCurves:
-        """One of a size between the two, on straight lines."""
+        """Return the curves of a size between two, by linear interpolation."""
         share = (num_weights - self.num_weights) / (other.num_weights - self.num_weights)
         return ExpertCurves(
             num_weights,
@@ -57,7 +57,7 @@ class ExpertCurves:
 
 @dataclass(frozen=True, slots=True)
 class PaperMachine:
-    """Experts by size, ascending; seconds of what else a layer takes on the device."""
+    """Experts by size, ascending, and the seconds of a layer's other work on the device."""
 
     name: str
     source: str
@@ -96,7 +96,7 @@ class PaperMachine:
 
 
 def parse_paper_machine(table: Mapping[str, Any], source: str) -> PaperMachine:
-    """From a TOML table; raises UsageError that names what is missing or cannot be."""
+    """Parse a TOML table; raise UsageError naming what is missing or invalid."""
     if set(table) != _KEYS:
         missing, strays = sorted(_KEYS - set(table)), sorted(set(table) - _KEYS)
         raise UsageError(
@@ -139,7 +139,7 @@ def _expert(row: Any, source: str) -> ExpertCurves:
 
 
 def checked_table(value: Any, keys: Sequence[str], name: str, source: str) -> dict[str, Any]:
-    """A table of a profile that has exactly these keys. Raises UsageError."""
+    """Return a profile's table after checking its keys. Raise UsageError."""
     if not isinstance(value, dict):
         raise UsageError(f"Profile {source}: {name} must be a table of {', '.join(keys)}.")
     missing = [key for key in keys if key not in value]
@@ -153,7 +153,7 @@ def checked_table(value: Any, keys: Sequence[str], name: str, source: str) -> di
 
 
 def _points(value: Any, name: str, source: str) -> Points:
-    """Pairs of tokens and milliseconds."""
+    """Parse pairs of tokens and milliseconds."""
     is_list = isinstance(value, list) and 1 <= len(value) <= _MOST_POINTS
     if not is_list or not all(isinstance(one, list) and len(one) == 2 for one in value):
         raise UsageError(
@@ -176,7 +176,7 @@ def _points(value: Any, name: str, source: str) -> Points:
 def checked_number(
     value: Any, name: str, source: str, least: float = _LEAST_MS, most: float = MOST
 ) -> float:
-    """A number of a profile. Raises UsageError for one that is not from `least` to `most`."""
+    """Return a profile's number. Raise UsageError unless it is from `least` to `most`."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not is_number or not least <= value <= most:
         raise UsageError(

@@ -1,8 +1,8 @@
-"""What early gates foresee in a replay: recorded predictions, or the truth with errors at a rate.
+"""Early gates in a replay: recorded predictions, or the truth with errors at a given rate.
 
-A trace holds no features, so a gate that was not recorded is the truth with each choice replaced
-by chance, one by one, at the rate at which it erred on a calibration's text. That flatters a gate
-whose errors come together, as those of a diffusion block's tokens do (`benchmarks/prefetch.py`).
+A trace has no features. A gate that was not recorded is simulated as the truth with each choice
+replaced at random, independently, at the error rate measured on a calibration's text. That flatters
+gates with correlated errors, as for the tokens of a diffusion block (`benchmarks/prefetch.py`).
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from lowtide.replay.calibration import GATES, Calibration
 from lowtide.replay.trace import Trace, count_hits
 
 GateAccuracies = Mapping[Gate, float | FloatArray]
-"""Share of routed experts that each early gate predicts rightly: of all layers, or of each layer
-after the first [layers - 1]."""
+"""Share of routed experts that each early gate predicts correctly: one for all layers, or one for
+each layer after the first [layers - 1]."""
 
 
 class Foresight(enum.Enum):
@@ -38,7 +38,7 @@ class Foresight(enum.Enum):
         accuracies: GateAccuracies | None,
         predictions: Mapping[Gate, Sequence[IntArray]],
     ) -> Foresight:
-        """Where the predictions of `gate` are from. Raises UsageError if `accuracies` lack it."""
+        """Choose the source of `gate`'s predictions. Raise UsageError if `accuracies` lack it."""
         if gate is Gate.NONE:
             return cls.NONE
         if gate in predictions:
@@ -55,12 +55,12 @@ class Foresight(enum.Enum):
 
 
 def measured_accuracy(calibration: Calibration) -> GateAccuracies:
-    """How well each early gate did on the calibration's text, layer by layer."""
+    """Return each early gate's accuracy on the calibration's text, layer by layer."""
     return {Gate(n): routed for n, routed in zip(GATES, calibration.accuracy.routed, strict=True)}
 
 
 def guesses(trace: Trace, accuracy: float | FloatArray, seed: int) -> Iterator[IntArray]:
-    """Predicted tokens per expert of each pass. [layers, experts]."""
+    """Yield each pass' predicted tokens per expert, [layers, experts]."""
     num_layers, num_experts = trace.shape[:2]
     error_rate = np.zeros((num_layers, 1))
     error_rate[1:, 0] = 1.0 - np.asarray(accuracy)  # nothing is predicted of the first layer

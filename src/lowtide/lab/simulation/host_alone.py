@@ -1,9 +1,11 @@
-"""Replays a routing trace where there is no device: the host runs every expert.
+"""Replays a routing trace without a device: the host runs every expert.
 
-What is absent is read from disk while what is there is computed, and the policies say whose place
-it takes. So a layer takes its dense part, the longer of reading and computing, and where it reads
-what it takes around its reads. From a layer's last read on, the disk reads ahead what the next one
-is expected to ask for, as `AheadSlots` allows; a trial switches that off where it saves nothing.
+Absent experts are read from disk while present ones are computed; policies choose which they
+replace. A layer takes its dense part, then the longer of reading and computing and, if it reads,
+the overhead around its reads.
+
+After a layer's last read the disk reads ahead for the next layer, as `AheadSlots` allows; a trial
+turns that off if it saves nothing.
 """
 
 from __future__ import annotations
@@ -29,11 +31,11 @@ from lowtide.replay.trace import RoutedPass, Trace, demand_of
 def compare_alone(
     trace: Trace, presets: Sequence[str], inputs: PolicyInputs, ahead: AheadSlots = NONE_AHEAD
 ) -> list[Report]:
-    """Replays `trace` under each preset's placement; the reports in that order.
+    """Replay `trace` under each preset's placement; return the reports in that order.
 
     inputs.costs: `link_s` is a read, `device_s` an expert in memory, as lowtide's own placement
-    takes them where there is no device; `sync_s` is of a layer that waits for reads, before the
-    first and after the last of them. A report's link is the disk, its prefetches reads ahead.
+    uses them without a device; `sync_s` is the overhead of a layer that waits for reads. In a
+    report the link is the disk, and prefetches are reads ahead.
     """
     hits = trace.hits()
     foreseen: Sequence[IntArray | None] = [None] * len(trace.passes)
@@ -80,7 +82,7 @@ class _HostReplay:
         hits: IntArray,
         predicted: IntArray | None = None,
     ) -> None:
-        """One layer of one pass. hits [experts]; predicted [layers, experts]: by early gates."""
+        """Replay a layer of a pass. hits [experts]; predicted [layers, experts]: by early gates."""
         policies, is_resident = self.policies, self._is_resident[layer]
         demand = demand_of(hits, is_resident)
         is_kept = is_resident.copy()
@@ -109,7 +111,7 @@ class _HostReplay:
             self._ahead.expect_by_demand(facts, run)
 
     def _count(self, demand: Demand, moves: Moves, num_rows: int) -> None:
-        """What a layer took: its reads beside its computation, and what neither hides."""
+        """Count a layer's time: its reads beside its computation, and the overhead."""
         costs, report = self.policies.costs, self.report
         num_hits = int(np.count_nonzero(demand.is_resident))
         compute_s = float(costs.device_s(demand.num_tokens).sum())
@@ -134,7 +136,7 @@ class _HostReplay:
         report.bound_s["link"] += max(0.0, read_s - compute_s)
 
     def end_pass(self, step: Step, hits: IntArray, num_committed: int) -> None:
-        """Hits [layers, experts]."""
+        """End a pass. hits [layers, experts]."""
         self.policies.end_pass(step, hits)
         if self._is_compiled and self.report.num_fetched > self._num_read:
             self._ahead.note_seconds(self.report.total_s - self._began_s)

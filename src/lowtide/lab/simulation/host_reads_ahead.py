@@ -1,8 +1,8 @@
-"""Reads ahead of a layer in a replay without a device, begun as the engine begins them.
+"""Reads ahead of a layer in a replay without a device, by the engine's rules.
 
-A pass that compiled code runs by itself reads what the next layer's router makes of this layer's
-features, while a trial finds that it saves time. A pass that goes layer by layer reads all that the
-next layer lacks, where this one runs nearly all. What a layer does not claim is given up.
+A pass run by compiled code reads the experts that the next layer's router predicts from this
+layer's features, while a trial finds that it saves time. A pass that goes layer by layer reads
+everything the next layer lacks, if this one demands nearly all. Unclaimed reads are dropped.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from lowtide.policies.reads_ahead import NEARLY_ALL, AheadReads, AheadTrial, rea
 
 
 class AheadSlots(NamedTuple):
-    """What reads ahead of a layer have, and go by."""
+    """Slots and rules for reads ahead of a layer."""
 
     num_slots: int = 0  # beside the residents
     max_compiled_rows: int = 0  # of a pass that compiled code runs by itself
     gate_accuracy: float | FloatArray | None = None
-    """The accuracy of the next layer's router on a layer's features, as in `foresight`; None:
-    compiled passes do not read ahead."""
+    """Accuracy of the next layer's router on a layer's features, as in `foresight`; None: compiled
+    passes do not read ahead."""
     piece_share: float = 1.0  # of an expert's read: the part after which it can be given up
 
 
@@ -31,20 +31,20 @@ NONE_AHEAD = AheadSlots()
 
 
 class ReplayedAhead:
-    """The slots that hold reads for the layer that comes next."""
+    """Slots with reads for the next layer."""
 
     def __init__(self, slots: AheadSlots, is_resident: BoolArray, read_s: float) -> None:
-        """is_resident [layers, experts]: as it is now, whenever it is looked at."""
+        """is_resident [layers, experts]: a view of the present residents."""
         self._slots, self._is_resident, self._read_s = slots, is_resident, read_s
         self._trial = AheadTrial()
         self._expected = NO_EXPERTS
 
     def is_compiled(self, num_rows: int) -> bool:
-        """Whether a pass of so many rows is run by compiled code, if nothing is substituted."""
+        """Return True if compiled code runs a pass of `num_rows` rows without substitutions."""
         return num_rows <= self._slots.max_compiled_rows
 
     def expect_by_gate(self, facts: Facts, num_evicted: int, predicted: IntArray | None) -> None:
-        """Told of a compiled layer. predicted [layers, experts]: tokens, by early gates."""
+        """Predict after a compiled layer. predicted [layers, experts]: tokens, by early gates."""
         following, demand = facts.layer + 1, facts.demand
         self._expected = NO_EXPERTS
         if facts.step.kind is not StepKind.DECODE or following == len(self._is_resident):
@@ -57,7 +57,7 @@ class ReplayedAhead:
             self._expected = np.flatnonzero((predicted[following] > 0) & is_absent)[:num_free]
 
     def expect_by_demand(self, facts: Facts, run: Facts | None) -> None:
-        """Told of another layer, as the engine's `ReadAhead` is."""
+        """Predict after another layer, as the engine's `ReadAhead` does."""
         demand, step = (facts if run is None else run).demand, facts.step
         num_layers, num_experts = self._is_resident.shape
         is_repeated = step.kind is StepKind.DENOISE and not step.is_last and num_layers > 1
@@ -71,7 +71,7 @@ class ReplayedAhead:
             self._expected = absent[: self._slots.num_slots]
 
     def claim(self, demand: Demand, window_s: float) -> tuple[AheadReads, PrefetchOutcome]:
-        """What became of the reads ahead of a layer. window_s: in which the disk was idle."""
+        """Return the outcome of a layer's reads ahead. window_s: during which the disk was idle."""
         absent = demand.experts[~demand.is_resident]
         num_right = int(np.isin(self._expected, absent).sum())
         num_wrong = len(self._expected) - num_right
@@ -81,5 +81,5 @@ class ReplayedAhead:
         return found, PrefetchOutcome(num_useful, num_right - num_useful, num_wrong)
 
     def note_seconds(self, seconds: float) -> None:
-        """Counts a compiled pass that missed some expert."""
+        """Count a compiled pass that missed some expert."""
         self._trial.note_seconds(seconds)

@@ -1,8 +1,7 @@
-"""A preset that knows the future.
+"""The preset `oracle`, which knows the future: a ceiling for other presets.
 
-Belady's replacement with leave to bypass. It admits only what a step demands, chooses its first
-residents, and keeps those wanted soonest. Only a replay knows the future: the engine has no
-such preset.
+Belady's replacement with bypass: it admits only what a step demands, chooses its first residents,
+and keeps the experts wanted soonest. Only a replay knows the future; the engine has no such preset.
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ from lowtide.policies.recipe import PolicyInputs, Recipe
 def oracle(hits: IntArray) -> Recipe:
     """Make the preset that knows these passes [passes, layers, experts] in advance.
 
-    Each layer keeps, in its own slots, the experts wanted soonest; the absent are divided as
-    `lowtide` divides them.
+    Each layer keeps in its own slots the experts wanted soonest; absent ones are assigned as by
+    `lowtide`.
     """
 
     def place(inputs: PolicyInputs) -> Placement:
@@ -55,7 +54,7 @@ class Oracle(Placement):
 
 
 def _worth(when: FloatArray) -> FloatArray:
-    """More the sooner an expert is wanted; nothing if it never is. The shape of `when`."""
+    """Return a value that is higher the sooner an expert is wanted, and 0 if never."""
     is_wanted = np.isfinite(when)
     last = when.max(where=is_wanted, initial=0.0)
     worth: FloatArray = np.where(is_wanted, last + 1 - when, 0.0)
@@ -63,7 +62,7 @@ def _worth(when: FloatArray) -> FloatArray:
 
 
 def following_uses(hits: IntArray) -> FloatArray:
-    """When each expert is wanted next, after each pass; infinite: never. The shape of `hits`."""
+    """Return when each expert is wanted next, after each pass; infinite if never."""
     num_layers = hits.shape[1]
     following = np.empty(hits.shape)
     then = np.full(hits.shape[1:], np.inf)
@@ -75,7 +74,7 @@ def following_uses(hits: IntArray) -> FloatArray:
 
 
 def first_uses(hits: IntArray) -> FloatArray:
-    """When each expert is first wanted. [layers, experts]."""
+    """Return when each expert is first wanted, [layers, experts]."""
     is_used = hits > 0
     time = is_used.argmax(axis=0) * hits.shape[1] + np.arange(hits.shape[1])[:, None]
     first: FloatArray = np.where(is_used.any(axis=0), time, np.inf)

@@ -30,10 +30,10 @@ class Fetched(NamedTuple):
 
 
 class SimulatedLink:
-    """The link and the slots behind it: when each expert can be used, and what is on its way.
+    """The link and the slots behind it: when each expert is usable, and what is in transfer.
 
-    `ready_s` and `staged_s` [layers, experts]: the time from which an expert can be used as a
-    resident, or from a prefetch slot; infinite when it is neither there nor under way.
+    `ready_s` and `staged_s` [layers, experts]: time from which an expert is usable as a resident,
+    or from a prefetch slot; infinite if it is neither there nor in transfer.
     """
 
     def __init__(self, capacity: Sequence[int], num_experts: int, fetch_s: float) -> None:
@@ -49,27 +49,27 @@ class SimulatedLink:
         self._owed: list[_Transfer] = []
 
     def busy_from(self, now_s: float) -> float:
-        """Seconds from `now_s` until what has begun has ended."""
+        """Return the seconds from `now_s` until everything begun has ended."""
         return max(0.0, self.free_s - now_s)
 
     def is_kept(self, layer: int) -> BoolArray:
-        """Residents, and those on their way to be. [num_experts]."""
+        """Return residents, and experts becoming resident, [num_experts]."""
         kept: BoolArray = self.ready_s[layer] < _ABSENT
         return kept
 
     def arriving_s(self, layer: int, now_s: float) -> FloatArray:
-        """Seconds until each expert can be used; infinite if none comes. [num_experts]."""
+        """Return seconds until each expert is usable, [num_experts]; infinite if not coming."""
         soonest = np.minimum(self.ready_s[layer], self.staged_s[layer])
         left_s: FloatArray = np.maximum(0.0, soonest - now_s)
         return left_s
 
     def fetched(self, layer: int, experts: IntArray, now_s: float) -> Fetched:
-        """What is on its way of experts that a layer fetches."""
+        """Return which of a layer's fetched experts are already in transfer."""
         is_staged = self.staged_s[layer, experts] < _ABSENT
         return Fetched(self.arriving_s(layer, now_s)[experts], is_staged)
 
     def run_until(self, now_s: float) -> None:
-        """Starts every waiting transfer whose turn comes before `now_s`."""
+        """Start every waiting transfer whose turn comes before `now_s`."""
         while queue := self._ahead or self._moves:
             start_s = max(self.free_s, queue[0].issued_s)
             if start_s >= now_s:
@@ -79,14 +79,14 @@ class SimulatedLink:
             starts(transfer, start_s)
 
     def fetch(self, start_s: float) -> float:
-        """Transfers one expert on demand, not before `start_s`; returns its arrival."""
+        """Transfer one expert on demand, not before `start_s`; return its arrival."""
         return self._occupy(max(start_s, self.free_s))
 
     def look_ahead(self, layer: int, experts: IntArray, now_s: float) -> None:
         self._ahead.extend(_Transfer(layer, e, now_s, None) for e in experts.tolist())
 
     def end_layer(self, layer: int, now_s: float) -> IntArray:
-        """Empties the layer's prefetch slots and forgets what had not begun; who was staged."""
+        """Empty the layer's prefetch slots and forget what had not begun; return staged experts."""
         staged = np.flatnonzero(self.staged_s[layer] < _ABSENT)
         self.staged_s[layer] = _ABSENT
         self._ahead = deque(t for t in self._ahead if t.layer != layer)
@@ -95,8 +95,8 @@ class SimulatedLink:
     def carry_out(self, layer: int, moves: Moves, at_hand: set[int], now_s: float) -> None:
         """Carry out moves: experts `at_hand` (just fetched) at once, others when the link is idle.
 
-        Moves that are owed are made at the pass's end. New moves of a layer replace its old ones
-        that have not begun.
+        Owed moves are made at the pass' end. New moves of a layer replace its old ones that have
+        not begun.
         """
         if not len(moves.admit) and not len(moves.evict):
             return
@@ -119,7 +119,7 @@ class SimulatedLink:
                 waiting.append(_Transfer(layer, expert, now_s, victim))
 
     def bring_owed(self, now_s: float) -> float:
-        """Brings the moves that a pass ends with, one by one; when the last one has arrived."""
+        """Make a pass' owed moves one by one; return when the last one has arrived."""
         for transfer in self._owed:
             now_s = self._occupy(max(now_s, self.free_s))
             self._move(transfer, now_s)

@@ -1,11 +1,12 @@
-"""Replays a routing trace under any policies, budget and machine: the policies are the real ones.
+"""Replays a routing trace with the real policies, for any budget and machine.
 
-A discrete-event model of three things that work at the same time: the device, the host's CPU and
-the link between them (with a disk behind it, where that is the experts' home). A layer begins when
-the one before it has ended. Its dense part runs first; then residents run on the device, fetched
-experts follow as they arrive through the staging slots, and the host computes its share. Demand
-goes before everything else on the link; moves and prefetches use what is left, one transfer at a
-time, and one that has begun is finished. The time that policies themselves take is not counted.
+A discrete-event model of three resources that work in parallel: the device, the host's CPU, and the
+link between them (with a disk behind it if that is the experts' home).
+
+A layer begins when the one before has ended. Its dense part runs first. Then residents run on the
+device, fetched experts follow as they arrive through the staging slots, and the host computes its
+share. On the link, demand comes first; moves and prefetches use the rest, one transfer at a time,
+without interruption. The policies' own time is not counted.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ _RESOURCES: tuple[str, ...] = ("device", "host", "link")
 
 @dataclass(slots=True)
 class Report:
-    """What one preset would have done. Seconds are simulated."""
+    """Simulated results of one preset; seconds are simulated."""
 
     preset: str
     num_passes: int = 0
@@ -75,7 +76,7 @@ class Report:
 
     @property
     def binds(self) -> str:
-        """What most of the time was waited for: device, host or link."""
+        """The resource that limits most: device, host or link."""
         return max(_RESOURCES, key=lambda name: self.bound_s[name])
 
     def as_dict(self) -> dict[str, object]:
@@ -93,14 +94,16 @@ def simulate(
     predictions: Mapping[Gate, Sequence[IntArray]] = NOTHING,
     hits: IntArray | None = None,
 ) -> Report:
-    """Replays `trace` under one preset, or under `oracle`, which knows what will be asked for.
+    """Replay `trace` under one preset or `oracle`, which knows the future.
 
     pass_s: seconds of each pass outside the MoE layers (embedding, head, sampling).
-    predictions: what early gates did predict, tokens per expert of each pass [layers, experts];
-    a gate that is not in it guesses with its `gate_accuracy`, as a calibration measured it, and
-    without any at the published rate; the report says which (`foresight`).
-    hits: `trace.hits()`, if it is at hand. Raises UsageError when inputs and trace disagree, or
-    where the accuracies lack the preset's gate.
+    predictions: recorded predictions of early gates, tokens per expert of each pass [layers,
+    experts].
+        Other gates guess with their `gate_accuracy`, as measured by a calibration, or else with the
+        published one; the report says which (`foresight`).
+    hits: `trace.hits()`, if already computed.
+
+    Raises UsageError if inputs and trace disagree, or the accuracies lack the preset's gate.
     """
     _check(trace, inputs)
     all_hits = trace.hits() if hits is None else hits
@@ -133,7 +136,7 @@ def compare(
     pass_s: float = 0.0,
     gate_accuracy: GateAccuracies | None = None,
 ) -> list[Report]:
-    """Replays `trace` under each preset; the reports in that order."""
+    """Replay `trace` under each preset; return the reports in that order."""
     hits = trace.hits()
     return [
         simulate(trace, preset, inputs, pass_s=pass_s, gate_accuracy=gate_accuracy, hits=hits)
@@ -144,8 +147,8 @@ def compare(
 def fastest_tau(trace: Trace, preset: str, inputs: PolicyInputs) -> int:
     """Return the tau of `TAUS` with the least simulated time.
 
-    Those below a block's mean length are tried, and the first beyond it, with which a block is
-    refreshed once. Each try has a fixed interval, whatever `inputs` says of following the drift.
+    Tried are those below a block's mean length, and the first above it, which refreshes once per
+    block. Each try has a fixed interval, even if `inputs` ask for one that follows the drift.
     """
     hits = trace.hits()
     num_steps = [len(block) for block in trace.blocks(hits)]
@@ -159,14 +162,14 @@ def fastest_tau(trace: Trace, preset: str, inputs: PolicyInputs) -> int:
 
 
 class Activations(NamedTuple):
-    """What static presets are made from: `PolicyInputs`'s fields of these names."""
+    """Inputs of static presets: fields of `PolicyInputs` with these names."""
 
     frequency: FloatArray  # [layers, experts]
     following: FloatArray  # [layers - 1, experts, experts]
 
 
 def calibrate(trace: Trace) -> Activations:
-    """Activations per expert and their succession; from another run than the one replayed."""
+    """Count activations per expert and their succession; use another run than the one replayed."""
     hits = trace.hits()
     following = count_following([ids.astype(np.int64) for ids in trace.iter_ids()], trace.shape[1])
     return Activations((hits > 0).sum(axis=0).astype(np.float64), following)
@@ -197,7 +200,7 @@ class _Replay:
         hits: IntArray,
         predicted: IntArray | None,
     ) -> None:
-        """One layer of one pass. hits [experts]; predicted [layers, experts]."""
+        """Replay one layer of one pass. hits [experts]; predicted [layers, experts]."""
         report, link = self.report, self._link
         dense_s = self._costs.dense_s.at(num_rows)
         routed_s = self._now_s + dense_s
@@ -222,7 +225,7 @@ class _Replay:
         link.carry_out(layer, moves, set(assignment.fetch.tolist()), routed_s)
 
     def end_pass(self, pass_s: float, num_committed: int) -> None:
-        """What follows the layers: moves that are owed, then the rest, and the link goes on."""
+        """Replay the end of a pass: owed moves, then the rest, while the link continues."""
         report, arrived_s = self.report, self._link.bring_owed(self._now_s)
         report.bound_s["link"] += arrived_s - self._now_s
         self._now_s = arrived_s + pass_s
@@ -253,7 +256,7 @@ class _Replay:
         )
 
     def _run(self, layer: int, demand: Demand, assignment: Assignment, start_s: float) -> float:
-        """Runs a layer's experts from `start_s` and returns when the slower side has ended."""
+        """Run a layer's experts from `start_s`; return when the slower side has ended."""
         num_tokens = np.zeros(int(demand.experts.max(initial=-1)) + 1, np.int64)
         num_tokens[demand.experts] = demand.num_tokens
         host_s = self._host_s(num_tokens[assignment.host])
@@ -279,10 +282,10 @@ class _Replay:
     def _fetch(
         self, fetched: Fetched, compute_s: FloatArray, start_s: float, resident_s: float
     ) -> tuple[float, float]:
-        """Runs fetched experts behind the residents: when the device ends, and how long it waited.
+        """Run fetched experts after the residents; return the device's end and waiting time.
 
-        Those already on their way come first, then the others through the staging slots, of which
-        one is free again when its expert has been computed.
+        Experts already in transfer come first, then the others through staging slots, each of which
+        is free again once its expert is computed.
         """
         device_s, waited_s = start_s + resident_s, 0.0
         num_free = max(0, self._costs.num_ahead - int(fetched.is_staged.sum()))
@@ -303,7 +306,7 @@ class _Replay:
     def _look_ahead(
         self, facts: Facts, assignment: Assignment, routed_s: float, predicted: IntArray | None
     ) -> None:
-        """Settles what was prefetched for this layer, and chooses for the next one."""
+        """Settle the prefetches for this layer, and choose those for the next one."""
         link, prefetch, layer = self._link, self.policies.prefetch, facts.layer
         due_s = link.staged_s[layer].copy()
         staged = link.end_layer(layer, self._now_s)
@@ -326,7 +329,7 @@ class _Replay:
 
 
 def replayable(policies: Policies) -> Policies:
-    """The same. Raises UsageError for policies that a trace cannot tell enough."""
+    """Return the policies. Raise UsageError if a trace lacks the facts they need."""
     if policies.asks_scores:
         raise UsageError(
             "This policy asks for the router's logits, which traces do not hold: run the model."
@@ -335,7 +338,7 @@ def replayable(policies: Policies) -> Policies:
 
 
 def substituted_facts(facts: Facts, answer: RoutedTokens | None) -> Facts | None:
-    """The facts of what is run instead of what the router chose; None where nothing is."""
+    """Return the facts of the substituted routing; None if nothing is substituted."""
     if answer is None:
         return None
     is_here = facts.is_kept if facts.is_here is None else facts.is_here
@@ -351,7 +354,7 @@ def substituted_facts(facts: Facts, answer: RoutedTokens | None) -> Facts | None
 
 
 def count_substitutions(report: Report, policies: Policies) -> None:
-    """Adds up what was done to all requests."""
+    """Add up the substitutions of all requests."""
     total = Receipt.total([] if policies.receipts is None else policies.receipts.all())
     report.num_substituted, report.moved_share = total.num_substituted, total.moved_share
 
