@@ -29,6 +29,7 @@ class Family:
     schema: names and shapes of the tensors.
     decoder: the model's class as `module:Class`.
     gguf: the family in GGUF files, if supported.
+    series: what its models are called beside `name`, such as "kimi_k2".
     own_sizes: checkpoints that `synth` can make, for a family without a `NAME/sizes.json`.
     """
 
@@ -39,6 +40,7 @@ class Family:
     schema: Callable[[ModelConfig], ModelSchema]
     decoder: str
     gguf: GgufArchitecture | None = None
+    series: tuple[str, ...] = ()
     own_sizes: Mapping[str, SynthSize] | None = None
 
     def sizes(self) -> Mapping[str, SynthSize]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import pkgutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -21,7 +21,8 @@ from lowtide.core import NOTHING
 from lowtide.errors import ConfigError, InternalError, UnsupportedError
 from lowtide.families.family import Family
 from lowtide.families.gguf import GgufArchitecture, GgufKeys
-from lowtide.families.unsupported import SOME_THAT_RUN, runs, why_unsupported
+from lowtide.families.unsupported import SOME_THAT_RUN, Unsupported, runs
+from lowtide.families.unsupported import why_unsupported as explained
 from lowtide.files.json_file import read_object, shown
 
 MAX_CONFIG_BYTES = 16 << 20
@@ -66,6 +67,20 @@ def unregister(name: str) -> None:
 def supported_architectures() -> tuple[str, ...]:
     """List all supported names under `architectures` in alphabetical order."""
     return tuple(sorted(name for each in families().values() for name in each.architectures))
+
+
+def why_unsupported(names: Iterable[str], keys: Mapping[str, object]) -> Unsupported:
+    """Explain why a model without a family does not run.
+
+    names: its own names, the most specific first.
+    keys: of its `config.json` or of a GGUF file's metadata.
+    """
+    return explained(names, keys, _running())
+
+
+def _running() -> set[str]:
+    """Return the names of series that run."""
+    return {name for each in families().values() for name in (each.name, *each.series)}
 
 
 def gguf_architectures(metadata: Mapping[str, object]) -> tuple[GgufArchitecture, ...]:
@@ -152,7 +167,7 @@ def _family_of(fields: Fields) -> tuple[Family, str]:
     # Several series have one architecture: `model_type` tells more than it.
     named = [name for name in (model_type, architecture) if isinstance(name, str)]
     told = str(why_unsupported(named, fields.values)) if named else ""
-    if not named or runs(named[0]):
+    if not named or runs(named[0], _running()):
         told = f"Supported: {', '.join(supported_architectures())}."
     if not isinstance(architecture, str):
         raise ConfigError(f"config.json names no architecture. {told}")

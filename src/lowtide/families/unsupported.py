@@ -8,7 +8,8 @@ counts; for any other model its config keys give the reason.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
+from itertools import accumulate
 from typing import NamedTuple
 
 from lowtide.errors import InternalError
@@ -60,17 +61,15 @@ class _Series(NamedTuple):
     instead: tuple[str, ...] = _ANY
 
 
-_SERIES: Mapping[str, _Series | None] = {
+_SERIES: Mapping[str, _Series] = {
     "afmoe": _Series("Trinity (AFMoE)", EXPERTS),
     "apertus": _Series("Apertus", DENSE),
     "arctic": _Series("Snowflake Arctic", EXPERTS),
     "baichuan": _Series("Baichuan", DENSE),
     "bailinghybrid": _Series("Ling or Ring with linear attention", HYBRID, _LING),
     "bailingmoe": _Series("Ling 1 (Bailing)", EXPERTS, _LING),
-    "bailingmoe2": None,
     "bailingmoe3": _Series("Ling 3", HYBRID, _LING),
     "bailingmoelinear": _Series("Ling or Ring with linear attention", HYBRID, _LING),
-    "bailingmoev2": None,
     "bamba": _Series("Bamba", HYBRID),
     "bart": _Series("BART", ENCODER),
     "bert": _Series("BERT", ENCODER),
@@ -84,18 +83,13 @@ _SERIES: Mapping[str, _Series | None] = {
     "deci": _Series("Llama-Nemotron (Deci)", DENSE),
     "decilm": _Series("Llama-Nemotron (Deci)", DENSE),
     "deepseek": _Series("DeepSeek", EXPERTS, _DEEPSEEK),
-    "deepseek2": None,
     "deepseek2ocr": _Series("DeepSeek-OCR", IMAGES, _DEEPSEEK),
-    "deepseekr1": None,
     "deepseekr1distill": _Series("a distillation of DeepSeek-R1", DENSE),
-    "deepseekv2": None,
-    "deepseekv3": None,
     "deepseekv32": _Series("DeepSeek-V3.2", EXPERTS, _DEEPSEEK),
     "deepseekv4": _Series("DeepSeek-V4", EXPERTS, _DEEPSEEK),
     "deepseekvl": _Series("DeepSeek-VL", IMAGES, _DEEPSEEK),
     "diffusiongemma": _Series("DiffusionGemma", LAYERS, _DIFFUSION),
     "dots1": _Series("dots.llm1", EXPERTS),
-    "dream": None,
     "ernie": _Series("ERNIE"),
     "exaone": _Series("EXAONE"),
     "exaonemoe": _Series("K-EXAONE", EXPERTS),
@@ -106,11 +100,7 @@ _SERIES: Mapping[str, _Series | None] = {
     "gemma": _Series("Gemma"),
     "gemma4": _Series("Gemma 4", LAYERS),
     "gigachat": _Series("GigaChat", EXPERTS),
-    "gigachat3": None,
     "glm": _Series("GLM", None, _GLM + _QWEN),
-    "glm4moe": None,
-    "glm4moelite": None,
-    "glm47flash": None,
     "glm4v": _Series("GLM-4V", IMAGES, _GLM + _QWEN),
     "glm5": _Series("GLM-5", EXPERTS, _GLM + _QWEN),
     "glmdsa": _Series("GLM-5", EXPERTS, _GLM + _QWEN),
@@ -119,7 +109,6 @@ _SERIES: Mapping[str, _Series | None] = {
     "gptj": _Series("GPT-J", DENSE),
     "gptneo": _Series("GPT-Neo", DENSE),
     "gptneox": _Series("GPT-NeoX or Pythia", DENSE),
-    "gptoss": None,
     "granite": _Series("Granite"),
     "granitehybrid": _Series("Granite 4", HYBRID),
     "granitemoe": _Series("Granite with experts", EXPERTS),
@@ -135,12 +124,10 @@ _SERIES: Mapping[str, _Series | None] = {
     "jamba": _Series("Jamba", HYBRID),
     "jetmoe": _Series("JetMoE", EXPERTS),
     "kimi": _Series("Kimi", EXPERTS, _MOONLIGHT + _QWEN),
-    "kimik2": None,
     "kimik25": _Series("Kimi-K2.5", EXPERTS, _MOONLIGHT + _QWEN),
     "kimilinear": _Series("Kimi-Linear", HYBRID, _MOONLIGHT + _QWEN),
     "kimivl": _Series("Kimi-VL", IMAGES, _MOONLIGHT + _QWEN),
     "lfm": _Series("LFM (Liquid)", HYBRID),
-    "llada": None,
     "llama": _Series("Llama, or a model built like it", DENSE),
     "llama4": _Series("Llama 4", EXPERTS),
     "llava": _Series("LLaVA", IMAGES),
@@ -156,21 +143,17 @@ _SERIES: Mapping[str, _Series | None] = {
     "minimax": _Series("MiniMax", HYBRID),
     "minimaxm": _Series("MiniMax-M", EXPERTS),
     "minimaxm1": _Series("MiniMax-M1", HYBRID),
-    "minimaxm2": None,
     "ministral": _Series("Ministral", DENSE, _MISTRAL),
     "mistral": _Series("Mistral", DENSE, _MISTRAL),
     "mistral4": _Series("Mistral Small 4", EXPERTS, _MISTRAL),
     "mistrallarge3": _Series("Mistral Large 3", EXPERTS, _MISTRAL),
     "mistralsmall4": _Series("Mistral Small 4", EXPERTS, _MISTRAL),
-    "mixtral": None,
     "mllama": _Series("Llama 3.2 Vision", IMAGES),
-    "moonlight": None,
     "mpt": _Series("MPT", DENSE),
     "nemotron": _Series("Nemotron"),
     "nemotronh": _Series("Nemotron-H or Nemotron 3", HYBRID),
     "olmo": _Series("OLMo without experts", DENSE, _OLMOE),
     "olmohybrid": _Series("OLMo Hybrid", HYBRID, _OLMOE),
-    "olmoe": None,
     "opt": _Series("OPT", DENSE),
     "paligemma": _Series("PaliGemma", IMAGES),
     "phi": _Series("Phi", DENSE),
@@ -187,12 +170,10 @@ _SERIES: Mapping[str, _Series | None] = {
     "qwen25omni": _Series("Qwen2.5-Omni", IMAGES, _QWEN),
     "qwen25vl": _Series("Qwen2.5-VL", IMAGES, _QWEN),
     "qwen2audio": _Series("Qwen2-Audio", IMAGES, _QWEN),
-    "qwen2moe": None,
     "qwen2vl": _Series("Qwen2-VL", IMAGES, _QWEN),
     "qwen3": _Series("Qwen3 without experts", DENSE, _QWEN),
     "qwen35": _Series("Qwen3.5 or Qwen3.6", HYBRID, _QWEN),
     "qwen36": _Series("Qwen3.6", HYBRID, _QWEN),
-    "qwen3moe": None,
     "qwen3next": _Series("Qwen3-Next", HYBRID, _QWEN),
     "qwen3omni": _Series("Qwen3-Omni", IMAGES, _QWEN),
     "qwen3vl": _Series("Qwen3-VL", IMAGES, _QWEN),
@@ -217,10 +198,7 @@ _SERIES: Mapping[str, _Series | None] = {
     "yi": _Series("Yi", DENSE),
     "zamba": _Series("Zamba", HYBRID),
 }
-"""Series by the beginning of names, without separators.
-
-None marks a series that runs, so that its names do not match a shorter key.
-"""
+"""Series that do not run, by the beginning of their names, without separators."""
 
 _WORD = re.compile(r"[A-Z]+(?=[A-Z][a-z])|[A-Z]?[a-z]+|[A-Z]+|[0-9]+")
 _HYBRID_KEY = re.compile(
@@ -233,27 +211,31 @@ _EXPERT_KEY = re.compile(r"(?:num|n)_(?:\w+_)?experts$|moe_num_experts$|(?:^|\.)
 _ENCODER_KEY = re.compile(r"encoder_layers$|pooling_type$")
 
 
-def why_unsupported(names: Iterable[str], keys: Mapping[str, object]) -> Unsupported:
+def why_unsupported(
+    names: Iterable[str], keys: Mapping[str, object], running: Collection[str]
+) -> Unsupported:
     """Explain why a model without a family does not run.
 
     names: its own names, the most specific first.
     keys: of its `config.json` or of a GGUF file's metadata.
+    running: names of series that run.
     """
     given = [name for name in names if name]
+    run = {_key_of(name) for name in running}
     for name in given:
-        found = _SERIES.get(_key_of(name))
-        if found is not None:
-            return Unsupported(found.name, found.reason or _reason_in(keys), found.instead)
-        if runs(name) and "general.architecture" in keys:
+        key = _longest(name, {*_SERIES, *run})
+        if key in run and "general.architecture" in keys:
             return Unsupported(shown(name), SAFETENSORS, _DIFFUSION)
+        if key not in run and (found := _SERIES.get(key)) is not None:
+            return Unsupported(found.name, found.reason or _reason_in(keys), found.instead)
     called = f"of a series that lowtide has not heard of ({', '.join(map(shown, given))})"
     return Unsupported(called if given else "of no known series", _reason_in(keys), _ANY)
 
 
-def runs(name: str) -> bool:
-    """Return True if the name belongs to a series that runs."""
-    key = _key_of(name)
-    return key in _SERIES and _SERIES[key] is None
+def runs(name: str, running: Collection[str]) -> bool:
+    """Return True if the name belongs to one of the series that run."""
+    run = {_key_of(each) for each in running}
+    return _longest(name, {*_SERIES, *run}) in run
 
 
 def another_of(names: Iterable[str], usual: str) -> Unsupported:
@@ -261,19 +243,22 @@ def another_of(names: Iterable[str], usual: str) -> Unsupported:
 
     The series is found by name; the reason is that of the `usual` one.
     """
-    found = [each for name in names if (each := _SERIES.get(_key_of(name))) is not None]
+    found = [_SERIES[key] for name in names if (key := _longest(name, _SERIES))]
     series = _SERIES[usual]
-    if series is None or series.reason is None:
+    if series.reason is None:
         raise InternalError(f"{usual} is no series with a reason.")
     named = found[0] if found else series
     return Unsupported(named.name, series.reason, named.instead)
 
 
 def _key_of(name: str) -> str:
-    """Return the longest series key that a name begins with, in whole words; or ""."""
-    words = _WORD.findall(name)
-    beginnings = ["".join(words[:count]).lower() for count in range(1, len(words) + 1)]
-    return next((each for each in reversed(beginnings) if each in _SERIES), "")
+    return "".join(_WORD.findall(name)).lower()
+
+
+def _longest(name: str, keys: Collection[str]) -> str:
+    """Return the longest key that a name begins with, in whole words; or ""."""
+    beginnings = list(accumulate(word.lower() for word in _WORD.findall(name)))
+    return next((each for each in reversed(beginnings) if each in keys), "")
 
 
 def _reason_in(keys: Mapping[str, object]) -> str:

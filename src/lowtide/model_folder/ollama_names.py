@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from lowtide.errors import CheckpointError
-from lowtide.families.unsupported import why_unsupported
+from lowtide.families.registry import why_unsupported
 from lowtide.files.json_file import read_object
 
 _NAME = re.compile(r"(?P<name>[a-zA-Z0-9][\w.-]*)(?::(?P<tag>[\w.-]+))?", re.ASCII)

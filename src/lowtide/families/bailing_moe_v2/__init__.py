@@ -19,4 +19,5 @@ FAMILY = Family(
     schema=LLADA2.schema,
     decoder=LLADA2.decoder,
     gguf=GGUF,
+    series=("bailingmoe2",),
 )

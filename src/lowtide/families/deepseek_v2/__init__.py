@@ -123,4 +123,5 @@ FAMILY = Family(
     schema=schema,
     decoder=f"{__name__}.model:DeepseekV2",
     gguf=GGUF,
+    series=("deepseek2",),
 )

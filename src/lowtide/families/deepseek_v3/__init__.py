@@ -40,4 +40,5 @@ FAMILY = Family(
     schema=schema,
     decoder=f"{__name__}.model:DeepseekV3",
     gguf=GGUF,
+    series=("deepseek_r1", "gigachat3", "kimi_k2", "moonlight"),
 )

@@ -44,4 +44,5 @@ FAMILY = Family(
     schema=DEEPSEEK_V3.schema,
     decoder=DEEPSEEK_V3.decoder,
     gguf=GGUF,
+    series=("glm_4.7_flash",),
 )
