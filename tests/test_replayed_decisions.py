@@ -25,7 +25,7 @@ from lowtide.decode.request import Finished, Request
 from lowtide.engine.opening.config import EngineConfig
 from lowtide.engine.running.decoding import make_decoder
 from lowtide.engine.running.engine import Engine
-from lowtide.engine.running.policy_setting import PolicyChoice, _setting, adopt_policy
+from lowtide.engine.running.policy_setting import PolicyChoice, _policy_inputs, adopt_policy
 from lowtide.experts.rows import Routing
 from lowtide.lab.budgets import budget_of_share
 from lowtide.lab.calibrate import calibrate
@@ -243,7 +243,7 @@ def replay_setting(engine: Engine, model: Model) -> PolicyInputs:
     calibration = Calibration.load(model.calibration, has_inputs=False)
     choice, num_experts = PolicyChoice.of(engine.options), engine.model.config.moe.num_experts
     costs = engine.experts.policies.costs
-    return _setting(choice, engine.plan, num_experts, calibration, costs)
+    return _policy_inputs(choice, engine.plan, num_experts, calibration, costs)
 
 
 def test_every_layer_is_decided_alike(case: tuple[Model, float]) -> None:
