@@ -60,7 +60,8 @@ def write_model(
     rng = random.Random(f"{family} {seed}")
     torch.manual_seed(seed)
     config_class, model_class = CLASSES[family]
-    values = {**common(rng), **_experts(family, rng)}
+    values = common(rng)
+    values |= _experts(family, rng, values["num_hidden_layers"])
     model = model_class(config_class(**values))
     randomise(model)
     model = model.to(dtype).eval()
@@ -92,10 +93,12 @@ def write_first_layer(model: Path, folder: Path) -> Path:
     return folder
 
 
-def _experts(family: str, rng: random.Random) -> dict[str, Any]:
+def _experts(family: str, rng: random.Random, num_layers: int) -> dict[str, Any]:
     if family != "llada_moe":
         return {}
+    dense = rng.sample(range(num_layers), rng.randrange(num_layers))
     return {
+        "mlp_only_layers": rng.choice([[], sorted(dense)]),
         "num_experts": rng.choice([4, 9, 16]),
         "moe_intermediate_size": rng.choice([16, 24]),
         "norm_topk_prob": False,
@@ -139,12 +142,13 @@ def _llada_moe_config(values: Mapping[str, Any], rng: random.Random) -> dict[str
     config = _usual_config(values)
     config["expert_intermediate_size"] = config.pop("moe_intermediate_size")
     config["dense_intermediate_size"] = config.pop("intermediate_size")
-    num_layers = config["num_hidden_layers"]
+    num_layers, dense = config["num_hidden_layers"], config.pop("mlp_only_layers")
+    layers = [int(layer not in dense) for layer in range(num_layers)]
     return {
         **config,
         "architectures": [rng.choice(["LLaDAMoEModelLM", "FusedLLaDAMoEModelLM"])],
         "model_type": "llada",
-        "moe_layer_freq": rng.choice([1, [1] * num_layers]),
+        "moe_layer_freq": layers if dense else rng.choice([1, layers]),
         "norm_topk_prob": None,
         "qk_layernorm": True,
         "routed_scaling_factor": rng.choice([1, 1.0, None]),

@@ -20,4 +20,4 @@ def num_parameters_of(schema: ModelSchema) -> int:
 
 def kv_elements_of(config: ModelConfig) -> int:
     """Return the number of cached elements of one token in all layers."""
-    return config.num_layers * math.prod(config.attention.cache_shape)
+    return sum(math.prod(layer.mixer.cache_shape) for layer in config.layers)

@@ -145,7 +145,7 @@ def test_queries_of_several_sequences_are_those_of_the_longest(
 ) -> None:
     counts = Counts(4000, 1000, 1000, 1000, EVERY_KIND[:1])
     planned = planner._template(counts).at(bounds(counts, dict.fromkeys(OPERATOR_TILES, 1)))
-    spec = model.config.attention
+    spec = model.config.layers[0].mixer
     row_bytes = spec.num_heads * spec.head_dim * model.memory.dtype.itemsize
     for one in planned.transients:
         if one.path[-2:] == ("queries", "query"):

@@ -246,7 +246,7 @@ def test_published_sizes(family: str) -> None:
 
 def test_numbers_that_are_easily_missed() -> None:
     lite = read_config(families()["deepseek_v2"].sizes()["full"].config)
-    latent = lite.attention
+    latent = lite.layers[0].mixer
     assert latent.softmax_scale == pytest.approx(0.114721, abs=1e-6)
     assert latent.rope.yarn is not None and latent.rope.yarn.amplitude == 1.0
     assert latent.cache_shape == (1, 1, 576)
@@ -271,11 +271,11 @@ def test_numbers_that_are_easily_missed() -> None:
 def test_layers_without_experts() -> None:
     config = families()["qwen3_moe"].sizes()["full"].config
     leading = read_config({**config, "mlp_only_layers": [0, 1]})
-    assert leading.moe_layers == range(2, 48) and leading.dense_size == 6144
+    assert leading.moe_layers == tuple(range(2, 48)) and leading.dense_size == 6144
     every_third = read_config({**config, "decoder_sparse_step": 3})
     assert list(every_third.moe_layers) == list(range(2, 48, 3))
-    with pytest.raises(UnsupportedError, match="mlp_only_layers a list of 1 values leaves experts"):
-        read_config({**config, "mlp_only_layers": [7]})
+    some = read_config({**config, "mlp_only_layers": [0, 7, 47]})
+    assert some.moe_layers == (*range(1, 7), *range(8, 47)) and some.num_leading_layers == 2
     with pytest.raises(ConfigError, match="leave no layer with experts"):
         read_config({**config, "mlp_only_layers": list(range(48))})
 

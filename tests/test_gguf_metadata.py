@@ -232,7 +232,8 @@ def test_layers_with_a_window_are_those_that_the_file_says(tmp_path: Path) -> No
             pattern,
             gguf.GGUFValueType.get_type(pattern),
         )
-        found = config_of(path, add, "gpt_oss").attention.windows
+        layers = config_of(path, add, "gpt_oss").layers
+        found = tuple(layer.mixer.window for layer in layers)
         return [bool(each) for each in found]
 
     assert windows(2) == [layer % 2 == 0 for layer in range(count)]

@@ -203,14 +203,14 @@ def test_norms_and_sinks_are_kept_in_float32() -> None:
 
 def test_the_published_numbers() -> None:
     config = read_config(FULL)
-    assert config.attention.windows == (128, 0) * 12
+    assert [layer.mixer.window for layer in config.layers] == [128, 0] * 12
     assert config.num_leading_layers == 2
     assert config.moe.is_mxfp4 and config.moe.is_clamped
     yarn = config.attention.rope.yarn
     assert yarn is not None and not yarn.is_rounded
     assert yarn.amplitude == pytest.approx(1.346574)
     without = {name: FULL[name] for name in FULL if name not in ("layer_types", "sliding_window")}
-    assert read_config(without).attention.windows == config.attention.windows
+    assert read_config(without).layers == config.layers
 
 
 @pytest.mark.parametrize(

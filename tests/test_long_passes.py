@@ -122,15 +122,12 @@ def test_bytes_grow_with_the_rows_by_what_a_layer_must_hold(planner: Planner) ->
     # Up to 4,096 rows the peak may still be where a tile of experts computes.
     assert growth[0] <= growth[1] == pytest.approx(growth[2], rel=0.05)
     config, item_bytes = planner.config, planner.memory.dtype.itemsize
-    _, num_heads, head_dim = config.attention.cache_shape
+    mixer = config.layers[0].mixer
+    _, num_heads, head_dim = mixer.cache_shape
     row_elements = (
-        4 * config.hidden_size
-        + 2 * config.attention.num_heads * head_dim
-        + 2 * num_heads * head_dim
+        4 * config.hidden_size + 2 * mixer.num_heads * head_dim + 2 * num_heads * head_dim
     )
-    row_bytes = (
-        row_elements * item_bytes + 4 * config.hidden_size + 64 * config.attention.rope.rotary_dim
-    )
+    row_bytes = row_elements * item_bytes + 4 * config.hidden_size + 64 * mixer.rope.rotary_dim
     row_bytes += 64 * config.moe_shape.num_experts_per_token
     assert growth[2] <= 2048 * row_bytes
 

@@ -102,7 +102,7 @@ def test_the_plan_counts_the_longest_pass(made: Path, monkeypatch: pytest.Monkey
 
 def test_keys_and_values_are_those_of_one_layer(made: Path) -> None:
     opened = open_model(made, EngineConfig(context=100))
-    arrays, heads, width = opened.facts.config.attention.cache_shape
+    arrays, heads, width = opened.facts.config.layers[0].mixer.cache_shape
     assert opened.memory.context.kv_shape == (1, arrays, heads, 112, width)
     assert opened.facts.config.num_layers > 1
 
@@ -197,6 +197,8 @@ def test_published_decoding() -> None:
         ("llada_moe", {"norm_topk_prob": True}, "norm_topk_prob True"),
         ("llada_moe", {"routed_scaling_factor": 2.5}, "routed_scaling_factor 2.5"),
         ("llada_moe", {"moe_layer_freq": [0, 1]}, "moe_layer_freq a list of 2 values"),
+        ("llada_moe", {"moe_layer_freq": [2] * 16}, "moe_layer_freq a list of 16 values"),
+        ("llada_moe", {"moe_layer_freq": [0] * 16}, "leave no layer with experts"),
         ("llada_moe", {"shared_expert_intermediate_size": 64}, "shared_expert_intermediate_size"),
         ("llada_moe", {"moe_router_enable_expert_bias": True}, "moe_router_enable_expert_bias"),
         ("dream", {"block_size": 32}, "block_size 32 is not supported"),

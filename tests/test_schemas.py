@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from schema_sizes import num_parameters_of, num_tensors_of
 
-from lowtide.config import ModelConfig
+from lowtide.config import AttentionSpec, ExpertSpec, ModelConfig
 from lowtide.errors import CheckpointError, UnsupportedError
 from lowtide.families import read_config, read_config_in
 from lowtide.formats import formats
@@ -168,15 +168,21 @@ def test_expert_bias_may_have_its_own_type(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("part", "changes", "name"),
     [
-        ("attention", {"has_qk_norm": False}, "model.layers.0.attention.query_layernorm.weight"),
-        ("experts", {"has_bias": False}, "model.layers.1.mlp.gate.expert_bias"),
-        ("experts", {"shared_size": 0}, "model.layers.1.mlp.shared_experts.gate_proj.weight"),
+        ("mixer", {"has_qk_norm": False}, "model.layers.0.attention.query_layernorm.weight"),
+        ("mlp", {"has_bias": False}, "model.layers.1.mlp.gate.expert_bias"),
+        ("mlp", {"shared_size": 0}, "model.layers.1.mlp.shared_experts.gate_proj.weight"),
     ],
 )
 def test_tensors_that_contradict_the_config(
     tmp_path: Path, part: str, changes: dict[str, object], name: str
 ) -> None:
-    config = replace(CONFIG, **{part: replace(getattr(CONFIG, part), **changes)})
+    kind = ExpertSpec if part == "mlp" else AttentionSpec
+    changed = {
+        layer: replace(layer, **{part: replace(spec, **changes)})
+        for layer in CONFIG.kinds
+        if isinstance(spec := getattr(layer, part), kind)
+    }
+    config = replace(CONFIG, layers=tuple(changed.get(layer, layer) for layer in CONFIG.layers))
     with pytest.raises(CheckpointError, match=name):
         bind(config, write_model(tmp_path, published_arrays()))
     bind(config, write_model(tmp_path, published_arrays(config)))

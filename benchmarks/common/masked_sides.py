@@ -7,7 +7,6 @@ concatenation), a softmax over them, the arg-max and its probability gathered; t
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
@@ -108,7 +107,7 @@ def open_sides(
 ) -> dict[str, Side]:
     """Over the same weights. num_layers: fewer than there are, the first ones."""
     if num_layers is not None:
-        config = replace(config, num_layers=num_layers)
+        config = config.first_layers(num_layers)
     # transformers first: it puts experts into larger tensors, which the others then share.
     return {name: SIDES[name](config, weights) for name in SIDES if name in names}
 

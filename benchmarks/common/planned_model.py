@@ -11,7 +11,7 @@ import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -140,7 +140,7 @@ class PlannedStep:
     def __post_init__(self) -> None:
         config = self.engine.model.config
         if self.num_layers is not None:
-            config = replace(config, num_layers=self.num_layers)
+            config = config.first_layers(self.num_layers)
         num_tokens = self.plan.counts.tokens
         self.memory = self.arena or Arena(self.plan.placement.arena_bytes)
         self.workspace = self.make_workspace(self.memory.bytes)

@@ -10,10 +10,11 @@ refusal never waits for it.
 from __future__ import annotations
 
 from lowtide.config.decoding import Blocks, Canvas, Causal, Decoding, DecodingDefaults
+from lowtide.config.layers import LayerSpec, SideBySide
 from lowtide.config.model import ModelConfig, Published
 from lowtide.config.rope import Rope, Yarn
 from lowtide.config.sizes import MAX_SIZE_BYTES, format_size, parse_size
-from lowtide.config.specs import AttentionSpec, ExpertSpec
+from lowtide.config.specs import AttentionSpec, DenseSpec, ExpertSpec, LatentAttentionSpec
 
 __all__ = [
     "MAX_SIZE_BYTES",
@@ -23,10 +24,14 @@ __all__ = [
     "Causal",
     "Decoding",
     "DecodingDefaults",
+    "DenseSpec",
     "ExpertSpec",
+    "LatentAttentionSpec",
+    "LayerSpec",
     "ModelConfig",
     "Published",
     "Rope",
+    "SideBySide",
     "Yarn",
     "format_size",
     "parse_size",

@@ -6,6 +6,7 @@ return decoder(fields, origin, grouped_attention(fields), chosen)
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 from lowtide.config.fields import (
@@ -17,6 +18,7 @@ from lowtide.config.fields import (
     MAX_WIDTH,
     Fields,
 )
+from lowtide.config.layers import LayerSpec, Mixer, layers_of
 from lowtide.config.model import ModelConfig, Published
 from lowtide.config.quantisation import read_quantisation
 from lowtide.config.rope import read_rope
@@ -39,13 +41,29 @@ class Origin(NamedTuple):
 def decoder(
     fields: Fields,
     origin: Origin,
-    attention: AttentionSpec,
+    mixer: Mixer,
     experts: ExpertSpec | None,
     dense_size: int = 0,
+    block_length: int | None = None,
+    moe_layers: Collection[int] | None = None,
+) -> ModelConfig:
+    """Make the config of a model with one kind of mixer.
+
+    dense_size, moe_layers: see `layers_of`; others: see `layered`.
+    """
+    layers = layers_of(num_layers(fields), mixer, experts, dense_size, moe_layers)
+    return layered(fields, origin, layers, block_length)
+
+
+def layered(
+    fields: Fields,
+    origin: Origin,
+    layers: Sequence[LayerSpec],
     block_length: int | None = None,
 ) -> ModelConfig:
     """Add the keys that all families share; block_length: of a diffusion model that gives one."""
     fields.only("hidden_act", "silu")
+    experts = next((layer.experts for layer in layers if layer.experts is not None), None)
     vocab_size = fields.integer("vocab_size", low=1, high=MAX_VOCAB)
     is_mxfp4 = experts is not None and experts.is_mxfp4
     mask = mask_token_id(fields, origin.published.decoding.mask_token_id, vocab_size)
@@ -54,10 +72,7 @@ def decoder(
         family=origin.family,
         vocab_size=vocab_size,
         hidden_size=width(fields, "hidden_size"),
-        num_layers=num_layers(fields),
-        attention=attention,
-        experts=experts,
-        dense_size=dense_size,
+        layers=tuple(layers),
         rms_norm_eps=fields.number("rms_norm_eps", low=1e-12, high=1.0),
         max_positions=max_positions(fields),
         tie_word_embeddings=fields.boolean("tie_word_embeddings", default=False),
@@ -76,7 +91,6 @@ def grouped_attention(
     usual_factor: float | None = None,
     has_qk_norm: bool = False,
     has_qkv_bias: bool = False,
-    windows: tuple[int, ...] = (),
 ) -> AttentionSpec:
     """Read attention whose heads share keys and values in groups.
 
@@ -93,7 +107,6 @@ def grouped_attention(
         rope=read_rope(fields, head_dim, max_positions(fields), can_stretch, usual_factor),
         has_qk_norm=has_qk_norm,
         has_qkv_bias=has_qkv_bias,
-        windows=windows,
     )
 
 

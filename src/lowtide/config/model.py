@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from typing import NamedTuple, TypeVar
 
 from lowtide.config.decoding import Causal, Decoding
+from lowtide.config.layers import LayerSpec, Mixer
 from lowtide.config.quantisation import Quantisation
+from lowtide.config.rope import Rope
 from lowtide.config.sampling import PublishedSampling
-from lowtide.config.specs import AttentionSpec, ExpertSpec
+from lowtide.config.specs import AttentionSpec, CacheShape, ExpertSpec
 from lowtide.core import MoEShape
 from lowtide.errors import ConfigError, UnsupportedError
+
+_Mixer = TypeVar("_Mixer", bound=Mixer)
 
 _MAX_PARAMETERS = 2**50  # far above any model, and no product of sizes leaves 63 bits
 
@@ -34,10 +38,7 @@ class ModelConfig:
     family: str  # the name of a `lowtide.families.Family`
     vocab_size: int
     hidden_size: int
-    num_layers: int  # all of them, with experts and without
-    attention: AttentionSpec
-    experts: ExpertSpec | None  # None: no layer has any
-    dense_size: int  # width of the MLP in layers without experts; 0 = none
+    layers: tuple[LayerSpec, ...]  # equal ones are one object
     rms_norm_eps: float
     max_positions: int
     tie_word_embeddings: bool
@@ -53,16 +54,70 @@ class ModelConfig:
             _check_experts(self, self.experts)
 
     @property
-    def moe(self) -> ExpertSpec:
-        """The routed experts; raises ValueError if there are none."""
-        if self.experts is None:
-            raise ValueError(f"{self.architecture} has no layer with experts.")
-        return self.experts
+    def num_layers(self) -> int:
+        """Number of all layers, with experts and without."""
+        return len(self.layers)
+
+    def first_layers(self, num_layers: int) -> ModelConfig:
+        """Return the same model with its first layers alone."""
+        return replace(self, layers=self.layers[:num_layers])
 
     @property
-    def moe_layers(self) -> range:
+    def attention(self) -> AttentionSpec:
+        """The first layer's grouped-query attention, which in most models all layers have."""
+        return self.mixer(AttentionSpec)
+
+    def mixer(self, kind: type[_Mixer], layer: int | None = None) -> _Mixer:
+        """Return a layer's mixer of this kind, by default the first of the model.
+
+        Raises ValueError if it is of another.
+        """
+        layers = self.layers if layer is None else self.layers[layer : layer + 1]
+        found = [each.mixer for each in layers if isinstance(each.mixer, kind)]
+        if not found:
+            raise ValueError(f"{self.architecture} has no {kind.__name__} there.")
+        return found[0]
+
+    @property
+    def ropes(self) -> tuple[Rope, ...]:
+        """The rotary embeddings of all layers, each once."""
+        mixers = (layer.mixer for layer in self.kinds)
+        return tuple(dict.fromkeys(mixer.rope for mixer in mixers if mixer is not None))
+
+    @property
+    def kinds(self) -> tuple[LayerSpec, ...]:
+        """The kinds of layers, in the order in which they first occur."""
+        return tuple(dict.fromkeys(self.layers))
+
+    @property
+    def cache_shape(self) -> CacheShape:
+        """What a token keeps in each layer; raises UnsupportedError if layers differ in it."""
+        shapes = {layer.mixer.cache_shape for layer in self.kinds if layer.mixer is not None}
+        if len(shapes) != 1:
+            raise UnsupportedError("Layers that keep different keys and values are not supported.")
+        return shapes.pop()
+
+    @property
+    def dense_size(self) -> int:
+        """Width of the MLP in layers without experts; 0 = none."""
+        return next((layer.dense.size for layer in self.kinds if layer.dense is not None), 0)
+
+    @property
+    def experts(self) -> ExpertSpec | None:
+        """The routed experts, which are alike in all layers that have any; None without."""
+        return next((layer.experts for layer in self.kinds if layer.experts is not None), None)
+
+    @property
+    def moe(self) -> ExpertSpec:
+        """The routed experts; raises ValueError if there are none."""
+        if (experts := self.experts) is None:
+            raise ValueError(f"{self.architecture} has no layer with experts.")
+        return experts
+
+    @property
+    def moe_layers(self) -> tuple[int, ...]:
         """Layers with experts, by their number in the model."""
-        return range(0) if self.experts is None else self.experts.layers(self.num_layers)
+        return tuple(n for n, layer in enumerate(self.layers) if layer.experts is not None)
 
     @property
     def num_moe_layers(self) -> int:
@@ -89,16 +144,15 @@ class ModelConfig:
     @property
     def num_leading_layers(self) -> int:
         """Number of first layers that include every kind of layer."""
-        windows = self.attention.windows
-        firsts = [windows.index(window) for window in set(windows)]
-        return max([*self.moe_layers[:1], *firsts], default=0) + 1
+        return max((self.layers.index(kind) + 1 for kind in self.kinds), default=0)
 
 
 def _check_experts(config: ModelConfig, experts: ExpertSpec) -> None:
-    if config.num_moe_layers == 0:
-        raise ConfigError(
-            f"config.json: {experts.first_layer} dense layers of {config.num_layers} leave "
-            "no layer with experts."
+    others = {layer.experts for layer in config.kinds} - {None, experts}
+    if others:
+        raise UnsupportedError(
+            f"config.json: layers have routed experts of {1 + len(others)} kinds; only one kind "
+            "is supported."
         )
     expert_elements = experts.elements(config.hidden_size)
     if expert_elements * experts.num_experts * config.num_moe_layers > _MAX_PARAMETERS:

@@ -1,4 +1,4 @@
-"""`AttentionSpec` and `ExpertSpec`: the two halves of a layer, in any family.
+"""Kinds of attention and of MLPs: what a layer of any family is made of.
 
 Each instance checks that its numbers fit together and raises ConfigError if not.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from lowtide.config.rope import Rope
 from lowtide.errors import ConfigError
@@ -14,25 +15,18 @@ from lowtide.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class AttentionSpec:
-    """Grouped-query attention or, with a rank for keys and values, multi-head latent attention.
+    """Grouped-query attention.
 
-    Except for windows, the batch decides which positions see each other.
+    Except for a window, the batch decides which positions see each other.
     """
 
     num_heads: int
     num_kv_heads: int
-    head_dim: int
+    head_dim: int  # of queries and keys
     rope: Rope
     has_qk_norm: bool = False  # before rotation
     has_qkv_bias: bool = False
-    # For latent attention only, where a head is [without rotation | rotary_dim] and values have
-    # a width of their own; 0 = not of this kind.
-    kv_lora_rank: int = 0
-    q_lora_rank: int = 0  # 0 = queries are projected in one step
-    value_head_dim: int = 0
-    softmax_factor: float = 1.0  # on the softmax scale, head_dim ** -0.5
-    # Per layer: positions that a row sees, its own included, 0 = all; () = all in every layer.
-    windows: tuple[int, ...] = ()
+    window: int = 0  # positions that a row sees, its own included; 0 = all
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
@@ -40,12 +34,7 @@ class AttentionSpec:
                 f"config.json: {self.num_heads} attention heads do not divide among "
                 f"{self.num_kv_heads} key/value heads."
             )
-        rotary_dim = self.rope.rotary_dim
-        if rotary_dim % 2 or not 2 <= rotary_dim <= self.head_dim:
-            raise ConfigError(
-                f"config.json: {rotary_dim} rotating dimensions must be even and from 2 to the "
-                f"head's {self.head_dim}."
-            )
+        _check_rotation(self.rope, self.head_dim)
 
     @property
     def query_size(self) -> int:
@@ -53,8 +42,40 @@ class AttentionSpec:
 
     @property
     def kv_size(self) -> int:
-        """Width of the keys (or of the values) of one layer and token."""
+        """Width of the keys (or of the values) of one token."""
         return self.num_kv_heads * self.head_dim
+
+    @property
+    def softmax_scale(self) -> float:
+        """Factor of attention scores."""
+        return 1.0 / math.sqrt(self.head_dim)
+
+    @property
+    def cache_shape(self) -> CacheShape:
+        return CacheShape(2, self.num_kv_heads, self.head_dim)
+
+
+@dataclass(frozen=True, slots=True)
+class LatentAttentionSpec:
+    """Multi-head latent attention: a token keeps one latent and one rotating key for all heads.
+
+    A head's queries and keys are [without rotation | rope.rotary_dim].
+    """
+
+    num_heads: int
+    head_dim: int  # of queries and keys
+    value_head_dim: int
+    rope: Rope
+    kv_lora_rank: int  # width of the latent
+    q_lora_rank: int = 0  # 0 = queries are projected in one step
+    softmax_factor: float = 1.0  # on the softmax scale, head_dim ** -0.5
+
+    def __post_init__(self) -> None:
+        _check_rotation(self.rope, self.head_dim)
+
+    @property
+    def query_size(self) -> int:
+        return self.num_heads * self.head_dim
 
     @property
     def softmax_scale(self) -> float:
@@ -62,14 +83,35 @@ class AttentionSpec:
         return self.softmax_factor / math.sqrt(self.head_dim)
 
     @property
-    def cache_shape(self) -> tuple[int, int, int]:
-        """Arrays, heads and width of a token's cache entry in each layer.
+    def cache_shape(self) -> CacheShape:
+        return CacheShape(1, 1, self.kv_lora_rank + self.rope.rotary_dim)
 
-        Two arrays are keys and values; one is a latent that serves as both.
-        """
-        if self.kv_lora_rank:
-            return 1, 1, self.kv_lora_rank + self.rope.rotary_dim
-        return 2, self.num_kv_heads, self.head_dim
+
+class CacheShape(NamedTuple):
+    """What a token keeps in a layer's KV cache.
+
+    Two arrays are keys and values; one is a latent that serves as both.
+    """
+
+    num_arrays: int
+    num_heads: int
+    width: int  # of a head
+
+
+def _check_rotation(rope: Rope, head_dim: int) -> None:
+    rotary_dim = rope.rotary_dim
+    if rotary_dim % 2 or not 2 <= rotary_dim <= head_dim:
+        raise ConfigError(
+            f"config.json: {rotary_dim} rotating dimensions must be even and from 2 to the "
+            f"head's {head_dim}."
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class DenseSpec:
+    """A gated MLP that every token uses."""
+
+    size: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +122,7 @@ class ExpertSpec:
     num_experts_per_token: int
     expert_size: int  # width of one
     norm_topk_prob: bool  # the weights of the chosen add up to one
-    first_layer: int = 0  # the first that has experts
-    layer_step: int = 1  # from one layer with experts to the next
+    first_layer: int = 0  # the first that has experts, where those behind it all have them
     shared_size: int = 0  # width of the one MLP that all shared experts form; 0 = none
     num_groups: int = 1  # 1 = no group limit
     num_groups_per_token: int = 1
@@ -116,10 +157,6 @@ class ExpertSpec:
                 f"config.json: expert_capacity {self.capacity} must be from the experts per "
                 f"token, {top_k}, to the {experts} there are."
             )
-
-    def layers(self, num_layers: int) -> range:
-        """Return the layers with experts in a model of `num_layers` layers."""
-        return range(self.first_layer, num_layers, self.layer_step)
 
     def elements(self, hidden_size: int) -> int:
         """Return the elements of one routed expert: gate, up and down, and biases if any."""

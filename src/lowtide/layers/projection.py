@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lowtide.compute import Compute
-from lowtide.config import ModelConfig
+from lowtide.config import AttentionSpec
 from lowtide.kernels.layer_parts import Product
 from lowtide.kernels.operands import Matrix, rows_of
 from lowtide.layers.linear import Linear
@@ -48,13 +48,13 @@ class Projection(NamedTuple):
 
     @classmethod
     def fused(
-        cls, weight: Matrix, bias: Tensor | None, config: ModelConfig, compute: Compute
+        cls, weight: Matrix, bias: Tensor | None, spec: AttentionSpec, compute: Compute
     ) -> Projection:
         """Make one product of a weight [query_size + 2 * kv_size, hidden].
 
         Long passes use two parts of it: queries, and keys with values.
         """
-        widths = [config.attention.query_size, 2 * config.attention.kv_size]
+        widths = [spec.query_size, 2 * spec.kv_size]
         biases: Sequence[Tensor | None] = (None, None)
         if bias is not None:
             biases = torch.split(bias, widths)

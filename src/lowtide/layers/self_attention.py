@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lowtide.compute import Compute
-from lowtide.config import ModelConfig
+from lowtide.config import AttentionSpec, ModelConfig
 from lowtide.kernels.layer_parts import AttentionParts
 from lowtide.kernels.operands import HeadNorms
 from lowtide.layers.attention import CachedAttention
@@ -53,16 +53,15 @@ class GroupedAttention:
         kv_cache: KVCache,
         compute: Compute,
         sinks: Tensor | None = None,
-        window: int = 0,
     ) -> None:
-        """sinks, window: see `layers.sdpa.Scores`."""
-        self._spec = config.attention
+        """layer: of the model, whose config has its heads and window; sinks: see `Scores`."""
+        self._spec = config.mixer(AttentionSpec, layer)
         self._eps = config.rms_norm_eps
         self._projection = projection
         self._output = output
         self._norms = norms
         self._compute = compute
-        scores = Scores(window=window, sinks=sinks)
+        scores = Scores(window=self._spec.window, sinks=sinks)
         self._attention = CachedAttention(layer, kv_cache, compute, scores)
 
     def parts(self, norm: Norm) -> AttentionParts | None:

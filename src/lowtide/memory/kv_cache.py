@@ -92,10 +92,6 @@ class KVCache:
         """Dtype of keys and values: the compute dtype."""
         return self._storage.dtype
 
-    def place(self, layer: int) -> int:
-        """Return the index in the storage of a model's layer."""
-        return layer
-
     @property
     def num_free_tokens(self) -> int:
         """Number of tokens that are unused or in kept ranges."""
@@ -287,7 +283,7 @@ class KVCache:
 
         They stay in place; None if nothing is kept between passes.
         """
-        return self._arrays[layer]
+        return self._of(layer)
 
     def claim(self, kv_range: KVRange, position: int, num_rows: int) -> int:
         """Mark rows from `position` on as written; return the cache's token of the first."""
@@ -309,16 +305,20 @@ class KVCache:
         """
         num_rows = key.shape[0]
         start = self.claim(kv_range, position, num_rows)
-        keys, values = self._arrays[layer]
+        keys, values = self._of(layer)
         keys.narrow(1, start, num_rows).copy_(key.transpose(0, 1))
         if self._storage.shape[1] == 2:
             values.narrow(1, start, num_rows).copy_(value.transpose(0, 1))
 
     def read(self, layer: int, kv_range: KVRange, num_tokens: int) -> tuple[Tensor, Tensor]:
         """View the first `num_tokens` keys and values, each [kv_heads, tokens, head_dim]."""
-        keys, values = self._arrays[layer]
+        keys, values = self._of(layer)
         start = kv_range.start
         return keys.narrow(1, start, num_tokens), values.narrow(1, start, num_tokens)
+
+    def _of(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Return all keys and values of a layer, each [kv_heads, tokens, head_dim]."""
+        return self._arrays[layer]
 
     @property
     def _num_unused_tokens(self) -> int:

@@ -25,9 +25,6 @@ class TransientKV(KVCache):
         # On the meta device: ranges move as in any cache, but without data.
         super().__init__(torch.empty(shape, dtype=dtype, device="meta"))
 
-    def place(self, layer: int) -> int:
-        return 0
-
     def arrays(self, layer: int) -> None:
         return None
 
@@ -48,3 +45,6 @@ class TransientKV(KVCache):
         held: Tensor = workspace.take("all keys and values", shape, self._storage.dtype)
         arrays = held[..., :width]
         self._arrays = [(arrays[0], arrays[-1])]
+
+    def _of(self, layer: int) -> tuple[Tensor, Tensor]:
+        return self._arrays[0]  # of the layer whose turn it is

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from lowtide.config import ModelConfig
+from lowtide.config import AttentionSpec, ModelConfig
 from lowtide.core import NOTHING
 from lowtide.errors import CheckpointError, ConfigError, StorageError, UnsupportedError
 from lowtide.families import gguf_architecture, gguf_architectures, read_config
@@ -154,9 +154,11 @@ class GgufModel:
 
     def _divided(self, header: GgufHeader, config: ModelConfig) -> Iterator[tuple[str, GgufTensor]]:
         """Yield a file's tensors, dividing fused queries, keys and values if necessary."""
-        spec = config.attention
         for name, tensor in header.tensors.items():
-            if FUSED_QKV not in name or self.architecture.name_of(name) is not None:
+            layer = layer_of(name)
+            spec = config.layers[layer].mixer if 0 <= layer < config.num_layers else None
+            is_fused = FUSED_QKV in name and self.architecture.name_of(name) is None
+            if not is_fused or not isinstance(spec, AttentionSpec):
                 yield name, tensor
                 continue
             rows = {"q": spec.query_size, "k": spec.kv_size, "v": spec.kv_size}

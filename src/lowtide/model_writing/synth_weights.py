@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lowtide.config import ModelConfig
+from lowtide.config import AttentionSpec, ModelConfig
 from lowtide.families import SynthSize, read_config
 from lowtide.formats import mxfp4
 from lowtide.formats.plain import convert_plain
@@ -135,7 +135,7 @@ def _fill(spec: TensorSpec, size: SynthSize, config: ModelConfig, names: Names) 
     ):
         # Two additions to the residual stream per layer, independent: their variances add up.
         return partial(Source.normal, std=_residual_std(config) / math.sqrt(width))
-    if part in ("q_proj", "q_b_proj") and not config.attention.has_qk_norm:
+    if part in ("q_proj", "q_b_proj") and not _has_qk_norm(config):
         # Where no norms do it, queries alone make attention pick fewer positions.
         return partial(Source.normal, std=CHARACTER.qk_gain**2 / math.sqrt(width))
     return partial(Source.normal, std=1 / math.sqrt(width))
@@ -159,6 +159,11 @@ def _packed_fill(part: str, config: ModelConfig) -> Fill:
         std = _residual_std(config)
         return partial(Source.packed_scales, std=std / math.sqrt(config.moe.expert_size))
     return partial(Source.packed_scales, std=1 / math.sqrt(config.hidden_size))
+
+
+def _has_qk_norm(config: ModelConfig) -> bool:
+    mixers = (layer.mixer for layer in config.kinds)
+    return any(isinstance(mixer, AttentionSpec) and mixer.has_qk_norm for mixer in mixers)
 
 
 def _residual_std(config: ModelConfig) -> float:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lowtide.compute import Compute
-from lowtide.config import ModelConfig
+from lowtide.config import AttentionSpec, ModelConfig
 from lowtide.core import Step, StepKind
 from lowtide.errors import InternalError
 from lowtide.experts.rows import LayerCall, Routing
@@ -83,7 +83,7 @@ class Decoder:
         head = self._embedding if is_tied else weights[f"{names.head}.weight"]
         norm = self.tensor(f"{names.norm}.weight")
         self._head = LogitsHead(norm, config.rms_norm_eps, head, compute)
-        rope = config.attention.rope
+        [rope] = config.ropes
         self._rotary = Rotary(
             rope.rotary_dim, rope.theta, self._embedding.device, rope.yarn, rope.divisors
         )
@@ -123,10 +123,10 @@ class Decoder:
         """
         prefix = self.names.layer(layer)
         norms = None
-        if self.config.attention.has_qk_norm:
+        if self.config.mixer(AttentionSpec, layer).has_qk_norm:
             norms = HeadNorms(*(self.tensor(f"{prefix}self_attn.{x}_norm.weight") for x in "qk"))
         return GroupedAttention(
-            self.kv_cache.place(layer),
+            layer,
             self.config,
             self.separate_qkv(layer),
             self.linear(prefix + self.names.output),
@@ -172,10 +172,10 @@ class Decoder:
         """
         return Norm(self.tensor(name), self.config.rms_norm_eps, self.compute)
 
-    def fused_qkv(self, name: str) -> Projection:
-        """Make the projection of queries, keys and values by one weight, `name.weight`."""
-        weight = self.weights[f"{name}.weight"]
-        return Projection.fused(weight, self._bias(name), self.config, self.compute)
+    def fused_qkv(self, layer: int, name: str) -> Projection:
+        """Make a layer's projection of queries, keys and values by one weight, `name.weight`."""
+        weight, spec = self.weights[f"{name}.weight"], self.config.mixer(AttentionSpec, layer)
+        return Projection.fused(weight, self._bias(name), spec, self.compute)
 
     def separate_qkv(self, layer: int) -> Projection:
         """Make the separate projections of queries, keys and values."""

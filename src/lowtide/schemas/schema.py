@@ -109,7 +109,7 @@ class ModelSchema:
 
     dense: tuple[TensorSpec, ...]
     storages: tuple[ExpertStorage, ...]
-    moe_layers: range  # by their number in the model
+    moe_layers: tuple[int, ...]  # by their number in the model
     num_experts: int
     one_expert_elements: int  # weights (and biases) of one expert, however they are stored
     absent: tuple[str, ...] = ()

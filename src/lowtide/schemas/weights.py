@@ -62,8 +62,7 @@ class ExpertTable:
     offsets: IntArray  # [moe_layers, experts, parts], bytes from the start of the file
     targets: tuple[SlotTarget | None, ...] | None = None  # see ExpertStorage
     templates: tuple[str, ...] = ()  # of stored parts' names, or of those of their matrices
-    first_layer: int = 0  # with experts, and the step to the next, as names count them
-    layer_step: int = 1
+    numbers: tuple[int, ...] = ()  # of the layers, as names count them
     odd: Mapping[tuple[int, int], StoredLayer] = field(default_factory=dict)
     """Experts, by (layer, expert), stored differently from the first of their layer."""
 
@@ -89,8 +88,7 @@ class ExpertTable:
 
     def name(self, layer: int, expert: int, part: int) -> str:
         """Return the model's name of a stored part's tensor, or of the matrix that it begins."""
-        number = self.first_layer + layer * self.layer_step
-        return self.templates[part].format(layer=number, expert=expert)
+        return self.templates[part].format(layer=self.numbers[layer], expert=expert)
 
     def kept(self, has_gpu: bool = False) -> list[tuple[MatrixFormat | None, ...]]:
         """List, per layer, the formats in which a slot's first parts are kept as stored.
@@ -256,7 +254,7 @@ def _expert_table(schema: ModelSchema, checkpoint: Checkpoint) -> ExpertTable:
             if own != first_kinds:
                 odd[row, expert] = _stored(storage, own)
     files.flags.writeable = offsets.flags.writeable = False
-    names = tuple(source.template for source in storage.parts), layers.start, layers.step
+    names = tuple(source.template for source in storage.parts), layers
     return ExpertTable(tuple(stored), files, offsets, storage.targets, *names, odd)
 
 
@@ -300,8 +298,7 @@ def _rounded_table(
     part_bytes = tuple(each.num_bytes for own in tensors for each in own)
     stored = StoredLayer(tuple(formats_of), part_bytes)
     all_layers = (stored,) * len(layers)
-    names = tuple(templates), layers.start, layers.step
-    return ExpertTable(all_layers, files, offsets, tuple(targets), *names)
+    return ExpertTable(all_layers, files, offsets, tuple(targets), tuple(templates), layers)
 
 
 def _formats(storage: ExpertStorage, dtypes: Sequence[str]) -> tuple[MatrixFormat, ...]:

@@ -82,7 +82,7 @@ class ContextFacts(NamedTuple):
     def of(cls, config: ModelConfig, num_tokens: int, cache_mode: CacheMode) -> ContextFacts:
         # In exact mode nothing of a bidirectional pass holds for the next.
         keeps_keys = config.decoding.keeps_keys or cache_mode is not CacheMode.EXACT
-        num_arrays, num_heads, width = config.attention.cache_shape
+        num_arrays, num_heads, width = config.cache_shape
         kv_shape = storage_shape(
             config.num_layers if keeps_keys else 1,
             num_heads,

@@ -186,9 +186,7 @@ class Planner:
     ) -> tuple[Decoder, Tensor]:
         """Run a pass and the logits of a tile; return the model and its hidden states."""
         memory = self.memory
-        config = replace(self.config, num_layers=self.config.num_leading_layers)
-        if not has_layers:
-            config = replace(config, num_layers=0, experts=None)
+        config = self.config.first_layers(self.config.num_leading_layers)
         num_rows, num_tokens = segments[-1].stop, sum(one.kv.capacity for one in segments)
         kv_cache = _meta_cache(memory.context, memory.dtype, num_tokens)
         shape = self.config.moe_shape
@@ -199,6 +197,8 @@ class Planner:
         with Uncomputed():
             experts = ExpertRegistrar(shape, *self.wants)
             model = model_class(config, memory.dense.meta(), experts, kv_cache, compute)
+            if not has_layers:
+                model.run_layers = range(0)
             hidden = model.forward(Batch(rows, rows, tuple(segments), Step(StepKind.DENOISE, 0)))
             model.logits(hidden[: LOGIT_ROWS + MAX_REMAINDER])
         return model, hidden

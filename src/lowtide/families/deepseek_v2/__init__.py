@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lowtide.config import AttentionSpec, ExpertSpec, ModelConfig, Published, keys
+from lowtide.config import ExpertSpec, LatentAttentionSpec, ModelConfig, Published, keys
 from lowtide.config.fields import MAX_HEADS, MAX_LAYERS, MAX_WIDTH, Fields
 from lowtide.config.keys import Origin
 from lowtide.config.rope import mscale, read_rope
@@ -54,7 +54,7 @@ def _read_groups(fields: Fields, num_experts: int) -> tuple[int, int]:
     return num_groups, per_token
 
 
-def read_attention(fields: Fields, is_interleaved: bool = True) -> AttentionSpec:
+def read_attention(fields: Fields, is_interleaved: bool = True) -> LatentAttentionSpec:
     """Read multi-head latent attention; queries and keys are [without rotation | rotating].
 
     is_interleaved: see `Rope`.
@@ -66,9 +66,8 @@ def read_attention(fields: Fields, is_interleaved: bool = True) -> AttentionSpec
     softmax_factor = 1.0
     if rope.yarn is not None and rope.mscale_all_dim:
         softmax_factor = mscale(rope.yarn.factor, rope.mscale_all_dim) ** 2
-    return AttentionSpec(
+    return LatentAttentionSpec(
         num_heads=num_heads,
-        num_kv_heads=num_heads,
         head_dim=fixed_dim + rotary_dim,
         rope=rope._replace(is_interleaved=is_interleaved),
         kv_lora_rank=keys.width(fields, "kv_lora_rank"),
@@ -84,7 +83,7 @@ def schema(config: ModelConfig) -> ModelSchema:
 
 def attention(config: ModelConfig, prefix: str) -> list[TensorSpec]:
     prefix += "self_attn."
-    spec, hidden = config.attention, config.hidden_size
+    spec, hidden = config.mixer(LatentAttentionSpec), config.hidden_size
     rank, heads, rotary_dim = spec.kv_lora_rank, spec.num_heads, spec.rope.rotary_dim
     expanded = heads * (spec.head_dim - rotary_dim + spec.value_head_dim)
     return [
@@ -98,7 +97,7 @@ def attention(config: ModelConfig, prefix: str) -> list[TensorSpec]:
     ]
 
 
-def _queries(spec: AttentionSpec, hidden_size: int, prefix: str) -> list[TensorSpec]:
+def _queries(spec: LatentAttentionSpec, hidden_size: int, prefix: str) -> list[TensorSpec]:
     if not spec.q_lora_rank:
         return [TensorSpec(prefix + "q_proj.weight", (spec.query_size, hidden_size))]
     return [

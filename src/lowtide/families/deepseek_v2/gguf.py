@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lowtide.config import ModelConfig
+from lowtide.config import LatentAttentionSpec, ModelConfig
 from lowtide.families.gguf import (
     ENDS,
     EXPERTS,
@@ -96,11 +96,12 @@ def _values(config: ModelConfig) -> ArrayView:
 
 def _fixed_dim(config: ModelConfig) -> int:
     """Return the dimensions of a head's keys that do not rotate."""
-    return config.attention.head_dim - config.attention.rope.rotary_dim
+    spec = config.mixer(LatentAttentionSpec)
+    return spec.head_dim - spec.rope.rotary_dim
 
 
 def _expansion(config: ModelConfig) -> tuple[int, int, int]:
-    spec = config.attention
+    spec = config.mixer(LatentAttentionSpec)
     return spec.num_heads, _fixed_dim(config) + spec.value_head_dim, spec.kv_lora_rank
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from lowtide.compute import Compute
-from lowtide.config import ModelConfig
+from lowtide.config import LatentAttentionSpec, ModelConfig
 from lowtide.kernels.operands import Rotation
 from lowtide.layers.attention import CachedAttention
 from lowtide.layers.batch import Batch
@@ -46,7 +46,7 @@ class DeepseekV2(Decoder):
 
     def attention(self, layer: int) -> LatentAttention:
         prefix = f"model.layers.{layer}.self_attn."
-        if self.config.attention.q_lora_rank:
+        if self.config.mixer(LatentAttentionSpec, layer).q_lora_rank:
             queries = _Queries(
                 self.compute,
                 self.linear(prefix + "q_b_proj"),
@@ -118,7 +118,7 @@ class LatentAttention:
         compute: Compute,
     ) -> None:
         """expansion: [heads * (fixed + value_head_dim), rank], a head's keys, then its values."""
-        self._spec = spec = config.attention
+        self._spec = spec = config.mixer(LatentAttentionSpec, layer)
         self._queries = queries
         self._latent = latent
         self._latent_norm = latent_norm

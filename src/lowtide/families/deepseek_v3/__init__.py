@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from lowtide.config import ModelConfig, Published, keys
 from lowtide.config.fields import MAX_LAYERS, Fields
 from lowtide.config.keys import Origin
@@ -17,15 +19,19 @@ from lowtide.schemas.schema import ModelSchema
 def read(fields: Fields, origin: Origin) -> ModelConfig:
     fields.only("moe_layer_freq", 1)
     first_layer = fields.integer("first_k_dense_replace", low=0, high=MAX_LAYERS, default=3)
-    return read_with(fields, origin, read_sigmoid_experts(fields, first_layer))
+    moe_layers = range(first_layer, keys.num_layers(fields))
+    return read_with(fields, origin, read_sigmoid_experts(fields), moe_layers)
 
 
-def read_with(fields: Fields, origin: Origin, experts: ExpertSpec) -> ModelConfig:
-    """Read a model of latent attention and these experts."""
+def read_with(
+    fields: Fields, origin: Origin, experts: ExpertSpec, moe_layers: Collection[int]
+) -> ModelConfig:
+    """Read a model of latent attention and these experts in some layers."""
     fields.only("attention_bias", False)
     is_interleaved = fields.boolean("rope_interleave", default=True)
     dense_size = keys.width(fields, "intermediate_size")
-    return keys.decoder(fields, origin, read_attention(fields, is_interleaved), experts, dense_size)
+    latent = read_attention(fields, is_interleaved)
+    return keys.decoder(fields, origin, latent, experts, dense_size, moe_layers=moe_layers)
 
 
 def schema(config: ModelConfig) -> ModelSchema:

@@ -5,7 +5,9 @@ A layer's experts are stacked, with interleaved rows (unpacked: columns) of gate
 
 from __future__ import annotations
 
-from lowtide.config import ModelConfig, Published, keys
+from dataclasses import replace
+
+from lowtide.config import LayerSpec, ModelConfig, Published, keys
 from lowtide.config.fields import MAX_POSITIONS, Fields
 from lowtide.config.keys import Origin
 from lowtide.errors import ConfigError, UnsupportedError
@@ -24,7 +26,7 @@ def read(fields: Fields, origin: Origin) -> ModelConfig:
     fields.only("attention_bias", True)
     fields.only("swiglu_alpha", 1.702)
     fields.only("swiglu_limit", 7.0)
-    expert_size = keys.width(fields, "intermediate_size")
+    expert_size, windows = keys.width(fields, "intermediate_size"), _windows(fields)
     experts = keys.experts(
         fields,
         expert_size,
@@ -32,10 +34,9 @@ def read(fields: Fields, origin: Origin) -> ModelConfig:
         is_clamped=True,
         is_mxfp4=_is_mxfp4(fields, expert_size),
     )
-    attention = keys.grouped_attention(
-        fields, can_stretch=True, has_qkv_bias=True, windows=_windows(fields)
-    )
-    return keys.decoder(fields, origin, attention, experts)
+    attention = keys.grouped_attention(fields, can_stretch=True, has_qkv_bias=True)
+    kinds = {window: LayerSpec(replace(attention, window=window), experts) for window in windows}
+    return keys.layered(fields, origin, [kinds[window] for window in windows])
 
 
 def _is_mxfp4(fields: Fields, expert_size: int) -> bool:

@@ -31,7 +31,6 @@ class GptOss(Decoder):
             self.kv_cache,
             self.compute,
             sinks=self.tensor(prefix + "sinks"),
-            window=self.config.attention.windows[layer],
         )
 
     def router(self, layer: int) -> TopSoftmaxRouter:

@@ -35,7 +35,7 @@ class LLaDA2(Decoder):
             layer,
             self.config,
             # All query heads, then all key heads, then all value heads.
-            self.fused_qkv(prefix + "query_key_value"),
+            self.fused_qkv(layer, prefix + "query_key_value"),
             self.linear(prefix + "dense"),
             norm,
             self.kv_cache,

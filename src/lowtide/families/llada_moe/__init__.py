@@ -11,7 +11,6 @@ from lowtide.config.fields import Fields
 from lowtide.config.keys import Origin
 from lowtide.errors import UnsupportedError
 from lowtide.families.family import Family
-from lowtide.files.json_file import shown
 from lowtide.schemas.parts import decoder, in_layers, normed_qkv, router
 from lowtide.schemas.schema import ModelSchema
 
@@ -28,11 +27,14 @@ def read(fields: Fields, origin: Origin) -> ModelConfig:
     ):
         fields.refuse(name)
     _refuse_scaling(fields)
-    _refuse_dense_layers(fields)
     experts = keys.experts(fields, keys.expert_size(fields), norm_topk_prob=False)
     has_qk_norm = fields.boolean("qk_layernorm", default=True)
     attention = keys.grouped_attention(fields, has_qk_norm=has_qk_norm)
-    return keys.decoder(fields, origin, attention, experts)
+    moe_layers = _moe_layers(fields)
+    dense_size = 0
+    if len(moe_layers) < keys.num_layers(fields):
+        dense_size = keys.width(fields, "dense_intermediate_size")
+    return keys.decoder(fields, origin, attention, experts, dense_size, moe_layers=moe_layers)
 
 
 def _refuse_scaling(fields: Fields) -> None:
@@ -44,14 +46,15 @@ def _refuse_scaling(fields: Fields) -> None:
         )
 
 
-def _refuse_dense_layers(fields: Fields) -> None:
-    which = fields.raw("moe_layer_freq")
-    layers = which if isinstance(which, list | tuple) else [which]
-    if which is not None and any(layer != 1 for layer in layers):
-        raise UnsupportedError(
-            f"config.json: moe_layer_freq {shown(which)} leaves layers without experts; only "
-            "experts in every layer are supported."
-        )
+def _moe_layers(fields: Fields) -> list[int]:
+    """Return the layers with experts: those of a 1, by default all."""
+    count, given = keys.num_layers(fields), fields.raw("moe_layer_freq")
+    if given is None:
+        return list(range(count))
+    flags = given if isinstance(given, list | tuple) else [given] * count
+    if len(flags) < count or any(flag not in (0, 1) for flag in flags):
+        raise fields.error("moe_layer_freq", f"must be 1 or a list of 1 or 0 for {count} layers")
+    return [layer for layer in range(count) if flags[layer]]
 
 
 def schema(config: ModelConfig) -> ModelSchema:
