@@ -20,6 +20,7 @@ from whole import decoded
 from lowtide.decode.request import Finished, Request
 from lowtide.params import SamplingParams
 from lowtide.parsing import parser_of
+from lowtide.parsing.call_forms import call_form_of
 from lowtide.parsing.pieces import CallArguments, CallBegun
 from lowtide.parsing.tools import Tool
 from lowtide.serve.call_mask import CallMask
@@ -45,10 +46,8 @@ def said_before(form: CallFormat) -> str:
 
 def begin_of(form: CallFormat, text: str) -> int:
     """The number of characters to the end of the mark that begins a call."""
-    marks = (
-        ("to=functions.",) if form is GPT_OSS else ("<tool_call>", "[TOOL_CALLS]", "calls▁begin｜>")
-    )
-    return min(text.index(mark) + len(mark) for mark in marks if mark in text)
+    mark = "to=functions." if form is GPT_OSS else call_form_of(form.tokenizer).begin
+    return text.index(mark) + len(mark)
 
 
 @pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)

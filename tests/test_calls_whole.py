@@ -18,8 +18,18 @@ from small_tokenizers import (
     DEEPSEEK,
     DEEPSEEK_31,
     FORMATS,
+    GEMMA,
+    GEMMA_MARKS,
+    GLM,
+    GLM_47,
+    GLM_MARKS,
     GPT_OSS,
     HARMONY,
+    HELD,
+    KIMI_MARKS,
+    LFM2_MARKS,
+    MINIMAX,
+    MINIMAX_MARKS,
     MISTRAL,
     OLD_MISTRAL,
     PLAIN,
@@ -34,13 +44,31 @@ from lowtide.parsing import parser_of, xml_calls, xml_text
 from lowtide.parsing.pieces import Reasoning, Text, joined
 from lowtide.parsing.schema_types import MAX_CHOICES, SchemaTypes
 from lowtide.parsing.tools import Tool
+from lowtide.parsing.xml_syntax import XmlSyntax
 
 MARKS = (
     *("<tool_call>", "</tool_call>", "<function=write>", "<function=x>", "</function>"),
     *("<parameter=other>", "<parameter=content>", "</parameter>", *THINK, *DEEPSEEK, *HARMONY),
+    *GLM_MARKS,
+    *("<arg_key>content</arg_key>", '<invoke name="x">', '<parameter name="content">', "</invoke>"),
+    *(*KIMI_MARKS, *MINIMAX_MARKS, *LFM2_MARKS, *GEMMA_MARKS),
     *("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "<|endoftext|>", "<|im_end|>", "```", "functions.f"),
 )
-SNIPPETS = (*MARKS, *'{}[]"\\\n ', "\\n", "é", "😀", "a", '{"name": "f", "arguments": {', "</", "<")
+SNIPPETS = (
+    *MARKS,
+    '")]',
+    "')",
+    "call:x{",
+    "x(a=",
+    *'{}[](),:="\\\n ',
+    "\\n",
+    "é",
+    "😀",
+    "a",
+    '{"name": "f", "arguments": {',
+    "</",
+    "<",
+)
 
 WRITE = Tool(
     "write",
@@ -57,6 +85,19 @@ WRITE = Tool(
 )
 OTHER = Tool("x", "", {"type": "object", "properties": {"a": {"type": "string"}}})
 TOOLS = (WRITE, OTHER)
+
+NEXT = {
+    CODER.name: "<parameter=content>",
+    MINIMAX.name: '<parameter name="content">',
+    **dict.fromkeys((GLM.name, GLM_47.name), "<arg_key>content</arg_key>"),
+}
+"""What begins the second parameter of `WRITE`, where values are raw."""
+
+BEGINS = {
+    CODER.name: ["<function="],
+    MINIMAX.name: ["<invoke"],
+    **dict.fromkeys((GLM.name, GLM_47.name), ["<tool_call>"]),
+}
 
 named = pytest.mark.parametrize("form", FORMATS, ids=lambda form: form.name)
 
@@ -93,10 +134,10 @@ def test_a_value_may_hold_any_mark(
     }
     form = with_specials(form) if has_specials else form
     text = form.text(("write", arguments))
-    if form is CODER or form.name == CODER.name:
-        # Whoever writes a name of the schema that is still to come means a parameter.
-        if "<parameter=content>" in path:
-            return
+    if form.name in NEXT and NEXT[form.name] in path:
+        return  # whoever writes a name of the schema that is still to come means a parameter
+    if form.name == GEMMA.name and GEMMA_MARKS[2] in path + content:
+        return  # nothing escapes a quote there
     num = len(form.tokenizer.encode(text))
     assert read_cut(form, text, cut(data, num)) == [as_told("write", arguments)]
 
@@ -108,8 +149,10 @@ def test_several_calls_with_any_mark(
 ) -> None:
     if form is GPT_OSS:
         return  # a message is one call
-    if form is CODER:
-        contents = [each.replace("<function=", "<f=") for each in contents]
+    if form is GEMMA:
+        contents = [each.replace(GEMMA_MARKS[2], "") for each in contents]
+    for begin in BEGINS.get(form.name, ()):
+        contents = [each.replace(begin, "<") for each in contents]
     calls = [("write", {"path": "a", "content": each, "lines": []}) for each in contents]
     text = form.text(*calls)
     num = len(form.tokenizer.encode(text))
@@ -303,10 +346,10 @@ def test_ends_that_may_be_of_a_value_are_tried_a_few_times(
 ) -> None:
     num_read = 0
 
-    def counted(text: str, tools: Any) -> Any:
+    def counted(syntax: XmlSyntax, text: str, tools: Any) -> Any:
         nonlocal num_read
         num_read += 1
-        return xml_text.xml_call(text, tools)
+        return xml_text.xml_call(syntax, text, tools)
 
     monkeypatch.setattr(xml_calls, "xml_call", counted)
     end = "</parameter>\n</function>\n</tool_call>"
@@ -443,7 +486,7 @@ def test_a_cut_call_is_never_a_whole_one(form: CallFormat) -> None:
         for kind, *rest in found:
             if kind == "call":
                 assert whole.startswith(rest[1])
-                assert form is not CODER or rest[1] == whole
+                assert form not in HELD or rest[1] == whole
 
 
 def test_mistral_s_call_without_arguments_is_none_when_it_is_cut() -> None:

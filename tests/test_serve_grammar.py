@@ -30,6 +30,7 @@ from small_tokenizers import (
     EOS,
     FORMATS,
     GPT_OSS,
+    HELD,
     PLAIN,
     QWEN,
     CallFormat,
@@ -197,7 +198,9 @@ def test_a_call_that_must_be_made(form: CallFormat, choice: str) -> None:
         assert begun.name in (["paint", "stop"] if choice == "required" else ["paint"])
         value = json.loads(arguments_of(arguments))
         if begun.name == "paint":
-            assert list(value) == ["colour", "n"] and value["colour"] in ("red", "green")
+            is_any_order = form in HELD
+            assert (sorted(value) if is_any_order else list(value)) == ["colour", "n"]
+            assert value["colour"] in ("red", "green")
             assert value["n"] in (1, 2)
         else:
             assert value == {}
@@ -238,9 +241,11 @@ def test_a_strict_tool_s_arguments_where_none_must_be_called(form: CallFormat) -
     right = form.text(("paint", {"colour": "red", "n": 2}))
     force(mask, encode(said + right))
     mask = mask_of(None, form, tools=tools)
-    wrong = encode(said + form.text(("paint", {"colour": "blue"})))
+    call = form.text(("paint", {"colour": "blue"}))
+    wrong = encode(said + call)
     place = next(i for i, token in enumerate(wrong) if not _taken(mask, token))
-    assert form.tokenizer.decode(wrong[:place]).rstrip('"\n').endswith(("colour>", 'colour": '))
+    taken = form.tokenizer.decode(wrong[:place], skip_special=False)
+    assert taken.rstrip('"\n') == f"{said}{call[: call.index('blue')]}".rstrip('"\n')
     mask = mask_of(None, form, tools=tools)
     text = "<|channel|>final<|message|>Done." if form is GPT_OSS else "Done."
     force(mask, encode(text))

@@ -19,10 +19,11 @@ from collections.abc import Sequence
 from lowtide.model_folder.tokenizer import Tokenizer
 from lowtide.parsing.call_forms import call_form_of
 from lowtide.parsing.channels import CHANNEL_MARKS, ChannelReader, has_channels
-from lowtide.parsing.inline_calls import THOUGHT_MARKS, InlineReader
-from lowtide.parsing.marked_text import MarkedText, last_mark
+from lowtide.parsing.inline_calls import InlineReader
+from lowtide.parsing.marked_text import MarkedText
 from lowtide.parsing.piece_writer import PieceWriter
 from lowtide.parsing.pieces import Piece
+from lowtide.parsing.thoughts import THINK, is_thinking, thought_marks_of
 from lowtide.parsing.tools import Tool
 
 
@@ -65,22 +66,14 @@ def parser_of(
     if has_channels(tokenizer):
         reader = ChannelReader(out, tokenizer, prompt_ids, tools)
         return AnswerParser(MarkedText(tokenizer, CHANNEL_MARKS), reader, out)
-    form = call_form_of(tokenizer)
-    thought_marks = THOUGHT_MARKS if has_thoughts(tokenizer) else ()
-    marked = MarkedText(tokenizer, (*thought_marks, *form.marks))
-    if thought_marks and is_thinking(tokenizer, prompt_ids):
-        out.turn_to(is_reasoning=True)
-    return AnswerParser(marked, InlineReader(out, form, tools), out)
+    form, thoughts = call_form_of(tokenizer), thought_marks_of(tokenizer)
+    marked = MarkedText(tokenizer, (*(thoughts.both if thoughts else ()), *form.marks))
+    inline = InlineReader(out, form, tools, thoughts or THINK)
+    if is_thinking(tokenizer, prompt_ids):
+        inline.begin_thoughts()
+    return AnswerParser(marked, inline, out)
 
 
 def has_thoughts(tokenizer: Tokenizer) -> bool:
     """Return True if the model's tokens mark its thoughts."""
-    has_marks = all(tokenizer.token_id(mark) is not None for mark in THOUGHT_MARKS)
-    return has_marks or has_channels(tokenizer)
-
-
-def is_thinking(tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> bool:
-    """Return True if the prompt ends by opening the thoughts, as some templates do."""
-    mark, behind = last_mark(tokenizer, prompt_ids, THOUGHT_MARKS)
-    # A user may have written the mark somewhere in the prompt.
-    return mark == THOUGHT_MARKS[0] and not tokenizer.decode(behind, skip_special=False).strip()
+    return thought_marks_of(tokenizer) is not None or has_channels(tokenizer)

@@ -10,7 +10,7 @@ import re
 from collections.abc import Sequence
 
 from lowtide.model_folder.tokenizer import Tokenizer
-from lowtide.parsing.call_forms import new_call_id
+from lowtide.parsing.call_form import new_call_id
 from lowtide.parsing.call_json import arguments_text, is_name
 from lowtide.parsing.marked_text import Item, Mark, Special, last_mark
 from lowtide.parsing.piece_writer import PieceWriter

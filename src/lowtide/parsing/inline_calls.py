@@ -1,20 +1,28 @@
-"""Parse answers with thoughts and tool calls between marks: Qwen, DeepSeek, Mistral and others."""
+"""Parse answers with thoughts and tool calls between marks: all but gpt-oss's."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lowtide.parsing.call_forms import CallForm
+from lowtide.parsing.call_form import CallForm, Notation
 from lowtide.parsing.json_calls import JsonCalls
+from lowtide.parsing.literal_calls import LiteralCalls
 from lowtide.parsing.marked_text import Item, Mark, Special
 from lowtide.parsing.piece_writer import PieceWriter
+from lowtide.parsing.thoughts import THINK, ThoughtMarks
 from lowtide.parsing.tools import Tool
 from lowtide.parsing.xml_calls import XmlCalls
 
 _MAX_ASIDES = 8
 """Most unclosed calls in thoughts behind which the end of the thoughts is searched for."""
 
-THOUGHT_MARKS = THINK, THINK_END = "<think>", "</think>"
+_Calls = JsonCalls | XmlCalls | LiteralCalls
+_READERS: dict[Notation, type[_Calls]] = {
+    Notation.JSON: JsonCalls,
+    Notation.XML: XmlCalls,
+    Notation.PYTHON: LiteralCalls,
+    Notation.GEMMA: LiteralCalls,
+}
 
 
 class InlineReader:
@@ -25,14 +33,21 @@ class InlineReader:
     not, the calls belong to the answer.
     """
 
-    def __init__(self, out: PieceWriter, form: CallForm, tools: Sequence[Tool]) -> None:
-        self._out, self._form = out, form
+    def __init__(
+        self,
+        out: PieceWriter,
+        form: CallForm,
+        tools: Sequence[Tool],
+        thoughts: ThoughtMarks = THINK,
+    ) -> None:
+        self._out, self._form, self._thoughts = out, form, thoughts
         self._tools = {tool.name: tool for tool in tools}
         self._opening = ""  # a mark that begins a call, and what follows, before its form is known
-        self._calls: JsonCalls | XmlCalls | None = None
+        self._calls: _Calls | None = None
         self._aside: _Aside | None = None  # calls in thoughts
         self._num_asides = 0
         self._has_thought = False  # thoughts were closed: what follows is text, whatever its marks
+        self._name: str | None = None  # what may be the name of the thoughts that have begun
 
     @property
     def is_idle(self) -> bool:
@@ -49,8 +64,15 @@ class InlineReader:
         """True if every call that has begun has ended."""
         return not self._opening and (self._calls is None or self._calls.is_whole)
 
+    def begin_thoughts(self) -> None:
+        """Begin thoughts, as the prompt may have done."""
+        self._out.turn_to(is_reasoning=True)
+        self._name = "" if self._thoughts.name else None
+
     def take(self, item: Item) -> None:
         """Take the next text or mark."""
+        if self._name is not None and not self._is_name(item):
+            return
         if self._aside is not None:
             self._take_aside(self._aside, item)
         elif self._calls is not None:
@@ -66,6 +88,7 @@ class InlineReader:
 
     def finish(self, is_cut: bool = False) -> None:
         """End the answer; is_cut: at its length limit, so that an open call is none."""
+        self._end_name()
         while self._aside is not None:
             aside, self._aside = self._aside, None
             self._finish_aside(aside, is_cut)
@@ -77,21 +100,43 @@ class InlineReader:
     def _take_mark(self, mark: str) -> None:
         """Take a mark outside of calls."""
         is_first = not self._has_thought and not self._out.is_reasoning
-        if mark == THINK and (is_first or not self._out.has_words):
-            self._out.turn_to(is_reasoning=True)
-        elif mark == THINK_END and (self._out.is_reasoning or not self._has_thought):
+        begin, end = self._thoughts.both
+        may_recur = self._thoughts.may_recur
+        if mark == begin and (is_first or may_recur or not self._out.has_words):
+            self.begin_thoughts()
+        elif mark == end and (self._out.is_reasoning or not self._has_thought):
             self._out.turn_to(is_reasoning=False)
             self._has_thought = True
+        elif mark == end and may_recur:
+            pass
         elif self._tools and mark in self._form.ends:
             if self._out.is_reasoning and self._num_asides == _MAX_ASIDES:
                 self._out.write(mark)
             elif self._out.is_reasoning:
-                self._aside = _Aside(self._form, list(self._tools.values()))
+                tools = list(self._tools.values())
+                self._aside = _Aside(self._form, tools, self._thoughts)
                 self._take_aside(self._aside, Mark(mark))
             else:
                 self._open(Mark(mark))
         elif not (self._out.follows_call and mark in self._form.ends.values()):
             self._out.write(mark)
+
+    def _is_name(self, item: Item) -> bool:
+        """Take the thoughts' name; return False while the item may belong to it."""
+        if not isinstance(item, str):
+            self._end_name()
+            return True
+        name, self._name = self._thoughts.name, (self._name or "") + item
+        if f"{name}\n".startswith(self._name):
+            return False
+        written, self._name = self._name.removeprefix(f"{name}\n"), None
+        self._out.write(written)
+        return False
+
+    def _end_name(self) -> None:
+        written, self._name = self._name, None
+        if written and written.strip() != self._thoughts.name:
+            self._out.write(written)
 
     def _open(self, item: Item) -> None:
         """Choose the reader of a call by the text behind its mark."""
@@ -102,19 +147,20 @@ class InlineReader:
         if self._form.is_undecided(self._opening):
             return
         opening, self._opening = self._opening, ""
-        kind = XmlCalls if self._form.is_xml(opening) else JsonCalls
-        self._calls = kind(self._out, self._form, self._tools, opening)
+        reader = _READERS[self._form.notation_of(opening)]
+        self._calls = reader(self._out, self._form, self._tools, opening)
         if self._calls.is_over:
             self._calls = None
 
     def _take_aside(self, aside: _Aside, item: Item) -> None:
-        is_end = isinstance(item, Mark) and item.text == THINK_END
+        begin, end = self._thoughts.both
+        is_end = isinstance(item, Mark) and item.text == end
         if is_end and not aside.reader.is_in_value:
             self._say_aside(aside.items)
-            self._take_mark(THINK_END)
+            self._take_mark(end)
             return
-        if isinstance(item, Mark) and item.text == THINK and not aside.reader.is_in_value:
-            item = THINK
+        if isinstance(item, Mark) and item.text == begin and not aside.reader.is_in_value:
+            item = begin
         aside.take(item, is_end)
         if aside.reader.is_idle and not aside.out.num_calls:
             self._say_aside(aside.items)
@@ -146,11 +192,11 @@ class _Aside:
     end: index of the item that would close the thoughts if it belonged to no value; 0: none.
     """
 
-    def __init__(self, form: CallForm, tools: Sequence[Tool]) -> None:
+    def __init__(self, form: CallForm, tools: Sequence[Tool], thoughts: ThoughtMarks) -> None:
         self.items: list[Item] = []
         self.end = 0
         self.out = PieceWriter()
-        self.reader = InlineReader(self.out, form, tools)
+        self.reader = InlineReader(self.out, form, tools, thoughts)
 
     def take(self, item: Item, is_end: bool) -> None:
         if is_end and not self.end:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from lowtide.parsing.call_forms import CallForm
+from lowtide.parsing.call_form import CallForm
 from lowtide.parsing.json_scan import JsonScan
 from lowtide.parsing.marked_text import Item, Special
 from lowtide.parsing.piece_writer import PieceWriter

@@ -5,35 +5,19 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from lowtide.parsing.call_forms import CallForm
+from lowtide.parsing.call_form import CallForm
 from lowtide.parsing.call_json import Call, parsed
 from lowtide.parsing.marked_text import Item
 from lowtide.parsing.piece_writer import PieceWriter
 from lowtide.parsing.schema_types import SchemaTypes
 from lowtide.parsing.tools import Tool
-from lowtide.parsing.xml_text import FUNCTION, FUNCTION_END, PARAMETER, PARAMETER_END, xml_call
+from lowtide.parsing.xml_syntax import MAX_NAME_CHARS
+from lowtide.parsing.xml_text import xml_call
 
-_CALL, _CALL_END = "<tool_call>", "</tool_call>"
-_MAX_NAME_CHARS = 256
 _MAX_BLANKS = 64
 
 _MAX_TRIES = 16
 """Most attempts to end a call before the next one; after them the answer's end decides."""
-
-_TAG = re.compile(rf"{FUNCTION}([^>\n]{{0,{_MAX_NAME_CHARS}}})>|{FUNCTION_END}")
-_HEAD = re.compile(rf"(?:{_CALL}\s*)?{FUNCTION}[^>\n]{{0,{_MAX_NAME_CHARS}}}>")
-_PART_OF_HEAD = re.compile(rf"(?:{_CALL}\s*)?{FUNCTION}[^>\n]{{0,{_MAX_NAME_CHARS}}}\Z")
-_BETWEEN = re.compile(rf"\s*{_CALL}\s*")
-_END = re.compile(rf"(?:{PARAMETER_END}|{FUNCTION}[^>\n]*>)\s*{FUNCTION_END}\s*{_CALL_END}\Z")
-_ENDS = [
-    re.compile(rf"{end}(?=\s*(?:\Z|{_CALL}|{FUNCTION}))")
-    for end in (
-        rf"{PARAMETER_END}\s*{FUNCTION_END}\s*(?:{_CALL_END})?",
-        rf"(?:{FUNCTION_END}|{PARAMETER_END})\s*{_CALL_END}",
-        FUNCTION_END,
-    )
-]
-"""Patterns that end a call which lacks a mark or seems to open others, likeliest first."""
 
 
 class XmlCalls:
@@ -49,6 +33,7 @@ class XmlCalls:
     ) -> None:
         self.is_over = False
         self._out, self._form, self._tools = out, form, tools
+        self._syntax = form.xml
         self._begin(text)
         self._look()
 
@@ -79,7 +64,7 @@ class XmlCalls:
                 self._give_up()
                 break
             rest = self._text[end:]
-            begin = _HEAD.search(rest)
+            begin = self._syntax.head.search(rest)
             self._out.write(rest if begin is None else rest[: begin.start()])
             self.is_over = begin is None
             if begin is not None:
@@ -99,21 +84,22 @@ class XmlCalls:
         """
         if not self._num_seen and not self._has_begun():
             return False
-        while (tag := _TAG.search(self._text, self._num_seen)) is not None:
-            if tag[0] != FUNCTION_END:
+        while (tag := self._syntax.tag.search(self._text, self._num_seen)) is not None:
+            if tag[0] != self._syntax.function_end:
                 behind = self._text[tag.end() : tag.end() + _MAX_BLANKS].lstrip()
-                if not is_last and any(m.startswith(behind) for m in (PARAMETER, FUNCTION_END)):
+                begins = self._syntax.body_begins
+                if not is_last and any(m.startswith(behind) for m in begins):
                     return False  # as long as it is not known what follows
                 if self._begins_next(tag):
                     return True
-                self._depth += behind.startswith((PARAMETER, FUNCTION_END))
+                self._depth += behind.startswith(begins)
             elif self._depth:
                 self._depth -= 1
             elif not self._note_end(tag.end(), is_last):
                 return False
             self._num_seen = tag.end()
         # The beginning of a mark may stand at the end.
-        self._num_seen = max(self._num_seen, len(self._text) - _MAX_NAME_CHARS - 16)
+        self._num_seen = max(self._num_seen, len(self._text) - MAX_NAME_CHARS - 16)
         return False
 
     def _has_begun(self) -> bool:
@@ -121,16 +107,17 @@ class XmlCalls:
 
         Text that cannot become a call is written as text.
         """
-        head = _HEAD.match(self._text)
+        head = self._syntax.head.match(self._text)
         if head is None:
-            if FUNCTION in self._text and not _PART_OF_HEAD.match(self._text):
+            is_begun = self._syntax.function in self._text
+            if is_begun and not self._syntax.part_of_head.match(self._text):
                 self._give_up()
             return False
         body = self._text[head.end() :].lstrip()
-        if body.startswith((PARAMETER, FUNCTION_END)):
+        if body.startswith(self._syntax.body_begins):
             self._num_seen = head.end()
             return True
-        if not PARAMETER.startswith(body) and not FUNCTION_END.startswith(body):
+        if not any(begin.startswith(body) for begin in self._syntax.body_begins):
             self._give_up()
         return False
 
@@ -138,9 +125,11 @@ class XmlCalls:
         """Write the call if it is complete and a call of a known function follows."""
         if self._end < 0 or tag[1] not in self._tools or self._num_tries == _MAX_TRIES:
             return False
-        between = _BETWEEN.match(self._text, self._end)
+        between = self._syntax.between.match(self._text, self._end)
         is_next = between is not None and between.end() == tag.start()
-        if not is_next or not _END.search(self._text, max(0, self._end - 400), self._end):
+        if not is_next or not self._syntax.end.search(
+            self._text, max(0, self._end - 400), self._end
+        ):
             return False
         self._num_tries += 1
         if not self._write_call(self._end, is_strict=True):
@@ -150,32 +139,40 @@ class XmlCalls:
 
     def _note_end(self, place: int, is_last: bool) -> bool:
         """Note a possible end of the call; return False if more text must decide."""
-        behind = self._text[place:].lstrip()
-        if behind.startswith(_CALL_END):
-            self._end = len(self._text) - len(behind) + len(_CALL_END)
+        syntax, behind = self._syntax, self._text[place:].lstrip()
+        if syntax.call_end and behind.startswith(syntax.call_end):
+            self._end = len(self._text) - len(behind) + len(syntax.call_end)
             return True
-        is_known = is_last or not _CALL_END.startswith(behind)
-        if self._text.startswith(FUNCTION) or is_known and not behind:
+        is_known = not syntax.call_end or is_last or not syntax.call_end.startswith(behind)
+        is_bare = self._text.startswith(syntax.function)
+        if is_bare or syntax.holds_several or is_known and not behind:
             self._end = place
         return is_known
 
     def _other_end(self) -> int:
         """Find the end of the call if the marks in its values open nothing; -1 if there is none."""
-        ends = (end.search(self._text) for end in _ENDS) if self._num_seen else ()
-        return next((end.end() for end in ends if end is not None), -1)
+        ends = (each.search(self._text) for each in self._syntax.loose_ends)
+        return next((end.end() for end in ends if end is not None), -1) if self._num_seen else -1
 
     def _is_certain(self, end: int) -> bool:
         """Return True if the call ends here whatever text may have been cut off."""
-        rest = self._text[end:].lstrip()
-        return _CALL.startswith(rest) or rest.startswith((_CALL, FUNCTION))
+        syntax, rest = self._syntax, self._text[end:].lstrip()
+        begins = (syntax.call_begin or syntax.function, syntax.function)
+        if syntax.call_end:
+            is_closed = not syntax.holds_several or self._text[:end].endswith(syntax.call_end)
+        else:  # the mark may be a value's
+            is_closed = syntax.end.search(self._text, max(0, end - 400), end) is not None
+        return is_closed and begins[0].startswith(rest) or rest.startswith(begins)
 
     def _write_call(self, end: int, is_strict: bool = False) -> bool:
         """Write the call up to `end`; return False if it is none.
 
         is_strict: it must have all arguments that its schema requires.
         """
-        text = self._text[self._text.index(FUNCTION) : end]
-        call = xml_call(text.removesuffix(_CALL_END).rstrip(), self._tools)
+        text = self._text[:end]
+        if self._syntax.call_end:
+            text = text.removesuffix(self._syntax.call_end).rstrip()
+        call = xml_call(self._syntax, text, self._tools)
         if call is None or is_strict and self._lacks(call):
             return False
         self._out.call(self._form.new_id(), call.name, call.arguments)

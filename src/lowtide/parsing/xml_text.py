@@ -1,4 +1,4 @@
-"""Read the text of Qwen3-Coder's calls: `<function=NAME><parameter=NAME>`, with raw values.
+"""Read the text of a call with raw values between tags, such as Qwen3-Coder's.
 
 A value may hold any mark. The tool's schema therefore decides which names begin a parameter, each
 once, and a value ends at the last closing mark before the next parameter; a missing mark is
@@ -16,17 +16,12 @@ from lowtide.parsing.call_json import Call, is_name, json_text, parse_json
 from lowtide.parsing.loose_json import loose_json
 from lowtide.parsing.schema_types import ALL_KINDS, ANY, SchemaTypes, ValueType, fits, value_key
 from lowtide.parsing.tools import Tool
+from lowtide.parsing.xml_syntax import XmlSyntax
 
-FUNCTION, FUNCTION_END = "<function=", "</function>"
-PARAMETER, PARAMETER_END = "<parameter=", "</parameter>"
-
-_FUNCTION_TAG = re.compile(r"<function=[^>\n]*>(?=\s*(?:<parameter=|</function>))|</function>")
 _MAX_ENDS = 16
 """Most positions in a call at which a value is parsed to test if it ends there."""
 
 _CLOSERS = {"[": "]", "{": "}"}
-
-_PARAMETER_TAG = re.compile(r"<parameter=([^>\n]+)>")
 
 
 class _Begin(NamedTuple):
@@ -38,44 +33,44 @@ class _Begin(NamedTuple):
     is_behind_end: bool
 
 
-def xml_call(text: str, tools: Mapping[str, Tool]) -> Call | None:
-    """Read a call from `<function=` to `</function>`; return None if it is none."""
-    name, closed, body = text.removeprefix(FUNCTION).partition(">")
-    body = body.removesuffix(FUNCTION_END)
-    if not text.startswith(FUNCTION) or not closed or not is_name(name):
+def xml_call(syntax: XmlSyntax, text: str, tools: Mapping[str, Tool]) -> Call | None:
+    """Read a call from the first mark to the function's last one; return None if it is none."""
+    head = syntax.head.match(text)
+    if head is None or not is_name(head[1]):
         return None
-    if not body.lstrip().startswith(PARAMETER):
+    name, body = head[1], text[head.end() :].removesuffix(syntax.function_end)
+    if not body.lstrip().startswith(syntax.parameter):
         return None if body.strip() else Call(name, "{}")
     types = SchemaTypes({} if name not in tools else tools[name].parameters)
     values: dict[str, object] | None = None
-    for inside in (_calls_inside(body), []):  # a value may also seem to hold a call
-        begins = _begins(body, inside)
+    for inside in (_calls_inside(syntax, body), []):  # a value may also seem to hold a call
+        begins = _begins(syntax, body, inside)
         if begins and not body[: begins[0].start].strip():
-            values = _Values(body, begins, types).read()
+            values = _Values(syntax, body, begins, types).read()
             if types.required() <= values.keys():
                 break
     return None if values is None else Call(name, json_text(values))
 
 
-def _begins(body: str, spans: Sequence[tuple[int, int]]) -> list[_Begin]:
+def _begins(syntax: XmlSyntax, body: str, spans: Sequence[tuple[int, int]]) -> list[_Begin]:
     """Find the marks of parameters outside of the given spans."""
     starts = [start for start, _ in spans]
     found = []
-    for tag in _PARAMETER_TAG.finditer(body):
+    for tag in syntax.parameter_tag.finditer(body):
         place = bisect_left(starts, tag.start()) - 1
         if place < 0 or spans[place][1] <= tag.start():
             before = body[max(0, tag.start() - 64) : tag.start()].rstrip()
-            is_behind_end = before.endswith(PARAMETER_END)
-            found.append(_Begin(tag[1], tag.start(), tag.end(), is_behind_end))
+            is_behind_end = before.endswith(syntax.parameter_end)
+            found.append(_Begin(tag[1].strip(), tag.start(), tag.end(), is_behind_end))
     return found
 
 
-def _calls_inside(body: str) -> list[tuple[int, int]]:
+def _calls_inside(syntax: XmlSyntax, body: str) -> list[tuple[int, int]]:
     """Return the spans of complete calls in a text, outermost only."""
     opened: list[int] = []
     spans: list[tuple[int, int]] = []
-    for tag in _FUNCTION_TAG.finditer(body):
-        if tag[0] != FUNCTION_END:
+    for tag in syntax.whole_tag.finditer(body):
+        if tag[0] != syntax.function_end:
             opened.append(tag.start())
         elif opened:
             start = opened.pop()
@@ -88,11 +83,14 @@ def _calls_inside(body: str) -> list[tuple[int, int]]:
 class _Values:
     """Reader of one call's parameters, from left to right."""
 
-    def __init__(self, body: str, begins: list[_Begin], types: SchemaTypes) -> None:
+    def __init__(
+        self, syntax: XmlSyntax, body: str, begins: list[_Begin], types: SchemaTypes
+    ) -> None:
+        self._syntax, self._end = syntax, syntax.parameter_end
         self._body, self._begins, self._types = body, begins, types
         self._schemas = types.parameters()
         self._takes_any = not self._schemas or self._types.takes_others()
-        self._ends = [tag.start() for tag in re.finditer(re.escape(PARAMETER_END), body)]
+        self._ends = [tag.start() for tag in re.finditer(re.escape(self._end), body)]
         self._lines = [each.start for each in begins if body[each.start - 1 : each.start] == "\n"]
         self._behind_ends = [i for i, each in enumerate(begins) if each.is_behind_end]
         self._values: dict[str, object] = {}
@@ -115,9 +113,9 @@ class _Values:
     def _text(self, begin: _Begin, end: int) -> str:
         """Return a parameter's raw value up to `end`."""
         text = self._body[begin.end : end]
-        if text.rstrip().endswith(PARAMETER_END):  # else it was forgotten
-            text = text.rstrip().removesuffix(PARAMETER_END)
-        return text.removeprefix("\n").removesuffix("\n")
+        if text.rstrip().endswith(self._end):  # else it was forgotten
+            text = text.rstrip().removesuffix(self._end)
+        return text.removeprefix("\n").removesuffix("\n") if self._syntax.is_padded else text
 
     def _ends_typed(self, begin: _Begin, end: int) -> bool:
         """Return True if a value up to `end` is complete and not a string.
@@ -128,7 +126,7 @@ class _Values:
             return False
         first = self._body[begin.end : min(end, begin.end + 64)].lstrip()[:1]
         before = self._body[max(begin.end, end - 64) : end].rstrip()
-        if first in _CLOSERS and not before.removesuffix(PARAMETER_END).rstrip().endswith(
+        if first in _CLOSERS and not before.removesuffix(self._end).rstrip().endswith(
             _CLOSERS[first]
         ):
             return False

@@ -15,7 +15,7 @@ from llguidance import LLTokenizer
 from lowtide.core import BoolArray
 from lowtide.model_folder.tokenizer import Tokenizer
 from lowtide.parsing.channels import CHANNEL, MESSAGE, START, has_channels
-from lowtide.parsing.inline_calls import THOUGHT_MARKS
+from lowtide.parsing.thoughts import thought_marks_of
 from lowtide.serve.grammar_compiler import Compiled
 from lowtide.serve.grammar_mask import GrammarMask
 from lowtide.serve.grammar_text import Opening
@@ -45,8 +45,9 @@ class CallMask:
     ) -> None:
         self._vocabulary, self._vocab_size, self._openings = vocabulary, vocab_size, openings
         self._special = tokenizer.special_texts
-        begin, end = (tokenizer.token_id(mark) for mark in THOUGHT_MARKS)
-        self._thoughts = {begin: True, end: False}
+        marks = thought_marks_of(tokenizer)
+        both = () if marks is None else map(tokenizer.token_id, marks.both)
+        self._thoughts = dict(zip(both, (True, False), strict=False))
         self._is_thinking, self._is_header = is_thinking, has_channels(tokenizer)
         self._num_held = max(len(opening.mark.encode()) for opening, _ in openings) - 1
         self._written: list[_Written] = []  # in which letters of a mark may have begun

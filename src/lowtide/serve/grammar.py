@@ -21,8 +21,8 @@ from lowtide.config import ModelConfig
 from lowtide.decode.request import Request
 from lowtide.errors import LowtideError, UnsupportedError, UsageError
 from lowtide.model_folder.tokenizer import Tokenizer, blamed
-from lowtide.parsing import has_thoughts, is_thinking
 from lowtide.parsing.channels import CALL, has_channels
+from lowtide.parsing.thoughts import is_thinking
 from lowtide.parsing.tools import Tool
 from lowtide.serve.call_mask import CallMask
 from lowtide.serve.errors import Refusal
@@ -34,11 +34,11 @@ from lowtide.serve.grammar_text import (
     Constraint,
     Opening,
     check_depth,
-    check_length,
     enforces_text,
     grammar_text,
     openings,
 )
+from lowtide.serve.lark_text import check_length
 
 _BLAME_S = 1.0
 """Time limit for finding out which of a request's tools is refused."""
@@ -152,7 +152,7 @@ class Grammars:
             self._vocabulary(),
             self._config.vocab_size,
             compiled,
-            has_thoughts(tokenizer) and is_thinking(tokenizer, request.prompt),
+            is_thinking(tokenizer, request.prompt),
         )
 
     def _compiled_openings(

@@ -1,0 +1,286 @@
+"""Read calls whose arguments are literals by name: LFM2's, as Python writes them, and Gemma 4's.
+
+LFM2: `[NAME(key="text", n=1), ...]`. Gemma: `call:NAME{key:<|"|>text<|"|>,n:1}`, strings raw.
+
+A string may hold quotes that nothing escapes: it ends at the first quote behind which the call can
+go on. The tool's schema says which names can follow, each once, and the types of values.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Set
+from typing import NamedTuple
+
+from lowtide.parsing.call_json import NAME, Call, is_name, json_text, parse_json
+from lowtide.parsing.schema_types import ANY, SchemaTypes, ValueType, fits
+from lowtide.parsing.tools import Tool
+from lowtide.parsing.xml_text import typed
+
+GEMMA_QUOTE = '<|"|>'
+
+MAX_DEPTH = 64
+MAX_ENDS = 10_000
+"""Most quotes of a call at which a string's end is looked for."""
+
+_BLANKS = r"\s{0,256}"
+_NAME = re.compile(NAME)
+_BARE = re.compile(r"[^,\[\]{}()\"\n]+")
+_KEY = re.compile(r"[\w.$/-]{1,256}")
+_NUMBER = re.compile(r"[+-]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d+)?")
+_WORDS = {"true": True, "false": False, "null": None, "True": True, "False": False, "None": None}
+_ESCAPE = re.compile(
+    r"\\(?:(?P<line>\r?\n)|x(?P<x>[0-9a-fA-F]{2})|u(?P<u>[0-9a-fA-F]{4})"
+    r"|U(?P<U>[0-9a-fA-F]{8})|(?P<simple>.))",
+    re.DOTALL,
+)
+_SIMPLE = {"n": "\n", "t": "\t", "r": "\r", "b": "\b", "f": "\f", "a": "\a", "v": "\v", "0": "\0"}
+_SIMPLE |= {each: each for each in "\\'\"/"}
+
+
+class NoLiteral(ValueError):
+    """Text that is no call of the form."""
+
+
+class _Spelling(NamedTuple):
+    """Quotes of strings, longest first, and the texts around a call's arguments.
+
+    behind: pattern of what may follow a call.
+    """
+
+    quotes: tuple[str, ...]
+    has_escapes: bool
+    assign: str
+    close: str
+    behind: str
+
+
+_PYTHON = _Spelling(
+    ('"""', "'''", '"', "'"),
+    True,
+    "=",
+    ")",
+    rf"{_BLANKS}(?:\]?{_BLANKS}\Z|,{_BLANKS}(?:\]|{NAME}{_BLANKS}\())",
+)
+_GEMMA = _Spelling((GEMMA_QUOTE, '"'), False, ":", "}", rf"{_BLANKS}\Z")
+
+
+def python_calls(text: str, tools: Mapping[str, Tool]) -> list[Call]:
+    """Read a list of calls, or calls without brackets around them. Raises NoLiteral."""
+    return _read(text, _PYTHON, tools)
+
+
+def gemma_call(text: str, tools: Mapping[str, Tool]) -> Call:
+    """Read one call. Raises NoLiteral."""
+    [call] = _read(text, _GEMMA, tools)
+    return call
+
+
+def _read(text: str, spelling: _Spelling, tools: Mapping[str, Tool]) -> list[Call]:
+    try:
+        return _Reader(text.strip(), spelling, tools, is_known=True).calls()
+    except NoLiteral:  # arguments may have names that the schema has not
+        return _Reader(text.strip(), spelling, tools, is_known=False).calls()
+
+
+class _Reader:
+    """Reader of literals from left to right. is_known: a schema says which names can follow."""
+
+    def __init__(
+        self, text: str, spelling: _Spelling, tools: Mapping[str, Tool], is_known: bool
+    ) -> None:
+        self._text, self._spelling, self._tools = text, spelling, tools
+        self._is_known = is_known
+        self._place = 0
+        self._num_ends = 0
+        last = re.escape(spelling.close) + spelling.behind
+        self._last = re.compile(rf"{_BLANKS},?{_BLANKS}{last}")
+        assign = re.escape(spelling.assign)
+        self._next_key = re.compile(rf"{_BLANKS},{_BLANKS}({_KEY.pattern}){_BLANKS}{assign}")
+
+    def calls(self) -> list[Call]:
+        """Return all calls of the text."""
+        if self._spelling is _GEMMA:
+            if not self.takes("call:"):
+                raise NoLiteral("no call")
+            calls = [self._call("{")]
+        else:
+            calls = self._python_calls()
+        self._skip_blanks()
+        if self._place < len(self._text):
+            raise NoLiteral(f"more at {self._place}")
+        return calls
+
+    def _python_calls(self) -> list[Call]:
+        has_list, calls = self.takes("["), [self._call("(")]
+        while self.takes(",") and not self._is_next("]"):
+            calls.append(self._call("("))
+        if has_list and not self.takes("]"):
+            raise NoLiteral("a list that is not closed")
+        return calls
+
+    def _call(self, begin: str) -> Call:
+        name = self._word(_NAME)
+        if not is_name(name) or not self.takes(begin):
+            raise NoLiteral("no name")
+        return Call(name, json_text(self._arguments(self._tools.get(name))))
+
+    def takes(self, text: str) -> bool:
+        """Take this text, behind blanks, if it is next."""
+        self._skip_blanks()
+        is_next = self._text.startswith(text, self._place)
+        self._place += len(text) * is_next
+        return is_next
+
+    def _word(self, pattern: re.Pattern[str]) -> str:
+        """Take what a pattern matches, behind blanks."""
+        self._skip_blanks()
+        found = pattern.match(self._text, self._place)
+        if found is None:
+            raise NoLiteral(f"nothing at {self._place}")
+        self._place = found.end()
+        return found[0]
+
+    def _arguments(self, tool: Tool | None) -> dict[str, object]:
+        """Take the arguments of a call and its closing bracket."""
+        types = SchemaTypes({} if tool is None else tool.parameters)
+        schemas = types.parameters()
+        is_known = self._is_known and schemas and not types.takes_others()
+        values: dict[str, object] = {}
+        while not self.takes(self._spelling.close):
+            name = self._name()
+            if not self.takes(self._spelling.assign):
+                raise NoLiteral("no value")
+            self._skip_blanks()
+            start = self._place
+            left = schemas.keys() - {*values, name} if is_known else None
+            value = self._string("", left) if self._quote() else self._value(0)
+            kind = types.of(schemas[name]) if name in schemas else ANY
+            values[name] = _as(kind, value, self._text[start : self._place].strip())
+            if not self.takes(","):
+                if not self.takes(self._spelling.close):
+                    raise NoLiteral("no end")
+                break
+        return values
+
+    def _name(self) -> str:
+        """Take a key, bare or in quotes."""
+        self._skip_blanks()
+        return self._string(":", None) if self._quote() else self._word(_KEY)
+
+    def _value(self, depth: int, close: str = "") -> object:
+        """Take a value. close: the bracket that closes what it is in."""
+        if depth > MAX_DEPTH:
+            raise NoLiteral("nested too deeply")
+        self._skip_blanks()
+        if self._quote():
+            return self._string(close, None)
+        for begin, end in ("[]", "()"):
+            if self.takes(begin):
+                return self._list(end, depth)
+        return self._object(depth) if self.takes("{") else self._bare()
+
+    def _list(self, close: str, depth: int) -> list[object]:
+        values: list[object] = []
+        while not self.takes(close):
+            values.append(self._value(depth + 1, close))
+            if not self.takes(",") and not self._is_next(close):
+                raise NoLiteral("no end of a list")
+        return values
+
+    def _object(self, depth: int) -> dict[str, object]:
+        values: dict[str, object] = {}
+        while not self.takes("}"):
+            name = self._name()
+            if not self.takes(":"):
+                raise NoLiteral("no value in an object")
+            values[name] = self._value(depth + 1, "}")
+            if not self.takes(",") and not self._is_next("}"):
+                raise NoLiteral("no end of an object")
+        return values
+
+    def _bare(self) -> object:
+        """Take a number, a word or a text without quotes."""
+        text = self._word(_BARE).strip()
+        if text in _WORDS:
+            return _WORDS[text]
+        return _number(text) if _NUMBER.fullmatch(text) else text
+
+    def _quote(self) -> str:
+        """Return the quote that is next, or ""."""
+        quotes = self._spelling.quotes
+        return next((q for q in quotes if self._text.startswith(q, self._place)), "")
+
+    def _string(self, close: str, left: Set[str] | None) -> str:
+        """Take a string up to a quote behind which the call can go on.
+
+        close: see `_value`; ":" for a key, "" for an argument. left: the arguments that may follow.
+        """
+        quote = self._quote()
+        begin = place = self._place + len(quote)
+        while (end := self._text.find(quote, place)) >= 0:
+            self._num_ends += 1
+            if self._num_ends > MAX_ENDS:
+                raise NoLiteral("too many quotes")
+            place = end + 1
+            if self._spelling.has_escapes and _is_escaped(self._text, begin, end):
+                continue
+            if self._goes_on(end + len(quote), close, left):
+                self._place = end + len(quote)
+                text = self._text[begin:end]
+                return _unescaped(text) if self._spelling.has_escapes else text
+        raise NoLiteral("a string that is not closed")
+
+    def _goes_on(self, place: int, close: str, left: Set[str] | None) -> bool:
+        if close:
+            pattern = ":" if close == ":" else f"[,{re.escape(close)}]"
+            return re.compile(_BLANKS + pattern).match(self._text, place) is not None
+        key = self._next_key.match(self._text, place)
+        is_key = key is not None and (left is None or key[1] in left)
+        return is_key or self._last.match(self._text, place) is not None
+
+    def _is_next(self, text: str) -> bool:
+        self._skip_blanks()
+        return self._text.startswith(text, self._place)
+
+    def _skip_blanks(self) -> None:
+        while self._place < len(self._text) and self._text[self._place].isspace():
+            self._place += 1
+
+
+def _as(kind: ValueType, value: object, written: str) -> object:
+    """Convert a value to its schema's type where it has another one."""
+    if isinstance(value, str):
+        return value if kind.is_text else typed(value, kind)
+    return written if kind.is_text and not fits(value, kind.kinds) else value
+
+
+def _number(text: str) -> object:
+    try:
+        return parse_json(text)
+    except ValueError:  # spelled as Python allows, or not finite
+        number = float(text)
+        return number if math.isfinite(number) else text
+
+
+def _is_escaped(text: str, begin: int, place: int) -> bool:
+    num = 0
+    while place - num > begin and text[place - num - 1] == "\\":
+        num += 1
+    return num % 2 == 1
+
+
+def _unescaped(text: str) -> str:
+    """Resolve escapes as Python and JSON have them; pairs of surrogates become one character."""
+    found = _ESCAPE.sub(_character, text)
+    return found.encode("utf-16", "surrogatepass").decode("utf-16", "surrogatepass")
+
+
+def _character(escape: re.Match[str]) -> str:
+    if escape["line"]:
+        return ""
+    code = escape["x"] or escape["u"] or escape["U"]
+    if code is not None:
+        return chr(int(code, 16)) if int(code, 16) < 0x110000 else escape[0]
+    return _SIMPLE.get(escape["simple"], escape[0])
