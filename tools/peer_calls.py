@@ -26,6 +26,18 @@ from lowtide.parsing.tools import Tool
 
 TEMPLATES = {
     "deepseek-ai-DeepSeek-R1-Distill-Llama-8B",
+    "GLM-4.6",
+    "GLM-4.7-Flash",
+    "google-gemma-4-31B-it",
+    "Kimi-K2-Instruct",
+    "Kimi-K2-Thinking",
+    "LFM2-8B-A1B",
+    "LFM2.5-8B-A1B",
+    "LFM2.5-Instruct",
+    "MiniMax-M2",
+    "moonshotai-Kimi-K2",
+    "poolside-Laguna-XS.2",
+    "Spark2.5",
     "deepseek-ai-DeepSeek-R1-Distill-Qwen-32B",
     "deepseek-ai-DeepSeek-V3.1",
     "llama-cpp-deepseek-r1",
@@ -56,12 +68,13 @@ KNOWN = {
 
 _EOS = 300
 _MARKS = re.compile(
-    r"<\|[a-z_0-9]+\|>|<｜[^｜<>\s]+｜>|</?think>|</?tool_call>|\[(?:TOOL_CALLS|ARGS|CALL_ID)\]"
+    r"<\|[a-z_0-9\"]+\|?>|<[a-z_]+\|>|</?minimax:tool_call>|<｜[^｜<>\s]+｜>|</?think>|</?tool_call>|\[(?:TOOL_CALLS|ARGS|CALL_ID)\]"
 )
 _SPECIAL = re.compile(r"<\||<｜(?!tool)|\[")
 _TEST = re.compile(r"\btst\w*\.test|peg_tester\(|for \(const auto & path :")
 _DEFINED = re.compile(
-    r"(?:static|const) common_chat_(?P<kind>msg|tool)\s+(?P<name>\w+)\s*(?:=\s*)?(?=[\w{])"
+    r"(?:(?:static|const) common_chat_(?:msg|tool)|auto)\s+(?P<name>\w+)\s*(?:=\s*)?"
+    r"(?=[\w{])(?!peg_tester|read_)"
 )
 _TEXT = re.compile(r"(?:const )?(?:static )?std::string\s+(\w+)\s*=\s*(?=R?\")")
 
@@ -118,7 +131,9 @@ def _left_out(case: Case) -> str:
         return "begun thoughts are not continued"
     format = case.settings.get("reasoning_format")
     is_told_apart = format is not None and not format[0].name.endswith("_NONE")
-    if not is_told_apart and re.search(r"</?think>|<\|channel\|>analysis", case.text):
+    if not is_told_apart and re.search(
+        r"</?think>|<\|channel\|>analysis|<\|channel>thought", case.text
+    ):
         return "thoughts are always told apart"
     return ""
 
