@@ -350,7 +350,9 @@ def test_presets_take_turns_where_experts_lie_on_disk(tiny: Path, tmp_path: Path
         for name in ("static", "lru"):
             track.adopt(name, {})
             stretch = track.answer(learned)
-            setting = validate._setting(known, track.llm.plan.residents_per_layer, costs, name)
+            setting = validate._policy_inputs(
+                known, track.llm.plan.residents_per_layer, costs, name
+            )
             [report] = compare_alone(first, [name], setting)
             row = validate.counted(report, [stretch], validate.COUNTED_ON_DISK)
             assert report.num_passes == stretch.totals["num_passes"]
