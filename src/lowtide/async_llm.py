@@ -100,7 +100,7 @@ class AsyncLLM(LoadedModel):
     ) -> AsyncGenerator[Event, None]:
         """Yield events of `requests`, named by request id, without text.
 
-        is_whole: tokens come together in few events, and drafts not at all, which costs less where
+        is_whole: tokens come together in few events and drafts not at all, which costs less if
         nothing is shown before the end.
         """
         return async_loop.answers(self._loop, requests, is_whole)

@@ -1,7 +1,7 @@
-"""What decides a layer's substitutions is told, and what it answers.
+"""Inputs and results of a layer's substitutions, shared by policies and kernels.
 
-Shared by policies, which ask, and kernels. There are two implementations, equal to the bit: plain
-Python (`policies/plain_buddies.py`), which is the reference, and C++ (`kernels/cpu/buddies.py`).
+There are two implementations, equal to the bit: plain Python (`policies/plain_buddies.py`), which
+is the reference, and C++ (`kernels/cpu/buddies.py`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ NOT_FINITE = "A substitution answered weights that are not finite."
 
 
 class LayerRules(NamedTuple):
-    """BuddyMoE's rules in one layer: what stays the same from pass to pass."""
+    """BuddyMoE's rules in one layer, constant over passes."""
 
     layer: int
     lists: NDArray[np.int32]  # [num_experts, length] buddies, best first; -1 behind the last
@@ -31,7 +31,7 @@ class LayerRules(NamedTuple):
 
 
 class Waits(NamedTuple):
-    """What absent experts wait for: the disk (1), the link (2) or the host's threads (3).
+    """The queues in which absent experts wait: disk (1), link (2) or the host's threads (3).
 
     The n-th in the queue of disk or link is ready after `starts_s + n * each_s`; the threads take
     the experts of most router mass first.
@@ -52,24 +52,24 @@ class Masses(NamedTuple):
 
 
 class Moved(NamedTuple):
-    """What a pass does not run of what was asked."""
+    """Pairs of a pass that were replaced."""
 
     pairs: list[list[int]]  # [layers][owners]
     tokens: list[int]  # [owners], each counted in the first layer that affects it
 
 
 class PassAccount(Protocol):
-    """Bounds and counts what is replaced in one pass, for each owner of its tokens."""
+    """Limits and counts replacements in one pass, for each owner of its tokens."""
 
     def route(self, weights: WeightArray) -> Left | None:
         """Add a layer's router weights [tokens, k].
 
-        Returns how much weight each owner may still move; None where nothing bounds it.
+        Returns how much weight each owner may still move; None if there is no limit.
         """
         ...
 
     def move(self, layer: int, asked: RoutedTokens, run: RoutedTokens, num_experts: int) -> bool:
-        """Adds what a layer does not run; False, and adds nothing, for what cannot be run."""
+        """Count a layer's replacements; return False, counting none, if `run` is invalid."""
         ...
 
     @property
@@ -80,23 +80,23 @@ class PassAccount(Protocol):
 
 
 class LayerTwin(Protocol):
-    """Decides for all tokens of a layer at once, by its `LayerRules`."""
+    """Substitutes for all tokens of a layer at once, by its `LayerRules`."""
 
     def __call__(
         self, facts: Facts, account: PassAccount, waits: Waits | None = None
     ) -> RoutedTokens | None:
-        """What runs, in order of ids; None where that is what the router chose.
+        """Return the substituted routing, in order of ids; None if it is the router's.
 
-        Without `waits` by Algorithm 1. With them, of the experts that wait for one thing as many
-        as come too late are given up, of least router mass first, each by all its tokens or none.
-        The account is told of the router's weights, bounds what is replaced, and is told of that.
-        Raises InternalError for weights that are not finite.
+        Without `waits` by Algorithm 1. With them, in each queue as many experts as come too late
+        are replaced, those of least router mass first, each by all of its tokens or none. The
+        account records the router's weights and the replacements, and limits them. Raises
+        InternalError for weights that are not finite.
         """
         ...
 
 
 class BuddyTwins(Protocol):
-    """One of the two implementations, with the assignment that it asks."""
+    """One of the two implementations, with its assignment."""
 
     def balance(self) -> Callable[[Facts], Assignment]:
         """Lowtide's own assignment, `policies.assignment.Balance`."""
@@ -107,5 +107,9 @@ class BuddyTwins(Protocol):
     def of_pass(
         self, owner: IntArray, before: Masses, num_layers: int, share: float | None
     ) -> PassAccount:
-        """Owner [tokens]; before: the pass; share: moved over routed mass of an owner, at most."""
+        """Return the account of a pass.
+
+        owner: of each token, [tokens]. before: masses before the pass. share: limit of an owner's
+        moved over routed mass.
+        """
         ...

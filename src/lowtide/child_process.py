@@ -1,7 +1,7 @@
-"""A child process with limits of its own, for work that may take more than this process can lose.
+"""A child process with limits of its own, for work that this process must survive.
 
-The child is a script that is asked in lines of JSON and answers each with one. It is started by the
-first question, kept for the next, and started again after it ended. It ends with the program.
+The child is a script that answers each line of JSON with one. The first request starts it; it is
+kept for the next, restarted after it has ended, and ends with the program.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 from lowtide.files.long_json import write_json
 
 START_S = 120.0
-"""What a child may take to answer the greeting."""
+"""Time limit for the child's answer to the greeting."""
 
 
 class ChildError(Exception):
@@ -38,11 +38,11 @@ class ChildError(Exception):
 
 
 class ChildProcess:
-    """Owner of the child, and of the turns of the threads that ask on each lane.
+    """Owns the child, and the order in which threads use each lane.
 
-    Knows nothing of the questions. Lanes are pairs of pipes: the first is the child's standard
-    input and output, the numbers of the others are its arguments. greeting: asked once of every new
-    child, on the first lane. env: variables that the child has beside this process's.
+    Knows nothing of the requests. Lanes are pairs of pipes: the first is the child's standard input
+    and output, the numbers of the others are its arguments. greeting: sent once to every new child,
+    on the first lane. env: additional environment variables.
     """
 
     def __init__(
@@ -60,9 +60,9 @@ class ChildProcess:
         _CHILDREN.add(self)
 
     def ask(self, request: Mapping[str, object], wall_s: float, lane: int = 0) -> dict[str, Any]:
-        """The child's answer to a request of plain JSON values.
+        """Return the child's answer to a request of plain JSON values.
 
-        Raises ChildError where it gave none: after `wall_s` seconds, or because it ended.
+        Raises ChildError if there is none: after `wall_s` seconds, or because the child ended.
         """
         line = write_json(request).encode() + b"\n"
         with self._turns[lane]:
@@ -77,11 +77,11 @@ class ChildProcess:
         return answer
 
     def start(self) -> None:
-        """Starts the child where there is none. Raises ChildError."""
+        """Start the child if there is none. Raise ChildError."""
         self._running()
 
     def close(self) -> None:
-        """Ends the child, after the work under way."""
+        """End the child after its present work."""
         with self._change:
             child = self._child
         for turn in self._turns:
@@ -93,7 +93,7 @@ class ChildProcess:
                 turn.release()
 
     def forget(self) -> None:
-        """In a fork of the program: the child is the parent's, and so may be the turns."""
+        """Forget the child in a fork of the program: it is the parent's, and so are held locks."""
         child, self._child, self._lanes = self._child, None, []
         self._turns, self._change = [threading.Lock() for _ in self._turns], threading.Lock()
         if child is not None:
@@ -125,7 +125,7 @@ class ChildProcess:
             raise ChildError(str(answer["error"]))
 
     def _end(self, child: subprocess.Popen[bytes] | None) -> None:
-        """Ends this child, where another lane has not put another one in its place."""
+        """End this child, unless another lane has already replaced it."""
         with self._change:
             if self._child is child:
                 self._end_now()
@@ -159,7 +159,7 @@ class _Lane:
         self.of_child = (asked, answered)
 
     def close_child_s_ends(self) -> None:
-        """Once the child has them."""
+        """Close the child's ends of the pipes, once the child has them."""
         ends, self.of_child = self.of_child, ()
         for end in ends:
             os.close(end)
@@ -173,7 +173,7 @@ class _Lane:
 def _started(
     script: Path, num_lanes: int, env: Mapping[str, str]
 ) -> tuple[subprocess.Popen[bytes], list[_Lane]]:
-    """A child and its lanes. Raises ChildError."""
+    """Start a child with its lanes. Raise ChildError."""
     try:
         lanes = [_Lane() for _ in range(num_lanes)]
         first, *others = (lane.of_child for lane in lanes)
@@ -202,7 +202,7 @@ def _started(
 def _asked(
     child: subprocess.Popen[bytes], lane: _Lane, line: bytes, wall_s: float
 ) -> dict[str, Any]:
-    """One question and its answer. Raises ChildError."""
+    """Send one request and return its answer. Raise ChildError."""
     is_late = threading.Event()
 
     def stop() -> None:
@@ -226,7 +226,7 @@ def _asked(
 
 
 def _failure(child: subprocess.Popen[bytes], late_s: float | None) -> ChildError:
-    """Why there was no answer: the child has ended, or was stopped after `late_s` seconds."""
+    """Return the reason of a missing answer: the child ended, or was stopped after `late_s`."""
     try:
         code = child.wait(timeout=10)
     except subprocess.TimeoutExpired:
@@ -241,7 +241,7 @@ def _failure(child: subprocess.Popen[bytes], late_s: float | None) -> ChildError
 
 
 def _kill(child: subprocess.Popen[bytes]) -> None:
-    """With all that it has started: the session is its own."""
+    """Kill the child and everything it has started, which is in its session."""
     if child.returncode is None:
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(child.pid, signal.SIGKILL)

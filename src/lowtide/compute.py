@@ -15,7 +15,7 @@ from lowtide.threads.executor import Executor
 
 @dataclass(frozen=True, slots=True)
 class Compute:
-    """Resources of models, layers and expert runtimes, which know no more of the machine."""
+    """Resources of models, layers and expert runtimes: all they know of the machine."""
 
     executor: Executor
     kernels: Kernels

@@ -21,7 +21,7 @@ class UsageError(LowtideError):
 
 
 class UnsupportedError(UsageError):
-    """A feature asked for by name that lowtide does not have."""
+    """A feature, requested by name, that lowtide does not have."""
 
 
 class CheckpointError(LowtideError):

@@ -217,7 +217,7 @@ class LLM(LoadedModel):
     def stats(self) -> dict[str, float]:
         """Return counters since loading: hits and misses of experts, bytes read, tokens, seconds.
 
-        `predicted_tokens_per_s` is the speed that the plan predicts, by what loading measured.
+        `predicted_tokens_per_s` is the plan's predicted speed, from measurements at loading.
         """
         return self._loop.stats()
 

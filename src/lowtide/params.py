@@ -235,7 +235,7 @@ ELSEWHERE = {
     "temp": "temperature",
     "use_tqdm": "progress",
 }
-"""Parameters of other libraries, and their name here."""
+"""Other libraries' names of parameters -> their names here."""
 
 
 def with_keywords(params: SamplingParams | None, given: Mapping[str, object]) -> SamplingParams:

@@ -15,18 +15,18 @@ from lowtide.core import CacheMode, Reuse
 from lowtide.errors import UsageError
 
 OWN_FORMAT = "own"
-"""The format of weights that are in memory as they are stored, or in the compute dtype."""
+"""Weights in memory as they are stored, or in the compute dtype."""
 
 INT8_ROWS = "int8"
-"""Rows rounded to int8 before they are multiplied: see `kernels/int8_rows.py`."""
+"""Rows rounded to int8 before they are multiplied; see `kernels/int8_rows.py`."""
 
 AUTO_FORMAT = "auto"
-"""Left to be chosen when a model is opened, of formats (`engine/planning/format_plans.py`) and of
-activations (`engine/opening/weight_formats.py`)."""
+"""Chosen when a model is opened: formats by `engine/planning/format_plans.py`, activations by
+`engine/opening/weight_formats.py`."""
 
 
 NOTABLE = 1.2
-"""A format is named as faster from so many times the speed on."""
+"""A format is named as faster only if its speed is at least this multiple."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class WeightFormats:
 
     @property
     def names_of_parts(self) -> str:
-        """`experts q4 · dense q4 · head q8`."""
+        """Names by part: `experts q4 · dense q4 · head q8`."""
         calibrated = " (calibrated)" if self.is_calibrated else ""
         return f"experts {self.experts}{calibrated} · dense {self.dense} · head {self.head}"
 
@@ -87,7 +87,7 @@ class TierPlan:
 
 
 class SpeedRange(NamedTuple):
-    """Tokens per second to expect, and the ends of the range in which nine of ten runs lie."""
+    """Expected tokens per second, and the range that contains nine of ten runs."""
 
     least: float
     likely: float
@@ -95,7 +95,7 @@ class SpeedRange(NamedTuple):
 
 
 class PassTime(NamedTuple):
-    """Seconds that a pass will take, and between which it will lie."""
+    """Expected seconds of a pass, and the range around them."""
 
     least_s: float
     likely_s: float
@@ -104,9 +104,9 @@ class PassTime(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """What one pass of a loaded model will take of the machine, and what it gives.
+    """Predicted resource use of one pass of a loaded model, and the tokens it gives.
 
-    Routing is taken as even: where some experts are asked for more than others, fewer are read.
+    Routing is assumed even; if some experts are demanded more than others, fewer are read.
     """
 
     num_rows: int  # of a pass
@@ -129,7 +129,7 @@ class Prediction:
 
     @property
     def speed(self) -> SpeedRange | None:
-        """None of a model that was not loaded here yet."""
+        """Predicted speed; None for a model that was not loaded here yet."""
         if self.pass_time is None:
             return None
         num_tokens, (least_s, likely_s, most_s) = self.tokens_per_pass, self.pass_time
@@ -137,7 +137,7 @@ class Prediction:
 
 
 def predicted(plan: MemoryPlan) -> dict[str, float]:
-    """Return the plan's predicted speed for `LLM.stats()`; empty where it has none."""
+    """Return the plan's predicted speed for `LLM.stats()`; empty if it has none."""
     speed = None if plan.prediction is None else plan.prediction.speed
     if speed is None:
         return {}
@@ -150,7 +150,7 @@ def predicted(plan: MemoryPlan) -> dict[str, float]:
 
 @dataclass(frozen=True, slots=True)
 class FormatPlan:
-    """What a plan would be like with all weights in one format, within the same budgets."""
+    """The plan with all weights in one format, within the same budgets."""
 
     format: str
     weight_bytes: int  # of all weights in memory, experts and dense
@@ -160,7 +160,7 @@ class FormatPlan:
 
 
 def check_is_named(format: object) -> None:
-    """Raise UsageError for a format left to be chosen, where plans are compared."""
+    """Raise UsageError for `auto` where plans of formats are compared."""
     if format == AUTO_FORMAT:
         raise UsageError(
             "format 'auto' is for plans and answers, and may differ from budget to budget; name "
@@ -169,11 +169,11 @@ def check_is_named(format: object) -> None:
 
 
 def faster_format(rows: Sequence[FormatPlan], weights: WeightFormats) -> FormatPlan | None:
-    """Return a faster format, which a slow plan's reader should know of; None for other plans.
+    """Return a faster format to mention beside a slow plan; None for other plans.
 
-    weights: of the plan in force. It is slow where some experts are not resident in it as they are
-    stored; faster is what is `NOTABLE` times as fast, by predicted speeds where both have one, else
-    by what both reach at most, or, with neither known, has more of them resident.
+    weights: of the present plan. It is slow if some stored experts are not resident. Faster means
+    `NOTABLE` times as fast by predicted speeds if both are known, else by their upper bounds, or,
+    if neither is known, with more residents.
     """
     own = next((row for row in rows if row.format == OWN_FORMAT), None)
     if own is None:
@@ -192,7 +192,7 @@ def other_formats(rows: Sequence[FormatPlan], weights: WeightFormats) -> list[Fo
 
 
 def _gain(row: FormatPlan, own: FormatPlan) -> float:
-    """By what factor a row is better."""
+    """Return the factor by which a row is faster."""
     if row.speed is not None and own.speed is not None:
         return row.speed.likely / own.speed.likely
     if row.at_most is not None and own.at_most is not None:
@@ -205,10 +205,10 @@ def _gain(row: FormatPlan, own: FormatPlan) -> float:
 class MemoryPlan:
     """Every byte a model will use, decided before anything is loaded.
 
-    `minimum_bytes` is the least budget of the fast tier (the GPU where there is one, else the
-    host) that runs one sequence of `context` tokens, `full_bytes` the budget from which every
-    expert is resident in it. `overhead_bytes` is what the process holds outside the budgets:
-    interpreter, libraries and a stated allowance.
+    `minimum_bytes` is the least budget of the fast tier (the GPU if there is one, else the host)
+    that runs one sequence of `context` tokens; `full_bytes` the budget from which every expert is
+    resident in it. `overhead_bytes` is the process' memory outside the budgets: interpreter,
+    libraries and a stated allowance.
     """
 
     host: TierPlan
@@ -225,19 +225,19 @@ class MemoryPlan:
     gpu: TierPlan | None = None
     host_residents_per_layer: tuple[int, ...] = ()  # with a GPU: who is in host memory
     elastic_tokens: int = 0
-    """Where KV cache and expert slots share their memory: tokens that the cache can come to hold
-    over all running sequences, none longer than `context`, while slots give way."""
+    """If KV cache and expert slots share memory: the most tokens of all running sequences, each at
+    most `context`, as slots give way."""
     kv_cache: str = CacheMode.EXACT.value  # others are approximations, see `CacheMode`
     cache: str = Reuse.ON.value  # what a request takes over of those before it, see `Reuse`
     prediction: Prediction | None = None  # None: beside a paced device, whose speed is given
     advised_bytes: int = 0
-    """The host budget that would serve best here: what everything takes, or all that is free."""
+    """The best host budget here: enough for everything, or all free memory."""
     formats: WeightFormats = field(default_factory=WeightFormats)
     grammars_bytes: int = 0
-    """Of a served model that grammars can guide: the most that the process holds which tries them,
-    a twentieth or so between requests."""
+    """Of a served model with grammars: the most memory of the process that tries them; between
+    requests about a twentieth."""
     texts_bytes: int = 0
-    """Of a served model: the most that its process takes beside it while texts are tokenised."""
+    """Of a served model: the most additional memory while texts are tokenised."""
 
     @property
     def budget_bytes(self) -> int:
@@ -246,17 +246,17 @@ class MemoryPlan:
 
     @property
     def fast_tier(self) -> TierPlan:
-        """The GPU's tier where there is one, else the host's."""
+        """The GPU's tier if there is one, else the host's."""
         return self.host if self.gpu is None else self.gpu
 
     @property
     def everything_fits(self) -> bool:
-        """Whether every expert has a slot of its own in the fast tier."""
+        """True if every expert has a slot of its own in the fast tier."""
         return self.fast_tier.num_slots == self.num_experts
 
     @property
     def num_staging(self) -> int:
-        """Slots of the fast tier that experts pass through, which there have to be."""
+        """Slots of the fast tier that experts only pass through."""
         return self.fast_tier.num_slots - sum(self.residents_per_layer)
 
     def __repr__(self) -> str:

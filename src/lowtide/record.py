@@ -33,7 +33,7 @@ def recorded(llm: LLM, path: Path, model: str) -> Iterator[None]:
 class Recorder:
     """Observer of an `LLM` that records its routing; `writer` has the trace.
 
-    A diffusion block begins where the step counter restarts.
+    A diffusion block begins when the step counter restarts.
     """
 
     def __init__(self, llm: LLM, model: str) -> None:

@@ -1,5 +1,5 @@
-"""What this machine has, and what it is measured to do.
+"""The machine's resources and measured speeds.
 
-`memory` asks the system for sizes; `machine` names the machine and measures its rates; `measure`
-measures what one expert costs; `store` keeps that until the machine or the model changes.
+`memory` asks the system for sizes. `machine` names the machine and measures its rates. `measure`
+times one expert. `store` keeps the results until the machine or the model changes.
 """

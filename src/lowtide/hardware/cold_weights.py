@@ -1,6 +1,6 @@
-"""Weights that are in no cache, as they are in a model larger than the caches.
+"""Weights that are in no cache, as in a model larger than the caches.
 
-A set of them is used in turn, and one has left the caches before its turn comes again.
+A set of them is used in turn, so large that each has left the caches before its next turn.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ _CACHE_FOLDER = Path("/sys/devices/system/cpu/cpu0/cache")
 
 
 def cold_bytes() -> int:
-    """Weights that cannot all stay in the caches: half more than the last level holds."""
+    """Return a size that cannot stay in the caches: half more than the last level holds."""
     return max(256 << 20, last_level_cache_bytes() * 3 // 2)
 
 
 def last_level_cache_bytes(folder: Path = _CACHE_FOLDER) -> int:
-    """The first core's largest cache, as Linux reports it; 0 where it does not."""
+    """Return the first core's largest cache, as Linux reports it, or 0."""
     sizes = [path.read_text().strip() for path in folder.glob("index*/size")]
     return max((int(size[:-1]) << 10 for size in sizes if size.endswith("K")), default=0)
 
@@ -42,10 +42,10 @@ class ColdWeights:
         least_bytes: int,
         make_arena: Callable[[int], Arena] = Arena,
     ) -> None:
-        """At least `least_bytes` of them, and more than one for each thread.
+        """Make at least `least_bytes` of weights, and more than one expert per thread.
 
-        make_arena: where the device wants other host memory than an Arena. Raises PlanError when
-        the system refuses the memory.
+        make_arena: makes other host memory than an Arena if the device needs it. Raises PlanError
+        if the system refuses the memory.
         """
         self.num_slots = num_cold_experts(layout, executor.num_threads, least_bytes)
         self.arena = make_arena(self.num_slots * layout.num_bytes)
@@ -74,7 +74,7 @@ class ColdWeights:
 
 
 def num_cold_experts(layout: SlotLayout, num_threads: int, least_bytes: int) -> int:
-    """How many `ColdWeights` has."""
+    """Return the number of experts in `ColdWeights`."""
     return max(num_threads + 1, -(-least_bytes // layout.num_bytes))
 
 

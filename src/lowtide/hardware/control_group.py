@@ -1,7 +1,7 @@
-"""The memory that a process's control groups allow it, and still leave it.
+"""Memory limits of the process' control groups, and the memory left below them.
 
-The kernel kills processes of a group that is over its limit, so a caller that needs much
-asks before. Both versions of Linux's control groups, where they are usually mounted.
+The kernel kills processes of a group above its limit, so callers that need much memory check first.
+Supports both versions of Linux's control groups at their usual mount points.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 _UNLIMITED_BYTES = 1 << 62
-"""Version 1 has no word for a group without a limit, but a number above all memory."""
+"""Version 1 shows a missing limit as a number above all memory."""
 
 
 class _Names(NamedTuple):
-    """What one version calls its files."""
+    """File names of one version."""
 
     limits: tuple[str, ...]  # where the kernel kills, and where it slows a group down
     usage: str
@@ -30,15 +30,15 @@ _ROOT, _MEMBERSHIP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
 def group_limit_bytes(root: Path = _ROOT, membership: Path = _MEMBERSHIP) -> int | None:
-    """Return the least limit of all groups that this process is in; None where none has one."""
+    """Return the least limit of all groups that this process is in, or None."""
     limits = [_limit_bytes(folder, names) for folder, names in _groups(root, membership)]
     return min([limit for limit in limits if limit is not None], default=None)
 
 
 def group_free_bytes(root: Path = _ROOT, membership: Path = _MEMBERSHIP) -> int | None:
-    """What can be taken before any group that this process is in reaches its limit.
+    """Return the bytes that may be taken before any group of this process reaches its limit.
 
-    Never below 0; None where there are no such groups.
+    Never negative; None if there are no such groups.
     """
     found = [_free_bytes(folder, names) for folder, names in _groups(root, membership)]
     known = [num_bytes for num_bytes in found if num_bytes is not None]
@@ -46,7 +46,7 @@ def group_free_bytes(root: Path = _ROOT, membership: Path = _MEMBERSHIP) -> int 
 
 
 def _groups(root: Path, membership: Path) -> Iterator[tuple[Path, _Names]]:
-    """The process's own memory group and all above it, as far as they can be seen."""
+    """Yield the process' own memory group and its visible ancestors."""
     try:
         lines = membership.read_text(errors="replace").splitlines()
     except OSError:
@@ -71,7 +71,7 @@ def _limit_bytes(folder: Path, names: _Names) -> int | None:
 
 
 def _free_bytes(folder: Path, names: _Names) -> int | None:
-    """None where the folder is no such group, or has no limit."""
+    """Return the bytes left in a group; None if the folder is not a group or has no limit."""
     limit = _limit_bytes(folder, names)
     if limit is None:
         return None
@@ -89,7 +89,7 @@ def _free_bytes(folder: Path, names: _Names) -> int | None:
 
 
 def _read_limit(path: Path) -> int | None:
-    """Bytes in a group's file of a limit; None where there is none, or no such file."""
+    """Read a limit in bytes from a group's file; None if it has none or does not exist."""
     try:
         text = path.read_text().strip()
     except OSError:

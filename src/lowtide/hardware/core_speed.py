@@ -28,10 +28,10 @@ def measure_device_s(
     kernels: Kernels = REFERENCE,
     cores_per_expert: int = 1,
 ) -> Curve:
-    """Seconds of one expert's gated MLP on one compute thread, by tokens: 1, 2, 4 and so on.
+    """Measure the seconds of one expert's gated MLP on one compute thread, by tokens: 1, 2, 4 ...
 
-    Medians of rounds over all counts, each product with weights that have not been used for a
-    while, as in a model. For a very large expert a slice is measured: time grows with its width.
+    Medians of rounds over all counts. Each product uses weights that have left the caches, as in a
+    model. For a very large expert a slice is measured: time grows with its width.
     """
     largest = layout.largest
     formats_of = largest.largest_formats

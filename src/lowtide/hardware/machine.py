@@ -1,7 +1,7 @@
-"""Which machine this is, and how fast its parts are at what they do best.
+"""Names this machine, and measures how fast its parts are at best.
 
-These rates are the ceilings beside which a model's costs are read; bounds of predicted speeds use
-them (`engine/planning/prediction.py`), no policy does.
+These rates are ceilings to compare a model's costs with. Bounds of predicted speeds use them
+(`engine/planning/prediction.py`); policies do not.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from lowtide.threads.executor import MAX_THREADS, Executor, HostExecutor, Work
 
 RATE_LIMIT_S = 1.0
 READ_BYTES = 16 << 20
-"""Bytes of one sequential read; the reader has several under way."""
+"""Bytes of one sequential read; the reader has several in progress."""
 
 QUICK_BYTES = 64 << 20
 QUICK_READS = 3
 
 READ_LIMIT_S = 10.0
-"""What a read may take that a disk is measured with."""
+"""Time limit of one read in a disk measurement."""
 
 _MAX_READS = 32  # of one sample: half a GiB
 _MAX_PIECES = 128
@@ -51,25 +51,25 @@ _PRODUCT_SIZE = 2048
 _LINK_BYTES = 256 << 20
 
 RATES_METHOD = 6
-"""Raised when something else is measured under the same name, which makes kept rates useless."""
+"""Version of the measurements; increased to discard stored rates of the same names."""
 
 MEMORY_READ = "memory read"
 DISK_READ = "disk, sequential"
-"""How the names of these rates begin."""
+"""Common beginning of these rates' names."""
 
 PIECES_AT_ONCE = {f"disk, pieces of 1 MiB, {n} at once": n for n in (1, 2, 4, 8)}
-"""The names of these rates, and how many reads are under way: experts are read so."""
+"""Names of rates -> number of reads in progress; experts are read in such pieces."""
 
 DISTURBED = 1.5
-"""How many times as long as the best repeat half of them take where a machine is not quiet."""
+"""A machine counts as busy if half of the repeats take this many times the best one."""
 
 MOST_TRIES = 2
-"""How often a disturbed rate is measured, the first time included."""
+"""Most measurements of a disturbed rate, the first included."""
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What measurements hold for: another machine, or this one changed, is measured again."""
+    """The machine that measurements are valid for; a changed machine is measured again."""
 
     cpu: str
     num_cores: int  # that this process may use
@@ -79,10 +79,10 @@ class Machine:
 
 
 class Rate(NamedTuple):
-    """How fast something is: units per second, from the median of its repeats.
+    """A speed in units per second, from the median of repeats.
 
-    `ceiling` is what it could be: by its specification, where the system tells that, else what the
-    best of the repeats came to.
+    `ceiling` is the possible speed: by specification if the system tells, else from the best
+    repeat.
     """
 
     name: str
@@ -99,7 +99,7 @@ class Rate(NamedTuple):
 
 
 def this_machine() -> Machine:
-    """Names and sizes as the system has them."""
+    """Return the machine's names and sizes as the system reports them."""
     has_gpu = torch.cuda.is_available()
     return Machine(
         cpu=cpu_model(),
@@ -111,9 +111,9 @@ def this_machine() -> Machine:
 
 
 def cpu_model(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
-    """The processor's name, family and model, or its architecture where the system does not tell.
+    """Return the processor's name, family and model, or its architecture if unknown.
 
-    On a rented machine the name alone can be that of several generations, whose products differ.
+    On a rented machine one name can cover several generations, whose products differ.
     """
     try:
         lines = cpuinfo.read_text().splitlines()
@@ -144,10 +144,9 @@ def measure_rates(
 ) -> Measured:
     """Measure memory and disk, then the GPU's memory and link if there is one.
 
-    executor: with a thread for each core. file: what the disk's rate is read from, past the page
-    cache where that is possible; at least `READ_BYTES` long. None leaves the disk out.
-    with_products: arithmetic, too. end_s: by `perf_counter`; no part begins after it. A disk that
-    cannot be read is skipped.
+    executor: with a thread for each core. file: read to measure the disk, past the page cache if
+    possible; at least `READ_BYTES` long; None leaves the disk out. with_products: also arithmetic.
+    end_s: by `perf_counter`; no part starts after it. An unreadable disk is skipped.
     """
     parts: dict[str, Callable[[], list[Rate]]] = {"memory": partial(_memory_rates, executor)}
     if with_products:
@@ -170,7 +169,7 @@ def measure_rates(
 
 
 def best_at_once(rates: Sequence[Rate]) -> int | None:
-    """How many pieces this machine's disk is to read at once; None where it was not measured."""
+    """Return the number of concurrent reads that is best for this disk; None if not measured."""
     found = {PIECES_AT_ONCE[each.name]: each.per_s for each in rates if each.name in PIECES_AT_ONCE}
     enough = _NEARLY * max(found.values(), default=0.0)
     return min((n for n, per_s in found.items() if per_s >= enough), default=None)
@@ -182,15 +181,15 @@ def disk_rate(rates: Sequence[Rate]) -> float | None:
 
 
 def memory_rate(rates: Sequence[Rate]) -> float | None:
-    """Bytes per second that all threads read together; None where that was not measured."""
+    """Return the bytes per second that all threads read together; None if not measured."""
     return next((each.per_s for each in rates if each.name == MEMORY_READ), None)
 
 
 @functools.cache
 def quick_memory_rate() -> float | None:
-    """The same by the best of a few reads of `QUICK_BYTES`: caches may make it more, never less.
+    """Return the best rate of a few reads of `QUICK_BYTES`; caches may make it too high.
 
-    None where there is no memory for that.
+    None if there is no memory for that.
     """
     try:
         with closing(HostExecutor(MAX_THREADS)) as executor, executor.in_charge():
@@ -203,13 +202,13 @@ def quick_memory_rate() -> float | None:
 def rate_of(
     name: str, unit: str, amount: float, sample: Sample, specified: float | None = None
 ) -> Rate:
-    """The rate of samples that take `amount` units each; one more before them warms up."""
+    """Measure a rate by samples of `amount` units each, after one for warm-up."""
     [rate] = rates_of({name: sample}, unit, amount)
     return rate if specified is None else rate._replace(ceiling=specified, is_specified=True)
 
 
 def rates_of(samples: Mapping[str, Sample], unit: str, amount: float) -> Iterator[Rate]:
-    """The same of several, by name, repeats interleaved; what was disturbed is tried again."""
+    """Measure several rates with interleaved repeats; repeat disturbed ones."""
     for sample in samples.values():
         sample()
     rates: dict[str, Rate] = {}
@@ -228,10 +227,10 @@ def rates_of(samples: Mapping[str, Sample], unit: str, amount: float) -> Iterato
 
 
 def pcie_bytes_per_s(folder: Path) -> float | None:
-    """The ceiling of a PCI Express link, from a device's folder below /sys/bus/pci/devices.
+    """Return the ceiling of a PCI Express link, from a device's folder below /sys/bus/pci/devices.
 
-    Transfers per second and lane times lanes, less the line code: 8 of 10 bits in generations 1
-    and 2, 128 of 130 from 3 on (PCI Express Base Specification). None if the system does not say.
+    Transfers per second and lane, times lanes, less the line code: 8 of 10 bits in generations 1
+    and 2, 128 of 130 from 3 on (PCI Express Base Specification). None if unknown.
     """
     try:
         # A GPU at rest slows its link down, but does not narrow it.
@@ -244,7 +243,7 @@ def pcie_bytes_per_s(folder: Path) -> float | None:
 
 
 def _memory_rates(executor: Executor) -> list[Rate]:
-    """Reading what no cache holds, as weights are, and copying it; divided among all threads."""
+    """Measure reading and copying data that no cache holds, divided among all threads."""
     num_bytes = cold_bytes() // 2
     source, target = Arena(num_bytes).bytes, Arena(num_bytes).bytes
     source.fill_(1)
@@ -264,13 +263,13 @@ def _reads(source: torch.Tensor, num_threads: int) -> list[Work]:
 
 
 def _parts(memory: torch.Tensor, num_threads: int) -> Sequence[torch.Tensor]:
-    """Aligned parts of equal size, one for each thread."""
+    """Divide memory into aligned parts of equal size, one per thread."""
     step = -(-len(memory) // num_threads // ALIGNMENT) * ALIGNMENT
     return torch.split(memory, step)
 
 
 def _product_rates(executor: Executor) -> list[Rate]:
-    """A large product on every thread at once, in the types that models have."""
+    """Measure a large product on all threads at once, in the types that models have."""
     rates = []
     for dtype in (torch.bfloat16, torch.float32):
         matrix = torch.ones((_PRODUCT_SIZE, _PRODUCT_SIZE), dtype=dtype)
@@ -284,7 +283,7 @@ def _product_rates(executor: Executor) -> list[Rate]:
 
 
 def _disk_rate(path: Path) -> Rate:
-    """Large reads one behind the other."""
+    """Measure large consecutive reads."""
     file, as_is = RegularFile.at(path), format_of("BF16")
     with closing(FileReader([file], READ_BYTES)) as reader:
         targets = [Arena(READ_BYTES).array() for _ in range(4)]
@@ -298,7 +297,7 @@ def _disk_rate(path: Path) -> Rate:
 
 
 def _piece_rates(path: Path) -> list[Rate]:
-    """Pieces in no order that a disk could foresee, by so many threads."""
+    """Measure reads of pieces in random order, by different numbers of threads."""
     file, as_is = RegularFile.at(path), format_of("BF16")
     num_pieces = min(_MAX_PIECES, file.num_bytes // PIECE_BYTES)
     starts = np.random.default_rng(0).permutation(file.num_bytes // PIECE_BYTES) * PIECE_BYTES
@@ -315,7 +314,7 @@ def _piece_rates(path: Path) -> list[Rate]:
 
 
 def _rate_of_reads(name: str, reader: FileReader, reads: Sequence[Read]) -> Rate:
-    """Of as many of `reads` as take a quarter of `RATE_LIMIT_S` together, four at least."""
+    """Time as many of `reads` as take a quarter of `RATE_LIMIT_S` together, at least four."""
     few = reads[:4]
     enough = int(len(few) * RATE_LIMIT_S / 4 / _time_reads(reader, few))
     reads = reads[: max(len(few), enough)]
@@ -337,7 +336,7 @@ def _gpu_rates(device: torch.device) -> list[Rate]:
 
 
 def _pci_folder(device: torch.device) -> Path:
-    """Where Linux describes the GPU's slot; a folder that is not there if torch does not tell."""
+    """Return Linux's folder of the GPU's slot; a missing folder if torch does not name the slot."""
     properties = torch.cuda.get_device_properties(device)
     names = ("pci_domain_id", "pci_bus_id", "pci_device_id")  # not in every torch
     domain, bus, slot = (getattr(properties, name, 0) for name in names)
@@ -371,7 +370,7 @@ def _time_on_gpu(source: torch.Tensor, target: torch.Tensor) -> float:
 
 
 def _read(source: torch.Tensor) -> None:
-    """Source [elements] float32."""
+    """Read source [elements] float32."""
     torch.sum(source)
 
 

@@ -1,4 +1,4 @@
-"""What one expert, and the rest of a layer, cost on this machine: measured, never assumed.
+"""Measures the costs of one expert, and of the rest of a layer, on this machine.
 
 A measurement takes a few seconds; `store` keeps it for the machine and the model's shape.
 """
@@ -40,10 +40,10 @@ from lowtide.schemas import ExpertTable
 from lowtide.threads.executor import Executor, HostExecutor, InlineExecutor
 
 NUM_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, MAX_TOKENS)
-"""Tokens at which curves have their points; every other one for large experts."""
+"""Token counts at which curves have points; for large experts only every other one."""
 
 METHOD = 3
-"""Counted up when something else is measured under the same name: stored costs are then of no use.
+"""Version of the measurements; increased to discard stored costs.
 
 2: on the host, experts of few tokens share one call; on a GPU, a layer has small operators, too.
 3: fewer of them with Triton; beside a device the host leaves a core to the calling thread."""
@@ -79,14 +79,14 @@ class Measurements:
 
     @property
     def spread(self) -> float:
-        """How far repeats lie apart, as a share of their median: the median of all timings."""
+        """Return the median spread of all timings, as a share of their medians."""
         points = (*self.host, *self.dense, *self.device)
         timings = [point.timing for point in points]
         timings += [t for t in (self.link, self.sync, self.disk_read) if t is not None]
         return median(timing.spread for timing in timings)
 
     def costs(self) -> Costs:
-        """The medians. Without a device the host is the device, and nothing crosses a link."""
+        """Return the medians. Without a device the host counts as the device, without a link."""
         host_s = _curve(self.host)
         return Costs(
             expert_bytes=self.expert_bytes,
@@ -118,16 +118,16 @@ def measure_costs(
     least_cold_bytes: int | None = None,
     kernels: Kernels = REFERENCE,
 ) -> Measurements:
-    """Measures a model's costs, with random weights of its shape.
+    """Measure a model's costs, with random weights of its shape.
 
-    layout: of the model's slots. executor: the host's compute threads. dense_bytes: of one
-    layer's weights besides the routed experts (`layer_dense_bytes`). device: with all its slots
-    free; they are overwritten. disk: the experts' home, if it is not host memory. make_arena: host
-    memory that the device copies from fastest. least_cold_bytes: the set of weights used in turn,
-    by default more than the caches hold. kernels: the host's.
+    layout: of the model's slots. executor: the host's compute threads. dense_bytes: of one layer's
+    weights without routed experts (`layer_dense_bytes`). device: with all slots free; they are
+    overwritten. disk: the experts' home, if not host memory. make_arena: makes the host memory from
+    which the device copies fastest. least_cold_bytes: size of the weights used in turn, by default
+    larger than the caches. kernels: the host's.
 
-    Raises PlanError when the memory for that is not there, StorageError and DeviceError when a
-    read or a device fails.
+    Raises PlanError if there is too little memory, StorageError and DeviceError if a read or a
+    device fails.
     """
     if least_cold_bytes is None:
         least_cold_bytes = max(cold_bytes(), dense_bytes)
@@ -145,9 +145,9 @@ def measure_costs(
 
 
 def layer_dense_bytes(dense: Mapping[str, TensorEntry], layer: int, item_bytes: int) -> int:
-    """Bytes of a layer's dense weights; `layer` counts all layers of the model.
+    """Return the bytes of a layer's dense weights; `layer` counts all layers of the model.
 
-    dense: entries by checkpoint name, of which those of a layer have `layers.N.` in it.
+    dense: entries by checkpoint name; a layer's names contain `layers.N.`.
     """
     names = [name for name in dense if f".layers.{layer}." in f".{name}"]
     return sum(math.prod(dense[name].shape) for name in names) * item_bytes
@@ -195,7 +195,7 @@ def _measure_all(
     streams: Sequence[Callable[[int], float]],
     others: Sequence[Sample],
 ) -> tuple[list[tuple[Point, ...]], list[Timing]]:
-    """A curve for each stream and a timing for each of `others`, repeats interleaved."""
+    """Measure a curve for each stream and a timing for each of `others`, repeats interleaved."""
     counts = [_warm_up(num_tokens, stream) for stream in streams]
     for sample in others:
         sample()
@@ -206,9 +206,9 @@ def _measure_all(
 
 
 def _warm_up(num_tokens: Sequence[int], stream: Callable[[int], float]) -> list[int]:
-    """Takes a sample at each of `num_tokens` and returns those that there is time to repeat.
+    """Sample each of `num_tokens` once; return those that there is time to repeat.
 
-    Large experts on slow cores end early.
+    Large experts on slow cores have fewer.
     """
     start_s = perf_counter()
     counts: list[int] = []

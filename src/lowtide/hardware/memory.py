@@ -1,4 +1,4 @@
-"""Memory that a process may use, and what it uses now."""
+"""Memory that this process may use, and memory that it uses now."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from lowtide.errors import PlanError, UsageError
 from lowtide.hardware.control_group import group_free_bytes, group_limit_bytes
 
 ADDRESS_BYTES = 1 << 30
-"""Virtual memory of the interpreter with torch, threads' stacks left out."""
+"""Address space of the interpreter with torch, without threads' stacks."""
 
 
 def total_memory_bytes() -> int:
@@ -24,14 +24,14 @@ def total_memory_bytes() -> int:
 
 
 def available_memory_bytes() -> int:
-    """Host memory that can be taken now without swapping, or meeting a control group's limit."""
+    """Return host memory that can be taken now without swapping or reaching a group's limit."""
     available_bytes = min(_host_memory()[1], total_memory_bytes())
     in_groups = group_free_bytes()
     return available_bytes if in_groups is None else min(available_bytes, in_groups)
 
 
 def check_address_space() -> None:
-    """Raises PlanError where a limit leaves less than torch takes, which then ends the process."""
+    """Raise PlanError if a limit leaves less address space than torch takes, which would crash."""
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     if limit != resource.RLIM_INFINITY and limit < ADDRESS_BYTES:
         raise PlanError(
@@ -41,7 +41,7 @@ def check_address_space() -> None:
 
 
 def resident_bytes() -> int:
-    """Physical memory of this process."""
+    """Return this process' physical memory."""
     import psutil
 
     with _told_by_proc():
@@ -49,10 +49,10 @@ def resident_bytes() -> int:
 
 
 def peak_resident_bytes() -> int:
-    """The most physical memory this process has had, file pages that it mapped included.
+    """Return this process' peak physical memory, including mapped file pages.
 
-    From `VmHWM`: unlike getrusage's figure it starts again with the program. Raises UsageError
-    where the system does not tell.
+    From `VmHWM`, which restarts with the program, unlike getrusage's figure. Raises UsageError if
+    the system does not report it.
     """
     with _told_by_proc():
         lines = Path("/proc/self/status").read_text().splitlines()
@@ -63,14 +63,14 @@ def peak_resident_bytes() -> int:
 
 
 def reset_peak() -> None:
-    """Lets `peak_resident_bytes` start again from what the process holds now."""
+    """Restart `peak_resident_bytes` from the present memory."""
     with _told_by_proc():
         Path("/proc/self/clear_refs").write_text("5")
 
 
 @contextmanager
 def _told_by_proc() -> Iterator[None]:
-    """Raises UsageError where /proc, which tells it, is missing or gives nothing."""
+    """Raise UsageError if /proc is missing or incomplete."""
     try:
         yield
     except _proc_errors() as reason:
@@ -90,7 +90,7 @@ def _proc_errors() -> tuple[type[BaseException], ...]:
 
 
 def _host_memory() -> tuple[int, int]:
-    """Bytes of the machine, and those available now."""
+    """Return the machine's memory and the bytes available now."""
     try:
         import psutil
     except ImportError:  # GPU tests also run where torch alone is installed
@@ -101,7 +101,7 @@ def _host_memory() -> tuple[int, int]:
 
 
 def _meminfo(name: str, path: Path = Path("/proc/meminfo")) -> int:
-    """Bytes. Raises UsageError where the system does not tell."""
+    """Return a field in bytes. Raise UsageError if it is missing."""
     try:
         lines = path.read_text().splitlines()
     except OSError:

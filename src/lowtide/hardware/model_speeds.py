@@ -1,8 +1,7 @@
-"""Keeps how fast a model was here: layers measured at its first load, and its own last runs.
+"""Stores a model's speeds here: layers measured at its first load, and its last runs.
 
-One JSON file for each model, format and machine below the user's cache folder, 64 of them at most.
-A file that is torn, of another version or anybody else's counts as none: what it held is measured
-again.
+One JSON file for each model, format and machine below the user's cache folder, at most 64. A file
+that is torn, of another version or foreign is ignored, and the speeds are measured again.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from lowtide.hardware.store import digest, read_kept, write_kept
 from lowtide.version import __version__
 
 METHOD = 1
-"""Raised when something else is measured under the same name, which makes kept files useless."""
+"""Version of the measurements; increased to discard stored files."""
 
 MAX_FILES = 64
 MAX_RUNS = 4
@@ -35,7 +34,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class SpeedKey:
-    """What kept speeds are of. Where any of it differs, the model is measured again."""
+    """Identity of stored speeds; if any part differs, the model is measured again."""
 
     machine: Machine
     model: str  # the folder or file that it is read from
@@ -47,7 +46,10 @@ class SpeedKey:
 
     @property
     def path(self) -> Path:
-        """Where its file is, or would be. Raises StorageError where there is no such folder."""
+        """Return the path of its file, which may not exist.
+
+        Raises StorageError if there is no cache folder.
+        """
         return cache_folder() / "speeds" / f"{digest(self._identity())}.json"
 
     def _identity(self) -> dict[str, Any]:
@@ -72,11 +74,12 @@ class OwnRun(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ModelSpeeds:
-    """What is known of a model's speed here.
+    """Known speeds of a model on this machine.
 
-    passes: seconds of a pass by its rows, with every expert in memory. reads: seconds of experts
-    read together, by their number. rounding_s: of one expert by one core, where weights are rounded
-    as they are read. runs: the newest first, each of another number of residents.
+    passes: rows -> seconds of a pass with every expert in memory.
+    reads: number of experts read together -> seconds.
+    rounding_s: of one expert on one core, if weights are rounded when read.
+    runs: newest first, each at another number of residents.
     """
 
     passes: tuple[tuple[int, float], ...] = ()
@@ -86,27 +89,27 @@ class ModelSpeeds:
 
     @property
     def pass_s(self) -> Curve | None:
-        """None where nothing was measured."""
+        """Curve of `passes`; None if nothing was measured."""
         return Curve(self.passes) if self.passes else None
 
     @property
     def reads_s(self) -> Curve | None:
-        """None where nothing was measured."""
+        """Curve of `reads`; None if nothing was measured."""
         return Curve(self.reads) if self.reads else None
 
     def run_like(self, num_residents: int) -> OwnRun | None:
-        """Return the last run with so many residents, else the last of all."""
+        """Return the last run with this number of residents, else the last of all."""
         same = [run for run in self.runs if run.num_residents == num_residents]
         return next(iter([*same, *self.runs]), None)
 
     def having_run(self, run: OwnRun) -> ModelSpeeds:
-        """Put a run in front, in place of the one with as many residents."""
+        """Put a run first, replacing the one with as many residents."""
         others = [each for each in self.runs if each.num_residents != run.num_residents]
         return replace(self, runs=(run, *others)[:MAX_RUNS])
 
 
 def kept_speeds(key: SpeedKey) -> ModelSpeeds:
-    """Return what is kept of a model; nothing of one that never ran here, or of a damaged file."""
+    """Return a model's stored speeds; empty if it never ran here or the file is damaged."""
     try:
         path = key.path
         if not os.path.lexists(path):
@@ -120,7 +123,7 @@ def kept_speeds(key: SpeedKey) -> ModelSpeeds:
 
 
 def keep_speeds(key: SpeedKey, change: Callable[[ModelSpeeds], ModelSpeeds]) -> None:
-    """Write what `change` makes of what is kept, whole or not at all; a notice where it fails."""
+    """Replace the stored speeds by `change` of them, atomically; log a failure."""
     speeds = change(kept_speeds(key))
     runs = [run._asdict() for run in speeds.runs]
     try:
@@ -140,7 +143,7 @@ def _drop_oldest(path: Path) -> None:
 
 
 def _read(content: Any) -> ModelSpeeds:
-    """Raises ValueError, KeyError or TypeError for anything else."""
+    """Parse stored speeds. Raise ValueError, KeyError or TypeError for anything else."""
     runs = tuple(_read_run(value) for value in _few(content["runs"], MAX_RUNS))
     rounding_s = content["rounding_s"]
     speeds = ModelSpeeds(

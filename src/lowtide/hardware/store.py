@@ -1,9 +1,9 @@
-"""Keeps what was measured on this machine from one run to the next.
+"""Stores measurements of this machine between runs.
 
-One JSON file per machine for the rates of its parts, and one per machine and model shape for what
-experts cost, below the user's cache folder (`$XDG_CACHE_HOME` or `~/.cache`). A file says what was
-measured, on which machine, when and by which version. Emulated devices have no place here: their
-speeds are options.
+One JSON file per machine for the rates of its parts, and one per machine and model shape for
+experts' costs, below the user's cache folder (`$XDG_CACHE_HOME` or `~/.cache`). A file names its
+subject, the machine, the time and the version. Emulated devices are not stored: their speeds are
+options.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class CostKey:
-    """What a measurement is of. Where any of it differs, another measurement is needed."""
+    """Identity of a measurement; if any part differs, another one is needed."""
 
     machine: Machine
     hidden_size: int
@@ -81,12 +81,15 @@ class CostKey:
 
     @property
     def path(self) -> Path:
-        """Where its file is, or would be."""
+        """Return the path of its file, which may not exist."""
         name = f"{self.hidden_size}x{self.expert_size}-{self.dtype}-{digest(self._identity())}"
         return cache_folder() / "costs" / f"{name}.json"
 
     def _identity(self) -> dict[str, Any]:
-        """As the file has it. Another version may compute differently, or measure so."""
+        """Return the identity as stored.
+
+        It includes the version, which may compute or measure otherwise.
+        """
         return {"version": __version__, "method": METHOD, **asdict(self)}
 
 
@@ -104,10 +107,10 @@ class Stored(NamedTuple):
 def stored_or_measured(
     key: CostKey, measure: Callable[[], Measurements], *, is_fresh: bool = False
 ) -> Stored:
-    """The costs stored under `key`, or those that `measure` gives, which are then stored.
+    """Return the costs stored under `key`; if there are none, measure and store them.
 
-    is_fresh: measure in any case. A file that is damaged or cannot be written is a notice in the
-    log, not an error. Raises what `measure` raises.
+    is_fresh: measure in any case. A file that is damaged or cannot be written is logged, not an
+    error. Raises as `measure` does.
     """
     stored = None
     if not is_fresh:
@@ -125,14 +128,14 @@ def stored_or_measured(
 
 
 def measured_now(measurements: Measurements) -> Stored:
-    """With the present date."""
+    """Add the present date to measurements."""
     return Stored(measurements, datetime.now(UTC).replace(microsecond=0).isoformat())
 
 
 def load(key: CostKey) -> Stored | None:
-    """What is stored under `key`; None if nothing is.
+    """Return the costs stored under `key`, or None.
 
-    Raises StorageError for a file that cannot be read or is not what it claims to be.
+    Raises StorageError for a file that cannot be read or has other contents.
     """
     path = key.path
     if not os.path.lexists(path):
@@ -148,15 +151,15 @@ def load(key: CostKey) -> Stored | None:
 
 
 def save(key: CostKey, stored: Stored) -> None:
-    """Writes the file, whole or not at all. Raises StorageError."""
+    """Write the file atomically. Raise StorageError."""
     measured = {"date": stored.date, "measurements": asdict(stored.measurements)}
     write_kept(key.path, key._identity(), measured, "costs")
 
 
 def keep_rates(machine: Machine, rates: Sequence[Rate]) -> None:
-    """Writes a machine's file, whole or not at all; where that cannot be, a notice in the log.
+    """Write a machine's file atomically; log a failure.
 
-    A rate that was disturbed is left out: what was kept under its name before stays.
+    A disturbed rate is left out, so that the one stored before stays.
     """
     disturbed = {rate.name for rate in rates if rate.is_disturbed}
     before = [rate for rate in kept_rates(machine) if rate.name in disturbed] if disturbed else []
@@ -169,9 +172,9 @@ def keep_rates(machine: Machine, rates: Sequence[Rate]) -> None:
 
 
 def kept_rates(machine: Machine) -> tuple[Rate, ...]:
-    """Return the kept rates of a machine; none where it was never measured.
+    """Return a machine's stored rates; none if it was never measured.
 
-    A damaged file is a notice in the log.
+    A damaged file is logged.
     """
     try:
         path = rates_path(machine)
@@ -191,7 +194,10 @@ def kept_rates(machine: Machine) -> tuple[Rate, ...]:
 
 
 def rates_path(machine: Machine) -> Path:
-    """Where a machine's file is, or would be. Raises StorageError where there is no such folder."""
+    """Return the path of a machine's file, which may not exist.
+
+    Raises StorageError if there is no cache folder.
+    """
     return cache_folder() / "rates" / f"{digest(_machine_identity(machine))}.json"
 
 
@@ -200,7 +206,7 @@ def _machine_identity(machine: Machine) -> dict[str, Any]:
 
 
 def digest(identity: Mapping[str, Any]) -> str:
-    """Name what a file is of, in 16 hexadecimal digits."""
+    """Return a file's name for its identity, 16 hexadecimal digits."""
     text = json.dumps(identity, sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -219,7 +225,7 @@ def read_kept(path: Path, identity: Mapping[str, Any]) -> Mapping[str, Any]:
 def write_kept(
     path: Path, identity: Mapping[str, Any], measured: Mapping[str, Any], what: str
 ) -> None:
-    """Write what was measured and what it is of, whole or not at all. Raises StorageError."""
+    """Write measurements and their identity atomically. Raise StorageError."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -229,7 +235,7 @@ def write_kept(
 
 
 def _read_measurements(value: Mapping[str, Any], expert_bytes: int) -> Measurements:
-    """Raises ValueError, KeyError or TypeError if `value` is anything else."""
+    """Parse stored measurements. Raise ValueError, KeyError or TypeError for anything else."""
     if value["expert_bytes"] != expert_bytes or type(value["is_read_direct"]) is not bool:
         raise ValueError("the size of an expert or the kind of its reads is wrong")
     host, dense, device = (_read_curve(value[name]) for name in ("host", "dense", "device"))
@@ -269,7 +275,7 @@ def _count(value: Any) -> int:
 
 
 def _read_rate(value: Any) -> Rate:
-    """Raises ValueError or TypeError for anything else."""
+    """Parse a stored rate. Raise ValueError or TypeError for anything else."""
     rate = Rate(**value)
     numbers = (rate.per_s, rate.spread, rate.ceiling)
     if not all(type(number) in (int, float) and 0 <= number < math.inf for number in numbers):

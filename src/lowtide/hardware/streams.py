@@ -29,13 +29,13 @@ from lowtide.threads.event import Event
 from lowtide.threads.executor import Executor, Work
 
 MAX_TOKENS = 256
-"""The most tokens of one expert that are measured; beyond, time grows as at the end."""
+"""Most tokens of one expert that are measured; beyond, time grows as at the end."""
 
 STREAM_BYTES = 64 << 20
-"""Weights of one sample, roughly; a few experts where they are larger."""
+"""Approximate weights of one sample; a few experts if they are larger."""
 
 STREAM_ROWS = 4096
-"""Rows of one sample at most: what a pass of 512 tokens with 8 experts each has."""
+"""Most rows of one sample: those of a pass of 512 tokens with 8 experts each."""
 
 _MAX_EXPERTS = 64  # of one sample
 _MAX_LAYERS = 64  # of one sample
@@ -47,10 +47,9 @@ _MAX_GROUPS = 4  # one after the other over the same pairs, whose values shrink 
 
 
 class HostStream:
-    """Experts on the compute threads, as a layer has them.
+    """Times experts on the compute threads, executed as in a layer.
 
-    Those of few tokens in one call, where there is one; else whole experts side by side, each
-    thread taking the next one.
+    Experts of few tokens run in one call if possible; otherwise threads take whole experts in turn.
     """
 
     def __init__(
@@ -61,7 +60,7 @@ class HostStream:
         device: Device | None,
         kernels: Kernels,
     ) -> None:
-        """device: whose host it is; an emulated one stretches the host's time."""
+        """device: the device whose host it is; an emulated one stretches the host's time."""
         self._weights = weights
         self._executor = executor
         self._kernels = kernels
@@ -79,7 +78,7 @@ class HostStream:
         self._up = torch.empty_like(self._gate)
 
     def sample(self, num_tokens: int) -> float:
-        """Seconds per expert of `num_tokens` tokens."""
+        """Return seconds per expert of `num_tokens` tokens."""
         num_threads = self._executor.num_threads
         num_experts = max(num_threads, min(self._most_experts, STREAM_ROWS // num_tokens))
         works = deque(self._works(num_experts, num_tokens))
@@ -104,7 +103,7 @@ class HostStream:
         return self._beside_device([num_tokens], work)
 
     def _shared_work(self, batched: BatchedExperts, num_experts: int, num_tokens: int) -> Work:
-        """All experts in one call."""
+        """Return all experts as one call."""
         slots = [self._weights.next_slot() for _ in range(num_experts)]
         groups = np.array([(slot, i * num_tokens, num_tokens) for i, slot in enumerate(slots)])
         num_rows = num_experts * num_tokens
@@ -173,10 +172,10 @@ class DenseStream:
 
 
 class DeviceDenseStream:
-    """The same products on a device with memory of its own, and small operators beside them.
+    """Times a layer's dense products and small operators on a device with memory of its own.
 
-    On a fast GPU it is not the bytes that take a layer's time, but handing over its norms,
-    rotations, scores and sums, one by one.
+    On a fast GPU a layer's time is not due to bytes, but to launching its norms, rotations, scores
+    and sums one by one.
     """
 
     def __init__(
@@ -187,7 +186,7 @@ class DeviceDenseStream:
         dense_bytes: int,
         kernels: Kernels,
     ) -> None:
-        """kernels: the device's own; plain ones are more operators, each handed over by itself."""
+        """kernels: the device's own; plain ones are more operators, each launched by itself."""
         self._torch_device = torch_device
         is_plain = kernels is REFERENCE
         self._num_small = _NUM_SMALL_OPERATORS if is_plain else _NUM_SMALL_KERNELS
@@ -201,7 +200,7 @@ class DeviceDenseStream:
         self.sample(1)  # a process's first product also loads the GPU's library of them
 
     def sample(self, num_tokens: int) -> float:
-        """Seconds per layer of `num_tokens` tokens."""
+        """Return seconds per layer of `num_tokens` tokens."""
         x, out = self._x[:num_tokens], self._out[:num_tokens]
         _synchronise(self._torch_device)
         start_s = perf_counter()
@@ -302,7 +301,7 @@ class DeviceStream:
 
 
 class DiskStream:
-    """Experts read from a checkpoint into host slots, as many at once as the reader takes."""
+    """Times experts read from a checkpoint into host slots, with the reader's concurrency."""
 
     def __init__(self, reader: FileReader, table: ExpertTable, weights: ColdWeights) -> None:
         """Overwrites `weights`."""
@@ -315,7 +314,7 @@ class DiskStream:
         self._order = cycle(divmod(place, num_experts) for place in order.tolist())
 
     def sample(self) -> float:
-        """Seconds per expert, in no order that a disk could foresee."""
+        """Return seconds per expert, read in random order."""
         tickets: deque[Ticket] = deque()
         start_s = perf_counter()
         for place, (layer, expert) in enumerate(islice(self._order, self._num_experts)):

@@ -1,4 +1,4 @@
-"""Repeated measurements: medians, and how far the repeats lie apart."""
+"""Repeated measurements: medians and the spread of repeats."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ MIN_REPEATS = 3
 MAX_REPEATS = 15
 
 Sample = Callable[[], float]
-"""Does something once and says how many seconds it took; what is not part of it is not timed."""
+"""Does something once and returns the seconds it took, without preparation."""
 
 
 class Timing(NamedTuple):
@@ -24,15 +24,15 @@ class Timing(NamedTuple):
 
     @property
     def spread(self) -> float:
-        """How far the repeats lie apart, as a share of the median."""
+        """Return the spread of the repeats, as a share of the median."""
         return (self.most_s - self.least_s) / self.median_s if self.median_s else 0.0
 
 
 def repeat_interleaved(samples: Sequence[Sample], limit_s: float) -> list[Timing]:
-    """Takes all samples in turn, again and again, until another round would pass `limit_s`.
+    """Take all samples in turn, repeatedly, until another round would exceed `limit_s`.
 
-    In turn, so that a slow moment of the machine falls on all of them. At least `MIN_REPEATS`
-    rounds are taken, however slow, and at most `MAX_REPEATS`. Nothing is warmed up here.
+    Turns make a slow moment of the machine affect all of them. At least `MIN_REPEATS` rounds are
+    taken, however slow, and at most `MAX_REPEATS`. There is no warm-up.
     """
     start_s = perf_counter()
     rounds: list[list[float]] = []

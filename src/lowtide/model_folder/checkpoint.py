@@ -8,9 +8,8 @@ nothing of what tensors mean.
     checkpoint.files[0].open()  # the file that was checked, or a StorageError
 
 Accepts the files that the safetensors library accepts (compared with 0.8.0): tensors fill the data
-  section without holes, overlaps or trailing bytes, in any order. Two things that the library
-  accepts
-are refused: a duplicate name, and unprintable names.
+section without holes, overlaps or trailing bytes, in any order. Two things that the library accepts
+are refused: duplicate names and unprintable names.
 """
 
 from __future__ import annotations

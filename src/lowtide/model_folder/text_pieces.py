@@ -1,9 +1,9 @@
-"""Cut a long text so that its pieces' token ids are the ids of the whole.
+"""Cuts a long text so that its pieces' token ids are the ids of the whole.
 
 A tokenizer takes `WORK_BYTES` per byte of a text while it works. `TextPieces` cuts where the word
 rule always does, in any surroundings: between a letter or digit and the following space or
-  punctuation, in scripts for which that holds, and behind an added token that no other can overlap.
-  Texts with unknown rules are not cut.
+punctuation, in scripts for which that holds, and after an added token that no other can overlap.
+Texts with unknown rules are not cut.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Packing: a model's folder with weights in q8 or q4, which is a model itself and reads faster.
+"""Packs a model: writes its folder with weights in q8 or q4, a complete model that reads faster.
 
-A shard of the source becomes one of the new folder, tensor by tensor, through memory for a few
-pieces at a time. What was written whole stays when a run is interrupted; `config.json` comes last,
-so that nothing is loaded before all of it is there and the source was found unchanged.
+A shard of the source becomes a shard of the new folder, tensor by tensor, with a few pieces in
+memory at a time. Complete shards stay if a run is interrupted. `config.json` comes last, so that
+nothing is loaded before everything is written and the source was found unchanged.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ PIECE_BYTES = 8 << 20
 """Bytes of the source that a thread reads and rounds at a time."""
 
 NUM_WAITING = 2
-"""Threads beyond the cores: so many wait for the disk while others round."""
+"""Threads beyond the cores, which wait for the disk while others round."""
 
 AS_IS = formats()["BF16"]
-"""The format of bytes that are copied unchanged, whatever they mean."""
+"""Format of bytes that are copied unchanged, whatever their meaning."""
 
 _COPIED = (".json", ".txt", ".model", ".jinja")
 
@@ -64,13 +64,12 @@ def pack(
     kernels: str = "auto",
     calibration: str | Path | None = None,
 ) -> Path:
-    """Writes `model` into the folder `out` with weights in these formats; see `EngineConfig`.
+    """Write `model` into the folder `out` with weights in these formats; see `EngineConfig`.
 
-    calibration: a file with experts' inputs, for the least error on which theirs are rounded. Goes
-    on where an earlier run was interrupted. Raises UsageError for a folder with other things in it
-    or that another process writes, StorageError for a disk that is full, or too small for what is
-    missing before anything is written, or a source that changed meanwhile, and what opening a model
-    raises.
+    calibration: a file with experts' inputs, for which rounding errors are minimised. Resumes an
+    interrupted run. Raises UsageError for a folder with other contents or in use by another
+    process, StorageError for a disk that is full (or too small, before anything is written) or a
+    source that changed, and the errors of opening a model.
     """
     options = EngineConfig(
         format=format,
@@ -136,7 +135,7 @@ def _packable(checkpoint: Checkpoint | None, folder: Path, is_rounded: bool) -> 
 
 
 class _Target(NamedTuple):
-    """What a tensor is made into."""
+    """New form of a tensor."""
 
     format: MatrixFormat
     of_experts: ExpertTensor | None = None
@@ -148,7 +147,7 @@ def _chosen(
     dense_formats: Mapping[str, MatrixFormat],
     asked: str,
 ) -> dict[str, _Target]:
-    """The target of each tensor that is packed, by its name in the checkpoint.
+    """Return the target of each tensor to pack, by its name in the checkpoint.
 
     asked: the format of experts.
     """
@@ -168,7 +167,7 @@ def _chosen(
 def _notes(
     checkpoint: Checkpoint, chosen: Mapping[str, _Target], inputs: ExpertInputs | None
 ) -> dict[str, object]:
-    """What a packing is of: one with other notes does not go on where it was interrupted."""
+    """Return the identity of a packing; one with other notes does not resume it."""
     return {
         "source": _source(checkpoint),
         "formats": {name: each.format.name for name, each in chosen.items()},
@@ -186,7 +185,7 @@ def _source(checkpoint: Checkpoint) -> list[tuple[str, int, int]]:
 
 
 class _Shard(NamedTuple):
-    """A file of the new folder, and what of the source it is made of, in its order."""
+    """A file of the new folder, and its parts of the source in order."""
 
     tensors: list[tuple[str, TensorEntry]]
     writer: SafetensorsWriter
@@ -212,7 +211,7 @@ class _Packer:
 
     @property
     def missing_bytes(self) -> int:
-        """Bytes of disk for the shards that an earlier run did not write."""
+        """Return the disk space for shards that no earlier run has written."""
         return sum(shard.writer.missing_bytes for shard in self._shards)
 
     def run(self) -> None:
@@ -223,7 +222,7 @@ class _Packer:
                 self._write_shard(shard, reader, 2 * num_readers)
 
     def weight_map(self) -> dict[str, str]:
-        """The shard of every tensor of the new folder."""
+        """Return the shard of every tensor of the new folder."""
         files = self._checkpoint.files
         return {
             self._output(name, entry).name: files[entry.file].path.name
@@ -255,7 +254,7 @@ class _Packer:
     def _pieces(
         self, tensors: list[tuple[str, TensorEntry]]
     ) -> Iterator[tuple[list[AnyRead], Bytes]]:
-        """What is read, in the order of the shard, and where it is when it was."""
+        """Yield reads in the order of the shard, with the memory they fill."""
         for name, entry in tensors:
             for start, num_bytes in _ranges(entry):
                 place = entry.file, entry.offset + start
@@ -271,7 +270,7 @@ class _Packer:
                 yield [Read(*place, num_bytes, (piece,))], target
 
     def _importance(self, name: str, entry: TensorEntry, start: int) -> Importance | None:
-        """The importance of inputs to the matrix that a tensor has at `start`."""
+        """Return the importance of inputs to the matrix that a tensor has at `start`."""
         tensor, inputs = self._chosen[name].of_experts, self._inputs
         if tensor is None or inputs is None:
             return None
@@ -303,7 +302,7 @@ def in_order(
 
 
 def _matrix_bytes(entry: TensorEntry) -> int:
-    """Bytes of one of the matrices in a tensor."""
+    """Return the bytes of one matrix in a tensor."""
     return max(1, entry.num_bytes // max(1, math.prod(entry.shape[:-2])))
 
 
@@ -326,7 +325,7 @@ def _copy_texts(texts: Sequence[Path], folder: Path, out: Path) -> None:
 
 
 def _write_index(out: Path, weight_map: Mapping[str, str]) -> None:
-    """Of a model of several files."""
+    """Write the index of a model of several files."""
     shards = sorted(set(weight_map.values()))
     if len(shards) > 1 or shards != ["model.safetensors"]:
         total_bytes = sum((out / shard).stat().st_size for shard in shards)
@@ -343,7 +342,7 @@ def _packed_as(own: WeightFormats, inputs: ExpertInputs | None) -> dict[str, obj
 
 
 def _copied(folder: Path) -> list[Path]:
-    """The files of a model that are the same in the new folder."""
+    """Return a model's files that the new folder has unchanged."""
     own = ("config.json", INDEX_NAME)
     found = [*folder.iterdir(), folder / TOOL_TEMPLATE_NAME]
     return sorted(p for p in found if p.suffix in _COPIED and p.is_file() and p.name not in own)

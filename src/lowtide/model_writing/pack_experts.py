@@ -37,10 +37,10 @@ _PIECE_BYTES = 8 << 20
 
 
 def pack_experts(model: str | Path, progress: Progress = no_progress) -> Path:
-    """Writes the copy beside a GGUF model, which is read from there as soon as it is whole.
+    """Write the copy beside a GGUF model, which is read from it once complete.
 
-    Raises UsageError for a model without a GGUF file or experts, or that has the copy, StorageError
-    for a disk that is full or a source that changes meanwhile, and what opening a model raises.
+    Raises UsageError for a model without a GGUF file or experts, or with a copy, StorageError for a
+    full disk or a source that changes, and the errors of opening a model.
     """
     opened = open_model(model, EngineConfig(device="cpu"))
     checkpoint, path = _source(opened.facts)
@@ -66,7 +66,7 @@ def pack_experts(model: str | Path, progress: Progress = no_progress) -> Path:
 
 
 def _source(facts: ModelFacts) -> tuple[Checkpoint, Path]:
-    """What is copied, and where to."""
+    """Return the source and the copy's path."""
     model = facts.folder
     if facts.checkpoint is None or not is_gguf(model):
         raise UsageError(
@@ -82,7 +82,7 @@ def _source(facts: ModelFacts) -> tuple[Checkpoint, Path]:
 
 @contextmanager
 def _claimed(file: RegularFile) -> Iterator[None]:
-    """Keeps other processes from copying the same model."""
+    """Lock the model, so that no other process copies it."""
     descriptor = file.open()
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -96,7 +96,7 @@ def _claimed(file: RegularFile) -> Iterator[None]:
 
 
 def _experts(table: ExpertTable, widths: Sequence[int]) -> Iterator[tuple[list[ArrayRead], Bytes]]:
-    """What is read of every expert, and where it is put together, layer by layer."""
+    """Yield the reads of every expert and the memory they fill, layer by layer."""
     for layer, expert in np.ndindex(*table.files.shape[:2]):
         target = np.zeros(widths[layer], np.uint8)
         files, offsets = table.files[layer, expert].tolist(), table.offsets[layer, expert].tolist()

@@ -1,4 +1,4 @@
-"""The folder that a packing writes: one process's at a time, with notes of what it is of."""
+"""The folder of a packing: locked by one process, with notes that identify its contents."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ _NO_FILE = (errno.ELOOP, errno.EISDIR, errno.ENXIO)  # of a link, a folder, a so
 
 @contextmanager
 def reserved(out: Path, notes: Mapping[str, object], needed_bytes: int) -> Iterator[None]:
-    """Makes the folder this process's own until all of it is written, and says of what it is.
+    """Lock the folder until everything is written, and note its source.
 
-    Raises UsageError where it holds something else, or belongs to another process, and then
-    StorageError where its disk has too little room: nothing is left of a refusal.
+    Raises UsageError if it has other contents or is locked by another process, then StorageError if
+    the disk has too little room; a refusal leaves nothing behind.
     """
     if not os.path.exists(out):
         check_disk_space(out, needed_bytes)  # before it is made
@@ -58,9 +58,9 @@ def reserved(out: Path, notes: Mapping[str, object], needed_bytes: int) -> Itera
 
 
 def _opened_notes(out: Path) -> FileIO:
-    """Open the notes in a folder, empty where there were none.
+    """Open the notes in a folder, creating empty ones.
 
-    Raises UsageError where something else has their name, StorageError where they cannot be made.
+    Raises UsageError if something else has their name, StorageError if they cannot be created.
     """
     # A link would have another file written, a pipe would be waited for.
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY
@@ -79,7 +79,7 @@ def _opened_notes(out: Path) -> FileIO:
 
 
 def _are_notes(text: bytes) -> bool:
-    """Whether it is what a packing says of itself."""
+    """Return True if a text is a packing's notes."""
     with suppress(CheckpointError):
         is_whole = len(text) <= _MAX_NOTES_BYTES
         return is_whole and parse_object(text, _NOTES).keys() == {"source", "formats", "inputs"}
@@ -87,7 +87,7 @@ def _are_notes(text: bytes) -> bool:
 
 
 def _check_is_empty(out: Path, is_interrupted: bool) -> None:
-    """Raises UsageError where there is more than notes."""
+    """Raise UsageError if the folder has more than notes."""
     others = sorted(path.name for path in out.iterdir() if path.name != _NOTES)
     if others:
         raise UsageError(_what_is_there(out, others[0], is_interrupted))
@@ -101,7 +101,7 @@ def _replace(file: FileIO, text: bytes) -> None:
 
 
 def _what_is_there(out: Path, name: str, is_interrupted: bool) -> str:
-    """Why nothing is packed into a folder that has something, and what would do."""
+    """Explain why nothing is packed into a folder, and what to do."""
     if is_interrupted:
         return (
             f"{out} holds {name}, which is not of this packing: one that was interrupted had other "

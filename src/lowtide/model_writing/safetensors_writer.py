@@ -1,10 +1,10 @@
-"""Writes safetensors files as a stream: header first, then one tensor after the other.
+"""Writes safetensors files as a stream: the header, then the tensors in order.
 
-A file appears under its name only when it is whole; until then it is `NAME.partial`, which is
-removed on any failure. Knows nothing of models; what the bytes mean is the caller's business.
+A file gets its name only when complete; until then it is `NAME.partial`, which is removed on any
+failure. Knows nothing of models and the meaning of bytes.
 
-The format: eight bytes little-endian header length, a JSON header padded with spaces so that
-the data starts on a multiple of eight, the data without holes in the header's order.
+The format: eight bytes of little-endian header length, a JSON header padded with spaces so that the
+data starts on a multiple of eight, and the data without gaps in the header's order.
 """
 
 from __future__ import annotations
@@ -79,9 +79,9 @@ class SafetensorsWriter:
 
     @property
     def is_whole(self) -> bool:
-        """True if a file of the right size is there: it gets its name only when it is whole.
+        """True if a file of the right size exists: it gets its name only when complete.
 
-        Raises StorageError where that cannot be known.
+        Raises StorageError if that cannot be determined.
         """
         return _file_bytes(self.path) == self.num_bytes
 
@@ -103,7 +103,7 @@ class SafetensorsWriter:
         return self
 
     def write(self, data: Buffer) -> None:
-        """The next bytes of the data, in pieces of any size. Raises StorageError."""
+        """Write the next bytes, in pieces of any size. Raise StorageError."""
         if self._file is None:
             raise InternalError(f"{self.path.name} is not open for writing.")
         rest = memoryview(data).cast("B")
@@ -132,7 +132,7 @@ class SafetensorsWriter:
 
     @contextmanager
     def _all_or_nothing(self) -> Iterator[None]:
-        """Removes what was written on any failure; one of the disk is a StorageError."""
+        """Remove the partial file on any failure; convert disk errors to StorageError."""
         try:
             yield
         except BaseException as error:
@@ -167,7 +167,7 @@ def header_bytes(
     metadata: Mapping[str, str],
     alignment: int = _LEAST_ALIGNMENT,
 ) -> bytes:
-    """The eight length bytes and the padded JSON header of a file with these tensors."""
+    """Return the length bytes and the padded JSON header of a file with these tensors."""
     header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     start = 0
     for entry in entries:
@@ -201,9 +201,9 @@ def check_disk_space(folder: Path, need_bytes: int) -> None:
 
 
 def _file_bytes(path: Path) -> int | None:
-    """Return the size of the file at `path`, None where there is none.
+    """Return the size of the file at `path`, None if there is none.
 
-    Raises StorageError where it cannot be known: the folder is closed, or a name too long.
+    Raises StorageError if it cannot be determined: the folder is closed, or a name too long.
     """
     try:
         facts = path.stat()

@@ -35,10 +35,10 @@ def synth(
     seed: int = 0,
     progress: Progress = no_progress,
 ) -> Path:
-    """Writes a checkpoint of a family with random weights into the folder `out`; returns that.
+    """Write a checkpoint of a family with random weights into the folder `out`; return it.
 
     family: a name, also with dashes for underscores. size: a key of its `sizes`. Raises UsageError
-    for an unknown family or size, and all else as `write_checkpoint` does.
+    for an unknown family or size, and the errors of `write_checkpoint`.
     """
     family = family.replace("-", "_")
     if family not in families():
@@ -56,13 +56,13 @@ def write_checkpoint(
     seed: int = 0,
     progress: Progress = no_progress,
 ) -> Path:
-    """Writes a checkpoint with random weights into the folder `out`, which it returns.
+    """Write a checkpoint with random weights into the folder `out`; return it.
 
     Equal arguments give equal bytes. `config.json` is written last, and on any failure, Ctrl-C
-    too, every file and folder made here is removed: a folder with `config.json` is whole.
+    included, every file and folder made here is removed: a folder with `config.json` is complete.
 
-    seed: 0 or more. Raises UsageError for a folder that holds anything already, StorageError for a
-    disk that is too small or fails.
+    seed: 0 or more. Raises UsageError for a folder with any contents, StorageError for a disk that
+    is too small or fails.
     """
     if not 0 <= seed < 2**63:
         raise UsageError(f"seed must be from 0 to {2**63 - 1}, not {seed}.")
@@ -78,9 +78,9 @@ def write_checkpoint(
 
 
 def plan_shards(tensors: list[SynthTensor], max_shard_bytes: int) -> list[list[SynthTensor]]:
-    """Tensors as published files have them: filled in layer order, sorted by name within a file.
+    """Divide tensors as published files do: filled in layer order, sorted by name within a file.
 
-    So an expert's matrices lie in the order down, gate, up, except where a file ended between.
+    So an expert's matrices lie in the order down, gate, up, except where a file ends between them.
     """
     shards: list[list[SynthTensor]] = [[]]
     size_bytes = 0
@@ -97,7 +97,7 @@ def plan_shards(tensors: list[SynthTensor], max_shard_bytes: int) -> list[list[S
 def _write_files(
     out: Path, files: list[Path], size: SynthSize, seed: int, progress: Progress
 ) -> None:
-    """files: gets all that are written."""
+    """Write the files, adding each to `files`."""
     tensors = list(tensors_of(size))
     shards = plan_shards(tensors, size.max_shard_bytes)
     names = [_shard_name(i, len(shards)) for i in range(len(shards))]
@@ -122,7 +122,7 @@ def _write_files(
 
 
 def _remove(files: Sequence[Path], folders: Sequence[Path]) -> None:
-    """folders: innermost first."""
+    """Remove files, then folders, innermost first."""
     for file in files:
         file.unlink(missing_ok=True)
     for folder in folders:
@@ -135,7 +135,7 @@ def _remove(files: Sequence[Path], folders: Sequence[Path]) -> None:
 def _texts(
     size: SynthSize, shards: list[list[SynthTensor]], names: list[str], total_bytes: int
 ) -> dict[str, str]:
-    """The folder's text files in the order they are written: `config.json` says it is whole."""
+    """Return the folder's text files in writing order; the last, `config.json`, marks the end."""
     weight_map = {t.name: n for n, shard in zip(names, shards, strict=True) for t in shard}
     index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
     texts = {
@@ -156,7 +156,7 @@ def _shard_name(index: int, num_shards: int) -> str:
 
 
 def _prepare_folder(out: Path) -> None:
-    """Makes the folder, or checks that an existing one holds at most an earlier run's leavings."""
+    """Create the folder, or check that it has at most an earlier run's partial files."""
     try:
         out.mkdir(parents=True, exist_ok=True)
         present = sorted(out.iterdir())
@@ -176,7 +176,7 @@ def _prepare_folder(out: Path) -> None:
 
 
 def _is_leaving(path: Path) -> bool:
-    """Whether this is a file that an earlier run was killed over while writing it."""
+    """Return True for a partial file of an earlier run that was killed."""
     name = path.name
     is_shard = name.startswith("model") and name.endswith(".safetensors.partial")
     is_text = any(name.startswith(f".{text}.") for text in _TEXTS)  # as `whole_file` calls them

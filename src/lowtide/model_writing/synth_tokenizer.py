@@ -22,7 +22,7 @@ SPECIAL_TOKENS = {
     "</role>": 7,
     "<|role_end|>": 8,
 }
-"""Offsets from the end-of-text token's id: that of the mask is the published one."""
+"""Offsets from the end-of-text token's id; the mask's is the published one."""
 
 CHAT_TEMPLATE = (
     "{% for m in messages %}"
@@ -33,9 +33,9 @@ CHAT_TEMPLATE = (
 
 
 def tokenizer_json(eos_token_id: int) -> str:
-    """A whole `tokenizer.json` whose special tokens begin at `eos_token_id` (at least 256).
+    """Return a `tokenizer.json` whose special tokens begin at `eos_token_id` (at least 256).
 
-    Ids between two special tokens are filled like the rest, so that the vocabulary has no holes.
+    Ids between special tokens are filled like the rest, so that the vocabulary has no holes.
     """
     if eos_token_id < 256:
         raise UsageError(f"eos_token_id must be at least 256, not {eos_token_id}.")
@@ -54,7 +54,7 @@ def tokenizer_json(eos_token_id: int) -> str:
 
 
 def tokenizer_config_json() -> str:
-    """A `tokenizer_config.json` with the special tokens' roles and a chat template."""
+    """Return a `tokenizer_config.json` with the special tokens' roles and a chat template."""
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": "<|endoftext|>",
@@ -76,9 +76,9 @@ def _joined_tokens() -> Iterator[tuple[str, str]]:
 
 
 def _byte_symbols() -> list[str]:
-    """The character that stands for each byte in a byte-level vocabulary.
+    """Return the character for each byte in a byte-level vocabulary.
 
-    Visible Latin-1 characters stand for themselves; the others are numbered from U+0100 on.
+    Visible Latin-1 characters stand for themselves; others are numbered from U+0100 on.
     """
     visible = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     hidden = [byte for byte in range(256) if byte not in visible]

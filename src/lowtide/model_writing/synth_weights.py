@@ -1,7 +1,7 @@
-"""Random weights that behave somewhat like trained ones: what fills each tensor, and its elements.
+"""Random weights that resemble trained ones: the distribution and elements of each tensor.
 
-Imports no torch: numpy draws a few million normals once, and tensors are stretches of them, which
-writes as fast as the disk takes it and in bounded memory.
+Imports no torch. numpy draws a few million normals once, and tensors are stretches of them, so
+writing is as fast as the disk and uses bounded memory.
 """
 
 from __future__ import annotations
@@ -30,27 +30,27 @@ Bits = NDArray[np.uint16]
 
 @dataclass(frozen=True)
 class Character:
-    """What makes random weights behave somewhat like trained ones.
+    """Parameters that make random weights behave somewhat like trained ones.
 
-    expert_bias: depth of the routing's skew. In every layer the experts are put into a random
-    order, and the one of rank r gets the selection bias `-expert_bias * log(r) / log(N)`: equal
-    steps for every doubling of the rank, as in Zipf's law, so a few experts take most tokens
-    and a long tail takes few. router_std: spread of the router's logits over experts.
-    qk_gain: weight of the query and key norms; above 1 attention picks fewer positions, which
-    keeps the masked positions of a block, all of one embedding, from becoming alike.
-    residual_gain: size of what all layers together add to the embedding's unit size.
-    logit_std: spread of the output logits, in units of `sqrt(2 ln V)`: from about 1 on the
-    likeliest token of V stands out, and its probability is spread widely between 0 and 1.
-    router_skew: for routers without a selection bias; the logits of the expert of rank r have the
-    spread `router_std * (1 + router_skew * (1 - 2 log(r) / log(N)))`, so that those of the first
-    ranks are among the highest more often. Computed for independent logits: of 64 experts top-8
-    the busiest tenth takes a quarter of the tokens, of 128 a third, and the last one hardly any.
+    expert_bias: depth of the routing's skew. In every layer the experts get a random order, and
+        rank r gets the selection bias `-expert_bias * log(r) / log(N)`: equal steps for every
+        doubling of the rank, as in Zipf's law. So a few experts get most tokens, a long tail few.
+    router_std: spread of the router's logits over experts.
+    qk_gain: weight of the query and key norms. Above 1 attention picks fewer positions, which keeps
+        the masked positions of a block, all of one embedding, from becoming alike.
+    residual_gain: size of all layers' additions to the embedding's unit size.
+    logit_std: spread of the output logits, in units of `sqrt(2 ln V)`. From about 1 on the
+        likeliest of V tokens stands out, and its probability is spread widely between 0 and 1.
+    router_skew: for routers without a selection bias. The logits of the expert of rank r have the
+        spread `router_std * (1 + router_skew * (1 - 2 log(r) / log(N)))`, so first ranks are among
+        the highest more often. Computed for independent logits: of 64 experts, top-8, the busiest
+        tenth takes a quarter of the tokens, of 128 a third, and the last one hardly any.
 
-    Synthetic, and no trained model's routing. Measured in float32 on `llada2 small`, seed 0, one
-    block of 32 after a prompt of 64 tokens: 72 to 107 of 256 experts per layer are hit in the
-    first step (all masked) and 108 to 124 in the last; the busiest tenth of the experts takes
-    half of the tokens; about 70% of a layer's experts are hit again in the next step; threshold
-    0.95 commits 4 tokens per step (2 to 9 while many are masked).
+    It is synthetic, and not any trained model's routing. Measured in float32 on `llada2 small`,
+    seed 0, one block of 32 after a prompt of 64 tokens: 72 to 107 of 256 experts per layer are hit
+    in the first step (all masked) and 108 to 124 in the last; the busiest tenth of the experts
+    takes half of the tokens; about 70% of a layer's experts are hit again in the next step;
+    threshold 0.95 commits 4 tokens per step (2 to 9 while many are masked).
     """
 
     expert_bias: float = 0.33
@@ -68,11 +68,11 @@ _FP4_STD = math.sqrt(8.5625)  # the mean square of 0, 0.5, 1, 1.5, 2, 3, 4 and 6
 Shape = tuple[int, ...]
 
 Fill = Callable[["Source", Shape], Iterator[Bits | NDArray[np.uint8]]]
-"""A method of `Source`: the elements of a tensor of this shape."""
+"""Method of `Source` that yields the elements of a tensor of this shape."""
 
 
 class SynthTensor(NamedTuple):
-    """One tensor and what it is filled with. All are bfloat16, but packed ones."""
+    """A tensor and its fill. All are bfloat16, except packed ones."""
 
     name: str
     shape: Shape
@@ -85,7 +85,7 @@ class SynthTensor(NamedTuple):
 
 
 def tensors_of(size: SynthSize) -> Iterator[SynthTensor]:
-    """Every tensor of the model, in the order of its layers, and what it is filled with."""
+    """Yield every tensor of the model, in the order of its layers, with its fill."""
     config = read_config(size.config)
     schema = model_schema(config)
     experts = [spec for layer in schema.moe_layers for spec in schema.expert_specs(layer)]
@@ -104,11 +104,11 @@ def _layer_order(spec: TensorSpec, schema: ModelSchema) -> float:
 
 
 def _fill(spec: TensorSpec, size: SynthSize, config: ModelConfig, names: Names) -> Fill:
-    """What a tensor holds.
+    """Return a tensor's fill.
 
-    A standard deviation is one over the root of the input width, so that sizes stay near one
-    from layer to layer. The rows of the output head for the special tokens are zero: a text
-    never ends by chance, and the mask is never the likeliest token.
+    A standard deviation is one over the root of the input width, so that sizes stay near one from
+    layer to layer. The output head's rows of special tokens are zero: a text never ends by chance,
+    and the mask is never the likeliest token.
     """
     name = spec.name.removesuffix(".weight")
     part = name.rpartition(".")[2]
@@ -142,7 +142,7 @@ def _fill(spec: TensorSpec, size: SynthSize, config: ModelConfig, names: Names) 
 
 
 def _named_fill(part: str) -> Fill | None:
-    """What a tensor holds whose name alone says it, whatever its shape."""
+    """Return the fill of a tensor that is determined by its name alone, or None."""
     if part in ("query_layernorm", "key_layernorm", "q_norm", "k_norm"):
         return partial(Source.constant, value=CHARACTER.qk_gain)
     if part == "expert_bias":
@@ -167,16 +167,16 @@ def _has_qk_norm(config: ModelConfig) -> bool:
 
 
 def _residual_std(config: ModelConfig) -> float:
-    """Standard deviation of one addition to the residual stream, for inputs of unit size."""
+    """Return the standard deviation of one addition to the residual stream, for unit inputs."""
     return CHARACTER.residual_gain / math.sqrt(2 * config.num_layers)
 
 
 class Noise:
     """Normal elements in bfloat16, of any standard deviation, drawn from one pool.
 
-    A tensor is a stretch of the pool, which begins again at its end. Every stretch begins
-    elsewhere, and the pool's length is odd, so no two tensors and no two rows of a tensor whose
-    width is even are equal.
+    A tensor is a stretch of the pool, which repeats from its start. Every stretch begins elsewhere,
+    and the pool's length is odd, so no two tensors, and no two rows of a tensor of even width, are
+    equal.
     """
 
     _MAX_ELEMENTS = 1 << 22
@@ -191,19 +191,19 @@ class Noise:
         self._num_stretches = 0
 
     def stretch(self, num_elements: int, std: float) -> Iterator[Bits]:
-        """Views of the pool that together have this many elements."""
+        """Yield views of the pool with `num_elements` elements together."""
         if std not in self._scaled:
             self._scaled[std] = to_bfloat16(self._pool * np.float32(std))
         for part in self._parts(num_elements):
             yield self._scaled[std][part]
 
     def row(self, num_elements: int, std: float) -> Bits:
-        """A stretch in one piece, whose standard deviation is not met again."""
+        """Return a contiguous stretch, whose standard deviation is used only once."""
         parts = [self._pool[part] for part in self._parts(num_elements)]
         return to_bfloat16(np.concatenate(parts) * np.float32(std))
 
     def _parts(self, num_elements: int) -> Iterator[slice]:
-        """Where in the pool the next stretch of this many elements lies."""
+        """Yield the pool's slices for the next stretch."""
         length = len(self._pool)
         self._num_stretches += 1
         start = self._num_stretches * self._stride % length
@@ -215,7 +215,7 @@ class Noise:
 
 
 def to_bfloat16(values: NDArray[np.float32]) -> Bits:
-    """The nearest bfloat16 numbers, as bits."""
+    """Round to the nearest bfloat16 numbers, as bits."""
     bits = np.empty(values.size, np.uint16)
     source = np.ascontiguousarray(values, np.float32).reshape(-1)
     convert_plain(source.view(np.uint8), "F32", bits.view(np.uint8), "BF16")
@@ -223,7 +223,7 @@ def to_bfloat16(values: NDArray[np.float32]) -> Bits:
 
 
 def zipf_bias(num_experts: int, depth: float, rng: np.random.Generator) -> NDArray[np.float32]:
-    """One layer's selection biases: 0 for the first expert of a random order, down to -depth."""
+    """Return one layer's selection biases, from 0 down to -depth in a random order of experts."""
     ranks = rng.permutation(num_experts) + 1
     bias = -depth * np.log(ranks) / math.log(max(num_experts, 2))
     return bias.astype(np.float32)
@@ -241,7 +241,7 @@ def rank_stds(
 
 
 class Source:
-    """The elements of one checkpoint's tensors, in the order they are asked for, in pieces."""
+    """The elements of one checkpoint's tensors, in order and in pieces."""
 
     _MAX_BYTES = 1 << 22  # of packed weights at a time
 
@@ -250,7 +250,7 @@ class Source:
         self._rng = np.random.default_rng([seed, 1])
 
     def normal(self, shape: Shape, std: float, zero_from_row: int | None = None) -> Iterator[Bits]:
-        """Independent normal elements; rows from `zero_from_row` on are zero."""
+        """Yield independent normal elements; rows from `zero_from_row` on are zero."""
         num_filled = shape[0] if zero_from_row is None else zero_from_row
         row_size = math.prod(shape[1:])
         yield from self._noise.stretch(num_filled * row_size, std)
@@ -261,28 +261,28 @@ class Source:
         yield to_bfloat16(np.full(shape, value, np.float32))
 
     def router_bias(self, shape: Shape) -> Iterator[Bits]:
-        """The selection bias of a router, see `Character.expert_bias`."""
+        """Yield a router's selection bias; see `Character.expert_bias`."""
         yield to_bfloat16(zipf_bias(shape[0], CHARACTER.expert_bias, self._rng))
 
     def router_rows(self, shape: Shape, std: float) -> Iterator[Bits]:
-        """Normal rows, some larger than others, see `Character.router_skew`."""
+        """Yield normal rows, some larger than others; see `Character.router_skew`."""
         for of_row in rank_stds(shape[0], std, CHARACTER.router_skew, self._rng).tolist():
             yield self._noise.row(shape[1], of_row)
 
     def packed_blocks(self, shape: Shape) -> Iterator[NDArray[np.uint8]]:
-        """Any bytes: MXFP4 weights of the standard deviation `_FP4_STD`, times their scales."""
+        """Yield random bytes: MXFP4 weights of deviation `_FP4_STD`, times their scales."""
         num_bytes = math.prod(shape)
         for start in range(0, num_bytes, self._MAX_BYTES):
             yield self._rng.integers(0, 256, min(self._MAX_BYTES, num_bytes - start), np.uint8)
 
     def packed_scales(self, shape: Shape, std: float) -> Iterator[NDArray[np.uint8]]:
-        """The scale that gives uniform MXFP4 weights the power of two nearest to this deviation."""
+        """Yield the scale that brings uniform MXFP4 weights closest to this deviation."""
         scale = 127 + round(math.log2(std / _FP4_STD))
         yield np.full(math.prod(shape), scale, np.uint8)
 
 
 def _coprime_stride(length: int) -> int:
-    """A step that visits every element of a ring, far from where it has just been."""
+    """Return a step that visits every element of a ring, far from its last positions."""
     stride = int(length * (math.sqrt(5) - 1) / 2)
     while math.gcd(stride, length) != 1:
         stride += 1

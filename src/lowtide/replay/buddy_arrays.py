@@ -23,13 +23,13 @@ BUDDY_DTYPES = {
         "curve": "<f8",
     }.items()
 }
-"""The arrays of a profile, and their types."""
+"""Arrays of a stored profile and their types."""
 
 _FACTS = {"fingerprint": str, "num_tokens": int, "curve_text_sha256": str}
 
 
 def arrays_of(profile: BuddyProfile) -> dict[str, Any]:
-    """What a file holds of it: `BUDDY_DTYPES` names them."""
+    """Return a profile as the arrays of `BUDDY_DTYPES`."""
     curve = profile.curve
     facts = {
         "fingerprint": profile.fingerprint,
@@ -48,7 +48,7 @@ def arrays_of(profile: BuddyProfile) -> dict[str, Any]:
 
 
 def profile_of(arrays: Arrays) -> BuddyProfile:
-    """The profile whose `arrays_of` these are; raises Contradiction."""
+    """Rebuild the profile from `arrays_of`; raise Contradiction."""
     own = {name.removeprefix(PREFIX): arrays[name] for name in BUDDY_DTYPES}
     facts = read_facts(own["facts"], _FACTS, "its buddies'")
     try:
@@ -65,7 +65,7 @@ def profile_of(arrays: Arrays) -> BuddyProfile:
 
 
 def _checked_sample(sample: WeightArray) -> WeightArray:
-    """Weights that descend and sum to 1."""
+    """Return weights after checking that they descend and sum to 1."""
     is_share = sample.ndim == 3 and np.isfinite(sample).all() and (sample >= 0).all()
     if not is_share or (np.diff(sample, axis=2) > 0).any():
         raise Contradiction("its sample of weights has values that cannot be")

@@ -1,10 +1,11 @@
-"""What one pass over a text tells about a model's routing: the file that `calibrate` writes.
+"""A calibration: facts about a model's routing on a text, as `calibrate` stores them.
 
     calibration = Calibration.load(path)
     calibration.check(config.architecture, TraceShape(*config.moe_shape))
     calibration.residual, calibration.frequency, calibration.following
 
-Read without trust, as traces are. Knows how to keep these numbers, not how they come about.
+The file is read without trust, as traces are. Stores these numbers, and does not know how they
+are made.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ CALIBRATION_VERSION = 1
 GATES = ("raw", "residual")
 """Early gates that are judged: the first axis of `GateAccuracy`."""
 TOP_SIZES = (1, 2, 4, 8)
-"""How many experts a prefetch might name."""
+"""Numbers of experts that a prefetch might name."""
 
 _FACTS = dict.fromkeys(("architecture", "text_sha256", "date"), str)
 _PREFIX = "trace_"
@@ -74,15 +75,15 @@ _AGAIN = "delete it and run lowtide calibrate again"
 
 
 def is_calibration(file: IO[bytes]) -> bool:
-    """Whether a file is a calibration, of whichever version."""
+    """Return True if a file is a calibration of any version."""
     return holds_arrays(file, "version", "facts", "frequency", "following")
 
 
 class GateAccuracy(NamedTuple):
-    """How well the next layer's gate, run one layer early, foresaw what that layer asked for.
+    """How well the next layer's gate, run one layer early, predicted that layer's demand.
 
-    Means over a text that was not calibrated on. First axis: `GATES`; second: the layers after
-    the first one.
+    Means over a text that was not calibrated on. First axis: `GATES`; second: the layers after the
+    first.
     """
 
     routed: FloatArray  # [2, layers - 1] share of each token's experts that were predicted
@@ -114,13 +115,13 @@ class Calibration:
         return self.trace.shape
 
     def check(self, architecture: str, shape: TraceShape) -> None:
-        """Raises UsageError when this is another model's calibration."""
+        """Raise UsageError if this is another model's calibration."""
         _check_model((self.architecture, self.shape), (architecture, shape))
 
     def with_curve(self, curve: QualityCurve) -> Calibration:
-        """Return the calibration with this curve of its buddies in place of an older one.
+        """Return the calibration with this curve of its buddies, replacing an older one.
 
-        Raises UsageError where it has no buddies.
+        Raises UsageError if it has no buddies.
         """
         if self.buddies is None:
             raise UsageError(
@@ -130,7 +131,7 @@ class Calibration:
         return replace(self, buddies=replace(self.buddies, curve=curve))
 
     def save(self, path: Path) -> None:
-        """Writes it, whole or not at all, making its folder. Raises StorageError."""
+        """Write it atomically, creating its folder. Raise StorageError."""
         check_writable(path, "calibration", is_calibration)
         facts = {name: getattr(self, name) for name in _FACTS}
         arrays = {
@@ -148,11 +149,11 @@ class Calibration:
 
     @classmethod
     def load(cls, path: Path, has_inputs: bool = True) -> Calibration:
-        """Reads a calibration that `save` wrote.
+        """Read a calibration that `save` wrote.
 
-        has_inputs: with the experts' inputs, if there are any; without them it is not to be saved
-        in the file's place. Raises UsageError when the file is not one or contradicts itself,
-        StorageError when it cannot be read.
+        has_inputs: include the experts' inputs; without them the calibration must not be saved over
+        the file. Raises UsageError for another or contradictory file, StorageError if it cannot be
+        read.
         """
         arrays = _load(path, () if has_inputs else INPUT_DTYPES)
         with _no_contradiction(path):
@@ -160,7 +161,7 @@ class Calibration:
 
 
 def load_inputs(path: Path, architecture: str, shape: TraceShape) -> ExpertInputs | None:
-    """Load only the experts' inputs of a model's calibration; None where it has none.
+    """Load only the experts' inputs of a model's calibration; None if it has none.
 
     Raises the errors of `Calibration.load` and `check`.
     """
@@ -177,10 +178,10 @@ def load_inputs(path: Path, architecture: str, shape: TraceShape) -> ExpertInput
 
 
 def default_path(folder: Path, architecture: str, shape: TraceShape) -> Path:
-    """Where the calibration of the model in `folder` is kept unless a path is given.
+    """Return the default path of the calibration of the model in `folder`.
 
-    In the user's cache; the name holds a digest of the folder and of what `check` compares. Raises
-    StorageError where there is no home for that.
+    It is in the user's cache; the name has a digest of the folder and of what `check` compares.
+    Raises StorageError without a home folder.
     """
     facts = json.dumps([str(folder.resolve()), architecture, *shape])
     digest = hashlib.sha256(facts.encode()).hexdigest()[:12]
@@ -197,7 +198,7 @@ def _load(path: Path, unread: Collection[str]) -> Arrays:
 
 @contextmanager
 def _no_contradiction(path: Path) -> Iterator[None]:
-    """Turns one into a UsageError that names the file."""
+    """Convert Contradiction to a UsageError that names the file."""
     try:
         yield
     except Contradiction as reason:
@@ -205,7 +206,7 @@ def _no_contradiction(path: Path) -> Iterator[None]:
 
 
 def _check_model(found: tuple[str, TraceShape], wanted: tuple[str, TraceShape]) -> None:
-    """Compares the architecture and the shape of two models. Raises UsageError if they differ."""
+    """Raise UsageError if architecture or shape of two models differ."""
     if found != wanted:
         raise UsageError(
             f"The calibration is another model's: {_described(*found)}, and this is "

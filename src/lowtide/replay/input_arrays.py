@@ -20,13 +20,13 @@ INPUT_DTYPES = {
         "activated": "<f4",
     }.items()
 }
-"""The arrays of experts' inputs, and their types."""
+"""Arrays of stored experts' inputs and their types."""
 
 _MAX_FINGERPRINT_BYTES = 256
 
 
 def arrays_of_inputs(inputs: ExpertInputs) -> dict[str, Any]:
-    """What a file holds of them: `INPUT_DTYPES` names them."""
+    """Return experts' inputs as the arrays of `INPUT_DTYPES`."""
     arrays = {
         "fingerprint": np.frombuffer(inputs.fingerprint.encode(), np.uint8),
         "num_rows": inputs.num_rows,
@@ -39,7 +39,7 @@ def arrays_of_inputs(inputs: ExpertInputs) -> dict[str, Any]:
 def inputs_of(
     arrays: Arrays, num_layers: int, num_experts: int, sizes: tuple[int, int]
 ) -> ExpertInputs:
-    """Return the inputs whose `arrays_of_inputs` these are.
+    """Rebuild the inputs from `arrays_of_inputs`.
 
     sizes: widths of hidden and of activated rows. Raises Contradiction.
     """

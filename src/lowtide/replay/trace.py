@@ -31,7 +31,7 @@ from lowtide.files.json_file import as_text
 
 TRACE_VERSION = 3
 MAX_TRACE_BYTES = 1 << 32
-"""Routing data of one trace, at most, in memory and when read."""
+"""Most routing data of one trace, in memory and when read."""
 
 TRACE_DTYPES = {
     "version": "<i8",
@@ -43,7 +43,7 @@ TRACE_DTYPES = {
     "requests": "<i4",
     "kinds": "|u1",
 }
-"""The arrays of a trace's file, and their types."""
+"""Arrays of a stored trace and their types."""
 
 _KINDS = (StepKind.PREFILL, StepKind.DENOISE, StepKind.DECODE)
 _MAX_COUNT = 2**31 - 1
@@ -51,12 +51,12 @@ _AGAIN = "record it again, with lowtide generate --trace"
 
 
 def is_trace(file: IO[bytes]) -> bool:
-    """Whether a file is a trace, of whichever version."""
+    """Return True if a file is a trace of any version."""
     return holds_arrays(file, "version", "shape", "passes", "ids")
 
 
 class TraceShape(NamedTuple):
-    """What a trace and the model it was recorded from must agree on."""
+    """Shape that a trace and its model must share."""
 
     num_layers: int  # MoE layers
     num_experts: int
@@ -88,7 +88,7 @@ class RoutedPass(NamedTuple):
     weights: WeightArray  # [rows, layers, k]
 
     def routing(self, layer: int) -> RoutedTokens:
-        """What the layer's router chose."""
+        """Return a layer's routing."""
         ids = self.ids[:, layer].astype(np.int64)
         return RoutedTokens(ids, np.ascontiguousarray(self.weights[:, layer]))
 
@@ -110,7 +110,7 @@ class Trace:
     kinds: NDArray[np.uint8]  # [rows of all passes] of `RowKind`
 
     def iter_routed(self) -> Iterator[RoutedPass]:
-        """All of every pass."""
+        """Yield every pass, complete."""
         start = 0
         for one in self.passes:
             part = slice(start, start + one.num_rows)
@@ -120,20 +120,20 @@ class Trace:
             start = part.stop
 
     def iter_ids(self) -> Iterator[NDArray[np.uint16]]:
-        """Expert ids pass by pass. Each [rows, layers, k]."""
+        """Yield expert ids pass by pass, each [rows, layers, k]."""
         return (routed.ids for routed in self.iter_routed())
 
     def hits(self) -> IntArray:
-        """Tokens routed to each expert. [passes, layers, experts]."""
+        """Return tokens routed to each expert, [passes, layers, experts]."""
         counts = [count_hits(ids, self.shape.num_experts) for ids in self.iter_ids()]
         shape = (0, self.shape.num_layers, self.shape.num_experts)
         return np.stack(counts) if counts else np.zeros(shape, np.int64)
 
     def blocks(self, hits: IntArray | None = None) -> list[IntArray]:
-        """Hits of the passes that are no prefill, split where the step counter restarts.
+        """Return hits of the passes other than prefill, split where the step counter restarts.
 
-        Each [steps, layers, experts]; what the solvers of tau work on. `hits`: of this trace, if
-        they are at hand.
+        Each is [steps, layers, experts], as the solvers of tau need. hits: of this trace, if
+        already computed.
         """
         hits = self.hits() if hits is None else hits
         blocks: list[list[IntArray]] = []
@@ -148,7 +148,7 @@ class Trace:
         return [np.stack(block) for block in blocks]
 
     def beginning(self, num_passes: int) -> Trace:
-        """The first passes."""
+        """Return the first passes as a trace."""
         passes = self.passes[:num_passes]
         rows = slice(sum(p.num_rows for p in passes))
         return replace(
@@ -165,11 +165,11 @@ class Trace:
         return sum(p.num_committed for p in self.passes)
 
     def save(self, path: Path) -> None:
-        """Writes the trace, whole or not at all. Raises StorageError."""
+        """Write the trace atomically. Raise StorageError."""
         save_arrays(path, self.arrays(), "trace", is_trace)
 
     def arrays(self) -> dict[str, Any]:
-        """What a file holds of it: `TRACE_DTYPES` names them."""
+        """Return the trace as the arrays of `TRACE_DTYPES`."""
         passes = [(_KINDS.index(p.step.kind), p.block, p.step.index, *p[2:]) for p in self.passes]
         return {
             "version": np.array([TRACE_VERSION], np.int64),
@@ -184,10 +184,9 @@ class Trace:
 
     @classmethod
     def load(cls, path: Path) -> Trace:
-        """Reads a trace that `save` wrote.
+        """Read a trace that `save` wrote.
 
-        Raises UsageError when the file is not one or contradicts itself, StorageError when it
-        cannot be read.
+        Raises UsageError for another or contradictory file, StorageError if it cannot be read.
         """
         versions = {"version": TRACE_VERSION}
         arrays = load_arrays(path, TRACE_DTYPES, MAX_TRACE_BYTES, "trace", _AGAIN, versions)
@@ -213,7 +212,7 @@ class TraceWriter:
         self._numbers: dict[int, int] = {-1: -1}  # of requests, by name
 
     def begin(self, step: Step, block: int, num_rows: int) -> None:
-        """Starts a pass, whose rows `step` may tell of; `record` fills it layer by layer."""
+        """Start a pass, whose rows `step` may describe; `record` fills it layer by layer."""
         layers, _, k = self._shape[:3]
         self._num_bytes += num_rows * (6 * layers * k + 5)
         if self._num_bytes > self._max_bytes:
@@ -235,19 +234,19 @@ class TraceWriter:
             self._weights[-1][:, layer] = weights
 
     def append(self, step: Step, block: int, ids: IntArray, num_committed: int = 0) -> None:
-        """A whole pass. ids [rows, layers, k]."""
+        """Add a whole pass. ids [rows, layers, k]."""
         self.begin(step, block, ids.shape[0])
         for layer in range(self._shape.num_layers):
             self.record(layer, ids[:, layer])
         self.commit(num_committed)
 
     def commit(self, num_tokens: int) -> None:
-        """Adds answer tokens that became final in the last pass."""
+        """Count answer tokens that became final in the last pass."""
         last = self._passes[-1]
         self._passes[-1] = last._replace(num_committed=last.num_committed + num_tokens)
 
     def count_moves(self, num_asked: int, num_done: int) -> None:
-        """Adds experts that were asked to become resident in the last pass, and that did."""
+        """Count experts that should become resident in the last pass, and those that did."""
         last = self._passes[-1]
         self._passes[-1] = last._replace(
             num_moves_asked=last.num_moves_asked + num_asked,
@@ -255,7 +254,7 @@ class TraceWriter:
         )
 
     def trace(self) -> Trace:
-        """All passes so far."""
+        """Return all passes so far."""
         layers, _, k = self._shape[:3]
         nothing = np.zeros((0, layers, k))
         ids = np.concatenate([nothing.astype(np.uint16), *self._ids])
@@ -275,7 +274,7 @@ class TraceWriter:
 
 
 def count_hits(ids: NDArray[np.uint16], num_experts: int) -> IntArray:
-    """Tokens routed to each expert of each layer. ids [rows, layers, k] -> [layers, experts]."""
+    """Count tokens routed to each expert: ids [rows, layers, k] -> [layers, experts]."""
     num_layers = ids.shape[1]
     offsets = np.arange(num_layers)[:, None] * num_experts
     flat = (ids.astype(np.int64) + offsets).ravel()
@@ -284,13 +283,13 @@ def count_hits(ids: NDArray[np.uint16], num_experts: int) -> IntArray:
 
 
 def demand_of(hits: IntArray, is_resident: BoolArray) -> Demand:
-    """One layer's demand from its hits. hits, is_resident [experts]."""
+    """Return one layer's demand from its hits. hits, is_resident [experts]."""
     experts = np.flatnonzero(hits)
     return Demand(experts, hits[experts], is_resident[experts])
 
 
 def trace_of(arrays: Arrays) -> Trace:
-    """The trace whose `arrays` these are; raises Contradiction."""
+    """Rebuild the trace from its `arrays`; raise Contradiction."""
     passes, ids = arrays["passes"], arrays["ids"]
     if (
         arrays["shape"].shape != (len(TraceShape._fields),)
