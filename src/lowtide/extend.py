@@ -57,7 +57,7 @@ _HOMES = {
     "register_format": "formats.registry.register",
     "register_policy": "policies.presets.register",
 }
-"""Name -> module, imported on first use: `Device` needs torch, while a simulated policy does not."""
+"""Name -> module, imported on first use: `Device` needs torch, a simulated policy does not."""
 
 __all__ = [  # noqa: F822 - those of `_HOMES`, as a test promises
     "Assignment",
