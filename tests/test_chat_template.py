@@ -235,14 +235,41 @@ def test_turns_are_joined_where_the_template_wants_them_in_turn() -> None:
     assert render(PUBLISHED, SYSTEM, HELLO, more) == "[system]be kind[user]hello[user]you"
 
 
+def test_a_conversation_that_begins_with_an_answer() -> None:
+    """A user who says nothing precedes it where the template wants turns in turn."""
+    assert render(STRICT, ANSWER, HELLO) == "[user][assistant]hi[user]hello"
+    assert render(STRICT, ANSWER, ANSWER, HELLO) == "[user][assistant]hi\nhi[user]hello"
+    assert render(STRICT, SYSTEM, ANSWER, HELLO) == "[user]be kind[assistant]hi[user]hello"
+    assert render(STRICT, ANSWER) == "[user][assistant]hi"
+    assert render(PUBLISHED, ANSWER, HELLO) == "[assistant]hi[user]hello"
+    with_system = (
+        "{% set ns = namespace(user=true) %}{% for m in messages %}{% if m.role != 'system' %}"
+        "{% if (m.role == 'user') != ns.user %}{{ raise_exception('in turn') }}{% endif %}"
+        "{% set ns.user = not ns.user %}{% endif %}[{{ m.role }}]{{ m.content }}{% endfor %}"
+    )
+    text = render(with_system, SYSTEM, ANSWER, HELLO)
+    assert text == "[system]be kind[user][assistant]hi[user]hello"
+
+
+def test_a_template_may_keep_lists() -> None:
+    """As Kimi's do, of the ids of calls."""
+    template = (
+        "{% set ids = [] %}{% for m in messages %}{% set _ = ids.append(m.content) %}{% endfor %}"
+        "{% set _ = ids.insert(0, 'a') %}{% set _ = ids.extend(['b']) %}{{ ids.pop(0) }}{{ ids }}"
+    )
+    assert render(template, HELLO, HELLO) == "a['hello', 'hello', 'b']"
+    with pytest.raises(UsageError, match="unsafe"):
+        render("{% set _ = messages[0].update({'content': 'x'}) %}", HELLO)
+
+
 ROLES = st.sampled_from(["system", "user", "assistant"])
 
 
 @examples(40)
 @given(st.lists(ROLES, min_size=1, max_size=6), st.sampled_from([STRICT, REFUSING, LEAVING_OUT]))
 def test_nothing_that_system_or_users_say_is_lost(roles: list[str], template: str) -> None:
-    """Of conversations that end with one of them and begin with no answer."""
-    roles = [*roles, "user"] if roles[0] != "assistant" else ["user", *roles, "user"]
+    """Of conversations that end with one of them."""
+    roles = [*roles, "user"]
     messages = [{"role": role, "content": f"<{i}>"} for i, role in enumerate(roles)]
     text = render(template, *messages)
     places = [text.find(message["content"]) for message in messages]

@@ -36,9 +36,6 @@ TOOLS = [
 ]
 
 
-SANDBOX = "known: the sandbox lets no template change a list; transformers' neither"
-
-
 class Case(NamedTuple):
     """A conversation that both get. is_begun: its last answer is continued."""
 
@@ -225,5 +222,5 @@ def _as_jinja(template: str, variables: dict[str, Any], expected: str) -> str:
     try:
         ours = render(template, variables, 1 << 20)
     except Exception as error:  # as the process that renders them would tell
-        return SANDBOX if "unsafe" in str(error) else f"different: {error}"
+        return f"different: {error}"
     return "" if ours == expected else f"different: {_first_difference(ours, expected)}"

@@ -33,12 +33,12 @@ def forms(messages: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
 
     The first is the conversation itself; each form occurs once, those with fewer changes first.
     Later system turns may become the user's, then also the first one; adjacent turns of one role
-    may be joined.
+    may be joined, and a user who says nothing may come before an answer that nothing precedes.
     """
     later, every = _as_users(messages, 1), _as_users(messages, 0)
     found: list[list[dict[str, Any]]] = []
     for form in (messages, later, every):
-        for each in (form, _in_turn(form)):
+        for each in (form, _in_turn(form), _behind_user(_in_turn(form))):
             if each not in found:
                 found.append(each)
     return found
@@ -118,6 +118,14 @@ def _in_turn(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         same = list(turns)
         found += same if role == "tool" or len(same) == 1 else [_joined_turns(same)]
     return found
+
+
+def _behind_user(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Put an empty user turn before an answer that begins the conversation."""
+    place = next((i for i, m in enumerate(messages) if m["role"] != "system"), len(messages))
+    if [message["role"] for message in messages[place : place + 1]] != ["assistant"]:
+        return messages
+    return [*messages[:place], {"role": "user", "content": ""}, *messages[place:]]
 
 
 def _joined_turns(messages: list[dict[str, Any]]) -> dict[str, Any]:

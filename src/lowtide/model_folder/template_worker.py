@@ -111,9 +111,20 @@ def compiled(template: str) -> Template:
     return environment().from_string(template)
 
 
+class Sandbox(ImmutableSandboxedEnvironment):
+    """Sandbox in which a template may also extend and shorten lists, as Kimi's do.
+
+    They are this process's own copies, made anew for each request.
+    """
+
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        is_change = isinstance(obj, list) and attr in ("append", "extend", "insert", "pop")
+        return is_change or super().is_safe_attribute(obj, attr, value)
+
+
 def environment() -> ImmutableSandboxedEnvironment:
     """Make the environment of published chat templates."""
-    made = ImmutableSandboxedEnvironment(
+    made = Sandbox(
         trim_blocks=True,
         lstrip_blocks=True,
         extensions=["jinja2.ext.loopcontrols", GenerationBlock],
