@@ -96,7 +96,7 @@ class LayerTwin(Protocol):
 
 
 class BuddyTwins(Protocol):
-    """One of the two implementations, with its assignment."""
+    """An implementation of BuddyMoE's steps, plain or compiled, with the assignment it assumes."""
 
     def balance(self) -> Callable[[Facts], Assignment]:
         """Lowtide's own assignment, `policies.assignment.Balance`."""

@@ -5,11 +5,12 @@
     pieces += parser.finish()
 
 A call whose arguments are a JSON object is streamed while it is written, name first and to the
-  letter, even if it is never closed or is invalid JSON. Any other call is reported once it is
-  certainly complete; text that only looks like a call stays text. The end of a call follows from
-  its
-structure: a mark inside a string or a value belongs to it. Everything follows from the text alone,
-  not from how it is divided, so that an answer is the same streamed and not.
+letter, even if it is never closed or is invalid JSON. Any other call is reported once it is
+certainly complete; text that only looks like a call stays text. The end of a call follows from its
+structure: a mark inside a string or a value belongs to it.
+
+Everything follows from the text alone, not from how it is divided, so an answer is the same
+streamed and not.
 """
 
 from __future__ import annotations

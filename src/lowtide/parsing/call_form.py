@@ -1,4 +1,4 @@
-"""What forms of tool calls have in common.
+"""Common base of the forms of tool calls.
 
 Grammars are Lark for llguidance; `CallForm.mark` and `literal` write the fixed parts.
 """

@@ -60,10 +60,10 @@ class MarkedText:
         self._last = ""  # a special token, if another one follows
 
     def parts(self, token_ids: Sequence[int]) -> Iterator[tuple[list[Item], int]]:
-        """Yield what is certain after more tokens, and how many tokens each part is of.
+        """Yield text and marks that are certain, each with the number of tokens it comes from.
 
-        Tokens between which no mark begins or ends are one part: to decode them one by one takes
-        longer than to compute the pass of a small model.
+        Tokens without marks are decoded together: one by one would take longer than the pass of a
+        small model.
         """
         place = 0
         while place < len(token_ids):
@@ -78,12 +78,12 @@ class MarkedText:
             place += num_plain
 
     def _num_plain(self, token_ids: Sequence[int]) -> int:
-        """How many tokens there are before the first that is a mark or special."""
+        """Return the number of tokens before the first mark or special token."""
         places = (i for i, t in enumerate(token_ids) if t in self._by_id or t in self._special)
         return next(places, len(token_ids))
 
     def _plain_text(self, token_ids: Sequence[int]) -> str | None:
-        """What is certain of a text without marks; None, and nothing changed, where it has some."""
+        """Return the certain text of plain tokens; None, changing nothing, if there is a mark."""
         if self._last or len(token_ids) < 2:
             return None
         stream = self._stream.copy()
@@ -108,7 +108,7 @@ class MarkedText:
             yield Mark(mark)
 
     def finish(self) -> Iterator[Item]:
-        """Yield what was held back. Another text may follow."""
+        """Yield the text held back. Another text may follow."""
         yield from self._divided(self._stream.finish())
         yield from self._rest()
 

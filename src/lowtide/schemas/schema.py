@@ -103,7 +103,7 @@ class ModelSchema:
     """Every tensor that a model needs.
 
     `storages` are the accepted ways to store the experts, the published one first. `absent` lists
-      names
+    names
     that contradict the config: a checkpoint with such a tensor would silently be computed wrongly.
     """
 
