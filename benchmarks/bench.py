@@ -71,6 +71,7 @@ SMALL = (
     Script("ar_decode", 3, ("--prompt", "256", "--new", "48")),
     Script("absent", 3, ("--parts", "tmpfs", "block", "gguf"), cut="the disk; `--large` has it"),
     Script("batching", 1),
+    Script("batch", 2),
     Script(
         "predictions",
         5,

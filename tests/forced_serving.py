@@ -125,7 +125,9 @@ class ForcedService(Service):
                     self.answered.append(Answered(ask, piece))
                 yield piece
 
-    def _request(self, ask: Ask, prompt_ids: list[int], is_gone: threading.Event) -> Request:
+    def _request(
+        self, ask: Ask, prompt_ids: list[int], is_gone: threading.Event | None = None
+    ) -> Request:
         request, tokenizer = super()._request(ask, prompt_ids, is_gone), self.llm.tokenizer
         assert tokenizer is not None
         ids = [*tokenizer.encode(self._text(ask)), *tokenizer.eos_token_ids]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import time
 from collections.abc import Iterator
 from contextlib import aclosing, suppress
 from dataclasses import replace
@@ -123,6 +124,80 @@ def test_an_answer_told_whole_is_the_same_in_few_events(llm: AsyncLLM) -> None:
             assert sorted(event.token_ids for event in ends) == sorted(
                 tuple(each) for each in joined(whole)
             )
+
+    run(ask())
+
+
+def test_answers_that_end_together_wake_their_reader_once(
+    llm: AsyncLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of which each is asked by a task of its own."""
+    num_woken = 0
+
+    async def ask() -> None:
+        running = asyncio.get_running_loop()
+        call_soon = running.call_soon_threadsafe
+
+        def woken(*arguments: Any) -> Any:
+            nonlocal num_woken
+            num_woken += 1
+            return call_soon(*arguments)
+
+        async def answer() -> int:
+            events = llm.events(llm.requests(PROMPTS[0], PARAMS), is_whole=True)
+            async with aclosing(events):
+                return len([event async for event in events if isinstance(event, Finished)])
+
+        async with llm:
+            forwards = (await llm.stats())["forwards"]
+            monkeypatch.setattr(running, "call_soon_threadsafe", woken)
+            assert await asyncio.gather(*(answer() for _ in range(16))) == [1] * 16
+            monkeypatch.undo()
+            forwards = (await llm.stats())["forwards"] - forwards
+        assert num_woken <= 2 * forwards  # that some begin, and what a pass has told
+
+    run(ask())
+
+
+def test_a_pass_waits_for_requests_that_are_expected(llm: AsyncLLM) -> None:
+    """The same passes as if all had been asked at once; fewer come than were expected."""
+
+    async def ask() -> None:
+        async with llm:
+
+            async def answered(num_early: int) -> float:
+                before = (await llm.stats())["forwards"]
+                early, late = PROMPTS[:num_early], PROMPTS[num_early:]
+                tasks = [asyncio.create_task(llm.generate(each, PARAMS)) for each in early]
+                await asyncio.sleep(0.05)
+                tasks += [asyncio.create_task(llm.generate(each, PARAMS)) for each in late]
+                llm.expect(-1)
+                await asyncio.gather(*tasks)
+                return (await llm.stats())["forwards"] - before
+
+            llm.expect(len(PROMPTS) + 1)
+            divided = await answered(1)
+            llm.expect(len(PROMPTS) + 1)
+            together = await answered(len(PROMPTS))
+            assert divided == together
+
+    run(ask())
+
+
+def test_requests_that_do_not_come_are_not_waited_for(llm: AsyncLLM) -> None:
+    async def ask() -> None:
+        async with llm:
+            for num_expected in (1, 10**6, -5):
+                llm.expect(num_expected)
+                start_s = time.monotonic()
+                await llm.generate(PROMPTS[0], PARAMS)
+                await llm.stats()  # work between passes is done meanwhile
+                assert time.monotonic() - start_s < LIMIT_S / 4
+            llm.expect(3)
+            task = asyncio.create_task(llm.generate(PROMPTS[0], PARAMS))
+            await asyncio.sleep(0.02)
+        with pytest.raises(UsageError, match="closed"):
+            await task
 
     run(ask())
 

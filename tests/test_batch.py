@@ -256,6 +256,13 @@ def test_wrong_lines_are_refused_before_anything_is_loaded(
     assert not (tmp_path / "out.jsonl").exists()
 
 
+def test_a_policy_of_a_file_is_not_for_a_cluster(tmp_path: Path) -> None:
+    source, mine = written(tmp_path / "in.jsonl", sums(1)), tmp_path / "mine.py"
+    mine.write_text("")
+    result = batch("-i", source, "-o", tmp_path / "out", "--ray", "--policy-file", mine)
+    assert result.exit_code == 2 and "--policy-file names a file of this machine" in result.stderr
+
+
 def test_any_model_answers_for_another(tmp_path: Path) -> None:
     source = written(tmp_path / "in.jsonl", [line("a", "1 + 1", model="gpt-9")])
     assert batch("-i", source, "-o", tmp_path / "out.jsonl", "--any-model").exit_code == 0
@@ -490,20 +497,23 @@ def run_lines(
     return made
 
 
-def test_lines_share_passes_as_a_list_of_prompts_does(llm: AsyncLLM) -> None:
-    asked = [line(f"n{i}", f"Sort {i + 10} 21 {99 - i}", temperature=0) for i in range(40)]
+@pytest.mark.parametrize("max_tokens", [3, 30])
+def test_lines_share_passes_as_a_list_of_prompts_does(llm: AsyncLLM, max_tokens: int) -> None:
+    """Also where prompts take time from answers, which the answers of others would be owed."""
+    fields = {"temperature": 0, "max_tokens": max_tokens}
+    asked = [line(f"n{i}", f"Sort {i % 89 + 10} 21 {99 - i % 89}", **fields) for i in range(120)]
     prompts = [each["body"]["messages"] for each in asked]
 
     async def generated() -> int:
         before = (await llm.stats())["forwards"]
-        await llm.generate(prompts, temperature=0)
+        await llm.generate(prompts, temperature=0, max_tokens=max_tokens)
         return int((await llm.stats())["forwards"] - before)
 
     num_passes = asyncio.run(generated())
     before = asyncio.run(llm.stats())["forwards"]
     made = run_lines(llm, asked, at_once=256)
     after = asyncio.run(llm.stats())["forwards"]
-    assert len(made) == 40 and not any(map(is_error, made))
+    assert len(made) == 120 and not any(map(is_error, made))
     assert after - before <= 1.1 * num_passes
 
 

@@ -370,7 +370,7 @@ def test_a_process_that_was_killed_is_another_one_next_time() -> None:
 
 
 def test_an_interrupt_leaves_no_half_read_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(pipe: int) -> bytes:
+    def interrupted(pipe: int, end_s: float) -> bytes:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:

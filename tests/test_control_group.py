@@ -1,8 +1,15 @@
-"""Room that control groups leave a process, from folders like the kernel's."""
+"""Room that control groups leave a process: made-up folders, and a real group where one can be."""
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -79,3 +86,64 @@ def test_a_slowing_limit_counts_where_it_is_the_least(tmp_path: Path) -> None:
     write_group(tmp_path / "job", "9000", 0, 0, is_v1=False)
     (tmp_path / "job" / "memory.high").write_text("7000\n")
     assert group_limit_bytes(tmp_path, membership) == 7000
+
+
+# A real group, as a batch system makes one for a job.
+
+
+def own_groups() -> Iterator[tuple[Path, str]]:
+    """Memory groups of this process, with the name of the file that limits one."""
+    for line in Path("/proc/self/cgroup").read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        if "memory" in controllers.split(","):
+            yield Path("/sys/fs/cgroup/memory") / path.lstrip("/"), "memory.limit_in_bytes"
+        elif not controllers:
+            yield Path("/sys/fs/cgroup") / path.lstrip("/"), "memory.max"
+
+
+@contextmanager
+def real_job(limit_bytes: int) -> Iterator[Path]:
+    """A group with a limit, and one for a step in it, below this process's own; skips without."""
+    made: list[Path] = []
+    try:
+        if not any(made_job(group, limit, limit_bytes, made) for group, limit in own_groups()):
+            pytest.skip("no control group with a limit of memory can be made here")
+        yield made[-1]
+    finally:
+        for folder in reversed(made):
+            folder.rmdir()
+
+
+def made_job(group: Path, limit: str, limit_bytes: int, made: list[Path]) -> bool:
+    job = group / f"lowtide-test-{os.getpid()}"
+    try:
+        for folder in (job, job / "step"):
+            folder.mkdir()
+            made.append(folder)
+        # Version 2 has this file where its parent hands the controller on.
+        with open(job / limit, "r+") as file:
+            file.write(str(limit_bytes))
+    except OSError:
+        return False
+    return True
+
+
+def run_in(group: Path, command: Sequence[str]) -> Any:
+    """What a command prints as JSON, run in a group."""
+    joining = ["sh", "-c", f'echo $$ > "{group}/cgroup.procs" && exec "$@"', "sh"]
+    done = subprocess.run([*joining, *command], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_half_is_half_of_the_job_in_a_real_group() -> None:
+    look = (
+        "import json; from lowtide.hardware.memory import *; "
+        "print(json.dumps([total_memory_bytes(), available_memory_bytes()]))"
+    )
+    plan = ("plan", "demo:autoregressive", "--host-memory", "50%", "--json")
+    with real_job(1 << 30) as step:
+        total, available = run_in(step, [sys.executable, "-c", look])
+        assert total == 1 << 30 and 0 < available < total
+        told = run_in(step, [sys.executable, "-m", "lowtide", *plan])
+    assert told["budget_bytes"] == 1 << 29

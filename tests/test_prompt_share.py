@@ -96,7 +96,9 @@ def test_a_request_begins_with_the_first_pass_that_has_rows_of_it() -> None:
     model, decoder, _ = autoregressive(answers=0, caller=1)
     decoder.add(test_autoregressive.make_request(101, [1, 2], max_tokens=4))
     begun: list[tuple[int, int]] = []
-    decoder.on_begin = lambda event: begun.append((event.request, len(model.rows)))
+    decoder.on_begin = lambda events: begun.extend(
+        (each.request, len(model.rows)) for each in events
+    )
     steps_until_prompt_is_read(decoder)
     assert begun == [(100, 0), (101, 9)]
 

@@ -401,6 +401,34 @@ def test_the_same_streamed_and_not(
     assert len(numbers) == 1
 
 
+@named
+def test_long_answers_are_read_alike_in_any_parts(form: CallFormat) -> None:
+    """Longer than what is tried as one text, with marks, calls and special tokens among it."""
+    begun = "".join(THINK) + "a call " + "".join(call_form_of(form.tokenizer).marks)
+    ids = form.tokenizer.encode(f"{'many words, ' * 40}{begun}{'and 猫 more ' * 30}") * 2
+    whole = read_ids(form.tokenizer, [ids], TOOLS, form.prompt)
+    for size in (1, 7, 63, 64, 65, 200):
+        parts = [ids[start : start + size] for start in range(0, len(ids), size)]
+        assert read_ids(form.tokenizer, parts, TOOLS, form.prompt) == whole
+
+
+def test_a_long_answer_is_decoded_in_few_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind special tokens, too, and around marks that are written as text."""
+    decode, decoded = Tokenizer.decode, []
+
+    def counted(self: Tokenizer, ids: Sequence[int], skip_special: bool = True) -> str:
+        decoded.append(len(ids))
+        return decode(self, ids, skip_special)
+
+    words = QWEN.tokenizer.encode("many words, " * 100)
+    [special] = [token for token in QWEN.tokenizer.special_texts][:1]
+    ids = [*words, special, *words, *QWEN.tokenizer.encode("<tool_call>"), *words]
+    parser = parser_of(QWEN.tokenizer, QWEN.tokenizer.encode(QWEN.prompt), TOOLS)
+    monkeypatch.setattr(Tokenizer, "decode", counted)
+    parser.feed(ids)
+    assert len(decoded) < len(ids) / 8 and sum(decoded) < 8 * len(ids)
+
+
 def read_items(form: CallFormat, items: Iterable[str | Mark]) -> list[tuple[str, ...]]:
     out = PieceWriter()
     if form is GPT_OSS:

@@ -105,6 +105,14 @@ class AsyncLLM(LoadedModel):
         """
         return async_loop.answers(self._loop, requests, is_whole)
 
+    def expect(self, num_requests: int) -> None:
+        """Have passes wait a moment for requests that are being made ready for `events`.
+
+        They wait where these would add much to a pass, and for at most 0.2 s from one request to
+        the next. Below 0: fewer come than were expected.
+        """
+        self._loop.expect(num_requests)
+
     async def logits(self, token_ids: TokenIds) -> Tensor:
         """Return logits as `LLM.logits`."""
         work, num_tokens = self._logits_work(token_ids)
@@ -143,8 +151,26 @@ class AsyncLLM(LoadedModel):
         max_tokens: tokenizing stops beyond it, and `TooManyTokens`, a UsageError, is raised.
         """
         return await asyncio.to_thread(
-            self._intake.token_ids, prompt, raw, template_options, add_special_tokens, max_tokens
+            lambda: self.prompt_ids(
+                prompt,
+                raw=raw,
+                template_options=template_options,
+                add_special_tokens=add_special_tokens,
+                max_tokens=max_tokens,
+            )
         )
+
+    def prompt_ids(
+        self,
+        prompt: Prompt,
+        *,
+        raw: bool = False,
+        template_options: Mapping[str, object] | None = None,
+        add_special_tokens: bool = True,
+        max_tokens: int | None = None,
+    ) -> list[int]:
+        """Return a prompt's token ids as `token_ids`, and block until they are there."""
+        return self._intake.token_ids(prompt, raw, template_options, add_special_tokens, max_tokens)
 
     async def adopt_policy(
         self, policy: str | Recipe, policy_options: Mapping[str, str] | None = None

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import atexit
 import json
+import math
 import os
+import select
 import signal
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -157,6 +160,7 @@ class _Lane:
             os.close(asked)
             raise
         self.of_child = (asked, answered)
+        os.set_blocking(self.questions, False)  # a child that reads none holds nobody up
 
     def close_child_s_ends(self) -> None:
         """Close the child's ends of the pipes, once the child has them."""
@@ -203,24 +207,18 @@ def _asked(
     child: subprocess.Popen[bytes], lane: _Lane, line: bytes, wall_s: float
 ) -> dict[str, Any]:
     """Send one request and return its answer. Raise ChildError."""
-    is_late = threading.Event()
-
-    def stop() -> None:
-        is_late.set()
-        _kill(child)
-
-    timer = threading.Timer(wall_s, stop)
-    timer.daemon = True
-    timer.start()
+    end_s = time.monotonic() + wall_s
+    late_s = None
     try:
-        _write(lane.questions, line)
-        answered = _read_line(lane.answers)
+        _write(lane.questions, line, end_s)
+        answered = _read_line(lane.answers, end_s)
+    except TimeoutError:
+        _kill(child)
+        answered, late_s = b"", wall_s
     except OSError:
         answered = b""  # it ended before it had read the question
-    finally:
-        timer.cancel()
     if not answered.endswith(b"\n"):
-        raise _failure(child, wall_s if is_late.is_set() else None)
+        raise _failure(child, late_s)
     answer = json.loads(answered)
     return answer if isinstance(answer, dict) else {}
 
@@ -248,19 +246,34 @@ def _kill(child: subprocess.Popen[bytes]) -> None:
         child.kill()
 
 
-def _write(pipe: int, data: bytes) -> None:
+def _write(pipe: int, data: bytes, end_s: float) -> None:
+    """Write all of it. Raises TimeoutError, OSError once nobody reads."""
     rest = memoryview(data)
     while rest:
-        rest = rest[os.write(pipe, rest) :]
+        try:
+            rest = rest[os.write(pipe, rest) :]
+        except BlockingIOError:
+            _wait(pipe, select.POLLOUT, end_s)
 
 
-def _read_line(pipe: int) -> bytes:
-    parts = []
-    while part := os.read(pipe, 1 << 20):
-        parts.append(part)
-        if part.endswith(b"\n"):
+def _read_line(pipe: int, end_s: float) -> bytes:
+    """Read a line, or what there is of it where the other end is closed. Raises TimeoutError."""
+    parts: list[bytes] = []
+    while not parts or not parts[-1].endswith(b"\n"):
+        _wait(pipe, select.POLLIN, end_s)
+        part = os.read(pipe, 1 << 20)
+        if not part:
             break
+        parts.append(part)
     return b"".join(parts)
+
+
+def _wait(pipe: int, event: int, end_s: float) -> None:
+    """Wait until a pipe can be read or written, or its other end is closed."""
+    poll = select.poll()
+    poll.register(pipe, event)
+    if not poll.poll(max(0, math.ceil(1000 * (end_s - time.monotonic())))):
+        raise TimeoutError
 
 
 def _close_errors(child: subprocess.Popen[bytes]) -> None:

@@ -139,25 +139,24 @@ class Option:
 
     def check(self, value: object, name: str) -> None:
         """Raise UsageError, naming `name`, for a value of another type or out of range."""
-        said = shown(value)
         if self.kind is Kind.INTEGER:
             check_int(name, value, int(self.low), int(self.high))
         elif self.kind is Kind.NUMBER:
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
             if not is_number or not self.low <= value <= self.high:  # type: ignore[operator]
                 raise UsageError(
-                    f"{name} must be a number from {self.low} to {self.high}, not {said}."
+                    f"{name} must be a number from {self.low} to {self.high}, not {shown(value)}."
                 )
         elif self.kind is Kind.CACHE and not isinstance(value, bool):
             if value not in _APPROXIMATE_CACHES:
-                raise UsageError(f"{name} must be true, false, prefix or dual, not {said}.")
+                raise UsageError(f"{name} must be true, false, prefix or dual, not {shown(value)}.")
         elif self.kind in _TYPES:
             kind, noun = _TYPES[self.kind]
             if not isinstance(value, kind):
-                raise UsageError(f"{name} must be {noun}, not {said}.")
+                raise UsageError(f"{name} must be {noun}, not {shown(value)}.")
         if self.choices and value not in self.choices:
             known = ", ".join(self.choices)
-            raise UsageError(f"{name} {said} is not known; choose {known}.")
+            raise UsageError(f"{name} {shown(value)} is not known; choose {known}.")
 
 
 _TYPES: Mapping[Kind, tuple[Any, str]] = {
@@ -205,14 +204,16 @@ def check_options(params: Any) -> None:
     """
     params_class: Any = type(params)
     for each in options_of(params_class):
-        value = getattr(params, each.keyword)
-        if each.kind in (Kind.INTEGER, Kind.NUMBER, Kind.SIZE, Kind.CORES):
-            value = as_number(value)
-        elif each.kind in (Kind.PAIRS, Kind.JSON_PAIRS) and value is None:
+        given = value = getattr(params, each.keyword)
+        if each.kind in (Kind.PAIRS, Kind.JSON_PAIRS) and value is None:
             value = {}
-        object.__setattr__(params, each.keyword, value)
-        if value is not None or each.default is not None:
-            each.check(value, each.keyword)
+        elif value is None and each.default is None:
+            continue
+        elif each.kind in (Kind.INTEGER, Kind.NUMBER, Kind.SIZE, Kind.CORES):
+            value = as_number(value)
+        if value is not given:
+            object.__setattr__(params, each.keyword, value)
+        each.check(value, each.keyword)
 
 
 def check_int(name: str, value: object, low: int, high: int = MAX_INTEGER) -> int:

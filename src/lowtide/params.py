@@ -218,9 +218,10 @@ def check_kind(params: SamplingParams, architecture: str, writes_in_order: bool)
         raise UnsupportedError(f"{', '.join(given)}: {architecture} {reason}; leave this out.")
 
 
-def field_names(params: type[SamplingParams] | type[DiffusionParams]) -> list[str]:
+@functools.cache
+def field_names(params: type[SamplingParams] | type[DiffusionParams]) -> tuple[str, ...]:
     """List the names of the fields in order."""
-    return [f.name for f in fields(params)]
+    return tuple(f.name for f in fields(params))
 
 
 ELSEWHERE = {
@@ -243,6 +244,8 @@ def with_keywords(params: SamplingParams | None, given: Mapping[str, object]) ->
 
     Raises UsageError for an unknown name or a bad value.
     """
+    if not given:
+        return params or SamplingParams()
     own, diffusion = field_names(SamplingParams), field_names(DiffusionParams)
     for name in given:
         if name not in own and name not in diffusion:

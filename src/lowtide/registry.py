@@ -11,7 +11,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, MutableMapping
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
+from itertools import count
 from typing import TypeVar
+from weakref import WeakValueDictionary
 
 from lowtide.errors import UsageError
 
@@ -57,12 +59,13 @@ class Registry(MutableMapping[str, T]):
         """Create the registry; noun: of one entry, for messages."""
         self._group, self._noun, self._kind = group, noun, kind
         self._known = dict(own)
+        self._unlisted: WeakValueDictionary[str, T] = WeakValueDictionary()
 
     def __contains__(self, name: object) -> bool:
-        return name in self._known or name in extensions(self._group)
+        return name in self._known or name in extensions(self._group) or name in self._unlisted
 
     def __iter__(self) -> Iterator[str]:
-        """Iterate over every name; nothing is imported."""
+        """Iterate over every name that is listed; nothing is imported."""
         return iter(dict.fromkeys([*self._known, *extensions(self._group)]))
 
     def __len__(self) -> int:
@@ -73,13 +76,25 @@ class Registry(MutableMapping[str, T]):
 
         Raises KeyError, or UsageError for an entry point that cannot be imported.
         """
+        if name in self._unlisted:
+            return self._unlisted[name]
         if name not in self._known:
             self._known[name] = self._loaded(extensions(self._group)[name])
         return self._known[name]
 
-    def name_of(self, value: T) -> str | None:
-        """Return the name under which this very value is known here, or None."""
-        return next((name for name, known in self._known.items() if known is value), None)
+    def name_of(self, value: T) -> str:
+        """Return the name of this very value, such as `recipe-1` where it was given none.
+
+        A name of that kind is not listed, and is free again once nothing refers to the value.
+        """
+        for names in (self._known, self._unlisted):
+            for name, known in list(names.items()):
+                if known is value:
+                    return name
+        kind = self._kind.__name__.lower()
+        name = next(name for number in count(1) if (name := f"{kind}-{number}") not in self)
+        self._unlisted[name] = self._checked(value, name)
+        return name
 
     def register(self, name: str, value: T) -> None:
         """Add an entry in this process; raises UsageError for a name that is taken."""

@@ -160,3 +160,37 @@ with LLM("demo:autoregressive", policy=NEWEST, policy_options={"gain": "2"}, **o
 """
     done = python("-c", code, env={**os.environ, "PYTHONPATH": str(SITE)})
     assert done.stdout.split() == ["recipe-1", "recipe-1"], done.stderr
+
+
+def test_a_recipe_without_a_name_is_known_as_long_as_it_is_in_use() -> None:
+    """It is listed nowhere, and its name is another's afterwards."""
+    code = """
+import gc
+from dataclasses import replace
+from stranger.policies import NEWEST
+from lowtide import LLM, plan_model
+from lowtide.errors import UsageError
+from lowtide.policies.presets import preset_names
+options = {"context": 256, "host_memory": "6MiB"}
+before = preset_names()
+for _ in range(2):
+    with LLM("demo:autoregressive", policy=replace(NEWEST), **options) as llm:
+        gc.collect()
+        assert preset_names() == before
+        llm.generate("Sort 93 21 57 40 12")
+        print(llm.plan.policy)
+        llm.adopt_policy(replace(NEWEST))
+        gc.collect()
+        llm.generate("Sort 93 21 57 40 12")
+        print(llm.plan.policy)
+    del llm
+    gc.collect()
+    for name in ("recipe-1", "recipe-2"):
+        try:
+            plan_model("demo:autoregressive", policy=name, **options)
+        except UsageError:
+            continue
+        raise SystemExit(f"{name} is known still")
+"""
+    done = python("-c", code, env={**os.environ, "PYTHONPATH": str(SITE)})
+    assert done.stdout.split() == ["recipe-1", "recipe-2"] * 2, done.stderr

@@ -42,6 +42,12 @@ REPORT_INTERVAL_S = 60.0
 def batch(model: ModelName, *, settings: Settings) -> None:
     """Answer a file of requests, one per line; an interrupted run resumes."""
     check_extra("batch")
+    if settings.flag("ray") and settings.text("policy_file") is not None:
+        raise UsageError(
+            "--policy-file names a file of this machine, and the nodes of --ray have none: leave "
+            "one of them out, or install the policy there as a package with an entry point in "
+            "lowtide.policies."
+        )
     source, target = settings.text("input"), settings.text("output")
     if source is None or target is None:
         raise UsageError("batch needs two files: -i FILE of requests, -o FILE for the answers.")

@@ -54,7 +54,7 @@ class BatchDecoder(Generic[S, C]):
         self._kv_cache = kv_cache
         self._kept = KeptSequences(kv_cache, reuse, max_rows)
         self.prompt_share = PromptShare()
-        self.on_begin: Callable[[Event], None] = lambda event: None  # told before its first pass
+        self.on_begin: Callable[[Sequence[Event]], None] = lambda _: None  # before a first pass
         self._max_rows = max_rows
         self._waiting: deque[Request] = deque()
         self._paused: list[S] = []  # without room; the one that came first in front
@@ -65,6 +65,20 @@ class BatchDecoder(Generic[S, C]):
     @property
     def has_work(self) -> bool:
         return bool(self._waiting or self._paused or self._running)
+
+    @property
+    def num_requests(self) -> int:
+        """Return the number of requests that have not ended."""
+        return len(self._waiting) + len(self._paused) + len(self._running)
+
+    @property
+    def is_full(self) -> bool:
+        """Return True if a request waits for which there is no room yet."""
+        if self._paused:
+            return True
+        wanted = [self._first_tokens(request) for request in self._waiting]
+        is_beyond = sum(wanted) > self._num_free_tokens
+        return bool(wanted) and (is_beyond or not self._has_room(wanted[0]))
 
     @property
     def num_running(self) -> int:
@@ -212,7 +226,7 @@ class BatchDecoder(Generic[S, C]):
             del self._paused[0]
         for request in list(self._waiting):
             self._taking_part = [request]  # nothing but it fails where there is no memory for it
-            num_tokens = self._kind.room_tokens(request, len(request.prompt) + ROOM_TOKENS)
+            num_tokens = self._first_tokens(request)
             if not self._has_room(num_tokens):
                 return
             if not self._kept.is_being_computed(request, self._running):
@@ -220,6 +234,10 @@ class BatchDecoder(Generic[S, C]):
                 self._start(sequence, request, num_tokens)
                 sequence.num_resumed = sequence.num_cached
                 self._waiting.remove(request)
+
+    def _first_tokens(self, request: Request) -> int:
+        """Return the tokens of KV cache that a request begins with."""
+        return self._kind.room_tokens(request, len(request.prompt) + ROOM_TOKENS)
 
     def _start(self, sequence: S, known: Request, num_tokens: int) -> None:
         """Give a sequence its room, reusing the kept KV cache of its known tokens."""
@@ -232,13 +250,17 @@ class BatchDecoder(Generic[S, C]):
         """Return True if tokens fit beside the running sequences and their next growth."""
         if not self._running and self._kv_cache.is_unused:
             return True  # there is nothing to wait for: let `allocate` say so
+        return num_tokens <= self._num_free_tokens and self._kv_cache.can_allocate(num_tokens)
+
+    @property
+    def _num_free_tokens(self) -> int:
+        """Return the free tokens beside what the running sequences will soon grow by."""
         num_growing = sum(
             min(ROOM_TOKENS, self._kind.num_tokens(sequence.request) - sequence.kv.capacity)
             for sequence in self._running
             if self._kind.num_tokens(sequence.request) > sequence.kv.capacity
         )
-        is_free = num_tokens + num_growing <= self._kv_cache.num_free_tokens
-        return is_free and self._kv_cache.can_allocate(num_tokens)
+        return self._kv_cache.num_free_tokens - num_growing
 
     def _see_to_memory(self, ends: Iterable[tuple[S, int]]) -> bool:
         """Provide KV cache memory for a pass, up to each sequence's end.
@@ -259,11 +281,14 @@ class BatchDecoder(Generic[S, C]):
 
     def _tell_begun(self, sequences: Iterable[S]) -> None:
         """Report sequences that are in their first pass."""
+        begun: list[Event] = []
         for sequence in sequences:
             if not sequence.has_begun:
                 sequence.has_begun = True
                 request = sequence.request
-                self.on_begin(Prefill(request.id, sequence.num_resumed, len(request.prompt)))
+                begun.append(Prefill(request.id, sequence.num_resumed, len(request.prompt)))
+        if begun:
+            self.on_begin(begun)
 
     def _has_memory(self, sequence: S, stop: int) -> bool:
         """Grow a sequence's room and back it with memory; return False if none is left.

@@ -15,6 +15,12 @@ from lowtide.params import SamplingParams
 from lowtide.policies.receipt import Receipt
 
 _ids = itertools.count()
+_callers = itertools.count(1)
+
+
+def new_caller() -> int:
+    """Return a `Request.caller` that no other requests have."""
+    return next(_callers)
 
 
 class TokenMask(Protocol):
@@ -58,7 +64,7 @@ class Request:
     answer.
     mask: constrains an autoregressive answer.
     is_raw: thoughts are part of the answer's text.
-    caller: the same for requests of one call.
+    caller: requests of one delay only each other; 0: those of the same call.
     """
 
     prompt: Sequence[int]

@@ -23,13 +23,19 @@ class StoredMatrix(Protocol):
     """
 
     @property
-    def shape(self) -> tuple[int, ...]: ...
+    def shape(self) -> tuple[int, ...]:
+        """Return the size as it is multiplied: [out, in], whatever is stored."""
+        ...
 
     @property
-    def nbytes(self) -> int: ...
+    def nbytes(self) -> int:
+        """Return the bytes as they are stored, scales included."""
+        ...
 
     @property
-    def device(self) -> torch.device: ...
+    def device(self) -> torch.device:
+        """Return the device that the stored bytes are on."""
+        ...
 
     def rows(self, features: slice | Tensor) -> StoredMatrix:
         """Select rows: a range as a view, or a copy of the rows numbered [n]."""

@@ -27,6 +27,9 @@ class Special(NamedTuple):
 
 Item = str | Mark | Special
 
+_FEW_TOKENS = 64
+"""Tokens that are tried as one text at first: more after those without a mark."""
+
 
 def last_mark(
     tokenizer: Tokenizer, token_ids: Sequence[int], marks: Collection[str]
@@ -65,26 +68,32 @@ class MarkedText:
         Tokens without marks are decoded together: one by one would take longer than the pass of a
         small model.
         """
-        place = 0
+        place, most = 0, _FEW_TOKENS
         while place < len(token_ids):
-            num_plain = self._num_plain(token_ids[place:])
-            text = self._plain_text(token_ids[place : place + num_plain])
-            if text is not None:
-                yield ([text] if text else []), num_plain
+            run = self._plain(token_ids[place : place + most])
+            if run and self._last:
+                yield [Special(self._last)], 0
+                self._last = ""
+            text = self._plain_text(run)
+            if text is None and len(run) > 1:
+                most = len(run) // 2  # a mark is written in it: what stands before is shorter
+                continue
+            if text is None:
+                run = token_ids[place : place + 1]
+                yield list(self.push(run[0])), 1
             else:
-                num_plain = max(1, num_plain)
-                for token_id in token_ids[place : place + num_plain]:
-                    yield list(self.push(token_id)), 1
-            place += num_plain
+                yield ([text] if text else []), len(run)
+            place += len(run)
+            most *= 2
 
-    def _num_plain(self, token_ids: Sequence[int]) -> int:
-        """Return the number of tokens before the first mark or special token."""
+    def _plain(self, token_ids: Sequence[int]) -> Sequence[int]:
+        """Return the tokens before the first mark or special token."""
         places = (i for i, t in enumerate(token_ids) if t in self._by_id or t in self._special)
-        return next(places, len(token_ids))
+        return token_ids[: next(places, len(token_ids))]
 
     def _plain_text(self, token_ids: Sequence[int]) -> str | None:
         """Return the certain text of plain tokens; None, changing nothing, if there is a mark."""
-        if self._last or len(token_ids) < 2:
+        if len(token_ids) < 2:
             return None
         stream = self._stream.copy()
         text = self._held + stream.push(token_ids)

@@ -149,9 +149,11 @@ class Static(Placement):
         return cls(orders, frequency.shape[1], capacity)
 
     def initial(self, layer: int) -> IntArray:
+        """Return the first experts of the layer's order, ascending."""
         return self._initial[layer]
 
     def begin_pass(self, step: Step, num_residents: IntArray, capacity: IntArray) -> Ranks:
+        """Rank experts by their place in the order, those beyond the room not at all."""
         if self._room is None or not np.array_equal(self._room, capacity):
             self._room = capacity.copy()
             is_kept = self._places < capacity[:, None]
@@ -159,6 +161,7 @@ class Static(Placement):
         return Ranks(self._rank, self._room)
 
     def may_enter(self, facts: Facts) -> BoolArray:
+        """Mark every absent expert: one that lost its place to a shrinking room comes back."""
         return ~facts.is_kept
 
 
@@ -173,6 +176,7 @@ class LRU(Placement):
         self._clock = np.zeros(1, np.int64)
 
     def begin_pass(self, step: Step, num_residents: IntArray, capacity: IntArray) -> Ranks:
+        """Rank experts by a clock that each use sets to the next number."""
         return Ranks(self._rank, capacity, clock=self._clock)
 
 
@@ -195,6 +199,7 @@ class Tide(Placement):
         self._starts_empty = starts_empty
 
     def begin_pass(self, step: Step, num_residents: IntArray, capacity: IntArray) -> Ranks:
+        """Rank experts by the tokens of this pass alone, and admit none between refreshes."""
         self._rank.fill(0)
         is_left_out = self._starts_empty and step.kind is StepKind.PREFILL
         if not is_left_out and step.index % interval(self._tau) == 0:
@@ -202,6 +207,7 @@ class Tide(Placement):
         return Ranks(self._rank, capacity, most=0, per_token=1, low_ids_leave=True)
 
     def end_pass(self, step: Step, hits: IntArray) -> None:
+        """Show the pass's demand to an interval that follows the drift."""
         if isinstance(self._tau, OnlineTau):
             self._tau.observe(step, hits)
 
@@ -239,9 +245,11 @@ class DaliWindow(Placement):
         self._u_size = u_size
 
     def initial(self, layer: int) -> IntArray:
+        """Return the experts drawn from the seed, ascending."""
         return self._initial[layer]
 
     def begin_pass(self, step: Step, num_residents: IntArray, capacity: IntArray) -> Ranks:
+        """Rank experts by their tokens in the window, whose last pass alone may swap."""
         if self._num_passes % self._w_size == 0:
             self._rank.fill(0)
         self._num_passes += 1
@@ -257,6 +265,7 @@ class DaliWindow(Placement):
         )
 
     def may_enter(self, facts: Facts) -> BoolArray:
+        """Mark every absent expert: the hottest of the window need not be in this step."""
         return ~facts.is_kept
 
 

@@ -6,7 +6,6 @@ All facts come from the catalogue, except for `auto`, which stands for one of th
 from __future__ import annotations
 
 from collections.abc import Mapping
-from itertools import count
 
 from lowtide.errors import UsageError
 from lowtide.files.json_file import meant
@@ -44,15 +43,13 @@ def register(name: str, made: Recipe) -> None:
 
 
 def name_of(policy: str | Recipe) -> str:
-    """Return a policy's name; a recipe that has none is registered as `recipe-1` and so on."""
-    if isinstance(policy, str):
-        return policy
-    name = CATALOGUE.name_of(policy)
-    if name is None:
-        numbers = (f"recipe-{number}" for number in count(1))
-        name = next(name for name in numbers if name not in CATALOGUE)
-        register(name, policy)
-    return name
+    """Return a policy's name; a recipe without one is `recipe-1` and so on while it is in use."""
+    return policy if isinstance(policy, str) else CATALOGUE.name_of(policy)
+
+
+def recipe_in_use(name: str) -> Recipe | None:
+    """Return the recipe that a policy is made from; None for `auto`, which changes it."""
+    return CATALOGUE.get(name)
 
 
 def unregister(name: str) -> None:
@@ -103,7 +100,7 @@ def lossless_presets() -> tuple[str, ...]:
 def check_policy(name: str, options: Mapping[str, str]) -> None:
     """Raise UsageError for an unknown preset, option or value; needs no model."""
     _refuse_oracle(name)
-    if name not in preset_names():
+    if name != AUTO and name not in CATALOGUE:
         raise UsageError(
             f"Policy {name!r} is not known; choose one of {', '.join(preset_names())}. For one of "
             f"your own add --policy-file FILE.py.{meant(name, preset_names())}"

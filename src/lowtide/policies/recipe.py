@@ -62,6 +62,7 @@ class PolicyInputs:
 
     @property
     def num_layers(self) -> int:
+        """Return the number of MoE layers; others are not counted."""
         return len(self.capacity)
 
     def having(self, **options: object) -> PolicyInputs:
@@ -143,7 +144,7 @@ def _no_prefetch(inputs: PolicyInputs) -> Prefetch:
     return NoPrefetch()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True)
 class Recipe:
     """A preset: how its three policies are made from `PolicyInputs`, and facts about it.
 

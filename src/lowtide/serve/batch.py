@@ -19,6 +19,7 @@ from typing import Any, Protocol
 from starlette.types import ASGIApp, Message
 
 from lowtide.async_llm import AsyncLLM
+from lowtide.decode.request import new_caller
 from lowtide.errors import InternalError
 from lowtide.params import MAX_SEED
 from lowtide.progress import Progress
@@ -33,6 +34,10 @@ MAX_AT_ONCE = 256
 NUM_TRIES = 3
 _RETRIED = (429, 500, 503)
 """Statuses of what may pass: a full queue, a fault, an engine that is busy."""
+
+BEGUN_TOGETHER = 32
+"""Lines whose prompts are made together at the beginning: passes begin with them, while the others
+are read."""
 
 FINISH_S = 30.0
 """What lines under way have to come to their end once a run is to stop."""
@@ -71,7 +76,10 @@ class Answerer:
             return {**made, "response": None, "error": error}
         request = json.dumps(body_of(line)).encode()
         for number in range(NUM_TRIES):
+            self._service.llm.expect(1)
             status, text = await _posted(self._app, line["url"], request)
+            if status != 200:  # the engine was not asked, or all of the answer was lost
+                self._service.llm.expect(-1)
             if self._service.state == "ended":
                 raise InternalError(f"The engine has ended: {_message(text)}")
             if status not in _RETRIED:
@@ -94,7 +102,8 @@ async def answering(
         max_requests=at_once * MAX_ANSWERS,
         max_queued_tokens=_MAX_QUEUED_TOKENS,
     )
-    service = Service(llm, settings)
+    # To whoever waits for all lines, none is late: prompts need not leave time for answers.
+    service = Service(llm, settings, caller=new_caller())
     async with service.running():
         yield Answerer(service)
 
@@ -139,8 +148,12 @@ async def answer_all(
 
     try:
         async with asyncio.TaskGroup() as group:
-            workers = [group.create_task(work()) for _ in range(min(at_once, len(pending)))]
+            workers: list[asyncio.Task[None]] = []
             watch = group.create_task(_end_late(stop, workers))
+            for number in range(min(at_once, len(pending))):
+                workers.append(group.create_task(work()))
+                if number % BEGUN_TOGETHER == BEGUN_TOGETHER - 1:
+                    await asyncio.sleep(0)
             await asyncio.wait(workers)
             watch.cancel()
     except BaseExceptionGroup as errors:

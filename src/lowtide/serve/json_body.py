@@ -8,11 +8,14 @@ a parser that releases the lock.
 from __future__ import annotations
 
 import asyncio
+import inspect
 import json
 from collections.abc import Callable, Coroutine
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 from fastapi import Request, Response
+from fastapi._compat import ModelField
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
@@ -20,23 +23,39 @@ from starlette.requests import ClientDisconnect
 
 from lowtide.parsing.call_json import NotFinite, parse_json
 
+T = TypeVar("T")
+
 MAX_VALUES = 250_000
 
 SMALL_BYTES = 16 << 10
-"""Bodies up to this size are parsed on the loop: starting a thread would take longer."""
+"""Bodies up to this size are handled on the loop: starting a thread would take longer."""
 
 _CHUNK_BYTES = 64 << 10
 
 
 class JsonRoute(APIRoute):
-    """A route that reads bounded JSON: `APIRouter(route_class=JsonRoute)`."""
+    """A route that reads bounded JSON: `APIRouter(route_class=JsonRoute)`.
+
+    An endpoint that is no coroutine is called with its body alone, a large one in the thread that
+    parses it.
+    """
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        handle = super().get_route_handler()
+        handle, field = super().get_route_handler(), self.body_field
+        is_coroutine = inspect.iscoroutinefunction(self.endpoint)
+
+        def response(body: bytes) -> Response:
+            made: Response = self.endpoint(_checked(body, field))
+            return made
 
         async def handle_json(request: Request) -> Response:
             read = _JsonRequest(request.scope, request.receive)
-            await read.read_as(self)
+            body = await read.whole()
+            if not body or field is None:
+                return await handle(read)
+            if not is_coroutine:
+                return await _beside_loop(body, response)
+            read.value = await _beside_loop(body, partial(_checked, field=field))
             return await handle(read)
 
         return handle_json
@@ -48,31 +67,35 @@ class _JsonRequest(Request):
     FastAPI would do both on the loop. It accepts values that already have the right type.
     """
 
-    _value: Any = None
+    value: Any = None
 
-    async def read_as(self, route: APIRoute) -> None:
-        """Parse and validate the body. Raise HTTPException or the body's own errors."""
+    async def whole(self) -> bytes:
+        """Return the body once it is there. Raise HTTPException."""
         try:
-            body = await self.body()
+            return await self.body()
         except ClientDisconnect:
             raise HTTPException(400, "The body did not come whole.") from None
-        if not body or route.body_field is None:
-            return
-        if len(body) <= SMALL_BYTES:
-            self._value = _checked(body, route)
-        else:
-            self._value = await asyncio.to_thread(_checked, body, route)
 
     async def json(self) -> Any:
-        return self._value
+        return self.value
 
 
-def _checked(body: bytes, route: APIRoute) -> Any:
-    """Parse a body and return the validated value for the route."""
+async def _beside_loop(body: bytes, work: Callable[[bytes], T]) -> T:
+    """Handle a body, in a thread unless it is small."""
+    if len(body) <= SMALL_BYTES:
+        return work(body)
+    return await asyncio.to_thread(work, body)
+
+
+def _checked(body: bytes, field: ModelField | None) -> Any:
+    """Parse a body and return the validated value for the route.
+
+    Raises HTTPException, RequestValidationError or the body's own errors.
+    """
     value = parse_body(body)
-    if route.body_field is None:
+    if field is None:
         return value
-    found, faults = route.body_field.validate(value, {}, loc=("body",))
+    found, faults = field.validate(value, {}, loc=("body",))
     if faults:
         raise RequestValidationError(faults, body=value)
     return found

@@ -131,7 +131,7 @@ class OpenAIReply(Reply, Generic[Body]):
 def several(ask: Ask, num_answers: int) -> list[Ask]:
     """Repeat an Ask. With a seed, the answers draw as with `n` in the Python API."""
     seed = ask.params.seed
-    if seed is None:
+    if seed is None or num_answers == 1:
         return [ask] * num_answers
     seeds = [sample_seed(seed, sample) for sample in range(num_answers)]
     return [replace(ask, params=replace(ask.params, seed=each)) for each in seeds]

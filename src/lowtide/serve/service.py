@@ -20,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from lowtide.async_llm import AsyncLLM
 from lowtide.decode.request import Committed, Draft, Event, Finished, Prefill, Request
@@ -44,6 +44,7 @@ from lowtide.serve.guard import MAX_BODY_BYTES
 from lowtide.serve.request_log import Served
 from lowtide.serve.settings import ServeSettings
 from lowtide.serve.sse import PING_S
+from lowtide.serve.together import Together
 
 T = TypeVar("T")
 
@@ -73,6 +74,9 @@ _DRAIN_POLL_S = 0.05
 
 QUEUED_CONTEXTS = 8
 """Default limit of waiting prompt tokens, in contexts."""
+
+SHORT_CHARS, SHORT_TURNS = 8 << 10, 64
+"""Of a prompt that is made beside others in one thread."""
 
 
 @dataclass(frozen=True)
@@ -107,12 +111,39 @@ class Ask:
             return ()
         return self.conversation.tools
 
+    @property
+    def has_form(self) -> bool:
+        """Whether a grammar may have to be compiled for it."""
+        return self.constraint is not None or bool(self.tools)
+
+    @property
+    def is_short(self) -> bool:
+        """Whether its prompt is made in a moment."""
+        if self.conversation is None:
+            return len(self.prompt or ()) <= SHORT_CHARS
+        turns = self.conversation.turns
+        if self.conversation.tools or len(turns) > SHORT_TURNS:
+            return False
+        num_chars = sum(len(turn.text) + len(turn.reasoning) for turn in turns)
+        return num_chars <= SHORT_CHARS and not any(turn.tool_calls for turn in turns)
+
+
+class _Prepared(NamedTuple):
+    """What the engine is asked. request: None where a grammar is to be compiled first."""
+
+    prompt_ids: list[int]
+    request: Request | None
+
 
 class Service:
     """Answers requests with a loaded model, which it does not close."""
 
-    def __init__(self, llm: AsyncLLM, settings: ServeSettings | None = None) -> None:
+    def __init__(
+        self, llm: AsyncLLM, settings: ServeSettings | None = None, caller: int = 0
+    ) -> None:
+        """caller: of all requests; 0: each has its own."""
         self.llm = llm
+        self._caller = caller
         self.settings = settings or ServeSettings()
         self.context = min(llm.plan.context, llm.config.max_positions)
         self.model_name = self.settings.served_name or name_of(llm.name)
@@ -123,6 +154,9 @@ class Service:
         self._end_s = math.inf  # when answers under way are no longer waited for
         self._waits: set[asyncio.Timeout] = set()
         self._grammars = Grammars(llm.config, llm.tokenizer)
+        # Apart: one template renders at a time, and a text needs none.
+        self._short_chats = Together(self._prepared)
+        self._short_texts = Together(self._prepared)
         self.plan = served_plan(llm)
 
     @asynccontextmanager
@@ -219,20 +253,33 @@ class Service:
 
         Raises UsageError, and TooLong as soon as the count exceeds any possible prompt.
         """
+        return await asyncio.to_thread(self._prompt_ids, ask)
+
+    def _prompt_ids(self, ask: Ask) -> list[int]:
         most = self.llm.max_new_tokens(0, ask.params)  # the whole room
         try:
             if ask.conversation is not None:
-                # In a thread: calls' arguments are parsed.
-                messages, options = await asyncio.to_thread(_rendered_with, ask)
-                return await self.llm.token_ids(messages, template_options=options, max_tokens=most)
+                messages, options = _rendered_with(ask)
+                return self.llm.prompt_ids(messages, template_options=options, max_tokens=most)
             if ask.prompt is None:
                 raise UsageError("There is neither a conversation nor a prompt.")
-            return await self.llm.token_ids(
+            return self.llm.prompt_ids(
                 ask.prompt, raw=True, add_special_tokens=ask.adds_special, max_tokens=most
             )
         except TooManyTokens as error:
             wanted = ask.params.max_tokens or 1
             raise TooLong(error.num_tokens, wanted, self.context, is_counted=False) from None
+
+    async def _prepare(self, ask: Ask) -> _Prepared:
+        """Make the engine's request in a thread. Raises as `prompt_ids` and `_request`."""
+        if not ask.is_short:
+            return await asyncio.to_thread(self._prepared, ask)
+        together = self._short_texts if ask.conversation is None else self._short_chats
+        return await together(ask)
+
+    def _prepared(self, ask: Ask) -> _Prepared:
+        prompt_ids = self._prompt_ids(ask)
+        return _Prepared(prompt_ids, None if ask.has_form else self._request(ask, prompt_ids))
 
     async def count(self, ask: Ask) -> int:
         """Count a prompt's tokens. Raise UsageError, TooLong, Draining or QueueFull."""
@@ -268,16 +315,19 @@ class Service:
         watch = _Watch()
         try:
             with self.admission.enter() as place:
-                prompt_ids = await self.prompt_ids(ask)
+                prompt_ids, request = await self._prepare(ask)
                 watch.num_prompt = len(prompt_ids)
-                async with self._making(ask, prompt_ids) as making:
-                    made, _ = await asyncio.wait([making], timeout=PING_S)
-                    if not made:
-                        yield Prefilled(0, len(prompt_ids))
-                    request = await self.in_time(watch.start_s, making)
+                is_told = False
+                if request is None:
+                    async with self._making(ask, prompt_ids) as making:
+                        made, _ = await asyncio.wait([making], timeout=PING_S)
+                        if not made:
+                            is_told = True
+                            yield Prefilled(0, len(prompt_ids))
+                        request = await self.in_time(watch.start_s, making)
                 pieces = self._reader(ask, prompt_ids)
                 place.wait_with(len(prompt_ids))
-                if made:
+                if not is_told:
                     yield Prefilled(0, len(prompt_ids))
                 async with aclosing(self._events(request, is_whole, watch)) as events:
                     async for event in events:
@@ -309,7 +359,9 @@ class Service:
             making.cancel()
             await asyncio.gather(making, return_exceptions=True)
 
-    def _request(self, ask: Ask, prompt_ids: list[int], is_gone: threading.Event) -> Request:
+    def _request(
+        self, ask: Ask, prompt_ids: list[int], is_gone: threading.Event | None = None
+    ) -> Request:
         """Make the engine's request.
 
         A grammar may take seconds to compile, and is not begun once the client has gone. Raises
@@ -361,6 +413,7 @@ class Service:
         self, request: Request, is_whole: bool, watch: _Watch
     ) -> AsyncGenerator[Event, None]:
         """Yield the engine's events for a request until it ends or times out."""
+        request = replace(request, caller=self._caller)
         async with aclosing(self.llm.events([request], is_whole=is_whole)) as events:
             while True:
                 try:

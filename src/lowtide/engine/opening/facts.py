@@ -35,7 +35,8 @@ from lowtide.memory.kv_pages import StorageShape
 from lowtide.model_folder.checkpoint import Checkpoint
 from lowtide.model_folder.tokenizer import Tokenizer
 from lowtide.plan import WeightFormats
-from lowtide.policies.presets import substitutes
+from lowtide.policies.presets import recipe_in_use, substitutes
+from lowtide.policies.recipe import Recipe
 from lowtide.reading.dense_weights import DenseWeights
 from lowtide.reading.fingerprint import fingerprint
 from lowtide.schemas import WeightMap, model_schema
@@ -201,20 +202,25 @@ class MemoryFacts:
 
 @dataclass(frozen=True, slots=True)
 class RunOptions:
-    """Options of running a model, limited to those that its kind has."""
+    """Options of running a model, limited to those that its kind has.
+
+    recipe: the policy's; one without a name is known as long as something runs by it.
+    """
 
     asked: EngineConfig
     reuse: Reuse
+    recipe: Recipe | None
 
     @classmethod
     def of(cls, asked: EngineConfig, config: ModelConfig) -> RunOptions:
         # Nothing is taken over where passes see the whole sequence, or compute it each time.
         is_kept = bool(asked.kv_cache) and config.decoding.keeps_keys
-        return cls(asked, Reuse(asked.cache) if is_kept else Reuse.OFF)
+        reuse = Reuse(asked.cache) if is_kept else Reuse.OFF
+        return cls(asked, reuse, recipe_in_use(asked.policy))
 
     def with_policy(self, policy: str, policy_options: Mapping[str, str]) -> RunOptions:
         asked = replace(self.asked, policy=policy, policy_options=policy_options)
-        return replace(self, asked=asked)
+        return replace(self, asked=asked, recipe=recipe_in_use(policy))
 
     @property
     def changes_words(self) -> bool:

@@ -9,12 +9,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
 from lowtide.decode.request import Committed, Draft, Event, Finished, Request
 from lowtide.engine.running.loop import EngineLoop
-from lowtide.engine.running.worker import Answers, Delivery, Passes, WorkItem
+from lowtide.engine.running.worker import Answers, Delivery, Passes, Post, WorkItem
 
 T = TypeVar("T")
 
@@ -27,15 +28,31 @@ class AsyncAnswers(Answers):
 
     def __init__(self, requests: Sequence[Request]) -> None:
         super().__init__(requests)
-        self._loop = asyncio.get_running_loop()
-        self._awaited: asyncio.Queue[Delivery] = asyncio.Queue()
+        self._post = _PostToLoop(asyncio.get_running_loop())
+        self.awaited: asyncio.Queue[Delivery] = asyncio.Queue()
+
+    @property
+    def post(self) -> Post:
+        return self._post
 
     async def next_events(self) -> list[Event]:
         """Return the next events; raise the error passed to `fail`."""
-        return self._read(await self._awaited.get())
+        return self._read(await self.awaited.get())
 
-    def put(self, delivery: Delivery) -> None:
-        _call(self._loop, partial(self._awaited.put_nowait, delivery))
+
+@dataclass(frozen=True)
+class _PostToLoop:
+    """Post that wakes its event loop once for all deliveries; equal for one loop."""
+
+    loop: asyncio.AbstractEventLoop
+
+    def __call__(self, deliveries: Sequence[tuple[AsyncAnswers, Delivery]]) -> None:
+        _call(self.loop, partial(_to_queues, deliveries))
+
+
+def _to_queues(deliveries: Sequence[tuple[AsyncAnswers, Delivery]]) -> None:
+    for answers, each in deliveries:
+        answers.awaited.put_nowait(each)
 
 
 class WholeAnswers(AsyncAnswers):
@@ -47,42 +64,47 @@ class WholeAnswers(AsyncAnswers):
 
     def __init__(self, requests: Sequence[Request]) -> None:
         super().__init__(requests)
-        self._held: dict[int, list[Committed]] = {}  # by request, once its first were told
+        self._held: dict[int, _Held] = {}  # by request, once its first were delivered
 
-    def put(self, delivery: Delivery) -> None:
-        if isinstance(delivery, BaseException):
-            super().put(delivery)
-            return
-        told: list[Event] = []
-        for event in delivery:
+    def due(self, events: list[Event]) -> list[Event]:
+        due: list[Event] = []
+        for event in events:
             if isinstance(event, Committed):
-                told += self._told_with(event)
+                due += self._due_with(event)
             elif isinstance(event, Finished):
-                told += [*_together(self._held.pop(event.request, [])), event]
+                due += [*self._held.pop(event.request, _Held()).taken(), event]
             elif not isinstance(event, Draft):
-                told.append(event)
-        if told:
-            super().put(told)
+                due.append(event)
+        return due
 
-    def _told_with(self, event: Committed) -> list[Committed]:
+    def _due_with(self, event: Committed) -> list[Committed]:
         held = self._held.get(event.request)
         if held is None:
-            self._held[event.request] = []
+            self._held[event.request] = _Held()
             return [event]
-        held.append(event)
-        if sum(len(each.tokens) for each in held) < NUM_TOGETHER:
+        held.add(event)
+        return held.taken() if held.num_tokens >= NUM_TOGETHER else []
+
+
+class _Held:
+    """Token events of one request, to be merged into one."""
+
+    def __init__(self) -> None:
+        self.num_tokens = 0
+        self._events: list[Committed] = []
+
+    def add(self, event: Committed) -> None:
+        self._events.append(event)
+        self.num_tokens += len(event.tokens)
+
+    def taken(self) -> list[Committed]:
+        """Return one event in place of those so far, none if there are none."""
+        if not self._events:
             return []
-        self._held[event.request] = []
-        return _together(held)
-
-
-def _together(events: Sequence[Committed]) -> list[Committed]:
-    """Merge consecutive token events of a request into one."""
-    if not events:
-        return []
-    tokens = tuple(token for event in events for token in event.tokens)
-    logprobs = tuple(each for event in events for each in event.logprobs)
-    return [Committed(events[0].request, tokens, logprobs)]
+        events, self._events, self.num_tokens = self._events, [], 0
+        tokens = tuple(token for event in events for token in event.tokens)
+        logprobs = tuple(each for event in events for each in event.logprobs)
+        return [Committed(events[0].request, tokens, logprobs)]
 
 
 async def answers(

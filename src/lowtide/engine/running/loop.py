@@ -21,7 +21,15 @@ from typing import Any, TypeVar
 
 from lowtide.decode.request import Event, Request
 from lowtide.engine.running.engine import Engine
-from lowtide.engine.running.worker import Answers, Delivery, Mailbox, Passes, Worker, WorkItem
+from lowtide.engine.running.worker import (
+    Answers,
+    Delivery,
+    Mailbox,
+    Passes,
+    Post,
+    Worker,
+    WorkItem,
+)
 from lowtide.errors import InternalError, UsageError
 from lowtide.plan import predicted
 from lowtide.threads.event import INTERRUPT_POLL_S
@@ -140,6 +148,13 @@ class EngineLoop:
                 self._begin_thread()
             self._worker.mailbox.put(partial(Worker.accept, queued=queued))
 
+    def expect(self, num_requests: int) -> None:
+        """Let passes wait briefly for requests that are about to be queued.
+
+        They wait only where these would add much to a pass. Below 0: requests that will not come.
+        """
+        self._worker.mailbox.put(partial(Worker.expect, num_requests=num_requests))
+
     def drop(self, queued: Answers | WorkItem[Any]) -> None:
         """Cancel requests or work, queued or running."""
         self._worker.mailbox.put(partial(Worker.drop, queued=queued))
@@ -172,10 +187,11 @@ class QueuedAnswers(Answers):
 
     def __init__(self, requests: Sequence[Request]) -> None:
         super().__init__(requests)
-        self._deliveries: SimpleQueue[Delivery] = SimpleQueue()
+        self.deliveries: SimpleQueue[Delivery] = SimpleQueue()
 
-    def put(self, delivery: Delivery) -> None:
-        self._deliveries.put(delivery)
+    @property
+    def post(self) -> Post:
+        return _to_queues
 
     def events(self) -> Iterator[Event]:
         """Yield events in order; raise the error passed to `fail`."""
@@ -185,7 +201,12 @@ class QueuedAnswers(Answers):
     def _next_delivery(self) -> Delivery:
         while True:
             with suppress(Empty):
-                return self._deliveries.get(timeout=INTERRUPT_POLL_S)
+                return self.deliveries.get(timeout=INTERRUPT_POLL_S)
+
+
+def _to_queues(deliveries: Sequence[tuple[QueuedAnswers, Delivery]]) -> None:
+    for answers, each in deliveries:
+        answers.deliveries.put(each)
 
 
 def _end_at_exit(mailbox: Mailbox, thread: threading.Thread) -> None:

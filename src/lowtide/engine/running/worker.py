@@ -11,12 +11,12 @@ from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any, Generic, TypeVar
 
 import torch
 
-from lowtide.decode.request import Committed, Event, Finished, Request
+from lowtide.decode.request import Committed, Event, Finished, Request, new_caller
 from lowtide.engine.running.decoding import make_decoder, run_pass
 from lowtide.engine.running.engine import Engine
 from lowtide.engine.running.own_run import MAX_PASSES, TimedPass, keep_run, waits
@@ -27,6 +27,12 @@ from lowtide.threads.event import INTERRUPT_POLL_S
 
 T = TypeVar("T")
 
+EXPECTED_SHARE = 8
+"""A pass waits for expected requests that would add more than this part to it."""
+
+EXPECTED_S = 0.2
+"""Longest silence in which expected requests are waited for."""
+
 Delivery = list[Event] | BaseException
 """Events of requests queued together, or the error that ends them."""
 
@@ -35,7 +41,10 @@ Passes = Callable[[Engine], Generator[None, None, T]]
 
 
 class Answers(abc.ABC):
-    """Events of requests queued together. Subclasses say how they are awaited."""
+    """Events of requests queued together. Subclasses say how they are awaited.
+
+    post: delivers to those who wait; answers with equal posts are delivered in one call.
+    """
 
     num_tokens = 0  # no room of its own to wait for: the decoder queues its requests
 
@@ -44,13 +53,17 @@ class Answers(abc.ABC):
         self.is_over = not requests  # whether nothing more will come
         self._num_unfinished = len(requests)
 
+    @property
     @abc.abstractmethod
-    def put(self, delivery: Delivery) -> None:
-        """Deliver events, or the error that ends all; called on the engine's thread."""
+    def post(self) -> Post: ...
+
+    def due(self, events: list[Event]) -> list[Event]:
+        """Return the events to deliver now, given new ones; called on the engine's thread."""
+        return events
 
     def fail(self, error: BaseException) -> None:
         """End the requests with an error; called on the engine's thread."""
-        self.put(error)
+        self.post([(self, error)])
 
     def _read(self, delivery: Delivery) -> list[Event]:
         """Return delivered events after counting the finished requests; raise a delivered error."""
@@ -98,6 +111,9 @@ class WorkItem(Generic[T]):
         self.outcome.set_exception(error)
 
 
+Post = Callable[[Sequence[tuple[Any, Delivery]]], None]
+"""Takes deliveries to those who wait for them: waking a reader takes longer than delivering."""
+
 Queued = Answers | WorkItem[Any]
 
 
@@ -122,17 +138,23 @@ class Worker:
         self._work: list[WorkItem[Any]] = []  # that have begun
         self._answers: dict[int, Answers] = {}  # by request, of those that the decoder has
         self._decoder.on_begin = partial(_deliver, self._answers)
-        self._num_calls = 0
+        self._num_expected = 0  # requests that are about to be queued
         self._is_stopped = self._has_ended = False
         self._fault: BaseException | None = None
 
     # Messages
 
     def accept(self, queued: Queued) -> None:
+        if isinstance(queued, Answers):
+            self.expect(-len(queued.requests))
         if isinstance(queued, WorkItem) and not queued.num_tokens:
             self._work.append(queued)
         else:
             self._waiting.append(queued)
+
+    def expect(self, num_requests: int) -> None:
+        """Count requests that are about to be queued; below 0, requests that will not come."""
+        self._num_expected = max(0, self._num_expected + num_requests)
 
     def drop(self, queued: Queued) -> None:
         """Cancel requests or work, queued or running."""
@@ -203,13 +225,29 @@ class Worker:
 
     def _read_mail(self) -> bool:
         """Drain the mailbox, blocking while idle. Return False once stopped."""
-        is_idle = not (self._decoder.has_work or self._work or self._waiting)
-        if is_idle:
+        if self._is_idle:
             self.engine.rest()
-        while is_idle or not self.mailbox.empty():
-            self.mailbox.get()(self)
-            is_idle = False
+        while not self._is_stopped and (
+            self._is_idle or not self.mailbox.empty() or self._waits_for_more()
+        ):
+            try:
+                message = self.mailbox.get(timeout=None if self._is_idle else EXPECTED_S)
+            except Empty:
+                self._num_expected = 0  # what takes so long is not waited for
+                continue
+            message(self)
+            if self._num_expected and self.mailbox.empty():
+                self._begin_waiting()  # those who came are counted with those expected
         return not self._is_stopped
+
+    @property
+    def _is_idle(self) -> bool:
+        return not (self._decoder.has_work or self._work or self._waiting)
+
+    def _waits_for_more(self) -> bool:
+        """Return True if expected requests would make the next pass much larger."""
+        is_much = EXPECTED_SHARE * self._num_expected > self._decoder.num_requests
+        return is_much and not (self._work or self._waiting or self._decoder.is_full)
 
     def _begin_waiting(self) -> None:
         """Start queued work first come, first served; stop at the first without room."""
@@ -226,7 +264,7 @@ class Worker:
         return not num_tokens or is_idle or self.engine.kv_cache.can_allocate(num_tokens)
 
     def _add(self, answers: Answers) -> None:
-        self._num_calls += 1
+        caller = new_caller()
         try:
             for request in answers.requests:
                 if request.id in self._answers:
@@ -234,7 +272,7 @@ class Worker:
                         f"Request {request.id} is already being decoded; make another one with "
                         "requests()."
                     )
-                self._decoder.add(replace(request, caller=self._num_calls))
+                self._decoder.add(replace(request, caller=request.caller or caller))
                 self._answers[request.id] = answers
         except BaseException as error:
             self._cancel(answers)
@@ -261,13 +299,10 @@ class Worker:
             return
         events = [self._with_receipt(event) for event in events]
         self.speed.count(events)
-        delivery: dict[Answers, list[Event]] = {}
+        _deliver(self._answers, events)
         for event in events:
-            delivery.setdefault(self._answers[event.request], []).append(event)
             if isinstance(event, Finished):
                 del self._answers[event.request]
-        for answers, part in delivery.items():
-            answers.put(part)
 
     def _with_receipt(self, event: Event) -> Event:
         """Attach the policy's receipt to an answer's last event."""
@@ -352,9 +387,17 @@ class Speed:
         }
 
 
-def _deliver(answers: Mapping[int, Answers], event: Event) -> None:
+def _deliver(answers: Mapping[int, Answers], events: Iterable[Event]) -> None:
     # Not a method of Worker: decoder and worker would then keep each other in memory.
-    answers[event.request].put([event])
+    deliveries: dict[Answers, list[Event]] = {}
+    for event in events:
+        deliveries.setdefault(answers[event.request], []).append(event)
+    posts: dict[Post, list[tuple[Answers, Delivery]]] = {}
+    for asked, part in deliveries.items():
+        if due := asked.due(part):
+            posts.setdefault(asked.post, []).append((asked, due))
+    for post, each in posts.items():
+        post(each)
 
 
 def _copied(error: BaseException) -> BaseException:
