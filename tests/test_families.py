@@ -233,6 +233,63 @@ DEEPSEEK_V2 = {
 }
 
 
+FP8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
+
+DEEPSEEK_V3 = {
+    **families()["deepseek_v3"].sizes()["full"].config,
+    "hidden_size": 7168,
+    "num_hidden_layers": 61,
+    "first_k_dense_replace": 3,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 128,
+    "q_lora_rank": 1536,
+    "intermediate_size": 18432,
+    "moe_intermediate_size": 2048,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 8,
+    "n_group": 8,
+    "topk_group": 4,
+    "routed_scaling_factor": 2.5,
+    "num_nextn_predict_layers": 1,
+    "max_position_embeddings": 163840,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000,
+    "rope_scaling": {
+        "type": "yarn",
+        "factor": 40,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 4096,
+    },
+    "vocab_size": 129280,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": None,
+    "quantization_config": FP8,
+}
+
+KIMI_K2 = {
+    **DEEPSEEK_V3,
+    "model_type": "kimi_k2",
+    "first_k_dense_replace": 1,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 64,
+    "n_routed_experts": 384,
+    "n_group": 1,
+    "topk_group": 1,
+    "routed_scaling_factor": 2.827,
+    "num_nextn_predict_layers": 0,
+    "max_position_embeddings": 131072,
+    "rope_theta": 50000,
+    "vocab_size": 163840,
+    "bos_token_id": 163584,
+    "eos_token_id": 163586,
+}
+
+
 @pytest.mark.parametrize("family", PUBLISHED)
 def test_published_sizes(family: str) -> None:
     config = read_config(families()[family].sizes()["full"].config)
@@ -250,6 +307,13 @@ def test_numbers_that_are_easily_missed() -> None:
     assert latent.softmax_scale == pytest.approx(0.114721, abs=1e-6)
     assert latent.rope.yarn is not None and latent.rope.yarn.amplitude == 1.0
     assert latent.cache_shape == (1, 1, 576)
+    v3 = read_config(DEEPSEEK_V3)
+    assert round(num_parameters_of(model_schema(v3)) / 1e9, 2) == 671.03
+    assert (v3.moe.num_groups, v3.moe.num_groups_per_token) == (8, 4)
+    assert v3.attention.softmax_scale == pytest.approx(192**-0.5 * 1.3688879454**2)
+    kimi = read_config(KIMI_K2)
+    assert round(num_parameters_of(model_schema(kimi)) / 1e9) == 1026
+    assert list(kimi.moe_layers) == list(range(1, 61)) and kimi.eos_token_ids == (163586,)
     large = read_config(DEEPSEEK_V2)
     assert round(num_parameters_of(model_schema(large)) / 1e9) == 236
     assert (large.moe.num_groups, large.moe.num_groups_per_token) == (8, 3)
@@ -301,6 +365,7 @@ def test_a_plan_needs_no_shards(family: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("family", PUBLISHED)
 def test_models_larger_than_the_machine_are_planned(family: str, tmp_path: Path) -> None:
     config = families()[family].sizes()["full"].config
+    config = {**config, "quantization_config": None}  # FP8's is told by headers alone
     plan = plan_model(write_config(tmp_path / "model", config), context=4096)
     dense, experts = weight_bytes(read := read_config(config), "bfloat16")
     if read.moe.is_mxfp4:  # kept so: 17 bytes for 32 weights

@@ -29,14 +29,20 @@ def run(*arguments: str) -> Any:
 
 @pytest.mark.parametrize(
     ("family", "num_shards", "total_bytes", "most_bytes"),
-    [("llada2", 7, 32 * 10**9, 2_500_000), ("qwen3_moe", 13, 61 * 10**9, 3_000_000)],
+    [
+        ("llada2", 7, 32.5e9, 2_500_000),
+        ("qwen3_moe", 13, 61.1e9, 3_000_000),
+        ("deepseek_v3", 7, 31.9e9, 1_000_000),
+        ("glm4_moe_lite", 12, 59.9e9, 2_000_000),
+        ("minimax_m2", 47, 230e9, 14_000_000),  # in FP8
+    ],
 )
 def test_a_plan_reads_headers_alone(
     stand_in: StandIn,
     tmp_path: Path,
     family: str,
     num_shards: int,
-    total_bytes: int,
+    total_bytes: float,
     most_bytes: int,
 ) -> None:
     repo = stand_in.add("org/name", published_repo(family))

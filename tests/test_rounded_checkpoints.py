@@ -26,6 +26,7 @@ from lowtide.errors import CheckpointError, LowtideError, PlanError, Unsupported
 from lowtide.families import read_config
 from lowtide.formats import format_of
 from lowtide.formats.arranged import Arranged
+from lowtide.formats.fp8 import nearest
 from lowtide.formats.plain import plain_format
 from lowtide.kernels.compiled import CompiledKernels
 from lowtide.kernels.reference import Kernels
@@ -171,6 +172,12 @@ def test_every_byte_of_float8_is_the_number_that_torch_has() -> None:
     sections = [numbers[None], np.ones(2, np.float32).view(np.uint8)[None]]
     found = format_of("FP8 of 128 by 128 to a F32 scale").kept.weights(sections, np.arange(1), 256)
     assert torch.equal(torch.from_numpy(found)[0].nan_to_num(999), expected.nan_to_num(999))
+
+
+def test_the_nearest_float8_is_that_of_torch() -> None:
+    values = np.random.default_rng(0).standard_normal(10_000).astype(np.float32) * 90
+    expected = torch.from_numpy(values).to(torch.float8_e4m3fn).view(torch.uint8)
+    assert torch.equal(torch.from_numpy(nearest(values)), expected)
 
 
 # Models

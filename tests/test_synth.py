@@ -9,6 +9,7 @@ import math
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,9 +27,10 @@ from test_pack_faults import files_of_at_most
 
 from lowtide.errors import StorageError, UsageError
 from lowtide.families import families, read_config, read_config_in
+from lowtide.llm import LLM
 from lowtide.model_folder.checkpoint import Checkpoint
 from lowtide.model_folder.tokenizer import Tokenizer
-from lowtide.model_writing.synth import plan_shards, synth
+from lowtide.model_writing.synth import plan_shards, synth, write_checkpoint
 from lowtide.model_writing.synth_weights import CHARACTER, Noise, tensors_of, to_bfloat16, zipf_bias
 from lowtide.schemas import bind, model_schema
 
@@ -106,6 +108,27 @@ def test_every_size_follows_the_schema(size: str) -> None:
     assert len({t.name for t in tensors}) == num_tensors_of(schema)
     assert tensors[0].name == "model.word_embeddings.weight"
     assert tensors[-1].name == "lm_head.weight"
+
+
+def test_a_model_published_in_fp8_is_written_in_it(tmp_path: Path) -> None:
+    size = families()["minimax_m2"].sizes()
+    said = size["full"].config["quantization_config"]
+    rounded = replace(size["tiny"], config={**size["tiny"].config, "quantization_config": said})
+    write_checkpoint(rounded, tmp_path / "model", seed=1)
+    checkpoint = Checkpoint.open(tmp_path / "model")
+    layer = "model.layers.1."
+    kinds = {name: checkpoint.tensors[layer + name].dtype for name in (
+        "self_attn.q_proj.weight", "block_sparse_moe.experts.3.w2.weight",
+        "block_sparse_moe.experts.3.w2.weight_scale_inv", "block_sparse_moe.gate.weight",
+    )}  # fmt: skip
+    assert list(kinds.values()) == ["F8_E4M3", "F8_E4M3", "F32", "BF16"]
+    plain = synth("minimax_m2", "tiny", tmp_path / "plain", seed=1)
+    logits = []
+    for folder in (tmp_path / "model", plain):
+        with LLM(folder, context=64, dtype="float32") as llm:
+            logits.append(llm.logits(list(range(1, 40))))
+    rounded_std, plain_std = (float(each.std()) for each in logits)
+    assert rounded_std == pytest.approx(plain_std, rel=0.1)
 
 
 def test_experts_lie_together_as_down_gate_up(tiny: Path) -> None:

@@ -9,6 +9,7 @@ compares the table with what the planner says now.
 from __future__ import annotations
 
 import json
+import os
 import re
 import tempfile
 from collections.abc import Iterator
@@ -18,6 +19,8 @@ from typing import NamedTuple
 from lowtide.errors import UnsupportedError
 from lowtide.families import SynthSize, families
 from lowtide.llm import plan_model
+from lowtide.model_writing.safetensors_writer import header_bytes
+from lowtide.model_writing.synth import plan_shards
 from lowtide.model_writing.synth_weights import tensors_of
 
 README = Path(__file__).parents[1] / "README.md"
@@ -74,8 +77,20 @@ def _model(size: SynthSize) -> Model:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "config.json").write_text(json.dumps(size.config), encoding="utf-8")
+        if "quantization_config" in size.config:
+            _write_headers(folder, size)
         needs = {format: _needs(folder, size, format) for format in FORMATS}
         return Model(str(size.hub_id), _kind(folder), needs)
+
+
+def _write_headers(folder: Path, size: SynthSize) -> None:
+    """Write the shards, which tell the formats of tensors, with holes in place of weights."""
+    shards = plan_shards(list(tensors_of(size)), size.max_shard_bytes)
+    for number, shard in enumerate(shards, 1):
+        path = folder / f"model-{number:05}-of-{len(shards):05}.safetensors"
+        path.write_bytes(header_bytes([tensor.output for tensor in shard], {}))
+        num_bytes = sum(tensor.output.num_bytes for tensor in shard)
+        os.truncate(path, path.stat().st_size + num_bytes)
 
 
 def _needs(folder: Path, size: SynthSize, format: str) -> Needs | None:

@@ -22,7 +22,12 @@ from typing import NamedTuple
 
 from lowtide.errors import InternalError, StorageError
 
-ITEM_BYTES = {"BF16": 2, "F16": 2, "F32": 4, "I8": 1, "U8": 1, "I16": 2, "I32": 4, "I64": 8}
+ITEM_BYTES = {
+    **dict.fromkeys(("F8_E4M3", "I8", "U8"), 1),
+    **dict.fromkeys(("BF16", "F16", "I16"), 2),
+    **dict.fromkeys(("F32", "I32"), 4),
+    "I64": 8,
+}
 
 _LEAST_ALIGNMENT = 8
 _STRETCH_BYTES = 32 << 20

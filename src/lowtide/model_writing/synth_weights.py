@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from lowtide.config import AttentionSpec, ModelConfig
 from lowtide.families import SynthSize, read_config
-from lowtide.formats import mxfp4
+from lowtide.formats import fp8, mxfp4
 from lowtide.formats.plain import convert_plain
 from lowtide.model_writing.safetensors_writer import OutputTensor
 from lowtide.schemas import ModelSchema, TensorSpec, model_schema
@@ -64,6 +64,7 @@ class Character:
 CHARACTER = Character()
 
 _FP4_STD = math.sqrt(8.5625)  # the mean square of 0, 0.5, 1, 1.5, 2, 3, 4 and 6
+_FP8_STD = 32.0  # the largest FP8 number is 14 times that
 
 Shape = tuple[int, ...]
 
@@ -72,7 +73,7 @@ Fill = Callable[["Source", Shape], Iterator[Bits | NDArray[np.uint8]]]
 
 
 class SynthTensor(NamedTuple):
-    """A tensor and its fill. All are bfloat16, except packed ones."""
+    """A tensor and its fill. All are bfloat16, except packed and rounded ones."""
 
     name: str
     shape: Shape
@@ -91,6 +92,9 @@ def tensors_of(size: SynthSize) -> Iterator[SynthTensor]:
     experts = [spec for layer in schema.moe_layers for spec in schema.expert_specs(layer)]
     # A stable sort: what the schema says of one layer keeps its order, experts last.
     for spec in sorted((*schema.dense, *experts), key=lambda spec: _layer_order(spec, schema)):
+        if _is_rounded(spec, config, schema.names):
+            yield from _rounded(spec, _std(spec, config, schema.names))
+            continue
         dtype = mxfp4.TENSOR_DTYPE if spec.dtype == mxfp4.TENSOR_DTYPE else "BF16"
         fill = _fill(spec, size, config, schema.names)
         yield SynthTensor(spec.name, spec.shape, fill, dtype)
@@ -106,9 +110,8 @@ def _layer_order(spec: TensorSpec, schema: ModelSchema) -> float:
 def _fill(spec: TensorSpec, size: SynthSize, config: ModelConfig, names: Names) -> Fill:
     """Return a tensor's fill.
 
-    A standard deviation is one over the root of the input width, so that sizes stay near one from
-    layer to layer. The output head's rows of special tokens are zero: a text never ends by chance,
-    and the mask is never the likeliest token.
+    The output head's rows of special tokens are zero: a text never ends by chance, and the mask is
+    never the likeliest token.
     """
     name = spec.name.removesuffix(".weight")
     part = name.rpartition(".")[2]
@@ -130,22 +133,49 @@ def _fill(spec: TensorSpec, size: SynthSize, config: ModelConfig, names: Names) 
         if not config.moe.has_bias:
             return partial(Source.router_rows, std=std)
         return partial(Source.normal, std=std)
+    return partial(Source.normal, std=_std(spec, config, names))
+
+
+def _std(spec: TensorSpec, config: ModelConfig, names: Names) -> float:
+    """Return the standard deviation of a matrix's elements.
+
+    It is one over the root of the input width, so that sizes stay near one from layer to layer.
+    """
+    name, width = spec.name.removesuffix(".weight"), spec.shape[1]
+    part = name.rpartition(".")[2]
     if part in ("dense", "o_proj", "down_proj", "w2") or name.endswith(
         (f".{names.output}", f".{names.mlp[2]}")
     ):
         # Two additions to the residual stream per layer, independent: their variances add up.
-        return partial(Source.normal, std=_residual_std(config) / math.sqrt(width))
+        return _residual_std(config) / math.sqrt(width)
     if part in ("q_proj", "q_b_proj") and not _has_qk_norm(config):
         # Where no norms do it, queries alone make attention pick fewer positions.
-        return partial(Source.normal, std=CHARACTER.qk_gain**2 / math.sqrt(width))
-    return partial(Source.normal, std=1 / math.sqrt(width))
+        return CHARACTER.qk_gain**2 / math.sqrt(width)
+    return 1 / math.sqrt(width)
+
+
+def _is_rounded(spec: TensorSpec, config: ModelConfig, names: Names) -> bool:
+    """Return True for a matrix that models in FP8 by blocks are published with in FP8."""
+    name = spec.name.removesuffix(".weight")
+    is_of_fp8 = config.quantisation is not None and config.quantisation.method == "fp8"
+    kept = name in (names.embedding, names.head) or name.endswith((".gate", ".router"))
+    return is_of_fp8 and len(spec.shape) == 2 and not kept
+
+
+def _rounded(spec: TensorSpec, std: float) -> Iterator[SynthTensor]:
+    """Yield the tensors of a matrix in FP8 by blocks."""
+    numbers, scales = fp8.FORMATS["F32"].tensors(spec.shape)
+    name = spec.name.removesuffix(".weight")
+    yield SynthTensor(name + numbers.ending, numbers.shape, Source.fp8_numbers, numbers.dtype)
+    fill = partial(Source.fp8_scales, std=std)
+    yield SynthTensor(name + scales.ending, scales.shape, fill, scales.dtype)
 
 
 def _named_fill(part: str) -> Fill | None:
     """Return the fill of a tensor that is determined by its name alone, or None."""
     if part in ("query_layernorm", "key_layernorm", "q_norm", "k_norm"):
         return partial(Source.constant, value=CHARACTER.qk_gain)
-    if part == "expert_bias":
+    if part in ("expert_bias", "e_score_correction_bias"):
         return Source.router_bias
     if part == "bias" or part.endswith("_bias"):
         return partial(Source.normal, std=0.1)
@@ -187,6 +217,7 @@ class Noise:
         length = min(max(num_elements // 8, self._MIN_ELEMENTS), self._MAX_ELEMENTS) | 1
         self._pool = np.random.default_rng([seed, 0]).standard_normal(length, np.float32)
         self._scaled: dict[float, Bits] = {}  # one per standard deviation; a model has about ten
+        self._rounded: NDArray[np.uint8] | None = None
         self._stride = _coprime_stride(length)
         self._num_stretches = 0
 
@@ -196,6 +227,13 @@ class Noise:
             self._scaled[std] = to_bfloat16(self._pool * np.float32(std))
         for part in self._parts(num_elements):
             yield self._scaled[std][part]
+
+    def rounded(self, num_elements: int) -> Iterator[NDArray[np.uint8]]:
+        """Yield stretches in FP8, of the standard deviation `_FP8_STD`."""
+        if self._rounded is None:
+            self._rounded = fp8.nearest(self._pool * np.float32(_FP8_STD))
+        for part in self._parts(num_elements):
+            yield self._rounded[part]
 
     def row(self, num_elements: int, std: float) -> Bits:
         """Return a contiguous stretch, whose standard deviation is used only once."""
@@ -268,6 +306,13 @@ class Source:
         """Yield normal rows, some larger than others; see `Character.router_skew`."""
         for of_row in rank_stds(shape[0], std, CHARACTER.router_skew, self._rng).tolist():
             yield self._noise.row(shape[1], of_row)
+
+    def fp8_numbers(self, shape: Shape) -> Iterator[NDArray[np.uint8]]:
+        yield from self._noise.rounded(math.prod(shape))
+
+    def fp8_scales(self, shape: Shape, std: float) -> Iterator[NDArray[np.uint8]]:
+        """Yield the scale that gives FP8 numbers this standard deviation."""
+        yield np.full(math.prod(shape), std / _FP8_STD, np.float32).view(np.uint8)
 
     def packed_blocks(self, shape: Shape) -> Iterator[NDArray[np.uint8]]:
         """Yield random bytes: MXFP4 weights of deviation `_FP4_STD`, times their scales."""
