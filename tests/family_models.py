@@ -222,6 +222,7 @@ def _glm4_moe_lite(rng: random.Random) -> tuple[type, type, dict[str, Any]]:
     _, _, values = _deepseek_v3(rng)
     num_dense = values.pop("first_k_dense_replace")
     kinds = ["dense"] * num_dense + ["sparse"] * (values["num_hidden_layers"] - num_dense)
+    kinds = rng.choice([kinds, kinds, kinds[::-1], [*kinds[1:], kinds[0]]])
     heads = dict.fromkeys(("num_attention_heads", "num_key_value_heads"), rng.choice([2, 3]))
     values = {**values, **heads, "mlp_layer_types": kinds}
     return Glm4MoeLiteConfig, Glm4MoeLiteForCausalLM, values

@@ -53,7 +53,7 @@ SEEDS = {
     "deepseek_v2": (0, 2),  # YaRN, keys and values in two matrices
     "glm4_moe": (0, 2),  # groups of experts, and norms of queries and keys
     "deepseek_v3": (6, 2),  # YaRN; groups of experts, keys and values in two matrices
-    "glm4_moe_lite": (1, 4),  # keys and values in two matrices
+    "glm4_moe_lite": (6, 4),  # YaRN; keys and values in two matrices
     "minimax_m2": (0, 2),  # half of a head rotates
     "gpt_oss": (0, 1),  # YaRN
 }
@@ -104,7 +104,7 @@ def test_ling_is_that_of_its_safetensors(num_predicting: int, tmp_path: Path) ->
 
 
 def test_layers_that_predict_further_tokens_are_passed_over(tmp_path: Path) -> None:
-    path, model = tmp_path / "model.gguf", random_model("glm4_moe_lite", 1)
+    path, model = tmp_path / "model.gguf", random_model("glm4_moe_lite", 6)
     model.config.num_predicting = 1
     prefix = f"blk.{model.config.num_hidden_layers}."
 

@@ -82,8 +82,9 @@ FORMATS = {dtype: Fp8Checkpoint(dtype) for dtype in SCALE_DTYPES}
 def nearest(values: Floats) -> Bytes:
     """Return the nearest float8_e4m3fn numbers, as bytes; those beyond the largest are that."""
     sizes = _numbers()[:127]  # 0 to 448
-    found = np.searchsorted((sizes[1:] + sizes[:-1]) / 2, np.abs(values)).astype(np.uint8)
-    return found | (np.signbit(values).astype(np.uint8) << 7)
+    found: Bytes = np.searchsorted((sizes[1:] + sizes[:-1]) / 2, np.abs(values)).astype(np.uint8)
+    found[np.signbit(values)] |= 128
+    return found
 
 
 @functools.cache
