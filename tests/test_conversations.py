@@ -176,7 +176,7 @@ def test_experts_that_want_their_slots_back_get_them(models: dict[str, Path]) ->
 
         def ask(engine: Engine) -> tuple[int, int]:
             before = len(engine.kv_cache._kept)
-            engine.kv_cache._pages.arena.account.give_way(1)  # type: ignore[union-attr, misc]
+            engine.kv_cache._pages.account.give_way(1)  # type: ignore[union-attr, misc]
             return before, len(engine.kv_cache._kept)
 
         assert llm._loop.run(ask) == (1, 0)

@@ -120,7 +120,7 @@ class Subjects:
         kv_cache, twin_cache = make_kv_cache(CONTEXT), make_kv_cache(TWIN_TOKENS)
         if is_elastic:
             layout = KVLayout(StorageShape(2, 2, 1, 8 * CONTEXT, 1), torch.int64)
-            pages = kv_pages(PageBudget(layout.address_bytes(SMALL_GROUP_BYTES)), layout)
+            pages = kv_pages(PageBudget(layout.address_bytes(SMALL_GROUP_BYTES)), [layout])
             self._stack.callback(pages.arena.close)
             kv_cache = KVCache(pages.storage, pages, CONTEXT)
         model, twin = HashModel(kv_cache, MAX_ROWS), HashModel(twin_cache, MAX_ROWS)
@@ -129,7 +129,7 @@ class Subjects:
     def _whole(self, family: str, dtype: str, is_elastic: bool) -> Subject:
         """The twin is of the engine that has all experts in memory."""
         plain, engine = self._engine(family, dtype, False), self._engine(family, dtype, is_elastic)
-        shape = list(plain.kv_cache._storage.shape)
+        shape = list(plain.kv_cache._storage[0].shape)
         shape[3] = TWIN_TOKENS
         twin_cache = KVCache(torch.zeros(shape, dtype=plain.kv_cache.dtype))
         model = plain.model
@@ -179,8 +179,8 @@ class Talk:
         if kind.is_stored:
             most_bytes = rng.choice((200_000, 1 << 30))
             files = StoredFiles(OwnFolder(folder), bytes(SECRET_BYTES), most_bytes)
-            layers, arrays, heads, _, width = subject.kv_cache._storage.shape
-            layout = KeyLayout((layers, arrays, heads, width), subject.kv_cache.dtype.itemsize)
+            layers, arrays, heads, _, width = subject.kv_cache._storage[0].shape
+            layout = KeyLayout(((layers, arrays, heads, width),), subject.kv_cache.dtype.itemsize)
             self._stored = StoredSequences(files, b"", "a model", subject.kv_cache, layout)
         self._decoder.store_in(self._stored)
         num_others = min(rng.choice((16, 128, 208)), subject.kv_cache.num_tokens - MAX_CANVAS)

@@ -54,7 +54,7 @@ def run_attention(
     """Of one sequence that comes in passes, each in exactly the workspace it registers."""
     storage = torch.full(storage_shape(1, key.shape[1], key.shape[2], len(key)), torch.nan)
     cache = KVCache(storage.to(key.dtype))
-    meta_cache = KVCache(cache._storage.to("meta"))
+    meta_cache = KVCache(storage.to("meta", key.dtype))
     kv, out = cache.allocate(len(key)), torch.empty_like(query)
     for start, stop in zip(bounds, bounds[1:], strict=False):
         rows = slice(start, stop)

@@ -265,7 +265,7 @@ class Machine:
         self.budget = PageBudget(budget_pages * PAGE * layout.num_parts)
         account = self.budget.open("KV cache")
         pages = HostPages(layout.address_bytes(PAGE), PAGE)
-        memory = KVPages(ElasticArena(pages, account, layout.num_parts), layout)
+        memory = KVPages((ElasticArena(pages, account, layout.num_parts), layout))
         says = itertools.cycle(answers)
         self.rule = Drawn(lambda: next(says))
         self.cache = KVCache(memory.storage, memory, rule=self.rule)

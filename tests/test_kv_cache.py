@@ -10,12 +10,17 @@ import torch
 from family_models import write_model
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
 from lowtide import LLM, SamplingParams
 from lowtide.core import align_up
+from lowtide.engine.planning.elastic_plan import SMALL_GROUP_BYTES
+from lowtide.engine.running.elastic import kv_pages
 from lowtide.errors import InternalError, PageError, PlanError
 from lowtide.hardware.memory import resident_bytes
 from lowtide.memory.kv_cache import GRANULE_TOKENS, KVCache, KVRange, storage_shape
+from lowtide.memory.kv_pages import KVLayout, KVShape
+from lowtide.memory.pages import PageBudget
 from lowtide.memory.transient_kv import TransientKV
 from lowtide.memory.workspace import Workspace
 
@@ -181,16 +186,61 @@ def test_storage_is_whole_granules(num_tokens: int) -> None:
     assert num_tokens <= tokens < num_tokens + GRANULE_TOKENS
 
 
+@pytest.mark.parametrize("is_paged", [False, True])
+def test_layers_may_store_tokens_of_different_shapes(is_paged: bool) -> None:
+    """Grouped heads of two widths, a latent and a layer without tokens: they move together."""
+    layers = [(2, 2, 8), (2, 1, 24), None, (1, 1, 20), (2, 2, 8)]
+    shape = KVShape.of(layers, 96)
+    if is_paged:
+        layouts = [KVLayout(group, torch.float32) for group in shape.groups]
+        num_bytes = sum(layout.address_bytes(SMALL_GROUP_BYTES) for layout in layouts)
+        pages = kv_pages(PageBudget(num_bytes), layouts)
+        cache = KVCache(pages.storage, pages, places=shape.places)
+    else:
+        cache = KVCache([torch.zeros(group) for group in shape.groups], places=shape.places)
+
+    def written(number: int, num_tokens: int) -> tuple[KVRange, list[tuple[Tensor, Tensor]]]:
+        kv_range, rows = cache.allocate(num_tokens), []
+        cache.prepare(kv_range, num_tokens)
+        for layer, stored in enumerate(layers):
+            if stored is not None:
+                seeded = torch.Generator().manual_seed(10 * number + layer)
+                key, value = torch.randn(2, num_tokens, *stored[1:], generator=seeded).unbind()
+                cache.write(layer, kv_range, 0, key, value)
+                rows.append((key, key if stored[0] == 1 else value))
+        return kv_range, rows
+
+    def found(kv_range: KVRange, num_tokens: int) -> list[tuple[Tensor, Tensor]]:
+        places = [layer for layer, stored in enumerate(layers) if stored is not None]
+        arrays = [cache.read(layer, kv_range, num_tokens) for layer in places]
+        return [(keys.transpose(0, 1), values.transpose(0, 1)) for keys, values in arrays]
+
+    first, _ = written(0, 32)
+    second, rows = written(1, 30)
+    cache.free(first)
+    third = cache.allocate(50)  # moves the second to the front
+    assert second.start == 0 and third.start == 32
+    copy = cache.rows(second, 0, 30)
+    assert [each.shape for each in copy] == [(2, 2, 2, 30, 8), (1, 2, 1, 30, 24), (1, 1, 1, 30, 20)]
+    cache.free(third)
+    branch = cache.branch(second, 30, 32)
+    for kv_range in (second, branch):
+        for (keys, values), (key, value) in zip(found(kv_range, 30), rows, strict=True):
+            assert torch.equal(keys, key) and torch.equal(values, value)
+    with pytest.raises(InternalError, match="Layer 2 stores no tokens"):
+        cache.read(2, second, 1)
+
+
 def test_keys_of_which_nothing_is_kept_lie_by_the_rows_of_a_pass() -> None:
     """A pass has whole sequences, wherever their ranges are; each row begins on an alignment."""
-    turns = TransientKV(storage_shape(1, 2, 4, 64), torch.float32)
+    turns = TransientKV(KVShape.of([(2, 2, 4)] * 8, 64).of_one_layer(), torch.float32)
     turns.allocate(16)
     kv_range = turns.of_pass(turns.allocate(30), slice(5, 35), 30)
     workspace = Workspace(torch.zeros(1 << 16, dtype=torch.uint8))
-    turns.open_layer(35, workspace)
+    turns.open_layer(7, 35, workspace)
     key, value = torch.randn(2, 30, 2, 4).unbind()
-    turns.write(turns.place(7), kv_range, 0, key, value)
-    keys, values = turns.read(0, kv_range, 30)
+    turns.write(7, kv_range, 0, key, value)
+    keys, values = turns.read(7, kv_range, 30)
     assert torch.equal(keys, key.transpose(0, 1)) and torch.equal(values, value.transpose(0, 1))
     assert workspace.state.top == 2 * 2 * 35 * 64
     assert all(row.data_ptr() % 64 == 0 for row in keys[1])

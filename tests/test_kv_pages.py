@@ -33,7 +33,7 @@ def make_cache(
 ) -> tuple[KVCache, ElasticArena]:
     account = PageBudget(budget_bytes).open("KV cache")
     arena = ElasticArena(pages, account, layout.num_parts)
-    memory = KVPages(arena, layout)
+    memory = KVPages((arena, layout))
     return KVCache(memory.storage, memory), arena
 
 

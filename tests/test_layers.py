@@ -224,7 +224,7 @@ def run_attention(
         )
 
     registrar = Registrar()
-    meta_cache = KVCache(cache._storage.to("meta"))
+    meta_cache = KVCache([tensor.to("meta") for tensor in cache._storage])
     on(meta_cache)(*(tensor.to("meta") for tensor in (query, key, value, out)), registrar)
     workspace = Watched(Arena(registrar.arena_bytes).bytes)
     on(cache)(query, key, value, out, workspace)

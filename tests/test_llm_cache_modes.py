@@ -6,7 +6,6 @@ Trajectories of an independent implementation, the plans for them, and the model
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -106,7 +105,7 @@ def test_all_layers_are_planned(name, mode) -> None:
     exact, kept = (plan_model(folder, context=context, kv_cache=kv) for kv in (True, mode))
     opened = open_model(folder, EngineConfig(context=context))
     memory = opened.memory
-    layer_bytes = math.prod(memory.context.kv_shape) * memory.dtype.itemsize
+    layer_bytes = memory.context.kv_shape.num_elements * memory.dtype.itemsize
     assert kept.host.kv_cache_bytes == NUM_LAYERS * layer_bytes
     assert exact.host.kv_cache_bytes == 0  # layers take turns in the workspace
     more_bytes = kept.minimum_bytes - exact.minimum_bytes

@@ -90,7 +90,7 @@ def test_a_long_pass_is_the_models() -> None:
         engine = llm._engine
         config, registrar = engine.model.config, engine.planner.registrar(NUM_ROWS)
         num_tokens = align_up(NUM_ROWS, GRANULE_TOKENS)
-        shape = engine.planner.memory.context.kv_shape._replace(num_tokens=num_tokens)
+        [shape] = engine.planner.memory.context.kv_shape.at(num_tokens).groups
         cache, workspace = KVCache(torch.zeros(shape)), Watched(Arena(registrar.arena_bytes).bytes)
         compute = Compute(engine.executor, REFERENCE, workspace)
         weights = engine.model.weights
@@ -196,7 +196,7 @@ def test_several_sequences_in_chunks(family: str, tmp_path: Path) -> None:
     with LLM(model, context=64, dtype="float32", kv_cache="prefix") as llm:
         engine = llm._engine
         planner = engine.planner.plan_long_passes()
-        shape = engine.planner.memory.context.kv_shape._replace(num_tokens=2048)
+        [shape] = engine.planner.memory.context.kv_shape.at(2048).groups
         lengths, answers = (700, 130, 900), []
 
         def forward(batch: Batch, workspace: Workspace, cache: KVCache) -> Tensor:

@@ -103,7 +103,7 @@ def test_the_plan_counts_the_longest_pass(made: Path, monkeypatch: pytest.Monkey
 def test_keys_and_values_are_those_of_one_layer(made: Path) -> None:
     opened = open_model(made, EngineConfig(context=100))
     arrays, heads, width = opened.facts.config.layers[0].mixer.cache_shape
-    assert opened.memory.context.kv_shape == (1, arrays, heads, 112, width)
+    assert opened.memory.context.kv_shape.groups == ((1, arrays, heads, 112, width),)
     assert opened.facts.config.num_layers > 1
 
 

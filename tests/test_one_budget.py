@@ -55,7 +55,7 @@ class Machine:
         pages = Counting(layout.address_bytes(PAGE), PAGE)
         kv_account = self.budget.open("KV cache")
         self.kv_arena = ElasticArena(pages, kv_account, layout.num_parts)
-        memory = KVPages(self.kv_arena, layout)
+        memory = KVPages((self.kv_arena, layout))
         self.cache = KVCache(memory.storage, memory)
         self.ranges: list[KVRange] = []
         self.arena = ElasticArena(Counting(NUM_SLOTS * SLOT_BYTES, PAGE), self.account)

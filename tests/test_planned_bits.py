@@ -72,10 +72,12 @@ def outputs(
 ) -> list[Tensor]:
     """Hidden states of sequences of one pass, logits and statistics of some of its rows."""
     num_tokens = sum(align_up(length, GRANULE_TOKENS) for length in lengths)
-    shape = engine.planner.memory.context.kv_shape._replace(num_tokens=num_tokens)
+    shape = engine.planner.memory.context.kv_shape.at(num_tokens)
     dtype = engine.kv_cache.dtype
     keeps_keys = engine.planner.memory.context.keeps_keys
-    cache = KVCache(torch.zeros(shape, dtype=dtype)) if keeps_keys else TransientKV(shape, dtype)
+    cache = TransientKV(shape, dtype)
+    if keeps_keys:
+        cache = KVCache([torch.zeros(group, dtype=dtype) for group in shape.groups])
     config, own = engine.model.config, engine.model
     compute = Compute(engine.executor, own.compute.kernels, buffers)
     model = families()[config.family].model()(config, own.weights, engine.experts, cache, compute)

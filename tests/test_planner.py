@@ -201,7 +201,7 @@ def test_a_pass_touches_what_was_planned_and_has_the_same_bits(folder: Path, ker
         config, placement = engine.model.config, engine.planner.registrar().graph.placement
         poisoned = PoisonedWorkspace(Arena(placement.arena_bytes).bytes, placement)
         kv_shape, dtype = engine.planner.memory.context.kv_shape, engine.kv_cache.dtype
-        cache = KVCache(torch.zeros(kv_shape, dtype=dtype))
+        cache = KVCache([torch.zeros(group, dtype=dtype) for group in kv_shape.groups])
         if not engine.planner.memory.context.keeps_keys:
             cache = TransientKV(kv_shape, dtype)
         compute = Compute(engine.executor, engine.model.compute.kernels, poisoned)

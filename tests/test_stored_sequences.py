@@ -31,7 +31,7 @@ from lowtide.memory.kv_cache import KVCache
 
 KEY = b"k" * SECRET_BYTES
 DIGEST = b"d" * 32
-LAYOUT = KeyLayout((2, 2, 1, 1), 8)  # of the hash model's cache: 32 bytes a token
+LAYOUT = KeyLayout(((2, 2, 1, 1),), 8)  # of the hash model's cache: 32 bytes a token
 NUM_PROMPT = 100
 FILE_BYTES = 128 << 10  # more than any file here
 
@@ -536,12 +536,16 @@ def test_a_file_that_is_left_unfinished_is_none(tmp_path: Path) -> None:
 
 
 @given(
-    st.tuples(st.integers(1, 3), st.integers(1, 2), st.integers(1, 3), st.integers(1, 9)),
+    st.lists(
+        st.tuples(st.integers(1, 3), st.integers(1, 2), st.integers(1, 3), st.integers(1, 9)),
+        min_size=1,
+        max_size=3,
+    ),
     st.sampled_from([2, 4, 8]),
     st.integers(1, 200),
 )
-def test_a_file_has_the_bytes_that_its_layout_says(shape, itemsize, num_tokens) -> None:
-    layout = KeyLayout(shape, itemsize)
+def test_a_file_has_the_bytes_that_its_layout_says(shapes, itemsize, num_tokens) -> None:
+    layout = KeyLayout(tuple(shapes), itemsize)
     chunks = layout.chunks(num_tokens)
     assert [token for chunk in chunks for token in chunk] == list(range(num_tokens))
     assert all(len(chunk) == layout.chunk_tokens for chunk in chunks[:-1])

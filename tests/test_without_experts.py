@@ -96,7 +96,7 @@ def test_elastic_gives_back_what_a_sequence_has_held(folder: Path) -> None:
         assert "goes back to the system" in llm.plan.reason
         assert llm.generate(prompt, PARAMS)[0].token_ids == expected
         pages = llm._loop.look(lambda engine: engine.kv_cache._pages)
-        assert pages is not None and pages.arena.committed_bytes == 0
+        assert pages is not None and pages.committed_bytes == 0
 
 
 def test_what_is_about_experts_is_refused(folder: Path, tmp_path: Path) -> None:

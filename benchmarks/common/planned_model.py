@@ -190,4 +190,4 @@ def _batch(token_ids: Tensor, kv: KVRange) -> Batch:
 
 def _kv_cache(memory: MemoryFacts, num_tokens: int) -> TransientKV:
     rounded = align_up(num_tokens, GRANULE_TOKENS)
-    return TransientKV(memory.context.kv_shape._replace(num_tokens=rounded), memory.dtype)
+    return TransientKV(memory.context.kv_shape.at(rounded), memory.dtype)

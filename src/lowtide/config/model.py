@@ -10,7 +10,7 @@ from lowtide.config.layers import LayerSpec, Mixer
 from lowtide.config.quantisation import Quantisation
 from lowtide.config.rope import Rope
 from lowtide.config.sampling import PublishedSampling
-from lowtide.config.specs import AttentionSpec, CacheShape, ExpertSpec
+from lowtide.config.specs import AttentionSpec, ExpertSpec
 from lowtide.core import MoEShape
 from lowtide.errors import ConfigError, UnsupportedError
 
@@ -88,14 +88,6 @@ class ModelConfig:
     def kinds(self) -> tuple[LayerSpec, ...]:
         """The kinds of layers, in the order in which they first occur."""
         return tuple(dict.fromkeys(self.layers))
-
-    @property
-    def cache_shape(self) -> CacheShape:
-        """What a token keeps in each layer; raises UnsupportedError if layers differ in it."""
-        shapes = {layer.mixer.cache_shape for layer in self.kinds if layer.mixer is not None}
-        if len(shapes) != 1:
-            raise UnsupportedError("Layers that keep different keys and values are not supported.")
-        return shapes.pop()
 
     @property
     def dense_size(self) -> int:

@@ -75,9 +75,10 @@ class StoredSequences:
         folder, name, num_tokens = self._files.folder, found.entry.name, found.num_tokens
         rows = self._kv_cache.rows(kv, 0, num_tokens)
 
-        def place(first: int, content: NDArray[Any]) -> None:
-            target = rows[:, :, :, first : first + content.shape[3]]
-            target[...] = content[:, :, :, : target.shape[3]]
+        def place(first: int, content: list[NDArray[Any]]) -> None:
+            for own, stored in zip(rows, content, strict=True):
+                target = own[:, :, :, first : first + stored.shape[3]]
+                target[...] = stored[:, :, :, : target.shape[3]]
 
         try:
             self._reader.read(folder.open(name), found.head, num_tokens, place)

@@ -3,7 +3,8 @@
   head    facts | token ids | MAC | zeros      padded to BORDER_BYTES, where direct reads
   chunks  keys and values | MAC | zeros        begin; so is each chunk
 
-A chunk has consecutive tokens, [layers, arrays, kv_heads, tokens, width], as in memory. MACs are
+A chunk has consecutive tokens, [layers, arrays, kv_heads, tokens, width], as in memory, of one
+group of layers after the other. MACs are
 made with a key that is not in the file; a chunk's MAC includes its head's MAC and its number, so
 that chunks of other files or positions are rejected. Every size is checked before it is used.
 """
@@ -87,14 +88,14 @@ class FileHead(NamedTuple):
 
 
 class KeyLayout(NamedTuple):
-    """Shape of a token's keys and values: [layers, arrays, kv_heads, width]."""
+    """Shapes of a token's keys and values: [layers, arrays, kv_heads, width] of each group."""
 
-    shape: tuple[int, int, int, int]
+    shapes: tuple[tuple[int, int, int, int], ...]
     itemsize: int
 
     @property
     def token_bytes(self) -> int:
-        return math.prod(self.shape) * self.itemsize
+        return sum(map(math.prod, self.shapes)) * self.itemsize
 
     @property
     def chunk_tokens(self) -> int:
@@ -117,14 +118,19 @@ class KeyLayout(NamedTuple):
         step = self.chunk_tokens
         return [range(at, min(at + step, num_tokens)) for at in range(0, num_tokens, step)]
 
-    def content(self, stored: NDArray[np.uint8], num_tokens: int) -> NDArray[Any]:
-        """View the keys and values in a stored chunk: [layers, arrays, kv_heads, tokens, width].
+    def content(self, stored: NDArray[np.uint8], num_tokens: int) -> list[NDArray[Any]]:
+        """View the keys and values in a stored chunk, of each group of layers one array.
 
-        The elements are integers of the same size.
+        They are integers of the same size, [layers, arrays, kv_heads, tokens, width].
         """
-        layers, arrays, heads, width = self.shape
         numbers = stored[: num_tokens * self.token_bytes].view(f"i{self.itemsize}")
-        return numbers.reshape(layers, arrays, heads, num_tokens, width)
+        ends = np.cumsum([num_tokens * math.prod(shape) for shape in self.shapes])
+        return [
+            part.reshape(layers, arrays, heads, num_tokens, width)
+            for part, (layers, arrays, heads, width) in zip(
+                np.split(numbers, ends[:-1]), self.shapes, strict=True
+            )
+        ]
 
     def seal(self, stored: NDArray[np.uint8], tokens: range, head: FileHead, key: bytes) -> None:
         """Write the MAC behind a chunk's content, and zeros behind it."""

@@ -81,7 +81,8 @@ class GroupedAttention:
 
     def forward(self, x: Tensor, norm: Norm, batch: Batch, rotations: Rotations) -> None:
         """Compute `x += attention(norm(x))`, x [rows, hidden] in the compute dtype."""
-        self._attention.kv_cache.open_layer(len(x), self._compute.workspace)
+        layer, kv_cache, *_ = self._attention
+        kv_cache.open_layer(layer, len(x), self._compute.workspace)
         run = self._run_tile if len(x) <= TILE_ROWS else self._run_tiles
         run(_Inputs(x, norm, batch.segments, rotations))
 

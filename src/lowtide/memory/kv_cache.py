@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch import Tensor
 from lowtide.core import align_up
 from lowtide.errors import InternalError, PageError, PlanError
 from lowtide.memory.kept_rule import KeptRule
-from lowtide.memory.kv_pages import KVPages, StorageShape
+from lowtide.memory.kv_pages import KVPages, KVPlace, StorageShape
 from lowtide.memory.workspace import Buffers
 
 GRANULE_TOKENS = 16
@@ -59,28 +60,33 @@ class KVRange:
 class KVCache:
     """Owns the token ranges; does not know what a sequence is.
 
-    `storage` has a `storage_shape` and the compute dtype. Only written tokens are ever touched, so
-    that memory which becomes physical on first use grows with the sequences. With `pages` memory is
-    committed before use, and released. See also `memory/transient_kv.py`.
+    Its tensors have a `StorageShape` each and the compute dtype. Only written tokens are ever
+    touched, so that memory which becomes physical on first use grows with the sequences. With
+    `pages` memory is committed before use, and released. See also `memory/transient_kv.py`.
     """
 
     def __init__(
         self,
-        storage: Tensor,
+        storage: Tensor | Sequence[Tensor],
         pages: KVPages | None = None,
         max_range_tokens: int | None = None,
         rule: KeptRule | None = None,
+        places: Sequence[KVPlace | None] = (),
     ) -> None:
-        """pages: provides memory behind `storage`; by default it is all there.
+        """storage: one tensor of all layers, or one for each group of them.
 
+        places: of the layers in these tensors; by default all of the first, in order.
+        pages: provides memory behind `storage`; by default it is all there.
         max_range_tokens: limit of one range, by default the whole cache.
         rule: for `apply_rule`.
         """
-        self._storage = storage
+        self._storage = (storage,) if isinstance(storage, Tensor) else tuple(storage)
         self._pages = pages
         # By layer: keys and values [kv_heads, tokens, head_dim]; each pass asks for all of them.
-        self._arrays = [(layer[0], layer[-1]) for layer in storage]
-        self.num_tokens = storage.shape[3]
+        first = self._storage[0]
+        places = places or [KVPlace(0, index) for index in range(len(first))]
+        self._arrays = [place and self._layer(place) for place in places]
+        self.num_tokens = first.shape[3]
         self.max_range_tokens = max_range_tokens or self.num_tokens
         self._rule = rule or KeptRule()
         self._taken: list[KVRange] = []  # ascending by start, kept ones included
@@ -90,7 +96,7 @@ class KVCache:
     @property
     def dtype(self) -> torch.dtype:
         """Dtype of keys and values: the compute dtype."""
-        return self._storage.dtype
+        return self._storage[0].dtype
 
     @property
     def num_free_tokens(self) -> int:
@@ -220,35 +226,39 @@ class KVCache:
                 self.apply_rule()  # the source may be dropped again
         return made
 
-    def copy_kept(self, kv_range: KVRange, num_kept: int, first: int, target: NDArray[Any]) -> bool:
+    def copy_kept(
+        self, kv_range: KVRange, num_kept: int, first: int, target: Sequence[NDArray[Any]]
+    ) -> bool:
         """Copy tokens of a range in its `num_kept`th keeping to `target`. Thread-safe.
 
-        target: [layers, arrays, kv_heads, tokens, head_dim], integers of the dtype's size, in host
-        memory, filled with tokens from `first` on. Returns False, without copying, if the range is
-        gone.
+        target: for each of the cache's tensors [layers, arrays, kv_heads, tokens, head_dim],
+        integers of the dtype's size, in host memory, filled with tokens from `first` on. Returns
+        False, without copying, if the range is gone.
         """
         with self._gate:
             is_there = self.is_kept(kv_range) and kv_range.num_kept == num_kept
             if is_there:
-                target[...] = self.rows(kv_range, first, target.shape[3])
+                rows = self.rows(kv_range, first, target[0].shape[3])
+                for own, there in zip(target, rows, strict=True):
+                    own[...] = there
             return is_there
 
-    def rows(self, kv_range: KVRange, first: int, num_tokens: int) -> NDArray[Any]:
+    def rows(self, kv_range: KVRange, first: int, num_tokens: int) -> list[NDArray[Any]]:
         """Return host memory of tokens from `first` on, in the layout of `copy_kept`.
 
         It may be written in a range that no pass has seen, before `claim`.
         """
         integers: torch.dtype = getattr(torch, f"int{8 * self.dtype.itemsize}")
-        wanted = self._storage.narrow(3, kv_range.start + first, num_tokens)
-        rows: NDArray[Any] = wanted.view(integers).numpy()
-        return rows
+        start = kv_range.start + first
+        wanted = (tensor.narrow(3, start, num_tokens) for tensor in self._storage)
+        return [tensor.view(integers).numpy() for tensor in wanted]
 
     def give_way(self, num_bytes: int) -> None:
         """Drop kept ranges, oldest first, until their pages have released `num_bytes`."""
         if self._pages is None:
             return
-        left_bytes = self._pages.arena.committed_bytes - num_bytes
-        while self._kept and self._pages.arena.committed_bytes > left_bytes:
+        left_bytes = self._pages.committed_bytes - num_bytes
+        while self._kept and self._pages.committed_bytes > left_bytes:
             self.free(self._kept[0])
 
     def apply_rule(self, num_more: int = 0) -> None:
@@ -275,7 +285,7 @@ class KVCache:
         self.prepare(kv_range, num_tokens)
         return kv_range
 
-    def open_layer(self, num_rows: int, workspace: Buffers) -> None:
+    def open_layer(self, layer: int, num_rows: int, workspace: Buffers) -> None:
         """Prepare for a layer of a pass with `num_rows` rows, until its scope ends."""
 
     def arrays(self, layer: int) -> tuple[Tensor, Tensor] | None:
@@ -307,7 +317,7 @@ class KVCache:
         start = self.claim(kv_range, position, num_rows)
         keys, values = self._of(layer)
         keys.narrow(1, start, num_rows).copy_(key.transpose(0, 1))
-        if self._storage.shape[1] == 2:
+        if values is not keys:
             values.narrow(1, start, num_rows).copy_(value.transpose(0, 1))
 
     def read(self, layer: int, kv_range: KVRange, num_tokens: int) -> tuple[Tensor, Tensor]:
@@ -318,7 +328,15 @@ class KVCache:
 
     def _of(self, layer: int) -> tuple[Tensor, Tensor]:
         """Return all keys and values of a layer, each [kv_heads, tokens, head_dim]."""
-        return self._arrays[layer]
+        arrays = self._arrays[layer]
+        if arrays is None:
+            raise InternalError(f"Layer {layer} stores no tokens.")
+        return arrays
+
+    def _layer(self, place: KVPlace) -> tuple[Tensor, Tensor]:
+        """Return keys and values of a layer, which are one tensor where it has one array."""
+        arrays = self._storage[place.group][place.number].unbind()
+        return arrays[0], arrays[-1]
 
     @property
     def _num_unused_tokens(self) -> int:
@@ -402,8 +420,9 @@ class KVCache:
         firsts = range(0, num_tokens, distance)
         for first in firsts if target < source else reversed(firsts):
             length = min(distance, num_tokens - first)
-            piece = self._storage.narrow(3, source + first, length)
-            self._storage.narrow(3, target + first, length).copy_(piece)
+            for tensor in self._storage:
+                piece = tensor.narrow(3, source + first, length)
+                tensor.narrow(3, target + first, length).copy_(piece)
 
     def _commit(self, start: int, stop: int) -> None:
         """Commit memory of tokens, dropping kept ranges if there is none."""
@@ -412,5 +431,6 @@ class KVCache:
                 return self._pages.commit(start, stop)
             except PageError:
                 if not self._kept:
+                    self._release_unused()  # what one of several tensors has got
                     raise
                 self.free(self._kept[0])

@@ -8,7 +8,7 @@ from torch import Tensor
 from lowtide.core import ALIGNMENT, align_up
 from lowtide.errors import InternalError
 from lowtide.memory.kv_cache import KVCache, KVRange
-from lowtide.memory.kv_pages import StorageShape
+from lowtide.memory.kv_pages import KVShape
 from lowtide.memory.workspace import Buffers
 
 
@@ -20,10 +20,13 @@ class TransientKV(KVCache):
     the rows of a pass.
     """
 
-    def __init__(self, shape: StorageShape, dtype: torch.dtype) -> None:
-        """shape: of one layer, for the most tokens of a pass."""
+    def __init__(self, shape: KVShape, dtype: torch.dtype) -> None:
+        """shape: for the most tokens of a pass, with one layer in each group."""
         # On the meta device: ranges move as in any cache, but without data.
-        super().__init__(torch.empty(shape, dtype=dtype, device="meta"))
+        storage = [torch.empty(group, dtype=dtype, device="meta") for group in shape.groups]
+        super().__init__(storage, places=shape.places)
+        self._places = shape.places
+        self._open: tuple[Tensor, Tensor]  # keys and values of the layer whose turn it is
 
     def arrays(self, layer: int) -> None:
         return None
@@ -36,15 +39,17 @@ class TransientKV(KVCache):
             )
         return KVRange(rows.start, num_tokens)
 
-    def open_layer(self, num_rows: int, workspace: Buffers) -> None:
-        _, num_arrays, num_heads, _, width = self._storage.shape
+    def open_layer(self, layer: int, num_rows: int, workspace: Buffers) -> None:
+        place = self._places[layer]
+        if place is None:
+            return
+        _, num_arrays, num_heads, _, width = self._storage[place.group].shape
         # Rows are padded to the alignment, which then does not depend on a sequence's position.
-        itemsize = self._storage.dtype.itemsize
-        row_width = align_up(width * itemsize, ALIGNMENT) // itemsize
+        row_width = align_up(width * self.dtype.itemsize, ALIGNMENT) // self.dtype.itemsize
         shape = (num_arrays, num_heads, num_rows, row_width)
-        held: Tensor = workspace.take("all keys and values", shape, self._storage.dtype)
-        arrays = held[..., :width]
-        self._arrays = [(arrays[0], arrays[-1])]
+        held: Tensor = workspace.take("all keys and values", shape, self.dtype)
+        arrays = held[..., :width].unbind()
+        self._open = arrays[0], arrays[-1]
 
     def _of(self, layer: int) -> tuple[Tensor, Tensor]:
-        return self._arrays[0]  # of the layer whose turn it is
+        return self._open

@@ -23,7 +23,7 @@ from lowtide.reading.file_reader import CLOSE_LIMIT_S, NUM_READERS, Ticket
 from lowtide.threads.daemon_pool import DaemonPool
 from lowtide.threads.event import INTERRUPT_POLL_S, WAIT_LIMIT_S
 
-Place = Callable[[int, NDArray[Any]], None]
+Place = Callable[[int, list[NDArray[Any]]], None]
 """Callback with a chunk's first token and its keys and values, which stay the reader's.
 
 It is called on several threads at once, with different tokens.

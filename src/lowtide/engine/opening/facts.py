@@ -7,7 +7,6 @@ loading (`running/wiring.py`) take several records, and pass their fields on.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,8 +29,8 @@ from lowtide.hardware.machine import Machine
 from lowtide.hardware.measure import layer_dense_bytes
 from lowtide.hardware.store import CostKey
 from lowtide.kernels.operands import ClampedWeights, ExpertWeights
-from lowtide.memory.kv_cache import storage_shape
-from lowtide.memory.kv_pages import StorageShape
+from lowtide.memory.kv_cache import GRANULE_TOKENS
+from lowtide.memory.kv_pages import KVShape
 from lowtide.model_folder.checkpoint import Checkpoint
 from lowtide.model_folder.tokenizer import Tokenizer
 from lowtide.plan import WeightFormats
@@ -74,7 +73,7 @@ class ContextFacts(NamedTuple):
     """KV cache and limits of a context of `num_tokens`, shared by all running sequences."""
 
     num_tokens: int
-    kv_shape: StorageShape  # where none is kept, of the layer whose turn it is
+    kv_shape: KVShape  # where none is kept, of the layers whose turn it is
     keeps_keys: bool  # from pass to pass; otherwise layers take turns in the workspace
     max_pass_rows: int
     max_sequence_tokens: int  # of one sequence in the KV cache
@@ -83,14 +82,12 @@ class ContextFacts(NamedTuple):
     def of(cls, config: ModelConfig, num_tokens: int, cache_mode: CacheMode) -> ContextFacts:
         # In exact mode nothing of a bidirectional pass holds for the next.
         keeps_keys = config.decoding.keeps_keys or cache_mode is not CacheMode.EXACT
-        num_arrays, num_heads, width = config.cache_shape
-        kv_shape = storage_shape(
-            config.num_layers if keeps_keys else 1,
-            num_heads,
-            width,
-            align_up(num_tokens, config.decoding.block_length),
-            num_arrays,
-        )
+        mixers = [layer.mixer for layer in config.layers]
+        cached = [None if mixer is None else mixer.cache_shape for mixer in mixers]
+        in_blocks = align_up(num_tokens, config.decoding.block_length)
+        kv_shape = KVShape.of(cached, align_up(in_blocks, GRANULE_TOKENS))
+        if not keeps_keys:
+            kv_shape = kv_shape.of_one_layer()
         max_pass_rows, max_sequence_tokens = MAX_PASS_ROWS, kv_shape.num_tokens
         if config.decoding.keeps_keys:
             longest = align_up(config.max_positions, MAX_BLOCK_LENGTH)
@@ -190,7 +187,7 @@ class MemoryFacts:
     def kv_cache_bytes(self) -> int:
         """Bytes of the keys and values kept from pass to pass."""
         context = self.context
-        return math.prod(context.kv_shape) * self.dtype.itemsize if context.keeps_keys else 0
+        return context.kv_shape.num_elements * self.dtype.itemsize if context.keeps_keys else 0
 
     @property
     def largest_read_bytes(self) -> int:

@@ -268,10 +268,11 @@ def _sizes(segment: Segment) -> tuple[int, int, int]:
 
 
 def _meta_cache(context: ContextFacts, dtype: torch.dtype, num_tokens: int) -> KVCache:
-    shape = context.kv_shape._replace(num_tokens=num_tokens)
+    shape = context.kv_shape.at(num_tokens)
     if not context.keeps_keys:
         return TransientKV(shape, dtype)
-    return KVCache(torch.empty(shape, dtype=dtype, device=META))
+    storage = [torch.empty(group, dtype=dtype, device=META) for group in shape.groups]
+    return KVCache(storage, places=shape.places)
 
 
 def _run_head(

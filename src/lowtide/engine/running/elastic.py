@@ -9,6 +9,7 @@ budget.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -66,8 +67,9 @@ class SharedMemory:
         self.budget = PageBudget(division.budget_bytes)
         self.kv: KVPages | None = None
         self.kept: KeptRoom | None = None
-        if division.kv is not None:
-            token_bytes = division.kv.token_bytes
+        self._kv_places = context.kv_shape.places
+        if division.kv:
+            token_bytes = sum(layout.token_bytes for layout in division.kv)
             self.kv = kv_pages(self.budget, division.kv)
             self.kept = KeptRoom(context.kv_shape.num_tokens, token_bytes, self.tier.slot_bytes)
         self.room: PagedRoom | None = None
@@ -95,15 +97,15 @@ class SharedMemory:
 
         Its kept ranges are dropped by the rule `kept`, and whenever the budget is used up.
         """
-        self.cache = KVCache(kv.storage, kv, self.max_range_tokens, self.kept)
-        kv.arena.account.give_way = self.cache.give_way
+        self.cache = KVCache(kv.storage, kv, self.max_range_tokens, self.kept, self._kv_places)
+        kv.account.give_way = self.cache.give_way
         return self.cache
 
     def close(self) -> None:
         """Free all memory, which must no longer be in use."""
         self.slots_account.give_way = None
         if self.kv is not None:
-            self.kv.arena.close()
+            self.kv.close()
         if self.room is not None:
             self.room.close()
         self.arena.close()
@@ -284,8 +286,12 @@ class ElasticMemory:
         return np.stack([ledger.is_resident(layer) for layer in range(ledger.num_layers)])
 
 
-def kv_pages(budget: PageBudget, layout: KVLayout) -> KVPages:
+def kv_pages(budget: PageBudget, layouts: Sequence[KVLayout]) -> KVPages:
     """Reserve a KV cache's addresses, with memory from the budget."""
-    pages = HostPages(layout.address_bytes(SMALL_GROUP_BYTES), SMALL_GROUP_BYTES)
     account = budget.open("KV cache")
-    return KVPages(ElasticArena(pages, account, layout.num_parts, available_memory_bytes), layout)
+
+    def arena(layout: KVLayout) -> ElasticArena:
+        pages = HostPages(layout.address_bytes(SMALL_GROUP_BYTES), SMALL_GROUP_BYTES)
+        return ElasticArena(pages, account, layout.num_parts, available_memory_bytes)
+
+    return KVPages(*((arena(layout), layout) for layout in layouts))

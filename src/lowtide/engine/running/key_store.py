@@ -15,7 +15,7 @@ from lowtide.files.kept_file import KeyLayout
 from lowtide.files.stored_files import StoredFiles
 from lowtide.hardware.machine import cpu_model
 from lowtide.memory.kv_cache import KVCache
-from lowtide.memory.kv_pages import StorageShape
+from lowtide.memory.kv_pages import KVShape
 from lowtide.model_folder.checkpoint import Checkpoint
 from lowtide.reading.fingerprint import fingerprint
 from lowtide.version import __version__
@@ -34,14 +34,16 @@ def open_files(folder: Path, most: str | int, undo: ExitStack) -> StoredFiles:
 
 
 def stored_sequences(
-    files: StoredFiles, digest: bytes, model: Path, kv_cache: KVCache, shape: StorageShape
+    files: StoredFiles, digest: bytes, model: Path, kv_cache: KVCache, shape: KVShape
 ) -> StoredSequences:
     """Open the model's sequences in `files`, which are closed with them.
 
     digest: of everything that determines their bits. shape: of the KV cache.
     """
-    layers, arrays, heads, _, width = shape
-    layout = KeyLayout((layers, arrays, heads, width), kv_cache.dtype.itemsize)
+    shapes = tuple(
+        (layers, arrays, heads, width) for layers, arrays, heads, _, width in shape.groups
+    )
+    layout = KeyLayout(shapes, kv_cache.dtype.itemsize)
     return StoredSequences(files, digest, _name(model), kv_cache, layout)
 
 

@@ -204,13 +204,16 @@ def _kv_cache(
     if shared is not None and shared.kv is not None:
         return shared.make_cache(shared.kv)
     if device == HOST and is_elastic:  # what sequences do not need is the system's
-        layout = KVLayout(shape, dtype)
-        pages = kv_pages(PageBudget(layout.address_bytes(SMALL_GROUP_BYTES)), layout)
-        return KVCache(pages.storage, pages, max_range_tokens)
-    num_bytes = math.prod(shape) * dtype.itemsize
+        layouts = [KVLayout(group, dtype) for group in shape.groups]
+        num_bytes = sum(layout.address_bytes(SMALL_GROUP_BYTES) for layout in layouts)
+        pages = kv_pages(PageBudget(num_bytes), layouts)
+        return KVCache(pages.storage, pages, max_range_tokens, places=shape.places)
     if device == HOST:
-        storage = Arena(num_bytes, grows_slowly=True).tensor(0, shape, dtype)
+        storage = [
+            Arena(math.prod(group) * dtype.itemsize, grows_slowly=True).tensor(0, group, dtype)
+            for group in shape.groups
+        ]
     else:
-        with plan_errors(num_bytes, "GPU memory for keys and values"):
-            storage = torch.zeros(shape, dtype=dtype, device=device)
-    return KVCache(storage, max_range_tokens=max_range_tokens)
+        with plan_errors(shape.num_elements * dtype.itemsize, "GPU memory for keys and values"):
+            storage = [torch.zeros(group, dtype=dtype, device=device) for group in shape.groups]
+    return KVCache(storage, max_range_tokens=max_range_tokens, places=shape.places)
