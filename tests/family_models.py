@@ -24,14 +24,20 @@ from transformers import (
     Glm4MoeLiteForCausalLM,
     GptOssConfig,
     GptOssForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
     MiniMaxM2Config,
     MiniMaxM2ForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
     OlmoeConfig,
     OlmoeForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
     Qwen2MoeConfig,
     Qwen2MoeForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )
@@ -74,7 +80,10 @@ def write_model(
     if family == "bailing_moe_v2":
         return _write_ling(rng, folder, dtype)
     config_class, model_class, values = FAMILIES[family](rng)
-    model = model_class(config_class(**{**common(rng), **values, **changes}))
+    values = {**common(rng), **values, **changes}
+    if family in DENSE:
+        del values["num_experts_per_tok"]
+    model = model_class(config_class(**values))
     randomise(model)
     packed = _pack_experts(model) if family == "gpt_oss" and seed % 2 == 0 else {}
     model = model.to(dtype).eval()
@@ -83,7 +92,7 @@ def write_model(
         _flatten_config(folder)
     if packed:
         _store_packed(folder, packed)
-    elif family != "gpt_oss":
+    elif family not in ("gpt_oss", *DENSE):
         store_experts_as(folder, LAYOUTS[seed % len(LAYOUTS)])
     return Written(folder, lambda ids: _logits(model, ids))
 
@@ -118,6 +127,48 @@ def _yarn(rng: random.Random, mscale: float | None = None) -> dict[str, Any]:
         "beta_slow": 1,
     }
     return yarn if mscale is None else {**yarn, "mscale": mscale, "mscale_all_dim": mscale}
+
+
+def _stretched(rng: random.Random) -> dict[str, Any]:
+    """A rotary embedding that is as it is, or made for longer contexts in one of three ways."""
+    theta = rng.choice([1e4, 1e6])
+    bands = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    return rng.choice(
+        [
+            {"rope_type": "default", "rope_theta": theta},
+            {"rope_type": "linear", "rope_theta": theta, "factor": rng.choice([2.0, 4.0])},
+            {
+                "rope_type": "llama3",
+                "rope_theta": theta,
+                "original_max_position_embeddings": 64,
+                **bands,
+            },
+            _yarn(rng),
+        ]
+    )
+
+
+def _llama(rng: random.Random) -> tuple[type, type, dict[str, Any]]:
+    values = {
+        "head_dim": rng.choice([None, 16]),
+        "attention_bias": rng.random() < 0.4,
+        "rope_parameters": _stretched(rng),
+    }
+    return LlamaConfig, LlamaForCausalLM, values
+
+
+def _qwen2(rng: random.Random) -> tuple[type, type, dict[str, Any]]:
+    values = rng.choice([{}, {"head_dim": 16}])
+    return Qwen2Config, Qwen2ForCausalLM, {**values, "rope_parameters": _stretched(rng)}
+
+
+def _qwen3(rng: random.Random) -> tuple[type, type, dict[str, Any]]:
+    values = {
+        "head_dim": rng.choice([8, 32]),
+        "attention_bias": rng.random() < 0.4,
+        "rope_parameters": _stretched(rng),
+    }
+    return Qwen3Config, Qwen3ForCausalLM, values
 
 
 def _qwen3_moe(rng: random.Random) -> tuple[type, type, dict[str, Any]]:
@@ -259,6 +310,9 @@ def _gpt_oss(rng: random.Random) -> tuple[type, type, dict[str, Any]]:
 
 
 FAMILIES: Mapping[str, Callable[[random.Random], tuple[type, type, dict[str, Any]]]] = {
+    "llama": _llama,
+    "qwen2": _qwen2,
+    "qwen3": _qwen3,
     "qwen3_moe": _qwen3_moe,
     "qwen2_moe": _qwen2_moe,
     "mixtral": _mixtral,
@@ -272,6 +326,9 @@ FAMILIES: Mapping[str, Callable[[random.Random], tuple[type, type, dict[str, Any
 }
 
 NAMES = (*FAMILIES, "bailing_moe_v2")
+
+DENSE = ("llama", "qwen2", "qwen3")
+"""Families without experts."""
 
 
 def _pack_experts(model: torch.nn.Module) -> dict[str, Tensor]:

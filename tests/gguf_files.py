@@ -15,10 +15,12 @@ from typing import Any
 import gguf
 import numpy as np
 import torch
+from family_models import DENSE
 from gguf.constants import GGML_QUANT_SIZES
 from gguf.constants import GGMLQuantizationType as Type
 from numpy.typing import NDArray
 from torch import Tensor
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 Choose = Callable[[str, tuple[int, ...]], Type]
 """A tensor's type by its GGUF name and shape."""
@@ -144,12 +146,30 @@ def add_metadata(writer: gguf.GGUFWriter, family: str, config: Any) -> None:
         writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
         writer.add_rope_scaling_factor(rope["factor"])
         writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
-    writer.add_expert_used_count(config.num_experts_per_tok)
+    if family not in DENSE:
+        writer.add_expert_used_count(config.num_experts_per_tok)
     head_dim = getattr(config, "head_dim", None)
     if head_dim:
         writer.add_key_length(head_dim)
         writer.add_value_length(head_dim)
     _OF_FAMILY[family](writer, config)
+
+
+def _of_llama(writer: gguf.GGUFWriter, config: Any) -> None:
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_rope_dimension_count(config.head_dim)
+    rope = config.rope_parameters
+    if rope["rope_type"] == "llama3":
+        frequencies, _ = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))
+        own = rope["rope_theta"] ** -(torch.arange(0, config.head_dim, 2) / config.head_dim)
+        writer.add_tensor("rope_freqs.weight", (own / frequencies).numpy())
+    _of_dense(writer, config)
+
+
+def _of_dense(writer: gguf.GGUFWriter, config: Any) -> None:
+    if config.rope_parameters["rope_type"] == "linear":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+        writer.add_rope_scaling_factor(config.rope_parameters["factor"])
 
 
 def _of_qwen3(writer: gguf.GGUFWriter, config: Any) -> None:
@@ -255,6 +275,9 @@ def _of_ling(writer: gguf.GGUFWriter, config: Any) -> None:
 
 
 _OF_FAMILY: dict[str, Callable[[gguf.GGUFWriter, Any], None]] = {
+    "llama": _of_llama,
+    "qwen2": _of_dense,
+    "qwen3": _of_dense,
     "qwen3_moe": _of_qwen3,
     "qwen2_moe": _of_qwen2,
     "olmoe": _of_olmoe,
@@ -269,6 +292,9 @@ _OF_FAMILY: dict[str, Callable[[gguf.GGUFWriter, Any], None]] = {
 }
 
 ARCHITECTURES = {
+    "llama": gguf.MODEL_ARCH.LLAMA,
+    "qwen2": gguf.MODEL_ARCH.QWEN2,
+    "qwen3": gguf.MODEL_ARCH.QWEN3,
     "qwen3_moe": gguf.MODEL_ARCH.QWEN3MOE,
     "qwen2_moe": gguf.MODEL_ARCH.QWEN2MOE,
     "olmoe": gguf.MODEL_ARCH.OLMOE,
@@ -297,7 +323,7 @@ def tensors_of(
         for own_name, view in _views(family, name, parameter.data, model.config):
             stored = names.get_name(own_name, try_suffixes=(".weight", ".bias"))
             assert stored is not None, own_name
-            is_mixed = view.dim() == 4
+            is_mixed = view.dim() == 4 or parameter.dim() == 1
             yield stored, view, tuple(parameter.shape) if is_mixed else tuple(view.shape)
 
 
@@ -305,9 +331,9 @@ def _views(family: str, name: str, weights: Tensor, config: Any) -> Iterator[tup
     """By the names of published checkpoints, experts of a layer stacked."""
     if ".experts." in name:
         yield from _expert_views(family, name, weights)
-    elif family == "mixtral" and name.endswith(("q_proj.weight", "k_proj.weight")):
+    elif family in ("llama", "mixtral") and (".q_proj." in name or ".k_proj." in name):
         heads = config.num_attention_heads if "q_proj" in name else config.num_key_value_heads
-        halves = weights.view(heads, 2, -1, weights.shape[1])
+        halves = weights.view(heads, 2, -1, *weights.shape[1:])
         yield name, halves.transpose(1, 2)
     elif name.endswith("kv_b_proj.weight") and not is_expanded_once(config):
         heads = weights.view(config.num_attention_heads, -1, weights.shape[1])

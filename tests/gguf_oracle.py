@@ -23,6 +23,9 @@ WIDTH = 256  # a block of the K types
 _ALL_SPARSE = {"mlp_only_layers": [], "decoder_sparse_step": 1}
 
 SIZES: Mapping[str, Mapping[str, Any]] = {
+    "llama": {},
+    "qwen2": {},
+    "qwen3": {},
     "qwen3_moe": {
         "moe_intermediate_size": WIDTH,
         "num_experts": 6,

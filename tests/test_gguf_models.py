@@ -46,6 +46,9 @@ def write(
 
 
 SEEDS = {
+    "llama": (0, 4),  # divisors of frequencies; YaRN, biases and tied embeddings
+    "qwen2": (0, 1),  # YaRN; a linear stretch
+    "qwen3": (1, 4),  # biases; a linear stretch and tied embeddings
     "qwen3_moe": (0, 4),  # with YaRN and tied embeddings
     "olmoe": (0, 1),
     "qwen2_moe": (3, 1),  # YaRN
@@ -180,8 +183,10 @@ def test_what_is_not_computed_is_refused_by_name(tmp_path: Path) -> None:
         UnsupportedError, match="'gemma3' is not read from GGUF files. It is Gemma: a model"
     ):
         plan_model(written("gemma3", "token_embd.weight"))
-    with pytest.raises(UnsupportedError, match="Llama, or a model built like it: a dense"):
+    with pytest.raises(ConfigError, match="no llama.feed_forward_length"):
         plan_model(written("llama", "token_embd.weight"))
+    with pytest.raises(UnsupportedError, match="qwen3.expert_count 8 is not supported, only 0"):
+        plan_model(written("qwen3", "token_embd.weight", expert_count=8))
     with pytest.raises(ConfigError, match="no qwen3moe.embedding_length"):
         plan_model(written("qwen3moe", "token_embd.weight"))
 

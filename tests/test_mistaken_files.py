@@ -252,13 +252,17 @@ def test_a_folder_without_a_model_says_what_one_is(tmp_path: Path) -> None:
 OLLAMA = [
     ("qwen3:30b", "on the hub it is Qwen/Qwen3-30B-A3B"),
     ("qwen3:30b-a3b-q4_K_M", "on the hub it is Qwen/Qwen3-30B-A3B"),
-    ("qwen3", "on the hub it is Qwen/Qwen3-8B, and it does not run here. It is Qwen3 without exp"),
+    ("qwen3", "on the hub it is Qwen/Qwen3-8B"),
+    ("qwen3:0.6b", "on the hub it is Qwen/Qwen3-0.6B"),
+    ("smollm2:135m-instruct-q4_1", "on the hub it is HuggingFaceTB/SmolLM2-135M-Instruct"),
     ("gpt-oss", "on the hub it is openai/gpt-oss-20b"),
     ("gpt-oss:latest", "on the hub it is openai/gpt-oss-20b"),
     ("gpt-oss:120b", "on the hub it is openai/gpt-oss-120b"),
     ("mixtral:8x22b", "on the hub it is mistralai/Mixtral-8x22B-Instruct-v0.1"),
-    ("llama3", "meta-llama/Meta-Llama-3-8B-Instruct.*It is Llama.*: a dense .*Qwen/Qwen3-30B-A3B"),
-    ("llama3.2:1b", "meta-llama/Llama-3.2-3B-Instruct, and it does not run here"),
+    ("llama3", "on the hub it is meta-llama/Meta-Llama-3-8B-Instruct"),
+    ("llama3.2:1b", "on the hub it is meta-llama/Llama-3.2-1B-Instruct"),
+    ("gemma2", "google/gemma-2-9b-it, and it does not run here. It is Gemma: .*Qwen/Qwen3-30B-A3B"),
+    ("mistral:7b", "Mistral-7B-Instruct-v0.3, and it does not run .*: a dense .*Mixtral-8x7B"),
     ("my-own:tag", "is a name of Ollama's library, or built like one.*org/name:Q4_K_M"),
 ]
 

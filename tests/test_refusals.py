@@ -24,7 +24,6 @@ from lowtide.families import (
     supported_architectures,
 )
 from lowtide.families.gguf import GgufKeys
-from lowtide.families.mixtral.gguf import GGUF as MIXTRAL
 from lowtide.families.registry import own_names, why_unsupported
 from lowtide.families.unsupported import (
     _SERIES,
@@ -53,8 +52,11 @@ def run(*arguments: str) -> Any:
 @pytest.mark.parametrize(
     ("architecture", "message"),
     [
-        ("LlamaForCausalLM", "Llama, or a model built like it: a dense .* Qwen/Qwen3-30B-A3B"),
-        ("Qwen3ForCausalLM", "Qwen3 without experts: a dense .* Qwen/Qwen3-30B-A3B"),
+        (
+            "SmolLM3ForCausalLM",
+            "SmolLM3: a dense .*Llama's, Qwen2's and Qwen3's.* Qwen/Qwen3-30B-A3B",
+        ),
+        ("Phi3ForCausalLM", "Phi-3 or Phi-4: a dense .* Qwen/Qwen3-30B-A3B"),
         ("Qwen3_5MoeForConditionalGeneration", "Qwen3.6: .*linear attention.*Qwen/Qwen3-30B-A3B"),
         ("Gemma4ForConditionalGeneration", "It is Gemma 4: .*Models that do run: "),
         ("MistralForCausalLM", "It is Mistral: a dense .*Mixtral-8x7B"),
@@ -137,7 +139,7 @@ def test_the_reason_is_in_the_keys_of_a_model_never_heard_of(
     ("model_type", "architecture", "name"),
     [
         ("kimi_k25", "KimiK25ForConditionalGeneration", "Kimi-K2.5"),
-        ("internlm3", "LlamaForCausalLM", "InternLM"),
+        ("internlm3", "InternLM3ForCausalLM", "InternLM"),
         ("glm_moe_dsa", "GlmMoeDsaForCausalLM", "GLM-5"),
         ("my_own", "MistralForCausalLM", "Mistral"),
     ],
@@ -175,13 +177,13 @@ def test_models_that_share_a_gguf_architecture_are_told_apart(
         gguf_architecture(metadata, keys).config(keys)
 
 
-@pytest.mark.parametrize(
-    ("name", "series"),
-    [("Meta Llama 3.1 8B", "Llama"), ("DeepSeek R1 Distill Llama 8B", "a distillation of Deep")],
-)
-def test_llama_s_architecture_without_experts_is_named(name: str, series: str) -> None:
-    with pytest.raises(UnsupportedError, match=f"It is {series}.*: a dense .*do run: "):
-        MIXTRAL.config(GgufKeys("llama", {"general.name": name}, {}))
+@pytest.mark.parametrize(("count", "family"), [(None, "llama"), (0, "llama"), (8, "mixtral")])
+def test_llama_s_name_in_gguf_files_is_two_families(count: int | None, family: str) -> None:
+    metadata: dict[str, object] = {"general.architecture": "llama"}
+    if count is not None:
+        metadata["llama.expert_count"] = count
+    found = gguf_architecture(metadata, GgufKeys("llama", metadata, {}))
+    assert found is families()[family].gguf
 
 
 @pytest.mark.parametrize("algorithm", ["NVFP4", "FP8", "W4A8_AWQ"])

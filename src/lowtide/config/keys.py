@@ -89,12 +89,13 @@ def grouped_attention(
     *,
     can_stretch: bool = False,
     usual_factor: float | None = None,
+    usual_theta: float | None = None,
     has_qk_norm: bool = False,
     has_qkv_bias: bool = False,
 ) -> AttentionSpec:
     """Read attention whose heads share keys and values in groups.
 
-    can_stretch, usual_factor: see `read_rope`.
+    can_stretch, usual_factor, usual_theta: see `read_rope`.
     """
     num_heads = fields.integer("num_attention_heads", low=1, high=MAX_HEADS)
     head_dim = _head_dim(fields, width(fields, "hidden_size"), num_heads)
@@ -104,7 +105,9 @@ def grouped_attention(
             "num_key_value_heads", low=1, high=MAX_HEADS, default=num_heads
         ),
         head_dim=head_dim,
-        rope=read_rope(fields, head_dim, max_positions(fields), can_stretch, usual_factor),
+        rope=read_rope(
+            fields, head_dim, max_positions(fields), can_stretch, usual_factor, usual_theta
+        ),
         has_qk_norm=has_qk_norm,
         has_qkv_bias=has_qkv_bias,
     )

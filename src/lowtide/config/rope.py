@@ -54,12 +54,13 @@ def read_rope(
     max_positions: int,
     can_stretch: bool = False,
     usual_factor: float | None = None,
+    usual_theta: float | None = None,
 ) -> Rope:
     """Read the rotary embedding of a family that rotates heads of `head_dim`.
 
     With `can_stretch` it may be made for longer contexts than it was trained on, in one of the ways
     of `_STRETCHES`. usual_factor: the share of dimensions that rotate where the config names none;
-    without it all have to.
+    without it all have to. usual_theta: the one of files that name none; without it they have to.
     """
     said = [
         _Said(
@@ -70,7 +71,7 @@ def read_rope(
     for name in ("rope_parameters", "rope_scaling"):
         if fields.raw(name) is not None:
             said.append(_nested(fields, name, max_positions, can_stretch))
-    theta = _agreed("rope_theta", [each.theta for each in said])
+    theta = _agreed("rope_theta", [each.theta for each in said]) or usual_theta
     if theta is None:
         raise ConfigError("config.json has no rope_theta, neither flat nor in rope_parameters.")
     stretches = [each.stretch for each in said if each.stretch is not None]

@@ -58,6 +58,8 @@ llama.cpp accepts them in place of the three for any architecture.
 
 OUTPUT: Names = {"blk.#.attn_output.weight": "model.layers.#.self_attn.o_proj.weight"}
 
+OUTPUT_BIAS: Names = {"blk.#.attn_output.bias": "model.layers.#.self_attn.o_proj.bias"}
+
 QK_NORMS: Names = {
     f"blk.#.attn_{x}_norm.weight": f"model.layers.#.self_attn.{x}_norm.weight" for x in "qk"
 }
@@ -87,6 +89,9 @@ ROPE_DIVISORS = "rope_freqs.weight"
 """Tensor of divisors for the frequency of each pair of dimensions."""
 
 USUAL: Names = {**ENDS, **NORMS, **QKV, **OUTPUT, **ROUTER, **EXPERTS}
+
+DENSE: Names = {**ENDS, **NORMS, **QKV, **OUTPUT, **mlp("", "mlp.")}
+"""Decoders without experts."""
 
 
 class GgufKeys:
@@ -205,9 +210,25 @@ def usual_config(
     width: the key of an expert's width in `config.json`.
     can_group: tokens may first choose among groups of experts.
     """
-    keys.only("attention.causal", True)
     if not can_group:
         keys.only("expert_group_count", 0, 1)
+    return {
+        **_decoder_config(keys, architecture),
+        "num_experts": keys.need("expert_count"),
+        "num_experts_per_tok": keys.need("expert_used_count"),
+        width: _expert_width(keys),
+    }
+
+
+def dense_config(keys: GgufKeys, architecture: str) -> Config:
+    """Convert the metadata of a decoder without experts; architecture: as for `usual_config`."""
+    keys.only("expert_count", 0)
+    width = keys.need("feed_forward_length")
+    return {**_decoder_config(keys, architecture), "intermediate_size": width}
+
+
+def _decoder_config(keys: GgufKeys, architecture: str) -> Config:
+    keys.only("attention.causal", True)
     vocab_size = keys.shapes.get("token_embd.weight", (0,))[0]
     config: Config = {
         "architectures": [architecture],
@@ -223,9 +244,6 @@ def usual_config(
         "rope_scaling": _rope_scaling(keys),
         "rotary_dim": keys.get("rope.dimension_count"),
         "tie_word_embeddings": "output.weight" not in keys.shapes,
-        "num_experts": keys.need("expert_count"),
-        "num_experts_per_tok": keys.need("expert_used_count"),
-        width: _expert_width(keys),
         # Not in the file; weights are unpacked to the dtype that published models compute in.
         "dtype": "bfloat16",
     }
@@ -247,15 +265,31 @@ def shared_width(keys: GgufKeys) -> int:
     return stored[0] if stored else 0
 
 
-def halves_in_turn(num_heads: Callable[[ModelConfig], int]) -> Callable[[ModelConfig], ArrayView]:
-    """Return a view of rows that interleave a head's two halves, as older rotary code does."""
+def has_qkv_bias(keys: GgufKeys) -> bool:
+    """Return True if queries, keys and values have biases, apart or fused."""
+    return not {"blk.0.attn_q.bias", "blk.0.attn_qkv.bias"}.isdisjoint(keys.shapes)
+
+
+def _turned(kind: str, name: str) -> RearrangedTensor:
+    """Return our weight or bias of queries or keys whose rows interleave a head's two halves.
+
+    llama.cpp's converter writes Llama's in this order, which older rotary code has.
+    """
 
     def view(config: ModelConfig) -> ArrayView:
-        half = config.attention.head_dim // 2
-        shape = (num_heads(config), 2, half, config.hidden_size)
-        return ArrayView(shape, order=(0, 2, 1, 3))
+        spec = config.attention
+        num_heads = spec.num_heads if name == "q" else spec.num_kv_heads
+        width = config.hidden_size if kind == "weight" else 1
+        return ArrayView((num_heads, 2, spec.head_dim // 2, width), order=(0, 2, 1, 3))
 
-    return view
+    return RearrangedTensor(f"model.layers.#.self_attn.{name}_proj.{kind}", view)
+
+
+TURNED_QK: Names = {
+    f"blk.#.attn_{name}.{kind}": _turned(kind, name) for kind in ("weight", "bias") for name in "qk"
+}
+
+V_BIAS: Names = {"blk.#.attn_v.bias": "model.layers.#.self_attn.v_proj.bias"}
 
 
 def _rope_scaling(keys: GgufKeys) -> Config | PairDivisors | None:

@@ -238,7 +238,10 @@ def _put_together(
         if each.arranged is not None and each.arranged.name not in whole:
             view = each.arranged.view(config)
             stored, wanted = each.tensor.shape, view.stored_shape
-            if math.prod(stored) != math.prod(wanted) or stored[-1] != wanted[-1]:
+            width = (
+                1 if len(stored) == 1 and wanted[-1] == 1 else stored[-1]
+            )  # a vector has rows of 1
+            if math.prod(stored) != math.prod(wanted) or width != wanted[-1]:
                 raise CheckpointError(
                     f"Tensor {shown(each.name)} has shape {list(stored)}; the metadata makes it "
                     f"{list(wanted)}."
@@ -255,7 +258,8 @@ def _entry(name: str, parts: Sequence[StoredPart]) -> TensorEntry:
             f"{num_elements} of the {math.prod(shape)} weights of {shown(name)} are in the file."
         )
     first = parts[0]
-    tensor_shape = (math.prod(shape[:-1]), shape[-1])
+    rows = math.prod(shape[:-1])
+    tensor_shape = (rows,) if shape[-1] == 1 else (rows, shape[-1])
     place = (first.file, first.offset, first.num_bytes, first.dtype)
     return TensorEntry(*place, tensor_shape, tuple(parts))
 

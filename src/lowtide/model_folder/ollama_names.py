@@ -21,6 +21,10 @@ _MODEL = "application/vnd.ollama.image.model"
 _MAX_MANIFEST_BYTES = 1 << 20
 
 RUN: Mapping[str, Mapping[str, str]] = {
+    "codellama": {
+        "": "codellama/CodeLlama-7b-Instruct-hf",
+        **{f"{size}b": f"codellama/CodeLlama-{size}b-Instruct-hf" for size in (7, 13, 34, 70)},
+    },
     "deepseek-coder-v2": {
         "": "deepseek-ai/DeepSeek-Coder-V2-Lite-Instruct",
         "16b": "deepseek-ai/DeepSeek-Coder-V2-Lite-Instruct",
@@ -31,37 +35,86 @@ RUN: Mapping[str, Mapping[str, str]] = {
         "16b": "deepseek-ai/DeepSeek-V2-Lite-Chat",
         "236b": "deepseek-ai/DeepSeek-V2-Chat",
     },
+    "deepseek-r1": {
+        "": "deepseek-ai/DeepSeek-R1-0528-Qwen3-8B",
+        "8b": "deepseek-ai/DeepSeek-R1-0528-Qwen3-8B",
+        **{
+            f"{size}b": f"deepseek-ai/DeepSeek-R1-Distill-Qwen-{size}B" for size in (1.5, 7, 14, 32)
+        },
+        "70b": "deepseek-ai/DeepSeek-R1-Distill-Llama-70B",
+        "671b": "deepseek-ai/DeepSeek-R1",
+    },
+    "deepseek-v3": {"": "deepseek-ai/DeepSeek-V3", "671b": "deepseek-ai/DeepSeek-V3"},
     "gpt-oss": {
         "": "openai/gpt-oss-20b",
         "20b": "openai/gpt-oss-20b",
         "120b": "openai/gpt-oss-120b",
+    },
+    "llama2": {
+        "": "meta-llama/Llama-2-7b-chat-hf",
+        **{f"{size}b": f"meta-llama/Llama-2-{size}b-chat-hf" for size in (7, 13, 70)},
+    },
+    "llama3": {
+        "": "meta-llama/Meta-Llama-3-8B-Instruct",
+        **{f"{size}b": f"meta-llama/Meta-Llama-3-{size}B-Instruct" for size in (8, 70)},
+    },
+    "llama3.1": {
+        "": "meta-llama/Llama-3.1-8B-Instruct",
+        **{f"{size}b": f"meta-llama/Llama-3.1-{size}B-Instruct" for size in (8, 70, 405)},
+    },
+    "llama3.2": {
+        "": "meta-llama/Llama-3.2-3B-Instruct",
+        **{f"{size}b": f"meta-llama/Llama-3.2-{size}B-Instruct" for size in (1, 3)},
+    },
+    "llama3.3": {
+        "": "meta-llama/Llama-3.3-70B-Instruct",
+        "70b": "meta-llama/Llama-3.3-70B-Instruct",
     },
     "mixtral": {
         "": "mistralai/Mixtral-8x7B-Instruct-v0.1",
         "8x7b": "mistralai/Mixtral-8x7B-Instruct-v0.1",
         "8x22b": "mistralai/Mixtral-8x22B-Instruct-v0.1",
     },
-    "qwen3": {"30b": "Qwen/Qwen3-30B-A3B", "235b": "Qwen/Qwen3-235B-A22B"},
+    "qwen2": {
+        "": "Qwen/Qwen2-7B-Instruct",
+        **{f"{size}b": f"Qwen/Qwen2-{size}B-Instruct" for size in (0.5, 1.5, 7, 72)},
+    },
+    "qwen2.5": {
+        "": "Qwen/Qwen2.5-7B-Instruct",
+        **{f"{size}b": f"Qwen/Qwen2.5-{size}B-Instruct" for size in (0.5, 1.5, 3, 7, 14, 32, 72)},
+    },
+    "qwen2.5-coder": {
+        "": "Qwen/Qwen2.5-Coder-7B-Instruct",
+        **{f"{size}b": f"Qwen/Qwen2.5-Coder-{size}B-Instruct" for size in (0.5, 1.5, 3, 7, 14, 32)},
+    },
+    "qwen3": {
+        "": "Qwen/Qwen3-8B",
+        **{f"{size}b": f"Qwen/Qwen3-{size}B" for size in (0.6, 1.7, 4, 8, 14, 32)},
+        "30b": "Qwen/Qwen3-30B-A3B",
+        "235b": "Qwen/Qwen3-235B-A22B",
+    },
     "qwen3-coder": {
         "": "Qwen/Qwen3-Coder-30B-A3B-Instruct",
         "30b": "Qwen/Qwen3-Coder-30B-A3B-Instruct",
         "480b": "Qwen/Qwen3-Coder-480B-A35B-Instruct",
     },
+    "smollm2": {
+        "": "HuggingFaceTB/SmolLM2-1.7B-Instruct",
+        **{
+            tag: f"HuggingFaceTB/SmolLM2-{tag.upper()}-Instruct" for tag in ("135m", "360m", "1.7b")
+        },
+    },
+    "tinyllama": {
+        "": "TinyLlama/TinyLlama-1.1B-Chat-v1.0",
+        "1.1b": "TinyLlama/TinyLlama-1.1B-Chat-v1.0",
+    },
 }
 """Supported models by name and beginning of the tag; the empty tag is `latest`."""
 
 OTHERS: Mapping[str, str] = {
-    "codellama": "codellama/CodeLlama-7b-Instruct-hf",
-    "deepseek-r1": "deepseek-ai/DeepSeek-R1-0528-Qwen3-8B",
-    "deepseek-v3": "deepseek-ai/DeepSeek-V3",
     "gemma2": "google/gemma-2-9b-it",
     "gemma3": "google/gemma-3-4b-it",
     "granite4": "ibm-granite/granite-4.0-micro",
-    "llama2": "meta-llama/Llama-2-7b-chat-hf",
-    "llama3": "meta-llama/Meta-Llama-3-8B-Instruct",
-    "llama3.1": "meta-llama/Llama-3.1-8B-Instruct",
-    "llama3.2": "meta-llama/Llama-3.2-3B-Instruct",
-    "llama3.3": "meta-llama/Llama-3.3-70B-Instruct",
     "llama4": "meta-llama/Llama-4-Scout-17B-16E-Instruct",
     "mistral": "mistralai/Mistral-7B-Instruct-v0.3",
     "mistral-nemo": "mistralai/Mistral-Nemo-Instruct-2407",
@@ -69,13 +122,7 @@ OTHERS: Mapping[str, str] = {
     "olmo2": "allenai/OLMo-2-1124-7B-Instruct",
     "phi3": "microsoft/Phi-3-mini-4k-instruct",
     "phi4": "microsoft/phi-4",
-    "qwen2": "Qwen/Qwen2-7B-Instruct",
-    "qwen2.5": "Qwen/Qwen2.5-7B-Instruct",
-    "qwen2.5-coder": "Qwen/Qwen2.5-Coder-7B-Instruct",
-    "qwen3": "Qwen/Qwen3-8B",
     "qwen3-next": "Qwen/Qwen3-Next-80B-A3B-Instruct",
-    "smollm2": "HuggingFaceTB/SmolLM2-1.7B-Instruct",
-    "tinyllama": "TinyLlama/TinyLlama-1.1B-Chat-v1.0",
 }
 """Popular models that are not supported, by name."""
 

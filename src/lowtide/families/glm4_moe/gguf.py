@@ -9,6 +9,7 @@ from lowtide.families.gguf import (
     Config,
     GgufArchitecture,
     GgufKeys,
+    has_qkv_bias,
     mlp,
     usual_config,
 )
@@ -22,7 +23,7 @@ def _config(keys: GgufKeys) -> Config:
         **gguf_sigmoid_experts(keys, default_norm=True),
         "num_hidden_layers": keys.integer("block_count")
         - keys.integer("nextn_predict_layers", default=0),
-        "attention_bias": not {"blk.0.attn_q.bias", "blk.0.attn_qkv.bias"}.isdisjoint(keys.shapes),
+        "attention_bias": has_qkv_bias(keys),
         "use_qk_norm": "blk.0.attn_q_norm.weight" in keys.shapes,
         "intermediate_size": keys.need("feed_forward_length"),
     }

@@ -9,6 +9,7 @@ from lowtide.families.gguf import (
     GgufArchitecture,
     GgufKeys,
     RearrangedTensor,
+    has_qkv_bias,
     mlp,
     shared_width,
     usual_config,
@@ -21,7 +22,7 @@ def _config(keys: GgufKeys) -> Config:
         **usual_config(keys, "Qwen2MoeForCausalLM"),
         "shared_expert_intermediate_size": shared_width(keys),
         "norm_topk_prob": False,
-        "qkv_bias": not {"blk.0.attn_q.bias", "blk.0.attn_qkv.bias"}.isdisjoint(keys.shapes),
+        "qkv_bias": has_qkv_bias(keys),
     }
 
 

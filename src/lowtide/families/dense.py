@@ -1,0 +1,43 @@
+"""Dense autoregressive decoders: what `config.json` and schema of Llama, Qwen2 and Qwen3 share."""
+
+from __future__ import annotations
+
+from lowtide.config import ModelConfig, keys
+from lowtide.config.fields import Fields
+from lowtide.config.keys import Origin
+from lowtide.schemas.parts import decoder, in_layers, normed_qkv, vector
+from lowtide.schemas.schema import ModelSchema, TensorSpec
+
+_USUAL_THETA = 10000.0
+
+
+def read_dense(
+    fields: Fields, origin: Origin, *, has_qkv_bias: bool, has_qk_norm: bool = False
+) -> ModelConfig:
+    """Read a model of grouped-query attention and gated MLPs, without sliding windows."""
+    keys.refuse_sliding_windows(fields)
+    attention = keys.grouped_attention(
+        fields,
+        can_stretch=True,
+        usual_theta=_USUAL_THETA,
+        has_qk_norm=has_qk_norm,
+        has_qkv_bias=has_qkv_bias,
+    )
+    width = keys.width(fields, "intermediate_size")
+    return keys.decoder(fields, origin, attention, None, width)
+
+
+def dense_schema(config: ModelConfig, *, has_output_bias: bool) -> ModelSchema:
+    """Make the schema of such a model."""
+    spec = config.attention
+
+    def attention(config: ModelConfig, prefix: str) -> list[TensorSpec]:
+        bias = f"{prefix}self_attn.o_proj.bias"
+        biases = [vector(bias, config.hidden_size)] if has_output_bias else []
+        return [*normed_qkv(config, prefix), *biases]
+
+    present = {"q_proj": spec.has_qkv_bias, "o_proj": has_output_bias}
+    absent = [f"self_attn.{name}.bias" for name, is_there in present.items() if not is_there]
+    if not spec.has_qk_norm:
+        absent.append("self_attn.q_norm.weight")
+    return decoder(config, attention, absent=in_layers(config, *absent))

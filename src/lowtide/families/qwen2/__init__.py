@@ -1,0 +1,31 @@
+"""Qwen2 and Qwen2.5 without experts: `config.json`, tensors, sizes."""
+
+from __future__ import annotations
+
+from lowtide.config import ModelConfig, Published
+from lowtide.config.fields import Fields
+from lowtide.config.keys import Origin
+from lowtide.families.dense import dense_schema, read_dense
+from lowtide.families.family import Family
+from lowtide.families.qwen2.gguf import GGUF
+from lowtide.schemas.schema import ModelSchema
+
+
+def read(fields: Fields, origin: Origin) -> ModelConfig:
+    return read_dense(fields, origin, has_qkv_bias=True)
+
+
+def schema(config: ModelConfig) -> ModelSchema:
+    return dense_schema(config, has_output_bias=False)
+
+
+FAMILY = Family(
+    name="qwen2",
+    architectures=("Qwen2ForCausalLM",),
+    series=("qwen2.5",),
+    published=Published(eos_token_ids=(151645, 151643)),
+    read=read,
+    schema=schema,
+    decoder=f"{__name__}.model:Qwen2",
+    gguf=GGUF,
+)
