@@ -12,6 +12,9 @@ from lowtide.parsing.tools import Tool
 _MAX_TRIES = 16
 """Most marks at which the end of the calls is looked for; then the answer's end decides."""
 
+_MAX_HEAD_CHARS = 1024
+"""Longest text in which a call's name and opening bracket are looked for."""
+
 
 class LiteralCalls:
     """Reader that takes a closing mark for the end only if the calls before it are complete.
@@ -59,7 +62,7 @@ class LiteralCalls:
 
     def _look(self) -> None:
         """Write text that cannot become a call as text."""
-        if self._form.is_no_call(self._text):
+        if len(self._text) < _MAX_HEAD_CHARS and self._form.is_no_call(self._text):
             self._out.write(self._text)
             self.is_over = True
 
